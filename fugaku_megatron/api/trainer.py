@@ -153,16 +153,16 @@ class Trainer:
         self._groups = share_groups(Grid(world.size, layout.tp, layout.pp).groups(world), kernels)
         self._readers = pretrain.find_reader_group(run, self._groups, nodes)
         self._opened = self._samples_needed(layout, train.Progress()) if self._length_given else 1
-        data = self._open(self._opened, run.training.eval_iters * layout.eval_batch_size(run))
+        data = self._open(self._opened, pretrain.samples_to_validate(run, layout, 1))
         choice = choose_kernels(run, layout, world, saved)
         observers = Observers(Phases(), Heartbeats(Heartbeat(), Grid(world.size, layout.tp, layout.pp), world.rank), None)
         self._trainer = pretrain.build_trainer(self._with_length(NO_END), world, self._groups, data, choice.backends, observers,
                                                self._readers)
-        self._has_valid = bool(world.all_reduce(torch.tensor(data[1] is not None)))
+        self._valid_sizes = pretrain.valid_sizes(run, layout, data[1], world)
         if self._length_given:
             self._end = pretrain.run_length(self._run, layout, train.Progress())[0]
 
-    def _open(self, samples: int, valid_samples: int) -> pretrain.Data:
+    def _open(self, samples: int, valid_samples: int | None) -> pretrain.Data:
         return pretrain.open_data(self._run, self._groups, (samples, valid_samples), self._readers, self._arrays)
 
     def _samples_needed(self, layout: Layout, progress: train.Progress) -> int:
@@ -241,11 +241,15 @@ class Trainer:
         return bool(self._world.all_reduce(torch.tensor(int(stop_requested())), "max"))
 
     def evaluate(self) -> float:
-        """Mean loss over the first eval_iters global batches of the validation data, the same ones at every call. Collective."""
+        """Mean loss over the first eval_iters batches of the validation data, with full_validation over all. Collective."""
+        run, sizes = self._run, self._valid_sizes
         with everywhere():
-            check(self._has_valid, "there is no validation data: pass valid, or a split or valid_data_path in the config")
-            check(self._run.training.eval_iters > 0, "--eval-iters is 0: pass a number above 0")
-        return self._trainer.evaluate(self._trainer.valid, 0, self._run.training.eval_iters)
+            check(bool(sizes), "there is no validation data: pass valid, or a split or valid_data_path in the config")
+            check(run.training.eval_iters > 0 or run.training.full_validation, "--eval-iters is 0: pass a number above 0")
+            check(not run.training.multiple_validation_sets, "multiple_validation_sets has several losses, and evaluate returns "
+                  "one: leave it out")
+        (first, iterations), = self._trainer.layout.evaluated(run, sizes, 0)
+        return self._trainer.evaluate(self._trainer.valid, first, iterations)
 
     # Checkpoints ------------------------------------------------------------------------------------------------------------------
 

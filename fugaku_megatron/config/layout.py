@@ -5,8 +5,10 @@ Left out: where costs decide the cut (`accounting.part_sizes`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 from ..pipeline.parts import ZBV, Placement, evenly, placement_of
 from .batches import sizes_of
@@ -60,6 +62,20 @@ class Layout:
     def eval_batch_size(self, run: RunConfig) -> int:
         """--eval-global-batch-size, or the global batch size."""
         return run.training.eval_global_batch_size or self.global_batch_size(run)
+
+    def evaluated(self, run: RunConfig, sizes: Sequence[int], number: int) -> list[tuple[int, int]]:
+        """(first sample, batches) of each validation set in the evaluation of this number, from 0; `sizes`: samples of the sets.
+
+        With --full-validation each evaluation has all samples, where the sets follow each other; otherwise it has its own ones.
+        Raises ValueError for a set that does not fill a batch.
+        """
+        size, iters = self.eval_batch_size(run), run.training.eval_iters
+        if not run.training.full_validation:
+            return [(number * iters * size, iters)]
+        for index, samples in enumerate(sizes):
+            check(samples >= size, f"--full-validation: validation set {index} has {samples} samples, and a batch of an evaluation "
+                  f"has {size}: pass a smaller --eval-global-batch-size, or more data")
+        return [(end - samples, samples // size) for end, samples in zip(accumulate(sizes), sizes)]
 
     def microbatches(self, run: RunConfig, global_batch_size: int) -> int:
         """Micro-batches per rank and iteration; ValueError when the batch does not divide."""

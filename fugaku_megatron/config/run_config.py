@@ -109,6 +109,10 @@ class TrainingConfig:
     eval_iters: int = opt(100, "batches per evaluation; 0: none")
     eval_global_batch_size: int | None = opt(None, "samples of a batch of an evaluation (default: --global-batch-size)", type=int,
                                              maximum=2**24)
+    full_validation: bool = opt(False, "each evaluation takes the whole validation data once, whatever --eval-iters says; samples "
+                                "that do not fill the last batch are left out")
+    multiple_validation_sets: bool = opt(False, "with --full-validation, each prefix of the validation data is a set of its own, "
+                                         "with a line of its own")
     start_eval_at_iter: int | None = opt(None, "the first evaluation is not before this iteration", type=int)
     skip_train: bool = opt(False, "train nothing: only evaluate on the validation data")
     seed: int = opt(1234, "seed of initial weights, dropout and data order", maximum=2**32 - 1)
@@ -136,6 +140,8 @@ class TrainingConfig:
         check(self.eval_iters >= 0, f"--eval-iters is {self.eval_iters}: pass 0 or more")
         check(self.train_iters is None or self.train_samples is None,
               "--train-iters and --train-samples exclude each other: pass one")
+        check(not self.multiple_validation_sets or self.full_validation, "--multiple-validation-sets needs --full-validation, as "
+              "in Megatron-LM: pass both")
         check_choices(self)
         self._check_recompute()
 

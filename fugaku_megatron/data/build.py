@@ -2,7 +2,7 @@
 
 Rules of Megatron-LM's megatron/core/datasets/blended_megatron_dataset_builder.py, megatron/core/datasets/utils.py and
 megatron/core/datasets/blended_megatron_dataset_config.py, and for --legacy-split of megatron/data/dataset_utils.py, as it was
-before Megatron-core 0.5. Left out: the data sets themselves (dataset.py), several validation sets.
+before Megatron-core 0.5. Left out: the data sets themselves (dataset.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from ..comm.agreement import on_root
-from .dataset import SPLITS, BlendedDataset, Dataset, GPTDataset, TokenArrays, check_tokens, normalize, shares_of
+from .dataset import SPLITS, BlendedDataset, Dataset, GPTDataset, TokenArrays, ValidationSets, check_tokens, normalize, shares_of
 from .files import read_text
 from .index_cache import IndexCache
 from .indexed import IndexedDataset
@@ -36,7 +36,7 @@ Datasets = tuple[Dataset | None, Dataset | None, Dataset | None]  # train, valid
 class Builder:
     """Makes data sets of one sequence length and seed; arguments as of `GPTDataset`. All ranks of `comm` make the same calls.
 
-    arrays: documents that are in no files, by the name that stands for a prefix.
+    arrays: documents that are in no files, by the name that stands for a prefix. separate_sets: --multiple-validation-sets.
     """
 
     seq_length: int
@@ -46,6 +46,7 @@ class Builder:
     max_bytes: int | None = None
     cache: IndexCache | None = None
     arrays: Mapping[str, TokenArrays] = field(default_factory=dict)
+    separate_sets: bool = False
 
     def open(self, prefixes: Sequence[str]) -> dict[str, Indexed]:
         """The files of each prefix, once. ValueError where the beginning of one has tokens outside the vocabulary."""
@@ -66,23 +67,37 @@ class Builder:
         return partial(GPTDataset, indexed, name, documents, seq_length=self.seq_length, seed=self.seed, vocab_size=self.vocab_size,
                        max_bytes=self.max_bytes, cache=self.cache, comm=self.comm)
 
-    def blend(self, parts: Sequence[Callable[..., GPTDataset]], weights: Sequence[float] | None, num_samples: int, name: str,
-              prefix: str) -> Dataset:
+    def blend(self, parts: Sequence[Callable[..., GPTDataset]], weights: Sequence[float] | None, num_samples: int | None,
+              name: str, prefix: str) -> Dataset:
         """`num_samples` samples of all parts: by weight, each built with slightly more than its share, or else by their lengths.
+
+        None: every sample once, which takes no weights (ValueError).
 
         Without weights every part is read once at most, so ValueError where that is not enough; a single part repeats.
         """
+        if num_samples is None:
+            on_root(self.comm, lambda: _check_unweighted(weights, prefix))
+        if self.separate_sets and name == SPLITS[1]:
+            return ValidationSets([part(num_samples=num_samples) for part in parts])
         if weights is None and len(parts) == 1:
             return parts[0](num_samples=num_samples)
-        blended = partial(BlendedDataset, num_samples=num_samples, name=name, cache=self.cache, prefix=prefix, comm=self.comm)
+        blended = partial(BlendedDataset, name=name, cache=self.cache, prefix=prefix, comm=self.comm)
         if weights is None:
             datasets = [part(num_samples=None) for part in parts]
             lengths = [len(dataset) for dataset in datasets]
-            on_root(self.comm, lambda: _check_once(num_samples, sum(lengths), name))
-            return blended(datasets, lengths)
+            taken = sum(lengths) if num_samples is None else num_samples
+            on_root(self.comm, lambda: _check_once(taken, sum(lengths), name))
+            return blended(datasets, lengths, taken)
+        assert num_samples is not None, "_check_unweighted has seen to it"
         shares = normalize(weights)
         targets = [math.ceil(math.ceil(num_samples * share) * (1 + BLEND_SURPLUS)) for share in shares]
-        return blended([part(num_samples=n) for part, n in zip(parts, targets)], shares)
+        return blended([part(num_samples=n) for part, n in zip(parts, targets)], shares, num_samples)
+
+
+def _check_unweighted(weights: Sequence[float] | None, prefix: str) -> None:
+    if weights is not None:
+        raise ValueError(f"--full-validation reads every sample of the validation data once, and {prefix} has a weight: leave the "
+                         "weights of the validation data out, with --train-data-path and --valid-data-path where training has some")
 
 
 def _check_once(needed: int, available: int, name: str) -> None:
@@ -92,26 +107,26 @@ def _check_once(needed: int, available: int, name: str) -> None:
                          f"weights, which repeat the data, or fewer {flags}")
 
 
-def build_datasets(data_path: Sequence[str], split: str, seq_length: int, num_samples: Sequence[int], seed: int,
+def build_datasets(data_path: Sequence[str], split: str, seq_length: int, num_samples: Sequence[int | None], seed: int,
                    vocab_size: int | None = None, comm: Comm | None = None, max_bytes: int | None = None,
                    cache: IndexCache | None = None, legacy_split: bool = False,
-                   arrays: Mapping[str, TokenArrays] | None = None) -> Datasets:
+                   arrays: Mapping[str, TokenArrays] | None = None, separate_sets: bool = False) -> Datasets:
     """(train, valid, test) of --data-path and --split, for `num_samples` = (train, valid, test) samples.
 
-    max_bytes: of memory that the order of a dataset's samples may take (None: any). cache: where indices are kept. arrays: see
-    `Builder`. A dataset with
-    `num_samples` 0 is None; so is valid or test if --split leaves it no documents. legacy_split: see `split_documents`.
+    max_bytes: of memory that the order of a dataset's samples may take (None: any). cache: where indices are kept. arrays,
+    separate_sets: see `Builder`. A dataset with `num_samples` 0 is None, and one with None has every sample once, which takes no
+    weights; valid and test are None if --split leaves them no documents. legacy_split: see `split_documents`.
     With `comm` rank 0 alone checks the .idx files and builds the indices, and all ranks map them; all of its ranks must call.
     Raises ValueError on every rank.
     """
-    builder = Builder(seq_length, seed, vocab_size, comm, max_bytes, cache, arrays or {})
+    builder = Builder(seq_length, seed, vocab_size, comm, max_bytes, cache, arrays or {}, separate_sets)
     prefixes, weights = parse_data_path(data_path)
     shares = parse_split(split)
     opened = builder.open(prefixes)
     built: list[Dataset | None] = []
     for i, name in enumerate(SPLITS):
         documents = [split_documents(len(opened[prefix]), shares, i, legacy_split) for prefix in prefixes]
-        if not num_samples[i] or (name != "train" and not any(map(len, documents))):
+        if num_samples[i] == 0 or (name != "train" and not any(map(len, documents))):
             built.append(None)
             continue
         _check_documents(split, name, prefixes, documents, opened)
@@ -130,18 +145,19 @@ def _check_documents(split: str, name: str, prefixes: Sequence[str], documents: 
                              f"pass a larger share for {name}, or more documents")
 
 
-def build_separate_datasets(paths: Sequence[Sequence[str] | None], seq_length: int, num_samples: Sequence[int], seed: int,
+def build_separate_datasets(paths: Sequence[Sequence[str] | None], seq_length: int, num_samples: Sequence[int | None], seed: int,
                             vocab_size: int | None = None, comm: Comm | None = None, max_bytes: int | None = None,
-                            cache: IndexCache | None = None, arrays: Mapping[str, TokenArrays] | None = None) -> Datasets:
+                            cache: IndexCache | None = None, arrays: Mapping[str, TokenArrays] | None = None,
+                            separate_sets: bool = False) -> Datasets:
     """(train, valid, test) of --train-data-path, --valid-data-path and --test-data-path: every document of each.
 
     A split without a path, or with `num_samples` 0, is None. One prefix alone is not a blend, whatever its weight. The other
     arguments and errors are those of `build_datasets`.
     """
-    builder = Builder(seq_length, seed, vocab_size, comm, max_bytes, cache, arrays or {})
+    builder = Builder(seq_length, seed, vocab_size, comm, max_bytes, cache, arrays or {}, separate_sets)
     built: list[Dataset | None] = []
     for name, path, needed in zip(SPLITS, paths, num_samples, strict=True):
-        if not path or not needed:
+        if not path or needed == 0:
             built.append(None)
             continue
         prefixes, weights = parse_data_path(path, f"--{name}-data-path")

@@ -13,7 +13,9 @@ from __future__ import annotations
 import hashlib
 import math
 import zlib
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -245,6 +247,21 @@ class BlendedDataset:
         if self._fetched % RELEASE_EVERY == 0:
             self._index.release()
         return self.datasets[self.dataset_index[index]][int(self.sample_index[index])]
+
+
+class ValidationSets:
+    """Several data sets one after the other: sample 0 of the second one follows the last sample of the first one."""
+
+    def __init__(self, datasets: Sequence[Dataset]):
+        self.datasets, self._ends = list(datasets), [*accumulate(map(len, datasets))]
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        _check_index(index, self)
+        number = bisect_right(self._ends, index)
+        return self.datasets[number][index - ([0, *self._ends][number])]
 
 
 class MockDataset:

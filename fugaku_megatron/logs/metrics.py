@@ -74,11 +74,11 @@ def _reachable() -> bool:
     return True
 
 
-def format_validation(iteration: int, lm_loss: float) -> list[str]:
-    """Megatron's three lines after an evaluation. As there, the perplexity is cut at exp(20)."""
+def format_validation(iteration: int, lm_loss: float, suffix: str = "") -> list[str]:
+    """Megatron's three lines after an evaluation. As there, the perplexity is cut at exp(20). suffix: see `validation`."""
     perplexity = math.exp(min(20.0, lm_loss))
     values = f"lm loss value: {lm_loss:.6E} | lm loss PPL: {perplexity:.6E}"
-    text = f" validation loss at iteration {iteration} | {values} | "
+    text = f" validation{suffix} loss at iteration {iteration} | {values} | "
     rule = "-" * (len(text) + 1)
     return [rule, text, rule]
 
@@ -145,13 +145,13 @@ class MetricsWriter:
             self._scalar(metadata["interval_tag"], getattr(metrics, name), metrics.iteration)
         return metrics
 
-    def validation(self, iteration: int, lm_loss: float, consumed_samples: int) -> None:
-        """Write the result of an evaluation."""
-        for line in format_validation(iteration, lm_loss):
+    def validation(self, iteration: int, lm_loss: float, consumed_samples: int, suffix: str = "") -> None:
+        """Write the result of an evaluation. suffix: "-0", "-1" and so on where there are several validation sets."""
+        for line in format_validation(iteration, lm_loss, suffix):
             self.print(line)
-        self._record("validation", {"iteration": iteration, "consumed_samples": consumed_samples, "lm_loss": lm_loss})
-        self._scalar("lm loss validation", lm_loss, iteration, consumed_samples)
-        self._scalar("lm loss validation ppl", math.exp(min(20.0, lm_loss)), iteration, consumed_samples)
+        self._record(f"validation{suffix}", {"iteration": iteration, "consumed_samples": consumed_samples, "lm_loss": lm_loss})
+        self._scalar(f"lm loss validation{suffix}", lm_loss, iteration, consumed_samples)
+        self._scalar(f"lm loss validation{suffix} ppl", math.exp(min(20.0, lm_loss)), iteration, consumed_samples)
 
     def print(self, line: str) -> None:
         """Print a line, on the printing rank only."""

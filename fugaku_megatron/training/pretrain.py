@@ -11,8 +11,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..checkpoint.lock import hold
 from ..checkpoint.save import check_replaces, check_writable
 from ..comm.agreement import Nodes, everywhere, find_nodes, on_root
@@ -28,7 +26,7 @@ from ..config.run_config import RunConfig
 from ..costs import accounting
 from ..costs.run_schedule import recompute_name
 from ..data.build import build_datasets, build_separate_datasets, listed_data, parse_data_path
-from ..data.dataset import Dataset, MockDataset, TokenArrays
+from ..data.dataset import Dataset, MockDataset, TokenArrays, ValidationSets
 from ..data.index_cache import IN_MEMORY, IndexCache
 from ..data.indexed import check_files
 from ..data.sampler import ReaderGroup, build_reader_group
@@ -67,6 +65,26 @@ def evaluations(run: RunConfig, iterations: int) -> int:
     return count if training.eval_iters else 0
 
 
+def samples_to_validate(run: RunConfig, layout: Layout, count: int) -> int | None:
+    """Samples of the validation data of so many evaluations; None: all there are. Random ones have no end, so that they are as many
+    as one evaluation takes."""
+    full = run.training.full_validation
+    batches_needed = (1 if full else count) * run.training.eval_iters
+    return None if full and not run.data.mock_data else batches_needed * layout.eval_batch_size(run)
+
+
+def valid_sizes(run: RunConfig, layout: Layout, valid: Dataset | None, world: Comm) -> tuple[int, ...]:
+    """Samples of each validation set, on every rank; none without validation data. Collective.
+
+    Raises ValueError on every rank for a set that --full-validation cannot make a batch of.
+    """
+    mine = [] if valid is None else [*map(len, valid.datasets)] if isinstance(valid, ValidationSets) else [len(valid)]
+    sizes = max(world.all_gather_object(tuple(mine)), key=len)
+    with everywhere():
+        layout.evaluated(run, sizes, 0)
+    return sizes
+
+
 def run_length(run: RunConfig, layout: Layout, progress: Progress) -> tuple[int, int]:
     """(iterations, samples) at the end of a run that stands at `progress`."""
     return batches.run_length(run, layout.global_batch_size(run), progress.iteration, progress.consumed_samples)
@@ -85,13 +103,15 @@ def build_data(run: RunConfig, groups: Groups, layout: Layout, progress: Progres
     """
     size = layout.global_batch_size(run)
     iterations, end = run_length(run, layout, progress or Progress())
-    valid_samples = evaluations(run, iterations) * run.training.eval_iters * layout.eval_batch_size(run)
+    valid_samples = samples_to_validate(run, layout, evaluations(run, iterations))
     return open_data(run, groups, (batches.requested_samples(run, size, end), valid_samples), readers)
 
 
-def open_data(run: RunConfig, groups: Groups, samples: tuple[int, int], readers: ReaderGroup | None = None,
+def open_data(run: RunConfig, groups: Groups, samples: tuple[int, int | None], readers: ReaderGroup | None = None,
               arrays: Mapping[str, TokenArrays] | None = None) -> Data:
     """`build_data` for these numbers of training and validation samples; a data set of 0 samples is None.
+
+    None: every validation sample once.
 
     arrays: documents that are in no files, by the names that the run's data flags have for them.
     """
@@ -106,11 +126,14 @@ def open_data(run: RunConfig, groups: Groups, samples: tuple[int, int], readers:
                         for number, count in enumerate(samples))
         return train, valid
     cache = IndexCache(run.data.data_cache_path, sys.maxsize if arrays else IN_MEMORY)  # no file to keep an index next to
+    separate = run.training.multiple_validation_sets
     common = (model.seq_length, (*samples, 0), seed, model.vocab_size, reading, node_bytes(), cache)
     if run.data.train_data_path:
-        return build_separate_datasets((run.data.train_data_path, run.data.valid_data_path, None), *common, arrays=arrays)[:2]
+        return build_separate_datasets((run.data.train_data_path, run.data.valid_data_path, None), *common, arrays=arrays,
+                                       separate_sets=separate)[:2]
     assert run.data.data_path is not None, "check_early asks for data"
-    return build_datasets(run.data.data_path, run.data.split, *common, legacy_split=run.data.legacy_split, arrays=arrays)[:2]
+    return build_datasets(run.data.data_path, run.data.split, *common, legacy_split=run.data.legacy_split, arrays=arrays,
+                          separate_sets=separate)[:2]
 
 
 def check_early(run: RunConfig, world_size: int) -> None:
@@ -265,8 +288,8 @@ def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
     beats = Heartbeats(watchdog.heart, Grid(world.size, layout.tp, layout.pp), world.rank)
     observers = Observers(Phases(), beats, profile, checksums)
     trainer = build_trainer(run, world, groups, data, choice.backends, observers, readers)
-    has_valid = bool(world.all_reduce(torch.tensor(data[1] is not None)))
-    if run.training.eval_iters and not has_valid:
+    sizes = valid_sizes(run, layout, data[1], world)
+    if (run.training.eval_iters or run.training.full_validation) and not sizes:
         _say(run, world, no_evaluation_note(run))
     enter("the start: loading a checkpoint")
     _say(run, world, *resume_training(trainer, resume))
@@ -278,7 +301,7 @@ def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
         trainer.before_update = Rerun(trainer, writer.event).before_update
     allocator.trim()
     times, memory = RankTimes(run, layout, world, observers.phases, writer.print), MemoryWatch(world, nodes, writer.event)
-    return Session(trainer, writer, iterations, has_valid, profile, times, memory, watchdog, checksums)
+    return Session(trainer, writer, iterations, sizes, profile, times, memory, watchdog, checksums)
 
 
 def pretrain(arguments: Arguments, world: Comm, watchdog: Watchdog) -> None:

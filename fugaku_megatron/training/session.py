@@ -39,7 +39,7 @@ class Session:
     trainer: Trainer
     writer: MetricsWriter
     iterations: int
-    has_valid: bool
+    valid_sizes: tuple[int, ...]  # samples of each validation set, on every rank; none without validation data
     profile: Profile | None = None
     rank_times: RankTimes | None = None
     memory: MemoryWatch | None = None
@@ -102,7 +102,7 @@ class Session:
 
     def evaluate_only(self) -> None:
         """--skip-train: the loss on the first samples of the validation data. Nothing is saved. Collective."""
-        if self.has_valid:
+        if self.valid_sizes:
             self._print_validation(self.trainer.progress.iteration, 0)
         self.writer.print("--skip-train: nothing is trained")
 
@@ -200,18 +200,18 @@ class Session:
     def _evaluate(self, iteration: int) -> None:
         training, last = self.trainer.run.training, iteration == self.iterations
         start = training.start_eval_at_iter or 0
-        if not self.has_valid or iteration < start or not (last or iteration % training.eval_interval == 0):
+        if not self.valid_sizes or iteration < start or not (last or iteration % training.eval_interval == 0):
             return
         left_out = max(0, -(-start // training.eval_interval) - 1)
         self._print_validation(iteration, -(-iteration // training.eval_interval) - 1 - left_out)
 
     def _print_validation(self, iteration: int, number: int) -> None:
-        """The evaluation of this number, from 0, has its own samples."""
-        run, training = self.trainer.run, self.trainer.run.training
-        first = number * training.eval_iters * self.trainer.layout.eval_batch_size(run)
-        with self.watchdog.heart.phase(f"evaluation after iteration {iteration}"):
-            loss = self.trainer.evaluate(self.trainer.valid, first, training.eval_iters)
-        self.writer.validation(iteration, loss, self.trainer.progress.consumed_samples)
+        """The evaluation of this number, from 0, of every validation set."""
+        trainer, several = self.trainer, self.trainer.run.training.multiple_validation_sets
+        for index, (first, iterations) in enumerate(trainer.layout.evaluated(trainer.run, self.valid_sizes, number)):
+            with self.watchdog.heart.phase(f"evaluation after iteration {iteration}"):
+                loss = trainer.evaluate(trainer.valid, first, iterations)
+            self.writer.validation(iteration, loss, trainer.progress.consumed_samples, f"-{index}" if several else "")
 
     def _reason_to_leave(self, iteration: int, timer: runtime.ExitTimer) -> tuple[str | None, bool, bool]:
         """Why to leave, if at all; whether --save-interval-in-mins is over by the clock of rank 0; whether no rank still writes.

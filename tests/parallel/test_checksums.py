@@ -119,7 +119,7 @@ def test_the_session_tells_it():
     trainer = make_trainer(SoloComm(), small_run(num_layers=1, train_iters=3),
                            Ops.build(kernels=checksums.observe(flipped("linear_forward", 41, 29))))
     checksums.watch(trainer.optimizer.flat)
-    Session(trainer, log, 3, False, checksums=checksums).run()
+    Session(trainer, log, 3, (), checksums=checksums).run()
     trainer.close()
     assert len(log.lines) == 1 and log.lines[0].startswith("wrong matmul in iteration 2: rank 0 (node ")
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import closing
+
+import numpy as np
 import pytest
 import torch
 
@@ -10,12 +14,14 @@ from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import build_parser, interpret, parse
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.model_config import architecture
+from fugaku_megatron.data.arrays import TokenArrays
 from fugaku_megatron.logs.metrics import MetricsWriter
+from fugaku_megatron.training import pretrain
 from fugaku_megatron.training.pretrain import check_early, with_listed_data
 from fugaku_megatron.training.resume import find_checkpoint, resume_training
 from fugaku_megatron.training.session import Session
 from fugaku_megatron.training.train_command import with_checkpoint_model
-from tests.helpers import make_trainer, small_run, whole_tensors
+from tests.helpers import PP2, TP2, grid_groups, make_trainer, one_error, small_run, whole_tensors
 from tests.threads import ThreadWorld
 
 BASE = ["--recipe", "demo", "--mock-data"]
@@ -28,7 +34,7 @@ def trained(world, tmp_path, iterations, **changes):
     trainer = make_trainer(world, run)
     resume_training(trainer, find_checkpoint(run, world))
     writer = MetricsWriter(iterations, 100, printing=world.rank == 0)
-    session = Session(trainer, writer, iterations, bool(changes.get("eval_iters")))
+    session = Session(trainer, writer, iterations, (4096,) if changes.get("eval_iters") else ())
     session.run()
     trainer.close()
     return trainer
@@ -88,7 +94,70 @@ def test_the_loss_of_an_evaluation_is_the_mean_over_its_own_batches():
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
+def documents(name: str) -> TokenArrays:
+    """About 38 samples of 16 tokens, by the name."""
+    seed = ord(name) - ord("a") + 1
+    return TokenArrays(np.random.default_rng(seed).integers(96, size=(7, 84 + 2 * seed)), name)
+
+
+def evaluated(world, sets: tuple[str, ...] | None, data: dict, changes: dict) -> tuple[list[str], tuple[int, ...]]:
+    """The log's lines of two evaluations of a run, and the samples of its validation sets."""
+    changes = {"mock_data": not data, **data, "full_validation": True, **changes}
+    run = small_run(num_layers=2, train_iters=9, multiple_validation_sets=bool(sets), **changes)
+    layout, arrays = Layout.from_run(run, world.size), {name: documents(name) for name in "abc"}
+    valid = pretrain.open_data(run, grid_groups(world, run), (64, pretrain.samples_to_validate(run, layout, 5)), arrays=arrays)[1]
+    sizes = pretrain.valid_sizes(run, layout, valid, world)
+    with closing(make_trainer(world, run)) as trainer:
+        trainer.valid, lines = valid, []
+        writer = MetricsWriter(9, 100)
+        writer.print = lines.append
+        session = Session(trainer, writer, 9, sizes)
+        session.evaluate_only()
+        session._print_validation(4, 3)  # of a resumed run: the same samples again
+    return lines, sizes
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (3, {"global_batch_size": 18}), (4, {**TP2, **PP2})])
+@pytest.mark.parametrize(("sets", "data", "sizes"), [
+    (None, {"train_data_path": ("a",), "valid_data_path": ("b", "c")}, (77,)),
+    (None, {"data_path": ("a",), "split": "4,3,0"}, (16,)),
+    (("b", "c"), {"train_data_path": ("0.5", "a", "0.5", "b"), "valid_data_path": ("b", "c")}, (38, 39)),
+    (None, {}, (32,)),
+])
+def test_an_evaluation_takes_the_whole_validation_data(ranks, layout, sets, data, sizes):
+    """megatron/training/training.py, evaluate_and_print_results: a line for each set, whose number follows the word validation."""
+    batch = 6 if ranks == 3 else 4
+    changes = {**layout, "eval_global_batch_size": batch, "eval_iters": 32 // batch if not data else 0}
+    lines, found = ThreadWorld(ranks).run(evaluated, sets, data, changes)[0]
+    assert found == (sizes if data else (32 // batch * batch,))
+    run = small_run(num_layers=2, global_batch_size=1, micro_batch_size=1)
+    alone = make_trainer(SoloComm(), run)
+    whole = pretrain.open_data(small_run(**{"mock_data": not data, **data, "full_validation": True, "eval_iters": 32,
+                                            "multiple_validation_sets": bool(sets), "global_batch_size": 2}),
+                               grid_groups(SoloComm(), run), (64, None if data else 32),
+                               arrays={name: documents(name) for name in "abc"})[1]
+    losses, first, expected = [alone.evaluate([whole[i]], 0, 1) for i in range(len(whole))], 0, []
+    for index, size in enumerate(found):
+        mean = sum(losses[first:first + size // batch * batch]) / (size // batch * batch)
+        expected.append((f"-{index}" if sets else "", mean))
+        first += size
+    told = [re.match(r" validation(-\d)? loss at iteration \d \| lm loss value: (\S+)", line) for line in lines]
+    told = [(match[1] or "", float(match[2])) for match in told if match]
+    assert [name for name, _ in told] == [name for name, _ in expected * 2]
+    assert [value for _, value in told] == pytest.approx([mean for _, mean in expected * 2], rel=1e-5)
+
+
+@pytest.mark.parametrize(("data", "changes", "message"), [
+    ({"data_path": ("0.3", "a", "0.7", "b"), "split": "1,1,0"}, {}, "reads every sample .* once, and a has a weight: leave the"),
+    ({"train_data_path": ("a",), "valid_data_path": ("b", "c")}, {"eval_global_batch_size": 40},
+     "validation set 0 has 38 samples, and a batch of an evaluation has 40: pass a smaller --eval-global-batch-size"),
+])
+def test_mistakes_of_a_whole_evaluation(data, changes, message):
+    assert re.search(message, one_error(2, lambda world: evaluated(world, ("b",), data, changes)))
+
+
 @pytest.mark.parametrize(("flags", "message"), [
+    ("--multiple-validation-sets", "--multiple-validation-sets needs --full-validation, as in Megatron-LM: pass both"),
     ("--save s --save-interval 4 --save-retain-interval 6", "--save-retain-interval 6 is not a multiple of --save-interval 4"),
     ("--save s --keep-last 2 --save-retain-interval 6", "--keep-last and --save-retain-interval exclude each other"),
     ("--exit-on-missing-checkpoint", "--exit-on-missing-checkpoint needs --load"),

@@ -121,7 +121,7 @@ def test_skip_train_evaluates_and_trains_nothing(tmp_path, capsys, iteration):
     trainer = make_trainer(SoloComm(), run)
     expected = trainer.evaluate(trainer.valid, 0, 2)
     trainer.progress = replace(trainer.progress, iteration=iteration)
-    Session(trainer, MetricsWriter(20, 10), 20, True).evaluate_only()
+    Session(trainer, MetricsWriter(20, 10), 20, (4096,)).evaluate_only()
     trainer.close()
     printed = capsys.readouterr().out
     assert f"lm loss value: {expected:.6E}" in printed and "--skip-train: nothing is trained" in printed
@@ -274,7 +274,7 @@ def test_the_flags_of_a_production_script_and_a_sentencepiece_model_start_a_shru
         trainer = Trainer(run, world, groups, *data, tokenizer=record)
         iterations, _ = run_length(run, 8, 0, 0)
         writer = MetricsWriter(iterations, 1, printing=world.rank == 0, wandb=pretrain.wandb_run(run))
-        Session(trainer, writer, iterations, False).run()
+        Session(trainer, writer, iterations, ()).run()
         trainer.close()
         writer.close()
         return trainer.progress.iteration

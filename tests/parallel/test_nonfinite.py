@@ -151,7 +151,7 @@ def test_one_line_in_the_log_and_in_the_history(tmp_path, capsys):
     run = small_run(num_layers=2, train_iters=3)
     trainer = make_trainer(SoloComm(), run, faulty_ops("attention_forward", 1, 20))
     writer = MetricsWriter(3, 1, history_path=tmp_path / "history.jsonl", live="off")
-    Session(trainer, writer, 3, False, signals=SimpleNamespace(stop_requested=False)).run()
+    Session(trainer, writer, 3, (), signals=SimpleNamespace(stop_requested=False)).run()
     trainer.close()
     writer.close()
     lines = [line for line in capsys.readouterr().out.splitlines() if "Inf or NaN" in line]

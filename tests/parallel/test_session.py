@@ -52,7 +52,7 @@ class Writer:
 def session(world, directory, **changes):
     run = small_run(**{"num_layers": 2, "save": str(directory), "train_iters": 5, **changes})
     signals = SimpleNamespace(stop_requested=False)
-    return Session(make_trainer(world, run), Writer(), run.training.train_iters, False, signals=signals)
+    return Session(make_trainer(world, run), Writer(), run.training.train_iters, (), signals=signals)
 
 
 def run(world, directory, **changes):

@@ -38,7 +38,7 @@ class FlippedBit(Trainer):
 def flip(world: Comm, log: Writer) -> None:
     """A data-parallel run that compares weights every COMPARED iterations."""
     run = small_run(num_layers=2, global_batch_size=12, train_iters=9, check_weight_hash_across_dp_replicas_interval=COMPARED)
-    Session(FlippedBit(run, world, grid_groups(world, run), mock(run)), log, run.training.train_iters, False).run()
+    Session(FlippedBit(run, world, grid_groups(world, run), mock(run)), log, run.training.train_iters, ()).run()
 
 
 def slow(world: Comm, log: Writer, file: str) -> None:
@@ -54,7 +54,7 @@ def slow(world: Comm, log: Writer, file: str) -> None:
     trainer = Trainer(run, world, phases.groups(grid_groups(world, run)), mock(run), waiting_for_data=phases.waiting_for_data,
                       watch=lambda executor: phases.watch(Observed(executor, ("forward", "backward"), sleep)))
     times = RankTimes(run, trainer.layout, world, phases, log.print)
-    Session(trainer, log, run.training.train_iters, False, rank_times=times).run()
+    Session(trainer, log, run.training.train_iters, (), rank_times=times).run()
     trainer.close()
 
 
