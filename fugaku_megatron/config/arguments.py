@@ -11,9 +11,11 @@ import numbers
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
+from functools import partial
 from typing import Any
 
 from ..pipeline.parts import AUTO
+from . import yaml_arguments
 from .checks import check, check_kind, flag, flag_words
 from .command_line import Parser, nearest
 from .compatibility import OTHER_FLAGS
@@ -139,6 +141,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", help=f"start from a published size: {', '.join(RECIPES)}")
     parser.add_argument("--dry-run", action="store_true", help="build and print the run's plan in one process, train nothing")
     parser.add_argument("--world-size", type=int, help="ranks to assume in a --dry-run")
+    parser.add_argument("--yaml-cfg", metavar="FILE", help="YAML file with the flags, in Megatron-LM's layout; as there, the other "
+                        "flags of a run on the command line are then ignored, apart from those above")
     groups = {name: parser.add_argument_group(name, config.__doc__) for name, config in GROUPS.items()}
     for name, config in GROUPS.items():
         for field in fields(config):
@@ -153,7 +157,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, dest=_OTHER + name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kind)
     if isinstance(parser, Parser):
         parser.mistakes_among = _mistakes
-
+        parser.completed = partial(yaml_arguments.complete, build_parser=build_parser)
 
 class _FullRecompute(argparse.Action):
     """Megatron's former flag, whose method also switched recompute of whole layers on."""
@@ -232,6 +236,7 @@ def run_flags(values: Mapping[str, Any]) -> RunFlags:
     """The part of parsed values that `add_flags` added; what a command's own flags said is left out."""
     others = [name.removeprefix(_OTHER) for name in values if name.startswith(_OTHER)]
     notes = tuple(f"{name}: {OTHER_FLAGS[name].note}" for name in others)
+    notes = values.get("yaml_notes", ()) + notes
     return RunFlags(recipe=values["recipe"], fields=_fields(values), dry_run=values["dry_run"], world_size=values["world_size"],
                     notes=notes)
 

@@ -42,10 +42,11 @@ class Parser(argparse.ArgumentParser):
     """Raises ValueError, with one line, for mistakes and for flags that it does not know, instead of printing the usage.
 
     All mistakes of a command line are raised at once: unknown flags, values that a flag does not take, and what `mistakes_among`
-    finds among the parsed values, told whether there are others. With set_defaults(passed=[]) the words after "--" are kept there
-    as they are, for another program.
+    finds among the parsed values, told whether there are others; without a mistake, `completed` changes the values.
+    With set_defaults(passed=[]) the words after "--" are kept there as they are, for another program.
     """
 
+    completed: Callable[[argparse.Namespace], None] | None = None
     mistakes_among: Callable[[Mapping[str, Any], bool], Iterable[str]] | None = None
 
     def __init__(self, **options: Any) -> None:
@@ -78,6 +79,8 @@ class Parser(argparse.ArgumentParser):
             mistakes += self.mistakes_among(vars(values), bool(mistakes))
         if mistakes:
             raise Refused(mistakes)
+        if self.completed:
+            self.completed(values)
         if words[end:]:
             values.passed = words[end + 1:]
         return values
