@@ -30,7 +30,7 @@ def decoder(kind: str, **changes):
         config = getattr(transformers, f"{kind}Config")(**{
             "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, "hidden_size": 48, "intermediate_size": 72,
             "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2, "bos_token_id": 1,
-            "eos_token_id": 2, **changes})
+            "eos_token_id": 2, "pad_token_id": None, **changes})
         return getattr(transformers, f"{kind}ForCausalLM")(config)
     return build
 
@@ -43,6 +43,8 @@ MODELS = {
     "mistral": decoder("Mistral", sliding_window=7, head_dim=16, rope_parameters=FAST),
     "qwen2": decoder("Qwen2", num_key_value_heads=4),
     "qwen3": decoder("Qwen3", head_dim=16, tie_word_embeddings=True),
+    "phi3": decoder("Phi3", sliding_window=7, partial_rotary_factor=0.5),
+    "stablelm": decoder("StableLm", use_qkv_bias=True, partial_rotary_factor=0.5),
 }
 
 

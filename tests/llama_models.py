@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fugaku_megatron.convert import hugging_face
 from fugaku_megatron.convert.architectures import ARCHITECTURES
-from fugaku_megatron.convert.weights import layer_of
 from tests.helpers import small_run
 
 COMMON = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48, "vocab_size": 96, "seq_length": 16,
@@ -44,16 +43,8 @@ def theirs(family: str) -> Any:
 
 def in_their_shape(ours: dict[str, Tensor], family: str) -> dict[str, Tensor]:
     """Our named tensors under their names, in their shapes."""
-    row = next(row for row in ARCHITECTURES if row.model_type == family)
-    model, found = small_run(**FAMILIES[family]).model, {}
-    for name, tensor in ours.items():
-        place, kind = re.sub(r"layers\.\d+", "layers.{}", name).rsplit(".", 1)
-        names, arrangement = row.places[place]
-        for part, their_name in enumerate(names):
-            view, shape = arrangement(tensor, part, model)
-            prefix = "" if place == "output_layer" else row.prefix
-            found[f"{prefix}{their_name.format(layer_of(name))}.{kind}"] = view.reshape(shape)
-    return found
+    row, model = next(row for row in ARCHITECTURES if row.model_type == family), small_run(**FAMILIES[family]).model
+    return {name: hugging_face.in_their_shape(ours[part.ours], part, model) for name, part in hugging_face.parts(row, model).items()}
 
 
 def copy_to(model: Any, ours: dict[str, Tensor], family: str) -> None:

@@ -66,16 +66,30 @@ def _read_heads(config: dict[str, Any]) -> dict[str, Any]:
 HEADS = Rule(_read_heads, lambda model: {"num_key_value_heads": model.query_groups, "head_dim": model.kv_channels})
 
 
-def _read_rope(config: dict[str, Any]) -> dict[str, Any]:
+def rotary(share: float | None = None, kinds: tuple[str, ...] = ("default",)) -> Rule:
+    """Rope. share: of a head that is rotated where config.json does not say it; None: whole heads only. kinds: of scaling."""
+    def read(config: dict[str, Any]) -> dict[str, Any]:
+        return _read_rope(config, share, kinds)
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        scaling = {"rope_type": "llama3", **{name: getattr(model, ours) for name, ours in LLAMA3.items()}}
+        partial = {} if share is None else {"partial_rotary_factor": model.rotary_percent}
+        return {"rope_theta": model.rotary_base, "rope_scaling": scaling if model.use_rope_scaling else None, **partial}
+
+    return Rule(read, write)
+
+
+def _read_rope(config: dict[str, Any], share: float | None, kinds: tuple[str, ...]) -> dict[str, Any]:
     """rope_parameters of transformers 5, or rope_theta and rope_scaling before it."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     check(isinstance(rope, dict), f"{FILE}: rope_parameters is {rope!r:.60}, not an object")
-    share = number({**config, **rope}, "partial_rotary_factor", 1.0)
-    check(share == 1.0, f"{FILE}: partial_rotary_factor is {share}, and the block of this architecture rotates whole heads")
-    values = {"position_embedding_type": ROPE, "rotary_base": float(number({**config, **rope}, "rope_theta", 10000.0))}
+    percent = number({**config, **rope}, "partial_rotary_factor", share or 1.0)
+    check(share or percent == 1.0, f"{FILE}: partial_rotary_factor is {percent}, and the block of this architecture rotates whole "
+          "heads")
+    values = {"position_embedding_type": ROPE, "rotary_base": float(number({**config, **rope}, "rope_theta", 10000.0)),
+              "rotary_percent": float(percent)}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    check(kind in ("default", "llama3"), f"{FILE}: rope_scaling has type {kind!r:.40}, and the block computes "
-          "llama3 or default")
+    check(kind in kinds, f"{FILE}: rope_scaling has type {kind!r:.40}, and the block computes {' or '.join(kinds)}")
     if kind == "default":
         return values
     positions = config.get(POSITIONS, rope.get(POSITIONS, config.get("max_position_embeddings")))  # as transformers has it
@@ -86,23 +100,18 @@ def _read_rope(config: dict[str, Any]) -> dict[str, Any]:
     return {**values, "use_rope_scaling": True}
 
 
-def _write_rope(model: ModelConfig) -> dict[str, Any]:
-    scaling = {"rope_type": "llama3", **{name: getattr(model, ours) for name, ours in LLAMA3.items()}}
-    return {"rope_theta": model.rotary_base, "rope_scaling": scaling if model.use_rope_scaling else None}
+ROTARY = rotary(kinds=("llama3", "default"))
 
 
-ROTARY = Rule(_read_rope, _write_rope)
+def window(default: int | None) -> Rule:
+    """sliding_window w: a token sees itself and w - 1 before it; null: all. default: what it means to leave the field out."""
+    def read(config: dict[str, Any]) -> dict[str, Any]:
+        given = config.get("sliding_window", default)
+        size = None if given is None else number(config, "sliding_window", default, whole=True)
+        _check_layers(config, "full_attention" if size is None else "sliding_attention")
+        return {"window_size": None if size is None else f"{size - 1},0"}
 
-
-def _read_window(config: dict[str, Any]) -> dict[str, Any]:
-    """Mistral's sliding_window w: a token sees itself and w - 1 before it; left out it is 4096, null: all."""
-    given = config.get("sliding_window", 4096)
-    window = None if given is None else number(config, "sliding_window", 4096, whole=True)
-    _check_layers(config, "full_attention" if window is None else "sliding_attention")
-    return {"window_size": None if window is None else f"{window - 1},0"}
-
-
-WINDOW = Rule(_read_window, lambda model: {"sliding_window": model.window})
+    return Rule(read, lambda model: {"sliding_window": model.window})
 
 
 def _check_layers(config: dict[str, Any], kind: str) -> None:
@@ -120,39 +129,55 @@ FULL_ATTENTION = Rule(_read_full, lambda model: {})
 NO_DROPOUT = Rule(lambda config: {"hidden_dropout": 0.0}, lambda model: {})  # these architectures have none between layers
 
 
+def no_padding(default: int) -> Rule:
+    """No token that stands for padding where the vocabulary does not have the one that a missing pad_token_id means."""
+    return Rule(lambda config: {}, lambda model: {"pad_token_id": None} if (model.vocab_size or 0) <= default else {})
+
+
 Shape = tuple[int, ...]
-Arrangement = Callable[[Tensor, int, ModelConfig], tuple[Tensor, Shape]]
-"""(our tensor, number of theirs among those that make it, model) -> (a view of ours with the elements of theirs, their shape)."""
+Arrangement = Callable[[Tensor, int, ModelConfig], tuple[list[Tensor], Shape]]
+"""(our tensor, number of theirs among those that make it, model) -> (views of ours, whose elements one view after another are those
+of theirs; their shape)."""
 
 
-def whole(ours: Tensor, part: int, model: ModelConfig) -> tuple[Tensor, Shape]:
+def whole(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
     """The same tensor."""
-    return ours, tuple(ours.shape)
+    return [ours], tuple(ours.shape)
 
 
-def transposed(ours: Tensor, part: int, model: ModelConfig) -> tuple[Tensor, Shape]:
+def transposed(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
     """GPT-2's Conv1D holds (inputs, outputs)."""
-    return ours.t(), tuple(ours.t().shape)
+    return [ours.t()], tuple(ours.t().shape)
 
 
-def conv_query_key_value(ours: Tensor, part: int, model: ModelConfig) -> tuple[Tensor, Shape]:
+def conv_query_key_value(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
     """GPT-2's c_attn: (h, 3 n d), all queries, all keys, all values; ours has a head's three after another, (n 3 d, h)."""
     heads = ours.view(model.num_attention_heads, 3, -1, *ours.shape[1:]).transpose(0, 1)  # (3, n, d, h) or (3, n, d)
     theirs = heads.movedim(-1, 0) if ours.dim() == 2 else heads
-    return theirs, (*ours.shape[1:], len(ours))
+    return [theirs], (*ours.shape[1:], len(ours))
 
 
-def query_key_value(ours: Tensor, part: int, model: ModelConfig) -> tuple[Tensor, Shape]:
+def query_key_value(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
     """Queries (n d, h), keys (g d, h) or values (g d, h); ours has of each group its queries, its key and its value."""
     queries = model.num_attention_heads // model.query_groups
     groups = ours.view(model.query_groups, queries + 2, model.kv_channels, *ours.shape[1:])
     theirs = groups[:, (slice(0, queries), slice(queries, queries + 1), slice(queries + 1, queries + 2))[part]]
-    return theirs, (theirs.shape[0] * theirs.shape[1] * theirs.shape[2], *ours.shape[1:])
+    return [theirs], (theirs.shape[0] * theirs.shape[1] * theirs.shape[2], *ours.shape[1:])
 
 
-def stacked(ours: Tensor, part: int, model: ModelConfig) -> tuple[Tensor, Shape]:
+def stacked(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
     """The gate (f, h) and what it multiplies, (f, h); ours is (2, f, h)."""
-    return ours[part], tuple(ours.shape[1:])
+    return [ours[part]], tuple(ours.shape[1:])
+
+
+def fused_query_key_value(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
+    """All queries, all keys, all values, ((n + 2 g) d, h); ours as in `query_key_value`."""
+    return [query_key_value(ours, number, model)[0][0] for number in range(3)], tuple(ours.shape)
+
+
+def fused_stacked(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
+    """The gate and what it multiplies, (2 f, h); ours is (2, f, h)."""
+    return [ours], (2 * ours.shape[1], *ours.shape[2:])
 
 
 REQUIRED = object()
@@ -231,8 +256,13 @@ _DECODER_FIELDS = (
     Field("num_hidden_layers", "num_layers"), Field("hidden_size", "hidden_size"),
     Field("num_attention_heads", "num_attention_heads"), Field("intermediate_size", "ffn_hidden_size"),
     Field("max_position_embeddings", "max_position_embeddings"), Field("vocab_size", "vocab_size"),
-    Field("rms_norm_eps", "layernorm_epsilon", 1e-6), Field("initializer_range", "init_method_std", 0.02),
-    Field("attention_dropout", "attention_dropout", 0.0))
+    Field("initializer_range", "init_method_std", 0.02), Field("attention_dropout", "attention_dropout", 0.0))
+
+
+def _with_epsilon(theirs: str, default: float) -> tuple[Field, ...]:
+    return (*_DECODER_FIELDS, Field(theirs, "layernorm_epsilon", default))
+
+
 _SILU = {"hidden_act": ("silu", "swish")}
 _NO_WINDOW = {**_SILU, "use_sliding_window": (False,)}
 _DECODER_BLOCK = {"normalization": "RMSNorm", "disable_bias_linear": True, "position_embedding_type": ROPE, "swiglu": True,
@@ -249,13 +279,13 @@ _DECODER_PLACES = {
     _LAYER + "mlp.linear_fc1": (("layers.{}.mlp.gate_proj", "layers.{}.mlp.up_proj"), stacked),
     _LAYER + "mlp.linear_fc2": (("layers.{}.mlp.down_proj",), whole),
     "decoder.final_layernorm": (("norm",), whole), "output_layer": (("lm_head",), whole)}
-_decoder = functools.partial(Architecture, prefix="model.", fields=_DECODER_FIELDS, places=_DECODER_PLACES)
+_decoder = functools.partial(Architecture, prefix="model.", fields=_with_epsilon("rms_norm_eps", 1e-6), places=_DECODER_PLACES)
 
 LLAMA = _decoder(
     name="LlamaForCausalLM", model_type="llama", rules=(HEADS, ROTARY, tied(False), NO_DROPOUT),
     only={**_SILU, "attention_bias": (False,), "mlp_bias": (False,)}, block={**_DECODER_BLOCK, "window_size": None})
 MISTRAL = _decoder(
-    name="MistralForCausalLM", model_type="mistral", rules=(HEADS, ROTARY, WINDOW, tied(False), NO_DROPOUT),
+    name="MistralForCausalLM", model_type="mistral", rules=(HEADS, ROTARY, window(4096), tied(False), NO_DROPOUT),
     only=_SILU, block=_DECODER_BLOCK)
 QWEN2 = _decoder(
     name="Qwen2ForCausalLM", model_type="qwen2", rules=(HEADS, ROTARY, FULL_ATTENTION, tied(False), NO_DROPOUT),
@@ -263,5 +293,31 @@ QWEN2 = _decoder(
 QWEN3 = _decoder(
     name="Qwen3ForCausalLM", model_type="qwen3", rules=(HEADS, ROTARY, FULL_ATTENTION, tied(False), NO_DROPOUT),
     only={**_NO_WINDOW, "attention_bias": (False,)}, block={**_DECODER_BLOCK, "window_size": None, "qk_layernorm": True})
+_PARTLY_TURNED = {name: value for name, value in _DECODER_BLOCK.items() if name != "rotary_percent"} | {"use_rope_scaling": False}
+_LAYER_NORM = {name: value for name, value in _PARTLY_TURNED.items() if name != "add_qkv_bias"} | {
+    "normalization": "LayerNorm", "window_size": None}
+PHI3 = _decoder(
+    name="Phi3ForCausalLM", model_type="phi3", rules=(HEADS, rotary(1.0), window(None), tied(False), no_padding(32000)),
+    fields=(*_with_epsilon("rms_norm_eps", 1e-5), Field("resid_pdrop", "hidden_dropout", 0.0)),
+    only={**_SILU, "embd_pdrop": (0.0,)}, block=_PARTLY_TURNED,
+    places={**_DECODER_PLACES, _LAYER + "self_attention.linear_qkv": (("layers.{}.self_attn.qkv_proj",), fused_query_key_value),
+            _LAYER + "mlp.linear_fc1": (("layers.{}.mlp.gate_up_proj",), fused_stacked)})
+STABLELM = _decoder(
+    name="StableLmForCausalLM", model_type="stablelm", rules=(HEADS, rotary(0.25), tied(False), NO_DROPOUT),
+    fields=(*_with_epsilon("layer_norm_eps", 1e-5), Field("use_qkv_bias", "add_qkv_bias", False)),
+    only={**_SILU, "use_parallel_residual": (False,), "qk_layernorm": (False,), "hidden_dropout": (0.0,)},
+    block=_LAYER_NORM, own_head_size=False)
 
-ARCHITECTURES = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)
+ARCHITECTURES = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, STABLELM)
+# model_type of an architecture that is near to these -> what it has that the block does not build.
+REFUSED = {
+    "olmo": "norms without weights are not built", "granite": "multipliers of the residual stream and the logits are not built",
+    "gemma": "norms with weights stored as their difference from 1, and gates with GELU, are not built",
+    "gpt_neox": "attention and MLP in parallel are not built",
+    "olmo2": "norms after attention and after the MLP are not built", "olmo3": "norms after attention and after the MLP are not built",
+    "gemma2": "soft-capped logits are not built", "gemma3_text": "layers that differ in their window are not built",
+    "gemma3": "images are not built", "phi": "a bias of the output layer is not built", "falcon": "a multi-query layout with one norm for "
+    "attention and MLP in parallel is not built", "phimoe": "experts are not built", "mixtral": "experts are not built",
+    "qwen2_moe": "experts are not built", "qwen3_moe": "experts are not built", "olmoe": "experts are not built",
+    "granitemoe": "experts are not built", "bloom": "positions by a slope of each head (ALiBi) are not built",
+    "mpt": "positions by a slope of each head (ALiBi) are not built"}

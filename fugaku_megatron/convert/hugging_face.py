@@ -25,7 +25,7 @@ from ..comm.agreement import describe
 from ..config.checks import check, check_kind
 from ..config.model_config import MASKED, ModelConfig
 from ..config.model_config import architecture as shape_values
-from .architectures import ARCHITECTURES, FILE, ONLY, REQUIRED, Architecture, Arrangement, Shape, whole
+from .architectures import ARCHITECTURES, FILE, ONLY, REFUSED, REQUIRED, Architecture, Arrangement, Shape, whole
 from .weights import Weights, layer_of, place_of, shapes, widest
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -197,7 +197,8 @@ def read_config(config: dict[str, Any]) -> tuple[Architecture, ModelConfig]:
     known = {row.model_type: row for row in ARCHITECTURES}
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in known:
-        raise ValueError(f"{FILE}: model_type is {kind!r:.60}: it can be {', '.join(known)}")
+        reason = f"{REFUSED[kind]}; " if isinstance(kind, str) and kind in REFUSED else ""
+        raise ValueError(f"{FILE}: model_type is {kind!r:.60}: {reason}it can be {', '.join(known)}")
     architecture = known[kind]
     named = config.get("architectures") or [architecture.name]
     right = isinstance(named, list) and not {architecture.name, architecture.without_head}.isdisjoint(map(str, named))
@@ -249,8 +250,10 @@ class _Reader:
             return self.files.read(self.stored[theirs[0]])
         ours = torch.empty(self.ours[name], dtype=self.dtype(name))
         for number, their in enumerate(theirs):
-            view, _ = arranged(ours, number, self.model)
-            view.copy_(self.files.read(self.stored[their]).view(view.shape))
+            views, _ = arranged(ours, number, self.model)
+            stored = self.files.read(self.stored[their]).flatten().split([view.numel() for view in views])
+            for view, elements in zip(views, stored, strict=True):
+                view.copy_(elements.view(view.shape))
         return ours
 
 
@@ -306,8 +309,9 @@ def save_hugging_face(weights: Weights, directory: Path, max_bytes: int) -> None
 
 
 def in_their_shape(ours: Tensor, part: Part, model: ModelConfig) -> Tensor:
-    view, shape = part.arranged(ours, part.number, model)
-    return view.reshape(shape).contiguous()
+    views, shape = part.arranged(ours, part.number, model)
+    joined = views[0] if len(views) == 1 else torch.cat([view.flatten() for view in views])
+    return joined.reshape(shape).contiguous()
 
 
 def architecture_of(model: ModelConfig, before: dict[str, Any]) -> Architecture:

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
@@ -22,8 +22,9 @@ from fugaku_megatron.config.model_config import ModelConfig, architecture
 from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.convert import convert_command
 from fugaku_megatron.convert.convert_command import whole
-from fugaku_megatron.convert.hugging_face import read_config
-from fugaku_megatron.nn.passes import frequencies
+from fugaku_megatron.convert.hugging_face import in_their_shape, open_hugging_face, parts, read_config
+from fugaku_megatron.nn.ops import Ops
+from fugaku_megatron.nn.passes import Pass, frequencies
 from tests.helpers import make_trainer, small_run
 from tests.published_configs import PUBLISHED
 
@@ -81,6 +82,31 @@ def test_the_same_logits_and_flags_that_make_the_model(converted):
     assert_same_logits(converted.model, converted.ours, LENGTH, 1e-5)
     saved, model = read_manifest(converted.ours, 0)["config"]["model"], model_of_flags(converted.ours)
     assert all(saved[name] == value for name, value in architecture(model).items()) and model.num_layers in (2, 3)
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_the_same_loss_and_gradients(converted, backend):
+    """Of every weight, norms and biases as well, which are random."""
+    architecture, model = read_config(json.loads((converted.theirs / "config.json").read_text()))
+    plain = {"seq_length": LENGTH, "hidden_dropout": 0.0, "attention_dropout": 0.0, "make_vocab_size_divisible_by": 1}
+    trainer = make_trainer(SoloComm(), small_run(**{**asdict(model), **plain}), Ops.build(backend))
+    weights, ours = open_hugging_face(str(converted.theirs)), {p.spec.name: p for p in trainer.optimizer.flat.parameters}
+    for name, parameter in ours.items():
+        parameter.data.copy_(weights.read(name))
+    tokens, labels = torch.randint(0, VOCABULARY, (2, LENGTH, 2), generator=torch.Generator().manual_seed(5))  # (s, b) each
+    converted.model.zero_grad()
+    expected = torch.nn.functional.cross_entropy(converted.model(tokens.t()).logits.flatten(0, 1), labels.t().flatten())
+    expected.backward()
+    trainer.optimizer.zero_grad()
+    loss = trainer.stage.last(tokens, labels, Pass(first_sample=0))
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    theirs, made = dict(converted.model.named_parameters()), parts(architecture, model)
+    assert made.keys() == theirs.keys()
+    for name, part in made.items():
+        gradient, scale = in_their_shape(ours[part.ours].main_grad, part, model), theirs[name].grad.abs().max()
+        torch.testing.assert_close(gradient / scale, theirs[name].grad / scale, rtol=0, atol=1e-5,
+                                   msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_without_the_config_that_it_came_with_one_is_made(converted, tmp_path):
@@ -141,7 +167,12 @@ def edit(path: Path, **values: object) -> None:
 REMOVED = object()
 BAD_CONFIGS = [
     ("gpt2", {"activation_function": "relu"}, "config.json: activation_function is 'relu', and the block computes 'gelu_new' or "),
-    ("gpt2", {"model_type": "bloom"}, "config.json: model_type is 'bloom': it can be gpt2, llama, mistral, qwen2, qwen3"),
+    ("gpt2", {"model_type": "opt"}, "config.json: model_type is 'opt': it can be gpt2, llama, mistral, qwen2, qwen3, phi3, stablelm"),
+    ("gpt2", {"model_type": "gemma2"}, "model_type is 'gemma2': soft-capped logits are not built; it can be gpt2, llama,"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, and the block of this architecture rotates whole heads"),
+    ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "rope_scaling has type 'longrope', and the block computes default"),
+    ("stablelm", {"use_parallel_residual": True}, "config.json: use_parallel_residual is True, and the block computes False"),
+    ("stablelm", {"qk_layernorm": True}, "config.json: qk_layernorm is True, and the block computes False"),
     ("gpt2", {"tie_word_embeddings": "yes"}, "config.json: tie_word_embeddings is 'yes', not bool"),
     ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling has type 'yarn', and the block"),
     ("llama", {"rope_parameters": {**LLAMA3, "low_freq_factor": 4.0}}, "--rope-scaling-high-freq-factor 4.0 is not above"),
