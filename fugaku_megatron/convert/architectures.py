@@ -316,8 +316,8 @@ REFUSED = {
     "gpt_neox": "attention and MLP in parallel are not built",
     "olmo2": "norms after attention and after the MLP are not built", "olmo3": "norms after attention and after the MLP are not built",
     "gemma2": "soft-capped logits are not built", "gemma3_text": "layers that differ in their window are not built",
-    "gemma3": "images are not built", "phi": "a bias of the output layer is not built", "falcon": "a multi-query layout with one norm for "
-    "attention and MLP in parallel is not built", "phimoe": "experts are not built", "mixtral": "experts are not built",
+    "gemma3": "images are not built", "phi": "a bias of the output layer is not built",
+    "falcon": "a multi-query layout with one norm for attention and MLP in parallel is not built", "phimoe": "experts are not built", "mixtral": "experts are not built",
     "qwen2_moe": "experts are not built", "qwen3_moe": "experts are not built", "olmoe": "experts are not built",
     "granitemoe": "experts are not built", "bloom": "positions by a slope of each head (ALiBi) are not built",
     "mpt": "positions by a slope of each head (ALiBi) are not built"}

@@ -14,7 +14,7 @@ from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import build_parser, interpret, parse
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.model_config import architecture
-from fugaku_megatron.data.arrays import TokenArrays
+from fugaku_megatron.data.dataset import TokenArrays
 from fugaku_megatron.logs.metrics import MetricsWriter
 from fugaku_megatron.training import pretrain
 from fugaku_megatron.training.pretrain import check_early, with_listed_data

@@ -167,9 +167,9 @@ def edit(path: Path, **values: object) -> None:
 REMOVED = object()
 BAD_CONFIGS = [
     ("gpt2", {"activation_function": "relu"}, "config.json: activation_function is 'relu', and the block computes 'gelu_new' or "),
-    ("gpt2", {"model_type": "opt"}, "config.json: model_type is 'opt': it can be gpt2, llama, mistral, qwen2, qwen3, phi3, stablelm"),
+    ("gpt2", {"model_type": "opt"}, "model_type is 'opt': it can be gpt2, llama, mistral, qwen2, qwen3, phi3, stablelm"),
     ("gpt2", {"model_type": "gemma2"}, "model_type is 'gemma2': soft-capped logits are not built; it can be gpt2, llama,"),
-    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, and the block of this architecture rotates whole heads"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, and the block of this architecture rotates whole"),
     ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "rope_scaling has type 'longrope', and the block computes default"),
     ("stablelm", {"use_parallel_residual": True}, "config.json: use_parallel_residual is True, and the block computes False"),
     ("stablelm", {"qk_layernorm": True}, "config.json: qk_layernorm is True, and the block computes False"),
