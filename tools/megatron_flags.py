@@ -16,8 +16,7 @@ from pathlib import Path
 
 from fugaku_megatron.config.arguments import build_parser
 from fugaku_megatron.config.checks import flag_words
-from fugaku_megatron.config.command_line import Parser
-from fugaku_megatron.config.compatibility import OTHER_FLAGS
+from fugaku_megatron.config.command_line import OTHER_FLAGS, Parser
 from fugaku_megatron.config.model_config import NORMS, choices
 from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.config.run_config import GROUPS, RunConfig

@@ -17,8 +17,7 @@ from typing import Any
 from ..pipeline.parts import AUTO
 from . import yaml_arguments
 from .checks import check, check_kind, flag, flag_words
-from .command_line import Parser, nearest
-from .compatibility import OTHER_FLAGS
+from .command_line import OTHER_FLAGS, Parser, nearest
 from .groups import TIKTOKEN
 from .model_config import HEAD_MULTIPLE, ROPE, ROPE_SCALING, YARN, YARN_SCALING, ModelConfig
 from .recipes import RECIPES

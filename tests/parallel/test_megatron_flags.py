@@ -16,7 +16,7 @@ from fugaku_megatron.checkpoint.manifest import read_manifest
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import build_parser, parse
 from fugaku_megatron.config.batches import run_length
-from fugaku_megatron.config.compatibility import OTHER_FLAGS, OtherFlag
+from fugaku_megatron.config.command_line import OTHER_FLAGS, OtherFlag
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.logs import metrics

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fugaku_megatron.config.arguments import build_parser, parse
-from fugaku_megatron.config.compatibility import OTHER_FLAGS
+from fugaku_megatron.config.command_line import OTHER_FLAGS
 from tools import megatron_flags, scripts_start
 
 LIST = Path(__file__).parents[1] / "megatron_scripts.jsonl"

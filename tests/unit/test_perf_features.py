@@ -9,7 +9,7 @@ from fugaku_megatron import cli
 from fugaku_megatron.config import features
 from fugaku_megatron.config.arguments import parse
 from fugaku_megatron.config.checks import flag
-from fugaku_megatron.config.compatibility import OTHER_FLAGS
+from fugaku_megatron.config.command_line import OTHER_FLAGS
 from fugaku_megatron.config.features import FEATURES
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.recipes import gpt_30b, gpt_124m
