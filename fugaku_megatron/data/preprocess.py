@@ -30,8 +30,8 @@ from pathlib import Path
 import numpy as np
 
 from .build import parse_split, split_documents
+from .files import Document, add_input_arguments, document_texts, input_files, read_documents
 from .indexed import IndexedDatasetWriter, best_dtype
-from .inputs import Document, add_input_arguments, document_texts, input_files, read_documents
 from .tokenizer import GPT2BPETokenizer, TokenizerFlags, add_tokenizer_flags, build_tokenizer, gpt2_files, write_identity
 
 BATCH_BYTES = 2**18  # of text handed to a worker at a time: enough to hide the hand-over, little enough to balance

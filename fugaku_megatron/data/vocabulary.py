@@ -16,8 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .files import unreadable
-from .inputs import add_input_arguments, document_texts, input_files, read_documents
+from .files import add_input_arguments, document_texts, input_files, read_documents, unreadable
 from .tokenizer import EOD_TOKEN, bytes_to_unicode
 
 MIN_TOKENS = len(bytes_to_unicode()) + 1  # every byte, and the end of a document

@@ -24,8 +24,8 @@ from fugaku_megatron.checkpoint.verify import check_iteration
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config import arguments
 from fugaku_megatron.data.build import build_datasets
+from fugaku_megatron.data.files import document_texts, input_files, read_documents
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
-from fugaku_megatron.data.inputs import document_texts, input_files, read_documents
 from fugaku_megatron.data.tokenizer import build_tokenizer
 from fugaku_megatron.jobs import check, render
 from fugaku_megatron.logs import log_table, run_log

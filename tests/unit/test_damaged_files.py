@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from fugaku_megatron.data.files import unreadable
+from fugaku_megatron.data.files import document_texts, input_files, read_documents, unreadable
 from fugaku_megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
-from fugaku_megatron.data.inputs import document_texts, input_files, read_documents
 from fugaku_megatron.data.tokenizer import GPT2BPETokenizer, bytes_to_unicode
 from tests.file_damage import DAMAGES, OTHER_KINDS, damaged, replace
 from tests.parallel.test_generate import write_tokenizer
