@@ -156,5 +156,5 @@ def stage_sizes(run: RunConfig) -> tuple[int, ...] | None:
 
 
 def sequence_parts(run: RunConfig, tp: int) -> int:
-    """Parts into which tensor-parallel ranks cut the sequence between their products: t with --sequence-parallel, or 1."""
+    """Parts into which tensor-parallel ranks cut the sequence between their matmuls: t with --sequence-parallel, or 1."""
     return tp if run.parallel.sequence_parallel else 1

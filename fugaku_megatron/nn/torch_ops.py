@@ -33,7 +33,7 @@ class TorchOps(BlockOps):
     kernels: Any
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
 
-    # Products, as the native backend has them --------------------------------------------------------------------------------
+    # Matmuls, as the native backend has them ---------------------------------------------------------------------------------
 
     def chunk(self, x: Tensor) -> int:
         """0: torch's matmuls have no chunks that are summed in FP16."""
