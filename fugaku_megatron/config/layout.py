@@ -6,7 +6,7 @@ Left out: where costs decide the cut (`accounting.part_sizes`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
@@ -52,7 +52,11 @@ class Layout:
         layout = Layout(world_size, tp, pp, world_size // (tp * pp))
         for size in sizes_of(run, layout.global_batch_size(run)).sizes():
             layout.microbatches(run, size)
-        layout.microbatches(run, layout.eval_batch_size(run))
+        micro, batch = run.training.eval_micro_batch_size, layout.eval_batch_size(run)
+        check(micro is None or batch % (micro * layout.dp) == 0, f"the batch of an evaluation, {batch} samples, is not divisible "
+              f"by --eval-micro-batch-size {micro} x data-parallel size {layout.dp} = {(micro or 0) * layout.dp}: change it, or "
+              "--eval-global-batch-size")
+        layout.microbatches(evaluation_run(run), batch)
         return layout
 
     def global_batch_size(self, run: RunConfig) -> int:
@@ -94,6 +98,12 @@ class Layout:
         check(global_batch_size % each == 0, f"{name} is not divisible by --micro-batch-size {run.batch.micro_batch_size} x "
               f"data-parallel size {self.dp} = {each}: {remedy}")
         return global_batch_size // each
+
+
+def evaluation_run(run: RunConfig) -> RunConfig:
+    """The run as its evaluations see it, with --eval-micro-batch-size in place of --micro-batch-size."""
+    size = run.training.eval_micro_batch_size
+    return replace(run, batch=replace(run.batch, micro_batch_size=size)) if size else run
 
 
 def chunks(run: RunConfig) -> int:

@@ -109,6 +109,8 @@ class TrainingConfig:
     eval_iters: int = opt(100, "batches per evaluation; 0: none")
     eval_global_batch_size: int | None = opt(None, "samples of a batch of an evaluation (default: --global-batch-size)", type=int,
                                              maximum=2**24)
+    eval_micro_batch_size: int | None = opt(None, "samples per rank and forward pass of an evaluation (default: "
+                                            "--micro-batch-size)", type=int, maximum=2**16)
     full_validation: bool = opt(False, "each evaluation takes the whole validation data once, whatever --eval-iters says; samples "
                                 "that do not fill the last batch are left out")
     multiple_validation_sets: bool = opt(False, "with --full-validation, each prefix of the validation data is a set of its own, "
@@ -134,7 +136,7 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         check_numbers(self)
         check_positive(self, "train_samples", "train_tokens", "exit_interval", "exit_duration_in_mins", "eval_interval",
-                       "eval_global_batch_size", "recompute_num_layers", "memory_per_rank")
+                       "eval_global_batch_size", "eval_micro_batch_size", "recompute_num_layers", "memory_per_rank")
         check(0 <= self.seed < 2**32, f"--seed is {self.seed}: pass a number from 0 to {2**32 - 1}")  # what numpy's generator takes
         check(self.train_iters is None or self.train_iters >= 0, f"--train-iters is {self.train_iters}: pass 0 or more")
         check(self.eval_iters >= 0, f"--eval-iters is {self.eval_iters}: pass 0 or more")

@@ -6,10 +6,11 @@ Left out: the loop with its log and its reasons to leave (`session`), what comes
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from ..comm.base import Comm
 from ..comm.grid import Groups
 from ..config.batches import sizes_of
 from ..config.checks import check
-from ..config.layout import Layout, placement
+from ..config.layout import Layout, evaluation_run, placement
 from ..config.model_config import architecture, with_block
 from ..config.run_config import RunConfig
 from ..config.sample_rules import Skips
@@ -233,6 +234,8 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, dataset: Dataset | None, first: int, iterations: int) -> float:
         """Mean loss over `iterations` global batches of a dataset from sample `first` on. Collective."""
+        if self.run.training.eval_micro_batch_size:
+            return self._with_its_micro_batches().evaluate(dataset, first, iterations)
         size = self.layout.eval_batch_size(self.run)
         lists = run_schedule.of_run(self.run, self.layout.microbatches(self.run, size)).forward_only()
         total = 0.0
@@ -246,6 +249,13 @@ class Trainer:
         if source:
             source.close()
         return total / iterations
+
+    def _with_its_micro_batches(self) -> Trainer:
+        """This trainer, weights and all, whose micro-batches are those of an evaluation."""
+        other, run = copy.copy(self), evaluation_run(self.run)
+        other.run = replace(run, training=replace(run.training, eval_micro_batch_size=None,
+                                                  eval_global_batch_size=self.layout.eval_batch_size(self.run)))
+        return other
 
     def close(self) -> None:
         """Stop reading ahead, and end what is under way."""

@@ -94,6 +94,29 @@ def test_the_loss_of_an_evaluation_is_the_mean_over_its_own_batches():
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
+@pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (2, {}), (4, {**TP2, **PP2})])
+def test_an_evaluation_has_its_own_micro_batch_size(ranks, layout):
+    def work(world, size):
+        run = small_run(num_layers=2, eval_global_batch_size=8, eval_micro_batch_size=size, **layout)
+        shapes = []
+        with closing(make_trainer(world, run)) as trainer:
+            loss = trainer.evaluate(trainer.valid, 0, 2)
+            execute = trainer.groups.tp.broadcast
+            trainer.groups.tp.broadcast = lambda samples: (shapes.append(samples.shape[1]), execute(samples))[1]
+            trainer.evaluate(trainer.valid, 0, 1)
+            return loss, trainer.train_step().loss, set(shapes[: shapes.index(2)] if size else ())
+
+    plain, *others = (ThreadWorld(ranks).run(work, size) for size in (None, 1, 4))
+    for size, other in zip((1, 4), others):
+        assert [found[:2] for found in other] == [pytest.approx(found[:2], rel=1e-6) for found in plain]
+        assert all(found[2] <= {size} for found in other) and other[0][2] == {size}
+
+
+def test_an_evaluation_micro_batch_must_fit_the_layout():
+    with pytest.raises(ValueError, match="16 samples, is not divisible by --eval-micro-batch-size 3 x data-parallel size 2 = 6"):
+        Layout.from_run(small_run(eval_micro_batch_size=3), 2)
+
+
 def documents(name: str) -> TokenArrays:
     """About 38 samples of 16 tokens, by the name."""
     seed = ord(name) - ord("a") + 1
