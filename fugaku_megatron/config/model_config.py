@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .checks import check, check_choices, check_fraction, check_numbers, check_positive, hashed_once, opt, required
+from .checks import check, check_choices, check_fraction, check_numbers, check_positive, flag, hashed_once, opt, required
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +38,13 @@ class MLPPart:
 
 
 NORMS = {"LayerNorm": NormPart(layer="fugaku_megatron.nn.layers:LayerNorm", vectors=2, statistics=2),
-         "RMSNorm": NormPart(layer="fugaku_megatron.nn.layers:RMSNorm", vectors=1, statistics=1)}
+         "RMSNorm": NormPart(layer="fugaku_megatron.nn.layers:RMSNorm", vectors=1, statistics=1),
+         "PlainLayerNorm": NormPart(layer="fugaku_megatron.nn.layers:PlainLayerNorm", vectors=0, statistics=2),
+         "CenteredRMSNorm": NormPart(layer="fugaku_megatron.nn.layers:CenteredRMSNorm", vectors=1, statistics=1)}
 MLPS = {**{name: MLPPart(layer="fugaku_megatron.nn.blocks:MLP", activation=name, fc1_widths=1)
            for name in ("gelu", "gelu_exact", "squared_relu")},
-        "swiglu": MLPPart(layer="fugaku_megatron.nn.blocks:GatedMLP", activation="swiglu", fc1_widths=2)}
+        "swiglu": MLPPart(layer="fugaku_megatron.nn.blocks:GatedMLP", activation="swiglu", fc1_widths=2),
+        "geglu": MLPPart(layer="fugaku_megatron.nn.blocks:GeGLU", activation="geglu", fc1_widths=2)}
 
 
 def choices(parts: dict[str, NormPart] | dict[str, MLPPart]) -> str:
@@ -76,12 +79,15 @@ class ModelConfig:
                                   "counts them; auto: what the checkpoint says, yes for converted weights, no from scratch",
                                   choices=PADDING)
     init_method_std: float = opt(0.02, "standard deviation of the initial weights")
-    normalization: str = opt("LayerNorm", "norm before attention, before the MLP and after the last layer")
+    normalization: str = opt("LayerNorm", "norm before attention, before the MLP and after the last layer; PlainLayerNorm has "
+                             "no weights, CenteredRMSNorm multiplies by 1 + its weight")
     disable_bias_linear: bool = opt(False, "no biases in the linear layers of the blocks")
     layernorm_epsilon: float = opt(1e-5, "epsilon of the norms", aliases=("--norm-epsilon",))
     hidden_dropout: float = opt(0.1, "dropout on embeddings and on what each sub-layer adds to the residual stream")
     attention_dropout: float = opt(0.1, "dropout on attention probabilities")
     swiglu: bool = opt(False, "the MLP is W2 (silu(Wg x) * (Wv x)); --ffn-hidden-size is then 8/3 x hidden size by default")
+    geglu: bool = opt(False, "the MLP is W2 (gelu(Wg x) * (Wv x)) with the tanh form of the GELU; its width by default is that of "
+                      "--swiglu")
     squared_relu: bool = opt(False, "the MLP is W2 relu(W1 x)^2, instead of the GELU")
     bias_gelu_fusion: bool = opt(True, "the MLP's GELU is its tanh form, which Megatron-LM's fused kernel computes; without it, "
                                  "and with --disable-bias-linear, as there, the exact one")
@@ -119,14 +125,23 @@ class ModelConfig:
     window_size: str | None = opt(None, "LEFT,0: a token sees itself and LEFT tokens before it (Mistral's window - 1), not all",
                                   type=str)
 
+    parallel_residual: bool = opt(False, "attention and the MLP both read the input of the layer, each through its own norm, and "
+                                  "both results are added to it")
+    embedding_multiplier: float = opt(1.0, "multiply the word embeddings by this")
+    residual_multiplier: float = opt(1.0, "multiply by this what attention and the MLP add to the residual stream")
+    attention_multiplier: float | None = opt(None, "multiply the attention scores by this (default: 1 / sqrt of the head size)",
+                                             type=float)
+    logits_scaling: float = opt(1.0, "divide the logits by this")
+
     def __post_init__(self) -> None:
         check_numbers(self)
         check_choices(self)
         self._derive()
         numbers = (f.name for f in fields(self) if f.type in ("int", "int | None", "float"))
         check_positive(self, *(name for name in numbers if "dropout" not in name and "mscale" not in name))
-        check_positive(self, "padded_vocab_size", "rotary_seq_len_interpolation_factor")
-        check(not (self.swiglu and self.squared_relu), "--swiglu and --squared-relu exclude each other: pass one")
+        check_positive(self, "padded_vocab_size", "rotary_seq_len_interpolation_factor", "attention_multiplier")
+        chosen = [flag(name) for name in ("swiglu", "geglu", "squared_relu") if getattr(self, name)]
+        check(len(chosen) < 2, f"{' and '.join(chosen)} exclude each other: pass one")
         check(not (self.vocab_size and self.padded_vocab_size) or self.padded_vocab_size >= self.vocab_size,
               f"--padded-vocab-size {self.padded_vocab_size} is below --vocab-size {self.vocab_size}: raise it, or leave it out")
         check(self.normalization in NORMS, f"--normalization is {self.normalization}: pass {choices(NORMS)}")
@@ -135,11 +150,12 @@ class ModelConfig:
               f"is below --seq-length {self.seq_length}: raise it to {self.seq_length} or shorten the sequence")
         self._check_heads()
         self._check_rotary()
+        self._check_block()
 
     def _derive(self) -> None:
         """Set what was not given. A head size that does not divide is left to `_check_heads`."""
         h, heads = self.hidden_size, max(1, self.num_attention_heads)
-        width = h * 8 // 3 // FFN_MULTIPLE * FFN_MULTIPLE or FFN_MULTIPLE if self.swiglu else 4 * h
+        width = h * 8 // 3 // FFN_MULTIPLE * FFN_MULTIPLE or FFN_MULTIPLE if self.gated else 4 * h
         for name, value in (("ffn_hidden_size", width), ("max_position_embeddings", self.seq_length)):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
@@ -156,6 +172,16 @@ class ModelConfig:
               "them, or pass --kv-channels, the size of a head")
         check(heads % self.query_groups == 0, f"--num-attention-heads {heads} is not divisible by --num-query-groups "
               f"{self.query_groups}: change one of them")
+
+    def _check_block(self) -> None:
+        weighted = self.normalization not in ("PlainLayerNorm", "CenteredRMSNorm")
+        check(weighted or not self.qk_layernorm, "--qk-layernorm is for LayerNorm and RMSNorm, and --normalization is "
+              f"{self.normalization}: leave one out")
+        check(self.residual_multiplier == 1.0 or self.disable_bias_linear, "--residual-multiplier "
+              f"{self.residual_multiplier} would leave out the biases: pass --disable-bias-linear as well")
+        turned = self.position_embedding_type == ROPE and self.rotary_percent == 1.0
+        check(self.attention_multiplier is None or turned, f"--attention-multiplier {self.attention_multiplier} is computed with "
+              "rope of whole heads: pass --position-embedding-type rope without --rotary-percent")
 
     def _check_rotary(self) -> None:
         low, high = self.rope_scaling_low_freq_factor, self.rope_scaling_high_freq_factor
@@ -177,9 +203,14 @@ class ModelConfig:
     @property
     def activation(self) -> str:
         """The row of `block_parts.MLPS` that the block's MLP is."""
-        if self.swiglu or self.squared_relu:
-            return "swiglu" if self.swiglu else "squared_relu"
+        if self.gated or self.squared_relu:
+            return "swiglu" if self.swiglu else "geglu" if self.geglu else "squared_relu"
         return "gelu" if self.openai_gelu or (self.bias_gelu_fusion and not self.disable_bias_linear) else "gelu_exact"
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.swiglu or self.geglu
 
     @property
     def z_loss(self) -> float:
@@ -264,7 +295,8 @@ ROPE_SCALING = ("rope_scaling_factor", "rope_scaling_low_freq_factor", "rope_sca
 YARN_SCALING = ("rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow",
                 "yarn_correction_range_round_to_int", "mscale", "mscale_all_dim")
 # What a block can be other than GPT-2's, whose values are the defaults; programs before these flags saved none of them.
-BLOCK = ("swiglu", "squared_relu", "bias_gelu_fusion", "openai_gelu", "group_query_attention", "num_query_groups",
+BLOCK = ("swiglu", "geglu", "parallel_residual", "embedding_multiplier", "residual_multiplier", "attention_multiplier",
+         "logits_scaling", "squared_relu", "bias_gelu_fusion", "openai_gelu", "group_query_attention", "num_query_groups",
          "kv_channels", "add_qkv_bias", "qk_layernorm",
          "position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor",
          "use_rope_scaling", *ROPE_SCALING, *YARN_SCALING, "untie_embeddings_and_output_weights", "window_size")

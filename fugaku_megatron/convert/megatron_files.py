@@ -33,6 +33,10 @@ _ONLY: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("hybrid_override_pattern", (None,)), ("window_attn_skip_freq", (None,)), ("softmax_type", ("vanilla", None)))
 # Ours -> names that versions of Megatron-LM gave to the same argument, the newest first.
 _ALSO = {"layernorm_epsilon": ("norm_epsilon", "layernorm_epsilon")}
+# Ours -> the values that arguments of theirs describe.
+_DESCRIBED: dict[str, tuple[Any, ...]] = {
+    "normalization": ("LayerNorm", "RMSNorm"), "geglu": (False,), "parallel_residual": (False,), "embedding_multiplier": (1.0,),
+    "residual_multiplier": (1.0,), "attention_multiplier": (None,), "logits_scaling": (1.0,)}
 _CONSTANTS = ROPE_SCALING[1:]  # fields without an argument there: Megatron-LM computes the defaults of here
 _OWN = ("disable_bias_linear", "position_embedding_type", "window_size", "vocab_size", "padded_vocab_size",
         "make_vocab_size_divisible_by", "mask_vocab_padding")
@@ -104,6 +108,9 @@ def arguments_of(model: ModelConfig, rows: int, dtype: torch.dtype, tp: int, pp:
 
     ValueError for a model that no arguments of Megatron-LM describe.
     """
+    for name, values in _DESCRIBED.items():
+        check(getattr(model, name) in values, f"{flag(name)} is {getattr(model, name)}, and Megatron-LM's GPT computes "
+              f"{' or '.join(map(str, values))}")
     for f in fields(ModelConfig):
         value = getattr(model, f.name)
         check(f.name not in _CONSTANTS or not model.use_rope_scaling or value == f.default, f"{flag(f.name)} is {value}, and "

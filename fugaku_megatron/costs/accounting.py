@@ -167,7 +167,7 @@ def layer_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
     """The operations of one transformer layer. What is saved is what the C++ kernels keep: gelu(x) is computed again from x."""
     model, kept, width, around = run.model, residual_bytes(run, tp), element_bytes(run), MatmulCollectives.from_run(run, tp)
     h, f, rows = model.hidden_size, model.ffn_hidden_size, tokens_per_microbatch(run)
-    mlp, bias = MLPS[model.activation], not model.disable_bias_linear
+    mlp, bias, mlp_norm = MLPS[model.activation], not model.disable_bias_linear, _norm("pre_mlp_layernorm", run, tp)
     column, row = (around.into, around.into_backward), (around.out, around.out_backward, h * bias)
     fc1, qkv, context = mlp.fc1_widths * f // tp, model.qkv_width // tp, model.context_width // tp
     return (
@@ -176,7 +176,7 @@ def layer_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
         *_rotary(run, tp),
         _attention(run, tp),
         _linear("linear_proj", rows, h, context, h * bias, 0, *row),
-        _norm("pre_mlp_layernorm", run, tp),
+        replace(mlp_norm, saved_bytes=mlp_norm.saved_bytes - residual_bytes(run, tp) * model.parallel_residual),  # the same input
         _linear("linear_fc1", rows, fc1, h, fc1 * bias, kept, *column),
         Record(name=mlp.activation, saved_bytes=rows * fc1 * width),
         _linear("linear_fc2", rows, h, f // tp, h * bias, 0, *row),

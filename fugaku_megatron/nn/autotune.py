@@ -66,7 +66,7 @@ def cases(run: RunConfig, tp: int, dtype: torch.dtype) -> dict[str, Callable[[Op
 
 def _mlp(model: ModelConfig, x: Tensor, tp: int) -> Callable[[Ops], Tensor]:
     """The model's MLP of x (s, b, h)."""
-    f, h, dtype, gates = model.ffn_hidden_size // tp, model.hidden_size, x.dtype, [2] * model.swiglu
+    f, h, dtype, gates = model.ffn_hidden_size // tp, model.hidden_size, x.dtype, [2] * model.gated
     fc1, bias, fc2 = _weight(*gates, f, h, dtype=dtype), _weight(*gates, f, dtype=dtype), _weight(h, f, dtype=dtype)
     if model.swiglu:
         return lambda ops: ops.gated_mlp(x, fc1, bias, fc2).sum()
@@ -77,7 +77,7 @@ def _add_and_normalize(model: ModelConfig, x: Tensor) -> Callable[[Ops], Tensor]
     """The model's norm of x + dropout(x + bias), x (s, b, h)."""
     add, norm, norm_bias = (_weight(model.hidden_size, dtype=x.dtype) for _ in range(3))
     more = (model.hidden_dropout, DropoutKey(1, 0, 0, sample_dim=1), norm)
-    if model.normalization == "RMSNorm":
+    if model.normalization.endswith("RMSNorm"):
         return lambda ops: ops.bias_dropout_add_rms_norm(x, add, x, *more, model.layernorm_epsilon)[1].sum()
     return lambda ops: ops.bias_dropout_add_layer_norm(x, add, x, *more, norm_bias, model.layernorm_epsilon)[1].sum()
 

@@ -24,6 +24,7 @@ from .layers import (
     RowParallelLinear,
     dropout_stream,
     hidden_dropout_key,
+    multiplied,
 )
 from .ops import DropoutKey, recompute
 from .passes import Pass
@@ -130,8 +131,17 @@ class GatedMLP(MLP):
         return self.context.ops.gated_mlp, self.context.ops.gated_mlp_between_parts
 
 
+class GeGLU(MLP):
+    """h -> f -> h with a gate whose activation is a GELU, as one operation."""
+
+    column = GatedColumnParallelLinear
+
+
 class TransformerLayer(nn.Module):
-    """Pre-norm block. `layer` counts from 1 over the whole model."""
+    """Pre-norm block, whose MLP reads what attention made, or with --parallel-residual what attention reads as well.
+
+    `layer` counts from 1 over the whole model.
+    """
 
     def __init__(self, layer: int, context: Context) -> None:
         super().__init__()
@@ -146,12 +156,18 @@ class TransformerLayer(nn.Module):
         key = hidden_dropout_key(self.context.seed, self.layer, site, forward_pass.first_sample, self.context.first_position(x))
         return self.dropout if forward_pass.training else 0.0, key
 
+    def _attended(self, x: Tensor, forward_pass: Pass) -> tuple[Tensor, Tensor]:
+        """(x with what attention adds to it, the MLP's input), two of (s, b, h)."""
+        attention, model = self.self_attention, self.context.model
+        added = (multiplied(attention(self.input_layernorm(x), forward_pass), model.residual_multiplier), attention.linear_proj.bias, x,
+                 *self._dropout("residual_1", x, forward_pass))
+        if model.parallel_residual:
+            return self.context.ops.bias_dropout_add(*added), self.pre_mlp_layernorm(x)
+        return self.pre_mlp_layernorm.add_and_normalize(*added)
+
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """x (s, b, h) -> (s, b, h); its values may be anything where `forward_pass` needs none."""
-        attention = self.self_attention
-        x, normed = self.pre_mlp_layernorm.add_and_normalize(  # no name for what attention returns: it is freed before the MLP
-            attention(self.input_layernorm(x), forward_pass), attention.linear_proj.bias, x,
-            *self._dropout("residual_1", x, forward_pass))
-        out = self.mlp(normed, forward_pass)
+        x, normed = self._attended(x, forward_pass)
+        out = multiplied(self.mlp(normed, forward_pass), self.context.model.residual_multiplier)
         return self.context.ops.bias_dropout_add(out, self.mlp.linear_fc2.bias, x, *self._dropout("residual_2", x, forward_pass),
                                                  forward_pass.needs_values)

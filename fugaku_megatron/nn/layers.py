@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..comm.autograd import RowBlocks, copy_to_tensor_parallel, reduce_from_tensor_parallel, reduce_scatter_to_sequence_parallel
 from ..comm.base import Comm
@@ -24,6 +25,7 @@ from .ops import DropoutKey, Ops
 from .parameter import make_parameter, spec_of
 from .passes import rotary_angles
 from .shared import Angles
+from .torch_blocks import derived
 
 # Dropout sites of a layer. A mask's stream is layer * len(SITES) + site; the embedding is layer 0 and layers count from 1.
 SITES = ("residual_1", "residual_2", "attention", "embedding")
@@ -82,6 +84,11 @@ class Context:
     def output_std(self) -> float:
         """Megatron's scaled initialisation of matrices that write to the residual stream: std / sqrt(2 layers)."""
         return self.model.init_method_std / (2.0 * self.model.num_layers) ** 0.5
+
+
+def multiplied(x: Tensor, factor: float) -> Tensor:
+    """x times a constant of the model; x itself where it is 1."""
+    return x if factor == 1.0 else x * factor
 
 
 def dropout_stream(layer: int, site: str) -> int:
@@ -226,12 +233,36 @@ class RMSNorm(Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (s, b, h) -> (s, b, h)."""
-        return self.ops.rms_norm(x, self.weight, self.epsilon)
+        return self.ops.rms_norm(x, self.scale(), self.epsilon)
 
     def add_and_normalize(self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float,
                           key: DropoutKey) -> tuple[Tensor, Tensor]:
         """As `Norm.add_and_normalize`, in one operation; two of (s, b, h)."""
-        return self.ops.bias_dropout_add_rms_norm(x, bias, residual, p, key, self.weight, self.epsilon)
+        return self.ops.bias_dropout_add_rms_norm(x, bias, residual, p, key, self.scale(), self.epsilon)
+
+    def scale(self) -> Tensor:
+        """What the norm multiplies by, (h)."""
+        return self.weight
+
+
+class CenteredRMSNorm(RMSNorm):
+    """RMS norm that multiplies by 1 + its weight."""
+
+    def __init__(self, name: str, context: Context) -> None:
+        Norm.__init__(self, name, context)
+        self.weight = context.parameter(f"{name}.weight", (context.model.hidden_size,), fill=0.0)
+
+    def scale(self) -> Tensor:
+        """1 + the weight, (h)."""
+        return derived(self.weight, self.weight.detach() + 1.0)
+
+
+class PlainLayerNorm(Norm):
+    """Layer norm without weight and bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (s, b, h) -> (s, b, h)."""
+        return F.layer_norm(x, x.shape[-1:], eps=self.epsilon)
 
 
 class HeadNorm(nn.Module):

@@ -20,7 +20,7 @@ from ..config.layout import Layout, placement
 from ..config.run_config import RunConfig
 from ..costs import accounting, memory
 from .blocks import TransformerLayer, make_norm
-from .layers import Context, PositionEmbedding, VocabParallelEmbedding, hidden_dropout_key
+from .layers import Context, PositionEmbedding, VocabParallelEmbedding, hidden_dropout_key, multiplied
 from .ops import Ops, recompute
 from .parameter import spec_of
 from .passes import Pass
@@ -86,7 +86,7 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor, forward_pass: Pass) -> Tensor:
         """tokens (whole sequence, b) -> (s, b, h)."""
         positions, context = None if forward_pass.rows is None else forward_pass.rows.positions, self.context
-        x = self.word_embeddings(tokens)
+        x = multiplied(self.word_embeddings(tokens), context.model.embedding_multiplier)
         x = self.position_embeddings(x, positions) if self.position_embeddings else x
         key = hidden_dropout_key(context.seed, 0, "embedding", forward_pass.first_sample, context.first_position(x))
         return context.ops.dropout(x, context.model.hidden_dropout if forward_pass.training else 0.0, key)
@@ -142,7 +142,7 @@ class Chunk(nn.Module):
     def head_input(self, x: Tensor) -> Tensor:
         """What the head multiplies, the whole sequence. (s, b, h) -> (whole sequence, b, h)."""
         enter = copy_to_tensor_parallel if self.context.sequence is None else gather_from_sequence_parallel
-        return enter(self.final_layernorm(x), self.tp)
+        return multiplied(enter(self.final_layernorm(x), self.tp), 1.0 / self.context.model.logits_scaling)
 
     def logits(self, x: Tensor) -> Tensor:
         """x (s, b, h) -> (whole sequence, b, v): this rank's columns of the logits."""

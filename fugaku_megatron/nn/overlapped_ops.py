@@ -19,7 +19,7 @@ from torch import Tensor
 from ..comm.autograd import Gathering, RowBlocks, Summing
 from .native_ops import NativeOps, add_second_weight_gradient
 from .shared import as_rows
-from .torch_blocks import Activation, matrix
+from .torch_blocks import Activation, first_matrix, matrix
 from .torch_ops import TorchOps, gelu
 
 Backend = NativeOps | TorchOps
@@ -39,7 +39,7 @@ def mlp(ops: Backend, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2:
         blocks: RowBlocks, activation: str) -> Tensor:
     """x (s / t, b, h), weight1 (f, h), bias1 (f), weight2 (h, f) -> (s / t, b, h). needs_values, activation: as `Ops.mlp`."""
     if activation != "gelu":
-        return _GatedMLP.apply(ops, Activation(ops, activation), x, weight1, bias1, weight2, needs_values, blocks)
+        return _GatedMLP.apply(ops, Activation(ops, activation), x, *first_matrix(weight1, bias1), weight2, needs_values, blocks)
     if isinstance(ops, NativeOps):
         return _NativeMLP.apply(ops, x, weight1, bias1, weight2, needs_values, blocks)
     return row_linear(ops, gelu(column_linear(ops, x, weight1, bias1, blocks)), weight2, blocks)

@@ -163,10 +163,12 @@ def yarn_frequencies(model: ModelConfig) -> Tensor:
 
 
 def concentration(model: ModelConfig) -> float:
-    """By what yarn multiplies queries and keys; 1 for rope."""
+    """By what yarn multiplies queries and keys. For rope it is 1, or what makes the scores those of --attention-multiplier."""
     def scale(factor: float) -> float:
         return 0.1 * factor * math.log(model.rotary_scaling_factor) + 1.0 if model.rotary_scaling_factor > 1 else 1.0
 
+    if model.attention_multiplier is not None:
+        return (model.attention_multiplier * model.kv_channels**0.5) ** 0.5
     return scale(model.mscale) / scale(model.mscale_all_dim) if model.position_embedding_type == YARN else 1.0
 
 

@@ -106,24 +106,30 @@ class _RMSNorm(torch.autograd.Function):
 
 # Gated MLP (Shazeer 2020, arXiv:2002.05202) -------------------------------------------------------------------------------------
 
-class _Matrix(Tensor):
-    """A parameter (2, f, ...) as (2 f, ...). Its gradient is asked for in backward: before, it need not have memory."""
+class _Derived(Tensor):
+    """A tensor made of a parameter, whose gradient is the parameter's in another shape.
+
+    The gradient is asked for in backward: before, it need not have memory.
+    """
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl  # results are plain tensors, as a parameter's are
     parameter: Tensor
 
     @property
     def main_grad(self) -> Tensor:
-        return gradient_of(self.parameter).flatten(0, 1)
+        return gradient_of(self.parameter).view(self.shape)
+
+
+def derived(parameter: Tensor, values: Tensor) -> Tensor:
+    """`values` (any shape of as many elements), made of a parameter by a function of slope 1, with the parameter's gradient."""
+    made = values.as_subclass(_Derived)
+    made.parameter = parameter
+    return made
 
 
 def matrix(parameter: Tensor | None) -> Tensor | None:
     """A parameter (2, f, ...) as (2 f, ...), with its gradient: of a weight what a matmul takes, of a bias a vector."""
-    if parameter is None:
-        return None
-    flat = parameter.detach().flatten(0, 1).as_subclass(_Matrix)
-    flat.parameter = parameter
-    return flat
+    return None if parameter is None else derived(parameter, parameter.detach().flatten(0, 1))
 
 
 def gated_mlp(ops: Any, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool,
@@ -146,19 +152,32 @@ def gate_gradient(dinner: Tensor, pre: Tensor) -> Tensor:
     return torch.cat((dinner * values * slope, dinner * gates * sigmoid), -1).to(pre.dtype)
 
 
-def _squared_relu_gradient(x: Tensor) -> Tensor:
-    return 2.0 * F.relu(x)
+def _squared_relu_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    return 2.0 * dy * F.relu(x)
 
 
-def _gelu_gradient(x: Tensor) -> Tensor:
-    return 0.5 * (1.0 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+def _gelu_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    return dy * (0.5 * (1.0 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi))
 
 
-# Activations without gates and without C++ kernels: their values in FP32, and their derivatives. Squared ReLU: So et al. 2021
-# (arXiv:2109.08668); exact GELU: Hendrycks and Gimpel 2016 (arXiv:1606.08415).
-ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+def _geglu(x: Tensor) -> Tensor:
+    gates, values = x.chunk(2, -1)
+    return F.gelu(gates, approximate="tanh") * values
+
+
+def _geglu_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    gates, values = x.chunk(2, -1)
+    tanh = torch.tanh(math.sqrt(2 / math.pi) * (gates + 0.044715 * gates**3))
+    slope = 0.5 * (1.0 + tanh) + 0.5 * gates * (1.0 - tanh * tanh) * math.sqrt(2 / math.pi) * (1.0 + 3 * 0.044715 * gates * gates)
+    return torch.cat((dy * values * slope, 0.5 * dy * gates * (1.0 + tanh)), -1)
+
+
+# Activations without C++ kernels: their values in FP32, and the gradient of x from that of the values. Squared ReLU: So et al. 2021
+# (arXiv:2109.08668); exact GELU: Hendrycks and Gimpel 2016 (arXiv:1606.08415); GeGLU: Shazeer 2020, gates first.
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "squared_relu": (lambda x: F.relu(x).square(), _squared_relu_gradient),
     "gelu_exact": (F.gelu, _gelu_gradient),
+    "geglu": (_geglu, _geglu_gradient),
 }
 
 
@@ -166,15 +185,15 @@ class Activation:
     """What stands in an MLP between the matmuls of `ops`, with the methods that a backend has for gates; FP32 inside."""
 
     def __init__(self, ops: Any, name: str) -> None:
-        self.ops, (self._value, self._slope) = ops, ACTIVATIONS[name]
+        self.ops, (self._value, self._gradient) = ops, ACTIVATIONS[name]
 
     def gate(self, pre: Tensor) -> Tensor:
-        """pre (rows, f) -> (rows, f)."""
+        """pre (rows, f), or (rows, 2 f) with a gate -> (rows, f)."""
         return self._value(pre.float()).to(pre.dtype)
 
     def gate_gradient(self, dinner: Tensor, pre: Tensor, dpre: Tensor) -> None:
-        """dpre (rows, f), the gradient of pre from that of `gate`, dinner (rows, f)."""
-        dpre.copy_(dinner.float() * self._slope(pre.float()))
+        """dpre, the gradient of pre, both of the shape of `gate`'s argument, from that of its result, dinner (rows, f)."""
+        dpre.copy_(self._gradient(dinner.float(), pre.float()))
 
     def gated_weight_gradient(self, dy: Tensor, pre: Tensor, weight: Tensor, chunk: int) -> None:
         """Add dy^T gate(pre) to the gradient of weight (h, f), now or later; dy (rows, h) stays until then."""
@@ -184,7 +203,12 @@ class Activation:
 def mlp(ops: Any, activation: str, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool,
         sequence: Comm | None) -> Tensor:
     """activation(x W1^T + b) W2^T on the backend's matmuls; see `Ops.mlp`."""
-    return _MLP.apply(ops, Activation(ops, activation), x, weight1, bias1, weight2, needs_values, sequence)
+    return _MLP.apply(ops, Activation(ops, activation), x, *first_matrix(weight1, bias1), weight2, needs_values, sequence)
+
+
+def first_matrix(weight1: Tensor, bias1: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The MLP's first weight (f, h) and bias (f); those of a gate and its values, (2, f, h) and (2, f), as (2 f, h) and (2 f)."""
+    return (weight1, bias1) if weight1.dim() == 2 else (derived(weight1, weight1.detach().flatten(0, 1)), matrix(bias1))
 
 
 class _MLP(torch.autograd.Function):

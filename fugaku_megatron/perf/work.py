@@ -97,8 +97,14 @@ def _elementwise(software: Software, phase: str, sizes: dict[str, int]) -> Work:
 
 
 def _turning(run: RunConfig, sizes: Mapping[str, int]) -> Work:
-    """Of queries and keys before attention, or of their gradients after it: qkv read and written once, where the model does it."""
-    return Work(moved=2.0 * sizes["qkv"], calls=1, allocations=((sizes["qkv"], 1),)) if run.model.turns_queries else Work()
+    """Of queries and keys before attention, or of their gradients after it: qkv read and written once, where the model does it.
+
+    --residual-multiplier reads and writes the two results of a layer in addition.
+    """
+    turned = Work(moved=2.0 * sizes["qkv"], calls=1, allocations=((sizes["qkv"], 1),)) if run.model.turns_queries else Work()
+    if run.model.residual_multiplier == 1.0:
+        return turned
+    return turned + Work(moved=4.0 * sizes["hidden"], calls=2, allocations=((sizes["hidden"], 2),))
 
 
 def _once(collectives: tuple[Collective, ...]) -> tuple[tuple[Collective, int], ...]:

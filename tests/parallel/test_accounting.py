@@ -25,7 +25,8 @@ from tests.recording import record
 from tests.threads import ThreadWorld
 from tests.unit.test_schedule_memory import MICROBATCHES, MODEL, STAGES, allocated_peak
 
-MODELS = {"gpt": {}, **FAMILIES}
+MODELS = {"gpt": {}, **FAMILIES, "plain norms in parallel": {"normalization": "PlainLayerNorm", "parallel_residual": True},
+          "geglu": {"normalization": "CenteredRMSNorm", "geglu": True}}
 SEQUENCE = {**TP2, "sequence_parallel": True}
 FULL, SELECTIVE = {"recompute_granularity": "full"}, {"recompute_granularity": "selective"}
 
@@ -203,6 +204,7 @@ def check_kept(run: RunConfig) -> None:
 @pytest.mark.parametrize(("model", "changes"), [
     ("gpt", {}), ("gpt", {**TP2, "bf16": True}), ("gpt", {**SELECTIVE, **DROPOUT}), ("gpt", {**SEQUENCE, **DROPOUT, "bf16": True}),
     ("gpt", {**SEQUENCE, **FULL}), ("llama", {"bf16": True}), ("llama", {**SEQUENCE, **SELECTIVE}), ("qwen3", {**TP2, **FULL}),
+    ("plain norms in parallel", {}), ("geglu", SEQUENCE),
     ("qwen3", SEQUENCE)])
 def test_saved_bytes_are_those_that_autograd_keeps(model, changes):
     check_kept(small_run(**MODELS[model], **changes))

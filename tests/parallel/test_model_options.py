@@ -38,6 +38,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "yarn with mscale": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3, "yarn_correction_range_round_to_int": False},
     "layer norms of queries and keys": {**ROPE, "qk_layernorm": True, "group_query_attention": True, "num_query_groups": 2},
     "layer norms without positions": {"qk_layernorm": True, "position_embedding_type": "none"},
+    "parallel residual": {"parallel_residual": True, **ROPE},
+    "multipliers": {**ROPE, "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "attention_multiplier": 0.5,
+                    "logits_scaling": 2.0, "disable_bias_linear": True},
+    "norms without weights": {"normalization": "PlainLayerNorm"},
+    "gated gelu and centred norms": {"geglu": True, "normalization": "CenteredRMSNorm"},
     "padded vocabulary": {"padded_vocab_size": 112},
 }
 UNTIED = {"untie_embeddings_and_output_weights": True}  # the gradients of a tied weight lie in two parts on two stages
@@ -73,8 +78,12 @@ def turned(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def plain_mlp(x: Tensor, weights: dict[str, Tensor], name: str, model: ModelConfig) -> Tensor:
-    inner = F.linear(x, weights[f"{name}.linear_fc1.weight"], weights.get(f"{name}.linear_fc1.bias"))
-    if model.squared_relu:
+    weight, bias = weights[f"{name}.linear_fc1.weight"], weights.get(f"{name}.linear_fc1.bias")
+    inner = F.linear(x, weight.view(-1, x.shape[-1]), None if bias is None else bias.view(-1))
+    if model.geglu:
+        gates, values = inner.chunk(2, -1)
+        inner = F.gelu(gates, approximate="tanh") * values
+    elif model.squared_relu:
         inner = torch.clamp(inner, min=0) ** 2
     else:
         tanh = model.openai_gelu or not (model.disable_bias_linear or not model.bias_gelu_fusion)
@@ -93,7 +102,8 @@ def plain_attention(x: Tensor, weights: dict[str, Tensor], name: str, model: Mod
     if model.position_embedding_type in ("rope", "yarn"):
         angles = plain_angles(model, torch.arange(s, dtype=torch.float32))
         q, k = turned(q, angles), turned(k, angles)
-    scores = (q @ k.transpose(-1, -2) / math.sqrt(d)).masked_fill(torch.ones(s, s).triu(1).bool(), -math.inf)
+    scores = q @ k.transpose(-1, -2) * (model.attention_multiplier or 1 / math.sqrt(d))
+    scores = scores.masked_fill(torch.ones(s, s).triu(1).bool(), -math.inf)
     out = (scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, n * d)
     return F.linear(out, weights[f"{name}.linear_proj.weight"], weights.get(f"{name}.linear_proj.bias"))
 
@@ -101,18 +111,23 @@ def plain_attention(x: Tensor, weights: dict[str, Tensor], name: str, model: Mod
 def plain_loss(weights: dict[str, Tensor], tokens: Tensor, labels: Tensor, model: ModelConfig) -> Tensor:
     """Of samples tokens, labels (b, s)."""
     words = weights["embedding.word_embeddings.weight"]
-    x = words[tokens]
+    x = words[tokens] * model.embedding_multiplier
     if model.learned_positions:
         x = x + weights["embedding.position_embeddings.weight"][: tokens.shape[1]]
 
     def norm(x: Tensor, name: str) -> Tensor:
-        return F.layer_norm(x, (model.hidden_size,), weights[f"{name}.weight"], weights[f"{name}.bias"], model.layernorm_epsilon)
+        width = (model.hidden_size,)
+        if model.normalization == "CenteredRMSNorm":
+            return F.rms_norm(x, width, 1 + weights[f"{name}.weight"], model.layernorm_epsilon)
+        return F.layer_norm(x, width, weights.get(f"{name}.weight"), weights.get(f"{name}.bias"), model.layernorm_epsilon)
 
     for layer in range(model.num_layers):
         name = f"decoder.layers.{layer}"
-        x = x + plain_attention(norm(x, f"{name}.input_layernorm"), weights, f"{name}.self_attention", model)
-        x = x + plain_mlp(norm(x, f"{name}.pre_mlp_layernorm"), weights, f"{name}.mlp", model)
-    logits = norm(x, "decoder.final_layernorm") @ weights.get("output_layer.weight", words).t()
+        attended = x + model.residual_multiplier * plain_attention(
+            norm(x, f"{name}.input_layernorm"), weights, f"{name}.self_attention", model)
+        read = norm(x if model.parallel_residual else attended, f"{name}.pre_mlp_layernorm")
+        x = attended + model.residual_multiplier * plain_mlp(read, weights, f"{name}.mlp", model)
+    logits = norm(x, "decoder.final_layernorm") @ weights.get("output_layer.weight", words).t() / model.logits_scaling
     if model.masks_padding:
         logits = logits[..., : model.vocab_size]
     z = torch.logsumexp(logits, -1)
@@ -143,7 +158,8 @@ def computed(name: str, layout: str, backend: str) -> tuple[float, dict[str, Ten
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize(("name", "layout"), [
     *((name, layout) for name in OPTIONS for layout in ("one rank", "tp2 x pp2")), ("squared relu", "tp2 in blocks"),
-    ("exact gelu", "zbv"), ("squared relu", "zbv")])
+    *((name, "tp2 in blocks") for name in ("parallel residual", "multipliers", "gated gelu and centred norms")),
+    ("parallel residual", "zbv"), ("exact gelu", "zbv"), ("squared relu", "zbv")])
 def test_losses_and_gradients_are_those_of_plain_torch(name, layout, backend):
     run = option_run(name, layout)
     loss, grads, weights, samples = computed(name, layout, backend)
