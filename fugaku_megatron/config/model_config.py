@@ -1,4 +1,4 @@
-"""The GPT that is trained, a group of `config`'s fields: GPT-2's block by default; Llama's, Mistral's and Qwen's by flags.
+"""The GPT that is trained, a group of `config`'s fields: GPT-2's block by default; those of Llama and others by flags.
 
 Legend: h hidden, n heads, g groups of heads that share a key and a value, d head size.
 """

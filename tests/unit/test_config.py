@@ -86,6 +86,11 @@ MISTAKES = [
     (ModelConfig, {**MODEL, "group_query_attention": True, "num_query_groups": 3}, "--num-attention-heads 4 is not divisible by "
      "--num-query-groups 3"),
     (ModelConfig, {**MODEL, "rotary_percent": 1.5}, "--rotary-percent is 1.5: pass a number above 0, and 1 at most"),
+    *positive(ModelConfig, {**MODEL, "disable_bias_linear": True}, "embedding_multiplier", "residual_multiplier", "logits_scaling"),
+    (ModelConfig, {**MODEL, "swiglu": True, "geglu": True}, "--swiglu and --geglu exclude each other: pass one"),
+    (ModelConfig, {**MODEL, "qk_layernorm": True, "normalization": "PlainLayerNorm"}, "--qk-layernorm is for LayerNorm and"),
+    (ModelConfig, {**MODEL, "residual_multiplier": 0.5}, "--residual-multiplier 0.5 would leave out the biases: pass"),
+    (ModelConfig, {**MODEL, "attention_multiplier": 0.5}, "--attention-multiplier 0.5 is computed with rope of whole heads"),
     (ModelConfig, {**MODEL, "position_embedding_type": "rope", "kv_channels": 7}, "of a head of 7 is 7: change it"),
     *((ModelConfig, {**MODEL, "window_size": text}, f"--window-size {text!r}: pass LEFT,0") for text in ("4", "4,1", "x,0")),
     (ModelConfig, {**MODEL, "max_position_embeddings": 15}, "--max-position-embeddings 15 is below --seq-length 16: raise"),
