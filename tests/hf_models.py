@@ -44,6 +44,12 @@ MODELS = {
     "qwen2": decoder("Qwen2", num_key_value_heads=4),
     "qwen3": decoder("Qwen3", head_dim=16, tie_word_embeddings=True),
     "phi3": decoder("Phi3", sliding_window=7, partial_rotary_factor=0.5),
+    "granite": decoder("Granite", embedding_multiplier=3.0, residual_multiplier=0.4, attention_multiplier=0.2, logits_scaling=2.5),
+    "gemma": decoder("Gemma", head_dim=16, num_key_value_heads=1),
+    "gpt_neox": decoder("GPTNeoX", num_key_value_heads=None, rotary_pct=0.5, rope_parameters=None),
+    "falcon": decoder("Falcon", new_decoder_architecture=True, num_kv_heads=2, ffn_hidden_size=72, num_key_value_heads=None,
+                      intermediate_size=None),
+    "olmo": decoder("Olmo", rope_parameters=FAST),
     "stablelm": decoder("StableLm", use_qkv_bias=True, partial_rotary_factor=0.5),
 }
 

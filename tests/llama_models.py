@@ -44,8 +44,8 @@ def theirs(family: str) -> Any:
 def in_their_shape(ours: dict[str, Tensor], family: str) -> dict[str, Tensor]:
     """Our named tensors under their names, in their shapes."""
     row, model = next(row for row in ARCHITECTURES if row.model_type == family), small_run(**FAMILIES[family]).model
-    parts = hugging_face.parts(row, model)
-    return {name: hugging_face.in_their_shape(ours[part.ours], part, model) for name, part in parts.items()}
+    made = hugging_face.parts(row, model).items()
+    return {name: hugging_face.in_their_shape(ours[part.ours], part, model) for name, part in made}
 
 
 def copy_to(model: Any, ours: dict[str, Tensor], family: str) -> None:

@@ -27,8 +27,8 @@ from ..comm.agreement import describe
 from ..config.arguments import model_flags
 from ..config.checks import check, flag
 from ..host import allocator
-from .architectures import FILE
 from .hugging_face import carry, open_hugging_face, save_hugging_face
+from .rules import FILE
 from .weights import DTYPES, Weights, open_own, save_own
 
 LEGACY, METADATA = "mp_rank_*", ".metadata"  # of Megatron-LM's two formats: folders, and the file that names all pieces

@@ -25,7 +25,9 @@ from ..comm.agreement import describe
 from ..config.checks import check, check_kind
 from ..config.model_config import MASKED, ModelConfig
 from ..config.model_config import architecture as shape_values
-from .architectures import ARCHITECTURES, FILE, ONLY, REFUSED, REQUIRED, Architecture, Arrangement, Shape, whole
+from .architectures import ARCHITECTURES, ONLY, OUTPUT, REFUSED, REQUIRED, Architecture
+from .arrangements import Arrangement, Shape, whole
+from .rules import FILE
 from .weights import Weights, layer_of, place_of, shapes, widest
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -144,7 +146,6 @@ def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-HEAD = "lm_head.weight"
 # What belongs to a model in addition to its weights, as patterns of names.
 CARRIED = (FILE, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
            "spiece.model", "sentencepiece*", "chat_template*", "LICENSE*", "NOTICE*")
@@ -165,7 +166,8 @@ def theirs_of(architecture: Architecture, name: str) -> list[str]:
     place, kind = place_of(name)
     check(place in architecture.places, f"{architecture.name} has no place for {name}")
     names, _ = architecture.places[place]
-    return [f"{architecture.prefix}{their.format(layer_of(name))}.{kind}" if f"{their}.{kind}" != HEAD else HEAD for their in names]
+    prefix = "" if place == OUTPUT else architecture.prefix
+    return [f"{prefix}{their.format(layer_of(name))}.{kind}" for their in names]
 
 
 def parts(architecture: Architecture, model: ModelConfig) -> dict[str, Part]:
@@ -183,9 +185,6 @@ def open_hugging_face(directory: str) -> Weights:
     check(path.is_dir(), f"--from-hf {directory} is not a directory: pass one that holds {FILE} and safetensors")
     try:
         architecture, model = read_config(read_json(path / FILE))
-    except ValueError as error:
-        raise ValueError(f"--from-hf {directory}: {error}") from error
-    try:
         reader = _reader(TensorDirectory.open(path), architecture, model)
     except ValueError as error:
         raise ValueError(f"--from-hf {directory}: {error}") from error
@@ -278,18 +277,18 @@ def _stored_names(files: TensorDirectory, architecture: Architecture, names: lis
     lacking = next((name for name in names if name not in stored), None)
     check(lacking is None, f"{files.path} holds no tensor {lacking}, which {FILE} asks for")
     others = set(files.tensors) - set(stored.values())
-    if HEAD in others:
-        _check_tied(files, next(iter(stored.values())))
-    rest = sorted(name for name in others - {HEAD} if not architecture.unused.fullmatch(name))
+    if architecture.head in others:
+        _check_tied(files, architecture.head, next(iter(stored.values())))
+    rest = sorted(name for name in others - {architecture.head} if not architecture.unused.fullmatch(name))
     check(not rest, f"{files.path} holds {len(rest)} tensors that {architecture.name} does not have here, such as {rest[:1]}")
     return stored
 
 
-def _check_tied(files: TensorDirectory, embedding: str) -> None:
+def _check_tied(files: TensorDirectory, name: str, embedding: str) -> None:
     """A head that is stored although it is tied must be the embedding, or converting would lose it."""
-    head, weight = files.read(HEAD), files.read(embedding)
+    head, weight = files.read(name), files.read(embedding)
     both = widest((head.dtype, weight.dtype))
-    check(torch.equal(head.to(both), weight.to(both)), f"{HEAD} differs from {embedding}, and {FILE} says "
+    check(torch.equal(head.to(both), weight.to(both)), f"{name} differs from {embedding}, and {FILE} says "
           "tie_word_embeddings true: correct one of them")
 
 

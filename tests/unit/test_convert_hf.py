@@ -101,7 +101,8 @@ def test_the_same_loss_and_gradients(converted, backend):
     loss = trainer.stage.last(tokens, labels, Pass(first_sample=0))
     loss.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    theirs, made = dict(converted.model.named_parameters()), parts(architecture, model)
+    theirs = {name: parameter for name, parameter in converted.model.named_parameters()}
+    made = {"lm_head.weight" if name == architecture.head else name: part for name, part in parts(architecture, model).items()}
     assert made.keys() == theirs.keys()
     for name, part in made.items():
         gradient, scale = in_their_shape(ours[part.ours].main_grad, part, model), theirs[name].grad.abs().max()
@@ -167,9 +168,13 @@ def edit(path: Path, **values: object) -> None:
 REMOVED = object()
 BAD_CONFIGS = [
     ("gpt2", {"activation_function": "relu"}, "config.json: activation_function is 'relu', and the block computes 'gelu_new' or "),
-    ("gpt2", {"model_type": "opt"}, "model_type is 'opt': it can be gpt2, llama, mistral, qwen2, qwen3, phi3, stablelm"),
+    ("gpt2", {"model_type": "opt"}, "config.json: model_type is 'opt': it can be gpt2, llama, mistral, qwen2, "),
     ("gpt2", {"model_type": "gemma2"}, "model_type is 'gemma2': soft-capped logits are not built; it can be gpt2, llama,"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, and the block of this architecture rotates whole"),
+    ("falcon", {"new_decoder_architecture": False}, "new_decoder_architecture is False, and the block computes True: two norms"),
+    ("granite", {"residual_multiplier": 0}, "config.json: residual_multiplier is 0, not a number above 0"),
+    ("gpt_neox", {"hidden_act": "relu"}, "config.json: hidden_act is 'relu', and the block computes 'gelu'"),
+    ("olmo", {"clip_qkv": 8.0}, "config.json: clip_qkv is 8.0, and the block computes None"),
     ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "rope_scaling has type 'longrope', and the block computes default"),
     ("stablelm", {"use_parallel_residual": True}, "config.json: use_parallel_residual is True, and the block computes False"),
     ("stablelm", {"qk_layernorm": True}, "config.json: qk_layernorm is True, and the block computes False"),
@@ -380,6 +385,43 @@ def test_a_scaling_that_megatron_has_no_arguments_for_is_refused(tmp_path, capsy
     capsys.readouterr()
     line = refused(capsys, "--from-hf", tmp_path / "hf", "--to-megatron", tmp_path / "megatron")
     assert "--rope-scaling-low-freq-factor is 2.0, and Megatron-LM computes 1.0" in line and not list(tmp_path.glob("*megatron*"))
+
+
+@pytest.mark.parametrize(("model", "flag"), [
+    ("olmo", "--normalization is PlainLayerNorm"), ("gpt_neox", "--parallel-residual is True"), ("gemma", "--normalization is C"),
+    ("granite", "--embedding-multiplier is 3.0"), ("falcon", "--parallel-residual is True")])
+def test_a_block_that_megatron_does_not_have_is_refused(sources, tmp_path, capsys, model, flag):
+    capsys.readouterr()
+    line = refused(capsys, "--from-hf", sources[model], "--to-megatron", tmp_path / "megatron")
+    assert f"{flag}" in line and "Megatron-LM's GPT computes" in line and not list(tmp_path.iterdir())
+
+
+# What published config.json files have, in the form of transformers 4 -> some of our values.
+PUBLISHED_NEIGHBOURS = {
+    "gemma": ({"hidden_size": 2048, "num_hidden_layers": 18, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256,
+               "intermediate_size": 16384, "hidden_act": "gelu", "hidden_activation": None, "max_position_embeddings": 8192,
+               "vocab_size": 256000, "rope_scaling": None, "rope_theta": 10000.0, "attention_bias": False},
+              {"kv_channels": 256, "query_groups": 1, "tied": True, "activation": "geglu", "embedding_multiplier": 2048**0.5}),
+    "gpt_neox": ({"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "intermediate_size": 2048,
+                  "hidden_act": "gelu", "rotary_pct": 0.25, "rotary_emb_base": 10000, "max_position_embeddings": 2048,
+                  "use_parallel_residual": True, "vocab_size": 50304, "tie_word_embeddings": False},
+                 {"rotary_size": 16, "parallel_residual": True, "activation": "gelu_exact", "tied": False}),
+    "stablelm": ({"hidden_size": 2560, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+                  "intermediate_size": 6912, "hidden_act": "silu", "layer_norm_eps": 1e-5, "max_position_embeddings": 4096,
+                  "partial_rotary_factor": 0.25, "rope_theta": 10000, "vocab_size": 50304, "tie_word_embeddings": False},
+                 {"rotary_size": 20, "qkv_bias": False, "normalization": "LayerNorm"}),
+    "phi3": ({"hidden_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+              "intermediate_size": 8192, "hidden_act": "silu", "embd_pdrop": 0.0, "resid_pdrop": 0.0, "rope_scaling": None,
+              "rope_theta": 10000.0, "max_position_embeddings": 4096, "sliding_window": 2047, "vocab_size": 32064},
+             {"window": 2047, "rotary_size": 96, "tied": False}),
+}
+
+
+@pytest.mark.parametrize("kind", PUBLISHED_NEIGHBOURS)
+def test_published_configurations_of_neighbours_are_read(kind):
+    config, expected = PUBLISHED_NEIGHBOURS[kind]
+    model = read_config({**config, "model_type": kind})[1]
+    assert {name: getattr(model, name) for name in expected} == expected
 
 
 def test_names_of_published_files(sources, tmp_path):

@@ -1,0 +1,154 @@
+"""Fields of Hugging Face's config.json that are not one field of ModelConfig each: heads, rope, the window, the tied head.
+
+Each has a rule, which reads some of them as values of ours, and writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..config.checks import check
+from ..config.model_config import ROPE, ModelConfig
+
+FILE = "config.json"
+POSITIONS = "original_max_position_embeddings"
+# What Llama 3's scaling has -> ModelConfig's names.
+LLAMA3 = {"factor": "rope_scaling_factor", "low_freq_factor": "rope_scaling_low_freq_factor",
+          "high_freq_factor": "rope_scaling_high_freq_factor", POSITIONS: "rope_scaling_original_max_position_embeddings"}
+LARGEST = 1e30  # of a number that is not a size
+
+
+@dataclass(frozen=True)
+class Rule:
+    """read: config.json's values -> ModelConfig's. write: a model -> config.json's values."""
+
+    read: Callable[[dict[str, Any]], dict[str, Any]]
+    write: Callable[[ModelConfig], dict[str, Any]]
+
+
+def number(config: dict[str, Any], name: str, default: float | None, whole: bool = False) -> Any:
+    """A number or null of config.json, above 0. whole: a whole number. ValueError for anything else."""
+    value = config.get(name, default)
+    kinds = (int,) if whole else (int, float)
+    right = value is None or isinstance(value, kinds) and not isinstance(value, bool) and 0 < value < LARGEST
+    what = "a whole number" if whole else "a number"
+    check(right, f"{FILE}: {name} is {value!r:.60}, not {what} above 0")
+    return default if value is None else value
+
+
+def tied(default: bool) -> Rule:
+    """Whether the head is the word embedding. default: what it means to leave the field out."""
+    name = "tie_word_embeddings"
+
+    def read(config: dict[str, Any]) -> dict[str, Any]:
+        value = config.get(name, default)
+        check(isinstance(value, bool), f"{FILE}: {name} is {value!r:.60}, not bool")
+        return {"untie_embeddings_and_output_weights": not value}
+
+    return Rule(read, lambda model: {name: model.tied})
+
+
+def _read_heads(config: dict[str, Any]) -> dict[str, Any]:
+    heads = config.get("num_attention_heads")
+    groups = number(config, "num_key_value_heads", heads, whole=True)
+    shared = {"group_query_attention": True, "num_query_groups": groups} if groups != heads else {}
+    return {**shared, "kv_channels": number(config, "head_dim", None, whole=True)}
+
+
+def _read_new_falcon(config: dict[str, Any]) -> dict[str, Any]:
+    new = config.get("new_decoder_architecture", False)
+    check(new is True, f"{FILE}: new_decoder_architecture is {new!r:.40}, and the block computes True: two norms in a layer")
+    heads = config.get("num_attention_heads")
+    groups = number(config, "num_kv_heads", heads, whole=True)
+    return {"group_query_attention": True, "num_query_groups": groups} if groups != heads else {}
+
+
+NEW_FALCON = Rule(_read_new_falcon, lambda model: {"new_decoder_architecture": True, "num_kv_heads": model.query_groups})
+HEADS = Rule(_read_heads, lambda model: {"num_key_value_heads": model.query_groups, "head_dim": model.kv_channels})
+
+
+def rotary(share: float | None = None, kinds: tuple[str, ...] = ("default",),
+           names: tuple[str, str] = ("rope_theta", "partial_rotary_factor")) -> Rule:
+    """Rope. share: of a head that is rotated where config.json does not say it; None: whole heads only. kinds: of scaling.
+
+    names: of the base and of the share, outside rope_parameters.
+    """
+    def read(config: dict[str, Any]) -> dict[str, Any]:
+        given = {ours: config[theirs] for ours, theirs in zip(("rope_theta", "partial_rotary_factor"), names) if theirs in config}
+        return _read_rope({**config, **given}, share, kinds)
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        scaling = {"rope_type": "llama3", **{name: getattr(model, ours) for name, ours in LLAMA3.items()}}
+        partial = {} if share is None else {names[1]: model.rotary_percent}
+        return {names[0]: model.rotary_base, "rope_scaling": scaling if model.use_rope_scaling else None, **partial}
+
+    return Rule(read, write)
+
+
+def _read_rope(config: dict[str, Any], share: float | None, kinds: tuple[str, ...]) -> dict[str, Any]:
+    """rope_parameters of transformers 5, or rope_theta and rope_scaling before it."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    check(isinstance(rope, dict), f"{FILE}: rope_parameters is {rope!r:.60}, not an object")
+    percent = number({**config, **rope}, "partial_rotary_factor", share or 1.0)
+    check(share or percent == 1.0, f"{FILE}: partial_rotary_factor is {percent}, and the block of this architecture rotates whole "
+          "heads")
+    values = {"position_embedding_type": ROPE, "rotary_base": float(number({**config, **rope}, "rope_theta", 10000.0)),
+              "rotary_percent": float(percent)}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    check(kind in kinds, f"{FILE}: rope_scaling has type {kind!r:.40}, and the block computes {' or '.join(kinds)}")
+    if kind == "default":
+        return values
+    positions = config.get(POSITIONS, rope.get(POSITIONS, config.get("max_position_embeddings")))  # as transformers has it
+    rope = {**rope, POSITIONS: positions}
+    for name, ours in LLAMA3.items():
+        check(rope.get(name) is not None, f"{FILE}: rope_scaling of type llama3 has no {name}")
+        values[ours] = number(rope, name, None, whole=True) if name == POSITIONS else float(number(rope, name, None))
+    return {**values, "use_rope_scaling": True}
+
+
+ROTARY = rotary(kinds=("llama3", "default"))
+
+
+def window(default: int | None) -> Rule:
+    """sliding_window w: a token sees itself and w - 1 before it; null: all. default: what it means to leave the field out."""
+    def read(config: dict[str, Any]) -> dict[str, Any]:
+        given = config.get("sliding_window", default)
+        size = None if given is None else number(config, "sliding_window", default, whole=True)
+        _check_layers(config, "full_attention" if size is None else "sliding_attention")
+        return {"window_size": None if size is None else f"{size - 1},0"}
+
+    return Rule(read, lambda model: {"sliding_window": model.window})
+
+
+def _check_layers(config: dict[str, Any], kind: str) -> None:
+    """All layers attend alike."""
+    kinds = sorted({*map(str, config.get("layer_types") or [kind])})
+    check(kinds == [kind], f"{FILE}: layer_types has {' and '.join(kinds)}, and the block computes {kind} in all layers")
+
+
+def _read_full(config: dict[str, Any]) -> dict[str, Any]:
+    _check_layers(config, "full_attention")
+    return {}
+
+
+FULL_ATTENTION = Rule(_read_full, lambda model: {})
+NO_DROPOUT = Rule(lambda config: {"hidden_dropout": 0.0}, lambda model: {})  # these architectures have none between layers
+
+SCALED_WORDS = Rule(lambda config: {"embedding_multiplier": number(config, "hidden_size", None, whole=True)**0.5}, lambda model: {})
+MULTIPLIERS = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}
+
+
+def _read_multipliers(config: dict[str, Any]) -> dict[str, Any]:
+    return {name: float(number(config, name, 1.0)) for name in (*MULTIPLIERS, "attention_multiplier")}
+
+
+MULTIPLIED = Rule(_read_multipliers, lambda model: {
+    "attention_multiplier": model.attention_multiplier or model.kv_channels**-0.5,
+    **{name: getattr(model, name) for name in MULTIPLIERS}})
+
+
+def no_padding(default: int) -> Rule:
+    """No token that stands for padding where the vocabulary does not have the one that a missing pad_token_id means."""
+    return Rule(lambda config: {}, lambda model: {"pad_token_id": None} if (model.vocab_size or 0) <= default else {})
