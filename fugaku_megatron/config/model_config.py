@@ -243,6 +243,13 @@ class ModelConfig:
         return self.kv_channels % HEAD_MULTIPLE == 0
 
     @property
+    def kernels_alone(self) -> bool:
+        """Whether the C++ kernels compute all of a forward, nothing of which is left to torch."""
+        norms = self.normalization == "RMSNorm" or self.normalization == "LayerNorm" and not self.qk_layernorm
+        plain = self.embedding_multiplier == self.residual_multiplier == self.logits_scaling == 1.0
+        return self.kernels_take_heads and norms and plain and self.activation in ("gelu", "swiglu")
+
+    @property
     def qkv_bias(self) -> bool:
         """Whether queries, keys and values have biases."""
         return self.add_qkv_bias or not self.disable_bias_linear

@@ -67,10 +67,10 @@ class LoadedModel:
 
 
 def operations(model: ModelConfig) -> Ops:
-    """What a model without a backward runs on: recorded kernels, or torch's attention for heads that the kernels do not take."""
-    if model.kernels_take_heads:
+    """What a model without a backward runs on: recorded kernels, where they compute all of it; torch for what they do not take."""
+    if model.kernels_alone:
         return Ops.build(kernels=RecordingKernels(), few_rows=FEW_ROWS)
-    return Ops.build({"attention": "torch"}, few_rows=FEW_ROWS)
+    return Ops.build({} if model.kernels_take_heads else {"attention": "torch"}, few_rows=FEW_ROWS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from fugaku_megatron.data.tokenizer import gpt2_files
 from fugaku_megatron.inference import generate, generation
 from fugaku_megatron.inference.generation import Decoder, Sampling, steps
 from fugaku_megatron.inference.loading import LoadedModel, load_model, operations
+from fugaku_megatron.nn.passes import Pass
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import grid_groups, make_trainer, small_run, whole_tensors
 from tests.llama_models import FAMILIES, copy_to, theirs
@@ -255,6 +256,23 @@ def test_greedy_tokens_of_families_that_people_train(family):
     assert ids == likeliest(family, ids) and len({tuple(own) for own in ids}) == len(SHORT)
     tp, pp = (1, 2) if family == "mistral" else (2, 1)
     assert ThreadWorld(2).run(lambda world: family_tokens(world, family, tp, pp, 50)) == [[own[:50] for own in ids]] * 2
+
+
+@pytest.mark.parametrize("changes", [
+    {"squared_relu": True}, {"qk_layernorm": True}, {"normalization": "PlainLayerNorm"},
+    {"parallel_residual": True, "position_embedding_type": "rope", "rotary_percent": 0.5},
+    {"normalization": "CenteredRMSNorm", "geglu": True, "position_embedding_type": "rope", "embedding_multiplier": 3.0,
+     "residual_multiplier": 0.6, "attention_multiplier": 0.5, "logits_scaling": 2.0, "disable_bias_linear": True}], ids=str)
+def test_tokens_with_kept_keys_are_those_of_whole_sequences(changes):
+    """Of models that torch computes in part: each token is the likeliest after one forward of all before it."""
+    model = random_model(SoloComm(), "gpt", 1, 1, **changes)
+    *_, ids = steps(model, SHORT, 6, GREEDY, lambda sample, ids: False)
+    chunk, at = model.stage.last, Pass(first_sample=0, training=False)
+    for prompt, own in zip(SHORT, ids, strict=True):
+        tokens = torch.tensor(prompt + own)[:, None]  # (s, 1)
+        with torch.no_grad():
+            logits = chunk.logits(chunk.decode(chunk.embedding(tokens, at), at))
+        assert logits[len(prompt) - 1: -1, 0].argmax(-1).tolist() == own
 
 
 def test_finished_samples_are_computed_no_further(pair, monkeypatch):
