@@ -159,8 +159,8 @@ class TransformerLayer(nn.Module):
     def _attended(self, x: Tensor, forward_pass: Pass) -> tuple[Tensor, Tensor]:
         """(x with what attention adds to it, the MLP's input), two of (s, b, h)."""
         attention, model = self.self_attention, self.context.model
-        added = (multiplied(attention(self.input_layernorm(x), forward_pass), model.residual_multiplier), attention.linear_proj.bias, x,
-                 *self._dropout("residual_1", x, forward_pass))
+        added = (multiplied(attention(self.input_layernorm(x), forward_pass), model.residual_multiplier),
+                 attention.linear_proj.bias, x, *self._dropout("residual_1", x, forward_pass))
         if model.parallel_residual:
             return self.context.ops.bias_dropout_add(*added), self.pre_mlp_layernorm(x)
         return self.pre_mlp_layernorm.add_and_normalize(*added)
