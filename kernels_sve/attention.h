@@ -6,7 +6,8 @@
 //
 // Query heads of a group share its key and value (Ainslie et al., GQA, 2023), which are packed once for all of them and never
 // repeated. With a window, query i sees the keys i - window < j <= i (Beltagy et al., Longformer, 2020): tiles that lie outside
-// are left out, those at its two edges masked.
+// are left out, those at its two edges masked. With documents, query i sees no key before its document's first position: tiles
+// between documents are left out in the same way.
 //
 // Products are FP32, or BF16 with FP32 sums where tensors are BF16 and the target has a dot product of pairs. Dropout
 // of the probabilities is that of the kernel `dropout` on (b, heads, s, s), recomputed in both passes. Results have the

@@ -66,13 +66,14 @@ static void backward_task(const BackwardRun<P, T>& run, int64_t local, int64_t p
   const AttentionShape& shape = run.shape;
   const int64_t d = shape.d_padded, index = run.first + local, group = index / shape.share;
   const BackwardHead<P> head = run.head(local);
-  BackwardBlock<P> m = backward_memory<P>(d);
+  BackwardBlock<P> m = backward_memory<P>(d, Documents(run.args, index / shape.heads));
   m.c = LOG2_E * run.scale(), m.keep_scale = keep_scale(run.args), m.window = shape.window, m.s = shape.s;
   const HeadDropout dropout(run.args, index);
   float* dquery = head.dquery + partial * shape.matrix();
   int64_t written = 0;  // rows of dquery
   for (m.k0 = partial * BLOCK; m.k0 < shape.s; m.k0 += shape.dquery_partials() * BLOCK) {
-    const int64_t end = min(shape.s_padded, round_up(m.k0 + BLOCK - 1 + shape.window, BLOCK));  // of its queries
+    const int64_t key = m.k0 + BLOCK - 1, seen = min(key + shape.window, m.documents.end(key, shape.s_padded));
+    const int64_t end = min(shape.s_padded, round_up(seen, BLOCK));  // of its queries
     begin_keys(run, head, m, group);
     for (m.q0 = m.k0; m.q0 < min(shape.s, end); m.q0 += BLOCK) {
       if (DROPOUT) block_dropout(dropout, m);
@@ -103,7 +104,9 @@ template <class P, class T>
 static void reduce_dquery(const BackwardRun<P, T>& run, int64_t local, int64_t row) {
   const AttentionShape& shape = run.shape;
   const int64_t partials = shape.dquery_partials(), floats = LANES * shape.d_padded;
-  const int64_t last = row / BLOCK, first = max(0, last * BLOCK + 1 - shape.window) / BLOCK;
+  const Documents documents(run.args, (run.first + local) / shape.heads);
+  const int64_t last = row / BLOCK, query = last * BLOCK;
+  const int64_t first = max(documents.start(query), query + 1 - shape.window) / BLOCK;
   float *sum = static_cast<float*>(scratch(0, floats * sizeof(float))), *dquery = run.head(local).dquery;
   const auto part = [&](int64_t i) { return dquery + (first + i) % partials * shape.matrix() + row * shape.d_padded; };
   add_parts(sum, part, min(partials, last - first + 1), floats, false);

@@ -30,16 +30,17 @@ struct BackwardBlock {
   int32_t* keep;         // dropout mask
   int64_t k0, q0, window, s;
   float c, keep_scale;
+  Documents documents;
 };
 
 template <class P>
-static BackwardBlock<P> backward_memory(int64_t d_padded) {
+static BackwardBlock<P> backward_memory(int64_t d_padded, const Documents& documents) {
   constexpr int64_t SQUARE = BLOCK * BLOCK;
   const int64_t matrix = BLOCK * d_padded;
   float* at = static_cast<float*>(scratch(0, (4 * matrix + 6 * SQUARE) * sizeof(float)));
   const auto next = [&](int64_t floats) { return (at += floats) - floats; };
   const auto words = [&](int64_t floats) { return reinterpret_cast<typename P::Word*>(next(floats)); };
-  BackwardBlock<P> m{};
+  BackwardBlock<P> m{.documents = documents};
   m.key = words(matrix), m.value = words(matrix), m.dkey = next(matrix), m.dvalue = next(matrix);
   m.prob = next(SQUARE), m.dscore = next(SQUARE);
   m.prob_words = words(SQUARE), m.dscore_words = words(SQUARE), m.dscore_crossed = words(SQUARE);
@@ -94,6 +95,12 @@ FM_INLINE void prob_tile(const BackwardHead<P>& head, const BackwardBlock<P>& m,
       for_two_rows<V::end>([&](int i, int v) {
         const vi key = (vi)lane_index() + static_cast<int32_t>(k0 + v * VL);
         x[i][v] = hidden(static_cast<int32_t>(q0 + row + i) - key, m.window) ? vf{} : x[i][v];
+      });
+    }
+    if (k0 < m.documents.start(q0 + row + 1)) {
+      for_two_rows<V::end>([&](int i, int v) {
+        const vi key = (vi)lane_index() + static_cast<int32_t>(k0 + v * VL);
+        x[i][v] = key < static_cast<int32_t>(m.documents.start(q0 + row + i)) ? vf{} : x[i][v];
       });
     }
     if constexpr (DROPOUT || P::STEP == 2) {
@@ -154,11 +161,11 @@ FM_INLINE int64_t first_query(const BackwardBlock<P>& m, int64_t g) {
   return max(0, m.k0 + g * LANES - m.q0);
 }
 
-// Where those queries end: by whole groups of lanes at the window's edge, by whole vectors at the end of s.
+// Where those queries end: by whole groups of lanes at the edge of the window or document, by whole vectors at the end of s.
 template <class P>
 FM_INLINE int64_t end_query(const BackwardBlock<P>& m, int64_t g) {
-  const int64_t seeing = round_up(max(0, m.k0 + (g + 1) * LANES - 1 + m.window - m.q0), LANES);
-  return min(min(BLOCK, seeing), round_up(max(0, m.s - m.q0), VL));
+  const int64_t key = m.k0 + (g + 1) * LANES - 1, seeing = m.documents.end(key, key + m.window);
+  return min(min(BLOCK, round_up(max(0, min(seeing, key + m.window) - m.q0), LANES)), round_up(max(0, m.s - m.q0), VL));
 }
 
 // f(vectors, begin, end) for the runs of queries that see the same vectors of key group g.
@@ -196,8 +203,9 @@ static void block_gradients(const BackwardHead<P>& head, const BackwardBlock<P>&
     accumulate<P>(m.dkey + g * rows * LANES, fresh, rows, head.query_columns + a, panel, m.dscore_words + b, queries);
   }
   for (int64_t g = 0; g < LANE_GROUPS; ++g) {
-    const int64_t q0 = m.q0 + g * LANES, begin = max(0, q0 + 1 - m.window - m.k0) / LANES * LANES;
+    const int64_t q0 = m.q0 + g * LANES;
     if (q0 >= m.s) continue;
+    const int64_t begin = max(0, max(q0 + 1 - m.window, m.documents.start(q0)) - m.k0) / LANES * LANES;
     with_vectors((m.s - q0 + VL - 1) / VL, [&](auto vectors) {
       const int64_t end = min(BLOCK, q0 + vectors.end * VL - m.k0);
       if (end <= begin && !fresh_queries) return;

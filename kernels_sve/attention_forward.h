@@ -65,6 +65,25 @@ struct AttentionShape {
   }
 };
 
+// The documents of one sample: starts (s), or null for one document.
+struct Documents {
+  const int32_t* starts;
+  int64_t s;
+  Documents(const AttentionArgs& a, int64_t sample) : starts(a.starts ? a.starts + sample * a.s : nullptr), s(a.s) {}
+  // The first key of query q; queries beyond s are of the last document.
+  int64_t start(int64_t q) const { return starts ? starts[min(q, s - 1)] : 0; }
+  // Where the queries end that see key k, or s_max where no document ends them.
+  int64_t end(int64_t k, int64_t s_max) const {
+    if (!starts || starts[s - 1] <= k) return s_max;
+    int64_t low = min(k, s - 1), high = s - 1;  // starts[low] <= k < starts[high]
+    while (high - low > 1) {
+      const int64_t middle = (low + high) / 2;
+      (starts[middle] <= k ? low : high) = middle;
+    }
+    return high;
+  }
+};
+
 // Lanes whose query does not see its key: `distance` is query - key, negative for a later key.
 FM_INLINE vi hidden(vi distance, int64_t window) { return (vi)((vu)distance >= static_cast<uint32_t>(window)); }
 
@@ -94,8 +113,8 @@ struct QueryBlock {
   typename P::Word *query, *prob;  // (d words, LANES), (KEY_BLOCK / STEP, LANES)
   float *score, *out;              // (KEY_BLOCK, LANES), (d_padded, LANES)
   vf maximum[ATTENTION_NV], sum[ATTENTION_NV];
-  vi position[ATTENTION_NV];
-  int64_t first, window;
+  vi position[ATTENTION_NV], start[ATTENTION_NV];  // start: of the query's document
+  int64_t first, window, last_start;
 };
 
 // Scores of keys [k0, k0 + MR) into score rows, -inf where the query does not see the key; raises the maximum.
@@ -107,6 +126,11 @@ FM_INLINE void score_tile(const PackedKeysValues<P>& head, QueryBlock<P>& q, int
     for_tile([&](int i, int v) {
       const vi distance = q.position[v] - static_cast<int32_t>(k0 + i);
       t.v[i][v] = hidden(distance, q.window) ? broadcast(-__builtin_inff()) : t.v[i][v];
+    }, vectors);
+  }
+  if (k0 < q.last_start) {
+    for_tile([&](int i, int v) {
+      t.v[i][v] = q.start[v] > static_cast<int32_t>(k0 + i) ? broadcast(-__builtin_inff()) : t.v[i][v];
     }, vectors);
   }
   store_tile(score, t, vectors);
@@ -223,22 +247,28 @@ static void attend(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0
 // Queries [first, first + LANES) of one head, from packing them to the output and the log-sum-exp.
 template <class P, class T>
 static void forward_task(const AttentionShape& shape, const AttentionArgs& a, const PackedKeysValues<P>& head,
-                         Rows<const T> query, Rows<T> out, float* lse, int64_t first, const HeadDropout* dropout) {
+                         const Documents& documents, Rows<const T> query, Rows<T> out, float* lse, int64_t first,
+                         const HeadDropout* dropout) {
   using Word = typename P::Word;
   const float c = LOG2_E / __builtin_sqrtf(static_cast<float>(a.d));
   const int64_t matrix = shape.d_padded * LANES;
   float* memory = static_cast<float*>(scratch(0, (2 * matrix + 2 * KEY_BLOCK * LANES) * sizeof(float)));
   QueryBlock<P> q;
   q.query = reinterpret_cast<Word*>(memory), q.out = memory + matrix, q.score = memory + 2 * matrix;
-  q.first = first, q.window = shape.window;
+  q.first = first, q.window = shape.window, q.last_start = documents.start(first + LANES - 1);
   q.prob = reinterpret_cast<Word*>(P::STEP == 1 ? q.score : q.score + KEY_BLOCK * LANES);
   pack_lanewise<P>(query, first, q.query, head.words);
   for (int64_t i = 0; i < matrix; i += VL) store_aligned(q.out + i, vf{});
+  // With documents a query may see no key in the first rounds: a finite maximum keeps these from -inf - -inf.
+  const float lowest = documents.starts ? -1e30f : -__builtin_inff();
   for (int v = 0; v < ATTENTION_NV; ++v) {
-    q.maximum[v] = broadcast(-__builtin_inff()), q.sum[v] = vf{};
+    q.maximum[v] = broadcast(lowest), q.sum[v] = vf{};
     q.position[v] = (vi)lane_index() + static_cast<int32_t>(first + v * VL);
+    uint32_t starts[VL];
+    for (int lane = 0; lane < VL; ++lane) starts[lane] = static_cast<uint32_t>(documents.start(first + v * VL + lane));
+    q.start[v] = (vi)load(starts);
   }
-  const int64_t begin = max(0, first + 1 - shape.window) / ATTENTION_MR * ATTENTION_MR;
+  const int64_t begin = max(documents.start(first), first + 1 - shape.window) / ATTENTION_MR * ATTENTION_MR;
   with_vectors((a.s - first + VL - 1) / VL, [&](auto vectors) {
     const int64_t end = first + vectors.end * VL;
     for (int64_t k0 = begin; k0 < end; k0 += KEY_BLOCK) {
@@ -282,7 +312,7 @@ static void forward_groups(const T* qkv, T* out, float* lse, const AttentionArgs
       const int64_t head = first_group * shape.share + task / query_blocks;
       const HeadDropout dropout(a, head);
       const int64_t first = (query_blocks - 1 - task % query_blocks) * LANES;  // the longest first
-      forward_task<P>(shape, a, group_of(task / query_blocks / shape.share), shape.query(qkv, head),
+      forward_task<P>(shape, a, group_of(task / query_blocks / shape.share), Documents(a, head / a.heads), shape.query(qkv, head),
                       shape.context(out, head), lse + head * a.s, first, a.p > 0 ? &dropout : nullptr);
     }
   });

@@ -20,9 +20,23 @@ int64_t groups_of(const TensorView& qkv, int64_t heads, int64_t d) {
   return groups;
 }
 
+// starts (b, s), each at or before its position and never falling within a sample; null for None.
+const int32_t* check_starts(const std::optional<TensorView>& starts, int64_t b, int64_t s) {
+  if (!starts) return nullptr;
+  starts->dtype({DType::i32}).shape({b, s}).contiguous().aligned(4);
+  const int32_t* values = starts->data<int32_t>();
+  for (int64_t i = 0; i < b * s; ++i) {
+    const int32_t earliest = i % s ? values[i - 1] : 0;
+    require(values[i] >= earliest && values[i] <= i % s, "starts",
+            "positions from " + std::to_string(earliest) + " to " + std::to_string(i % s) + " at position " + std::to_string(i % s),
+            std::to_string(values[i]));
+  }
+  return values;
+}
+
 // Sizes from qkv (s, b, (heads + 2 groups) d), out (s, b, heads d) and lse (b, heads, s).
 AttentionArgs check(const TensorView& qkv, const TensorView& out, const TensorView& lse, const Dropout& dropout,
-                    std::optional<int64_t> window) {
+                    std::optional<int64_t> window, py::handle starts_object) {
   qkv.floating().rank(3).contiguous();
   lse.dtype({DType::f32}).rank(3).shape({qkv.size(1), -1, qkv.size(0)}).contiguous().aligned(4);
   out.same_dtype(qkv).rank(3).shape({qkv.size(0), qkv.size(1), -1}).contiguous();
@@ -50,13 +64,14 @@ AttentionArgs check(const TensorView& qkv, const TensorView& out, const TensorVi
           dropout.seed,
           dropout.stream,
           dropout.first_sample,
-          dropout.first_head};
+          dropout.first_head,
+          check_starts(optional_view("starts", starts_object), qkv.size(1), s)};
 }
 
 void bind_forward(py::handle qkv_object, py::handle out_object, py::handle lse_object, double p, uint64_t seed,
-                  uint64_t stream, int64_t first_sample, int64_t first_head, std::optional<int64_t> window) {
+                  uint64_t stream, int64_t first_sample, int64_t first_head, std::optional<int64_t> window, py::handle starts) {
   TensorView qkv("qkv", qkv_object), out("out", out_object), lse("lse", lse_object);
-  const AttentionArgs args = check(qkv, out, lse, {p, seed, stream, first_sample, first_head}, window);
+  const AttentionArgs args = check(qkv, out, lse, {p, seed, stream, first_sample, first_head}, window, starts);
   out.disjoint({&qkv});
   lse.disjoint({&qkv, &out});
   if (!qkv.numel()) return;
@@ -65,10 +80,10 @@ void bind_forward(py::handle qkv_object, py::handle out_object, py::handle lse_o
 
 void bind_backward(py::handle qkv_object, py::handle out_object, py::handle lse_object, py::handle dout_object,
                    py::handle dqkv_object, double p, uint64_t seed, uint64_t stream, int64_t first_sample,
-                   int64_t first_head, std::optional<int64_t> window) {
+                   int64_t first_head, std::optional<int64_t> window, py::handle starts) {
   TensorView qkv("qkv", qkv_object), out("out", out_object), lse("lse", lse_object), dout("dout", dout_object);
   TensorView dqkv("dqkv", dqkv_object);
-  const AttentionArgs args = check(qkv, out, lse, {p, seed, stream, first_sample, first_head}, window);
+  const AttentionArgs args = check(qkv, out, lse, {p, seed, stream, first_sample, first_head}, window, starts);
   dout.same_dtype(qkv).same_shape(out).contiguous();
   dqkv.same_dtype(qkv).same_shape(qkv).contiguous().disjoint({&qkv, &out, &lse, &dout});
   if (!qkv.numel()) return;
@@ -132,17 +147,20 @@ FM_BIND(attention) {
              "of them\n"
              "the same, and its position in its own. Sums are float32.");
   module.def("attention_forward", &bind_forward, "qkv"_a, "out"_a, "lse"_a, "p"_a = 0.0, "seed"_a = 0, "stream"_a = 0,
-             "first_sample"_a = 0, "first_head"_a = 0, "window"_a = py::none(),
+             "first_sample"_a = 0, "first_head"_a = 0, "window"_a = py::none(), "starts"_a = py::none(),
              "out = dropout(softmax(Q K^T / sqrt(d), causal), p) V for every head, and lse = log(sum(exp(scores))) for "
              "the backward.\n"
              "qkv: float32, bfloat16 or float16 (s, b, (heads + 2 groups) d), for each group its heads / groups queries,\n"
              "its key and its value, d a multiple of 4; there are as many groups as the width says.\n"
              "out: (s, b, heads * d). lse: float32 (b, heads, s). All contiguous. Sums are float32.\n"
              "window: query i sees the keys i - window < j <= i; None: all keys j <= i.\n"
+             "starts: int32 (b, s), where the document of each position begins: query i sees no key before starts[i]. It never\n"
+             "falls within a sample. None: each sample is one document.\n"
              "Dropout is that of dropout() on probabilities (b, heads, s, s) with sample_dim=0, row0=first_head * s.\n"
              "A NaN or infinity in a value reaches the queries that see it and those within a tile of them.");
   module.def("attention_backward", &bind_backward, "qkv"_a, "out"_a, "lse"_a, "dout"_a, "dqkv"_a, "p"_a = 0.0,
              "seed"_a = 0, "stream"_a = 0, "first_sample"_a = 0, "first_head"_a = 0, "window"_a = py::none(),
+             "starts"_a = py::none(),
              "Writes dqkv, the gradient with respect to qkv, from dout and what attention_forward was given and gave. "
              "Shapes as\n"
              "there; dqkv as qkv, dout as out. The arguments from p on must be those of the forward.");

@@ -21,7 +21,9 @@ struct Head {
     const int64_t place = part == 0 ? head % share() : share() + part - 1;
     return (((row * a.b + sample) * a.groups + group()) * (share() + 2) + place) * a.d + column;
   }
-  int64_t first_key(int64_t q) const { return std::max<int64_t>(0, q - a.window + 1); }
+  int64_t first_key(int64_t q) const {
+    return std::max<int64_t>(a.starts ? a.starts[sample * a.s + q] : 0, q - a.window + 1);
+  }
   int64_t context(int64_t row, int64_t column) const { return ((row * a.b + sample) * a.heads + head) * a.d + column; }
   int64_t row(int64_t q) const { return (sample * a.heads + head) * a.s + q; }
 

@@ -42,7 +42,15 @@ def attention(qkv, dout, heads, **options):
     return out, lse, dqkv
 
 
-def explicit(qkv, dout, heads, p=0.0, seed=0, stream=0, first_sample=0, first_head=0, window=None):
+def document_starts(s, b, seed):
+    """int32 (b, s): where the document of each position begins; documents of 1 to s tokens, short ones more often."""
+    generator = torch.Generator().manual_seed(seed)
+    begins = torch.rand(b, s, generator=generator) < torch.rand(b, 1, generator=generator) ** 3
+    begins[:, 0] = True
+    return torch.where(begins, torch.arange(s), 0).cummax(1)[0].int()
+
+
+def explicit(qkv, dout, heads, p=0.0, seed=0, stream=0, first_sample=0, first_head=0, window=None, starts=None):
     """The same from the formula in double, with the mask of kernels.dropout on (b, heads, s, s) and keys and values repeated."""
     s, b, width = qkv.shape
     d = dout.shape[2] // heads
@@ -52,7 +60,10 @@ def explicit(qkv, dout, heads, p=0.0, seed=0, stream=0, first_sample=0, first_he
     q, k, v = (part.expand(b, groups, heads // groups, s, d).flatten(1, 2) for part in (q, k, v))
     scores = q @ k.transpose(-1, -2) / math.sqrt(d)
     seen = torch.ones(s, s, dtype=torch.bool).tril()
-    scores = scores.masked_fill(~(seen if window is None else seen.triu(1 - window)), -math.inf)
+    seen = seen if window is None else seen.triu(1 - window)
+    if starts is not None:
+        seen = (seen & (torch.arange(s) >= starts[:, :, None]))[:, None]
+    scores = scores.masked_fill(~seen, -math.inf)
     mask = torch.ones(b, heads, s, s)
     if p:
         kernels.dropout(mask, mask, p, seed, stream, first_sample, sample_dim=0, row0=first_head * s)
@@ -62,10 +73,11 @@ def explicit(qkv, dout, heads, p=0.0, seed=0, stream=0, first_sample=0, first_he
 
 
 @functools.cache
-def exact(shape, dtype, dropout, groups=None, window=None):
-    """explicit() of make(), the same for every target."""
+def exact(shape, dtype, dropout, groups=None, window=None, documents=None):
+    """explicit() of make(), the same for every target. documents: the seed of document_starts."""
     qkv, dout = make(*shape, dtype, groups=groups)
-    return explicit(qkv, dout, shape[2], window=window, **(DROPOUT if dropout else {}))
+    starts = None if documents is None else document_starts(*shape[:2], documents)
+    return explicit(qkv, dout, shape[2], window=window, starts=starts, **(DROPOUT if dropout else {}))
 
 
 def assert_close(got, want, tolerance):
@@ -86,12 +98,53 @@ def test_attention_agrees_with_formula(target, dtype, dropout):
         assert_close(attention(qkv, dout, shape[2], window=window, **dropout), want, TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dropout", [{}, DROPOUT], ids=["plain", "dropout"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_documents_agree_with_formula(target, dtype, dropout):
+    for seed, (shape, groups, window) in enumerate(GROUPED if dtype == torch.float32 else GROUPED[1::3]):
+        qkv, dout = make(*shape, dtype, groups=groups)
+        got = attention(qkv, dout, shape[2], window=window, starts=document_starts(*shape[:2], seed), **dropout)
+        assert_close(got, exact(shape, dtype, bool(dropout), groups, window, seed), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_document_has_nothing_of_another(target, dtype):
+    """Its results have the same bits whatever finite values, or NaN in whole tiles, stand in the other documents."""
+    s, begin, end = 700, 192, 481
+    starts = torch.zeros(1, s, dtype=torch.int32)
+    starts[:, begin:], starts[:, end:] = begin, end
+    qkv, dout = make(s, 1, 4, 16, dtype, groups=2)
+    other = qkv.clone()
+    other[:begin], other[end:] = 9 * other[:begin].flip(0), -7 * other[end:].flip(0)
+    want, got = (attention(x, dout, 4, starts=starts) for x in (qkv, other))
+    rows = slice(begin, end)
+    assert torch.equal(got[0][rows], want[0][rows])
+    assert torch.equal(got[1][:, :, rows], want[1][:, :, rows])
+    assert torch.equal(got[2][rows], want[2][rows])
+    one = torch.zeros(1, s, dtype=torch.int32)
+    for a, b in zip(attention(qkv, dout, 4, starts=one), attention(qkv, dout, 4), strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_reference_agrees_with_formula(reference, dtype):
     for (s, b, heads, d), groups, window in [((1, 1, 1, 4), 1, 1), ((17, 2, 3, 8), 3, None), ((33, 1, 4, 20), 2, 9)]:
-        qkv, dout = make(s, b, heads, d, dtype, groups=groups)
-        got = reference(lambda args=(qkv, dout, heads), window=window: attention(*args, window=window, **DROPOUT))
-        assert_close(got, explicit(qkv, dout, heads, window=window, **DROPOUT), TOLERANCE[dtype])
+        for starts in (None, document_starts(s, b, 3)):
+            qkv, dout = make(s, b, heads, d, dtype, groups=groups)
+            options = {"window": window, "starts": starts, **DROPOUT}
+            got = reference(lambda args=(qkv, dout, heads), options=options: attention(*args, **options))
+            assert_close(got, explicit(qkv, dout, heads, **options), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("starts", "message"), [
+    ([0, 0, 2, 1], "starts: expected positions from 2 to 3 at position 3, got 1"),
+    ([0, 2, 2, 2], "starts: expected positions from 0 to 1 at position 1, got 2"),
+    ([0, 0, 0], "starts"),
+])
+def test_starts_that_no_documents_have_are_refused(starts, message):
+    qkv, dout = make(4, 1, 2, 4)
+    with pytest.raises(ValueError, match=message):
+        attention(qkv, dout, 2, starts=torch.tensor([starts], dtype=torch.int32))
 
 
 @pytest.mark.parametrize(("heads", "groups", "window"), [(2, 2, None), (6, 2, 9)])
