@@ -51,13 +51,15 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
-        self._wrong_values: list[str] = []
+        self._wrong_values: list[str] | None = None  # a list while parse_args collects them; a family's own parser does not
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """A value that the flag does not take is kept for the message, and parsing goes on with None."""
         try:
             return super()._get_values(action, arg_strings)
         except argparse.ArgumentError as error:
+            if self._wrong_values is None or not action.option_strings:
+                raise
             self._wrong_values.append(_short(str(error)))
             return None
 
@@ -71,10 +73,14 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
         end = words.index("--") if "--" in words and self.get_default("passed") is not None else len(words)
-        values, unknown = self.parse_known_args(words[:end], namespace)
+        wrong: list[str] = []
+        self._wrong_values = wrong
+        try:
+            values, unknown = self.parse_known_args(words[:end], namespace)
+        finally:
+            self._wrong_values = None
         mistakes = [self._too_many(words[:end], unknown) or self._unknown(unknown)] if unknown else []
-        mistakes += self._wrong_values
-        self._wrong_values = []
+        mistakes += wrong
         if self.mistakes_among:
             mistakes += self.mistakes_among(vars(values), bool(mistakes))
         if mistakes:

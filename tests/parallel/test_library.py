@@ -97,7 +97,7 @@ def test_every_flag_is_a_keyword():
     actions = [a for a in build_parser()._actions if not a.dest.startswith(_OTHER)]
     names = {name[2:].replace("-", "_") for a in actions for name in a.option_strings if name.startswith("--")}
     missing = {name for name in names - _keywords().keys() if not name.startswith("no_")}
-    assert missing == {"help", "recipe", "dry_run", "world_size", "activations_checkpoint_method"}
+    assert missing == {"help", "recipe", "dry_run", "world_size", "activations_checkpoint_method", "yaml_cfg"}
 
 
 def results(config: fm.Config, data, valid=None, count: int = 6) -> list[float]:

@@ -151,7 +151,7 @@ def test_mistakes_are_named(tmp_path):
     ("hidden_dropout", "{}", "hidden_dropout is {}, not float"), ("hidden_dropout", "1e400", "--hidden-dropout is inf"),
     ("rampup_batch_size", "8", "rampup_batch_size is 8, not tuple"), ("rampup_batch_size", '["8", 8, 80]', "rampup_batch_size is"),
     ("world_size", "0", "world_size is 0, not a whole number from 1"), ("nodes", "[1]", r"nodes is \[1\], not a whole number"),
-    ("zero_stage", "2", "--zero-stage is 2"), ("tensor_model_parallel_size", "3", "2 ranks .* are not divisible"),
+    ("zero_stage", "4", "--zero-stage is 4"), ("tensor_model_parallel_size", "3", "2 ranks .* are not divisible"),
 ])
 def test_a_run_line_with_what_no_run_has_is_refused_with_its_file(tmp_path, name, value, message):
     at = OUR_LOG.index("run: {")
