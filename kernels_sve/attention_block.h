@@ -40,7 +40,8 @@ static BackwardBlock<P> backward_memory(int64_t d_padded, const Documents& docum
   float* at = static_cast<float*>(scratch(0, (4 * matrix + 6 * SQUARE) * sizeof(float)));
   const auto next = [&](int64_t floats) { return (at += floats) - floats; };
   const auto words = [&](int64_t floats) { return reinterpret_cast<typename P::Word*>(next(floats)); };
-  BackwardBlock<P> m{.documents = documents};
+  BackwardBlock<P> m{};
+  m.documents = documents;
   m.key = words(matrix), m.value = words(matrix), m.dkey = next(matrix), m.dvalue = next(matrix);
   m.prob = next(SQUARE), m.dscore = next(SQUARE);
   m.prob_words = words(SQUARE), m.dscore_words = words(SQUARE), m.dscore_crossed = words(SQUARE);

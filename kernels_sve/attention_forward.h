@@ -67,8 +67,9 @@ struct AttentionShape {
 
 // The documents of one sample: starts (s), or null for one document.
 struct Documents {
-  const int32_t* starts;
-  int64_t s;
+  const int32_t* starts = nullptr;
+  int64_t s = 0;
+  Documents() = default;
   Documents(const AttentionArgs& a, int64_t sample) : starts(a.starts ? a.starts + sample * a.s : nullptr), s(a.s) {}
   // The first key of query q; queries beyond s are of the last document.
   int64_t start(int64_t q) const { return starts ? starts[min(q, s - 1)] : 0; }
