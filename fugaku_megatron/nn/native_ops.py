@@ -63,7 +63,7 @@ class NativeOps(NativeBlockOps):
 
         dy (rows, out) and x (rows, in) stay as they are until that is done.
         """
-        x = x.detach()  # what waits must not keep the graph behind x, and the tensors that it refers to
+        x = x.detach()  # what waits must not keep the graph that led to x, and the tensors that it refers to
         gradients = gradient_of(weight), gradient_of(bias)
         self.weight_gradients.add(partial(self.kernels.linear_weight_gradient, dy, x, *gradients, chunk))
 

@@ -1,4 +1,4 @@
-"""Software as data (software.json): the work of an implementation besides matmuls, and the parameters that apply to it.
+"""Software as data (software.json): the work of an implementation other than matmuls, and the parameters that apply to it.
 
 A style counts, per layer and micro-batch, how often element-wise operators move and how often they allocate each kind of tensor:
 hidden (s, b, h), qkv (s, b, 3h/t), context (s, b, h/t), scores (b, n/t, s, s), mlp (s, b, f/t), logits (s, b, v/t).
