@@ -138,7 +138,7 @@ def bad_gradient(trial: Trial) -> bool:
     if code == 0 and not mark.exists():
         raise TooLate
     first = rank // 2 * 2  # of the two tensor-parallel ranks that share layers
-    trial.named = rf"other bits: a broken machine.* on (rank {rank} |ranks {first} to {first + 1},)"
+    trial.named = rf"other bits: the cause is a machine, not the batch.* on (rank {rank} |ranks {first} to {first + 1},)"
     return code == 0 and jobs.ended(trial.save)
 
 
