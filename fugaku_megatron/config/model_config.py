@@ -39,8 +39,7 @@ class MLPPart:
 
 NORMS = {"LayerNorm": NormPart(layer="fugaku_megatron.nn.layers:LayerNorm", vectors=2, statistics=2),
          "RMSNorm": NormPart(layer="fugaku_megatron.nn.layers:RMSNorm", vectors=1, statistics=1),
-         "PlainLayerNorm": NormPart(layer="fugaku_megatron.nn.layers:PlainLayerNorm", vectors=0, statistics=2),
-         "CenteredRMSNorm": NormPart(layer="fugaku_megatron.nn.layers:CenteredRMSNorm", vectors=1, statistics=1)}
+         "PlainLayerNorm": NormPart(layer="fugaku_megatron.nn.layers:PlainLayerNorm", vectors=0, statistics=2)}
 MLPS = {**{name: MLPPart(layer="fugaku_megatron.nn.blocks:MLP", activation=name, fc1_widths=1)
            for name in ("gelu", "gelu_exact", "squared_relu")},
         "swiglu": MLPPart(layer="fugaku_megatron.nn.blocks:GatedMLP", activation="swiglu", fc1_widths=2),
@@ -80,7 +79,8 @@ class ModelConfig:
                                   choices=PADDING)
     init_method_std: float = opt(0.02, "standard deviation of the initial weights")
     normalization: str = opt("LayerNorm", "norm before attention, before the MLP and after the last layer; PlainLayerNorm has "
-                             "no weights, CenteredRMSNorm multiplies by 1 + its weight")
+                             "no weights")
+    apply_layernorm_1p: bool = opt(False, "norms multiply by 1 + their weight, which starts at 0")
     disable_bias_linear: bool = opt(False, "no biases in the linear layers of the blocks")
     layernorm_epsilon: float = opt(1e-5, "epsilon of the norms", aliases=("--norm-epsilon",))
     hidden_dropout: float = opt(0.1, "dropout on embeddings and on what each sub-layer adds to the residual stream")
@@ -174,9 +174,9 @@ class ModelConfig:
               f"{self.query_groups}: change one of them")
 
     def _check_block(self) -> None:
-        weighted = self.normalization not in ("PlainLayerNorm", "CenteredRMSNorm")
-        check(weighted or not self.qk_layernorm, "--qk-layernorm is for LayerNorm and RMSNorm, and --normalization is "
-              f"{self.normalization}: leave one out")
+        weights = "--qk-layernorm" if self.qk_layernorm else "--apply-layernorm-1p" if self.apply_layernorm_1p else ""
+        check(not weights or self.normalization != "PlainLayerNorm", f"{weights} is for LayerNorm and RMSNorm, and "
+              f"--normalization is {self.normalization}: leave one out")
         check(self.residual_multiplier == 1.0 or self.disable_bias_linear, "--residual-multiplier "
               f"{self.residual_multiplier} would leave out the biases: pass --disable-bias-linear as well")
         turned = self.position_embedding_type == ROPE and self.rotary_percent == 1.0
@@ -302,9 +302,9 @@ ROPE_SCALING = ("rope_scaling_factor", "rope_scaling_low_freq_factor", "rope_sca
 YARN_SCALING = ("rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow",
                 "yarn_correction_range_round_to_int", "mscale", "mscale_all_dim")
 # What a block can be other than GPT-2's, whose values are the defaults; programs before these flags saved none of them.
-BLOCK = ("swiglu", "geglu", "parallel_residual", "embedding_multiplier", "residual_multiplier", "attention_multiplier",
-         "logits_scaling", "squared_relu", "bias_gelu_fusion", "openai_gelu", "group_query_attention", "num_query_groups",
-         "kv_channels", "add_qkv_bias", "qk_layernorm",
+BLOCK = ("apply_layernorm_1p", "swiglu", "geglu", "parallel_residual", "embedding_multiplier", "residual_multiplier",
+         "attention_multiplier", "logits_scaling", "squared_relu", "bias_gelu_fusion", "openai_gelu", "group_query_attention",
+         "num_query_groups", "kv_channels", "add_qkv_bias", "qk_layernorm",
          "position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor",
          "use_rope_scaling", *ROPE_SCALING, *YARN_SCALING, "untie_embeddings_and_output_weights", "window_size")
 # What a checkpoint's weights are worth nothing without: a run that loads them must agree with the run that saved them.

@@ -94,7 +94,8 @@ class Architecture:
 
 
 _LAYER, OUTPUT = "decoder.layers.{}.", "output_layer"
-_PLAIN = {**MULTIPLIERS, "attention_multiplier": None, "parallel_residual": False, "geglu": False}
+_PLAIN = {**MULTIPLIERS, "attention_multiplier": None, "parallel_residual": False, "geglu": False,
+          "apply_layernorm_1p": False}
 GPT2 = Architecture(
     name="GPT2LMHeadModel", model_type="gpt2", prefix="transformer.",
     fields=(Field("n_layer", "num_layers"), Field("n_embd", "hidden_size"), Field("n_head", "num_attention_heads"),
@@ -206,7 +207,8 @@ GEMMA = _decoder(
     only={"hidden_act": ("gelu_pytorch_tanh", "gelu"), "hidden_activation": (None, "gelu_pytorch_tanh"),
           "attention_bias": (False,), "use_bidirectional_attention": (None, False)},
     block={name: value for name, value in _DECODER_BLOCK.items() if name != "embedding_multiplier"}
-    | {"normalization": "CenteredRMSNorm", "swiglu": False, "geglu": True, "window_size": None, "use_rope_scaling": False},
+    | {"normalization": "RMSNorm", "apply_layernorm_1p": True, "swiglu": False, "geglu": True, "window_size": None,
+       "use_rope_scaling": False},
     also=lambda model: model.embedding_multiplier == model.hidden_size**0.5)
 FALCON = Architecture(
     name="FalconForCausalLM", model_type="falcon", prefix="transformer.",

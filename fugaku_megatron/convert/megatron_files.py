@@ -28,8 +28,7 @@ from ..config.model_config import LEARNED, MASKED, NO_POSITIONS, ROPE, ROPE_SCAL
 VERSION = 3.0  # of checkpoints that are written; since 2.0 each head, or group, has its queries, key and value together
 # (their argument, its value where the block can do it, and what leaving it out means)
 _ONLY: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("num_experts", (None,)), ("multi_latent_attention", (False, None)), ("apply_layernorm_1p", (False, None)),
-    ("quick_geglu", (False, None)),
+    ("num_experts", (None,)), ("multi_latent_attention", (False, None)), ("quick_geglu", (False, None)),
     ("hybrid_override_pattern", (None,)), ("window_attn_skip_freq", (None,)), ("softmax_type", ("vanilla", None)))
 # Ours -> names that versions of Megatron-LM gave to the same argument, the newest first.
 _ALSO = {"layernorm_epsilon": ("norm_epsilon", "layernorm_epsilon")}

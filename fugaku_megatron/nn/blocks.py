@@ -64,7 +64,7 @@ class SelfAttention(nn.Module):
             if angles is None:
                 return qkv
         elif self.q_layernorm is not None and self.k_layernorm is not None:
-            q_weight, k_weight = self.q_layernorm.weight, self.k_layernorm.weight
+            q_weight, k_weight = self.q_layernorm.scale(), self.k_layernorm.scale()
         return self.context.ops.rotary(qkv, angles, self.heads, self.groups, model.kv_channels,
                                        model.rotary_interleaved, 0, q_weight, k_weight, model.layernorm_epsilon)
 
@@ -73,7 +73,7 @@ class SelfAttention(nn.Module):
         ops, epsilon, size = self.context.ops, self.context.model.layernorm_epsilon, self.context.model.kv_channels
         heads = qkv.view(*qkv.shape[:2], self.groups, -1, size)  # (s, b, g, n/g + 2, d)
         parts = heads.split((heads.shape[3] - 2, 1, 1), 3)
-        normed = [ops.layer_norm(part.contiguous(), norm.weight, norm.bias, epsilon)
+        normed = [ops.layer_norm(part.contiguous(), norm.scale(), norm.bias, epsilon)
                   for part, norm in zip(parts, (self.q_layernorm, self.k_layernorm)) if norm and norm.bias is not None]
         return torch.cat((*normed, parts[2]), 3).view(qkv.shape)
 

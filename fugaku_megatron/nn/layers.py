@@ -187,9 +187,11 @@ class PositionEmbedding(nn.Module):
 class Norm(nn.Module):
     """A norm over the last dimension, replicated over tensor-parallel ranks. A subclass holds the parameters and `forward`."""
 
+    weight: nn.Parameter
+
     def __init__(self, name: str, context: Context) -> None:
         super().__init__()
-        self.ops, self.epsilon = context.ops, context.model.layernorm_epsilon
+        self.ops, self.epsilon, self.centered = context.ops, context.model.layernorm_epsilon, context.model.apply_layernorm_1p
 
     def forward(self, x: Tensor) -> Tensor:
         """x (s, b, h) -> (s, b, h)."""
@@ -204,6 +206,15 @@ class Norm(nn.Module):
         total = self.ops.bias_dropout_add(x, bias, residual, p, key)
         return total, self(total)
 
+    def scale(self) -> Tensor:
+        """What the norm multiplies by, (h)."""
+        return scale(self.weight, self.centered)
+
+
+def scale(weight: Tensor, centered: bool) -> Tensor:
+    """What a norm with this weight (h) multiplies by, (h)."""
+    return derived(weight, weight.detach() + 1.0) if centered else weight
+
 
 class LayerNorm(Norm):
     """Layer norm with weight and bias."""
@@ -211,17 +222,17 @@ class LayerNorm(Norm):
     def __init__(self, name: str, context: Context) -> None:
         super().__init__(name, context)
         width = (context.model.hidden_size,)
-        self.weight = context.parameter(f"{name}.weight", width, fill=1.0)
+        self.weight = context.parameter(f"{name}.weight", width, fill=1.0 - self.centered)
         self.bias = context.parameter(f"{name}.bias", width)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (s, b, h) -> (s, b, h)."""
-        return self.ops.layer_norm(x, self.weight, self.bias, self.epsilon)
+        return self.ops.layer_norm(x, self.scale(), self.bias, self.epsilon)
 
     def add_and_normalize(self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float,
                           key: DropoutKey) -> tuple[Tensor, Tensor]:
         """As `Norm.add_and_normalize`, in one pass over memory; two of (s, b, h)."""
-        return self.ops.bias_dropout_add_layer_norm(x, bias, residual, p, key, self.weight, self.bias, self.epsilon)
+        return self.ops.bias_dropout_add_layer_norm(x, bias, residual, p, key, self.scale(), self.bias, self.epsilon)
 
 
 class RMSNorm(Norm):
@@ -229,7 +240,7 @@ class RMSNorm(Norm):
 
     def __init__(self, name: str, context: Context) -> None:
         super().__init__(name, context)
-        self.weight = context.parameter(f"{name}.weight", (context.model.hidden_size,), fill=1.0)
+        self.weight = context.parameter(f"{name}.weight", (context.model.hidden_size,), fill=1.0 - self.centered)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (s, b, h) -> (s, b, h)."""
@@ -239,22 +250,6 @@ class RMSNorm(Norm):
                           key: DropoutKey) -> tuple[Tensor, Tensor]:
         """As `Norm.add_and_normalize`, in one operation; two of (s, b, h)."""
         return self.ops.bias_dropout_add_rms_norm(x, bias, residual, p, key, self.scale(), self.epsilon)
-
-    def scale(self) -> Tensor:
-        """What the norm multiplies by, (h)."""
-        return self.weight
-
-
-class CenteredRMSNorm(RMSNorm):
-    """RMS norm that multiplies by 1 + its weight."""
-
-    def __init__(self, name: str, context: Context) -> None:
-        Norm.__init__(self, name, context)
-        self.weight = context.parameter(f"{name}.weight", (context.model.hidden_size,), fill=0.0)
-
-    def scale(self) -> Tensor:
-        """1 + the weight, (h)."""
-        return derived(self.weight, self.weight.detach() + 1.0)
 
 
 class PlainLayerNorm(Norm):
@@ -274,5 +269,10 @@ class HeadNorm(nn.Module):
     def __init__(self, name: str, context: Context) -> None:
         super().__init__()
         size, layer_norm = (context.model.kv_channels,), context.model.normalization == "LayerNorm"
-        self.weight = context.parameter(f"{name}.weight", size, fill=1.0, sequence_parallel=True)
+        self.centered = context.model.apply_layernorm_1p
+        self.weight = context.parameter(f"{name}.weight", size, fill=1.0 - self.centered, sequence_parallel=True)
         self.bias = context.parameter(f"{name}.bias", size, sequence_parallel=True) if layer_norm else None
+
+    def scale(self) -> Tensor:
+        """What the norm multiplies by, (d)."""
+        return scale(self.weight, self.centered)

@@ -26,7 +26,7 @@ from tests.threads import ThreadWorld
 from tests.unit.test_schedule_memory import MICROBATCHES, MODEL, STAGES, allocated_peak
 
 MODELS = {"gpt": {}, **FAMILIES, "plain norms in parallel": {"normalization": "PlainLayerNorm", "parallel_residual": True},
-          "geglu": {"normalization": "CenteredRMSNorm", "geglu": True}}
+          "geglu": {"normalization": "RMSNorm", "apply_layernorm_1p": True, "geglu": True}}
 SEQUENCE = {**TP2, "sequence_parallel": True}
 FULL, SELECTIVE = {"recompute_granularity": "full"}, {"recompute_granularity": "selective"}
 

@@ -282,6 +282,24 @@ def test_what_is_written_for_megatron_has_its_layout(models, tmp_path, kind, imp
     assert same(there(tmp_path / "megatron", tmp_path), theirs)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_norms_that_store_their_weight_minus_one(models, tmp_path, kind):
+    theirs = {name: tensor - 1 if "ln_" in name and "weight" in name or "norm" in name else tensor
+              for name, tensor in weights_of(models[kind]).items()}
+    source = write_legacy(tmp_path / "megatron", kind, theirs, apply_layernorm_1p=True)
+    assert convert("--from-megatron", source, "--save", tmp_path / "ours", "--vocab-size", VOCABULARY) == 0
+    tokens = torch.randint(0, VOCABULARY, (24, 2), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = models[kind](tokens.t()).logits.transpose(0, 1)
+    torch.testing.assert_close(our_logits(tmp_path / "ours", tokens), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+    assert convert("--load", tmp_path / "ours", "--to-megatron", tmp_path / "back", "--tensor-model-parallel-size", TP,
+                   "--pipeline-model-parallel-size", PP, "--make-vocab-size-divisible-by", 64) == 0
+    with torch.serialization.safe_globals([Namespace]):
+        contents = torch.load(tmp_path / "back" / "release" / "mp_rank_01_001" / "model_optim_rng.pt", weights_only=True)
+    last = {"gpt2": "transformer.ln_f.weight", "llama": "model.norm.weight"}[kind]
+    assert contents["args"].apply_layernorm_1p and torch.equal(contents["model"]["decoder.final_layernorm.weight"], theirs[last])
+
+
 class Attack:
     def __reduce__(self):
         return os.system, ("touch attacked",)

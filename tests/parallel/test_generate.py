@@ -261,8 +261,9 @@ def test_greedy_tokens_of_families_that_people_train(family):
 @pytest.mark.parametrize("changes", [
     {"squared_relu": True}, {"qk_layernorm": True}, {"normalization": "PlainLayerNorm"},
     {"parallel_residual": True, "position_embedding_type": "rope", "rotary_percent": 0.5},
-    {"normalization": "CenteredRMSNorm", "geglu": True, "position_embedding_type": "rope", "embedding_multiplier": 3.0,
-     "residual_multiplier": 0.6, "attention_multiplier": 0.5, "logits_scaling": 2.0, "disable_bias_linear": True}], ids=str)
+    {"normalization": "RMSNorm", "apply_layernorm_1p": True, "geglu": True, "position_embedding_type": "rope",
+     "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "attention_multiplier": 0.5, "logits_scaling": 2.0,
+     "disable_bias_linear": True}], ids=str)
 def test_tokens_with_kept_keys_are_those_of_whole_sequences(changes):
     """Of models that torch computes in part: each token is the likeliest after one forward of all before it."""
     model = random_model(SoloComm(), "gpt", 1, 1, **changes)

@@ -321,7 +321,7 @@ wandb_project: ''
 LIKE = ("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --disable-bias-linear --layernorm-epsilon 1e-6 --bf16 "
         "--tensor-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 8 --rampup-batch-size 2 2 100 --lr 2.5e-4 "
         "--position-embedding-type rope --seq-length 32 --max-position-embeddings 64 --no-use-flush-denormal --train-samples 400 "
-        "--train-data-path 0.3 a 0.7 b")
+        "--apply-layernorm-1p --train-data-path 0.3 a 0.7 b")
 
 
 @pytest.mark.parametrize(("activation", "switch"), [
@@ -333,7 +333,7 @@ def test_flags_from_a_yaml_file(tmp_path, activation, switch):
     found = parse(["--yaml-cfg", str(path), "--dry-run", "--num-layers", "7", "--use-mpi"])
     assert found.dry_run and found.run == parse([*LIKE.split(), switch]).run
     assert found.notes[0] == f"--yaml-cfg {path}: the command line's --num-layers, --use-mpi are ignored, as in Megatron-LM"
-    assert [note.split(":")[0] for note in found.notes[1:3]] == ["--apply-layernorm-1p", "--no-position-embedding"]
+    assert found.notes[1].startswith("--no-position-embedding:") and found.run.model.apply_layernorm_1p
     assert parse(["--yaml-cfg", str(path)]).notes == found.notes[1:]
 
 

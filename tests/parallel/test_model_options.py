@@ -36,13 +36,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "linear scaling": {**ROPE, "rotary_seq_len_interpolation_factor": 3.0},
     "yarn": YARN,
     "yarn with mscale": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3, "yarn_correction_range_round_to_int": False},
-    "layer norms of queries and keys": {**ROPE, "qk_layernorm": True, "group_query_attention": True, "num_query_groups": 2},
+    "centred layer norms of queries and keys": {**ROPE, "apply_layernorm_1p": True, "qk_layernorm": True,
+                                                "group_query_attention": True, "num_query_groups": 2},
     "layer norms without positions": {"qk_layernorm": True, "position_embedding_type": "none"},
     "parallel residual": {"parallel_residual": True, **ROPE},
     "multipliers": {**ROPE, "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "attention_multiplier": 0.5,
                     "logits_scaling": 2.0, "disable_bias_linear": True},
     "norms without weights": {"normalization": "PlainLayerNorm"},
-    "gated gelu and centred norms": {"geglu": True, "normalization": "CenteredRMSNorm"},
+    "gated gelu and centred norms": {"geglu": True, "normalization": "RMSNorm", "apply_layernorm_1p": True},
     "padded vocabulary": {"padded_vocab_size": 112},
 }
 UNTIED = {"untie_embeddings_and_output_weights": True}  # the gradients of a tied weight lie in two parts on two stages
@@ -97,8 +98,9 @@ def plain_attention(x: Tensor, weights: dict[str, Tensor], name: str, model: Mod
     q = qkv[..., : n // g, :].flatten(2, 3).transpose(1, 2)  # (b, n, s, d)
     k, v = (qkv[..., n // g + i, :].repeat_interleave(n // g, 2).transpose(1, 2) for i in (0, 1))
     if model.qk_layernorm:
-        q, k = (F.layer_norm(part, (d,), weights[f"{name}.{norm}.weight"], weights[f"{name}.{norm}.bias"], model.layernorm_epsilon)
-                for part, norm in ((q, "q_layernorm"), (k, "k_layernorm")))
+        scales = [weights[f"{name}.{norm}.weight"] + model.apply_layernorm_1p for norm in ("q_layernorm", "k_layernorm")]
+        biases = [weights[f"{name}.{norm}.bias"] for norm in ("q_layernorm", "k_layernorm")]
+        q, k = (F.layer_norm(*each, model.layernorm_epsilon) for each in zip((q, k), ((d,), (d,)), scales, biases))
     if model.position_embedding_type in ("rope", "yarn"):
         angles = plain_angles(model, torch.arange(s, dtype=torch.float32))
         q, k = turned(q, angles), turned(k, angles)
@@ -116,10 +118,12 @@ def plain_loss(weights: dict[str, Tensor], tokens: Tensor, labels: Tensor, model
         x = x + weights["embedding.position_embeddings.weight"][: tokens.shape[1]]
 
     def norm(x: Tensor, name: str) -> Tensor:
-        width = (model.hidden_size,)
-        if model.normalization == "CenteredRMSNorm":
-            return F.rms_norm(x, width, 1 + weights[f"{name}.weight"], model.layernorm_epsilon)
-        return F.layer_norm(x, width, weights.get(f"{name}.weight"), weights.get(f"{name}.bias"), model.layernorm_epsilon)
+        width, weight = (model.hidden_size,), weights.get(f"{name}.weight")
+        if weight is not None and model.apply_layernorm_1p:
+            weight = weight + 1
+        if model.normalization == "RMSNorm":
+            return F.rms_norm(x, width, weight, model.layernorm_epsilon)
+        return F.layer_norm(x, width, weight, weights.get(f"{name}.bias"), model.layernorm_epsilon)
 
     for layer in range(model.num_layers):
         name = f"decoder.layers.{layer}"

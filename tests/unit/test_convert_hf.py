@@ -388,7 +388,7 @@ def test_a_scaling_that_megatron_has_no_arguments_for_is_refused(tmp_path, capsy
 
 
 @pytest.mark.parametrize(("model", "flag"), [
-    ("olmo", "--normalization is PlainLayerNorm"), ("gpt_neox", "--parallel-residual is True"), ("gemma", "--normalization is C"),
+    ("olmo", "--normalization is PlainLayerNorm"), ("gpt_neox", "--parallel-residual is True"), ("gemma", "--geglu is True"),
     ("granite", "--embedding-multiplier is 3.0"), ("falcon", "--parallel-residual is True")])
 def test_a_block_that_megatron_does_not_have_is_refused(sources, tmp_path, capsys, model, flag):
     capsys.readouterr()
