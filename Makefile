@@ -189,7 +189,7 @@ arm-ext: arm-env $(STAMPS)/kernels
 	@$(BIN)/python -m tools.arm_env extension
 
 test-arm: arm-ext
-	$(BIN)/python -m pytest -q tests/arm
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile tests/arm
 
 arm-codegen: setup
 	@$(BIN)/python -m tools.arm_codegen
