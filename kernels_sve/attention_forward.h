@@ -265,6 +265,7 @@ static void forward_task(const AttentionShape& shape, const AttentionArgs& a, co
   for (int v = 0; v < ATTENTION_NV; ++v) {
     q.maximum[v] = broadcast(lowest), q.sum[v] = vf{};
     q.position[v] = (vi)lane_index() + static_cast<int32_t>(first + v * VL);
+    if (!documents.starts) continue;  // then no tile reads them
     uint32_t starts[VL];
     for (int lane = 0; lane < VL; ++lane) starts[lane] = static_cast<uint32_t>(documents.start(first + v * VL + lane));
     q.start[v] = (vi)load(starts);

@@ -28,7 +28,7 @@ void put_head(const RotaryArgs& a, int64_t token, int64_t head, const std::vecto
 void turn(const RotaryArgs& a, int64_t token, double sign, std::vector<double>& v) {
   for (int64_t i = 0; i < a.half; ++i) {
     const int64_t one = a.interleaved ? 2 * i : i, two = a.interleaved ? 2 * i + 1 : i + a.half;
-    const int64_t at = token / a.b * a.half + i;
+    const int64_t at = a.angles_of(token) * a.half + i;
     const double cos = a.cos[at], sin = sign * a.sin[at], x1 = v[one], x2 = v[two];
     v[one] = x1 * cos - x2 * sin;
     v[two] = x2 * cos + x1 * sin;

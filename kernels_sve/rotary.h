@@ -19,8 +19,8 @@ struct Turn {
 };
 
 // sign -1 turns back. memory: 4 half floats.
-FM_INLINE Turn turn_of(const RotaryArgs& a, int64_t position, float sign, float* memory) {
-  const float *cos = a.cos + position * a.half, *sin = a.sin + position * a.half;
+FM_INLINE Turn turn_of(const RotaryArgs& a, int64_t row, float sign, float* memory) {
+  const float *cos = a.cos + row * a.half, *sin = a.sin + row * a.half;
   float *new_cos = memory, *new_sin = memory + 2 * a.half;
   for (int64_t i = 0; i < a.half; ++i) {
     if (a.interleaved) {
@@ -78,8 +78,9 @@ template <class F>
 FM_INLINE void for_tokens(const RotaryArgs& a, int64_t begin, int64_t end, float sign, const F& body) {
   float* memory = static_cast<float*>(scratch(1, (4 * a.half + 2 * a.heads) * sizeof(float)));
   Turn turn = {};
-  for (int64_t token = begin; token < end; ++token) {
-    if (token == begin || token % a.b == 0) turn = turn_of(a, token / a.b, sign, memory);
+  for (int64_t token = begin, last = -1; token < end; ++token) {
+    const int64_t row = a.angles_of(token);
+    if (row != last) turn = turn_of(a, last = row, sign, memory);
     body(token, turn, memory + 4 * a.half);
   }
 }

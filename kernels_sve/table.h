@@ -134,7 +134,7 @@ struct SwiGLUGradArgs {
 
 // rotary.h: x and y (s, b, heads, d), in whose heads `queries` queries, a key and a value follow one another; cos and sin (s, half)
 // of the positions. q_weight and k_weight (d) in x's dtype, or null: no norm. inverse: turn by the negative angles. In backward y
-// takes the gradient of x.
+// takes the gradient of x. positions (s, b): the row of cos and sin of each token. Null: all tokens of a position have its row.
 struct RotaryArgs {
   const void *x, *q_weight, *k_weight;
   const float *cos, *sin;
@@ -143,6 +143,8 @@ struct RotaryArgs {
   float eps;
   bool interleaved, inverse;
   DType dtype;
+  const int32_t* positions = nullptr;
+  int64_t angles_of(int64_t token) const { return positions ? positions[token] : token / b; }
 };
 
 // The gradient of the result, and those of the weights (d), which are added to.

@@ -85,6 +85,30 @@ def test_rotary_norm_and_its_gradient(every_target, shape, interleaved, dtype, g
         assert_near(got, leaf.grad + begun, torch.float32, float32=4e-6)
 
 
+@for_each(interleaved=[False, True], shape=SHAPES[1:], dtype=DTYPES)
+def test_positions_choose_the_angles_of_each_token(every_target, shape, interleaved, dtype, guarded):
+    """As if each sample were alone, with the rows of the table that its positions name."""
+    table = [random(shape.s + 4, shape.half, seed=5 + i) for i in (0, 1)]
+    rows = torch.randint(shape.s + 4, (shape.s, shape.b), dtype=torch.int32, generator=torch.Generator().manual_seed(7))
+    x, dy = shape.x(dtype), shape.x(dtype, seed=3)
+    weights = [random(shape.d, dtype=dtype, seed=i) for i in (1, 2)]
+    y, normed, dx, sums = (*(guarded(x.shape, dtype) for _ in range(3)), [torch.zeros(shape.d) for _ in range(2)])
+    kernels.rotary(x, *table, y, shape.queries, interleaved, positions=rows)
+    kernels.rotary_norm(x, *weights, *table, normed, shape.queries, EPSILON, interleaved, positions=rows)
+    kernels.rotary_norm_backward(dy, x, *weights, *table, dx, *sums, shape.queries, EPSILON, interleaved, positions=rows)
+    wanted = [torch.zeros(shape.d) for _ in range(2)]
+    for b in range(shape.b):
+        own, turns = slice(b, b + 1), [angle[rows[:, b].long()] for angle in table]
+        alone = [torch.empty_like(x[:, own]) for _ in range(3)]
+        part, gradient = x[:, own].contiguous(), dy[:, own].contiguous()
+        kernels.rotary(part, *turns, alone[0], shape.queries, interleaved)
+        kernels.rotary_norm(part, *weights, *turns, alone[1], shape.queries, EPSILON, interleaved)
+        kernels.rotary_norm_backward(gradient, part, *weights, *turns, alone[2], *wanted, shape.queries, EPSILON, interleaved)
+        assert all(torch.equal(all_of[:, own], one) for all_of, one in zip((y, normed, dx), alone, strict=True))
+    for got, want in zip(sums, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
 @for_each(interleaved=[False, True])
 def test_rotary_is_undone_by_its_gradient(every_target, interleaved):
     """A turn keeps lengths, so <dy, R x> = <R^-1 dy, x> holds for the kernel's own results."""
@@ -151,6 +175,9 @@ def test_wrong_arguments_leave_everything_untouched():
         (lambda: kernels.rotary(x, torch.ones(3, 5), torch.ones(3, 5), y, 1), "cos: expected at most half of 8 columns, got 5"),
         (lambda: kernels.rotary(x, c, c[:2], y, 1), r"sin: expected shape \(3, 4\), got \(2, 4\)"),
         (lambda: kernels.rotary(x, c.double(), c, y, 1), "cos: expected dtype float32, got float64"),
+        (lambda: kernels.rotary(x, c, c, y, 1, positions=torch.full((3, 2), 3, dtype=torch.int32)),
+         "positions: expected numbers below 3, got 3"),
+        (lambda: kernels.rotary(x, c, c, y, 1, positions=torch.zeros(3, 2)), "positions: expected dtype int32, got float32"),
         (lambda: kernels.rotary_norm(x, w[:4], w, c, c, y, 1, EPSILON), r"q_weight: expected shape \(8,\), got \(4,\)"),
         (lambda: kernels.rotary_norm(x, w, w, c, c, y, 1, -1.0), "eps: expected 0 or more"),
         (lambda: kernels.rotary_norm_backward(x, x, w, w, c, c, y, w.clone(), w, 1, 0.1),
