@@ -4,7 +4,7 @@
 namespace fm {
 namespace {
 
-// Labels of other ranks are fine; without other ranks (whole) each must be a column.
+// Labels of other ranks are fine; without other ranks (whole) each must be a column, or -1 for a row that is not counted.
 CrossEntropyArgs logits_args(const TensorView& logits, const std::optional<TensorView>& labels, int64_t first_row,
                              bool whole) {
   logits.floating().rank(2).contiguous();
@@ -16,8 +16,8 @@ CrossEntropyArgs logits_args(const TensorView& logits, const std::optional<Tenso
     words = labels->data<int64_t>();
   }
   for (int64_t i = 0; whole && i < logits.size(0); ++i)
-    require(words[i] >= 0 && words[i] < cols, "labels", "words of the vocabulary, 0 to " + std::to_string(cols - 1),
-            std::to_string(words[i]) + " at " + std::to_string(i));
+    require(words[i] >= -1 && words[i] < cols, "labels",
+            "words of the vocabulary, 0 to " + std::to_string(cols - 1) + ", or -1", std::to_string(words[i]) + " at " + std::to_string(i));
   return {logits.data(), logits.dtype(), logits.size(0), cols, words, first_row, nullptr, nullptr, nullptr};
 }
 
@@ -75,17 +75,19 @@ const char SUM_DOC[] =
     R"(sum_exp = sum of exp(logit - row_max) and target_logit = logits[label] - row_max of each row of this rank's vocabulary.
 
 row_max: over all ranks. labels: int64 (rows), words of the whole vocabulary; column 0 of logits is word first_row. A label of
-another rank gives target_logit 0, so that summed over ranks loss = log(sum_exp) - target_logit.)";
+another rank makes target_logit 0, so that summed over ranks loss = log(sum_exp) - target_logit. A row with a label below 0 is
+not counted: its logits are not read, and sum_exp and target_logit are 0.)";
 
 const char FORWARD_DOC[] =
     R"(cross_entropy_max and cross_entropy_sum of a whole vocabulary in one reading of the logits.
 
-loss = log(sum_exp) - target_logit. A label that is no column is a ValueError.)";
+loss = log(sum_exp) - target_logit. A row with the label -1 is not counted: its logits are not read, and its three results are 0.
+Any other label that is not a column is a ValueError.)";
 
 const char BACKWARD_DOC[] = R"(out = (exp(logits - row_max) / sum_exp - [column is the label]) dloss.
 
-row_max, sum_exp: over all ranks; dloss: float32 (rows). out: (rows, v) in any of the three dtypes; may be logits. Rows may be
-handed over in chunks, so that dlogits of one chunk are used up before the next is made.)";
+row_max, sum_exp: over all ranks; dloss: float32 (rows). out: (rows, v) in any of the three dtypes; may be logits. Its rows with a
+label below 0 are zeros. Rows may be handed over in chunks, so that dlogits of one chunk are used up before the next is made.)";
 
 }  // namespace
 

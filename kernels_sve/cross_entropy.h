@@ -2,7 +2,8 @@
 //   sum_exp = sum over the vocabulary of exp(logit - row_max),  target_logit = logits[label] - row_max
 //   loss = log(sum_exp) - target_logit,  dlogits = (exp(logit - row_max) / sum_exp - [column is the label]) dloss
 // row_max, sum_exp and target_logit are reduced between the ranks by the caller (max, sum, sum); a label of another rank
-// gives target_logit 0. cross_entropy_forward computes all three in one reading, for a vocabulary that is whole.
+// makes target_logit 0. cross_entropy_forward computes all three in one reading, for a vocabulary that is whole.
+// A row with a label below 0 is not counted: its logits are not read, its sums are 0, and so is its gradient.
 // Reference: reference_cross_entropy.cc. Tested by tests/kernels/test_cross_entropy.py.
 #pragma once
 #include "rowwise_blocks.h"
@@ -48,11 +49,15 @@ FM_INLINE void for_vocabulary_blocks(int64_t cols, const F& body) {
     body(first, first + VOCABULARY_BLOCK < cols ? VOCABULARY_BLOCK : cols - first);
 }
 
-// body(row, logits of the row, column of its label or -1)
-template <class T, class F>
-FM_INLINE void for_logit_rows(const CrossEntropyArgs& a, const F& body) {
+// body(row, logits of the row, column of its label or -1) of the rows that are counted, skip(row) of the others.
+template <class T, class F, class G>
+FM_INLINE void for_logit_rows(const CrossEntropyArgs& a, const F& body, const G& skip) {
   parallel_for(a.rows, 1 + Tuning::GRAIN / (a.cols + 1), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
+      if (a.labels && a.labels[row] < 0) {
+        skip(row);
+        continue;
+      }
       const int64_t label = a.labels ? a.labels[row] - a.first_row : -1;
       body(row, static_cast<const T*>(a.logits) + row * a.cols, label >= 0 && label < a.cols ? label : -1);
     }
@@ -61,25 +66,27 @@ FM_INLINE void for_logit_rows(const CrossEntropyArgs& a, const F& body) {
 
 static void cross_entropy_max(const CrossEntropyArgs& a) {
   with_dtype(a.dtype, [&](auto element) {
-    for_logit_rows<decltype(element)>(a, [&](int64_t row, auto* x, int64_t) { a.row_max[row] = max_of(x, a.cols); });
+    for_logit_rows<decltype(element)>(
+        a, [&](int64_t row, auto* x, int64_t) { a.row_max[row] = max_of(x, a.cols); }, [](int64_t) {});
   });
 }
 
 static void cross_entropy_sum(const CrossEntropyArgs& a) {
   with_dtype(a.dtype, [&](auto element) {
-    for_logit_rows<decltype(element)>(a, [&](int64_t row, auto* x, int64_t label) {
+    const auto sum_row = [&](int64_t row, auto* x, int64_t label) {
       float sum = 0;
       for_vocabulary_blocks(a.cols, [&](int64_t first, int64_t n) { sum += sum_exp_of(x + first, n, a.row_max[row]); });
       a.sum_exp[row] = sum;
       a.target_logit[row] = label < 0 ? 0.0f : load_scalar(x + label) - a.row_max[row];
-    });
+    };
+    for_logit_rows<decltype(element)>(a, sum_row, [&](int64_t row) { a.sum_exp[row] = a.target_logit[row] = 0; });
   });
 }
 
 // Online softmax (Milakov and Gimelshein, 2018), by blocks of columns.
 static void cross_entropy_forward(const CrossEntropyArgs& a) {
   with_dtype(a.dtype, [&](auto element) {
-    for_logit_rows<decltype(element)>(a, [&](int64_t row, auto* x, int64_t label) {
+    const auto sum_row = [&](int64_t row, auto* x, int64_t label) {
       float top = minus_infinity(), sum = 0;
       for_vocabulary_blocks(a.cols, [&](int64_t first, int64_t n) {
         const float block_top = max_of(x + first, n);
@@ -92,13 +99,15 @@ static void cross_entropy_forward(const CrossEntropyArgs& a) {
       a.row_max[row] = top;
       a.sum_exp[row] = sum;
       a.target_logit[row] = label < 0 ? 0.0f : load_scalar(x + label) - top;
-    });
+    };
+    for_logit_rows<decltype(element)>(
+        a, sum_row, [&](int64_t row) { a.row_max[row] = a.sum_exp[row] = a.target_logit[row] = 0; });
   });
 }
 
 template <class T, class U>
 FM_INLINE void cross_entropy_backward_of(const CrossEntropyArgs& a, const float* dloss, U* out) {
-  for_logit_rows<T>(a, [&](int64_t row, const T* x, int64_t label) {
+  const auto row_gradient = [&](int64_t row, const T* x, int64_t label) {
     U* to = out + row * a.cols;
     const float top = a.row_max[row], probability = reciprocal(broadcast(a.sum_exp[row]))[0],
                 scale = probability * dloss[row];
@@ -115,6 +124,9 @@ FM_INLINE void cross_entropy_backward_of(const CrossEntropyArgs& a, const float*
     for_vectors(i, a.cols,
                 [&](int64_t j, int lanes) { store_lanes(to + j, exp(load_lanes(x + j, lanes) - top) * scale, lanes); });
     if (label >= 0) store_n(to + label, broadcast(at_label), 1);
+  };
+  for_logit_rows<T>(a, row_gradient, [&](int64_t row) {
+    for_vectors(0, a.cols, [&](int64_t j, int lanes) { store_lanes(out + row * a.cols + j, vf{}, lanes); });
   });
 }
 

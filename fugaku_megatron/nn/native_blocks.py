@@ -273,7 +273,7 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ops: Matmuls, x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
-                chunk: int, words: int | None, z_loss: float) -> Tensor:
+                chunk: int, words: int | None, z_loss: float, count: int) -> Tensor:
         """x (s, b, h), weight (v, h), labels (s, b) -> ()."""
         rows, labels = x.contiguous().view(-1, x.shape[-1]), labels.reshape(-1)
         total, ctx.factor, ctx.shape = 0.0, factor, x.shape
@@ -287,25 +287,26 @@ class HeadLoss(torch.autograd.Function):
             ops.matmul(rows[part], weight, logits)
             if words is not None:
                 logits[:, words:] = -math.inf  # its exponential, and so its gradient, is exactly 0
-            total += _chunk_loss(ops.kernels, logits, labels[part], tp, first_row, factor / len(rows), dlogits, z_loss)
+            total += _chunk_loss(ops.kernels, logits, labels[part], tp, first_row, factor / count, dlogits, z_loss)
             if dx is not None and dlogits is not None:
                 ops.kernels.linear_weight_gradient(dlogits, rows[part], gradient_of(weight))
                 ops.data_gradient(dlogits, weight, dx[part])
         if dx is not None:
             ctx.save_for_backward(dx)
-        return torch.tensor(total / len(rows), dtype=torch.float32)
+        return torch.tensor(total / count, dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         """dloss () -> gradient of x (s, b, h)."""
         assert dloss.item() == torch.tensor(ctx.factor, dtype=torch.float32).item(), (dloss.item(), ctx.factor)
-        return None, ctx.saved_tensors[0].view(ctx.shape), *(None for _ in range(8))
+        return None, ctx.saved_tensors[0].view(ctx.shape), *(None for _ in range(9))
 
 
 def _chunk_loss(kernels: Any, logits: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
                 dlogits: Tensor | None, z_loss: float = 0.0) -> float:
     """Sum of the losses of some rows of logits (rows, v), and unless None dlogits, their gradient times `factor`; may be logits.
 
+    Rows with a label below 0 add nothing, and their gradient is 0.
     With z = log sum exp, a row's gradient is (1 + 2 z_loss z) softmax - one hot: the kernel's, times that factor, and what the
     label's column then has too much of taken back.
     """
@@ -326,4 +327,5 @@ def _chunk_loss(kernels: Any, logits: Tensor, labels: Tensor, tp: Comm, first_ro
         if z_loss:
             own = torch.nonzero((labels >= first_row) & (labels < first_row + dlogits.shape[1])).flatten()
             dlogits[own, labels[own] - first_row] += (factors[own] - factor).to(dlogits.dtype)
-    return (log_sum - target_logit + z_loss * z * z).sum(dtype=torch.float64).item()
+    losses = (log_sum - target_logit + z_loss * z * z).masked_fill_(labels < 0, 0.0)
+    return losses.sum(dtype=torch.float64).item()

@@ -117,9 +117,11 @@ class NativeOps(NativeBlockOps):
         return _AddPosition.apply(self, x, weight, first)
 
     def head_loss(self, x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
-                  rows_at_once: int | None = None, words: int | None = None, z_loss: float = 0.0) -> Tensor:
+                  rows_at_once: int | None = None, words: int | None = None, z_loss: float = 0.0,
+                  count: int | None = None) -> Tensor:
         """x (s, b, h), weight (v, h), labels (s, b) -> ()."""
-        return HeadLoss.apply(self, x, weight, labels, tp, first_row, factor, rows_at_once or labels.numel(), words, z_loss)
+        rows = labels.numel()
+        return HeadLoss.apply(self, x, weight, labels, tp, first_row, factor, rows_at_once or rows, words, z_loss, count or rows)
 
 
 class _Linear(torch.autograd.Function):

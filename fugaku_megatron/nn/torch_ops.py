@@ -96,7 +96,8 @@ class TorchOps(BlockOps):
         return _AddPosition.apply(x, weight, first)
 
     def head_loss(self, x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
-                  rows_at_once: int | None = None, words: int | None = None, z_loss: float = 0.0) -> Tensor:
+                  rows_at_once: int | None = None, words: int | None = None, z_loss: float = 0.0,
+                  count: int | None = None) -> Tensor:
         """x (s, b, h), weight (v, h), labels (s, b) -> (). factor and rows_at_once change nothing here.
 
         The weight's gradient is never put off, as in the native backend, so that it comes before the embedding's in a shared one.
@@ -104,7 +105,7 @@ class TorchOps(BlockOps):
         logits = _Linear.apply(TorchOps(self.kernels), x, weight, None, None)
         if words is not None:
             logits[..., words:] = -math.inf
-        return vocab_parallel_cross_entropy(logits, labels, tp, first_row, z_loss).mean()
+        return vocab_parallel_cross_entropy(logits, labels, tp, first_row, z_loss).sum() / (count or labels.numel())
 
 
 class _Linear(torch.autograd.Function):
@@ -184,9 +185,12 @@ class _CrossEntropy(torch.autograd.Function):
         target_logit = tp.all_reduce((logits.gather(-1, rows).squeeze(-1) - row_max).masked_fill(elsewhere, 0.0))
         log_sum = torch.log(sum_exp)
         z = log_sum + row_max
-        probabilities = exponentials.div_(sum_exp.unsqueeze(-1))
-        ctx.save_for_backward(probabilities.mul_(1 + 2 * z_loss * z.unsqueeze(-1)) if z_loss else probabilities, rows, elsewhere)
-        return log_sum - target_logit + z_loss * z * z
+        probabilities, ignored = exponentials.div_(sum_exp.unsqueeze(-1)), labels < 0
+        if z_loss:
+            probabilities.mul_(1 + 2 * z_loss * z.unsqueeze(-1))
+        probabilities[ignored] = 0.0
+        ctx.save_for_backward(probabilities, rows, elsewhere)
+        return (log_sum - target_logit + z_loss * z * z).masked_fill_(ignored, 0.0)
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
@@ -199,7 +203,7 @@ class _CrossEntropy(torch.autograd.Function):
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, tp: Comm, first_row: int, z_loss: float = 0.0) -> Tensor:
     """-log softmax(logits)[label] + z_loss (log sum exp)^2 in FP32, the vocabulary being split over `tp`.
 
-    logits (s, b, v), labels (s, b) -> (s, b).
+    logits (s, b, v), labels (s, b) -> (s, b). Where a label is below 0, the loss and the gradient are 0.
 
     The gradient is computed in place of the saved probabilities, so backward runs once.
     """

@@ -77,6 +77,27 @@ def test_masked_columns_count_nothing(every_target, words, dtype):
     assert not logits[:, words:].any()
 
 
+@for_each(dtype=ROUNDING, odd=[1.0, float("nan"), float("inf"), float("-inf")])
+def test_rows_without_a_label_count_nothing(every_target, odd, dtype):
+    """A label of -1: whatever the row's logits are, its sums are 0 and its gradient is exactly 0; other rows keep their bits."""
+    logits, labels, dloss = sample(7, 2050, dtype, seed=7)
+    want = forward(logits, labels)
+    gradient = torch.empty_like(logits)
+    kernels.cross_entropy_backward(logits, *want[:2], labels, 0, dloss, gradient)
+    ignored = torch.tensor([True, False, False, True, True, False, True])
+    masked = labels.masked_fill(ignored, -1)
+    logits[ignored, 5:2040] = odd
+    for first_row in (0, 3):  # of a vocabulary in parts, -1 is not the label of another rank
+        sums, target = torch.full((2, 7), 7.0)
+        kernels.cross_entropy_sum(logits, want[0], masked + (masked >= 0) * first_row, first_row, sums, target)
+        assert not sums[ignored].any() and not target[ignored].any()
+    row_max, sum_exp, target_logit = forward(logits, masked)
+    for got, before in zip((row_max, sum_exp, target_logit), want, strict=True):
+        assert torch.equal(got, before.masked_fill(ignored, 0.0))
+    kernels.cross_entropy_backward(logits, row_max, sum_exp, masked, 0, dloss, logits)
+    assert torch.equal(logits, gradient.masked_fill(ignored.unsqueeze(-1), 0.0))
+
+
 def test_chunks_of_rows_give_the_bits_of_the_whole(every_target):
     logits, labels, dloss = sample(23, 300, seed=2)
     row_max, sum_exp, _ = forward(logits, labels)
@@ -121,7 +142,9 @@ def test_wrong_arguments_leave_everything_untouched():
     half = logits.flatten().view(torch.bfloat16)[:32].view(4, 8)  # the first half of logits' bytes
     assert_refused([
         (lambda: kernels.cross_entropy_forward(logits, torch.tensor([0, 1, 8, 2]), *rows[:3]),
-         "labels: expected words of the vocabulary, 0 to 7, got 8 at 2"),
+         "labels: expected words of the vocabulary, 0 to 7, or -1, got 8 at 2"),
+        (lambda: kernels.cross_entropy_forward(logits, torch.tensor([0, 1, -2, 2]), *rows[:3]),
+         "labels: expected words of the vocabulary, 0 to 7, or -1, got -2 at 2"),
         (lambda: kernels.cross_entropy_sum(logits, rows[0], labels[:3], 0, *rows[1:3]),
          r"labels: expected shape \(4,\), got \(3,\)"),
         (lambda: kernels.cross_entropy_forward(logits, labels.int(), *rows[:3]), "labels: expected dtype int64"),

@@ -190,6 +190,50 @@ def test_head_loss(ops, name, ranks, words, rows_at_once):
     assert (gradient[words:] == 0.5).all(), "nothing is added to the rows of padding"
 
 
+@each_dtype
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+@pytest.mark.parametrize(("ranks", "rows_at_once", "count"), [(1, None, 3), (1, 4, 1000), (2, 4, None), (4, None, 7)])
+def test_head_loss_of_some_rows(ops, name, ranks, rows_at_once, count, z_loss):
+    """Rows with a label of -1 count nothing, even where their logits are infinite; the sum is divided by `count`."""
+    dtype, tolerance = DTYPES[name]
+    x, table = random(S, B, H, dtype=dtype), random(16, H, seed=1, dtype=dtype)
+    labels = torch.randint(0, 16, (S, B), generator=torch.Generator().manual_seed(1))
+    ignored = torch.zeros(S, B, dtype=torch.bool)
+    ignored[1:], ignored[2, -1] = True, False
+    exact = [t.double().requires_grad_() for t in (x, table)]
+    logits = (exact[0] @ exact[1].t())[~ignored]
+    rows = F.cross_entropy(logits, labels[~ignored], reduction="none") + z_loss * logits.logsumexp(-1) ** 2
+    expected = rows.sum() / (count or S * B) * 0.25
+    exact_gradient = torch.autograd.grad(expected, exact)
+    x[ignored] = torch.finfo(dtype).max
+
+    def part(tp):
+        own, first_row = parameter(table.chunk(tp.size)[tp.rank].clone()), tp.rank * 16 // tp.size
+        leaf = x.clone().requires_grad_()
+        loss = ops.head_loss(copy_to_tensor_parallel(leaf, tp), own, labels.masked_fill(ignored, -1), tp, first_row, 0.25,
+                             rows_at_once, z_loss=z_loss, count=count) * 0.25
+        loss.backward()
+        return loss, leaf.grad, own.main_grad
+
+    results = ThreadWorld(ranks).run(part)
+    tolerance *= 10 if ops.choice["loss"] == "torch" else 4  # torch's logits are in the dtype of x
+    for loss, grad, _ in results:
+        close(loss, expected, tolerance)
+        close(grad, exact_gradient[0], tolerance)
+        assert not grad[ignored].any()
+    close(torch.cat([grad for *_, grad in results]) - 0.5, exact_gradient[1], tolerance)
+
+
+def test_the_count_of_a_head_loss_is_its_rows_by_default(ops):
+    def loss(count):
+        x, table = random(S, B, H).requires_grad_(), parameter(random(16, H, seed=1))
+        value = ops.head_loss(x, table, torch.arange(S * B).view(S, B) % 16, SoloComm(), 0, 0.3, count=count) * 0.3
+        value.backward()
+        return torch.cat([value.detach().view(1), x.grad.flatten(), table.main_grad.flatten()])
+
+    assert torch.equal(loss(None), loss(S * B))
+
+
 def test_head_loss_without_gradients(ops):
     x, table = random(S, B, H), parameter(random(16, H, seed=1))
     with torch.no_grad():
