@@ -95,11 +95,11 @@ class Trainer:
         with everywhere():
             self._warn(() if data is None else ("--split ", "--legacy-split "))
             run = self._with_data(config.run, data, valid)
-            tokenizer = read_tokenizer(run, self._world)
-            self._run = with_vocabulary(run, tokenizer)
+            self._tokenizer = read_tokenizer(run, self._world)
+            self._run = with_vocabulary(run, self._tokenizer)
             pretrain.check_early(self._with_length(NO_END), self._world.size)
         self._build()
-        self._trainer.tokenizer = tokenizer
+        self._trainer.tokenizer = self._tokenizer
 
     # Building ---------------------------------------------------------------------------------------------------------------------
 
@@ -163,7 +163,8 @@ class Trainer:
             self._end = pretrain.run_length(self._run, layout, train.Progress())[0]
 
     def _open(self, samples: int, valid_samples: int | None) -> pretrain.Data:
-        return pretrain.open_data(self._run, self._groups, (samples, valid_samples), self._readers, self._arrays)
+        return pretrain.open_data(self._run, self._groups, (samples, valid_samples), self._readers, self._arrays,
+                                  self._tokenizer)
 
     def _samples_needed(self, layout: Layout, progress: train.Progress) -> int:
         run = self._with_length(self._end or 0)

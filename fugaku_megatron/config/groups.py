@@ -209,6 +209,9 @@ SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "L
 TIKTOKEN = "TikTokenizer"
 
 
+MARKING = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")  # what needs the token that ends a document
+
+
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -227,6 +230,11 @@ class DataConfig:
     data_cache_path: str | None = opt(None, "folder for the index of --data-path (default: next to the data, where it is large)",
                                       type=str)
     mock_data: bool = opt(False, "random tokens instead of --data-path")
+    reset_position_ids: bool = opt(False, "positions count from the beginning of each document")
+    reset_attention_mask: bool = opt(False, "a token attends to tokens of its own document alone")
+    eod_mask_loss: bool = opt(False, "the loss leaves out what is predicted from the token that ends a document")
+    mean_document_length: int | None = opt(None, "tokens of a document, for the times and FLOPs that are estimated of a run with "
+                                           "--reset-attention-mask (default: as many as --seq-length)", type=int)
     skip_samples: tuple[str, ...] | None = opt(None, "samples that training leaves out, as FIRST:END ..., END not included; they "
                                                "count as consumed", type=str, nargs="+")
     tokenizer_type: str = opt("GPT2BPETokenizer", "tokenizer of --data-path: GPT2BPETokenizer, HuggingFaceTokenizer, "
@@ -243,10 +251,33 @@ class DataConfig:
         check(self.tokenizer_type in SENTENCEPIECE_TYPES or (self.vocab_file is None) == (self.merge_file is None),
               f"--vocab-file is {self.vocab_file} and --merge-file is {self.merge_file}: pass both or neither")
         Skips.parse(self.skip_samples)
+        check_positive(self, "mean_document_length")
+        check(self.mean_document_length is None or self.masks_attention, f"--mean-document-length {self.mean_document_length} is "
+              "for runs whose attention ends with a document: pass --reset-attention-mask, or leave it out")
         names = ("mock_data", "data_path", "train_data_path", "data_args_path", "per_split_data_args_path")
         sources = [flag(name) for name in names if getattr(self, name)]
         check(len(sources) < 2, f"{' and '.join(sources)} exclude each other: pass one")
         check(self.train_data_path or not self.valid_data_path, "--valid-data-path goes with --train-data-path: pass both")
+
+    @property
+    def marks_documents(self) -> str:
+        """The flags that need the token that ends a document; empty where there are none."""
+        return " ".join(flag(name) for name in MARKING if getattr(self, name))
+
+    @property
+    def marked(self) -> bool:
+        """Whether samples come with marks (`data.marks`)."""
+        return bool(self.marks_documents)
+
+    @property
+    def masks_attention(self) -> bool:
+        """Whether attention ends with a document."""
+        return self.reset_attention_mask
+
+    @property
+    def restarts_positions(self) -> bool:
+        """Whether positions begin anew with a document."""
+        return self.reset_position_ids
 
     @property
     def has_tokenizer(self) -> bool:

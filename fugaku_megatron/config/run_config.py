@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .checks import check, check_choices, check_numbers, check_positive, flag, hashed_once, is_unicode, opt, required
-from .groups import DataConfig, NumbersConfig, OptimizerConfig, ParallelConfig
+from .groups import MARKING, DataConfig, NumbersConfig, OptimizerConfig, ParallelConfig
 from .model_config import ModelConfig
 from .sample_rules import StepSizes
 
@@ -27,7 +27,7 @@ COURSE = {
                   "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"),
     "precision": ("bf16", "fp16", "loss_scale"),
     "training": ("seed",),
-    "data": ("data_path", "train_data_path", "valid_data_path", "split", "legacy_split", "mock_data"),
+    "data": ("data_path", "train_data_path", "valid_data_path", "split", "legacy_split", "mock_data", *MARKING),
     "system": ("fp16_accumulation_chunk",),
 }
 

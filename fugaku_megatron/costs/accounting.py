@@ -121,14 +121,20 @@ def seen_share(s: int, window: int | None) -> float:
     return seen_pairs(s, window) / s**2
 
 
+def document_length(run: RunConfig) -> int:
+    """Tokens that attention takes together: of a document where attention ends with it, or else of a sample."""
+    return min(run.data.mean_document_length or run.model.seq_length, run.model.seq_length)
+
+
 def _attention(run: RunConfig, tp: int) -> Record:
-    model, b = run.model, run.batch.micro_batch_size
+    model, b, each = run.model, run.batch.micro_batch_size, document_length(run)
     s, heads, d = model.seq_length, model.num_attention_heads // tp, model.kv_channels
-    flops = 4 * b * heads * s * s * d  # Q K^T and P V over the full square, as Megatron counts it
+    flops = 4 * b * heads * s * each * d  # Q K^T and P V over the full square, as Megatron counts it
     # Kept: qkv, the context (which is also the projection's input) and the logarithm of each row's sum.
     saved = qkv_bytes(run, tp) + context_bytes(run, tp) + softmax_bytes(run, tp)
-    return Record(name="attention", gemm=(s, s, d), gemm_count=b * heads, flops_forward=flops, flops_backward=2 * flops,
-                  seen=seen_share(s, model.window), dropout=model.attention_dropout > 0, saved_bytes=saved)
+    return Record(name="attention", gemm=(each, each, d), gemm_count=-(-b * heads * s // each), flops_forward=flops,
+                  flops_backward=2 * flops, seen=seen_share(each, model.window), dropout=model.attention_dropout > 0,
+                  saved_bytes=saved)
 
 
 def _rotary(run: RunConfig, tp: int) -> tuple[Record, ...]:
@@ -309,22 +315,24 @@ def _recompute_fraction(run: RunConfig) -> float:
     return sum(len(group) for part in parts for group in part_recompute_groups(run, part)) / run.model.num_layers
 
 
-def _layer_flops(run: RunConfig) -> tuple[float, float]:
+def layer_flops(run: RunConfig) -> tuple[float, float]:
     """FLOPs of one sample's forward in one layer: (of linear layers, of attention over the full square)."""
     flops = {r.name: r.flops_forward / run.batch.micro_batch_size for r in layer_records(run, 1)}
     attention = flops.pop("attention")
     return sum(flops.values()), attention
 
 
-def hardware_flops(run: RunConfig, global_batch_size: int) -> float:
+def hardware_flops(run: RunConfig, global_batch_size: int, squares: int | None = None) -> float:
     """FLOPs of one iteration, whole world, as the benchmark tables count them: recompute included, logits in its factor.
 
     c B s l h^2 (1 + s/(6h) + v/(16 l h)) for GPT-2's block, c = 96 with full recompute, 72 without; selective recompute adds the
     attention's forward matmuls. Source: Narayanan et al. (2021), equation 3. Of other blocks the matmuls of a layer's forward
-    stand for 24 s h^2 (1 + s/(6h)).
+    stand for 24 s h^2 (1 + s/(6h)). squares: the batch's sum of (document length)^2; None: as `document_length` says.
     """
     model, tp = run.model, run.parallel.tensor_model_parallel_size
-    linear, attention = _layer_flops(run)
+    linear, attention = layer_flops(run)
+    if squares is not None:
+        attention *= squares / (global_batch_size * model.seq_length * document_length(run))
     c = 72 + 24 * _recompute_fraction(run)
     logits = c / 16 * model.seq_length * model.hidden_size * padded_vocab_size(model, tp)
     again = attention if run.training.recompute_granularity == "selective" else 0.0
@@ -334,8 +342,8 @@ def hardware_flops(run: RunConfig, global_batch_size: int) -> float:
 def parameter_flops(run: RunConfig, global_batch_size: int, *, replicas: bool = False) -> float:
     """6 (8 with recompute) FLOPs per parameter of the layers and token, as the A100 tables counted at first; no embeddings.
 
-    replicas: count as the program behind those tables did, which took what a rank of the last stage holds times TP x PP, so that
-    what tensor-parallel ranks hold in common (layer norms, some biases) counts TP times: 0.025 % more at h 13824 and TP 8.
+    replicas: count as the program behind those tables did, what a rank of the last stage holds times TP x PP, so that what
+    tensor-parallel ranks hold in common (layer norms, some biases) counts TP times: 0.025 % more at h 13824 and TP 8.
     """
     layers, parallel = run.model.num_layers, run.parallel
     tp, pp = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) if replicas else (1, 0)
@@ -346,7 +354,7 @@ def parameter_flops(run: RunConfig, global_batch_size: int, *, replicas: bool = 
 
 def model_flops(run: RunConfig, global_batch_size: int) -> float:
     """FLOPs an iteration cannot avoid: no recompute, attention of the pairs that see each other, logits 6 s h v per sample."""
-    model, (linear, attention) = run.model, _layer_flops(run)
-    layer = 3 * (linear + attention * seen_share(model.seq_length, model.window))
+    model, (linear, attention) = run.model, layer_flops(run)
+    layer = 3 * (linear + attention * seen_share(document_length(run), model.window))
     logits = 6 * model.seq_length * model.hidden_size * padded_vocab_size(model, run.parallel.tensor_model_parallel_size)
     return float(global_batch_size * (model.num_layers * layer + logits))

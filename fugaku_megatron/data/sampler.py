@@ -22,6 +22,7 @@ import torch
 from ..comm.agreement import Nodes
 from ..comm.base import Comm
 from .dataset import Dataset
+from .marks import Work
 
 T = TypeVar("T")
 
@@ -40,8 +41,8 @@ def consecutive(consumed: int, count: int) -> Sequence[int]:
 
 
 def fetch(dataset: Dataset, samples: Sequence[int]) -> np.ndarray:
-    """The b samples with these numbers, int64 (s + 1, b). The label of a token is the one in the next row."""
-    return np.stack([dataset[i] for i in samples], axis=1)
+    """The b samples with these numbers, int64 (s + 1, b), or with marks (2, s + 1, b). The label of a token is in the next row."""
+    return np.stack([dataset[i] for i in samples], axis=-1)
 
 
 def global_batches(dataset: Dataset, consumed: int, global_batch_size: Callable[[int], int],
@@ -61,7 +62,7 @@ def micro_batches(
     dp_size: int,
     samples: Callable[[int, int], Sequence[int]] = consecutive,
 ) -> Iterator[np.ndarray]:
-    """Every micro-batch of this data-parallel rank from sample `consumed` on, int64 (s + 1, b) each, in order.
+    """Every micro-batch of this data-parallel rank from sample `consumed` on, as `fetch` has them, in order.
 
     `global_batch_size` is a function of the samples consumed before a step (such as `config.batches.RampUp`), and `samples` says
     which ones a step takes (such as `config.sample_rules.Skips.samples`). Ends before the first global batch that the dataset
@@ -169,8 +170,10 @@ class ReaderBatches:
     """The micro-batches of this rank, in order; the reader sends those of an iteration when `begin` is called.
 
     dataset: on the reader. Iterations begin at sample `consumed`; `size` gives the global batch size of the one that begins at a
-    sample, `samples` the numbers of its samples. Samples are sent as int32.
+    sample, `samples` the numbers of its samples. Samples are sent as int32. work: of the iteration's marked samples of this rank.
     """
+
+    work: Work
 
     def __init__(self, readers: ReaderGroup, dataset: Dataset | None, consumed: int, size: Callable[[int], int],
                  micro_batch_size: int, dp_size: int, samples: Callable[[int, int], Sequence[int]] = consecutive) -> None:
@@ -182,7 +185,7 @@ class ReaderBatches:
         self._ready: Iterator[np.ndarray] = iter(())
 
     def _iterations(self, dataset: Dataset, batches: Iterator[Sequence[int]]) -> Iterator[list[np.ndarray]]:
-        """For every iteration, the micro-batches of each rank of the group, (micro-batches, s + 1, b) int32."""
+        """For every iteration, the micro-batches of each rank of the group, int32 (micro-batches, ...) of what `fetch` has."""
         for batch in batches:
             count = len(batch) // (self.micro_batch_size * self.dp_size)
             parts: dict[int, np.ndarray] = {}
@@ -195,13 +198,15 @@ class ReaderBatches:
     def begin(self) -> None:
         """Before each iteration. Collective over the group. An error of the reader is raised by the reader."""
         part = _scatter(self.readers.comm, next(self._reader) if self._reader else None)
+        if part.ndim == 4:
+            self.work = Work.of(part)
         self._ready = (samples.astype(np.int64) for samples in part)
 
     def __iter__(self) -> ReaderBatches:
         return self
 
     def __next__(self) -> np.ndarray:
-        """The next micro-batch of the iteration, int64 (s + 1, b)."""
+        """The next micro-batch of the iteration, int64, as `fetch` has it."""
         return next(self._ready)
 
     def close(self) -> None:
@@ -211,11 +216,11 @@ class ReaderBatches:
 
 
 def _scatter(comm: Comm, parts: Sequence[np.ndarray] | None) -> np.ndarray:
-    """parts[rank] of rank 0, int32 of three dimensions, on every rank; the other ranks pass None."""
+    """parts[rank] of rank 0, int32 of three or four dimensions, on every rank; the other ranks pass None."""
     if parts is None:
-        shape = comm.recv(torch.empty(3, dtype=torch.int64), 0).tolist()
-        return comm.recv(torch.empty(shape, dtype=torch.int32), 0).numpy()
+        shape = comm.recv(torch.empty(4, dtype=torch.int64), 0).tolist()
+        return comm.recv(torch.empty(shape[shape[0] == 0 :], dtype=torch.int32), 0).numpy()
     for rank in range(1, comm.size):
-        comm.send(torch.tensor(parts[rank].shape), rank)
+        comm.send(torch.tensor((0,) * (4 - parts[rank].ndim) + parts[rank].shape), rank)
         comm.send(torch.from_numpy(parts[rank]), rank)
     return parts[0]

@@ -33,6 +33,22 @@ def _mean(records: Sequence[IterationMetrics], name: str) -> float | None:
     return None if None in values else sum(values) / len(values)
 
 
+def _counted(records: Sequence[IterationMetrics], name: str) -> int | None:
+    counts = [record.counted_tokens for record in records]
+    return None if None in counts else sum(count or 0 for count in counts)
+
+
+def _counted_share(records: Sequence[IterationMetrics], name: str) -> float | None:
+    """Of the interval's tokens, %."""
+    counted, rate = _counted(records, name), _tokens_per_second(records, name)
+    return None if counted is None or not rate else 100 * counted / (rate * _total(records, "elapsed_seconds"))
+
+
+def _counted_per_second(records: Sequence[IterationMetrics], name: str) -> float | None:
+    counted = _counted(records, name)
+    return None if counted is None else counted / _total(records, "elapsed_seconds")
+
+
 def _rounded_mean(records: Sequence[IterationMetrics], name: str) -> int | None:
     mean = _mean(records, name)
     return None if mean is None else round(mean)
@@ -92,7 +108,8 @@ class IterationMetrics:
     operations per second and rank. `minor_faults` and `system_seconds` (per iteration) and `clock_ghz` (measured after the last
     iteration) are those of the rank that prints; `resident_mib` and `shared_mib`, read then as well, are those of the largest rank.
     An interval needs `elapsed_seconds`, `global_batch_size`, `lm_loss`, `skipped` and `tflops` of each of its iterations, and
-    computes `nans`, `samples_per_second` and, where samples and tokens are counted, `tokens_per_second` itself.
+    computes `nans`, `samples_per_second` and, where samples and tokens are counted, `tokens_per_second` itself. Where the loss
+    leaves tokens out, `counted_tokens` are those that it counts in the interval.
     """
 
     iteration: int
@@ -111,6 +128,9 @@ class IterationMetrics:
     nans: int | None = _metric("number of nan iterations", "{:3d}", _nan_iterations)
     samples_per_second: float | None = _metric("samples per second", "{:.3f}", _samples_per_second)
     tokens_per_second: float | None = _metric("tokens per second", "{:.1f}", _tokens_per_second)
+    counted_tokens: int | None = _metric("counted tokens", "{:d}", _counted)
+    counted_share: float | None = _metric("counted share (%)", "{:.1f}", _counted_share)
+    counted_per_second: float | None = _metric("counted tokens per second", "{:.1f}", _counted_per_second)
     tflops: float | None = _metric("TFLOPs", rate_text, _mean_over_time, interval_tag="throughput")
     minor_faults: int | None = _metric("minor faults", "{:d}", _rounded_mean)
     system_seconds: float | None = _metric("system time (s)", "{:.3f}", _mean)

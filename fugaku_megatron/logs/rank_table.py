@@ -86,10 +86,13 @@ class Straggler:
         return f"rank {self.rank} (stage {self.stage}, {host}): {self.phase} {self.seconds:.3f} s per iteration{more}"
 
 
-def find(interval: Interval, work: Sequence[float]) -> list[Straggler]:
-    """The slow ranks, the slowest first. work: of each stage, in any unit, for stages with too few ranks for a median."""
+def find(interval: Interval, work: Sequence[float], shares: Sequence[float] = ()) -> list[Straggler]:
+    """The slow ranks, the slowest first. work: of each stage, in any unit, for stages with too few ranks for a median.
+
+    shares: of every rank, its work relative to the other ranks of its stage, whose documents may be shorter; none: all alike.
+    """
     computation, data = interval.seconds[COMPUTATION], interval.seconds[DATA]
-    usual = _usual(interval, work)
+    usual = _usual(interval, work, shares or [1.0] * interval.ranks)
     found = []
     for rank, (computes, waits) in enumerate(zip(computation, data, strict=True)):
         limit = SLOW * sum(row[rank] for row in interval.seconds.values())
@@ -99,16 +102,16 @@ def find(interval: Interval, work: Sequence[float]) -> list[Straggler]:
     return sorted(found, key=lambda s: s.usual - s.seconds)
 
 
-def _usual(interval: Interval, work: Sequence[float]) -> list[float]:
+def _usual(interval: Interval, work: Sequence[float], shares: Sequence[float]) -> list[float]:
     """For every rank, the lower median of computation: over its stage, or over all ranks by their work where that is too few."""
-    computation = interval.seconds[COMPUTATION]
+    computation = [seconds / share for seconds, share in zip(interval.seconds[COMPUTATION], shares, strict=True)]
     stages = [interval.stage(rank) for rank in range(len(computation))]
     if len(computation) // interval.pp >= PEERS:
         medians = [statistics.median_low(s for s, at in zip(computation, stages, strict=True) if at == stage)
                    for stage in range(interval.pp)]
-        return [medians[stage] for stage in stages]
+        return [medians[stage] * share for stage, share in zip(stages, shares, strict=True)]
     rate = statistics.median_low(s / work[stage] for s, stage in zip(computation, stages, strict=True))
-    return [rate * work[stage] for stage in stages]
+    return [rate * work[stage] * share for stage, share in zip(stages, shares, strict=True)]
 
 
 def read(path: str | os.PathLike) -> list[Interval]:

@@ -55,8 +55,11 @@ class SelfAttention(nn.Module):
         self.linear_proj = RowParallelLinear(f"{name}.linear_proj", model.context_width, model.hidden_size, context,
                                              not model.disable_bias_linear)
 
-    def turn(self, qkv: Tensor, angles: Angles | None) -> Tensor:
-        """qkv (s, b, g (n/g + 2) d) with queries and keys normalised and turned by `angles`, two of (s, rotated elements / 2)."""
+    def turn(self, qkv: Tensor, angles: Angles | None, positions: Tensor | None) -> Tensor:
+        """qkv (s, b, g (n/g + 2) d) with queries and keys normalised and turned by `angles`, two of (s, rotated elements / 2).
+
+        positions: (s, b), the rows of `angles` of each token, None for all in turn.
+        """
         model = self.context.model
         q_weight = k_weight = None
         if model.qk_layernorm and model.normalization == "LayerNorm":
@@ -66,7 +69,7 @@ class SelfAttention(nn.Module):
         elif self.q_layernorm is not None and self.k_layernorm is not None:
             q_weight, k_weight = self.q_layernorm.scale(), self.k_layernorm.scale()
         return self.context.ops.rotary(qkv, angles, self.heads, self.groups, model.kv_channels,
-                                       model.rotary_interleaved, 0, q_weight, k_weight, model.layernorm_epsilon)
+                                       model.rotary_interleaved, 0, q_weight, k_weight, model.layernorm_epsilon, positions)
 
     def _layer_normed(self, qkv: Tensor) -> Tensor:
         """qkv (s, b, g (n/g + 2) d) with its queries and keys normalised."""
@@ -83,9 +86,12 @@ class SelfAttention(nn.Module):
         key = DropoutKey(self.context.seed, dropout_stream(self.layer, "attention"), forward_pass.first_sample, sample_dim=0,
                          row0=tp.rank * self.heads * qkv.shape[0])
         dropout = model.attention_dropout if forward_pass.training else 0.0
-        attention = partial(ops.attention, head_size=model.kv_channels, p=dropout, key=key, groups=self.groups, window=model.window)
+        documents = forward_pass.documents
+        attention = partial(ops.attention, head_size=model.kv_channels, p=dropout, key=key, groups=self.groups, window=model.window,
+                            starts=documents.starts)
         if model.turns_queries:
-            qkv = self.turn(qkv, self.context.angles if forward_pass.rows is None else forward_pass.rows.angles)
+            angles = self.context.angles if forward_pass.rows is None else forward_pass.rows.angles
+            qkv = self.turn(qkv, angles, documents.positions)
         return attention(qkv) if forward_pass.rows is None else forward_pass.rows.attend(ops, self.layer, qkv, attention)
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:

@@ -178,10 +178,16 @@ class PositionEmbedding(nn.Module):
                                         std=model.init_method_std)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """x (s, b, h) -> x + its positions (s, b, h), which are `positions` (s,) where these are passed."""
-        if positions is not None:
-            return self.context.ops.add_position(x, self.context.ops.embedding(positions.unsqueeze(1), self.weight).squeeze(1))
-        return self.context.ops.add_position(x, self.weight, self.context.first_position(x))
+        """x (s, b, h) -> x + its positions (s, b, h), which are `positions` (whole sequence, b) where these are passed.
+
+        positions (rows,) are those of generation, which keeps nothing for a backward.
+        """
+        ops, first = self.context.ops, self.context.first_position(x)
+        if positions is None:
+            return ops.add_position(x, self.weight, first)
+        if positions.dim() == 1:
+            return ops.add_position(x, ops.embedding(positions.unsqueeze(1), self.weight).squeeze(1))
+        return x + ops.embedding(positions[first : first + len(x)].long(), self.weight)
 
 
 class Norm(nn.Module):

@@ -85,7 +85,8 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor, forward_pass: Pass) -> Tensor:
         """tokens (whole sequence, b) -> (s, b, h)."""
-        positions, context = None if forward_pass.rows is None else forward_pass.rows.positions, self.context
+        rows, context = forward_pass.rows, self.context
+        positions = forward_pass.documents.positions if rows is None else rows.positions
         x = multiplied(self.word_embeddings(tokens), context.model.embedding_multiplier)
         x = self.position_embeddings(x, positions) if self.position_embeddings else x
         key = hidden_dropout_key(context.seed, 0, "embedding", forward_pass.first_sample, context.first_position(x))
@@ -149,7 +150,7 @@ class Chunk(nn.Module):
         return self.ops.linear(self.head_input(x), self.output_weight)
 
     def forward(self, x: Tensor, labels: Tensor | None, forward_pass: Pass, factor: float = 1.0) -> Tensor:
-        """Tokens (s, b) or the previous part's (s, b, h) -> (s, b, h), or for the last part the mean loss ().
+        """Tokens (s, b) or the previous part's (s, b, h) -> (s, b, h), or for the last part the loss ().
 
         factor: the gradient of the loss that backward will bring.
         """
@@ -160,4 +161,4 @@ class Chunk(nn.Module):
         assert labels is not None
         weight, rows = self.output_weight, self.logits_rows
         return self.ops.head_loss(self.head_input(x), weight, labels, self.tp, spec_of(weight).offset[0], factor, rows,
-                                  self.words, self.context.model.z_loss)
+                                  self.words, self.context.model.z_loss, forward_pass.count)

@@ -90,13 +90,16 @@ class NativeBlockOps(BlockOps):
 
     def rotary(self, qkv: Tensor, angles: Angles | None, heads: int, groups: int, head_size: int, interleaved: bool,
                first_position: int = 0, q_weight: Tensor | None = None, k_weight: Tensor | None = None,
-               epsilon: float = 1e-5) -> Tensor:
+               epsilon: float = 1e-5, positions: Tensor | None = None) -> Tensor:
         """qkv (s, b, g (n/g + 2) d) -> the same shape."""
-        rows = slice(first_position, first_position + len(qkv))
+        if angles is None:
+            positions = None
+        rows = slice(first_position, first_position + len(qkv)) if positions is None else slice(None)
         turns = qkv.new_empty(2, len(qkv), 0, dtype=torch.float32) if angles is None else [angle[rows] for angle in angles]
         if q_weight is None:
-            return _Rotary.apply(self, qkv, turns, heads // groups, head_size, interleaved)
-        return _RotaryNorm.apply(self, qkv, turns, heads // groups, head_size, interleaved, (q_weight, k_weight), epsilon)
+            return _Rotary.apply(self, qkv, turns, heads // groups, head_size, interleaved, positions)
+        return _RotaryNorm.apply(self, qkv, turns, heads // groups, head_size, interleaved, (q_weight, k_weight), epsilon,
+                                 positions)
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """x (..., h), weight (h) -> (..., h)."""
@@ -214,30 +217,34 @@ def _heads(qkv: Tensor, head_size: int) -> Tensor:
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ops: Any, qkv: Tensor, turns: Any, queries: int, head_size: int, interleaved: bool) -> Tensor:
+    def forward(ctx: Any, ops: Any, qkv: Tensor, turns: Any, queries: int, head_size: int, interleaved: bool,
+                positions: Tensor | None) -> Tensor:
         qkv = qkv.contiguous()
         out = torch.empty_like(qkv)
-        ops.kernels.rotary(_heads(qkv, head_size), *turns, _heads(out, head_size), queries, interleaved)
+        ops.kernels.rotary(_heads(qkv, head_size), *turns, _heads(out, head_size), queries, interleaved, positions=positions)
         ctx.ops, ctx.turns, ctx.queries, ctx.head_size, ctx.interleaved = ops, turns, queries, head_size, interleaved
+        ctx.positions = positions
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         dout, d = dout.contiguous(), ctx.head_size
         dqkv = torch.empty_like(dout)
-        ctx.ops.kernels.rotary(_heads(dout, d), *ctx.turns, _heads(dqkv, d), ctx.queries, ctx.interleaved, inverse=True)
-        return None, dqkv, None, None, None, None
+        ctx.ops.kernels.rotary(_heads(dout, d), *ctx.turns, _heads(dqkv, d), ctx.queries, ctx.interleaved, inverse=True,
+                               positions=ctx.positions)
+        return None, dqkv, None, None, None, None, None
 
 
 class _RotaryNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ops: Any, qkv: Tensor, turns: Any, queries: int, head_size: int, interleaved: bool,
-                weights: tuple[Tensor, Tensor], epsilon: float) -> Tensor:
+                weights: tuple[Tensor, Tensor], epsilon: float, positions: Tensor | None) -> Tensor:
         qkv = qkv.contiguous()
         out, ctx.scalars = torch.empty_like(qkv), (queries, epsilon, interleaved)
-        ops.kernels.rotary_norm(_heads(qkv, head_size), *weights, *turns, _heads(out, head_size), *ctx.scalars)
+        ops.kernels.rotary_norm(_heads(qkv, head_size), *weights, *turns, _heads(out, head_size), *ctx.scalars,
+                                positions=positions)
         ctx.save_for_backward(qkv)  # a head's root mean square is cheaper to compute again than to keep
-        ctx.ops, ctx.turns, ctx.weights, ctx.head_size = ops, turns, weights, head_size
+        ctx.ops, ctx.turns, ctx.weights, ctx.head_size, ctx.positions = ops, turns, weights, head_size, positions
         return out
 
     @staticmethod
@@ -246,8 +253,8 @@ class _RotaryNorm(torch.autograd.Function):
         dqkv = torch.empty_like(qkv)
         ctx.ops.kernels.rotary_norm_backward(
             _heads(dout.contiguous(), d), _heads(qkv, d), *ctx.weights, *ctx.turns, _heads(dqkv, d),
-            *(weight.main_grad for weight in ctx.weights), *ctx.scalars)
-        return None, dqkv, None, None, None, None, None, None
+            *(weight.main_grad for weight in ctx.weights), *ctx.scalars, positions=ctx.positions)
+        return None, dqkv, None, None, None, None, None, None, None
 
 
 # The language-model head with its loss, in chunks of rows so that the full logits never exist ------------------------------------
@@ -273,7 +280,7 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ops: Matmuls, x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
-                chunk: int, words: int | None, z_loss: float, count: int) -> Tensor:
+                chunk: int, words: int | None, z_loss: float, count: float) -> Tensor:
         """x (s, b, h), weight (v, h), labels (s, b) -> ()."""
         rows, labels = x.contiguous().view(-1, x.shape[-1]), labels.reshape(-1)
         total, ctx.factor, ctx.shape = 0.0, factor, x.shape

@@ -79,9 +79,9 @@ class NativeOps(NativeBlockOps):
         return _MLP.apply(self, x, weight1, bias1, weight2, needs_values, sequence)
 
     def attention(self, qkv: Tensor, head_size: int, p: float, key: DropoutKey, groups: int | None = None,
-                  window: int | None = None) -> Tensor:
+                  window: int | None = None, starts: Tensor | None = None) -> Tensor:
         """qkv (s, b, g (n/g + 2) d) -> (s, b, n d)."""
-        return _Attention.apply(self, qkv, Heads.of(qkv, head_size, groups), p, key, window)
+        return _Attention.apply(self, qkv, Heads.of(qkv, head_size, groups), p, key, {"window": window, "starts": starts})
 
     def cached_attention(self, qkv: Tensor, keys: Tensor, values: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
         """qkv (r, 1, g (n/g + 2) d), keys and values (all samples, g, slots, d), positions (r,) -> (r, 1, n d)."""
@@ -118,7 +118,7 @@ class NativeOps(NativeBlockOps):
 
     def head_loss(self, x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
                   rows_at_once: int | None = None, words: int | None = None, z_loss: float = 0.0,
-                  count: int | None = None) -> Tensor:
+                  count: float | None = None) -> Tensor:
         """x (s, b, h), weight (v, h), labels (s, b) -> ()."""
         rows = labels.numel()
         return HeadLoss.apply(self, x, weight, labels, tp, first_row, factor, rows_at_once or rows, words, z_loss, count or rows)
@@ -279,13 +279,14 @@ class _BiasDropoutAddLayerNorm(torch.autograd.Function):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ops: NativeOps, qkv: Tensor, heads: Heads, p: float, key: DropoutKey, window: int | None) -> Tensor:
+    def forward(ctx: Any, ops: NativeOps, qkv: Tensor, heads: Heads, p: float, key: DropoutKey,
+                seen: dict[str, Any]) -> Tensor:
         qkv = qkv.contiguous()
         s, b, _ = qkv.shape
         out = qkv.new_empty(s, b, heads.heads * heads.head_size)
         lse = qkv.new_empty(b, heads.heads, s, dtype=torch.float32)
-        ctx.ops, ctx.window, ctx.dropout = ops, window, (p, key.seed, key.stream, key.first_sample, key.row0 // s)
-        ops.kernels.attention_forward(qkv, out, lse, *ctx.dropout, window=window)
+        ctx.ops, ctx.seen, ctx.dropout = ops, seen, (p, key.seed, key.stream, key.first_sample, key.row0 // s)
+        ops.kernels.attention_forward(qkv, out, lse, *ctx.dropout, **seen)
         ctx.save_for_backward(qkv, out, lse)
         return out
 
@@ -293,7 +294,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[None, Tensor, None, None, None, None]:
         qkv, out, lse = ctx.saved_tensors
         dqkv = torch.empty_like(qkv)
-        ctx.ops.kernels.attention_backward(qkv, out, lse, dout.contiguous(), dqkv, *ctx.dropout, window=ctx.window)
+        ctx.ops.kernels.attention_backward(qkv, out, lse, dout.contiguous(), dqkv, *ctx.dropout, **ctx.seen)
         return None, dqkv, None, None, None, None
 
 

@@ -126,25 +126,26 @@ class Ops:
         return overlapped_ops.gated_mlp(self.backends["gemm"], x, weight1, bias1, weight2, needs_values, blocks)
 
     def attention(self, qkv: Tensor, head_size: int, p: float, key: DropoutKey, groups: int | None = None,
-                  window: int | None = None) -> Tensor:
+                  window: int | None = None, starts: Tensor | None = None) -> Tensor:
         """Causal self-attention of this rank's heads, dropout on probabilities. qkv (s, b, g (n/g + 2) d) -> (s, b, n d).
 
         The n/g queries of a group, its key and its value are next to each other in qkv, as in Megatron. groups: g, None for n.
-        window: token i sees tokens j with i - window < j <= i, None for all j <= i.
+        window: token i sees tokens j with i - window < j <= i, None for all j <= i. starts: int32 (b, s), before which a token sees
+        none; they never fall within a sample.
         """
-        return self.backends["attention"].attention(qkv, head_size, p, key, groups, window)
+        return self.backends["attention"].attention(qkv, head_size, p, key, groups, window, starts)
 
     def rotary(self, qkv: Tensor, angles: Angles | None, heads: int, groups: int, head_size: int, interleaved: bool,
                first_position: int = 0, q_weight: Tensor | None = None, k_weight: Tensor | None = None,
-               epsilon: float = 1e-5) -> Tensor:
+               epsilon: float = 1e-5, positions: Tensor | None = None) -> Tensor:
         """qkv (s, b, g (n/g + 2) d), its queries and keys normalised and turned by their positions -> the same shape.
 
         q_weight, k_weight (d): of the RMS norms over d with `epsilon` that come first, None for none. angles: cosines and sines
-        (positions, rotated elements / 2) in FP32, or None; row first_position is that of the first token. interleaved: neighbours
-        are turned together, else elements i and i + rotated / 2.
+        (positions, rotated elements / 2) in FP32, or None; row first_position is that of the first token, or positions,
+        int32 (s, b), are the rows of all tokens. interleaved: neighbours are turned together, else elements i and i + rotated / 2.
         """
         return self.backends["rowwise"].rotary(qkv, angles, heads, groups, head_size, interleaved, first_position, q_weight,
-                                               k_weight, epsilon)
+                                               k_weight, epsilon, positions)
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """x / sqrt(mean(x^2) + epsilon) * weight over the last dimension, in FP32. x (..., h), weight (h) -> (..., h)."""
@@ -195,7 +196,7 @@ class Ops:
 
     def head_loss(self, x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
                   rows_at_once: int | None = None, words: int | None = None, z_loss: float = 0.0,
-                  count: int | None = None) -> Tensor:
+                  count: float | None = None) -> Tensor:
         """Sum of the cross-entropy of rows with a label >= 0, divided by `count`; count None: by the number of all rows.
 
         The logits are x W^T, the vocabulary is split over `tp`, and the softmax is in FP32. x (s, b, h), weight (v, h), labels

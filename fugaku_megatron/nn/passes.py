@@ -100,6 +100,15 @@ class Rows:
         return torch.cat(context)
 
 
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a micro-batch. starts: int32 (b, s), where that of each position begins, before which attention sees
+    nothing; None: with the sample. positions: int32 (s, b), of each token in its document; None: in its sample."""
+
+    starts: Tensor | None = None
+    positions: Tensor | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pass:
     """An argument of every layer's forward.
@@ -107,7 +116,8 @@ class Pass:
     first_sample: global index of the micro-batch's first sample, which selects dropout masks. training: False in evaluation, where
     nothing is dropped and nothing recomputed. recompute: what backward computes again: None, "selective" (attention) or "full"
     (groups of layers). needs_values: False where backward will follow and nobody reads the values of the last result. rows: where
-    tokens are generated, what the rows of x are, which then is (rows, 1, h).
+    tokens are generated, what the rows of x are, which then is (rows, 1, h). documents: of the samples. count: by what the sum
+    of the losses of labels is divided; None: by their number.
     """
 
     first_sample: int
@@ -115,6 +125,8 @@ class Pass:
     recompute: str | None = None
     needs_values: bool = True
     rows: Rows | None = None
+    documents: Documents = Documents()
+    count: float | None = None
 
 
 # The angles of rotary positions: cosines and sines for each position and pair of elements. Sources: Su et al. 2021, "RoFormer"

@@ -48,9 +48,10 @@ class BlockOps:
 
     def rotary(self, qkv: Tensor, angles: Angles | None, heads: int, groups: int, head_size: int, interleaved: bool,
                first_position: int = 0, q_weight: Tensor | None = None, k_weight: Tensor | None = None,
-               epsilon: float = 1e-5) -> Tensor:
+               epsilon: float = 1e-5, positions: Tensor | None = None) -> Tensor:
         """qkv (s, b, g (n/g + 2) d) -> the same shape."""
-        return rotary(qkv, angles, Heads(heads, groups, head_size), interleaved, first_position, q_weight, k_weight, epsilon)
+        rows = torch.arange(first_position, first_position + len(qkv)).unsqueeze(1) if positions is None else positions.long()
+        return rotary(qkv, angles, Heads(heads, groups, head_size), interleaved, rows, q_weight, k_weight, epsilon)
 
     def cached_attention(self, qkv: Tensor, keys: Tensor, values: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
         """qkv (r, 1, g (n/g + 2) d), keys and values (all samples, g, slots, d), samples, positions (r,) -> (r, 1, n d)."""
@@ -244,17 +245,17 @@ class _MLP(torch.autograd.Function):
 
 # Rotary positions (Su et al. 2021, arXiv:2104.09864) ----------------------------------------------------------------------------
 
-def rotary(qkv: Tensor, angles: Angles | None, heads: Heads, interleaved: bool, first_position: int, q_weight: Tensor | None,
+def rotary(qkv: Tensor, angles: Angles | None, heads: Heads, interleaved: bool, positions: Tensor, q_weight: Tensor | None,
            k_weight: Tensor | None, epsilon: float) -> Tensor:
     """Queries and keys of qkv normalised, where weights are passed, and turned, where angles are; see `Ops.rotary`."""
-    return _Rotary.apply(qkv, angles, heads, interleaved, first_position, (q_weight, k_weight), epsilon)
+    return _Rotary.apply(qkv, angles, heads, interleaved, positions, (q_weight, k_weight), epsilon)
 
 
-def turned(x: Tensor, angles: Angles | None, interleaved: bool, first: int, back: bool = False) -> Tensor:
-    """x (s, b, g, k, d) with pairs of its first elements turned by the angles of positions `first` on, or back; FP32 inside."""
+def turned(x: Tensor, angles: Angles | None, interleaved: bool, positions: Tensor, back: bool = False) -> Tensor:
+    """x (s, b, g, k, d) with pairs of its first elements turned by the angles of positions (s, b or 1), or back; FP32 inside."""
     if angles is None:
         return x
-    cos, sin = (angle[first : first + x.shape[0], None, None, None] for angle in angles)  # (s, 1, 1, 1, rotated / 2)
+    cos, sin = (angle[positions, None, None] for angle in angles)  # (s, b or 1, 1, 1, rotated / 2)
     sin, size = -sin if back else sin, 2 * cos.shape[-1]
     pairs = x[..., :size].float().unflatten(-1, (-1, 2) if interleaved else (2, -1))
     first_of, second_of = pairs.unbind(-1 if interleaved else -2)
@@ -264,24 +265,24 @@ def turned(x: Tensor, angles: Angles | None, interleaved: bool, first: int, back
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, angles: Angles | None, heads: Heads, interleaved: bool, first: int,
+    def forward(ctx: Any, qkv: Tensor, angles: Angles | None, heads: Heads, interleaved: bool, positions: Tensor,
                 weights: tuple[Tensor | None, Tensor | None], epsilon: float) -> Tensor:
         qkv = qkv.contiguous()
         out = qkv.clone()
         for x, weight in zip(heads.split(out), weights):
             normed = x if weight is None else _normalized(x, weight, epsilon)[0]
-            x.copy_(turned(normed, angles, interleaved, first))
+            x.copy_(turned(normed, angles, interleaved, positions))
         ctx.save_for_backward(*([] if weights[0] is None else [qkv]))
-        ctx.angles, ctx.heads, ctx.weights, ctx.epsilon, ctx.how = angles, heads, weights, epsilon, (interleaved, first)
+        ctx.angles, ctx.heads, ctx.weights, ctx.epsilon, ctx.how = angles, heads, weights, epsilon, (interleaved, positions)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         dqkv = dout.clone(memory_format=torch.contiguous_format)
         gradients = ctx.heads.split(dqkv)[:2]
-        interleaved, first = ctx.how
+        interleaved, positions = ctx.how
         for dy in gradients:
-            dy.copy_(turned(dy, ctx.angles, interleaved, first, back=True))
+            dy.copy_(turned(dy, ctx.angles, interleaved, positions, back=True))
         for dy, x, weight in zip(gradients, ctx.heads.split(*ctx.saved_tensors), ctx.weights) if ctx.saved_tensors else ():
             _, rstd = _normalized(x, weight, ctx.epsilon)  # cheaper to compute again than to keep
             dx, dweight = _norm_gradients(dy, x, rstd, weight)
@@ -292,11 +293,20 @@ class _Rotary(torch.autograd.Function):
 
 # Attention (groups: Ainslie et al. 2023, arXiv:2305.13245; window: Beltagy et al. 2020, arXiv:2004.05150) ------------------------
 
-def attention(qkv: Tensor, heads: Heads, window: int | None, dropout: Callable[[Tensor], Tensor] | None) -> Tensor:
+def seen_keys(s: int, window: int | None, starts: Tensor | None) -> Tensor | None:
+    """Whether a query sees a key, (s, s), or with starts (b, s) that differ (b, 1, s, s); None: every query sees all before it."""
+    if starts is None and (window is None or window >= s):
+        return None
+    seen = torch.ones(s, s, dtype=torch.bool).tril().triu(1 - min(window or s, s))
+    return seen if starts is None else (seen & (torch.arange(s) >= starts.unsqueeze(-1))).unsqueeze(1)
+
+
+def attention(qkv: Tensor, heads: Heads, window: int | None, dropout: Callable[[Tensor], Tensor] | None,
+              starts: Tensor | None = None) -> Tensor:
     """Causal attention of qkv (s, b, g (n/g + 2) d) -> (s, b, n d); see `Ops.attention`. dropout: of probabilities (b, n, s, s)."""
     s, b, d = qkv.shape[0], qkv.shape[1], heads.head_size
     queries, keys, values = (x.permute(1, 2, 3, 0, 4).flatten(1, 2) for x in heads.split(qkv))  # (b, n or g, s, d)
-    seen = None if window is None or window >= s else torch.ones(s, s, dtype=torch.bool).tril().triu(1 - window)
+    seen = seen_keys(s, window, starts)
     if dropout is None:
         context = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, is_causal=seen is None,
                                                  enable_gqa=heads.groups < heads.heads)  # (b, n, s, d)

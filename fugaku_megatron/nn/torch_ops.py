@@ -63,10 +63,10 @@ class TorchOps(BlockOps):
         return self.linear(gelu(self.linear(x, weight1, bias1, sequence)), weight2)
 
     def attention(self, qkv: Tensor, head_size: int, p: float, key: DropoutKey, groups: int | None = None,
-                  window: int | None = None) -> Tensor:
+                  window: int | None = None, starts: Tensor | None = None) -> Tensor:
         """qkv (s, b, g (n/g + 2) d) -> (s, b, n d)."""
         dropout = partial(self.dropout, p=p, key=key) if p else None
-        return torch_blocks.attention(qkv, Heads.of(qkv, head_size, groups), window, dropout)
+        return torch_blocks.attention(qkv, Heads.of(qkv, head_size, groups), window, dropout, starts)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
         """x (..., h), weight and bias (h) -> (..., h)."""
@@ -97,7 +97,7 @@ class TorchOps(BlockOps):
 
     def head_loss(self, x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
                   rows_at_once: int | None = None, words: int | None = None, z_loss: float = 0.0,
-                  count: int | None = None) -> Tensor:
+                  count: float | None = None) -> Tensor:
         """x (s, b, h), weight (v, h), labels (s, b) -> (). factor and rows_at_once change nothing here.
 
         The weight's gradient is never put off, as in the native backend, so that it comes before the embedding's in a shared one.

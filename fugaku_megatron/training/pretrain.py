@@ -29,6 +29,7 @@ from ..data.build import build_datasets, build_separate_datasets, listed_data, p
 from ..data.dataset import Dataset, MockDataset, TokenArrays, ValidationSets
 from ..data.index_cache import IN_MEMORY, IndexCache
 from ..data.indexed import check_files
+from ..data.marks import mark
 from ..data.sampler import ReaderGroup, build_reader_group
 from ..host import allocator, kernels, runtime
 from ..host.allocator import node_bytes, peak_memory_mib
@@ -37,6 +38,7 @@ from ..logs.metrics import MetricsWriter, WandbRun, format_peak_memory, read_run
 from ..logs.run_log import format_run
 from ..logs.screen import append
 from ..watchdog.watch import Watchdog
+from .feed import reads_data
 from .machine_faults import Checksums, Rerun
 from .observers import Heartbeats, Observers, Profile, place, profiled_ranks
 from .optim import ParamSchedule
@@ -47,12 +49,13 @@ from .start_choices import (
     build_ops,
     check_same_run,
     choose_kernels,
+    end_of_document,
     read_tokenizer,
     settle,
     tokenizer_notes,
     with_vocabulary,
 )
-from .train import Progress, Trainer, reads_data
+from .train import Progress, Trainer
 
 Data = tuple[Dataset | None, Dataset | None]  # training and validation samples, where this rank reads them
 
@@ -96,25 +99,36 @@ def find_reader_group(run: RunConfig, groups: Groups, nodes: Nodes) -> ReaderGro
 
 
 def build_data(run: RunConfig, groups: Groups, layout: Layout, progress: Progress | None = None,
-               readers: ReaderGroup | None = None) -> Data:
+               readers: ReaderGroup | None = None, tokenizer: dict[str, Any] | None = None) -> Data:
     """Training and validation samples on the ranks that read data, (None, None) elsewhere. Collective.
 
-    progress: where a resumed run stands. readers: of this rank; without them every rank that needs data reads it.
+    progress: where a resumed run stands. readers: of this rank; without them every rank that needs data reads it. tokenizer:
+    what is known of the run's (`data.tokenizer.identity`).
     """
     size = layout.global_batch_size(run)
     iterations, end = run_length(run, layout, progress or Progress())
     valid_samples = samples_to_validate(run, layout, evaluations(run, iterations))
-    return open_data(run, groups, (batches.requested_samples(run, size, end), valid_samples), readers)
+    return open_data(run, groups, (batches.requested_samples(run, size, end), valid_samples), readers, tokenizer=tokenizer)
 
 
 def open_data(run: RunConfig, groups: Groups, samples: tuple[int, int | None], readers: ReaderGroup | None = None,
-              arrays: Mapping[str, TokenArrays] | None = None) -> Data:
+              arrays: Mapping[str, TokenArrays] | None = None, tokenizer: dict[str, Any] | None = None) -> Data:
     """`build_data` for these numbers of training and validation samples; a data set of 0 samples is None.
 
     None: every validation sample once.
 
     arrays: documents that are in no files, by the names that the run's data flags have for them.
     """
+    train, valid = _open(run, groups, samples, readers, arrays or {})
+    if not run.data.marks_documents:
+        return train, valid
+    eod, masks_loss = end_of_document(run.data, tokenizer), run.data.eod_mask_loss
+    return mark(train, eod, masks_loss), mark(valid, eod, masks_loss)
+
+
+def _open(run: RunConfig, groups: Groups, samples: tuple[int, int | None], readers: ReaderGroup | None,
+          arrays: Mapping[str, TokenArrays]) -> Data:
+    """`open_data` without marks."""
     reads = readers.reads if readers else reads_data(run, groups)
     reading = groups.world.split(0 if reads else 1, groups.world.rank)
     if not reads:
@@ -275,7 +289,7 @@ def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
         _say(run, world, check_memory(run, layout, world, nodes), iteration_line(run, layout))
     enter("the start: reading data")
     readers = find_reader_group(run, groups, nodes)
-    data = build_data(run, groups, layout, resume.progress, readers)
+    data = build_data(run, groups, layout, resume.progress, readers, tokenizer)
     saved = resume.state.get("tokenizer")
     _say(run, world, data_line(data[0]), validation_line(data[1]), skip_line(run, data[0]),
          *tokenizer_notes(run, tokenizer, saved, world))

@@ -32,6 +32,7 @@ from ..config.checks import check
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs import accounting, memory, run_schedule
+from ..data.marks import Work
 from ..host.allocator import free_bytes, node_bytes, usage
 from ..host.observed import PHASES, Phases
 from ..host.runtime import fma_peak_gflops
@@ -191,17 +192,21 @@ def skip_line(run: RunConfig, train: Any) -> str | None:
 
 Slow = set[tuple[int, str]]  # rank, phase
 JUDGED_ITERATIONS, JUDGED_SECONDS = 10, 5.0  # a judgement needs as many of both; less is the noise of a start
+ATTENTION_COST = 2.0  # seconds of attention's FLOPs, over those of as many FLOPs of a linear layer: about what is measured
 
 
 class RankTimes:
-    """The phases of a rank's iterations, and what all ranks' say at the end of an interval. say: prints a line on rank 0."""
+    """The phases of a rank's iterations, and what all ranks' say at the end of an interval. say: prints a line on rank 0.
+
+    Where attention ends with a document, a rank's share of the work goes with its phases.
+    """
 
     def __init__(self, run: RunConfig, layout: Layout, world: Comm, phases: Phases, say: Callable[[str], None]) -> None:
-        self.layout, self.world, self.phases, self.say = layout, world, phases, say
+        self.run, self.layout, self.world, self.phases, self.say = run, layout, world, phases, say
         self.file = run.output.log_ranks if world.rank == 0 else None
         self.work = [sum(r.flops_forward + r.flops_backward for _, r in accounting.stage_records(run, layout, stage))
                      for stage in range(layout.pp)]
-        self._rows: list[list[float]] = []  # of the interval's iterations: seconds of each phase
+        self._rows: list[list[float]] = []  # of the interval's iterations: seconds of each phase, and the share
         self._judged: tuple[int, Tensor | float] = 0, 0.0  # iterations since the last judgement, and their seconds (ranks, phases)
         self._before: Slow = set()  # slow in the judgement before
         self._named: Slow = set()
@@ -210,25 +215,36 @@ class RankTimes:
         """Before an iteration."""
         self.phases.begin()
 
-    def end(self, seconds: float) -> None:
-        """After an iteration of so many seconds."""
-        self._rows.append(self.phases.of_iteration(seconds))
+    def end(self, seconds: float, work: Work | None = None) -> None:
+        """After an iteration of so many seconds. work: of its marked samples."""
+        self._rows.append([*self.phases.of_iteration(seconds), *self._share(work)])
+
+    def _share(self, work: Work | None) -> list[float]:
+        """This rank's computation over the mean of the data-parallel ranks, where their documents differ."""
+        if work is None or not self.run.data.masks_attention:
+            return []
+        linear, attention = accounting.layer_flops(self.run)
+        attention *= ATTENTION_COST * work.squares / work.samples / self.run.model.seq_length / accounting.document_length(self.run)
+        return [(linear + attention * work.share) / (linear + attention)]
 
     def finish_interval(self, iteration: int) -> None:
         """After the interval's last iteration. Collective."""
-        own, everyone = torch.tensor(self._rows).mean(0), torch.empty(self.world.size, len(PHASES))
+        own = torch.tensor(self._rows).mean(0)
+        everyone = torch.empty(self.world.size, len(own))
         self.world.all_gather(everyone, own)
         self._keep(self._interval(iteration, everyone))
         count, seconds = self._judged[0] + len(self._rows), self._judged[1] + everyone * len(self._rows)
         self._rows, self._judged = [], (count, seconds)
-        if count >= JUDGED_ITERATIONS and float(seconds[0].sum()) >= JUDGED_SECONDS:
+        if count >= JUDGED_ITERATIONS and float(seconds[0, : len(PHASES)].sum()) >= JUDGED_SECONDS:
             self._judged = 0, 0.0
             if self.world.size > 1:
-                self._name(find(self._interval(iteration, seconds / count), self.work))
+                mean = seconds / count
+                self._name(find(self._interval(iteration, mean), self.work, mean[:, len(PHASES) :].flatten().tolist()))
 
     def _interval(self, iteration: int, seconds: Tensor) -> Interval:
-        """seconds: of every rank in each phase (ranks, phases)."""
-        return Interval(iteration, self.layout.tp, self.layout.pp, dict(zip(PHASES, seconds.t().tolist(), strict=True)))
+        """seconds: of every rank in each phase (ranks, phases), and its share where documents differ."""
+        phases = seconds[:, : len(PHASES)].t().tolist()
+        return Interval(iteration, self.layout.tp, self.layout.pp, dict(zip(PHASES, phases, strict=True)))
 
     def _keep(self, interval: Interval) -> None:
         try:

@@ -122,7 +122,7 @@ class Session:
             result = self.trainer.train_step()
         self.watchdog.measured(result.seconds)
         if self.rank_times:
-            self.rank_times.end(result.seconds)
+            self.rank_times.end(result.seconds, result.work)
         return result
 
     def _logs(self, iteration: int) -> bool:
@@ -135,7 +135,9 @@ class Session:
         norm = trainer.optimizer.params_norm() if output.log_params_norm else None
         resident, shared = self._memory(progress.iteration, result.seconds)
         printed = self.writer.printing and self._logs(progress.iteration)
-        flops = accounting.hardware_flops(run, result.global_batch_size) / trainer.world.size  # of this rank
+        work = result.work
+        squares = work.squares if work and run.data.masks_attention else None
+        flops = accounting.hardware_flops(run, result.global_batch_size, squares) / trainer.world.size  # of this rank
         self.writer.add(IterationMetrics(
             progress.iteration, self.iterations, consumed_samples=progress.consumed_samples,
             consumed_tokens=progress.consumed_samples * run.model.seq_length, elapsed_seconds=result.seconds,
@@ -143,7 +145,7 @@ class Session:
             loss_scale=result.loss_scale, grad_norm=result.grad_norm, num_zeros=result.num_zeros, params_norm=norm,
             skipped=int(result.skipped), tflops=flops / result.seconds / 1e12, minor_faults=minor_faults,
             system_seconds=system_seconds, clock_ghz=runtime.clock_ghz() if printed else None, resident_mib=resident,
-            shared_mib=shared))
+            shared_mib=shared, counted_tokens=work.counted if work else None))
         if progress.iteration == self.iterations:
             self.writer.flush()
 

@@ -15,6 +15,7 @@ from ..comm.agreement import Nodes, agree, differing, everywhere, find_nodes, on
 from ..comm.base import Comm
 from ..config import batches
 from ..config.checks import check, flag
+from ..config.groups import DataConfig
 from ..config.layout import Layout
 from ..config.recipes import GPT2_VOCABULARY
 from ..config.run_config import GROUPS, OWN_OF_A_RANK, RECOMPUTE, RunConfig
@@ -46,8 +47,11 @@ def read_tokenizer(run: RunConfig, world: Comm) -> dict[str, Any] | None:
 def with_vocabulary(run: RunConfig, tokenizer: dict[str, Any] | None) -> RunConfig:
     """The run with its vocabulary size known: --vocab-size, the tokenizer's (`read_tokenizer`), or with --mock-data GPT-2's.
 
-    Raises ValueError when none of them is known or the tokenizer has more tokens than --vocab-size.
+    Raises ValueError when none of them is known or the tokenizer has more tokens than --vocab-size, and where flags need a token
+    that ends a document and none is known.
     """
+    if run.data.marks_documents:
+        end_of_document(run.data, tokenizer)
     data, vocab_size = run.data, run.model.vocab_size
     if tokenizer:
         size = tokenizer["vocab_size"]
@@ -59,6 +63,17 @@ def with_vocabulary(run: RunConfig, tokenizer: dict[str, Any] | None) -> RunConf
               "--tokenizer-type and --tokenizer-model, or --vocab-size")
         size = GPT2_VOCABULARY
     return replace(run, model=replace(run.model, vocab_size=vocab_size or size))
+
+
+def end_of_document(data: DataConfig, tokenizer: dict[str, Any] | None) -> int:
+    """The token that ends a document, which flags need. ValueError where it is not known, or the tokenizer has none."""
+    check(bool(tokenizer), f"{data.marks_documents}: the token that ends a document is not known: name the tokenizer of the data, "
+          "with --vocab-file and --merge-file or with --tokenizer-type and --tokenizer-model")
+    eod = (tokenizer or {}).get("eod")
+    if eod is None:
+        raise ValueError(f"{data.marks_documents}: --tokenizer-type {data.tokenizer_type} has no token that ends a document: leave "
+                         "it out, or pass another tokenizer")
+    return int(eod)
 
 
 def tokenizer_notes(run: RunConfig, tokenizer: dict[str, Any] | None, saved: dict[str, Any] | None, world: Comm) -> list[str]:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from ..comm.base import Comm, Handle
+from ..data import marks
 from ..nn.model import Stage
 from ..nn.ops import backward
 from ..nn.parameter import Waiting
-from ..nn.passes import Pass
+from ..nn.passes import Documents, Pass
 from ..pipeline import schedule
 from ..pipeline.parts import Instruction, receives_ahead
 from ..pipeline.schedule import Schedule
@@ -27,12 +28,15 @@ class MicroBatch:
     """One micro-batch of one data-parallel rank.
 
     index: its number in the iteration. samples: (s + 1, b) on the first and the last stage, None on the stages between.
-    first_sample: global index of its first sample, which selects dropout masks.
+    first_sample: global index of its first sample, which selects dropout masks. marks: (s + 1, b), those of `data.marks`; with them
+    all stages have samples. documents: what attention and positions see of them.
     """
 
     index: int
     samples: Tensor | None
     first_sample: int
+    marks: Tensor | None = None
+    documents: Documents = Documents()
 
     @property
     def tokens(self) -> Tensor | None:
@@ -41,8 +45,10 @@ class MicroBatch:
 
     @property
     def labels(self) -> Tensor | None:
-        """(s, b): of each token the one that follows."""
-        return None if self.samples is None else self.samples[1:]
+        """(s, b): of each token the one that follows, -1 where that does not count."""
+        if self.samples is None or self.marks is None:
+            return None if self.samples is None else self.samples[1:]
+        return marks.labels(self.samples, self.marks)
 
 
 class MicroBatchWindow:
@@ -81,7 +87,7 @@ class StepShape:
     """What the micro-batches of an iteration have in common.
 
     activation: (s, b, h) between stages, s being a part of the sequence with sequence parallelism. dtype: its element type.
-    loss_factor: of the loss that backward begins with. training: False in evaluation. recompute: see `Pass`.
+    loss_factor: of the loss that backward begins with. training: False in evaluation. recompute, count: see `Pass`.
     """
 
     activation: tuple[int, int, int]
@@ -89,6 +95,7 @@ class StepShape:
     loss_factor: float
     training: bool
     recompute: str | None
+    count: float | None = None
 
 
 class StepExecutor:
@@ -132,13 +139,15 @@ class StepExecutor:
         key, chunk = _key(instruction), self.chunks[instruction.chunk]
         batch = self.batches.fetch(instruction.microbatch)
         x = batch.tokens if chunk.is_first else self.inputs[key]
-        forward_pass = Pass(first_sample=batch.first_sample, training=self.shape.training, recompute=self.shape.recompute)
-        output = chunk(x, batch.labels, forward_pass, self.shape.loss_factor)
+        shape, labels = self.shape, batch.labels if chunk.is_last else None
+        forward_pass = Pass(first_sample=batch.first_sample, training=shape.training, recompute=shape.recompute,
+                            documents=batch.documents, count=shape.count)
+        output = chunk(x, labels, forward_pass, shape.loss_factor)
         if not torch.is_grad_enabled():
             self.inputs.pop(key, None)
         if chunk.is_last:
             self.losses[instruction.microbatch] = output.detach()
-            output = output * self.shape.loss_factor
+            output = output * shape.loss_factor
         if torch.is_grad_enabled() or not chunk.is_last:
             self.outputs[key] = output
         if (following := self._own_neighbour(instruction, 1)) is not None:

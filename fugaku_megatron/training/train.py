@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,24 +26,25 @@ from ..comm.base import Comm
 from ..comm.grid import Groups
 from ..config.batches import sizes_of
 from ..config.checks import check
-from ..config.layout import Layout, evaluation_run, placement
+from ..config.layout import Layout, evaluation_run
 from ..config.model_config import architecture, with_block
 from ..config.run_config import RunConfig
 from ..config.sample_rules import Skips
 from ..costs import run_schedule
 from ..costs.accounting import pipeline_split, sequence_parts, zero_shards
 from ..data.dataset import Dataset
-from ..data.sampler import Prefetcher, ReaderBatches, ReaderGroup, consecutive, first_sample, micro_batches
+from ..data.marks import Work
+from ..data.sampler import ReaderGroup
 from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops
 from ..nn.parameter import PARAMETER_DTYPES
 from ..pipeline import schedule
+from .feed import Feed, Source
 from .optim import Optimizer, ParamSchedule
-from .step import MicroBatch, MicroBatchWindow, StepExecutor, StepShape
+from .step import MicroBatchWindow, StepExecutor, StepShape
 
 WEIGHTS, MOMENTS = (WEIGHT,), ("exp_avg/", "exp_avg_sq/")  # beginnings of keys in a checkpoint
 Watch = Callable[[schedule.Executor], schedule.Executor]
-Source = Prefetcher[np.ndarray] | ReaderBatches  # of micro-batches
 
 
 @dataclass
@@ -69,7 +69,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class IterationResult:
-    """Figures of one training iteration, equal on every rank. consumed: samples before it."""
+    """Figures of one training iteration, equal on every rank. consumed: samples before it. work: of marked samples, whose share
+    alone is this rank's."""
 
     loss: float
     grad_norm: float
@@ -80,6 +81,7 @@ class IterationResult:
     global_batch_size: int
     consumed: int
     seconds: float
+    work: Work | None = None
 
 
 @dataclass
@@ -120,51 +122,28 @@ class Trainer:
         behind = run.output.save and run.output.async_save
         self._snapshot = Snapshot(self._saved_shards()) if behind else None
 
-    @property
-    def reads_data(self) -> bool:
-        """Only the first tensor-parallel rank of the first and last stage reads; it broadcasts to its group."""
-        return reads_data(self.run, self.groups)
-
     def batch_size(self, consumed: int) -> int:
         """Global batch size of the iteration that starts at `consumed` samples."""
         return self.ramp(consumed)
 
     # One step ------------------------------------------------------------------------------------------------------------------
 
-    def _samples(self, dataset: Dataset | None, consumed: int, size: Callable[[int], int],
-                 samples: Callable[[int, int], Sequence[int]] = consecutive) -> Source:
-        """This rank's micro-batches from `consumed` on; only a rank that reads data may call it. Close it at the end."""
-        micro_batch_size, dp = self.run.batch.micro_batch_size, self.groups.dp
-        if self.readers and self.readers.comm.size > 1:
-            return ReaderBatches(self.readers, dataset, consumed, size, micro_batch_size, dp.size, samples)
-        assert dataset is not None, "a rank that reads its own samples has the dataset"
-        return Prefetcher(micro_batches(dataset, consumed, size, micro_batch_size, dp.rank, dp.size, samples))
+    @property
+    def feed(self) -> Feed:
+        """Where this rank's micro-batches come from."""
+        return Feed(self.run, self.groups, self.readers, self.waiting_for_data)
 
-    def _broadcast(self, source: Source | None) -> Iterator[Tensor]:
-        """Micro-batches, int64 (s + 1, b), on every tensor-parallel rank, read by the first."""
-        shape = (self.run.model.seq_length + 1, self.run.batch.micro_batch_size)
-        while True:
-            with self.waiting_for_data():
-                samples = torch.from_numpy(next(source)) if source else torch.empty(shape, dtype=torch.int64)
-                self.groups.tp.broadcast(samples)
-            yield samples
-
-    def _micro_batches(self, batches: Iterator[Tensor], consumed: int, count: int) -> Iterator[MicroBatch]:
-        """The `count` micro-batches of the iteration that starts at `consumed` samples, in data order."""
-        dp, has_data = self.groups.dp, self.stage.first or self.stage.last
-        for index in range(count):
-            samples = next(batches) if has_data else None
-            first = first_sample(consumed, index, self.run.batch.micro_batch_size, dp.rank, dp.size)
-            yield MicroBatch(index, samples, first)
-
-    def _execute(self, batches: Iterator[Tensor], consumed: int, lists: schedule.Schedule, factor: float, training: bool,
-                 stage: Stage | None = None, watch: Watch | None = None) -> list[Tensor]:
-        run, model = self.run, self.run.model
+    def _execute(self, source: Source | None, work: Work | None, consumed: int, lists: schedule.Schedule, factor: float,
+                 training: bool, stage: Stage | None = None, watch: Watch | None = None) -> list[Tensor]:
+        """The losses of this rank's micro-batches, whose mean over all ranks is the mean over the labels of the global batch that
+        count. source, work: of the iteration, which has begun."""
+        run, model, parts = self.run, self.run.model, lists.microbatches * self.layout.dp
         sequence = model.seq_length // sequence_parts(run, self.layout.tp)
         shape = StepShape(activation=(sequence, run.batch.micro_batch_size, model.hidden_size),
                           dtype=PARAMETER_DTYPES[run.precision.name], loss_factor=factor, training=training,
-                          recompute=run.training.recompute_granularity if training else None)
-        window = MicroBatchWindow(self._micro_batches(batches, consumed, lists.microbatches), len(self.stage.chunks))
+                          recompute=run.training.recompute_granularity if training else None,
+                          count=None if work is None else max(work.counted, 1) / parts)
+        window = MicroBatchWindow(self.feed.micro_batches(source, consumed, lists.microbatches), len(self.stage.chunks))
         return StepExecutor(stage or self.stage, self.groups.pp, window, shape, watch or self.watch).run(lists)
 
     def _mean_loss(self, losses: list[Tensor]) -> float:
@@ -174,19 +153,13 @@ class Trainer:
             self.groups.dp.all_reduce(loss).div_(self.groups.dp.size)
         return self.groups.pp.broadcast(loss, root=self.stage.placement.last_stage).item()
 
-    def _train_batches(self) -> Iterator[Tensor]:
-        if self._batches is None and self.reads_data:
-            self._batches = self._samples(self.train, self.progress.consumed_samples, self.batch_size, self.skips.samples)
-        if isinstance(self._batches, ReaderBatches):
-            with self.waiting_for_data():
-                self._batches.begin()
-        return self._broadcast(self._batches)
-
     def train_step(self) -> IterationResult:
         """One iteration: forwards and backwards, gradient sums, update. Collective."""
         started, consumed = time.perf_counter(), self.progress.consumed_samples
         size, scale = self.batch_size(consumed), self.optimizer.scaler.scale
-        loss = self._gradients(self._train_batches(), consumed, scale)
+        if self._batches is None:
+            self._batches = self.feed.open(self.train, consumed, self.batch_size, self.skips.samples)
+        loss, work = self._gradients(self._batches, consumed, scale)
         if self.before_update:
             loss = self.before_update(consumed, loss)
         scheduled = self.progress.scheduled_samples
@@ -199,17 +172,22 @@ class Trainer:
         self.progress.unscheduled += step.skipped * (self.progress.consumed_samples - consumed)
         self.progress.nans += loss != loss
         return IterationResult(loss, step.grad_norm, step.num_zeros, step.skipped, lr, scale, size, consumed,
-                               time.perf_counter() - started)
+                               time.perf_counter() - started, work)
 
-    def _gradients(self, batches: Iterator[Tensor], consumed: int, scale: float, stage: Stage | None = None,
-                   watch: Watch | None = None) -> float:
-        """Forwards and backwards of the iteration that begins at sample `consumed`, and sums of gradients; the mean loss."""
+    def _gradients(self, source: Source | None, consumed: int, scale: float, stage: Stage | None = None,
+                   watch: Watch | None = None) -> tuple[float, Work | None]:
+        """Forwards and backwards of the iteration that begins at sample `consumed`, and sums of gradients; the mean loss.
+
+        Also the work of its samples, where they are marked.
+        """
+        work = self.feed.begin(source)
         microbatches = self.layout.microbatches(self.run, self.batch_size(consumed))
         self.optimizer.zero_grad(microbatches)
-        losses = self._execute(batches, consumed, self.make_schedule(self.run, microbatches),
+        losses = self._execute(source, work, consumed, self.make_schedule(self.run, microbatches),
                                scale / (microbatches * self.layout.dp), True, stage, watch)
         self.optimizer.reduce_gradients()
-        return self._mean_loss(losses)  # not after the update, whose gathers of weights would come first on their communicator
+        # Not after the update, whose gathers of weights would come first on their communicator.
+        return self._mean_loss(losses), work
 
     def repeat(self, consumed: int, scale: float, stage: Stage | None = None, watch: Watch | None = None) -> float:
         """What `train_step` did before its update in the iteration that began at sample `consumed`, once more; the mean loss.
@@ -218,37 +196,37 @@ class Trainer:
         the trainer's own. Collective.
         """
         own = self.watch
-        source = self._samples(self.train, consumed, self.batch_size, self.skips.samples) if self.reads_data else None
-        if isinstance(source, ReaderBatches):
-            source.begin()
+        source = self.feed.open(self.train, consumed, self.batch_size, self.skips.samples)
 
         def both(executor: schedule.Executor) -> schedule.Executor:
             watched = own(executor) if own else executor
             return watch(watched) if watch else watched
 
-        loss = self._gradients(self._broadcast(source), consumed, scale, stage, both)
+        loss, _ = self._gradients(source, consumed, scale, stage, both)
         if source:
             source.close()
         return loss
 
     @torch.no_grad()
     def evaluate(self, dataset: Dataset | None, first: int, iterations: int) -> float:
-        """Mean loss over `iterations` global batches of a dataset from sample `first` on. Collective."""
+        """Mean loss over `iterations` global batches of a dataset from sample `first` on, or over their labels that count.
+
+        Collective.
+        """
         if self.run.training.eval_micro_batch_size:
             return self._with_its_micro_batches().evaluate(dataset, first, iterations)
         size = self.layout.eval_batch_size(self.run)
         lists = run_schedule.of_run(self.run, self.layout.microbatches(self.run, size)).forward_only()
-        total = 0.0
-        source = self._samples(dataset, first, lambda _: size) if self.reads_data else None
-        batches = self._broadcast(source)
+        total, weights = 0.0, 0
+        source = self.feed.open(dataset, first, lambda _: size)
         for i in range(iterations):
-            if isinstance(source, ReaderBatches):
-                source.begin()
-            losses = self._execute(batches, first + i * size, lists, 1.0, training=False)
-            total += self._mean_loss(losses)
+            work = self.feed.begin(source)
+            weight = 1 if work is None else work.counted
+            total += weight * self._mean_loss(self._execute(source, work, first + i * size, lists, 1.0, training=False))
+            weights += weight
         if source:
             source.close()
-        return total / iterations
+        return total / max(weights, 1)
 
     def _with_its_micro_batches(self) -> Trainer:
         """This trainer, weights and all, whose micro-batches are those of an evaluation."""
@@ -345,9 +323,3 @@ def layout_record(run: RunConfig, layout: Layout) -> dict[str, int | str]:
     return {"tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp,
             "pipeline_split": ",".join(map(str, pipeline_split(run))), "data_parallel_size": layout.dp,
             "zero_shards": zero_shards(run, layout)}
-
-
-def reads_data(run: RunConfig, groups: Groups) -> bool:
-    """Whether this rank opens the data set."""
-    parts = placement(run)
-    return groups.tp.rank == 0 and groups.pp.rank in (parts.owner(0)[0], parts.last_stage)

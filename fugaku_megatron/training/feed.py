@@ -1,0 +1,101 @@
+"""Where a rank's micro-batches come from: the first tensor-parallel rank reads them, and its group gets them by broadcasts.
+
+Marked samples (`data.marks`) are read an iteration at a time, since the labels of the whole global batch are counted before its
+first backward. Left out: which samples an iteration takes (`data.sampler`), what is done with them (`train`, `step`).
+Legend: s sequence, b micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..comm.grid import Groups
+from ..comm.solo import SoloComm
+from ..config.layout import placement
+from ..config.run_config import DataConfig, RunConfig
+from ..data.dataset import Dataset
+from ..data.marks import Work, document_starts
+from ..data.sampler import Prefetcher, ReaderBatches, ReaderGroup, consecutive, first_sample, micro_batches
+from ..nn.passes import Documents
+from .step import MicroBatch
+
+Source = Prefetcher[np.ndarray] | ReaderBatches  # of micro-batches
+
+
+def needs_data(run: RunConfig, groups: Groups) -> bool:
+    """Whether this rank's stage uses samples: the first and the last one, and with marks all of them."""
+    parts = placement(run)
+    return run.data.marked or groups.pp.rank in (parts.owner(0)[0], parts.last_stage)
+
+
+def reads_data(run: RunConfig, groups: Groups) -> bool:
+    """Whether this rank opens the data set."""
+    return groups.tp.rank == 0 and needs_data(run, groups)
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The data of one rank of a run. readers: see `train.Trainer`. waiting: is entered around what fetches samples."""
+
+    run: RunConfig
+    groups: Groups
+    readers: ReaderGroup | None
+    waiting: Callable[[], AbstractContextManager[None]]
+
+    def open(self, dataset: Dataset | None, consumed: int, size: Callable[[int], int],
+             samples: Callable[[int, int], Sequence[int]] = consecutive) -> Source | None:
+        """This rank's micro-batches from `consumed` on; None where it does not read. Close it at the end."""
+        if not reads_data(self.run, self.groups):
+            return None
+        micro_batch_size, dp = self.run.batch.micro_batch_size, self.groups.dp
+        readers = self.readers or ReaderGroup(SoloComm(), (dp.rank,))
+        if readers.comm.size > 1 or self.run.data.marked:
+            return ReaderBatches(readers, dataset, consumed, size, micro_batch_size, dp.size, samples)
+        assert dataset is not None, "a rank that reads its own samples has the dataset"
+        return Prefetcher(micro_batches(dataset, consumed, size, micro_batch_size, dp.rank, dp.size, samples))
+
+    def begin(self, source: Source | None) -> Work | None:
+        """Before each iteration, and each batch of an evaluation: the work of the global batch, where it is marked. Collective."""
+        if isinstance(source, ReaderBatches):
+            with self.waiting():
+                source.begin()
+        if not self.run.data.marked:
+            return None
+        own = source.work if isinstance(source, ReaderBatches) else Work(0, 0, 0)
+        numbers = self.groups.tp.broadcast(torch.tensor([own.counted, own.squares, own.samples]))
+        mine = int(numbers[1])
+        counted, squares, samples = self.groups.dp.all_reduce(numbers).tolist()
+        return Work(counted, squares, samples, mine * self.groups.dp.size / max(squares, 1))
+
+    def micro_batches(self, source: Source | None, consumed: int, count: int) -> Iterator[MicroBatch]:
+        """The `count` micro-batches of the iteration that starts at `consumed` samples, in data order."""
+        dp, has_data = self.groups.dp, needs_data(self.run, self.groups)
+        for index in range(count):
+            samples = self._next(source) if has_data else None
+            first = first_sample(consumed, index, self.run.batch.micro_batch_size, dp.rank, dp.size)
+            if samples is not None and self.run.data.marked:
+                yield MicroBatch(index, samples[0], first, samples[1], documents_of(samples[1], self.run.data))
+            else:
+                yield MicroBatch(index, samples, first)
+
+    def _next(self, source: Source | None) -> Tensor:
+        """A micro-batch, int64 (s + 1, b), with marks (2, s + 1, b), on every tensor-parallel rank, read by the first."""
+        shape = (2,) * self.run.data.marked + (self.run.model.seq_length + 1, self.run.batch.micro_batch_size)
+        with self.waiting():
+            samples = torch.from_numpy(next(source)) if source else torch.empty(shape, dtype=torch.int64)
+            return self.groups.tp.broadcast(samples)
+
+
+def documents_of(marks: Tensor, data: DataConfig) -> Documents:
+    """What attention and positions of the run see of the documents that marks (s + 1, b) tell."""
+    if not (data.masks_attention or data.restarts_positions):
+        return Documents()
+    starts = document_starts(marks)
+    positions = torch.arange(starts.shape[1], dtype=torch.int32).unsqueeze(1) - starts.t().contiguous()
+    return Documents(starts if data.masks_attention else None, positions if data.restarts_positions else None)
