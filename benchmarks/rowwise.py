@@ -141,7 +141,8 @@ def gelu(rows: int, f: int, dtype: torch.dtype) -> Case:
     """gelu(x) in the tanh approximation, which the MLP's backward computes again. x (rows, f)."""
     (x,) = random(dtype, 1, rows, f)
     y = torch.empty_like(x)
-    return Case(op="gelu", shape=(rows, f), calls=(Call("gelu", x, None, y),), baseline_run=lambda: F.gelu(x, approximate="tanh"),
+    return Case(op="gelu", shape=(rows, f), calls=(Call("activate", x, None, y),),
+                baseline_run=lambda: F.gelu(x, approximate="tanh"),
                 error=lambda: relative_error(y, F.gelu(x.double(), approximate="tanh")))
 
 
@@ -228,7 +229,7 @@ def swiglu(rows: int, f: int, dtype: torch.dtype) -> Case:
     With small values and gradients of 2 or -2 what is left there after each round is about as large as before.
     """
     x, dy = (0.01 * torch.randn(rows, 2, f)).to(dtype), torch.randn(rows, f).sign().mul_(2).to(dtype)
-    calls = Call("swiglu", x, torch.empty_like(dy)), Call("swiglu_backward", dy, x, x)
+    calls = Call("gate", x, torch.empty_like(dy)), Call("gate_backward", dy, x, x)
     return compare("swiglu", (rows, f), calls, x.unbind(1), lambda gate, up: F.silu(gate) * up, x.unbind(1), (dy,))
 
 

@@ -56,12 +56,14 @@ void bind_loss_forward(py::handle logits_object, py::handle labels_object, py::h
 }
 
 void bind_loss_backward(py::handle logits_object, py::handle row_max_object, py::handle sum_exp_object,
-                   py::handle labels_object, int64_t first_row, py::handle dloss_object, py::handle out_object) {
+                   py::handle labels_object, int64_t first_row, py::handle dloss_object, py::handle out_object,
+                   float z_loss) {
   TensorView logits("logits", logits_object), row_max("row_max", row_max_object), sum_exp("sum_exp", sum_exp_object),
       labels("labels", labels_object), dloss("dloss", dloss_object), out("out", out_object);
   CrossEntropyArgs args = logits_args(logits, labels, first_row, false);
   args.row_max = row_floats(row_max, logits, {});
   args.sum_exp = row_floats(sum_exp, logits, {});
+  args.z_loss = z_loss;
   const float* grad = row_floats(dloss, logits, {});
   out.floating().same_shape(logits).contiguous().same_or_disjoint({&logits});
   out.disjoint({&row_max, &sum_exp, &labels, &dloss});
@@ -84,7 +86,9 @@ const char FORWARD_DOC[] =
 loss = log(sum_exp) - target_logit. A row with the label -1 is not counted: its logits are not read, and its three results are 0.
 Any other label that is not a column is a ValueError.)";
 
-const char BACKWARD_DOC[] = R"(out = (exp(logits - row_max) / sum_exp - [column is the label]) dloss.
+const char BACKWARD_DOC[] = R"(out = (factor exp(logits - row_max) / sum_exp - [column is the label]) dloss, factor = 1 + 2 z_loss z.
+
+z = log(sum_exp) + row_max: the gradient of a loss that has z_loss z^2 added.
 
 row_max, sum_exp: over all ranks; dloss: float32 (rows). out: (rows, v) in any of the three dtypes; may be logits. Its rows with a
 label below 0 are zeros. Rows may be handed over in chunks, so that dlogits of one chunk are used up before the next is made.)";
@@ -99,7 +103,7 @@ FM_BIND(cross_entropy) {
   module.def("cross_entropy_forward", &bind_loss_forward, "logits"_a, "labels"_a, "row_max"_a, "sum_exp"_a, "target_logit"_a,
              FORWARD_DOC);
   module.def("cross_entropy_backward", &bind_loss_backward, "logits"_a, "row_max"_a, "sum_exp"_a, "labels"_a, "first_row"_a,
-             "dloss"_a, "out"_a, BACKWARD_DOC);
+             "dloss"_a, "out"_a, "z_loss"_a = 0.0f, BACKWARD_DOC);
 }
 
 }  // namespace fm

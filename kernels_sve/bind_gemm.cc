@@ -120,7 +120,7 @@ void run(const GemmArgs& args) {
 }
 
 void linear_forward(py::handle x_object, py::handle weight_object, py::handle out_object, py::handle bias_object,
-                    bool gelu, py::handle pre_object, py::handle residual_object, py::handle packed_object,
+                    const std::optional<std::string>& activation, py::handle pre_object, py::handle residual_object, py::handle packed_object,
                     int64_t fp16_chunk) {
   TensorView x("x", x_object), weight("weight", weight_object), out("out", out_object);
   weight.rank(2);
@@ -137,7 +137,7 @@ void linear_forward(py::handle x_object, py::handle weight_object, py::handle ou
     bias.same_dtype(out).shape({weight.size(0)}).contiguous().disjoint({&out});
     args.bias = bias.data();
   }
-  args.gelu = gelu;
+  args.activation = mlp_activation(activation);
   args.pre = epilogue_matrix("pre", pre_object, out, args.pre_row);
   if (args.pre) {
     TensorView pre("pre", pre_object);
@@ -149,7 +149,8 @@ void linear_forward(py::handle x_object, py::handle weight_object, py::handle ou
 }
 
 void linear_data_gradient(py::handle grad_object, py::handle weight_object, py::handle out_object,
-                          py::handle gelu_input_object, py::handle packed_object, int64_t fp16_chunk) {
+                          py::handle activation_input_object, const std::string& activation, py::handle packed_object,
+                          int64_t fp16_chunk) {
   TensorView grad("grad_output", grad_object), weight("weight", weight_object), out("out", out_object);
   weight.rank(2);
   check_operands(grad, weight, out, weight.size(0), weight.size(1));
@@ -161,7 +162,9 @@ void linear_data_gradient(py::handle grad_object, py::handle weight_object, py::
   args.b = weight.data(), args.b_row = weight.stride(0), args.b_col = 1;
   args.packed = packed_data(packed_object, weight, true, fp16_chunk, out);
   args.c = out.data(), args.c_row = out.stride(0);
-  args.gelu_input = epilogue_matrix("gelu_input", gelu_input_object, out, args.gelu_input_row, true);
+  args.activation_input =
+      epilogue_matrix("activation_input", activation_input_object, out, args.activation_input_row, true);
+  if (args.activation_input) args.activation = mlp_activation(activation);
   run(args);
 }
 
@@ -251,17 +254,17 @@ FM_BIND(gemm) {
       "fp16_chunk: of float16 operands and where has_fp16_arithmetic(), sums that many consecutive products in FP16 "
       "before\n"
       "they are added in float32; 0, the default, sums in float32 alone. See docs/numerics.md.");
-  module.def("linear_forward", &linear_forward, "x"_a, "weight"_a, "out"_a, "bias"_a = none, "gelu"_a = false,
+  module.def("linear_forward", &linear_forward, "x"_a, "weight"_a, "out"_a, "bias"_a = none, "activation"_a = none,
              "pre"_a = none, "residual"_a = none, "packed"_a = none, "fp16_chunk"_a = 0,
-             "out (M, N) = f(x (M, K) weight (N, K)^T + bias (N,)) + residual (M, N), f the tanh GELU when gelu. pre "
+             "out (M, N) = f(x (M, K) weight (N, K)^T + bias (N,)) + residual (M, N). activation: f as in activate, or None. pre "
              "(M, N) receives\n"
              "the argument of f. x and weight have one floating dtype; out that dtype or float32; bias, pre and "
              "residual out's.\n"
              "Rows may be strided. packed: the weight from pack_weight. fp16_chunk as in gemm.");
-  module.def("linear_data_gradient", &linear_data_gradient, "grad_output"_a, "weight"_a, "out"_a, "gelu_input"_a = none,
-             "packed"_a = none, "fp16_chunk"_a = 0,
-             "out (M, K) = grad_output (M, N) weight (N, K), times gelu'(gelu_input (M, K)) when given, which may be "
-             "out. dtypes and strides as in\n"
+  module.def("linear_data_gradient", &linear_data_gradient, "grad_output"_a, "weight"_a, "out"_a, "activation_input"_a = none,
+             "activation"_a = "gelu", "packed"_a = none, "fp16_chunk"_a = 0,
+             "out (M, K) = grad_output (M, N) weight (N, K), times f'(activation_input (M, K)) when given, which may be "
+             "out. activation: f as in activate. dtypes and strides as in\n"
              "linear_forward. packed: the weight from pack_weight(transposed=True). fp16_chunk as in gemm.");
   module.def("linear_weight_gradient", &linear_weight_gradient, "grad_output"_a, "x"_a, "weight_gradient"_a,
              "bias_gradient"_a = none, "fp16_chunk"_a = 0,

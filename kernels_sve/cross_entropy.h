@@ -1,6 +1,7 @@
 // Cross-entropy of logits whose vocabulary may be split over tensor-parallel ranks, by rows:
 //   sum_exp = sum over the vocabulary of exp(logit - row_max),  target_logit = logits[label] - row_max
-//   loss = log(sum_exp) - target_logit,  dlogits = (exp(logit - row_max) / sum_exp - [column is the label]) dloss
+//   loss = log(sum_exp) - target_logit,  dlogits = (factor exp(logit - row_max) / sum_exp - [column is the label]) dloss
+// where factor = 1 + 2 z_loss z, z = log(sum_exp) + row_max, if the loss has z_loss z^2 added (Chowdhery et al., 2022, section 5).
 // row_max, sum_exp and target_logit are reduced between the ranks by the caller (max, sum, sum); a label of another rank
 // makes target_logit 0. cross_entropy_forward computes all three in one reading, for a vocabulary that is whole.
 // A row with a label below 0 is not counted: its logits are not read, its sums are 0, and so is its gradient.
@@ -109,8 +110,9 @@ template <class T, class U>
 FM_INLINE void cross_entropy_backward_of(const CrossEntropyArgs& a, const float* dloss, U* out) {
   const auto row_gradient = [&](int64_t row, const T* x, int64_t label) {
     U* to = out + row * a.cols;
-    const float top = a.row_max[row], probability = reciprocal(broadcast(a.sum_exp[row]))[0],
-                scale = probability * dloss[row];
+    const vf sum = broadcast(a.sum_exp[row]);
+    const float top = a.row_max[row], factor = a.z_loss ? 1.0f + 2.0f * a.z_loss * (log(sum)[0] + top) : 1.0f,
+                probability = reciprocal(sum)[0] * factor, scale = probability * dloss[row];
     const float at_label =
         label < 0 ? 0.0f : (scalar_exp(load_scalar(x + label) - top) * probability - 1.0f) * dloss[row];
     int64_t i = 0;

@@ -6,7 +6,7 @@
 // another as memory has them, summed in float32 lanes, so its bits depend neither on threads nor on the number of rows. Reference:
 // reference_decode.cc. Tested by tests/kernels/test_decode.py, timed by python -m benchmarks decode.
 #pragma once
-#include "gelu.h"
+#include "activation.h"
 
 namespace fm::FM_TARGET {
 
@@ -70,7 +70,7 @@ FM_INLINE void few_rows_range(const FewRowsArgs a, int64_t begin, int64_t end) {
     T* y = static_cast<T*>(a.out) + m * a.out_row + begin;
     for_vectors(0, stride, [&](int64_t i, int lanes) {
       const vf v = load_lanes(sums + m * stride + i, lanes) + load_or_zero(bias, i, lanes);
-      store_lanes(y + i, a.gelu ? gelu_of(v) : v, lanes);
+      store_lanes(y + i, activated(a.activation, v), lanes);
     });
   }
 }

@@ -90,7 +90,7 @@ struct Gemm {
     return static_cast<float*>(scratch(slot, words * sizeof(float) + 256));
   }
 
-  bool sums_in_c() const { return g.out_dtype == DType::f32 && g.gelu_input != g.c; }
+  bool sums_in_c() const { return g.out_dtype == DType::f32 && g.activation_input != g.c; }
 
   void run() {
     if (!rows.size() || (!cols.size() && !first_cols)) return;
@@ -261,7 +261,7 @@ struct Gemm {
       };
       fetches.results = below(g.c, g.c_row);
       fetches.beside = g.pre          ? below(g.pre, g.pre_row)
-                       : g.gelu_input ? below(g.gelu_input, g.gelu_input_row)
+                       : g.activation_input ? below(g.activation_input, g.activation_input_row)
                                       : below(g.residual, g.residual_row);
     });
     return fetches;
@@ -269,7 +269,10 @@ struct Gemm {
 
   void finish_as(const float* tile, const float* sums, Span i, Span j) {
     with_dtype(g.out_dtype, [&](auto element) {
-      finish_tile<decltype(element), COLUMNS>(g, tile, sums, partial_row, i.begin, i.size(), j.begin, j.size());
+      const auto finish = [&](auto f) {
+        finish_tile<decltype(f), decltype(element), COLUMNS>(g, tile, sums, partial_row, i.begin, i.size(), j.begin, j.size());
+      };
+      g.activation == Activation::none ? finish(NoActivation()) : with_activation(g.activation, finish);
     });
   }
 };

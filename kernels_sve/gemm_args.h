@@ -24,11 +24,11 @@ struct GemmArgs {
 
   // Epilogue. All of C's element type; matrices have contiguous rows.
   const void* bias;  // (n,): C += bias
-  void* pre;         // (m, n) receives C before GELU
+  void* pre;         // (m, n) receives C before the activation
   int64_t pre_row;
-  bool gelu;               // C = gelu(C), tanh form
-  const void* gelu_input;  // (m, n): C *= gelu'(gelu_input); may be C
-  int64_t gelu_input_row;
+  Activation activation;         // C = f(C), or with activation_input
+  const void* activation_input;  // (m, n): C *= f'(activation_input); may be C
+  int64_t activation_input_row;
   const void* residual;  // (m, n): C += residual
   int64_t residual_row;
 };

@@ -1,15 +1,24 @@
-// What follows the product while a tile of C is still in the first-level cache: bias, GELU, its derivative, residual,
-// conversion. GELU is the tanh form, x sigmoid(2u) with u = sqrt(2/pi) (x + 0.044715 x^3) (Hendrycks and Gimpel, 2016).
+// What follows the product while a tile of C is still in the first-level cache: bias, activation, its derivative,
+// residual, conversion.
 #pragma once
-#include "gelu.h"
+#include "activation.h"
 #include "gemm_micro.h"
 
 namespace fm::FM_TARGET {
 
-FM_INLINE bool has_epilogue(const GemmArgs& g) { return g.bias || g.pre || g.gelu || g.gelu_input || g.residual; }
+FM_INLINE bool has_epilogue(const GemmArgs& g) {
+  return g.bias || g.pre || g.activation != Activation::none || g.residual;
+}
 
-// R rows of K vectors of C from (row, col) on; the vectors have `lanes` valid lanes.
-template <class T, int R, int K>
+struct NoActivation {
+  template <int N>
+  FM_INLINE void value_each(vf (&)[N]) {}
+  template <int N>
+  FM_INLINE void slope_each(vf (&)[N]) {}
+};
+
+// R rows of K vectors of C from (row, col) on; the vectors have `lanes` valid lanes. F: the activation.
+template <class F, class T, int R, int K>
 FM_INLINE void epilogue(const GemmArgs& g, vf (&v)[R * K], int64_t row, int64_t col, int lanes) {
   const auto for_all = [&](auto* p, int64_t stride, const auto& body) FM_INLINE_LAMBDA {
 #pragma GCC unroll 16
@@ -17,14 +26,15 @@ FM_INLINE void epilogue(const GemmArgs& g, vf (&v)[R * K], int64_t row, int64_t 
   };
   if (g.bias) for_all(static_cast<const T*>(g.bias), 0, [&](int n, const T* p) { v[n] += load_lanes(p, lanes); });
   if (g.pre) for_all(static_cast<T*>(g.pre), g.pre_row, [&](int n, T* p) { store_lanes(p, v[n], lanes); });
-  if (g.gelu) gelu_each(v);
-  if (g.gelu_input) {
+  if (g.activation_input) {
     vf x[R * K];
-    for_all(static_cast<const T*>(g.gelu_input), g.gelu_input_row,
+    for_all(static_cast<const T*>(g.activation_input), g.activation_input_row,
             [&](int n, const T* p) { x[n] = load_lanes(p, lanes); });
-    gelu_derivative_each(x);
+    F::slope_each(x);
 #pragma GCC unroll 16
     for (int n = 0; n < R * K; ++n) v[n] *= x[n];
+  } else {
+    F::value_each(v);
   }
   if (g.residual) {
     for_all(static_cast<const T*>(g.residual), g.residual_row,
@@ -33,7 +43,7 @@ FM_INLINE void epilogue(const GemmArgs& g, vf (&v)[R * K], int64_t row, int64_t 
 }
 
 // tile: rows x COLUMNS sums of the last block of k. partial: the sums of the blocks before, or null.
-template <class T, int COLUMNS>
+template <class F, class T, int COLUMNS>
 static void finish_tile(const GemmArgs& g, const float* tile, const float* partial, int64_t partial_row, int64_t row,
                         int64_t rows, int64_t col, int64_t cols) {
   T* c = static_cast<T*>(g.c) + row * g.c_row + col;
@@ -46,7 +56,7 @@ static void finish_tile(const GemmArgs& g, const float* tile, const float* parti
       v[n] = load_aligned(tile + i * COLUMNS + at);
       if (partial) v[n] += load_lanes(partial + i * partial_row + at, lanes);
     }
-    epilogue<T, R, K>(g, v, row + r, col + j, lanes);
+    epilogue<F, T, R, K>(g, v, row + r, col + j, lanes);
 #pragma GCC unroll 16
     for (int n = 0; n < R * K; ++n) store_lanes(c + (r + n / K) * g.c_row + j + n % K * VL, v[n], lanes);
   };

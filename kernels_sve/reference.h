@@ -11,6 +11,9 @@ namespace fm::reference {
 float get(const void* x, DType dtype, int64_t i);
 // a b + sum rounded once to binary16; the three are binary16 numbers.
 float fma_half(float a, float b, float sum);
+// An activation and its derivative; of none, x.
+double activation(Activation f, double x);
+double activation_slope(Activation f, double x);
 // Rounds to nearest even; a NaN stays a NaN.
 void put(void* x, DType dtype, int64_t i, float value);
 

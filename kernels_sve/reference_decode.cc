@@ -1,19 +1,15 @@
 // Scalar reference of decode.h, in double.
-#include <cmath>
-
 #include "reference.h"
 
 namespace fm::reference {
 
 void linear_few_rows(const FewRowsArgs& a) {
-  const double scale = std::sqrt(2 / std::acos(-1.0));
   for (int64_t i = 0; i < a.m; ++i) {
     for (int64_t j = 0; j < a.n; ++j) {
       double v = a.bias ? get(a.bias, a.dtype, j) : 0;
       for (int64_t p = 0; p < a.k; ++p)
         v += double(get(a.x, a.dtype, i * a.x_row + p)) * get(a.weight, a.dtype, j * a.weight_row + p);
-      if (a.gelu) v = 0.5 * v * (1 + std::tanh(scale * (v + 0.044715 * v * v * v)));
-      put(a.out, a.dtype, i * a.out_row + j, static_cast<float>(v));
+      put(a.out, a.dtype, i * a.out_row + j, static_cast<float>(activation(a.activation, v)));
     }
   }
 }

@@ -1,7 +1,6 @@
 // Scalar references of gemm.h: sums in double, in order of k; with fp16_chunk, of the chunks that were summed in FP16. The
 // packed form is B as [k][n] in its own type.
 #include <algorithm>
-#include <cmath>
 
 #include "reference.h"
 
@@ -9,13 +8,6 @@ namespace fm::reference {
 namespace {
 
 int64_t element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
-
-double gelu_sigmoid(double x) { return 1 / (1 + std::exp(-2 * std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x))); }
-
-double gelu_derivative(double x) {
-  const double s = gelu_sigmoid(x), t = s * (1 - s);
-  return s + (t == 0 ? t : x * 2 * std::sqrt(2 / M_PI) * (1 + 3 * 0.044715 * x * x) * t);
-}
 
 float b_element(const GemmArgs& g, int64_t p, int64_t j) {
   if (g.packed) return get(g.packed, g.in_dtype, p * g.n + j);
@@ -44,8 +36,11 @@ void element(const GemmArgs& g, int64_t i, int64_t j) {
   double v = product(g, i, j) + (g.accumulate ? get(g.c, g.out_dtype, i * g.c_row + j) : 0);
   if (g.bias) v += get(g.bias, g.out_dtype, j);
   if (g.pre) put(g.pre, g.out_dtype, i * g.pre_row + j, float(v));
-  if (g.gelu) v *= gelu_sigmoid(v);
-  if (g.gelu_input) v *= gelu_derivative(get(g.gelu_input, g.out_dtype, i * g.gelu_input_row + j));
+  if (g.activation_input) {
+    v *= activation_slope(g.activation, get(g.activation_input, g.out_dtype, i * g.activation_input_row + j));
+  } else {
+    v = activation(g.activation, v);
+  }
   if (g.residual) v += get(g.residual, g.out_dtype, i * g.residual_row + j);
   put(g.c, g.out_dtype, i * g.c_row + j, float(v));
 }

@@ -18,6 +18,9 @@ struct f16 {
 // elementwise.h
 enum class Function : int32_t { exp, log, sqrt, rsqrt, reciprocal };
 
+// activation.h and gate.h: what stands between the matmuls of an MLP. A gate has silu or gelu, the others have no gate.
+enum class Activation : int32_t { none, gelu, gelu_exact, squared_relu, silu };
+
 // What the random words of a dropout mask depend on, beside the element's place: philox_layout.h says which word an element
 // gets. first_sample, row0, col0: the global place of this tensor's first element.
 struct DropoutKey {
@@ -118,15 +121,25 @@ struct ResidualGradArgs {
   DropoutArgs dropout;
 };
 
-// swiglu.h: x (rows, 2, cols) whose rows and parts, the gate and what it multiplies, lie x_row and x_part elements apart.
-struct SwiGLUArgs {
+// activation.h: y = f(x + bias). Rows of x begin x_row elements apart, those of y are next to each other. bias may be null.
+struct ActivationArgs {
+  const void *x, *bias;
+  void* y;
+  int64_t x_row, rows, cols;
+  DType dtype;
+  Activation activation;
+};
+
+// gate.h: x (rows, 2, cols) whose rows and parts, the gate and what it multiplies, lie x_row and x_part elements apart.
+struct GateArgs {
   const void* x;
   int64_t x_row, x_part, rows, cols;
   DType dtype;
+  Activation activation;
 };
 
 // Its backward: dy (rows, cols) is contiguous, dx (rows, 2, cols) lies as x does, with distances of its own.
-struct SwiGLUGradArgs {
+struct GateGradArgs {
   const void* dy;
   void* dx;
   int64_t dx_row, dx_part;
@@ -153,7 +166,7 @@ struct RotaryGradArgs {
   float *dq_weight, *dk_weight;
 };
 
-// decode.h: out (m, n) = f(x (m, k) weight (n, k)^T + bias (n)) of one dtype, f the GELU or nothing; bias may be null.
+// decode.h: out (m, n) = f(x (m, k) weight (n, k)^T + bias (n)) of one dtype, f the activation; bias may be null.
 struct FewRowsArgs {
   int64_t m, n, k;
   DType dtype;
@@ -164,10 +177,11 @@ struct FewRowsArgs {
   const void* bias;
   void* out;
   int64_t out_row;
-  bool gelu;
+  Activation activation;
 };
 
-// Rows of logits whose column 0 is word first_row of the vocabulary. Each kernel uses the members it needs.
+// Rows of logits whose column 0 is word first_row of the vocabulary. Each kernel uses the members it needs. z_loss: the loss has
+// z_loss (log sum exp)^2 added.
 struct CrossEntropyArgs {
   const void* logits;
   DType dtype;
@@ -175,6 +189,7 @@ struct CrossEntropyArgs {
   const int64_t* labels;
   int64_t first_row;
   float *row_max, *sum_exp, *target_logit;
+  float z_loss = 0;
 };
 
 // Rows first_row to first_row + table_rows of a table of `cols` columns, looked up by n tokens.

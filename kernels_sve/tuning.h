@@ -67,7 +67,7 @@ struct Common {
   // Sums of a dot product side by side (bits), of up to 4 tokens at once: 16 accumulators in 32 registers. Four chains are enough
   // where memory bounds the kernel. Of as many rows the horizontal sums overlap.
   static constexpr int DOT_CHAINS = 4;
-  // Bytes that the dot products and SwiGLU prefetch ahead; 0: left to the hardware.
+  // Bytes that the dot products and gates prefetch ahead; 0: left to the hardware.
   static constexpr int64_t DOT_AHEAD = 0, GATE_AHEAD = 0;
   // Rows of an embedding table are at random places: they are prefetched this many tokens early.
   static constexpr int64_t TOKENS_AHEAD = 4;

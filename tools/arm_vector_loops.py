@@ -1,4 +1,4 @@
-"""Cycles a vector of the elementwise loops on the A64FX, for tools/arm_codegen.py: exp, GELU, SwiGLU, dropout, AdamW, softmax.
+"""Cycles a vector of the elementwise loops on the A64FX, for tools/arm_codegen.py: exp, activations, dropout, AdamW, softmax.
 
 Each loop is alone in a function of SOURCE, without the choices that a call makes once, and is found by its name. Its vectors are
 counted by an instruction that every vector needs. Tested by tests/arm/test_codegen.py.
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from tools.asm_loops import BRANCH, Loop, innermost_loops
 
-# A call with bias and GELU, or with GELU's derivative, has no residual and one block of k.
+# A call with bias and an activation, or with its derivative, has no residual and one block of k.
 SOURCE = """#include "simd.h"
 #include "adamw.h"
 #include "attention_block.h"
 #include "elementwise.h"
 #include "gemm_epilogue.h"
-#include "swiglu.h"
+#include "gate.h"
 #define FM_ALONE extern "C" __attribute__((flatten))
 using namespace fm;
 using namespace fm::FM_TARGET;
@@ -24,21 +24,28 @@ FM_ALONE void exp_alone(const float* x, float* y, int64_t n) {
   for_vectors(0, n, [&](int64_t i, int lanes) { store_lanes(y + i, exp(load_lanes(x + i, lanes)), lanes); });
 }
 FM_ALONE void gelu_alone(const float* x, const float* bias, float* y, int64_t cols) {
-  if (bias) gelu_rows<ROW_BLOCK>(x, cols, bias, y, cols);
+  if (bias) activation_rows<ROW_BLOCK>(Gelu(), x, cols, bias, y, cols);
+}
+FM_ALONE void exact_gelu_alone(const float* x, const float* bias, float* y, int64_t cols) {
+  if (bias) activation_rows<ROW_BLOCK>(ExactGelu(), x, cols, bias, y, cols);
 }
 FM_ALONE void gelu_epilogue(const GemmArgs& a, const float* tile, int64_t row, int64_t rows, int64_t col) {
   GemmArgs g{};
-  g.c = a.c, g.c_row = a.c_row, g.bias = a.bias, g.pre = a.pre, g.pre_row = a.pre_row, g.gelu = true;
-  if (g.bias && g.pre) finish_tile<float, NR>(g, tile, nullptr, 0, row, rows, col, NR);
+  g.c = a.c, g.c_row = a.c_row, g.bias = a.bias, g.pre = a.pre, g.pre_row = a.pre_row;
+  if (g.bias && g.pre) finish_tile<Gelu, float, NR>(g, tile, nullptr, 0, row, rows, col, NR);
 }
 FM_ALONE void gelu_backward_epilogue(const GemmArgs& a, const float* tile, int64_t row, int64_t rows, int64_t col) {
   GemmArgs g{};
-  g.c = a.c, g.c_row = a.c_row, g.gelu_input = a.gelu_input, g.gelu_input_row = a.gelu_input_row;
-  if (g.gelu_input) finish_tile<float, NR>(g, tile, nullptr, 0, row, rows, col, NR);
+  g.c = a.c, g.c_row = a.c_row, g.activation_input = a.activation_input, g.activation_input_row = a.activation_input_row;
+  if (g.activation_input) finish_tile<Gelu, float, NR>(g, tile, nullptr, 0, row, rows, col, NR);
 }
-FM_ALONE void swiglu_alone(const SwiGLUArgs& a, int64_t row, float* y) { swiglu_row(a, row, y); }
-FM_ALONE void swiglu_backward_alone(const SwiGLUArgs& a, const SwiGLUGradArgs& grad, int64_t row) {
-  swiglu_backward_row<float>(a, grad, row);
+FM_ALONE void swiglu_alone(const GateArgs& a, int64_t row, float* y) { gate_row<Silu>(a, row, y); }
+FM_ALONE void swiglu_backward_alone(const GateArgs& a, const GateGradArgs& grad, int64_t row) {
+  gate_backward_row<Silu, float>(a, grad, row);
+}
+FM_ALONE void geglu_alone(const GateArgs& a, int64_t row, float* y) { gate_row<Gelu>(a, row, y); }
+FM_ALONE void geglu_backward_alone(const GateArgs& a, const GateGradArgs& grad, int64_t row) {
+  gate_backward_row<Gelu, float>(a, grad, row);
 }
 FM_ALONE void dropout_alone(const DropoutArgs& a, const PhiloxKey& key, uint64_t sample, const float* x, float* y) {
   dropout_row(a, key, sample, 0, x, y);
@@ -81,10 +88,13 @@ PHILOX = {"marker": "umulh", "each": 19}
 LOOPS = (
     VectorLoop("exp", "exp_alone", 24),
     VectorLoop("GELU", "gelu_alone", 26),
+    VectorLoop("exact GELU", "exact_gelu_alone", 30),
     VectorLoop("GELU in the matmul's epilogue", "gelu_epilogue", 26),
     VectorLoop("GELU's derivative in the epilogue", "gelu_backward_epilogue", 26),
     VectorLoop("SwiGLU", "swiglu_alone", 26),
     VectorLoop("SwiGLU backward", "swiglu_backward_alone", 36),
+    VectorLoop("GeGLU", "geglu_alone", 28),
+    VectorLoop("GeGLU backward", "geglu_backward_alone", 40),
     VectorLoop("dropout", "dropout_alone", 45, vectors=4, **PHILOX),
     VectorLoop("AdamW", "adamw_alone", 48, marker="frsqrte"),
     VectorLoop("attention's softmax", "softmax_alone", 9),

@@ -42,8 +42,8 @@ NORMS = {"LayerNorm": NormPart(layer="fugaku_megatron.nn.layers:LayerNorm", vect
          "PlainLayerNorm": NormPart(layer="fugaku_megatron.nn.layers:PlainLayerNorm", vectors=0, statistics=2)}
 MLPS = {**{name: MLPPart(layer="fugaku_megatron.nn.blocks:MLP", activation=name, fc1_widths=1)
            for name in ("gelu", "gelu_exact", "squared_relu")},
-        "swiglu": MLPPart(layer="fugaku_megatron.nn.blocks:GatedMLP", activation="swiglu", fc1_widths=2),
-        "geglu": MLPPart(layer="fugaku_megatron.nn.blocks:GeGLU", activation="geglu", fc1_widths=2)}
+        **{name: MLPPart(layer="fugaku_megatron.nn.blocks:GatedMLP", activation=name, fc1_widths=2)
+           for name in ("swiglu", "geglu")}}
 
 
 def choices(parts: dict[str, NormPart] | dict[str, MLPPart]) -> str:
@@ -247,7 +247,7 @@ class ModelConfig:
         """Whether the C++ kernels compute all of a forward, nothing of which is left to torch."""
         norms = self.normalization == "RMSNorm" or self.normalization == "LayerNorm" and not self.qk_layernorm
         plain = self.embedding_multiplier == self.residual_multiplier == self.logits_scaling == 1.0
-        return self.kernels_take_heads and norms and plain and self.activation in ("gelu", "swiglu")
+        return self.kernels_take_heads and norms and plain
 
     @property
     def qkv_bias(self) -> bool:

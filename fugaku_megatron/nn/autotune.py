@@ -68,8 +68,8 @@ def _mlp(model: ModelConfig, x: Tensor, tp: int) -> Callable[[Ops], Tensor]:
     """The model's MLP of x (s, b, h)."""
     f, h, dtype, gates = model.ffn_hidden_size // tp, model.hidden_size, x.dtype, [2] * model.gated
     fc1, bias, fc2 = _weight(*gates, f, h, dtype=dtype), _weight(*gates, f, dtype=dtype), _weight(h, f, dtype=dtype)
-    if model.swiglu:
-        return lambda ops: ops.gated_mlp(x, fc1, bias, fc2).sum()
+    if model.gated:
+        return lambda ops: ops.gated_mlp(x, fc1, bias, fc2, activation=model.activation).sum()
     return lambda ops: ops.mlp(x, fc1, bias, fc2, activation=model.activation).sum()
 
 

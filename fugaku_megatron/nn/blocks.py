@@ -128,19 +128,14 @@ class MLP(nn.Module):
 
 
 class GatedMLP(MLP):
-    """h -> f -> h with SwiGLU, as one operation."""
+    """h -> f -> h with a gate, as one operation."""
 
     column = GatedColumnParallelLinear
 
     def operations(self) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
         """As `MLP.operations`, of (s, b, h)."""
-        return self.context.ops.gated_mlp, self.context.ops.gated_mlp_between_parts
-
-
-class GeGLU(MLP):
-    """h -> f -> h with a gate whose activation is a GELU, as one operation."""
-
-    column = GatedColumnParallelLinear
+        ops, activation = self.context.ops, self.context.model.activation
+        return partial(ops.gated_mlp, activation=activation), partial(ops.gated_mlp_between_parts, activation=activation)
 
 
 class TransformerLayer(nn.Module):

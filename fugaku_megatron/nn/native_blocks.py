@@ -22,6 +22,7 @@ from .parameter import WeightGradients
 from .shared import Angles, DropoutKey, as_rows, gradient_of
 from .torch_blocks import BlockOps, matrix
 
+GATES = {"swiglu": "silu", "geglu": "gelu"}  # the kernels' names for what a gate applies
 MLP_PARTS, MLP_COLUMNS = 4, 512  # backward holds this part of the MLP's inner tensor twice, and at least so many columns
 
 
@@ -66,25 +67,26 @@ class NativeBlockOps(BlockOps):
     weight_gradients: WeightGradients
 
     def gated_mlp(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool = True,
-                  sequence: Comm | None = None) -> Tensor:
+                  sequence: Comm | None = None, activation: str = "swiglu") -> Tensor:
         """x (s, b, h), weight1 (2, f, h), bias1 (2, f), weight2 (h, f) -> (s, b, h)."""
-        return _GatedMLP.apply(self, x, matrix(weight1), matrix(bias1), weight2, needs_values, sequence)
+        return _GatedMLP.apply(self, activation, x, matrix(weight1), matrix(bias1), weight2, needs_values, sequence)
 
-    def gate(self, pre: Tensor) -> Tensor:
+    def gate(self, pre: Tensor, activation: str) -> Tensor:
         """pre (rows, 2 f) -> (rows, f)."""
         inner = pre.new_empty(len(pre), pre.shape[1] // 2)
-        self.kernels.swiglu(_gates(pre), inner)
+        self.kernels.gate(_gates(pre), inner, GATES[activation])
         return inner
 
-    def gate_gradient(self, dinner: Tensor, pre: Tensor, dpre: Tensor) -> None:
+    def gate_gradient(self, dinner: Tensor, pre: Tensor, dpre: Tensor, activation: str) -> None:
         """dinner (rows, f), pre and dpre (rows, 2 f)."""
-        self.kernels.swiglu_backward(dinner, _gates(pre), _gates(dpre))
+        self.kernels.gate_backward(dinner, _gates(pre), _gates(dpre), GATES[activation])
 
-    def gated_weight_gradient(self, dy: Tensor, pre: Tensor, weight: Tensor, chunk: int) -> None:
+    def gated_weight_gradient(self, dy: Tensor, pre: Tensor, weight: Tensor, activation: str, chunk: int) -> None:
         """dy (rows, h), pre (rows, 2 f), weight (h, f)."""
         def second_weight() -> None:
             for columns, inner in column_parts(pre, weight.shape[1], whole=False):
-                _second_weight_gradient(self, dy, _gates(pre)[:, :, columns], inner, gradient_of(weight)[:, columns], chunk)
+                _second_weight_gradient(self, dy, _gates(pre)[:, :, columns], activation, inner, gradient_of(weight)[:, columns],
+                                        chunk)
 
         self.weight_gradients.add(second_weight)
 
@@ -154,18 +156,18 @@ class _BiasDropoutAddRMSNorm(torch.autograd.Function):
 
 class _GatedMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ops: Any, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool,
-                sequence: Comm | None) -> Tensor:
+    def forward(ctx: Any, ops: Any, activation: str, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor,
+                needs_values: bool, sequence: Comm | None) -> Tensor:
         pre = x.new_empty(row_count(x, sequence), len(weight1))  # (rows, 2 f): the gates, then what they multiply
         whole, chunk = gather_sequence(x, sequence), ops.chunk(x)
         rows = as_rows(whole)
         ops.matmul(rows, weight1, pre, bias1, chunk=chunk)
         out = x.new_empty(len(pre), len(weight2)) if needs_values else x.new_empty(1).expand(len(pre), len(weight2))
         if needs_values:
-            ops.matmul(ops.gate(pre), weight2, out, chunk=chunk)
+            ops.matmul(ops.gate(pre, activation), weight2, out, chunk=chunk)
         ctx.save_for_backward(rows if sequence is None else x, pre)  # the gated values are cheaper to compute again than to keep
         ctx.ops, ctx.parameters, ctx.shape, ctx.sequence = ops, (weight1, bias1, weight2), whole.shape, sequence
-        ctx.keeps_input = needs_values and sequence is None
+        ctx.activation, ctx.keeps_input = activation, needs_values and sequence is None
         return out.view(*whole.shape[:-1], len(weight2))
 
     @staticmethod
@@ -173,11 +175,11 @@ class _GatedMLP(torch.autograd.Function):
         (x, pre), weight2, ops, dy = ctx.saved_tensors, ctx.parameters[2], ctx.ops, as_rows(dy)
         chunk = ops.chunk(dy)
         if ops.weight_gradients.waits:
-            dpre = _gradient_of_gates(ops, dy, pre, weight2, chunk)
+            dpre = _gradient_of_gates(ops, dy, pre, weight2, ctx.activation, chunk)
         else:
-            _to_gradient_of_gates(ops, dy, pre, weight2, chunk)
+            _to_gradient_of_gates(ops, dy, pre, weight2, ctx.activation, chunk)
             dpre = pre
-        return None, gradient_of_input(ctx, x, dpre, chunk), None, None, None, None, None
+        return None, None, gradient_of_input(ctx, x, dpre, chunk), None, None, None, None, None
 
 
 def _gates(pre: Tensor) -> Tensor:
@@ -185,28 +187,28 @@ def _gates(pre: Tensor) -> Tensor:
     return pre.view(len(pre), 2, -1)
 
 
-def _second_weight_gradient(ops: Any, dy: Tensor, gates: Tensor, inner: Tensor, grad: Tensor, chunk: int) -> None:
-    """Add dy^T swiglu(gates) to grad (h, columns). dy (rows, h), gates (rows, 2, columns); inner: memory for swiglu(gates)."""
-    ops.kernels.swiglu(gates, inner)
+def _second_weight_gradient(ops: Any, dy: Tensor, gates: Tensor, activation: str, inner: Tensor, grad: Tensor, chunk: int) -> None:
+    """Add dy^T gate(gates) to grad (h, columns). dy (rows, h), gates (rows, 2, columns); inner: memory for gate(gates)."""
+    ops.kernels.gate(gates, inner, GATES[activation])
     ops.kernels.linear_weight_gradient(dy, inner, grad, fp16_chunk=chunk)
 
 
-def _to_gradient_of_gates(ops: Any, dy: Tensor, pre: Tensor, weight2: Tensor, chunk: int) -> None:
+def _to_gradient_of_gates(ops: Any, dy: Tensor, pre: Tensor, weight2: Tensor, activation: str, chunk: int) -> None:
     """Overwrite pre (rows, 2 f) with its gradient and add the second weight's gradient, by parts of columns."""
     packed = ops.packed(weight2, True, chunk)
     for columns, inner in column_parts(pre, weight2.shape[1], packed is not None):
         gates = _gates(pre)[:, :, columns]
-        _second_weight_gradient(ops, dy, gates, inner, gradient_of(weight2)[:, columns], chunk)
+        _second_weight_gradient(ops, dy, gates, activation, inner, gradient_of(weight2)[:, columns], chunk)
         ops.kernels.linear_data_gradient(dy, weight2[:, columns], inner, packed=packed, fp16_chunk=chunk)
-        ops.kernels.swiglu_backward(inner, gates, gates)
+        ops.kernels.gate_backward(inner, gates, gates, GATES[activation])
 
 
-def _gradient_of_gates(ops: Any, dy: Tensor, pre: Tensor, weight2: Tensor, chunk: int) -> Tensor:
+def _gradient_of_gates(ops: Any, dy: Tensor, pre: Tensor, weight2: Tensor, activation: str, chunk: int) -> Tensor:
     """The gradient of pre (rows, 2 f), in new memory; the second weight's gradient is put off, and needs pre and dy (rows, h)."""
-    ops.gated_weight_gradient(dy, pre, weight2, chunk)
+    ops.gated_weight_gradient(dy, pre, weight2, activation, chunk)
     dpre, dinner = torch.empty_like(pre), pre.new_empty(len(pre), weight2.shape[1])
     ops.data_gradient(dy, weight2, dinner, chunk)
-    ops.gate_gradient(dinner, pre, dpre)
+    ops.gate_gradient(dinner, pre, dpre, activation)
     return dpre
 
 
@@ -313,9 +315,7 @@ def _chunk_loss(kernels: Any, logits: Tensor, labels: Tensor, tp: Comm, first_ro
                 dlogits: Tensor | None, z_loss: float = 0.0) -> float:
     """Sum of the losses of some rows of logits (rows, v), and unless None dlogits, their gradient times `factor`; may be logits.
 
-    Rows with a label below 0 add nothing, and their gradient is 0.
-    With z = log sum exp, a row's gradient is (1 + 2 z_loss z) softmax - one hot: the kernel's, times that factor, and what the
-    label's column then has too much of taken back.
+    Rows with a label below 0 add nothing, and their gradient is 0. z_loss: a row's loss has z_loss (log sum exp)^2 added.
     """
     row_max, sum_exp, target_logit = torch.empty(3, len(labels))
     if tp.size == 1:
@@ -326,13 +326,10 @@ def _chunk_loss(kernels: Any, logits: Tensor, labels: Tensor, tp: Comm, first_ro
         kernels.cross_entropy_sum(logits, row_max, labels, first_row, sum_exp, target_logit)
         tp.all_reduce(sum_exp)
         tp.all_reduce(target_logit)
+    if dlogits is not None:
+        factors = torch.full_like(sum_exp, factor)
+        kernels.cross_entropy_backward(logits, row_max, sum_exp, labels, first_row, factors, dlogits, z_loss)
     log_sum = torch.log(sum_exp)
     z = log_sum + row_max
-    if dlogits is not None:
-        factors = torch.full_like(sum_exp, factor) if not z_loss else factor * (1 + 2 * z_loss * z)
-        kernels.cross_entropy_backward(logits, row_max, sum_exp, labels, first_row, factors, dlogits)
-        if z_loss:
-            own = torch.nonzero((labels >= first_row) & (labels < first_row + dlogits.shape[1])).flatten()
-            dlogits[own, labels[own] - first_row] += (factors[own] - factor).to(dlogits.dtype)
     losses = (log_sum - target_logit + z_loss * z * z).masked_fill_(labels < 0, 0.0)
     return losses.sum(dtype=torch.float64).item()

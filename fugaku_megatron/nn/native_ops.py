@@ -51,7 +51,7 @@ class NativeOps(NativeBlockOps):
     def matmul(self, x: Tensor, weight: Tensor, out: Tensor, *epilogue: Any, chunk: int = 0) -> None:
         """out (rows, out) = x (rows, in) weight^T, weight (out, in), with the epilogue of `linear_forward`."""
         if len(x) <= self.few_rows and not chunk:
-            return self.kernels.linear_few_rows(x, weight, out, *epilogue[:2])  # bias and GELU
+            return self.kernels.linear_few_rows(x, weight, out, *epilogue[:2])  # bias and activation
         self.kernels.linear_forward(x, weight, out, *epilogue, packed=self.packed(weight, False, chunk), fp16_chunk=chunk)
 
     def data_gradient(self, dy: Tensor, weight: Tensor, dx: Tensor, chunk: int = 0) -> None:
@@ -74,9 +74,9 @@ class NativeOps(NativeBlockOps):
         return _Linear.apply(self, x, weight, bias, sequence)
 
     def mlp(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool = True,
-            sequence: Comm | None = None) -> Tensor:
+            sequence: Comm | None = None, activation: str = "gelu") -> Tensor:
         """x (s, b, h), weight1 (f, h), bias1 (f), weight2 (h, f) -> (s, b, h)."""
-        return _MLP.apply(self, x, weight1, bias1, weight2, needs_values, sequence)
+        return _MLP.apply(self, activation, x, weight1, bias1, weight2, needs_values, sequence)
 
     def attention(self, qkv: Tensor, head_size: int, p: float, key: DropoutKey, groups: int | None = None,
                   window: int | None = None, starts: Tensor | None = None) -> Tensor:
@@ -148,21 +148,21 @@ class _Linear(torch.autograd.Function):
 
 class _MLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ops: NativeOps, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor,
+    def forward(ctx: Any, ops: NativeOps, activation: str, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor,
                 needs_values: bool, sequence: Comm | None) -> Tensor:
-        pre = x.new_empty(row_count(x, sequence), weight1.shape[0])  # (rows, f): argument of the GELU
+        pre = x.new_empty(row_count(x, sequence), weight1.shape[0])  # (rows, f): argument of the activation
         whole, chunk = gather_sequence(x, sequence), ops.chunk(x)
         rows = as_rows(whole)
         if needs_values:
             out, inner = x.new_empty(rows.shape[0], weight2.shape[0]), torch.empty_like(pre)
-            ops.matmul(rows, weight1, inner, bias1, True, pre, chunk=chunk)
+            ops.matmul(rows, weight1, inner, bias1, activation, pre, chunk=chunk)
             ops.matmul(inner, weight2, out, chunk=chunk)
         else:
             out = x.new_empty(1).expand(rows.shape[0], weight2.shape[0])
             ops.matmul(rows, weight1, pre, bias1, chunk=chunk)
-        ctx.save_for_backward(rows if sequence is None else x, pre)  # gelu(pre) is cheaper to compute again than to keep
+        ctx.save_for_backward(rows if sequence is None else x, pre)  # its values are cheaper to compute again than to keep
         ctx.ops, ctx.parameters, ctx.shape, ctx.sequence = ops, (weight1, bias1, weight2), whole.shape, sequence
-        ctx.keeps_input = needs_values and sequence is None
+        ctx.activation, ctx.keeps_input = activation, needs_values and sequence is None
         return out.view(*whole.shape[:-1], weight2.shape[0])
 
     @staticmethod
@@ -170,45 +170,46 @@ class _MLP(torch.autograd.Function):
         (x, pre), weight2, dy, ops = ctx.saved_tensors, ctx.parameters[2], as_rows(dy), ctx.ops
         chunk = ops.chunk(dy)
         if ops.weight_gradients.waits:
-            dpre = _gradient_of_gelu_argument(ops, dy, pre, weight2, chunk)
+            dpre = _gradient_of_argument(ops, dy, pre, weight2, ctx.activation, chunk)
         else:
-            _to_gradient_of_gelu_argument(ops, dy, pre, weight2, chunk)
+            _to_gradient_of_argument(ops, dy, pre, weight2, ctx.activation, chunk)
             dpre = pre
-        return None, gradient_of_input(ctx, x, dpre, chunk), None, None, None, None, None
+        return None, None, gradient_of_input(ctx, x, dpre, chunk), None, None, None, None, None
 
 
-def _second_weight_gradient(ops: NativeOps, dy: Tensor, argument: Tensor, part: Tensor, grad: Tensor, chunk: int) -> None:
-    """Add dy^T gelu(argument) to grad (h, columns). dy (rows, h), argument (rows, columns); part: memory for gelu(argument)."""
-    ops.kernels.gelu(argument, None, part)
+def _second_weight_gradient(ops: NativeOps, dy: Tensor, argument: Tensor, activation: str, part: Tensor, grad: Tensor,
+                            chunk: int) -> None:
+    """Add dy^T f(argument) to grad (h, columns). dy (rows, h), argument (rows, columns); part: memory for f(argument)."""
+    ops.kernels.activate(argument, None, part, activation)
     ops.kernels.linear_weight_gradient(dy, part, grad, fp16_chunk=chunk)
 
 
-def _to_gradient_of_gelu_argument(ops: NativeOps, dy: Tensor, pre: Tensor, weight2: Tensor, chunk: int) -> None:
-    """Overwrite pre (rows, f), the GELU's argument, with its gradient and add the second weight's gradient, by parts of columns."""
+def _to_gradient_of_argument(ops: NativeOps, dy: Tensor, pre: Tensor, weight2: Tensor, activation: str, chunk: int) -> None:
+    """Overwrite pre (rows, f), the activation's argument, with its gradient and add the second weight's, by parts of columns."""
     packed = ops.packed(weight2, True, chunk)
     for columns, part in column_parts(pre, pre.shape[1], packed is not None):
         argument = pre[:, columns]
-        _second_weight_gradient(ops, dy, argument, part, gradient_of(weight2)[:, columns], chunk)
+        _second_weight_gradient(ops, dy, argument, activation, part, gradient_of(weight2)[:, columns], chunk)
         out = part if pre.dtype == torch.float32 else argument  # sums of FP32 lie in the result until the last block of k
-        ops.kernels.linear_data_gradient(dy, weight2[:, columns], out, argument, packed=packed, fp16_chunk=chunk)
+        ops.kernels.linear_data_gradient(dy, weight2[:, columns], out, argument, activation, packed=packed, fp16_chunk=chunk)
         if out is part:
             argument.copy_(part)
 
 
-def add_second_weight_gradient(ops: NativeOps, dy: Tensor, pre: Tensor, weight2: Tensor, chunk: int) -> None:
-    """Add dy^T gelu(pre) to weight2's gradient (h, f), now or later; dy (rows, h) and pre (rows, f) stay until that is done."""
+def add_second_weight_gradient(ops: NativeOps, dy: Tensor, pre: Tensor, weight2: Tensor, activation: str, chunk: int) -> None:
+    """Add dy^T f(pre) to weight2's gradient (h, f), now or later; dy (rows, h) and pre (rows, f) stay until that is done."""
     def second_weight() -> None:
         for columns, part in column_parts(pre, pre.shape[1], whole=False):
-            _second_weight_gradient(ops, dy, pre[:, columns], part, gradient_of(weight2)[:, columns], chunk)
+            _second_weight_gradient(ops, dy, pre[:, columns], activation, part, gradient_of(weight2)[:, columns], chunk)
 
     ops.weight_gradients.add(second_weight)
 
 
-def _gradient_of_gelu_argument(ops: NativeOps, dy: Tensor, pre: Tensor, weight2: Tensor, chunk: int) -> Tensor:
+def _gradient_of_argument(ops: NativeOps, dy: Tensor, pre: Tensor, weight2: Tensor, activation: str, chunk: int) -> Tensor:
     """The gradient of pre (rows, f), in new memory; the second weight's gradient is put off, and needs pre and dy (rows, h)."""
-    add_second_weight_gradient(ops, dy, pre, weight2, chunk)
+    add_second_weight_gradient(ops, dy, pre, weight2, activation, chunk)
     dpre = torch.empty_like(pre)
-    ops.kernels.linear_data_gradient(dy, weight2, dpre, pre, packed=ops.packed(weight2, True, chunk), fp16_chunk=chunk)
+    ops.kernels.linear_data_gradient(dy, weight2, dpre, pre, activation, packed=ops.packed(weight2, True, chunk), fp16_chunk=chunk)
     return dpre
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..comm.autograd import RowBlocks
 from ..comm.base import Comm
 from ..host import kernels as native_kernels
-from . import overlapped_ops, torch_blocks
+from . import overlapped_ops
 from .native_ops import NativeOps
 from .parameter import WeightCache, WeightGradients
 from .shared import Angles, DropoutKey, backward, recompute
@@ -88,16 +88,13 @@ class Ops:
 
     def mlp(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool = True,
             sequence: Comm | None = None, activation: str = "gelu") -> Tensor:
-        """gelu(x W1^T + bias1) W2^T, without the second bias. x (s, b, h), W1 (f, h), W2 (h, f) -> (s, b, h).
+        """f(x W1^T + bias1) W2^T, without the second bias. x (s, b, h), W1 (f, h), W2 (h, f) -> (s, b, h).
 
-        activation: "gelu", its tanh form, or another one of `torch_blocks.ACTIVATIONS`, which runs in torch between the matmuls.
-
+        activation: f, "gelu" (its tanh form), "gelu_exact" or "squared_relu".
         needs_values False: backward will follow, and nobody reads the result, whose values may be anything then, nor x again, whose
         memory backward may use. sequence: as in `linear`.
         """
-        if activation != "gelu":
-            return torch_blocks.mlp(self.backends["gemm"], activation, x, weight1, bias1, weight2, needs_values, sequence)
-        return self.backends["gemm"].mlp(x, weight1, bias1, weight2, needs_values, sequence)
+        return self.backends["gemm"].mlp(x, weight1, bias1, weight2, needs_values, sequence, activation)
 
     def column_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: RowBlocks) -> Tensor:
         """`linear` of what is gathered from x (s / t, b, in) block by block, overlapped with the matmul -> (s, b, out)."""
@@ -113,17 +110,18 @@ class Ops:
         return overlapped_ops.mlp(self.backends["gemm"], x, weight1, bias1, weight2, needs_values, blocks, activation)
 
     def gated_mlp(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool = True,
-                  sequence: Comm | None = None) -> Tensor:
-        """(silu(x W1[0]^T + b[0]) * (x W1[1]^T + b[1])) W2^T. x (s, b, h), W1 (2, f, h), b (2, f), W2 (h, f) -> (s, b, h).
+                  sequence: Comm | None = None, activation: str = "swiglu") -> Tensor:
+        """(f(x W1[0]^T + b[0]) * (x W1[1]^T + b[1])) W2^T. x (s, b, h), W1 (2, f, h), b (2, f), W2 (h, f) -> (s, b, h).
 
-        needs_values, sequence: as in `mlp`. Source: Shazeer 2020, "GLU Variants Improve Transformer".
+        activation: "swiglu", f being silu, or "geglu", f being the GELU in its tanh form. needs_values, sequence: as in `mlp`.
+        Source: Shazeer 2020, "GLU Variants Improve Transformer".
         """
-        return self.backends["gemm"].gated_mlp(x, weight1, bias1, weight2, needs_values, sequence)
+        return self.backends["gemm"].gated_mlp(x, weight1, bias1, weight2, needs_values, sequence, activation)
 
     def gated_mlp_between_parts(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool,
-                                blocks: RowBlocks) -> Tensor:
+                                blocks: RowBlocks, activation: str = "swiglu") -> Tensor:
         """`gated_mlp` from part to part (s / t, b, h) of the sequence, as `mlp_between_parts`."""
-        return overlapped_ops.gated_mlp(self.backends["gemm"], x, weight1, bias1, weight2, needs_values, blocks)
+        return overlapped_ops.gated_mlp(self.backends["gemm"], x, weight1, bias1, weight2, needs_values, blocks, activation)
 
     def attention(self, qkv: Tensor, head_size: int, p: float, key: DropoutKey, groups: int | None = None,
                   window: int | None = None, starts: Tensor | None = None) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..comm.autograd import Gathering, RowBlocks, Summing
 from .native_ops import NativeOps, add_second_weight_gradient
 from .shared import as_rows
-from .torch_blocks import Activation, first_matrix, matrix
+from .torch_blocks import matrix
 from .torch_ops import TorchOps, gelu
 
 Backend = NativeOps | TorchOps
@@ -38,17 +38,17 @@ def row_linear(ops: Backend, x: Tensor, weight: Tensor, blocks: RowBlocks) -> Te
 def mlp(ops: Backend, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool,
         blocks: RowBlocks, activation: str) -> Tensor:
     """x (s / t, b, h), weight1 (f, h), bias1 (f), weight2 (h, f) -> (s / t, b, h). needs_values, activation: as `Ops.mlp`."""
-    if activation != "gelu":
-        return _GatedMLP.apply(ops, Activation(ops, activation), x, *first_matrix(weight1, bias1), weight2, needs_values, blocks)
     if isinstance(ops, NativeOps):
-        return _NativeMLP.apply(ops, x, weight1, bias1, weight2, needs_values, blocks)
+        return _NativeMLP.apply(ops, activation, x, weight1, bias1, weight2, needs_values, blocks)
+    if activation != "gelu":
+        return _GatedMLP.apply(ops, activation, x, weight1, bias1, weight2, needs_values, blocks)
     return row_linear(ops, gelu(column_linear(ops, x, weight1, bias1, blocks)), weight2, blocks)
 
 
 def gated_mlp(ops: Backend, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool,
-              blocks: RowBlocks) -> Tensor:
-    """x (s / t, b, h), weight1 (2, f, h), bias1 (2, f), weight2 (h, f) -> (s / t, b, h). needs_values: as `Ops.mlp`."""
-    return _GatedMLP.apply(ops, ops, x, matrix(weight1), matrix(bias1), weight2, needs_values, blocks)
+              blocks: RowBlocks, activation: str) -> Tensor:
+    """x (s / t, b, h), weight1 (2, f, h), bias1 (2, f), weight2 (h, f) -> (s / t, b, h). The rest: as `Ops.gated_mlp`."""
+    return _GatedMLP.apply(ops, activation, x, matrix(weight1), matrix(bias1), weight2, needs_values, blocks)
 
 
 def _data_gradient_sum(ops: Backend, dy: Tensor, weight: Tensor, blocks: RowBlocks) -> Summing:
@@ -109,19 +109,19 @@ class _RowLinear(torch.autograd.Function):
 
 class _NativeMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ops: NativeOps, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool,
-                blocks: RowBlocks) -> Tensor:
+    def forward(ctx: Any, ops: NativeOps, activation: str, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor,
+                needs_values: bool, blocks: RowBlocks) -> Tensor:
         chunk, gathering = ops.chunk(x), blocks.gather(x)
-        pre = x.new_empty(len(gathering.rows), weight1.shape[0])  # (rows, f): argument of the GELU
+        pre = x.new_empty(len(gathering.rows), weight1.shape[0])  # (rows, f): argument of the activation
         inner = torch.empty_like(pre) if needs_values else None
         for rows in gathering:
             if inner is not None:
-                ops.matmul(gathering.rows[rows], weight1, inner[rows], bias1, True, pre[rows], chunk=chunk)
+                ops.matmul(gathering.rows[rows], weight1, inner[rows], bias1, activation, pre[rows], chunk=chunk)
             else:
                 ops.matmul(gathering.rows[rows], weight1, pre[rows], bias1, chunk=chunk)
         gathering.wait()
         ctx.save_for_backward(x, pre)
-        ctx.ops, ctx.parameters, ctx.blocks = ops, (weight1, bias1, weight2), blocks
+        ctx.ops, ctx.activation, ctx.parameters, ctx.blocks = ops, activation, (weight1, bias1, weight2), blocks
         if inner is None:
             return x.new_empty(1).expand(x.shape)
         total = blocks.sum(len(pre), weight2.shape[0], x.dtype)
@@ -136,18 +136,19 @@ class _NativeMLP(torch.autograd.Function):
         gradient, inputs = blocks.gather(dy), blocks.gather(x)
         dpre = torch.empty_like(pre)
         for rows in gradient:
-            ops.kernels.linear_data_gradient(gradient.rows[rows], weight2, dpre[rows], pre[rows], packed=packed, fp16_chunk=chunk)
+            ops.kernels.linear_data_gradient(gradient.rows[rows], weight2, dpre[rows], pre[rows], ctx.activation, packed=packed,
+                                             fp16_chunk=chunk)
         total = _data_gradient_sum(ops, dpre, weight1, blocks)
-        add_second_weight_gradient(ops, _gathered_rows(gradient), pre, weight2, chunk)
+        add_second_weight_gradient(ops, _gathered_rows(gradient), pre, weight2, ctx.activation, chunk)
         ops.weight_gradient(dpre, _gathered_rows(inputs), weight1, bias1, chunk)
-        return None, total.wait().view(x.shape), None, None, None, None, None
+        return None, None, total.wait().view(x.shape), None, None, None, None, None
 
 
 class _GatedMLP(torch.autograd.Function):
-    """gates: what computes the activation and its gradient, a backend or an `Activation`."""
+    """With a gate, and in torch with another activation than the GELU's tanh form."""
 
     @staticmethod
-    def forward(ctx: Any, ops: Backend, gates: Any, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor,
+    def forward(ctx: Any, ops: Backend, activation: str, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor,
                 needs_values: bool, blocks: RowBlocks) -> Tensor:
         chunk, gathering = ops.chunk(x), blocks.gather(x)
         pre = x.new_empty(len(gathering.rows), len(weight1))  # (rows, 2 f): gates and values
@@ -155,12 +156,12 @@ class _GatedMLP(torch.autograd.Function):
             ops.matmul(gathering.rows[rows], weight1, pre[rows], bias1, chunk=chunk)
         gathering.wait()
         ctx.save_for_backward(x, pre)
-        ctx.ops, ctx.gates, ctx.parameters, ctx.blocks = ops, gates, (weight1, bias1, weight2), blocks
+        ctx.ops, ctx.activation, ctx.parameters, ctx.blocks = ops, activation, (weight1, bias1, weight2), blocks
         if not needs_values:
             return x.new_empty(1).expand(x.shape)
         total = blocks.sum(len(pre), len(weight2), x.dtype)
         for rows, block in total:
-            ops.matmul(gates.gate(pre[rows]), weight2, block, chunk=chunk)
+            ops.matmul(ops.gate(pre[rows], activation), weight2, block, chunk=chunk)
         return total.wait().view(x.shape)
 
     @staticmethod
@@ -171,8 +172,8 @@ class _GatedMLP(torch.autograd.Function):
         for rows in gradient:
             dinner = pre.new_empty(len(pre[rows]), weight2.shape[1])
             ops.data_gradient(gradient.rows[rows], weight2, dinner, chunk=chunk)
-            ctx.gates.gate_gradient(dinner, pre[rows], dpre[rows])
+            ops.gate_gradient(dinner, pre[rows], dpre[rows], ctx.activation)
         total = _data_gradient_sum(ops, dpre, weight1, blocks)
-        ctx.gates.gated_weight_gradient(_gathered_rows(gradient), pre, weight2, chunk)
+        ops.gated_weight_gradient(_gathered_rows(gradient), pre, weight2, ctx.activation, chunk)
         ops.weight_gradient(dpre, _gathered_rows(inputs), weight1, bias1, chunk)
         return None, None, total.wait().view(x.shape), None, None, None, None, None

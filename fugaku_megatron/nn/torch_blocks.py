@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -30,21 +30,21 @@ class BlockOps:
     bias_dropout_add: Callable[..., Tensor]
 
     def gated_mlp(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool = True,
-                  sequence: Comm | None = None) -> Tensor:
+                  sequence: Comm | None = None, activation: str = "swiglu") -> Tensor:
         """x (s, b, h), weight1 (2, f, h), bias1 (2, f), weight2 (h, f) -> (s, b, h)."""
-        return gated_mlp(self, x, weight1, bias1, weight2, needs_values, sequence)
+        return mlp(self, x, matrix(weight1), matrix(bias1), weight2, needs_values, sequence, activation)
 
-    def gate(self, pre: Tensor) -> Tensor:
-        """silu(gates) * values of pre (rows, 2 f), whose first f columns are the gates -> (rows, f)."""
-        return gate(pre)
+    def gate(self, pre: Tensor, activation: str) -> Tensor:
+        """The activation of pre (rows, 2 f), whose first f columns are the gates; without a gate (rows, f) -> (rows, f)."""
+        return ACTIVATIONS[activation][0](pre)
 
-    def gate_gradient(self, dinner: Tensor, pre: Tensor, dpre: Tensor) -> None:
-        """dpre (rows, 2 f), the gradient of pre from that of `gate`, dinner (rows, f)."""
-        dpre.copy_(gate_gradient(dinner, pre))
+    def gate_gradient(self, dinner: Tensor, pre: Tensor, dpre: Tensor, activation: str) -> None:
+        """dpre, the gradient of pre, both as `gate`'s argument, from that of its result, dinner (rows, f)."""
+        dpre.copy_(ACTIVATIONS[activation][1](dinner, pre))
 
-    def gated_weight_gradient(self, dy: Tensor, pre: Tensor, weight: Tensor, chunk: int) -> None:
+    def gated_weight_gradient(self, dy: Tensor, pre: Tensor, weight: Tensor, activation: str, chunk: int) -> None:
         """Add dy^T gate(pre) to the gradient of weight (h, f), now or later; dy (rows, h) and pre (rows, 2 f) stay until then."""
-        self.weight_gradient(dy, gate(pre), weight, None, chunk)
+        self.weight_gradient(dy, self.gate(pre, activation), weight, None, chunk)
 
     def rotary(self, qkv: Tensor, angles: Angles | None, heads: int, groups: int, head_size: int, interleaved: bool,
                first_position: int = 0, q_weight: Tensor | None = None, k_weight: Tensor | None = None,
@@ -128,15 +128,13 @@ def derived(parameter: Tensor, values: Tensor) -> Tensor:
     return made
 
 
+@overload
+def matrix(parameter: Tensor) -> Tensor: ...
+@overload
+def matrix(parameter: None) -> None: ...
 def matrix(parameter: Tensor | None) -> Tensor | None:
     """A parameter (2, f, ...) as (2 f, ...), with its gradient: of a weight what a matmul takes, of a bias a vector."""
     return None if parameter is None else derived(parameter, parameter.detach().flatten(0, 1))
-
-
-def gated_mlp(ops: Any, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool,
-              sequence: Comm | None) -> Tensor:
-    """(silu(x W1[0]^T + b[0]) * (x W1[1]^T + b[1])) W2^T on the backend's matmuls; see `Ops.gated_mlp`."""
-    return _MLP.apply(ops, ops, x, matrix(weight1), matrix(bias1), weight2, needs_values, sequence)
 
 
 def gate(pre: Tensor) -> Tensor:
@@ -173,50 +171,30 @@ def _geglu_gradient(dy: Tensor, x: Tensor) -> Tensor:
     return torch.cat((dy * values * slope, 0.5 * dy * gates * (1.0 + tanh)), -1)
 
 
-# Activations without C++ kernels: their values in FP32, and the gradient of x from that of the values. Squared ReLU: So et al. 2021
-# (arXiv:2109.08668); exact GELU: Hendrycks and Gimpel 2016 (arXiv:1606.08415); GeGLU: Shazeer 2020, gates first.
+def _in_fp32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function computed in FP32, of tensors in any dtype; its result has the last one's dtype."""
+    return lambda *tensors: function(*(tensor.float() for tensor in tensors)).to(tensors[-1].dtype)
+
+
+# The values of what stands between an MLP's matmuls, and the gradient of its argument from that of the values. Squared ReLU: So et
+# al. 2021 (arXiv:2109.08668); exact GELU: Hendrycks and Gimpel 2016 (arXiv:1606.08415); gates: Shazeer 2020, gates first.
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
-    "squared_relu": (lambda x: F.relu(x).square(), _squared_relu_gradient),
-    "gelu_exact": (F.gelu, _gelu_gradient),
-    "geglu": (_geglu, _geglu_gradient),
+    "squared_relu": (_in_fp32(lambda x: F.relu(x).square()), _in_fp32(_squared_relu_gradient)),
+    "gelu_exact": (_in_fp32(F.gelu), _in_fp32(_gelu_gradient)),
+    "geglu": (_in_fp32(_geglu), _in_fp32(_geglu_gradient)),
+    "swiglu": (gate, gate_gradient),
 }
 
 
-class Activation:
-    """What stands in an MLP between the matmuls of `ops`, with the methods that a backend has for gates; FP32 inside."""
-
-    def __init__(self, ops: Any, name: str) -> None:
-        self.ops, (self._value, self._gradient) = ops, ACTIVATIONS[name]
-
-    def gate(self, pre: Tensor) -> Tensor:
-        """pre (rows, f), or (rows, 2 f) with a gate -> (rows, f)."""
-        return self._value(pre.float()).to(pre.dtype)
-
-    def gate_gradient(self, dinner: Tensor, pre: Tensor, dpre: Tensor) -> None:
-        """dpre, the gradient of pre, both of the shape of `gate`'s argument, from that of its result, dinner (rows, f)."""
-        dpre.copy_(self._gradient(dinner.float(), pre.float()))
-
-    def gated_weight_gradient(self, dy: Tensor, pre: Tensor, weight: Tensor, chunk: int) -> None:
-        """Add dy^T gate(pre) to the gradient of weight (h, f), now or later; dy (rows, h) stays until then."""
-        self.ops.weight_gradient(dy, self.gate(pre), weight, None, chunk)
-
-
-def mlp(ops: Any, activation: str, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool,
-        sequence: Comm | None) -> Tensor:
+def mlp(ops: Any, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool, sequence: Comm | None,
+        activation: str) -> Tensor:
     """activation(x W1^T + b) W2^T on the backend's matmuls; see `Ops.mlp`."""
-    return _MLP.apply(ops, Activation(ops, activation), x, *first_matrix(weight1, bias1), weight2, needs_values, sequence)
-
-
-def first_matrix(weight1: Tensor, bias1: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The MLP's first weight (f, h) and bias (f); those of a gate and its values, (2, f, h) and (2, f), as (2 f, h) and (2 f)."""
-    return (weight1, bias1) if weight1.dim() == 2 else (derived(weight1, weight1.detach().flatten(0, 1)), matrix(bias1))
+    return _MLP.apply(ops, activation, x, weight1, bias1, weight2, needs_values, sequence)
 
 
 class _MLP(torch.autograd.Function):
-    """gates: what computes the activation and its gradient, a backend or an `Activation`."""
-
     @staticmethod
-    def forward(ctx: Any, ops: Any, gates: Any, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor,
+    def forward(ctx: Any, ops: Any, activation: str, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor,
                 needs_values: bool, sequence: Comm | None) -> Tensor:
         whole, chunk = gather_sequence(x, sequence), ops.chunk(x)
         rows = as_rows(whole)
@@ -224,19 +202,20 @@ class _MLP(torch.autograd.Function):
         ops.matmul(rows, weight1, pre, bias1, chunk=chunk)
         out = x.new_empty(len(rows), len(weight2)) if needs_values else x.new_empty(1).expand(len(rows), len(weight2))
         if needs_values:
-            ops.matmul(gates.gate(pre), weight2, out, chunk=chunk)
+            ops.matmul(ops.gate(pre, activation), weight2, out, chunk=chunk)
         ctx.save_for_backward(rows if sequence is None else x, pre)  # its values are cheaper to compute again than to keep
-        ctx.ops, ctx.gates, ctx.parameters, ctx.shape, ctx.sequence = ops, gates, (weight1, bias1, weight2), whole.shape, sequence
+        ctx.ops, ctx.activation, ctx.parameters = ops, activation, (weight1, bias1, weight2)
+        ctx.shape, ctx.sequence = whole.shape, sequence
         return out.view(*whole.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x, pre), (weight1, bias1, weight2), ops, dy = ctx.saved_tensors, ctx.parameters, ctx.ops, as_rows(dy)
         chunk, rows = ops.chunk(dy), as_rows(gather_sequence(x, ctx.sequence))
-        ctx.gates.gated_weight_gradient(dy, pre, weight2, chunk)
+        ops.gated_weight_gradient(dy, pre, weight2, ctx.activation, chunk)
         dinner, dpre = pre.new_empty(len(pre), weight2.shape[1]), torch.empty_like(pre)
         ops.data_gradient(dy, weight2, dinner, chunk)
-        ctx.gates.gate_gradient(dinner, pre, dpre)
+        ops.gate_gradient(dinner, pre, dpre, ctx.activation)
         ops.weight_gradient(dpre, rows, weight1, bias1, chunk)
         dx = torch.empty_like(rows)
         ops.data_gradient(dpre, weight1, dx, chunk)

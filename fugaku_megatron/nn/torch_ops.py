@@ -58,8 +58,10 @@ class TorchOps(BlockOps):
         return _Linear.apply(self, x, weight, bias, sequence)
 
     def mlp(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool = True,
-            sequence: Comm | None = None) -> Tensor:
-        """x (s, b, h), weight1 (f, h), bias1 (f), weight2 (h, f) -> (s, b, h). The values are always computed."""
+            sequence: Comm | None = None, activation: str = "gelu") -> Tensor:
+        """x (s, b, h), weight1 (f, h), bias1 (f), weight2 (h, f) -> (s, b, h). With "gelu" the values are always computed."""
+        if activation != "gelu":
+            return torch_blocks.mlp(self, x, weight1, bias1, weight2, needs_values, sequence, activation)
         return self.linear(gelu(self.linear(x, weight1, bias1, sequence)), weight2)
 
     def attention(self, qkv: Tensor, head_size: int, p: float, key: DropoutKey, groups: int | None = None,

@@ -11,7 +11,7 @@ DOUBT sqrt(k) u |l| |r| but for a probability of 2 exp(-DOUBT^2 / 2), 3e-14 (Hig
 Rounding Error Analysis", SIAM J. Sci. Comput. 41, theorem 3.1; Cauchy-Schwarz for |l|^T |r|). Errors of a row's elements add up as
 independent ones do, to DOUBT sqrt(k) u |l| |R|_F; the checksum's own is DOUBT sqrt(k) u |l| |sum of R's rows|, and storing P adds
 DOUBT u' |row|, u' being the rounding of its type. Sums of n elements, which torch forms in a cascade, are the same with
-sqrt(log2 n) for sqrt(k). An error below that is not seen. Left out: matmuls whose result the GELU's derivative multiplies (the
+sqrt(log2 n) for sqrt(k). An error below that is not seen. Left out: matmuls whose result an activation's derivative multiplies (the
 gradient of an MLP's inner tensor), attention, and torch's matmuls.
 
 `differing_replica` compares the weights of data-parallel replicas by a hash.
@@ -140,16 +140,16 @@ class Checksums:
         return getattr(self, "_" + kernel)(name, lambda: function(*args, **kwargs), *args)
 
     def _linear_forward(self, name: str, call: Callable[[], None], x: Tensor, weight: Tensor, out: Tensor,
-                        bias: Tensor | None = None, gelu: bool = False, pre: Tensor | None = None, *_: Any) -> None:
+                        bias: Tensor | None = None, activation: str | None = None, pre: Tensor | None = None, *_: Any) -> None:
         call()
-        result = pre if gelu else out  # what comes before the GELU, if it is kept
+        result = pre if activation else out  # what comes before the activation, if it is kept
         if result is not None:
             self._again(FORWARD, name, call, lambda: compare(x, weight, result, bias))
 
     def _linear_data_gradient(self, name: str, call: Callable[[], None], dy: Tensor, weight: Tensor, dx: Tensor,
-                              gelu_input: Tensor | None = None, *_: Any) -> None:
+                              activation_input: Tensor | None = None, *_: Any) -> None:
         call()
-        if gelu_input is None:
+        if activation_input is None:
             self._again(DATA, name, call, lambda: compare(dy, weight.t(), dx))
 
     def _linear_weight_gradient(self, name: str, call: Callable[[], None], dy: Tensor, x: Tensor, grad: Tensor, *_: Any) -> None:

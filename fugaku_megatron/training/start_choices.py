@@ -27,7 +27,6 @@ from ..host.allocator import node_bytes
 from ..nn import autotune
 from ..nn.ops import FAMILIES, Ops
 from ..nn.parameter import PARAMETER_DTYPES
-from ..nn.torch_blocks import ACTIVATIONS
 from ..pipeline.parts import AUTO
 from .rank_watch import PROCESS_BYTES
 
@@ -176,7 +175,7 @@ def choose_kernels(run: RunConfig, layout: Layout, world: Comm, saved: dict[str,
 
     A resumed run keeps the automatic choice that it was `saved` with: other kernels have other last bits.
     """
-    return _with_activation(run, _with_checksums(run, _with_fp16_accumulation(run, _backends(run, layout, world, saved))))
+    return _with_checksums(run, _with_fp16_accumulation(run, _backends(run, layout, world, saved)))
 
 
 def _with_checksums(run: RunConfig, choice: Choice) -> Choice:
@@ -197,15 +196,6 @@ def _backends(run: RunConfig, layout: Layout, world: Comm, saved: dict[str, str]
     return Choice(world.broadcast_object({t.family: t.faster for t in timings}),
                   [f"kernels: auto, forward and backward on this run's shapes, rank 0 (instruction set {kernels.active()})",
                    *autotune.table(timings)])
-
-
-def _with_activation(run: RunConfig, choice: Choice) -> Choice:
-    """The choice with a line about an activation that the native matmuls do not apply themselves."""
-    activation = run.model.activation
-    if choice.backends["gemm"] != "native" or activation not in ACTIVATIONS:
-        return choice
-    line = f"kernels: the MLP's activation, {activation}, runs in torch between the native matmuls"
-    return Choice(choice.backends, [*choice.lines, line])
 
 
 def _with_fp16_accumulation(run: RunConfig, choice: Choice) -> Choice:

@@ -36,9 +36,9 @@ Floats run_gemm(int form, int64_t m, int64_t n, int64_t k, DType dtype, bool pac
     g.packed = aligned;
   }
   if (form == 0)
-    g.bias = bias.data(), g.gelu = true, g.pre = pre.data(), g.pre_row = n, g.residual = other.data(),
+    g.bias = bias.data(), g.activation = Activation::gelu_exact, g.pre = pre.data(), g.pre_row = n, g.residual = other.data(),
     g.residual_row = n;
-  if (form == 1) g.gelu_input = other.data(), g.gelu_input_row = n;
+  if (form == 1) g.activation = Activation::gelu, g.activation_input = other.data(), g.activation_input_row = n;
   if (form == 2) g.a_sums = sums.data();
   kernels().gemm(g);
   return joined({c, pre, sums});

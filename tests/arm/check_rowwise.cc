@@ -65,13 +65,13 @@ void check_rms_norm(DType dtype, float tolerance, int64_t cols) {
   });
 }
 
-void check_swiglu(DType dtype, float tolerance, int64_t cols) {
-  compare("swiglu", tolerance, tolerance, [&] {
+void check_gate(DType dtype, float tolerance, int64_t cols, Activation activation) {
+  compare("gate", tolerance, tolerance, [&] {
     const int64_t n = ROWS * cols;
     Tensor x(dtype, 2 * n, 15), dy(dtype, n, 16), y(dtype, n, 17), dx(dtype, 2 * n, 18);
-    const SwiGLUArgs args{x.data(), 2 * cols, cols, ROWS, cols, dtype};
-    kernels().swiglu(args, y.data());
-    kernels().swiglu_backward(args, {dy.data(), dx.data(), 2 * cols, cols});
+    const GateArgs args{x.data(), 2 * cols, cols, ROWS, cols, dtype, activation};
+    kernels().gate(args, y.data());
+    kernels().gate_backward(args, {dy.data(), dx.data(), 2 * cols, cols});
     return joined({y.values(), dx.values()});
   });
 }
@@ -100,8 +100,9 @@ void check_cross_entropy(DType dtype, float tolerance, int64_t cols) {
     std::vector<int64_t> labels(ROWS);
     for (int64_t i = 0; i < ROWS; ++i) labels[i] = i * 7 % (cols + 3);  // some of them another rank's
     Floats row_max(ROWS), sum_exp(ROWS), target_logit(ROWS), dloss = random_floats(ROWS, 14);
+    labels[0] = -1;  // not counted
     const CrossEntropyArgs args{logits.data(),      dtype, ROWS, cols, labels.data(), 0, row_max.data(), sum_exp.data(),
-                                target_logit.data()};
+                                target_logit.data(), 1e-3f};
     kernels().cross_entropy_max(args);
     kernels().cross_entropy_sum(args);
     const Floats apart = joined({row_max, sum_exp, target_logit});
@@ -111,10 +112,10 @@ void check_cross_entropy(DType dtype, float tolerance, int64_t cols) {
   });
 }
 
-void check_gelu(DType dtype, float tolerance, int64_t cols) {
-  compare("gelu", tolerance, tolerance, [&] {
+void check_activation(DType dtype, float tolerance, int64_t cols, Activation activation) {
+  compare("activate", tolerance, tolerance, [&] {
     Tensor x(dtype, ROWS * cols, 15), bias(dtype, cols, 17), y(dtype, ROWS * cols, 18);
-    kernels().gelu(x.data(), cols, bias.data(), y.data(), dtype, ROWS, cols);
+    kernels().activate({x.data(), bias.data(), y.data(), cols, ROWS, cols, dtype, activation});
     return y.values();
   });
 }
@@ -150,9 +151,10 @@ void check_all() {
       check_norms(dtype, tolerance, cols, 0.0f);
       check_norms(dtype, tolerance, cols, 0.3f);
       check_cross_entropy(dtype, tolerance, cols);
-      check_gelu(dtype, tolerance, cols);
+      for (Activation f : {Activation::gelu, Activation::gelu_exact, Activation::squared_relu})
+        check_activation(dtype, tolerance, cols, f);
       check_rms_norm(dtype, tolerance, cols);
-      check_swiglu(dtype, tolerance, cols);
+      for (Activation f : {Activation::silu, Activation::gelu}) check_gate(dtype, tolerance, cols, f);
       check_rotary(dtype, tolerance, cols, false);
       check_rotary(dtype, tolerance, cols, true);
       check_few_rows(dtype, tolerance, cols);

@@ -105,7 +105,7 @@ def test_norms_of_one_row_and_of_blocks_of_rows_take_the_whole_precision(arm, ro
 
 @builds.needs_compiler
 def test_both_machines_generate_the_same_data(native, arm):
-    for shape in (["gemm_nt", "12", "64", "33"], ["gelu", "5", "70"]):
+    for shape in (["gemm_nt", "12", "64", "33"], ["activate", "5", "70"]):
         assert checksum(native, *shape, "--target", "reference") == checksum(arm, *shape, "--target", "reference")
 
 
@@ -121,7 +121,7 @@ def test_a_fall_back_to_the_baseline_is_said(arm, cpu):
 
 
 def test_half_precision_and_sums_in_fp16_are_choices(native, program):
-    single, half = (checksum(native, "gelu", "8", "64", "--dtype", dtype) for dtype in ("f32", "bf16"))
+    single, half = (checksum(native, "activate", "8", "64", "--dtype", dtype) for dtype in ("f32", "bf16"))
     assert half != single and half == pytest.approx(single, rel=2e-2)
     target = ["--target", "portable"] if program is native else []
     for name in ("gemm_nt", "gemm_nt_packed", "gemm_nt_bias_gelu", "gemm_nn", "gemm_tn"):
@@ -144,7 +144,7 @@ def test_times_are_printed_on_request(native):
     (["exp", "--dtype", "f64"], "--dtype: expected f32, bf16 or f16, got 'f64'"),
     (["exp", "--target", "sve3"], "unknown kernel target 'sve3'; known: reference"),
     (["exp", "--loud", "1"], "unknown option --loud; known: --target --dtype --fp16-chunk --threads --repeat"),
-    (["gelu", "--dtype", "f16", "--fp16-chunk", "8"], "--fp16-chunk: not for gelu"),
+    (["activate", "--dtype", "f16", "--fp16-chunk", "8"], "--fp16-chunk: not for activate"),
     (["gemm_tn", "--fp16-chunk", "8"], "--fp16-chunk: expected --dtype f16, got f32"),
     (["exp", "--repeat"], "--repeat: expected a value"),
 ])

@@ -6,8 +6,11 @@ import itertools
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+MLP_ACTIVATIONS = {"gelu": lambda x: F.gelu(x, approximate="tanh"), "gelu_exact": F.gelu,
+                   "squared_relu": lambda x: F.relu(x).square()}
 SIZES = [0, 1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 61, 64, 65, 127, 1031, 131101]  # of flat tensors
 
 

@@ -5,6 +5,7 @@ Legend: rows of logits, v vocabulary, of which a rank holds the words from first
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from fugaku_megatron.host import kernels
 from tests.kernels.numbers import assert_refused, for_each
@@ -27,7 +28,7 @@ def forward(logits, labels):
 
 def double_loss(logits, labels, dloss):
     leaf = logits.double().requires_grad_()
-    loss = torch.nn.functional.cross_entropy(leaf, labels, reduction="none")
+    loss = F.cross_entropy(leaf, labels, reduction="none")
     loss.backward(dloss.double())
     return loss.detach(), leaf.grad
 
@@ -98,6 +99,23 @@ def test_rows_without_a_label_count_nothing(every_target, odd, dtype):
     assert torch.equal(logits, gradient.masked_fill(ignored.unsqueeze(-1), 0.0))
 
 
+@for_each(dtype=ROUNDING, ranks=[1, 2])
+def test_z_loss(every_target, ranks, dtype):
+    """The gradient of a loss that has z_loss (log sum exp)^2 added, of a vocabulary on one rank or more; 0 changes no bit."""
+    logits, labels, dloss = sample(6, 1034 * ranks, dtype, seed=8)
+    leaf = logits.double().requires_grad_()
+    loss = F.cross_entropy(leaf, labels, reduction="none") + 0.02 * leaf.logsumexp(-1) ** 2
+    loss.backward(dloss.double())
+    row_max, sum_exp, _ = forward(logits, labels)
+    for i, share in enumerate(logits.chunk(ranks, 1)):
+        share, out = share.contiguous(), torch.empty(6, 1034)
+        kernels.cross_entropy_backward(share, row_max, sum_exp, labels, 1034 * i, dloss, out, 0.02)
+        torch.testing.assert_close(out.double(), leaf.grad[:, 1034 * i : 1034 * (i + 1)], rtol=4e-6, atol=1e-6)
+        kernels.cross_entropy_backward(share, row_max, sum_exp, labels, 1034 * i, dloss, out, 0.0)
+        kernels.cross_entropy_backward(share, row_max, sum_exp, labels, 1034 * i, dloss, plain := torch.empty(6, 1034))
+        assert torch.equal(out, plain)
+
+
 def test_chunks_of_rows_give_the_bits_of_the_whole(every_target):
     logits, labels, dloss = sample(23, 300, seed=2)
     row_max, sum_exp, _ = forward(logits, labels)
@@ -131,7 +149,7 @@ def test_extreme_logits_as_torch(every_target):
     logits[2, 9] = float("nan")
     logits[3] = float("-inf")
     logits[4, 17] = 3e38
-    want = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    want = F.cross_entropy(logits, labels, reduction="none")
     _, sum_exp, target_logit = forward(logits, labels)
     torch.testing.assert_close(sum_exp.log() - target_logit, want, rtol=1e-6, atol=1e-5, equal_nan=True)
     assert want.isnan().tolist() == [False, True, True, True, False]

@@ -7,10 +7,9 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from fugaku_megatron.host import kernels
-from tests.kernels.numbers import assert_refused, random
+from tests.kernels.numbers import MLP_ACTIVATIONS, assert_refused, random
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -65,9 +64,10 @@ def test_forms_match_double_precision(target, dtype, guarded):
         check(bias, gd.sum(0) - 0.5, gd.abs().sum(0) + 0.5, torch.float32, m)
 
 
+@pytest.mark.parametrize("name", MLP_ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(37, 67, 29), (5, 130, 1030), (3, 5, 0)])
-def test_epilogues(target, dtype, shape):
+def test_epilogues(target, dtype, shape, name):
     torch.manual_seed(1)
     m, n, k = shape
     x, weight = strided(m, k, dtype), strided(n, k, dtype)
@@ -75,21 +75,24 @@ def test_epilogues(target, dtype, shape):
     linear = x.double() @ weight.double().T + bias.double()
     tolerance = dict(rtol=2 * UNIT[dtype], atol=(UNIT[dtype] + 2e-7 * (k + 8)) * float(linear.abs().max() + 1))
     pre, out = torch.empty(m, n, dtype=dtype), strided(m, n, dtype)
-    kernels.linear_forward(x, weight, out, bias=bias, gelu=True, pre=pre, residual=residual, packed=packed(weight, False))
+    kernels.linear_forward(x, weight, out, bias=bias, activation=name, pre=pre, residual=residual, packed=packed(weight, False))
     torch.testing.assert_close(pre.double(), linear, **tolerance)
-    activated = F.gelu(linear, approximate="tanh")
-    torch.testing.assert_close(out.double(), activated + residual.double(), **tolerance)
+    activated, error = MLP_ACTIVATIONS[name](linear), dict(tolerance)
+    if name == "squared_relu":  # an error of the sum is multiplied by the slope
+        error["atol"] *= 2 * float(linear.abs().max() + 1)
+    torch.testing.assert_close(out.double(), activated + residual.double(), **error)
     kernels.linear_forward(x, weight, out, bias=bias)
     torch.testing.assert_close(out.double(), linear, **tolerance)
 
-    grad, gelu_input = strided(m, k, dtype), (3 * torch.randn(m, n)).to(dtype).double().requires_grad_()
+    grad, argument = strided(m, k, dtype), (3 * torch.randn(m, n)).to(dtype).double().requires_grad_()
     linear = grad.double() @ weight.double().T
-    F.gelu(gelu_input, approximate="tanh").backward(linear)
-    kernels.linear_data_gradient(grad, weight.T.contiguous(), out, gelu_input=gelu_input.detach().to(dtype))
-    torch.testing.assert_close(out.double(), gelu_input.grad, **tolerance)
+    MLP_ACTIVATIONS[name](argument).backward(linear)
+    tolerance["atol"] *= float(argument.detach().abs().max()) if name == "squared_relu" else 1
+    kernels.linear_data_gradient(grad, weight.T.contiguous(), out, argument.detach().to(dtype), name)
+    torch.testing.assert_close(out.double(), argument.grad, **tolerance)
     in_place = strided(m, n, dtype)
-    in_place.copy_(gelu_input.detach())
-    kernels.linear_data_gradient(grad, weight.T.contiguous(), in_place, gelu_input=in_place)
+    in_place.copy_(argument.detach())
+    kernels.linear_data_gradient(grad, weight.T.contiguous(), in_place, in_place, name)
     assert torch.equal(in_place, out)
 
 
@@ -102,8 +105,8 @@ def test_threads_and_packing_do_not_change_the_bits(target, same_for_any_threads
     def run():
         out, unpacked, data = torch.empty(m, n, dtype=dtype), torch.empty(m, n, dtype=dtype), torch.empty(m, k, dtype=dtype)
         gradient, bias = torch.ones(n, k), torch.ones(n)
-        kernels.linear_forward(x, weight, out, gelu=True, packed=packed(weight, False))
-        kernels.linear_forward(x, weight, unpacked, gelu=True)
+        kernels.linear_forward(x, weight, out, activation="gelu", packed=packed(weight, False))
+        kernels.linear_forward(x, weight, unpacked, activation="gelu")
         kernels.linear_data_gradient(grad, weight, data)
         kernels.linear_weight_gradient(grad, x, gradient, bias)
         return out, unpacked, data, gradient, bias
@@ -142,7 +145,7 @@ def test_special_values_travel(target, special):
     assert torch.equal(out[13].isnan(), torch.full((40,), special != special))
     assert not bool(out[13].isfinite().any()) and bool(out[torch.arange(20) != 13].isfinite().all())
     pre = torch.tensor([[100.0, -100.0, 3e38, -3e38, float("inf"), float("nan")]])
-    kernels.linear_data_gradient(torch.ones(1, 1), torch.ones(1, 6), gradient := torch.empty(1, 6), gelu_input=pre)
+    kernels.linear_data_gradient(torch.ones(1, 1), torch.ones(1, 6), gradient := torch.empty(1, 6), activation_input=pre)
     assert gradient[0, :5].tolist() == [1, 0, 1, 0, 1] and bool(gradient[0, 5].isnan())
 
 
@@ -151,8 +154,8 @@ def test_reference_agrees(reference):
 
     def run():
         out, data, gradient, bias = torch.empty(7, 9), torch.empty(7, 20), torch.ones(9, 20), torch.ones(9)
-        kernels.linear_forward(x, weight, out, gelu=True, packed=packed(weight, False))
-        kernels.linear_data_gradient(grad, weight, data, gelu_input=x, packed=packed(weight, True))
+        kernels.linear_forward(x, weight, out, activation="gelu", packed=packed(weight, False))
+        kernels.linear_data_gradient(grad, weight, data, activation_input=x, packed=packed(weight, True))
         kernels.linear_weight_gradient(grad, x, gradient, bias)
         return out, data, gradient, bias
 

@@ -110,9 +110,9 @@ def test_a_calls_sizes_and_costs_follow_from_its_shapes(name, dtype):
 
 def test_leading_dimensions_fold_into_rows():
     x, y = torch.empty(2, 3, 5), torch.empty(2, 3, 5)
-    assert kernels.table.sizes("gelu", x, None, y) == {"rows": 6, "cols": 5, "e": 4, "e_out": 4}
+    assert kernels.table.sizes("activate", x, None, y) == {"rows": 6, "cols": 5, "e": 4, "e_out": 4}
     assert kernels.table.sizes("squared_norm", torch.empty(2, 3, 5))["n"] == 30
-    assert kernels.table.sizes("gelu", torch.empty(5), None, torch.empty(5))["rows"] == 1
+    assert kernels.table.sizes("activate", torch.empty(5), None, torch.empty(5))["rows"] == 1
 
 
 def test_operands_that_are_not_given_cost_nothing():
@@ -161,8 +161,8 @@ def test_wrong_shapes_and_sizes_are_value_errors():
          r"linear_forward: expected shapes x \(m, k\), weight \(n, k\), out \(m, n\), got a dimension of 7 beside a factor of 6"),
         (lambda: table.flops("linear_forward", torch.empty(4), torch.empty(5, 6)), "got x with 1 dimensions"),
         (lambda: table.flops("linear_forward", torch.empty(4, 6)), "got none that tells n"),
-        (lambda: table.cost("gelu", rows=3), "sizes: expected cols, got none"),
-        (lambda: table.cost("gelu", rows=3, cols=4, depth=3), "sizes: expected symbols of kernels.inc, got depth"),
+        (lambda: table.cost("activate", rows=3), "sizes: expected cols, got none"),
+        (lambda: table.cost("activate", rows=3, cols=4, depth=3), "sizes: expected symbols of kernels.inc, got depth"),
     ])
 
 

@@ -26,7 +26,8 @@ from tests.threads import ThreadWorld
 from tests.unit.test_schedule_memory import MICROBATCHES, MODEL, STAGES, allocated_peak
 
 MODELS = {"gpt": {}, **FAMILIES, "plain norms in parallel": {"normalization": "PlainLayerNorm", "parallel_residual": True},
-          "geglu": {"normalization": "RMSNorm", "apply_layernorm_1p": True, "geglu": True}}
+          "geglu": {"normalization": "RMSNorm", "apply_layernorm_1p": True, "geglu": True}, "exact gelu": {"bias_gelu_fusion": False},
+          "squared relu": {"squared_relu": True, "use_z_loss": True}}
 SEQUENCE = {**TP2, "sequence_parallel": True}
 FULL, SELECTIVE = {"recompute_granularity": "full"}, {"recompute_granularity": "selective"}
 
@@ -204,7 +205,7 @@ def check_kept(run: RunConfig) -> None:
 @pytest.mark.parametrize(("model", "changes"), [
     ("gpt", {}), ("gpt", {**TP2, "bf16": True}), ("gpt", {**SELECTIVE, **DROPOUT}), ("gpt", {**SEQUENCE, **DROPOUT, "bf16": True}),
     ("gpt", {**SEQUENCE, **FULL}), ("llama", {"bf16": True}), ("llama", {**SEQUENCE, **SELECTIVE}), ("qwen3", {**TP2, **FULL}),
-    ("plain norms in parallel", {}), ("geglu", SEQUENCE),
+    ("plain norms in parallel", {}), ("geglu", SEQUENCE), ("exact gelu", {**TP2, "bf16": True}), ("squared relu", SEQUENCE),
     ("qwen3", SEQUENCE)])
 def test_saved_bytes_are_those_that_autograd_keeps(model, changes):
     check_kept(small_run(**MODELS[model], **changes))
@@ -214,6 +215,15 @@ def test_saved_bytes_are_those_that_autograd_keeps(model, changes):
 def test_peak_of_another_block(stage, changes):
     widths = {"ffn_hidden_size": 192, "num_attention_heads": 8, "kv_channels": 16}
     run = small_run(**{**FAMILIES["qwen3"], **MODEL, **widths, **changes})
+    predicted = memory.stage_memory(run, Layout.from_run(run, STAGES), stage, run_schedule.of_run(run, MICROBATCHES).held(stage))
+    assert allocated_peak(SoloComm(stage, STAGES), run) == pytest.approx(predicted.activations + predicted.logits, rel=0.05)
+
+
+@pytest.mark.parametrize(("model", "stage", "schedule"), [
+    ("geglu", 0, "zb-h1"), ("exact gelu", 3, "zb-h1"), ("squared relu", 0, "zbv"), ("squared relu", 3, "zbv")])
+def test_peak_of_a_split_backward_with_other_activations(model, stage, schedule):
+    """Between the halves of a backward the argument and its gradient are kept, and the activation's values are not."""
+    run = small_run(**{**MODELS[model], **MODEL, "pipeline_schedule": schedule})
     predicted = memory.stage_memory(run, Layout.from_run(run, STAGES), stage, run_schedule.of_run(run, MICROBATCHES).held(stage))
     assert allocated_peak(SoloComm(stage, STAGES), run) == pytest.approx(predicted.activations + predicted.logits, rel=0.05)
 

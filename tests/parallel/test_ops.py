@@ -74,9 +74,9 @@ def plain_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-3) * weight
 
 
-def plain_gated_mlp(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None = None) -> Tensor:
+def plain_gated_mlp(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None = None, function=F.silu) -> Tensor:
     gates, values = (x @ w.t() + (0 if b1 is None else b1[i]) for i, w in enumerate(w1))
-    return (F.silu(gates) * values) @ w2.t()
+    return (function(gates) * values) @ w2.t()
 
 
 def plain_attention(qkv: Tensor, d: int, groups: int = 0, window: int | None = None, keep: Tensor | None = None) -> Tensor:
@@ -118,6 +118,12 @@ OPERATIONS = {  # (with ops, in plain torch, shapes of inputs, shapes of weights
     "mlp": (lambda o, *a: o.mlp(*a), lambda x, w1, b1, w2: plain_gelu(x @ w1.t() + b1) @ w2.t(), [X], [W1, B1, W2], 3),
     "mlp, no bias": (lambda o, x, w1, w2: o.mlp(x, w1, None, w2), lambda x, w1, w2: plain_gelu(x @ w1.t()) @ w2.t(), [X],
                      [W1, W2], 3),
+    "mlp, exact gelu": (lambda o, *a: o.mlp(*a, activation="gelu_exact"),
+                        lambda x, w1, b1, w2: F.gelu(x @ w1.t() + b1) @ w2.t(), [X], [W1, B1, W2], 3),
+    "mlp, squared relu": (lambda o, *a: o.mlp(*a, activation="squared_relu"),
+                          lambda x, w1, b1, w2: F.relu(x @ w1.t() + b1).square() @ w2.t(), [X], [W1, B1, W2], 6),
+    "mlp, gated gelu": (lambda o, x, w1, w2, b1: o.gated_mlp(x, w1, b1, w2, activation="geglu"),
+                        lambda *a: plain_gated_mlp(*a, function=plain_gelu), [X], [GATED, (H, 20), (2, 20)], 4),
     "gated mlp": (lambda o, x, w1, w2, b1: o.gated_mlp(x, w1, b1, w2), plain_gated_mlp, [X], [GATED, (H, 20), (2, 20)], 4),
     "gated mlp, no bias": (lambda o, x, w1, w2: o.gated_mlp(x, w1, None, w2), plain_gated_mlp, [X], [GATED, (H, 20)], 4),
     "residual": (lambda o, x, r, b: o.bias_dropout_add(x, b, r, P, KEY), lambda x, r, b: r + (x + b) * KEEP, [X, X], [(H,)], 2),

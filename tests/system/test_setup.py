@@ -153,14 +153,14 @@ def test_the_library_in_use_is_of_these_sources(project):
 def test_the_tests_refuse_a_library_of_other_sources(project, copied_sources, monkeypatch, change):
     assert conftest.old_library(copied_sources) == ""
     sources = copied_sources / "kernels_sve"
-    os.utime(sources / "swiglu.h", (1, 1))  # dates do not count
+    os.utime(sources / "gate.h", (1, 1))  # dates do not count
     assert conftest.old_library(copied_sources) == ""
     if change == "edit":
-        (sources / "swiglu.h").write_text((sources / "swiglu.h").read_text() + "// edited\n")
+        (sources / "gate.h").write_text((sources / "gate.h").read_text() + "// edited\n")
     elif change == "new file":
         (sources / "new.h").touch()
     elif change == "renamed":
-        (sources / "swiglu.h").rename(sources / "swiglu2.h")
+        (sources / "gate.h").rename(sources / "gate2.h")
     else:
         monkeypatch.setattr(project, "TARGETS", project.TARGETS[:-1])
     assert re.fullmatch(r"_kernels\.\S+\.so was built from other sources than those in kernels_sve/ and setup.py: run make kernels",

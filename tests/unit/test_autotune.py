@@ -69,14 +69,3 @@ def test_torchs_matmuls_are_taken_where_they_are_faster_whatever_the_cpu_says(mo
     assert (choice.backends["gemm"], choice.backends["rowwise"]) == (gemm, "native")
     line = next(line.split() for line in choice.lines if line.split()[0] == "gemm")
     assert line == ["gemm", "2000.00", "1000.00" if bf16 else "2000.00", gemm]
-
-
-@pytest.mark.parametrize("changes, said", [
-    ({"squared_relu": True}, "squared_relu"), ({"bias_gelu_fusion": False}, "gelu_exact"), ({}, ""), ({"swiglu": True}, ""),
-    ({"squared_relu": True, "kernels": "torch"}, ""),
-])
-def test_an_activation_between_native_matmuls_is_said(changes, said):
-    run = small_run(**{"kernels": "native", **changes})
-    lines = choose_kernels(run, Layout.from_run(run, 1), SoloComm()).lines
-    expected = [f"kernels: the MLP's activation, {said}, runs in torch between the native matmuls"] if said else []
-    assert lines[1:] == expected

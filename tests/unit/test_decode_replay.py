@@ -11,9 +11,11 @@ from tests.parallel.test_generate import random_model
 STEPS = ({0: [5, 9], 1: [3]}, {0: [7], 1: [2]}, {0: [11], 1: [90]}, {1: [4]}, {1: [8]}, {0: [1]}, {0: [6], 1: [3]})
 
 
-@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
-def test_a_repeated_step_has_the_bits_of_the_layers(family, monkeypatch):
-    loaded, forwards = random_model(SoloComm(), family, 1, 1), []
+@pytest.mark.parametrize(("family", "changes"), [
+    ("gpt2", {}), ("gpt2", {"squared_relu": True}), ("gpt2", {"bias_gelu_fusion": False}), ("qwen3", {}),
+    ("qwen3", {"swiglu": False, "geglu": True})])
+def test_a_repeated_step_has_the_bits_of_the_layers(family, changes, monkeypatch):
+    loaded, forwards = random_model(SoloComm(), family, 1, 1, **changes), []
     through = generation.through_stages
     monkeypatch.setattr(generation, "through_stages", lambda *args: forwards.append(args) or through(*args))
     recorded, plain = (generation.Decoder(loaded, [8, 8]) for _ in range(2))

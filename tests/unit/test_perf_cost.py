@@ -164,6 +164,18 @@ def test_native_code_leaves_out_what_nobody_reads():
         assert flops(work.phases(run, 1, native)[phase]) == flops(work.phases(run, 1, EAGER)[phase])
 
 
+def test_activations_and_z_loss_are_computed_in_passes_that_are_there_anyway():
+    """Native kernels apply them in the matmul's epilogue or in the gate's pass, and z-loss in the pass over the logits."""
+    def counted(**changes):
+        return work.phases(replace(gpt_124m(), model=replace(gpt_124m().model, **changes)), 1, software.load("fugaku_megatron"))
+
+    for changes in ({"squared_relu": True}, {"bias_gelu_fusion": False}, {"use_z_loss": True}):
+        assert counted(**changes) == counted()
+    assert counted(geglu=True) == counted(swiglu=True)
+    gated, plain = (counted(**changes)["layer_forward"] for changes in ({"geglu": True}, {}))
+    assert gated.moved > plain.moved, "a gate reads two tensors of the inner width"
+
+
 def test_tensor_sizes_and_repeated_work():
     sizes = work.tensors(gpt_30b(), 4)
     assert sizes["hidden"] == 2048 * 7168 * 4 and sizes["scores"] == 14 * 2048 * 2048 * 4

@@ -42,7 +42,7 @@ void gemm_nt_bias_gelu(Work& w, const Shape& n) {
   GemmArgs g = forward(w, n);
   g.bias = w.input(g.n, 1, 0);
   g.pre = w.output(g.m * g.n, 0), g.pre_row = g.n;
-  g.gelu = true;
+  g.activation = Activation::gelu;
   set_run(w, g);
 }
 

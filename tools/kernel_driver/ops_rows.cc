@@ -1,4 +1,4 @@
-// Ops of the families rowwise.h, swiglu.h, rotary.h, cross_entropy.h, gelu.h, embedding.h and decode.h.
+// Ops of the families rowwise.h, gate.h, rotary.h, cross_entropy.h, activation.h, embedding.h and decode.h.
 #include "driver.h"
 
 namespace fm::driver {
@@ -134,26 +134,26 @@ void cross_entropy_backward(Work& w, const Shape& n) {
   w.run = [=, &w] { kernels().cross_entropy_backward(args, dloss, out, w.dtype); };
 }
 
-void gelu(Work& w, const Shape& n) {
+void activate(Work& w, const Shape& n) {
   const void *x = w.input(n[0] * n[1], 3), *bias = w.input(n[1]);
   void* y = w.output(n[0] * n[1]);
-  w.run = [=, &w] { kernels().gelu(x, n[1], bias, y, w.dtype, n[0], n[1]); };
+  w.run = [=, &w] { kernels().activate({x, bias, y, n[1], n[0], n[1], w.dtype, Activation::gelu}); };
 }
 
-SwiGLUArgs swiglu_of(Work& w, const Shape& n) {
-  return {w.input(2 * n[0] * n[1], 3), 2 * n[1], n[1], n[0], n[1], w.dtype};
+GateArgs gate_of(Work& w, const Shape& n) {
+  return {w.input(2 * n[0] * n[1], 3), 2 * n[1], n[1], n[0], n[1], w.dtype, Activation::silu};
 }
 
-void swiglu(Work& w, const Shape& n) {
-  const SwiGLUArgs args = swiglu_of(w, n);
+void gate(Work& w, const Shape& n) {
+  const GateArgs args = gate_of(w, n);
   void* y = w.output(n[0] * n[1]);
-  w.run = [=] { kernels().swiglu(args, y); };
+  w.run = [=] { kernels().gate(args, y); };
 }
 
-void swiglu_backward(Work& w, const Shape& n) {
-  const SwiGLUArgs args = swiglu_of(w, n);
-  const SwiGLUGradArgs grad{w.input(n[0] * n[1]), w.output(2 * n[0] * n[1]), args.x_row, args.x_part};
-  w.run = [=] { kernels().swiglu_backward(args, grad); };
+void gate_backward(Work& w, const Shape& n) {
+  const GateArgs args = gate_of(w, n);
+  const GateGradArgs grad{w.input(n[0] * n[1]), w.output(2 * n[0] * n[1]), args.x_row, args.x_part};
+  w.run = [=] { kernels().gate_backward(args, grad); };
 }
 
 // All heads but two are one group's queries. norm: with weights.
@@ -230,9 +230,9 @@ const Register all[] = {
     {{"cross_entropy_sum", {16, 8192}, cross_entropy_sum}},
     {{"cross_entropy_forward", {16, 8192}, cross_entropy_forward}},
     {{"cross_entropy_backward", {16, 8192}, cross_entropy_backward}},
-    {{"gelu", {64, 3072}, gelu}},
-    {{"swiglu", {64, 2048}, swiglu}},
-    {{"swiglu_backward", {64, 2048}, swiglu_backward}},
+    {{"activate", {64, 3072}, activate}},
+    {{"gate", {64, 2048}, gate}},
+    {{"gate_backward", {64, 2048}, gate_backward}},
     {{"rotary", {64, 4, 6, 32, 64}, rotary<false>}},
     {{"rotary_norm", {64, 4, 6, 32, 64}, rotary<true>}},
     {{"rotary_norm_backward", {64, 4, 6, 32, 64}, rotary_norm_backward}},

@@ -1,0 +1,27 @@
+// Scalar references of gate.h, in double.
+#include "reference.h"
+
+namespace fm::reference {
+
+void gate(const GateArgs& a, void* y) {
+  for (int64_t r = 0; r < a.rows; ++r) {
+    for (int64_t c = 0; c < a.cols; ++c) {
+      const double gate = get(a.x, a.dtype, r * a.x_row + c), up = get(a.x, a.dtype, r * a.x_row + a.x_part + c);
+      put(y, a.dtype, r * a.cols + c, static_cast<float>(activation(a.activation, gate) * up));
+    }
+  }
+}
+
+void gate_backward(const GateArgs& a, const GateGradArgs& grad) {
+  for (int64_t r = 0; r < a.rows; ++r) {
+    for (int64_t c = 0; c < a.cols; ++c) {
+      const double gate = get(a.x, a.dtype, r * a.x_row + c), up = get(a.x, a.dtype, r * a.x_row + a.x_part + c);
+      const double dy = get(grad.dy, a.dtype, r * a.cols + c);
+      const int64_t at = r * grad.dx_row + c;
+      put(grad.dx, a.dtype, at, static_cast<float>(dy * up * activation_slope(a.activation, gate)));
+      put(grad.dx, a.dtype, at + grad.dx_part, static_cast<float>(dy * activation(a.activation, gate)));
+    }
+  }
+}
+
+}  // namespace fm::reference

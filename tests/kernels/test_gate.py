@@ -1,0 +1,96 @@
+"""SwiGLU and GeGLU and their gradients on every target this CPU runs, against double precision."""
+
+import torch
+from torch.nn import functional as F
+
+from fugaku_megatron.host import kernels
+from tests.kernels.numbers import DTYPES, MLP_ACTIVATIONS, assert_near, assert_refused, assert_slope, for_each, random
+
+SHAPES = [(0, 5), (1, 1), (3, 15), (4, 16), (5, 17), (7, 67), (211, 131), (9, 768)]
+GATES = {"silu": F.silu, "gelu": MLP_ACTIVATIONS["gelu"]}
+
+
+def exact(x, name):
+    """In double, of x (rows, 2, cols)."""
+    return GATES[name](x[:, 0]) * x[:, 1]
+
+
+def forward(x, name):
+    y = x.new_empty(x.shape[0], x.shape[2])
+    kernels.gate(x, y, name)
+    return y
+
+
+@for_each(name=GATES, dtype=DTYPES, shape=SHAPES)
+def test_a_gate_and_its_gradient(every_target, shape, dtype, name):
+    rows, cols = shape
+    x, dy = random(rows, 2, cols, dtype=dtype) * 3, random(rows, cols, dtype=dtype, seed=2)
+    leaf = x.double().requires_grad_()
+    want = exact(leaf, name)
+    want.backward(dy.double())
+    assert_near(forward(x, name), want.detach(), dtype)
+    dx = torch.empty_like(x)
+    kernels.gate_backward(dy, x, dx, name)
+    assert_near(dx, leaf.grad, dtype)
+    kernels.gate_backward(dy, x, x, name)
+    assert torch.equal(x, dx)
+
+
+@for_each(name=GATES)
+def test_parts_and_threads_give_the_bits_of_the_whole(every_target, guarded, same_for_any_threads, name):
+    x, dy = random(13, 2, 71), random(13, 71, seed=2)
+    whole, whole_dx = forward(x, name), torch.empty_like(x)
+    kernels.gate_backward(dy, x, whole_dx, name)
+    dx = guarded((13, 2, 71)).copy_(x)
+    for columns in (slice(0, 32), slice(32, 71)):
+        part = dx[:, :, columns]
+        assert torch.equal(forward(part, name), whole[:, columns])
+        kernels.gate_backward(dy[:, columns].contiguous(), part, part, name)
+    assert torch.equal(dx, whole_dx)
+    x, dy = random(331, 2, 131), random(331, 131, seed=2)
+
+    def both():
+        dx = torch.empty_like(x)
+        kernels.gate_backward(dy, x, dx, name)
+        return forward(x, name), dx
+
+    same_for_any_threads(both)
+
+
+@for_each(name=GATES)
+def test_gate_backward_is_the_slope(every_target, name):
+    x, dy = random(5, 2, 19), random(5, 19, seed=1)
+    dx = torch.empty_like(x)
+    kernels.gate_backward(dy, x, dx, name)
+    assert_slope(lambda: (forward(x, name).double() * dy.double()).sum(), [x], [dx])
+
+
+@for_each(name=GATES)
+def test_gates_far_from_zero(every_target, name):
+    """Also where exp(-gate) overflows; NaN and infinity as torch has them."""
+    gate = torch.cat([torch.linspace(-200, 200, 4001), torch.tensor([0.0, -0.0, 1e30, -1e30, 1e-30])])
+    x, dy = torch.stack([gate, torch.ones_like(gate)]).unsqueeze(0), torch.ones(1, len(gate))
+    leaf = x.double().requires_grad_()
+    exact(leaf, name).sum().backward()
+    dx = torch.empty_like(x)
+    kernels.gate_backward(dy, x, dx, name)
+    value, want = forward(x, name).double(), exact(leaf, name).detach()
+    if name == "silu":
+        torch.testing.assert_close(value, want, rtol=4e-7, atol=1e-35)
+    else:
+        assert ((value - want).abs() <= 4e-7 * gate.abs()).all()
+    torch.testing.assert_close(dx.double(), leaf.grad, rtol=4e-6, atol=2e-6)
+    odd = torch.tensor([float("nan"), float("inf"), float("-inf"), 1.0] * 9).view(1, 2, 18)
+    torch.testing.assert_close(forward(odd, name), exact(odd, name), rtol=1e-6, atol=0, equal_nan=True)
+
+
+def test_wrong_arguments_leave_everything_untouched():
+    x, y = torch.ones(4, 2, 8), torch.ones(4, 8)
+    assert_refused([
+        (lambda: kernels.gate(x[:, :1], y), r"x: expected shape \(\*, 2, \*\), got \(4, 1, 8\)"),
+        (lambda: kernels.gate(x, y[:2]), r"y: expected shape \(4, 8\), got \(2, 8\)"),
+        (lambda: kernels.gate(x[:, :, ::2], y[:, :4]), "x: expected a contiguous last dimension"),
+        (lambda: kernels.gate(x, y, "squared_relu"), "activation: expected one of silu, gelu, got squared_relu"),
+        (lambda: kernels.gate_backward(y[:, :4], x[:, :, :4], torch.ones(4, 2, 4)), "dy: expected a contiguous tensor"),
+        (lambda: kernels.gate_backward(x[:2].view(4, 8), x, x), "dx: expected memory apart from dy"),
+    ], untouched=(x, y))
