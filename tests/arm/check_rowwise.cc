@@ -124,7 +124,8 @@ void check_few_rows(DType dtype, float tolerance, int64_t cols) {
   compare("linear_few_rows", tolerance, tolerance, [&] {
     Tensor x(dtype, S * cols, 25), weight(dtype, 7 * cols, 26), bias(dtype, 7, 27), y(dtype, S * 7, 28);
     kernels().linear_few_rows(
-        {S, 7, cols, dtype, x.data(), cols, weight.data(), cols, bias.data(), y.data(), 7, cols % 2 == 0});
+        {S, 7, cols, dtype, x.data(), cols, weight.data(), cols, bias.data(), y.data(), 7,
+         cols % 2 ? Activation::none : Activation::squared_relu});
     return y.values();
   });
 }
