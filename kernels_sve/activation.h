@@ -16,7 +16,8 @@ constexpr float GELU_SCALE = 1.5957691216f;  // 2 sqrt(2 / pi)
 // f'(x) = s + x s (1 - s) GROWTH(x^2), s = sigma(x p(x^2)).
 constexpr float GELU_SHARE[] = {-GELU_SCALE * LOG2_E, -GELU_SCALE * GELU_CUBE * LOG2_E};
 constexpr float GELU_GROWTH[] = {GELU_SCALE, 3.0f * GELU_SCALE * GELU_CUBE};
-// p fits ln(Phi(x) / Phi(-x)) / x so that the error of Phi(x) is below 3e-8 for all x, and that of the derivative below 5e-7.
+// p fits ln(Phi(x) / Phi(-x)) / x so that the error of Phi(x) is below 3e-8 for all x, and that of the derivative below 5e-7, both
+// before float32 rounds them.
 // Beyond |x| = 6, where Phi is 0 or 1 to that precision, x p(x^2) goes on growing.
 constexpr float EXACT_SHARE[] = {-2.30220938f,    -0.104835123f,  9.40492173e-05f, 0.00015957994f,
                                  -1.14398345e-05f, 3.81631338e-07f, -5.06723774e-09f};
