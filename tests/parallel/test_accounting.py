@@ -26,8 +26,8 @@ from tests.threads import ThreadWorld
 from tests.unit.test_schedule_memory import MICROBATCHES, MODEL, STAGES, allocated_peak
 
 MODELS = {"gpt": {}, **FAMILIES, "plain norms in parallel": {"normalization": "PlainLayerNorm", "parallel_residual": True},
-          "geglu": {"normalization": "RMSNorm", "apply_layernorm_1p": True, "geglu": True}, "exact gelu": {"bias_gelu_fusion": False},
-          "squared relu": {"squared_relu": True, "use_z_loss": True}}
+          "geglu": {"normalization": "RMSNorm", "apply_layernorm_1p": True, "geglu": True},
+          "exact gelu": {"bias_gelu_fusion": False}, "squared relu": {"squared_relu": True, "use_z_loss": True}}
 SEQUENCE = {**TP2, "sequence_parallel": True}
 FULL, SELECTIVE = {"recompute_granularity": "full"}, {"recompute_granularity": "selective"}
 
