@@ -7,12 +7,15 @@ Shapes are those of costs/accounting.py: sequence s, this rank's heads and group
 Megatron's fused (s, b, (heads + 2 groups) d) tensor; torch's side works on (b, heads, s, d) and (b, groups, s, d) views of it, with
 enable_gqa or, with --rival repeated, on keys and values that are repeated for every query head, as transformers does. A window is a
 mask there. FLOPs are those of kernels_sve/kernels.inc: forward's two matmuls below the diagonal and inside the window, and 2.5
-times as many in backward, which computes S and dP again. Left out: dropout, the projections.
+times as many in backward, which computes S and dP again. With --document-length attention ends
+with a document, each of so many tokens, and the other side is this program's own kernels without documents. Left out: dropout, the
+projections.
 
     python -m benchmarks attention --recipe 124m                                        12 heads, s 1024, d 64
     python -m benchmarks attention --recipe 124m --num-query-groups 3                   4 of them to a key and a value
     python -m benchmarks attention --recipe 30b --tensor-model-parallel-size 4          14 heads, s 2048, d 128
     python -m benchmarks attention --recipe 30b --tensor-model-parallel-size 4 --window-size 511,0
+    python -m benchmarks attention --recipe 124m --seq-length 8192 --document-length 512    documents of 512 tokens
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from fugaku_megatron.config.checks import check
+from fugaku_megatron.costs import accounting
 
 from . import driver, preloads, shapes
 from .driver import DTYPES, Call, Case, relative_error
@@ -37,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     driver.add_arguments(parser)
     parser.add_argument("--num-query-groups", type=int, metavar="N", help="groups of heads that share a key and a value")
     parser.add_argument("--window-size", metavar="LEFT,0", help="a token sees itself and LEFT tokens before it")
+    parser.add_argument("--seq-length", type=int, metavar="N", help="tokens of a sample (default: the recipe's)")
+    parser.add_argument("--document-length", type=int, metavar="N", help="attention within documents of N tokens, next to "
+                        "attention over the whole sequence")
     parser.set_defaults(mkl=preloads.BOTH)
     parser.add_argument("--rival", default="gqa", choices=RIVALS, help="torch's way with groups: enable_gqa, or keys and values "
                         "repeated (default: %(default)s)")
@@ -66,7 +75,8 @@ class Shape:
 
 def shape_of(options: argparse.Namespace) -> Shape:
     """A rank's shape in the run of `options`."""
-    run, tp = shapes.run_of(options), options.tensor_model_parallel_size
+    length = {} if options.seq_length is None else dict.fromkeys(("seq_length", "max_position_embeddings"), options.seq_length)
+    run, tp = shapes.run_of(options, **length), options.tensor_model_parallel_size
     model = run.model
     return Shape(model.num_attention_heads // tp, model.query_groups // tp, model.seq_length, model.kv_channels, model.window)
 
@@ -78,6 +88,9 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
     qkv = torch.randn(shape.s, b, (shape.heads + 2 * shape.groups) * shape.d).to(DTYPES[options.dtype])
     dout = torch.randn(shape.s, b, shape.heads * shape.d).to(qkv.dtype)
     out, dqkv, lse = torch.empty_like(dout), torch.empty_like(qkv), torch.empty(b, shape.heads, shape.s)
+    if options.document_length:
+        yield from over_documents(options.document_length, shape, qkv, dout)
+        return
     forward, both = torch_calls(qkv, dout, shape, options.rival)
     call = Call("attention_forward", qkv, out, lse, window=shape.window)
     back = Call("attention_backward", qkv, out, lse, dout, dqkv, window=shape.window)
@@ -86,6 +99,41 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
                **common)
     yield Case(op="attention", calls=(call, back), baseline_run=both, error=lambda: error(qkv, dout, shape, out, dqkv), **common)
     yield decoding(shape, b, qkv.dtype, common)
+
+
+class DocumentCall(Call):
+    """A call of attention of `shape` over documents of `length` tokens, whose FLOPs are those of the pairs that see each other."""
+
+    def __init__(self, name: str, *args: Tensor, shape: Shape, length: int) -> None:
+        self.pairs = document_pairs(shape, length) / document_pairs(shape, shape.s)
+        starts = (torch.arange(shape.s, dtype=torch.int32) // length * length).repeat(args[0].shape[1], 1)
+        super().__init__(name, *args, window=shape.window, starts=starts)
+
+    @property
+    def flops(self) -> float:
+        """Those of the causal call, less what documents do not see."""
+        return self.pairs * super().flops
+
+
+def document_pairs(shape: Shape, length: int) -> float:
+    """Pairs of a sample's tokens that see each other when its documents have `length` tokens, the last one what is left."""
+    whole, rest = divmod(shape.s, length)
+    return whole * accounting.seen_pairs(length, shape.window) + (accounting.seen_pairs(rest, shape.window) if rest else 0)
+
+
+def over_documents(length: int, shape: Shape, qkv: Tensor, dout: Tensor) -> Iterator[Case]:
+    """Forward, and forward with backward, over documents of `length` tokens; the baseline is one document of the whole sequence."""
+    check(0 < length <= shape.s, f"--document-length {length}: pass 1 to --seq-length, {shape.s}")
+    (out, dqkv, lse), (out1, dqkv1, lse1) = ((torch.empty_like(dout), torch.empty_like(qkv),
+                                              torch.empty(qkv.shape[1], shape.heads, shape.s)) for _ in range(2))
+    calls = [DocumentCall("attention_forward", qkv, out, lse, shape=shape, length=length),
+             DocumentCall("attention_backward", qkv, out, lse, dout, dqkv, shape=shape, length=length)]
+    others = [Call("attention_forward", qkv, out1, lse1, window=shape.window),
+              Call("attention_backward", qkv, out1, lse1, dout, dqkv1, window=shape.window)]
+    common = {"shape": (*shape.numbers, length), "baseline": "without documents", "details": {"micro_batch_size": qkv.shape[1]}}
+    for op, used, gradient in (("documents_forward", 1, None), ("documents", 2, dqkv)):
+        yield Case(op=op, calls=tuple(calls[:used]), baseline_run=lambda n=used: [call.run() for call in others[:n]],
+                   error=lambda g=gradient: error(qkv, dout, shape, out, g, length), **common)
 
 
 def decoding(shape: Shape, rows: int, dtype: torch.dtype, common: dict) -> Case:
@@ -121,11 +169,13 @@ def torch_calls(qkv: Tensor, dout: Tensor, shape: Shape, rival: str) -> tuple[Ca
     return torch.no_grad()(forward), both
 
 
-def mask_of(shape: Shape) -> Tensor | None:
-    """(s, s), true where a query sees a key; None without a window, for which torch has a flag."""
-    if shape.window is None:
+def mask_of(shape: Shape, length: int | None = None) -> Tensor | None:
+    """(s, s), true where a query sees a key; None without a window and documents, for which torch has a flag."""
+    if shape.window is None and length is None:
         return None
-    return torch.ones(shape.s, shape.s, dtype=torch.bool).tril().triu(1 - shape.window)
+    seen = torch.ones(shape.s, shape.s, dtype=torch.bool).tril().triu(1 - (shape.window or shape.s))
+    numbers = torch.arange(shape.s) // (length or shape.s)
+    return seen & (numbers == numbers[:, None])
 
 
 def sdpa(qkv: Tensor, shape: Shape, mask: Tensor | None, rival: str) -> Tensor:
@@ -142,11 +192,11 @@ def sdpa(qkv: Tensor, shape: Shape, mask: Tensor | None, rival: str) -> Tensor:
     return context.permute(2, 0, 1, 3).reshape(s, b, -1)
 
 
-def error(qkv: Tensor, dout: Tensor, shape: Shape, out: Tensor, dqkv: Tensor | None) -> float:
+def error(qkv: Tensor, dout: Tensor, shape: Shape, out: Tensor, dqkv: Tensor | None, length: int | None = None) -> float:
     """Largest difference of the last sample's last group from double precision, relative to the largest value there."""
     one_in, one_out = sum(shape.slots) * shape.d, shape.slots[0] * shape.d
     one = qkv[:, -1:, -one_in:].double().requires_grad_()  # (s, 1, (heads / groups + 2) d)
-    exact = sdpa(one, shape, mask_of(shape), "repeated")
+    exact = sdpa(one, shape, mask_of(shape, length), "repeated")
     pairs = [(out[:, -1:, -one_out:], exact.detach())]
     if dqkv is not None:
         exact.backward(dout[:, -1:, -one_out:].double())

@@ -3,7 +3,8 @@
     fugaku-megatron predict --machine a64fx --ghz 2.0 --software torch1.10 --nodes 192 --recipe 30b \\
         --tensor-model-parallel-size 4 --pipeline-model-parallel-size 48 --checkpoint-activations --json
 
-The data-parallel size is nodes x ranks per node / (TP x PP). Flags for data, optimizer and output are accepted and change nothing.
+The data-parallel size is nodes x ranks per node / (TP x PP). Flags for optimizer, output and data but --mean-document-length are
+accepted and change nothing.
 """
 
 from __future__ import annotations

@@ -94,6 +94,25 @@ def test_flops_of_an_iteration():
     assert [{p.seen for p in each if p.attention} for each in products] == [{0.5}, {0.375}]
 
 
+def test_flops_of_documents():
+    """Of documents that are measured, and of those of a mean length, which predict and plan take."""
+    changes = {"seq_length": 4096, "recompute_granularity": "selective"}
+    run = make_run("llama-3.2-1b", changes)
+    short = make_run("llama-3.2-1b", {**changes, "reset_attention_mask": True, "mean_document_length": 512})
+    square = 16 * 4 * 2048 * 4096  # of attention over one more token of a document, of all tokens and layers
+    assert accounting.hardware_flops(run, 3) - accounting.hardware_flops(run, 3, 3 * 8 * 512**2) == pytest.approx(
+        3 * 4 * square * (4096 - 512))
+    assert accounting.hardware_flops(short, 3) == pytest.approx(accounting.hardware_flops(run, 3, 3 * 8 * 512**2))
+    assert accounting.hardware_flops(short, 3, 3 * 4096**2) == pytest.approx(accounting.hardware_flops(run, 3))
+    assert accounting.model_flops(run, 3) - accounting.model_flops(short, 3) == pytest.approx(3 * 3 * square * (4096 - 512) / 2)
+    attended = [[p for p in work.phases(r, 1, software.load("fugaku_megatron"))["layer_forward"].matmuls if p.attention]
+                for r in (run, short)]
+    whole, parts = (sum(p.m * p.n * p.k * p.count * p.seen for p in each) for each in attended)
+    assert parts == whole / 8
+    with pytest.raises(ValueError, match="--mean-document-length 512 is for runs whose attention ends with a document: pass"):
+        make_run("llama-3.2-1b", {"mean_document_length": 512})
+
+
 @pytest.mark.parametrize(("recipe", "changes", "seconds", "ranks", "tflops"), [
     ("124m", FULL, 1020.3, 1, 1.092), ("124m", {}, 1489.7, 1, 0.561),
     ("30b", {**FULL, "tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 48}, 3534.9, 192, 1.16)])

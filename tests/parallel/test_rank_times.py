@@ -5,16 +5,21 @@ from types import SimpleNamespace
 
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.layout import Layout
+from fugaku_megatron.costs import accounting
+from fugaku_megatron.data.marks import Work
 from fugaku_megatron.host.observed import PHASES
 from fugaku_megatron.logs.rank_table import read
-from fugaku_megatron.training.rank_watch import RankTimes
+from fugaku_megatron.training.rank_watch import ATTENTION_COST, RankTimes
 from tests.helpers import small_run
 from tests.threads import ThreadWorld
 
 SECONDS = 2.0  # of an iteration
 
 
-def intervals(world, computation, data=None, iterations=10, **changes):
+DOCUMENTS = {"reset_attention_mask": True, "seq_length": 16, "hidden_size": 4, "num_attention_heads": 1}
+
+
+def intervals(world, computation, data=None, iterations=10, works=None, **changes):
     """What the log says when the ranks compute so many seconds: a list for each interval of some iterations."""
     run, said = small_run(**changes), []
     waits = iter(data or [[0.0] * world.size] * len(computation))
@@ -25,7 +30,7 @@ def intervals(world, computation, data=None, iterations=10, **changes):
             c, d = computes[world.rank] + change, waiting[world.rank]
             own.of_iteration = lambda seconds, c=c, d=d: [c, d, 0.0, 0.0, seconds - c - d]
             times.begin()
-            times.end(SECONDS)
+            times.end(SECONDS, works and works[world.rank])
         times.finish_interval(iterations * number)
     return said
 
@@ -59,6 +64,22 @@ def test_a_rank_that_is_slow_once_is_not_named():
 def test_no_more_than_three_are_named():
     lines = said([[1.0] * 6 + [1.5, 1.6, 1.7, 1.8, 1.9]] * 2, global_batch_size=22)
     assert lines[0].count("computation") == 3 and lines[0].startswith("slow: rank 10 ") and lines[0].endswith("; and 2 more")
+
+
+def test_a_rank_with_longer_documents_is_not_slow():
+    """Rank 0 of eight has the only long documents; the same time without them is reported."""
+    run = small_run(**DOCUMENTS)
+    linear, attention = accounting.layer_flops(run)
+    squares = [8 * 256] + [256] * 7  # of two samples each: one document of 16 tokens, or 16 of 4
+    taken = [linear * 2 + ATTENTION_COST * attention * own / 16 / 16 for own in squares]
+    computation = [[seconds / taken[1] for seconds in taken]] * 3
+    assert computation[0][0] > 1.3
+    works = [Work(0, sum(squares), 16, own * 8 / sum(squares)) for own in squares]
+    assert ThreadWorld(8).run(lambda world: intervals(world, computation, works=works, **DOCUMENTS))[0] == []
+    assert len(said(computation)) == 1
+    computation = [[*row[:3], 1.3, *row[4:]] for row in computation]
+    (line,) = ThreadWorld(8).run(lambda world: intervals(world, computation, works=works, **DOCUMENTS))[0]
+    assert line.startswith("slow: rank 3 ")
 
 
 def test_every_interval_is_kept(tmp_path):

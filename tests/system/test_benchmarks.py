@@ -156,6 +156,21 @@ def test_attention_with_groups_and_a_window_agrees_with_torch(rival):
     assert decode.error() < 1e-5
 
 
+@pytest.mark.parametrize(("length", "window"), [(16, None), (23, None), (48, "9,0")])
+def test_attention_over_documents_agrees_with_torch(length, window):
+    """The last document is what is left of the sequence; the other side sees the whole of it."""
+    flags = ("--window-size", window) if window else ()
+    given = options("attention", "--recipe", "demo", "--document-length", str(length), *flags)
+    forward, both = attention.cases(given)
+    for case in (forward, both):
+        case.run()
+        assert case.error() < 1e-5
+    shape = attention.shape_of(given)
+    seen = attention.mask_of(shape, length).sum().item() - shape.s / 2  # accounting counts half of the diagonal
+    assert forward.calls[0].flops == pytest.approx(4 * shape.heads * shape.d * seen, rel=0.05 if window else 1e-6)
+    both.baseline_run()
+
+
 def test_attention_shapes_are_those_of_the_published_aims():
     def shape(*arguments):
         run = shapes.run_of(options("attention", *arguments))

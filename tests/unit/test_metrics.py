@@ -204,7 +204,8 @@ def test_fields_of_our_own_stand_after_megatrons():
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(IterationMetrics)[2:]])
 def test_any_field_may_be_absent(field):
     whole = dataclasses.replace(parse_line(A100[0]), params_norm=1.0, tokens_per_second=5447.7, minor_faults=5, system_seconds=0.5,
-                                clock_ghz=2.0, resident_mib=812.0, shared_mib=64.0)
+                                counted_tokens=372, counted_share=45.3, counted_per_second=93.0, clock_ghz=2.0, resident_mib=812.0,
+                                shared_mib=64.0)
     without = dataclasses.replace(whole, **{field: None})
     assert parse_line(without.format_line()) == without
     assert len(without.format_line()) < len(whole.format_line())
@@ -235,6 +236,10 @@ def test_an_interval_has_the_rates_of_its_time():
     assert " samples per second: 2.000 | tokens per second: 2048.0 | TFLOPs: 0.0123 |" in line
     assert parse_line(line).tokens_per_second == 2048.0 and parse_line(line).format_line() == line
     assert parse_line(A100[0]).tokens_per_second is None
+    counted = [dataclasses.replace(part, counted_tokens=1024 * part.iteration) for part in parts]
+    line = IterationMetrics.from_interval(counted).format_line()
+    assert " counted tokens: 3072 | counted share (%): 37.5 | counted tokens per second: 768.0 |" in line
+    assert (parse_line(line).counted_tokens, parse_line(line).counted_share) == (3072, 37.5)
 
 
 @pytest.mark.parametrize("rate, printed", [(108.468, "108.47"), (0.1, "0.10"), (0.06, "0.0600"), (0.01234, "0.0123"),
