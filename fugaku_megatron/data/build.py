@@ -17,6 +17,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from ..comm.agreement import on_root
+from .chat_dataset import ChatDataset
+from .chat_files import ChatFiles
 from .dataset import SPLITS, BlendedDataset, Dataset, GPTDataset, TokenArrays, ValidationSets, check_tokens, normalize, shares_of
 from .files import read_text
 from .index_cache import IndexCache
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from ..comm.base import Comm
 
 BLEND_SURPLUS = 0.005  # Megatron's: samples built beyond a blended dataset's share
+WHOLE, CUT = "whole", "cut"  # what becomes of chats that are too long: refused, or cut
 CHECKED_AT_START = 4 * 2**20  # bytes of .bin whose token ids are checked when it is opened; later ones when they are fetched
 
 Indexed = IndexedDataset | TokenArrays
@@ -37,6 +40,7 @@ class Builder:
     """Makes data sets of one sequence length and seed; arguments as of `GPTDataset`. All ranks of `comm` make the same calls.
 
     arrays: documents that are in no files, by the name that stands for a prefix. separate_sets: --multiple-validation-sets.
+    chats: the files are those of chats; CUT: one that is too long is cut.
     """
 
     seq_length: int
@@ -47,27 +51,34 @@ class Builder:
     cache: IndexCache | None = None
     arrays: Mapping[str, TokenArrays] = field(default_factory=dict)
     separate_sets: bool = False
+    chats: str | None = None
 
     def open(self, prefixes: Sequence[str]) -> dict[str, Indexed]:
         """The files of each prefix, once. ValueError where the beginning of one has tokens outside the vocabulary."""
         return {prefix: self._open(prefix) for prefix in dict.fromkeys(prefixes)}
 
     def _open(self, prefix: str) -> Indexed:
+        if self.chats and prefix in self.arrays:
+            raise ValueError("--sft reads the files that fugaku-megatron preprocess --chat writes, and the data is in memory: pass "
+                             "their prefix as data_path")
         if prefix in self.arrays:
             return self.arrays[prefix].measure(self.vocab_size, self.comm)
-        indexed = IndexedDataset(prefix, self.comm)
+        indexed = (ChatFiles if self.chats else IndexedDataset)(prefix, self.comm)
         vocabulary = self.vocab_size
         if vocabulary is not None:
             start = CHECKED_AT_START // indexed.dtype.itemsize
             on_root(self.comm, lambda: check_tokens(indexed.tokens[:start], vocabulary, prefix))
         return indexed
 
-    def part(self, indexed: Indexed, name: str, documents: range) -> Callable[..., GPTDataset]:
+    def part(self, indexed: Indexed, name: str, documents: range) -> Callable[..., Dataset]:
         """A function of num_samples, the number of samples or None for one epoch."""
+        if isinstance(indexed, ChatFiles):
+            return partial(ChatDataset, indexed, name, documents, seq_length=self.seq_length, seed=self.seed,
+                           truncate=self.chats == CUT, vocab_size=self.vocab_size, comm=self.comm)
         return partial(GPTDataset, indexed, name, documents, seq_length=self.seq_length, seed=self.seed, vocab_size=self.vocab_size,
                        max_bytes=self.max_bytes, cache=self.cache, comm=self.comm)
 
-    def blend(self, parts: Sequence[Callable[..., GPTDataset]], weights: Sequence[float] | None, num_samples: int | None,
+    def blend(self, parts: Sequence[Callable[..., Dataset]], weights: Sequence[float] | None, num_samples: int | None,
               name: str, prefix: str) -> Dataset:
         """`num_samples` samples of all parts: by weight, each built with slightly more than its share, or else by their lengths.
 
@@ -110,16 +121,17 @@ def _check_once(needed: int, available: int, name: str) -> None:
 def build_datasets(data_path: Sequence[str], split: str, seq_length: int, num_samples: Sequence[int | None], seed: int,
                    vocab_size: int | None = None, comm: Comm | None = None, max_bytes: int | None = None,
                    cache: IndexCache | None = None, legacy_split: bool = False,
-                   arrays: Mapping[str, TokenArrays] | None = None, separate_sets: bool = False) -> Datasets:
+                   arrays: Mapping[str, TokenArrays] | None = None, separate_sets: bool = False,
+                   chats: str | None = None) -> Datasets:
     """(train, valid, test) of --data-path and --split, for `num_samples` = (train, valid, test) samples.
 
     max_bytes: of memory that the order of a dataset's samples may take (None: any). cache: where indices are kept. arrays,
-    separate_sets: see `Builder`. A dataset with `num_samples` 0 is None, and one with None has every sample once, which takes no
-    weights; valid and test are None if --split leaves them no documents. legacy_split: see `split_documents`.
+    separate_sets, chats: see `Builder`. A dataset with `num_samples` 0 is None, and one with None has every sample once, which takes
+    no weights; valid and test are None if --split leaves them no documents. legacy_split: see `split_documents`.
     With `comm` rank 0 alone checks the .idx files and builds the indices, and all ranks map them; all of its ranks must call.
     Raises ValueError on every rank.
     """
-    builder = Builder(seq_length, seed, vocab_size, comm, max_bytes, cache, arrays or {}, separate_sets)
+    builder = Builder(seq_length, seed, vocab_size, comm, max_bytes, cache, arrays or {}, separate_sets, chats)
     prefixes, weights = parse_data_path(data_path)
     shares = parse_split(split)
     opened = builder.open(prefixes)
@@ -148,13 +160,13 @@ def _check_documents(split: str, name: str, prefixes: Sequence[str], documents: 
 def build_separate_datasets(paths: Sequence[Sequence[str] | None], seq_length: int, num_samples: Sequence[int | None], seed: int,
                             vocab_size: int | None = None, comm: Comm | None = None, max_bytes: int | None = None,
                             cache: IndexCache | None = None, arrays: Mapping[str, TokenArrays] | None = None,
-                            separate_sets: bool = False) -> Datasets:
+                            separate_sets: bool = False, chats: str | None = None) -> Datasets:
     """(train, valid, test) of --train-data-path, --valid-data-path and --test-data-path: every document of each.
 
     A split without a path, or with `num_samples` 0, is None. One prefix alone is not a blend, whatever its weight. The other
     arguments and errors are those of `build_datasets`.
     """
-    builder = Builder(seq_length, seed, vocab_size, comm, max_bytes, cache, arrays or {}, separate_sets)
+    builder = Builder(seq_length, seed, vocab_size, comm, max_bytes, cache, arrays or {}, separate_sets, chats)
     built: list[Dataset | None] = []
     for name, path, needed in zip(SPLITS, paths, num_samples, strict=True):
         if not path or needed == 0:

@@ -55,7 +55,7 @@ class Dataset(Protocol):
     def __getitem__(self, index: int) -> np.ndarray: ...
 
 
-def _check_index(index: int, dataset: Dataset) -> None:
+def check_index(index: int, dataset: Dataset) -> None:
     if not 0 <= index < len(dataset):
         raise IndexError(f"sample {index} of a dataset of {len(dataset)} samples")
 
@@ -179,7 +179,7 @@ class GPTDataset:
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Sample `index` of the shuffled order, int64 (s + 1,)."""
-        _check_index(index, self)
+        check_index(index, self)
         self._fetched += 1
         if self._fetched % RELEASE_EVERY == 0:
             self._index.release()
@@ -242,7 +242,7 @@ class BlendedDataset:
         return len(self.dataset_index)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        _check_index(index, self)
+        check_index(index, self)
         self._fetched += 1
         if self._fetched % RELEASE_EVERY == 0:
             self._index.release()
@@ -259,7 +259,7 @@ class ValidationSets:
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> np.ndarray:
-        _check_index(index, self)
+        check_index(index, self)
         number = bisect_right(self._ends, index)
         return self.datasets[number][index - ([0, *self._ends][number])]
 
@@ -274,7 +274,7 @@ class MockDataset:
         return self.num_samples
 
     def __getitem__(self, index: int) -> np.ndarray:
-        _check_index(index, self)
+        check_index(index, self)
         rng = np.random.Generator(np.random.Philox(key=np.array([self.seed, index], np.uint64)))
         return rng.integers(self.vocab_size, size=self.seq_length + 1, dtype=np.int64)
 

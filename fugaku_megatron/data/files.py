@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -203,17 +204,23 @@ def _warning(foreign: dict[str, int]) -> str:
             "one by one or become U+FFFD; convert the files first, as with iconv -f LATIN1 -t UTF-8")
 
 
-def document_texts(document: Document, keys: Sequence[str]) -> list[str | bytes]:
-    """The text under every key, or the whole of a plain text file. Raises ValueError, with file and line, for other JSON."""
-    if document.line == 0:
-        return [document.raw]
+def read_record(document: Document, expected: str) -> tuple[str, dict[str, Any]]:
+    """(file and line, the JSON object of that line). Raises ValueError, with file and line, for another one. expected: in words."""
     where = f"{document.path}:{document.line}"
     try:
         record = json.loads(document.raw.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not a line of JSON: {error}") from None
     if not isinstance(record, dict):
-        raise ValueError(f"{where}: expected a JSON object with the keys of --json-keys, found {type(record).__name__}")
+        raise ValueError(f"{where}: expected {expected}, found {type(record).__name__}")
+    return where, record
+
+
+def document_texts(document: Document, keys: Sequence[str]) -> list[str | bytes]:
+    """The text under every key, or the whole of a plain text file. Raises ValueError, with file and line, for other JSON."""
+    if document.line == 0:
+        return [document.raw]
+    where, record = read_record(document, "a JSON object with the keys of --json-keys")
     for key in keys:
         if not isinstance(record.get(key), str):
             content = type(record[key]).__name__ if key in record else f"only keys {', '.join(record)}"

@@ -229,7 +229,11 @@ class IndexedDatasetWriter:
 
     with IndexedDatasetWriter(prefix, best_dtype(vocab_size)) as writer:      # an exception leaves no file
         writer.add_document(tokens)
+
+    taken: the dtype of the arrays that `add_document` expects.
     """
+
+    SUFFIXES: tuple[str, ...] = (".bin", ".idx")  # in the order in which the files get their names
 
     def __init__(self, prefix: str | os.PathLike, dtype: np.dtype | str | type):
         self.prefix = os.fspath(prefix)
@@ -238,9 +242,10 @@ class IndexedDatasetWriter:
             raise ValueError(
                 f"{self.prefix}: tokens cannot be stored as {self.dtype}; use uint16 or int32 (best_dtype)"
             )
+        self.taken = self.dtype
         self._lengths = array("i")
         self._documents = array("q", [0])
-        self._temporary = {suffix: f"{self.prefix}{suffix}.tmp{os.getpid()}" for suffix in (".bin", ".idx")}
+        self._temporary = {suffix: f"{self.prefix}{suffix}.tmp{os.getpid()}" for suffix in self.SUFFIXES}
         with self.writing():
             self._bin = open(self._temporary[".bin"], "wb")  # noqa: SIM115 - closed by finalize or discard
 
@@ -288,8 +293,12 @@ class IndexedDatasetWriter:
         """Tokens of some of the documents that `num_documents` counts."""
         return sum(self._lengths[documents.start : documents.stop])
 
+    def summary(self) -> str:
+        """What was written, in a line."""
+        return f"wrote {self.prefix}.bin and .idx: {self.num_documents} documents, {self.num_tokens} tokens"
+
     def finalize(self) -> None:
-        """Write .idx and rename both files to their final names."""
+        """Write .idx and rename all files to their final names."""
         lengths = np.asarray(self._lengths, "<i4")
         pointers = np.zeros(len(lengths), "<i8")
         np.cumsum(lengths[:-1] * np.int64(self.dtype.itemsize), out=pointers[1:])
@@ -297,14 +306,23 @@ class IndexedDatasetWriter:
             index.write(HEADER.pack(MAGIC, VERSION, ELEMENT_CODES[self.dtype], len(lengths), len(self._documents)))
             for part in (lengths, pointers, np.asarray(self._documents, "<i8")):
                 index.write(part.data)
-            _flush(index)
-            _flush(self._bin)
-        self._bin.close()
+            self._close(index)
+            self._close(self._bin)
+            self.finish_parts()
         if os.path.exists(self.prefix + ".idx"):
             # an interruption between the renames then leaves no .idx, instead of one that belongs to another .bin
             os.remove(self.prefix + ".idx")
-        os.replace(self._temporary[".bin"], self.prefix + ".bin")
-        os.replace(self._temporary[".idx"], self.prefix + ".idx")
+        for suffix in self.SUFFIXES:
+            os.replace(self._temporary[suffix], self.prefix + suffix)
+
+    def finish_parts(self) -> None:
+        """Write and close the files of a subclass, whose OSErrors are reported as those of .bin."""
+
+    @staticmethod
+    def _close(stream: BinaryIO) -> None:
+        stream.flush()
+        os.fsync(stream.fileno())
+        stream.close()
 
     def discard(self) -> None:
         """Remove the temporary files."""
@@ -323,8 +341,3 @@ class IndexedDatasetWriter:
                 self.finalize()
         finally:
             self.discard()
-
-
-def _flush(stream: Any) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())

@@ -2,7 +2,7 @@
 
 Token ids, vocabulary size and end-of-document id are those of Megatron-core's classes; each names its file. The libraries of
 Hugging Face and SentencePiece are optional extras of this package, imported when a tokenizer is built. TikTokenizer needs none.
-Left out: code in a tokenizer's folder, chat templates, tokens that are added on the command line.
+Left out: code in a tokenizer's folder, chat templates (chats.py), tokens that are added on the command line.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class HuggingFaceTokenizer:
     """What `AutoTokenizer` makes of a folder, special tokens around a text included, as in Megatron-LM. The network is never asked.
 
     `vocab_size` is len(tokenizer), added tokens included, or the largest id plus 1 where ids below it are missing, so that every
-    token has a row. `eod` is the id of its eos token, of its sep token where it has no eos token, or None. Raises ValueError for a
-    folder that holds no tokenizer and when transformers is missing.
+    token has a row. `eod` is the id of its eos token, of its sep token where it has no eos token, or None. `library` is that
+    object. Raises ValueError for a folder that holds no tokenizer and when transformers is missing.
     Source: megatron/core/tokenizers/text/libraries/huggingface_tokenizer.py.
     """
 
@@ -66,28 +66,28 @@ class HuggingFaceTokenizer:
                              "of a model or tokenizer in Hugging Face's form")
         transformers = _library("transformers", "huggingface", self.name)
         try:
-            self._tokenizer = transformers.AutoTokenizer.from_pretrained(os.fspath(path), local_files_only=True)
+            self.library = transformers.AutoTokenizer.from_pretrained(os.fspath(path), local_files_only=True)
         except Exception as error:  # the library raises anything, depending on what is wrong with the files
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ValueError(f"--tokenizer-model {folder}: cannot be read as a tokenizer ({reason:.200})") from None
-        self._tokenizer.model_max_length = sys.maxsize  # documents are longer than a model's sequence, and that is not a warning
-        vocabulary = self._tokenizer.get_vocab()
-        self.vocab_size = max(len(self._tokenizer), 1 + max(vocabulary.values()))
-        eos, sep = self._tokenizer.eos_token_id, self._tokenizer.sep_token_id
+        self.library.model_max_length = sys.maxsize  # documents are longer than a model's sequence, and that is not a warning
+        vocabulary = self.library.get_vocab()
+        self.vocab_size = max(len(self.library), 1 + max(vocabulary.values()))
+        eos, sep = self.library.eos_token_id, self.library.sep_token_id
         self.eod: int | None = sep if eos is None else eos
         self.checksum = zlib.crc32(json.dumps(sorted(vocabulary.items())).encode())
 
     def encode(self, text: str | bytes) -> list[int]:
         """Token ids of `text`, with what the tokenizer puts around every text (Llama's first token, for example)."""
-        return self._tokenizer(clean(text)).input_ids
+        return self.library(clean(text)).input_ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`, special tokens included."""
-        return self._tokenizer.decode(list(map(int, ids)))
+        return self.library.decode(list(map(int, ids)))
 
     def count_bytes(self, ids: Iterable[int]) -> int:
         """UTF-8 bytes of the text of `ids`, special tokens left out."""
-        return len(self._tokenizer.decode(list(map(int, ids)), skip_special_tokens=True).encode())
+        return len(self.library.decode(list(map(int, ids)), skip_special_tokens=True).encode())
 
 
 class SentencePieceTokenizer:

@@ -5,6 +5,10 @@
 writes corpus_text_document.bin and .idx, and says with which flags to train on them. Documents are shuffled; --keep-order leaves
 them in the order of the input, as Megatron-LM does. The result is the same for any --workers. The files have these names when all
 is done. tools/preprocess_data.py is Megatron-LM's name for this command.
+
+    fugaku-megatron preprocess --chat --input chats.jsonl --output-prefix chats --tokenizer-type HuggingFaceTokenizer ...
+
+writes chats.bin, .idx and .mask for train --sft (chats.py).
 Left out: sentence splitting, partitions, compressed input.
 """
 
@@ -30,6 +34,8 @@ from pathlib import Path
 import numpy as np
 
 from .build import parse_split, split_documents
+from .chat_files import ChatFiles, ChatWriter
+from .chats import ChatTemplate, examples, read_chat, read_template
 from .files import Document, add_input_arguments, document_texts, input_files, read_documents
 from .indexed import IndexedDatasetWriter, best_dtype
 from .tokenizer import GPT2BPETokenizer, TokenizerFlags, add_tokenizer_flags, build_tokenizer, gpt2_files, write_identity
@@ -44,11 +50,13 @@ BATCHES_AHEAD = 4  # per worker, which bounds the memory that input and results 
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker must know. `keys` are the JSON keys in order of output."""
+    """What a worker must know. `keys` are the JSON keys in order of output. chat: whether documents are chats (chats.py)."""
 
     flags: TokenizerFlags
     keys: tuple[str, ...]
     append_eod: bool
+    chat: bool = False
+    chat_template: str | None = None  # the text; None: the tokenizer's
 
 
 class Encoder:
@@ -57,11 +65,16 @@ class Encoder:
     def __init__(self, job: Job):
         self.job = job
         self.tokenizer = build_tokenizer(*job.flags)
+        self.template = ChatTemplate(self.tokenizer, job.chat_template) if job.chat else None
 
     def encode(self, documents: list[Document]) -> tuple[list[list[np.ndarray]], int]:
-        """(token ids of every key of every document, bytes read)."""
-        encoded = [[self._tokens(text) for text in document_texts(document, self.job.keys)] for document in documents]
-        return encoded, sum(len(document.raw) for document in documents)
+        """(token ids of every key of every document, bytes read); a chat has one key, and what `chat_files.signed` makes."""
+        return [self._encode(document) for document in documents], sum(len(document.raw) for document in documents)
+
+    def _encode(self, document: Document) -> list[np.ndarray]:
+        if self.template:
+            return [self.template.encode(read_chat(document))]
+        return [self._tokens(text) for text in document_texts(document, self.job.keys)]
 
     def _tokens(self, text: str | bytes) -> np.ndarray:
         ids = self.tokenizer.encode(text)
@@ -150,12 +163,12 @@ class Shuffled:
         pile = self._piles[self._random.randint(len(self._piles))]
         pile.lengths.append(len(ids))
         with self._writer.writing():
-            pile.file.write(np.ascontiguousarray(ids, self._writer.dtype).data)
+            pile.file.write(np.ascontiguousarray(ids, self._writer.taken).data)
 
     def finish(self) -> None:
         """Hand all documents to the writer."""
         for pile in self._piles:
-            for ids in pile.shuffled(self._random, self._writer.dtype):
+            for ids in pile.shuffled(self._random, self._writer.taken):
                 add_document(self._writer, ids)
 
 
@@ -210,29 +223,46 @@ def check_numbers(args: argparse.Namespace) -> None:
 def preprocess(args: argparse.Namespace) -> None:
     """Run the whole job. Raises ValueError for bad input; no output is left then."""
     check_numbers(args)
+    _check_chat(args)
     files = input_files(args.input, args.json_keys)
     flags = TokenizerFlags.of(args)
     if not flags.named and flags.merge_file is None and flags.tokenizer_type == GPT2BPETokenizer.name:
         vocab_file, merge_file = map(str, gpt2_files())
         flags = flags._replace(vocab_file=vocab_file, merge_file=merge_file)
-    tokenizer = build_tokenizer(*flags)  # fails before any work
-    if args.append_eod and tokenizer.eod is None:
+    job = Job(flags, tuple(args.json_keys), args.append_eod, args.chat, read_template(args.chat_template))
+    encoder = _encoder(job)  # fails before any work
+    if args.append_eod and encoder.tokenizer.eod is None:
         raise ValueError(f"--append-eod: the tokenizer of --tokenizer-model {args.tokenizer_model} has no token that ends a text; "
                          "leave the flag out, or add one to the tokenizer")
-    job = Job(flags, tuple(args.json_keys), args.append_eod)
     progress = Progress(sum(Path(path).stat().st_size for path in files), args.log_interval)
     with ExitStack() as stack:
         stack.callback(progress.close)
-        dtype = best_dtype(tokenizer.vocab_size)
-        writers = [stack.enter_context(IndexedDatasetWriter(f"{args.output_prefix}_{key}_document", dtype))
-                   for key in args.json_keys]
+        writers = [stack.enter_context(writer) for writer in _writers(args, best_dtype(encoder.tokenizer.vocab_size))]
         write_all(encode_all(job, files, args.workers), writers, progress, _piles(args, files))
         if not progress.tokens:
             raise ValueError(f"--input {' '.join(args.input)}: no text in it")
     for writer in writers:
-        write_identity(writer.prefix, tokenizer)
+        write_identity(writer.prefix, encoder.tokenizer)
     print(progress.line(), file=sys.stderr)
+    if encoder.template:
+        print(*examples(ChatFiles(args.output_prefix), encoder.tokenizer.decode, sys.stdout.isatty()), sep="\n")
+        print(f"trained tokens are found {encoder.template.how}")
     print(*summary(writers, job), sep="\n")
+
+
+def _check_chat(args: argparse.Namespace) -> None:
+    """Raises ValueError for flags that do not go with --chat, and for --chat-template without it."""
+    if args.chat_template and not args.chat:
+        raise ValueError(f"--chat-template {args.chat_template} goes with --chat: pass both")
+    if args.chat and (args.append_eod or args.json_keys != ["text"]):
+        raise ValueError("--append-eod and --json-keys do not go with --chat, whose template ends a chat and whose keys are "
+                         "messages, or prompt and completion: leave them out")
+
+
+def _writers(args: argparse.Namespace, dtype: np.dtype) -> list[IndexedDatasetWriter]:
+    if args.chat:
+        return [ChatWriter(args.output_prefix, dtype)]
+    return [IndexedDatasetWriter(f"{args.output_prefix}_{key}_document", dtype) for key in args.json_keys]
 
 
 def _piles(args: argparse.Namespace, files: list[str]) -> int:
@@ -248,10 +278,11 @@ def split_for(documents: int) -> str:
 
 def summary(writers: list[IndexedDatasetWriter], job: Job) -> list[str]:
     """What was written, how much of it validation gets, and the flags of train that use it."""
-    lines = [f"wrote {w.prefix}.bin and .idx: {w.num_documents} documents, {w.num_tokens} tokens" for w in writers]
+    lines = [w.summary() for w in writers]
     lines += [validation(w) for w in writers if w.num_tokens]
-    return lines + [f"next: fugaku-megatron train --data-path {shlex.quote(w.prefix)} --split {split_for(w.num_documents)} "
-                    f"{job.flags.words()} --recipe demo" for w in writers if w.num_tokens]
+    start, end = ("--sft ", "--load CHECKPOINTS --finetune") if job.chat else ("", "--recipe demo")
+    return lines + [f"next: fugaku-megatron train {start}--data-path {shlex.quote(w.prefix)} --split {split_for(w.num_documents)} "
+                    f"{job.flags.words()} {end}" for w in writers if w.num_tokens]
 
 
 def validation(writer: IndexedDatasetWriter) -> str:
@@ -288,6 +319,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--append-eod", action="store_true", help="end every document with the tokenizer's last token, such as <|endoftext|>")
     add("--keep-order", action="store_true", help="leave documents in the order of --input, as Megatron-LM does; without it they "
         "are shuffled, always in the same way, so that validation, which gets the last ones, has text of every kind")
+    add("--chat", action="store_true", help="--input are chats, JSON lines with messages, or with prompt and completion: write "
+        "<prefix>.bin, .idx and .mask, the tokens that the assistant wrote, for train --sft")
+    add("--chat-template", metavar="FILE", help="jinja template of --chat (default: the tokenizer's)")
     add("--workers", type=int, default=1, help="processes (default: %(default)s)")
     add("--log-interval", type=int, default=1000, help="documents between two progress lines (default: %(default)s)")
 

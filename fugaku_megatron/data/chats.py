@@ -1,0 +1,305 @@
+"""Chats to tokens: JSON lines, rendered with a tokenizer's chat template, and which tokens the assistant wrote.
+
+    {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello! What is it?"}]}
+    {"prompt": "2 + 2 = ", "completion": "4"}
+
+Messages are rendered by transformers, in jinja's sandbox. The assistant's tokens are those between the template's markers
+{% generation %} and {% endgeneration %}. A template without them is rendered turn by turn: the tokens up to a turn with the prompt
+of an answer, and those with the answer, must be the first tokens of the whole, and what lies between is the assistant's. Where
+neither works a chat is refused. Of a prompt and a completion, which are texts or lists of messages, the completion is trained. The
+trained tokens are those of trl's SFTTrainer with assistant_only_loss or completion_only_loss; `TRAINING_FORMS` names the templates
+that are changed for it.
+Left out: images, and other forms of chats such as "conversations".
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .chat_files import ChatFiles, signed, unsigned
+from .files import Document, read_record, read_text
+from .library_tokenizers import HuggingFaceTokenizer, clean
+from .tokenizer import Tokenizer
+
+ASSISTANT = "assistant"
+ROLES = ("system", "developer", "user", ASSISTANT, "tool")
+MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a terminal could take for a command
+EXAMPLES = 10  # chats that are printed
+REASON = 200  # characters of a template's own message that are shown
+LOOKS = 'pass {"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...}'
+
+Messages = list[dict[str, Any]]
+
+# Published templates without markers that are changed before chats are rendered for training, as trl does: the pattern of a part,
+# and what stands there instead. All parts of a row must be in a template, once each. Qwen3's leaves out what the assistant thought
+# in earlier turns, so that no prefix agrees with the whole; the changed one keeps it. Qwen2.5's is changed only for the markers.
+# Source: trl/chat_templates/qwen3_training.jinja and qwen2_5_training.jinja.
+_END_OF_TURN = (r"(\{\{- '<\|im_end\|>\\n' \}\})(\s*\{%- elif message\.role == \"tool\" %\})", r"\1{%- endgeneration %}\2")
+TRAINING_FORMS: dict[str, tuple[tuple[str, str], ...]] = {
+    "Qwen3": (
+        (r"\{%- if loop\.index0 > ns\.last_query_index %\}.*?\{%- endif %\}\s*\{%- else %\}.*?\{%- endif %\}",
+         r"{{- '<|im_start|>' + message.role + '\\n' }}{%- generation %}"
+         r"{{- '<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}"),
+        _END_OF_TURN),
+    "Qwen2.5": (
+        (r" or \(message\.role == \"assistant\" and not message\.tool_calls\)", ""),
+        (r"\{\{- '<\|im_start\|>' \+ message\.role \}\}\s*\{%- if message\.content %\}",
+         "{{- '<|im_start|>assistant' }}{%- generation %}{%- if message.content or not message.tool_calls %}"),
+        (r"\{%- for tool_call in message\.tool_calls %\}", "{%- for tool_call in message.tool_calls or [] %}"),
+        _END_OF_TURN),
+}
+
+
+def training_form(template: str) -> tuple[str, str | None]:
+    """(the template that chats are rendered with for training, the row of TRAINING_FORMS that changed it)."""
+    for name, parts in TRAINING_FORMS.items():
+        changed = template
+        for pattern, instead in parts:
+            changed, count = re.subn(pattern, instead, changed, flags=re.DOTALL)
+            if count != 1:
+                break
+        else:
+            return changed, name
+    return template, None
+
+
+@dataclass(frozen=True)
+class Chat:
+    """One line. whole: its messages or text, of which those from `begin` on are the completion; None: the assistant's count.
+
+    tools, options: what the template is also called with. where: file and line.
+    """
+
+    whole: Messages | tuple[str, str]
+    begin: int | None = None
+    tools: list[Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    where: str = "chat"
+
+
+def read_chat(document: Document) -> Chat:
+    """The chat of one line. ValueError, with file and line, where it is none."""
+    if document.line == 0:
+        raise ValueError(f"--input {document.path} is plain text, and chats are JSON lines: pass .jsonl files")
+    where, record = read_record(document, "a JSON object with messages, or with prompt and completion")
+    try:
+        if b"\\ud" in document.raw.lower():  # a lone surrogate, perhaps
+            record = json.loads(clean(json.dumps(record, ensure_ascii=False)))
+        return _chat(record, where)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _chat(record: dict[str, Any], where: str) -> Chat:
+    tools, options = record.get("tools"), record.get("chat_template_kwargs") or {}
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+    if not isinstance(tools, list | None) or not isinstance(options, dict):
+        raise ValueError("tools is not a list, or chat_template_kwargs is not an object")
+    if "messages" in record:
+        return Chat(_messages(record["messages"], "messages"), None, tools or None, options, where)
+    if not {"prompt", "completion"} <= record.keys():
+        raise ValueError(f"neither messages nor prompt and completion, only {', '.join(map(repr, record))[:REASON]}: {LOOKS}")
+    prompt, completion = record["prompt"], record["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if not completion:
+            raise ValueError("completion is empty")
+        return Chat((prompt, completion), where=where)
+    before = _messages(prompt, "prompt", answered=False)
+    return Chat([*before, *_messages(completion, "completion")], len(before), tools or None, options, where)
+
+
+def _messages(value: Any, key: str, answered: bool = True) -> Messages:
+    """A list of messages. answered: one of them must be the assistant's."""
+    if not isinstance(value, list):
+        raise ValueError(f"{key} is a {type(value).__name__}, not a list of messages: {LOOKS}")
+    if not value:
+        raise ValueError(f"{key} is empty: a chat without messages")
+    for number, message in enumerate(value, start=1):
+        _check_message(message, f"message {number} of {key}")
+    if answered and all(message["role"] != ASSISTANT for message in value):
+        raise ValueError(f"{key} has no message of the assistant, so that nothing of it would be trained")
+    return value
+
+
+def _check_message(message: Any, name: str) -> None:
+    if not isinstance(message, dict) or "role" not in message:
+        raise ValueError(f"{name} is not an object with role and content")
+    role, content = message["role"], message.get("content")
+    if role not in ROLES:
+        raise ValueError(f"{name} has the unknown role {role!r:.60}: pass {', '.join(ROLES[:-1])} or {ROLES[-1]}")
+    if not isinstance(content, str) and not (content is None and role == ASSISTANT and message.get("tool_calls")):
+        raise ValueError(f"{name}: its content is {type(content).__name__}, not text")
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer of Hugging Face, or another one that a user names.
+
+    form: the row of TRAINING_FORMS that was applied. Raises ValueError where there is no template, or a tokenizer of another kind.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: str | None = None):
+        if not isinstance(tokenizer, HuggingFaceTokenizer):
+            raise ValueError(f"--chat needs a tokenizer with a chat template, and {tokenizer.name} has none: pass --tokenizer-type "
+                             f"{HuggingFaceTokenizer.name} and the folder as --tokenizer-model")
+        self._library = tokenizer.library
+        try:
+            self.text: str = self._library.get_chat_template(template)
+        except ValueError:
+            raise ValueError("the tokenizer of --tokenizer-model has no chat template: pass one as --chat-template FILE, such as "
+                             "the chat_template.jinja of the model's chat version") from None
+        self.marked = MARKER.search(self.text) is not None
+        form: str | None = None
+        self._for_training, self.form = self.text, form
+        if not self.marked:
+            self._for_training, self.form = training_form(self.text)
+        special = {*self._library.get_added_vocab().values(), *self._library.all_special_ids}
+        self._special: frozenset[int] = frozenset(special)
+
+    @property
+    def how(self) -> str:
+        """How the trained tokens are found, in words."""
+        if self.form:
+            return f"by generation markers; the template is {self.form}'s, changed for training as trl does"
+        return "by the template's generation markers" if self.marked else "turn by turn, as the template has no generation markers"
+
+    def encode(self, chat: Chat) -> np.ndarray:
+        """int32 (n,), as of `chat_files.signed`. ValueError, with file and line, where the trained tokens are not certain."""
+        try:
+            ids, trained = self._encode(chat)
+            if not trained.any():
+                raise ValueError("the template renders no token of the assistant that could be trained")
+            self._check_ends(ids, trained)
+        except ValueError as error:
+            raise ValueError(f"{chat.where}: {error}") from None
+        return signed(ids, trained)
+
+    def prompt(self, messages: Messages) -> list[int]:
+        """Token ids of messages and of what the template puts before an answer. ValueError where the template refuses them."""
+        return self._rendered(Chat(messages), self.text, messages, add_generation_prompt=True)["input_ids"]
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end an answer: that of the template, and the one that ends a text."""
+        turn = self.encode(Chat([{"role": "user", "content": "Hello"}, {"role": ASSISTANT, "content": "Hello"}]))
+        ids, trained = unsigned(turn)
+        ends = {self._last_word(ids[trained]), self._library.eos_token_id}
+        return frozenset(ends - {None})
+
+    def _encode(self, chat: Chat) -> tuple[np.ndarray, np.ndarray]:
+        if isinstance(chat.whole, tuple):
+            return self._encode_texts(*chat.whole)
+        if chat.begin is None:
+            return self._encode_messages(chat)
+        only_answers = all(message["role"] == ASSISTANT for message in chat.whole[chat.begin :])
+        template = self.text if only_answers else self._for_training
+        before = self._ids(chat, template, chat.whole[: chat.begin], prompt=True)
+        if only_answers:
+            ids = self._ids(chat, template, chat.whole)
+            trained = np.ones(len(ids), bool)
+        else:
+            ids, trained = self._encode_messages(chat)
+        self._check_prefix(before, ids, "the prompt")
+        trained[: len(before)] = False
+        return ids, trained
+
+    def _encode_texts(self, prompt: str, completion: str) -> tuple[np.ndarray, np.ndarray]:
+        """As trl: the completion begins with the first token that differs from those of the prompt alone."""
+        eos = self._library.eos_token
+        if eos is None:
+            raise ValueError("the tokenizer has no token that ends a text, which must follow a completion")
+        completion += "" if completion.endswith(eos) else eos
+        before, ids = (np.array(self._library(clean(text)).input_ids, np.int32) for text in (prompt, prompt + completion))
+        shorter = min(len(before), len(ids))
+        differing = np.flatnonzero(before[:shorter] != ids[:shorter])
+        return ids, np.arange(len(ids)) >= (differing[0] if len(differing) else shorter)
+
+    def _encode_messages(self, chat: Chat) -> tuple[np.ndarray, np.ndarray]:
+        """The whole of a chat of messages, and what the assistant wrote of it."""
+        assert isinstance(chat.whole, list)
+        if self.marked or self.form:
+            found = self._rendered(chat, self._for_training, chat.whole, return_assistant_tokens_mask=True)
+            return np.array(found["input_ids"], np.int32), np.array(found["assistant_masks"], bool)
+        ids = self._ids(chat, self.text, chat.whole)
+        trained = np.zeros(len(ids), bool)
+        for number, message in enumerate(chat.whole):
+            if message["role"] == ASSISTANT:
+                before = self._ids(chat, self.text, chat.whole[:number], prompt=True)
+                after = self._ids(chat, self.text, chat.whole[: number + 1])
+                self._check_prefix(before, ids, f"what is before message {number + 1}")
+                self._check_prefix(after, ids, f"the chat up to message {number + 1}")
+                trained[len(before) : len(after)] = True
+        return ids, trained
+
+    def _ids(self, chat: Chat, template: str, messages: Messages, prompt: bool = False) -> np.ndarray:
+        return np.array(self._rendered(chat, template, messages, add_generation_prompt=prompt)["input_ids"], np.int32)
+
+    def _rendered(self, chat: Chat, template: str, messages: Messages, **how: Any) -> Any:
+        try:
+            return self._library.apply_chat_template(messages, tools=chat.tools, chat_template=template, return_dict=True, **how,
+                                                     **chat.options)
+        except Exception as error:  # the template's own, or any of the library, depending on what is wrong
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ValueError(f"the chat template does not take it ({reason[:REASON]})") from None
+
+    @staticmethod
+    def _check_prefix(part: np.ndarray, whole: np.ndarray, what: str) -> None:
+        if not np.array_equal(part, whole[: len(part)]):
+            raise ValueError(f"the chat template renders {what} differently alone and in the whole chat, so that the assistant's "
+                             "tokens cannot be found: pass --chat-template FILE, the template with {% generation %} and "
+                             "{% endgeneration %} around what the assistant writes")
+
+    def _check_ends(self, ids: np.ndarray, trained: np.ndarray) -> None:
+        """Every turn must end with a token that ends it, or the model would never learn to stop."""
+        borders = np.flatnonzero(np.diff(trained, prepend=False, append=False))
+        for start, end in zip(borders[::2], borders[1::2]):
+            if self._last_word(ids[start:end]) not in self._special:
+                raise ValueError("the chat template does not end a turn of the assistant with a special token that is trained, so "
+                                 "that a model would not learn to stop: pass another one as --chat-template FILE")
+
+    def _last_word(self, ids: np.ndarray) -> int | None:
+        """The last token that is not white space."""
+        for token in ids[::-1].tolist():
+            if token in self._special or self._library.decode([token]).strip():
+                return token
+        return None
+
+
+def read_template(path: str | None) -> str | None:
+    """The text of --chat-template. ValueError where it cannot be read."""
+    return None if path is None else read_text(Path(path), "--chat-template")
+
+
+def shown(tokens: np.ndarray, decode: Callable[[Sequence[int]], str], colour: bool, longest: int = 300) -> str:
+    """The text of a chat, what is trained in green or between [+ and +]; of a long part its beginning and its end.
+
+    tokens (n,): as of `chat_files.signed`.
+    """
+    ids, trained = unsigned(tokens)
+    begin, end = ("\033[32m", "\033[0m") if colour else ("[+", "+]")
+    borders = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(ids)]
+    parts = []
+    for start, stop in zip(borders, borders[1:]):
+        text = CONTROLS.sub("\N{REPLACEMENT CHARACTER}", decode(ids[start:stop].tolist()))
+        if len(text) > 2 * longest:
+            text = f"{text[:longest]} ... {text[-longest:]}"
+        parts.append(f"{begin}{text}{end}" if trained[start] else text)
+    return "".join(parts)
+
+
+def examples(files: ChatFiles, decode: Callable[[Sequence[int]], str], colour: bool) -> list[str]:
+    """The first chats of the files, as `shown` has them."""
+    count = min(EXAMPLES, len(files))
+    lines = [f"the first {count} chats, what is trained " + ("in green:" if colour else "between [+ and +]:")]
+    for chat in range(count):
+        ids = files.get(chat)
+        lines += [f"--- chat {chat}", shown(signed(ids.astype(np.int32), files.trained(chat, len(ids))), decode, colour)]
+    return [*lines, "---"]
