@@ -53,6 +53,7 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
     ("--tokenizer-type TikTokenizer", lambda run: run.data.tokenizer_type == TIKTOKEN,
      ("tiktoken_pattern", "tiktoken_num_special_tokens")),
     ("--data-path", lambda run: run.data.data_path is not None, ("split", "legacy_split")),
+    ("--sft", lambda run: run.data.sft, ("sft_truncate",)),
     ("--save", lambda run: run.output.save is not None,
      ("save_interval", "save_interval_in_mins", "keep_last", "save_retain_interval", "no_save_optim", "async_save", "save_local")),
     ("--wandb-project", lambda run: run.output.wandb_project is not None, ("wandb_exp_name", "wandb_entity")),

@@ -245,6 +245,9 @@ class DataConfig:
                                       "TikTokenizer", type=str)
     tiktoken_pattern: str = opt("v2", "how TikTokenizer cuts a text into pieces", choices=("v1", "v2"))
     tiktoken_num_special_tokens: int = opt(1000, "tokens of TikTokenizer that stand for no text")
+    sft: bool = opt(False, "--data-path are chats that fugaku-megatron preprocess --chat wrote: whole chats share a sample, each "
+                    "with positions and attention of its own, and the loss is that of the assistant's tokens")
+    sft_truncate: bool = opt(False, "cut chats of more tokens than a sample has")
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -258,6 +261,7 @@ class DataConfig:
         sources = [flag(name) for name in names if getattr(self, name)]
         check(len(sources) < 2, f"{' and '.join(sources)} exclude each other: pass one")
         check(self.train_data_path or not self.valid_data_path, "--valid-data-path goes with --train-data-path: pass both")
+        check(not (self.sft and self.mock_data), "--sft reads chats, and --mock-data are random tokens: pass --data-path")
 
     @property
     def marks_documents(self) -> str:
@@ -289,6 +293,11 @@ class DataConfig:
         """What names the files of the training data; None where there are none."""
         listed = self.data_args_path or self.per_split_data_args_path
         return self.data_path or self.train_data_path or ((listed,) if listed else None)
+
+    @property
+    def cuts_chats(self) -> bool | None:
+        """Whether a chat that is too long is cut, and not refused; None where the data are no chats."""
+        return self.sft_truncate if self.sft else None
 
     @property
     def paths(self) -> dict[str, tuple[str, ...]]:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from ..comm.base import Comm
 
 BLEND_SURPLUS = 0.005  # Megatron's: samples built beyond a blended dataset's share
-WHOLE, CUT = "whole", "cut"  # what becomes of chats that are too long: refused, or cut
 CHECKED_AT_START = 4 * 2**20  # bytes of .bin whose token ids are checked when it is opened; later ones when they are fetched
 
 Indexed = IndexedDataset | TokenArrays
@@ -40,7 +39,7 @@ class Builder:
     """Makes data sets of one sequence length and seed; arguments as of `GPTDataset`. All ranks of `comm` make the same calls.
 
     arrays: documents that are in no files, by the name that stands for a prefix. separate_sets: --multiple-validation-sets.
-    chats: the files are those of chats; CUT: one that is too long is cut.
+    cuts_chats: whether a chat that is too long is cut, and not refused; None where the data are no chats.
     """
 
     seq_length: int
@@ -51,19 +50,19 @@ class Builder:
     cache: IndexCache | None = None
     arrays: Mapping[str, TokenArrays] = field(default_factory=dict)
     separate_sets: bool = False
-    chats: str | None = None
+    cuts_chats: bool | None = None
 
     def open(self, prefixes: Sequence[str]) -> dict[str, Indexed]:
         """The files of each prefix, once. ValueError where the beginning of one has tokens outside the vocabulary."""
         return {prefix: self._open(prefix) for prefix in dict.fromkeys(prefixes)}
 
     def _open(self, prefix: str) -> Indexed:
-        if self.chats and prefix in self.arrays:
+        if self.cuts_chats is not None and prefix in self.arrays:
             raise ValueError("--sft reads the files that fugaku-megatron preprocess --chat writes, and the data is in memory: pass "
                              "their prefix as data_path")
         if prefix in self.arrays:
             return self.arrays[prefix].measure(self.vocab_size, self.comm)
-        indexed = (ChatFiles if self.chats else IndexedDataset)(prefix, self.comm)
+        indexed = (ChatFiles if self.cuts_chats is not None else IndexedDataset)(prefix, self.comm)
         vocabulary = self.vocab_size
         if vocabulary is not None:
             start = CHECKED_AT_START // indexed.dtype.itemsize
@@ -74,7 +73,7 @@ class Builder:
         """A function of num_samples, the number of samples or None for one epoch."""
         if isinstance(indexed, ChatFiles):
             return partial(ChatDataset, indexed, name, documents, seq_length=self.seq_length, seed=self.seed,
-                           truncate=self.chats == CUT, vocab_size=self.vocab_size, comm=self.comm)
+                           truncate=self.cuts_chats is True, vocab_size=self.vocab_size, comm=self.comm)
         return partial(GPTDataset, indexed, name, documents, seq_length=self.seq_length, seed=self.seed, vocab_size=self.vocab_size,
                        max_bytes=self.max_bytes, cache=self.cache, comm=self.comm)
 
@@ -122,16 +121,16 @@ def build_datasets(data_path: Sequence[str], split: str, seq_length: int, num_sa
                    vocab_size: int | None = None, comm: Comm | None = None, max_bytes: int | None = None,
                    cache: IndexCache | None = None, legacy_split: bool = False,
                    arrays: Mapping[str, TokenArrays] | None = None, separate_sets: bool = False,
-                   chats: str | None = None) -> Datasets:
+                   cuts_chats: bool | None = None) -> Datasets:
     """(train, valid, test) of --data-path and --split, for `num_samples` = (train, valid, test) samples.
 
     max_bytes: of memory that the order of a dataset's samples may take (None: any). cache: where indices are kept. arrays,
-    separate_sets, chats: see `Builder`. A dataset with `num_samples` 0 is None, and one with None has every sample once, which takes
-    no weights; valid and test are None if --split leaves them no documents. legacy_split: see `split_documents`.
+    separate_sets, cuts_chats: see `Builder`. A dataset with `num_samples` 0 is None, and one with None has every sample once, which
+    takes no weights; valid and test are None if --split leaves them no documents. legacy_split: see `split_documents`.
     With `comm` rank 0 alone checks the .idx files and builds the indices, and all ranks map them; all of its ranks must call.
     Raises ValueError on every rank.
     """
-    builder = Builder(seq_length, seed, vocab_size, comm, max_bytes, cache, arrays or {}, separate_sets, chats)
+    builder = Builder(seq_length, seed, vocab_size, comm, max_bytes, cache, arrays or {}, separate_sets, cuts_chats)
     prefixes, weights = parse_data_path(data_path)
     shares = parse_split(split)
     opened = builder.open(prefixes)
@@ -160,13 +159,13 @@ def _check_documents(split: str, name: str, prefixes: Sequence[str], documents: 
 def build_separate_datasets(paths: Sequence[Sequence[str] | None], seq_length: int, num_samples: Sequence[int | None], seed: int,
                             vocab_size: int | None = None, comm: Comm | None = None, max_bytes: int | None = None,
                             cache: IndexCache | None = None, arrays: Mapping[str, TokenArrays] | None = None,
-                            separate_sets: bool = False, chats: str | None = None) -> Datasets:
+                            separate_sets: bool = False, cuts_chats: bool | None = None) -> Datasets:
     """(train, valid, test) of --train-data-path, --valid-data-path and --test-data-path: every document of each.
 
     A split without a path, or with `num_samples` 0, is None. One prefix alone is not a blend, whatever its weight. The other
     arguments and errors are those of `build_datasets`.
     """
-    builder = Builder(seq_length, seed, vocab_size, comm, max_bytes, cache, arrays or {}, separate_sets, chats)
+    builder = Builder(seq_length, seed, vocab_size, comm, max_bytes, cache, arrays or {}, separate_sets, cuts_chats)
     built: list[Dataset | None] = []
     for name, path, needed in zip(SPLITS, paths, num_samples, strict=True):
         if not path or needed == 0:

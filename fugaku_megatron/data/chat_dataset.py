@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -180,3 +180,9 @@ class ChatDataset:
         cut = f"; --sft-truncate cut {self.chats_cut:,} chats" * bool(self.chats_cut)
         return (f"{self.num_documents:,} chats of {self.num_tokens:,} tokens in {samples:,} samples of {self.size} an epoch: "
                 f"{filled:.1%} is not padding, {counted:.1%} counts in the loss{cut}")
+
+
+def packing_lines(dataset: Any) -> list[str]:
+    """How full the samples of a data set, or of each part of a blend, are; nothing where they are not of chats."""
+    return [f"{part.name} data of {part.files.prefix}: {part.description()}" for part in getattr(dataset, "datasets", [dataset])
+            if isinstance(part, ChatDataset)]

@@ -16,6 +16,8 @@ from ..config.run_config import RunConfig
 from ..costs import accounting, run_schedule
 from ..costs.memory import Memory, gradient_collectives, stage_memory
 from ..costs.run_schedule import layers_again
+from ..data.build import build_datasets, build_separate_datasets
+from ..data.chat_dataset import packing_lines
 from ..nn.model import Stage
 from ..nn.ops import Ops
 from ..perf import plan_text
@@ -123,6 +125,18 @@ def _time(run: RunConfig, layout: Layout, bubble: float) -> list[str]:
     return lines
 
 
+def packing(run: RunConfig) -> list[str]:
+    """How full the samples of --sft are. ValueError for chats that a run would refuse."""
+    data, common = run.data, (run.model.seq_length, (1, 0, 0), run.training.seed, run.model.vocab_size)
+    if not data.sft:
+        return []
+    if data.train_data_path:
+        return packing_lines(build_separate_datasets((data.train_data_path, None, None), *common, cuts_chats=data.cuts_chats)[0])
+    if data.data_path:
+        return packing_lines(build_datasets(data.data_path, data.split, *common, cuts_chats=data.cuts_chats)[0])
+    return ["how full the samples of --sft are is not known without --data-path or --train-data-path"]
+
+
 def report(run: RunConfig, world_size: int, png: str | None = None) -> str:
     """The plan as text, and the pipeline over time as a picture in the file `png`.
 
@@ -146,6 +160,7 @@ def report(run: RunConfig, world_size: int, png: str | None = None) -> str:
         f"padded vocabulary {accounting.padded_vocab_size(run.model, layout.tp)}",
         f"global batch size {size}, micro-batch size {run.batch.micro_batch_size}, {microbatches} micro-batches per iteration; "
         f"{iterations} iterations, {samples} samples",
+        *packing(run),
         *chosen,
         f"schedule {lists.name}" + f", {lists.placement.chunks} chunks of layers per stage" * (lists.placement.chunks > 1)
         + f", {lists.pending or layout.pp} micro-batches held between F and W" * lists.splits_backward

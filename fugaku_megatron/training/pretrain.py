@@ -26,6 +26,8 @@ from ..config.run_config import RunConfig
 from ..costs import accounting
 from ..costs.run_schedule import recompute_name
 from ..data.build import build_datasets, build_separate_datasets, listed_data, parse_data_path
+from ..data.chat_dataset import packing_lines
+from ..data.chat_files import check_mask_file
 from ..data.dataset import Dataset, MockDataset, TokenArrays, ValidationSets
 from ..data.index_cache import IN_MEMORY, IndexCache
 from ..data.indexed import check_files
@@ -140,14 +142,14 @@ def _open(run: RunConfig, groups: Groups, samples: tuple[int, int | None], reade
                         for number, count in enumerate(samples))
         return train, valid
     cache = IndexCache(run.data.data_cache_path, sys.maxsize if arrays else IN_MEMORY)  # no file to keep an index next to
-    separate = run.training.multiple_validation_sets
+    separate, cuts = run.training.multiple_validation_sets, run.data.cuts_chats
     common = (model.seq_length, (*samples, 0), seed, model.vocab_size, reading, node_bytes(), cache)
     if run.data.train_data_path:
         return build_separate_datasets((run.data.train_data_path, run.data.valid_data_path, None), *common, arrays=arrays,
-                                       separate_sets=separate)[:2]
+                                       separate_sets=separate, cuts_chats=cuts)[:2]
     assert run.data.data_path is not None, "check_early asks for data"
     return build_datasets(run.data.data_path, run.data.split, *common, legacy_split=run.data.legacy_split, arrays=arrays,
-                          separate_sets=separate)[:2]
+                          separate_sets=separate, cuts_chats=cuts)[:2]
 
 
 def check_early(run: RunConfig, world_size: int) -> None:
@@ -179,6 +181,8 @@ def check_data(run: RunConfig) -> None:
     for name, path in run.data.paths.items():
         for prefix in parse_data_path(path, name)[0]:
             check_files(prefix)
+            if run.data.sft:
+                check_mask_file(prefix)
 
 
 def configure_process(run: RunConfig, world: Comm, nodes: Nodes | None = None) -> str:
@@ -291,7 +295,7 @@ def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
     readers = find_reader_group(run, groups, nodes)
     data = build_data(run, groups, layout, resume.progress, readers, tokenizer)
     saved = resume.state.get("tokenizer")
-    _say(run, world, data_line(data[0]), validation_line(data[1]), skip_line(run, data[0]),
+    _say(run, world, data_line(data[0]), *packing_lines(data[0]), validation_line(data[1]), skip_line(run, data[0]),
          *tokenizer_notes(run, tokenizer, saved, world))
     enter("the start: choosing kernels")
     choice = choose_kernels(run, layout, world, resume.state.get("kernels"))  # before the model: timing takes memory of its own
