@@ -31,6 +31,7 @@ from .hugging_face import carry, open_hugging_face, save_hugging_face
 from .rules import FILE
 from .weights import DTYPES, Weights, open_own, save_own
 
+CHAT_TEMPLATE = "chat_template.jinja"  # the name by which transformers finds it
 LEGACY, METADATA = "mp_rank_*", ".metadata"  # of Megatron-LM's two formats: folders, and the file that names all pieces
 
 
@@ -188,6 +189,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-shard-size", default="5GB", help="of a safetensors file with --to-hf (default: %(default)s)")
     parser.add_argument("--hf-files", metavar="DIR", help="directory of the tokenizer, config.json and generation config of the "
                         "model (default: those that came with it)")
+    parser.add_argument("--chat-template", metavar="FILE", help="jinja template of the tokenizer, for --save and --to-hf (default: "
+                        "the one that came with it)")
     parser.add_argument("--vocab-size", type=int, help="tokens, where a checkpoint of Megatron-LM only says the padded number")
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1, help="of --to-megatron (default: %(default)s)")
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1, help="of --to-megatron (default: %(default)s)")
@@ -226,6 +229,9 @@ def check_options(options: argparse.Namespace) -> tuple[str, str]:
     size(options.max_shard_size)
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "make_vocab_size_divisible_by"):
         check(getattr(options, name) > 0, f"{flag(name)} is {getattr(options, name)}: pass a number above 0")
+    check(options.chat_template is None or destination != "to_megatron", "--chat-template is for --save and --to-hf: leave it out")
+    template = options.chat_template
+    check(template is None or Path(template).is_file(), f"--chat-template {template} is not a file")
     check(options.hf_files is None or Path(options.hf_files).is_dir(), f"--hf-files {options.hf_files} is not a directory")
     check_new(flag(destination), getattr(options, destination))
     return source, destination
@@ -241,6 +247,8 @@ def main(options: argparse.Namespace) -> int:
     target = getattr(options, destination)
     with whole(flag(destination), target) as directory:
         DESTINATIONS[destination](weights, directory, options)
+        if options.chat_template is not None:
+            shutil.copyfile(options.chat_template, (directory / CARRIED if destination == "save" else directory) / CHAT_TEMPLATE)
     parameters = sum(tensor.numel() for tensor in weights.like().values())
     print(f"{flag(source)} {getattr(options, source)}: {parameters:,} parameters are in {target}")
     if destination == "save":

@@ -105,7 +105,7 @@ def _chat(record: dict[str, Any], where: str) -> Chat:
     if not isinstance(tools, list | None) or not isinstance(options, dict):
         raise ValueError("tools is not a list, or chat_template_kwargs is not an object")
     if "messages" in record:
-        return Chat(_messages(record["messages"], "messages"), None, tools or None, options, where)
+        return Chat(_answered(record["messages"], "messages"), None, tools or None, options, where)
     if not {"prompt", "completion"} <= record.keys():
         raise ValueError(f"neither messages nor prompt and completion, only {', '.join(map(repr, record))[:REASON]}: {LOOKS}")
     prompt, completion = record["prompt"], record["completion"]
@@ -113,20 +113,29 @@ def _chat(record: dict[str, Any], where: str) -> Chat:
         if not completion:
             raise ValueError("completion is empty")
         return Chat((prompt, completion), where=where)
-    before = _messages(prompt, "prompt", answered=False)
-    return Chat([*before, *_messages(completion, "completion")], len(before), tools or None, options, where)
+    before = check_messages(prompt, "prompt")
+    return Chat([*before, *_answered(completion, "completion")], len(before), tools or None, options, where)
 
 
-def _messages(value: Any, key: str, answered: bool = True) -> Messages:
-    """A list of messages. answered: one of them must be the assistant's."""
+def user_turn(text: str) -> dict[str, Any]:
+    """A message of the user."""
+    return {"role": "user", "content": text}
+
+
+def _answered(value: Any, key: str) -> Messages:
+    if all(message["role"] != ASSISTANT for message in check_messages(value, key)):
+        raise ValueError(f"{key} has no message of the assistant, so that nothing of it would be trained")
+    return value
+
+
+def check_messages(value: Any, key: str) -> Messages:
+    """A list of messages, at least one. Raises ValueError, with `key`, for anything else."""
     if not isinstance(value, list):
         raise ValueError(f"{key} is a {type(value).__name__}, not a list of messages: {LOOKS}")
     if not value:
         raise ValueError(f"{key} is empty: a chat without messages")
     for number, message in enumerate(value, start=1):
         _check_message(message, f"message {number} of {key}")
-    if answered and all(message["role"] != ASSISTANT for message in value):
-        raise ValueError(f"{key} has no message of the assistant, so that nothing of it would be trained")
     return value
 
 
@@ -189,7 +198,7 @@ class ChatTemplate:
     @cached_property
     def ends(self) -> frozenset[int]:
         """The tokens that end an answer: that of the template, and the one that ends a text."""
-        turn = self.encode(Chat([{"role": "user", "content": "Hello"}, {"role": ASSISTANT, "content": "Hello"}]))
+        turn = self.encode(Chat([user_turn("Hello"), {"role": ASSISTANT, "content": "Hello"}]))
         ids, trained = unsigned(turn)
         ends = {self._last_word(ids[trained]), self._library.eos_token_id}
         return frozenset(ends - {None})

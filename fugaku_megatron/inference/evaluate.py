@@ -1,8 +1,9 @@
-"""Perplexity of a text, and multiple choice, with a trained checkpoint.
+"""Perplexity of a text, the loss of chats, and multiple choice, with a trained checkpoint.
 
     fugaku-megatron evaluate --load checkpoints --input book.txt --json result.json
     fugaku-megatron evaluate --load checkpoints --data-path my_text_document --max-windows 100
     mpiexec -n 4 fugaku-megatron evaluate --load checkpoints --choices questions.json --tensor-model-parallel-size 2
+    fugaku-megatron evaluate --load tuned --chats held_out.jsonl
 
 The text is cut into windows of the sequence length, each of which predicts its successors; what does not fill a window is left out.
 Several ranks share the model in the layout of its checkpoint, or as the flags say, and its replicas share the windows.
@@ -27,12 +28,13 @@ from ..comm.launch import run_or_abort
 from ..config.checks import check, check_positive
 from ..config.command_line import check_file, writing
 from ..config.run_config import ModelConfig, saved_run
+from ..data.chats import ChatTemplate, read_template
 from ..data.files import read_text
 from ..data.indexed import IndexedDataset
 from ..data.tokenizer import Tokenizer
 from . import scoring
 from .loading import LoadedModel, Source, add_source_flags, load_model, tokenizer_note
-from .scoring import Question, accuracies, read_questions, score, windows
+from .scoring import ChatFile, Question, accuracies, read_chat_file, read_questions, score, windows
 
 PROGRESS_SECONDS = 10.0
 DECODED = 2**20  # tokens whose bytes are counted at a time
@@ -52,6 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--input", "--text", metavar="FILE", help="perplexity of this text")
     add("--data-path", metavar="PREFIX", help="perplexity of a data set, its documents one after another: PREFIX.bin and .idx")
     add("--choices", metavar="FILE", help='questions: a JSON list of {"context": TEXT, "choices": [TEXT, ...], "answer": NUMBER}')
+    add("--chats", metavar="FILE", nargs="+", help="mean loss of the assistant's tokens in each of these .jsonl files of chats")
+    add("--chat-template", metavar="FILE", help="jinja template of --chats (default: the tokenizer's)")
     add("--json", metavar="FILE", help="write the result here")
     add("--stride", type=int, help="tokens from one window to the next, each scored once (default: a window, without overlap)")
     add("--max-windows", type=int, help="no more windows than these, from the beginning")
@@ -87,18 +91,22 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to evaluate: a text or a data set, questions, or both. Raises ValueError for values out of range."""
+    """What to evaluate: a text or a data set, chats, questions, or all of them. Raises ValueError for values out of range."""
 
     model: Model
     input: str | None = None
     data_path: str | None = None
     choices: str | None = None
+    chats: tuple[str, ...] = ()
+    chat_template: str | None = None
     json: str | None = None
     stride: int | None = None
     max_windows: int | None = None
 
     def __post_init__(self) -> None:
-        check(bool(self.input or self.data_path or self.choices), "nothing to evaluate: pass --input, --data-path or --choices")
+        check(bool(self.input or self.data_path or self.choices or self.chats), "nothing to evaluate: pass --input, --data-path, "
+              "--chats or --choices")
+        check(self.chats or self.chat_template is None, f"--chat-template {self.chat_template} goes with --chats: pass both")
         check(not (self.input and self.data_path), "--input and --data-path exclude each other: pass one")
         check_positive(self, "stride", "max_windows")
         check_file("--json", self.json)
@@ -107,7 +115,7 @@ class Request:
     def of(cls, options: argparse.Namespace) -> Request:
         """From the parsed flags of `add_arguments`."""
         values = {field.name: getattr(options, field.name) for field in fields(cls) if field.name != "model"}
-        return cls(model=Model.of(options), **values)
+        return cls(model=Model.of(options), **{**values, "chats": tuple(options.chats or ())})
 
 
 @dataclass(frozen=True)
@@ -123,6 +131,7 @@ class Texts:
     bytes: int
     questions: list[Question]
     note: str
+    chats: tuple[ChatFile, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -182,7 +191,16 @@ def read_all(request: Request, manifest: dict[str, Any], cut: Windows) -> Texts:
         end = 1 + sum(part.scored for part in requests)
         size = sum(tokenizer.count_bytes(ids[start : min(start + DECODED, end)]) for start in range(1, end, DECODED))
     questions = read_questions(request.choices, tokenizer, cut.length) if request.choices else []
-    return Texts(requests, tokens, predicted, size, questions, tokenizer_note(tokenizer, manifest))
+    return Texts(requests, tokens, predicted, size, questions, tokenizer_note(tokenizer, manifest),
+                 read_chats(request, tokenizer, cut.length))
+
+
+def read_chats(request: Request, tokenizer: Tokenizer, window: int) -> tuple[ChatFile, ...]:
+    """The files of --chats."""
+    if not request.chats:
+        return ()
+    template = ChatTemplate(tokenizer, read_template(request.chat_template))
+    return tuple(read_chat_file(path, template, window) for path in request.chats)
 
 
 class Progress:
@@ -225,7 +243,18 @@ def evaluated(loaded: LoadedModel, texts: Texts, batch: int) -> dict[str, Any]:
         requests = [request for question in texts.questions for request in question.requests]
         scores = score(loaded, requests, batch, Progress(world, "choices", len(requests)))
         result |= accuracies(texts.questions, scores[:, 0].tolist())
+    if texts.chats:
+        result["chats"] = [chat_loss(loaded, file, batch) for file in texts.chats]
     return result
+
+
+def chat_loss(loaded: LoadedModel, file: ChatFile, batch: int) -> dict[str, Any]:
+    """Figures of the assistant's tokens in one file. Collective."""
+    scores = score(loaded, file.requests, batch, Progress(loaded.groups.world, f"chats of {file.path}", len(file.requests)))
+    tokens = sum(request.scored for request in file.requests)
+    loss = -float(scores[:, 0].sum()) / tokens
+    return {"file": file.path, "loss": loss, "perplexity": _exp(loss), "accuracy": float(scores[:, 1].sum()) / tokens,
+            "tokens": tokens, "chats": len(file.requests), "cut": file.cut, "left_out": file.left_out}
 
 
 def lines(result: dict[str, Any], cut: Windows) -> list[str]:
@@ -241,9 +270,18 @@ def lines(result: dict[str, Any], cut: Windows) -> list[str]:
         shown.append(words.format(cut.length, cut.stride, **result))
     if "accuracy" in result:
         shown.append("accuracy {accuracy:.4f}, by length {accuracy_norm:.4f}, {questions} questions".format_map(result))
+    shown += [chat_line(file) for file in result.get("chats", ())]
     if bare := result.get("without_context"):
         shown.append(f"questions without a context: {bare}, whose choices are scored after the token that begins or ends a text")
     return shown
+
+
+def chat_line(file: dict[str, Any]) -> str:
+    """The figures of a file of chats for a reader."""
+    line = "{file}: loss {loss:.4f}, perplexity {perplexity:.4f} per trained token, {accuracy:.1%} of {tokens} trained tokens " \
+        "are the likeliest, {chats} chats"
+    longer = "; {cut} chats are longer than a window and were cut, {left_out} of them have no trained token left"
+    return (line + longer * bool(file["cut"])).format_map(file)
 
 
 def evaluate(request: Request, world: Comm) -> dict[str, Any]:

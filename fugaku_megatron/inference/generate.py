@@ -3,6 +3,7 @@
     fugaku-megatron generate --load demo/checkpoint --vocab-file demo/vocab.json --merge-file demo/merges.txt --prompt "def "
     fugaku-megatron generate ... --prompts questions.txt --max-new-tokens 200 --stop "\\n\\n" --temperature 0
     mpiexec -n 2 fugaku-megatron generate ... --tensor-model-parallel-size 2 --interactive
+    fugaku-megatron generate --load tuned --chat --prompt "Which flag names the data?" --temperature 0
 
 The model comes from the checkpoint's manifest, whatever its parallel layout. One process needs no mpiexec and holds the whole
 model, weights only. Several ranks share it as --tensor-model-parallel-size and --pipeline-model-parallel-size say, or else in the
@@ -25,12 +26,24 @@ from ..comm.agreement import describe as one_line
 from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
 from ..comm.launch import run_or_abort
-from ..config.checks import check
+from ..config.checks import check, flag
 from ..config.layout import Layout
-from ..config.run_config import RunConfig, saved_run
+from ..config.run_config import ModelConfig, RunConfig, saved_run
 from ..costs import accounting, activations
+from ..data.chats import ChatTemplate, read_template
+from ..data.tokenizer import Tokenizer
 from ..host import allocator
-from .generation import Ending, Sampling, Texts, add_sampling_arguments, check_request, prompts_of, steps
+from .generation import (
+    Conversation,
+    Ending,
+    Prompt,
+    Sampling,
+    Texts,
+    add_sampling_arguments,
+    check_request,
+    prompts_of,
+    steps,
+)
 from .loading import LoadedModel, Source, add_source_flags, load_model, tokenizer_note
 
 MIB = 2**20
@@ -59,6 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="tokens to add (default: %(default)s)")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="an answer ends before this text; may be "
                         "repeated")
+    parser.add_argument("--chat", action="store_true", help="prompts are the user's turns, rendered with the tokenizer's chat "
+                        "template, and the answer ends where the template ends a turn; FILE.json may hold lists of messages, and "
+                        "--interactive is one conversation")
+    parser.add_argument("--system", metavar="TEXT", help="what the system says first, with --chat")
+    parser.add_argument("--chat-template", metavar="FILE", help="jinja template of --chat (default: the tokenizer's)")
     add_sampling_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print what a rank would hold, in any layout, and stop")
 
@@ -75,8 +93,13 @@ class Request:
     stop: tuple[str, ...] = ()
     sampling: Sampling = Sampling()
     dry_run: bool = False
+    chat: bool = False
+    system: str | None = None
+    chat_template: str | None = None
 
     def __post_init__(self) -> None:
+        for name in ("system", "chat_template"):
+            check(self.chat or getattr(self, name) is None, f"{flag(name)} goes with --chat: pass both")
         check_request(self.max_new_tokens, self.stop)
         given = bool(self.prompts) or self.file is not None
         check(given or self.interactive, "nothing to continue: pass --prompt TEXT, --prompts FILE or --interactive")
@@ -88,11 +111,17 @@ class Request:
         """From the parsed flags of `add_arguments`."""
         return cls(source=Source.of(options), prompts=tuple(options.prompt or ()), file=options.prompts,
                    interactive=options.interactive, max_new_tokens=options.max_new_tokens, stop=tuple(options.stop),
-                   sampling=Sampling.of(options), dry_run=options.dry_run)
+                   sampling=Sampling.of(options), dry_run=options.dry_run, chat=options.chat, system=options.system,
+                   chat_template=options.chat_template)
 
-    def texts(self) -> list[str]:
+    def all_prompts(self) -> list[Prompt]:
         """The prompts, those of the file as well. Raises ValueError for a file without prompts."""
-        return [*self.prompts, *(prompts_of(self.file) if self.file is not None else [])]
+        return [*self.prompts, *(prompts_of(self.file, self.chat) if self.file is not None else [])]
+
+    def texts(self, tokenizer: Tokenizer, model: ModelConfig) -> Texts:
+        """What turns prompts into tokens. Raises ValueError for a chat template that there is not."""
+        template = ChatTemplate(tokenizer, read_template(self.chat_template)) if self.chat else None
+        return Texts(tokenizer, model, self.max_new_tokens, self.stop, template, self.system)
 
 
 def layout_of(source: Source, world: Comm, saved: dict[str, Any], dry_run: bool = False) -> tuple[int, int] | None:
@@ -125,8 +154,8 @@ def continue_prompts(request: Request, world: Comm) -> None:
     texts: list[Texts] = []  # on rank 0, which reads the files and prints
 
     def open_and_encode() -> list[list[int]]:
-        texts.append(Texts(source.open_tokenizer(manifest), run.model, request.max_new_tokens, request.stop))
-        return [] if request.interactive else texts[0].encode(*request.texts())
+        texts.append(request.texts(source.open_tokenizer(manifest), run.model))
+        return [] if request.interactive else texts[0].encode(*request.all_prompts())
 
     prompts = on_root(world, open_and_encode)
     if request.dry_run:
@@ -154,7 +183,11 @@ def _converse(request: Request, loaded: LoadedModel, texts: list[Texts]) -> None
     def answer(prompt: list[int], finished: Callable[[int, list[int]], bool]) -> Iterator[list[list[int]]]:
         return steps(loaded, [prompt], request.max_new_tokens, request.sampling, finished)
 
-    converse(loaded.groups.world, lambda line: texts[0].encode(line)[0], texts[0].ending if texts else None, answer)
+    ending = texts[0].ending if texts else None
+    if request.chat and texts:
+        chat = Conversation(texts[0])
+        return converse(loaded.groups.world, chat.encode, ending, answer, chat.answered)
+    return converse(loaded.groups.world, lambda line: texts[0].encode(line)[0], ending, answer)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -197,14 +230,18 @@ def read_line() -> str | None:
 
 
 def converse(world: Comm, encode: Callable[[str], list[int]], ending: Ending | None,
-             answer: Callable[[list[int], Callable[[int, list[int]], bool]], Iterator[list[list[int]]]]) -> None:
+             answer: Callable[[list[int], Callable[[int, list[int]], bool]], Iterator[list[list[int]]]],
+             answered: Callable[[str], None] | None = None) -> None:
     """Continue line after line. Collective.
 
     encode: tokens of a line, or ValueError. ending: on the first rank. answer(prompt, finished): the tokens so far after each step.
+    answered: gets the text of each answer.
     """
     while (prompt := world.broadcast_object(_next_prompt(encode) if world.rank == 0 else None)) is not None:
         if ending:
-            _show(prompt, ending, answer)
+            text = _show(prompt, ending, answer)
+            if answered:
+                answered(text)
         else:
             for _ in answer(prompt, lambda sample, ids: False):
                 pass
@@ -220,8 +257,8 @@ def _next_prompt(encode: Callable[[str], list[int]]) -> list[int] | None:
     return None
 
 
-def _show(prompt: list[int], ending: Ending, answer: Callable[..., Iterator[list[list[int]]]]) -> None:
-    """Write an answer as it comes."""
+def _show(prompt: list[int], ending: Ending, answer: Callable[..., Iterator[list[list[int]]]]) -> str:
+    """Write an answer as it comes; returns all of it."""
     interrupt, written, ids = Interrupt(), 0, []
     with interrupt.noted():
         for (ids,) in answer(prompt, lambda sample, ids: interrupt.pressed or ending.reached(ids)):
@@ -229,3 +266,4 @@ def _show(prompt: list[int], ending: Ending, answer: Callable[..., Iterator[list
             print(text[written:], end="", flush=True)
             written = max(written, len(text))
     print(ending.text(ids)[written:], flush=True)
+    return ending.text(ids)

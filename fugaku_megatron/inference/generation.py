@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from ..comm.autograd import gather_from_tensor_parallel
 from ..config.checks import check
 from ..config.run_config import ModelConfig
 from ..costs import activations
+from ..data.chats import ASSISTANT, ChatTemplate, Messages, check_messages, user_turn
 from ..data.tokenizer import Tokenizer
 from ..nn.passes import LayerCache, Pass, Rows
 from .loading import FEW_ROWS, LoadedModel, RecordedStep, RecordingKernels, through_stages
@@ -78,35 +79,43 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=Sampling.seed, help="of the choice among tokens (default: %(default)s)")
 
 
-def prompts_of(path: str) -> list[str]:
-    """One prompt a line, or the strings of a JSON list in a file that ends in .json. Raises ValueError where that fails."""
+Prompt = str | Messages
+
+
+def prompts_of(path: str, chat: bool = False) -> list[Prompt]:
+    """One prompt a line, or the strings of a JSON list in a file that ends in .json. Raises ValueError where that fails.
+
+    chat: the list may hold lists of messages as well.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
         prompts = json.loads(text) if path.endswith(".json") else [line for line in text.splitlines() if line]
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"--prompts {path}: {reason}: pass a UTF-8 file of lines, or a JSON list of texts (.json)") from None
-    check(isinstance(prompts, list) and all(isinstance(prompt, str) for prompt in prompts),
-          f"--prompts {path}: it is not a JSON list of texts: pass one, such as [\"a\", \"b\"]")
+    kinds = (str, list) if chat else str
+    check(isinstance(prompts, list) and all(isinstance(prompt, kinds) for prompt in prompts),
+          f"--prompts {path}: it is not a JSON list of texts{' or lists of messages' * chat}: pass one, such as [\"a\", \"b\"]")
     check(len(prompts) > 0, f"--prompts {path} has no prompt: pass at least one line")
     return prompts
 
 
 class Ending:
-    """Where continuations end: at a token, or before a word. decode: ids -> text."""
+    """Where continuations end: at a token, or before a word. decode: ids -> text. more: tokens other than `eod` that end one."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], eod: int | None, words: Sequence[str]) -> None:
-        self.decode, self.eod, self.words = decode, eod, tuple(words)
+    def __init__(self, decode: Callable[[Sequence[int]], str], eod: int | None, words: Sequence[str],
+                 more: Collection[int] = ()) -> None:
+        self.decode, self.ends, self.words = decode, {eod, *more} - {None}, tuple(words)
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of a continuation, up to where it ends."""
-        text = self.decode([i for i in ids if i != self.eod])
+        text = self.decode([i for i in ids if i not in self.ends])
         ends = [place for word in self.words if (place := text.find(word)) >= 0]
         return text[: min(ends)] if ends else text
 
     def reached(self, ids: Sequence[int]) -> bool:
         """Whether nothing follows these tokens."""
-        if ids[-1] == self.eod:
+        if ids[-1] in self.ends:
             return True
         return bool(self.words) and any(word in self.decode(ids) for word in self.words)
 
@@ -206,16 +215,27 @@ def check_request(max_new_tokens: int, stop: Sequence[str]) -> None:
 
 
 class Texts:
-    """A tokenizer, and what it makes of prompts for a model: tokens to continue, and the text of what they are continued with."""
+    """A tokenizer, and what it makes of prompts for a model: tokens to continue, and the text of what they are continued with.
 
-    def __init__(self, tokenizer: Tokenizer, model: ModelConfig, max_new_tokens: int, stop: Sequence[str] = ()) -> None:
+    template: prompts are chats, to be answered. system: what the system says first in a chat that is a text, the user's turn.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, model: ModelConfig, max_new_tokens: int, stop: Sequence[str] = (),
+                 template: ChatTemplate | None = None, system: str | None = None) -> None:
         check_request(max_new_tokens, stop)
         self.tokenizer, self.model, self.max_new_tokens = tokenizer, model, max_new_tokens
-        self.ending = Ending(tokenizer.decode, tokenizer.eod, stop)
+        self.template, self.before = template, [] if system is None else [{"role": "system", "content": system}]
+        self.ending = Ending(tokenizer.decode, tokenizer.eod, stop, template.ends if template else ())
 
-    def encode(self, *prompts: str) -> list[list[int]]:
+    def _ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, list) and self.template:
+            return self.template.prompt(check_messages(prompt, "a prompt"))
+        assert isinstance(prompt, str), "only chats are lists of messages"
+        return self.template.prompt([*self.before, user_turn(prompt)]) if self.template else self.tokenizer.encode(prompt)
+
+    def encode(self, *prompts: Prompt) -> list[list[int]]:
         """Tokens of prompts. Raises ValueError for an empty one, and for one that the model cannot continue."""
-        ids = [self.tokenizer.encode(prompt) for prompt in prompts]
+        ids = [self._ids(prompt) for prompt in prompts]
         check(all(ids), "a prompt is empty: pass at least one character")
         check_lengths(self.model, ids, self.max_new_tokens)
         return ids
@@ -223,6 +243,26 @@ class Texts:
     def finished(self, sample: int, ids: list[int]) -> bool:
         """For `steps`: whether nothing follows these tokens."""
         return self.ending.reached(ids)
+
+
+class Conversation:
+    """A chat that goes on: `encode` takes the user's next turn, `answered` what was said to it."""
+
+    def __init__(self, texts: Texts) -> None:
+        self.texts = texts
+        self._said: Messages = [*texts.before]
+        self._asked = self._said
+
+    def encode(self, line: str) -> list[int]:
+        """Tokens of the whole chat up to the answer. ValueError for a chat that the model cannot continue."""
+        asked = [*self._said, user_turn(line)]
+        (ids,) = self.texts.encode(asked)
+        self._asked = asked
+        return ids
+
+    def answered(self, text: str) -> None:
+        """The turn is over."""
+        self._said = [*self._asked, {"role": ASSISTANT, "content": text}]
 
 
 def steps(loaded: LoadedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling,

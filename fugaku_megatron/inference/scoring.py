@@ -17,7 +17,9 @@ from torch import Tensor
 
 from ..comm.autograd import gather_from_tensor_parallel
 from ..config.checks import check
-from ..data.files import read_text
+from ..data.chat_files import unsigned
+from ..data.chats import ChatTemplate, read_chat
+from ..data.files import input_files, read_documents, read_text
 from ..data.tokenizer import Tokenizer
 from ..nn.passes import Pass
 from .loading import LoadedModel, through_stages
@@ -27,10 +29,14 @@ LOGITS_BYTES = 2**26  # of the FP32 logits that are held at a time, or one row o
 
 
 class Request(NamedTuple):
-    """Tokens, of which the last `scored` are asked for, each given all before it. There are more tokens than `scored`."""
+    """Tokens, of which the last `scored` are asked for, each given all before it. There are more tokens than `scored`.
+
+    places: where the `scored` tokens are instead, from 1 on.
+    """
 
     tokens: Sequence[int] | np.ndarray
     scored: int
+    places: np.ndarray | None = None
 
 
 def score(loaded: LoadedModel, requests: Sequence[Request], batch: int, progress: Callable[[int], None] | None = None) -> Tensor:
@@ -64,11 +70,12 @@ def _score_batch(loaded: LoadedModel, requests: Sequence[Request]) -> Tensor | N
     longest = max(len(request.tokens) for request in requests) - 1
     tokens = torch.zeros(longest, len(requests), dtype=torch.int64)  # what follows a sample's end changes nothing before it
     rows, labels = [], []
-    for column, (text, scored) in enumerate(requests):
+    for column, (text, scored, places) in enumerate(requests):
         ids = torch.from_numpy(np.array(text, np.int64))
         tokens[: len(ids) - 1, column] = ids[:-1]
-        rows.append(torch.arange(len(ids) - 1 - scored, len(ids) - 1) * len(requests) + column)
-        labels.append(ids[len(ids) - scored :])
+        asked = torch.arange(len(ids) - scored, len(ids)) if places is None else torch.from_numpy(places)
+        rows.append((asked - 1) * len(requests) + column)
+        labels.append(ids[asked])
     x = through_stages(loaded, tokens, EVALUATION)
     if x is None:
         return None
@@ -131,6 +138,33 @@ def rolling(tokens: Sequence[int], length: int) -> list[Request]:
     last = len(tokens) - 1
     ends = [(start, min(start + length, last)) for start in range(0, last, length)]
     return [Request(tokens[max(0, end - length) : end + 1], end - start) for start, end in ends]
+
+
+@dataclass(frozen=True)
+class ChatFile:
+    """The chats of one file. requests: their trained tokens. cut: chats that are longer than a window, and end with it.
+
+    left_out: those of them without trained tokens in the window.
+    """
+
+    path: str
+    requests: list[Request]
+    cut: int
+    left_out: int
+
+
+def read_chat_file(path: str, template: ChatTemplate, window: int) -> ChatFile:
+    """The chats of a .jsonl file. Raises ValueError, with file and line, for what is no chat, and for a file without chats."""
+    requests, cut, left_out = [], 0, 0
+    for document in read_documents(input_files([path], ["text"])):
+        ids, trained = unsigned(template.encode(read_chat(document)))
+        cut += len(ids) > window + 1
+        places = 1 + np.flatnonzero(trained[1 : window + 1])
+        left_out += not len(places)
+        if len(places):
+            requests.append(Request(ids[: window + 1], len(places), places))
+    check(len(requests) > 0, f"--chats {path}: it has no chats, or none with an answer within the {window} tokens of a window")
+    return ChatFile(path, requests, cut, left_out)
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,15 @@ import torch
 
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.command_line import Parser
+from fugaku_megatron.data.chat_files import unsigned
+from fugaku_megatron.data.chats import Chat, ChatTemplate
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
-from fugaku_megatron.data.library_tokenizers import NullTokenizer
-from fugaku_megatron.inference import evaluate, scoring
+from fugaku_megatron.data.library_tokenizers import HuggingFaceTokenizer, NullTokenizer
+from fugaku_megatron.inference import evaluate, generate, scoring
 from tests.helpers import one_error
 from tests.parallel.test_generate import LEARNS, TEXT, WIDE, save_trained, their_model, write_tokenizer
 from tests.threads import ThreadWorld
+from tests.unit import test_chats
 
 LENGTH = LEARNS["seq_length"]
 PROSE = TEXT * 6 + "that is the question: whether 'tis nobler é"
@@ -129,9 +132,9 @@ def test_logits_are_computed_for_some_rows_at_a_time_and_progress_is_told(models
 
 def test_pairs_of_context_and_continuation():
     tokenizer = NullTokenizer(100)
-    assert scoring.encode_pair(tokenizer, "1 2 ", "3 4", 10) == ([1, 2, 3, 4], 2)
-    assert scoring.encode_pair(tokenizer, "", "3 4", 10) == ([99, 3, 4], 2)
-    assert scoring.encode_pair(tokenizer, "1 2 ", "3 4", 2) == ([2, 3, 4], 2)
+    assert scoring.encode_pair(tokenizer, "1 2 ", "3 4", 10) == scoring.Request([1, 2, 3, 4], 2)
+    assert scoring.encode_pair(tokenizer, "", "3 4", 10) == scoring.Request([99, 3, 4], 2)
+    assert scoring.encode_pair(tokenizer, "1 2 ", "3 4", 2) == scoring.Request([2, 3, 4], 2)
     for continuation, message in (("", "'' has no tokens of its own"), (" 1 2 3", "' 1 2 3' has 3 tokens, and")):
         with pytest.raises(ValueError, match=message):
             scoring.encode_pair(tokenizer, "1", continuation, 2)
@@ -169,3 +172,67 @@ def test_mistakes(models, tmp_path, monkeypatch, more, message):
 def test_a_number_of_ranks_that_does_not_fit(models):
     words = [*models[1], "--text", "t", "--tensor-model-parallel-size", "2"]
     assert "2 x 1 takes a multiple of 2 ranks, and 3 were started" in one_error(3, lambda world: result(words, world=world))
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory):
+    """(folder with a checkpoint and the tokenizer of chats that came with it, flags)."""
+    folder = tmp_path_factory.mktemp("chats")
+    save_trained(SoloComm(), folder / "saved", 2, vocab_size=300, max_position_embeddings=64)
+    test_chats.write_tokenizer(folder / "saved" / "hugging_face")
+    return folder, ["--load", str(folder / "saved")]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_loss_of_chats_is_that_of_the_assistants_tokens(chat_model, ranks):
+    folder, flags = chat_model
+    talks = [test_chats.TALK, test_chats.TALK[:2], [test_chats.user("x" * 30), *test_chats.TALK[1:2]]]
+    for name, part in (("a", talks), ("b", talks[:1])):
+        test_chats.write_lines(folder / f"{name}.jsonl", *({"messages": talk} for talk in part))
+    words = [*flags, "--chats", str(folder / "a.jsonl"), str(folder / "b.jsonl"), "--micro-batch-size", "2",
+             "--pipeline-model-parallel-size", str(ranks)]
+    a, b = ThreadWorld(ranks).run(lambda world: result(words, world=world))[0]["chats"]
+    template = ChatTemplate(HuggingFaceTokenizer(folder / "saved" / "hugging_face"))
+    loaded = loading_of(flags)
+    for found, part in ((a, talks), (b, talks[:1])):
+        requests = []
+        for talk in part:
+            ids, trained = unsigned(template.encode(Chat(talk)))
+            requests += [scoring.Request(ids[: i + 1], 1) for i in range(1, min(len(ids), LENGTH + 1)) if trained[i]]
+        scores = scoring.score(loaded, requests, 1)
+        assert found["tokens"] == len(requests) and found["loss"] == pytest.approx(-float(scores[:, 0].mean()), rel=1e-6)
+        assert found["accuracy"] == float(scores[:, 1].mean())
+    assert (a["cut"], a["left_out"], a["chats"], b["cut"]) == (2, 1, 2, 1)
+    assert "; 2 chats are longer than a window and were cut, 1 of them" in evaluate.chat_line(a)
+
+
+def loading_of(flags: list[str]):
+    """The model, on one rank."""
+    parser = Parser()
+    evaluate.add_arguments(parser)
+    source = evaluate.Source.of(parser.parse_args(flags))
+    iteration, manifest = source.manifest(SoloComm())
+    return evaluate.load_model(evaluate.saved_run(manifest, (1, 1)), SoloComm(), source.load, iteration, manifest)
+
+
+def test_generate_renders_chats(chat_model, capsys, tmp_path):
+    folder, flags = chat_model
+
+    def write(*words: str) -> str:
+        parser = Parser()
+        generate.add_arguments(parser)
+        generate.continue_prompts(generate.Request.of(parser.parse_args([*flags, "--tokens", "3", *words])), SoloComm())
+        return capsys.readouterr().out.split("---\n", 1)[1]
+
+    answer = "<|im_start|>assistant\n"
+    begin = f"<|im_start|>user\none?<|im_end|>\n{answer}"
+    assert write("--chat", "--prompt", "one?", "--system", "s").startswith(f"[<|im_start|>system\ns<|im_end|>\n{begin}]")
+    assert write("--chat", "--prompt", "one?", "--temperature", "0") == write("--prompt", begin, "--temperature", "0")
+    (tmp_path / "p.json").write_text(json.dumps(["one?", test_chats.TALK[:3]]))
+    shown = write("--chat", "--prompts", str(tmp_path / "p.json"))
+    assert f"[{begin}]" in shown and f"two <|im_end|>\n<|im_start|>user\nand?<|im_end|>\n{answer}]" in shown
+    for words, message in ((("--prompts", str(tmp_path / "p.json")), "not a JSON list of texts: "),
+                           (("--prompt", "a", "--system", "s"), "--system goes with --chat: pass both"),
+                           (("--chat", "--prompt", "a", "--chat-template", "none"), "--chat-template none: cannot be read")):
+        with pytest.raises(ValueError, match=message):
+            write(*words)

@@ -18,6 +18,7 @@ from fugaku_megatron.data.build import build_datasets
 from fugaku_megatron.data.chat_dataset import PADDING, ChatDataset, Packing, packing_lines
 from fugaku_megatron.data.chat_files import ChatFiles, ChatWriter, signed, unsigned
 from fugaku_megatron.data.chats import Chat, ChatTemplate, read_chat, shown
+from fugaku_megatron.data.chats import user_turn as user
 from fugaku_megatron.data.files import Document
 from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.data.library_tokenizers import HuggingFaceTokenizer
@@ -89,10 +90,6 @@ FORGETFUL = CHATML.replace("message['content']", "(message['content'] if loop.la
 ENDLESS = CHATML.replace("+ '<|im_end|>\n' }}", "+ '\n' }}")
 
 
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
 def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
@@ -101,10 +98,9 @@ TALK = [user("one?"), assistant("two "), user("and?"), assistant("three")]
 THOUGHT = [user("a"), assistant("<think>\nb\n</think>\n\nc"), user("d"), assistant("e")]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def write_tokenizer(path: Path) -> Path:
     """A byte-level tokenizer with the special tokens of all templates, and that of ChatML as its own template."""
-    path = tmp_path_factory.mktemp("tokenizer")
+    path.mkdir(exist_ok=True)
     kind = tokenizers.Tokenizer(tokenizers.models.BPE())
     kind.pre_tokenizer, kind.decoder = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False), tokenizers.decoders.ByteLevel()
     kind.train_from_iterator(["user assistant system one two three"], tokenizers.trainers.BpeTrainer(
@@ -114,6 +110,11 @@ def folder(tmp_path_factory) -> Path:
     (path / "tokenizer_config.json").write_text(json.dumps(own))
     (path / "chat_template.jinja").write_text(CHATML)
     return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="module")

@@ -129,6 +129,22 @@ def test_a_recipe_is_the_published_model(recipe):
     assert architecture(read_config(PUBLISHED[recipe])[1]) == architecture(RECIPES[recipe]().model)
 
 
+def test_the_chat_template_travels_along_or_is_a_named_one(converted, tmp_path):
+    source, named = tmp_path / "source", tmp_path / "named.jinja"
+    shutil.copytree(converted.theirs, source)
+    (source / "chat_template.jinja").write_text("own")
+    (source / "tokenizer_config.json").write_text('{"chat_template": "old"}')
+    named.write_text("named")
+    assert convert("--from-hf", source, "--save", tmp_path / "ours") == 0
+    for more, expected in (((), "own"), (("--chat-template", named), "named")):
+        made = tmp_path / expected
+        assert convert("--load", tmp_path / "ours", "--to-hf", made, *more) == 0
+        assert (made / "chat_template.jinja").read_text() == expected
+        assert (made / "tokenizer_config.json").read_text() == '{"chat_template": "old"}'
+    assert convert("--from-hf", converted.theirs, "--save", tmp_path / "with", "--chat-template", named) == 0
+    assert (tmp_path / "with" / "hugging_face" / "chat_template.jinja").read_text() == "named"
+
+
 def test_a_dtype_of_ones_own_and_one_file(converted, tmp_path):
     assert convert("--load", converted.ours, "--to-hf", tmp_path / "half", "--dtype", "bf16") == 0
     half, whole = tensors(tmp_path / "half"), tensors(converted.theirs)
@@ -452,6 +468,7 @@ def test_flags_that_do_not_go_together(trained, sources, tmp_path, capsys, monke
         ([*hf, *new, "--vocab-size", "3"], "--vocab-size 3 is for --from-megatron"),
         ([*hf, *new, "--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size is 0: pass a number above 0"),
         ([*hf, *new, "--hf-files", tmp_path / "none"], "is not a directory"),
+        ([*hf, *new, "--chat-template", tmp_path / "none"], "is not a file"),
         (["--from-hf", tmp_path / "none", *new], "is not a directory: pass one that holds config.json"),
         (["--load", tmp_path / "none", "--to-hf", tmp_path / "new"], "holds no checkpoint"),
         (["--load", trained, "--ckpt-step", "9", "--to-hf", tmp_path / "new"], "manifest.json is missing"),

@@ -8,8 +8,12 @@ import pytest
 import torch
 
 from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.data.chats import ChatTemplate
+from fugaku_megatron.data.library_tokenizers import HuggingFaceTokenizer
 from fugaku_megatron.inference.generate import converse
-from fugaku_megatron.inference.generation import Ending, Sampling
+from fugaku_megatron.inference.generation import Conversation, Ending, Sampling, Texts
+from tests.helpers import small_run
+from tests.unit.test_chats import write_tokenizer
 
 
 def decode(ids) -> str:
@@ -19,7 +23,7 @@ def decode(ids) -> str:
 @pytest.fixture
 def talk(monkeypatch, capsys):
     """talk(lines, answer, words) -> (what was printed, piece by piece, and the errors); a line is a text or an exception."""
-    def call(lines, answer, *words):
+    def call(lines, answer, *words, chat=None):
         entered, pieces = iter([*lines, EOFError()]), []
 
         def enter(_: str) -> str:
@@ -30,7 +34,10 @@ def talk(monkeypatch, capsys):
 
         monkeypatch.setattr(builtins, "input", enter)
         monkeypatch.setattr(builtins, "print", lambda text="", end="\n", **_: pieces.append(text + end))
-        converse(SoloComm(), encode, Ending(decode, 0, words), answer)
+        if chat:
+            converse(SoloComm(), chat.encode, chat.texts.ending, answer, chat.answered)
+        else:
+            converse(SoloComm(), encode, Ending(decode, 0, words), answer)
         return [piece for piece in pieces if piece]
 
     return call
@@ -88,6 +95,26 @@ def test_stop_words_and_characters_of_several_bytes(talk):
     assert end.text(list(b"to be or not")) == "to " and end.text(list(b"to")) == "to"
     assert end.reached(list(b"to be")) and not end.reached(list(b"to b"))
     assert end.reached([97, 0]) and end.text([97, 0]) == "a", "the end of text is not text"
+
+
+def test_a_conversation_goes_on_and_its_answers_end_with_the_turn(talk, tmp_path):
+    tokenizer, prompts = HuggingFaceTokenizer(write_tokenizer(tmp_path)), []
+    chat = Conversation(Texts(tokenizer, small_run(max_position_embeddings=256).model, 5, (), ChatTemplate(tokenizer), "be brief"))
+    end = next(iter(chat.texts.ending.ends - {tokenizer.eod}))
+
+    def answer(prompt, finished):
+        prompts.append(tokenizer.decode(prompt))
+        ids = [[]]
+        for token in [*tokenizer.encode(f"no. {len(prompts)}"), end, *tokenizer.encode("more")]:
+            ids[0].append(token)
+            over = finished(0, ids[0])
+            yield ids
+            if over:
+                return
+
+    assert "".join(talk(["one?", "two?"], answer, chat=chat)) == "no. 1\nno. 2\n"
+    begin = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\n"
+    assert prompts == [begin, begin + "no. 1<|im_end|>\n<|im_start|>user\ntwo?<|im_end|>\n<|im_start|>assistant\n"]
 
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.9])
