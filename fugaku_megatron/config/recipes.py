@@ -3,14 +3,17 @@
 124M and 30B are the runs of the benchmark tables, 1.3B is GPT-3 XL, 13B is Fugaku-LLM's; `demo` trains in minutes on two cores.
 Llama, Qwen, TinyLlama and Mistral have the configuration that each repository on huggingface.co publishes in config.json; where no
 paper says how they were trained, batch size and learning rate are GPT-3's for that size (Brown et al. 2020, table 2.1).
+NAME-sft fine-tunes the model NAME on chats, all of its weights.
 Left out: the parallel layout, which depends on the number of nodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+from .groups import DataConfig
 from .run_config import BatchConfig, ModelConfig, OptimizerConfig, OutputConfig, RunConfig, TrainingConfig
 
 GPT2_VOCABULARY = 50257
@@ -117,8 +120,34 @@ def mistral_7b() -> RunConfig:
                            max_position_embeddings=32768, window_size="4095,0", untie_embeddings_and_output_weights=True)
 
 
+def _on_chats(published: Callable[[], RunConfig], how: str, lr: float, style: str, warmup: float) -> Callable[[], RunConfig]:
+    def recipe() -> RunConfig:
+        model = published().model
+        return RunConfig(
+            model=replace(model, seq_length=min(4096, model.seq_length)), data=DataConfig(sft=True),
+            batch=BatchConfig(micro_batch_size=1, global_batch_size=128),
+            optimizer=OptimizerConfig(lr=lr, lr_decay_style=style, lr_warmup_fraction=warmup, weight_decay=0.0),
+            training=TrainingConfig(train_iters=1000, eval_interval=100, eval_iters=4),
+            output=OutputConfig(log_interval=1, save_interval=100))
+
+    recipe.__doc__ = f"{(published.__doc__ or '').split(' (')[0]}, all of it fine-tuned on chats as {how}."
+    return recipe
+
+
+def _as_zephyr(published: Callable[[], RunConfig]) -> Callable[[], RunConfig]:
+    return _on_chats(published, "Zephyr 7B was (huggingface/alignment-handbook, recipes/zephyr-7b-beta/sft/config_full.yaml)", 2e-5,
+                     "cosine", 0.1)
+
+
+def _as_tulu(published: Callable[[], RunConfig]) -> Callable[[], RunConfig]:
+    return _on_chats(published, "Tulu 3 8B was (allenai/open-instruct, docs/tulu3.md)", 5e-6, "linear", 0.03)
+
+
 RECIPES: dict[str, Callable[[], RunConfig]] = {
     "demo": demo, "124m": gpt_124m, "1.3b": gpt_1b3, "13b": gpt_13b, "30b": gpt_30b,
     "llama-3.2-1b": llama_32_1b, "llama-3.1-8b": llama_31_8b, "qwen2.5-0.5b": qwen_25_05b, "qwen3-0.6b": qwen_3_06b,
     "tinyllama-1.1b": tinyllama_11b, "mistral-7b": mistral_7b,
+    "qwen2.5-0.5b-sft": _as_zephyr(qwen_25_05b), "qwen3-0.6b-sft": _as_zephyr(qwen_3_06b),
+    "tinyllama-1.1b-sft": _as_zephyr(tinyllama_11b), "llama-3.2-1b-sft": _as_zephyr(llama_32_1b),
+    "mistral-7b-sft": _as_zephyr(mistral_7b), "llama-3.1-8b-sft": _as_tulu(llama_31_8b),
 }

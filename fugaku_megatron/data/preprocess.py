@@ -280,7 +280,7 @@ def summary(writers: list[IndexedDatasetWriter], job: Job) -> list[str]:
     """What was written, how much of it validation gets, and the flags of train that use it."""
     lines = [w.summary() for w in writers]
     lines += [validation(w) for w in writers if w.num_tokens]
-    start, end = ("--sft ", "--load CHECKPOINTS --finetune") if job.chat else ("", "--recipe demo")
+    start, end = ("--sft ", "--pretrained-checkpoint CHECKPOINTS") if job.chat else ("", "--recipe demo")
     return lines + [f"next: fugaku-megatron train {start}--data-path {shlex.quote(w.prefix)} --split {split_for(w.num_documents)} "
                     f"{job.flags.words()} {end}" for w in writers if w.num_tokens]
 
