@@ -262,26 +262,28 @@ class DataConfig:
         check(len(sources) < 2, f"{' and '.join(sources)} exclude each other: pass one")
         check(self.train_data_path or not self.valid_data_path, "--valid-data-path goes with --train-data-path: pass both")
         check(not (self.sft and self.mock_data), "--sft reads chats, and --mock-data are random tokens: pass --data-path")
+        check(not (self.sft and self.eod_mask_loss), "--sft counts what the assistant wrote, and --eod-mask-loss leaves out what "
+              "follows the end of a text: leave one out")
 
     @property
     def marks_documents(self) -> str:
-        """The flags that need the token that ends a document; empty where there are none."""
-        return " ".join(flag(name) for name in MARKING if getattr(self, name))
+        """The flags that need the token that ends a document; empty where there are none, and for chats, whose files have marks."""
+        return "" if self.sft else " ".join(flag(name) for name in MARKING if getattr(self, name))
 
     @property
     def marked(self) -> bool:
         """Whether samples come with marks (`data.marks`)."""
-        return bool(self.marks_documents)
+        return self.sft or bool(self.marks_documents)
 
     @property
     def masks_attention(self) -> bool:
         """Whether attention ends with a document."""
-        return self.reset_attention_mask
+        return self.sft or self.reset_attention_mask
 
     @property
     def restarts_positions(self) -> bool:
         """Whether positions begin anew with a document."""
-        return self.reset_position_ids
+        return self.sft or self.reset_position_ids
 
     @property
     def has_tokenizer(self) -> bool:

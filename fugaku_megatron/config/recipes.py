@@ -140,7 +140,7 @@ def _as_zephyr(published: Callable[[], RunConfig]) -> Callable[[], RunConfig]:
 
 
 def _as_tulu(published: Callable[[], RunConfig]) -> Callable[[], RunConfig]:
-    return _on_chats(published, "Tulu 3 8B was (allenai/open-instruct, docs/tulu3.md)", 5e-6, "linear", 0.03)
+    return _on_chats(published, "Tulu 3 8B was (Lambert et al. 2024; allenai/open-instruct has the command)", 5e-6, "linear", 0.03)
 
 
 RECIPES: dict[str, Callable[[], RunConfig]] = {

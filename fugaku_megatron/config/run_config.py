@@ -27,7 +27,8 @@ COURSE = {
                   "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"),
     "precision": ("bf16", "fp16", "loss_scale"),
     "training": ("seed",),
-    "data": ("data_path", "train_data_path", "valid_data_path", "split", "legacy_split", "mock_data", "sft", "sft_truncate", *MARKING),
+    "data": ("data_path", "train_data_path", "valid_data_path", "split", "legacy_split", "mock_data", "sft",
+             "sft_truncate", *MARKING),
     "system": ("fp16_accumulation_chunk",),
 }
 

@@ -9,12 +9,14 @@ import torch
 
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.command_line import Parser
-from fugaku_megatron.data.chat_files import unsigned
+from fugaku_megatron.data.chat_dataset import ChatDataset
+from fugaku_megatron.data.chat_files import ChatFiles, unsigned
 from fugaku_megatron.data.chats import Chat, ChatTemplate
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
 from fugaku_megatron.data.library_tokenizers import HuggingFaceTokenizer, NullTokenizer
 from fugaku_megatron.inference import evaluate, generate, scoring
-from tests.helpers import one_error
+from fugaku_megatron.training.train import Trainer
+from tests.helpers import grid_groups, one_error, small_run
 from tests.parallel.test_generate import LEARNS, TEXT, WIDE, save_trained, their_model, write_tokenizer
 from tests.threads import ThreadWorld
 from tests.unit import test_chats
@@ -204,6 +206,35 @@ def test_the_loss_of_chats_is_that_of_the_assistants_tokens(chat_model, ranks):
         assert found["accuracy"] == float(scores[:, 1].mean())
     assert (a["cut"], a["left_out"], a["chats"], b["cut"]) == (2, 1, 2, 1)
     assert "; 2 chats are longer than a window and were cut, 1 of them" in evaluate.chat_line(a)
+
+
+@pytest.mark.parametrize("tp, pp", [(1, 1), (2, 2)])
+def test_the_loss_of_training_on_packed_chats_is_that_of_each_chat_alone(tmp_path, tp, pp):
+    """Of the whole set, in samples of several chats with padding; the last one has fewer trained tokens than the others."""
+    folder, prefix = tmp_path / "saved", str(tmp_path / "chats")
+    talks = [[test_chats.user("q" * (i % 5)), test_chats.assistant("a" * (1 + i % 3))] for i in range(9)]
+    test_chats.write_lines(tmp_path / "chats.jsonl", *({"messages": talk} for talk in talks))
+    tokenizer = test_chats.write_tokenizer(tmp_path / "tokenizer")
+    assert test_chats.preprocess(tokenizer, tmp_path / "chats.jsonl", prefix) == 0
+    run = small_run(**{**LEARNS, "vocab_size": 300, "mask_vocab_padding": "yes", "seq_length": 64, "micro_batch_size": 1,
+                       "global_batch_size": 1, "sft": True, "mock_data": False, "data_path": (prefix,),
+                       "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp})
+
+    def trained(world):
+        torch.set_num_threads(1)
+        data = ChatDataset(ChatFiles(prefix), "train", range(9), None, 64, 1)
+        trainer = Trainer(run, world, grid_groups(world, run), data, data)
+        for _ in range(2):
+            trainer.train_step()
+        loss = trainer.evaluate(data, 0, len(data))
+        trainer.close()
+        trainer.save(str(folder))
+        return len(data), loss
+
+    (samples, loss), *_ = ThreadWorld(tp * pp).run(trained)
+    words = ["--load", str(folder), "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]
+    (alone,) = result([*words, "--chats", str(tmp_path / "chats.jsonl")])["chats"]
+    assert 1 < samples < 9 and loss == pytest.approx(alone["loss"], rel=1e-6)
 
 
 def loading_of(flags: list[str]):

@@ -425,6 +425,8 @@ def test_flags_and_the_plan(tmp_path, tokenizer):
     write_chats(tmp_path / "a", [5, 6, 7] * 10)
     with pytest.raises(ValueError, match="--sft reads chats, and --mock-data are random tokens"):
         make_run("demo", {"sft": True, "mock_data": True})
+    with pytest.raises(ValueError, match="--eod-mask-loss leaves out what follows the end of a text: leave one out"):
+        make_run("demo", {"sft": True, "eod_mask_loss": True})
     assert any("--sft-truncate" in note and "--sft" in note for note in parse(["--recipe", "demo", "--sft-truncate"]).notes)
     values = {"sft": True, "data_path": (str(tmp_path / "a"),), "split": "100,0,0", "vocab_size": 1000}
     assert "30 chats of 180 tokens in 2 samples of 129 an epoch: 69.8% is not padding" in report(make_run("demo", values), 1)
