@@ -145,7 +145,7 @@ def main(world: Comm) -> None:
     """The library, then the rows, on rank 0. The order: sizes in bytes, rounds."""
     assert isinstance(world, mpi.MPIComm), "started by python -m benchmarks comm"
     torch.set_num_threads(1)
-    world.engine.call(lambda: runtime.apply_to_communication(runtime.Placement(1, ())))
+    world.engine.call(lambda: runtime.apply_to_communication(runtime.Placement(1, ()), runtime.Node.read()))
     order, answer = child.order()
     answer = answer if world.rank == 0 else lambda record: None
     answer({"library": describe(world)})

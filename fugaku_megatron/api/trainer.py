@@ -314,7 +314,7 @@ def world() -> Comm:
 
 def init(*, allocator: str = "tuned", thread_affinity: str = "auto", cpu_frequency: float | None = None,
          flush_denormals: bool = True, reserve_core: bool = False, stop_signals: bool = False) -> str:
-    """Set up this process as the command train does; returns one line about the machine. Collective: every rank calls it.
+    """Set up this process as the command train does; returns lines about the machine. Collective: every rank calls it.
 
     Call it before the first model, if at all. These are all of its effects, and each lasts as long as the process:
 

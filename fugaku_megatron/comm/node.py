@@ -6,8 +6,9 @@
 Every rank has a segment of one MPI shared-memory window, in two halves that are used in turn. A collective goes chunk by chunk:
 each rank copies its chunk into its half and raises a flag; when all flags are up, each adds up its part of the chunk over all
 segments and raises a second flag; when all of those are up, it takes the parts of the others. Chunks fit the second-level cache, so
-that main memory moves only the tensors themselves. Nothing here calls MPI once the window exists: who waits for a blocking
-collective does its work, on all of its threads; a nonblocking one is done by the engine's thread.
+that main memory moves only the tensors themselves, and each segment is in the memory of its rank's NUMA domain. Nothing here calls
+MPI once the window exists: who waits for a blocking collective does its work, on all of its threads; a nonblocking one is done by
+the engine's thread.
 
 Left out: float64 and integers, maxima and broadcasts, which stay MPI's. Legend: p ranks, n elements per rank.
 """
@@ -82,7 +83,7 @@ class _Window:
         whole = torch.from_numpy(memory).view(size, SEGMENT_BYTES)
         self.flags = [whole[:, i * LINE : (i + 1) * LINE].view(torch.int64) for i in range(FLAGS)]
         self.halves = [whole[:, HEADER + i * HALF_BYTES : HEADER + (i + 1) * HALF_BYTES] for i in range(2)]
-        whole[comm.Get_rank(), :HEADER] = 0
+        whole[comm.Get_rank()] = 0  # the first touch decides on which NUMA domain a page is: that of the rank that writes it
         comm.Barrier()
 
 

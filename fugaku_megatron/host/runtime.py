@@ -1,8 +1,6 @@
-"""The process and its machine: threads and their cores, requests to stop, time limit, clock, FP32 peak, a summary line.
+"""The process and its machine: pinned threads, time limit, clock, FP32 peak, and the log's first lines about them.
 
-A rank may be bound to cores by its launcher (numactl, Fujitsu's mpiexec, srun), or share its mask with the other ranks of the node.
-In the second case the cores are distributed in NUMA order, so that a rank's memory, which its own threads touch first, is near
-them. Left out: memory (allocator.py).
+Left out: which cores a rank computes on (placement.py), memory (allocator.py).
 """
 
 from __future__ import annotations
@@ -11,25 +9,21 @@ import os
 import platform
 import re
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import psutil
 import torch
 
-from ..comm.agreement import Nodes, everywhere, find_nodes
+from ..comm.agreement import Nodes, differing, everywhere, find_nodes
 from ..comm.base import Comm
 from ..comm.launch import describe
 from ..comm.mpi import MPIComm
 from . import allocator as memory
 from . import kernels
-from .allocator import cgroup_folders, read_text
+from .placement import Placement, Rank, mapping, place, problems
+from .topology import Node, allowed_memory, cpu_quota, cpuset
 
-_CPUS = "/sys/devices/system/cpu"
-ENOUGH_CORES = 24  # of a rank, from which on a core for communication costs less than its interruptions
-_PINNING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 CLOCK_TOLERANCE = 0.03  # A64FX's clocks are 10 % apart; the measurement's spread is below 1 %
 # (CPU implementer, CPU part) of /proc/cpuinfo on AArch64, which has no model name
 _ARM_CPUS = {
@@ -42,101 +36,6 @@ _ARM_CPUS = {
 STEPS = 500_000  # iterations of the loop in one measurement: some tens of milliseconds
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Threads of this rank and the core of each; no cores: the system places them. communication: the core of the thread that
-    calls MPI, where one is left for it."""
-
-    threads: int
-    cpus: tuple[int, ...]
-    communication: int | None = None
-
-
-def threads_per_rank(ranks_on_node: int, environ: Mapping[str, str], affinity: Iterable[int],
-                     quota: float | None = None, ranks_sharing: int | None = None) -> int:
-    """Compute threads of one rank.
-
-    OMP_NUM_THREADS decides if it is set. Otherwise the CPUs of this rank's mask are divided by the number of ranks that share
-    it (`ranks_sharing`, all `ranks_on_node` if None), limited to this rank's part of a cgroup `quota` (in CPUs) that the whole
-    node shares. At least 1. Raises ValueError for an OMP_NUM_THREADS that is not a positive number.
-    """
-    variable = environ.get("OMP_NUM_THREADS", "").strip()
-    if variable:
-        outermost = variable.split(",")[0].strip()  # OpenMP allows a list, one number per nesting level
-        if not outermost.isdecimal() or int(outermost) < 1:
-            raise ValueError(f"OMP_NUM_THREADS should be a positive number, it is {variable!r}; correct or unset it")
-        return int(outermost)
-    threads = len(set(affinity)) // (ranks_sharing or ranks_on_node)
-    if quota is not None:
-        threads = min(threads, int(quota / ranks_on_node))
-    return max(1, threads)
-
-
-def physical_cores(affinity: Iterable[int], root: str | os.PathLike = _CPUS) -> set[int]:
-    """One CPU of the mask for each core; the whole mask if the system does not show which CPUs share a core."""
-    cores: dict[str, int] = {}
-    for cpu in sorted(set(affinity)):
-        siblings = read_text(Path(root) / f"cpu{cpu}" / "topology" / "thread_siblings_list") or f"cpu {cpu} alone"
-        cores.setdefault(siblings, cpu)
-    return set(cores.values())
-
-
-def cpu_quota(proc_cgroup: str | os.PathLike = "/proc/self/cgroup",
-              root: str | os.PathLike = "/sys/fs/cgroup") -> float | None:
-    """The smallest limit of this process's cgroup (version 1 or 2) and its ancestors, in CPUs; None without a limit."""
-    folders = cgroup_folders("cpu", proc_cgroup, root)
-    limits = (_limit_v2(folder) if version == 2 else _limit_v1(folder) for version, folder in folders)
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _limit_v2(folder: Path) -> float | None:
-    words = (read_text(folder / "cpu.max") or "max").split()
-    return None if words[0] == "max" else int(words[0]) / int(words[1])
-
-
-def _limit_v1(folder: Path) -> float | None:
-    quota, period = int(read_text(folder / "cpu.cfs_quota_us") or -1), int(read_text(folder / "cpu.cfs_period_us") or 0)
-    return quota / period if quota > 0 and period > 0 else None
-
-
-def numa_node(cpu: int, root: str | os.PathLike = _CPUS) -> int:
-    """The NUMA node of a CPU; 0 if the system does not show it."""
-    return next((int(p.name[4:]) for p in (Path(root) / f"cpu{cpu}").glob("node[0-9]*")), 0)
-
-
-def compute_cores(mask: Iterable[int], root: str | os.PathLike = _CPUS) -> list[int]:
-    """Cores to compute on, in NUMA order. NUMA nodes with less than half the CPUs of the largest are left out: on Fugaku the
-    assistant cores are NUMA nodes of their own, with one or two CPUs each."""
-    nodes = {cpu: numa_node(cpu, root) for cpu in physical_cores(mask, root)}
-    size = Counter(nodes.values())
-    return sorted((cpu for cpu in nodes if 2 * size[nodes[cpu]] >= max(size.values())), key=lambda cpu: (nodes[cpu], cpu))
-
-
-def place(mask: Iterable[int], masks: Sequence[Iterable[int]], index: int, environ: Mapping[str, str], quota: float | None,
-          affinity: str, root: str | os.PathLike = _CPUS, reserve: bool = False) -> Placement:
-    """The placement of rank `index` of the node's ranks, whose masks are `masks`; ValueError as in `threads_per_rank`.
-
-    affinity: "pin", "none", or "auto", which pins where the node's cores lie in several NUMA nodes. Nothing is pinned when there
-    are more threads than cores, when masks overlap without being equal, or when the user has set OMP_PROC_BIND, OMP_PLACES or
-    GOMP_CPU_AFFINITY. reserve: a rank of ENOUGH_CORES or more computes on one core less, which the thread that calls MPI gets;
-    a number of threads that the user has set stays.
-    """
-    own, cores = set(mask), compute_cores(mask, root)
-    sharers = [i for i, other in enumerate(masks) if not own.isdisjoint(other)]
-    threads = threads_per_rank(len(masks), environ, cores, quota, len(sharers))
-    cores_per_rank = len(cores) // len(sharers)
-    if reserve and not environ.get("OMP_NUM_THREADS", "").strip() and threads == cores_per_rank >= ENOUGH_CORES:
-        threads -= 1
-    set_by_user = any(environ.get(name) for name in _PINNING_VARIABLES)
-    domains = {numa_node(cpu, root) for other in masks for cpu in compute_cores(other, root)}
-    pin = affinity == "pin" or affinity == "auto" and len(domains) > 1
-    if not pin or set_by_user or threads > cores_per_rank or any(set(masks[i]) != own for i in sharers):
-        return Placement(threads, ())
-    first = sharers.index(index) * cores_per_rank
-    own_cores = cores[first : first + cores_per_rank]
-    return Placement(threads, tuple(own_cores[:threads]), own_cores[threads] if threads < cores_per_rank else None)
-
-
 def apply_placement(placement: Placement, flush_denormals: bool) -> None:
     """Apply it to torch and the kernels, which share one pool of threads; the denormal mode is set in each thread."""
     torch.set_num_threads(placement.threads)
@@ -145,33 +44,48 @@ def apply_placement(placement: Placement, flush_denormals: bool) -> None:
     kernels.flush_denormals(flush_denormals)
 
 
-def apply_to_communication(placement: Placement) -> None:
-    """Called by the thread that calls MPI: it runs on its core, or on any of the mask, and computes alone."""
+def apply_to_communication(placement: Placement, node: Node) -> None:
+    """Called by the thread that calls MPI: it computes alone, on its core, or near the rank's cores where these are pinned.
+
+    What it touches first, such as a window of shared memory, is then in the memory of the rank's own domain.
+    """
     torch.empty(2**20).zero_()  # torch sets a new thread's number of threads at its first parallel operation
     kernels.set_num_threads(1)  # otherwise OpenMP starts a second set of threads for it, on the cores of the first
-    if placement.communication is not None:
-        os.sched_setaffinity(0, {placement.communication})
+    near = {cpu for core in placement.cpus for cpu in node.core_of(core)}
+    if cpus := near if placement.communication is None else {placement.communication}:
+        os.sched_setaffinity(0, cpus)
 
 
 def init(world: Comm, *, allocator: str = "tuned", thread_affinity: str = "auto", cpu_frequency: float | None = None,
-         flush_denormals: bool = True, reserve_core: bool = False, nodes: Nodes | None = None) -> str:
-    """Memory, threads, cores, clock and denormals of this rank, before its first large tensor; returns the log's line.
+         flush_denormals: bool = True, reserve_core: bool = False, nodes: Nodes | None = None, needed: int | None = None) -> str:
+    """Memory, threads, cores, clock and denormals of this rank, before its first large tensor; returns the log's lines.
 
-    reserve_core: leave a core to the thread that calls MPI. nodes: those of `world`, where they are known. Collective; ValueError
-    on every rank for a clock that is not the one asked for.
+    reserve_core: leave a core to the thread that calls MPI. nodes: those of `world`, where they are known. needed: bytes of memory
+    that this rank will need, where that is known. Collective; ValueError on every rank for a clock that is not the one asked for.
     """
     mask = sorted(os.sched_getaffinity(0))
     memory_text = memory.tune(allocator)
-    here = (nodes or find_nodes(world)).ranks
+    here, node = (nodes or find_nodes(world)).ranks, Node.read()
     masks = here.all_gather_object(mask)
     with everywhere():
-        placement = place(mask, masks, here.rank, os.environ, cpu_quota(), thread_affinity, reserve=reserve_core)
+        placement = place(node, masks, here.rank, os.environ, cpu_quota(), thread_affinity, reserve_core)
         apply_placement(placement, flush_denormals)
         if isinstance(world, MPIComm):
-            world.engine.call(lambda: apply_to_communication(placement))
+            world.engine.call(lambda: apply_to_communication(placement, node))
         ghz = check_clock(cpu_frequency, placement.cpus or mask)
     library = describe(world) + ("" if placement.communication is None else f", communication on core {placement.communication}")
-    return machine_summary(library, len(mask), here.size, placement.threads, bool(placement.cpus), memory_text, ghz)
+    ranks = here.all_gather_object(Rank(world.rank, tuple(mask), placement, needed))
+    summary = machine_summary(library, len(mask), here.size, placement.threads, bool(placement.cpus), memory_text, ghz)
+    return "\n".join([summary, *mapping_lines(world, node, ranks)])
+
+
+def mapping_lines(world: Comm, node: Node, ranks: list[Rank]) -> list[str]:
+    """The log's lines about the cores of this node's ranks and what is wrong with them, and about nodes that differ. Collective."""
+    found = problems(node, ranks, os.environ, cpu_quota(), cpuset(), allowed_memory())
+    threads = sorted({rank.placement.threads for rank in ranks})
+    shape = f"{node.describe()}, {len(ranks)} ranks of {threads} threads, {len(found)} problems"
+    other = differing(world, {"the mapping of a node": shape})
+    return [mapping(node, ranks), *(f"note: {line}" for line in found), *([f"note: nodes differ: {other}"] if other else [])]
 
 
 class ExitTimer:

@@ -18,6 +18,7 @@ from ..costs.memory import Memory, gradient_collectives, stage_memory
 from ..costs.run_schedule import layers_again
 from ..data.build import build_datasets, build_separate_datasets
 from ..data.chat_dataset import packing_lines
+from ..host import placement, topology
 from ..nn.model import Stage
 from ..nn.ops import Ops
 from ..perf import plan_text
@@ -25,6 +26,7 @@ from ..perf.model import step
 from ..pipeline import schedule
 from ..pipeline.parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, ONE_F_ONE_B
 from ..pipeline.timeline import Costs, walk
+from .rank_watch import PROCESS_BYTES
 from .start_choices import modelled_system, settle
 
 LARGE_BUBBLE = 0.2  # from which on other layouts are worth a search
@@ -137,8 +139,22 @@ def packing(run: RunConfig) -> list[str]:
     return ["how full the samples of --sft are is not known without --data-path or --train-data-path"]
 
 
-def report(run: RunConfig, world_size: int, png: str | None = None) -> str:
-    """The plan as text, and the pipeline over time as a picture in the file `png`.
+def cores(root: str, world_size: int, rank_bytes: int) -> list[str]:
+    """Which cores the ranks of a node compute on, where root/sys describes the node, one line for each; and what is wrong with it.
+
+    rank_bytes: memory that a rank needs. Raises ValueError for a folder without such a description.
+    """
+    node = topology.Node.read(root)
+    ranks = placement.map_ranks(node, min(world_size, len(node.domains)), rank_bytes)
+    each = f"{len(ranks)} rank{'s' * (len(ranks) > 1)} a node"
+    start = f"mpiexec -n {len(ranks)}" if world_size <= len(ranks) else f"{-(-world_size // len(ranks))} nodes, {each}"
+    return [f"a node of {root}: {node.describe()}; {world_size} ranks: {start}",
+            *(f"  {placement.rank_line(node, rank)}" for rank in ranks),
+            *(f"  note: {line}" for line in placement.problems(node, ranks, {}))]
+
+
+def report(run: RunConfig, world_size: int, png: str | None = None, sys_root: str | None = None) -> str:
+    """The plan as text, and the pipeline over time as a picture in the file `png`. sys_root: as of `cores`.
 
     Raises ValueError for a run that does not fit on `world_size` ranks and for a picture that cannot be written.
     """
@@ -173,5 +189,6 @@ def report(run: RunConfig, world_size: int, png: str | None = None) -> str:
         f"{accounting.model_flops(run, size):.4e} model",
         "bytes per rank, stage 0, once per iteration: "
         + (", ".join(f"{name} {bytes / 2**20:.1f} MiB" for name, bytes in sent.items()) or "none"),
+        *(cores(sys_root, world_size, max(plan.memory.total for plan in plans) + PROCESS_BYTES) if sys_root else []),
         *([f"wrote {png}"] if png else []),
     ])

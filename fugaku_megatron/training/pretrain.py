@@ -44,7 +44,16 @@ from .feed import reads_data
 from .machine_faults import Checksums, Rerun
 from .observers import Heartbeats, Observers, Profile, place, profiled_ranks
 from .optim import ParamSchedule
-from .rank_watch import MemoryWatch, RankTimes, check_memory, data_line, iteration_line, skip_line, validation_line
+from .rank_watch import (
+    MemoryWatch,
+    RankTimes,
+    check_memory,
+    data_line,
+    iteration_line,
+    rank_bytes,
+    skip_line,
+    validation_line,
+)
 from .resume import Resume, find_checkpoint, resume_training, with_padding
 from .session import HISTORY, Session
 from .start_choices import (
@@ -186,11 +195,11 @@ def check_data(run: RunConfig) -> None:
 
 
 def configure_process(run: RunConfig, world: Comm, nodes: Nodes | None = None) -> str:
-    """`runtime.init` as the run asks for it, before the first large tensor; returns the log's line. Collective."""
-    system = run.system
+    """`runtime.init` as the run asks for it, before the first large tensor; returns the log's lines. Collective."""
+    system, needed = run.system, rank_bytes(run, Layout.from_run(run, world.size), world.rank)
     return runtime.init(world, allocator=system.allocator, thread_affinity=system.thread_affinity, nodes=nodes,
                         cpu_frequency=system.cpu_frequency, flush_denormals=run.training.use_flush_denormal,
-                        reserve_core=run.parallel.overlap_grad_reduce)
+                        reserve_core=run.parallel.overlap_grad_reduce, needed=needed)
 
 
 def announce(arguments: Arguments, run: RunConfig, layout: Layout, machine: str, nodes: int) -> list[str]:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [flags]"  # all of them would fill the first screen
     parser.add_argument("--png", metavar="FILE", help="picture of a --dry-run's pipeline over time (needs matplotlib)")
+    parser.add_argument("--sys-root", metavar="DIR", help="with --dry-run: print which cores the ranks of a node compute on, one "
+                        "rank for each NUMA domain, of the machine whose /sys tree was copied into DIR, or of this one (/)")
     add_flags(parser)
 
 
@@ -39,6 +41,8 @@ def main(args: argparse.Namespace) -> int:
     arguments = interpret(with_checkpoint_model(vars(args)))
     check(args.png is None or arguments.dry_run, f"--png {args.png} needs --dry-run: pass both, or --profile for the picture "
           "of a real run")
+    check(args.sys_root is None or arguments.dry_run, f"--sys-root {args.sys_root} needs --dry-run: pass both; a real run prints "
+          "the mapping of its own nodes")
     check_picture(args.png)
 
     if not arguments.dry_run:
@@ -46,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
     with launcher.uncollected():
         from ..comm.launch import run_or_abort
 
-    run_or_abort(lambda world: print_plan(arguments, world, args.png))
+    run_or_abort(lambda world: print_plan(arguments, world, args.png, args.sys_root))
     return 0
 
 
@@ -90,7 +94,7 @@ def hang_settings(run: RunConfig) -> HangSettings:
     return HangSettings(run.system.hang_timeout_in_secs, directory, output.log_file)
 
 
-def print_plan(arguments: Arguments, world: Comm, png: str | None = None) -> None:
+def print_plan(arguments: Arguments, world: Comm, png: str | None = None, sys_root: str | None = None) -> None:
     """What --dry-run prints, once, and the picture that it draws. Collective."""
     from ..comm.agreement import everywhere
     from .dry_run import report
@@ -98,6 +102,6 @@ def print_plan(arguments: Arguments, world: Comm, png: str | None = None) -> Non
 
     with everywhere():
         run = with_vocabulary(arguments.run, read_tokenizer(arguments.run, world))
-        text = report(run, arguments.world_size or world.size, None if world.rank else png)
+        text = report(run, arguments.world_size or world.size, None if world.rank else png, sys_root)
     if world.rank == 0:
         print(*(f"note: {note}" for note in arguments.notes), text, sep="\n")

@@ -14,6 +14,7 @@ from fugaku_megatron.training.start_choices import modelled_system
 from fugaku_megatron.training.train_command import print_plan
 from tests.helpers import small_run
 from tests.time_limit import time_limit
+from tests.unit.test_placement import SERVERS, tree
 
 
 def test_124m_on_512_ranks():
@@ -51,6 +52,18 @@ def test_30b_on_12288_ranks():
     assert lines[8] == "a bubble of 66.2% is large: fugaku-megatron plan --nodes N searches layouts for one that is faster"
     rows = [line for line in lines if line.count("|") > 5]
     assert len(rows) == 1 + 1 + 1 + 23, "head, embedding, stages 1 to 24 alike, 25 to 47 with fewer in flight"
+
+
+def test_the_cores_of_a_machine_that_is_not_here(tmp_path):
+    node = tree(tmp_path, **SERVERS["Xeon 2 x 56, SNC-4"][0])
+    run = make_run("124m", {"micro_batch_size": 1, "global_batch_size": 16})
+    lines = report(run, 16, sys_root=str(node)).splitlines()[-9:]
+    assert lines[0] == (f"a node of {node}: 2 sockets, 8 NUMA domains of 14 cores and 63 GiB, 2 hardware threads a core; 16 ranks: "
+                        "2 nodes, 8 ranks a node")
+    assert lines[8] == "  rank 7: 14 threads pinned to cores 98-111 (domain 7)"
+    two = report(run, 2, sys_root=str(node)).splitlines()[-4:]
+    assert two[0].endswith("; 2 ranks: mpiexec -n 2")
+    assert two[2] == "  rank 1: 56 threads pinned to cores 56-111 (domains 4-7)" and "this node suits 8 ranks" in two[3]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])

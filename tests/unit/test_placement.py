@@ -1,14 +1,31 @@
 """Threads, cores, NUMA nodes and denormals of a rank."""
 
+import ctypes
+import mmap
 import os
+import shutil
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fugaku_megatron.host import kernels, runtime
-from fugaku_megatron.host.runtime import Placement, cpu_quota, place, threads_per_rank
+from fugaku_megatron.comm import node as shared_node
+from fugaku_megatron.host import kernels, runtime, topology
+from fugaku_megatron.host.allocator import usage
+from fugaku_megatron.host.placement import (
+    Placement,
+    Rank,
+    map_ranks,
+    mapping,
+    place,
+    problems,
+    proposed_ranks,
+    requested_threads,
+)
+from fugaku_megatron.host.topology import Node, cpu_quota, format_list, parse_list
 
 
 def _write(path, text):
@@ -16,33 +33,195 @@ def _write(path, text):
     path.write_text(text)
 
 
-@pytest.mark.parametrize("ranks, environ, cpus, options, threads", [
-    (1, {}, 48, {}, 48), (4, {}, 48, {}, 12), (5, {}, 48, {}, 9), (8, {}, 2, {}, 1),  # the last: more ranks than CPUs
-    (4, {}, 12, {"ranks_sharing": 1}, 12),  # bound by the launcher, one CMG each
-    (1, {}, 48, {"quota": 6.5}, 6), (2, {}, 48, {"quota": 6.5}, 3), (1, {}, 48, {"quota": 0.5}, 1),
-    (4, {}, 12, {"ranks_sharing": 1, "quota": 24.0}, 6),  # the quota is the node's, bound or not
-    (4, {"OMP_NUM_THREADS": "48"}, 2, {"quota": 1.0}, 48), (1, {"OMP_NUM_THREADS": " 12,2 "}, 48, {}, 12),
-    (1, {"OMP_NUM_THREADS": ""}, 48, {}, 48),
+def tree(folder, domains, sockets=1, gib=64, siblings=lambda cpu: (cpu,)):
+    """A /sys tree of domains (number -> CPUs) on so many sockets; siblings: the CPUs of a CPU's core."""
+    system, size = folder / "sys" / "devices" / "system", len(domains) // sockets
+    for index, (number, cpus) in enumerate(domains.items()):
+        _write(system / "node" / f"node{number}" / "cpulist", format_list(cpus) + "\n")
+        kib = (gib[number] if isinstance(gib, dict) else gib) * 2**20
+        _write(system / "node" / f"node{number}" / "meminfo", f"Node {number} MemTotal:  {kib} kB\nNode {number} MemFree: 1 kB\n")
+        for cpu in cpus:
+            _write(system / "cpu" / f"cpu{cpu}" / "topology" / "thread_siblings_list", format_list(siblings(cpu)) + "\n")
+            _write(system / "cpu" / f"cpu{cpu}" / "topology" / "physical_package_id", f"{index // size}\n")
+    return folder
+
+
+def even(count, cores, smt=1):
+    """So many domains of so many cores, numbered as Linux does: the second hardware threads follow all the first ones."""
+    total = count * cores
+    cpus = {d: [t * total + d * cores + i for t in range(smt) for i in range(cores)] for d in range(count)}
+    return {"domains": cpus, "siblings": lambda cpu: range(cpu % total, smt * total, total)}
+
+
+SERVERS = {
+    "EPYC 2 x 96, NPS1": ({**even(2, 96, 2), "sockets": 2, "gib": 756}, 2, 96, ["0-95", "96-191"],
+                          "2 sockets, 2 NUMA domains of 96 cores and 756 GiB, 2 hardware threads a core"),
+    "EPYC 2 x 96, NPS4": ({**even(8, 24, 2), "sockets": 2, "gib": 189}, 8, 24,
+                          ["0-23", "24-47", "48-71", "72-95", "96-119", "120-143", "144-167", "168-191"],
+                          "2 sockets, 8 NUMA domains of 24 cores and 189 GiB, 2 hardware threads a core"),
+    "Xeon 2 x 56, SNC-4": ({**even(8, 14, 2), "sockets": 2, "gib": 63}, 8, 14,
+                           ["0-13", "14-27", "28-41", "42-55", "56-69", "70-83", "84-97", "98-111"],
+                           "2 sockets, 8 NUMA domains of 14 cores and 63 GiB, 2 hardware threads a core"),
+    "Graviton4 2 x 96": ({**even(2, 96), "sockets": 2, "gib": 756}, 2, 96, ["0-95", "96-191"],
+                         "2 sockets, 2 NUMA domains of 96 cores and 756 GiB"),
+    "Grace 2 x 72": ({**even(2, 72), "sockets": 2, "gib": 240}, 2, 72, ["0-71", "72-143"],
+                     "2 sockets, 2 NUMA domains of 72 cores and 240 GiB"),
+    "A64FX 4 x 12": ({"domains": {0: [0], 1: [1], **{4 + i: range(12 + 12 * i, 24 + 12 * i) for i in range(4)}}, "gib": 8}, 4, 12,
+                     ["12-23", "24-35", "36-47", "48-59"], "1 socket, 4 NUMA domains of 12 cores and 8 GiB"),
+}
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_a_whole_server_gets_a_rank_for_each_domain(tmp_path, name):
+    shape, ranks, threads, cores, text = SERVERS[name]
+    node = Node.read(tree(tmp_path, **shape))
+    assert node.describe() == text
+    assert proposed_ranks(node, [node.cpus], {}, None) == ranks
+    placed = map_ranks(node, ranks)
+    assert [format_list(rank.placement.cpus) for rank in placed] == cores
+    assert {rank.placement.threads for rank in placed} == {threads} and problems(node, placed, {}) == []
+    assert [placement.cpus for placement in (place(node, [node.cpus] * ranks, i, {}) for i in range(ranks))] == [
+        rank.placement.cpus for rank in placed], "as a real start places them"
+    alone = problems(node, map_ranks(node, 1), {})
+    assert len(alone) == 1 and f"this node suits {ranks} ranks, one for each domain (mpiexec -n {ranks} on one node; " in alone[0]
+    assert f"srun --ntasks-per-node {ranks} --cpus-per-task {threads * node.smt})" in alone[0] and alone[0].endswith("and has 1")
+
+
+def test_cpus_that_alternate_between_domains_and_memory_without_cpus(tmp_path):
+    domains = {d: [*range(d, 16, 4)] for d in range(4)} | {4: []}  # Intel's older numbering, and a GPU's memory
+    node = Node.read(tree(tmp_path, domains, 1, 16, lambda cpu: (cpu % 8, cpu % 8 + 8)))
+    assert [rank.placement.cpus for rank in map_ranks(node, 4)] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert "rank 1: 2 threads pinned to cores 1,5 (domain 1)" in mapping(node, map_ranks(node, 4))
+    assert [rank.placement.cpus for rank in map_ranks(node, 2)] == [(0, 4, 1, 5), (2, 6, 3, 7)]
+    assert [rank.placement.cpus for rank in map_ranks(node, 8)][:3] == [(0,), (4,), (1,)]
+
+
+def test_uneven_domains_stay_whole(tmp_path):
+    node = Node.read(tree(tmp_path, {0: range(14), 1: range(14, 26)}, 1, 32))
+    assert [format_list(rank.placement.cpus) for rank in map_ranks(node, 2)] == ["0-13", "14-25"]
+    assert "domains of 12 to 14 cores" in node.describe()
+
+
+@pytest.mark.parametrize("ranks, environ, quota, threads, why", [
+    (1, {}, None, 48, ""), (4, {}, None, 12, ""), (5, {}, None, 9, ""), (100, {}, None, 1, ""),
+    (1, {}, 3.0, 3, "limited by the cgroup's quota of 3 CPUs"), (2, {}, 6.5, 3, "limited by the cgroup's quota of 6.5 CPUs"),
+    (1, {}, 0.5, 1, "limited by the cgroup's quota of 0.5 CPUs"), (4, {}, 96.0, 12, ""),
+    (2, {"SLURM_CPUS_PER_TASK": "10"}, None, 10, "limited by SLURM_CPUS_PER_TASK=10"),
+    (2, {"SLURM_CPUS_PER_TASK": "10", "SLURM_CPUS_ON_NODE": "8"}, None, 4, "limited by SLURM_CPUS_ON_NODE=8"),
+    (2, {"SLURM_CPUS_PER_TASK": "24", "SLURM_CPUS_ON_NODE": "48"}, None, 24, ""),  # the mask says as much
+    (1, {"OMP_NUM_THREADS": "48", "SLURM_CPUS_PER_TASK": "2"}, 1.0, 48, ""), (1, {"OMP_NUM_THREADS": " 12,2 "}, None, 12, ""),
+    (1, {"OMP_NUM_THREADS": ""}, None, 48, ""),
 ])
-def test_threads_per_rank(ranks, environ, cpus, options, threads):
-    assert threads_per_rank(ranks, environ, range(12, 12 + cpus), **options) == threads
+def test_threads_under_limits(tmp_path, ranks, environ, quota, threads, why):
+    node = Node.read(tree(tmp_path, {0: range(48)}))
+    found = place(node, [node.cpus] * ranks, 0, environ, quota, "pin")
+    assert found.threads == threads and found.why == why
+
+
+def test_wrong_numbers_of_threads():
     for text in ("0", "-1", "many", ",4", "1.5"):
         with pytest.raises(ValueError, match=f"OMP_NUM_THREADS should be a positive number, it is '{text}'"):
-            threads_per_rank(1, {"OMP_NUM_THREADS": text}, range(4))
+            requested_threads({"OMP_NUM_THREADS": text})
+
+
+def test_a_cgroup_of_three_cpus_proposes_no_rank_more(tmp_path):
+    node = Node.read(tree(tmp_path, **SERVERS["EPYC 2 x 96, NPS4"][0]))
+    assert proposed_ranks(node, [node.cpus], {}, 3.0) == 1 and proposed_ranks(node, [node.cpus], {}, 30.0) == 2
+    one = Rank(0, tuple(node.cpus), place(node, [node.cpus], 0, {}, 3.0))
+    assert one.placement.cpus == (0, 1, 2) and problems(node, [one], {}, 3.0) == []
+    assert mapping(node, [one]).endswith("rank 0: 3 threads pinned to cores 0-2 (domain 0), limited by the cgroup's quota of 3 "
+                                         "CPUs")
+    many = [Rank(i, tuple(node.cpus), place(node, [node.cpus] * 8, i, {}, 3.0)) for i in range(8)]
+    [line] = problems(node, many, {}, 3.0)
+    assert line.startswith("8 threads compute under the cgroup's quota of 3 CPUs") and "at most 3 ranks" in line
+    few = [1, 2, 193]  # a cpuset of three CPUs, of which two share a core: the mask says it
+    assert place(node, [few], 0, {}).threads == 2 and problems(node, [Rank(0, tuple(few), place(node, [few], 0, {}))], {}) == []
+    slurm = {"SLURM_CPUS_ON_NODE": "20", "SLURM_CPUS_PER_TASK": "20"}
+    assert proposed_ranks(node, [node.cpus], slurm, None) == 1
+
+
+def test_problems_of_a_mapping(tmp_path):
+    node = Node.read(tree(tmp_path, **{**SERVERS["Xeon 2 x 56, SNC-4"][0], "gib": {0: 8, **dict.fromkeys(range(1, 8), 64)}}))
+
+    def ranks(masks, environ=(), **options):
+        return [Rank(i, tuple(mask), place(node, masks, i, dict(environ), **options), 9 << 30) for i, mask in enumerate(masks)]
+
+    def found(masks, environ=(), cpuset=None, memory=None, **options):
+        return problems(node, ranks(masks, environ, **options), dict(environ), None, cpuset, memory)
+
+    domain = [[cpu for core in d.cores for cpu in core] for d in node.domains]
+    assert found([domain[1], domain[2]]) == []
+    [small] = found([domain[0]])
+    assert small.startswith("NUMA domain 0 has 8 GiB where another has 64")
+    assert found([domain[1]] * 2) == []
+    [threads] = found([domain[1]], {"OMP_NUM_THREADS": "28"})
+    assert threads.startswith("rank 0 computes with 28 threads on 14 cores, where they wait for each other")
+    [shared] = found([[14], [126]])  # two hardware threads of a core
+    assert shared.startswith("ranks 0-1 compute with 2 threads on 1 core,")
+    spanning, *_ = found([node.cpus] * 3)
+    assert spanning.startswith("ranks 0-2 compute on several NUMA domains") and spanning.endswith("and has 3")
+    assert "mpiexec -n 8 on one node; srun --ntasks-per-node 8 --cpus-per-task 28" in spanning
+    [unpinned] = found([domain[1] + domain[2]] * 2, affinity="none")
+    assert "pass --thread-affinity pin" in unpinned
+    [idle] = found([[14], [15]], cpuset=set(node.cpus))
+    assert idle.startswith("the masks of this node's ranks hold 2 of the 112 cores that the job may use")
+    [remote] = found([domain[1], domain[2]], memory={1})
+    assert remote.startswith("the job may not use the memory of NUMA domain 2")
+    [much] = found([[cpu] for cpu in range(14, 22)])
+    assert much.startswith("the ranks of NUMA domain 1 need 72 GiB and it has 64")
+    line = mapping(node, ranks([[cpu] for cpu in range(14, 26)]))
+    assert line.endswith("; ... rank 11: 1 thread on core 25 (domain 1), not pinned") and line.count("rank ") == 8
+
+
+def test_the_set_of_cpus_in_the_kernels_form():
+    assert parse_list("0-2,8\n") == [0, 1, 2, 8] and parse_list("") == [] and format_list([8, 1, 0, 2]) == "0-2,8"
 
 
 def test_hardware_threads_and_denormals(tmp_path):
-    for cpu in range(4):
-        topology = tmp_path / f"cpu{cpu}" / "topology"
-        topology.mkdir(parents=True)
-        (topology / "thread_siblings_list").write_text(f"{cpu % 2},{cpu % 2 + 2}\n")
-    assert runtime.physical_cores(range(4), tmp_path) == {0, 1}
-    assert runtime.physical_cores([2, 3], tmp_path) == {2, 3}
-    assert runtime.physical_cores([7, 8], tmp_path) == {7, 8}  # the kernel says nothing of these
+    node = Node.read(tree(tmp_path, {0: range(4)}, siblings=lambda cpu: (cpu % 2, cpu % 2 + 2)))
+    assert node.cores(range(4)) == [0, 1] and node.cores([2, 3]) == [2, 3] and node.core_of(3) == (1, 3)
+    shutil.rmtree(tmp_path / "sys" / "devices" / "system" / "cpu" / "cpu1" / "topology")
+    assert Node.read(tmp_path).cores([1, 2, 3]) == [1, 2, 3], "the kernel says nothing of 1"
     kernels.flush_denormals(True)
     assert (torch.tensor([1e-38]) * 0.1).item() == 0.0
     kernels.flush_denormals(False)
     assert (torch.tensor([1e-38]) * 0.1).item() > 0.0
+
+
+def test_the_saved_tree_of_this_machine_is_read_as_the_machine(tmp_path):
+    subprocess.run(["bash", "-c", topology.SAVE.replace("DIR", str(tmp_path))], check=True)
+    assert Node.read(tmp_path) == Node.read()
+    with pytest.raises(ValueError, match="--sys-root .*none: there is no CPU in .*: save a machine's tree there with `cp --par"):
+        Node.read(tmp_path / "none")
+
+
+def test_a_window_is_first_touched_by_the_rank_that_writes_it():
+    pages = mmap.mmap(-1, 2 * shared_node.SEGMENT_BYTES)  # shared memory of two ranks
+    address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    window = SimpleNamespace(Shared_query=lambda rank: (SimpleNamespace(address=address), 1))
+    mpi = SimpleNamespace(Win=SimpleNamespace(Allocate_shared=lambda *arguments: window), INFO_NULL=None)
+    comm = SimpleNamespace(Get_size=lambda: 2, Get_rank=lambda: 1, Barrier=lambda: None)
+    before = usage().shared
+    held = shared_node._Window(mpi, comm)
+    assert usage().shared - before == shared_node.SEGMENT_BYTES
+    for half in held.halves:
+        half[1] = 1
+    assert usage().shared - before == shared_node.SEGMENT_BYTES, "the segment of rank 1"
+    held.flags[0][0] = 1
+    assert usage().shared - before == shared_node.SEGMENT_BYTES + mmap.PAGESIZE, "and no page of rank 0's"
+
+
+def test_the_thread_that_calls_mpi_stays_near_the_ranks_cores(tmp_path):
+    cpu, found = min(os.sched_getaffinity(0)), []
+
+    def work():
+        runtime.apply_to_communication(Placement(1, (cpu,)), Node.read())
+        found.append(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [set(Node.read().core_of(cpu))]
 
 
 @pytest.mark.parametrize("cgroup, files, quota", [
@@ -66,39 +245,40 @@ def test_cpu_quota_of_both_cgroup_versions(tmp_path, cgroup, files, quota):
 
 @pytest.fixture
 def fugaku(tmp_path):
-    """Sysfs of a node with two assistant cores (NUMA 0 and 1) and 48 compute cores (12 to 59, NUMA 4 to 7)."""
-    nodes = {0: 0, 1: 1, **{cpu: 4 + (cpu - 12) // 12 for cpu in range(12, 60)}}
-    for cpu, node in nodes.items():
-        (tmp_path / f"cpu{cpu}" / f"node{node}").mkdir(parents=True)
-    return tmp_path
+    """A node with two assistant cores (NUMA 0 and 1) and 48 compute cores (12 to 59, NUMA 4 to 7)."""
+    return Node.read(tree(tmp_path, **SERVERS["A64FX 4 x 12"][0]))
 
 
 ALL = [0, 1, *range(12, 60)]
 
 
 def test_ranks_of_a_node_and_communication_get_its_cores(fugaku):
-    assert runtime.compute_cores(ALL, fugaku) == list(range(12, 60))
-    assert runtime.compute_cores(range(12, 24), fugaku) == list(range(12, 24))
-    places = [place(ALL, [ALL] * 4, rank, {}, None, "auto", fugaku) for rank in range(4)]
+    assert fugaku.cores(ALL) == list(range(12, 60)) and fugaku.cores(range(12, 24)) == list(range(12, 24))
+    assert fugaku.cores([0, 1]) == [0, 1], "whoever is bound to assistant cores stays there"
+    places = [place(fugaku, [ALL] * 4, rank, {}) for rank in range(4)]
     assert [p.cpus for p in places] == [tuple(range(12 + 12 * i, 24 + 12 * i)) for i in range(4)]
     assert {p.threads for p in places} == {12}
-    assert place(ALL, [ALL], 0, {}, None, "auto", fugaku) == Placement(48, tuple(range(12, 60)))
+    assert place(fugaku, [ALL], 0, {}) == Placement(48, tuple(range(12, 60)))
     masks = [list(range(12 + 12 * i, 24 + 12 * i)) for i in range(4)]
-    assert place(masks[2], masks, 2, {}, None, "auto", fugaku) == Placement(12, tuple(masks[2]))
-    assert place(masks[0], [masks[0]] * 2, 1, {}, None, "pin", fugaku).cpus == tuple(range(18, 24))
-    assert place(ALL, [ALL], 0, {}, None, "auto", fugaku, reserve=True) == Placement(47, tuple(range(12, 59)), 59)
-    assert place(ALL, [ALL] * 2, 1, {"OMP_NUM_THREADS": "23"}, None, "auto", fugaku) == Placement(23, tuple(range(36, 59)), 59)
-    assert place(ALL, [ALL], 0, {"OMP_NUM_THREADS": "48"}, None, "auto", fugaku, reserve=True).communication is None
-    assert place(ALL, [ALL] * 4, 3, {}, None, "auto", fugaku, reserve=True) == Placement(12, tuple(range(48, 60)))  # too few
+    assert place(fugaku, masks, 2, {}) == Placement(12, tuple(masks[2]))
+    assert place(fugaku, [masks[0]] * 2, 1, {}, None, "pin").cpus == tuple(range(18, 24))
+    assert place(fugaku, [ALL], 0, {}, reserve=True) == Placement(47, tuple(range(12, 59)), 59)
+    assert place(fugaku, [ALL] * 2, 1, {"OMP_NUM_THREADS": "23"}) == Placement(23, tuple(range(36, 59)), 59)
+    assert place(fugaku, [ALL], 0, {"OMP_NUM_THREADS": "48"}, reserve=True).communication is None
+    assert place(fugaku, [ALL] * 4, 3, {}, reserve=True) == Placement(12, tuple(range(48, 60)))  # too few
+    part = [*range(12, 24), 30, 31]
+    assert place(fugaku, [part], 0, {}).cpus == tuple(part), "a small part of a domain computes as well"
 
 
-@pytest.mark.parametrize("environ, affinity, masks", [
-    ({}, "none", [ALL] * 2), ({"OMP_PROC_BIND": "close"}, "auto", [ALL] * 2), ({"OMP_NUM_THREADS": "25"}, "pin", [ALL] * 2),
-    ({}, "pin", [ALL, list(range(12, 24))]),  # overlapping, not equal
-    ({}, "auto", [list(range(12, 24))]),  # one NUMA node: nothing to be near to
+@pytest.mark.parametrize("environ, affinity, masks, why", [
+    ({}, "none", [ALL] * 2, "not pinned"), ({"OMP_PROC_BIND": "close"}, "auto", [ALL] * 2, "placed by OMP_PROC_BIND"),
+    ({"OMP_NUM_THREADS": "25"}, "pin", [ALL] * 2, ""),
+    ({}, "pin", [ALL, list(range(12, 24))], ""),  # overlapping, not equal
+    ({}, "auto", [list(range(12, 24))], "not pinned"),  # one NUMA node: nothing to be near to
 ])
-def test_who_is_not_pinned(fugaku, environ, affinity, masks):
-    assert place(masks[0], masks, 0, environ, None, affinity, fugaku).cpus == ()
+def test_who_is_not_pinned(fugaku, environ, affinity, masks, why):
+    placement = place(fugaku, masks, 0, environ, None, affinity)
+    assert placement.cpus == () and placement.why == why
 
 
 CHILD = """
@@ -131,3 +311,25 @@ def test_every_thread_is_on_its_core_flushes_denormals_and_none_is_left_over():
     assert places == str(cpus)
     assert denormals == "0"
     assert int(threads) == 0, "torch and the kernels share one pool"
+
+
+START = """
+import os, sys
+from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.host import runtime
+os.sched_setaffinity(0, {int(sys.argv[1])})
+print(runtime.init(SoloComm(), allocator="stock"))
+"""
+
+
+@pytest.mark.system
+@pytest.mark.skipif(len(Node.read().cores(os.sched_getaffinity(0))) < 2, reason="needs two cores")
+def test_a_mask_of_one_cpu_is_respected_and_reported():
+    cpu = max(os.sched_getaffinity(0))
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "SLURM_"))}
+    command = [sys.executable, "-c", START, str(cpu)]
+    first, cores, *notes = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert "1 ranks x 1 threads" in first
+    assert cores.startswith(f"cores: {Node.read().describe()}; rank 0: 1 thread ") and f" core {cpu} (domain " in cores
+    if topology.cpuset() and len(Node.read().cores(topology.cpuset())) > 1:
+        assert notes[0].startswith("note: the masks of this node's ranks hold 1 of the ")
