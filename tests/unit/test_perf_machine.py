@@ -19,6 +19,18 @@ def test_every_constant_has_a_source(name):
     assert loaded.peak_tflops["fp32"] > 0 and loaded.gemm_curves and loaded.name == name
 
 
+@pytest.mark.parametrize("name, cores, operations, units", [
+    ("xeon-8480", 2 * 56, 64, 8), ("epyc-9655", 2 * 96, 64, 8), ("graviton4", 2 * 96, 32, 2), ("grace", 2 * 72, 31, 2),
+    ("graviton3", 64, 32, 1),
+])
+def test_peaks_of_servers_are_cores_times_operations_a_cycle(name, cores, operations, units):
+    """Grace's data sheet rounds its clock."""
+    server = machine.load(name)
+    assert server.threads == cores and server.units == server.ranks_per_node == units and cores % units == 0
+    assert server.peak_tflops["fp32"] == pytest.approx(cores * operations * server.ghz / 1e3, rel=0.01)
+    assert server.gemm_curves[0].threads == cores // units
+
+
 def test_clocks_modes_and_a_base():
     node = machine.load("a64fx")
     assert node.peak_tflops["fp32"] == pytest.approx(48 * 2 * 16 * 2 * 2.0e9 / 1e12)
