@@ -46,26 +46,36 @@ GCC_SVE_FLAGS = ["-fno-schedule-insns"]  # its scheduler brings FMAs of one accu
 
 @dataclass(frozen=True)
 class Target:
-    """One instruction set. `requires` are the features that dispatch.cc looks for in the running CPU. Tiles: tuning.h."""
+    """One instruction set. `requires` are the features that dispatch.cc looks for in the running CPU. Tiles: tuning.h.
+
+    `base` is the target with the same vectors of a target with matrix tiles: it has all families but TILE_FAMILIES, and in those
+    whatever is not bfloat16.
+    """
 
     name: str
     machine: str  # x86_64, aarch64 or any
     flags: tuple[str, ...]
     vector_bytes: int
     requires: tuple[str, ...] = ()
+    base: str = ""
 
 
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 AVX512_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl")
+AVX512BF16 = (*AVX512, "-mavx512bf16")
+AVX512BF16_FEATURES = (*AVX512_FEATURES, "avx512bf16")
 SVE = "-march=armv8.2-a+sve"
 
-# Ordered from the slowest to the fastest: the last row that the CPU can run is the default.
+# Ordered from the slowest to the fastest: the last row that the CPU can run is the default. A name in _emulated is for tests alone.
 TARGETS = (
     Target("portable", "any", (), 16),
     Target("avx2", "x86_64", AVX2, 32, ("avx2", "fma", "f16c")),
     Target("avx512", "x86_64", AVX512, 64, AVX512_FEATURES),
-    Target("avx512bf16", "x86_64", (*AVX512, "-mavx512bf16"), 64, (*AVX512_FEATURES, "avx512bf16")),
+    Target("avx512bf16", "x86_64", AVX512BF16, 64, AVX512BF16_FEATURES),
+    Target("amx_emulated", "x86_64", (*AVX512BF16, "-DFM_EMULATED_TILES"), 64, AVX512BF16_FEATURES, base="avx512bf16"),
+    Target("amx", "x86_64", (*AVX512BF16, "-mamx-tile", "-mamx-bf16"), 64,
+           (*AVX512BF16_FEATURES, "amx_tile", "amx_bf16", "amx_state"), base="avx512bf16"),
     Target("sve128", "aarch64", (SVE, "-msve-vector-bits=128"), 16, ("sve",)),
     Target("sve256", "aarch64", (SVE, "-msve-vector-bits=256"), 32, ("sve",)),
     Target("sve128bf16", "aarch64", (f"{SVE}+bf16", "-msve-vector-bits=128"), 16, ("sve", "bf16")),
@@ -73,6 +83,7 @@ TARGETS = (
     Target("sve512", "aarch64", ("-mcpu=a64fx", "-msve-vector-bits=512"), 64, ("sve",)),
 )
 
+TILE_FAMILIES = ("gemm", "attention")
 SLOWEST = ("rowwise", "attention")  # families that compile longest, first in jobs()
 
 
@@ -168,17 +179,30 @@ class Compiler:
 
     def target_command(self, target: Target, family: str) -> list[str]:
         """Compiles a family of kernels for a row of the table."""
+        base = [f"-DFM_BASE={target.base}"] if target.base else []
         gcc = [] if "clang" in self.target_cxx[0] else GCC_FLAGS + GCC_SVE_FLAGS * (target.machine == "aarch64")
         macros = [f"-DFM_TARGET={target.name}", f"-DFM_VECTOR_BYTES={target.vector_bytes}", f'-DFM_HEADER="{family}.h"',
                   f"-DFM_IS_{family}=,,,"]
-        return [*self.target_cxx, *COMMON_FLAGS, *TARGET_FLAGS, *target.flags, *gcc, *macros]
+        return [*self.target_cxx, *COMMON_FLAGS, *TARGET_FLAGS, *target.flags, *gcc, *macros, *base]
+
+    def table_command(self, target: Target) -> list[str]:
+        """Compiles the table of a row's kernels for the baseline."""
+        own = [f"-DFM_BASE={target.base}", *(f"-DFM_IS_{family}=,,," for family in TILE_FAMILIES)] if target.base else []
+        return [*self.cxx, *COMMON_FLAGS, f"-DFM_TARGET={target.name}", *own]
+
+    def units(self) -> list[tuple[Target, str]]:
+        """(row, family) of every unit of kernels: the families of a row, or of its base, and then its own."""
+        rows = {t.name: t for t in TARGETS}
+        whole = dict.fromkeys(rows[t.base] if t.base else t for t in self.targets())
+        tiles = [t for t in self.targets() if t.base]
+        return [(t, family) for family in families() for t in (*whole, *(tiles if family in TILE_FAMILIES else ()))]
 
     def target_jobs(self) -> list[tuple[list[str], Path, Path]]:
-        """Every family for every row, then the tables of the rows' kernels, which belong to the baseline."""
+        """Every family for the rows that have it, then the tables of the rows' kernels, which belong to the baseline."""
         source = SOURCES / "target.cc"
         units = [(self.target_command(target, family), source, self.objects / f"target_{target.name}_{family}.o")
-                 for family in families() for target in self.targets()]
-        tables = [([*self.cxx, *COMMON_FLAGS, f"-DFM_TARGET={target.name}"], source, self.objects / f"table_{target.name}.o")
+                 for target, family in self.units()]
+        tables = [(self.table_command(target), source, self.objects / f"table_{target.name}.o")
                   for target in self.targets()]
         return units + tables
 

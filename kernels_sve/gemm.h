@@ -32,7 +32,7 @@ FM_INLINE Span part(int64_t n, int64_t unit, int index, int parts) {
 // such sums.
 template <class Words>
 FM_INLINE GemmBlocks blocks_of(bool adds) {
-  GemmBlocks blocks = gemm_blocks(MR, NR, Words::STEP, adds);
+  GemmBlocks blocks = gemm_blocks(Words::TILE_ROWS, NR, Words::STEP, adds, Words::TILES);
   blocks.mc *= Words::WIDE, blocks.nc *= Words::WIDE;
   return blocks;
 }
@@ -40,7 +40,7 @@ FM_INLINE GemmBlocks blocks_of(bool adds) {
 // Blocks of k of about equal size: a function of k, the chunk and the machine's caches alone. Whole chunks of FP16 sums.
 template <class Words>
 FM_INLINE int64_t block_depth(int64_t k, int64_t fp16_chunk, bool adds) {
-  const int64_t unit = fp16_chunk ? fp16_chunk : 8;
+  const int64_t unit = fp16_chunk ? fp16_chunk : max(8, Words::STEP * Words::BESIDE);
   const int64_t max_depth = max(blocks_of<Words>(adds).kc * Words::STEP / unit, 1) * unit;
   const int64_t count = ceil_div(k, max_depth);
   return count ? ceil_div(ceil_div(k, count), unit) * unit : 0;
@@ -49,8 +49,10 @@ FM_INLINE int64_t block_depth(int64_t k, int64_t fp16_chunk, bool adds) {
 template <class Words, class T>
 struct Gemm {
   using Word = typename Words::Word;
+  static constexpr int ROWS = Words::TILE_ROWS, ROW_STEP = Words::ROW_STEP;
   static constexpr int COLUMNS = NR * Words::WIDE,
-                       A_ROW = MR / Words::WIDE;           // of a tile; of A's panel, in 32-bit words
+                       A_ROW = ROWS / Words::WIDE;           // of a tile; of A's panel, in 32-bit words
+  static constexpr int A_PANELS = Words::TILES ? 1 : PACK_PANELS;  // packed at a time where rows of k are contiguous
   static constexpr int64_t GROUP = PACK_PANELS * COLUMNS;  // columns of B that are packed at a time
   const GemmArgs& g;
   GemmBlocks blocks;
@@ -67,13 +69,13 @@ struct Gemm {
   static bool adds(const GemmArgs& args) { return args.accumulate && !args.packed; }  // packed blocks are as deep as ever
 
   Gemm(const GemmArgs& args, int thread, int threads) : g(args), blocks(blocks_of<Words>(adds(args))) {
-    const GemmGrid grid = gemm_grid(threads, g.m, g.n, ROW_UNIT, COLUMNS, g.packed != nullptr);
-    rows = part(g.m, ROW_UNIT, thread % grid.rows_parts, grid.rows_parts);
+    const GemmGrid grid = gemm_grid(threads, g.m, g.n, ROW_STEP, COLUMNS, g.packed != nullptr);
+    rows = part(g.m, ROW_STEP, thread % grid.rows_parts, grid.rows_parts);
     cols = part(g.n, COLUMNS, thread / grid.rows_parts, grid.cols_parts);
     first_cols = thread < grid.rows_parts;
     depth = block_depth<Words>(g.k, g.fp16_chunk, adds(g));
     const int64_t sweeps = ceil_div(rows.size() * words(depth), blocks.mc * blocks.kc);  // shorter blocks of k hold more rows
-    blocks.mc = sweeps ? ceil_div(ceil_div(rows.size(), sweeps), MR) * MR : MR;
+    blocks.mc = sweeps ? ceil_div(ceil_div(rows.size(), sweeps), ROWS) * ROWS : ROWS;
     a_panels = buffer(0, words(depth) * blocks.mc / Words::WIDE + VL);
     const bool in_place = sums_in_c(), whole = in_place || depth >= g.k;
     const int64_t all_columns = ceil_div(cols.size(), COLUMNS) * COLUMNS;
@@ -146,15 +148,15 @@ struct Gemm {
   // First row of tile t. A last tile of few rows would not hide the multiply-add's latency, so it takes some from the
   // one before: 12 + 4 rows run as 8 + 8.
   static int64_t tile_begin(Span some, int64_t t) {
-    const int64_t tiles = ceil_div(some.size(), MR), rest = some.size() % MR;
+    const int64_t tiles = ceil_div(some.size(), ROWS), rest = some.size() % ROWS;
     if (t == tiles) return some.end;
-    const bool share = MR >= 3 * ROW_UNIT && t > 0 && t == tiles - 1 && rest && rest <= ROW_UNIT;
-    return some.begin + t * MR - (share ? ROW_UNIT : 0);
+    const bool share = ROWS >= 3 * ROW_STEP && t > 0 && t == tiles - 1 && rest && rest <= ROW_STEP;
+    return some.begin + t * ROWS - (share ? ROW_STEP : 0);
   }
 
   // The tiles of one panel of B, each after its panel of A was packed.
   void pack_and_run_tiles(Span some, Span j, int64_t p, int64_t deep, const float* b) {
-    const int64_t tiles = ceil_div(some.size(), MR), panel = A_ROW * words(deep);
+    const int64_t tiles = ceil_div(some.size(), ROWS), panel = A_ROW * words(deep);
     const bool sums = g.a_sums && first_cols && j.begin == cols.begin;
     for (int64_t t = 0; t < tiles;) {
       const int64_t next = t + pack_a(some, t, p, deep);
@@ -171,17 +173,20 @@ struct Gemm {
 
   // Packs the panel of tile t, or several; returns how many.
   int pack_a(Span some, int64_t t, int64_t p, int64_t deep) {
-    const int64_t last = ceil_div(some.size(), MR) - 1, begin = tile_begin(some, t),
-                  end = t < last ? some.begin + last * MR : some.end;
-    return pack_panels<Words, MR>(a_at(begin, p), g.a_row, g.a_col, end - begin, g.m - begin, deep,
-                                  a_panels + t * A_ROW * words(deep));
+    const int64_t last = ceil_div(some.size(), ROWS) - 1, begin = tile_begin(some, t),
+                  end = t < last ? some.begin + last * ROWS : some.end;
+    float* panels = a_panels + t * A_ROW * words(deep);
+#ifdef FM_HAS_TILES
+    if constexpr (Words::TILES) return pack_tiles(a_at(begin, p), g.a_row, g.a_col, g.m - begin, deep, panels), 1;
+#endif
+    return pack_panels<Words, ROWS>(a_at(begin, p), g.a_row, g.a_col, end - begin, g.m - begin, deep, panels);
   }
 
   // What pack_a reads next, as it lies in memory.
   Source source_of(int64_t begin, int64_t p, int64_t deep) const {
     constexpr int64_t BYTES = sizeof(T);
-    if (g.a_row == 1) return Source::of_rows(a_at(begin, p), PACK_PANELS * MR * BYTES, g.a_col * BYTES, deep);
-    return Source::of_rows(a_at(begin, p), deep * BYTES, g.a_row * BYTES, MR);
+    if (g.a_row == 1) return Source::of_rows(a_at(begin, p), A_PANELS * ROWS * BYTES, g.a_col * BYTES, deep);
+    return Source::of_rows(a_at(begin, p), deep * BYTES, g.a_row * BYTES, ROWS);
   }
 
   const T* a_at(int64_t row, int64_t p) const { return static_cast<const T*>(g.a) + p * g.a_col + row * g.a_row; }
@@ -189,18 +194,21 @@ struct Gemm {
   // out[i] += sum over the panel's k: first in blocks of up to kc, so the error does not grow with all of k.
   static void add_sums(const float* panel, int64_t deep, float* out, int64_t count) {
     const Word* words = reinterpret_cast<const Word*>(panel);
+#ifdef FM_HAS_TILES
+    if constexpr (Words::TILES) return add_tile_sums(panel, deep, out, count);
+#endif
     if constexpr (Words::BESIDE == 2) {
-      float sums[2 * MR] = {};
+      float sums[2 * ROWS] = {};
       for_vectors(0, 2 * count, [&](int64_t i, int lanes) {
         vf sum = {};
-        for (int64_t k = 0; k < deep; k += 2) sum = Words::sum_words(words + k * MR + i, lanes, sum);
+        for (int64_t k = 0; k < deep; k += 2) sum = Words::sum_words(words + k * ROWS + i, lanes, sum);
         store_lanes(sums + i, sum, lanes);
       });
       for (int64_t i = 0; i < count; ++i) out[i] += sums[2 * i] + sums[2 * i + 1];
     } else {
       for_vectors(0, count, [&](int64_t i, int lanes) {
         vf sum[2] = {};
-        for (int64_t k = 0; k < deep; ++k) sum[k & 1] = Words::sum_words(words + k * MR + i, lanes, sum[k & 1]);
+        for (int64_t k = 0; k < deep; ++k) sum[k & 1] = Words::sum_words(words + k * ROWS + i, lanes, sum[k & 1]);
         store_lanes(out + i, load_lanes(out + i, lanes) + (sum[0] + sum[1]), lanes);
       });
     }
@@ -208,7 +216,7 @@ struct Gemm {
 
   // While one panel of B is in use the next is fetched into L2, a slice for every tile.
   void run_tiles(Span some, Span columns, int64_t first_col, int64_t p, int64_t deep, const float* b) {
-    const int64_t panel = words(deep) * NR, tiles = ceil_div(some.size(), MR);
+    const int64_t panel = words(deep) * NR, tiles = ceil_div(some.size(), ROWS);
     for (int64_t j = columns.begin; j < columns.end; j += COLUMNS, b += panel) {
       for (int64_t t = 0; t < tiles; ++t) {
         fetch_slice(b + panel, panel, t, tiles);
@@ -229,12 +237,12 @@ struct Gemm {
     float* sums = in_place ? static_cast<float*>(g.c) + i.begin * g.c_row + j.begin
                            : partial + (i.begin - rows.begin) * partial_row + (j.begin - first_col);
     const bool finish = last && (!in_place || has_epilogue(g));
-    alignas(64) float tile[MR * COLUMNS];
+    alignas(64) float tile[ROWS * COLUMNS];
     if constexpr (Words::WIDE == 2) {
-      multiply_in_chunks(ceil_div(i.size(), ROW_UNIT) * ROW_UNIT, deep, g.fp16_chunk, panel, b, tile);
+      multiply_in_chunks(ceil_div(i.size(), ROW_STEP) * ROW_STEP, deep, g.fp16_chunk, panel, b, tile);
     } else {
       const auto kernel = micro_kernel_for<Words>(i.size());
-      const bool direct = !finish && i.size() % ROW_UNIT == 0 && j.size() == NR;
+      const bool direct = !finish && i.size() % ROW_STEP == 0 && j.size() == NR && !(Words::TILES && add);
       Fetches fetches = finish ? fetches_of(i.begin, j.begin) : Fetches{tile_rows_at(sums, partial_row, NR)};
       fetches.source = source;
       kernel(words(deep), panel, b, direct ? sums : tile, direct ? partial_row : NR, direct && add, fetches);
@@ -277,9 +285,12 @@ struct Gemm {
   }
 };
 
-// Calls f(words, element) for the input's type.
+// Calls f(words, element) for the input's type; with tiles that is bfloat16, and FM_LEAVE_TO_BASE has the others.
 template <class F>
-FM_INLINE void with_words(DType dtype, [[maybe_unused]] int64_t fp16_chunk, const F& f) {
+FM_INLINE void with_words([[maybe_unused]] DType dtype, [[maybe_unused]] int64_t fp16_chunk, const F& f) {
+#ifdef FM_HAS_TILES
+  f(TilePairs(), bf16());
+#else
 #ifdef FM_HAS_HALF_ARITHMETIC
   if (fp16_chunk) return f(HalfWords(), f16());
 #endif
@@ -287,15 +298,19 @@ FM_INLINE void with_words(DType dtype, [[maybe_unused]] int64_t fp16_chunk, cons
   if (dtype == DType::bf16) return f(Bf16Pairs(), bf16());
 #endif
   with_dtype(dtype, [&](auto element) { f(FloatWords(), element); });
+#endif
 }
 
 static void gemm(const GemmArgs& args) {
+  FM_LEAVE_TO_BASE(args.in_dtype, gemm, args)
   if (!args.m || (!args.n && !args.a_sums)) return;
   with_words(args.in_dtype, args.fp16_chunk, [&](auto words, auto element) {
     parallel_run([&](int thread, int threads) {
       Gemm<decltype(words), decltype(element)> work(args, thread, threads);
       const uint64_t mode = decltype(words)::WIDE == 2 ? keep_half_denormals() : 0;
+      if (decltype(words)::TILES) tiles_begin();
       work.run();
+      if (decltype(words)::TILES) tiles_end();
       if (decltype(words)::WIDE == 2) restore_denormals(mode);
     });
   });
@@ -310,6 +325,7 @@ static bool has_fp16_arithmetic() {
 }
 
 static int64_t packed_weight_size(int64_t n, int64_t k, DType dtype, int64_t fp16_chunk) {
+  FM_LEAVE_TO_BASE(dtype, packed_weight_size, n, k, dtype, fp16_chunk)
   int64_t bytes = 0;
   with_words(dtype, fp16_chunk, [&](auto words, auto) {
     using Words = decltype(words);
@@ -319,6 +335,7 @@ static int64_t packed_weight_size(int64_t n, int64_t k, DType dtype, int64_t fp1
 }
 
 static void pack_weight(const GemmPackArgs& args) {
+  FM_LEAVE_TO_BASE(args.dtype, pack_weight, args)
   with_words(args.dtype, args.fp16_chunk, [&](auto words, auto element) {
     using Words = decltype(words);
     using T = decltype(element);

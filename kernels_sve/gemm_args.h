@@ -50,10 +50,11 @@ struct CacheGeometry {
 const CacheGeometry& cache_geometry();
 
 // The loops' steps in words for tiles of mr x nr accumulators: see gemm.h. step: elements of k per word. adds: onto what C holds.
+// tiles: of tiles.h.
 struct GemmBlocks {
   int64_t kc, mc, nc;
 };
-GemmBlocks gemm_blocks(int mr, int nr, int step, bool adds);
+GemmBlocks gemm_blocks(int mr, int nr, int step, bool adds, bool tiles);
 
 // A grid of threads over C: rows_parts x cols_parts == threads.
 struct GemmGrid {

@@ -10,7 +10,7 @@
 namespace fm::FM_TARGET {
 
 #ifdef FM_HAS_HALF_ARITHMETIC
-struct HalfWords {
+struct HalfWords : VectorSums {
   using Word = f16;
   static constexpr int WIDE = 2, STEP = 1, BESIDE = 1;
   // Pairs of k, for pack_transposed_pairs.

@@ -6,6 +6,7 @@
 // The tile is tuning.h's; on A64FX a broadcast is one LD1RW. docs/kernels-howto.md
 #pragma once
 #include "gemm_fetch.h"
+#include "tiles.h"
 
 namespace fm::FM_TARGET {
 
@@ -15,9 +16,15 @@ constexpr int NR = NR_VECTORS * VL;
 constexpr int ROW_UNIT = MR >= 8 ? 4 : 2;  // tiles at the bottom have a multiple of this many rows
 static_assert(MR % ROW_UNIT == 0, "tiles of fewer rows come in steps of ROW_UNIT");
 
-// Elements as words: how they are read for packing and multiplied. A tile is MR rows and WIDE * NR columns, and so a
-// step of k is MR words of A and NR words of B.
-struct FloatWords {
+// Sums of the micro-kernel below: its rows, and the step in which a tile at the bottom has fewer.
+struct VectorSums {
+  static constexpr int TILE_ROWS = MR, ROW_STEP = ROW_UNIT;
+  static constexpr bool TILES = false;  // of tiles.h
+};
+
+// Elements as words: how they are read for packing and multiplied. A tile is TILE_ROWS rows and WIDE * NR columns, and so a
+// step of k is TILE_ROWS words of A and NR words of B.
+struct FloatWords : VectorSums {
   using Word = float;
   static constexpr int WIDE = 1;  // rows or columns in 32 bits
   static constexpr int STEP = 1;  // k per word
@@ -35,7 +42,7 @@ struct FloatWords {
 };
 
 #ifdef FM_HAS_BF16_PAIRS
-struct Bf16Pairs {
+struct Bf16Pairs : VectorSums {
   using Word = uint32_t;
   static constexpr int WIDE = 1;
   static constexpr int STEP = 2;
@@ -108,16 +115,22 @@ static __attribute__((noinline)) void micro_kernel(int64_t words, const typename
 #ifdef FM_HAS_BF16_QUADS
 #include "gemm_quads.h"
 #endif
+#ifdef FM_HAS_TILES
+#include "gemm_tiles.h"
+#endif
 
 template <class Words>
 using MicroKernel = void (*)(int64_t, const typename Words::Word*, const float*, float*, int64_t, bool, Fetches&);
 
 // The kernel of the fewest rows that covers `rows`.
-template <class Words, int ROWS = MR>
+template <class Words, int ROWS = Words::TILE_ROWS>
 FM_INLINE MicroKernel<Words> micro_kernel_for(int64_t rows) {
-  if constexpr (ROWS > ROW_UNIT) {
-    if (rows <= ROWS - ROW_UNIT) return micro_kernel_for<Words, ROWS - ROW_UNIT>(rows);
+  if constexpr (ROWS > Words::ROW_STEP) {
+    if (rows <= ROWS - Words::ROW_STEP) return micro_kernel_for<Words, ROWS - Words::ROW_STEP>(rows);
   }
+#ifdef FM_HAS_TILES
+  if constexpr (Words::TILES) return &tiles_kernel<ROWS>;
+#endif
 #ifdef FM_HAS_BF16_QUADS
   if constexpr (Words::BESIDE == 2) return &quads_kernel<Words, ROWS>;
 #endif

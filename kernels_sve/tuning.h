@@ -36,6 +36,9 @@ struct Common {
   // instead of 192 or 768 (L1 of 48 KiB) products of 124M are 2 to 5 per cent faster on Zen 5 (measured); so
   // are 512 steps where each block of k reads what C holds. (bits)
   static constexpr double KC_L1_SHARE_BEFORE_L3 = 1.0, KC_L1_SHARE_ADDING_BEFORE_L3 = 4.0 / 3;
+  // Of tiles half of L1 everywhere: their k-loop reads 32 bytes of each operand in a cycle, of which L2 can hold up one (Intel's
+  // Optimization Reference Manual: 48 bytes a cycle sustained). (bits)
+  static constexpr double KC_L1_SHARE_TILES = 0.5;
   // Multiply-adds of a full tile that take as long as packing an element (10 to 18 measured), and as reading one of a packed
   // weight from a shared cache.
   static constexpr double PACK_COST = 16, STREAM_COST = 3;
@@ -100,6 +103,14 @@ struct avx512 : Common {
   static constexpr int64_t DOT_AHEAD = 8192, GATE_AHEAD = 2048;
 };
 struct avx512bf16 : avx512 {};
+
+// Matrix tiles (tiles.h): a step of k takes 64 cycles, in which an operand of 32 rows has 2 KiB, so it fetches four times. A round of
+// attention's tiles has 32 lanes.
+struct amx : avx512bf16 {
+  static constexpr int FETCH_STEPS = 4;
+  static constexpr int ATTENTION_NV = 2;
+};
+struct amx_emulated : amx {};
 
 // A64FX (Microarchitecture Manual 1.8.1): FMLA has latency 9 on two pipes, so 18 accumulators or more; 32 registers hold 24, 2
 // vectors and a broadcast. 64 KiB L1; 8 MiB L2 for 12 cores, of which 7 are left when assistant cores hold ways.

@@ -41,6 +41,10 @@ def target(name: str) -> Iterator[None]:
         use(before)
 
 
-def runnable_targets() -> list[str]:
-    """Names of the vector targets that this CPU can run, the default last; without the scalar reference."""
-    return [row["name"] for row in targets() if row["runnable"] and row["name"] != "reference"]
+def runnable_targets(emulated: bool = False) -> list[str]:
+    """Names of the vector targets that this CPU can run, the default last; without the scalar reference.
+
+    emulated: also those that emulate instructions which the CPU lacks, for tests.
+    """
+    names = [row["name"] for row in targets() if row["runnable"] and row["name"] != "reference"]
+    return [name for name in names if emulated or not name.endswith("_emulated")]

@@ -39,6 +39,25 @@ def test_targets_say_why_they_cannot_run():
     assert kernels.active() == before
 
 
+def test_an_emulated_target_is_never_the_default():
+    """Not even where the CPU runs it: it is for tests."""
+    emulated = set(kernels.runnable_targets(emulated=True)) - set(kernels.runnable_targets())
+    assert kernels.active() not in emulated and all(name.endswith("_emulated") for name in emulated)
+    flags = Path("/proc/cpuinfo").read_text().split()
+    built = next(row["compiled"] for row in kernels.targets() if row["name"] == "amx_emulated")
+    assert emulated == ({"amx_emulated"} if built and "avx512_bf16" in flags else set())
+
+
+def test_amx_runs_where_the_cpu_and_the_system_have_it():
+    row = next(row for row in kernels.targets() if row["name"] == "amx")
+    if not row["compiled"]:
+        pytest.skip(row["reason"])
+    if "amx_bf16" in Path("/proc/cpuinfo").read_text().split():
+        assert row["reason"] == "" or row["reason"].startswith("the operating system refuses AMX tiles: ")
+    else:
+        assert re.fullmatch("this CPU has no (avx|amx).*", row["reason"])
+
+
 def test_environment_chooses_the_target_and_torch_is_imported_first():
     code = "from fugaku_megatron.host import kernels; print(kernels.active())"
     assert run_python(code, FUGAKU_MEGATRON_TARGET="portable").stdout == "portable\n"
@@ -96,9 +115,10 @@ def test_target_flags_stay_in_their_namespace():
     objects = sorted((ROOT / "build").glob("kernels-*/target_*.o"))
     if not objects:
         pytest.skip("the objects of the build are gone")
+    names = sorted((row["name"] for row in kernels.targets()), key=len, reverse=True)  # avx512bf16 before avx512
     for path in objects:
         symbols = subprocess.run(["nm", "-C", str(path)], capture_output=True, text=True, check=True).stdout
-        namespace = f"fm::{path.stem.split('_')[1]}::"
+        namespace = f"fm::{re.match('target_(' + '|'.join(names) + ')', path.stem)[1]}::"
         assert "_GLOBAL__sub_I" not in symbols, f"{path}: a constructor would run these instructions on every CPU"
         leaks = [line for line in symbols.splitlines() if re.search(r"^\S+ [WVuTBD] ", line) and namespace not in line]
         assert leaks == [], path

@@ -121,7 +121,29 @@ def test_float32_output_of_half_inputs(target, dtype):
     kernels.linear_forward(x, weight, out, bias=torch.ones(33))
     xd, wd = x.double(), weight.double()
     check(out, xd @ wd.T + 1, xd.abs() @ wd.abs().T + 1, torch.float32, 700)
-    assert kernels.has_fp16_arithmetic() == (not target.startswith("avx"))
+    assert kernels.has_fp16_arithmetic() == (not target.startswith(("avx", "amx")))
+
+
+@pytest.mark.parametrize("target", ["amx", "amx_emulated"])
+def test_a_step_of_tiles_has_the_bits_of_its_definition(target):
+    """TDPBF16PS (Intel's Software Developer's Manual): fused sums of the even and of the odd k, then their sum, no denormals."""
+    if target not in kernels.runnable_targets(emulated=True):
+        pytest.skip(next(row["reason"] for row in kernels.targets() if row["name"] == target))
+    a, b, out = random(16, 32, dtype=torch.bfloat16), random(32, 16, dtype=torch.bfloat16, seed=1), torch.empty(16, 16)
+    a[3] *= 2.0**-130
+    a[4], b[:, 5] = a[4] * 2.0**-80, b[:, 5] * 2.0**-47  # results of about 2^-127
+    with kernels.target(target):
+        kernels.gemm(a, b, out)
+
+    def normal(x):
+        return torch.where(x.abs() < 2.0**-126, 0.0, x)
+
+    even, odd = torch.zeros(16, 16), torch.zeros(16, 16)
+    for k in range(0, 32, 2):  # a product of two bfloat16 is exact in double, and so is its sum with a float of like size
+        even = normal((even.double() + torch.outer(normal(a[:, k].double()), normal(b[k].double()))).float())
+        odd = normal((odd.double() + torch.outer(normal(a[:, k + 1].double()), normal(b[k + 1].double()))).float())
+    assert torch.equal(out, normal(even + odd)) and bool((out[3] == 0).all()) and bool((out[:3] != 0).all())
+    assert bool((out[4, 5] == 0).any())
 
 
 def test_gemm_of_views(target):

@@ -31,7 +31,8 @@ def project(monkeypatch):
 
 def test_table_of_targets_is_consistent(project):
     names = [target.name for target in project.TARGETS]
-    assert names == ["portable", "avx2", "avx512", "avx512bf16", "sve128", "sve256", "sve128bf16", "sve256bf16", "sve512"]
+    assert names == ["portable", "avx2", "avx512", "avx512bf16", "amx_emulated", "amx",
+                     "sve128", "sve256", "sve128bf16", "sve256bf16", "sve512"]
     for target in project.TARGETS:
         width = re.search(r"-msve-vector-bits=(\d+)", " ".join(target.flags))
         assert (width is not None) == (target.machine == "aarch64")
@@ -39,6 +40,10 @@ def test_table_of_targets_is_consistent(project):
         # Only the 512-bit build may assume the A64FX: other machines have the other lengths.
         assert ("-mcpu=a64fx" in target.flags) == (target.name == "sve512")
         assert bool(target.requires) == (target.machine != "any")
+        if target.base:  # what the base's vectors need, tiles come on top of
+            base = next(t for t in project.TARGETS if t.name == target.base)
+            assert (base.vector_bytes, base.base) == (target.vector_bytes, "") and set(base.requires) <= set(target.requires)
+            assert set(base.flags) < set(target.flags) and set(project.TILE_FAMILIES) < set(project.families())
 
 
 def test_flags_of_a_target_stay_with_its_file(project, tmp_path):
@@ -89,12 +94,18 @@ def test_openmp_library_can_be_named(project, monkeypatch, tmp_path):
     assert project.Compiler(tmp_path).openmp() == ["/opt/lib/libgomp.so.1"]
 
 
-def test_every_family_is_compiled_for_every_target(project, tmp_path):
-    compiler = project.Compiler(tmp_path)
+@pytest.mark.parametrize("wanted", ["", "portable,amx_emulated"])
+def test_every_family_is_compiled_once_for_every_target(project, tmp_path, wanted):
+    """A target with tiles takes most families from its base, which is compiled for it even where the build leaves its row out."""
+    compiler = project.Compiler(tmp_path, {"KERNEL_TARGETS": wanted})
+    if compiler.machine != "x86_64" and wanted:
+        pytest.skip("amx_emulated is for x86-64")
     units = [obj.stem for _, source, obj in compiler.jobs() if source.name == "target.cc"]
-    names = [target.name for target in compiler.targets()]
-    assert sorted(units) == sorted([f"target_{name}_{family}" for name in names for family in project.families()]
-                                   + [f"table_{name}" for name in names])
+    rows = compiler.targets()
+    whole = {target.base or target.name for target in rows}
+    assert sorted(units) == sorted([f"target_{name}_{family}" for name in whole for family in project.families()]
+                                   + [f"target_{t.name}_{family}" for t in rows if t.base for family in project.TILE_FAMILIES]
+                                   + [f"table_{target.name}" for target in rows])
     assert all((project.SOURCES / f"{family}.h").exists() for family in project.families()) and "gemm" in project.families()
 
 

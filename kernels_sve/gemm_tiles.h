@@ -1,0 +1,46 @@
+// The micro-kernel on tiles (tiles.h): 32 x 32 sums of bfloat16 products. B's panels are those of Bf16Pairs; A's are tiles. Included by
+// gemm_micro.h, inside its namespace.
+#pragma once
+
+static_assert(NR == TILE_COLUMNS, "a panel of B is two tiles wide");
+
+struct TilePairs : Bf16Pairs {
+  static constexpr int TILE_ROWS = 2 * TILE, ROW_STEP = TILE;
+  static constexpr int BESIDE = TILE;
+  static constexpr bool TILES = true;
+  FM_INLINE vf across_k(const bf16* p, int64_t stride, int64_t rows_left, int lanes) {
+    return rows_left < 1 ? vf{} : Bf16Pairs::across_k(p, stride, rows_left, lanes);
+  }
+};
+
+// micro_kernel for such panels. It does not add to C.
+template <int ROWS>
+static __attribute__((noinline)) void tiles_kernel(int64_t words, const uint32_t* a, const float* b, float* c, int64_t ldc, bool,
+                                                   Fetches& fetches) {
+  static_assert(TILE % Fetches::STEPS == 0, "whole turns in a step");
+  fetches.begin(ROWS, words);
+  zero_sums<ROWS / TILE>();
+  multiply_tiles<ROWS / TILE>(a, reinterpret_cast<const uint32_t*>(b), words / TILE, [&]() FM_INLINE_LAMBDA {
+#pragma GCC unroll 4
+    for (int turn = 0; turn < TILE / Fetches::STEPS; ++turn) fetches.turn();
+  });
+  store_sums<ROWS / TILE>(c, ldc * 4);
+}
+
+// out[i] += the sum over k of row i, of a panel of A.
+FM_INLINE void add_tile_sums(const float* panel, int64_t words, float* out, int64_t count) {
+  for (int64_t first = 0; first < count; first += TILE, panel += TILE_WORDS) {
+    vf sums[TILE] = {};
+    for (int64_t k = 0; k < words; k += TILE) {
+      const uint32_t* tile = reinterpret_cast<const uint32_t*>(panel + k * TILE_COLUMNS);
+#pragma GCC unroll 16
+      for (int r = 0; r < TILE; ++r) sums[r] = Bf16Pairs::sum_words(tile + r * TILE, VL, sums[r]);
+    }
+    transpose(sums);
+    vf total = sums[0];
+#pragma GCC unroll 16
+    for (int i = 1; i < TILE; ++i) total += sums[i];
+    const int rows = static_cast<int>(min(TILE, count - first));
+    store_lanes(out + first, load_lanes(out + first, rows) + total, rows);
+  }
+}
