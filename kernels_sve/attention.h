@@ -15,14 +15,24 @@
 // Reference: reference_attention.cc. Tested by tests/kernels/test_attention.py; timed by benchmarks/attention.py.
 #pragma once
 #include "attention_backward.h"
+#ifndef FM_HAS_TILES
 #include "attention_decode.h"
-#include "attention_forward.h"
+#endif
 
 namespace fm::FM_TARGET {
 
-// Calls f(policy, element) for the element type of a tensor.
+#ifdef FM_HAS_TILES
+static void attention_decode(const void* qkv, void* keys, void* values, void* out, DType dtype, const DecodeArgs& args) {
+  FM_BASE::attention_decode_kernel(qkv, keys, values, out, dtype, args);
+}
+#endif
+
+// Calls f(policy, element) for the element type of a tensor; with tiles that is bfloat16.
 template <class F>
-FM_INLINE void with_operands(DType dtype, const F& f) {
+FM_INLINE void with_operands([[maybe_unused]] DType dtype, const F& f) {
+#ifdef FM_HAS_TILES
+  f(Tiles(), bf16());
+#else
   if (dtype == DType::f32) return f(Singles(), float());
 #ifdef FM_HAS_BF16_PAIRS
   if (dtype == DType::bf16) return f(Pairs(), bf16());
@@ -30,9 +40,11 @@ FM_INLINE void with_operands(DType dtype, const F& f) {
   if (dtype == DType::bf16) return f(Singles(), bf16());
 #endif
   f(Singles(), f16());
+#endif
 }
 
 static void attention_forward(const void* qkv, void* out, float* lse, DType dtype, const AttentionArgs& args) {
+  FM_LEAVE_TO_BASE(dtype, attention_forward, qkv, out, lse, dtype, args)
   with_operands(dtype, [&](auto policy, auto element) {
     using T = decltype(element);
     forward_of<decltype(policy)>(static_cast<const T*>(qkv), static_cast<T*>(out), lse, args);
@@ -41,6 +53,7 @@ static void attention_forward(const void* qkv, void* out, float* lse, DType dtyp
 
 static void attention_backward(const void* qkv, const void* out, const float* lse, const void* dout, void* dqkv,
                                DType dtype, const AttentionArgs& args) {
+  FM_LEAVE_TO_BASE(dtype, attention_backward, qkv, out, lse, dout, dqkv, dtype, args)
   with_operands(dtype, [&](auto policy, auto element) {
     using T = decltype(element);
     backward_of<decltype(policy)>(static_cast<const T*>(qkv), static_cast<const T*>(out), lse,

@@ -148,7 +148,7 @@ template <class P, class T>
 static void pack_backward(const BackwardRun<P, T>& run, int64_t local, int64_t row) {
   const AttentionShape& shape = run.shape;
   const BackwardHead<P> to = run.head(local);
-  const int64_t words = shape.d_padded / P::STEP, panel = shape.s_padded / P::STEP * ATTENTION_MR, end = row + BLOCK;
+  const int64_t words = shape.d_padded / P::STEP, panel = shape.s_padded / P::STEP * P::PANEL_ROWS, end = row + BLOCK;
   const int64_t index = run.first + local;
   const Rows<const T> query = shape.query(run.qkv, index), grad = shape.context(run.dout, index);
   pack_crosswise<P>(query, row, end, to.query_rows, words);
@@ -173,8 +173,10 @@ static void backward_run(const BackwardRun<P, T>& run) {
       pack_backward(run, task / blocks, task % blocks * BLOCK);
     }
     barrier();
+    tiles_begin();
     const auto work = run.args.p > 0 ? &backward_task<P, true, T> : &backward_task<P, false, T>;
     for (int64_t task; (task = keys.take()) < keys.tasks;) work(run, task / partials, task % partials);
+    tiles_end();
     barrier();
     for (int64_t task; (task = queries.take()) < queries.tasks;) reduce_dquery(run, task / rows, task % rows * LANES);
     for (int64_t task; (task = sums.take()) < sums.tasks;) {

@@ -81,9 +81,8 @@ FM_INLINE void for_two_rows(const F& body) {
 template <class P, bool DROPOUT, class V>
 FM_INLINE void prob_tile(const BackwardHead<P>& head, const BackwardBlock<P>& m, int64_t words, int64_t g, int64_t r, V vectors) {
   const int64_t q0 = m.q0 + r, at = (g * BLOCK + r) * LANES, k0 = m.k0 + g * LANES;
-  Tile t = {};
-  multiply<P, VL>(t, head.query_rows + q0 / VL * VL * words + q0 % VL, m.key + g * words * LANES, words, vectors);
-  store_tile(m.prob + at, t, vectors);  // 24 accumulators leave no registers for the chains of 2^x
+  const Tile t = product<P>(m.prob + at, head.query_rows, q0, m.key + g * words * LANES, words, vectors);
+  if constexpr (!P::TILES) store_tile(m.prob + at, t, vectors);  // 24 accumulators leave no registers for the chains of 2^x
 #pragma GCC unroll 1
   for (int row = 0; row < ATTENTION_MR; row += 2) {
     vf x[2][V::end];
@@ -119,8 +118,7 @@ FM_INLINE void prob_tile(const BackwardHead<P>& head, const BackwardBlock<P>& m,
 template <class P, bool DROPOUT, class V>
 FM_INLINE void dscore_tile(const BackwardHead<P>& head, const BackwardBlock<P>& m, int64_t words, int64_t g, int64_t r, V vectors) {
   const int64_t q0 = m.q0 + r, at = (g * BLOCK + r) * LANES;
-  Tile t = {};
-  multiply<P, VL>(t, head.dout_rows + q0 / VL * VL * words + q0 % VL, m.value + g * words * LANES, words, vectors);
+  const Tile t = product<P>(m.dscore + at, head.dout_rows, q0, m.value + g * words * LANES, words, vectors);
 #pragma GCC unroll 4
   for (int row = 0; row < ATTENTION_MR; row += 2) {
     vf x[2][V::end];
@@ -166,13 +164,13 @@ FM_INLINE int64_t first_query(const BackwardBlock<P>& m, int64_t g) {
 template <class P>
 FM_INLINE int64_t end_query(const BackwardBlock<P>& m, int64_t g) {
   const int64_t key = m.k0 + (g + 1) * LANES - 1, seeing = m.documents.end(key, key + m.window);
-  return min(min(BLOCK, round_up(max(0, min(seeing, key + m.window) - m.q0), LANES)), round_up(max(0, m.s - m.q0), VL));
+  return min(min(BLOCK, round_up(max(0, min(seeing, key + m.window) - m.q0), LANES)), round_up(max(0, m.s - m.q0), P::EDGE));
 }
 
 // f(vectors, begin, end) for the runs of queries that see the same vectors of key group g.
 template <class P, class F>
 FM_INLINE void for_queries(const BackwardBlock<P>& m, int64_t g, const F& f) {
-  for_seeing_queries(m.k0 + g * LANES - m.q0, first_query(m, g), end_query(m, g), f);
+  for_seeing_queries<P>(m.k0 + g * LANES - m.q0, first_query(m, g), end_query(m, g), f);
 }
 
 // P and dS of one block of queries against one block of keys.
@@ -194,11 +192,11 @@ static void block_scores(const BackwardHead<P>& head, const BackwardBlock<P>& m,
 template <class P>
 static void block_gradients(const BackwardHead<P>& head, const BackwardBlock<P>& m, const AttentionShape& shape,
                             typename P::Word* prob_words, float* dquery, bool fresh_queries) {
-  const int64_t panel = shape.s_padded / P::STEP * ATTENTION_MR, rows = shape.d_padded;
+  const int64_t panel = shape.s_padded / P::STEP * P::PANEL_ROWS, rows = shape.d_padded;
   for (int64_t g = 0; g < LANE_GROUPS; ++g) {
     const bool fresh = m.q0 == m.k0;
     if (!fresh && end_query(m, g) <= first_query(m, g)) continue;
-    const int64_t a = m.q0 / P::STEP * ATTENTION_MR, b = g * BLOCK / P::STEP * LANES;
+    const int64_t a = m.q0 / P::STEP * P::PANEL_ROWS, b = g * BLOCK / P::STEP * LANES;
     const auto queries = [&](const auto& f) FM_INLINE_LAMBDA { for_queries(m, g, f); };
     accumulate<P>(m.dvalue + g * rows * LANES, fresh, rows, head.dout_columns + a, panel, prob_words + b, queries);
     accumulate<P>(m.dkey + g * rows * LANES, fresh, rows, head.query_columns + a, panel, m.dscore_words + b, queries);
@@ -207,12 +205,12 @@ static void block_gradients(const BackwardHead<P>& head, const BackwardBlock<P>&
     const int64_t q0 = m.q0 + g * LANES;
     if (q0 >= m.s) continue;
     const int64_t begin = max(0, max(q0 + 1 - m.window, m.documents.start(q0)) - m.k0) / LANES * LANES;
-    with_vectors((m.s - q0 + VL - 1) / VL, [&](auto vectors) {
+    with_vectors<P>((m.s - q0 + VL - 1) / VL, [&](auto vectors) {
       const int64_t end = min(BLOCK, q0 + vectors.end * VL - m.k0);
       if (end <= begin && !fresh_queries) return;
-      accumulate<P>(dquery + q0 * rows, fresh_queries, rows, head.keys + m.k0 / P::STEP * ATTENTION_MR, panel,
+      accumulate<P>(dquery + q0 * rows, fresh_queries, rows, head.keys + m.k0 / P::STEP * P::PANEL_ROWS, panel,
                     m.dscore_crossed + g * BLOCK / P::STEP * LANES,
-                    [&](const auto& f) FM_INLINE_LAMBDA { for_seen_keys<vectors.end>(q0 - m.k0, begin, end, f); });
+                    [&](const auto& f) FM_INLINE_LAMBDA { for_seen_keys<P, vectors.end>(q0 - m.k0, begin, end, f); });
     });
   }
 }

@@ -15,7 +15,7 @@ constexpr int64_t BLOCK = Tuning::ATTENTION_BLOCK, KEY_BLOCK = Tuning::KEY_BLOCK
 constexpr float LN_2 = 0.693147181f;
 
 static_assert(BLOCK % LANES == 0 && KEY_BLOCK % PHILOX_BLOCK == 0, "blocks end where tiles end");
-static_assert(KEY_BLOCK >= LANES + ATTENTION_MR, "in the first round every query sees a key of its window");
+static_assert(BLOCK % ATTENTION_UNIT == 0 && KEY_BLOCK >= LANES + ATTENTION_UNIT, "in the first round every query sees a key of its window");
 
 // The sizes of a call, where each head's matrices lie, and how many heads are worked on at once: that bounds the packed copies
 // whatever the batch, and keeps them in cache, with work enough for all threads. `head` counts (sample, query head) pairs,
@@ -30,7 +30,7 @@ struct AttentionShape {
         window(a.window < a.s ? a.window : NO_WINDOW),
         share(a.heads / a.groups),
         s_padded(round_up(a.s, BLOCK)),
-        d_padded(round_up(a.d, ATTENTION_MR)) {
+        d_padded(round_up(a.d, ATTENTION_UNIT)) {
     const int64_t threads = max(2, min(16, num_threads()));
     groups_at_once = min((threads + share - 1) / share, all_heads() / share);
     heads_at_once = share > threads ? threads : groups_at_once * share;  // parts of one group, or whole groups
@@ -121,8 +121,7 @@ struct QueryBlock {
 // Scores of keys [k0, k0 + MR) into score rows, -inf where the query does not see the key; raises the maximum.
 template <class P, class V>
 FM_INLINE void score_tile(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0, float* score, V vectors) {
-  Tile t = {};
-  multiply<P, VL>(t, head.keys + k0 / VL * VL * head.words + k0 % VL, q.query, head.words, vectors);
+  Tile t = product<P>(score, head.keys, k0, q.query, head.words, vectors);
   if (k0 + ATTENTION_MR > q.first + V::first * VL || k0 + q.window < q.first + LANES) {
     for_tile([&](int i, int v) {
       const vi distance = q.position[v] - static_cast<int32_t>(k0 + i);
@@ -216,7 +215,7 @@ FM_INLINE void make_pairs(const float* rows, uint32_t* pairs, int64_t count) {
 template <class P, int END>
 static void attend(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0, int64_t rows, int64_t d_padded,
                    float c, const HeadDropout* dropout) {
-  const auto seen_keys = [&](const auto& f) FM_INLINE_LAMBDA { for_seen_keys<END>(q.first - k0, 0, rows, f); };
+  const auto seen_keys = [&](const auto& f) FM_INLINE_LAMBDA { for_seen_keys<P, END>(q.first - k0, 0, rows, f); };
   vf alpha[END], sum[2][ATTENTION_NV] = {};
 #pragma GCC unroll 3
   for (int v = 0; v < END; ++v) alpha[v] = q.maximum[v];
@@ -235,14 +234,17 @@ static void attend(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0
 #ifdef FM_HAS_BF16_PAIRS
   if constexpr (P::STEP == 2) make_pairs(q.score, q.prob, rows);
 #endif
-  const typename P::Word* values = head.values + k0 / P::STEP * ATTENTION_MR;
-  for (int64_t row = 0; row < d_padded; row += ATTENTION_MR, values += head.panel) {
+  const typename P::Word* values = head.values + k0 / P::STEP * P::PANEL_ROWS;
+  for (int64_t row = 0; row < d_padded; row += ATTENTION_MR, values += P::TILES ? 0 : head.panel) {
     Tile t = load_tile(q.out + row * LANES);
     for_tile([&](int i, int v) { t.v[i][v] *= alpha[v]; }, Vectors<0, END>());
-    seen_keys([&](auto vectors, int64_t begin, int64_t end)
-                  FM_INLINE_LAMBDA { multiply_rows<P>(t, values, q.prob, begin, end, vectors); });
+    if constexpr (!P::TILES) {
+      seen_keys([&](auto vectors, int64_t begin, int64_t end)
+                    FM_INLINE_LAMBDA { multiply_rows<P>(t, values, q.prob, begin, end, vectors); });
+    }
     store_tile(q.out + row * LANES, t, Vectors<0, END>());
   }
+  if constexpr (P::TILES) accumulate<P>(q.out, false, d_padded, values, head.panel, q.prob, seen_keys);
 }
 
 // Queries [first, first + LANES) of one head, from packing them to the output and the log-sum-exp.
@@ -270,8 +272,8 @@ static void forward_task(const AttentionShape& shape, const AttentionArgs& a, co
     for (int lane = 0; lane < VL; ++lane) starts[lane] = static_cast<uint32_t>(documents.start(first + v * VL + lane));
     q.start[v] = (vi)load(starts);
   }
-  const int64_t begin = max(documents.start(first), first + 1 - shape.window) / ATTENTION_MR * ATTENTION_MR;
-  with_vectors((a.s - first + VL - 1) / VL, [&](auto vectors) {
+  const int64_t begin = max(documents.start(first), first + 1 - shape.window) / ATTENTION_UNIT * ATTENTION_UNIT;
+  with_vectors<P>((a.s - first + VL - 1) / VL, [&](auto vectors) {
     const int64_t end = first + vectors.end * VL;
     for (int64_t k0 = begin; k0 < end; k0 += KEY_BLOCK) {
       attend<P, vectors.end>(head, q, k0, min(KEY_BLOCK, end - k0), shape.d_padded, c, dropout);
@@ -298,7 +300,7 @@ static void forward_groups(const T* qkv, T* out, float* lse, const AttentionArgs
   const int64_t words = shape.d_padded / P::STEP, matrix = shape.s_padded * words;
   const auto group_of = [&](int64_t group) {
     typename P::Word* keys = packed + 2 * group * matrix;
-    return PackedKeysValues<P>{keys, keys + matrix, words, shape.s_padded / P::STEP * ATTENTION_MR};
+    return PackedKeysValues<P>{keys, keys + matrix, words, shape.s_padded / P::STEP * P::PANEL_ROWS};
   };
   const int64_t blocks = shape.s_padded / BLOCK, query_blocks = (a.s + LANES - 1) / LANES;
   TaskQueue packing{groups * blocks}, queries{groups * shape.share * query_blocks};
@@ -310,6 +312,7 @@ static void forward_groups(const T* qkv, T* out, float* lse, const AttentionArgs
       pack_columnwise<P>(shape.key_value(qkv, group, 1), row, row + BLOCK, to.values, shape.d_padded, to.panel);
     }
     barrier();
+    tiles_begin();
     for (int64_t task; (task = queries.take()) < queries.tasks;) {
       const int64_t head = first_group * shape.share + task / query_blocks;
       const HeadDropout dropout(a, head);
@@ -317,6 +320,7 @@ static void forward_groups(const T* qkv, T* out, float* lse, const AttentionArgs
       forward_task<P>(shape, a, group_of(task / query_blocks / shape.share), Documents(a, head / a.heads), shape.query(qkv, head),
                       shape.context(out, head), lse + head * a.s, first, a.p > 0 ? &dropout : nullptr);
     }
+    tiles_end();
   });
 }
 

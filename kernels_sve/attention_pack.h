@@ -5,6 +5,8 @@
 //   lanewise    [d words][LANES]           b for sums over d: the same with LANES rows side by side
 //   columnwise  [d / MR][s words][MR]      a for sums over s
 //
+// Where a is an operand of tiles, crosswise and columnwise are panels of 32 rows of its own form (tiles.h).
+//
 // unpack turns a transposed result [d][LANES] into rows again. Tested by tests/kernels/test_attention.py.
 #pragma once
 #include "attention_tile.h"
@@ -56,9 +58,15 @@ FM_INLINE void pack_rows(const Rows<const T>& x, int64_t first, float* out, int6
 
 template <class P, class T>
 static void pack_crosswise(const Rows<const T>& x, int64_t begin, int64_t end, typename P::Word* out, int64_t words) {
+#ifdef FM_HAS_TILES
+  for (int64_t r = begin; r < end; r += P::PANEL_ROWS) {
+    pack_tiles(x.row(r), x.stride, 1, x.s - r, x.d, reinterpret_cast<float*>(out) + r * words);
+  }
+#else
   for (int64_t r = begin; r < end; r += VL) {
     pack_rows<P>(x, r, reinterpret_cast<float*>(out) + r * words, VL, words);
   }
+#endif
 }
 
 template <class P, class T>
@@ -85,6 +93,12 @@ FM_INLINE vf column_words(const Rows<const T>& x, int64_t r, int64_t c) {
 template <class P, class T>
 static void pack_columnwise(const Rows<const T>& x, int64_t begin, int64_t end, typename P::Word* out, int64_t d_padded,
                             int64_t panel) {
+#ifdef FM_HAS_TILES
+  for (int64_t c = 0; c < d_padded; c += P::PANEL_ROWS) {
+    float* to = reinterpret_cast<float*>(out) + c / P::PANEL_ROWS * panel + begin / P::STEP * P::PANEL_ROWS;
+    pack_tiles(x.row(begin) + c, 1, x.stride, x.d - c, min(end, x.s) - begin, to);
+  }
+#else
   for (int64_t r = begin; r < end; r += P::STEP) {
     for (int64_t c = 0; c < d_padded; c += VL) {
       for (int i = 0; i < P::STEP; ++i) {
@@ -98,6 +112,7 @@ static void pack_columnwise(const Rows<const T>& x, int64_t begin, int64_t end, 
       }
     }
   }
+#endif
 }
 
 // Rows [first, first + VL) of x = factor * transposed(in[d][LANES], its VL lanes from `in` on), factor(lane) a vector.
