@@ -1,8 +1,8 @@
 """GPT training samples from indexed tokens: the data sets of Megatron-LM's --data-path, and their blend.
 
 The order of samples depends on no parallel layout. A "document" here is a sequence of the indexed file, as in
-Megatron-core (preprocess.py writes one sequence a document). Left out: fill-in-the-middle, attention masks
-that stop at document ends; which data sets a run has (build.py).
+Megatron-core (preprocess.py writes one sequence a document). Left out: fill-in-the-middle; where documents end inside a sample
+(marks.py); which data sets a run has (build.py).
 Shapes: n samples, s = seq_length; a sample is int64 (s + 1,), of numpy. An index takes 12 bytes per sample and 4 bytes per document
 and epoch, in memory or in mapped files (index_cache.py), and the mapped .idx 20 bytes per
 document. Of mapped files a reader holds what it has read since it last released their pages, every RELEASE_EVERY samples.

@@ -116,8 +116,12 @@ class MapStyle(torch.utils.data.Dataset):
         return torch.from_numpy(documents()[index])
 
 
-def test_arrays_are_trained_on_as_files_are(tmp_path):
-    config, arrays = fm.Config(**FLAGS, train_iters=10), documents()
+MARKS = {"reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": True, "tokenizer_type": "NullTokenizer"}
+
+
+@pytest.mark.parametrize("marks", [{}, MARKS], ids=["plain", "marked"])
+def test_arrays_are_trained_on_as_files_are(tmp_path, marks):
+    config, arrays = fm.Config(**FLAGS, **marks, train_iters=10), documents()
     files, other = write(tmp_path / "train", arrays), write(tmp_path / "valid", documents(1))
     expected = results(config, files, valid=[str(other)])
     assert len(set(expected)) == 13 and results(config, arrays, valid=documents(1)) == expected
@@ -125,6 +129,9 @@ def test_arrays_are_trained_on_as_files_are(tmp_path):
     assert results(config, MapStyle()) == results(config, [array.tolist() for array in arrays]) == expected[:-1]
     blend = results(config, [0.3, files, 0.7, other])
     assert blend != expected[:-1] and results(config.replace(train_data_path=["0.3", files, "0.7", other]), None) == blend
+    if marks:
+        one = results(config.replace(micro_batch_size=1), [0.3, files, 0.7, other])
+        assert one == pytest.approx(blend, rel=1e-5) and blend != results(fm.Config(**FLAGS), [0.3, files, 0.7, other])
 
 
 def test_the_command_train_has_the_same_losses(tmp_path):
@@ -138,8 +145,9 @@ def test_the_command_train_has_the_same_losses(tmp_path):
     assert printed == [f"{step.loss:.6E}" for step in trainer.steps()] and len(printed) == 3
 
 
-def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(tmp_path):
-    config = fm.Config(**FLAGS, train_iters=6)
+@pytest.mark.parametrize("marks", [{}, MARKS], ids=["plain", "marked"])
+def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(tmp_path, marks):
+    config = fm.Config(**FLAGS, **marks, train_iters=6)
     trainer = fm.Trainer(config, documents())
     for step in trainer.steps():
         if step.iteration == 2:
@@ -181,6 +189,11 @@ def test_the_length_of_a_run():
         decaying.steps(1)
     constant = fm.Trainer(fm.Config(**FLAGS, lr_decay_style="constant"), documents())
     assert [step.iteration for step in (*constant.steps(2), *constant.steps(40))] == [*range(1, 43)]
+
+
+def test_documents_need_a_token_that_ends_them():
+    with pytest.raises(ValueError, match="^--reset-attention-mask --eod-mask-loss: the token that ends a document is not known"):
+        fm.Trainer(fm.Config(**FLAGS, train_iters=1, reset_attention_mask=True, eod_mask_loss=True), documents())
 
 
 def test_mistakes_about_data(tmp_path):

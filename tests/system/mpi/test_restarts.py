@@ -27,7 +27,8 @@ LENGTH = 40  # iterations for each kill, so that no start comes to the end befor
 FLAGS = ["--save-interval", "2", "--hidden-dropout", "0.1", "--lr-decay-iters", "100", "--zero-stage", "1", "--overlap-grad-reduce",
          "--overlap-param-gather", "--ddp-bucket-size", "4000", "--normalization", "RMSNorm", "--swiglu",
          "--position-embedding-type", "rope", "--disable-bias-linear", "--group-query-attention", "--num-query-groups", "2",
-         "--untie-embeddings-and-output-weights"]
+         "--untie-embeddings-and-output-weights", "--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss",
+         "--tokenizer-type", "NullTokenizer"]
 SHORT = [*TINY, *FLAGS, "--train-iters", "12"]
 ZBV = ["--save-interval", "2", "--hidden-dropout", "0.1", "--num-layers", "4", "--pipeline-model-parallel-size", "2",
        "--pipeline-schedule", "zbv"]
