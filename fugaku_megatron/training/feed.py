@@ -68,10 +68,12 @@ class Feed:
         if not self.run.data.marked:
             return None
         own = source.work if isinstance(source, ReaderBatches) else Work(0, 0, 0)
-        numbers = self.groups.tp.broadcast(torch.tensor([own.counted, own.squares, own.samples]))
+        groups = self.groups
+        numbers = groups.tp.broadcast(torch.tensor([own.counted, own.squares, own.samples]))
         mine = int(numbers[1])
-        counted, squares, samples = self.groups.dp.all_reduce(numbers).tolist()
-        return Work(counted, squares, samples, mine * self.groups.dp.size / max(squares, 1))
+        # Over all ranks, since gathers of weights may be under way on the communicator of the data-parallel ones.
+        counted, squares, samples = (groups.world.all_reduce(numbers) // (groups.tp.size * groups.pp.size)).tolist()
+        return Work(counted, squares, samples, mine * groups.dp.size / max(squares, 1))
 
     def micro_batches(self, source: Source | None, consumed: int, count: int) -> Iterator[MicroBatch]:
         """The `count` micro-batches of the iteration that starts at `consumed` samples, in data order."""

@@ -76,12 +76,12 @@ void check_gate(DType dtype, float tolerance, int64_t cols, Activation activatio
   });
 }
 
-// Two groups of two queries; a third of the columns are turned.
+// Two groups of two queries; a third of the columns are turned, at last by angles that each token names.
 void check_rotary(DType dtype, float tolerance, int64_t d, bool interleaved) {
   compare("rotary", tolerance, tolerance, [&] {
     const int64_t heads = 8, half = d / 3, n = ROWS * heads * d;
     Tensor x(dtype, n, 1), dy(dtype, n, 2), q_weight(dtype, d, 3), k_weight(dtype, d, 4), y(dtype, n, 5),
-        dx(dtype, n, 6), plain(dtype, n, 7);
+        dx(dtype, n, 6), plain(dtype, n, 7), named(dtype, n, 10);
     Floats cos = random_floats(S * half, 8), sin = random_floats(S * half, 9), dq(d), dk(d);
     RotaryArgs args{x.data(), q_weight.data(), k_weight.data(), cos.data(), sin.data(),  y.data(), S,     B,
                     heads,    2,               d,               half,       1e-2f,       interleaved, false, dtype};
@@ -90,7 +90,11 @@ void check_rotary(DType dtype, float tolerance, int64_t d, bool interleaved) {
     kernels().rotary_norm_backward(args, {dy.data(), dq.data(), dk.data()});
     args.q_weight = args.k_weight = nullptr, args.inverse = true, args.y = plain.data();
     kernels().rotary(args);
-    return joined({dq, dk, y.values(), dx.values(), plain.values()});
+    std::vector<int32_t> positions(S * B);
+    for (int64_t i = 0; i < S * B; ++i) positions[i] = static_cast<int32_t>(7 * i % S);
+    args.positions = positions.data(), args.y = named.data();
+    kernels().rotary(args);
+    return joined({dq, dk, y.values(), dx.values(), plain.values(), named.values()});
   });
 }
 
