@@ -29,7 +29,7 @@ def chat(question: str, flag: str, meaning: str) -> dict:
 
 def write(folder: Path) -> str:
     (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
-    rows = re.findall(r"^\| `(--[a-z0-9-]+)`.*\| (.{20,200}?) \|$", (DOCS / "flags.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(--[a-z0-9-]+)`.*\| ([^|]{20,200}) \|$", (DOCS / "flags.md").read_text(), re.MULTILINE)
     for name, questions in (("train", TRAINED), ("held_out", HELD_OUT)):
         chats = [chat(question, *row) for row in rows for question in questions]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in chats))

@@ -21,6 +21,8 @@ TINY = "--recipe demo --train-iters 4 --log-interval 1 --eval-iters 0"
 # document, what stands there, what is run, why
 CHANGES = (
     ("README.md", "--recipe demo --train-iters 200", TINY, "4 iterations instead of some minutes"),
+    ("docs/chat.md", "--seq-length 256 --train-iters 300", "--seq-length 256 --train-iters 4", "4 iterations, not two minutes"),
+    ("docs/chat.md", "--train-iters 500", "--train-iters 4", "4 iterations, not two minutes"),
     ("docs/data.md", "train --recipe demo", f"train {TINY}", "4 iterations instead of some minutes"),
     ("docs/evaluation.md", "python -m fugaku_megatron.inference.lm_eval --model fugaku_megatron --model_args load=checkpoints "
      "--tasks lambada_openai", ELSEWHERE, "data from the network"),
@@ -88,6 +90,7 @@ LEAVES = {
     "docs/models.md": ("my_hf/model.safetensors", "my_start/latest_checkpointed_iteration.txt", "my_tuned_hf/config.json",
                        "my_from_megatron/iter_0000000/manifest.json"),
     "docs/performance.md": ("all.csv", "all.png"),
+    "docs/chat.md": ("my_chats/train.mask", "my_tuned_model/chat_template.jinja", "my_tuned_model/model.safetensors"),
     "docs/training.md": ("demo/checkpoint/loss_curve.png", "my_ranks.png", "run_30b.sh", "my_model/loss_curve.png",
                          "my_model/iter_0000006/manifest.json", "my_run.csv", "my_run.png"),
 }
