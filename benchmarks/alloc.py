@@ -24,7 +24,7 @@ import torch
 
 from fugaku_megatron.config.checks import check
 from fugaku_megatron.costs import accounting
-from fugaku_megatron.logs.log_table import row_of, size_name
+from fugaku_megatron.logs.log_table import energy_note, row_of, size_name
 from fugaku_megatron.logs.run_log import LogSummary, read_log
 
 from . import core, jobs, pictures, preloads, shapes
@@ -155,4 +155,8 @@ def _notes(first: LogSummary, log: LogSummary) -> str:
     for name, form, unit in (("minor_faults", ".0f", "minor faults"), ("system_seconds", ".2f", "s system time")):
         if values := [value for i in log.counted if (value := getattr(i, name)) is not None]:
             parts.append(f"{statistics.median(values):{form}} {unit}")
+    if note := energy_note(log):
+        parts.append(note)
+    if log is not first and log.tokens_per_joule and first.tokens_per_joule:
+        parts.append(f"{log.tokens_per_joule / first.tokens_per_joule:.2f} x the first row's tokens per joule")
     return ", ".join(parts)

@@ -21,6 +21,7 @@ from ..comm.launch import describe
 from ..comm.mpi import MPIComm
 from . import allocator as memory
 from . import kernels
+from .energy import Counters
 from .placement import Placement, Rank, mapping, place, problems
 from .topology import Node, allowed_memory, cpu_quota, cpuset
 
@@ -75,7 +76,8 @@ def init(world: Comm, *, allocator: str = "tuned", thread_affinity: str = "auto"
         ghz = check_clock(cpu_frequency, placement.cpus or mask)
     library = describe(world) + ("" if placement.communication is None else f", communication on core {placement.communication}")
     ranks = here.all_gather_object(Rank(world.rank, tuple(mask), placement, needed))
-    summary = machine_summary(library, len(mask), here.size, placement.threads, bool(placement.cpus), memory_text, ghz)
+    summary = machine_summary(library, len(mask), here.size, placement.threads, bool(placement.cpus), memory_text, ghz,
+                              Counters.find().describe())
     return "\n".join([summary, *mapping_lines(world, node, ranks)])
 
 
@@ -166,9 +168,9 @@ def check_clock(requested: float | None, cpus: Iterable[int], measured: float | 
 
 
 def machine_summary(mpi_library: str, cpus: int, ranks_on_node: int, threads: int, pinned: bool, allocator: str,
-                    ghz: float) -> str:
+                    ghz: float, energy: str = "no energy counter") -> str:
     """One line: what this node is and how the run uses it. cpus: number of CPUs in this rank's mask."""
     gib = psutil.virtual_memory().total / (1 << 30)
     return (f"{platform.node()}: {cpu_model()} at {ghz:.2f} GHz (measured), {cpus} of {os.cpu_count()} CPUs in this rank's mask,"
             f" {gib:.1f} GiB, {ranks_on_node} ranks x {threads} {'pinned ' if pinned else ''}threads, allocator {allocator},"
-            f" torch {torch.__version__}, MPI {' '.join(mpi_library.split())}")
+            f" {energy}, torch {torch.__version__}, MPI {' '.join(mpi_library.split())}")

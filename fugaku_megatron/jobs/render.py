@@ -46,7 +46,8 @@ echo "table: python -m benchmarks alloc --from-logs" "$OUT"/{stock,tcmalloc,tune
 @OTHERS@
 CPU_GHZ=${CPU_GHZ:-@GHZ@}
 train "clock-$CPU_GHZ" --cpu-frequency "$CPU_GHZ"
-echo "table: python -m benchmarks alloc --from-logs, this job's $OUT/clock-$CPU_GHZ/0/0/stdout.1.0 and the other jobs'"''',
+echo "table: python -m benchmarks alloc --from-logs, this job's $OUT/clock-$CPU_GHZ/0/0/stdout.1.0 and the other jobs'"
+echo "its last column has watts and tokens per joule where every node has an energy counter"''',
     "topology": '''\
 # Sub-job 0: ranks in node order; 1: the rank map; 2 and 3: the rank map with one all-reduce algorithm for every size
 case $PJM_BULKNUM in

@@ -77,6 +77,11 @@ def _tokens_per_second(records: Sequence[IterationMetrics], name: str) -> float 
     return _samples_per_second(records, name) * last.consumed_tokens / last.consumed_samples
 
 
+def _tokens_per_joule(records: Sequence[IterationMetrics], name: str) -> float | None:
+    rate, watts = _tokens_per_second(records, name), records[-1].watts
+    return rate / watts if rate and watts else None
+
+
 def _nan_iterations(records: Sequence[IterationMetrics], name: str) -> int:
     return sum(record.lm_loss is not None and not math.isfinite(record.lm_loss) for record in records)
 
@@ -107,9 +112,10 @@ class IterationMetrics:
     The fields are in the order of the line: Megatron-DeepSpeed's first, then our own. Seconds are per iteration, `tflops` is 10^12
     operations per second and rank. `minor_faults` and `system_seconds` (per iteration) and `clock_ghz` (measured after the last
     iteration) are those of the rank that prints; `resident_mib` and `shared_mib`, read then as well, are those of the largest rank.
+    `watts` is the mean power of all nodes during the iterations, None where one of them has no counter.
     An interval needs `elapsed_seconds`, `global_batch_size`, `lm_loss`, `skipped` and `tflops` of each of its iterations, and
-    computes `nans`, `samples_per_second` and, where samples and tokens are counted, `tokens_per_second` itself. Where the loss
-    leaves tokens out, `counted_tokens` are those that it counts in the interval.
+    computes `nans`, `samples_per_second` and, where samples and tokens are counted, `tokens_per_second` and
+    `tokens_per_joule` itself. Where the loss leaves tokens out, `counted_tokens` are those that it counts in the interval.
     """
 
     iteration: int
@@ -137,6 +143,8 @@ class IterationMetrics:
     clock_ghz: float | None = _metric("clock (GHz)", "{:.2f}", _last)
     resident_mib: float | None = _metric("memory per rank (MiB)", "{:.0f}", _last)
     shared_mib: float | None = _metric("shared memory (MiB)", "{:.0f}", _last)
+    watts: float | None = _metric("power (W)", "{:.1f}", _last, interval_tag="power")
+    tokens_per_joule: float | None = _metric("tokens per joule", "{:.4g}", _tokens_per_joule, interval_tag="tokens-per-joule")
 
     @classmethod
     def from_interval(cls, records: Sequence[IterationMetrics]) -> IterationMetrics:

@@ -35,7 +35,7 @@ from .run_log import FORMULAS, Job, LogFile, LogSummary
 from .screen import duration_text
 
 OUR_CSV_COLUMNS = ("precision", "ac", "zero", "seq", "layers", "hidden", "heads", "recomputed_tflops", "iterations",
-                   "last_iteration", "loss")
+                   "last_iteration", "loss", "watts", "tokens_per_joule")
 
 
 def row_of(log: LogSummary, notes: str | None = None) -> PublishedRow:
@@ -51,8 +51,15 @@ def _notes(log: LogSummary) -> str:
     parts = (Path(log.path).name, job.precision, job.recompute and f"recompute {job.recompute}",
              None if (zero := job.zero_stage) is None else f"ZeRO {zero}",
              None if again is None else f"{rate_text(again)} TFLOPs recomputed",
-             None if loss is None else f"loss {loss:.4g}")
+             None if loss is None else f"loss {loss:.4g}", energy_note(log))
     return ", ".join(part for part in parts if part)
+
+
+def energy_note(log: LogSummary) -> str | None:
+    """412 W, 1.23 tokens per joule; None for a log without energy."""
+    if log.watts is None:
+        return None
+    return f"{log.watts:.0f} W" + ("" if log.tokens_per_joule is None else f", {log.tokens_per_joule:.4g} tokens per joule")
 
 
 def text(logs: Sequence[LogSummary], markdown: bool = False) -> str:
@@ -85,7 +92,8 @@ def record(log: LogSummary) -> dict[str, Any]:
     return {"log": log.path, **{HEADERS[name]: cell for name, cell in zip(published_header(), row.cells())}, "seconds": row.seconds,
             "tflops": row.tflops, "petaflops": row.petaflops, "precision": job.precision, "ac": job.recompute,
             "zero": job.zero_stage, **model, "recomputed_tflops": log.recomputed_tflops,
-            "iterations": len(log.counted), "last_iteration": last and last.iteration, "loss": last and last.lm_loss}
+            "iterations": len(log.counted), "last_iteration": last and last.iteration, "loss": last and last.lm_loss,
+            "watts": log.watts, "tokens_per_joule": log.tokens_per_joule}
 
 
 def write_csv(path: str | os.PathLike, logs: Sequence[LogSummary]) -> None:

@@ -1,4 +1,4 @@
-"""A picture of runs: loss (training, validation) over iterations, with small panels for learning rate and TFLOPs.
+"""A picture of runs: loss (training, validation) over iterations, with small panels for learning rate, TFLOPs and energy.
 
 A run has one colour in all panels; the title says its size, layout and directory.
 """
@@ -20,6 +20,8 @@ from .metrics import read_history
 
 WIDTH = 90  # characters of a title
 Records = list[dict[str, Any]]
+SMALL_PANELS = (("learning_rate", "learning rate"), ("tflops", "TFLOPs per rank"), ("watts", "power (W)"),
+                ("tokens_per_joule", "tokens per joule"))  # the last two of runs that measure energy
 
 
 def describe(run: RunConfig, dp: int) -> str:
@@ -92,16 +94,17 @@ def _draw(path_png: str | os.PathLike, runs: Mapping[str, tuple[Records, Records
 
     figure = Figure(figsize=(8, 6), layout="constrained")
     FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(2, 2, height_ratios=(3, 1))
-    panels = [figure.add_subplot(grid[0, :]), figure.add_subplot(grid[1, 0]), figure.add_subplot(grid[1, 1])]
+    small = SMALL_PANELS if any(r.get("watts") for train, _ in runs.values() for r in train) else SMALL_PANELS[:2]
+    grid = figure.add_gridspec(2, len(small), height_ratios=(3, 1))
+    panels = [figure.add_subplot(grid[0, :]), *(figure.add_subplot(grid[1, i]) for i in range(len(small)))]
     for number, (name, (train, validation)) in enumerate(runs.items()):
         color = f"C{number % 10}"  # of a run in every panel
         _line(panels[0], train, "lm_loss", label=shown(name) or "training", color=color)
         _line(panels[0], validation, "lm_loss", label=None if name else "validation", color=color if name else "C1", marker="o",
               linestyle="--")
-        for panel, field in zip(panels[1:], ("learning_rate", "tflops")):
+        for panel, (field, _) in zip(panels[1:], small, strict=True):
             _line(panel, train, field, color=color)
-    for panel, label in zip(panels, ("lm loss", "learning rate", "TFLOPs per rank")):
+    for panel, label in zip(panels, ("lm loss", *(label for _, label in small)), strict=True):
         panel.set(xlabel="iteration", ylabel=label)
         panel.grid(alpha=0.3)
     validated = len(runs) > 1 and any(validation for _, validation in runs.values())

@@ -167,6 +167,15 @@ class LogSummary:
         return _median(i.tflops for i in self.counted)
 
     @property
+    def watts(self) -> float | None:
+        """Of all nodes, during iterations."""
+        return _median(i.watts for i in self.counted)
+
+    @property
+    def tokens_per_joule(self) -> float | None:
+        return _median(i.tokens_per_joule for i in self.counted)
+
+    @property
     def recomputed_tflops(self) -> float | None:
         """TFLOPs per rank by costs/accounting.py from the model, the batch and the time; None where one of them is unknown."""
         run, ranks = self.job.run, self.job.ranks

@@ -35,6 +35,7 @@ from ..data.marks import mark
 from ..data.sampler import ReaderGroup, build_reader_group
 from ..host import allocator, kernels, runtime
 from ..host.allocator import node_bytes, peak_memory_mib
+from ..host.energy import Counters
 from ..host.observed import Phases
 from ..logs.metrics import MetricsWriter, WandbRun, format_peak_memory, read_run_history
 from ..logs.run_log import format_run
@@ -45,6 +46,7 @@ from .machine_faults import Checksums, Rerun
 from .observers import Heartbeats, Observers, Profile, place, profiled_ranks
 from .optim import ParamSchedule
 from .rank_watch import (
+    EnergyWatch,
     MemoryWatch,
     RankTimes,
     check_memory,
@@ -328,7 +330,8 @@ def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
         trainer.before_update = Rerun(trainer, writer.event).before_update
     allocator.trim()
     times, memory = RankTimes(run, layout, world, observers.phases, writer.print), MemoryWatch(world, nodes, writer.event)
-    return Session(trainer, writer, iterations, sizes, profile, times, memory, watchdog, checksums)
+    return Session(trainer, writer, iterations, sizes, profile, times, memory, EnergyWatch(world, nodes, Counters.find()), watchdog,
+                   checksums)
 
 
 def pretrain(arguments: Arguments, world: Comm, watchdog: Watchdog) -> None:

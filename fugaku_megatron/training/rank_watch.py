@@ -34,6 +34,7 @@ from ..config.run_config import RunConfig
 from ..costs import accounting, memory, run_schedule
 from ..data.marks import Work
 from ..host.allocator import free_bytes, node_bytes, usage
+from ..host.energy import Counters
 from ..host.observed import PHASES, Phases
 from ..host.runtime import fma_peak_gflops
 from ..logs.rank_table import NAMED, Interval, Straggler, find
@@ -117,6 +118,35 @@ class MemoryWatch:
         return (f"rank {self.world.rank} (node {platform.node()}) by {rate / 2**20:.2f} MiB per iteration over the last {SPAN} or "
                 f"more; its node or job has {free / 2**20:.0f} MiB left, and its {self.here.size} ranks grow by "
                 f"{together / 2**20:.2f} MiB per iteration: they last for {hours}")
+
+
+class EnergyWatch:
+    """Joules of all nodes during the iterations. counters: of this node. active: every node has some. Collective."""
+
+    def __init__(self, world: Comm, nodes: Nodes, counters: Counters) -> None:
+        self.world, self._counters = world, counters if nodes.leads else None
+        self.active = bool(world.all_reduce(torch.tensor(int(bool(counters.counters))), "min"))
+        self._joules, self._seconds = 0.0, 0.0
+
+    def begin(self) -> None:
+        """Before an iteration."""
+        if self.active and self._counters:
+            self._counters.joules()
+
+    def end(self, seconds: float) -> None:
+        """After it. seconds: that it took."""
+        self._seconds += seconds
+        if self.active and self._counters:
+            passed = self._counters.joules()
+            self._joules += float("nan") if passed is None else passed
+
+    def finish_interval(self) -> float | None:
+        """Watts of all nodes since the interval before; None where a counter is missing or has failed. Collective."""
+        if not self.active:
+            return None
+        joules, seconds, self._joules, self._seconds = self._joules, self._seconds, 0.0, 0.0
+        together = self.world.all_reduce(torch.tensor(joules, dtype=torch.float64)).item()
+        return together / seconds if together > 0 and seconds > 0 else None  # NaN is above nothing
 
 
 PROCESS_BYTES = 250 << 20  # of a rank before its first tensor: Python, torch, MPI

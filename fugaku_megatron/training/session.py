@@ -23,7 +23,7 @@ from ..watchdog.watch import Watchdog
 from .machine_faults import Checksums, differing_replica
 from .nonfinite import find_nonfinite
 from .observers import Profile
-from .rank_watch import MemoryWatch, RankTimes
+from .rank_watch import EnergyWatch, MemoryWatch, RankTimes
 from .train import IterationResult, Trainer
 
 HISTORY = "history.jsonl"
@@ -43,6 +43,7 @@ class Session:
     profile: Profile | None = None
     rank_times: RankTimes | None = None
     memory: MemoryWatch | None = None
+    energy: EnergyWatch | None = None
     watchdog: Watchdog = field(default_factory=Watchdog.off)
     checksums: Checksums | None = None
     signals: StopSignals = field(default_factory=StopSignals)
@@ -117,9 +118,13 @@ class Session:
         """One iteration, profiled if it is among those asked for, with the phases of its time."""
         if self.rank_times:
             self.rank_times.begin()
+        if self.energy:
+            self.energy.begin()
         profiled = self.profile.iteration(self.writer.print) if self.profile else nullcontext()
         with self.watchdog.heart.iteration(self.trainer.progress.iteration + 1), profiled:
             result = self.trainer.train_step()
+        if self.energy:
+            self.energy.end(result.seconds)
         self.watchdog.measured(result.seconds)
         if self.rank_times:
             self.rank_times.end(result.seconds, result.work)
@@ -134,6 +139,7 @@ class Session:
         progress, output = trainer.progress, run.output
         norm = trainer.optimizer.params_norm() if output.log_params_norm else None
         resident, shared = self._memory(progress.iteration, result.seconds)
+        watts = self.energy.finish_interval() if self.energy and self._logs(progress.iteration) else None
         printed = self.writer.printing and self._logs(progress.iteration)
         work = result.work
         squares = work.squares if work and run.data.masks_attention else None
@@ -145,7 +151,7 @@ class Session:
             loss_scale=result.loss_scale, grad_norm=result.grad_norm, num_zeros=result.num_zeros, params_norm=norm,
             skipped=int(result.skipped), tflops=flops / result.seconds / 1e12, minor_faults=minor_faults,
             system_seconds=system_seconds, clock_ghz=runtime.clock_ghz() if printed else None, resident_mib=resident,
-            shared_mib=shared, counted_tokens=work.counted if work else None))
+            shared_mib=shared, watts=watts, counted_tokens=work.counted if work else None))
         if progress.iteration == self.iterations:
             self.writer.flush()
 

@@ -45,3 +45,4 @@ for COMMON in "${FUGAKU_MEGATRON:-$PWD}"{,/../..}/fugaku_megatron/jobs/pjsub.sh;
 CPU_GHZ=${CPU_GHZ:-2.0}
 train "clock-$CPU_GHZ" --cpu-frequency "$CPU_GHZ"
 echo "table: python -m benchmarks alloc --from-logs, this job's $OUT/clock-$CPU_GHZ/0/0/stdout.1.0 and the other jobs'"
+echo "its last column has watts and tokens per joule where every node has an energy counter"
