@@ -52,6 +52,7 @@ COMMANDS = {
     "predict": ModuleCommand("perf.predict", "the layout is known: seconds, TFLOPs and memory of that run (modelled)"),
     "job": ModuleCommand("jobs.command", "nodes of a cluster: plan, render, check and submit job scripts"),
     "supervise": ModuleCommand("jobs.supervise", "in a job: start the run, and restart it after a fault without the failed node"),
+    "report": ModuleCommand("report.command", "is this machine good for training? measure it, and send the page to others"),
     "calibrate": ModuleCommand("calibration.calibrate", "a machine that plan and predict do not know: measure this host for them"),
     "tables": ModuleCommand("reproduction.tables", "the published benchmark tables: printed, corrected, recomputed and modelled"),
     "fit": ModuleCommand("reproduction.fit", "a change of the performance model: fit its parameters to those tables again"),

@@ -35,6 +35,7 @@ TRIAD_ELEMENTS = 1 << 25  # three arrays of 128 MiB: beyond the caches
 SMALL, LARGE = 8, 4 << 20  # bytes of the messages whose times give latency and rate
 REDUCED = 128 << 20  # bytes of the vector whose all-reduce is timed: as gradients, beyond the caches
 MIN_CLOCK_SHARE = 0.8  # of the clock that the system reports, or of the fastest core's
+ALONE_ALPHA_US, ALONE_COPIES = 1.0, 4  # of messages of a rank alone: an assumed latency; each copy reads and writes
 USABLE = 0.9  # share of a node's memory that a job may use
 
 Points = tuple[tuple[int, float], ...]  # (n, GFLOP/s) of n x n x n matmuls
@@ -81,19 +82,27 @@ def best_seconds(f: Callable[[], object], rounds: int = ROUNDS) -> float:
     return min(times)
 
 
+def triad_gbs(elements: int) -> float:
+    """GB/s of this rank's STREAM triad on three arrays of so many FP32 elements."""
+    import torch
+
+    from ..host import kernels
+
+    x, y, out = (torch.ones(elements) for _ in range(3))
+    return 12 * elements / best_seconds(lambda: kernels.bench_triad(out, x, y, 2.0)) / 1e9
+
+
 def measure_compute() -> Compute:
     """Measure this rank's threads."""
     import torch
 
-    from ..host import kernels
     from ..host.allocator import peak_memory_mib
     from ..host.runtime import clock_ghz, fma_peak_gflops
     from . import host_kernels
 
     process = peak_memory_mib()
     fma, clock = fma_peak_gflops(1 + ROUNDS, FMA_STEPS), clock_ghz(CLOCK_STEPS)
-    x, y, out = (torch.ones(TRIAD_ELEMENTS) for _ in range(3))
-    triad = 12 * TRIAD_ELEMENTS / best_seconds(lambda: kernels.bench_triad(out, x, y, 2.0)) / 1e9
+    triad = triad_gbs(TRIAD_ELEMENTS)
     call_us, iteration_s = host_kernels.step_overhead()
     return Compute(threads=torch.get_num_threads(), clock_ghz=clock, fma_gflops=fma, triad_gbs=triad, gemm=measure_gemm(),
                    attention=tuple((s, *host_kernels.attention_gflops(s)) for s in host_kernels.LENGTHS), call_us=call_us,
@@ -101,14 +110,14 @@ def measure_compute() -> Compute:
                    elementwise_gbs=host_kernels.elementwise_gbs(), iteration_s=iteration_s, process_mib=process)
 
 
-def measure_gemm() -> Points:
-    """Square matmuls of every size in SIZES."""
+def measure_gemm(sizes: Sequence[int] | None = None, cold_bytes: int | None = None) -> Points:
+    """Square matmuls of these sizes; None: those in SIZES. cold_bytes: see host_kernels.gemm_gflops."""
     from . import host_kernels
 
-    return tuple((n, host_kernels.gemm_gflops(n)) for n in SIZES)
+    return tuple((n, host_kernels.gemm_gflops(n, cold_bytes)) for n in sizes or SIZES)
 
 
-def measure_team(world: Comm, threads: int) -> Points:
+def measure_team(world: Comm, threads: int, measure: Callable[[], Points] = measure_gemm) -> Points:
     """Square matmuls on rank 0 with `threads` threads while the node's other ranks sleep; they return (). Collective."""
     import torch
 
@@ -124,7 +133,7 @@ def measure_team(world: Comm, threads: int) -> Points:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        return measure_gemm()
+        return measure()
     finally:
         torch.set_num_threads(before)
         awake.unlink()
@@ -171,12 +180,13 @@ def measure_messages(world: Comm, partner: int) -> Messages:
     return Messages(alpha_us=small * 1e6, gbs=LARGE / max(large - small, 1e-12) / 1e9)
 
 
-def all_reduce_gbs(world: Comm) -> float:
-    """GB/s of a large all-reduce over all ranks: bytes of the vector over its time. Collective."""
+def all_reduce_gbs(world: Comm, bytes: int | None = None) -> float:
+    """GB/s of a large all-reduce over all ranks: bytes of the vector, by default REDUCED, over its time. Collective."""
     import torch
 
-    vector = torch.zeros(REDUCED // 4)
-    return REDUCED / best_seconds(lambda: world.all_reduce(vector)) / 1e9
+    size = bytes or REDUCED
+    vector = torch.zeros(size // 4)
+    return size / best_seconds(lambda: world.all_reduce(vector)) / 1e9
 
 
 def native(ranks: Sequence[Compute], reduce_gbs: float | None) -> dict[str, float]:
@@ -202,21 +212,24 @@ def gemm_curve(threads: int, points: Points, peak_gflops: float) -> dict[str, fl
 
 
 def describe(name: str, ranks: Sequence[Compute], team: Points, inside: Messages | None, between: Messages | None,
-             reduce_gbs: float, memory_gib: float) -> dict[str, Any]:
+             reduce_gbs: float | None, memory_gib: float, command: str = "calibrate") -> dict[str, Any]:
     """The contents of the machine's file, each constant with its source.
 
-    ranks: measurements of one node's ranks. team: matmuls of one rank with all threads of the node. inside, between: messages
-    within a node and between nodes. reduce_gbs: see all_reduce_gbs. memory_gib: of the node.
+    ranks: measurements of one node's ranks. team: matmuls of one rank with all threads of the node, if measured. inside, between:
+    messages within a node and between nodes; both None for one rank alone, whose messages are then copies in memory. reduce_gbs:
+    see all_reduce_gbs, None for one rank. memory_gib: of the node. command: which one measured.
     """
     first, peak, threads = ranks[0], sum(r.fma_gflops for r in ranks), sum(r.threads for r in ranks)
-    measured = "measured by fugaku-megatron calibrate"
-    link, intra = between or inside, inside or between
-    assert link is not None and intra is not None  # there are two ranks or more
-    assumed = {True: measured, False: "not measured: all ranks shared one node; its own messages' value"}
+    measured = f"measured by fugaku-megatron {command}"
+    copies = Messages(alpha_us=ALONE_ALPHA_US, gbs=first.triad_gbs / ALONE_COPIES)
+    link, intra = between or inside or copies, inside or between or copies
+    alone = "not measured: one rank; two copies in its memory"
+    assumed = {True: measured, False: "not measured: all ranks shared one node; its own messages' value" if inside else alone}
+    within = measured if inside or between else alone
     curves = [gemm_curve(first.threads, first.gemm, first.fma_gflops)]
-    curves += [gemm_curve(threads, team, peak)] if threads > first.threads else []
-    shown = ", ".join(f"{n}: {g:.0f}" for n, g in first.gemm) + "; one rank with all threads " + ", ".join(
-        f"{n}: {g:.0f}" for n, g in team)
+    curves += [gemm_curve(threads, team, peak)] if team and threads > first.threads else []
+    shown = "; one rank with all threads ".join(
+        ", ".join(f"{n}: {g:.0f}" for n, g in points) for points in (first.gemm, team) if points)
     values = {
         "units": (1, "not measured"), "threads": (threads, measured),
         "ranks_per_node": (len(ranks), measured),
@@ -227,8 +240,9 @@ def describe(name: str, ranks: Sequence[Compute], team: Points, inside: Messages
         "memory_gib": (memory_gib * USABLE, f"{USABLE:.0%} of what the system reports"),
         "stream_gbs": (sum(r.triad_gbs for r in ranks), measured), "link_gbs": (link.gbs, assumed[between is not None]),
         "injection_gbs": (link.gbs * (1 if between else len(ranks)), assumed[between is not None]),
-        "link_alpha_us": (link.alpha_us, assumed[between is not None]), "large_allreduce_gbs": (reduce_gbs, measured),
-        "intra_gbs": (intra.gbs, measured), "intra_alpha_us": (intra.alpha_us, measured),
+        "link_alpha_us": (link.alpha_us, assumed[between is not None]),
+        "large_allreduce_gbs": (intra.gbs / 2 if reduce_gbs is None else reduce_gbs, within),
+        "intra_gbs": (intra.gbs, within), "intra_alpha_us": (intra.alpha_us, within),
         "gemm_curves": (curves, f"{measured}: native kernels, operands not in the caches, GFLOP/s at {shown}"),
         "native": (native(ranks, None if between else reduce_gbs), measured), "process_mib": (first.process_mib, measured),
         "host_factor": (1.0, "none known"),

@@ -43,9 +43,12 @@ def seconds_each(calls: Sequence[Callable[[], object]], rounds: int = 3) -> floa
     return min(times[1:])
 
 
-def gemm_gflops(n: int) -> float:
-    """GFLOP/s of n x n x n matmuls: forward, data gradient and weight gradient, a third of the calls each."""
-    sets = max(3, COLD_BYTES // (12 * n * n))
+def gemm_gflops(n: int, cold_bytes: int | None = None) -> float:
+    """GFLOP/s of n x n x n matmuls: forward, data gradient and weight gradient, a third of the calls each.
+
+    cold_bytes: of all operands together; None: COLD_BYTES.
+    """
+    sets = max(3, (cold_bytes or COLD_BYTES) // (12 * n * n))
     tensors = [tuple(torch.randn(n, n) for _ in range(2)) + (torch.zeros(n, n),) for _ in range(sets)]
     kinds = (kernels.linear_forward, kernels.linear_data_gradient, kernels.linear_weight_gradient)
     calls = [lambda t=t, f=kinds[i % 3]: f(*t) for i, t in enumerate(tensors)]
@@ -72,11 +75,12 @@ def dropout_flops(s: int, peak_gflops: float) -> float:
     return statistics.fmean(slower) * 4 * HEAD_SIZE * peak_gflops
 
 
-def elementwise_gbs() -> float:
-    """GB/s of the optimizer's update, which reads four vectors and writes three."""
-    weights, gradients, first, second = (torch.full((ELEMENTS,), 1e-3) for _ in range(4))
+def elementwise_gbs(elements: int | None = None) -> float:
+    """GB/s of the optimizer's update, which reads four vectors and writes three, of so many elements; None: ELEMENTS."""
+    count = elements or ELEMENTS
+    weights, gradients, first, second = (torch.full((count,), 1e-3) for _ in range(4))
     update = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 1, "grad_scale": 1.0, "copy": None}
-    return 28 * ELEMENTS / seconds_each([lambda: kernels.adamw(weights, gradients, first, second, **update)]) / 1e9
+    return 28 * count / seconds_each([lambda: kernels.adamw(weights, gradients, first, second, **update)]) / 1e9
 
 
 def _tiny(layers: int, microbatches: int) -> RunConfig:

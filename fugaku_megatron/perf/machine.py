@@ -132,6 +132,9 @@ def names() -> list[str]:
 
 def _constants(path: Path) -> dict[str, Any]:
     data = json.loads(path.read_text())
+    if "sections" in data:  # a report holds the description among its other measurements
+        check("machine" in data, "this report ended before it had measured the machine")
+        data = data["machine"]
     if "base" in data:
         base = _constants(FOLDER / f"{data['base']}.json")
         data = {**base, **data, "constants": {**base["constants"], **data["constants"]}}
@@ -139,7 +142,7 @@ def _constants(path: Path) -> dict[str, Any]:
 
 
 def load(name: str) -> Machine:
-    """A machine by name, or from a file that `fugaku-megatron calibrate` wrote. Raises ValueError naming the known ones."""
+    """A machine by name, or from a file that calibrate or report wrote. Raises ValueError naming the known ones."""
     path = Path(name) if name.endswith(".json") else FOLDER / f"{name}.json"
     if not path.is_file():
         raise unknown("--machine", name, names())

@@ -33,7 +33,7 @@ def add_system_arguments(parser: argparse.ArgumentParser) -> None:
     """Machine, clock, software and nodes, and every flag of pretrain_gpt.py."""
     group = parser.add_argument_group("system")
     group.add_argument("--machine", default="a64fx",
-                       help=f"{', '.join(machine.names())}, or a file of fugaku-megatron calibrate (default: a64fx)")
+                       help=f"{', '.join(machine.names())}, or a file of fugaku-megatron calibrate or report (default: a64fx)")
     group.add_argument("--ghz", type=float, help="clock (default: the machine's nominal one)")
     group.add_argument("--eco-state", type=int, default=0, choices=(0, 2), help="2: one floating-point pipe (A64FX)")
     group.add_argument("--software", help=f"{', '.join(software.names())} (default: {software.THIS_PROJECT}, on a100 "

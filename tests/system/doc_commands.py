@@ -78,6 +78,8 @@ CHANGES = (
     ("docs/performance.md", "python -m benchmarks tables --png tables.png", ELSEWHERE,
      "minutes; tests/system/test_benchmark_tables.py"),
     ("docs/performance.md", "fugaku-megatron fit ", f"{ELSEWHERE} ", "30 s; tests/unit/test_perf_fit.py"),
+    ("docs/report.md", "fugaku-megatron report\n", "fugaku-megatron report --minutes 0.3 --ranks 1 --shrunk\n", "ten minutes"),
+    ("docs/report.md", "mpiexec -n 16 fugaku-megatron report", f"{ELSEWHERE} report", "16 ranks; tests/system/mpi/test_cli.py"),
     ("docs/performance.md", "mpiexec -n 2 fugaku-megatron calibrate --output host.json", ELSEWHERE,
      "minutes; tests/system/mpi/test_cli.py"),
 )
@@ -91,6 +93,7 @@ LEAVES = {
                        "my_from_megatron/iter_0000000/manifest.json"),
     "docs/performance.md": ("all.csv", "all.png"),
     "docs/chat.md": ("my_chats/train.mask", "my_tuned_model/chat_template.jinja", "my_tuned_model/model.safetensors"),
+    "docs/report.md": ("report.json", "report.html", "report.txt", "report.sh", "report.sbatch"),
     "docs/training.md": ("demo/checkpoint/loss_curve.png", "my_ranks.png", "run_30b.sh", "my_model/loss_curve.png",
                          "my_model/iter_0000006/manifest.json", "my_run.csv", "my_run.png"),
 }

@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "jobs": {"comm", "config", "costs", "perf", "checkpoint"},
     "training": {"comm", "pipeline", "config", "costs", "data", "host", "logs", "perf", "checkpoint", "nn", "watchdog"},
     "calibration": {"comm", "config", "costs", "data", "host", "perf", "training"},
+    "report": {"comm", "config", "costs", "data", "host", "perf", "nn", "training", "calibration"},
     "inference": {"comm", "config", "costs", "data", "host", "checkpoint", "nn"},
     "convert": {"comm", "config", "costs", "host", "checkpoint", "nn"},
     "api": {"comm", "config", "data", "host", "checkpoint", "watchdog", "training", "inference", "convert"},

@@ -1,0 +1,161 @@
+"""Sections of a report: kernels on every rank, and communication between the ranks; together they describe the machine.
+
+Calibrate's measurements are used, with sizes that fit into the time. All ranks compute at the same time, so they share caches and
+memory as in training. Left out: checks of results (kernel_checks.py).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ..calibration import calibrate, host_kernels
+from ..calibration.calibrate import Compute, Messages
+from ..comm.base import Comm
+from ..comm.launch import describe
+from ..comm.node import share_node
+from ..config.layout import Layout
+from ..host import kernels
+from ..host.allocator import node_bytes, peak_memory_mib
+from ..host.runtime import clock_ghz, cpu_model, fma_peak_gflops
+from ..perf import machine, software
+from ..perf.cost import Network
+from . import kernel_checks
+from .context import SHRUNK, SHRUNK_GFLOPS, Context
+
+MATMUL_ROUNDS = 4  # of host_kernels.gemm_gflops, the first of which warms up
+VERBS = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+# Kernels --------------------------------------------------------------------------------------------------------------------------
+
+def kernel_section(context: Context) -> dict[str, Any]:
+    """Checks and rates of the kernels. Collective."""
+    checks = kernel_checks.compared()
+    context.world.barrier()
+    rates = measure_rates(context)
+    everyone = context.world.all_gather_object((context.nodes.number, [row["checksum"] for row in checks], rates))
+    ranks = [{"node": node, **{name: rates[name] for name in ("threads", "clock_ghz", "fma_gflops", "triad_gbs")}}
+             for node, _, rates in everyone]
+    first = everyone[0][1]
+    differing = [rank for rank, (_, sums, _) in enumerate(everyone) if sums != first]
+    return {"target": kernels.active(), "checks": checks, "differing_ranks": differing, "ranks": ranks, "shrunk": rates["shrunk"],
+            "peak_gflops": rates["fma_gflops"], "triad_gbs": rates["triad_gbs"],
+            "gemm": [[n, g, g / rates["fma_gflops"]] for n, g in rates["gemm"]],
+            "attention": [[s, *gs, *(g / rates["fma_gflops"] for g in gs)] for s, *gs in rates["attention"]],
+            "elementwise": rates["elementwise"]}
+
+
+def measure_rates(context: Context) -> dict[str, Any]:
+    """Of this rank, while the other ranks measure the same."""
+    process, threads = peak_memory_mib(), torch.get_num_threads()
+    probe = fma_peak_gflops(3, 20_000)
+    context.scale = scale = SHRUNK if probe < SHRUNK_GFLOPS * threads else context.scale
+    steps = max(20_000, int(2_000_000 * min(1.0, probe / threads / 50)))
+    fma, clock = max(probe, fma_peak_gflops(1 + scale.rounds, steps)), clock_ghz(25 * steps)
+    triad = calibrate.triad_gbs(scale.triad)
+    sizes = affordable(scale.sizes, scale.cold_bytes, fma, context.left / 2)
+    attention = []
+    for s in scale.lengths:
+        attention.append((s, *host_kernels.attention_gflops(s)))
+        if context.left < 0:
+            break
+    context.compute = {
+        "threads": threads, "clock_ghz": clock, "fma_gflops": fma, "triad_gbs": triad, "process_mib": process,
+        "gemm": calibrate.measure_gemm(sizes, scale.cold_bytes), "attention": tuple(attention),
+        "elementwise_gbs": host_kernels.elementwise_gbs(scale.elements)}
+    rows = kernel_checks.elementwise_rates(scale.elementwise, triad, scale.rounds)
+    return {**context.compute, "elementwise": rows, "shrunk": scale is SHRUNK}
+
+
+def affordable(sizes: tuple[int, ...], cold_bytes: int, gflops: float, seconds: float) -> tuple[int, ...]:
+    """The sizes of square matmuls, from the smallest, that the time allows at half of the peak; at least two."""
+    taken, spent = 0, 0.0
+    for n in sizes:
+        spent += MATMUL_ROUNDS * max(3, cold_bytes // (12 * n * n)) * 2 * n**3 / (gflops / 2 * 1e9)
+        taken += spent < seconds
+    return sizes[:max(2, taken)]
+
+
+# Communication --------------------------------------------------------------------------------------------------------------------
+
+def communication_section(context: Context) -> dict[str, Any]:
+    """Messages and collectives, next to the model's; the machine's description. Collective."""
+    world, found = context.world, {"library": describe(context.world), "ranks": context.world.size, "nodes": context.nodes.count}
+    numbers = world.all_gather_object(context.nodes.number)
+    near = next((r for r in range(1, world.size) if numbers[r] == numbers[0]), None)
+    far = next((r for r in range(1, world.size) if numbers[r] != numbers[0]), None)
+    inside = None if near is None else calibrate.measure_messages(world, near)
+    between = None if far is None else calibrate.measure_messages(world, far)
+    reduced = calibrate.all_reduce_gbs(world, context.scale.reduced) if world.size > 1 else None
+    context.machine = describe_machine(context, inside, between, reduced)
+    rows = list(collective_rows(context)) if world.size > 1 else []
+    for name, messages in (("inside", inside), ("between", between)):
+        found[name] = messages and {"alpha_us": messages.alpha_us, "gbs": messages.gbs}
+    return {**found, "thread_level": getattr(world, "thread_level", None), "all_reduce_gbs": reduced, "collectives": rows}
+
+
+def describe_machine(context: Context, inside: Messages | None, between: Messages | None, reduced: float | None) -> dict[str, Any]:
+    """The machine in calibrate's format, on every rank. Collective."""
+    if not context.compute:  # --only without the section of kernels
+        measure_rates(context)
+    scale, fma = context.scale, context.compute["fma_gflops"]
+    call_us, iteration_s = host_kernels.step_overhead()
+    own = Compute(**context.compute, call_us=call_us, iteration_s=iteration_s,
+                  dropout_flops=host_kernels.dropout_flops(scale.lengths[1], fma))
+    here = context.nodes.ranks.all_gather_object(own)
+    threads, sizes = sum(rank.threads for rank in here), [n for n, _ in own.gemm]
+    team: calibrate.Points = ()
+    if context.agreed(threads > own.threads and not context.pinned):  # pinned threads would share one core
+        team = calibrate.measure_team(context.world, threads, lambda: calibrate.measure_gemm(sizes, scale.cold_bytes))
+    data = None
+    if context.world.rank == 0:
+        name = f"{cpu_model()}, {threads} threads, measured {time.strftime('%Y-%m-%d')}"
+        data = calibrate.describe(name, here, team, inside, between, reduced, node_bytes() / 2**30, "report")
+    return context.agreed(data)
+
+
+def collective_rows(context: Context) -> Iterator[dict[str, Any]]:
+    """Seconds of the trainer's collectives, MPI's own and the model's, inside the nodes and over all ranks. Collective."""
+    assert context.machine is not None
+    host, code = machine.from_data("here", context.machine), software.load(software.THIS_PROJECT)
+    places: list[tuple[str, Comm]] = [("inside", context.nodes.ranks)] if context.nodes.count > 1 else []
+    for place, comm in [*places, ("between" if places else "inside", context.world)]:
+        if context.world.all_reduce(torch.tensor(comm.size), "min") < 2:
+            continue
+        shared = share_node(comm, kernels)
+        network = Network(machine=host, parameters=code.parameters(host), layout=Layout(comm.size, 1, 1, comm.size),
+                          ranks_per_node=context.nodes.ranks.size)
+        for size in context.scale.messages:
+            for verb in VERBS:
+                if not context.agreed(context.left > 0):
+                    return
+                calls = [collective(each, verb, size // 4 // comm.size * comm.size) for each in (shared, comm)]
+                seconds, by_mpi = (timed(context.world, call) for call in calls)
+                own = size // comm.size if verb == "all_gather" else size
+                modelled = network.seconds(verb, "dp", own)
+                yield {"verb": verb, "where": place, "ranks": comm.size, "bytes": size, "seconds": seconds, "mpi_seconds": by_mpi,
+                       "model_seconds": modelled, "to_model": seconds / modelled}
+
+
+def collective(comm: Comm, verb: str, n: int) -> Callable[[], object]:
+    """A call of `verb` over n FP32 elements in all."""
+    whole, part = torch.ones(n), torch.ones(n // comm.size)
+    operands = {"all_reduce": (whole,), "all_gather": (whole, part), "reduce_scatter": (part, whole)}[verb]
+    return lambda: getattr(comm, verb)(*operands)
+
+
+def timed(world: Comm, call: Callable[[], object], rounds: int = 7) -> float:
+    """Median seconds from when all ranks are there until the last has finished, after one call to warm up. Collective."""
+    times = []
+    for _ in range(rounds + 1):
+        world.barrier()
+        begin = time.perf_counter()
+        call()
+        spent = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+        times.append(float(world.all_reduce(spent, "max")))
+    return statistics.median(times[1:])

@@ -1,0 +1,150 @@
+"""The report while it grows: its time, its progress lines, and its files, which are whole after every section.
+
+A file is replaced by a rename, so a run that is killed leaves the sections that were finished, marked "complete": false. Names of
+users, hosts and paths are replaced in every text before it is written. Left out: what is measured, how it is shown (page.py).
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..config.checks import check
+
+FORMAT, VERSION = "fugaku-megatron report", 1
+PATH = re.compile(r"(?<![\w.:/])/(?:[\w.+~-]+/)+[\w.+~-]*")
+SHARES = {"host": 2, "kernels": 20, "communication": 22, "training": 26, "layers": 24, "storage": 6}  # of the time
+ENDING = 0.03  # share of the time that stays for what no section counts
+
+
+class Budget:
+    """How long the sections may take. minutes: of the whole run."""
+
+    def __init__(self, minutes: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self.minutes, self.begin = clock, minutes, clock()
+
+    @property
+    def used(self) -> float:
+        """Seconds since the start."""
+        return self._clock() - self.begin
+
+    @property
+    def left(self) -> float:
+        return max(0.0, 60 * self.minutes * (1 - ENDING) - self.used)
+
+    def of(self, name: str, following: tuple[str, ...]) -> float:
+        """Seconds of a section before others: what a quick one leaves belongs to those after it."""
+        return self.left * SHARES[name] / (SHARES[name] + sum(SHARES[other] for other in following))
+
+
+def private_words() -> dict[str, str]:
+    """Names of this user, host and folder -> what stands for them."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container whose user has no name
+        user = ""
+    host = platform.node()
+    found = {os.getcwd(): "FOLDER", str(Path.home()): "HOME", host: "HOST", host.split(".")[0]: "HOST", user: "USER"}
+    return {word: mark for word, mark in found.items() if len(word) > 1}
+
+
+def without_names(value: Any, words: Mapping[str, str]) -> Any:
+    """The same value with private words and paths replaced in all its texts, and without keys for them."""
+    if isinstance(value, dict):
+        return {key: without_names(part, words) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_names(part, words) for part in value]
+    if not isinstance(value, str):
+        return value
+    text = PATH.sub("PATH", value)
+    for word, mark in words.items():
+        text = re.sub(rf"(?<![\w-]){re.escape(word)}(?![\w-])", mark, text)
+    return text
+
+
+def rounded(value: Any) -> Any:
+    """The value with five significant digits in every number."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {str(key): rounded(part) for key, part in value.items()}
+    return [rounded(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file; a reader sees the old or the new one."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+class Record:
+    """The report's contents and its files. pages: suffix -> what makes that file's text of the contents. names: keep them."""
+
+    def __init__(self, path: Path, budget: Budget, pages: Mapping[str, Callable[[dict[str, Any]], str]], names: bool) -> None:
+        self.path, self.budget, self._pages = path, budget, pages
+        self._private = {} if names else private_words()
+        self._names = names
+        self.data: dict[str, Any] = {"format": FORMAT, "version": VERSION, "program": __version__, "complete": False,
+                                     "ended": "running", "date": time.strftime("%Y-%m-%d"), "minutes": budget.minutes,
+                                     "sections": {}}
+        if names:
+            self.data["names"] = {mark.lower(): word for word, mark in private_words().items()}
+
+    def write(self) -> None:
+        """All files, as they would be read if the run ended now."""
+        self.data["seconds"] = self.budget.used
+        data = rounded(self.data)
+        data = data if self._names else without_names(data, self._private)
+        write_atomically(self.path, json.dumps(data, indent=1) + "\n")
+        for suffix, page in self._pages.items():
+            write_atomically(self.path.with_suffix(suffix), page(data))
+
+    def section(self, name: str, result: dict[str, Any]) -> None:
+        """Add a section and write it."""
+        self.data["sections"][name] = result
+        self.write()
+
+    def end(self, how: str, complete: bool) -> None:
+        """The last change. how: the reason, for a run that did not come to its end."""
+        self.data |= {"ended": how, "complete": complete}
+        self.write()
+
+
+def progress(text: str) -> None:
+    """A line on standard error."""
+    print(f"report: {text}", file=sys.stderr, flush=True)
+
+
+def clock(seconds: float) -> str:
+    """1:05 for 65 seconds."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def read(flag: str, path: Path) -> dict[str, Any]:
+    """A report. Raises ValueError, one line, for a file that is not one."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{flag} {path}: {getattr(error, 'strerror', None) or 'not JSON'}: pass a file that fugaku-megatron "
+                         "report wrote") from None
+    check(isinstance(data, dict) and data.get("format") == FORMAT, f"{flag} {path} is not a report: pass a file that "
+          "fugaku-megatron report wrote")
+    check(data.get("version") == VERSION and isinstance(data.get("sections"), dict), f"{flag} {path} has version "
+          f"{data.get('version')!r:.20}, this program reads {VERSION}: write it again with this version")
+    return data

@@ -1,0 +1,235 @@
+"""Sections of a report that train: 124M on 1, 2, 4 ... ranks, two layers of larger models, and a checkpoint.
+
+Data are random tokens. A step is measured as often as the time allows, and once at least. Two layers are trained by every
+tensor-parallel group of a node at the same time, without data-parallel sums. Left out: whole models, which `outlook` extrapolates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..comm.base import Comm
+from ..comm.grid import Grid
+from ..comm.node import share_groups
+from ..config.arguments import make_run
+from ..config.layout import Layout
+from ..config.run_config import RunConfig
+from ..costs import accounting, memory, run_schedule
+from ..data.dataset import MockDataset
+from ..host import kernels
+from ..nn.ops import Ops
+from ..perf import machine, model, software
+from ..training.train import Trainer
+from .context import Context
+
+# What every measured run has: random tokens, no dropout, no evaluation, a constant learning rate.
+PLAIN = {"mock_data": True, "micro_batch_size": 1, "hidden_dropout": 0.0, "attention_dropout": 0.0, "eval_iters": 0,
+         "train_iters": 10_000, "lr_decay_style": "constant", "lr_warmup_fraction": None, "make_vocab_size_divisible_by": 8}
+VOCABULARY = 1024  # of two layers: their head costs nothing
+SHAPES = {"1B": "llama-3.2-1b", "8B": "llama-3.1-8b"}
+TENSOR_PARALLEL = (1, 2, 4, 8)
+USABLE = 0.7  # share of the free memory that a measurement may take
+MOST_ROUNDS, MOST_MICRO_BATCHES = 5, 4
+SAVED = {"num_layers": 2, "vocab_size": 8192}  # of 124M: 250 MB in a checkpoint
+
+
+def make_trainer(run: RunConfig, comm: Comm) -> Trainer:
+    """A trainer on random tokens over all ranks of `comm`, on the native kernels. Collective."""
+    parallel, shape = run.parallel, run.model
+    assert shape.vocab_size is not None
+    groups = share_groups(Grid(comm.size, parallel.tensor_model_parallel_size, 1).groups(comm), kernels)
+    return Trainer(run, comm, groups, MockDataset(shape.vocab_size, shape.seq_length, 1 << 16, 1), None, ops=Ops.build("native"))
+
+
+@contextlib.contextmanager
+def trainer_of(run: RunConfig, comm: Comm) -> Iterator[Trainer]:
+    """`make_trainer` for a block."""
+    trainer = make_trainer(run, comm)
+    try:
+        yield trainer
+    finally:
+        trainer.close()
+
+
+def rank_bytes(run: RunConfig, ranks: int) -> float:
+    """Modelled memory of a rank."""
+    layout = Layout.from_run(run, ranks)
+    batches = layout.microbatches(run, layout.global_batch_size(run))
+    return memory.stage_memory(run, layout, 0, run_schedule.of_run(run, batches).held(0)).total
+
+
+def repeated(comm: Comm, call: Callable[[], object], seconds: float) -> tuple[float, int]:
+    """(median seconds of `call` as its first rank sees it, how often it was timed), after one call to warm up. Collective."""
+    begin = time.perf_counter()
+    call()
+    first = time.perf_counter() - begin
+    rounds = comm.broadcast_object(max(1, min(MOST_ROUNDS, int((seconds - first) / max(first, 1e-9)))))
+    times = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return comm.broadcast_object((statistics.median(times), rounds))
+
+
+# 124M on 1, 2, 4 ... ranks --------------------------------------------------------------------------------------------------------
+
+def rank_counts(size: int) -> list[int]:
+    """1, 2, 4 ... and the whole."""
+    powers = [1 << power for power in range(size.bit_length()) if 1 << power < size]
+    return [*powers, size]
+
+
+def training_section(context: Context) -> dict[str, Any]:
+    """Data-parallel steps of 124M, with as many micro-batches for each rank. Collective."""
+    world, rows = context.world, []
+    counts = rank_counts(world.size)
+    micro_batches = context.agreed(affordable_batches(context, len(counts)))
+    for index, count in enumerate(counts):
+        run = make_run("124m", {**PLAIN, "vocab_size": 50257, **context.scale.model, "global_batch_size": micro_batches * count})
+        seconds = context.agreed(context.left / (len(counts) - index))
+        fits = context.agreed(rank_bytes(run, count) * min(count, context.nodes.ranks.size) < USABLE * context.free)
+        if not fits or seconds <= 0:
+            rows.append({"ranks": count, "left_out": "memory" if not fits else "time"})
+            continue
+        comm = world.split(int(world.rank < count), world.rank)
+        measured = step_row(context, run, comm, seconds) if world.rank < count else None
+        rows.append(context.agreed(measured))
+    return {"model": "124M", "micro_batches": micro_batches, "seq_length": run.model.seq_length, "rows": rows}
+
+
+def affordable_batches(context: Context, counts: int) -> int:
+    """Micro-batches of a rank in a step, so that two steps on each number of ranks fit into the time at a third of the peak."""
+    run = make_run("124m", {**PLAIN, "vocab_size": 50257, **context.scale.model, "global_batch_size": 1})
+    rate = context.compute["fma_gflops"] * 1e9 / 3 if context.compute else 1e11
+    return max(1, min(MOST_MICRO_BATCHES, int(context.seconds / counts / 2 / (accounting.model_flops(run, 1) / rate))))
+
+
+def step_row(context: Context, run: RunConfig, comm: Comm, seconds: float) -> dict[str, Any]:
+    """A step on the ranks of `comm`, next to the model's. Collective over `comm`."""
+    before, begin = context.energy(), time.perf_counter()
+    with trainer_of(run, comm) as trainer:
+        step, rounds = repeated(comm, trainer.train_step, seconds)
+    after, spent = context.energy(), time.perf_counter() - begin
+    batch = run.batch.global_batch_size or 1
+    tokens = batch * run.model.seq_length / step
+    watts = None if before is None or after is None else (after - before) / spent
+    return {"ranks": comm.size, "seconds": step, "rounds": rounds, "tokens_per_s": tokens,
+            "tflops": accounting.model_flops(run, batch) / step / 1e12, "model_seconds": modelled_step(context, run, comm.size),
+            "watts": watts, "tokens_per_joule": tokens / watts if watts else None}
+
+
+def modelled_step(context: Context, run: RunConfig, ranks: int) -> float | None:
+    """Seconds of the performance model, which divides a node's threads among its ranks; None where the run leaves some idle."""
+    per_node = context.nodes.ranks.size
+    if context.machine is None or ranks % per_node:
+        return None
+    host = machine.from_data("here", context.machine)
+    system = model.System(machine=host, software=software.load(software.THIS_PROJECT), nodes=ranks // per_node,
+                          ranks_per_node=per_node)
+    return model.predict(run, system).seconds
+
+
+# Two layers -----------------------------------------------------------------------------------------------------------------------
+
+def layers_section(context: Context) -> dict[str, Any]:
+    """Two layers of each shape. Collective."""
+    rows = []
+    for index, shape in enumerate(SHAPES):
+        share = context.agreed(context.left / (len(SHAPES) - index))
+        rows.append({"shape": shape, **context.agreed(layers_row(context, shape, share))})
+    return {"rows": rows}
+
+
+def two_layers(context: Context, shape: str, tp: int, s: int) -> RunConfig:
+    """Two layers of a shape on tp ranks, for sequences of s tokens."""
+    return make_run(SHAPES[shape], {**PLAIN, "global_batch_size": 1, "vocab_size": VOCABULARY, **context.scale.layers,
+                                    "num_layers": 2, "seq_length": s, "tensor_model_parallel_size": tp})
+
+
+def chosen_layers(context: Context, shape: str, seconds: float) -> RunConfig | None:
+    """The run on as few ranks as hold it, with the longest sequence for which there are time and memory; None where none fits."""
+    here = context.nodes.ranks.size
+    least, gflops = USABLE * context.free / here, context.compute.get("fma_gflops", 100.0)
+    for s in context.scale.sequences:
+        for tp in TENSOR_PARALLEL:
+            if here % tp:
+                continue
+            run = two_layers(context, shape, tp, s)
+            quick = 4 * accounting.model_flops(run, 1) / (tp * gflops * 1e9 / 3) < seconds
+            if quick and rank_bytes(run, tp) < least:
+                return run
+    return None
+
+
+def layers_row(context: Context, shape: str, seconds: float) -> dict[str, Any]:
+    """Seconds of the gradients of a sample and of an update, mean of all groups, which work at the same time. Collective."""
+    run = context.agreed(chosen_layers(context, shape, seconds))
+    if run is None:
+        return {"left_out": "memory or time"}
+    tp = run.parallel.tensor_model_parallel_size
+    group = context.world.split(context.world.rank // tp, context.world.rank)
+    with trainer_of(run, group) as trainer:
+        whole, rounds = repeated(group, trainer.train_step, seconds / 2)
+        gradients, _ = repeated(group, lambda: trainer.repeat(0, 1.0), seconds / 4)
+    everyone = context.world.all_gather_object((whole, gradients))
+    whole, gradients = (statistics.fmean(times) for times in zip(*everyone, strict=True))
+    return {"tp": tp, "groups": context.world.size // tp, "seq_length": run.model.seq_length, "gradient_seconds": gradients,
+            "update_seconds": max(0.0, whole - gradients), "rounds": rounds, "parameters": accounting.parameters(run),
+            "flops": accounting.model_flops(run, 1)}
+
+
+# Checkpoint -----------------------------------------------------------------------------------------------------------------------
+
+def storage_section(context: Context) -> dict[str, Any]:
+    """GB/s of saving a checkpoint and of loading it again: by all ranks into --save, or by one node's into a temporary folder."""
+    shared = context.save is not None
+    comm = context.world if shared else context.nodes.ranks
+    result = saved(context, comm) if shared or context.nodes.number == 0 else None
+    return context.agreed(result)
+
+
+def saved(context: Context, comm: Comm) -> dict[str, Any]:
+    """Two checkpoints, the second of which replaces the first, and a load. Collective over `comm`."""
+    run = make_run("124m", {**PLAIN, **SAVED, **context.scale.model, "global_batch_size": comm.size, "seq_length": 32,
+                            "keep_last": 1})
+    with contextlib.ExitStack() as stack:
+        folder = None
+        if comm.rank == 0:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="report-", dir=context.save))
+        folder = comm.broadcast_object(folder)
+        trainer = stack.enter_context(trainer_of(replace(run, output=replace(run.output, save=folder)), comm))
+        trainer.train_step()
+        trainer.save(folder)
+        trainer.train_step()
+        comm.barrier()
+        begin = time.perf_counter()
+        trainer.save(folder)
+        written = time.perf_counter() - begin
+        size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+        begin = time.perf_counter()
+        trainer.load(folder)
+        read = time.perf_counter() - begin
+        comm.barrier()
+    return {"place": "--save" if context.save else "temporary folder",
+            "file_system": file_system(context.save or Path(tempfile.gettempdir())),
+            "ranks": comm.size, "bytes": size, "write_gbs": size / written / 1e9, "read_gbs": size / read / 1e9,
+            "note": "what was just written may be read from the node's memory"}
+
+
+def file_system(folder: Path, mounts: Path = Path("/proc/mounts")) -> str:
+    """The type of the file system that holds a folder, such as ext4, lustre or tmpfs."""
+    found = ("", "unknown")
+    with contextlib.suppress(OSError):
+        for line in mounts.read_text().splitlines():
+            point, kind = line.split()[1:3]
+            if folder.resolve().is_relative_to(point) and len(point) > len(found[0]):
+                found = point, kind
+    return found[1]
