@@ -2,6 +2,7 @@
 
     fugaku-megatron job plan --recipe 30b --nodes 6144                the decisions and the reasons
     fugaku-megatron job render --recipe 124m --nodes 256 -o FILE      write the script (to standard output without -o)
+    fugaku-megatron job render --report --nodes 2 [--slurm x86]       the script that measures the nodes (docs/report.md)
     fugaku-megatron job check FILE [-g GROUP]                         print every mistake with the line to change
     fugaku-megatron job submit FILE -g GROUP [--steps 5]              check, then pjsub; --steps: a chain of step jobs
     fugaku-megatron job slurm scripts/slurm                           write the Slurm scripts of the checkout again
@@ -28,7 +29,8 @@ from . import check as checks
 from . import job as jobs
 from . import limits, render, script
 
-OWN = ("nodes", "ranks_per_node", "mode", "group", "volumes", "elapse", "resource_group", "name", "kind", "output", "all")
+OWN = ("nodes", "ranks_per_node", "mode", "group", "volumes", "elapse", "resource_group", "name", "kind", "output", "all", "report",
+       "slurm")
 GROUP_VARIABLE = "FUGAKU_GROUP"
 # a flag that the script sets itself -> the variable of the script to use instead
 SET_BY_SCRIPT = {"save": "SAVE", "load": "SAVE", "data_path": "DATA", "train_data_path": "DATA", "vocab_file": "DATA",
@@ -128,6 +130,9 @@ def render_all(folder: Path) -> int:
 
 def add_render_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan_arguments(parser)
+    parser.add_argument("--report", action="store_true", help="a job that runs fugaku-megatron report on --nodes, instead of a run")
+    parser.add_argument("--slurm", choices=[cluster.name for cluster in render.CLUSTERS], metavar="CLUSTER",
+                        help=f"with --report: for Slurm on nodes such as {', '.join(cluster.name for cluster in render.CLUSTERS)}")
     parser.add_argument("--all", type=Path, metavar="FOLDER", help="write scripts/pjsub again, without other options")
 
 
@@ -135,7 +140,11 @@ def make(args: argparse.Namespace) -> int:
     """Write the script of a job, which needs no other file of the checkout."""
     if args.all:
         return render_all(args.all)
-    job = job_from(args)
+    check(args.slurm is None or args.report, f"--slurm {args.slurm} goes with --report: pass both, or look into scripts/slurm")
+    check(not args.report or (args.nodes or 0) > 0, "--report needs --nodes: pass the number of nodes to measure")
+    if args.slurm:
+        return _write_slurm_report(args)
+    job = report_job(args) if args.report else job_from(args)
     text = render.self_contained(render.render(job))
     left = [f"to fill in: {problem.located(args.output or 'the script')}"
             for problem in checks.problems(text, os.environ.get(GROUP_VARIABLE))]
@@ -145,6 +154,27 @@ def make(args: argparse.Namespace) -> int:
         return 0
     _write(Path(args.output), text, "-o ")
     print("\n".join([*job.why, f"wrote {args.output}", *left]))
+    return 0
+
+
+def report_job(args: argparse.Namespace) -> jobs.Job:
+    """The job on Fugaku whose ranks measure its nodes: one rank on each CMG. Raises ValueError for a user's mistake."""
+    given = {"--mode": args.mode, "--group": args.group, "--volumes": args.volumes, "--resource-group": args.resource_group}
+    ranks = args.ranks_per_node or max(limits.RANKS_PER_NODE)
+    words = ["--nodes", str(args.nodes), "--ranks-per-node", str(ranks), "--kind", "report", "--name", args.name or "report",
+             "--elapse", args.elapse or render.REPORT_TIME, *render.REPORT_FLAGS, "--global-batch-size", str(args.nodes * ranks)]
+    return job_from_words([*words, *(word for name, value in given.items() if value for word in (name, value))])
+
+
+def _write_slurm_report(args: argparse.Namespace) -> int:
+    """Print or write the script that measures nodes under Slurm."""
+    cluster = next(cluster for cluster in render.CLUSTERS if cluster.name == args.slurm)
+    text = render.render_slurm_report(cluster, args.nodes)
+    if not args.output:
+        sys.stdout.write(text)
+        return 0
+    _write(Path(args.output), text, "-o ")
+    print(f"wrote {args.output}")
     return 0
 
 

@@ -56,7 +56,34 @@ case $PJM_BULKNUM in
     3) MPI_OPTIONS+=(-mca coll_select_allreduce_algorithm trinaryx3) ;;
 esac
 train "topology-$PJM_BULKNUM"''',
+    "report": r'''# Measures the nodes of this job (docs/report.md); FLAGS only stand for a run that fits on them
+mkdir -p "$SAVE"
+# shellcheck disable=SC2086 # MORE holds several words: further flags of the report
+launch report bash -c "$(declare -f local_rank use_local run_rank); run_rank \"\$@\"" run_rank \
+    -m fugaku_megatron report --output "$OUT/report.json" --save "$SAVE" ${MORE:-}
+echo "text, page and figures: $OUT/report.txt, report.html, report.json"''',
 }
+REPORT_FLAGS = ("--recipe", "124m", "--micro-batch-size", "1", "--train-iters", "20", "--eval-iters", "0")
+REPORT_TIME = "00:30:00"
+SLURM_REPORT = r'''#!/bin/bash
+#SBATCH --job-name=report
+#SBATCH --nodes=@NODES@
+#SBATCH --ntasks-per-node=@RANKS@
+#SBATCH --cpus-per-task=@CPUS@
+#SBATCH --exclusive
+#SBATCH --time=@TIME@
+#SBATCH --output=%x.%j.log
+# Written by fugaku-megatron job render --report --slurm @CLUSTER@. Pass the site's own options to sbatch: --partition, --account
+# @COMMENTS@
+set -euo pipefail
+HERE=${FUGAKU_MEGATRON:-$SLURM_SUBMIT_DIR}  # the program's folder, on a shared file system
+PYTHON=${PYTHON:-$HERE/.venv/bin/python}
+PMI=${PMI:-}                                # pmix for Open MPI, pmi2 for MPICH; empty: the site's default
+export PYTHONPATH=$HERE${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+# Further words are flags of the report, such as --save DIR
+srun --kill-on-bad-exit=1 --cpu-bind=cores ${PMI:+--mpi="$PMI"} "$PYTHON" -m fugaku_megatron report \
+    --output "$SLURM_SUBMIT_DIR/report.$SLURM_JOB_ID.json" "$@"
+'''
 LEAVE_SECONDS = 300  # so long before the time limit the trainer gets the signal to save and exit
 USABLE = 0.8  # share of a node's memory that the model may use; the rest is for MPI, Python and the system
 SLURM_TEMPLATE = r'''#!/bin/bash
@@ -220,6 +247,16 @@ def render_slurm(cluster: Cluster, job: Recipe) -> str:
               "COMMENTS": "\n".join(f"# {line}" for line in cluster.comments),
               "LAYOUT": f"DP {layout.dp} x TP {layout.tp} x PP {layout.pp}; {mib:.0f} MiB on the fullest rank (model)"}
     text = SLURM_TEMPLATE
+    for mark, value in filled.items():
+        text = text.replace(f"@{mark}@", str(value))
+    return text
+
+
+def render_slurm_report(cluster: Cluster, nodes: int) -> str:
+    """The script that measures so many nodes of a cluster."""
+    filled = {"NODES": nodes, "RANKS": cluster.ranks_per_node, "CPUS": cluster.cores // cluster.ranks_per_node, "TIME": REPORT_TIME,
+              "CLUSTER": cluster.name, "COMMENTS": "\n# ".join(cluster.comments)}
+    text = SLURM_REPORT
     for mark, value in filled.items():
         text = text.replace(f"@{mark}@", str(value))
     return text

@@ -246,3 +246,32 @@ def test_render_says_what_check_still_finds(tmp_path, monkeypatch, capsys):
     (tmp_path / "fugaku_megatron.tar").write_bytes(b"")
     assert main([*words, "-o", "my.sh", "-g", "hp000000"]) == 0 and "to fill in" not in capsys.readouterr().out
     assert main(["check", "my.sh"]) == 0
+
+
+@pytest.mark.parametrize("nodes, words", [(2, "--group hp000000"), (24, "--ranks-per-node 2 --mode boost-eco-2.2 --name mine")])
+def test_the_job_that_measures_nodes_is_a_script_without_mistakes(nodes, words, tmp_path, capsys):
+    file = tmp_path / "report.sh"
+    assert main(["render", "--report", "--nodes", str(nodes), *words.split(), "-o", str(file)]) == 0
+    text = file.read_text()
+    assert check.problems(text, group="hp000000", files=False) == []
+    parsed = script.parse(text)
+    assert f"proc={nodes * (2 if 'ranks' in words else 4)}," in text and parsed.text("-L", "elapse") == render.REPORT_TIME
+    assert "-m fugaku_megatron report --output" in text and "train gpt" not in text
+    check_scripts([file], [])
+
+
+@pytest.mark.parametrize("cluster", render.CLUSTERS, ids=lambda cluster: cluster.name)
+def test_the_same_for_slurm(cluster, tmp_path, capsys):
+    file = tmp_path / "report.sbatch"
+    assert main(["render", "--report", "--nodes", "3", "--slurm", cluster.name, "-o", str(file)]) == 0
+    text = file.read_text()
+    assert f"--nodes=3\n#SBATCH --ntasks-per-node={cluster.ranks_per_node}\n" in text and "@" not in text.replace('"$@"', "")
+    check_scripts([file], [])
+
+
+@pytest.mark.parametrize("words, message", [
+    ("--report", "--report needs --nodes"), ("--slurm x86 --nodes 2", "--slurm x86 goes with --report"),
+    ("--report --slurm x86", "--report needs --nodes")])
+def test_mistakes_of_such_a_job(words, message, capsys):
+    assert main(["render", *words.split()]) == 2
+    assert message in capsys.readouterr().err

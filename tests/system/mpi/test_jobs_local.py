@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from fugaku_megatron import cli
 from tests.system.mpi import launch
 from tests.system.mpi.kills import iterations, kill_after
 
@@ -172,3 +173,13 @@ def test_the_emulated_mpiexec(monkeypatch):
     assert "--cpu-frequency" not in words and "2.0" not in words and words[-2:] == ["--seed", "7"] and "--lr" in words
     with pytest.raises(ValueError, match="-ppn is unknown"):
         commands.split(["-ppn", "1", "bash"])
+
+
+def test_a_job_reports_its_nodes(local, tmp_path):
+    assert cli.main(["job", "render", "--report", "--nodes", "2", "-o", str(tmp_path / "report.sh")]) == 0
+    done = local("local_pjsub", "--scale", "2", "--elapse", "200", "--wait", "-x",
+                 "MORE=--shrunk --minutes 0.3 --only host kernels",
+                 str(tmp_path / "report.sh"))
+    assert done.returncode == 0, (tmp_path / "report.1.err").read_text()
+    report = json.loads(next((tmp_path / "output").rglob("report.json")).read_text())
+    assert report["complete"] and len(report["sections"]["kernels"]["ranks"]) == 2
