@@ -42,6 +42,7 @@ help:
 	@echo "make arm-env      installs compilers and an emulated A64FX into .arm/ (x86-64 Debian 12 with apt and root)"
 	@echo "make test-arm     make arm-env, then kernels and training on the emulated A64FX"
 	@echo "make arm-codegen  gate on the machine code of the hot loops for A64FX; prints modelled cycles"
+	@echo "make amx-codegen  the same for AMX, with cycles by Intel's published throughput"
 	@echo "make driver | arm-driver   a static program that runs one kernel, for this machine or for A64FX"
 	@echo "make clean   remove what was built; keeps $(DEMO)/"
 
@@ -180,7 +181,7 @@ clean:
 	rm -rf $(VENV) build dist site fugaku_megatron.egg-info fugaku_megatron/_kernels*.so
 
 # ARM without an A64FX: an emulated one in .arm/ (tools/arm_env.py), on x86-64 Debian 12 with apt and root.
-.PHONY: arm-env arm-ext test-arm arm-codegen arm-driver driver
+.PHONY: arm-env arm-ext test-arm arm-codegen amx-codegen arm-driver driver
 
 arm-env: $(STAMPS)/test-packages
 	@$(BIN)/python -m tools.arm_env
@@ -192,7 +193,10 @@ test-arm: arm-ext
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile tests/arm
 
 arm-codegen: setup
-	@$(BIN)/python -m tools.arm_codegen
+	@$(BIN)/python -m tools.codegen arm
+
+amx-codegen: setup
+	@$(BIN)/python -m tools.codegen amx
 
 driver: setup
 	@$(BIN)/python -m tools.build_driver

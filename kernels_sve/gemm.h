@@ -52,7 +52,6 @@ struct Gemm {
   static constexpr int ROWS = Words::TILE_ROWS, ROW_STEP = Words::ROW_STEP;
   static constexpr int COLUMNS = NR * Words::WIDE,
                        A_ROW = ROWS / Words::WIDE;           // of a tile; of A's panel, in 32-bit words
-  static constexpr int A_PANELS = Words::TILES ? 1 : PACK_PANELS;  // packed at a time where rows of k are contiguous
   static constexpr int64_t GROUP = PACK_PANELS * COLUMNS;  // columns of B that are packed at a time
   const GemmArgs& g;
   GemmBlocks blocks;
@@ -177,7 +176,7 @@ struct Gemm {
                   end = t < last ? some.begin + last * ROWS : some.end;
     float* panels = a_panels + t * A_ROW * words(deep);
 #ifdef FM_HAS_TILES
-    if constexpr (Words::TILES) return pack_tiles(a_at(begin, p), g.a_row, g.a_col, g.m - begin, deep, panels), 1;
+    if constexpr (Words::TILES) return pack_tile_panels(a_at(begin, p), g.a_row, g.a_col, end - begin, g.m - begin, deep, panels);
 #endif
     return pack_panels<Words, ROWS>(a_at(begin, p), g.a_row, g.a_col, end - begin, g.m - begin, deep, panels);
   }
@@ -185,7 +184,7 @@ struct Gemm {
   // What pack_a reads next, as it lies in memory.
   Source source_of(int64_t begin, int64_t p, int64_t deep) const {
     constexpr int64_t BYTES = sizeof(T);
-    if (g.a_row == 1) return Source::of_rows(a_at(begin, p), A_PANELS * ROWS * BYTES, g.a_col * BYTES, deep);
+    if (g.a_row == 1) return Source::of_rows(a_at(begin, p), PACK_PANELS * ROWS * BYTES, g.a_col * BYTES, deep);
     return Source::of_rows(a_at(begin, p), deep * BYTES, g.a_row * BYTES, ROWS);
   }
 

@@ -18,13 +18,25 @@ template <int ROWS>
 static __attribute__((noinline)) void tiles_kernel(int64_t words, const uint32_t* a, const float* b, float* c, int64_t ldc, bool,
                                                    Fetches& fetches) {
   static_assert(TILE % Fetches::STEPS == 0, "whole turns in a step");
-  fetches.begin(ROWS, words);
+  Fetches local = fetches;  // the tiles' own accesses would else make the loop write it back
+  local.begin(ROWS, words);
   zero_sums<ROWS / TILE>();
   multiply_tiles<ROWS / TILE>(a, reinterpret_cast<const uint32_t*>(b), words / TILE, [&]() FM_INLINE_LAMBDA {
 #pragma GCC unroll 4
-    for (int turn = 0; turn < TILE / Fetches::STEPS; ++turn) fetches.turn();
+    for (int turn = 0; turn < TILE / Fetches::STEPS; ++turn) local.turn();
   });
+  fetches = local;
   store_sums<ROWS / TILE>(c, ldc * 4);
+}
+
+// pack_panels of gemm_pack.h for A.
+FM_INLINE int pack_tile_panels(const bf16* src, int64_t i_stride, int64_t k_stride, int64_t left, int64_t valid, int64_t depth, float* out) {
+  const int panels = i_stride == 1 && left >= Tuning::PACK_PANELS * TILE_COLUMNS ? Tuning::PACK_PANELS : 1;
+  const int64_t panel = (depth + TILE_DEPTH - 1) / TILE_DEPTH * TILE_STEP;
+  for (int64_t q = 0; q < panels; ++q) {
+    pack_tiles(src + q * TILE_COLUMNS * i_stride, i_stride, k_stride, valid - q * TILE_COLUMNS, depth, out + q * panel);
+  }
+  return panels;
 }
 
 // out[i] += the sum over k of row i, of a panel of A.

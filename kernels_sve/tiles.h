@@ -51,6 +51,7 @@ FM_INLINE void store_sums(float* c, int64_t stride) {
 // sums += A B over `steps` steps of k; before() runs ahead of each.
 template <int ROWS, class F>
 FM_INLINE void multiply_tiles(const uint32_t* a, const uint32_t* b, int64_t steps, const F& before) {
+#pragma GCC unroll 1
   for (; steps > 0; --steps, a += TILE_STEP, b += TILE_STEP) {
     before();
     tile_load<4>(a, 64), tile_load<6>(b, SUMS_ROW);

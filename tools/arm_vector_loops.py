@@ -1,4 +1,4 @@
-"""Cycles a vector of the elementwise loops on the A64FX, for tools/arm_codegen.py: exp, activations, dropout, AdamW, softmax.
+"""Cycles a vector of the elementwise loops on the A64FX, for tools/codegen.py: exp, activations, dropout, AdamW, softmax.
 
 Each loop is alone in a function of SOURCE, without the choices that a call makes once, and is found by its name. Its vectors are
 counted by an instruction that every vector needs. Tested by tests/arm/test_codegen.py.

@@ -1,4 +1,4 @@
-"""The innermost loops of AArch64 assembly, and what is slow in them on an A64FX or a Neoverse, for tools/arm_codegen.py.
+"""The innermost loops of assembly, and what is slow in them on an A64FX or a Neoverse, for tools/codegen.py and amx_loops.py.
 
 A loop is known by its function's name and by the source file of its multiply-adds in the compiler's .loc lines (-g1, which changes
 no code), so the source needs no marks that could disturb the scheduler. Left out: loops that end in an indirect branch.
@@ -17,7 +17,8 @@ ACCUMULATOR = {"bfmmla": 0, "fmla": 0, "fmls": 0, "fnmla": 0, "fnmls": 0, "fmad"
 MIN_BETWEEN = 18  # other FMLAs between two on one accumulator: latency 9 on two pipes
 FILE = re.compile(r'\.file\s+(\d+)\s+(?:"[^"]*"\s+)?"([^"]*)"')
 FUNCTION = re.compile(r"\.type\s+(\S+),\s*[%@]function")
-BRANCH = re.compile(r"(b|b\.?[a-z]{2,5}|cbn?z|tbn?z)$")
+BRANCH = re.compile(r"(b|b\.?[a-z]{2,5}|cbn?z|tbn?z|j[a-z]{1,4})$")
+LEAVES = ("b", "ret", "jmp")  # what follows is not run next
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def functions(assembly: str) -> Iterator[tuple[str, list[Instruction], dict[str,
     files: dict[str, str] = {}
     name, code, labels, here = "", [], {}, ""
     for line in assembly.splitlines():  # a million: patterns are for the few that may fit
-        line = line.split("//", 1)[0].strip()
+        line = line.split("//", 1)[0].split("# ", 1)[0].strip()  # comments for ARM and for x86
         if line.endswith(":"):
             labels[line[:-1]] = len(code)
         elif not line.startswith("."):
@@ -130,21 +131,28 @@ def around_loop(assembly: str, inner: Loop) -> Loop:
     """
     code, labels = code_of(assembly, inner.function)
     begin, end = next((begin, end) for begin, end, label in innermost_spans(code, labels) if label == inner.label)
-    after: list[set[int]] = [set() for _ in code]
-    for i, instruction in enumerate(code):
-        if BRANCH.match(instruction.mnemonic) and instruction.operands and instruction.operands[-1] in labels:
-            after[i].add(labels[instruction.operands[-1]])
-        if instruction.mnemonic not in ("b", "ret") and i + 1 < len(code):
-            after[i].add(i + 1)
+    after = successors(code, labels)
     before: list[set[int]] = [set() for _ in code]
     for i, targets in enumerate(after):
         for target in targets:
             before[target].add(i)
-    inside = sorted((_reached(begin, after) & _reached(begin, before)) - set(range(begin, end + 1)))
+    inside = sorted((reached(begin, after) & reached(begin, before)) - set(range(begin, end + 1)))
     return Loop(inner.function, "around", tuple(code[i] for i in inside if not BRANCH.match(code[i].mnemonic)))
 
 
-def _reached(start: int, edges: list[set[int]]) -> set[int]:
+def successors(code: list[Instruction], labels: dict[str, int]) -> list[set[int]]:
+    """Which instructions may follow each one of a function."""
+    after: list[set[int]] = [set() for _ in code]
+    for i, instruction in enumerate(code):
+        if BRANCH.match(instruction.mnemonic) and instruction.operands and instruction.operands[-1] in labels:
+            after[i].add(labels[instruction.operands[-1]])
+        if instruction.mnemonic not in LEAVES and i + 1 < len(code):
+            after[i].add(i + 1)
+    return after
+
+
+def reached(start: int, edges: list[set[int]]) -> set[int]:
+    """What the edges lead to from `start`, itself among it."""
     found, waiting = set(), [start]
     while waiting:
         i = waiting.pop()

@@ -31,17 +31,19 @@ needs_python = pytest.mark.skipif(bool(absent()), reason=absent())
 
 
 class Objects:
-    """Objects of the extension without Python, by setup.py's own rules; those of `make arm-ext` are used again."""
+    """Objects of the extension without Python, by setup.py's rules; those of `make arm-ext` or `make kernels` are used again."""
 
-    def __init__(self, build: Path, **variables: str) -> None:
-        compiler = setup.Compiler(build, {"CXX": CXX, **(arm_env.extension_environment() if arm_env.ready() else {}), **variables})
+    def __init__(self, build: Path, arm: bool = True, **variables: str) -> None:
+        changes = {"CXX": CXX, **(arm_env.extension_environment() if arm_env.ready() else {})} if arm else {"CXX": "g++"}
+        compiler = setup.Compiler(build, {**changes, **variables})
         jobs = [job for job in compiler.jobs() if not job[1].name.startswith("bind")]
         for job in jobs:
             compiler.compile(*job, force=False)
+        self.cxx = compiler.cxx
         self.paths = [str(obj) for _, _, obj in jobs]
 
     def link(self, source: Path, output: Path, *flags: str) -> Path:
-        command = [CXX, "-std=c++17", "-O1", f"-I{setup.SOURCES}", str(source), *self.paths, "-fopenmp", *flags]
+        command = [*self.cxx, "-std=c++17", "-O1", f"-I{setup.SOURCES}", str(source), *self.paths, "-fopenmp", *flags]
         subprocess.run([*command, "-o", str(output)], check=True)
         return output
 

@@ -82,8 +82,8 @@ void check_adamw(int64_t n, DType moments) {
 // Output, log-sum-exp and gradients of s positions, with dropout and a head size that ends in the middle of a vector: 6 heads,
 // of which 6 / groups share a key and a value.
 void check_attention(int64_t s, int64_t groups, int64_t window) {
-  for (DType dtype : {DType::f32, DType::f16}) {
-    const float tolerance = dtype == DType::f32 ? 4e-6f : 4e-3f;
+  for (DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+    const float tolerance = dtype == DType::f32 ? 4e-6f : dtype == DType::f16 ? 4e-3f : 3e-2f;
     compare("attention", tolerance, tolerance, [&] {
       const AttentionArgs args{s, 1, 6, groups, 36, window, 0.3f, 99, 3, 5, 1};
       const int64_t n = s * 6 * 36, inputs = s * (6 + 2 * groups) * 36;

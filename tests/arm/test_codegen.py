@@ -1,5 +1,6 @@
 """The gate on hot loops: its parser on written-out loops, good and bad, and the real kernels under both compilers."""
 
+import platform
 import re
 import shutil
 import subprocess
@@ -8,10 +9,10 @@ import sys
 import pytest
 
 from tests.arm import builds
-from tools import arm_codegen, arm_vector_loops
+from tools import amx_loops, arm_vector_loops, codegen
 from tools.asm_loops import around_loop, faults, innermost_loops, outside_loops, shortest_gap, slow_instructions
 
-needs_model = pytest.mark.skipif(not shutil.which(arm_codegen.MCA[0]), reason=f"needs {arm_codegen.MCA[0]}")
+needs_model = pytest.mark.skipif(not shutil.which(codegen.MCA[0]), reason=f"needs {codegen.MCA[0]}")
 ACCUMULATORS = 24
 CLEAN = [f"fmla z{i}.s, p0/m, z30.s, z31.s" for i in range(ACCUMULATORS)]
 LOADS = ["ld1rw z30.s, p0/z, [x1]", "ld1w z31.s, p0/z, [x2]", "add x1, x1, 4"]
@@ -72,26 +73,26 @@ def test_distance_between_two_on_one_accumulator(body, gap):
 
 def test_missing_loop_is_a_fault():
     """A renamed file or a loop that the compiler no longer keeps in registers must not pass unseen."""
-    kernels = arm_codegen.hot_kernels((12, 2), 8)
+    kernels = codegen.hot_kernels((12, 2), 8)
     for text in (function(LOADS + CLEAN[:8]), function(LOADS + CLEAN, file="other.h"), function(LOADS + CLEAN, name="f")):
-        wrong = [fault for _, reasons in arm_codegen.check("GCC", text, kernels[:1]) for fault in reasons]
+        wrong = [fault for _, reasons in codegen.check("GCC", text, kernels[:1]) for fault in reasons]
         assert wrong == ["GCC GEMM k-loop: no loop of 24 or more multiply-adds in gemm_micro.h"]
 
 
 @needs_model
 def test_the_model_sees_a_slow_loop():
-    kernel = arm_codegen.hot_kernels((12, 2), 8)[0]
+    kernel = codegen.hot_kernels((12, 2), 8)[0]
     fast, slow = only_loop(LOADS + CLEAN), only_loop(LOADS + CLEAN + ["mov z26.d, z27.d"] * 60)
-    assert arm_codegen.row("GCC", "f", kernel, fast)[1] == []
-    assert "of the peak in the model, 98 % needed" in arm_codegen.row("GCC", "f", kernel, slow)[1][0]
+    assert codegen.row("GCC", "f", kernel, fast)[1] == []
+    assert "of the peak in the model, 98 % needed" in codegen.row("GCC", "f", kernel, slow)[1][0]
 
 
 @needs_model
 @pytest.mark.parametrize(("fetches", "wrong"), [(4, []), (200, ["GCC GEMM k-loop, 8 turns with what is fetched: "])])
 def test_the_model_sees_what_is_fetched(fetches, wrong):
-    kernel = arm_codegen.hot_kernels((12, 2), 8)[0]
+    kernel = codegen.hot_kernels((12, 2), 8)[0]
     text = function(LOADS + CLEAN).replace("str z0, [x4]", "\n".join(["str z0, [x4]", *["\tprfm PLDL2KEEP, [x7]"] * fetches]))
-    found = [fault for _, reasons in arm_codegen.check("GCC", text, [kernel]) for fault in reasons]
+    found = [fault for _, reasons in codegen.check("GCC", text, [kernel]) for fault in reasons]
     assert [fault[: len(start)] for fault, start in zip(found, wrong, strict=True)] == wrong
 
 
@@ -114,30 +115,69 @@ def test_the_loop_of_whole_groups_of_vectors_is_taken():
 def test_an_elementwise_loop_is_held_to_its_cycles():
     slow = [*EXP, *["fadd z20.s, z20.s, z30.s"] * 4]
     texts = {"GCC": elementwise(EXP * 2), "Clang": elementwise(slow)}
-    line, faults_found = arm_codegen.vector_cycles(GELU, texts)
+    line, faults_found = codegen.vector_cycles(GELU, texts)
     assert len(faults_found) == 1 and re.fullmatch(r"Clang GELU: 3\d\.\d cycles a vector, at most 26 allowed", faults_found[0])
     assert float(line.split()[-1]) > 2
     texts["Clang"] = elementwise(["add x1, x1, 4"])
-    assert arm_codegen.vector_cycles(GELU, texts)[1] == ["Clang GELU: no loop with fexpa in gelu_alone"]
+    assert codegen.vector_cycles(GELU, texts)[1] == ["Clang GELU: no loop with fexpa in gelu_alone"]
+
+
+TILE_LOADS = ["tileloadd (%rsi,%rbx,1), %tmm4", "tileloadd (%rdx,%rcx,1), %tmm6", "tileloadd (%rdi,%rcx,1), %tmm7",
+              "tileloadd (%r9,%rbx,1), %tmm5"]
+PRODUCTS = [f"tdpbf16ps %tmm{b}, %tmm{a}, %tmm{c}" for c, (a, b) in enumerate([(4, 6), (4, 7), (5, 6), (5, 7)])]
+
+
+def tiles_function(body, fetched=()):
+    """tiles_kernel<32> as a compiler writes it: what is fetched lies after the loop, and the sums are stored after it."""
+    lines = ['.file 1 "tiles.h"', ".type f, @function", "f:", "tilezero %tmm0", ".L3: # in Loop", "testq %rax, %rax", "jne .L9",
+             ".L4:", *body, "addq $2048, %rsi", "decq %r8", "jne .L3", "tilestored %tmm0, (%rdi,%rcx,1)", "ret", ".L9:", *fetched,
+             "jmp .L4", ".size f, .-f"]
+    return "\n".join("\t" + line for line in lines)
+
+
+def test_the_loop_of_tiles_is_found_with_what_it_fetches():
+    (loop,) = amx_loops.tile_loops(tiles_function(TILE_LOADS + PRODUCTS, ["prefetcht0 (%rax)"] * 60))
+    assert amx_loops.faults(loop) == [] and amx_loops.cycles(loop.loop.body) == 64
+    assert amx_loops.count(loop.everything.body, "prefetcht0") == 60 and amx_loops.count(loop.everything.body, "tilestored") == 0
+    (slow,) = amx_loops.tile_loops(tiles_function(TILE_LOADS + PRODUCTS, ["prefetcht0 (%rax)"] * 120))
+    assert amx_loops.cycles(slow.everything.body) == 4 * 8 + 120 / 3
+
+
+@pytest.mark.parametrize(("body", "message"), [
+    ([*TILE_LOADS, *PRODUCTS, "tilestored %tmm0, (%rax,%rbx,1)"], "a tile is stored in the loop"),
+    (["tileloadd 64(%rsp,%rcx,1), %tmm4", *TILE_LOADS[1:], *PRODUCTS], "a tile on the stack"),
+    ([*TILE_LOADS, *PRODUCTS[:3]], "3 tile products for 4 tile loads"),
+    ([*TILE_LOADS[:3], *PRODUCTS[:1] * 3], "30.8 % of the matrix unit's rate in the model"),  # one sum waits for itself
+])
+def test_a_loop_that_wastes_the_matrix_unit_is_named(body, message):
+    (loop,) = amx_loops.tile_loops(tiles_function(body))
+    assert any(message in fault for fault in amx_loops.faults(loop))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ for x86-64")
+def test_kernels_for_amx_pass_the_gate():
+    gate = subprocess.run([sys.executable, "-m", "tools.codegen", "amx"], cwd=builds.ROOT, capture_output=True, text=True)
+    assert gate.returncode == 0, gate.stdout + gate.stderr
+    assert gate.stdout.count("tiles_kernel<32> with what is fetched") >= 1 and gate.stdout.count("block_gradients") >= 3
 
 
 @builds.needs_compiler
 def test_kernels_pass_the_gate():
-    gate = subprocess.run([sys.executable, "-m", "tools.arm_codegen"], cwd=builds.ROOT, capture_output=True, text=True)
+    gate = subprocess.run([sys.executable, "-m", "tools.codegen", "arm"], cwd=builds.ROOT, capture_output=True, text=True)
     print(gate.stdout)
     assert gate.returncode == 0, gate.stdout + gate.stderr
-    for compiler in (name for name, cxx in arm_codegen.COMPILERS.items() if shutil.which(cxx.split()[0])):
-        assert len(re.findall(rf"^{compiler} +GEMM BF16 k-loop:", gate.stdout, re.MULTILINE)) == len(arm_codegen.NEOVERSES)
+    for compiler in (name for name, cxx in codegen.COMPILERS.items() if shutil.which(cxx.split()[0])):
+        assert len(re.findall(rf"^{compiler} +GEMM BF16 k-loop:", gate.stdout, re.MULTILINE)) == len(codegen.NEOVERSES)
 
 
 @builds.needs_compiler
 @needs_model
 def test_a_chunk_of_fp16_sums_costs_a_share_of_the_peak():
     """From the real kernels: a step of k takes half a cycle per accumulator, a chunk less than its steps from 32 on."""
-    text = arm_codegen.assembly(arm_codegen.GCC, "GCC 12")
-    step, per_chunk = arm_codegen.chunk_costs(text, (12, 2))
+    text = codegen.assembly(codegen.GCC, "GCC 12")
+    step, per_chunk = codegen.chunk_costs(text, (12, 2))
     assert step == pytest.approx(12, rel=0.02)
     assert 24 < per_chunk < 32 * step
-    line = arm_codegen.chunk_line("GCC 12", text, (12, 2))
+    line = codegen.chunk_line("GCC 12", text, (12, 2))
     shares = [int(share) for share in re.findall(r"\d+: (\d+)", line)]
-    assert len(shares) == len(arm_codegen.CHUNKS) and shares == sorted(shares) and 0 < shares[0] < shares[-1] <= 100
+    assert len(shares) == len(codegen.CHUNKS) and shares == sorted(shares) and 0 < shares[0] < shares[-1] <= 100

@@ -3,8 +3,11 @@
 The A64FX model of qemu refuses what the A64FX lacks, so this also shows that no SVE2 or BF16 instruction slipped in.
 """
 
+import subprocess
+
 import pytest
 
+from fugaku_megatron.host import kernels
 from tests.arm import builds
 
 pytestmark = builds.needs_compiler
@@ -53,15 +56,20 @@ def test_builds_for_another_vector_length_or_with_bf16_are_refused(printed):
         assert "sve256bf16 not run: this CPU has no svebf16" in text.splitlines()
 
 
-def test_no_memory_error_or_undefined_behaviour(tmp_path, monkeypatch):
+@pytest.mark.parametrize("target", ["sve512", "amx_emulated"])
+def test_no_memory_error_or_undefined_behaviour(tmp_path, target):
+    arm = target.startswith("sve")
+    if not arm and target not in kernels.runnable_targets(emulated=True):
+        pytest.skip(f"this CPU does not run {target}")
     # Expensive optimizations: without them GCC forms no fused multiply-adds, on which the accuracy of exp rests.
     flags = "-O1 -fexpensive-optimizations -fsanitize=address,undefined -fno-sanitize-recover=undefined"
     # One build alone: with sanitizers each takes long to compile.
-    one = tuple(target for target in builds.setup.TARGETS if target.name == "sve512")
-    monkeypatch.setattr(builds.setup, "TARGETS", one)
-    objects = builds.Objects(tmp_path, CXXFLAGS=flags)
+    objects = builds.Objects(tmp_path, arm, CXXFLAGS=flags, KERNEL_TARGETS=target)
     for source in CHECKERS:
         program = objects.link(source, tmp_path / source.stem, *flags.split())
-        run = builds.emulate("a64fx", program, QEMU_LD_PREFIX="/usr/aarch64-linux-gnu", ASAN_OPTIONS="detect_leaks=0")
+        if arm:
+            run = builds.emulate("a64fx", program, QEMU_LD_PREFIX="/usr/aarch64-linux-gnu", ASAN_OPTIONS="detect_leaks=0")
+        else:
+            run = subprocess.run([program], capture_output=True, text=True, env={"OMP_NUM_THREADS": "3"})
         assert run.returncode == 0, run.stdout + run.stderr
-        assert "sve512 agrees with the reference" in run.stdout
+        assert f"{target} agrees with the reference" in run.stdout

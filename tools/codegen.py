@@ -1,15 +1,20 @@
-"""Checks the machine code of the hot loops: cross-compiles for the A64FX and for Neoverse and reads the assembly.
+"""Checks the machine code of the hot loops: compiles for the A64FX, for Neoverse and for AMX and reads the assembly.
 
-    make arm-codegen                      (or: python -m tools.arm_codegen)
+    make arm-codegen                      (or: python -m tools.codegen arm)
+    make amx-codegen                      (or: python -m tools.codegen amx)
 
-It reads every family of kernels for the A64FX, and the BF16 GEMM for Neoverse V1 (SVE of 256 bits) and V2 (128 bits). It prints
-which share of the FP16 peak remains when every chunk of FP16 sums is added in float32 (gemm_half.h), and the cycles a vector of the
-elementwise loops, each with a limit (tools/arm_vector_loops.py). It fails
+For ARM it reads every family of kernels for the A64FX, and the BF16 GEMM for Neoverse V1 (SVE of 256 bits) and V2 (128 bits). It
+prints which share of the FP16 peak remains when every chunk of FP16 sums is added in float32 (gemm_half.h), and the cycles a vector
+of the elementwise loops, each with a limit (tools/arm_vector_loops.py). It fails
 
 - when an inner-product loop spills, multiplies by element, has FMLAs of one accumulator too close together or falls below its share
   of the peak in llvm-mca's model, the GEMM's also with all that it can fetch (gemm_fetch.h);
 - when any loop for the A64FX holds a vector divide, square root or INSR;
 - when an expected loop is not found.
+
+For AMX (target amx, Sapphire Rapids) it reads the BF16 GEMM and attention. It fails when a loop over k stores a tile, reads one
+from the stack, has fewer tile products than tile loads, or falls below its share of the matrix unit's rate by Intel's published
+cycles, the GEMM's also with all that it can fetch (tools/amx_loops.py).
 
 It uses GCC 12 and, where installed, Clang 19; without llvm-mca-19 it says that there is no model. The model is of one core with all
 data in L1: no caches, no measurement. Tested by tests/arm/test_codegen.py.
@@ -19,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -28,7 +34,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import setup
-from tools import arm_env, arm_vector_loops
+from tools import amx_loops, arm_env, arm_vector_loops
 from tools.arm_vector_loops import LOOPS, VectorLoop, hot_loop
 from tools.asm_loops import Loop, around_loop, faults, innermost_loops, outside_loops, slow_instructions
 
@@ -43,7 +49,7 @@ CHUNKS = (16, 32, 64, 128, 256)  # steps of k summed in FP16
 @dataclass(frozen=True)
 class Machine:
     """A core as llvm-mca models it. target: of setup.py. pipes: multiply-adds that it begins in a cycle. families: those of
-    target.cc that are read; source: another text instead of target.cc."""
+    target.cc that are read; source: another text instead of target.cc. cxx: the compiler of the baseline."""
 
     name: str
     target: str
@@ -51,6 +57,7 @@ class Machine:
     pipes: int
     families: tuple[str, ...]
     source: str = ""
+    cxx: str = GCC
 
 
 # LLVM's own model says that an A64FX decodes 6 instructions a cycle; it decodes 4.
@@ -58,6 +65,8 @@ class Machine:
 A64FX = Machine("A64FX", "sve512", ("-mcpu=a64fx", "-dispatch=4"), 2, tuple(f for f in setup.families() if f != "bench"))
 NEOVERSES = (Machine("Neoverse V1", "sve256bf16", ("-mcpu=neoverse-v1",), 2, ("gemm",)),
              Machine("Neoverse V2", "sve128bf16", ("-mcpu=neoverse-v2",), 4, ("gemm",)))
+AMX = Machine("Sapphire Rapids", "amx", (), 1, setup.TILE_FAMILIES, cxx="g++")
+AMX_COMPILERS = {"GCC": "g++", "Clang 19": "clang++-19"}
 VECTOR_LOOPS = replace(A64FX, families=("vectors",), source=arm_vector_loops.SOURCE)
 
 
@@ -101,7 +110,7 @@ def gemm_tuning(machine: Machine) -> tuple[tuple[int, int], int]:
 
 def assembly(cxx: str, name: str, machine: Machine = A64FX) -> str:
     """The machine's code with line numbers, by setup.py's own flags, one family after another; made anew only after a change."""
-    compiler = setup.Compiler(ROOT / "build", {**os.environ, "CXX": GCC, "TARGET_CXX": cxx})
+    compiler = setup.Compiler(ROOT / "build", {**os.environ, "CXX": machine.cxx, "TARGET_CXX": cxx})
     target = next(t for t in setup.TARGETS if t.name == machine.target)
     flags = [f"-I{setup.SOURCES}", "-g1", "-S"]
     texts = []
@@ -237,17 +246,59 @@ def vector_faults(compilers: dict[str, str]) -> list[str]:
     return found
 
 
+def check_tiles(compiler: str, text: str) -> Iterator[tuple[str, list[str]]]:
+    """(line, faults) of every loop over k of whole tiles in the code for AMX, alone and with what it fetches."""
+    for loop in amx_loops.tile_loops(text):
+        function = demangled([loop.loop.function])[0].split("(")[0].removeprefix("void ")
+        if function == "tiles_kernel<16>":  # at the bottom of a matrix: a tile of A for two of B
+            continue
+        reasons = amx_loops.faults(loop)
+        parts = [(function, loop.loop.body)]
+        if function.startswith("tiles_kernel"):
+            parts.append((f"{function} with what is fetched", loop.everything.body))
+            if amx_loops.share(loop.everything.body) < amx_loops.MIN_SHARE:
+                reasons.append("what is fetched takes longer than the products of tiles")
+        for name, body in parts:
+            products, loads = amx_loops.count(body, amx_loops.DOT), amx_loops.count(body, *amx_loops.LOADS)
+            yield (f"{compiler:9} {name:60.60} {products:8} {loads:5} {len(body):6} {amx_loops.cycles(body):7.1f} "
+                   f"{100 * amx_loops.share(body):8.1f}%"), [f"{compiler} {name}: {reason}" for reason in reasons]
+            reasons = []
+
+
+def amx_faults(compilers: dict[str, str]) -> list[str]:
+    """Prints the loops over k of the code for AMX and returns what is wrong with them."""
+    print(f"{AMX.name}, {AMX.target}: cycles by Intel's published throughput, all data in L1; not a measurement")
+    print(f"{'compiler':9} {'loop':60} {'products':>8} {'loads':>5} {'instr.':>6} {'cycles':>7} {'of peak':>9}")
+    found = []
+    for name, cxx in compilers.items():
+        text, lines = assembly(cxx, name, AMX), 0
+        for line, wrong in check_tiles(name, text):
+            found += wrong
+            lines += "tiles_kernel<32>" in line
+            print(line, flush=True)
+        if not lines:
+            found.append(f"{name}: no loop over k in tiles_kernel<32>")
+    return found
+
+
+def arm_faults(compilers: dict[str, str]) -> list[str]:
+    """The same of the code for ARM."""
+    found = [fault for machine in (A64FX, *NEOVERSES) for fault in machine_faults(machine, compilers)]
+    return found + (vector_faults(compilers) if shutil.which(MCA[0]) else [])
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="arm_codegen", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
-    if not shutil.which(GCC):
-        print(f"arm-codegen: not run: no {GCC} (make arm-env)")
+    parser = argparse.ArgumentParser(prog="codegen", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("processor", choices=("arm", "amx"))
+    processor = parser.parse_args().processor
+    compilers, needed, check_all = {"arm": (COMPILERS, GCC, arm_faults), "amx": (AMX_COMPILERS, "g++", amx_faults)}[processor]
+    if not shutil.which(needed) or processor == "amx" and platform.machine() != "x86_64":
+        print(f"{processor}-codegen: not run: no {needed}" + (" (make arm-env)" if processor == "arm" else " for x86-64"))
         return 3
-    there = {name: cxx for name, cxx in COMPILERS.items() if shutil.which(cxx.split()[0])}
-    for name in COMPILERS.keys() - there.keys():
-        print(f"{name}: not checked: no {COMPILERS[name].split()[0]} (make arm-env)")
-    found = [fault for machine in (A64FX, *NEOVERSES) for fault in machine_faults(machine, there)]
-    found += vector_faults(there) if shutil.which(MCA[0]) else []
+    there = {name: cxx for name, cxx in compilers.items() if shutil.which(cxx.split()[0])}
+    for name in compilers.keys() - there.keys():
+        print(f"{name}: not checked: no {compilers[name].split()[0]} (make arm-env)")
+    found = check_all(there)
     for fault in found:
         print(f"FAULT {fault}")
     return 1 if found else 0
