@@ -41,6 +41,12 @@ def target(name: str) -> Iterator[None]:
         use(before)
 
 
+def instruction_set() -> str:
+    """The target in use for a log line, and what the operating system withholds from the process."""
+    refused = [row for row in targets() if row["reason"].startswith("the operating system")]
+    return "; ".join([active(), *(f"{row['name']} is not used: {row['reason']}" for row in refused)])
+
+
 def runnable_targets(emulated: bool = False) -> list[str]:
     """Names of the vector targets that this CPU can run, the default last; without the scalar reference.
 

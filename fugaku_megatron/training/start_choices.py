@@ -191,11 +191,10 @@ def _backends(run: RunConfig, layout: Layout, world: Comm, saved: dict[str, str]
     if requested == "auto" and saved:
         return Choice(saved, [f"kernels: as saved, {', '.join(f'{family} {name}' for family, name in saved.items())}"])
     if requested != "auto":
-        return Choice(dict.fromkeys(FAMILIES, requested), [f"kernels: {requested} (instruction set {kernels.active()})"])
+        return Choice(dict.fromkeys(FAMILIES, requested), [f"kernels: {requested} (instruction set {kernels.instruction_set()})"])
     timings = autotune.measure(run, layout.tp, PARAMETER_DTYPES[run.precision.name])
-    return Choice(world.broadcast_object({t.family: t.faster for t in timings}),
-                  [f"kernels: auto, forward and backward on this run's shapes, rank 0 (instruction set {kernels.active()})",
-                   *autotune.table(timings)])
+    title = f"kernels: auto, forward and backward on this run's shapes, rank 0 (instruction set {kernels.instruction_set()})"
+    return Choice(world.broadcast_object({t.family: t.faster for t in timings}), [title, *autotune.table(timings)])
 
 
 def _with_fp16_accumulation(run: RunConfig, choice: Choice) -> Choice:

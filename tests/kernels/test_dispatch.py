@@ -58,6 +58,14 @@ def test_amx_runs_where_the_cpu_and_the_system_have_it():
         assert re.fullmatch("this CPU has no (avx|amx).*", row["reason"])
 
 
+def test_the_start_up_line_says_what_the_system_refuses(monkeypatch):
+    assert kernels.instruction_set().split("; ")[0] == kernels.active()
+    refusal = "the operating system refuses AMX tiles: not permitted"
+    reasons = {"avx512bf16": "", "amx": refusal, "sve512": "not in this build, it is for aarch64"}
+    monkeypatch.setattr(kernels, "targets", lambda: [{"name": name, "reason": reason} for name, reason in reasons.items()])
+    assert kernels.instruction_set() == f"{kernels.active()}; amx is not used: {refusal}"
+
+
 def test_environment_chooses_the_target_and_torch_is_imported_first():
     code = "from fugaku_megatron.host import kernels; print(kernels.active())"
     assert run_python(code, FUGAKU_MEGATRON_TARGET="portable").stdout == "portable\n"
