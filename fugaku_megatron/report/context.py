@@ -13,6 +13,7 @@ from ..comm.base import Comm
 from .kernel_checks import Sizes
 
 SHRUNK_GFLOPS = 4.0  # of one thread, below which a CPU is emulated, or so slow that whole sizes would take hours
+TRAINING_SHARE, UNKNOWN_GFLOPS = 0.6, 100.0  # of the matmuls' rate; of a rank whose matmuls were not measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,12 @@ class Context:
     def left(self) -> float:
         """Seconds until the section should end, on this rank's clock."""
         return self.seconds - (time.monotonic() - self.begin)
+
+    @property
+    def training_flops(self) -> float:
+        """FLOP/s that a rank may reach in training: a little below its matmuls, which the section of kernels measured."""
+        gflops = max((rate for _, rate in self.compute.get("gemm", ())), default=UNKNOWN_GFLOPS)
+        return TRAINING_SHARE * gflops * 1e9
 
     def agreed(self, value: Any) -> Any:
         """Rank 0's value on every rank, so that all decide alike. Collective."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .outlook import LABEL
@@ -24,19 +24,30 @@ SLOW_GBS, BUSY_LOAD, FREE_SHARE = 0.3, 0.3, 0.5  # of a checkpoint; load per cor
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One problem. severe: results are wrong, or most of the speed is lost."""
+    """One problem. severe: results are wrong, or most of the speed is lost. node: on which, if on one."""
 
     what: str
     measured: str
     expected: str
     remedy: str
     severe: bool = False
+    node: int | None = None
 
 
 def findings(sections: Sections) -> list[dict[str, Any]]:
-    """All findings, the severe ones first."""
-    found = [finding for look in LOOKS for finding in look(sections)]
-    return [asdict(finding) for finding in sorted(found, key=lambda finding: not finding.severe)]
+    """All findings, the severe ones first; one that several nodes have is one, with the figures of the first of them."""
+    found: dict[str, Finding] = {}
+    places: dict[str, list[int]] = {}
+    for finding in (finding for look in LOOKS for finding in look(sections)):
+        found.setdefault(finding.what, finding)
+        places.setdefault(finding.what, []).extend([] if finding.node is None else [finding.node])
+    return [asdict(replace(finding, what=finding.what + _on_nodes(places[finding.what])))
+            for finding in sorted(found.values(), key=lambda finding: not finding.severe)]
+
+
+def _on_nodes(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:4])) + f" and {len(numbers) - 4} others" * (len(numbers) > 4)
+    return "" if not numbers else f" on node {shown}" if len(numbers) == 1 else f" on nodes {shown}"
 
 
 def _nodes(sections: Sections) -> list[dict[str, Any]]:
@@ -94,15 +105,15 @@ def busy_cores(sections: Sections) -> Iterator[Finding]:
     for number, node in enumerate(_nodes(sections)):
         cores, own = node["compute_cores"], [rank["threads"] for rank in ranks if rank["node"] == number]
         if node["load"] > max(1.0, BUSY_LOAD * cores) + len(own):
-            yield Finding(what=f"other processes compute on node {number}", measured=f"load {node['load']:.1f}", expected="below 1",
+            yield Finding(node=number, what="other processes compute", measured=f"load {node['load']:.1f}", expected="below 1",
                           remedy="repeat the report on an idle machine: every rate in it is too low")
         if sum(own) > cores:
-            yield Finding(what=f"more threads than cores on node {number}", measured=f"{sum(own)} threads",
+            yield Finding(node=number, what="more threads than cores", measured=f"{sum(own)} threads",
                           expected=f"{cores} cores",
                           remedy="start fewer ranks, or set OMP_NUM_THREADS to cores / ranks; leave hyper-threads idle",
                           severe=True)
         elif own and sum(own) < 0.9 * min(cores, node["quota_cpus"] or cores) - 1:
-            yield Finding(what=f"idle cores on node {number}", measured=f"{sum(own)} threads", expected=f"{cores} cores",
+            yield Finding(node=number, what="idle cores", measured=f"{sum(own)} threads", expected=f"{cores} cores",
                           remedy="set OMP_NUM_THREADS to cores / ranks, and let the launcher bind a rank to all of its cores")
         if node["quota_cpus"] and node["quota_cpus"] < node["allowed_cpus"]:
             yield Finding(what=f"a control group limits node {number}", measured=f"{node['quota_cpus']:g} CPUs of time",
@@ -116,14 +127,14 @@ def memory_set_up(sections: Sections) -> Iterator[Finding]:
         here = sum(rank["node"] == number for rank in ranks)
         domains = [domain for domain in node["domains"] if domain["allowed"] > 1]
         if len(domains) > here > 0:
-            yield Finding(what=f"a rank spans NUMA domains on node {number}", measured=f"{here} ranks, {len(domains)} domains",
+            yield Finding(node=number, what="a rank spans NUMA domains", measured=f"{here} ranks, {len(domains)} domains",
                           expected="one rank for each domain", remedy=f"mpiexec -n {len(domains)} for each node", severe=True)
         if node["huge_pages"]["transparent"] == "never" and not node["huge_pages"]["xos"]:
-            yield Finding(what=f"no huge pages on node {number}", measured="transparent_hugepage is never",
+            yield Finding(node=number, what="no huge pages", measured="transparent_hugepage is never",
                           expected="madvise or always",
                           remedy="echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, as administrator")
         if node["numa_balancing"] == "1" and len(domains) > 1:
-            yield Finding(what=f"the system moves pages on node {number}", measured="numa_balancing is 1", expected="0",
+            yield Finding(node=number, what="the system moves pages", measured="numa_balancing is 1", expected="0",
                           remedy="sysctl kernel.numa_balancing=0, as administrator: ranks are bound already")
         if node["free_gib"] < FREE_SHARE * node["job_memory_gib"]:
             yield Finding(what=f"others hold the memory of node {number}", measured=f"{node['free_gib']:.1f} GiB are free",
@@ -264,7 +275,7 @@ def kernels_line(kernels: dict[str, Any]) -> str:
     slowest = min(row["of_triad"] for row in kernels["elementwise"])
     return (f"kernels: {kernels['target']}, {good} of {len(kernels['checks'])} agree with the reference; matmul {share:.0%} of "
             f"peak at {n}, slowest element-wise kernel {slowest:.0%} of triad\n"
-            f"a rank of {rank['threads']} threads: {rank['clock_ghz']:.2f} GHz under load, FMA peak {rank['fma_gflops']:.0f} "
+            f"a rank of {rank['threads']} threads: {rank['clock_ghz']:.2f} GHz under load, FMA peak {rank['fma_gflops']:.3g} "
             f"GFLOP/s, STREAM triad {rank['triad_gbs']:.1f} GB/s; {len(kernels['ranks'])} ranks at the same time")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ def measure_rates(context: Context) -> dict[str, Any]:
     return {**context.compute, "elementwise": rows, "shrunk": scale is SHRUNK}
 
 
-def affordable(sizes: tuple[int, ...], cold_bytes: int, gflops: float, seconds: float) -> tuple[int, ...]:
+def affordable(sizes: Sequence[int], cold_bytes: int, gflops: float, seconds: float) -> Sequence[int]:
     """The sizes of square matmuls, from the smallest, that the time allows at half of the peak; at least two."""
     taken, spent = 0, 0.0
     for n in sizes:
@@ -108,7 +108,8 @@ def describe_machine(context: Context, inside: Messages | None, between: Message
     own = Compute(**context.compute, call_us=call_us, iteration_s=iteration_s,
                   dropout_flops=host_kernels.dropout_flops(scale.lengths[1], fma))
     here = context.nodes.ranks.all_gather_object(own)
-    threads, sizes = sum(rank.threads for rank in here), [n for n, _ in own.gemm]
+    threads, rate = sum(rank.threads for rank in here), 2 * own.gemm[-1][1]  # `affordable` expects half of a peak
+    sizes = context.agreed(affordable([n for n, _ in own.gemm], scale.cold_bytes, rate, context.left / 3))
     team: calibrate.Points = ()
     if context.agreed(threads > own.threads and not context.pinned):  # pinned threads would share one core
         team = calibrate.measure_team(context.world, threads, lambda: calibrate.measure_gemm(sizes, scale.cold_bytes))

@@ -66,17 +66,20 @@ def rank_bytes(run: RunConfig, ranks: int) -> float:
 
 
 def repeated(comm: Comm, call: Callable[[], object], seconds: float) -> tuple[float, int]:
-    """(median seconds of `call` as its first rank sees it, how often it was timed), after one call to warm up. Collective."""
+    """(median seconds of `call` as the first rank sees it, how often it was timed), after one call to warm up. Collective.
+
+    Where there is no time for a second call, the first one counts, and the number is 0.
+    """
     begin = time.perf_counter()
     call()
     first = time.perf_counter() - begin
-    rounds = comm.broadcast_object(max(1, min(MOST_ROUNDS, int((seconds - first) / max(first, 1e-9)))))
-    times = []
+    rounds = comm.broadcast_object(min(MOST_ROUNDS, int((seconds - first) / max(first, 1e-9))))
+    times = [first] if rounds < 1 else []
     for _ in range(rounds):
         begin = time.perf_counter()
         call()
         times.append(time.perf_counter() - begin)
-    return comm.broadcast_object((statistics.median(times), rounds))
+    return comm.broadcast_object((statistics.median(times), max(0, rounds)))
 
 
 # 124M on 1, 2, 4 ... ranks --------------------------------------------------------------------------------------------------------
@@ -106,10 +109,10 @@ def training_section(context: Context) -> dict[str, Any]:
 
 
 def affordable_batches(context: Context, counts: int) -> int:
-    """Micro-batches of a rank in a step, so that two steps on each number of ranks fit into the time at a third of the peak."""
+    """Micro-batches of a rank in a step, so that two steps on each number of ranks fit into the time."""
     run = make_run("124m", {**PLAIN, "vocab_size": 50257, **context.scale.model, "global_batch_size": 1})
-    rate = context.compute["fma_gflops"] * 1e9 / 3 if context.compute else 1e11
-    return max(1, min(MOST_MICRO_BATCHES, int(context.seconds / counts / 2 / (accounting.model_flops(run, 1) / rate))))
+    step = accounting.model_flops(run, 1) / context.training_flops
+    return max(1, min(MOST_MICRO_BATCHES, int(context.seconds / counts / 2 / step)))
 
 
 def step_row(context: Context, run: RunConfig, comm: Comm, seconds: float) -> dict[str, Any]:
@@ -157,13 +160,13 @@ def two_layers(context: Context, shape: str, tp: int, s: int) -> RunConfig:
 def chosen_layers(context: Context, shape: str, seconds: float) -> RunConfig | None:
     """The run on as few ranks as hold it, with the longest sequence for which there are time and memory; None where none fits."""
     here = context.nodes.ranks.size
-    least, gflops = USABLE * context.free / here, context.compute.get("fma_gflops", 100.0)
+    least = USABLE * context.free / here
     for s in context.scale.sequences:
         for tp in TENSOR_PARALLEL:
             if here % tp:
                 continue
             run = two_layers(context, shape, tp, s)
-            quick = 4 * accounting.model_flops(run, 1) / (tp * gflops * 1e9 / 3) < seconds
+            quick = 4 * accounting.model_flops(run, 1) / (tp * context.training_flops) < seconds
             if quick and rank_bytes(run, tp) < least:
                 return run
     return None

@@ -144,6 +144,13 @@ def test_each_problem_is_found_with_a_remedy(sections, words):
     assert all(all(found[name] for name in ("what", "measured", "expected", "remedy")) for found in findings.findings(sections))
 
 
+def test_a_problem_of_many_nodes_is_one_finding():
+    sections = {"host": {"nodes": [{**NODE, "load": 9.0 + n, "numa_balancing": "1" if n == 3 else "0"} for n in range(7)]}}
+    busy, moved = findings.findings(sections)
+    assert busy["what"] == "other processes compute on nodes 0, 1, 2, 3 and 3 others" and busy["measured"] == "load 9.0"
+    assert moved["what"] == "the system moves pages on node 3"
+
+
 def test_a_virtual_machines_clock_and_shrunk_shapes_are_no_findings():
     assert findings.findings({**changed("kernels", ranks=[{**RANK, "clock_ghz": 2.0}] * 2),
                               "host": {"nodes": [{**NODE, "features": ["avx512f", "hypervisor"]}]}}) == []
