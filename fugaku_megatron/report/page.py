@@ -112,11 +112,11 @@ def lines(title: str, label: str, series: Mapping[str, Points], log_y: bool = Fa
     xs, ys = ([point[i] for points in series.values() for point in points] for i in (0, 1))
     low, high = (0.0 if from_zero else min(ys)), max(ys) or 1.0
     across = _scale(min(xs), max(xs), LEFT, WIDTH - RIGHT, log=True)
-    up = _scale(low, high * (1 if log_y else 1.05), HEIGHT - BOTTOM, TOP, log=log_y)
+    up = _scale(low, high * (10 if log_y else 1.3), HEIGHT - BOTTOM, TOP, log=log_y)  # the names stand above the lines
     parts = [f'<path d="M{LEFT} {TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}" fill="none" stroke="#888"/>',
              _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, label)]
     parts += [_text(across(x), HEIGHT - BOTTOM + 14, _short(x)) for x in sorted(set(xs))]
-    parts += [_text(LEFT - 5, up(y) + 4, f"{y:.2g}", "end") for y in _ticks(low, high, log_y)]
+    parts += [_text(LEFT - 5, up(y) + 4, _tick(y), "end") for y in _ticks(low, high, log_y)]
     for number, (name, points) in enumerate(series.items()):
         color, path = COLORS[number], " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
@@ -127,7 +127,7 @@ def lines(title: str, label: str, series: Mapping[str, Points], log_y: bool = Fa
 
 def bars(title: str, values: Sequence[tuple[str, float]]) -> str:
     """A bar for each name, its value next to it."""
-    most, step = max(value for _, value in values) or 1.0, (HEIGHT - TOP - 8) / len(values)
+    most, step = max(value for _, value in values) or 1.0, min(28.0, (HEIGHT - TOP - 8) / len(values))
     parts, left = [], 190
     for number, (name, value) in enumerate(values):
         y, length = TOP + step * number, value / most * (WIDTH - left - 60)
@@ -150,6 +150,10 @@ def _ticks(low: float, high: float, log: bool) -> list[float]:
     if log:
         return [10.0**power for power in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)] or [low, high]
     return [low + (high - low) * part / 4 for part in range(5)]
+
+
+def _tick(number: float) -> str:
+    return f"{number:.0f}" if 1000 <= number < 1e6 else f"{number:.2g}"
 
 
 def _text(x: float, y: float, text: str, anchor: str = "middle", color: str = "#222") -> str:

@@ -87,3 +87,16 @@ def test_two_ranks_train_over_open_mpi(tmp_path, expected):
     assert (result["machine"], result["ranks"]) == ("aarch64", 2)
     for layout in ("dp2", "tp2"):
         assert_same(result["losses"][layout], expected["losses"]["alone"])
+
+
+@pytest.mark.slow
+def test_the_report_checks_the_kernels(tmp_path):
+    """Its rates are those of the emulator, and it says so; MPI is not needed."""
+    command = [str(builds.PYTHON), "-m", "fugaku_megatron", "report", "--only", "kernels", "--output", str(tmp_path / "a64fx.json")]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(builds.ROOT)}
+    variables.pop("FUGAKU_MEGATRON_TARGET", None)
+    done = builds.run_or_skip(command, 600, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout
+    kernels = json.loads((tmp_path / "a64fx.json").read_text())["sections"]["kernels"]
+    assert kernels["target"] == "sve512" and kernels["shrunk"] and len(kernels["checks"]) > 35
+    assert all(row["good"] for row in kernels["checks"]), kernels["checks"]
