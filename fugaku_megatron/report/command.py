@@ -90,13 +90,13 @@ def main(args: argparse.Namespace) -> int:
 
 def default_ranks() -> int:
     """One for each NUMA domain with cores of this process, or a power of two on one domain, as memory allows."""
-    from ..host import allocator, runtime
+    from ..host import allocator, placement, topology
 
-    cores = runtime.compute_cores(os.sched_getaffinity(0))
-    domains = len({runtime.numa_node(core) for core in cores})
-    limit = min(len(cores), int(runtime.cpu_quota() or len(cores)), int(allocator.free_bytes() / 2**30 / GIB_OF_RANK))
-    if domains > 1:
-        return max(1, min(domains, limit))
+    node, mask, quota = topology.Node.read(), sorted(os.sched_getaffinity(0)), topology.cpu_quota()
+    cores = len(node.cores(mask))
+    limit = min(cores, int(quota or cores), int(allocator.free_bytes() / 2**30 / GIB_OF_RANK))
+    if len(node.parts(mask)) > 1:
+        return max(1, min(placement.proposed_ranks(node, [mask], os.environ, quota), limit))
     return max((power for power in (1, 2, MOST_RANKS_ALONE) if power <= limit), default=1)
 
 
@@ -145,7 +145,7 @@ def sections() -> dict[str, Callable[[Context], dict[str, Any]]]:
     from . import host, rates, training
 
     def host_section(context: Context) -> dict[str, Any]:
-        found = context.world.all_gather_object(host.facts() if context.nodes.leads else None)
+        found = context.world.all_gather_object({**host.facts(), "mapping": context.mapping} if context.nodes.leads else None)
         return {"nodes": [facts for facts in found if facts]}
 
     return {"host": host_section, "kernels": rates.kernel_section, "communication": rates.communication_section,
@@ -182,13 +182,14 @@ def make_context(world: Comm, args: argparse.Namespace) -> Context:
     """Threads and cores of this rank as a training run has them, and what every section gets. Collective."""
     from ..comm.agreement import find_nodes
     from ..host import allocator, runtime
+    from ..host.energy import Counters
     from .context import SHRUNK, Context, Scale
 
     nodes, before = find_nodes(world), os.sched_getaffinity(0)
-    runtime.init(world, nodes=nodes)
+    mapping = runtime.init(world, nodes=nodes).splitlines()[1:]  # the first line has the host's name
     pinned = os.sched_getaffinity(0) != before
-    return Context(world=world, nodes=nodes, scale=SHRUNK if args.shrunk else Scale(), pinned=pinned, save=args.save,
-                   free=allocator.free_bytes())
+    return Context(world=world, nodes=nodes, scale=SHRUNK if args.shrunk else Scale(), pinned=pinned, mapping=mapping,
+                   save=args.save, free=allocator.free_bytes(), energy=Counters.find() if nodes.leads else Counters(""))
 
 
 def one_section(context: Context, budget: record.Budget, chosen: list[str], number: int) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def ratio(unit: str, first: float | None, second: float | None) -> str:
 def title(data: dict[str, Any]) -> str:
     """A report's machine in a line."""
     nodes = data["sections"].get("host", {}).get("nodes", [])
-    what = f"{len(nodes)} x {nodes[0]['cpu']}, {nodes[0]['compute_cores']} cores" if nodes else "an unknown machine"
+    what = f"{len(nodes)} x {nodes[0]['cpu']}, {nodes[0]['cores']} cores" if nodes else "an unknown machine"
     return f"{what}, {data['date']}" + ("" if data["complete"] else f", PARTIAL: {data['ended']}")
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..comm.agreement import Nodes
 from ..comm.base import Comm
+from ..host.energy import Counters
 from .kernel_checks import Sizes
 
 SHRUNK_GFLOPS = 4.0  # of one thread, below which a CPU is emulated, or so slow that whole sizes would take hours
@@ -51,20 +51,21 @@ SHRUNK = Scale(sizes=(32, 64, 96), cold_bytes=1 << 18, lengths=(32, 64, 96), tri
 class Context:
     """seconds: of the section that runs. free: bytes of the node's memory at the start. save: folder of checkpoints; None: the
     system's folder for temporary files. compute: what the section of kernels measured of this rank, for the machine's description.
-    energy: joules that this node has used so far; None where no counter is readable.
+    energy: the counters of this node on its first rank. mapping: the log's lines about the ranks of this node and their cores.
     """
 
     world: Comm
     nodes: Nodes
     scale: Scale
+    energy: Counters
     pinned: bool = False
+    mapping: list[str] = field(default_factory=list)
     save: Path | None = None
     free: float = 0.0
     seconds: float = 0.0
     begin: float = field(default_factory=time.monotonic)
     compute: dict[str, Any] = field(default_factory=dict)
     machine: dict[str, Any] | None = None
-    energy: Callable[[], float | None] = lambda: None
 
     @property
     def left(self) -> float:

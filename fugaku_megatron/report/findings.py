@@ -100,40 +100,35 @@ def slow_clocks(sections: Sections) -> Iterator[Finding]:
 
 
 def busy_cores(sections: Sections) -> Iterator[Finding]:
-    """Other processes, quotas and hyper-threads."""
+    """Other processes, and cores without a thread."""
     ranks = _kernels(sections).get("ranks", [])
     for number, node in enumerate(_nodes(sections)):
-        cores, own = node["compute_cores"], [rank["threads"] for rank in ranks if rank["node"] == number]
+        cores, own = node["cores"], [rank["threads"] for rank in ranks if rank["node"] == number]
         if node["load"] > max(1.0, BUSY_LOAD * cores) + len(own):
             yield Finding(node=number, what="other processes compute", measured=f"load {node['load']:.1f}", expected="below 1",
                           remedy="repeat the report on an idle machine: every rate in it is too low")
-        if sum(own) > cores:
-            yield Finding(node=number, what="more threads than cores", measured=f"{sum(own)} threads",
-                          expected=f"{cores} cores",
-                          remedy="start fewer ranks, or set OMP_NUM_THREADS to cores / ranks; leave hyper-threads idle",
-                          severe=True)
-        elif own and sum(own) < 0.9 * min(cores, node["quota_cpus"] or cores) - 1:
+        if own and sum(own) < 0.9 * min(cores, node["quota_cpus"] or cores) - 1:
             yield Finding(node=number, what="idle cores", measured=f"{sum(own)} threads", expected=f"{cores} cores",
                           remedy="set OMP_NUM_THREADS to cores / ranks, and let the launcher bind a rank to all of its cores")
-        if node["quota_cpus"] and node["quota_cpus"] < node["allowed_cpus"]:
-            yield Finding(what=f"a control group limits node {number}", measured=f"{node['quota_cpus']:g} CPUs of time",
-                          expected=f"{node['allowed_cpus']} CPUs", remedy="ask the container or job for whole CPUs")
+
+
+def mapping(sections: Sections) -> Iterator[Finding]:
+    """What the trainer's log says of ranks and their cores."""
+    for number, node in enumerate(_nodes(sections)):
+        for line in (line.removeprefix("note: ") for line in node["mapping"] if line.startswith("note: ")):
+            problem, _, remedy = line.partition(": ")
+            yield Finding(node=number, what="ranks and cores do not fit", measured=problem, severe=True,
+                          expected="one rank with a thread on each core of a NUMA domain", remedy=remedy)
 
 
 def memory_set_up(sections: Sections) -> Iterator[Finding]:
-    """Huge pages, NUMA domains, memory that others hold."""
-    ranks = _kernels(sections).get("ranks", [])
+    """Huge pages, NUMA balancing, memory that others hold."""
     for number, node in enumerate(_nodes(sections)):
-        here = sum(rank["node"] == number for rank in ranks)
-        domains = [domain for domain in node["domains"] if domain["allowed"] > 1]
-        if len(domains) > here > 0:
-            yield Finding(node=number, what="a rank spans NUMA domains", measured=f"{here} ranks, {len(domains)} domains",
-                          expected="one rank for each domain", remedy=f"mpiexec -n {len(domains)} for each node", severe=True)
         if node["huge_pages"]["transparent"] == "never" and not node["huge_pages"]["xos"]:
             yield Finding(node=number, what="no huge pages", measured="transparent_hugepage is never",
                           expected="madvise or always",
                           remedy="echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, as administrator")
-        if node["numa_balancing"] == "1" and len(domains) > 1:
+        if node["numa_balancing"] == "1" and len(node["domains"]) > 1:
             yield Finding(node=number, what="the system moves pages", measured="numa_balancing is 1", expected="0",
                           remedy="sysctl kernel.numa_balancing=0, as administrator: ranks are bound already")
         if node["free_gib"] < FREE_SHARE * node["job_memory_gib"]:
@@ -212,7 +207,8 @@ def storage(sections: Sections) -> Iterator[Finding]:
                       expected=f"{SLOW_GBS} GB/s", remedy="--async-save, --save-local on a local disk, or a parallel file system")
 
 
-LOOKS: tuple[Callable[[Sections], Iterator[Finding]], ...] = (wrong_kernels, slow_clocks, busy_cores, memory_set_up, slow_kernels,
+LOOKS: tuple[Callable[[Sections], Iterator[Finding]], ...] = (wrong_kernels, slow_clocks, busy_cores, mapping, memory_set_up,
+                                                              slow_kernels,
                                                             communication, training, storage)
 
 
@@ -256,17 +252,18 @@ def summary(sections: Sections) -> list[str]:
     lines = [make(sections[name]) for name, make in makers.items() if name in sections]
     rows = [row for row in sections.get("training", {}).get("rows", []) if row.get("watts")]
     if rows:
-        lines.append(f"power: {rows[-1]['watts']:.0f} W a node while training, {rows[-1]['tokens_per_joule']:.3g} tokens per joule")
-    elif "training" in sections:
-        lines.append("power: no counter is readable here")
+        watts, efficiency = rows[-1]["watts"], rows[-1]["tokens_per_joule"]
+        lines.append(f"power: {watts:.0f} W on all nodes while 124M trains, {efficiency:.3g} tokens per joule")
+    elif "host" in sections:
+        lines.append(f"power: {sections['host']['nodes'][0]['energy']}")
     return [part for line in lines for part in line.splitlines()]
 
 
 def host_line(host: dict[str, Any]) -> str:
     node, count = host["nodes"][0], len(host["nodes"])
     pages = node["huge_pages"]["transparent"] or "unknown"
-    return (f"machine: {count} x {node['cpu']}, {node['compute_cores']} cores of {node['cpus']} CPUs, NUMA domains "
-            f"{max(1, len(node['domains']))}, {node['job_memory_gib']:.1f} GiB, huge pages {pages}, torch {node['torch']}")
+    return (f"machine: {count} x {node['cpu']}, {node['cores']} cores of {node['cpus']} CPUs for this process; "
+            f"{node['topology']}; {node['job_memory_gib']:.1f} GiB, huge pages {pages}, torch {node['torch']}")
 
 
 def kernels_line(kernels: dict[str, Any]) -> str:

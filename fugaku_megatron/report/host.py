@@ -10,7 +10,6 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ import torch
 
 from ..host import allocator, kernels, runtime
 from ..host.allocator import read_text
+from ..host.energy import Counters
+from ..host.topology import Node, cpu_quota
 
 FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "sve", "sve2", "bf16", "svebf16", "i8mm",
             "hypervisor")
@@ -28,14 +29,16 @@ SECONDS = 5  # for a compiler to say its version
 
 def facts(root: Path = Path("/")) -> dict[str, Any]:
     """Of this node, without names. root: of another file system, for tests."""
-    mask = os.sched_getaffinity(0)
+    mask, node = os.sched_getaffinity(0), Node.read(root)
     cpus, cpuinfo = root / "sys/devices/system/cpu", read_text(root / "proc/cpuinfo") or ""
     flags = set(re.findall(r"\w+", " ".join(re.findall(r"^(?:flags|Features)\s*:(.*)$", cpuinfo, re.MULTILINE)[:1])))
     return {
         "cpu": runtime.cpu_model(cpuinfo), "architecture": platform.machine(), "cpus": os.cpu_count(), "allowed_cpus": len(mask),
-        "cores": len(runtime.physical_cores(mask, cpus)), "compute_cores": len(runtime.compute_cores(mask, cpus)),
-        "features": [name for name in FEATURES if name in flags], "domains": domains(mask, root), "caches": caches(cpus),
-        "quota_cpus": runtime.cpu_quota(), "memory_gib": psutil.virtual_memory().total / 2**30,
+        "cores": len(node.cores(mask)), "topology": node.describe(), "features": [name for name in FEATURES if name in flags],
+        "domains": [{"cores": len(d.cores), "allowed": len(node.parts(mask).get(d.number, ())), "gib": d.memory_gib}
+                    for d in node.domains],
+        "caches": caches(cpus), "quota_cpus": cpu_quota(), "energy": Counters.find(str(root)).describe(),
+            "memory_gib": psutil.virtual_memory().total / 2**30,
         "job_memory_gib": allocator.node_bytes() / 2**30, "free_gib": allocator.free_bytes() / 2**30,
         "governor": read_text(cpus / "cpu0/cpufreq/scaling_governor"), "nominal_ghz": nominal_ghz(cpus),
         "load": os.getloadavg()[0], "huge_pages": huge_pages(root),
@@ -43,16 +46,6 @@ def facts(root: Path = Path("/")) -> dict[str, Any]:
         "libc": " ".join(platform.libc_ver()), "allocator": allocator.allocator_name(), "python": platform.python_version(),
         "torch": torch.__version__, "target": kernels.active(), "targets": kernels.runnable_targets(), "compilers": compilers(),
     }
-
-
-def domains(mask: Iterable[int], root: Path = Path("/")) -> list[dict[str, Any]]:
-    """NUMA domains: the CPUs of each, those of this process, and its memory."""
-    allowed, found = set(mask), []
-    for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
-        cpus = {int(path.name[3:]) for path in folder.glob("cpu[0-9]*")}
-        total = re.search(r"MemTotal:\s+(\d+) kB", read_text(folder / "meminfo") or "")
-        found.append({"cpus": len(cpus), "allowed": len(cpus & allowed), "gib": int(total[1]) / 2**20 if total else None})
-    return found
 
 
 def caches(cpus: Path) -> list[str]:

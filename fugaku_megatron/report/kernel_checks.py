@@ -88,9 +88,9 @@ def _activations(t: Numbers, z: Sizes) -> Cases:
         return torch.arange(r * z.d // 2).view(r, -1) / 100
 
     return {
-        "gelu": lambda: (t.normal(r, c), None, t.normal(r, c)),
-        "swiglu": lambda: (t.normal(r, 2, c), t.normal(r, c)),
-        "swiglu_backward": lambda: (t.normal(r, c), t.normal(r, 2, c), t.normal(r, 2, c)),
+        "activate": lambda: (t.normal(r, c), None, t.normal(r, c)),
+        "gate": lambda: (t.normal(r, 2, c), t.normal(r, c)),
+        "gate_backward": lambda: (t.normal(r, c), t.normal(r, 2, c), t.normal(r, 2, c)),
         "embedding": lambda: (t.below(z.words, r), t.normal(z.words, c), t.normal(r, c)),
         "embedding_backward": lambda: (t.below(z.words, r), t.normal(r, c), zeros(z.words, c)),
         "rotary": lambda: (t.normal(r, 1, heads, z.d), angles().cos(), angles().sin(), t.normal(r, 1, heads, z.d), 1),
@@ -129,8 +129,8 @@ def cases(dtype: torch.dtype, sizes: Sizes) -> Cases:
 
 
 ONLY_FP32 = ("cross_entropy_forward", "cross_entropy_backward", "adamw")
-ELEMENTWISE = ("layer_norm", "layer_norm_backward", "bias_dropout_add", "bias_dropout_add_layer_norm", "gelu", "swiglu",
-               "swiglu_backward", "rotary", "adamw")
+ELEMENTWISE = ("layer_norm", "layer_norm_backward", "bias_dropout_add", "bias_dropout_add_layer_norm", "activate", "gate",
+               "gate_backward", "rotary", "adamw")
 
 
 def result(name: str, dtype: torch.dtype, sizes: Sizes) -> list[Tensor]:

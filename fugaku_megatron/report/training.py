@@ -117,16 +117,23 @@ def affordable_batches(context: Context, counts: int) -> int:
 
 def step_row(context: Context, run: RunConfig, comm: Comm, seconds: float) -> dict[str, Any]:
     """A step on the ranks of `comm`, next to the model's. Collective over `comm`."""
-    before, begin = context.energy(), time.perf_counter()
     with trainer_of(run, comm) as trainer:
+        context.energy.joules()  # counted from here
+        begin = time.perf_counter()
         step, rounds = repeated(comm, trainer.train_step, seconds)
-    after, spent = context.energy(), time.perf_counter() - begin
+        watts = watts_of(context, comm, time.perf_counter() - begin)
     batch = run.batch.global_batch_size or 1
     tokens = batch * run.model.seq_length / step
-    watts = None if before is None or after is None else (after - before) / spent
     return {"ranks": comm.size, "seconds": step, "rounds": rounds, "tokens_per_s": tokens,
             "tflops": accounting.model_flops(run, batch) / step / 1e12, "model_seconds": modelled_step(context, run, comm.size),
             "watts": watts, "tokens_per_joule": tokens / watts if watts else None}
+
+
+def watts_of(context: Context, comm: Comm, seconds: float) -> float | None:
+    """Power of all nodes of `comm` in the last `seconds`; None where one of them has no counter. Collective over `comm`."""
+    own = context.energy.joules() if context.nodes.leads else 0.0
+    everyone = comm.all_gather_object(own)
+    return None if None in everyone else sum(everyone) / seconds
 
 
 def modelled_step(context: Context, run: RunConfig, ranks: int) -> float | None:

@@ -16,15 +16,20 @@ import torch
 
 from fugaku_megatron import cli
 from fugaku_megatron.calibration import calibrate
+from fugaku_megatron.comm.agreement import find_nodes
+from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.host import kernels
+from fugaku_megatron.host.energy import Counter, Counters
 from fugaku_megatron.perf import machine
-from fugaku_megatron.report import compare, findings, host, kernel_checks, outlook, page, record
+from fugaku_megatron.report import compare, context, findings, host, kernel_checks, outlook, page, record, training
 from tests.unit.test_perf_calibrate import rank as calibrated_rank
 
-NODE = {"cpu": "A CPU", "cpus": 8, "allowed_cpus": 8, "cores": 8, "compute_cores": 8, "features": ["avx2", "avx512f"],
-        "domains": [{"cpus": 4, "allowed": 4, "gib": 32.0}] * 2, "quota_cpus": None, "memory_gib": 64.0, "job_memory_gib": 64.0,
+NODE = {"cpu": "A CPU", "cpus": 8, "allowed_cpus": 8, "cores": 8, "features": ["avx2", "avx512f"],
+        "domains": [{"cores": 4, "allowed": 4, "gib": 32.0}] * 2, "topology": "2 NUMA domains of 4 cores",
+        "energy": "no energy counter",
+        "mapping": ["cores: of ranks"], "quota_cpus": None, "memory_gib": 64.0, "job_memory_gib": 64.0,
         "free_gib": 60.0, "governor": "performance", "nominal_ghz": 3.0, "load": 0.1, "numa_balancing": "0", "torch": "2",
         "huge_pages": {"transparent": "madvise", "reserved": {}, "xos": {}}}
 RANK = {"node": 0, "threads": 4, "clock_ghz": 3.0, "fma_gflops": 300.0, "triad_gbs": 50.0}
@@ -78,18 +83,18 @@ def test_every_kernel_agrees_with_the_reference_by_any_number_of_threads():
 
 
 def test_a_kernel_that_computes_something_else_is_found(monkeypatch):
-    real = kernels.gelu
+    real = kernels.activate
 
     def wrong(x, bias, y):
         real(x, bias, y)
         if kernels.active() != "reference":
             y.view(-1)[7] += 0.01
 
-    monkeypatch.setattr(kernels, "gelu", wrong)
+    monkeypatch.setattr(kernels, "activate", wrong)
     rows = kernel_checks.compared()
-    assert [row["kernel"] for row in rows if not row["good"]][0] == "gelu"
+    assert [row["kernel"] for row in rows if not row["good"]][0] == "activate"
     found = findings.findings(changed("kernels", checks=rows))
-    assert found[0]["severe"] and "gelu" in found[0]["measured"] and "do not train" in found[0]["remedy"]
+    assert found[0]["severe"] and "activate" in found[0]["measured"] and "do not train" in found[0]["remedy"]
 
 
 def test_a_nan_is_a_difference():
@@ -101,9 +106,9 @@ def test_rates_are_bytes_over_time(monkeypatch):
     monkeypatch.setattr(kernel_checks.host_kernels, "seconds_each", lambda calls, rounds: [call() for call in calls] and 1e-3)
     rows = kernel_checks.elementwise_rates(kernel_checks.Sizes(rows=64, cols=32), 0.01, 1)
     assert {row["kernel"] for row in rows} == set(kernel_checks.ELEMENTWISE)
-    gelu = next(row for row in rows if row["kernel"] == "gelu")
-    assert gelu["gbs"] == pytest.approx(4 * (2 * 64 + 1) * 32 / 1e-3 / 1e9)
-    assert gelu["of_triad"] == pytest.approx(gelu["gbs"] / 0.01)
+    activate = next(row for row in rows if row["kernel"] == "activate")
+    assert activate["gbs"] == pytest.approx(4 * (2 * 64 + 1) * 32 / 1e-3 / 1e9)
+    assert activate["of_triad"] == pytest.approx(activate["gbs"] / 0.01)
 
 
 # Findings -------------------------------------------------------------------------------------------------------------------------
@@ -119,10 +124,9 @@ def test_a_healthy_machine_has_no_findings():
     (changed("kernels", ranks=[RANK, RANK, {**RANK, "clock_ghz": 2.0, "threads": 0}]), "rank 2 on node 0: 2.00 GHz; 3.00 GHz"),
     (changed("host", "nodes", 0, governor="powersave"), "governor powersave; performance; cpupower"),
     (changed("host", "nodes", 0, load=9.0), "other processes compute on node 0: load 9.0"),
-    (changed("host", "nodes", 0, compute_cores=4), "more threads than cores on node 0: 8 threads; 4 cores"),
-    (changed("host", "nodes", 0, compute_cores=16), "idle cores on node 0: 8 threads; 16 cores; set OMP_NUM_THREADS"),
-    (changed("host", "nodes", 0, quota_cpus=3.0), "a control group limits node 0: 3 CPUs of time; 8 CPUs"),
-    (changed("kernels", ranks=[{**RANK, "threads": 8}]), "a rank spans NUMA domains on node 0: 1 ranks, 2 domains"),
+    (changed("host", "nodes", 0, mapping=["cores: a", "note: ranks 0-1 compute with 8 threads on 4 cores: start fewer ranks"]),
+     "SEVERE: ranks and cores do not fit on node 0: ranks 0-1 compute with 8 threads on 4 cores; one rank with"),
+    (changed("host", "nodes", 0, cores=16), "idle cores on node 0: 8 threads; 16 cores; set OMP_NUM_THREADS"),
     (changed("host", "nodes", 0, "huge_pages", transparent="never"), "transparent_hugepage is never; madvise"),
     (changed("host", "nodes", 0, numa_balancing="1"), "numa_balancing is 1; 0; sysctl"),
     (changed("host", "nodes", 0, free_gib=10.0), "10.0 GiB are free"),
@@ -302,18 +306,19 @@ def test_facts_of_a_described_node(tmp_path):
              "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq": "3500000",
         "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "powersave", "sys/devices/system/cpu/cpu0/cache/index0/level": "1",
         "sys/devices/system/cpu/cpu0/cache/index0/type": "Data", "sys/devices/system/cpu/cpu0/cache/index0/size": "32K",
-        "sys/devices/system/node/node0/meminfo": "Node 0 MemTotal:       33554432 kB"}
+        "sys/devices/system/node/node0/cpulist": "0-1,900",
+             "sys/devices/system/node/node0/meminfo": "Node 0 MemTotal:       33554432 kB"}
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
     for cpu in (0, 1, 900):
-        (tmp_path / f"sys/devices/system/node/node0/cpu{cpu}").mkdir()
+        (tmp_path / f"sys/devices/system/cpu/cpu{cpu}").mkdir(parents=True, exist_ok=True)
     facts = host.facts(tmp_path)
     assert (facts["cpu"], facts["features"]) == ("A CPU", ["avx2", "avx512f", "amx_bf16"])
     assert facts["huge_pages"]["transparent"] == "never" and facts["huge_pages"]["reserved"] == {"2048kB": 12}
     assert facts["nominal_ghz"] == 3.5 and facts["governor"] == "powersave" and facts["caches"] == ["L1 Data 32K"]
     allowed = len({0, 1, 900} & os.sched_getaffinity(0))
-    assert facts["domains"] == [{"cpus": 3, "allowed": allowed, "gib": 32.0}] and facts["numa_balancing"] == "1"
+    assert facts["domains"] == [{"cores": 3, "allowed": allowed, "gib": 32.0}] and facts["numa_balancing"] == "1"
     assert facts["target"] == kernels.active() and json.dumps(facts)
 
 
@@ -331,8 +336,22 @@ def test_a_report_is_a_machine_and_a_partial_one_says_why_not(tmp_path):
 
 
 def test_the_type_of_a_file_system(tmp_path):
-    from fugaku_megatron.report.training import file_system
-
     mounts = tmp_path / "mounts"
     mounts.write_text(f"a / ext4 rw 0 0\nb {Path(tmp_path).resolve()} lustre rw 0 0\n")
-    assert file_system(tmp_path / "x", mounts) == "lustre" and file_system(Path("/"), mounts) == "ext4"
+    assert training.file_system(tmp_path / "x", mounts) == "lustre" and training.file_system(Path("/"), mounts) == "ext4"
+
+
+@pytest.mark.parametrize("counted, watts", [([100.0, 160.0], 30.0), ([100.0, None], None), (None, None)])
+def test_power_is_what_the_counters_of_the_nodes_passed_over(counted, watts):
+    values = iter(counted or ())
+    energy = Counters("RAPL", [Counter("package-0", lambda: next(values))] if counted else [])
+    here = context.Context(world=SoloComm(), nodes=find_nodes(SoloComm()), scale=context.SHRUNK, energy=energy)
+    here.energy.joules()
+    assert training.watts_of(here, here.world, 2.0) == watts
+
+
+def test_the_text_shows_power_or_why_not():
+    rows = HEALTHY["training"]["rows"]
+    with_power = changed("training", rows=[*rows[:1], {**rows[1], "watts": 250.0, "tokens_per_joule": 8.0}])
+    assert "power: 250 W on all nodes while 124M trains, 8 tokens per joule" in findings.text(report(with_power))
+    assert "power: no energy counter\n" in findings.text(report())
