@@ -150,7 +150,9 @@ std::vector<float> gemm(const KernelTable& table, int form, int64_t m, int64_t n
   const auto a = random_halves(form == 2 ? k * g.a_col : m * g.a_row, 1), b = random_halves(form == 0 ? n * g.b_col : k * g.b_row, 2);
   std::vector<float> out(2 * m * n + m, 0.5f), panels;
   g.a = a.data(), g.b = b.data(), g.c = out.data(), g.c_row = n, g.accumulate = form == 2;
-  if (form == 0) g.gelu = true, g.pre = out.data() + m * n, g.pre_row = n;
+  const std::vector<float> other(m * n + n, -0.75f);
+  if (form == 0) g.activation = Activation::gelu, g.pre = out.data() + m * n, g.pre_row = n, g.bias = other.data();
+  if (form == 1) g.activation = Activation::gelu, g.activation_input = other.data(), g.activation_input_row = n;
   if (form == 2) g.a_sums = out.data() + 2 * m * n;
   if (packed) {
     panels.resize(table.packed_weight_size(n, k, DType::bf16, 0) / 4 + 64);
