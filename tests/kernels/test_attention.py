@@ -176,11 +176,12 @@ def repeated(qkv, heads, groups):
     return torch.stack((q, k.expand_as(q), v.expand_as(q)), dim=4).reshape(s, b, -1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 30])
-def test_groups_do_not_change_the_bits_of_a_head(target, window):
+def test_groups_do_not_change_the_bits_of_a_head(target, window, dtype):
     """What depends on a query head alone has the bits of heads that have each a key of their own; dropout's mask included."""
     heads, groups, d = 6, 2, 16
-    qkv, dout = make(150, 2, heads, d, groups=groups)
+    qkv, dout = make(150, 2, heads, d, dtype, groups=groups)
     one = attention(qkv, dout, heads, window=window, **DROPOUT)
     many = attention(repeated(qkv, heads, groups), dout, heads, window=window, **DROPOUT)
     assert torch.equal(one[0], many[0]) and torch.equal(one[1], many[1])
@@ -188,9 +189,10 @@ def test_groups_do_not_change_the_bits_of_a_head(target, window):
     assert torch.equal(queries, many[2].view(150, 2, heads, 3, d)[:, :, :, 0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [100, 101, 2**40])
-def test_a_window_of_the_whole_sequence_is_none(target, window):
-    qkv, dout = make(100, 1, 2, 8)
+def test_a_window_of_the_whole_sequence_is_none(target, window, dtype):
+    qkv, dout = make(100, 1, 2, 8, dtype)
     for got, want in zip(attention(qkv, dout, 2, window=window), attention(qkv, dout, 2), strict=True):
         assert torch.equal(got, want)
 
