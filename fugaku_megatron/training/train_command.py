@@ -54,6 +54,9 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
+DROPOUT = ("attention_dropout", "hidden_dropout")  # which Megatron-LM takes with the architecture
+
+
 def with_checkpoint_model(values: Mapping[str, Any]) -> dict[str, Any]:
     """Parsed flags, with --use-checkpoint-args the model's replaced by those of the checkpoint in --load, if there is one.
 
@@ -67,7 +70,7 @@ def with_checkpoint_model(values: Mapping[str, Any]) -> dict[str, Any]:
         return dict(values)
     saved = with_block(read_head(load, iteration)["config"].get("model", {}))
     kept = {name: value for name, value in values.items() if name not in ARCHITECTURE}
-    return {**kept, **{name: saved[name] for name in ARCHITECTURE if saved.get(name) is not None}}
+    return {**kept, **{name: saved[name] for name in (*ARCHITECTURE, *DROPOUT) if saved.get(name) is not None}}
 
 
 def _train(arguments: Arguments) -> int:

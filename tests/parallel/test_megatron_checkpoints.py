@@ -215,11 +215,13 @@ def test_files_that_list_the_data(tmp_path):
 
 
 def test_the_model_of_the_checkpoint_wins_where_that_is_asked_for(tmp_path):
-    saved = trained(SoloComm(), tmp_path, 1, squared_relu=True, position_embedding_type="rope", kv_channels=12).run.model
+    saved = trained(SoloComm(), tmp_path, 1, squared_relu=True, position_embedding_type="rope", kv_channels=12,
+                    attention_dropout=0.0, hidden_dropout=0.25).run.model
     words = ["--micro-batch-size", "1", "--seq-length", "8", "--num-layers", "7", "--swiglu", "--use-checkpoint-args", "--load",
              str(tmp_path), "--train-iters", "3", "--mock-data"]
     parser = build_parser()
     found = interpret(with_checkpoint_model(vars(parser.parse_args(words)))).run.model
     assert architecture(found) == architecture(saved) and found.seq_length == 8
+    assert (found.attention_dropout, found.hidden_dropout) == (0.0, 0.25)
     with pytest.raises(ValueError, match="--hidden-size, --num-attention-heads must be given"):
         interpret(with_checkpoint_model(vars(parser.parse_args([*words, "--load", str(tmp_path / "none")]))))
