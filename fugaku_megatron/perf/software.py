@@ -90,6 +90,7 @@ class Fitted:
     noise: float  # standard deviation of the residuals of the rows' logarithmic times
     memory: MemoryParameters
     ranges: dict[str, tuple[float, float]]  # model.facts -> smallest and largest value among the fitted rows
+    tensor_parallel: tuple[tuple[int, int, bool, str], ...] | None = None  # model.tensor_parallel of the fitted rows; None: no rows
 
 
 def fitted(group: str) -> Fitted:
@@ -102,7 +103,8 @@ def fitted(group: str) -> Fitted:
     return Fitted(values=Parameters(**{n: data["parameters"][n]["value"] for n in names}), names=names,
                   covariance=tuple(map(tuple, data["covariance"])), noise=data["noise"],
                   memory=MemoryParameters(**{"peer_mib": 0.0, **{n: p["value"] for n, p in data["memory"].items()}}),
-                  ranges={k: tuple(v) for k, v in data["ranges"].items()})
+                  ranges={k: tuple(v) for k, v in data["ranges"].items()},
+                  tensor_parallel=tuple(tuple(seen) for seen in data["tensor_parallel"]))
 
 
 DATA = Path(__file__).parent / "software.json"

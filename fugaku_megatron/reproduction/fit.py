@@ -49,7 +49,6 @@ PRIORS, MEMORY_PRIORS = priors_of("time"), priors_of("memory")
 CHANGE = 1e-4  # change of a parameter's logarithm in finite differences
 HUBER = 1.5  # residuals beyond this many standard deviations count linearly
 FLOOR = 1e-6  # lower bound of parameters whose own bound is 0, which has no logarithm
-
 ITERATIONS = 40
 ENOUGH = 1e-3  # the iteration ends when chi square, to which a row adds about 1, falls by less
 
@@ -159,6 +158,7 @@ SHOWN: dict[str, tuple[tuple[str, Callable[[Row], bool]], ...]] = {
 # group -> (name, rows) of the parts that are left out of the fit and then predicted
 PARTS: dict[str, tuple[tuple[str, Callable[[Row], bool]], ...]] = {
     "a64fx": (("TP 6 from TP 4 (001.2)", lambda r: r.tp == 6),
+              ("TP 8 from TP 4 and 6", lambda r: r.tp == 8), ("TP from rows without it", lambda r: r.tp > 1),
               ("64-512 nodes from 1 (000)", lambda r: r.document == "000" and r.nodes > 1),
               ("MBS 2 and 4 from MBS 1 (000)", lambda r: r.mbs > 1), ("document 000", lambda r: r.document == "000"),
               ("document 001", lambda r: r.document == "001"), ("document 002", lambda r: r.document == "002"),
@@ -198,8 +198,7 @@ def mib(row_cases: Sequence[Case], values: Values) -> list[float]:
 
 def fit_memory(group: str, rows: Sequence[Row]) -> Solution:
     """Parameters of a group's memory from `rows`."""
-    row_cases = cases(rows)
-    observed = [known(r.memory_mib) for r in rows]
+    row_cases, observed = cases(rows), [known(r.memory_mib) for r in rows]
     return solve(lambda values: mib(row_cases, values), observed, MEMORY_PRIORS[group], MEMORY_NOISE)
 
 
@@ -213,14 +212,11 @@ def leave_out(group: str, name: str, part: Callable[[Row], bool], start: Values 
     rows = time_rows(group)
     left, kept = [r for r in rows if part(r)], [r for r in rows if not part(r)]
     solution = fit_time(group, kept, start)
-    left_cases = cases(left)
-    predicted = seconds(left_cases, solution.values)
-    noise = max(rms(solution.residuals), model.NOISE_FLOOR)
-    parameters, names = Parameters(**solution.values), tuple(solution.values)
-    inside = 0
-    for case, value, row in zip(left_cases, predicted, left):
-        width = model.BAND * model.deviation(case, parameters, names, solution.covariance.tolist(), noise)
-        inside += abs(np.log(known(row.seconds) / value)) <= width
+    predicted = seconds(left_cases := cases(left), solution.values)
+    parameters, names, seen = Parameters(**solution.values), tuple(solution.values), tensor_parallel(kept)
+    noise, covariance = max(rms(solution.residuals), model.NOISE_FLOOR), solution.covariance.tolist()
+    widths = [model.BAND * model.deviation(case, parameters, names, covariance, noise, seen) for case in left_cases]
+    inside = sum(abs(np.log(known(r.seconds) / value)) <= width for r, value, width in zip(left, predicted, widths, strict=True))
     return Error.from_predictions(name, predicted, [known(r.seconds) for r in left], inside / len(left))
 
 
@@ -285,6 +281,11 @@ def make_report(group: str, start: Values | None = None) -> Report:
                   ranges=_ranges(rows))
 
 
+def tensor_parallel(rows: Sequence[Row]) -> list[model.TensorParallel]:
+    """The tensor-parallel collectives of the rows, each once."""
+    return sorted({place for case in cases(rows) if (place := model.tensor_parallel(*case))})
+
+
 def _ranges(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
     facts = [model.facts(*case) for case in cases(rows)]
     return {name: (min(fact[name] for fact in facts), max(fact[name] for fact in facts)) for name in facts[0]}
@@ -300,6 +301,7 @@ def as_json(report: Report) -> dict:
     return {"parameters": table(report.time, PRIORS[report.group]), "memory": table(report.memory, MEMORY_PRIORS[report.group]),
             "covariance": [[_short(v) for v in row] for row in report.time.covariance],
             "noise": _short(rms(report.time.residuals)), "ranges": report.ranges,
+            "tensor_parallel": tensor_parallel(time_rows(report.group)),
             "errors": {e.name: round(100 * e.mean, 2) for e in report.in_sample},
             "left_out_errors": {e.name: round(100 * e.mean, 2) for e in report.left_out},
             "memory_error": round(100 * report.memory_error.mean, 2), "spearman": round(report.spearman, 4)}
@@ -323,6 +325,10 @@ def text(report: Report) -> str:
         for e in errors:
             inside = "" if e.inside is None else f"{100 * e.inside:>8.0f} %"
             lines.append(f"  {title}  {_columns(e)}{inside}")
+    left, worst = sum(e.rows for e in report.left_out), max(e.mean for e in report.left_out)
+    held = round(sum(e.rows * (e.inside or 0.0) for e in report.left_out))
+    lines.append(f"  left out   all parts: mean errors up to {100 * worst:.1f} per cent, {held} of {left} rows "
+                 f"({100 * held / left:.0f} per cent) inside the band")
     m = report.memory_error
     lines.append(f"  in sample  {_columns(m)}")
     lines.append(f"  out of memory or not: {report.oom_rows - len(report.wrong_ooms)} of {report.oom_rows} rows right"

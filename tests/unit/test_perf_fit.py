@@ -1,9 +1,13 @@
 """The fit: its solver, errors in sample and on parts left out, and the committed values, which it finds again."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from fugaku_megatron import cli
+from fugaku_megatron.config.arguments import parse
+from fugaku_megatron.perf.model import System, extrapolation, predict
 from fugaku_megatron.perf.software import fitted
 from fugaku_megatron.reproduction import fit
 from fugaku_megatron.reproduction.fit import MEMORY_PRIORS, PRIORS, Prior, solve
@@ -31,7 +35,7 @@ def test_rows_and_errors():
     assert fit.spearman(fit.seconds(fit.cases(rows), start("a100")), [r.seconds for r in rows]) >= 0.85
 
 
-QUICK = ("64-512 nodes from 1 (000)",)
+QUICK = ("64-512 nodes from 1 (000)", "TP from rows without it")
 
 
 @pytest.mark.parametrize("name, part", [
@@ -39,6 +43,31 @@ QUICK = ("64-512 nodes from 1 (000)",)
 def test_parts_left_out_of_the_fit_are_predicted(name, part):
     left = fit.leave_out("a64fx", name, part, start("a64fx"))
     assert left.mean <= 0.12 and left.inside >= 0.75
+
+
+def test_tensor_parallel_collectives_that_no_row_has_widen_the_range():
+    system = System.from_names("a64fx", "torch1.10", 192)
+
+    def width(tp, pp, *flags, nodes=192):
+        words = ["--recipe", "30b", "--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp),
+                 "--checkpoint-activations", "--mock-data", *flags]
+        found = predict(parse(words).run, dataclasses.replace(system, nodes=nodes))
+        share = found.breakdown["tensor_parallel"] / found.seconds
+        return found.upper / found.seconds, share
+
+    known, share = width(4, 48)
+    assert known < 1.2 and share > 0.1, "a printed row"
+    far, far_share = width(56, 6, nodes=336)
+    assert far > 1.6 and far_share > 0.3
+    assert width(2, 48)[0] > known
+
+
+def test_how_far_a_collective_is_from_fitted_ones():
+    seen = [(4, 8 << 20, False, "torch1.10"), (8, 56 << 20, False, "torch1.10")]
+    assert extrapolation(None, seen) == extrapolation(seen[1], seen) == 0.0 and extrapolation(seen[0], []) == 1.0
+    assert extrapolation((8, 8 << 20, False, "torch1.10"), seen) == 0.5, "one doubling of two"
+    assert extrapolation((4, 8 << 20, True, "torch1.10"), seen) == extrapolation((4, 8 << 20, False, "torch1.7"), seen) == 0.5
+    assert extrapolation((64, 1 << 20, False, "torch1.10"), seen) == 1.0
 
 
 @pytest.mark.parametrize("group", PRIORS)
@@ -64,7 +93,7 @@ def test_the_command_writes_what_it_prints_and_finds_the_committed_values(tmp_pa
     monkeypatch.setattr(fit, "PARTS", {"a64fx": fit.PARTS["a64fx"][:1]})
     assert cli.main(["fit", "--output", str(tmp_path / "fitted.json")]) == 0
     printed = capsys.readouterr().out
-    assert "59 of 59 rows right" in printed and "TP 6 from TP 4" in printed
+    assert "59 of 59 rows right" in printed and "TP 6 from TP 4" in printed and "4 of 4 rows (100 per cent) inside" in printed
     data = fit.json.loads((tmp_path / "fitted.json").read_text())["a64fx"]
     assert np.shape(data["covariance"]) == (len(PRIORS["a64fx"]),) * 2
     found = {name: parameter["value"] for name, parameter in data["parameters"].items()}
