@@ -139,12 +139,11 @@ def packing(run: RunConfig) -> list[str]:
     return ["how full the samples of --sft are is not known without --data-path or --train-data-path"]
 
 
-def cores(root: str, world_size: int, rank_bytes: int) -> list[str]:
-    """Which cores the ranks of a node compute on, where root/sys describes the node, one line for each; and what is wrong with it.
+def cores(node: topology.Node, root: str, world_size: int, rank_bytes: int) -> list[str]:
+    """Which cores the ranks of the node described by root/sys compute on, one line for each; and what is wrong with it.
 
-    rank_bytes: memory that a rank needs. Raises ValueError for a folder without such a description.
+    rank_bytes: memory that a rank needs.
     """
-    node = topology.Node.read(root)
     ranks = placement.map_ranks(node, min(world_size, len(node.domains)), rank_bytes)
     each = f"{len(ranks)} rank{'s' * (len(ranks) > 1)} a node"
     start = f"mpiexec -n {len(ranks)}" if world_size <= len(ranks) else f"{-(-world_size // len(ranks))} nodes, {each}"
@@ -154,10 +153,11 @@ def cores(root: str, world_size: int, rank_bytes: int) -> list[str]:
 
 
 def report(run: RunConfig, world_size: int, png: str | None = None, sys_root: str | None = None) -> str:
-    """The plan as text, and the pipeline over time as a picture in the file `png`. sys_root: as of `cores`.
+    """The plan as text, and the pipeline over time as a picture in the file `png`. sys_root: folder of a node's /sys tree.
 
-    Raises ValueError for a run that does not fit on `world_size` ranks and for a picture that cannot be written.
+    Raises ValueError for a run that does not fit on `world_size` ranks, a picture that cannot be written, a folder without a tree.
     """
+    node = topology.Node.read(sys_root) if sys_root else None
     layout = Layout.from_run(run, world_size)
     run, chosen = settle(run, layout)
     size = layout.global_batch_size(run)
@@ -189,6 +189,6 @@ def report(run: RunConfig, world_size: int, png: str | None = None, sys_root: st
         f"{accounting.model_flops(run, size):.4e} model",
         "bytes per rank, stage 0, once per iteration: "
         + (", ".join(f"{name} {bytes / 2**20:.1f} MiB" for name, bytes in sent.items()) or "none"),
-        *(cores(sys_root, world_size, max(plan.memory.total for plan in plans) + PROCESS_BYTES) if sys_root else []),
+        *(cores(node, sys_root, world_size, max(p.memory.total for p in plans) + PROCESS_BYTES) if node and sys_root else []),
         *([f"wrote {png}"] if png else []),
     ])
