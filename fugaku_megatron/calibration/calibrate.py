@@ -110,11 +110,13 @@ def measure_compute() -> Compute:
                    elementwise_gbs=host_kernels.elementwise_gbs(), iteration_s=iteration_s, process_mib=process)
 
 
-def measure_gemm(sizes: Sequence[int] | None = None, cold_bytes: int | None = None) -> Points:
-    """Square matmuls of these sizes; None: those in SIZES. cold_bytes: see host_kernels.gemm_gflops."""
+def measure_gemm(sizes: Sequence[int] | None = None, cold_bytes: int | None = None, dtype: str = "float32") -> Points:
+    """Square matmuls of these sizes; None: those in SIZES. cold_bytes, dtype: see host_kernels.gemm_gflops."""
+    import torch
+
     from . import host_kernels
 
-    return tuple((n, host_kernels.gemm_gflops(n, cold_bytes)) for n in sizes or SIZES)
+    return tuple((n, host_kernels.gemm_gflops(n, cold_bytes, getattr(torch, dtype))) for n in sizes or SIZES)
 
 
 def measure_team(world: Comm, threads: int, measure: Callable[[], Points] = measure_gemm) -> Points:

@@ -43,13 +43,14 @@ def seconds_each(calls: Sequence[Callable[[], object]], rounds: int = 3) -> floa
     return min(times[1:])
 
 
-def gemm_gflops(n: int, cold_bytes: int | None = None) -> float:
+def gemm_gflops(n: int, cold_bytes: int | None = None, dtype: torch.dtype = torch.float32) -> float:
     """GFLOP/s of n x n x n matmuls: forward, data gradient and weight gradient, a third of the calls each.
 
-    cold_bytes: of all operands together; None: COLD_BYTES.
+    cold_bytes: of all operands together in FP32; None: COLD_BYTES. dtype: of operands and results; weight gradients are FP32.
     """
     sets = max(3, (cold_bytes or COLD_BYTES) // (12 * n * n))
-    tensors = [tuple(torch.randn(n, n) for _ in range(2)) + (torch.zeros(n, n),) for _ in range(sets)]
+    tensors = [(*(torch.randn(n, n).to(dtype) for _ in range(2)), torch.zeros(n, n, dtype=torch.float32 if i % 3 == 2 else dtype))
+               for i in range(sets)]
     kinds = (kernels.linear_forward, kernels.linear_data_gradient, kernels.linear_weight_gradient)
     calls = [lambda t=t, f=kinds[i % 3]: f(*t) for i, t in enumerate(tensors)]
     return 2 * n**3 / seconds_each(calls) / 1e9

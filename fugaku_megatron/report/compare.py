@@ -21,6 +21,7 @@ def figures(data: dict[str, Any]) -> dict[tuple[str, str], float]:
         found |= {("clock under load", "GHz"): rank["clock_ghz"], ("FMA peak of a rank", "GFLOP/s"): rank["fma_gflops"],
                   ("triad of a rank", "GB/s"): rank["triad_gbs"]}
         found |= {(f"matmul {n}", "GFLOP/s"): rate for n, rate, _ in kernels["gemm"]}
+        found |= {(f"matmul {n}, BF16", "GFLOP/s"): rate for n, rate, _ in kernels["gemm_bf16"]}
         for s, forward, backward, *_ in kernels["attention"]:
             found |= {(f"attention forward {s}", "GFLOP/s"): forward, (f"attention backward {s}", "GFLOP/s"): backward}
         found |= {(row["kernel"], "GB/s"): row["gbs"] for row in kernels["elementwise"]}

@@ -156,10 +156,10 @@ def slow_kernels(sections: Sections) -> Iterator[Finding]:
         yield Finding(what=f"{len(slow)} element-wise kernels are below the memory's rate", measured=f"{shown} of the triad",
                       expected=f"{TRIAD_SHARE:.0%} or more",
                       remedy="a rank with one thread cannot draw the memory's rate; else send this report")
-    widest = {"avx512f": "avx512", "sve": "sve"}
+    widest = {"amx_bf16": "amx", "avx512f": "avx512", "sve": "sve"}
     features = _nodes(sections)[0]["features"] if _nodes(sections) else []
     for feature, target in widest.items():
-        if feature in features and not kernels["target"].startswith((target, "amx")):
+        if feature in features and not kernels["target"].startswith((target, "amx")):  # AMX includes AVX-512
             yield Finding(what="the kernels do not use this CPU's vectors", measured=f"target {kernels['target']}", expected=target,
                           remedy="unset FUGAKU_MEGATRON_TARGET, or build with a compiler that knows the CPU", severe=True)
 
@@ -271,7 +271,8 @@ def kernels_line(kernels: dict[str, Any]) -> str:
     n, _, share = max(kernels["gemm"], key=lambda row: row[0])
     slowest = min(row["of_triad"] for row in kernels["elementwise"])
     return (f"kernels: {kernels['target']}, {good} of {len(kernels['checks'])} agree with the reference; matmul {share:.0%} of "
-            f"peak at {n}, slowest element-wise kernel {slowest:.0%} of triad\n"
+            f"peak at {n}, in BF16 {kernels['gemm_bf16'][-1][2]:.2f} x FP32's peak, slowest element-wise kernel {slowest:.0%} of "
+            "triad\n"
             f"a rank of {rank['threads']} threads: {rank['clock_ghz']:.2f} GHz under load, FMA peak {rank['fma_gflops']:.3g} "
             f"GFLOP/s, STREAM triad {rank['triad_gbs']:.1f} GB/s; {len(kernels['ranks'])} ranks at the same time")
 

@@ -78,8 +78,9 @@ def plots(sections: dict[str, Any], hours: Sequence[dict[str, Any]]) -> list[str
     """A plot of each section that has one."""
     kernels, found = sections.get("kernels"), []
     if kernels:
-        found.append(lines("Share of the FMA peak", "matrix side, or tokens", {
+        found.append(lines("Share of the FP32 FMA peak", "matrix side, or tokens", {
             "matmul": [(n, share) for n, _, share in kernels["gemm"]],
+            "matmul in BF16": [(n, share) for n, _, share in kernels["gemm_bf16"]],
             "attention forward": [(row[0], row[3]) for row in kernels["attention"]],
             "attention backward": [(row[0], row[4]) for row in kernels["attention"]]}, from_zero=True))
         found.append(bars("Element-wise kernels, share of STREAM's triad",

@@ -45,20 +45,20 @@ def kernel_section(context: Context) -> dict[str, Any]:
     differing = [rank for rank, (_, sums, _) in enumerate(everyone) if sums != first]
     return {"target": kernels.active(), "checks": checks, "differing_ranks": differing, "ranks": ranks, "shrunk": rates["shrunk"],
             "peak_gflops": rates["fma_gflops"], "triad_gbs": rates["triad_gbs"],
-            "gemm": [[n, g, g / rates["fma_gflops"]] for n, g in rates["gemm"]],
+            **{name: [[n, g, g / rates["fma_gflops"]] for n, g in rates[name]] for name in ("gemm", "gemm_bf16")},
             "attention": [[s, *gs, *(g / rates["fma_gflops"] for g in gs)] for s, *gs in rates["attention"]],
             "elementwise": rates["elementwise"]}
 
 
 def measure_rates(context: Context) -> dict[str, Any]:
-    """Of this rank, while the other ranks measure the same."""
+    """Of this rank, while the other ranks measure the same. Collective: rank 0 decides on the sizes."""
     process, threads = peak_memory_mib(), torch.get_num_threads()
     probe = fma_peak_gflops(3, 20_000)
-    context.scale = scale = SHRUNK if probe < SHRUNK_GFLOPS * threads else context.scale
+    context.scale = scale = SHRUNK if context.agreed(probe < SHRUNK_GFLOPS * threads) else context.scale
     steps = max(20_000, int(2_000_000 * min(1.0, probe / threads / 50)))
     fma, clock = max(probe, fma_peak_gflops(1 + scale.rounds, steps)), clock_ghz(25 * steps)
     triad = calibrate.triad_gbs(scale.triad)
-    sizes = affordable(scale.sizes, scale.cold_bytes, fma, context.left / 2)
+    sizes = context.agreed(affordable(scale.sizes, scale.cold_bytes, fma, context.left / 3))
     attention = []
     for s in scale.lengths:
         attention.append((s, *host_kernels.attention_gflops(s)))
@@ -69,7 +69,8 @@ def measure_rates(context: Context) -> dict[str, Any]:
         "gemm": calibrate.measure_gemm(sizes, scale.cold_bytes), "attention": tuple(attention),
         "elementwise_gbs": host_kernels.elementwise_gbs(scale.elements)}
     rows = kernel_checks.elementwise_rates(scale.elementwise, triad, scale.rounds)
-    return {**context.compute, "elementwise": rows, "shrunk": scale is SHRUNK}
+    half = calibrate.measure_gemm(sizes, scale.cold_bytes, "bfloat16")
+    return {**context.compute, "elementwise": rows, "gemm_bf16": half, "shrunk": scale is SHRUNK}
 
 
 def affordable(sizes: Sequence[int], cold_bytes: int, gflops: float, seconds: float) -> Sequence[int]:

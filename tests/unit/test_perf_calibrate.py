@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 from fugaku_megatron.calibration import calibrate, host_kernels
 from fugaku_megatron.calibration.calibrate import Compute, Messages
@@ -81,7 +82,7 @@ def test_matmuls_take_other_matrices_each_time(monkeypatch):
 
 
 def test_rates_and_overheads_are_figures():
-    assert host_kernels.gemm_gflops(64) > 0
+    assert host_kernels.gemm_gflops(64) > 0 and host_kernels.gemm_gflops(64, 1 << 18, torch.bfloat16) > 0
     assert all(rate > 0 for rate in host_kernels.attention_gflops(64))
     assert host_kernels.dropout_flops(64, 50.0) >= 0
     assert all(math.isfinite(value) and value >= 0 for value in host_kernels.step_overhead())

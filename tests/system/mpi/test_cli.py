@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
+from benchmarks import child, two_hosts
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.perf import machine
 from tests.parallel.test_evaluate import PROSE, QUESTIONS, result
@@ -123,3 +125,29 @@ def test_a_report_starts_its_own_ranks(tmp_path):
                           env={**os.environ, "PYTHONPATH": launch.PATH, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0 and "report: starting 2 ranks by mpiexec" in done.stderr, done.stderr
     assert json.loads(file.read_text())["sections"]["communication"]["ranks"] == 2
+
+
+@pytest.mark.skipif(launch.mpich() is None, reason=launch.MISSING["mpich"])
+def test_two_hosts_report_as_two_nodes(tmp_path):
+    """Two network namespaces, and the end by a signal to the launcher: what was measured stays."""
+    if reason := two_hosts.why_not():
+        pytest.skip(reason)
+    file, environment = tmp_path / "two.json", {**os.environ, **two_hosts.NETWORK, "PYTHONPATH": launch.PATH,
+                                                "OMP_NUM_THREADS": "1"}
+    program = [sys.executable, *COMMAND, "report", "--shrunk", "--minutes", "2", "--output", str(file)]
+    with two_hosts.two_hosts("1gbit"):
+        first, second = (two_hosts.on_host(host, program) for host in two_hosts.HOSTS)
+        with subprocess.Popen([child.mpiexec(), *first, ":", *second], env=environment, cwd=tmp_path, text=True,
+                              stderr=subprocess.PIPE,
+                              stdout=subprocess.DEVNULL) as job:
+            assert any("layers" in line for line in job.stderr)  # the sections before it are written
+            job.send_signal(signal.SIGTERM)
+            job.stderr.read()
+    report = json.loads(file.read_text())
+    sections = report["sections"]
+    assert report["complete"] is False and len(sections["host"]["nodes"]) == 2
+    assert [rank["node"] for rank in sections["kernels"]["ranks"]] == [0, 1] and sections["communication"]["inside"] is None
+    assert 0.01 < sections["communication"]["between"]["gbs"] < 0.2  # a link of 1 Gbit/s
+    assert {row["where"] for row in sections["communication"]["collectives"]} == {"between"}
+    assert machine.load(str(file)).sources["link_gbs"] == "measured by fugaku-megatron report"
+    assert not any(host in file.read_text() for host in two_hosts.HOSTS)
