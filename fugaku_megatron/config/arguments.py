@@ -18,6 +18,7 @@ from ..pipeline.parts import AUTO
 from . import yaml_arguments
 from .checks import check, check_kind, flag, flag_words
 from .command_line import OTHER_FLAGS, Parser, nearest
+from .experts_config import EXPERTS
 from .groups import TIKTOKEN
 from .model_config import HEAD_MULTIPLE, ROPE, ROPE_SCALING, YARN, YARN_SCALING, ModelConfig
 from .recipes import RECIPES
@@ -36,6 +37,9 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
     ("--position-embedding-type yarn", lambda run: run.model.position_embedding_type == YARN, YARN_SCALING),
     ("--use-z-loss", lambda run: run.model.use_z_loss, ("z_loss_strength",)),
     ("a GELU in the MLP", lambda run: "gelu" in run.model.activation, ("bias_gelu_fusion", "openai_gelu")),
+    ("--num-experts", lambda run: run.model.num_experts is not None, EXPERTS[1:]),
+    ("--moe-router-enable-expert-bias", lambda run: run.model.moe_router_enable_expert_bias, ("moe_router_bias_update_rate",)),
+    ("--moe-expert-capacity-factor", lambda run: run.model.moe_expert_capacity_factor is not None, ("moe_token_drop_policy",)),
     ("--decoupled-lr", lambda run: run.optimizer.decoupled_lr is not None, ("decoupled_min_lr",)),
     ("--use-rope-scaling", lambda run: run.model.use_rope_scaling, ROPE_SCALING),
     ("--fp16", lambda run: run.precision.fp16,
@@ -68,6 +72,11 @@ _GOES_WITH: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
                                 "--position-embedding-type rope, or none for no positions at all"),
     "--no-pipeline-parallel": (lambda run: run.parallel.pipeline_model_parallel_size == 1,
                                "--pipeline-model-parallel-size is above 1: leave one of them out"),
+    **{name: (lambda run: run.model.num_experts is None, "this variant of experts is not built: leave it out") for name in (
+        "--moe-input-jitter-eps", "--moe-latent-size", "--moe-apply-probs-on-input", "--moe-router-force-load-balancing",
+        "--moe-router-force-biased", "--moe-use-upcycling", "--moe-router-quantile-balancing-ema", "--moe-mlp-glu-interleave-size",
+        "--moe-shared-expert-glu-interleave-size", "--moe-expert-rank-capacity-factor", "--moe-enable-routing-replay",
+        "--moe-routing-trace-path")},
 }
 
 _GROUP_OF = {f.name: group for group, config in GROUPS.items() for f in fields(config)}  # a field -> its group in RunConfig

@@ -42,6 +42,9 @@ class Layout:
         model = run.model
         check_world_size(world_size, tp, pp)
         divided = {"num-attention-heads": model.num_attention_heads, "ffn-hidden-size": model.ffn_hidden_size}
+        if model.num_experts:
+            divided |= {"moe-ffn-hidden-size": model.moe_ffn_hidden_size or 0,
+                        "moe-shared-expert-intermediate-size": model.moe_shared_expert_intermediate_size or 0}
         if model.group_query_attention:
             divided["num-query-groups"] = model.query_groups
         for name, value in divided.items():

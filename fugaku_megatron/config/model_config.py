@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from .checks import check, check_choices, check_fraction, check_numbers, check_positive, flag, hashed_once, opt, required
+from .experts_config import BALANCE, CAPACITY, EXPERTS, ExpertFields, experts_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,8 @@ NORMS = {"LayerNorm": NormPart(layer="fugaku_megatron.nn.layers:LayerNorm", vect
 MLPS = {**{name: MLPPart(layer="fugaku_megatron.nn.blocks:MLP", activation=name, fc1_widths=1)
            for name in ("gelu", "gelu_exact", "squared_relu")},
         **{name: MLPPart(layer="fugaku_megatron.nn.blocks:GatedMLP", activation=name, fc1_widths=2)
-           for name in ("swiglu", "geglu")}}
+           for name in ("swiglu", "geglu")},
+        "experts": MLPPart(layer="fugaku_megatron.nn.experts:Experts", activation="swiglu", fc1_widths=2)}
 
 
 def choices(parts: dict[str, NormPart] | dict[str, MLPPart]) -> str:
@@ -59,7 +61,7 @@ HEAD_MULTIPLE = 4  # elements: the C++ kernels of attention take heads of so man
 
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(ExpertFields):
     """The GPT that is trained (GPT-2 as Megatron-LM builds it, unless flags say otherwise)."""
 
     # A number whose default is None and whose type is int is computed from the other fields: it is never None afterwards.
@@ -151,6 +153,7 @@ class ModelConfig:
         self._check_heads()
         self._check_rotary()
         self._check_block()
+        self._check_experts(self.num_layers, self.swiglu, not self.disable_bias_linear)
 
     def _derive(self) -> None:
         """Set what was not given. A head size that does not divide is left to `_check_heads`."""
@@ -159,6 +162,7 @@ class ModelConfig:
         for name, value in (("ffn_hidden_size", width), ("max_position_embeddings", self.seq_length)):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
+        self._derive_experts(self.ffn_hidden_size)
         if self.kv_channels is None and h % heads == 0:
             object.__setattr__(self, "kv_channels", h // heads)
         if not self.group_query_attention or self.num_query_groups is None:
@@ -208,6 +212,12 @@ class ModelConfig:
         return "gelu" if self.openai_gelu or (self.bias_gelu_fusion and not self.disable_bias_linear) else "gelu_exact"
 
     @property
+    def mlps(self) -> tuple[str, ...]:
+        """The row of `MLPS` that each layer's MLP is."""
+        experts = experts_in(self.moe_layer_freq, self.num_layers) if self.num_experts else (False,) * self.num_layers
+        return tuple("experts" if layer else self.activation for layer in experts)
+
+    @property
     def gated(self) -> bool:
         """Whether the MLP has a gate."""
         return self.swiglu or self.geglu
@@ -247,7 +257,7 @@ class ModelConfig:
         """Whether the C++ kernels compute all of a forward, nothing of which is left to torch."""
         norms = self.normalization == "RMSNorm" or self.normalization == "LayerNorm" and not self.qk_layernorm
         plain = self.embedding_multiplier == self.residual_multiplier == self.logits_scaling == 1.0
-        return self.kernels_take_heads and norms and plain
+        return self.kernels_take_heads and norms and plain and self.num_experts is None
 
     @property
     def qkv_bias(self) -> bool:
@@ -306,7 +316,8 @@ BLOCK = ("apply_layernorm_1p", "swiglu", "geglu", "parallel_residual", "embeddin
          "attention_multiplier", "logits_scaling", "squared_relu", "bias_gelu_fusion", "openai_gelu", "group_query_attention",
          "num_query_groups", "kv_channels", "add_qkv_bias", "qk_layernorm",
          "position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor",
-         "use_rope_scaling", *ROPE_SCALING, *YARN_SCALING, "untie_embeddings_and_output_weights", "window_size")
+         "use_rope_scaling", *ROPE_SCALING, *YARN_SCALING, "untie_embeddings_and_output_weights", "window_size",
+         *(name for name in EXPERTS if name not in (*BALANCE, *CAPACITY)))
 # What a checkpoint's weights are worth nothing without: a run that loads them must agree with the run that saved them.
 ARCHITECTURE = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "max_position_embeddings", "vocab_size",
                 "normalization", "disable_bias_linear", "layernorm_epsilon", *BLOCK)

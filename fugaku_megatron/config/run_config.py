@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from .checks import check, check_choices, check_numbers, check_positive, flag, hashed_once, is_unicode, opt, required
+from .experts_config import BALANCE, CAPACITY
 from .groups import MARKING, DataConfig, NumbersConfig, OptimizerConfig, ParallelConfig
 from .model_config import ModelConfig
 from .sample_rules import StepSizes
 
 # What decides the course of training next to the architecture, by group: a resumed run says where it differs from what was saved.
 COURSE = {
-    "model": ("seq_length", "mask_vocab_padding", "use_z_loss", "z_loss_strength", "hidden_dropout", "attention_dropout"),
+    "model": ("seq_length", "mask_vocab_padding", "use_z_loss", "z_loss_strength", "hidden_dropout", "attention_dropout", *BALANCE,
+              *CAPACITY),
     "batch": ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule"),
     "optimizer": ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "lr_decay_style",
                   "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples",

@@ -8,7 +8,7 @@ of d elements in g groups, l layers, v padded vocabulary, t tensor-parallel size
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from ..config.checks import check
@@ -17,16 +17,18 @@ from ..config.model_config import MLPS, NORMS
 from ..config.run_config import ModelConfig, ParallelConfig, RunConfig
 from ..pipeline.parts import Placement, balanced_cut, cut_of_stages, even_cut
 from .activations import (
-    Collective,
+    FP32_BYTES,
     MatmulCollectives,
+    Record,
     activation_bytes,
     all_reduce,
     element_bytes,
+    linear,
     residual_bytes,
     tokens_per_microbatch,
 )
+from .experts import expert_records, typical_mlp
 
-FP32_BYTES = 4
 FLAT_ALIGNMENT = 64  # elements; a shard of a flat buffer starts on a 256-byte line
 
 
@@ -61,39 +63,6 @@ def zero_shards(run: RunConfig, layout: Layout) -> int:
 
 
 # Records: what one rank does per micro-batch -----------------------------------------------------------------------------------
-
-@dataclass(frozen=True, kw_only=True)
-class Record:
-    """One operation on one rank for one micro-batch.
-
-    name: layer operation. parameters: held by this rank. replicated: those of them that every tensor-parallel rank holds. of_heads:
-    those of these whose gradient comes from a rank's own heads. gemm: (M, N, K) of the forward matmul and how many of them.
-    flops_*: multiply and add counted apart, matmuls only, attention's over the full square. seen: the share of that square
-    that a kernel needs. dropout: whether some of its probabilities are dropped.
-    saved_bytes: kept from forward to backward. forward, backward: collectives in order.
-    """
-
-    name: str
-    parameters: int = 0
-    replicated: int = 0
-    of_heads: int = 0
-    gemm: tuple[int, int, int] | None = None
-    gemm_count: int = 1
-    seen: float = 1.0
-    dropout: bool = False
-    flops_forward: int = 0
-    flops_backward: int = 0
-    saved_bytes: int = 0
-    forward: tuple[Collective, ...] = ()
-    backward: tuple[Collective, ...] = ()
-
-
-def _linear(name: str, rows: int, outputs: int, inputs: int, bias: int, saved: int, forward: tuple[Collective, ...],
-            backward: tuple[Collective, ...], replicated: int = 0) -> Record:
-    flops = 2 * rows * outputs * inputs
-    return Record(name=name, parameters=outputs * inputs + bias, gemm=(rows, outputs, inputs), flops_forward=flops,
-                  flops_backward=2 * flops, saved_bytes=saved, replicated=replicated, forward=forward, backward=backward)
-
 
 def _norm(name: str, run: RunConfig, tp: int) -> Record:
     part, rows = NORMS[run.model.normalization], tokens_per_microbatch(run) // sequence_parts(run, tp)
@@ -169,24 +138,39 @@ def softmax_bytes(run: RunConfig, tp: int) -> int:
 
 
 @lru_cache(maxsize=64)  # a search asks for the same again and again
-def layer_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
-    """The operations of one transformer layer. What is saved is what the C++ kernels keep: gelu(x) is computed again from x."""
-    model, kept, width, around = run.model, residual_bytes(run, tp), element_bytes(run), MatmulCollectives.from_run(run, tp)
-    h, f, rows = model.hidden_size, model.ffn_hidden_size, tokens_per_microbatch(run)
-    mlp, bias, mlp_norm = MLPS[model.activation], not model.disable_bias_linear, _norm("pre_mlp_layernorm", run, tp)
+def layer_records(run: RunConfig, tp: int, mlp: str | None = None) -> tuple[Record, ...]:
+    """The operations of one transformer layer. What is saved is what the C++ kernels keep: gelu(x) is computed again from x.
+
+    mlp: the row of MLPS that the layer has; None: experts in a model with any, which then stand for its few dense layers as well.
+    """
+    model, kept, around = run.model, residual_bytes(run, tp), MatmulCollectives.from_run(run, tp)
+    h, rows = model.hidden_size, tokens_per_microbatch(run)
+    bias, mlp_norm = not model.disable_bias_linear, _norm("pre_mlp_layernorm", run, tp)
     column, row = (around.into, around.into_backward), (around.out, around.out_backward, h * bias)
-    fc1, qkv, context = mlp.fc1_widths * f // tp, model.qkv_width // tp, model.context_width // tp
+    qkv, context = model.qkv_width // tp, model.context_width // tp
     return (
         _norm("input_layernorm", run, tp),
-        _linear("linear_qkv", rows, qkv, h, qkv * model.qkv_bias, kept, *column),
+        linear("linear_qkv", rows, qkv, h, qkv * model.qkv_bias, kept, *column),
         *_rotary(run, tp),
         _attention(run, tp),
-        _linear("linear_proj", rows, h, context, h * bias, 0, *row),
+        linear("linear_proj", rows, h, context, h * bias, 0, *row),
         replace(mlp_norm, saved_bytes=mlp_norm.saved_bytes - residual_bytes(run, tp) * model.parallel_residual),  # the same input
-        _linear("linear_fc1", rows, fc1, h, fc1 * bias, kept, *column),
-        Record(name=mlp.activation, saved_bytes=rows * fc1 * width),
-        _linear("linear_fc2", rows, h, f // tp, h * bias, 0, *row),
+        *(expert_records(run, tp) if (mlp or typical_mlp(model)) == "experts" else _dense_mlp(run, tp)),
     )
+
+
+def _dense_mlp(run: RunConfig, tp: int) -> tuple[Record, ...]:
+    model, around, mlp = run.model, MatmulCollectives.from_run(run, tp), MLPS[run.model.activation]
+    h, f, rows, bias = model.hidden_size, model.ffn_hidden_size // tp, tokens_per_microbatch(run), not model.disable_bias_linear
+    fc1 = mlp.fc1_widths * f
+    return (linear("linear_fc1", rows, fc1, h, fc1 * bias, residual_bytes(run, tp), around.into, around.into_backward),
+            Record(name=mlp.activation, saved_bytes=rows * fc1 * element_bytes(run)),
+            linear("linear_fc2", rows, h, f, h * bias, 0, around.out, around.out_backward, h * bias))
+
+
+def layer_parameters(run: RunConfig, tp: int, layer: int) -> int:
+    """Parameters of a layer, from 0, that one rank holds."""
+    return sum(record.parameters for record in layer_records(run, tp, run.model.mlps[layer]))
 
 
 def recomputed_records(run: RunConfig, tp: int, last: bool) -> list[Record]:
@@ -208,7 +192,7 @@ def head_records(run: RunConfig, tp: int, tied: bool) -> list[Record]:
     model, vocabulary, around = run.model, padded_vocab_size(run.model, tp) // tp, MatmulCollectives.from_run(run, tp)
     rows = tokens_per_microbatch(run)
     # The head keeps its whole input, which becomes its gradient at once: nothing is gathered again in backward.
-    logits = _linear("logits", rows, vocabulary, model.hidden_size, 0, activation_bytes(run), around.into,
+    logits = linear("logits", rows, vocabulary, model.hidden_size, 0, activation_bytes(run), around.into,
                      around.into_backward[-1:])
     if tied and model.tied:
         logits = replace(logits, parameters=0)
@@ -219,8 +203,8 @@ def head_records(run: RunConfig, tp: int, tied: bool) -> list[Record]:
 def layer_and_head_flops(run: RunConfig) -> tuple[float, float]:
     """FLOPs of a layer's forward and of the logits on one rank, attention below the diagonal only."""
     tp = run.parallel.tensor_model_parallel_size
-    layer = sum(r.flops_forward / (2 if r.name == "attention" else 1) for r in layer_records(run, tp))
-    return layer, sum(r.flops_forward for r in head_records(run, tp, tied=True))
+    linear, attention = _rank_flops(run, tp)
+    return linear + attention / 2, sum(r.flops_forward for r in head_records(run, tp, tied=True))
 
 
 @lru_cache(maxsize=64)  # every stage asks for it
@@ -269,9 +253,8 @@ def part_recompute_groups(run: RunConfig, part: int) -> list[range]:
 
 def part_records(run: RunConfig, layout: Layout, placement: Placement, part: int) -> Iterator[tuple[str, Record]]:
     """(place, record) of everything that a part of the model does for one micro-batch; place: embedding, layer or head."""
-    layer = layer_records(run, layout.tp)
-    for _ in part_layers(run, placement, part):
-        yield from (("layer", r) for r in layer)
+    for layer in part_layers(run, placement, part):
+        yield from (("layer", r) for r in layer_records(run, layout.tp, run.model.mlps[layer]))
     yield from end_records(run, layout, placement, part)
 
 
@@ -292,9 +275,8 @@ def stage_records(run: RunConfig, layout: Layout, stage: int) -> Iterator[tuple[
 
 def part_parameters(run: RunConfig, layout: Layout, placement: Placement, part: int) -> int:
     """Parameters of a part of the model that one rank holds."""
-    layer = sum(record.parameters for record in layer_records(run, layout.tp))
     ends = sum(record.parameters for _, record in end_records(run, layout, placement, part))
-    return len(part_layers(run, placement, part)) * layer + ends
+    return sum(layer_parameters(run, layout.tp, layer) for layer in part_layers(run, placement, part)) + ends
 
 
 def stage_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
@@ -307,6 +289,13 @@ def parameters(run: RunConfig) -> int:
     return stage_parameters(replace(run, parallel=ParallelConfig()), Layout(1, 1, 1, 1), 0)
 
 
+def active_parameters(run: RunConfig) -> int:
+    """Those of `parameters` that one token meets: of the experts of a layer, its own ones."""
+    model = run.model
+    idle = (model.num_experts or 0) - model.moe_router_topk
+    return parameters(run) - model.mlps.count("experts") * idle * 3 * (model.moe_ffn_hidden_size or 0) * model.hidden_size
+
+
 # FLOPs of an iteration: three named kinds ----------------------------------------------------------------------------------------
 
 def _recompute_fraction(run: RunConfig) -> float:
@@ -315,11 +304,20 @@ def _recompute_fraction(run: RunConfig) -> float:
     return sum(len(group) for part in parts for group in part_recompute_groups(run, part)) / run.model.num_layers
 
 
+def _rank_flops(run: RunConfig, tp: int = 1) -> tuple[float, float]:
+    """FLOPs of a micro-batch's forward in the mean layer on one rank: (of linear layers, of attention over the full square)."""
+    layers, linear = run.model.mlps, 0.0
+    for mlp in {*layers}:
+        flops = {r.name: r.flops_forward for r in layer_records(run, tp, mlp)}
+        attention = flops.pop("attention")
+        linear += sum(flops.values()) * layers.count(mlp) / len(layers)
+    return linear, attention
+
+
 def layer_flops(run: RunConfig) -> tuple[float, float]:
-    """FLOPs of one sample's forward in one layer: (of linear layers, of attention over the full square)."""
-    flops = {r.name: r.flops_forward / run.batch.micro_batch_size for r in layer_records(run, 1)}
-    attention = flops.pop("attention")
-    return sum(flops.values()), attention
+    """FLOPs of one sample's forward in the mean layer: (of linear layers, of attention over the full square)."""
+    linear, attention = _rank_flops(run)
+    return linear / run.batch.micro_batch_size, attention / run.batch.micro_batch_size
 
 
 def hardware_flops(run: RunConfig, global_batch_size: int, squares: int | None = None) -> float:
@@ -345,10 +343,11 @@ def parameter_flops(run: RunConfig, global_batch_size: int, *, replicas: bool = 
     replicas: count as the program behind those tables did, what a rank of the last stage holds times TP x PP, so that what
     tensor-parallel ranks hold in common (layer norms, some biases) counts TP times: 0.025 % more at h 13824 and TP 8.
     """
-    layers, parallel = run.model.num_layers, run.parallel
+    parallel = run.parallel
     tp, pp = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) if replicas else (1, 0)
     final_layernorm = _norm("final_layernorm", run, tp)
-    counted = tp * (layers * sum(r.parameters for r in layer_records(run, tp)) + pp * final_layernorm.parameters)
+    layers = sum(layer_parameters(run, tp, layer) for layer in range(run.model.num_layers))
+    counted = tp * (layers + pp * final_layernorm.parameters)
     return (6 + 2 * _recompute_fraction(run)) * counted * run.model.seq_length * global_batch_size
 
 

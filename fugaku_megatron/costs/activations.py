@@ -1,4 +1,4 @@
-"""Activations of a micro-batch and the collectives of tensor-parallel ranks around their matmuls, in bytes. No torch.
+"""Activations of a micro-batch, what an operation on them is, and collectives around matmuls, in bytes. No torch.
 
 Between the matmuls every rank works on whole activations (s, b, h), or with --sequence-parallel on its 1/t of the sequence
 (Korthikanti et al. 2022, arXiv:2205.05198). Left out: what an operation keeps (`accounting`).
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from ..config.layout import sequence_parts
 from ..config.run_config import ModelConfig, RunConfig
 
+FP32_BYTES = 4
+
 
 @dataclass(frozen=True)
 class Collective:
@@ -20,6 +22,40 @@ class Collective:
     verb: str
     group: str
     bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One operation on one rank for one micro-batch.
+
+    name: layer operation. parameters: held by this rank. replicated: those of them that every tensor-parallel rank holds. of_heads:
+    those of these whose gradient comes from a rank's own heads. gemm: (M, N, K) of the forward matmul and how many of them.
+    flops_*: multiply and add counted apart, matmuls only, attention's over the full square. seen: the share of that square
+    that a kernel needs. dropout: whether some of its probabilities are dropped.
+    saved_bytes: kept from forward to backward. forward, backward: collectives in order.
+    """
+
+    name: str
+    parameters: int = 0
+    replicated: int = 0
+    of_heads: int = 0
+    gemm: tuple[int, int, int] | None = None
+    gemm_count: int = 1
+    seen: float = 1.0
+    dropout: bool = False
+    flops_forward: int = 0
+    flops_backward: int = 0
+    saved_bytes: int = 0
+    forward: tuple[Collective, ...] = ()
+    backward: tuple[Collective, ...] = ()
+
+
+def linear(name: str, rows: int, outputs: int, inputs: int, bias: int, saved: int, forward: tuple[Collective, ...],
+            backward: tuple[Collective, ...], replicated: int = 0) -> Record:
+    """A matmul of the forward, of rows (rows, inputs), and the two of its gradients."""
+    flops = 2 * rows * outputs * inputs
+    return Record(name=name, parameters=outputs * inputs + bias, gemm=(rows, outputs, inputs), flops_forward=flops,
+                  flops_backward=2 * flops, saved_bytes=saved, replicated=replicated, forward=forward, backward=backward)
 
 
 def tokens_per_microbatch(run: RunConfig) -> int:

@@ -19,12 +19,12 @@ from ..config.run_config import RunConfig
 from ..pipeline.parts import Held, receives_ahead
 from .accounting import (
     FLAT_ALIGNMENT,
-    FP32_BYTES,
     context_bytes,
     core_bytes,
     embedding_records,
     end_records,
     head_records,
+    layer_parameters,
     layer_records,
     padded_vocab_size,
     part_recompute_groups,
@@ -38,7 +38,8 @@ from .accounting import (
     tokens_per_microbatch,
     zero_shards,
 )
-from .activations import Collective, activation_bytes, element_bytes
+from .activations import FP32_BYTES, Collective, activation_bytes, element_bytes
+from .experts import mlp_width, typical_mlp
 
 # Megatron's default of --ddp-bucket-size: large enough for the chunks of a ring over many ranks
 BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_RANK = 40_000_000, 1_000_000
@@ -76,12 +77,11 @@ def stage_units(run: RunConfig, layout: Layout, stage: int) -> list[int]:
     """Elements of each unit of a stage, in the order in which backward finishes them; a tied copy is the last."""
     tp, tied = layout.tp, holds_tied_copy(run, stage)
     head = sum(r.parameters for r in head_records(run, tp, tied=True))
-    layer = sum(r.parameters for r in layer_records(run, tp))
     table = padded_vocab_size(run.model, tp) // tp * run.model.hidden_size
     embedding = sum(r.parameters for r in embedding_records(run, tp)) - table * tied
-    layers = sum(map(len, stage_layers(run, stage)))
+    layers = [layer_parameters(run, tp, layer) for chunk in reversed(stage_layers(run, stage)) for layer in reversed(chunk)]
     first, last = placement(run).owner(0)[0], placement(run).last_stage
-    return [*[head] * (stage == last), *[layer] * layers, *[embedding] * (stage == first), *[table] * tied]
+    return [*[head] * (stage == last), *layers, *[embedding] * (stage == first), *[table] * tied]
 
 
 def bucket_units(run: RunConfig, layout: Layout, stage: int) -> list[range]:
@@ -176,13 +176,19 @@ def weight_input_bytes(run: RunConfig, tp: int) -> int:
     Four matmuls with whole operands (s, b, h): the inputs of QKV and of the MLP, the gradients of the projection and of the MLP;
     cut over tensor-parallel ranks: the context, QKV's gradient, and of the MLP the activation's argument and its gradient.
     """
-    mlp = MLPS[run.model.activation].fc1_widths * inner_bytes(run, tp)
+    mlp = MLPS[typical_mlp(run.model)].fc1_widths * inner_bytes(run, tp)
+    mlp += paired_bytes(run) + inner_bytes(run, tp) // 2 if run.model.num_experts else 0
     return 4 * activation_bytes(run) + context_bytes(run, tp) + qkv_bytes(run, tp) + 2 * mlp
 
 
 def inner_bytes(run: RunConfig, tp: int) -> int:
     """Bytes of this rank's part of one tensor of the MLP's width, (s, b, f)."""
-    return activation_bytes(run) * run.model.ffn_hidden_size // run.model.hidden_size // tp
+    return tokens_per_microbatch(run) * mlp_width(run.model) * element_bytes(run) // tp
+
+
+def paired_bytes(run: RunConfig) -> int:
+    """Bytes of one tensor with a row (h) for each token and each of its experts; 0 without experts."""
+    return activation_bytes(run) * run.model.moe_router_topk if run.model.num_experts else 0
 
 
 def live_bytes(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held]) -> int:
@@ -210,7 +216,8 @@ def working_bytes(run: RunConfig, tp: int) -> int:
     Where blocks of a reduction are sent, those of two more: all ranks' shares of the own part, and own shares of the others' parts.
     """
     whole, widths = activation_bytes(run), 4 if run.parallel.tp_comm_overlap and tp > 1 else 2
-    return widths * whole + inner_bytes(run, tp)
+    experts = 3 * paired_bytes(run) + 5 * inner_bytes(run, tp) if run.model.num_experts else 0  # of all pairs, in backward
+    return widths * whole + inner_bytes(run, tp) + experts
 
 
 def posted_bytes(run: RunConfig, tp: int, stage: int) -> int:

@@ -112,6 +112,8 @@ class IterationMetrics:
     The fields are in the order of the line: Megatron-DeepSpeed's first, then our own. Seconds are per iteration, `tflops` is 10^12
     operations per second and rank. `minor_faults` and `system_seconds` (per iteration) and `clock_ghz` (measured after the last
     iteration) are those of the rank that prints; `resident_mib` and `shared_mib`, read then as well, are those of the largest rank.
+    `load_balancing_loss` and `router_z_loss` are means over layers with experts, without their factors, and `largest_load` is the
+    tokens of the expert with most, over the mean of its layer.
     `watts` is the mean power of all nodes during the iterations, None where one of them has no counter.
     An interval needs `elapsed_seconds`, `global_batch_size`, `lm_loss`, `skipped` and `tflops` of each of its iterations, and
     computes `nans`, `samples_per_second` and, where samples and tokens are counted, `tokens_per_second` and
@@ -126,6 +128,9 @@ class IterationMetrics:
     learning_rate: float | None = _metric("learning rate", "{:.3E}", _last, "learning-rate")
     global_batch_size: int | None = _metric("global batch size", "{:5d}", _last, "batch-size")
     lm_loss: float | None = _metric("lm loss", "{:.6E}", _mean_of_updates, "lm loss")
+    load_balancing_loss: float | None = _metric("load_balancing_loss", "{:.6E}", _mean, "load_balancing_loss")
+    router_z_loss: float | None = _metric("z_loss", "{:.6E}", _mean, "z_loss")
+    largest_load: float | None = _metric("largest load of an expert", "{:.2f}", _mean, "largest-expert-load")
     loss_scale: float | None = _metric("loss scale", "{:.1f}", _last, "loss-scale")
     grad_norm: float | None = _metric("grad norm", "{:.3f}", _last, "grad-norm")
     num_zeros: float | None = _metric("num zeros", "{:.1f}", _last, "num-zeros")

@@ -163,6 +163,10 @@ class MetricsWriter:
         self.print(line)
         self._record("event", {"iteration": iteration, "text": line})
 
+    def keep(self, kind: str, iteration: int, **values: Any) -> None:
+        """Keep values that JSON knows in the history alone."""
+        self._record(kind, {"iteration": iteration, **values})
+
     def close(self) -> None:
         """Flush and close whatever is open."""
         for output in (self._screen, self._history, self._tensorboard):
@@ -196,7 +200,8 @@ class MetricsWriter:
 
 
 def read_history(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The records of a history file, each of "kind" "train", "validation" or "event"; an incomplete last line is ignored."""
+    """The records of a history file, each of "kind" "train", "validation", "event" or "experts"; an incomplete last line is
+    ignored."""
     lines = Path(path).read_bytes().splitlines()
     records = []
     for number, line in enumerate(lines, 1):

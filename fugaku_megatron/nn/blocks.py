@@ -106,12 +106,17 @@ class MLP(nn.Module):
 
     column: type[nn.Module] = ColumnParallelLinear
 
-    def __init__(self, name: str, context: Context) -> None:
+    def __init__(self, name: str, context: Context, width: int | None = None) -> None:
         super().__init__()
         model, self.context = context.model, context
-        h, f, bias = model.hidden_size, model.ffn_hidden_size, not model.disable_bias_linear
+        h, f, bias = model.hidden_size, width or model.ffn_hidden_size, not model.disable_bias_linear
         self.linear_fc1 = self.column(f"{name}.linear_fc1", h, f, context, bias)
         self.linear_fc2 = RowParallelLinear(f"{name}.linear_fc2", f, h, context, bias)
+
+    @property
+    def output_bias(self) -> Tensor | None:
+        """The second bias (h), which whoever adds the residual adds."""
+        return self.linear_fc2.bias
 
     def operations(self) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
         """The operation of the whole sequence (s, b, h), and the one from part to part of it."""
@@ -151,7 +156,7 @@ class TransformerLayer(nn.Module):
         self.input_layernorm = make_norm(f"{name}.input_layernorm", context)
         self.self_attention = SelfAttention(f"{name}.self_attention", layer, context)
         self.pre_mlp_layernorm = make_norm(f"{name}.pre_mlp_layernorm", context)
-        self.mlp = _layer_class(MLPS[model.activation].layer)(f"{name}.mlp", context)
+        self.mlp = _layer_class(MLPS[model.mlps[layer - 1]].layer)(f"{name}.mlp", context)
 
     def _dropout(self, site: str, x: Tensor, forward_pass: Pass) -> tuple[float, DropoutKey]:
         key = hidden_dropout_key(self.context.seed, self.layer, site, forward_pass.first_sample, self.context.first_position(x))
@@ -170,5 +175,5 @@ class TransformerLayer(nn.Module):
         """x (s, b, h) -> (s, b, h); its values may be anything where `forward_pass` needs none."""
         x, normed = self._attended(x, forward_pass)
         out = multiplied(self.mlp(normed, forward_pass), self.context.model.residual_multiplier)
-        return self.context.ops.bias_dropout_add(out, self.mlp.linear_fc2.bias, x, *self._dropout("residual_2", x, forward_pass),
+        return self.context.ops.bias_dropout_add(out, self.mlp.output_bias, x, *self._dropout("residual_2", x, forward_pass),
                                                  forward_pass.needs_values)

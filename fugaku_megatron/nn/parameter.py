@@ -23,7 +23,8 @@ class ParameterSpec:
     init_name: the name whose random stream it starts with (the tied head starts like the embedding). owned: this rank saves it.
     counted: this rank's copy counts in norms. sequence_parallel: every tensor-parallel rank holds it and computes its gradient from
     a part of the sequence, or from its own heads, so that the gradient is the sum over those ranks (Megatron's attribute of that
-    name).
+    name). balances: it is added to scores of experts when these are chosen; its gradient is the tokens of each expert beyond the
+    mean, of which the optimizer takes the sign alone.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ParameterSpec:
     owned: bool
     counted: bool
     sequence_parallel: bool = False
+    balances: bool = False
 
     @property
     def decayed(self) -> bool:
@@ -50,11 +52,12 @@ class ParameterSpec:
 
 def make_parameter(name: str, shape: tuple[int, ...], tp: Comm | None = None, partition_dim: int | None = None,
                    std: float | None = None, fill: float = 0.0, init_name: str | None = None,
-                   sequence_parallel: bool = False) -> nn.Parameter:
+                   sequence_parallel: bool = False, balances: bool = False) -> nn.Parameter:
     """This rank's slice of the global tensor `name`, on the meta device, with its `spec`.
 
     `shape` is the global shape in parentheses, such as (f, h); `partition_dim` is split evenly over `tp`. Initial values:
     normal(0, std), or `fill` where std is None. sequence_parallel: layers between the matmuls work on parts of the sequence.
+    balances: see `ParameterSpec`.
     """
     local, offset = list(shape), [0] * len(shape)
     if partition_dim is not None:
@@ -66,8 +69,8 @@ def make_parameter(name: str, shape: tuple[int, ...], tp: Comm | None = None, pa
     parameter = nn.Parameter(torch.empty(local, device="meta"))
     parameter.spec = ParameterSpec(  # type: ignore[attr-defined]  # torch's class does not know it
         name=name, shape=tuple(shape), offset=tuple(offset), partition_dim=partition_dim, init_std=std, init_fill=fill,
-        init_name=init_name or name, owned=owned, counted=owned and init_name is None,
-        sequence_parallel=sequence_parallel and partition_dim is None)
+        init_name=init_name or name, owned=owned, counted=owned and init_name is None and not balances,
+        sequence_parallel=sequence_parallel and partition_dim is None, balances=balances)
     return parameter
 
 

@@ -115,15 +115,17 @@ class Pass:
 
     first_sample: global index of the micro-batch's first sample, which selects dropout masks. training: False in evaluation, where
     nothing is dropped and nothing recomputed. recompute: what backward computes again: None, "selective" (attention) or "full"
-    (groups of layers). needs_values: False where backward will follow and nobody reads the values of the last result. rows: where
-    tokens are generated, what the rows of x are, which then is (rows, 1, h). documents: of the samples. count: by what the sum
-    of the losses of labels is divided; None: by their number.
+    (groups of layers). needs_values: False where backward will follow and nobody reads the values of the last result.
+    balance_factor: of the gradients of experts' balancing losses. rows: where tokens are generated, what the rows of x are, which
+    then is (rows, 1, h). documents: of the samples. count: by what the sum of the losses of labels is divided; None: by their
+    number.
     """
 
     first_sample: int
     training: bool = True
     recompute: str | None = None
     needs_values: bool = True
+    balance_factor: float = 1.0
     rows: Rows | None = None
     documents: Documents = Documents()
     count: float | None = None

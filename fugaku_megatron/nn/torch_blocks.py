@@ -128,6 +128,23 @@ def derived(parameter: Tensor, values: Tensor) -> Tensor:
     return made
 
 
+class _Part(_Derived):
+    """One matrix of a parameter that holds several."""
+
+    number: int
+
+    @property
+    def main_grad(self) -> Tensor:
+        return gradient_of(self.parameter)[self.number].view(self.shape)
+
+
+def part_of(parameter: Tensor, number: int) -> Tensor:
+    """Matrix `number` of a parameter (e, ..., h), with its gradient, as what a matmul takes: (outputs, h)."""
+    made = parameter.detach()[number].flatten(0, -2).as_subclass(_Part)
+    made.parameter, made.number = parameter, number
+    return made
+
+
 @overload
 def matrix(parameter: Tensor) -> Tensor: ...
 @overload

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from ..config import features
 from ..config.layout import Layout
 from ..costs import accounting
-from ..costs.accounting import Collective
+from ..costs.activations import Collective
 from .machine import GB, Machine
 from .software import Parameters, Software
 from .work import Exchange, Matmul, Work

@@ -18,7 +18,7 @@ from ..config.layout import Layout, placement
 from ..config.run_config import RunConfig
 from ..costs import accounting, activations, run_schedule
 from ..costs import memory as rank_memory
-from ..costs.accounting import Collective
+from ..costs.activations import Collective
 from ..pipeline import schedule
 from ..pipeline.parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from ..pipeline.timeline import Costs, makespan

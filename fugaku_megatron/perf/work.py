@@ -15,8 +15,8 @@ from ..config import features
 from ..config.layout import Layout
 from ..config.model_config import MLPS
 from ..config.run_config import RunConfig
-from ..costs import accounting, activations, memory
-from ..costs.accounting import Collective, Record
+from ..costs import accounting, activations, experts, memory
+from ..costs.activations import Collective, Record
 from ..pipeline.parts import SPLITS_BACKWARD
 from .software import Software
 
@@ -76,10 +76,10 @@ class Work:
 def tensors(run: RunConfig, tp: int) -> dict[str, int]:
     """Bytes of each kind of tensor on one rank. mlp: the mean of an activation's argument and result."""
     model = run.model
-    rows, widths = accounting.tokens_per_microbatch(run) * accounting.element_bytes(run), MLPS[model.activation].fc1_widths
+    rows, mlp = accounting.tokens_per_microbatch(run) * accounting.element_bytes(run), MLPS[experts.typical_mlp(model)]
     return {"hidden": rows * model.hidden_size, "qkv": accounting.qkv_bytes(run, tp), "context": accounting.context_bytes(run, tp),
             "scores": rows * model.seq_length * model.num_attention_heads // tp,
-            "mlp": rows * model.ffn_hidden_size * (widths + 1) // 2 // tp,
+            "mlp": rows * experts.mlp_width(model) * (mlp.fc1_widths + 1) // 2 // tp,
             "logits": rows * accounting.padded_vocab_size(model, tp) // tp}
 
 
@@ -121,7 +121,7 @@ def _forward(record: Record, chunks: int) -> Work:
     if record.gemm is None:
         return Work(collectives=_once(record.forward))
     m, n, k = record.gemm
-    matmuls: tuple[Matmul, ...] = (Matmul(m=m, n=n, k=k),)
+    matmuls: tuple[Matmul, ...] = (Matmul(m=m, n=n, k=k, times=record.gemm_count),)
     if record.name == "attention":
         matmul = Matmul(m=m, n=n, k=k, count=record.gemm_count, attention=True, seen=record.seen, dropout=record.dropout)
         matmuls = (matmul, replace(matmul, n=k, k=n))

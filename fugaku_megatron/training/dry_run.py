@@ -170,9 +170,10 @@ def report(run: RunConfig, world_size: int, png: str | None = None, sys_root: st
     sent: dict[str, int] = {}
     for c in gradient_collectives(run, layout, 0):
         sent[f"{c.verb} {c.group}"] = sent.get(f"{c.verb} {c.group}", 0) + c.bytes
+    active = f"of which a token meets {accounting.active_parameters(run) / 1e6:.1f} M, " if run.model.num_experts else ""
     return "\n".join([
         f"world size {world_size} = DP {layout.dp} x PP {layout.pp} x TP {layout.tp} (rank = (dp x PP + pp) x TP + tp)",
-        f"parameters {accounting.parameters(run) / 1e6:.1f} M, "
+        f"parameters {accounting.parameters(run) / 1e6:.1f} M, {active}"
         f"padded vocabulary {accounting.padded_vocab_size(run.model, layout.tp)}",
         f"global batch size {size}, micro-batch size {run.batch.micro_batch_size}, {microbatches} micro-batches per iteration; "
         f"{iterations} iterations, {samples} samples",

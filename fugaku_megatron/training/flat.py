@@ -32,6 +32,7 @@ class Range:
     decayed: bool
     counted: bool
     decoupled: bool = False
+    balances: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +138,7 @@ def _order(parameter: nn.Parameter) -> tuple[bool, bool, bool]:
 
 
 def _range(start: int, end: int, spec: ParameterSpec) -> Range:
-    return Range(start, end, spec.decayed, spec.counted, spec.decoupled)
+    return Range(start, end, spec.decayed, spec.counted, spec.decoupled, spec.balances)
 
 
 def _merge(ranges: list[Range]) -> list[Range]:

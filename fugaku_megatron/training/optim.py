@@ -187,9 +187,18 @@ class Optimizer:
         config, adamw = self.config, self.ops.kernels.adamw
         for r, place in part.updates:
             at = slice(r.start, r.end)
+            if r.balances:
+                self._balance(part, grads, at)
+                continue
             adamw(part.master[at], grads[at], part.exp_avg[at], part.exp_avg_sq[at], lr=rates[r.decoupled], beta1=config.adam_beta1,
                   beta2=config.adam_beta2, eps=config.adam_eps, weight_decay=weight_decay if r.decayed else 0.0, step=self.steps,
                   grad_scale=grad_scale, copy=None if part.low is None else part.low[at], **place)
+
+    def _balance(self, part: Part, excess: Tensor, at: slice) -> None:
+        """Lower the bias of experts with more tokens than the mean, and raise that of the others. excess (n,): of the part."""
+        part.master[at].sub_(torch.sign(excess[at]), alpha=self.run.model.moe_router_bias_update_rate)
+        if part.low is not None:
+            part.low[at].copy_(part.master[at])
 
     def checkpoint_shards(self, owned: bool = False) -> list[Shard]:
         """The records of weights and moments that this rank holds; `owned`: that this rank saves, so that each is saved once."""

@@ -20,6 +20,7 @@ from ..logs import plot
 from ..logs.iteration import IterationMetrics
 from ..logs.metrics import MetricsWriter
 from ..watchdog.watch import Watchdog
+from .expert_watch import ExpertWatch
 from .machine_faults import Checksums, differing_replica
 from .nonfinite import find_nonfinite
 from .observers import Profile
@@ -57,6 +58,8 @@ class Session:
     picture_is_old: bool = False  # a save since then has more of them
 
     def __post_init__(self) -> None:
+        model = self.trainer.run.model
+        self.experts = ExpertWatch(model) if model.num_experts else None
         self._await_save()
 
     def run(self) -> None:
@@ -151,7 +154,10 @@ class Session:
             loss_scale=result.loss_scale, grad_norm=result.grad_norm, num_zeros=result.num_zeros, params_norm=norm,
             skipped=int(result.skipped), tflops=flops / result.seconds / 1e12, minor_faults=minor_faults,
             system_seconds=system_seconds, clock_ghz=runtime.clock_ghz() if printed else None, resident_mib=resident,
-            shared_mib=shared, watts=watts, counted_tokens=work.counted if work else None))
+            shared_mib=shared, watts=watts, counted_tokens=work.counted if work else None,
+            **(self.experts.add(result.experts) if self.experts and result.experts is not None else {})))
+        if self.experts and self._logs(progress.iteration):
+            self.experts.report(self.writer, progress.iteration)
         if progress.iteration == self.iterations:
             self.writer.flush()
 

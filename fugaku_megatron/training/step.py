@@ -141,7 +141,7 @@ class StepExecutor:
         x = batch.tokens if chunk.is_first else self.inputs[key]
         shape, labels = self.shape, batch.labels if chunk.is_last else None
         forward_pass = Pass(first_sample=batch.first_sample, training=shape.training, recompute=shape.recompute,
-                            documents=batch.documents, count=shape.count)
+                            documents=batch.documents, count=shape.count, balance_factor=shape.loss_factor)
         output = chunk(x, labels, forward_pass, shape.loss_factor)
         if not torch.is_grad_enabled():
             self.inputs.pop(key, None)

@@ -39,6 +39,7 @@ from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops
 from ..nn.parameter import PARAMETER_DTYPES
 from ..pipeline import schedule
+from . import expert_watch
 from .feed import Feed, Source
 from .optim import Optimizer, ParamSchedule
 from .step import MicroBatchWindow, StepExecutor, StepShape
@@ -70,7 +71,7 @@ class Progress:
 @dataclass(frozen=True)
 class IterationResult:
     """Figures of one training iteration, equal on every rank. consumed: samples before it. work: of marked samples, whose share
-    alone is this rank's."""
+    alone is this rank's. experts: see `expert_watch.gather`."""
 
     loss: float
     grad_norm: float
@@ -82,6 +83,7 @@ class IterationResult:
     consumed: int
     seconds: float
     work: Work | None = None
+    experts: Tensor | None = None
 
 
 @dataclass
@@ -166,13 +168,14 @@ class Trainer:
         lr = self.param_schedule.learning_rate(scheduled)
         step = self.optimizer.step(lr, self.param_schedule.weight_decay(scheduled), self.run.output.log_num_zeros_in_grad,
                                    self.param_schedule.decoupled.learning_rate(scheduled))
+        experts = expert_watch.gather(self.stage, self.run, self.groups, self.layout.microbatches(self.run, size))
         self.progress.iteration += 1
         self.progress.consumed_samples = self.skips.samples(consumed, size)[-1] + 1
         self.progress.skipped += step.skipped
         self.progress.unscheduled += step.skipped * (self.progress.consumed_samples - consumed)
         self.progress.nans += loss != loss
         return IterationResult(loss, step.grad_norm, step.num_zeros, step.skipped, lr, scale, size, consumed,
-                               time.perf_counter() - started, work)
+                               time.perf_counter() - started, work, experts)
 
     def _gradients(self, source: Source | None, consumed: int, scale: float, stage: Stage | None = None,
                    watch: Watch | None = None) -> tuple[float, Work | None]:
@@ -183,6 +186,7 @@ class Trainer:
         work = self.feed.begin(source)
         microbatches = self.layout.microbatches(self.run, self.batch_size(consumed))
         self.optimizer.zero_grad(microbatches)
+        expert_watch.forget(self.stage)
         losses = self._execute(source, work, consumed, self.make_schedule(self.run, microbatches),
                                scale / (microbatches * self.layout.dp), True, stage, watch)
         self.optimizer.reduce_gradients()

@@ -12,8 +12,8 @@ from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
-from fugaku_megatron.costs import accounting, memory, run_schedule
-from fugaku_megatron.costs.accounting import Collective
+from fugaku_megatron.costs import accounting, experts, memory, run_schedule
+from fugaku_megatron.costs.activations import Collective
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.passes import Pass
 from fugaku_megatron.perf import search, software, work
@@ -174,7 +174,8 @@ def check_bytes(run: RunConfig, world: int) -> None:
         trainer.close()
         return groups.tp.tally()
 
-    small = 64  # bytes: norms, counts and losses
+    loads = run.model.num_layers * (run.model.num_experts + 2) * 8 if run.model.num_experts else 0  # tokens of each
+    small = 64 + loads  # bytes: norms, counts and losses
     for rank, tally in enumerate(ThreadWorld(world).run(traffic)):
         measured = {(verb, group): bytes for (group, verb), (calls, bytes) in tally.items()}
         for key, bytes in expected_traffic(run, layout, rank // layout.tp % layout.pp).items():
@@ -217,6 +218,8 @@ def check_kept(run: RunConfig) -> None:
     tp = run.parallel.tensor_model_parallel_size
     layers = memory.part_kept_bytes(run, tp, run.model.num_layers, accounting.part_recompute_groups(run, 0))[0]
     outside = sum(r.saved_bytes for place, r in accounting.stage_records(run, Layout.from_run(run, tp), 0) if place != "layer")
+    if run.model.num_experts and run.training.recompute_granularity != "full":  # of int64, which `held_bytes` leaves out
+        layers -= run.model.num_layers * accounting.tokens_per_microbatch(run) * run.model.moe_router_topk * experts.NUMBER_BYTES
     for held in ThreadWorld(tp).run(held_bytes, run):
         assert held == pytest.approx(layers + outside, rel=0.02)
 

@@ -81,9 +81,9 @@ def test_values_are_compared_as_numbers_where_they_are_numbers():
 
 
 def test_all_reasons_come_in_one_message_a_line_each(capsys):
-    words = ["--num-experts", "8", "--context-parallel-size", "2", "--dataloader-type", "cyclic", "--quux", "3", "--lr-decay-style",
-             "x", "--kv-channels", "6", "--moe-router-topk", "2"]
-    starts = ["unknown flag --quux", "argument --lr-decay-style", "--num-experts", "--context-parallel-size 2",
+    words = ["--multi-latent-attention", "--context-parallel-size", "2", "--dataloader-type", "cyclic", "--quux", "3",
+             "--lr-decay-style", "x", "--kv-channels", "6", "--q-lora-rank", "2"]
+    starts = ["unknown flag --quux", "argument --lr-decay-style", "--multi-latent-attention", "--context-parallel-size 2",
               "--dataloader-type cyclic", "--kv-channels is 6"]
     assert refusal(*words).count("; ") >= len(starts) - 1
     assert cli.main(["train", *BASE, *words]) == 2
@@ -226,7 +226,8 @@ def test_every_flag_of_the_scripts_is_done_noted_or_refused():
             found = megatron_flags.row(given, parser)
             assert found.meaning and found.status in ("done", "noted", "refused"), given
     status = {given: megatron_flags.row(given, parser).status for given in (
-        "--lr", "--position-embedding-type rope", "--normalization RMSNorm", "--num-experts", "--attention-backend fused")}
+        "--lr", "--position-embedding-type rope", "--normalization RMSNorm", "--multi-latent-attention",
+        "--attention-backend fused")}
     assert [*status.values()] == ["done", "done", "done", "refused", "noted"]
 
 
@@ -344,7 +345,8 @@ def test_flags_from_a_yaml_file(tmp_path, activation, switch):
     ("lr: True", "lr: True is not a value of --lr: pass one, or null"),
     ("language_model: {activation_func: tanh}", "language_model.activation_func: 'tanh' is not an activation: pass swiglu"),
     ("language_model: {init_method: xavier_uniform}", "language_model.init_method: 'xavier_uniform' is not built: pass null"),
-    ("language_model: {num_moe_experts: 8}", "language_model.num_moe_experts: --num-experts: mixtures of experts are not built"),
+    ("language_model: {expert_model_parallel_size: 2}", "language_model.expert_model_parallel_size: --expert-model-parallel-"
+     "size 2: expert parallelism is not built"),
     ("training: {lr: 1}", "training is a section, and the sections are language_model and model_parallel"),
     ("lr: 1\nlanguage_model: {lr: 1}", "lr stands at the top or in a section twice: leave one out"),
     ("lr: {a: 1}", "lr is a section"),

@@ -20,11 +20,11 @@ SCRIPTS = list(scripts_start.read(str(LIST)))
 TOTALS = {
     ("Fugaku-LLM/DeepSpeedFugaku", "dense"): (6, 6),
     ("NVIDIA/Megatron-LM examples", "dense"): (9, 11),
-    ("NVIDIA/Megatron-LM examples", "moe"): (0, 6),
+    ("NVIDIA/Megatron-LM examples", "moe"): (1, 6),
     ("NVIDIA/Megatron-LM functional tests", "dense"): (70, 94),
     ("NVIDIA/Megatron-LM functional tests", "moe"): (0, 31),
     ("llm-jp/scripts", "dense"): (25, 25),
-    ("llm-jp/scripts", "moe"): (0, 11),
+    ("llm-jp/scripts", "moe"): (1, 11),
 }
 
 
@@ -38,14 +38,14 @@ def test_the_totals_are_these(found):
 
 
 def test_every_other_script_gets_true_reasons_in_one_message(found):
-    """Of a flag that Megatron-LM knows none is that it is unknown; mixtures of experts are refused as what they are."""
+    """Of a flag that Megatron-LM knows none is that it is unknown; experts are refused for what is not built of them."""
     head = {name for title, flags in megatron_flags.scripts().items() if "every flag" in title for name in flags}
     for script in found:
         unknown = {word for reason in script.reasons if reason.startswith("unknown flag")
                    for word in re.findall(r"(?<!mean )--[\w-]+", reason.split(": see")[0])}
         assert not unknown & head, script
         if script.kind == "moe" and script.reasons:
-            assert any(reason.startswith(tuple(name for name, other in OTHER_FLAGS.items() if other.refused))
+            assert any(reason.startswith(tuple(name for name, other in OTHER_FLAGS.items() if other.refused) + ("--num-experts",))
                        for reason in script.reasons), script
 
 
@@ -61,20 +61,22 @@ def test_values_that_the_list_lacks_become_plausible(tmp_path):
         "--train-iters 1000000 --lr-decay-style constant"
     ).split()
     assert scripts_start.reasons(flags) == ()
-    reasons = scripts_start.reasons([*flags, ["--quux", "3"], ["--num-experts", "8"], ["--tokenizer-type", "No"]])
-    assert [reason.split(":")[0] for reason in reasons] == ["unknown flag --quux", "--num-experts"]
+    reasons = scripts_start.reasons([*flags, ["--quux", "3"], ["--multi-latent-attention", ""], ["--tokenizer-type", "No"]])
+    assert [reason.split(":")[0] for reason in reasons] == ["unknown flag --quux", "--multi-latent-attention"]
     assert "No" in scripts_start.reasons([*flags, ["--tokenizer-type", "NoTokenizer"], ["--tokenizer-model", "m"]])[0]
 
 
 def test_the_command_prints_each_script_and_totals(tmp_path):
-    given = [{**SCRIPTS[0], "flags": [["--num-experts", "2"]]}, next(s for s in SCRIPTS if s["name"].endswith("CONFIG.sh"))]
+    given = [{**SCRIPTS[0], "flags": [["--expert-model-parallel-size", "2"]]},
+             next(s for s in SCRIPTS if s["name"].endswith("CONFIG.sh"))]
     (tmp_path / "list.jsonl").write_text("".join(json.dumps(script) + "\n" for script in given))
     command = [sys.executable, "-m", "tools.scripts_start"]
     done = subprocess.run([*command, str(tmp_path / "list.jsonl")], capture_output=True, text=True, timeout=600,
                           cwd=LIST.parents[1])
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[1] == "  --num-experts: mixtures of experts are not built" and lines[2].endswith("(dense): starts")
+    assert lines[1].startswith("  --expert-model-parallel-size 2: expert parallelism is not built")
+    assert lines[2].endswith("(dense): starts")
     assert lines[3:] == ["NVIDIA/Megatron-LM examples, dense: 1 of 1 start",
                          "NVIDIA/Megatron-LM functional tests, dense: 0 of 1 start"]
     (tmp_path / "list.jsonl").write_text("[]\n")

@@ -15,7 +15,7 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.recipes import gpt_30b, gpt_124m
 from fugaku_megatron.config.run_config import ParallelConfig
 from fugaku_megatron.costs import memory
-from fugaku_megatron.costs.accounting import Collective
+from fugaku_megatron.costs.activations import Collective
 from fugaku_megatron.perf import cost, model, plan, search, software
 from fugaku_megatron.perf.model import System
 

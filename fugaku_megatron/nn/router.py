@@ -1,0 +1,178 @@
+"""The router of a layer with experts: which experts each token goes through, with which scores, and what keeps their load even.
+
+It computes what megatron/core/transformer/moe/router.py and megatron/core/transformer/moe/moe_utils.py of Megatron-LM do, in FP32.
+Left out: the experts and what they drop (`experts`), which losses and loads a log shows (`training.expert_watch`).
+Legend: s sequence, b micro-batch, h hidden, e experts, k of them for each token, rows = s b.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config.experts_config import SEQUENCE_AUX, SIGMOID
+from ..config.run_config import ModelConfig
+from .layers import Context
+from .passes import Pass
+from .shared import accumulate, as_rows
+
+NORMALIZER = 1e-20  # added to the sum of sigmoid scores, as in Megatron-LM
+
+
+class SmallLinear(torch.autograd.Function):
+    """A linear layer of few outputs in FP32, whatever the dtypes."""
+
+    @staticmethod
+    def forward(ctx: Any, ops: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """x (s, b, h), weight (e, h) -> (rows, e)."""
+        ctx.save_for_backward(x)
+        ctx.ops, ctx.weight = ops, weight
+        return as_rows(x).float() @ weight.detach().float().t()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None]:
+        """dy (rows, e) -> gradient of x (s, b, h)."""
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        rows = as_rows(x).detach()
+        ctx.ops.weight_gradients.add(lambda: accumulate(weight, dy.t() @ rows.float()))
+        return None, (dy @ weight.detach().float()).to(x.dtype).view_as(x), None
+
+
+class _Counted(torch.autograd.Function):
+    """The scores as they are; backward adds each expert's tokens beyond the mean, (e,), to the gradient of the bias."""
+
+    @staticmethod
+    def forward(ctx: Any, ops: Any, scores: Tensor, counts: Tensor, bias: Tensor) -> Tensor:
+        ctx.ops, ctx.excess, ctx.bias = ops, counts - counts.mean(), bias
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx: Any, dscores: Tensor) -> tuple[None, Tensor, None, None]:
+        ctx.ops.weight_gradients.add(partial(accumulate, ctx.bias, ctx.excess))
+        return None, dscores, None, None
+
+
+class _WithLoss(torch.autograd.Function):
+    """The scores as they are; backward adds `factor` to the gradient of `loss` (), of which nothing else is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, loss: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx: Any, dscores: Tensor) -> tuple[Tensor, Tensor, None]:
+        return dscores, torch.tensor(ctx.factor, dtype=torch.float32), None
+
+
+def best(scores: Tensor, model: ModelConfig) -> tuple[Tensor, Tensor]:
+    """(scores, numbers) of each token's k experts, two of (rows, k); scores (rows, e). With groups, of those in its best groups.
+
+    A group's score is the sum of its best k / groups ones.
+    """
+    k, groups, chosen = model.moe_router_topk, model.moe_router_num_groups, model.moe_router_group_topk
+    if groups and chosen:
+        grouped = scores.detach().view(len(scores), groups, -1)
+        taken = grouped.topk(k // chosen).values.sum(-1).topk(chosen).indices  # (rows, groups of a token)
+        open_groups = torch.zeros(len(scores), groups, dtype=torch.bool).scatter_(1, taken, True)
+        shut = ~open_groups.repeat_interleave(grouped.shape[2], 1)
+        scores = scores.masked_fill(shut, -math.inf)
+    return scores.topk(k)
+
+
+def route(logits: Tensor, bias: Tensor | None, model: ModelConfig) -> tuple[Tensor, Tensor]:
+    """(scores, numbers) of each token's experts, two of (rows, k), from logits (rows, e) and the bias (e,) of the choice."""
+    if model.moe_router_score_function == SIGMOID:
+        scores = torch.sigmoid(logits)
+        _, chosen = best(scores.detach() if bias is None else scores.detach() + bias.float(), model)
+        own = scores.gather(1, chosen)
+        own = own / (own.sum(-1, keepdim=True) + NORMALIZER) if model.moe_router_topk > 1 else own
+    elif model.moe_router_pre_softmax:
+        own, chosen = best(torch.softmax(logits, -1), model)
+    else:
+        top, chosen = best(logits, model)
+        own = torch.softmax(top, -1)
+    return own * (model.moe_router_topk_scaling_factor or 1.0), chosen
+
+
+def balancing_scores(logits: Tensor, model: ModelConfig) -> tuple[Tensor, Tensor]:
+    """What balancing losses count, two of (rows, e): scores that sum to 1, and 1 for each token's best experts by these alone."""
+    if model.moe_router_score_function == SIGMOID:
+        scores = torch.sigmoid(logits)
+        scores = scores / (scores.sum(-1, keepdim=True) + NORMALIZER)
+    else:
+        scores = torch.softmax(logits, -1)
+    chosen = scores.detach().topk(model.moe_router_topk).indices
+    return scores, torch.zeros_like(scores).scatter_(1, chosen, 1.0)
+
+
+def balancing_loss(scores: Tensor, counts: Tensor, tokens: int, k: int) -> Tensor:
+    """e sum over experts of (share of all choices) (mean score) (): 1 where all experts have the same of both.
+
+    scores (rows, e) of this rank. counts (e,) and tokens: of all ranks that share the sequence, whose results are summed.
+    Source: Fedus et al. 2021, "Switch Transformers" (arXiv:2101.03961), equation 4, for k experts of a token.
+    """
+    return (scores.sum(0) * counts).sum() * (len(counts) / (k * tokens * tokens))
+
+
+class Router(nn.Module):
+    """Chooses each token's experts. loads: of each micro-batch since `forget`, by its first sample: (e + 2,) in FP64, the tokens
+    of every expert, the sum of balancing losses without their factors, and the z-loss without its own; shares of ranks add up.
+
+    Keyed by the micro-batch, so that recompute counts nothing twice.
+    """
+
+    def __init__(self, name: str, context: Context) -> None:
+        super().__init__()
+        model, self.context = context.model, context
+        experts = model.num_experts
+        assert experts is not None
+        self.weight = context.parameter(f"{name}.weight", (experts, model.hidden_size), std=model.init_method_std)
+        biased = model.moe_router_enable_expert_bias
+        self.expert_bias = context.parameter(f"{name}.expert_bias", (experts,), balances=True) if biased else None
+        self.loads: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor, forward_pass: Pass) -> tuple[Tensor, Tensor]:
+        """x (s, b, h) -> (scores in FP32, experts), two of (rows, k)."""
+        ops, model = self.context.ops, self.context.model
+        logits = SmallLinear.apply(ops, x, self.weight)
+        scores, chosen = route(logits, self.expert_bias, model)
+        if not forward_pass.training:
+            return scores, chosen
+        counts = torch.bincount(chosen.flatten(), minlength=logits.shape[1]).float()
+        load = torch.cat((counts, torch.zeros(2))).double()
+        if torch.is_grad_enabled():
+            scores = self._with_losses(scores, logits, x.shape[1], forward_pass, load)
+            if self.expert_bias is not None:
+                scores = _Counted.apply(ops, scores, counts, self.expert_bias)
+        self.loads[forward_pass.first_sample] = load
+        return scores, chosen
+
+    def _with_losses(self, scores: Tensor, logits: Tensor, samples: int, forward_pass: Pass, load: Tensor) -> Tensor:
+        """The scores (rows, k), whose backward computes the gradients of the losses of logits (rows, e); these go into `load`."""
+        model, sequence = self.context.model, self.context.sequence
+        ranks = sequence.size if sequence else 1
+        if model.moe_z_loss_coeff:
+            z_loss = torch.logsumexp(logits, -1).square().mean() / ranks
+            load[-1] = z_loss.detach()
+            scores = _WithLoss.apply(scores, model.moe_z_loss_coeff * z_loss, forward_pass.balance_factor)
+        for kind, factor in model.balances:
+            shares, hits = balancing_scores(logits, model)
+            parts = samples if kind == SEQUENCE_AUX else 1  # a sequence's experts count as experts of their own
+            shares, counts = shares.reshape(len(shares) // parts, -1), hits.reshape(len(hits) // parts, -1).sum(0)
+            if sequence:
+                sequence.all_reduce(counts)
+            loss = balancing_loss(shares, counts, ranks * len(shares), model.moe_router_topk) / parts**2
+            load[-2] += loss.detach()
+            scores = _WithLoss.apply(scores, factor * loss, forward_pass.balance_factor)
+        return scores
+
+    def take_load(self) -> Tensor:
+        """The sum of `loads`, (e + 2,), which are forgotten."""
+        total = sum(self.loads.values(), torch.zeros(len(self.weight) + 2, dtype=torch.float64))
+        self.loads.clear()
+        return total

@@ -1,0 +1,345 @@
+"""Experts: routing against a plain reference, balance, the same training in every layout, and costs."""
+
+import contextlib
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.config.experts_config import experts_in
+from fugaku_megatron.config.layout import Layout
+from fugaku_megatron.costs import accounting, memory, run_schedule
+from fugaku_megatron.logs.iteration import parse_line
+from fugaku_megatron.logs.metrics import MetricsWriter, read_history
+from fugaku_megatron.nn.experts import Order, kept
+from fugaku_megatron.nn.ops import Ops, recompute
+from fugaku_megatron.nn.passes import Pass
+from fugaku_megatron.perf import software, work
+from fugaku_megatron.training.session import Session
+from tests.helpers import OVERLAP, PP2, TP2, make_trainer, small_run, train, whole_tensors
+from tests.parallel.test_accounting import check_bytes, check_flops, check_kept, check_parameters
+from tests.threads import ThreadWorld
+
+EXPERTS = {"num_experts": 8, "swiglu": True, "disable_bias_linear": True, "normalization": "RMSNorm", "moe_ffn_hidden_size": 24}
+SHARED = {"moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True}
+BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.1}
+BALANCED = {"moe_aux_loss_coeff": (0.1,), "moe_z_loss_coeff": 0.01}
+ALL = {**EXPERTS, **SHARED, **BIASED, **BALANCED, "moe_layer_freq": "[0]+[1]*3", "lr": 1e-2}
+GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 4}
+VARIANTS = {
+    "softmax of the chosen": {}, "softmax of all": {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.5},
+    "one expert": {"moe_router_topk": 1, "moe_router_pre_softmax": True}, "sigmoid": {"moe_router_score_function": "sigmoid"},
+    "groups": {**GROUPS, **BIASED}, "groups of softmax": {**GROUPS, "moe_router_pre_softmax": True}, "shared": SHARED,
+    "capacity": {"moe_expert_capacity_factor": 0.75},
+    "capacity by position": {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "position"}}
+
+
+# The reference: token by token, expert by expert, with torch's own gradients -----------------------------------------------------
+
+def plain_choice(logits: Tensor, bias: Tensor | None, model) -> dict[int, Tensor]:
+    """Expert -> score of one token, from logits (e,)."""
+    sigmoid, k = model.moe_router_score_function == "sigmoid", model.moe_router_topk
+    ranked = torch.sigmoid(logits) if sigmoid else torch.softmax(logits, -1)
+    wish = (ranked if bias is None else ranked + bias).tolist()
+    allowed = range(len(wish))
+    if model.moe_router_num_groups:
+        size, each = len(wish) // model.moe_router_num_groups, k // model.moe_router_group_topk
+        groups = [range(start, start + size) for start in range(0, len(wish), size)]
+        best = sorted(groups, key=lambda group: -sum(sorted((wish[e] for e in group), reverse=True)[:each]))
+        allowed = [e for group in best[: model.moe_router_group_topk] for e in group]
+    chosen = sorted(allowed, key=lambda e: -wish[e])[:k]
+    own = ranked[chosen]
+    if sigmoid and k > 1 or not sigmoid and not model.moe_router_pre_softmax:
+        own = own / own.sum()
+    return dict(zip(chosen, own * (model.moe_router_topk_scaling_factor or 1.0)))
+
+
+def plain_experts(weights: dict[str, Tensor], x: Tensor, model) -> Tensor:
+    """x (rows, h) -> (rows, h)."""
+    logits, bias = x @ weights["router.weight"].t(), weights.get("router.expert_bias")
+    choices = [plain_choice(row, bias, model) for row in logits]
+    capacity = math.ceil(len(x) * model.moe_router_topk / model.num_experts * (model.moe_expert_capacity_factor or 1e9))
+    out = [torch.zeros_like(row) for row in x]
+    for e in range(model.num_experts):
+        users = [(row, choice[e]) for row, choice in enumerate(choices) if e in choice]
+        if model.moe_token_drop_policy == "probs":
+            users = sorted(users, key=lambda user: -user[1].item())
+        gate, up = weights["experts.linear_fc1.weight"][e]
+        for row, score in users[:capacity]:
+            inner = F.silu(x[row] @ gate.t()) * (x[row] @ up.t())
+            out[row] = out[row] + score * (inner @ weights["experts.linear_fc2.weight"][e].t())
+    result = torch.stack(out)
+    if model.moe_shared_expert_intermediate_size:
+        gate, up = weights["shared_experts.linear_fc1.weight"]
+        shared = (F.silu(x @ gate.t()) * (x @ up.t())) @ weights["shared_experts.linear_fc2.weight"].t()
+        result = result + shared * torch.sigmoid(x @ weights["shared_experts.gate_weight"].t())
+    return result
+
+
+def layer_of(run, ops: Ops):
+    """(an experts layer with random weights, its weights as leaves by their names in it)."""
+    trainer = make_trainer(SoloComm(), run, ops)
+    trainer.optimizer.zero_grad()
+    mlp, generator = trainer.stage.layers[0].mlp, torch.Generator().manual_seed(5)
+    named = {name.split(".mlp.")[1]: p for p in mlp.parameters() for name in [p.spec.name]}
+    for p in named.values():
+        p.data.copy_(0.3 * torch.randn(p.shape, generator=generator))
+    return mlp, named, {name: p.detach().clone().float().requires_grad_() for name, p in named.items()}
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_values_and_gradients_are_those_of_the_reference(variant, backend):
+    run = small_run(**EXPERTS, **VARIANTS[variant])
+    mlp, ours, theirs = layer_of(run, Ops.build(backend))
+    x, dy = (torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
+    x.requires_grad_()
+    y = mlp(x, Pass(first_sample=0))
+    y.backward(dy)
+    plain = x.detach().view(32, 32).clone().requires_grad_()
+    expected = plain_experts(theirs, plain, run.model)
+    expected.backward(dy.view(32, 32))
+    torch.testing.assert_close(y.view(32, 32), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(x.grad.view(32, 32), plain.grad, rtol=1e-5, atol=1e-5)
+    for name, p in ours.items():
+        if name != "router.expert_bias":
+            torch.testing.assert_close(p.main_grad, theirs[name].grad, rtol=1e-5, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_near(dtype):
+    run = small_run(**EXPERTS, **SHARED, **{torch.bfloat16: {"bf16": True}, torch.float16: {"fp16": True}}[dtype])
+    mlp, ours, theirs = layer_of(run, Ops.build())
+    x = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+    y = mlp(x, Pass(first_sample=0))
+    y.sum().backward()
+    expected = plain_experts(theirs, x.detach().float().view(32, 32), run.model)
+    expected.sum().backward()
+    assert y.dtype == dtype
+    torch.testing.assert_close(y.float().view(32, 32), expected, rtol=0, atol=0.03 * expected.abs().max().item())
+    for name, p in ours.items():
+        scale = theirs[name].grad.abs().max().item()
+        torch.testing.assert_close(p.main_grad, theirs[name].grad, rtol=0, atol=0.05 * scale, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_an_expert_without_tokens_keeps_its_gradient():
+    """One expert takes every token: nothing is computed for the others, whose gradients stay 0."""
+    run = small_run(**{**EXPERTS, "moe_router_topk": 1, "moe_router_pre_softmax": True})
+    mlp, ours, _ = layer_of(run, Ops.build())
+    ours["router.weight"].data.zero_()
+    ours["router.weight"].data[3] = 1.0
+    x = torch.rand(16, 2, 32, requires_grad=True)
+    mlp(x, Pass(first_sample=7)).sum().backward()
+    gradients = ours["experts.linear_fc1.weight"].main_grad
+    assert gradients[3].abs().min() > 0 and gradients[[0, 1, 2, 4, 5, 6, 7]].abs().max() == 0
+    assert mlp.router.take_load().tolist()[:8] == [0, 0, 0, 32, 0, 0, 0, 0] and mlp.router.take_load().sum() == 0
+
+
+def test_order_and_capacity():
+    chosen = torch.tensor([[2, 0], [2, 1], [0, 2], [2, 0]])
+    order = Order.of(chosen, 4)
+    assert order.counts == (3, 1, 4, 0) and order.pairs.tolist() == [1, 4, 7, 3, 0, 2, 5, 6]
+    assert list(order.parts()) == [(0, slice(0, 3)), (1, slice(3, 4)), (2, slice(4, 8))]
+    assert order.summed(torch.arange(8.0)[:, None]).tolist() == [[4.0], [8.0], [7.0], [9.0]]
+    model = small_run(**EXPERTS, moe_expert_capacity_factor=2.0).model  # ceil(8 / 8 x 2) = 2 of each
+    scores = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.7, 0.3], [0.8, 0.2]])
+    assert kept(scores, chosen, model).tolist() == [[False, True], [True, True], [True, False], [True, False]]
+    dropped = Order.of(chosen, 4, kept(scores, chosen, model))
+    assert dropped.counts == (2, 1, 2, 0) and dropped.summed(torch.ones(5, 1)).tolist() == [[1.0], [2.0], [1.0], [1.0]]
+
+
+# Balance ------------------------------------------------------------------------------------------------------------------------
+
+def plain_balance(logits: Tensor, samples: int, model) -> Tensor:
+    """Megatron-LM's sums, with its own names, of logits (s b, e)."""
+    sigmoid = model.moe_router_score_function == "sigmoid"
+    scores = torch.sigmoid(logits) if sigmoid else torch.softmax(logits, -1)
+    scores = scores / scores.sum(-1, keepdim=True)
+    total = model.moe_z_loss_coeff * torch.logsumexp(logits, -1).square().mean()
+    for kind, coefficient in zip(model.moe_router_load_balancing_type, model.moe_aux_loss_coeff):
+        for sequence in range(samples if kind == "seq_aux_loss" else 1):
+            own = scores[sequence::samples] if kind == "seq_aux_loss" else scores
+            hits = torch.zeros_like(own).scatter(1, own.topk(model.moe_router_topk).indices, 1.0)
+            fractions, means = hits.sum(0) / (len(own) * model.moe_router_topk), own.mean(0)
+            share = samples if kind == "seq_aux_loss" else 1
+            total = total + coefficient * model.num_experts * (fractions * means).sum() / share
+    return total
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("variant", [{}, {"moe_router_score_function": "sigmoid"}, {
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"), "moe_aux_loss_coeff": (0.1, 0.3)}])
+def test_balancing_losses_reach_the_router(variant, again):
+    """The gradients of the losses alone: of the output nothing is asked."""
+    run = small_run(**{**EXPERTS, **BALANCED, **variant})
+    mlp, ours, theirs = layer_of(run, Ops.build())
+    x = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    at = Pass(first_sample=4, balance_factor=0.25)
+    y = recompute(mlp, x, at) if again else mlp(x, at)
+    (0.0 * y).sum().backward()
+    plain = x.detach().view(32, 32).clone().requires_grad_()
+    expected = plain_balance(plain @ theirs["router.weight"].t(), 2, run.model)
+    (0.25 * expected).backward()
+    torch.testing.assert_close(ours["router.weight"].main_grad, theirs["router.weight"].grad, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(x.grad.view(32, 32), plain.grad, rtol=1e-4, atol=1e-7)
+    load = mlp.router.take_load()
+    assert load[:8].sum() == 64, "tokens are counted once, recomputed or not"
+
+
+def test_the_bias_moves_against_the_load():
+    run = small_run(**{**EXPERTS, **BIASED})
+    with contextlib.closing(make_trainer(SoloComm(), run)) as trainer:
+        router = trainer.stage.layers[1].mlp.router
+        result = trainer.train_step()
+        tokens = result.experts[1, :8]
+        assert tokens.sum() == 16 * 16 * 2
+        expected = -0.1 * torch.sign(tokens - tokens.mean()).float()
+        torch.testing.assert_close(router.expert_bias.detach(), expected)
+
+
+def test_the_log_has_losses_and_loads(tmp_path, capsys):
+    """Every expert's load is in the history, and experts without a token are named."""
+    run = small_run(**{**EXPERTS, **BALANCED, "num_experts": 64, "seq_length": 8, "global_batch_size": 2, "log_interval": 2})
+    with contextlib.closing(make_trainer(SoloComm(), run)) as trainer:
+        writer = MetricsWriter(4, 2, history_path=tmp_path / "history.jsonl")
+        Session(trainer, writer, 4, ()).run()
+        writer.close()
+    lines = [parse_line(line) for line in capsys.readouterr().out.splitlines() if "lm loss" in line]
+    assert len(lines) == 2 and all(0.5 < line.load_balancing_loss < 4 and line.router_z_loss > 1 for line in lines)
+    records = read_history(tmp_path / "history.jsonl")
+    loads = torch.tensor([record["loads"] for record in records if record["kind"] == "experts"])
+    assert loads.shape == (2, 4, 64) and loads.mean() == pytest.approx(1, abs=1e-3) and lines[0].largest_load > 2
+    idle = [record["text"] for record in records if record["kind"] == "event"]
+    assert len(idle) == 2 and "without a token since the last report: expert " in idle[0]
+
+
+# Layouts ------------------------------------------------------------------------------------------------------------------------
+
+SEQUENCE = {**TP2, "sequence_parallel": True}
+LAYOUTS = [
+    (2, TP2), (2, SEQUENCE), (2, {**SEQUENCE, "tp_comm_overlap": True}), (2, PP2), (2, {**PP2, "pipeline_schedule": "zb-h1"}),
+    (2, {**PP2, "num_virtual_stages_per_pipeline_rank": 2}), (2, OVERLAP), (1, {"recompute_granularity": "full"}),
+    (1, {"cache_packed_weights": True}), (4, {**SEQUENCE, **PP2, "pipeline_schedule": "zb-h1"}),
+    (4, {**PP2, **OVERLAP, "pipeline_schedule": "zbv"})]
+
+
+def figures(world, run) -> list[float]:
+    return [x for result in train(world, run, 4) for x in (result.loss, result.grad_norm, *result.experts.flatten().tolist())]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[float]:
+    return figures(SoloComm(), small_run(**ALL))
+
+
+@pytest.mark.parametrize(("world", "changes"), LAYOUTS)
+def test_training_is_the_same_in_every_layout(alone, world, changes):
+    """Losses, norms of gradients, every expert's tokens and both balancing losses."""
+    for found in ThreadWorld(world).run(lambda comm: figures(comm, small_run(**{**ALL, **changes}))):
+        assert found == pytest.approx(alone, rel=2e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_capacity_is_the_same_in_every_layout(policy):
+    run = {**ALL, "moe_expert_capacity_factor": 1.0, "moe_token_drop_policy": policy}
+    alone = figures(SoloComm(), small_run(**run))
+    for found in ThreadWorld(4).run(lambda comm: figures(comm, small_run(**run, **SEQUENCE, **PP2))):
+        assert found == pytest.approx(alone, rel=2e-6, abs=1e-9)
+
+
+def test_a_checkpoint_moves_between_layouts(tmp_path):
+    first, second = small_run(**ALL, **SEQUENCE, zero_stage=1), small_run(**ALL, **PP2)
+
+    def save(comm):
+        with contextlib.closing(make_trainer(comm, first)) as trainer:
+            for _ in range(2):
+                trainer.train_step()
+            trainer.save(str(tmp_path))
+            return [trainer.train_step().loss for _ in range(2)], whole_tensors(trainer, "weight")
+
+    def load(comm):
+        with contextlib.closing(make_trainer(comm, second)) as trainer:
+            trainer.load(str(tmp_path))
+            return [trainer.train_step().loss for _ in range(2)], whole_tensors(trainer, "weight")
+
+    (losses, weights), (again, found) = ThreadWorld(4).run(save)[0], ThreadWorld(2).run(load)[0]
+    assert again == pytest.approx(losses, rel=1e-6) and weights.keys() >= found.keys() - {"output_layer.weight"}
+    for name in weights:
+        torch.testing.assert_close(found[name], weights[name], rtol=1e-4, atol=1e-4)
+
+
+# Costs --------------------------------------------------------------------------------------------------------------------------
+
+COSTED = [{**EXPERTS}, {**EXPERTS, **SHARED, **BALANCED, "moe_layer_freq": "2"}, {**EXPERTS, **SHARED, **BIASED, **BALANCED}]
+
+
+@pytest.mark.parametrize("model", COSTED)
+def test_parameters_and_flops(model):
+    check_parameters(small_run(**model, **TP2, **PP2), 4)
+    check_flops(small_run(**{**model, "micro_batch_size": 1}))
+
+
+@pytest.mark.parametrize("model", COSTED)
+@pytest.mark.parametrize("changes", [TP2, {**SEQUENCE, "zero_stage": 1}])
+def test_bytes_are_those_communicated(model, changes):
+    check_bytes(small_run(**model, **changes), 4)
+
+
+@pytest.mark.parametrize("model", [COSTED[0], COSTED[2]])
+@pytest.mark.parametrize("changes", [{}, SEQUENCE, {"recompute_granularity": "full"}, {"bf16": True}])
+def test_saved_bytes_are_those_that_autograd_keeps(model, changes):
+    check_kept(small_run(**model, **changes))
+
+
+A3B = {"num_layers": 48, "hidden_size": 2048, "num_attention_heads": 32, "group_query_attention": True, "num_query_groups": 4,
+       "kv_channels": 128, "qk_layernorm": True, "seq_length": 1024, "max_position_embeddings": 1024, "micro_batch_size": 1,
+       "global_batch_size": 1, "vocab_size": 151936, "make_vocab_size_divisible_by": 1, "position_embedding_type": "rope",
+       "untie_embeddings_and_output_weights": True, **EXPERTS, "ffn_hidden_size": 6144, "moe_ffn_hidden_size": 768,
+       "num_experts": 128, "moe_router_topk": 8, "bf16": True}  # Qwen3-30B-A3B
+
+
+def test_the_published_numbers_of_a_30b_a3b():
+    """30,532,122,624 parameters, of which 3.3 B are active; 18 bytes each, 14 with BF16 moments."""
+    run = small_run(**A3B)
+    assert accounting.parameters(run) == 30_532_122_624
+    assert accounting.active_parameters(run) == pytest.approx(3.35e9, rel=0.002)
+    bf16 = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    for changes, total in (({}, 549e9), (bf16, 427e9)):
+        changed = small_run(**A3B, **changes)
+        found = memory.stage_memory(changed, Layout.from_run(changed, 1), 0, run_schedule.of_run(changed, 1).held(0))
+        assert found.weights + found.gradients + found.optimizer == pytest.approx(total, rel=0.002)
+    linear = 48 * (2048 * (32 + 8) * 128 + 32 * 128 * 2048 + 8 * 3 * 768 * 2048 + 128 * 2048) + 2048 * 151936
+    attention = 48 * 32 * 128 * 1024 * 2  # of a token, below the diagonal: two matmuls of half of 1024 pairs
+    assert accounting.model_flops(run, 1) == pytest.approx(1024 * 3 * (2 * linear + attention), rel=1e-6)
+    layer = work.phases(run, 1, software.load("fugaku_megatron"))["layer_forward"]
+    assert [(p.m, p.n, p.k, p.times) for p in layer.matmuls if p.times > 1] == [(64, 1536, 2048, 128), (64, 2048, 768, 128)]
+
+
+# Mistakes -----------------------------------------------------------------------------------------------------------------------
+
+def test_layers_with_experts():
+    assert experts_in("2", 5) == (True, False, True, False, True)
+    assert experts_in("([0]*1+[1]*3)", 4) == (False, True, True, True) == experts_in("[0, 1, 1, 1]", 4)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"moe_layer_freq": "0"}, "--moe-layer-freq '0': pass a number above 0, or a list of 0 and 1"),
+    ({"moe_layer_freq": "__import__('os')"}, "pass a number above 0, or a list of 0 and 1"),
+    ({"moe_layer_freq": "[1]*10**9"}, "pass a number above 0, or a list of 0 and 1"),
+    ({"moe_layer_freq": "[0,1]"}, r"--moe-layer-freq \[0,1\] has 2 layers, and --num-layers is 4"),
+    ({"moe_layer_freq": "[0]*4"}, "has no layer with experts"),
+    ({"moe_router_topk": 9}, "--moe-router-topk 9 is above --num-experts 8"),
+    ({"moe_router_topk": 1}, "--moe-router-topk 1 needs --moe-router-pre-softmax"),
+    ({"swiglu": False}, "--num-experts is built for SwiGLU experts without biases"),
+    ({"moe_router_enable_expert_bias": True}, "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"),
+    ({"moe_router_num_groups": 4}, "--moe-router-num-groups is 4 and --moe-router-group-topk is None: pass both"),
+    ({**GROUPS, "moe_router_num_groups": 3}, "--num-experts 8 is not divisible by --moe-router-num-groups 3"),
+    ({"moe_router_load_balancing_type": ("sinkhorn",)}, "--moe-router-load-balancing-type sinkhorn is not built"),
+    ({"moe_aux_loss_coeff": (0.1, 0.2)}, "has 1 words and --moe-aux-loss-coeff 2 numbers"),
+    ({"moe_shared_expert_gate": True}, "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size")])
+def test_mistakes_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        small_run(**{**EXPERTS, **changes})
