@@ -49,6 +49,11 @@ MODELS = {
     "gpt_neox": decoder("GPTNeoX", num_key_value_heads=None, rotary_pct=0.5, rope_parameters=None),
     "falcon": decoder("Falcon", new_decoder_architecture=True, num_kv_heads=2, ffn_hidden_size=72, num_key_value_heads=None,
                       intermediate_size=None),
+    "mixtral": decoder("Mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=7, rope_parameters=FAST),
+    "qwen2_moe": decoder("Qwen2Moe", num_experts=6, num_experts_per_tok=3, moe_intermediate_size=40, mlp_only_layers=[0],
+                         shared_expert_intermediate_size=36),
+    "qwen3_moe": decoder("Qwen3Moe", head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24,
+                         norm_topk_prob=True, tie_word_embeddings=True),
     "olmo": decoder("Olmo", rope_parameters=FAST),
     "stablelm": decoder("StableLm", use_qkv_bias=True, partial_rotary_factor=0.5),
 }
@@ -76,6 +81,26 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     both = ((tensor, other[name]) for name, tensor in one.items() if name in other)
     return one.keys() == other.keys() and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in both)
+
+
+W = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Of every weight, by its name in a file, where each expert's matrices are tensors of their own."""
+    found = {}
+    for name, p in model.named_parameters():
+        prefix, kind = name.rsplit(".", 1)
+        for expert, own in enumerate(p.grad if kind in ("gate_up_proj", "down_proj") else ()):
+            for part, of_part in zip(("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,),
+                                     own.chunk(2) if kind == "gate_up_proj" else (own,)):
+                found[f"{prefix}.{expert}.{part}.weight"] = of_part
+        if kind not in ("gate_up_proj", "down_proj"):
+            found[name] = p.grad
+    if model.config.model_type != "mixtral":
+        return found
+    renamed = {name.replace(".mlp.", ".block_sparse_moe."): gradient for name, gradient in found.items()}
+    return {".".join(W.get(word, word) for word in name.split(".")): gradient for name, gradient in renamed.items()}
 
 
 def our_logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:

@@ -18,12 +18,15 @@ from .arrangements import (
     conv_query_key_value,
     fused_query_key_value,
     fused_stacked,
+    of_expert,
     query_key_value,
     stacked,
+    stacked_of_expert,
     transposed,
     whole,
 )
 from .rules import (
+    EXPERTS,
     FULL_ATTENTION,
     HEADS,
     MULTIPLIED,
@@ -32,6 +35,7 @@ from .rules import (
     NO_DROPOUT,
     ROTARY,
     SCALED_WORDS,
+    SPARSE_LAYERS,
     Rule,
     no_padding,
     rotary,
@@ -95,7 +99,7 @@ class Architecture:
 
 _LAYER, OUTPUT = "decoder.layers.{}.", "output_layer"
 _PLAIN = {**MULTIPLIERS, "attention_multiplier": None, "parallel_residual": False, "geglu": False,
-          "apply_layernorm_1p": False}
+          "apply_layernorm_1p": False, "num_experts": None}
 GPT2 = Architecture(
     name="GPT2LMHeadModel", model_type="gpt2", prefix="transformer.",
     fields=(Field("n_layer", "num_layers"), Field("n_embd", "hidden_size"), Field("n_head", "num_attention_heads"),
@@ -228,13 +232,51 @@ FALCON = Architecture(
             _LAYER + "mlp.linear_fc2": (("h.{}.mlp.dense_4h_to_h",), whole),
             "decoder.final_layernorm": (("ln_f",), whole), OUTPUT: (("lm_head",), whole)}, own_head_size=False)
 
-ARCHITECTURES = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, STABLELM, OLMO, GPT_NEOX, GRANITE, GEMMA, FALCON)
+# The expert's gate and what it multiplies are two tensors of each expert.
+_EXPERT_BLOCK = {name: value for name, value in _DECODER_BLOCK.items() if name != "num_experts"} | {
+    "moe_router_score_function": "softmax", "moe_router_topk_scaling_factor": None, "moe_router_num_groups": None,
+    "moe_router_enable_expert_bias": False}
+_EXPERT_PLACES = {
+    **_DECODER_PLACES, _LAYER + "mlp.router": (("layers.{}.mlp.gate",), whole),
+    _LAYER + "mlp.experts.linear_fc1": (tuple(f"layers.{{}}.mlp.experts.{{expert}}.{part}_proj" for part in ("gate", "up")),
+                                        stacked_of_expert),
+    _LAYER + "mlp.experts.linear_fc2": (("layers.{}.mlp.experts.{expert}.down_proj",), of_expert),
+    _LAYER + "mlp.shared_experts.linear_fc1": (tuple(f"layers.{{}}.mlp.shared_expert.{part}_proj" for part in ("gate", "up")),
+                                               stacked),
+    _LAYER + "mlp.shared_experts.linear_fc2": (("layers.{}.mlp.shared_expert.down_proj",), whole),
+    _LAYER + "mlp.shared_experts.gate": (("layers.{}.mlp.shared_expert_gate",), whole)}
+_NO_SHARED = {"moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False}
+_OF_A_TOKEN, _OF_AN_EXPERT = Field("num_experts_per_tok", "moe_router_topk"), Field("moe_intermediate_size", "moe_ffn_hidden_size")
+MIXTRAL = _decoder(
+    name="MixtralForCausalLM", model_type="mixtral", rules=(HEADS, ROTARY, window(None), tied(False), NO_DROPOUT),
+    fields=(*_with_epsilon("rms_norm_eps", 1e-5), _OF_A_TOKEN, Field("num_local_experts", "num_experts")),
+    only={**_SILU, "router_jitter_noise": (0.0,)},
+    block={**_EXPERT_BLOCK, **_NO_SHARED, "moe_router_pre_softmax": False, "moe_layer_freq": "1"},
+    also=lambda model: model.moe_ffn_hidden_size == model.ffn_hidden_size,
+    places={**_EXPERT_PLACES, _LAYER + "mlp.router": (("layers.{}.block_sparse_moe.gate",), whole),
+            _LAYER + "mlp.experts.linear_fc1": (tuple(f"layers.{{}}.block_sparse_moe.experts.{{expert}}.{part}" for part in
+                                                      ("w1", "w3")), stacked_of_expert),
+            _LAYER + "mlp.experts.linear_fc2": (("layers.{}.block_sparse_moe.experts.{expert}.w2",), of_expert)})
+_SPARSE_RULES = (HEADS, ROTARY, FULL_ATTENTION, tied(False), NO_DROPOUT, EXPERTS, SPARSE_LAYERS)
+QWEN2_MOE = _decoder(
+    name="Qwen2MoeForCausalLM", model_type="qwen2_moe", rules=_SPARSE_RULES, places=_EXPERT_PLACES,
+    fields=(*_with_epsilon("rms_norm_eps", 1e-6), _OF_A_TOKEN, _OF_AN_EXPERT,
+            Field("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")),
+    only={**_NO_WINDOW, "qkv_bias": (True,)},
+    block={**_EXPERT_BLOCK, "moe_shared_expert_gate": True, "window_size": None, "add_qkv_bias": True})
+QWEN3_MOE = _decoder(
+    name="Qwen3MoeForCausalLM", model_type="qwen3_moe", rules=_SPARSE_RULES, places=_EXPERT_PLACES,
+    fields=(*_with_epsilon("rms_norm_eps", 1e-6), _OF_A_TOKEN, _OF_AN_EXPERT), only={**_NO_WINDOW, "attention_bias": (False,)},
+    block={**_EXPERT_BLOCK, **_NO_SHARED, "window_size": None, "qk_layernorm": True})
+
+ARCHITECTURES = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, STABLELM, OLMO, GPT_NEOX, GRANITE, GEMMA, FALCON, MIXTRAL, QWEN2_MOE,
+                 QWEN3_MOE)
 # model_type of an architecture that is near to these -> what it has that the block does not build.
-_AFTER, _EXPERTS, _SLOPES = (f"{what} not built" for what in (
-    "norms after attention and after the MLP are", "experts are", "positions as a slope of each head (ALiBi) are"))
+_AFTER, _EXPERTS, _ALL_HEADS, _SLOPES = (f"{what} not built" for what in (
+    "norms after attention and after the MLP are", "this variant of experts is", "norms of queries and keys over all heads are",
+    "positions as a slope of each head (ALiBi) are"))
 REFUSED = {
     "olmo2": _AFTER, "olmo3": _AFTER, "gemma2": "soft-capped logits are not built",
     "gemma3_text": "windows in some layers only are not built", "gemma3": "images are not built",
     "phi": "a bias of the output layer is not built",
-    "phimoe": _EXPERTS, "mixtral": _EXPERTS, "qwen2_moe": _EXPERTS, "qwen3_moe": _EXPERTS, "olmoe": _EXPERTS,
-    "granitemoe": _EXPERTS, "bloom": _SLOPES, "mpt": _SLOPES}
+    "phimoe": _EXPERTS, "olmoe": _ALL_HEADS, "granitemoe": _EXPERTS, "bloom": _SLOPES, "mpt": _SLOPES}

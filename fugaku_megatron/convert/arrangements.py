@@ -55,3 +55,13 @@ def fused_query_key_value(ours: Tensor, part: int, model: ModelConfig) -> tuple[
 def fused_stacked(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
     """The gate and what it multiplies, (2 f, h); ours is (2, f, h)."""
     return [ours], (2 * ours.shape[1], *ours.shape[2:])
+
+
+def of_expert(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
+    """The matrix (h, f) of expert `part`; ours is (experts, h, f)."""
+    return [ours[part]], tuple(ours.shape[1:])
+
+
+def stacked_of_expert(ours: Tensor, part: int, model: ModelConfig) -> tuple[list[Tensor], Shape]:
+    """The gate (f, h) of expert 0, what it multiplies, (f, h), the gate of expert 1 and so on; ours is (experts, 2, f, h)."""
+    return [ours[part // 2, part % 2]], tuple(ours.shape[2:])

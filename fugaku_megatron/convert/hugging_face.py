@@ -1,8 +1,7 @@
 """A directory of Hugging Face as weights to convert from, and weights as a directory that its from_pretrained loads.
 
-Needs no transformers: config.json and safetensors are enough, which are one file, or several with an index:
+Needs no transformers: config.json and safetensors are enough, which are model.safetensors, or several files with an index:
 
-    model.safetensors
     model-00001-of-00002.safetensors ... and model.safetensors.index.json, which names the file of every tensor
 
 Both ways one tensor of ours, and one of theirs, is in memory. Left out: the table of architectures (architectures.py).
@@ -14,6 +13,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -161,19 +161,20 @@ class Part:
     arranged: Arrangement
 
 
-def theirs_of(architecture: Architecture, name: str) -> list[str]:
+def theirs_of(architecture: Architecture, name: str, model: ModelConfig) -> list[str]:
     """The names of the tensors that make our tensor of this global name."""
     place, kind = place_of(name)
     check(place in architecture.places, f"{architecture.name} has no place for {name}")
     names, _ = architecture.places[place]
     prefix = "" if place == OUTPUT else architecture.prefix
-    return [f"{prefix}{their.format(layer_of(name))}.{kind}" for their in names]
+    experts = range(model.num_experts or 1) if "{expert}" in names[0] else (0,)
+    return [f"{prefix}{their.format(layer_of(name), expert=expert)}.{kind}" for expert in experts for their in names]
 
 
 def parts(architecture: Architecture, model: ModelConfig) -> dict[str, Part]:
     """Their name -> what it is, for every weight of the model."""
     return {theirs: Part(name, number, architecture.places[place_of(name)[0]][1])
-            for name in shapes(model) for number, theirs in enumerate(theirs_of(architecture, name))}
+            for name in shapes(model) for number, theirs in enumerate(theirs_of(architecture, name, model))}
 
 
 # From Hugging Face ------------------------------------------------------------------------------------------------------------
@@ -241,10 +242,10 @@ class _Reader:
 
     def dtype(self, name: str) -> torch.dtype:
         """Of one of our tensors: the widest of theirs."""
-        return widest(self.files.tensors[self.stored[their]][1].dtype for their in theirs_of(self.architecture, name))
+        return widest(self.files.tensors[self.stored[their]][1].dtype for their in theirs_of(self.architecture, name, self.model))
 
     def __call__(self, name: str) -> Tensor:
-        theirs, arranged = theirs_of(self.architecture, name), self.architecture.places[place_of(name)[0]][1]
+        theirs, arranged = theirs_of(self.architecture, name, self.model), self.architecture.places[place_of(name)[0]][1]
         if arranged is whole:
             return self.files.read(self.stored[theirs[0]])
         ours = torch.empty(self.ours[name], dtype=self.dtype(name))
@@ -261,7 +262,7 @@ def _reader(files: TensorDirectory, architecture: Architecture, model: ModelConf
     ours = shapes(model)
     stored = _stored_names(files, architecture, list(parts(architecture, model)))
     for name, shape in ours.items():
-        for number, their in enumerate(theirs_of(architecture, name)):
+        for number, their in enumerate(theirs_of(architecture, name, model)):
             empty = torch.empty(shape, device="meta")
             _, expected = architecture.places[place_of(name)[0]][1](empty, number, model)
             file, found = files.tensors[stored[their]]
@@ -299,9 +300,9 @@ def save_hugging_face(weights: Weights, directory: Path, max_bytes: int) -> None
     """Write config.json, safetensors and what `weights` carries into a new directory."""
     model, before = weights.model, _carried_config(weights.carried)
     architecture = architecture_of(model, before)
-    table, like = parts(architecture, model), weights.like()
+    table, like, read = parts(architecture, model), weights.like(), lru_cache(maxsize=1)(weights.read)
     theirs = {name: in_their_shape(like[part.ours], part, model) for name, part in table.items()}
-    write(directory, theirs, lambda name: in_their_shape(weights.read(table[name].ours), table[name], model), max_bytes)
+    write(directory, theirs, lambda name: in_their_shape(read(table[name].ours), table[name], model), max_bytes)
     carry(weights.carried, directory)
     config = config_of(architecture, model, {*weights.dtypes.values()}, before)
     (directory / FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

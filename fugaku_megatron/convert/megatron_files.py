@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ..comm.agreement import describe
 from ..config.checks import check, check_kind, flag
+from ..config.experts_config import EXPERTS
 from ..config.model_config import LEARNED, MASKED, NO_POSITIONS, ROPE, ROPE_SCALING, ModelConfig
 
 VERSION = 3.0  # of checkpoints that are written; since 2.0 each head, or group, has its queries, key and value together
@@ -37,7 +38,7 @@ _DESCRIBED: dict[str, tuple[Any, ...]] = {
     "normalization": ("LayerNorm", "RMSNorm"), "geglu": (False,), "parallel_residual": (False,), "embedding_multiplier": (1.0,),
     "residual_multiplier": (1.0,), "attention_multiplier": (None,), "logits_scaling": (1.0,)}
 _CONSTANTS = ROPE_SCALING[1:]  # fields without an argument there: Megatron-LM computes the defaults of here
-_OWN = ("disable_bias_linear", "position_embedding_type", "window_size", "vocab_size", "padded_vocab_size",
+_OWN = (*EXPERTS, "disable_bias_linear", "position_embedding_type", "window_size", "vocab_size", "padded_vocab_size",
         "make_vocab_size_divisible_by", "mask_vocab_padding")
 
 # In this order: what a name of theirs has, and what it is here.
@@ -107,6 +108,7 @@ def arguments_of(model: ModelConfig, rows: int, dtype: torch.dtype, tp: int, pp:
 
     ValueError for a model that no arguments of Megatron-LM describe.
     """
+    check(model.num_experts is None, f"--num-experts is {model.num_experts}: experts are not written for Megatron-LM: use --to-hf")
     for name, values in _DESCRIBED.items():
         check(getattr(model, name) in values, f"{flag(name)} is {getattr(model, name)}, and Megatron-LM's GPT computes "
               f"{' or '.join(map(str, values))}")
@@ -122,7 +124,8 @@ def arguments_of(model: ModelConfig, rows: int, dtype: torch.dtype, tp: int, pp:
         position_embedding_type=model.position_embedding_type, add_position_embedding=model.learned_positions, window_size=window,
         vocab_size=model.vocab_size, padded_vocab_size=rows, make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
         tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=None, params_dtype=dtype, bf16=dtype is torch.bfloat16, fp16=dtype is torch.float16,
+        virtual_pipeline_model_parallel_size=None, num_experts=None,
+        params_dtype=dtype, bf16=dtype is torch.bfloat16, fp16=dtype is torch.float16,
         tokenizer_type="GPT2BPETokenizer", iteration=0, consumed_train_samples=0, consumed_valid_samples=0)
 
 

@@ -152,3 +152,30 @@ MULTIPLIED = Rule(_read_multipliers, lambda model: {
 def no_padding(default: int) -> Rule:
     """No token that stands for padding where the vocabulary does not have the one that a missing pad_token_id means."""
     return Rule(lambda config: {}, lambda model: {"pad_token_id": None} if (model.vocab_size or 0) <= default else {})
+
+
+def _read_experts(config: dict[str, Any]) -> dict[str, Any]:
+    normalized = config.get("norm_topk_prob", False)
+    check(isinstance(normalized, bool), f"{FILE}: norm_topk_prob is {normalized!r:.60}, not bool")
+    names = [name for name in ("num_experts", "num_local_experts") if name in config]  # transformers 5 writes either
+    check(bool(names), f"{FILE} has no num_experts")
+    return {"num_experts": number(config, names[0], None, whole=True), "moe_router_pre_softmax": not normalized}
+
+
+EXPERTS = Rule(_read_experts, lambda model: {"num_experts": model.num_experts, "norm_topk_prob": not model.moe_router_pre_softmax})
+
+
+def _read_sparse_layers(config: dict[str, Any]) -> dict[str, Any]:
+    layers, dense = number(config, "num_hidden_layers", None, whole=True) or 0, config.get("mlp_only_layers") or []
+    step = number(config, "decoder_sparse_step", 1, whole=True)
+    right = isinstance(dense, list) and all(type(layer) is int for layer in dense)
+    check(right, f"{FILE}: mlp_only_layers is {dense!r:.60}, not a list of layers")
+    experts = [int(layer not in dense and (layer + 1) % step == 0) for layer in range(layers)]
+    return {"moe_layer_freq": "1" if all(experts) else f"[{','.join(map(str, experts))}]"}
+
+
+def _write_sparse_layers(model: ModelConfig) -> dict[str, Any]:
+    return {"decoder_sparse_step": 1, "mlp_only_layers": [layer for layer, mlp in enumerate(model.mlps) if mlp != "experts"]}
+
+
+SPARSE_LAYERS = Rule(_read_sparse_layers, _write_sparse_layers)

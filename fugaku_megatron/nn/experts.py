@@ -158,7 +158,7 @@ class SharedExpert(nn.Module):
         self.mlp = GatedMLP(name, context, model.moe_shared_expert_intermediate_size)
         self.gate_weight = None
         if model.moe_shared_expert_gate:
-            self.gate_weight = context.parameter(f"{name}.gate_weight", (1, model.hidden_size), std=model.init_method_std)
+            self.gate_weight = context.parameter(f"{name}.gate.weight", (1, model.hidden_size), std=model.init_method_std)
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """x (s, b, h) -> (s, b, h). x is read by others, so that its values are needed."""

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.training.resume import find_checkpoint
-from tests.helpers import small_run
+from tests.helpers import make_trainer, small_run
 
 transformers = pytest.importorskip("transformers")
 
@@ -375,5 +375,9 @@ def test_other_mistakes(models, tmp_path, capsys):
     assert "4 attention heads are not divisible by 3 ranks" in capsys.readouterr().err and not (tmp_path / "other").exists()
     with pytest.raises(ValueError, match="is a checkpoint of Megatron-LM .*fugaku-megatron convert --from-megatron"):
         find_checkpoint(small_run(load=str(source)), SoloComm())
+    trainer = make_trainer(SoloComm(), small_run(num_experts=4, swiglu=True, disable_bias_linear=True))
+    trainer.save(str(tmp_path / "experts"))
+    assert convert("--load", tmp_path / "experts", "--to-megatron", tmp_path / "other") == 2
+    assert "--num-experts is 4: experts are not written for Megatron-LM: use --to-hf" in capsys.readouterr().err
     itself = there(source / "iter_0000007", tmp_path, "--vocab-size", VOCABULARY)
     assert same(itself, weights_of(models["gpt2"]))

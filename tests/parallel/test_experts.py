@@ -75,7 +75,7 @@ def plain_experts(weights: dict[str, Tensor], x: Tensor, model) -> Tensor:
     if model.moe_shared_expert_intermediate_size:
         gate, up = weights["shared_experts.linear_fc1.weight"]
         shared = (F.silu(x @ gate.t()) * (x @ up.t())) @ weights["shared_experts.linear_fc2.weight"].t()
-        result = result + shared * torch.sigmoid(x @ weights["shared_experts.gate_weight"].t())
+        result = result + shared * torch.sigmoid(x @ weights["shared_experts.gate.weight"].t())
     return result
 
 

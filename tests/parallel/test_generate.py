@@ -261,6 +261,8 @@ def test_greedy_tokens_of_families_that_people_train(family):
 @pytest.mark.parametrize("changes", [
     {"squared_relu": True}, {"qk_layernorm": True}, {"normalization": "PlainLayerNorm"},
     {"parallel_residual": True, "position_embedding_type": "rope", "rotary_percent": 0.5},
+    {"num_experts": 6, "swiglu": True, "disable_bias_linear": True, "moe_shared_expert_intermediate_size": 24,
+     "moe_layer_freq": "2", "moe_expert_capacity_factor": 9.0},
     {"normalization": "RMSNorm", "apply_layernorm_1p": True, "geglu": True, "position_embedding_type": "rope",
      "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "attention_multiplier": 0.5, "logits_scaling": 2.0,
      "disable_bias_linear": True}], ids=str)

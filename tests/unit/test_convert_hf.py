@@ -25,12 +25,25 @@ from fugaku_megatron.convert.convert_command import whole
 from fugaku_megatron.convert.hugging_face import in_their_shape, open_hugging_face, parts, read_config
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.passes import Pass, frequencies
+from fugaku_megatron.training import expert_watch
 from tests.helpers import make_trainer, small_run
 from tests.published_configs import PUBLISHED
 
 transformers = pytest.importorskip("transformers")
 
-from tests.hf_models import LENGTH, LLAMA3, MODELS, VOCABULARY, convert, decoder, our_logits, randomized, same, tensors  # noqa: E402
+from tests.hf_models import (  # noqa: E402
+    LENGTH,
+    LLAMA3,
+    MODELS,
+    VOCABULARY,
+    convert,
+    decoder,
+    gradients,
+    our_logits,
+    randomized,
+    same,
+    tensors,
+)
 
 
 @dataclass(frozen=True)
@@ -84,30 +97,53 @@ def test_the_same_logits_and_flags_that_make_the_model(converted):
     assert all(saved[name] == value for name, value in architecture(model).items()) and model.num_layers in (2, 3)
 
 
-@pytest.mark.parametrize("backend", ["native", "torch"])
-def test_the_same_loss_and_gradients(converted, backend):
-    """Of every weight, norms and biases as well, which are random."""
-    architecture, model = read_config(json.loads((converted.theirs / "config.json").read_text()))
+def check_training(theirs: torch.nn.Module, directory: Path, backend: str, loss_of: Callable, **changes: object) -> None:
+    """The loss and the gradient of every weight, norms and biases as well. loss_of: (tokens, labels) -> theirs."""
+    architecture, model = read_config(json.loads((directory / "config.json").read_text()))
     plain = {"seq_length": LENGTH, "hidden_dropout": 0.0, "attention_dropout": 0.0, "make_vocab_size_divisible_by": 1}
-    trainer = make_trainer(SoloComm(), small_run(**{**asdict(model), **plain}), Ops.build(backend))
-    weights, ours = open_hugging_face(str(converted.theirs)), {p.spec.name: p for p in trainer.optimizer.flat.parameters}
+    trainer = make_trainer(SoloComm(), small_run(**{**asdict(model), **plain, **changes}), Ops.build(backend))
+    weights, ours = open_hugging_face(str(directory)), {p.spec.name: p for p in trainer.optimizer.flat.parameters}
     for name, parameter in ours.items():
         parameter.data.copy_(weights.read(name))
     tokens, labels = torch.randint(0, VOCABULARY, (2, LENGTH, 2), generator=torch.Generator().manual_seed(5))  # (s, b) each
-    converted.model.zero_grad()
-    expected = torch.nn.functional.cross_entropy(converted.model(tokens.t()).logits.flatten(0, 1), labels.t().flatten())
+    theirs.zero_grad()
+    expected = loss_of(tokens.t(), labels.t())
     expected.backward()
     trainer.optimizer.zero_grad()
     loss = trainer.stage.last(tokens, labels, Pass(first_sample=0))
     loss.backward()
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    theirs = {name: parameter for name, parameter in converted.model.named_parameters()}
+    balance = sum(router.take_load()[-2].item() for router in expert_watch.routers(trainer.stage).values())
+    torch.testing.assert_close(loss + balance * sum(trainer.run.model.moe_aux_loss_coeff), expected, rtol=1e-5, atol=0)
+    found = gradients(theirs)
     made = {"lm_head.weight" if name == architecture.head else name: part for name, part in parts(architecture, model).items()}
-    assert made.keys() == theirs.keys()
+    assert made.keys() == found.keys()
     for name, part in made.items():
-        gradient, scale = in_their_shape(ours[part.ours].main_grad, part, model), theirs[name].grad.abs().max()
-        torch.testing.assert_close(gradient / scale, theirs[name].grad / scale, rtol=0, atol=1e-5,
-                                   msg=lambda m, n=name: f"{n}: {m}")
+        gradient, scale = in_their_shape(ours[part.ours].main_grad, part, model), found[name].abs().max()
+        torch.testing.assert_close(gradient / scale, found[name] / scale, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_the_same_loss_and_gradients(converted, backend):
+    def loss(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(converted.model(tokens).logits.flatten(0, 1), labels.flatten())
+
+    check_training(converted.model, converted.theirs, backend, loss)
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize(("kind", "more"), [
+    ("Mixtral", {"num_local_experts": 4}), ("Qwen3Moe", {"num_experts": 8, "moe_intermediate_size": 24, "norm_topk_prob": True}),
+    ("Qwen2Moe", {"num_experts": 6, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 36})])
+def test_the_same_loss_with_the_balancing_loss(tmp_path, kind, more, backend):
+    """In one layer, since theirs takes the layers' tokens together; their sum over a token's experts is not divided by k."""
+    model = randomized(decoder(kind, num_hidden_layers=1, num_experts_per_tok=2, **more))
+    model.save_pretrained(tmp_path)
+
+    def loss(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        out = model(tokens, output_router_logits=True)
+        return torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten()) + 0.7 * out.aux_loss
+
+    check_training(model, tmp_path, backend, loss, moe_aux_loss_coeff=(2 * 0.7,))
 
 
 def test_without_the_config_that_it_came_with_one_is_made(converted, tmp_path):
@@ -186,6 +222,10 @@ BAD_CONFIGS = [
     ("gpt2", {"activation_function": "relu"}, "config.json: activation_function is 'relu', and the block computes 'gelu_new' or "),
     ("gpt2", {"model_type": "opt"}, "config.json: model_type is 'opt': it can be gpt2, llama, mistral, qwen2, "),
     ("gpt2", {"model_type": "gemma2"}, "model_type is 'gemma2': soft-capped logits are not built; it can be gpt2, llama,"),
+    ("mixtral", {"router_jitter_noise": 0.1}, "config.json: router_jitter_noise is 0.1, and the block computes 0.0"),
+    ("qwen3_moe", {"norm_topk_prob": "yes"}, "config.json: norm_topk_prob is 'yes', not bool"),
+    ("qwen2_moe", {"mlp_only_layers": [0, 1]}, "config.json: --moe-layer-freq [0,0] has no layer with experts"),
+    ("qwen2_moe", {"model_type": "olmoe"}, "model_type is 'olmoe': norms of queries and keys over all heads are not built; it can"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, and the block of this architecture rotates whole"),
     ("falcon", {"new_decoder_architecture": False}, "new_decoder_architecture is False, and the block computes True: two norms"),
     ("granite", {"residual_multiplier": 0}, "config.json: residual_multiplier is 0, not a number above 0"),
