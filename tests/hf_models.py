@@ -54,6 +54,7 @@ MODELS = {
                          shared_expert_intermediate_size=36),
     "qwen3_moe": decoder("Qwen3Moe", head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24,
                          norm_topk_prob=True, tie_word_embeddings=True),
+    "olmoe": decoder("Olmoe", num_experts=6, num_experts_per_tok=3, rope_parameters=FAST),
     "olmo": decoder("Olmo", rope_parameters=FAST),
     "stablelm": decoder("StableLm", use_qkv_bias=True, partial_rotary_factor=0.5),
 }

@@ -41,6 +41,8 @@ class Layout:
         tp, pp = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
         model = run.model
         check_world_size(world_size, tp, pp)
+        check(tp == 1 or not model.qk_layernorm_all_heads, f"--qk-layernorm-all-heads is built for whole heads on a rank, and "
+              f"--tensor-model-parallel-size is {tp}: pass 1")
         divided = {"num-attention-heads": model.num_attention_heads, "ffn-hidden-size": model.ffn_hidden_size}
         if model.num_experts:
             divided |= {"moe-ffn-hidden-size": model.moe_ffn_hidden_size or 0,

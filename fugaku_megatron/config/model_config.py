@@ -101,6 +101,8 @@ class ModelConfig(ExpertFields):
     kv_channels: int = opt(None, "size d of a head (default: hidden size / attention heads)", type=int, maximum=2**16)
     add_qkv_bias: bool = opt(False, "biases of queries, keys and values, also with --disable-bias-linear")
     qk_layernorm: bool = opt(False, "normalise each query and each key over its head's d elements")
+    qk_layernorm_all_heads: bool = opt(False, "the norms of --qk-layernorm are over the elements of all heads, with a weight for "
+                                       "each, as in OLMoE")
     position_embedding_type: str = opt(LEARNED, "positions: a learned vector each, rotated queries and keys (rope, or yarn for "
                                        "longer sequences than a model was trained for), or none",
                                        choices=POSITION_TYPES, switches={"--use-rotary-position-embeddings": ROPE})
@@ -181,6 +183,8 @@ class ModelConfig(ExpertFields):
         weights = "--qk-layernorm" if self.qk_layernorm else "--apply-layernorm-1p" if self.apply_layernorm_1p else ""
         check(not weights or self.normalization != "PlainLayerNorm", f"{weights} is for LayerNorm and RMSNorm, and "
               f"--normalization is {self.normalization}: leave one out")
+        check(not self.qk_layernorm_all_heads or self.qk_layernorm and self.normalization == "RMSNorm", "--qk-layernorm-all-heads "
+              "needs --qk-layernorm and --normalization RMSNorm: pass all of them")
         check(self.residual_multiplier == 1.0 or self.disable_bias_linear, "--residual-multiplier "
               f"{self.residual_multiplier} would leave out the biases: pass --disable-bias-linear as well")
         turned = self.position_embedding_type == ROPE and self.rotary_percent == 1.0
@@ -257,7 +261,7 @@ class ModelConfig(ExpertFields):
         """Whether the C++ kernels compute all of a forward, nothing of which is left to torch."""
         norms = self.normalization == "RMSNorm" or self.normalization == "LayerNorm" and not self.qk_layernorm
         plain = self.embedding_multiplier == self.residual_multiplier == self.logits_scaling == 1.0
-        return self.kernels_take_heads and norms and plain and self.num_experts is None
+        return self.kernels_take_heads and norms and plain and self.num_experts is None and not self.qk_layernorm_all_heads
 
     @property
     def qkv_bias(self) -> bool:
@@ -315,6 +319,7 @@ YARN_SCALING = ("rotary_scaling_factor", "yarn_original_max_position_embeddings"
 BLOCK = ("apply_layernorm_1p", "swiglu", "geglu", "parallel_residual", "embedding_multiplier", "residual_multiplier",
          "attention_multiplier", "logits_scaling", "squared_relu", "bias_gelu_fusion", "openai_gelu", "group_query_attention",
          "num_query_groups", "kv_channels", "add_qkv_bias", "qk_layernorm",
+         "qk_layernorm_all_heads",
          "position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor",
          "use_rope_scaling", *ROPE_SCALING, *YARN_SCALING, "untie_embeddings_and_output_weights", "window_size",
          *(name for name in EXPERTS if name not in (*BALANCE, *CAPACITY)))

@@ -99,7 +99,7 @@ class Architecture:
 
 _LAYER, OUTPUT = "decoder.layers.{}.", "output_layer"
 _PLAIN = {**MULTIPLIERS, "attention_multiplier": None, "parallel_residual": False, "geglu": False,
-          "apply_layernorm_1p": False, "num_experts": None}
+          "apply_layernorm_1p": False, "num_experts": None, "qk_layernorm_all_heads": False}
 GPT2 = Architecture(
     name="GPT2LMHeadModel", model_type="gpt2", prefix="transformer.",
     fields=(Field("n_layer", "num_layers"), Field("n_embd", "hidden_size"), Field("n_head", "num_attention_heads"),
@@ -268,15 +268,21 @@ QWEN3_MOE = _decoder(
     name="Qwen3MoeForCausalLM", model_type="qwen3_moe", rules=_SPARSE_RULES, places=_EXPERT_PLACES,
     fields=(*_with_epsilon("rms_norm_eps", 1e-6), _OF_A_TOKEN, _OF_AN_EXPERT), only={**_NO_WINDOW, "attention_bias": (False,)},
     block={**_EXPERT_BLOCK, **_NO_SHARED, "window_size": None, "qk_layernorm": True})
+OLMOE = _decoder(
+    name="OlmoeForCausalLM", model_type="olmoe", places=_EXPERT_PLACES,
+    rules=(HEADS, rotary(), tied(False), NO_DROPOUT, EXPERTS), fields=(*_with_epsilon("rms_norm_eps", 1e-5), _OF_A_TOKEN),
+    only={**_SILU, "attention_bias": (False,), "clip_qkv": (None,)},
+    block={**_EXPERT_BLOCK, **_NO_SHARED, "window_size": None, "qk_layernorm": True, "qk_layernorm_all_heads": True,
+           "moe_layer_freq": "1", "use_rope_scaling": False},
+    also=lambda model: model.moe_ffn_hidden_size == model.ffn_hidden_size, own_head_size=False)
 
 ARCHITECTURES = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, STABLELM, OLMO, GPT_NEOX, GRANITE, GEMMA, FALCON, MIXTRAL, QWEN2_MOE,
-                 QWEN3_MOE)
+                 QWEN3_MOE, OLMOE)
 # model_type of an architecture that is near to these -> what it has that the block does not build.
-_AFTER, _EXPERTS, _ALL_HEADS, _SLOPES = (f"{what} not built" for what in (
-    "norms after attention and after the MLP are", "this variant of experts is", "norms of queries and keys over all heads are",
-    "positions as a slope of each head (ALiBi) are"))
+_AFTER, _EXPERTS, _SLOPES = (f"{what} not built" for what in (
+    "norms after attention and after the MLP are", "this variant of experts is", "positions as a slope of each head (ALiBi) are"))
 REFUSED = {
     "olmo2": _AFTER, "olmo3": _AFTER, "gemma2": "soft-capped logits are not built",
     "gemma3_text": "windows in some layers only are not built", "gemma3": "images are not built",
     "phi": "a bias of the output layer is not built",
-    "phimoe": _EXPERTS, "olmoe": _ALL_HEADS, "granitemoe": _EXPERTS, "bloom": _SLOPES, "mpt": _SLOPES}
+    "phimoe": _EXPERTS, "granitemoe": _EXPERTS, "bloom": _SLOPES, "mpt": _SLOPES}

@@ -108,11 +108,12 @@ def _attention(run: RunConfig, tp: int) -> Record:
 
 def _rotary(run: RunConfig, tp: int) -> tuple[Record, ...]:
     """What happens to queries and keys before attention; their norm needs them as they were, turning them back does not."""
-    model, saved = run.model, qkv_bytes(run, tp)
-    if model.normalization == "LayerNorm":  # queries and keys alone, and each head's mean and deviation
-        heads = (model.num_attention_heads + model.query_groups) // tp
-        saved = tokens_per_microbatch(run) * heads * (model.kv_channels * element_bytes(run) + 2 * FP32_BYTES)
-    weights = 2 * NORMS[model.normalization].vectors * model.kv_channels * model.qk_layernorm
+    model, saved, together = run.model, qkv_bytes(run, tp), run.model.qk_layernorm_all_heads
+    heads = (model.num_attention_heads + model.query_groups) // tp
+    if model.normalization == "LayerNorm" or together:  # queries and keys alone, and the mean and deviation of each head, or of all
+        numbers = 2 if together else 2 * heads
+        saved = tokens_per_microbatch(run) * (heads * model.kv_channels * element_bytes(run) + numbers * FP32_BYTES)
+    weights = (heads if together else 2) * NORMS[model.normalization].vectors * model.kv_channels * model.qk_layernorm
     return (Record(name="rotary", parameters=weights, replicated=weights, of_heads=weights,
                    saved_bytes=saved * model.qk_layernorm),) if model.turns_queries else ()
 

@@ -28,7 +28,7 @@ from .layers import (
 )
 from .ops import DropoutKey, recompute
 from .passes import Pass
-from .shared import Angles
+from .shared import Angles, Heads
 
 
 def _layer_class(path: str) -> Any:
@@ -50,8 +50,8 @@ class SelfAttention(nn.Module):
         model, self.context, self.layer = context.model, context, layer
         self.heads, self.groups = model.num_attention_heads // context.tp.size, model.query_groups // context.tp.size
         self.linear_qkv = ColumnParallelLinear(f"{name}.linear_qkv", model.hidden_size, model.qkv_width, context, model.qkv_bias)
-        self.q_layernorm = HeadNorm(f"{name}.q_layernorm", context) if model.qk_layernorm else None
-        self.k_layernorm = HeadNorm(f"{name}.k_layernorm", context) if model.qk_layernorm else None
+        self.q_layernorm = HeadNorm(f"{name}.q_layernorm", self.heads, context) if model.qk_layernorm else None
+        self.k_layernorm = HeadNorm(f"{name}.k_layernorm", self.groups, context) if model.qk_layernorm else None
         self.linear_proj = RowParallelLinear(f"{name}.linear_proj", model.context_width, model.hidden_size, context,
                                              not model.disable_bias_linear)
 
@@ -66,6 +66,8 @@ class SelfAttention(nn.Module):
             qkv = self._layer_normed(qkv)
             if angles is None:
                 return qkv
+        elif model.qk_layernorm_all_heads:
+            qkv = self._normed_together(qkv)
         elif self.q_layernorm is not None and self.k_layernorm is not None:
             q_weight, k_weight = self.q_layernorm.scale(), self.k_layernorm.scale()
         return self.context.ops.rotary(qkv, angles, self.heads, self.groups, model.kv_channels,
@@ -79,6 +81,14 @@ class SelfAttention(nn.Module):
         normed = [ops.layer_norm(part.contiguous(), norm.scale(), norm.bias, epsilon)
                   for part, norm in zip(parts, (self.q_layernorm, self.k_layernorm)) if norm and norm.bias is not None]
         return torch.cat((*normed, parts[2]), 3).view(qkv.shape)
+
+    def _normed_together(self, qkv: Tensor) -> Tensor:
+        """qkv (s, b, g (n/g + 2) d) with all its queries (s, b, n d) as one vector normalised, and all its keys."""
+        heads = Heads(self.heads, self.groups, self.context.model.kv_channels)
+        *parts, values = heads.split(qkv)
+        normed = [self.context.ops.rms_norm(part.flatten(2), norm.scale(), self.context.model.layernorm_epsilon).view(part.shape)
+                  for part, norm in zip(parts, (self.q_layernorm, self.k_layernorm)) if norm]
+        return torch.cat((*normed, values), 3).view(qkv.shape)
 
     def core(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
         """Attention between the two matrices, (s, b, g (n/g + 2) d) -> (s, b, n d): what selective recompute runs again."""

@@ -269,12 +269,14 @@ class PlainLayerNorm(Norm):
 class HeadNorm(nn.Module):
     """The norm of queries or of keys over a head's d elements, with the same weight, and in a LayerNorm bias, for all heads.
 
-    Every tensor-parallel rank has it and computes its gradient from its own heads, with or without sequence parallelism.
+    Every tensor-parallel rank has it and computes its gradient from its own heads, with or without sequence parallelism. With
+    --qk-layernorm-all-heads it is over the elements of all `heads`, with a weight for each.
     """
 
-    def __init__(self, name: str, context: Context) -> None:
+    def __init__(self, name: str, heads: int, context: Context) -> None:
         super().__init__()
-        size, layer_norm = (context.model.kv_channels,), context.model.normalization == "LayerNorm"
+        together = heads if context.model.qk_layernorm_all_heads else 1
+        size, layer_norm = (together * context.model.kv_channels,), context.model.normalization == "LayerNorm"
         self.centered = context.model.apply_layernorm_1p
         self.weight = context.parameter(f"{name}.weight", size, fill=1.0 - self.centered, sequence_parallel=True)
         self.bias = context.parameter(f"{name}.bias", size, sequence_parallel=True) if layer_norm else None

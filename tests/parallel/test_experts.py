@@ -273,6 +273,21 @@ def test_a_checkpoint_moves_between_layouts(tmp_path):
 
 # Costs --------------------------------------------------------------------------------------------------------------------------
 
+OLMOE = {**EXPERTS, "qk_layernorm": True, "qk_layernorm_all_heads": True, "position_embedding_type": "rope",
+         "moe_router_pre_softmax": True, "group_query_attention": True, "num_query_groups": 2}
+
+
+def test_norms_over_all_heads():
+    """Their parameters, what they keep, and the ranks that they need."""
+    run = small_run(**OLMOE)
+    check_parameters(small_run(**OLMOE, **PP2), 2)
+    check_kept(run)
+    with pytest.raises(ValueError, match="--qk-layernorm-all-heads is built for whole heads on a rank"):
+        Layout.from_run(small_run(**OLMOE, **TP2), 2)
+    with pytest.raises(ValueError, match="--qk-layernorm-all-heads needs --qk-layernorm"):
+        small_run(qk_layernorm_all_heads=True)
+
+
 COSTED = [{**EXPERTS}, {**EXPERTS, **SHARED, **BALANCED, "moe_layer_freq": "2"}, {**EXPERTS, **SHARED, **BIASED, **BALANCED}]
 
 
