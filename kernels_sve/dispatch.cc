@@ -13,6 +13,7 @@
 #endif
 
 #include <atomic>
+#include <cerrno>
 #include <cstdlib>
 #include <cstring>
 #include <sstream>
