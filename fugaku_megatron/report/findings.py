@@ -225,7 +225,7 @@ def text(data: dict[str, Any]) -> str:
     else:
         lines.append("Nothing was found that is wrong with this machine for training" + ("." if data["complete"] else " so far."))
     if data.get("hours"):
-        lines += ["", f"Hours for 10 million tokens on all nodes of this report, {LABEL} from two measured layers, FP32:"]
+        lines += ["", f"Hours for 10 million tokens on all nodes of this report, {LABEL} from measured layers, FP32:"]
         lines += [hours_line(row) for row in data["hours"]]
     return "\n".join(lines) + "\n"
 
@@ -241,7 +241,8 @@ def heading(data: dict[str, Any]) -> str:
 def hours_line(row: dict[str, Any]) -> str:
     """A model's hours, and whether it fits."""
     short = "" if row["fits"] else f"; needs {row['need_gib']:.0f} GiB, {row['nodes_needed']} such nodes"
-    return f"  {row['model']:>5}  {row['hours']:>9.4g} h  {row['tokens_per_s']:>9.4g} tokens/s at {row['seq_length']} tokens{short}"
+    return (f"  {row['model']:>5}  {row['hours']:>9.4g} h  {row['tokens_per_s']:>9.4g} tokens/s, {row['from']}, "
+            f"{row['seq_length']} tokens{short}")
 
 
 def summary(sections: Sections) -> list[str]:

@@ -26,12 +26,12 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def hours(sections: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each model of which the layers were measured."""
+    """A row for each model, from its own shape's layers or, where those were left out, the other shape's; none without either."""
     measured = {row["shape"]: row for row in sections.get("layers", {}).get("rows", []) if "gradient_seconds" in row}
     rows = []
     for name, (shape, recipe, changes) in MODELS.items():
-        if shape in measured:
-            rows.append(whole_model(name, measured[shape], recipe, changes, sections))
+        if measured:
+            rows.append(whole_model(name, measured.get(shape) or [*measured.values()][-1], recipe, changes, sections))
     return rows
 
 

@@ -195,7 +195,10 @@ def test_every_model_has_hours_and_the_large_one_names_the_nodes_it_needs():
     sizes = [row["parameters"] / 1e9 for row in rows]
     assert sizes == pytest.approx([0.596, 1.236, 3.213, 8.03], rel=2e-3)
     assert not rows[-1]["fits"] and rows[-1]["nodes_needed"] == 3  # 120 GiB on nodes of 64, of which 0.8 are used
-    assert outlook.hours({"layers": {"rows": [{"shape": "1B", "left_out": "time"}]}}) == []
+    left_out = {"shape": "8B", "left_out": "time"}
+    assert outlook.hours({"layers": {"rows": [left_out]}}) == []
+    rows = outlook.hours({"layers": {"rows": [{"shape": "1B", **LAYERS}, left_out]}})
+    assert [row["from"] for row in rows] == ["two layers of 1B"] * 4 and rows[3]["hours"] > rows[1]["hours"] > 0
 
 
 # Names and files ------------------------------------------------------------------------------------------------------------------
