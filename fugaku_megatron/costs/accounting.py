@@ -169,9 +169,11 @@ def _dense_mlp(run: RunConfig, tp: int) -> tuple[Record, ...]:
             linear("linear_fc2", rows, h, f, h * bias, 0, around.out, around.out_backward, h * bias))
 
 
-def layer_parameters(run: RunConfig, tp: int, layer: int) -> int:
-    """Parameters of a layer, from 0, that one rank holds."""
-    return sum(record.parameters for record in layer_records(run, tp, run.model.mlps[layer]))
+def layer_parameters(run: RunConfig, tp: int) -> tuple[int, ...]:
+    """Parameters of every layer that one rank holds."""
+    mlps = run.model.mlps
+    sizes = {mlp: sum(record.parameters for record in layer_records(run, tp, mlp)) for mlp in set(mlps)}
+    return tuple(sizes[mlp] for mlp in mlps)
 
 
 def recomputed_records(run: RunConfig, tp: int, last: bool) -> list[Record]:
@@ -277,7 +279,8 @@ def stage_records(run: RunConfig, layout: Layout, stage: int) -> Iterator[tuple[
 def part_parameters(run: RunConfig, layout: Layout, placement: Placement, part: int) -> int:
     """Parameters of a part of the model that one rank holds."""
     ends = sum(record.parameters for _, record in end_records(run, layout, placement, part))
-    return sum(layer_parameters(run, layout.tp, layer) for layer in part_layers(run, placement, part)) + ends
+    of_layer = layer_parameters(run, layout.tp)
+    return sum(of_layer[layer] for layer in part_layers(run, placement, part)) + ends
 
 
 def stage_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
@@ -347,7 +350,7 @@ def parameter_flops(run: RunConfig, global_batch_size: int, *, replicas: bool = 
     parallel = run.parallel
     tp, pp = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) if replicas else (1, 0)
     final_layernorm = _norm("final_layernorm", run, tp)
-    layers = sum(layer_parameters(run, tp, layer) for layer in range(run.model.num_layers))
+    layers = sum(layer_parameters(run, tp))
     counted = tp * (layers + pp * final_layernorm.parameters)
     return (6 + 2 * _recompute_fraction(run)) * counted * run.model.seq_length * global_batch_size
 

@@ -79,7 +79,8 @@ def stage_units(run: RunConfig, layout: Layout, stage: int) -> list[int]:
     head = sum(r.parameters for r in head_records(run, tp, tied=True))
     table = padded_vocab_size(run.model, tp) // tp * run.model.hidden_size
     embedding = sum(r.parameters for r in embedding_records(run, tp)) - table * tied
-    layers = [layer_parameters(run, tp, layer) for chunk in reversed(stage_layers(run, stage)) for layer in reversed(chunk)]
+    of_layer = layer_parameters(run, tp)
+    layers = [of_layer[layer] for chunk in reversed(stage_layers(run, stage)) for layer in reversed(chunk)]
     first, last = placement(run).owner(0)[0], placement(run).last_stage
     return [*[head] * (stage == last), *layers, *[embedding] * (stage == first), *[table] * tied]
 
