@@ -145,10 +145,9 @@ def layer_records(run: RunConfig, tp: int, mlp: str | None = None) -> tuple[Reco
     mlp: the row of MLPS that the layer has; None: experts in a model with any, which then stand for its few dense layers as well.
     """
     model, kept, around = run.model, residual_bytes(run, tp), MatmulCollectives.from_run(run, tp)
-    h, rows = model.hidden_size, tokens_per_microbatch(run)
+    h, rows, qkv, context = model.hidden_size, tokens_per_microbatch(run), model.qkv_width // tp, model.context_width // tp
     bias, mlp_norm = not model.disable_bias_linear, _norm("pre_mlp_layernorm", run, tp)
     column, row = (around.into, around.into_backward), (around.out, around.out_backward, h * bias)
-    qkv, context = model.qkv_width // tp, model.context_width // tp
     return (
         _norm("input_layernorm", run, tp),
         linear("linear_qkv", rows, qkv, h, qkv * model.qkv_bias, kept, *column),
@@ -256,8 +255,9 @@ def part_recompute_groups(run: RunConfig, part: int) -> list[range]:
 
 def part_records(run: RunConfig, layout: Layout, placement: Placement, part: int) -> Iterator[tuple[str, Record]]:
     """(place, record) of everything that a part of the model does for one micro-batch; place: embedding, layer or head."""
+    mlps = run.model.mlps
     for layer in part_layers(run, placement, part):
-        yield from (("layer", r) for r in layer_records(run, layout.tp, run.model.mlps[layer]))
+        yield from (("layer", r) for r in layer_records(run, layout.tp, mlps[layer]))
     yield from end_records(run, layout, placement, part)
 
 
@@ -311,7 +311,7 @@ def _recompute_fraction(run: RunConfig) -> float:
 def _rank_flops(run: RunConfig, tp: int = 1) -> tuple[float, float]:
     """FLOPs of a micro-batch's forward in the mean layer on one rank: (of linear layers, of attention over the full square)."""
     layers, linear = run.model.mlps, 0.0
-    for mlp in {*layers}:
+    for mlp in dict.fromkeys(layers):  # in one order on all ranks
         flops = {r.name: r.flops_forward for r in layer_records(run, tp, mlp)}
         attention = flops.pop("attention")
         linear += sum(flops.values()) * layers.count(mlp) / len(layers)

@@ -35,6 +35,30 @@ def mlp_width(model: ModelConfig) -> int:
     return model.moe_router_topk * (model.moe_ffn_hidden_size or 0) + (model.moe_shared_expert_intermediate_size or 0)
 
 
+def _pair_bytes(run: RunConfig, tp: int) -> tuple[int, int, int]:
+    """Bytes of a tensor with a row for each token and each of its experts, (n, h) and (n, f), and of the shared one's (s, b, f)."""
+    model, rows, width = run.model, tokens_per_microbatch(run), element_bytes(run)
+    pairs = rows * model.moe_router_topk
+    return (pairs * model.hidden_size * width, pairs * (model.moe_ffn_hidden_size or 0) * width // tp,
+            rows * (model.moe_shared_expert_intermediate_size or 0) * width // tp)
+
+
+def waiting_bytes(run: RunConfig, tp: int) -> int:
+    """What experts keep between the two halves of a split backward: the router's input, and both operands of all matmuls.
+
+    Of the experts, inputs and gradients of results in the order of experts, what the second matmul reads, and the gradient of the
+    gates; of the shared expert, which has the router's input, the gradient of its result, the gates and their gradient.
+    """
+    hidden, inner, shared = _pair_bytes(run, tp)
+    return activation_bytes(run) * (2 if shared else 1) + 2 * hidden + 3 * inner + 4 * shared
+
+
+def pair_working_bytes(run: RunConfig, tp: int) -> int:
+    """Tensors of all pairs that the experts' backward needs for itself, without what the shared expert's has freed before it."""
+    hidden, inner, shared = _pair_bytes(run, tp)
+    return 3 * hidden + 5 * inner - 2 * shared - residual_bytes(run, tp) * run.model.moe_shared_expert_gate
+
+
 NUMBER_BYTES = 3 * 8  # kept of a token and one of its experts: the expert, and where the pair is in the order of experts and back
 COUNT_BYTES = 4  # of a number of tokens, which ranks add up as FP32
 

@@ -39,7 +39,7 @@ from .accounting import (
     zero_shards,
 )
 from .activations import FP32_BYTES, Collective, activation_bytes, element_bytes
-from .experts import mlp_width, typical_mlp
+from .experts import mlp_width, pair_working_bytes, waiting_bytes
 
 # Megatron's default of --ddp-bucket-size: large enough for the chunks of a ring over many ranks
 BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_RANK = 40_000_000, 1_000_000
@@ -177,19 +177,15 @@ def weight_input_bytes(run: RunConfig, tp: int) -> int:
     Four matmuls with whole operands (s, b, h): the inputs of QKV and of the MLP, the gradients of the projection and of the MLP;
     cut over tensor-parallel ranks: the context, QKV's gradient, and of the MLP the activation's argument and its gradient.
     """
-    mlp = MLPS[typical_mlp(run.model)].fc1_widths * inner_bytes(run, tp)
-    mlp += paired_bytes(run) + inner_bytes(run, tp) // 2 if run.model.num_experts else 0
-    return 4 * activation_bytes(run) + context_bytes(run, tp) + qkv_bytes(run, tp) + 2 * mlp
+    attention = 2 * activation_bytes(run) + context_bytes(run, tp) + qkv_bytes(run, tp)
+    if run.model.num_experts:
+        return attention + waiting_bytes(run, tp)
+    return attention + 2 * activation_bytes(run) + 2 * MLPS[run.model.activation].fc1_widths * inner_bytes(run, tp)
 
 
 def inner_bytes(run: RunConfig, tp: int) -> int:
     """Bytes of this rank's part of one tensor of the MLP's width, (s, b, f)."""
     return tokens_per_microbatch(run) * mlp_width(run.model) * element_bytes(run) // tp
-
-
-def paired_bytes(run: RunConfig) -> int:
-    """Bytes of one tensor with a row (h) for each token and each of its experts; 0 without experts."""
-    return activation_bytes(run) * run.model.moe_router_topk if run.model.num_experts else 0
 
 
 def live_bytes(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held]) -> int:
@@ -217,8 +213,7 @@ def working_bytes(run: RunConfig, tp: int) -> int:
     Where blocks of a reduction are sent, those of two more: all ranks' shares of the own part, and own shares of the others' parts.
     """
     whole, widths = activation_bytes(run), 4 if run.parallel.tp_comm_overlap and tp > 1 else 2
-    experts = 3 * paired_bytes(run) + 5 * inner_bytes(run, tp) if run.model.num_experts else 0  # of all pairs, in backward
-    return widths * whole + inner_bytes(run, tp) + experts
+    return widths * whole + inner_bytes(run, tp) + (pair_working_bytes(run, tp) if run.model.num_experts else 0)
 
 
 def posted_bytes(run: RunConfig, tp: int, stage: int) -> int:

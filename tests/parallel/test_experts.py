@@ -22,6 +22,7 @@ from fugaku_megatron.training.session import Session
 from tests.helpers import OVERLAP, PP2, TP2, make_trainer, small_run, train, whole_tensors
 from tests.parallel.test_accounting import check_bytes, check_flops, check_kept, check_parameters
 from tests.threads import ThreadWorld
+from tests.unit.test_schedule_memory import MICROBATCHES, MODEL, STAGES, allocated_peak
 
 EXPERTS = {"num_experts": 8, "swiglu": True, "disable_bias_linear": True, "normalization": "RMSNorm", "moe_ffn_hidden_size": 24}
 SHARED = {"moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True}
@@ -307,6 +308,17 @@ def test_bytes_are_those_communicated(model, changes):
 @pytest.mark.parametrize("changes", [{}, SEQUENCE, {"recompute_granularity": "full"}, {"bf16": True}])
 def test_saved_bytes_are_those_that_autograd_keeps(model, changes):
     check_kept(small_run(**model, **changes))
+
+
+@pytest.mark.parametrize(("stage", "changes"), [
+    (0, {}), (3, {}), (0, SHARED), (3, SHARED), (3, {"pipeline_schedule": "zb-h1"}), (0, {**SHARED, "pipeline_schedule": "zb-h1"})])
+def test_the_peak_of_a_stage(stage, changes):
+    """What a rank allocates for activations in a step, within a twentieth of the formula."""
+    widths = {"num_attention_heads": 8, "kv_channels": 16, "moe_ffn_hidden_size": 96}
+    wide = {"moe_shared_expert_intermediate_size": 128} if "moe_shared_expert_gate" in changes else {}
+    run = small_run(**{**MODEL, **EXPERTS, **widths, **changes, **wide})
+    predicted = memory.stage_memory(run, Layout.from_run(run, STAGES), stage, run_schedule.of_run(run, MICROBATCHES).held(stage))
+    assert allocated_peak(SoloComm(stage, STAGES), run) == pytest.approx(predicted.activations + predicted.logits, rel=0.05)
 
 
 A3B = {"num_layers": 48, "hidden_size": 2048, "num_attention_heads": 32, "group_query_attention": True, "num_query_groups": 4,
