@@ -162,13 +162,13 @@ class Trainer:
         if self._batches is None:
             self._batches = self.feed.open(self.train, consumed, self.batch_size, self.skips.samples)
         loss, work = self._gradients(self._batches, consumed, scale)
+        experts = expert_watch.gather(self.stage, self.run, self.groups, self.layout.microbatches(self.run, size))
         if self.before_update:
             loss = self.before_update(consumed, loss)
         scheduled = self.progress.scheduled_samples
         lr = self.param_schedule.learning_rate(scheduled)
         step = self.optimizer.step(lr, self.param_schedule.weight_decay(scheduled), self.run.output.log_num_zeros_in_grad,
                                    self.param_schedule.decoupled.learning_rate(scheduled))
-        experts = expert_watch.gather(self.stage, self.run, self.groups, self.layout.microbatches(self.run, size))
         self.progress.iteration += 1
         self.progress.consumed_samples = self.skips.samples(consumed, size)[-1] + 1
         self.progress.skipped += step.skipped

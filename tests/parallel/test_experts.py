@@ -18,6 +18,7 @@ from fugaku_megatron.nn.experts import Order, kept
 from fugaku_megatron.nn.ops import Ops, recompute
 from fugaku_megatron.nn.passes import Pass
 from fugaku_megatron.perf import software, work
+from fugaku_megatron.training import expert_watch
 from fugaku_megatron.training.session import Session
 from tests.helpers import OVERLAP, PP2, TP2, make_trainer, small_run, train, whole_tensors
 from tests.parallel.test_accounting import check_bytes, check_flops, check_kept, check_parameters
@@ -215,6 +216,13 @@ def test_the_log_has_losses_and_loads(tmp_path, capsys):
     assert loads.shape == (2, 4, 64) and loads.mean() == pytest.approx(1, abs=1e-3) and lines[0].largest_load > 2
     idle = [record["text"] for record in records if record["kind"] == "event"]
     assert len(idle) == 2 and "without a token since the last report: expert " in idle[0]
+
+
+def test_a_repeated_iteration_does_not_change_the_loads():
+    """--rerun-on-spike repeats an iteration before its update, with layers that share the weights alone."""
+    with contextlib.closing(make_trainer(SoloComm(), small_run(**EXPERTS))) as trainer:
+        trainer.before_update = lambda consumed, loss: expert_watch.forget(trainer.stage) or loss
+        assert trainer.train_step().experts[:, :8].sum(1).tolist() == [16 * 16 * 2] * 4
 
 
 # Layouts ------------------------------------------------------------------------------------------------------------------------
