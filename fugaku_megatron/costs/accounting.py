@@ -170,9 +170,8 @@ def _dense_mlp(run: RunConfig, tp: int) -> tuple[Record, ...]:
 
 def layer_parameters(run: RunConfig, tp: int) -> tuple[int, ...]:
     """Parameters of every layer that one rank holds."""
-    mlps = run.model.mlps
-    sizes = {mlp: sum(record.parameters for record in layer_records(run, tp, mlp)) for mlp in set(mlps)}
-    return tuple(sizes[mlp] for mlp in mlps)
+    sizes = {mlp: sum(record.parameters for record in layer_records(run, tp, mlp)) for mlp in set(run.model.mlps)}
+    return tuple(sizes[mlp] for mlp in run.model.mlps)
 
 
 def recomputed_records(run: RunConfig, tp: int, last: bool) -> list[Record]:
@@ -255,9 +254,9 @@ def part_recompute_groups(run: RunConfig, part: int) -> list[range]:
 
 def part_records(run: RunConfig, layout: Layout, placement: Placement, part: int) -> Iterator[tuple[str, Record]]:
     """(place, record) of everything that a part of the model does for one micro-batch; place: embedding, layer or head."""
-    mlps = run.model.mlps
-    for layer in part_layers(run, placement, part):
-        yield from (("layer", r) for r in layer_records(run, layout.tp, mlps[layer]))
+    layers = part_layers(run, placement, part)
+    for mlp in run.model.mlps[layers.start : layers.stop]:
+        yield from (("layer", r) for r in layer_records(run, layout.tp, mlp))
     yield from end_records(run, layout, placement, part)
 
 
@@ -279,8 +278,8 @@ def stage_records(run: RunConfig, layout: Layout, stage: int) -> Iterator[tuple[
 def part_parameters(run: RunConfig, layout: Layout, placement: Placement, part: int) -> int:
     """Parameters of a part of the model that one rank holds."""
     ends = sum(record.parameters for _, record in end_records(run, layout, placement, part))
-    of_layer = layer_parameters(run, layout.tp)
-    return sum(of_layer[layer] for layer in part_layers(run, placement, part)) + ends
+    layers = part_layers(run, placement, part)
+    return sum(layer_parameters(run, layout.tp)[layers.start : layers.stop]) + ends
 
 
 def stage_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
@@ -349,9 +348,7 @@ def parameter_flops(run: RunConfig, global_batch_size: int, *, replicas: bool = 
     """
     parallel = run.parallel
     tp, pp = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) if replicas else (1, 0)
-    final_layernorm = _norm("final_layernorm", run, tp)
-    layers = sum(layer_parameters(run, tp))
-    counted = tp * (layers + pp * final_layernorm.parameters)
+    counted = tp * (sum(layer_parameters(run, tp)) + pp * _norm("final_layernorm", run, tp).parameters)
     return (6 + 2 * _recompute_fraction(run)) * counted * run.model.seq_length * global_batch_size
 
 
