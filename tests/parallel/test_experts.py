@@ -280,6 +280,25 @@ def test_a_checkpoint_moves_between_layouts(tmp_path):
         torch.testing.assert_close(found[name], weights[name], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("changes", [{}, {"bf16": True, "zero_stage": 1}])
+def test_a_resumed_run_has_the_same_bits(tmp_path, changes):
+    """The bias of the experts, which no gradient moves, among them."""
+    run = small_run(**ALL, **PP2, **changes)
+
+    def rank(comm):
+        with contextlib.closing(make_trainer(comm, run)) as trainer:
+            trainer.train_step()
+            trainer.save(str(tmp_path))
+            going_on = [trainer.train_step() for _ in range(2)]
+        with contextlib.closing(make_trainer(comm, run)) as trainer:
+            trainer.load(str(tmp_path))
+            return going_on, [trainer.train_step() for _ in range(2)]
+
+    for going_on, resumed in ThreadWorld(4).run(rank):
+        assert [(r.loss, r.grad_norm) for r in going_on] == [(r.loss, r.grad_norm) for r in resumed]
+        assert all(torch.equal(a.experts, b.experts) for a, b in zip(going_on, resumed))
+
+
 # Costs --------------------------------------------------------------------------------------------------------------------------
 
 OLMOE = {**EXPERTS, "qk_layernorm": True, "qk_layernorm_all_heads": True, "position_embedding_type": "rope",
