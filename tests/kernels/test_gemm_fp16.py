@@ -94,7 +94,7 @@ def test_epilogue_and_half_output(target, reference):
 
     def run():
         out, pre = torch.empty(37, 70, dtype=torch.float16), torch.empty(37, 70, dtype=torch.float16)
-        kernels.linear_forward(x, weight, out, bias, True, pre, residual, packed(weight, False), CHUNK)
+        kernels.linear_forward(x, weight, out, bias, "gelu", pre, residual, packed(weight, False), CHUNK)
         return out, pre
 
     for fast, exact in zip(run(), reference(run), strict=True):
