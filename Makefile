@@ -29,7 +29,7 @@ help:
 	@echo "make kernels  compile the C++ kernels that changed (TARGET=avx512: for this row of TARGETS in setup.py alone)"
 	@echo "make docs    set up, then run every command of README.md and docs/, and the examples (5 minutes)"
 	@echo "make site    write the documentation site into site/; needs neither the kernels nor MPI (Python 3.11.5 or newer)"
-	@echo "make test-full     the combinations of layouts, schedules and flags that make test leaves out"
+	@echo "make test-full     the long jobs and the combinations of layouts, schedules and flags that make test leaves out"
 	@echo "make test-openmpi  the tests of MPI jobs under Open MPI"
 	@echo "make faults-short  $(FAULTS_SHORT) faults at random moments of small runs, one of each kind"
 	@echo "make faults  faults at random moments of small runs (hours; FAULTS=100 for fewer); writes the table of docs/reliability.md"

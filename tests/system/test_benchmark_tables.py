@@ -98,6 +98,7 @@ def test_former_rows_are_put_together_in_the_tables_order(tmp_path):
 
 
 @needs_mpi
+@pytest.mark.full
 @pytest.mark.mpi
 def test_a_row_is_measured_by_a_real_job(tmp_path):
     flags = "--recipe", "demo", "--rows", "s 1024, DP 1, TP 2, PP 1, MBS 1, recompute", "--iterations", "1", "--machine", str(HOST)

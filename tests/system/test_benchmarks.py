@@ -366,6 +366,7 @@ needs_mpi = pytest.mark.skipif(not (Path(sys.executable).parent / "mpiexec").exi
 
 
 @needs_mpi
+@pytest.mark.full
 @pytest.mark.mpi
 def test_layouts_are_measured_by_real_jobs(tmp_path):
     flags = "--recipe demo --rounds 1 --ranks 2 --threads 2 --global-batch-size 4 --tensor-model-parallel-size 2".split()
@@ -412,6 +413,7 @@ def test_another_allocator_than_requested_is_not_compared():
 
 
 @needs_mpi
+@pytest.mark.full
 @pytest.mark.mpi
 def test_allocators_are_measured_by_real_jobs(tmp_path):
     names = ["stock", "tuned", *(["tcmalloc"] if preloads.find("tcmalloc") else [])]

@@ -74,6 +74,7 @@ def hosts():
     return ["two_hosts", "--seq-length", "64", "--micro-batches", "2", "--rounds", "1"]
 
 
+@pytest.mark.full
 def test_bytes_and_seconds_of_a_link(measured, hosts):
     result, printed = measured(*hosts)
     rows = {row["job"]: row for row in result["rows"]}
