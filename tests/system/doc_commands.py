@@ -92,7 +92,7 @@ LEAVES = {
     "docs/models.md": ("my_hf/model.safetensors", "my_start/latest_checkpointed_iteration.txt", "my_tuned_hf/config.json",
                        "my_from_megatron/iter_0000000/manifest.json"),
     "docs/performance.md": ("all.csv", "all.png"),
-    "docs/chat.md": ("my_chats/train.mask", "my_tuned_model/chat_template.jinja", "my_tuned_model/model.safetensors"),
+    "docs/chat.md": ("my_chats/train.mask", "my_chats/tuned_hf/chat_template.jinja", "my_chats/tuned_hf/model.safetensors"),
     "docs/report.md": ("report.json", "report.html", "report.txt", "report.sh", "report.sbatch"),
     "docs/training.md": ("demo/checkpoint/loss_curve.png", "my_ranks.png", "run_30b.sh", "my_model/loss_curve.png",
                          "my_model/iter_0000006/manifest.json", "my_run.csv", "my_run.png"),

@@ -1,6 +1,6 @@
 """Make a small set of chats from this project's documentation, and a tokenizer with a chat template, for docs/chat.md.
 
-    python examples/flag_chats.py [FOLDER]
+    python -m tools.flag_chats FOLDER
 
 FOLDER/train.jsonl and held_out.jsonl ask in different words what the flags of docs/flags.md mean. FOLDER/tokenizer is a byte-level
 BPE trained on the documentation, in Hugging Face's form.
@@ -12,8 +12,6 @@ import sys
 from pathlib import Path
 
 import tokenizers
-
-import fugaku_megatron as fm
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -42,4 +40,7 @@ def write(folder: Path) -> str:
     return f"{len(rows)} flags: {folder}/train.jsonl, {folder}/held_out.jsonl and {folder}/tokenizer"
 
 
-print(fm.on_first_rank(lambda: write(Path(sys.argv[1] if sys.argv[1:] else "my_chats"))))
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit("usage: python -m tools.flag_chats FOLDER")
+    print(write(Path(sys.argv[1])))
