@@ -59,6 +59,8 @@ def check_python(words: list[str]) -> None:
         compile(rest[0], "document", "exec")
     elif name.startswith("examples/"):
         assert (ROOT / name).is_file(), name
+    elif name.startswith("-m tools."):
+        assert (ROOT / (name.removeprefix("-m ").replace(".", "/") + ".py")).is_file(), name
     elif name not in ("-m venv", "-m fugaku_megatron.inference.lm_eval"):  # their own flags
         parse([*stands_for[name], *rest])
 
