@@ -62,32 +62,26 @@ class SelfAttention(nn.Module):
         """
         model = self.context.model
         q_weight = k_weight = None
-        if model.qk_layernorm and model.normalization == "LayerNorm":
-            qkv = self._layer_normed(qkv)
+        if model.qk_layernorm_all_heads or model.qk_layernorm and model.normalization == "LayerNorm":
+            qkv = self._normed(qkv)
             if angles is None:
                 return qkv
-        elif model.qk_layernorm_all_heads:
-            qkv = self._normed_together(qkv)
         elif self.q_layernorm is not None and self.k_layernorm is not None:
             q_weight, k_weight = self.q_layernorm.scale(), self.k_layernorm.scale()
         return self.context.ops.rotary(qkv, angles, self.heads, self.groups, model.kv_channels,
                                        model.rotary_interleaved, 0, q_weight, k_weight, model.layernorm_epsilon, positions)
 
-    def _layer_normed(self, qkv: Tensor) -> Tensor:
-        """qkv (s, b, g (n/g + 2) d) with its queries and keys normalised."""
-        ops, epsilon, size = self.context.ops, self.context.model.layernorm_epsilon, self.context.model.kv_channels
-        heads = qkv.view(*qkv.shape[:2], self.groups, -1, size)  # (s, b, g, n/g + 2, d)
-        parts = heads.split((heads.shape[3] - 2, 1, 1), 3)
-        normed = [ops.layer_norm(part.contiguous(), norm.scale(), norm.bias, epsilon)
-                  for part, norm in zip(parts, (self.q_layernorm, self.k_layernorm)) if norm and norm.bias is not None]
-        return torch.cat((*normed, parts[2]), 3).view(qkv.shape)
-
-    def _normed_together(self, qkv: Tensor) -> Tensor:
-        """qkv (s, b, g (n/g + 2) d) with all its queries (s, b, n d) as one vector normalised, and all its keys."""
-        heads = Heads(self.heads, self.groups, self.context.model.kv_channels)
-        *parts, values = heads.split(qkv)
-        normed = [self.context.ops.rms_norm(part.flatten(2), norm.scale(), self.context.model.layernorm_epsilon).view(part.shape)
-                  for part, norm in zip(parts, (self.q_layernorm, self.k_layernorm)) if norm]
+    def _normed(self, qkv: Tensor) -> Tensor:
+        """qkv (s, b, g (n/g + 2) d) with its queries and keys normalised: each head, or all of them as one vector."""
+        ops, model = self.context.ops, self.context.model
+        *parts, values = Heads(self.heads, self.groups, model.kv_channels).split(qkv)
+        normed = []
+        for part, norm in zip(parts, (self.q_layernorm, self.k_layernorm)):
+            assert norm is not None, "the model normalises queries and keys"
+            x = part.flatten(2) if model.qk_layernorm_all_heads else part.contiguous()
+            y = (ops.rms_norm(x, norm.scale(), model.layernorm_epsilon) if norm.bias is None
+                 else ops.layer_norm(x, norm.scale(), norm.bias, model.layernorm_epsilon))
+            normed.append(y.view(part.shape))
         return torch.cat((*normed, values), 3).view(qkv.shape)
 
     def core(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
