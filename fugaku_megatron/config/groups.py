@@ -298,7 +298,7 @@ class DataConfig:
 
     @property
     def cuts_chats(self) -> bool | None:
-        """Whether a chat that is too long is cut, and not refused; None where the data are no chats."""
+        """Whether a chat that is too long is cut, and not refused; None where the data are not chats."""
         return self.sft_truncate if self.sft else None
 
     @property

@@ -39,7 +39,7 @@ class Builder:
     """Makes data sets of one sequence length and seed; arguments as of `GPTDataset`. All ranks of `comm` make the same calls.
 
     arrays: documents that are in no files, by the name that stands for a prefix. separate_sets: --multiple-validation-sets.
-    cuts_chats: whether a chat that is too long is cut, and not refused; None where the data are no chats.
+    cuts_chats: whether a chat that is too long is cut, and not refused; None where the data are not chats.
     """
 
     seq_length: int

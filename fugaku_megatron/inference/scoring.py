@@ -154,7 +154,7 @@ class ChatFile:
 
 
 def read_chat_file(path: str, template: ChatTemplate, window: int) -> ChatFile:
-    """The chats of a .jsonl file. Raises ValueError, with file and line, for what is no chat, and for a file without chats."""
+    """The chats of a .jsonl file. Raises ValueError, with file and line, for what is not a chat, and for a file without chats."""
     requests, cut, left_out = [], 0, 0
     for document in read_documents(input_files([path], ["text"])):
         ids, trained = unsigned(template.encode(read_chat(document)))

@@ -38,7 +38,7 @@ def facts(root: Path = Path("/")) -> dict[str, Any]:
         "domains": [{"cores": len(d.cores), "allowed": len(node.parts(mask).get(d.number, ())), "gib": d.memory_gib}
                     for d in node.domains],
         "caches": caches(cpus), "quota_cpus": cpu_quota(), "energy": Counters.find(str(root)).describe(),
-            "memory_gib": psutil.virtual_memory().total / 2**30,
+        "memory_gib": psutil.virtual_memory().total / 2**30,
         "job_memory_gib": allocator.node_bytes() / 2**30, "free_gib": allocator.free_bytes() / 2**30,
         "governor": read_text(cpus / "cpu0/cpufreq/scaling_governor"), "nominal_ghz": nominal_ghz(cpus),
         "load": os.getloadavg()[0], "huge_pages": huge_pages(root),

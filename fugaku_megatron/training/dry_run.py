@@ -16,7 +16,6 @@ from ..config.run_config import RunConfig
 from ..costs import accounting, run_schedule
 from ..costs.memory import Memory, gradient_collectives, stage_memory
 from ..costs.run_schedule import layers_again
-from ..data.build import build_datasets, build_separate_datasets
 from ..data.chat_dataset import packing_lines
 from ..host import placement, topology
 from ..nn.model import Stage
@@ -26,6 +25,7 @@ from ..perf.model import step
 from ..pipeline import schedule
 from ..pipeline.parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, ONE_F_ONE_B
 from ..pipeline.timeline import Costs, walk
+from .feed import datasets_of
 from .rank_watch import PROCESS_BYTES
 from .start_choices import modelled_system, settle
 
@@ -129,13 +129,10 @@ def _time(run: RunConfig, layout: Layout, bubble: float) -> list[str]:
 
 def packing(run: RunConfig) -> list[str]:
     """How full the samples of --sft are. ValueError for chats that a run would refuse."""
-    data, common = run.data, (run.model.seq_length, (1, 0, 0), run.training.seed, run.model.vocab_size)
-    if not data.sft:
+    if not run.data.sft:
         return []
-    if data.train_data_path:
-        return packing_lines(build_separate_datasets((data.train_data_path, None, None), *common, cuts_chats=data.cuts_chats)[0])
-    if data.data_path:
-        return packing_lines(build_datasets(data.data_path, data.split, *common, cuts_chats=data.cuts_chats)[0])
+    if run.data.train_data_path or run.data.data_path:
+        return packing_lines(datasets_of(run, (1, 0, 0))[0])
     return ["how full the samples of --sft are is not known without --data-path or --train-data-path"]
 
 

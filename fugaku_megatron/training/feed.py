@@ -7,7 +7,7 @@ Legend: s sequence, b micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -15,11 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..comm.base import Comm
 from ..comm.grid import Groups
 from ..comm.solo import SoloComm
 from ..config.layout import placement
 from ..config.run_config import DataConfig, RunConfig
-from ..data.dataset import Dataset
+from ..data.build import Datasets, build_datasets, build_separate_datasets
+from ..data.dataset import Dataset, TokenArrays
+from ..data.index_cache import IndexCache
 from ..data.marks import Work, document_starts
 from ..data.sampler import Prefetcher, ReaderBatches, ReaderGroup, consecutive, first_sample, micro_batches
 from ..nn.passes import Documents
@@ -37,6 +40,20 @@ def needs_data(run: RunConfig, groups: Groups) -> bool:
 def reads_data(run: RunConfig, groups: Groups) -> bool:
     """Whether this rank opens the data set."""
     return groups.tp.rank == 0 and needs_data(run, groups)
+
+
+def datasets_of(run: RunConfig, num_samples: Sequence[int | None], comm: Comm | None = None, max_bytes: int | None = None,
+                cache: IndexCache | None = None, arrays: Mapping[str, TokenArrays] | None = None) -> Datasets:
+    """(train, valid, test) of the data flags of a run with files; the other arguments and errors are those of
+    `data.build.build_datasets`."""
+    data, separate = run.data, run.training.multiple_validation_sets
+    common = (run.model.seq_length, num_samples, run.training.seed, run.model.vocab_size, comm, max_bytes, cache)
+    if data.train_data_path:
+        return build_separate_datasets((data.train_data_path, data.valid_data_path, None), *common, arrays=arrays,
+                                       separate_sets=separate, cuts_chats=data.cuts_chats)
+    assert data.data_path is not None, "check_early asks for data"
+    return build_datasets(data.data_path, data.split, *common, legacy_split=data.legacy_split, arrays=arrays,
+                          separate_sets=separate, cuts_chats=data.cuts_chats)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs import accounting
 from ..costs.run_schedule import recompute_name
-from ..data.build import build_datasets, build_separate_datasets, listed_data, parse_data_path
+from ..data.build import listed_data, parse_data_path
 from ..data.chat_dataset import packing_lines
 from ..data.chat_files import check_mask_file
 from ..data.dataset import Dataset, MockDataset, TokenArrays, ValidationSets
@@ -41,7 +41,7 @@ from ..logs.metrics import MetricsWriter, WandbRun, format_peak_memory, read_run
 from ..logs.run_log import format_run
 from ..logs.screen import append
 from ..watchdog.watch import Watchdog
-from .feed import reads_data
+from .feed import datasets_of, reads_data
 from .machine_faults import Checksums, Rerun
 from .observers import Heartbeats, Observers, Profile, place, profiled_ranks
 from .optim import ParamSchedule
@@ -146,21 +146,14 @@ def _open(run: RunConfig, groups: Groups, samples: tuple[int, int | None], reade
     reading = groups.world.split(0 if reads else 1, groups.world.rank)
     if not reads:
         return None, None
-    model, seed = run.model, run.training.seed
     if run.data.mock_data:
+        model, seed = run.model, run.training.seed
         assert model.vocab_size is not None, "with_vocabulary has settled it"
         train, valid = (MockDataset(model.vocab_size, model.seq_length, count, seed + number) if count else None
                         for number, count in enumerate(samples))
         return train, valid
     cache = IndexCache(run.data.data_cache_path, sys.maxsize if arrays else IN_MEMORY)  # no file to keep an index next to
-    separate, cuts = run.training.multiple_validation_sets, run.data.cuts_chats
-    common = (model.seq_length, (*samples, 0), seed, model.vocab_size, reading, node_bytes(), cache)
-    if run.data.train_data_path:
-        return build_separate_datasets((run.data.train_data_path, run.data.valid_data_path, None), *common, arrays=arrays,
-                                       separate_sets=separate, cuts_chats=cuts)[:2]
-    assert run.data.data_path is not None, "check_early asks for data"
-    return build_datasets(run.data.data_path, run.data.split, *common, legacy_split=run.data.legacy_split, arrays=arrays,
-                          separate_sets=separate, cuts_chats=cuts)[:2]
+    return datasets_of(run, (*samples, 0), reading, node_bytes(), cache, arrays)[:2]
 
 
 def check_early(run: RunConfig, world_size: int) -> None:
