@@ -12,6 +12,7 @@ import platform
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.comm.launch import run_or_abort
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.data.dataset import MockDataset
+from fugaku_megatron.data.marks import mark
 from fugaku_megatron.host import kernels
 from fugaku_megatron.inference.generation import Sampling, steps
 from fugaku_megatron.inference.loading import LoadedModel
@@ -28,9 +30,11 @@ from tests.llama_models import FAMILIES
 
 SMALL = {"num_layers": 2, "global_batch_size": 4, "lr": 5e-3, "kernels": "native", "hidden_dropout": 0.1, "attention_dropout": 0.1}
 LLAMA = {**FAMILIES["llama"], "hidden_dropout": 0.0, "attention_dropout": 0.0}
+DOCUMENTS = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
 # By number of ranks: a job's iterations and what it differs in.
-JOBS = {1: {"alone": (10, {}), "bf16": (10, {"bf16": True}), "llama": (3, LLAMA)},
-        2: {"dp2": (10, {}), "tp2": (10, {"tensor_model_parallel_size": 2})}}
+JOBS = {1: {"alone": (10, {}), "bf16": (10, {"bf16": True}), "llama": (3, LLAMA), "documents": (10, DOCUMENTS)},
+        2: {"dp2": (10, {}), "tp2": (10, {"tensor_model_parallel_size": 2}), "documents": (10, DOCUMENTS)}}
+END = 0  # the token that ends a document
 PROMPT, NEW_TOKENS = (3, 1, 4, 1, 5), 5
 
 
@@ -48,15 +52,23 @@ class Counter:
 class FewTexts(MockDataset):
     """Four texts over and over, so that there is something to learn."""
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> np.ndarray:
         return super().__getitem__(index % 4)
+
+
+class FewDocuments(FewTexts):
+    """The same, where one token in eight or so ends a document."""
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        tokens = super().__getitem__(index)
+        return np.where(tokens % 8 == 0, END, tokens)
 
 
 def train(world: Comm, run: RunConfig, iterations: int) -> tuple[list[float], list[int]]:
     """The losses of the first iterations, and what the model then continues PROMPT with on one rank."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
-    data = FewTexts(run.model.vocab_size, run.model.seq_length, 4096, seed=7)
-    groups = grid_groups(world, run)
+    texts, groups = (run.model.vocab_size, run.model.seq_length, 4096, 7), grid_groups(world, run)
+    data = mark(FewDocuments(*texts), END, run.data.eod_mask_loss) if run.data.marked else FewTexts(*texts)
     trainer = Trainer(run, world, groups, data, mock(run))
     try:
         losses = [trainer.train_step().loss for _ in range(iterations)]

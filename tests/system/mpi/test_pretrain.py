@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -142,8 +143,8 @@ def test_exit_duration_saves_logs_and_leaves_with_zero(mpich, tmp_path):
     assert len(losses(tmp_path)) == 1
 
 
-def start(mpi, directory: Path, *flags: str) -> subprocess.Popen:
-    command = [*mpi.command(2), PROGRAM, *TINY, "--save", str(directory), "--load", str(directory), *flags]
+def start(mpi, directory: Path, *flags: str, model: Sequence[str] = TINY) -> subprocess.Popen:
+    command = [*mpi.command(2), PROGRAM, *model, "--save", str(directory), "--load", str(directory), *flags]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=mpi.variables())
 
 

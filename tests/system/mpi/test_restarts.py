@@ -12,11 +12,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
+from fugaku_megatron.data.chat_files import ChatWriter, signed
 from tests.system.mpi import launch
 from tests.system.mpi.kills import kill_after, ranks_of
 from tests.system.mpi.test_pretrain import PROGRAM, TINY, losses, ranks, start, wait_for_lines
@@ -32,6 +35,7 @@ FLAGS = ["--save-interval", "2", "--hidden-dropout", "0.1", "--lr-decay-iters", 
 SHORT = [*TINY, *FLAGS, "--train-iters", "12"]
 ZBV = ["--save-interval", "2", "--hidden-dropout", "0.1", "--num-layers", "4", "--pipeline-model-parallel-size", "2",
        "--pipeline-schedule", "zbv"]
+MODEL = [flag for flag in TINY if flag != "--mock-data"]
 PATIENCE = 240  # s
 
 
@@ -52,20 +56,34 @@ def test_kills_at_random_moments_cost_nothing(mpich, tmp_path, kills, undisturbe
 
 
 @pytest.mark.full
-def test_kills_of_a_pipeline_cost_nothing(mpich, tmp_path, kills):
-    """Starts take turns in what they recompute, too."""
+@pytest.mark.parametrize("pipeline", ["zbv", "chats"])
+def test_kills_of_a_pipeline_cost_nothing(mpich, tmp_path, kills, pipeline):
+    """Starts take turns in what they recompute, too. The 8 samples of an iteration are more than half an epoch of the chats."""
     again = ["--async-save", "--recompute-granularity", "full", "--recompute-part-layers", "1", "0", "0", "1"]
-    whole = mpich.run(2, PROGRAM, *TINY, *ZBV, "--train-iters", str(LENGTH * kills), "--save", str(tmp_path / "whole"))
+    data = ["--mock-data"] if pipeline == "zbv" else written_chats(tmp_path / "chats")
+    flags = [*ZBV, *data]
+    whole = mpich.run(2, PROGRAM, *MODEL, *flags, "--train-iters", str(LENGTH * kills), "--save", str(tmp_path / "whole"))
     assert whole.returncode == 0, whole.stderr
-    kill_often(mpich, tmp_path / "killed", kills, ZBV, [[], again])
+    kill_often(mpich, tmp_path / "killed", kills, flags, [[], again], MODEL)
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert len(losses(tmp_path / "whole")) == LENGTH * kills
 
 
-def kill_often(mpi: launch.MPI, folder: Path, kills: int, flags: list[str], ways: list[list[str]]) -> None:
+def written_chats(prefix: Path) -> list[str]:
+    """The flags of a run on 30 chats of 3 to 17 random tokens, of which those after the first two are trained."""
+    rng = np.random.RandomState(1)
+    with ChatWriter(prefix, "<u2") as writer:
+        for length in rng.randint(3, 18, 30):
+            writer.add_document(signed(rng.randint(0, 95, length), np.arange(length) > 1))
+    return ["--sft", "--data-path", str(prefix), "--split", "100,0,0", "--tokenizer-type", "NullTokenizer"]
+
+
+def kill_often(mpi: launch.MPI, folder: Path, kills: int, flags: list[str], ways: list[list[str]],
+               model: Sequence[str] = TINY) -> None:
     """Start, kill a rank at a random moment and start again, `kills` times; then run to the end."""
     chance, killed, flags = random.Random(kills), 0, [*flags, "--train-iters", str(LENGTH * kills)]
     while killed < kills:
-        job = start(mpi, folder, *flags, *ways[killed % len(ways)])
+        job = start(mpi, folder, *flags, *ways[killed % len(ways)], model=model)
         if wait_for_lines(job, chance.randint(1, 4)):
             time.sleep(chance.random() * 0.03)
             victims = ranks(job)
@@ -76,7 +94,7 @@ def kill_often(mpi: launch.MPI, folder: Path, kills: int, flags: list[str], ways
             break  # it was faster than the kill
         killed += 1
     assert killed > kills // 2
-    last = mpi.run(2, PROGRAM, *TINY, *flags, "--save", str(folder), "--load", str(folder))
+    last = mpi.run(2, PROGRAM, *model, *flags, "--save", str(folder), "--load", str(folder))
     assert last.returncode == 0, last.stderr
 
 
