@@ -39,24 +39,36 @@ int64_t checked_chunk(int64_t chunk, DType dtype) {
   return chunk;
 }
 
+// How operands of this type are multiplied: as they are, or with bf16x3 in bfloat16 parts.
+DType factors(DType dtype, bool bf16x3) {
+  if (!bf16x3) return dtype;
+  if (dtype != DType::f32)
+    throw py::value_error("bf16x3: expected False for operands of " + std::string(dtype_name(dtype)) + ", got True");
+  if (!kernels().has_bf16_arithmetic())
+    throw py::value_error("bf16x3: expected False for target " + std::string(active()) +
+                          ", which has no BF16 arithmetic, got True");
+  return DType::bf16x3;
+}
+
 std::string describe(const char* target, int64_t rows, int64_t cols, DType dtype, bool transposed, int64_t fp16_chunk) {
   return std::string(dtype_name(dtype)) + " (" + std::to_string(rows) + ", " + std::to_string(cols) +
          ") packed with transposed=" + (transposed ? "True" : "False") + ", fp16_chunk=" + std::to_string(fp16_chunk) +
          " by target " + target;
 }
 
-void pack_weight(py::handle weight_object, py::handle packed_object, bool transposed, int64_t fp16_chunk) {
+void pack_weight(py::handle weight_object, py::handle packed_object, bool transposed, int64_t fp16_chunk, bool bf16x3) {
   TensorView weight("weight", weight_object), packed("packed", packed_object);
   weight.rank(2).floating().last_contiguous();
   checked_chunk(fp16_chunk, weight.dtype());
+  const DType type = factors(weight.dtype(), bf16x3);
   packed.dtype({DType::u8})
-      .shape({packed_bytes(weight.size(0), weight.size(1), weight.dtype(), transposed, fp16_chunk)})
+      .shape({packed_bytes(weight.size(0), weight.size(1), type, transposed, fp16_chunk)})
       .contiguous();
   packed.disjoint({&weight});
   PackedHeader header = {};
   std::memcpy(header.magic, MAGIC, sizeof MAGIC);
   std::strncpy(header.target, active(), sizeof header.target - 1);
-  header.rows = weight.size(0), header.cols = weight.size(1), header.dtype = weight.dtype(),
+  header.rows = weight.size(0), header.cols = weight.size(1), header.dtype = type,
   header.transposed = transposed, header.fp16_chunk = static_cast<int32_t>(fp16_chunk);
   char* base = packed.data<char>();
   const uintptr_t first = reinterpret_cast<uintptr_t>(base) + sizeof header;
@@ -65,12 +77,12 @@ void pack_weight(py::handle weight_object, py::handle packed_object, bool transp
   std::memcpy(base, &header, sizeof header);
   const int64_t row = weight.stride(0);
   void* data = base + header.data_offset;
-  GemmPackArgs args = {weight.size(0), weight.size(1), weight.dtype(), weight.data(), 1, row, data, fp16_chunk};
+  GemmPackArgs args = {weight.size(0), weight.size(1), type, weight.data(), 1, row, data, fp16_chunk};
   if (transposed) std::swap(args.n, args.k), std::swap(args.b_row, args.b_col);
   unlocked([&] { kernels().pack_weight(args); });
 }
 
-const void* packed_data(py::handle object, const TensorView& weight, bool transposed, int64_t fp16_chunk,
+const void* packed_data(py::handle object, const TensorView& weight, DType type, bool transposed, int64_t fp16_chunk,
                         const TensorView& out) {
   if (object.is_none()) return nullptr;
   TensorView packed("packed", object);
@@ -78,12 +90,12 @@ const void* packed_data(py::handle object, const TensorView& weight, bool transp
   PackedHeader header = {};
   if (packed.numel() >= int64_t(sizeof header)) std::memcpy(&header, packed.data(), sizeof header);
   if (std::memcmp(header.magic, MAGIC, sizeof MAGIC)) packed.fail("the output of pack_weight", "other bytes");
-  const bool fits = header.rows == weight.size(0) && header.cols == weight.size(1) && header.dtype == weight.dtype() &&
+  const bool fits = header.rows == weight.size(0) && header.cols == weight.size(1) && header.dtype == type &&
                     bool(header.transposed) == transposed && header.fp16_chunk == fp16_chunk &&
                     !std::strcmp(header.target, active());
   if (!fits) {
     packed.fail(
-        "a weight " + describe(active(), weight.size(0), weight.size(1), weight.dtype(), transposed, fp16_chunk),
+        "a weight " + describe(active(), weight.size(0), weight.size(1), type, transposed, fp16_chunk),
         describe(header.target, header.rows, header.cols, header.dtype, header.transposed, header.fp16_chunk));
   }
   return packed.data<char>() + header.data_offset;
@@ -121,16 +133,16 @@ void run(const GemmArgs& args) {
 
 void linear_forward(py::handle x_object, py::handle weight_object, py::handle out_object, py::handle bias_object,
                     const std::optional<std::string>& activation, py::handle pre_object, py::handle residual_object, py::handle packed_object,
-                    int64_t fp16_chunk) {
+                    int64_t fp16_chunk, bool bf16x3) {
   TensorView x("x", x_object), weight("weight", weight_object), out("out", out_object);
   weight.rank(2);
   check_operands(x, weight, out, weight.size(1), weight.size(0));
   GemmArgs args = {};
   args.m = x.size(0), args.n = weight.size(0), args.k = weight.size(1);
-  args.in_dtype = x.dtype(), args.out_dtype = out.dtype(), args.fp16_chunk = checked_chunk(fp16_chunk, x.dtype());
+  args.in_dtype = factors(x.dtype(), bf16x3), args.out_dtype = out.dtype(), args.fp16_chunk = checked_chunk(fp16_chunk, x.dtype());
   args.a = x.data(), args.a_row = x.stride(0), args.a_col = 1;
   args.b = weight.data(), args.b_row = 1, args.b_col = weight.stride(0);
-  args.packed = packed_data(packed_object, weight, false, fp16_chunk, out);
+  args.packed = packed_data(packed_object, weight, args.in_dtype, false, fp16_chunk, out);
   args.c = out.data(), args.c_row = out.stride(0);
   if (!bias_object.is_none()) {
     TensorView bias("bias", bias_object);
@@ -150,17 +162,17 @@ void linear_forward(py::handle x_object, py::handle weight_object, py::handle ou
 
 void linear_data_gradient(py::handle grad_object, py::handle weight_object, py::handle out_object,
                           py::handle activation_input_object, const std::string& activation, py::handle packed_object,
-                          int64_t fp16_chunk) {
+                          int64_t fp16_chunk, bool bf16x3) {
   TensorView grad("grad_output", grad_object), weight("weight", weight_object), out("out", out_object);
   weight.rank(2);
   check_operands(grad, weight, out, weight.size(0), weight.size(1));
   GemmArgs args = {};
   args.m = grad.size(0), args.n = weight.size(1), args.k = weight.size(0);
-  args.in_dtype = grad.dtype(), args.out_dtype = out.dtype();
+  args.in_dtype = factors(grad.dtype(), bf16x3), args.out_dtype = out.dtype();
   args.fp16_chunk = checked_chunk(fp16_chunk, grad.dtype());
   args.a = grad.data(), args.a_row = grad.stride(0), args.a_col = 1;
   args.b = weight.data(), args.b_row = weight.stride(0), args.b_col = 1;
-  args.packed = packed_data(packed_object, weight, true, fp16_chunk, out);
+  args.packed = packed_data(packed_object, weight, args.in_dtype, true, fp16_chunk, out);
   args.c = out.data(), args.c_row = out.stride(0);
   args.activation_input =
       epilogue_matrix("activation_input", activation_input_object, out, args.activation_input_row, true);
@@ -169,7 +181,7 @@ void linear_data_gradient(py::handle grad_object, py::handle weight_object, py::
 }
 
 void linear_weight_gradient(py::handle grad_object, py::handle x_object, py::handle weight_gradient_object,
-                            py::handle bias_gradient_object, int64_t fp16_chunk) {
+                            py::handle bias_gradient_object, int64_t fp16_chunk, bool bf16x3) {
   TensorView grad("grad_output", grad_object), x("x", x_object), out("weight_gradient", weight_gradient_object);
   grad.rank(2).floating().last_contiguous();
   x.rank(2).shape({grad.size(0), -1}).same_dtype(grad).last_contiguous();
@@ -177,7 +189,7 @@ void linear_weight_gradient(py::handle grad_object, py::handle x_object, py::han
   distinct_rows(out);
   GemmArgs args = {};
   args.m = grad.size(1), args.n = x.size(1), args.k = grad.size(0);
-  args.in_dtype = grad.dtype(), args.out_dtype = DType::f32, args.accumulate = true;
+  args.in_dtype = factors(grad.dtype(), bf16x3), args.out_dtype = DType::f32, args.accumulate = true;
   args.fp16_chunk = checked_chunk(fp16_chunk, grad.dtype());
   args.a = grad.data(), args.a_row = 1, args.a_col = grad.stride(0);
   args.b = x.data(), args.b_row = x.stride(0), args.b_col = 1;
@@ -198,7 +210,8 @@ void either_contiguous(const TensorView& t) {
   }
 }
 
-void plain_gemm(py::handle a_object, py::handle b_object, py::handle out_object, bool accumulate, int64_t fp16_chunk) {
+void plain_gemm(py::handle a_object, py::handle b_object, py::handle out_object, bool accumulate, int64_t fp16_chunk,
+                bool bf16x3) {
   TensorView a("a", a_object), b("b", b_object), out("out", out_object);
   a.rank(2).floating();
   b.rank(2).shape({a.size(1), -1}).same_dtype(a);
@@ -209,7 +222,7 @@ void plain_gemm(py::handle a_object, py::handle b_object, py::handle out_object,
   distinct_rows(out);
   GemmArgs args = {};
   args.m = a.size(0), args.n = b.size(1), args.k = a.size(1);
-  args.in_dtype = a.dtype(), args.out_dtype = out.dtype(), args.accumulate = accumulate;
+  args.in_dtype = factors(a.dtype(), bf16x3), args.out_dtype = out.dtype(), args.accumulate = accumulate;
   args.fp16_chunk = checked_chunk(fp16_chunk, a.dtype());
   // A single row or column has an arbitrary stride; the other one is then 1.
   const bool a_rows = a.stride(1) == 1 || a.size(1) <= 1, b_rows = b.stride(1) == 1 || b.size(1) <= 1;
@@ -231,51 +244,56 @@ FM_BIND(gemm) {
   const py::object none = py::none();
   module.def(
       "packed_weight_size",
-      [](int64_t rows, int64_t cols, py::handle dtype, bool transposed, int64_t fp16_chunk) {
+      [](int64_t rows, int64_t cols, py::handle dtype, bool transposed, int64_t fp16_chunk, bool bf16x3) {
         if (rows < 0 || cols < 0)
           throw py::value_error("shape: expected sizes of 0 or more, got (" + std::to_string(rows) + ", " +
                                 std::to_string(cols) + ")");
         const DType type = dtype_of(dtype);
-        return packed_bytes(rows, cols, type, transposed, checked_chunk(fp16_chunk, type));
+        return packed_bytes(rows, cols, factors(type, bf16x3), transposed, checked_chunk(fp16_chunk, type));
       },
-      "rows"_a, "cols"_a, "dtype"_a, "transposed"_a = false, "fp16_chunk"_a = 0,
+      "rows"_a, "cols"_a, "dtype"_a, "transposed"_a = false, "fp16_chunk"_a = 0, "bf16x3"_a = false,
       "Bytes that pack_weight needs for a (rows, cols) weight of this torch dtype and the target in use.");
   module.def(
-      "pack_weight", &pack_weight, "weight"_a, "packed"_a, "transposed"_a = false, "fp16_chunk"_a = 0,
+      "pack_weight", &pack_weight, "weight"_a, "packed"_a, "transposed"_a = false, "fp16_chunk"_a = 0, "bf16x3"_a = false,
       "Packs weight (N, K), rows contiguous, into `packed`, a uint8 tensor of packed_weight_size bytes, for "
       "linear_forward or,\n"
-      "with transposed, for linear_data_gradient. Valid for the target in use and this fp16_chunk only, until the "
+      "with transposed, for linear_data_gradient. Valid for the target in use, this fp16_chunk and this bf16x3 only, until the "
       "weight changes.");
   module.def(
-      "gemm", &plain_gemm, "a"_a, "b"_a, "out"_a, "accumulate"_a = false, "fp16_chunk"_a = 0,
+      "gemm", &plain_gemm, "a"_a, "b"_a, "out"_a, "accumulate"_a = false, "fp16_chunk"_a = 0, "bf16x3"_a = false,
       "out (M, N) = a (M, K) b (K, N), or += with accumulate and a float32 out. a and b have one floating "
       "dtype, out that dtype\n"
       "or float32. The rows or the columns of a and of b are contiguous: a transposed view costs nothing.\n"
       "fp16_chunk: of float16 operands and where has_fp16_arithmetic(), sums that many consecutive products in FP16 "
       "before\n"
-      "they are added in float32; 0, the default, sums in float32 alone. See docs/numerics.md.");
+      "they are added in float32; 0, the default, sums in float32 alone. bf16x3: of float32 operands and where "
+      "has_bf16_arithmetic(),\n"
+      "multiplies each operand as three bfloat16 parts, about as exactly. See docs/numerics.md.");
   module.def("linear_forward", &linear_forward, "x"_a, "weight"_a, "out"_a, "bias"_a = none, "activation"_a = none,
-             "pre"_a = none, "residual"_a = none, "packed"_a = none, "fp16_chunk"_a = 0,
+             "pre"_a = none, "residual"_a = none, "packed"_a = none, "fp16_chunk"_a = 0, "bf16x3"_a = false,
              "out (M, N) = f(x (M, K) weight (N, K)^T + bias (N,)) + residual (M, N). activation: f as in activate, or None. pre "
              "(M, N) receives\n"
              "the argument of f. x and weight have one floating dtype; out that dtype or float32; bias, pre and "
              "residual out's.\n"
-             "Rows may be strided. packed: the weight from pack_weight. fp16_chunk as in gemm.");
+             "Rows may be strided. packed: the weight from pack_weight. fp16_chunk and bf16x3 as in gemm.");
   module.def("linear_data_gradient", &linear_data_gradient, "grad_output"_a, "weight"_a, "out"_a, "activation_input"_a = none,
-             "activation"_a = "gelu", "packed"_a = none, "fp16_chunk"_a = 0,
+             "activation"_a = "gelu", "packed"_a = none, "fp16_chunk"_a = 0, "bf16x3"_a = false,
              "out (M, K) = grad_output (M, N) weight (N, K), times f'(activation_input (M, K)) when given, which may be "
              "out. activation: f as in activate. dtypes and strides as in\n"
-             "linear_forward. packed: the weight from pack_weight(transposed=True). fp16_chunk as in gemm.");
+             "linear_forward. packed: the weight from pack_weight(transposed=True). fp16_chunk and bf16x3 as in gemm.");
   module.def("linear_weight_gradient", &linear_weight_gradient, "grad_output"_a, "x"_a, "weight_gradient"_a,
-             "bias_gradient"_a = none, "fp16_chunk"_a = 0,
+             "bias_gradient"_a = none, "fp16_chunk"_a = 0, "bf16x3"_a = false,
              "weight_gradient (N, K) += grad_output (M, N)^T x (M, K) and bias_gradient (N,) += column sums of "
              "grad_output, both\n"
-             "float32. grad_output and x have one floating dtype; rows may be strided. fp16_chunk as in gemm, for the "
+             "float32. grad_output and x have one floating dtype; rows may be strided. fp16_chunk and bf16x3 as in gemm, for the "
              "product.");
   module.def(
       "has_fp16_arithmetic", [] { return kernels().has_fp16_arithmetic(); },
       "Whether the target in use can sum in FP16 (fp16_chunk of gemm). The portable target and the reference do it "
       "slowly.");
+  module.def(
+      "has_bf16_arithmetic", [] { return kernels().has_bf16_arithmetic(); },
+      "Whether the target in use multiplies bfloat16 pairs or matrices (bf16x3 of gemm). The reference takes it for float32.");
 }
 
 }  // namespace fm

@@ -74,7 +74,9 @@ std::vector<BindFunction>& bind_functions() {
   return functions;
 }
 
-const char* dtype_name(DType dtype) { return DTYPES[static_cast<size_t>(dtype)].name; }
+const char* dtype_name(DType dtype) {
+  return dtype == DType::bf16x3 ? "float32 in three bfloat16 parts" : DTYPES[static_cast<size_t>(dtype)].name;
+}
 
 TensorView::TensorView(const char* name, py::handle tensor) : name_(name) {
   const Torch& torch = torch_objects();

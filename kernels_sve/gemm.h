@@ -41,7 +41,7 @@ FM_INLINE GemmBlocks blocks_of(bool adds) {
 template <class Words>
 FM_INLINE int64_t block_depth(int64_t k, int64_t fp16_chunk, bool adds) {
   const int64_t unit = fp16_chunk ? fp16_chunk : max(8, Words::STEP * Words::BESIDE);
-  const int64_t max_depth = max(blocks_of<Words>(adds).kc * Words::STEP / unit, 1) * unit;
+  const int64_t max_depth = max(blocks_of<Words>(adds).kc * Words::STEP / Words::PARTS / unit, 1) * unit;
   const int64_t count = ceil_div(k, max_depth);
   return count ? ceil_div(ceil_div(k, count), unit) * unit : 0;
 }
@@ -63,7 +63,7 @@ struct Gemm {
   float *a_panels, *b_panels, *partial;
   int64_t partial_row;
 
-  static int64_t words(int64_t depth) { return words_of<Words>(depth); }
+  static int64_t words(int64_t depth) { return panel_words<Words>(depth); }
 
   static bool adds(const GemmArgs& args) { return args.accumulate && !args.packed; }  // packed blocks are as deep as ever
 
@@ -176,9 +176,9 @@ struct Gemm {
                   end = t < last ? some.begin + last * ROWS : some.end;
     float* panels = a_panels + t * A_ROW * words(deep);
 #ifdef FM_HAS_TILES
-    if constexpr (Words::TILES) return pack_tile_panels(a_at(begin, p), g.a_row, g.a_col, end - begin, g.m - begin, deep, panels);
+    if constexpr (Words::TILES) return pack_tile_panels<Words>(a_at(begin, p), g.a_row, g.a_col, end - begin, g.m - begin, deep, panels);
 #endif
-    return pack_panels<Words, ROWS>(a_at(begin, p), g.a_row, g.a_col, end - begin, g.m - begin, deep, panels);
+    return pack_panels<Words, ROWS, true>(a_at(begin, p), g.a_row, g.a_col, end - begin, g.m - begin, deep, panels);
   }
 
   // What pack_a reads next, as it lies in memory.
@@ -284,24 +284,29 @@ struct Gemm {
   }
 };
 
-// Calls f(words, element) for the input's type; with tiles that is bfloat16, and FM_LEAVE_TO_BASE has the others.
+// Calls f(words, element) for the input's type; with tiles that is bfloat16 or bf16x3, and FM_LEAVE_TO_BASE has the others.
 template <class F>
 FM_INLINE void with_words([[maybe_unused]] DType dtype, [[maybe_unused]] int64_t fp16_chunk, const F& f) {
 #ifdef FM_HAS_TILES
+  if (dtype == DType::bf16x3) return f(SplitWords<TilePairs>(), float());
   f(TilePairs(), bf16());
 #else
 #ifdef FM_HAS_HALF_ARITHMETIC
   if (fp16_chunk) return f(HalfWords(), f16());
 #endif
 #ifdef FM_HAS_BF16_PAIRS
+  if (dtype == DType::bf16x3) return f(SplitWords<Bf16Pairs>(), float());
   if (dtype == DType::bf16) return f(Bf16Pairs(), bf16());
 #endif
   with_dtype(dtype, [&](auto element) { f(FloatWords(), element); });
 #endif
 }
 
+// What is multiplied for operands of this type, which decides between a target with tiles and its base.
+FM_INLINE DType factors_of(DType operands) { return operands == DType::bf16x3 ? DType::bf16 : operands; }
+
 static void gemm(const GemmArgs& args) {
-  FM_LEAVE_TO_BASE(args.in_dtype, gemm, args)
+  FM_LEAVE_TO_BASE(factors_of(args.in_dtype), gemm, args)
   if (!args.m || (!args.n && !args.a_sums)) return;
   with_words(args.in_dtype, args.fp16_chunk, [&](auto words, auto element) {
     parallel_run([&](int thread, int threads) {
@@ -324,17 +329,17 @@ static bool has_fp16_arithmetic() {
 }
 
 static int64_t packed_weight_size(int64_t n, int64_t k, DType dtype, int64_t fp16_chunk) {
-  FM_LEAVE_TO_BASE(dtype, packed_weight_size, n, k, dtype, fp16_chunk)
+  FM_LEAVE_TO_BASE(factors_of(dtype), packed_weight_size, n, k, dtype, fp16_chunk)
   int64_t bytes = 0;
   with_words(dtype, fp16_chunk, [&](auto words, auto) {
     using Words = decltype(words);
-    bytes = words_of<Words>(k) * (ceil_div(n, NR * Words::WIDE) * NR) * 4;
+    bytes = panel_words<Words>(k) * (ceil_div(n, NR * Words::WIDE) * NR) * 4;
   });
   return bytes;
 }
 
 static void pack_weight(const GemmPackArgs& args) {
-  FM_LEAVE_TO_BASE(args.dtype, pack_weight, args)
+  FM_LEAVE_TO_BASE(factors_of(args.dtype), pack_weight, args)
   with_words(args.dtype, args.fp16_chunk, [&](auto words, auto element) {
     using Words = decltype(words);
     using T = decltype(element);
@@ -342,8 +347,8 @@ static void pack_weight(const GemmPackArgs& args) {
     const int64_t depth = block_depth<Words>(args.k, args.fp16_chunk, false), width = ceil_div(args.n, COLUMNS) * COLUMNS;
     parallel_for(width, COLUMNS, [&](int64_t begin, int64_t end) {
       for (int64_t p = 0; p < args.k; p += depth) {
-        const int64_t deep = min(depth, args.k - p), deep_words = words_of<Words>(deep);
-        float* block = static_cast<float*>(args.packed) + words_of<Words>(p) * width / Words::WIDE;
+        const int64_t deep = min(depth, args.k - p), deep_words = panel_words<Words>(deep);
+        float* block = static_cast<float*>(args.packed) + panel_words<Words>(p) * width / Words::WIDE;
         const T* src = static_cast<const T*>(args.b) + p * args.b_row + begin * args.b_col;
         pack<Words, COLUMNS>(src, args.b_col, args.b_row, begin, end, args.n, deep,
                              block + begin / Words::WIDE * deep_words);

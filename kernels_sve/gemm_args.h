@@ -5,7 +5,8 @@
 namespace fm {
 
 // C(m, n) (+)= A(m, k) B(k, n), then, in this order, whatever of the epilogue is not null.
-// A and B have the same element type; one of the two strides of each is 1. Accumulating needs a float32 C.
+// A and B have the same element type; one of the two strides of each is 1. Accumulating needs a float32 C. in_dtype is bf16x3 for
+// float32 elements that are multiplied in bfloat16 parts, where has_bf16_arithmetic().
 struct GemmArgs {
   int64_t m, n, k;
   DType in_dtype, out_dtype;

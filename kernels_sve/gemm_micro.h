@@ -20,6 +20,7 @@ static_assert(MR % ROW_UNIT == 0, "tiles of fewer rows come in steps of ROW_UNIT
 struct VectorSums {
   static constexpr int TILE_ROWS = MR, ROW_STEP = ROW_UNIT;
   static constexpr bool TILES = false;  // of tiles.h
+  static constexpr int PARTS = 1;  // of an element, each in a panel of its own: gemm_split.h
 };
 
 // Elements as words: how they are read for packing and multiplied. A tile is TILE_ROWS rows and WIDE * NR columns, and so a
@@ -42,7 +43,7 @@ struct FloatWords : VectorSums {
 };
 
 #ifdef FM_HAS_BF16_PAIRS
-struct Bf16Pairs : VectorSums {
+struct Bf16Pairs : VectorSums, StoredPairs {
   using Word = uint32_t;
   static constexpr int WIDE = 1;
   static constexpr int STEP = 2;
@@ -51,18 +52,6 @@ struct Bf16Pairs : VectorSums {
 #else
   static constexpr int BESIDE = 1;
 #endif
-  FM_INLINE vf along_k(const bf16* p, int64_t elements) {
-    if (elements >= 2 * VL) return (vf)load_pairs(&p->bits);
-    return (vf)load_pairs_n(&p->bits, static_cast<int>(elements));
-  }
-  // The pair of row p and, when there are any, the row below it.
-  FM_INLINE vf across_k(const bf16* p, int64_t stride, int64_t rows_left, int lanes) {
-    if (BESIDE > 1 && rows_left < 1) return vf{};
-    const vu low = lanes == VL ? load_u16(&p->bits) : load_u16_n(&p->bits, lanes);
-    if (rows_left < 2) return (vf)low;
-    const uint16_t* next = &(p + stride)->bits;
-    return (vf)(low | (lanes == VL ? load_u16(next) : load_u16_n(next, lanes)) << 16);
-  }
   FM_INLINE vf multiply_add(Word x, vf b, vf sum) { return dot_pairs(sum, broadcast(x), (vu)b); }
   FM_INLINE vf sum_words(const Word* p, int lanes, vf sum) {
     const vu words = (vu)load_n(reinterpret_cast<const float*>(p), lanes);
@@ -71,35 +60,59 @@ struct Bf16Pairs : VectorSums {
 };
 #endif
 
-// Words of a panel for `depth` elements of k, those beyond it zeros.
+// Words of one part of a panel for `depth` elements of k, those beyond it zeros.
 template <class Words>
 FM_INLINE int64_t words_of(int64_t depth) {
   constexpr int STEP = Words::STEP * Words::BESIDE;
   return (depth + STEP - 1) / STEP * Words::BESIDE;
 }
 
-// C = A B, or C += A B when `add`, for `words` steps of k. C has ROWS full rows of NR. Halves are not added: they are no
+// Words of all parts of such a panel.
+template <class Words>
+FM_INLINE int64_t panel_words(int64_t depth) {
+  return Words::PARTS * words_of<Words>(depth);
+}
+
+// Calls f(reader, place) for every part of an element: what reads it, as Words do, and its place in a panel of A or of B.
+template <class Words, bool IS_A, class F>
+FM_INLINE void for_parts(const F& f) {
+  if constexpr (Words::PARTS == 1) {
+    f(Words(), 0);
+  } else {
+    f(typename Words::template Part<IS_A ? 2 : 0>(), 0);
+    f(typename Words::template Part<1>(), 1);
+    f(typename Words::template Part<IS_A ? 0 : 2>(), 2);
+  }
+}
+
+// C = A B, or C += A B when `add`, for panels of `words` steps of k. C has ROWS full rows of NR. Halves are not added: they are no
 // floats. The results that are fetched are those of this tile, which need not go to C at once.
 template <class Words, int ROWS>
 static __attribute__((noinline)) void micro_kernel(int64_t words, const typename Words::Word* a, const float* b,
                                                    float* c, int64_t ldc, bool add, Fetches& fetches) {
   vf sum[ROWS][NR_VECTORS] = {};
   fetches.begin(ROWS, words);
-  for (int64_t k = 0; k < words;) {
-    fetches.turn();
-    const int64_t end = min(words, k + Fetches::STEPS);
+  const auto* const all_a = a;
+  const float* const all_b = b;
+  for (int run = 0; run < Words::PARTS; ++run) {
+    const int64_t first = run * (words / Words::PARTS), count = words - first;
+    a = all_a + first * MR, b = all_b;
+    for (int64_t k = 0; k < count;) {
+      fetches.turn();
+      const int64_t end = min(count, k + Fetches::STEPS);
 #pragma GCC unroll UNROLL
-    for (; k < end; ++k) {
-      vf column[NR_VECTORS];
+      for (; k < end; ++k) {
+        vf column[NR_VECTORS];
 #pragma GCC unroll 8
-      for (int v = 0; v < NR_VECTORS; ++v) column[v] = load_aligned(b + v * VL);
+        for (int v = 0; v < NR_VECTORS; ++v) column[v] = load_aligned(b + v * VL);
 #pragma GCC unroll 16
-      for (int r = 0; r < ROWS; ++r) {
+        for (int r = 0; r < ROWS; ++r) {
 #pragma GCC unroll 8
-        for (int v = 0; v < NR_VECTORS; ++v) sum[r][v] = Words::multiply_add(a[r], column[v], sum[r][v]);
+          for (int v = 0; v < NR_VECTORS; ++v) sum[r][v] = Words::multiply_add(a[r], column[v], sum[r][v]);
+        }
+        a += MR;
+        b += NR;
       }
-      a += MR;
-      b += NR;
     }
   }
 #pragma GCC unroll 16
@@ -118,6 +131,7 @@ static __attribute__((noinline)) void micro_kernel(int64_t words, const typename
 #ifdef FM_HAS_TILES
 #include "gemm_tiles.h"
 #endif
+#include "gemm_split.h"
 
 template <class Words>
 using MicroKernel = void (*)(int64_t, const typename Words::Word*, const float*, float*, int64_t, bool, Fetches&);
@@ -129,7 +143,7 @@ FM_INLINE MicroKernel<Words> micro_kernel_for(int64_t rows) {
     if (rows <= ROWS - Words::ROW_STEP) return micro_kernel_for<Words, ROWS - Words::ROW_STEP>(rows);
   }
 #ifdef FM_HAS_TILES
-  if constexpr (Words::TILES) return &tiles_kernel<ROWS>;
+  if constexpr (Words::TILES) return &tiles_kernel<ROWS, Words::PARTS>;
 #endif
 #ifdef FM_HAS_BF16_QUADS
   if constexpr (Words::BESIDE == 2) return &quads_kernel<Words, ROWS>;

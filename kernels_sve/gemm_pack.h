@@ -77,7 +77,7 @@ template <class Words, int WIDTH, int PANELS, class T>
 FM_INLINE void pack_straight(const T* src, int64_t stride, int64_t valid, int64_t depth, float* out) {
   constexpr int ROW = WIDTH / Words::WIDE, GROUPS = (ROW + VL - 1) / VL, LANES = VL * Words::WIDE;
   constexpr int AHEAD = Tuning::PACK_AHEAD * Words::STEP;
-  const int64_t words = words_of<Words>(depth), panel = words * ROW;
+  const int64_t words = words_of<Words>(depth), panel = panel_words<Words>(depth) * ROW;
   const bool inside = valid >= (PANELS - 1) * WIDTH + GROUPS * LANES;
   for (int64_t k = 0; k < words * Words::STEP; k += Words::STEP, src += Words::STEP * stride, out += ROW) {
     const bool near_end = (words - k / Words::STEP) * ROW < GROUPS * VL;
@@ -124,23 +124,27 @@ static int pack_as_stored(const T* src, int64_t i_stride, int64_t k_stride, int6
 
 // The panel that begins at src, or PACK_PANELS of them; returns how many it packed, given that `left` values of i are wanted
 // and `valid` exist.
-template <class Words, int WIDTH, class T>
+template <class Words, int WIDTH, bool IS_A, class T>
 FM_INLINE int pack_panels(const T* src, int64_t i_stride, int64_t k_stride, int64_t left, int64_t valid, int64_t depth,
                           float* out) {
-  const int packed = pack_as_stored<Words, WIDTH>(src, i_stride, k_stride, left, valid, depth, out);
+  int packed = 0;
+  for_parts<Words, IS_A>([&](auto reader, int p) FM_INLINE_LAMBDA {
+    float* part = out + p * words_of<Words>(depth) * (WIDTH / Words::WIDE);
+    packed = pack_as_stored<decltype(reader), WIDTH>(src, i_stride, k_stride, left, valid, depth, part);
+  });
 #ifdef FM_HAS_BF16_QUADS
-  if constexpr (Words::BESIDE == 2) words_beside<WIDTH>(out, packed * words_of<Words>(depth));
+  if constexpr (Words::BESIDE == 2) words_beside<WIDTH>(out, packed * panel_words<Words>(depth));
 #endif
   return packed;
 }
 
-// Panels of [begin, end) of the index i, of which there are `count` in all; src is element (begin, 0).
+// Panels of B: [begin, end) of the index i, of which there are `count` in all; src is element (begin, 0).
 template <class Words, int WIDTH, class T>
 FM_INLINE void pack(const T* src, int64_t i_stride, int64_t k_stride, int64_t begin, int64_t end, int64_t count,
                     int64_t depth, float* out) {
-  const int64_t panel = words_of<Words>(depth) * (WIDTH / Words::WIDE);
+  const int64_t panel = panel_words<Words>(depth) * (WIDTH / Words::WIDE);
   for (int64_t i = begin; i < end;) {
-    const int packed = pack_panels<Words, WIDTH>(src, i_stride, k_stride, end - i, count - i, depth, out);
+    const int packed = pack_panels<Words, WIDTH, false>(src, i_stride, k_stride, end - i, count - i, depth, out);
     i += packed * WIDTH;
     src += packed * WIDTH * i_stride;
     out += packed * panel;

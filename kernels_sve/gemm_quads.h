@@ -32,20 +32,26 @@ static __attribute__((noinline)) void quads_kernel(int64_t words, const uint32_t
                                                    int64_t ldc, bool add, Fetches& fetches) {
   vf sum[ROWS / 2][2 * NR_VECTORS] = {};
   fetches.begin(ROWS, words);
-  for (int64_t k = 0; k < words;) {
-    fetches.turn();
-    for (const int64_t end = min(words, k + Fetches::STEPS); k < end; k += 2) {
-      vu column[2 * NR_VECTORS];
+  const uint32_t* const all_a = a;
+  const float* const all_b = b;
+  for (int run = 0; run < Words::PARTS; ++run) {
+    const int64_t first = run * (words / Words::PARTS), count = words - first;
+    a = all_a + first * MR, b = all_b;
+    for (int64_t k = 0; k < count;) {
+      fetches.turn();
+      for (const int64_t end = min(count, k + Fetches::STEPS); k < end; k += 2) {
+        vu column[2 * NR_VECTORS];
 #pragma GCC unroll 8
-      for (int v = 0; v < 2 * NR_VECTORS; ++v) column[v] = (vu)load_aligned(b + v * VL);
+        for (int v = 0; v < 2 * NR_VECTORS; ++v) column[v] = (vu)load_aligned(b + v * VL);
 #pragma GCC unroll 16
-      for (int r = 0; r < ROWS / 2; ++r) {
-        const vu rows = broadcast_quads(a + 4 * r);
+        for (int r = 0; r < ROWS / 2; ++r) {
+          const vu rows = broadcast_quads(a + 4 * r);
 #pragma GCC unroll 8
-        for (int v = 0; v < 2 * NR_VECTORS; ++v) sum[r][v] = multiply_quads(sum[r][v], rows, column[v]);
+          for (int v = 0; v < 2 * NR_VECTORS; ++v) sum[r][v] = multiply_quads(sum[r][v], rows, column[v]);
+        }
+        a += 2 * MR;
+        b += 2 * NR;
       }
-      a += 2 * MR;
-      b += 2 * NR;
     }
   }
 #pragma GCC unroll 16

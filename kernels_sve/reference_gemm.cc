@@ -1,5 +1,5 @@
 // Scalar references of gemm.h: sums in double, in order of k; with fp16_chunk, of the chunks that were summed in FP16. The
-// packed form is B as [k][n] in its own type.
+// packed form is B as [k][n] in its own type. Of bf16x3 they are those of float32: the parts only add up to its numbers.
 #include <algorithm>
 
 #include "reference.h"
@@ -7,14 +7,16 @@
 namespace fm::reference {
 namespace {
 
-int64_t element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+DType stored(DType operands) { return operands == DType::bf16x3 ? DType::f32 : operands; }
+
+int64_t element_bytes(DType operands) { return stored(operands) == DType::f32 ? 4 : 2; }
 
 float b_element(const GemmArgs& g, int64_t p, int64_t j) {
-  if (g.packed) return get(g.packed, g.in_dtype, p * g.n + j);
-  return get(g.b, g.in_dtype, p * g.b_row + j * g.b_col);
+  if (g.packed) return get(g.packed, stored(g.in_dtype), p * g.n + j);
+  return get(g.b, stored(g.in_dtype), p * g.b_row + j * g.b_col);
 }
 
-float a_element(const GemmArgs& g, int64_t i, int64_t p) { return get(g.a, g.in_dtype, i * g.a_row + p * g.a_col); }
+float a_element(const GemmArgs& g, int64_t i, int64_t p) { return get(g.a, stored(g.in_dtype), i * g.a_row + p * g.a_col); }
 
 double chunk_in_fp16(const GemmArgs& g, int64_t i, int64_t j, int64_t begin, int64_t end) {
   float sum = 0;
@@ -59,12 +61,14 @@ void gemm(const GemmArgs& g) {
 
 bool has_fp16_arithmetic() { return true; }
 
+bool has_bf16_arithmetic() { return true; }
+
 int64_t packed_weight_size(int64_t n, int64_t k, DType dtype, int64_t) { return n * k * element_bytes(dtype); }
 
 void pack_weight(const GemmPackArgs& args) {
   for (int64_t p = 0; p < args.k; ++p) {
     for (int64_t j = 0; j < args.n; ++j) {
-      put(args.packed, args.dtype, p * args.n + j, get(args.b, args.dtype, p * args.b_row + j * args.b_col));
+      put(args.packed, stored(args.dtype), p * args.n + j, get(args.b, stored(args.dtype), p * args.b_row + j * args.b_col));
     }
   }
 }

@@ -14,6 +14,7 @@
 //   exp(v)                                  within 2 ulp; 0 below -87.3 (never a denormal), inf above 88.7, NaN stays
 //   dot_pairs(sum, a, b) to_pairs(low, high)   only where FM_HAS_BF16_PAIRS: sum + each lane's pair of bfloat16 products;
 //                                           pairs from two float vectors
+//   high_halves(a, b)                       only where FM_HAS_BF16_PAIRS: the upper halves of a's lanes, then of b's
 //   multiply_quads(sum, a, b) broadcast_quads(p) even_doublewords(a, b) odd_doublewords(a, b)   only where
 //                                           FM_HAS_BF16_QUADS: sum + a b^T of the 2 x 4 matrices in every 128 bits; 128
 //                                           bits from memory in all of them; every second doubleword of a, then of b

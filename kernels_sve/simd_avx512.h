@@ -56,6 +56,10 @@ FM_INLINE vu to_pairs(vf low, vf high) {
   const vu order = lane_index() | ((lane_index() + 16u) << 16);
   return (vu)_mm512_permutexvar_epi16((__m512i)order, both);
 }
+FM_INLINE vu high_halves(vf a, vf b) {
+  const vu order = lane_index() * 0x40004u + 0x30001u;
+  return (vu)_mm512_permutex2var_epi16((__m512i)a, (__m512i)order, (__m512i)b);
+}
 #endif
 
 }  // namespace fm::FM_TARGET

@@ -35,6 +35,10 @@ FM_INLINE vu to_pairs(vf low, vf high) {
   const svbfloat16_t even = svcvt_bf16_f32_x(svptrue_b32(), (svfloat32_t)low);
   return (vu)svreinterpret_u32_bf16(svcvtnt_bf16_f32_m(even, svptrue_b32(), (svfloat32_t)high));
 }
+FM_INLINE vu high_halves(vf a, vf b) {
+  const svuint16_t low = svreinterpret_u16_f32((svfloat32_t)a), high = svreinterpret_u16_f32((svfloat32_t)b);
+  return (vu)svreinterpret_u32_u16(svuzp2_u16(low, high));
+}
 FM_INLINE vf multiply_quads(vf sum, vu a, vu b) {
   return (vf)svbfmmla_f32((svfloat32_t)sum, bf16_elements(a), bf16_elements(b));
 }

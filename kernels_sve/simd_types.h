@@ -38,6 +38,22 @@ FM_INLINE vu load_pairs_n(const uint16_t* p, int n) {
   return words;
 }
 
+// Reads the pairs (k, k+1) of a bfloat16 matrix that a panel of pairs holds, a vector of them: those of one row from p on, of which
+// `elements` exist, and those of `lanes` rows side by side, `stride` elements from one k to the next, of which `left` exist.
+struct StoredPairs {
+  FM_INLINE vf along_k(const bf16* p, int64_t elements) {
+    if (elements >= 2 * VL) return (vf)load_pairs(&p->bits);
+    return (vf)load_pairs_n(&p->bits, static_cast<int>(elements));
+  }
+  FM_INLINE vf across_k(const bf16* p, int64_t stride, int64_t left, int lanes) {
+    if (left < 1) return vf{};
+    const vu low = lanes == VL ? load_u16(&p->bits) : load_u16_n(&p->bits, lanes);
+    if (left < 2) return (vf)low;
+    const uint16_t* next = &(p + stride)->bits;
+    return (vf)(low | (lanes == VL ? load_u16(next) : load_u16_n(next, lanes)) << 16);
+  }
+};
+
 template <class T>
 FM_INLINE float load_scalar(const T* p) {
   return load_n(p, 1)[0];

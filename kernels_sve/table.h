@@ -5,7 +5,8 @@
 
 namespace fm {
 
-enum class DType : int32_t { f32, f64, bf16, f16, i32, i64, u8, b8 };
+// bf16x3: of the operands of a matmul alone, float32 that is multiplied as three bfloat16 (gemm_split.h).
+enum class DType : int32_t { f32, f64, bf16, f16, i32, i64, u8, b8, bf16x3 };
 
 // Storage of the 16-bit formats. No compiler type: GCC 12 has no _Float16 in C++ on aarch64.
 struct bf16 {

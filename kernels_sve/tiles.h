@@ -65,29 +65,21 @@ FM_INLINE void multiply_tiles(const uint32_t* a, const uint32_t* b, int64_t step
   }
 }
 
-// Words [k, k + 16) of rows of bfloat16, each beyond `valid` elements of it 0.
-FM_INLINE vf tile_row_words(const bf16* row, int64_t k, int64_t valid) {
-  const int64_t left = valid - 2 * k;
-  if (left >= TILE_DEPTH) return (vf)load_pairs(&row[2 * k].bits);
-  return left > 0 ? (vf)load_pairs_n(&row[2 * k].bits, static_cast<int>(left)) : vf{};
-}
-
 // One tile of A: rows [0, 16) of words from k on, where element (i, k) is at src + i * i_stride + k * k_stride, one of which is 1,
-// `rows` of i and `depth` of k exist.
-FM_INLINE void pack_tile(const bf16* src, int64_t i_stride, int64_t k_stride, int64_t rows, int64_t k, int64_t depth, float* out) {
+// `rows` of i and `depth` of k exist. Reader: StoredPairs of simd_types.h, or what reads other elements as pairs.
+template <class Reader, class T>
+FM_INLINE void pack_tile(const T* src, int64_t i_stride, int64_t k_stride, int64_t rows, int64_t k, int64_t depth, float* out) {
   vf tile[TILE];
   if (k_stride == 1) {
 #pragma GCC unroll 16
-    for (int r = 0; r < TILE; ++r) tile[r] = r < rows ? tile_row_words(src + r * i_stride, k, depth) : vf{};
+    for (int r = 0; r < TILE; ++r) tile[r] = r < rows ? Reader::along_k(src + r * i_stride + 2 * k, depth - 2 * k) : vf{};
   } else {
     const int lanes = static_cast<int>(rows < 0 ? 0 : min(rows, TILE));
-    const auto row = [&](int64_t at) FM_INLINE_LAMBDA {
-      if (at >= depth) return vu{};
-      const uint16_t* p = &src[at * k_stride].bits;
-      return lanes == TILE ? load_u16(p) : load_u16_n(p, lanes);
-    };
 #pragma GCC unroll 16
-    for (int w = 0; w < TILE; ++w) tile[w] = (vf)(row(2 * (k + w)) | row(2 * (k + w) + 1) << 16);
+    for (int w = 0; w < TILE; ++w) {
+      const int64_t at = 2 * (k + w);
+      tile[w] = Reader::across_k(src + at * k_stride, k_stride, depth - at, lanes);
+    }
     transpose(tile);
   }
 #pragma GCC unroll 16
@@ -95,7 +87,8 @@ FM_INLINE void pack_tile(const bf16* src, int64_t i_stride, int64_t k_stride, in
 }
 
 // Rows [0, 32) of A over `depth` of k, in whole steps.
-static __attribute__((noinline)) void pack_tiles(const bf16* src, int64_t i_stride, int64_t k_stride, int64_t rows, int64_t depth,
+template <class Reader = StoredPairs, class T>
+static __attribute__((noinline)) void pack_tiles(const T* src, int64_t i_stride, int64_t k_stride, int64_t rows, int64_t depth,
                                                  float* out) {
   for (int64_t k = 0; 2 * k < depth; k += TILE, out += TILE_STEP) {
     for (int64_t i = 0; k_stride == 1 && i < min(TILE_COLUMNS, rows - TILE_COLUMNS); ++i) {
@@ -104,8 +97,8 @@ static __attribute__((noinline)) void pack_tiles(const bf16* src, int64_t i_stri
     for (int64_t i = 0; k_stride != 1 && i < min(TILE_DEPTH, depth - 2 * k - TILE_DEPTH); ++i) {
       prefetch(src + (2 * k + TILE_DEPTH + i) * k_stride);
     }
-    pack_tile(src, i_stride, k_stride, rows, k, depth, out);
-    pack_tile(src + TILE * i_stride, i_stride, k_stride, rows - TILE, k, depth, out + TILE_WORDS);
+    pack_tile<Reader>(src, i_stride, k_stride, rows, k, depth, out);
+    pack_tile<Reader>(src + TILE * i_stride, i_stride, k_stride, rows - TILE, k, depth, out + TILE_WORDS);
   }
 }
 

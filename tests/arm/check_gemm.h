@@ -19,12 +19,15 @@ std::vector<uint32_t> stored(const Floats& values, DType dtype) {
   return words;
 }
 
+// bf16x3 is float32 on a target without BF16 arithmetic.
 Floats run_gemm(int form, int64_t m, int64_t n, int64_t k, DType dtype, bool packed, int64_t fp16_chunk) {
+  if (dtype == DType::bf16x3 && !kernels().has_bf16_arithmetic()) dtype = DType::f32;
   GemmArgs g = gemm_layout(form, m, n, k);
   g.fp16_chunk = fp16_chunk;
   // No more numbers than there are elements: an emulator takes longer to make them than to multiply them.
-  const auto a = stored(random_floats(form == 2 ? k * g.a_col : m * g.a_row, 1), dtype);
-  const auto b = stored(random_floats(form == 0 ? n * g.b_col : k * g.b_row, 2), dtype);
+  const DType type = dtype == DType::bf16x3 ? DType::f32 : dtype;
+  const auto a = stored(random_floats(form == 2 ? k * g.a_col : m * g.a_row, 1), type);
+  const auto b = stored(random_floats(form == 0 ? n * g.b_col : k * g.b_row, 2), type);
   const auto bias = stored(random_floats(n, 4), DType::f32), other = stored(random_floats(m * n, 5), DType::f32);
   Floats c = random_floats(m * (n + 1) + 1, 3), pre(m * n), sums(m, 0.25f);
   g.in_dtype = dtype, g.out_dtype = DType::f32, g.a = a.data(), g.b = b.data(), g.c = c.data();
@@ -63,7 +66,7 @@ void check_gemm() {
   for (const auto& s : shapes) {
     check_fp16_chunks(s);
     for (int form = 0; form < 3; ++form) {
-      for (DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+      for (DType dtype : {DType::f32, DType::bf16, DType::f16, DType::bf16x3}) {
         for (bool packed : {false, true}) {
           const float tolerance = 3e-7f * static_cast<float>(s[2] + 20);
           compare("gemm", 2e-5f, 8 * tolerance, [&] { return run_gemm(form, s[0], s[1], s[2], dtype, packed, 0); });

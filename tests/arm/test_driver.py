@@ -131,6 +131,17 @@ def test_half_precision_and_sums_in_fp16_are_choices(native, program):
         assert checksum(program, *arguments, *target) == pytest.approx(chunked, rel=1e-5, abs=1e-3), name
 
 
+def test_float32_in_bf16_parts_is_a_choice(native, arm):
+    names = [name for name in kernels.runnable_targets(emulated=True) if name.startswith(("avx512bf16", "amx"))]
+    for program, targets in ((native, names), ([builds.QEMU, "-cpu", "max,sve-default-vector-length=32", arm[-1]], ["sve256bf16"])):
+        for target in targets:
+            for name in ("gemm_nt", "gemm_nt_packed", "gemm_nt_bias_gelu", "gemm_nn", "gemm_tn"):
+                shape = [name, "29", "131", "300"]
+                exact = checksum(program, *shape, "--target", "reference")
+                split = checksum(program, *shape, "--dtype", "bf16x3", "--target", target)
+                assert split == pytest.approx(exact, rel=1e-5, abs=1e-3), (target, name)
+
+
 def test_times_are_printed_on_request(native):
     assert "seconds" not in run(native, "gemm_panel").stdout
     printed = run(native, "gemm_panel", "--repeat", "3", "--threads", "1").stdout
@@ -141,11 +152,13 @@ def test_times_are_printed_on_request(native):
     (["gem"], "unknown op 'gem'; known: "),
     (["gemm_nt", "1", "2"], "gemm_nt: expected 3 numbers (M N K), got 2"),
     (["gemm_nt", "1", "2", "x"], "shape: expected a number, got 'x'"),
-    (["exp", "--dtype", "f64"], "--dtype: expected f32, bf16 or f16, got 'f64'"),
+    (["exp", "--dtype", "f64"], "--dtype: expected f32, bf16, f16 or bf16x3, got 'f64'"),
     (["exp", "--target", "sve3"], "unknown kernel target 'sve3'; known: reference"),
     (["exp", "--loud", "1"], "unknown option --loud; known: --target --dtype --fp16-chunk --threads --repeat"),
     (["activate", "--dtype", "f16", "--fp16-chunk", "8"], "--fp16-chunk: not for activate"),
     (["gemm_tn", "--fp16-chunk", "8"], "--fp16-chunk: expected --dtype f16, got f32"),
+    (["exp", "--dtype", "bf16x3"], "--dtype bf16x3: not for exp"),
+    (["gemm_nt", "--dtype", "bf16x3", "--target", "portable"], "--dtype bf16x3: target portable has no BF16 arithmetic"),
     (["exp", "--repeat"], "--repeat: expected a value"),
 ])
 def test_mistakes_are_one_line(native, arguments, message):

@@ -1,4 +1,4 @@
-"""GEMM (kernels_sve/gemm.h): every form, epilogue, dtype and target against double precision; threads; refusals.
+"""GEMM (kernels_sve/gemm.h): every form, epilogue, dtype and target against double precision; threads; refusals; bf16x3.
 
 Legend: M rows, N output features, K input features; a weight is (N, K). Left out: sums in FP16 (test_gemm_fp16.py), speed.
 """
@@ -29,10 +29,10 @@ def strided(rows, cols, dtype, pad=3):
     return torch.randn(rows, cols + pad).to(dtype)[:, :cols]
 
 
-def packed(weight, transposed):
-    size = kernels.packed_weight_size(*weight.shape, weight.dtype, transposed)
+def packed(weight, transposed, bf16x3=False):
+    size = kernels.packed_weight_size(*weight.shape, weight.dtype, transposed, bf16x3=bf16x3)
     buffer = torch.empty(size, dtype=torch.uint8)
-    kernels.pack_weight(weight, buffer, transposed)
+    kernels.pack_weight(weight, buffer, transposed, bf16x3=bf16x3)
     return buffer
 
 
@@ -216,3 +216,114 @@ def test_a_weight_packed_for_another_target_is_refused():
         buffer = packed(weight, False)
     with kernels.target(names[1]), pytest.raises(ValueError, match=f"by target {names[1]}, got .* by target {names[0]}"):
         kernels.linear_forward(torch.randn(4, 6), weight, torch.empty(4, 5), packed=buffer)
+
+
+def has_bf16(name):
+    with kernels.target(name):
+        return kernels.has_bf16_arithmetic()
+
+
+@pytest.fixture(params=[name for name in kernels.runnable_targets(emulated=True) if has_bf16(name)])
+def bf16_target(request):
+    """Name of the target in use: those that multiply bfloat16."""
+    with kernels.target(request.param):
+        yield request.param
+
+
+def forms(x, weight, grad, bf16x3, with_packed=False):
+    """Forward, data gradient, weight gradient and bias gradient, the last two of ones."""
+    (m, k), n = x.shape, len(weight)
+    out, data, gradient, bias = torch.empty(m, n), torch.empty(m, k), torch.ones(n, k), torch.ones(n)
+    forward, backward = (packed(weight, t, bf16x3) if with_packed else None for t in (False, True))
+    kernels.linear_forward(x, weight, out, packed=forward, bf16x3=bf16x3)
+    kernels.linear_data_gradient(grad, weight, data, packed=backward, bf16x3=bf16x3)
+    kernels.linear_weight_gradient(grad, x, gradient, bias, bf16x3=bf16x3)
+    return out, data, gradient, bias
+
+
+def root_mean_square(got, exact):
+    return float((got.double() - exact).square().mean().sqrt())
+
+
+# Rows of a micro-batch and columns of a result: some of them; k as it is. Layers of 124M (h 768) and 30B (h 7168), then odd sizes.
+@pytest.mark.parametrize("shape", [(64, 72, 768), (40, 48, 3072), (16, 48, 7168), (13, 33, 28672), (61, 131, 1009), (53, 67, 513)])
+def test_bf16x3_is_as_exact_as_float32(bf16_target, shape):
+    m, n, k = shape
+    x, weight, grad = random(m, k), random(n, k, seed=1) * 0.02, random(m, n, seed=2)
+    xd, wd, gd = x.double(), weight.double(), grad.double()
+    exact = xd @ wd.T, gd @ wd, gd.T @ xd + 1, gd.sum(0) + 1
+    for split, ieee, want in zip(forms(x, weight, grad, True), forms(x, weight, grad, False), exact, strict=True):
+        assert root_mean_square(split, want) <= 2 * root_mean_square(ieee, want)
+    long, ieee = torch.empty(n, m), torch.empty(n, m)  # sums over all k with both factors transposed
+    kernels.gemm(weight.T.contiguous().T, x.T, long, bf16x3=True)
+    kernels.gemm(weight.T.contiguous().T, x.T, ieee)
+    assert 0 < root_mean_square(long, exact[0].T) <= 2 * root_mean_square(ieee, exact[0].T)
+
+
+def test_bf16x3_of_every_small_shape(bf16_target, guarded):
+    torch.manual_seed(0)
+    for index, (m, n, k) in enumerate(shapes()):
+        x, weight, grad = (strided(*size, torch.float32, pad) for size, pad in (((m, k), 3), ((n, k), index % 3), ((m, n), 1)))
+        xd, wd, gd = x.double(), weight.double(), grad.double()
+        out, data, gradient, bias = forms(x, weight, grad, True, index % 2)
+        check(out, xd @ wd.T, xd.abs() @ wd.abs().T, torch.float32, k)
+        check(data, gd @ wd, gd.abs() @ wd.abs(), torch.float32, n)
+        check(gradient, gd.T @ xd + 1, gd.abs().T @ xd.abs() + 1, torch.float32, m)
+        check(bias, gd.sum(0) + 1, gd.abs().sum(0) + 1, torch.float32, m)
+        inside = guarded((m, n))
+        kernels.linear_forward(x, weight, inside, bf16x3=True)
+        assert torch.equal(inside, out)
+
+
+@pytest.mark.parametrize("shape", [(37, 67, 29), (5, 130, 1030), (3, 5, 0)])
+def test_bf16x3_with_epilogues(bf16_target, shape):
+    m, n, k = shape
+    x, weight, bias, residual, argument = random(m, k), random(n, k, seed=1), random(n, seed=2), random(m, n, seed=3), random(m, n)
+
+    def run(bf16x3):
+        out, pre, slope = torch.empty(m, n), torch.empty(m, n), torch.empty(m, n)
+        kernels.linear_forward(x, weight, out, bias, "gelu", pre, residual, bf16x3=bf16x3)
+        kernels.linear_data_gradient(x, weight.T.contiguous(), slope, argument, "gelu", bf16x3=bf16x3)
+        return out, pre, slope
+
+    for split, ieee in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(split, ieee, rtol=1e-5, atol=2e-7 * (k + 8))
+
+
+@pytest.mark.parametrize("shape", [(61, 131, 1009), (4, 300, 40), (1, 1, 600)])
+def test_bf16x3_has_the_same_bits_for_any_threads_and_packed(bf16_target, same_for_any_threads, shape):
+    m, n, k = shape
+    x, weight, grad = random(m, k), random(n, k, seed=1), random(m, n, seed=2)
+    one = same_for_any_threads(lambda: forms(x, weight, grad, True))
+    for a, b in zip(one, forms(x, weight, grad, True, with_packed=True), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_bf16x3_of_special_values(bf16_target):
+    x, weight = torch.rand(20, 50) + 1, torch.rand(40, 50) + 1
+    plain = torch.empty(20, 40)
+    kernels.linear_forward(x, weight, plain, bf16x3=True)
+    for special in (float("nan"), float("inf"), -float("inf")):
+        x[13, 17], out = special, torch.empty(20, 40)
+        kernels.linear_forward(x, weight, out, bf16x3=True)
+        others = torch.arange(20) != 13
+        assert not bool(out[13].isfinite().any()) and torch.equal(out[others], plain[others])
+    largest = torch.tensor([[torch.finfo(torch.float32).max, -3.395e38, 1.0]]).T  # both beyond the largest bfloat16 when rounded
+    out = torch.empty(3, 1)
+    kernels.gemm(largest, torch.full((1, 1), 0.75), out, bf16x3=True)
+    torch.testing.assert_close(out.double(), 0.75 * largest.double(), rtol=1e-7, atol=0)
+
+
+def test_bf16x3_is_refused_where_it_cannot_be(bf16_target):
+    x, weight, out = torch.randn(4, 6), torch.randn(5, 6), torch.empty(4, 5)
+    forward, split = kernels.linear_forward, packed(weight, False, True)
+    assert_refused((call, message) for message, call in [
+        ("bf16x3: expected False for operands of bfloat16, got True",
+         lambda: forward(x.bfloat16(), weight.bfloat16(), out.bfloat16(), bf16x3=True)),
+        ("packed: expected a weight float32 .* got float32 in three bfloat16 parts", lambda: forward(x, weight, out, packed=split)),
+        ("packed: expected a weight float32 in three bfloat16 parts .* got float32 ",
+         lambda: forward(x, weight, out, packed=packed(weight, False), bf16x3=True)),
+    ])
+    with kernels.target("portable"):
+        assert_refused([(lambda: forward(x, weight, out, bf16x3=True),
+                         "bf16x3: expected False for target portable, which has no BF16 arithmetic, got True")])

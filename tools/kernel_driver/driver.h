@@ -25,7 +25,8 @@ constexpr int64_t ALL = -1;
 
 class Work {
  public:
-  Work(DType dtype, int64_t fp16_chunk, const Sizes& sizes) : dtype(dtype), fp16_chunk(fp16_chunk), sizes(sizes) {}
+  Work(DType dtype, DType operands, int64_t fp16_chunk, const Sizes& sizes)
+      : dtype(dtype), operands(operands), fp16_chunk(fp16_chunk), sizes(sizes) {}
 
   // A tensor of n elements between -1 and 1 times scale, in `dtype` or in float32. touched: elements that one run reads or
   // writes, as in all of these.
@@ -57,6 +58,7 @@ class Work {
   double bytes() const { return bytes_; }
 
   const DType dtype;
+  const DType operands;  // of a matmul: dtype, or bf16x3 of float32
   const int64_t fp16_chunk;  // of gemm_args.h; 0 but for gemm ops
   Sizes sizes;               // of the kernel's row; e and e_out are those of dtype unless an op sets them
   double flops = 0;          // where the kernel counts them itself

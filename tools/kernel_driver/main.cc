@@ -1,4 +1,4 @@
-// kernel_driver OP [SHAPE...] [--target T] [--dtype f32|bf16|f16] [--fp16-chunk K] [--threads N] [--repeat N]
+// kernel_driver OP [SHAPE...] [--target T] [--dtype f32|bf16|f16|bf16x3] [--fp16-chunk K] [--threads N] [--repeat N]
 //
 // Runs one kernel without Python: for a profiler on an A64FX, for a cycle-level model of one (static, one thread, few system
 // calls), and for a quick look anywhere. Prints the checksum of one run and, with --repeat N, the best and the median time of N
@@ -131,13 +131,25 @@ DType dtype_of(const std::string& name) {
   if (name == "f32") return DType::f32;
   if (name == "bf16") return DType::bf16;
   if (name == "f16") return DType::f16;
-  throw std::invalid_argument("--dtype: expected f32, bf16 or f16, got '" + name + "'");
+  if (name == "bf16x3") return DType::bf16x3;
+  throw std::invalid_argument("--dtype: expected f32, bf16, f16 or bf16x3, got '" + name + "'");
+}
+
+bool is_matmul(const Options& o) { return !o.op.rfind("gemm_n", 0) || o.op == "gemm_tn"; }
+
+// The tensors' type: bf16x3 is how float32 matrices are multiplied, on a target that multiplies bfloat16.
+DType stored(const Options& o, DType dtype) {
+  if (dtype != DType::bf16x3) return dtype;
+  if (!is_matmul(o)) throw std::invalid_argument("--dtype bf16x3: not for " + o.op);
+  if (!kernels().has_bf16_arithmetic())
+    throw std::invalid_argument(std::string("--dtype bf16x3: target ") + active() + " has no BF16 arithmetic");
+  return DType::f32;
 }
 
 // FP16 sums are for matmuls of f16 on a target that has them.
 int64_t checked_chunk(const Options& o, DType dtype) {
   if (!o.fp16_chunk) return 0;
-  if (o.op.rfind("gemm_n", 0) && o.op != "gemm_tn") throw std::invalid_argument("--fp16-chunk: not for " + o.op);
+  if (!is_matmul(o)) throw std::invalid_argument("--fp16-chunk: not for " + o.op);
   if (dtype != DType::f16) throw std::invalid_argument("--fp16-chunk: expected --dtype f16, got " + o.dtype);
   if (!kernels().has_fp16_arithmetic())
     throw std::invalid_argument(std::string("--fp16-chunk: target ") + active() + " has no FP16 arithmetic");
@@ -177,7 +189,7 @@ const Op& find(const std::string& name) {
 
 int list() {
   std::printf(
-      "kernel_driver OP [SHAPE...] [--target T] [--dtype f32|bf16|f16] [--fp16-chunk K] [--threads N] [--repeat N]\n");
+      "kernel_driver OP [SHAPE...] [--target T] [--dtype f32|bf16|f16|bf16x3] [--fp16-chunk K] [--threads N] [--repeat N]\n");
   for (const Op& op : ops()) {
     std::printf("  %-37s %-37s %-18s default", op.name.c_str(), op.kernel.c_str(), size_names(row_of(op)).c_str());
     for (int64_t n : op.defaults) std::printf(" %lld", static_cast<long long>(n));
@@ -248,8 +260,8 @@ int run(const Options& options) {
   const Shape shape = checked_shape(options, op, row);
   set_num_threads(options.threads);
   choose_target(options.target);
-  const DType dtype = dtype_of(options.dtype);
-  Work work(dtype, checked_chunk(options, dtype), sizes_of(row, shape, dtype));
+  const DType operands = dtype_of(options.dtype), dtype = stored(options, operands);
+  Work work(dtype, operands, checked_chunk(options, dtype), sizes_of(row, shape, dtype));
   op.prepare(work, shape);
   work.run();
   if (work.after) work.after();

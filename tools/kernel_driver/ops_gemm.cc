@@ -7,7 +7,7 @@ namespace {
 GemmArgs shape_of(const Work& w, const Shape& n) {
   GemmArgs g{};
   g.m = n[0], g.n = n[1], g.k = n[2];
-  g.in_dtype = g.out_dtype = w.dtype;
+  g.in_dtype = w.operands, g.out_dtype = w.dtype;
   g.c_row = g.n;
   g.fp16_chunk = w.fp16_chunk;
   return g;
@@ -31,8 +31,8 @@ void gemm_nt(Work& w, const Shape& n) { set_run(w, forward(w, n)); }
 // The same with the weight packed before.
 void gemm_nt_packed(Work& w, const Shape& n) {
   GemmArgs g = forward(w, n);
-  void* packed = w.memory(kernels().packed_weight_size(g.n, g.k, w.dtype, g.fp16_chunk));
-  kernels().pack_weight({g.n, g.k, w.dtype, g.b, g.b_row, g.b_col, packed, g.fp16_chunk});
+  void* packed = w.memory(kernels().packed_weight_size(g.n, g.k, w.operands, g.fp16_chunk));
+  kernels().pack_weight({g.n, g.k, w.operands, g.b, g.b_row, g.b_col, packed, g.fp16_chunk});
   g.packed = packed;
   set_run(w, g);
 }
@@ -72,8 +72,8 @@ void pack_weight(Work& w, const Shape& n) {
   g.c = w.output(g.n, 0);
   const int64_t count = g.n * g.k;
   const void* weight = w.input(count, 1, 2 * count);  // read, and written packed
-  void* packed = w.memory(kernels().packed_weight_size(g.n, g.k, w.dtype, g.fp16_chunk));
-  w.run = [=, &w] { kernels().pack_weight({g.n, g.k, w.dtype, weight, 1, g.k, packed, w.fp16_chunk}); };
+  void* packed = w.memory(kernels().packed_weight_size(g.n, g.k, w.operands, g.fp16_chunk));
+  w.run = [=, &w] { kernels().pack_weight({g.n, g.k, w.operands, weight, 1, g.k, packed, w.fp16_chunk}); };
   g.packed = packed;
   w.after = [g] { kernels().gemm(g); };
 }
