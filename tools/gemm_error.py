@@ -1,12 +1,13 @@
-"""Measures the rounding error of FP16 and BF16 matmuls with sums in FP32 and with sums of chunks in FP16.
+"""Measures the rounding error of FP16 and BF16 matmuls, with sums in FP32 and in FP16, and of --fp32-matmul bf16x3.
 
-    python -m tools.gemm_error                 (some seconds; the table of docs/numerics.md)
+    python -m tools.gemm_error                 (some seconds; the tables of docs/numerics.md)
     python -m tools.gemm_error --rows 16 --depth 256 --chunks 16 64
     .arm/python -m tools.gemm_error            the same on an emulated A64FX (make arm-ext)
 
 It multiplies random matrices like those of training with the kernels (the running target if it sums in FP16, else the portable one,
 which has the same bits), and compares with FP64 on the same rounded operands. The error is the root mean square of the difference
-over that of the exact result. Left out: what it does to a loss.
+over that of the exact result. A second table compares bf16x3 with FP32 units, on every target here that multiplies BF16, emulated
+tiles among them. Left out: what it does to a loss.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from fugaku_megatron.config.run_config import MAX_FP16_CHUNK
 from fugaku_megatron.host import kernels
 
 CHUNKS = (16, 32, 64, 128, 256)
+DEPTHS = (768, 3072, 7168, 28672)  # of sums in layers of 124M and 30B
+FP32_CASES = 3  # the first of CASES: what follows are scales of FP16's gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +63,10 @@ def error(out: Tensor, exact: Tensor) -> float:
     return float((out.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
 
 
-def matmul(a: Tensor, b: Tensor, chunk: int = 0) -> Tensor:
+def matmul(a: Tensor, b: Tensor, chunk: int = 0, bf16x3: bool = False) -> Tensor:
     """a b as (m, n) float32."""
     out = torch.empty(a.shape[0], b.shape[1])
-    kernels.gemm(a, b, out, fp16_chunk=chunk)
+    kernels.gemm(a, b, out, fp16_chunk=chunk, bf16x3=bf16x3)
     return out
 
 
@@ -99,11 +102,37 @@ def cell(errors: Errors, chunk: int) -> str:
 
 def table(cases: list[Errors], chunks: tuple[int, ...]) -> list[str]:
     head = ["matmul", "BF16 operands", "FP16 operands", "FP16 result", "FP32 sums", *(f"chunk {chunk}" for chunk in chunks)]
-    lines = [head, ["---"] * len(head)]
+    lines = [head]
     for e in cases:
         fixed = [f"{value:.1e}" for value in (e.bf16_operands, e.fp16_operands, e.fp16_result, e.fp32_sums)]
         lines.append([e.case.name, *fixed, *(cell(e, chunk) for chunk in chunks)])
-    return ["| " + " | ".join(line) + " |" for line in lines]
+    return markdown(lines)
+
+
+def markdown(lines: list[list[str]]) -> list[str]:
+    """A table whose first line is its head."""
+    return ["| " + " | ".join(line) + " |" for line in (lines[0], ["---"] * len(lines[0]), *lines[1:])]
+
+
+def split_errors(case: Case, rows: int, depth: int) -> list[float]:
+    """On the target in use, of FP32 units and of bf16x3."""
+    left, right = case.operands(rows, depth)
+    exact = left.double() @ right.double()
+    return [error(matmul(left, right, bf16x3=parts), exact) for parts in (False, True)]
+
+
+def split_table(rows: int, depths: tuple[int, ...]) -> list[str]:
+    """FP32 units and bf16x3 on every target that has BF16 arithmetic."""
+    lines = [["matmul", "terms"]]
+    cases = [(case, depth) for case in CASES[:FP32_CASES] for depth in depths]
+    lines += [[case.name, str(depth)] for case, depth in cases]
+    for name in kernels.runnable_targets(emulated=True):
+        with kernels.target(name):
+            if kernels.has_bf16_arithmetic():
+                lines[0] += [f"FP32 units, {name}", f"bf16x3, {name}"]
+                for line, (case, depth) in zip(lines[1:], cases, strict=True):
+                    line += [f"{value:.1e}" for value in split_errors(case, rows, depth)]
+    return markdown(lines)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,6 +152,9 @@ def main(options: argparse.Namespace) -> int:
         print(f"measured: error relative to FP64, {options.rows} x {options.rows} sums of {options.depth} terms, target {name}")
         for line in table([measure(case, options.rows, options.depth, chunks) for case in CASES], chunks):
             print(line)
+    print("\nmeasured: error of FP32 operands relative to FP64")
+    for line in split_table(options.rows, DEPTHS):
+        print(line)
     return 0
 
 

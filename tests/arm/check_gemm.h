@@ -61,7 +61,37 @@ void check_fp16_chunks(const int64_t* shape) {
   }
 }
 
+// Root mean square of the difference from double of C = A B^T (m, n), relative to C's.
+double relative_error(DType operands, int64_t m, int64_t n, int64_t k) {
+  const Floats a = random_floats(m * k, 1), b = random_floats(n * k, 2);
+  Floats c(m * n);
+  GemmArgs g = {};
+  g.m = m, g.n = n, g.k = k, g.in_dtype = operands, g.out_dtype = DType::f32, g.a = a.data(), g.b = b.data(), g.c = c.data();
+  g.a_row = k, g.a_col = 1, g.b_row = 1, g.b_col = k, g.c_row = n;
+  kernels().gemm(g);
+  double difference = 0, size = 0;
+  for (int64_t i = 0; i < m * n; ++i) {
+    double exact = 0;
+    for (int64_t p = 0; p < k; ++p) exact += double(a[i / n * k + p]) * b[i % n * k + p];
+    difference += (c[i] - exact) * (c[i] - exact), size += exact * exact;
+  }
+  return std::sqrt(difference / size);
+}
+
+void check_bf16x3_errors() {
+  for (const std::string& target : compared()) {
+    use(target);
+    if (!kernels().has_bf16_arithmetic()) continue;
+    for (int64_t k : {768, 3072, 7168, 1009}) {
+      const double split = relative_error(DType::bf16x3, 13, 37, k), ieee = relative_error(DType::f32, 13, 37, k);
+      std::printf("%s: error over %lld terms %.2e in bf16x3, %.2e in FP32\n", active(), static_cast<long long>(k), split, ieee);
+      if (split > 2 * ieee) std::exit(1);
+    }
+  }
+}
+
 void check_gemm() {
+  check_bf16x3_errors();
   const int64_t shapes[][3] = {{1, 1, 1}, {12, 32, 16}, {13, 33, 17}, {5, 70, 0}, {61, 67, 71}, {14, 34, 700}};
   for (const auto& s : shapes) {
     check_fp16_chunks(s);

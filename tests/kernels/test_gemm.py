@@ -122,6 +122,7 @@ def test_float32_output_of_half_inputs(target, dtype):
     xd, wd = x.double(), weight.double()
     check(out, xd @ wd.T + 1, xd.abs() @ wd.abs().T + 1, torch.float32, 700)
     assert kernels.has_fp16_arithmetic() == (not target.startswith(("avx", "amx")))
+    assert kernels.has_bf16_arithmetic() == (target.endswith("bf16") or target.startswith("amx"))
 
 
 @pytest.mark.parametrize("target", ["amx", "amx_emulated"])
