@@ -47,7 +47,7 @@ class Compute:
     cost is dropout_flops (perf.software).
 
     elementwise_gbs: rate of the optimizer's update. call_us: an operator call without its data. iteration_s: an iteration without
-    its operator calls. process_mib: memory of the process before it has tensors.
+    its operator calls. process_mib: memory of the process before it has tensors. bf16x3: see perf.software.Parameters.
     """
 
     threads: int
@@ -61,6 +61,7 @@ class Compute:
     call_us: float
     iteration_s: float
     process_mib: float
+    bf16x3: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +108,8 @@ def measure_compute() -> Compute:
     return Compute(threads=torch.get_num_threads(), clock_ghz=clock, fma_gflops=fma, triad_gbs=triad, gemm=measure_gemm(),
                    attention=tuple((s, *host_kernels.attention_gflops(s)) for s in host_kernels.LENGTHS), call_us=call_us,
                    dropout_flops=host_kernels.dropout_flops(host_kernels.LENGTHS[1], fma),
-                   elementwise_gbs=host_kernels.elementwise_gbs(), iteration_s=iteration_s, process_mib=process)
+                   elementwise_gbs=host_kernels.elementwise_gbs(), iteration_s=iteration_s, process_mib=process,
+                   bf16x3=host_kernels.bf16x3_share())
 
 
 def measure_gemm(sizes: Sequence[int] | None = None, cold_bytes: int | None = None, dtype: str = "float32") -> Points:
@@ -202,6 +204,8 @@ def native(ranks: Sequence[Compute], reduce_gbs: float | None) -> dict[str, floa
     for name, column in (("attention_forward", 1), ("attention_backward", 2)):
         points = [(row[0], row[column]) for row in first.attention]
         values[name], values[f"{name}_half"] = fit_curve(points, first.fma_gflops)
+    if first.bf16x3:
+        values["bf16x3"] = first.bf16x3
     if reduce_gbs is not None and members > 1:
         values["intra_reduce_gbs"] = 2 * (members - 1) / members * reduce_gbs  # rate of one link of the ring
     return values

@@ -26,6 +26,7 @@ from ..training.train import Trainer
 COLD_BYTES = 256 << 20  # bytes of all sets of operands together: beyond the caches of all cores
 LENGTHS = (512, 1024, 2048)  # sequence lengths at which attention is measured
 HEADS, HEAD_SIZE = 12, 64
+BF16X3_SIZE = 1024
 TINY = {"hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 64, "make_vocab_size_divisible_by": 8,
         "mock_data": True, "micro_batch_size": 1}
 ELEMENTS = 1 << 24  # FP32 elements of a vector: 64 MiB
@@ -54,6 +55,15 @@ def gemm_gflops(n: int, cold_bytes: int | None = None, dtype: torch.dtype = torc
     kinds = (kernels.linear_forward, kernels.linear_data_gradient, kernels.linear_weight_gradient)
     calls = [lambda t=t, f=kinds[i % 3]: f(*t) for i, t in enumerate(tensors)]
     return 2 * n**3 / seconds_each(calls) / 1e9
+
+
+def bf16x3_share() -> float:
+    """The rate of matmuls with --fp32-matmul bf16x3 over that of FP32 ones; 0 where the kernels have no BF16 arithmetic."""
+    if not kernels.has_bf16_arithmetic():
+        return 0.0
+    x, weight, out = (torch.randn(BF16X3_SIZE, BF16X3_SIZE) for _ in range(3))
+    ieee = seconds_each([lambda: kernels.linear_forward(x, weight, out)] * 3)
+    return ieee / seconds_each([lambda: kernels.linear_forward(x, weight, out, bf16x3=True)] * 3)
 
 
 def attention_gflops(s: int, p: float = 0.0) -> tuple[float, float]:

@@ -31,7 +31,7 @@ COURSE = {
     "training": ("seed",),
     "data": ("data_path", "train_data_path", "valid_data_path", "split", "legacy_split", "mock_data", "sft",
              "sft_truncate", *MARKING),
-    "system": ("fp16_accumulation_chunk",),
+    "system": ("fp16_accumulation_chunk", "fp32_matmul"),
 }
 
 
@@ -251,6 +251,9 @@ class SystemConfig:
     fp16_accumulation_chunk: int | None = opt(
         None, "with --fp16, sum this many terms of a linear layer in FP16 before adding in FP32: faster where the CPU has FP16 "
         "arithmetic (A64FX, SVE), less exact (default: sums in FP32)", type=int, switches={"--fp16-accumulation": FP16_CHUNK})
+    fp32_matmul: str = opt("ieee", "ieee: FP32 matmuls on FP32 units; bf16x3: each operand as three BF16 numbers, multiplied by "
+                           "six BF16 matmuls, as exact as FP32: faster where BF16 has more than six times FP32's rate (AMX)",
+                           choices=("ieee", "bf16x3"))
     cache_packed_weights: bool = opt(False, "keep weights packed for the matrix kernels from one optimizer step to the next: "
                                      "faster with several micro-batches per step, at two more copies of the weights")
     allocator: str = opt("tuned", "tuned: tensors in memory that stays with the process; stock: malloc as it is. A preloaded "
@@ -272,6 +275,11 @@ class SystemConfig:
         chunk = self.fp16_accumulation_chunk
         check(chunk is None or 0 < chunk <= MAX_FP16_CHUNK,
               f"--fp16-accumulation-chunk is {chunk}: pass a number from 1 to {MAX_FP16_CHUNK}")
+
+    @property
+    def splits_fp32(self) -> bool:
+        """Whether FP32 operands of matmuls are multiplied as BF16 parts."""
+        return self.fp32_matmul == "bf16x3"
 
 
 @hashed_once
@@ -301,6 +309,10 @@ class RunConfig:
               f"{self.precision.name}: pass --fp16, or leave it out")
         check(chunk is None or kernels != "torch", f"--fp16-accumulation-chunk {chunk} is for the C++ kernels, and --kernels is "
               "torch: pass native or auto, or leave it out")
+        splits, precision = self.system.splits_fp32, self.precision.name
+        check(not splits or precision == "fp32", f"--fp32-matmul bf16x3 is for FP32, and this run is {precision}: leave it out")
+        check(not splits or kernels != "torch", "--fp32-matmul bf16x3 is for the C++ kernels, and --kernels is torch: pass native "
+              "or auto, or leave it out")
         layers, count = self.numbers.abft or (), self.model.num_layers
         beyond = next((layer for layer in layers if layer != "all" and int(layer) >= count), None)
         check(beyond is None, f"--abft {beyond}: the model has layers 0 to {count - 1}: pass some of them, or all")

@@ -268,8 +268,9 @@ def stage_memory(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held
     moments = run.optimizer.moment_bytes
     saved = FP32_BYTES + (0 if run.output.no_save_optim else moments)
     saving = elements * saved // shards if run.output.save and run.output.async_save else 0
-    copies, live = 3 if run.system.cache_packed_weights else 1, live_bytes(run, layout, stage, held)
-    return Memory(weights=copies * elements * (low or FP32_BYTES), gradients=elements * (FP32_BYTES + sent),
+    packed = 1.5 if run.system.splits_fp32 else 1.0  # three BF16 numbers for one of FP32
+    copies, live = 1 + 2 * packed * run.system.cache_packed_weights, live_bytes(run, layout, stage, held)
+    return Memory(weights=int(copies * elements) * (low or FP32_BYTES), gradients=elements * (FP32_BYTES + sent),
                   optimizer=elements * (moments + (FP32_BYTES if low else 0)) // shards,
                   activations=live + posted + working, logits=logits, saving=saving,
                   reused=reused_bytes(run, layout, stage, live))

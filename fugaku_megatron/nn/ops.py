@@ -23,6 +23,7 @@ from torch import Tensor
 from ..comm.autograd import RowBlocks
 from ..comm.base import Comm
 from ..host import kernels as native_kernels
+from ..host.observed import Observed
 from . import overlapped_ops
 from .native_ops import NativeOps
 from .parameter import WeightCache, WeightGradients
@@ -33,6 +34,7 @@ __all__ = ["BACKENDS", "FAMILIES", "DropoutKey", "Ops", "backward", "recompute"]
 
 FAMILIES = ("gemm", "attention", "rowwise", "loss", "embedding")
 BACKENDS = ("native", "torch")
+MATMULS = ("linear_forward", "linear_data_gradient", "linear_weight_gradient", "pack_weight", "packed_weight_size")
 Backend = NativeOps | TorchOps
 
 
@@ -51,17 +53,20 @@ class Ops:
     weight_gradients: WeightGradients
 
     @staticmethod
-    def build(choice: str | Mapping[str, str] = "native", *, fp16_chunk: int = 0, keep_packed_weights: bool = False,
-              kernels: Any = native_kernels, few_rows: int = 0) -> Ops:
+    def build(choice: str | Mapping[str, str] = "native", *, fp16_chunk: int = 0, bf16x3: bool = False,
+              keep_packed_weights: bool = False, kernels: Any = native_kernels, few_rows: int = 0) -> Ops:
         """Ops on "native" or "torch" kernels, or with a backend for each family; families that are not named run on "native".
 
-        fp16_chunk, few_rows: see `NativeOps`. keep_packed_weights: see `WeightCache`. Raises ValueError for unknown families or
+        fp16_chunk, few_rows: see `NativeOps`. bf16x3: all matmuls, whose operands must be FP32, multiply them as three BF16 parts.
+        keep_packed_weights: see `WeightCache`. Raises ValueError for unknown families or
         backends.
         """
         names = dict.fromkeys(FAMILIES, "native") | (dict.fromkeys(FAMILIES, choice) if isinstance(choice, str) else dict(choice))
         for family, name in names.items():
             if family not in FAMILIES or name not in BACKENDS:
                 raise ValueError(f"kernels {name} for {family}: pass {' or '.join(BACKENDS)}, for {', '.join(FAMILIES)}")
+        if bf16x3:
+            kernels = Observed(kernels, MATMULS, lambda _, matmul, args, kwargs: matmul(*args, **kwargs, bf16x3=True))
         cache = WeightCache(kernels) if keep_packed_weights else None
         gradients = WeightGradients()
         native = NativeOps(kernels, fp16_chunk, cache, gradients, few_rows)

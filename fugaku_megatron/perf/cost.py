@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..config import features
+from ..config.checks import check
 from ..config.layout import Layout
 from ..costs import accounting
 from ..costs.activations import Collective
@@ -159,6 +160,7 @@ def _before_forward(buckets: Sequence[tuple[int, float]], forward: float) -> flo
 # of their size has been freed: the threshold grows with what is freed, as far as this limit (DEFAULT_MMAP_THRESHOLD_MAX).
 MMAP_BYTES = 32 << 20
 TILES = ((256, 128), (128, 256))  # rows x columns of a GPU's GEMM tile
+PARTIAL_MATMULS = 6  # in BF16, of --fp32-matmul bf16x3
 GPU_HALF_K = 600.0  # K at which a tile reaches half its rate, before the fitted factor gemm_half
 
 
@@ -195,11 +197,22 @@ class Rank:
     precision: str
     nodes: int
     ranks_per_node: int
+    splits_fp32: bool = False  # --fp32-matmul bf16x3
 
     @property
     def _peak(self) -> float:
         precision = self.software.counts["computes_in"] or self.precision
         return self.machine.peak_tflops[precision] * 1e12 * self.machine.clock / self.ranks_per_node
+
+    @property
+    def _matmul_share(self) -> float:
+        """The rate of matmuls outside attention over that of the run's precision. Raises ValueError for a machine without BF16."""
+        if not self.splits_fp32 or self.software.style != "native":
+            return 1.0
+        ratio, measured = self.machine.peak_tflops["bf16"] / self.machine.peak_tflops["fp32"], self.parameters.bf16x3
+        check(bool(measured) or ratio > 1, f"--fp32-matmul bf16x3 needs BF16 arithmetic, which machine {self.machine.name} lacks "
+              "by its description: leave it out, or calibrate again")
+        return measured or ratio / PARTIAL_MATMULS
 
     @property
     def _slowness(self) -> float:
@@ -256,7 +269,8 @@ class Rank:
         flops = 2.0 * p.m * p.n * p.k * p.count * p.times
         if p.attention and self.parameters.attention_forward:
             return self._attention(p, flops)
-        return flops / (self._peak * (self._gpu(p) if self.machine.kind == "gpu" else self._cpu(p)))
+        share = 1.0 if p.attention else self._matmul_share
+        return flops / (self._peak * share * (self._gpu(p) if self.machine.kind == "gpu" else self._cpu(p)))
 
     def _attention(self, p: Matmul, flops: float) -> float:
         """Seconds of a fused kernel, which computes the matmuls of what is seen only and, backward, the scores again.

@@ -164,7 +164,7 @@ def step(run: RunConfig, layout: Layout, system: System, parameters: Parameters,
     network = Network(machine=system.machine, parameters=parameters, layout=layout, ranks_per_node=system.ranks_per_node,
                       active=active, slow=slow)
     rank = Rank(machine=system.machine, software=system.software, parameters=parameters, network=network, nodes=system.nodes,
-                precision=run.precision.name, ranks_per_node=system.ranks_per_node)
+                precision=run.precision.name, ranks_per_node=system.ranks_per_node, splits_fp32=run.system.splits_fp32)
     lists = run_schedule.lists_of(run, layout)
     parts = _part_seconds(run, layout, rank, without)
     stages = [_stage_seconds([parts[part] for part in accounting.stage_parts(run, stage)]) for stage in range(layout.pp)]
@@ -318,12 +318,13 @@ def warnings(run: RunConfig, layout: Layout, system: System, tflops: float) -> t
     note = system.machine.curve_note(threads) if system.machine.kind == "cpu" else None
     lines += [note] if note else []
     lines += [f"the time is that of a run without {name}, which is not modelled" for name in unmodelled(run)]
-    lines += [f"software {code.name} has no {flag(name)}: the time is that of a run without it" for name in code.lacking(run)]
+    lacking = [*code.lacking(run), *["fp32_matmul"] * (run.system.splits_fp32 and code.style != "native")]
+    lines += [f"software {code.name} has no {flag(name)}: the time is that of a run without it" for name in lacking]
     lines += [f"software {code.name} has no {name}: the time is that of one that has it" for name in lacking_choices(run, code)]
     if run.system.cpu_frequency not in (None, system.machine.ghz):
         lines.append(f"--cpu-frequency {run.system.cpu_frequency} is not the clock of this time, {system.machine.ghz}: pass --ghz")
     peak = system.machine.peak_tflops[code.counts["computes_in"] or run.precision.name] * system.machine.clock
-    if tflops > peak:
+    if tflops > peak and not run.system.splits_fp32:
         lines.append(f"{tflops:.4g} TFLOPs are above the {peak:.4g} of the machine: the tables' formula counts attention's full "
                      f"square and all of a recompute, software {code.name} computes less")
     return tuple(lines + outside(code.fitted.ranges, facts(run, layout, system)))

@@ -34,7 +34,8 @@ class Parameters:
     attention_forward, attention_backward: share of peak that a fused kernel without dropout reaches on the matmuls below the
     diagonal, two in forward and five in backward (accounting.ATTENTION_BACKWARD_SHARE), the maximum of share = maximum / (1 + half
     / s) at sequence length s; 0: attention runs as other matmuls do. dropout_flops: what a core does at its peak in the time in
-    which dropout decides on one probability of attention, once in forward and once more in backward.
+    which dropout decides on one probability of attention, once in forward and once more in backward. bf16x3: rate of matmuls with
+    --fp32-matmul bf16x3 over that of FP32 ones, measured by calibrate.
     """
 
     gemm_fraction: float = 1.0
@@ -44,6 +45,7 @@ class Parameters:
     attention_forward_half: float = 0.0
     attention_backward_half: float = 0.0
     dropout_flops: float = 0.0
+    bf16x3: float = 0.0
     unaligned: float = 1.0
     elementwise_fraction: float = 1.0
     call_us: float = 0.0

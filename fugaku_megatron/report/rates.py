@@ -107,7 +107,7 @@ def describe_machine(context: Context, inside: Messages | None, between: Message
     scale, fma = context.scale, context.compute["fma_gflops"]
     call_us, iteration_s = host_kernels.step_overhead()
     own = Compute(**context.compute, call_us=call_us, iteration_s=iteration_s,
-                  dropout_flops=host_kernels.dropout_flops(scale.lengths[1], fma))
+                  dropout_flops=host_kernels.dropout_flops(scale.lengths[1], fma), bf16x3=host_kernels.bf16x3_share())
     here = context.nodes.ranks.all_gather_object(own)
     threads, rate = sum(rank.threads for rank in here), 2 * own.gemm[-1][1]  # `affordable` expects half of a peak
     sizes = context.agreed(affordable([n for n, _ in own.gemm], scale.cold_bytes, rate, context.left / 3))

@@ -167,6 +167,8 @@ def check_early(run: RunConfig, world_size: int) -> None:
     chunk = run.system.fp16_accumulation_chunk
     check(chunk is None or kernels.has_fp16_arithmetic(), f"--fp16-accumulation-chunk {chunk} needs FP16 arithmetic, which "
           f"instruction set {kernels.active()} lacks: leave it out, or set FUGAKU_MEGATRON_TARGET=portable for a slow emulation")
+    check(not run.system.splits_fp32 or kernels.has_bf16_arithmetic(), "--fp32-matmul bf16x3 needs BF16 arithmetic, which "
+          f"instruction set {kernels.active()} lacks: leave it out")
     ParamSchedule.from_run(run, Layout.from_run(run, world_size).global_batch_size(run))
 
 
@@ -207,7 +209,8 @@ def announce(arguments: Arguments, run: RunConfig, layout: Layout, machine: str,
         machine,
         format_run(run, layout, nodes),
         f"world size {layout.world_size}: data parallel {layout.dp}, pipeline parallel {layout.pp}, tensor parallel {layout.tp}; "
-        f"{run.precision.name}, ZeRO stage {run.parallel.zero_stage}, recompute {recompute_name(run)}"
+        f"{run.precision.name}" + " with bf16x3 matmuls" * run.system.splits_fp32
+        + f", ZeRO stage {run.parallel.zero_stage}, recompute {recompute_name(run)}"
         + ", sequence parallel" * (accounting.sequence_parts(run, layout.tp) > 1)
         + ", overlap: " * bool(overlaps) + " and ".join(overlaps),
         f"parameters {accounting.parameters(run):,}, padded vocabulary {accounting.padded_vocab_size(run.model, layout.tp)}"

@@ -166,7 +166,7 @@ def check_same_run(run: RunConfig, world: Comm) -> list[str]:
 
 def build_ops(run: RunConfig, backends: Mapping[str, str], library: Any = kernels) -> Ops:
     """The run's operations on these backends. library: the C++ kernels, or what a profiler put around them."""
-    return Ops.build(backends, fp16_chunk=run.system.fp16_accumulation_chunk or 0,
+    return Ops.build(backends, fp16_chunk=run.system.fp16_accumulation_chunk or 0, bf16x3=run.system.splits_fp32,
                      keep_packed_weights=run.system.cache_packed_weights, kernels=library)
 
 
@@ -175,7 +175,7 @@ def choose_kernels(run: RunConfig, layout: Layout, world: Comm, saved: dict[str,
 
     A resumed run keeps the automatic choice that it was `saved` with: other kernels have other last bits.
     """
-    return _with_checksums(run, _with_fp16_accumulation(run, _backends(run, layout, world, saved)))
+    return _with_checksums(run, _with_other_sums(run, _backends(run, layout, world, saved)))
 
 
 def _with_checksums(run: RunConfig, choice: Choice) -> Choice:
@@ -197,10 +197,12 @@ def _backends(run: RunConfig, layout: Layout, world: Comm, saved: dict[str, str]
     return Choice(world.broadcast_object({t.family: t.faster for t in timings}), [title, *autotune.table(timings)])
 
 
-def _with_fp16_accumulation(run: RunConfig, choice: Choice) -> Choice:
-    """The choice with matmuls on the C++ kernels where linear layers sum in FP16: only they can."""
+def _with_other_sums(run: RunConfig, choice: Choice) -> Choice:
+    """The choice with matmuls on the C++ kernels where they sum in FP16 or multiply FP32 in BF16 parts: only they can."""
     chunk = run.system.fp16_accumulation_chunk
-    if not chunk:
+    if not chunk and not run.system.splits_fp32:
         return choice
     line = f"kernels: gemm native, partial sums of {chunk} terms in FP16, added up in FP32"
+    if run.system.splits_fp32:
+        line = "kernels: gemm native, each FP32 operand as three BF16 numbers, six BF16 matmuls added up in FP32"
     return Choice({**choice.backends, "gemm": "native"}, [*choice.lines, line])

@@ -12,6 +12,8 @@ from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import parse
 from fugaku_megatron.convert.weights import open_own, save_own
 from fugaku_megatron.data.sampler import fetch
+from fugaku_megatron.host import kernels
+from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.parameter import PARAMETER_DTYPES
 from fugaku_megatron.training.buckets import BucketComm
 from fugaku_megatron.training.feed import reads_data
@@ -29,6 +31,7 @@ from tests.helpers import (
     mock,
     plain_loss,
     small_run,
+    train,
     whole_tensors,
 )
 from tests.llama_models import FAMILIES
@@ -288,3 +291,20 @@ def test_flags():
                           (["--pretrained-checkpoint", ""], "--pretrained-checkpoint is empty")]:
         with pytest.raises(ValueError, match=message):
             parse([*words, *more])
+
+
+@pytest.mark.parametrize("iterations", [10, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("changes", [{"cache_packed_weights": True}, {"swiglu": True, "disable_bias_linear": True}])
+def test_fp32_matmuls_in_bf16_parts_have_the_losses_of_fp32(iterations, changes):
+    """Of every target that multiplies BF16; on those that emulate it, of the first iterations alone."""
+    run = small_run(**SMALLER, **changes, hidden_size=64)
+    for name in kernels.runnable_targets(emulated=iterations < 200):
+        with kernels.target(name):
+            if not kernels.has_bf16_arithmetic():
+                continue
+            keep = run.system.cache_packed_weights
+            exact, split = (train(SoloComm(), run, iterations, Ops.build(bf16x3=parts, keep_packed_weights=keep))
+                            for parts in (False, True))
+            ours, theirs = [result.loss for result in split], [result.loss for result in exact]
+            assert ours != theirs and ours == pytest.approx(theirs, rel=1e-5), name
+            assert theirs[-1] < theirs[0]

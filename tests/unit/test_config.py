@@ -148,6 +148,7 @@ MISTAKES = [
     (OutputConfig, {"ckpt_step": 5}, "--ckpt-step 5 needs --load"),
     *((SystemConfig, {"fp16_accumulation_chunk": chunk}, f"--fp16-accumulation-chunk is {chunk}: pass a number from 1 to 65536")
       for chunk in (-1, 0, 65537)),
+    choice(SystemConfig, "fp32_matmul", "tf32", "ieee or bf16x3"),
 ]
 
 
@@ -159,6 +160,7 @@ def test_a_mistake_is_refused_with_its_flag(config, values, message):
 
 
 CHUNKED = SystemConfig(fp16_accumulation_chunk=64)
+SPLIT = SystemConfig(fp32_matmul="bf16x3")
 
 
 def run_config(**groups) -> RunConfig:
@@ -171,6 +173,9 @@ def run_config(**groups) -> RunConfig:
     ({"system": CHUNKED}, "--fp16-accumulation-chunk 64 is for --fp16, and this run is fp32: pass"),
     ({"precision": PrecisionConfig(fp16=True), "system": replace(CHUNKED, kernels="torch")},
      "--fp16-accumulation-chunk 64 is for the C.. kernels, and --kernels is torch: pass"),
+    ({"precision": PrecisionConfig(bf16=True), "system": SPLIT},
+     "--fp32-matmul bf16x3 is for FP32, and this run is bf16: leave it out"),
+    ({"system": replace(SPLIT, kernels="torch")}, "--fp32-matmul bf16x3 is for the C.. kernels, and --kernels is torch: pass"),
     *(({"training": TrainingConfig(train_samples=8), "optimizer": OptimizerConfig(**{name: 4})},
        "--train-samples goes with --lr-decay-samples") for name in ("lr_decay_iters", "lr_warmup_iters")),
     *(({"training": TrainingConfig(train_iters=8), "optimizer": OptimizerConfig(**{name: 4})},

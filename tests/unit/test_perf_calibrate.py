@@ -28,7 +28,7 @@ def test_the_curve_and_a_disturbed_clock():
 def rank(ghz: float = 3.0) -> Compute:
     return Compute(threads=2, clock_ghz=ghz, fma_gflops=100.0, triad_gbs=20.0, gemm=((256, 70.0), (1024, 85.0)),
                    attention=((512, 40.0, 30.0), (2048, 64.0, 48.0)), dropout_flops=90.0, elementwise_gbs=15.0,
-                   call_us=7.0, iteration_s=0.01, process_mib=250.0)
+                   call_us=7.0, iteration_s=0.01, process_mib=250.0, bf16x3=0.4)
 
 
 def described(tmp_path, between: Messages | None) -> machine.Machine:
@@ -54,7 +54,7 @@ def test_what_the_kernels_reach_here_is_what_this_software_is_judged_by(tmp_path
     parameters = code.parameters(host)
     assert (parameters.call_us, parameters.iteration_s, parameters.elementwise_fraction) == (7.0, 0.01, 0.75)
     assert parameters.attention_forward / (1 + parameters.attention_forward_half / 2048) == pytest.approx(0.64, rel=1e-2)
-    assert parameters.dropout_flops == 90.0
+    assert parameters.dropout_flops == 90.0 and parameters.bf16x3 == 0.4
     before = replace(host, native={k: v for k, v in host.native.items() if k != "dropout_flops"})
     assert code.parameters(before).dropout_flops == 0.0  # those of before had it in their shares of attention
     assert parameters.intra_reduce_gbs == 5.0  # two ranks: the vector once over a link
@@ -81,9 +81,13 @@ def test_matmuls_take_other_matrices_each_time(monkeypatch):
     assert len({place for _, place in seen}) == sets and len({name for name, _ in seen}) == 3
 
 
-def test_rates_and_overheads_are_figures():
+def test_rates_and_overheads_are_figures(monkeypatch):
+    monkeypatch.setattr(host_kernels, "BF16X3_SIZE", 64)
     assert host_kernels.gemm_gflops(64) > 0 and host_kernels.gemm_gflops(64, 1 << 18, torch.bfloat16) > 0
     assert all(rate > 0 for rate in host_kernels.attention_gflops(64))
+    for name in host_kernels.kernels.runnable_targets():
+        with host_kernels.kernels.target(name):
+            assert (host_kernels.bf16x3_share() > 0) == host_kernels.kernels.has_bf16_arithmetic()
     assert host_kernels.dropout_flops(64, 50.0) >= 0
     assert all(math.isfinite(value) and value >= 0 for value in host_kernels.step_overhead())
     made = []

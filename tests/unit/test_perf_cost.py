@@ -106,6 +106,22 @@ def test_clock_and_sixteen_bits():
         assert fp32 / fp16 == pytest.approx(gain)
 
 
+def test_fp32_matmuls_in_bf16_parts_take_six_of_bf16_or_what_was_measured():
+    for name, rate in (("xeon-8480", 149.1 / 18.64 / 6), ("graviton3", 4 / 6), ("epyc-9655", 2 / 6)):
+        plain = rank(name, "fugaku_megatron")
+        split, done = replace(plain, splits_fp32=True), gemm(4096, 4096, 4096)
+        assert plain.seconds(done).gemm / split.seconds(done).gemm == pytest.approx(rate)
+        measured = replace(split, parameters=replace(split.parameters, bf16x3=0.3))
+        assert plain.seconds(done).gemm / measured.seconds(done).gemm == pytest.approx(0.3)
+        attention = Work(matmuls=(Matmul(m=512, n=512, k=64, attention=True),))
+        assert split.seconds(attention) == plain.seconds(attention)
+    run = make_run("124m", {"fp32_matmul": "bf16x3"})
+    with pytest.raises(ValueError, match="--fp32-matmul bf16x3 needs BF16 arithmetic, which machine a64fx lacks"):
+        model.predict(run, System.from_names("a64fx", "fugaku_megatron", 1), with_band=False)
+    foreign = model.predict(run, System.from_names("a64fx", "torch1.10", 1), with_band=False)
+    assert any("torch1.10 has no --fp32-matmul: the time is that of a run without it" in line for line in foreign.warnings)
+
+
 def test_ranks_of_one_cmg_each_use_all_of_the_memory_and_one_rank_of_a_node_does_not():
     work = Work(moved=1e9)
     spread, alone = rank(ranks_per_node=4).seconds(work).elementwise, rank().seconds(work).elementwise

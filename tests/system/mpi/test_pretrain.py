@@ -286,6 +286,25 @@ def test_sums_in_fp16_where_the_instruction_set_can(alone, tmp_path):
                 assert f"--fp16-accumulation-chunk 64 needs FP16 arithmetic, which instruction set {target} lacks" in job.stderr
 
 
+def test_fp32_matmuls_in_bf16_parts_where_the_instruction_set_can(alone, tmp_path):
+    flags = [*TINY, "--train-iters", 2, "--profile", "--profile-step-start", 1, "--profile-step-end", 2, "--profile-dir", tmp_path]
+    done = set()
+    for target in kernels.runnable_targets():
+        with kernels.target(target):
+            can = kernels.has_bf16_arithmetic()
+            if can in done:
+                continue
+            done.add(can)
+            job = alone(*flags, "--fp32-matmul", "bf16x3")
+        assert job.returncode == (0 if can else 2), job.stderr
+        if can:
+            assert "; fp32 with bf16x3 matmuls, ZeRO stage 0" in job.stdout
+            assert "kernels: gemm native, each FP32 operand as three BF16 numbers" in job.stdout
+        else:
+            assert f"--fp32-matmul bf16x3 needs BF16 arithmetic, which instruction set {target} lacks: leave it out" in job.stderr
+            assert job.stderr.count("\n") == 1
+
+
 RANKS_OWN = """
 import os, runpy, sys
 rank = next(os.environ[name] for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ)
