@@ -14,7 +14,8 @@ of the elementwise loops, each with a limit (tools/arm_vector_loops.py). It fail
 
 For AMX (target amx, Sapphire Rapids) it reads the BF16 GEMM and attention. It fails when a loop over k stores a tile, reads one
 from the stack, has fewer tile products than tile loads, or falls below its share of the matrix unit's rate by Intel's published
-cycles, the GEMM's also with all that it can fetch (tools/amx_loops.py).
+cycles, the GEMM's also with all that it can fetch (tools/amx_loops.py). For Neoverse and AMX it prints the rate of --fp32-matmul
+bf16x3 relative to FP32's.
 
 It uses GCC 12 and, where installed, Clang 19; without llvm-mca-19 it says that there is no model. The model is of one core with all
 data in L1: no caches, no measurement. Tested by tests/arm/test_codegen.py.
@@ -34,6 +35,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import setup
+from fugaku_megatron.perf.cost import PARTIAL_MATMULS
 from tools import amx_loops, arm_env, arm_vector_loops
 from tools.arm_vector_loops import LOOPS, VectorLoop, hot_loop
 from tools.asm_loops import Loop, around_loop, faults, innermost_loops, outside_loops, slow_instructions
@@ -44,6 +46,8 @@ COMPILERS = {"GCC 12": GCC, "Clang 19": "clang++-19 --target=aarch64-linux-gnu"}
 MCA = ["llvm-mca-19", "-mtriple=aarch64-linux-gnu"]
 ITERATIONS = 400
 CHUNKS = (16, 32, 64, 128, 256)  # steps of k summed in FP16
+MIN_BF16X3 = 1.3  # times FP32's peak on AMX
+TILE_KERNELS = ("tiles_kernel<32, 1>", "tiles_kernel<32, 3>")  # BF16, and FP32 in three BF16 parts
 
 
 @dataclass(frozen=True)
@@ -96,8 +100,9 @@ def hot_kernels(tile: tuple[int, int], fetch_steps: int) -> list[Kernel]:
 def bf16_kernels(tile: tuple[int, int], fetch_steps: int) -> list[Kernel]:
     """An instruction multiplies 2 x 4 by 4 x 2, so a tile of `tile` is a multiply-add for each of its registers, of two steps."""
     rows, vectors = tile
-    return [Kernel("GEMM BF16 k-loop", r"gemm_quads\.h|simd_\w+\.h|arm_neon\.h", rf"quads_kernel<.*Bf16Pairs, {rows}>", 0.9,
-                   rows * vectors, fetch_steps // 2)]
+    files = r"gemm_quads\.h|simd_\w+\.h|arm_neon\.h"
+    return [Kernel(name, files, rf"quads_kernel<.*{words}, {rows}>", 0.9, rows * vectors, fetch_steps // 2)
+            for name, words in (("GEMM BF16 k-loop", "Bf16Pairs"), ("GEMM bf16x3 k-loop", r"Bf16Pairs ?>"))]
 
 
 def gemm_tuning(machine: Machine) -> tuple[tuple[int, int], int]:
@@ -200,6 +205,20 @@ def chunk_line(compiler: str, text: str, tile: tuple[int, int]) -> str:
     return f"{compiler:9} GEMM FP16 with {per_chunk:.0f} cycles per chunk, % of the FP16 peak by chunk: {shares}"
 
 
+def bf16x3_line(compiler: str, text: str, machine: Machine, tile: tuple[int, int]) -> tuple[str, list[str]]:
+    """(line, faults) of the rate of --fp32-matmul bf16x3 over that of the FP32 loop: six BFMMLAs for four FMLAs."""
+    loops = [loop for loop in innermost_loops(text) if len(loop.multiply_adds) >= tile[0] * tile[1]]
+    names = demangled([loop.function for loop in loops])
+
+    def turn(pattern: str) -> float:
+        return next(cycles(loop, machine) for loop, name in zip(loops, names, strict=True) if re.search(pattern, name))
+
+    parts = turn(rf"quads_kernel<.*Bf16Pairs ?>, {tile[0]}>") * PARTIAL_MATMULS / 4  # a turn is four k
+    ratio = turn(rf"micro_kernel<.*FloatWords, {tile[0]}>") / parts
+    line = f"{compiler:9} GEMM bf16x3: {ratio:.2f} of the FP32 loop's rate; the units allow {4 / PARTIAL_MATMULS:.2f}"
+    return line, [f"{line}: 90 % of that needed"] * (ratio < 0.9 * 4 / PARTIAL_MATMULS)
+
+
 def machine_faults(machine: Machine, compilers: dict[str, str]) -> list[str]:
     """Prints the loops of a machine's code and returns what is wrong with them."""
     tile, steps = gemm_tuning(machine)
@@ -211,6 +230,10 @@ def machine_faults(machine: Machine, compilers: dict[str, str]) -> list[str]:
         for line, wrong in check(name, assembly(cxx, name, machine), wanted, machine):
             found += wrong
             print(line, flush=True) if line else None
+        if machine in NEOVERSES and not found and shutil.which(MCA[0]):
+            line, wrong = bf16x3_line(name, assembly(cxx, name, machine), machine, tile)
+            found += wrong
+            print(line, flush=True)
         if machine == A64FX and not found and shutil.which(MCA[0]):
             print(chunk_line(name, assembly(cxx, name), tile), flush=True)
     return found
@@ -250,7 +273,7 @@ def check_tiles(compiler: str, text: str) -> Iterator[tuple[str, list[str]]]:
     """(line, faults) of every loop over k of whole tiles in the code for AMX, alone and with what it fetches."""
     for loop in amx_loops.tile_loops(text):
         function = demangled([loop.loop.function])[0].split("(")[0].removeprefix("void ")
-        if function == "tiles_kernel<16>":  # at the bottom of a matrix: a tile of A for two of B
+        if function.startswith("tiles_kernel<16,"):  # at the bottom of a matrix: a tile of A for two of B
             continue
         reasons = amx_loops.faults(loop)
         parts = [(function, loop.loop.body)]
@@ -271,13 +294,17 @@ def amx_faults(compilers: dict[str, str]) -> list[str]:
     print(f"{'compiler':9} {'loop':60} {'products':>8} {'loads':>5} {'instr.':>6} {'cycles':>7} {'of peak':>9}")
     found = []
     for name, cxx in compilers.items():
-        text, lines = assembly(cxx, name, AMX), 0
+        text, seen = assembly(cxx, name, AMX), set()
         for line, wrong in check_tiles(name, text):
             found += wrong
-            lines += "tiles_kernel<32>" in line
+            seen |= {kernel for kernel in TILE_KERNELS if kernel in line}
             print(line, flush=True)
-        if not lines:
-            found.append(f"{name}: no loop over k in tiles_kernel<32>")
+        found += [f"{name}: no loop over k in {kernel}" for kernel in TILE_KERNELS if kernel not in seen]
+        ratio = min((amx_loops.fp32_ratio(loop.everything.body) for loop in amx_loops.tile_loops(text)
+                     if TILE_KERNELS[1] in demangled([loop.loop.function])[0]), default=0.0)
+        print(f"{name:9} GEMM bf16x3: {ratio:.2f} of the FP32 peak of the vector units", flush=True)
+        if ratio < MIN_BF16X3:
+            found.append(f"{name} GEMM bf16x3: {ratio:.2f} of the FP32 peak, {MIN_BF16X3} needed")
     return found
 
 
