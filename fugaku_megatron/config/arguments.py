@@ -19,10 +19,10 @@ from . import yaml_arguments
 from .checks import check, check_kind, flag, flag_words
 from .command_line import OTHER_FLAGS, Parser, nearest
 from .experts_config import EXPERTS
-from .groups import TIKTOKEN
+from .groups import MUON_FLAGS, TIKTOKEN
 from .model_config import HEAD_MULTIPLE, ROPE, ROPE_SCALING, YARN, YARN_SCALING, ModelConfig
 from .recipes import RECIPES
-from .run_config import GROUPS, RunConfig
+from .run_config import GROUPS, RECOMPUTE, RunConfig
 
 _OTHER = "other "  # prefix of flags that are not fields of config among the parsed values
 
@@ -40,12 +40,12 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
     ("--num-experts", lambda run: run.model.num_experts is not None, EXPERTS[1:]),
     ("--moe-router-enable-expert-bias", lambda run: run.model.moe_router_enable_expert_bias, ("moe_router_bias_update_rate",)),
     ("--moe-expert-capacity-factor", lambda run: run.model.moe_expert_capacity_factor is not None, ("moe_token_drop_policy",)),
+    ("--optimizer muon", lambda run: run.optimizer.muon, MUON_FLAGS),
     ("--decoupled-lr", lambda run: run.optimizer.decoupled_lr is not None, ("decoupled_min_lr",)),
     ("--use-rope-scaling", lambda run: run.model.use_rope_scaling, ROPE_SCALING),
     ("--fp16", lambda run: run.precision.fp16,
      ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")),
-    ("--recompute-granularity full", lambda run: run.training.recompute_granularity == "full",
-     ("recompute_method", "recompute_num_layers")),
+    ("--recompute-granularity full", lambda run: run.training.recompute_granularity == "full", RECOMPUTE[1:]),
     ("--recompute-auto or --pipeline-schedule auto",
      lambda run: run.training.recompute_auto or run.parallel.pipeline_schedule == AUTO, ("memory_per_rank",)),
     ("--lr-decay-style WSD", lambda run: run.optimizer.lr_decay_style == "WSD",

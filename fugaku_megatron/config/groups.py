@@ -95,6 +95,9 @@ class ParallelConfig:
 
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 MOMENT_BYTES = {"fp32": 4, "bf16": 2}  # of an element, by the formats that are built
+MUON = ("muon", "dist_muon")
+MUON_FLAGS = ("muon_momentum", "muon_nesterov", "muon_no_split_qkv", "muon_scale_mode", "muon_extra_scale_factor",
+              "muon_coefficient_type", "muon_num_ns_steps", "muon_tp_mode")
 MOMENT_DTYPES = (*MOMENT_BYTES, "fp16", "fp8")  # Megatron-LM's
 WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 
@@ -102,8 +105,23 @@ WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW, clipping, learning-rate and weight-decay schedule."""
+    """AdamW or Muon, clipping, learning-rate and weight-decay schedule."""
 
+    optimizer: str = opt("adam", "adam: AdamW for all weights; muon: orthogonal updates of matrices, and AdamW for embeddings, the "
+                         "logits' weight, biases and norms; dist_muon: the same with --use-distributed-optimizer",
+                         choices=("adam", *MUON))
+    muon_momentum: float = opt(0.9, "decay of Muon's momentum")
+    muon_nesterov: bool = opt(False, "Muon looks one step of its momentum ahead", aliases=("--muon-use-nesterov",))
+    muon_no_split_qkv: bool = opt(False, "queries, keys and values of a layer are one matrix for Muon")
+    muon_scale_mode: str = opt("spectral", "factor of Muon's orthogonal update: spectral, the root of the longer side; "
+                               "unit_rms_norm, the root of rows over columns; shape_scaling, that and at least 1",
+                               choices=("spectral", "unit_rms_norm", "shape_scaling"))
+    muon_extra_scale_factor: float = opt(1.0, "another factor; 0.2 with spectral makes updates as large as AdamW's")
+    muon_coefficient_type: str = opt("quintic", "coefficients of the Newton-Schulz iteration", choices=("quintic", "simple"))
+    muon_num_ns_steps: int = opt(5, "steps of the Newton-Schulz iteration")
+    muon_tp_mode: str = opt("duplicated", "duplicated: whole matrices, gathered from tensor-parallel ranks, so that the update "
+                            "does not depend on the layout; blockwise: each rank's part is a matrix, as is Megatron-LM's default",
+                            choices=("duplicated", "blockwise"))
     lr: float = opt(1e-4, "peak learning rate")
     min_lr: float = opt(0.0, "the learning rate never falls below this after warm-up")
     decoupled_lr: float | None = opt(None, "peak learning rate of the word embedding and of the logits' weight (default: --lr)",
@@ -148,8 +166,8 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         check_numbers(self)
         check_positive(self, "lr", "decoupled_lr", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens", "lr_wsd_decay_iters",
-                       "lr_wsd_decay_samples", "adam_eps")
-        check_fraction(self, "adam_beta1", "adam_beta2")
+                       "lr_wsd_decay_samples", "adam_eps", "muon_num_ns_steps", "muon_extra_scale_factor")
+        check_fraction(self, "adam_beta1", "adam_beta2", "muon_momentum")
         for name in ("min_lr", "weight_decay", "clip_grad", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens",
                      "lr_warmup_init"):
             check(getattr(self, name) >= 0, f"{flag(name)} is {getattr(self, name)}: pass 0 or more")
@@ -187,6 +205,11 @@ class OptimizerConfig:
                   "each tensor that it needs is not built: pass bf16 or fp32")
             check(value == "fp32" or self.use_precision_aware_optimizer, f"{flag(name)} {value} needs "
                   "--use-precision-aware-optimizer, as in Megatron-LM: pass it, or fp32")
+
+    @property
+    def muon(self) -> bool:
+        """Whether matrices are updated by Muon."""
+        return self.optimizer in MUON
 
     @property
     def moment_bytes(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from .checks import check, check_choices, check_numbers, check_positive, flag, hashed_once, is_unicode, opt, required
 from .experts_config import BALANCE, CAPACITY
-from .groups import MARKING, DataConfig, NumbersConfig, OptimizerConfig, ParallelConfig
+from .groups import MARKING, MUON_FLAGS, DataConfig, NumbersConfig, OptimizerConfig, ParallelConfig
 from .model_config import ModelConfig
 from .sample_rules import StepSizes
 
@@ -21,7 +21,7 @@ COURSE = {
     "model": ("seq_length", "mask_vocab_padding", "use_z_loss", "z_loss_strength", "hidden_dropout", "attention_dropout", *BALANCE,
               *CAPACITY),
     "batch": ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule"),
-    "optimizer": ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "lr_decay_style",
+    "optimizer": ("optimizer", *MUON_FLAGS, "lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "lr_decay_style",
                   "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples",
                   "lr_warmup_fraction", "lr_decay_tokens", "lr_warmup_tokens", "lr_warmup_init", "lr_wsd_decay_style",
                   "lr_wsd_decay_iters", "lr_wsd_decay_samples",

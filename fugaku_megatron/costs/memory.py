@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..config.groups import MOMENT_BYTES
 from ..config.layout import Layout, placement, sequence_parts
 from ..config.model_config import MLPS
 from ..config.run_config import RunConfig
@@ -40,6 +41,7 @@ from .accounting import (
 )
 from .activations import FP32_BYTES, Collective, activation_bytes, element_bytes
 from .experts import mlp_width, pair_working_bytes, waiting_bytes
+from .orthogonal import matrix_elements
 
 # Megatron's default of --ddp-bucket-size: large enough for the chunks of a ring over many ranks
 BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_RANK = 40_000_000, 1_000_000
@@ -83,6 +85,17 @@ def stage_units(run: RunConfig, layout: Layout, stage: int) -> list[int]:
     layers = [of_layer[layer] for chunk in reversed(stage_layers(run, stage)) for layer in reversed(chunk)]
     first, last = placement(run).owner(0)[0], placement(run).last_stage
     return [*[head] * (stage == last), *layers, *[embedding] * (stage == first), *[table] * tied]
+
+
+def second_moment_elements(run: RunConfig, layout: Layout, stage: int) -> int:
+    """Elements of the second moment on the rank of a stage that holds most: Muon's matrices, which lie first, have none."""
+    shards, layers = zero_shards(run, layout), [layer for chunk in reversed(stage_layers(run, stage)) for layer in reversed(chunk)]
+    matrices, head = matrix_elements(run, layout.tp), int(stage == placement(run).last_stage)
+    elements = 0
+    for size, units in zip(bucket_elements(run, layout, stage), bucket_units(run, layout, stage), strict=True):
+        without = sum(matrices[layers[unit - head]] for unit in units if head <= unit < head + len(layers))
+        elements += min(size // shards, size - without)
+    return elements
 
 
 def bucket_units(run: RunConfig, layout: Layout, stage: int) -> list[range]:
@@ -265,12 +278,13 @@ def stage_memory(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held
     working = max(working_bytes(run, layout.tp), outside + logits) - logits  # the head works when no layer does
     posted = posted_bytes(run, layout.tp, stage)
     sent = BF16_BYTES if run.parallel.grad_reduce_in_bf16 and layout.dp > 1 else 0  # copies, of all buckets at worst
-    moments = run.optimizer.moment_bytes
-    saved = FP32_BYTES + (0 if run.output.no_save_optim else moments)
-    saving = elements * saved // shards if run.output.save and run.output.async_save else 0
+    first, second = (MOMENT_BYTES[name] for name in (run.optimizer.exp_avg_dtype, run.optimizer.exp_avg_sq_dtype))
+    moments = elements // shards * first + second_moment_elements(run, layout, stage) * second
+    saved = elements // shards * FP32_BYTES + (0 if run.output.no_save_optim else moments)
+    saving = saved if run.output.save and run.output.async_save else 0
     packed = 1.5 if run.system.splits_fp32 else 1.0  # three BF16 numbers for one of FP32
     copies, live = 1 + 2 * packed * run.system.cache_packed_weights, live_bytes(run, layout, stage, held)
     return Memory(weights=int(copies * elements) * (low or FP32_BYTES), gradients=elements * (FP32_BYTES + sent),
-                  optimizer=elements * (moments + (FP32_BYTES if low else 0)) // shards,
+                  optimizer=moments + (elements // shards * FP32_BYTES if low else 0),
                   activations=live + posted + working, logits=logits, saving=saving,
                   reused=reused_bytes(run, layout, stage, live))

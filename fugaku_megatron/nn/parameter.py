@@ -45,6 +45,11 @@ class ParameterSpec:
         return len(self.shape) > 1 and not self.name.endswith(".bias")
 
     @property
+    def orthogonal(self) -> bool:
+        """Whether Muon makes its updates orthogonal: those of all matrices but the embeddings' and the logits' weight."""
+        return self.decayed and not self.name.startswith(("embedding.", "output_layer."))
+
+    @property
     def decoupled(self) -> bool:
         """Whether --decoupled-lr applies to it: the word embedding and the logits' weight."""
         return self.name in ("embedding.word_embeddings.weight", "output_layer.weight")

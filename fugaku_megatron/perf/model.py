@@ -236,13 +236,14 @@ def _exposed(run: RunConfig, layout: Layout, network: Network, lists: schedule.S
 
 
 def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
-    """Seconds of clipping and Adam over a rank's share of the largest stage, in FP32. Moments may have fewer bytes."""
+    """Seconds of clipping and Adam, or Muon, over a rank's share of the largest stage, in FP32. Moments may have fewer bytes."""
     counts = rank.software.counts["optimizer"]
     moved = counts["moved"] * accounting.FP32_BYTES - 2 * (2 * accounting.FP32_BYTES - run.optimizer.moment_bytes)
     parameters = max(held_parameters(run, layout, stage) for stage in set(memory.kinds(run)))
     layers = max(sum(map(len, accounting.stage_layers(run, stage))) for stage in set(memory.kinds(run)))
+    muon = max(replace(rank, precision="fp32").seconds(work.muon(run, layout, stage)).gemm for stage in memory.kinds(run))
     return (rank.traffic(moved * parameters / accounting.zero_shards(run, layout))
-            + rank.calls(counts["calls_per_layer"] * layers))
+            + rank.calls(counts["calls_per_layer"] * layers) + muon / layout.dp)
 
 
 TensorParallel = tuple[int, int, bool, str]  # ranks of a group, bytes of its collective, whether a node holds the group, software

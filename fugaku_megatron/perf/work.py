@@ -17,6 +17,7 @@ from ..config.model_config import MLPS
 from ..config.run_config import RunConfig
 from ..costs import accounting, activations, experts, memory
 from ..costs.activations import Collective, Record
+from ..costs.orthogonal import orthogonalized
 from ..pipeline.parts import SPLITS_BACKWARD
 from .software import Software
 
@@ -71,6 +72,13 @@ class Work:
         return Work(matmuls=self.matmuls + other.matmuls, moved=self.moved + other.moved, calls=self.calls + other.calls,
                     allocations=self.allocations + other.allocations, collectives=self.collectives + other.collectives,
                     exchanges=self.exchanges + other.exchanges)
+
+
+def muon(run: RunConfig, layout: Layout, stage: int) -> Work:
+    """Newton-Schulz iterations of all matrices of a stage, which data-parallel ranks share; nothing with AdamW."""
+    return Work(matmuls=tuple(Matmul(m=sides[0], n=sides[1], k=sides[2], times=count * run.optimizer.muon_num_ns_steps)
+                              for (m, n), count in orthogonalized(run, layout, stage).items()
+                              for sides in ((m, m, n), (m, m, m), (m, n, m))))
 
 
 def tensors(run: RunConfig, tp: int) -> dict[str, int]:

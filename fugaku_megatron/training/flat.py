@@ -1,8 +1,9 @@
 """Memory of a stage's parameters: one flat buffer of values, and gradients bucket by bucket (`costs.memory`).
 
 Inside a bucket weight-decayed parameters lie first, so that an update is a few calls on long ranges and a ZeRO-1 shard is one slice
-of each bucket. A bucket's gradients get memory with their first use, so that in an iteration of one micro-batch they take what
-backward has freed. Left out: the update (`optim`), reductions (`buckets`), files (`checkpoint`).
+of each bucket; with Muon its matrices lie before them, so that what has a second moment is one range. A bucket's gradients get
+memory with their first use, so that in an iteration of one micro-batch they take what backward has freed.
+Left out: the update (`optim`), reductions (`buckets`), files (`checkpoint`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 import zlib
 from bisect import bisect_right
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ class Range:
     counted: bool
     decoupled: bool = False
     balances: bool = False
+    orthogonal: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,14 +134,14 @@ def unit_modules(stage: Stage) -> list[nn.Module]:
     return [*head, *(layer for chunk in chunks for layer in reversed(chunk.layers)), *embedding]
 
 
-def _order(parameter: nn.Parameter) -> tuple[bool, bool, bool]:
+def _order(muon: bool, parameter: nn.Parameter) -> tuple[bool, bool, bool, bool]:
     """The same on all tensor-parallel ranks, so that their ZeRO-1 shards cut a replicated parameter at the same elements."""
     spec = spec_of(parameter)
-    return not spec.decayed, spec.partition_dim is None, spec.init_name != spec.name
+    return muon and not spec.orthogonal, not spec.decayed, spec.partition_dim is None, spec.init_name != spec.name
 
 
-def _range(start: int, end: int, spec: ParameterSpec) -> Range:
-    return Range(start, end, spec.decayed, spec.counted, spec.decoupled, spec.balances)
+def _range(start: int, end: int, spec: ParameterSpec, muon: bool) -> Range:
+    return Range(start, end, spec.decayed, spec.counted, spec.decoupled, spec.balances, muon and spec.orthogonal)
 
 
 def _merge(ranges: list[Range]) -> list[Range]:
@@ -155,19 +158,21 @@ def _merge(ranges: list[Range]) -> list[Range]:
 class FlatParameters:
     """Memory of a stage's parameters: `values` (the model's dtype), flat, and `gradients`, each bucket padded for `shards` ranks.
     minimum: elements of a bucket, see `costs.memory.cut`; None takes any module as `stage`, and makes one bucket of it.
+    muon: whether the optimizer is Muon.
 
     After construction every parameter of the stage is a FlatParameter and holds its initial weights.
     """
 
     def __init__(self, stage: Stage | nn.Module, dtype: torch.dtype, seed: int, shards: int, kernels: Any,
-                 minimum: int | None = None) -> None:
+                 minimum: int | None = None, muon: bool = False) -> None:
+        self._muon = muon
         self.starts: list[int] = []
         self.buckets: list[Bucket] = []
         declared = self._lay_out(stage, shards * FLAT_ALIGNMENT, minimum)
         self.numel = self.buckets[-1].end
         self.values = torch.zeros(self.numel, dtype=dtype)
         self.gradients = Gradients(self.buckets)
-        self._ranges = _merge([_range(start, start + p.numel(), spec_of(p))
+        self._ranges = _merge([_range(start, start + p.numel(), spec_of(p), muon)
                                for start, p in zip(self.starts, declared, strict=True)])
         self._seed, self._kernels = seed, kernels
         self.parameters = self._replace(stage, declared)
@@ -182,7 +187,7 @@ class FlatParameters:
         end = 0
         for bucket in cut([sum(p.numel() for p in unit) for unit in units], minimum or 1, tied):
             start = end
-            for parameter in sorted((p for i in bucket for p in units[i]), key=_order):
+            for parameter in sorted((p for i in bucket for p in units[i]), key=partial(_order, self._muon)):
                 parameters.append(parameter)
                 self.starts.append(end)
                 end += parameter.numel()
@@ -202,7 +207,7 @@ class FlatParameters:
             a, b = max(start, begin), min(end, begin + parameter.numel())
             if a < b:
                 spec = parameter.spec
-                pieces.append((_range(a - start, b - start, spec), _place(parameter, a - begin)))
+                pieces.append((_range(a - start, b - start, spec, self._muon), _place(parameter, a - begin)))
         return pieces
 
     def owner(self, tensor: Tensor) -> FlatParameter | None:

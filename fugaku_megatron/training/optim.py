@@ -1,4 +1,4 @@
-"""AdamW on flat buffers: clipping, loss scale, ZeRO-1, and the schedules of learning rate and weight decay.
+"""AdamW and Muon on flat buffers: clipping, loss scale, ZeRO-1, and the schedules of learning rate and weight decay.
 
 The schedules follow the rules of Megatron-LM's megatron/core/optimizer_param_scheduler.py, and count the samples of iterations that
 updated the weights. Left out: the buffers (`flat`), sums of gradients and gathers of weights (`buckets`), files (`checkpoint`).
@@ -24,6 +24,7 @@ from ..nn.ops import Ops
 from ..nn.parameter import PARAMETER_DTYPES
 from .buckets import BucketComm
 from .flat import FlatParameters, Range
+from .muon import Muon
 
 
 class LossScaler:
@@ -77,9 +78,10 @@ class StepResult:
 class Part:
     """What this rank updates of a bucket: all of it, or its ZeRO-1 shard, n elements from `start` of the flat buffer.
 
-    master: (n,) in FP32. exp_avg, exp_avg_sq: (n,) in the formats of --exp-avg-dtype and --exp-avg-sq-dtype. low: the same elements
-    of the model's weights, None where `master` is a view of them. ranges: what lies in them, counted from `start`. updates: what
-    each call of the kernel updates, and the arguments that tell it which elements these are, where exp_avg_sq is rounded.
+    master: (n,) in FP32. exp_avg, exp_avg_sq: (n,) in the formats of --exp-avg-dtype and --exp-avg-sq-dtype; exp_avg_sq without the
+    first `orthogonal` elements, which Muon updates. low: the same elements of the model's weights, None where `master` is a view of
+    them. ranges: what lies in them, counted from `start`. updates: what each call of the kernel updates, and the arguments that
+    tell it which elements these are, where exp_avg_sq is rounded.
     """
 
     start: int
@@ -87,12 +89,15 @@ class Part:
     low: Tensor | None
     exp_avg: Tensor
     exp_avg_sq: Tensor
+    orthogonal: int
     ranges: list[Range]
     updates: list[tuple[Range, dict[str, Any]]]
 
 
 class Optimizer:
-    """AdamW over this rank's shard (ZeRO-1) of every bucket, or all of it. ops: runs its kernels, and is told of new weights.
+    """AdamW, or Muon for matrices, over this rank's shard (ZeRO-1) of every bucket, or all of it.
+
+    ops: runs its kernels, and is told of new weights.
 
     Gradients come in as sums whose mean is taken by the loss's factor, times the loss scale; `step` reduces, unscales, clips,
     updates and, with ZeRO-1, gathers the weights.
@@ -102,20 +107,22 @@ class Optimizer:
         self.run, self.groups, self.ops, self.config = run, groups, ops, run.optimizer
         self.sharded = run.parallel.zero_stage == 1
         self.flat = FlatParameters(stage, PARAMETER_DTYPES[run.precision.name], run.training.seed, groups.dp.size, ops.kernels,
-                                   bucket_minimum(run, groups.dp.size))
+                                   bucket_minimum(run, groups.dp.size), self.config.muon)
         self.buckets = BucketComm(stage, self.flat, run, groups)
         self.parts = [self._part(*self.buckets.part(bucket)) for bucket in self.flat.buckets]
+        self._muon = Muon(self.flat, self.buckets, run, groups, ops.kernels) if self.config.muon else None
         self.scaler, self.steps = LossScaler(run.precision), 0
         self._reduced: list[Tensor] | None = None
         self._norm: float | None = None
 
     def _part(self, start: int, end: int) -> Part:
         own, fp32 = self.flat.values[start:end], self.run.precision.name == "fp32"
-        exp_avg, exp_avg_sq = (torch.zeros(end - start, dtype=PARAMETER_DTYPES[name])
-                               for name in (self.config.exp_avg_dtype, self.config.exp_avg_sq_dtype))
         ranges = self.flat.ranges(start, end)
-        return Part(start, own if fp32 else self.flat.initial_shard(start, end), None if fp32 else own, exp_avg, exp_avg_sq, ranges,
-                    self._updates(start, end, ranges))
+        orthogonal = max((r.end for r in ranges if r.orthogonal), default=0)
+        exp_avg = torch.zeros(end - start, dtype=PARAMETER_DTYPES[self.config.exp_avg_dtype])
+        exp_avg_sq = torch.zeros(end - start - orthogonal, dtype=PARAMETER_DTYPES[self.config.exp_avg_sq_dtype])
+        return Part(start, own if fp32 else self.flat.initial_shard(start, end), None if fp32 else own, exp_avg, exp_avg_sq,
+                    orthogonal, ranges, self._updates(start, end, ranges))
 
     def _updates(self, start: int, end: int, ranges: list[Range]) -> list[tuple[Range, dict[str, Any]]]:
         """Long ranges, or single parameters where the rounding of exp_avg_sq depends on an element's place."""
@@ -180,19 +187,39 @@ class Optimizer:
         self.ops.weights_changed()  # packed copies of the old ones are no longer used
         for index in reversed(range(len(self.parts))):  # the next forward needs the last bucket first
             self._adamw(self.parts[index], grads[index], rates, weight_decay, min(clip, 1.0) / scale)
+            if self._muon:
+                self._orthogonal(self._muon, index, grads[index], lr, weight_decay, min(clip, 1.0) / scale)
             self.buckets.gather(index)
         return StepResult(norm, zeros, False)
 
     def _adamw(self, part: Part, grads: Tensor, rates: tuple[float, float], weight_decay: float, grad_scale: float) -> None:
         config, adamw = self.config, self.ops.kernels.adamw
         for r, place in part.updates:
-            at = slice(r.start, r.end)
+            at, after = slice(r.start, r.end), part.orthogonal
             if r.balances:
                 self._balance(part, grads, at)
+            if r.balances or r.orthogonal:
                 continue
-            adamw(part.master[at], grads[at], part.exp_avg[at], part.exp_avg_sq[at], lr=rates[r.decoupled], beta1=config.adam_beta1,
+            exp_avg_sq = part.exp_avg_sq[r.start - after : r.end - after]
+            adamw(part.master[at], grads[at], part.exp_avg[at], exp_avg_sq, lr=rates[r.decoupled], beta1=config.adam_beta1,
                   beta2=config.adam_beta2, eps=config.adam_eps, weight_decay=weight_decay if r.decayed else 0.0, step=self.steps,
                   grad_scale=grad_scale, copy=None if part.low is None else part.low[at], **place)
+
+    def _orthogonal(self, muon: Muon, index: int, grads: Tensor, lr: float, weight_decay: float, grad_scale: float) -> None:
+        """Muon's step on the matrices of a bucket, of which other data-parallel ranks compute a part."""
+        part, config = self.parts[index], self.config
+        at = slice(0, part.orthogonal)
+        own, grad = torch.zeros(len(part.master)), grads[at] * grad_scale
+        own[at] = momentum = part.exp_avg[at].float().lerp_(grad, 1.0 - config.muon_momentum)
+        part.exp_avg[at] = momentum
+        if config.muon_nesterov:
+            own[at] = grad.lerp_(momentum, config.muon_momentum)
+        updates = muon.updates(index, own)
+        if updates is None:
+            return
+        part.master[at].mul_(1.0 - lr * weight_decay).sub_(updates[at], alpha=lr)
+        if part.low is not None:
+            part.low[at].copy_(part.master[at])
 
     def _balance(self, part: Part, excess: Tensor, at: slice) -> None:
         """Lower the bias of experts with more tokens than the mean, and raise that of the others. excess (n,): of the part."""
@@ -206,7 +233,8 @@ class Optimizer:
         if owned and not self.sharded and self.groups.dp.rank > 0:
             return []
         return [record for kind, name in (("weight", "master"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
-                for part in self.parts for record in self.flat.shards(kind, getattr(part, name), part.start, owned)]
+                for part in self.parts for record in
+                self.flat.shards(kind, getattr(part, name), part.start + part.orthogonal * (kind == "exp_avg_sq"), owned)]
 
     def after_load(self) -> None:
         """Make the model's weights from the loaded master weights, which the other holders of a shard get from its owner."""

@@ -363,3 +363,123 @@ def test_the_log_says_that_moments_are_converted(source, changes, notes, saved):
     run = small_run(load=str(saved[source]), **changes)
     lines = resume_training(make_trainer(SoloComm(), run), find_checkpoint(run, SoloComm()))
     assert [line for line in lines if "exp-avg" in line] == notes
+
+
+MUON = {"optimizer": "muon", "muon_extra_scale_factor": 0.2, "weight_decay": 0.1, "clip_grad": 0.5, "lr": 2e-3}
+GROUPED = {"swiglu": True, "group_query_attention": True, "num_query_groups": 2, "disable_bias_linear": True}
+
+
+def plain_orthogonal(x, steps):
+    """The Newton-Schulz iteration of the sources in training/muon.py."""
+    coefficients = [(4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037), (2.8769, -3.1427, 1.2046),
+                    (2.8366, -3.0525, 1.2012)]
+    if x.shape[0] > x.shape[1]:
+        return plain_orthogonal(x.T, steps).T
+    x = x / x.norm()
+    for a, b, c in coefficients[:steps]:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+def plain_matrices(name, update, model, split):
+    """The rows (n,) of each matrix in a global weight of `update`'s rows."""
+    if "linear_qkv" not in name or not split:
+        return [torch.arange(len(update))]
+    per_group = model.num_attention_heads // model.query_groups + 2
+    head = torch.arange(len(update)) // model.kv_channels % per_group
+    return [which.nonzero()[:, 0] for which in (head < per_group - 2, head == per_group - 2, head == per_group - 1)]
+
+
+class PlainMuon:
+    """One process in double: Muon for the layers' matrices, torch's AdamW for the rest. weights: global, by name."""
+
+    def __init__(self, weights, run):
+        self.run, self.weights = run, {name: weight.double().requires_grad_() for name, weight in weights.items()}
+        self.momentum = {name: torch.zeros_like(w) for name, w in self.weights.items()
+                         if w.dim() > 1 and name.startswith("decoder.") and not name.endswith(".bias")}
+        groups = [{"params": [w], "weight_decay": run.optimizer.weight_decay * (w.dim() > 1 and not name.endswith(".bias"))}
+                  for name, w in self.weights.items() if name not in self.momentum]
+        self.adamw = torch.optim.AdamW(groups, lr=run.optimizer.lr, betas=(0.9, 0.999), eps=run.optimizer.adam_eps)
+
+    def step(self):
+        o = self.run.optimizer
+        torch.nn.utils.clip_grad_norm_(self.weights.values(), o.clip_grad)
+        self.adamw.step()
+        for name, momentum in self.momentum.items():
+            weight, grad = self.weights[name].data, self.weights[name].grad
+            momentum.lerp_(grad, 1 - o.muon_momentum)
+            update = grad.lerp(momentum, o.muon_momentum) if o.muon_nesterov else momentum
+            weight.mul_(1 - o.lr * o.weight_decay)
+            rows_of, update = weight.view(-1, weight.shape[-1]), update.reshape(-1, weight.shape[-1])
+            for rows in plain_matrices(name, update, self.run.model, not o.muon_no_split_qkv):
+                scale = math.sqrt(max(len(rows), update.shape[1])) * o.muon_extra_scale_factor
+                rows_of[rows] -= o.lr * scale * plain_orthogonal(update[rows], o.muon_num_ns_steps)
+
+
+def test_fifty_muon_steps_equal_plain_torch_in_a_split_layout():
+    changes = {**MUON, "lr_decay_style": "constant", "train_iters": 50}
+    trainer = make_trainer(SoloComm(), small_run(**changes))
+    plain, expected = PlainMuon(whole_tensors(trainer, "weight"), trainer.run), []
+    for step in range(50):
+        tokens = torch.from_numpy(fetch(trainer.train, range(16 * step, 16 * step + 16)))
+        plain.adamw.zero_grad()
+        for name in plain.momentum:
+            plain.weights[name].grad = None
+        loss = plain_loss(plain.weights, tokens[:-1], tokens[1:], trainer.run.model)
+        loss.backward()
+        plain.step()
+        expected.append(loss.item())
+    for losses, _ in ThreadWorld(8).run(trained, small_run(**changes, **TP2PP2, zero_stage=1), None, None, 50):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("changes", [GROUPED, {**GROUPED, "muon_no_split_qkv": True, "muon_nesterov": True, "muon_num_ns_steps": 3},
+                                     {"muon_nesterov": True}], ids=["grouped", "nesterov", "gpt"])
+def test_muon_steps_of_each_layout(changes):
+    """From the gradients of each step. Data-parallel ranks alone and with ZeRO-1 compute the bits of one rank."""
+    changes = {**MUON, **changes, "lr_decay_style": "constant"}
+
+    def steps(world, run):
+        trainer = make_trainer(world, run)
+        plain = PlainMuon(whole_tensors(trainer, "weight"), run)
+        for _ in range(3):
+            trainer.train_step()
+            for name, grad in whole_tensors(trainer, "grad").items():
+                plain.weights[name].grad = grad.double()
+            plain.step()
+            for name, weight in whole_tensors(trainer, "weight").items():
+                torch.testing.assert_close(weight.double(), plain.weights[name].detach(), rtol=1e-5, atol=1e-5,
+                                           msg=lambda m, n=name: f"{n}: {m}")
+        trainer.close()
+
+    steps(SoloComm(), small_run(**changes))
+    ThreadWorld(2).run(steps, small_run(**changes, tensor_model_parallel_size=2))
+
+
+def test_muon_on_data_parallel_ranks_has_the_bits_of_replicas():
+    runs = [small_run(**MUON, zero_stage=stage, bf16=True, ddp_bucket_size=1) for stage in (0, 1)]
+    replicas, shards = (ThreadWorld(4).run(trained, run, None, None, 4)[0] for run in runs)
+    assert replicas[0] == shards[0] and all(torch.equal(w, shards[1][name]) for name, w in replicas[1].items())
+
+
+def test_a_muon_run_resumes_in_another_layout(tmp_path):
+    run, split = small_run(**MUON), small_run(**MUON, **TP2PP2, zero_stage=1)
+    straight, _ = trained(SoloComm(), run, iterations=6)
+    ThreadWorld(8).run(trained, split, None, tmp_path, 3)
+    assert trained(SoloComm(), run, tmp_path, None, 3)[0] == pytest.approx(straight[3:], rel=1e-5)
+    assert not any(key.startswith("exp_avg_sq/decoder") and key.endswith("linear_fc1.weight")
+                   for shard in make_trainer(SoloComm(), run).optimizer.checkpoint_shards() for key in [shard.key])
+
+
+@pytest.mark.parametrize("changes", [{}, {"bf16": True}, {"zero_stage": 1, **TP2PP2}])
+def test_memory_of_muon_is_what_the_formula_says(changes):
+    run, ranks = small_run(**MUON, **changes), 8 if changes.get("zero_stage") else 1
+    held = []
+    for rank in range(0, ranks, 2):
+        parts = make_trainer(SoloComm(rank, ranks), run).optimizer.parts
+        held.append(sum(t.nbytes for p in parts for t in (p.exp_avg, p.exp_avg_sq, *([] if p.low is None else [p.master]))))
+    layout, lists = Layout.from_run(run, ranks), run_schedule.of_run(run, 2)
+    planned = [memory.stage_memory(run, layout, stage, lists.held(stage)).optimizer for stage in range(layout.pp)]
+    assert max(held) == max(planned)
+    assert planned[0] < memory.stage_memory(small_run(**changes), layout, 0, lists.held(0)).optimizer

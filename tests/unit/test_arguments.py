@@ -122,7 +122,7 @@ def test_the_launch_line_of_a_cpu_fork_parses():
     ("--num-attention-heads 5", "--hidden-size 32 is not divisible by --num-attention-heads 5"),
     ("--kv-channels 6", "--kv-channels is 6, .* kernels take multiples of 4: pass one, or --kernels torch"),
     ("--hidden-size 24", "--kv-channels is 6, by default hidden size / attention heads"),
-    ("--optimizer sgd", "--optimizer sgd: AdamW is the one optimizer"),
+    ("--optimizer sgd", "argument --optimizer: invalid choice: 'sgd'"),
     ("--world-size 4", "--world-size 4 goes with --dry-run"), ("--dry-run --world-size 0", "--world-size is 0"),
     ("--recipe 124n", "--recipe 124n is unknown: pass one of demo, 124m, .*did you mean 124m"),
 ])
