@@ -38,7 +38,7 @@ from ..host import kernels, runtime
 from ..host.observed import Phases
 from ..training import pretrain, train
 from ..training.observers import Heartbeats, Observers
-from ..training.optim import ParamSchedule
+from ..training.param_schedule import ParamSchedule
 from ..training.rank_watch import check_memory
 from ..training.resume import Resume, with_padding
 from ..training.start_choices import choose_kernels, read_tokenizer, settle, with_vocabulary

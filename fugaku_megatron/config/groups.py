@@ -94,7 +94,8 @@ class ParallelConfig:
 
 
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
-MOMENT_BYTES = {"fp32": 4, "bf16": 2}  # of an element, by the formats that are built
+MOMENT_BLOCK = 256  # elements that share a scale in int8
+MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / MOMENT_BLOCK}  # of an element, by the formats that are built
 MUON = ("muon", "dist_muon")
 MUON_FLAGS = ("muon_momentum", "muon_nesterov", "muon_no_split_qkv", "muon_scale_mode", "muon_extra_scale_factor",
               "muon_coefficient_type", "muon_num_ns_steps", "muon_tp_mode")
@@ -150,9 +151,10 @@ class OptimizerConfig:
     use_precision_aware_optimizer: bool = opt(False, "store AdamW's moments in the formats of --exp-avg-dtype and "
                                               "--exp-avg-sq-dtype")
     exp_avg_dtype: str = opt("fp32", "with --use-precision-aware-optimizer, the format in which the first moment is stored: fp32, "
-                             "or bf16, rounded to nearest; AdamW computes in FP32", choices=MOMENT_DTYPES)
-    exp_avg_sq_dtype: str = opt("fp32", "the same of the second moment: fp32, or bf16, rounded up or down at random so that its "
-                                "mean is right, the same in every layout", choices=MOMENT_DTYPES)
+                             "bf16, or int8 with a scale for each block of 256, rounded to nearest; AdamW computes in FP32",
+                             choices=MOMENT_DTYPES)
+    exp_avg_sq_dtype: str = opt("fp32", "the same of the second moment: fp32, bf16 or int8, rounded up or down at random so that "
+                                "its mean is right, in bf16 the same in every layout", choices=MOMENT_DTYPES)
     override_opt_param_scheduler: bool = opt(False, "on resuming, learning rate and weight decay follow this command line; the "
                                              "default, too, which notes what differs from the checkpoint",
                                              aliases=("--override-opt_param-scheduler", "--override-lr-scheduler"))
@@ -202,9 +204,14 @@ class OptimizerConfig:
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
             value = getattr(self, name)
             check(value in MOMENT_BYTES, f"{flag(name)} {value}: moments lie below the range of {value.upper()}, and the scale of "
-                  "each tensor that it needs is not built: pass bf16 or fp32")
+                  "each tensor that it needs is not built: pass int8, bf16 or fp32")
             check(value == "fp32" or self.use_precision_aware_optimizer, f"{flag(name)} {value} needs "
                   "--use-precision-aware-optimizer, as in Megatron-LM: pass it, or fp32")
+
+        check((self.exp_avg_dtype == "int8") == (self.exp_avg_sq_dtype == "int8"), f"--exp-avg-dtype {self.exp_avg_dtype} and "
+              f"--exp-avg-sq-dtype {self.exp_avg_sq_dtype}: int8 is built for both moments together: pass it twice")
+        check(self.exp_avg_dtype != "int8" or not self.muon, f"--exp-avg-dtype int8 is built for AdamW, not for --optimizer "
+              f"{self.optimizer}: pass bf16")
 
     @property
     def muon(self) -> bool:
@@ -212,7 +219,7 @@ class OptimizerConfig:
         return self.optimizer in MUON
 
     @property
-    def moment_bytes(self) -> int:
+    def moment_bytes(self) -> float:
         """Of both of AdamW's moments of one parameter."""
         return MOMENT_BYTES[self.exp_avg_dtype] + MOMENT_BYTES[self.exp_avg_sq_dtype]
 

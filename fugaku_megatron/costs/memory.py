@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..config.groups import MOMENT_BYTES
+from ..config.groups import MOMENT_BLOCK, MOMENT_BYTES
 from ..config.layout import Layout, placement, sequence_parts
 from ..config.model_config import MLPS
 from ..config.run_config import RunConfig
@@ -96,6 +96,17 @@ def second_moment_elements(run: RunConfig, layout: Layout, stage: int) -> int:
         without = sum(matrices[layers[unit - head]] for unit in units if head <= unit < head + len(layers))
         elements += min(size // shards, size - without)
     return elements
+
+
+def moment_bytes(run: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
+    """Bytes of both moments on a rank, and of what a checkpoint holds of them: those of 8 bits are saved in FP32."""
+    optimizer, shards = run.optimizer, zero_shards(run, layout)
+    if optimizer.exp_avg_dtype == "int8":
+        parts = [size // shards for size in bucket_elements(run, layout, stage)]
+        return sum(2 * (n + FP32_BYTES * -(-n // MOMENT_BLOCK)) for n in parts), 2 * FP32_BYTES * sum(parts)
+    held = (flat_elements(run, layout, stage) // shards * MOMENT_BYTES[optimizer.exp_avg_dtype]
+            + second_moment_elements(run, layout, stage) * MOMENT_BYTES[optimizer.exp_avg_sq_dtype])
+    return int(held), int(held)
 
 
 def bucket_units(run: RunConfig, layout: Layout, stage: int) -> list[range]:
@@ -278,13 +289,13 @@ def stage_memory(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held
     working = max(working_bytes(run, layout.tp), outside + logits) - logits  # the head works when no layer does
     posted = posted_bytes(run, layout.tp, stage)
     sent = BF16_BYTES if run.parallel.grad_reduce_in_bf16 and layout.dp > 1 else 0  # copies, of all buckets at worst
-    first, second = (MOMENT_BYTES[name] for name in (run.optimizer.exp_avg_dtype, run.optimizer.exp_avg_sq_dtype))
-    moments = elements // shards * first + second_moment_elements(run, layout, stage) * second
-    saved = elements // shards * FP32_BYTES + (0 if run.output.no_save_optim else moments)
-    saving = saved if run.output.save and run.output.async_save else 0
+    moments, in_file = moment_bytes(run, layout, stage)
+    saved = elements // shards * FP32_BYTES + (0 if run.output.no_save_optim else in_file)
+    saving = (saved if run.output.save and run.output.async_save else 0) + (in_file - moments if run.output.save else 0)
     packed = 1.5 if run.system.splits_fp32 else 1.0  # three BF16 numbers for one of FP32
     copies, live = 1 + 2 * packed * run.system.cache_packed_weights, live_bytes(run, layout, stage, held)
     return Memory(weights=int(copies * elements) * (low or FP32_BYTES), gradients=elements * (FP32_BYTES + sent),
+                  optimizer=moments + (elements // shards * FP32_BYTES if low else 0),
                   optimizer=moments + (elements // shards * FP32_BYTES if low else 0),
                   activations=live + posted + working, logits=logits, saving=saving,
                   reused=reused_bytes(run, layout, stage, live))

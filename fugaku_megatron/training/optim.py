@@ -1,12 +1,13 @@
-"""AdamW and Muon on flat buffers: clipping, loss scale, ZeRO-1, and the schedules of learning rate and weight decay.
+"""AdamW and Muon on flat buffers: clipping, loss scale and ZeRO-1.
 
-The schedules follow the rules of Megatron-LM's megatron/core/optimizer_param_scheduler.py, and count the samples of iterations that
-updated the weights. Left out: the buffers (`flat`), sums of gradients and gathers of weights (`buckets`), files (`checkpoint`).
+Left out: the buffers (`flat`), sums of gradients and gathers of weights (`buckets`), learning rates (`param_schedule`), files
+(`checkpoint`).
 """
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -16,15 +17,18 @@ from torch import Tensor
 
 from ..checkpoint.shards import Shard
 from ..comm.grid import Groups
-from ..config.checks import check
-from ..config.run_config import OptimizerConfig, PrecisionConfig, RunConfig
+from ..config.run_config import PrecisionConfig, RunConfig
 from ..costs.memory import bucket_minimum
 from ..nn.model import Stage
 from ..nn.ops import Ops
 from ..nn.parameter import PARAMETER_DTYPES
 from .buckets import BucketComm
 from .flat import FlatParameters, Range
+from .moments import EightBitMoment
 from .muon import Muon
+
+Moments = tuple[EightBitMoment, EightBitMoment]  # the first and the second
+EIGHT_BIT_CHUNK = 1 << 17  # elements; a multiple of the block
 
 
 class LossScaler:
@@ -78,10 +82,10 @@ class StepResult:
 class Part:
     """What this rank updates of a bucket: all of it, or its ZeRO-1 shard, n elements from `start` of the flat buffer.
 
-    master: (n,) in FP32. exp_avg, exp_avg_sq: (n,) in the formats of --exp-avg-dtype and --exp-avg-sq-dtype; exp_avg_sq without the
-    first `orthogonal` elements, which Muon updates. low: the same elements of the model's weights, None where `master` is a view of
-    them. ranges: what lies in them, counted from `start`. updates: what each call of the kernel updates, and the arguments that
-    tell it which elements these are, where exp_avg_sq is rounded.
+    master: (n,) in FP32. exp_avg, exp_avg_sq: (n,) in the formats of --exp-avg-dtype and --exp-avg-sq-dtype, exp_avg_sq without
+    the first `orthogonal` elements, which Muon updates; empty where both are in `eight_bit`. low: the same elements of the model's
+    weights, None where `master` is a view of them. ranges: what lies in them, counted from `start`. updates: what each call of the
+    kernel updates, and the arguments that tell it which elements these are, where exp_avg_sq is rounded.
     """
 
     start: int
@@ -89,6 +93,7 @@ class Part:
     low: Tensor | None
     exp_avg: Tensor
     exp_avg_sq: Tensor
+    eight_bit: Moments | None
     orthogonal: int
     ranges: list[Range]
     updates: list[tuple[Range, dict[str, Any]]]
@@ -112,6 +117,7 @@ class Optimizer:
         self.parts = [self._part(*self.buckets.part(bucket)) for bucket in self.flat.buckets]
         self._muon = Muon(self.flat, self.buckets, run, groups, ops.kernels) if self.config.muon else None
         self.scaler, self.steps = LossScaler(run.precision), 0
+        self._expanded: dict[tuple[str, int], Tensor] = {}  # moments of 8 bits in FP32, for a checkpoint
         self._reduced: list[Tensor] | None = None
         self._norm: float | None = None
 
@@ -119,14 +125,23 @@ class Optimizer:
         own, fp32 = self.flat.values[start:end], self.run.precision.name == "fp32"
         ranges = self.flat.ranges(start, end)
         orthogonal = max((r.end for r in ranges if r.orthogonal), default=0)
-        exp_avg = torch.zeros(end - start, dtype=PARAMETER_DTYPES[self.config.exp_avg_dtype])
-        exp_avg_sq = torch.zeros(end - start - orthogonal, dtype=PARAMETER_DTYPES[self.config.exp_avg_sq_dtype])
+        eight = (EightBitMoment(end - start, True), EightBitMoment(end - start, False)) if self._eight_bit else None
+        exp_avg = torch.zeros(0 if eight else end - start, dtype=self._dtype(self.config.exp_avg_dtype))
+        exp_avg_sq = torch.zeros(0 if eight else end - start - orthogonal, dtype=self._dtype(self.config.exp_avg_sq_dtype))
         return Part(start, own if fp32 else self.flat.initial_shard(start, end), None if fp32 else own, exp_avg, exp_avg_sq,
-                    orthogonal, ranges, self._updates(start, end, ranges))
+                    eight, orthogonal, ranges, self._updates(start, end, ranges))
+
+    @property
+    def _eight_bit(self) -> bool:
+        return self.config.exp_avg_dtype == "int8"
+
+    @staticmethod
+    def _dtype(name: str) -> torch.dtype:
+        return torch.float32 if name == "int8" else PARAMETER_DTYPES[name]
 
     def _updates(self, start: int, end: int, ranges: list[Range]) -> list[tuple[Range, dict[str, Any]]]:
         """Long ranges, or single parameters where the rounding of exp_avg_sq depends on an element's place."""
-        if self.config.exp_avg_sq_dtype == "fp32":
+        if self.config.exp_avg_sq_dtype != "bf16":
             return [(r, {}) for r in ranges]
         seed = self.run.training.seed
         return [(r, {"seed": seed, **asdict(place)}) for r, place in self.flat.pieces(start, end)]
@@ -184,11 +199,16 @@ class Optimizer:
             return StepResult(norm, zeros, True)
         clip = self.config.clip_grad / (norm + 1e-6) if self.config.clip_grad else math.inf
         self.steps += 1
+        self._expanded.clear()
         self.ops.weights_changed()  # packed copies of the old ones are no longer used
         for index in reversed(range(len(self.parts))):  # the next forward needs the last bucket first
-            self._adamw(self.parts[index], grads[index], rates, weight_decay, min(clip, 1.0) / scale)
+            part, factor = self.parts[index], min(clip, 1.0) / scale
+            if part.eight_bit:
+                self._adamw_eight_bit(part, part.eight_bit, grads[index], rates, weight_decay, factor)
+            else:
+                self._adamw(part, grads[index], rates, weight_decay, factor)
             if self._muon:
-                self._orthogonal(self._muon, index, grads[index], lr, weight_decay, min(clip, 1.0) / scale)
+                self._orthogonal(self._muon, index, grads[index], lr, weight_decay, factor)
             self.buckets.gather(index)
         return StepResult(norm, zeros, False)
 
@@ -204,6 +224,21 @@ class Optimizer:
             adamw(part.master[at], grads[at], part.exp_avg[at], exp_avg_sq, lr=rates[r.decoupled], beta1=config.adam_beta1,
                   beta2=config.adam_beta2, eps=config.adam_eps, weight_decay=weight_decay if r.decayed else 0.0, step=self.steps,
                   grad_scale=grad_scale, copy=None if part.low is None else part.low[at], **place)
+
+    def _adamw_eight_bit(self, part: Part, moments: Moments, grads: Tensor, rates: tuple[float, float], weight_decay: float,
+                         grad_scale: float) -> None:
+        """AdamW chunk by chunk, so that moments in FP32 stay in the cache."""
+        for start in range(0, len(part.master), EIGHT_BIT_CHUNK):
+            end = min(start + EIGHT_BIT_CHUNK, len(part.master))
+            at = slice(start, end)
+            first, second = (moment.read(start, end) for moment in moments)
+            inside = [replace(r, start=max(r.start, start) - start, end=min(r.end, end) - start) for r in part.ranges]
+            chunk = replace(part, master=part.master[at], low=None if part.low is None else part.low[at], exp_avg=first,
+                            exp_avg_sq=second, updates=[(r, {}) for r in inside if r.start < r.end])
+            self._adamw(chunk, grads[at], rates, weight_decay, grad_scale)
+            seed = zlib.crc32(f"{self.run.training.seed} {self.steps} {part.start + start}".encode())
+            for moment, values in zip(moments, (first, second), strict=True):
+                moment.write(start, values, seed)
 
     def _orthogonal(self, muon: Muon, index: int, grads: Tensor, lr: float, weight_decay: float, grad_scale: float) -> None:
         """Muon's step on the matrices of a bucket, of which other data-parallel ranks compute a part."""
@@ -232,106 +267,33 @@ class Optimizer:
         self.buckets.await_weights()
         if owned and not self.sharded and self.groups.dp.rank > 0:
             return []
-        return [record for kind, name in (("weight", "master"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
-                for part in self.parts for record in
-                self.flat.shards(kind, getattr(part, name), part.start + part.orthogonal * (kind == "exp_avg_sq"), owned)]
+        return [record for kind in ("weight", "exp_avg", "exp_avg_sq") for index, part in enumerate(self.parts) for record in
+                self.flat.shards(kind, self._saved(kind, index), part.start + part.orthogonal * (kind == "exp_avg_sq"), owned)]
+
+    def _saved(self, kind: str, index: int) -> Tensor:
+        """What a checkpoint holds of a part, (n,)."""
+        part = self.parts[index]
+        if kind == "weight":
+            return part.master
+        if not part.eight_bit:
+            return part.exp_avg if kind == "exp_avg" else part.exp_avg_sq
+        if (kind, index) not in self._expanded:
+            self._expanded[kind, index] = part.eight_bit[kind == "exp_avg_sq"].read(0, len(part.master))
+        return self._expanded[kind, index]
 
     def after_load(self) -> None:
         """Make the model's weights from the loaded master weights, which the other holders of a shard get from its owner."""
         for shard in self.checkpoint_shards():
             if shard.slice_shape == shard.global_shape:  # not split: every tensor-parallel rank holds it, the first one owns it
                 self.groups.tp.broadcast(shard.tensor)
-        for part in () if self.sharded else self.parts:
-            for tensor in (part.master, part.exp_avg, part.exp_avg_sq):
-                self.groups.dp.broadcast(tensor)
+        for index in range(len(self.parts)):
+            for kind in ("weight", "exp_avg", "exp_avg_sq") if not self.sharded else ():
+                self.groups.dp.broadcast(self._saved(kind, index))
+            for which, moment in enumerate(self.parts[index].eight_bit or ()):
+                moment.write(0, self._saved(("exp_avg", "exp_avg_sq")[which], index), seed=0)
+        self._expanded.clear()
         self.ops.weights_changed()
         for index, part in enumerate(self.parts):
             if part.low is not None:
                 part.low.copy_(part.master)
             self.buckets.gather(index)
-
-
-# Share of the way from the peak down to --min-lr that is left at a fraction of the decay: 1 at fraction 0, 0 at fraction 1.
-SHAPES = {
-    "linear": lambda fraction: 1.0 - fraction,
-    "cosine": lambda fraction: 0.5 * (math.cos(math.pi * fraction) + 1.0),
-    "exponential": lambda fraction: 2.0 * 0.5**fraction - 1.0,
-    "minus_sqrt": lambda fraction: 1.0 - math.sqrt(fraction),
-}
-
-
-@dataclass(frozen=True)
-class ParamSchedule:
-    """Learning rate and weight decay as functions of the samples that the schedule has counted.
-
-    All lengths are in samples, and need not be whole. wsd_samples: of the decay at the end of --lr-decay-style WSD.
-    """
-
-    config: OptimizerConfig
-    warmup_samples: float
-    decay_samples: float
-    total_samples: float
-    wsd_samples: float = 0
-
-    @staticmethod
-    def from_run(run: RunConfig, global_batch_size: int) -> ParamSchedule:
-        """From the -iters, -samples or -tokens flags; iterations count as full global batches, as in Megatron.
-
-        Raises ValueError for a warm-up that is not below the length of the decay.
-        """
-        o, t, size, s = run.optimizer, run.training, global_batch_size, run.model.seq_length
-        total = t.train_samples or (t.train_iters or 0) * size or (t.train_tokens or 0) / s
-        decay = o.lr_decay_samples or (o.lr_decay_iters or 0) * size or (o.lr_decay_tokens or 0) / s or total
-        warmup = o.lr_warmup_samples or o.lr_warmup_iters * size or o.lr_warmup_tokens / s or (o.lr_warmup_fraction or 0) * decay
-        check(not warmup or warmup < decay, f"the warm-up of the learning rate, {warmup:.10g} samples (--lr-warmup-...), is not "
-              f"below the {decay:.10g} samples of its decay (--lr-decay-..., by default the whole run): shorten it")
-        wsd = o.lr_wsd_decay_samples or (o.lr_wsd_decay_iters or 0) * size
-        return ParamSchedule(o, warmup, decay, total, wsd)
-
-    @property
-    def decoupled(self) -> ParamSchedule:
-        """The schedule of the weights that --decoupled-lr is for, which is the same one without it."""
-        o = self.config
-        if o.decoupled_lr is None:
-            return self
-        lowest = o.min_lr if o.decoupled_min_lr is None else o.decoupled_min_lr
-        return replace(self, config=replace(o, lr=o.decoupled_lr, min_lr=lowest, decoupled_lr=None, decoupled_min_lr=None))
-
-    def state(self) -> dict[str, Any]:
-        """For the checkpoint."""
-        return asdict(self)
-
-    @staticmethod
-    def from_state(state: dict[str, Any]) -> ParamSchedule:
-        """Back from the checkpoint."""
-        return ParamSchedule(**{**state, "config": OptimizerConfig(**state["config"])})
-
-    def learning_rate(self, samples: int) -> float:
-        """Rate of the iteration that starts when `samples` were counted (--lr-warmup-init in the first one of a warm-up)."""
-        o, style = self.config, self.config.lr_decay_style
-        if self.warmup_samples and samples <= self.warmup_samples:
-            return o.lr_warmup_init + (o.lr - o.lr_warmup_init) * samples / self.warmup_samples
-        if style == "constant":
-            return o.lr
-        if samples > self.decay_samples:
-            return o.min_lr
-        if style == "inverse-square-root":
-            return max(o.min_lr, o.lr * max(self.warmup_samples, 1) ** 0.5 / max(samples, 1) ** 0.5)
-        return o.min_lr + self._left(samples) * (o.lr - o.min_lr)
-
-    def _left(self, samples: int) -> float:
-        """Share of the decay that is still to come."""
-        if self.config.lr_decay_style != "WSD":
-            length = self.decay_samples - self.warmup_samples  # above 0, and possibly below 1; 0 for a run of no samples
-            return SHAPES[self.config.lr_decay_style]((samples - self.warmup_samples) / (length or 1))
-        begun = samples - (self.decay_samples - self.wsd_samples)
-        return 1.0 if begun <= 0 else SHAPES[self.config.lr_wsd_decay_style](begun / self.wsd_samples)
-
-    def weight_decay(self, samples: int) -> float:
-        """Weight decay of the same iteration."""
-        o = self.config
-        start = o.weight_decay if o.start_weight_decay is None else o.start_weight_decay
-        end = o.weight_decay if o.end_weight_decay is None else o.end_weight_decay
-        if o.weight_decay_incr_style == "constant" or samples > self.total_samples:
-            return end
-        return start + (end - start) * SHAPES[o.weight_decay_incr_style](1.0 - samples / max(1, self.total_samples))

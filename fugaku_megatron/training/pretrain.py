@@ -44,7 +44,7 @@ from ..watchdog.watch import Watchdog
 from .feed import datasets_of, reads_data
 from .machine_faults import Checksums, Rerun
 from .observers import Heartbeats, Observers, Profile, place, profiled_ranks
-from .optim import ParamSchedule
+from .param_schedule import ParamSchedule
 from .rank_watch import (
     EnergyWatch,
     MemoryWatch,

@@ -22,7 +22,7 @@ from ..config.model_config import COUNTED, MASKED, UNSETTLED
 from ..config.run_config import COURSE, RunConfig
 from ..config.sample_rules import MAX_SAMPLE, Skips
 from ..costs.accounting import padded_vocab_size
-from .optim import ParamSchedule
+from .param_schedule import ParamSchedule
 from .session import HISTORY, LOSS_CURVE
 from .train import Progress, Trainer, layout_record
 

@@ -41,7 +41,8 @@ from ..nn.parameter import PARAMETER_DTYPES
 from ..pipeline import schedule
 from . import expert_watch
 from .feed import Feed, Source
-from .optim import Optimizer, ParamSchedule
+from .optim import Optimizer
+from .param_schedule import ParamSchedule
 from .step import MicroBatchWindow, StepExecutor, StepShape
 
 WEIGHTS, MOMENTS = (WEIGHT,), ("exp_avg/", "exp_avg_sq/")  # beginnings of keys in a checkpoint

@@ -12,7 +12,7 @@ from fugaku_megatron.config.run_config import DataConfig, TrainingConfig
 from fugaku_megatron.config.sample_rules import Skips, StepSizes
 from fugaku_megatron.data.build import build_datasets, build_separate_datasets, parse_data_path, parse_split, split_documents
 from fugaku_megatron.data.dataset import BlendedDataset
-from fugaku_megatron.training.optim import ParamSchedule
+from fugaku_megatron.training.param_schedule import ParamSchedule
 from fugaku_megatron.training.pretrain import build_data
 from tests.helpers import SMALL
 from tests.unit.test_dataset import write
