@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -44,13 +43,12 @@ def unsigned(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class ChatWriter(IndexedDatasetWriter):
-    """Writes .bin, .idx and .mask of chats. `add_document` takes what `signed` makes; .idx gets its name last."""
+    """Writes .bin, .idx and .mask of chats. It takes what `signed` makes; .idx gets its name last."""
 
     SUFFIXES = (SUFFIX, *IndexedDatasetWriter.SUFFIXES)
 
-    def __init__(self, prefix: str | os.PathLike, dtype: np.dtype | str | type):
-        super().__init__(prefix, dtype)
-        self.taken = np.dtype(np.int32)
+    def __init__(self, prefix: str | os.PathLike, dtype: np.dtype | str | type, folder: str | os.PathLike | None = None):
+        super().__init__(prefix, dtype, folder)
         self.trained = self.longest = 0
         self._rest = np.empty(0, bool)  # of the bits, those that fill no byte
         self._crc_bits = self._crc_head = self._head = 0
@@ -62,17 +60,16 @@ class ChatWriter(IndexedDatasetWriter):
             raise
         self._mask.write(bytes(HEADER.size))
 
-    def add_document(self, tokens: np.ndarray | Sequence[int], lengths: Iterable[int] | None = None) -> None:
-        """Append a chat."""
-        ids, trained = unsigned(np.asarray(tokens))
-        super().add_document(ids, lengths)
+    def _append(self, tokens: np.ndarray, lengths: np.ndarray, ends: np.ndarray) -> None:
+        ids, trained = unsigned(tokens)
+        super()._append(ids, lengths, ends)
         head = np.ascontiguousarray(ids, self.dtype).tobytes()[: HEAD - self._head]
         self._head, self._crc_head = self._head + len(head), zlib.crc32(head, self._crc_head)
         bits = np.concatenate([self._rest, trained])
         whole = len(bits) // 8 * 8
         self._write_bits(bits[:whole])
         self._rest = bits[whole:]
-        self.trained, self.longest = self.trained + int(trained.sum()), max(self.longest, len(ids))
+        self.trained, self.longest = self.trained + int(trained.sum()), max([self.longest, *lengths.tolist()])
 
     def _write_bits(self, bits: np.ndarray) -> None:
         packed = np.packbits(bits, bitorder="little").tobytes()

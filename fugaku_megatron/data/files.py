@@ -1,7 +1,8 @@
 """Files as a user names them: checked before they are opened, mapped into memory, and read as texts.
 
 Opening a FIFO would wait for ever, and a device never ends. Texts are plain text files (a document a file), .jsonl files (a JSON
-object a line), and folders of both. Left out: compressed text.
+object a line), both of them compressed, tables (a JSON object a row), and folders of these. Left out: how compressed files and
+tables are read (formats.py).
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from .formats import PACKED, TABLES, TEXT, Columns, blocks, check_format, lines, rows, saved_files, suffixes
 
 KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFDIR: "a folder", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
          stat.S_IFSOCK: "a socket"}  # by stat.S_IFMT
@@ -96,42 +99,66 @@ CONVERT = "pass text in UTF-8, as iconv -t UTF-8 writes it"
 NAMED = 5  # files that a warning names
 
 
+class Place(NamedTuple):
+    """Where reading goes on: the number of a file, and the lines or rows of it that were read."""
+
+    file: int = 0
+    line: int = 0
+
+
+BEGIN = Place()
+
+
 @dataclass(frozen=True)
 class Document:
-    """Raw bytes of one document, and where they stand (`line` from 1; 0: the whole file is the text)."""
+    """Raw bytes of one document, and where they stand (`line` from 1; 0: the whole file is the text).
+
+    number: of the file, from 0. read: bytes of it that were read up to the document's end.
+    """
 
     path: str
     line: int
     raw: bytes
+    number: int = 0
+    read: int = 0
+
+    @property
+    def after(self) -> Place:
+        """The place behind it."""
+        return Place(self.number, self.line) if self.line else Place(self.number + 1)
 
 
 def add_input_arguments(parser: argparse.ArgumentParser) -> None:
     """--input and --json-keys."""
-    parser.add_argument("--input", nargs="+", required=True,
-                        help="plain text files of one document each, .jsonl files of one JSON object a line, or folders of both")
-    parser.add_argument("--json-keys", nargs="+", default=["text"], help="keys of the JSON objects that hold text (default: text)")
+    parser.add_argument("--input", nargs="+", required=True, help="plain text files of one document each, .jsonl files of one JSON "
+                        "object a line, both also as .gz and .zst, .parquet files, folders of these, and folders of Hugging Face's "
+                        "save_to_disk")
+    parser.add_argument("--json-keys", nargs="+", default=["text"], help="keys of the JSON objects, or columns of the tables, that "
+                        "hold text (default: text)")
 
 
-def input_files(inputs: Sequence[str], json_keys: Sequence[str]) -> list[str]:
+def input_files(inputs: Sequence[str], json_keys: Sequence[str], columns: Columns | None = None) -> list[str]:
     """The files of --input, in its order; those of a folder, and of folders in it, by name and without hidden ones.
 
-    Raises ValueError, before any work, for an input that cannot be read or is not text, and for plain text with other --json-keys
-    than text.
+    columns: of tables, by default json_keys. Raises ValueError, before any work, for an input that cannot be read or has another
+    format, for missing columns and packages, and for plain text with other --json-keys than text.
     """
     if len(set(json_keys)) < len(json_keys):
         raise ValueError(f"--json-keys {' '.join(json_keys)}: a key is named twice")
-    files = [path for name in inputs for path in (_folder_files(name) if os.path.isdir(name) else [_one_file(name)])]
-    plain = [path for path in files if Path(path).suffix not in JSON_SUFFIXES]
+    files = []
+    for name in inputs:
+        folder = os.path.isdir(name)
+        for path in map(_readable, _folder_files(name) if folder else [name]):
+            _check_begin(path, name if folder else None, columns or Columns(tuple(json_keys)))
+            files.append(path)
+    plain = [path for path in files if _is_plain(path)]
     if plain and list(json_keys) != ["text"]:
         raise ValueError(f"--input {plain[0]} is plain text, but --json-keys asks for {', '.join(json_keys)}; leave it out")
     return files
 
 
-def _one_file(path: str) -> str:
-    """A file that the command line names. Raises ValueError where it cannot be read or does not begin as text."""
-    if _has_zero_byte(_readable(path)) and Path(path).suffix not in JSON_SUFFIXES:
-        raise ValueError(f"--input {path}: is not text (it holds a zero byte): {CONVERT}")
-    return path
+def _is_plain(path: str) -> bool:
+    return suffixes(path)[0] not in (*JSON_SUFFIXES, *TABLES)
 
 
 def _readable(path: str) -> str:
@@ -141,47 +168,64 @@ def _readable(path: str) -> str:
     return path
 
 
-def _has_zero_byte(path: str) -> bool:
+def _check_begin(path: str, folder: str | None, columns: Columns) -> None:
+    """Raises ValueError where the first bytes of a file, also in `folder`, are not what its name says."""
     with open(path, "rb") as stream:
-        return b"\0" in stream.read(LOOKED_AT)
+        begin = stream.read(LOOKED_AT)
+    if Path(path).suffix in (*PACKED, *TABLES):
+        check_format(path, begin, columns)
+    elif b"\0" in begin and folder:
+        raise ValueError(f"--input {folder}: {path} is not text (it holds a zero byte): move it away, or name the files")
+    elif b"\0" in begin and _is_plain(path):
+        raise ValueError(f"--input {path}: is not text (it holds a zero byte): {CONVERT}")
 
 
 def _folder_files(folder: str) -> list[str]:
+    """Those of a data set in tables are its tables: descriptions that lie next to them are no text."""
     files = []
     for place, folders, names in os.walk(folder, onerror=_raise):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        files += [os.path.join(place, name) for name in sorted(names) if not name.startswith(".")]
+        files += [os.path.join(place, name) for name in saved_files(place, names) or sorted(names) if not name.startswith(".")]
     if not files:
         raise ValueError(f"--input {folder}: no file in this folder")
-    for path in map(_readable, files):
-        if _has_zero_byte(path):
-            raise ValueError(f"--input {folder}: {path} is not text (it holds a zero byte): move it away, or name the files")
-    return files
+    tables = [path for path in files if Path(path).suffix in TABLES]
+    if others := [path for path in files if tables and Path(path).suffix not in TABLES]:
+        print(f"note: --input {folder} has tables, so {len(others)} other files in it are not read, such as {others[0]}",
+              file=sys.stderr, flush=True)
+    return tables or files
 
 
 def _raise(error: OSError) -> None:
     raise ValueError(f"--input {error.filename}: cannot be read: {error.strerror}") from None
 
 
-def read_documents(paths: Iterable[str]) -> Iterator[Document]:
-    """Documents of all files in order. Lines of white space only are skipped.
+def read_documents(paths: Iterable[str], columns: Columns = TEXT, start: Place = BEGIN) -> Iterator[Document]:
+    """Documents of all files in order, from a place on. Lines of white space only are skipped.
 
-    Raises ValueError for plain text with a zero byte; at the end a warning on stderr names the plain text that is not UTF-8.
+    Raises ValueError for plain text with a zero byte and for compressed files and tables that are damaged; at the end a warning on
+    stderr names the plain text that is not UTF-8.
     """
     foreign: dict[str, int] = {}  # path -> bytes that are not UTF-8
-    for path in paths:
-        with open(path, "rb") as stream:
-            if Path(path).suffix not in JSON_SUFFIXES:
-                raw = stream.read()
-                if count := _foreign_bytes(path, raw):
-                    foreign[path] = count
-                yield Document(path, 0, raw)
-                continue
-            for number, line in enumerate(stream, start=1):
-                if line.strip():
-                    yield Document(path, number, line)
+    for number, path in enumerate(paths):
+        if number < start.file:
+            continue
+        for line, raw, read in _records(path, columns, start.line if number == start.file else 0):
+            if not line and (count := _foreign_bytes(path, raw)):
+                foreign[path] = count
+            yield Document(path, line, raw, number, read)
     if foreign:
         print(_warning(foreign), file=sys.stderr, flush=True)
+
+
+def _records(path: str, columns: Columns, skip: int) -> Iterator[tuple[int, bytes, int]]:
+    """(line or row after the first `skip`, or 0 for a plain text; content; bytes of the file that were read)."""
+    suffix, packed = suffixes(path)
+    if suffix in TABLES:
+        yield from rows(path, columns, skip)
+    elif suffix in JSON_SUFFIXES:
+        yield from (record for record in lines(path, packed) if record[0] > skip and not record[1].isspace() and record[1])
+    else:
+        yield 0, b"".join(block for block, _ in blocks(path)) if packed else Path(path).read_bytes(), os.stat(path).st_size
 
 
 def _foreign_bytes(path: str, raw: bytes) -> int:

@@ -12,7 +12,7 @@ import struct
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -224,40 +224,45 @@ class IndexedDataset:
         return self.get(index)
 
 
+@contextmanager
+def writing(path: str) -> Iterator[None]:
+    """A block that writes `path`: an OSError in it becomes a ValueError of one line."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"{path}: cannot be written ({error.strerror}); is --output-prefix right, and its disk not full?"
+        ) from None
+
+
 class IndexedDatasetWriter:
     """Writes <prefix>.bin and .idx under temporary names and renames them at the end: until then nothing is overwritten.
 
     with IndexedDatasetWriter(prefix, best_dtype(vocab_size)) as writer:      # an exception leaves no file
         writer.add_document(tokens)
 
-    taken: the dtype of the arrays that `add_document` expects.
+    folder: for the temporary files, on the same disk (None: theirs).
     """
 
     SUFFIXES: tuple[str, ...] = (".bin", ".idx")  # in the order in which the files get their names
 
-    def __init__(self, prefix: str | os.PathLike, dtype: np.dtype | str | type):
+    def __init__(self, prefix: str | os.PathLike, dtype: np.dtype | str | type, folder: str | os.PathLike | None = None):
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype.kind not in "iu" or self.dtype not in ELEMENT_CODES:
             raise ValueError(
                 f"{self.prefix}: tokens cannot be stored as {self.dtype}; use uint16 or int32 (best_dtype)"
             )
-        self.taken = self.dtype
         self._lengths = array("i")
         self._documents = array("q", [0])
-        self._temporary = {suffix: f"{self.prefix}{suffix}.tmp{os.getpid()}" for suffix in self.SUFFIXES}
+        aside = self.prefix if folder is None else os.path.join(folder, os.path.basename(self.prefix))
+        self._temporary = {suffix: f"{aside}{suffix}.tmp{os.getpid()}" for suffix in self.SUFFIXES}
         with self.writing():
             self._bin = open(self._temporary[".bin"], "wb")  # noqa: SIM115 - closed by finalize or discard
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """A block that writes: an OSError in it becomes a ValueError of one line."""
-        try:
-            yield
-        except OSError as error:
-            raise ValueError(
-                f"{self.prefix}.bin: cannot be written ({error.strerror}); is --output-prefix right, and its disk not full?"
-            ) from None
+    def writing(self) -> AbstractContextManager[None]:
+        """A block that writes the files."""
+        return writing(f"{self.prefix}.bin")
 
     def add_document(self, tokens: np.ndarray | Sequence[int], lengths: Iterable[int] | None = None) -> None:
         """Append a document of one sequence, or of sequences of these `lengths` in tokens (none: an empty document)."""
@@ -269,6 +274,14 @@ class IndexedDatasetWriter:
             raise ValueError(
                 f"{self.prefix}: sequence lengths {lengths} do not add up to the document's {len(tokens)} tokens"
             )
+        self._append(tokens, np.array(lengths, "i"), np.array([len(lengths)]))
+
+    def add_documents(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Append documents of these `lengths` in tokens, (documents,), of one sequence each; one of length 0 has none."""
+        self._append(tokens, lengths[lengths > 0], np.cumsum(lengths > 0))
+
+    def _append(self, tokens: np.ndarray, lengths: np.ndarray, ends: np.ndarray) -> None:
+        """Append sequences of these `lengths`; ends: how many of them are in the documents up to each."""
         bounds = np.iinfo(self.dtype)
         if len(tokens) and not bounds.min <= tokens.min() <= tokens.max() <= bounds.max:
             raise ValueError(
@@ -276,8 +289,8 @@ class IndexedDatasetWriter:
             )
         with self.writing():
             self._bin.write(np.ascontiguousarray(tokens, self.dtype).data)
-        self._lengths.extend(lengths)
-        self._documents.append(len(self._lengths))
+        self._documents.frombytes((len(self._lengths) + ends).astype("q").tobytes())
+        self._lengths.frombytes(lengths.astype("i").tobytes())
 
     @property
     def num_documents(self) -> int:

@@ -1,32 +1,34 @@
-"""Text to Megatron-LM's indexed datasets: plain text (a document a file), .jsonl files (a JSON object a line), folders of both.
+"""Text to Megatron-LM's indexed datasets: plain text (a document a file), .jsonl files (a JSON object a line), tables, folders.
 
     fugaku-megatron preprocess --input corpus.jsonl --output-prefix corpus --append-eod --workers 8
 
 writes corpus_text_document.bin and .idx, and says with which flags to train on them. Documents are shuffled; --keep-order leaves
-them in the order of the input, as Megatron-LM does. The result is the same for any --workers. The files have these names when all
-is done. tools/preprocess_data.py is Megatron-LM's name for this command.
+them in the order of the input, as Megatron-LM does. The result is the same for any --workers, and for the same documents in plain,
+compressed and table files. The files have these names when all is done; until then the folder corpus.unfinished has what was
+tokenized, and the same command goes on with it. tools/preprocess_data.py is Megatron-LM's name for this command.
 
     fugaku-megatron preprocess --chat --input chats.jsonl --output-prefix chats --tokenizer-type HuggingFaceTokenizer ...
 
 writes chats.bin, .idx and .mask for train --sft (chats.py).
-Left out: sentence splitting, partitions, compressed input.
+Left out: sentence splitting, partitions; formats of the input (formats.py), the unfinished folder and shuffling (unfinished.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import shlex
+import signal
 import sys
-import tempfile
 import time
-from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
@@ -36,14 +38,24 @@ import numpy as np
 from .build import parse_split, split_documents
 from .chat_files import ChatFiles, ChatWriter
 from .chats import ChatTemplate, examples, read_chat, read_template
-from .files import Document, add_input_arguments, document_texts, input_files, read_documents
+from .files import Document, Place, add_input_arguments, document_texts, input_files, read_documents
+from .formats import CHAT, Columns
 from .indexed import IndexedDatasetWriter, best_dtype
-from .tokenizer import GPT2BPETokenizer, TokenizerFlags, add_tokenizer_flags, build_tokenizer, gpt2_files, write_identity
+from .tokenizer import (
+    GPT2BPETokenizer,
+    TokenizerFlags,
+    add_tokenizer_flags,
+    build_tokenizer,
+    gpt2_files,
+    identity,
+    write_identity,
+)
+from .unfinished import Unfinished
 
 BATCH_BYTES = 2**18  # of text handed to a worker at a time: enough to hide the hand-over, little enough to balance
 MANY, SOME = 10_000, 20  # documents from which on 0.1 %, or 10 %, of them are enough to measure a loss
-SHUFFLE_SEED = 1234
-PILE_BYTES, MAX_PILES = 2**26, 256  # of input for each temporary file, and how many of them may be open
+WORKER_BYTES = 2**20  # of input for each worker that is started by default
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 MAX_WORKERS_PER_CPU, MIN_LIMIT_OF_WORKERS = 8, 64  # more workers than both start for minutes, or never
 BATCHES_AHEAD = 4  # per worker, which bounds the memory that input and results in waiting take
 
@@ -58,30 +70,47 @@ class Job:
     chat: bool = False
     chat_template: str | None = None  # the text; None: the tokenizer's
 
+    @property
+    def columns(self) -> Columns:
+        """What is read of a table."""
+        return CHAT if self.chat else Columns(self.keys)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A batch: of every key (token ids of all documents, how many each has), both (n,); bytes of text; where it ends.
+
+    read: bytes of the last file that were read.
+    """
+
+    texts: list[tuple[np.ndarray, np.ndarray]]
+    size: int
+    after: Place
+    read: int
+
 
 class Encoder:
-    """Documents to token ids, in a worker or in this process."""
+    """Documents to token ids, in a worker or in this process. A chat has one key, and what `chat_files.signed` makes."""
 
     def __init__(self, job: Job):
         self.job = job
         self.tokenizer = build_tokenizer(*job.flags)
         self.template = ChatTemplate(self.tokenizer, job.chat_template) if job.chat else None
+        self.dtype = np.dtype(np.int32) if job.chat else best_dtype(self.tokenizer.vocab_size)
 
-    def encode(self, documents: list[Document]) -> tuple[list[list[np.ndarray]], int]:
-        """(token ids of every key of every document, bytes read); a chat has one key, and what `chat_files.signed` makes."""
-        return [self._encode(document) for document in documents], sum(len(document.raw) for document in documents)
+    def encode(self, documents: list[Document]) -> Encoded:
+        """The token ids of documents, one at least."""
+        if template := self.template:
+            ids = [[template.encode(read_chat(document)) for document in documents]]
+        else:
+            ids = [self._tokens(texts) for texts in zip(*(document_texts(document, self.job.keys) for document in documents))]
+        texts = [(np.concatenate(of_key).astype(self.dtype), np.array([len(each) for each in of_key], "i")) for of_key in ids]
+        return Encoded(texts, sum(len(document.raw) for document in documents), documents[-1].after, documents[-1].read)
 
-    def _encode(self, document: Document) -> list[np.ndarray]:
-        if self.template:
-            return [self.template.encode(read_chat(document))]
-        return [self._tokens(text) for text in document_texts(document, self.job.keys)]
-
-    def _tokens(self, text: str | bytes) -> np.ndarray:
-        ids = self.tokenizer.encode(text)
-        eod = self.tokenizer.eod if self.job.append_eod else None
-        if ids and eod is not None:  # an empty document stays empty, as in Megatron-LM
-            ids.append(eod)
-        return np.array(ids, best_dtype(self.tokenizer.vocab_size))
+    def _tokens(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
+        many = getattr(self.tokenizer, "encode_many", lambda texts: [self.tokenizer.encode(text) for text in texts])
+        end = [self.tokenizer.eod] if self.job.append_eod else []
+        return [np.array(ids + end if ids else ids, self.dtype) for ids in many(texts)]  # an empty document stays empty
 
 
 @cache
@@ -90,8 +119,15 @@ def _encoder(job: Job) -> Encoder:
     return Encoder(job)
 
 
-def _encode(job: Job, documents: list[Document]) -> tuple[list[list[np.ndarray]], int]:
+def _encode(job: Job, documents: list[Document]) -> Encoded:
     return _encoder(job).encode(documents)
+
+
+def _start_worker() -> None:
+    """A worker ends with the process that started it, also where that is killed, and leaves the other cores to the others."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    if hasattr(library := ctypes.CDLL(None), "prctl"):
+        library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -116,13 +152,13 @@ def ordered_map(pool: ProcessPoolExecutor, function: Callable, items: Iterator, 
         running.extend(pool.submit(function, item) for item in islice(items, 1))
 
 
-def encode_all(job: Job, paths: list[str], workers: int) -> Iterator[tuple[list[list[np.ndarray]], int]]:
-    """`Encoder.encode` of every batch, in order, by `workers` processes (1: in this one)."""
-    work = batches(read_documents(paths))
+def encode_all(job: Job, paths: list[str], workers: int, start: Place) -> Iterator[Encoded]:
+    """`Encoder.encode` of every batch from a place on, in order, by `workers` processes (1: in this one)."""
+    work = batches(read_documents(paths, job.columns, start))
     if workers == 1:
         yield from map(partial(_encode, job), work)
         return
-    pool = ProcessPoolExecutor(workers)
+    pool = ProcessPoolExecutor(workers, initializer=_start_worker)
     try:
         yield from ordered_map(pool, partial(_encode, job), work, workers * BATCHES_AHEAD)
     except BrokenProcessPool:
@@ -131,79 +167,44 @@ def encode_all(job: Job, paths: list[str], workers: int) -> Iterator[tuple[list[
         pool.shutdown(cancel_futures=True)
 
 
-class Pile:
-    """Documents in a temporary file without a name, which nothing has to remove."""
+class Progress:
+    """A bar if stderr is a terminal and tqdm is installed, else a line every `interval` documents.
 
-    def __init__(self, folder: str):
-        self.file, self.lengths = tempfile.TemporaryFile(dir=folder), array("i")
-
-    def shuffled(self, random: np.random.RandomState, dtype: np.dtype) -> Iterator[np.ndarray]:
-        """The token ids of each document. Closes the file."""
-        with self.file:
-            self.file.seek(0)
-            tokens = np.frombuffer(self.file.read(), dtype)
-        ends = np.cumsum(self.lengths, dtype=np.int64)
-        for i in random.permutation(len(self.lengths)):
-            yield tokens[ends[i] - self.lengths[i] : ends[i]]
-
-
-class Shuffled:
-    """Adds documents to a writer in random order, which follows from their number and the number of piles alone.
-
-    Each document goes to a pile at random, and at the end one pile after another is read and shuffled in memory: all orders are
-    equally likely, input may be larger than memory, and files are read and written from beginning to end.
+    Percent and remaining time are of the bytes of the input files, compressed ones as they are; MB/s are of text.
     """
 
-    def __init__(self, writer: IndexedDatasetWriter, piles: int):
-        self._writer, self._random = writer, np.random.RandomState(SHUFFLE_SEED)  # its stream is the same in every numpy
-        with writer.writing():
-            self._piles = [Pile(os.path.dirname(writer.prefix) or os.curdir) for _ in range(piles)]
-
-    def add_document(self, ids: np.ndarray) -> None:
-        pile = self._piles[self._random.randint(len(self._piles))]
-        pile.lengths.append(len(ids))
-        with self._writer.writing():
-            pile.file.write(np.ascontiguousarray(ids, self._writer.taken).data)
-
-    def finish(self) -> None:
-        """Hand all documents to the writer."""
-        for pile in self._piles:
-            for ids in pile.shuffled(self._random, self._writer.taken):
-                add_document(self._writer, ids)
-
-
-def add_document(writer: IndexedDatasetWriter, ids: np.ndarray) -> None:
-    """Add a document of one sequence, or an empty one of none."""
-    writer.add_document(ids, [len(ids)] if len(ids) else [])
-
-
-class Progress:
-    """A bar if stderr is a terminal and tqdm is installed, else a line every `interval` documents; MB/s of input."""
-
-    def __init__(self, total_bytes: int, interval: int):
-        self.documents = self.tokens = self.bytes = 0
-        self._interval, self._due, self._began = interval, interval, time.perf_counter()
+    def __init__(self, work: Unfinished, total: int, interval: int):
+        self._work, self._total, self._interval = work, total, interval
+        self._first, self._read = work.journal, work.bytes_read(work.journal.place)
+        self._begin, self._due, self._began = self._read, self._first.documents + interval, time.perf_counter()
         self._bar = None
         if sys.stderr.isatty():
             try:
                 from tqdm import tqdm
 
-                self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokenizing")
+                self._bar = tqdm(total=total, initial=self._read, unit="B", unit_scale=True, desc="tokenizing")
             except ImportError:
                 pass
 
-    def update(self, documents: int, tokens: int, size: int) -> None:
-        self.documents, self.tokens, self.bytes = self.documents + documents, self.tokens + tokens, self.bytes + size
+    def update(self, batch: Encoded) -> None:
+        before, self._read = self._read, self._work.bytes_read(batch.after, batch.read)
+        documents = self._work.journal.documents
         if self._bar is not None:
-            self._bar.update(size)
-        elif self.documents >= self._due:
-            self._due = (self.documents // self._interval + 1) * self._interval
+            self._bar.update(self._read - before)
+        elif documents >= self._due:
+            self._due = (documents // self._interval + 1) * self._interval
             print(self.line(), file=sys.stderr, flush=True)
 
     def line(self) -> str:
-        seconds = time.perf_counter() - self._began
-        rates = f"{self.documents / seconds:.1f} docs/s, {self.bytes / seconds / 1e6:.3f} MB/s"
-        return f"Processed {self.documents} documents, {self.tokens} tokens ({rates})"
+        """How far it is, with the rates of this process."""
+        now, seconds = self._work.journal, time.perf_counter() - self._began
+        documents, size = now.documents - self._first.documents, now.size - self._first.size
+        left = ""
+        if self._begin < self._read < self._total:
+            remaining = seconds * (self._total - self._read) / (self._read - self._begin)
+            left = f", {timedelta(seconds=round(remaining))} left"
+        return (f"Processed {now.documents} documents, {sum(now.tokens)} tokens ({documents / seconds:.1f} docs/s, "
+                f"{size / seconds / 1e6:.3f} MB/s), {self._read / max(1, self._total):.0%}{left}")
 
     def close(self) -> None:
         if self._bar is not None:
@@ -213,10 +214,10 @@ class Progress:
 def check_numbers(args: argparse.Namespace) -> None:
     """Raises ValueError for numbers below 1, and for more processes than a node can start."""
     limit = max(MIN_LIMIT_OF_WORKERS, MAX_WORKERS_PER_CPU * (os.cpu_count() or 1))
-    if args.workers > limit:
+    if (args.workers or 0) > limit:
         raise ValueError(f"--workers {args.workers}, but this node has {os.cpu_count()} CPUs: pass at most {limit}")
     for flag in ("workers", "log_interval"):
-        if getattr(args, flag) < 1:
+        if getattr(args, flag) is not None and getattr(args, flag) < 1:
             raise ValueError(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be at least 1")
 
 
@@ -224,30 +225,47 @@ def preprocess(args: argparse.Namespace) -> None:
     """Run the whole job. Raises ValueError for bad input; no output is left then."""
     check_numbers(args)
     _check_chat(args)
-    files = input_files(args.input, args.json_keys)
-    flags = TokenizerFlags.of(args)
-    if not flags.named and flags.merge_file is None and flags.tokenizer_type == GPT2BPETokenizer.name:
-        vocab_file, merge_file = map(str, gpt2_files())
-        flags = flags._replace(vocab_file=vocab_file, merge_file=merge_file)
-    job = Job(flags, tuple(args.json_keys), args.append_eod, args.chat, read_template(args.chat_template))
+    files = input_files(args.input, args.json_keys, CHAT if args.chat else None)
+    total = sum(Path(path).stat().st_size for path in files)
+    job, workers = _job(args), args.workers or max(1, min(len(os.sched_getaffinity(0)), total // WORKER_BYTES))
     encoder = _encoder(job)  # fails before any work
     if args.append_eod and encoder.tokenizer.eod is None:
         raise ValueError(f"--append-eod: the tokenizer of --tokenizer-model {args.tokenizer_model} has no token that ends a text; "
                          "leave the flag out, or add one to the tokenizer")
-    progress = Progress(sum(Path(path).stat().st_size for path in files), args.log_interval)
-    with ExitStack() as stack:
-        stack.callback(progress.close)
-        writers = [stack.enter_context(writer) for writer in _writers(args, best_dtype(encoder.tokenizer.vocab_size))]
-        write_all(encode_all(job, files, args.workers), writers, progress, _piles(args, files))
-        if not progress.tokens:
+    made_with = [identity(encoder.tokenizer), job.flags, job.keys, job.append_eod, job.chat, job.chat_template]
+    with Unfinished(args.output_prefix, made_with, files, len(job.keys), encoder.dtype) as work:
+        progress = tokenize(job, files, workers, work, Progress(work, total, args.log_interval))
+        if not any(work.journal.tokens):
             raise ValueError(f"--input {' '.join(args.input)}: no text in it")
-    for writer in writers:
-        write_identity(writer.prefix, encoder.tokenizer)
+        with ExitStack() as stack:
+            writers = [stack.enter_context(writer)
+                       for writer in _writers(args, best_dtype(encoder.tokenizer.vocab_size), work.folder)]
+            work.finish(writers, not args.keep_order)
+        for writer in writers:
+            write_identity(writer.prefix, encoder.tokenizer)
     print(progress.line(), file=sys.stderr)
     if encoder.template:
         print(*examples(ChatFiles(args.output_prefix), encoder.tokenizer.decode, sys.stdout.isatty()), sep="\n")
         print(f"trained tokens are found {encoder.template.how}")
     print(*summary(writers, job), sep="\n")
+
+
+def tokenize(job: Job, files: list[str], workers: int, work: Unfinished, progress: Progress) -> Progress:
+    """Add all documents that `work` does not have yet."""
+    with ExitStack() as stack:
+        stack.callback(progress.close)
+        for batch in encode_all(job, files, workers, work.journal.place):
+            work.add(batch.texts, batch.after, batch.size)
+            progress.update(batch)
+    return progress
+
+
+def _job(args: argparse.Namespace) -> Job:
+    flags = TokenizerFlags.of(args)
+    if not flags.named and flags.merge_file is None and flags.tokenizer_type == GPT2BPETokenizer.name:
+        vocab_file, merge_file = map(str, gpt2_files())
+        flags = flags._replace(vocab_file=vocab_file, merge_file=merge_file)
+    return Job(flags, tuple(args.json_keys), args.append_eod, args.chat, read_template(args.chat_template))
 
 
 def _check_chat(args: argparse.Namespace) -> None:
@@ -259,16 +277,10 @@ def _check_chat(args: argparse.Namespace) -> None:
                          "messages, or prompt and completion: leave them out")
 
 
-def _writers(args: argparse.Namespace, dtype: np.dtype) -> list[IndexedDatasetWriter]:
+def _writers(args: argparse.Namespace, dtype: np.dtype, folder: Path) -> list[IndexedDatasetWriter]:
     if args.chat:
-        return [ChatWriter(args.output_prefix, dtype)]
-    return [IndexedDatasetWriter(f"{args.output_prefix}_{key}_document", dtype) for key in args.json_keys]
-
-
-def _piles(args: argparse.Namespace, files: list[str]) -> int:
-    """Temporary files for each JSON key to shuffle with; 0 with --keep-order."""
-    size = sum(Path(path).stat().st_size for path in files)
-    return 0 if args.keep_order else max(1, min(MAX_PILES // len(args.json_keys), -(-size // PILE_BYTES)))
+        return [ChatWriter(args.output_prefix, dtype, folder)]
+    return [IndexedDatasetWriter(f"{args.output_prefix}_{key}_document", dtype, folder) for key in args.json_keys]
 
 
 def split_for(documents: int) -> str:
@@ -295,20 +307,6 @@ def validation(writer: IndexedDatasetWriter) -> str:
             f"with --split {split}")
 
 
-def write_all(encoded: Iterable[tuple[list[list[np.ndarray]], int]], writers: list[IndexedDatasetWriter], progress: Progress,
-              piles: int) -> None:
-    """Add every document to the datasets, one for each JSON key, shuffled with so many piles; 0: in the order of the input."""
-    shuffled = [Shuffled(writer, piles) for writer in writers if piles]
-    adders = [s.add_document for s in shuffled] or [partial(add_document, writer) for writer in writers]
-    for documents, size in encoded:
-        for texts in documents:
-            for add, ids in zip(adders, texts):
-                add(ids)
-        progress.update(len(documents), sum(len(ids) for texts in documents for ids in texts), size)
-    for s in shuffled:
-        s.finish()
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Megatron-LM's flags of its own preprocess_data.py, as far as they concern GPT."""
     add_input_arguments(parser)
@@ -322,7 +320,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--chat", action="store_true", help="--input are chats, JSON lines with messages, or with prompt and completion: write "
         "<prefix>.bin, .idx and .mask, the tokens that the assistant wrote, for train --sft")
     add("--chat-template", metavar="FILE", help="jinja template of --chat (default: the tokenizer's)")
-    add("--workers", type=int, default=1, help="processes (default: %(default)s)")
+    add("--workers", type=int, help="processes (default: as many as this one may use cores, fewer where the input is small)")
     add("--log-interval", type=int, default=1000, help="documents between two progress lines (default: %(default)s)")
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .files import add_input_arguments, document_texts, input_files, read_documents, unreadable
+from .formats import Columns, library
 from .tokenizer import EOD_TOKEN, bytes_to_unicode
 
 MIN_TOKENS = len(bytes_to_unicode()) + 1  # every byte, and the end of a document
@@ -31,12 +32,7 @@ def train_vocabulary(texts: Iterable[str], size: int, output: Path) -> int:
     is missing, when there is no text, and when the files cannot be written.
     """
     check_size(size)
-    try:
-        from tokenizers import ByteLevelBPETokenizer
-    except ImportError:
-        raise ValueError("training a vocabulary needs the Python package tokenizers: pip install tokenizers, or this package with "
-                         "its extra [demo]") from None
-    tokenizer, characters = ByteLevelBPETokenizer(), 0
+    tokenizer, characters = library("tokenizers", "demo", "training a vocabulary").ByteLevelBPETokenizer(), 0
 
     def counted() -> Iterable[str]:
         nonlocal characters
@@ -96,7 +92,8 @@ def main(args: argparse.Namespace) -> int:
     check_options(args)
     files = input_files(args.input, args.json_keys)
     texts = (text.decode("utf-8", "replace") if isinstance(text, bytes) else text
-             for document in read_documents(files) for text in document_texts(document, args.json_keys))
+             for document in read_documents(files, Columns(tuple(args.json_keys)))
+             for text in document_texts(document, args.json_keys))
     try:
         tokens = train_vocabulary(texts, args.vocab_size, args.output)
     except OSError as error:

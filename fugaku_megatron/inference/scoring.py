@@ -20,6 +20,7 @@ from ..config.checks import check
 from ..data.chat_files import unsigned
 from ..data.chats import ChatTemplate, read_chat
 from ..data.files import input_files, read_documents, read_text
+from ..data.formats import CHAT
 from ..data.tokenizer import Tokenizer
 from ..nn.passes import Pass
 from .loading import LoadedModel, through_stages
@@ -154,9 +155,9 @@ class ChatFile:
 
 
 def read_chat_file(path: str, template: ChatTemplate, window: int) -> ChatFile:
-    """The chats of a .jsonl file. Raises ValueError, with file and line, for what is not a chat, and for a file without chats."""
+    """The chats of a file. Raises ValueError, with file and line, for what is not a chat, and for a file without chats."""
     requests, cut, left_out = [], 0, 0
-    for document in read_documents(input_files([path], ["text"])):
+    for document in read_documents(input_files([path], ["text"], CHAT), CHAT):
         ids, trained = unsigned(template.encode(read_chat(document)))
         cut += len(ids) > window + 1
         places = 1 + np.flatnonzero(trained[1 : window + 1])

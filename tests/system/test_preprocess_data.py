@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fugaku_megatron import cli
-from fugaku_megatron.data import preprocess
+from fugaku_megatron.data import preprocess, unfinished
 from fugaku_megatron.data.build import parse_split, split_documents
 from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.data.tokenizer import GPT2BPETokenizer, gpt2_files
@@ -135,7 +135,7 @@ def sorted_texts(tmp_path):
 @pytest.mark.parametrize("pile_bytes", [2**26, 2**14], ids=["one pile", "many piles"])
 def test_documents_are_shuffled_alike_for_every_key_and_number_of_workers(tmp_path, main, monkeypatch, sorted_texts, pile_bytes):
     """A pile is what is shuffled in memory; input that is larger takes several."""
-    monkeypatch.setattr(preprocess, "PILE_BYTES", pile_bytes)
+    monkeypatch.setattr(unfinished, "PILE_BYTES", pile_bytes)
     words = ["--input", "sorted.jsonl", "--json-keys", "text", "title"]
     orders = {}
     for prefix, more in (("one", []), ("two", ["--workers", 2]), ("kept", ["--keep-order"])):
@@ -222,7 +222,7 @@ def test_a_bad_line_in_a_worker_process(tmp_path):
         (["--input", "b.jsonl", "--json-keys", "text", "text"], "a key is named twice"),
         (["--input", "b.jsonl"], "no text in it"),
         (["--input", "a.txt", "--worker", "2"], "fugaku-megatron preprocess: unknown flag --worker: did you mean --workers?"),
-        (["--input", "a.txt", "--output-prefix", "no/where"], "no/where_text_document.bin: cannot be written"),
+        (["--input", "a.txt", "--output-prefix", "no/where"], "no/where.unfinished: cannot be written"),
     ],
 )
 def test_usage_errors(tmp_path, main, arguments, message):

@@ -1,0 +1,232 @@
+"""Compressed text and tables: the lines of .gz and .zst files, and the rows of Parquet and Arrow files as JSON objects.
+
+.arrow files are those of a data set that Hugging Face's `datasets` wrote with save_to_disk; the package itself is not needed.
+zstandard and pyarrow are optional packages, which the extra [data] of this package installs. A file that was cut off or damaged is
+refused when its damage is read. Left out: plain files and folders (files.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+PACKED = {".gz": (b"\x1f\x8b", "gzip"), ".zst": (b"\x28\xb5\x2f\xfd", "Zstandard")}  # suffix -> first bytes, name
+TABLES = {".parquet": (b"PAR1", "Parquet"), ".arrow": (b"", "Arrow")}
+ROWS, BLOCK = 1024, 2**16  # of a table, and bytes of a compressed file, that are read at a time
+MAX_WINDOW = 2**31  # of Zstandard: zstd --long=31 writes such files
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # of Arrow
+AGAIN = "copy or download it again"
+
+Record = tuple[int, bytes, int]  # number from 1, content, bytes of the file that were read up to its end
+
+
+class Columns(NamedTuple):
+    """Columns of a table. needed: each of them, with text; else those that the table has, without fields that are null."""
+
+    names: tuple[str, ...] = ("text",)
+    needed: bool = True
+
+
+TEXT = Columns()
+CHAT = Columns(("messages", "prompt", "completion", "tools", "chat_template_kwargs"), needed=False)  # what chats.py reads of a line
+
+
+def library(name: str, extra: str, user: str) -> ModuleType:
+    """An optional package. ValueError, naming the extra of this package that brings it, where it is missing. user: who needs it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.split(".")[0]
+        raise ValueError(f"{user} needs the Python package {package} ({error}): pip install {package}, or this package with its "
+                         f"extra [{extra}]") from None
+
+
+def suffixes(path: str) -> tuple[str, str]:
+    """(suffix of the content, suffix of the compression or nothing) of a file's name."""
+    name = Path(path)
+    return (name.with_suffix("").suffix, name.suffix) if name.suffix in PACKED else (name.suffix, "")
+
+
+def check_format(path: str, begin: bytes, columns: Columns) -> None:
+    """Raises ValueError, before any work, for a file whose first bytes `begin` are of another format, and for missing columns."""
+    suffix = Path(path).suffix
+    magic, name = {**PACKED, **TABLES}[suffix]
+    if suffix == ".zst":
+        library("zstandard", "data", f"--input {path}")
+        magic = magic if begin[1:4] != b"\x2a\x4d\x18" else b""  # a frame that says something to other programs comes first
+    if not begin.startswith(magic):
+        raise ValueError(f"--input {path}: is not a {name} file (it begins with {begin[:4]!r}): {AGAIN}, or rename it")
+    if suffix in TABLES:
+        with _reading(path):
+            _choose(path, _open(path)[0], columns)
+
+
+@contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """A block that reads `path`: what its library raises becomes a ValueError of one line."""
+    try:
+        yield
+    except Exception as error:
+        library = type(error).__module__.split(".")[0] in ("pyarrow", "zstandard")
+        if not library and not isinstance(error, OSError | EOFError | UnicodeDecodeError | zlib.error):
+            raise
+        reason = " ".join(str(error).split())
+        raise ValueError(f"--input {path}: was cut off or is damaged ({reason:.150}): {AGAIN}") from None
+
+
+# Compressed text -----------------------------------------------------------------------------------------------------------------
+
+def blocks(path: str) -> Iterator[tuple[bytes, int]]:
+    """(decompressed bytes, bytes of the file read so far)."""
+    start = _decompressor(path)
+    with _reading(path), open(path, "rb") as file:
+        frame, begun = start(), False
+        while data := file.read(BLOCK):
+            while data:
+                block, begun = frame.decompress(data), True
+                yield block, file.tell()
+                data = frame.unused_data if frame.eof else b""
+                if frame.eof:
+                    frame, begun, data = start(), False, data.lstrip(b"\0")  # gzip may pad with zeros
+        if begun:
+            raise EOFError("its compressed data has no end")
+
+
+def _decompressor(path: str) -> Callable[[], Any]:
+    """Makes a decompressor for each frame of a file: its `eof` says that the frame has ended."""
+    if path.endswith(".gz"):
+        return lambda: zlib.decompressobj(zlib.MAX_WBITS | 16)
+    zstandard = library("zstandard", "data", f"--input {path}")
+    return zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW).decompressobj
+
+
+def lines(path: str, packed: str) -> Iterator[Record]:
+    """The lines of a file, with their line feeds or without. packed: the suffix of its compression, or nothing."""
+    if not packed:
+        read = 0
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                read += len(line)
+                yield number, line, read
+        return
+    number, rest, read = 0, [b""], 0
+    for block, read in blocks(path):
+        first, *others = block.split(b"\n")
+        rest.append(first)
+        for line in others:
+            number += 1
+            yield number, b"".join(rest), read
+            rest = [line]
+    yield number + 1, b"".join(rest), read
+
+
+# Tables --------------------------------------------------------------------------------------------------------------------------
+
+def rows(path: str, columns: Columns, skip: int) -> Iterator[Record]:
+    """The rows of a table after the first `skip`, as JSON objects with the columns that `_choose` returns."""
+    with _reading(path):
+        schema, batches = _open(path)
+        for first, batch, read in batches(_choose(path, schema, columns), skip):
+            for number, row in enumerate(batch.slice(max(0, skip - first)).to_pylist(), start=max(first, skip) + 1):
+                yield number, _json(row, columns), read
+
+
+def _json(row: dict[str, Any], columns: Columns) -> bytes:
+    return json.dumps(row if columns.needed else _without_null(row), ensure_ascii=False).encode()
+
+
+def _without_null(value: Any) -> Any:
+    """A table has every field in every row, and null where the line of JSON that it came from has no such field."""
+    if isinstance(value, dict):
+        return {name: _without_null(field) for name, field in value.items() if field is not None}
+    return [_without_null(field) for field in value] if isinstance(value, list) else value
+
+
+Batches = Callable[[list[str], int], Iterator[tuple[int, Any, int]]]  # columns, rows to skip -> (first row, batch, bytes read)
+
+
+def _open(path: str) -> tuple[Any, Batches]:
+    """(schema, batches of rows)."""
+    library("pyarrow", "data", f"--input {path}")
+    size = os.stat(path).st_size
+    return _open_parquet(path, size) if path.endswith(".parquet") else _open_arrow(path, size)
+
+
+def _open_parquet(path: str, size: int) -> tuple[Any, Batches]:
+    from pyarrow import parquet
+
+    file = parquet.ParquetFile(path)
+    groups = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+
+    def batches(names: list[str], skip: int) -> Iterator[tuple[int, Any, int]]:
+        for group, count in enumerate(groups):
+            first = sum(groups[:group])
+            if first + count > skip:
+                for batch in file.iter_batches(ROWS, row_groups=[group], columns=names, use_threads=False):
+                    yield first, batch, size * (first + batch.num_rows) // sum(groups)
+                    first += batch.num_rows
+
+    return file.schema_arrow, batches
+
+
+def _open_arrow(path: str, size: int) -> tuple[Any, Batches]:
+    import pyarrow
+
+    source = pyarrow.memory_map(path)
+    found: Any
+    if source.read(6) == b"ARROW1":
+        file = pyarrow.ipc.open_file(source)
+        found = map(file.get_batch, range(file.num_record_batches))
+    else:
+        source.seek(max(0, size - len(END_OF_STREAM)))
+        if source.read() != END_OF_STREAM:
+            raise EOFError("it has no end of stream")
+        source.seek(0)
+        found = file = pyarrow.ipc.open_stream(source)
+
+    def batches(names: list[str], skip: int) -> Iterator[tuple[int, Any, int]]:
+        first = 0
+        for batch in found:
+            yield first, batch.select(names), source.tell()
+            first += batch.num_rows
+
+    return file.schema, batches
+
+
+def _choose(path: str, schema: Any, columns: Columns) -> list[str]:
+    """The columns to read. ValueError where one is missing or holds no text."""
+    from pyarrow import types
+
+    known = f"its columns are {', '.join(schema.names)}"
+    if not columns.needed:
+        names = [name for name in columns.names if name in schema.names]
+        if not names:
+            raise ValueError(f"--input {path}: has no column messages, or prompt and completion; {known}")
+        return names
+    for name in columns.names:
+        if name not in schema.names:
+            raise ValueError(f"--input {path}: has no column {name!r} (--json-keys); {known}")
+        kind = schema.field(name).type
+        kind = kind.value_type if types.is_dictionary(kind) else kind
+        if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
+            raise ValueError(f"--input {path}: column {name!r} (--json-keys) is of type {kind}, not text; {known}")
+    return list(columns.names)
+
+
+def saved_files(place: str, names: list[str]) -> list[str] | None:
+    """The .arrow files of a folder that `datasets` wrote with save_to_disk; None where it is another folder."""
+    if "dataset_dict.json" in names:
+        splits = json.loads(Path(place, "dataset_dict.json").read_text(encoding="utf-8")).get("splits", [])
+        raise ValueError(f"--input {place}: is a data set with the splits {', '.join(map(str, splits))}: pass the folder of one, "
+                         f"such as {Path(place, str(splits[0])) if splits else place}")
+    if "state.json" not in names or not any(name.endswith(".arrow") for name in names):
+        return None
+    files = json.loads(Path(place, "state.json").read_text(encoding="utf-8")).get("_data_files", [])
+    return [str(file["filename"]) for file in files]

@@ -1,0 +1,257 @@
+"""What preprocess has tokenized so far, in the folder PREFIX.unfinished, so that a run that was killed goes on where it was.
+
+Token ids and lengths of the documents, in the order of the input, grow in two files for each JSON key. journal.json says how much
+of them counts and to which place of the input it belongs; it is replaced when the files are on disk. A run that finds a journal of
+the same tokenizer, flags and input cuts the files to that size and reads on from there. When all is read, the documents are written
+into the data sets, shuffled or not, and the folder is removed.
+Left out: reading and tokenizing (preprocess.py), the data set's own files (indexed.py).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .files import Place
+from .indexed import IndexedDatasetWriter, writing
+
+JOURNAL_SECONDS = 5.0  # between two records
+PILE_BYTES, MAX_PILES = 2**26, 256  # of tokens that are shuffled in memory at a time, and how many files that takes at most
+SHUFFLE_SEED = 1234
+SUFFIX, JOURNAL, LOCK = ".unfinished", "journal.json", "lock"
+
+
+@dataclass(frozen=True)
+class Journal:
+    """What counts. place: in the input. tokens: of each JSON key. size: bytes of text. inputs: a checksum of the files so far."""
+
+    made_with: Any
+    inputs: int = 0
+    place: Place = field(default_factory=Place)
+    documents: int = 0
+    tokens: tuple[int, ...] = ()
+    size: int = 0
+
+
+class TokenFiles:
+    """Token ids of documents in the order of the input, and their lengths."""
+
+    def __init__(self, path: Path, dtype: np.dtype, documents: int, tokens: int):
+        """Cut the files to what counts. Raises OSError where they hold less."""
+        self.dtype, self._paths = dtype, (path.with_suffix(".tokens"), path.with_suffix(".lengths"))
+        self._files = []
+        for name, size in zip(self._paths, (tokens * dtype.itemsize, documents * 4), strict=True):
+            file = open(name, "r+b" if size else "wb")  # noqa: SIM115 - closed by close
+            self._files.append(file)
+            if os.fstat(file.fileno()).st_size < size:
+                raise OSError(f"{name} has less than {size} bytes")
+            file.truncate(size)
+            file.seek(size)
+
+    def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Append documents: their token ids, one after another, and (documents,) how many each has."""
+        self._files[0].write(np.ascontiguousarray(tokens, self.dtype).data)
+        self._files[1].write(lengths.astype("<i4").tobytes())
+
+    def sync(self) -> None:
+        """All is on disk when this returns."""
+        for file in self._files:
+            file.flush()
+            os.fsync(file.fileno())
+
+    def contents(self) -> tuple[np.ndarray, np.ndarray]:
+        """(token ids, mapped; lengths)."""
+        tokens, lengths = self._paths
+        size = tokens.stat().st_size
+        ids = np.memmap(tokens, self.dtype, "r") if size else np.empty(0, self.dtype)
+        return ids, np.fromfile(lengths, "<i4")
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files:
+            with suppress(OSError):  # what was not written does not fit the disk
+                file.close()
+
+
+class Unfinished:
+    """The folder of one command. `journal` says where to go on.
+
+    with Unfinished(prefix, made_with, files, outputs, dtype) as work:
+        work.add(...)
+        work.finish(writers, shuffle)
+
+    The folder is removed when the block ends, and where it fails before the first record. made_with: JSON of all that the tokens
+    depend on besides the files. Raises ValueError where nothing can be written and while another process is at work on it.
+    """
+
+    def __init__(self, prefix: str, made_with: Any, files: Sequence[str], outputs: int, dtype: np.dtype):
+        self.prefix, self.folder, self._made_with = prefix, Path(prefix + SUFFIX), json.loads(json.dumps(made_with))
+        self._stats = [(path, (stat := os.stat(path)).st_size, stat.st_mtime_ns) for path in files]
+        self._starts = [0, *accumulate(size for _, size, _ in self._stats)]
+        self._recorded, self._due = False, time.monotonic() + JOURNAL_SECONDS
+        with self._writing():
+            self.folder.mkdir(exist_ok=True)
+            self._lock = open(self.folder / LOCK, "w")  # noqa: SIM115 - closed by __exit__
+        self._acquire()
+        self.journal = self._found(outputs) or Journal(self._made_with, tokens=(0,) * outputs)
+        self._recorded = self.journal.documents > 0
+        with self._writing():
+            self._files = self._opened(dtype)
+        for path in self.folder.glob("*.tmp*"):  # of a run that was killed while it wrote the data sets
+            path.unlink()
+
+    def _acquire(self) -> None:
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise ValueError(f"--output-prefix {self.prefix}: another preprocess is writing it: wait for its end, or pass another "
+                             "one") from None
+        except OSError:  # a file system without locks
+            pass
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(str(self.folder))
+
+    def _checksum(self, place: Place) -> int:
+        """Of names, sizes and times of the files up to a place: those after it may change while the command does not run."""
+        return zlib.crc32(repr(self._stats[: place.file + (place.line > 0)]).encode())
+
+    def _found(self, outputs: int) -> Journal | None:
+        """The journal of an earlier run that goes on."""
+        try:
+            found = json.loads((self.folder / JOURNAL).read_text(encoding="utf-8"))
+            journal = Journal(**{**found, "place": Place(*found["place"]), "tokens": tuple(found["tokens"])})
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        same = journal.made_with == self._made_with and len(journal.tokens) == outputs
+        if same and self._checksum(journal.place) == journal.inputs:
+            print(f"going on after {journal.documents} documents that {self.folder} holds", file=sys.stderr, flush=True)
+            return journal
+        what = "its input files have changed" if same else "it was made with another tokenizer or other flags"
+        print(f"note: {self.folder} is begun anew: {what}", file=sys.stderr, flush=True)
+        return None
+
+    def _opened(self, dtype: np.dtype) -> list[TokenFiles]:
+        def opened() -> list[TokenFiles]:
+            return [TokenFiles(self.folder / str(number), dtype, self.journal.documents, tokens)
+                    for number, tokens in enumerate(self.journal.tokens)]
+
+        try:
+            return opened()
+        except OSError as error:
+            if not self._recorded:
+                raise
+            print(f"note: {self.folder} is begun anew: {error}", file=sys.stderr, flush=True)
+            self.journal, self._recorded = Journal(self._made_with, tokens=(0,) * len(self.journal.tokens)), False
+            return opened()
+
+    def bytes_read(self, place: Place, read: int = 0) -> int:
+        """Bytes of the input files up to a place, of whose file `read` bytes were read."""
+        return self._starts[place.file] + (read if place.line else 0)
+
+    def add(self, texts: Sequence[tuple[np.ndarray, np.ndarray]], place: Place, size: int) -> None:
+        """Append documents, of every JSON key (token ids, lengths), which end at `place` and have `size` bytes of text."""
+        with self._writing():
+            for file, (tokens, lengths) in zip(self._files, texts, strict=True):
+                file.add(tokens, lengths)
+        old = self.journal
+        self.journal = Journal(self._made_with, 0, place, old.documents + len(texts[0][1]),
+                               tuple(n + len(tokens) for n, (tokens, _) in zip(old.tokens, texts)), old.size + size)
+        if time.monotonic() >= self._due:
+            self.record()
+
+    def record(self) -> None:
+        """Make what was added count."""
+        with self._writing():
+            for file in self._files:
+                file.sync()
+            aside = self.folder / f"{JOURNAL}.new"
+            with open(aside, "w", encoding="utf-8") as stream:
+                json.dump({**asdict(self.journal), "inputs": self._checksum(self.journal.place)}, stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(aside, self.folder / JOURNAL)
+        self._recorded, self._due = True, time.monotonic() + JOURNAL_SECONDS
+
+    def finish(self, writers: Sequence[IndexedDatasetWriter], shuffle: bool) -> None:
+        """Write all documents, those of one JSON key with each writer."""
+        self.record()
+        largest = max(tokens * file.dtype.itemsize for file, tokens in zip(self._files, self.journal.tokens))
+        piles = min(MAX_PILES, -(-largest // PILE_BYTES))
+        for file, writer in zip(self._files, writers, strict=True):
+            for tokens, lengths in shuffled(*file.contents(), piles, self.folder) if shuffle else in_order(*file.contents()):
+                writer.add_documents(tokens, lengths)
+
+    def __enter__(self) -> Unfinished:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        for file in self._files:
+            file.close()
+        if error is None or not self._recorded:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.close()
+        if isinstance(error, ValueError) and self._recorded:
+            raise ValueError(f"{error}; the documents before are in {self.folder}: the same command goes on after them") from None
+        if error is not None and self._recorded:
+            print(f"the same command goes on with what {self.folder} holds", file=sys.stderr, flush=True)
+
+
+# From the order of the input to that of the data set: token ids of some documents, and (documents,) how many each has -------------
+
+def in_order(tokens: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Neighbouring documents of about PILE_BYTES together."""
+    ends, start, limit = np.cumsum(lengths, dtype=np.int64), 0, PILE_BYTES // tokens.itemsize
+    while start < len(lengths):
+        begin = int(ends[start - 1]) if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends, begin + limit, "right")))
+        yield tokens[begin : ends[stop - 1]], lengths[start:stop]
+        start = stop
+
+
+def shuffled(tokens: np.ndarray, lengths: np.ndarray, piles: int, folder: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """All documents in random order, which follows from their number and the number of piles alone.
+
+    Each document goes to a pile at random, a temporary file without a name, and one pile after another is read and shuffled in
+    memory: all orders are equally likely, the tokens may be more than memory holds, and files are read from beginning to end.
+    """
+    random = np.random.RandomState(SHUFFLE_SEED)  # its stream is the same in every numpy
+    if piles <= 1:
+        order = random.permutation(len(lengths))
+        yield _gathered(tokens, lengths, order), lengths[order]
+        return
+    pile_of, done = random.randint(piles, size=len(lengths)), 0
+    with ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in range(piles)]
+        for part, counts in in_order(tokens, lengths):
+            numbers = pile_of[done : done + len(counts)]
+            for number in np.unique(numbers):
+                files[number].write(_gathered(part, counts, np.flatnonzero(numbers == number)).data)
+            done += len(counts)
+        for number, file in enumerate(files):
+            with file:
+                file.seek(0)
+                part, counts = np.frombuffer(file.read(), tokens.dtype), lengths[pile_of == number]
+            order = random.permutation(len(counts))
+            yield _gathered(part, counts, order), counts[order]
+
+
+def _gathered(tokens: np.ndarray, lengths: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """The token ids of some of the documents, one after another."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    parts = [tokens[end - length : end] for end, length in zip(ends[order].tolist(), lengths[order].tolist())]
+    return np.concatenate([tokens[:0], *parts])
