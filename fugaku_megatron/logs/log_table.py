@@ -4,6 +4,7 @@
     fugaku-megatron log run.log --follow --png run.png       redrawn while the job runs, until it ends
     fugaku-megatron log run.log --csv run.csv --per-iteration    loss, time and rates of every iteration
     fugaku-megatron log checkpoints/history.jsonl --png run.png  the same from the history that train keeps in --save
+    fugaku-megatron log tuned_a tuned_b --png both.png --x tokens    several runs, by their --save: which one has the lowest loss
     fugaku-megatron log ranks.jsonl --ranks --png ranks.png  where the time of every rank went, from train --log-ranks
     fugaku-megatron log a100.log --nodes 10 --ranks-per-node 8 --tensor-model-parallel-size 8 \\
         --pipeline-model-parallel-size 10                    a log of another program
@@ -31,6 +32,7 @@ from ..config.command_line import check_file, pipe_table, writing
 from ..costs import accounting
 from . import plot, rank_table
 from .iteration import HEADERS, IterationMetrics, PublishedRow, published_header, rate_text, seconds_text, size_name
+from .metrics import HISTORY
 from .run_log import FORMULAS, Job, LogFile, LogSummary
 from .screen import duration_text
 
@@ -66,7 +68,37 @@ def text(logs: Sequence[LogSummary], markdown: bool = False) -> str:
     """The table, and beneath it what each row rests on; markdown: with a heading and lists."""
     lines = [("- " if markdown else "  ") + _basis(log) for log in logs]
     title = ["### Runs, measured", ""] if markdown else []
-    return "\n".join([*title, *pipe_table([published_header(), *(row_of(log).cells() for log in logs)]), "", *lines])
+    losses = ["", *pipe_table(final_losses(logs))] if len(logs) > 1 else []
+    return "\n".join([*title, *pipe_table([published_header(), *(row_of(log).cells() for log in logs)]), *losses, "", *lines])
+
+
+def final_losses(logs: Sequence[LogSummary]) -> list[tuple[str, ...]]:
+    """Rows of a table that compares runs: how far each is, and its last losses; the lowest of a column is marked."""
+    trained = [log.iterations[-1].lm_loss if log.iterations else None for log in logs]
+    validated = [log.validations[-1][1] if log.validations else None for log in logs]
+    columns = [[_marked(loss, losses) for loss in losses] for losses in (trained, validated)]
+    lasts = [log.iterations[-1] if log.iterations else None for log in logs]
+    places = [(str(last.iteration), f"{last.consumed_tokens:,}" if last.consumed_tokens else "-") if last else ("-", "-")
+              for last in lasts]
+    return [("Run", "Iterations", "Tokens", "Last lm loss", "Last validation loss"),
+            *((name, *place, *losses) for name, place, *losses in zip(names(logs), places, *columns))]
+
+
+def _marked(loss: float | None, losses: Sequence[float | None]) -> str:
+    if loss is None:
+        return "-"
+    known = [each for each in losses if each is not None]
+    return f"{loss:.6g}" + (" (lowest)" if len(known) > 1 and loss == min(known) else "")
+
+
+def names(logs: Sequence[LogSummary]) -> list[str]:
+    """A short name of each of several logs: its folder where all files have one name, else its path below the common folder."""
+    paths = [os.path.abspath(log.path) for log in logs]
+    folder = os.path.commonpath([os.path.dirname(path) for path in paths])
+    short = [os.path.relpath(path, folder) for path in paths]
+    folders = [os.path.dirname(path) for path in short]
+    alike = len({os.path.basename(path) for path in paths}) == 1 and all(folders) and len({*folders}) == len(folders)
+    return folders if alike else short
 
 
 def _basis(log: LogSummary) -> str:
@@ -117,16 +149,19 @@ def _write_rows(path: str | os.PathLike, columns: Sequence[str], rows: Iterable[
     aside.replace(path)
 
 
-def draw(path: str | os.PathLike, logs: Sequence[LogSummary]) -> bool:
-    """Loss, learning rate and TFLOPs over iterations into one picture; False when there is nothing to draw (and says so)."""
-    paths = [os.path.abspath(log.path) for log in logs]
-    folder = os.path.commonpath([os.path.dirname(name) for name in paths])
+def draw(path: str | os.PathLike, logs: Sequence[LogSummary], x: str = "iteration") -> bool:
+    """Loss, learning rate and TFLOPs over `x`, of plot.AXES, in one picture; False when there is nothing to draw (and says so)."""
     alone = len(logs) == 1
-    runs = {("" if alone else f"{os.path.relpath(name, folder)}\n{_layout(log)}"):
-            [{"kind": "train", **asdict(i)} for i in log.iterations]
-            + [{"kind": "validation", "iteration": n, "lm_loss": loss} for n, loss in log.validations]
-            for name, log in zip(paths, logs)}
-    return plot.loss_curves(path, runs, plot.title(_layout(logs[0]), paths[0]) if alone else plot.title("", folder))
+    runs = {("" if alone else f"{name}\n{_layout(log)}"): _records(log) for name, log in zip(names(logs), logs)}
+    place = os.path.commonpath([os.path.dirname(os.path.abspath(log.path)) for log in logs])
+    heading = plot.title(_layout(logs[0]), os.path.abspath(logs[0].path)) if alone else plot.title("", place)
+    return plot.loss_curves(path, runs, heading, x)
+
+
+def _records(log: LogSummary) -> plot.Records:
+    tokens = {i.iteration: i.consumed_tokens for i in log.iterations}
+    return [{"kind": "train", **asdict(i)} for i in log.iterations] + [
+        {"kind": "validation", "iteration": n, "lm_loss": loss, "consumed_tokens": tokens.get(n)} for n, loss in log.validations]
 
 
 def _layout(log: LogSummary) -> str:
@@ -136,10 +171,11 @@ def _layout(log: LogSummary) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("logs", nargs="+", metavar="LOG", help="a run's log, or history.jsonl of its --save")
+    parser.add_argument("logs", nargs="+", metavar="LOG", help="a run's log, or its --save, whose history.jsonl is read")
     parser.add_argument("--csv", metavar="FILE", help="write a row per log into FILE")
     parser.add_argument("--per-iteration", action="store_true", help="with --csv: a row per iteration (or log interval) instead")
-    parser.add_argument("--png", metavar="FILE", help="draw loss and TFLOPs over iterations into FILE")
+    parser.add_argument("--png", metavar="FILE", help="draw loss and TFLOPs of all logs into FILE")
+    parser.add_argument("--x", choices=tuple(plot.AXES), default="iteration", help="what --png draws over (default: iteration)")
     parser.add_argument("--markdown", action="store_true", help="print the table with a heading and lists, for a document")
     parser.add_argument("--follow", action="store_true", help="read on while the jobs run, until their last line or Ctrl-C")
     parser.add_argument("--interval", type=float, default=2.0, metavar="S",
@@ -184,14 +220,24 @@ def main(options: argparse.Namespace) -> int:
         return show_ranks(options)
     job = job_of(options)
     check_outputs(options)
-    files = [LogFile(path, job, options.formula) for path in options.logs]
+    files = [LogFile(_file_of(path), job, options.formula) for path in options.logs]
     logs = follow(files, options) if options.follow else _read(files)
     for log in logs:
         check(bool(log.iterations), f"{log.path}: has no line of an iteration ('iteration 1/ 100 | ...'): pass a run's log or "
               "history.jsonl")
+        check(options.x == "iteration" or log.iterations[-1].consumed_tokens, f"--x {options.x}: {log.path} does not say how many "
+              "tokens were consumed: leave it out")
     _write(options, logs)
     print(text(logs, options.markdown))
     return 0
+
+
+def _file_of(path: str) -> str:
+    """The log that a word of the command line names."""
+    history = os.path.join(path, HISTORY)
+    check(not os.path.isdir(path) or os.path.exists(history), f"{path}: is a directory without {HISTORY}: pass a run's log or "
+          "its --save")
+    return history if os.path.isdir(path) else path
 
 
 def show_ranks(options: argparse.Namespace) -> int:
@@ -220,7 +266,7 @@ def _write(options: argparse.Namespace, logs: Sequence[LogSummary]) -> None:
             (write_iterations_csv if options.per_iteration else write_csv)(options.csv, logs)
     if options.png:
         with writing("--png", options.png):
-            draw(options.png, logs)
+            draw(options.png, logs, options.x)
 
 
 @dataclass

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from .iteration import METRICS, IterationMetrics
 from .screen import open_screen
 
+HISTORY = "history.jsonl"  # in the directory of --save
 SERVER = "https://api.wandb.ai"  # unless WANDB_BASE_URL names another
 REACHED_WITHIN = 3.0  # s
 _PEAK_MEMORY = re.compile(r"peak memory per rank: max (\d+) MiB")

@@ -1,4 +1,4 @@
-"""A picture of runs: loss (training, validation) over iterations, with small panels for learning rate, TFLOPs and energy.
+"""A picture of runs: loss (training, validation) over iterations or tokens, with small panels for learning rate, TFLOPs and energy.
 
 A run has one colour in all panels; the title says its size, layout and directory.
 """
@@ -19,6 +19,7 @@ from .iteration import size_name
 from .metrics import read_history
 
 WIDTH = 90  # characters of a title
+AXES = {"iteration": "iteration", "tokens": "consumed_tokens"}  # what a curve is drawn over -> the field of a record
 Records = list[dict[str, Any]]
 SMALL_PANELS = (("learning_rate", "learning rate"), ("tflops", "TFLOPs per rank"), ("watts", "power (W)"),
                 ("tokens_per_joule", "tokens per joule"))  # the last two of runs that measure energy
@@ -71,8 +72,11 @@ def start(module: str, *words: str, **options: Any) -> subprocess.Popen:
                             env={**os.environ, "PYTHONPATH": path, "PYTHONIOENCODING": "utf-8:surrogateescape"}, **options)
 
 
-def loss_curves(path_png: str | os.PathLike, runs: Mapping[str, Records], heading: str = "") -> bool:
-    """As `loss_curve` for several runs (name -> records) in one picture; OSError when the file cannot be written."""
+def loss_curves(path_png: str | os.PathLike, runs: Mapping[str, Records], heading: str = "", x: str = "iteration") -> bool:
+    """As `loss_curve` for several runs (name -> records) in one picture; OSError when the file cannot be written.
+
+    x: a key of AXES.
+    """
     drawn = {name: (_with_loss(records, "train"), _with_loss(records, "validation")) for name, records in runs.items()}
     if not any(train or validation for train, validation in drawn.values()):
         print(f"{path_png}: not drawn, the history has no loss yet")
@@ -80,7 +84,7 @@ def loss_curves(path_png: str | os.PathLike, runs: Mapping[str, Records], headin
     if importlib.util.find_spec("matplotlib") is None:
         print(f"{path_png}: not drawn, a package is missing: pip install matplotlib, or this package with its extra [log]")
         return False
-    _draw(path_png, drawn, heading)
+    _draw(path_png, drawn, heading, x)
     return True
 
 
@@ -88,7 +92,7 @@ def _with_loss(records: Records, kind: str) -> Records:
     return [r for r in records if r["kind"] == kind and r.get("lm_loss") is not None]
 
 
-def _draw(path_png: str | os.PathLike, runs: Mapping[str, tuple[Records, Records]], heading: str) -> None:
+def _draw(path_png: str | os.PathLike, runs: Mapping[str, tuple[Records, Records]], heading: str, x: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window, and pyplot's global state untouched
     from matplotlib.figure import Figure
 
@@ -99,13 +103,13 @@ def _draw(path_png: str | os.PathLike, runs: Mapping[str, tuple[Records, Records
     panels = [figure.add_subplot(grid[0, :]), *(figure.add_subplot(grid[1, i]) for i in range(len(small)))]
     for number, (name, (train, validation)) in enumerate(runs.items()):
         color = f"C{number % 10}"  # of a run in every panel
-        _line(panels[0], train, "lm_loss", label=shown(name) or "training", color=color)
-        _line(panels[0], validation, "lm_loss", label=None if name else "validation", color=color if name else "C1", marker="o",
+        _line(panels[0], train, x, "lm_loss", label=shown(name) or "training", color=color)
+        _line(panels[0], validation, x, "lm_loss", label=None if name else "validation", color=color if name else "C1", marker="o",
               linestyle="--")
         for panel, (field, _) in zip(panels[1:], small, strict=True):
-            _line(panel, train, field, color=color)
+            _line(panel, train, x, field, color=color)
     for panel, label in zip(panels, ("lm loss", *(label for _, label in small)), strict=True):
-        panel.set(xlabel="iteration", ylabel=label)
+        panel.set(xlabel=x, ylabel=label)
         panel.grid(alpha=0.3)
     validated = len(runs) > 1 and any(validation for _, validation in runs.values())
     panels[0].legend(fontsize="small", title="dashed: validation" if validated else None)
@@ -113,8 +117,9 @@ def _draw(path_png: str | os.PathLike, runs: Mapping[str, tuple[Records, Records
     figure.savefig(path_png, dpi=120, format="png")
 
 
-def _line(axes: Any, records: Records, name: str, **style: Any) -> None:
-    points = [(record["iteration"], record[name]) for record in records if record.get(name) is not None]
+def _line(axes: Any, records: Records, x: str, name: str, **style: Any) -> None:
+    places = [(record.get(AXES[x]), record.get(name)) for record in records]
+    points = [point for point in places if None not in point]
     if points:
         axes.plot(*zip(*points), **style)
 

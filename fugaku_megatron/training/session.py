@@ -18,7 +18,7 @@ from ..costs import accounting
 from ..host import allocator, runtime
 from ..logs import plot
 from ..logs.iteration import IterationMetrics
-from ..logs.metrics import MetricsWriter
+from ..logs.metrics import HISTORY, MetricsWriter
 from ..watchdog.watch import Watchdog
 from .expert_watch import ExpertWatch
 from .machine_faults import Checksums, differing_replica
@@ -27,7 +27,6 @@ from .observers import Profile
 from .rank_watch import EnergyWatch, MemoryWatch, RankTimes
 from .train import IterationResult, Trainer
 
-HISTORY = "history.jsonl"
 LOSS_CURVE = "loss_curve.png"
 DIVERGED_STEPS = 5  # skipped iterations in a row
 EXPLAINED_AT_MOST = 3  # isolated ones of a start: under a fixed loss scale there may be many

@@ -83,7 +83,26 @@ def test_a_history_makes_the_same_files(logs, capsys):
     assert (logs / "h.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+def test_runs_are_compared_by_their_last_losses(logs, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(logs)
+    for name, text in (("a", OUR_LOG), ("b", OUR_LOG.replace("lm loss: 6.25", "lm loss: 6.05"))):
+        (logs / name).mkdir()
+        (logs / name / "history.jsonl").write_text(history(text))
+    losses = [parse_log(text.splitlines())[-1].lm_loss for text in (OUR_LOG, OUR_LOG.replace("lm loss: 6.25", "lm loss: 6.05"))]
+    assert cli.main(["log", "a", "b", "--png", "both.png", "--x", "tokens"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("| Run"))
+    assert cells(lines[start]) == ["Run", "Iterations", "Tokens", "Last lm loss", "Last validation loss"]
+    rows = [cells(line) for line in lines[start + 2 : start + 4]]
+    assert losses[1] < losses[0] and [row[0] for row in rows] == ["a", "b"] and {row[1] for row in rows} == {"6"}
+    assert [row[3] for row in rows] == [f"{losses[0]:.6g}", f"{losses[1]:.6g} (lowest)"]
+    assert (logs / "both.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
 @pytest.mark.parametrize("flags, message", [
+    (["ours.log", "bare.log", "--x", "tokens"], "--x tokens: bare.log does not say how many tokens were consumed: leave it out"),
+    (["folder.csv"], "folder.csv: is a directory without history.jsonl: pass a run's log or its --save"),
     (["ours.log", "--per-iteration"], "--per-iteration needs --csv FILE: pass both"),
     (["gone.log"], "gone.log: No such file or directory: pass a run's log"),
     (["ours.log", "--csv", "nowhere/t.csv"], "--csv nowhere/t.csv: .*/nowhere is not a directory: make it"),
@@ -99,6 +118,7 @@ def test_a_history_makes_the_same_files(logs, capsys):
 def test_a_mistake_is_one_line(logs, monkeypatch, capsys, flags, message):
     monkeypatch.chdir(logs)
     (logs / "folder.csv").mkdir()
+    (logs / "bare.log").write_text(" iteration        1/       2 | lm loss: 3.0 |\n")
     assert cli.main(["log", *flags]) == 2
     error = capsys.readouterr().err
     assert re.fullmatch(f"fugaku-megatron log: .*{message}.*\n", error), error

@@ -83,9 +83,27 @@ def test_logs_are_named_by_what_differs(tmp_path, made):
     logs = [read_log(tmp_path / name / "run.log") for name in ("a", "b")]
     assert log_table.draw(tmp_path / "two.png", logs) and log_table.draw(tmp_path / "one.png", logs[:1])
     labels = [text.get_text() for text in made[0].axes[0].get_legend().get_texts()]
-    assert labels == [f"{name}/run.log\n0.9M, DP 2 x TP 1 x PP 1, fp32" for name in ("a", "b")]
+    assert labels == [f"{name}\n0.9M, DP 2 x TP 1 x PP 1, fp32" for name in ("a", "b")]
     assert made[0].get_suptitle() == plot.title("", tmp_path)
     assert made[1].get_suptitle() == plot.title("0.9M, DP 2 x TP 1 x PP 1, fp32", tmp_path / "a" / "run.log")
+
+
+def test_curves_of_runs_of_different_lengths_over_tokens(tmp_path, made):
+    """A run with batches of twice the size has the same tokens in half the iterations."""
+    for name, iterations, tokens in (("small", 8, 100), ("large", 4, 200)):
+        records = [{"kind": "train", "iteration": i, "train_iters": iterations, "lm_loss": 9.0 - i, "consumed_tokens": tokens * i}
+                   for i in range(1, iterations + 1)]
+        records.append({"kind": "validation", "iteration": iterations, "lm_loss": 2.5})
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "history.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    logs = [read_log(tmp_path / name / "history.jsonl") for name in ("small", "large")]
+    assert log_table.draw(tmp_path / "t.png", logs, "tokens") and log_table.draw(tmp_path / "i.png", logs)
+    over_tokens, over_iterations = (figure.axes[0] for figure in made)
+    assert over_tokens.get_xlabel() == "tokens" and over_iterations.get_xlabel() == "iteration"
+    assert [list(line.get_xdata()) for line in over_tokens.lines] == [
+        [100 * i for i in range(1, 9)], [800], [200, 400, 600, 800], [800]]
+    assert [max(line.get_xdata()) for line in over_iterations.lines] == [8, 8, 4, 4]
+    assert [text.get_text().strip() for text in over_tokens.get_legend().get_texts()] == ["small", "large"]
 
 
 def test_files_in_the_way_and_nothing_to_draw_are_lines_and_no_errors(tmp_path, capsys, monkeypatch):
