@@ -2,8 +2,9 @@
 
     fugaku-megatron convert --from-hf my_model --save start
     fugaku-megatron convert --load checkpoints --to-hf my_model
+    fugaku-megatron convert --load checkpoints --to-gguf my_model.gguf --gguf-type q8_0
 
-Left out: the formats (hugging_face.py, megatron_legacy.py, megatron_dist.py, weights.py).
+Left out: the formats (hugging_face.py, gguf_file.py, megatron_legacy.py, megatron_dist.py, weights.py).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ..comm.agreement import describe
 from ..config.arguments import model_flags
 from ..config.checks import check, flag
 from ..host import allocator
+from .gguf_file import TYPES, save_gguf
 from .hugging_face import carry, open_hugging_face, save_hugging_face
 from .rules import FILE
 from .weights import DTYPES, Weights, open_own, save_own
@@ -98,33 +100,38 @@ def open_weights(directory: str, iteration: int | None = None, vocab_size: int |
         raise ValueError(re.sub("^--(load|from-hf|from-megatron) ", "", str(error))) from error
 
 
-def check_new(flag: str, directory: str) -> None:
-    """Raises ValueError unless `directory`, the value of `flag`, is absent or empty."""
-    path = Path(directory)
-    check(directory != "", f"{flag} is empty: pass a directory")
-    check(not path.exists() or path.is_dir(), f"{flag} {directory} is a file: pass a directory")
-    check(not path.exists() or not any(path.iterdir()), f"{flag} {directory} is not empty: pass a new directory, so that nothing "
+def check_new(flag: str, target: str, file: bool = False) -> None:
+    """Raises ValueError unless `target`, the value of `flag`, is absent, or an empty directory. file: it is to be a file."""
+    path = Path(target)
+    check(target != "", f"{flag} is empty: pass a {'file' if file else 'directory'}")
+    if file:
+        check(not os.path.lexists(path), f"{flag} {target} exists: pass a new file, so that nothing is replaced")
+        return
+    check(not path.exists() or path.is_dir(), f"{flag} {target} is a file: pass a directory")
+    check(not path.exists() or not any(path.iterdir()), f"{flag} {target} is not empty: pass a new directory, so that nothing "
           "is replaced")
 
 
 @contextmanager
-def whole(flag: str, directory: str) -> Iterator[Path]:
+def whole(flag: str, directory: str, file: bool = False) -> Iterator[Path]:
     """A new directory to write in, which is `directory` after the block; nothing is left of it where the block raises.
 
-    Of two blocks for one directory each writes into its own, and the second one to end is refused. Raises ValueError, one line with
-    the flag, for what `check_new` refuses and where nothing can be written.
+    file: `directory` is a file, and the block writes the one of its name in the new directory. Of two blocks for one directory each
+    writes into its own, and the second one to end is refused. Raises ValueError, one line with the flag, for what `check_new`
+    refuses and where nothing can be written.
     """
-    check_new(flag, directory)
+    check_new(flag, directory, file)
     final = Path(directory).absolute()
     aside = final.with_name(f"{_prefix(final)}{os.getpid()}.{uuid.uuid4().hex}")
+    written = aside / final.name if file else aside
     try:
         for path in _abandoned(final):
             shutil.rmtree(path, ignore_errors=True)
         aside.mkdir(parents=True)
         yield aside
-        fsync(aside)
-        check_new(flag, directory)
-        aside.replace(final)
+        fsync(written)
+        check_new(flag, directory, file)
+        written.replace(final)
         fsync(final.parent)
     except OSError as error:
         raise ValueError(f"{flag} {directory}: {describe(error)}: pass another directory") from error
@@ -174,6 +181,8 @@ DESTINATIONS: dict[str, Callable[[Weights, Path, argparse.Namespace], None]] = {
     "save": _save,
     "to_hf": lambda weights, directory, options: save_hugging_face(weights, directory, size(options.max_shard_size)),
     "to_megatron": _save_megatron,
+    "to_gguf": lambda weights, directory, options: save_gguf(weights, directory / Path(options.to_gguf).name, options.gguf_type,
+                                                             options.chat_template),
 }
 
 
@@ -184,13 +193,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save", help="to: weights alone as a checkpoint, for train --load DIR --finetune, or generate")
     parser.add_argument("--to-hf", metavar="DIR", help="to: a directory for Hugging Face's from_pretrained")
     parser.add_argument("--to-megatron", metavar="DIR", help="to: a legacy checkpoint for Megatron-LM's --load")
+    parser.add_argument("--to-gguf", metavar="FILE", help="to: a file for llama.cpp")
+    parser.add_argument("--gguf-type", choices=tuple(TYPES), help="of the matrices in --to-gguf; norms and biases are f32 "
+                        "(default: that of the weights)")
     parser.add_argument("--ckpt-step", type=int, help="iteration to load (default: the latest)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the written weights (default: as they were read)")
     parser.add_argument("--max-shard-size", default="5GB", help="of a safetensors file with --to-hf (default: %(default)s)")
     parser.add_argument("--hf-files", metavar="DIR", help="directory of the tokenizer, config.json and generation config of the "
                         "model (default: those that came with it)")
-    parser.add_argument("--chat-template", metavar="FILE", help="jinja template of the tokenizer, for --save and --to-hf (default: "
-                        "the one that came with it)")
+    parser.add_argument("--chat-template", metavar="FILE", help="jinja template of the tokenizer, for --save, --to-hf and "
+                        "--to-gguf (default: the one that came with it)")
     parser.add_argument("--vocab-size", type=int, help="tokens, where a checkpoint of Megatron-LM only says the padded number")
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1, help="of --to-megatron (default: %(default)s)")
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1, help="of --to-megatron (default: %(default)s)")
@@ -229,11 +241,13 @@ def check_options(options: argparse.Namespace) -> tuple[str, str]:
     size(options.max_shard_size)
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "make_vocab_size_divisible_by"):
         check(getattr(options, name) > 0, f"{flag(name)} is {getattr(options, name)}: pass a number above 0")
-    check(options.chat_template is None or destination != "to_megatron", "--chat-template is for --save and --to-hf: leave it out")
+    check(options.chat_template is None or destination != "to_megatron", "--chat-template is for --save, --to-hf and --to-gguf: "
+          "leave it out")
+    check(options.gguf_type is None or destination == "to_gguf", f"--gguf-type {options.gguf_type} is for --to-gguf: pass both")
     template = options.chat_template
     check(template is None or Path(template).is_file(), f"--chat-template {template} is not a file")
     check(options.hf_files is None or Path(options.hf_files).is_dir(), f"--hf-files {options.hf_files} is not a directory")
-    check_new(flag(destination), getattr(options, destination))
+    check_new(flag(destination), getattr(options, destination), destination == "to_gguf")
     return source, destination
 
 
@@ -245,9 +259,9 @@ def main(options: argparse.Namespace) -> int:
     if options.hf_files is not None:
         weights = replace(weights, carried=Path(options.hf_files))
     target = getattr(options, destination)
-    with whole(flag(destination), target) as directory:
+    with whole(flag(destination), target, destination == "to_gguf") as directory:
         DESTINATIONS[destination](weights, directory, options)
-        if options.chat_template is not None:
+        if options.chat_template is not None and destination != "to_gguf":
             shutil.copyfile(options.chat_template, (directory / CARRIED if destination == "save" else directory) / CHAT_TEMPLATE)
     parameters = sum(tensor.numel() for tensor in weights.like().values())
     print(f"{flag(source)} {getattr(options, source)}: {parameters:,} parameters are in {target}")

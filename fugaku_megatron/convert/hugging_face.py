@@ -298,7 +298,7 @@ def _check_tied(files: TensorDirectory, name: str, embedding: str) -> None:
 
 def save_hugging_face(weights: Weights, directory: Path, max_bytes: int) -> None:
     """Write config.json, safetensors and what `weights` carries into a new directory."""
-    model, before = weights.model, _carried_config(weights.carried)
+    model, before = weights.model, carried_config(weights.carried)
     architecture = architecture_of(model, before)
     table, like, read = parts(architecture, model), weights.like(), lru_cache(maxsize=1)(weights.read)
     theirs = {name: in_their_shape(like[part.ours], part, model) for name, part in table.items()}
@@ -321,7 +321,7 @@ def architecture_of(model: ModelConfig, before: dict[str, Any]) -> Architecture:
     return next((row for row in fitting if row.model_type == before.get("model_type")), fitting[0])
 
 
-def _carried_config(carried: Path | None) -> dict[str, Any]:
+def carried_config(carried: Path | None) -> dict[str, Any]:
     return read_json(carried / FILE) if carried and (carried / FILE).exists() else {}
 
 

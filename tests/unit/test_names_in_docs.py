@@ -25,7 +25,8 @@ EXAMPLES = "examples"  # Megatron-LM has a folder of this name as well, which do
 SOURCES = sorted(p for f in (*FOLDERS, EXAMPLES) for p in (ROOT / f).rglob("*.py")) + [ROOT / "setup.py", ROOT / "pretrain_gpt.py"]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 KERNELS = sorted(path for path in (ROOT / "kernels_sve").rglob("*") if path.suffix in (".h", ".cc", ".inc"))
-OTHERS = {"gpt_dataset.py", "preprocess_data.py", "malloc.h", "mpi.h", "pyconfig.h", "tokenizers"}  # Megatron's, C's, MPI's ...
+OTHERS = {"gpt_dataset.py", "preprocess_data.py", "malloc.h", "mpi.h", "pyconfig.h", "tokenizers",  # Megatron's, C's, MPI's,
+          "convert_hf_to_gguf.py"}  # llama.cpp's
 
 START, END = r"(?<![\w./:~$<>{}*-])", r"(?![\w/*<{])"
 FILE = re.compile(rf"{START}[\w.*-]+(?:/[\w.*-]+)*\.(?:py|md|h|cc|inc)\b{END}")

@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "calibration": {"comm", "config", "costs", "data", "host", "perf", "training"},
     "report": {"comm", "config", "costs", "data", "host", "perf", "nn", "training", "calibration"},
     "inference": {"comm", "config", "costs", "data", "host", "checkpoint", "nn"},
-    "convert": {"comm", "config", "costs", "host", "checkpoint", "nn"},
+    "convert": {"comm", "config", "costs", "data", "host", "checkpoint", "nn"},
     "api": {"comm", "config", "data", "host", "checkpoint", "watchdog", "training", "inference", "convert"},
     "reproduction": {"config", "costs", "logs", "perf"},
     "cli": {"comm", "config"},  # and every command by its name, when it is called

@@ -1,0 +1,236 @@
+"""convert --to-gguf: what gguf reads of the file against the tensors and the tokenizer of Hugging Face that went in."""
+
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from fugaku_megatron import cli
+from fugaku_megatron.convert.gguf_file import KINDS
+
+gguf = pytest.importorskip("gguf")
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+SIZES = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}
+MODELS = {
+    "gpt2": lambda t: t.GPT2Config(vocab_size=320, n_embd=32, n_layer=2, n_head=4, n_positions=64),
+    "llama": lambda t: t.LlamaConfig(**SIZES, rope_scaling=LLAMA3),
+    "mistral": lambda t: t.MistralConfig(**SIZES, sliding_window=None),
+    "mixtral": lambda t: t.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "granite": lambda t: t.GraniteConfig(**SIZES, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0,
+                                         attention_multiplier=0.25),
+    "qwen2": lambda t: t.Qwen2Config(**SIZES), "qwen3": lambda t: t.Qwen3Config(**SIZES, head_dim=16),
+    "qwen2_moe": lambda t: t.Qwen2MoeConfig(**SIZES, **EXPERTS, shared_expert_intermediate_size=64, norm_topk_prob=False),
+    "qwen3_moe": lambda t: t.Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True, head_dim=8),
+    "olmoe": lambda t: t.OlmoeConfig(**{**SIZES, "num_key_value_heads": 4}, num_experts=4, num_experts_per_tok=2,
+                                     norm_topk_prob=False),
+    "stablelm": lambda t: t.StableLmConfig(**SIZES, partial_rotary_factor=0.5, use_qkv_bias=True)}
+TEMPLATE = "{% for message in messages %}<|user|>{{ message.content }}{% endfor %}"
+
+
+def write_tokenizer(folder, pre=None):
+    """Byte-level BPE of a few merges with two special tokens and one that a user added."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = pre or tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<|end|>", "<|user|>"], initial_alphabet=alphabet,
+                                             show_progress=False)
+    made.train_from_iterator(["the model is the model that the user of the model has " * 9], trainer)
+    made.add_tokens(["extra"])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    return fast
+
+
+def write_model(folder, kind):
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(MODELS[kind](transformers)).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    model.save_pretrained(folder)
+    return model
+
+
+def convert(folder, file, *more):
+    return cli.main(["convert", "--from-hf", str(folder), "--to-gguf", str(file), *more])
+
+
+def value(reader, name):
+    return reader.fields[name].contents()
+
+
+def interleaved(tensor, heads):
+    """Rows of a head's two halves in turn, as llama.cpp's rope for Llama has them."""
+    rows = torch.arange(len(tensor)).view(heads, -1)
+    half = rows.shape[1] // 2
+    order = torch.stack([rows[:, :half], rows[:, half:]], 2).flatten()
+    return tensor[order]
+
+
+def expected(model, kind):
+    """Name in GGUF -> tensor, by the package's own map and the rules of each architecture, from transformers' parameters."""
+    config = model.config
+    name_map = gguf.get_tensor_name_map(next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == KINDS[kind].name), 2)
+    tied = getattr(config, "tie_word_embeddings", False)
+    found = {}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and tied:
+            continue
+        if name.endswith("experts.gate_up_proj"):  # transformers 5 keeps the experts together
+            gate, up = tensor.chunk(2, 1)
+            for part, half in (("gate_proj", gate), ("up_proj", up)):
+                found[name_map.get_name(f"{name.rsplit('.', 1)[0].replace('block_sparse_moe', 'mlp')}.{part}") + ".weight"] = half
+            continue
+        if name.endswith("experts.down_proj"):
+            found[name_map.get_name(name.replace("block_sparse_moe", "mlp")) + ".weight"] = tensor
+            continue
+        theirs = name.replace("mlp.gate.weight", "block_sparse_moe.gate.weight") if kind == "mixtral" else name
+        ours = name_map.get_name(theirs, try_suffixes=(".weight", ".bias"))
+        if kind == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+            tensor = tensor.t()
+        heads = {"attn_q": config.num_attention_heads, "attn_k": getattr(config, "num_key_value_heads", 0)}.get(ours.split(".")[-2])
+        found[ours] = interleaved(tensor, heads) if heads and KINDS[kind].interleaved else tensor
+    return found
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_tensor_is_read_back(tmp_path, kind):
+    assert MODELS.keys() == KINDS.keys()
+    model, file = write_model(tmp_path / "hf", kind), tmp_path / "m.gguf"
+    write_tokenizer(tmp_path / "hf")
+    assert convert(tmp_path / "hf", file) == 0
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    factors = tensors.pop("rope_freqs.weight", None)
+    wanted = expected(model, kind)
+    assert tensors.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert tensors[name].tensor_type == gguf.GGMLQuantizationType.F32
+        np.testing.assert_array_equal(np.asarray(tensors[name].data).reshape(tensor.shape), tensor.numpy(), err_msg=name)
+    if kind == "llama":
+        frequencies = 10000.0 ** -(torch.arange(4) / 4)
+        np.testing.assert_allclose(frequencies / torch.tensor(np.asarray(factors.data)), model.model.rotary_emb.inv_freq, rtol=1e-6)
+    else:
+        assert factors is None
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0"])
+def test_formats_of_matrices(tmp_path, kind):
+    model, file = write_model(tmp_path / "hf", "qwen2"), tmp_path / "m.gguf"
+    write_tokenizer(tmp_path / "hf")
+    assert convert(tmp_path / "hf", file, "--gguf-type", kind) == 0
+    reader = gguf.GGUFReader(file)
+    assert value(reader, "general.file_type") == {"f16": 1, "bf16": 32, "q8_0": 7}[kind]
+    wanted = expected(model, "qwen2")
+    for tensor in reader.tensors:
+        right, vector = wanted[tensor.name].numpy(), len(tensor.shape) == 1
+        assert tensor.tensor_type.name == ("F32" if vector else kind.upper())
+        got = gguf.quants.dequantize(np.asarray(tensor.data), tensor.tensor_type).reshape(right.shape)
+        if kind == "q8_0" and not vector:
+            scales = np.abs(right.reshape(-1, 32)).max(1, keepdims=True)
+            assert (np.abs(got - right).reshape(-1, 32) <= scales * (0.5 / 127 + 2**-11)).all()
+        else:
+            like = torch.from_numpy(right)
+            np.testing.assert_array_equal(got, right if vector else like.to({"f16": torch.half}.get(kind, torch.bfloat16)).float())
+
+
+def test_numbers_and_tokenizer(tmp_path):
+    write_model(tmp_path / "hf", "qwen3_moe")
+    tokenizer, file = write_tokenizer(tmp_path / "hf"), tmp_path / "m.gguf"
+    assert convert(tmp_path / "hf", file) == 0
+    reader = gguf.GGUFReader(file)
+    numbers = {"block_count": 2, "context_length": 64, "embedding_length": 32, "feed_forward_length": 64, "attention.head_count": 4,
+               "attention.head_count_kv": 2, "attention.key_length": 8, "rope.dimension_count": 8, "expert_count": 4,
+               "expert_used_count": 2, "expert_feed_forward_length": 32, "rope.freq_base": 10000.0}
+    assert {name: value(reader, f"qwen3moe.{name}") for name in numbers} == numbers
+    assert value(reader, "tokenizer.ggml.model") == "gpt2" and value(reader, "tokenizer.ggml.pre") == "gpt-2"
+    tokens, kinds = value(reader, "tokenizer.ggml.tokens"), value(reader, "tokenizer.ggml.token_type")
+    vocabulary = tokenizer.get_vocab()
+    assert len(tokens) == len(kinds) == 320 and [tokens[i] for i in vocabulary.values()] == [*vocabulary]
+    assert {tokens[i]: kind for i, kind in enumerate(kinds) if kind not in (1, 5)} == {"<|end|>": 3, "<|user|>": 3, "extra": 4}
+    assert kinds[len(vocabulary) :] == [5] * (320 - len(vocabulary))
+    merges = json.loads((tmp_path / "hf" / "tokenizer.json").read_text())["model"]["merges"]
+    assert value(reader, "tokenizer.ggml.merges") == [" ".join(pair) for pair in merges]
+    assert value(reader, "tokenizer.ggml.eos_token_id") == 0 and value(reader, "tokenizer.chat_template") == TEMPLATE
+    (tmp_path / "t.jinja").write_text("another")
+    assert convert(tmp_path / "hf", tmp_path / "t.gguf", "--chat-template", str(tmp_path / "t.jinja")) == 0
+    assert value(gguf.GGUFReader(tmp_path / "t.gguf"), "tokenizer.chat_template") == "another"
+
+
+def test_pieces_of_sentencepiece(tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    write_model(tmp_path / "hf", "llama")
+    (tmp_path / "text").write_text("the model is the model that the user of the model has\n" * 20)
+    sentencepiece.SentencePieceTrainer.train(input=str(tmp_path / "text"), model_prefix=str(tmp_path / "hf" / "tokenizer"),
+                                             vocab_size=290, byte_fallback=True, model_type="bpe", hard_vocab_limit=False)
+    model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "hf" / "tokenizer.model"))
+    assert convert(tmp_path / "hf", tmp_path / "m.gguf") == 0
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    pieces = range(len(model))
+    assert value(reader, "tokenizer.ggml.model") == "llama"
+    assert value(reader, "tokenizer.ggml.tokens")[: len(pieces)] == [model.id_to_piece(i) for i in pieces]
+    assert value(reader, "tokenizer.ggml.scores")[: len(pieces)] == [model.get_score(i) for i in pieces]
+    kinds = value(reader, "tokenizer.ggml.token_type")
+    assert kinds[:3] == [2, 3, 3] and [kinds[i] for i in pieces if model.is_byte(i)] == [6] * 256 and kinds[-1] == 5
+
+
+DIGITS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+@pytest.mark.parametrize(("pattern", "name"), [(DIGITS, "qwen2"), (DIGITS.replace(r"\p{N}|", r"\p{N}{1,3}|"), "llama-bpe"),
+                                               (r"\w+", None)])
+def test_the_split_of_a_text_has_a_name_or_is_refused(tmp_path, capsys, pattern, name):
+    write_model(tmp_path / "hf", "qwen2")
+    steps = tokenizers.pre_tokenizers
+    split = steps.Split(tokenizers.Regex(pattern), behavior="isolated")
+    write_tokenizer(tmp_path / "hf", steps.Sequence([split, steps.ByteLevel(add_prefix_space=False, use_regex=False)]))
+    code = convert(tmp_path / "hf", tmp_path / "m.gguf")
+    if name:
+        assert code == 0 and value(gguf.GGUFReader(tmp_path / "m.gguf"), "tokenizer.ggml.pre") == name
+    else:
+        assert code == 2 and "which has no name in llama.cpp that this program knows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("kind", "change", "flags", "message"), [
+    ("qwen2", {}, [], "--to-gguf needs the tokenizer, and .* has neither tokenizer.json nor tokenizer.model: pass its folder"),
+    ("mistral", {"sliding_window": 32}, [], "--to-gguf: a model of MistralForCausalLM with a window of 32 tokens is not what"),
+    ("qwen2_moe", {"norm_topk_prob": True}, [], "with moe_router_pre_softmax False is not what llama.cpp computes"),
+    ("qwen3_moe", {"mlp_only_layers": [0]}, [], "with layers without experts is not what llama.cpp computes"),
+    ("qwen2", {}, ["--to-hf", "x"], "--to-hf and --to-gguf says what to convert to: pass one of"),
+])
+def test_mistakes_are_one_line_and_leave_nothing(tmp_path, capsys, kind, change, flags, message):
+    config = MODELS[kind](transformers)
+    config.update(change)
+    torch.manual_seed(1)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hf")
+    if change:
+        write_tokenizer(tmp_path / "hf")
+    capsys.readouterr()
+    assert convert(tmp_path / "hf", tmp_path / "m.gguf", *flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line), line
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_files_are_not_replaced_and_a_missing_package_is_named(tmp_path, capsys, monkeypatch):
+    write_model(tmp_path / "hf", "qwen2")
+    write_tokenizer(tmp_path / "hf")
+    (tmp_path / "m.gguf").write_text("mine")
+    capsys.readouterr()
+    assert convert(tmp_path / "hf", tmp_path / "m.gguf") == 2 and (tmp_path / "m.gguf").read_text() == "mine"
+    assert "m.gguf exists: pass a new file, so that nothing is replaced" in capsys.readouterr().err
+    assert cli.main(["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "s"), "--gguf-type", "f16"]) == 2
+    assert "--gguf-type f16 is for --to-gguf: pass both" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert convert(tmp_path / "hf", tmp_path / "n.gguf") == 2
+    assert "--to-gguf needs the Python package gguf (" in capsys.readouterr().err
