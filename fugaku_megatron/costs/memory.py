@@ -296,6 +296,5 @@ def stage_memory(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held
     copies, live = 1 + 2 * packed * run.system.cache_packed_weights, live_bytes(run, layout, stage, held)
     return Memory(weights=int(copies * elements) * (low or FP32_BYTES), gradients=elements * (FP32_BYTES + sent),
                   optimizer=moments + (elements // shards * FP32_BYTES if low else 0),
-                  optimizer=moments + (elements // shards * FP32_BYTES if low else 0),
                   activations=live + posted + working, logits=logits, saving=saving,
                   reused=reused_bytes(run, layout, stage, live))
