@@ -60,6 +60,7 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
     ("--sft", lambda run: run.data.sft, ("sft_truncate",)),
     ("--save", lambda run: run.output.save is not None,
      ("save_interval", "save_interval_in_mins", "keep_last", "save_retain_interval", "no_save_optim", "async_save", "save_local")),
+    ("--lora-rank", lambda run: run.lora.on, ("lora_alpha", "lora_dropout", "lora_target", "lora_use_rslora")),
     ("--wandb-project", lambda run: run.output.wandb_project is not None, ("wandb_exp_name", "wandb_entity")),
 )
 
@@ -351,8 +352,7 @@ def _typed(field: Field, name: str, given: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
+    value = os.fspath(value) if isinstance(value, os.PathLike) else value
     if isinstance(value, (list, tuple)):
         return tuple(map(_plain, value))
     if isinstance(value, numbers.Real) and not isinstance(value, bool):

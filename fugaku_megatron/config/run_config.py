@@ -13,6 +13,7 @@ from typing import Any
 from .checks import check, check_choices, check_numbers, check_positive, flag, hashed_once, is_unicode, opt, required
 from .experts_config import BALANCE, CAPACITY
 from .groups import MARKING, MUON_FLAGS, DataConfig, NumbersConfig, OptimizerConfig, ParallelConfig
+from .lora import DROPOUT_COLUMNS, LoraConfig
 from .model_config import ModelConfig
 from .sample_rules import StepSizes
 
@@ -32,6 +33,7 @@ COURSE = {
     "data": ("data_path", "train_data_path", "valid_data_path", "split", "legacy_split", "mock_data", "sft",
              "sft_truncate", *MARKING),
     "system": ("fp16_accumulation_chunk", "fp32_matmul"),
+    "lora": ("lora_alpha", "lora_dropout", "lora_use_rslora"),
 }
 
 
@@ -297,6 +299,7 @@ class RunConfig:
     output: OutputConfig = OutputConfig()
     system: SystemConfig = SystemConfig()
     numbers: NumbersConfig = NumbersConfig()
+    lora: LoraConfig = LoraConfig()
 
     def __post_init__(self) -> None:
         samples, optimizer = self.training.train_samples is not None, self.optimizer
@@ -318,12 +321,27 @@ class RunConfig:
         check(beyond is None, f"--abft {beyond}: the model has layers 0 to {count - 1}: pass some of them, or all")
         check(not layers or (kernels != "torch" and chunk is None), "--abft is for the C++ kernels with sums in FP32: leave out "
               "--kernels torch and --fp16-accumulation-chunk, or leave --abft out")
+        self._check_lora()
+
+    def _check_lora(self) -> None:
+        self.lora.check_model(self.model)
+        given = f"--lora-rank {self.lora.lora_rank}"
+        check(not self.lora.on or not self.parallel.tp_comm_overlap, f"{given} is not built for --tp-comm-overlap: leave one of "
+              "them out")
+        check(not self.lora.on or not self.numbers.abft, f"{given} is not built for --abft: leave one of them out")
+        check(not self.lora.on or not self.optimizer.muon, f"{given} is not built for --optimizer {self.optimizer.optimizer}: "
+              "pass adam")
+        tp = self.parallel.tensor_model_parallel_size
+        whole = all(size // tp % DROPOUT_COLUMNS == 0 for size in (self.model.context_width, self.model.ffn_hidden_size))
+        check(not self.lora.on or not self.lora.lora_dropout or whole, f"--lora-dropout {self.lora.lora_dropout} needs multiples "
+              f"of {DROPOUT_COLUMNS} columns of attention and of the MLP on every tensor-parallel rank, which "
+              f"--tensor-model-parallel-size {tp} does not leave: change one of them")
 
 
 GROUPS: dict[str, type] = {
     "model": ModelConfig, "parallel": ParallelConfig, "batch": BatchConfig, "optimizer": OptimizerConfig,
     "precision": PrecisionConfig, "training": TrainingConfig, "data": DataConfig, "output": OutputConfig, "system": SystemConfig,
-    "numbers": NumbersConfig,
+    "numbers": NumbersConfig, "lora": LoraConfig,
 }
 
 

@@ -21,9 +21,11 @@ from .activations import (
     MatmulCollectives,
     Record,
     activation_bytes,
+    adapted,
     all_reduce,
     element_bytes,
     linear,
+    recompute_groups,
     residual_bytes,
     tokens_per_microbatch,
 )
@@ -48,13 +50,6 @@ def padded_vocab_size(model: ModelConfig, tp: int) -> int:
     if model.vocab_size is None:
         raise ValueError("the vocabulary size is unknown: pass --vocab-size, or the files of a tokenizer")
     return round_up(model.vocab_size, model.make_vocab_size_divisible_by * tp)
-
-
-def recompute_groups(layers: int, method: str, number: int) -> list[range]:
-    """Groups of `layers` layers that are recomputed together: all layers (uniform) or single layers from the first (block)."""
-    if method == "block":
-        return [range(i, i + 1) for i in range(min(number, layers))]
-    return [range(i, min(i + number, layers)) for i in range(0, layers, number)]
 
 
 def zero_shards(run: RunConfig, layout: Layout) -> int:
@@ -148,7 +143,7 @@ def layer_records(run: RunConfig, tp: int, mlp: str | None = None) -> tuple[Reco
     h, rows, qkv, context = model.hidden_size, tokens_per_microbatch(run), model.qkv_width // tp, model.context_width // tp
     bias, mlp_norm = not model.disable_bias_linear, _norm("pre_mlp_layernorm", run, tp)
     column, row = (around.into, around.into_backward), (around.out, around.out_backward, h * bias)
-    return (
+    return adapted(run, tp, (
         _norm("input_layernorm", run, tp),
         linear("linear_qkv", rows, qkv, h, qkv * model.qkv_bias, kept, *column),
         *_rotary(run, tp),
@@ -156,7 +151,7 @@ def layer_records(run: RunConfig, tp: int, mlp: str | None = None) -> tuple[Reco
         linear("linear_proj", rows, h, context, h * bias, 0, *row),
         replace(mlp_norm, saved_bytes=mlp_norm.saved_bytes - residual_bytes(run, tp) * model.parallel_residual),  # the same input
         *(expert_records(run, tp) if (mlp or typical_mlp(model)) == "experts" else _dense_mlp(run, tp)),
-    )
+    ))
 
 
 def _dense_mlp(run: RunConfig, tp: int) -> tuple[Record, ...]:
@@ -185,7 +180,8 @@ def embedding_records(run: RunConfig, tp: int) -> list[Record]:
     words = Record(name="word_embeddings", parameters=vocabulary * model.hidden_size, forward=around.out,
                    backward=around.out_backward)
     positions = model.max_position_embeddings * model.hidden_size
-    return [words, *[Record(name="position_embeddings", parameters=positions, replicated=positions)] * model.learned_positions]
+    learned = (Record(name="position_embeddings", parameters=positions, replicated=positions),) * model.learned_positions
+    return [*adapted(run, tp, (words, *learned))]
 
 
 def head_records(run: RunConfig, tp: int, tied: bool) -> list[Record]:
@@ -193,12 +189,10 @@ def head_records(run: RunConfig, tp: int, tied: bool) -> list[Record]:
     model, vocabulary, around = run.model, padded_vocab_size(run.model, tp) // tp, MatmulCollectives.from_run(run, tp)
     rows = tokens_per_microbatch(run)
     # The head keeps its whole input, which becomes its gradient at once: nothing is gathered again in backward.
-    logits = linear("logits", rows, vocabulary, model.hidden_size, 0, activation_bytes(run), around.into,
-                     around.into_backward[-1:])
-    if tied and model.tied:
-        logits = replace(logits, parameters=0)
-    return [_norm("final_layernorm", run, tp), logits,
-            Record(name="cross_entropy", forward=3 * all_reduce(rows * FP32_BYTES, tp))]
+    logits = linear("logits", rows, vocabulary, model.hidden_size, 0, activation_bytes(run), around.into, around.into_backward[-1:])
+    logits = replace(logits, parameters=0) if tied and model.tied else logits
+    loss = Record(name="cross_entropy", forward=3 * all_reduce(rows * FP32_BYTES, tp))
+    return [*adapted(run, tp, (_norm("final_layernorm", run, tp), logits, loss))]
 
 
 def layer_and_head_flops(run: RunConfig) -> tuple[float, float]:
@@ -337,7 +331,7 @@ def hardware_flops(run: RunConfig, global_batch_size: int, squares: int | None =
     c = 72 + 24 * _recompute_fraction(run)
     logits = c / 16 * model.seq_length * model.hidden_size * padded_vocab_size(model, tp)
     again = attention if run.training.recompute_granularity == "selective" else 0.0
-    return global_batch_size * (model.num_layers * (c / 24 * (linear + attention) + again) + logits)
+    return global_batch_size * (model.num_layers * (c / 24 * (linear + attention) + again) + logits - frozen_flops(run))
 
 
 def parameter_flops(run: RunConfig, global_batch_size: int, *, replicas: bool = False) -> float:
@@ -357,4 +351,10 @@ def model_flops(run: RunConfig, global_batch_size: int) -> float:
     model, (linear, attention) = run.model, layer_flops(run)
     layer = 3 * (linear + attention * seen_share(document_length(run), model.window))
     logits = 6 * model.seq_length * model.hidden_size * padded_vocab_size(model, run.parallel.tensor_model_parallel_size)
-    return float(global_batch_size * (model.num_layers * layer + logits))
+    return float(global_batch_size * (model.num_layers * layer + logits - frozen_flops(run)))
+
+
+def frozen_flops(run: RunConfig) -> float:
+    """FLOPs of one sample's weight gradients that a run of adapters does not compute, that of the logits' weight included."""
+    records = (*layer_records(run, 1) * run.model.num_layers, *head_records(run, 1, tied=False))
+    return sum(r.flops_forward for r in records if r.frozen) / run.batch.micro_batch_size

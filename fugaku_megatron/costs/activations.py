@@ -7,9 +7,10 @@ Legend: s sequence, b micro-batch, h hidden, t tensor-parallel size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..config.layout import sequence_parts
+from ..config.lora import FC1, FC2, MATRICES, PROJ, QKV, shape
 from ..config.run_config import ModelConfig, RunConfig
 
 FP32_BYTES = 4
@@ -32,7 +33,8 @@ class Record:
     those of these whose gradient comes from a rank's own heads. gemm: (M, N, K) of the forward matmul and how many of them.
     flops_*: multiply and add counted apart, matmuls only, attention's over the full square. seen: the share of that square
     that a kernel needs. dropout: whether some of its probabilities are dropped.
-    saved_bytes: kept from forward to backward. forward, backward: collectives in order.
+    saved_bytes: kept from forward to backward. forward, backward: collectives in order. frozen: a matmul whose weight has no
+    gradient. adapts: the parameters are an adapter's, which alone are trained.
     """
 
     name: str
@@ -48,6 +50,8 @@ class Record:
     saved_bytes: int = 0
     forward: tuple[Collective, ...] = ()
     backward: tuple[Collective, ...] = ()
+    frozen: bool = False
+    adapts: bool = False
 
 
 def linear(name: str, rows: int, outputs: int, inputs: int, bias: int, saved: int, forward: tuple[Collective, ...],
@@ -101,13 +105,63 @@ class MatmulCollectives:
     out_backward: tuple[Collective, ...]
 
     @staticmethod
-    def from_run(run: RunConfig, tp: int) -> MatmulCollectives:
-        """Sums of whole activations; with sequence parallelism the parts are gathered, in backward once more for the weights."""
-        whole = activation_bytes(run)
+    def from_run(run: RunConfig, tp: int, whole: int | None = None) -> MatmulCollectives:
+        """Sums of whole activations; with sequence parallelism the parts are gathered, in backward once more for the weights.
+
+        whole: bytes of an activation; None: of one of the model's width.
+        """
+        whole = activation_bytes(run) if whole is None else whole
         if sequence_parts(run, tp) == 1:
             return MatmulCollectives((), all_reduce(whole, tp), all_reduce(whole, tp), ())
         gather, scatter = Collective("all_gather", "tp", whole // tp), Collective("reduce_scatter", "tp", whole)
         return MatmulCollectives((gather,), (gather, scatter), (scatter,), (gather,))
+
+
+def recompute_groups(layers: int, method: str, number: int) -> list[range]:
+    """Groups of `layers` layers that are recomputed together: all layers (uniform) or single layers from the first (block)."""
+    if method == "block":
+        return [range(i, i + 1) for i in range(min(number, layers))]
+    return [range(i, min(i + number, layers)) for i in range(0, layers, number)]
+
+
+# Adapters (`nn.adapters`) ---------------------------------------------------------------------------------------------------------
+
+def adapted(run: RunConfig, tp: int, records: tuple[Record, ...]) -> tuple[Record, ...]:
+    """The records where adapters alone are trained: without the weight gradients of others, and with the adapters' own matmuls."""
+    if not run.lora.on:
+        return records
+    return tuple(each for record in records for each in (_frozen(run, record), *_adapters(run, tp, record.name)))
+
+
+def _frozen(run: RunConfig, record: Record) -> Record:
+    """A record without gradients of its parameters. A linear layer without an adapter does not keep its input."""
+    matmul = record.gemm is not None and record.parameters > 0 or record.name == "logits"
+    kept = record.saved_bytes
+    if record.name == QKV and not run.lora.parts(QKV, run.model):
+        kept = 0
+    if record.name == FC1 and run.lora.parts(FC2, run.model) and not run.lora.parts(FC1, run.model):
+        kept = 0
+    backward = record.backward[-1:] if record.name in (QKV, FC1) else record.backward  # the input is not gathered again
+    return replace(record, replicated=0, of_heads=0, saved_bytes=kept, backward=backward, frozen=matmul,
+                   flops_backward=record.flops_forward if matmul else record.flops_backward)
+
+
+def _adapters(run: RunConfig, tp: int, name: str) -> tuple[Record, ...]:
+    """The two matmuls of a linear layer's adapters; none where it has none. Their input is kept with the layer's."""
+    parts = run.lora.parts(name, run.model) if name in MATRICES else ()
+    if not parts:
+        return ()
+    rows, part, rank, split = tokens_per_microbatch(run), sequence_parts(run, tp), run.lora.rank, name in (PROJ, FC2)
+    (outputs, inputs), width = shape(name, run.model), len(parts) * rank
+    kept = rows * width * element_bytes(run)
+    around = MatmulCollectives.from_run(run, tp, kept)
+    if split:
+        down = linear(f"{name}_lora_A", rows, width, inputs // tp, 0, 0, around.out, around.out_backward)
+        up = linear(f"{name}_lora_B", rows // part, outputs, width, 0, kept // part, (), ())
+        return replace(down, adapts=True), replace(up, parameters=outputs * rank, replicated=outputs * rank, adapts=True)
+    down = linear(f"{name}_lora_A", rows // part, width, inputs, 0, 0, around.into, around.into_backward[-1:], width * inputs)
+    up = linear(f"{name}_lora_B", rows, outputs // tp, width, 0, kept, (), ())
+    return replace(down, adapts=True), replace(up, parameters=outputs // tp * rank, adapts=True)
 
 
 def cache_slots(model: ModelConfig, positions: int) -> int:

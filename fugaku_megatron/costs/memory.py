@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from ..config.groups import MOMENT_BLOCK, MOMENT_BYTES
 from ..config.layout import Layout, placement, sequence_parts
+from ..config.lora import FC1, FC2
 from ..config.model_config import MLPS
 from ..config.run_config import RunConfig
 from ..pipeline.parts import Held, receives_ahead
@@ -34,6 +35,7 @@ from .accounting import (
     residual_bytes,
     round_up,
     stage_layers,
+    stage_parameters,
     stage_parts,
     stage_records,
     tokens_per_microbatch,
@@ -66,17 +68,34 @@ def cut(units: Sequence[int], minimum: int, tied: bool) -> list[range]:
             start = i + 1
     if start < end:
         buckets.append(range(start, end))
+    if len(buckets) > 1 and not sum(units[buckets[-1].start : end]):  # the last units have nothing that is trained
+        last = buckets.pop()
+        buckets[-1] = range(buckets[-1].start, last.stop)
     return [*buckets, range(end, len(units))] if tied else buckets
 
 
 def holds_tied_copy(run: RunConfig, stage: int) -> bool:
-    """Whether this stage's word embedding is one of two copies, whose gradients are reduced together."""
+    """Whether this stage's word embedding is one of two trained copies, whose gradients are reduced together."""
     first, last = placement(run).owner(0)[0], placement(run).last_stage
-    return run.model.tied and first != last and stage in (first, last)
+    return run.model.tied and not run.lora.on and first != last and stage in (first, last)
+
+
+def adapter_parameters(run: RunConfig, tp: int) -> int:
+    """Parameters of a layer's adapters on one rank."""
+    return sum(record.parameters for record in layer_records(run, tp) if record.adapts)
+
+
+def frozen_elements(run: RunConfig, layout: Layout, stage: int) -> int:
+    """Parameters of one rank that are not trained."""
+    return stage_parameters(run, layout, stage) - sum(stage_units(run, layout, stage)) if run.lora.on else 0
 
 
 def stage_units(run: RunConfig, layout: Layout, stage: int) -> list[int]:
-    """Elements of each unit of a stage, in the order in which backward finishes them; a tied copy is the last."""
+    """Elements of each unit of a stage, in the order in which backward finishes them; a tied copy is the last. Trained ones."""
+    if run.lora.on:
+        count, where = sum(map(len, stage_layers(run, stage))), placement(run)
+        return [*[0] * (stage == where.last_stage), *[adapter_parameters(run, layout.tp)] * count,
+                *[0] * (stage == where.owner(0)[0])]
     tp, tied = layout.tp, holds_tied_copy(run, stage)
     head = sum(r.parameters for r in head_records(run, tp, tied=True))
     table = padded_vocab_size(run.model, tp) // tp * run.model.hidden_size
@@ -237,7 +256,8 @@ def working_bytes(run: RunConfig, tp: int) -> int:
     Where blocks of a reduction are sent, those of two more: all ranks' shares of the own part, and own shares of the others' parts.
     """
     whole, widths = activation_bytes(run), 4 if run.parallel.tp_comm_overlap and tp > 1 else 2
-    return widths * whole + inner_bytes(run, tp) + (pair_working_bytes(run, tp) if run.model.num_experts else 0)
+    inner = 3 if run.lora.parts(FC1, run.model) or run.lora.parts(FC2, run.model) else 1  # what adapters add is made apart
+    return widths * whole + inner * inner_bytes(run, tp) + (pair_working_bytes(run, tp) if run.model.num_experts else 0)
 
 
 def posted_bytes(run: RunConfig, tp: int, stage: int) -> int:
@@ -294,7 +314,8 @@ def stage_memory(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held
     saving = (saved if run.output.save and run.output.async_save else 0) + (in_file - moments if run.output.save else 0)
     packed = 1.5 if run.system.splits_fp32 else 1.0  # three BF16 numbers for one of FP32
     copies, live = 1 + 2 * packed * run.system.cache_packed_weights, live_bytes(run, layout, stage, held)
-    return Memory(weights=int(copies * elements) * (low or FP32_BYTES), gradients=elements * (FP32_BYTES + sent),
+    held_weights = elements + frozen_elements(run, layout, stage)
+    return Memory(weights=int(copies * held_weights) * (low or FP32_BYTES), gradients=elements * (FP32_BYTES + sent),
                   optimizer=moments + (elements // shards * FP32_BYTES if low else 0),
                   activations=live + posted + working, logits=logits, saving=saving,
                   reused=reused_bytes(run, layout, stage, live))

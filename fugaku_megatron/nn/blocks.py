@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config.model_config import MLPS, NORMS
+from .adapters import activated_linear
 from .layers import (
     ColumnParallelLinear,
     Context,
@@ -29,6 +30,7 @@ from .layers import (
 from .ops import DropoutKey, recompute
 from .passes import Pass
 from .shared import Angles, Heads
+from .torch_blocks import matrix
 
 
 def _layer_class(path: str) -> Any:
@@ -100,9 +102,10 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """x (s, b, h) -> (s, b, h), without the projection's bias."""
-        qkv = self.linear_qkv(x)  # (s, b, g (n/g + 2) d)
-        context = recompute(self.core, qkv, forward_pass) if forward_pass.recompute == "selective" else self.core(qkv, forward_pass)
-        return self.linear_proj(context)
+        qkv = self.linear_qkv(x, forward_pass)  # (s, b, g (n/g + 2) d)
+        again = forward_pass.recompute == "selective" and qkv.requires_grad  # below the lowest adapter there is no backward
+        context = recompute(self.core, qkv, forward_pass) if again else self.core(qkv, forward_pass)
+        return self.linear_proj(context, forward_pass)
 
 
 class MLP(nn.Module):
@@ -114,7 +117,7 @@ class MLP(nn.Module):
         super().__init__()
         model, self.context = context.model, context
         h, f, bias = model.hidden_size, width or model.ffn_hidden_size, not model.disable_bias_linear
-        self.linear_fc1 = self.column(f"{name}.linear_fc1", h, f, context, bias)
+        self.linear_fc1: Any = self.column(f"{name}.linear_fc1", h, f, context, bias)
         self.linear_fc2 = RowParallelLinear(f"{name}.linear_fc2", f, h, context, bias)
 
     @property
@@ -130,10 +133,22 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """x (s, b, h) -> (s, b, h), without the second bias; its values may be anything where `forward_pass` needs none."""
         fc1, fc2, context, (whole, between_parts) = self.linear_fc1, self.linear_fc2, self.context, self.operations()
+        if fc1.adapter is not None or fc2.adapter is not None:
+            return self._adapted(x, forward_pass)
         if context.blocks is not None:
             return between_parts(x, fc1.weight, fc1.bias, fc2.weight, forward_pass.needs_values, context.blocks)
         partial = whole(context.into_matmul(x), fc1.weight, fc1.bias, fc2.weight, forward_pass.needs_values, context.sequence)
         return context.out_of_matmul(partial, forward_pass.needs_values)
+
+    def _adapted(self, x: Tensor, forward_pass: Pass) -> Tensor:
+        """`forward` with adapters, in more operations. (s, b, h) -> (s, b, h)."""
+        fc1, fc2, context = self.linear_fc1, self.linear_fc2, self.context
+        weight, bias = (fc1.weight, fc1.bias) if fc1.weight.dim() == 2 else (matrix(fc1.weight), matrix(fc1.bias))
+        pre = context.ops.linear(context.into_matmul(x), weight, bias, context.sequence)
+        pre = pre if fc1.adapter is None else fc1.adapter.column(x, pre, forward_pass)
+        out, t = activated_linear(context, context.model.activation, pre, fc2.weight, fc2.adapter, forward_pass)
+        out = context.out_of_matmul(out, forward_pass.needs_values)
+        return out if t is None or fc2.adapter is None else fc2.adapter.up(out, context.out_of_matmul(t))
 
 
 class GatedMLP(MLP):

@@ -19,11 +19,13 @@ from torch.nn import functional as F
 
 from ..comm.autograd import RowBlocks, copy_to_tensor_parallel, reduce_from_tensor_parallel, reduce_scatter_to_sequence_parallel
 from ..comm.base import Comm
+from ..config.lora import LoraConfig
 from ..config.run_config import ModelConfig
 from ..costs import activations
+from .adapters import Adapter
 from .ops import DropoutKey, Ops
 from .parameter import make_parameter, spec_of
-from .passes import rotary_angles
+from .passes import Pass, rotary_angles
 from .shared import Angles
 from .torch_blocks import derived
 
@@ -35,6 +37,7 @@ SITES = ("residual_1", "residual_2", "attention", "embedding")
 class Context:
     """What every layer of a stage is built with. sequence_parallel: what lies between the matmuls of tensor-parallel ranks works
     on this rank's part of the sequence; it means nothing with one rank. tp_comm_overlap: those parts are sent while matmuls run.
+    lora: where it is on, weights are frozen and adapters are trained.
     """
 
     model: ModelConfig
@@ -43,6 +46,7 @@ class Context:
     seed: int
     sequence_parallel: bool = False
     tp_comm_overlap: bool = False
+    lora: LoraConfig = LoraConfig()
 
     @property
     def sequence(self) -> Comm | None:
@@ -63,7 +67,14 @@ class Context:
     def parameter(self, name: str, shape: tuple[int, ...], partition_dim: int | None = None, std: float | None = None,
                   **more: Any) -> nn.Parameter:
         """`make_parameter` over the tensor-parallel ranks."""
-        return make_parameter(name, shape, self.tp, partition_dim, std, **{"sequence_parallel": self.sequence is not None, **more})
+        common = {"sequence_parallel": self.sequence is not None, "frozen": self.lora.on}
+        return make_parameter(name, shape, self.tp, partition_dim, std, **{**common, **more})
+
+    def adapter(self, name: str, inputs: int, outputs: tuple[int, ...], split: bool = False) -> Adapter | None:
+        """That of the linear layer `name`; None where it has none. Arguments as of `Adapter`."""
+        linear = name.rsplit(".", 1)[-1]
+        parts = self.lora.parts(linear, self.model)
+        return Adapter(name, linear, parts, inputs, outputs, split, self) if parts else None
 
     @cached_property
     def angles(self) -> Angles | None:
@@ -114,13 +125,15 @@ class ColumnParallelLinear(nn.Module):
         self.context = context
         self.weight = context.parameter(f"{name}.weight", (outputs, inputs), 0, context.model.init_method_std)
         self.bias = context.parameter(f"{name}.bias", (outputs,), 0) if bias else None
+        self.adapter = context.adapter(name, inputs, (outputs,))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """x (s, b, inputs) -> (s, b, outputs / tp)."""
         context = self.context
         if context.blocks is not None:
             return context.ops.column_linear(x, self.weight, self.bias, context.blocks)
-        return context.ops.linear(context.into_matmul(x), self.weight, self.bias, context.sequence)
+        y = context.ops.linear(context.into_matmul(x), self.weight, self.bias, context.sequence)
+        return y if self.adapter is None else self.adapter.column(x, y, forward_pass)
 
 
 class GatedColumnParallelLinear(nn.Module):
@@ -133,6 +146,7 @@ class GatedColumnParallelLinear(nn.Module):
         super().__init__()
         self.weight = context.parameter(f"{name}.weight", (2, outputs, inputs), 1, context.model.init_method_std)
         self.bias = context.parameter(f"{name}.bias", (2, outputs), 1) if bias else None
+        self.adapter = context.adapter(name, inputs, (2, outputs))
 
 
 class RowParallelLinear(nn.Module):
@@ -146,13 +160,15 @@ class RowParallelLinear(nn.Module):
         self.context = context
         self.weight = context.parameter(f"{name}.weight", (outputs, inputs), 1, context.output_std)
         self.bias = context.parameter(f"{name}.bias", (outputs,)) if bias else None
+        self.adapter = context.adapter(name, inputs, (outputs,), split=True)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """x (s, b, inputs / tp) -> (s, b, outputs), without the bias."""
         context = self.context
         if context.blocks is not None:
             return context.ops.row_linear(x, self.weight, context.blocks)
-        return context.out_of_matmul(context.ops.linear(x, self.weight))
+        y = context.out_of_matmul(context.ops.linear(x, self.weight))
+        return y if self.adapter is None else self.adapter.row(x, y, forward_pass)
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..comm.autograd import copy_to_tensor_parallel, gather_from_sequence_parallel
@@ -40,9 +41,9 @@ class Stage(nn.Module):
     def __init__(self, run: RunConfig, groups: Groups, ops: Ops) -> None:
         super().__init__()
         tp, pp, dp = groups.tp, groups.pp, groups.dp
-        self.placement, self.ops, self.tied = placement(run), ops, run.model.tied
+        self.placement, self.ops, self.tied = placement(run), ops, run.model.tied and not run.lora.on
         parallel = run.parallel
-        context = Context(run.model, tp, ops, run.training.seed, parallel.sequence_parallel, parallel.tp_comm_overlap)
+        context = Context(run.model, tp, ops, run.training.seed, parallel.sequence_parallel, parallel.tp_comm_overlap, run.lora)
         rows = memory.logits_rows(run, Layout(tp.size * pp.size * dp.size, tp.size, pp.size, dp.size))
         self.chunks: Any = nn.ModuleList(Chunk(run, self.placement.part(pp.rank, chunk), self.placement.parts, context, rows)
                                     for chunk in range(self.placement.chunks))
@@ -61,7 +62,7 @@ class Stage(nn.Module):
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
-        """The word embedding (v, h) where two stages have a copy of it each and this is one of them; None elsewhere."""
+        """The trained word embedding (v, h) of which two stages have a copy each and this is one of them; None elsewhere."""
         first, last = self.first, self.last
         if (first and last) or not self.tied:
             return None
@@ -134,6 +135,8 @@ class Chunk(nn.Module):
     def decode(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """All layers of this chunk, recomputed in groups where asked. (s, b, h) -> (s, b, h)."""
         groups = self.recompute_groups if forward_pass.recompute == "full" else []
+        if groups and not x.requires_grad and torch.is_grad_enabled():
+            x = x.detach().requires_grad_()  # frozen embeddings: what is computed again needs a graph that begins there
         for group in groups:
             bounds: dict[str, Any] = {"first": group.start, "last": group.stop}
             again = partial(self.run_layers, forward_pass=replace(forward_pass, needs_values=False), **bounds)

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
 from .parameter import WeightGradients
-from .shared import Angles, DropoutKey, as_rows, gradient_of
+from .shared import Angles, DropoutKey, as_rows, gradient_of, is_frozen, vector_gradient
 from .torch_blocks import BlockOps, matrix
 
 GATES = {"swiglu": "silu", "geglu": "gelu"}  # the kernels' names for what a gate applies
@@ -53,6 +53,10 @@ def gradient_of_input(ctx: Any, x: Tensor, dpre: Tensor, chunk: int) -> Tensor:
     keeps_input; without the latter the result, which has x's shape, is written into x's memory.
     """
     ops, (weight, bias, *_) = ctx.ops, ctx.parameters
+    if is_frozen(weight) and ctx.sequence is not None:
+        dx = dpre.new_empty(len(dpre), x.shape[-1])
+        ops.data_gradient(dpre, weight, dx, chunk)
+        return reduce_scatter_sequence(dx.view(ctx.shape), ctx.sequence)
     rows = as_rows(gather_sequence(x, ctx.sequence))
     ops.weight_gradient(dpre, rows, weight, bias, chunk)
     dx = torch.empty_like(rows) if ctx.keeps_input or ops.weight_gradients.waits else rows
@@ -88,7 +92,8 @@ class NativeBlockOps(BlockOps):
                 _second_weight_gradient(self, dy, _gates(pre)[:, :, columns], activation, inner, gradient_of(weight)[:, columns],
                                         chunk)
 
-        self.weight_gradients.add(second_weight)
+        if not is_frozen(weight):
+            self.weight_gradients.add(second_weight)
 
     def rotary(self, qkv: Tensor, angles: Angles | None, heads: int, groups: int, head_size: int, interleaved: bool,
                first_position: int = 0, q_weight: Tensor | None = None, k_weight: Tensor | None = None,
@@ -127,7 +132,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None]:
         x, rstd = ctx.saved_tensors
         dx = torch.empty_like(x)
-        ctx.ops.kernels.rms_norm_backward(dy.contiguous(), x, rstd, ctx.weight, dx, ctx.weight.main_grad)
+        ctx.ops.kernels.rms_norm_backward(dy.contiguous(), x, rstd, ctx.weight, dx, vector_gradient(ctx.weight))
         return None, dx, None, None
 
 
@@ -149,7 +154,7 @@ class _BiasDropoutAddRMSNorm(torch.autograd.Function):
         dresidual = torch.empty_like(total)
         dx = torch.empty_like(total) if ctx.p else None
         ctx.ops.kernels.bias_dropout_add_rms_norm_backward(
-            dy.contiguous(), dtotal.contiguous(), total, rstd, ctx.weight, dresidual, dx, ctx.weight.main_grad,
+            dy.contiguous(), dtotal.contiguous(), total, rstd, ctx.weight, dresidual, dx, vector_gradient(ctx.weight),
             gradient_of(ctx.bias), *dropout_arguments(ctx.p, ctx.key))
         return None, dresidual if dx is None else dx, None, dresidual, None, None, None, None
 
@@ -198,7 +203,8 @@ def _to_gradient_of_gates(ops: Any, dy: Tensor, pre: Tensor, weight2: Tensor, ac
     packed = ops.packed(weight2, True, chunk)
     for columns, inner in column_parts(pre, weight2.shape[1], packed is not None):
         gates = _gates(pre)[:, :, columns]
-        _second_weight_gradient(ops, dy, gates, activation, inner, gradient_of(weight2)[:, columns], chunk)
+        if not is_frozen(weight2):
+            _second_weight_gradient(ops, dy, gates, activation, inner, gradient_of(weight2)[:, columns], chunk)
         ops.kernels.linear_data_gradient(dy, weight2[:, columns], inner, packed=packed, fp16_chunk=chunk)
         ops.kernels.gate_backward(inner, gates, gates, GATES[activation])
 
@@ -255,7 +261,7 @@ class _RotaryNorm(torch.autograd.Function):
         dqkv = torch.empty_like(qkv)
         ctx.ops.kernels.rotary_norm_backward(
             _heads(dout.contiguous(), d), _heads(qkv, d), *ctx.weights, *ctx.turns, _heads(dqkv, d),
-            *(weight.main_grad for weight in ctx.weights), *ctx.scalars, positions=ctx.positions)
+            *map(vector_gradient, ctx.weights), *ctx.scalars, positions=ctx.positions)
         return None, dqkv, None, None, None, None, None, None, None
 
 
@@ -298,7 +304,8 @@ class HeadLoss(torch.autograd.Function):
                 logits[:, words:] = -math.inf  # its exponential, and so its gradient, is exactly 0
             total += _chunk_loss(ops.kernels, logits, labels[part], tp, first_row, factor / count, dlogits, z_loss)
             if dx is not None and dlogits is not None:
-                ops.kernels.linear_weight_gradient(dlogits, rows[part], gradient_of(weight))
+                if not is_frozen(weight):
+                    ops.kernels.linear_weight_gradient(dlogits, rows[part], gradient_of(weight))
                 ops.data_gradient(dlogits, weight, dx[part])
         if dx is not None:
             ctx.save_for_backward(dx)

@@ -19,7 +19,7 @@ from ..comm.base import Comm
 from . import shared
 from .native_blocks import HeadLoss, NativeBlockOps, column_parts, dropout_arguments, gradient_of_input, row_count
 from .parameter import WeightCache, WeightGradients
-from .shared import DropoutKey, Heads, as_rows, gradient_of
+from .shared import DropoutKey, Heads, as_rows, gradient_of, is_frozen, vector_gradient
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,17 @@ class NativeOps(NativeBlockOps):
 
         dy (rows, out) and x (rows, in) stay as they are until that is done.
         """
+        if is_frozen(weight):
+            return
         x = x.detach()  # what waits must not keep the graph that led to x, and the tensors that it refers to
         gradients = gradient_of(weight), gradient_of(bias)
         self.weight_gradients.add(partial(self.kernels.linear_weight_gradient, dy, x, *gradients, chunk))
+
+    def outer_sum(self, dy: Tensor, x: Tensor) -> Tensor:
+        """dy^T x in FP32 of dy (rows, out) and x (rows, in), (out, in)."""
+        total = torch.zeros(dy.shape[1], x.shape[1])
+        self.kernels.linear_weight_gradient(dy, x, total)
+        return total
 
     # Operations, as in `ops` ----------------------------------------------------------------------------------------------------
 
@@ -130,15 +138,20 @@ class _Linear(torch.autograd.Function):
         out = x.new_empty(row_count(x, sequence), weight.shape[0])
         whole = gather_sequence(x, sequence)
         rows = as_rows(whole)
-        ctx.save_for_backward(rows if sequence is None else x)
+        ctx.save_for_backward(*([] if is_frozen(weight) else [rows if sequence is None else x]))
         ctx.ops, ctx.weight, ctx.bias, ctx.shape, ctx.sequence = ops, weight, bias, whole.shape, sequence
         ops.matmul(rows, weight, out, bias, chunk=ops.chunk(x))
         return out.view(*whole.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), dy, ops, sequence = ctx.saved_tensors, as_rows(dy), ctx.ops, ctx.sequence
-        rows, chunk = as_rows(gather_sequence(x, sequence)), ops.chunk(dy)
+        dy, ops, sequence = as_rows(dy), ctx.ops, ctx.sequence
+        chunk = ops.chunk(dy)
+        if is_frozen(ctx.weight):
+            dx = dy.new_empty(len(dy), ctx.shape[-1])
+            ops.data_gradient(dy, ctx.weight, dx, chunk)
+            return None, reduce_scatter_sequence(dx.view(ctx.shape), sequence), None, None, None
+        rows = as_rows(gather_sequence(ctx.saved_tensors[0], sequence))
         ops.weight_gradient(dy, rows, ctx.weight, ctx.bias, chunk)
         gathered = sequence is not None and not ops.weight_gradients.waits  # then it is read no more
         dx = rows if gathered else torch.empty_like(rows)
@@ -189,7 +202,8 @@ def _to_gradient_of_argument(ops: NativeOps, dy: Tensor, pre: Tensor, weight2: T
     packed = ops.packed(weight2, True, chunk)
     for columns, part in column_parts(pre, pre.shape[1], packed is not None):
         argument = pre[:, columns]
-        _second_weight_gradient(ops, dy, argument, activation, part, gradient_of(weight2)[:, columns], chunk)
+        if not is_frozen(weight2):
+            _second_weight_gradient(ops, dy, argument, activation, part, gradient_of(weight2)[:, columns], chunk)
         out = part if pre.dtype == torch.float32 else argument  # sums of FP32 lie in the result until the last block of k
         ops.kernels.linear_data_gradient(dy, weight2[:, columns], out, argument, activation, packed=packed, fp16_chunk=chunk)
         if out is part:
@@ -202,7 +216,8 @@ def add_second_weight_gradient(ops: NativeOps, dy: Tensor, pre: Tensor, weight2:
         for columns, part in column_parts(pre, pre.shape[1], whole=False):
             _second_weight_gradient(ops, dy, pre[:, columns], activation, part, gradient_of(weight2)[:, columns], chunk)
 
-    ops.weight_gradients.add(second_weight)
+    if not is_frozen(weight2):
+        ops.weight_gradients.add(second_weight)
 
 
 def _gradient_of_argument(ops: NativeOps, dy: Tensor, pre: Tensor, weight2: Tensor, activation: str, chunk: int) -> Tensor:
@@ -227,8 +242,8 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None, None]:
         x, mean, rstd = ctx.saved_tensors
         dx = torch.empty_like(x)
-        ctx.ops.kernels.layer_norm_backward(dy.contiguous(), x, mean, rstd, ctx.weight, dx, ctx.weight.main_grad,
-                                            ctx.bias.main_grad)
+        ctx.ops.kernels.layer_norm_backward(dy.contiguous(), x, mean, rstd, ctx.weight, dx,
+                                            vector_gradient(ctx.weight), vector_gradient(ctx.bias))
         return None, dx, None, None, None
 
 
@@ -248,8 +263,9 @@ class _BiasDropoutAdd(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         dout = dout.contiguous()
         dx = torch.empty_like(dout) if ctx.p else None
-        if dx is not None or ctx.bias is not None:
-            ctx.ops.kernels.bias_dropout_add_backward(dout, dx, gradient_of(ctx.bias), *dropout_arguments(ctx.p, ctx.key))
+        dbias = gradient_of(ctx.bias)
+        if dx is not None or dbias is not None:
+            ctx.ops.kernels.bias_dropout_add_backward(dout, dx, dbias, *dropout_arguments(ctx.p, ctx.key))
         return None, dout if dx is None else dx, None, dout, None, None, None
 
 
@@ -273,8 +289,8 @@ class _BiasDropoutAddLayerNorm(torch.autograd.Function):
         dresidual = torch.empty_like(total)
         dx = torch.empty_like(total) if ctx.p else None
         ctx.ops.kernels.bias_dropout_add_layer_norm_backward(
-            dy.contiguous(), dtotal.contiguous(), total, mean, rstd, weight, dresidual, dx, weight.main_grad, norm_bias.main_grad,
-            gradient_of(bias), *dropout_arguments(ctx.p, ctx.key))
+            dy.contiguous(), dtotal.contiguous(), total, mean, rstd, weight, dresidual, dx, vector_gradient(weight),
+            vector_gradient(norm_bias), gradient_of(bias), *dropout_arguments(ctx.p, ctx.key))
         return None, dresidual if dx is None else dx, None, dresidual, None, None, None, None, None
 
 

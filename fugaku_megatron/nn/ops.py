@@ -78,10 +78,10 @@ class Ops:
         """Which backend runs each family: what a checkpoint records."""
         return {family: "native" if isinstance(backend, NativeOps) else "torch" for family, backend in self.backends.items()}
 
-    def weights_changed(self) -> None:
-        """To be called after every change of a weight."""
+    def weights_changed(self, frozen: bool = False) -> None:
+        """To be called after every change of a weight. frozen: those that are not trained have changed as well."""
         if self.weight_cache is not None:
-            self.weight_cache.weights_changed()
+            self.weight_cache.weights_changed(frozen)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, sequence: Comm | None = None) -> Tensor:
         """y = x W^T + bias. x (..., in), weight (out, in), bias (out) or None -> (..., out).

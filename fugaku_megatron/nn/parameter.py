@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.base import Comm
+from .shared import is_frozen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class ParameterSpec:
     counted: this rank's copy counts in norms. sequence_parallel: every tensor-parallel rank holds it and computes its gradient from
     a part of the sequence, or from its own heads, so that the gradient is the sum over those ranks (Megatron's attribute of that
     name). balances: it is added to scores of experts when these are chosen; its gradient is the tokens of each expert beyond the
-    mean, of which the optimizer takes the sign alone.
+    mean, of which the optimizer takes the sign alone. frozen: it is not trained, as where the run trains adapters.
     """
 
     name: str
@@ -38,6 +39,7 @@ class ParameterSpec:
     counted: bool
     sequence_parallel: bool = False
     balances: bool = False
+    frozen: bool = False
 
     @property
     def decayed(self) -> bool:
@@ -57,12 +59,12 @@ class ParameterSpec:
 
 def make_parameter(name: str, shape: tuple[int, ...], tp: Comm | None = None, partition_dim: int | None = None,
                    std: float | None = None, fill: float = 0.0, init_name: str | None = None,
-                   sequence_parallel: bool = False, balances: bool = False) -> nn.Parameter:
+                   sequence_parallel: bool = False, balances: bool = False, frozen: bool = False) -> nn.Parameter:
     """This rank's slice of the global tensor `name`, on the meta device, with its `spec`.
 
     `shape` is the global shape in parentheses, such as (f, h); `partition_dim` is split evenly over `tp`. Initial values:
     normal(0, std), or `fill` where std is None. sequence_parallel: layers between the matmuls work on parts of the sequence.
-    balances: see `ParameterSpec`.
+    balances, frozen: see `ParameterSpec`.
     """
     local, offset = list(shape), [0] * len(shape)
     if partition_dim is not None:
@@ -75,7 +77,7 @@ def make_parameter(name: str, shape: tuple[int, ...], tp: Comm | None = None, pa
     parameter.spec = ParameterSpec(  # type: ignore[attr-defined]  # torch's class does not know it
         name=name, shape=tuple(shape), offset=tuple(offset), partition_dim=partition_dim, init_std=std, init_fill=fill,
         init_name=init_name or name, owned=owned, counted=owned and init_name is None and not balances,
-        sequence_parallel=sequence_parallel and partition_dim is None, balances=balances)
+        sequence_parallel=sequence_parallel and partition_dim is None, balances=balances, frozen=frozen)
     return parameter
 
 
@@ -169,10 +171,10 @@ class WeightCache:
         self._kernels = kernels
         self._entries: dict[tuple[int, tuple[int, ...], bool], _Entry] = {}
 
-    def weights_changed(self) -> None:
-        """What is packed is packed again, into the same memory, at its next use."""
+    def weights_changed(self, frozen: bool = False) -> None:
+        """What is packed is packed again, into the same memory, at its next use; frozen weights only where they have changed."""
         for entry in self._entries.values():
-            entry.valid = False
+            entry.valid = entry.valid and is_frozen(entry.weight) and not frozen
 
     def packed(self, weight: Tensor, transposed: bool) -> Tensor:
         """weight (out, in) packed for the target in use: bytes (n,), for linear_forward, or transposed for linear_data_gradient."""

@@ -38,16 +38,28 @@ def gradient_of(parameter: Tensor) -> Tensor: ...
 @overload
 def gradient_of(parameter: None) -> None: ...
 def gradient_of(parameter: Tensor | None) -> Tensor | None:
-    """The FP32 gradient `main_grad` of a parameter, of its shape; None where there is no parameter."""
+    """The FP32 gradient `main_grad` of a parameter, of its shape; None where there is no parameter, and where it is frozen."""
     return None if parameter is None else parameter.main_grad  # type: ignore[attr-defined]  # torch's class does not know it
 
 
+def is_frozen(parameter: Tensor) -> bool:
+    """Whether a parameter is not trained, so that nothing needs to be kept for its gradient. Also of what is made of one."""
+    return getattr(parameter, "frozen", False)
+
+
+def vector_gradient(parameter: Tensor) -> Tensor:
+    """`gradient_of` (h) for kernels that compute it in any case; memory that nobody reads where the parameter is frozen."""
+    return torch.zeros(parameter.shape) if is_frozen(parameter) else gradient_of(parameter)
+
+
 def accumulate(parameter: Tensor, grad: Tensor) -> None:
-    """Add `grad` (the parameter's shape, any shape and float dtype) to the parameter's FP32 gradient."""
-    gradient_of(parameter).add_(grad)
+    """Add `grad` (the parameter's shape, any shape and float dtype) to the parameter's FP32 gradient, unless it is frozen."""
+    if not is_frozen(parameter):
+        gradient_of(parameter).add_(grad)
 
 
-def _masked(kernels: Any, x: Tensor, p: float, key: DropoutKey) -> Tensor:
+def masked(kernels: Any, x: Tensor, p: float, key: DropoutKey) -> Tensor:
+    """x (any shape) with elements zeroed with probability p and the others scaled by 1 / (1 - p)."""
     x = x.contiguous()
     out = torch.empty_like(x)
     kernels.dropout(x, out, p, key.seed, key.stream, key.first_sample, key.sample_dim, key.row0)
@@ -58,11 +70,11 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernels: Any, x: Tensor, p: float, key: DropoutKey) -> Tensor:
         ctx.kernels, ctx.p, ctx.key = kernels, p, key
-        return _masked(kernels, x, p, key)
+        return masked(kernels, x, p, key)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None]:
-        return None, _masked(ctx.kernels, dy, ctx.p, ctx.key), None, None
+        return None, masked(ctx.kernels, dy, ctx.p, ctx.key), None, None
 
 
 def dropout(kernels: Any, x: Tensor, p: float, key: DropoutKey) -> Tensor:

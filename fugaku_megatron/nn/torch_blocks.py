@@ -7,6 +7,7 @@ Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads of this rank i
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, overload
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 
 from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
-from .shared import Angles, DropoutKey, Heads, accumulate, as_rows, gradient_of
+from .shared import Angles, DropoutKey, Heads, accumulate, as_rows, gradient_of, is_frozen
 
 
 class BlockOps:
@@ -44,7 +45,8 @@ class BlockOps:
 
     def gated_weight_gradient(self, dy: Tensor, pre: Tensor, weight: Tensor, activation: str, chunk: int) -> None:
         """Add dy^T gate(pre) to the gradient of weight (h, f), now or later; dy (rows, h) and pre (rows, 2 f) stay until then."""
-        self.weight_gradient(dy, self.gate(pre, activation), weight, None, chunk)
+        if not is_frozen(weight):
+            self.weight_gradient(dy, self.gate(pre, activation), weight, None, chunk)
 
     def rotary(self, qkv: Tensor, angles: Angles | None, heads: int, groups: int, head_size: int, interleaved: bool,
                first_position: int = 0, q_weight: Tensor | None = None, k_weight: Tensor | None = None,
@@ -117,8 +119,13 @@ class _Derived(Tensor):
     parameter: Tensor
 
     @property
-    def main_grad(self) -> Tensor:
-        return gradient_of(self.parameter).view(self.shape)
+    def frozen(self) -> bool:
+        return is_frozen(self.parameter)
+
+    @property
+    def main_grad(self) -> Tensor | None:
+        gradient: Tensor | None = gradient_of(self.parameter)
+        return None if gradient is None else gradient.view(self.shape)
 
 
 def derived(parameter: Tensor, values: Tensor) -> Tensor:
@@ -134,7 +141,7 @@ class _Part(_Derived):
     number: int
 
     @property
-    def main_grad(self) -> Tensor:
+    def main_grad(self) -> Tensor | None:
         return gradient_of(self.parameter)[self.number].view(self.shape)
 
 
@@ -200,6 +207,8 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tenso
     "gelu_exact": (_in_fp32(F.gelu), _in_fp32(_gelu_gradient)),
     "geglu": (_in_fp32(_geglu), _in_fp32(_geglu_gradient)),
     "swiglu": (gate, gate_gradient),
+    "gelu": (functools.partial(F.gelu, approximate="tanh"),
+             lambda dy, x: torch.ops.aten.gelu_backward(dy, x, approximate="tanh")),
 }
 
 

@@ -19,7 +19,7 @@ from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
 from . import shared, torch_blocks
 from .parameter import WeightGradients
-from .shared import DropoutKey, Heads, accumulate, gradient_of
+from .shared import DropoutKey, Heads, accumulate, gradient_of, is_frozen
 from .torch_blocks import BlockOps
 
 
@@ -49,7 +49,12 @@ class TorchOps(BlockOps):
 
     def weight_gradient(self, dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int = 0) -> None:
         """Add dy^T x to the gradient of weight (out, in), now or later, and the sum of dy's rows to that of bias (out)."""
-        self.weight_gradients.add(partial(_linear_weight_gradient, dy, x.detach(), weight, bias))
+        if not is_frozen(weight):
+            self.weight_gradients.add(partial(_linear_weight_gradient, dy, x.detach(), weight, bias))
+
+    def outer_sum(self, dy: Tensor, x: Tensor) -> Tensor:
+        """dy^T x in FP32 of dy (rows, out) and x (rows, in), (out, in)."""
+        return dy.t().float() @ x.float()
 
     # Operations, as in `ops` -------------------------------------------------------------------------------------------------
 
@@ -113,16 +118,17 @@ class TorchOps(BlockOps):
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ops: TorchOps, x: Tensor, weight: Tensor, bias: Tensor | None, sequence: Comm | None) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(*([] if is_frozen(weight) else [x]))
         ctx.ops, ctx.weight, ctx.bias, ctx.sequence = ops, weight, bias, sequence
         return F.linear(gather_sequence(x, sequence), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = gather_sequence(ctx.saved_tensors[0], ctx.sequence), ctx.weight
-        rows, dy_rows = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])  # (s b, in), (s b, out)
-        ctx.ops.weight_gradient(dy_rows, rows, weight, ctx.bias)
-        return None, reduce_scatter_sequence((dy_rows @ weight).view_as(x), ctx.sequence), None, None, None
+        weight, dy_rows = ctx.weight, dy.reshape(-1, dy.shape[-1])  # (s b, out)
+        if ctx.saved_tensors:
+            x = gather_sequence(ctx.saved_tensors[0], ctx.sequence)
+            ctx.ops.weight_gradient(dy_rows, x.reshape(-1, x.shape[-1]), weight, ctx.bias)
+        return None, reduce_scatter_sequence((dy_rows @ weight).view(*dy.shape[:-1], -1), ctx.sequence), None, None, None
 
 
 def _linear_weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

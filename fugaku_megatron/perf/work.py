@@ -139,10 +139,14 @@ def _forward(record: Record, chunks: int) -> Work:
 
 
 def _backward(record: Record, chunks: int) -> Work:
-    """Two matmuls for each matmul of the forward: the gradients of the input and of the weight (or the other operand)."""
+    """Two matmuls for each matmul of the forward: the gradients of the input and of the weight (or the other operand).
+
+    Of a weight that is frozen the first alone.
+    """
     matmuls = []
     for p in _forward(record, chunks).matmuls:
-        matmuls += [replace(p, n=p.k, k=p.n, backward=True), replace(p, m=p.k, k=p.m, backward=True)]
+        matmuls.append(replace(p, n=p.k, k=p.n, backward=True))
+        matmuls += [] if record.frozen else [replace(p, m=p.k, k=p.m, backward=True)]
     return Work(matmuls=tuple(matmuls), collectives=_once(record.backward))
 
 
@@ -163,7 +167,7 @@ def _in_layer(run: RunConfig, tp: int, software: Software, work: Work) -> Work:
 
 def _weights(record: Record, chunks: int) -> Work:
     """What of `_backward` may wait: the matmuls of the gradients of weights."""
-    return Work(matmuls=tuple(p for p in _backward(record, chunks).matmuls[1::2] if not p.attention))
+    return Work(matmuls=() if record.frozen else tuple(p for p in _backward(record, chunks).matmuls[1::2] if not p.attention))
 
 
 @cache

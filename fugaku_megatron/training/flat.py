@@ -18,11 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.shards import Shard
+from ..checkpoint.shards import WEIGHT, Shard
+from ..comm.grid import Groups
 from ..costs.accounting import FLAT_ALIGNMENT, round_up
 from ..costs.memory import cut
-from ..nn.model import Stage
+from ..nn.model import VOCABULARY, Stage
 from ..nn.parameter import ParameterSpec, spec_of
+
+FINGERPRINTS = 1 << 36  # of weights; sums over any number of ranks are exact in FP64
 
 
 @dataclass(frozen=True)
@@ -114,13 +117,25 @@ class FlatParameter(nn.Parameter):
         return self._gradients.of(self._bucket)[self._start : self._start + self.numel()].view(self.shape)
 
 
+class FrozenParameter(nn.Parameter):
+    """A parameter with memory that is not trained. spec: see `nn.parameter`."""
+
+    spec: ParameterSpec
+    frozen, main_grad = True, None
+
+
 def stage_units(stage: Stage) -> list[list[nn.Parameter]]:
-    """A stage's parameters in units, in the order in which backward finishes them; `costs.memory.stage_units` has their sizes."""
+    """A stage's trained parameters in units, in the order in which backward finishes them; `costs.memory.stage_units` has their
+    sizes."""
     tied = [] if stage.tied_copy is None else [stage.tied_copy]
-    units = [[p for p in module.parameters() if not any(p is t for t in tied)] for module in unit_modules(stage)]
-    if stage.last and not stage.tied:
+    units = [[p for p in _trained(module) if not any(p is t for t in tied)] for module in unit_modules(stage)]
+    if stage.last and not stage.tied and not spec_of(stage.last.output_weight).frozen:
         units[0].append(stage.last.output_weight)
     return [*units, tied] if tied else units
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if not spec_of(p).frozen]
 
 
 def unit_modules(stage: Stage) -> list[nn.Module]:
@@ -157,10 +172,11 @@ def _merge(ranges: list[Range]) -> list[Range]:
 
 class FlatParameters:
     """Memory of a stage's parameters: `values` (the model's dtype), flat, and `gradients`, each bucket padded for `shards` ranks.
+    frozen: the parameters that are not trained, in memory of their own, `frozen_values`.
     minimum: elements of a bucket, see `costs.memory.cut`; None takes any module as `stage`, and makes one bucket of it.
     muon: whether the optimizer is Muon.
 
-    After construction every parameter of the stage is a FlatParameter and holds its initial weights.
+    After construction every parameter of the stage is a FlatParameter, or a FrozenParameter, and holds its initial weights.
     """
 
     def __init__(self, stage: Stage | nn.Module, dtype: torch.dtype, seed: int, shards: int, kernels: Any,
@@ -182,7 +198,7 @@ class FlatParameters:
         if minimum is not None and isinstance(stage, Stage):
             units, tied = stage_units(stage), stage.tied_copy is not None
         else:
-            units, tied = [list(stage.parameters())], False
+            units, tied = [_trained(stage)], False
         parameters: list[nn.Parameter] = []
         end = 0
         for bucket in cut([sum(p.numel() for p in unit) for unit in units], minimum or 1, tied):
@@ -226,10 +242,24 @@ class FlatParameters:
             new[old] = FlatParameter(values).place(self.gradients, bucket, start - bucket_starts[bucket])
             new[old].spec = spec_of(old)
             new[old].data.copy_(initial_values(new[old], self._seed, self._kernels))
+        frozen = self._freeze([p for p in stage.parameters() if spec_of(p).frozen])
+        self.frozen = [*frozen.values()]
         for module in stage.modules():
             for name, old in list(module.named_parameters(recurse=False)):
-                setattr(module, name, new[old])
+                setattr(module, name, frozen[old] if old in frozen else new[old])
         return [new[old] for old in declared]
+
+    def _freeze(self, declared: list[nn.Parameter]) -> dict[nn.Parameter, FrozenParameter]:
+        """Memory for the parameters that are not trained, with initial weights."""
+        self.frozen_values = torch.zeros(sum(p.numel() for p in declared), dtype=self.values.dtype)
+        new, end = {}, 0
+        for old in declared:
+            values = self.frozen_values[end : end + old.numel()].view(old.shape)
+            new[old] = FrozenParameter(values, requires_grad=False)
+            new[old].spec = spec_of(old)
+            values.copy_(initial_values(new[old], self._seed, self._kernels))
+            end += old.numel()
+        return new
 
     def initial_shard(self, start: int, end: int) -> Tensor:
         """FP32 initial weights of elements [start, end), not rounded to the model's dtype."""
@@ -249,11 +279,33 @@ class FlatParameters:
         for parameter, begin in zip(self.parameters, self.starts, strict=True):
             a, b = max(start, begin), min(start + tensor.numel(), begin + parameter.numel())
             if a < b and (parameter.spec.owned or not owned):
-                spec = parameter.spec
-                copied = f"{kind}/{spec.init_name}" if spec.init_name != spec.name else None  # a tied copy, not in every layout
-                shards.append(Shard(key=f"{kind}/{spec.name}", tensor=tensor[a - start : b - start], global_shape=spec.shape,
-                                    offset=spec.offset, slice_shape=tuple(parameter.shape), flat_start=a - begin, alias=copied))
+                shards.append(_shard(kind, parameter, tensor[a - start : b - start], a - begin))
         return shards
+
+    def frozen_shards(self) -> list[Shard]:
+        """Where the weights that are not trained go."""
+        return [_shard(WEIGHT.rstrip("/"), parameter, parameter.data.view(-1), 0) for parameter in self.frozen]
+
+    def fingerprint(self, words: int, groups: Groups) -> int:
+        """A number of the frozen weights, the same in every layout, in FP32 and BF16. words: rows of the vocabulary. Collective."""
+        total = 0
+        for parameter in self.frozen:
+            spec, values = parameter.spec, parameter.data
+            if spec.counted:
+                values = values[: max(0, words - spec.offset[0])] if spec.name in VOCABULARY else values
+                total += zlib.crc32(spec.name.encode()) * int(values.bfloat16().view(torch.int16).sum(dtype=torch.int64))
+        summed = torch.tensor([float(total % FINGERPRINTS)], dtype=torch.float64)
+        for comm in (groups.tp, groups.pp):
+            comm.all_reduce(summed)
+        return int(summed.item()) % FINGERPRINTS
+
+
+def _shard(kind: str, parameter: FlatParameter | FrozenParameter, tensor: Tensor, first: int) -> Shard:
+    """That of a parameter's elements from number `first` on, which `tensor` (n,) holds."""
+    spec = parameter.spec
+    copied = f"{kind}/{spec.init_name}" if spec.init_name != spec.name else None  # a tied copy, not in every layout
+    return Shard(key=f"{kind}/{spec.name}", tensor=tensor, global_shape=spec.shape, offset=spec.offset,
+                 slice_shape=tuple(parameter.shape), flat_start=first, alias=copied)
 
 
 def random_stream(parameter: nn.Parameter) -> int:

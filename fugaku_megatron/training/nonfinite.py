@@ -28,6 +28,7 @@ from ..data.sampler import first_sample
 from ..host.observed import Observed
 from ..nn.layers import dropout_layer
 from ..nn.model import Stage
+from ..nn.parameter import spec_of
 from ..pipeline.parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Instruction
 from .flat import FlatParameter, stage_units
 from .train import Trainer
@@ -204,9 +205,10 @@ def _say(trainer: Trainer, finding: Finding | None, form: str) -> str | None:
 
 
 def _bad_weight(trainer: Trainer) -> Finding | None:
-    for parameter in trainer.optimizer.flat.parameters:
+    flat = trainer.optimizer.flat
+    for parameter in [*flat.parameters, *flat.frozen]:
         if found := _bad([parameter]):
-            return Finding((0, 0, 0, 0), f"weight {parameter.spec.name}: {found}")
+            return Finding((0, 0, 0, 0), f"weight {spec_of(parameter).name}: {found}")
     return None
 
 

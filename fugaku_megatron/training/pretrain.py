@@ -23,7 +23,7 @@ from ..config.checks import check
 from ..config.command_line import check_file
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
-from ..costs import accounting
+from ..costs import accounting, memory
 from ..costs.run_schedule import recompute_name
 from ..data.build import listed_data, parse_data_path
 from ..data.chat_dataset import packing_lines
@@ -214,10 +214,16 @@ def announce(arguments: Arguments, run: RunConfig, layout: Layout, machine: str,
         + ", sequence parallel" * (accounting.sequence_parts(run, layout.tp) > 1)
         + ", overlap: " * bool(overlaps) + " and ".join(overlaps),
         f"parameters {accounting.parameters(run):,}, padded vocabulary {accounting.padded_vocab_size(run.model, layout.tp)}"
-        + ", padding masked in the loss" * run.model.masks_padding,
+        + ", padding masked in the loss" * run.model.masks_padding + _adapters_text(run),
         f"FLOPs per iteration of {size} samples: {hardware:.4e} hardware (recompute counted; TFLOPs in the log, per rank), "
         f"{model:.4e} model (no recompute, causal attention once); ratio {model / hardware:.3f}",
     ]
+
+
+def _adapters_text(run: RunConfig) -> str:
+    """How many of the parameters adapters have."""
+    trained = memory.adapter_parameters(run, 1) * run.model.num_layers if run.lora.on else 0
+    return f"; trained are {trained:,} of adapters of rank {run.lora.lora_rank}" * run.lora.on
 
 
 def check_outputs(run: RunConfig, resume: Resume, world: Comm, nodes: Nodes) -> None:

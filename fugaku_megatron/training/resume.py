@@ -37,13 +37,15 @@ class Resume:
     """The checkpoint that a run continues from.
 
     checkpoint: None where the run starts from the beginning. state, config: what was saved next to the tensors. finetune: only the
-    weights are taken of it, and the state is empty.
+    weights are taken of it, and the state is empty. base: where the run trains adapters, the checkpoint with the weights that they
+    adapt, which is `checkpoint` itself where the adapters begin anew.
     """
 
     checkpoint: Checkpoint | None = None
     state: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     finetune: bool = False
+    base: Checkpoint | None = None
 
     @property
     def iteration(self) -> int | None:
@@ -84,10 +86,18 @@ def find_checkpoint(run: RunConfig, world: Comm) -> Resume:
     output, directory = run.output, run.output.load
     checkpoint = _resumed(run, directory, world) if directory else None
     with everywhere():
+        _check_kind(run, checkpoint)
         check(checkpoint is not None or not output.exit_on_missing_checkpoint, f"--load {directory} holds no checkpoint, and "
               "--exit-on-missing-checkpoint ends the run then: correct the directory, or leave the flag out")
+    if run.lora.on:
+        return _adapting(run, checkpoint, world)
     if checkpoint is None:
-        return _finetune(open_checkpoint(output.pretrained_checkpoint, world)) if output.pretrained_checkpoint else Resume()
+        if not output.pretrained_checkpoint:
+            return Resume()
+        checkpoint = open_checkpoint(output.pretrained_checkpoint, world)
+        with everywhere():
+            _check_kind(run, checkpoint)
+        return _finetune(checkpoint)
     if output.finetune:
         return _finetune(checkpoint)
     with everywhere():
@@ -97,6 +107,48 @@ def find_checkpoint(run: RunConfig, world: Comm) -> Resume:
               "--no-save-optim, and holds no optimizer state: pass --no-load-optim to continue, or --finetune to start from its "
               "weights")
     return Resume(checkpoint, checkpoint.state, checkpoint.config)
+
+
+def _check_kind(run: RunConfig, checkpoint: Checkpoint | None) -> None:
+    """ValueError where adapters are loaded as a model, a model as adapters, or adapters as others."""
+    saved, lora = None if checkpoint is None else checkpoint.state.get("lora"), run.lora
+    if checkpoint is None or (saved is None and (run.output.finetune or not lora.on)):
+        return
+    where = f"{checkpoint.directory} (iteration {checkpoint.iteration})"
+    check(saved is not None, f"--load {where} holds a whole model, of which --lora-rank {lora.lora_rank} trains adapters: pass "
+          "--finetune, or the directory as --pretrained-checkpoint and another --load")
+    kept = checkpoint.config["lora"]
+    check(lora.on, f"{where} holds adapters of rank {kept['lora_rank']} and not a model: pass --lora-rank {kept['lora_rank']} to "
+          "train them, or merge them with fugaku-megatron convert --load DIR --merge --save NEW")
+    differing = [name for name in ("lora_rank", "lora_target") if kept[name] != getattr(lora, name)]
+    check(not differing, f"--load {where} holds other adapters, with "
+          + ", ".join(f"{flag(name)} {kept[name]} (this run: {getattr(lora, name)})" for name in differing) + ": pass its values")
+
+
+def _adapting(run: RunConfig, checkpoint: Checkpoint | None, world: Comm) -> Resume:
+    """What a run of adapters begins with: a model alone, or adapters with the model that they name. Collective."""
+    output, given = run.output, f"--lora-rank {run.lora.rank}"
+    saved = None if checkpoint is None else checkpoint.state.get("lora")
+    if checkpoint is not None and saved is None:  # with --finetune
+        return Resume(checkpoint, config=checkpoint.config, finetune=True, base=checkpoint)
+    with everywhere():
+        check(saved is not None or output.pretrained_checkpoint, f"{given} needs the weights of a model: pass its checkpoint as "
+              "--pretrained-checkpoint DIR, or --finetune --load DIR")
+    directory = output.pretrained_checkpoint or (saved or {})["base"]
+    step = None if saved is None or output.pretrained_checkpoint else saved["base_iteration"]
+    known = on_root(world, lambda: Path(directory).is_dir())
+    with everywhere():
+        check(known or checkpoint is None, f"--load {output.load} holds adapters of the model in {directory}, which is not there: "
+              "pass its place as --pretrained-checkpoint DIR")
+    base = open_checkpoint(directory, world, step)
+    with everywhere():
+        check("lora" not in base.state, f"{directory} holds adapters and not the weights of a model: pass a model's directory as "
+              "--pretrained-checkpoint, or merge them with fugaku-megatron convert --load DIR --merge --save NEW")
+    if checkpoint is None:
+        return Resume(base, config=base.config, finetune=True, base=base)
+    if output.finetune:
+        return Resume(checkpoint, config=checkpoint.config, finetune=True, base=base)
+    return Resume(checkpoint, checkpoint.state, checkpoint.config, base=base)
 
 
 def with_padding(run: RunConfig, resume: Resume) -> RunConfig:
@@ -163,6 +215,8 @@ def differences(run: RunConfig, saved: dict[str, Any]) -> list[str]:
 def resume_training(trainer: Trainer, resume: Resume) -> list[str]:
     """Bring the trainer to where the run stands; returns the log's lines. Collective."""
     run = trainer.run
+    if resume.base is not None:
+        trainer.load_base(resume.base, None if resume.checkpoint is None else resume.checkpoint.state.get("lora"))
     if resume.checkpoint is None:
         return [f"no checkpoint in --load {run.output.load}: starting anew"] if run.output.load else []
     if resume.finetune:
@@ -171,7 +225,8 @@ def resume_training(trainer: Trainer, resume: Resume) -> list[str]:
     trainer.load(checkpoint)
     _carry(trainer, checkpoint)
     source = checkpoint.node or run.output.load
-    lines = [f"resumed from {source} at iteration {trainer.progress.iteration}", *_tracker_note(trainer, checkpoint)]
+    adapting = f", adapters of {resume.base.directory}" if resume.base else ""
+    lines = [f"resumed from {source} at iteration {trainer.progress.iteration}{adapting}", *_tracker_note(trainer, checkpoint)]
     lines += [f"note: {phrase}: the loss curve changes from here on" for phrase in differences(run, resume.config)]
     lines += _layout_notes(trainer, checkpoint) + _moment_notes(run, resume)
     return lines + _skip_notes(trainer, resume) + _schedule_note(requested, trainer, resume)
@@ -191,10 +246,12 @@ def _carry(trainer: Trainer, checkpoint: Checkpoint) -> None:
 def _start_from_weights(trainer: Trainer, checkpoint: Checkpoint, resume: Resume) -> list[str]:
     """Begin with the weights of a checkpoint; returns the log's lines. Collective."""
     notes = _mask_note(trainer.run, _saved_padding(resume))
-    trainer.load(checkpoint, weights_only=True)
+    if checkpoint is not resume.base:
+        trainer.load(checkpoint, weights_only=True)
     _carry(trainer, checkpoint)
     source = f"{checkpoint.directory}, iteration {checkpoint.iteration}"
-    return [f"starting from the weights of {source}: iteration 0, a fresh optimizer, data from the start",
+    what = "new adapters of" if checkpoint is resume.base else "starting from the weights of"
+    return [f"{what} {source}: iteration 0, a fresh optimizer, data from the start",
             *notes, *_tracker_note(trainer, checkpoint),
             *_vocabulary_note(trainer, checkpoint.head["layout"], checkpoint.config)]
 

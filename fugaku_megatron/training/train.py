@@ -122,6 +122,7 @@ class Trainer:
         self.param_schedule = ParamSchedule.from_run(run, self.layout.global_batch_size(run))
         self.folders = Folders(self.world)  # of checkpoints
         self._batches: Source | None = None
+        self.base: dict[str, Any] = {}  # of adapters: the model that they belong to
         behind = run.output.save and run.output.async_save
         self._snapshot = Snapshot(self._saved_shards()) if behind else None
 
@@ -254,7 +255,7 @@ class Trainer:
         rank is the seed and the position in the data."""
         return {"progress": asdict(self.progress), "scaler": self.optimizer.scaler.state(), "optimizer_steps": self.optimizer.steps,
                 "kernels": self.ops.choice, "param_schedule": self.param_schedule.state(), "tokenizer": self.tokenizer,
-                "no_optimizer": self.run.output.no_save_optim,
+                "no_optimizer": self.run.output.no_save_optim, **({"lora": self.base} if self.run.lora.on else {}),
                 "rng": {"generator": "philox4x32-10", "seed": self.run.training.seed, "sample": self.progress.consumed_samples}}
 
     def _save_steps(self, directory: str, shards: list[Shard], node_first: bool = False) -> Steps:
@@ -312,6 +313,24 @@ class Trainer:
             self.progress.unscheduled = self.progress.consumed_samples
         self.close()
         return state
+
+    def load_base(self, checkpoint: Checkpoint, saved: dict[str, Any] | None = None) -> None:
+        """Take the weights that adapters belong to. saved: what the adapters' checkpoint says of them. Collective.
+
+        The first data-parallel ranks read, the others get the weights from them. ValueError on every rank where they are others.
+        """
+        checkpoint.config["model"] = with_block(checkpoint.config.get("model", {}))
+        flat, dp = self.optimizer.flat, self.groups.dp
+        shards = flat.frozen_shards() if dp.rank == 0 else []
+        load_shards(checkpoint, shards, self.folders, architecture(self.run.model), VOCABULARY, converts=WEIGHTS)
+        dp.broadcast(flat.frozen_values)
+        self.ops.weights_changed(frozen=True)
+        found = None if self.run.precision.fp16 else flat.fingerprint(self.run.model.vocab_size or 0, self.groups)
+        expected = found if saved is None else saved["fingerprint"]
+        agree(self.world, lambda: check(None in (found, expected) or found == expected, f"the model in {checkpoint.directory}, "
+              f"iteration {checkpoint.iteration}, has other weights than the one that the adapters were trained for, "
+              f"{(saved or {}).get('base')}: pass that one as --pretrained-checkpoint"), name_rank=False)
+        self.base = {"base": str(checkpoint.directory.absolute()), "base_iteration": checkpoint.iteration, "fingerprint": found}
 
     def start_from(self, names: Collection[str], read: Callable[[str], Tensor]) -> None:
         """Take whole weights of another program, and nothing else; arguments as of `fill_shards`, any shape. Collective.

@@ -95,7 +95,7 @@ def run_layer(name: str, tp, dropout: float = 0.0) -> tuple[Tensor, Tensor | Non
     if name == "row":
         x = x.chunk(tp.size, -1)[tp.rank].contiguous()
     x.requires_grad_()
-    more = (Pass(first_sample=40),) if name in ("attention", "mlp", "transformer") else ()
+    more = (Pass(first_sample=40),) if name in ("attention", "mlp", "transformer", "column", "row") else ()
     y = layer(tokens if name == "words" else x, *more)
     dy = random(S, B, y.shape[-1] * (tp.size if name == "column" else 1), seed=5)
     y.backward(dy.chunk(tp.size, -1)[tp.rank] if name == "column" else dy)

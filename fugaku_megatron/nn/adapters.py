@@ -1,0 +1,258 @@
+"""LoRA's adapters: y + scale dropout(x) A^T B^T next to a frozen linear layer (`config.lora`).
+
+A linear layer that holds several matrices, such as QKV, has p adapters, one for each. Their A lie one after another, (p, r, in), so
+that one matmul computes all x A^T. B has the rows of the layer's weight, (out, r), so that it is split and saved as the weight is;
+row i multiplies the r columns of the matrix that it belongs to. Rows without an adapter stay zero.
+    column-parallel   A is replicated, B is split; the small x A^T is gathered where the sequence is split
+    row-parallel      A is split, and the small x A^T is summed over ranks; B is replicated
+A is computed from what goes into the layer before it is gathered or after it is reduced, so that ranks exchange r columns. Weights
+that are frozen keep nothing for a backward. Left out: merging an adapter with its weight (`merged` is the formula).
+Legend: s sequence, b micro-batch, r rank of an adapter, p adapters of a layer, f MLP width, rows = s b.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.autograd import copy_to_tensor_parallel, gather_from_sequence_parallel
+from ..config.lora import DROPOUT_COLUMNS, FC1, MATRICES, QKV, LoraConfig
+from ..config.model_config import ModelConfig
+from .native_blocks import GATES
+from .native_ops import NativeOps
+from .passes import Pass
+from .shared import DropoutKey, as_rows, gradient_of, masked
+from .torch_blocks import matrix
+from .torch_ops import TorchOps
+
+Backend = NativeOps | TorchOps
+Dropout = tuple[float, DropoutKey, bool]  # probability, mask, and whether the last dimension is split over tensor-parallel ranks
+STREAMS = 1 << 32  # of dropout; other masks have smaller numbers
+
+
+def _plain(ops: Backend) -> Backend:
+    """A backend that packs every weight anew: what adapters multiply by is put together for each matmul."""
+    return replace(ops, weight_cache=None, few_rows=0) if isinstance(ops, NativeOps) else ops
+
+
+def _dropped(kernels: Any, x: Tensor, dropout: Dropout | None) -> Tensor:
+    """x (s, b, in) with some elements zeroed, or its gradient. A mask is a function of the global element.
+
+    Columns that ranks share are taken as rows of a few columns: those have a global number.
+    """
+    if dropout is None:
+        return x
+    p, key, split = dropout
+    if not split:
+        return masked(kernels, x, p, key)
+    blocks = x.unflatten(-1, (-1, DROPOUT_COLUMNS)).permute(2, 0, 1, 3)  # (in / columns, s, b, columns)
+    return masked(kernels, blocks.flatten(0, 1), p, key).view(blocks.shape).permute(1, 2, 0, 3).reshape(x.shape)
+
+
+class Adapter(nn.Module):
+    """The adapters of one linear layer. parts: their names. split: the layer is row-parallel, and its input is split.
+
+    outputs: (out,), or (2, f) of a gate and what it multiplies.
+    """
+
+    def __init__(self, name: str, linear: str, parts: tuple[str, ...], inputs: int, outputs: tuple[int, ...], split: bool,
+                 context: Any) -> None:
+        super().__init__()
+        self.context, self.split, self.linear, self.parts = context, split, linear, parts
+        self.lora: LoraConfig = context.lora
+        self.stream = STREAMS + zlib.crc32(name.encode())
+        rank, more = self.lora.rank, {"frozen": False}
+        # As uniform values between -1 and 1 / sqrt(inputs), with which peft begins.
+        self.lora_a = context.parameter(f"{name}.lora_A.weight", (len(parts), rank, inputs), 2 if split else None,
+                                        (3.0 * inputs) ** -0.5, **more)
+        self.lora_b = context.parameter(f"{name}.lora_B.weight", (*outputs, rank), None if split else len(outputs) - 1, **more)
+
+    @property
+    def ops(self) -> Backend:
+        """What runs its matmuls."""
+        return _plain(self.context.ops.backends["gemm"])
+
+    def mask(self) -> Tensor | None:
+        """(out, p, 1): 1 where a row of B belongs to a part; None where all belong to the only one."""
+        if self.parts == (self.linear,) or self.linear not in (QKV, FC1):
+            return None
+        owner = part_of_rows(self.linear, self.lora_b.shape[:-1].numel(), self.context.model, self.context.tp.size)
+        numbers = torch.tensor([MATRICES[self.linear].index(part) for part in self.parts])
+        return (owner[:, None] == numbers).to(self.lora_b.dtype).unsqueeze(-1)
+
+    def dropout(self, x: Tensor, forward_pass: Pass) -> Dropout | None:
+        """What is dropped of an input (s, b, in)."""
+        p, context = self.lora.lora_dropout, self.context
+        if not p or not forward_pass.training:
+            return None
+        row0 = context.first_position(x)
+        if self.split:
+            row0 = context.tp.rank * (x.shape[-1] // DROPOUT_COLUMNS) * x.shape[0]
+        return p, DropoutKey(context.seed, self.stream, forward_pass.first_sample, sample_dim=1, row0=row0), self.split
+
+    def column(self, x: Tensor, y: Tensor, forward_pass: Pass) -> Tensor:
+        """y + the adapters of a column-parallel layer. x (s, b, in), y (whole sequence, b, out / tp) -> as y."""
+        t = _Down.apply(self.ops, x, self.lora_a, self.dropout(x, forward_pass))
+        context = self.context
+        enter = copy_to_tensor_parallel if context.sequence is None else gather_from_sequence_parallel
+        return self.up(y, enter(t, context.tp))
+
+    def row(self, x: Tensor, y: Tensor, forward_pass: Pass) -> Tensor:
+        """y + the adapters of a row-parallel layer. x (whole sequence, b, in / tp), y (s, b, out) -> as y."""
+        return self.up(y, self.context.out_of_matmul(_Down.apply(self.ops, x, self.lora_a, self.dropout(x, forward_pass))))
+
+    def up(self, y: Tensor, t: Tensor) -> Tensor:
+        """y (s, b, out) + scale t B^T, t (s, b, p r) -> as y."""
+        return _Up.apply(self.ops, y, t, self.lora_b, self.mask(), self.lora.scale)
+
+
+def part_of_rows(linear: str, rows: int, model: ModelConfig, tp: int) -> Tensor:
+    """For each row of this rank's part of a layer's weight the number of its matrix in MATRICES, (rows,)."""
+    if linear == FC1:
+        return torch.arange(rows) // max(1, rows // len(MATRICES[FC1]))
+    queries = model.num_attention_heads // model.query_groups
+    slot = torch.arange(rows) // model.kv_channels % (queries + 2)
+    return (slot - queries + 1).clamp(min=0)
+
+
+def expanded(b: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """scale B as one matrix (out, p r): the columns of a row that belong to other parts are zero."""
+    b = b.detach().flatten(0, -2)
+    return (b * scale if mask is None else (b.unsqueeze(1) * (mask * scale)).flatten(1)).contiguous()
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """weight (out, in) or (2, f, in) + scale B A in FP32, in weight's dtype and shape. a (p, r, in), b as weight with r columns."""
+    delta = expanded(b.float(), None if mask is None else mask.float(), scale) @ a.detach().float().flatten(0, 1)
+    return (weight.float() + delta.view(weight.shape)).to(weight.dtype)
+
+
+class _Down(torch.autograd.Function):
+    """dropout(x) A^T."""
+
+    @staticmethod
+    def forward(ctx: Any, ops: Backend, x: Tensor, a: Tensor, dropout: Dropout | None) -> Tensor:
+        rows = as_rows(_dropped(ops.kernels, x, dropout))
+        stacked = matrix(a)
+        t = rows.new_empty(len(rows), len(stacked))
+        ops.matmul(rows, stacked, t)
+        ctx.save_for_backward(x)
+        ctx.ops, ctx.a, ctx.dropout = ops, a, dropout
+        return t.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, dt: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), ops, stacked, dt = ctx.saved_tensors, ctx.ops, matrix(ctx.a), as_rows(dt)
+        ops.weight_gradient(dt, as_rows(_dropped(ops.kernels, x, ctx.dropout)), stacked, None)
+        if not ctx.needs_input_grad[1]:  # nothing below it is trained
+            return None, None, None, None
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        ops.data_gradient(dt, stacked, dx.view(len(dt), -1))
+        return None, _dropped(ops.kernels, dx, ctx.dropout), None, None
+
+
+class _Up(torch.autograd.Function):
+    """y + scale t B^T."""
+
+    @staticmethod
+    def forward(ctx: Any, ops: Backend, y: Tensor, t: Tensor, b: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        rows, whole = as_rows(t), expanded(b, mask, scale)
+        out = rows.new_empty(len(rows), len(whole))
+        ops.matmul(rows, whole, out)
+        ctx.save_for_backward(rows, *([] if mask is None else [mask]))
+        ctx.ops, ctx.b, ctx.scale, ctx.shape = ops, b, scale, t.shape
+        return out.view(y.shape).add_(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (rows, *masks), ops, b, scale = ctx.saved_tensors, ctx.ops, ctx.b, ctx.scale
+        mask, rows_dy = masks[0] if masks else None, as_rows(dy)
+
+        def gradient() -> None:
+            total = ops.outer_sum(rows_dy, rows)  # (out, p r)
+            parts = total.unflatten(1, (-1, b.shape[-1]))
+            total = total if mask is None else (parts * mask).sum(1)
+            gradient_of(b).add_(total.view(b.shape), alpha=scale)
+
+        ops.weight_gradients.add(gradient)
+        dt = torch.empty_like(rows)
+        ops.data_gradient(rows_dy, expanded(b, mask, scale), dt)
+        return None, dy, dt.view(ctx.shape), None, None, None
+
+
+def activated_linear(context: Any, activation: str, pre: Tensor, weight: Tensor, adapter: Adapter | None,
+                     forward_pass: Pass) -> tuple[Tensor, Tensor | None]:
+    """(inner W^T, dropout(inner) A^T) with inner the activation of pre. pre (s, b, f or 2 f), W (h, f) -> (s, b, h), (s, b, p r).
+
+    It keeps pre alone. The values of the first result may be anything where `forward_pass` needs none.
+    """
+    if adapter is None:
+        out, _ = _ActivatedLinear.apply(context.ops.backends["gemm"], activation, pre, weight, None, None,
+                                        forward_pass.needs_values)
+        return out, None
+    shape = pre[..., : weight.shape[1]]
+    return _ActivatedLinear.apply(context.ops.backends["gemm"], activation, pre, weight, adapter.lora_a,
+                                  adapter.dropout(shape, forward_pass), forward_pass.needs_values)
+
+
+class _ActivatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ops: Backend, activation: str, pre: Tensor, weight: Tensor, a: Tensor | None, dropout: Dropout | None,
+                needs_values: bool) -> tuple[Tensor, Tensor | None]:
+        ctx.save_for_backward(pre)
+        ctx.ops, ctx.activation, ctx.weight, ctx.a, ctx.dropout = ops, activation, weight, a, dropout
+        rows, lead, t = as_rows(pre), pre.shape[:-1], None
+        out = pre.new_empty(len(rows), len(weight)) if needs_values else pre.new_empty(1).expand(len(rows), len(weight))
+        inner = _activated(ops, rows, activation) if needs_values or a is not None else pre
+        if needs_values:
+            ops.matmul(inner, weight, out, chunk=ops.chunk(pre))
+        if a is not None:
+            stacked = matrix(a)
+            t = pre.new_empty(len(rows), len(stacked))
+            _plain(ops).matmul(as_rows(_dropped(ops.kernels, inner.view(*lead, -1), dropout)), stacked, t)
+            t = t.view(*lead, -1)
+        return out.view(*lead, -1), t
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dt: Tensor | None) -> tuple[Tensor | None, ...]:
+        (pre,), ops, weight, activation = ctx.saved_tensors, ctx.ops, ctx.weight, ctx.activation
+        rows, lead = as_rows(pre), pre.shape[:-1]
+        gated = not isinstance(ops, NativeOps) or activation in GATES
+        total = _through(ops, as_rows(dout), weight, rows, activation, gated)
+        if ctx.a is not None and dt is not None:
+            stacked, plain, dt = matrix(ctx.a), _plain(ops), as_rows(dt)
+            inner = _activated(ops, rows, activation).view(*lead, -1)
+            plain.weight_gradient(dt, as_rows(_dropped(ops.kernels, inner, ctx.dropout)), stacked, None)
+            del inner
+            added = _through(plain, dt, stacked, rows, activation, gated)
+            total.add_(_dropped(ops.kernels, added.view(*lead, -1), ctx.dropout).view_as(total))
+            del added
+        if gated:
+            dpre = torch.empty_like(rows)
+            ops.gate_gradient(total, rows, dpre, activation)
+            total = dpre
+        return None, None, total.view(pre.shape), None, None, None, None
+
+
+def _activated(ops: Backend, rows: Tensor, activation: str) -> Tensor:
+    """The activation of rows (rows, f or 2 f) -> (rows, f)."""
+    if not isinstance(ops, NativeOps) or activation in GATES:
+        return ops.gate(rows, activation)
+    inner = torch.empty_like(rows)
+    ops.kernels.activate(rows, None, inner, activation)
+    return inner
+
+
+def _through(ops: Backend, dy: Tensor, weight: Tensor, pre: Tensor, activation: str, gated: bool) -> Tensor:
+    """dy (rows, out) weight, weight (out, f); without a gate times the activation's slope at pre (rows, f), in the same kernel."""
+    made, chunk = pre.new_empty(len(pre), weight.shape[1]), ops.chunk(dy)
+    if gated or not isinstance(ops, NativeOps):
+        ops.data_gradient(dy, weight, made, chunk=chunk)
+    else:
+        packed = ops.packed(weight, True, chunk)
+        ops.kernels.linear_data_gradient(dy, weight, made, pre, activation, packed=packed, fp16_chunk=chunk)
+    return made

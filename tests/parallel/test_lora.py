@@ -1,0 +1,164 @@
+"""LoRA: adapters of frozen weights in every layout, their checkpoints, and what they cost."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from fugaku_megatron.checkpoint.manifest import read_manifest
+from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.training.resume import find_checkpoint, resume_training
+from tests.helpers import DROPOUT, OVERLAP, TP2, TP2PP2, make_trainer, one_error, small_run, whole_tensors
+from tests.llama_models import FAMILIES
+from tests.threads import ThreadWorld
+
+LORA = {"lora_rank": 4, "lora_alpha": 16.0, "lr": 1e-2, "num_layers": 4, "global_batch_size": 8}
+QWEN = {**FAMILIES["qwen2"], **LORA}
+SP = {"sequence_parallel": True}
+LAYOUTS = {
+    "tp": (2, TP2), "sp": (2, {**TP2, **SP}), "tp pp": (4, TP2PP2),
+    "sp pp zb-h1": (4, {**TP2PP2, **SP, "pipeline_schedule": "zb-h1"}),
+    "zbv": (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"}),
+    "interleaved": (2, {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}),
+    "zero": (2, {**OVERLAP, "ddp_bucket_size": 500}), "full recompute": (1, {"recompute_granularity": "full"}),
+    "selective recompute": (1, {"recompute_granularity": "selective"}), "packed": (1, {"cache_packed_weights": True}),
+}
+
+
+def curve(world, run, steps: int = 3):
+    """Losses and gradient norms of some steps, and the adapters after them."""
+    with contextlib.closing(make_trainer(world, run)) as trainer:
+        results = [trainer.train_step() for _ in range(steps)]
+        trainer.optimizer.buckets.await_weights()
+        return [r.loss for r in results], [r.grad_norm for r in results], whole_tensors(trainer, "weight")
+
+
+@pytest.fixture(scope="module")
+def alone():
+    made = {}
+
+    def of(**flags):
+        key = str(sorted(flags.items()))
+        if key not in made:
+            made[key] = curve(SoloComm(), small_run(**flags))
+        return made[key]
+    return of
+
+
+@pytest.mark.parametrize("dropout", [{}, {"lora_dropout": 0.3, **DROPOUT}], ids=["no dropout", "dropout"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_trains_the_same_adapters(layout, dropout, alone):
+    ranks, flags = LAYOUTS[layout]
+    losses, norms, adapters = alone(**QWEN, **dropout)
+    for own in ThreadWorld(ranks).run(curve, small_run(**QWEN, **dropout, **flags)):
+        assert own[0] == pytest.approx(losses, rel=2e-6)
+        assert own[1] == pytest.approx(norms, rel=2e-5)
+        assert own[2].keys() == adapters.keys()
+        for name, tensor in adapters.items():
+            assert torch.allclose(own[2][name], tensor, atol=2e-5), name
+
+
+def whole_model(world, directory, **flags) -> None:
+    """Save a checkpoint of the model that adapters belong to."""
+    with contextlib.closing(make_trainer(world, small_run(**flags))) as trainer:
+        trainer.train_step()
+        trainer.save(str(directory))
+
+
+BASE = {name: value for name, value in QWEN.items() if not name.startswith("lora")}
+
+
+def started(world, **flags):
+    """A trainer of adapters that has loaded what its flags name, and the lines of its log."""
+    trainer = make_trainer(world, small_run(**flags))
+    return trainer, resume_training(trainer, find_checkpoint(trainer.run, world))
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (2, {"zero_stage": 1}), (4, {**TP2PP2, **SP, "zero_stage": 1})])
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+def test_resuming_is_bit_exact_and_saves_adapters_alone(ranks, layout, precision, tmp_path):
+    whole_model(SoloComm(), tmp_path / "base", **BASE)
+    flags = {**QWEN, **precision, **layout, "lora_dropout": 0.2}
+
+    def run(world):
+        first, lines = started(world, **flags, pretrained_checkpoint=str(tmp_path / "base"))
+        assert lines[0].startswith("new adapters of")
+        frozen = first.optimizer.flat.frozen_values.clone()
+        first.train_step()
+        first.save(str(tmp_path / "run"))
+        expected = [first.train_step().loss for _ in range(2)]
+        assert torch.equal(frozen, first.optimizer.flat.frozen_values)
+        first.close()
+        again, lines = started(world, **flags, load=str(tmp_path / "run"))
+        assert "adapters of" in lines[0]
+        assert torch.equal(frozen, again.optimizer.flat.frozen_values)
+        assert [again.train_step().loss for _ in range(2)] == expected
+        again.close()
+
+    ThreadWorld(ranks).run(run)
+    keys = {record["key"] for file in read_manifest(tmp_path / "run", 1)["files"].values() for record in file["shards"]}
+    assert keys and all("lora_" in key for key in keys)
+
+
+def test_a_checkpoint_of_adapters_loads_in_another_layout(tmp_path):
+    whole_model(SoloComm(), tmp_path / "base", **BASE)
+
+    def save(world):
+        trainer, _ = started(world, **QWEN, **TP2PP2, pretrained_checkpoint=str(tmp_path / "base"))
+        trainer.train_step()
+        trainer.save(str(tmp_path / "run"))
+        trainer.optimizer.buckets.await_weights()
+        values = whole_tensors(trainer, "weight"), trainer.train_step().loss
+        trainer.close()
+        return values
+
+    values, loss = ThreadWorld(4).run(save)[0]
+
+    def load(world):
+        trainer, _ = started(world, **QWEN, **TP2, **SP, load=str(tmp_path / "run"))
+        loaded = whole_tensors(trainer, "weight")
+        assert all(torch.equal(values[name], loaded[name]) for name in values)
+        assert trainer.train_step().loss == pytest.approx(loss, rel=2e-6)
+        trainer.close()
+
+    ThreadWorld(2).run(load)
+
+
+def test_what_does_not_fit_is_refused_in_one_line(tmp_path):
+    base, other, run = (str(tmp_path / name) for name in ("base", "other", "run"))
+    whole_model(SoloComm(), base, **BASE)
+    whole_model(SoloComm(), other, **{**BASE, "seed": 7})
+    trainer, _ = started(SoloComm(), **QWEN, pretrained_checkpoint=base)
+    trainer.save(run)
+    trainer.close()
+
+    def refusal(**flags) -> str:
+        return one_error(2, lambda world: started(world, **{**QWEN, **TP2, **flags}))
+
+    assert "has other weights than the one that the adapters were trained for" in refusal(load=run, pretrained_checkpoint=other)
+    assert "--lora-rank 4 (this run: 2)" in refusal(load=run, lora_rank=2)
+    assert "holds a whole model" in refusal(load=base)
+    assert "--lora-rank 4 needs the weights of a model" in refusal()
+    assert "holds adapters of rank 4 and not a model" in refusal(load=run, lora_rank=None)
+    assert "holds adapters and not the weights of a model" in refusal(pretrained_checkpoint=run)
+    assert "holds another model, with --hidden-size 32 (this run: 48)" in refusal(pretrained_checkpoint=base, hidden_size=48)
+    Path(base).rename(tmp_path / "elsewhere")
+    assert "which is not there: pass its place as --pretrained-checkpoint" in refusal(load=run)
+    trainer, _ = started(SoloComm(), **QWEN, load=run, pretrained_checkpoint=str(tmp_path / "elsewhere"))
+    trainer.close()
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    ({"lora_rank": 40}, "--lora-rank 40 is larger than the smaller side of q_proj, 32 x 32: lower it to 32 or less"),
+    ({"lora_target": "q_proj,c_attn"}, "--lora-target c_attn is not known"),
+    ({"lora_target": "q_proj,linear_qkv"}, "linear_qkv holds q_proj"),
+    ({"lora_rank": 0}, "--lora-rank is 0"), ({"lora_dropout": 1.0}, "--lora-dropout is 1.0"),
+    ({**TP2, **SP, "tp_comm_overlap": True}, "--lora-rank 4 is not built for --tp-comm-overlap"),
+    ({"abft": ("all",)}, "--lora-rank 4 is not built for --abft")])
+def test_flags_that_cannot_be_are_refused(flags, message):
+    with pytest.raises(ValueError) as caught:
+        small_run(**{**QWEN, **flags})
+    assert message in str(caught.value) and "\n" not in str(caught.value)
