@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ..comm.agreement import on_root
 from .chat_dataset import ChatDataset
-from .chat_files import ChatFiles
+from .chat_files import ChatFiles, check_not_chats
 from .dataset import SPLITS, BlendedDataset, Dataset, GPTDataset, TokenArrays, ValidationSets, check_tokens, normalize, shares_of
 from .files import read_text
 from .index_cache import IndexCache
@@ -62,6 +62,8 @@ class Builder:
                              "their prefix as data_path")
         if prefix in self.arrays:
             return self.arrays[prefix].measure(self.vocab_size, self.comm)
+        if self.cuts_chats is None:
+            on_root(self.comm, lambda: check_not_chats(prefix))
         indexed = (ChatFiles if self.cuts_chats is not None else IndexedDataset)(prefix, self.comm)
         vocabulary = self.vocab_size
         if vocabulary is not None:

@@ -164,3 +164,10 @@ def check_mask_file(prefix: str) -> None:
     if reason := unreadable(prefix + SUFFIX):
         raise ValueError(f"{prefix}{SUFFIX}: cannot be read ({reason}); chats are a .bin, an .idx and a .mask file, which "
                          "fugaku-megatron preprocess --chat writes")
+
+
+def check_not_chats(prefix: str) -> None:
+    """Raises ValueError where PREFIX.mask exists, for a run that would train all tokens."""
+    if os.path.exists(prefix + SUFFIX):
+        raise ValueError(f"{prefix}{SUFFIX} says which tokens of these chats are trained, and a run without --sft trains all of "
+                         "them: pass --sft, or move this file away")

@@ -37,6 +37,10 @@ EXAMPLES = 10  # chats that are printed
 REASON = 200  # characters of a template's own message that are shown
 LOOKS = 'pass {"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...}'
 
+# Arguments of transformers' apply_chat_template that are no variables of a template.
+OUR_OPTIONS = {"conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "padding",
+               "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
+
 Messages = list[dict[str, Any]]
 
 # Published templates without markers that are changed before chats are rendered for training, as trl does: the pattern of a part,
@@ -101,9 +105,14 @@ def read_chat(document: Document) -> Chat:
 
 def _chat(record: dict[str, Any], where: str) -> Chat:
     tools, options = record.get("tools"), record.get("chat_template_kwargs") or {}
-    tools = json.loads(tools) if isinstance(tools, str) else tools
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    except ValueError as error:
+        raise ValueError(f"tools is text, and not JSON of a list ({error})") from None
     if not isinstance(tools, list | None) or not isinstance(options, dict):
         raise ValueError("tools is not a list, or chat_template_kwargs is not an object")
+    if ours := sorted(OUR_OPTIONS & options.keys()):
+        raise ValueError(f"chat_template_kwargs has {', '.join(ours)}, which preprocess decides: leave it out")
     if "messages" in record:
         return Chat(_answered(record["messages"], "messages"), None, tools or None, options, where)
     if not {"prompt", "completion"} <= record.keys():

@@ -236,6 +236,8 @@ def test_preprocess_writes_chats_and_which_tokens_are_trained(folder, tokenizer,
     ({"text": "a"}, "neither messages nor prompt and completion, only 'text'"),
     ({"prompt": "a", "completion": ""}, "completion is empty"),
     ({"prompt": "a", "completion": [assistant("b")]}, "prompt is a str, not a list"),
+    ({**GOOD, "tools": "[}"}, "tools is text, and not JSON of a list (Expecting value"),
+    ({**GOOD, "chat_template_kwargs": {"truncation": True, "max_length": 3}}, "chat_template_kwargs has max_length, truncation, "),
     ({**GOOD, "chat_template_kwargs": 1}, "tools is not a list, or chat_template_kwargs is not an object"),
 ])
 def test_a_bad_line_is_named_and_nothing_is_written(folder, tmp_path, capsys, bad, reason):
@@ -308,6 +310,15 @@ def test_a_mask_that_does_not_fit_is_refused(tmp_path):
     (tmp_path / "a.mask").unlink()
     with pytest.raises(ValueError, match=r"a\.mask: cannot be read .* preprocess --chat writes"):
         ChatFiles(tmp_path / "a")
+
+
+def test_chats_are_not_read_as_pretraining_data(tmp_path):
+    """Such a run would train the user's turns."""
+    write_chats(tmp_path / "a", [9, 8, 7])
+    with pytest.raises(ValueError, match=r"a\.mask says which tokens .* without --sft trains all of them: pass --sft"):
+        build_datasets([str(tmp_path / "a")], "100,0,0", 8, (1, 0, 0), 1)
+    (tmp_path / "a.mask").unlink()
+    assert build_datasets([str(tmp_path / "a")], "100,0,0", 8, (1, 0, 0), 1)[0] is not None
 
 
 @pytest.mark.parametrize("renamed", range(3))
