@@ -34,6 +34,7 @@ static __attribute__((noinline)) void quads_kernel(int64_t words, const uint32_t
   fetches.begin(ROWS, words);
   const uint32_t* const all_a = a;
   const float* const all_b = b;
+#pragma GCC unroll 1
   for (int run = 0; run < Words::PARTS; ++run) {
     const int64_t first = run * (words / Words::PARTS), count = words - first;
     a = all_a + first * MR, b = all_b;
