@@ -6,6 +6,7 @@ packs both operands inside it. torch runs with its MKL at full width and, with -
 compared as well, with kernels of the CPU's full width. Left out: bias and GELU, so that all sides do exactly the matmul.
 
     python -m benchmarks gemm --recipe 124m --micro-batch-size 4
+    python -m benchmarks gemm --recipe 124m --micro-batch-size 4 --fp32-matmul bf16x3      FP32 units, then bf16x3
     python -m benchmarks gemm --recipe 30b --tensor-model-parallel-size 4
 """
 
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from fugaku_megatron.config.checks import check
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.host import kernels
 
@@ -30,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model's shapes; both widths of torch's MKL by default."""
     driver.add_arguments(parser)
     parser.set_defaults(mkl=preloads.BOTH)
+    parser.add_argument("--fp32-matmul", default="ieee", choices=("ieee", "bf16x3"),
+                        help="bf16x3: each row is followed by one of FP32 operands in three BF16 parts")
 
 
 def matmul_shapes(options: argparse.Namespace) -> list[tuple[int, int, int]]:
@@ -39,10 +43,10 @@ def matmul_shapes(options: argparse.Namespace) -> list[tuple[int, int, int]]:
     return list(dict.fromkeys(r.gemm for r in records if r.gemm and r.name != "attention"))
 
 
-def pack(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
-    """The weight packed for the target in use."""
-    packed = torch.empty(kernels.packed_weight_size(*weight.shape, weight.dtype, transposed), dtype=torch.uint8)
-    kernels.pack_weight(weight, packed, transposed)
+def pack(weight: torch.Tensor, transposed: bool, parts: dict[str, bool]) -> torch.Tensor:
+    """The weight packed for the target in use. parts: arguments of its matmul."""
+    packed = torch.empty(kernels.packed_weight_size(*weight.shape, weight.dtype, transposed, **parts), dtype=torch.uint8)
+    kernels.pack_weight(weight, packed, transposed, **parts)
     return packed
 
 
@@ -53,26 +57,34 @@ def sampled_error(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """Three matmuls of each layer."""
+    """Three matmuls of each layer. Raises ValueError for bf16x3 of other operands or on a target that cannot."""
+    splits = options.fp32_matmul == "bf16x3"
+    check(not splits or options.dtype == "fp32", f"--fp32-matmul bf16x3 is for FP32, and --dtype is {options.dtype}: leave it out")
+    check(not splits or kernels.has_bf16_arithmetic(), f"--fp32-matmul bf16x3: target {kernels.active()} has no BF16 arithmetic: "
+          "leave it out")
     for m, n, k in matmul_shapes(options):
-        yield from layer_cases(m, n, k, DTYPES[options.dtype])
+        for bf16x3 in (False, True) if splits else (False,):
+            yield from layer_cases(m, n, k, DTYPES[options.dtype], bf16x3)
 
 
-def layer_cases(m: int, n: int, k: int, dtype: torch.dtype) -> Iterator[Case]:
+def layer_cases(m: int, n: int, k: int, dtype: torch.dtype, bf16x3: bool = False) -> Iterator[Case]:
     """Forward, data gradient, weight gradient of one layer; torch writes into memory it already holds, as the kernels do."""
+    name, parts = " bf16x3" * bf16x3, {"bf16x3": True} if bf16x3 else {}
     torch.manual_seed(0)
     x, weight, grad = (torch.randn(shape, dtype=torch.float32).to(dtype) for shape in ((m, k), (n, k), (m, n)))
     out, torch_out = torch.empty(m, n, dtype=dtype), torch.empty(m, n, dtype=dtype)
     in_openblas = openblas_matmul if dtype == torch.float32 else lambda *_: None
-    yield Case(op="forward", calls=(Call("linear_forward", x, weight, out, packed=pack(weight, False)),),
+    forward = Call("linear_forward", x, weight, out, packed=pack(weight, False, parts), **parts)
+    yield Case(op="forward" + name, calls=(forward,),
                baseline_run=lambda: torch.mm(x, weight.T, out=torch_out), error=lambda: sampled_error(out, x, weight.T),
                openblas_run=in_openblas(x, weight.T, torch_out), shape=(m, n, k))
     dx, torch_dx = torch.empty(m, k, dtype=dtype), torch.empty(m, k, dtype=dtype)
-    yield Case(op="data_grad", calls=(Call("linear_data_gradient", grad, weight, dx, packed=pack(weight, True)),),
+    backward = Call("linear_data_gradient", grad, weight, dx, packed=pack(weight, True, parts), **parts)
+    yield Case(op="data_grad" + name, calls=(backward,),
                baseline_run=lambda: torch.mm(grad, weight, out=torch_dx), error=lambda: sampled_error(dx, grad, weight),
                openblas_run=in_openblas(grad, weight, torch_dx), shape=(m, n, k))
     main = torch.zeros(n, k)
-    yield Case(op="weight_grad", calls=(Call("linear_weight_gradient", grad, x, main),),
+    yield Case(op="weight_grad" + name, calls=(Call("linear_weight_gradient", grad, x, main, **parts),),
                baseline_run=torch_weight_gradient(grad, x), error=lambda: sampled_error(main, grad.T, x),
                openblas_run=in_openblas(grad.T, x, torch.zeros(n, k), True), shape=(m, n, k))
 
