@@ -97,6 +97,7 @@ JSON_SUFFIXES = (".jsonl", ".json")
 LOOKED_AT = 4096  # bytes at the beginning of a file, of which none may be zero
 CONVERT = "pass text in UTF-8, as iconv -t UTF-8 writes it"
 NAMED = 5  # files that a warning names
+UNFINISHED = ".unfinished"  # ends the name of a folder in which preprocess keeps tokens, which may lie in that of the input
 
 
 class Place(NamedTuple):
@@ -184,7 +185,7 @@ def _folder_files(folder: str) -> list[str]:
     """Those of a data set in tables are its tables: descriptions that lie next to them are no text."""
     files = []
     for place, folders, names in os.walk(folder, onerror=_raise):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and not name.endswith(UNFINISHED))
         files += [os.path.join(place, name) for name in saved_files(place, names) or sorted(names) if not name.startswith(".")]
     if not files:
         raise ValueError(f"--input {folder}: no file in this folder")

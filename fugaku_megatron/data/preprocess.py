@@ -124,7 +124,8 @@ def _encode(job: Job, documents: list[Document]) -> Encoded:
 
 
 def _start_worker() -> None:
-    """A worker ends with the process that started it, also where that is killed, and leaves the other cores to the others."""
+    """A worker ends with the process that started it, also where that is killed, and uses one core. Ctrl-C is not for it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if hasattr(library := ctypes.CDLL(None), "prctl"):
         library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -26,13 +26,13 @@ from typing import Any
 
 import numpy as np
 
-from .files import Place
+from .files import UNFINISHED, Place
 from .indexed import IndexedDatasetWriter, writing
 
 JOURNAL_SECONDS = 5.0  # between two records
 PILE_BYTES, MAX_PILES = 2**26, 256  # of tokens that are shuffled in memory at a time, and how many files that takes at most
 SHUFFLE_SEED = 1234
-SUFFIX, JOURNAL, LOCK = ".unfinished", "journal.json", "lock"
+JOURNAL, LOCK = "journal.json", "lock"
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Unfinished:
     """
 
     def __init__(self, prefix: str, made_with: Any, files: Sequence[str], outputs: int, dtype: np.dtype):
-        self.prefix, self.folder, self._made_with = prefix, Path(prefix + SUFFIX), json.loads(json.dumps(made_with))
+        self.prefix, self.folder, self._made_with = prefix, Path(prefix + UNFINISHED), json.loads(json.dumps(made_with))
         self._stats = [(path, (stat := os.stat(path)).st_size, stat.st_mtime_ns) for path in files]
         self._starts = [0, *accumulate(size for _, size, _ in self._stats)]
         self._recorded, self._due = False, time.monotonic() + JOURNAL_SECONDS

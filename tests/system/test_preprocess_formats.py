@@ -146,6 +146,17 @@ def test_an_interrupted_run_goes_on_from_any_place_of_any_form(tmp_path, run, mo
         assert not list(tmp_path.glob("*.unfinished"))
 
 
+def test_the_folder_of_the_tokens_is_no_input(tmp_path, run, monkeypatch):
+    (tmp_path / "a.jsonl").write_bytes(lines(texts(300)))
+    monkeypatch.setattr(preprocess, "BATCH_BYTES", 5000)
+    monkeypatch.setattr(unfinished, "JOURNAL_SECONDS", 0.0)
+    with monkeypatch.context() as patch:
+        interrupted(patch, 3)
+        assert run(".")[0] == 130
+    code, errors = run(".")
+    assert code == 0 and "going on after" in errors[0]
+
+
 def test_unrecorded_tokens_do_not_count(tmp_path, run, monkeypatch):
     """What was written after the last record is cut off."""
     write_all_forms(tmp_path, texts(300))
