@@ -10,6 +10,7 @@ Left out: the formats (hugging_face.py, gguf_file.py, megatron_legacy.py, megatr
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import platform
 import re
@@ -17,21 +18,29 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import psutil
 
-from ..checkpoint.manifest import CARRIED, MANIFEST, TRACKER, fsync, iteration_name
+from ..checkpoint.manifest import (
+    CARRIED,
+    MANIFEST,
+    TRACKER,
+    existing_iteration,
+    fsync,
+    iteration_name,
+)
 from ..comm import launcher
 from ..comm.agreement import describe
 from ..config.arguments import model_flags
-from ..config.checks import check, flag
+from ..config.checks import check, flag, flag_words
 from ..host import allocator
 from .gguf_file import TYPES, save_gguf
 from .hugging_face import carry, open_hugging_face, save_hugging_face
+from .peft import open_peft, save_peft
 from .rules import FILE
-from .weights import DTYPES, Weights, open_own, save_own
+from .weights import DTYPES, Weights, adapter_shapes, open_own, save_own, shapes
 
 CHAT_TEMPLATE = "chat_template.jinja"  # the name by which transformers finds it
 LEGACY, METADATA = "mp_rank_*", ".metadata"  # of Megatron-LM's two formats: folders, and the file that names all pieces
@@ -165,9 +174,16 @@ SOURCES: dict[str, Callable[[argparse.Namespace], Weights]] = {
 
 
 def _save(weights: Weights, directory: Path, options: argparse.Namespace) -> None:
-    save_own(weights, directory)
+    save_own(weights, directory, None if options.merge else weights.adapters)
     carry(weights.carried, directory / CARRIED)
-    (directory / FLAGS).write_text(" ".join(model_flags(weights.model)) + "\n", encoding="utf-8")
+    (directory / FLAGS).write_text(" ".join(_flags(weights, options)) + "\n", encoding="utf-8")
+
+
+def _flags(weights: Weights, options: argparse.Namespace) -> list[str]:
+    """Words of train's command line for what --save holds."""
+    lora = None if weights.adapters is None or options.merge else weights.adapters.lora
+    given = {} if lora is None else {f.name: getattr(lora, f.name) for f in fields(lora) if getattr(lora, f.name) != f.default}
+    return [*model_flags(weights.model), *(word for name, value in given.items() for word in flag_words(name, value))]
 
 
 def _save_megatron(weights: Weights, directory: Path, options: argparse.Namespace) -> None:
@@ -183,6 +199,7 @@ DESTINATIONS: dict[str, Callable[[Weights, Path, argparse.Namespace], None]] = {
     "to_megatron": _save_megatron,
     "to_gguf": lambda weights, directory, options: save_gguf(weights, directory / Path(options.to_gguf).name, options.gguf_type,
                                                              options.chat_template),
+    "to_peft": lambda weights, directory, options: save_peft(weights, directory),
 }
 
 
@@ -196,6 +213,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to-gguf", metavar="FILE", help="to: a file for llama.cpp")
     parser.add_argument("--gguf-type", choices=tuple(TYPES), help="of the matrices in --to-gguf; norms and biases are f32 "
                         "(default: that of the weights)")
+    parser.add_argument("--to-peft", metavar="DIR", help="to: the adapters of --load as peft's from_pretrained loads them")
+    parser.add_argument("--from-peft", metavar="DIR", help="adapters of peft for the model of --load or another source: written by "
+                        "--save as adapters, and otherwise added to the weights")
+    parser.add_argument("--merge", action="store_true", help="add adapters to the weights, and --save a whole model; --to-hf and "
+                        "--to-megatron do that in any case")
     parser.add_argument("--ckpt-step", type=int, help="iteration to load (default: the latest)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the written weights (default: as they were read)")
     parser.add_argument("--max-shard-size", default="5GB", help="of a safetensors file with --to-hf (default: %(default)s)")
@@ -232,8 +254,10 @@ def check_options(options: argparse.Namespace) -> tuple[str, str]:
     variable, processes = launcher.processes()
     check(processes == 1, f"convert is one process, and {variable} says that {processes} were started: leave the launcher out")
     source, destination = _one(options, SOURCES, "from"), _one(options, DESTINATIONS, "to")
-    check((source, destination) != ("load", "save"), "--load and --save are both this program's own checkpoints: pass --to-hf, or "
-          "do not convert, because a checkpoint loads into any layout")
+    _check_adapters(options, source, destination)
+    adapts = options.merge or options.from_peft is not None
+    check(adapts or (source, destination) != ("load", "save"), "--load and --save are both this program's own checkpoints: pass "
+          "--to-hf, or do not convert, because a checkpoint loads into any layout")
     check(options.ckpt_step is None or source != "from_hf", "--ckpt-step is for --load and --from-megatron, not "
           "--from-hf: leave it out")
     check(options.vocab_size is None or source == "from_megatron", f"--vocab-size {options.vocab_size} is for --from-megatron, "
@@ -251,11 +275,34 @@ def check_options(options: argparse.Namespace) -> tuple[str, str]:
     return source, destination
 
 
+def _check_adapters(options: argparse.Namespace, source: str, destination: str) -> None:
+    """ValueError for flags of adapters that do not go with the others."""
+    check(options.from_peft is None or source == "load" or options.merge or destination != "save", "--from-peft with --save writes "
+          f"adapters of a checkpoint of this program, and the model is that of {flag(source)}: convert the model first and pass "
+          "--load, or pass --merge")
+    check(destination != "to_peft" or (source == "load" and options.from_peft is None), "--to-peft writes the adapters of --load: "
+          "leave out the others")
+
+
+def _with_peft(weights: Weights, options: argparse.Namespace) -> Weights:
+    """The weights with the adapters of --from-peft. ValueError for --merge without any."""
+    if options.from_peft is not None:
+        check(weights.adapters is None, f"--from-peft {options.from_peft}: --load {options.load} holds adapters itself: merge them "
+              "first")
+        base = {"base": str(Path(options.load or ".").absolute()), "base_iteration": options.ckpt_step, "fingerprint": None}
+        if options.load is not None and options.ckpt_step is None:
+            base["base_iteration"] = existing_iteration(options.load)
+        weights = open_peft(options.from_peft, weights, base)
+    check(not options.merge or weights.adapters is not None, "--merge adds adapters to a model, and there are none: pass --load "
+          "with a checkpoint of --lora-rank, or --from-peft")
+    return weights
+
+
 def main(options: argparse.Namespace) -> int:
     """Convert; one process."""
     source, destination = check_options(options)
     allocator.return_large_blocks()
-    weights = SOURCES[source](options).cast(DTYPES.get(options.dtype))
+    weights = _with_peft(SOURCES[source](options), options).cast(DTYPES.get(options.dtype))
     if options.hf_files is not None:
         weights = replace(weights, carried=Path(options.hf_files))
     target = getattr(options, destination)
@@ -263,8 +310,10 @@ def main(options: argparse.Namespace) -> int:
         DESTINATIONS[destination](weights, directory, options)
         if options.chat_template is not None and destination != "to_gguf":
             shutil.copyfile(options.chat_template, (directory / CARRIED if destination == "save" else directory) / CHAT_TEMPLATE)
-    parameters = sum(tensor.numel() for tensor in weights.like().values())
+    alone = weights.adapters is not None and (destination == "to_peft" or destination == "save" and not options.merge)
+    sizes = adapter_shapes(weights.model, weights.adapters.lora) if alone and weights.adapters else shapes(weights.model)
+    parameters = sum(map(math.prod, sizes.values()))
     print(f"{flag(source)} {getattr(options, source)}: {parameters:,} parameters are in {target}")
     if destination == "save":
-        print(f"the model's flags for train are in {Path(target) / FLAGS}: {' '.join(model_flags(weights.model))}")
+        print(f"the model's flags for train are in {Path(target) / FLAGS}: {' '.join(_flags(weights, options))}")
     return 0

@@ -71,7 +71,7 @@ class TensorDirectory:
         pickled = next((file.name for pattern in _PICKLED for file in sorted(path.glob(pattern))), None)
         also = f", but {pickled}, which is pickled, may hold code and is not read: save the model as safetensors"
         check((path / SINGLE).exists(), f"{path} holds neither {SINGLE} nor {INDEX}{also if pickled else ''}")
-        return TensorDirectory(path, _header(path / SINGLE))
+        return TensorDirectory(path, header(path / SINGLE))
 
     def read(self, name: str) -> Tensor:
         """One tensor, of its stored dtype, any shape."""
@@ -103,13 +103,14 @@ def _indexed(path: Path, weight_map: dict[str, str]) -> dict[str, tuple[PlainFil
     tensors: dict[str, tuple[PlainFile, StoredTensor]] = {}
     for file in sorted(set(weight_map.values())):
         check((path / file).is_file(), f"{path / file} is missing, and {INDEX} names it: copy the whole directory again")
-        tensors |= _header(path / file)
+        tensors |= header(path / file)
     for name, file in weight_map.items():
         check(name in tensors, f"{path / file} does not hold {name}, as {INDEX} says: copy the directory again")
     return tensors
 
 
-def _header(path: Path) -> dict[str, tuple[PlainFile, StoredTensor]]:
+def header(path: Path) -> dict[str, tuple[PlainFile, StoredTensor]]:
+    """The tensors of one file. ValueError for a file that is truncated or no safetensors file."""
     file = PlainFile(path, path.stat().st_size)
     try:
         return {name: (file, stored) for name, stored in read_header(file).items()}
@@ -322,6 +323,7 @@ def architecture_of(model: ModelConfig, before: dict[str, Any]) -> Architecture:
 
 
 def carried_config(carried: Path | None) -> dict[str, Any]:
+    """The config.json that came with a model; empty where there is none."""
     return read_json(carried / FILE) if carried and (carried / FILE).exists() else {}
 
 
@@ -351,10 +353,6 @@ def _same(one: ModelConfig, other: ModelConfig) -> bool:
 def carry(source: Path | None, directory: Path) -> None:
     """Copy the files of CARRIED that `source` has."""
     directory.mkdir(exist_ok=True)
-    for file in _carried_files(source) if source else ():
-        shutil.copyfile(file, directory / file.name)
-
-
-def _carried_files(source: Path) -> Iterator[Path]:
-    for pattern in CARRIED:
-        yield from (file for file in sorted(source.glob(pattern)) if file.is_file())
+    for file in (file for pattern in CARRIED for file in sorted(source.glob(pattern))) if source else ():
+        if file.is_file():
+            shutil.copyfile(file, directory / file.name)

@@ -24,19 +24,55 @@ from torch import Tensor
 
 from ..checkpoint.manifest import CARRIED, FOLDER_FILES, existing_iteration, iteration_path, read_manifest
 from ..checkpoint.save import Description, save_alone
-from ..checkpoint.shards import WEIGHT, Search, Shard, read_shards
+from ..checkpoint.shards import WEIGHT, Search, Shard, check_model, read_shards
 from ..checkpoint.tensor_files import write_tensors
 from ..comm.grid import Grid
 from ..comm.solo import SoloComm
 from ..config.checks import check
-from ..config.model_config import ModelConfig
+from ..config.lora import MATRICES, LoraConfig
+from ..config.model_config import ModelConfig, architecture
 from ..config.run_config import BatchConfig, PrecisionConfig, RunConfig, saved_run
+from ..nn.adapters import merged, row_mask
 from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops
 from ..nn.parameter import ParameterSpec, spec_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NO_ADAPTERS = LoraConfig()
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Adapters of a model (`nn.adapters`). read: the FP32 tensor of a name, any shape. base: as a checkpoint has it."""
+
+    lora: LoraConfig
+    model: ModelConfig
+    read: Callable[[str], Tensor]
+    base: Mapping[str, Any] = field(default_factory=dict)
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        """Names of the adapters of the weight with this global name; none where it has none."""
+        linear, kind = name.split(".")[-2:]
+        return self.lora.parts(linear, self.model) if linear in MATRICES and kind == "weight" else ()
+
+    def of(self, name: str) -> tuple[Tensor, Tensor]:
+        """A (p, r, in), and B with the rows of the weight and r columns."""
+        place = name.removesuffix(".weight")
+        return self.read(f"{place}.lora_A.weight"), self.read(f"{place}.lora_B.weight")
+
+    def merged(self, name: str, weight: Tensor) -> Tensor:
+        """The weight, any shape, with what its adapters add."""
+        parts = self.parts(name)
+        if not parts:
+            return weight
+        a, b = self.of(name)
+        mask = row_mask(name.split(".")[-2], parts, b.shape[:-1].numel(), self.model)
+        return merged(weight, a, b, mask, self.lora.scale)
+
+    def added_to(self, weights: Weights) -> Weights:
+        """The weights of the model with the adapters in them."""
+        return replace(weights, read=lambda name: self.merged(name, weights.read(name)), adapters=self)
 
 
 @dataclass(frozen=True)
@@ -45,7 +81,7 @@ class Weights:
 
     dtypes: by global name, in the model's order. read: the whole tensor of a name, its vocabulary without padding. carried: a
     directory with files that belong to the model and that nothing here reads, such as Hugging Face's tokenizer. config: by
-    group, the flags of the run that wrote a checkpoint of this program.
+    group, the flags of the run that wrote a checkpoint of this program. adapters: what `read` has added to the weights.
     """
 
     model: ModelConfig
@@ -53,6 +89,7 @@ class Weights:
     read: Callable[[str], Tensor]
     carried: Path | None = None
     config: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    adapters: Adapters | None = None
 
     @property
     def precision(self) -> str:
@@ -75,11 +112,16 @@ def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: spec.shape for name, spec in specs(model).items()}
 
 
-def specs(model: ModelConfig) -> dict[str, ParameterSpec]:
-    """What every weight of the model is, by global name, in its order, the vocabulary without padding."""
-    run = RunConfig(model=replace(model, make_vocab_size_divisible_by=1), batch=BatchConfig(micro_batch_size=1))
+def specs(model: ModelConfig, lora: LoraConfig = NO_ADAPTERS) -> dict[str, ParameterSpec]:
+    """What every weight of the model, and of its adapters, is by global name, in its order, the vocabulary without padding."""
+    run = RunConfig(model=replace(model, make_vocab_size_divisible_by=1), batch=BatchConfig(micro_batch_size=1), lora=lora)
     stage = Stage(run, Grid(1, 1, 1).groups(SoloComm()), Ops.build())
     return {spec.name: spec for spec in map(spec_of, stage.parameters())}
+
+
+def adapter_shapes(model: ModelConfig, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
+    """Global name -> global shape of the adapters of a model."""
+    return {name: spec.shape for name, spec in specs(model, lora).items() if not spec.frozen}
 
 
 def check_elements(path: Path, spec: ParameterSpec, found: int) -> None:
@@ -142,15 +184,29 @@ def open_own(directory: str, iteration: int | None = None) -> Weights:
         if found is None:
             raise ValueError("holds no checkpoint")
         manifest = read_manifest(directory, found)
-        model = saved_run(manifest, (1, 1)).model
-        read = _reader(iteration_path(Path(directory), found), manifest, model)
+        run = saved_run(manifest, (1, 1))
+        model, adapts = run.model, manifest["state"].get("lora")
+        path = iteration_path(Path(directory), found)
+        if adapts is not None:
+            return _open_adapted(_reader(path, manifest, adapter_shapes(model, run.lora)), run, manifest, adapts)
+        read = _reader(path, manifest, shapes(model))
     except ValueError as error:
         raise ValueError(f"{prefix}{error}") from error
     carried = Path(directory) / CARRIED
     return Weights(model, read.dtypes, read, carried if carried.is_dir() else None, manifest["config"])
 
 
-def _reader(path: Path, manifest: dict[str, Any], model: ModelConfig) -> _Reader:
+def _open_adapted(read: _Reader, run: RunConfig, manifest: dict[str, Any], adapts: dict[str, Any]) -> Weights:
+    """The model that adapters name, with them in it."""
+    base, step = adapts["base"], adapts["base_iteration"]
+    check(Path(base).is_dir(), f"holds adapters of the model in {base}, which is not there")
+    weights = open_own(base, step)
+    check_model(asdict(weights.model), architecture(run.model), Path(base))
+    adapters = Adapters(run.lora, weights.model, lambda name: read(name).float(), adapts)
+    return adapters.added_to(replace(weights, config=manifest["config"]))
+
+
+def _reader(path: Path, manifest: dict[str, Any], wanted: dict[str, tuple[int, ...]]) -> _Reader:
     """The pieces of each weight, from the records of all files."""
     files: dict[str, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(lambda: {"shards": []}))
     dtypes: dict[str, torch.dtype] = {}
@@ -159,7 +215,6 @@ def _reader(path: Path, manifest: dict[str, Any], model: ModelConfig) -> _Reader
             place = files[record["key"]][file]
             place.update({**entry, "shards": [*place["shards"], record]})
             dtypes[record["key"]] = getattr(torch, record["dtype"])
-    wanted = shapes(model)
     lacking = next((name for name in wanted if WEIGHT + name not in files), None)
     check(lacking is None, f"{path} has no {WEIGHT}{lacking}")
     return _Reader(path, wanted, {name: dtypes[WEIGHT + name] for name in wanted}, files)
@@ -170,20 +225,29 @@ def precision_of(weights: Weights) -> PrecisionConfig:
     return PrecisionConfig(**{} if weights.precision == "fp32" else {weights.precision: True})
 
 
-def save_own(weights: Weights, directory: Path) -> None:
-    """Write the weights as a checkpoint of iteration 0 into a new directory that nobody takes for whole yet."""
+def save_own(weights: Weights, directory: Path, adapters: Adapters | None = None) -> None:
+    """Write the weights as a checkpoint of iteration 0 into a new directory that nobody takes for whole yet.
+
+    adapters: write these instead.
+    """
     config = {"model": {**asdict(weights.model), "make_vocab_size_divisible_by": 1},
               "precision": asdict(precision_of(weights))}
     state = {"progress": {"iteration": 0, "consumed_samples": 0}, "scaler": {}, "optimizer_steps": 0, "weights_only": True}
+    if adapters is not None:
+        config["lora"], state["lora"] = asdict(adapters.lora), dict(adapters.base)
+        like = {name: torch.empty(shape, device="meta") for name, shape in adapter_shapes(weights.model, adapters.lora).items()}
+        weights = replace(weights, dtypes=dict.fromkeys(like, torch.float32), read=adapters.read)
+    else:
+        like = weights.like()
     layout: dict[str, int | str] = {**_LAYOUT, "pipeline_split": str(weights.model.num_layers)}
-    save_alone(directory, lambda path: dict(_write_parts(weights, path)), Description(0, layout, config, state))
+    save_alone(directory, lambda path: dict(_write_parts(weights, like, path)), Description(0, layout, config, state))
 
 
-def _write_parts(weights: Weights, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _write_parts(weights: Weights, like: dict[str, Tensor], path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Write the files; yields names and entries."""
     parts: dict[int, dict[str, Tensor]] = defaultdict(dict)
     layers = weights.model.num_layers
-    for name, tensor in weights.like().items():
+    for name, tensor in like.items():
         layer, each = layer_of(name), -(-layers // (FOLDER_FILES - 2))
         parts[0 if layer is None else 1 + layer // each][name] = tensor
     for number, part in parts.items():

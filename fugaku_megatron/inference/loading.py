@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from ..comm.grid import Grid, Groups
 from ..comm.solo import SoloComm
 from ..config.checks import check
 from ..config.layout import Layout
+from ..config.lora import LoraConfig
 from ..config.run_config import ModelConfig, RunConfig
 from ..data.library_tokenizers import HuggingFaceTokenizer, has_tokenizer
 from ..data.tokenizer import Tokenizer, TokenizerFlags, add_tokenizer_flags, build_tokenizer, identity, mismatch
@@ -121,9 +123,29 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def load_model(run: RunConfig, world: Comm, directory: str, iteration: int, manifest: dict[str, Any]) -> LoadedModel:
-    """The model of `run` with the weights of the checkpoint. Collective; ValueError on every rank where one cannot read."""
-    loaded, shards = _empty_model(run, world)
-    load_weights(directory, iteration, manifest, shards, world, VOCABULARY)
+    """The model of `run` with the weights of the checkpoint. Collective; ValueError on every rank where one cannot read.
+
+    Adapters are added to the weights of the model that they name.
+    """
+    adapts = manifest["state"].get("lora")
+    loaded, shards = _empty_model(replace(run, lora=LoraConfig()), world)
+    if adapts is None:
+        load_weights(directory, iteration, manifest, shards, world, VOCABULARY)
+        return loaded
+    base, step = adapts["base"], adapts["base_iteration"]
+    read = partial(checkpoint.read_manifest, base, step)
+    of_base = on_root(world, read, f"--load {directory} holds adapters of the model in {base}, which cannot be read: ")
+    load_weights(base, step, of_base, shards, world, VOCABULARY)
+    adapted = Stage(run, loaded.groups, loaded.stage.ops)
+    modules = ((path, getattr(module, "adapter", None)) for path, module in adapted.named_modules())
+    adapters: dict[str, Any] = {path: adapter for path, adapter in modules if adapter is not None}
+    for adapter in adapters.values():
+        _give_memory(adapter, torch.float32)
+    targets = [_target(parameter) for adapter in adapters.values() for parameter in adapter.parameters()]
+    load_weights(directory, iteration, manifest, targets, world)
+    for path, adapter in adapters.items():
+        weight: Any = loaded.stage.get_submodule(path).weight
+        weight.data.copy_(adapter.merged(weight.data))
     return loaded
 
 
@@ -151,7 +173,7 @@ def _target(parameter: nn.Parameter) -> Shard:
                  slice_shape=tuple(parameter.shape), alias=copied)
 
 
-def _give_memory(stage: Stage, dtype: torch.dtype) -> None:
+def _give_memory(stage: nn.Module, dtype: torch.dtype) -> None:
     """Zeros in the place of the meta parameters, which keep their `spec`."""
     new: dict[nn.Parameter, nn.Parameter] = {}
     for meta in stage.parameters():

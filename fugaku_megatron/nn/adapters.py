@@ -6,7 +6,7 @@ row i multiplies the r columns of the matrix that it belongs to. Rows without an
     column-parallel   A is replicated, B is split; the small x A^T is gathered where the sequence is split
     row-parallel      A is split, and the small x A^T is summed over ranks; B is replicated
 A is computed from what goes into the layer before it is gathered or after it is reduced, so that ranks exchange r columns. Weights
-that are frozen keep nothing for a backward. Left out: merging an adapter with its weight (`merged` is the formula).
+that are frozen keep nothing for a backward. Left out: files (`checkpoint`, `convert`).
 Legend: s sequence, b micro-batch, r rank of an adapter, p adapters of a layer, f MLP width, rows = s b.
 """
 
@@ -78,11 +78,8 @@ class Adapter(nn.Module):
 
     def mask(self) -> Tensor | None:
         """(out, p, 1): 1 where a row of B belongs to a part; None where all belong to the only one."""
-        if self.parts == (self.linear,) or self.linear not in (QKV, FC1):
-            return None
-        owner = part_of_rows(self.linear, self.lora_b.shape[:-1].numel(), self.context.model, self.context.tp.size)
-        numbers = torch.tensor([MATRICES[self.linear].index(part) for part in self.parts])
-        return (owner[:, None] == numbers).to(self.lora_b.dtype).unsqueeze(-1)
+        mask = row_mask(self.linear, self.parts, self.lora_b.shape[:-1].numel(), self.context.model)
+        return None if mask is None else mask.to(self.lora_b.dtype)
 
     def dropout(self, x: Tensor, forward_pass: Pass) -> Dropout | None:
         """What is dropped of an input (s, b, in)."""
@@ -105,18 +102,24 @@ class Adapter(nn.Module):
         """y + the adapters of a row-parallel layer. x (whole sequence, b, in / tp), y (s, b, out) -> as y."""
         return self.up(y, self.context.out_of_matmul(_Down.apply(self.ops, x, self.lora_a, self.dropout(x, forward_pass))))
 
+    def merged(self, weight: Tensor) -> Tensor:
+        """The layer's weight, this rank's part, with these adapters added."""
+        return merged(weight, self.lora_a, self.lora_b, self.mask(), self.lora.scale)
+
     def up(self, y: Tensor, t: Tensor) -> Tensor:
         """y (s, b, out) + scale t B^T, t (s, b, p r) -> as y."""
         return _Up.apply(self.ops, y, t, self.lora_b, self.mask(), self.lora.scale)
 
 
-def part_of_rows(linear: str, rows: int, model: ModelConfig, tp: int) -> Tensor:
-    """For each row of this rank's part of a layer's weight the number of its matrix in MATRICES, (rows,)."""
-    if linear == FC1:
-        return torch.arange(rows) // max(1, rows // len(MATRICES[FC1]))
+def row_mask(linear: str, parts: tuple[str, ...], rows: int, model: ModelConfig) -> Tensor | None:
+    """(rows, p, 1): 1 where a row of a rank's part of a layer's weight is in part p; None where all are in the only one."""
+    if parts == (linear,) or linear not in (QKV, FC1):
+        return None
     queries = model.num_attention_heads // model.query_groups
-    slot = torch.arange(rows) // model.kv_channels % (queries + 2)
-    return (slot - queries + 1).clamp(min=0)
+    slot = torch.arange(rows) // model.kv_channels % (queries + 2)  # of a group: its queries, its key, its value
+    owner = torch.arange(rows) // (rows // 2) if linear == FC1 else (slot - queries + 1).clamp(min=0)
+    numbers = torch.tensor([MATRICES[linear].index(part) for part in parts])
+    return (owner[:, None] == numbers).float().unsqueeze(-1)
 
 
 def expanded(b: Tensor, mask: Tensor | None, scale: float) -> Tensor:

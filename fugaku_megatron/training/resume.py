@@ -144,6 +144,8 @@ def _adapting(run: RunConfig, checkpoint: Checkpoint | None, world: Comm) -> Res
     with everywhere():
         check("lora" not in base.state, f"{directory} holds adapters and not the weights of a model: pass a model's directory as "
               "--pretrained-checkpoint, or merge them with fugaku-megatron convert --load DIR --merge --save NEW")
+        check(checkpoint is None or output.finetune or not checkpoint.state.get("weights_only"), f"--load {output.load} holds only "
+              "weights of adapters, which fugaku-megatron convert wrote: pass --finetune to start from them")
     if checkpoint is None:
         return Resume(base, config=base.config, finetune=True, base=base)
     if output.finetune:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+import fugaku_megatron as fm
+from fugaku_megatron import cli
 from fugaku_megatron.checkpoint.manifest import read_manifest
 from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.config.run_config import saved_run
+from fugaku_megatron.convert.convert_command import open_weights
+from fugaku_megatron.convert.peft import open_peft
+from fugaku_megatron.inference.loading import load_model, through_stages
+from fugaku_megatron.inference.scoring import EVALUATION
+from fugaku_megatron.nn.passes import Pass
 from fugaku_megatron.training.resume import find_checkpoint, resume_training
 from tests.helpers import DROPOUT, OVERLAP, TP2, TP2PP2, make_trainer, one_error, small_run, whole_tensors
 from tests.llama_models import FAMILIES
@@ -149,6 +159,71 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path):
     assert "which is not there: pass its place as --pretrained-checkpoint" in refusal(load=run)
     trainer, _ = started(SoloComm(), **QWEN, load=run, pretrained_checkpoint=str(tmp_path / "elsewhere"))
     trainer.close()
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """Directories of a base and of adapters of it that have been trained, and their weights' logits of some tokens."""
+    base, run = str(tmp_path / "base"), str(tmp_path / "run")
+    whole_model(SoloComm(), base, **BASE)
+    trainer, _ = started(SoloComm(), **QWEN, pretrained_checkpoint=base)
+    trainer.train_step()
+    trainer.train_step()
+    trainer.save(run)
+    chunk, tokens = trainer.stage.chunks[0], torch.arange(12)
+    forward_pass = Pass(first_sample=0, training=False)
+    with torch.no_grad():
+        logits = chunk.logits(chunk.decode(chunk.embedding(tokens[:, None], forward_pass), forward_pass))[:, 0, :96]
+    trainer.close()
+    return base, run, tokens, logits
+
+
+def test_adapters_load_and_merge_as_the_model_that_was_trained(trained, tmp_path):
+    base, run, tokens, logits = trained
+    assert not torch.allclose(fm.load(base).logits(tokens), logits, atol=1e-3)
+    assert torch.allclose(fm.load(run).logits(tokens), logits, atol=1e-5)
+    assert cli.main(["convert", "--load", run, "--merge", "--save", str(tmp_path / "merged")]) == 0
+    assert torch.equal(fm.load(tmp_path / "merged").logits(tokens), fm.load(run).logits(tokens))
+
+    def split(world):
+        manifest = read_manifest(run, 2)
+        loaded = load_model(saved_run(manifest, (2, 1)), world, run, 2, manifest)
+        return loaded.logits(through_stages(loaded, tokens[:, None], EVALUATION))[:, 0]
+
+    assert torch.allclose(torch.cat(ThreadWorld(2).run(split), -1)[:, :96], logits, atol=1e-5)
+
+
+def test_adapters_go_to_peft_and_back(trained, tmp_path):
+    base, run, tokens, _ = trained
+    peft, back = str(tmp_path / "peft"), str(tmp_path / "back")
+    assert cli.main(["convert", "--load", run, "--to-peft", peft]) == 0
+    theirs = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], len(theirs), len(config["target_modules"])) == (4, 16, 4 * 7 * 2, 7)
+    name = "model.layers.1.self_attn.k_proj"
+    a, b = (theirs[f"base_model.model.{name}.lora_{kind}.weight"] for kind in "AB")
+    ours, plain = (open_weights(path).read("decoder.layers.1.self_attention.linear_qkv.weight") for path in (run, base))
+    keys = (ours - plain).view(2, 4, 8, 32)[:, 2].flatten(0, 1)
+    assert torch.allclose(keys, 4.0 * b @ a, atol=1e-6) and keys.abs().max() > 1e-3
+    assert cli.main(["convert", "--load", base, "--from-peft", peft, "--save", back]) == 0
+    assert torch.equal(fm.load(back).logits(tokens), fm.load(run).logits(tokens))
+    trainer, lines = started(SoloComm(), **{**QWEN, "lora_target": read_manifest(back, 0)["config"]["lora"]["lora_target"]},
+                             load=back, finetune=True)
+    assert "starting from the weights" in lines[0]
+    trainer.close()
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"use_dora": True}, "use_dora is True"), ({"r": "four"}, "r is 'four', not a number"), ({"r": 2}, "has shape [4, 32]"),
+    ({"peft_type": "IA3"}, "peft_type is 'IA3'")])
+def test_adapters_of_peft_that_are_not_built_are_refused(change, message, trained, tmp_path, capsys):
+    base, run, *_ = trained
+    assert cli.main(["convert", "--load", run, "--to-peft", str(tmp_path / "peft")]) == 0
+    file = tmp_path / "peft" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(ValueError) as caught:
+        open_peft(str(tmp_path / "peft"), open_weights(base), {})
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("flags", "message"), [
