@@ -202,6 +202,68 @@ void linear_weight_gradient(py::handle grad_object, py::handle x_object, py::han
   run(args);
 }
 
+// The rows of each group: none below 0, and `rows` of them in all.
+const int64_t* group_counts(py::handle object, int64_t groups, int64_t rows) {
+  TensorView counts("counts", object);
+  counts.dtype({DType::i64}).shape({groups}).contiguous();
+  int64_t total = 0;
+  for (int64_t i = 0; i < groups; ++i) {
+    const int64_t count = counts.data<int64_t>()[i];
+    if (count < 0 || count > rows) counts.fail("numbers from 0 to " + std::to_string(rows), std::to_string(count));
+    total += count;
+  }
+  if (total != rows) counts.fail("a sum of " + std::to_string(rows), std::to_string(total));
+  return counts.data<int64_t>();
+}
+
+void run_grouped(const GroupedGemmArgs& args) {
+  unlocked([&] { kernels().grouped_linear_forward(args); });
+}
+
+// out = x W^T of each group, or x W with `transposed`.
+void grouped_linear(const TensorView& x, py::handle weight_object, py::handle counts_object, py::handle out_object, bool transposed,
+                    int64_t fp16_chunk) {
+  TensorView weight("weight", weight_object), out("out", out_object);
+  weight.rank(3).floating().contiguous();
+  const int64_t inputs = weight.size(transposed ? 1 : 2), outputs = weight.size(transposed ? 2 : 1);
+  x.rank(2).shape({-1, inputs}).same_dtype(weight).last_contiguous();
+  out.rank(2).shape({x.size(0), outputs}).same_dtype(weight).last_contiguous().disjoint({&x, &weight});
+  distinct_rows(out);
+  GemmArgs each = {};
+  each.n = outputs, each.k = inputs;
+  each.in_dtype = each.out_dtype = x.dtype(), each.fp16_chunk = checked_chunk(fp16_chunk, x.dtype());
+  each.a = x.data(), each.a_row = x.stride(0), each.a_col = 1;
+  each.b = weight.data(), (transposed ? each.b_row : each.b_col) = weight.size(2), (transposed ? each.b_col : each.b_row) = 1;
+  each.c = out.data(), each.c_row = out.stride(0);
+  run_grouped({each, weight.size(0), group_counts(counts_object, weight.size(0), x.size(0)), inputs * outputs, false});
+}
+
+void grouped_linear_forward(py::handle x_object, py::handle weight_object, py::handle counts_object, py::handle out_object,
+                            int64_t fp16_chunk) {
+  grouped_linear(TensorView("x", x_object), weight_object, counts_object, out_object, false, fp16_chunk);
+}
+
+void grouped_linear_data_gradient(py::handle grad_object, py::handle weight_object, py::handle counts_object,
+                                  py::handle out_object, int64_t fp16_chunk) {
+  grouped_linear(TensorView("grad_output", grad_object), weight_object, counts_object, out_object, true, fp16_chunk);
+}
+
+void grouped_linear_weight_gradient(py::handle grad_object, py::handle x_object, py::handle counts_object,
+                                    py::handle weight_gradient_object, int64_t fp16_chunk) {
+  TensorView grad("grad_output", grad_object), x("x", x_object), out("weight_gradient", weight_gradient_object);
+  grad.rank(2).floating().last_contiguous();
+  x.rank(2).shape({grad.size(0), -1}).same_dtype(grad).last_contiguous();
+  out.dtype({DType::f32}).shape({-1, grad.size(1), x.size(1)}).contiguous().disjoint({&grad, &x});
+  GemmArgs each = {};
+  each.m = grad.size(1), each.n = x.size(1);
+  each.in_dtype = grad.dtype(), each.out_dtype = DType::f32, each.accumulate = true;
+  each.fp16_chunk = checked_chunk(fp16_chunk, grad.dtype());
+  each.a = grad.data(), each.a_row = 1, each.a_col = grad.stride(0);
+  each.b = x.data(), each.b_row = x.stride(0), each.b_col = 1;
+  each.c = out.data(), each.c_row = each.n;
+  run_grouped({each, out.size(0), group_counts(counts_object, out.size(0), grad.size(0)), each.m * each.n, true});
+}
+
 // One of the two strides of a factor is 1.
 void either_contiguous(const TensorView& t) {
   if (t.numel() && t.stride(0) != 1 && t.stride(1) != 1) {
@@ -287,6 +349,18 @@ FM_BIND(gemm) {
              "grad_output, both\n"
              "float32. grad_output and x have one floating dtype; rows may be strided. fp16_chunk and bf16x3 as in gemm, for the "
              "product.");
+  module.def("grouped_linear_forward", &grouped_linear_forward, "x"_a, "weight"_a, "counts"_a, "out"_a, "fp16_chunk"_a = 0,
+             "out (M, N) = x (M, K) weight[i]^T for each group i of consecutive rows, counts[i] of them, which may be 0. weight "
+             "(groups, N, K) and\n"
+             "out have the floating dtype of x; counts (groups) is int64, on the CPU. fp16_chunk as in gemm.");
+  module.def("grouped_linear_data_gradient", &grouped_linear_data_gradient, "grad_output"_a, "weight"_a, "counts"_a, "out"_a,
+             "fp16_chunk"_a = 0,
+             "out (M, K) = grad_output (M, N) weight[i] for each group of rows. Otherwise as grouped_linear_forward.");
+  module.def("grouped_linear_weight_gradient", &grouped_linear_weight_gradient, "grad_output"_a, "x"_a, "counts"_a,
+             "weight_gradient"_a, "fp16_chunk"_a = 0,
+             "weight_gradient[i] (N, K) += grad_output^T x over the rows of group i, in float32; of a group without rows nothing "
+             "is read or\n"
+             "written. grad_output (M, N) and x (M, K) have one floating dtype. Otherwise as grouped_linear_forward.");
   module.def(
       "has_fp16_arithmetic", [] { return kernels().has_fp16_arithmetic(); },
       "Whether the target in use can sum in FP16 (fp16_chunk of gemm). The portable target and the reference do it "

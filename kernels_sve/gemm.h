@@ -1,6 +1,6 @@
 // GEMM: the loops around the micro-kernel, after Goto and van de Geijn (ACM TOMS 34(3), 2008).
 //
-//   threads: a grid over C, each thread alone on its rows and columns
+//   threads: a grid over C, each thread alone on its rows and columns (of several matmuls in one call: gemm_grouped.h)
 //     jc: nc columns | pc: kc of k
 //       ic: mc rows | B packed to [kc][NR] panels, a few ahead (or before: pack_weight)
 //       jr: one panel of B, in L1 | ir: one panel of A, from L2: micro-kernel
@@ -52,10 +52,12 @@ struct Gemm {
   static constexpr int ROWS = Words::TILE_ROWS, ROW_STEP = Words::ROW_STEP;
   static constexpr int COLUMNS = NR * Words::WIDE,
                        A_ROW = ROWS / Words::WIDE;           // of a tile; of A's panel, in 32-bit words
-  static constexpr int64_t GROUP = PACK_PANELS * COLUMNS;  // columns of B that are packed at a time
+  static constexpr int64_t GROUP = PACK_PANELS * COLUMNS;  // columns of B that are packed at a time, or GROUPS_OF_FEW times as many
   const GemmArgs& g;
   GemmBlocks blocks;
   int64_t depth;    // of a block of k
+  bool few;         // steps of k: a row of tiles then goes over a group's columns, so that C is read and written in long pieces
+  int64_t group;    // GROUP, or more where k has few steps
   Span rows, cols;  // of this thread
   bool first_cols;  // the first of the threads with these rows
   bool once;        // B is packed panel by panel
@@ -67,11 +69,15 @@ struct Gemm {
 
   static bool adds(const GemmArgs& args) { return args.accumulate && !args.packed; }  // packed blocks are as deep as ever
 
-  Gemm(const GemmArgs& args, int thread, int threads) : g(args), blocks(blocks_of<Words>(adds(args))) {
-    const GemmGrid grid = gemm_grid(threads, g.m, g.n, ROW_STEP, COLUMNS, g.packed != nullptr);
-    rows = part(g.m, ROW_STEP, thread % grid.rows_parts, grid.rows_parts);
-    cols = part(g.n, COLUMNS, thread / grid.rows_parts, grid.cols_parts);
-    first_cols = thread < grid.rows_parts;
+  static GemmGrid grid_of(const GemmArgs& args, int parts) {
+    return gemm_grid(parts, args.m, args.n, ROW_STEP, COLUMNS, args.packed != nullptr);
+  }
+
+  // Part `index` of a grid over C.
+  Gemm(const GemmArgs& args, const GemmGrid& grid, int index) : g(args), blocks(blocks_of<Words>(adds(args))) {
+    rows = part(g.m, ROW_STEP, index % grid.rows_parts, grid.rows_parts);
+    cols = part(g.n, COLUMNS, index / grid.rows_parts, grid.cols_parts);
+    first_cols = index < grid.rows_parts;
     depth = block_depth<Words>(g.k, g.fp16_chunk, adds(g));
     const int64_t sweeps = ceil_div(rows.size() * words(depth), blocks.mc * blocks.kc);  // shorter blocks of k hold more rows
     blocks.mc = sweeps ? ceil_div(ceil_div(rows.size(), sweeps), ROWS) * ROWS : ROWS;
@@ -82,7 +88,9 @@ struct Gemm {
     once = !g.packed && sweeps <= 1;
     if (once && whole) blocks.nc = all_columns;
     const int64_t width = min(blocks.nc, all_columns);
-    b_panels = g.packed ? nullptr : buffer(1, words(depth) * (once ? GROUP : width) / Words::WIDE);
+    few = words(depth) <= Tuning::FEW_STEPS;
+    group = few ? Tuning::GROUPS_OF_FEW * GROUP : GROUP;
+    b_panels = g.packed ? nullptr : buffer(1, words(depth) * (once ? group : width) / Words::WIDE);
     partial_row = in_place ? g.c_row : width;
     partial = whole ? nullptr : buffer(2, rows.size() * partial_row);
   }
@@ -115,22 +123,23 @@ struct Gemm {
       const Span some = {ic, min(rows.end, ic + blocks.mc)};
       int64_t j = columns.begin;
       do {  // once without columns
-        Span group = {j, min(columns.end, j + GROUP)};
+        Span some_columns = {j, min(columns.end, j + group)};
         const float* panels = b + (once ? 0 : (j - columns.begin) / Words::WIDE * words(deep));
-        if (!g.packed && ic == rows.begin) pack_b(group, p, deep, const_cast<float*>(panels));
+        if (!g.packed && ic == rows.begin) pack_b(some_columns, p, deep, const_cast<float*>(panels));
         if (j == columns.begin) {
           pack_and_run_tiles(some, {j, min(columns.end, j + COLUMNS)}, p, deep, panels);
-          group.begin += COLUMNS, panels += words(deep) * NR;
+          some_columns.begin += COLUMNS, panels += words(deep) * NR;
         }
-        if (!g.packed && ic == rows.begin) source = source_of_b(columns, j + GROUP, p, deep);
-        run_tiles(some, group, columns.begin, p, deep, panels);
-      } while ((j += GROUP) < columns.end);
+        if (!g.packed && ic == rows.begin) source = source_of_b(columns, j + group, p, deep);
+        few ? run_tiles_along_rows(some, some_columns, columns.begin, p, deep, panels)
+            : run_tiles(some, some_columns, columns.begin, p, deep, panels);
+      } while ((j += group) < columns.end);
     }
   }
 
-  void pack_b(Span group, int64_t p, int64_t deep, float* panels) {
-    const T* src = static_cast<const T*>(g.b) + p * g.b_row + group.begin * g.b_col;
-    pack<Words, COLUMNS>(src, g.b_col, g.b_row, group.begin, group.end, g.n, deep, panels);
+  void pack_b(Span some, int64_t p, int64_t deep, float* panels) {
+    const T* src = static_cast<const T*>(g.b) + p * g.b_row + some.begin * g.b_col;
+    pack<Words, COLUMNS>(src, g.b_col, g.b_row, some.begin, some.end, g.n, deep, panels);
   }
 
   // What pack_b reads next, from column j on or of the next block of k.
@@ -139,7 +148,7 @@ struct Gemm {
     if (j >= columns.end) j = columns.begin, p += deep, deep = min(deep, g.k - p);
     if (deep <= 0) return {};
     const T* first = static_cast<const T*>(g.b) + p * g.b_row + j * g.b_col;
-    const int64_t width = min(GROUP, columns.end - j);
+    const int64_t width = min(group, columns.end - j);
     if (g.b_col == 1) return Source::of_rows(first, width * BYTES, g.b_row * BYTES, deep);
     return Source::of_rows(first, deep * BYTES, g.b_col * BYTES, width);
   }
@@ -225,6 +234,18 @@ struct Gemm {
     }
   }
 
+  // The same with few steps of k, whose panels of B are all in L2.
+  void run_tiles_along_rows(Span some, Span columns, int64_t first_col, int64_t p, int64_t deep, const float* b) {
+    const int64_t tiles = ceil_div(some.size(), ROWS);
+    for (int64_t t = 0; t < tiles; ++t) {
+      const Span i = {tile_begin(some, t), tile_begin(some, t + 1)};
+      const float *a = a_panels + t * A_ROW * words(deep), *panel = b;
+      for (int64_t j = columns.begin; j < columns.end; j += COLUMNS, panel += words(deep) * NR) {
+        run_tile(i, {j, min(columns.end, j + COLUMNS)}, first_col, p, deep, a, panel);
+      }
+    }
+  }
+
   static void fetch_slice(const float* panel, int64_t size, int64_t t, int64_t tiles) {
     const int64_t slice = ceil_div(size, tiles);
     for (int64_t word = t * slice; word < min(size, (t + 1) * slice); word += 16) prefetch_l2(panel + word);
@@ -305,18 +326,26 @@ FM_INLINE void with_words([[maybe_unused]] DType dtype, [[maybe_unused]] int64_t
 // What is multiplied for operands of this type, which decides between a target with tiles and its base.
 FM_INLINE DType factors_of(DType operands) { return operands == DType::bf16x3 ? DType::bf16 : operands; }
 
-static void gemm(const GemmArgs& args) {
-  FM_LEAVE_TO_BASE(factors_of(args.in_dtype), gemm, args)
-  if (!args.m || (!args.n && !args.a_sums)) return;
+// Calls f(words, element, thread, threads) in every thread, whose tiles and denormals are as these words need them.
+template <class F>
+FM_INLINE void with_gemm_threads(const GemmArgs& args, const F& f) {
   with_words(args.in_dtype, args.fp16_chunk, [&](auto words, auto element) {
     parallel_run([&](int thread, int threads) {
-      Gemm<decltype(words), decltype(element)> work(args, thread, threads);
       const uint64_t mode = decltype(words)::WIDE == 2 ? keep_half_denormals() : 0;
       if (decltype(words)::TILES) tiles_begin();
-      work.run();
+      f(words, element, thread, threads);
       if (decltype(words)::TILES) tiles_end();
       if (decltype(words)::WIDE == 2) restore_denormals(mode);
     });
+  });
+}
+
+static void gemm(const GemmArgs& args) {
+  FM_LEAVE_TO_BASE(factors_of(args.in_dtype), gemm, args)
+  if (!args.m || (!args.n && !args.a_sums)) return;
+  with_gemm_threads(args, [&](auto words, auto element, int thread, int threads) {
+    using Work = Gemm<decltype(words), decltype(element)>;
+    Work(args, Work::grid_of(args, threads), thread).run();
   });
 }
 
@@ -358,3 +387,5 @@ static void pack_weight(const GemmPackArgs& args) {
 }
 
 }  // namespace fm::FM_TARGET
+
+#include "gemm_grouped.h"

@@ -34,6 +34,17 @@ struct GemmArgs {
   int64_t residual_row;
 };
 
+// A matmul of each of `groups` groups of consecutive rows with its own weight; counts[i] rows are in group i, and any of them may be 0.
+// `each`: of the first group, without its number of rows. The weights lie weight_step elements apart. sums: the weights are C, over
+// whose group's rows the sum is (k), and they stay as they are where a group has no rows; else they are B and the rows are C's (m).
+struct GroupedGemmArgs {
+  GemmArgs each;
+  int64_t groups;
+  const int64_t* counts;
+  int64_t weight_step;
+  bool sums;
+};
+
 // Packs B(k, n) for gemm: element (p, j) at p * b_row + j * b_col.
 struct GemmPackArgs {
   int64_t n, k;

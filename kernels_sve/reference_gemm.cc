@@ -59,6 +59,20 @@ void gemm(const GemmArgs& g) {
   }
 }
 
+void grouped_linear_forward(const GroupedGemmArgs& all) {
+  int64_t start = 0;
+  for (int64_t i = 0; i < all.groups; ++i) {
+    GemmArgs g = all.each;
+    (all.sums ? g.k : g.m) = all.counts[i];
+    const int64_t in_bytes = element_bytes(g.in_dtype), out_bytes = element_bytes(g.out_dtype);
+    g.a = static_cast<const char*>(g.a) + start * (all.sums ? g.a_col : g.a_row) * in_bytes;
+    g.b = static_cast<const char*>(g.b) + (all.sums ? start * g.b_row : i * all.weight_step) * in_bytes;
+    g.c = static_cast<char*>(g.c) + (all.sums ? i * all.weight_step : start * g.c_row) * out_bytes;
+    if (all.counts[i]) gemm(g);
+    start += all.counts[i];
+  }
+}
+
 bool has_fp16_arithmetic() { return true; }
 
 bool has_bf16_arithmetic() { return true; }

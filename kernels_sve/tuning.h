@@ -42,6 +42,10 @@ struct Common {
   // Multiply-adds of a full tile that take as long as packing an element (10 to 18 measured), and as reading one of a packed
   // weight from a shared cache.
   static constexpr double PACK_COST = 16, STREAM_COST = 3;
+  // So few steps of k take tiles row by row, and pack GROUPS_OF_FEW times as many columns of B at a time.
+  static constexpr int64_t FEW_STEPS = 128, GROUPS_OF_FEW = 4;
+  // Parts of a grouped matmul for each thread: with 8 of them a thread waits at the end for 1/16 of its work at most on average.
+  static constexpr int TASKS_EACH = 8;
   // Caches where the system does not describe them: the smallest of this decade. L2_EIGHTHS of L2 are the program's.
   static constexpr int64_t UNKNOWN_L1 = 32 << 10, UNKNOWN_L2 = 256 << 10, L2_EIGHTHS = 8;
 

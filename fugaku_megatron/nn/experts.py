@@ -9,7 +9,6 @@ token and one of its experts, rows = s b.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +24,6 @@ from .layers import Context
 from .passes import Pass
 from .router import Router, SmallLinear
 from .shared import as_rows
-from .torch_blocks import part_of
 
 SWIGLU = MLPS["experts"].activation
 
@@ -55,14 +53,6 @@ class Order:
     def tokens(self) -> Tensor:
         """The row of each pair's token, (n,)."""
         return self.pairs // self.places.shape[1]
-
-    def parts(self) -> Iterator[tuple[int, slice]]:
-        """(expert, its pairs), of those that have any."""
-        start = 0
-        for expert, count in enumerate(self.counts):
-            if count:
-                yield expert, slice(start, start + count)
-            start += count
 
     def summed(self, x: Tensor) -> Tensor:
         """The sum of each token's pairs (rows, h), from x (n, h)."""
@@ -102,15 +92,13 @@ class _Experts(torch.autograd.Function):
                 needs_values: bool) -> Tensor:
         rows, chunk, factors = as_rows(x), ops.chunk(x), scores.detach().flatten()[order.pairs].unsqueeze(1)  # (n, 1)
         inputs, pre = rows[order.tokens], rows.new_empty(len(order.pairs), 2 * weight1.shape[2])
-        for expert, part in order.parts():
-            ops.matmul(inputs[part], part_of(weight1, expert), pre[part], chunk=chunk)
+        ops.grouped_matmul(inputs, weight1, order.counts, pre, chunk)
         ctx.save_for_backward(x, pre, factors)
         ctx.ops, ctx.order, ctx.weights = ops, order, (weight1, weight2)
         if not needs_values:
             return x.new_empty(1).expand(len(rows), weight2.shape[1])
         inner, out = _times(ops.gate(pre, SWIGLU), factors), rows.new_empty(len(pre), weight2.shape[1])
-        for expert, part in order.parts():
-            ops.matmul(inner[part], part_of(weight2, expert), out[part], chunk=chunk)
+        ops.grouped_matmul(inner, weight2, order.counts, out, chunk)
         return order.summed(out)
 
     @staticmethod
@@ -118,17 +106,15 @@ class _Experts(torch.autograd.Function):
         (x, pre, factors), (weight1, weight2), ops, order = ctx.saved_tensors, ctx.weights, ctx.ops, ctx.order
         dout, values, chunk = as_rows(dy)[order.tokens], ops.gate(pre, SWIGLU), ops.chunk(dy)  # (n, h), (n, f)
         dinner, inner = torch.empty_like(values), _times(values, factors)
-        for expert, part in order.parts():
-            ops.weight_gradient(dout[part], inner[part], part_of(weight2, expert), None, chunk)
-            ops.data_gradient(dout[part], part_of(weight2, expert), dinner[part], chunk)
+        ops.grouped_weight_gradient(dout, inner, weight2, order.counts, chunk)
+        ops.grouped_data_gradient(dout, weight2, order.counts, dinner, chunk)
         dscores = torch.zeros(order.places.numel())
         dscores[order.pairs] = (dinner.float() * values.float()).sum(-1)
         dpre, inputs = torch.empty_like(pre), as_rows(x).detach()[order.tokens]
         ops.gate_gradient(_times(dinner, factors), pre, dpre, SWIGLU)
         dinputs = torch.empty_like(inputs)
-        for expert, part in order.parts():
-            ops.weight_gradient(dpre[part], inputs[part], part_of(weight1, expert), None, chunk)
-            ops.data_gradient(dpre[part], part_of(weight1, expert), dinputs[part], chunk)
+        ops.grouped_weight_gradient(dpre, inputs, weight1, order.counts, chunk)
+        ops.grouped_data_gradient(dpre, weight1, order.counts, dinputs, chunk)
         return None, order.summed(dinputs).view_as(x), dscores.view_as(order.places), None, None, None, None
 
 

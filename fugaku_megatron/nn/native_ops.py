@@ -7,6 +7,7 @@ rank, d head size, v vocabulary of this rank, rows = s b.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -74,6 +75,23 @@ class NativeOps(NativeBlockOps):
         total = torch.zeros(dy.shape[1], x.shape[1])
         self.kernels.linear_weight_gradient(dy, x, total)
         return total
+
+    def grouped_matmul(self, x: Tensor, weight: Tensor, counts: Sequence[int], out: Tensor, chunk: int = 0) -> None:
+        """out (n, out) = x (n, in) times the transposed weight of each row's group; a matmul each where rows are few."""
+        if self.weight_cache is not None or len(x) <= self.few_rows:
+            return super().grouped_matmul(x, weight, counts, out, chunk)
+        self.kernels.grouped_linear_forward(x, weight.detach().flatten(1, -2), torch.tensor(counts), out, chunk)
+
+    def grouped_data_gradient(self, dy: Tensor, weight: Tensor, counts: Sequence[int], dx: Tensor, chunk: int = 0) -> None:
+        """dx (n, in) = dy (n, out) times the weight of each row's group."""
+        if self.weight_cache is not None:
+            return super().grouped_data_gradient(dy, weight, counts, dx, chunk)
+        self.kernels.grouped_linear_data_gradient(dy, weight.detach().flatten(1, -2), torch.tensor(counts), dx, chunk)
+
+    def grouped_weight_gradient(self, dy: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int], chunk: int = 0) -> None:
+        """Add dy^T x of each group's rows to the gradient of its weight, now or later; dy (n, out), x (n, in) stay until then."""
+        self.weight_gradients.add(partial(self.kernels.grouped_linear_weight_gradient, dy, x.detach(), torch.tensor(counts),
+                                          gradient_of(weight).flatten(1, -2), chunk))
 
     # Operations, as in `ops` ----------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
 import torch
@@ -27,8 +27,28 @@ class BlockOps:
     `ops.Ops` says what each computes.
     """
 
+    matmul: Callable[..., None]
+    data_gradient: Callable[..., None]
     weight_gradient: Callable[..., None]
     bias_dropout_add: Callable[..., Tensor]
+
+    def grouped_matmul(self, x: Tensor, weight: Tensor, counts: Sequence[int], out: Tensor, chunk: int = 0) -> None:
+        """out (n, out) = x (n, in) times the transposed weight of each row's group, weight (groups, ..., in).
+
+        The first counts[0] rows are in group 0, those after them in group 1; a group may have none.
+        """
+        for number, part in parts(counts):
+            self.matmul(x[part], part_of(weight, number), out[part], chunk=chunk)
+
+    def grouped_data_gradient(self, dy: Tensor, weight: Tensor, counts: Sequence[int], dx: Tensor, chunk: int = 0) -> None:
+        """dx (n, in) = dy (n, out) times the weight of each row's group, weight (groups, ..., in)."""
+        for number, part in parts(counts):
+            self.data_gradient(dy[part], part_of(weight, number), dx[part], chunk)
+
+    def grouped_weight_gradient(self, dy: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int], chunk: int = 0) -> None:
+        """Add dy^T x of each group's rows to the gradient of its weight, now or later; dy (n, out), x (n, in) stay until then."""
+        for number, part in parts(counts):
+            self.weight_gradient(dy[part], x[part], part_of(weight, number), None, chunk)
 
     def gated_mlp(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool = True,
                   sequence: Comm | None = None, activation: str = "swiglu") -> Tensor:
@@ -150,6 +170,15 @@ def part_of(parameter: Tensor, number: int) -> Tensor:
     made = parameter.detach()[number].flatten(0, -2).as_subclass(_Part)
     made.parameter, made.number = parameter, number
     return made
+
+
+def parts(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
+    """(number, rows) of each group that has rows, of groups whose rows follow one another."""
+    start = 0
+    for number, count in enumerate(counts):
+        if count:
+            yield number, slice(start, start + count)
+        start += count
 
 
 @overload

@@ -47,6 +47,24 @@ Floats run_gemm(int form, int64_t m, int64_t n, int64_t k, DType dtype, bool pac
   return joined({c, pre, sums});
 }
 
+// Groups of 0, 1, 13 and the rest of the rows, each with a weight: the forms of gemm_layout.
+Floats run_groups(int form, int64_t rows, int64_t n, int64_t k, DType dtype) {
+  const int64_t counts[] = {0, 1, 13, rows - 14}, groups = 4, weight = n * k;
+  GemmArgs g = {};
+  g.m = form == 2 ? n : rows, g.n = form == 0 ? n : k, g.k = form == 0 ? k : n;
+  if (form == 2) g.k = rows;
+  const int64_t out = form == 2 ? groups * weight : rows * g.n;
+  const auto a = stored(random_floats(rows * (form == 0 ? k : n), 1), dtype);
+  const auto b = stored(random_floats(form == 2 ? rows * k : groups * weight, 2), dtype);
+  Floats c = random_floats(out, 3);
+  g.a_row = form == 2 ? 1 : g.k, g.a_col = form == 2 ? n : 1;
+  g.b_row = form == 0 ? 1 : g.n, g.b_col = form == 0 ? k : 1;
+  g.c_row = g.n, g.accumulate = form == 2;
+  g.in_dtype = dtype, g.out_dtype = DType::f32, g.a = a.data(), g.b = b.data(), g.c = c.data();
+  kernels().grouped_linear_forward({g, groups, counts, weight, form == 2});
+  return c;
+}
+
 // A sum in FP16 has the reference's bits: what may differ is its sum in float32. Every target for ARM has FP16 arithmetic.
 void check_fp16_chunks(const int64_t* shape) {
   for (const std::string& target : compared()) {
@@ -92,6 +110,10 @@ void check_bf16x3_errors() {
 
 void check_gemm() {
   check_bf16x3_errors();
+  for (int form = 0; form < 3; ++form) {
+    for (DType dtype : {DType::f32, DType::bf16, DType::f16})
+      compare("grouped gemm", 2e-5f, 3e-4f, [&] { return run_groups(form, 40, 37, 70, dtype); });
+  }
   const int64_t shapes[][3] = {{1, 1, 1}, {12, 32, 16}, {13, 33, 17}, {5, 70, 0}, {61, 67, 71}, {14, 34, 700}};
   for (const auto& s : shapes) {
     check_fp16_chunks(s);

@@ -172,15 +172,76 @@ def test_special_values_travel(target, special):
     assert gradient[0, :5].tolist() == [1, 0, 1, 0, 1] and bool(gradient[0, 5].isnan())
 
 
+COUNTS = ((0, 1, 37, 0, 5), (0, 0, 64, 0), (0,), (300, 1, 2))  # rows of each group
+
+
+def grouped(counts, n, k, dtype, rows=strided):
+    """x, weight, grad and counts of groups of rows with a weight each."""
+    total = sum(counts)
+    return rows(total, k, dtype), random(len(counts), n, k, dtype=dtype, seed=1), rows(total, n, dtype), torch.tensor(counts)
+
+
+def each_group(counts):
+    """(number, rows) of every group."""
+    return [(i, slice(sum(counts[:i]), sum(counts[: i + 1]))) for i in range(len(counts))]
+
+
+@pytest.mark.parametrize("n, k", [(33, 70), (144, 513), (16, 1)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_groups_of_rows_have_weights_of_their_own(target, dtype, n, k, guarded):
+    torch.manual_seed(3)
+    for counts in COUNTS:
+        x, weight, grad, numbers = grouped(counts, n, k, dtype)
+        out, data, gradient = guarded((len(x), n), dtype), guarded((len(x), k), dtype), guarded((len(counts), n, k))
+        gradient.fill_(0.5)
+        kernels.grouped_linear_forward(x, weight, numbers, out)
+        kernels.grouped_linear_data_gradient(grad, weight, numbers, data)
+        kernels.grouped_linear_weight_gradient(grad, x, numbers, gradient)
+        for i, rows in each_group(counts):
+            xd, wd, gd = x[rows].double(), weight[i].double(), grad[rows].double()
+            check(out[rows], xd @ wd.T, xd.abs() @ wd.abs().T, dtype, k)
+            check(data[rows], gd @ wd, gd.abs() @ wd.abs(), dtype, n)
+            check(gradient[i], gd.T @ xd + 0.5, gd.abs().T @ xd.abs() + 0.5, torch.float32, len(xd))
+            assert len(xd) or bool((gradient[i] == 0.5).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_groups_have_the_bits_of_single_matmuls_for_any_threads(target, same_for_any_threads, dtype):
+    """Also where one group has half of all rows, and is cut into parts for several threads."""
+    counts, n, k = (3, 200, 0, 70, 90, 37), 131, 259
+    x, weight, grad, numbers = grouped(counts, n, k, dtype, lambda rows, cols, dtype: random(rows, cols, dtype=dtype, seed=cols))
+
+    def run():
+        out, data = torch.empty(len(x), n, dtype=dtype), torch.empty(len(x), k, dtype=dtype)
+        gradient = torch.ones(len(counts), n, k)
+        kernels.grouped_linear_forward(x, weight, numbers, out)
+        kernels.grouped_linear_data_gradient(grad, weight, numbers, data)
+        kernels.grouped_linear_weight_gradient(grad, x, numbers, gradient)
+        return out, data, gradient
+
+    out, data, gradient = same_for_any_threads(run)
+    for i, rows in each_group(counts):
+        one, two, three = torch.empty_like(out[rows]), torch.empty_like(data[rows]), torch.ones(n, k)
+        kernels.linear_forward(x[rows], weight[i], one)
+        kernels.linear_data_gradient(grad[rows], weight[i], two)
+        kernels.linear_weight_gradient(grad[rows], x[rows], three)
+        assert torch.equal(out[rows], one) and torch.equal(data[rows], two) and torch.equal(gradient[i], three)
+
+
 def test_reference_agrees(reference):
     x, weight, grad = torch.randn(7, 20), torch.randn(9, 20), torch.randn(7, 9)
+    weights, counts = torch.randn(3, 9, 20), torch.tensor([5, 0, 2])
 
     def run():
         out, data, gradient, bias = torch.empty(7, 9), torch.empty(7, 20), torch.ones(9, 20), torch.ones(9)
         kernels.linear_forward(x, weight, out, activation="gelu", packed=packed(weight, False))
         kernels.linear_data_gradient(grad, weight, data, activation_input=x, packed=packed(weight, True))
         kernels.linear_weight_gradient(grad, x, gradient, bias)
-        return out, data, gradient, bias
+        outs, datas, gradients = torch.empty(7, 9), torch.empty(7, 20), torch.ones(3, 9, 20)
+        kernels.grouped_linear_forward(x, weights, counts, outs)
+        kernels.grouped_linear_data_gradient(grad, weights, counts, datas)
+        kernels.grouped_linear_weight_gradient(grad, x, counts, gradients)
+        return out, data, gradient, bias, outs, datas, gradients
 
     for fast, exact in zip(run(), reference(run), strict=True):
         torch.testing.assert_close(fast, exact, rtol=1e-5, atol=1e-5)
@@ -188,8 +249,19 @@ def test_reference_agrees(reference):
 
 def test_refusals():
     x, weight, out = torch.randn(4, 6), torch.randn(5, 6), torch.empty(4, 5)
-    forward = kernels.linear_forward
+    forward, groups = kernels.linear_forward, torch.randn(2, 5, 6)
+
+    def of_groups(*counts, out=out, weight=groups):
+        return lambda: kernels.grouped_linear_forward(x, weight, torch.tensor(counts), out)
+
     refused = [
+        ("counts: expected shape", of_groups(4)),
+        ("counts: expected numbers from 0 to 4, got -1", of_groups(-1, 4)),
+        ("counts: expected numbers from 0 to 4, got 5", of_groups(5, -1)),
+        ("counts: expected a sum of 4, got 3", of_groups(1, 2)),
+        ("counts: expected dtype int64", of_groups(2.0, 2.0)),
+        ("weight: expected a contiguous tensor", of_groups(2, 2, weight=torch.randn(2, 6, 5).transpose(1, 2))),
+        ("out: expected dtype float32", of_groups(2, 2, out=out.bfloat16())),
         ("x: expected shape", lambda: forward(torch.randn(4, 7), weight, out)),
         ("x: expected dtype", lambda: forward(x.bfloat16(), weight, out)),
         ("weight: expected dtype", lambda: forward(x.double(), weight.double(), out)),

@@ -88,7 +88,7 @@ def example(row, sizes, dtype):
         if dims is None:
             arguments.append(sizes.get(name, 0))
         else:
-            whole = torch.int64 if name in ("tokens", "labels", "counter", "samples", "positions") else dtype
+            whole = torch.int64 if name in ("tokens", "labels", "counter", "samples", "positions", "counts") else dtype
             arguments.append(torch.empty([size_of(dim, sizes) for dim in dims], dtype=whole))
     return arguments
 

@@ -17,6 +17,7 @@ from fugaku_megatron.logs.metrics import MetricsWriter, read_history
 from fugaku_megatron.nn.experts import Order, kept
 from fugaku_megatron.nn.ops import Ops, recompute
 from fugaku_megatron.nn.passes import Pass
+from fugaku_megatron.nn.torch_blocks import parts
 from fugaku_megatron.perf import software, work
 from fugaku_megatron.training import expert_watch
 from fugaku_megatron.training.session import Session
@@ -144,7 +145,7 @@ def test_order_and_capacity():
     chosen = torch.tensor([[2, 0], [2, 1], [0, 2], [2, 0]])
     order = Order.of(chosen, 4)
     assert order.counts == (3, 1, 4, 0) and order.pairs.tolist() == [1, 4, 7, 3, 0, 2, 5, 6]
-    assert list(order.parts()) == [(0, slice(0, 3)), (1, slice(3, 4)), (2, slice(4, 8))]
+    assert list(parts(order.counts)) == [(0, slice(0, 3)), (1, slice(3, 4)), (2, slice(4, 8))]
     assert order.summed(torch.arange(8.0)[:, None]).tolist() == [[4.0], [8.0], [7.0], [9.0]]
     model = small_run(**EXPERTS, moe_expert_capacity_factor=2.0).model  # ceil(8 / 8 x 2) = 2 of each
     scores = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.7, 0.3], [0.8, 0.2]])

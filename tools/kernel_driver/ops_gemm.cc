@@ -65,6 +65,39 @@ void gemm_tn(Work& w, const Shape& n) {
   set_run(w, g);
 }
 
+// Matmuls of n[3] groups of rows, as equal as they can be, with a weight each.
+void set_grouped_run(Work& w, const GemmArgs& each, const Shape& n, int64_t rows, bool sums) {
+  auto counts = std::make_shared<std::vector<int64_t>>();
+  w.indices(n[3], 1);  // what is read of them
+  for (int64_t i = 0; i < n[3]; ++i) counts->push_back(rows * (i + 1) / n[3] - rows * i / n[3]);
+  w.run = [=] { kernels().grouped_linear_forward({each, n[3], counts->data(), sums ? n[0] * n[1] : n[1] * n[2], sums}); };
+}
+
+void grouped_nt(Work& w, const Shape& n) {
+  GemmArgs g = shape_of(w, n);
+  g.a = w.input(g.m * g.k), g.a_row = g.k, g.a_col = 1;
+  g.b = w.input(n[3] * g.n * g.k), g.b_row = 1, g.b_col = g.k;
+  g.c = w.output(g.m * g.n);
+  set_grouped_run(w, g, n, g.m, false);
+}
+
+void grouped_nn(Work& w, const Shape& n) {
+  GemmArgs g = shape_of(w, n);
+  g.a = w.input(g.m * g.k), g.a_row = g.k, g.a_col = 1;
+  g.b = w.input(n[3] * g.k * g.n), g.b_row = g.n, g.b_col = 1;
+  g.c = w.output(g.m * g.n);
+  set_grouped_run(w, g, n, g.m, false);
+}
+
+void grouped_tn(Work& w, const Shape& n) {
+  GemmArgs g = shape_of(w, n);
+  g.a = w.input(g.k * g.m), g.a_row = 1, g.a_col = g.m;
+  g.b = w.input(g.k * g.n), g.b_row = g.n, g.b_col = 1;
+  g.c = w.updated_f32(n[3] * g.m * g.n), g.out_dtype = DType::f32, g.accumulate = true;
+  w.sizes.e_out = sizeof(float);
+  set_grouped_run(w, g, n, g.k, true);
+}
+
 // A weight (N, K) packed for the forward matmul; the checksum is that of one row times it.
 void pack_weight(Work& w, const Shape& n) {
   GemmArgs g = shape_of(w, {1, n[0], n[1]});
@@ -102,6 +135,9 @@ const Register all[] = {
     {{"gemm_nt_bias_gelu", {96, 128, 256}, gemm_nt_bias_gelu, "linear_forward"}},
     {{"gemm_nn", {96, 128, 256}, gemm_nn, "linear_data_gradient"}},
     {{"gemm_tn", {96, 128, 256}, gemm_tn, "linear_weight_gradient"}},
+    {{"grouped_nt", {96, 128, 256, 3}, grouped_nt, "grouped_linear_forward"}},
+    {{"grouped_nn", {96, 128, 256, 3}, grouped_nn, "grouped_linear_data_gradient"}},
+    {{"grouped_tn", {96, 128, 256, 3}, grouped_tn, "grouped_linear_weight_gradient"}},
     {{"pack_weight", {128, 256}, pack_weight}},
     {{"gemm_panel", {24, 32, 256, 16}, gemm_panel, "bench_gemm_panel"}},
     {{"fma_peak", {10000}, fma, "bench_fma"}},
