@@ -218,8 +218,9 @@ class ModelConfig(ExpertFields):
     @property
     def mlps(self) -> tuple[str, ...]:
         """The row of `MLPS` that each layer's MLP is."""
+        dense = self.activation  # planners ask for the layers of thousands of layouts
         experts = experts_in(self.moe_layer_freq, self.num_layers) if self.num_experts else (False,) * self.num_layers
-        return tuple("experts" if layer else self.activation for layer in experts)
+        return tuple("experts" if layer else dense for layer in experts)
 
     @property
     def gated(self) -> bool:
