@@ -71,9 +71,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 def main(args: argparse.Namespace) -> int:
     """Measure, or compare; called on every rank of mpiexec."""
     if args.compare:
-        from .compare import compared
-
-        print(compared(*args.compare))
+        print(record.compared(*args.compare))
         return 0
     check_arguments(args)
     from ..comm.launch import run_or_abort
@@ -155,8 +153,8 @@ def sections() -> dict[str, Callable[[Context], dict[str, Any]]]:
 def measure(world: Comm, args: argparse.Namespace) -> None:
     """All sections, each written as soon as it is finished. Collective."""
     from .findings import findings, text
-    from .outlook import hours
     from .page import page
+    from .training import hours
 
     budget = record.Budget(args.minutes)
     report = record.Record(args.output, budget, {".html": page, ".txt": text}, args.with_names) if world.rank == 0 else None

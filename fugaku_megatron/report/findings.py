@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from .outlook import LABEL
-from .record import clock
+from .record import LABEL, clock
 
 Sections = dict[str, Any]
 CLOCK_SHARE, SPREAD = 0.9, 0.9  # of the nominal clock; of the median of the ranks

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .findings import heading, summary
-from .outlook import LABEL
+from .record import LABEL
 
 Points = Sequence[tuple[float, float]]
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 460, 270, 58, 12, 28, 40  # of a plot, and its margins, in pixels

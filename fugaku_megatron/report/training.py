@@ -1,12 +1,13 @@
 """Sections of a report that train: 124M on 1, 2, 4 ... ranks, two layers of larger models, and a checkpoint.
 
 Data are random tokens. A step is measured as often as the time allows, and once at least. Two layers are trained by every
-tensor-parallel group of a node at the same time, without data-parallel sums. Left out: whole models, which `outlook` extrapolates.
+tensor-parallel group of a node at the same time, without data-parallel sums. Whole models are extrapolated from them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import tempfile
 import time
@@ -28,6 +29,7 @@ from ..nn.ops import Ops
 from ..perf import machine, model, software
 from ..training.train import Trainer
 from .context import Context
+from .record import LABEL
 
 # What every measured run has: random tokens, no dropout, no evaluation, a constant learning rate.
 PLAIN = {"mock_data": True, "micro_batch_size": 1, "hidden_dropout": 0.0, "attention_dropout": 0.0, "eval_iters": 0,
@@ -243,3 +245,47 @@ def file_system(folder: Path, mounts: Path = Path("/proc/mounts")) -> str:
             if folder.resolve().is_relative_to(point) and len(point) > len(found[0]):
                 found = point, kind
     return found[1]
+
+
+# Hours for 10 million tokens of whole models, from two measured layers (model) ----------------------------------------------------
+#
+# A sample takes as long as its FLOPs at the rate of the two layers; every tensor-parallel group works on samples of its own.
+# An update comes every UPDATE_TOKENS tokens and takes as long as its parameters at the measured rate, and the all-reduce of the
+# gradients in addition. Left out: pipelines, and recompute, which a model needs that barely fits.
+
+TOKENS, UPDATE_TOKENS = 10_000_000, 1 << 19
+BYTES = 16  # of a parameter: FP32 weights, gradients and both moments
+MODEL_SHARE = 0.8  # share of a node's memory that these may take
+LLAMA_3B = {"num_layers": 28, "hidden_size": 3072, "ffn_hidden_size": 8192, "num_attention_heads": 24, "num_query_groups": 8,
+            "kv_channels": 128}  # meta-llama/Llama-3.2-3B
+# Model -> the measured shape whose rate it has, its recipe, what differs from that
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "0.6B": ("1B", "qwen3-0.6b", {}), "1B": ("1B", "llama-3.2-1b", {}), "3B": ("8B", "llama-3.2-1b", LLAMA_3B),
+    "8B": ("8B", "llama-3.1-8b", {})}
+
+
+def hours(sections: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each model, from its own shape's layers or, where those were left out, the other shape's; none without either."""
+    measured = {row["shape"]: row for row in sections.get("layers", {}).get("rows", []) if "gradient_seconds" in row}
+    rows = []
+    for name, (shape, recipe, changes) in MODELS.items():
+        if measured:
+            rows.append(whole_model(name, measured.get(shape) or [*measured.values()][-1], recipe, changes, sections))
+    return rows
+
+
+def whole_model(name: str, row: dict[str, Any], recipe: str, changes: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
+    """Tokens per second and hours of a model at the rate of a measured row."""
+    run = make_run(recipe, {**changes, "seq_length": row["seq_length"], "mock_data": True})
+    parameters, tokens = accounting.parameters(run), row["seq_length"]
+    sample = row["gradient_seconds"] * accounting.model_flops(run, 1) / row["flops"]
+    update = row["update_seconds"] * parameters / row["parameters"]
+    reduce_gbs = sections.get("communication", {}).get("all_reduce_gbs")
+    if reduce_gbs and row["groups"] > 1:
+        update += 4 * parameters / row["tp"] / reduce_gbs / 1e9
+    seconds = TOKENS / (row["groups"] * tokens / sample) + TOKENS / UPDATE_TOKENS * update
+    nodes = sections.get("host", {}).get("nodes", [])
+    gib, need = sum(node["job_memory_gib"] for node in nodes), BYTES * parameters / 2**30
+    return {"model": name, "parameters": parameters, "from": f"two layers of {row['shape']}", "label": LABEL, "seq_length": tokens,
+            "tokens_per_s": TOKENS / seconds, "hours": seconds / 3600, "need_gib": need, "fits": need <= MODEL_SHARE * gib,
+            "nodes_needed": math.ceil(need / (MODEL_SHARE * gib / len(nodes))) if gib else None}

@@ -23,7 +23,7 @@ from fugaku_megatron.costs import accounting
 from fugaku_megatron.host import kernels
 from fugaku_megatron.host.energy import Counter, Counters
 from fugaku_megatron.perf import machine
-from fugaku_megatron.report import compare, context, findings, host, kernel_checks, outlook, page, record, training
+from fugaku_megatron.report import context, findings, host, kernel_checks, page, record, training
 from tests.unit.test_perf_calibrate import rank as calibrated_rank
 
 NODE = {"cpu": "A CPU", "cpus": 8, "allowed_cpus": 8, "cores": 8, "features": ["avx2", "avx512f"],
@@ -68,7 +68,7 @@ def changed(*path, **values):
 def report(sections=HEALTHY, complete=True, **more):
     data = {"format": record.FORMAT, "version": record.VERSION, "program": "0", "complete": complete, "seconds": 65.0,
             "ended": "finished" if complete else "ended by SIGTERM", "date": "2026-01-01", "minutes": 10.0, "sections": sections}
-    return {**data, "findings": findings.findings(sections), "hours": outlook.hours(sections), **more}
+    return {**data, "findings": findings.findings(sections), "hours": training.hours(sections), **more}
 
 
 # Kernels --------------------------------------------------------------------------------------------------------------------------
@@ -180,24 +180,24 @@ def test_the_text_has_about_thirty_lines():
 # Hours ----------------------------------------------------------------------------------------------------------------------------
 
 def test_hours_follow_from_the_rate_of_two_layers():
-    one = next(row for row in outlook.hours(HEALTHY) if row["model"] == "1B")
+    one = next(row for row in training.hours(HEALTHY) if row["model"] == "1B")
     run = make_run("llama-3.2-1b", {"seq_length": 1024, "mock_data": True})
     sample = 2.0 * accounting.model_flops(run, 1) / 4e11  # seconds of a sample in each of two groups
     update = 0.5 * accounting.parameters(run) / 1e8 + 4 * accounting.parameters(run) / 3e9
-    seconds = outlook.TOKENS / (2 * 1024 / sample) + outlook.TOKENS / outlook.UPDATE_TOKENS * update
+    seconds = training.TOKENS / (2 * 1024 / sample) + training.TOKENS / training.UPDATE_TOKENS * update
     assert one["hours"] == pytest.approx(seconds / 3600) and one["label"] == "model (extrapolated)"
     assert one["fits"] and one["need_gib"] == pytest.approx(16 * accounting.parameters(run) / 2**30)
 
 
 def test_every_model_has_hours_and_the_large_one_names_the_nodes_it_needs():
-    rows = outlook.hours(HEALTHY)
+    rows = training.hours(HEALTHY)
     assert [row["model"] for row in rows] == ["0.6B", "1B", "3B", "8B"]
     sizes = [row["parameters"] / 1e9 for row in rows]
     assert sizes == pytest.approx([0.596, 1.236, 3.213, 8.03], rel=2e-3)
     assert not rows[-1]["fits"] and rows[-1]["nodes_needed"] == 3  # 120 GiB on nodes of 64, of which 0.8 are used
     left_out = {"shape": "8B", "left_out": "time"}
-    assert outlook.hours({"layers": {"rows": [left_out]}}) == []
-    rows = outlook.hours({"layers": {"rows": [{"shape": "1B", **LAYERS}, left_out]}})
+    assert training.hours({"layers": {"rows": [left_out]}}) == []
+    rows = training.hours({"layers": {"rows": [{"shape": "1B", **LAYERS}, left_out]}})
     assert [row["from"] for row in rows] == ["two layers of 1B"] * 4 and rows[3]["hours"] > rows[1]["hours"] > 0
 
 
@@ -280,7 +280,7 @@ def test_two_reports_are_compared_with_ratios(tmp_path, capsys):
     assert rows["message inside nodes"] == ["us", "1", "0.5", "2.00"]
     assert rows["checkpoint written"] == ["GB/s", "1", "-", "-"]
     assert "PARTIAL: ended by SIGTERM" in out and "1 of 1 kernels compute the same bits" in out
-    assert compare.ratio("hours", 10.0, 5.0) == "2.00" and compare.ratio("GB/s", None, 5.0) == "-"
+    assert record.ratio("hours", 10.0, 5.0) == "2.00" and record.ratio("GB/s", None, 5.0) == "-"
 
 
 @pytest.mark.parametrize("words, message", [
