@@ -25,8 +25,7 @@ from ..comm.agreement import describe
 from ..config.checks import check, check_kind
 from ..config.model_config import MASKED, ModelConfig
 from ..config.model_config import architecture as shape_values
-from .architectures import ARCHITECTURES, ONLY, OUTPUT, REFUSED, REQUIRED, Architecture
-from .arrangements import Arrangement, Shape, whole
+from .architectures import ARCHITECTURES, ONLY, OUTPUT, REFUSED, REQUIRED, Architecture, Arrangement, Shape, whole
 from .rules import FILE
 from .weights import Weights, layer_of, place_of, shapes, widest
 
