@@ -25,8 +25,8 @@ from ..perf.model import step
 from ..pipeline import schedule
 from ..pipeline.parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, ONE_F_ONE_B
 from ..pipeline.timeline import Costs, walk
-from .feed import datasets_of
 from .rank_watch import PROCESS_BYTES
+from .run_batches import datasets_of
 from .start_choices import modelled_system, settle
 
 LARGE_BUBBLE = 0.2  # from which on other layouts are worth a search

@@ -41,7 +41,6 @@ from ..logs.metrics import MetricsWriter, WandbRun, format_peak_memory, read_run
 from ..logs.run_log import format_run
 from ..logs.screen import append
 from ..watchdog.watch import Watchdog
-from .feed import datasets_of, reads_data
 from .machine_faults import Checksums, Rerun
 from .observers import Heartbeats, Observers, Profile, place, profiled_ranks
 from .param_schedule import ParamSchedule
@@ -57,6 +56,7 @@ from .rank_watch import (
     validation_line,
 )
 from .resume import Resume, find_checkpoint, resume_training, with_padding
+from .run_batches import datasets_of, reads_data
 from .session import HISTORY, Session
 from .start_choices import (
     build_ops,

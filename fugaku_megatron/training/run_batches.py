@@ -57,8 +57,8 @@ def datasets_of(run: RunConfig, num_samples: Sequence[int | None], comm: Comm | 
 
 
 @dataclass(frozen=True)
-class Feed:
-    """The data of one rank of a run. readers: see `train.Trainer`. waiting: is entered around what fetches samples."""
+class RunBatches:
+    """The batches of a run on one rank. readers: see `train.Trainer`. waiting: is entered around what fetches samples."""
 
     run: RunConfig
     groups: Groups

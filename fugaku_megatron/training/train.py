@@ -40,9 +40,9 @@ from ..nn.ops import Ops
 from ..nn.parameter import PARAMETER_DTYPES
 from ..pipeline import schedule
 from . import expert_watch
-from .feed import Feed, Source
 from .optim import Optimizer
 from .param_schedule import ParamSchedule
+from .run_batches import RunBatches, Source
 from .step import MicroBatchWindow, StepExecutor, StepShape
 
 WEIGHTS, MOMENTS = (WEIGHT,), ("exp_avg/", "exp_avg_sq/")  # beginnings of keys in a checkpoint
@@ -133,9 +133,9 @@ class Trainer:
     # One step ------------------------------------------------------------------------------------------------------------------
 
     @property
-    def feed(self) -> Feed:
+    def batches(self) -> RunBatches:
         """Where this rank's micro-batches come from."""
-        return Feed(self.run, self.groups, self.readers, self.waiting_for_data)
+        return RunBatches(self.run, self.groups, self.readers, self.waiting_for_data)
 
     def _execute(self, source: Source | None, work: Work | None, consumed: int, lists: schedule.Schedule, factor: float,
                  training: bool, stage: Stage | None = None, watch: Watch | None = None) -> list[Tensor]:
@@ -147,7 +147,7 @@ class Trainer:
                           dtype=PARAMETER_DTYPES[run.precision.name], loss_factor=factor, training=training,
                           recompute=run.training.recompute_granularity if training else None,
                           count=None if work is None else max(work.counted, 1) / parts)
-        window = MicroBatchWindow(self.feed.micro_batches(source, consumed, lists.microbatches), len(self.stage.chunks))
+        window = MicroBatchWindow(self.batches.micro_batches(source, consumed, lists.microbatches), len(self.stage.chunks))
         return StepExecutor(stage or self.stage, self.groups.pp, window, shape, watch or self.watch).run(lists)
 
     def _mean_loss(self, losses: list[Tensor]) -> float:
@@ -162,7 +162,7 @@ class Trainer:
         started, consumed = time.perf_counter(), self.progress.consumed_samples
         size, scale = self.batch_size(consumed), self.optimizer.scaler.scale
         if self._batches is None:
-            self._batches = self.feed.open(self.train, consumed, self.batch_size, self.skips.samples)
+            self._batches = self.batches.open(self.train, consumed, self.batch_size, self.skips.samples)
         loss, work = self._gradients(self._batches, consumed, scale)
         experts = expert_watch.gather(self.stage, self.run, self.groups, self.layout.microbatches(self.run, size))
         if self.before_update:
@@ -185,7 +185,7 @@ class Trainer:
 
         Also the work of its samples, where they are marked.
         """
-        work = self.feed.begin(source)
+        work = self.batches.begin(source)
         microbatches = self.layout.microbatches(self.run, self.batch_size(consumed))
         self.optimizer.zero_grad(microbatches)
         expert_watch.forget(self.stage)
@@ -202,7 +202,7 @@ class Trainer:
         the trainer's own. Collective.
         """
         own = self.watch
-        source = self.feed.open(self.train, consumed, self.batch_size, self.skips.samples)
+        source = self.batches.open(self.train, consumed, self.batch_size, self.skips.samples)
 
         def both(executor: schedule.Executor) -> schedule.Executor:
             watched = own(executor) if own else executor
@@ -224,9 +224,9 @@ class Trainer:
         size = self.layout.eval_batch_size(self.run)
         lists = run_schedule.of_run(self.run, self.layout.microbatches(self.run, size)).forward_only()
         total, weights = 0.0, 0
-        source = self.feed.open(dataset, first, lambda _: size)
+        source = self.batches.open(dataset, first, lambda _: size)
         for i in range(iterations):
-            work = self.feed.begin(source)
+            work = self.batches.begin(source)
             weight = 1 if work is None else work.counted
             total += weight * self._mean_loss(self._execute(source, work, first + i * size, lists, 1.0, training=False))
             weights += weight

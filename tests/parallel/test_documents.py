@@ -18,7 +18,7 @@ from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.data.marks import FIRST, labels, mark
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.passes import Pass
-from fugaku_megatron.training.feed import documents_of
+from fugaku_megatron.training.run_batches import documents_of
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import DROPOUT, OVERLAP, PP2, TP2, grid_groups, small_run, whole_tensors
 from tests.llama_models import FAMILIES, copy_to, theirs

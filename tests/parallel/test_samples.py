@@ -17,10 +17,10 @@ from fugaku_megatron.config.sample_rules import Skips
 from fugaku_megatron.data import sampler
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.data.sampler import ReaderBatches, ReaderGroup, build_reader_group, micro_batches
-from fugaku_megatron.training.feed import reads_data
 from fugaku_megatron.training.pretrain import run_length
 from fugaku_megatron.training.rank_watch import skip_line
 from fugaku_megatron.training.resume import Resume, find_checkpoint, resume_training
+from fugaku_megatron.training.run_batches import reads_data
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import PP2, SMALL, TP2, grid_groups, make_trainer, mock, small_run
 from tests.threads import ThreadWorld

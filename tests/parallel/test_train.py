@@ -16,8 +16,8 @@ from fugaku_megatron.host import kernels
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.parameter import PARAMETER_DTYPES
 from fugaku_megatron.training.buckets import BucketComm
-from fugaku_megatron.training.feed import reads_data
 from fugaku_megatron.training.resume import find_checkpoint, resume_training
+from fugaku_megatron.training.run_batches import reads_data
 from fugaku_megatron.training.train import Progress, Trainer
 from tests.helpers import (
     DROPOUT,
@@ -82,8 +82,8 @@ def test_a_micro_batch_is_one_broadcast_over_tensor_parallel_ranks():
         trainer, sent = make_trainer(world, small_run(num_layers=2, tensor_model_parallel_size=2)), []
         tp, verb = trainer.groups.tp, trainer.groups.tp.broadcast
         tp.broadcast = lambda tensor, *root: sent.append((tensor.dtype, tuple(tensor.shape))) or verb(tensor, *root)
-        source, count = trainer.feed.open(trainer.train, 0, trainer.batch_size), trainer.layout.microbatches(trainer.run, 16)
-        micro_batches = list(trainer.feed.micro_batches(source, 0, count))
+        source, count = trainer.batches.open(trainer.train, 0, trainer.batch_size), trainer.layout.microbatches(trainer.run, 16)
+        micro_batches = list(trainer.batches.micro_batches(source, 0, count))
         if source:
             source.close()
         assert all(torch.equal(batch.tokens[1:], batch.labels[:-1]) for batch in micro_batches)

@@ -11,7 +11,7 @@ from fugaku_megatron.config.groups import DataConfig
 from fugaku_megatron.data.dataset import BlendedDataset, MockDataset, ValidationSets
 from fugaku_megatron.data.marks import COUNTED, FIRST, MarkedDataset, Work, document_starts, labels, mark
 from fugaku_megatron.data.sampler import fetch
-from fugaku_megatron.training.feed import documents_of
+from fugaku_megatron.training.run_batches import documents_of
 from fugaku_megatron.training.start_choices import end_of_document
 
 EOD, S = 3, 24
