@@ -316,6 +316,8 @@ class RunConfig:
         check(not splits or precision == "fp32", f"--fp32-matmul bf16x3 is for FP32, and this run is {precision}: leave it out")
         check(not splits or kernels != "torch", "--fp32-matmul bf16x3 is for the C++ kernels, and --kernels is torch: pass native "
               "or auto, or leave it out")
+        check(not splits or self.model.num_experts is None, f"--fp32-matmul bf16x3 is not built for --num-experts "
+              f"{self.model.num_experts}: leave it out")
         layers, count = self.numbers.abft or (), self.model.num_layers
         beyond = next((layer for layer in layers if layer != "all" and int(layer) >= count), None)
         check(beyond is None, f"--abft {beyond}: the model has layers 0 to {count - 1}: pass some of them, or all")
