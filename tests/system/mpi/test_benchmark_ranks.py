@@ -2,12 +2,15 @@
 
 import argparse
 import json
+import subprocess
+import sys
 
 import pytest
 
 from benchmarks import child, comm, two_hosts
 from benchmarks.__main__ import main
 from tests.system.mpi import launch
+from tests.system.mpi.test_pretrain import PROGRAM, TINY, losses
 
 pytestmark = [pytest.mark.mpi, pytest.mark.skipif(launch.mpich() is None, reason=launch.MISSING["mpich"])]
 PNG = b"\x89PNG"
@@ -95,6 +98,22 @@ def test_rows_between_matmuls(measured, hosts):
     half = 64 // 2 * 1024 * 4
     assert rows["blocking"]["bytes"] == pytest.approx(exchanges * half, rel=0.1)
     assert rows["overlapped"]["bytes"] == pytest.approx(exchanges * half, rel=0.1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [[], ["--pipeline-model-parallel-size", "2"]], ids=["dp2", "pp2"])
+def test_documents_train_alike_on_two_hosts(hosts, mpich, tmp_path, layout):
+    """Over a slow link, as on one host."""
+    flags = [PROGRAM, *TINY, *layout, "--train-iters", "6", "--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss",
+             "--tokenizer-type", "NullTokenizer", "--hidden-dropout", "0.1", "--save"]
+    one = mpich.run(2, *flags, str(tmp_path / "one"))
+    assert one.returncode == 0, one.stderr
+    with two_hosts.two_hosts("10mbit"):
+        first, second = (two_hosts.on_host(host, [sys.executable, *flags, str(tmp_path / "two")]) for host in two_hosts.HOSTS)
+        two = subprocess.run([child.mpiexec(), *first, ":", *second], env={**mpich.variables(), **two_hosts.NETWORK}, text=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240)
+    assert two.returncode == 0, two.stdout
+    assert len(losses(tmp_path / "one")) == 6 and losses(tmp_path / "two") == losses(tmp_path / "one")
 
 
 def test_exposed_is_the_median_of_differences_within_rounds():
