@@ -204,5 +204,6 @@ def _with_other_sums(run: RunConfig, choice: Choice) -> Choice:
         return choice
     line = f"kernels: gemm native, partial sums of {chunk} terms in FP16, added up in FP32"
     if run.system.splits_fp32:
-        line = "kernels: gemm native, each FP32 operand as three BF16 numbers, six BF16 matmuls added up in FP32"
+        line = "kernels: gemm native, each FP32 operand as three BF16 numbers, six BF16 matmuls added up in FP32 " \
+               "(faster than FP32 units on AMX only)"
     return Choice({**choice.backends, "gemm": "native"}, [*choice.lines, line])
