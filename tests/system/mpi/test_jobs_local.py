@@ -19,7 +19,7 @@ from tests.system.mpi.kills import iterations, kill_after
 pytestmark = pytest.mark.mpi
 ROOT = launch.TESTS.parent
 SCRIPTS = ROOT / "scripts" / "pjsub"
-FLAGS = "--train-iters 100 --save-interval 100000"
+FLAGS = "--train-iters 60 --save-interval 100000"
 TRIAL = ["--scale", "2", "--elapse", "120", "--wait"]
 
 
