@@ -99,7 +99,8 @@ def dry_trainer(rank: int, ranks: int, **changes: Any) -> Trainer:
 def grid_groups(world: Comm, run: RunConfig) -> Groups:
     """The groups of a run."""
     parallel = run.parallel
-    return Grid(world.size, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size).groups(world)
+    return Grid(world.size, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size,
+                parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size).groups(world)
 
 
 def train(world: Comm, run: RunConfig, iterations: int, ops: Ops | None = None, **more: Any) -> list[IterationResult]:

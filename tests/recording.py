@@ -5,6 +5,7 @@
 Convention: the bytes of a call are the payload that its caller passes, numel * element_size of
 
     all_reduce, broadcast, send, recv   the tensor
+    all_to_all                          this rank's rows, its own ones as well
     all_gather                          this rank's part (1 / size of the output)
     reduce_scatter                      the whole input (size times the output)
 
@@ -64,6 +65,9 @@ class RecordingComm:
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Tensor:
         return self._note("reduce_scatter", tensor).reduce_scatter(output, tensor)
 
+    def all_to_all(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
+        return self._note("all_to_all", tensor).all_to_all(output, tensor, received, sent)
+
     def iall_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
         return self._note("all_reduce", tensor).iall_reduce(tensor, op)
 
@@ -72,6 +76,9 @@ class RecordingComm:
 
     def ireduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
         return self._note("reduce_scatter", tensor).ireduce_scatter(output, tensor)
+
+    def iall_to_all(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Handle:
+        return self._note("all_to_all", tensor).iall_to_all(output, tensor, received, sent)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         return self._note("broadcast", tensor).broadcast(tensor, root)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fugaku_megatron.comm.base import DONE, OPS, Comm, Handle, check, rank_order_sum, rows
+from fugaku_megatron.comm.base import DONE, OPS, Comm, Handle, check, check_exchange, rank_order_sum, rows
 
 
 def _reduced(parts: Sequence[Tensor], op: str) -> Tensor:
@@ -160,6 +160,17 @@ class ThreadComm(Comm):
         whole, own = rows(tensor, output, self.size), output.detach().view(-1)
         verb = f"reduce_scatter {tensor.dtype} x {tensor.numel()}"
         return self._start(verb, whole.clone(), lambda parts: own.copy_(rank_order_sum([part[self.rank] for part in parts])))
+
+    def iall_to_all(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Handle:
+        check_exchange(output, tensor, received, sent, self.size)
+        parts, result = tensor.detach().clone().split(list(sent)), output.detach()
+
+        def finish(shown: list[Any]) -> None:
+            own = [part[self.rank] for part in shown]
+            assert list(map(len, own)) == list(received), f"rank {self.rank} expects {received} rows of {list(map(len, own))}"
+            result.copy_(torch.cat(own))
+
+        return self._start(f"all_to_all {tensor.dtype}", parts, finish)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         verb, flat = f"broadcast from {root} {tensor.dtype} x {check(tensor).numel()}", tensor.detach().view(-1)

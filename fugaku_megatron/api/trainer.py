@@ -150,12 +150,12 @@ class Trainer:
             run, _ = settle(self._with_length(1), layout, world, nodes)
             check_memory(run, layout, world, nodes)
         self._run = replace(run, training=replace(run.training, train_iters=self._run.training.train_iters))
-        self._groups = share_groups(Grid(world.size, layout.tp, layout.pp).groups(world), kernels)
+        self._groups = share_groups(Grid(*layout.sizes).groups(world), kernels)
         self._readers = pretrain.find_reader_group(run, self._groups, nodes)
         self._opened = self._samples_needed(layout, train.Progress()) if self._length_given else 1
         data = self._open(self._opened, pretrain.samples_to_validate(run, layout, 1))
         choice = choose_kernels(run, layout, world, saved)
-        observers = Observers(Phases(), Heartbeats(Heartbeat(), Grid(world.size, layout.tp, layout.pp), world.rank), None)
+        observers = Observers(Phases(), Heartbeats(Heartbeat(), Grid(*layout.sizes), world.rank), None)
         self._trainer = pretrain.build_trainer(self._with_length(NO_END), world, self._groups, data, choice.backends, observers,
                                                self._readers)
         self._valid_sizes = pretrain.valid_sizes(run, layout, data[1], world)

@@ -80,6 +80,15 @@ class Comm(Protocol):
         self.ireduce_scatter(output, tensor).wait()
         return output
 
+    def all_to_all(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
+        """Send the rows of `tensor` (n, ...), sent[i] of them to rank i, in this order; returns `output`.
+
+        Rows from rank i, received[i] of them, are put into `output` (m, ...) in the order of ranks. A row is what follows the first
+        dimension.
+        """
+        self.iall_to_all(output, tensor, received, sent).wait()
+        return output
+
     def iall_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
         """Start an all_reduce of `tensor` (any shape) in place."""
 
@@ -88,6 +97,9 @@ class Comm(Protocol):
 
     def ireduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
         """Start a reduce_scatter of `tensor` (size * n,) into `output` (n,)."""
+
+    def iall_to_all(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Handle:
+        """Start an all_to_all of the rows of `tensor` (n, ...) into `output` (m, ...)."""
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         """Copy `root`'s values into `tensor` (any shape, the same on every rank), in place; returns `tensor`."""
@@ -144,6 +156,14 @@ def rows(whole: Tensor, part: Tensor, size: int) -> Tensor:
     assert check(whole).dtype == check(part).dtype, f"{whole.dtype} and {part.dtype}"
     assert whole.numel() == size * part.numel(), f"{whole.numel()} elements are not {size} x {part.numel()}"
     return whole.detach().view(size, part.numel())
+
+
+def check_exchange(output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int], size: int) -> None:
+    """Assert that both tensors, (m, ...) and (n, ...), have rows of one kind, as many as the counts for `size` ranks say."""
+    assert check(output).dtype == check(tensor).dtype, f"{output.dtype} and {tensor.dtype}"
+    assert output.shape[1:] == tensor.shape[1:], f"rows {tuple(output.shape[1:])} and {tuple(tensor.shape[1:])}"
+    assert (len(received), sum(received)) == (size, len(output)), f"{received} for {len(output)} rows from {size} ranks"
+    assert (len(sent), sum(sent)) == (size, len(tensor)), f"{sent} for {len(tensor)} rows to {size} ranks"
 
 
 def rank_order_sum(parts: Sequence[Tensor] | Tensor) -> Tensor:

@@ -1,7 +1,9 @@
 """The parallel layout: which ranks form the tensor, pipeline, data parallel and embedding groups.
 
 The layout is one reshape, ranks 0 .. world-1 -> (dp, pp, tp), with tp innermost: a tensor parallel group consists of
-neighbouring ranks (one node, or one unit of a torus). Left out: placing ranks on nodes, which is the launcher's work.
+neighbouring ranks (one node, or one unit of a torus). Divided experts have a second reshape of the dp x tp ranks of a stage ->
+(edp, ep, etp), so that the ranks which exchange tokens are as near as data-parallel ranks can be. Left out: placing ranks on
+nodes, which is the launcher's work.
 """
 
 from __future__ import annotations
@@ -10,17 +12,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .base import Comm
+from .solo import SoloComm
+
+ALONE = SoloComm()
 
 
 @dataclass(frozen=True)
 class Groups:
-    """One rank's communicators. `embedding` joins the first and last pipeline stage; it has size 1 elsewhere."""
+    """One rank's communicators. `embedding` joins the first and last pipeline stage; it has size 1 elsewhere.
+
+    ep: ranks that have different experts; etp: that share each expert's matrices; edp: that hold the same experts. All three have
+    size 1 where experts are held like other matrices.
+    """
 
     world: Comm
     tp: Comm
     pp: Comm
     dp: Comm
     embedding: Comm
+    ep: Comm = ALONE
+    etp: Comm = ALONE
+    edp: Comm = ALONE
 
 
 def subgroup(comm: Comm, ranks: Sequence[int]) -> Comm:
@@ -35,15 +47,21 @@ def subgroup(comm: Comm, ranks: Sequence[int]) -> Comm:
 
 @dataclass(frozen=True)
 class Grid:
-    """`world_size` ranks as a (dp, pp, tp) grid; dp = world_size / (tp * pp), a whole number (`layout.check_world_size`)."""
+    """`world_size` ranks as a (dp, pp, tp) grid; dp = world_size / (tp * pp), a whole number (`layout.check_world_size`).
+
+    ep, etp: ranks that have different experts, and that share each of them, 1 or tp; None: tp.
+    """
 
     world_size: int
     tp: int = 1
     pp: int = 1
+    ep: int = 1
+    etp: int | None = None
 
     def __post_init__(self) -> None:
         assert self.tp >= 1 and self.pp >= 1 and self.world_size >= 1, self
         assert self.world_size % (self.tp * self.pp) == 0, self
+        assert self.etp in (None, 1, self.tp) and self.dp * self.tp % (self.ep * (self.etp or self.tp)) == 0, self
 
     @property
     def dp(self) -> int:
@@ -63,12 +81,26 @@ class Grid:
     def ranks(self, rank: int) -> dict[str, list[int]]:
         """World ranks of each group that `rank` belongs to, in group order; keys as in `Groups`."""
         dp, pp, tp = self.coords(rank)
+        divided = self.ep > 1 or self.etp not in (None, self.tp)
         ends = (self.rank(dp, 0, tp), self.rank(dp, self.pp - 1, tp))
         return {
             "tp": [self.rank(dp, pp, i) for i in range(self.tp)],
             "pp": [self.rank(dp, i, tp) for i in range(self.pp)],
             "dp": [self.rank(i, pp, tp) for i in range(self.dp)],
             "embedding": sorted(set(ends)) if rank in ends else [rank],
+            **(self._expert_ranks(rank) if divided else {}),
+        }
+
+    def _expert_ranks(self, rank: int) -> dict[str, list[int]]:
+        """World ranks of the groups of divided experts."""
+        etp, (dp, pp, tp) = self.etp or self.tp, self.coords(rank)
+        stage = [self.rank(i, pp, j) for i in range(self.dp) for j in range(self.tp)]  # in the order (edp, ep, etp)
+        outer, inner = divmod(dp * self.tp + tp, self.ep * etp)
+        begin = outer * self.ep * etp
+        return {
+            "ep": stage[begin + inner % etp : begin + self.ep * etp : etp],
+            "etp": stage[begin + inner // etp * etp :][:etp],
+            "edp": stage[inner :: self.ep * etp],
         }
 
     def groups(self, world: Comm) -> Groups:
@@ -77,5 +109,7 @@ class Grid:
             raise ValueError(
                 f"the grid has {self.world_size} ranks but {world.size} were started: run mpiexec -n {self.world_size}"
             )
-        named = {name: subgroup(world, ranks) for name, ranks in self.ranks(world.rank).items()}
-        return Groups(world=world, **named)
+        lists = self.ranks(world.rank)
+        whole = lists.get("etp") == lists["tp"]  # the same ranks need no other communicator
+        named = {name: subgroup(world, ranks) for name, ranks in lists.items() if not (whole and name == "etp")}
+        return Groups(world=world, **named, **({"etp": named["tp"]} if whole else {}))

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import math
 import os
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from . import launcher
-from .base import DONE, HALF, OPS, Comm, Handle, check, rank_order_sum, rows
+from .base import DONE, HALF, OPS, Comm, Handle, check, check_exchange, rank_order_sum, rows
 from .engine import Engine, Steps
 
 THREAD_LEVELS = ("single", "funneled", "serialized", "multiple")
@@ -206,6 +207,21 @@ class MPIComm(Comm):
             received = torch.empty_like(sent)
             yield [self.mpi_comm.Ialltoall(_buffer(sent), _buffer(received))]
             output[start : start + step] = rank_order_sum(received)
+
+    def iall_to_all(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Handle:
+        check_exchange(output, tensor, received, sent, self.size)
+        if self.size == 1:
+            output.detach().copy_(tensor.detach())
+            return DONE
+        return self._collective(self._all_to_all(output.detach(), tensor.detach(), received, sent), output, tensor)
+
+    def _all_to_all(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Steps:
+        # Counts and places are those of rows: in elements they may be more than a C int holds.
+        row = self.mpi.BYTE.Create_contiguous(math.prod(tensor.shape[1:]) * tensor.element_size()).Commit()
+        buffers = [[_buffer(rows), (counts, [sum(counts[:rank]) for rank in range(self.size)]), row]
+                   for rows, counts in ((tensor, list(sent)), (output, list(received)))]
+        yield [self.mpi_comm.Ialltoallv(*buffers)]
+        row.Free()
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         if self.size > 1:

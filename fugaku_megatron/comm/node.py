@@ -16,16 +16,18 @@ Left out: float64 and integers, maxima and broadcasts, which stay MPI's. Legend:
 from __future__ import annotations
 
 import ctypes
+import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate, count
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .base import DONE, SUMMED_DTYPES, Comm, Handle, check, rows
+from .base import DONE, SUMMED_DTYPES, Comm, Handle, check, check_exchange, rows
 from .engine import PATIENCE, Steps
 from .grid import Groups
 from .mpi import MPIComm
@@ -41,7 +43,9 @@ SHARED_MEMORY = "/dev/shm"  # where the MPI libraries have it
 
 def share_groups(groups: Groups, kernels: Any, node: int | None = None) -> Groups:
     """The groups that sum tensors, as `share_node` has them. Collective."""
-    return replace(groups, **{name: share_node(getattr(groups, name), kernels, node) for name in ("tp", "dp", "embedding")})
+    names = ("tp", "dp", "embedding", "ep", "edp")
+    shared = {name: share_node(getattr(groups, name), kernels, node) for name in names}
+    return replace(groups, **shared, etp=shared["tp"] if groups.etp is groups.tp else groups.etp)
 
 
 def share_node(comm: Comm, kernels: Any, node: int | None = None) -> Comm:
@@ -87,6 +91,16 @@ class _Window:
         comm.Barrier()
 
 
+def _bytes(rows: Tensor) -> Tensor:
+    return rows.view(-1).view(torch.uint8)
+
+
+def _window(sizes: Sequence[int], start: int, end: int) -> list[slice]:
+    """Of parts of these sizes, one after another: what lies in [start, end) of the whole, counted from the start of each part."""
+    begins = accumulate(sizes, initial=0)
+    return [slice(min(max(start - begin, 0), size), min(max(end - begin, 0), size)) for begin, size in zip(begins, sizes)]
+
+
 Ready = Callable[..., bool]  # returns, after at most so many seconds, whether a step is complete
 
 
@@ -127,6 +141,12 @@ class NodeComm(MPIComm):
         self._now(self._all_gather(output.detach(), tensor.detach()), output, tensor)
         return output
 
+    def all_to_all(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
+        """Rows of `tensor` (n, ...) to every rank, and theirs into `output` (m, ...)."""
+        check_exchange(output, tensor, received, sent, self.size)
+        self._now(self._all_to_all(output.detach(), tensor.detach(), received, sent), output, tensor)
+        return output
+
     def _collective(self, steps: Steps, *tensors: Tensor) -> Handle:
         self._last = super()._collective(steps, *tensors)
         return self._last
@@ -154,6 +174,11 @@ class NodeComm(MPIComm):
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Steps:
         return _WithoutMPI(self._exchange(rows(output, tensor, self.size), tensor.view(-1)))
+
+    def _all_to_all(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Steps:
+        width = math.prod(tensor.shape[1:]) * tensor.element_size()
+        arriving, leaving = ([count * width for count in counts] for counts in (received, sent))
+        return _WithoutMPI(self._exchange_rows(_bytes(output), _bytes(tensor), arriving, leaving))
 
     def _half(self, dtype: torch.dtype) -> tuple[Tensor, int]:
         """All ranks' segments (p, elements of a half) for the next chunk, and the chunk's number."""
@@ -202,6 +227,25 @@ class NodeComm(MPIComm):
             half[self.rank, : chunk.numel()].copy_(sent[start : start + step])
             yield self._flag(0, number)
             torch.add(chunk, half[1 - self.rank, : chunk.numel()], out=output[start : start + step])
+
+    def _exchange_rows(self, output: Tensor, own: Tensor, received: Sequence[int], sent: Sequence[int]) -> Iterator[Ready]:
+        """Bytes for every rank, each chunk after the (p + 1) numbers of its bytes for each of them and of those that follow it."""
+        head = 8 * (self.size + 1)
+        parts, places = own.split(list(sent)), list(accumulate(received, initial=0))[:-1]
+        for start in count(0, HALF_BYTES - head):
+            half, number = self._half(torch.uint8)
+            cut = _window(sent, start, start + HALF_BYTES - head)
+            sizes = [part.stop - part.start for part in cut]
+            half[self.rank, :head].view(torch.int64).copy_(torch.tensor([*sizes, max(0, sum(sent) - start - HALF_BYTES + head)]))
+            torch.cat([part[at] for part, at in zip(parts, cut, strict=True)], out=half[self.rank, head : head + sum(sizes)])
+            yield self._flag(0, number)
+            heads = half[:, :head].clone().view(torch.int64)
+            for rank, theirs in enumerate(heads.tolist()):
+                begin, length = head + sum(theirs[: self.rank]), theirs[self.rank]
+                output[places[rank] : places[rank] + length].copy_(half[rank, begin : begin + length])
+                places[rank] += length
+            if not heads[:, -1].any():
+                return
 
     def _exchange(self, output: Tensor, own: Tensor) -> Iterator[Ready]:
         inside = own.numel() and own.data_ptr() == output[self.rank].data_ptr()

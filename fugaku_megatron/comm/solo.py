@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from .base import DONE, OPS, Handle, check, rows
+from .base import DONE, OPS, Handle, check, check_exchange, rows
 
 
 class SoloComm:
     """Rank `rank` of `size` without the other ranks, a `comm.base.Comm`: no traffic, plausible values, any size at once.
 
     all_reduce and broadcast leave the tensor as it is, all_gather repeats this rank's part, reduce_scatter keeps this rank's
-    part, recv fills the tensor with zeros. With size 1 the results are exact: it is the communicator of a single process.
+    part, all_to_all repeats this rank's rows,
+    recv fills the tensor with zeros. With size 1 the results are exact: it is the communicator of a single process.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
@@ -39,6 +41,14 @@ class SoloComm:
         output.detach().view(-1).copy_(rows(tensor, output, self.size)[self.rank])
         return output
 
+    def all_to_all(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
+        check_exchange(output, tensor, received, sent, self.size)
+        if len(output) and not len(tensor):
+            output.detach().zero_()
+        elif len(output):
+            output.detach().copy_(tensor.detach()[torch.arange(len(output)) % len(tensor)])
+        return output
+
     def iall_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
         self.all_reduce(tensor, op)
         return DONE
@@ -49,6 +59,10 @@ class SoloComm:
 
     def ireduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
         self.reduce_scatter(output, tensor)
+        return DONE
+
+    def iall_to_all(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Handle:
+        self.all_to_all(output, tensor, received, sent)
         return DONE
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:

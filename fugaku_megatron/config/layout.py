@@ -28,12 +28,27 @@ def check_world_size(world_size: int, tp: int, pp: int) -> None:
 
 @dataclass(frozen=True)
 class Layout:
-    """World size and its factors; `Layout.from_run` checks everything that depends on the world size."""
+    """World size and its factors; `Layout.from_run` checks everything that depends on the world size.
+
+    ep, etp: ranks that have different experts, and that share each of them; etp None: tp.
+    """
 
     world_size: int
     tp: int
     pp: int
     dp: int
+    ep: int = 1
+    etp: int | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int | None]:
+        """What `comm.grid.Grid` is built with."""
+        return self.world_size, self.tp, self.pp, self.ep, self.etp
+
+    @property
+    def edp(self) -> int:
+        """Ranks of a stage that hold the same part of the same experts."""
+        return self.dp * self.tp // (self.ep * (self.etp or self.tp))
 
     @staticmethod
     def from_run(run: RunConfig, world_size: int) -> Layout:
@@ -45,7 +60,8 @@ class Layout:
               f"--tensor-model-parallel-size is {tp}: pass 1")
         divided = {"num-attention-heads": model.num_attention_heads, "ffn-hidden-size": model.ffn_hidden_size}
         if model.num_experts:
-            divided |= {"moe-ffn-hidden-size": model.moe_ffn_hidden_size or 0,
+            width = model.moe_ffn_hidden_size if run.parallel.expert_tensor_parallel_size != 1 else 0
+            divided |= {"moe-ffn-hidden-size": width or 0,
                         "moe-shared-expert-intermediate-size": model.moe_shared_expert_intermediate_size or 0}
         if model.group_query_attention:
             divided["num-query-groups"] = model.query_groups
@@ -54,7 +70,7 @@ class Layout:
         check(model.seq_length % sequence_parts(run, tp) == 0, f"--seq-length {model.seq_length} is not divisible by "
               f"--tensor-model-parallel-size {tp}, into which --sequence-parallel cuts it: change one, or leave the flag out")
         check_split(run)
-        layout = Layout(world_size, tp, pp, world_size // (tp * pp))
+        layout = Layout(world_size, tp, pp, world_size // (tp * pp), *_expert_sizes(run, world_size // (tp * pp)))
         for size in sizes_of(run, layout.global_batch_size(run)).sizes():
             layout.microbatches(run, size)
         micro, batch = run.training.eval_micro_batch_size, layout.eval_batch_size(run)
@@ -103,6 +119,21 @@ class Layout:
         check(global_batch_size % each == 0, f"{name} is not divisible by --micro-batch-size {run.batch.micro_batch_size} x "
               f"data-parallel size {self.dp} = {each}: {remedy}")
         return global_batch_size // each
+
+
+def _expert_sizes(run: RunConfig, dp: int) -> tuple[int, int | None]:
+    """(ep, etp) of a layout with this data-parallel size. Raises ValueError where the experts or the ranks do not divide."""
+    parallel, experts = run.parallel, run.model.num_experts
+    tp, ep, etp = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    if not parallel.divides_experts:
+        return 1, None
+    flags = f"--expert-model-parallel-size {ep}" + f" x --expert-tensor-parallel-size {etp}" * (etp is not None)
+    check(experts, f"{flags} needs --num-experts: leave it out")
+    check((experts or 0) % ep == 0, f"--num-experts {experts} is not divisible by --expert-model-parallel-size {ep}: change one")
+    together = ep * (etp or tp)
+    check(dp * tp % together == 0, f"{flags} is {together} ranks for all experts, which do not divide data-parallel size {dp} x "
+          f"tensor-parallel size {tp} = {dp * tp} ranks of a stage: change one, or start more ranks")
+    return ep, etp
 
 
 def evaluation_run(run: RunConfig) -> RunConfig:

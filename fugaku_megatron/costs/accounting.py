@@ -171,7 +171,7 @@ def layer_parameters(run: RunConfig, tp: int) -> tuple[int, ...]:
 
 def recomputed_records(run: RunConfig, tp: int, last: bool) -> list[Record]:
     """What full recompute repeats of a layer; of the last of a group not the matmul whose result alone nobody reads again."""
-    return [r for r in layer_records(run, tp) if not (last and r.name == "linear_fc2")]
+    return [r for r in layer_records(run, tp) if not (last and r.name in ("linear_fc2", "experts_sum"))]
 
 
 def embedding_records(run: RunConfig, tp: int) -> list[Record]:
@@ -340,9 +340,9 @@ def parameter_flops(run: RunConfig, global_batch_size: int, *, replicas: bool = 
     replicas: count as the program behind those tables did, what a rank of the last stage holds times TP x PP, so that what
     tensor-parallel ranks hold in common (layer norms, some biases) counts TP times: 0.025 % more at h 13824 and TP 8.
     """
-    parallel = run.parallel
+    parallel = replace(run.parallel, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
     tp, pp = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) if replicas else (1, 0)
-    counted = tp * (sum(layer_parameters(run, tp)) + pp * _norm("final_layernorm", run, tp).parameters)
+    counted = tp * (sum(layer_parameters(replace(run, parallel=parallel), tp)) + pp * _norm("final_layernorm", run, tp).parameters)
     return (6 + 2 * _recompute_fraction(run)) * counted * run.model.seq_length * global_batch_size
 
 

@@ -18,7 +18,7 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class Collective:
-    """`bytes` handed over by this rank in one call of `verb` on communicator `group` ("tp", "pp", "dp", "embedding")."""
+    """`bytes` handed over by this rank in one call of `verb` on communicator `group`, a name in `comm.grid.Groups`."""
 
     verb: str
     group: str
@@ -30,9 +30,10 @@ class Record:
     """One operation on one rank for one micro-batch.
 
     name: layer operation. parameters: held by this rank. replicated: those of them that every tensor-parallel rank holds. of_heads:
-    those of these whose gradient comes from a rank's own heads. gemm: (M, N, K) of the forward matmul and how many of them.
-    flops_*: multiply and add counted apart, matmuls only, attention's over the full square. seen: the share of that square
-    that a kernel needs. dropout: whether some of its probabilities are dropped.
+    those of these whose gradient comes from a rank's own heads. divided: parameters of experts that ranks share in another way than
+    other matrices. gemm: (M, N, K) of the forward matmul and how many of them. flops_*: multiply and add counted apart, matmuls
+    only, attention's over the full square. seen: the share of that square that a kernel needs. dropout: whether some of its
+    probabilities are dropped.
     saved_bytes: kept from forward to backward. forward, backward: collectives in order. frozen: a matmul whose weight has no
     gradient. adapts: the parameters are an adapter's, which alone are trained.
     """
@@ -41,6 +42,7 @@ class Record:
     parameters: int = 0
     replicated: int = 0
     of_heads: int = 0
+    divided: int = 0
     gemm: tuple[int, int, int] | None = None
     gemm_count: int = 1
     seen: float = 1.0

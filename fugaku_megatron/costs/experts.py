@@ -1,11 +1,12 @@
 """What a layer's experts cost: their parameters, matmuls, saved activations and communicated bytes. Pure integers, no torch.
 
+Where ranks have different experts, every expert is taken to have as many tokens.
 Legend: s sequence, b micro-batch, h hidden, f width of an expert, e experts, t tensor-parallel size.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ..config.layout import sequence_parts
 from ..config.run_config import ModelConfig, RunConfig
@@ -35,11 +36,31 @@ def mlp_width(model: ModelConfig) -> int:
     return model.moe_router_topk * (model.moe_ffn_hidden_size or 0) + (model.moe_shared_expert_intermediate_size or 0)
 
 
+@dataclass(frozen=True)
+class Division:
+    """How ranks share experts: ep of them have different ones, and etp share each. divided: in another way than other matrices.
+
+    chosen: pairs of a token and an expert that a rank routes itself. here: those that its experts compute.
+    """
+
+    ep: int
+    etp: int
+    divided: bool
+    chosen: int
+    here: int
+
+    @staticmethod
+    def of(run: RunConfig, tp: int) -> Division:
+        parallel, pairs = run.parallel, tokens_per_microbatch(run) * run.model.moe_router_topk
+        etp = parallel.expert_tensor_parallel_size or tp
+        return Division(parallel.expert_model_parallel_size, etp, parallel.divides_experts, pairs // sequence_parts(run, tp),
+                        pairs * etp // tp)
+
+
 def _pair_bytes(run: RunConfig, tp: int) -> tuple[int, int, int]:
-    """Bytes of a tensor with a row for each token and each of its experts, (n, h) and (n, f), and of the shared one's (s, b, f)."""
-    model, rows, width = run.model, tokens_per_microbatch(run), element_bytes(run)
-    pairs = rows * model.moe_router_topk
-    return (pairs * model.hidden_size * width, pairs * (model.moe_ffn_hidden_size or 0) * width // tp,
+    """Bytes of tensors with a row for each pair that a rank's experts compute, (n, h) and (n, f); of the shared one's (s, b, f)."""
+    model, rows, width, division = run.model, tokens_per_microbatch(run), element_bytes(run), Division.of(run, tp)
+    return (division.here * model.hidden_size * width, division.here * (model.moe_ffn_hidden_size or 0) * width // division.etp,
             rows * (model.moe_shared_expert_intermediate_size or 0) * width // tp)
 
 
@@ -60,50 +81,80 @@ def pair_working_bytes(run: RunConfig, tp: int) -> int:
 
 
 NUMBER_BYTES = 3 * 8  # kept of a token and one of its experts: the expert, and where the pair is in the order of experts and back
+RECEIVED_BYTES = 2 * 8  # kept of a row that has come: where it is in the order of this rank's experts, and back
 COUNT_BYTES = 4  # of a number of tokens, which ranks add up as FP32
 
 
 def expert_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
     """The operations of a layer's experts. An expert's matmuls have the mean number of rows."""
-    model, width, rows = run.model, element_bytes(run), tokens_per_microbatch(run)
-    e, h, f, parts = model.num_experts or 0, model.hidden_size, (model.moe_ffn_hidden_size or 0) // tp, sequence_parts(run, tp)
-    pairs, own = rows * model.moe_router_topk, rows // parts
-    each = -(-pairs // e)
+    model, width, rows, division = run.model, element_bytes(run), tokens_per_microbatch(run), Division.of(run, tp)
+    e, h, f, parts = model.num_experts or 0, model.hidden_size, model.moe_ffn_hidden_size or 0, sequence_parts(run, tp)
+    own, held, f = rows // parts, e // division.ep, f // division.etp
+    each = -(-division.here // held)
     router = e * h + e * model.moe_router_enable_expert_bias
     tables = len(model.balances) + bool(model.moe_z_loss_coeff) + (model.moe_router_pre_softmax or
                                                                     model.moe_router_score_function == "sigmoid")
     kept = own * (e + 1) * tables + e * len(model.balances)
-    counted, into, back = _expert_collectives(run, tp)
+    around = _divided_collectives(run, division) if division.divided else _expert_collectives(run, tp)
 
     def grouped(name: str, outputs: int, inputs: int, saved: int) -> Record:
-        matmul = linear(name, pairs, outputs, inputs, 0, saved, (), ())
-        return replace(matmul, gemm=(each, outputs, inputs), gemm_count=e, parameters=e * outputs * inputs)
+        matmul, size = linear(name, division.here, outputs, inputs, 0, saved, (), ()), held * outputs * inputs
+        return replace(matmul, gemm=(each, outputs, inputs), gemm_count=held, parameters=size, divided=size * division.divided)
 
     return (
-        replace(linear("router", own, e, h, 0, residual_bytes(run, tp) + kept * FP32_BYTES, counted, ()),
+        replace(linear("router", own, e, h, 0, residual_bytes(run, tp) + kept * FP32_BYTES, _counted(run, parts), ()),
                 parameters=router, replicated=router),
-        Record(name="order", forward=into, backward=back,
-               saved_bytes=pairs * (FP32_BYTES + NUMBER_BYTES) + pairs // parts * FP32_BYTES + activation_bytes(run) * (parts > 1)),
+        Record(name="order", forward=around.into, backward=around.into_backward, saved_bytes=_order_bytes(run, tp, division)),
         grouped("linear_fc1", 2 * f, h, 0),
-        Record(name="swiglu", saved_bytes=pairs * 2 * f * width),
+        Record(name="swiglu", saved_bytes=division.here * 2 * f * width),
         grouped("linear_fc2", h, f, 0),
-        Record(name="experts_sum", forward=MatmulCollectives.from_run(run, tp).out,
-               backward=MatmulCollectives.from_run(run, tp).out_backward),
+        Record(name="experts_sum", forward=around.out, backward=around.out_backward),
         *(_shared_expert(run, tp) if model.moe_shared_expert_intermediate_size else ()),
     )
 
 
-def _expert_collectives(run: RunConfig, tp: int) -> tuple[tuple[Collective, ...], ...]:
-    """(of balancing losses, of what enters the experts, of its gradients)."""
-    pairs, whole = tokens_per_microbatch(run) * run.model.moe_router_topk, activation_bytes(run)
-    if sequence_parts(run, tp) == 1:
-        return (), (), (*all_reduce(pairs * FP32_BYTES, tp), *all_reduce(whole, tp))
+def _order_bytes(run: RunConfig, tp: int, division: Division) -> int:
+    """What is kept of the pairs' order, with the input of the experts where it is not the layer's."""
+    parts, here = sequence_parts(run, tp), division.here
+    if division.divided:
+        return division.chosen * NUMBER_BYTES + here * (FP32_BYTES + RECEIVED_BYTES) + _pair_bytes(run, tp)[0]
+    return here * (FP32_BYTES + NUMBER_BYTES) + here // parts * FP32_BYTES + activation_bytes(run) * (parts > 1)
+
+
+def _counted(run: RunConfig, parts: int) -> tuple[Collective, ...]:
+    """The sums of balancing losses over ranks that share the sequence."""
     samples = {"aux_loss": 1, "seq_aux_loss": run.batch.micro_batch_size}
-    counts = tuple(Collective("all_reduce", "tp", (run.model.num_experts or 0) * samples[kind] * COUNT_BYTES)
-                   for kind, _ in run.model.balances)
+    return tuple(Collective("all_reduce", "tp", (run.model.num_experts or 0) * samples[kind] * COUNT_BYTES)
+                 for kind, _ in run.model.balances if parts > 1)
+
+
+def _expert_collectives(run: RunConfig, tp: int) -> MatmulCollectives:
+    """Around experts that are split as other matrices are: of what enters them, and their sum."""
+    around, whole = MatmulCollectives.from_run(run, tp), activation_bytes(run)
+    pairs = tokens_per_microbatch(run) * run.model.moe_router_topk
+    if sequence_parts(run, tp) == 1:
+        return replace(around, into=(), into_backward=(*all_reduce(pairs * FP32_BYTES, tp), *all_reduce(whole, tp)))
     sizes = whole, pairs * FP32_BYTES
     gathers = (*(Collective("all_gather", "tp", size // tp) for size in sizes), Collective("all_gather", "tp", pairs * 8 // tp))
-    return counts, gathers, tuple(Collective("reduce_scatter", "tp", size) for size in sizes)
+    return replace(around, into=gathers, into_backward=tuple(Collective("reduce_scatter", "tp", size) for size in sizes))
+
+
+def _divided_collectives(run: RunConfig, division: Division) -> MatmulCollectives:
+    """Around experts that are divided among ranks: numbers of rows, rows and scores there and back, gradients the same ways."""
+    model, row, e = run.model, run.model.hidden_size * element_bytes(run), run.model.num_experts or 0
+    chosen, here = division.chosen, division.here
+
+    def sent(rows: int, *sizes: int, near: bool = False) -> tuple[Collective, ...]:
+        group, ranks = ("etp", division.etp) if near else ("ep", division.ep)
+        return tuple(Collective("all_to_all", group, rows * size) for size in sizes if ranks > 1)
+
+    capacity = model.moe_expert_capacity_factor is not None and chosen < tokens_per_microbatch(run) * model.moe_router_topk
+    counts = [Collective("all_gather", "tp", chosen * size) for size in (FP32_BYTES, 8) if capacity]
+    counts += [Collective("all_gather", group, e * 8) for group, ranks in (("ep", division.ep), ("etp", division.etp)) if ranks > 1]
+    there = (*sent(chosen, row, FP32_BYTES), *sent(here, row, FP32_BYTES, near=True))
+    return MatmulCollectives(
+        into=(*counts, *there), into_backward=there[::-1], out=(*sent(here, row, near=True), *sent(chosen, row)),
+        out_backward=(*sent(chosen, row), *sent(here, row, near=True)))
 
 
 def _shared_expert(run: RunConfig, tp: int) -> tuple[Record, ...]:

@@ -108,6 +108,8 @@ def stage_units(run: RunConfig, layout: Layout, stage: int) -> list[int]:
 
 def second_moment_elements(run: RunConfig, layout: Layout, stage: int) -> int:
     """Elements of the second moment on the rank of a stage that holds most: Muon's matrices, which lie first, have none."""
+    if not run.optimizer.muon:
+        return sum(part_elements(run, layout, stage))
     shards, layers = zero_shards(run, layout), [layer for chunk in reversed(stage_layers(run, stage)) for layer in reversed(chunk)]
     matrices, head = matrix_elements(run, layout.tp), int(stage == placement(run).last_stage)
     elements = 0
@@ -119,11 +121,11 @@ def second_moment_elements(run: RunConfig, layout: Layout, stage: int) -> int:
 
 def moment_bytes(run: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
     """Bytes of both moments on a rank, and of what a checkpoint holds of them: those of 8 bits are saved in FP32."""
-    optimizer, shards = run.optimizer, zero_shards(run, layout)
+    optimizer = run.optimizer
     if optimizer.exp_avg_dtype == "int8":
-        parts = [size // shards for size in bucket_elements(run, layout, stage)]
+        parts = part_elements(run, layout, stage)
         return sum(2 * (n + FP32_BYTES * -(-n // MOMENT_BLOCK)) for n in parts), 2 * FP32_BYTES * sum(parts)
-    held = (flat_elements(run, layout, stage) // shards * MOMENT_BYTES[optimizer.exp_avg_dtype]
+    held = (sum(part_elements(run, layout, stage)) * MOMENT_BYTES[optimizer.exp_avg_dtype]
             + second_moment_elements(run, layout, stage) * MOMENT_BYTES[optimizer.exp_avg_sq_dtype])
     return int(held), int(held)
 
@@ -134,9 +136,30 @@ def bucket_units(run: RunConfig, layout: Layout, stage: int) -> list[range]:
 
 
 def bucket_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
-    """Elements of each bucket in a rank's flat buffers, padded so that every data-parallel rank's part is aligned."""
-    units, padding = stage_units(run, layout, stage), layout.dp * FLAT_ALIGNMENT
-    return [round_up(sum(units[i] for i in bucket), padding) for bucket in bucket_units(run, layout, stage)]
+    """Elements of each bucket in a rank's flat buffers, padded so that every data-parallel rank's part is aligned.
+
+    Divided experts of the same units, which are a bucket of their own, are counted with it.
+    """
+    units, experts = stage_units(run, layout, stage), expert_elements(run, layout, stage)
+    owned = [sum(units[i] for i in bucket) for bucket in bucket_units(run, layout, stage)]
+    return [round_up(all_of - divided, layout.dp * FLAT_ALIGNMENT) + round_up(divided, layout.edp * FLAT_ALIGNMENT)
+            for all_of, divided in zip(owned, experts, strict=True)]
+
+
+def expert_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
+    """Elements of divided experts in the units of each bucket, without padding; 0 where experts are held like other matrices."""
+    where, of_mlp = placement(run), {mlp: sum(r.divided for r in layer_records(run, layout.tp, mlp)) for mlp in set(run.model.mlps)}
+    layers = [of_mlp[run.model.mlps[layer]] for chunk in reversed(stage_layers(run, stage)) for layer in reversed(chunk)]
+    units = [*[0] * (stage == where.last_stage), *layers, 0, 0]
+    return [sum(units[i] for i in bucket) for bucket in bucket_units(run, layout, stage)]
+
+
+def part_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
+    """Elements of what a rank updates: of each bucket, or with ZeRO-1 its part of each. Divided experts follow the others."""
+    divided = [round_up(each, layout.edp * FLAT_ALIGNMENT) for each in expert_elements(run, layout, stage)]
+    others = [size - each for size, each in zip(bucket_elements(run, layout, stage), divided, strict=True)]
+    shards, of_experts = (layout.dp, layout.edp) if run.parallel.zero_stage else (1, 1)
+    return [size // shards for size in others] + [size // of_experts for size in divided]
 
 
 def flat_elements(run: RunConfig, layout: Layout, stage: int) -> int:
@@ -158,13 +181,22 @@ def gradient_collectives(run: RunConfig, layout: Layout, stage: int) -> list[Col
     parts = sequence_parts(run, layout.tp) > 1
     if partial := sum(r.replicated if parts else r.of_heads for _, r in stage_records(run, layout, stage)) * (layout.tp > 1):
         collectives.append(Collective("all_reduce", "tp", partial * FP32_BYTES))  # every rank's, of its part of sequence or heads
-    for elements in bucket_elements(run, layout, stage) if layout.dp > 1 else ():
-        if run.parallel.zero_stage:
-            collectives += [Collective("reduce_scatter", "dp", elements * size),
-                            Collective("all_gather", "dp", elements // layout.dp * element_bytes(run))]
-        else:
-            collectives.append(Collective("all_reduce", "dp", elements * size))
+    for elements, experts in zip(bucket_elements(run, layout, stage), expert_elements(run, layout, stage), strict=True):
+        divided = round_up(experts, layout.edp * FLAT_ALIGNMENT)
+        collectives += _bucket_collectives(run, "dp", layout.dp, elements - divided)
+        collectives += _bucket_collectives(run, "edp", layout.edp, divided)
     return collectives
+
+
+def _bucket_collectives(run: RunConfig, group: str, replicas: int, elements: int) -> list[Collective]:
+    """Of a bucket of so many elements that `replicas` ranks hold alike."""
+    size = gradient_bytes(run)
+    if replicas == 1 or not elements:
+        return []
+    if not run.parallel.zero_stage:
+        return [Collective("all_reduce", group, elements * size)]
+    return [Collective("reduce_scatter", group, elements * size),
+            Collective("all_gather", group, elements // replicas * element_bytes(run))]
 
 
 # Memory at the peak --------------------------------------------------------------------------------------------------------------
@@ -301,7 +333,7 @@ def reused_bytes(run: RunConfig, layout: Layout, stage: int, live: int) -> int:
 
 def stage_memory(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held]) -> Memory:
     """Memory of one rank of `stage`. held: what its schedule holds at the moments that may need most (`schedule.held`)."""
-    elements, shards = flat_elements(run, layout, stage), zero_shards(run, layout)
+    elements, sharded = flat_elements(run, layout, stage), sum(part_elements(run, layout, stage))
     low = 0 if run.precision.name == "fp32" else 2
     outside = sum(r.saved_bytes for part in stage_parts(run, stage) for _, r in end_records(run, layout, placement(run), part))
     logits = logits_rows(run, layout) * padded_vocab_size(run.model, layout.tp) // layout.tp * FP32_BYTES
@@ -310,12 +342,12 @@ def stage_memory(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held
     posted = posted_bytes(run, layout.tp, stage)
     sent = BF16_BYTES if run.parallel.grad_reduce_in_bf16 and layout.dp > 1 else 0  # copies, of all buckets at worst
     moments, in_file = moment_bytes(run, layout, stage)
-    saved = elements // shards * FP32_BYTES + (0 if run.output.no_save_optim else in_file)
+    saved = sharded * FP32_BYTES + (0 if run.output.no_save_optim else in_file)
     saving = (saved if run.output.save and run.output.async_save else 0) + (in_file - moments if run.output.save else 0)
     packed = 1.5 if run.system.splits_fp32 else 1.0  # three BF16 numbers for one of FP32
     copies, live = 1 + 2 * packed * run.system.cache_packed_weights, live_bytes(run, layout, stage, held)
     held_weights = elements + frozen_elements(run, layout, stage)
     return Memory(weights=int(copies * held_weights) * (low or FP32_BYTES), gradients=elements * (FP32_BYTES + sent),
-                  optimizer=moments + (elements // shards * FP32_BYTES if low else 0),
+                  optimizer=moments + (sharded * FP32_BYTES if low else 0),
                   activations=live + posted + working, logits=logits, saving=saving,
                   reused=reused_bytes(run, layout, stage, live))

@@ -23,9 +23,9 @@ from ..comm.grid import Groups
 from . import kernels
 from .runtime import fma_peak_gflops
 
-VERBS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "recv", "barrier",
-         "iall_reduce", "iall_gather", "ireduce_scatter", "isend", "irecv")
-NONBLOCKING = VERBS[-5:]  # what computation does not hide of them is spent in `wait`
+VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv", "barrier",
+         "iall_reduce", "iall_gather", "ireduce_scatter", "iall_to_all", "isend", "irecv")
+NONBLOCKING = VERBS[-6:]  # what computation does not hide of them is spent in `wait`
 INSTRUCTIONS = ("forward", "backward", "backward_input", "backward_weight", "recv_forward", "send_forward", "recv_backward",
                 "send_backward")
 

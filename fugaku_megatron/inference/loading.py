@@ -159,7 +159,7 @@ def model_of(run: RunConfig, names: Collection[str], read: Callable[[str], Tenso
 def _empty_model(run: RunConfig, world: Comm) -> tuple[LoadedModel, list[Shard]]:
     """This rank's stage, its weights zero, and what is to be filled."""
     layout = Layout.from_run(run, world.size)
-    groups = Grid(world.size, layout.tp, layout.pp).groups(world)
+    groups = Grid(*layout.sizes).groups(world)
     loaded = LoadedModel(run, groups, Stage(run, groups, operations(run.model)))
     _give_memory(loaded.stage, loaded.dtype)
     return loaded, [_target(parameter) for parameter in loaded.stage.parameters()]

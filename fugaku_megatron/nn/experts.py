@@ -1,7 +1,8 @@
 """A layer's experts in place of its MLP: those that the router chooses for each token, and a shared one for all tokens.
 
 Tokens are put in the order of their experts, so that each expert's matmuls read consecutive rows. Left out: the choice (`router`),
-matmuls and gates, which are the backend's.
+matmuls and gates, which are the backend's. Where ranks have different experts (expert parallelism, Lepikhin et al. 2020, "GShard",
+arXiv:2006.16668), rows travel to the ranks of their experts and back (`comm.exchange`).
 Legend: s sequence, b micro-batch, h hidden, f width of an expert of this rank, e experts, k of them for each token, n pairs of a
 token and one of its experts, rows = s b.
 """
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..comm.autograd import copy_to_tensor_parallel, gather_from_sequence_parallel, gather_sequence
+from ..comm.base import Comm
+from ..comm.exchange import Exchange, OverlappedExchange, copy_rows, exchange_rows, map_rows, sum_copied_rows
 from ..config.model_config import MLPS
 from ..config.run_config import ModelConfig
 from .blocks import GatedMLP
@@ -54,6 +57,10 @@ class Order:
         """The row of each pair's token, (n,)."""
         return self.pairs // self.places.shape[1]
 
+    def taken(self, x: Tensor) -> Tensor:
+        """The row of each pair's token (n, h), from x (rows, h)."""
+        return x[self.tokens]
+
     def summed(self, x: Tensor) -> Tensor:
         """The sum of each token's pairs (rows, h), from x (n, h)."""
         if not len(x):
@@ -79,6 +86,31 @@ def kept(scores: Tensor, chosen: Tensor, model: ModelConfig) -> Tensor | None:
     result = torch.empty_like(numbers, dtype=torch.bool)
     result[ranked] = torch.arange(len(numbers)) - starts[numbers[ranked]] < capacity
     return result.view_as(chosen)
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where a rank's pairs, in the order of experts, are computed, and which pairs come to its own experts.
+
+    there: the exchange with the ranks that have other experts. copies: that of the ranks which share each expert, all of which get
+    what comes to one of them. order: of the rows that have come, in the order of this rank's experts.
+    """
+
+    there: Exchange
+    copies: Exchange
+    order: Order
+
+    @staticmethod
+    def of(counts: tuple[int, ...], ep: Comm, etp: Comm) -> Route:
+        """That of pairs of each expert of the model. Collective over both."""
+        own = len(counts) // ep.size
+        everyone = ep.all_gather(torch.empty(ep.size, ep.size, own, dtype=torch.int64), torch.tensor(counts))
+        to_here = everyone[:, ep.rank].contiguous()  # (ep, own)
+        coming = etp.all_gather(torch.empty(etp.size, *to_here.shape, dtype=torch.int64), to_here)
+        there = Exchange(ep, everyone[ep.rank].sum(1).tolist(), to_here.sum(1).tolist())
+        copies = Exchange(etp, [int(to_here.sum())] * etp.size, coming.sum((1, 2)).tolist())
+        experts = torch.arange(own).repeat(etp.size * ep.size).repeat_interleave(coming.flatten())
+        return Route(there, copies, Order.of(experts.unsqueeze(1), own))
 
 
 class _Experts(torch.autograd.Function):
@@ -131,8 +163,8 @@ class ExpertMatrices(nn.Module):
         model = context.model
         e, f, h = model.num_experts or 0, model.moe_ffn_hidden_size or 0, model.hidden_size
         self.linear_fc1, self.linear_fc2 = nn.Module(), nn.Module()
-        self.linear_fc1.weight = context.parameter(f"{name}.linear_fc1.weight", (e, 2, f, h), 2, model.init_method_std)
-        self.linear_fc2.weight = context.parameter(f"{name}.linear_fc2.weight", (e, h, f), 2, context.output_std)
+        self.linear_fc1.weight = context.expert_parameter(f"{name}.linear_fc1.weight", (e, 2, f, h), 2, model.init_method_std)
+        self.linear_fc2.weight = context.expert_parameter(f"{name}.linear_fc2.weight", (e, h, f), 2, context.output_std)
 
 
 class SharedExpert(nn.Module):
@@ -169,15 +201,48 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """x (s, b, h) -> (s, b, h); its values may be anything where `forward_pass` needs none."""
-        context, model = self.context, self.context.model
-        scores, chosen = self.router(x, forward_pass)
+        context, (scores, chosen) = self.context, self.router(x, forward_pass)
+        if context.ep is not None and context.etp is not None:
+            return self._exchanged(x, scores, chosen, forward_pass, context.ep, context.etp)
         whole, scores, chosen = self._whole(x, scores, chosen)
-        keep = None if forward_pass.rows is not None else kept(scores, chosen, model)
-        order = Order.of(chosen, model.num_experts or 0, keep)
-        out = _Experts.apply(context.ops.backends["gemm"], whole, scores, order, self.experts.linear_fc1.weight,
-                             self.experts.linear_fc2.weight, forward_pass.needs_values)
+        out = self._computed(whole, scores, Order.of(chosen, self._experts, self._kept(scores, chosen, forward_pass)), forward_pass)
         out = context.out_of_matmul(out.view(whole.shape), forward_pass.needs_values)
         return out if self.shared_experts is None else out + self.shared_experts(x, forward_pass)
+
+    @property
+    def _experts(self) -> int:
+        return self.context.model.num_experts or 0
+
+    def _kept(self, scores: Tensor, chosen: Tensor, forward_pass: Pass) -> Tensor | None:
+        """`kept` of the whole sequence, whose scores and choices (rows, k) these are; None in generation."""
+        return None if forward_pass.rows is not None else kept(scores, chosen, self.context.model)
+
+    def _computed(self, x: Tensor, scores: Tensor, order: Order, forward_pass: Pass) -> Tensor:
+        """Of x (..., h) with scores (rows, k) the sum of score times expert (rows, h), of this rank's part of its experts."""
+        return _Experts.apply(self.context.ops.backends["gemm"], x, scores, order, self.experts.linear_fc1.weight,
+                              self.experts.linear_fc2.weight, forward_pass.needs_values)
+
+    def _exchanged(self, x: Tensor, scores: Tensor, chosen: Tensor, forward_pass: Pass, ep: Comm, etp: Comm) -> Tensor:
+        """`forward` where ranks have different experts. The shared expert is computed while rows are on their way."""
+        order = Order.of(chosen, self._experts, self._kept_here(scores, chosen, forward_pass))
+        route, needs_values = Route.of(order.counts, ep, etp), forward_pass.needs_values
+        overlapped = OverlappedExchange(route.there)
+        token = overlapped.start(map_rows(as_rows(x), order.taken, order.summed), scores.flatten()[order.pairs].unsqueeze(1))
+        shared = None if self.shared_experts is None else self.shared_experts(x, forward_pass)
+        rows, factors = (copy_rows(each, route.copies) for each in overlapped.finish(token))
+        out = sum_copied_rows(self._computed(rows, factors, route.order, forward_pass), route.copies, needs_values)
+        out = exchange_rows(out, route.there.back, needs_values)
+        out = map_rows(out, order.summed if needs_values else lambda rows: rows.new_empty(1).expand(len(scores), rows.shape[1]),
+                       order.taken).view_as(x)
+        return out if shared is None else out + shared
+
+    def _kept_here(self, scores: Tensor, chosen: Tensor, forward_pass: Pass) -> Tensor | None:
+        """The rows of this rank's part of the sequence of what `kept` says of the whole."""
+        sequence = self.context.sequence
+        if sequence is None or self.context.model.moe_expert_capacity_factor is None:
+            return self._kept(scores, chosen, forward_pass)
+        keep = self._kept(gather_sequence(scores, sequence), gather_sequence(chosen, sequence), forward_pass)
+        return None if keep is None else keep.view(sequence.size, *chosen.shape)[sequence.rank]
 
     def _whole(self, x: Tensor, scores: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The same of the whole sequence, whose gradients are summed over tensor-parallel ranks: each has a part of f."""

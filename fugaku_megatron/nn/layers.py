@@ -37,7 +37,8 @@ SITES = ("residual_1", "residual_2", "attention", "embedding")
 class Context:
     """What every layer of a stage is built with. sequence_parallel: what lies between the matmuls of tensor-parallel ranks works
     on this rank's part of the sequence; it means nothing with one rank. tp_comm_overlap: those parts are sent while matmuls run.
-    lora: where it is on, weights are frozen and adapters are trained.
+    lora: where it is on, weights are frozen and adapters are trained. ep, etp: ranks that have different experts, and that share
+    each of them (`grid.Groups`); None where the experts are not divided.
     """
 
     model: ModelConfig
@@ -47,6 +48,8 @@ class Context:
     sequence_parallel: bool = False
     tp_comm_overlap: bool = False
     lora: LoraConfig = LoraConfig()
+    ep: Comm | None = None
+    etp: Comm | None = None
 
     @property
     def sequence(self) -> Comm | None:
@@ -75,6 +78,10 @@ class Context:
         linear = name.rsplit(".", 1)[-1]
         parts = self.lora.parts(linear, self.model)
         return Adapter(name, linear, parts, inputs, outputs, split, self) if parts else None
+
+    def expert_parameter(self, name: str, shape: tuple[int, ...], partition_dim: int, std: float) -> nn.Parameter:
+        """`make_parameter` of a matrix of each expert, (e, ...), over ranks that have different experts and that share each."""
+        return make_parameter(name, shape, self.etp or self.tp, partition_dim, std, experts=self.ep)
 
     @cached_property
     def angles(self) -> Angles | None:

@@ -43,7 +43,9 @@ class Stage(nn.Module):
         tp, pp, dp = groups.tp, groups.pp, groups.dp
         self.placement, self.ops, self.tied = placement(run), ops, run.model.tied and not run.lora.on
         parallel = run.parallel
-        context = Context(run.model, tp, ops, run.training.seed, parallel.sequence_parallel, parallel.tp_comm_overlap, run.lora)
+        of_experts = (groups.ep, groups.etp) if parallel.divides_experts else (None, None)
+        context = Context(run.model, tp, ops, run.training.seed, parallel.sequence_parallel, parallel.tp_comm_overlap, run.lora,
+                          *of_experts)
         rows = memory.logits_rows(run, Layout(tp.size * pp.size * dp.size, tp.size, pp.size, dp.size))
         self.chunks: Any = nn.ModuleList(Chunk(run, self.placement.part(pp.rank, chunk), self.placement.parts, context, rows)
                                     for chunk in range(self.placement.chunks))

@@ -189,7 +189,7 @@ class _GatedMLP(torch.autograd.Function):
 
 def _gates(pre: Tensor) -> Tensor:
     """pre (rows, 2 f) as the kernels take it: (rows, 2, f)."""
-    return pre.view(len(pre), 2, -1)
+    return pre.view(len(pre), 2, pre.shape[-1] // 2)
 
 
 def _second_weight_gradient(ops: Any, dy: Tensor, gates: Tensor, activation: str, inner: Tensor, grad: Tensor, chunk: int) -> None:

@@ -24,8 +24,9 @@ class ParameterSpec:
     init_name: the name whose random stream it starts with (the tied head starts like the embedding). owned: this rank saves it.
     counted: this rank's copy counts in norms. sequence_parallel: every tensor-parallel rank holds it and computes its gradient from
     a part of the sequence, or from its own heads, so that the gradient is the sum over those ranks (Megatron's attribute of that
-    name). balances: it is added to scores of experts when these are chosen; its gradient is the tokens of each expert beyond the
-    mean, of which the optimizer takes the sign alone. frozen: it is not trained, as where the run trains adapters.
+    name). expert: of divided experts, whose gradients the ranks with the same experts reduce. balances: it is added to scores of
+    experts when these are chosen; its gradient is the tokens of each expert beyond the mean, of which the optimizer takes the sign
+    alone. frozen: it is not trained, as where the run trains adapters.
     """
 
     name: str
@@ -38,6 +39,7 @@ class ParameterSpec:
     owned: bool
     counted: bool
     sequence_parallel: bool = False
+    expert: bool = False
     balances: bool = False
     frozen: bool = False
 
@@ -59,11 +61,13 @@ class ParameterSpec:
 
 def make_parameter(name: str, shape: tuple[int, ...], tp: Comm | None = None, partition_dim: int | None = None,
                    std: float | None = None, fill: float = 0.0, init_name: str | None = None,
-                   sequence_parallel: bool = False, balances: bool = False, frozen: bool = False) -> nn.Parameter:
+                   sequence_parallel: bool = False, experts: Comm | None = None, balances: bool = False,
+                   frozen: bool = False) -> nn.Parameter:
     """This rank's slice of the global tensor `name`, on the meta device, with its `spec`.
 
     `shape` is the global shape in parentheses, such as (f, h); `partition_dim` is split evenly over `tp`. Initial values:
     normal(0, std), or `fill` where std is None. sequence_parallel: layers between the matmuls work on parts of the sequence.
+    experts: ranks among which the first dimension, that of experts, is divided.
     balances, frozen: see `ParameterSpec`.
     """
     local, offset = list(shape), [0] * len(shape)
@@ -71,13 +75,17 @@ def make_parameter(name: str, shape: tuple[int, ...], tp: Comm | None = None, pa
         assert tp is not None and shape[partition_dim] % tp.size == 0, (name, shape, tp)
         local[partition_dim] //= tp.size
         offset[partition_dim] = tp.rank * local[partition_dim]
+    if experts is not None:
+        assert shape[0] % experts.size == 0, (name, shape, experts)
+        local[0] //= experts.size
+        offset[0] = experts.rank * local[0]
     # What every tensor-parallel rank holds belongs to the first one: it saves it. Norms count that once, and no tied copy.
     owned = partition_dim is not None or tp is None or tp.rank == 0
     parameter = nn.Parameter(torch.empty(local, device="meta"))
     parameter.spec = ParameterSpec(  # type: ignore[attr-defined]  # torch's class does not know it
         name=name, shape=tuple(shape), offset=tuple(offset), partition_dim=partition_dim, init_std=std, init_fill=fill,
         init_name=init_name or name, owned=owned, counted=owned and init_name is None and not balances,
-        sequence_parallel=sequence_parallel and partition_dim is None, balances=balances, frozen=frozen)
+        sequence_parallel=sequence_parallel and partition_dim is None, expert=experts is not None, balances=balances, frozen=frozen)
     return parameter
 
 

@@ -28,7 +28,7 @@ from .machine import GB, Machine
 from .software import Parameters, Software
 from .work import Exchange, Matmul, Work
 
-LARGE_REDUCTIONS = ("dp", "embedding")  # communicators whose all-reduces are large: gradients, once per iteration
+LARGE_REDUCTIONS = ("dp", "edp", "embedding")  # communicators whose all-reduces are large: gradients, once per iteration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +46,14 @@ class Network:
     slow: bool = False
 
     def seconds(self, verb: str, group: str, bytes: int) -> float:
-        """Seconds of one call of `verb` on communicator `group` (tp, pp, dp, embedding) to which each rank passes `bytes`."""
+        """Seconds of one call of `verb` on communicator `group` of `comm.grid.Groups` to which each rank passes `bytes`."""
         members, together = self._group(group)
         if members == 1:
             return 0.0
         if verb == "send":
             return self._transfer(bytes, members <= together)
+        if verb == "all_to_all":
+            return self.messages(verb, group, bytes)
         size = bytes * members if verb == "all_gather" else bytes
         passes = 2 if verb == "all_reduce" else 1
         inside = min(members, together)
@@ -66,7 +68,7 @@ class Network:
                 + self._ring(size / inside, members // inside, passes, between, self.machine.link_alpha_us))
 
     def messages(self, verb: str, group: str, bytes: int) -> float:
-        """Seconds of a gather or a reduce_scatter as messages between each two ranks of `group`, to which each passes `bytes`.
+        """Seconds of a gather, reduce_scatter or all_to_all as messages between each two ranks of `group`; each passes `bytes`.
 
         Nothing is passed on, so what reaches a node's ranks from other nodes crosses its ports once for each of them.
         """
@@ -81,8 +83,14 @@ class Network:
     def _group(self, group: str) -> tuple[int, int]:
         """(members, members that share a node): tensor-parallel ranks are neighbours, then stages, then data-parallel ranks."""
         layout, ranks = self.layout, self.ranks_per_node
-        below = {"tp": 1, "pp": layout.tp, "embedding": layout.tp * (layout.pp - 1), "dp": layout.tp * layout.pp}[group]
-        members = {"tp": layout.tp, "pp": layout.pp, "embedding": 2 if layout.pp > 1 else 1, "dp": layout.dp}[group]
+        if group == "ep" and layout.etp == 1:  # tensor-parallel ranks first, and those of other replicas then
+            near = min(layout.tp, layout.ep)
+            return layout.ep, near * max(1, ranks // (layout.tp * layout.pp)) if ranks >= near else max(1, ranks)
+        etp = layout.etp or layout.tp
+        below = {"tp": 1, "etp": 1, "pp": layout.tp, "embedding": layout.tp * (layout.pp - 1), "dp": layout.tp * layout.pp,
+                 "ep": layout.tp * layout.pp, "edp": layout.pp * layout.ep * etp}[group]
+        members = {"tp": layout.tp, "etp": etp, "pp": layout.pp, "embedding": 2 if layout.pp > 1 else 1, "dp": layout.dp,
+                   "ep": layout.ep, "edp": layout.edp}[group]
         return members, max(1, ranks // max(1, below))
 
     def _inside_rate(self, shared: bool) -> float:
@@ -122,7 +130,7 @@ def exposed(collectives: Sequence[Collective], seconds: Callable[[Collective], f
 
     forward, backward: seconds of one micro-batch on the stage. active: features in use.
     """
-    reductions = [c for c in collectives if c.group == "dp" and c.verb != "all_gather"]
+    reductions = [c for c in collectives if c.group in ("dp", "edp") and c.verb != "all_gather"]
     gathers = [c for c in collectives if c.verb == "all_gather"]
     others = [c for c in collectives if c not in reductions and c not in gathers]
     waiting = sum(map(seconds, others))

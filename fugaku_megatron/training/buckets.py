@@ -52,7 +52,7 @@ class BucketComm:
 
     def __init__(self, stage: Stage, flat: FlatParameters, run: RunConfig, groups: Groups) -> None:
         self.flat, self.sharded = flat, run.parallel.zero_stage == 1
-        self.tp, self.dp, self.embedding = groups.tp, groups.dp, groups.embedding
+        self.tp, self.dp, self.edp, self.embedding = groups.tp, groups.dp, groups.edp, groups.embedding
         self.sent_dtype = torch.bfloat16 if run.parallel.grad_reduce_in_bf16 else torch.float32
         self._tied = next((p for p in flat.parameters if p is stage.tied_copy), None)
         self._tied_unit = 0 if stage.last else None  # after it the tied gradient is complete; on the first stage nothing tells
@@ -68,15 +68,21 @@ class BucketComm:
         """[start, end) in the flat buffer of what this rank updates of a bucket."""
         if not self.sharded:
             return bucket.start, bucket.end
-        numel = (bucket.end - bucket.start) // self.dp.size
-        return bucket.start + self.dp.rank * numel, bucket.start + (self.dp.rank + 1) * numel
+        replicas = self.replicas(bucket)
+        numel = (bucket.end - bucket.start) // replicas.size
+        return bucket.start + replicas.rank * numel, bucket.start + (replicas.rank + 1) * numel
+
+    def replicas(self, bucket: Bucket) -> Comm:
+        """The ranks that hold the same parameters: fewer of divided experts, whose gradients have the tokens of the other ranks."""
+        return self.edp if bucket.expert else self.dp
 
     # Hooks ----------------------------------------------------------------------------------------------------------------------
 
     def _watch(self, stage: Stage) -> None:
         """Hooks on the stage's units, numbered as in `flat.stage_units`; the last one also knows the tied embedding's bucket."""
         modules = unit_modules(stage)
-        needed = {unit: [index] for index, bucket in enumerate(self.flat.buckets) for unit in bucket.units}
+        needed = {unit: [index for index, bucket in enumerate(self.flat.buckets) if unit in bucket.units]
+                  for bucket in self.flat.buckets for unit in bucket.units}
         if self._tied is not None:
             needed[0 if stage.last else len(modules) - 1].append(len(self.flat.buckets) - 1)
         for unit, module in enumerate(modules):
@@ -135,14 +141,14 @@ class BucketComm:
         if self.before_sum:
             self.before_sum(len(self._sums), grads)
         self._sum_partial_gradients(bucket)
-        start, end = self.part(bucket)
-        if not self.sharded or self.dp.size == 1:
-            return self._sums.append(self._all_reduce(self.dp, grads, overlap))
+        (start, end), replicas = self.part(bucket), self.replicas(bucket)
+        if not self.sharded or replicas.size == 1:
+            return self._sums.append(self._all_reduce(replicas, grads, overlap))
         own, sent, handle = slice(start - bucket.start, end - bucket.start), grads.to(self.sent_dtype), DONE
         if overlap:
-            handle = self.dp.ireduce_scatter(sent[own], sent)
+            handle = replicas.ireduce_scatter(sent[own], sent)
         else:
-            self.dp.reduce_scatter(sent[own], sent)
+            replicas.reduce_scatter(sent[own], sent)
         self._sums.append(_Sum(handle, sent[own], grads[own]))
 
     def _sum_partial_gradients(self, bucket: Bucket) -> None:
@@ -184,9 +190,9 @@ class BucketComm:
         start, end = self.part(bucket)
         whole, own = self.flat.values[bucket.start : bucket.end], self.flat.values[start:end]
         if self.sharded and self.overlap_gather:
-            self._gathers[index] = self.dp.iall_gather(whole, own)
+            self._gathers[index] = self.replicas(bucket).iall_gather(whole, own)
         elif self.sharded:
-            self.dp.all_gather(whole, own)
+            self.replicas(bucket).all_gather(whole, own)
 
     def await_weights(self) -> None:
         """Return when every gather is complete."""

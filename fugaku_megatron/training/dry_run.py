@@ -47,7 +47,7 @@ class StagePlan:
 
 def plan_stage(run: RunConfig, layout: Layout, stage: int, lists: schedule.Schedule) -> StagePlan:
     """Build stage `stage` on a world that only pretends to exist."""
-    grid = Grid(layout.world_size, layout.tp, layout.pp)
+    grid = Grid(*layout.sizes)
     built = Stage(run, grid.groups(SoloComm(grid.rank(0, stage, 0), layout.world_size)), Ops.build())
     parameters = sum(p.numel() for p in built.parameters())
     assert parameters == accounting.stage_parameters(run, layout, stage)
@@ -136,6 +136,17 @@ def packing(run: RunConfig) -> list[str]:
     return ["how full the samples of --sft are is not known without --data-path or --train-data-path"]
 
 
+def _divided_experts(run: RunConfig, layout: Layout) -> list[str]:
+    """Where experts are, and what a layer sends for them."""
+    if not run.parallel.divides_experts:
+        return []
+    records = accounting.layer_records(run, layout.tp, "experts")
+    sent = sum(c.bytes for r in records for c in (*r.forward, *r.backward) if c.verb == "all_to_all")
+    return [f"experts: EP {layout.ep} x TP {layout.etp or layout.tp}, {(run.model.num_experts or 0) // layout.ep} of "
+            f"{run.model.num_experts} on a rank, the same ones on {layout.edp} ranks of a stage; all-to-all of "
+            f"{sent / 2**20:.1f} MiB per layer with experts and micro-batch, there and back, gradients included"]
+
+
 def cores(node: topology.Node, root: str, world_size: int, rank_bytes: int) -> list[str]:
     """Which cores the ranks of the node described by root/sys compute on, one line for each; and what is wrong with it.
 
@@ -170,6 +181,7 @@ def report(run: RunConfig, world_size: int, png: str | None = None, sys_root: st
     active = f"of which a token meets {accounting.active_parameters(run) / 1e6:.1f} M, " if run.model.num_experts else ""
     return "\n".join([
         f"world size {world_size} = DP {layout.dp} x PP {layout.pp} x TP {layout.tp} (rank = (dp x PP + pp) x TP + tp)",
+        *_divided_experts(run, layout),
         f"parameters {accounting.parameters(run) / 1e6:.1f} M, {active}"
         f"padded vocabulary {accounting.padded_vocab_size(run.model, layout.tp)}",
         f"global batch size {size}, micro-batch size {run.batch.micro_batch_size}, {microbatches} micro-batches per iteration; "

@@ -13,6 +13,7 @@ import zlib
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -57,11 +58,15 @@ class Place:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [start, end) of the flat buffer: whole units of the stage, and padding. units: their numbers."""
+    """Elements [start, end) of the flat buffer: what units of the stage have of one kind, and padding. units: their numbers.
+
+    expert: the kind is experts, which fewer ranks hold alike than other parameters.
+    """
 
     start: int
     end: int
     units: range
+    expert: bool = False
 
 
 class Gradients:
@@ -174,17 +179,17 @@ class FlatParameters:
     """Memory of a stage's parameters: `values` (the model's dtype), flat, and `gradients`, each bucket padded for `shards` ranks.
     frozen: the parameters that are not trained, in memory of their own, `frozen_values`.
     minimum: elements of a bucket, see `costs.memory.cut`; None takes any module as `stage`, and makes one bucket of it.
-    muon: whether the optimizer is Muon.
+    expert_shards: as `shards`, of buckets of divided experts. muon: whether the optimizer is Muon.
 
     After construction every parameter of the stage is a FlatParameter, or a FrozenParameter, and holds its initial weights.
     """
 
     def __init__(self, stage: Stage | nn.Module, dtype: torch.dtype, seed: int, shards: int, kernels: Any,
-                 minimum: int | None = None, muon: bool = False) -> None:
+                 minimum: int | None = None, expert_shards: int = 1, muon: bool = False) -> None:
         self._muon = muon
         self.starts: list[int] = []
         self.buckets: list[Bucket] = []
-        declared = self._lay_out(stage, shards * FLAT_ALIGNMENT, minimum)
+        declared = self._lay_out(stage, (shards * FLAT_ALIGNMENT, expert_shards * FLAT_ALIGNMENT), minimum)
         self.numel = self.buckets[-1].end
         self.values = torch.zeros(self.numel, dtype=dtype)
         self.gradients = Gradients(self.buckets)
@@ -193,8 +198,8 @@ class FlatParameters:
         self._seed, self._kernels = seed, kernels
         self.parameters = self._replace(stage, declared)
 
-    def _lay_out(self, stage: Stage | nn.Module, padding: int, minimum: int | None) -> list[nn.Parameter]:
-        """Set the place of every parameter, bucket by bucket; returns them in this order."""
+    def _lay_out(self, stage: Stage | nn.Module, paddings: tuple[int, int], minimum: int | None) -> list[nn.Parameter]:
+        """Set the place of every parameter, bucket by bucket; returns them in this order. paddings: of experts the second."""
         if minimum is not None and isinstance(stage, Stage):
             units, tied = stage_units(stage), stage.tied_copy is not None
         else:
@@ -202,13 +207,13 @@ class FlatParameters:
         parameters: list[nn.Parameter] = []
         end = 0
         for bucket in cut([sum(p.numel() for p in unit) for unit in units], minimum or 1, tied):
-            start = end
-            for parameter in sorted((p for i in bucket for p in units[i]), key=partial(_order, self._muon)):
-                parameters.append(parameter)
-                self.starts.append(end)
-                end += parameter.numel()
-            end = round_up(end, padding)
-            self.buckets.append(Bucket(start, end, bucket))
+            members = sorted((p for i in bucket for p in units[i]), key=partial(_order, self._muon))
+            for expert in (False, True):
+                start, kind = end, [p for p in members if spec_of(p).expert == expert]
+                self.starts += accumulate((p.numel() for p in kind[:-1]), initial=start) if kind else ()
+                end = start + round_up(sum(p.numel() for p in kind), paddings[expert])
+                parameters += kind
+                self.buckets += [Bucket(start, end, bucket, expert)] if kind else []
         return parameters
 
     def ranges(self, start: int, end: int) -> list[Range]:
@@ -318,7 +323,8 @@ def _place(parameter: nn.Parameter, first: int) -> Place:
     spec = spec_of(parameter)
     split = spec.partition_dim or 0
     inside = math.prod(spec.shape[split + 1 :])
-    return Place(stream=random_stream(parameter), offset=spec.offset[split] * inside, first=first,
+    offset = spec.offset[split] * inside + (spec.offset[0] * math.prod(spec.shape[1:]) if split else 0)  # of experts the first ones
+    return Place(stream=random_stream(parameter), offset=offset, first=first,
                  columns=parameter.shape[split] * inside, row=spec.shape[split] * inside)
 
 
@@ -327,7 +333,8 @@ def initial_values(parameter: nn.Parameter, seed: int, kernels: Any) -> Tensor:
     spec = spec_of(parameter)
     values = torch.full(tuple(parameter.shape), spec.init_fill, dtype=torch.float32)
     rows, columns = spec.shape[-2:] if spec.init_std is not None else (0, 0)
-    for index, matrix in enumerate(values.view(-1, *values.shape[-2:]) if columns else ()):  # a gated linear layer has two
+    first = spec.offset[0] * math.prod(spec.shape[1:-2]) if len(spec.shape) > 2 else 0
+    for index, matrix in enumerate(values.view(-1, *values.shape[-2:]) if columns else (), first):  # a gated linear layer has two
         kernels.philox_normal(matrix, seed, random_stream(parameter), index * rows + spec.offset[-2], spec.offset[-1], columns,
                               spec.init_std)
     return values

@@ -184,19 +184,24 @@ def differing_replica(trainer: Trainer) -> str | None:
     With --overlap-param-gather it waits for the gathers under way.
     """
     trainer.optimizer.buckets.await_weights()
-    own, dp, world = parameter_hashes(trainer), trainer.groups.dp, trainer.world
-    differs = dp.all_reduce(own.clone(), "min") != dp.all_reduce(own.clone(), "max")
-    if not bool(world.all_reduce(differs.any())):
+    own, groups, world = parameter_hashes(trainer), trainer.groups, trainer.world
+    expert = torch.tensor([p.spec.expert for p in trainer.optimizer.flat.parameters])
+    text = ""
+    for replicas, of_these in ((groups.dp, ~expert), (groups.edp, expert)):
+        differs = replicas.all_reduce(own.clone(), "min") != replicas.all_reduce(own.clone(), "max")
+        differs &= of_these
+        found = _describe(trainer, replicas, own, differs) if differs.any() else ""  # collective
+        text = text or found
+    if not bool(world.all_reduce(torch.tensor(bool(text)))):
         return None
-    text = _describe(trainer, own, differs) if differs.any() else ""
     rank = first_rank(world, (world.rank,) if text else None, 1)
     assert rank is not None, "of replicas that differ at least one says so"
     return world.broadcast_object(text, root=rank)
 
 
-def _describe(trainer: Trainer, own: Tensor, differs: Tensor) -> str:
+def _describe(trainer: Trainer, dp: Comm, own: Tensor, differs: Tensor) -> str:
     """What this rank says of itself: nothing where most replicas agree with it. Collective over the replicas, which all call."""
-    dp, index = trainer.groups.dp, int(differs.nonzero()[0])
+    index = int(differs.nonzero()[0])
     hashes = dp.all_gather(torch.empty(dp.size, dtype=torch.int64), own[index : index + 1])
     places = dp.all_gather_object(f"rank {trainer.world.rank} (node {platform.node()}, replica {dp.rank})")
     name = trainer.optimizer.flat.parameters[index].spec.name

@@ -41,7 +41,7 @@ Say = Callable[[str], None]  # prints a line, on rank 0
 
 def first_pipeline(layout: Layout) -> list[int]:
     """The ranks of rank 0's pipeline, by stage."""
-    return Grid(layout.world_size, layout.tp, layout.pp).ranks(0)["pp"]
+    return Grid(*layout.sizes).ranks(0)["pp"]
 
 
 def profiled_ranks(output: OutputConfig, layout: Layout) -> list[int]:

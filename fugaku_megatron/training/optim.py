@@ -112,7 +112,7 @@ class Optimizer:
         self.run, self.groups, self.ops, self.config = run, groups, ops, run.optimizer
         self.sharded = run.parallel.zero_stage == 1
         self.flat = FlatParameters(stage, PARAMETER_DTYPES[run.precision.name], run.training.seed, groups.dp.size, ops.kernels,
-                                   bucket_minimum(run, groups.dp.size), self.config.muon)
+                                   bucket_minimum(run, groups.dp.size), groups.edp.size, self.config.muon)
         self.buckets = BucketComm(stage, self.flat, run, groups)
         self.parts = [self._part(*self.buckets.part(bucket)) for bucket in self.flat.buckets]
         self._muon = Muon(self.flat, self.buckets, run, groups, ops.kernels) if self.config.muon else None
@@ -157,10 +157,18 @@ class Optimizer:
 
     def _sum_counted(self, values: list[Tensor], measure: Callable[[Tensor], float]) -> float:
         """Sum measure(range) over the counted elements of all ranks' shards. values: a tensor for each part."""
-        total = sum(measure(tensor[r.start : r.end])
-                    for part, tensor in zip(self.parts, values, strict=True) for r in part.ranges if r.counted)
-        summed = torch.tensor([float(total)], dtype=torch.float64)
-        for comm in (self.groups.tp, self.groups.pp, *([self.groups.dp] if self.sharded else [])):
+        totals = [0.0, 0.0]  # of divided experts the second
+        for bucket, part, tensor in zip(self.flat.buckets, self.parts, values, strict=True):
+            totals[bucket.expert] += sum(measure(tensor[r.start : r.end]) for r in part.ranges if r.counted)
+        groups, (summed, of_experts) = self.groups, torch.tensor(totals, dtype=torch.float64).view(2, 1).unbind()
+        if self.sharded:
+            summed += of_experts  # a rank's shards are its own, whatever they are of
+        groups.tp.all_reduce(summed)
+        if not self.sharded:
+            for comm in (groups.etp, groups.ep):
+                comm.all_reduce(of_experts)
+            summed += of_experts
+        for comm in (groups.pp, *([groups.dp] if self.sharded else [])):
             comm.all_reduce(summed)
         return summed.item()
 
@@ -265,9 +273,9 @@ class Optimizer:
     def checkpoint_shards(self, owned: bool = False) -> list[Shard]:
         """The records of weights and moments that this rank holds; `owned`: that this rank saves, so that each is saved once."""
         self.buckets.await_weights()
-        if owned and not self.sharded and self.groups.dp.rank > 0:
-            return []
-        return [record for kind in ("weight", "exp_avg", "exp_avg_sq") for index, part in enumerate(self.parts) for record in
+        parts = [(index, part) for index, (bucket, part) in enumerate(zip(self.flat.buckets, self.parts, strict=True))
+                 if not owned or self.sharded or self.buckets.replicas(bucket).rank == 0]
+        return [record for kind in ("weight", "exp_avg", "exp_avg_sq") for index, part in parts for record in
                 self.flat.shards(kind, self._saved(kind, index), part.start + part.orthogonal * (kind == "exp_avg_sq"), owned)]
 
     def _saved(self, kind: str, index: int) -> Tensor:
@@ -283,12 +291,14 @@ class Optimizer:
 
     def after_load(self) -> None:
         """Make the model's weights from the loaded master weights, which the other holders of a shard get from its owner."""
+        divided = {f"{kind}/{p.spec.name}" for p in self.flat.parameters if p.spec.expert
+                   for kind in ("weight", "exp_avg", "exp_avg_sq")}
         for shard in self.checkpoint_shards():
-            if shard.slice_shape == shard.global_shape:  # not split: every tensor-parallel rank holds it, the first one owns it
-                self.groups.tp.broadcast(shard.tensor)
+            if shard.slice_shape == shard.global_shape and shard.key not in divided:
+                self.groups.tp.broadcast(shard.tensor)  # not split: every tensor-parallel rank holds it, the first one owns it
         for index in range(len(self.parts)):
             for kind in ("weight", "exp_avg", "exp_avg_sq") if not self.sharded else ():
-                self.groups.dp.broadcast(self._saved(kind, index))
+                self.buckets.replicas(self.flat.buckets[index]).broadcast(self._saved(kind, index))
             for which, moment in enumerate(self.parts[index].eight_bit or ()):
                 moment.write(0, self._saved(("exp_avg", "exp_avg_sq")[which], index), seed=0)
         self._expanded.clear()

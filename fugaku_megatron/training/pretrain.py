@@ -300,7 +300,7 @@ def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
     run = with_padding(run, resume)
     check_outputs(run, resume, world, nodes)
     machine = configure_process(run, world, nodes)
-    groups = share_groups(Grid(world.size, layout.tp, layout.pp).groups(world), kernels)
+    groups = share_groups(Grid(*layout.sizes).groups(world), kernels)
     _say(run, world, *announce(arguments, run, layout, machine, nodes.count), *chosen)
     with everywhere():
         _say(run, world, check_memory(run, layout, world, nodes), iteration_line(run, layout))
@@ -316,7 +316,7 @@ def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
     enter("the start: building the model")
     profile = Profile(run, layout, world) if run.output.profile else None
     checksums = Checksums(run.numbers.abft) if run.numbers.abft else None
-    beats = Heartbeats(watchdog.heart, Grid(world.size, layout.tp, layout.pp), world.rank)
+    beats = Heartbeats(watchdog.heart, Grid(*layout.sizes), world.rank)
     observers = Observers(Phases(), beats, profile, checksums)
     trainer = build_trainer(run, world, groups, data, choice.backends, observers, readers)
     sizes = valid_sizes(run, layout, data[1], world)

@@ -157,7 +157,7 @@ PEAK_ROUNDS = 3
 
 def rank_bytes(run: RunConfig, layout: Layout, rank: int) -> int:
     """Memory of one rank at the peak of a step, as --dry-run has it, with the process itself."""
-    stage = Grid(layout.world_size, layout.tp, layout.pp).coords(rank)[1]
+    stage = Grid(*layout.sizes).coords(rank)[1]
     lists = run_schedule.of_run(run, layout.microbatches(run, layout.global_batch_size(run)))
     return memory.stage_memory(run, layout, stage, lists.held(stage)).total + PROCESS_BYTES
 

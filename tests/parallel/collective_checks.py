@@ -114,6 +114,30 @@ def reduce_scatter(comm):
             same(whole[others], everyone[comm.rank].view(comm.size, n)[others])
 
 
+def rows_between(sender: int, receiver: int, width: int) -> int:
+    """How many rows of `width` elements one rank sends another in `all_to_all`: none, few, or more than a chunk holds."""
+    return (3 * sender + 5 * receiver) % 4 * (150 if width == 1003 and receiver == 1 else 1)
+
+
+def all_to_all(comm):
+    """Rows of every dtype, some ranks sending none to some, and a rank that gets almost all; and the way back."""
+    p, rank = comm.size, comm.rank
+    for dtype in COMM_DTYPES:
+        for width in LENGTHS[1:]:
+            sent, received = ([rows_between(*pair, width) for pair in pairs]
+                              for pairs in ([(rank, r) for r in range(p)], [(r, rank) for r in range(p)]))
+            whole = [values(r, sum(rows_between(r, to, width) for to in range(p)) * width, dtype).view(-1, width) for r in range(p)]
+            starts = [sum(rows_between(r, to, width) for to in range(rank)) for r in range(p)]
+            want = torch.cat([rows[start : start + n] for rows, start, n in zip(whole, starts, received)])
+            got, back = torch.zeros_like(want), torch.zeros_like(whole[rank])
+            assert comm.all_to_all(got, whole[rank], received, sent) is got
+            same(got, want)
+            handle = comm.iall_to_all(back, got, sent, received)
+            comm.barrier()
+            handle.wait()
+            same(back, whole[rank])
+
+
 def broadcast(comm):
     for dtype in COMM_DTYPES:
         for root in range(comm.size):
@@ -212,8 +236,8 @@ def barrier(comm):
     comm.barrier()
 
 
-COLLECTIVE_CHECKS = (all_reduce, all_reduce_shapes, half_sums_round_once, all_gather, reduce_scatter, nonblocking_collectives,
-                     random_orders, broadcast, objects, split, barrier)
+COLLECTIVE_CHECKS = (all_reduce, all_reduce_shapes, half_sums_round_once, all_gather, reduce_scatter, all_to_all,
+                     nonblocking_collectives, random_orders, broadcast, objects, split, barrier)
 LEVEL_CHECKS = (*(check for check in COLLECTIVE_CHECKS if check is not half_sums_round_once), half_sums_round_at_each_level)
 CHECKS = (*COLLECTIVE_CHECKS, send_and_recv, messages_match_by_tag_and_order)
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.experts_config import experts_in
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.costs import accounting, memory, run_schedule
+from fugaku_megatron.costs import accounting, experts, memory, run_schedule
 from fugaku_megatron.logs.iteration import parse_line
 from fugaku_megatron.logs.metrics import MetricsWriter, read_history
 from fugaku_megatron.nn.experts import Order, kept
@@ -21,8 +21,10 @@ from fugaku_megatron.nn.torch_blocks import parts
 from fugaku_megatron.perf import software, work
 from fugaku_megatron.training import expert_watch
 from fugaku_megatron.training.session import Session
-from tests.helpers import OVERLAP, PP2, TP2, make_trainer, small_run, train, whole_tensors
-from tests.parallel.test_accounting import check_bytes, check_flops, check_kept, check_parameters
+from fugaku_megatron.training.train import Trainer
+from tests.helpers import OVERLAP, PP2, TP2, grid_groups, make_trainer, mock, small_run, train, whole_tensors
+from tests.parallel.test_accounting import check_bytes, check_flops, check_kept, check_parameters, expected_traffic, held_bytes
+from tests.recording import record
 from tests.threads import ThreadWorld
 from tests.unit.test_schedule_memory import MICROBATCHES, MODEL, STAGES, allocated_peak
 
@@ -237,7 +239,7 @@ LAYOUTS = [
 
 
 def figures(world, run) -> list[float]:
-    return [x for result in train(world, run, 4) for x in (result.loss, result.grad_norm, *result.experts.flatten().tolist())]
+    return [x for result in train(world, run, 3) for x in (result.loss, result.grad_norm, *result.experts.flatten().tolist())]
 
 
 @pytest.fixture(scope="module")
@@ -252,36 +254,91 @@ def test_training_is_the_same_in_every_layout(alone, world, changes):
         assert found == pytest.approx(alone, rel=2e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize("policy", ["probs", "position"])
-def test_capacity_is_the_same_in_every_layout(policy):
-    run = {**ALL, "moe_expert_capacity_factor": 1.0, "moe_token_drop_policy": policy}
-    alone = figures(SoloComm(), small_run(**run))
-    for found in ThreadWorld(4).run(lambda comm: figures(comm, small_run(**run, **SEQUENCE, **PP2))):
+EP2, EP4 = ({"expert_model_parallel_size": size} for size in (2, 4))
+ETP1 = {**SEQUENCE, "expert_tensor_parallel_size": 1}
+ZERO = {"zero_stage": 1}
+DIVIDED = {
+    "EP2": (2, EP2), "EP2, ZeRO-1, overlap": (4, {**EP2, **OVERLAP}), "EP4": (4, {**EP4, **ZERO}),
+    "EP2 x TP2": (4, {**EP2, **SEQUENCE}), "EP2 x TP2 of whole experts": (4, {**EP2, **ETP1, **ZERO}),
+    "EP4 over TP2 and DP2": (4, {**EP4, **ETP1}), "whole experts": (2, ETP1),
+    "EP2, recompute": (2, {**EP2, "recompute_granularity": "full"}), "EP2, torch": (2, {**EP2, "kernels": "torch"}),
+    "EP2 x PP2 x DP4": (8, {**EP2, **PP2, **ZERO}),
+    "interleaved": (4, {**EP2, **PP2, **ZERO, "num_virtual_stages_per_pipeline_rank": 2}),
+    "zb-h1": (4, {**EP2, **PP2, **OVERLAP, "pipeline_schedule": "zb-h1"}),
+    "zbv": (4, {**EP2, **PP2, **ZERO, "pipeline_schedule": "zbv"})}
+
+
+@pytest.mark.parametrize("case", DIVIDED)
+def test_divided_experts_train_as_one_rank_does(alone, case):
+    world, changes = DIVIDED[case]
+    for found in ThreadWorld(world).run(lambda comm: figures(comm, small_run(**{**ALL, **changes}))):
         assert found == pytest.approx(alone, rel=2e-6, abs=1e-9)
 
 
-def test_a_checkpoint_moves_between_layouts(tmp_path):
-    first, second = small_run(**ALL, **SEQUENCE, zero_stage=1), small_run(**ALL, **PP2)
+@pytest.mark.parametrize("changes", [{**SEQUENCE, **PP2}, {**EP2, **SEQUENCE, **ZERO}, {**EP4, **ETP1}])
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_capacity_is_the_same_in_every_layout(policy, changes):
+    run = {**ALL, "moe_expert_capacity_factor": 1.0, "moe_token_drop_policy": policy}
+    alone = figures(SoloComm(), small_run(**run))
+    for found in ThreadWorld(4).run(lambda comm: figures(comm, small_run(**run, **changes))):
+        assert found == pytest.approx(alone, rel=2e-6, abs=1e-9)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("capacity", [None, 1.0])
+@pytest.mark.parametrize("case", ["EP4", "EP2 x TP2", "EP2 x PP2 x DP4", "interleaved", "zb-h1", "zbv"])
+def test_ten_losses_of_divided_experts(case, capacity):
+    run, (world, changes) = {**ALL, "lr": 1e-3, "moe_expert_capacity_factor": capacity}, DIVIDED[case]
+    alone = [result.loss for result in train(SoloComm(), small_run(**run), 10)]
+    for results in ThreadWorld(world).run(lambda comm: train(comm, small_run(**{**run, **changes}), 10)):
+        assert [result.loss for result in results] == pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.parametrize("changes", [EP4, {**EP4, "bf16": True, **ZERO}])
+def test_one_rank_may_have_all_tokens(changes):
+    """Ranks whose experts have none send and receive all the same."""
+    run = small_run(**{**EXPERTS, **changes, "moe_router_topk": 1, "moe_router_pre_softmax": True})
+
+    def rank(comm):
+        with contextlib.closing(make_trainer(comm, run)) as trainer:
+            for layer in trainer.stage.layers:
+                layer.pre_mlp_layernorm.weight.data.zero_()
+            return [trainer.train_step() for _ in range(2)]
+
+    for results in ThreadWorld(4).run(rank):
+        assert results[0].experts[:, 0].tolist() == [16 * 16] * 4 and all(math.isfinite(r.grad_norm) for r in results)
+
+
+MOVES = {
+    "TP2 x DP2 to PP2": ((4, {**SEQUENCE, **ZERO}), (2, PP2)),
+    "EP2 x TP2 to EP4": ((4, {**EP2, **SEQUENCE, **ZERO}), (4, {**EP4, **ZERO})),
+    "EP4 to one rank": ((4, EP4), (1, {})), "one rank to EP4 over TP2": ((1, {}), (4, {**EP4, **ETP1})),
+    "EP4 over TP2 to EP2 of DP4": ((4, {**EP4, **ETP1, **ZERO}), (4, EP2)),
+    "EP2 x PP2 to whole experts": ((4, {**EP2, **PP2}), (2, ETP1))}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_checkpoint_moves_between_layouts(tmp_path, move):
+    (ranks, first), (others, second) = MOVES[move]
 
     def save(comm):
-        with contextlib.closing(make_trainer(comm, first)) as trainer:
-            for _ in range(2):
-                trainer.train_step()
+        with contextlib.closing(make_trainer(comm, small_run(**ALL, **first))) as trainer:
+            trainer.train_step()
             trainer.save(str(tmp_path))
             return [trainer.train_step().loss for _ in range(2)], whole_tensors(trainer, "weight")
 
     def load(comm):
-        with contextlib.closing(make_trainer(comm, second)) as trainer:
+        with contextlib.closing(make_trainer(comm, small_run(**ALL, **second))) as trainer:
             trainer.load(str(tmp_path))
             return [trainer.train_step().loss for _ in range(2)], whole_tensors(trainer, "weight")
 
-    (losses, weights), (again, found) = ThreadWorld(4).run(save)[0], ThreadWorld(2).run(load)[0]
+    (losses, weights), (again, found) = ThreadWorld(ranks).run(save)[0], ThreadWorld(others).run(load)[0]
     assert again == pytest.approx(losses, rel=1e-6) and weights.keys() >= found.keys() - {"output_layer.weight"}
-    for name in weights:
+    for name in weights.keys() & found.keys():
         torch.testing.assert_close(found[name], weights[name], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("changes", [{}, {"bf16": True, "zero_stage": 1}])
+@pytest.mark.parametrize("changes", [{}, {"bf16": True, **ZERO}, {**EP2, **OVERLAP}, {**EP2, "bf16": True}])
 def test_a_resumed_run_has_the_same_bits(tmp_path, changes):
     """The bias of the experts, which no gradient moves, among them."""
     run = small_run(**ALL, **PP2, **changes)
@@ -332,6 +389,49 @@ def test_bytes_are_those_communicated(model, changes):
     check_bytes(small_run(**model, **changes), 4)
 
 
+CAPACITY = {"moe_expert_capacity_factor": 8.0}  # nothing is dropped
+
+
+@pytest.mark.parametrize(("world", "changes"), [
+    (4, {**EP2, **OVERLAP}), (4, {**EP2, **SEQUENCE}), (4, {**EP2, **ETP1, **CAPACITY, **ZERO}),
+    (2, {**EP2, "recompute_granularity": "full"}), (8, {**EP2, **SEQUENCE, **PP2})])
+def test_bytes_of_divided_experts(world, changes):
+    """Per group; how many rows a rank sends back depends on the tokens, so that these are compared as sums over ranks."""
+    run = small_run(**COSTED[2], **changes)
+    layout = Layout.from_run(run, world)
+    check_parameters(run, world)
+
+    def rank(comm):
+        groups = record(grid_groups(comm, run))
+        with contextlib.closing(Trainer(run, comm, groups, mock(run))) as trainer:
+            trainer.train_step()
+            sizes = [[b.end - b.start for b in trainer.optimizer.flat.buckets if b.expert == expert] for expert in (False, True)]
+        return groups.tp.tally(), sizes
+
+    results = ThreadWorld(world).run(rank)
+    stages = [rank // layout.tp % layout.pp for rank in range(world)]
+    for verb, group in (("all_to_all", "ep"), ("all_to_all", "etp"), ("all_gather", "ep"), ("all_gather", "etp"),
+                        ("all_reduce", "edp"), ("reduce_scatter", "edp"), ("all_gather", "edp")):
+        measured = sum(tally.get((group, verb), (0, 0))[1] for tally, _ in results)
+        expected = sum(expected_traffic(run, layout, stage).get((verb, group), 0) for stage in stages)
+        assert measured == expected or measured == 0 and getattr(layout, group) == 1, (verb, group)
+    for stage, (_, (others, divided)) in zip(stages, results):
+        assert sum(others) + sum(divided) == memory.flat_elements(run, layout, stage)
+        shards = (layout.dp, layout.edp) if run.parallel.zero_stage else (1, 1)
+        assert sum(others) // shards[0] + sum(divided) // shards[1] == sum(memory.part_elements(run, layout, stage))
+
+
+@pytest.mark.parametrize(("world", "changes"), [(2, EP2), (4, {**EP2, **SEQUENCE}), (4, {**EP4, **ETP1})])
+def test_divided_experts_keep_what_the_formula_says(world, changes):
+    """In the mean over ranks, because those with more tokens keep more."""
+    run = small_run(**COSTED[2], **changes)
+    held = ThreadWorld(world).run(held_bytes, run)
+    tp, records = run.parallel.tensor_model_parallel_size, accounting.stage_records(run, Layout.from_run(run, world), 0)
+    division = experts.Division.of(run, tp)
+    numbers = division.chosen * experts.NUMBER_BYTES + division.here * experts.RECEIVED_BYTES  # `held_bytes` leaves int64 out
+    assert sum(held) / world == pytest.approx(sum(r.saved_bytes for _, r in records) - 4 * numbers, rel=0.02)
+
+
 @pytest.mark.parametrize("model", [COSTED[0], COSTED[2]])
 @pytest.mark.parametrize("changes", [{}, SEQUENCE, {"recompute_granularity": "full"}, {"bf16": True}])
 def test_saved_bytes_are_those_that_autograd_keeps(model, changes):
@@ -339,14 +439,18 @@ def test_saved_bytes_are_those_that_autograd_keeps(model, changes):
 
 
 @pytest.mark.parametrize(("stage", "changes"), [
-    (0, {}), (3, {}), (0, SHARED), (3, SHARED), (3, {"pipeline_schedule": "zb-h1"}), (0, {**SHARED, "pipeline_schedule": "zb-h1"})])
+    (0, {}), (3, {}), (0, SHARED), (3, SHARED), (3, {"pipeline_schedule": "zb-h1"}), (0, {**SHARED, "pipeline_schedule": "zb-h1"}),
+    (0, EP2), (3, {**EP2, **SHARED, "pipeline_schedule": "zb-h1"})])
 def test_the_peak_of_a_stage(stage, changes):
     """What a rank allocates for activations in a step, within a twentieth of the formula."""
     widths = {"num_attention_heads": 8, "kv_channels": 16, "moe_ffn_hidden_size": 96}
     wide = {"moe_shared_expert_intermediate_size": 128} if "moe_shared_expert_gate" in changes else {}
-    run = small_run(**{**MODEL, **EXPERTS, **widths, **changes, **wide})
-    predicted = memory.stage_memory(run, Layout.from_run(run, STAGES), stage, run_schedule.of_run(run, MICROBATCHES).held(stage))
-    assert allocated_peak(SoloComm(stage, STAGES), run) == pytest.approx(predicted.activations + predicted.logits, rel=0.05)
+    replicas = changes.get("expert_model_parallel_size", 1)
+    run = small_run(**{**MODEL, **EXPERTS, **widths, **changes, **wide, "global_batch_size": 2 * MICROBATCHES * replicas})
+    layout = Layout.from_run(run, STAGES * replicas)
+    predicted = memory.stage_memory(run, layout, stage, run_schedule.of_run(run, MICROBATCHES).held(stage))
+    expected = predicted.activations + predicted.logits
+    assert allocated_peak(SoloComm(stage, STAGES * replicas), run) == pytest.approx(expected, rel=0.05)
 
 
 A3B = {"num_layers": 48, "hidden_size": 2048, "num_attention_heads": 32, "group_query_attention": True, "num_query_groups": 4,
@@ -398,3 +502,14 @@ def test_layers_with_experts():
 def test_mistakes_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
         small_run(**{**EXPERTS, **changes})
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({**EP2, **TP2}, "--expert-model-parallel-size 2 with --tensor-model-parallel-size 2 needs --sequence-parallel"),
+    ({"expert_tensor_parallel_size": 2}, "--expert-tensor-parallel-size 2 is not built: pass 1, or --tensor-model-parallel-size"),
+    ({"expert_model_parallel_size": 3}, "--num-experts 8 is not divisible by --expert-model-parallel-size 3"),
+    ({"expert_model_parallel_size": 8}, "is 8 ranks for all experts, which do not divide data-parallel size 4 x tensor-parallel "),
+    ({**EP2, "num_experts": None}, "--expert-model-parallel-size 2 needs --num-experts")])
+def test_divisions_that_cannot_be_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Layout.from_run(small_run(**{**EXPERTS, **changes}), 4)

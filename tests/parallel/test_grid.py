@@ -42,6 +42,14 @@ def test_tensor_parallel_ranks_are_neighbours():
     assert Grid(16, tp=4, pp=2).ranks(5) == {"tp": [4, 5, 6, 7], "pp": [1, 5], "dp": [5, 13], "embedding": [1, 5]}
 
 
+@pytest.mark.parametrize(("sizes", "rank", "ep", "etp", "edp"), [
+    ((16, 2, 2, 2), 5, [1, 5], [4, 5], [5, 13]), ((16, 2, 2, 4, 1), 5, [0, 1, 4, 5], [5], [5, 13]),
+    ((16, 2, 2, 1, 1), 5, [5], [5], [0, 1, 4, 5, 8, 9, 12, 13]), ((8, 1, 1, 4), 6, [4, 5, 6, 7], [6], [2, 6])])
+def test_groups_of_divided_experts(sizes, rank, ep, etp, edp):
+    """ranks of a stage in the order (edp, ep, etp)."""
+    assert {name: Grid(*sizes).ranks(rank)[name] for name in ("ep", "etp", "edp")} == {"ep": ep, "etp": etp, "edp": edp}
+
+
 def test_a_dry_rank_of_a_large_job_is_built_at_once():
     begin = time.monotonic()
     groups = Grid(12288, tp=6, pp=8).groups(SoloComm(12287, 12288))

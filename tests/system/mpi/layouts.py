@@ -34,6 +34,17 @@ SCHEDULES = tuple({"node": 8, "zero_stage": 1, **OVERLAP, **flags} for flags in 
     {"pipeline_schedule": "zbv"}))
 
 
+EXPERTS = {"num_experts": 8, "swiglu": True, "disable_bias_linear": True, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": (0.1,),
+           "moe_shared_expert_intermediate_size": 20}
+ZERO, SEQUENCE = {"zero_stage": 1, **OVERLAP}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+# (ranks, flags) of divided experts: rows by MPI, in memory of a node, and of nodes with two ranks each
+DIVIDED = tuple((4, {"expert_model_parallel_size": 4, "node": node, **ZERO}) for node in (0, 2, 8)) + (
+    (4, {"expert_model_parallel_size": 2, **SEQUENCE, "node": 8}),
+    (4, {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv", "node": 8, **ZERO}),
+    (8, {"expert_model_parallel_size": 8, **ZERO}), (8, {"expert_model_parallel_size": 8, "node": 8, **ZERO}),
+    (8, {"expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1, "node": 4, **SEQUENCE, **ZERO}))
+
+
 def variants(name: str) -> tuple[dict, ...]:
     """What a layout is tried with."""
     return NODES.get(name, VARIANTS) + (EXCHANGED,) * (name == "tp2pp2") + (SCHEDULES if name == "pp2dp2" else ())
@@ -86,6 +97,14 @@ def main(world: Comm) -> None:
             difference = compare(result, alone)
             if world.rank == 0:
                 print(f"ok {name} {variant} {difference:.1e}", flush=True)
+    alone = train(SoloComm(), iterations, **EXPERTS)
+    for number, (ranks, flags) in enumerate(DIVIDED):
+        rest(world, folder / f"experts {number}")
+        part = world.split(0 if world.rank < ranks else 1, world.rank)
+        if world.rank < ranks <= world.size:
+            difference = compare(train(part, iterations, **EXPERTS, **flags), alone)
+            if world.rank == 0:
+                print(f"ok experts {flags} {difference:.1e}", flush=True)
     rest(world, folder / "end")
     if world.rank == 0:
         print(describe(world))
