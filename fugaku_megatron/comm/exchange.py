@@ -56,11 +56,11 @@ class Exchange:
         return rank_order_sum(parts.view(self.comm.size, self.sent[0], *rows.shape[1:])).to(rows.dtype)
 
     def unread(self, rows: Tensor) -> Tensor:
-        """In place of `send`, where nobody reads the result."""
+        """In place of `send`, where nobody reads the result: rows (n, ...) -> (m, ...)."""
         return rows.new_empty(1).expand(sum(self.received), *rows.shape[1:])
 
     def unread_sum(self, rows: Tensor) -> Tensor:
-        """In place of `sum_copies`, where nobody reads the result."""
+        """In place of `sum_copies`, where nobody reads the result: rows (m, ...) -> (n, ...)."""
         return rows.new_empty(1).expand(self.sent[0], *rows.shape[1:])
 
 

@@ -128,7 +128,6 @@ def _expert_sizes(run: RunConfig, dp: int) -> tuple[int, int | None]:
     if not parallel.divides_experts:
         return 1, None
     flags = f"--expert-model-parallel-size {ep}" + f" x --expert-tensor-parallel-size {etp}" * (etp is not None)
-    check(experts, f"{flags} needs --num-experts: leave it out")
     check((experts or 0) % ep == 0, f"--num-experts {experts} is not divisible by --expert-model-parallel-size {ep}: change one")
     together = ep * (etp or tp)
     check(dp * tp % together == 0, f"{flags} is {together} ranks for all experts, which do not divide data-parallel size {dp} x "

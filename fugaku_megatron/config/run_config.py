@@ -11,31 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from .checks import check, check_choices, check_numbers, check_positive, flag, hashed_once, is_unicode, opt, required
-from .experts_config import BALANCE, CAPACITY
-from .groups import MARKING, MUON_FLAGS, DataConfig, NumbersConfig, OptimizerConfig, ParallelConfig
+from .groups import DataConfig, NumbersConfig, OptimizerConfig, ParallelConfig
 from .lora import DROPOUT_COLUMNS, LoraConfig
 from .model_config import ModelConfig
 from .sample_rules import StepSizes
-
-# What decides the course of training next to the architecture, by group: a resumed run says where it differs from what was saved.
-COURSE = {
-    "model": ("seq_length", "mask_vocab_padding", "use_z_loss", "z_loss_strength", "hidden_dropout", "attention_dropout", *BALANCE,
-              *CAPACITY),
-    "batch": ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule"),
-    "optimizer": ("optimizer", *MUON_FLAGS, "lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "lr_decay_style",
-                  "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples",
-                  "lr_warmup_fraction", "lr_decay_tokens", "lr_warmup_tokens", "lr_warmup_init", "lr_wsd_decay_style",
-                  "lr_wsd_decay_iters", "lr_wsd_decay_samples",
-                  "weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style",
-                  "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"),
-    "precision": ("bf16", "fp16", "loss_scale"),
-    "training": ("seed",),
-    "data": ("data_path", "train_data_path", "valid_data_path", "split", "legacy_split", "mock_data", "sft",
-             "sft_truncate", *MARKING),
-    "system": ("fp16_accumulation_chunk", "fp32_matmul"),
-    "lora": ("lora_alpha", "lora_dropout", "lora_use_rslora"),
-}
-
 
 # What may differ between the ranks of a run: how a stage recomputes, places that each rank has for itself, and its threads.
 RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
@@ -318,6 +297,7 @@ class RunConfig:
               "or auto, or leave it out")
         check(not splits or self.model.num_experts is None, f"--fp32-matmul bf16x3 is not built for --num-experts "
               f"{self.model.num_experts}: leave it out")
+        self._check_divided_experts()
         layers, count = self.numbers.abft or (), self.model.num_layers
         beyond = next((layer for layer in layers if layer != "all" and int(layer) >= count), None)
         check(beyond is None, f"--abft {beyond}: the model has layers 0 to {count - 1}: pass some of them, or all")
@@ -338,6 +318,13 @@ class RunConfig:
         check(not self.lora.on or not self.lora.lora_dropout or whole, f"--lora-dropout {self.lora.lora_dropout} needs multiples "
               f"of {DROPOUT_COLUMNS} columns of attention and of the MLP on every tensor-parallel rank, which "
               f"--tensor-model-parallel-size {tp} does not leave: change one of them")
+
+    def _check_divided_experts(self) -> None:
+        parallel, divided = self.parallel, self.parallel.divides_experts
+        flags = (f"--expert-model-parallel-size {parallel.expert_model_parallel_size} with --expert-tensor-parallel-size "
+                 f"{parallel.expert_tensor_parallel_size}")
+        check(self.model.num_experts or not divided, f"{flags} needs --num-experts: leave both out")
+        check(not divided or not self.optimizer.muon, f"{flags} is built for AdamW, not for --optimizer muon: leave one out")
 
 
 GROUPS: dict[str, type] = {
@@ -360,7 +347,8 @@ def saved_run(manifest: dict[str, Any], sizes: tuple[int, int] | None = None) ->
             values["recompute_part_layers"] = None
         if name == "parallel" and sizes:
             values = dict(zip(("tensor_model_parallel_size", "pipeline_model_parallel_size"), sizes))
-        if name == "parallel":  # a prompt of any length is not cut into parts, and the weights are the same
-            values |= {"sequence_parallel": False, "tp_comm_overlap": False}
+        if name == "parallel":  # a prompt of any length is not cut into parts or sent to replicas; the weights are the same
+            values |= {"sequence_parallel": False, "tp_comm_overlap": False, "expert_model_parallel_size": 1,
+                       "expert_tensor_parallel_size": None}
         groups[name] = config(**values)
     return RunConfig(**groups)

@@ -83,13 +83,19 @@ def _row(number: int, plan: Plan, p: Prediction) -> str:
     return (f"{number:>3} {p.seconds:>8.5g} {span:>17} {p.slow_network:>8.5g} {p.tflops_per_node:>8.3f} {p.memory_mib_max:>6.0f} "
             f"{p.bubble_fraction:>7.1%} {plan.system.ranks_per_node:>5} {sizes} {schedule_name(plan.run):>8} "
             f"{recompute_name(plan.run):>10} "
-            f"{plan.run.parallel.zero_stage:>4} {days:>7} {hours:>10}")
+            f"{plan.run.parallel.zero_stage:>4} {days:>7} {hours:>10}" + _experts(plan))
+
+
+def _experts(plan: Plan) -> str:
+    """The ranks among which experts are divided, and that share each; nothing for a model without."""
+    layout = plan.layout
+    return f", EP {layout.ep} x {layout.etp or layout.tp}" if plan.run.model.num_experts else ""
 
 
 def as_json(plan: Plan, prediction: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """A plan under the names of `plan --json`. prediction: predict.as_json's dictionary."""
     days, node_hours = _duration(plan) or (None, None)
-    return {"dp": plan.layout.dp, "tp": plan.layout.tp, "pp": plan.layout.pp, "micro_batch_size": plan.run.batch.micro_batch_size,
+    return {"dp": plan.layout.dp, "tp": plan.layout.tp, "pp": plan.layout.pp, "ep": plan.layout.ep, "micro_batch_size": plan.run.batch.micro_batch_size,
             "ranks_per_node": plan.system.ranks_per_node, "recompute": recompute_name(plan.run),
             "zero_stage": plan.run.parallel.zero_stage, "schedule": schedule_name(plan.run),
             "days": days, "node_hours": node_hours, "command": command(plan, args), **prediction}

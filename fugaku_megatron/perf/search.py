@@ -235,7 +235,8 @@ def candidates(run: RunConfig, system: System, held: frozenset[str],
                 host, batch = replace(system, ranks_per_node=number), replace(run.batch, micro_batch_size=mbs)
                 reason = _indivisible(host, tp, pp, stage, batch, ramp_divisible)
                 divides = host.world_size % (tp * pp) == 0  # what does not is counted once
-                for switches in _switches(tried, tp if divides else 1, stage, number):
+                for switches in _divided(run, _switches(tried, tp if divides else 1, stage, number), tp,
+                                         host.world_size // (tp * pp), held):
                     yield reason or (replace(run, training=training, batch=batch, parallel=replace(
                         parallel, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, zero_stage=stage,
                         **switches)), host)
@@ -281,6 +282,21 @@ def _switches(tried: dict[str, tuple[bool, ...]], tp: int, zero_stage: int, rank
                               features.OVERLAP_GRAD_REDUCE: reduce,
                               features.OVERLAP_PARAM_GATHER: gather and reduce and zero_stage == 1}
                     yield {features.field_of(name): value for name, value in values.items()}
+
+
+EXPERT_RANKS = 64  # that are tried at most: an all-to-all among more of them has short messages
+
+
+def _divided(run: RunConfig, switches: Iterator[dict[str, Any]], tp: int, dp: int, held: frozenset[str]) -> Iterator[dict[str, Any]]:
+    """Each of `switches`, and of a model with experts that with every number of ranks among which whole experts can be divided."""
+    experts = run.model.num_experts
+    given = {"expert_model_parallel_size", "expert_tensor_parallel_size"} & held
+    for values in switches:
+        yield values if given else {**values, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
+        if experts and not given and (tp == 1 or values["sequence_parallel"]):
+            for ep in (2**i for i in range(1, EXPERT_RANKS.bit_length())):
+                if experts % ep == 0 and dp * tp % ep == 0:
+                    yield {**values, "expert_model_parallel_size": ep, "expert_tensor_parallel_size": 1 if tp > 1 else None}
 
 
 def _choices(value: T, values: tuple[T, ...], held: bool) -> tuple[T, ...]:

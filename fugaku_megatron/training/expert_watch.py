@@ -51,10 +51,10 @@ def gather(stage: Stage, run: RunConfig, groups: Groups, microbatches: int) -> T
 
 
 class ExpertWatch:
-    """The tokens of every expert since the last report, (layers with experts, e)."""
+    """The tokens of every expert since the last report, (layers with experts, e). ep: ranks that have different experts."""
 
-    def __init__(self, model: ModelConfig) -> None:
-        self.model = model
+    def __init__(self, model: ModelConfig, ep: int = 1) -> None:
+        self.model, self.ep = model, ep
         self.layers = [layer for layer, mlp in enumerate(model.mlps) if mlp == "experts"]
         self.tokens = torch.zeros(len(self.layers), model.num_experts or 0, dtype=torch.float64)
 
@@ -75,13 +75,22 @@ class ExpertWatch:
         loads = self.tokens / self.tokens.mean(1, keepdim=True)
         writer.keep("experts", iteration, layers=self.layers, loads=[[round(x, 3) for x in row] for row in loads.tolist()])
         most, least = (self._named(index) + f" {loads.flatten()[index].item():.2f}" for index in (loads.argmax(), loads.argmin()))
-        writer.print(f"load of the experts, 1 being the mean: {most} at most, {least} at least")
+        writer.print(f"load of the experts, 1 being the mean: {most} at most, {least} at least" + self._ranks())
         idle = (self.tokens == 0).flatten().nonzero().flatten()
         if len(idle):
             named = ", ".join(map(self._named, idle[:NAMED])) + (f" and {len(idle) - NAMED} more" if len(idle) > NAMED else "")
             writer.event(iteration, f"without a token since the last report: {named}: raise "
                          "--moe-aux-loss-coeff, or pass --moe-router-enable-expert-bias")
         self.tokens.zero_()
+
+    def _ranks(self) -> str:
+        """What the fullest of the ranks with different experts computes, which the others wait for."""
+        if self.ep == 1:
+            return ""
+        each = self.tokens.shape[1] // self.ep
+        loads = self.tokens.view(len(self.layers), self.ep, each).sum((0, 2)) / self.tokens.sum() * self.ep
+        first, load = int(loads.argmax()) * each, loads.max().item()
+        return f"; the rank with experts {first} to {first + each - 1} computes {load:.2f} of the mean"
 
     def _named(self, index: Tensor) -> str:
         row, expert = divmod(int(index), self.tokens.shape[1])

@@ -17,9 +17,11 @@ from ..checkpoint.node_copy import newest_everywhere, open_copy, run_name
 from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
 from ..config.checks import check, flag
+from ..config.experts_config import BALANCE, CAPACITY
+from ..config.groups import MARKING, MUON_FLAGS
 from ..config.layout import Layout
 from ..config.model_config import COUNTED, MASKED, UNSETTLED
-from ..config.run_config import COURSE, RunConfig
+from ..config.run_config import RunConfig
 from ..config.sample_rules import MAX_SAMPLE, Skips
 from ..costs.accounting import padded_vocab_size
 from .param_schedule import ParamSchedule
@@ -30,6 +32,25 @@ OWN_FILES = (HISTORY, LOSS_CURVE, TRACKER)  # what a run that ended before its f
 
 LAYOUT_SIZES = {"tensor_model_parallel_size": "TP", "pipeline_model_parallel_size": "PP", "data_parallel_size": "DP",
                 "zero_shards": "ZeRO shards"}
+
+# What decides the course of training next to the architecture, by group: a resumed run says where it differs from what was saved.
+COURSE = {
+    "model": ("seq_length", "mask_vocab_padding", "use_z_loss", "z_loss_strength", "hidden_dropout", "attention_dropout", *BALANCE,
+              *CAPACITY),
+    "batch": ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule"),
+    "optimizer": ("optimizer", *MUON_FLAGS, "lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "lr_decay_style",
+                  "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples",
+                  "lr_warmup_fraction", "lr_decay_tokens", "lr_warmup_tokens", "lr_warmup_init", "lr_wsd_decay_style",
+                  "lr_wsd_decay_iters", "lr_wsd_decay_samples",
+                  "weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style",
+                  "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"),
+    "precision": ("bf16", "fp16", "loss_scale"),
+    "training": ("seed",),
+    "data": ("data_path", "train_data_path", "valid_data_path", "split", "legacy_split", "mock_data", "sft",
+             "sft_truncate", *MARKING),
+    "system": ("fp16_accumulation_chunk", "fp32_matmul"),
+    "lora": ("lora_alpha", "lora_dropout", "lora_use_rslora"),
+}
 
 
 @dataclass(frozen=True)

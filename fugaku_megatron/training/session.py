@@ -58,7 +58,7 @@ class Session:
 
     def __post_init__(self) -> None:
         model = self.trainer.run.model
-        self.experts = ExpertWatch(model) if model.num_experts else None
+        self.experts = ExpertWatch(model, self.trainer.layout.ep) if model.num_experts else None
         self._await_save()
 
     def run(self) -> None:

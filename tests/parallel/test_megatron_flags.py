@@ -345,8 +345,8 @@ def test_flags_from_a_yaml_file(tmp_path, activation, switch):
     ("lr: True", "lr: True is not a value of --lr: pass one, or null"),
     ("language_model: {activation_func: tanh}", "language_model.activation_func: 'tanh' is not an activation: pass swiglu"),
     ("language_model: {init_method: xavier_uniform}", "language_model.init_method: 'xavier_uniform' is not built: pass null"),
-    ("language_model: {expert_model_parallel_size: 2}", "language_model.expert_model_parallel_size: --expert-model-parallel-"
-     "size 2: expert parallelism is not built"),
+    ("language_model: {context_parallel_size: 2}", "language_model.context_parallel_size: --context-parallel-size 2: context "
+     "parallelism is not built"),
     ("training: {lr: 1}", "training is a section, and the sections are language_model and model_parallel"),
     ("lr: 1\nlanguage_model: {lr: 1}", "lr stands at the top or in a section twice: leave one out"),
     ("lr: {a: 1}", "lr is a section"),

@@ -67,7 +67,7 @@ def test_values_that_the_list_lacks_become_plausible(tmp_path):
 
 
 def test_the_command_prints_each_script_and_totals(tmp_path):
-    given = [{**SCRIPTS[0], "flags": [["--expert-model-parallel-size", "2"]]},
+    given = [{**SCRIPTS[0], "flags": [["--context-parallel-size", "2"]]},
              next(s for s in SCRIPTS if s["name"].endswith("CONFIG.sh"))]
     (tmp_path / "list.jsonl").write_text("".join(json.dumps(script) + "\n" for script in given))
     command = [sys.executable, "-m", "tools.scripts_start"]
@@ -75,7 +75,7 @@ def test_the_command_prints_each_script_and_totals(tmp_path):
                           cwd=LIST.parents[1])
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[1].startswith("  --expert-model-parallel-size 2: expert parallelism is not built")
+    assert lines[1].startswith("  --context-parallel-size 2: context parallelism is not built")
     assert lines[2].endswith("(dense): starts")
     assert lines[3:] == ["NVIDIA/Megatron-LM examples, dense: 1 of 1 start",
                          "NVIDIA/Megatron-LM functional tests, dense: 0 of 1 start"]
