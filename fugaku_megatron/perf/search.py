@@ -287,7 +287,8 @@ def _switches(tried: dict[str, tuple[bool, ...]], tp: int, zero_stage: int, rank
 EXPERT_RANKS = 64  # that are tried at most: an all-to-all among more of them has short messages
 
 
-def _divided(run: RunConfig, switches: Iterator[dict[str, Any]], tp: int, dp: int, held: frozenset[str]) -> Iterator[dict[str, Any]]:
+def _divided(run: RunConfig, switches: Iterator[dict[str, Any]], tp: int, dp: int,
+             held: frozenset[str]) -> Iterator[dict[str, Any]]:
     """Each of `switches`, and of a model with experts that with every number of ranks among which whole experts can be divided."""
     experts = run.model.num_experts
     given = {"expert_model_parallel_size", "expert_tensor_parallel_size"} & held
