@@ -19,8 +19,7 @@ from ..checkpoint.tensor_files import write_tensors
 from ..config.checks import check
 from ..config.lora import MATRICES, LoraConfig
 from ..config.model_config import ModelConfig
-from .architectures import Architecture
-from .arrangements import conv_query_key_value, transposed
+from .architectures import Architecture, conv_query_key_value, transposed
 from .hugging_face import Part, TensorDirectory, architecture_of, carried_config, header, in_their_shape, parts, read_json
 from .weights import Adapters, Weights, adapter_shapes, layer_of
 
