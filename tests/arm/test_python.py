@@ -13,10 +13,10 @@ pytestmark = builds.needs_python
 
 PROGRAM = builds.ROOT / "tests" / "arm" / "train_small.py"
 KERNEL_TESTS = str(builds.ROOT / "tests" / "kernels")
-# Left out: millions of elements, the portable build (test_static.py runs it), what reads sources only, the scalar references and the
-# statistics of random numbers, which this machine's own tests hold and to which the kernels are compared here, what starts Python
-# again or imports torch._dynamo, which costs 20 s each, numbers of threads, which depend neither on instructions nor on the length
-# of vectors, and the symbols of objects, which make test-arm reads on this machine.
+# Left out: millions of elements, the portable build (test_static.py runs it), what reads sources only, the scalar references and
+# the statistics of random numbers, which this machine's own tests hold and to which the kernels are compared here, what starts
+# Python again or imports torch._dynamo, which costs 20 s each, numbers of threads, which depend neither on instructions nor on the
+# length of vectors, and the symbols of objects, which make test-arm reads on this machine.
 TOO_SLOW = ("test_table", "test_bench", "portable", "whole_range", "positive_numbers", "from_every_half",
             "adamw_is_torchs", "environment_chooses", "shared_with_torch", "reference_agrees_with_formula",
             "reference_is_the_definition", "is_the_slope", "is_standard_normal", "at_the_right_rate", "keeps_its_mean",
