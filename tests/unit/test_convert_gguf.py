@@ -167,6 +167,15 @@ def test_numbers_and_tokenizer(tmp_path):
     assert value(gguf.GGUFReader(tmp_path / "t.gguf"), "tokenizer.chat_template") == "another"
 
 
+def test_a_checkpoint_and_the_model_that_it_came_from_become_the_same_file(tmp_path):
+    write_model(tmp_path / "hf", "qwen3")
+    write_tokenizer(tmp_path / "hf")
+    assert convert(tmp_path / "hf", tmp_path / "direct.gguf") == 0
+    assert cli.main(["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "start")]) == 0
+    assert cli.main(["convert", "--load", str(tmp_path / "start"), "--to-gguf", str(tmp_path / "own.gguf")]) == 0
+    assert (tmp_path / "own.gguf").read_bytes() == (tmp_path / "direct.gguf").read_bytes()
+
+
 def test_pieces_of_sentencepiece(tmp_path):
     sentencepiece = pytest.importorskip("sentencepiece")
     write_model(tmp_path / "hf", "llama")
