@@ -36,4 +36,14 @@ PUBLISHED = {
     "qwen3-0.6b": _decoder("qwen3", 1024, 3072, 28, 16, 8, 151936, 40960, 1e-6, 1000000, True, head_dim=128, attention_bias=False,
                            sliding_window=None, use_sliding_window=False, max_window_layers=28,
                            rope_scaling=None),  # Qwen/Qwen3-0.6B
+    "qwen3-30b-a3b": _decoder("qwen3_moe", 2048, 6144, 48, 32, 4, 151936, 40960, 1e-6, 1000000.0, False, head_dim=128,
+                              attention_bias=False, sliding_window=None, use_sliding_window=False, rope_scaling=None,
+                              decoder_sparse_step=1, mlp_only_layers=[], num_experts=128, num_experts_per_tok=8,
+                              moe_intermediate_size=768, norm_topk_prob=True,
+                              router_aux_loss_coef=0.001),  # Qwen/Qwen3-30B-A3B
+    "olmoe": _decoder("olmoe", 2048, 1024, 16, 16, 16, 50304, 4096, 1e-5, 10000.0, False, attention_bias=False, clip_qkv=None,
+                      num_experts=64, num_experts_per_tok=8, norm_topk_prob=False, rope_scaling=None,
+                      router_aux_loss_coef=0.01),  # allenai/OLMoE-1B-7B-0924
+    "mixtral": _decoder("mixtral", 4096, 14336, 32, 32, 8, 32000, 32768, 1e-5, 1e6, False, sliding_window=None,
+                        num_local_experts=8, num_experts_per_tok=2, router_aux_loss_coef=0.02),  # mistralai/Mixtral-8x7B-v0.1
 }

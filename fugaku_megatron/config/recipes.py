@@ -1,8 +1,9 @@
 """Published models, each a function that returns a RunConfig; the flag of a value overrides it.
 
 124M and 30B are the runs of the benchmark tables, 1.3B is GPT-3 XL, 13B is Fugaku-LLM's; `demo` trains in minutes on two cores.
-Llama, Qwen, TinyLlama and Mistral have the configuration that each repository on huggingface.co publishes in config.json; where no
-paper says how they were trained, batch size and learning rate are GPT-3's for that size (Brown et al. 2020, table 2.1).
+Llama, Qwen, TinyLlama, Mistral, Mixtral and OLMoE have the configuration that each repository on huggingface.co publishes in
+config.json; where no paper says how they were trained, batch size and learning rate are GPT-3's for that size (Brown et al. 2020,
+table 2.1).
 NAME-sft fine-tunes the model NAME on chats, all of its weights.
 Left out: the parallel layout, which depends on the number of nodes.
 """
@@ -70,9 +71,10 @@ def _of_llamas_kind(num_layers: int, hidden_size: int, ffn_hidden_size: int, hea
     """RMS norm, SwiGLU, rotary positions and groups of heads, without biases or dropout. more: of ModelConfig."""
     block: dict[str, Any] = {
         "normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True, "position_embedding_type": "rope",
-        "group_query_attention": True, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+        "group_query_attention": groups < heads, "num_query_groups": groups if groups < heads else None, "hidden_dropout": 0.0,
+        "attention_dropout": 0.0}
     model = ModelConfig(num_layers=num_layers, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size, num_attention_heads=heads,
-                        num_query_groups=groups, vocab_size=vocab_size, seq_length=seq_length, **block, **more)
+                        vocab_size=vocab_size, seq_length=seq_length, **block, **more)
     return RunConfig(
         model=model, batch=BatchConfig(micro_batch_size=1, global_batch_size=global_batch_size),
         optimizer=OptimizerConfig(lr=lr, min_lr=lr / 10, lr_decay_style="cosine", lr_warmup_fraction=0.01, weight_decay=0.1,
@@ -120,6 +122,31 @@ def mistral_7b() -> RunConfig:
                            max_position_embeddings=32768, window_size="4095,0", untie_embeddings_and_output_weights=True)
 
 
+def qwen_3_30b_a3b() -> RunConfig:
+    """Qwen3 30B-A3B (Qwen/Qwen3-30B-A3B): 48 layers, h 2048, 32 heads of 128 in 4 groups, 8 of 128 experts of 768 for a token."""
+    return _of_llamas_kind(48, 2048, 6144, 32, 4, 151936, seq_length=4096, lr=3e-4, global_batch_size=1024, kv_channels=128,
+                           max_position_embeddings=40960, rotary_base=1e6, layernorm_epsilon=1e-6, qk_layernorm=True,
+                           untie_embeddings_and_output_weights=True, num_experts=128, moe_router_topk=8, moe_ffn_hidden_size=768,
+                           moe_aux_loss_coeff=(1e-3,))
+
+
+def olmoe() -> RunConfig:
+    """OLMoE 1B-7B (allenai/OLMoE-1B-7B-0924): 16 layers, h 2048, 16 heads, 8 of 64 experts of 1024 for a token.
+
+    Trained as in Muennighoff et al. 2024 (arXiv:2409.02060), table 10.
+    """
+    return _of_llamas_kind(16, 2048, 1024, 16, 16, 50304, seq_length=4096, lr=4e-4, global_batch_size=1024, qk_layernorm=True,
+                           qk_layernorm_all_heads=True, untie_embeddings_and_output_weights=True, num_experts=64, moe_router_topk=8,
+                           moe_router_pre_softmax=True, moe_aux_loss_coeff=(1e-2,), moe_z_loss_coeff=1e-3)
+
+
+def mixtral_8x7b() -> RunConfig:
+    """Mixtral 8x7B (mistralai/Mixtral-8x7B-v0.1): 32 layers, h 4096, 32 heads in 8 groups, 2 of 8 experts of 14336 for a token."""
+    return _of_llamas_kind(32, 4096, 14336, 32, 8, 32000, seq_length=4096, lr=1e-4, global_batch_size=256,
+                           max_position_embeddings=32768, rotary_base=1e6, untie_embeddings_and_output_weights=True, num_experts=8,
+                           moe_router_topk=2, moe_aux_loss_coeff=(1e-2,))
+
+
 def _on_chats(published: Callable[[], RunConfig], how: str, lr: float, style: str, warmup: float) -> Callable[[], RunConfig]:
     def recipe() -> RunConfig:
         model = published().model
@@ -147,6 +174,7 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
     "demo": demo, "124m": gpt_124m, "1.3b": gpt_1b3, "13b": gpt_13b, "30b": gpt_30b,
     "llama-3.2-1b": llama_32_1b, "llama-3.1-8b": llama_31_8b, "qwen2.5-0.5b": qwen_25_05b, "qwen3-0.6b": qwen_3_06b,
     "tinyllama-1.1b": tinyllama_11b, "mistral-7b": mistral_7b,
+    "qwen3-30b-a3b": qwen_3_30b_a3b, "olmoe": olmoe, "mixtral": mixtral_8x7b,
     "qwen2.5-0.5b-sft": _as_zephyr(qwen_25_05b), "qwen3-0.6b-sft": _as_zephyr(qwen_3_06b),
     "tinyllama-1.1b-sft": _as_zephyr(tinyllama_11b), "llama-3.2-1b-sft": _as_zephyr(llama_32_1b),
     "mistral-7b-sft": _as_zephyr(mistral_7b), "llama-3.1-8b-sft": _as_tulu(llama_31_8b),
