@@ -1,6 +1,6 @@
 """Runs one family of benchmarks:
 
-    python -m benchmarks {gemm,attention,rowwise,step,alloc,tables,comm,two_hosts,schedule,save,watch,decode} [options]
+    python -m benchmarks {gemm,experts,attention,rowwise,step,alloc,tables,comm,two_hosts,schedule,save,watch,decode} [options]
 
 A family is described in core.py. One that measures torch in this process has TORCH_HERE: the process starts again with the MKL of
 --mkl.
@@ -16,7 +16,7 @@ from fugaku_megatron.config.command_line import Parser, check_file, check_pictur
 
 from . import core, preloads
 
-FAMILIES = ("gemm", "attention", "rowwise", "step", "alloc", "tables", "comm", "two_hosts", "schedule", "save", "watch",
+FAMILIES = ("gemm", "experts", "attention", "rowwise", "step", "alloc", "tables", "comm", "two_hosts", "schedule", "save", "watch",
             "decode")
 
 

@@ -29,6 +29,7 @@ from benchmarks import (
     contestant,
     core,
     disturbance,
+    experts,
     gemm,
     jobs,
     openblas,
@@ -129,8 +130,27 @@ def test_the_benchmarks_time_the_kernels_that_the_trainer_calls():
     package = ROOT / "fugaku_megatron"
     trainer = set().union(*(kernels_called(package / room) for room in ("comm", "nn", "training")))
     cases = [case for family in (gemm, attention, rowwise) for case in family.cases(options("attention", "--recipe", "demo"))]
+    cases += experts.cases(options("experts", "--recipe", "olmoe", "--experts", "2", "--rows", "2", "--load", "even"))
     assert {call.name for case in cases for call in case.calls} == trainer - UNTIMED
     assert trainer >= UNTIMED
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_experts_agree_with_their_opponents(dtype):
+    """Every side computes the same but the dense one, which has the FLOPs alone; one expert gets half of the rows."""
+    given = options("experts", "--recipe", "olmoe", "--experts", "3", "--rows", "5", "--load", "skewed", "--dtype", dtype)
+    assert experts.counts_of(given, "skewed") == (4, 7, 4) and experts.counts_of(given, "even") == (5, 5, 5)
+    work = experts.Work.of(15, 40, 24, experts.counts_of(given, "skewed"), experts.DTYPES[dtype])
+    for op in ("forward", "data_grad", "weight_grad"):
+        ours, theirs = work.out(op), work.out(op)
+        call, dense = work.grouped(op, ours), work.dense(op, work.out(op))
+        call.run()
+        work.in_torch(op, theirs)()
+        assert work.error(op, ours) < (2e-5 if dtype == "fp32" else 2e-2) and call.flops == dense.flops == 2 * 15 * 40 * 24
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-1 if dtype == "bf16" else 1e-4)
+        assert {case.baseline for case in experts.op_cases(work, op, "skewed")} >= {"dense", "torch"}
+    with pytest.raises(ValueError, match="--recipe demo has no experts"):
+        next(experts.cases(options("experts", "--recipe", "demo")))
 
 
 def test_attention_counts_as_accounting_does():
