@@ -182,6 +182,7 @@ def check_bytes(run: RunConfig, world: int) -> None:
             assert bytes <= measured[key] <= bytes + small, (rank, key, bytes, measured[key])
 
 
+LORA = {"lora_rank": 4}
 BUCKETS = {**OVERLAP, "ddp_bucket_size": 20_000, "grad_reduce_in_bf16": True}
 
 
@@ -200,11 +201,12 @@ def held_bytes(world: Comm, run: RunConfig) -> int:
     """What autograd keeps on this rank from the forward of a micro-batch to its backward."""
     trainer = make_trainer(world, run)
     tokens = torch.zeros(run.model.seq_length, run.batch.micro_batch_size, dtype=torch.int64)
-    weights, saved = trainer.optimizer.flat.values.untyped_storage().data_ptr(), {}
+    flat, saved = trainer.optimizer.flat, {}
+    weights = {values.untyped_storage().data_ptr() for values in (flat.values, flat.frozen_values)}
 
     def keep(tensor):
         storage = tensor.untyped_storage()
-        if storage.data_ptr() != weights and tensor.dtype != torch.int64:
+        if storage.data_ptr() not in weights and tensor.dtype != torch.int64:
             saved[storage.data_ptr()] = storage  # holding it keeps its address from being used again
         return tensor
 
@@ -228,12 +230,12 @@ def check_kept(run: RunConfig) -> None:
     ("gpt", {}), ("gpt", {**TP2, "bf16": True}), ("gpt", {**SELECTIVE, **DROPOUT}), ("gpt", {**SEQUENCE, **DROPOUT, "bf16": True}),
     ("gpt", {**SEQUENCE, **FULL}), ("llama", {"bf16": True}), ("llama", {**SEQUENCE, **SELECTIVE}), ("qwen3", {**TP2, **FULL}),
     ("plain norms in parallel", {}), ("geglu", SEQUENCE), ("exact gelu", {**TP2, "bf16": True}), ("squared relu", SEQUENCE),
-    ("qwen3", SEQUENCE)])
+    ("qwen3", SEQUENCE), ("qwen3", LORA), ("gpt", {**LORA, **SEQUENCE})])
 def test_saved_bytes_are_those_that_autograd_keeps(model, changes):
     check_kept(small_run(**MODELS[model], **changes))
 
 
-@pytest.mark.parametrize(("stage", "changes"), [(3, SELECTIVE), (1, FULL), (0, {"pipeline_schedule": "zb-h1"})])
+@pytest.mark.parametrize(("stage", "changes"), [(3, SELECTIVE), (1, FULL), (0, {"pipeline_schedule": "zb-h1"}), (1, LORA)])
 def test_peak_of_another_block(stage, changes):
     widths = {"ffn_hidden_size": 192, "num_attention_heads": 8, "kv_channels": 16}
     run = small_run(**{**FAMILIES["qwen3"], **MODEL, **widths, **changes})

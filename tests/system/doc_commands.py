@@ -22,6 +22,7 @@ TINY = "--recipe demo --train-iters 4 --log-interval 1 --eval-iters 0"
 CHANGES = (
     ("README.md", "--recipe demo --train-iters 200", TINY, "4 iterations instead of some minutes"),
     ("docs/chat.md", "--seq-length 256 --train-iters 300", "--seq-length 256 --train-iters 4", "4 iterations, not two minutes"),
+    ("docs/chat.md", "--train-iters 200", "--train-iters 4", "4 iterations, not a minute"),
     ("docs/chat.md", "--train-iters 500", "--train-iters 4", "4 iterations, not two minutes"),
     ("docs/data.md", "train --recipe demo", f"train {TINY}", "4 iterations instead of some minutes"),
     ("docs/evaluation.md", "python -m fugaku_megatron.inference.lm_eval --model fugaku_megatron --model_args load=checkpoints "
