@@ -218,8 +218,7 @@ class OutputConfig:
         check(all(rank >= 0 for rank in self.profile_ranks), f"--profile-ranks {self.profile_ranks}: pass ranks from 0 on")
 
 
-FP16_CHUNK = 64  # half the error of BF16 operands, at 1.7 times the FP32 rate in the A64FX model (docs/numerics.md)
-MAX_FP16_CHUNK = 65536
+FP16_CHUNK, MAX_FP16_CHUNK = 64, 65536  # 64: half the error of BF16 operands, at 1.7 times FP32's rate (docs/numerics.md)
 
 
 @hashed_once
@@ -233,8 +232,7 @@ class SystemConfig:
         None, "with --fp16, sum this many terms of a linear layer in FP16 before adding in FP32: faster where the CPU has FP16 "
         "arithmetic (A64FX, SVE), less exact (default: sums in FP32)", type=int, switches={"--fp16-accumulation": FP16_CHUNK})
     fp32_matmul: str = opt("ieee", "ieee: FP32 matmuls on FP32 units; bf16x3: each operand as three BF16 numbers, multiplied by "
-                           "six BF16 matmuls, as exact as FP32: faster where BF16 has more than six times FP32's rate (AMX)",
-                           choices=("ieee", "bf16x3"))
+                           "six BF16 matmuls, as exact as FP32, faster on AMX only", choices=("ieee", "bf16x3"))
     cache_packed_weights: bool = opt(False, "keep weights packed for the matrix kernels from one optimizer step to the next: "
                                      "faster with several micro-batches per step, at two more copies of the weights")
     allocator: str = opt("tuned", "tuned: tensors in memory that stays with the process; stock: malloc as it is. A preloaded "
@@ -251,9 +249,8 @@ class SystemConfig:
         check_numbers(self)
         check_choices(self)
         check_positive(self, "cpu_frequency")
-        timeout = self.hang_timeout_in_secs
+        timeout, chunk = self.hang_timeout_in_secs, self.fp16_accumulation_chunk
         check(timeout is None or timeout == 0 or timeout >= 1, f"--hang-timeout-in-secs is {timeout}: pass 1 or more, or 0")
-        chunk = self.fp16_accumulation_chunk
         check(chunk is None or 0 < chunk <= MAX_FP16_CHUNK,
               f"--fp16-accumulation-chunk is {chunk}: pass a number from 1 to {MAX_FP16_CHUNK}")
 
@@ -289,14 +286,12 @@ class RunConfig:
         chunk, kernels = self.system.fp16_accumulation_chunk, self.system.kernels
         check(chunk is None or self.precision.fp16, f"--fp16-accumulation-chunk {chunk} is for --fp16, and this run is "
               f"{self.precision.name}: pass --fp16, or leave it out")
-        check(chunk is None or kernels != "torch", f"--fp16-accumulation-chunk {chunk} is for the C++ kernels, and --kernels is "
-              "torch: pass native or auto, or leave it out")
-        splits, precision = self.system.splits_fp32, self.precision.name
+        splits, precision, experts = self.system.splits_fp32, self.precision.name, self.model.num_experts
         check(not splits or precision == "fp32", f"--fp32-matmul bf16x3 is for FP32, and this run is {precision}: leave it out")
-        check(not splits or kernels != "torch", "--fp32-matmul bf16x3 is for the C++ kernels, and --kernels is torch: pass native "
-              "or auto, or leave it out")
-        check(not splits or self.model.num_experts is None, f"--fp32-matmul bf16x3 is not built for --num-experts "
-              f"{self.model.num_experts}: leave it out")
+        check(not splits or experts is None, f"--fp32-matmul bf16x3 is not built for --num-experts {experts}: leave it out")
+        native = "--fp32-matmul bf16x3" if splits else f"--fp16-accumulation-chunk {chunk}"
+        check((chunk is None and not splits) or kernels != "torch", f"{native} is for the C++ kernels, and --kernels is torch: pass "
+              "native or auto, or leave it out")
         self._check_divided_experts()
         layers, count = self.numbers.abft or (), self.model.num_layers
         beyond = next((layer for layer in layers if layer != "all" and int(layer) >= count), None)
@@ -308,8 +303,7 @@ class RunConfig:
     def _check_lora(self) -> None:
         self.lora.check_model(self.model)
         given = f"--lora-rank {self.lora.lora_rank}"
-        check(not self.lora.on or not self.parallel.tp_comm_overlap, f"{given} is not built for --tp-comm-overlap: leave one of "
-              "them out")
+        check(not self.lora.on or not self.parallel.tp_comm_overlap, f"{given} is not built for --tp-comm-overlap: leave one out")
         check(not self.lora.on or not self.numbers.abft, f"{given} is not built for --abft: leave one of them out")
         check(not self.lora.on or not self.optimizer.muon, f"{given} is not built for --optimizer {self.optimizer.optimizer}: "
               "pass adam")

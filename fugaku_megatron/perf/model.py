@@ -315,8 +315,7 @@ def warnings(run: RunConfig, layout: Layout, system: System, tflops: float) -> t
         lines.append(f"software {code.name} was never measured on {system.machine.name}: its shares of peak are carried over")
     if system.nodes > 1 and system.machine.sources["link_gbs"].startswith("not measured"):
         lines.append(f"the network of {system.machine.name} was not measured: calibrate on two nodes")
-    threads = system.machine.threads // system.ranks_per_node
-    note = system.machine.curve_note(threads) if system.machine.kind == "cpu" else None
+    note = system.machine.curve_note(system.machine.threads // system.ranks_per_node) if system.machine.kind == "cpu" else None
     lines += [note] if note else []
     lines += [f"the time is that of a run without {name}, which is not modelled" for name in unmodelled(run)]
     lacking = [*code.lacking(run), *["fp32_matmul"] * (run.system.splits_fp32 and code.style != "native")]
