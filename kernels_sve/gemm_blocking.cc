@@ -62,7 +62,7 @@ GemmBlocks gemm_blocks(int mr, int nr, int step, bool adds, bool tiles) {
   constexpr int WORD = 4;
   const CacheGeometry& cache = cache_geometry();
   const double before_l3 = tiles ? Baseline::KC_L1_SHARE_TILES
-                           : adds ? Baseline::KC_L1_SHARE_ADDING_BEFORE_L3 : Baseline::KC_L1_SHARE_BEFORE_L3;
+                           : adds ? Baseline::KC_L1_SHARE_ADDING_BEFORE_L3 : Baseline::KC_L1_SHARE_BEFORE_L3 * step;
   const double b_panel = cache.l1 * (cache.l3 ? before_l3 : Baseline::KC_L1_SHARE * step);
   const double a_block = (cache.l3 ? Baseline::MC_L2_SHARE_BEFORE_L3 : Baseline::MC_L2_SHARE) * cache.l2;
   const double b_block = cache.l3 ? Baseline::NC_L3_SHARE * cache.l3 : Baseline::NC_L2_SHARE * cache.l2;
