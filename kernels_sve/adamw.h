@@ -46,7 +46,7 @@ FM_INLINE void adamw_range(float* param, const float* grad, M* exp_avg, V* exp_a
       const vf m_old = load_lanes(exp_avg + i, lanes);
       m[n] = m_old + (g - m_old) * f.one_minus_beta1;
       v[n] = load_lanes(exp_avg_sq + i, lanes) * f.beta2 + g * g * f.one_minus_beta2;
-      store_lanes(exp_avg + i, m[n], lanes);
+      store_exact(exp_avg + i, m[n], lanes);
       store_square(exp_avg_sq + i, v[n], lanes, element + i - begin, f.rounding);
     }
     sqrt_each(v);
@@ -58,7 +58,7 @@ FM_INLINE void adamw_range(float* param, const float* grad, M* exp_avg, V* exp_a
       const int64_t i = first + n * VL;
       const vf p = load_lanes(param + i, lanes) * f.decay - m[n] * f.step_size * v[n];
       store_lanes(param + i, p, lanes);
-      if (copy) store_lanes(copy + i, p, lanes);
+      if (copy) store_exact(copy + i, p, lanes);  // as `convert` makes it from a checkpoint
     }
   });
 }

@@ -26,7 +26,7 @@ struct BackwardBlock {
   using Word = typename P::Word;
   Word *key, *value, *prob_words, *dscore_words, *dscore_crossed;
   float *dkey, *dvalue;
-  float *prob, *dscore;  // prob: negative where dropped
+  float *prob, *dscore;  // prob: negative where dropped; dscore: rows of words, two neighbouring keys in each where STEP is 2
   int32_t* keep;         // dropout mask
   int64_t k0, q0, window, s;
   float c, keep_scale;
@@ -126,31 +126,37 @@ FM_INLINE void dscore_tile(const BackwardHead<P>& head, const BackwardBlock<P>& 
       const int64_t place = at + (row + i) * LANES + v * VL;
       const vf delta = broadcast(head.delta[q0 + row + i]), prob = load_aligned(m.prob + place), dprob = t.v[row + i][v];
       x[i][v] = DROPOUT ? abs(prob) * ((prob > 0.0f ? dprob * m.keep_scale : vf{}) - delta) : prob * (dprob - delta);
-      store_aligned(m.dscore + place, x[i][v]);
+      if constexpr (P::STEP == 1) store_aligned(m.dscore + place, x[i][v]);
     });
-    if constexpr (P::STEP == 2) store_words<P>(m.dscore_words, g, r + row, x);
+#ifdef FM_HAS_BF16_PAIRS
+    if constexpr (P::STEP == 2) {
+      store_words<P>(m.dscore_words, g, r + row, x);
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i) {
+#pragma GCC unroll 2
+        for (int v = 0; v < V::end; v += 2) {
+          const vu words = to_row(x[i][v], v + 1 < V::end ? x[i][v + 1] : vf{});
+          store_aligned(m.dscore + at + (row + i) * LANES + v / 2 * VL, (vf)words);
+        }
+      }
+    }
+#endif
   }
 }
 
-// dS of the first vectors of key group g, queries [r, r + VL), to dscore_crossed.
+// dS of the first vectors of key group g, queries [r, r + VL), to dscore_crossed; the words of a row lie side by side in dscore.
 template <class P, class V>
 FM_INLINE void cross_dscore(const BackwardBlock<P>& m, int64_t g, int64_t r, V) {
-  typename P::Word* to = m.dscore_crossed + (r / LANES * BLOCK + g * LANES) / P::STEP * LANES + r % LANES;
-  for (int v = 0; v < V::end; ++v, to += VL / P::STEP * LANES) {
+  constexpr int WORDS = V::end * VL / P::STEP;
+  float* to = reinterpret_cast<float*>(m.dscore_crossed) + (r / LANES * BLOCK + g * LANES) / P::STEP * LANES + r % LANES;
+#pragma GCC unroll 3
+  for (int w = 0; w < WORDS; w += VL) {
     vf tile[VL];
 #pragma GCC unroll 16
-    for (int i = 0; i < VL; ++i) tile[i] = load_aligned(m.dscore + (g * BLOCK + r + i) * LANES + v * VL);
+    for (int i = 0; i < VL; ++i) tile[i] = load_aligned(m.dscore + (g * BLOCK + r + i) * LANES + w);
     transpose(tile);
 #pragma GCC unroll 16
-    for (int i = 0; i < VL; i += P::STEP) {
-      if constexpr (P::STEP == 1) {
-        store_aligned(to + i * LANES, tile[i]);
-      } else {
-#ifdef FM_HAS_BF16_PAIRS
-        store(to + i / 2 * LANES, to_pairs(tile[i], tile[i + 1]));
-#endif
-      }
-    }
+    for (int i = 0; i < VL && w + i < WORDS; ++i) store_aligned(to + (w + i) * LANES, tile[i]);
   }
 }
 

@@ -137,25 +137,36 @@ FM_INLINE void score_tile(const PackedKeysValues<P>& head, QueryBlock<P>& q, int
   for_tile([&](int i, int v) { q.maximum[v] = fast_max(q.maximum[v], t.v[i][v]); }, vectors);
 }
 
-// score -> P in place, for rows [begin, end); adds even and odd rows to sums of their own.
+// score -> P in place, for rows [begin, end), or at once to `prob` as operand words; adds even and odd rows to sums of their own.
 template <class P, class V>
-FM_INLINE void exponentiate(const QueryBlock<P>& q, int64_t begin, int64_t end, float c, vf (&sum)[2][ATTENTION_NV], V) {
+FM_INLINE void exponentiate(const QueryBlock<P>& q, int64_t begin, int64_t end, float c, vf (&sum)[2][ATTENTION_NV],
+                            [[maybe_unused]] bool to_words, V) {
   constexpr int N = V::end - V::first;
+  vf highest[N], total[2 * N];  // in registers
+#pragma GCC unroll 6
+  for (int i = 0; i < 2 * N; ++i) highest[i % N] = q.maximum[V::first + i % N] * c, total[i] = sum[i / N][V::first + i % N];
   for (int64_t r = begin; r < end; r += 2) {
     vf x[2 * N];
 #pragma GCC unroll 6
     for (int i = 0; i < 2 * N; ++i) {
       const int v = V::first + i % N;
-      x[i] = load_aligned(q.score + (r + i / N) * LANES + v * VL) * c - q.maximum[v] * c;
+      x[i] = load_aligned(q.score + (r + i / N) * LANES + v * VL) * c - highest[i % N];
     }
     exp2_each(x);
 #pragma GCC unroll 6
-    for (int i = 0; i < 2 * N; ++i) {
-      const int v = V::first + i % N;
-      store_aligned(q.score + (r + i / N) * LANES + v * VL, x[i]);
-      sum[i / N][v] += x[i];
+    for (int i = 0; i < 2 * N; ++i) total[i] += x[i];
+#ifdef FM_HAS_BF16_PAIRS
+    if constexpr (P::STEP == 2) {
+#pragma GCC unroll 3
+      for (int v = 0; to_words && v < N; ++v) store(q.prob + r / 2 * LANES + (V::first + v) * VL, to_pairs(x[v], x[N + v]));
+      if (to_words) continue;
     }
+#endif
+#pragma GCC unroll 6
+    for (int i = 0; i < 2 * N; ++i) store_aligned(q.score + (r + i / N) * LANES + (V::first + i % N) * VL, x[i]);
   }
+#pragma GCC unroll 6
+  for (int i = 0; i < 2 * N; ++i) sum[i / N][V::first + i % N] = total[i];
 }
 
 // Zeroes the dropped of P: lanes are rows of the mask here, so one Philox call gives keys 16 apart.
@@ -227,12 +238,14 @@ static void attend(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0
   exp2_each(alpha);
 #pragma GCC unroll 3
   for (int v = 0; v < END; ++v) q.sum[v] *= alpha[v];
-  seen_keys([&](auto vectors, int64_t begin, int64_t end) { exponentiate(q, begin, end, c, sum, vectors); });
+  seen_keys([&](auto vectors, int64_t begin, int64_t end) { exponentiate(q, begin, end, c, sum, !dropout, vectors); });
 #pragma GCC unroll 3
   for (int v = 0; v < END; ++v) q.sum[v] += sum[0][v] + sum[1][v];
   if (dropout) drop_scores(*dropout, q, k0, rows);
 #ifdef FM_HAS_BF16_PAIRS
-  if constexpr (P::STEP == 2) make_pairs(q.score, q.prob, rows);
+  if constexpr (P::STEP == 2) {
+    if (dropout) make_pairs(q.score, q.prob, rows);
+  }
 #endif
   const typename P::Word* values = head.values + k0 / P::STEP * P::PANEL_ROWS;
   for (int64_t row = 0; row < d_padded; row += ATTENTION_MR, values += P::TILES ? 0 : head.panel) {

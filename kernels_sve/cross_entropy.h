@@ -121,7 +121,7 @@ FM_INLINE void cross_entropy_backward_of(const CrossEntropyArgs& a, const float*
 #pragma GCC unroll 4
       for (int k = 0; k < EXP_WAYS; ++k) e[k] = exp(load(x + i + k * VL) - top);
 #pragma GCC unroll 4
-      for (int k = 0; k < EXP_WAYS; ++k) store(to + i + k * VL, e[k] * scale);
+      for (int k = 0; k < EXP_WAYS; ++k) store_lanes(to + i + k * VL, e[k] * scale, VL);
     }
     for_vectors(i, a.cols,
                 [&](int64_t j, int lanes) { store_lanes(to + j, exp(load_lanes(x + j, lanes) - top) * scale, lanes); });

@@ -34,7 +34,7 @@ static void convert(const void* x, DType from, void* out, DType to, int64_t n) {
       auto* target = static_cast<decltype(to_element)*>(out);
       parallel_for(n, Tuning::GRAIN, [&](int64_t begin, int64_t end) {
         for_vectors(begin, end,
-                    [&](int64_t i, int lanes) { store_lanes(target + i, load_lanes(source + i, lanes), lanes); });
+                    [&](int64_t i, int lanes) { store_exact(target + i, load_lanes(source + i, lanes), lanes); });
       });
     });
   });

@@ -12,8 +12,9 @@
 //   reciprocal(v) rsqrt(v) sqrt(v)          within 2 ulp for normal numbers; SVE: estimate and Newton steps, since the
 //                                           divide and square root instructions take 98 cycles each on A64FX
 //   exp(v)                                  within 2 ulp; 0 below -87.3 (never a denormal), inf above 88.7, NaN stays
-//   dot_pairs(sum, a, b) to_pairs(low, high)   only where FM_HAS_BF16_PAIRS: sum + each lane's pair of bfloat16 products;
-//                                           pairs from two float vectors
+//   dot_pairs(sum, a, b) to_pairs(low, high) to_row(low, high)   only where FM_HAS_BF16_PAIRS: sum + each lane's pair of bfloat16
+//                                           products; pairs from two float vectors; all of low as bfloat16, then all of high
+//   store_result(p, v) store_result_n(p, v, n)   only where FM_HAS_BF16_RESULTS: bfloat16 in one instruction, denormals as 0
 //   high_halves(a, b)                       only where FM_HAS_BF16_PAIRS: the upper halves of a's lanes, then of b's
 //   multiply_quads(sum, a, b) broadcast_quads(p) even_doublewords(a, b) odd_doublewords(a, b)   only where
 //                                           FM_HAS_BF16_QUADS: sum + a b^T of the 2 x 4 matrices in every 128 bits; 128

@@ -60,6 +60,13 @@ FM_INLINE vu high_halves(vf a, vf b) {
   const vu order = lane_index() * 0x40004u + 0x30001u;
   return (vu)_mm512_permutex2var_epi16((__m512i)a, (__m512i)order, (__m512i)b);
 }
+FM_INLINE vu to_row(vf low, vf high) { return (vu)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); }
+
+#define FM_HAS_BF16_RESULTS
+FM_INLINE void store_result(bf16* p, vf v) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)v)); }
+FM_INLINE void store_result_n(bf16* p, vf v, int n) {
+  _mm256_mask_storeu_epi16(p, first_lanes(n), (__m256i)_mm512_cvtneps_pbh((__m512)v));
+}
 #endif
 
 }  // namespace fm::FM_TARGET

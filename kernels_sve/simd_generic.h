@@ -70,6 +70,9 @@ FM_INLINE vu to_pairs(vf low, vf high) {
   return (vu)vcombine_u16(vzip1_u16(even, odd), vzip2_u16(even, odd));
 }
 FM_INLINE vu high_halves(vf a, vf b) { return (vu)vuzp2q_u16((uint16x8_t)a, (uint16x8_t)b); }
+FM_INLINE vu to_row(vf low, vf high) {
+  return (vu)vcombine_u16((uint16x4_t)vcvt_bf16_f32((float32x4_t)low), (uint16x4_t)vcvt_bf16_f32((float32x4_t)high));
+}
 FM_INLINE vf multiply_quads(vf sum, vu a, vu b) {
   return (vf)vbfmmlaq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
 }

@@ -39,6 +39,11 @@ FM_INLINE vu high_halves(vf a, vf b) {
   const svuint16_t low = svreinterpret_u16_f32((svfloat32_t)a), high = svreinterpret_u16_f32((svfloat32_t)b);
   return (vu)svreinterpret_u32_u16(svuzp2_u16(low, high));
 }
+FM_INLINE vu to_row(vf low, vf high) {
+  const svuint16_t first = svreinterpret_u16_bf16(svcvt_bf16_f32_x(svptrue_b32(), (svfloat32_t)low));
+  const svuint16_t second = svreinterpret_u16_bf16(svcvt_bf16_f32_x(svptrue_b32(), (svfloat32_t)high));
+  return (vu)svreinterpret_u32_u16(svuzp1_u16(first, second));
+}
 FM_INLINE vf multiply_quads(vf sum, vu a, vu b) {
   return (vf)svbfmmla_f32((svfloat32_t)sum, bf16_elements(a), bf16_elements(b));
 }

@@ -95,9 +95,20 @@ template <class T>
 FM_INLINE vf load_lanes(const T* p, int lanes) {
   return lanes == VL ? load(p) : load_n(p, lanes);
 }
+// Rounded exactly, denormals too: for what must be the same however it is made.
 template <class T>
-FM_INLINE void store_lanes(T* p, vf v, int lanes) {
+FM_INLINE void store_exact(T* p, vf v, int lanes) {
   lanes == VL ? store(p, v) : store_n(p, v, lanes);
 }
+// A kernel's result: where one instruction converts to bfloat16, a denormal one is stored as 0.
+template <class T>
+FM_INLINE void store_lanes(T* p, vf v, int lanes) {
+  store_exact(p, v, lanes);
+}
+#ifdef FM_HAS_BF16_RESULTS
+FM_INLINE void store_lanes(bf16* p, vf v, int lanes) {
+  lanes == VL ? store_result(p, v) : store_result_n(p, v, lanes);
+}
+#endif
 
 }  // namespace fm::FM_TARGET
