@@ -109,6 +109,33 @@ class ExpertFields:
         return tuple((kind, factor) for kind, factor in pairs if kind != NO_BALANCE and factor)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpertRanks:
+    """How ranks share layers and experts, as fields of `groups.ParallelConfig`."""
+
+    tensor_model_parallel_size: int = opt(1, "ranks that share each layer's matrices (TP)", aliases=("--model-parallel-size",),
+                                          maximum=2**16)
+    expert_model_parallel_size: int = opt(1, "ranks that have different experts (EP): tokens are sent to their experts' ranks and "
+                                          "back; they are data-parallel ranks, or with --expert-tensor-parallel-size 1 "
+                                          "tensor-parallel ones, too", maximum=2**12)
+    expert_tensor_parallel_size: int | None = opt(None, "ranks that share each expert's matrices: 1, or the tensor-parallel size "
+                                                  "(default)", type=int, maximum=2**16)
+
+    def _check_expert_ranks(self, sequence_parallel: bool) -> None:
+        tp, etp, ep = self.tensor_model_parallel_size, self.expert_tensor_parallel_size, self.expert_model_parallel_size
+        check(etp in (None, 1, tp), f"--expert-tensor-parallel-size {etp} is not built: pass 1, or --tensor-model-parallel-size, "
+              f"which is {tp}")
+        name = f"--expert-model-parallel-size {ep}" if ep > 1 else f"--expert-tensor-parallel-size {etp}"
+        check(not self.divides_experts or tp == 1 or sequence_parallel, f"{name} with --tensor-model-parallel-size {tp} needs "
+              "--sequence-parallel, so that every rank sends other tokens: pass it")
+
+    @property
+    def divides_experts(self) -> bool:
+        """Whether the ranks of a stage hold experts in another way than other matrices."""
+        etp = self.expert_tensor_parallel_size
+        return self.expert_model_parallel_size > 1 or etp not in (None, self.tensor_model_parallel_size)
+
+
 @lru_cache(maxsize=64)  # of every layer, again and again
 def experts_in(pattern: str, layers: int) -> tuple[bool, ...]:
     """Which layers --moe-layer-freq names. ValueError, one line, for a text that is neither a number nor such a list."""

@@ -7,22 +7,16 @@ from dataclasses import dataclass
 from ..pipeline.parts import AUTO, CHUNKED, INTERLEAVED, ONE_F_ONE_B, SPLITS_BACKWARD
 from ..pipeline.parts import NAMES as SCHEDULES
 from .checks import check, check_choices, check_fraction, check_numbers, check_positive, flag, hashed_once, opt
+from .experts_config import ExpertRanks
 from .sample_rules import Skips
 
 
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
+class ParallelConfig(ExpertRanks):
     """How ranks share the model; data-parallel size is what remains of the world."""
 
-    tensor_model_parallel_size: int = opt(1, "ranks that share each layer's matrices (TP)", aliases=("--model-parallel-size",),
-                                          maximum=2**16)
     pipeline_model_parallel_size: int = opt(1, "stages the layers are cut into (PP)", aliases=("--pipe-parallel-size",))
-    expert_model_parallel_size: int = opt(1, "ranks that have different experts (EP): tokens are sent to their experts' ranks and "
-                                          "back; they are data-parallel ranks, or with --expert-tensor-parallel-size 1 "
-                                          "tensor-parallel ones, too", maximum=2**12)
-    expert_tensor_parallel_size: int | None = opt(None, "ranks that share each expert's matrices: 1, or the tensor-parallel size "
-                                                  "(default)", type=int, maximum=2**16)
     pipeline_split: str = opt("balanced", "layers of each stage, such as 9,3; balanced: stages of equal cost, the logits counted; "
                               "even: equal numbers of layers")
     decoder_first_pipeline_num_layers: int | None = opt(None, "layers of the first stage; the others share the rest", type=int)
@@ -61,7 +55,7 @@ class ParallelConfig:
         check_choices(self)
         object.__setattr__(self, "zero_stage", min(self.zero_stage, 1))
         self._check_schedule()
-        self._check_experts()
+        self._check_expert_ranks(self.sequence_parallel)
         check(self.sequence_parallel or not self.tp_comm_overlap, "--tp-comm-overlap needs --sequence-parallel: pass both")
         check(self.overlap_grad_reduce or not self.overlap_param_gather, "--overlap-param-gather needs --overlap-grad-reduce: pass "
               "both")
@@ -91,20 +85,6 @@ class ParallelConfig:
         pending = self.zero_bubble_max_pending_backward
         check(pending is None or schedule in SPLITS_BACKWARD, f"--zero-bubble-max-pending-backward {pending} is for "
               f"--pipeline-schedule {' and '.join(SPLITS_BACKWARD)}, not {schedule or self.schedule}: leave one out")
-
-    def _check_experts(self) -> None:
-        tp, etp, ep = self.tensor_model_parallel_size, self.expert_tensor_parallel_size, self.expert_model_parallel_size
-        check(etp in (None, 1, tp), f"--expert-tensor-parallel-size {etp} is not built: pass 1, or --tensor-model-parallel-size, "
-              f"which is {tp}")
-        name = f"--expert-model-parallel-size {ep}" if ep > 1 else f"--expert-tensor-parallel-size {etp}"
-        check(not self.divides_experts or tp == 1 or self.sequence_parallel, f"{name} with --tensor-model-parallel-size {tp} needs "
-              "--sequence-parallel, so that every rank sends other tokens: pass it")
-
-    @property
-    def divides_experts(self) -> bool:
-        """Whether the ranks of a stage hold experts in another way than other matrices."""
-        etp = self.expert_tensor_parallel_size
-        return self.expert_model_parallel_size > 1 or etp not in (None, self.tensor_model_parallel_size)
 
     @property
     def schedule(self) -> str:
