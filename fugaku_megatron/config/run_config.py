@@ -290,8 +290,8 @@ class RunConfig:
         check(not splits or precision == "fp32", f"--fp32-matmul bf16x3 is for FP32, and this run is {precision}: leave it out")
         check(not splits or experts is None, f"--fp32-matmul bf16x3 is not built for --num-experts {experts}: leave it out")
         native = "--fp32-matmul bf16x3" if splits else f"--fp16-accumulation-chunk {chunk}"
-        check((chunk is None and not splits) or kernels != "torch", f"{native} is for the C++ kernels, and --kernels is torch: pass "
-              "native or auto, or leave it out")
+        check((chunk is None and not splits) or kernels != "torch", f"{native} is for the C++ kernels, and --kernels is torch: "
+              "pass native or auto, or leave it out")
         self._check_divided_experts()
         layers, count = self.numbers.abft or (), self.model.num_layers
         beyond = next((layer for layer in layers if layer != "all" and int(layer) >= count), None)

@@ -93,8 +93,6 @@ class NativeOps(NativeBlockOps):
         self.weight_gradients.add(partial(self.kernels.grouped_linear_weight_gradient, dy, x.detach(), torch.tensor(counts),
                                           gradient_of(weight).flatten(1, -2), chunk))
 
-    # Operations, as in `ops` ----------------------------------------------------------------------------------------------------
-
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, sequence: Comm | None = None) -> Tensor:
         """x (..., in), weight (out, in), bias (out) -> (..., out)."""
         return _Linear.apply(self, x, weight, bias, sequence)

@@ -5,7 +5,7 @@ Left out: everything that has two implementations (`torch_ops`, `native_ops`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -31,6 +31,15 @@ class DropoutKey:
 def as_rows(x: Tensor) -> Tensor:
     """(..., h) -> (rows, h), contiguous."""
     return x.contiguous().view(-1, x.shape[-1])
+
+
+def parts(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
+    """(number, rows) of each group that has rows, of groups whose rows follow one another."""
+    start = 0
+    for number, count in enumerate(counts):
+        if count:
+            yield number, slice(start, start + count)
+        start += count
 
 
 @overload

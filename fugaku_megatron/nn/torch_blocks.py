@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
-from .shared import Angles, DropoutKey, Heads, accumulate, as_rows, gradient_of, is_frozen
+from .shared import Angles, DropoutKey, Heads, accumulate, as_rows, gradient_of, is_frozen, parts
 
 
 class BlockOps:
@@ -170,15 +170,6 @@ def part_of(parameter: Tensor, number: int) -> Tensor:
     made = parameter.detach()[number].flatten(0, -2).as_subclass(_Part)
     made.parameter, made.number = parameter, number
     return made
-
-
-def parts(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """(number, rows) of each group that has rows, of groups whose rows follow one another."""
-    start = 0
-    for number, count in enumerate(counts):
-        if count:
-            yield number, slice(start, start + count)
-        start += count
 
 
 @overload

@@ -17,7 +17,7 @@ from fugaku_megatron.logs.metrics import MetricsWriter, read_history
 from fugaku_megatron.nn.experts import Order, kept
 from fugaku_megatron.nn.ops import Ops, recompute
 from fugaku_megatron.nn.passes import Pass
-from fugaku_megatron.nn.torch_blocks import parts
+from fugaku_megatron.nn.shared import parts
 from fugaku_megatron.perf import software, work
 from fugaku_megatron.training import expert_watch
 from fugaku_megatron.training.session import Session

@@ -11,7 +11,8 @@ from fugaku_megatron.checkpoint.manifest import TRACKER
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import parse
 from fugaku_megatron.training.param_schedule import ParamSchedule
-from fugaku_megatron.training.resume import differences, find_checkpoint, resume_training
+from fugaku_megatron.training.resume import find_checkpoint, resume_training
+from fugaku_megatron.training.resume_notes import differences
 from tests.helpers import make_trainer, small_run
 
 
