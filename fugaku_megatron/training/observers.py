@@ -157,7 +157,8 @@ def _draw(trace: Path, picture: Path) -> str:
     return f"{picture}: not drawn, {errors.splitlines()[-1]}" if drawing.returncode else f"schedule: {picture}"
 
 
-NAMES = {"world": "all", "tp": "tensor-parallel", "pp": "pipeline", "dp": "data-parallel", "embedding": "embedding's"}
+NAMES = {"world": "all", "tp": "tensor-parallel", "pp": "pipeline", "dp": "data-parallel", "embedding": "embedding's",
+         "ep": "expert-parallel", "etp": "expert-tensor-parallel", "edp": "expert-data-parallel"}
 MESSAGES = ("isend", "irecv")  # of an instruction, which says more
 LISTED = 4  # ranks of a group that are named
 
@@ -174,7 +175,7 @@ class Heartbeats:
 
     def __init__(self, heart: Heartbeat, grid: Grid, rank: int) -> None:
         self.heart = heart
-        self._ranks = {"world": range(grid.world_size), **grid.ranks(rank)}
+        self._ranks = {**dict.fromkeys(NAMES, [rank]), "world": range(grid.world_size), **grid.ranks(rank)}
 
     def groups(self, groups: Groups) -> Groups:
         """The same groups; a collective is told with the group's ranks."""
