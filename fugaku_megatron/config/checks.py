@@ -56,15 +56,20 @@ MAX_HALF = 450  # characters of the beginning and of the end of a message that r
 def check(condition: object, message: str) -> None:
     """Raise ValueError(message) unless `condition` is true: for values of a user, of which a long one is cut in the middle."""
     if not condition:
-        raise ValueError(message if len(message) <= 2 * MAX_HALF else f"{message[:MAX_HALF]} ... {message[-MAX_HALF:]}")
+        raise ValueError(shortened(message))
+
+
+def shortened(message: str) -> str:
+    """A message that repeats what was given, without its middle where that is long."""
+    return message if len(message) <= 2 * MAX_HALF else f"{message[:MAX_HALF]} ... {message[-MAX_HALF:]}"
 
 
 class Refused(ValueError):
     """Flags that are refused. lines: why, one for each; a command line prints them below each other."""
 
     def __init__(self, lines: Sequence[str]) -> None:
-        super().__init__("; ".join(lines))
-        self.lines = tuple(lines)
+        self.lines = tuple(map(shortened, lines))
+        super().__init__("; ".join(self.lines))
 
 
 def is_unicode(text: str) -> bool:

@@ -120,10 +120,10 @@ def script(document: str) -> str:
 
 
 def commands(document: str) -> Iterator[list[str]]:
-    """The words of every command as it stands in the document, without comments and the signs of a synopsis."""
+    """The words of every command as it stands in the document, without comments, `$(...)` and the signs of a synopsis."""
     for block in blocks(document):
         for line in block.replace("\\\n", " ").splitlines():
-            lexer = shlex.shlex(re.sub(r"[\[\]]|(?<=\w)(\|\w+)+", "", line), posix=True, punctuation_chars=";&|")
+            lexer = shlex.shlex(re.sub(r"[\[\]]|(?<=\w)(\|\w+)+|\$\([^)]*\)", "", line), posix=True, punctuation_chars=";&|")
             lexer.whitespace_split = True
             for operator, words in itertools.groupby(lexer, lambda word: word in ("&&", "|", ";")):
                 if not operator:

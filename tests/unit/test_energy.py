@@ -184,7 +184,7 @@ def test_the_log_line_its_table_and_the_plot(tmp_path):
 def test_the_plot_has_panels_of_energy_where_it_was_measured(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     seen = []
-    monkeypatch.setattr(plot, "_line", lambda axes, records, name, **style: seen.append(name))
+    monkeypatch.setattr(plot, "_line", lambda axes, records, x, name, **style: seen.append(name))
     for watts, names in ((None, ["lm_loss", "lm_loss", "learning_rate", "tflops"]),
                          (160.0, ["lm_loss", "lm_loss", "learning_rate", "tflops", "watts", "tokens_per_joule"])):
         seen.clear()
