@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fugaku_megatron.comm.grid import Grid, Groups
+from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.host import kernels
 from fugaku_megatron.host.observed import PHASES, Event, Phases, Profiler
 from fugaku_megatron.logs.pipeline_plot import read_trace as read
@@ -209,5 +210,5 @@ def test_clocks_that_differ_show_one_moment(monkeypatch):
 
 @pytest.mark.parametrize(("tp", "pp", "asked", "ranks"), [(1, 2, (3,), [0, 1, 3]), (2, 2, (0,), [0, 2])])
 def test_the_pipeline_of_rank_0_is_always_there(tp, pp, asked, ranks):
-    layout = SimpleNamespace(world_size=8, tp=tp, pp=pp)
+    layout = Layout(8, tp, pp, 8 // (tp * pp))
     assert profiled_ranks(SimpleNamespace(profile_ranks=asked), layout) == ranks
