@@ -1,8 +1,7 @@
 """The commands of README.md and docs/*.md work as they stand.
 
     make docs      runs them all, document by document, in a copy of the checkout (marked `docs`; up to 5 minutes); also the
-                   examples, alone and under mpiexec, and the Python of README.md and docs/library.md. The documents that use
-                   files of README.md run one after another on one worker, the others on another.
+                   examples, alone and under mpiexec, and the Python of README.md and docs/library.md
 
 `make test` holds that every program, file, make target and flag that they name exists, by the commands' own parsers. What is
 changed before a command is run here stands with its reason in tests/system/doc_commands.py.
@@ -15,9 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -142,14 +139,8 @@ def own_text(folder: Path) -> None:
         shutil.copy(source, folder / "my_texts" / f"{source.name}.txt")
 
 
-def on_workers(documents: Iterable[str]) -> list[Any]:
-    """The documents that continue from README.md's files as one group of pytest-xdist, the others as another."""
-    follow = ("README.md", "docs/chat.md", "docs/data.md", "docs/evaluation.md", "docs/training.md")
-    return [pytest.param(name, marks=pytest.mark.xdist_group("follow" if name in follow else "alone")) for name in documents]
-
-
 @pytest.mark.docs
-@pytest.mark.parametrize("document", on_workers(DOCUMENTS_WITH_COMMANDS))
+@pytest.mark.parametrize("document", DOCUMENTS_WITH_COMMANDS)
 def test_commands_run_as_they_stand(document, checkout):
     """In a shell without an activated environment. README activates it; the other documents follow README."""
     own = str(Path(sys.executable).parent)
@@ -196,10 +187,8 @@ def test_python_of_the_documents_runs(document, tmp_path):
 
 
 @pytest.mark.docs
-@pytest.mark.parametrize("last", on_workers(["docs/training.md", "docs/report.md"]))
-def test_what_they_leave_is_ignored(last, checkout):
-    """By git, so that a newcomer's `git status` stays empty. It follows the documents of the same worker."""
-    assert all((checkout / name).exists() for name in LEAVES[last]), f"runs after {last}"
+def test_what_they_leave_is_ignored(checkout):
+    """By git, so that a newcomer's `git status` stays empty. It follows the test above."""
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\n")
     files = {str(path.relative_to(checkout)) for path in checkout.rglob("*") if path.is_file()}
     new = sorted(name for name in files - set(tracked) if not name.startswith((".venv/", "my_texts/")))
