@@ -55,7 +55,7 @@ FM_ALONE void adamw_alone(float* param, const float* grad, float* m, float* v, i
 }
 FM_ALONE void softmax_alone(const QueryBlock<Singles>& q, int64_t rows, float c, vf (*out)[2][ATTENTION_NV]) {
   vf sum[2][ATTENTION_NV] = {};
-  exponentiate(q, 0, rows, c, sum, Vectors<0, ATTENTION_NV>());
+  exponentiate(q, 0, rows, c, sum, false, Vectors<0, ATTENTION_NV>());
   __builtin_memcpy(out, sum, sizeof sum);
 }
 FM_ALONE void attention_dropout_alone(const HeadDropout& dropout, QueryBlock<Singles>& q, int64_t k0, int64_t rows) {
