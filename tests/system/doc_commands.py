@@ -28,8 +28,8 @@ CHANGES = (
     ("docs/fugaku.md", "--nodes 384 --train-iters", "--nodes 384 --tensor-model-parallel-size 2 --micro-batch-size 1 --train-iters",
      "fewer layouts: seconds"),
     ("docs/training.md", "--recipe 30b --nodes 6144", "--recipe 30b --nodes 6144 --tensor-model-parallel-size 4", "fewer layouts"),
-    ("docs/performance.md", "python -m benchmarks experts --recipe qwen3-30b-a3b [--dtype bf16] [--experts 32] [--rows 64]", ELSEWHERE,
-     "minutes; tests/system/test_benchmarks.py runs a small one"),
+    ("docs/performance.md", "python -m benchmarks experts --recipe qwen3-30b-a3b [--dtype bf16] [--experts 32] [--rows 64]",
+     ELSEWHERE, "minutes; tests/system/test_benchmarks.py runs a small one"),
     ("docs/evaluation.md", "python -m fugaku_megatron.inference.lm_eval --model fugaku_megatron --model_args load=checkpoints "
      "--tasks lambada_openai", ELSEWHERE, "data from the network"),
     ("docs/evaluation.md", "mpiexec -n 2 python -m fugaku_megatron.inference.lm_eval", ELSEWHERE,
