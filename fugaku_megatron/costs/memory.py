@@ -106,10 +106,41 @@ def stage_units(run: RunConfig, layout: Layout, stage: int) -> list[int]:
     return [*[head] * (stage == last), *layers, *[embedding] * (stage == first), *[table] * tied]
 
 
-def second_moment_elements(run: RunConfig, layout: Layout, stage: int) -> int:
+def bucket_units(run: RunConfig, layout: Layout, stage: int) -> list[range]:
+    """The units of each bucket."""
+    return cut(stage_units(run, layout, stage), bucket_minimum(run, layout.dp), holds_tied_copy(run, stage))
+
+
+def bucket_sizes(run: RunConfig, layout: Layout, stage: int) -> list[tuple[int, int]]:
+    """(elements that are held like other matrices, those of divided experts) of each bucket in a rank's flat buffers.
+
+    Both are padded so that every part is aligned that one of the ranks with the same elements updates. Divided experts of the same
+    units are a bucket of their own.
+    """
+    where, of_mlp = placement(run), {mlp: sum(r.divided for r in layer_records(run, layout.tp, mlp)) for mlp in set(run.model.mlps)}
+    layers = [of_mlp[run.model.mlps[layer]] for chunk in reversed(stage_layers(run, stage)) for layer in reversed(chunk)]
+    units, experts = stage_units(run, layout, stage), [*[0] * (stage == where.last_stage), *layers, 0, 0]
+    sizes = []
+    for bucket in cut(units, bucket_minimum(run, layout.dp), holds_tied_copy(run, stage)):
+        divided = sum(experts[i] for i in bucket)
+        sizes.append((round_up(sum(units[i] for i in bucket) - divided, layout.dp * FLAT_ALIGNMENT),
+                      round_up(divided, layout.edp * FLAT_ALIGNMENT)))
+    return sizes
+
+
+def bucket_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
+    """Elements of each bucket in a rank's flat buffers, divided experts of the same units counted with it."""
+    return [others + divided for others, divided in bucket_sizes(run, layout, stage)]
+
+
+def part_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
+    """Elements of what a rank updates: of each bucket, or with ZeRO-1 its part of each. Divided experts follow the others."""
+    sizes, of_experts = bucket_sizes(run, layout, stage), layout.edp if run.parallel.zero_stage else 1
+    return [others // zero_shards(run, layout) for others, _ in sizes] + [divided // of_experts for _, divided in sizes]
+
+
+def _second_moment_of_muon(run: RunConfig, layout: Layout, stage: int) -> int:
     """Elements of the second moment on the rank of a stage that holds most: Muon's matrices, which lie first, have none."""
-    if not run.optimizer.muon:
-        return sum(part_elements(run, layout, stage))
     shards, layers = zero_shards(run, layout), [layer for chunk in reversed(stage_layers(run, stage)) for layer in reversed(chunk)]
     matrices, head = matrix_elements(run, layout.tp), int(stage == placement(run).last_stage)
     elements = 0
@@ -121,45 +152,12 @@ def second_moment_elements(run: RunConfig, layout: Layout, stage: int) -> int:
 
 def moment_bytes(run: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
     """Bytes of both moments on a rank, and of what a checkpoint holds of them: those of 8 bits are saved in FP32."""
-    optimizer = run.optimizer
+    optimizer, parts = run.optimizer, part_elements(run, layout, stage)
     if optimizer.exp_avg_dtype == "int8":
-        parts = part_elements(run, layout, stage)
         return sum(2 * (n + FP32_BYTES * -(-n // MOMENT_BLOCK)) for n in parts), 2 * FP32_BYTES * sum(parts)
-    held = (sum(part_elements(run, layout, stage)) * MOMENT_BYTES[optimizer.exp_avg_dtype]
-            + second_moment_elements(run, layout, stage) * MOMENT_BYTES[optimizer.exp_avg_sq_dtype])
+    second = _second_moment_of_muon(run, layout, stage) if optimizer.muon else sum(parts)
+    held = sum(parts) * MOMENT_BYTES[optimizer.exp_avg_dtype] + second * MOMENT_BYTES[optimizer.exp_avg_sq_dtype]
     return int(held), int(held)
-
-
-def bucket_units(run: RunConfig, layout: Layout, stage: int) -> list[range]:
-    """The units of each bucket."""
-    return cut(stage_units(run, layout, stage), bucket_minimum(run, layout.dp), holds_tied_copy(run, stage))
-
-
-def bucket_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
-    """Elements of each bucket in a rank's flat buffers, padded so that every data-parallel rank's part is aligned.
-
-    Divided experts of the same units, which are a bucket of their own, are counted with it.
-    """
-    units, experts = stage_units(run, layout, stage), expert_elements(run, layout, stage)
-    owned = [sum(units[i] for i in bucket) for bucket in bucket_units(run, layout, stage)]
-    return [round_up(all_of - divided, layout.dp * FLAT_ALIGNMENT) + round_up(divided, layout.edp * FLAT_ALIGNMENT)
-            for all_of, divided in zip(owned, experts, strict=True)]
-
-
-def expert_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
-    """Elements of divided experts in the units of each bucket, without padding; 0 where experts are held like other matrices."""
-    where, of_mlp = placement(run), {mlp: sum(r.divided for r in layer_records(run, layout.tp, mlp)) for mlp in set(run.model.mlps)}
-    layers = [of_mlp[run.model.mlps[layer]] for chunk in reversed(stage_layers(run, stage)) for layer in reversed(chunk)]
-    units = [*[0] * (stage == where.last_stage), *layers, 0, 0]
-    return [sum(units[i] for i in bucket) for bucket in bucket_units(run, layout, stage)]
-
-
-def part_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
-    """Elements of what a rank updates: of each bucket, or with ZeRO-1 its part of each. Divided experts follow the others."""
-    divided = [round_up(each, layout.edp * FLAT_ALIGNMENT) for each in expert_elements(run, layout, stage)]
-    others = [size - each for size, each in zip(bucket_elements(run, layout, stage), divided, strict=True)]
-    shards, of_experts = (layout.dp, layout.edp) if run.parallel.zero_stage else (1, 1)
-    return [size // shards for size in others] + [size // of_experts for size in divided]
 
 
 def flat_elements(run: RunConfig, layout: Layout, stage: int) -> int:
@@ -181,9 +179,8 @@ def gradient_collectives(run: RunConfig, layout: Layout, stage: int) -> list[Col
     parts = sequence_parts(run, layout.tp) > 1
     if partial := sum(r.replicated if parts else r.of_heads for _, r in stage_records(run, layout, stage)) * (layout.tp > 1):
         collectives.append(Collective("all_reduce", "tp", partial * FP32_BYTES))  # every rank's, of its part of sequence or heads
-    for elements, experts in zip(bucket_elements(run, layout, stage), expert_elements(run, layout, stage), strict=True):
-        divided = round_up(experts, layout.edp * FLAT_ALIGNMENT)
-        collectives += _bucket_collectives(run, "dp", layout.dp, elements - divided)
+    for others, divided in bucket_sizes(run, layout, stage):
+        collectives += _bucket_collectives(run, "dp", layout.dp, others)
         collectives += _bucket_collectives(run, "edp", layout.edp, divided)
     return collectives
 

@@ -37,7 +37,7 @@ EXAMPLES = 10  # chats that are printed
 REASON = 200  # characters of a template's own message that are shown
 LOOKS = 'pass {"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...}'
 
-# Arguments of transformers' apply_chat_template that are no variables of a template.
+# Arguments of transformers' apply_chat_template that are not variables of a template.
 OUR_OPTIONS = {"conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "padding",
                "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
 

@@ -125,7 +125,7 @@ class Document:
 
     @property
     def after(self) -> Place:
-        """The place behind it."""
+        """The place after it."""
         return Place(self.number, self.line) if self.line else Place(self.number + 1)
 
 
@@ -182,7 +182,7 @@ def _check_begin(path: str, folder: str | None, columns: Columns) -> None:
 
 
 def _folder_files(folder: str) -> list[str]:
-    """Those of a data set in tables are its tables: descriptions that lie next to them are no text."""
+    """Those of a data set in tables are its tables: descriptions that lie next to them are not text."""
     files = []
     for place, folders, names in os.walk(folder, onerror=_raise):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and not name.endswith(UNFINISHED))

@@ -193,13 +193,10 @@ def activated_linear(context: Any, activation: str, pre: Tensor, weight: Tensor,
 
     It keeps pre alone. The values of the first result may be anything where `forward_pass` needs none.
     """
-    if adapter is None:
-        out, _ = _ActivatedLinear.apply(context.ops.backends["gemm"], activation, pre, weight, None, None,
-                                        forward_pass.needs_values)
-        return out, None
-    shape = pre[..., : weight.shape[1]]
-    return _ActivatedLinear.apply(context.ops.backends["gemm"], activation, pre, weight, adapter.lora_a,
-                                  adapter.dropout(shape, forward_pass), forward_pass.needs_values)
+    a, dropout = None, None
+    if adapter is not None:
+        a, dropout = adapter.lora_a, adapter.dropout(pre[..., : weight.shape[1]], forward_pass)
+    return _ActivatedLinear.apply(context.ops.backends["gemm"], activation, pre, weight, a, dropout, forward_pass.needs_values)
 
 
 class _ActivatedLinear(torch.autograd.Function):

@@ -123,7 +123,7 @@ class _Experts(torch.autograd.Function):
     def forward(ctx: Any, ops: Any, x: Tensor, scores: Tensor, order: Order, weight1: Tensor, weight2: Tensor,
                 needs_values: bool) -> Tensor:
         rows, chunk, factors = as_rows(x), ops.chunk(x), scores.detach().flatten()[order.pairs].unsqueeze(1)  # (n, 1)
-        inputs, pre = rows[order.tokens], rows.new_empty(len(order.pairs), 2 * weight1.shape[2])
+        inputs, pre = order.taken(rows), rows.new_empty(len(order.pairs), 2 * weight1.shape[2])
         ops.grouped_matmul(inputs, weight1, order.counts, pre, chunk)
         ctx.save_for_backward(x, pre, factors)
         ctx.ops, ctx.order, ctx.weights = ops, order, (weight1, weight2)
@@ -136,13 +136,13 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x, pre, factors), (weight1, weight2), ops, order = ctx.saved_tensors, ctx.weights, ctx.ops, ctx.order
-        dout, values, chunk = as_rows(dy)[order.tokens], ops.gate(pre, SWIGLU), ops.chunk(dy)  # (n, h), (n, f)
+        dout, values, chunk = order.taken(as_rows(dy)), ops.gate(pre, SWIGLU), ops.chunk(dy)  # (n, h), (n, f)
         dinner, inner = torch.empty_like(values), _times(values, factors)
         ops.grouped_weight_gradient(dout, inner, weight2, order.counts, chunk)
         ops.grouped_data_gradient(dout, weight2, order.counts, dinner, chunk)
         dscores = torch.zeros(order.places.numel())
         dscores[order.pairs] = (dinner.float() * values.float()).sum(-1)
-        dpre, inputs = torch.empty_like(pre), as_rows(x).detach()[order.tokens]
+        dpre, inputs = torch.empty_like(pre), order.taken(as_rows(x).detach())
         ops.gate_gradient(_times(dinner, factors), pre, dpre, SWIGLU)
         dinputs = torch.empty_like(inputs)
         ops.grouped_weight_gradient(dpre, inputs, weight1, order.counts, chunk)

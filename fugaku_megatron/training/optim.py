@@ -28,6 +28,8 @@ from .moments import EightBitMoment
 from .muon import Muon
 
 Moments = tuple[EightBitMoment, EightBitMoment]  # the first and the second
+KINDS = ("weight", "exp_avg", "exp_avg_sq")  # beginnings of keys in a checkpoint
+NOTHING = torch.empty(0)
 EIGHT_BIT_CHUNK = 1 << 17  # elements; a multiple of the block
 
 
@@ -98,6 +100,11 @@ class Part:
     ranges: list[Range]
     updates: list[tuple[Range, dict[str, Any]]]
 
+    def round_weights(self, at: slice) -> None:
+        """Round updated weights to those of the model."""
+        if self.low is not None:
+            self.low[at].copy_(self.master[at])
+
 
 class Optimizer:
     """AdamW, or Muon for matrices, over this rank's shard (ZeRO-1) of every bucket, or all of it.
@@ -125,19 +132,13 @@ class Optimizer:
         own, fp32 = self.flat.values[start:end], self.run.precision.name == "fp32"
         ranges = self.flat.ranges(start, end)
         orthogonal = max((r.end for r in ranges if r.orthogonal), default=0)
-        eight = (EightBitMoment(end - start, True), EightBitMoment(end - start, False)) if self._eight_bit else None
-        exp_avg = torch.zeros(0 if eight else end - start, dtype=self._dtype(self.config.exp_avg_dtype))
-        exp_avg_sq = torch.zeros(0 if eight else end - start - orthogonal, dtype=self._dtype(self.config.exp_avg_sq_dtype))
+        if self.config.exp_avg_dtype == "int8":
+            eight, exp_avg, exp_avg_sq = (EightBitMoment(end - start, True), EightBitMoment(end - start, False)), NOTHING, NOTHING
+        else:
+            eight, exp_avg = None, torch.zeros(end - start, dtype=PARAMETER_DTYPES[self.config.exp_avg_dtype])
+            exp_avg_sq = torch.zeros(end - start - orthogonal, dtype=PARAMETER_DTYPES[self.config.exp_avg_sq_dtype])
         return Part(start, own if fp32 else self.flat.initial_shard(start, end), None if fp32 else own, exp_avg, exp_avg_sq,
                     eight, orthogonal, ranges, self._updates(start, end, ranges))
-
-    @property
-    def _eight_bit(self) -> bool:
-        return self.config.exp_avg_dtype == "int8"
-
-    @staticmethod
-    def _dtype(name: str) -> torch.dtype:
-        return torch.float32 if name == "int8" else PARAMETER_DTYPES[name]
 
     def _updates(self, start: int, end: int, ranges: list[Range]) -> list[tuple[Range, dict[str, Any]]]:
         """Long ranges, or single parameters where the rounding of exp_avg_sq depends on an element's place."""
@@ -261,21 +262,19 @@ class Optimizer:
         if updates is None:
             return
         part.master[at].mul_(1.0 - lr * weight_decay).sub_(updates[at], alpha=lr)
-        if part.low is not None:
-            part.low[at].copy_(part.master[at])
+        part.round_weights(at)
 
     def _balance(self, part: Part, excess: Tensor, at: slice) -> None:
         """Lower the bias of experts with more tokens than the mean, and raise that of the others. excess (n,): of the part."""
         part.master[at].sub_(torch.sign(excess[at]), alpha=self.run.model.moe_router_bias_update_rate)
-        if part.low is not None:
-            part.low[at].copy_(part.master[at])
+        part.round_weights(at)
 
     def checkpoint_shards(self, owned: bool = False) -> list[Shard]:
         """The records of weights and moments that this rank holds; `owned`: that this rank saves, so that each is saved once."""
         self.buckets.await_weights()
         parts = [(index, part) for index, (bucket, part) in enumerate(zip(self.flat.buckets, self.parts, strict=True))
                  if not owned or self.sharded or self.buckets.replicas(bucket).rank == 0]
-        return [record for kind in ("weight", "exp_avg", "exp_avg_sq") for index, part in parts for record in
+        return [record for kind in KINDS for index, part in parts for record in
                 self.flat.shards(kind, self._saved(kind, index), part.start + part.orthogonal * (kind == "exp_avg_sq"), owned)]
 
     def _saved(self, kind: str, index: int) -> Tensor:
@@ -291,19 +290,17 @@ class Optimizer:
 
     def after_load(self) -> None:
         """Make the model's weights from the loaded master weights, which the other holders of a shard get from its owner."""
-        divided = {f"{kind}/{p.spec.name}" for p in self.flat.parameters if p.spec.expert
-                   for kind in ("weight", "exp_avg", "exp_avg_sq")}
+        divided = {f"{kind}/{p.spec.name}" for p in self.flat.parameters if p.spec.expert for kind in KINDS}
         for shard in self.checkpoint_shards():
             if shard.slice_shape == shard.global_shape and shard.key not in divided:
                 self.groups.tp.broadcast(shard.tensor)  # not split: every tensor-parallel rank holds it, the first one owns it
         for index in range(len(self.parts)):
-            for kind in ("weight", "exp_avg", "exp_avg_sq") if not self.sharded else ():
+            for kind in KINDS if not self.sharded else ():
                 self.buckets.replicas(self.flat.buckets[index]).broadcast(self._saved(kind, index))
-            for which, moment in enumerate(self.parts[index].eight_bit or ()):
-                moment.write(0, self._saved(("exp_avg", "exp_avg_sq")[which], index), seed=0)
+            for kind, moment in zip(KINDS[1:], self.parts[index].eight_bit or (), strict=False):
+                moment.write(0, self._saved(kind, index), seed=0)
         self._expanded.clear()
         self.ops.weights_changed()
         for index, part in enumerate(self.parts):
-            if part.low is not None:
-                part.low.copy_(part.master)
+            part.round_weights(slice(None))
             self.buckets.gather(index)

@@ -106,7 +106,7 @@ def test_compressed_plain_text_is_one_document(tmp_path):
 
 
 def test_chats_in_a_table_are_those_of_lines(tmp_path):
-    """A table has every field in every row; fields that are null are no fields."""
+    """A table has every field in every row; a field that is null does not count."""
     chats = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho", "thinking": "x"}]},
              {"prompt": "1 + 1 =", "completion": " 2"}]
     parquet.write_table(pyarrow.Table.from_pylist([{"messages": None, "prompt": None, "completion": None, "n": 1, **chat}

@@ -78,9 +78,9 @@ def test_errors_are_those_of_the_formats():
 def test_a_row_for_each_case(capsys):
     assert call(gemm_error, "--rows", 4, "--depth", 40, "--chunks", 8) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert "4 x 4 sums of 40 terms" in printed[0]
-    parts = sum("bf16x3" in line for line in printed)
-    assert sum(line.startswith("| ") for line in printed) >= 2 + len(gemm_error.CASES) and parts <= 1
+    formats, split = 3 + len(gemm_error.CASES), 4 + gemm_error.FP32_CASES * len(gemm_error.DEPTHS)
+    assert len(printed) == formats + split and "4 x 4 sums of 40 terms" in printed[0]
+    assert "FP32 operands" in printed[formats + 1]
 
 
 # Pictures ------------------------------------------------------------------------------------------------------------------------
