@@ -24,6 +24,7 @@ from fugaku_megatron.data.tokenizer import TOKENIZERS
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ROOT / "tools" / "megatron_flags.txt"
+DESCRIBED = "[Flags](flags.md) describes them"
 LINE = "---\n"  # of a document: below it stands what this program prints
 HELP = re.compile(r"(.*?)(?: \((?:default: (.*)|on by default)\))?")  # what a flag means, its default
 DEFAULTS = {field.name: field.default for config in GROUPS.values() for field in fields(config)}
@@ -71,13 +72,17 @@ def other_row(given: str, name: str, value: str) -> Row:
 
 
 def script_tables() -> Iterator[str]:
-    """The lines of one table a script."""
+    """The lines of one table a script. Flags of which the same is said share a row; docs/flags.md describes those that are done."""
     parser = build_parser()
     for name, flags in scripts().items():
         rows = [row(given, parser) for given in flags]
         count = ", ".join(f"{sum(r.status == status for r in rows)} {status}" for status in ("done", "noted", "refused"))
-        yield from (f"## {name}", "", f"{len(rows)} flags: {count}.", "", "| flag | | here |", "|---|---|---|")
-        yield from (f"| `{r.given}` | {r.status} | {r.meaning.replace('|', '/')} |" for r in rows)
+        yield from (f"## {name}", "", f"{len(rows)} flags: {count}.", "", "| flags | | here |", "|---|---|---|")
+        same: dict[tuple[str, str], list[str]] = {}
+        for r in rows:
+            same.setdefault((r.status, DESCRIBED if r.status == "done" else r.meaning), []).append(r.given)
+        for (status, meaning), given in sorted(same.items(), key=lambda item: item[0][0]):
+            yield f"| {' '.join(f'`{flag}`' for flag in given)} | {status} | {meaning.replace('|', '/')} |"
         yield ""
 
 
