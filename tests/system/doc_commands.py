@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")))
+FOLLOW_README = ("docs/data.md", "docs/evaluation.md")  # they use its text, vocabulary and checkpoint
 FENCE = re.compile(r"^```(\w*|c\+\+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ELSEWHERE = ":"  # the shell's command that does nothing: what needs another machine, or is run by another test
 
@@ -25,9 +26,10 @@ CHANGES = (
     ("docs/chat.md", "--train-iters 200", "--train-iters 4", "4 iterations, not a minute"),
     ("docs/chat.md", "--train-iters 500", "--train-iters 4", "4 iterations, not two minutes"),
     ("docs/data.md", "train --recipe demo", f"train {TINY}", "4 iterations instead of some minutes"),
-    ("docs/fugaku.md", "--nodes 384 --train-iters", "--nodes 384 --tensor-model-parallel-size 2 --micro-batch-size 1 --train-iters",
-     "fewer layouts: seconds"),
-    ("docs/training.md", "--recipe 30b --nodes 6144", "--recipe 30b --nodes 6144 --tensor-model-parallel-size 4", "fewer layouts"),
+    *((name, f"--recipe 30b --nodes {nodes}", f"--recipe 30b --nodes {nodes} --micro-batch-size 1 "
+       f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}", "few layouts: seconds")
+      for name, nodes, tp, pp in (("docs/fugaku.md", 6144, 4, 6), ("docs/fugaku.md", 384, 2, 8), ("docs/fugaku.md", 12288, 4, 6),
+                                  ("docs/training.md", 6144, 4, 6))),
     ("docs/performance.md", "python -m benchmarks experts --recipe qwen3-30b-a3b [--dtype bf16] [--experts 32] [--rows 64]",
      ELSEWHERE, "minutes; tests/system/test_benchmarks.py runs a small one"),
     ("docs/evaluation.md", "python -m fugaku_megatron.inference.lm_eval --model fugaku_megatron --model_args load=checkpoints "

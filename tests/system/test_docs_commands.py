@@ -1,7 +1,7 @@
 """The commands of README.md and docs/*.md work as they stand.
 
-    make docs      runs them all, document by document, in a copy of the checkout (marked `docs`; up to 5 minutes); also the
-                   examples, alone and under mpiexec, and the Python of README.md and docs/library.md
+    make docs      runs them all, document by document, in a copy of the checkout for each of two workers (marked `docs`; up to 5
+                   minutes); also the examples, alone and under mpiexec, and the Python of README.md and docs/library.md
 
 `make test` holds that every program, file, make target and flag that they name exists, by the commands' own parsers. What is
 changed before a command is run here stands with its reason in tests/system/doc_commands.py.
@@ -22,7 +22,7 @@ import pytest
 from benchmarks import __main__ as benchmarks
 from fugaku_megatron import cli
 from fugaku_megatron.config.command_line import Parser
-from tests.system.doc_commands import CHANGES, DOCUMENTS, LEAVES, ROOT, blocks, commands, script
+from tests.system.doc_commands import CHANGES, DOCUMENTS, FOLLOW_README, LEAVES, ROOT, blocks, commands, script
 
 # Programs of the system, or of a site; their own flags are not ours to check.
 SYSTEM = {"module", "source", "export", "cd", "git", "apt-get", "dnf", "sudo", "docker", "apptainer", "pjsub", "squeue", "curl",
@@ -139,10 +139,22 @@ def own_text(folder: Path) -> None:
         shutil.copy(source, folder / "my_texts" / f"{source.name}.txt")
 
 
+def not_ignored(checkout: Path) -> list[str]:
+    """Files in the copy that are neither tracked nor ignored by git: a newcomer's `git status` stays empty."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\n")
+    files = {str(path.relative_to(checkout)) for path in checkout.rglob("*") if path.is_file()}
+    new = sorted(name for name in files - set(tracked) if not name.startswith((".venv/", "my_texts/")))
+    ignored = subprocess.run(["git", "check-ignore", "--no-index", "--stdin"], cwd=ROOT, capture_output=True, text=True,
+                             input="\n".join(new)).stdout.split("\n")
+    return [name for name in new if name not in ignored and not (ROOT / name).exists()]
+
+
 @pytest.mark.docs
-@pytest.mark.parametrize("document", DOCUMENTS_WITH_COMMANDS)
+@pytest.mark.parametrize("document", [
+    pytest.param(name, marks=[pytest.mark.xdist_group("README")] * (name in ("README.md", *FOLLOW_README)))
+    for name in DOCUMENTS_WITH_COMMANDS])
 def test_commands_run_as_they_stand(document, checkout):
-    """In a shell without an activated environment. README activates it; the other documents follow README."""
+    """In a shell without an activated environment, which README activates. Those that use README's files run after it."""
     own = str(Path(sys.executable).parent)
     path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if p != own)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "VIRTUAL_ENV", "PYTEST"))}
@@ -155,6 +167,7 @@ def test_commands_run_as_they_stand(document, checkout):
     assert done.returncode == 0, done.stdout[-4000:]
     assert not FAILURES.search(done.stdout), done.stdout[-4000:]
     assert [name for name in LEAVES.get(document, ()) if not (checkout / name).exists()] == [], done.stdout[-4000:]
+    assert not_ignored(checkout) == []
 
 
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
@@ -184,14 +197,3 @@ def test_python_of_the_documents_runs(document, tmp_path):
     done = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], cwd=tmp_path, text=True, timeout=300,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout[-4000:]
-
-
-@pytest.mark.docs
-def test_what_they_leave_is_ignored(checkout):
-    """By git, so that a newcomer's `git status` stays empty. It follows the test above."""
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\n")
-    files = {str(path.relative_to(checkout)) for path in checkout.rglob("*") if path.is_file()}
-    new = sorted(name for name in files - set(tracked) if not name.startswith((".venv/", "my_texts/")))
-    ignored = subprocess.run(["git", "check-ignore", "--no-index", "--stdin"], cwd=ROOT, capture_output=True, text=True,
-                             input="\n".join(new)).stdout.split("\n")
-    assert new and [name for name in new if name not in ignored and not (ROOT / name).exists()] == []
