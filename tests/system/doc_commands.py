@@ -26,10 +26,13 @@ CHANGES = (
     ("docs/chat.md", "--train-iters 200", "--train-iters 4", "4 iterations, not a minute"),
     ("docs/chat.md", "--train-iters 500", "--train-iters 4", "4 iterations, not two minutes"),
     ("docs/data.md", "train --recipe demo", f"train {TINY}", "4 iterations instead of some minutes"),
-    *((name, f"--recipe 30b --nodes {nodes}", f"--recipe 30b --nodes {nodes} --micro-batch-size 1 "
-       f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}", "few layouts: seconds")
-      for name, nodes, tp, pp in (("docs/fugaku.md", 6144, 4, 6), ("docs/fugaku.md", 384, 2, 8), ("docs/fugaku.md", 12288, 4, 6),
-                                  ("docs/training.md", 6144, 4, 6))),
+    *((name, begin, f"{begin} --micro-batch-size 1 --tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}",
+       "few layouts: seconds")
+      for name, begin, tp, pp in (
+          ("docs/fugaku.md", "--recipe 124m --nodes 192", 1, 3), ("docs/fugaku.md", "--recipe 30b --nodes 6144", 4, 6),
+          ("docs/fugaku.md", "--recipe 30b --nodes 384", 2, 8), ("docs/fugaku.md", "--recipe 30b --nodes 12288", 4, 6),
+          ("docs/performance.md", "--recipe 30b --nodes 6144 --features", 4, 6),
+          ("docs/training.md", "--recipe 30b --nodes 6144", 4, 6))),
     ("docs/performance.md", "python -m benchmarks experts --recipe qwen3-30b-a3b [--dtype bf16] [--experts 32] [--rows 64]",
      ELSEWHERE, "minutes; tests/system/test_benchmarks.py runs a small one"),
     ("docs/evaluation.md", "python -m fugaku_megatron.inference.lm_eval --model fugaku_megatron --model_args load=checkpoints "
@@ -48,8 +51,6 @@ CHANGES = (
     ("docs/fugaku.md", "job submit scripts/pjsub/resume.sh --steps 3", "job check scripts/pjsub/resume.sh", "Fugaku's pjsub"),
     ("docs/fugaku.md", "job submit scripts/pjsub/run_30b.sh --steps 5", "job check scripts/pjsub/run_30b.sh", "Fugaku's pjsub"),
     ("docs/fugaku.md", "job submit run_30b_12288.sh", "job check run_30b_12288.sh", "Fugaku's pjsub"),
-    ("docs/performance.md", "--nodes 6144 --features",
-     "--nodes 6144 --micro-batch-size 1 --tensor-model-parallel-size 4 --features", "fewer layouts: seconds"),
     ("docs/training.md", "make train\n", f"make train TRAIN_FLAGS='{TINY}'\n", "4 iterations instead of ten minutes"),
     ("docs/training.md", "mpiexec -n 512", "mpiexec -n 2", "2 processors"),
     ("docs/training.md", "--recipe 124m --data-path", f"{TINY} --data-path", "the demo's size"),
@@ -78,7 +79,7 @@ CHANGES = (
     ("docs/install.md", "mpiexec -n 2 apptainer", f"{ELSEWHERE} apptainer", "Apptainer; tests/system/test_containers.py"),
     ("docs/install.md", "OMP_NUM_THREADS=72", "OMP_NUM_THREADS=1", "2 processors"),
     ("docs/performance.md", "gemm|attention|rowwise --recipe 124m --micro-batch-size 4 [--dtype bf16] [--target all]",
-     "rowwise --recipe demo --micro-batch-size 1 --only residual", "a synopsis; one kernel of the demo's size"),
+     "rowwise --recipe demo --micro-batch-size 1 --rounds 1 --only residual_norm", "a synopsis; one kernel of the demo's size"),
     ("docs/performance.md", "python -m benchmarks step --micro-batch-size 4 [--dtype bf16] [--baseline hf] [--baseline-compile] "
      "[--baseline-preload tcmalloc]", ELSEWHERE, "minutes, alone on the machine; tests/system/test_benchmarks.py"),
     ("docs/performance.md", "python -m benchmarks step --ranks 2", ELSEWHERE, "minutes; tests/system/test_benchmarks.py"),
