@@ -15,9 +15,8 @@ from functools import partial
 from typing import Any
 
 from ..pipeline.parts import AUTO
-from . import yaml_arguments
 from .checks import check, check_kind, flag, flag_words
-from .command_line import OTHER_FLAGS, Parser, nearest
+from .command_line import OTHER_FLAGS, Parser, complete_from_yaml, nearest
 from .experts_config import EXPERTS
 from .groups import MUON_FLAGS, TIKTOKEN
 from .model_config import HEAD_MULTIPLE, ROPE, ROPE_SCALING, YARN, YARN_SCALING, ModelConfig
@@ -167,7 +166,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, dest=_OTHER + name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kind)
     if isinstance(parser, Parser):
         parser.mistakes_among = _mistakes
-        parser.completed = partial(yaml_arguments.complete, build_parser=build_parser)
+        parser.completed = partial(complete_from_yaml, build_parser=build_parser)
 
 class _FullRecompute(argparse.Action):
     """Megatron's former flag, whose method also switched recompute of whole layers on."""

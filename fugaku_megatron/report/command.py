@@ -140,11 +140,12 @@ def words(args: argparse.Namespace) -> list[str]:
 
 def sections() -> dict[str, Callable[[Context], dict[str, Any]]]:
     """Name -> what measures it on every rank, in the order of the report."""
-    from . import host, rates, training
+    from . import rates, training
+    from .context import facts
 
     def host_section(context: Context) -> dict[str, Any]:
-        found = context.world.all_gather_object({**host.facts(), "mapping": context.mapping} if context.nodes.leads else None)
-        return {"nodes": [facts for facts in found if facts]}
+        found = context.world.all_gather_object({**facts(), "mapping": context.mapping} if context.nodes.leads else None)
+        return {"nodes": [node for node in found if node]}
 
     return {"host": host_section, "kernels": rates.kernel_section, "communication": rates.communication_section,
             "training": training.training_section, "layers": training.layers_section, "storage": training.storage_section}

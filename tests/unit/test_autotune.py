@@ -7,9 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.host.observed import Observed
-from fugaku_megatron.nn import autotune
 from fugaku_megatron.nn.ops import FAMILIES as OPERATIONS
 from fugaku_megatron.nn.ops import Ops
+from fugaku_megatron.training import start_choices
 from fugaku_megatron.training.start_choices import choose_kernels
 from tests.helpers import small_run
 from tests.llama_models import FAMILIES
@@ -18,7 +18,7 @@ from tests.llama_models import FAMILIES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_every_family_is_timed_both_ways(dtype, tp):
-    timings = autotune.measure(small_run(hidden_dropout=0.1, attention_dropout=0.1), tp, dtype)
+    timings = start_choices.measure_kernels(small_run(hidden_dropout=0.1, attention_dropout=0.1), tp, dtype)
     assert [t.family for t in timings] == list(OPERATIONS)
     assert all(t.native > 0 and t.torch > 0 for t in timings)
 
@@ -27,7 +27,7 @@ def test_every_family_is_timed_both_ways(dtype, tp):
 def test_the_parts_of_other_blocks_are_timed(family):
     """Those that the model is made of."""
     called = set()
-    cases = autotune.cases(small_run(**FAMILIES[family]), 2, torch.float32)
+    cases = start_choices.kernel_cases(small_run(**FAMILIES[family]), 2, torch.float32)
     watched = Observed(Ops.build(), ("gated_mlp", "mlp", "attention", "bias_dropout_add_rms_norm", "bias_dropout_add_layer_norm"),
                        lambda name, function, args, kwargs: called.add(name) or function(*args, **kwargs))
     for case in cases.values():
@@ -36,9 +36,9 @@ def test_the_parts_of_other_blocks_are_timed(family):
 
 
 def test_the_faster_one_is_used():
-    timings = [autotune.Timing("gemm", 1.0, 2.0), autotune.Timing("attention", 2.0, 1.0)]
+    timings = [start_choices.Timing("gemm", 1.0, 2.0), start_choices.Timing("attention", 2.0, 1.0)]
     assert [t.faster for t in timings] == ["native", "torch"]
-    assert autotune.table(timings)[1].split() == ["gemm", "1000.00", "2000.00", "native"]
+    assert start_choices.kernel_table(timings)[1].split() == ["gemm", "1000.00", "2000.00", "native"]
 
 
 class UnitForBf16(TorchDispatchMode):
@@ -64,7 +64,7 @@ class UnitForBf16(TorchDispatchMode):
 @pytest.mark.parametrize("bf16, gemm", [(True, "torch"), (False, "native")])
 def test_torchs_matmuls_are_taken_where_they_are_faster_whatever_the_cpu_says(monkeypatch, bf16, gemm):
     unit, run = UnitForBf16(), small_run(bf16=bf16)
-    monkeypatch.setattr(autotune, "_seconds", unit.seconds)
+    monkeypatch.setattr(start_choices, "_seconds", unit.seconds)
     choice = choose_kernels(run, Layout.from_run(run, 1), SoloComm())
     assert (choice.backends["gemm"], choice.backends["rowwise"]) == (gemm, "native")
     line = next(line.split() for line in choice.lines if line.split()[0] == "gemm")

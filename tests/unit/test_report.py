@@ -23,7 +23,7 @@ from fugaku_megatron.costs import accounting
 from fugaku_megatron.host import kernels
 from fugaku_megatron.host.energy import Counter, Counters
 from fugaku_megatron.perf import machine
-from fugaku_megatron.report import context, findings, host, kernel_checks, page, record, training
+from fugaku_megatron.report import context, findings, kernel_checks, page, record, training
 from tests.unit.test_perf_calibrate import rank as calibrated_rank
 
 NODE = {"cpu": "A CPU", "cpus": 8, "allowed_cpus": 8, "cores": 8, "features": ["avx2", "avx512f"],
@@ -318,7 +318,7 @@ def test_facts_of_a_described_node(tmp_path):
         (tmp_path / name).write_text(text + "\n")
     for cpu in (0, 1, 900):
         (tmp_path / f"sys/devices/system/cpu/cpu{cpu}").mkdir(parents=True, exist_ok=True)
-    facts = host.facts(tmp_path)
+    facts = context.facts(tmp_path)
     assert (facts["cpu"], facts["features"]) == ("A CPU", ["avx2", "avx512f", "amx_bf16"])
     assert facts["huge_pages"]["transparent"] == "never" and facts["huge_pages"]["reserved"] == {"2048kB": 12}
     assert facts["nominal_ghz"] == 3.5 and facts["governor"] == "powersave" and facts["caches"] == ["L1 Data 32K"]
