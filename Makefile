@@ -139,7 +139,7 @@ test-openmpi: setup $(STAMPS)/test-packages $(STAMPS)/openmpi
 	$(PYTEST) -m "mpi and not (slow or full)" --mpi openmpi
 
 docs: setup $(STAMPS)/test-packages
-	$(PYTEST) --dist loadgroup --durations=12 -m docs tests/system/test_docs_commands.py
+	$(PYTEST) --durations=12 -m docs tests/system/test_docs_commands.py
 
 # --strict makes a broken link an error, but not with --quiet. The variable silences an announcement of the theme's makers.
 site: $(STAMPS)/docs-packages

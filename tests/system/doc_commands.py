@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")))
-FOLLOW_README = ("docs/data.md", "docs/evaluation.md")  # they use its text, vocabulary and checkpoint
+FOLLOW_README = ("README.md", "docs/data.md", "docs/evaluation.md")  # the others use its text, vocabulary and checkpoint
 FENCE = re.compile(r"^```(\w*|c\+\+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ELSEWHERE = ":"  # the shell's command that does nothing: what needs another machine, or is run by another test
 

@@ -149,12 +149,8 @@ def not_ignored(checkout: Path) -> list[str]:
     return [name for name in new if name not in ignored and not (ROOT / name).exists()]
 
 
-@pytest.mark.docs
-@pytest.mark.parametrize("document", [
-    pytest.param(name, marks=[pytest.mark.xdist_group("README")] * (name in ("README.md", *FOLLOW_README)))
-    for name in DOCUMENTS_WITH_COMMANDS])
-def test_commands_run_as_they_stand(document, checkout):
-    """In a shell without an activated environment, which README activates. Those that use README's files run after it."""
+def run_document(document: str, checkout: Path) -> None:
+    """In a shell without an activated environment: README activates it."""
     own = str(Path(sys.executable).parent)
     path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if p != own)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "VIRTUAL_ENV", "PYTEST"))}
@@ -168,6 +164,15 @@ def test_commands_run_as_they_stand(document, checkout):
     assert not FAILURES.search(done.stdout), done.stdout[-4000:]
     assert [name for name in LEAVES.get(document, ()) if not (checkout / name).exists()] == [], done.stdout[-4000:]
     assert not_ignored(checkout) == []
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("documents", [FOLLOW_README, *((name,) for name in DOCUMENTS_WITH_COMMANDS if name not in FOLLOW_README)],
+                         ids=" ".join)
+def test_commands_run_as_they_stand(documents, checkout):
+    """One after another those that use the files of the one before; the others on any worker."""
+    for document in documents:
+        run_document(document, checkout)
 
 
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
