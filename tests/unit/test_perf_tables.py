@@ -1,8 +1,6 @@
 """The `tables` command: printed cells stay, ours are next to them and errata below; files and a user's mistakes."""
 
 import csv
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -112,10 +110,3 @@ def test_the_command_and_the_committed_tables(tmp_path, capsys):
     assert len(printed_lines(done.out)) == 30 and len((tmp_path / "t.csv").read_text().splitlines()) == 31
     assert cli.main(["tables", "--markdown"]) == 0
     assert TABLES.read_text().endswith(capsys.readouterr().out), "make rendered writes it again"
-
-
-@pytest.mark.system
-def test_a_closed_pipe_is_no_traceback():
-    command = f"{sys.executable} -m fugaku_megatron tables | head -1"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
-    assert done.stderr == "" and done.stdout.startswith("000: ")
