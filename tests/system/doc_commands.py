@@ -33,6 +33,7 @@ CHANGES = (
           ("docs/fugaku.md", "--recipe 30b --nodes 384", 2, 8), ("docs/fugaku.md", "--recipe 30b --nodes 12288", 4, 6),
           ("docs/performance.md", "--recipe 30b --nodes 6144 --features", 4, 6),
           ("docs/training.md", "--recipe 30b --nodes 6144", 4, 6))),
+    ("docs/fugaku.md", "scripts/pjsub/local_pjsub --scale", f"{ELSEWHERE} --scale", "tests/system/mpi/test_jobs_local.py"),
     ("docs/performance.md", "python -m benchmarks experts --recipe qwen3-30b-a3b [--dtype bf16] [--experts 32] [--rows 64]",
      ELSEWHERE, "minutes; tests/system/test_benchmarks.py runs a small one"),
     ("docs/evaluation.md", "python -m fugaku_megatron.inference.lm_eval --model fugaku_megatron --model_args load=checkpoints "

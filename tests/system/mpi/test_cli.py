@@ -29,24 +29,24 @@ COMMAND, SCRIPT = ["-m", "fugaku_megatron"], [str(launch.TESTS.parent / "pretrai
     ([*COMMAND, "train", "--help"], "usage: fugaku-megatron train ", "--num-layers"),
     ([*SCRIPT, "--help"], "usage: pretrain_gpt.py ", "--num-layers"),
 ])
-def test_help_is_printed_once(mpi, words, begin, within):
-    job = mpi.run(2, *words)
+def test_help_is_printed_once(mpich, words, begin, within):
+    job = mpich.run(2, *words)
     assert job.returncode == 0, job.stderr
     assert job.stdout.startswith(begin) and job.stdout.count("usage: ") == 1 and within in job.stdout
 
 
 @pytest.mark.parametrize("name, words", [("fugaku-megatron train", [*COMMAND, "train"]), ("pretrain_gpt.py", SCRIPT)])
-def test_a_mistake_is_told_once(mpi, name, words):
-    job = mpi.run(2, *words, "--num-layer", "2")
+def test_a_mistake_is_told_once(mpich, name, words):
+    job = mpich.run(2, *words, "--num-layer", "2")
     assert job.returncode == 2 and job.stdout == ""
     assert job.stderr.startswith(f"{name}: unknown flag --num-layer: did you mean --num-layers?\n")
     assert job.stderr.count("--num-layer:") == 1
 
 
 @pytest.mark.smoke
-def test_ranks_train_by_the_command(mpi):
+def test_ranks_train_by_the_command(mpich):
     flags = ["--recipe", "demo", "--mock-data", "--train-iters", "2", "--micro-batch-size", "1", "--global-batch-size", "2"]
-    job = mpi.run(2, *COMMAND, "train", *flags, "--kernels", "native")
+    job = mpich.run(2, *COMMAND, "train", *flags, "--kernels", "native")
     assert job.returncode == 0 and " iteration        2/" in job.stdout, job.stderr
 
 

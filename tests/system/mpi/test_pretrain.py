@@ -307,19 +307,18 @@ def test_fp32_matmuls_in_bf16_parts_where_the_instruction_set_can(alone, tmp_pat
 
 RANKS_OWN = """
 import os, runpy, sys
-rank = next(os.environ[name] for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ)
-sys.argv = [{program!r}, *sys.argv[1:], *({flags!r} if rank == "1" else ())]
+sys.argv = [{program!r}, *sys.argv[1:], *({flags!r} if os.environ["PMI_RANK"] == "1" else ())]
 runpy.run_path({program!r}, run_name="__main__")
 """
 
 
-def test_ranks_that_recompute_differently_train_and_other_differences_are_refused(mpi, tmp_path):
+def test_ranks_that_recompute_differently_train_and_other_differences_are_refused(mpich, tmp_path):
     """As the 13B script on Fugaku starts its last stages without recompute."""
     flags = [*TINY, "--train-iters", "3", "--pipeline-model-parallel-size", "2"]
     found = {}
     for name, own in {"same": [], "recompute": ["--checkpoint-activations"], "lr": ["--lr", "2e-3"]}.items():
         (tmp_path / f"{name}.py").write_text(RANKS_OWN.format(program=PROGRAM, flags=own))
-        done = mpi.run(2, str(tmp_path / f"{name}.py"), *flags)
+        done = mpich.run(2, str(tmp_path / f"{name}.py"), *flags)
         found[name] = done.returncode, [line.lm_loss for line in parse_log(done.stdout.splitlines())], done
     assert found["same"][:2] == found["recompute"][:2] and found["same"][0] == 0 and len(found["same"][1]) == 3
     note = "note: ranks recompute differently: --recompute-granularity is None on rank 0, full on rank 1"
