@@ -65,7 +65,7 @@ def test_a_full_disk_is_one_line_and_a_reader_that_leaves_is_not_an_error(words,
     assert (result.returncode, result.stderr) == (141, "")
 
 
-@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", [pytest.param("2>&-", marks=pytest.mark.full), "<&- >&- 2>&-"])
 def test_closed_streams_leave_the_result_as_it_is(tmp_path, closed):
     """The exit code of verify says what it found: 0 for whole checkpoints, 1 for damage, 2 for a mistake of the call."""
     path = tmp_path / "iter_0000001"
@@ -86,7 +86,8 @@ def test_a_file_does_not_get_the_descriptor_of_a_closed_stream(tmp_path):
     assert (tmp_path / "file").read_text() == ""
 
 
-@pytest.mark.parametrize("locale", [{"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"LC_ALL": "C.UTF-8"}])
+@pytest.mark.parametrize("locale", [{"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+                                    pytest.param({"LC_ALL": "C.UTF-8"}, marks=pytest.mark.full)])
 def test_any_path_is_printed_as_it_was_given(tmp_path, locale):
     path = os.fsencode(tmp_path) + b"/\xff" + "\u00e9".encode()
 
@@ -98,6 +99,7 @@ def test_any_path_is_printed_as_it_was_given(tmp_path, locale):
     os.makedirs(path + b"/iter_0000001")
     done = verify()
     assert done.returncode == 1 and path + b"/iter_0000001/manifest.json is missing" in done.stdout, done
+
 
 @pytest.mark.parametrize("variable", ["PMI_SIZE=abc", "OMPI_COMM_WORLD_SIZE=-1", "SLURM_PROCID=1e3", "PMI_SIZE=" + "9" * 5000,
                                       "OMP_NUM_THREADS=99999,2"])
