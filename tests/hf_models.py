@@ -37,6 +37,7 @@ def decoder(kind: str, **changes):
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 8192, "rope_theta": 500000.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 FAST = {"rope_type": "default", "rope_theta": 5000.0}
 MODELS = {
     "gpt2": gpt2, "llama": decoder("Llama", rope_parameters=LLAMA3, tie_word_embeddings=True),

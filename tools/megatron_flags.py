@@ -17,7 +17,7 @@ from pathlib import Path
 from fugaku_megatron.config.arguments import build_parser
 from fugaku_megatron.config.checks import flag_words
 from fugaku_megatron.config.command_line import OTHER_FLAGS, Parser
-from fugaku_megatron.config.model_config import NORMS, choices
+from fugaku_megatron.config.model_config import NORMS
 from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.config.run_config import GROUPS, RunConfig
 from fugaku_megatron.data.tokenizer import TOKENIZERS
@@ -55,7 +55,7 @@ def row(given: str, parser: Parser) -> Row:
     """What becomes of one flag. KeyError for a flag that the command line does not know."""
     name, _, value = given.partition(" ")
     if value and name in VALUES and value not in VALUES[name]:
-        return Row(given, "refused", f"pass {choices(VALUES[name])}")
+        return Row(given, "refused", f"pass {' or '.join(VALUES[name])}")
     if name in OTHER_FLAGS:
         return other_row(given, name, value)
     known = {option: action.help for action in parser._actions for option in action.option_strings}

@@ -274,7 +274,8 @@ class Trainer:
             return
         with everywhere():
             weights = open_weights(path, ckpt_step, self._run.model.vocab_size)
-            check_model(architecture(weights.model), architecture(self._run.model), Path(path))
+            saved = architecture(weights.model)
+            check_model(saved, architecture(self._run.model, saved), Path(path))
         self._begin_from(Resume(config={"model": {"mask_vocab_padding": weights.model.mask_vocab_padding}}))
         self._trainer.start_from(weights.dtypes, weights.read)
 

@@ -19,7 +19,7 @@ from .checks import check, check_kind, flag, flag_words
 from .command_line import OTHER_FLAGS, Parser, complete_from_yaml, nearest
 from .experts_config import EXPERTS
 from .groups import MUON_FLAGS, TIKTOKEN
-from .model_config import HEAD_MULTIPLE, ROPE, ROPE_SCALING, YARN, YARN_SCALING, ModelConfig
+from .model_config import HEAD_MULTIPLE, ROPE, ROPE_SCALING, SCALINGS, YARN, YARN_SCALING, ModelConfig
 from .recipes import RECIPES
 from .run_config import GROUPS, RECOMPUTE, RunConfig
 
@@ -31,7 +31,7 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
      ("sequence_parallel", "tp_comm_overlap")),
     ("--group-query-attention", lambda run: run.model.group_query_attention, ("num_query_groups",)),
     ("--position-embedding-type rope", lambda run: run.model.position_embedding_type == ROPE,
-     ("rotary_percent", "rotary_interleaved", "use_rope_scaling", "rotary_seq_len_interpolation_factor")),
+     ("rotary_percent", "rotary_interleaved", *SCALINGS, ROPE_SCALING[-1])),
     ("--position-embedding-type rope or yarn", lambda run: run.model.rotary, ("rotary_base",)),
     ("--position-embedding-type yarn", lambda run: run.model.position_embedding_type == YARN, YARN_SCALING),
     ("--use-z-loss", lambda run: run.model.use_z_loss, ("z_loss_strength",)),
@@ -41,7 +41,7 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
     ("--moe-expert-capacity-factor", lambda run: run.model.moe_expert_capacity_factor is not None, ("moe_token_drop_policy",)),
     ("--optimizer muon", lambda run: run.optimizer.muon, MUON_FLAGS),
     ("--decoupled-lr", lambda run: run.optimizer.decoupled_lr is not None, ("decoupled_min_lr",)),
-    ("--use-rope-scaling", lambda run: run.model.use_rope_scaling, ROPE_SCALING),
+    ("--use-rope-scaling", lambda run: run.model.use_rope_scaling, ROPE_SCALING[:-1]),
     ("--fp16", lambda run: run.precision.fp16,
      ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")),
     ("--recompute-granularity full", lambda run: run.training.recompute_granularity == "full", RECOMPUTE[1:]),
@@ -65,7 +65,6 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
 
 # What a field needs another one to be left out for: the one that wins, and the one that then has no effect.
 _WINS = (("lr_warmup_tokens", "lr_warmup_fraction"),)
-
 # Other flags that mean something in some runs alone: in which, and why they are refused elsewhere.
 _GOES_WITH: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
     "--no-position-embedding": (lambda run: run.model.rotary, "it goes with rope, as in Megatron-LM: pass "

@@ -5,6 +5,8 @@ Legend: h hidden, n heads, g groups of heads that share a key and a value, d hea
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -46,11 +48,6 @@ MLPS = {**{name: MLPPart(layer="fugaku_megatron.nn.blocks:MLP", activation=name,
         **{name: MLPPart(layer="fugaku_megatron.nn.blocks:GatedMLP", activation=name, fc1_widths=2)
            for name in ("swiglu", "geglu")},
         "experts": MLPPart(layer="fugaku_megatron.nn.experts:Experts", activation="swiglu", fc1_widths=2)}
-
-
-def choices(parts: dict[str, NormPart] | dict[str, MLPPart]) -> str:
-    """The names of a table for an error message: "LayerNorm or RMSNorm"."""
-    return " or ".join(parts)
 
 
 UNSETTLED, MASKED, COUNTED = PADDING = ("auto", "yes", "no")  # of --mask-vocab-padding
@@ -124,7 +121,9 @@ class ModelConfig(ExpertFields):
                                               "whole factor")
     rope_scaling_high_freq_factor: float = opt(4.0, "waves of the original positions / this and fewer stay as they are")
     rope_scaling_original_max_position_embeddings: int = opt(8192, "the original positions: those that a model had before "
-                                                             "--use-rope-scaling", maximum=2**22)
+                                                             "--use-rope-scaling or --rope-dynamic-factor", maximum=2**22)
+    rope_dynamic_factor: float | None = opt(None, "raise rope's base with the length of a sequence beyond the original positions "
+                                            "(dynamic NTK scaling), by this factor", type=float)
     untie_embeddings_and_output_weights: bool = opt(False, "the logits have a weight of their own, not the word embedding's")
     window_size: str | None = opt(None, "LEFT,0: a token sees itself and LEFT tokens before it (Mistral's window - 1), not all",
                                   type=str)
@@ -143,12 +142,12 @@ class ModelConfig(ExpertFields):
         self._derive()
         numbers = (f.name for f in fields(self) if f.type in ("int", "int | None", "float"))
         check_positive(self, *(name for name in numbers if "dropout" not in name and "mscale" not in name))
-        check_positive(self, "padded_vocab_size", "rotary_seq_len_interpolation_factor", "attention_multiplier")
+        check_positive(self, "padded_vocab_size", *SCALINGS[1:], "attention_multiplier")
         chosen = [flag(name) for name in ("swiglu", "geglu", "squared_relu") if getattr(self, name)]
         check(len(chosen) < 2, f"{' and '.join(chosen)} exclude each other: pass one")
         check(not (self.vocab_size and self.padded_vocab_size) or self.padded_vocab_size >= self.vocab_size,
               f"--padded-vocab-size {self.padded_vocab_size} is below --vocab-size {self.vocab_size}: raise it, or leave it out")
-        check(self.normalization in NORMS, f"--normalization is {self.normalization}: pass {choices(NORMS)}")
+        check(self.normalization in NORMS, f"--normalization is {self.normalization}: pass {' or '.join(NORMS)}")
         check_fraction(self, "hidden_dropout", "attention_dropout")
         check(self.max_position_embeddings >= self.seq_length, f"--max-position-embeddings {self.max_position_embeddings} "
               f"is below --seq-length {self.seq_length}: raise it to {self.seq_length} or shorten the sequence")
@@ -197,13 +196,16 @@ class ModelConfig(ExpertFields):
               "of them")
         check(self.rotary_percent <= 1.0, f"--rotary-percent is {self.rotary_percent}: pass a number above 0, and 1 at most")
         yarn = self.position_embedding_type == YARN
-        whole = self.rotary_percent == 1.0 and not self.rotary_interleaved and not self.use_rope_scaling
-        check(not yarn or whole, "yarn turns whole heads, elements half a head apart: leave out --rotary-percent, "
-              "--rotary-interleaved and --use-rope-scaling")
-        check(not yarn or self.rotary_seq_len_interpolation_factor is None, "--rotary-seq-len-interpolation-factor is for rope, "
-              "and yarn has --rotary-scaling-factor: leave one out")
+        chosen = [flag(name) for name in SCALINGS if getattr(self, name)] + [f"--position-embedding-type {YARN}"] * yarn
+        check(len(chosen) < 2, f"{' and '.join(chosen)} scale the angles of rope in different ways: pass one of them")
+        check(not yarn or self.rotary_percent == 1.0 and not self.rotary_interleaved, "yarn turns whole heads, elements half a "
+              "head apart: leave out --rotary-percent and --rotary-interleaved")
         check(not yarn or self.yarn_beta_fast > self.yarn_beta_slow, f"--yarn-beta-fast {self.yarn_beta_fast} is not above "
               f"--yarn-beta-slow {self.yarn_beta_slow}: change one of them")
+        check(not yarn or self.yarn_attention_factor > 0, f"--mscale {self.mscale} and --mscale-all-dim {self.mscale_all_dim} "
+              f"multiply queries and keys by {self.yarn_attention_factor:.3g}: change one of them to make it positive")
+        check(self.rope_dynamic_factor is None or self.rotary_size > 2, "--rope-dynamic-factor needs at least 4 rotated elements "
+              f"of a head, and there are {self.rotary_size}: change --rotary-percent or --kv-channels")
         check(not self.rotary or (self.rotary_size > 0 and self.rotary_size % 2 == 0), "rope rotates pairs of "
               f"elements, and --rotary-percent {self.rotary_percent} of a head of {self.kv_channels} is {self.rotary_size}: change "
               "it, or --kv-channels")
@@ -280,6 +282,12 @@ class ModelConfig(ExpertFields):
         return int(self.kv_channels * self.rotary_percent)
 
     @property
+    def yarn_attention_factor(self) -> float:
+        """By what yarn multiplies the cosines and sines; transformers calls it attention_factor. 0 where it is undefined."""
+        growth = 0.1 * math.log(max(self.rotary_scaling_factor, 1.0))
+        return (self.mscale * growth + 1.0) / (self.mscale_all_dim * growth + 1.0 or math.inf)
+
+    @property
     def turns_queries(self) -> bool:
         """Whether something happens to queries and keys before attention: rope, or their norm."""
         return self.rotary or self.qk_layernorm
@@ -310,28 +318,35 @@ def _window_size(text: str) -> str | None:
     return None if left == -1 else f"{left},0"
 
 
-# What --use-rope-scaling depends on.
+# The ways to scale the angles of rope.
+SCALINGS = ("use_rope_scaling", "rotary_seq_len_interpolation_factor", "rope_dynamic_factor")
+# What --use-rope-scaling depends on; the last one holds for --rope-dynamic-factor as well.
 ROPE_SCALING = ("rope_scaling_factor", "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor",
                 "rope_scaling_original_max_position_embeddings")
 # What --position-embedding-type yarn depends on.
 YARN_SCALING = ("rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow",
                 "yarn_correction_range_round_to_int", "mscale", "mscale_all_dim")
+# What decides the angles of rotary positions. A run that starts from weights may change it, to train for longer sequences.
+ANGLES = ("position_embedding_type", "rotary_base", *SCALINGS, *ROPE_SCALING, *YARN_SCALING)
 # What a block can be other than GPT-2's, whose values are the defaults; programs before these flags saved none of them.
 BLOCK = ("apply_layernorm_1p", "swiglu", "geglu", "parallel_residual", "embedding_multiplier", "residual_multiplier",
          "attention_multiplier", "logits_scaling", "squared_relu", "bias_gelu_fusion", "openai_gelu", "group_query_attention",
-         "num_query_groups", "kv_channels", "add_qkv_bias", "qk_layernorm",
-         "qk_layernorm_all_heads",
-         "position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor",
-         "use_rope_scaling", *ROPE_SCALING, *YARN_SCALING, "untie_embeddings_and_output_weights", "window_size",
+         "num_query_groups", "kv_channels", "add_qkv_bias", "qk_layernorm", "qk_layernorm_all_heads", *ANGLES, "rotary_percent",
+         "rotary_interleaved", "untie_embeddings_and_output_weights", "window_size",
          *(name for name in EXPERTS if name not in (*BALANCE, *CAPACITY)))
 # What a checkpoint's weights are worth nothing without: a run that loads them must agree with the run that saved them.
 ARCHITECTURE = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "max_position_embeddings", "vocab_size",
                 "normalization", "disable_bias_linear", "layernorm_epsilon", *BLOCK)
 
 
-def architecture(model: ModelConfig) -> dict[str, Any]:
-    """The values of ARCHITECTURE; the longest sequence only where it is the shape of a weight."""
-    return {name: getattr(model, name) for name in ARCHITECTURE if name != "max_position_embeddings" or model.learned_positions}
+def architecture(model: ModelConfig, saved: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The values of ARCHITECTURE; the longest sequence only where it is the shape of a weight.
+
+    saved: a model from whose weights a run starts; ANGLES, which that run may change, are left out.
+    """
+    free = ANGLES if saved and model.rotary and saved.get("position_embedding_type") in (ROPE, YARN) else ()
+    free = free if model.learned_positions else (*free, "max_position_embeddings")
+    return {name: getattr(model, name) for name in ARCHITECTURE if name not in free}
 
 
 def with_block(saved: dict[str, Any]) -> dict[str, Any]:

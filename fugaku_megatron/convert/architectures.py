@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..config.model_config import LEARNED, ROPE, ModelConfig
+from ..config.model_config import LEARNED, ROPE, SCALINGS, ModelConfig
 from .rules import (
     EXPERTS,
     FULL_ATTENTION,
@@ -144,11 +144,12 @@ class Architecture:
     def fits(self, model: ModelConfig) -> bool:
         """Whether a model is of this architecture."""
         divided = model.kv_channels * model.num_attention_heads == model.hidden_size
-        right = (divided or self.own_head_size) and self.also(model)
+        turned = _POSITIONS not in self.places
+        right = (divided or self.own_head_size) and self.also(model) and model.rotary == turned
         return right and all(getattr(model, name) == value for name, value in self.block.items())
 
 
-_LAYER, OUTPUT = "decoder.layers.{}.", "output_layer"
+_LAYER, OUTPUT, _POSITIONS = "decoder.layers.{}.", "output_layer", "embedding.position_embeddings"
 _PLAIN = {**MULTIPLIERS, "attention_multiplier": None, "parallel_residual": False, "geglu": False,
           "apply_layernorm_1p": False, "num_experts": None, "qk_layernorm_all_heads": False}
 GPT2 = Architecture(
@@ -164,7 +165,7 @@ GPT2 = Architecture(
     block={**_PLAIN, "normalization": "LayerNorm", "disable_bias_linear": False, "position_embedding_type": LEARNED,
            "swiglu": False, "squared_relu": False, "bias_gelu_fusion": True, "group_query_attention": False, "qk_layernorm": False,
            "window_size": None},
-    places={"embedding.word_embeddings": (("wte",), whole), "embedding.position_embeddings": (("wpe",), whole),
+    places={"embedding.word_embeddings": (("wte",), whole), _POSITIONS: (("wpe",), whole),
             _LAYER + "input_layernorm": (("h.{}.ln_1",), whole),
             _LAYER + "self_attention.linear_qkv": (("h.{}.attn.c_attn",), conv_query_key_value),
             _LAYER + "self_attention.linear_proj": (("h.{}.attn.c_proj",), transposed),
@@ -188,9 +189,8 @@ def _with_epsilon(theirs: str, default: float) -> tuple[Field, ...]:
 
 _SILU = {"hidden_act": ("silu", "swish")}
 _NO_WINDOW = {**_SILU, "use_sliding_window": (False,)}
-_DECODER_BLOCK = {**_PLAIN, "normalization": "RMSNorm", "disable_bias_linear": True, "position_embedding_type": ROPE,
-                  "swiglu": True, "rotary_percent": 1.0, "rotary_interleaved": False, "rotary_seq_len_interpolation_factor": None,
-                  "add_qkv_bias": False, "qk_layernorm": False}
+_DECODER_BLOCK = {**_PLAIN, "normalization": "RMSNorm", "disable_bias_linear": True, "swiglu": True, "rotary_percent": 1.0,
+                  "rotary_interleaved": False, "add_qkv_bias": False, "qk_layernorm": False}
 _DECODER_PLACES = {
     "embedding.word_embeddings": (("embed_tokens",), whole),
     _LAYER + "input_layernorm": (("layers.{}.input_layernorm",), whole),
@@ -216,13 +216,15 @@ QWEN2 = _decoder(
 QWEN3 = _decoder(
     name="Qwen3ForCausalLM", model_type="qwen3", rules=(HEADS, ROTARY, FULL_ATTENTION, tied(False), NO_DROPOUT),
     only={**_NO_WINDOW, "attention_bias": (False,)}, block={**_DECODER_BLOCK, "window_size": None, "qk_layernorm": True})
-_PARTLY_TURNED = {name: value for name, value in _DECODER_BLOCK.items() if name != "rotary_percent"} | {"use_rope_scaling": False}
+_PARTLY_TURNED = {name: value for name, value in _DECODER_BLOCK.items() if name != "rotary_percent"}
 _LAYER_NORM = {name: value for name, value in _PARTLY_TURNED.items() if name != "add_qkv_bias"} | {
     "normalization": "LayerNorm", "window_size": None}
 PHI3 = _decoder(
-    name="Phi3ForCausalLM", model_type="phi3", rules=(HEADS, rotary(1.0), window(None), tied(False), no_padding(32000)),
+    name="Phi3ForCausalLM", model_type="phi3",
+    rules=(HEADS, rotary(1.0, ("default",)), window(None), tied(False), no_padding(32000)),
     fields=(*_with_epsilon("rms_norm_eps", 1e-5), Field("resid_pdrop", "hidden_dropout", 0.0)),
-    only={**_SILU, "embd_pdrop": (0.0,)}, block=_PARTLY_TURNED,
+    only={**_SILU, "embd_pdrop": (0.0,)}, block={**_PARTLY_TURNED, "position_embedding_type": ROPE, **dict.fromkeys(SCALINGS)}
+    | {"use_rope_scaling": False},
     places={**_DECODER_PLACES, _LAYER + "self_attention.linear_qkv": (("layers.{}.self_attn.qkv_proj",), fused_query_key_value),
             _LAYER + "mlp.linear_fc1": (("layers.{}.mlp.gate_up_proj",), fused_stacked)})
 STABLELM = _decoder(
@@ -231,10 +233,9 @@ STABLELM = _decoder(
     only={**_SILU, "use_parallel_residual": (False,), "qk_layernorm": (False,), "hidden_dropout": (0.0,)},
     block=_LAYER_NORM, own_head_size=False)
 OLMO = _decoder(
-    name="OlmoForCausalLM", model_type="olmo", rules=(HEADS, rotary(), tied(False), NO_DROPOUT), fields=_DECODER_FIELDS,
+    name="OlmoForCausalLM", model_type="olmo", rules=(HEADS, ROTARY, tied(False), NO_DROPOUT), fields=_DECODER_FIELDS,
     only={**_SILU, "attention_bias": (False,), "clip_qkv": (None,)},
-    block={**_DECODER_BLOCK, "normalization": "PlainLayerNorm", "layernorm_epsilon": 1e-5, "window_size": None,
-           "use_rope_scaling": False})
+    block={**_DECODER_BLOCK, "normalization": "PlainLayerNorm", "layernorm_epsilon": 1e-5, "window_size": None})
 GPT_NEOX = Architecture(
     name="GPTNeoXForCausalLM", model_type="gpt_neox", prefix="gpt_neox.",
     fields=(*_with_epsilon("layer_norm_eps", 1e-5), Field("hidden_dropout", "hidden_dropout", 0.0),
@@ -258,23 +259,22 @@ GRANITE = _decoder(
     block={name: value for name, value in _DECODER_BLOCK.items() if name not in (*MULTIPLIERS, "attention_multiplier")}
     | {"window_size": None})
 GEMMA = _decoder(
-    name="GemmaForCausalLM", model_type="gemma", rules=(HEADS, rotary(), tied(True), NO_DROPOUT, SCALED_WORDS),
+    name="GemmaForCausalLM", model_type="gemma", rules=(HEADS, ROTARY, tied(True), NO_DROPOUT, SCALED_WORDS),
     only={"hidden_act": ("gelu_pytorch_tanh", "gelu"), "hidden_activation": (None, "gelu_pytorch_tanh"),
           "attention_bias": (False,), "use_bidirectional_attention": (None, False)},
     block={name: value for name, value in _DECODER_BLOCK.items() if name != "embedding_multiplier"}
-    | {"normalization": "RMSNorm", "apply_layernorm_1p": True, "swiglu": False, "geglu": True, "window_size": None,
-       "use_rope_scaling": False},
+    | {"normalization": "RMSNorm", "apply_layernorm_1p": True, "swiglu": False, "geglu": True, "window_size": None},
     also=lambda model: model.embedding_multiplier == model.hidden_size**0.5)
 FALCON = Architecture(
     name="FalconForCausalLM", model_type="falcon", prefix="transformer.",
     fields=(*(row for row in _with_epsilon("layer_norm_epsilon", 1e-5)
               if row.theirs not in ("intermediate_size", "max_position_embeddings")),
             Field("ffn_hidden_size", "ffn_hidden_size", None), Field("max_position_embeddings", "max_position_embeddings", 2048)),
-    rules=(NEW_FALCON, rotary(), tied(True), NO_DROPOUT),
+    rules=(NEW_FALCON, ROTARY, tied(True), NO_DROPOUT),
     only={"activation": ("gelu",), "alibi": (False,), "parallel_attn": (True,), "bias": (False,), "hidden_dropout": (0.0,),
           "num_ln_in_parallel_attn": (2, None)},
-    block={**_DECODER_BLOCK, "normalization": "LayerNorm", "window_size": None, "use_rope_scaling": False, "swiglu": False,
-           "squared_relu": False, "openai_gelu": False, "parallel_residual": True},
+    block={**_DECODER_BLOCK, "normalization": "LayerNorm", "window_size": None, "swiglu": False, "squared_relu": False,
+           "openai_gelu": False, "parallel_residual": True},
     places={"embedding.word_embeddings": (("word_embeddings",), whole), _LAYER + "input_layernorm": (("h.{}.ln_attn",), whole),
             _LAYER + "self_attention.linear_qkv": (("h.{}.self_attention.query_key_value",), whole),
             _LAYER + "self_attention.linear_proj": (("h.{}.self_attention.dense",), whole),
@@ -321,10 +321,10 @@ QWEN3_MOE = _decoder(
     block={**_EXPERT_BLOCK, **_NO_SHARED, "window_size": None, "qk_layernorm": True})
 OLMOE = _decoder(
     name="OlmoeForCausalLM", model_type="olmoe", places=_EXPERT_PLACES,
-    rules=(HEADS, rotary(), tied(False), NO_DROPOUT, EXPERTS), fields=(*_with_epsilon("rms_norm_eps", 1e-5), _OF_A_TOKEN),
+    rules=(HEADS, ROTARY, tied(False), NO_DROPOUT, EXPERTS), fields=(*_with_epsilon("rms_norm_eps", 1e-5), _OF_A_TOKEN),
     only={**_SILU, "attention_bias": (False,), "clip_qkv": (None,)},
     block={**_EXPERT_BLOCK, **_NO_SHARED, "window_size": None, "qk_layernorm": True, "qk_layernorm_all_heads": True,
-           "moe_layer_freq": "1", "use_rope_scaling": False},
+           "moe_layer_freq": "1"},
     also=lambda model: model.moe_ffn_hidden_size == model.ffn_hidden_size, own_head_size=False)
 
 ARCHITECTURES = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, STABLELM, OLMO, GPT_NEOX, GRANITE, GEMMA, FALCON, MIXTRAL, QWEN2_MOE,

@@ -16,7 +16,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..config.checks import check
-from ..config.model_config import ModelConfig
+from ..config.checks import check, flag
+from ..config.model_config import YARN, YARN_SCALING, ModelConfig
 from ..data.files import read_text
 from ..data.formats import library
+from ..nn.passes import frequencies
 from .architectures import Architecture
 from .hugging_face import architecture_of, carried_config, in_their_shape, parts, read_json
 from .weights import Weights
@@ -100,6 +101,10 @@ def _row(architecture: Architecture, model: ModelConfig) -> Kind:
                          "convert_hf_to_gguf.py may know it")
     check(model.window is None, f"{name} with a window of {model.window} tokens is not what llama.cpp computes")
     check(row.scaled or not model.use_rope_scaling, f"{name} with --use-rope-scaling is not what llama.cpp computes")
+    check(model.rope_dynamic_factor is None, f"{name} with --rope-dynamic-factor is not what llama.cpp computes")
+    for f in fields(model) if model.position_embedding_type == YARN else ():
+        same = f.name not in YARN_SCALING[2:] or getattr(model, f.name) == f.default
+        check(same, f"{name} with {flag(f.name)} {getattr(model, f.name)} is not what llama.cpp computes, which is {f.default}")
     check(model.num_experts is None or {*model.mlps} == {"experts"}, f"{name} with layers without experts is not what llama.cpp "
           "computes")
     for field, value in row.only:
@@ -118,7 +123,8 @@ def _add_numbers(writer: Any, model: ModelConfig, row: Kind) -> None:
     writer.add_head_count_kv(model.query_groups)
     writer.add_vocab_size(model.vocab_size)
     (writer.add_layer_norm_rms_eps if model.normalization == "RMSNorm" else writer.add_layer_norm_eps)(model.layernorm_epsilon)
-    if model.position_embedding_type == "rope":
+    if model.rotary:
+        _add_scaling(writer, model)
         writer.add_rope_freq_base(model.rotary_base)
         writer.add_rope_dimension_count(int(head * model.rotary_percent))
         writer.add_key_length(head)
@@ -136,6 +142,18 @@ def _add_numbers(writer: Any, model: ModelConfig, row: Kind) -> None:
         writer.add_expert_feed_forward_length(model.moe_ffn_hidden_size)
         if model.moe_shared_expert_intermediate_size:
             writer.add_expert_shared_feed_forward_length(model.moe_shared_expert_intermediate_size)
+
+
+def _add_scaling(writer: Any, model: ModelConfig) -> None:
+    """Linear scaling and yarn; Llama 3's scaling is a tensor (`rope_factors`)."""
+    yarn, linear = model.position_embedding_type == YARN, model.rotary_seq_len_interpolation_factor
+    if not (yarn or linear):
+        return
+    kinds = library("gguf", "gguf", "--to-gguf").RopeScalingType
+    writer.add_rope_scaling_type(kinds.YARN if yarn else kinds.LINEAR)
+    writer.add_rope_scaling_factor(model.rotary_scaling_factor if yarn else linear)
+    if yarn:
+        writer.add_rope_scaling_orig_ctx_len(model.yarn_original_max_position_embeddings)
 
 
 @dataclass(frozen=True)
@@ -183,12 +201,7 @@ def _arranged(tensor: Tensor, name: str, their: str, model: ModelConfig, row: Ki
 
 def rope_factors(model: ModelConfig) -> Tensor:
     """(head / 2,): what Llama 3's scaling divides each frequency by."""
-    half = model.kv_channels // 2
-    waves = [2 * math.pi * model.rotary_base ** (i / half) for i in range(half)]
-    positions, factor = model.rope_scaling_original_max_position_embeddings, model.rope_scaling_factor
-    low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
-    share = [min(1.0, max(0.0, (positions / wave - low) / (high - low))) for wave in waves]
-    return torch.tensor([1 / ((1 - s) / factor + s) for s in share])
+    return frequencies(replace(model, use_rope_scaling=False), 0) / frequencies(model, 0)
 
 
 def _type(gguf: Any, name: str, shape: tuple[int, ...], kind: str) -> Any:

@@ -36,7 +36,7 @@ _ALSO = {"layernorm_epsilon": ("norm_epsilon", "layernorm_epsilon")}
 # Ours -> the values that arguments of theirs describe.
 _DESCRIBED: dict[str, tuple[Any, ...]] = {
     "normalization": ("LayerNorm", "RMSNorm"), "qk_layernorm_all_heads": (False,),
-    "geglu": (False,), "parallel_residual": (False,), "embedding_multiplier": (1.0,),
+    "geglu": (False,), "parallel_residual": (False,), "embedding_multiplier": (1.0,), "rope_dynamic_factor": (None,),
     "residual_multiplier": (1.0,), "attention_multiplier": (None,), "logits_scaling": (1.0,)}
 _CONSTANTS = ROPE_SCALING[1:]  # fields without an argument there: Megatron-LM computes the defaults of here
 _OWN = (*EXPERTS, "disable_bias_linear", "position_embedding_type", "window_size", "vocab_size", "padded_vocab_size",

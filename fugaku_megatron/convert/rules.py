@@ -5,18 +5,27 @@ Each has a rule, which reads some of them as values of ours, and writes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 from ..config.checks import check
-from ..config.model_config import ROPE, ModelConfig
+from ..config.model_config import ROPE, YARN, ModelConfig
 
 FILE = "config.json"
 POSITIONS = "original_max_position_embeddings"
-# What Llama 3's scaling has -> ModelConfig's names.
-LLAMA3 = {"factor": "rope_scaling_factor", "low_freq_factor": "rope_scaling_low_freq_factor",
-          "high_freq_factor": "rope_scaling_high_freq_factor", POSITIONS: "rope_scaling_original_max_position_embeddings"}
+# The types of rope_scaling that ROPE_INIT_FUNCTIONS of transformers' modeling_rope_utils computes: what each has -> ModelConfig's
+# names. Yarn's factor of attention has no name of ours, and the positions of dynamic stand next to rope_scaling.
+MAXIMUM, ORIGINAL = "max_position_embeddings", "rope_scaling_original_max_position_embeddings"
+SCALINGS: dict[str, dict[str, str]] = {
+    "default": {}, "linear": {"factor": "rotary_seq_len_interpolation_factor"},
+    "dynamic": {"factor": "rope_dynamic_factor", MAXIMUM: ORIGINAL},
+    "llama3": {"factor": "rope_scaling_factor", "low_freq_factor": "rope_scaling_low_freq_factor",
+               "high_freq_factor": "rope_scaling_high_freq_factor", POSITIONS: ORIGINAL},
+    "yarn": {"factor": "rotary_scaling_factor", POSITIONS: "yarn_original_max_position_embeddings",
+             "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "truncate": "yarn_correction_range_round_to_int"}}
+_LEFT_OUT = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}  # what it means to leave them out
 LARGEST = 1e30  # of a number that is not a size
 
 
@@ -69,7 +78,7 @@ NEW_FALCON = Rule(_read_new_falcon, lambda model: {"new_decoder_architecture": T
 HEADS = Rule(_read_heads, lambda model: {"num_key_value_heads": model.query_groups, "head_dim": model.kv_channels})
 
 
-def rotary(share: float | None = None, kinds: tuple[str, ...] = ("default",),
+def rotary(share: float | None = None, kinds: Collection[str] = SCALINGS,
            names: tuple[str, str] = ("rope_theta", "partial_rotary_factor")) -> Rule:
     """Rope. share: of a head that is rotated where config.json does not say it; None: whole heads only. kinds: of scaling.
 
@@ -80,14 +89,13 @@ def rotary(share: float | None = None, kinds: tuple[str, ...] = ("default",),
         return _read_rope({**config, **given}, share, kinds)
 
     def write(model: ModelConfig) -> dict[str, Any]:
-        scaling = {"rope_type": "llama3", **{name: getattr(model, ours) for name, ours in LLAMA3.items()}}
         partial = {} if share is None else {names[1]: model.rotary_percent}
-        return {names[0]: model.rotary_base, "rope_scaling": scaling if model.use_rope_scaling else None, **partial}
+        return {names[0]: model.rotary_base, **_write_scaling(model), **partial}
 
     return Rule(read, write)
 
 
-def _read_rope(config: dict[str, Any], share: float | None, kinds: tuple[str, ...]) -> dict[str, Any]:
+def _read_rope(config: dict[str, Any], share: float | None, kinds: Collection[str]) -> dict[str, Any]:
     """rope_parameters of transformers 5, or rope_theta and rope_scaling before it."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     check(isinstance(rope, dict), f"{FILE}: rope_parameters is {rope!r:.60}, not an object")
@@ -98,17 +106,54 @@ def _read_rope(config: dict[str, Any], share: float | None, kinds: tuple[str, ..
               "rotary_percent": float(percent)}
     kind = rope.get("rope_type", rope.get("type", "default"))
     check(kind in kinds, f"{FILE}: rope_scaling has type {kind!r:.40}, and the block computes {' or '.join(kinds)}")
-    if kind == "default":
-        return values
-    positions = config.get(POSITIONS, rope.get(POSITIONS, config.get("max_position_embeddings")))  # as transformers has it
-    rope = {**rope, POSITIONS: positions}
-    for name, ours in LLAMA3.items():
-        check(rope.get(name) is not None, f"{FILE}: rope_scaling of type llama3 has no {name}")
-        values[ours] = number(rope, name, None, whole=True) if name == POSITIONS else float(number(rope, name, None))
-    return {**values, "use_rope_scaling": True}
+    maximum = config.get(MAXIMUM)
+    positions = config.get(POSITIONS, rope.get(POSITIONS, maximum))  # as transformers has it
+    return {**values, **_read_scaling(kind, {**_LEFT_OUT, **rope, POSITIONS: positions, MAXIMUM: maximum})}
 
 
-ROTARY = rotary(kinds=("llama3", "default"))
+def _read_scaling(kind: str, rope: dict[str, Any]) -> dict[str, Any]:
+    """ModelConfig's values of a scaling. rope: its numbers, with those that were left out."""
+    values: dict[str, Any] = {}
+    for name, ours in SCALINGS[kind].items():
+        given = rope.get(name)
+        check(given is not None, f"{FILE}: rope_scaling of type {kind} has no {name}")
+        check(name != "truncate" or isinstance(given, bool), f"{FILE}: truncate is {given!r:.60}, not bool")
+        size = name in (POSITIONS, MAXIMUM)
+        values[ours] = given if name == "truncate" else number(rope, name, None, True) if size else float(number(rope, name, None))
+    if kind == "llama3":
+        values["use_rope_scaling"] = True
+    elif kind == "yarn":
+        values |= {"position_embedding_type": YARN, **_read_mscale(rope, values["rotary_scaling_factor"])}
+    return values
+
+
+def _read_mscale(rope: dict[str, Any], factor: float) -> dict[str, float]:
+    """--mscale and --mscale-all-dim of yarn: of transformers' mscale and mscale_all_dim, which count where both are given, or of
+    its attention_factor, which comes before them."""
+    both = [number(rope, name, None) for name in ("mscale", "mscale_all_dim")]
+    attention = number(rope, "attention_factor", None)
+    if attention is None:
+        return dict(zip(("mscale", "mscale_all_dim"), map(float, both))) if None not in both else {}
+    check(factor > 1 or attention == 1, f"{FILE}: attention_factor is {attention}, and the block computes 1 with a factor of "
+          f"{factor}")
+    return {"mscale": (attention - 1) / (0.1 * math.log(factor)) if factor > 1 else 1.0, "mscale_all_dim": 0.0}
+
+
+def _write_scaling(model: ModelConfig) -> dict[str, Any]:
+    """rope_scaling of config.json, and max_position_embeddings where these are the original ones."""
+    kinds = {"yarn": model.position_embedding_type == YARN, "llama3": model.use_rope_scaling,
+             "linear": model.rotary_seq_len_interpolation_factor, "dynamic": model.rope_dynamic_factor}
+    kind = next((kind for kind, on in kinds.items() if on), None)
+    if kind is None:
+        return {"rope_scaling": None}
+    scaling = {"rope_type": kind, **{name: getattr(model, ours) for name, ours in SCALINGS[kind].items()}}
+    if kind == "yarn" and (model.mscale, model.mscale_all_dim) != (1.0, 0.0):  # transformers reads both or neither
+        scaling["attention_factor"] = model.yarn_attention_factor
+    original = {MAXIMUM: scaling.pop(MAXIMUM)} if MAXIMUM in scaling else {}
+    return {"rope_scaling": scaling, **original}
+
+
+ROTARY = rotary()
 
 
 def window(default: int | None) -> Rule:

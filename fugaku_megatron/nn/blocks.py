@@ -96,7 +96,7 @@ class SelfAttention(nn.Module):
         attention = partial(ops.attention, head_size=model.kv_channels, p=dropout, key=key, groups=self.groups, window=model.window,
                             starts=documents.starts)
         if model.turns_queries:
-            angles = self.context.angles if forward_pass.rows is None else forward_pass.rows.angles
+            angles = self.context.angles(len(qkv)) if forward_pass.rows is None else forward_pass.rows.angles
             qkv = self.turn(qkv, angles, documents.positions)
         return attention(qkv) if forward_pass.rows is None else forward_pass.rows.attend(ops, self.layer, qkv, attention)
 

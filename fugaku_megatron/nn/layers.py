@@ -84,9 +84,17 @@ class Context:
         return make_parameter(name, shape, self.etp or self.tp, partition_dim, std, experts=self.ep)
 
     @cached_property
-    def angles(self) -> Angles | None:
-        """Of a sample's rotary positions, the same tensors for all layers; None for a model without."""
-        return rotary_angles(self.model, torch.arange(self.model.seq_length))
+    def _tables(self) -> dict[int, Angles | None]:
+        return {}
+
+    def angles(self, length: int) -> Angles | None:
+        """Of the rotary positions of a sequence of `length`, or of more, the same tensors for all layers; None for a model
+        without."""
+        rows = max(length, self.model.seq_length) if self.model.rope_dynamic_factor is None else length
+        if rows not in self._tables:
+            self._tables.clear()
+            self._tables[rows] = rotary_angles(self.model, torch.arange(rows), rows)
+        return self._tables[rows]
 
     def into_matmul(self, x: Tensor) -> Tensor:
         """x (s, b, h) as a column-parallel matmul takes it: its gradients are all-reduced here, or by the matmul that gathers x."""

@@ -66,8 +66,13 @@ class Rows:
     @staticmethod
     def of(model: ModelConfig, cache: KeyValueCache, samples: Sequence[int], first: Sequence[int], lengths: Sequence[int]) -> Rows:
         """Rows of samples whose next positions are `first`."""
-        positions = torch.tensor([p for begin, length in zip(first, lengths, strict=True) for p in range(begin, begin + length)])
-        return Rows(cache, torch.tensor(samples), tuple(lengths), positions, rotary_angles(model, positions))
+        own = [torch.arange(begin, begin + length) for begin, length in zip(first, lengths, strict=True)]
+        positions = torch.cat(own)
+        angles = rotary_angles(model, positions, 0)
+        if model.rope_dynamic_factor is not None:  # each sample has its own length
+            cosines, sines = zip(*filter(None, (rotary_angles(model, part, len(part) + int(part[0])) for part in own)))
+            angles = torch.cat(cosines), torch.cat(sines)
+        return Rows(cache, torch.tensor(samples), tuple(lengths), positions, angles)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -132,21 +137,27 @@ class Pass:
 
 
 # The angles of rotary positions: cosines and sines for each position and pair of elements. Sources: Su et al. 2021, "RoFormer"
-# (arXiv:2104.09864), section 3.2; Llama 3.1's scaling as modeling_rope_utils of transformers has it (_compute_llama3_parameters);
+# (arXiv:2104.09864), section 3.2; Llama 3.1's and dynamic NTK scaling as ROPE_INIT_FUNCTIONS of transformers' modeling_rope_utils
+# has them (_compute_llama3_parameters, _compute_dynamic_ntk_parameters);
 # Peng et al. 2023, "YaRN" (arXiv:2309.00071) as Megatron-LM has it in
 # megatron/core/models/common/embeddings/yarn_rotary_pos_embedding.py, and its linear scaling in
 # megatron/core/models/common/embeddings/rotary_pos_embedding.py. Left out: the turning (`ops.Ops.rotary`).
 
-def frequencies(model: ModelConfig) -> Tensor:
-    """Angle per position of each pair of elements, (rotated elements / 2,) in FP32.
+def frequencies(model: ModelConfig, length: int) -> Tensor:
+    """Angle per position of each pair of elements, (rotated elements / 2,) in FP32, in a sequence of `length` positions.
 
+    The length matters to --rope-dynamic-factor alone, which raises the base where it exceeds the original positions.
     With --use-rope-scaling, waves of up to (original positions / high factor) positions stay as they are, those of (original
     positions / low factor) and more are lengthened by the scaling factor, and those between are mixed of both.
     """
     size = model.rotary_size
     if model.position_embedding_type == YARN:
         return yarn_frequencies(model)
-    plain = 1.0 / model.rotary_base ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+    base = model.rotary_base
+    if model.rope_dynamic_factor is not None:
+        longer = max(length / model.rope_scaling_original_max_position_embeddings, 1.0)
+        base *= (model.rope_dynamic_factor * longer - (model.rope_dynamic_factor - 1)) ** (size / (size - 2))
+    plain = 1.0 / base ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
     if not model.use_rope_scaling:
         return plain
     lengthened = plain / model.rope_scaling_factor
@@ -178,21 +189,19 @@ def yarn_frequencies(model: ModelConfig) -> Tensor:
 
 def concentration(model: ModelConfig) -> float:
     """By what yarn multiplies queries and keys. For rope it is 1, or what makes the scores those of --attention-multiplier."""
-    def scale(factor: float) -> float:
-        return 0.1 * factor * math.log(model.rotary_scaling_factor) + 1.0 if model.rotary_scaling_factor > 1 else 1.0
-
     if model.attention_multiplier is not None:
         return (model.attention_multiplier * model.kv_channels**0.5) ** 0.5
-    return scale(model.mscale) / scale(model.mscale_all_dim) if model.position_embedding_type == YARN else 1.0
+    return model.yarn_attention_factor if model.position_embedding_type == YARN else 1.0
 
 
-def rotary_angles(model: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-    """(cosines, sines) of positions (s,), each (s, rotated elements / 2) in FP32, times yarn's factor.
+def rotary_angles(model: ModelConfig, positions: Tensor, length: int) -> Angles | None:
+    """(cosines, sines) of positions (s,) in a sequence of `length`, each (s, rotated elements / 2) in FP32, times yarn's factor.
 
     None for a model without rotary positions.
     """
     if not model.rotary:
         return None
-    angles = torch.outer(positions.float() / (model.rotary_seq_len_interpolation_factor or 1.0), frequencies(model))
-    factor = concentration(model)
-    return torch.cos(angles) * factor, torch.sin(angles) * factor
+    angles = torch.outer(positions.float() / (model.rotary_seq_len_interpolation_factor or 1.0), frequencies(model, length))
+    factor, sines = concentration(model), angles.sin()
+    cosines = angles.cos_()
+    return (cosines, sines) if factor == 1.0 else (cosines.mul_(factor), sines.mul_(factor))

@@ -22,7 +22,7 @@ from ..config.model_config import COUNTED, MASKED, UNSETTLED
 from ..config.run_config import RunConfig
 from ..config.sample_rules import MAX_SAMPLE, Skips
 from .param_schedule import ParamSchedule
-from .resume_notes import differences, layout_notes, mask_note, vocabulary_note
+from .resume_notes import angle_note, differences, layout_notes, mask_note, vocabulary_note
 from .session import HISTORY, LOSS_CURVE
 from .train import Progress, Trainer, layout_record
 
@@ -238,7 +238,7 @@ def _start_from_weights(trainer: Trainer, checkpoint: Checkpoint, resume: Resume
     source = f"{checkpoint.directory}, iteration {checkpoint.iteration}"
     what = "new adapters of" if checkpoint is resume.base else "starting from the weights of"
     return [f"{what} {source}: iteration 0, a fresh optimizer, data from the start",
-            *notes, *_tracker_note(trainer, checkpoint),
+            *notes, *angle_note(trainer.run, checkpoint.config["model"]), *_tracker_note(trainer, checkpoint),
             *vocabulary_note(trainer, checkpoint.head["layout"], checkpoint.config)]
 
 

@@ -9,7 +9,7 @@ from ..checkpoint.load import Checkpoint
 from ..config.checks import flag
 from ..config.experts_config import BALANCE, CAPACITY
 from ..config.groups import MARKING, MUON_FLAGS
-from ..config.model_config import UNSETTLED
+from ..config.model_config import ANGLES, UNSETTLED
 from ..config.run_config import RunConfig
 from ..costs.accounting import padded_vocab_size
 from .train import Trainer, layout_record
@@ -57,6 +57,13 @@ def mask_note(run: RunConfig, before: str) -> list[str]:
     return [] if now in (before, UNSETTLED) else [
         f"note: --mask-vocab-padding is {now}, and the weights were trained with {before}: the loss starts at another value; leave "
         f"the flag out to keep {before}"]
+
+
+def angle_note(run: RunConfig, saved: dict[str, Any]) -> list[str]:
+    """Where a run that begins with the weights of a checkpoint turns queries and keys by other angles. saved: its model."""
+    changed = [f"{flag(name)} is {getattr(run.model, name)}, was {saved[name]}" for name in ANGLES
+               if run.model.rotary and name in saved and saved[name] != getattr(run.model, name)]
+    return [f"note: positions have other angles than the weights were trained with: {', '.join(changed)}"] if changed else []
 
 
 def layout_notes(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:

@@ -291,13 +291,13 @@ class Trainer:
         that is damaged, of another model or of another program.
         """
         checkpoint = open_checkpoint(source, self.world) if isinstance(source, str) else source
-        checkpoint.config["model"] = with_block(checkpoint.config.get("model", {}))
+        saved = checkpoint.config["model"] = with_block(checkpoint.config.get("model", {}))
+        model = architecture(self.run.model, saved if weights_only else None)
         wanted, state = self.run.optimizer, checkpoint.state
         shards = [shard for shard in self.optimizer.checkpoint_shards(owned=True)
                   if not (weights_only or wanted.no_load_optim) or shard.key.startswith(WEIGHTS)]
         # New rows of the vocabulary begin as those of a new run.
-        load_shards(checkpoint, shards, self.folders, architecture(self.run.model), VOCABULARY,
-                    converts=WEIGHTS if weights_only else MOMENTS)
+        load_shards(checkpoint, shards, self.folders, model, VOCABULARY, converts=WEIGHTS if weights_only else MOMENTS)
         self.optimizer.after_load()
         if weights_only:
             return {}

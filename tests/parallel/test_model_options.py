@@ -17,7 +17,6 @@ from fugaku_megatron.config.run_config import ModelConfig, RunConfig
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.data.sampler import fetch
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.nn.passes import frequencies
 from fugaku_megatron.training.dry_run import report
 from tests.helpers import make_trainer, small_run, whole_tensors
 from tests.threads import ThreadWorld
@@ -34,6 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "z-loss in chunks of masked rows": {"use_z_loss": True, "z_loss_strength": 0.01, "make_vocab_size_divisible_by": 40,
                                         "mask_vocab_padding": "yes", "untie_embeddings_and_output_weights": True},
     "linear scaling": {**ROPE, "rotary_seq_len_interpolation_factor": 3.0},
+    "dynamic scaling": {**ROPE, "rope_dynamic_factor": 2.0, "rope_scaling_original_max_position_embeddings": 4},
     "yarn": YARN,
     "yarn with mscale": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3, "yarn_correction_range_round_to_int": False},
     "centred layer norms of queries and keys": {**ROPE, "apply_layernorm_1p": True, "qk_layernorm": True,
@@ -56,6 +56,8 @@ LAYOUTS = {"one rank": (1, {}),
 def plain_angles(model: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     """(cosines, sines) (s, d / 2), as megatron/core/models/common/embeddings/yarn_rotary_pos_embedding.py computes them."""
     d, base = model.kv_channels, model.rotary_base
+    if model.rope_dynamic_factor:  # as transformers has it; 16 positions in these runs
+        base *= (2.0 * 16 / 4 - 1.0) ** (d / (d - 2))
     extra = torch.tensor([base ** (-2 * i / d) for i in range(d // 2)])
     if model.position_embedding_type == "rope":
         angles = positions[:, None] / (model.rotary_seq_len_interpolation_factor or 1) * extra
@@ -179,17 +181,6 @@ def test_losses_and_gradients_are_those_of_plain_torch(name, layout, backend):
         torch.testing.assert_close(grads[key] / scale, value.grad / scale, rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
 
 
-def test_yarn_is_what_transformers_computes():
-    transformers = pytest.importorskip("transformers")
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    model = small_run(**OPTIONS["yarn"]).model
-    config = transformers.LlamaConfig(hidden_size=32, num_attention_heads=2, max_position_embeddings=32, rope_parameters={
-        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 2.0,
-        "beta_slow": 0.1, "attention_factor": 1.0})
-    torch.testing.assert_close(frequencies(model), ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))[0], rtol=1e-5, atol=0)
-
-
 @pytest.mark.parametrize("layout", ["one rank", "tp2 x pp2"])
 @pytest.mark.parametrize("untied", [False, True])
 def test_decoupled_learning_rates_reach_the_embedding_and_the_head_alone(layout, untied):
@@ -241,6 +232,11 @@ def test_the_dry_run_and_the_formulas_know_them(name):
     ("--decoupled-lr 1e-5 --min-lr 2e-5", "--decoupled-lr 1e-05 is below 2e-05"),
     ("--decoupled-lr 0", "--decoupled-lr is 0.0: pass a number above 0"),
     ("--position-embedding-type yarn --rotary-percent 0.5", "yarn turns whole heads"),
+    ("--position-embedding-type yarn --use-rope-scaling", "--use-rope-scaling and --position-embedding-type yarn scale the angles"),
+    ("--position-embedding-type rope --use-rope-scaling --rope-dynamic-factor 2", "--rope-dynamic-factor scale the angles of rope"),
+    ("--position-embedding-type rope --rope-dynamic-factor -1", "--rope-dynamic-factor is -1.0: pass a number above 0"),
+    ("--position-embedding-type rope --rope-dynamic-factor 2 --kv-channels 2", "needs at least 4 rotated elements of a head"),
+    ("--position-embedding-type yarn --rotary-scaling-factor 4 --mscale -9", "--mscale -9.0 and --mscale-all-dim 0.0 multiply"),
     ("--position-embedding-type yarn --yarn-beta-fast 1", "--yarn-beta-fast 1.0 is not above --yarn-beta-slow 1.0"),
     ("--padded-vocab-size 64", "--padded-vocab-size 64 is below --vocab-size 96"),
     ("--rotary-seq-len-interpolation-factor 0 --position-embedding-type rope", "factor is 0.0: pass a number above 0"),

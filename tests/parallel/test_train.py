@@ -257,6 +257,27 @@ def test_weights_alone_of_another_dtype_load_into_any_layout(pretrained, changes
         assert torch.equal(tensor, expected), name
 
 
+def test_a_run_from_weights_may_scale_rope_and_one_that_goes_on_may_not(tmp_path):
+    rope, longer = {"position_embedding_type": "rope"}, {"position_embedding_type": "yarn", "rotary_scaling_factor": 2.0,
+                                                         "yarn_original_max_position_embeddings": 16, "seq_length": 32}
+    trainer = make_trainer(SoloComm(), small_run(**rope))
+    trainer.save(str(tmp_path / "short"))
+    trainer.close()
+    trainer, lines = started(SoloComm(), load=str(tmp_path / "short"), finetune=True, **longer)
+    assert lines[1:] == ["note: positions have other angles than the weights were trained with: --position-embedding-type is yarn, "
+                         "was rope, --rotary-scaling-factor is 2.0, was 1.0, --yarn-original-max-position-embeddings is 16, was "
+                         "4096"]
+    assert trainer.train_step().loss < 10
+    trainer.save(str(tmp_path / "long"))
+    trainer.close()
+    again = make_trainer(SoloComm(), small_run(**rope, seq_length=32))
+    with pytest.raises(ValueError, match=r"another model, with --position-embedding-type yarn \(this run: rope\), --rotary"):
+        again.load(str(tmp_path / "long"))
+    again.close()
+    with pytest.raises(ValueError, match=r"--position-embedding-type rope \(this run: learned_absolute\)"):
+        started(SoloComm(), load=str(tmp_path / "short"), finetune=True)
+
+
 def test_files_that_came_with_the_model_go_on_with_it(pretrained, tmp_path):
     source, own = shutil.copytree(pretrained[2], tmp_path / "source"), tmp_path / "own"
     (source / "hugging_face").mkdir()

@@ -20,6 +20,7 @@ SIZES = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hid
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}
+THETA = {"rope_theta": 10000.0}
 MODELS = {
     "gpt2": lambda t: t.GPT2Config(vocab_size=320, n_embd=32, n_layer=2, n_head=4, n_positions=64),
     "llama": lambda t: t.LlamaConfig(**SIZES, rope_scaling=LLAMA3),
@@ -193,6 +194,21 @@ def test_pieces_of_sentencepiece(tmp_path):
     assert kinds[:3] == [2, 3, 3] and [kinds[i] for i in pieces if model.is_byte(i)] == [6] * 256 and kinds[-1] == 5
 
 
+@pytest.mark.parametrize(("rope", "keys"), [
+    ({"rope_type": "linear", "factor": 3.0}, {"type": "linear", "factor": 3.0}),
+    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+     {"type": "yarn", "factor": 4.0, "original_context_length": 16})])
+def test_linear_scaling_and_yarn(tmp_path, rope, keys):
+    torch.manual_seed(1)
+    transformers.AutoModelForCausalLM.from_config(transformers.Qwen2Config(**SIZES, rope_scaling=rope)).save_pretrained(
+        tmp_path / "hf")
+    write_tokenizer(tmp_path / "hf")
+    assert convert(tmp_path / "hf", tmp_path / "m.gguf") == 0
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    assert {name: value(reader, f"qwen2.rope.scaling.{name}") for name in keys} == keys
+    assert value(reader, "qwen2.rope.freq_base") == 10000.0
+
+
 DIGITS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
@@ -215,6 +231,10 @@ def test_the_split_of_a_text_has_a_name_or_is_refused(tmp_path, capsys, pattern,
     ("mistral", {"sliding_window": 32}, [], "--to-gguf: a model of MistralForCausalLM with a window of 32 tokens is not what"),
     ("qwen2_moe", {"norm_topk_prob": True}, [], "with moe_router_pre_softmax False is not what llama.cpp computes"),
     ("qwen3_moe", {"mlp_only_layers": [0]}, [], "with layers without experts is not what llama.cpp computes"),
+    ("qwen3", {"rope_parameters": {**THETA, "rope_type": "dynamic", "factor": 2.0}}, [],
+     "with --rope-dynamic-factor is not what llama.cpp"),
+    ("qwen3", {"rope_parameters": {**THETA, "rope_type": "yarn", "factor": 2.0, "beta_fast": 16.0}}, [],
+     "with --yarn-beta-fast 16.0 is not what llama.cpp computes, which is 32.0"),
     ("qwen2", {}, ["--to-hf", "x"], "--to-hf and --to-gguf says what to convert to: pass one of"),
 ])
 def test_mistakes_are_one_line_and_leave_nothing(tmp_path, capsys, kind, change, flags, message):

@@ -24,7 +24,7 @@ from fugaku_megatron.convert import convert_command
 from fugaku_megatron.convert.convert_command import whole
 from fugaku_megatron.convert.hugging_face import in_their_shape, open_hugging_face, parts, read_config
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.nn.passes import Pass, frequencies
+from fugaku_megatron.nn.passes import Pass, frequencies, rotary_angles
 from fugaku_megatron.training import expert_watch
 from tests.helpers import make_trainer, small_run
 from tests.published_configs import PUBLISHED
@@ -36,6 +36,7 @@ from tests.hf_models import (  # noqa: E402
     LLAMA3,
     MODELS,
     VOCABULARY,
+    YARN,
     convert,
     decoder,
     gradients,
@@ -236,7 +237,13 @@ BAD_CONFIGS = [
     ("stablelm", {"use_parallel_residual": True}, "config.json: use_parallel_residual is True, and the block computes False"),
     ("stablelm", {"qk_layernorm": True}, "config.json: qk_layernorm is True, and the block computes False"),
     ("gpt2", {"tie_word_embeddings": "yes"}, "config.json: tie_word_embeddings is 'yes', not bool"),
-    ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling has type 'yarn', and the block"),
+    ("phi3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling has type 'yarn', and the block"),
+    ("llama", {"rope_parameters": {"rope_type": "linear"}}, "config.json: rope_scaling of type linear has no factor"),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": -2.0}}, "factor is -2.0, not a number above 0"),
+    ("llama", {"rope_parameters": {**YARN, "truncate": "yes"}}, "config.json: truncate is 'yes', not bool"),
+    ("llama", {"rope_parameters": {**YARN, "factor": 1, "attention_factor": 2.0}}, "attention_factor is 2.0, and the block"),
+    ("llama", {"rope_parameters": {**YARN, "beta_fast": 0.5}}, "--yarn-beta-fast 0.5 is not above --yarn-beta-slow 1.0"),
+    ("gpt_neox", {"rope_parameters": YARN}, "yarn turns whole heads"),
     ("llama", {"rope_parameters": {**LLAMA3, "low_freq_factor": 4.0}}, "--rope-scaling-high-freq-factor 4.0 is not above"),
     ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0}}, "has no high_freq_factor"),
     ("llama", {"rope_parameters": {**LLAMA3, "factor": 10**400}}, "config.json: factor is 1000"),
@@ -410,6 +417,45 @@ def test_tensors_that_become_one_are_kept_in_the_widest_of_their_formats(sources
     assert same(tensors(tmp_path / "back"), expected)
 
 
+TYPES = {  # of rope_scaling, each with positions beyond the original ones
+    "linear": {"rope_type": "linear", "factor": 3.0}, "dynamic": {"rope_type": "dynamic", "factor": 2.0}, "yarn": YARN,
+    "yarn with its own numbers": {**YARN, "beta_fast": 4.0, "beta_slow": 0.25, "truncate": False, "attention_factor": 1.3},
+    "yarn with mscales": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
+    "llama3": {**LLAMA3, "original_max_position_embeddings": 16}}
+
+
+@pytest.mark.parametrize(("family", "kind"), [*(("Llama", kind) for kind in TYPES), ("Qwen3", "yarn"), ("StableLm", "linear")])
+def test_every_type_of_rope_scaling_is_computed_and_comes_back(tmp_path, family, kind):
+    rope = {"rope_theta": 10000.0, **TYPES[kind]}
+    heads = {"partial_rotary_factor": 0.5} if family == "StableLm" else {"head_dim": 24}
+    model = randomized(decoder(family, rope_parameters=rope, max_position_embeddings=LENGTH, **heads))
+    model.save_pretrained(tmp_path / "hf")
+    assert convert("--from-hf", tmp_path / "hf", "--save", tmp_path / "ours") == 0
+    assert_same_logits(model, tmp_path / "ours", 4 * LENGTH, 1e-5)
+    (tmp_path / "none").mkdir()
+    assert convert("--load", tmp_path / "ours", "--to-hf", tmp_path / "made", "--hf-files", tmp_path / "none") == 0
+    again, theirs = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("made", "hf"))
+    tokens = torch.arange(3 * LENGTH).remainder(VOCABULARY)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens).logits, theirs(tokens).logits, rtol=0, atol=1e-6)
+    assert again.config.rope_parameters["rope_type"] == rope["rope_type"]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("length", [LENGTH, 5 * LENGTH, 131072])
+def test_angles_are_those_of_transformers(kind, length):
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, **TYPES[kind]}
+    config = decoder("Llama", rope_parameters=rope, head_dim=24)().config
+    wanted, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"), seq_len=length)
+    model = read_config(json.loads(config.to_json_string()))[1]
+    scaled = frequencies(model, length) / (model.rotary_seq_len_interpolation_factor or 1.0)
+    torch.testing.assert_close(scaled, wanted, rtol=1e-6, atol=0)
+    cosines, _ = rotary_angles(model, torch.zeros(1), length)
+    torch.testing.assert_close(cosines, torch.full_like(cosines, factor), rtol=1e-6, atol=0)
+
+
 SCALINGS = [{"factor": 16.0, "low_freq_factor": 2.0, "high_freq_factor": 8.0, "original_max_position_embeddings": 64},
             {"factor": 3.0, "low_freq_factor": 0.5, "high_freq_factor": 32.5},  # transformers then takes max_position_embeddings
             {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 4096}]
@@ -433,15 +479,18 @@ def test_any_scaling_of_llama_3_is_computed_and_comes_back(tmp_path, scaling):
     made = transformers.AutoConfig.from_pretrained(tmp_path / "made").rope_parameters
     assert made == {**rope, "original_max_position_embeddings": 256, **scaling}
     again, theirs = (read_config(json.loads((tmp_path / name / "config.json").read_text()))[1] for name in ("made", "hf"))
-    assert torch.equal(frequencies(again), frequencies(theirs))
+    assert torch.equal(frequencies(again, 256), frequencies(theirs, 256))
 
 
-def test_a_scaling_that_megatron_has_no_arguments_for_is_refused(tmp_path, capsys):
-    rope = {"rope_type": "llama3", "rope_theta": 10000.0, **SCALINGS[0]}
+@pytest.mark.parametrize(("scaling", "message"), [
+    ({"rope_type": "llama3", **SCALINGS[0]}, "--rope-scaling-low-freq-factor is 2.0, and Megatron-LM computes 1.0"),
+    (TYPES["dynamic"], "--rope-dynamic-factor is 2.0, and Megatron-LM's GPT computes None")])
+def test_a_scaling_that_megatron_has_no_arguments_for_is_refused(tmp_path, capsys, scaling, message):
+    rope = {"rope_theta": 10000.0, **scaling}
     randomized(decoder("Llama", rope_parameters=rope, max_position_embeddings=256)).save_pretrained(tmp_path / "hf")
     capsys.readouterr()
     line = refused(capsys, "--from-hf", tmp_path / "hf", "--to-megatron", tmp_path / "megatron")
-    assert "--rope-scaling-low-freq-factor is 2.0, and Megatron-LM computes 1.0" in line and not list(tmp_path.glob("*megatron*"))
+    assert message in line and not list(tmp_path.glob("*megatron*"))
 
 
 @pytest.mark.parametrize(("model", "flag"), [
