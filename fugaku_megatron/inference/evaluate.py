@@ -1,9 +1,10 @@
-"""Perplexity of a text, the loss of chats, and multiple choice, with a trained checkpoint.
+"""Perplexity of a text, the loss of chats, multiple choice, and a needle in a haystack, with a trained checkpoint.
 
     fugaku-megatron evaluate --load checkpoints --input book.txt --json result.json
     fugaku-megatron evaluate --load checkpoints --data-path my_text_document --max-windows 100
     mpiexec -n 4 fugaku-megatron evaluate --load checkpoints --choices questions.json --tensor-model-parallel-size 2
     fugaku-megatron evaluate --load tuned --chats held_out.jsonl
+    fugaku-megatron evaluate --load checkpoints --needle book.txt --needle-lengths 1024 4096
 
 The text is cut into windows of the sequence length, each of which predicts its successors; what does not fill a window is left out.
 Several ranks share the model in the layout of its checkpoint, or as the flags say, and its replicas share the windows.
@@ -25,8 +26,8 @@ import numpy as np
 from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
 from ..comm.launch import run_or_abort
-from ..config.checks import check, check_positive
-from ..config.command_line import check_file, writing
+from ..config.checks import check, check_positive, flag
+from ..config.command_line import check_file, check_picture, writing
 from ..config.run_config import ModelConfig, saved_run
 from ..data.chats import ChatTemplate, read_template
 from ..data.files import read_text
@@ -34,6 +35,7 @@ from ..data.indexed import IndexedDataset
 from ..data.tokenizer import Tokenizer
 from . import scoring
 from .loading import LoadedModel, Source, add_source_flags, load_model, tokenizer_note
+from .needle import DEPTHS, SAMPLES, Needles, check_numbers, draw, needle_figures, needle_lines, read_needles
 from .scoring import ChatFile, Question, accuracies, read_chat_file, read_questions, score, windows
 
 PROGRESS_SECONDS = 10.0
@@ -56,6 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--choices", metavar="FILE", help='questions: a JSON list of {"context": TEXT, "choices": [TEXT, ...], "answer": NUMBER}')
     add("--chats", metavar="FILE", nargs="+", help="mean loss of the assistant's tokens in each of these .jsonl files of chats")
     add("--chat-template", metavar="FILE", help="jinja template of --chats (default: the tokenizer's)")
+    add("--needle", metavar="FILE", help="hide a sentence in this text, and test whether the model finds it")
+    add("--needle-lengths", type=int, nargs="+", metavar="N", help="tokens of the prompts of --needle (default: a quarter, a half, "
+        "and all of a window)")
+    add("--needle-depths", type=int, nargs="+", metavar="PERCENT", help="share of the text before the sentence (default: "
+        f"{' '.join(map(str, DEPTHS))})")
+    add("--needle-samples", type=int, metavar="N", help=f"prompts of each length and depth (default: {SAMPLES})")
+    add("--png", metavar="FILE", help="heat map of --needle (needs matplotlib)")
     add("--json", metavar="FILE", help="write the result here")
     add("--stride", type=int, help="tokens from one window to the next, each scored once (default: a window, without overlap)")
     add("--max-windows", type=int, help="no more windows than these, from the beginning")
@@ -91,7 +100,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to evaluate: a text or a data set, chats, questions, or all of them. Raises ValueError for values out of range."""
+    """What to evaluate: a text or a data set, chats, questions, a needle, or all. Raises ValueError for values out of range."""
 
     model: Model
     input: str | None = None
@@ -99,13 +108,22 @@ class Request:
     choices: str | None = None
     chats: tuple[str, ...] = ()
     chat_template: str | None = None
+    needle: str | None = None
+    needle_lengths: tuple[int, ...] = ()
+    needle_depths: tuple[int, ...] = ()
+    needle_samples: int | None = None
+    png: str | None = None
     json: str | None = None
     stride: int | None = None
     max_windows: int | None = None
 
     def __post_init__(self) -> None:
-        check(bool(self.input or self.data_path or self.choices or self.chats), "nothing to evaluate: pass --input, --data-path, "
-              "--chats or --choices")
+        check(bool(self.input or self.data_path or self.choices or self.chats or self.needle), "nothing to evaluate: pass --input, "
+              "--data-path, --chats, --choices or --needle")
+        for name in ("needle_lengths", "needle_depths", "needle_samples", "png"):
+            check(self.needle is not None or getattr(self, name) in (None, ()), f"{flag(name)} goes with --needle FILE: pass both")
+        check_numbers(self.needle_lengths, self.needle_depths, self.needle_samples)
+        check_picture(self.png)
         check(self.chats or self.chat_template is None, f"--chat-template {self.chat_template} goes with --chats: pass both")
         check(not (self.input and self.data_path), "--input and --data-path exclude each other: pass one")
         check_positive(self, "stride", "max_windows")
@@ -115,7 +133,8 @@ class Request:
     def of(cls, options: argparse.Namespace) -> Request:
         """From the parsed flags of `add_arguments`."""
         values = {field.name: getattr(options, field.name) for field in fields(cls) if field.name != "model"}
-        return cls(model=Model.of(options), **{**values, "chats": tuple(options.chats or ())})
+        lists = {name: tuple(values[name] or ()) for name in ("chats", "needle_lengths", "needle_depths")}
+        return cls(model=Model.of(options), **{**values, **lists})
 
 
 @dataclass(frozen=True)
@@ -132,6 +151,7 @@ class Texts:
     questions: list[Question]
     note: str
     chats: tuple[ChatFile, ...] = ()
+    needles: Needles | None = None
 
 
 @dataclass(frozen=True)
@@ -179,7 +199,7 @@ def read_tokens(request: Request, tokenizer: Tokenizer) -> tuple[np.ndarray, str
     return np.array(tokenizer.encode(read_text(request.input, "--input")), np.int32), f"--input {request.input}"
 
 
-def read_all(request: Request, manifest: dict[str, Any], cut: Windows) -> Texts:
+def read_all(request: Request, manifest: dict[str, Any], cut: Windows, model: ModelConfig) -> Texts:
     """What the request names, read and tokenized. Raises ValueError for what cannot be read."""
     tokenizer = request.model.source.open_tokenizer(manifest)
     requests, tokens, predicted, size = [], 0, 0, 0
@@ -191,8 +211,10 @@ def read_all(request: Request, manifest: dict[str, Any], cut: Windows) -> Texts:
         end = 1 + sum(part.scored for part in requests)
         size = sum(tokenizer.count_bytes(ids[start : min(start + DECODED, end)]) for start in range(1, end, DECODED))
     questions = read_questions(request.choices, tokenizer, cut.length) if request.choices else []
+    needles = read_needles(request.needle, tokenizer, model, cut.length, request.needle_lengths, request.needle_depths,
+                           request.needle_samples) if request.needle else None
     return Texts(requests, tokens, predicted, size, questions, tokenizer_note(tokenizer, manifest),
-                 read_chats(request, tokenizer, cut.length))
+                 read_chats(request, tokenizer, cut.length), needles)
 
 
 def read_chats(request: Request, tokenizer: Tokenizer, window: int) -> tuple[ChatFile, ...]:
@@ -245,6 +267,9 @@ def evaluated(loaded: LoadedModel, texts: Texts, batch: int) -> dict[str, Any]:
         result |= accuracies(texts.questions, scores[:, 0].tolist())
     if texts.chats:
         result["chats"] = [chat_loss(loaded, file, batch) for file in texts.chats]
+    if needles := texts.needles:
+        scores = score(loaded, needles.requests, batch, Progress(world, "needles", len(needles.requests)))
+        result["needle"] = needle_figures(needles, scores)
     return result
 
 
@@ -271,6 +296,7 @@ def lines(result: dict[str, Any], cut: Windows) -> list[str]:
     if "accuracy" in result:
         shown.append("accuracy {accuracy:.4f}, by length {accuracy_norm:.4f}, {questions} questions".format_map(result))
     shown += [chat_line(file) for file in result.get("chats", ())]
+    shown += needle_lines(result["needle"]) if "needle" in result else []
     if bare := result.get("without_context"):
         shown.append(f"questions without a context: {bare}, whose choices are scored after the token that begins or ends a text")
     return shown
@@ -291,11 +317,13 @@ def evaluate(request: Request, world: Comm) -> dict[str, Any]:
     with everywhere():
         run = saved_run(manifest, sizes_of(source, world, manifest["layout"]))
         cut = Windows.of(request, run.model)
-    texts = on_root(world, lambda: read_all(request, manifest, cut))
+    texts = on_root(world, lambda: read_all(request, manifest, cut, run.model))
     loaded = load_model(run, world, source.load, iteration, manifest)
     result = {"load": source.load, "iteration": iteration, **evaluated(loaded, texts, request.model.micro_batch_size)}
     if world.rank == 0:
         print(*filter(None, [texts.note, *lines(result, cut)]), sep="\n")
+        if request.png:
+            draw(request.png, result["needle"], source.load)
         if request.json:
             with writing("--json", request.json):
                 Path(request.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -7,6 +7,7 @@ Legend: s sequence, b samples of a batch, h hidden, r rows, v vocabulary.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..comm.autograd import gather_from_tensor_parallel
 from ..config.checks import check
@@ -32,22 +34,25 @@ LOGITS_BYTES = 2**26  # of the FP32 logits that are held at a time, or one row o
 class Request(NamedTuple):
     """Tokens, of which the last `scored` are asked for, each given all before it. There are more tokens than `scored`.
 
-    places: where the `scored` tokens are instead, from 1 on.
+    places: where the `scored` tokens are instead, from 1 on. others (scored, any number): tokens with which each of them is
+    compared, -1 for none.
     """
 
     tokens: Sequence[int] | np.ndarray
     scored: int
     places: np.ndarray | None = None
+    others: np.ndarray | None = None
 
 
 def score(loaded: LoadedModel, requests: Sequence[Request], batch: int, progress: Callable[[int], None] | None = None) -> Tensor:
-    """For each request the log-likelihood (natural logarithm) of its scored tokens, and how many of them are the likeliest.
+    """For each request the log-likelihood (natural logarithm) of its scored tokens, how many of them are the likeliest, and how
+    many are likelier than all of their `others`.
 
-    A tensor (requests, 2) of FP64, the same on every rank. batch: requests side by side. progress: is called with the number of
+    A tensor (requests, 3) of FP64, the same on every rank. batch: requests side by side. progress: is called with the number of
     requests of this replica that are done, in multiples of its share. Collective over the model's world.
     """
     dp, saves = loaded.groups.dp, loaded.groups.tp.rank == 0  # its tensor-parallel ranks have the same
-    scores = torch.zeros(len(requests), 2, dtype=torch.float64)
+    scores = torch.zeros(len(requests), 3, dtype=torch.float64)
     done = 0
     for numbers in list(_batches(requests, batch))[dp.rank :: dp.size]:
         found = _score_batch(loaded, [requests[number] for number in numbers])
@@ -67,33 +72,40 @@ def _batches(requests: Sequence[Request], batch: int) -> Iterator[list[int]]:
 
 
 def _score_batch(loaded: LoadedModel, requests: Sequence[Request]) -> Tensor | None:
-    """(b, 2) of FP64 on the ranks of the last stage; None elsewhere."""
+    """(b, 3) of FP64 on the ranks of the last stage; None elsewhere."""
     longest = max(len(request.tokens) for request in requests) - 1
     tokens = torch.zeros(longest, len(requests), dtype=torch.int64)  # what follows a sample's end changes nothing before it
-    rows, labels = [], []
-    for column, (text, scored, places) in enumerate(requests):
+    rows, labels, others = [], [], []
+    for column, (text, scored, places, compared) in enumerate(requests):
         ids = torch.from_numpy(np.array(text, np.int64))
         tokens[: len(ids) - 1, column] = ids[:-1]
         asked = torch.arange(len(ids) - scored, len(ids)) if places is None else torch.from_numpy(places)
         rows.append((asked - 1) * len(requests) + column)
         labels.append(ids[asked])
+        others.append(torch.full((scored, 1), -1) if compared is None else torch.from_numpy(compared))
     x = through_stages(loaded, tokens, EVALUATION)
     if x is None:
         return None
-    found = _score_rows(loaded, x.reshape(-1, 1, x.shape[-1]), torch.cat(rows), torch.cat(labels))
+    widest = max(tokens.shape[1] for tokens in others)
+    apart = torch.cat([F.pad(tokens, (0, widest - tokens.shape[1]), value=-1) for tokens in others])
+    found = _score_rows(loaded, x.reshape(-1, 1, x.shape[-1]), torch.cat(rows), torch.cat(labels), apart)
     return torch.stack([part.sum(0) for part in found.split([request.scored for request in requests])])
 
 
 @torch.no_grad()
-def _score_rows(loaded: LoadedModel, x: Tensor, rows: Tensor, labels: Tensor) -> Tensor:
-    """The labels' log-likelihoods, and 1 where the label is the likeliest token. x (s b, 1, h), rows and labels (r) -> (r, 2)."""
+def _score_rows(loaded: LoadedModel, x: Tensor, rows: Tensor, labels: Tensor, others: Tensor) -> Tensor:
+    """The labels' log-likelihoods, 1 where the label is the likeliest token, and 1 where it is likelier than all others.
+
+    x (s b, 1, h), rows and labels (r), others (r, any number) -> (r, 3).
+    """
     vocabulary, found = loaded.vocab_size, []
     at_once = max(1, LOGITS_BYTES // (4 * vocabulary))
-    for some, wanted in zip(rows.split(at_once), labels.split(at_once), strict=True):
+    for some, wanted, apart in zip(rows.split(at_once), labels.split(at_once), others.split(at_once), strict=True):
         logits = gather_from_tensor_parallel(loaded.logits(x[some]).contiguous(), loaded.groups.tp)
         logits = logits[:, 0, :vocabulary].float()
-        likelihood = logits.gather(1, wanted[:, None])[:, 0] - logits.logsumexp(1)
-        found.append(torch.stack([likelihood, logits.argmax(1) == wanted], 1))
+        own = logits.gather(1, wanted[:, None])
+        beaten = own > logits.gather(1, apart.clamp(min=0)).masked_fill(apart < 0, -math.inf)
+        found.append(torch.stack([own[:, 0] - logits.logsumexp(1), logits.argmax(1) == wanted, beaten.all(1)], 1))
     return torch.cat(found).double()
 
 

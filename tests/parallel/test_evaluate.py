@@ -14,7 +14,8 @@ from fugaku_megatron.data.chat_files import ChatFiles, unsigned
 from fugaku_megatron.data.chats import Chat, ChatTemplate
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
 from fugaku_megatron.data.library_tokenizers import HuggingFaceTokenizer, NullTokenizer
-from fugaku_megatron.inference import evaluate, generate, scoring
+from fugaku_megatron.inference import evaluate, generate, needle, scoring
+from fugaku_megatron.inference.loading import LoadedModel
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import grid_groups, one_error, small_run
 from tests.parallel.test_generate import LEARNS, TEXT, WIDE, save_trained, their_model, write_tokenizer
@@ -145,6 +146,82 @@ def test_pairs_of_context_and_continuation():
         scoring.encode_pair(tokenizer, "", "1", 2)
 
 
+def copied(tokens: list[int], window: int) -> list[int]:
+    """What a model that can only copy says after each token: what followed the same 9 tokens before, not more than `window` ago."""
+    said = []
+    for end in range(1, len(tokens) + 1):
+        first = max(0, end - window)
+        starts = [i for i in range(first, end - 9) if end > 9 and tokens[i : i + 9] == tokens[end - 9 : end]]
+        said.append(tokens[starts[-1] + 9] if starts else 0)
+    return said
+
+
+def needles_of(flags: list[str], file: Path, length: tuple[int, ...], depths: tuple[int, ...]):
+    """(the model on one rank, its tokenizer, two prompts of each length and depth)."""
+    parser = Parser()
+    evaluate.add_arguments(parser)
+    source, loaded = evaluate.Source.of(parser.parse_args(flags)), loading_of(flags)
+    tokenizer = source.open_tokenizer(source.manifest(SoloComm())[1])
+    return loaded, tokenizer, needle.read_needles(str(file), tokenizer, loaded.run.model, LENGTH, length, depths, 2)
+
+
+@pytest.mark.parametrize("window", [1000, 100])
+def test_a_model_that_copies_finds_the_needles_that_it_sees(models, monkeypatch, window):
+    """On logits that are forced; what lies further back than it sees is not found."""
+    folder, flags, _ = models
+    loaded, tokenizer, needles = needles_of(flags, folder / "text.txt", (220,), (0, 50, 100))
+
+    def forced(loaded, tokens, forward_pass):
+        said = torch.tensor([copied(column, window) for column in tokens.t().tolist()]).t()
+        return torch.nn.functional.one_hot(said, 257).float()
+
+    monkeypatch.setattr(scoring, "through_stages", forced)
+    monkeypatch.setattr(LoadedModel, "logits", lambda self, x: x)
+    figures = needle.needle_figures(needles, scoring.score(loaded, needles.requests, 4))
+    assert figures["exact"] == ([[1, 1, 1]] if window == 1000 else [[0, 0, 1]])
+    assert figures["likelier"][0][2] == 1 and (figures["likelier"][0][0] == 1) == (window == 1000)
+    for number, request in enumerate(needles.requests):
+        text = tokenizer.decode(request.tokens.tolist())
+        assert len(request.tokens) == 221 and text.count("The secret number of") == 2 and text[-6:].isdecimal()
+        assert text.count(f"is{text[-7:]}") == 2
+        place, end = text.index("\nThe secret"), text.index(".\n") + 2
+        after = text.rindex("\nThe secret") - end
+        assert (place == 0, abs(place - after) < 6, after == 0) == tuple(number // 2 == depth for depth in range(3))
+
+
+@pytest.mark.parametrize(("ranks", "sizes"), [(1, (1, 1)), (4, (2, 2)), (2, (1, 1))])
+def test_needles_are_scored_as_transformers_does(models, tmp_path, capsys, ranks, sizes):
+    folder, flags, theirs = models
+    words = [*flags, "--needle", str(folder / "text.txt"), "--needle-lengths", "100", "200", "--needle-depths", "0", "90",
+             "--needle-samples", "2", "--tensor-model-parallel-size", str(sizes[0]),
+             "--pipeline-model-parallel-size", str(sizes[1])]
+    found = ThreadWorld(ranks).run(lambda world: result(words, world=world))[0]["needle"]
+    _, _, needles = needles_of(flags, folder / "text.txt", (100, 200), (0, 90))
+    loss, likelier = [], []
+    for request in needles.requests:
+        with torch.no_grad():
+            logits = theirs(torch.tensor(request.tokens[None, :-1].astype("int64"))).logits[0, -7:]
+        answer = request.tokens[-7:].tolist()
+        loss.append(-float(torch.log_softmax(logits.double(), 1)[range(7), answer].mean()))
+        wins = [all(row[token] > row[other] for other in others if other >= 0)
+                for row, token, others in zip(logits, answer, request.others.tolist())]
+        assert wins[0] and max(request.others[0]) < 0, "the space before a number is the same for all"
+        likelier.append(sum(wins[1:]) / 6)
+    for name, own in (("loss", loss), ("likelier", likelier)):
+        pairs = [(own[i] + own[i + 1]) / 2 for i in range(0, 8, 2)]
+        assert sum(found[name], []) == pytest.approx(pairs, rel=1e-5)
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].startswith("needle: share of 2 greedy answers") and table[1].split("|")[1:3] == [" tokens ", "   depth 0 % "]
+
+
+def test_a_picture_of_the_needles(models, tmp_path):
+    folder, flags, _ = models
+    pytest.importorskip("matplotlib")
+    result(flags, "--needle", str(folder / "text.txt"), "--needle-lengths", "90", "--needle-depths", "0", "100", "--needle-samples",
+           "1", "--png", str(tmp_path / "n.png"))
+    assert (tmp_path / "n.png").read_bytes()[:4] == b"\x89PNG"
+
+
 @pytest.mark.parametrize(("more", "message"), [
     ([], "nothing to evaluate: pass --input"), (["--text", "a", "--data-path", "b"], "--input and --data-path exclude each other"),
     (["--text", "short.txt"], r"--input short.txt has 5 tokens, and a window needs 24 and the one that follows: pass a longer"),
@@ -153,6 +230,12 @@ def test_pairs_of_context_and_continuation():
     (["--text", "t", "--stride", "0"], "--stride is 0: pass a number above 0"),
     (["--text", "t", "--json", "no/where.json"], "--json no/where.json: .*no is not a directory"),
     (["--text", "t", "--seq-length", "225"], "--seq-length is 225, and the model of --load .* has 224 positions"),
+    (["--text", "t", "--needle-lengths", "9"], "--needle-lengths goes with --needle FILE: pass both"),
+    (["--text", "t", "--png", "x.png"], "--png goes with --needle FILE: pass both"),
+    (["--needle", "short.txt", "--needle-depths", "101"], "--needle-depths is 101: pass a number from 0 to 100"),
+    (["--needle", "short.txt", "--needle-samples", "0"], "--needle-samples is 0: pass a number from 1 to"),
+    (["--needle", "short.txt", "--needle-lengths", "60"], "--needle-lengths has 60, and the sentence and its beginning have 7"),
+    (["--needle", "short.txt", "--needle-lengths", "225"], "--needle-lengths has 225, and the model learned 224 positions: pass"),
     (["--choices", "none.json"], "--choices none.json: not JSON"), (["--choices", "empty.json"], "empty.json: expected a list"),
     (["--choices", "answer.json"], "answer.json: question 0: answer is 2: pass the number of a choice, 0 to 1"),
     (["--choices", "fields.json"], "fields.json: question 1: expected .\"context\""),
