@@ -220,7 +220,7 @@ def _with_other_sums(run: RunConfig, choice: Choice) -> Choice:
 
 REPEATS = 3
 MARGIN = 1.1
-LAYER_TOKENS = 4096  # rows that are timed at most
+LAYER_TOKENS = 4096  # rows that are timed at most: attention of longer sequences takes as long as iterations
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,8 @@ def _weight(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
 def kernel_cases(run: RunConfig, tp: int, dtype: torch.dtype) -> dict[str, Callable[[Ops], Tensor]]:
     """One call per family on this run's shapes; each returns a scalar () to differentiate."""
     model = run.model
-    s, h, b = model.seq_length, model.hidden_size, max(1, min(run.batch.micro_batch_size, LAYER_TOKENS // model.seq_length))
+    s, h = min(model.seq_length, LAYER_TOKENS), model.hidden_size
+    b = min(run.batch.micro_batch_size, LAYER_TOKENS // s)
     x = torch.randn(s, b, h).to(dtype).requires_grad_()
     residual = x.detach()[: s // accounting.sequence_parts(run, tp)].requires_grad_()
     qkv = torch.randn(s, b, model.qkv_width // tp).to(dtype).requires_grad_()
