@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from .checks import check, check_positive, opt
 
-NO_BALANCE, AUX, SEQUENCE_AUX = BALANCES = ("none", "aux_loss", "seq_aux_loss")
+NO_BALANCE, AUX, SEQUENCE_AUX, SINKHORN = BALANCES = ("none", "aux_loss", "seq_aux_loss", "sinkhorn")
 SOFTMAX, SIGMOID = SCORES = ("softmax", "sigmoid")
 MAX_PATTERN = 4096  # layers
 
@@ -43,7 +43,8 @@ class ExpertFields:
                                               "tokens than the mean after each iteration, for a balance without a loss")
     moe_router_bias_update_rate: float = opt(1e-3, "by how much that bias changes")
     moe_router_load_balancing_type: tuple[str, ...] = opt((AUX,), "balancing losses, each counted per micro-batch: aux_loss, "
-                                                          "seq_aux_loss (of each sequence by itself) or none", type=str, nargs="+")
+                                                          "seq_aux_loss (of each sequence by itself) or none; or sinkhorn, without "
+                                                          "a loss: training chooses experts evenly", type=str, nargs="+")
     moe_aux_loss_coeff: tuple[float, ...] = opt((0.0,), "factor of each balancing loss", type=float, nargs="+")
     moe_z_loss_coeff: float | None = opt(None, "add this x the mean of (log of the router's softmax denominator)^2 to the loss",
                                          type=float)
@@ -61,16 +62,16 @@ class ExpertFields:
         if self.moe_expert_capacity_factor is not None and self.moe_expert_capacity_factor < 0:  # as in Megatron-LM
             object.__setattr__(self, "moe_expert_capacity_factor", None)
 
-    def _check_experts(self, layers: int, swiglu: bool, bias: bool) -> None:
+    def _check_experts(self, layers: int, bias: bool) -> None:
         """Raise ValueError where the flags contradict each other. bias: linear layers have biases."""
         if self.num_experts is None:
             return
         experts, topk = self.num_experts, self.moe_router_topk
         check(topk <= experts, f"--moe-router-topk {topk} is above --num-experts {experts}: lower it")
-        check(swiglu and not bias, "--num-experts is built for SwiGLU experts without biases: pass --swiglu and "
-              "--disable-bias-linear")
-        check(topk > 1 or self.moe_router_score_function == SIGMOID or self.moe_router_pre_softmax, "--moe-router-topk 1 needs "
-              "--moe-router-pre-softmax, as in Megatron-LM: the softmax over one chosen expert is always 1")
+        check(not bias, "--num-experts is built for experts without biases: pass --disable-bias-linear")
+        scored = self.moe_router_score_function == SIGMOID or self.moe_router_pre_softmax or self.sinkhorn
+        check(topk > 1 or scored, "--moe-router-topk 1 needs --moe-router-pre-softmax, as in Megatron-LM: the softmax over one "
+              "chosen expert is always 1")
         check(not self.moe_router_enable_expert_bias or self.moe_router_score_function == SIGMOID, "--moe-router-enable-expert-"
               "bias needs --moe-router-score-function sigmoid, as in Megatron-LM: pass both")
         check(not self.moe_shared_expert_gate or self.moe_shared_expert_intermediate_size, "--moe-shared-expert-gate needs "
@@ -100,7 +101,15 @@ class ExpertFields:
         check(wrong is None, f"--moe-router-load-balancing-type {wrong} is not built: pass {' or '.join(BALANCES)}")
         check(len(kinds) == len(factors), f"--moe-router-load-balancing-type has {len(kinds)} words and --moe-aux-loss-coeff "
               f"{len(factors)} numbers: pass a number for each")
+        check(not self.sinkhorn or len(kinds) == 1 and not any(factors) and not self.moe_router_enable_expert_bias and not
+              self.moe_router_num_groups, "--moe-router-load-balancing-type sinkhorn excludes other types, --moe-aux-loss-coeff, "
+              "--moe-router-enable-expert-bias and --moe-router-num-groups: pass it alone")
         check(min(factors) >= 0, f"--moe-aux-loss-coeff is {min(factors)}: pass 0 or more")
+
+    @property
+    def sinkhorn(self) -> bool:
+        """Whether experts are chosen evenly in training, see `nn.router.evenly`."""
+        return SINKHORN in self.moe_router_load_balancing_type
 
     @property
     def balances(self) -> tuple[tuple[str, float], ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .checks import check, check_fraction, check_numbers, check_positive, hashed_once, opt
-from .model_config import MLPS, ModelConfig
+from .model_config import ModelConfig
 
 ALL_LINEAR = "all-linear"
 DROPOUT_COLUMNS = 8  # of an input that ranks share: a mask goes by blocks of so many
@@ -77,7 +77,7 @@ class LoraConfig:
         names = _NAMES if self.targets == (ALL_LINEAR,) else self.targets
         if linear in names:
             return (linear,)
-        if linear == FC1 and MLPS[model.activation].fc1_widths == 1:
+        if linear == FC1 and not model.gated:
             return (FC1,) if "up_proj" in names else ()
         return tuple(name for name in MATRICES[linear] if name in names)
 
@@ -87,8 +87,7 @@ class LoraConfig:
             return
         check(model.num_experts is None, f"--lora-rank {self.rank} is not built for --num-experts {model.num_experts}: leave one "
               "of them out")
-        gated = MLPS[model.activation].fc1_widths == 2
-        check(gated or "gate_proj" not in self.targets, "--lora-target gate_proj: the MLP has no gate: leave it out, or "
+        check(model.gated or "gate_proj" not in self.targets, "--lora-target gate_proj: the MLP has no gate: leave it out, or "
               "pass --swiglu")
         for linear in MATRICES:
             for part in self.parts(linear, model):
@@ -103,4 +102,4 @@ def shape(name: str, model: ModelConfig) -> tuple[int, int]:
     keys = model.query_groups * d
     return {"q_proj": (model.context_width, h), "k_proj": (keys, h), "v_proj": (keys, h), QKV: (model.qkv_width, h),
             "o_proj": (h, model.context_width), PROJ: (h, model.context_width), "gate_proj": (f, h), "up_proj": (f, h),
-            FC1: (MLPS[model.activation].fc1_widths * f, h), "down_proj": (h, f), FC2: (h, f)}[name]
+            FC1: (model.fc1_widths * f, h), "down_proj": (h, f), FC2: (h, f)}[name]

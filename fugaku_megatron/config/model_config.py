@@ -27,27 +27,12 @@ class NormPart:
     statistics: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class MLPPart:
-    """An MLP h -> f -> h.
-
-    layer: "module:class", as in NormPart, with the interface of `nn.blocks.MLP`. activation: the record's name in accounting.
-    fc1_widths: outputs of the first matmul in units of f (2 where there is a gate next to the value).
-    """
-
-    layer: str
-    activation: str
-    fc1_widths: int
-
-
 NORMS = {"LayerNorm": NormPart(layer="fugaku_megatron.nn.layers:LayerNorm", vectors=2, statistics=2),
          "RMSNorm": NormPart(layer="fugaku_megatron.nn.layers:RMSNorm", vectors=1, statistics=1),
          "PlainLayerNorm": NormPart(layer="fugaku_megatron.nn.layers:PlainLayerNorm", vectors=0, statistics=2)}
-MLPS = {**{name: MLPPart(layer="fugaku_megatron.nn.blocks:MLP", activation=name, fc1_widths=1)
-           for name in ("gelu", "gelu_exact", "squared_relu")},
-        **{name: MLPPart(layer="fugaku_megatron.nn.blocks:GatedMLP", activation=name, fc1_widths=2)
-           for name in ("swiglu", "geglu")},
-        "experts": MLPPart(layer="fugaku_megatron.nn.experts:Experts", activation="swiglu", fc1_widths=2)}
+# An MLP h -> f -> h, by its activation -> "module:class", as in NormPart, with the interface of `nn.blocks.MLP`.
+MLPS = {**dict.fromkeys(("gelu", "gelu_exact", "squared_relu"), "fugaku_megatron.nn.blocks:MLP"),
+        **dict.fromkeys(("swiglu", "geglu"), "fugaku_megatron.nn.blocks:GatedMLP"), "experts": "fugaku_megatron.nn.experts:Experts"}
 
 
 UNSETTLED, MASKED, COUNTED = PADDING = ("auto", "yes", "no")  # of --mask-vocab-padding
@@ -154,7 +139,7 @@ class ModelConfig(ExpertFields):
         self._check_heads()
         self._check_rotary()
         self._check_block()
-        self._check_experts(self.num_layers, self.swiglu, not self.disable_bias_linear)
+        self._check_experts(self.num_layers, not self.disable_bias_linear)
 
     def _derive(self) -> None:
         """Set what was not given. A head size that does not divide is left to `_check_heads`."""
@@ -226,8 +211,13 @@ class ModelConfig(ExpertFields):
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP has a gate."""
+        """Whether the MLP, or each expert, has a gate."""
         return self.swiglu or self.geglu
+
+    @property
+    def fc1_widths(self) -> int:
+        """Outputs of the first matmul of an MLP, or of an expert, in units of f: 2 where there is a gate next to the value."""
+        return 1 + self.gated
 
     @property
     def z_loss(self) -> float:

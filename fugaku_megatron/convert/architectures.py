@@ -145,7 +145,7 @@ class Architecture:
         """Whether a model is of this architecture."""
         divided = model.kv_channels * model.num_attention_heads == model.hidden_size
         turned = _POSITIONS not in self.places
-        right = (divided or self.own_head_size) and self.also(model) and model.rotary == turned
+        right = (divided or self.own_head_size) and self.also(model) and model.rotary == turned and not model.sinkhorn
         return right and all(getattr(model, name) == value for name, value in self.block.items())
 
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from ..config.checks import check
 from ..config.layout import Layout, placement, sequence_parts, stage_sizes
-from ..config.model_config import MLPS, NORMS
+from ..config.model_config import NORMS
 from ..config.run_config import ModelConfig, ParallelConfig, RunConfig
 from ..pipeline.parts import Placement, balanced_cut, cut_of_stages, even_cut
 from .activations import (
@@ -155,11 +155,11 @@ def layer_records(run: RunConfig, tp: int, mlp: str | None = None) -> tuple[Reco
 
 
 def _dense_mlp(run: RunConfig, tp: int) -> tuple[Record, ...]:
-    model, around, mlp = run.model, MatmulCollectives.from_run(run, tp), MLPS[run.model.activation]
+    model, around = run.model, MatmulCollectives.from_run(run, tp)
     h, f, rows, bias = model.hidden_size, model.ffn_hidden_size // tp, tokens_per_microbatch(run), not model.disable_bias_linear
-    fc1 = mlp.fc1_widths * f
+    fc1 = model.fc1_widths * f
     return (linear("linear_fc1", rows, fc1, h, fc1 * bias, residual_bytes(run, tp), around.into, around.into_backward),
-            Record(name=mlp.activation, saved_bytes=rows * fc1 * element_bytes(run)),
+            Record(name=model.activation, saved_bytes=rows * fc1 * element_bytes(run)),
             linear("linear_fc2", rows, h, f, h * bias, 0, around.out, around.out_backward, h * bias))
 
 
@@ -289,8 +289,8 @@ def parameters(run: RunConfig) -> int:
 def active_parameters(run: RunConfig) -> int:
     """Those of `parameters` that one token meets: of the experts of a layer, its own ones."""
     model = run.model
-    idle = (model.num_experts or 0) - model.moe_router_topk
-    return parameters(run) - model.mlps.count("experts") * idle * 3 * (model.moe_ffn_hidden_size or 0) * model.hidden_size
+    idle, matrices = (model.num_experts or 0) - model.moe_router_topk, model.fc1_widths + 1
+    return parameters(run) - model.mlps.count("experts") * idle * matrices * (model.moe_ffn_hidden_size or 0) * model.hidden_size
 
 
 # FLOPs of an iteration: three named kinds ----------------------------------------------------------------------------------------

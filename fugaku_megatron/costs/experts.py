@@ -68,16 +68,17 @@ def waiting_bytes(run: RunConfig, tp: int) -> int:
     """What experts keep between the two halves of a split backward: the router's input, and both operands of all matmuls.
 
     Of the experts, inputs and gradients of results in the order of experts, what the second matmul reads, and the gradient of the
-    gates; of the shared expert, which has the router's input, the gradient of its result, the gates and their gradient.
+    activation's argument; of the shared expert, which has the router's input, the gradient of its result, that argument and its
+    gradient.
     """
-    hidden, inner, shared = _pair_bytes(run, tp)
-    return activation_bytes(run) * (2 if shared else 1) + 2 * hidden + 3 * inner + 4 * shared
+    (hidden, inner, shared), widths = _pair_bytes(run, tp), run.model.fc1_widths
+    return activation_bytes(run) * (2 if shared else 1) + 2 * hidden + (1 + widths) * inner + 2 * widths * shared
 
 
 def pair_working_bytes(run: RunConfig, tp: int) -> int:
     """Tensors of all pairs that the experts' backward needs for itself, without what the shared expert's has freed before it."""
-    hidden, inner, shared = _pair_bytes(run, tp)
-    return 3 * hidden + 5 * inner - 2 * shared - residual_bytes(run, tp) * run.model.moe_shared_expert_gate
+    (hidden, inner, shared), widths = _pair_bytes(run, tp), run.model.fc1_widths
+    return 3 * hidden + (3 + widths) * inner - widths * shared - residual_bytes(run, tp) * run.model.moe_shared_expert_gate
 
 
 NUMBER_BYTES = 3 * 8  # kept of a token and one of its experts: the expert, and where the pair is in the order of experts and back
@@ -92,8 +93,8 @@ def expert_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
     own, held, f = rows // parts, e // division.ep, f // division.etp
     each = -(-division.here // held)
     router = e * h + e * model.moe_router_enable_expert_bias
-    tables = len(model.balances) + bool(model.moe_z_loss_coeff) + (model.moe_router_pre_softmax or
-                                                                    model.moe_router_score_function == "sigmoid")
+    tables = len(model.balances) + bool(model.moe_z_loss_coeff) + (
+        model.moe_router_pre_softmax or model.moe_router_score_function == "sigmoid" or model.sinkhorn)
     kept = own * (e + 1) * tables + e * len(model.balances)
     around = _divided_collectives(run, division) if division.divided else _expert_collectives(run, tp)
 
@@ -105,8 +106,8 @@ def expert_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
         replace(linear("router", own, e, h, 0, residual_bytes(run, tp) + kept * FP32_BYTES, _counted(run, parts), ()),
                 parameters=router, replicated=router),
         Record(name="order", forward=around.into, backward=around.into_backward, saved_bytes=_order_bytes(run, tp, division)),
-        grouped("linear_fc1", 2 * f, h, 0),
-        Record(name="swiglu", saved_bytes=division.here * 2 * f * width),
+        grouped("linear_fc1", model.fc1_widths * f, h, 0),
+        Record(name=model.activation, saved_bytes=division.here * model.fc1_widths * f * width),
         grouped("linear_fc2", h, f, 0),
         Record(name="experts_sum", forward=around.out, backward=around.out_backward),
         *(_shared_expert(run, tp) if model.moe_shared_expert_intermediate_size else ()),
@@ -122,7 +123,9 @@ def _order_bytes(run: RunConfig, tp: int, division: Division) -> int:
 
 
 def _counted(run: RunConfig, parts: int) -> tuple[Collective, ...]:
-    """The sums of balancing losses over ranks that share the sequence."""
+    """The sums of balancing losses over ranks that share the sequence, or all their logits for an even choice."""
+    if run.model.sinkhorn and parts > 1:
+        return (Collective("all_gather", "tp", tokens_per_microbatch(run) // parts * (run.model.num_experts or 0) * FP32_BYTES),)
     samples = {"aux_loss": 1, "seq_aux_loss": run.batch.micro_batch_size}
     return tuple(Collective("all_reduce", "tp", (run.model.num_experts or 0) * samples[kind] * COUNT_BYTES)
                  for kind, _ in run.model.balances if parts > 1)
@@ -163,6 +166,6 @@ def _shared_expert(run: RunConfig, tp: int) -> tuple[Record, ...]:
     own = rows // sequence_parts(run, tp)
     kept = residual_bytes(run, tp) + own * (FP32_BYTES + element_bytes(run) % FP32_BYTES)
     gate = replace(linear("shared_gate", own, 1, h, 0, kept, (), ()), replicated=h)
-    return (linear("shared_fc1", rows, 2 * f, h, 0, 0, around.into, around.into_backward),
-            Record(name="swiglu", saved_bytes=rows * 2 * f * element_bytes(run)),
+    return (linear("shared_fc1", rows, model.fc1_widths * f, h, 0, 0, around.into, around.into_backward),
+            Record(name=model.activation, saved_bytes=rows * model.fc1_widths * f * element_bytes(run)),
             linear("shared_fc2", rows, h, f, 0, 0, around.out, around.out_backward), *[gate] * gated)

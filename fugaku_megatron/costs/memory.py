@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from ..config.groups import MOMENT_BLOCK, MOMENT_BYTES
 from ..config.layout import Layout, placement, sequence_parts
 from ..config.lora import FC1, FC2
-from ..config.model_config import MLPS
 from ..config.run_config import RunConfig
 from ..pipeline.parts import Held, receives_ahead
 from .accounting import (
@@ -252,7 +251,7 @@ def weight_input_bytes(run: RunConfig, tp: int) -> int:
     attention = 2 * activation_bytes(run) + context_bytes(run, tp) + qkv_bytes(run, tp)
     if run.model.num_experts:
         return attention + waiting_bytes(run, tp)
-    return attention + 2 * activation_bytes(run) + 2 * MLPS[run.model.activation].fc1_widths * inner_bytes(run, tp)
+    return attention + 2 * activation_bytes(run) + 2 * run.model.fc1_widths * inner_bytes(run, tp)
 
 
 def inner_bytes(run: RunConfig, tp: int) -> int:

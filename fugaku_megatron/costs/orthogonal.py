@@ -9,7 +9,6 @@ import itertools
 from collections import Counter
 
 from ..config.layout import Layout
-from ..config.model_config import MLPS
 from ..config.run_config import ModelConfig, RunConfig
 from .accounting import stage_layers
 
@@ -17,11 +16,11 @@ Matrices = list[tuple[int, int, int]]  # (how many, rows, columns)
 
 
 def _mlp_matrices(model: ModelConfig, mlp: str) -> Matrices:
-    h = model.hidden_size
+    h, widths = model.hidden_size, model.fc1_widths
     if mlp != "experts":
-        return [(1, MLPS[mlp].fc1_widths * model.ffn_hidden_size, h), (1, h, model.ffn_hidden_size)]
+        return [(1, widths * model.ffn_hidden_size, h), (1, h, model.ffn_hidden_size)]
     e, f, shared = model.num_experts or 0, model.moe_ffn_hidden_size or 0, model.moe_shared_expert_intermediate_size or 0
-    return [(e, 2 * f, h), (e, h, f), *([(1, 2 * shared, h), (1, h, shared)] if shared else [])]
+    return [(e, widths * f, h), (e, h, f), *([(1, widths * shared, h), (1, h, shared)] if shared else [])]
 
 
 def layer_matrices(run: RunConfig, mlp: str) -> Matrices:

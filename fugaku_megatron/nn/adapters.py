@@ -207,7 +207,7 @@ class _ActivatedLinear(torch.autograd.Function):
         ctx.ops, ctx.activation, ctx.weight, ctx.a, ctx.dropout = ops, activation, weight, a, dropout
         rows, lead, t = as_rows(pre), pre.shape[:-1], None
         out = pre.new_empty(len(rows), len(weight)) if needs_values else pre.new_empty(1).expand(len(rows), len(weight))
-        inner = _activated(ops, rows, activation) if needs_values or a is not None else pre
+        inner = ops.gate(rows, activation) if needs_values or a is not None else pre
         if needs_values:
             ops.matmul(inner, weight, out, chunk=ops.chunk(pre))
         if a is not None:
@@ -225,7 +225,7 @@ class _ActivatedLinear(torch.autograd.Function):
         total = _through(ops, as_rows(dout), weight, rows, activation, gated)
         if ctx.a is not None and dt is not None:
             stacked, plain, dt = matrix(ctx.a), _plain(ops), as_rows(dt)
-            inner = _activated(ops, rows, activation).view(*lead, -1)
+            inner = ops.gate(rows, activation).view(*lead, -1)
             plain.weight_gradient(dt, as_rows(_dropped(ops.kernels, inner, ctx.dropout)), stacked, None)
             del inner
             added = _through(plain, dt, stacked, rows, activation, gated)
@@ -236,15 +236,6 @@ class _ActivatedLinear(torch.autograd.Function):
             ops.gate_gradient(total, rows, dpre, activation)
             total = dpre
         return None, None, total.view(pre.shape), None, None, None, None
-
-
-def _activated(ops: Backend, rows: Tensor, activation: str) -> Tensor:
-    """The activation of rows (rows, f or 2 f) -> (rows, f)."""
-    if not isinstance(ops, NativeOps) or activation in GATES:
-        return ops.gate(rows, activation)
-    inner = torch.empty_like(rows)
-    ops.kernels.activate(rows, None, inner, activation)
-    return inner
 
 
 def _through(ops: Backend, dy: Tensor, weight: Tensor, pre: Tensor, activation: str, gated: bool) -> Tensor:

@@ -175,7 +175,7 @@ class TransformerLayer(nn.Module):
         self.input_layernorm = make_norm(f"{name}.input_layernorm", context)
         self.self_attention = SelfAttention(f"{name}.self_attention", layer, context)
         self.pre_mlp_layernorm = make_norm(f"{name}.pre_mlp_layernorm", context)
-        self.mlp = _layer_class(MLPS[model.mlps[layer - 1]].layer)(f"{name}.mlp", context)
+        self.mlp = _layer_class(MLPS[model.mlps[layer - 1]])(f"{name}.mlp", context)
 
     def _dropout(self, site: str, x: Tensor, forward_pass: Pass) -> tuple[float, DropoutKey]:
         key = hidden_dropout_key(self.context.seed, self.layer, site, forward_pass.first_sample, self.context.first_position(x))

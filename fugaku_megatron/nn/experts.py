@@ -20,15 +20,12 @@ from torch.nn import functional as F
 from ..comm.autograd import copy_to_tensor_parallel, gather_from_sequence_parallel, gather_sequence
 from ..comm.base import Comm
 from ..comm.exchange import Exchange, OverlappedExchange, copy_rows, exchange_rows, map_rows, sum_copied_rows
-from ..config.model_config import MLPS
 from ..config.run_config import ModelConfig
-from .blocks import GatedMLP
+from .blocks import MLP, GatedMLP
 from .layers import Context
 from .passes import Pass
 from .router import Router, SmallLinear
 from .shared import as_rows
-
-SWIGLU = MLPS["experts"].activation
 
 
 @dataclass(frozen=True)
@@ -114,40 +111,42 @@ class Route:
 
 
 class _Experts(torch.autograd.Function):
-    """x (s, b, h), scores (rows, k), weight1 (e, 2, f, h), weight2 (e, h, f) -> (rows, h): the sum of score times expert.
+    """x (s, b, h), scores (rows, k), weight1 (e, 2, f, h) or (e, f, h), weight2 (e, h, f) -> (rows, h), the sum of score x expert.
+
+    activation: a row of `torch_blocks.ACTIVATIONS`; weight1 has two matrices of an expert where it has a gate.
 
     The scores multiply what the second matmul reads, which is narrower than what it writes, so that none of that is kept.
     """
 
     @staticmethod
-    def forward(ctx: Any, ops: Any, x: Tensor, scores: Tensor, order: Order, weight1: Tensor, weight2: Tensor,
+    def forward(ctx: Any, ops: Any, activation: str, x: Tensor, scores: Tensor, order: Order, weight1: Tensor, weight2: Tensor,
                 needs_values: bool) -> Tensor:
         rows, chunk, factors = as_rows(x), ops.chunk(x), scores.detach().flatten()[order.pairs].unsqueeze(1)  # (n, 1)
-        inputs, pre = order.taken(rows), rows.new_empty(len(order.pairs), 2 * weight1.shape[2])
+        inputs, pre = order.taken(rows), rows.new_empty(len(order.pairs), weight1[0, ..., 0].numel())
         ops.grouped_matmul(inputs, weight1, order.counts, pre, chunk)
         ctx.save_for_backward(x, pre, factors)
-        ctx.ops, ctx.order, ctx.weights = ops, order, (weight1, weight2)
+        ctx.ops, ctx.activation, ctx.order, ctx.weights = ops, activation, order, (weight1, weight2)
         if not needs_values:
             return x.new_empty(1).expand(len(rows), weight2.shape[1])
-        inner, out = _times(ops.gate(pre, SWIGLU), factors), rows.new_empty(len(pre), weight2.shape[1])
+        inner, out = _times(ops.gate(pre, activation), factors), rows.new_empty(len(pre), weight2.shape[1])
         ops.grouped_matmul(inner, weight2, order.counts, out, chunk)
         return order.summed(out)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x, pre, factors), (weight1, weight2), ops, order = ctx.saved_tensors, ctx.weights, ctx.ops, ctx.order
-        dout, values, chunk = order.taken(as_rows(dy)), ops.gate(pre, SWIGLU), ops.chunk(dy)  # (n, h), (n, f)
+        dout, values, chunk = order.taken(as_rows(dy)), ops.gate(pre, ctx.activation), ops.chunk(dy)  # (n, h), (n, f)
         dinner, inner = torch.empty_like(values), _times(values, factors)
         ops.grouped_weight_gradient(dout, inner, weight2, order.counts, chunk)
         ops.grouped_data_gradient(dout, weight2, order.counts, dinner, chunk)
         dscores = torch.zeros(order.places.numel())
         dscores[order.pairs] = (dinner.float() * values.float()).sum(-1)
         dpre, inputs = torch.empty_like(pre), order.taken(as_rows(x).detach())
-        ops.gate_gradient(_times(dinner, factors), pre, dpre, SWIGLU)
+        ops.gate_gradient(_times(dinner, factors), pre, dpre, ctx.activation)
         dinputs = torch.empty_like(inputs)
         ops.grouped_weight_gradient(dpre, inputs, weight1, order.counts, chunk)
         ops.grouped_data_gradient(dpre, weight1, order.counts, dinputs, chunk)
-        return None, order.summed(dinputs).view_as(x), dscores.view_as(order.places), None, None, None, None
+        return None, None, order.summed(dinputs).view_as(x), dscores.view_as(order.places), None, None, None, None
 
 
 def _times(x: Tensor, factors: Tensor) -> Tensor:
@@ -156,14 +155,15 @@ def _times(x: Tensor, factors: Tensor) -> Tensor:
 
 
 class ExpertMatrices(nn.Module):
-    """The two matrices of every expert: (e, 2, f, h), the gate's and that of what it multiplies, and (e, h, f)."""
+    """The matrices of every expert: (e, 2, f, h), the gate's and that of what it multiplies, or (e, f, h), and (e, h, f)."""
 
     def __init__(self, name: str, context: Context) -> None:
         super().__init__()
         model = context.model
         e, f, h = model.num_experts or 0, model.moe_ffn_hidden_size or 0, model.hidden_size
+        first = (e, 2, f, h) if model.gated else (e, f, h)
         self.linear_fc1, self.linear_fc2 = nn.Module(), nn.Module()
-        self.linear_fc1.weight = context.expert_parameter(f"{name}.linear_fc1.weight", (e, 2, f, h), 2, model.init_method_std)
+        self.linear_fc1.weight = context.expert_parameter(f"{name}.linear_fc1.weight", first, len(first) - 2, model.init_method_std)
         self.linear_fc2.weight = context.expert_parameter(f"{name}.linear_fc2.weight", (e, h, f), 2, context.output_std)
 
 
@@ -173,7 +173,7 @@ class SharedExpert(nn.Module):
     def __init__(self, name: str, context: Context) -> None:
         super().__init__()
         model, self.context = context.model, context
-        self.mlp = GatedMLP(name, context, model.moe_shared_expert_intermediate_size)
+        self.mlp = (GatedMLP if model.gated else MLP)(name, context, model.moe_shared_expert_intermediate_size)
         self.gate_weight = None
         if model.moe_shared_expert_gate:
             self.gate_weight = context.parameter(f"{name}.gate.weight", (1, model.hidden_size), std=model.init_method_std)
@@ -188,7 +188,7 @@ class SharedExpert(nn.Module):
 
 
 class Experts(nn.Module):
-    """In place of a layer's MLP: h -> k of e experts, h -> f -> h with SwiGLU each -> h, and the shared expert if there is one."""
+    """In place of a layer's MLP: h -> k of e experts, h -> f -> h each -> h, and the shared expert if there is one."""
 
     output_bias = None
 
@@ -219,8 +219,8 @@ class Experts(nn.Module):
 
     def _computed(self, x: Tensor, scores: Tensor, order: Order, forward_pass: Pass) -> Tensor:
         """Of x (..., h) with scores (rows, k) the sum of score times expert (rows, h), of this rank's part of its experts."""
-        return _Experts.apply(self.context.ops.backends["gemm"], x, scores, order, self.experts.linear_fc1.weight,
-                              self.experts.linear_fc2.weight, forward_pass.needs_values)
+        return _Experts.apply(self.context.ops.backends["gemm"], self.context.model.activation, x, scores, order,
+                              self.experts.linear_fc1.weight, self.experts.linear_fc2.weight, forward_pass.needs_values)
 
     def _exchanged(self, x: Tensor, scores: Tensor, chosen: Tensor, forward_pass: Pass, ep: Comm, etp: Comm) -> Tensor:
         """`forward` where ranks have different experts. The shared expert is computed while rows are on their way."""

@@ -76,13 +76,19 @@ class NativeBlockOps(BlockOps):
         return _GatedMLP.apply(self, activation, x, matrix(weight1), matrix(bias1), weight2, needs_values, sequence)
 
     def gate(self, pre: Tensor, activation: str) -> Tensor:
-        """pre (rows, 2 f) -> (rows, f)."""
+        """pre (rows, 2 f), or (rows, f) without a gate -> (rows, f)."""
+        if activation not in GATES:
+            inner = torch.empty_like(pre)
+            self.kernels.activate(pre, None, inner, activation)
+            return inner
         inner = pre.new_empty(len(pre), pre.shape[1] // 2)
         self.kernels.gate(_gates(pre), inner, GATES[activation])
         return inner
 
     def gate_gradient(self, dinner: Tensor, pre: Tensor, dpre: Tensor, activation: str) -> None:
-        """dinner (rows, f), pre and dpre (rows, 2 f)."""
+        """dinner (rows, f), pre and dpre (rows, 2 f), or (rows, f) without a gate."""
+        if activation not in GATES:
+            return super().gate_gradient(dinner, pre, dpre, activation)
         self.kernels.gate_backward(dinner, _gates(pre), _gates(dpre), GATES[activation])
 
     def gated_weight_gradient(self, dy: Tensor, pre: Tensor, weight: Tensor, activation: str, chunk: int) -> None:

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..comm.autograd import gather_sequence
 from ..config.experts_config import SEQUENCE_AUX, SIGMOID
 from ..config.run_config import ModelConfig
 from .layers import Context
 from .passes import Pass
 from .shared import accumulate, as_rows
 
+SINKHORN_TOLERANCE, SINKHORN_ROUNDS = 1e-4, 1000  # the former as in Megatron-LM
 NORMALIZER = 1e-20  # added to the sum of sigmoid scores, as in Megatron-LM
 
 
@@ -84,9 +86,16 @@ def best(scores: Tensor, model: ModelConfig) -> tuple[Tensor, Tensor]:
     return scores.topk(k)
 
 
-def route(logits: Tensor, bias: Tensor | None, model: ModelConfig) -> tuple[Tensor, Tensor]:
-    """(scores, numbers) of each token's experts, two of (rows, k), from logits (rows, e) and the bias (e,) of the choice."""
-    if model.moe_router_score_function == SIGMOID:
+def route(logits: Tensor, bias: Tensor | None, model: ModelConfig, ranks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(scores, numbers) of each token's experts, two of (rows, k), from logits (rows, e) and the bias (e,) of the choice.
+
+    ranks (rows, e): what the choice of --moe-router-load-balancing-type sinkhorn is by; None: by scores.
+    """
+    if model.sinkhorn:
+        scores = torch.sigmoid(logits) if model.moe_router_topk == 1 else torch.softmax(logits, -1)
+        chosen = (scores.detach() if ranks is None else ranks).topk(model.moe_router_topk).indices
+        own = scores.gather(1, chosen)
+    elif model.moe_router_score_function == SIGMOID:
         scores = torch.sigmoid(logits)
         _, chosen = best(scores.detach() if bias is None else scores.detach() + bias.float(), model)
         own = scores.gather(1, chosen)
@@ -97,6 +106,21 @@ def route(logits: Tensor, bias: Tensor | None, model: ModelConfig) -> tuple[Tens
         top, chosen = best(logits, model)
         own = torch.softmax(top, -1)
     return own * (model.moe_router_topk_scaling_factor or 1.0), chosen
+
+
+def evenly(logits: Tensor) -> Tensor:
+    """exp of logits (rows, e) with rows and columns multiplied so that all rows have one sum, and all columns; in FP64.
+
+    Source: Clark et al. 2022, "Unified Scaling Laws for Routed Language Models" (arXiv:2202.01169), section 3.1.
+    """
+    cost = logits.double().exp()
+    rows, columns = cost.new_ones(len(cost)), cost.new_ones(cost.shape[1])
+    for _ in range(SINKHORN_ROUNDS):
+        rows = 1 / (len(rows) * ((cost * columns).sum(1) + 1e-8))
+        last, columns = columns, 1 / (len(columns) * ((cost * rows.unsqueeze(1)).sum(0) + 1e-8))
+        if (columns - last).abs().mean() <= SINKHORN_TOLERANCE:
+            break
+    return columns * cost * rows.unsqueeze(1)
 
 
 def balancing_scores(logits: Tensor, model: ModelConfig) -> tuple[Tensor, Tensor]:
@@ -140,7 +164,8 @@ class Router(nn.Module):
         """x (s, b, h) -> (scores in FP32, experts), two of (rows, k)."""
         ops, model = self.context.ops, self.context.model
         logits = SmallLinear.apply(ops, x, self.weight)
-        scores, chosen = route(logits, self.expert_bias, model)
+        ranks = self._ranks(logits) if model.sinkhorn and forward_pass.training else None
+        scores, chosen = route(logits, self.expert_bias, model, ranks)
         if not forward_pass.training:
             return scores, chosen
         counts = torch.bincount(chosen.flatten(), minlength=logits.shape[1]).float()
@@ -151,6 +176,13 @@ class Router(nn.Module):
                 scores = _Counted.apply(ops, scores, counts, self.expert_bias)
         self.loads[forward_pass.first_sample] = load
         return scores, chosen
+
+    def _ranks(self, logits: Tensor) -> Tensor:
+        """`evenly` of the whole micro-batch, the rows of this rank's part (rows, e)."""
+        logits, sequence = logits.detach(), self.context.sequence
+        if sequence is None:
+            return evenly(logits)
+        return evenly(gather_sequence(logits, sequence)).view(sequence.size, *logits.shape)[sequence.rank]
 
     def _with_losses(self, scores: Tensor, logits: Tensor, samples: int, forward_pass: Pass, load: Tensor) -> Tensor:
         """The scores (rows, k), whose backward computes the gradients of the losses of logits (rows, e); these go into `load`."""

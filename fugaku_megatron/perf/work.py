@@ -13,7 +13,6 @@ from types import MappingProxyType
 
 from ..config import features
 from ..config.layout import Layout
-from ..config.model_config import MLPS
 from ..config.run_config import RunConfig
 from ..costs import accounting, activations, experts, memory
 from ..costs.activations import Collective, Record
@@ -84,10 +83,10 @@ def muon(run: RunConfig, layout: Layout, stage: int) -> Work:
 def tensors(run: RunConfig, tp: int) -> dict[str, int]:
     """Bytes of each kind of tensor on one rank. mlp: the mean of an activation's argument and result."""
     model = run.model
-    rows, mlp = accounting.tokens_per_microbatch(run) * accounting.element_bytes(run), MLPS[experts.typical_mlp(model)]
+    rows = accounting.tokens_per_microbatch(run) * accounting.element_bytes(run)
     return {"hidden": rows * model.hidden_size, "qkv": accounting.qkv_bytes(run, tp), "context": accounting.context_bytes(run, tp),
             "scores": rows * model.seq_length * model.num_attention_heads // tp,
-            "mlp": rows * experts.mlp_width(model) * (mlp.fc1_widths + 1) // 2 // tp,
+            "mlp": rows * experts.mlp_width(model) * (model.fc1_widths + 1) // 2 // tp,
             "logits": rows * accounting.padded_vocab_size(model, tp) // tp}
 
 

@@ -39,7 +39,11 @@ VARIANTS = {
     "one expert": {"moe_router_topk": 1, "moe_router_pre_softmax": True}, "sigmoid": {"moe_router_score_function": "sigmoid"},
     "groups": {**GROUPS, **BIASED}, "groups of softmax": {**GROUPS, "moe_router_pre_softmax": True}, "shared": SHARED,
     "capacity": {"moe_expert_capacity_factor": 0.75},
-    "capacity by position": {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "position"}}
+    "capacity by position": {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "position"},
+    "exact GELU": {"swiglu": False}, "GELU": {**SHARED, "swiglu": False, "openai_gelu": True},
+    "squared ReLU": {"swiglu": False, "squared_relu": True}, "GEGLU": {"swiglu": False, "geglu": True}}
+VALUES = {"gelu_exact": F.gelu, "gelu": lambda x: F.gelu(x, approximate="tanh"), "squared_relu": lambda x: F.relu(x).square(),
+          "swiglu": F.silu, "geglu": lambda x: F.gelu(x, approximate="tanh")}  # of an activation, or of a gate
 
 
 # The reference: token by token, expert by expert, with torch's own gradients -----------------------------------------------------
@@ -62,6 +66,15 @@ def plain_choice(logits: Tensor, bias: Tensor | None, model) -> dict[int, Tensor
     return dict(zip(chosen, own * (model.moe_router_topk_scaling_factor or 1.0)))
 
 
+def plain_mlp(x: Tensor, weight1: Tensor, weight2: Tensor, model) -> Tensor:
+    """weight1 (2, f, h) with a gate, or (f, h)."""
+    value = VALUES[model.activation]
+    if not model.gated:
+        return value(x @ weight1.t()) @ weight2.t()
+    gate, up = weight1
+    return (value(x @ gate.t()) * (x @ up.t())) @ weight2.t()
+
+
 def plain_experts(weights: dict[str, Tensor], x: Tensor, model) -> Tensor:
     """x (rows, h) -> (rows, h)."""
     logits, bias = x @ weights["router.weight"].t(), weights.get("router.expert_bias")
@@ -72,14 +85,12 @@ def plain_experts(weights: dict[str, Tensor], x: Tensor, model) -> Tensor:
         users = [(row, choice[e]) for row, choice in enumerate(choices) if e in choice]
         if model.moe_token_drop_policy == "probs":
             users = sorted(users, key=lambda user: -user[1].item())
-        gate, up = weights["experts.linear_fc1.weight"][e]
+        both = weights["experts.linear_fc1.weight"][e], weights["experts.linear_fc2.weight"][e]
         for row, score in users[:capacity]:
-            inner = F.silu(x[row] @ gate.t()) * (x[row] @ up.t())
-            out[row] = out[row] + score * (inner @ weights["experts.linear_fc2.weight"][e].t())
+            out[row] = out[row] + score * plain_mlp(x[row], *both, model)
     result = torch.stack(out)
     if model.moe_shared_expert_intermediate_size:
-        gate, up = weights["shared_experts.linear_fc1.weight"]
-        shared = (F.silu(x @ gate.t()) * (x @ up.t())) @ weights["shared_experts.linear_fc2.weight"].t()
+        shared = plain_mlp(x, weights["shared_experts.linear_fc1.weight"], weights["shared_experts.linear_fc2.weight"], model)
         result = result + shared * torch.sigmoid(x @ weights["shared_experts.gate.weight"].t())
     return result
 
@@ -98,7 +109,7 @@ def layer_of(run, ops: Ops):
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_values_and_gradients_are_those_of_the_reference(variant, backend):
-    run = small_run(**EXPERTS, **VARIANTS[variant])
+    run = small_run(**{**EXPERTS, **VARIANTS[variant]})
     mlp, ours, theirs = layer_of(run, Ops.build(backend))
     x, dy = (torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
     x.requires_grad_()
@@ -194,6 +205,30 @@ def test_balancing_losses_reach_the_router(variant, again):
     assert load[:8].sum() == 64, "tokens are counted once, recomputed or not"
 
 
+SINKHORN = {"moe_router_load_balancing_type": ("sinkhorn",), "moe_router_topk": 1}
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_sinkhorn_chooses_evenly_in_training_alone(topk):
+    """The choice is that of Megatron-LM's iteration, the score that of the logits; evaluation takes the best."""
+    run = small_run(**{**EXPERTS, **SINKHORN, "moe_router_topk": topk})
+    mlp, ours, _ = layer_of(run, Ops.build())
+    x = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(1)) + 0.5
+    logits = x.view(32, 32) @ ours["router.weight"].detach().t()
+    cost, d1, error = logits.exp(), torch.ones(8), 1.0
+    while error > 1e-4:
+        d0 = 1 / 32 / ((d1 * cost).sum(1) + 1e-8)
+        last, d1 = d1, 1 / 8 / ((d0[:, None] * cost).sum(0) + 1e-8)
+        error = (last - d1).abs().mean()
+    scores = torch.sigmoid(logits) if topk == 1 else torch.softmax(logits, -1)
+    for at, ranked in ((Pass(first_sample=0), d1 * cost * d0[:, None]), (Pass(first_sample=0, training=False), scores)):
+        found, chosen = mlp.router(x, at)
+        assert torch.equal(chosen, ranked.topk(topk).indices)
+        torch.testing.assert_close(found, scores.gather(1, chosen))
+    even, best = (ranked.topk(topk).indices.flatten().bincount(minlength=8).max() for ranked in (d1 * cost * d0[:, None], scores))
+    assert even < best
+
+
 def test_the_bias_moves_against_the_load():
     run = small_run(**{**EXPERTS, **BIASED})
     with contextlib.closing(make_trainer(SoloComm(), run)) as trainer:
@@ -286,6 +321,18 @@ def test_divided_experts_train_as_one_rank_does(alone, case):
         assert found == pytest.approx(alone, rel=2e-6, abs=1e-9)
 
 
+PLAIN = {"swiglu": False, "squared_relu": True}
+EVEN = {**EXPERTS, **SHARED, **SINKHORN, "moe_z_loss_coeff": 0.01, "moe_layer_freq": "[0]+[1]*3"}
+
+
+@pytest.mark.parametrize(("world", "changes"), [(2, SEQUENCE), (4, {**EP2, **PP2, **OVERLAP, "pipeline_schedule": "zb-h1"})])
+@pytest.mark.parametrize("kind", [{**ALL, **PLAIN}, EVEN], ids=["without gates", "sinkhorn"])
+def test_other_experts_train_the_same_in_every_layout(world, changes, kind):
+    alone = figures(SoloComm(), small_run(**kind))
+    for found in ThreadWorld(world).run(lambda comm: figures(comm, small_run(**{**kind, **changes}))):
+        assert found == pytest.approx(alone, rel=2e-6, abs=1e-9)
+
+
 @pytest.mark.parametrize("changes", [{**SEQUENCE, **PP2}, {**EP2, **SEQUENCE, **ZERO}, {**EP4, **ETP1}])
 @pytest.mark.parametrize("policy", ["probs", "position"])
 def test_capacity_is_the_same_in_every_layout(policy, changes):
@@ -297,7 +344,7 @@ def test_capacity_is_the_same_in_every_layout(policy, changes):
 
 @pytest.mark.full
 @pytest.mark.parametrize("capacity", [None, 1.0])
-@pytest.mark.parametrize("case", ["EP4", "EP2 x TP2", "EP2 x PP2 x DP4", "interleaved", "zb-h1", "zbv"])
+@pytest.mark.parametrize("case", ["EP2", "EP4", "EP2 x TP2", "EP2 x PP2 x DP4", "interleaved", "zb-h1", "zbv"])
 def test_ten_losses_of_divided_experts(case, capacity):
     run, (world, changes) = {**ALL, "lr": 1e-3, "moe_expert_capacity_factor": capacity}, DIVIDED[case]
     alone = [result.loss for result in train(SoloComm(), small_run(**run), 10)]
@@ -389,7 +436,8 @@ def test_norms_over_all_heads():
         small_run(qk_layernorm_all_heads=True)
 
 
-COSTED = [{**EXPERTS}, {**EXPERTS, **SHARED, **BALANCED, "moe_layer_freq": "2"}, {**EXPERTS, **SHARED, **BIASED, **BALANCED}]
+COSTED = [{**EXPERTS}, {**EXPERTS, **SHARED, **BALANCED, "moe_layer_freq": "2"}, {**EXPERTS, **SHARED, **BIASED, **BALANCED},
+          {**EXPERTS, **SHARED, "swiglu": False, **SINKHORN}]
 
 
 @pytest.mark.parametrize("model", COSTED)
@@ -448,7 +496,7 @@ def test_divided_experts_keep_what_the_formula_says(world, changes):
     assert sum(held) / world == pytest.approx(sum(r.saved_bytes for _, r in records) - 4 * numbers, rel=0.02)
 
 
-@pytest.mark.parametrize("model", [COSTED[0], COSTED[2]])
+@pytest.mark.parametrize("model", [COSTED[0], COSTED[2], COSTED[3]])
 @pytest.mark.parametrize("changes", [{}, SEQUENCE, {"recompute_granularity": "full"}, {"bf16": True}])
 def test_saved_bytes_are_those_that_autograd_keeps(model, changes):
     check_kept(small_run(**model, **changes))
@@ -456,7 +504,8 @@ def test_saved_bytes_are_those_that_autograd_keeps(model, changes):
 
 @pytest.mark.parametrize(("stage", "changes"), [
     (0, {}), (3, {}), (0, SHARED), (3, SHARED), (3, {"pipeline_schedule": "zb-h1"}), (0, {**SHARED, "pipeline_schedule": "zb-h1"}),
-    (0, EP2), (0, {**EP2, **SHARED, "pipeline_schedule": "zb-h1"})])
+    (0, EP2), (0, {**EP2, **SHARED, "pipeline_schedule": "zb-h1"}), (0, {**SHARED, "swiglu": False}),
+    (0, {"swiglu": False, "openai_gelu": True, "pipeline_schedule": "zb-h1"})])
 def test_the_peak_of_a_stage(stage, changes):
     """What a rank allocates for activations in a step, within a twentieth of the formula."""
     widths = {"num_attention_heads": 8, "kv_channels": 16, "moe_ffn_hidden_size": 96}
@@ -508,11 +557,12 @@ def test_layers_with_experts():
     ({"moe_layer_freq": "[0]*4"}, "has no layer with experts"),
     ({"moe_router_topk": 9}, "--moe-router-topk 9 is above --num-experts 8"),
     ({"moe_router_topk": 1}, "--moe-router-topk 1 needs --moe-router-pre-softmax"),
-    ({"swiglu": False}, "--num-experts is built for SwiGLU experts without biases"),
+    ({"disable_bias_linear": False}, "--num-experts is built for experts without biases: pass --disable-bias-linear"),
     ({"moe_router_enable_expert_bias": True}, "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"),
     ({"moe_router_num_groups": 4}, "--moe-router-num-groups is 4 and --moe-router-group-topk is None: pass both"),
     ({**GROUPS, "moe_router_num_groups": 3}, "--num-experts 8 is not divisible by --moe-router-num-groups 3"),
-    ({"moe_router_load_balancing_type": ("sinkhorn",)}, "--moe-router-load-balancing-type sinkhorn is not built"),
+    ({"moe_router_load_balancing_type": ("global_aux_loss",)}, "--moe-router-load-balancing-type global_aux_loss is not built"),
+    ({"moe_router_load_balancing_type": ("sinkhorn",), "moe_aux_loss_coeff": (0.1,)}, "sinkhorn excludes other types"),
     ({"moe_aux_loss_coeff": (0.1, 0.2)}, "has 1 words and --moe-aux-loss-coeff 2 numbers"),
     ({"moe_shared_expert_gate": True}, "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size")])
 def test_mistakes_are_named(changes, message):
