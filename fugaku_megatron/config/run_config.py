@@ -242,8 +242,8 @@ class SystemConfig:
     cpu_frequency: float | None = opt(None, "the clock in GHz that the run is meant for: set where the system lets us, and "
                                       "refused when the cores run at another", type=float)
     hang_timeout_in_secs: float | None = opt(None, "a rank that does not move for so many seconds is named as stuck, and the job "
-                                             "ends; 0: never (default: 10 times the slowest iteration, at least 60; 600 at the "
-                                             "start and in a save)", type=float)
+                                             "ends; 0: never (default: 10 times the slowest iteration, or EP times above EP 10, "
+                                             "at least 60; 600 at the start and in a save)", type=float)
 
     def __post_init__(self) -> None:
         check_numbers(self)

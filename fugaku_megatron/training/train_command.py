@@ -94,7 +94,7 @@ def hang_settings(run: RunConfig) -> HangSettings:
     """How long is too long, and where a hang is reported: next to --log-file, or else in --save, or here."""
     output = run.output
     directory = Path(output.log_file).parent if output.log_file else Path(output.save or ".")
-    return HangSettings(run.system.hang_timeout_in_secs, directory, output.log_file)
+    return HangSettings(run.system.hang_timeout_in_secs, directory, output.log_file, run.parallel.expert_model_parallel_size)
 
 
 def print_plan(arguments: Arguments, world: Comm, png: str | None = None, sys_root: str | None = None) -> None:

@@ -40,11 +40,15 @@ END = "end"  # the file in which the ranks of a node read why the job ends
 
 @dataclass(frozen=True)
 class HangSettings:
-    """seconds: --hang-timeout-in-secs; None: from the iterations. directory: gets a folder of stacks. log_file: gets the line."""
+    """seconds: --hang-timeout-in-secs; None: from the iterations. directory: gets a folder of stacks. log_file: gets the line.
+
+    uneven: how many times as long an iteration may become, as where one rank's experts get the tokens of all.
+    """
 
     seconds: float | None
     directory: Path
     log_file: str | None
+    uneven: int = 1
 
 
 class Work:
@@ -134,7 +138,7 @@ class Watchdog:
     def _limit(self) -> float:
         if self.settings.seconds is not None:
             return self.settings.seconds
-        return max(SHORTEST, ITERATIONS * self.slowest) if self.slowest else OUTSIDE
+        return max(SHORTEST, max(ITERATIONS, self.settings.uneven) * self.slowest) if self.slowest else OUTSIDE
 
     # The thread -------------------------------------------------------------------------------------------------------------------
 

@@ -371,12 +371,15 @@ def test_one_expert_may_have_all_tokens(changes):
             assert torch.equal(tokens, chosen) or "bf16" in changes
 
 
+ZB_H1 = 4, {**EP2, **PP2, **ZERO, "pipeline_schedule": "zb-h1"}
 MOVES = {
     "TP2 x DP2 to PP2": ((4, {**SEQUENCE, **ZERO}), (2, PP2)),
     "EP2 x TP2 to EP4": ((4, {**EP2, **SEQUENCE, **ZERO}), (4, {**EP4, **ZERO})),
     "EP4 to one rank": ((4, EP4), (1, {})), "one rank to EP4 over TP2": ((1, {}), (4, {**EP4, **ETP1})),
     "EP4 over TP2 to EP2 of DP4": ((4, {**EP4, **ETP1, **ZERO}), (4, EP2)),
-    "EP2 x PP2 to whole experts": ((4, {**EP2, **PP2}), (2, ETP1))}
+    "EP2 x PP2 to whole experts": ((4, {**EP2, **PP2}), (2, ETP1)),
+    "zbv to interleaved": (DIVIDED["zbv"], DIVIDED["interleaved"]), "interleaved to zb-h1": (DIVIDED["interleaved"], ZB_H1),
+    "zb-h1 to EP2 x TP2": (ZB_H1, DIVIDED["EP2 x TP2"])}
 
 
 @pytest.mark.parametrize("move", MOVES)

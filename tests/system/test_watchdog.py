@@ -228,6 +228,9 @@ def test_the_limit_follows_the_slowest_iteration():
         watchdog.measured(seconds)
         limits.append(watchdog.heart.limit)
     assert limits == [60.0, 300.0, 300.0]
+    divided = Watchdog(Heartbeat(), HangSettings(None, Path(), None, 64))
+    divided.measured(30.0)
+    assert divided.heart.limit == 64 * 30.0, "one of 64 ranks may get all tokens"
     fixed = Watchdog(Heartbeat(), HangSettings(20.0, Path(), None))
     fixed.measured(30.0)
     assert fixed.heart.limit == 20.0

@@ -123,6 +123,24 @@ def test_paths_of_any_bytes_end_no_run(mpich, tmp_path, locale):
     assert refused.returncode == 2 and refused.stderr.count(b"\n") == 1 and b"--tensorboard-dir " + place in refused.stderr
 
 
+LIMIT = 3  # s without a sign of life
+
+
+@pytest.mark.full
+def test_a_rank_whose_experts_get_all_tokens_is_named_and_not_taken_for_a_hang(mpich, tmp_path):
+    """Weights near 0 make all scores equal, of which every token takes the same one. An iteration takes longer than the limit."""
+    sizes = {"hidden-size": 512, "num-layers": 1, "num-attention-heads": 4, "seq-length": 1024, "vocab-size": 96,
+             "micro-batch-size": 1, "global-batch-size": 20, "num-experts": 4, "moe-ffn-hidden-size": 4096, "moe-router-topk": 1,
+             "expert-model-parallel-size": 2, "train-iters": 1, "lr": 1e-30, "min-lr": 0, "init-method-std": 1e-12,
+             "hang-timeout-in-secs": LIMIT, "log-interval": 1, "eval-iters": 0, "kernels": "native", "save": tmp_path}
+    flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    job = mpich.run(2, PROGRAM, *flags, "--mock-data", "--swiglu", "--disable-bias-linear", "--moe-router-pre-softmax",
+                    "--position-embedding-type", "rope", "--normalization", "RMSNorm")
+    assert job.returncode == 0, job.stderr
+    assert "computes 2.00 of the mean" in job.stdout and "without a token since the last report: " in job.stdout
+    assert all(line.elapsed_seconds > LIMIT for line in parse_log(job.stdout.splitlines())) and "stuck" not in job.stderr
+
+
 def test_sigterm_saves_and_leaves_with_zero(mpich, tmp_path):
     job = start(mpich, tmp_path, "--train-iters", "100000", "--save-interval", "100000")
     wait_for_lines(job, 3)

@@ -35,6 +35,10 @@ FLAGS = ["--save-interval", "2", "--hidden-dropout", "0.1", "--lr-decay-iters", 
 SHORT = [*TINY, *FLAGS, "--train-iters", "12"]
 ZBV = ["--save-interval", "2", "--hidden-dropout", "0.1", "--num-layers", "4", "--pipeline-model-parallel-size", "2",
        "--pipeline-schedule", "zbv"]
+EXPERTS = ["--save-interval", "2", "--num-experts", "4", "--expert-model-parallel-size", "2", "--swiglu", "--disable-bias-linear",
+           "--moe-ffn-hidden-size", "16", "--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias",
+           "--moe-router-bias-update-rate", "0.1", "--moe-aux-loss-coeff", "0.1", "--moe-expert-capacity-factor", "1.25",
+           "--zero-stage", "1", "--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "4000"]
 MODEL = [flag for flag in TINY if flag != "--mock-data"]
 PATIENCE = 240  # s
 
@@ -56,12 +60,15 @@ def test_kills_at_random_moments_cost_nothing(mpich, tmp_path, kills, undisturbe
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("pipeline", ["zbv", "chats"])
-def test_kills_of_a_pipeline_cost_nothing(mpich, tmp_path, kills, pipeline):
-    """Starts take turns in what they recompute, too. The 8 samples of an iteration are more than half an epoch of the chats."""
+@pytest.mark.parametrize("kind", ["zbv", "chats", "experts"])
+def test_kills_of_other_runs_cost_nothing(mpich, tmp_path, kills, kind):
+    """A pipeline, also on chats, and divided experts. Starts take turns in what they recompute, too.
+
+    The 8 samples of an iteration are more than half an epoch of the chats.
+    """
     again = ["--async-save", "--recompute-granularity", "full", "--recompute-part-layers", "1", "0", "0", "1"]
-    data = ["--mock-data"] if pipeline == "zbv" else written_chats(tmp_path / "chats")
-    flags = [*ZBV, *data]
+    data = written_chats(tmp_path / "chats") if kind == "chats" else ["--mock-data"]
+    flags = [*(EXPERTS if kind == "experts" else ZBV), *data]
     whole = mpich.run(2, PROGRAM, *MODEL, *flags, "--train-iters", str(LENGTH * kills), "--save", str(tmp_path / "whole"))
     assert whole.returncode == 0, whole.stderr
     kill_often(mpich, tmp_path / "killed", kills, flags, [[], again], MODEL)
