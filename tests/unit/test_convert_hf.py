@@ -134,7 +134,8 @@ def test_the_same_loss_and_gradients(converted, backend):
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize(("kind", "more"), [
     ("Mixtral", {"num_local_experts": 4}), ("Qwen3Moe", {"num_experts": 8, "moe_intermediate_size": 24, "norm_topk_prob": True}),
-    ("Qwen2Moe", {"num_experts": 6, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 36})])
+    ("Qwen2Moe", {"num_experts": 6, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 36}),
+    ("Olmoe", {"num_experts": 6})])
 def test_the_same_loss_with_the_balancing_loss(tmp_path, kind, more, backend):
     """In one layer, since theirs takes the layers' tokens together; their sum over a token's experts is not divided by k."""
     model = randomized(decoder(kind, num_hidden_layers=1, num_experts_per_tok=2, **more))
@@ -226,6 +227,8 @@ BAD_CONFIGS = [
     ("mixtral", {"router_jitter_noise": 0.1}, "config.json: router_jitter_noise is 0.1, and the block computes 0.0"),
     ("qwen3_moe", {"norm_topk_prob": "yes"}, "config.json: norm_topk_prob is 'yes', not bool"),
     ("qwen2_moe", {"mlp_only_layers": [0, 1]}, "config.json: --moe-layer-freq [0,0] has no layer with experts"),
+    ("qwen2_moe", {"model_type": "deepseek_v2"}, "keys and values compressed into a latent vector (MLA) are not built; it can be"),
+    ("qwen2_moe", {"model_type": "gpt_oss"}, "attention sinks, clamped gates and biases of experts, and MXFP4 weights, are not built"),
     ("qwen2_moe", {"model_type": "granitemoe"}, "model_type is 'granitemoe': this variant of experts is not built; it can be"),
     ("olmoe", {"clip_qkv": 8.0}, "config.json: clip_qkv is 8.0, and the block computes None"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, and the block of this architecture rotates whole"),
