@@ -13,6 +13,7 @@ import contextlib
 import importlib.util
 import itertools
 import os
+import re
 import shutil
 import sys
 import time
@@ -93,6 +94,10 @@ class Apart:
 
 # Baselines ------------------------------------------------------------------------------------------------------------------------
 
+# The matrices of all experts of a layer, which transformers 5 holds in one tensor each, as we do; files have one for each expert.
+FUSED = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)")
+
+
 class _HuggingFace(nn.Module):
     """The model of transformers that has the run's block, with our loss: its own would leave out the last label."""
 
@@ -110,7 +115,11 @@ class _HuggingFace(nn.Module):
         """Copy our weights, by global name, into its parameters."""
         parts = hugging_face.parts(self.architecture, self.model)
         for name, parameter in self.gpt.named_parameters():
-            part = parts[name]
+            if fused := FUSED.fullmatch(name):
+                place = "linear_fc1" if fused[2] == "gate_up_proj" else "linear_fc2"
+                parameter.copy_(ours(f"decoder.layers.{fused[1]}.mlp.experts.{place}.weight").view(parameter.shape))
+                continue
+            part = parts[name if name in parts else name.replace(".mlp.", ".block_sparse_moe.")]  # of Mixtral's files
             parameter.copy_(hugging_face.in_their_shape(ours(part.ours), part, self.model))
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:

@@ -50,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this family."""
     shapes.add_arguments(parser)
     parser.add_argument("--seq-length", type=int, help="tokens of a sample (default: the recipe's)")
+    parser.add_argument("--num-layers", type=int, help="layers, for a part of a large model (default: the recipe's)")
+    parser.add_argument("--vocab-size", type=int, help="words, for a part of a large model (default: the recipe's)")
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1, help="with --ranks")
     parser.add_argument("--global-batch-size", type=int, help="samples per step (default: a micro-batch; with --ranks 16)")
     parser.add_argument("--dtype", default="fp32", choices=PRECISIONS)
@@ -87,9 +89,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_values(options: argparse.Namespace) -> dict[str, Any]:
-    """Fields of the run that replace the recipe's: mock tokens, no dropout, no evaluation, a constant learning rate."""
-    length = {} if options.seq_length is None else {"seq_length": options.seq_length}
-    return {**length, "vocab_size": shapes.vocabulary(options.recipe), "micro_batch_size": options.micro_batch_size,
+    """Fields of the run that replace the recipe's: mock tokens, no dropout, no evaluation, a constant learning rate.
+
+    Balancing losses are left out, because the baselines do not compute them.
+    """
+    sizes = {name: value for name in ("seq_length", "num_layers", "vocab_size") if (value := getattr(options, name)) is not None}
+    return {"vocab_size": shapes.vocabulary(options.recipe), **sizes, "moe_aux_loss_coeff": (0.0,), "moe_z_loss_coeff": None,
+            "micro_batch_size": options.micro_batch_size,
             "global_batch_size": options.global_batch_size or options.micro_batch_size, "mock_data": True, "hidden_dropout": 0.0,
             "attention_dropout": 0.0, "bf16": options.dtype == "bf16", "eval_iters": 0, "lr_decay_style": "constant",
             "lr_warmup_iters": 0, "train_iters": 1 + PATIENCE * options.rounds, "kernels": options.kernels}
@@ -218,6 +224,8 @@ def layout_job(options: argparse.Namespace, cell: jobs.Cell) -> jobs.Job:
 
 def measure_layouts(options: argparse.Namespace) -> dict[str, Any]:
     """All layouts in turn. ratio: throughput over that of one rank."""
+    check(options.num_layers is options.vocab_size is None, "--num-layers and --vocab-size are compared with a baseline: omit "
+          "them, or --ranks")
     cells = candidates(options)
     planned = {name: layout_job(options, cell) for name, cell in cells.items()}
     measured = {name: jobs.summary(rounds) for name, rounds in jobs.in_turn(planned, options.rounds).items()}

@@ -227,8 +227,13 @@ def test_plain_gpt_has_the_same_loss_and_gradients():
                                    msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("baseline, block", [("plain", {}), ("hf", {}), *(("hf", block) for block in BLOCKS.values())],
-                         ids=["plain", "hf", *BLOCKS])
+_OF_EXPERTS = {name: value for name, value in BLOCKS["qwen3"].items() if name != "qk_layernorm"} | {
+    "num_experts": 4, "moe_ffn_hidden_size": 48}
+EXPERTS = {"mixtral": _OF_EXPERTS, "qwen3-moe": {**_OF_EXPERTS, "qk_layernorm": True, "moe_ffn_hidden_size": 24}}
+
+
+@pytest.mark.parametrize("baseline, block", [("plain", {}), ("hf", {}), *(("hf", block) for block in (*BLOCKS.values(), *EXPERTS.values()))],
+                         ids=["plain", "hf", *BLOCKS, *EXPERTS])
 def test_a_baseline_trains_with_our_losses(baseline, block):
     if baseline == "hf":
         pytest.importorskip("transformers")
