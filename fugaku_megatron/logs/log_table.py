@@ -50,10 +50,11 @@ def row_of(log: LogSummary, notes: str | None = None) -> PublishedRow:
 
 def _notes(log: LogSummary) -> str:
     job, again, loss = log.job, log.recomputed_tflops, log.iterations[-1].lm_loss if log.iterations else None
+    load = log.iterations[-1].largest_load if log.iterations else None
     parts = (Path(log.path).name, job.precision, job.recompute and f"recompute {job.recompute}",
              None if (zero := job.zero_stage) is None else f"ZeRO {zero}",
              None if again is None else f"{rate_text(again)} TFLOPs recomputed",
-             None if loss is None else f"loss {loss:.4g}", energy_note(log))
+             None if loss is None else f"loss {loss:.4g}", load and f"an expert has {load:.3g} x the mean load", energy_note(log))
     return ", ".join(part for part in parts if part)
 
 
@@ -160,8 +161,9 @@ def draw(path: str | os.PathLike, logs: Sequence[LogSummary], x: str = "iteratio
 
 def _records(log: LogSummary) -> plot.Records:
     tokens = {i.iteration: i.consumed_tokens for i in log.iterations}
-    return [{"kind": "train", **asdict(i)} for i in log.iterations] + [
-        {"kind": "validation", "iteration": n, "lm_loss": loss, "consumed_tokens": tokens.get(n)} for n, loss in log.validations]
+    validations = [{"kind": "validation", "iteration": n, "lm_loss": loss, "consumed_tokens": tokens.get(n)}
+                   for n, loss in log.validations]
+    return [*({"kind": "train", **asdict(i)} for i in log.iterations), *validations, *filter(None, [log.experts])]
 
 
 def _layout(log: LogSummary) -> str:
@@ -174,7 +176,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("logs", nargs="+", metavar="LOG", help="a run's log, or its --save, whose history.jsonl is read")
     parser.add_argument("--csv", metavar="FILE", help="write a row per log into FILE")
     parser.add_argument("--per-iteration", action="store_true", help="with --csv: a row per iteration (or log interval) instead")
-    parser.add_argument("--png", metavar="FILE", help="draw loss and TFLOPs of all logs into FILE")
+    parser.add_argument("--png", metavar="FILE", help="draw loss and TFLOPs of all logs into FILE, and of one history "
+                        "the load of every expert")
     parser.add_argument("--x", choices=tuple(plot.AXES), default="iteration", help="what --png draws over (default: iteration)")
     parser.add_argument("--markdown", action="store_true", help="print the table with a heading and lists, for a document")
     parser.add_argument("--follow", action="store_true", help="read on while the jobs run, until their last line or Ctrl-C")

@@ -1,6 +1,7 @@
 """A picture of runs: loss (training, validation) over iterations or tokens, with small panels for learning rate, TFLOPs and energy.
 
-A run has one colour in all panels; the title says its size, layout and directory.
+A run has one colour in all panels; of one with experts the load of each is a panel of its own. The title says its
+size, layout and directory.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def loss_curves(path_png: str | os.PathLike, runs: Mapping[str, Records], headin
     if importlib.util.find_spec("matplotlib") is None:
         print(f"{path_png}: not drawn, a package is missing: pip install matplotlib, or this package with its extra [log]")
         return False
-    _draw(path_png, drawn, heading, x)
+    loads = [record for records in runs.values() for record in records if record["kind"] == "experts"] if len(runs) == 1 else []
+    _draw(path_png, drawn, heading, x, loads[-1] if loads else None)
     return True
 
 
@@ -92,14 +94,16 @@ def _with_loss(records: Records, kind: str) -> Records:
     return [r for r in records if r["kind"] == kind and r.get("lm_loss") is not None]
 
 
-def _draw(path_png: str | os.PathLike, runs: Mapping[str, tuple[Records, Records]], heading: str, x: str) -> None:
+def _draw(path_png: str | os.PathLike, runs: Mapping[str, tuple[Records, Records]], heading: str, x: str,
+          loads: dict[str, Any] | None) -> None:
+    """loads: a record of kind "experts"."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window, and pyplot's global state untouched
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 6), layout="constrained")
+    figure = Figure(figsize=(8, 6 if loads is None else 8), layout="constrained")
     FigureCanvasAgg(figure)
     small = SMALL_PANELS if any(r.get("watts") for train, _ in runs.values() for r in train) else SMALL_PANELS[:2]
-    grid = figure.add_gridspec(2, len(small), height_ratios=(3, 1))
+    grid = figure.add_gridspec(2 if loads is None else 3, len(small), height_ratios=(3, 1) if loads is None else (3, 1, 1.5))
     panels = [figure.add_subplot(grid[0, :]), *(figure.add_subplot(grid[1, i]) for i in range(len(small)))]
     for number, (name, (train, validation)) in enumerate(runs.items()):
         color = f"C{number % 10}"  # of a run in every panel
@@ -113,8 +117,19 @@ def _draw(path_png: str | os.PathLike, runs: Mapping[str, tuple[Records, Records
         panel.grid(alpha=0.3)
     validated = len(runs) > 1 and any(validation for _, validation in runs.values())
     panels[0].legend(fontsize="small", title="dashed: validation" if validated else None)
+    if loads is not None:
+        _draw_loads(figure.add_subplot(grid[2, :]), loads)
     figure.suptitle(shown(heading), fontsize="medium")
     figure.savefig(path_png, dpi=120, format="png")
+
+
+def _draw_loads(axes: Any, record: dict[str, Any]) -> None:
+    """The load of every expert (layers with experts, e), 1 being the mean."""
+    image = axes.imshow(record["loads"], aspect="auto", interpolation="nearest", vmin=0.0)
+    numbers = range(0, len(record["layers"]), 1 + len(record["layers"]) // 8)
+    axes.set(xlabel="expert", ylabel="layer")
+    axes.set_yticks(list(numbers), [record["layers"][number] for number in numbers])
+    axes.figure.colorbar(image, ax=axes, label=f"load at iteration {record['iteration']}")
 
 
 def _line(axes: Any, records: Records, x: str, name: str, **style: Any) -> None:

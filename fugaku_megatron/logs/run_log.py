@@ -143,7 +143,8 @@ class LogSummary:
 
     iterations: those of all jobs in it; of an iteration that a resumed job repeated, the last. counted: the last job's iterations
     after its first two (all of them if there are at most two), over which the medians are taken. memory_mib: the maximum over the
-    ranks. finished: the log has its job's last line. machine: the line that describes the node.
+    ranks. finished: the log has its job's last line. machine: the line that describes the node. experts: the last record of a
+    history with the load of every expert.
     """
 
     path: str
@@ -153,6 +154,7 @@ class LogSummary:
     job: Job
     formula: str
     machine: str
+    experts: dict[str, Any] | None
     ghz: float | None
     memory_mib: int | None
     finished: bool
@@ -210,6 +212,7 @@ class LogReader:
         self.path, self.job, self.formula = path, job or Job(other_program=True), formula
         self.by_iteration: dict[int, IterationMetrics] = {}
         self.validations: dict[int, float] = {}
+        self.experts: dict[str, Any] | None = None
         self._lines = 0
         self._start("")
 
@@ -265,6 +268,8 @@ class LogReader:
             check(type(record.get("iteration")) is int, f"iteration is {record.get('iteration')!r:.60}, not int")
             check(isinstance(loss := record.get("lm_loss"), float), f"lm_loss is {loss!r:.60}, not float")
             self.validations[record["iteration"]] = loss
+        elif kind == "experts":
+            self.experts = {"kind": kind, **record}
 
     def _take_metrics(self, metrics: IterationMetrics) -> None:
         self._of_job.append(metrics)
@@ -277,7 +282,8 @@ class LogReader:
         clock = _CLOCK.search(self.machine)
         return LogSummary(path=self.path, iterations=iterations, validations=tuple(sorted(self.validations.items())),
                           counted=tuple(self._of_job[WARM_UP:] or self._of_job), job=self.job, formula=self.formula,
-                          machine=self.machine, ghz=float(clock[1]) if clock else self.job.values.get("cpu_frequency"),
+                          machine=self.machine, experts=self.experts,
+                          ghz=float(clock[1]) if clock else self.job.values.get("cpu_frequency"),
                           memory_mib=self._memory, finished=self._ended or last_iteration)
 
 

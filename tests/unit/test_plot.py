@@ -64,6 +64,22 @@ def test_the_loss_is_drawn_where_the_numbers_say(tmp_path, made):
     assert list(tflops.lines[0].get_ydata()) == [0.5] * 8
 
 
+def test_the_load_of_every_expert_is_drawn(tmp_path, made):
+    """The last record of one run, from its history or through the log's table, which names the largest load."""
+    loads = [{"kind": "experts", "iteration": i, "layers": [1, 2], "loads": [[0.5, 1.5, i], [1.0, 1.0, 1.0]]} for i in (4, 8)]
+    train = [{**record, "largest_load": 1.5, "train_iters": 8} for record in TRAIN]
+    (tmp_path / "history.jsonl").write_text("".join(json.dumps(record) + "\n" for record in train + loads))
+    log = read_log(tmp_path / "history.jsonl")
+    assert plot.loss_curve(tmp_path / "loss.png", tmp_path / "history.jsonl") and log_table.draw(tmp_path / "log.png", [log])
+    for figure in made:
+        axes = next(axes for axes in figure.axes if axes.get_xlabel() == "expert")
+        assert axes.images[0].get_array().tolist() == loads[1]["loads"]
+        assert [text.get_text() for text in axes.get_yticklabels()] == ["1", "2"]
+    assert "an expert has 1.5 x the mean load" in log_table.text([log])
+    assert plot.loss_curves(tmp_path / "two.png", {"a": train + loads, "b": train})
+    assert all(a.get_xlabel() != "expert" for a in made[2].axes)
+
+
 def test_colours_and_titles_of_runs(tmp_path, made):
     assert plot.loss_curves(tmp_path / "two.png", {"a": VALIDATION, "b": TRAIN + VALIDATION, "c": TRAIN}) is True
     loss, rate, tflops = made[0].axes
