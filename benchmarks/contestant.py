@@ -193,9 +193,14 @@ class BaselineTrainer:
 
 # The process ----------------------------------------------------------------------------------------------------------------------
 
+def run_of(task: Task) -> RunConfig:
+    """Its run; JSON has made lists of tuples."""
+    return make_run(task.recipe, {name: tuple(value) if isinstance(value, list) else value for name, value in task.values.items()})
+
+
 def _side(task: Task) -> tuple[Callable[[], float], dict[str, Any]]:
     """(function that trains a step and returns its loss, facts for the report)."""
-    run = make_run(task.recipe, task.values)
+    run = run_of(task)
     if task.side != "ours":
         torch.set_num_threads(task.threads)
         return BaselineTrainer(task.baseline, run, task.compiled).step, {"torch": torch.__version__}

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -232,7 +232,8 @@ _OF_EXPERTS = {name: value for name, value in BLOCKS["qwen3"].items() if name !=
 EXPERTS = {"mixtral": _OF_EXPERTS, "qwen3-moe": {**_OF_EXPERTS, "qk_layernorm": True, "moe_ffn_hidden_size": 24}}
 
 
-@pytest.mark.parametrize("baseline, block", [("plain", {}), ("hf", {}), *(("hf", block) for block in (*BLOCKS.values(), *EXPERTS.values()))],
+@pytest.mark.parametrize("baseline, block", [("plain", {}), ("hf", {}), *(
+    ("hf", block) for block in (*BLOCKS.values(), *EXPERTS.values()))],
                          ids=["plain", "hf", *BLOCKS, *EXPERTS])
 def test_a_baseline_trains_with_our_losses(baseline, block):
     if baseline == "hf":
@@ -246,6 +247,14 @@ def test_a_baseline_trains_with_our_losses(baseline, block):
         assert theirs.step() == pytest.approx(trainer.train_step().loss, rel=2e-5)
     trainer.close()
     theirs.batches.close()
+
+
+def test_a_part_of_a_large_model_reaches_the_process():
+    given = options("step", "--recipe", "qwen3-30b-a3b", "--num-layers", "1", "--vocab-size", "1024", "--baseline", "hf")
+    sent = json.loads(json.dumps(asdict(step.task(given, "ours", []))))
+    run = contestant.run_of(contestant.Task(**sent))
+    assert hash(run) == hash(shapes.run_of(given, **step.run_values(given))) and run.model.balances == ()
+    assert (run.model.num_layers, run.model.vocab_size, run.model.num_experts) == (1, 1024, 128)
 
 
 @pytest.mark.parametrize("arguments", [(), pytest.param(
