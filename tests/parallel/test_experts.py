@@ -545,6 +545,25 @@ def test_the_published_numbers_of_a_30b_a3b():
     assert [(p.m, p.n, p.k, p.times) for p in layer.matmuls if p.times > 1] == [(64, 1536, 2048, 128), (64, 2048, 768, 128)]
 
 
+def test_a_scaled_down_a3b_holds_what_the_formula_says():
+    """With BF16 moments: every buffer of weights, gradients and the optimizer, and what a step allocates, together."""
+    run = small_run(**{**A3B, "num_layers": 4, "hidden_size": 128, "kv_channels": 16, "num_attention_heads": 8, "seq_length": 128,
+                       "ffn_hidden_size": 384, "moe_ffn_hidden_size": 48, "num_experts": 32, "vocab_size": 512,
+                       "num_query_groups": 2, "global_batch_size": 2, "use_precision_aware_optimizer": True,
+                       "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"})
+    found = memory.stage_memory(run, Layout.from_run(run, 1), 0, run_schedule.of_run(run, 2).held(0))
+    with contextlib.closing(make_trainer(SoloComm(), run)) as trainer:
+        trainer.train_step()
+        held = [tensor for p in trainer.optimizer.flat.parameters for tensor in (p.data, p.main_grad)]
+        held += [tensor for part in trainer.optimizer.parts for tensor in vars(part).values() if isinstance(tensor, Tensor)]
+        buffers = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
+    total = found.weights + found.gradients + found.optimizer
+    assert sum(buffers.values()) == pytest.approx(total, rel=0.01)
+    step = allocated_peak(SoloComm(), run)
+    assert sum(buffers.values()) + step == pytest.approx(total + found.activations + found.logits, rel=0.05)
+    assert step == pytest.approx(found.activations + found.logits, rel=0.05)
+
+
 # Mistakes -----------------------------------------------------------------------------------------------------------------------
 
 def test_layers_with_experts():
