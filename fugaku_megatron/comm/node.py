@@ -2,6 +2,7 @@
 
     share_node(comm, kernels)       comm with such sums and gathers; over several nodes those are one of two levels (two_level.py)
     share_groups(groups, kernels)   the same for a grid's groups
+    NodeTensor(comm, n, dtype)      a tensor that all ranks of comm hold, one copy for the ranks of a node
 
 Every rank has a segment of one MPI shared-memory window, in two halves that are used in turn. A collective goes chunk by chunk:
 each rank copies its chunk into its half and raises a flag; when all flags are up, each adds up its part of the chunk over all
@@ -15,9 +16,13 @@ Left out: float64 and integers, maxima and broadcasts, which stay MPI's. Legend:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
+import mmap
+import os
 import shutil
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, count
@@ -31,6 +36,7 @@ from .base import DONE, SUMMED_DTYPES, Comm, Handle, check, check_exchange, rows
 from .engine import PATIENCE, Steps
 from .grid import Groups
 from .mpi import MPIComm
+from .solo import SoloComm
 from .two_level import TwoLevelComm, in_stages, split_levels
 
 HALF_BYTES = 2**20  # of a segment, which has two
@@ -257,3 +263,67 @@ class NodeComm(MPIComm):
             for rank in range(self.size):
                 if rank != self.rank or not inside:
                     output[rank, start : start + step].copy_(half[rank, : chunk.numel()])
+
+
+def _anonymous_file(name: str, nbytes: int) -> int:
+    """A file of zeros that is in no folder."""
+    file = os.memfd_create(name)
+    os.truncate(file, nbytes)
+    return file
+
+
+def _opened(stack: contextlib.ExitStack, open_file: Callable[[], int | None]) -> int | None:
+    """A file that is closed with `stack`, None where it cannot be opened."""
+    with contextlib.suppress(OSError):
+        if (file := open_file()) is not None:
+            stack.callback(os.close, file)
+            return file
+    return None
+
+
+class NodeTensor:
+    """A tensor (n,) that all ranks of `comm` hold alike: one copy for the ranks of a node. Zeros at first. Collective.
+
+    The ranks of a node map one anonymous file (memfd_create), which needs no space in /dev/shm and is gone with the last of them.
+    Every rank has a copy of its own where they cannot, as in containers that do not see each other's processes, and under a `comm`
+    without processes. writes: whether this rank writes it, as one rank of a node does. sharers: the ranks that have this copy.
+    """
+
+    def __init__(self, comm: Comm, n: int, dtype: torch.dtype) -> None:
+        split_node = getattr(comm, "split_node", None) if n else None
+        self._node: Comm = split_node() if split_node else SoloComm()
+        memory = self._map(n * dtype.itemsize) if self._node.size > 1 else None
+        if memory is None:
+            self._node, self.values = SoloComm(), torch.zeros(n, dtype=dtype)
+        else:
+            self.values = torch.frombuffer(memory, dtype=dtype)
+            # The first touch decides on which NUMA domain a page is: ranks read all of it, so each takes a part.
+            self.values.tensor_split(self.sharers)[self._node.rank].zero_()
+            self._node.barrier()
+        self.writes = self._node.rank == 0
+        self._writers = comm.split(int(not self.writes), comm.rank) if split_node else comm
+
+    @property
+    def sharers(self) -> int:
+        return self._node.size
+
+    def _map(self, nbytes: int) -> mmap.mmap | None:
+        """The memory of the node's first rank, or None on all of its ranks."""
+        name = uuid.uuid4().hex
+        with contextlib.ExitStack() as stack:
+            file = _opened(stack, lambda: _anonymous_file(name, nbytes)) if self._node.rank == 0 else None
+            name, path = self._node.broadcast_object((name, f"/proc/{os.getpid()}/fd/{file}"))
+            if self._node.rank:
+                file = _opened(stack, lambda: os.open(path, os.O_RDWR) if name in os.readlink(path) else None)
+            memory = None if file is None else mmap.mmap(file, nbytes)
+            return memory if self._node.all_reduce(torch.tensor([int(memory is not None)]), "min").item() else None
+
+    def written(self) -> None:
+        """To be called after the ranks that write have written, before others read. Collective in the node."""
+        self._node.barrier()
+
+    def spread(self) -> None:
+        """Give what the first rank of `comm` has written to all others. Collective."""
+        if self.writes:
+            self._writers.broadcast(self.values)
+        self._node.barrier()

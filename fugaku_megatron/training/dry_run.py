@@ -14,7 +14,7 @@ from ..config import batches
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs import accounting, run_schedule
-from ..costs.memory import Memory, gradient_collectives, stage_memory
+from ..costs.memory import BF16_BYTES, FP32_BYTES, Memory, frozen_elements, gradient_collectives, stage_memory
 from ..costs.run_schedule import layers_again
 from ..data.chat_dataset import packing_lines
 from ..host import placement, topology
@@ -147,6 +147,16 @@ def _divided_experts(run: RunConfig, layout: Layout) -> list[str]:
             f"{sent / 2**20:.1f} MiB per layer with experts and micro-batch, there and back, gradients included"]
 
 
+def _frozen_copies(run: RunConfig, layout: Layout) -> list[str]:
+    """How much of the table's weights data-parallel ranks of a node share."""
+    if not run.lora.on or layout.dp == 1:
+        return []
+    size = FP32_BYTES if run.precision.name == "fp32" else BF16_BYTES
+    mib = size * max(frozen_elements(run, layout, stage) for stage in range(layout.pp)) / 2**20
+    return [f"frozen weights: the data-parallel ranks of a node share one copy, which the table counts on each: k of them need "
+            f"(k - 1) x {mib:.0f} MiB less"]
+
+
 def cores(node: topology.Node, root: str, world_size: int, rank_bytes: int) -> list[str]:
     """Which cores the ranks of the node described by root/sys compute on, one line for each; and what is wrong with it.
 
@@ -195,6 +205,7 @@ def report(run: RunConfig, world_size: int, png: str | None = None, sys_root: st
         *_time(run, layout, _bubble(lists)),
         "memory of one rank per stage; recompute: layers of each chunk:",
         *_table(plans),
+        *_frozen_copies(run, layout),
         f"FLOPs per iteration: {accounting.hardware_flops(run, size):.4e} hardware (the log's TFLOPs), "
         f"{accounting.model_flops(run, size):.4e} model",
         "bytes per rank, stage 0, once per iteration: "

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.shards import WEIGHT, Shard
-from ..comm.grid import Groups
+from ..comm.base import Comm
+from ..comm.grid import ALONE, Groups
+from ..comm.node import NodeTensor
 from ..costs.accounting import FLAT_ALIGNMENT, round_up
 from ..costs.memory import cut
 from ..nn.model import VOCABULARY, Stage
@@ -176,20 +178,21 @@ def _merge(ranges: list[Range]) -> list[Range]:
 
 
 class FlatParameters:
-    """Memory of a stage's parameters: `values` (the model's dtype), flat, and `gradients`, each bucket padded for `shards` ranks.
-    frozen: the parameters that are not trained, in memory of their own, `frozen_values`.
+    """Memory of a stage's parameters: `values` (the model's dtype), flat, and `gradients`, each bucket padded for ZeRO-1 shards.
+    frozen: the parameters that are not trained, in memory that ranks of a node share, `frozen_memory`: divided experts follow the
+    others. alike: the ranks that hold the same parameters, and the same divided experts.
     minimum: elements of a bucket, see `costs.memory.cut`; None takes any module as `stage`, and makes one bucket of it.
-    expert_shards: as `shards`, of buckets of divided experts. muon: whether the optimizer is Muon.
+    muon: whether the optimizer is Muon.
 
     After construction every parameter of the stage is a FlatParameter, or a FrozenParameter, and holds its initial weights.
     """
 
-    def __init__(self, stage: Stage | nn.Module, dtype: torch.dtype, seed: int, shards: int, kernels: Any,
-                 minimum: int | None = None, expert_shards: int = 1, muon: bool = False) -> None:
-        self._muon = muon
+    def __init__(self, stage: Stage | nn.Module, dtype: torch.dtype, seed: int, kernels: Any,
+                 alike: tuple[Comm, Comm] = (ALONE, ALONE), minimum: int | None = None, muon: bool = False) -> None:
+        self._muon, self._alike = muon, alike
         self.starts: list[int] = []
         self.buckets: list[Bucket] = []
-        declared = self._lay_out(stage, (shards * FLAT_ALIGNMENT, expert_shards * FLAT_ALIGNMENT), minimum)
+        declared = self._lay_out(stage, (alike[0].size * FLAT_ALIGNMENT, alike[1].size * FLAT_ALIGNMENT), minimum)
         self.numel = self.buckets[-1].end
         self.values = torch.zeros(self.numel, dtype=dtype)
         self.gradients = Gradients(self.buckets)
@@ -256,14 +259,19 @@ class FlatParameters:
 
     def _freeze(self, declared: list[nn.Parameter]) -> dict[nn.Parameter, FrozenParameter]:
         """Memory for the parameters that are not trained, with initial weights."""
-        self.frozen_values = torch.zeros(sum(p.numel() for p in declared), dtype=self.values.dtype)
-        new, end = {}, 0
-        for old in declared:
-            values = self.frozen_values[end : end + old.numel()].view(old.shape)
-            new[old] = FrozenParameter(values, requires_grad=False)
-            new[old].spec = spec_of(old)
-            values.copy_(initial_values(new[old], self._seed, self._kernels))
-            end += old.numel()
+        self.frozen_memory: list[NodeTensor] = []
+        new: dict[nn.Parameter, FrozenParameter] = {}
+        for expert, comm in enumerate(self._alike):
+            kind = [p for p in declared if spec_of(p).expert == expert]
+            sizes = [p.numel() for p in kind]
+            memory = NodeTensor(comm, sum(sizes), self.values.dtype)
+            for old, values in zip(kind, memory.values.split(sizes) if kind else (), strict=True):
+                new[old] = FrozenParameter(values.view(old.shape), requires_grad=False)
+                new[old].spec = spec_of(old)
+                if memory.writes:
+                    values.copy_(initial_values(new[old], self._seed, self._kernels).view(-1))
+            memory.written()
+            self.frozen_memory.append(memory)
         return new
 
     def initial_shard(self, start: int, end: int) -> Tensor:
@@ -288,8 +296,9 @@ class FlatParameters:
         return shards
 
     def frozen_shards(self) -> list[Shard]:
-        """Where the weights that are not trained go."""
-        return [_shard(WEIGHT.rstrip("/"), parameter, parameter.data.view(-1), 0) for parameter in self.frozen]
+        """Where the weights that are not trained go, of those that this rank reads for all that hold them."""
+        return [_shard(WEIGHT.rstrip("/"), parameter, parameter.data.view(-1), 0) for parameter in self.frozen
+                if self._alike[parameter.spec.expert].rank == 0]
 
     def fingerprint(self, words: int, groups: Groups) -> int:
         """A number of the frozen weights, the same in every layout, in FP32 and BF16. words: rows of the vocabulary. Collective."""

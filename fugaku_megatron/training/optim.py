@@ -118,8 +118,8 @@ class Optimizer:
     def __init__(self, stage: Stage, run: RunConfig, groups: Groups, ops: Ops) -> None:
         self.run, self.groups, self.ops, self.config = run, groups, ops, run.optimizer
         self.sharded = run.parallel.zero_stage == 1
-        self.flat = FlatParameters(stage, PARAMETER_DTYPES[run.precision.name], run.training.seed, groups.dp.size, ops.kernels,
-                                   bucket_minimum(run, groups.dp.size), groups.edp.size, self.config.muon)
+        self.flat = FlatParameters(stage, PARAMETER_DTYPES[run.precision.name], run.training.seed, ops.kernels,
+                                   (groups.dp, groups.edp), bucket_minimum(run, groups.dp.size), self.config.muon)
         self.buckets = BucketComm(stage, self.flat, run, groups)
         self.parts = [self._part(*self.buckets.part(bucket)) for bucket in self.flat.buckets]
         self._muon = Muon(self.flat, self.buckets, run, groups, ops.kernels) if self.config.muon else None

@@ -200,9 +200,24 @@ def _latest(directory: str, save: str | None) -> int | None:
 
 def resume_training(trainer: Trainer, resume: Resume) -> list[str]:
     """Bring the trainer to where the run stands; returns the log's lines. Collective."""
+    if resume.base is None:
+        return _resume(trainer, resume)
+    trainer.load_base(resume.base, None if resume.checkpoint is None else resume.checkpoint.state.get("lora"))
+    return [*_resume(trainer, resume), *_copies_note(trainer)]
+
+
+def _copies_note(trainer: Trainer) -> list[str]:
+    """How many ranks share one copy of the frozen weights."""
+    sharers, ranks = trainer.optimizer.flat.frozen_memory[0].sharers, trainer.groups.dp.size
+    if ranks == 1:
+        return []
+    if sharers == 1:
+        return [f"each of the {ranks} data-parallel ranks has its own copy of the frozen weights"]
+    return [f"{sharers} of the {ranks} data-parallel ranks, those of a node, share one copy of the frozen weights"]
+
+
+def _resume(trainer: Trainer, resume: Resume) -> list[str]:
     run = trainer.run
-    if resume.base is not None:
-        trainer.load_base(resume.base, None if resume.checkpoint is None else resume.checkpoint.state.get("lora"))
     if resume.checkpoint is None:
         return [f"no checkpoint in --load {run.output.load}: starting anew"] if run.output.load else []
     if resume.finetune:

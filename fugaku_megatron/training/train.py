@@ -320,10 +320,10 @@ class Trainer:
         The first data-parallel ranks read, the others get the weights from them. ValueError on every rank where they are others.
         """
         checkpoint.config["model"] = with_block(checkpoint.config.get("model", {}))
-        flat, dp = self.optimizer.flat, self.groups.dp
-        shards = flat.frozen_shards() if dp.rank == 0 else []
-        load_shards(checkpoint, shards, self.folders, architecture(self.run.model), VOCABULARY, converts=WEIGHTS)
-        dp.broadcast(flat.frozen_values)
+        flat = self.optimizer.flat
+        load_shards(checkpoint, flat.frozen_shards(), self.folders, architecture(self.run.model), VOCABULARY, converts=WEIGHTS)
+        for memory in flat.frozen_memory:
+            memory.spread()
         self.ops.weights_changed(frozen=True)
         found = None if self.run.precision.fp16 else flat.fingerprint(self.run.model.vocab_size or 0, self.groups)
         expected = found if saved is None else saved["fingerprint"]

@@ -202,7 +202,7 @@ def held_bytes(world: Comm, run: RunConfig) -> int:
     trainer = make_trainer(world, run)
     tokens = torch.zeros(run.model.seq_length, run.batch.micro_batch_size, dtype=torch.int64)
     flat, saved = trainer.optimizer.flat, {}
-    weights = {values.untyped_storage().data_ptr() for values in (flat.values, flat.frozen_values)}
+    weights = {values.untyped_storage().data_ptr() for values in (flat.values, *(memory.values for memory in flat.frozen_memory))}
 
     def keep(tensor):
         storage = tensor.untyped_storage()

@@ -41,7 +41,7 @@ LAYERS: dict[str, Callable[[layers.Context], nn.Module]] = {
 def build(name: str, tp, **changes) -> tuple[nn.Module, FlatParameters]:
     """A layer with memory; biases and norms, which start at constants, get values that differ by element."""
     layer = LAYERS[name](layers.Context(model(init_method_std=0.2, **changes), tp, Ops.build(), SEED))
-    flat = FlatParameters(layer, torch.float32, SEED, 1, kernels)
+    flat = FlatParameters(layer, torch.float32, SEED, kernels)
     for p in flat.parameters:
         if p.spec.init_std is None:
             p.data.add_(place(p, random(*p.spec.shape, seed=len(p.spec.name))) * 0.3)

@@ -5,7 +5,7 @@ import pytest
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import make_run, parse
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.costs import run_schedule
+from fugaku_megatron.costs import accounting, run_schedule
 from fugaku_megatron.costs.accounting import stage_parameters
 from fugaku_megatron.logs import pipeline_plot
 from fugaku_megatron.perf import plan_text
@@ -131,3 +131,11 @@ def test_the_picture_shows_the_schedule_and_the_memory(tmp_path, monkeypatch):
     assert memory == [plan.memory.total / 2**20 for plan in plans]
     assert file.endswith("p.png") and heading.startswith("zbv, 2 chunks of layers a stage, all 2 micro-batches, recompute none; ")
     assert heading.endswith("(model, a64fx)")
+
+
+def test_frozen_weights_of_a_node_are_said_to_be_shared():
+    run = make_run("124m", {"lora_rank": 8, "vocab_size": 50257})
+    line = next(line for line in report(run, 2).splitlines() if line.startswith("frozen weights"))
+    mib = 4 * accounting.parameters(make_run("124m", {"vocab_size": 50257})) / 2**20
+    assert f"k of them need (k - 1) x {mib:.0f} MiB less" in line
+    assert "frozen weights" not in report(run, 1)

@@ -3,6 +3,7 @@
 Each rank imports torch, so one job runs all parts of tests/parallel/collective_checks.py. The endings are in endings.py.
 """
 
+import json
 import time
 from pathlib import Path
 
@@ -42,6 +43,53 @@ def test_one_thread_calls_an_mpi_that_allows_one(mpi):
     job = mpi.run(2, VERBS, "orders", FUGAKU_MEGATRON_MPI_THREAD_LEVEL="funneled")
     assert job.returncode == 0, job.stderr
     assert job.stdout.startswith("ok orders 250\n") and "MPI_THREAD_FUNNELED" in job.stdout
+
+
+FROZEN = """
+import json, os, re, sys
+import torch
+from fugaku_megatron.comm.launch import run_or_abort
+from fugaku_megatron.comm.node import NodeTensor
+from tests.parallel.test_lora import QWEN, curve
+from tests.helpers import small_run
+
+def refused(*arguments):
+    raise PermissionError
+
+def proportional_kib(tensor):
+    'PSS of the mapping that holds a tensor.'
+    mapping = None
+    for line in open("/proc/self/smaps"):
+        if found := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            mapping = int(found[1], 16) <= tensor.data_ptr() < int(found[2], 16)
+        elif mapping and line.startswith("Pss:"):
+            return int(line.split()[1])
+
+def body(world):
+    for refusing in [[], [0], [1]]:
+        if world.rank in refusing:
+            setattr(os, "open" if world.rank else "memfd_create", refused)
+        big = NodeTensor(world, 1 << 18, torch.float32)
+        if big.writes:
+            big.values.fill_(world.rank + 1.0)
+        big.spread()
+        found = [big.sharers, big.writes, big.values.sum().item() / (1 << 18), proportional_kib(big.values) < 700]
+        found = world.gather_object([*found, *curve(world, small_run(**QWEN, zero_stage=1))[:2]])
+        if world.rank == 0:
+            print(json.dumps(found), flush=True)
+
+run_or_abort(body)
+"""
+
+
+def test_ranks_of_a_node_hold_one_copy_of_a_tensor(mpi):
+    """MiB of floats, and the frozen weights of adapters; or copies, where the first rank or the second may not open its file."""
+    job = mpi.run(2, "-c", FROZEN)
+    assert job.returncode == 0, job.stderr
+    shared, *apart = (json.loads(line) for line in job.stdout.splitlines())
+    assert [rank[:4] for rank in shared] == [[2, True, 1.0, True], [2, False, 1.0, True]]
+    assert [[rank[:4] for rank in ranks] for ranks in apart] == [[[1, True, 1.0, False]] * 2] * 2
+    assert [[rank[4:] for rank in ranks] for ranks in apart] == [[rank[4:] for rank in shared]] * 2
 
 
 @pytest.mark.slow
