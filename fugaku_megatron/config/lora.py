@@ -85,8 +85,10 @@ class LoraConfig:
         """ValueError for a model whose matrices cannot have these adapters."""
         if not self.on:
             return
-        check(model.num_experts is None, f"--lora-rank {self.rank} is not built for --num-experts {model.num_experts}: leave one "
-              "of them out")
+        attention = ",".join(MATRICES[QKV] + MATRICES[PROJ])
+        check(model.num_experts is None or not (self.parts(FC1, model) or self.parts(FC2, model)), f"--lora-target "
+              f"{self.lora_target}: adapters of the MLPs of a model with --num-experts {model.num_experts} are not built: pass "
+              f"{attention}, or some of them")
         check(model.gated or "gate_proj" not in self.targets, "--lora-target gate_proj: the MLP has no gate: leave it out, or "
               "pass --swiglu")
         for linear in MATRICES:

@@ -121,7 +121,7 @@ def bucket_sizes(run: RunConfig, layout: Layout, stage: int) -> list[tuple[int, 
     units, experts = stage_units(run, layout, stage), [*[0] * (stage == where.last_stage), *layers, 0, 0]
     sizes = []
     for bucket in cut(units, bucket_minimum(run, layout.dp), holds_tied_copy(run, stage)):
-        divided = sum(experts[i] for i in bucket)
+        divided = 0 if run.lora.on else sum(experts[i] for i in bucket)
         sizes.append((round_up(sum(units[i] for i in bucket) - divided, layout.dp * FLAT_ALIGNMENT),
                       round_up(divided, layout.edp * FLAT_ALIGNMENT)))
     return sizes

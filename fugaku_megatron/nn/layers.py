@@ -81,7 +81,7 @@ class Context:
 
     def expert_parameter(self, name: str, shape: tuple[int, ...], partition_dim: int, std: float) -> nn.Parameter:
         """`make_parameter` of a matrix of each expert, (e, ...), over ranks that have different experts and that share each."""
-        return make_parameter(name, shape, self.etp or self.tp, partition_dim, std, experts=self.ep)
+        return make_parameter(name, shape, self.etp or self.tp, partition_dim, std, experts=self.ep, frozen=self.lora.on)
 
     @cached_property
     def _tables(self) -> dict[int, Angles | None]:

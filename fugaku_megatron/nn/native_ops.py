@@ -90,8 +90,9 @@ class NativeOps(NativeBlockOps):
 
     def grouped_weight_gradient(self, dy: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int], chunk: int = 0) -> None:
         """Add dy^T x of each group's rows to the gradient of its weight, now or later; dy (n, out), x (n, in) stay until then."""
-        self.weight_gradients.add(partial(self.kernels.grouped_linear_weight_gradient, dy, x.detach(), torch.tensor(counts),
-                                          gradient_of(weight).flatten(1, -2), chunk))
+        if not is_frozen(weight):
+            self.weight_gradients.add(partial(self.kernels.grouped_linear_weight_gradient, dy, x.detach(), torch.tensor(counts),
+                                              gradient_of(weight).flatten(1, -2), chunk))
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, sequence: Comm | None = None) -> Tensor:
         """x (..., in), weight (out, in), bias (out) -> (..., out)."""

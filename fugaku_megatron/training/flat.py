@@ -302,16 +302,18 @@ class FlatParameters:
 
     def fingerprint(self, words: int, groups: Groups) -> int:
         """A number of the frozen weights, the same in every layout, in FP32 and BF16. words: rows of the vocabulary. Collective."""
-        total = 0
+        totals = [0, 0]  # of divided experts the second
         for parameter in self.frozen:
             spec, values = parameter.spec, parameter.data
             if spec.counted:
                 values = values[: max(0, words - spec.offset[0])] if spec.name in VOCABULARY else values
-                total += zlib.crc32(spec.name.encode()) * int(values.bfloat16().view(torch.int16).sum(dtype=torch.int64))
-        summed = torch.tensor([float(total % FINGERPRINTS)], dtype=torch.float64)
-        for comm in (groups.tp, groups.pp):
-            comm.all_reduce(summed)
-        return int(summed.item()) % FINGERPRINTS
+                number = int(values.bfloat16().view(torch.int16).sum(dtype=torch.int64))
+                totals[spec.expert] += zlib.crc32(spec.name.encode()) * number
+        summed = torch.tensor([[float(total % FINGERPRINTS)] for total in totals], dtype=torch.float64)
+        for comm in (groups.etp, groups.ep):
+            comm.all_reduce(summed[1])
+        groups.tp.all_reduce(summed[0])
+        return int(groups.pp.all_reduce(summed.sum(0)).item()) % FINGERPRINTS
 
 
 def _shard(kind: str, parameter: FlatParameter | FrozenParameter, tensor: Tensor, first: int) -> Shard:

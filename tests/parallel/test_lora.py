@@ -71,6 +71,34 @@ def test_every_layout_trains_the_same_adapters(layout, dropout, alone):
             assert torch.allclose(own[2][name], tensor, atol=2e-5), name
 
 
+MOE = {**LORA, "lora_target": "q_proj,k_proj,v_proj,o_proj", "num_layers": 2, "num_experts": 4, "swiglu": True,
+       "disable_bias_linear": True, "normalization": "RMSNorm", "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": (0.01,),
+       "moe_shared_expert_intermediate_size": 16, "zero_stage": 1}
+EP = {"expert_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(2, EP), (2, TP2), (4, {**EP, **TP2, **SP}), (4, {**EP, **TP2, **SP, "bf16": True})])
+def test_adapters_of_attention_train_next_to_frozen_experts(ranks, layout, tmp_path):
+    """In every layout from one model, which has the same number everywhere; experts stay as they are."""
+    base, precision = str(tmp_path / "base"), {"bf16": True} if "bf16" in layout else {}
+    whole_model(SoloComm(), base, **{name: value for name, value in MOE.items() if not name.startswith("lora")})
+
+    def run(world, **flags):
+        trainer, _ = started(world, **MOE, **flags, pretrained_checkpoint=base)
+        with contextlib.closing(trainer):
+            before = [memory.values.clone() for memory in trainer.optimizer.flat.frozen_memory]
+            steps = [trainer.train_step() for _ in range(3)]
+            after = [memory.values for memory in trainer.optimizer.flat.frozen_memory]
+            assert all(map(torch.equal, before, after)) and (before[1].numel() > 0) == ("expert_model_parallel_size" in flags)
+            return [step.loss for step in steps], [step.grad_norm for step in steps], trainer.base["fingerprint"]
+
+    losses, norms, number = run(SoloComm(), **precision)
+    assert min(norms) > 0
+    for own in ThreadWorld(ranks).run(lambda world: run(world, **layout)):
+        assert own[0] == pytest.approx(losses, rel=5e-3 if precision else 5e-6) and own[2] == number
+        assert own[1] == pytest.approx(norms, rel=5e-2 if precision else 5e-5)
+
+
 def whole_model(world, directory, **flags) -> None:
     """Save a checkpoint of the model that adapters belong to."""
     with contextlib.closing(make_trainer(world, small_run(**flags))) as trainer:
@@ -230,6 +258,8 @@ def test_adapters_of_peft_that_are_not_built_are_refused(change, message, traine
     ({"lora_rank": 40}, "--lora-rank 40 is larger than the smaller side of q_proj, 32 x 32: lower it to 32 or less"),
     ({"lora_target": "q_proj,c_attn"}, "--lora-target c_attn is not known"),
     ({"lora_target": "q_proj,linear_qkv"}, "linear_qkv holds q_proj"),
+    ({**MOE, "num_layers": 4, "lora_target": "all-linear"}, "--lora-target all-linear: adapters of the MLPs of a model with "
+     "--num-experts 4 are not built: pass q_proj,k_proj,v_proj,o_proj, or some of them"),
     ({"lora_rank": 0}, "--lora-rank is 0"), ({"lora_dropout": 1.0}, "--lora-dropout is 1.0"),
     ({**TP2, **SP, "tp_comm_overlap": True}, "--lora-rank 4 is not built for --tp-comm-overlap"),
     ({"abft": ("all",)}, "--lora-rank 4 is not built for --abft")])
