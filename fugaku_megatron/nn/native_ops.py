@@ -1,8 +1,8 @@
 """The operations of a training step on the C++ kernels; `ops` says what each computes, `torch_ops` is the readable reference.
 
 One crossing into C++ per fused operation; outputs are allocated here. Weight gradients go straight into `main_grad`.
-Left out: communication, and the loss (`native_blocks`). Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads of this
-rank, d head size, v vocabulary of this rank, rows = s b.
+Left out: communication, and the loss (`native_blocks`). Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads and v
+vocabulary of this rank, d head size, rows = s b.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from torch import Tensor
 
 from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
-from . import shared
 from .native_blocks import HeadLoss, NativeBlockOps, column_parts, dropout_arguments, gradient_of_input, row_count
 from .parameter import WeightCache, WeightGradients
-from .shared import DropoutKey, Heads, as_rows, gradient_of, is_frozen, vector_gradient
+from .shared import DropoutKey, Heads, as_rows, dropout, gradient_of, is_frozen, vector_gradient
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ class NativeOps(NativeBlockOps):
 
     def dropout(self, x: Tensor, p: float, key: DropoutKey) -> Tensor:
         """x (any shape) -> the same shape."""
-        return shared.dropout(self.kernels, x, p, key)
+        return dropout(self.kernels, x, p, key)
 
     def embedding(self, tokens: Tensor, weight: Tensor, first_row: int = 0) -> Tensor:
         """tokens (s, b), weight (v, h) -> (s, b, h)."""
