@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ..config.groups import MOMENT_BLOCK, MOMENT_BYTES
 from ..config.layout import Layout, placement, sequence_parts
@@ -110,7 +111,8 @@ def bucket_units(run: RunConfig, layout: Layout, stage: int) -> list[range]:
     return cut(stage_units(run, layout, stage), bucket_minimum(run, layout.dp), holds_tied_copy(run, stage))
 
 
-def bucket_sizes(run: RunConfig, layout: Layout, stage: int) -> list[tuple[int, int]]:
+@lru_cache(maxsize=64)  # each kind of a stage's memory asks for the same
+def bucket_sizes(run: RunConfig, layout: Layout, stage: int) -> tuple[tuple[int, int], ...]:
     """(elements that are held like other matrices, those of divided experts) of each bucket in a rank's flat buffers.
 
     Both are padded so that every part is aligned that one of the ranks with the same elements updates. Divided experts of the same
@@ -124,7 +126,7 @@ def bucket_sizes(run: RunConfig, layout: Layout, stage: int) -> list[tuple[int, 
         divided = 0 if run.lora.on else sum(experts[i] for i in bucket)
         sizes.append((round_up(sum(units[i] for i in bucket) - divided, layout.dp * FLAT_ALIGNMENT),
                       round_up(divided, layout.edp * FLAT_ALIGNMENT)))
-    return sizes
+    return tuple(sizes)
 
 
 def bucket_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
