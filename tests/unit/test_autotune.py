@@ -39,7 +39,7 @@ def test_long_sequences_are_timed_in_part():
     """At 131,072 tokens the calls would take minutes, and torch's mask of a window 16 GiB."""
     lengths = set()
     watched = Observed(Ops.build(), ("attention",), lambda name, function, args, kwargs: lengths.add(len(args[0])) or args[0])
-    cases = start_choices.cases(small_run(seq_length=131072, window_size="512,0"), 1, torch.float32)
+    cases = start_choices.kernel_cases(small_run(seq_length=131072, window_size="512,0"), 1, torch.float32)
     cases["attention"](watched)
     assert lengths == {start_choices.LAYER_TOKENS}
 
