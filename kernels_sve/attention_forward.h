@@ -17,6 +17,10 @@ constexpr float LN_2 = 0.693147181f;
 static_assert(BLOCK % LANES == 0 && KEY_BLOCK % PHILOX_BLOCK == 0, "blocks end where tiles end");
 static_assert(BLOCK % ATTENTION_UNIT == 0 && KEY_BLOCK >= LANES + ATTENTION_UNIT, "in the first round every query sees a key of its window");
 
+// Positions from which on the packed copies of a head are too large for a cache: heads at once are then as few as keep all threads
+// at work, because backward takes about 12 matrices (s, d) for each.
+constexpr int64_t LONG_SEQUENCE = 32768;
+
 // The sizes of a call, where each head's matrices lie, and how many heads are worked on at once: that bounds the packed copies
 // whatever the batch, and keeps them in cache, with work enough for all threads. `head` counts (sample, query head) pairs,
 // `group` counts (sample, group) pairs; share: query heads of a group.
@@ -31,9 +35,10 @@ struct AttentionShape {
         share(a.heads / a.groups),
         s_padded(round_up(a.s, BLOCK)),
         d_padded(round_up(a.d, ATTENTION_UNIT)) {
-    const int64_t threads = max(2, min(16, num_threads()));
-    groups_at_once = min((threads + share - 1) / share, all_heads() / share);
-    heads_at_once = share > threads ? threads : groups_at_once * share;  // parts of one group, or whole groups
+    const int64_t partials = dquery_partials(), enough = (num_threads() + partials - 1) / partials;
+    const int64_t most = max(2, min(16, num_threads())), wanted = s > LONG_SEQUENCE ? min(most, enough) : most;
+    groups_at_once = min((wanted + share - 1) / share, all_heads() / share);
+    heads_at_once = share > wanted ? wanted : groups_at_once * share;  // parts of one group, or whole groups
   }
   int64_t all_heads() const { return b * heads; }
   int64_t matrix() const { return s_padded * d_padded; }

@@ -176,6 +176,17 @@ def repeated(qkv, heads, groups):
     return torch.stack((q, k.expand_as(q), v.expand_as(q)), dim=4).reshape(s, b, -1)
 
 
+def test_a_long_sequence_has_the_bits_of_its_beginning(target):
+    """Where fewer heads are worked on at once, so that a group is done in parts. No gradient comes from beyond the beginning."""
+    short, s, heads, window = 32768, 32880, 4, 16
+    qkv, dout = make(s, 1, heads, 4, groups=1)
+    dout[short:] = 0
+    whole = attention(qkv, dout, heads, window=window)
+    begin = attention(qkv[:short].contiguous(), dout[:short].contiguous(), heads, window=window)
+    for one, other in zip((whole[0][:short], whole[1][..., :short], whole[2][:short]), begin, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 30])
 def test_groups_do_not_change_the_bits_of_a_head(target, window, dtype):
