@@ -24,6 +24,7 @@ from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.comm.grid import Grid, Groups
 from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import make_run
+from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import ModelConfig, RunConfig
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.nn.ops import Ops
@@ -38,6 +39,7 @@ SMALL = {
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
 TP2PP2 = {**TP2, **PP2}
 OVERLAP = {"zero_stage": 1, "overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 5000}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -98,9 +100,7 @@ def dry_trainer(rank: int, ranks: int, **changes: Any) -> Trainer:
 
 def grid_groups(world: Comm, run: RunConfig) -> Groups:
     """The groups of a run."""
-    parallel = run.parallel
-    return Grid(world.size, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size,
-                parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size).groups(world)
+    return Grid(*Layout.from_run(run, world.size).sizes).groups(world)
 
 
 def train(world: Comm, run: RunConfig, iterations: int, ops: Ops | None = None, **more: Any) -> list[IterationResult]:

@@ -49,7 +49,7 @@ SHARED_MEMORY = "/dev/shm"  # where the MPI libraries have it
 
 def share_groups(groups: Groups, kernels: Any, node: int | None = None) -> Groups:
     """The groups that sum tensors, as `share_node` has them. Collective."""
-    names = ("tp", "dp", "embedding", "ep", "edp")
+    names = ("tp", "dp", "embedding", "ep", "edp", "cp")
     shared = {name: share_node(getattr(groups, name), kernels, node) for name in names}
     return replace(groups, **shared, etp=shared["tp"] if groups.etp is groups.tp else groups.etp)
 

@@ -33,6 +33,7 @@ class ParallelConfig(ExpertRanks):
     zero_bubble_max_pending_backward: int | None = opt(None, "micro-batches that a stage of zb-h1 or zbv may hold whose weight "
                                                        "gradients are not there: more of them leave less idle time and take more "
                                                        "memory (default: the number of stages, as 1f1b)", type=int)
+    context_parallel_size: int = opt(1, "ranks that share each sequence, and for attention its heads (CP)", maximum=2**16)
     sequence_parallel: bool = opt(False, "norms, dropout and residuals on 1/TP of the sequence: activations take less memory")
     tp_comm_overlap: bool = opt(False, "with --sequence-parallel: send activations in blocks, overlapped with the matmuls that "
                                 "read or write them")
@@ -48,10 +49,9 @@ class ParallelConfig(ExpertRanks):
     def __post_init__(self) -> None:
         check_numbers(self)
         check_positive(self, "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
-                       "expert_tensor_parallel_size", "ddp_bucket_size",
-                       "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
-                       "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
-                       "zero_bubble_max_pending_backward")
+                       "context_parallel_size", "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
+                       "expert_tensor_parallel_size", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+                       "zero_bubble_max_pending_backward", "ddp_bucket_size")
         check_choices(self)
         object.__setattr__(self, "zero_stage", min(self.zero_stage, 1))
         self._check_schedule()

@@ -16,21 +16,24 @@ from .checks import check, flag
 from .run_config import RunConfig
 
 
-def check_world_size(world_size: int, tp: int, pp: int) -> None:
-    """Raises ValueError when tensor-parallel size x pipeline-parallel size does not divide the number of ranks."""
+def check_world_size(world_size: int, tp: int, pp: int, cp: int = 1) -> None:
+    """Raises ValueError when tensor-, pipeline- and context-parallel sizes do not divide the number of ranks."""
     for name, size in (("tensor", tp), ("pipeline", pp)):
         check(size >= 1, f"--{name}-model-parallel-size is {size}: pass a number above 0")
-    below = world_size // (tp * pp) * tp * pp
-    ranks = f"{below} or {below + tp * pp}" if below else f"{tp * pp}"
+    each = tp * pp * cp
+    below = world_size // each * each
+    ranks = f"{below} or {below + each}" if below else f"{each}"
+    context = f" x --context-parallel-size {cp}" * (cp > 1)
     check(world_size >= 1 and world_size == below, f"world size {world_size} is not divisible by --tensor-model-parallel-size {tp} "
-          f"x --pipeline-model-parallel-size {pp} = {tp * pp}: start {ranks} ranks, or change the sizes")
+          f"x --pipeline-model-parallel-size {pp}{context} = {each}: start {ranks} ranks, or change the sizes")
 
 
 @dataclass(frozen=True)
 class Layout:
     """World size and its factors; `Layout.from_run` checks everything that depends on the world size.
 
-    ep, etp: ranks that have different experts, and that share each of them; etp None: tp.
+    dp: ranks with different samples. ep, etp: ranks that have different experts, and that share each of them; etp None: tp.
+    cp: ranks that share each sequence.
     """
 
     world_size: int
@@ -39,11 +42,26 @@ class Layout:
     dp: int
     ep: int = 1
     etp: int | None = None
+    cp: int = 1
 
     @property
-    def sizes(self) -> tuple[int, int, int, int, int | None]:
+    def sizes(self) -> tuple[int, int, int, int, int | None, int]:
         """What `comm.grid.Grid` is built with."""
-        return self.world_size, self.tp, self.pp, self.ep, self.etp
+        return self.world_size, self.tp, self.pp, self.ep, self.etp, self.cp
+
+    def __str__(self) -> str:
+        return f"DP {self.dp} x TP {self.tp} x PP {self.pp}" + f" x CP {self.cp}" * (self.cp > 1)
+
+    @property
+    def words(self) -> str:
+        """The sizes in a sentence."""
+        context = f"context parallel {self.cp}, " * (self.cp > 1)
+        return f"data parallel {self.dp}, pipeline parallel {self.pp}, {context}tensor parallel {self.tp}"
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that have the same weights, over which gradients are summed and ZeRO-1 cuts the optimizer state: dp x cp."""
+        return self.dp * self.cp
 
     @property
     def edp(self) -> int:
@@ -54,8 +72,8 @@ class Layout:
     def from_run(run: RunConfig, world_size: int) -> Layout:
         """Raises ValueError, one line with the flag and the remedy, for a run that does not fit on `world_size` ranks."""
         tp, pp = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
-        model = run.model
-        check_world_size(world_size, tp, pp)
+        model, cp = run.model, run.parallel.context_parallel_size
+        check_world_size(world_size, tp, pp, cp)
         check(tp == 1 or not model.qk_layernorm_all_heads, f"--qk-layernorm-all-heads is built for whole heads on a rank, and "
               f"--tensor-model-parallel-size is {tp}: pass 1")
         divided = {"num-attention-heads": model.num_attention_heads, "ffn-hidden-size": model.ffn_hidden_size}
@@ -67,10 +85,12 @@ class Layout:
             divided["num-query-groups"] = model.query_groups
         for name, value in divided.items():
             check(value % tp == 0, f"--{name} {value} is not divisible by --tensor-model-parallel-size {tp}: change one of them")
+        _check_context(run, cp, tp)
         check(model.seq_length % sequence_parts(run, tp) == 0, f"--seq-length {model.seq_length} is not divisible by "
               f"--tensor-model-parallel-size {tp}, into which --sequence-parallel cuts it: change one, or leave the flag out")
         check_split(run)
-        layout = Layout(world_size, tp, pp, world_size // (tp * pp), *_expert_sizes(run, world_size // (tp * pp)))
+        dp = world_size // (tp * pp * cp)
+        layout = Layout(world_size, tp, pp, dp, *_expert_sizes(run, dp), cp)
         for size in sizes_of(run, layout.global_batch_size(run)).sizes():
             layout.microbatches(run, size)
         micro, batch = run.training.eval_micro_batch_size, layout.eval_batch_size(run)
@@ -119,6 +139,21 @@ class Layout:
         check(global_batch_size % each == 0, f"{name} is not divisible by --micro-batch-size {run.batch.micro_batch_size} x "
               f"data-parallel size {self.dp} = {each}: {remedy}")
         return global_batch_size // each
+
+
+def _check_context(run: RunConfig, cp: int, tp: int) -> None:
+    """Raises ValueError where the ranks of a sequence cannot share it."""
+    model, name = run.model, f"--context-parallel-size {cp}"
+    if cp == 1:
+        return
+    check(not model.num_experts, f"{name} is not built for --num-experts: leave one of them out")
+    check(not run.lora.lora_dropout, f"{name} is not built for --lora-dropout {run.lora.lora_dropout}: pass 0 or leave one out")
+    parts = 2 * cp * sequence_parts(run, tp)
+    check(model.seq_length % parts == 0, f"--seq-length {model.seq_length} is not divisible by {parts}, two parts for each of "
+          f"{name}" + f" x --tensor-model-parallel-size {tp}" * (sequence_parts(run, tp) > 1) + ": change one")
+    for flag_name, value in (("num-attention-heads", model.num_attention_heads), ("num-query-groups", model.query_groups)):
+        check(value % (tp * cp) == 0, f"--{flag_name} {value} is not divisible by --tensor-model-parallel-size {tp} x {name}, "
+              "whose ranks exchange heads for attention: change one")
 
 
 def _expert_sizes(run: RunConfig, dp: int) -> tuple[int, int | None]:
@@ -201,5 +236,5 @@ def stage_sizes(run: RunConfig) -> tuple[int, ...] | None:
 
 
 def sequence_parts(run: RunConfig, tp: int) -> int:
-    """Parts into which tensor-parallel ranks cut the sequence between their matmuls: t with --sequence-parallel, or 1."""
+    """Parts into which tensor-parallel ranks cut a rank's sequence between their matmuls: t with --sequence-parallel, or 1."""
     return tp if run.parallel.sequence_parallel else 1

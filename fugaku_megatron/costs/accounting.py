@@ -18,6 +18,7 @@ from ..config.run_config import ModelConfig, ParallelConfig, RunConfig
 from ..pipeline.parts import Placement, balanced_cut, cut_of_stages, even_cut
 from .activations import (
     FP32_BYTES,
+    Collective,
     MatmulCollectives,
     Record,
     activation_bytes,
@@ -33,8 +34,6 @@ from .experts import expert_records, typical_mlp
 
 FLAT_ALIGNMENT = 64  # elements; a shard of a flat buffer starts on a 256-byte line
 
-
-# Sizes ------------------------------------------------------------------------------------------------------------
 
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is >= value."""
@@ -54,7 +53,7 @@ def padded_vocab_size(model: ModelConfig, tp: int) -> int:
 
 def zero_shards(run: RunConfig, layout: Layout) -> int:
     """Parts into which ZeRO cuts the optimizer state of a rank: the data-parallel size, or 1 with --zero-stage 0."""
-    return layout.dp if run.parallel.zero_stage else 1
+    return layout.replicas if run.parallel.zero_stage else 1
 
 
 # Records: what one rank does per micro-batch -----------------------------------------------------------------------------------
@@ -92,13 +91,14 @@ def document_length(run: RunConfig) -> int:
 
 def _attention(run: RunConfig, tp: int) -> Record:
     model, b, each = run.model, run.batch.micro_batch_size, document_length(run)
-    s, heads, d = model.seq_length, model.num_attention_heads // tp, model.kv_channels
+    s, heads, d = model.seq_length, model.num_attention_heads // (tp * run.parallel.context_parallel_size), model.kv_channels
     flops = 4 * b * heads * s * each * d  # Q K^T and P V over the full square, as Megatron counts it
-    # Kept: qkv, the context (which is also the projection's input) and the logarithm of each row's sum.
-    saved = qkv_bytes(run, tp) + context_bytes(run, tp) + softmax_bytes(run, tp)
+    # Kept: qkv, the context (also the projection's input, unless ranks exchange heads for rows), the logarithm of each row's sum.
+    sizes, shared = (qkv_bytes(run, tp), context_bytes(run, tp)), run.parallel.context_parallel_size > 1
+    exchanges = tuple(Collective("all_to_all", "cp", size) for size in sizes if shared)
     return Record(name="attention", gemm=(each, each, d), gemm_count=-(-b * heads * s // each), flops_forward=flops,
                   flops_backward=2 * flops, seen=seen_share(each, model.window), dropout=model.attention_dropout > 0,
-                  saved_bytes=saved)
+                  saved_bytes=sum(sizes) + sizes[1] * shared + softmax_bytes(run, tp), forward=exchanges, backward=exchanges[::-1])
 
 
 def _rotary(run: RunConfig, tp: int) -> tuple[Record, ...]:
@@ -130,7 +130,7 @@ def core_bytes(run: RunConfig, tp: int) -> int:
 
 def softmax_bytes(run: RunConfig, tp: int) -> int:
     """What attention keeps of its softmax: one FP32 number per row and head."""
-    return run.batch.micro_batch_size * run.model.num_attention_heads // tp * run.model.seq_length * FP32_BYTES
+    return tokens_per_microbatch(run) * run.model.num_attention_heads // tp * FP32_BYTES
 
 
 @lru_cache(maxsize=64)  # a search asks for the same again and again
@@ -313,8 +313,8 @@ def _rank_flops(run: RunConfig, tp: int = 1) -> tuple[float, float]:
 
 def layer_flops(run: RunConfig) -> tuple[float, float]:
     """FLOPs of one sample's forward in the mean layer: (of linear layers, of attention over the full square)."""
-    linear, attention = _rank_flops(run)
-    return linear / run.batch.micro_batch_size, attention / run.batch.micro_batch_size
+    linear, attention = (flops / run.batch.micro_batch_size * run.parallel.context_parallel_size for flops in _rank_flops(run))
+    return linear, attention
 
 
 def hardware_flops(run: RunConfig, global_batch_size: int, squares: int | None = None) -> float:
@@ -357,4 +357,4 @@ def model_flops(run: RunConfig, global_batch_size: int) -> float:
 def frozen_flops(run: RunConfig) -> float:
     """FLOPs of one sample's weight gradients that a run of adapters does not compute, that of the logits' weight included."""
     records = (*layer_records(run, 1) * run.model.num_layers, *head_records(run, 1, tied=False))
-    return sum(r.flops_forward for r in records if r.frozen) / run.batch.micro_batch_size
+    return sum(r.flops_forward for r in records if r.frozen) / run.batch.micro_batch_size * run.parallel.context_parallel_size

@@ -65,8 +65,8 @@ def linear(name: str, rows: int, outputs: int, inputs: int, bias: int, saved: in
 
 
 def tokens_per_microbatch(run: RunConfig) -> int:
-    """s b: the rows of a whole activation of one micro-batch."""
-    return run.model.seq_length * run.batch.micro_batch_size
+    """s b / c: the rows of a whole activation of one micro-batch, of which c context-parallel ranks have a part each."""
+    return run.model.seq_length * run.batch.micro_batch_size // run.parallel.context_parallel_size
 
 
 def element_bytes(run: RunConfig) -> int:

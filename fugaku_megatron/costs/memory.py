@@ -108,7 +108,7 @@ def stage_units(run: RunConfig, layout: Layout, stage: int) -> list[int]:
 
 def bucket_units(run: RunConfig, layout: Layout, stage: int) -> list[range]:
     """The units of each bucket."""
-    return cut(stage_units(run, layout, stage), bucket_minimum(run, layout.dp), holds_tied_copy(run, stage))
+    return cut(stage_units(run, layout, stage), bucket_minimum(run, layout.replicas), holds_tied_copy(run, stage))
 
 
 @lru_cache(maxsize=64)  # each kind of a stage's memory asks for the same
@@ -122,9 +122,9 @@ def bucket_sizes(run: RunConfig, layout: Layout, stage: int) -> tuple[tuple[int,
     layers = [of_mlp[run.model.mlps[layer]] for chunk in reversed(stage_layers(run, stage)) for layer in reversed(chunk)]
     units, experts = stage_units(run, layout, stage), [*[0] * (stage == where.last_stage), *layers, 0, 0]
     sizes = []
-    for bucket in cut(units, bucket_minimum(run, layout.dp), holds_tied_copy(run, stage)):
+    for bucket in cut(units, bucket_minimum(run, layout.replicas), holds_tied_copy(run, stage)):
         divided = 0 if run.lora.on else sum(experts[i] for i in bucket)
-        sizes.append((round_up(sum(units[i] for i in bucket) - divided, layout.dp * FLAT_ALIGNMENT),
+        sizes.append((round_up(sum(units[i] for i in bucket) - divided, layout.replicas * FLAT_ALIGNMENT),
                       round_up(divided, layout.edp * FLAT_ALIGNMENT)))
     return tuple(sizes)
 
@@ -181,7 +181,7 @@ def gradient_collectives(run: RunConfig, layout: Layout, stage: int) -> list[Col
     if partial := sum(r.replicated if parts else r.of_heads for _, r in stage_records(run, layout, stage)) * (layout.tp > 1):
         collectives.append(Collective("all_reduce", "tp", partial * FP32_BYTES))  # every rank's, of its part of sequence or heads
     for others, divided in bucket_sizes(run, layout, stage):
-        collectives += _bucket_collectives(run, "dp", layout.dp, others)
+        collectives += _bucket_collectives(run, "dp", layout.replicas, others)
         collectives += _bucket_collectives(run, "edp", layout.edp, divided)
     return collectives
 
@@ -338,7 +338,7 @@ def stage_memory(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held
     logits = logits if stage == placement(run).last_stage else 0
     working = max(working_bytes(run, layout.tp), outside + logits) - logits  # the head works when no layer does
     posted = posted_bytes(run, layout.tp, stage)
-    sent = BF16_BYTES if run.parallel.grad_reduce_in_bf16 and layout.dp > 1 else 0  # copies, of all buckets at worst
+    sent = BF16_BYTES if run.parallel.grad_reduce_in_bf16 and layout.replicas > 1 else 0  # copies, of all buckets at worst
     moments, in_file = moment_bytes(run, layout, stage)
     saved = sharded * FP32_BYTES + (0 if run.output.no_save_optim else in_file)
     saving = (saved if run.output.save and run.output.async_save else 0) + (in_file - moments if run.output.save else 0)

@@ -245,7 +245,7 @@ def render_slurm(cluster: Cluster, job: Recipe) -> str:
               "CPUS": cluster.cores // cluster.ranks_per_node, "LEAVE": LEAVE_SECONDS,
               "FLAGS": "\n".join(flag_lines(recipe_flags(job))),
               "COMMENTS": "\n".join(f"# {line}" for line in cluster.comments),
-              "LAYOUT": f"DP {layout.dp} x TP {layout.tp} x PP {layout.pp}; {mib:.0f} MiB on the fullest rank (model)"}
+              "LAYOUT": f"{layout}; {mib:.0f} MiB on the fullest rank (model)"}
     text = SLURM_TEMPLATE
     for mark, value in filled.items():
         text = text.replace(f"@{mark}@", str(value))

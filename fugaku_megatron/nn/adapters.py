@@ -86,6 +86,7 @@ class Adapter(nn.Module):
         p, context = self.lora.lora_dropout, self.context
         if not p or not forward_pass.training:
             return None
+        assert context.cp.size == 1, "layout.Layout refuses dropout of adapters over ranks that share a sequence"
         row0 = context.first_position(x)
         if self.split:
             row0 = context.tp.rank * (x.shape[-1] // DROPOUT_COLUMNS) * x.shape[0]

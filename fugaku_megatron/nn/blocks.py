@@ -29,6 +29,7 @@ from .layers import (
 )
 from .ops import DropoutKey, recompute
 from .passes import Pass
+from .sequence_ranks import to_heads, to_rows
 from .shared import Angles, Heads
 from .torch_blocks import matrix
 
@@ -50,7 +51,8 @@ class SelfAttention(nn.Module):
     def __init__(self, name: str, layer: int, context: Context) -> None:
         super().__init__()
         model, self.context, self.layer = context.model, context, layer
-        self.heads, self.groups = model.num_attention_heads // context.tp.size, model.query_groups // context.tp.size
+        ranks = context.tp.size * context.cp.size  # among which the heads are shared for attention
+        self.heads, self.groups = model.num_attention_heads // ranks, model.query_groups // ranks
         self.linear_qkv = ColumnParallelLinear(f"{name}.linear_qkv", model.hidden_size, model.qkv_width, context, model.qkv_bias)
         self.q_layernorm = HeadNorm(f"{name}.q_layernorm", self.heads, context) if model.qk_layernorm else None
         self.k_layernorm = HeadNorm(f"{name}.k_layernorm", self.groups, context) if model.qk_layernorm else None
@@ -88,9 +90,11 @@ class SelfAttention(nn.Module):
 
     def core(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
         """Attention between the two matrices, (s, b, g (n/g + 2) d) -> (s, b, n d): what selective recompute runs again."""
-        model, ops, tp = self.context.model, self.context.ops, self.context.tp
+        model, ops, tp, cp = self.context.model, self.context.ops, self.context.tp, self.context.cp
+        qkv = to_heads(qkv, cp)  # the whole sequence
+        first_head = (tp.rank * cp.size + cp.rank) * self.heads
         key = DropoutKey(self.context.seed, dropout_stream(self.layer, "attention"), forward_pass.first_sample, sample_dim=0,
-                         row0=tp.rank * self.heads * qkv.shape[0])
+                         row0=first_head * qkv.shape[0])
         dropout = model.attention_dropout if forward_pass.training else 0.0
         documents = forward_pass.documents
         attention = partial(ops.attention, head_size=model.kv_channels, p=dropout, key=key, groups=self.groups, window=model.window,
@@ -98,7 +102,9 @@ class SelfAttention(nn.Module):
         if model.turns_queries:
             angles = self.context.angles(len(qkv)) if forward_pass.rows is None else forward_pass.rows.angles
             qkv = self.turn(qkv, angles, documents.positions)
-        return attention(qkv) if forward_pass.rows is None else forward_pass.rows.attend(ops, self.layer, qkv, attention)
+        if forward_pass.rows is not None:
+            return forward_pass.rows.attend(ops, self.layer, qkv, attention)
+        return to_rows(attention(qkv), cp)
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """x (s, b, h) -> (s, b, h), without the projection's bias."""
@@ -178,7 +184,7 @@ class TransformerLayer(nn.Module):
         self.mlp = _layer_class(MLPS[model.mlps[layer - 1]])(f"{name}.mlp", context)
 
     def _dropout(self, site: str, x: Tensor, forward_pass: Pass) -> tuple[float, DropoutKey]:
-        key = hidden_dropout_key(self.context.seed, self.layer, site, forward_pass.first_sample, self.context.first_position(x))
+        key = hidden_dropout_key(self.context, self.layer, site, forward_pass.first_sample, x)
         return self.dropout if forward_pass.training else 0.0, key
 
     def _attended(self, x: Tensor, forward_pass: Pass) -> tuple[Tensor, Tensor]:

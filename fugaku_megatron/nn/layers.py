@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from ..comm.autograd import RowBlocks, copy_to_tensor_parallel, reduce_from_tensor_parallel, reduce_scatter_to_sequence_parallel
 from ..comm.base import Comm
+from ..comm.grid import ALONE
 from ..config.lora import LoraConfig
 from ..config.run_config import ModelConfig
 from ..costs import activations
@@ -26,6 +27,7 @@ from .adapters import Adapter
 from .ops import DropoutKey, Ops
 from .parameter import make_parameter, spec_of
 from .passes import Pass, rotary_angles
+from .sequence_ranks import own_rows, parts_of
 from .shared import Angles
 from .torch_blocks import derived
 
@@ -37,7 +39,8 @@ SITES = ("residual_1", "residual_2", "attention", "embedding")
 class Context:
     """What every layer of a stage is built with. sequence_parallel: what lies between the matmuls of tensor-parallel ranks works
     on this rank's part of the sequence; it means nothing with one rank. tp_comm_overlap: those parts are sent while matmuls run.
-    lora: where it is on, weights are frozen and adapters are trained. ep, etp: ranks that have different experts, and that share
+    lora: where it is on, weights are frozen and adapters are trained. cp: ranks that share each sequence, of which s is then this
+    rank's part. ep, etp: ranks that have different experts, and that share
     each of them (`grid.Groups`); None where the experts are not divided.
     """
 
@@ -50,6 +53,7 @@ class Context:
     lora: LoraConfig = LoraConfig()
     ep: Comm | None = None
     etp: Comm | None = None
+    cp: Comm = ALONE
 
     @property
     def sequence(self) -> Comm | None:
@@ -64,8 +68,26 @@ class Context:
         return RowBlocks(self.tp, self.ops.kernels, activations.blocks_of_a_part(self.tp.size))
 
     def first_position(self, x: Tensor) -> int:
-        """Where x (s, b, h), an activation between the matmuls, begins in the sequence."""
+        """Where x (s, b, h), an activation between the matmuls, begins in this rank's sequence."""
         return 0 if self.sequence is None else self.tp.rank * x.shape[0]
+
+    def own_rows(self, x: Tensor) -> Tensor | None:
+        """The positions (s,) of x (s, b, h), an activation between the matmuls; None where they follow one another."""
+        if self.cp.size == 1:
+            return None
+        first, parts = self.first_position(x), self.tp.size if self.sequence else 1
+        rows = own_rows(len(x) * parts * self.cp.size, self.cp)
+        return None if rows is None else rows[first : first + len(x)]
+
+    def dropout_rows(self, x: Tensor) -> dict[str, Any]:
+        """The fields of a DropoutKey that say where the rows of x (s, b, h), an activation between the matmuls, are."""
+        first, rows, part = self.first_position(x), len(x), len(x) * (self.tp.size if self.sequence else 1) // 2
+        if self.cp.size == 1:
+            return {"row0": first}
+        begin, again = (number * part for number in parts_of(self.cp.rank, self.cp.size))
+        if first >= part:
+            return {"row0": again + first - part}
+        return {"row0": begin + first, **({"cut": part - first, "after_cut": again} if first + rows > part else {})}
 
     def parameter(self, name: str, shape: tuple[int, ...], partition_dim: int | None = None, std: float | None = None,
                   **more: Any) -> nn.Parameter:
@@ -127,9 +149,9 @@ def dropout_layer(stream: int) -> int:
     return stream // len(SITES)
 
 
-def hidden_dropout_key(seed: int, layer: int, site: str, first_sample: int, first_position: int = 0) -> DropoutKey:
-    """The mask of an activation (s, b, h) whose rows begin at `first_position` of the sequence."""
-    return DropoutKey(seed, dropout_stream(layer, site), first_sample, sample_dim=1, row0=first_position)
+def hidden_dropout_key(context: Context, layer: int, site: str, first_sample: int, x: Tensor) -> DropoutKey:
+    """The mask of x (s, b, h), an activation between the matmuls."""
+    return DropoutKey(context.seed, dropout_stream(layer, site), first_sample, sample_dim=1, **context.dropout_rows(x))
 
 
 class ColumnParallelLinear(nn.Module):
@@ -214,6 +236,8 @@ class PositionEmbedding(nn.Module):
         positions (rows,) are those of generation, which keeps nothing for a backward.
         """
         ops, first = self.context.ops, self.context.first_position(x)
+        if (rows := self.context.own_rows(x)) is not None:
+            return x + ops.embedding(rows.unsqueeze(1) if positions is None else positions[rows].long(), self.weight)
         if positions is None:
             return ops.add_position(x, self.weight, first)
         if positions.dim() == 1:

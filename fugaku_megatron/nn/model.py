@@ -43,10 +43,11 @@ class Stage(nn.Module):
         tp, pp, dp = groups.tp, groups.pp, groups.dp
         self.placement, self.ops, self.tied = placement(run), ops, run.model.tied and not run.lora.on
         parallel = run.parallel
-        of_experts = (groups.ep, groups.etp) if parallel.divides_experts else (None, None)
+        ep, etp = (groups.ep, groups.etp) if parallel.divides_experts else (None, None)
         context = Context(run.model, tp, ops, run.training.seed, parallel.sequence_parallel, parallel.tp_comm_overlap, run.lora,
-                          *of_experts)
-        rows = memory.logits_rows(run, Layout(tp.size * pp.size * dp.size, tp.size, pp.size, dp.size))
+                          ep, etp, groups.cp)
+        sizes = (tp.size * pp.size * dp.size, tp.size, pp.size, groups.data_size)
+        rows = memory.logits_rows(run, Layout(*sizes, cp=groups.cp.size))
         self.chunks: Any = nn.ModuleList(Chunk(run, self.placement.part(pp.rank, chunk), self.placement.parts, context, rows)
                                     for chunk in range(self.placement.chunks))
         if self.first and self.last and run.model.tied:
@@ -92,7 +93,7 @@ class Embedding(nn.Module):
         positions = forward_pass.documents.positions if rows is None else rows.positions
         x = multiplied(self.word_embeddings(tokens), context.model.embedding_multiplier)
         x = self.position_embeddings(x, positions) if self.position_embeddings else x
-        key = hidden_dropout_key(context.seed, 0, "embedding", forward_pass.first_sample, context.first_position(x))
+        key = hidden_dropout_key(context, 0, "embedding", forward_pass.first_sample, x)
         return context.ops.dropout(x, context.model.hidden_dropout if forward_pass.training else 0.0, key)
 
 

@@ -10,7 +10,7 @@ v vocabulary of this rank, rows = s b.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -31,10 +31,20 @@ def row_count(x: Tensor, sequence: Comm | None) -> int:
     return x.numel() // x.shape[-1] * (1 if sequence is None else sequence.size)
 
 
-def dropout_arguments(p: float, key: DropoutKey) -> tuple[float, int, int, int, int]:
-    """The dropout arguments of the row-wise kernels, whose samples are the second dimension."""
+def call_rowwise(kernel: Callable[..., Any], p: float, key: DropoutKey, *args: Any) -> None:
+    """kernel(*args, arguments of dropout), for each run of rows whose numbers in the sequence follow one another.
+
+    Of args, tensors (s, b, h) are cut by rows, and statistics (s, b), which the kernel takes as (s b,); all others are passed on.
+    """
     assert key.sample_dim == 1
-    return p, key.seed, key.stream, key.first_sample, key.row0
+    rows = next(len(x) for x in args if isinstance(x, Tensor) and x.dim() == 3)
+    for part, own in key.runs(rows):
+        kernel(*(_run(x, part) for x in args), p, own.seed, own.stream, own.first_sample, own.row0)
+
+
+def _run(x: Any, part: slice) -> Any:
+    cut = isinstance(x, Tensor) and x.dim() > 1
+    return x if not cut else x[part] if x.dim() == 3 else x[part].flatten()
 
 
 def column_parts(pre: Tensor, width: int, whole: bool) -> Iterator[tuple[slice, Tensor]]:
@@ -147,9 +157,8 @@ class _BiasDropoutAddRMSNorm(torch.autograd.Function):
     def forward(ctx: Any, ops: Any, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey, weight: Tensor,
                 epsilon: float) -> tuple[Tensor, Tensor]:
         x = x.contiguous()
-        total, y, rstd = torch.empty_like(x), torch.empty_like(x), x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
-        ops.kernels.bias_dropout_add_rms_norm(x, bias, residual.contiguous(), total, weight, y, rstd, epsilon,
-                                              *dropout_arguments(p, key))
+        total, y, rstd = torch.empty_like(x), torch.empty_like(x), x.new_empty(x.shape[:2], dtype=torch.float32)
+        call_rowwise(ops.kernels.bias_dropout_add_rms_norm, p, key, x, bias, residual.contiguous(), total, weight, y, rstd, epsilon)
         ctx.save_for_backward(total, rstd)
         ctx.ops, ctx.bias, ctx.weight, ctx.p, ctx.key = ops, bias, weight, p, key
         return total, y
@@ -159,9 +168,8 @@ class _BiasDropoutAddRMSNorm(torch.autograd.Function):
         total, rstd = ctx.saved_tensors
         dresidual = torch.empty_like(total)
         dx = torch.empty_like(total) if ctx.p else None
-        ctx.ops.kernels.bias_dropout_add_rms_norm_backward(
-            dy.contiguous(), dtotal.contiguous(), total, rstd, ctx.weight, dresidual, dx, vector_gradient(ctx.weight),
-            gradient_of(ctx.bias), *dropout_arguments(ctx.p, ctx.key))
+        call_rowwise(ctx.ops.kernels.bias_dropout_add_rms_norm_backward, ctx.p, ctx.key, dy.contiguous(), dtotal.contiguous(),
+                     total, rstd, ctx.weight, dresidual, dx, vector_gradient(ctx.weight), gradient_of(ctx.bias))
         return None, dresidual if dx is None else dx, None, dresidual, None, None, None, None
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
-from .native_blocks import HeadLoss, NativeBlockOps, column_parts, dropout_arguments, gradient_of_input, row_count
+from .native_blocks import HeadLoss, NativeBlockOps, call_rowwise, column_parts, gradient_of_input, row_count
 from .parameter import WeightCache, WeightGradients
 from .shared import DropoutKey, Heads, as_rows, dropout, gradient_of, is_frozen, vector_gradient
 
@@ -272,7 +272,7 @@ class _BiasDropoutAdd(torch.autograd.Function):
             return residual.new_empty(1).expand_as(residual)
         x = x.contiguous()
         out = torch.empty_like(x)
-        ops.kernels.bias_dropout_add(x, bias, residual.contiguous(), out, *dropout_arguments(p, key))
+        call_rowwise(ops.kernels.bias_dropout_add, p, key, x, bias, residual.contiguous(), out)
         return out
 
     @staticmethod
@@ -281,7 +281,7 @@ class _BiasDropoutAdd(torch.autograd.Function):
         dx = torch.empty_like(dout) if ctx.p else None
         dbias = gradient_of(ctx.bias)
         if dx is not None or dbias is not None:
-            ctx.ops.kernels.bias_dropout_add_backward(dout, dx, dbias, *dropout_arguments(ctx.p, ctx.key))
+            call_rowwise(ctx.ops.kernels.bias_dropout_add_backward, ctx.p, ctx.key, dout, dx, dbias)
         return None, dout if dx is None else dx, None, dout, None, None, None
 
 
@@ -291,9 +291,9 @@ class _BiasDropoutAddLayerNorm(torch.autograd.Function):
                 weight: Tensor, norm_bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         x = x.contiguous()
         total, y = torch.empty_like(x), torch.empty_like(x)
-        mean, rstd = x.new_empty(2, x.numel() // x.shape[-1], dtype=torch.float32)
-        ops.kernels.bias_dropout_add_layer_norm(x, bias, residual.contiguous(), total, weight, norm_bias, y, mean, rstd, epsilon,
-                                                *dropout_arguments(p, key))
+        mean, rstd = x.new_empty(2, *x.shape[:2], dtype=torch.float32)
+        call_rowwise(ops.kernels.bias_dropout_add_layer_norm, p, key, x, bias, residual.contiguous(), total, weight, norm_bias, y,
+                     mean, rstd, epsilon)
         ctx.save_for_backward(total, mean, rstd)
         ctx.ops, ctx.parameters, ctx.p, ctx.key = ops, (bias, weight, norm_bias), p, key
         return total, y
@@ -304,9 +304,9 @@ class _BiasDropoutAddLayerNorm(torch.autograd.Function):
         bias, weight, norm_bias = ctx.parameters
         dresidual = torch.empty_like(total)
         dx = torch.empty_like(total) if ctx.p else None
-        ctx.ops.kernels.bias_dropout_add_layer_norm_backward(
-            dy.contiguous(), dtotal.contiguous(), total, mean, rstd, weight, dresidual, dx, vector_gradient(weight),
-            vector_gradient(norm_bias), gradient_of(bias), *dropout_arguments(ctx.p, ctx.key))
+        call_rowwise(ctx.ops.kernels.bias_dropout_add_layer_norm_backward, ctx.p, ctx.key, dy.contiguous(), dtotal.contiguous(),
+                     total, mean, rstd, weight, dresidual, dx, vector_gradient(weight), vector_gradient(norm_bias),
+                     gradient_of(bias))
         return None, dresidual if dx is None else dx, None, dresidual, None, None, None, None, None
 
 

@@ -6,7 +6,7 @@ Left out: everything that has two implementations (`torch_ops`, `native_ops`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import torch
@@ -18,7 +18,7 @@ class DropoutKey:
     """Selects a dropout mask: a function of seed, stream and the element's position in its sample's global tensor.
 
     `sample_dim` counts samples from `first_sample`, the last dimension counts columns from 0, and all other dimensions together
-    count rows from `row0`.
+    count rows from `row0`. Where a rank has two parts of a sequence, row `cut` and those after it count from `after_cut`.
     """
 
     seed: int
@@ -26,6 +26,16 @@ class DropoutKey:
     first_sample: int
     sample_dim: int
     row0: int = 0
+    cut: int | None = None
+    after_cut: int = 0
+
+    def runs(self, rows: int) -> Iterator[tuple[slice, DropoutKey]]:
+        """The parts of so many rows whose numbers follow one another, each with a key of its own."""
+        if self.cut is None:
+            yield slice(rows), self
+        else:
+            yield slice(self.cut), replace(self, cut=None)
+            yield slice(self.cut, rows), replace(self, row0=self.after_cut, cut=None)
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -71,7 +81,8 @@ def masked(kernels: Any, x: Tensor, p: float, key: DropoutKey) -> Tensor:
     """x (any shape) with elements zeroed with probability p and the others scaled by 1 / (1 - p)."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    kernels.dropout(x, out, p, key.seed, key.stream, key.first_sample, key.sample_dim, key.row0)
+    for part, own in key.runs(len(x)):
+        kernels.dropout(x[part], out[part], p, own.seed, own.stream, own.first_sample, own.sample_dim, own.row0)
     return out
 
 

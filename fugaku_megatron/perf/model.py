@@ -243,7 +243,7 @@ def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
     layers = max(sum(map(len, accounting.stage_layers(run, stage))) for stage in set(memory.kinds(run)))
     muon = max(replace(rank, precision="fp32").seconds(work.muon(run, layout, stage)).gemm for stage in memory.kinds(run))
     return (rank.traffic(moved * parameters / accounting.zero_shards(run, layout))
-            + rank.calls(counts["calls_per_layer"] * layers) + muon / layout.dp)
+            + rank.calls(counts["calls_per_layer"] * layers) + muon / layout.replicas)
 
 
 TensorParallel = tuple[int, int, bool, str]  # ranks of a group, bytes of its collective, whether a node holds the group, software

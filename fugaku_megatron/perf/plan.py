@@ -158,7 +158,7 @@ def _feature_cells(row: FeatureRow, whole: Plan | None) -> tuple[str, ...]:
     change = "" if whole is None or plan is whole else f"{plan.seconds / whole.seconds - 1:+.1%}"
     layout = plan.layout
     return (row.name, f"{plan.seconds:.4g}", f"{row.slow_seconds:.4g}", change,
-            f"{plan.system.ranks_per_node} ranks a node, DP {layout.dp} x TP {layout.tp} x PP {layout.pp}, "
+            f"{plan.system.ranks_per_node} ranks a node, {layout}, "
             f"MBS {plan.run.batch.micro_batch_size}, recompute {recompute_name(plan.run)}, "
             f"ZeRO {plan.run.parallel.zero_stage}" + (", sequence parallel" if plan.run.parallel.sequence_parallel else "")
             + (", exchange overlapped" if plan.run.parallel.tp_comm_overlap else ""))
@@ -244,7 +244,7 @@ def _taken(name: str, before: float, result: Search) -> Change:
 
 def _layout(plan: Plan) -> str:
     layout = plan.layout
-    return (f"{plan.system.ranks_per_node} ranks per node, DP {layout.dp} x TP {layout.tp} x PP {layout.pp}, "
+    return (f"{plan.system.ranks_per_node} ranks per node, {layout}, "
             f"MBS {plan.run.batch.micro_batch_size}, {schedule_name(plan.run)}, "
             f"{plan.layout.microbatches(plan.run, plan.layout.global_batch_size(plan.run))} micro-batches, "
             f"recompute {recompute_name(plan.run)}, bubble {plan.bubble_fraction:.0%}")

@@ -95,7 +95,7 @@ def _experts(plan: Plan) -> str:
 def as_json(plan: Plan, prediction: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """A plan under the names of `plan --json`. prediction: predict.as_json's dictionary."""
     days, node_hours = _duration(plan) or (None, None)
-    return {"dp": plan.layout.dp, "tp": plan.layout.tp, "pp": plan.layout.pp, "ep": plan.layout.ep,
+    return {"dp": plan.layout.dp, "tp": plan.layout.tp, "pp": plan.layout.pp, "cp": plan.layout.cp, "ep": plan.layout.ep,
             "micro_batch_size": plan.run.batch.micro_batch_size,
             "ranks_per_node": plan.system.ranks_per_node, "recompute": recompute_name(plan.run),
             "zero_stage": plan.run.parallel.zero_stage, "schedule": schedule_name(plan.run),

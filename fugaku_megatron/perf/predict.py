@@ -89,7 +89,7 @@ def describe(run: RunConfig, system: System) -> str:
     layout = Layout.from_run(run, system.world_size)
     size = layout.global_batch_size(run)
     return (f"{system.nodes} nodes of {system.machine.name} at {system.machine.ghz} GHz x {system.ranks_per_node} ranks, "
-            f"{system.software.name}: DP {layout.dp} x TP {layout.tp} x PP {layout.pp}, MBS {run.batch.micro_batch_size}, "
+            f"{system.software.name}: {layout}, MBS {run.batch.micro_batch_size}, "
             f"GBS {size}, {layout.microbatches(run, size)} micro-batches")
 
 

@@ -190,7 +190,9 @@ def report(run: RunConfig, world_size: int, png: str | None = None, sys_root: st
         sent[f"{c.verb} {c.group}"] = sent.get(f"{c.verb} {c.group}", 0) + c.bytes
     active = f"of which a token meets {accounting.active_parameters(run) / 1e6:.1f} M, " if run.model.num_experts else ""
     return "\n".join([
-        f"world size {world_size} = DP {layout.dp} x PP {layout.pp} x TP {layout.tp} (rank = (dp x PP + pp) x TP + tp)",
+        f"world size {world_size} = DP {layout.dp} x PP {layout.pp} x TP {layout.tp} (rank = (dp x PP + pp) x TP + tp)"
+        if layout.cp == 1 else f"world size {world_size} = DP {layout.dp} x PP {layout.pp} x CP {layout.cp} x TP {layout.tp} "
+        "(rank = ((dp x PP + pp) x CP + cp) x TP + tp)",
         *_divided_experts(run, layout),
         f"parameters {accounting.parameters(run) / 1e6:.1f} M, {active}"
         f"padded vocabulary {accounting.padded_vocab_size(run.model, layout.tp)}",

@@ -183,8 +183,8 @@ class Search:
         if self.made if made else self.met:
             return
         trainer, now = self.trainer, self._now
-        dp, size = trainer.groups.dp, trainer.run.batch.micro_batch_size
-        first = first_sample(self.consumed, now.microbatch, size, dp.rank, dp.size)
+        groups, size = trainer.groups, trainer.run.batch.micro_batch_size
+        first = first_sample(self.consumed, now.microbatch, size, groups.data_rank, groups.data_size)
         backward, part = now.op != FORWARD, trainer.stage.placement.part(trainer.groups.pp.rank, now.chunk)
         what = "its inputs are finite, its result is not" if made else "its inputs are not finite"
         batch = trainer.skips.samples(self.consumed, trainer.batch_size(self.consumed))

@@ -158,6 +158,7 @@ def _draw(trace: Path, picture: Path) -> str:
 
 
 NAMES = {"world": "all", "tp": "tensor-parallel", "pp": "pipeline", "dp": "data-parallel", "embedding": "embedding's",
+         "cp": "context-parallel",
          "ep": "expert-parallel", "etp": "expert-tensor-parallel", "edp": "expert-data-parallel"}
 MESSAGES = ("isend", "irecv")  # of an instruction, which says more
 LISTED = 4  # ranks of a group that are named

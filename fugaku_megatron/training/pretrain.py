@@ -108,7 +108,7 @@ def run_length(run: RunConfig, layout: Layout, progress: Progress) -> tuple[int,
 
 def find_reader_group(run: RunConfig, groups: Groups, nodes: Nodes) -> ReaderGroup | None:
     """Who reads the data for this rank; None where it needs none, and where no file is read. Collective."""
-    return None if run.data.mock_data else build_reader_group(groups.world, nodes, groups.dp.rank, reads_data(run, groups))
+    return None if run.data.mock_data else build_reader_group(groups.world, nodes, groups.data_rank, reads_data(run, groups))
 
 
 def build_data(run: RunConfig, groups: Groups, layout: Layout, progress: Progress | None = None,
@@ -208,7 +208,7 @@ def announce(arguments: Arguments, run: RunConfig, layout: Layout, machine: str,
         *(f"note: {note}" for note in arguments.notes),
         machine,
         format_run(run, layout, nodes),
-        f"world size {layout.world_size}: data parallel {layout.dp}, pipeline parallel {layout.pp}, tensor parallel {layout.tp}; "
+        f"world size {layout.world_size}: {layout.words}; "
         f"{run.precision.name}" + " with bf16x3 matmuls" * run.system.splits_fp32
         + f", ZeRO stage {run.parallel.zero_stage}, recompute {recompute_name(run)}"
         + ", sequence parallel" * (accounting.sequence_parts(run, layout.tp) > 1)

@@ -26,6 +26,7 @@ from ..data.index_cache import IndexCache
 from ..data.marks import Work, document_starts
 from ..data.sampler import Prefetcher, ReaderBatches, ReaderGroup, consecutive, first_sample, micro_batches
 from ..nn.passes import Documents
+from ..nn.sequence_ranks import own_rows
 from .step import MicroBatch
 
 Source = Prefetcher[np.ndarray] | ReaderBatches  # of micro-batches
@@ -70,12 +71,13 @@ class RunBatches:
         """This rank's micro-batches from `consumed` on; None where it does not read. Close it at the end."""
         if not reads_data(self.run, self.groups):
             return None
-        micro_batch_size, dp = self.run.batch.micro_batch_size, self.groups.dp
-        readers = self.readers or ReaderGroup(SoloComm(), (dp.rank,))
+        micro_batch_size, groups = self.run.batch.micro_batch_size, self.groups
+        readers = self.readers or ReaderGroup(SoloComm(), (groups.data_rank,))
         if readers.comm.size > 1 or self.run.data.marked:
-            return ReaderBatches(readers, dataset, consumed, size, micro_batch_size, dp.size, samples)
+            return ReaderBatches(readers, dataset, consumed, size, micro_batch_size, groups.data_size, samples)
         assert dataset is not None, "a rank that reads its own samples has the dataset"
-        return Prefetcher(micro_batches(dataset, consumed, size, micro_batch_size, dp.rank, dp.size, samples))
+        return Prefetcher(micro_batches(dataset, consumed, size, micro_batch_size, groups.data_rank, groups.data_size,
+                                        samples))
 
     def begin(self, source: Source | None) -> Work | None:
         """Before each iteration, and each batch of an evaluation: the work of the global batch, where it is marked. Collective."""
@@ -89,19 +91,20 @@ class RunBatches:
         numbers = groups.tp.broadcast(torch.tensor([own.counted, own.squares, own.samples]))
         mine = int(numbers[1])
         # Over all ranks, since gathers of weights may be under way on the communicator of the data-parallel ones.
-        counted, squares, samples = (groups.world.all_reduce(numbers) // (groups.tp.size * groups.pp.size)).tolist()
-        return Work(counted, squares, samples, mine * groups.dp.size / max(squares, 1))
+        copies = groups.tp.size * groups.pp.size * groups.cp.size
+        counted, squares, samples = (groups.world.all_reduce(numbers) // copies).tolist()
+        return Work(counted, squares, samples, mine * groups.data_size / max(squares, 1))
 
     def micro_batches(self, source: Source | None, consumed: int, count: int) -> Iterator[MicroBatch]:
         """The `count` micro-batches of the iteration that starts at `consumed` samples, in data order."""
-        dp, has_data = self.groups.dp, needs_data(self.run, self.groups)
+        groups, has_data, rows = self.groups, needs_data(self.run, self.groups), own_rows(self.run.model.seq_length, self.groups.cp)
         for index in range(count):
             samples = self._next(source) if has_data else None
-            first = first_sample(consumed, index, self.run.batch.micro_batch_size, dp.rank, dp.size)
+            first = first_sample(consumed, index, self.run.batch.micro_batch_size, groups.data_rank, groups.data_size)
             if samples is not None and self.run.data.marked:
-                yield MicroBatch(index, samples[0], first, samples[1], documents_of(samples[1], self.run.data))
+                yield MicroBatch(index, samples[0], first, samples[1], documents_of(samples[1], self.run.data), rows)
             else:
-                yield MicroBatch(index, samples, first)
+                yield MicroBatch(index, samples, first, rows=rows)
 
     def _next(self, source: Source | None) -> Tensor:
         """A micro-batch, int64 (s + 1, b), with marks (2, s + 1, b), on every tensor-parallel rank, read by the first."""

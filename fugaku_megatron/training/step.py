@@ -29,7 +29,8 @@ class MicroBatch:
 
     index: its number in the iteration. samples: (s + 1, b) on the first and the last stage, None on the stages between.
     first_sample: global index of its first sample, which selects dropout masks. marks: (s + 1, b), those of `data.marks`; with them
-    all stages have samples. documents: what attention and positions see of them.
+    all stages have samples. documents: what attention and positions see of them. rows: of the sequence that this rank has, (rows,),
+    None for all.
     """
 
     index: int
@@ -37,18 +38,22 @@ class MicroBatch:
     first_sample: int
     marks: Tensor | None = None
     documents: Documents = Documents()
+    rows: Tensor | None = None
+
+    def _own(self, whole: Tensor) -> Tensor:
+        return whole if self.rows is None else whole[self.rows]
 
     @property
     def tokens(self) -> Tensor | None:
-        """(s, b)."""
-        return None if self.samples is None else self.samples[:-1]
+        """(rows, b)."""
+        return None if self.samples is None else self._own(self.samples[:-1])
 
     @property
     def labels(self) -> Tensor | None:
-        """(s, b): of each token the one that follows, -1 where that does not count."""
-        if self.samples is None or self.marks is None:
-            return None if self.samples is None else self.samples[1:]
-        return marks.labels(self.samples, self.marks)
+        """(rows, b): of each token the one that follows, -1 where that does not count."""
+        if self.samples is None:
+            return None
+        return self._own(self.samples[1:] if self.marks is None else marks.labels(self.samples, self.marks))
 
 
 class MicroBatchWindow:

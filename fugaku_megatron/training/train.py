@@ -141,8 +141,8 @@ class Trainer:
                  training: bool, stage: Stage | None = None, watch: Watch | None = None) -> list[Tensor]:
         """The losses of this rank's micro-batches, whose mean over all ranks is the mean over the labels of the global batch that
         count. source, work: of the iteration, which has begun."""
-        run, model, parts = self.run, self.run.model, lists.microbatches * self.layout.dp
-        sequence = model.seq_length // sequence_parts(run, self.layout.tp)
+        run, model, parts = self.run, self.run.model, lists.microbatches * self.layout.replicas
+        sequence = model.seq_length // (sequence_parts(run, self.layout.tp) * self.layout.cp)
         shape = StepShape(activation=(sequence, run.batch.micro_batch_size, model.hidden_size),
                           dtype=PARAMETER_DTYPES[run.precision.name], loss_factor=factor, training=training,
                           recompute=run.training.recompute_granularity if training else None,
@@ -190,7 +190,7 @@ class Trainer:
         self.optimizer.zero_grad(microbatches)
         expert_watch.forget(self.stage)
         losses = self._execute(source, work, consumed, self.make_schedule(self.run, microbatches),
-                               scale / (microbatches * self.layout.dp), True, stage, watch)
+                               scale / (microbatches * self.layout.replicas), True, stage, watch)
         self.optimizer.reduce_gradients()
         # Not after the update, whose gathers of weights would come first on their communicator.
         return self._mean_loss(losses), work

@@ -19,7 +19,7 @@ from fugaku_megatron.nn.passes import Pass
 from fugaku_megatron.perf import search, software, work
 from fugaku_megatron.perf.model import System
 from fugaku_megatron.training.train import Trainer
-from tests.helpers import DROPOUT, OVERLAP, PP2, TP2, TP2PP2, grid_groups, make_trainer, mock, small_run
+from tests.helpers import CP2, DROPOUT, OVERLAP, PP2, TP2, TP2PP2, grid_groups, make_trainer, mock, small_run
 from tests.llama_models import FAMILIES
 from tests.recording import record
 from tests.threads import ThreadWorld
@@ -37,7 +37,7 @@ FULL, SELECTIVE = {"recompute_granularity": "full"}, {"recompute_granularity": "
 def check_parameters(run: RunConfig, world: int) -> None:
     held = ThreadWorld(world).run(lambda comm: sum(p.numel() for p in make_trainer(comm, run).stage.parameters()))
     layout = Layout.from_run(run, world)
-    assert held == [accounting.stage_parameters(run, layout, rank // layout.tp % layout.pp) for rank in range(world)]
+    assert held == [accounting.stage_parameters(run, layout, rank // (layout.tp * layout.cp) % layout.pp) for rank in range(world)]
 
 
 @pytest.mark.parametrize(("world", "model", "changes"), [
@@ -190,6 +190,7 @@ BUCKETS = {**OVERLAP, "ddp_bucket_size": 20_000, "grad_reduce_in_bf16": True}
     (1, "gpt", BUCKETS), (2, "gpt", TP2), (2, "gpt", {**PP2, **FULL}), (4, "gpt", {**TP2PP2, **BUCKETS}), (4, "gpt", BUCKETS),
     (8, "gpt", {**TP2PP2, "zero_stage": 1}), (2, "gpt", {**SEQUENCE, **FULL, "tp_comm_overlap": True}),
     (4, "gpt", {**TP2PP2, **SEQUENCE, **FULL}), (8, "gpt", {**TP2PP2, **SEQUENCE, **OVERLAP, "bf16": True}),
+    (4, "qwen3", {**PP2, **CP2}), (4, "gpt", {**CP2, **OVERLAP}),
     (4, "qwen3", {**TP2PP2, "zero_stage": 1}), (4, "qwen3", {**TP2PP2, **SEQUENCE, "tp_comm_overlap": True})])
 def test_bytes_are_those_communicated(world, model, changes):
     check_bytes(small_run(**MODELS[model], **changes), world)
@@ -200,7 +201,7 @@ def test_bytes_are_those_communicated(world, model, changes):
 def held_bytes(world: Comm, run: RunConfig) -> int:
     """What autograd keeps on this rank from the forward of a micro-batch to its backward."""
     trainer = make_trainer(world, run)
-    tokens = torch.zeros(run.model.seq_length, run.batch.micro_batch_size, dtype=torch.int64)
+    tokens = torch.zeros(run.model.seq_length // run.parallel.context_parallel_size, run.batch.micro_batch_size, dtype=torch.int64)
     flat, saved = trainer.optimizer.flat, {}
     weights = {values.untyped_storage().data_ptr() for values in (flat.values, *(memory.values for memory in flat.frozen_memory))}
 
@@ -217,12 +218,12 @@ def held_bytes(world: Comm, run: RunConfig) -> int:
 
 
 def check_kept(run: RunConfig) -> None:
-    tp = run.parallel.tensor_model_parallel_size
+    tp, cp = run.parallel.tensor_model_parallel_size, run.parallel.context_parallel_size
     layers = memory.part_kept_bytes(run, tp, run.model.num_layers, accounting.part_recompute_groups(run, 0))[0]
-    outside = sum(r.saved_bytes for place, r in accounting.stage_records(run, Layout.from_run(run, tp), 0) if place != "layer")
+    outside = sum(r.saved_bytes for place, r in accounting.stage_records(run, Layout.from_run(run, tp * cp), 0) if place != "layer")
     if run.model.num_experts and run.training.recompute_granularity != "full":  # of int64, which `held_bytes` leaves out
         layers -= run.model.num_layers * accounting.tokens_per_microbatch(run) * run.model.moe_router_topk * experts.NUMBER_BYTES
-    for held in ThreadWorld(tp).run(held_bytes, run):
+    for held in ThreadWorld(tp * cp).run(held_bytes, run):
         assert held == pytest.approx(layers + outside, rel=0.02)
 
 
@@ -230,7 +231,7 @@ def check_kept(run: RunConfig) -> None:
     ("gpt", {}), ("gpt", {**TP2, "bf16": True}), ("gpt", {**SELECTIVE, **DROPOUT}), ("gpt", {**SEQUENCE, **DROPOUT, "bf16": True}),
     ("gpt", {**SEQUENCE, **FULL}), ("llama", {"bf16": True}), ("llama", {**SEQUENCE, **SELECTIVE}), ("qwen3", {**TP2, **FULL}),
     ("plain norms in parallel", {}), ("geglu", SEQUENCE), ("exact gelu", {**TP2, "bf16": True}), ("squared relu", SEQUENCE),
-    ("qwen3", SEQUENCE), ("qwen3", LORA), ("gpt", {**LORA, **SEQUENCE})])
+    ("qwen3", SEQUENCE), ("qwen3", LORA), ("gpt", {**LORA, **SEQUENCE}), ("gpt", {**DROPOUT, **CP2})])
 def test_saved_bytes_are_those_that_autograd_keeps(model, changes):
     check_kept(small_run(**MODELS[model], **changes))
 

@@ -20,7 +20,7 @@ from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.passes import Pass
 from fugaku_megatron.training.run_batches import documents_of
 from fugaku_megatron.training.train import Trainer
-from tests.helpers import DROPOUT, OVERLAP, PP2, TP2, grid_groups, small_run, whole_tensors
+from tests.helpers import CP2, DROPOUT, OVERLAP, PP2, TP2, grid_groups, small_run, whole_tensors
 from tests.llama_models import FAMILIES, copy_to, theirs
 from tests.threads import ThreadWorld
 from tests.unit.test_marks import EOD, Texts, left_to_right
@@ -115,6 +115,7 @@ LAYOUTS = {
     "zbv": (2, {**PP2, "pipeline_schedule": "zbv"}), "zb-h1 dp2": (4, {**PP2, "pipeline_schedule": "zb-h1"}),
     "one at a time": (1, {"micro_batch_size": 1}), "all at once": (1, {"micro_batch_size": 16}),
     "tp2 dp2": (4, {**TP2, "micro_batch_size": 4}),
+    "cp2": (2, CP2), "cp2 sequence zbv": (8, {**CP2, **TP2, "sequence_parallel": True, **PP2, "pipeline_schedule": "zbv"}),
     "full": (1, {"recompute_granularity": "full"}), "selective": (2, {**PP2, "recompute_granularity": "selective"}),
 }
 

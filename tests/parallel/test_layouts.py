@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fugaku_megatron.comm.base import Comm
-from tests.helpers import DROPOUT, OVERLAP, PP2, TP2, TP2PP2, make_trainer, small_run, whole_tensors
+from tests.helpers import CP2, DROPOUT, OVERLAP, PP2, TP2, TP2PP2, make_trainer, small_run, whole_tensors
 from tests.llama_models import FAMILIES
 from tests.threads import ThreadWorld
 
@@ -58,6 +58,15 @@ ROWS = [  # ranks, model, flags: every option once at least, and pairs of them r
     (2, "qwen3", {**TP2, **SEQUENCE, "tp_comm_overlap": True, **SELECTIVE}),
     (8, "biases", {**TP2PP2, **OVERLAP}),
     (4, "no positions", {**TP2, "zero_stage": 1}),
+    (2, "gpt", {**CP2, **SELECTIVE}),
+    (4, "gpt", {"context_parallel_size": 4, "zero_stage": 1}),
+    (8, "gpt", {**CP2, **TP2PP2, **SEQUENCE, **OVERLAP}),
+    (4, "gpt", {**CP2, **PP2, **ZBV, **FULL, **TORCH}),
+    (4, "gpt", {**CP2, **TP2, "tp_comm_overlap": True, **SEQUENCE}),
+    (2, "llama", CP2),
+    (2, "qwen3", {**CP2, **TORCH}),
+    (4, "biases", {**CP2, **PP2}),
+    (4, "no positions", {**CP2, **OVERLAP}),
 ]
 SMOKE = (4, 8, 9, 15, 18)
 

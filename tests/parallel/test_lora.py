@@ -21,7 +21,7 @@ from fugaku_megatron.inference.loading import load_model, through_stages
 from fugaku_megatron.inference.scoring import EVALUATION
 from fugaku_megatron.nn.passes import Pass
 from fugaku_megatron.training.resume import find_checkpoint, resume_training
-from tests.helpers import DROPOUT, OVERLAP, TP2, TP2PP2, make_trainer, one_error, small_run, whole_tensors
+from tests.helpers import CP2, DROPOUT, OVERLAP, TP2, TP2PP2, make_trainer, one_error, small_run, whole_tensors
 from tests.llama_models import FAMILIES
 from tests.threads import ThreadWorld
 
@@ -35,6 +35,7 @@ LAYOUTS = {
     "interleaved": (2, {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}),
     "zero": (2, {**OVERLAP, "ddp_bucket_size": 500}), "full recompute": (1, {"recompute_granularity": "full"}),
     "selective recompute": (1, {"recompute_granularity": "selective"}), "packed": (1, {"cache_packed_weights": True}),
+    "cp": (4, {**CP2, **OVERLAP}),
 }
 
 
@@ -62,6 +63,7 @@ def alone():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_trains_the_same_adapters(layout, dropout, alone):
     ranks, flags = LAYOUTS[layout]
+    dropout = DROPOUT if dropout and "context_parallel_size" in flags else dropout  # which refuses --lora-dropout
     losses, norms, adapters = alone(**QWEN, **dropout)
     for own in ThreadWorld(ranks).run(curve, small_run(**QWEN, **dropout, **flags)):
         assert own[0] == pytest.approx(losses, rel=2e-6)

@@ -81,9 +81,9 @@ def test_values_are_compared_as_numbers_where_they_are_numbers():
 
 
 def test_all_reasons_come_in_one_message_a_line_each(capsys):
-    words = ["--multi-latent-attention", "--context-parallel-size", "2", "--dataloader-type", "cyclic", "--quux", "3",
+    words = ["--multi-latent-attention", "--hybrid-context-parallel", "--dataloader-type", "cyclic", "--quux", "3",
              "--lr-decay-style", "x", "--kv-channels", "6", "--q-lora-rank", "2"]
-    starts = ["unknown flag --quux", "argument --lr-decay-style", "--multi-latent-attention", "--context-parallel-size 2",
+    starts = ["unknown flag --quux", "argument --lr-decay-style", "--multi-latent-attention", "--hybrid-context-parallel",
               "--dataloader-type cyclic", "--kv-channels is 6"]
     assert refusal(*words).count("; ") >= len(starts) - 1
     assert cli.main(["train", *BASE, *words]) == 2
@@ -346,8 +346,8 @@ def test_flags_from_a_yaml_file(tmp_path, activation, switch):
     ("lr: True", "lr: True is not a value of --lr: pass one, or null"),
     ("language_model: {activation_func: tanh}", "language_model.activation_func: 'tanh' is not an activation: pass swiglu"),
     ("language_model: {init_method: xavier_uniform}", "language_model.init_method: 'xavier_uniform' is not built: pass null"),
-    ("language_model: {context_parallel_size: 2}", "language_model.context_parallel_size: --context-parallel-size 2: context "
-     "parallelism is not built"),
+    ("language_model: {tensor_parallel_num_weight_shards: 2}", "language_model.tensor_parallel_num_weight_shards: "
+     "--tensor-parallel-num-weight-shards 2: weights are not cut further"),
     ("training: {lr: 1}", "training is a section, and the sections are language_model and model_parallel"),
     ("lr: 1\nlanguage_model: {lr: 1}", "lr stands at the top or in a section twice: leave one out"),
     ("lr: {a: 1}", "lr is a section"),

@@ -1,0 +1,66 @@
+"""Context parallelism: ranks that share each sequence.
+
+Rank i of c has the parts i and 2c - 1 - i of the 2c equal parts of a sequence, as in Megatron-LM, where causal attention then takes
+all ranks the same time. For attention they exchange heads: each gets the whole sequence of 1/c of the query groups, in its order,
+and sends the result back. So attention is that of one rank, with its windows, documents and dropout. Source: Jacobs et al. 2023,
+"DeepSpeed Ulysses" (arXiv:2309.14509).
+Legend: s sequence, c ranks, r = s / c rows of a rank, b micro-batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..comm.base import Comm
+from ..comm.exchange import Exchange, map_rows
+
+
+def parts_of(rank: int, ranks: int) -> tuple[int, int]:
+    """Which two of the 2 c parts of a sequence a rank has."""
+    return rank, 2 * ranks - 1 - rank
+
+
+def own_rows(s: int, cp: Comm) -> Tensor | None:
+    """The positions (r,) of this rank's rows in a sequence of s; None where it has all."""
+    if cp.size == 1:
+        return None
+    length = s // (2 * cp.size)
+    return torch.cat([torch.arange(part * length, (part + 1) * length) for part in parts_of(cp.rank, cp.size)])
+
+
+def _order(cp: Comm) -> list[int]:
+    """The parts of the sequence in the order in which ranks have them."""
+    return [part for rank in range(cp.size) for part in parts_of(rank, cp.size)]
+
+
+def _exchanged(x: Tensor, cp: Comm) -> Tensor:
+    """x (c r, b, w), r rows for each rank -> (c r, b, w), r rows from each."""
+    rows = [len(x) // cp.size] * cp.size
+    return Exchange(cp, rows, rows).send(x)
+
+
+def _to_heads(x: Tensor, cp: Comm) -> Tensor:
+    r, b, width = x.shape
+    sent = x.view(r, b, cp.size, width // cp.size).permute(2, 0, 1, 3).reshape(cp.size * r, b, -1)
+    parts = _exchanged(sent, cp).view(2 * cp.size, r // 2, b, -1)
+    whole = torch.empty_like(parts)
+    whole[_order(cp)] = parts
+    return whole.view(cp.size * r, b, -1)
+
+
+def _to_rows(x: Tensor, cp: Comm) -> Tensor:
+    s, b, width = x.shape
+    parts = x.reshape(2 * cp.size, s // (2 * cp.size), b, width)[_order(cp)]
+    received = _exchanged(parts.view(s, b, width), cp).view(cp.size, s // cp.size, b, width)
+    return received.permute(1, 2, 0, 3).reshape(s // cp.size, b, cp.size * width)
+
+
+def to_heads(x: Tensor, cp: Comm) -> Tensor:
+    """x (r, b, w), this rank's rows of all heads -> (s, b, w / c), the whole sequence of this rank's heads; and gradients back."""
+    return x if cp.size == 1 else map_rows(x.contiguous(), lambda rows: _to_heads(rows, cp), lambda grad: _to_rows(grad, cp))
+
+
+def to_rows(x: Tensor, cp: Comm) -> Tensor:
+    """x (s, b, w / c), the whole sequence of this rank's heads -> (r, b, w), its rows of all heads; and gradients back."""
+    return x if cp.size == 1 else map_rows(x, lambda rows: _to_rows(rows, cp), lambda grad: _to_heads(grad.contiguous(), cp))
