@@ -17,7 +17,7 @@ KERNEL_TESTS = str(builds.ROOT / "tests" / "kernels")
 # the statistics of random numbers, which this machine's own tests hold and to which the kernels are compared here, what starts
 # Python again or imports torch._dynamo, which costs 20 s each, numbers of threads, which depend neither on instructions nor on the
 # length of vectors, and the symbols of objects, which make test-arm reads on this machine.
-TOO_SLOW = ("test_table", "test_bench", "portable", "whole_range", "positive_numbers", "from_every_half",
+TOO_SLOW = ("test_table", "test_bench", "portable", "whole_range", "long_sequence", "positive_numbers", "from_every_half",
             "adamw_is_torchs", "environment_chooses", "shared_with_torch", "reference_agrees_with_formula",
             "reference_is_the_definition", "is_the_slope", "is_standard_normal", "at_the_right_rate", "keeps_its_mean",
             "[reference", "same_bits_for_any", "same_for_any_threads", "threads_and_packing", "stay_in_their_namespace")
