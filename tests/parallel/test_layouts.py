@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fugaku_megatron.comm.base import Comm
+from fugaku_megatron.config.layout import Layout
 from tests.helpers import CP2, DROPOUT, OVERLAP, PP2, TP2, TP2PP2, make_trainer, small_run, whole_tensors
 from tests.llama_models import FAMILIES
 from tests.threads import ThreadWorld
@@ -188,3 +189,9 @@ def test_a_stage_with_both_ends_has_the_tied_weight_once(schedule, copies, table
         return trainer.stage.tied_copy is not None, rows.count(trainer.run.model.vocab_size)
 
     assert ThreadWorld(4).run(tied) == list(zip(copies, tables, strict=True))
+
+
+def test_ranks_of_a_sequence_refuse_a_norm_of_all_heads():
+    """Each would normalise its own heads alone."""
+    with pytest.raises(ValueError, match="--context-parallel-size 2 is not built for --qk-layernorm-all-heads"):
+        Layout.from_run(small_run(qk_layernorm=True, qk_layernorm_all_heads=True, normalization="RMSNorm", **CP2), 2)
