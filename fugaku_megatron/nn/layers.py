@@ -27,7 +27,8 @@ from .adapters import Adapter
 from .ops import DropoutKey, Ops
 from .parameter import make_parameter, spec_of
 from .passes import Pass, rotary_angles
-from .sequence_ranks import own_rows, parts_of
+from .sequence_ranks import own_runs
+from .sequence_ranks import positions as own_positions
 from .shared import Angles
 from .torch_blocks import derived
 
@@ -40,8 +41,8 @@ class Context:
     """What every layer of a stage is built with. sequence_parallel: what lies between the matmuls of tensor-parallel ranks works
     on this rank's part of the sequence; it means nothing with one rank. tp_comm_overlap: those parts are sent while matmuls run.
     lora: where it is on, weights are frozen and adapters are trained. cp: ranks that share each sequence, of which s is then this
-    rank's part. ep, etp: ranks that have different experts, and that share
-    each of them (`grid.Groups`); None where the experts are not divided.
+    rank's part. ep, etp: ranks that have different experts, and that share each of them (`grid.Groups`); None where the experts are
+    not divided.
     """
 
     model: ModelConfig
@@ -71,23 +72,13 @@ class Context:
         """Where x (s, b, h), an activation between the matmuls, begins in this rank's sequence."""
         return 0 if self.sequence is None else self.tp.rank * x.shape[0]
 
-    def own_rows(self, x: Tensor) -> Tensor | None:
-        """The positions (s,) of x (s, b, h), an activation between the matmuls; None where they follow one another."""
-        if self.cp.size == 1:
-            return None
-        first, parts = self.first_position(x), self.tp.size if self.sequence else 1
-        rows = own_rows(len(x) * parts * self.cp.size, self.cp)
-        return None if rows is None else rows[first : first + len(x)]
-
-    def dropout_rows(self, x: Tensor) -> dict[str, Any]:
-        """The fields of a DropoutKey that say where the rows of x (s, b, h), an activation between the matmuls, are."""
-        first, rows, part = self.first_position(x), len(x), len(x) * (self.tp.size if self.sequence else 1) // 2
-        if self.cp.size == 1:
-            return {"row0": first}
-        begin, again = (number * part for number in parts_of(self.cp.rank, self.cp.size))
-        if first >= part:
-            return {"row0": again + first - part}
-        return {"row0": begin + first, **({"cut": part - first, "after_cut": again} if first + rows > part else {})}
+    def runs(self, x: Tensor) -> list[range]:
+        """The positions of x (s, b, h), an activation between the matmuls, in runs that follow one another: one, or two with cp."""
+        first, runs = self.first_position(x), []
+        for run in own_runs(len(x) * (self.tp.size if self.sequence else 1), self.cp):
+            runs.append(run[max(first, 0) : max(first + len(x), 0)])
+            first -= len(run)
+        return list(filter(None, runs))
 
     def parameter(self, name: str, shape: tuple[int, ...], partition_dim: int | None = None, std: float | None = None,
                   **more: Any) -> nn.Parameter:
@@ -151,7 +142,9 @@ def dropout_layer(stream: int) -> int:
 
 def hidden_dropout_key(context: Context, layer: int, site: str, first_sample: int, x: Tensor) -> DropoutKey:
     """The mask of x (s, b, h), an activation between the matmuls."""
-    return DropoutKey(context.seed, dropout_stream(layer, site), first_sample, sample_dim=1, **context.dropout_rows(x))
+    run, *second = context.runs(x)
+    cut, after_cut = (len(run), second[0].start) if second else (None, 0)
+    return DropoutKey(context.seed, dropout_stream(layer, site), first_sample, 1, run.start, cut, after_cut)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -236,7 +229,8 @@ class PositionEmbedding(nn.Module):
         positions (rows,) are those of generation, which keeps nothing for a backward.
         """
         ops, first = self.context.ops, self.context.first_position(x)
-        if (rows := self.context.own_rows(x)) is not None:
+        if self.context.cp.size > 1:
+            rows = own_positions(self.context.runs(x))
             return x + ops.embedding(rows.unsqueeze(1) if positions is None else positions[rows].long(), self.weight)
         if positions is None:
             return ops.add_position(x, self.weight, first)

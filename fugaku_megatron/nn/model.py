@@ -46,8 +46,7 @@ class Stage(nn.Module):
         ep, etp = (groups.ep, groups.etp) if parallel.divides_experts else (None, None)
         context = Context(run.model, tp, ops, run.training.seed, parallel.sequence_parallel, parallel.tp_comm_overlap, run.lora,
                           ep, etp, groups.cp)
-        sizes = (tp.size * pp.size * dp.size, tp.size, pp.size, groups.data_size)
-        rows = memory.logits_rows(run, Layout(*sizes, cp=groups.cp.size))
+        rows = memory.logits_rows(run, Layout(tp.size * pp.size * dp.size, tp.size, pp.size, groups.data_size, cp=groups.cp.size))
         self.chunks: Any = nn.ModuleList(Chunk(run, self.placement.part(pp.rank, chunk), self.placement.parts, context, rows)
                                     for chunk in range(self.placement.chunks))
         if self.first and self.last and run.model.tied:

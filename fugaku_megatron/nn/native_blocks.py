@@ -37,14 +37,15 @@ def call_rowwise(kernel: Callable[..., Any], p: float, key: DropoutKey, *args: A
     Of args, tensors (s, b, h) are cut by rows, and statistics (s, b), which the kernel takes as (s b,); all others are passed on.
     """
     assert key.sample_dim == 1
-    rows = next(len(x) for x in args if isinstance(x, Tensor) and x.dim() == 3)
-    for part, own in key.runs(rows):
+    for part, own in key.runs():
         kernel(*(_run(x, part) for x in args), p, own.seed, own.stream, own.first_sample, own.row0)
 
 
-def _run(x: Any, part: slice) -> Any:
-    cut = isinstance(x, Tensor) and x.dim() > 1
-    return x if not cut else x[part] if x.dim() == 3 else x[part].flatten()
+def _run(x: Any, part: slice | None) -> Any:
+    if not isinstance(x, Tensor) or x.dim() == 1:
+        return x
+    rows = x if part is None else x[part]
+    return rows if x.dim() == 3 else rows.flatten()
 
 
 def column_parts(pre: Tensor, width: int, whole: bool) -> Iterator[tuple[slice, Tensor]]:

@@ -9,6 +9,8 @@ Legend: s sequence, c ranks, r = s / c rows of a rank, b micro-batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -21,12 +23,16 @@ def parts_of(rank: int, ranks: int) -> tuple[int, int]:
     return rank, 2 * ranks - 1 - rank
 
 
-def own_rows(s: int, cp: Comm) -> Tensor | None:
-    """The positions (r,) of this rank's rows in a sequence of s; None where it has all."""
+def own_runs(r: int, cp: Comm) -> list[range]:
+    """The positions of this rank's r rows, in runs that follow one another: all of them, or those of its two parts."""
     if cp.size == 1:
-        return None
-    length = s // (2 * cp.size)
-    return torch.cat([torch.arange(part * length, (part + 1) * length) for part in parts_of(cp.rank, cp.size)])
+        return [range(r)]
+    return [range(part * r // 2, (part + 1) * r // 2) for part in parts_of(cp.rank, cp.size)]
+
+
+def positions(runs: Sequence[range]) -> Tensor:
+    """The positions (r,) of all runs."""
+    return torch.cat([torch.arange(run.start, run.stop) for run in runs])
 
 
 def _order(cp: Comm) -> list[int]:
@@ -42,7 +48,7 @@ def _exchanged(x: Tensor, cp: Comm) -> Tensor:
 
 def _to_heads(x: Tensor, cp: Comm) -> Tensor:
     r, b, width = x.shape
-    sent = x.view(r, b, cp.size, width // cp.size).permute(2, 0, 1, 3).reshape(cp.size * r, b, -1)
+    sent = x.reshape(r, b, cp.size, width // cp.size).permute(2, 0, 1, 3).reshape(cp.size * r, b, -1)
     parts = _exchanged(sent, cp).view(2 * cp.size, r // 2, b, -1)
     whole = torch.empty_like(parts)
     whole[_order(cp)] = parts
@@ -58,9 +64,9 @@ def _to_rows(x: Tensor, cp: Comm) -> Tensor:
 
 def to_heads(x: Tensor, cp: Comm) -> Tensor:
     """x (r, b, w), this rank's rows of all heads -> (s, b, w / c), the whole sequence of this rank's heads; and gradients back."""
-    return x if cp.size == 1 else map_rows(x.contiguous(), lambda rows: _to_heads(rows, cp), lambda grad: _to_rows(grad, cp))
+    return x if cp.size == 1 else map_rows(x, lambda rows: _to_heads(rows, cp), lambda grad: _to_rows(grad, cp))
 
 
 def to_rows(x: Tensor, cp: Comm) -> Tensor:
     """x (s, b, w / c), the whole sequence of this rank's heads -> (r, b, w), its rows of all heads; and gradients back."""
-    return x if cp.size == 1 else map_rows(x, lambda rows: _to_rows(rows, cp), lambda grad: _to_heads(grad.contiguous(), cp))
+    return x if cp.size == 1 else map_rows(x, lambda rows: _to_rows(rows, cp), lambda grad: _to_heads(grad, cp))

@@ -29,13 +29,13 @@ class DropoutKey:
     cut: int | None = None
     after_cut: int = 0
 
-    def runs(self, rows: int) -> Iterator[tuple[slice, DropoutKey]]:
-        """The parts of so many rows whose numbers follow one another, each with a key of its own."""
+    def runs(self) -> Iterator[tuple[slice | None, DropoutKey]]:
+        """The parts of the rows whose numbers follow one another, None for all rows, each with a key of its own."""
         if self.cut is None:
-            yield slice(rows), self
+            yield None, self
         else:
             yield slice(self.cut), replace(self, cut=None)
-            yield slice(self.cut, rows), replace(self, row0=self.after_cut, cut=None)
+            yield slice(self.cut, None), replace(self, row0=self.after_cut, cut=None)
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -81,8 +81,9 @@ def masked(kernels: Any, x: Tensor, p: float, key: DropoutKey) -> Tensor:
     """x (any shape) with elements zeroed with probability p and the others scaled by 1 / (1 - p)."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    for part, own in key.runs(len(x)):
-        kernels.dropout(x[part], out[part], p, own.seed, own.stream, own.first_sample, own.sample_dim, own.row0)
+    for part, own in key.runs():
+        rows, made = (x, out) if part is None else (x[part], out[part])
+        kernels.dropout(rows, made, p, own.seed, own.stream, own.first_sample, own.sample_dim, own.row0)
     return out
 
 

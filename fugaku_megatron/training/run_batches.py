@@ -26,7 +26,7 @@ from ..data.index_cache import IndexCache
 from ..data.marks import Work, document_starts
 from ..data.sampler import Prefetcher, ReaderBatches, ReaderGroup, consecutive, first_sample, micro_batches
 from ..nn.passes import Documents
-from ..nn.sequence_ranks import own_rows
+from ..nn.sequence_ranks import own_runs, positions
 from .step import MicroBatch
 
 Source = Prefetcher[np.ndarray] | ReaderBatches  # of micro-batches
@@ -76,8 +76,7 @@ class RunBatches:
         if readers.comm.size > 1 or self.run.data.marked:
             return ReaderBatches(readers, dataset, consumed, size, micro_batch_size, groups.data_size, samples)
         assert dataset is not None, "a rank that reads its own samples has the dataset"
-        return Prefetcher(micro_batches(dataset, consumed, size, micro_batch_size, groups.data_rank, groups.data_size,
-                                        samples))
+        return Prefetcher(micro_batches(dataset, consumed, size, micro_batch_size, groups.data_rank, groups.data_size, samples))
 
     def begin(self, source: Source | None) -> Work | None:
         """Before each iteration, and each batch of an evaluation: the work of the global batch, where it is marked. Collective."""
@@ -97,7 +96,8 @@ class RunBatches:
 
     def micro_batches(self, source: Source | None, consumed: int, count: int) -> Iterator[MicroBatch]:
         """The `count` micro-batches of the iteration that starts at `consumed` samples, in data order."""
-        groups, has_data, rows = self.groups, needs_data(self.run, self.groups), own_rows(self.run.model.seq_length, self.groups.cp)
+        groups, has_data = self.groups, needs_data(self.run, self.groups)
+        rows = positions(own_runs(self.run.model.seq_length // groups.cp.size, groups.cp)) if groups.cp.size > 1 else None
         for index in range(count):
             samples = self._next(source) if has_data else None
             first = first_sample(consumed, index, self.run.batch.micro_batch_size, groups.data_rank, groups.data_size)
