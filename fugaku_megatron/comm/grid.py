@@ -4,8 +4,7 @@ The layout is one reshape, ranks 0 .. world-1 -> (dp, pp, cp, tp), with tp inner
 neighbouring ranks (one node, or one unit of a torus). The ranks that share a sequence have the same weights and other tokens, as
 ranks with other samples have: both together are the group `dp`, over which gradients are summed. Divided experts have a second
 reshape of the dp x tp ranks of a stage -> (edp, ep, etp), so that the ranks which exchange tokens are as near as data-parallel
-ranks can be. Left out: placing ranks on
-nodes, which is the launcher's work.
+ranks can be. Left out: placing ranks on nodes, which is the launcher's work.
 """
 
 from __future__ import annotations

@@ -162,6 +162,11 @@ def check_picture(file: str | Path | None) -> None:
           f"--png {file} needs matplotlib: pip install matplotlib, or this package with its extra [log], or leave --png out")
 
 
+def shown(text: str) -> str:
+    """The text with U+FFFD for bytes of a path that are not valid UTF-8, which fonts refuse."""
+    return text.encode(errors="surrogateescape").decode(errors="replace")
+
+
 @contextmanager
 def writing(flag: str, file: str | Path) -> Iterator[None]:
     """A block that writes `file`, the value of `flag`: an OSError in it becomes a ValueError of one line."""

@@ -313,8 +313,8 @@ def _rank_flops(run: RunConfig, tp: int = 1) -> tuple[float, float]:
 
 def layer_flops(run: RunConfig) -> tuple[float, float]:
     """FLOPs of one sample's forward in the mean layer: (of linear layers, of attention over the full square)."""
-    linear, attention = (flops / run.batch.micro_batch_size * run.parallel.context_parallel_size for flops in _rank_flops(run))
-    return linear, attention
+    (linear, attention), samples = _rank_flops(run), tokens_per_microbatch(run) / run.model.seq_length  # of a rank
+    return linear / samples, attention / samples
 
 
 def hardware_flops(run: RunConfig, global_batch_size: int, squares: int | None = None) -> float:
@@ -357,4 +357,4 @@ def model_flops(run: RunConfig, global_batch_size: int) -> float:
 def frozen_flops(run: RunConfig) -> float:
     """FLOPs of one sample's weight gradients that a run of adapters does not compute, that of the logits' weight included."""
     records = (*layer_records(run, 1) * run.model.num_layers, *head_records(run, 1, tied=False))
-    return sum(r.flops_forward for r in records if r.frozen) / run.batch.micro_batch_size * run.parallel.context_parallel_size
+    return sum(r.flops_forward for r in records if r.frozen) / (tokens_per_microbatch(run) / run.model.seq_length)

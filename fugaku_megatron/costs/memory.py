@@ -106,9 +106,10 @@ def stage_units(run: RunConfig, layout: Layout, stage: int) -> list[int]:
     return [*[head] * (stage == last), *layers, *[embedding] * (stage == first), *[table] * tied]
 
 
-def bucket_units(run: RunConfig, layout: Layout, stage: int) -> list[range]:
-    """The units of each bucket."""
-    return cut(stage_units(run, layout, stage), bucket_minimum(run, layout.replicas), holds_tied_copy(run, stage))
+def bucket_units(run: RunConfig, layout: Layout, stage: int, units: list[int] | None = None) -> list[range]:
+    """The units of each bucket. units: those of `stage_units`, where they are known."""
+    units = stage_units(run, layout, stage) if units is None else units
+    return cut(units, bucket_minimum(run, layout.replicas), holds_tied_copy(run, stage))
 
 
 @lru_cache(maxsize=64)  # each kind of a stage's memory asks for the same
@@ -122,7 +123,7 @@ def bucket_sizes(run: RunConfig, layout: Layout, stage: int) -> tuple[tuple[int,
     layers = [of_mlp[run.model.mlps[layer]] for chunk in reversed(stage_layers(run, stage)) for layer in reversed(chunk)]
     units, experts = stage_units(run, layout, stage), [*[0] * (stage == where.last_stage), *layers, 0, 0]
     sizes = []
-    for bucket in cut(units, bucket_minimum(run, layout.replicas), holds_tied_copy(run, stage)):
+    for bucket in bucket_units(run, layout, stage, units):
         divided = 0 if run.lora.on else sum(experts[i] for i in bucket)
         sizes.append((round_up(sum(units[i] for i in bucket) - divided, layout.replicas * FLAT_ALIGNMENT),
                       round_up(divided, layout.edp * FLAT_ALIGNMENT)))

@@ -21,7 +21,7 @@ import numpy as np
 from torch import Tensor
 
 from ..config.checks import check
-from ..config.command_line import pipe_table, writing
+from ..config.command_line import pipe_table, shown, writing
 from ..config.run_config import ModelConfig
 from ..data.files import read_text
 from ..data.tokenizer import Tokenizer
@@ -130,7 +130,6 @@ def draw(path: str | os.PathLike, figures: dict[str, Any], place: str) -> None:
         axes.set(xticks=range(len(lengths)), xticklabels=lengths, xlabel="tokens", title=label)
     panels[0].set(yticks=range(len(depths)), yticklabels=[f"{depth} %" for depth in depths], ylabel="depth of the sentence")
     figure.colorbar(image, ax=panels, label="share")
-    name = place.encode(errors="surrogateescape").decode(errors="replace")  # fonts refuse bytes of a path that are not UTF-8
-    figure.suptitle(f"needle in a haystack\n{name[-TITLE:]}", fontsize="medium")
+    figure.suptitle(f"needle in a haystack\n{shown(place)[-TITLE:]}", fontsize="medium")
     with writing("--png", os.fspath(path)):
         figure.savefig(path, dpi=120, format="png")

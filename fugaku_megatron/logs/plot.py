@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..config.command_line import shown
 from ..config.run_config import RunConfig
 from ..costs import accounting
 from .iteration import size_name
@@ -37,11 +38,6 @@ def title(description: str, place: str | os.PathLike) -> str:
     """The title of a picture: what runs, and the end of the path where it is, one line each."""
     path = os.fspath(place)
     return "\n".join(filter(None, (description, path if len(path) <= WIDTH else "..." + path[-WIDTH:])))
-
-
-def shown(text: str) -> str:
-    """The text with U+FFFD for bytes of a path that are not valid UTF-8, which fonts refuse."""
-    return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def loss_curve(path_png: str | os.PathLike, history: Records | str | os.PathLike, heading: str = "") -> bool:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config.checks import check
-from ..config.command_line import pipe_table, writing
-from .plot import shown, title
+from ..config.command_line import pipe_table, shown, writing
+from .plot import title
 
 WARM_UP = 1  # intervals that are not counted: the first one holds the first touch of memory
 COLUMNS = ("phase", "min s", "mean s", "max s", "slowest rank", "its stage")

@@ -86,15 +86,14 @@ class Network:
         if group == "ep" and layout.etp == 1:  # tensor-parallel ranks first, and those of other replicas then
             near = min(layout.tp, layout.ep)
             return layout.ep, near * max(1, ranks // (layout.tp * layout.pp)) if ranks >= near else max(1, ranks)
-        etp = layout.etp or layout.tp
-        sharing = layout.tp * layout.cp
-        if group == "dp" and layout.cp > 1:  # those that share a sequence first, and other replicas then
+        etp, sharing = layout.etp or layout.tp, layout.tp * layout.cp
+        if group == "dp":  # those that share a sequence first, and other replicas then
             near = layout.cp * max(1, ranks // (sharing * layout.pp)) if ranks >= sharing else max(1, ranks // layout.tp)
             return layout.replicas, near
         below = {"tp": 1, "etp": 1, "cp": layout.tp, "pp": sharing, "embedding": sharing * (layout.pp - 1),
-                 "dp": layout.tp * layout.pp, "ep": layout.tp * layout.pp, "edp": layout.pp * layout.ep * etp}[group]
-        members = {"tp": layout.tp, "etp": etp, "pp": layout.pp, "embedding": 2 if layout.pp > 1 else 1, "dp": layout.replicas,
-                   "cp": layout.cp, "ep": layout.ep, "edp": layout.edp}[group]
+                 "ep": layout.tp * layout.pp, "edp": layout.pp * layout.ep * etp}[group]
+        members = {"tp": layout.tp, "etp": etp, "pp": layout.pp, "embedding": 2 if layout.pp > 1 else 1, "cp": layout.cp,
+                   "ep": layout.ep, "edp": layout.edp}[group]
         return members, max(1, ranks // max(1, below))
 
     def _inside_rate(self, shared: bool) -> float:

@@ -14,7 +14,8 @@ from ..config import batches
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs import accounting, run_schedule
-from ..costs.memory import BF16_BYTES, FP32_BYTES, Memory, frozen_elements, gradient_collectives, stage_memory
+from ..costs.activations import element_bytes
+from ..costs.memory import Memory, frozen_elements, gradient_collectives, stage_memory
 from ..costs.run_schedule import layers_again
 from ..data.chat_dataset import packing_lines
 from ..host import placement, topology
@@ -151,8 +152,7 @@ def _frozen_copies(run: RunConfig, layout: Layout) -> list[str]:
     """How much of the table's weights data-parallel ranks of a node share."""
     if not run.lora.on or layout.dp == 1:
         return []
-    size = FP32_BYTES if run.precision.name == "fp32" else BF16_BYTES
-    mib = size * max(frozen_elements(run, layout, stage) for stage in range(layout.pp)) / 2**20
+    mib = element_bytes(run) * max(frozen_elements(run, layout, stage) for stage in range(layout.pp)) / 2**20
     return [f"frozen weights: the data-parallel ranks of a node share one copy, which the table counts on each: k of them need "
             f"(k - 1) x {mib:.0f} MiB less"]
 
