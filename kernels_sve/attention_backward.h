@@ -1,11 +1,12 @@
-// Backward pass: one task is every `partials`-th block of keys against one query head; lanes are keys. Per block of keys and
-// of queries, with delta = sum of dO O over d:
+// Backward pass: one task is every `partials`-th run of blocks of keys against one query head; lanes are keys. A run is one block,
+// or several with short documents or a short window, so that few tasks add to a row of dQ. Per block of keys and of queries, with
+// delta = sum of dO O over d:
 //
 //   P = 2^(c Q K^T - c lse)    dS = P (dO V^T - delta)    dV += P^T dO    dK += dS^T Q    dQ += dS K
 //
 // (Dao et al., FlashAttention, 2022, algorithm 4; the factor 1 / sqrt(d) comes in where gradients leave). dK and dV
 // belong to one task, and where query heads share a key and a value, their parts are summed in the order of heads at the end.
-// So is dQ, which every task sums into a partial of its own: their number follows from s alone, so results depend neither on
+// So is dQ, which every task sums into a partial of its own: runs follow from the sample alone, so results depend neither on
 // threads nor on the groups and samples that a call holds.
 // Included by attention.h.
 #pragma once
@@ -23,6 +24,7 @@ struct BackwardRun {
   const float* lse;
   T* dqkv;
   float* memory;
+  int64_t* runs;  // of each sample: blocks of keys in a run
   int64_t first, count;
 
   float scale() const { return 1.0f / __builtin_sqrtf(static_cast<float>(args.d)); }
@@ -61,6 +63,19 @@ static void write_rows(const float* sum, const Rows<T>& to, int64_t first, float
   for (int64_t r = 0; r < LANES && first + r < to.s; r += VL) unpack_rows(sum + r, first + r, to, broadcast(factor));
 }
 
+// Blocks of keys in a run of a sample: four times what a query sees, or all of a task's, where that leaves a query the keys of two
+// tasks at most. A longer sequence with the same documents has the same runs.
+static int64_t blocks_of_run(const AttentionShape& shape, const Documents& documents) {
+  const int64_t blocks = shape.s_padded / BLOCK, most = (blocks + shape.dquery_partials() - 1) / shape.dquery_partials();
+  const int64_t seen = round_up(min(shape.window, documents.starts ? documents.longest() : shape.s), BLOCK) / BLOCK;
+  return seen <= most ? min(4 * seen, most) : 1;
+}
+
+// The block of keys that a task takes after `block`.
+FM_INLINE int64_t next_block(const AttentionShape& shape, int64_t run, int64_t block) {
+  return block + 1 + ((block + 1) % run ? 0 : (shape.dquery_partials() - 1) * run);
+}
+
 template <class P, bool DROPOUT, class T>
 static void backward_task(const BackwardRun<P, T>& run, int64_t local, int64_t partial) {
   const AttentionShape& shape = run.shape;
@@ -70,10 +85,14 @@ static void backward_task(const BackwardRun<P, T>& run, int64_t local, int64_t p
   m.c = LOG2_E * run.scale(), m.keep_scale = keep_scale(run.args), m.window = shape.window, m.s = shape.s;
   const HeadDropout dropout(run.args, index);
   float* dquery = head.dquery + partial * shape.matrix();
+  const int64_t blocks = run.runs[index / shape.heads];
   int64_t written = 0;  // rows of dquery
-  for (m.k0 = partial * BLOCK; m.k0 < shape.s; m.k0 += shape.dquery_partials() * BLOCK) {
-    const int64_t key = m.k0 + BLOCK - 1, seen = min(key + shape.window, m.documents.end(key, shape.s_padded));
-    const int64_t end = min(shape.s_padded, round_up(seen, BLOCK));  // of its queries
+  for (int64_t block = partial * blocks; (m.k0 = block * BLOCK) < shape.s; block = next_block(shape, blocks, block)) {
+    for (int64_t g = 0; g < LANE_GROUPS; ++g) {
+      const int64_t key = m.k0 + (g + 1) * LANES - 1;
+      m.seen_to[g] = min(key + shape.window, m.documents.end(key, shape.s_padded));
+    }
+    const int64_t end = min(shape.s_padded, round_up(m.seen_to[LANE_GROUPS - 1], BLOCK));  // of its queries
     begin_keys(run, head, m, group);
     for (m.q0 = m.k0; m.q0 < min(shape.s, end); m.q0 += BLOCK) {
       if (DROPOUT) block_dropout(dropout, m);
@@ -106,10 +125,11 @@ static void reduce_dquery(const BackwardRun<P, T>& run, int64_t local, int64_t r
   const int64_t partials = shape.dquery_partials(), floats = LANES * shape.d_padded;
   const Documents documents(run.args, (run.first + local) / shape.heads);
   const int64_t last = row / BLOCK, query = last * BLOCK;
-  const int64_t first = max(documents.start(query), query + 1 - shape.window) / BLOCK;
+  const int64_t blocks = run.runs[(run.first + local) / shape.heads];
+  const int64_t first = max(documents.start(query), query + 1 - shape.window) / BLOCK / blocks;
   float *sum = static_cast<float*>(scratch(0, floats * sizeof(float))), *dquery = run.head(local).dquery;
   const auto part = [&](int64_t i) { return dquery + (first + i) % partials * shape.matrix() + row * shape.d_padded; };
-  add_parts(sum, part, min(partials, last - first + 1), floats, false);
+  add_parts(sum, part, min(partials, last / blocks - first + 1), floats, false);
   write_rows(sum, shape.query(run.dqkv, run.first + local), row, run.scale());
 }
 
@@ -170,7 +190,7 @@ static void backward_run(const BackwardRun<P, T>& run) {
   TaskQueue sums{shape.share > 1 ? run.groups() * 2 * rows : 0};
   parallel_run([&](int, int) {
     for (int64_t task; (task = packing.take()) < packing.tasks;) {
-      pack_backward(run, task / blocks, task % blocks * BLOCK);
+      pack_backward(run, task % run.count, task / run.count * BLOCK);  // heads are next to each other in a row
     }
     barrier();
     tiles_begin();
@@ -178,7 +198,7 @@ static void backward_run(const BackwardRun<P, T>& run) {
     for (int64_t task; (task = keys.take()) < keys.tasks;) work(run, task / partials, task % partials);
     tiles_end();
     barrier();
-    for (int64_t task; (task = queries.take()) < queries.tasks;) reduce_dquery(run, task / rows, task % rows * LANES);
+    for (int64_t task; (task = queries.take()) < queries.tasks;) reduce_dquery(run, task % run.count, task / run.count * LANES);
     for (int64_t task; (task = sums.take()) < sums.tasks;) {
       reduce_dkey_dvalue(run, task / rows / 2, static_cast<int>(task / rows % 2), task % rows * LANES);
     }
@@ -188,7 +208,9 @@ static void backward_run(const BackwardRun<P, T>& run) {
 template <class P, class T>
 static void backward_of(const T* qkv, const T* out, const float* lse, const T* dout, T* dqkv, const AttentionArgs& a) {
   const AttentionShape shape(a);
-  BackwardRun<P, T> run{shape, a, qkv, out, dout, lse, dqkv, nullptr, 0, 0};
+  BackwardRun<P, T> run{shape, a, qkv, out, dout, lse, dqkv, nullptr, nullptr, 0, 0};
+  run.runs = static_cast<int64_t*>(scratch(2, static_cast<size_t>(a.b) * sizeof(int64_t)));
+  for (int64_t sample = 0; sample < a.b; ++sample) run.runs[sample] = blocks_of_run(shape, Documents(a, sample));
   run.memory = static_cast<float*>(scratch(1, shape.packed_bytes(P::STEP)));
   for (; run.first < shape.all_heads(); run.first += run.count) {
     const int64_t left = shape.share > shape.heads_at_once ? shape.share - run.first % shape.share

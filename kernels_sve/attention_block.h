@@ -29,6 +29,7 @@ struct BackwardBlock {
   float *prob, *dscore;  // prob: negative where dropped; dscore: rows of words, two neighbouring keys in each where STEP is 2
   int32_t* keep;         // dropout mask
   int64_t k0, q0, window, s;
+  int64_t seen_to[LANE_GROUPS];  // where the queries end that see a key of the group
   float c, keep_scale;
   Documents documents;
 };
@@ -169,8 +170,7 @@ FM_INLINE int64_t first_query(const BackwardBlock<P>& m, int64_t g) {
 // Where those queries end: by whole groups of lanes at the edge of the window or document, by whole vectors at the end of s.
 template <class P>
 FM_INLINE int64_t end_query(const BackwardBlock<P>& m, int64_t g) {
-  const int64_t key = m.k0 + (g + 1) * LANES - 1, seeing = m.documents.end(key, key + m.window);
-  return min(min(BLOCK, round_up(max(0, min(seeing, key + m.window) - m.q0), LANES)), round_up(max(0, m.s - m.q0), P::EDGE));
+  return min(min(BLOCK, round_up(max(0, m.seen_to[g] - m.q0), LANES)), round_up(max(0, m.s - m.q0), P::EDGE));
 }
 
 // f(vectors, begin, end) for the runs of queries that see the same vectors of key group g.

@@ -6,106 +6,9 @@
 // with c = log2(e) / sqrt(d), m the running maximum of a query and l the running sum of P (online softmax: Milakov and
 // Gimelshein, 2018; tiling: Dao et al., FlashAttention, 2022). Included by attention.h.
 #pragma once
-#include "attention_pack.h"
-#include "philox.h"
+#include "attention_shape.h"
 
 namespace fm::FM_TARGET {
-
-constexpr int64_t BLOCK = Tuning::ATTENTION_BLOCK, KEY_BLOCK = Tuning::KEY_BLOCK;
-constexpr float LN_2 = 0.693147181f;
-
-static_assert(BLOCK % LANES == 0 && KEY_BLOCK % PHILOX_BLOCK == 0, "blocks end where tiles end");
-static_assert(BLOCK % ATTENTION_UNIT == 0 && KEY_BLOCK >= LANES + ATTENTION_UNIT, "in the first round every query sees a key of its window");
-
-// Positions from which on the packed copies of a head are too large for a cache: heads at once are then as few as keep all threads
-// at work, because backward takes about 12 matrices (s, d) for each.
-constexpr int64_t LONG_SEQUENCE = 32768;
-
-// The sizes of a call, where each head's matrices lie, and how many heads are worked on at once: that bounds the packed copies
-// whatever the batch, and keeps them in cache, with work enough for all threads. `head` counts (sample, query head) pairs,
-// `group` counts (sample, group) pairs; share: query heads of a group.
-struct AttentionShape {
-  int64_t s, b, heads, d, window, share, s_padded, d_padded, groups_at_once, heads_at_once;
-  explicit AttentionShape(const AttentionArgs& a)
-      : s(a.s),
-        b(a.b),
-        heads(a.heads),
-        d(a.d),
-        window(a.window < a.s ? a.window : NO_WINDOW),
-        share(a.heads / a.groups),
-        s_padded(round_up(a.s, BLOCK)),
-        d_padded(round_up(a.d, ATTENTION_UNIT)) {
-    const int64_t partials = dquery_partials(), enough = (num_threads() + partials - 1) / partials;
-    const int64_t most = max(2, min(16, num_threads())), wanted = s > LONG_SEQUENCE ? min(most, enough) : most;
-    groups_at_once = min((wanted + share - 1) / share, all_heads() / share);
-    heads_at_once = share > wanted ? wanted : groups_at_once * share;  // parts of one group, or whole groups
-  }
-  int64_t all_heads() const { return b * heads; }
-  int64_t matrix() const { return s_padded * d_padded; }
-  int64_t dquery_partials() const { return min(s_padded / BLOCK, Tuning::DQUERY_PARTIALS); }
-  // Floats of what backward packs and sums for a query head and for a group (attention_block.h), `step` elements to a packed
-  // word; the sums of dK and dV only where heads share them.
-  int64_t head_floats(int64_t step) const {
-    return (4 / step + dquery_partials() + (share > 1 ? 2 : 0)) * matrix() + 2 * s_padded;
-  }
-  int64_t group_floats(int64_t step) const { return matrix() / step + (share > 1 ? 2 * matrix() : 0); }
-  // Bytes of all that is held at once. Forward packs less, but takes as much: a buffer that grew later would leave its old
-  // place empty.
-  size_t packed_bytes(int64_t step) const {
-    return static_cast<size_t>(heads_at_once * head_floats(step) + groups_at_once * group_floats(step)) * sizeof(float);
-  }
-  int64_t row_stride() const { return all_heads() / share * (share + 2) * d; }
-  template <class T>
-  Rows<T> query(T* qkv, int64_t head) const {
-    return {qkv + (head / share * (share + 2) + head % share) * d, row_stride(), s, d};
-  }
-  // part: 0 key, 1 value.
-  template <class T>
-  Rows<T> key_value(T* qkv, int64_t group, int part) const {
-    return {qkv + (group * (share + 2) + share + part) * d, row_stride(), s, d};
-  }
-  template <class T>
-  Rows<T> context(T* data, int64_t head) const {
-    return {data + head * d, all_heads() * d, s, d};
-  }
-};
-
-// The documents of one sample: starts (s), or null for one document.
-struct Documents {
-  const int32_t* starts = nullptr;
-  int64_t s = 0;
-  Documents() = default;
-  Documents(const AttentionArgs& a, int64_t sample) : starts(a.starts ? a.starts + sample * a.s : nullptr), s(a.s) {}
-  // The first key of query q; queries beyond s are of the last document.
-  int64_t start(int64_t q) const { return starts ? starts[min(q, s - 1)] : 0; }
-  // Where the queries end that see key k, or s_max where no document ends them.
-  int64_t end(int64_t k, int64_t s_max) const {
-    if (!starts || starts[s - 1] <= k) return s_max;
-    int64_t low = min(k, s - 1), high = s - 1;  // starts[low] <= k < starts[high]
-    while (high - low > 1) {
-      const int64_t middle = (low + high) / 2;
-      (starts[middle] <= k ? low : high) = middle;
-    }
-    return high;
-  }
-};
-
-// Lanes whose query does not see its key: `distance` is query - key, negative for a later key.
-FM_INLINE vi hidden(vi distance, int64_t window) { return (vi)((vu)distance >= static_cast<uint32_t>(window)); }
-
-// What the dropout mask of one head depends on.
-struct HeadDropout {
-  PhiloxKey key;
-  uint64_t sample;
-  uint32_t row0, threshold;
-  HeadDropout(const AttentionArgs& a, int64_t head)
-      : key(philox_key(a.seed, a.stream)),
-        sample(a.first_sample + head / a.heads),
-        row0(static_cast<uint32_t>((a.first_head + head % a.heads) * a.s)),
-        threshold(dropout_threshold(a.p)) {}
-};
-
-FM_INLINE float keep_scale(const AttentionArgs& a) { return 1.0f / (1.0f - a.p); }
 
 template <class P>
 struct PackedKeysValues {
@@ -265,18 +168,18 @@ static void attend(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0
   if constexpr (P::TILES) accumulate<P>(q.out, false, d_padded, values, head.panel, q.prob, seen_keys);
 }
 
-// Queries [first, first + LANES) of one head, from packing them to the output and the log-sum-exp.
+// Queries [first, end) of one head, at most LANES, from packing them to the output and the log-sum-exp.
 template <class P, class T>
 static void forward_task(const AttentionShape& shape, const AttentionArgs& a, const PackedKeysValues<P>& head,
                          const Documents& documents, Rows<const T> query, Rows<T> out, float* lse, int64_t first,
-                         const HeadDropout* dropout) {
+                         int64_t end, const HeadDropout* dropout) {
   using Word = typename P::Word;
   const float c = LOG2_E / __builtin_sqrtf(static_cast<float>(a.d));
   const int64_t matrix = shape.d_padded * LANES;
   float* memory = static_cast<float*>(scratch(0, (2 * matrix + 2 * KEY_BLOCK * LANES) * sizeof(float)));
   QueryBlock<P> q;
   q.query = reinterpret_cast<Word*>(memory), q.out = memory + matrix, q.score = memory + 2 * matrix;
-  q.first = first, q.window = shape.window, q.last_start = documents.start(first + LANES - 1);
+  q.first = first, q.window = shape.window, q.last_start = documents.start(end - 1);
   q.prob = reinterpret_cast<Word*>(P::STEP == 1 ? q.score : q.score + KEY_BLOCK * LANES);
   pack_lanewise<P>(query, first, q.query, head.words);
   for (int64_t i = 0; i < matrix; i += VL) store_aligned(q.out + i, vf{});
@@ -291,13 +194,13 @@ static void forward_task(const AttentionShape& shape, const AttentionArgs& a, co
     q.start[v] = (vi)load(starts);
   }
   const int64_t begin = max(documents.start(first), first + 1 - shape.window) / ATTENTION_UNIT * ATTENTION_UNIT;
-  with_vectors<P>((a.s - first + VL - 1) / VL, [&](auto vectors) {
-    const int64_t end = first + vectors.end * VL;
-    for (int64_t k0 = begin; k0 < end; k0 += KEY_BLOCK) {
-      attend<P, vectors.end>(head, q, k0, min(KEY_BLOCK, end - k0), shape.d_padded, c, dropout);
+  with_vectors<P>((end - first + VL - 1) / VL, [&](auto vectors) {
+    const int64_t last = first + vectors.end * VL;
+    for (int64_t k0 = begin; k0 < last; k0 += KEY_BLOCK) {
+      attend<P, vectors.end>(head, q, k0, min(KEY_BLOCK, last - k0), shape.d_padded, c, dropout);
     }
   });
-  for (int v = 0; v < ATTENTION_NV && first + v * VL < a.s; ++v) {
+  for (int v = 0; v < ATTENTION_NV && first + v * VL < end; ++v) {
     const int64_t row = first + v * VL;
     unpack_rows(q.out + v * VL, row, out, keep_scale(a) * reciprocal(q.sum[v]));
     const vf log_sum = q.sum[v] < __builtin_inff() ? q.maximum[v] * c * LN_2 + log(q.sum[v]) : q.sum[v];
@@ -320,23 +223,25 @@ static void forward_groups(const T* qkv, T* out, float* lse, const AttentionArgs
     typename P::Word* keys = packed + 2 * group * matrix;
     return PackedKeysValues<P>{keys, keys + matrix, words, shape.s_padded / P::STEP * P::PANEL_ROWS};
   };
-  const int64_t blocks = shape.s_padded / BLOCK, query_blocks = (a.s + LANES - 1) / LANES;
-  TaskQueue packing{groups * blocks}, queries{groups * shape.share * query_blocks};
+  const int64_t blocks = shape.s_padded / BLOCK, step = a.starts ? P::EDGE : LANES, places = (a.s + step - 1) / step;
+  TaskQueue packing{groups * blocks}, queries{groups * shape.share * places};
   parallel_run([&](int, int) {
     for (int64_t task; (task = packing.take()) < packing.tasks;) {
-      const int64_t group = first_group + task / blocks, row = task % blocks * BLOCK;
-      const PackedKeysValues<P> to = group_of(task / blocks);
+      const int64_t group = first_group + task % groups, row = task / groups * BLOCK;  // their heads are next to each other
+      const PackedKeysValues<P> to = group_of(task % groups);
       pack_crosswise<P>(shape.key_value(qkv, group, 0), row, row + BLOCK, to.keys, words);
       pack_columnwise<P>(shape.key_value(qkv, group, 1), row, row + BLOCK, to.values, shape.d_padded, to.panel);
     }
     barrier();
     tiles_begin();
     for (int64_t task; (task = queries.take()) < queries.tasks;) {
-      const int64_t head = first_group * shape.share + task / query_blocks;
+      const int64_t head = first_group * shape.share + task / places;
       const HeadDropout dropout(a, head);
-      const int64_t first = (query_blocks - 1 - task % query_blocks) * LANES;  // the longest first
-      forward_task<P>(shape, a, group_of(task / query_blocks / shape.share), Documents(a, head / a.heads), shape.query(qkv, head),
-                      shape.context(out, head), lse + head * a.s, first, a.p > 0 ? &dropout : nullptr);
+      const Documents documents(a, head / a.heads);
+      const int64_t first = (places - 1 - task % places) * step, end = documents.task_end<P::EDGE>(first);  // the longest first
+      if (end == first) continue;
+      forward_task<P>(shape, a, group_of(task / places / shape.share), documents, shape.query(qkv, head), shape.context(out, head),
+                      lse + head * a.s, first, end, a.p > 0 ? &dropout : nullptr);
     }
     tiles_end();
   });
