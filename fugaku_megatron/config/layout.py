@@ -152,9 +152,16 @@ def _check_context(run: RunConfig, cp: int, tp: int) -> None:
     parts = 2 * cp * sequence_parts(run, tp)
     check(model.seq_length % parts == 0, f"--seq-length {model.seq_length} is not divisible by {parts}, two parts for each of "
           f"{name}" + f" x --tensor-model-parallel-size {tp}" * (sequence_parts(run, tp) > 1) + ": change one")
-    for flag_name, value in (("num-attention-heads", model.num_attention_heads), ("num-query-groups", model.query_groups)):
-        check(value % (tp * cp) == 0, f"--{flag_name} {value} is not divisible by --tensor-model-parallel-size {tp} x {name}, "
-              "whose ranks exchange heads for attention: change one")
+    heads, groups = model.num_attention_heads, model.query_groups // tp
+    check(heads % (tp * cp) == 0, f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {tp} x {name}, "
+          "whose ranks exchange heads for attention: change one")
+    check(groups % cp == 0 or cp % groups == 0, f"--num-query-groups {model.query_groups} and --tensor-model-parallel-size {tp} "
+          f"leave {groups} groups to {name}, and neither number divides the other: change one")
+
+
+def group_copies(groups: int, cp: int) -> int:
+    """Ranks of a sequence that have the same key and value for attention. groups: of a tensor-parallel rank."""
+    return max(1, cp // groups)
 
 
 def _expert_sizes(run: RunConfig, dp: int) -> tuple[int, int | None]:

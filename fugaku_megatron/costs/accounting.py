@@ -24,8 +24,10 @@ from .activations import (
     activation_bytes,
     adapted,
     all_reduce,
+    context_bytes,
     element_bytes,
     linear,
+    qkv_bytes,
     recompute_groups,
     residual_bytes,
     tokens_per_microbatch,
@@ -111,16 +113,6 @@ def _rotary(run: RunConfig, tp: int) -> tuple[Record, ...]:
     weights = (heads if together else 2) * NORMS[model.normalization].vectors * model.kv_channels * model.qk_layernorm
     return (Record(name="rotary", parameters=weights, replicated=weights, of_heads=weights,
                    saved_bytes=saved * model.qk_layernorm),) if model.turns_queries else ()
-
-
-def qkv_bytes(run: RunConfig, tp: int) -> int:
-    """Bytes of queries, keys and values of this rank's heads, (s, b, g (n/g + 2) d)."""
-    return tokens_per_microbatch(run) * run.model.qkv_width * element_bytes(run) // tp
-
-
-def context_bytes(run: RunConfig, tp: int) -> int:
-    """Bytes of what attention makes of them, (s, b, n d)."""
-    return tokens_per_microbatch(run) * run.model.context_width * element_bytes(run) // tp
 
 
 def core_bytes(run: RunConfig, tp: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..config.layout import sequence_parts
+from ..config.layout import group_copies, sequence_parts
 from ..config.lora import FC1, FC2, MATRICES, PROJ, QKV, shape
 from ..config.run_config import ModelConfig, RunConfig
 
@@ -72,6 +72,19 @@ def tokens_per_microbatch(run: RunConfig) -> int:
 def element_bytes(run: RunConfig) -> int:
     """Bytes of an activation element."""
     return 4 if run.precision.name == "fp32" else 2
+
+
+def qkv_bytes(run: RunConfig, tp: int) -> int:
+    """Bytes of queries, keys and values of this rank's heads for attention, (s, b, g (n/g + 2) d) with every copy of a group."""
+    model, groups = run.model, run.model.query_groups // tp
+    copies = group_copies(groups, run.parallel.context_parallel_size)
+    width = (model.num_attention_heads // tp + 2 * groups * copies) * model.kv_channels
+    return tokens_per_microbatch(run) * width * element_bytes(run)
+
+
+def context_bytes(run: RunConfig, tp: int) -> int:
+    """Bytes of what attention makes of them, (s, b, n d)."""
+    return tokens_per_microbatch(run) * run.model.context_width * element_bytes(run) // tp
 
 
 def activation_bytes(run: RunConfig) -> int:

@@ -21,7 +21,6 @@ from ..config.run_config import RunConfig
 from ..pipeline.parts import Held, receives_ahead
 from .accounting import (
     FLAT_ALIGNMENT,
-    context_bytes,
     core_bytes,
     embedding_records,
     end_records,
@@ -31,7 +30,6 @@ from .accounting import (
     padded_vocab_size,
     part_recompute_groups,
     pipeline_split,
-    qkv_bytes,
     residual_bytes,
     round_up,
     stage_layers,
@@ -41,7 +39,7 @@ from .accounting import (
     tokens_per_microbatch,
     zero_shards,
 )
-from .activations import FP32_BYTES, Collective, activation_bytes, element_bytes
+from .activations import FP32_BYTES, Collective, activation_bytes, context_bytes, element_bytes, qkv_bytes
 from .experts import mlp_width, pair_working_bytes, waiting_bytes
 from .orthogonal import matrix_elements
 

@@ -189,10 +189,10 @@ def _rank_map(request: Request, layout: Layout, tensor: int) -> Iterator[Problem
     """The rank map belongs to this shape and layout; without a map the ranks of a tensor-parallel group may be far apart."""
     if request.shape and not torus.whole(request.shape):
         return  # a problem of _shape
-    form = f"{torus.text(request.shape)} {{}} {layout.tp} {layout.pp}" if request.shape else ""
+    form = f"{torus.text(request.shape)} {{}} {torus.sizes(layout)}" if request.shape else ""
     expected = form.format('"$RANKS_PER_NODE"')
     maps = [(number, match[1]) for number, line in request.script.body
-            if (match := re.search(r"(?:RANK_MAP=\(|fugaku_megatron\.jobs\.torus )(\S+ \S+ \d+ \d+)", line))]
+            if (match := re.search(r"(?:RANK_MAP=\(|fugaku_megatron\.jobs\.torus )(\S+ \S+ \d+ \d+(?: \d+)?)", line))]
     for number, arguments in maps:
         if arguments.replace('"', "") not in (form.format("$RANKS_PER_NODE"), form.format(request.ranks_per_node)):
             yield Problem(number, f"the rank map is for {arguments}: " + (f"write {expected}" if expected else "write "

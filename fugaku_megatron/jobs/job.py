@@ -13,6 +13,7 @@ from typing import Any
 
 from ..config import arguments, batches
 from ..config.checks import check
+from ..config.layout import Layout
 from ..config.recipes import GPT2_VOCABULARY
 from ..config.run_config import RunConfig
 from ..costs.run_schedule import recompute_name
@@ -42,7 +43,7 @@ class Job:
     volumes: tuple[str, ...]
     group: str | None
     flags: tuple[str, ...]
-    layout: tuple[int, int, int]  # DP, TP, PP
+    layout: Layout
     seconds: float
     memory_mib: float
     iterations: int
@@ -114,7 +115,7 @@ def decide(args: argparse.Namespace, own: tuple[str, ...]) -> tuple[Job, search.
     job = Job(name=args.name or f"gpt_{args.recipe or 'run'}".replace(".", "_"), nodes=args.nodes,
               ranks_per_node=best.system.ranks_per_node, shape=shape, resource_group=group.name, elapse=elapse, mode=mode,
               volumes=tuple(args.volumes.split(":")), group=args.group, flags=flags, kind=args.kind,
-              layout=(best.layout.dp, best.layout.tp, best.layout.pp), seconds=best.seconds, memory_mib=best.memory_mib,
+              layout=best.layout, seconds=best.seconds, memory_mib=best.memory_mib,
               iterations=iterations, why=())
     return replace(job, why=tuple(reasons(job, best, source))), best
 
@@ -157,13 +158,13 @@ def reasons(job: Job, best: search.Plan, source: str) -> list[str]:
     """The decisions and the reasons, one line each. source: source of the resource groups' limits."""
     start, training = start_up(job.nodes), job.iterations * best.seconds
     in_a_job = max(best.seconds, job.elapse - start - MARGIN)  # each job starts, and trains at least one iteration
-    dp, tp, pp = job.layout
+    dp, tp = job.layout.dp, job.layout.tp
     batch, global_batch = best.run.batch, best.layout.global_batch_size(best.run)
     prediction = best.predict()
     place = "is inside a node" if job.ranks_per_node % tp == 0 else f"is on {tp // job.ranks_per_node} nodes of a 2x3x2 unit"
     lines = [
         f"{job.nodes} nodes" + (f" as {torus.text(job.shape)} torus" if job.shape else "")
-        + f" x {job.ranks_per_node} ranks = DP {dp} x TP {tp} x PP {pp}; each tensor-parallel group {place}",
+        + f" x {job.ranks_per_node} ranks = {job.layout}; each tensor-parallel group {place}",
         f"micro-batch {batch.micro_batch_size}, global batch {global_batch}: "
         f"{global_batch // dp // batch.micro_batch_size} micro-batches; recompute {recompute_name(best.run)}, "
         f"ZeRO {best.run.parallel.zero_stage}",
@@ -180,7 +181,8 @@ def reasons(job: Job, best: search.Plan, source: str) -> list[str]:
 
 def rank_map(job: Job) -> torus.RankMap | None:
     """The placement of a job's ranks; None for a job without a torus."""
-    return torus.RankMap.from_layout(job.shape, job.ranks_per_node, job.layout[1], job.layout[2]) if job.shape else None
+    layout = job.layout
+    return torus.RankMap.from_layout(job.shape, job.ranks_per_node, layout.tp, layout.pp, layout.cp) if job.shape else None
 
 
 def hop_lines(rank_map: torus.RankMap) -> list[str]:

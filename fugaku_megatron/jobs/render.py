@@ -141,8 +141,8 @@ def values(job: Job) -> list[str]:
     """The variables that the common part uses."""
     lines = [f"NAME={job.name}", f"NODES={job.nodes}", f"RANKS_PER_NODE={job.ranks_per_node}"]
     if job.shape:
-        _, tp, pp = job.layout
-        lines += [f'RANK_MAP=({torus.text(job.shape)} "$RANKS_PER_NODE" {tp} {pp})  # node shape, ranks per node, TP, PP',
+        meaning = "node shape, ranks per node, TP, PP" + ", CP" * (job.layout.cp > 1)
+        lines += [f'RANK_MAP=({torus.text(job.shape)} "$RANKS_PER_NODE" {torus.sizes(job.layout)})  # {meaning}',
                   "SPARE_NODES=0  # the rank map uses every node"]
     return [*lines, f"ELAPSE=${{ELAPSE:-{job.elapse}}}  # seconds, the same as in the directive above",
             f"MARGIN=${{MARGIN:-{MARGIN}}}  # seconds before the end of the job at which the trainer saves and exits",

@@ -3,7 +3,8 @@
 A unit of Tofu-D is 2x3x2 nodes. A tensor-parallel group stays inside a node or inside a box within one unit; these boxes form a
 grid that is cut, along each axis, into a box of data-parallel replicas for every pipeline stage.
 
-    python -m fugaku_megatron.jobs.torus 16x24x32 2 8 6 > map     (shape, ranks per node, TP, PP: for mpiexec --vcoordfile)
+    python -m fugaku_megatron.jobs.torus 16x24x32 2 8 6 > map     (shape, ranks per node, TP, PP, and CP unless 1: for mpiexec
+                                                                   --vcoordfile)
 
 Left out: routing; hops are shortest ways on a torus.
 """
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 
 from ..comm.grid import Grid
 from ..config.checks import check
-from ..config.layout import check_world_size
+from ..config.layout import Layout, check_world_size
 
 Shape = tuple[int, int, int]
 UNIT: Shape = (2, 3, 2)
@@ -32,6 +33,11 @@ TILES: dict[int, Shape] = {1: (1, 1, 1), 2: (2, 1, 1), 3: (1, 3, 1), 4: (2, 1, 2
 
 def text(shape: Shape) -> str:
     return "x".join(map(str, shape))
+
+
+def sizes(layout: Layout) -> str:
+    """TP, PP, and CP unless it is 1, as the words of a rank map."""
+    return f"{layout.tp} {layout.pp}" + f" {layout.cp}" * (layout.cp > 1)
 
 
 def whole(shape: Shape) -> bool:
@@ -93,7 +99,7 @@ def hops(a: Shape, b: Shape, shape: Shape) -> int:
 class RankMap:
     """The placement of ranks. nodes[rank]: coordinates (x, y, z) of its node.
 
-    box: edges of the box that the data-parallel replicas of a stage fill, in units of one tensor-parallel group.
+    box: edges of the box that the ranks of a stage fill, in units of one tensor-parallel group.
     """
 
     shape: Shape
@@ -103,19 +109,19 @@ class RankMap:
     box: Shape
 
     @staticmethod
-    def from_layout(shape: Shape, ranks_per_node: int, tp: int, pp: int) -> RankMap:
+    def from_layout(shape: Shape, ranks_per_node: int, tp: int, pp: int, cp: int = 1) -> RankMap:
         """The placement for a layout. Raises ValueError for a shape that is not made of units, or sizes that do not fit it."""
         check(math.prod(shape) <= NODES, f"node={text(shape)} is above {NODES} nodes, the whole machine: request fewer")
         check(0 < ranks_per_node <= MAX_RANKS_PER_NODE, f"{ranks_per_node} ranks per node: pass 1 to {MAX_RANKS_PER_NODE}")
         check(whole(shape), f"node={text(shape)} is not made of units of 2x3x2: X and Z "
               "must be even, Y a multiple of 3")
         check_tensor(tp, ranks_per_node)
-        check_world_size(math.prod(shape) * ranks_per_node, tp, pp)
-        grid = Grid(math.prod(shape) * ranks_per_node, tp, pp)
+        check_world_size(math.prod(shape) * ranks_per_node, tp, pp, cp)
+        grid = Grid(math.prod(shape) * ranks_per_node, tp, pp, cp=cp)
         tile = TILES[max(1, tp // ranks_per_node)]
         cells = _shape(n // t for n, t in zip(shape, tile))
-        slots = max(1, ranks_per_node // tp)  # tensor groups of a node: neighbouring stages first, then replicas
-        stages = math.gcd(slots, pp)
+        slots = max(1, ranks_per_node // tp)  # tensor groups of a node: of a sequence first, then neighbouring stages, then others
+        stages = math.gcd(slots // math.gcd(slots, cp), pp)
         replicas = slots // stages
         box = cut(cells, grid.dp // replicas)
         stage_at, replica_at = snake(_shape(c // b for c, b in zip(cells, box))), snake(box)
@@ -135,13 +141,13 @@ class RankMap:
         return "".join(f"({x},{y},{z})\n" for x, y, z in self.nodes)
 
     def statistics(self) -> dict[str, tuple[float, int]]:
-        """Kind of group (tp, pp, dp) -> (mean, maximum) hops between neighbours in ring order."""
+        """Kind of group (tp, pp, dp, and cp if sequences are shared) -> (mean, maximum) hops between neighbours in ring order."""
         result = {}
-        for kind in ("tp", "pp", "dp"):
+        for kind in ("tp", "pp", "dp", *(("cp",) if self.grid.cp > 1 else ())):
             seen, ways = set(), []
             for rank in range(self.grid.world_size):
                 dp, pp, tp = self.grid.coords(rank)
-                key = {"tp": (dp, pp), "pp": (dp, tp), "dp": (pp, tp)}[kind]
+                key = {"tp": (dp, pp), "pp": (dp, tp), "dp": (pp, tp), "cp": (dp // self.grid.cp, pp, tp)}[kind]
                 if key in seen:
                     continue
                 seen.add(key)
@@ -169,7 +175,7 @@ def _is_size(word: str) -> bool:
 
 def main(argv: Sequence[str]) -> int:
     try:
-        check(len(argv) == 4 and all(map(_is_size, argv[1:])), "pass SHAPE RANKS_PER_NODE TP PP, such as 16x24x32 2 8 6")
+        check(len(argv) in (4, 5) and all(map(_is_size, argv[1:])), "pass SHAPE RANKS_PER_NODE TP PP [CP], such as 16x24x32 2 8 6")
         made = RankMap.from_layout(parse_shape(argv[0]), *map(int, argv[1:]))
     except ValueError as error:
         print(f"fugaku_megatron.jobs.torus: {error}", file=sys.stderr)

@@ -76,13 +76,15 @@ class Job:
 
     @property
     def dp(self) -> int | None:
-        """Data-parallel size: ranks / (tp * pp). ValueError if that is not a whole number."""
+        """Data-parallel size: ranks / (tp * pp * cp). ValueError if that is not a whole number."""
         ranks, tp, pp = self.ranks, self.tp, self.pp
         if ranks is None or tp is None or pp is None:
             return None
-        check(ranks % (tp * pp) == 0, f"{ranks} ranks (--nodes x --ranks-per-node) are not divisible by "
-              f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp}: change one of them")
-        return ranks // (tp * pp)
+        cp = self.parallel("context_parallel_size") or 1
+        context = f" x --context-parallel-size {cp}" * (cp > 1)
+        check(ranks % (tp * pp * cp) == 0, f"{ranks} ranks (--nodes x --ranks-per-node) are not divisible by "
+              f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp}{context}: change one of them")
+        return ranks // (tp * pp * cp)
 
     @property
     def mbs(self) -> int | None:

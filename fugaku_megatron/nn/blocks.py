@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..config.layout import group_copies
 from ..config.model_config import MLPS, NORMS
 from .adapters import activated_linear
 from .layers import (
@@ -29,7 +30,7 @@ from .layers import (
 )
 from .ops import DropoutKey, recompute
 from .passes import Pass
-from .sequence_ranks import to_heads, to_rows
+from .sequence_ranks import copy_groups, to_heads, to_rows
 from .shared import Angles, Heads
 from .torch_blocks import matrix
 
@@ -51,8 +52,9 @@ class SelfAttention(nn.Module):
     def __init__(self, name: str, layer: int, context: Context) -> None:
         super().__init__()
         model, self.context, self.layer = context.model, context, layer
-        ranks = context.tp.size * context.cp.size  # among which the heads are shared for attention
-        self.heads, self.groups = model.num_attention_heads // ranks, model.query_groups // ranks
+        tp, cp = context.tp.size, context.cp.size  # whose ranks share the heads for attention
+        self.group_copies = group_copies(model.query_groups // tp, cp)
+        self.heads, self.groups = model.num_attention_heads // (tp * cp), model.query_groups * self.group_copies // (tp * cp)
         self.linear_qkv = ColumnParallelLinear(f"{name}.linear_qkv", model.hidden_size, model.qkv_width, context, model.qkv_bias)
         self.q_layernorm = HeadNorm(f"{name}.q_layernorm", self.heads, context) if model.qk_layernorm else None
         self.k_layernorm = HeadNorm(f"{name}.k_layernorm", self.groups, context) if model.qk_layernorm else None
@@ -91,7 +93,8 @@ class SelfAttention(nn.Module):
     def core(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
         """Attention between the two matrices, (s, b, g (n/g + 2) d) -> (s, b, n d): what selective recompute runs again."""
         model, ops, tp, cp = self.context.model, self.context.ops, self.context.tp, self.context.cp
-        qkv = to_heads(qkv, cp)  # the whole sequence
+        whole = Heads(model.num_attention_heads // tp.size, model.query_groups // tp.size, model.kv_channels)
+        qkv = to_heads(copy_groups(qkv, whole, self.group_copies), cp)  # the whole sequence
         first_head = (tp.rank * cp.size + cp.rank) * self.heads
         key = DropoutKey(self.context.seed, dropout_stream(self.layer, "attention"), forward_pass.first_sample, sample_dim=0,
                          row0=first_head * qkv.shape[0])

@@ -1,9 +1,10 @@
 """Context parallelism: ranks that share each sequence.
 
 Rank i of c has the parts i and 2c - 1 - i of the 2c equal parts of a sequence, as in Megatron-LM, where causal attention then takes
-all ranks the same time. For attention they exchange heads: each gets the whole sequence of 1/c of the query groups, in its order,
-and sends the result back. So attention is that of one rank, with its windows, documents and dropout. Source: Jacobs et al. 2023,
-"DeepSpeed Ulysses" (arXiv:2309.14509).
+all ranks the same time. For attention they exchange heads: each gets the whole sequence of 1/c of the heads, in its order, and
+sends the result back. So attention is that of one rank, with its windows, documents and dropout. Where ranks outnumber query
+groups, each has a part of one group's queries, and a copy of its key and value. Source: Jacobs et al. 2023, "DeepSpeed Ulysses"
+(arXiv:2309.14509).
 Legend: s sequence, c ranks, r = s / c rows of a rank, b micro-batch.
 """
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from ..comm.base import Comm
 from ..comm.exchange import Exchange, map_rows
+from .shared import Heads
 
 
 def parts_of(rank: int, ranks: int) -> tuple[int, int]:
@@ -60,6 +62,18 @@ def _to_rows(x: Tensor, cp: Comm) -> Tensor:
     parts = x.reshape(2 * cp.size, s // (2 * cp.size), b, width)[_order(cp)]
     received = _exchanged(parts.view(s, b, width), cp).view(cp.size, s // cp.size, b, width)
     return received.permute(1, 2, 0, 3).reshape(s // cp.size, b, cp.size * width)
+
+
+def copy_groups(qkv: Tensor, heads: Heads, copies: int) -> Tensor:
+    """qkv (r, b, g (n/g + 2) d) -> (r, b, g copies (n/g/copies + 2) d): each group `copies` times with a part of its queries.
+
+    The gradients of a key and a value are the sums over their copies.
+    """
+    if copies == 1:
+        return qkv
+    queries, *others = heads.split(qkv)
+    parts = queries.unflatten(3, (copies, -1)), *(x.unsqueeze(3).expand(*x.shape[:3], copies, *x.shape[3:]) for x in others)
+    return torch.cat(parts, 4).flatten(2)
 
 
 def to_heads(x: Tensor, cp: Comm) -> Tensor:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 from ..config import features
 from ..config.layout import Layout, check_split, placement
 from ..config.layout import chunks as chunks_of
-from ..config.run_config import BatchConfig, RunConfig, TrainingConfig
+from ..config.run_config import BatchConfig, RunConfig
 from ..costs import run_schedule
 from ..costs.memory import stage_memory
 from ..pipeline.parts import AUTO, INTERLEAVED, ONE_F_ONE_B, SPLITS_BACKWARD, ZB_H1, ZBV
@@ -223,7 +223,7 @@ def candidates(run: RunConfig, system: System, held: frozenset[str],
     ranks = (system.ranks_per_node,) if "ranks_per_node" in held else choices.ranks_per_node
     tensor = _choices(parallel.tensor_model_parallel_size, _divisors(model.query_groups),
                       "tensor_model_parallel_size" in held)
-    cuts = _numbers(model.num_layers) if parallel.pipeline_split == "balanced" else _divisors(model.num_layers)
+    cuts = tuple(range(1, model.num_layers + 1)) if parallel.pipeline_split == "balanced" else _divisors(model.num_layers)
     stages = _choices(parallel.pipeline_model_parallel_size, cuts, "pipeline_model_parallel_size" in held)
     micro = _choices(run.batch.micro_batch_size, MICRO_BATCHES, "micro_batch_size" in held)
     zero = _choices(parallel.zero_stage, choices.zero_stages, "zero_stage" in held)
@@ -231,30 +231,39 @@ def candidates(run: RunConfig, system: System, held: frozenset[str],
                             features.FEATURES[name].field in held) for name, values in SWITCHED.items()}
     for pp in stages:
         for training in _recomputes(run, model.num_layers // pp, held, choices.recompute):
-            for tp, mbs, stage, number in ((t, m, z, r) for t in tensor for m in micro for z in zero for r in ranks):
+            for tp, cp, mbs, stage, number in ((t, c, m, z, r) for t in tensor for c in _contexts(run, choices, t, held)
+                                               for m in micro for z in zero for r in ranks):
                 host, batch = replace(system, ranks_per_node=number), replace(run.batch, micro_batch_size=mbs)
-                reason = _indivisible(host, tp, pp, stage, batch, ramp_divisible)
-                divides = host.world_size % (tp * pp) == 0  # what does not is counted once
-                for switches in _divided(run, _switches(tried, tp if divides else 1, stage, number), tp,
-                                         host.world_size // (tp * pp), held):
+                dp, rest = divmod(host.world_size, tp * pp * cp)
+                reason = _indivisible(host, dp, rest, cp, stage, batch, ramp_divisible)  # of a shape with a rest once
+                for switches in _divided(run, _switches(tried, 1 if rest else tp, stage, number), tp, dp, held):
                     yield reason or (replace(run, training=training, batch=batch, parallel=replace(
-                        parallel, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, zero_stage=stage,
-                        **switches)), host)
+                        parallel, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp,
+                        zero_stage=stage, **switches)), host)
 
 
-def _indivisible(system: System, tp: int, pp: int, zero_stage: int, batch: BatchConfig, ramp_divisible: bool) -> str | None:
-    """Why these numbers cannot run together; None where they can."""
+LONG = 16384  # tokens of a sequence from which on several ranks may share one
+
+
+def _contexts(run: RunConfig, choices: Choices, tp: int, held: frozenset[str]) -> tuple[int, ...]:
+    """Numbers of ranks to share a sequence."""
+    shared = choices.names and run.model.seq_length >= LONG and not run.model.num_experts
+    values = tuple(c for c in _divisors(run.model.num_attention_heads // tp if shared else 1) if c.bit_count() == 1)
+    return _choices(run.parallel.context_parallel_size, values, "context_parallel_size" in held)
+
+
+def _indivisible(system: System, dp: int, rest: int, cp: int, zero_stage: int, batch: BatchConfig, ramp: bool) -> str | None:
+    """Why these numbers cannot run together; None where they can. rest: ranks that are left of dp parts."""
     if system.ranks_per_node > system.machine.max_ranks:
         return "more ranks than a node has threads or GPUs"
-    if system.world_size % (tp * pp):
-        return "TP x PP does not divide the number of ranks"
-    dp, size = system.world_size // (tp * pp), batch.global_batch_size
-    assert size is not None
+    if rest:
+        return "TP x PP" + " x CP" * (cp > 1) + " does not divide the number of ranks"
+    assert (size := batch.global_batch_size) is not None
     if size % (dp * batch.micro_batch_size):
         return "micro-batch x DP does not divide the global batch"
-    if zero_stage and dp == 1:
+    if zero_stage and dp * cp == 1:
         return "ZeRO needs more than one data-parallel rank"
-    if ramp_divisible and (dp % RAMP_DP or size % RAMP_BATCH):
+    if ramp and (dp % RAMP_DP or size % RAMP_BATCH):
         return f"batch ramp-up: DP is not divisible by {RAMP_DP} or the global batch by {RAMP_BATCH}"
     return None
 
@@ -304,10 +313,6 @@ def _choices(value: T, values: tuple[T, ...], held: bool) -> tuple[T, ...]:
     return (value,) if held else values
 
 
-def _numbers(last: int) -> tuple[int, ...]:
-    return tuple(range(1, last + 1))
-
-
 def _divisors(number: int) -> tuple[int, ...]:
     return tuple(d for d in range(1, number + 1) if number % d == 0)
 
@@ -318,7 +323,8 @@ def _recomputes(run: RunConfig, layers: int, held: frozenset[str], kinds: tuple[
     if {"recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_part_layers", "recompute_auto"} & held:
         yield training
         return
-    plain = _plain(training)
+    plain = replace(training, recompute_granularity=None, recompute_method="uniform", recompute_num_layers=1,
+                    recompute_part_layers=None, recompute_auto=False)
     if "auto" in kinds:
         yield replace(plain, recompute_auto=True)
         return
@@ -328,12 +334,6 @@ def _recomputes(run: RunConfig, layers: int, held: frozenset[str], kinds: tuple[
                        for n in sorted({layers // 4, layers // 2, 3 * layers // 4} - {0, layers})]}
     for name in kinds:
         yield from configs[name]
-
-
-def _plain(training: TrainingConfig) -> TrainingConfig:
-    """Without recompute."""
-    return replace(training, recompute_granularity=None, recompute_method="uniform", recompute_num_layers=1,
-                   recompute_part_layers=None, recompute_auto=False)
 
 
 def _judge(asked: RunConfig, system: System) -> Plan | str:

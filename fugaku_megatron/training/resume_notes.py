@@ -14,8 +14,8 @@ from ..config.run_config import RunConfig
 from ..costs.accounting import padded_vocab_size
 from .train import Trainer, layout_record
 
-LAYOUT_SIZES = {"tensor_model_parallel_size": "TP", "pipeline_model_parallel_size": "PP", "data_parallel_size": "DP",
-                "zero_shards": "ZeRO shards"}
+LAYOUT_SIZES = {"tensor_model_parallel_size": "TP", "pipeline_model_parallel_size": "PP", "context_parallel_size": "CP",
+                "data_parallel_size": "DP", "zero_shards": "ZeRO shards"}
 
 
 # What decides the course of training next to the architecture, by group: a resumed run says where it differs from what was saved.
@@ -69,8 +69,8 @@ def angle_note(run: RunConfig, saved: dict[str, Any]) -> list[str]:
 def layout_notes(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
     """Another layout than the saved one; what follows the layout is the size of a batch, and of the vocabulary."""
     saved, now = checkpoint.head["layout"], layout_record(trainer.run, trainer.layout)
-    names = [name for name in LAYOUT_SIZES if name in saved]
-    before, after = (" x ".join(f"{LAYOUT_SIZES[name]} {sizes[name]}" for name in names) for sizes in (saved, now))
+    names = [name for name in LAYOUT_SIZES if name in saved or name in now]
+    before, after = (" x ".join(f"{LAYOUT_SIZES[name]} {sizes.get(name, 1)}" for name in names) for sizes in (saved, now))
     notes = [f"note: saved with {before}, continues with {after}"] if before != after else []
     return [*notes, *_batch_note(trainer, saved, checkpoint.config), *vocabulary_note(trainer, saved, checkpoint.config)]
 

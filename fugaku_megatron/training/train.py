@@ -345,5 +345,6 @@ class Trainer:
 def layout_record(run: RunConfig, layout: Layout) -> dict[str, int | str]:
     """The layout as a checkpoint has it."""
     return {"tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp,
+            **({"context_parallel_size": layout.cp} if layout.cp > 1 else {}),
             "pipeline_split": ",".join(map(str, pipeline_split(run))), "data_parallel_size": layout.dp,
             "zero_shards": zero_shards(run, layout)}

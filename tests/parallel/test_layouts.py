@@ -66,6 +66,8 @@ ROWS = [  # ranks, model, flags: every option once at least, and pairs of them r
     (4, "gpt", {**CP2, **TP2, "tp_comm_overlap": True, **SEQUENCE}),
     (2, "llama", CP2),
     (2, "qwen3", {**CP2, **TORCH}),
+    (4, "llama", {"context_parallel_size": 4, **OVERLAP}),
+    (4, "qwen3", {**CP2, **TP2, **SEQUENCE}),
     (4, "biases", {**CP2, **PP2}),
     (4, "no positions", {**CP2, **OVERLAP}),
 ]

@@ -115,8 +115,7 @@ def test_plan_names_shape_layout_map_and_time(stages, nodes, shape, capsys):
 
 def test_the_planned_map_keeps_every_tensor_group_in_a_unit():
     job = command.job_from_words(LARGE.format(4, 6144).split())
-    _, tp, pp = job.layout
-    check_map(torus.RankMap.from_layout(job.shape, job.ranks_per_node, tp, pp))
+    check_map(torus.RankMap.from_layout(job.shape, job.ranks_per_node, job.layout.tp, job.layout.pp))
 
 
 @pytest.mark.parametrize("words, answer", [

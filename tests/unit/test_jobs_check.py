@@ -243,11 +243,18 @@ def test_shapes_are_whole_units_and_compact():
         assert torus.best_shape(nodes) is None and below < nodes < above and torus.best_shape(below) and torus.best_shape(above)
 
 
-@pytest.mark.parametrize("shape, ranks, tp, pp", [((2, 3, 2), 1, 12, 1), ((4, 6, 4), 4, 8, 6), ((4, 6, 4), 4, 2, 3),
-                                                  ((8, 6, 8), 1, 6, 8), ((4, 3, 4), 4, 1, 1), ((4, 6, 8), 2, 6, 4),
-                                                  ((16, 24, 16), 2, 8, 32)])
-def test_the_map_read_back_keeps_tensor_groups_together(shape, ranks, tp, pp):
-    check_map(RankMap.from_layout(shape, ranks, tp, pp))
+@pytest.mark.parametrize("shape, ranks, sizes", [((2, 3, 2), 1, (12, 1)), ((4, 6, 4), 4, (8, 6)), ((4, 6, 4), 4, (2, 3)),
+                                                 ((8, 6, 8), 1, (6, 8)), ((4, 3, 4), 4, (1, 1)), ((4, 6, 8), 2, (6, 4)),
+                                                 ((16, 24, 16), 2, (8, 32)), ((4, 6, 4), 4, (1, 3, 8)), ((4, 6, 4), 4, (2, 6, 2))])
+def test_the_map_read_back_keeps_tensor_groups_together(shape, ranks, sizes):
+    check_map(RankMap.from_layout(shape, ranks, *sizes))
+
+
+def test_ranks_of_a_sequence_share_a_node_first():
+    made = RankMap.from_layout((4, 6, 4), 4, 1, 2, 8)
+    for first in range(0, made.grid.world_size, 8):
+        assert sorted(Counter(made.nodes[first : first + 8]).values()) == [4, 4]
+    assert made.statistics()["cp"][1] == 1
 
 
 @pytest.mark.parametrize("shape, ranks, tp, pp", [((4, 6, 4), 4, 8, 6), ((8, 6, 8), 1, 1, 8), ((8, 6, 8), 1, 4, 6)])
