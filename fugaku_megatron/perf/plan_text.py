@@ -83,13 +83,14 @@ def _row(number: int, plan: Plan, p: Prediction) -> str:
     return (f"{number:>3} {p.seconds:>8.5g} {span:>17} {p.slow_network:>8.5g} {p.tflops_per_node:>8.3f} {p.memory_mib_max:>6.0f} "
             f"{p.bubble_fraction:>7.1%} {plan.system.ranks_per_node:>5} {sizes} {schedule_name(plan.run):>8} "
             f"{recompute_name(plan.run):>10} "
-            f"{plan.run.parallel.zero_stage:>4} {days:>7} {hours:>10}" + _experts(plan))
+            f"{plan.run.parallel.zero_stage:>4} {days:>7} {hours:>10}" + _shared(plan))
 
 
-def _experts(plan: Plan) -> str:
-    """The ranks among which experts are divided, and that share each; nothing for a model without."""
+def _shared(plan: Plan) -> str:
+    """The ranks that share a sequence, and among which experts are divided and that share each; nothing where there are none."""
     layout = plan.layout
-    return f", EP {layout.ep} x {layout.etp or layout.tp}" if plan.run.model.num_experts else ""
+    experts = f", EP {layout.ep} x {layout.etp or layout.tp}" * bool(plan.run.model.num_experts)
+    return f", CP {layout.cp}" * (layout.cp > 1) + experts
 
 
 def as_json(plan: Plan, prediction: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:

@@ -273,7 +273,7 @@ def kernels_line(kernels: dict[str, Any]) -> str:
     return (f"kernels: {kernels['target']}, {good} of {len(kernels['checks'])} agree with the reference; matmul {share:.0%} of "
             f"peak at {n}, in BF16 {kernels['gemm_bf16'][-1][2]:.2f} x FP32's peak, slowest element-wise kernel {slowest:.0%} of "
             "triad\n"
-            f"a rank of {rank['threads']} threads: {rank['clock_ghz']:.2f} GHz under load, FMA peak {rank['fma_gflops']:.3g} "
+            f"threads of a rank: {rank['threads']}; {rank['clock_ghz']:.2f} GHz under load, FMA peak {rank['fma_gflops']:.3g} "
             f"GFLOP/s, STREAM triad {rank['triad_gbs']:.1f} GB/s; {len(kernels['ranks'])} ranks at the same time")
 
 

@@ -15,7 +15,7 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 460, 270, 58, 12, 28, 40  # of a plot,
 COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
 STYLE = """body{font:15px/1.45 sans-serif;max-width:1000px;margin:1.5em auto;padding:0 1em;color:#222}h1{font-size:1.4em}
 h2{font-size:1.1em;margin-top:1.6em}table{border-collapse:collapse;font-size:13px}td,th{border:1px solid #ccc;padding:2px 7px;
-text-align:right}td:first-child,th:first-child{text-align:left}.plots{display:flex;flex-wrap:wrap;gap:12px}.severe{color:#b00}
+text-align:right}td:first-child,th:first-child,.text{text-align:left}.plots{display:flex;flex-wrap:wrap;gap:12px}.severe{color:#b00}
 .partial{background:#fff3cd;padding:.4em}svg text{font:11px sans-serif}svg{border:1px solid #ddd}"""
 
 
@@ -37,12 +37,13 @@ def page(data: dict[str, Any]) -> str:
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """A table of texts and numbers."""
     cells = ["<tr>" + "".join(f"<th>{html.escape(name)}</th>" for name in head) + "</tr>"]
-    cells += ["<tr>" + "".join(f"<td>{html.escape(_shown(value))}</td>" for value in row) + "</tr>" for row in rows]
+    cells += ["<tr>" + "".join(_cell(value) for value in row) + "</tr>" for row in rows]
     return "<table>" + "".join(cells) + "</table>"
 
 
-def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)
+def _cell(value: Any) -> str:
+    shown = f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)
+    return f"<td{' class=text' * isinstance(value, str)}>{html.escape(shown)}</td>"
 
 
 def findings_table(found: Sequence[dict[str, Any]]) -> str:
@@ -154,7 +155,7 @@ def _ticks(low: float, high: float, log: bool) -> list[float]:
 
 
 def _tick(number: float) -> str:
-    return f"{number:.0f}" if 1000 <= number < 1e6 else f"{number:.2g}"
+    return f"{number:.0f}" if 100 <= number < 1e6 else f"{number:.2g}"
 
 
 def _text(x: float, y: float, text: str, anchor: str = "middle", color: str = "#222") -> str:

@@ -108,6 +108,26 @@ def test_flags_machine_and_software_limit_the_search(capsys):
     assert isinstance(system, System) and {p.system.ranks_per_node for p in result.plans} == {4}
 
 
+LONG_8B = "--recipe llama-3.1-8b --seq-length 131072 --machine {} --nodes {} --global-batch-size 4 --micro-batch-size 1 --json "
+
+
+def test_long_sequences_are_shared_among_ranks(capsys):
+    for machine, nodes in (("a64fx", 32), ("grace", 4)):
+        plans = json.loads(printed("plan " + LONG_8B.format(machine, nodes) + "--zero-stage 1", capsys))["plans"]
+        assert all(p["dp"] * p["tp"] * p["pp"] * p["cp"] == nodes * p["ranks_per_node"] for p in plans)
+        assert plans[0]["cp"] > 1 and f"--context-parallel-size {plans[0]['cp']}" in plans[0]["command"]
+    held = json.loads(printed("plan " + LONG_8B.format("a64fx", 32) + "--context-parallel-size 4", capsys))["plans"]
+    assert {p["cp"] for p in held} == {4}
+
+
+def test_four_ranks_to_a_sequence_are_nearly_four_times_as_fast(capsys):
+    """8 groups of keys and values over TP 8 x CP 4: each is copied to four ranks."""
+    flags = ("--ranks-per-node 1 --tensor-model-parallel-size 8 --sequence-parallel --tp-comm-overlap --recompute-granularity full "
+             "--context-parallel-size {}")
+    one, four = (json.loads(printed("predict " + LONG_8B.format("a64fx", 8 * cp) + flags.format(cp), capsys)) for cp in (1, 4))
+    assert 0.85 < one["seconds_per_iteration"] / four["seconds_per_iteration"] / 4 < 1
+
+
 def test_no_plan_runs_out_of_memory_and_reasons_are_counted():
     args = _parsed("plan --recipe 30b --nodes 384 --micro-batch-size 1 --tensor-model-parallel-size 4 --zero-stage 1 "
                    "--pipeline-schedule 1f1b")
