@@ -67,7 +67,7 @@ static void write_rows(const float* sum, const Rows<T>& to, int64_t first, float
 // tasks at most. A longer sequence with the same documents has the same runs.
 static int64_t blocks_of_run(const AttentionShape& shape, const Documents& documents) {
   const int64_t blocks = shape.s_padded / BLOCK, most = (blocks + shape.dquery_partials() - 1) / shape.dquery_partials();
-  const int64_t seen = round_up(min(shape.window, documents.starts ? documents.longest() : shape.s), BLOCK) / BLOCK;
+  const int64_t seen = round_up(min(shape.window, documents.longest()), BLOCK) / BLOCK;
   return seen <= most ? min(4 * seen, most) : 1;
 }
 

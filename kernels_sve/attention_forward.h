@@ -236,10 +236,10 @@ static void forward_groups(const T* qkv, T* out, float* lse, const AttentionArgs
     tiles_begin();
     for (int64_t task; (task = queries.take()) < queries.tasks;) {
       const int64_t head = first_group * shape.share + task / places;
-      const HeadDropout dropout(a, head);
       const Documents documents(a, head / a.heads);
       const int64_t first = (places - 1 - task % places) * step, end = documents.task_end<P::EDGE>(first);  // the longest first
       if (end == first) continue;
+      const HeadDropout dropout(a, head);
       forward_task<P>(shape, a, group_of(task / places / shape.share), documents, shape.query(qkv, head), shape.context(out, head),
                       lse + head * a.s, first, end, a.p > 0 ? &dropout : nullptr);
     }

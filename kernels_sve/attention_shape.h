@@ -87,16 +87,15 @@ struct Documents {
   // queries and ends with a document, up to the next multiple of EDGE, so that it reads the keys of one document and a few more.
   template <int EDGE>
   int64_t task_end(int64_t first) const {
-    if (!starts) return min(first + LANES, s);
     if ((first - round_up(start(first), EDGE)) % LANES) return first;
     int64_t end = first + EDGE;
     while (end < first + LANES && end < s && start(end) <= end - EDGE) end += EDGE;
     return min(end, s);
   }
-  // The most keys that a query sees of its document.
+  // Positions of the longest document.
   int64_t longest() const {
     int64_t most = 0;
-    for (int64_t q = 0; q < s; ++q) most = max(most, q + 1 - start(q));
+    for (int64_t end = s; end > 0; end = start(end - 1)) most = max(most, end - start(end - 1));
     return most;
   }
 };
