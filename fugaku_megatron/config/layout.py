@@ -23,9 +23,14 @@ def check_world_size(world_size: int, tp: int, pp: int, cp: int = 1) -> None:
     each = tp * pp * cp
     below = world_size // each * each
     ranks = f"{below} or {below + each}" if below else f"{each}"
-    context = f" x --context-parallel-size {cp}" * (cp > 1)
-    check(world_size >= 1 and world_size == below, f"world size {world_size} is not divisible by --tensor-model-parallel-size {tp} "
-          f"x --pipeline-model-parallel-size {pp}{context} = {each}: start {ranks} ranks, or change the sizes")
+    check(world_size >= 1 and world_size == below, f"world size {world_size} is not divisible by {flags_of_sizes(tp, pp, cp)} "
+          f"= {each}: start {ranks} ranks, or change the sizes")
+
+
+def flags_of_sizes(tp: int, pp: int, cp: int) -> str:
+    """The flags whose product divides the number of ranks."""
+    return (f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp}"
+            + f" x --context-parallel-size {cp}" * (cp > 1))
 
 
 @dataclass(frozen=True)

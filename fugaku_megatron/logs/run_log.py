@@ -18,7 +18,7 @@ from typing import Any
 
 from ..config.arguments import make_run
 from ..config.checks import check, check_kind
-from ..config.layout import Layout
+from ..config.layout import Layout, flags_of_sizes
 from ..config.run_config import BatchConfig, ModelConfig, ParallelConfig, PrecisionConfig, RunConfig, TrainingConfig
 from ..costs import accounting
 from .iteration import IterationMetrics, parse_line
@@ -81,9 +81,8 @@ class Job:
         if ranks is None or tp is None or pp is None:
             return None
         cp = self.parallel("context_parallel_size") or 1
-        context = f" x --context-parallel-size {cp}" * (cp > 1)
         check(ranks % (tp * pp * cp) == 0, f"{ranks} ranks (--nodes x --ranks-per-node) are not divisible by "
-              f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp}{context}: change one of them")
+              f"{flags_of_sizes(tp, pp, cp)}: change one of them")
         return ranks // (tp * pp * cp)
 
     @property

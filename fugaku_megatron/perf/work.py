@@ -84,7 +84,8 @@ def tensors(run: RunConfig, tp: int) -> dict[str, int]:
     """Bytes of each kind of tensor on one rank. mlp: the mean of an activation's argument and result."""
     model = run.model
     rows = accounting.tokens_per_microbatch(run) * accounting.element_bytes(run)
-    return {"hidden": rows * model.hidden_size, "qkv": accounting.qkv_bytes(run, tp), "context": accounting.context_bytes(run, tp),
+    return {"hidden": rows * model.hidden_size,
+            "qkv": activations.qkv_bytes(run, tp), "context": activations.context_bytes(run, tp),
             "scores": rows * model.seq_length * model.num_attention_heads // tp,
             "mlp": rows * experts.mlp_width(model) * (model.fc1_widths + 1) // 2 // tp,
             "logits": rows * accounting.padded_vocab_size(model, tp) // tp}

@@ -69,7 +69,7 @@ def angle_note(run: RunConfig, saved: dict[str, Any]) -> list[str]:
 def layout_notes(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
     """Another layout than the saved one; what follows the layout is the size of a batch, and of the vocabulary."""
     saved, now = checkpoint.head["layout"], layout_record(trainer.run, trainer.layout)
-    names = [name for name in LAYOUT_SIZES if name in saved or name in now]
+    names = [name for name in LAYOUT_SIZES if name in saved or name == "context_parallel_size" and name in now]  # recorded above 1
     before, after = (" x ".join(f"{LAYOUT_SIZES[name]} {sizes.get(name, 1)}" for name in names) for sizes in (saved, now))
     notes = [f"note: saved with {before}, continues with {after}"] if before != after else []
     return [*notes, *_batch_note(trainer, saved, checkpoint.config), *vocabulary_note(trainer, saved, checkpoint.config)]
