@@ -211,7 +211,7 @@ def test_the_time_that_has_passed_is_taken_off(planned):
     first, second = (float(call.rpartition(" ")[2]) for call in job.calls())
     assert first == 5 and 4 < second <= 5  # hundredths of a minute
     job = planned("5 5")
-    assert job.end(train=("--exit-duration-in-mins", "0.0001"))[1][-1] == (
+    assert job.end(train=("--exit-duration-in-mins", "0.000001"))[1][-1] == (
         "the time of --exit-duration-in-mins is over: the next job continues; exit code 0")
 
 
