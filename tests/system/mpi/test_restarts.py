@@ -60,15 +60,20 @@ def test_kills_at_random_moments_cost_nothing(mpich, tmp_path, kills, undisturbe
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["zbv", "chats", "experts", "sequences"])
+@pytest.mark.parametrize("kind", ["zbv", "chats", "experts", "sequences", "adapters"])
 def test_kills_of_other_runs_cost_nothing(mpich, tmp_path, kills, kind):
-    """A pipeline, also on chats, divided experts, and a shared sequence. Starts take turns in what they recompute, too.
+    """A pipeline, also on chats, divided experts, a shared sequence, and adapters. Starts take turns in what they recompute, too.
 
     The 8 samples of an iteration are more than half an epoch of the chats.
     """
     again = ["--async-save", "--recompute-granularity", "full", "--recompute-part-layers", "1", "0", "0", "1"]
     data = written_chats(tmp_path / "chats") if kind == "chats" else ["--mock-data"]
-    flags = [*{"experts": EXPERTS, "sequences": [*FLAGS, "--context-parallel-size", "2"]}.get(kind, ZBV), *data]
+    others = {"experts": EXPERTS, "sequences": [*FLAGS, "--context-parallel-size", "2"],
+              "adapters": [*FLAGS, "--pretrained-checkpoint", str(tmp_path / "base"), "--lora-rank", "4", "--lora-dropout", "0.1"]}
+    flags = [*others.get(kind, ZBV), *data]
+    if kind == "adapters":
+        base = mpich.run(2, PROGRAM, *MODEL, *FLAGS, *data, "--train-iters", "2", "--save", str(tmp_path / "base"))
+        assert base.returncode == 0, base.stderr
     whole = mpich.run(2, PROGRAM, *MODEL, *flags, "--train-iters", str(LENGTH * kills), "--save", str(tmp_path / "whole"))
     assert whole.returncode == 0, whole.stderr
     kill_often(mpich, tmp_path / "killed", kills, flags, [[], again], MODEL)
