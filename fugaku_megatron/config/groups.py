@@ -151,11 +151,13 @@ class OptimizerConfig:
     adam_eps: float = opt(1e-8, "added to the root of the second moment")
     use_precision_aware_optimizer: bool = opt(False, "store AdamW's moments in the formats of --exp-avg-dtype and "
                                               "--exp-avg-sq-dtype")
+    main_params_dtype: str = opt("fp32", "bf16: no FP32 master weights; AdamW updates in FP32 and rounds each weight to BF16 up or "
+                                 "down at random so that its mean is right; with --bf16", choices=("fp32", "bf16"))
     exp_avg_dtype: str = opt("fp32", "with --use-precision-aware-optimizer, the format in which the first moment is stored: fp32, "
                              "bf16, or int8 with a scale for each block of 256, rounded to nearest; AdamW computes in FP32",
                              choices=MOMENT_DTYPES)
-    exp_avg_sq_dtype: str = opt("fp32", "the same of the second moment: fp32, bf16 or int8, rounded up or down at random so that "
-                                "its mean is right, in bf16 the same in every layout", choices=MOMENT_DTYPES)
+    exp_avg_sq_dtype: str = opt("fp32", "the same of the second moment, rounded up or down at random so that its mean is right, in "
+                                "bf16 the same in every layout", choices=MOMENT_DTYPES)
     override_opt_param_scheduler: bool = opt(False, "on resuming, learning rate and weight decay follow this command line; the "
                                              "default, too, which notes what differs from the checkpoint",
                                              aliases=("--override-opt_param-scheduler", "--override-lr-scheduler"))
@@ -181,8 +183,7 @@ class OptimizerConfig:
         keeps, anew = self.use_checkpoint_opt_param_scheduler, self.no_load_lr_state or self.no_load_optim
         check(not (self.override_opt_param_scheduler and keeps),
               "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other: pass one")
-        check(not (anew and keeps), "--use-checkpoint-opt_param-scheduler goes with neither --no-load-lr-state nor "
-              "--no-load-optim, which begin the schedule anew: leave it out")
+        check(not (anew and keeps), "--use-checkpoint-opt_param-scheduler excludes --no-load-lr-state, --no-load-optim: pass one")
 
     def _check_learning_rate(self) -> None:
         for name in ("min_lr", "lr_warmup_init"):
@@ -208,7 +209,6 @@ class OptimizerConfig:
                   "each tensor that it needs is not built: pass int8, bf16 or fp32")
             check(value == "fp32" or self.use_precision_aware_optimizer, f"{flag(name)} {value} needs "
                   "--use-precision-aware-optimizer, as in Megatron-LM: pass it, or fp32")
-
         check((self.exp_avg_dtype == "int8") == (self.exp_avg_sq_dtype == "int8"), f"--exp-avg-dtype {self.exp_avg_dtype} and "
               f"--exp-avg-sq-dtype {self.exp_avg_sq_dtype}: int8 is built for both moments together: pass it twice")
         check(self.exp_avg_dtype != "int8" or not self.muon, f"--exp-avg-dtype int8 is built for AdamW, not for --optimizer "

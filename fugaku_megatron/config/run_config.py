@@ -293,6 +293,9 @@ class RunConfig:
         check((chunk is None and not splits) or kernels != "torch", f"{native} is for the C++ kernels, and --kernels is torch: "
               "pass native or auto, or leave it out")
         self._check_divided_experts()
+        fits = self.precision.bf16 and optimizer.use_precision_aware_optimizer and not optimizer.muon
+        check(fits or optimizer.main_params_dtype == "fp32", "--main-params-dtype bf16 is for AdamW with --bf16 and "
+              "--use-precision-aware-optimizer: pass them, or fp32")
         layers, count = self.numbers.abft or (), self.model.num_layers
         beyond = next((layer for layer in layers if layer != "all" and int(layer) >= count), None)
         check(beyond is None, f"--abft {beyond}: the model has layers 0 to {count - 1}: pass some of them, or all")
@@ -312,6 +315,11 @@ class RunConfig:
         check(not self.lora.on or not self.lora.lora_dropout or whole, f"--lora-dropout {self.lora.lora_dropout} needs multiples "
               f"of {DROPOUT_COLUMNS} columns of attention and of the MLP on every tensor-parallel rank, which "
               f"--tensor-model-parallel-size {tp} does not leave: change one of them")
+
+    @property
+    def masters(self) -> bool:
+        """Whether a rank holds an FP32 copy of the weights that it updates."""
+        return self.precision.name != "fp32" and self.optimizer.main_params_dtype == "fp32"
 
     def _check_divided_experts(self) -> None:
         parallel, divided = self.parallel, self.parallel.divides_experts

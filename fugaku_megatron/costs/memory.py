@@ -340,11 +340,12 @@ def stage_memory(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held
     sent = BF16_BYTES if run.parallel.grad_reduce_in_bf16 and layout.replicas > 1 else 0  # copies, of all buckets at worst
     moments, in_file = moment_bytes(run, layout, stage)
     saved = sharded * FP32_BYTES + (0 if run.output.no_save_optim else in_file)
-    saving = (saved if run.output.save and run.output.async_save else 0) + (in_file - moments if run.output.save else 0)
+    widened = in_file - moments + (sharded * FP32_BYTES if low and not run.masters else 0)  # what a checkpoint holds in FP32
+    saving = (saved if run.output.save and run.output.async_save else 0) + (widened if run.output.save else 0)
     packed = 1.5 if run.system.splits_fp32 else 1.0  # three BF16 numbers for one of FP32
     copies, live = 1 + 2 * packed * run.system.cache_packed_weights, live_bytes(run, layout, stage, held)
     held_weights = elements + frozen_elements(run, layout, stage)
     return Memory(weights=int(copies * held_weights) * (low or FP32_BYTES), gradients=elements * (FP32_BYTES + sent),
-                  optimizer=moments + (sharded * FP32_BYTES if low else 0),
+                  optimizer=moments + (sharded * FP32_BYTES if run.masters else 0),
                   activations=live + posted + working, logits=logits, saving=saving,
                   reused=reused_bytes(run, layout, stage, live))

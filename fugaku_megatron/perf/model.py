@@ -238,11 +238,11 @@ def _exposed(run: RunConfig, layout: Layout, network: Network, lists: schedule.S
 def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
     """Seconds of clipping and Adam, or Muon, over a rank's share of the largest stage, in FP32. Moments may have fewer bytes."""
     counts = rank.software.counts["optimizer"]
-    moved = counts["moved"] * accounting.FP32_BYTES - 2 * (2 * accounting.FP32_BYTES - run.optimizer.moment_bytes)
+    fewer = 2 * accounting.FP32_BYTES - run.optimizer.moment_bytes + 2 * (run.optimizer.main_params_dtype == "bf16")  # bytes
     parameters = max(held_parameters(run, layout, stage) for stage in set(memory.kinds(run)))
     layers = max(sum(map(len, accounting.stage_layers(run, stage))) for stage in set(memory.kinds(run)))
     muon = max(replace(rank, precision="fp32").seconds(work.muon(run, layout, stage)).gemm for stage in memory.kinds(run))
-    return (rank.traffic(moved * parameters / accounting.zero_shards(run, layout))
+    return (rank.traffic((counts["moved"] * accounting.FP32_BYTES - 2 * fewer) * parameters / accounting.zero_shards(run, layout))
             + rank.calls(counts["calls_per_layer"] * layers) + muon / layout.replicas)
 
 

@@ -57,6 +57,13 @@ class Place:
     columns: int
     row: int
 
+    def numbers(self, n: int) -> Tensor:
+        """Of the first n elements, (n,)."""
+        if self.row == self.columns:
+            return torch.arange(self.offset + self.first, self.offset + self.first + n)
+        elements = torch.arange(self.first, self.first + n)
+        return self.offset + elements // self.columns * self.row + elements % self.columns
+
 
 @dataclass(frozen=True)
 class Bucket:

@@ -3,17 +3,22 @@
 Codes are not spaced evenly, so that a block may hold numbers of very different size (Dettmers et al. 2021, "8-bit Optimizers via
 Block-wise Quantization", arXiv:2110.02861, has block-wise scales and another code): the first moment is scale sign(q) (q / 127)^2,
 rounded to nearest, the second scale (q / 255)^4, rounded up or down at random so that its mean is right; an element above 0 has at
-least q = 1, because it divides. Checkpoints hold both in FP32. Left out: the update, which is made in FP32 (`optim`).
+least q = 1, because it divides. Checkpoints hold both in FP32.
+
+Also the rounding of BF16 weights without FP32 master weights, --main-params-dtype bf16.
+Left out: the update, which is made in FP32 (`optim`).
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ..config.groups import MOMENT_BLOCK
+from .flat import Place
 
 SIGNED, UNSIGNED = 127.0, 255.0
 
@@ -72,3 +77,27 @@ def _by_block(values: Tensor, scales: Tensor, function: Callable[..., Tensor]) -
         function(view, factor[:, None] if view.dim() == 2 else factor, out=view)
         done += rows
     return values
+
+
+def round_at_random(values: Tensor, place: Place, seed: int, step: int) -> Tensor:
+    """values (n,), FP32, in BF16: up with the probability of what is cut off, so that the mean is right.
+
+    The random word of an element is a function of the seed, the step and its number in the global tensor, so that it is the same in
+    every layout. The hash is that of kernels_sve/adamw_rounding.h with other keys, because the second moment has those.
+    """
+    low, high = (zlib.crc32(f"{key} {seed} {place.stream} {step}".encode()) for key in ("low", "high"))
+    h = place.numbers(len(values)).to(torch.int32).bitwise_xor_(_signed(low))
+    h = _mixed(h, 16).mul_(_signed(0x85EBCA6B))
+    h = _mixed(h, 13).bitwise_xor_(_signed(high)).mul_(_signed(0xC2B2AE35))
+    bits = values.view(torch.int32) + (h >> 16).bitwise_and_(0xFFFF)
+    return (bits >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def _signed(word: int) -> int:
+    """The bits of a word of 32 as an int32."""
+    return word - (word >> 31 << 32)
+
+
+def _mixed(h: Tensor, shift: int) -> Tensor:
+    """h ^ (h >> shift) of words of 32 bits, in place."""
+    return h.bitwise_xor_((h >> shift).bitwise_and_((1 << 32 - shift) - 1))

@@ -10,7 +10,6 @@ import math
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,14 +22,14 @@ from ..nn.model import Stage
 from ..nn.ops import Ops
 from ..nn.parameter import PARAMETER_DTYPES
 from .buckets import BucketComm
-from .flat import FlatParameters, Range
-from .moments import EightBitMoment
+from .flat import FlatParameters, Place, Range
+from .moments import EightBitMoment, round_at_random
 from .muon import Muon
 
 Moments = tuple[EightBitMoment, EightBitMoment]  # the first and the second
 KINDS = ("weight", "exp_avg", "exp_avg_sq")  # beginnings of keys in a checkpoint
 NOTHING = torch.empty(0)
-EIGHT_BIT_CHUNK = 1 << 17  # elements; a multiple of the block
+CHUNK = 1 << 17  # elements; a multiple of the block
 
 
 class LossScaler:
@@ -84,10 +83,11 @@ class StepResult:
 class Part:
     """What this rank updates of a bucket: all of it, or its ZeRO-1 shard, n elements from `start` of the flat buffer.
 
-    master: (n,) in FP32. exp_avg, exp_avg_sq: (n,) in the formats of --exp-avg-dtype and --exp-avg-sq-dtype, exp_avg_sq without
-    the first `orthogonal` elements, which Muon updates; empty where both are in `eight_bit`. low: the same elements of the model's
-    weights, None where `master` is a view of them. ranges: what lies in them, counted from `start`. updates: what each call of the
-    kernel updates, and the arguments that tell it which elements these are, where exp_avg_sq is rounded.
+    master: (n,) in FP32, or in BF16 with --main-params-dtype bf16. low: the same elements of the model's weights, None where
+    `master` is a view of them. exp_avg, exp_avg_sq: (n,) in the formats of --exp-avg-dtype and --exp-avg-sq-dtype, exp_avg_sq
+    without the first `orthogonal` elements, which Muon updates; empty where both are in `eight_bit`. ranges: what lies in them,
+    counted from `start`. updates: what each call of the kernel updates, and which elements these are, where something is rounded
+    at random.
     """
 
     start: int
@@ -98,12 +98,19 @@ class Part:
     eight_bit: Moments | None
     orthogonal: int
     ranges: list[Range]
-    updates: list[tuple[Range, dict[str, Any]]]
+    updates: list[tuple[Range, Place | None]]
 
     def round_weights(self, at: slice) -> None:
         """Round updated weights to those of the model."""
         if self.low is not None:
             self.low[at].copy_(self.master[at])
+
+
+def _inside(updates: list[tuple[Range, Place | None]], start: int, end: int) -> list[tuple[Range, Place | None]]:
+    """What of `updates` lies in elements [start, end), counted from `start`."""
+    cut = [(r, place, max(r.start, start), min(r.end, end)) for r, place in updates]
+    return [(replace(r, start=a - start, end=b - start), place and replace(place, first=place.first + a - r.start))
+            for r, place, a, b in cut if a < b]
 
 
 class Optimizer:
@@ -129,7 +136,7 @@ class Optimizer:
         self._norm: float | None = None
 
     def _part(self, start: int, end: int) -> Part:
-        own, fp32 = self.flat.values[start:end], self.run.precision.name == "fp32"
+        own, masters = self.flat.values[start:end], self.run.masters
         ranges = self.flat.ranges(start, end)
         orthogonal = max((r.end for r in ranges if r.orthogonal), default=0)
         if self.config.exp_avg_dtype == "int8":
@@ -137,15 +144,14 @@ class Optimizer:
         else:
             eight, exp_avg = None, torch.zeros(end - start, dtype=PARAMETER_DTYPES[self.config.exp_avg_dtype])
             exp_avg_sq = torch.zeros(end - start - orthogonal, dtype=PARAMETER_DTYPES[self.config.exp_avg_sq_dtype])
-        return Part(start, own if fp32 else self.flat.initial_shard(start, end), None if fp32 else own, exp_avg, exp_avg_sq,
+        return Part(start, self.flat.initial_shard(start, end) if masters else own, own if masters else None, exp_avg, exp_avg_sq,
                     eight, orthogonal, ranges, self._updates(start, end, ranges))
 
-    def _updates(self, start: int, end: int, ranges: list[Range]) -> list[tuple[Range, dict[str, Any]]]:
-        """Long ranges, or single parameters where the rounding of exp_avg_sq depends on an element's place."""
-        if self.config.exp_avg_sq_dtype != "bf16":
-            return [(r, {}) for r in ranges]
-        seed = self.run.training.seed
-        return [(r, {"seed": seed, **asdict(place)}) for r, place in self.flat.pieces(start, end)]
+    def _updates(self, start: int, end: int, ranges: list[Range]) -> list[tuple[Range, Place | None]]:
+        """Long ranges, or single parameters where rounding depends on an element's place."""
+        if "bf16" in (self.config.exp_avg_sq_dtype, self.config.main_params_dtype):
+            return [*self.flat.pieces(start, end)]
+        return [(r, None) for r in ranges]
 
     def zero_grad(self, microbatches: int = 1) -> None:
         """Before the first of an iteration's micro-batches."""
@@ -212,8 +218,8 @@ class Optimizer:
         self.ops.weights_changed()  # packed copies of the old ones are no longer used
         for index in reversed(range(len(self.parts))):  # the next forward needs the last bucket first
             part, factor = self.parts[index], min(clip, 1.0) / scale
-            if part.eight_bit:
-                self._adamw_eight_bit(part, part.eight_bit, grads[index], rates, weight_decay, factor)
+            if part.eight_bit or part.master.dtype != torch.float32:
+                self._adamw_by_chunks(part, grads[index], rates, weight_decay, factor)
             else:
                 self._adamw(part, grads[index], rates, weight_decay, factor)
             if self._muon:
@@ -232,22 +238,30 @@ class Optimizer:
             exp_avg_sq = part.exp_avg_sq[r.start - after : r.end - after]
             adamw(part.master[at], grads[at], part.exp_avg[at], exp_avg_sq, lr=rates[r.decoupled], beta1=config.adam_beta1,
                   beta2=config.adam_beta2, eps=config.adam_eps, weight_decay=weight_decay if r.decayed else 0.0, step=self.steps,
-                  grad_scale=grad_scale, copy=None if part.low is None else part.low[at], **place)
+                  grad_scale=grad_scale, copy=None if part.low is None else part.low[at],
+                  **({"seed": self.run.training.seed, **asdict(place)} if place else {}))
 
-    def _adamw_eight_bit(self, part: Part, moments: Moments, grads: Tensor, rates: tuple[float, float], weight_decay: float,
+    def _adamw_by_chunks(self, part: Part, grads: Tensor, rates: tuple[float, float], weight_decay: float,
                          grad_scale: float) -> None:
-        """AdamW chunk by chunk, so that moments in FP32 stay in the cache."""
-        for start in range(0, len(part.master), EIGHT_BIT_CHUNK):
-            end = min(start + EIGHT_BIT_CHUNK, len(part.master))
-            at = slice(start, end)
-            first, second = (moment.read(start, end) for moment in moments)
-            inside = [replace(r, start=max(r.start, start) - start, end=min(r.end, end) - start) for r in part.ranges]
-            chunk = replace(part, master=part.master[at], low=None if part.low is None else part.low[at], exp_avg=first,
-                            exp_avg_sq=second, updates=[(r, {}) for r in inside if r.start < r.end])
+        """AdamW chunk by chunk, so that what is not stored in FP32 and is updated in it stays in the cache."""
+        for start in range(0, len(part.master), CHUNK):
+            end = min(start + CHUNK, len(part.master))
+            at, moments = slice(start, end), part.eight_bit or ()
+            first, second = (moment.read(start, end) for moment in moments) if moments else (part.exp_avg[at], part.exp_avg_sq[at])
+            chunk = replace(part, master=part.master[at].float(), low=None if part.low is None else part.low[at], exp_avg=first,
+                            exp_avg_sq=second, updates=_inside(part.updates, start, end))
             self._adamw(chunk, grads[at], rates, weight_decay, grad_scale)
             seed = zlib.crc32(f"{self.run.training.seed} {self.steps} {part.start + start}".encode())
-            for moment, values in zip(moments, (first, second), strict=True):
+            for moment, values in zip(moments, (first, second), strict=False):
                 moment.write(start, values, seed)
+            if part.master.dtype != torch.float32:
+                self._round(chunk, part.master[at])
+
+    def _round(self, chunk: Part, weights: Tensor) -> None:
+        """Round updated weights to `weights` (n,) in BF16."""
+        for r, place in chunk.updates:
+            assert place is not None
+            weights[r.start : r.end] = round_at_random(chunk.master[r.start : r.end], place, self.run.training.seed, self.steps)
 
     def _orthogonal(self, muon: Muon, index: int, grads: Tensor, lr: float, weight_decay: float, grad_scale: float) -> None:
         """Muon's step on the matrices of a bucket, of which other data-parallel ranks compute a part."""
@@ -279,13 +293,14 @@ class Optimizer:
 
     def _saved(self, kind: str, index: int) -> Tensor:
         """What a checkpoint holds of a part, (n,)."""
-        part = self.parts[index]
-        if kind == "weight":
+        part, weight = self.parts[index], kind == "weight"
+        if weight and part.master.dtype == torch.float32:
             return part.master
-        if not part.eight_bit:
+        if not weight and not part.eight_bit:
             return part.exp_avg if kind == "exp_avg" else part.exp_avg_sq
         if (kind, index) not in self._expanded:
-            self._expanded[kind, index] = part.eight_bit[kind == "exp_avg_sq"].read(0, len(part.master))
+            moment = part.eight_bit[kind == "exp_avg_sq"] if part.eight_bit and not weight else None
+            self._expanded[kind, index] = moment.read(0, len(part.master)) if moment else part.master.float()
         return self._expanded[kind, index]
 
     def after_load(self) -> None:
@@ -299,6 +314,8 @@ class Optimizer:
                 self.buckets.replicas(self.flat.buckets[index]).broadcast(self._saved(kind, index))
             for kind, moment in zip(KINDS[1:], self.parts[index].eight_bit or (), strict=False):
                 moment.write(0, self._saved(kind, index), seed=0)
+            if self.parts[index].master.dtype != torch.float32:
+                self.parts[index].master.copy_(self._saved("weight", index))
         self._expanded.clear()
         self.ops.weights_changed()
         for index, part in enumerate(self.parts):

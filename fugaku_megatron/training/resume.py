@@ -283,9 +283,9 @@ def _skip_notes(trainer: Trainer, resume: Resume) -> list[str]:
 
 
 def _moment_notes(run: RunConfig, resume: Resume) -> list[str]:
-    """Moments that the checkpoint holds in another format than this run; without a word of it there, in FP32."""
+    """Weights and moments that the checkpoint holds in another format than this run; without a word of it there, in FP32."""
     saved, notes = resume.config.get("optimizer", {}), []
-    for name in () if run.optimizer.no_load_optim else ("exp_avg_dtype", "exp_avg_sq_dtype"):
+    for name in ("main_params_dtype", *(() if run.optimizer.no_load_optim else ("exp_avg_dtype", "exp_avg_sq_dtype"))):
         now, before = getattr(run.optimizer, name), saved.get(name, "fp32")
         change = "rounded to nearest" if now == "bf16" else "taken as they are"
         notes += [f"note: {flag(name)} is {now}, was {before}: the checkpoint's values are {change}"] if now != before else []

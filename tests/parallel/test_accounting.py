@@ -236,7 +236,8 @@ def test_saved_bytes_are_those_that_autograd_keeps(model, changes):
     check_kept(small_run(**MODELS[model], **changes))
 
 
-@pytest.mark.parametrize(("stage", "changes"), [(3, SELECTIVE), (1, FULL), (0, {"pipeline_schedule": "zb-h1"}), (1, LORA)])
+@pytest.mark.parametrize(("stage", "changes"), [
+    (3, SELECTIVE), (1, FULL), (0, {"pipeline_schedule": "zb-h1"}), (1, LORA), (0, LORA), (3, LORA)])
 def test_peak_of_another_block(stage, changes):
     widths = {"ffn_hidden_size": 192, "num_attention_heads": 8, "kv_channels": 16}
     run = small_run(**{**FAMILIES["qwen3"], **MODEL, **widths, **changes})

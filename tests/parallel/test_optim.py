@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,14 +19,15 @@ from fugaku_megatron.data.sampler import fetch
 from fugaku_megatron.host import kernels
 from fugaku_megatron.perf import model as perf_model
 from fugaku_megatron.perf.model import System
-from fugaku_megatron.training.flat import initial_values
-from fugaku_megatron.training.moments import EightBitMoment
+from fugaku_megatron.training.flat import Place, initial_values
+from fugaku_megatron.training.moments import EightBitMoment, round_at_random
 from fugaku_megatron.training.optim import LossScaler
 from fugaku_megatron.training.param_schedule import ParamSchedule
 from fugaku_megatron.training.resume import find_checkpoint, resume_training
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import (
     OVERLAP,
+    TP2,
     TP2PP2,
     dry_trainer,
     make_trainer,
@@ -285,9 +287,7 @@ def test_places_are_those_of_the_global_tensor(model):
         for part in optimizer.parts:
             pieces = flat.pieces(part.start, part.start + len(part.master))
             for (piece, place), covered in zip(pieces, pieces_by_hand(flat, part), strict=True):
-                local = torch.arange(piece.end - piece.start) + place.first
-                numbers = place.offset + local // place.columns * place.row + local % place.columns
-                assert torch.equal(numbers, covered)
+                assert torch.equal(place.numbers(piece.end - piece.start), covered)
 
 
 def pieces_by_hand(flat, part):
@@ -417,6 +417,66 @@ def test_memory_of_eight_bits_is_what_the_formula_says(ranks, changes):
     masters = sum(part.master.nbytes for part in parts if part.low is not None)
     layout, lists = Layout.from_run(run, ranks), run_schedule.of_run(run, 2)
     assert held + masters == memory.stage_memory(run, layout, 0, lists.held(0)).optimizer
+
+
+LOW = {"bf16": True, "use_precision_aware_optimizer": True, "main_params_dtype": "bf16", "lr_decay_style": "constant"}
+
+
+def test_weights_are_rounded_at_random_without_bias():
+    """Each to one of its neighbours in BF16, by words that depend on nothing but the seed, the step and the element."""
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(3)) * torch.logspace(-6, 2, 1000)
+    place = Place(stream=9, offset=11, first=3, columns=37, row=90)
+    bits = values.view(torch.int32)
+    down = (bits & ~0xFFFF).view(torch.float32)  # towards 0
+    away = ((bits & ~0xFFFF) + 0x10000).view(torch.float32)
+    mean, steps = torch.zeros(1000, dtype=torch.float64), 2000
+    for step in range(steps):
+        rounded = round_at_random(values, place, 5, step)
+        assert ((rounded == down) | (rounded == away)).all()
+        mean += rounded.double() / steps
+    deviation = (away - down).abs().double() / 2 / steps**0.5
+    assert ((mean - values).abs() <= 4.5 * deviation).all()
+    part = round_at_random(values[100:300], replace(place, first=103), 5, 7)
+    assert torch.equal(part, round_at_random(values, place, 5, 7)[100:300])
+    others = (round_at_random(values, place, 6, 7), round_at_random(values, replace(place, stream=8), 5, 7))
+    assert all(200 < (other != round_at_random(values, place, 5, 7)).sum() < 500 for other in others), "a third where words differ"
+    assert torch.equal(round_at_random(rounded.float(), place, 5, 7), rounded), "what BF16 holds stays"
+
+
+@pytest.mark.parametrize("moments", [{}, {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+                                     {"exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"}], ids=["fp32", "bf16", "int8"])
+def test_weights_without_fp32_masters_stay_with_those_that_have_them(moments, tmp_path):
+    """Over 60 steps, resumed with the same bits; rounded to nearest, steps as small as these would be lost."""
+    changes = {"train_iters": 60, "lr": 3e-4}
+    run = small_run(**{**LOW, **moments, **changes})
+    with_masters = {name: value for name, value in LOW.items() if name != "main_params_dtype"}
+    plain, whole = trained(SoloComm(), small_run(**{**with_masters, **moments, **changes}), iterations=60)
+    losses, weights = trained(SoloComm(), run, None, tmp_path / "whole", 60)
+    assert losses != plain and losses == pytest.approx(plain, rel=0.005)
+    trained(SoloComm(), run, None, tmp_path / "half", 30)
+    again, resumed = trained(SoloComm(), run, tmp_path / "half", None, 30)
+    assert again == losses[30:] and all(torch.equal(w, resumed[name]) for name, w in weights.items())
+    before = whole_tensors(make_trainer(SoloComm(), run), "weight")
+    assert change(weights, whole) < 0.35 * change(whole, before), "of the way that the weights have gone"
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(2, {"zero_stage": 1}), (2, TP2), (8, {**TP2PP2, "zero_stage": 1, **OVERLAP})])
+def test_layouts_round_weights_alike(ranks, layout):
+    """Two thirds would be equal if each layout drew its own numbers; gradients near 0 may differ in their signs."""
+    losses, weights = trained(SoloComm(), small_run(**LOW), iterations=1)
+    for own, values in ThreadWorld(ranks).run(trained, small_run(**LOW, **layout), None, None, 1):
+        assert own == pytest.approx(losses, rel=2e-3)
+        equal = sum(int((values[name] == weight).sum()) for name, weight in weights.items())
+        assert equal > 0.95 * sum(weight.numel() for weight in weights.values())
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_memory_without_fp32_masters_is_what_the_formula_says(ranks):
+    run = small_run(**{**LOW, **({} if ranks == 1 else {**TP2PP2, "zero_stage": 1})})
+    parts = make_trainer(SoloComm(0, ranks), run).optimizer.parts
+    assert all(part.low is None and part.master.dtype == torch.bfloat16 for part in parts)
+    held = sum(t.nbytes for part in parts for t in (part.exp_avg, part.exp_avg_sq))
+    assert held == memory.stage_memory(run, Layout.from_run(run, ranks), 0, run_schedule.of_run(run, 2).held(0)).optimizer
 
 
 MUON = {"optimizer": "muon", "muon_extra_scale_factor": 0.2, "weight_decay": 0.1, "clip_grad": 0.5, "lr": 2e-3}
