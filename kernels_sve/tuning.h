@@ -35,7 +35,7 @@ struct Common {
   // Before an L3 panels are deeper and come from L2, because a tile of C then goes fewer times to L3 and back: with 384 steps
   // instead of 192 or 768 (L1 of 48 KiB) products of 124M are 2 to 5 per cent faster on Zen 5 (measured); so
   // are 512 steps where each block of k reads what C holds. The share of panels of pairs is twice as large where nothing is added to
-  // C: with L1 of 32 KiB 768 k then are one block, and BF16 products of 124M 8 per cent faster on Zen 4 (measured). (bits)
+  // C: with L1 of 32 KiB 768 k then are one block, and BF16 products of 124M 7 to 20 per cent faster on Zen 4 (measured). (bits)
   static constexpr double KC_L1_SHARE_BEFORE_L3 = 1.0, KC_L1_SHARE_ADDING_BEFORE_L3 = 4.0 / 3;
   // Of tiles half of L1 everywhere: their k-loop reads 32 bytes of each operand in a cycle, of which L2 can hold up one (Intel's
   // Optimization Reference Manual: 48 bytes a cycle sustained). (bits)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from fugaku_megatron.perf.cost import PARTIAL_MATMULS
 from tools.asm_loops import Instruction, Loop, functions, reached, successors
 
-# Intel 64 and IA-32 Architectures Optimization Reference Manual (248966), "Intel AMX instruction throughput and latency":
-# TDPBF16PS begins every 16 cycles and takes 52, TILELOADD every 8. The same manual on Golden Cove: a core renames 6 operations a
-# cycle and has three load ports, two of them for 64 bytes.
+# Intel 64 and IA-32 Architectures Optimization Reference Manual (248966), table 20-2, "Intel AMX instruction throughput and
+# latency": TDPBF16PS begins every 16 cycles and takes 52, TILELOADD every 8. The same manual on Golden Cove: a core renames 6
+# operations a cycle and has three load ports, two of them for 64 bytes.
 DOT, DOT_CYCLES, DOT_LATENCY = "tdpbf16ps", 16, 52
 DOT_MULTIPLY_ADDS, FP32_MULTIPLY_ADDS = 16 * 16 * 32, 2 * 16  # of a TDPBF16PS; in a cycle, of two FMA units of 512 bits
 LOADS, LOAD_CYCLES = ("tileloadd", "tileloaddt1"), 8

@@ -35,15 +35,21 @@ def page(data: dict[str, Any]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table of texts and numbers."""
-    cells = ["<tr>" + "".join(f"<th>{html.escape(name)}</th>" for name in head) + "</tr>"]
+    """A table of texts and numbers. The name of a column is aligned as the values below it."""
+    columns = zip(head, zip(*rows, strict=True), strict=True) if rows else ((name, ()) for name in head)
+    cells = ["<tr>" + "".join(f"<th{_side(*values)}>{html.escape(name)}</th>" for name, values in columns) + "</tr>"]
     cells += ["<tr>" + "".join(_cell(value) for value in row) + "</tr>" for row in rows]
     return "<table>" + "".join(cells) + "</table>"
 
 
 def _cell(value: Any) -> str:
     shown = f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)
-    return f"<td{' class=text' * isinstance(value, str)}>{html.escape(shown)}</td>"
+    return f"<td{_side(value)}>{html.escape(shown)}</td>"
+
+
+def _side(*values: Any) -> str:
+    """The class of a cell of text, or of the head of a column with some."""
+    return " class=text" * any(isinstance(value, str) for value in values)
 
 
 def findings_table(found: Sequence[dict[str, Any]]) -> str:
