@@ -173,9 +173,9 @@ class OptimizerConfig:
         check_positive(self, "lr", "decoupled_lr", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens", "lr_wsd_decay_iters",
                        "lr_wsd_decay_samples", "adam_eps", "muon_num_ns_steps", "muon_extra_scale_factor")
         check_fraction(self, "adam_beta1", "adam_beta2", "muon_momentum")
-        for name in ("min_lr", "weight_decay", "clip_grad", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens",
-                     "lr_warmup_init"):
-            check(getattr(self, name) >= 0, f"{flag(name)} is {getattr(self, name)}: pass 0 or more")
+        for name in ("min_lr", "decoupled_min_lr", "weight_decay", "clip_grad", "lr_warmup_iters", "lr_warmup_samples",
+                     "lr_warmup_tokens", "lr_warmup_init"):
+            check((getattr(self, name) or 0) >= 0, f"{flag(name)} is {getattr(self, name)}: pass 0 or more")
         check_choices(self)
         self._check_learning_rate()
         self._check_weight_decay()
@@ -183,7 +183,8 @@ class OptimizerConfig:
         keeps, anew = self.use_checkpoint_opt_param_scheduler, self.no_load_lr_state or self.no_load_optim
         check(not (self.override_opt_param_scheduler and keeps),
               "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other: pass one")
-        check(not (anew and keeps), "--use-checkpoint-opt_param-scheduler excludes --no-load-lr-state, --no-load-optim: pass one")
+        check(not (anew and keeps), "--use-checkpoint-opt_param-scheduler goes with neither --no-load-lr-state nor "
+              "--no-load-optim, which begin the schedule anew: leave it out")
 
     def _check_learning_rate(self) -> None:
         for name in ("min_lr", "lr_warmup_init"):
@@ -191,7 +192,6 @@ class OptimizerConfig:
         lowest = max(self.lr_warmup_init, self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr)
         check(self.decoupled_lr is None or lowest <= self.decoupled_lr, f"--decoupled-lr {self.decoupled_lr} is below {lowest}, "
               "the larger of --lr-warmup-init and of --decoupled-min-lr, by default --min-lr: raise it, or lower that")
-        check((self.decoupled_min_lr or 0.0) >= 0, f"--decoupled-min-lr is {self.decoupled_min_lr}: pass 0 or more")
         self._check_one("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
         self._check_one("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens")
         if not self.lr_warmup_tokens:  # which win over a fraction, as in the forks that have them

@@ -236,7 +236,7 @@ def _exposed(run: RunConfig, layout: Layout, network: Network, lists: schedule.S
 
 
 def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
-    """Seconds of clipping and Adam, or Muon, over a rank's share of the largest stage, in FP32. Moments may have fewer bytes."""
+    """Seconds of clipping and Adam, or Muon, in FP32, over a rank's share of the largest stage; stored values may be shorter."""
     counts = rank.software.counts["optimizer"]
     fewer = 2 * accounting.FP32_BYTES - run.optimizer.moment_bytes + 2 * (run.optimizer.main_params_dtype == "bf16")  # bytes
     parameters = max(held_parameters(run, layout, stage) for stage in set(memory.kinds(run)))

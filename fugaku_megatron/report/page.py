@@ -36,8 +36,8 @@ def page(data: dict[str, Any]) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """A table of texts and numbers. The name of a column is aligned as the values below it."""
-    columns = zip(head, zip(*rows, strict=True), strict=True) if rows else ((name, ()) for name in head)
-    cells = ["<tr>" + "".join(f"<th{_side(*values)}>{html.escape(name)}</th>" for name, values in columns) + "</tr>"]
+    names = (f"<th{_side(*(row[i] for row in rows))}>{html.escape(name)}</th>" for i, name in enumerate(head))
+    cells = ["<tr>" + "".join(names) + "</tr>"]
     cells += ["<tr>" + "".join(_cell(value) for value in row) + "</tr>" for row in rows]
     return "<table>" + "".join(cells) + "</table>"
 

@@ -10,6 +10,7 @@ import math
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -99,6 +100,11 @@ class Part:
     orthogonal: int
     ranges: list[Range]
     updates: list[tuple[Range, Place | None]]
+
+    @property
+    def in_bf16(self) -> bool:
+        """Whether `master` is in BF16 and each update is rounded to it."""
+        return self.master.dtype == torch.bfloat16
 
     def round_weights(self, at: slice) -> None:
         """Round updated weights to those of the model."""
@@ -218,7 +224,7 @@ class Optimizer:
         self.ops.weights_changed()  # packed copies of the old ones are no longer used
         for index in reversed(range(len(self.parts))):  # the next forward needs the last bucket first
             part, factor = self.parts[index], min(clip, 1.0) / scale
-            if part.eight_bit or part.master.dtype != torch.float32:
+            if part.eight_bit or part.in_bf16:
                 self._adamw_by_chunks(part, grads[index], rates, weight_decay, factor)
             else:
                 self._adamw(part, grads[index], rates, weight_decay, factor)
@@ -254,7 +260,7 @@ class Optimizer:
             seed = zlib.crc32(f"{self.run.training.seed} {self.steps} {part.start + start}".encode())
             for moment, values in zip(moments, (first, second), strict=False):
                 moment.write(start, values, seed)
-            if part.master.dtype != torch.float32:
+            if part.in_bf16:
                 self._round(chunk, part.master[at])
 
     def _round(self, chunk: Part, weights: Tensor) -> None:
@@ -293,14 +299,16 @@ class Optimizer:
 
     def _saved(self, kind: str, index: int) -> Tensor:
         """What a checkpoint holds of a part, (n,)."""
-        part, weight = self.parts[index], kind == "weight"
-        if weight and part.master.dtype == torch.float32:
-            return part.master
-        if not weight and not part.eight_bit:
-            return part.exp_avg if kind == "exp_avg" else part.exp_avg_sq
+        part, second = self.parts[index], kind == "exp_avg_sq"
+        if kind == "weight":
+            stored, expand = part.master, part.master.float if part.in_bf16 else None
+        else:
+            stored = part.exp_avg_sq if second else part.exp_avg
+            expand = partial(part.eight_bit[second].read, 0, len(part.master)) if part.eight_bit else None
+        if expand is None:
+            return stored
         if (kind, index) not in self._expanded:
-            moment = part.eight_bit[kind == "exp_avg_sq"] if part.eight_bit and not weight else None
-            self._expanded[kind, index] = moment.read(0, len(part.master)) if moment else part.master.float()
+            self._expanded[kind, index] = expand()
         return self._expanded[kind, index]
 
     def after_load(self) -> None:
@@ -309,13 +317,13 @@ class Optimizer:
         for shard in self.checkpoint_shards():
             if shard.slice_shape == shard.global_shape and shard.key not in divided:
                 self.groups.tp.broadcast(shard.tensor)  # not split: every tensor-parallel rank holds it, the first one owns it
-        for index in range(len(self.parts)):
+        for index, part in enumerate(self.parts):
             for kind in KINDS if not self.sharded else ():
                 self.buckets.replicas(self.flat.buckets[index]).broadcast(self._saved(kind, index))
-            for kind, moment in zip(KINDS[1:], self.parts[index].eight_bit or (), strict=False):
+            for kind, moment in zip(KINDS[1:], part.eight_bit or (), strict=False):
                 moment.write(0, self._saved(kind, index), seed=0)
-            if self.parts[index].master.dtype != torch.float32:
-                self.parts[index].master.copy_(self._saved("weight", index))
+            if part.in_bf16:
+                part.master.copy_(self._saved("weight", index))
         self._expanded.clear()
         self.ops.weights_changed()
         for index, part in enumerate(self.parts):

@@ -110,7 +110,7 @@ MISTAKES = [
     (OptimizerConfig, {"lr_decay_style": "WSD"}, "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples"),
     (OptimizerConfig, {"lr": 1e-4, "lr_warmup_init": 1e-3}, "--lr-warmup-init 0.001 is above --lr 0.0001"),
     (OptimizerConfig, {"lr_decay_iters": 5, "lr_decay_tokens": 10.0}, "--lr-decay-iters and --lr-decay-tokens exclude each other"),
-    (OptimizerConfig, {"no_load_optim": True, "use_checkpoint_opt_param_scheduler": True}, "scheduler excludes --no-load-lr-state"),
+    (OptimizerConfig, {"no_load_optim": True, "use_checkpoint_opt_param_scheduler": True}, "goes with neither --no-load-lr-state"),
     choice(OptimizerConfig, "weight_decay_incr_style", "stepwise", "constant or linear or cosine"),
     (OptimizerConfig, {"exp_avg_dtype": "bf16"}, "--exp-avg-dtype bf16 needs --use-precision-aware-optimizer, as in Megatron-LM"),
     (OptimizerConfig, {"exp_avg_sq_dtype": "fp8", "use_precision_aware_optimizer": True},
