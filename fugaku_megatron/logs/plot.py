@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.command_line import shown
+from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs import accounting
 from .iteration import size_name
@@ -30,8 +31,8 @@ SMALL_PANELS = (("learning_rate", "learning rate"), ("tflops", "TFLOPs per rank"
 def describe(run: RunConfig, dp: int) -> str:
     """A run's size and layout: 124M, DP 2 x TP 1 x PP 1, fp32."""
     parallel = run.parallel
-    return (f"{size_name(accounting.parameters(run))}, DP {dp} x TP {parallel.tensor_model_parallel_size} x "
-            f"PP {parallel.pipeline_model_parallel_size}, {run.precision.name}")
+    tp, pp, cp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.context_parallel_size
+    return f"{size_name(accounting.parameters(run))}, {Layout(dp * tp * pp * cp, tp, pp, dp, cp=cp)}, {run.precision.name}"
 
 
 def title(description: str, place: str | os.PathLike) -> str:

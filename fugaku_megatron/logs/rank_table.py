@@ -12,7 +12,7 @@ import json
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,13 @@ NAMED = 3  # slow ranks that a line names
 
 @dataclass(frozen=True)
 class Interval:
-    """The mean iteration of a log interval. tp, pp: sizes. seconds: phase -> seconds of every rank."""
+    """The mean iteration of a log interval. tp, pp, cp: sizes. seconds: phase -> seconds of every rank."""
 
     iteration: int
     tp: int
     pp: int
     seconds: Mapping[str, Sequence[float]]
+    cp: int = 1
 
     @property
     def ranks(self) -> int:
@@ -45,13 +46,13 @@ class Interval:
         return len(next(iter(self.seconds.values())))
 
     @property
-    def layout(self) -> tuple[int, int, int]:
-        """What rank numbers mean: ranks, tp, pp."""
-        return self.ranks, self.tp, self.pp
+    def layout(self) -> tuple[int, int, int, int]:
+        """What rank numbers mean: ranks, tp, pp, cp."""
+        return self.ranks, self.tp, self.pp, self.cp
 
     def stage(self, rank: int) -> int:
         """The rank's pipeline stage; see `comm.grid.Grid`."""
-        return rank // self.tp % self.pp
+        return rank // (self.tp * self.cp) % self.pp
 
     def line(self) -> str:
         """The record as JSON, in tenths of milliseconds."""
@@ -65,7 +66,7 @@ def parse_interval(line: str) -> Interval:
         lengths = {len(row) for row in interval.seconds.values() if all(isinstance(s, float | int) for s in row)}
     except (ValueError, TypeError, AttributeError, RecursionError):
         lengths = set()
-    check(len(lengths) == 1 and min(interval.tp, interval.pp, *lengths) >= 1, f"not a record of --log-ranks: {line.strip()[:60]!r}")
+    check(len(lengths) == 1 and min(interval.tp, interval.pp, interval.cp, *lengths) >= 1, f"not a record of --log-ranks: {line.strip()[:60]!r}")
     return interval
 
 
@@ -142,7 +143,7 @@ def mean(intervals: Sequence[Interval]) -> Interval:
     seconds = {phase: [statistics.fmean(column) for column in zip(*(i.seconds[phase] for i in counted), strict=True)]
                for phase in counted[0].seconds}
     last = counted[-1]
-    return Interval(last.iteration, last.tp, last.pp, seconds)
+    return replace(last, seconds=seconds)
 
 
 def text(path: str | os.PathLike, intervals: Sequence[Interval]) -> str:

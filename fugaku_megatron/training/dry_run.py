@@ -149,12 +149,12 @@ def _divided_experts(run: RunConfig, layout: Layout) -> list[str]:
 
 
 def _frozen_copies(run: RunConfig, layout: Layout) -> list[str]:
-    """How much of the table's weights data-parallel ranks of a node share."""
-    if not run.lora.on or layout.dp == 1:
+    """How much of the table's weights the ranks of a node with the same weights share."""
+    if not run.lora.on or layout.replicas == 1:
         return []
     mib = element_bytes(run) * max(frozen_elements(run, layout, stage) for stage in range(layout.pp)) / 2**20
-    return [f"frozen weights: the data-parallel ranks of a node share one copy, which the table counts on each: k of them need "
-            f"(k - 1) x {mib:.0f} MiB less"]
+    return [f"frozen weights: the ranks of a node with the same weights share one copy, which the table counts on each: k of them "
+            f"need (k - 1) x {mib:.0f} MiB less"]
 
 
 def cores(node: topology.Node, root: str, world_size: int, rank_bytes: int) -> list[str]:

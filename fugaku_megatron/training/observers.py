@@ -125,7 +125,7 @@ class Profile:
     def _write_own(self, profiler: Profiler, say: Say) -> None:
         rank = self.world.rank
         self.folder.mkdir(parents=True, exist_ok=True)
-        profiler.write_trace(self._trace(rank), rank, rank // self.layout.tp % self.layout.pp, peak_memory_mib())
+        profiler.write_trace(self._trace(rank), rank, Grid(*self.layout.sizes).coords(rank)[1], peak_memory_mib())
         if not self.whole:
             return
         lines = self.whole.table()

@@ -274,7 +274,7 @@ class RankTimes:
     def _interval(self, iteration: int, seconds: Tensor) -> Interval:
         """seconds: of every rank in each phase (ranks, phases), and its share where documents differ."""
         phases = seconds[:, : len(PHASES)].t().tolist()
-        return Interval(iteration, self.layout.tp, self.layout.pp, dict(zip(PHASES, phases, strict=True)))
+        return Interval(iteration, self.layout.tp, self.layout.pp, dict(zip(PHASES, phases, strict=True)), self.layout.cp)
 
     def _keep(self, interval: Interval) -> None:
         try:

@@ -212,8 +212,8 @@ def _copies_note(trainer: Trainer) -> list[str]:
     if ranks == 1:
         return []
     if sharers == 1:
-        return [f"each of the {ranks} data-parallel ranks has its own copy of the frozen weights"]
-    return [f"{sharers} of the {ranks} data-parallel ranks, those of a node, share one copy of the frozen weights"]
+        return [f"each of the {ranks} ranks with the same weights has its own copy of the frozen ones"]
+    return [f"{sharers} of the {ranks} ranks with the same weights, those of a node, share one copy of the frozen ones"]
 
 
 def _resume(trainer: Trainer, resume: Resume) -> list[str]:

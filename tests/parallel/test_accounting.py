@@ -178,7 +178,7 @@ def check_bytes(run: RunConfig, world: int) -> None:
     small = 64 + loads  # bytes: norms, counts and losses
     for rank, tally in enumerate(ThreadWorld(world).run(traffic)):
         measured = {(verb, group): bytes for (group, verb), (calls, bytes) in tally.items()}
-        for key, bytes in expected_traffic(run, layout, rank // layout.tp % layout.pp).items():
+        for key, bytes in expected_traffic(run, layout, rank // (layout.tp * layout.cp) % layout.pp).items():
             assert bytes <= measured[key] <= bytes + small, (rank, key, bytes, measured[key])
 
 

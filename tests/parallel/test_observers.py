@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from fugaku_megatron.training import observers
 from fugaku_megatron.training.observers import Heartbeats, Observers, Profile, listed, profiled_ranks
 from fugaku_megatron.training.train import Trainer
 from fugaku_megatron.watchdog.heartbeat import Heartbeat
-from tests.helpers import PP2, TP2PP2, grid_groups, make_trainer, mock, small_run
+from tests.helpers import CP2, PP2, TP2PP2, grid_groups, make_trainer, mock, small_run
 from tests.threads import ThreadWorld
 
 
@@ -157,11 +158,11 @@ def test_the_table_accounts_for_the_whole_step():
                     ["Python,", "autograd", "and", "the", "rest", "0.7500", "37.5"]]
 
 
-def recorded(world, folder, iterations):
-    """What is said in a DP2 x PP2 run."""
+def recorded(world, folder, iterations, **changes):
+    """What is said in a run on two stages."""
     torch.set_num_threads(1)
     run, said = small_run(num_layers=2, profile=True, profile_dir=str(folder), profile_ranks=(0, 3), profile_step_start=2,
-                          profile_step_end=4, **PP2), []
+                          profile_step_end=4, **PP2, **changes), []
     trainer = Trainer(run, world, grid_groups(world, run), mock(run))
     own = Profile(run, trainer.layout, world)
     trainer = Trainer(run, world, own.groups(grid_groups(world, run)), mock(run), watch=own.watch,
@@ -188,6 +189,16 @@ def test_one_trace_of_all_ranks_on_one_clock(tmp_path):
     received = {s["args"]["microbatch"]: s["ts"] + s["dur"] for s in spans if (s["pid"], s["name"]) == (1, "recv_forward")}
     assert sent.keys() == received.keys() == set(range(4)) and all(sent[m] < received[m] + 20e3 for m in sent)
     assert all(span["ts"] >= 0 for span in spans)
+
+
+def test_a_trace_of_ranks_that_share_a_sequence_has_their_stages(tmp_path):
+    """Two stages of two ranks each: ranks 0 and 1 are the first one."""
+    said = ThreadWorld(4).run(partial(recorded, **CP2), tmp_path, 3)[0]
+    events = read(tmp_path / "trace.json")["traceEvents"]
+    named = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert named == {"rank 0, stage 0", "rank 2, stage 1", "rank 3, stage 1"}
+    assert "cp all_to_all" in {event["name"] for event in events}
+    assert any(line.split()[:2] == ["cp", "all_to_all"] for line in said)
 
 
 def test_a_run_without_a_recorded_iteration_says_so(tmp_path):

@@ -139,3 +139,5 @@ def test_frozen_weights_of_a_node_are_said_to_be_shared():
     mib = 4 * accounting.parameters(make_run("124m", {"vocab_size": 50257})) / 2**20
     assert f"k of them need (k - 1) x {mib:.0f} MiB less" in line
     assert "frozen weights" not in report(run, 1)
+    shared = make_run("124m", {"lora_rank": 8, "vocab_size": 50257, "context_parallel_size": 2})
+    assert "frozen weights" in report(shared, 2)  # one replica of the data, two ranks with the same weights

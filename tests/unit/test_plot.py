@@ -88,6 +88,8 @@ def test_colours_and_titles_of_runs(tmp_path, made):
     run = make_run("demo", {"vocab_size": 320, "tensor_model_parallel_size": 2})
     heading = plot.title(plot.describe(run, 4), "/data/runs/demo")
     assert heading == "0.9M, DP 4 x TP 2 x PP 1, fp32\n/data/runs/demo"
+    shared = make_run("demo", {"vocab_size": 320, "context_parallel_size": 2})
+    assert plot.describe(shared, 4) == "0.9M, DP 4 x TP 1 x PP 1 x CP 2, fp32"
     assert plot.loss_curve(tmp_path / "loss.png", TRAIN, heading) and made[1].get_suptitle() == heading
     assert len(plot.title("", "/x" * 200)) == plot.WIDTH + 3
 

@@ -34,7 +34,10 @@ def test_how_a_slow_rank_is_named_and_a_record_read_back():
     assert waiting.text("a") == "rank 0 (stage 0, a): data 0.500 s per iteration"
     original = interval([1.0, 1.25], tp=2)
     assert parse_interval(original.line()) == original
-    assert replace(original, tp=1).stage(1) == 0 and original.layout == (2, 2, 1)
+    assert replace(original, tp=1).stage(1) == 0 and original.layout == (2, 2, 1, 1)
+    assert [replace(original, tp=2, pp=2, cp=2).stage(rank) for rank in range(10)] == [0, 0, 0, 0, 1, 1, 1, 1, 0, 0]
+    older = '{"iteration": 1, "tp": 1, "pp": 1, "seconds": {"data": [1]}}'  # of a version without cp
+    assert parse_interval(older).cp == 1
 
 
 @pytest.mark.parametrize("line", ["", "iteration 1/ 2 |", "{}", "[]", '{"iteration": 1, "tp": 1, "pp": 1, "seconds": {}}',
