@@ -66,7 +66,8 @@ def parse_interval(line: str) -> Interval:
         lengths = {len(row) for row in interval.seconds.values() if all(isinstance(s, float | int) for s in row)}
     except (ValueError, TypeError, AttributeError, RecursionError):
         lengths = set()
-    check(len(lengths) == 1 and min(interval.tp, interval.pp, interval.cp, *lengths) >= 1, f"not a record of --log-ranks: {line.strip()[:60]!r}")
+    check(len(lengths) == 1 and min(interval.tp, interval.pp, interval.cp, *lengths) >= 1,
+          f"not a record of --log-ranks: {line.strip()[:60]!r}")
     return interval
 
 
