@@ -26,7 +26,7 @@ class Config:
     run: the values by group. notes: flags that have no effect in this run, each with the reason.
 
     Raises ValueError, one line with the flag, the value and the remedy: for a keyword that is unknown, a value of another type,
-    values that do not go together, and flags that must be given.
+    values that do not go together, and flags that a run needs.
     """
 
     run: RunConfig

@@ -17,7 +17,7 @@ from typing import Any
 from ..pipeline.parts import AUTO
 from .checks import check, check_kind, flag, flag_words
 from .command_line import OTHER_FLAGS, Parser, complete_from_yaml, nearest
-from .experts_config import EXPERTS
+from .experts_config import EXPERTS, ExpertRanks
 from .groups import MUON_FLAGS, TIKTOKEN
 from .model_config import HEAD_MULTIPLE, ROPE, ROPE_SCALING, SCALINGS, YARN, YARN_SCALING, ModelConfig
 from .recipes import RECIPES
@@ -79,6 +79,7 @@ _GOES_WITH: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
 }
 
 _GROUP_OF = {f.name: group for group, config in GROUPS.items() for f in fields(config)}  # a field -> its group in RunConfig
+_OF_EXPERTS = {*EXPERTS, *(f.name for f in fields(ExpertRanks))}  # which --help names last in their groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +154,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                         "flags of a run on the command line are then ignored, apart from those above")
     groups = {name: parser.add_argument_group(name, config.__doc__) for name, config in GROUPS.items()}
     for name, config in GROUPS.items():
-        for field in fields(config):
+        for field in sorted(fields(config), key=lambda field: field.name in _OF_EXPERTS):
             _add_field(groups[name], field)
     groups["training"].add_argument("--activations-checkpoint-method", dest="recompute_method", choices=("uniform", "block"),
                                     action=_FullRecompute, default=argparse.SUPPRESS,
@@ -166,6 +167,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     if isinstance(parser, Parser):
         parser.mistakes_among = _mistakes
         parser.completed = partial(complete_from_yaml, build_parser=build_parser)
+
 
 class _FullRecompute(argparse.Action):
     """Megatron's former flag, whose method also switched recompute of whole layers on."""
@@ -214,7 +216,7 @@ def make_run(recipe: str | None, values: dict[str, Any]) -> RunConfig:
     for name, value in values.items():
         groups[_GROUP_OF[name]][name] = value
     missing = _missing(groups, {})
-    check(not missing, f"{', '.join(missing)} must be given (or start from a --recipe: {', '.join(RECIPES)})")
+    check(not missing, f"{', '.join(missing)} must be passed, or a --recipe that sets them: {', '.join(RECIPES)}")
     return RunConfig(**{group: config(**groups[group]) for group, config in GROUPS.items()})
 
 

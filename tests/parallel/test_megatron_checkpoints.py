@@ -223,5 +223,5 @@ def test_the_model_of_the_checkpoint_wins_where_that_is_asked_for(tmp_path):
     found = interpret(with_checkpoint_model(vars(parser.parse_args(words)))).run.model
     assert architecture(found) == architecture(saved) and found.seq_length == 8
     assert (found.attention_dropout, found.hidden_dropout) == (0.0, 0.25)
-    with pytest.raises(ValueError, match="--hidden-size, --num-attention-heads must be given"):
+    with pytest.raises(ValueError, match="--hidden-size, --num-attention-heads must be passed"):
         interpret(with_checkpoint_model(vars(parser.parse_args([*words, "--load", str(tmp_path / "none")]))))
