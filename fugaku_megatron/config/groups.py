@@ -10,6 +10,10 @@ from .checks import check, check_choices, check_fraction, check_numbers, check_p
 from .experts_config import ExpertRanks
 from .sample_rules import Skips
 
+# What ranks of a sequence send each other for attention (--cp-comm-type), and where the program chooses.
+P2P, ALLGATHER, A2A = CONTEXT_WAYS = ("p2p", "allgather", "a2a")
+EITHER = "a2a+p2p"
+
 
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +37,13 @@ class ParallelConfig(ExpertRanks):
     zero_bubble_max_pending_backward: int | None = opt(None, "micro-batches that a stage of zb-h1 or zbv may hold whose weight "
                                                        "gradients are not there: more of them leave less idle time and take more "
                                                        "memory (default: the number of stages, as 1f1b)", type=int)
-    context_parallel_size: int = opt(1, "ranks that share each sequence, and for attention its heads (CP)", maximum=2**16)
+    context_parallel_size: int = opt(1, "ranks that share each sequence (CP)", maximum=2**16)
+    cp_comm_type: tuple[str, ...] | None = opt(
+        None, "what ranks of a sequence send each other for attention, one value or one for each layer: p2p, keys and values from "
+        "rank to rank while attention is computed; allgather, keys and values of all ranks at once; a2a, rows for heads; a2a+p2p "
+        "leaves the choice to the program (default: a2a where TP x CP divides the heads, and CP and a rank's query groups divide "
+        "one another; else p2p)",
+        type=str, nargs="+")
     sequence_parallel: bool = opt(False, "norms, dropout and residuals on 1/TP of the sequence: activations take less memory")
     tp_comm_overlap: bool = opt(False, "with --sequence-parallel: send activations in blocks, overlapped with the matmuls that "
                                 "read or write them")
@@ -53,6 +63,8 @@ class ParallelConfig(ExpertRanks):
                        "expert_tensor_parallel_size", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
                        "zero_bubble_max_pending_backward", "ddp_bucket_size")
         check_choices(self)
+        wrong = [value for value in self.cp_comm_type or () if value not in (*CONTEXT_WAYS, EITHER)]
+        check(not wrong, f"--cp-comm-type {' '.join(wrong)}: pass {', '.join(CONTEXT_WAYS)} or {EITHER}")
         object.__setattr__(self, "zero_stage", min(self.zero_stage, 1))
         self._check_schedule()
         self._check_expert_ranks(self.sequence_parallel)

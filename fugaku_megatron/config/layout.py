@@ -13,6 +13,7 @@ from itertools import accumulate
 from ..pipeline.parts import ZBV, Placement, evenly, placement_of
 from .batches import sizes_of
 from .checks import check, flag
+from .groups import A2A, EITHER, P2P
 from .run_config import RunConfig
 
 
@@ -157,11 +158,34 @@ def _check_context(run: RunConfig, cp: int, tp: int) -> None:
     parts = 2 * cp * sequence_parts(run, tp)
     check(model.seq_length % parts == 0, f"--seq-length {model.seq_length} is not divisible by {parts}, two parts for each of "
           f"{name}" + f" x --tensor-model-parallel-size {tp}" * (sequence_parts(run, tp) > 1) + ": change one")
+    given = run.parallel.cp_comm_type or ()
+    check(len(given) in (0, 1, model.num_layers), f"--cp-comm-type has {len(given)} values: pass one, or one for each of "
+          f"--num-layers {model.num_layers}")
+    other = sorted(set(given) - {A2A, EITHER})
+    check(not other, f"--cp-comm-type {' '.join(other)} is not built: pass {A2A}")
+    _check_heads(run, cp, tp)
+
+
+def context_ways(run: RunConfig) -> tuple[str, ...]:
+    """What ranks of a sequence send each other for attention, of each layer."""
+    model, parallel = run.model, run.parallel
+    cp, groups = parallel.context_parallel_size, model.query_groups // parallel.tensor_model_parallel_size
+    whole = model.num_attention_heads % (parallel.tensor_model_parallel_size * cp) == 0
+    chosen = A2A if whole and (groups % cp == 0 or cp % max(1, groups) == 0) else P2P
+    given = parallel.cp_comm_type or (EITHER,)
+    ways = tuple(chosen if way == EITHER else way for way in given)
+    return ways * model.num_layers if len(ways) == 1 else ways
+
+
+def _check_heads(run: RunConfig, cp: int, tp: int) -> None:
+    """Raises ValueError where the ranks of a sequence cannot exchange heads."""
+    model, name = run.model, f"--context-parallel-size {cp}"
     heads, groups = model.num_attention_heads, model.query_groups // tp
+    remedy = "change one, or pass --cp-comm-type p2p"
     check(heads % (tp * cp) == 0, f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {tp} x {name}, "
-          "whose ranks exchange heads for attention: change one")
+          f"whose ranks exchange heads for attention (--cp-comm-type {A2A}): {remedy}")
     check(groups % cp == 0 or cp % groups == 0, f"--num-query-groups {model.query_groups} and --tensor-model-parallel-size {tp} "
-          f"leave {groups} groups to {name}, and neither number divides the other: change one")
+          f"leave {groups} groups to {name}, and neither number divides the other (--cp-comm-type {A2A}): {remedy}")
 
 
 def group_copies(groups: int, cp: int) -> int:

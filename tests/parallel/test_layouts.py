@@ -197,3 +197,12 @@ def test_ranks_of_a_sequence_refuse_a_norm_of_all_heads():
     """Each would normalise its own heads alone."""
     with pytest.raises(ValueError, match="--context-parallel-size 2 is not built for --qk-layernorm-all-heads"):
         Layout.from_run(small_run(qk_layernorm=True, qk_layernorm_all_heads=True, normalization="RMSNorm", **CP2), 2)
+
+
+@pytest.mark.parametrize(("ways", "message"), [
+    (["ring"], "--cp-comm-type ring: pass p2p, allgather, a2a or a2a\\+p2p"),
+    (["a2a", "a2a", "a2a"], "--cp-comm-type has 3 values: pass one, or one for each of --num-layers 2"),
+])
+def test_ways_of_context_parallelism_that_do_not_exist(ways, message):
+    with pytest.raises(ValueError, match=message):
+        Layout.from_run(small_run(num_layers=2, context_parallel_size=2, cp_comm_type=tuple(ways)), 2)
