@@ -1,12 +1,15 @@
-"""Two hosts on one machine: data- or tensor-parallel training over a slow link, blocking and overlapped in turn.
+"""Two hosts on one machine: data-, tensor- or context-parallel training over a slow link, blocking and overlapped in turn.
 
     python -m benchmarks two_hosts --rate 1gbit --png two_hosts.png
     python -m benchmarks two_hosts --tensor-parallel
+    python -m benchmarks two_hosts --context-parallel
 
 Two network namespaces with host names of their own hold one MPI rank and one computing thread each, joined by a veth pair whose
 ends a token bucket (tc tbf) limits. Each rank holds the trainers, which take turns iteration by iteration: data-parallel ones,
-blocking, overlapped, and overlapped with BF16 gradients, or two with sequence parallelism, blocking and with --tp-comm-overlap.
-Every other iteration of each leaves its sums and gathers out (computation). What crosses the link is read from its counters.
+blocking, overlapped, and overlapped with BF16 gradients; two with sequence parallelism, blocking and with --tp-comm-overlap; or
+one for each way in which hosts that share a sequence exchange it. Those leave the sums of gradients out, so that the link has what
+attention exchanges, and nothing else. Every other iteration of each leaves all that it exchanges out (computation). What crosses
+the link is read from its counters.
 Communication can overlap with computation for as long as the shorter of the two takes: hideable = min(computation, wire).
 exposed is the median over the rounds of step - max(computation, wire), with the computation of the same round. waiting is the time
 of the step in which the computing thread waits; the rest of the exposed time is work of communication on its core.
@@ -40,7 +43,9 @@ from fugaku_megatron.comm.launch import run_or_abort
 from fugaku_megatron.comm.mpi import MPIComm
 from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.checks import check
+from fugaku_megatron.config.groups import A2A, CONTEXT_WAYS
 from fugaku_megatron.config.layout import Layout
+from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.host.observed import NONBLOCKING, PHASES, REDUCTIONS, VERBS, Observed, Phases
 
 from . import child, core, disturbance, pictures, shapes
@@ -58,22 +63,29 @@ DATA_PARALLEL = {"blocking": DEEP, "overlapped": {**DEEP, "overlap_grad_reduce":
                  "overlapped, BF16": {**DEEP, "overlap_grad_reduce": True, "grad_reduce_in_bf16": True}}
 PARTS = {**WIDE, "tensor_model_parallel_size": 2, "sequence_parallel": True}
 TENSOR_PARALLEL = {"blocking": PARTS, "overlapped": {**PARTS, "tp_comm_overlap": True}}
+# 6 M parameters and a long sequence: attention takes longer than keys and values need on the link.
+LONG = {"num_layers": 8, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 1024, "context_parallel_size": 2}
+TOKENS, LONG_TOKENS = 704, 4096  # of a sequence
 
 COLUMNS: tuple[core.Column, ...] = (
     ("job", "<18", "job"), ("s", ">8.3f", "seconds"), ("alone s", ">8.3f", "computation_seconds"),
     ("MB sent", ">8.1f", lambda row: row["bytes"] / 1e6), ("wire s", ">7.3f", "wire_seconds"),
     ("exposed s", ">10.3f", "exposed_seconds"), ("of hideable", ">12.1%", "exposed_share"),
-    ("waiting s", ">10.3f", "waiting_seconds"), ("x blocking", ">11.3f", "ratio"))
+    ("waiting s", ">10.3f", "waiting_seconds"), ("x first", ">8.3f", "ratio"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this family."""
     parser.add_argument("--rate", default="1gbit", help="of the link, as tc writes it (default: %(default)s)")
-    parser.add_argument("--tensor-parallel", action="store_true", help="the hosts share each layer's matrices instead of the batch")
+    shared = parser.add_mutually_exclusive_group()
+    shared.add_argument("--tensor-parallel", action="store_true", help="the hosts share each layer's matrices instead of the batch")
+    shared.add_argument("--context-parallel", action="store_true", help="the hosts share each sequence instead of the batch")
+    parser.add_argument("--cp-comm-type", nargs="+", default=[A2A], choices=CONTEXT_WAYS, metavar="TYPE",
+                        help=f"with --context-parallel: of {', '.join(CONTEXT_WAYS)} (default: {A2A})")
     parser.add_argument("--own-cores", action="store_true", help="a core for each host, which computes and communicates on it")
-    parser.add_argument("--seq-length", type=int, default=704)
+    parser.add_argument("--seq-length", type=int, help=f"(default: {TOKENS}, with --context-parallel {LONG_TOKENS})")
     parser.add_argument("--micro-batch-size", type=int, default=1)
-    parser.add_argument("--micro-batches", type=int, default=4, help="of each rank in an iteration (default: %(default)s)")
+    parser.add_argument("--micro-batches", type=int, help="of each rank in an iteration (default: 4, with --context-parallel 1)")
     parser.add_argument("--bucket-size", type=int, default=500_000, help="elements of a gradient bucket (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=9, help="an iteration of each job (default: %(default)s, one more warms up)")
 
@@ -92,8 +104,10 @@ def why_not() -> str:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """The jobs in turn. ValueError for a rate that is none, RuntimeError without two hosts."""
+    """The jobs in turn. ValueError for a rate that is none and sizes that do not divide, RuntimeError without two hosts."""
     rate = bits_per_second(options.rate)
+    for values in order(options)["jobs"].values():
+        Layout.from_run(run_of(values), len(HOSTS))
     if reason := why_not():
         raise RuntimeError(reason)
     watch = disturbance.Watch(len(HOSTS))
@@ -142,13 +156,17 @@ def _system(*command: str) -> None:
 
 def trainers(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """The fields of each trainer's run that differ from another's."""
+    if options.context_parallel:
+        return {name: {**LONG, "cp_comm_type": (name,)} for name in options.cp_comm_type}
     return TENSOR_PARALLEL if options.tensor_parallel else DATA_PARALLEL
 
 
 def order(options: argparse.Namespace) -> dict[str, Any]:
     """What both ranks are told, see `main`."""
-    size = options.micro_batches * options.micro_batch_size * (1 if options.tensor_parallel else len(HOSTS))
-    common = {"seq_length": options.seq_length, "mock_data": True, "train_iters": 2 * (options.rounds + 1),
+    tokens, microbatches = (LONG_TOKENS, 1) if options.context_parallel else (TOKENS, 4)
+    replicas = 1 if options.tensor_parallel or options.context_parallel else len(HOSTS)
+    size = (options.micro_batches or microbatches) * options.micro_batch_size * replicas
+    common = {"seq_length": options.seq_length or tokens, "mock_data": True, "train_iters": 2 * (options.rounds + 1),
               "micro_batch_size": options.micro_batch_size, "global_batch_size": size, "eval_iters": 0,
               "kernels": "native", "ddp_bucket_size": options.bucket_size}
     planned = {name: {**common, **flags} for name, flags in trainers(options).items()}
@@ -192,8 +210,8 @@ def report(options: argparse.Namespace, rounds: list[dict[str, dict[str, float]]
     def median(name: str, field: str) -> float:
         return statistics.median(each[name][field] for each in rounds)
 
-    rows = []
-    for name in trainers(options):
+    rows, names = [], [*trainers(options)]
+    for name in names:
         seconds, sent, computation = (median(name, field) for field in ("seconds", "sent", "computation"))
         wire = 8 * sent / rate
         exposed = statistics.median(each[name]["seconds"] - max(each[name]["computation"], wire) for each in rounds)
@@ -201,9 +219,10 @@ def report(options: argparse.Namespace, rounds: list[dict[str, dict[str, float]]
         rows.append({"job": name, "seconds": seconds, "computation_seconds": computation, "bytes": sent,
                      "wire_seconds": wire, "hideable_seconds": hideable,
                      "exposed_seconds": exposed, "exposed_share": exposed / hideable, "waiting_seconds": median(name, "waiting"),
-                     "loss": rounds[-1][name]["loss"], "ratio": median("blocking", "seconds") / seconds, "measured": True})
+                     "loss": rounds[-1][name]["loss"], "ratio": median(names[0], "seconds") / seconds, "measured": True})
     return {"rows": rows, "rate": options.rate, "rounds": rounds, "busy": busy, "own_cores": options.own_cores,
-            "what": "Rows between matmuls" if options.tensor_parallel else "Gradient sums"}
+            "what": "Rows between matmuls" if options.tensor_parallel else "Keys and values" if options.context_parallel
+            else "Gradient sums"}
 
 
 def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
@@ -220,8 +239,8 @@ draw = pictures.draw_hosts
 class Silence:
     """While `on`, the verbs of a communicator that it observes do nothing: what a rank computes, and nothing of what it sends."""
 
-    def __init__(self) -> None:
-        self.on = False
+    def __init__(self, on: bool = False) -> None:
+        self.on = on
 
     def observe(self, name: str, verb: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Call the verb, or return what it would."""
@@ -230,12 +249,18 @@ class Silence:
         return DONE if name in NONBLOCKING else args[0]
 
 
+def run_of(values: dict[str, Any]) -> RunConfig:
+    """The run of fields that came as JSON, which has lists for tuples."""
+    return make_run(None, {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
 def build(world: Comm, values: dict[str, Any], phases: Phases, silence: Silence) -> Any:
     """A trainer over `world`. values: fields of its run. phases: the clock of its waiting. silence: of its groups."""
-    run = make_run(None, values)
+    run = run_of(values)
     layout = Layout.from_run(run, world.size)
-    groups = Grid(world.size, layout.tp, layout.pp).groups(world)
-    groups = replace(groups, **{name: Observed(getattr(groups, name), VERBS, silence.observe) for name in ("dp", "tp")})
+    groups = Grid(*layout.sizes).groups(world)
+    silent = {"tp": silence, "cp": silence, "dp": Silence(on=True) if layout.cp > 1 else silence}
+    groups = replace(groups, **{name: Observed(getattr(groups, name), VERBS, each.observe) for name, each in silent.items()})
     return shapes.trainer_of(run, world, phases.groups(groups))
 
 
@@ -276,7 +301,7 @@ def main(world: Comm) -> None:
 
     order, answer = child.order()
     names = list(order["jobs"])
-    pretrain.configure_process(make_run(None, order["jobs"][names[0]]), world)
+    pretrain.configure_process(run_of(order["jobs"][names[0]]), world)
     place(world, *order["cores"][world.rank])
     phases, silence = Phases(), Silence()
     trainers = {name: build(world, values, phases, silence) for name, values in order["jobs"].items()}

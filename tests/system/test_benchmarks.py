@@ -582,6 +582,7 @@ def test_decoding_against_transformers(tmp_path):
     ("schedule --chunks 1", "--chunks 1: pass 2 or more"),
     ("two_hosts --rate fast", "--rate fast: write it as 1gbit or 500mbit"),
     ("two_hosts --rounds 0", "--rounds 0: pass 1 or more"),
+    ("two_hosts --context-parallel --seq-length 510", "--seq-length 510 is not divisible by 4, two parts for each of"),
 ])
 def test_mistakes_are_one_line(words, message, monkeypatch):
     monkeypatch.setattr(jobs, "run", lambda job: pytest.fail("nothing may be measured"))

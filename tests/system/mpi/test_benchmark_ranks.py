@@ -101,6 +101,15 @@ def test_rows_between_matmuls(measured, hosts):
 
 
 @pytest.mark.full
+def test_a_sequence_of_two_hosts(measured, hosts):
+    """Rows for heads and back, forward and backward: queries, keys, values and context of half of the sequence, half of each."""
+    result, _ = measured(*hosts, "--context-parallel", "--cp-comm-type", "a2a", "--seq-length", "512", "--micro-batches", "1")
+    (row,) = result["rows"]
+    assert row["job"] == "a2a" and result["what"] == "Keys and values"
+    assert row["bytes"] == pytest.approx(8 * 2 * 4 * 256 // 2 * 256 * 4, rel=0.1)  # layers x ways x widths x rows x h x bytes
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [[], ["--pipeline-model-parallel-size", "2"]], ids=["dp2", "pp2"])
 def test_documents_train_alike_on_two_hosts(hosts, mpich, tmp_path, layout):
     """Over a slow link, as on one host."""
