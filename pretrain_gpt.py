@@ -11,7 +11,7 @@ from fugaku_megatron.comm import launcher
 
 if __name__ == "__main__":
     launcher.handle_signals("pretrain_gpt.py", ["train", *sys.argv[1:]])
-    from fugaku_megatron import environment
+    from tools import environment
 
     environment.use("numpy", "torch")
     from fugaku_megatron.cli import run_command

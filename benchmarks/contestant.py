@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.comm.grid import Grid
-from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.checks import check
 from fugaku_megatron.config.run_config import ModelConfig, RunConfig

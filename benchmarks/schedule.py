@@ -24,7 +24,7 @@ import torch
 from fugaku_megatron.comm.base import Comm, Handle
 from fugaku_megatron.comm.launch import run_or_abort
 from fugaku_megatron.config.checks import check
-from fugaku_megatron.logs import pipeline_plot
+from fugaku_megatron.logs import plot
 from fugaku_megatron.pipeline import schedule
 from fugaku_megatron.pipeline.parts import receives_ahead
 from fugaku_megatron.pipeline.schedule import Instruction, Schedule, build
@@ -80,7 +80,7 @@ def draw(path: Path, result: dict[str, Any]) -> None:
     for plan, row in zip(schedules(result["stages"], result["microbatches"], result["chunks"]), result["rows"], strict=True):
         name = plan.name + f", {plan.placement.chunks} chunks" * (plan.placement.chunks > 1)
         rows.append((name, spans(plan, Costs.alike(plan, result["slot_ms"] / 1e3)), [Span(*fields) for fields in row["spans"]]))
-    pipeline_plot.compare(path, rows)
+    plot.compare(path, rows)
     print(f"wrote {path}")
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from fugaku_megatron.comm.base import Comm
+from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.comm.grid import Grid, Groups
-from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.checks import check
 from fugaku_megatron.config.layout import Layout

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, also where the package is not installed
-from fugaku_megatron import environment  # noqa: E402
+from tools import environment  # noqa: E402
 
 if __name__ == "__main__":
     environment.use("numpy")

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from fugaku_megatron import cli
 from fugaku_megatron.checkpoint.manifest import read_manifest
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.run_config import saved_run
 from fugaku_megatron.inference.loading import load_model
 from fugaku_megatron.nn.passes import Pass

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.arguments import Arguments, interpret
 from fugaku_megatron.config.batches import sizes_of
 from fugaku_megatron.config.checks import Refused

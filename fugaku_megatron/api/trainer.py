@@ -21,13 +21,13 @@ from ..checkpoint.load import open_checkpoint
 from ..checkpoint.shards import check_model
 from ..comm import launcher
 from ..comm.agreement import everywhere, find_nodes, on_root
-from ..comm.base import Comm
+from ..comm.base import Comm, SoloComm
 from ..comm.grid import Grid
 from ..comm.launch import end_job_with_exceptions
 from ..comm.launch import init as start_mpi
 from ..comm.node import share_groups
-from ..comm.solo import SoloComm
 from ..config import batches
+from ..config.batches import ParamSchedule
 from ..config.checks import check, flag
 from ..config.layout import Layout
 from ..config.model_config import architecture
@@ -38,7 +38,6 @@ from ..host import kernels, runtime
 from ..host.observed import Phases
 from ..training import pretrain, train
 from ..training.observers import Heartbeats, Observers
-from ..training.param_schedule import ParamSchedule
 from ..training.rank_watch import check_memory
 from ..training.resume import Resume, with_padding
 from ..training.start_choices import choose_kernels, read_tokenizer, settle, with_vocabulary

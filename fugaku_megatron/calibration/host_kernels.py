@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ..comm.base import SoloComm
 from ..comm.grid import Grid
-from ..comm.solo import SoloComm
 from ..config.arguments import make_run
 from ..config.layout import Layout
 from ..config.run_config import ModelConfig, RunConfig

@@ -1,7 +1,7 @@
 """The verbs a parallel trainer needs, as a protocol on torch tensors.
 
 Implementations: `comm.mpi.MPIComm` (real traffic), `comm.node.NodeComm` (memory of a node), `comm.two_level.TwoLevelComm` (two
-others) and `comm.solo.SoloComm` (no traffic). The tests have ranks as threads, and one that counts bytes. Left out: building groups
+others) and `SoloComm` below (no traffic). The tests have ranks as threads, and one that counts bytes. Left out: building groups
 (`comm.grid.Grid`) and autograd (`comm.autograd`).
 
 Conventions: a tensor may have any shape and must be contiguous; only its number of elements n counts. A communicator of size 1 is
@@ -15,13 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Handle(Protocol):
@@ -173,3 +170,94 @@ def rank_order_sum(parts: Sequence[Tensor] | Tensor) -> Tensor:
     for part in parts[1:]:
         total += part.detach()
     return total
+
+
+class SoloComm:
+    """Rank `rank` of `size` without the other ranks, a `Comm`: no traffic, plausible values, any size at once.
+
+    all_reduce and broadcast leave the tensor as it is, all_gather repeats this rank's part, reduce_scatter keeps this rank's
+    part, all_to_all repeats this rank's rows,
+    recv fills the tensor with zeros. With size 1 the results are exact: it is the communicator of a single process.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        assert 0 <= rank < size, f"rank {rank} of {size}"
+        self.rank, self.size = rank, size
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        assert op in OPS, op
+        return check(tensor)
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Tensor:
+        # clone: this rank's part may be a view of the output
+        rows(output, tensor, self.size).copy_(tensor.detach().clone().view(1, -1).expand(self.size, -1))
+        return output
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Tensor:
+        output.detach().view(-1).copy_(rows(tensor, output, self.size)[self.rank])
+        return output
+
+    def all_to_all(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
+        check_exchange(output, tensor, received, sent, self.size)
+        if len(output) and not len(tensor):
+            output.detach().zero_()
+        elif len(output):
+            output.detach().copy_(tensor.detach()[torch.arange(len(output)) % len(tensor)])
+        return output
+
+    def iall_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
+        self.all_reduce(tensor, op)
+        return DONE
+
+    def iall_gather(self, output: Tensor, tensor: Tensor) -> Handle:
+        self.all_gather(output, tensor)
+        return DONE
+
+    def ireduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
+        self.reduce_scatter(output, tensor)
+        return DONE
+
+    def iall_to_all(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Handle:
+        self.all_to_all(output, tensor, received, sent)
+        return DONE
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
+        return check(tensor)
+
+    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
+        check(tensor)
+
+    def recv(self, tensor: Tensor, src: int, tag: int = 0) -> Tensor:
+        check(tensor).detach().zero_()
+        return tensor
+
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Handle:
+        check(tensor)
+        return DONE
+
+    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Handle:
+        self.recv(tensor, src, tag)
+        return DONE
+
+    def barrier(self) -> None:
+        pass
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        return obj
+
+    def gather_object(self, obj: Any, root: int = 0) -> list[Any] | None:
+        return [obj] * self.size if self.rank == root else None
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        return [obj] * self.size
+
+    def subgroup(self, ranks: Sequence[int]) -> SoloComm:
+        """The communicator of `ranks`, which include this rank; see `comm.grid.subgroup`."""
+        return SoloComm(ranks.index(self.rank), len(ranks))
+
+    def split(self, color: int, key: int) -> SoloComm:
+        assert self.size == 1, "the colors of the other ranks are unknown here: use subgroup(ranks)"
+        return SoloComm()
+
+    def abort(self, code: int = 1) -> None:
+        raise SystemExit(code)

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .base import Comm
-from .solo import SoloComm
+from .base import Comm, SoloComm
 
 ALONE = SoloComm()
 
@@ -53,7 +52,7 @@ def subgroup(comm: Comm, ranks: Sequence[int]) -> Comm:
     """The communicator of `ranks` (ranks of `comm`, in this order), which must include the caller.
 
     Entered by every rank of `comm`, each with its own group of one partition. A communicator without other ranks
-    (`comm.solo.SoloComm`) builds the group itself; all others split, with the group's first rank as the color.
+    (`comm.base.SoloComm`) builds the group itself; all others split, with the group's first rank as the color.
     """
     own = getattr(comm, "subgroup", None)
     return own(ranks) if own else comm.split(color=ranks[0], key=ranks.index(comm.rank))

@@ -21,10 +21,9 @@ from typing import Any, NoReturn, TypeVar
 
 from . import launcher
 from .agreement import EVERYWHERE, storage_failed
-from .base import Comm
+from .base import Comm, SoloComm
 from .launcher import ExitCode
 from .mpi import MPIComm, mpi_world
-from .solo import SoloComm
 
 T = TypeVar("T")
 GRACE = 0.5  # s that rank > 0 leaves to rank 0, which may be failing of the same cause

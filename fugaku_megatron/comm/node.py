@@ -32,11 +32,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .base import DONE, SUMMED_DTYPES, Comm, Handle, check, check_exchange, rows
+from .base import DONE, SUMMED_DTYPES, Comm, Handle, SoloComm, check, check_exchange, rows
 from .engine import PATIENCE, Steps
 from .grid import Groups
 from .mpi import MPIComm
-from .solo import SoloComm
 from .two_level import TwoLevelComm, in_stages, split_levels
 
 HALF_BYTES = 2**20  # of a segment, which has two

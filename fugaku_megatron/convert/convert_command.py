@@ -4,7 +4,7 @@
     fugaku-megatron convert --load checkpoints --to-hf my_model
     fugaku-megatron convert --load checkpoints --to-gguf my_model.gguf --gguf-type q8_0
 
-Left out: the formats (hugging_face.py, gguf_file.py, megatron_legacy.py, megatron_dist.py, weights.py).
+Left out: the formats (hugging_face.py, gguf_file.py, megatron.py, weights.py).
 """
 
 from __future__ import annotations
@@ -52,8 +52,10 @@ def open_megatron(directory: str, iteration: int | None, vocab_size: int | None)
     vocab_size: tokens, where the checkpoint does not say how many of the embedding's rows are tokens. ValueError, one line, for
     what is missing, damaged or not supported.
     """
-    from .megatron_dist import open_dist  # with torch.distributed, which takes a second to load and which no other format needs
-    from .megatron_legacy import open_legacy
+    from .megatron import (
+        open_dist,  # with torch.distributed, which takes a second to load and which no other format needs
+        open_legacy,
+    )
 
     try:
         path = _iteration(Path(directory), iteration)
@@ -187,7 +189,7 @@ def _flags(weights: Weights, options: argparse.Namespace) -> list[str]:
 
 
 def _save_megatron(weights: Weights, directory: Path, options: argparse.Namespace) -> None:
-    from .megatron_legacy import save_legacy
+    from .megatron import save_legacy
 
     save_legacy(weights, directory, options.tensor_model_parallel_size, options.pipeline_model_parallel_size,
                 options.transformer_impl == TRANSFORMER_ENGINE, options.make_vocab_size_divisible_by)

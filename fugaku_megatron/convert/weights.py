@@ -5,7 +5,7 @@ This program's own checkpoints are read as such weights, and weights are written
     DIR/iter_0000000/part_00003.safetensors     the weights of a layer (of several in a model of more than 124), or of the rest
     DIR/hugging_face/                           files that came with the model: tokenizer, configurations
 
-Left out: the formats of other programs (hugging_face.py, megatron_dist.py, megatron_legacy.py); optimizer state, which a converted
+Left out: the formats of other programs (hugging_face.py, megatron.py); optimizer state, which a converted
 checkpoint does not have.
 """
 
@@ -26,8 +26,8 @@ from ..checkpoint.manifest import CARRIED, FOLDER_FILES, existing_iteration, ite
 from ..checkpoint.save import Description, save_alone
 from ..checkpoint.shards import WEIGHT, Search, Shard, check_model, read_shards
 from ..checkpoint.tensor_files import write_tensors
+from ..comm.base import SoloComm
 from ..comm.grid import Grid
-from ..comm.solo import SoloComm
 from ..config.checks import check
 from ..config.lora import MATRICES, LoraConfig
 from ..config.model_config import ModelConfig, architecture

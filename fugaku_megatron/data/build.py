@@ -17,8 +17,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from ..comm.agreement import on_root
-from .chat_dataset import ChatDataset
-from .chat_files import ChatFiles, check_not_chats
+from .chat_dataset import ChatDataset, ChatFiles, check_not_chats
 from .dataset import SPLITS, BlendedDataset, Dataset, GPTDataset, TokenArrays, ValidationSets, check_tokens, normalize, shares_of
 from .files import read_text
 from .index_cache import IndexCache

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from .chat_files import ChatFiles, signed, unsigned
+from .chat_dataset import ChatFiles, signed, unsigned
 from .files import Document, read_record, read_text
 from .library_tokenizers import HuggingFaceTokenizer, clean
 from .tokenizer import Tokenizer
@@ -190,7 +190,7 @@ class ChatTemplate:
         return "by the template's generation markers" if self.marked else "turn by turn, as the template has no generation markers"
 
     def encode(self, chat: Chat) -> np.ndarray:
-        """int32 (n,), as of `chat_files.signed`. ValueError, with file and line, where the trained tokens are not certain."""
+        """int32 (n,), as of `chat_dataset.signed`. ValueError, with file and line, where the trained tokens are not certain."""
         try:
             ids, trained = self._encode(chat)
             if not trained.any():
@@ -299,7 +299,7 @@ def read_template(path: str | None) -> str | None:
 def shown(tokens: np.ndarray, decode: Callable[[Sequence[int]], str], colour: bool, longest: int = 300) -> str:
     """The text of a chat, what is trained in green or between [+ and +]; of a long part its beginning and its end.
 
-    tokens (n,): as of `chat_files.signed`.
+    tokens (n,): as of `chat_dataset.signed`.
     """
     ids, trained = unsigned(tokens)
     begin, end = ("\033[32m", "\033[0m") if colour else ("[+", "+]")

@@ -36,7 +36,7 @@ from pathlib import Path
 import numpy as np
 
 from .build import parse_split, split_documents
-from .chat_files import ChatFiles, ChatWriter
+from .chat_dataset import ChatFiles, ChatWriter
 from .chats import ChatTemplate, examples, read_chat, read_template
 from .files import Document, Place, add_input_arguments, document_texts, input_files, read_documents
 from .formats import CHAT, Columns
@@ -90,7 +90,7 @@ class Encoded:
 
 
 class Encoder:
-    """Documents to token ids, in a worker or in this process. A chat has one key, and what `chat_files.signed` makes."""
+    """Documents to token ids, in a worker or in this process. A chat has one key, and what `chat_dataset.signed` makes."""
 
     def __init__(self, job: Job):
         self.job = job

@@ -22,8 +22,7 @@ from ..comm.mpi import MPIComm
 from . import allocator as memory
 from . import kernels
 from .energy import Counters
-from .placement import Placement, Rank, mapping, place, problems
-from .topology import Node, allowed_memory, cpu_quota, cpuset
+from .placement import Node, Placement, Rank, allowed_memory, cpu_quota, cpuset, mapping, place, problems
 
 CLOCK_TOLERANCE = 0.03  # A64FX's clocks are 10 % apart; the measurement's spread is below 1 %
 # (CPU implementer, CPU part) of /proc/cpuinfo on AArch64, which has no model name

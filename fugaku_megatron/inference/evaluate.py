@@ -35,8 +35,23 @@ from ..data.indexed import IndexedDataset
 from ..data.tokenizer import Tokenizer
 from . import scoring
 from .loading import LoadedModel, Source, add_source_flags, load_model, tokenizer_note
-from .needle import DEPTHS, SAMPLES, Needles, check_numbers, draw, needle_figures, needle_lines, read_needles
-from .scoring import ChatFile, Question, accuracies, read_chat_file, read_questions, score, windows
+from .scoring import (
+    DEPTHS,
+    SAMPLES,
+    ChatFile,
+    Needles,
+    Question,
+    accuracies,
+    check_needle_flags,
+    draw_needles,
+    needle_figures,
+    needle_lines,
+    read_chat_file,
+    read_needles,
+    read_questions,
+    score,
+    windows,
+)
 
 PROGRESS_SECONDS = 10.0
 DECODED = 2**20  # tokens whose bytes are counted at a time
@@ -122,7 +137,7 @@ class Request:
               "--data-path, --chats, --choices or --needle")
         for name in ("needle_lengths", "needle_depths", "needle_samples", "png"):
             check(self.needle is not None or getattr(self, name) in (None, ()), f"{flag(name)} goes with --needle FILE: pass both")
-        check_numbers(self.needle_lengths, self.needle_depths, self.needle_samples)
+        check_needle_flags(self.needle_lengths, self.needle_depths, self.needle_samples)
         check_picture(self.png)
         check(self.chats or self.chat_template is None, f"--chat-template {self.chat_template} goes with --chats: pass both")
         check(not (self.input and self.data_path), "--input and --data-path exclude each other: pass one")
@@ -323,7 +338,7 @@ def evaluate(request: Request, world: Comm) -> dict[str, Any]:
     if world.rank == 0:
         print(*filter(None, [texts.note, *lines(result, cut)]), sep="\n")
         if request.png:
-            draw(request.png, result["needle"], source.load)
+            draw_needles(request.png, result["needle"], source.load)
         if request.json:
             with writing("--json", request.json):
                 Path(request.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -18,9 +18,8 @@ except ImportError as error:
     text = f"the lm-eval harness is missing ({error}): pip install lm_eval, or this package with its extra [lm-eval]"
     raise (SystemExit if __name__ == "__main__" else ImportError)(text) from None
 
-from ..comm.base import Comm
+from ..comm.base import Comm, SoloComm
 from ..comm.launch import run_or_abort
-from ..comm.solo import SoloComm
 from ..config.checks import check
 from .harness import Asker, serve
 

@@ -19,9 +19,8 @@ from ..checkpoint.load import load_weights
 from ..checkpoint.manifest import CARRIED
 from ..checkpoint.shards import WEIGHT, Shard, fill_shards
 from ..comm.agreement import on_root
-from ..comm.base import Comm
+from ..comm.base import Comm, SoloComm
 from ..comm.grid import Grid, Groups
-from ..comm.solo import SoloComm
 from ..config.checks import check
 from ..config.layout import Layout
 from ..config.lora import LoraConfig

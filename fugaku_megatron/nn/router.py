@@ -1,7 +1,7 @@
 """The router of a layer with experts: which experts each token goes through, with which scores, and what keeps their load even.
 
 It computes what megatron/core/transformer/moe/router.py and megatron/core/transformer/moe/moe_utils.py of Megatron-LM do, in FP32.
-Left out: the experts and what they drop (`experts`), which losses and loads a log shows (`training.expert_watch`).
+Left out: the experts and what they drop (`experts`), which losses and loads a log shows (`training.rank_watch`).
 Legend: s sequence, b micro-batch, h hidden, e experts, k of them for each token, rows = s b.
 """
 

@@ -15,7 +15,7 @@ from ..config.layout import Layout, chunks, placement
 from ..config.recipes import RECIPES
 from ..config.run_config import GROUPS, RunConfig
 from ..costs.run_schedule import recompute_name
-from ..logs import pipeline_plot
+from ..logs import plot
 from ..pipeline.parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, INTERLEAVED, ZBV
 from ..pipeline.schedule import Schedule
 from ..pipeline.timeline import Span, spans
@@ -181,4 +181,4 @@ def draw(run: RunConfig, layout: Layout, system: System, file: str | os.PathLike
     chunks, machine = placement(run).chunks, system.machine.name
     heading = (shown.name + f", {chunks} chunks of layers a stage" * (chunks > 1) + f", {part(shown, microbatches)}, recompute "
                f"{recompute_name(run)}; an iteration takes {seconds:.4g} s (model, {machine})")
-    pipeline_plot.draw(file, bars, memory, heading)
+    plot.draw(file, bars, memory, heading)

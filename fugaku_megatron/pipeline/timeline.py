@@ -2,7 +2,7 @@
 
 `spans` returns every span. `makespan` returns the same end as `walk` in less time: 1F1B from its regular structure, other lists
 level by level, and a long list extended from two short ones. Left out: where the seconds come from (`perf.cost`), a picture
-(`logs.pipeline_plot`).
+(`logs.plot`).
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ def main(args: argparse.Namespace) -> int:
         print(record.compared(*args.compare))
         return 0
     check_arguments(args)
+    from ..comm.base import SoloComm
     from ..comm.launch import run_or_abort
-    from ..comm.solo import SoloComm
 
     launched, kernels_alone = bool(launcher.processes()[0]), set(args.only or NAMES) <= {"host", "kernels"}
     if not launched and not kernels_alone:
@@ -88,9 +88,9 @@ def main(args: argparse.Namespace) -> int:
 
 def default_ranks() -> int:
     """One for each NUMA domain with cores of this process, or a power of two on one domain, as memory allows."""
-    from ..host import allocator, placement, topology
+    from ..host import allocator, placement
 
-    node, mask, quota = topology.Node.read(), sorted(os.sched_getaffinity(0)), topology.cpu_quota()
+    node, mask, quota = placement.Node.read(), sorted(os.sched_getaffinity(0)), placement.cpu_quota()
     cores = len(node.cores(mask))
     limit = min(cores, int(quota or cores), int(allocator.free_bytes() / 2**30 / GIB_OF_RANK))
     if len(node.parts(mask)) > 1:
@@ -140,14 +140,14 @@ def words(args: argparse.Namespace) -> list[str]:
 
 def sections() -> dict[str, Callable[[Context], dict[str, Any]]]:
     """Name -> what measures it on every rank, in the order of the report."""
-    from . import rates, training
+    from . import kernel_rates, training
     from .context import facts
 
     def host_section(context: Context) -> dict[str, Any]:
         found = context.world.all_gather_object({**facts(), "mapping": context.mapping} if context.nodes.leads else None)
         return {"nodes": [node for node in found if node]}
 
-    return {"host": host_section, "kernels": rates.kernel_section, "communication": rates.communication_section,
+    return {"host": host_section, "kernels": kernel_rates.kernel_section, "communication": kernel_rates.communication_section,
             "training": training.training_section, "layers": training.layers_section, "storage": training.storage_section}
 
 

@@ -1,7 +1,7 @@
 """What every section of a report gets: the ranks, the time, and the sizes of what it measures. And what a node is: its CPU, NUMA
 domains, memory, huge pages, limits and compilers, from files that any user may read.
 
-Left out: what is measured by running something, except the compilers' names (rates.py).
+Left out: what is measured by running something, except the compilers' names (kernel_rates.py).
 """
 
 from __future__ import annotations
@@ -24,11 +24,25 @@ from ..comm.base import Comm
 from ..host import allocator, kernels, runtime
 from ..host.allocator import read_text
 from ..host.energy import Counters
-from ..host.topology import Node, cpu_quota
-from .kernel_checks import Sizes
+from ..host.placement import Node, cpu_quota
 
 SHRUNK_GFLOPS = 4.0  # of one thread, below which a CPU is emulated, or so slow that whole sizes would take hours
 TRAINING_SHARE, UNKNOWN_GFLOPS = 0.6, 100.0  # of the matmuls' rate; of a rank whose matmuls were not measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of a case. rows x cols: of element-wise kernels. m, n, k: of matmuls. s: tokens of attention. words: vocabulary."""
+
+    rows: int = 37
+    cols: int = 200
+    m: int = 37
+    n: int = 83
+    k: int = 65
+    s: int = 45
+    heads: int = 3
+    d: int = 64
+    words: int = 301
 
 
 @dataclass(frozen=True, kw_only=True)

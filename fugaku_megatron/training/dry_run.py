@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ..comm.base import SoloComm
 from ..comm.grid import Grid
-from ..comm.solo import SoloComm
 from ..config import batches
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
@@ -18,7 +18,7 @@ from ..costs.activations import element_bytes
 from ..costs.memory import Memory, frozen_elements, gradient_collectives, stage_memory
 from ..costs.run_schedule import layers_again
 from ..data.chat_dataset import packing_lines
-from ..host import placement, topology
+from ..host import placement
 from ..nn.model import Stage
 from ..nn.ops import Ops
 from ..perf import plan_text
@@ -27,8 +27,8 @@ from ..pipeline import schedule
 from ..pipeline.parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, ONE_F_ONE_B
 from ..pipeline.timeline import Costs, walk
 from .rank_watch import PROCESS_BYTES
-from .run_batches import datasets_of
 from .start_choices import modelled_system, settle
+from .step import datasets_of
 
 LARGE_BUBBLE = 0.2  # from which on other layouts are worth a search
 SLOTS = 3  # of a micro-batch on a stage: forward, gradient of the input, gradient of the weights
@@ -157,7 +157,7 @@ def _frozen_copies(run: RunConfig, layout: Layout) -> list[str]:
             f"need (k - 1) x {mib:.0f} MiB less"]
 
 
-def cores(node: topology.Node, root: str, world_size: int, rank_bytes: int) -> list[str]:
+def cores(node: placement.Node, root: str, world_size: int, rank_bytes: int) -> list[str]:
     """Which cores the ranks of the node described by root/sys compute on, one line for each; and what is wrong with it.
 
     rank_bytes: memory that a rank needs.
@@ -175,7 +175,7 @@ def report(run: RunConfig, world_size: int, png: str | None = None, sys_root: st
 
     Raises ValueError for a run that does not fit on `world_size` ranks, a picture that cannot be written, a folder without a tree.
     """
-    node = topology.Node.read(sys_root) if sys_root else None
+    node = placement.Node.read(sys_root) if sys_root else None
     layout = Layout.from_run(run, world_size)
     run, chosen = settle(run, layout)
     size = layout.global_batch_size(run)

@@ -27,7 +27,7 @@ from ..config.layout import Layout, placement
 from ..config.run_config import OutputConfig, RunConfig
 from ..host.allocator import peak_memory_mib
 from ..host.observed import INSTRUCTIONS, NONBLOCKING, Observed, Observer, Phases, Profiler, observe_groups
-from ..logs import pipeline_plot, plot
+from ..logs import plot
 from ..pipeline.parts import SENDS, Instruction
 from ..pipeline.schedule import Executor
 from ..watchdog.heartbeat import Heartbeat
@@ -115,7 +115,7 @@ class Profile:
             self._merge(self.folder / "trace.json", say)
 
     def _merge(self, merged: Path, say: Say) -> None:
-        missing = pipeline_plot.merge_traces([self._trace(rank) for rank in self.ranks], merged, self.placement, self.pipeline)
+        missing = plot.merge_traces([self._trace(rank) for rank in self.ranks], merged, self.placement, self.pipeline)
         say(f"trace of {len(self.ranks) - len(missing)} ranks: {merged} (open it in ui.perfetto.dev)")
         if missing:
             say(f"note: not in it, because the directory of rank 0 does not have them: {', '.join(p.name for p in missing)}")
@@ -151,8 +151,8 @@ def common_moment(world: Comm) -> float:
 
 def _draw(trace: Path, picture: Path) -> str:
     """What the log says of the picture of the schedule."""
-    drawing = plot.start("pipeline_plot", str(trace), str(picture), stderr=subprocess.PIPE, text=True, encoding="utf-8",
-                          errors="surrogateescape")
+    drawing = plot.start("schedule", str(trace), str(picture), stderr=subprocess.PIPE, text=True, encoding="utf-8",
+                         errors="surrogateescape")
     errors = drawing.communicate()[1].strip()
     return f"{picture}: not drawn, {errors.splitlines()[-1]}" if drawing.returncode else f"schedule: {picture}"
 

@@ -24,8 +24,7 @@ from ..nn.ops import Ops
 from ..nn.parameter import PARAMETER_DTYPES
 from .buckets import BucketComm
 from .flat import FlatParameters, Place, Range
-from .moments import EightBitMoment, round_at_random
-from .muon import Muon
+from .optim_math import EightBitMoment, Muon, round_at_random
 
 Moments = tuple[EightBitMoment, EightBitMoment]  # the first and the second
 KINDS = ("weight", "exp_avg", "exp_avg_sq")  # beginnings of keys in a checkpoint

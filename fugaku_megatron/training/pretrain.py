@@ -19,6 +19,7 @@ from ..comm.grid import Grid, Groups
 from ..comm.node import share_groups
 from ..config import batches
 from ..config.arguments import Arguments
+from ..config.batches import ParamSchedule
 from ..config.checks import check
 from ..config.command_line import check_file
 from ..config.layout import Layout
@@ -26,8 +27,7 @@ from ..config.run_config import RunConfig
 from ..costs import accounting, memory
 from ..costs.run_schedule import recompute_name
 from ..data.build import listed_data, parse_data_path
-from ..data.chat_dataset import packing_lines
-from ..data.chat_files import check_mask_file
+from ..data.chat_dataset import check_mask_file, packing_lines
 from ..data.dataset import Dataset, MockDataset, TokenArrays, ValidationSets
 from ..data.index_cache import IN_MEMORY, IndexCache
 from ..data.indexed import check_files
@@ -43,7 +43,6 @@ from ..logs.screen import append
 from ..watchdog.watch import Watchdog
 from .machine_faults import Checksums, Rerun
 from .observers import Heartbeats, Observers, Profile, place, profiled_ranks
-from .param_schedule import ParamSchedule
 from .rank_watch import (
     EnergyWatch,
     MemoryWatch,
@@ -56,7 +55,6 @@ from .rank_watch import (
     validation_line,
 )
 from .resume import Resume, find_checkpoint, resume_training, with_padding
-from .run_batches import datasets_of, reads_data
 from .session import HISTORY, Session
 from .start_choices import (
     build_ops,
@@ -68,6 +66,7 @@ from .start_choices import (
     tokenizer_notes,
     with_vocabulary,
 )
+from .step import datasets_of, reads_data
 from .train import Progress, Trainer
 
 Data = tuple[Dataset | None, Dataset | None]  # training and validation samples, where this rank reads them

@@ -20,11 +20,10 @@ from ..logs import plot
 from ..logs.iteration import IterationMetrics
 from ..logs.metrics import HISTORY, MetricsWriter
 from ..watchdog.watch import Watchdog
-from .expert_watch import ExpertWatch
 from .machine_faults import Checksums, differing_replica
 from .nonfinite import find_nonfinite
 from .observers import Profile
-from .rank_watch import EnergyWatch, MemoryWatch, RankTimes
+from .rank_watch import EnergyWatch, ExpertWatch, MemoryWatch, RankTimes
 from .train import IterationResult, Trainer
 
 LOSS_CURVE = "loss_curve.png"

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import Nodes, agree, differing, everywhere, find_nodes, on_root
-from ..comm.base import Comm
-from ..comm.solo import SoloComm
+from ..comm.base import Comm, SoloComm
 from ..config import batches
 from ..config.checks import check, flag
 from ..config.groups import DataConfig

@@ -24,7 +24,7 @@ from ..checkpoint.shards import WEIGHT, Shard, fill_shards
 from ..comm.agreement import agree
 from ..comm.base import Comm
 from ..comm.grid import Groups
-from ..config.batches import sizes_of
+from ..config.batches import ParamSchedule, sizes_of
 from ..config.checks import check
 from ..config.layout import Layout, evaluation_run
 from ..config.model_config import architecture, with_block
@@ -39,11 +39,9 @@ from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops
 from ..nn.parameter import PARAMETER_DTYPES
 from ..pipeline import schedule
-from . import expert_watch
+from . import rank_watch
 from .optim import Optimizer
-from .param_schedule import ParamSchedule
-from .run_batches import RunBatches, Source
-from .step import MicroBatchWindow, StepExecutor, StepShape
+from .step import MicroBatchWindow, RunBatches, Source, StepExecutor, StepShape
 
 WEIGHTS, MOMENTS = (WEIGHT,), ("exp_avg/", "exp_avg_sq/")  # beginnings of keys in a checkpoint
 Watch = Callable[[schedule.Executor], schedule.Executor]
@@ -72,7 +70,7 @@ class Progress:
 @dataclass(frozen=True)
 class IterationResult:
     """Figures of one training iteration, equal on every rank. consumed: samples before it. work: of marked samples, whose share
-    alone is this rank's. experts: see `expert_watch.gather`."""
+    alone is this rank's. experts: see `rank_watch.gather_loads`."""
 
     loss: float
     grad_norm: float
@@ -164,7 +162,7 @@ class Trainer:
         if self._batches is None:
             self._batches = self.batches.open(self.train, consumed, self.batch_size, self.skips.samples)
         loss, work = self._gradients(self._batches, consumed, scale)
-        experts = expert_watch.gather(self.stage, self.run, self.groups, self.layout.microbatches(self.run, size))
+        experts = rank_watch.gather_loads(self.stage, self.run, self.groups, self.layout.microbatches(self.run, size))
         if self.before_update:
             loss = self.before_update(consumed, loss)
         scheduled = self.progress.scheduled_samples
@@ -188,7 +186,7 @@ class Trainer:
         work = self.batches.begin(source)
         microbatches = self.layout.microbatches(self.run, self.batch_size(consumed))
         self.optimizer.zero_grad(microbatches)
-        expert_watch.forget(self.stage)
+        rank_watch.forget_loads(self.stage)
         losses = self._execute(source, work, consumed, self.make_schedule(self.run, microbatches),
                                scale / (microbatches * self.layout.replicas), True, stage, watch)
         self.optimizer.reduce_gradients()

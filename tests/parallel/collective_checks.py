@@ -19,7 +19,7 @@ import torch
 from fugaku_megatron.comm import mpi, node, two_level
 from fugaku_megatron.comm.base import COMM_DTYPES, HALF, rank_order_sum
 from fugaku_megatron.comm.launch import describe, run_or_abort
-from fugaku_megatron.host import kernels, runtime, topology
+from fugaku_megatron.host import kernels, placement, runtime
 
 LENGTHS = (0, 1, 5, 64, 1003)
 
@@ -353,7 +353,7 @@ def chunks_of_shared_memory(comm):
 def run_node(world):
     """The checks on shared memory, which starts no thread."""
     torch.empty(2**20).zero_()  # this thread's own OpenMP threads
-    world.engine.call(lambda: runtime.apply_to_communication(runtime.Placement(1, ()), topology.Node.read()))
+    world.engine.call(lambda: runtime.apply_to_communication(runtime.Placement(1, ()), placement.Node.read()))
     shared = node.share_node(world, kernels)
     assert type(shared) is node.NodeComm
     threads = len(os.listdir("/proc/self/task"))

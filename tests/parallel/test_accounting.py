@@ -7,8 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fugaku_megatron.comm.base import Comm
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig

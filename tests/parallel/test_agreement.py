@@ -6,8 +6,8 @@ import pytest
 
 from fugaku_megatron.comm import agreement, launch
 from fugaku_megatron.comm.agreement import agree, describe, find_nodes, on_root, scatter_object
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.comm.launcher import ExitCode
-from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.training.observers import place
 from fugaku_megatron.training.start_choices import check_same_run
 from fugaku_megatron.watchdog.heartbeat import Heartbeat

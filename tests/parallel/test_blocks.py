@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config import model_config
 from fugaku_megatron.nn import layers
 from fugaku_megatron.nn.ops import Ops

@@ -24,7 +24,7 @@ from fugaku_megatron.checkpoint.manifest import (
     read_manifest,
 )
 from fugaku_megatron.checkpoint.shards import Shard
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from tests.helpers import load_checkpoint, one_error, save_checkpoint
 from tests.threads import ThreadWorld
 

@@ -13,7 +13,7 @@ from fugaku_megatron.checkpoint.load import load_shards, load_weights, open_chec
 from fugaku_megatron.checkpoint.manifest import Folders, read_manifest
 from fugaku_megatron.checkpoint.schema import BLOCK_BYTES
 from fugaku_megatron.checkpoint.shards import Shard
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from tests.helpers import load_checkpoint, save_checkpoint
 from tests.threads import ThreadWorld
 

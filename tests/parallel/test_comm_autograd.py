@@ -11,7 +11,7 @@ from fugaku_megatron.comm.autograd import (
     reduce_from_tensor_parallel,
     reduce_scatter_to_sequence_parallel,
 )
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.host import kernels
 from tests.recording import RecordingComm
 from tests.threads import ThreadWorld

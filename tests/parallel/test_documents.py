@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.data.marks import FIRST, labels, mark
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.passes import Pass
-from fugaku_megatron.training.run_batches import documents_of
+from fugaku_megatron.training.step import documents_of
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import CP2, DROPOUT, OVERLAP, PP2, TP2, grid_groups, small_run, whole_tensors
 from tests.llama_models import FAMILIES, copy_to, theirs

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.command_line import Parser
-from fugaku_megatron.data.chat_dataset import ChatDataset
-from fugaku_megatron.data.chat_files import ChatFiles, unsigned
+from fugaku_megatron.data.chat_dataset import ChatDataset, ChatFiles, unsigned
 from fugaku_megatron.data.chats import Chat, ChatTemplate
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
 from fugaku_megatron.data.library_tokenizers import HuggingFaceTokenizer, NullTokenizer
-from fugaku_megatron.inference import evaluate, generate, needle, scoring
+from fugaku_megatron.inference import evaluate, generate, scoring
 from fugaku_megatron.inference.loading import LoadedModel
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import grid_groups, one_error, small_run
@@ -162,7 +161,7 @@ def needles_of(flags: list[str], file: Path, length: tuple[int, ...], depths: tu
     evaluate.add_arguments(parser)
     source, loaded = evaluate.Source.of(parser.parse_args(flags)), loading_of(flags)
     tokenizer = source.open_tokenizer(source.manifest(SoloComm())[1])
-    return loaded, tokenizer, needle.read_needles(str(file), tokenizer, loaded.run.model, LENGTH, length, depths, 2)
+    return loaded, tokenizer, scoring.read_needles(str(file), tokenizer, loaded.run.model, LENGTH, length, depths, 2)
 
 
 @pytest.mark.parametrize("window", [1000, 100])
@@ -177,7 +176,7 @@ def test_a_model_that_copies_finds_the_needles_that_it_sees(models, monkeypatch,
 
     monkeypatch.setattr(scoring, "through_stages", forced)
     monkeypatch.setattr(LoadedModel, "logits", lambda self, x: x)
-    figures = needle.needle_figures(needles, scoring.score(loaded, needles.requests, 4))
+    figures = scoring.needle_figures(needles, scoring.score(loaded, needles.requests, 4))
     assert figures["exact"] == ([[1, 1, 1]] if window == 1000 else [[0, 0, 1]])
     assert figures["likelier"][0][2] == 1 and (figures["likelier"][0][0] == 1) == (window == 1000)
     for number, request in enumerate(needles.requests):

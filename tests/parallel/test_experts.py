@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.experts_config import experts_in
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs import accounting, experts, memory, run_schedule
@@ -19,7 +19,7 @@ from fugaku_megatron.nn.ops import Ops, recompute
 from fugaku_megatron.nn.passes import Pass
 from fugaku_megatron.nn.shared import parts
 from fugaku_megatron.perf import software, work
-from fugaku_megatron.training import expert_watch
+from fugaku_megatron.training import rank_watch
 from fugaku_megatron.training.session import Session
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import OVERLAP, PP2, TP2, grid_groups, make_trainer, mock, small_run, train, whole_tensors
@@ -259,7 +259,7 @@ def test_the_log_has_losses_and_loads(tmp_path, capsys):
 def test_the_log_names_the_rank_with_most_tokens(capsys):
     """Of four ranks with two experts each, one of which has every token: the others wait for it."""
     run = small_run(**{**EXPERTS, "expert_model_parallel_size": 4, "moe_router_topk": 1, "moe_router_pre_softmax": True})
-    watch = expert_watch.ExpertWatch(run.model, 4)
+    watch = rank_watch.ExpertWatch(run.model, 4)
     table = torch.zeros(4, 10, dtype=torch.float64)
     table[:, 5] = 256
     watch.add(table)
@@ -270,7 +270,7 @@ def test_the_log_names_the_rank_with_most_tokens(capsys):
 def test_a_repeated_iteration_does_not_change_the_loads():
     """--rerun-on-spike repeats an iteration before its update, with layers that share the weights alone."""
     with contextlib.closing(make_trainer(SoloComm(), small_run(**EXPERTS))) as trainer:
-        trainer.before_update = lambda consumed, loss: expert_watch.forget(trainer.stage) or loss
+        trainer.before_update = lambda consumed, loss: rank_watch.forget_loads(trainer.stage) or loss
         assert trainer.train_step().experts[:, :8].sum(1).tolist() == [16 * 16 * 2] * 4
 
 

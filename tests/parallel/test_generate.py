@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fugaku_megatron.checkpoint.manifest import read_manifest
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.command_line import Parser
 from fugaku_megatron.config.run_config import saved_run
 from fugaku_megatron.costs import activations

@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.comm.grid import Grid
-from fugaku_megatron.comm.solo import SoloComm
 from tests.threads import ThreadWorld
 
 NAMES = ("world", "tp", "pp", "dp", "embedding")

@@ -16,7 +16,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.inference.harness import Asker, read_arguments, read_settings, serve
 from tests.parallel.test_evaluate import LENGTH, their_likelihoods
 from tests.parallel.test_generate import TEXT, WIDE, save_trained, their_model, write_tokenizer

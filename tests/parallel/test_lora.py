@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import fugaku_megatron as fm
 from fugaku_megatron import cli
 from fugaku_megatron.checkpoint.manifest import read_manifest
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.run_config import saved_run
 from fugaku_megatron.convert.convert_command import open_weights
 from fugaku_megatron.convert.peft import open_peft

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fugaku_megatron.checkpoint.manifest import list_iterations
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.arguments import build_parser, interpret, parse
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.model_config import architecture

@@ -13,7 +13,7 @@ import torch
 
 from fugaku_megatron import cli
 from fugaku_megatron.checkpoint.manifest import read_manifest
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.arguments import build_parser, parse
 from fugaku_megatron.config.batches import run_length
 from fugaku_megatron.config.command_line import OTHER_FLAGS, OtherFlag

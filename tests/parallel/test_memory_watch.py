@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from fugaku_megatron.comm.agreement import Nodes, find_nodes
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs import run_schedule

@@ -12,7 +12,7 @@ from fugaku_megatron.comm.grid import Grid, Groups
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.host import kernels
 from fugaku_megatron.host.observed import PHASES, Event, Phases, Profiler
-from fugaku_megatron.logs.pipeline_plot import read_trace as read
+from fugaku_megatron.logs.plot import read_trace as read
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.training import observers
 from fugaku_megatron.training.observers import Heartbeats, Observers, Profile, listed, profiled_ranks

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fugaku_megatron.comm.autograd import copy_to_tensor_parallel
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.host import kernels
 from fugaku_megatron.nn import torch_ops
 from fugaku_megatron.nn.ops import BACKENDS, FAMILIES, DropoutKey, Ops

@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.arguments import make_run
+from fugaku_megatron.config.batches import ParamSchedule
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import PrecisionConfig
 from fugaku_megatron.costs import memory, run_schedule
@@ -20,9 +21,8 @@ from fugaku_megatron.host import kernels
 from fugaku_megatron.perf import model as perf_model
 from fugaku_megatron.perf.model import System
 from fugaku_megatron.training.flat import Place, initial_values
-from fugaku_megatron.training.moments import EightBitMoment, round_at_random
 from fugaku_megatron.training.optim import LossScaler
-from fugaku_megatron.training.param_schedule import ParamSchedule
+from fugaku_megatron.training.optim_math import EightBitMoment, round_at_random
 from fugaku_megatron.training.resume import find_checkpoint, resume_training
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import (
@@ -484,7 +484,7 @@ GROUPED = {"swiglu": True, "group_query_attention": True, "num_query_groups": 2,
 
 
 def plain_orthogonal(x, steps):
-    """The Newton-Schulz iteration of the sources in training/muon.py."""
+    """The Newton-Schulz iteration of the sources in training/optim_math.py."""
     coefficients = [(4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037), (2.8769, -3.1427, 1.2046),
                     (2.8366, -3.0525, 1.2012)]
     if x.shape[0] > x.shape[1]:

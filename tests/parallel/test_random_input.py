@@ -21,7 +21,7 @@ from hypothesis.internal.conjecture.providers import HypothesisProvider
 from fugaku_megatron.checkpoint import manifest
 from fugaku_megatron.checkpoint.shards import Shard
 from fugaku_megatron.checkpoint.verify import check_iteration
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config import arguments
 from fugaku_megatron.data.build import build_datasets
 from fugaku_megatron.data.files import document_texts, input_files, read_documents

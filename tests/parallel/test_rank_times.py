@@ -3,7 +3,7 @@
 import socket
 from types import SimpleNamespace
 
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.data.marks import Work

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fugaku_megatron.comm.agreement import find_nodes
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.batches import RampUp, length
 from fugaku_megatron.config.run_config import TrainingConfig
@@ -20,7 +20,7 @@ from fugaku_megatron.data.sampler import ReaderBatches, ReaderGroup, build_reade
 from fugaku_megatron.training.pretrain import run_length
 from fugaku_megatron.training.rank_watch import skip_line
 from fugaku_megatron.training.resume import Resume, find_checkpoint, resume_training
-from fugaku_megatron.training.run_batches import reads_data
+from fugaku_megatron.training.step import reads_data
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import PP2, SMALL, TP2, grid_groups, make_trainer, mock, small_run
 from tests.threads import ThreadWorld

@@ -12,7 +12,7 @@ import pytest
 
 from fugaku_megatron.checkpoint import lock
 from fugaku_megatron.checkpoint.lock import LOCK, Lock, Owner, hold
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from tests.threads import ThreadWorld
 from tests.time_limit import time_limit
 

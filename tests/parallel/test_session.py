@@ -12,8 +12,8 @@ import torch
 
 from fugaku_megatron.checkpoint import save as save_module
 from fugaku_megatron.checkpoint.manifest import latest_iteration, list_iterations
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.comm.launcher import ExitCode
-from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import parse
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs.memory import stage_memory

@@ -5,8 +5,7 @@ import time
 import pytest
 import torch
 
-from fugaku_megatron.comm.base import rank_order_sum
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm, rank_order_sum
 from tests.parallel import collective_checks
 from tests.recording import RecordingComm
 from tests.threads import ThreadWorld

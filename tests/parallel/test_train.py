@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.arguments import parse
 from fugaku_megatron.convert.weights import open_own, save_own
 from fugaku_megatron.data.sampler import fetch
@@ -17,7 +17,7 @@ from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.parameter import PARAMETER_DTYPES
 from fugaku_megatron.training.buckets import BucketComm
 from fugaku_megatron.training.resume import find_checkpoint, resume_training
-from fugaku_megatron.training.run_batches import reads_data
+from fugaku_megatron.training.step import reads_data
 from fugaku_megatron.training.train import Progress, Trainer
 from tests.helpers import (
     DROPOUT,

@@ -15,8 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from fugaku_megatron.checkpoint.manifest import read_manifest
-from fugaku_megatron.comm.base import Comm
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.config.model_config import architecture
 from fugaku_megatron.config.run_config import RunConfig, saved_run
 from fugaku_megatron.convert.hugging_face import open_hugging_face

@@ -40,7 +40,7 @@ from benchmarks import (
 )
 from benchmarks.__main__ import FAMILIES, main, make_parser
 from benchmarks.plain_gpt import PlainGPT
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.host import kernels
 from fugaku_megatron.nn.passes import Pass

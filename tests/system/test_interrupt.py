@@ -37,10 +37,10 @@ def test_an_interrupt_while_importing_is_one_line(tmp_path, module):
 
 def test_a_request_to_stop_is_kept_before_the_program_has_imported_itself():
     code = ("import os, runpy, signal, sys, types\n"
-            "early = types.ModuleType('fugaku_megatron.environment')\n"
+            "early = types.ModuleType('tools.environment')\n"
             "early.use = lambda *packages: os.kill(os.getpid(), signal.SIGUSR1)\n"
-            "import fugaku_megatron\n"
-            "fugaku_megatron.environment = sys.modules[early.__name__] = early\n"
+            "import tools\n"
+            "tools.environment = sys.modules[early.__name__] = early\n"
             "sys.argv = ['pretrain_gpt.py', '--help']\n"
             "runpy.run_path('pretrain_gpt.py', run_name='__main__')")
     assert run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0

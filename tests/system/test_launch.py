@@ -10,8 +10,8 @@ import pytest
 
 from fugaku_megatron.comm import launch, launcher
 from fugaku_megatron.comm.agreement import everywhere
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.comm.launch import describe, init, run_or_abort
-from fugaku_megatron.comm.solo import SoloComm
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_a_bug_in_a_thread_ends_the_process():
     program = """
 import threading, time
 from fugaku_megatron.comm.launch import run_or_abort
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 def main(comm):
     threading.Thread(target=lambda: 1 / 0).start()
     time.sleep(60)

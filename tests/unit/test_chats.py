@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from fugaku_megatron import cli
 from fugaku_megatron.config.arguments import make_run, parse
 from fugaku_megatron.data.build import build_datasets
-from fugaku_megatron.data.chat_dataset import PADDING, ChatDataset, Packing, packing_lines
-from fugaku_megatron.data.chat_files import ChatFiles, ChatWriter, signed, unsigned
+from fugaku_megatron.data.chat_dataset import PADDING, ChatDataset, ChatFiles, ChatWriter, Packing, packing_lines, signed, unsigned
 from fugaku_megatron.data.chats import Chat, ChatTemplate, read_chat, shown
 from fugaku_megatron.data.chats import user_turn as user
 from fugaku_megatron.data.files import Document

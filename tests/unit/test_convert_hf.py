@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from fugaku_megatron.checkpoint.manifest import read_manifest
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.arguments import parse
 from fugaku_megatron.config.model_config import ModelConfig, architecture
 from fugaku_megatron.config.recipes import RECIPES
@@ -25,7 +25,7 @@ from fugaku_megatron.convert.convert_command import whole
 from fugaku_megatron.convert.hugging_face import in_their_shape, open_hugging_face, parts, read_config
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.passes import Pass, frequencies, rotary_angles
-from fugaku_megatron.training import expert_watch
+from fugaku_megatron.training import rank_watch
 from tests.helpers import make_trainer, small_run
 from tests.published_configs import PUBLISHED
 
@@ -113,7 +113,7 @@ def check_training(theirs: torch.nn.Module, directory: Path, backend: str, loss_
     trainer.optimizer.zero_grad()
     loss = trainer.stage.last(tokens, labels, Pass(first_sample=0))
     loss.backward()
-    balance = sum(router.take_load()[-2].item() for router in expert_watch.routers(trainer.stage).values())
+    balance = sum(router.take_load()[-2].item() for router in rank_watch.routers(trainer.stage).values())
     torch.testing.assert_close(loss + balance * sum(trainer.run.model.moe_aux_loss_coeff), expected, rtol=1e-5, atol=0)
     found = gradients(theirs)
     made = {"lm_head.weight" if name == architecture.head else name: part for name, part in parts(architecture, model).items()}

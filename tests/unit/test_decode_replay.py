@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.inference import generation
 from fugaku_megatron.inference.loading import RecordingKernels
 from tests.parallel.test_generate import random_model

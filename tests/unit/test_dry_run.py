@@ -2,12 +2,12 @@
 
 import pytest
 
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.arguments import make_run, parse
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs import accounting, run_schedule
 from fugaku_megatron.costs.accounting import stage_parameters
-from fugaku_megatron.logs import pipeline_plot
+from fugaku_megatron.logs import plot
 from fugaku_megatron.perf import plan_text
 from fugaku_megatron.training.dry_run import plan_stage, report
 from fugaku_megatron.training.start_choices import modelled_system
@@ -120,7 +120,7 @@ def test_the_largest_values_are_planned_in_time(recipe, changes, world_size):
 def test_the_picture_shows_the_schedule_and_the_memory(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     drawn = []
-    monkeypatch.setattr(pipeline_plot, "draw", lambda *given: drawn.append(given))
+    monkeypatch.setattr(plot, "draw", lambda *given: drawn.append(given))
     flags = "--recipe demo --mock-data --dry-run --world-size 4 --pipeline-model-parallel-size 2 --pipeline-schedule zbv"
     print_plan(parse(flags.split()), SoloComm(), str(tmp_path / "p.png"))
     (file, spans, memory, heading), = drawn

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from fugaku_megatron.comm.agreement import find_nodes
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.host import runtime
 from fugaku_megatron.host.energy import Counter, Counters, header_constants
 from fugaku_megatron.logs import log_table, plot

@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.data.chats import ChatTemplate
 from fugaku_megatron.data.library_tokenizers import HuggingFaceTokenizer
 from fugaku_megatron.inference.generate import converse

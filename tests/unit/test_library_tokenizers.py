@@ -15,7 +15,7 @@ import tokenizers
 import transformers
 
 from fugaku_megatron import cli
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.arguments import parse
 from fugaku_megatron.config.command_line import Parser
 from fugaku_megatron.data.indexed import IndexedDataset

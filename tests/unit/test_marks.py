@@ -11,8 +11,8 @@ from fugaku_megatron.config.groups import DataConfig
 from fugaku_megatron.data.dataset import BlendedDataset, MockDataset, ValidationSets
 from fugaku_megatron.data.marks import COUNTED, FIRST, MarkedDataset, Work, document_starts, labels, mark
 from fugaku_megatron.data.sampler import fetch
-from fugaku_megatron.training.run_batches import documents_of
 from fugaku_megatron.training.start_choices import end_of_document
+from fugaku_megatron.training.step import documents_of
 
 EOD, S = 3, 24
 FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")

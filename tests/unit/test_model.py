@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.run_config import ModelConfig
 from fugaku_megatron.convert.architectures import GPT2
 from fugaku_megatron.convert.hugging_face import in_their_shape, parts

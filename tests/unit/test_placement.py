@@ -13,19 +13,22 @@ import pytest
 import torch
 
 from fugaku_megatron.comm import node as shared_node
-from fugaku_megatron.host import kernels, runtime, topology
+from fugaku_megatron.host import kernels, placement, runtime
 from fugaku_megatron.host.allocator import usage
 from fugaku_megatron.host.placement import (
+    Node,
     Placement,
     Rank,
+    cpu_quota,
+    format_list,
     map_ranks,
     mapping,
+    parse_list,
     place,
     problems,
     proposed_ranks,
     requested_threads,
 )
-from fugaku_megatron.host.topology import Node, cpu_quota, format_list, parse_list
 
 
 def _write(path, text):
@@ -189,7 +192,7 @@ def test_hardware_threads_and_denormals(tmp_path):
 
 
 def test_the_saved_tree_of_this_machine_is_read_as_the_machine(tmp_path):
-    subprocess.run(["bash", "-c", topology.SAVE.replace("DIR", str(tmp_path))], check=True)
+    subprocess.run(["bash", "-c", placement.SAVE.replace("DIR", str(tmp_path))], check=True)
     assert Node.read(tmp_path) == Node.read()
     with pytest.raises(ValueError, match="--sys-root .*none: there is no CPU in .*: save a machine's tree there with `cp --par"):
         Node.read(tmp_path / "none")
@@ -315,7 +318,7 @@ def test_every_thread_is_on_its_core_flushes_denormals_and_none_is_left_over():
 
 START = """
 import os, sys
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.host import runtime
 os.sched_setaffinity(0, {int(sys.argv[1])})
 print(runtime.init(SoloComm(), allocator="stock"))
@@ -331,5 +334,5 @@ def test_a_mask_of_one_cpu_is_respected_and_reported():
     first, cores, *notes = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
     assert "1 ranks x 1 threads" in first
     assert cores.startswith(f"cores: {Node.read().describe()}; rank 0: 1 thread ") and f" core {cpu} (domain " in cores
-    if topology.cpuset() and len(Node.read().cores(topology.cpuset())) > 1:
+    if placement.cpuset() and len(Node.read().cores(placement.cpuset())) > 1:
         assert notes[0].startswith("note: the masks of this node's ranks hold 1 of the ")

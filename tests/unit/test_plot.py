@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import pictures
 from fugaku_megatron.config.arguments import make_run
-from fugaku_megatron.logs import log_table, pipeline_plot, plot
+from fugaku_megatron.logs import log_table, plot
 from fugaku_megatron.logs.run_log import read_log
 from fugaku_megatron.pipeline.parts import BACKWARD_INPUT, FORWARD
 from fugaku_megatron.pipeline.schedule import build
@@ -161,7 +161,7 @@ def drawn(name: str, chunks: int) -> tuple:
     schedule = build(name, 3, chunks, 4)
     walked = spans(schedule, Costs.alike(schedule, transfer=0.1))
     axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
-    kinds = pipeline_plot._bars(axes, walked, 3)
+    kinds = plot._bars(axes, walked, 3)
     return axes, walked, [label for _, label in kinds]
 
 
@@ -177,7 +177,7 @@ def bars(axes, colour) -> set[tuple[float, float, int]]:
 def test_bars_stand_where_the_spans_are(name, chunks, op, colour):
     axes, walked, _ = drawn(name, chunks)
     assert bars(axes, colour) == {(round(s.start, 6), round(s.end, 6), s.stage) for s in walked if s.op == op and s.chunk == 0}
-    assert bars(axes, pipeline_plot.IDLE) == {(0, round(max(s.end for s in walked), 6), stage) for stage in range(3)}
+    assert bars(axes, plot.IDLE) == {(0, round(max(s.end for s in walked), 6), stage) for stage in range(3)}
 
 
 def test_the_legend_names_what_there_is():
@@ -188,8 +188,8 @@ def test_the_legend_names_what_there_is():
 def test_files_of_one_pipeline_and_of_planned_next_to_measured(tmp_path):
     _, walked, _ = drawn("zbv", 2)
     rows = [(name, walked, walked) for name in ("1f1b", "zbv")]
-    for draw in (lambda path: pipeline_plot.draw(path, walked, [100.0, 90.0, 80.0], "zbv"),
-                 lambda path: pipeline_plot.draw(path, walked, [], "zbv"), lambda path: pipeline_plot.compare(path, rows)):
+    for draw in (lambda path: plot.draw(path, walked, [100.0, 90.0, 80.0], "zbv"),
+                 lambda path: plot.draw(path, walked, [], "zbv"), lambda path: plot.compare(path, rows)):
         draw(tmp_path / "a.png")
         assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
         with pytest.raises(ValueError, match="--png"):

@@ -17,13 +17,13 @@ import torch
 from fugaku_megatron import cli
 from fugaku_megatron.calibration import calibrate
 from fugaku_megatron.comm.agreement import find_nodes
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.host import kernels
 from fugaku_megatron.host.energy import Counter, Counters
 from fugaku_megatron.perf import machine
-from fugaku_megatron.report import context, findings, kernel_checks, page, record, training
+from fugaku_megatron.report import context, findings, kernel_rates, page, record, training
 from tests.unit.test_perf_calibrate import rank as calibrated_rank
 
 NODE = {"cpu": "A CPU", "cpus": 8, "allowed_cpus": 8, "cores": 8, "features": ["avx2", "avx512f"],
@@ -75,11 +75,11 @@ def report(sections=HEALTHY, complete=True, **more):
 
 def test_every_kernel_agrees_with_the_reference_by_any_number_of_threads():
     torch.set_num_threads(1)
-    rows = kernel_checks.compared()
+    rows = kernel_rates.compared()
     assert all(row["good"] for row in rows) and len(rows) > 35
     assert {row["kernel"] for row in rows} >= {"linear_forward", "attention_backward", "adamw", "cross_entropy_backward"}
     torch.set_num_threads(2)
-    assert [row["checksum"] for row in kernel_checks.compared()] == [row["checksum"] for row in rows]
+    assert [row["checksum"] for row in kernel_rates.compared()] == [row["checksum"] for row in rows]
     torch.set_num_threads(1)
 
 
@@ -92,21 +92,21 @@ def test_a_kernel_that_computes_something_else_is_found(monkeypatch):
             y.view(-1)[7] += 0.01
 
     monkeypatch.setattr(kernels, "activate", wrong)
-    rows = kernel_checks.compared()
+    rows = kernel_rates.compared()
     assert [row["kernel"] for row in rows if not row["good"]][0] == "activate"
     found = findings.findings(changed("kernels", checks=rows))
     assert found[0]["severe"] and "activate" in found[0]["measured"] and "do not train" in found[0]["remedy"]
 
 
 def test_a_nan_is_a_difference():
-    assert kernel_checks.difference([torch.tensor([float("nan")])], [torch.ones(1)]) == float("inf")
-    assert kernel_checks.difference([torch.tensor([1.5, 4.0])], [torch.tensor([1.0, 4.0])]) == 0.125
+    assert kernel_rates.difference([torch.tensor([float("nan")])], [torch.ones(1)]) == float("inf")
+    assert kernel_rates.difference([torch.tensor([1.5, 4.0])], [torch.tensor([1.0, 4.0])]) == 0.125
 
 
 def test_rates_are_bytes_over_time(monkeypatch):
-    monkeypatch.setattr(kernel_checks.host_kernels, "seconds_each", lambda calls, rounds: [call() for call in calls] and 1e-3)
-    rows = kernel_checks.elementwise_rates(kernel_checks.Sizes(rows=64, cols=32), 0.01, 1)
-    assert {row["kernel"] for row in rows} == set(kernel_checks.ELEMENTWISE)
+    monkeypatch.setattr(kernel_rates.host_kernels, "seconds_each", lambda calls, rounds: [call() for call in calls] and 1e-3)
+    rows = kernel_rates.elementwise_rates(kernel_rates.Sizes(rows=64, cols=32), 0.01, 1)
+    assert {row["kernel"] for row in rows} == set(kernel_rates.ELEMENTWISE)
     activate = next(row for row in rows if row["kernel"] == "activate")
     assert activate["gbs"] == pytest.approx(4 * (2 * 64 + 1) * 32 / 1e-3 / 1e9)
     assert activate["of_triad"] == pytest.approx(activate["gbs"] / 0.01)

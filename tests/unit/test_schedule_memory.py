@@ -7,7 +7,7 @@ import torch
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.layout import Layout, placement
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.costs import memory, run_schedule

@@ -17,7 +17,7 @@ def test_functions_and_files_are_short():
                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}  # docstring included
     assert sorted(lengths.values())[len(lengths) * 9 // 10] <= 15, "nine of ten have at most 15 lines"
     assert not {name: lines for name, lines in lengths.items() if lines > 50}
-    assert [str(path) for path in SOURCES if len(path.read_text().splitlines()) > 360] == []
+    assert [str(path) for path in SOURCES if len(path.read_text().splitlines()) > 400] == []
 
 
 DESCRIBED = ("comm", "data", "checkpoint", "host", "logs", "config", "costs", "pipeline", "perf", "reproduction", "jobs",

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import torch
 
-from fugaku_megatron.comm.base import Comm
+from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.comm.launch import describe, run_or_abort
 from fugaku_megatron.comm.node import share_groups
-from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.host import kernels
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.training.train import Trainer

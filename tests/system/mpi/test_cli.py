@@ -14,7 +14,7 @@ import sys
 import pytest
 
 from benchmarks import child, two_hosts
-from fugaku_megatron.comm.solo import SoloComm
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.perf import machine
 from tests.parallel.test_evaluate import PROSE, QUESTIONS, result
 from tests.parallel.test_generate import NEW, TEXTS, WIDE, our_tokens, save_trained, write_tokenizer

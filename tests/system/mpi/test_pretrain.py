@@ -21,8 +21,8 @@ import torch
 from torch.nn import functional as F
 
 from fugaku_megatron.checkpoint.manifest import latest_iteration
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.comm.launch import run_or_abort
-from fugaku_megatron.comm.solo import SoloComm
 from fugaku_megatron.config.arguments import parse
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.data.dataset import MockDataset

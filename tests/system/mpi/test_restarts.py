@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import pytest
 
-from fugaku_megatron.data.chat_files import ChatWriter, signed
+from fugaku_megatron.data.chat_dataset import ChatWriter, signed
 from tests.system.mpi import launch
 from tests.system.mpi.kills import kill_after, ranks_of
 from tests.system.mpi.test_pretrain import PROGRAM, TINY, losses, ranks, start, wait_for_lines
