@@ -171,7 +171,7 @@ bench: setup
 # Everything committed that the performance model decides, and the tables of flags; tests compare it.
 rendered: setup
 	$(BIN)/fugaku-megatron job render --all scripts/pjsub
-	$(BIN)/fugaku-megatron job slurm scripts/slurm
+	$(BIN)/fugaku-megatron job slurm scripts/slurm --recipe 124m
 	sed -i '/^---$$/q' docs/tables.md
 	echo >> docs/tables.md
 	$(BIN)/fugaku-megatron tables --markdown >> docs/tables.md

@@ -5,7 +5,7 @@
     fugaku-megatron job render --report --nodes 2 [--slurm x86]       the script that measures the nodes (docs/report.md)
     fugaku-megatron job check FILE [-g GROUP]                         print every mistake with the line to change
     fugaku-megatron job submit FILE -g GROUP [--steps 5]              check, then pjsub; --steps: a chain of step jobs
-    fugaku-megatron job slurm scripts/slurm                           write the Slurm scripts of the checkout again
+    fugaku-megatron job slurm scripts/slurm                           write Slurm scripts for every cluster and model
 
 FUGAKU_GROUP sets the default of the group. `python scripts/submit.py` in the checkout is the same command.
 """
@@ -39,8 +39,6 @@ SHORT = "--train-iters 20 --eval-iters 0 --elapse 01:00:00"
 # file in scripts/pjsub -> the options that render it
 SCRIPTS = {
     "run_124m.sh": "--recipe 124m --nodes 256",
-    "run_1.3b.sh": "--recipe 1.3b --nodes 384 --micro-batch-size 1",
-    "run_13b.sh": "--recipe 13b --nodes 1152 --micro-batch-size 1",
     "run_30b.sh": "--recipe 30b --nodes 6144 --micro-batch-size 1",
     "resume.sh": "--recipe 124m --nodes 64 --kind resume --name gpt_124m_chain",
     "compare_tcmalloc.sh": f"--recipe 124m --nodes 16 --ranks-per-node 1 --tensor-model-parallel-size 1 --micro-batch-size 1 "
@@ -243,12 +241,13 @@ def _chain(words: list[str], file: str, steps: int) -> int:
 
 def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, help="an existing folder, such as scripts/slurm; each cluster gets a folder in it")
+    parser.add_argument("--recipe", choices=render.SLURM_RECIPES, help="scripts of this model (default: of all)")
 
 
 def write_slurm(args: argparse.Namespace) -> int:
     """Write the Slurm scripts of every cluster."""
     check(args.folder.is_dir(), f"{args.folder}: pass an existing folder, such as scripts/slurm")
-    for path, text in render.slurm_scripts().items():
+    for path, text in render.slurm_scripts(args.recipe).items():
         (args.folder / path).parent.mkdir(parents=True, exist_ok=True)
         _write(args.folder / path, text)
     return 0
@@ -259,5 +258,5 @@ COMMANDS = {
     "render": Command("Fugaku: write the job script of such a plan", add_render_arguments, make),
     "check": Command("Fugaku: print every mistake of an edited job script with its line", add_file_arguments, verify),
     "submit": Command("Fugaku: check, then pjsub, also as a chain of jobs", add_submit_arguments, submit),
-    "slurm": Command("other clusters: write the Slurm scripts of the checkout again", add_slurm_arguments, write_slurm),
+    "slurm": Command("other clusters: write Slurm scripts for every kind of node and model", add_slurm_arguments, write_slurm),
 }

@@ -1,7 +1,7 @@
 """The text of job scripts: Fugaku's from a job (`job.Job`), and Slurm's for every cluster and model in a table.
 
 A script for Fugaku has #PJM directives, values, the common part (pjsub.sh) and the run. The Slurm scripts of scripts/slurm come
-from one template, with slurm.sh as their common part: `fugaku-megatron job slurm scripts/slurm` writes them again, one folder per
+from one template, with slurm.sh as their common part: `fugaku-megatron job slurm scripts/slurm` writes them, one folder per
 cluster. Their layouts are written down here, and rendering checks that the modelled memory fits into the nodes. They do not stage
 files, because on some hundred nodes Python can start from the shared file system. Left out: the checks (check.py), choosing Slurm's
 layouts (fugaku-megatron plan).
@@ -217,6 +217,7 @@ RECIPES = {
             Recipe(recipe="13b", nodes=24, tp=4, pp=4, flags=("--bf16", "--zero-stage", "1", "--recompute-granularity", "full")),
             Recipe(recipe="30b", nodes=48, tp=8, pp=6, flags=("--bf16", "--zero-stage", "1", "--recompute-granularity", "full"))),
 }
+SLURM_RECIPES = [job.recipe for job in RECIPES["x86"]]
 
 
 def recipe_flags(job: Recipe) -> tuple[str, ...]:
@@ -262,7 +263,7 @@ def render_slurm_report(cluster: Cluster, nodes: int) -> str:
     return text
 
 
-def slurm_scripts() -> dict[str, str]:
-    """Path under scripts/slurm -> text, of every cluster and model."""
+def slurm_scripts(recipe: str | None = None) -> dict[str, str]:
+    """Path under scripts/slurm -> text, of every cluster and model, or of one model."""
     return {f"{cluster.name}/run_{job.recipe}.sbatch": render_slurm(cluster, job)
-            for cluster in CLUSTERS for job in RECIPES[cluster.name]}
+            for cluster in CLUSTERS for job in RECIPES[cluster.name] if recipe in (None, job.recipe)}

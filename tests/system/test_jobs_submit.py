@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "scripts" / "pjsub"
 COMMITTED = {name: (FOLDER / name).read_text() for name in command.SCRIPTS}
 SEARCHED = ("run_124m.sh",)  # the search of layouts for all of them takes minutes
-OF_EACH_KIND = [name for name in COMMITTED if name not in ("run_124m.sh", "run_1.3b.sh", "run_13b.sh")]
+OF_EACH_KIND = [name for name in COMMITTED if name != "run_124m.sh"]
 HELD = "--ranks-per-node 4 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 3 --micro-batch-size 1"
 LARGE = ("--recipe 30b --micro-batch-size 1 --ranks-per-node 2 --tensor-model-parallel-size 8 --pipeline-model-parallel-size {} "
          "--nodes {}")

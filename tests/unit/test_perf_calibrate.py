@@ -38,6 +38,11 @@ def described(tmp_path, between: Messages | None) -> machine.Machine:
     return machine.load(str(tmp_path / "host.json"))
 
 
+def test_a_small_message_that_others_disturb_has_half_of_the_large_ones_time(monkeypatch):
+    monkeypatch.setattr(calibrate, "ping_pong", lambda world, partner, size: 1e-3 if size == calibrate.SMALL else 5e-4)
+    assert calibrate.measure_messages(None, 1).gbs == pytest.approx(2 * calibrate.LARGE / 5e-4 / 1e9)
+
+
 def test_a_nodes_rates_and_its_links(tmp_path):
     host = described(tmp_path, None)
     assert (host.peak_tflops["fp32"], host.stream_gbs, host.threads, host.ranks_per_node) == (0.2, 40.0, 4, 2)
