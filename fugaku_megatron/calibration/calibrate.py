@@ -179,7 +179,7 @@ def ping_pong(world: Comm, partner: int, bytes: int) -> float:
 
 
 def measure_messages(world: Comm, partner: int) -> Messages:
-    """Latency and rate between rank 0 and `partner`. Collective. Where others disturb the small message, it has half of the time."""
+    """Latency and rate between rank 0 and `partner`. Collective. A small message that others disturb has half of the time."""
     small, large = ping_pong(world, partner, SMALL), ping_pong(world, partner, LARGE)
     return Messages(alpha_us=small * 1e6, gbs=LARGE / max(large - small, large / 2) / 1e9)
 
