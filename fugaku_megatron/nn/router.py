@@ -145,7 +145,8 @@ def balancing_loss(scores: Tensor, counts: Tensor, tokens: int, k: int) -> Tenso
 
 class Router(nn.Module):
     """Chooses each token's experts. loads: of each micro-batch since they were forgotten, by its first sample: (e + 2,) in FP64,
-    tokens of every expert, the sum of balancing losses without their factors, and the z-loss without its own; shares of ranks add up.
+    tokens of every expert, the sum of balancing losses without their factors, and the z-loss without its own; shares of ranks
+    add up.
 
     Keyed by the micro-batch, so that recompute counts nothing twice.
     """
