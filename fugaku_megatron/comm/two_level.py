@@ -5,7 +5,9 @@
 
 k nodes with m ranks on each have k communicators inside nodes and m between them, of the ranks of one place on each node.
 all_reduce: reduce_scatter inside, all_reduce between, all_gather inside; reduce_scatter: inside, then between; all_gather: between,
-then inside. Each moves between nodes 1 / m of the bytes that a rank passes.
+then inside. Each moves between nodes 1 / m of the bytes that a rank passes. all_to_all: rows for another node go to the rank of
+this one that sends there, then in one message for each pair of nodes to the rank at its place, then to the ranks that they are for;
+otherwise m x m messages would pass between two nodes.
 
 A blocking verb goes through the levels' blocking verbs, so that inside a node all of a rank's threads add up. For a nonblocking one
 the engine starts a level when the level before it is complete.
@@ -18,7 +20,7 @@ Left out: nodes with different numbers of ranks. Legend: p = k m ranks, n elemen
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -26,12 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import DONE, HALF, SUMMED_DTYPES, Comm, Handle, check, rows
+from .base import DONE, HALF, SUMMED_DTYPES, Comm, Handle, check, check_exchange, rows
 from .engine import Engine, Steps
 
 MANY = 64  # ranks of an all-to-all: among more of them rings were published to be faster
 SMALL = 2**12  # elements of an all_reduce, up to which its latency counts and not its bytes
 PIECE = 2**20  # elements that ranks of a node exchange at least in one call, where there are as many
+Pair = tuple[int, int]  # the ranks that a row comes from and goes to
 Calls = Iterator[tuple[Comm, str, tuple[Any, ...]]]  # (communicator, blocking verb, operands), one after the other
 
 
@@ -56,6 +59,11 @@ class Levels:
         """The rows of `parts` (p, n) of those nodes' ranks in place, (m, n); None where they do not lie one after the other."""
         ranks = self.ranks[:, nodes]
         return parts[ranks[0, 0] : ranks[-1, 0] + 1] if ranks.shape[1] == 1 and self.consecutive else None
+
+    def served(self, node: int, place: int) -> list[int]:
+        """The other nodes that exchange rows with this one in one message each way, from and to its rank at `place`."""
+        places, nodes = self.ranks.shape
+        return [other for other in range(nodes) if other != node and (node + other) % places == place]
 
     @cached_property
     def consecutive(self) -> bool:
@@ -92,17 +100,17 @@ def in_stages(comm: Comm, engine: Engine) -> Comm:
         return comm
     levels = split_levels(comm, comm.split(comm.rank // width, comm.rank))
     assert levels is not None, "groups of one size"
-    return TwoLevelComm(comm, replace(levels, between=in_stages(levels.between, engine)), engine, HALF, gathers=False)
+    return TwoLevelComm(comm, replace(levels, between=in_stages(levels.between, engine)), engine, HALF, moves=False)
 
 
 class TwoLevelComm:
-    """`whole` with sums of `dtypes` at two levels, and if `gathers` all_gathers, too; all other verbs are the whole's."""
+    """`whole` with sums of `dtypes` at two levels, and if `moves` all_gathers and all_to_alls, too; other verbs are the whole's."""
 
     def __init__(self, whole: Comm, levels: Levels, engine: Engine, dtypes: tuple[torch.dtype, ...] = SUMMED_DTYPES,
-                 gathers: bool = True) -> None:
+                 moves: bool = True) -> None:
         self.whole, self.levels, self.engine = whole, levels, engine
         self.rank, self.size = whole.rank, whole.size
-        self._dtypes, self._gathers = dtypes, gathers
+        self._dtypes, self._moves = dtypes, moves
         self._last: Handle = DONE
 
     def __getattr__(self, name: str) -> Any:
@@ -128,11 +136,19 @@ class TwoLevelComm:
 
     def iall_gather(self, output: Tensor, tensor: Tensor) -> Handle:
         """Start an all_gather of `tensor` (n,) into `output` (p * n,)."""
-        return self._start("all_gather", self._gathers, output, tensor)
+        return self._start("all_gather", self._moves, output, tensor)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Tensor:
         """Every rank's `tensor` (n,) in rank order into `output` (p * n,)."""
-        return self._do("all_gather", self._gathers, output, tensor)
+        return self._do("all_gather", self._moves, output, tensor)
+
+    def iall_to_all(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Handle:
+        """Start an all_to_all of the rows of `tensor` (n, ...) into `output` (m, ...)."""
+        return self._start("all_to_all", self._moves, output, tensor, received, sent)
+
+    def all_to_all(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
+        """Rows of `tensor` (n, ...) to every rank, and theirs into `output` (m, ...)."""
+        return self._do("all_to_all", self._moves, output, tensor, received, sent)
 
     def _sums(self, tensor: Tensor, op: str = "sum") -> bool:
         return op == "sum" and tensor.dtype in self._dtypes
@@ -187,6 +203,49 @@ class TwoLevelComm:
             yield levels.inside, "all_gather", (gathered, own[nodes])
             if part is None:
                 parts[ranks] = gathered
+
+    def _all_to_all(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Calls:
+        check_exchange(output, tensor, received, sent, self.size)
+        inside, between, ranks = self.levels.inside, self.levels.between, self.levels.ranks.T.tolist()
+        own, near, place, nodes = tensor.detach(), ranks[between.rank], inside.rank, range(len(ranks))
+        told = torch.empty(inside.size, 2, self.size, dtype=torch.int64)
+        yield inside, "all_gather", (told, torch.tensor([sent, received]))
+        numbers: dict[Pair, int] = {}  # of the rows of every pair with a rank of this node
+        for rank, (leaving, coming) in zip(near, told.tolist(), strict=True):
+            numbers |= {(rank, other): count for other, count in enumerate(leaving)}
+            numbers |= {(other, rank): count for other, count in enumerate(coming)}
+        held = {(self.rank, rank): part for rank, part in enumerate(own.split(list(sent)))}
+        served = [self.levels.served(between.rank, i) for i in range(inside.size)]  # nodes
+
+        def collected(sender: int, i: int) -> list[Pair]:
+            return [(sender, rank) for rank in (near[i], *(rank for node in served[i] for rank in ranks[node]))]
+
+        def message(source: int, target: int) -> list[Pair]:
+            return [(sender, rank) for sender in ranks[source] for rank in ranks[target]]
+
+        def handed(i: int, rank: int) -> list[Pair]:
+            return [(sender, rank) for node in served[i] for sender in ranks[node]]
+
+        yield from _passed_on(inside, held, own[:0], numbers, [collected(self.rank, i) for i in range(inside.size)],
+                              [collected(rank, place) for rank in near])
+        if any(self.levels.served(node, place) for node in nodes):
+            yield from _passed_on(between, held, own[:0], numbers,
+                                  [message(between.rank, node) if node in served[place] else [] for node in nodes],
+                                  [message(node, between.rank) if node in served[place] else [] for node in nodes])
+        yield from _passed_on(inside, held, own[:0], numbers, [handed(place, rank) for rank in near],
+                              [handed(i, self.rank) for i in range(inside.size)])
+        torch.cat([held[rank, self.rank] for rank in range(self.size)], out=output.detach())
+
+
+def _passed_on(comm: Comm, held: dict[Pair, Tensor], none: Tensor, numbers: dict[Pair, int], leaving: list[list[Pair]],
+               coming: list[list[Pair]]) -> Calls:
+    """Send rows of pairs that are `held`, leaving[i] to rank i of `comm`, and hold what comes, coming[i] from it. none: no row."""
+    out, into = ([sum(numbers[pair] for pair in each) for each in pairs] for pairs in (leaving, coming))
+    rows = torch.cat([none, *(held.pop(pair) for each in leaving for pair in each)])
+    result = none.new_empty(sum(into), *none.shape[1:])
+    yield comm, "all_to_all", (result, rows, into, out)
+    arrived = [pair for each in coming for pair in each]
+    held.update(zip(arrived, result.split([numbers[pair] for pair in arrived]), strict=True))
 
 
 def _nonblocking(calls: Calls) -> Steps:

@@ -59,7 +59,7 @@ FEATURES: dict[str, Feature] = {
     GRAD_REDUCE_IN_BF16: Feature(meaning="gradients are sent in BF16", place="training/buckets.py",
                                  field="grad_reduce_in_bf16"),
     NODE_SUMS: Feature(meaning="groups inside a node all-reduce in shared memory, on all cores", place="comm/node.py"),
-    TWO_LEVEL_SUMS: Feature(meaning="groups over several nodes reduce inside each node, then between nodes",
+    TWO_LEVEL_SUMS: Feature(meaning="groups over several nodes reduce and exchange inside each node, then between nodes",
                             place="comm/two_level.py"),
     SEQUENCE_PARALLEL: Feature(meaning="norms, dropout and residuals on 1/TP of the sequence", place="nn/layers.py",
                                field="sequence_parallel"),

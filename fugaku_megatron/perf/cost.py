@@ -9,7 +9,8 @@ with efficiency K / (K + half), and more slowly when a side is not a multiple of
 
 Collectives are rings, or recursive halving and doubling where that needs fewer latencies, as MPI libraries choose. MPI's ring does
 not know nodes: it runs over all ranks at the rate of its slowest link. Software that reduces inside a node first has a ring inside
-and one between nodes, where every node has as many of the ranks. BF16 reductions, which MPI does not know, are all-to-alls.
+and one between nodes, where every node has as many of the ranks, and in all-to-alls one message for each pair of nodes. BF16
+reductions, which MPI does not know, are all-to-alls.
 Left out: routes through the torus; groups are assumed to be compact.
 """
 
@@ -53,7 +54,7 @@ class Network:
         if verb == "send":
             return self._transfer(bytes, members <= together)
         if verb == "all_to_all":
-            return self.messages(verb, group, bytes)
+            return self._exchange(group, bytes)
         size = bytes * members if verb == "all_gather" else bytes
         passes = 2 if verb == "all_reduce" else 1
         inside = min(members, together)
@@ -79,6 +80,22 @@ class Network:
         between, machine = self._between_rate(group, self.ranks_per_node), self.machine
         return (near / (machine.intra_gbs * GB) + far / (between * GB)
                 + ((inside - 1) * machine.intra_alpha_us + (members - inside) * machine.link_alpha_us) * 1e-6)
+
+    def _exchange(self, group: str, bytes: int) -> float:
+        """Seconds of an all_to_all: over several nodes, with one message for each pair of them (comm/two_level.py).
+
+        Ranks of a node tell each other their numbers of rows; rows for other nodes pass through the memory of both nodes.
+        """
+        members, together = self._group(group)
+        inside = min(members, together)
+        nodes, machine = members // inside, self.machine
+        if inside == 1 or nodes == 1 or members % inside or features.TWO_LEVEL_SUMS not in self.active:
+            return self.messages("all_to_all", group, bytes)
+        near, far = (inside - 1) / inside * bytes, (nodes - 1) / nodes * bytes
+        senders = min(inside, nodes - 1)
+        between = self._between_rate(group, self.ranks_per_node * senders // inside)
+        return (near * (1 + (nodes - 1) / nodes) / (machine.intra_gbs * GB) + far * inside / senders / (between * GB)
+                + 3 * (inside - 1) * machine.intra_alpha_us * 1e-6 + (nodes - 1) / senders * machine.link_alpha_us * 1e-6)
 
     def _group(self, group: str) -> tuple[int, int]:
         """(members, members that share a node): tensor-parallel ranks are neighbours, then stages, then data-parallel ranks."""

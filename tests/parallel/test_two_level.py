@@ -1,14 +1,17 @@
 """Sums at two levels and in stages, on ranks that are threads: every placement of ranks on nodes, and how far BF16 sums are off."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from fugaku_megatron.comm import two_level
+from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.comm.engine import Engine
 from fugaku_megatron.comm.grid import Groups
 from fugaku_megatron.comm.two_level import TwoLevelComm, in_stages, split_levels, stage_ranks
 from tests.parallel import collective_checks
-from tests.recording import record
+from tests.recording import RecordingComm, record
 from tests.threads import ThreadWorld
 
 # The node of each rank: what a launcher does in blocks, in turn, or as it likes.
@@ -64,6 +67,41 @@ def test_a_node_sends_each_byte_once(verb, elements, engines):
 
     between = 4 * elements // (1 if verb == "all_gather" else 2)
     assert ThreadWorld(4).run(run) == [[(verb, between)]] * 4
+
+
+class Messages(RecordingComm):
+    """Counts those of an all_to_all: one to every other rank that gets rows."""
+
+    def iall_to_all(self, output, tensor, received, sent):
+        self.log += [(self.name, "message", count) for rank, count in enumerate(sent) if count and rank != self.rank]
+        return self.inner.iall_to_all(output, tensor, received, sent)
+
+    all_to_all = Comm.all_to_all
+
+
+@pytest.mark.parametrize("placement", ["blocks", "in turn", "three nodes", "three ranks a node"])
+def test_one_message_for_each_pair_of_nodes(placement, engines):
+    """Ranks a, b exchange a + 2 b + 1 rows. Those of a node pass through its memory only."""
+    nodes = PLACEMENTS[placement]
+
+    def run(world):
+        levels = split_levels(world, world.split(nodes[world.rank], world.rank))
+        between = Messages(levels.between, "between")
+        comm = TwoLevelComm(Messages(world, "flat"), replace(levels, between=between), engines[world.rank])
+        sent, received = ([a + 2 * b + 1 for a, b in pairs] for pairs in (
+            [(world.rank, b) for b in range(world.size)], [(a, world.rank) for a in range(world.size)]))
+        rows = torch.arange(3.0 * sum(sent)).view(-1, 3) + 1000 * world.rank
+        flat, output = (torch.empty(sum(received), 3) for _ in range(2))
+        world.all_to_all(flat, rows, received, sent)
+        comm.all_to_all(output, rows, received, sent)
+        assert torch.equal(output, flat)
+        return comm.whole.log, [(nodes[world.rank], count) for *_, count in between.log]
+
+    flat, between = zip(*ThreadWorld(len(nodes)).run(run))
+    expected = {(a, b): sum(i + 2 * j + 1 for i, x in enumerate(nodes) for j, y in enumerate(nodes) if (x, y) == (a, b))
+                for a in set(nodes) for b in set(nodes) if a != b}
+    assert not any(flat)
+    assert sorted(message for each in between for message in each) == sorted((a, rows) for (a, _), rows in expected.items())
 
 
 @pytest.mark.parametrize("ranks, width", [(2, None), (64, None), (65, 5), (96, 8), (128, 8), (12288, 64), (67, None), (134, 2)])

@@ -248,6 +248,19 @@ def test_sums_in_two_levels_and_in_shared_memory():
     assert bf16.seconds("reduce_scatter", "dp", 10**9) == pytest.approx(3 * ring.seconds("reduce_scatter", "dp", 10**9), rel=1e-2)
 
 
+def test_all_to_alls_send_once_for_each_pair_of_nodes():
+    """16 nodes of four ranks: 15 messages of a node instead of 60 of each rank; bytes pass between nodes once, as they did."""
+    flat = network(Layout(64, 1, 1, 64, ep=64), ranks_per_node=4)
+    levels = replace(flat, active=frozenset({features.TWO_LEVEL_SUMS}))
+    latencies = (60 - 15 / 4) * flat.machine.link_alpha_us - 6 * flat.machine.intra_alpha_us
+    for size in (64, 64 * 10**6):
+        before, after = (each.seconds("all_to_all", "ep", size) for each in (flat, levels))
+        copied = (3 / 4 * (1 + 15 / 16) - 3 / 64) * size / (flat.machine.intra_gbs * 1e9)
+        assert after - before == pytest.approx(copied - latencies * 1e-6)
+    inside = replace(levels, layout=Layout(4, 1, 1, 4, ep=4))
+    assert inside.seconds("all_to_all", "ep", 10**6) == inside.messages("all_to_all", "ep", 10**6)
+
+
 PLAIN = MemoryParameters(base_mib=0, peer_mib=0)
 
 
