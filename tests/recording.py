@@ -37,7 +37,7 @@ class RecordingComm:
     def __init__(self, inner: Comm, name: str = "world", log: list[tuple[str, str, int]] | None = None) -> None:
         self.inner, self.name = inner, name
         self.log = [] if log is None else log
-        self.rank, self.size = inner.rank, inner.size
+        self.rank, self.size, self.inside_node = inner.rank, inner.size, inner.inside_node
 
     @property
     def records(self) -> list[tuple[str, int]]:

@@ -48,6 +48,8 @@ DONE: Handle = _Done()
 class Comm(Protocol):
     """A communicator: `size` ranks numbered from 0, of which this process (or thread) is `rank`.
 
+    inside_node: its collectives pass through memory that all ranks share, and who waits for one does its work.
+
     Blocking collectives start their nonblocking form and wait, unless an implementation has another way.
 
     Shapes: where a docstring says (n,), a tensor of any shape with n elements is accepted. `tensor` and `output` have one dtype.
@@ -55,6 +57,7 @@ class Comm(Protocol):
 
     rank: int
     size: int
+    inside_node: bool = False
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce `tensor` (any shape) in place over all ranks (`op`: "sum", "max" or "min") and return it."""
@@ -179,6 +182,8 @@ class SoloComm:
     part, all_to_all repeats this rank's rows,
     recv fills the tensor with zeros. With size 1 the results are exact: it is the communicator of a single process.
     """
+
+    inside_node = False
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         assert 0 <= rank < size, f"rank {rank} of {size}"

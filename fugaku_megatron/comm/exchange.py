@@ -1,9 +1,8 @@
 """Rows that ranks send each other, as many to each as they have for it: the all-to-all of experts, as autograd functions.
 
-    exchange_rows         forward all-to-all                         backward the all-to-all back
-    copy_rows             forward all rows to every rank             backward sum of the gradients of all copies
-    sum_copied_rows       forward sum over what ranks made of them   backward all gradients to every rank
-    OverlappedExchange    exchange_rows in two calls, overlapped with what is computed between them
+    copy_rows            forward all rows to every rank             backward sum of the gradients of all copies
+    sum_copied_rows      forward sum over what ranks made of them   backward all gradients to every rank
+    GroupedExchange      an all-to-all there or back, group by group, overlapped with what is computed of other groups
 
 Left out: which rows go where (`nn.experts`).
 Shapes: n rows of this rank, m rows that come to it, h hidden.
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from .base import Comm, Handle, rank_order_sum
+from .base import DONE, Comm, Handle, rank_order_sum
 
 
 @dataclass(frozen=True)
@@ -36,15 +35,17 @@ class Exchange:
         """The same rows on their way back."""
         return Exchange(self.comm, self.received, self.sent)
 
-    def start(self, rows: Tensor) -> tuple[Tensor, Handle]:
-        """Start to send rows (n, ...). The result (m, ...) is there when the handle says so."""
-        result = rows.new_empty(sum(self.received), *rows.shape[1:])
-        return result, self.comm.iall_to_all(result, rows.detach().contiguous(), self.received, self.sent)
+    def start(self, rows: Tensor, result: Tensor | None = None, blocking: bool = False) -> tuple[Tensor, Handle]:
+        """Start to send rows (n, ...). The result (m, ...), a new tensor by default, is there when the handle says so."""
+        result = rows.new_empty(sum(self.received), *rows.shape[1:]) if result is None else result
+        operands = result, rows.detach().contiguous(), self.received, self.sent
+        if not blocking:
+            return result, self.comm.iall_to_all(*operands)
+        return self.comm.all_to_all(*operands), DONE
 
     def send(self, rows: Tensor) -> Tensor:
         """rows (n, ...) -> (m, ...)."""
-        result = rows.new_empty(sum(self.received), *rows.shape[1:])
-        return self.comm.all_to_all(result, rows.detach().contiguous(), self.received, self.sent)
+        return self.start(rows, blocking=True)[0]
 
     def send_copies(self, rows: Tensor) -> Tensor:
         """rows (n, ...) of every rank -> (m, ...): all of them go to every rank, each of `sent` is n."""
@@ -54,10 +55,6 @@ class Exchange:
         """rows (m, ...), what this rank made of the copies -> (n, ...): the sum over ranks in their order, rounded once."""
         parts = self.back.send(rows)
         return rank_order_sum(parts.view(self.comm.size, self.sent[0], *rows.shape[1:])).to(rows.dtype)
-
-    def unread(self, rows: Tensor) -> Tensor:
-        """In place of `send`, where nobody reads the result: rows (n, ...) -> (m, ...)."""
-        return rows.new_empty(1).expand(sum(self.received), *rows.shape[1:])
 
     def unread_sum(self, rows: Tensor) -> Tensor:
         """In place of `sum_copies`, where nobody reads the result: rows (m, ...) -> (n, ...)."""
@@ -83,80 +80,141 @@ def map_rows(rows: Tensor, forward: Callable[[Tensor], Tensor], backward: Callab
     return _Mapping.apply(rows, forward, backward)
 
 
-def exchange_rows(rows: Tensor, exchange: Exchange, needs_values: bool = True) -> Tensor:
-    """rows (n, h) -> (m, h); gradients are sent back. needs_values: see `autograd.reduce_scatter_to_sequence_parallel`."""
-    return map_rows(rows, exchange.send if needs_values else exchange.unread, exchange.back.send)
-
-
 def copy_rows(rows: Tensor, exchange: Exchange) -> Tensor:
     """rows (n, h) of every rank -> (m, h), all of them on each; gradients are summed over the copies."""
     return rows if exchange.comm.size == 1 else map_rows(rows, exchange.send_copies, exchange.sum_copies)
 
 
 def sum_copied_rows(rows: Tensor, exchange: Exchange, needs_values: bool = True) -> Tensor:
-    """rows (m, h), made of copies -> (n, h), their sum over ranks; gradients go to all. needs_values: see `exchange_rows`."""
+    """rows (m, h), made of copies -> (n, h), their sum over ranks; gradients go to all.
+
+    needs_values: see `autograd.reduce_scatter_to_sequence_parallel`.
+    """
     if exchange.comm.size == 1:
         return rows
     return map_rows(rows, exchange.sum_copies if needs_values else exchange.unread_sum, exchange.send_copies)
 
 
-class OverlappedExchange:
-    """Tensors on their way in one exchange, while something else is computed, in forward and in backward.
+class GroupedExchange:
+    """Rows on their way there or back in one exchange after another, while something else is computed, in forward and in backward.
 
-        overlapped = OverlappedExchange(exchange)
-        token = overlapped.start(rows, factors)
-        ...                                          what does not read them
-        rows, factors = overlapped.finish(token)
+        there, back = (GroupedExchange(exchanges, True) for _ in range(2))
+        token = there.leave(rows, factors)                   all groups leave, rows (n, ...) of one after those of another
+        ...                                                  what does not read them
+        for i in range(len(exchanges)):
+            rows, factors = there.arrived(i, token)          (m, ...), while the groups after it are on their way
+            tokens.append(back.send_back(i, computed(...)))
+        rows = back.returned(tokens)                         (n, ...) of all groups
 
-    In backward the gradients leave where `finish` was called and arrive where `start` was. Autograd goes backwards through a
-    program, so it computes the gradients of what lies between the two meanwhile.
+    Autograd goes backwards through a program: gradients leave, last group first, where `returned` was called, are waited for where
+    `send_back` was, sent back where `arrived` was, and all there where `leave` was. Each object is for one way, and used once.
+    overlaps: whether anything is computed meanwhile. Otherwise exchanges block, and inside a node use all threads of a rank.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
-        self._coming: list[tuple[Tensor, Handle]] = []
+    def __init__(self, exchanges: Sequence[Exchange], overlaps: bool) -> None:
+        self.exchanges, self.overlaps = exchanges, overlaps
+        self._sizes = [sum(each.sent) for each in exchanges]
+        self._coming: dict[int, list[tuple[Tensor, Handle]]] = {}
+        self._home: list[Tensor] = []  # rows of all groups, (n, ...), as they come back
 
-    def start(self, *rows: Tensor) -> Tensor:
-        """Start to send rows (n, ...). The result is for `finish`."""
-        return _Start.apply(self, *rows)
+    def leave(self, *rows: Tensor) -> Tensor:
+        """Start to send rows (n, ...). The result is for `arrived`."""
+        return _Leave.apply(self, *rows)
 
-    def finish(self, token: Tensor) -> tuple[Tensor, ...]:
-        """What has come of each tensor, (m, ...)."""
-        return _Finish.apply(self, token)
+    def arrived(self, i: int, token: Tensor) -> tuple[Tensor, ...]:
+        """What has come of each tensor for group i, (m, ...)."""
+        return _Arrive.apply(self, i, token)
 
-    def send(self, exchange: Exchange, rows: Sequence[Tensor]) -> None:
+    def send_back(self, i: int, rows: Tensor, needs_values: bool = True) -> Tensor:
+        """Start to send rows (m, ...) of group i back. The result is for `returned`. needs_values: see `sum_copied_rows`."""
+        return _SendBack.apply(self, i, rows, needs_values)
+
+    def returned(self, tokens: Sequence[Tensor]) -> Tensor:
+        """The rows of all groups, (n, ...)."""
+        return _Return.apply(self, *tokens)
+
+    # The same without gradients, which go the other way ---------------------------------------------------------------------------
+
+    def start_there(self, rows: Sequence[Tensor], last_first: bool = False) -> None:
         """Start to send each of `rows` (n, ...)."""
-        self._coming = [exchange.start(each) for each in rows]
+        groups = list(enumerate(zip(*(each.split(self._sizes) for each in rows), strict=True)))
+        for i, group in reversed(groups) if last_first else groups:
+            self._coming[i] = [self.exchanges[i].start(each, None, not self.overlaps) for each in group]
 
-    def arrived(self) -> tuple[Tensor, ...]:
-        """All results (m, ...), when they are there."""
-        for _, handle in self._coming:
-            handle.wait()
-        results, self._coming = tuple(result for result, _ in self._coming), []
+    def wait_there(self, i: int) -> tuple[Tensor, ...]:
+        """The rows of group i, (m, ...)."""
+        return _complete(self._coming.pop(i))
+
+    def start_back(self, i: int, rows: Sequence[Tensor], needs_values: bool = True) -> None:
+        """Start to send each of `rows` (m, ...) of group i."""
+        n, exchange = sum(self._sizes), self.exchanges[i].back
+        if not needs_values:
+            self._home = [each.new_empty(1).expand(n, *each.shape[1:]) for each in rows]
+            return
+        self._home = self._home or [each.new_empty(n, *each.shape[1:]) for each in rows]
+        self._coming[i] = [exchange.start(each, home.split(self._sizes)[i], not self.overlaps)
+                           for each, home in zip(rows, self._home, strict=True)]
+
+    def wait_back(self) -> tuple[Tensor, ...]:
+        """The rows of all groups, (n, ...)."""
+        _complete([each for group in self._coming.values() for each in group])
+        results, self._home, self._coming = tuple(self._home), [], {}
         return results
 
 
-class _Start(Function):
+def _complete(coming: list[tuple[Tensor, Handle]]) -> tuple[Tensor, ...]:
+    for _, handle in coming:
+        handle.wait()
+    return tuple(result for result, _ in coming)
+
+
+class _Leave(Function):
     @staticmethod
-    def forward(ctx: Any, overlapped: OverlappedExchange, *rows: Tensor) -> Tensor:
-        ctx.overlapped = overlapped
-        overlapped.send(overlapped.exchange, rows)
+    def forward(ctx: Any, grouped: GroupedExchange, *rows: Tensor) -> Tensor:
+        ctx.grouped = grouped
+        grouped.start_there(rows)
         return torch.empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.overlapped.arrived()
+        return None, *ctx.grouped.wait_back()
 
 
-class _Finish(Function):
+class _Arrive(Function):
     @staticmethod
-    def forward(ctx: Any, overlapped: OverlappedExchange, token: Tensor) -> tuple[Tensor, ...]:
-        ctx.overlapped = overlapped
-        return overlapped.arrived()
+    def forward(ctx: Any, grouped: GroupedExchange, i: int, token: Tensor) -> tuple[Tensor, ...]:
+        ctx.grouped, ctx.i = grouped, i
+        return grouped.wait_there(i)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        ctx.overlapped.send(ctx.overlapped.exchange.back, grads)
-        return None, torch.empty(0)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor]:
+        ctx.grouped.start_back(ctx.i, grads)
+        return None, None, torch.empty(0)
+
+
+class _SendBack(Function):
+    @staticmethod
+    def forward(ctx: Any, grouped: GroupedExchange, i: int, rows: Tensor, needs_values: bool) -> Tensor:
+        ctx.grouped, ctx.i = grouped, i
+        grouped.start_back(i, (rows,), needs_values)
+        return torch.empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[None, None, Tensor, None]:
+        return None, None, *ctx.grouped.wait_there(ctx.i), None
+
+
+class _Return(Function):
+    @staticmethod
+    def forward(ctx: Any, grouped: GroupedExchange, *tokens: Tensor) -> Tensor:
+        ctx.grouped, ctx.groups = grouped, len(tokens)
+        return grouped.wait_back()[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.grouped.start_there((grad,), last_first=True)
+        return None, *[torch.empty(0)] * ctx.groups

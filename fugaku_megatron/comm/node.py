@@ -122,6 +122,8 @@ class _WithoutMPI(Iterator[Ready]):
 class NodeComm(MPIComm):
     """An MPIComm whose ranks share memory. kernels: the library with sum_rows and the flags (`host.kernels`)."""
 
+    inside_node = True
+
     def __init__(self, comm: MPIComm, kernels: Any) -> None:
         super().__init__(comm.mpi, comm.mpi_comm, comm.engine)
         self._kernels = kernels

@@ -36,6 +36,14 @@ def mlp_width(model: ModelConfig) -> int:
     return model.moe_router_topk * (model.moe_ffn_hidden_size or 0) + (model.moe_shared_expert_intermediate_size or 0)
 
 
+EXCHANGED_GROUPS = 8  # of the experts of a rank, at most: the rows of the first there, and of the last back, hide nothing
+
+
+def exchanged_groups(held: int) -> int:
+    """Groups of equally many of the `held` experts of a rank, whose rows are sent one after another."""
+    return max(groups for groups in range(1, EXCHANGED_GROUPS + 1) if held % groups == 0)
+
+
 @dataclass(frozen=True)
 class Division:
     """How ranks share experts: ep of them have different ones, and etp share each. divided: in another way than other matrices.

@@ -2,7 +2,8 @@
 
 Tokens are put in the order of their experts, so that each expert's matmuls read consecutive rows. Left out: the choice (`router`),
 matmuls and gates, which are the backend's. Where ranks have different experts (expert parallelism, Lepikhin et al. 2020, "GShard",
-arXiv:2006.16668), rows travel to the ranks of their experts and back (`comm.exchange`).
+arXiv:2006.16668), rows are sent to the ranks of their experts and back (`comm.exchange`), a group of each rank's experts after
+another, so that one is computed while rows of others are on their way.
 Legend: s sequence, b micro-batch, h hidden, f width of an expert of this rank, e experts, k of them for each token, n pairs of a
 token and one of its experts, rows = s b.
 """
@@ -10,6 +11,7 @@ token and one of its experts, rows = s b.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,8 +21,9 @@ from torch.nn import functional as F
 
 from ..comm.autograd import copy_to_tensor_parallel, gather_from_sequence_parallel, gather_sequence
 from ..comm.base import Comm
-from ..comm.exchange import Exchange, OverlappedExchange, copy_rows, exchange_rows, map_rows, sum_copied_rows
+from ..comm.exchange import Exchange, GroupedExchange, copy_rows, map_rows, sum_copied_rows
 from ..config.run_config import ModelConfig
+from ..costs.experts import exchanged_groups
 from .blocks import MLP, GatedMLP
 from .layers import Context
 from .passes import Pass
@@ -87,7 +90,7 @@ def kept(scores: Tensor, chosen: Tensor, model: ModelConfig) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Route:
-    """Where a rank's pairs, in the order of experts, are computed, and which pairs come to its own experts.
+    """Where a rank's pairs of one group of experts are computed, and which pairs come to its own experts of this group.
 
     there: the exchange with the ranks that have other experts. copies: that of the ranks which share each expert, all of which get
     what comes to one of them. order: of the rows that have come, in the order of this rank's experts.
@@ -98,16 +101,26 @@ class Route:
     order: Order
 
     @staticmethod
-    def of(counts: tuple[int, ...], ep: Comm, etp: Comm) -> Route:
-        """That of pairs of each expert of the model. Collective over both."""
+    def numbers(experts: int, groups: int, ranks: int) -> Tensor:
+        """The numbers of experts (e,) when those of a group, of all `ranks`, follow one another."""
+        return torch.arange(experts).view(groups, ranks, -1).transpose(0, 1).flatten()
+
+    @staticmethod
+    def of(counts: tuple[int, ...], groups: int, ep: Comm, etp: Comm) -> list[Route]:
+        """That of each group, of pairs of each expert of the model in the order of `numbers`. Collective over both."""
         own = len(counts) // ep.size
-        everyone = ep.all_gather(torch.empty(ep.size, ep.size, own, dtype=torch.int64), torch.tensor(counts))
-        to_here = everyone[:, ep.rank].contiguous()  # (ep, own)
+        each = own // groups
+        everyone = ep.all_gather(torch.empty(ep.size, groups, ep.size, each, dtype=torch.int64), torch.tensor(counts))
+        to_here = everyone[:, :, ep.rank].contiguous()  # (ep, groups, each)
         coming = etp.all_gather(torch.empty(etp.size, *to_here.shape, dtype=torch.int64), to_here)
-        there = Exchange(ep, everyone[ep.rank].sum(1).tolist(), to_here.sum(1).tolist())
-        copies = Exchange(etp, [int(to_here.sum())] * etp.size, coming.sum((1, 2)).tolist())
-        experts = torch.arange(own).repeat(etp.size * ep.size).repeat_interleave(coming.flatten())
-        return Route(there, copies, Order.of(experts.unsqueeze(1), own))
+        experts = torch.arange(own).view(groups, each)
+        routes = []
+        for i, here in enumerate(to_here.unbind(1)):  # (ep, each)
+            there = Exchange(ep, everyone[ep.rank, i].sum(1).tolist(), here.sum(1).tolist())
+            copies = Exchange(etp, [int(here.sum())] * etp.size, coming[:, :, i].sum((1, 2)).tolist())
+            numbers = experts[i].repeat(etp.size * ep.size).repeat_interleave(coming[:, :, i].flatten())
+            routes.append(Route(there, copies, Order.of(numbers.unsqueeze(1), own)))
+        return routes
 
 
 class _Experts(torch.autograd.Function):
@@ -223,18 +236,33 @@ class Experts(nn.Module):
                               self.experts.linear_fc1.weight, self.experts.linear_fc2.weight, forward_pass.needs_values)
 
     def _exchanged(self, x: Tensor, scores: Tensor, chosen: Tensor, forward_pass: Pass, ep: Comm, etp: Comm) -> Tensor:
-        """`forward` where ranks have different experts. The shared expert is computed while rows are on their way."""
-        order = Order.of(chosen, self._experts, self._kept_here(scores, chosen, forward_pass))
-        route, needs_values = Route.of(order.counts, ep, etp), forward_pass.needs_values
-        overlapped = OverlappedExchange(route.there)
-        token = overlapped.start(map_rows(as_rows(x), order.taken, order.summed), scores.flatten()[order.pairs].unsqueeze(1))
-        shared = None if self.shared_experts is None else self.shared_experts(x, forward_pass)
-        rows, factors = (copy_rows(each, route.copies) for each in overlapped.finish(token))
-        out = sum_copied_rows(self._computed(rows, factors, route.order, forward_pass), route.copies, needs_values)
-        out = exchange_rows(out, route.there.back, needs_values)
-        out = map_rows(out, order.summed if needs_values else lambda rows: rows.new_empty(1).expand(len(scores), rows.shape[1]),
-                       order.taken).view_as(x)
-        return out if shared is None else out + shared
+        """`forward` where ranks have different experts, whose rows are sent while other experts and the shared one are computed.
+
+        Inside a node all rows are sent at once, by all threads of the ranks.
+        """
+        far = ep.size > 1 and not ep.inside_node
+        groups = exchanged_groups(self._experts // ep.size) if far else 1
+        numbers = Route.numbers(self._experts, groups, ep.size)
+        order = Order.of(numbers[chosen], self._experts, self._kept_here(scores, chosen, forward_pass))
+        routes, needs_values = Route.of(order.counts, groups, ep, etp), forward_pass.needs_values
+        there, back = (GroupedExchange([route.there for route in routes], overlaps)
+                       for overlaps in (far or self.shared_experts is not None, far))
+        leaving = there.leave(map_rows(as_rows(x), order.taken, order.summed), scores.flatten()[order.pairs].unsqueeze(1))
+        parts = x.tensor_split(2) if far and len(x) > 1 else (x,)  # for the way there and the way back
+        shared = self._shared(parts[:1], forward_pass)
+        returning = []
+        for i, route in enumerate(routes):
+            rows, factors = (copy_rows(each, route.copies) for each in there.arrived(i, leaving))
+            part = sum_copied_rows(self._computed(rows, factors, route.order, forward_pass), route.copies, needs_values)
+            returning.append(back.send_back(i, part, needs_values))
+        shared += self._shared(parts[1:], forward_pass)
+        out = map_rows(back.returned(returning), order.summed if needs_values
+                       else lambda rows: rows.new_empty(1).expand(len(scores), rows.shape[1]), order.taken).view_as(x)
+        return out + torch.cat(shared) if shared else out
+
+    def _shared(self, parts: Sequence[Tensor], forward_pass: Pass) -> list[Tensor]:
+        """The shared expert, if there is one, of parts of the sequence (s, b, h)."""
+        return [] if self.shared_experts is None else [self.shared_experts(part, forward_pass) for part in parts]
 
     def _kept_here(self, scores: Tensor, chosen: Tensor, forward_pass: Pass) -> Tensor | None:
         """The rows of this rank's part of the sequence of what `kept` says of the whole."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.experts_config import experts_in
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs import accounting, experts, memory, run_schedule
+from fugaku_megatron.host import kernels
+from fugaku_megatron.host.observed import NONBLOCKING, VERBS, Observed
 from fugaku_megatron.logs.iteration import parse_line
 from fugaku_megatron.logs.metrics import MetricsWriter, read_history
 from fugaku_megatron.nn.experts import Order, kept
@@ -25,7 +28,7 @@ from fugaku_megatron.training.train import Trainer
 from tests.helpers import OVERLAP, PP2, TP2, grid_groups, make_trainer, mock, small_run, train, whole_tensors
 from tests.parallel.test_accounting import check_bytes, check_flops, check_kept, check_parameters, expected_traffic, held_bytes
 from tests.recording import record
-from tests.threads import ThreadWorld
+from tests.threads import ThreadComm, ThreadWorld
 from tests.unit.test_schedule_memory import MICROBATCHES, MODEL, STAGES, allocated_peak
 
 EXPERTS = {"num_experts": 8, "swiglu": True, "disable_bias_linear": True, "normalization": "RMSNorm", "moe_ffn_hidden_size": 24}
@@ -307,6 +310,7 @@ DIVIDED = {
     "EP2": (2, EP2), "EP2, ZeRO-1, overlap": (4, {**EP2, **OVERLAP}), "EP4": (4, {**EP4, **ZERO}),
     "EP2 x TP2": (4, {**EP2, **SEQUENCE}), "EP2 x TP2 of whole experts": (4, {**EP2, **ETP1, **ZERO}),
     "EP4 over TP2 and DP2": (4, {**EP4, **ETP1}), "whole experts": (2, ETP1),
+    "EP2 in a node": (4, {**EP2, **ZERO}),
     "EP2, recompute": (2, {**EP2, "recompute_granularity": "full"}), "EP2, torch": (2, {**EP2, "kernels": "torch"}),
     "EP2 x PP2 x DP4": (8, {**EP2, **PP2, **ZERO}),
     "interleaved": (4, {**EP2, **PP2, **ZERO, "num_virtual_stages_per_pipeline_rank": 2}),
@@ -315,10 +319,50 @@ DIVIDED = {
 
 
 @pytest.mark.parametrize("case", DIVIDED)
-def test_divided_experts_train_as_one_rank_does(alone, case):
+def test_divided_experts_train_as_one_rank_does(alone, case, monkeypatch):
     world, changes = DIVIDED[case]
+    monkeypatch.setattr(ThreadComm, "inside_node", case == "EP2 in a node")
     for found in ThreadWorld(world).run(lambda comm: figures(comm, small_run(**{**ALL, **changes}))):
         assert found == pytest.approx(alone, rel=2e-6, abs=1e-9)
+
+
+LETTERS = {"iall_to_all": "s", "wait": "w", "all_to_all": "b", "grouped_linear_forward": "F", "grouped_linear_data_gradient": "D",
+           "grouped_linear_weight_gradient": "W", "linear_forward": "f", "linear_data_gradient": "d"}
+ONE = {"num_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True}  # on each rank, and one group
+APART = ("ssssssss" + "wwFFs" * 4 + "wwww", "ssss" + "wWDWDss" * 4 + "w" * 8)
+SHARING = ("ssssssss" + "ff" + "wwFFs" * 4 + "ff" + "wwww", "ssss" + "dd" + "wWDWDss" * 4 + "dd" + "w" * 8)
+
+
+@pytest.mark.parametrize(("changes", "near", "expected"), [
+    ({}, False, APART), (SHARED, False, SHARING), ({**SHARED, **ONE}, False, ("ssffwwFFsffw", "sddwWDWDssddww")),
+    ({}, True, ("bbFFb", "bWDWDbb")), (SHARED, True, ("ssffwwFFb", "bWDWDssddww"))])
+def test_rows_are_on_their_way_while_others_are_computed(changes, near, expected, monkeypatch):
+    """Of four groups of experts, each sent (s), waited for (w), computed (F, D, W) and sent back, next to the shared expert (f, d).
+
+    Inside a node they block (b), because all threads of the ranks copy rows.
+    """
+    monkeypatch.setattr(ThreadComm, "inside_node", near)
+
+    def rank(comm):
+        run, log = small_run(**{**EXPERTS, **EP2, **changes}), [""]
+
+        def observe(name, call, args, kwargs):
+            log[-1] += LETTERS.get(name, "")
+            result = call(*args, **kwargs)
+            return Observed(result, ("wait",), observe) if name in NONBLOCKING else result
+
+        groups = grid_groups(comm, run)
+        trainer = Trainer(run, comm, replace(groups, ep=Observed(groups.ep, VERBS, observe)), mock(run),
+                          ops=Ops.build("native", kernels=Observed(kernels, tuple(LETTERS), observe)))
+        with contextlib.closing(trainer):
+            trainer.optimizer.zero_grad()
+            log[:] = [""]
+            y = trainer.stage.layers[0].mlp(torch.randn(16, 1, 32, requires_grad=True), Pass(first_sample=0))
+            log.append("")
+            y.sum().backward()
+        return tuple(log)
+
+    assert ThreadWorld(2).run(rank) == [expected] * 2
 
 
 PLAIN = {"swiglu": False, "squared_relu": True}
