@@ -48,16 +48,16 @@ def one_round(trainer: Trainer, folder: str) -> dict[str, float]:
     waiting = seconds(lambda: trainer.save(folder))
     alone = statistics.median(seconds(trainer.train_step) for _ in range(3))
     began = time.perf_counter()
-    saving, beside = trainer.save_behind(folder), []
+    saving, meanwhile = trainer.save_in_background(folder), []
     stall, whole = time.perf_counter() - began, False
     while not whole:
-        beside.append(seconds(trainer.train_step))
+        meanwhile.append(seconds(trainer.train_step))
         if saving.done:
             started = time.perf_counter()
             whole = saving.advance()
             stall += time.perf_counter() - started
     return {"waiting": waiting, "stall": stall, "until_whole": time.perf_counter() - began, "step": alone,
-            "step_beside": statistics.median(beside)}
+            "step_while_saving": statistics.median(meanwhile)}
 
 
 def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
@@ -67,5 +67,5 @@ def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
         f"a save that the run waits for: {result['waiting']:.3f} s",
         f"--async-save: the run waits {result['stall']:.3f} s, {result['ratio']:.1%} of that, and the checkpoint is complete after "
         f"{result['until_whole']:.2f} s",
-        f"a step takes {result['step']:.3f} s, overlapped with writing {result['step_beside']:.3f} s",
+        f"a step takes {result['step']:.3f} s, overlapped with writing {result['step_while_saving']:.3f} s",
         f"{result['cpu']}, measured"])

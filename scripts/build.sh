@@ -22,7 +22,7 @@ while (($#)); do
         --merges) MERGES=$2 ;;
         --tokenizer-model) MODEL=$2 ;;
         -o) OUTPUT=$(realpath -m "$2") ;;
-        *) fail "unknown option $1: give --data, --vocab, --merges, --tokenizer-model or -o" ;;
+        *) fail "unknown option $1: pass --data, --vocab, --merges, --tokenizer-model or -o" ;;
     esac
     shift 2
 done
@@ -30,9 +30,9 @@ if [ -n "$DATA" ]; then
     files=("$DATA.bin" "$DATA.idx")
     if [ -z "$MODEL" ]; then files+=("$VOCAB" "$MERGES"); fi
     for file in "${files[@]}"; do
-        [ -f "$file" ] || fail "--data $DATA: '$file' is not a file: give --data PREFIX of .bin and .idx, --vocab and --merges, or --tokenizer-model"
+        [ -f "$file" ] || fail "--data $DATA: '$file' is not a file: pass --data PREFIX of .bin and .idx, --vocab and --merges, or --tokenizer-model"
     done
-    [ -z "$MODEL" ] || [ -e "$MODEL" ] || fail "--tokenizer-model $MODEL: no such file or folder: give the one that preprocess used"
+    [ -z "$MODEL" ] || [ -e "$MODEL" ] || fail "--tokenizer-model $MODEL: no such file or folder: pass the one that preprocess used"
 fi
 
 pack_data() {  # into data/ of the tree: tokens, their record of the tokenizer, and the tokenizer without a model's weights
@@ -57,11 +57,11 @@ if [ -f "$SPACK" ]; then
     . "$SPACK"
     spack load gcc@13.4 python@3.13.5 fujitsu-mpi%gcc
 fi
-PYTHON=${PYTHON:-$(command -v python3)} || fail "python3 is not on the PATH: install it, or give PYTHON=/path/to/python3"
+PYTHON=${PYTHON:-$(command -v python3)} || fail "python3 is not on the PATH: install it, or set PYTHON=/path/to/python3"
 CXX=${CXX:-g++}
-command -v "$CXX" >/dev/null || fail "$CXX is not on the PATH: install g++ 11 or newer, or give CXX"
+command -v "$CXX" >/dev/null || fail "$CXX is not on the PATH: install g++ 11 or newer, or set CXX"
 [ "$("$CXX" -dumpversion | cut -d. -f1)" -ge 11 ] || fail "$CXX is version $("$CXX" -dumpversion): 11 or newer is needed (CXX=...)"
-"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || fail "$PYTHON is older than 3.10: give PYTHON=/path/to/python3"
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || fail "$PYTHON is older than 3.10: set PYTHON=/path/to/python3"
 MPI=${MPI:-$(echo '#include <mpi.h>' | mpicc -E - >/dev/null 2>&1 && echo system || echo mpich)}
 
 WORK=$(mktemp -d)

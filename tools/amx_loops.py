@@ -108,7 +108,7 @@ def faults(loop: TileLoop) -> list[str]:
     reasons = [f"a tile is stored in the loop: {i.text}" for i in body if i.mnemonic == STORE]
     reasons += [f"a tile on the stack: {i.text}" for i in body if i.mnemonic in LOADS and "(%rsp" in i.text]
     if products < loads:
-        reasons.append(f"{products} tile products for {loads} tile loads")
+        reasons.append(f"{products} tile matmuls for {loads} tile loads")
     if share(body) < MIN_SHARE:
         reasons.append(f"{100 * share(body):.1f} % of the matrix unit's rate in the model, {100 * MIN_SHARE:.0f} % needed")
     return reasons

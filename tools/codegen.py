@@ -13,7 +13,7 @@ of the elementwise loops, each with a limit (tools/arm_vector_loops.py). It fail
 - when an expected loop is not found.
 
 For AMX (target amx, Sapphire Rapids) it reads the BF16 GEMM and attention. It fails when a loop over k stores a tile, reads one
-from the stack, has fewer tile products than tile loads, or falls below its share of the matrix unit's rate by Intel's published
+from the stack, has fewer tile matmuls than tile loads, or falls below its share of the matrix unit's rate by Intel's published
 cycles, the GEMM's also with all that it can fetch (tools/amx_loops.py). For Neoverse and AMX it prints the rate of --fp32-matmul
 bf16x3 relative to FP32's.
 
@@ -280,7 +280,7 @@ def check_tiles(compiler: str, text: str) -> Iterator[tuple[str, list[str]]]:
         if function.startswith("tiles_kernel"):
             parts.append((f"{function} with what is fetched", loop.everything.body))
             if amx_loops.share(loop.everything.body) < amx_loops.MIN_SHARE:
-                reasons.append("what is fetched takes longer than the products of tiles")
+                reasons.append("what is fetched takes longer than the matmuls of tiles")
         for name, body in parts:
             products, loads = amx_loops.count(body, amx_loops.DOT), amx_loops.count(body, *amx_loops.LOADS)
             yield (f"{compiler:9} {name:60.60} {products:8} {loads:5} {len(body):6} {amx_loops.cycles(body):7.1f} "
@@ -291,7 +291,7 @@ def check_tiles(compiler: str, text: str) -> Iterator[tuple[str, list[str]]]:
 def amx_faults(compilers: dict[str, str]) -> list[str]:
     """Prints the loops over k of the code for AMX and returns what is wrong with them."""
     print(f"{AMX.name}, {AMX.target}: cycles by Intel's published throughput, all data in L1; not a measurement")
-    print(f"{'compiler':9} {'loop':60} {'products':>8} {'loads':>5} {'instr.':>6} {'cycles':>7} {'of peak':>9}")
+    print(f"{'compiler':9} {'loop':60} {'matmuls':>8} {'loads':>5} {'instr.':>6} {'cycles':>7} {'of peak':>9}")
     found = []
     for name, cxx in compilers.items():
         text, seen = assembly(cxx, name, AMX), set()

@@ -126,7 +126,7 @@ class Model:
               f"{ids.dtype}: pass a list of token ids")
         check(0 <= int(ids.min()) <= int(ids.max()) < vocab_size, f"tokens are {int(ids.min())} to {int(ids.max())}, outside "
               f"the vocabulary of {vocab_size}")
-        check(not model.learned_positions or len(ids) <= model.max_position_embeddings, f"{len(ids)} tokens are given, and the "
+        check(not model.learned_positions or len(ids) <= model.max_position_embeddings, f"{len(ids)} tokens were passed, and the "
               f"model has {model.max_position_embeddings} positions: pass fewer")
         x = through_stages(self._loaded, ids.long()[:, None], EVALUATION)
         assert x is not None, "this process has all stages"

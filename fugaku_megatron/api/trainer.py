@@ -113,11 +113,11 @@ class Trainer:
     def _with_data(self, run: RunConfig, data: Source | None, valid: Source | None) -> RunConfig:
         """The run with `data` and `valid` as its data flags."""
         if data is None:
-            check(valid is None, "valid is given without data: pass both, or the data flags in the config")
+            check(valid is None, "valid was passed without data: pass both, or the data flags in the config")
             check(run.data.mock_data or run.data.files is not None, "there is no data: pass data to Trainer, or data_path or "
                   "mock_data to Config")
             return run
-        check(run.data.files is None and not run.data.mock_data, "data is given to Trainer, and the config names data as well: "
+        check(run.data.files is None and not run.data.mock_data, "data was passed to Trainer, and the config names data as well: "
               "pass one of them")
         if valid is None and "split" in self.config.given:
             return replace(run, data=replace(run.data, data_path=self._named("data", data)))

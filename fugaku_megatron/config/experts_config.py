@@ -1,6 +1,6 @@
 """The experts of a model whose layers choose among several MLPs for each token, as fields of `model_config.ModelConfig`.
 
-Names and meaning are those of Megatron-LM (megatron/core/transformer/transformer_config.py). Left out: how tokens travel between
+Names and meaning are those of Megatron-LM (megatron/core/transformer/transformer_config.py). Left out: how tokens are sent between
 ranks, since every rank has all experts, split over tensor-parallel ranks as other matrices are.
 """
 

@@ -45,7 +45,7 @@ def _file_size(path: str) -> int:
     if reason is None:
         return os.stat(path).st_size
     remedy = (
-        "the prefix is given without .bin or .idx"
+        "pass the prefix without .bin or .idx"
         if path.endswith((".bin.bin", ".idx.idx", ".bin.idx", ".idx.bin"))
         else f"is --data-path right? If it is, {REBUILD}"
     )

@@ -311,10 +311,10 @@ def _within(tokenizer: Tokenizer, text: str) -> list[int]:
 
 def _needle_prompt(tokenizer: Tokenizer, text: np.ndarray, length: int, depth: int, number: int) -> tuple[Request, int]:
     """The prompt of `length` tokens of a sample, which has the same sentence and text at every depth; and `Needles.free`."""
-    chance = random.Random(SEED + number)
-    sentence, begin = SENTENCE.format(chance.choice(KEYS)), chance.randrange(len(text))
+    rng = random.Random(SEED + number)
+    sentence, begin = SENTENCE.format(rng.choice(KEYS)), rng.randrange(len(text))
     question = _within(tokenizer, f"\n{sentence}")
-    answer, *others = (_within(tokenizer, f"\n{sentence} {value}")[len(question) :] for value in chance.sample(NUMBERS, 1 + OTHERS))
+    answer, *others = (_within(tokenizer, f"\n{sentence} {value}")[len(question) :] for value in rng.sample(NUMBERS, 1 + OTHERS))
     hidden, first = [*question, *answer, *_within(tokenizer, ".\n")], tokenizer.encode("")[:1]
     rest = length + 1 - len(first) - len(hidden) - len(question) - len(answer)
     check(rest >= 0, f"--needle-lengths has {length}, and the sentence and its beginning have {length - rest} tokens: pass more")

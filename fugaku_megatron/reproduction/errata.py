@@ -27,7 +27,7 @@ class Record:
     def expect(self, condition: bool, column: str, expected: str, value: str | None = None) -> None:
         """Raise ValueError with file, line, column, value and what is expected, unless `condition` holds."""
         shown = self.cells.get(column, "") if value is None else value
-        check(condition, f"{self.path}, line {self.line}, column {column}: {shown!r} is given, {expected} is expected")
+        check(condition, f"{self.path}, line {self.line}, column {column}: {shown!r}, expected {expected}")
 
     def convert(self, column: str, parse: Callable[[str], Any], expected: str, value: str | None = None) -> Any:
         """The cell, or `value` in its place, converted by `parse`; ValueError as in `expect` when `parse` refuses it."""
@@ -49,7 +49,7 @@ def read_csv(path: Path, required: tuple[str, ...], allowed: tuple[str, ...] = (
         check(column in header, f"{path}, line 1: column {column} is missing, the header is {','.join(header)!r}")
     for column in header:
         check(column in required + allowed and header.count(column) == 1,
-              f"{path}, line 1, column {column}: unknown or given twice, one each of {', '.join(required + allowed)} is expected")
+              f"{path}, line 1, column {column}: unknown or repeated, expected one each of {', '.join(required + allowed)}")
     for cells in lines:
         check(len(cells) == len(header), f"{path}, line {lines.line_num}, column {header[min(len(cells), len(header) - 1)]}: "
               f"the row {','.join(cells)!r} has {len(cells)} cells, {len(header)} are expected ({','.join(header)})")
@@ -83,7 +83,7 @@ class Erratum:
         if self.line is None:
             return cell.replace(self.printed, self.corrected) if self.corrected else ""
         if cell != self.printed:
-            raise ValueError(f"{self.place}, column printed: {self.printed!r} is given, {cell!r} is expected: line {self.line}, "
+            raise ValueError(f"{self.place}, column printed: {self.printed!r}, expected {cell!r}: line {self.line}, "
                              f"column {self.column} of table {self.table}")
         return self.corrected
 

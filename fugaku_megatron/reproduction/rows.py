@@ -232,7 +232,7 @@ def read(folder: Path) -> tuple[Row, ...]:
     places = {(row.table.id, row.line) for row in rows}
     for erratum in records:
         check(erratum.table in tables and (erratum.line is None or (erratum.table, erratum.line) in places),
-              f"{erratum.place}, column line: {erratum.line} is given, a row of table {erratum.table} is expected")
+              f"{erratum.place}, column line: {erratum.line}, expected a row of table {erratum.table}")
     return _mark_duplicates(rows)
 
 

@@ -186,8 +186,8 @@ class EightBitMoment:
             return
         low = x.sqrt().sqrt_().mul_(UNSIGNED).floor_().clamp_(0.0, UNSIGNED - 1)
         below, above = ((low + more).div_(UNSIGNED).square_().square_() for more in (0, 1))
-        chance = torch.rand(len(x), generator=torch.Generator().manual_seed(seed))
-        up = chance.mul_(above.sub_(below)) < x - below
+        uniform = torch.rand(len(x), generator=torch.Generator().manual_seed(seed))
+        up = uniform.mul_(above.sub_(below)) < x - below
         self.codes[start:end] = torch.where((low == 0) & (x > 0), low + 1, low + up)
 
     def _scales(self, start: int, end: int) -> Tensor:

@@ -277,9 +277,9 @@ def _skip_notes(trainer: Trainer, resume: Resume) -> list[str]:
     notes = [] if before == after else [
         f"note: --skip-samples leaves out {after or 'nothing'} of the samples ahead, was {before or 'nothing'}: the loss curve "
         "changes from there on"]
-    behind = now.between(0, position)
-    if behind and behind != saved.between(0, position):
-        notes.append(f"note: --skip-samples {behind} lies before sample {position}, where this checkpoint continues: what was "
+    passed = now.between(0, position)
+    if passed and passed != saved.between(0, position):
+        notes.append(f"note: --skip-samples {passed} lies before sample {position}, where this checkpoint continues: what was "
                      "trained of it stays trained; continue from an earlier checkpoint with --ckpt-step to leave it out")
     return notes
 

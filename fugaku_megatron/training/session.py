@@ -251,7 +251,7 @@ class Session:
         self.saved_iteration = self.trainer.progress.iteration
         if self.trainer.run.output.async_save or self.trainer.run.output.save_local:
             with self._saves():
-                self.saving = self.trainer.save_behind(directory)
+                self.saving = self.trainer.save_in_background(directory)
         else:
             with self._saves():
                 self.trainer.save(directory)

@@ -121,8 +121,8 @@ class Trainer:
         self.folders = Folders(self.world)  # of checkpoints
         self._batches: Source | None = None
         self.base: dict[str, Any] = {}  # of adapters: the model that they belong to
-        behind = run.output.save and run.output.async_save
-        self._snapshot = Snapshot(self._saved_shards()) if behind else None
+        background = run.output.save and run.output.async_save
+        self._snapshot = Snapshot(self._saved_shards()) if background else None
 
     def batch_size(self, consumed: int) -> int:
         """Global batch size of the iteration that starts at `consumed` samples."""
@@ -272,7 +272,7 @@ class Trainer:
         """Write a checkpoint of the present iteration. Collective; ValueError on every rank when one cannot write."""
         run_steps(self._save_steps(directory, self._saved_shards()))
 
-    def save_behind(self, directory: str) -> BackgroundSave:
+    def save_in_background(self, directory: str) -> BackgroundSave:
         """Begin to write a copy of the present iteration: of memory with --async-save, or else of --save-local. Collective.
 
         The save before must be finished.

@@ -83,5 +83,5 @@ PORT=${SLURM_TEST_PORT:-26817}
 case $1 in
     start) start ;;
     stop) stop ;;
-    *) echo "one_node.sh: $1 is unknown: give start or stop" >&2; exit 2 ;;
+    *) echo "one_node.sh: $1 is unknown: pass start or stop" >&2; exit 2 ;;
 esac

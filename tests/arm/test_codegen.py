@@ -146,7 +146,7 @@ def test_the_loop_of_tiles_is_found_with_what_it_fetches():
 @pytest.mark.parametrize(("body", "message"), [
     ([*TILE_LOADS, *PRODUCTS, "tilestored %tmm0, (%rax,%rbx,1)"], "a tile is stored in the loop"),
     (["tileloadd 64(%rsp,%rcx,1), %tmm4", *TILE_LOADS[1:], *PRODUCTS], "a tile on the stack"),
-    ([*TILE_LOADS, *PRODUCTS[:3]], "3 tile products for 4 tile loads"),
+    ([*TILE_LOADS, *PRODUCTS[:3]], "3 tile matmuls for 4 tile loads"),
     ([*TILE_LOADS[:3], *PRODUCTS[:1] * 3], "30.8 % of the matrix unit's rate in the model"),  # one sum waits for itself
 ])
 def test_a_loop_that_wastes_the_matrix_unit_is_named(body, message):

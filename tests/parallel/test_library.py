@@ -364,7 +364,7 @@ def test_mistakes_about_models(trained, tmp_path):
                           (lambda: model.generate("a", temperature=-1.0), "--temperature is -1.0: pass 0 or more"),
                           (lambda: model.loss("a"), "the text has 1 tokens"), (lambda: model.logits([]), "tokens have shape"),
                           (lambda: model.logits([[1]]), "tokens have shape .1, 1."), (lambda: model.logits([9999]), "outside the"),
-                          (lambda: model.logits([1] * 99), "99 tokens are given, and the model has 24 positions")):
+                          (lambda: model.logits([1] * 99), "99 tokens were passed, and the model has 24 positions")):
         with pytest.raises(ValueError, match=message):
             call()
     with warnings.catch_warnings():

@@ -46,12 +46,12 @@ def test_checkpoints_between_those_to_retain_are_removed(tmp_path, retain, kept)
     assert list_iterations(tmp_path) == kept
 
 
-@pytest.mark.parametrize("behind", [{}, {"async_save": True}])
-def test_a_checkpoint_without_the_optimizer_is_small_and_needs_a_flag(tmp_path, behind):
+@pytest.mark.parametrize("background", [{}, {"async_save": True}])
+def test_a_checkpoint_without_the_optimizer_is_small_and_needs_a_flag(tmp_path, background):
     layout = {"tensor_model_parallel_size": 2, "zero_stage": 1}
 
     def work(world):
-        trainer = trained(world, tmp_path, 3, no_save_optim=True, **layout, **behind)
+        trainer = trained(world, tmp_path, 3, no_save_optim=True, **layout, **background)
         weights = whole_tensors(trainer, "weight")
         run = small_run(num_layers=2, train_iters=5, load=str(tmp_path), **layout)
         with pytest.raises(ValueError, match="saved with --no-save-optim, .*: pass --no-load-optim to continue, or --finetune"):

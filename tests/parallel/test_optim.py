@@ -139,9 +139,9 @@ class MegatronGradScaler:
 def test_loss_scale_follows_megatron(seed, hysteresis):
     ours = LossScaler(PrecisionConfig(fp16=True, initial_loss_scale=2.0**10, min_loss_scale=4.0, loss_scale_window=5,
                                       hysteresis=hysteresis))
-    theirs, chance, scales = MegatronGradScaler(2.0**10, 4.0, 5, hysteresis), random.Random(seed), set()
+    theirs, rng, scales = MegatronGradScaler(2.0**10, 4.0, 5, hysteresis), random.Random(seed), set()
     for step in range(600):
-        overflow = chance.random() < (0.05, 0.6)[step // 100 % 2]
+        overflow = rng.random() < (0.05, 0.6)[step // 100 % 2]
         ours.update(overflow)
         theirs.update(overflow)
         assert ours.scale == theirs.scale, step

@@ -157,7 +157,7 @@ def test_what_is_written_is_the_iteration_of_the_copy(tmp_path, opened):
         trainer, again = (make_trainer(world, small_run(**layout)) for _ in range(2))
         trainer.train_step()
         expected = whole_tensors(trainer, "weight")
-        saving = trainer.save_behind(str(tmp_path))
+        saving = trainer.save_in_background(str(tmp_path))
         after = trainer.train_step().loss
         world.barrier()
         opened.set()

@@ -106,7 +106,7 @@ def test_a_family_of_kernels(tmp_path, family, dtype, ops, options):
         assert f"--only={row['op']} " in row["repeat"].replace("'", "") and row["repeat"] in printed
 
 
-def test_openblas_makes_the_same_products():
+def test_openblas_makes_the_same_matmuls():
     torch.manual_seed(0)
     left, right, out = torch.randn(5, 7), torch.randn(7, 3), torch.empty(5, 3)
     for one, other in ((left, right), (left.T.contiguous().T, right), (left, right.T.contiguous().T)):

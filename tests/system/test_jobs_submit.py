@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fugaku_megatron import cli
-from fugaku_megatron.jobs import check, command, limits, render, script, torus
+from fugaku_megatron.jobs import check, job_command, limits, render, script, torus
 from fugaku_megatron.jobs.job import MARGIN, interpret, start_up
 from fugaku_megatron.perf import search
 from tests.helpers import check_scripts
@@ -21,7 +21,7 @@ from tests.unit.test_jobs_check import check_map
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "scripts" / "pjsub"
-COMMITTED = {name: (FOLDER / name).read_text() for name in command.SCRIPTS}
+COMMITTED = {name: (FOLDER / name).read_text() for name in job_command.SCRIPTS}
 SEARCHED = ("run_124m.sh",)  # the search of layouts for all of them takes minutes
 OF_EACH_KIND = [name for name in COMMITTED if name != "run_124m.sh"]
 HELD = "--ranks-per-node 4 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 3 --micro-batch-size 1"
@@ -71,7 +71,7 @@ def hold_layout(monkeypatch, text: str) -> None:
 def test_the_committed_script_is_the_rendered_one(name, searched, monkeypatch):
     if not searched:
         hold_layout(monkeypatch, COMMITTED[name])
-    assert COMMITTED[name] == command.rendered(name), "make rendered writes it again"
+    assert COMMITTED[name] == job_command.rendered(name), "make rendered writes it again"
     assert os.access(FOLDER / name, os.X_OK)
     assert check.problems(COMMITTED[name], group="hp000000", files=False) == []
 
@@ -114,7 +114,7 @@ def test_plan_names_shape_layout_map_and_time(stages, nodes, shape, capsys):
 
 
 def test_the_planned_map_keeps_every_tensor_group_in_a_unit():
-    job = command.job_from_words(LARGE.format(4, 6144).split())
+    job = job_command.job_from_words(LARGE.format(4, 6144).split())
     check_map(torus.RankMap.from_layout(job.shape, job.ranks_per_node, job.layout.tp, job.layout.pp))
 
 
@@ -192,7 +192,7 @@ def test_the_archive_holds_the_tokenizer_and_no_weights(model, tmp_path):
 
 def test_a_chain_counts_what_each_job_spends_on_start_and_end(capsys):
     words = f"--recipe 124m --nodes 48 {HELD} --train-iters 1000 --elapse 01:00:00"
-    job = command.job_from_words(words.split())
+    job = job_command.job_from_words(words.split())
     each = 3600 - MARGIN - start_up(48)
     assert f"{math.ceil(1000 * job.seconds / each)} jobs in a row" in " ".join(job.why)
     assert 1000 * job.seconds / 3600 < 2 < 1000 * job.seconds / each

@@ -167,7 +167,7 @@ def test_a_recipe_is_the_published_model(recipe):
     assert architecture(read_config(PUBLISHED[recipe])[1]) == architecture(RECIPES[recipe]().model)
 
 
-def test_the_chat_template_travels_along_or_is_a_named_one(converted, tmp_path):
+def test_the_chat_template_is_copied_or_is_a_named_one(converted, tmp_path):
     source, named = tmp_path / "source", tmp_path / "named.jinja"
     shutil.copytree(converted.theirs, source)
     (source / "chat_template.jinja").write_text("own")

@@ -123,8 +123,8 @@ LIKELY = torch.softmax(LOGITS, 0)
 
 def picked(temperature: float = 1.0, top_k: int = 0, top_p: float = 0.0, times: int = 400) -> list[int]:
     sampling = Sampling(temperature, top_k, top_p, seed=0)
-    chance = sampling.generator(0)
-    return [sampling.pick(LOGITS, chance) for _ in range(times)]
+    rng = sampling.generator(0)
+    return [sampling.pick(LOGITS, rng) for _ in range(times)]
 
 
 def test_the_choice_of_a_token():

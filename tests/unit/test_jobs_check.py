@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fugaku_megatron.jobs import check, limits, script, torus
-from fugaku_megatron.jobs.command import job_from_words
+from fugaku_megatron.jobs.job_command import job_from_words
 from fugaku_megatron.jobs.render import render, self_contained
 from fugaku_megatron.jobs.torus import RankMap
 

@@ -77,7 +77,7 @@ def test_errata_are_all_used():
 
 
 @pytest.mark.parametrize(("file", "old", "new", "expected"), [
-    ("a64fx_tcmalloc.csv", ",1020.3,", ",abc,", ["line 2, column seconds: 'abc'", "a number above 0 is expected"]),
+    ("a64fx_tcmalloc.csv", ",1020.3,", ",abc,", ["line 2, column seconds: 'abc'", "expected a number above 0"]),
     ("a64fx_tcmalloc.csv", ",1020.3,", ",1020.3,7,", ["line 2, column notes", "has 17 cells, 16 are expected"]),
     ("a64fx_tcmalloc.csv", "20,002.1,ran", "20,002.1,flew", ["line 2, column status: 'flew'", "ran or oom"]),
     ("a64fx_tcmalloc.csv", "20,002.1,ran", "20,002.9,ran", ["line 2, column table: '002.9'"]),

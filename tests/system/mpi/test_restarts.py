@@ -93,14 +93,14 @@ def written_chats(prefix: Path) -> list[str]:
 def kill_often(mpi: launch.MPI, folder: Path, kills: int, flags: list[str], ways: list[list[str]],
                model: Sequence[str] = TINY) -> None:
     """Start, kill a rank at a random moment and start again, `kills` times; then run to the end."""
-    chance, killed, flags = random.Random(kills), 0, [*flags, "--train-iters", str(LENGTH * kills)]
+    rng, killed, flags = random.Random(kills), 0, [*flags, "--train-iters", str(LENGTH * kills)]
     while killed < kills:
         job = start(mpi, folder, *flags, *ways[killed % len(ways)], model=model)
-        if wait_for_lines(job, chance.randint(1, 4)):
-            time.sleep(chance.random() * 0.03)
+        if wait_for_lines(job, rng.randint(1, 4)):
+            time.sleep(rng.random() * 0.03)
             victims = ranks(job)
             if victims:
-                chance.choice(victims).kill()
+                rng.choice(victims).kill()
         job.stdout.read()
         if job.wait(timeout=60) == 0:
             break  # it was faster than the kill
