@@ -20,7 +20,7 @@ def checkout(tmp_path_factory):
     """A copy of the scripts and the package, without .venv."""
     folder = tmp_path_factory.mktemp("checkout")
     shutil.copytree(ROOT / "fugaku_megatron", folder / "fugaku_megatron", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    for name in SCRIPTS:
+    for name in (*SCRIPTS, "tools/__init__.py", "tools/environment.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
     for path in (ROOT / "scripts" / "pjsub").glob("local_*.py"):
