@@ -174,7 +174,7 @@ rendered: setup
 	$(BIN)/fugaku-megatron job slurm scripts/slurm --recipe 124m
 	sed -i '/^---$$/q' docs/tables.md
 	echo >> docs/tables.md
-	$(BIN)/fugaku-megatron tables --markdown >> docs/tables.md
+	$(BIN)/fugaku-megatron tables --markdown | sed -n 's/^00[0-9]: /- &/p' >> docs/tables.md
 	$(BIN)/python -m tools.megatron_flags --write
 
 clean:
