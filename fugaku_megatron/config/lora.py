@@ -85,22 +85,25 @@ class LoraConfig:
         """ValueError for a model whose matrices cannot have these adapters."""
         if not self.on:
             return
-        attention = ",".join(MATRICES[QKV] + MATRICES[PROJ])
-        check(model.num_experts is None or not (self.parts(FC1, model) or self.parts(FC2, model)), f"--lora-target "
-              f"{self.lora_target}: adapters of the MLPs of a model with --num-experts {model.num_experts} are not built: pass "
-              f"{attention}, or some of them")
+        attention, of_experts = ",".join(MATRICES[QKV] + MATRICES[PROJ]), model.num_experts and self.of_mlps(model)
+        check(not self.lora_dropout or not of_experts, f"--lora-dropout {self.lora_dropout}: adapters of experts have no dropout, "
+              f"as in peft: pass 0, or --lora-target {attention}")
         check(model.gated or "gate_proj" not in self.targets, "--lora-target gate_proj: the MLP has no gate: leave it out, or "
               "pass --swiglu")
-        for linear in MATRICES:
-            for part in self.parts(linear, model):
-                rows, columns = shape(part, model)
-                check(self.rank <= min(rows, columns), f"--lora-rank {self.rank} is larger than the smaller side of {part}, "
-                      f"{rows} x {columns}: lower it to {min(rows, columns)} or less")
+        sides = [(part, *shape(part, model, width)) for linear in MATRICES for part in self.parts(linear, model)
+                 for width in model.mlp_widths]
+        for part, rows, columns in sides:
+            check(self.rank <= min(rows, columns), f"--lora-rank {self.rank} is larger than the smaller side of {part}, "
+                  f"{rows} x {columns}: lower it to {min(rows, columns)} or less")
+
+    def of_mlps(self, model: ModelConfig) -> bool:
+        """Whether MLPs, or experts, have adapters."""
+        return bool(self.parts(FC1, model) or self.parts(FC2, model))
 
 
-def shape(name: str, model: ModelConfig) -> tuple[int, int]:
-    """(outputs, inputs) of a matrix that a target names."""
-    h, d, f = model.hidden_size, model.kv_channels, model.ffn_hidden_size
+def shape(name: str, model: ModelConfig, f: int) -> tuple[int, int]:
+    """(outputs, inputs) of a matrix that a target names, of an MLP or expert of width f."""
+    h, d = model.hidden_size, model.kv_channels
     keys = model.query_groups * d
     return {"q_proj": (model.context_width, h), "k_proj": (keys, h), "v_proj": (keys, h), QKV: (model.qkv_width, h),
             "o_proj": (h, model.context_width), PROJ: (h, model.context_width), "gate_proj": (f, h), "up_proj": (f, h),

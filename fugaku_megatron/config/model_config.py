@@ -210,6 +210,14 @@ class ModelConfig(ExpertFields):
         return tuple("experts" if layer else dense for layer in experts)
 
     @property
+    def mlp_widths(self) -> tuple[int, ...]:
+        """f of every kind of MLP in the model: dense ones, each expert, the shared expert."""
+        if not self.num_experts:
+            return (self.ffn_hidden_size,)
+        dense = self.ffn_hidden_size if self.activation in self.mlps else None
+        return tuple(filter(None, (dense, self.moe_ffn_hidden_size, self.moe_shared_expert_intermediate_size)))
+
+    @property
     def gated(self) -> bool:
         """Whether the MLP, or each expert, has a gate."""
         return self.swiglu or self.geglu

@@ -1,7 +1,10 @@
 """Adapters as peft has them: adapter_config.json, and A and B of every matrix in adapter_model.safetensors, both ways.
 
-One A of ours that several matrices of theirs share is written for each of them. Needs no peft. Left out: what adapters compute
-(`nn.adapters`), names and places of the matrices (architectures.py).
+One A of ours that several matrices of theirs share is written for each of them. transformers 5 holds the matrices of a layer's
+experts in two parameters, (e, 2 f, h) and (e, h, f), which peft adapts as such: rank R of an expert gives A (e R, in) and
+B (out, R e), whose columns have the rank first. A gate and what it multiplies, with an A each, are one adapter of twice the rank
+there. Files of transformers 4 have a linear layer for each matrix of each expert; those are read, not written. Needs no peft.
+Left out: what adapters compute (`nn.adapters`), names and places of the matrices (architectures.py).
 """
 
 from __future__ import annotations
@@ -17,9 +20,10 @@ from torch import Tensor
 
 from ..checkpoint.tensor_files import write_tensors
 from ..config.checks import check
-from ..config.lora import MATRICES, LoraConfig
+from ..config.lora import FC1, FC2, MATRICES, LoraConfig
 from ..config.model_config import ModelConfig
-from .architectures import Architecture, conv_query_key_value, transposed
+from ..nn.adapters import expanded, row_mask
+from .architectures import Architecture, conv_query_key_value, of_expert, stacked_of_expert, transposed
 from .hugging_face import Part, TensorDirectory, architecture_of, carried_config, header, in_their_shape, parts, read_json
 from .weights import Adapters, Weights, adapter_shapes, layer_of
 
@@ -27,30 +31,44 @@ CONFIG, TENSORS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "b
 TURNED = (transposed, conv_query_key_value)  # of a module that holds its weight as (inputs, outputs)
 # What a field of adapter_config.json may be; others change what adapters compute.
 ONLY: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",), "bias": ("none", None), "use_dora": (False, None), "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None), "modules_to_save": (None, []), "lora_bias": (False, None), "layer_replication": (None,),
-    "use_qalora": (False, None), "target_parameters": (None, [])}
+    "peft_type": ("LORA",), "bias": ("none", None), "use_dora": (False, None), "modules_to_save": (None, []),
+    "lora_bias": (False, None), "layer_replication": (None,), "use_qalora": (False, None)}
+PARAMETERS = {FC1: "gate_up_proj", FC2: "down_proj"}  # of `mlp.experts`, in their order, in which peft wraps one around the other
+PATTERN = rf".*\.{PARAMETERS[FC1]}"
 
 
 @dataclass(frozen=True)
 class Place:
-    """A matrix of theirs. module: its name. ours: the weight that holds it. target: its name in --lora-target."""
+    """A matrix of theirs. module: its name. ours: the weight that holds it. target: its name in --lora-target.
+
+    expert: the one that it belongs to, in files of transformers 4.
+    """
 
     module: str
     ours: str
     target: str
     part: Part
+    expert: int | None = None
 
 
 def places(architecture: Architecture, model: ModelConfig) -> Iterator[Place]:
     """Every matrix of the layers' linear layers."""
-    table = parts(architecture, model)
+    table, each = parts(architecture, model), {stacked_of_expert: 2, of_expert: 1}
     several = {part.ours for part in table.values() if part.number}
     for theirs, part in table.items():
         linear, kind = part.ours.split(".")[-2:]
         if linear in MATRICES and kind == "weight" and layer_of(part.ours) is not None:
-            target = MATRICES[linear][part.number] if part.ours in several or len(MATRICES[linear]) == 1 else linear
-            yield Place(theirs.removesuffix(".weight"), part.ours, target, part)
+            expert, number = divmod(part.number, each[part.arranged]) if part.arranged in each else (None, part.number)
+            target = MATRICES[linear][number] if part.ours in several or len(MATRICES[linear]) == 1 else linear
+            yield Place(theirs.removesuffix(".weight"), part.ours, target, part, expert)
+
+
+def _of_experts(rows: list[Place], linears: list[str]) -> dict[str, str]:
+    """Our weights of experts -> the module of theirs that has its adapter, where these linear layers have one."""
+    weights = dict.fromkeys(row.ours for row in rows if row.expert is not None)
+    inner = ".base_layer" * (linears == [FC1, FC2])
+    return {ours: f"model.layers.{layer_of(ours)}.mlp.experts" + inner * (FC1 in ours) for ours in weights
+            if ours.split(".")[-2] in linears}
 
 
 def save_peft(weights: Weights, directory: Path) -> None:
@@ -59,8 +77,12 @@ def save_peft(weights: Weights, directory: Path) -> None:
     check(adapters is not None, "--to-peft writes adapters, and --load holds a whole model: pass a checkpoint of --lora-rank")
     assert adapters is not None
     tensors: dict[str, Tensor] = {}
-    modules, turned = set(), False
-    for place in places(architecture_of(model, carried_config(weights.carried)), model):
+    modules, parameters, turned = set(), set(), False
+    rows = [*places(architecture_of(model, carried_config(weights.carried)), model)]
+    for ours, module in _of_experts(rows, [name for name in PARAMETERS if adapters.lora.parts(name, model)]).items():
+        tensors |= zip((f"{PREFIX}{module}.lora_{kind}.weight" for kind in "AB"), _fused(adapters, ours))
+        parameters.add(f"mlp.experts.{PARAMETERS[ours.split('.')[-2]]}")
+    for place in (row for row in rows if row.expert is None):
         names = adapters.parts(place.ours)
         linear = place.ours.split(".")[-2]
         check(place.target != linear or names in ((), (linear,)), f"--to-peft: {place.module} is one matrix, and has adapters "
@@ -72,10 +94,15 @@ def save_peft(weights: Weights, directory: Path) -> None:
         number = names.index(place.target) if place.target in names else 0
         tensors[f"{PREFIX}{place.module}.lora_A.weight"] = a[number].contiguous()
         tensors[f"{PREFIX}{place.module}.lora_B.weight"] = own
-        modules.add(place.module.rsplit(".", 1)[-1])
+        if model.num_experts and linear in PARAMETERS:  # which peft takes for an expert's where it is a module
+            parameters.add(".".join([*place.module.split(".")[3:], "weight"]))
+        else:
+            modules.add(place.module.rsplit(".", 1)[-1])
         turned = turned or place.part.arranged in TURNED
     write_tensors(directory / TENSORS, tensors)
     config = _config(adapters.lora, sorted(modules), turned, carried_config(weights.carried).get("_name_or_path"))
+    if parameters:
+        config |= {"target_parameters": sorted(parameters)} | _patterns(config, len(adapters.lora.parts(FC1, model)))
     (directory / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -83,6 +110,21 @@ def _matrix(b: Tensor, part: Part, model: ModelConfig) -> Tensor:
     """The rows of B that belong to a matrix of theirs, (out, r)."""
     own = in_their_shape(b, part, model)
     return own.t().contiguous() if part.arranged in TURNED else own
+
+
+def _fused(adapters: Adapters, ours: str) -> tuple[Tensor, Tensor]:
+    """A (e p r, in) and B (out, p r e) of a parameter of theirs that holds a matrix of every expert."""
+    a, b = adapters.of(ours)
+    mask = row_mask(ours.split(".")[-2], adapters.parts(ours), a, b, adapters.model)
+    whole = expanded(b, mask, 1.0)
+    return a.flatten(0, 2).contiguous(), whole.view(len(a), -1, whole.shape[-1]).permute(1, 2, 0).flatten(1).contiguous()
+
+
+def _patterns(config: dict[str, Any], several: int) -> dict[str, Any]:
+    """Rank and alpha of the experts' first parameter, where it holds several adapters; their scale is that of the others."""
+    factor = several**0.5 if config["use_rslora"] else several
+    return {} if several < 2 else {"rank_pattern": {PATTERN: config["r"] * several},
+                                   "alpha_pattern": {PATTERN: config["lora_alpha"] * factor}}
 
 
 def _config(lora: LoraConfig, modules: list[str], turned: bool, base: Any) -> dict[str, Any]:
@@ -114,10 +156,14 @@ def _open(path: Path, weights: Weights, base: dict[str, Any]) -> Weights:
     files = TensorDirectory(path, header(path / TENSORS))
     rows = [*places(architecture_of(model, carried_config(weights.carried)), model)]
     there = [row for row in rows if f"{PREFIX}{row.module}.lora_A.weight" in files.tensors]
-    known = {f"{PREFIX}{row.module}.lora_{kind}.weight" for row in rows for kind in "AB"}
+    adapted = str(config.get("target_parameters") or "")
+    fused = _of_experts(rows, [name for name, parameter in PARAMETERS.items() if f"experts.{parameter}'" in adapted])
+    known = {f"{PREFIX}{module}.lora_{kind}.weight" for module in (*(row.module for row in rows), *fused.values()) for kind in "AB"}
     extra = next((name for name in files.tensors if name not in known), None)
     check(extra is None, f"{TENSORS} holds {extra}, which this model has no adapter for")
-    targets = list(dict.fromkeys(row.target for row in there))
+    several = _adapters_of_gates(config, any(row.target in MATRICES[FC1] for row in there))
+    of_fused = [name for ours in fused for name in ((FC1,), MATRICES[FC1])[several - 1] * (FC1 in ours) or MATRICES[FC2]]
+    targets = list(dict.fromkeys([*(row.target for row in there), *of_fused]))
     check(bool(targets), f"{TENSORS} holds no adapter of this model")
     lora = LoraConfig(lora_rank=config.get("r"), lora_alpha=float(config.get("lora_alpha", 8)), lora_target=",".join(targets),
                       lora_dropout=float(config.get("lora_dropout", 0.0)), lora_use_rslora=bool(config.get("use_rslora")))
@@ -127,17 +173,53 @@ def _open(path: Path, weights: Weights, base: dict[str, Any]) -> Weights:
     def read(name: str) -> Tensor:
         kind, ours = name.split(".")[-2].removeprefix("lora_"), f"{name.rsplit('.', 2)[0]}.weight"
         tensor = torch.zeros(wanted[name])
+        if ours in fused:
+            theirs = f"{PREFIX}{fused[ours]}.lora_{kind}.weight"
+            check(theirs in files.tensors, f"{TENSORS} does not hold {theirs}")
+            _fill_fused(tensor, files.read(theirs), theirs, kind, lora)
         for row in (row for row in there if row.ours == ours):
             theirs = f"{PREFIX}{row.module}.lora_{kind}.weight"
             check(theirs in files.tensors, f"{TENSORS} does not hold {theirs}")
             number = lora.parts(ours.split(".")[-2], model).index(row.target)
-            _fill(tensor, number, files.read(theirs), row.part, model, theirs, kind)
+            of_expert = kind == "A" and row.expert is not None
+            _fill(tensor[row.expert] if of_expert else tensor, number, files.read(theirs), row.part, model, theirs, kind)
         return tensor
 
     adapters = Adapters(lora, model, read, base)
-    for row in there:  # a file that does not fit is told before anything is written
-        adapters.of(row.ours)
+    for ours in dict.fromkeys((*fused, *(row.ours for row in there))):  # what does not fit is told before anything is written
+        adapters.of(ours)
     return adapters.added_to(weights)
+
+
+def _adapters_of_gates(config: dict[str, Any], apart: bool) -> int:
+    """How many adapters the gates of experts and what they multiply have here: two where theirs is one of twice the rank.
+
+    apart: other matrices of the file have two.
+    """
+    given = {name: config.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
+    built = _patterns({"r": 8, "lora_alpha": 8, "use_rslora": False, **config}, 2)
+    check(given in (dict.fromkeys(given, {}), built), f"{CONFIG}: rank_pattern is {given['rank_pattern']!r:.80} and alpha_pattern "
+          f"{given['alpha_pattern']!r:.80}, and what is built is one rank, or {built!r}")
+    return 2 if apart or given["rank_pattern"] else 1
+
+
+def _fill_fused(ours: Tensor, theirs: Tensor, name: str, kind: str, lora: LoraConfig) -> None:
+    """Copy A (e R, in) or B (out, R e) of a parameter of theirs to ours, A (e, p, r, in) or B (e, out or 2, f, r)."""
+    experts, r, shape = len(ours), lora.rank, ours.shape
+    rank = theirs.shape[kind == "B"] // experts
+    expected = [experts * rank, shape[-1]] if kind == "A" else [shape[1:-1].numel(), rank * experts]
+    check(rank in (r, 2 * r) and list(theirs.shape) == expected, f"{name} has shape {list(theirs.shape)}, and this model needs "
+          f"{[experts * r, shape[-1]] if kind == 'A' else [expected[0], r * experts]}")
+    if kind == "A":
+        ours.copy_(theirs.view(experts, -1, r, shape[-1]))  # both parts of ours have the A that theirs has once
+        return
+    matrices = theirs.view(-1, rank, experts).permute(2, 0, 1).reshape(*shape[:-1], rank)
+    if rank > r:
+        halves = matrices.unflatten(-1, (2, r))  # (e, 2, f, 2, r)
+        check(not halves[:, 0, :, 1].any() and not halves[:, 1, :, 0].any(), f"{name}: the gate reads the adapter of what it "
+              f"multiplies, and what is built are two adapters of rank {r}, or one of rank {rank}")
+        matrices = torch.stack((halves[:, 0, :, 0], halves[:, 1, :, 1]), 1)
+    ours.copy_(matrices)
 
 
 def _fill(ours: Tensor, number: int, theirs: Tensor, part: Part, model: ModelConfig, name: str, kind: str) -> None:

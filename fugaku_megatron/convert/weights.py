@@ -57,7 +57,7 @@ class Adapters:
         return self.lora.parts(linear, self.model) if linear in MATRICES and kind == "weight" else ()
 
     def of(self, name: str) -> tuple[Tensor, Tensor]:
-        """A (p, r, in), and B with the rows of the weight and r columns."""
+        """A (p, r, in), of experts (e, p, r, in), and B with the rows of the weight and r columns."""
         place = name.removesuffix(".weight")
         return self.read(f"{place}.lora_A.weight"), self.read(f"{place}.lora_B.weight")
 
@@ -67,7 +67,7 @@ class Adapters:
         if not parts:
             return weight
         a, b = self.of(name)
-        mask = row_mask(name.split(".")[-2], parts, b.shape[:-1].numel(), self.model)
+        mask = row_mask(name.split(".")[-2], parts, a, b, self.model)
         return merged(weight, a, b, mask, self.lora.scale)
 
     def added_to(self, weights: Weights) -> Weights:

@@ -280,9 +280,11 @@ def parameters(run: RunConfig) -> int:
 
 def active_parameters(run: RunConfig) -> int:
     """Those of `parameters` that one token meets: of the experts of a layer, its own ones."""
-    model = run.model
-    idle, matrices = (model.num_experts or 0) - model.moe_router_topk, model.fc1_widths + 1
-    return parameters(run) - model.mlps.count("experts") * idle * matrices * (model.moe_ffn_hidden_size or 0) * model.hidden_size
+    model, layers = run.model, run.model.mlps.count("experts")
+    if not layers or model.num_experts is None:
+        return parameters(run)
+    experts = sum(r.parameters for r in layer_records(replace(run, parallel=ParallelConfig()), 1, "experts") if r.grouped)
+    return parameters(run) - layers * experts * (model.num_experts - model.moe_router_topk) // model.num_experts
 
 
 # FLOPs of an iteration: three named kinds ----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..config.layout import group_copies, sequence_parts
-from ..config.lora import FC1, FC2, MATRICES, PROJ, QKV, shape
+from ..config.lora import FC1, FC2, MATRICES, PROJ, QKV
 from ..config.run_config import ModelConfig, RunConfig
 
 FP32_BYTES = 4
@@ -30,10 +30,10 @@ class Record:
     """One operation on one rank for one micro-batch.
 
     name: layer operation. parameters: held by this rank. replicated: those of them that every tensor-parallel rank holds. of_heads:
-    those of these whose gradient comes from a rank's own heads. divided: parameters of experts that ranks share in another way than
-    other matrices. gemm: (M, N, K) of the forward matmul and how many of them. flops_*: multiply and add counted apart, matmuls
-    only, attention's over the full square. seen: the share of that square that a kernel needs. dropout: whether some of its
-    probabilities are dropped.
+    those of these whose gradient comes from a rank's own heads, or its own parts of experts. divided: parameters of experts that
+    ranks share in another way than other matrices. gemm: (M, N, K) of the forward matmul and how many of them; grouped: they are
+    those of experts. flops_*: multiply and add counted apart, matmuls only, attention's over the full square. seen: the share of
+    that square that a kernel needs. dropout: whether some of its probabilities are dropped.
     saved_bytes: kept from forward to backward. forward, backward: collectives in order. frozen: a matmul whose weight has no
     gradient. adapts: the parameters are an adapter's, which alone are trained.
     """
@@ -45,6 +45,7 @@ class Record:
     divided: int = 0
     gemm: tuple[int, int, int] | None = None
     gemm_count: int = 1
+    grouped: bool = False
     seen: float = 1.0
     dropout: bool = False
     flops_forward: int = 0
@@ -145,7 +146,7 @@ def adapted(run: RunConfig, tp: int, records: tuple[Record, ...]) -> tuple[Recor
     """The records where adapters alone are trained: without the weight gradients of others, and with the adapters' own matmuls."""
     if not run.lora.on:
         return records
-    return tuple(each for record in records for each in (_frozen(run, record), *_adapters(run, tp, record.name)))
+    return tuple(each for record in records for each in (_frozen(run, record), *_adapters(run, tp, record)))
 
 
 def _frozen(run: RunConfig, record: Record) -> Record:
@@ -156,27 +157,49 @@ def _frozen(run: RunConfig, record: Record) -> Record:
         kept = 0
     if record.name == FC1 and run.lora.parts(FC2, run.model) and not run.lora.parts(FC1, run.model):
         kept = 0
-    backward = record.backward[-1:] if record.name in (QKV, FC1) else record.backward  # the input is not gathered again
-    return replace(record, replicated=0, of_heads=0, saved_bytes=kept, backward=backward, frozen=matmul,
+    again = _linear_name(record) in (QKV, FC1)
+    backward = record.backward[-1:] if again else record.backward  # the input is not gathered again
+    return replace(record, replicated=0, of_heads=0, divided=0, saved_bytes=kept, backward=backward, frozen=matmul,
                    flops_backward=record.flops_forward if matmul else record.flops_backward)
 
 
-def _adapters(run: RunConfig, tp: int, name: str) -> tuple[Record, ...]:
+def _linear_name(record: Record) -> str:
+    """The linear layer that a matmul is, also of a shared expert."""
+    return record.name.replace("shared_", "linear_")
+
+
+def _adapters(run: RunConfig, tp: int, record: Record) -> tuple[Record, ...]:
     """The two matmuls of a linear layer's adapters; none where it has none. Their input is kept with the layer's."""
+    name, rank = _linear_name(record), run.lora.rank
     parts = run.lora.parts(name, run.model) if name in MATRICES else ()
-    if not parts:
+    if not parts or record.gemm is None:
         return ()
-    rows, part, rank, split = tokens_per_microbatch(run), sequence_parts(run, tp), run.lora.rank, name in (PROJ, FC2)
-    (outputs, inputs), width = shape(name, run.model), len(parts) * rank
+    (rows, outputs, inputs), part, split = record.gemm, sequence_parts(run, tp), name in (PROJ, FC2)
+    width = len(parts) * rank
     kept = rows * width * element_bytes(run)
     around = MatmulCollectives.from_run(run, tp, kept)
+    if record.grouped:
+        down, up = (linear(f"{name}_lora_{kind}", rows, *sizes, 0, 0, (), ()) for kind, sizes in (("A", (width, inputs)),
+                                                                                                ("B", (outputs, width))))
+        return (_of_experts(run, tp, record, down, width * inputs, not split),
+                _of_experts(run, tp, record, up, outputs * rank, split))
     if split:
-        down = linear(f"{name}_lora_A", rows, width, inputs // tp, 0, 0, around.out, around.out_backward)
+        down = linear(f"{name}_lora_A", rows, width, inputs, 0, 0, around.out, around.out_backward)
         up = linear(f"{name}_lora_B", rows // part, outputs, width, 0, kept // part, (), ())
         return replace(down, adapts=True), replace(up, parameters=outputs * rank, replicated=outputs * rank, adapts=True)
     down = linear(f"{name}_lora_A", rows // part, width, inputs, 0, 0, around.into, around.into_backward[-1:], width * inputs)
-    up = linear(f"{name}_lora_B", rows, outputs // tp, width, 0, kept, (), ())
-    return replace(down, adapts=True), replace(up, parameters=outputs // tp * rank, adapts=True)
+    up = linear(f"{name}_lora_B", rows, outputs, width, 0, kept, (), ())
+    return replace(down, adapts=True), replace(up, parameters=outputs * rank, adapts=True)
+
+
+def _of_experts(run: RunConfig, tp: int, experts: Record, matmul: Record, elements: int, whole: bool) -> Record:
+    """That of an expert's adapters as the matmul of all. elements: of the matrix; whole: ranks that share an expert all have it."""
+    count, divided = experts.gemm_count, bool(experts.divided)
+    shares = not divided or (run.parallel.expert_tensor_parallel_size or tp) > 1
+    size, common = elements * count, elements * count * (whole and shares)
+    return replace(matmul, gemm_count=count, grouped=True, parameters=size, divided=size * divided, replicated=common,
+                   of_heads=common, flops_forward=matmul.flops_forward * count, flops_backward=matmul.flops_backward * count,
+                   adapts=True)
 
 
 def cache_slots(model: ModelConfig, positions: int) -> int:

@@ -108,7 +108,8 @@ def expert_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
 
     def grouped(name: str, outputs: int, inputs: int, saved: int) -> Record:
         matmul, size = linear(name, division.here, outputs, inputs, 0, saved, (), ()), held * outputs * inputs
-        return replace(matmul, gemm=(each, outputs, inputs), gemm_count=held, parameters=size, divided=size * division.divided)
+        return replace(matmul, gemm=(each, outputs, inputs), gemm_count=held, grouped=True, parameters=size,
+                       divided=size * division.divided)
 
     return (
         replace(linear("router", own, e, h, 0, residual_bytes(run, tp) + kept * FP32_BYTES, _counted(run, parts), ()),

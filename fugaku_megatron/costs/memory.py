@@ -16,7 +16,6 @@ from functools import lru_cache
 
 from ..config.groups import MOMENT_BLOCK, MOMENT_BYTES
 from ..config.layout import Layout, placement, sequence_parts
-from ..config.lora import FC1, FC2
 from ..config.run_config import RunConfig
 from ..pipeline.parts import Held, receives_ahead
 from .accounting import (
@@ -78,9 +77,10 @@ def holds_tied_copy(run: RunConfig, stage: int) -> bool:
     return run.model.tied and not run.lora.on and first != last and stage in (first, last)
 
 
-def adapter_parameters(run: RunConfig, tp: int) -> int:
-    """Parameters of a layer's adapters on one rank."""
-    return sum(record.parameters for record in layer_records(run, tp) if record.adapts)
+def adapter_parameters(run: RunConfig, tp: int) -> tuple[int, ...]:
+    """Parameters of every layer's adapters on one rank."""
+    sizes = {mlp: sum(record.parameters for record in layer_records(run, tp, mlp) if record.adapts) for mlp in set(run.model.mlps)}
+    return tuple(sizes[mlp] for mlp in run.model.mlps)
 
 
 def frozen_elements(run: RunConfig, layout: Layout, stage: int) -> int:
@@ -90,18 +90,16 @@ def frozen_elements(run: RunConfig, layout: Layout, stage: int) -> int:
 
 def stage_units(run: RunConfig, layout: Layout, stage: int) -> list[int]:
     """Elements of each unit of a stage, in the order in which backward finishes them; a tied copy is the last. Trained ones."""
+    tp, tied, numbers = layout.tp, holds_tied_copy(run, stage), [n for c in reversed(stage_layers(run, stage)) for n in reversed(c)]
+    first, last = placement(run).owner(0)[0], placement(run).last_stage
     if run.lora.on:
-        count, where = sum(map(len, stage_layers(run, stage))), placement(run)
-        return [*[0] * (stage == where.last_stage), *[adapter_parameters(run, layout.tp)] * count,
-                *[0] * (stage == where.owner(0)[0])]
-    tp, tied = layout.tp, holds_tied_copy(run, stage)
+        of_layer = adapter_parameters(run, tp)
+        return [*[0] * (stage == last), *(of_layer[layer] for layer in numbers), *[0] * (stage == first)]
     head = sum(r.parameters for r in head_records(run, tp, tied=True))
     table = padded_vocab_size(run.model, tp) // tp * run.model.hidden_size
     embedding = sum(r.parameters for r in embedding_records(run, tp)) - table * tied
     of_layer = layer_parameters(run, tp)
-    layers = [of_layer[layer] for chunk in reversed(stage_layers(run, stage)) for layer in reversed(chunk)]
-    first, last = placement(run).owner(0)[0], placement(run).last_stage
-    return [*[head] * (stage == last), *layers, *[embedding] * (stage == first), *[table] * tied]
+    return [*[head] * (stage == last), *(of_layer[layer] for layer in numbers), *[embedding] * (stage == first), *[table] * tied]
 
 
 def bucket_units(run: RunConfig, layout: Layout, stage: int, units: list[int] | None = None) -> list[range]:
@@ -122,7 +120,7 @@ def bucket_sizes(run: RunConfig, layout: Layout, stage: int) -> tuple[tuple[int,
     units, experts = stage_units(run, layout, stage), [*[0] * (stage == where.last_stage), *layers, 0, 0]
     sizes = []
     for bucket in bucket_units(run, layout, stage, units):
-        divided = 0 if run.lora.on else sum(experts[i] for i in bucket)
+        divided = sum(experts[i] for i in bucket)
         sizes.append((round_up(sum(units[i] for i in bucket) - divided, layout.replicas * FLAT_ALIGNMENT),
                       round_up(divided, layout.edp * FLAT_ALIGNMENT)))
     return tuple(sizes)
@@ -285,7 +283,7 @@ def working_bytes(run: RunConfig, tp: int) -> int:
     Where blocks of a reduction are sent, those of two more: all ranks' shares of the own part, and own shares of the others' parts.
     """
     whole, widths = activation_bytes(run), 4 if run.parallel.tp_comm_overlap and tp > 1 else 2
-    inner = 3 if run.lora.parts(FC1, run.model) or run.lora.parts(FC2, run.model) else 1  # what adapters add is made apart
+    inner = 3 if run.lora.of_mlps(run.model) else 1  # what adapters add is made apart
     return widths * whole + inner * inner_bytes(run, tp) + (pair_working_bytes(run, tp) if run.model.num_experts else 0)
 
 

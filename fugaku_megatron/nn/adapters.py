@@ -6,14 +6,20 @@ row i multiplies the r columns of the matrix that it belongs to. Rows without an
     column-parallel   A is replicated, B is split; the small x A^T is gathered where the sequence is split
     row-parallel      A is split, and the small x A^T is summed over ranks; B is replicated
 A is computed from what goes into the layer before it is gathered or after it is reduced, so that ranks exchange r columns. Weights
-that are frozen keep nothing for a backward. Left out: files (`checkpoint`, `convert`).
-Legend: s sequence, b micro-batch, r rank of an adapter, p adapters of a layer, f MLP width, rows = s b.
+that are frozen keep nothing for a backward.
+
+The matrices of experts have adapters each, A (e, p, r, in) and B (e, out, r), which lie where the experts do (`AdaptedExperts`).
+Ranks that share an expert exchange nothing for them: what is replicated there gets a part of its gradient on each.
+Left out: files (`checkpoint`, `convert`).
+Legend: s sequence, b micro-batch, r rank of an adapter, p adapters of a layer, f MLP width, e experts of a rank, n rows of all
+experts, rows = s b.
 """
 
 from __future__ import annotations
 
 import zlib
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,20 +62,21 @@ def _dropped(kernels: Any, x: Tensor, dropout: Dropout | None) -> Tensor:
 class Adapter(nn.Module):
     """The adapters of one linear layer. parts: their names. split: the layer is row-parallel, and its input is split.
 
-    outputs: (out,), or (2, f) of a gate and what it multiplies.
+    outputs: (out,), or (2, f) of a gate and what it multiplies. experts: (e,) where it is the layer of so many, with adapters each.
     """
 
     def __init__(self, name: str, linear: str, parts: tuple[str, ...], inputs: int, outputs: tuple[int, ...], split: bool,
-                 context: Any) -> None:
+                 context: Any, experts: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.context, self.split, self.linear, self.parts = context, split, linear, parts
         self.lora: LoraConfig = context.lora
         self.stream = STREAMS + zlib.crc32(name.encode())
-        rank, more = self.lora.rank, {"frozen": False}
+        rank, more, make = self.lora.rank, {"frozen": False}, context.expert_parameter if experts else context.parameter
         # As uniform values between -1 and 1 / sqrt(inputs), with which peft begins.
-        self.lora_a = context.parameter(f"{name}.lora_A.weight", (len(parts), rank, inputs), 2 if split else None,
-                                        (3.0 * inputs) ** -0.5, **more)
-        self.lora_b = context.parameter(f"{name}.lora_B.weight", (*outputs, rank), None if split else len(outputs) - 1, **more)
+        self.lora_a = make(f"{name}.lora_A.weight", (*experts, len(parts), rank, inputs), len(experts) + 2 if split else None,
+                           (3.0 * inputs) ** -0.5, **more)
+        self.lora_b = make(f"{name}.lora_B.weight", (*experts, *outputs, rank), None if split else len(experts + outputs) - 1,
+                           **more)
 
     @property
     def ops(self) -> Backend:
@@ -77,8 +84,8 @@ class Adapter(nn.Module):
         return _plain(self.context.ops.backends["gemm"])
 
     def mask(self) -> Tensor | None:
-        """(out, p, 1): 1 where a row of B belongs to a part; None where all belong to the only one."""
-        mask = row_mask(self.linear, self.parts, self.lora_b.shape[:-1].numel(), self.context.model)
+        """(out, p, 1): 1 where a row of B belongs to a part; None where all belong to the only one. Of experts (e out, p, 1)."""
+        mask = row_mask(self.linear, self.parts, self.lora_a, self.lora_b, self.context.model)
         return None if mask is None else mask.to(self.lora_b.dtype)
 
     def dropout(self, x: Tensor, forward_pass: Pass) -> Dropout | None:
@@ -112,13 +119,17 @@ class Adapter(nn.Module):
         return _Up.apply(self.ops, y, t, self.lora_b, self.mask(), self.lora.scale)
 
 
-def row_mask(linear: str, parts: tuple[str, ...], rows: int, model: ModelConfig) -> Tensor | None:
-    """(rows, p, 1): 1 where a row of a rank's part of a layer's weight is in part p; None where all are in the only one."""
+def row_mask(linear: str, parts: tuple[str, ...], a: Tensor, b: Tensor, model: ModelConfig) -> Tensor | None:
+    """(rows, p, 1): 1 where a row of a rank's part of a layer's weight is in part p; None where all are in the only one.
+
+    a, b: the adapters, whose shapes say how many rows there are, of all experts.
+    """
     if parts == (linear,) or linear not in (QKV, FC1):
         return None
-    queries = model.num_attention_heads // model.query_groups
+    rows, queries = b.shape[:-1].numel(), model.num_attention_heads // model.query_groups
+    each = rows // a.shape[:-3].numel()  # of an expert
     slot = torch.arange(rows) // model.kv_channels % (queries + 2)  # of a group: its queries, its key, its value
-    owner = torch.arange(rows) // (rows // 2) if linear == FC1 else (slot - queries + 1).clamp(min=0)
+    owner = torch.arange(rows) % each // (each // 2) if linear == FC1 else (slot - queries + 1).clamp(min=0)
     numbers = torch.tensor([MATRICES[linear].index(part) for part in parts])
     return (owner[:, None] == numbers).float().unsqueeze(-1)
 
@@ -130,8 +141,10 @@ def expanded(b: Tensor, mask: Tensor | None, scale: float) -> Tensor:
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """weight (out, in) or (2, f, in) + scale B A in FP32, in weight's dtype and shape. a (p, r, in), b as weight with r columns."""
-    delta = expanded(b.float(), None if mask is None else mask.float(), scale) @ a.detach().float().flatten(0, 1)
+    """weight (..., in) + scale B A in FP32, in weight's dtype and shape. a (p, r, in) or (e, p, r, in), b as weight, r columns."""
+    a = a.detach().float().flatten(-3, -2).view(-1, a.shape[-3:-1].numel(), a.shape[-1])  # (1 or e, p r, in)
+    b = expanded(b.float(), None if mask is None else mask.float(), scale)
+    delta = b.view(len(a), -1, b.shape[-1]) @ a
     return (weight.float() + delta.view(weight.shape)).to(weight.dtype)
 
 
@@ -248,3 +261,66 @@ def _through(ops: Backend, dy: Tensor, weight: Tensor, pre: Tensor, activation: 
         packed = ops.packed(weight, True, chunk)
         ops.kernels.linear_data_gradient(dy, weight, made, pre, activation, packed=packed, fp16_chunk=chunk)
     return made
+
+
+@dataclass(frozen=True)
+class AdaptedExperts:
+    """A backend whose grouped matmuls with the matrices of experts add what their adapters do. adapters: by id of the matrix.
+
+    Of what adapters compute nothing is kept: x A^T and dy B are computed again where a gradient needs them.
+    """
+
+    ops: Backend
+    adapters: Mapping[int, Adapter | None]
+
+    def __getattr__(self, name: str) -> Any:
+        """All other operations are the backend's."""
+        return getattr(self.ops, name)
+
+    def grouped_matmul(self, x: Tensor, weight: Tensor, counts: Sequence[int], out: Tensor, chunk: int = 0) -> None:
+        """As the backend's, of rows (n, in)."""
+        self.ops.grouped_matmul(x, weight, counts, out, chunk)
+        if adapter := self.adapters[id(weight)]:
+            out.add_(_grouped(adapter, _grouped(adapter, x, adapter.lora_a, counts), _up_matrices(adapter), counts))
+
+    def grouped_data_gradient(self, dy: Tensor, weight: Tensor, counts: Sequence[int], dx: Tensor, chunk: int = 0) -> None:
+        """As the backend's, of gradients (n, out)."""
+        self.ops.grouped_data_gradient(dy, weight, counts, dx, chunk)
+        if adapter := self.adapters[id(weight)]:
+            dx.add_(_grouped_back(adapter, _grouped_back(adapter, dy, _up_matrices(adapter), counts), adapter.lora_a, counts))
+
+    def grouped_weight_gradient(self, dy: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int], chunk: int = 0) -> None:
+        """Add the adapters' gradients, now or later; dy (n, out) and x (n, in) stay until then."""
+        adapter, x = self.adapters[id(weight)], x.detach()
+        if adapter is None:
+            return
+
+        def gradients() -> None:
+            b, mask, ops = adapter.lora_b, adapter.mask(), adapter.ops
+            t, dt = _grouped(adapter, x, adapter.lora_a, counts), _grouped_back(adapter, dy, _up_matrices(adapter), counts)
+            ops.grouped_weight_gradient(dt, x, adapter.lora_a, counts)
+            total = ops.grouped_outer_sum(dy, t, counts).flatten(0, 1)  # (e out, p r)
+            total = total if mask is None else (total.unflatten(1, (-1, b.shape[-1])) * mask).sum(1)
+            gradient_of(b).add_(total.view(b.shape), alpha=adapter.lora.scale)
+
+        self.ops.weight_gradients.add(gradients)
+
+
+def _up_matrices(adapter: Adapter) -> Tensor:
+    """`expanded` B of all experts, (e, out, p r)."""
+    whole = expanded(adapter.lora_b, adapter.mask(), adapter.lora.scale)
+    return whole.view(len(adapter.lora_a), -1, whole.shape[-1])
+
+
+def _grouped(adapter: Adapter, x: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
+    """x (n, in) times the transposed matrix of each row's expert, matrices (e, ..., in) -> (n, outputs)."""
+    out = x.new_empty(len(x), matrices.shape[1:-1].numel())
+    adapter.ops.grouped_matmul(x, matrices, counts, out)
+    return out
+
+
+def _grouped_back(adapter: Adapter, dy: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
+    """dy (n, outputs) times the matrix of each row's expert, matrices (e, ..., in) -> (n, in)."""
+    dx = dy.new_empty(len(dy), matrices.shape[-1])
+    adapter.ops.grouped_data_gradient(dy, matrices, counts, dx)
+    return dx

@@ -24,6 +24,7 @@ from ..comm.base import Comm
 from ..comm.exchange import Exchange, GroupedExchange, copy_rows, map_rows, sum_copied_rows
 from ..config.run_config import ModelConfig
 from ..costs.experts import exchanged_groups
+from .adapters import AdaptedExperts
 from .blocks import MLP, GatedMLP
 from .layers import Context
 from .passes import Pass
@@ -167,17 +168,38 @@ def _times(x: Tensor, factors: Tensor) -> Tensor:
     return (x * factors).to(x.dtype)
 
 
+class ExpertLinear(nn.Module):
+    """One matrix of every expert, (e, *outputs, inputs), and their adapters. split: ranks that share an expert have parts of its
+    inputs, else of the last of `outputs`."""
+
+    def __init__(self, name: str, outputs: tuple[int, ...], inputs: int, split: bool, std: float, context: Context) -> None:
+        super().__init__()
+        experts = (context.model.num_experts or 0,)
+        self.weight = context.expert_parameter(f"{name}.weight", (*experts, *outputs, inputs), len(outputs) + split, std)
+        self.adapter = context.adapter(name, inputs, outputs, split, experts)
+
+
 class ExpertMatrices(nn.Module):
     """The matrices of every expert: (e, 2, f, h), the gate's and that of what it multiplies, or (e, f, h), and (e, h, f)."""
 
     def __init__(self, name: str, context: Context) -> None:
         super().__init__()
         model = context.model
-        e, f, h = model.num_experts or 0, model.moe_ffn_hidden_size or 0, model.hidden_size
-        first = (e, 2, f, h) if model.gated else (e, f, h)
-        self.linear_fc1, self.linear_fc2 = nn.Module(), nn.Module()
-        self.linear_fc1.weight = context.expert_parameter(f"{name}.linear_fc1.weight", first, len(first) - 2, model.init_method_std)
-        self.linear_fc2.weight = context.expert_parameter(f"{name}.linear_fc2.weight", (e, h, f), 2, context.output_std)
+        f, h = model.moe_ffn_hidden_size or 0, model.hidden_size
+        first = (2, f) if model.gated else (f,)
+        self.linear_fc1 = ExpertLinear(f"{name}.linear_fc1", first, h, False, model.init_method_std, context)
+        self.linear_fc2 = ExpertLinear(f"{name}.linear_fc2", (h,), f, True, context.output_std, context)
+
+    @property
+    def adapts(self) -> bool:
+        """Whether any of them has adapters."""
+        return self.linear_fc1.adapter is not None or self.linear_fc2.adapter is not None
+
+    def ops(self, backend: Any) -> Any:
+        """What computes with these matrices."""
+        linears: Any = (self.linear_fc1, self.linear_fc2)
+        linears = self.linear_fc1, self.linear_fc2
+        return AdaptedExperts(backend, {id(each.weight): each.adapter for each in linears}) if self.adapts else backend
 
 
 class SharedExpert(nn.Module):
@@ -214,6 +236,8 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """x (s, b, h) -> (s, b, h); its values may be anything where `forward_pass` needs none."""
+        if self.experts.adapts and torch.is_grad_enabled() and not x.requires_grad:
+            x = x.detach().requires_grad_()  # nothing below is trained: the graph of what is trained begins here
         context, (scores, chosen) = self.context, self.router(x, forward_pass)
         if context.ep is not None and context.etp is not None:
             return self._exchanged(x, scores, chosen, forward_pass, context.ep, context.etp)
@@ -232,7 +256,7 @@ class Experts(nn.Module):
 
     def _computed(self, x: Tensor, scores: Tensor, order: Order, forward_pass: Pass) -> Tensor:
         """Of x (..., h) with scores (rows, k) the sum of score times expert (rows, h), of this rank's part of its experts."""
-        return _Experts.apply(self.context.ops.backends["gemm"], self.context.model.activation, x, scores, order,
+        return _Experts.apply(self.experts.ops(self.context.ops.backends["gemm"]), self.context.model.activation, x, scores, order,
                               self.experts.linear_fc1.weight, self.experts.linear_fc2.weight, forward_pass.needs_values)
 
     def _exchanged(self, x: Tensor, scores: Tensor, chosen: Tensor, forward_pass: Pass, ep: Comm, etp: Comm) -> Tensor:

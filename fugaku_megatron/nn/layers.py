@@ -86,15 +86,22 @@ class Context:
         common = {"sequence_parallel": self.sequence is not None, "frozen": self.lora.on}
         return make_parameter(name, shape, self.tp, partition_dim, std, **{**common, **more})
 
-    def adapter(self, name: str, inputs: int, outputs: tuple[int, ...], split: bool = False) -> Adapter | None:
+    def adapter(self, name: str, inputs: int, outputs: tuple[int, ...], split: bool = False,
+                experts: tuple[int, ...] = ()) -> Adapter | None:
         """That of the linear layer `name`; None where it has none. Arguments as of `Adapter`."""
         linear = name.rsplit(".", 1)[-1]
         parts = self.lora.parts(linear, self.model)
-        return Adapter(name, linear, parts, inputs, outputs, split, self) if parts else None
+        return Adapter(name, linear, parts, inputs, outputs, split, self, experts) if parts else None
 
-    def expert_parameter(self, name: str, shape: tuple[int, ...], partition_dim: int, std: float) -> nn.Parameter:
-        """`make_parameter` of a matrix of each expert, (e, ...), over ranks that have different experts and that share each."""
-        return make_parameter(name, shape, self.etp or self.tp, partition_dim, std, experts=self.ep, frozen=self.lora.on)
+    def expert_parameter(self, name: str, shape: tuple[int, ...], partition_dim: int | None, std: float | None = None,
+                         **more: Any) -> nn.Parameter:
+        """`make_parameter` of a matrix of each expert, (e, ...), over ranks that have different experts and that share each.
+
+        What all of the latter hold gets a part of its gradient on each: these are the tensor-parallel ranks, or one alone.
+        """
+        shared = self.etp or self.tp
+        common = {"sequence_parallel": shared.size > 1, "frozen": self.lora.on}
+        return make_parameter(name, shape, shared, partition_dim, std, experts=self.ep, **{**common, **more})
 
     @cached_property
     def _tables(self) -> dict[int, Angles | None]:

@@ -93,6 +93,12 @@ class NativeOps(NativeBlockOps):
             self.weight_gradients.add(partial(self.kernels.grouped_linear_weight_gradient, dy, x.detach(), torch.tensor(counts),
                                               gradient_of(weight).flatten(1, -2), chunk))
 
+    def grouped_outer_sum(self, dy: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """dy^T x in FP32 of each group's rows, dy (n, out) and x (n, in) -> (groups, out, in)."""
+        total = torch.zeros(len(counts), dy.shape[1], x.shape[1])
+        self.kernels.grouped_linear_weight_gradient(dy, x, torch.tensor(counts), total, 0)
+        return total
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, sequence: Comm | None = None) -> Tensor:
         """x (..., in), weight (out, in), bias (out) -> (..., out)."""
         return _Linear.apply(self, x, weight, bias, sequence)

@@ -30,6 +30,7 @@ class BlockOps:
     matmul: Callable[..., None]
     data_gradient: Callable[..., None]
     weight_gradient: Callable[..., None]
+    outer_sum: Callable[..., Tensor]
     bias_dropout_add: Callable[..., Tensor]
 
     def grouped_matmul(self, x: Tensor, weight: Tensor, counts: Sequence[int], out: Tensor, chunk: int = 0) -> None:
@@ -49,6 +50,13 @@ class BlockOps:
         """Add dy^T x of each group's rows to the gradient of its weight, now or later; dy (n, out), x (n, in) stay until then."""
         for number, part in parts(counts):
             self.weight_gradient(dy[part], x[part], part_of(weight, number), None, chunk)
+
+    def grouped_outer_sum(self, dy: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """dy^T x in FP32 of each group's rows, dy (n, out) and x (n, in) -> (groups, out, in)."""
+        total = torch.zeros(len(counts), dy.shape[1], x.shape[1])
+        for number, part in parts(counts):
+            total[number] = self.outer_sum(dy[part], x[part])
+        return total
 
     def gated_mlp(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool = True,
                   sequence: Comm | None = None, activation: str = "swiglu") -> Tensor:

@@ -312,9 +312,11 @@ class Optimizer:
 
     def after_load(self) -> None:
         """Make the model's weights from the loaded master weights, which the other holders of a shard get from its owner."""
-        divided = {f"{kind}/{p.spec.name}" for p in self.flat.parameters if p.spec.expert for kind in KINDS}
+        shares = self.groups.etp.size > 1  # of an expert: the tensor-parallel ranks, or one alone
+        whole = {f"{kind}/{p.spec.name}" for p in self.flat.parameters for kind in KINDS
+                 if p.spec.partition_dim is None and (shares or not p.spec.expert)}
         for shard in self.checkpoint_shards():
-            if shard.slice_shape == shard.global_shape and shard.key not in divided:
+            if shard.key in whole:
                 self.groups.tp.broadcast(shard.tensor)  # not split: every tensor-parallel rank holds it, the first one owns it
         for index, part in enumerate(self.parts):
             for kind in KINDS if not self.sharded else ():

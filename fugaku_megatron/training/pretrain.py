@@ -23,7 +23,7 @@ from ..config.batches import ParamSchedule
 from ..config.checks import check
 from ..config.command_line import check_file
 from ..config.layout import Layout
-from ..config.run_config import RunConfig
+from ..config.run_config import ParallelConfig, RunConfig
 from ..costs import accounting, memory
 from ..costs.run_schedule import recompute_name
 from ..data.build import listed_data, parse_data_path
@@ -221,7 +221,7 @@ def announce(arguments: Arguments, run: RunConfig, layout: Layout, machine: str,
 
 def _adapters_text(run: RunConfig) -> str:
     """How many of the parameters adapters have."""
-    trained = memory.adapter_parameters(run, 1) * run.model.num_layers if run.lora.on else 0
+    trained = sum(memory.adapter_parameters(replace(run, parallel=ParallelConfig()), 1)) if run.lora.on else 0
     return f"; trained are {trained:,} of adapters of rank {run.lora.lora_rank}" * run.lora.on
 
 

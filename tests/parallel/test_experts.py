@@ -485,6 +485,7 @@ def test_norms_over_all_heads():
 
 COSTED = [{**EXPERTS}, {**EXPERTS, **SHARED, **BALANCED, "moe_layer_freq": "2"}, {**EXPERTS, **SHARED, **BIASED, **BALANCED},
           {**EXPERTS, **SHARED, "swiglu": False, **SINKHORN}]
+ADAPTED = {**COSTED[2], "lora_rank": 4}
 
 
 @pytest.mark.parametrize("model", COSTED)
@@ -505,9 +506,10 @@ CAPACITY = {"moe_expert_capacity_factor": 8.0}  # nothing is dropped
 @pytest.mark.parametrize(("world", "changes"), [
     (4, {**EP2, **OVERLAP}), (4, {**EP2, **SEQUENCE}), (4, {**EP2, **ETP1, **CAPACITY, **ZERO}),
     (2, {**EP2, "recompute_granularity": "full"}), (8, {**EP2, **SEQUENCE, **PP2})])
-def test_bytes_of_divided_experts(world, changes):
+@pytest.mark.parametrize("model", [COSTED[2], ADAPTED], ids=["whole", "adapters"])
+def test_bytes_of_divided_experts(world, changes, model):
     """Per group; how many rows a rank sends back depends on the tokens, so that these are compared as sums over ranks."""
-    run = small_run(**COSTED[2], **changes)
+    run = small_run(**model, **changes)
     layout = Layout.from_run(run, world)
     check_parameters(run, world)
 
@@ -543,7 +545,15 @@ def test_divided_experts_keep_what_the_formula_says(world, changes):
     assert sum(held) / world == pytest.approx(sum(r.saved_bytes for _, r in records) - 4 * numbers, rel=0.02)
 
 
-@pytest.mark.parametrize("model", [COSTED[0], COSTED[2], COSTED[3]])
+@pytest.mark.parametrize("changes", [TP2, SEQUENCE, ETP1])
+def test_bytes_of_adapters_of_experts(changes):
+    """Of the last stage, whose input has a gradient: parts of what all ranks that share an expert hold are summed over them."""
+    run = small_run(**ADAPTED, **PP2, **changes)
+    check_parameters(run, 4)
+    check_bytes(run, 4, stages={1})
+
+
+@pytest.mark.parametrize("model", [COSTED[0], COSTED[2], COSTED[3], ADAPTED])
 @pytest.mark.parametrize("changes", [{}, SEQUENCE, {"recompute_granularity": "full"}, {"bf16": True}])
 def test_saved_bytes_are_those_that_autograd_keeps(model, changes):
     check_kept(small_run(**model, **changes))
@@ -551,7 +561,7 @@ def test_saved_bytes_are_those_that_autograd_keeps(model, changes):
 
 @pytest.mark.parametrize(("stage", "changes"), [
     (0, {}), (3, {}), (0, SHARED), (3, SHARED), (3, {"pipeline_schedule": "zb-h1"}), (0, {**SHARED, "pipeline_schedule": "zb-h1"}),
-    (0, EP2), (0, {**EP2, **SHARED, "pipeline_schedule": "zb-h1"}), (0, {**SHARED, "swiglu": False}),
+    (0, EP2), (0, {"lora_rank": 4}), (0, {**EP2, **SHARED, "pipeline_schedule": "zb-h1"}), (0, {**SHARED, "swiglu": False}),
     (0, {"swiglu": False, "openai_gelu": True, "pipeline_schedule": "zb-h1"})])
 def test_the_peak_of_a_stage(stage, changes):
     """What a rank allocates for activations in a step, within a twentieth of the formula."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import fugaku_megatron as fm
 from fugaku_megatron import cli
@@ -19,10 +20,12 @@ from fugaku_megatron.convert.convert_command import open_weights
 from fugaku_megatron.convert.peft import open_peft
 from fugaku_megatron.inference.loading import load_model, through_stages
 from fugaku_megatron.inference.scoring import EVALUATION
+from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.passes import Pass
 from fugaku_megatron.training.resume import find_checkpoint, resume_training
 from tests.helpers import CP2, DROPOUT, OVERLAP, TP2, TP2PP2, make_trainer, one_error, small_run, whole_tensors
 from tests.llama_models import FAMILIES
+from tests.parallel.test_experts import EXPERTS, layer_of, plain_experts
 from tests.threads import ThreadWorld
 
 LORA = {"lora_rank": 4, "lora_alpha": 16.0, "lr": 1e-2, "num_layers": 4, "global_batch_size": 8}
@@ -73,32 +76,116 @@ def test_every_layout_trains_the_same_adapters(layout, dropout, alone):
             assert torch.allclose(own[2][name], tensor, atol=2e-5), name
 
 
-MOE = {**LORA, "lora_target": "q_proj,k_proj,v_proj,o_proj", "num_layers": 2, "num_experts": 4, "swiglu": True,
-       "disable_bias_linear": True, "normalization": "RMSNorm", "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": (0.01,),
-       "moe_shared_expert_intermediate_size": 16, "zero_stage": 1}
-EP = {"expert_model_parallel_size": 2}
+MOE = {**LORA, "num_layers": 2, "num_experts": 4, "swiglu": True, "disable_bias_linear": True, "normalization": "RMSNorm",
+       "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": (0.01,), "moe_shared_expert_intermediate_size": 16, "zero_stage": 1,
+       "moe_layer_freq": "[0,1]"}
+EP, ETP1 = {"expert_model_parallel_size": 2}, {"expert_tensor_parallel_size": 1}
+ATTENTION, LATE = "q_proj,k_proj,v_proj,o_proj", {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1", **OVERLAP}
+TORCH, BF16 = {"kernels": "torch"}, {"bf16": True}
+BESIDE = [
+    *((ATTENTION, *each) for each in ((2, EP), (2, TP2), (4, {**EP, **TP2, **SP}), (4, {**EP, **TP2, **SP, **BF16}))),
+    *(("all-linear", *each) for each in (
+        (2, {**EP, "ddp_bucket_size": 500}), (2, {**TP2, **SP}), (2, {**TP2, **TORCH}), (4, {**EP, **TP2, **SP}),
+        (4, {**EP, **ETP1, **TP2, **SP}), (4, {**EP, **LATE}), (4, {**EP, **TP2, **SP, **BF16}),
+        (1, {"cache_packed_weights": True}), (2, {**EP, "recompute_granularity": "full"}))),
+    ("gate_proj,up_proj,down_proj", 2, {**EP, **TORCH}), ("linear_fc1", 2, TP2), ("up_proj,down_proj", 4, {**EP, **TP2, **SP})]
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(2, EP), (2, TP2), (4, {**EP, **TP2, **SP}), (4, {**EP, **TP2, **SP, "bf16": True})])
-def test_adapters_of_attention_train_next_to_frozen_experts(ranks, layout, tmp_path):
-    """In every layout from one model, which has the same number everywhere; experts stay as they are."""
-    base, precision = str(tmp_path / "base"), {"bf16": True} if "bf16" in layout else {}
-    whole_model(SoloComm(), base, **{name: value for name, value in MOE.items() if not name.startswith("lora")})
+def unadapted(flags):
+    """The flags of the model alone."""
+    return {name: value for name, value in flags.items() if not name.startswith("lora")}
 
-    def run(world, **flags):
-        trainer, _ = started(world, **MOE, **flags, pretrained_checkpoint=base)
-        with contextlib.closing(trainer):
-            before = [memory.values.clone() for memory in trainer.optimizer.flat.frozen_memory]
-            steps = [trainer.train_step() for _ in range(3)]
-            after = [memory.values for memory in trainer.optimizer.flat.frozen_memory]
-            assert all(map(torch.equal, before, after)) and (before[1].numel() > 0) == ("expert_model_parallel_size" in flags)
-            return [step.loss for step in steps], [step.grad_norm for step in steps], trainer.base["fingerprint"]
 
-    losses, norms, number = run(SoloComm(), **precision)
+def next_to_experts(world, base: str, steps: int = 3, **flags):
+    """Losses and gradient norms of a run, and the number of its model; no frozen weight changes."""
+    trainer, _ = started(world, **{**MOE, **flags}, pretrained_checkpoint=base)
+    with contextlib.closing(trainer):
+        flat = trainer.optimizer.flat
+        divided = trainer.run.parallel.divides_experts and any(".experts." in p.spec.name for p in flat.frozen)
+        before = [memory.values.clone() for memory in flat.frozen_memory]
+        results = [trainer.train_step() for _ in range(steps)]
+        assert all(map(torch.equal, before, (memory.values for memory in flat.frozen_memory)))
+        assert (before[1].numel() > 0) == divided
+        return [r.loss for r in results], [r.grad_norm for r in results], trainer.base["fingerprint"]
+
+
+@pytest.fixture(scope="module")
+def with_experts(tmp_path_factory):
+    """The directory of a model with experts, and the figures of runs of one rank on it."""
+    base, made = str(tmp_path_factory.mktemp("experts")), {}
+    whole_model(SoloComm(), base, **unadapted(MOE))
+
+    def of(**flags):
+        key = str(sorted(flags.items()))
+        made[key] = made.get(key) or next_to_experts(SoloComm(), base, **flags)
+        return base, made[key]
+    return of
+
+
+@pytest.mark.parametrize(("target", "ranks", "layout"), BESIDE)
+def test_adapters_train_next_to_frozen_experts(target, ranks, layout, with_experts):
+    """Of attention alone, and of experts, in every layout from one model, which has the same number everywhere."""
+    own = {"lora_target": target, **{name: layout[name] for name in layout.keys() & (BF16 | TORCH).keys()}}
+    base, (losses, norms, number) = with_experts(**own)
     assert min(norms) > 0
-    for own in ThreadWorld(ranks).run(lambda world: run(world, **layout)):
-        assert own[0] == pytest.approx(losses, rel=5e-3 if precision else 5e-6) and own[2] == number
-        assert own[1] == pytest.approx(norms, rel=5e-2 if precision else 5e-5)
+    low = "bf16" in layout
+    for found in ThreadWorld(ranks).run(lambda world: next_to_experts(world, base, **layout, lora_target=target)):
+        assert found[0] == pytest.approx(losses, rel=5e-3 if low else 5e-6) and found[2] == number
+        assert found[1] == pytest.approx(norms, rel=5e-2 if low else 5e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("capacity", [None, 1.0])
+@pytest.mark.parametrize(("ranks", "layout"), [
+    (2, EP), (4, {**EP, **TP2, **SP}), (4, {**EP, **ETP1, **TP2, **SP}), (4, {**EP, **LATE}), (8, {**EP, **TP2PP2, **SP}),
+    (4, {**EP, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv", "num_layers": 4})])
+def test_ten_losses_of_adapters_of_experts(ranks, layout, capacity, with_experts, tmp_path):
+    flags = {"moe_expert_capacity_factor": capacity, "lr": 1e-3, "moe_layer_freq": "1", "hidden_dropout": 0.1,
+             "num_layers": layout.get("num_layers", 2)}
+    whole_model(SoloComm(), str(tmp_path), **unadapted({**MOE, **flags}))
+    losses, norms, _ = next_to_experts(SoloComm(), str(tmp_path), 10, **flags)
+    for found in ThreadWorld(ranks).run(lambda world: next_to_experts(world, str(tmp_path), 10, **{**flags, **layout})):
+        assert found[0] == pytest.approx(losses, rel=1e-6) and found[1] == pytest.approx(norms, rel=1e-5)
+
+
+def low_rank(a, b, gates_alone: bool):
+    """B A of each matrix: a (..., p, r, in), b (..., p or one more, out, r) or, where one A is for all rows, (..., out, r)."""
+    if gates_alone:  # (e, 1, r, h), (e, 2, f, r)
+        return torch.stack((b[:, 0] @ a[:, 0], torch.zeros_like(b[:, 1]) @ a[:, 0]), 1)
+    if b.dim() == a.dim():  # a gate and what it multiplies
+        return b @ (a if a.shape[-3] == 2 else a.expand(*b.shape[:-2], *a.shape[-2:]))
+    return b @ a.squeeze(-3)
+
+
+KINDS = {"gates": {}, "no gates": {"swiglu": False, "squared_relu": True}, "shared": {"moe_shared_expert_intermediate_size": 20,
+         "moe_shared_expert_gate": True}, "capacity": {"moe_expert_capacity_factor": 0.75}}
+TARGETS = {"gates": "all-linear", "no gates": "up_proj,down_proj", "shared": "linear_fc1,linear_fc2", "capacity": "gate_proj"}
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_adapters_of_experts_are_torchs(kind, backend):
+    """Of a layer whose weights are put together by plain torch, with torch's own gradients."""
+    flags = {**EXPERTS, **KINDS[kind], "lora_rank": 4, "lora_alpha": 6.0, "lora_use_rslora": kind == "gates",
+             "lora_target": TARGETS[kind], "seed": 3}
+    mlp, ours, theirs = layer_of(small_run(**flags), Ops.build(backend))
+    x, dy = (torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
+    y = mlp(x, Pass(first_sample=0))
+    y.backward(dy)
+    scale, weights = 6.0 / (2.0 if kind == "gates" else 4.0), {name: weight.detach() for name, weight in theirs.items()}
+    for name in (name for name in theirs if name.endswith("lora_A.weight")):
+        weight, a, b = name.replace("lora_A.", ""), theirs[name], theirs[name.replace("lora_A", "lora_B")]
+        weights[weight] = weights[weight] + scale * low_rank(a, b, gates_alone=kind == "capacity")
+    expected = plain_experts(weights, x.view(32, 32), small_run(**flags).model)
+    expected.backward(dy.view(32, 32))
+    torch.testing.assert_close(y.view(32, 32), expected, rtol=1e-5, atol=1e-5)
+    adapters = [name for name in ours if "lora_" in name]
+    assert len(adapters) == 2 * len(TARGETS[kind].split(",")) or kind in ("gates", "shared")
+    for name in adapters:
+        expected = theirs[name].grad
+        assert expected.abs().max() > 0.01
+        torch.testing.assert_close(ours[name].main_grad, expected, rtol=0, atol=1e-5 * expected.abs().max().item(),
+                                   msg=lambda m, n=name: f"{n}: {m}")
 
 
 def whole_model(world, directory, **flags) -> None:
@@ -108,7 +195,7 @@ def whole_model(world, directory, **flags) -> None:
         trainer.save(str(directory))
 
 
-BASE = {name: value for name, value in QWEN.items() if not name.startswith("lora")}
+BASE = unadapted(QWEN)
 
 
 def started(world, **flags):
@@ -165,6 +252,109 @@ def test_a_checkpoint_of_adapters_loads_in_another_layout(tmp_path):
         trainer.close()
 
     ThreadWorld(2).run(load)
+
+
+MIXTURE = {**FAMILIES["qwen3"], **MOE, "moe_shared_expert_intermediate_size": None}
+TO_OTHERS = [({**EP, **TP2, **SP}, {**EP, **ETP1, **TP2, **SP}, "all-linear"),
+             ({**EP, **LATE}, {**TP2, **SP, "pipeline_model_parallel_size": 2}, "linear_fc1,down_proj"),
+             ({"zero_stage": 0}, {**EP, "zero_stage": 1}, "up_proj")]
+
+
+@pytest.mark.parametrize(("layout", "other", "target"), TO_OTHERS)
+def test_adapters_of_experts_resume_move_merge_and_go_to_peft(layout, other, target, tmp_path):
+    """Bit-exact in the layout that saved them, in any other one, in the weights that programs read, and from peft's files."""
+    base, run, flags = str(tmp_path / "base"), str(tmp_path / "run"), {**MIXTURE, "lora_target": target}
+    whole_model(SoloComm(), base, **unadapted(flags))
+
+    def save(world):
+        trainer, _ = started(world, **{**flags, **layout}, pretrained_checkpoint=base)
+        with contextlib.closing(trainer):
+            trainer.train_step()
+            trainer.save(run)
+            return [trainer.train_step().loss for _ in range(2)]
+
+    def resume(world, **changes):
+        trainer, _ = started(world, **{**flags, **changes}, load=run)
+        with contextlib.closing(trainer):
+            return [trainer.train_step().loss for _ in range(2)]
+
+    losses = ThreadWorld(4).run(save)[0]
+    assert ThreadWorld(4).run(lambda world: resume(world, **layout))[0] == losses
+    assert ThreadWorld(4).run(lambda world: resume(world, **other))[0] == pytest.approx(losses, rel=1e-6)
+    tokens, peft, back, merged = torch.arange(12), *(str(tmp_path / name) for name in ("peft", "back", "merged"))
+    logits, plain = fm.load(run).logits(tokens), fm.load(base).logits(tokens)
+    trainer, _ = started(SoloComm(), **flags, load=run)
+    chunk, forward_pass = trainer.stage.chunks[0], Pass(first_sample=0, training=False)
+    with torch.no_grad(), contextlib.closing(trainer):
+        trained = chunk.logits(chunk.decode(chunk.embedding(tokens[:, None], forward_pass), forward_pass))[:, 0, :96]
+    assert torch.allclose(logits, trained, atol=1e-5) and not torch.allclose(plain, trained, atol=1e-3)
+    assert cli.main(["convert", "--load", run, "--merge", "--save", merged]) == 0
+    assert cli.main(["convert", "--load", run, "--to-peft", peft]) == 0
+    assert cli.main(["convert", "--load", base, "--from-peft", peft, "--save", back]) == 0
+    assert torch.equal(fm.load(merged).logits(tokens), logits) and torch.equal(fm.load(back).logits(tokens), logits)
+
+
+@pytest.fixture
+def mixture(tmp_path):
+    """Directories of a model with experts, of adapters of all its matrices that have been trained, and of these for peft."""
+    base, run, peft = (str(tmp_path / name) for name in ("base", "run", "peft"))
+    whole_model(SoloComm(), base, **unadapted(MIXTURE))
+    trainer, _ = started(SoloComm(), **MIXTURE, pretrained_checkpoint=base)
+    with contextlib.closing(trainer):
+        trainer.train_step()
+        trainer.train_step()
+        trainer.save(run)
+    assert cli.main(["convert", "--load", run, "--to-peft", peft]) == 0
+    return base, run, Path(peft)
+
+
+def test_what_peft_has_of_experts(mixture):
+    """Its layout, restated: a parameter's adapter of rank R is A (e R, in) and B (out, R e), the rank first in the columns."""
+    base, run, peft = mixture
+    config, theirs = json.loads((peft / "adapter_config.json").read_text()), load_file(peft / "adapter_model.safetensors")
+    assert config["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"] and config["r"] == 4
+    assert config["target_parameters"] == ["mlp.down_proj.weight", "mlp.experts.down_proj", "mlp.experts.gate_up_proj",
+                                           "mlp.gate_proj.weight", "mlp.up_proj.weight"]
+    assert config["rank_pattern"] == {r".*\.gate_up_proj": 8} and config["alpha_pattern"] == {r".*\.gate_up_proj": 32}
+    for module, linear, rank in (("experts.base_layer", "linear_fc1", 8), ("experts", "linear_fc2", 4)):
+        a, b = (theirs[f"base_model.model.model.layers.1.mlp.{module}.lora_{kind}.weight"] for kind in "AB")
+        delta = torch.einsum("ore,eri->eoi", b.view(len(b), rank, 4), a.view(4, rank, -1)) * 16 / 4
+        name = f"decoder.layers.1.mlp.experts.{linear}.weight"
+        ours = open_weights(run).read(name) - open_weights(base).read(name)
+        assert torch.allclose(ours.view(delta.shape), delta, atol=1e-6) and ours.abs().max() > 1e-3
+    one_rank = {"rank_pattern": {}, "alpha_pattern": {}}
+    for change, message in (({"rank_pattern": {"q_proj": 2}}, "rank_pattern is {'q_proj': 2}"),
+                            ({**one_rank, "r": 8}, "lora_A.weight has shape [16, 24], and this model needs [32, 24]"),
+                            (one_rank, "the gate reads the adapter of what it multiplies")):
+        b = theirs["base_model.model.model.layers.1.mlp.experts.base_layer.lora_B.weight"]
+        save_file(theirs | {"base_model.model.model.layers.1.mlp.experts.base_layer.lora_B.weight": torch.ones_like(b)},
+                  peft / "adapter_model.safetensors")
+        (peft / "adapter_config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(ValueError) as caught:
+            open_peft(str(peft), open_weights(base), {})
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_adapters_of_transformers_4_are_read(mixture, tmp_path):
+    """A linear layer for each matrix of each expert."""
+    base, run, peft = mixture
+    file, settings, made = peft / "adapter_model.safetensors", peft / "adapter_config.json", {}
+    for name, tensor in load_file(file).items():
+        module, _, rest = name.partition(".experts.")
+        if not rest:
+            made[name] = tensor
+            continue
+        names, (a, b) = ("gate_proj", "up_proj") if "base_layer" in name else ("down_proj",), (".lora_A.weight", ".lora_B.weight")
+        for e, (number, part) in itertools.product(range(4), enumerate(names)):
+            if name.endswith(a):
+                made[f"{module}.experts.{e}.{part}{a}"] = tensor.view(4, len(names), 4, -1)[e, number]
+            else:
+                made[f"{module}.experts.{e}.{part}{b}"] = tensor.view(len(names), -1, len(names), 4, 4)[number, :, number, :, e]
+    save_file({name: tensor.contiguous() for name, tensor in made.items()}, file)
+    every = {"target_modules": "all-linear", "target_parameters": None, "rank_pattern": {}, "alpha_pattern": {}}
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), **every}))
+    assert cli.main(["convert", "--load", base, "--from-peft", str(peft), "--save", str(tmp_path / "back")]) == 0
+    assert torch.equal(fm.load(tmp_path / "back").logits(torch.arange(12)), fm.load(run).logits(torch.arange(12)))
 
 
 def test_what_does_not_fit_is_refused_in_one_line(tmp_path):
@@ -260,8 +450,10 @@ def test_adapters_of_peft_that_are_not_built_are_refused(change, message, traine
     ({"lora_rank": 40}, "--lora-rank 40 is larger than the smaller side of q_proj, 32 x 32: lower it to 32 or less"),
     ({"lora_target": "q_proj,c_attn"}, "--lora-target c_attn is not known"),
     ({"lora_target": "q_proj,linear_qkv"}, "linear_qkv holds q_proj"),
-    ({**MOE, "num_layers": 4, "lora_target": "all-linear"}, "--lora-target all-linear: adapters of the MLPs of a model with "
-     "--num-experts 4 are not built: pass q_proj,k_proj,v_proj,o_proj, or some of them"),
+    ({**MOE, "lora_dropout": 0.1}, "--lora-dropout 0.1: adapters of experts have no dropout, as in peft: pass 0, or "
+     "--lora-target q_proj,k_proj,v_proj,o_proj"),
+    ({**MOE, "lora_rank": 20, "lora_target": "up_proj"}, "--lora-rank 20 is larger than the smaller side of up_proj, 16 x 32: "
+     "lower it to 16 or less"),
     ({"lora_rank": 0}, "--lora-rank is 0"), ({"lora_dropout": 1.0}, "--lora-dropout is 1.0"),
     ({**TP2, **SP, "tp_comm_overlap": True}, "--lora-rank 4 is not built for --tp-comm-overlap"),
     ({"abft": ("all",)}, "--lora-rank 4 is not built for --abft")])

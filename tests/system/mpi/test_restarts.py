@@ -60,7 +60,7 @@ def test_kills_at_random_moments_cost_nothing(mpich, tmp_path, kills, undisturbe
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["zbv", "chats", "experts", "sequences", "adapters"])
+@pytest.mark.parametrize("kind", ["zbv", "chats", "experts", "sequences", "adapters", "adapters of experts"])
 def test_kills_of_other_runs_cost_nothing(mpich, tmp_path, kills, kind):
     """A pipeline, also on chats, divided experts, a shared sequence, and adapters. Starts take turns in what they recompute, too.
 
@@ -68,11 +68,13 @@ def test_kills_of_other_runs_cost_nothing(mpich, tmp_path, kills, kind):
     """
     again = ["--async-save", "--recompute-granularity", "full", "--recompute-part-layers", "1", "0", "0", "1"]
     data = written_chats(tmp_path / "chats") if kind == "chats" else ["--mock-data"]
+    adapting = ["--pretrained-checkpoint", str(tmp_path / "base"), "--lora-rank", "4"]
     others = {"experts": EXPERTS, "sequences": [*FLAGS, "--context-parallel-size", "2"],
-              "adapters": [*FLAGS, "--pretrained-checkpoint", str(tmp_path / "base"), "--lora-rank", "4", "--lora-dropout", "0.1"]}
+              "adapters": [*FLAGS, *adapting, "--lora-dropout", "0.1"], "adapters of experts": [*EXPERTS, *adapting]}
     flags = [*others.get(kind, ZBV), *data]
-    if kind == "adapters":
-        base = mpich.run(2, PROGRAM, *MODEL, *FLAGS, *data, "--train-iters", "2", "--save", str(tmp_path / "base"))
+    if kind.startswith("adapters"):
+        model = EXPERTS if "experts" in kind else FLAGS
+        base = mpich.run(2, PROGRAM, *MODEL, *model, *data, "--train-iters", "2", "--save", str(tmp_path / "base"))
         assert base.returncode == 0, base.stderr
     whole = mpich.run(2, PROGRAM, *MODEL, *flags, "--train-iters", str(LENGTH * kills), "--save", str(tmp_path / "whole"))
     assert whole.returncode == 0, whole.stderr
