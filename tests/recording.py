@@ -18,14 +18,16 @@ Left out: timing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
-from torch import Tensor
-
-from fugaku_megatron.comm.base import Comm, Handle
+from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.comm.grid import Groups, subgroup
+
+# verb -> the place of the tensor whose bytes count among its arguments
+TENSOR = {"all_reduce": 0, "broadcast": 0, "send": 0, "recv": 0, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+OBJECTS = ("barrier", "broadcast_object", "gather_object", "all_gather_object")
 
 
 class RecordingComm:
@@ -52,60 +54,18 @@ class RecordingComm:
             totals[name, verb] = calls + 1, payload + size
         return totals
 
-    def _note(self, verb: str, tensor: Tensor | None = None) -> Comm:
-        self.log.append((self.name, verb, 0 if tensor is None else tensor.numel() * tensor.element_size()))
-        return self.inner
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """A verb of the inner communicator, counted when it is called."""
+        function, verb = getattr(self.inner, name), name if name in TENSOR or name in OBJECTS else name.removeprefix("i")
+        if verb not in TENSOR and verb not in OBJECTS:
+            raise AttributeError(name)
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        return self._note("all_reduce", tensor).all_reduce(tensor, op)
+        def counted(*arguments: Any, **more: Any) -> Any:
+            payload = arguments[TENSOR[verb]].nbytes if verb in TENSOR else 0
+            self.log.append((self.name, verb, payload))
+            return function(*arguments, **more)
 
-    def all_gather(self, output: Tensor, tensor: Tensor) -> Tensor:
-        return self._note("all_gather", tensor).all_gather(output, tensor)
-
-    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Tensor:
-        return self._note("reduce_scatter", tensor).reduce_scatter(output, tensor)
-
-    def all_to_all(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
-        return self._note("all_to_all", tensor).all_to_all(output, tensor, received, sent)
-
-    def iall_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
-        return self._note("all_reduce", tensor).iall_reduce(tensor, op)
-
-    def iall_gather(self, output: Tensor, tensor: Tensor) -> Handle:
-        return self._note("all_gather", tensor).iall_gather(output, tensor)
-
-    def ireduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
-        return self._note("reduce_scatter", tensor).ireduce_scatter(output, tensor)
-
-    def iall_to_all(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Handle:
-        return self._note("all_to_all", tensor).iall_to_all(output, tensor, received, sent)
-
-    def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
-        return self._note("broadcast", tensor).broadcast(tensor, root)
-
-    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
-        self._note("send", tensor).send(tensor, dst, tag)
-
-    def recv(self, tensor: Tensor, src: int, tag: int = 0) -> Tensor:
-        return self._note("recv", tensor).recv(tensor, src, tag)
-
-    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Handle:
-        return self._note("send", tensor).isend(tensor, dst, tag)
-
-    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Handle:
-        return self._note("recv", tensor).irecv(tensor, src, tag)
-
-    def barrier(self) -> None:
-        self._note("barrier").barrier()
-
-    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
-        return self._note("broadcast_object").broadcast_object(obj, root)
-
-    def gather_object(self, obj: Any, root: int = 0) -> list[Any] | None:
-        return self._note("gather_object").gather_object(obj, root)
-
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        return self._note("all_gather_object").all_gather_object(obj)
+        return counted
 
     def subgroup(self, ranks: Sequence[int]) -> RecordingComm:
         """`comm.grid.subgroup` of the inner communicator, recorded under "<name>/subgroup"."""
