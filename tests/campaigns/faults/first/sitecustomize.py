@@ -41,7 +41,7 @@ class FaultyKernels:
         module.attention_backward = attention_backward
 
 
-if "fugaku_megatron.logs.plot" in sys.orig_argv and "PICTURES" not in os.environ:
+if {"fugaku_megatron.logs.plot", "loss"} <= {*sys.orig_argv} and "PICTURES" not in os.environ:
     os._exit(0)
 rank, _, fault = os.environ.get("FAULT_GRADIENT", "").partition(",")
 if fault and os.environ.get("PMI_RANK") == rank:
