@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from fugaku_megatron.host import kernels
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MLP_ACTIVATIONS = {"gelu": lambda x: F.gelu(x, approximate="tanh"), "gelu_exact": F.gelu,
                    "squared_relu": lambda x: F.relu(x).square()}
@@ -16,6 +18,33 @@ SIZES = [0, 1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 61, 64, 65, 127, 1031, 131101] 
 
 def random(*shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 1)).to(dtype)
+
+
+def packed(weight, transposed, **kind):
+    """The weight packed for linear_forward, or transposed for linear_data_gradient. kind: fp16_chunk or bf16x3."""
+    buffer = torch.empty(kernels.packed_weight_size(*weight.shape, weight.dtype, transposed, **kind), dtype=torch.uint8)
+    kernels.pack_weight(weight, buffer, transposed, **kind)
+    return buffer
+
+
+def linear_forms(x, weight, grad, with_packed=False, make=torch.empty, dtype=torch.float32, **kind):
+    """(forward, data gradient), made with this dtype, and (weight gradient, bias gradient) added to ones. kind: as of `packed`."""
+    (m, k), n = x.shape, len(weight)
+    out, data, gradient, bias = make((m, n), dtype=dtype), make((m, k), dtype=dtype), make((n, k)), make((n,))
+    forward, backward = (packed(weight, transposed, **kind) if with_packed else None for transposed in (False, True))
+    kernels.linear_forward(x, weight, out, packed=forward, **kind)
+    kernels.linear_data_gradient(grad, weight, data, packed=backward, **kind)
+    kernels.linear_weight_gradient(grad, x, gradient.fill_(1), bias.fill_(1), **kind)
+    return out, data, gradient, bias
+
+
+def having(arithmetic, emulated=False):
+    """Names of the targets with "fp16" or "bf16" arithmetic."""
+    names = []
+    for name in kernels.runnable_targets(emulated):
+        with kernels.target(name):
+            names += [name] * getattr(kernels, f"has_{arithmetic}_arithmetic")()
+    return names
 
 
 def assert_near(got, want, dtype, scale=1.0, terms=(), float32=2e-6):

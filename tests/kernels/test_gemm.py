@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fugaku_megatron.host import kernels
-from tests.kernels.numbers import MLP_ACTIVATIONS, assert_refused, random
+from tests.kernels.numbers import MLP_ACTIVATIONS, assert_refused, having, linear_forms, packed, random
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -29,13 +29,6 @@ def strided(rows, cols, dtype, pad=3):
     return torch.randn(rows, cols + pad).to(dtype)[:, :cols]
 
 
-def packed(weight, transposed, bf16x3=False):
-    size = kernels.packed_weight_size(*weight.shape, weight.dtype, transposed, bf16x3=bf16x3)
-    buffer = torch.empty(size, dtype=torch.uint8)
-    kernels.pack_weight(weight, buffer, transposed, bf16x3=bf16x3)
-    return buffer
-
-
 def check(got, exact, magnitude, dtype, depth):
     """`exact` in double; `magnitude`: the matmul of absolute values, which bounds a sum's rounding (Higham 2002, section 3.1)."""
     bound = UNIT[dtype] * exact.abs() + 2 * UNIT[torch.float32] * (depth + 8) * magnitude + 1e-37
@@ -45,23 +38,27 @@ def check(got, exact, magnitude, dtype, depth):
     assert bool(((got.double() - exact).abs() <= bound).all()), float(((got.double() - exact).abs() / bound).max())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_forms_match_double_precision(target, dtype, guarded):
+def check_forms(x, weight, grad, found, dtype):
+    """What linear_forms returned, against double precision."""
+    (m, k), n = x.shape, len(weight)
+    x, w, g = x.double(), weight.double(), grad.double()
+    out, data, gradient, bias = found
+    check(out, x @ w.T, x.abs() @ w.abs().T, dtype, k)
+    check(data, g @ w, g.abs() @ w.abs(), dtype, n)
+    check(gradient, g.T @ x + 1, g.abs().T @ x.abs() + 1, torch.float32, m)
+    check(bias, g.sum(0) + 1, g.abs().sum(0) + 1, torch.float32, m)
+
+
+def check_every_shape(guarded, dtype, **kind):
     torch.manual_seed(0)
     for index, (m, n, k) in enumerate(shapes()):
         x, weight, grad = strided(m, k, dtype), strided(n, k, dtype, index % 3), strided(m, n, dtype, 1)
-        forward, backward = (packed(weight, False), packed(weight, True)) if index % 2 else (None, None)
-        xd, wd, gd = x.double(), weight.double(), grad.double()
-        out, data, gradient, bias = guarded((m, n), dtype), guarded((m, k), dtype), guarded((n, k)), guarded((n,))
-        gradient.fill_(0.5)
-        bias.fill_(-0.5)
-        kernels.linear_forward(x, weight, out, packed=forward)
-        check(out, xd @ wd.T, xd.abs() @ wd.abs().T, dtype, k)
-        kernels.linear_data_gradient(grad, weight, data, packed=backward)
-        check(data, gd @ wd, gd.abs() @ wd.abs(), dtype, n)
-        kernels.linear_weight_gradient(grad, x, gradient, bias)
-        check(gradient, gd.T @ xd + 0.5, gd.abs().T @ xd.abs() + 0.5, torch.float32, m)
-        check(bias, gd.sum(0) - 0.5, gd.abs().sum(0) + 0.5, torch.float32, m)
+        check_forms(x, weight, grad, linear_forms(x, weight, grad, index % 2, guarded, dtype, **kind), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_forms_match_double_precision(target, dtype, guarded):
+    check_every_shape(guarded, dtype)
 
 
 @pytest.mark.parametrize("name", MLP_ACTIVATIONS)
@@ -103,13 +100,10 @@ def test_threads_and_packing_do_not_change_the_bits(target, same_for_any_threads
     x, weight, grad = random(m, k, dtype=dtype), random(n, k, dtype=dtype, seed=1), random(m, n, dtype=dtype, seed=2)
 
     def run():
-        out, unpacked, data = torch.empty(m, n, dtype=dtype), torch.empty(m, n, dtype=dtype), torch.empty(m, k, dtype=dtype)
-        gradient, bias = torch.ones(n, k), torch.ones(n)
+        out, unpacked = torch.empty(m, n, dtype=dtype), torch.empty(m, n, dtype=dtype)
         kernels.linear_forward(x, weight, out, activation="gelu", packed=packed(weight, False))
         kernels.linear_forward(x, weight, unpacked, activation="gelu")
-        kernels.linear_data_gradient(grad, weight, data)
-        kernels.linear_weight_gradient(grad, x, gradient, bias)
-        return out, unpacked, data, gradient, bias
+        return out, unpacked, *linear_forms(x, weight, grad, dtype=dtype)
 
     out, unpacked, *_ = same_for_any_threads(run)
     assert torch.equal(out, unpacked)
@@ -221,10 +215,7 @@ def test_groups_have_the_bits_of_single_matmuls_for_any_threads(target, same_for
 
     out, data, gradient = same_for_any_threads(run)
     for i, rows in each_group(counts):
-        one, two, three = torch.empty_like(out[rows]), torch.empty_like(data[rows]), torch.ones(n, k)
-        kernels.linear_forward(x[rows], weight[i], one)
-        kernels.linear_data_gradient(grad[rows], weight[i], two)
-        kernels.linear_weight_gradient(grad[rows], x[rows], three)
+        one, two, three, _ = linear_forms(x[rows], weight[i], grad[rows], dtype=dtype)
         assert torch.equal(out[rows], one) and torch.equal(data[rows], two) and torch.equal(gradient[i], three)
 
 
@@ -291,27 +282,11 @@ def test_a_weight_packed_for_another_target_is_refused():
         kernels.linear_forward(torch.randn(4, 6), weight, torch.empty(4, 5), packed=buffer)
 
 
-def has_bf16(name):
-    with kernels.target(name):
-        return kernels.has_bf16_arithmetic()
-
-
-@pytest.fixture(params=[name for name in kernels.runnable_targets(emulated=True) if has_bf16(name)])
+@pytest.fixture(params=having("bf16", emulated=True))
 def bf16_target(request):
     """Name of the target in use: those that multiply bfloat16."""
     with kernels.target(request.param):
         yield request.param
-
-
-def forms(x, weight, grad, bf16x3, with_packed=False):
-    """Forward, data gradient, weight gradient and bias gradient, the last two of ones."""
-    (m, k), n = x.shape, len(weight)
-    out, data, gradient, bias = torch.empty(m, n), torch.empty(m, k), torch.ones(n, k), torch.ones(n)
-    forward, backward = (packed(weight, t, bf16x3) if with_packed else None for t in (False, True))
-    kernels.linear_forward(x, weight, out, packed=forward, bf16x3=bf16x3)
-    kernels.linear_data_gradient(grad, weight, data, packed=backward, bf16x3=bf16x3)
-    kernels.linear_weight_gradient(grad, x, gradient, bias, bf16x3=bf16x3)
-    return out, data, gradient, bias
 
 
 def root_mean_square(got, exact):
@@ -325,7 +300,7 @@ def test_bf16x3_is_as_exact_as_float32(bf16_target, shape):
     x, weight, grad = random(m, k), random(n, k, seed=1) * 0.02, random(m, n, seed=2)
     xd, wd, gd = x.double(), weight.double(), grad.double()
     exact = xd @ wd.T, gd @ wd, gd.T @ xd + 1, gd.sum(0) + 1
-    for split, ieee, want in zip(forms(x, weight, grad, True), forms(x, weight, grad, False), exact, strict=True):
+    for split, ieee, want in zip(linear_forms(x, weight, grad, bf16x3=True), linear_forms(x, weight, grad), exact, strict=True):
         assert root_mean_square(split, want) <= 2 * root_mean_square(ieee, want)
     long, ieee = torch.empty(n, m), torch.empty(n, m)  # sums over all k with both factors transposed
     kernels.gemm(weight.T.contiguous().T, x.T, long, bf16x3=True)
@@ -334,18 +309,7 @@ def test_bf16x3_is_as_exact_as_float32(bf16_target, shape):
 
 
 def test_bf16x3_of_every_small_shape(bf16_target, guarded):
-    torch.manual_seed(0)
-    for index, (m, n, k) in enumerate(shapes()):
-        x, weight, grad = (strided(*size, torch.float32, pad) for size, pad in (((m, k), 3), ((n, k), index % 3), ((m, n), 1)))
-        xd, wd, gd = x.double(), weight.double(), grad.double()
-        out, data, gradient, bias = forms(x, weight, grad, True, index % 2)
-        check(out, xd @ wd.T, xd.abs() @ wd.abs().T, torch.float32, k)
-        check(data, gd @ wd, gd.abs() @ wd.abs(), torch.float32, n)
-        check(gradient, gd.T @ xd + 1, gd.abs().T @ xd.abs() + 1, torch.float32, m)
-        check(bias, gd.sum(0) + 1, gd.abs().sum(0) + 1, torch.float32, m)
-        inside = guarded((m, n))
-        kernels.linear_forward(x, weight, inside, bf16x3=True)
-        assert torch.equal(inside, out)
+    check_every_shape(guarded, torch.float32, bf16x3=True)
 
 
 @pytest.mark.parametrize("shape", [(37, 67, 29), (5, 130, 1030), (3, 5, 0)])
@@ -367,8 +331,8 @@ def test_bf16x3_with_epilogues(bf16_target, shape):
 def test_bf16x3_has_the_same_bits_for_any_threads_and_packed(bf16_target, same_for_any_threads, shape):
     m, n, k = shape
     x, weight, grad = random(m, k), random(n, k, seed=1), random(m, n, seed=2)
-    one = same_for_any_threads(lambda: forms(x, weight, grad, True))
-    for a, b in zip(one, forms(x, weight, grad, True, with_packed=True), strict=True):
+    one = same_for_any_threads(lambda: linear_forms(x, weight, grad, bf16x3=True))
+    for a, b in zip(one, linear_forms(x, weight, grad, with_packed=True, bf16x3=True), strict=True):
         assert torch.equal(a, b)
 
 
@@ -389,7 +353,7 @@ def test_bf16x3_of_special_values(bf16_target):
 
 def test_bf16x3_is_refused_where_it_cannot_be(bf16_target):
     x, weight, out = torch.randn(4, 6), torch.randn(5, 6), torch.empty(4, 5)
-    forward, split = kernels.linear_forward, packed(weight, False, True)
+    forward, split = kernels.linear_forward, packed(weight, False, bf16x3=True)
     assert_refused((call, message) for message, call in [
         ("bf16x3: expected False for operands of bfloat16, got True",
          lambda: forward(x.bfloat16(), weight.bfloat16(), out.bfloat16(), bf16x3=True)),

@@ -10,19 +10,14 @@ import pytest
 import torch
 
 from fugaku_megatron.host import kernels
-from tests.kernels.numbers import assert_refused, random
+from tests.kernels.numbers import assert_refused, having, linear_forms, packed, random
 
 CHUNK = 16
 EDGES = (0, 1, 13, 37)
 SHAPES = [*itertools.islice(itertools.product(EDGES, EDGES, EDGES), 0, None, 3), (29, 131, 70), (48, 70, 300), (9, 140, 1030)]
 
 
-def has_fp16(name):
-    with kernels.target(name):
-        return kernels.has_fp16_arithmetic()
-
-
-@pytest.fixture(params=[name for name in kernels.runnable_targets() if has_fp16(name)])
+@pytest.fixture(params=having("fp16"))
 def target(request):
     """Name of the target in use: those that sum in FP16."""
     with kernels.target(request.param):
@@ -36,12 +31,6 @@ def half(*shape, seed=0):
 def strided(rows, cols, seed=0):
     """A matrix whose rows are three elements apart from each other."""
     return half(rows, cols + 3, seed=seed)[:, :cols]
-
-
-def packed(weight, transposed, chunk=CHUNK):
-    buffer = torch.empty(kernels.packed_weight_size(*weight.shape, weight.dtype, transposed, chunk), dtype=torch.uint8)
-    kernels.pack_weight(weight, buffer, transposed, chunk)
-    return buffer
 
 
 def matmul(a, b, chunk=CHUNK):
@@ -71,14 +60,8 @@ def test_reference_is_the_definition(reference, chunk, scale):
 
 
 def forms(m, n, k, seed, with_packed):
-    """Forward, data gradient, weight gradient and bias gradient."""
     x, weight, grad = strided(m, k, seed), strided(n, k, seed + 1), strided(m, n, seed + 2)
-    out, data, gradient, bias = torch.empty(m, n), torch.empty(m, k), torch.full((n, k), 0.5), torch.full((n,), -0.5)
-    forward, backward = (packed(weight, False), packed(weight, True)) if with_packed else (None, None)
-    kernels.linear_forward(x, weight, out, packed=forward, fp16_chunk=CHUNK)
-    kernels.linear_data_gradient(grad, weight, data, packed=backward, fp16_chunk=CHUNK)
-    kernels.linear_weight_gradient(grad, x, gradient, bias, CHUNK)
-    return out, data, gradient, bias
+    return linear_forms(x, weight, grad, with_packed, fp16_chunk=CHUNK)
 
 
 def test_forms_match_the_reference(target, reference):
@@ -94,7 +77,7 @@ def test_epilogue_and_half_output(target, reference):
 
     def run():
         out, pre = torch.empty(37, 70, dtype=torch.float16), torch.empty(37, 70, dtype=torch.float16)
-        kernels.linear_forward(x, weight, out, bias, "gelu", pre, residual, packed(weight, False), CHUNK)
+        kernels.linear_forward(x, weight, out, bias, "gelu", pre, residual, packed(weight, False, fp16_chunk=CHUNK), CHUNK)
         return out, pre
 
     for fast, exact in zip(run(), reference(run), strict=True):
@@ -151,18 +134,18 @@ def test_denormals(target):
 
 def test_refusals(target):
     x, weight, out = half(4, 6), half(5, 6), torch.empty(4, 5)
+    for_chunk = packed(weight, False, fp16_chunk=CHUNK)
     refused = [
         ("fp16_chunk: expected 0 for operands of float32, got 8", lambda: matmul(torch.randn(2, 3), torch.randn(3, 4), 8)),
         ("fp16_chunk: expected 0 to 65536, got -1", lambda: matmul(x, weight.T, -1)),
         ("packed: expected a weight .*fp16_chunk=8.* got .*fp16_chunk=16",
-         lambda: kernels.linear_forward(x, weight, out, packed=packed(weight, False), fp16_chunk=8)),
-        ("packed: expected a weight .*fp16_chunk=0", lambda: kernels.linear_forward(x, weight, out, packed=packed(weight, False))),
+         lambda: kernels.linear_forward(x, weight, out, packed=for_chunk, fp16_chunk=8)),
+        ("packed: expected a weight .*fp16_chunk=0", lambda: kernels.linear_forward(x, weight, out, packed=for_chunk)),
     ]
     assert_refused((call, message) for message, call in refused)
 
 
 def test_a_target_without_fp16_arithmetic_refuses():
-    for name in kernels.runnable_targets():
-        if not has_fp16(name):
-            with kernels.target(name), pytest.raises(ValueError, match=f"0 for target {name}, which has no FP16 arithmetic"):
-                matmul(half(2, 3), half(3, 4), 8)
+    for name in {*kernels.runnable_targets()} - {*having("fp16")}:
+        with kernels.target(name), pytest.raises(ValueError, match=f"0 for target {name}, which has no FP16 arithmetic"):
+            matmul(half(2, 3), half(3, 4), 8)
