@@ -5,7 +5,6 @@ The rules themselves are tested in tests/unit/test_marks.py, attention's kernels
 
 import math
 from contextlib import closing
-from functools import partial
 
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from fugaku_megatron.training.step import documents_of
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import CP2, DROPOUT, OVERLAP, PP2, TP2, grid_groups, small_run, whole_tensors
 from tests.llama_models import FAMILIES, copy_to, theirs
+from tests.parallel.test_model_options import plain_losses
 from tests.threads import ThreadWorld
 from tests.unit.test_marks import EOD, Texts, left_to_right
 
@@ -40,25 +40,6 @@ def made(world, run, backend="native") -> Trainer:
     return Trainer(run, world, grid_groups(world, run), *data, ops=Ops.build(backend))
 
 
-def plain_losses(weights, tokens, model, seen, positions) -> torch.Tensor:
-    """The loss of each label (b, s) of GPT-2's block with named global weights; tokens (b, s + 1), seen (b, s, s)."""
-    words, heads = weights["embedding.word_embeddings.weight"], model.num_attention_heads
-    x = words[tokens[:, :-1]] + weights["embedding.position_embeddings.weight"][positions]
-    b, s, h = x.shape
-    for n in range(model.num_layers):
-        w = {name.removeprefix(f"decoder.layers.{n}."): value for name, value in weights.items()}
-        part = partial(lambda name, x, w: F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"]), w=w)
-        norm = partial(lambda name, x, w: F.layer_norm(x, (h,), w[f"{name}.weight"], w[f"{name}.bias"]), w=w)
-        qkv = part("self_attention.linear_qkv", norm("input_layernorm", x)).view(b, s, heads, 3, h // heads)
-        q, k, v = qkv.permute(3, 0, 2, 1, 4)
-        scores = (q @ k.transpose(-1, -2) / math.sqrt(h // heads)).masked_fill(~seen[:, None], -math.inf)
-        x = x + part("self_attention.linear_proj", (scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, h))
-        inner = F.gelu(part("mlp.linear_fc1", norm("pre_mlp_layernorm", x)), approximate="tanh")
-        x = x + part("mlp.linear_fc2", inner)
-    x = F.layer_norm(x, (h,), weights["decoder.final_layernorm.weight"], weights["decoder.final_layernorm.bias"])
-    return F.cross_entropy((x @ words.t()).transpose(1, 2), tokens[:, 1:], reduction="none")
-
-
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("number", range(1, 8))
 def test_losses_of_a_plain_model_with_the_explicit_mask(number, backend):
@@ -70,7 +51,8 @@ def test_losses_of_a_plain_model_with_the_explicit_mask(number, backend):
         got = whole_tensors(trainer, "grad")
     samples = [trainer.train[i][0] for i in range(16)]
     seen, mask, positions = (torch.from_numpy(np.stack(part)) for part in zip(*(left_to_right(x[:-1], **flags) for x in samples)))
-    losses = plain_losses(weights, torch.from_numpy(np.stack(samples)), trainer.run.model, seen, positions)
+    tokens = torch.from_numpy(np.stack(samples))
+    losses = plain_losses(weights, tokens[:, :-1], tokens[:, 1:], trainer.run.model, seen, positions)
     loss = (losses * mask).sum() / mask.sum()
     assert result.loss == pytest.approx(loss.item(), rel=1e-5) and result.work.counted == mask.sum()
     assert result.work.squares == sum(np.square(np.unique(row, return_counts=True)[1]).sum() for row in documents_in(samples))

@@ -94,7 +94,7 @@ def plain_mlp(x: Tensor, weights: dict[str, Tensor], name: str, model: ModelConf
     return F.linear(inner, weights[f"{name}.linear_fc2.weight"], weights.get(f"{name}.linear_fc2.bias"))
 
 
-def plain_attention(x: Tensor, weights: dict[str, Tensor], name: str, model: ModelConfig) -> Tensor:
+def plain_attention(x: Tensor, weights: dict[str, Tensor], name: str, model: ModelConfig, seen: Tensor | None) -> Tensor:
     (b, s, _), n, d, g = x.shape, model.num_attention_heads, model.kv_channels, model.query_groups
     qkv = F.linear(x, weights[f"{name}.linear_qkv.weight"], weights.get(f"{name}.linear_qkv.bias")).view(b, s, g, n // g + 2, d)
     q = qkv[..., : n // g, :].flatten(2, 3).transpose(1, 2)  # (b, n, s, d)
@@ -107,17 +107,19 @@ def plain_attention(x: Tensor, weights: dict[str, Tensor], name: str, model: Mod
         angles = plain_angles(model, torch.arange(s, dtype=torch.float32))
         q, k = turned(q, angles), turned(k, angles)
     scores = q @ k.transpose(-1, -2) * (model.attention_multiplier or 1 / math.sqrt(d))
-    scores = scores.masked_fill(torch.ones(s, s).triu(1).bool(), -math.inf)
+    seen = torch.ones(1, s, s, dtype=torch.bool).tril() if seen is None else seen
+    scores = scores.masked_fill(~seen[:, None], -math.inf)
     out = (scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, n * d)
     return F.linear(out, weights[f"{name}.linear_proj.weight"], weights.get(f"{name}.linear_proj.bias"))
 
 
-def plain_loss(weights: dict[str, Tensor], tokens: Tensor, labels: Tensor, model: ModelConfig) -> Tensor:
-    """Of samples tokens, labels (b, s)."""
+def plain_losses(weights: dict[str, Tensor], tokens: Tensor, labels: Tensor, model: ModelConfig, seen: Tensor | None = None,
+                 positions: Tensor | None = None) -> Tensor:
+    """Of each label (b, s) of samples tokens (b, s). seen (b, s, s): what each token sees, None for all before it."""
     words = weights["embedding.word_embeddings.weight"]
     x = words[tokens] * model.embedding_multiplier
     if model.learned_positions:
-        x = x + weights["embedding.position_embeddings.weight"][: tokens.shape[1]]
+        x = x + weights["embedding.position_embeddings.weight"][torch.arange(tokens.shape[1]) if positions is None else positions]
 
     def norm(x: Tensor, name: str) -> Tensor:
         width, weight = (model.hidden_size,), weights.get(f"{name}.weight")
@@ -130,7 +132,7 @@ def plain_loss(weights: dict[str, Tensor], tokens: Tensor, labels: Tensor, model
     for layer in range(model.num_layers):
         name = f"decoder.layers.{layer}"
         attended = x + model.residual_multiplier * plain_attention(
-            norm(x, f"{name}.input_layernorm"), weights, f"{name}.self_attention", model)
+            norm(x, f"{name}.input_layernorm"), weights, f"{name}.self_attention", model, seen)
         read = norm(x if model.parallel_residual else attended, f"{name}.pre_mlp_layernorm")
         x = attended + model.residual_multiplier * plain_mlp(read, weights, f"{name}.mlp", model)
     logits = norm(x, "decoder.final_layernorm") @ weights.get("output_layer.weight", words).t() / model.logits_scaling
@@ -138,7 +140,7 @@ def plain_loss(weights: dict[str, Tensor], tokens: Tensor, labels: Tensor, model
         logits = logits[..., : model.vocab_size]
     z = torch.logsumexp(logits, -1)
     chosen = logits.gather(-1, labels[..., None])[..., 0]
-    return (z - chosen + (model.z_loss_strength * z * z if model.use_z_loss else 0.0)).mean()
+    return z - chosen + (model.z_loss_strength * z * z if model.use_z_loss else 0.0)
 
 
 def option_run(name: str, layout: str, **more: Any) -> RunConfig:
@@ -171,7 +173,7 @@ def test_losses_and_gradients_are_those_of_plain_torch(name, layout, backend):
     loss, grads, weights, samples = computed(name, layout, backend)
     tokens, labels = torch.from_numpy(samples[:-1]), torch.from_numpy(samples[1:])
     plain = {key: value.clone().requires_grad_() for key, value in weights.items()}
-    expected = plain_loss(plain, tokens.t(), labels.t(), run.model)
+    expected = plain_losses(plain, tokens.t(), labels.t(), run.model).mean()
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-5)
     assert grads.keys() == plain.keys()

@@ -19,8 +19,6 @@ DTYPES = {"fp32": (torch.float32, 2e-6), "bf16": (torch.bfloat16, 3e-2), "fp16":
 KEY = DropoutKey(seed=5, stream=9, first_sample=40, sample_dim=1)
 
 
-
-
 @pytest.fixture(params=["native", "torch"])
 def ops(request):
     torch.set_num_threads(1)
@@ -165,6 +163,19 @@ def test_an_operation_is_its_formula(ops, name, operation):
     check(lambda *a: op(ops, *a), plain, own, scaled, roundings * tolerance)
 
 
+def head_losses(ops, ranks, x, table, labels, rows_at_once, words=None, **options) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(loss, gradient of x, gradient of its part of the table (16, H)) of each rank."""
+    def part(tp):
+        own, first_row = parameter(table.chunk(tp.size)[tp.rank].clone()), tp.rank * 16 // tp.size
+        leaf, own_words = x.clone().requires_grad_(), None if words is None else min(max(0, words - first_row), len(own))
+        loss = ops.head_loss(copy_to_tensor_parallel(leaf, tp), own, labels, tp, first_row, 0.25, rows_at_once, own_words,
+                             **options) * 0.25
+        loss.backward()
+        return loss, leaf.grad, own.main_grad
+
+    return ThreadWorld(ranks).run(part)
+
+
 @each_dtype
 @pytest.mark.parametrize(("ranks", "words", "rows_at_once"), [
     (1, 16, None), (2, 16, 4), (1, 13, 4), (2, 13, None), (4, 3, None)])
@@ -179,14 +190,7 @@ def test_head_loss(ops, name, ranks, words, rows_at_once):
     expected = F.cross_entropy((exact[0] @ exact[1][:words].t()).flatten(0, 1), labels.flatten()) * 0.25
     exact_gradient = torch.autograd.grad(expected, exact)
 
-    def part(tp):
-        own, first_row = parameter(table.chunk(tp.size)[tp.rank].clone()), tp.rank * 16 // tp.size
-        leaf, own_words = x.clone().requires_grad_(), min(max(0, words - first_row), len(own))
-        loss = ops.head_loss(copy_to_tensor_parallel(leaf, tp), own, labels, tp, first_row, 0.25, rows_at_once, own_words) * 0.25
-        loss.backward()
-        return loss, leaf.grad, own.main_grad
-
-    results = ThreadWorld(ranks).run(part)
+    results = head_losses(ops, ranks, x, table, labels, rows_at_once, words)
     gradient = torch.cat([grad for *_, grad in results])
     tolerance *= 20 if ops.choice["loss"] == "torch" else 4  # torch's logits are in the dtype of x, and 60 has few digits there
     for loss, grad, _ in results:
@@ -213,15 +217,7 @@ def test_head_loss_of_some_rows(ops, name, ranks, rows_at_once, count, z_loss):
     exact_gradient = torch.autograd.grad(expected, exact)
     x[ignored] = torch.finfo(dtype).max
 
-    def part(tp):
-        own, first_row = parameter(table.chunk(tp.size)[tp.rank].clone()), tp.rank * 16 // tp.size
-        leaf = x.clone().requires_grad_()
-        loss = ops.head_loss(copy_to_tensor_parallel(leaf, tp), own, labels.masked_fill(ignored, -1), tp, first_row, 0.25,
-                             rows_at_once, z_loss=z_loss, count=count) * 0.25
-        loss.backward()
-        return loss, leaf.grad, own.main_grad
-
-    results = ThreadWorld(ranks).run(part)
+    results = head_losses(ops, ranks, x, table, labels.masked_fill(ignored, -1), rows_at_once, z_loss=z_loss, count=count)
     tolerance *= 10 if ops.choice["loss"] == "torch" else 4  # torch's logits are in the dtype of x
     for loss, grad, _ in results:
         close(loss, expected, tolerance)

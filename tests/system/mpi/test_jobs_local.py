@@ -15,6 +15,7 @@ import pytest
 from fugaku_megatron import cli
 from tests.system.mpi import launch
 from tests.system.mpi.kills import iterations, kill_after
+from tests.system.mpi.test_pretrain import losses
 
 pytestmark = pytest.mark.mpi
 ROOT = launch.TESTS.parent
@@ -39,11 +40,6 @@ def local(tmp_path, monkeypatch, capsys):
         return subprocess.CompletedProcess(words, code, *capsys.readouterr())
 
     return run
-
-
-def losses(directory: Path) -> list[float]:
-    records = [json.loads(line) for line in (directory / "history.jsonl").read_text().splitlines()]
-    return [r["lm_loss"] for r in records if r["kind"] == "train"]
 
 
 def script(folder: Path, body: str) -> str:
