@@ -1,8 +1,9 @@
-"""Matmuls of a layer's experts in one call: forward, data gradient and weight gradient against the dense rate and against torch.
+"""A layer's experts: matmuls in one call against the dense rate and against torch, routing, order and gates against torch.
 
-Each row is one comparison, in turn: with our dense matmul of as many FLOPs, whose ratio is the part of the dense rate that the
-grouped call has, with torch's matmul for each expert, and with torch._grouped_mm where it exists and takes the case. All experts
-have --rows rows, or one of them has half of all rows. Weights are packed inside the timing.
+Each row of a matmul is one comparison, in turn: with our dense matmul of as many FLOPs, whose ratio is the part of the dense rate
+that the grouped call has, with torch's matmul for each expert, and with torch._grouped_mm where it exists and takes the case. All
+experts have --rows rows, or one of them has half of all rows. Weights are packed inside the timing. The last rows are the choice of
+a token's experts, pairs in the order of the experts, rows there and back, and the gate times the scores.
 
     python -m benchmarks experts --recipe qwen3-30b-a3b --dtype bf16
 """
@@ -15,13 +16,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fugaku_megatron.config.checks import check
-from fugaku_megatron.nn.torch_blocks import parts
+from fugaku_megatron.config.run_config import ModelConfig
+from fugaku_megatron.nn.shared import parts
 
 from . import driver, shapes
 from .driver import DTYPES, Call, Case
 from .gemm import sampled_error
+from .rowwise import compare, random
 
 TORCH_HERE = True
 LOADS = ("even", "skewed")
@@ -125,7 +129,10 @@ def counts_of(options: argparse.Namespace, load: str) -> tuple[int, ...]:
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """Three matmuls of both linear layers of the experts, each against all opponents. ValueError for a model without experts."""
+    """Three matmuls of both linear layers of the experts, each against all opponents, then what is around them.
+
+    ValueError for a model without experts.
+    """
     model = shapes.run_of(options).model
     check(model.num_experts is not None, f"--recipe {options.recipe} has no experts: pass one that has, such as qwen3-30b-a3b")
     check(options.experts > 0 and options.rows > 0, f"--experts {options.experts} and --rows {options.rows}: pass 1 or more")
@@ -135,6 +142,10 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
             work = Work.of(options.experts * options.rows, k, o, counts_of(options, load), DTYPES[options.dtype])
             for op in ("forward", "data_grad", "weight_grad"):
                 yield from op_cases(work, op, load)
+    k = min(model.moe_router_topk, options.experts)
+    yield routing(options.experts * options.rows // k, options.experts, k, model)
+    yield from order(options.experts * options.rows // k, options.experts, k, h, DTYPES[options.dtype])
+    yield scaled_gate(options.experts * options.rows, f, DTYPES[options.dtype])
 
 
 def op_cases(work: Work, op: str, load: str) -> Iterator[Case]:
@@ -148,6 +159,55 @@ def op_cases(work: Work, op: str, load: str) -> Iterator[Case]:
             yield Case(op=op if load == "even" else f"{op}_skewed", calls=(work.grouped(op, out),), baseline_run=run, baseline=name,
                        error=lambda: work.error(op, out), details={"load": load},
                        shape=(len(work.x), *work.weight.shape[1:], len(work.counts)))
+
+
+def routing(rows: int, e: int, k: int, model: ModelConfig) -> Case:
+    """Experts and scores of random logits (rows, e), without bias and groups, and the gradient of the logits."""
+    sigmoid, logits, dscores = model.moe_router_score_function == "sigmoid", torch.randn(rows, e), torch.randn(rows, k)
+    kind = "sigmoid" if sigmoid else "softmax" if model.moe_router_pre_softmax else "softmax_of_chosen"
+    scores, chosen, dlogits = torch.empty(rows, k), torch.empty(rows, k, dtype=torch.int64), torch.empty(rows, e)
+
+    def eager(logits: Tensor) -> Tensor:
+        if kind == "softmax_of_chosen":
+            return torch.softmax(logits.topk(k).values, -1)
+        own = (torch.sigmoid(logits) if sigmoid else torch.softmax(logits, -1)).topk(k).values
+        return own / own.sum(-1, keepdim=True) if sigmoid and k > 1 else own
+
+    calls = (Call("route", logits, None, scores, chosen, kind),
+             Call("route_backward", dscores, scores if kind == "softmax_of_chosen" else logits, chosen, dlogits, kind))
+    return compare("route", (rows, e, k), calls, (dlogits,), eager, (logits,), (dscores,), dtype="fp32")
+
+
+def order(rows: int, e: int, k: int, h: int, dtype: torch.dtype) -> Iterator[Case]:
+    """The order of pairs of random experts, rows (rows, h) in this order, and the sum of each token's."""
+    chosen, (x,) = torch.randint(e, (rows, k)), random(dtype, 1, rows, h)
+    counts, pairs, places = torch.empty(e, dtype=torch.int64), torch.empty(rows * k, dtype=torch.int64), torch.empty_like(chosen)
+    numbers, there, back = chosen.flatten(), x.new_empty(rows * k, h), torch.empty_like(x)
+
+    def eager() -> Tensor:
+        torch.bincount(numbers, minlength=e)
+        sorted_numbers = numbers.argsort(stable=True)
+        return torch.empty_like(numbers).scatter_(0, sorted_numbers, torch.arange(rows * k))
+
+    yield Case(op="sort_pairs", shape=(rows, k, e), calls=(Call("sort_pairs", chosen, counts, pairs, places),), baseline_run=eager,
+               error=lambda: float((places.flatten() - eager()).abs().max()), details={"dtype": "int64"})
+    Call("sort_pairs", chosen, counts, pairs, places).run()
+    yield Case(op="permute", shape=(rows * k, h), calls=(Call("permute", x, pairs, there, k),), baseline_run=lambda: x[pairs // k],
+               error=lambda: float((there - x[pairs // k]).abs().max()))
+    Call("permute", x, pairs, there, k).run()
+    yield Case(op="unpermute", shape=(rows * k, h), calls=(Call("unpermute", there, places, back),),
+               baseline_run=lambda: F.embedding_bag(places, there, mode="sum"),
+               error=lambda: driver.relative_error(back, there.double()[places].sum(1)))
+
+
+def scaled_gate(rows: int, f: int, dtype: torch.dtype) -> Case:
+    """silu(gate) up times a factor of each row, and all gradients; gate and up (rows, f)."""
+    x, (dy,), factors, dfactors = torch.randn(rows, 2, f).to(dtype), random(dtype, 1, rows, f), torch.rand(rows), torch.empty(rows)
+    y, dx = torch.empty_like(dy), torch.empty_like(x)
+    calls = (Call("scaled_gate", x, factors, y), Call("scaled_gate_backward", dy, x, factors, dx, dfactors, y))
+    return compare("scaled_gate", (rows, f), calls, (*dx.unbind(1), dfactors),
+                   lambda gate, up, factors: (F.silu(gate) * up * factors.unsqueeze(1)).to(gate.dtype), (*x.unbind(1), factors),
+                   (dy,))
 
 
 measure, text = driver.family(cases)

@@ -131,19 +131,43 @@ struct ActivationArgs {
   Activation activation;
 };
 
-// gate.h: x (rows, 2, cols) whose rows and parts, the gate and what it multiplies, lie x_row and x_part elements apart.
+// gate.h: x (rows, 2, cols) whose rows and parts, the gate and what it multiplies, lie x_row and x_part elements apart. factors
+// (rows): what the result is multiplied by. Null: 1.
 struct GateArgs {
   const void* x;
   int64_t x_row, x_part, rows, cols;
   DType dtype;
   Activation activation;
+  const float* factors = nullptr;
 };
 
-// Its backward: dy (rows, cols) is contiguous, dx (rows, 2, cols) lies as x does, with distances of its own.
+// Its backward: dy (rows, cols) is contiguous, dx (rows, 2, cols) lies as x does, with distances of its own. With factors it also
+// makes their gradients, dfactors (rows), and the result y (rows, cols) again, which may be dy.
 struct GateGradArgs {
   const void* dy;
   void* dx;
   int64_t dx_row, dx_part;
+  float* dfactors = nullptr;
+  void* y = nullptr;
+};
+
+// routing.h: what makes the scores of a token's experts. A softmax over all experts, or over the chosen ones; sigmoids, which of
+// several experts are divided by their sum.
+enum class Scores : int32_t { softmax, softmax_of_chosen, sigmoid };
+
+// The k experts of each of `rows` tokens, by logits (rows, experts) and a bias (experts) of the choice, or null; all in the best
+// group_topk of `groups` groups of neighbouring experts, or groups = 0. The scores are multiplied by `scaling`.
+struct RouteArgs {
+  const float *logits, *bias;
+  int64_t rows, experts, k, groups, group_topk;
+  Scores scores;
+  float scaling, normalizer;  // the latter is added to a sum of sigmoids
+};
+
+// Rows of `rows` tokens and of n pairs of a token and one of its k experts.
+struct PermuteArgs {
+  int64_t rows, n, k, cols;
+  DType dtype;
 };
 
 // rotary.h: x and y (s, b, heads, d), in whose heads `queries` queries, a key and a value follow one another; cos and sin (s, half)

@@ -84,9 +84,14 @@ def waiting_bytes(run: RunConfig, tp: int) -> int:
 
 
 def pair_working_bytes(run: RunConfig, tp: int) -> int:
-    """Tensors of all pairs that the experts' backward needs for itself, without what the shared expert's has freed before it."""
+    """Tensors of all pairs that the experts' backward needs for itself, without what the shared expert's has freed before it.
+
+    The gradient of the activation's argument, and with it first that of the results and what the second matmul reads, then the
+    input and its gradient.
+    """
     (hidden, inner, shared), widths = _pair_bytes(run, tp), run.model.fc1_widths
-    return 3 * hidden + (3 + widths) * inner - widths * shared - residual_bytes(run, tp) * run.model.moe_shared_expert_gate
+    freed = widths * shared + residual_bytes(run, tp) * run.model.moe_shared_expert_gate
+    return hidden + max(hidden, inner) + widths * inner - freed
 
 
 NUMBER_BYTES = 3 * 8  # kept of a token and one of its experts: the expert, and where the pair is in the order of experts and back
@@ -101,8 +106,8 @@ def expert_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
     own, held, f = rows // parts, e // division.ep, f // division.etp
     each = -(-division.here // held)
     router = e * h + e * model.moe_router_enable_expert_bias
-    tables = len(model.balances) + bool(model.moe_z_loss_coeff) + (
-        model.moe_router_pre_softmax or model.moe_router_score_function == "sigmoid" or model.sinkhorn)
+    of_logits = bool(model.moe_z_loss_coeff) or model.moe_router_pre_softmax or model.moe_router_score_function == "sigmoid"
+    tables = len(model.balances) + of_logits + model.sinkhorn  # those that need logits share them
     kept = own * (e + 1) * tables + e * len(model.balances)
     around = _divided_collectives(run, division) if division.divided else _expert_collectives(run, tp)
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..comm.autograd import copy_to_tensor_parallel, gather_from_sequence_parallel, gather_sequence
 from ..comm.base import Comm
@@ -36,39 +35,28 @@ from .shared import as_rows
 class Order:
     """Pairs of tokens and experts in the order of the experts. pairs (n,): numbers row * k + place, those of an expert ascending.
 
-    counts: pairs of each expert. places (rows, k): of each pair in this order, n for one that its expert has dropped.
+    ops: the backend that moves rows. counts: pairs of each expert. places (rows, k): of each pair in this order, n for one that its
+    expert has dropped.
     """
 
+    ops: Any
     pairs: Tensor
     counts: tuple[int, ...]
     places: Tensor
 
     @staticmethod
-    def of(chosen: Tensor, experts: int, keep: Tensor | None = None) -> Order:
+    def of(ops: Any, chosen: Tensor, experts: int, keep: Tensor | None = None) -> Order:
         """That of experts chosen (rows, k). keep (rows, k): False for pairs that are dropped."""
-        numbers = chosen.flatten() if keep is None else chosen.masked_fill(~keep, experts).flatten()
-        counts = torch.bincount(numbers, minlength=experts)[:experts].tolist()
-        pairs = numbers.argsort(stable=True)[: sum(counts)]
-        places = torch.full_like(numbers, len(pairs))
-        places[pairs] = torch.arange(len(pairs))
-        return Order(pairs, tuple(counts), places.view_as(chosen))
-
-    @property
-    def tokens(self) -> Tensor:
-        """The row of each pair's token, (n,)."""
-        return self.pairs // self.places.shape[1]
+        counts, pairs, places = ops.order(chosen if keep is None else chosen.masked_fill(~keep, experts), experts)
+        return Order(ops, pairs, tuple(counts.tolist()), places)
 
     def taken(self, x: Tensor) -> Tensor:
         """The row of each pair's token (n, h), from x (rows, h)."""
-        return x[self.tokens]
+        return self.ops.permute(x, self.pairs, self.places.shape[1])
 
     def summed(self, x: Tensor) -> Tensor:
         """The sum of each token's pairs (rows, h), from x (n, h)."""
-        if not len(x):
-            return x.new_zeros(len(self.places), x.shape[1])
-        dropped = len(x) < self.places.numel()
-        table = torch.cat((x, x.new_zeros(1, x.shape[1]))) if dropped else x
-        return F.embedding_bag(self.places, table, mode="sum")
+        return self.ops.unpermute(x, self.places)
 
 
 def kept(scores: Tensor, chosen: Tensor, model: ModelConfig) -> Tensor | None:
@@ -107,7 +95,7 @@ class Route:
         return torch.arange(experts).view(groups, ranks, -1).transpose(0, 1).flatten()
 
     @staticmethod
-    def of(counts: tuple[int, ...], groups: int, ep: Comm, etp: Comm) -> list[Route]:
+    def of(ops: Any, counts: tuple[int, ...], groups: int, ep: Comm, etp: Comm) -> list[Route]:
         """That of each group, of pairs of each expert of the model in the order of `numbers`. Collective over both."""
         own = len(counts) // ep.size
         each = own // groups
@@ -120,7 +108,7 @@ class Route:
             there = Exchange(ep, everyone[ep.rank, i].sum(1).tolist(), here.sum(1).tolist())
             copies = Exchange(etp, [int(here.sum())] * etp.size, coming[:, :, i].sum((1, 2)).tolist())
             numbers = experts[i].repeat(etp.size * ep.size).repeat_interleave(coming[:, :, i].flatten())
-            routes.append(Route(there, copies, Order.of(numbers.unsqueeze(1), own)))
+            routes.append(Route(there, copies, Order.of(ops, numbers.unsqueeze(1), own)))
         return routes
 
 
@@ -129,43 +117,39 @@ class _Experts(torch.autograd.Function):
 
     activation: a row of `torch_blocks.ACTIVATIONS`; weight1 has two matrices of an expert where it has a gate.
 
-    The scores multiply what the second matmul reads, which is narrower than what it writes, so that none of that is kept.
+    The scores multiply what the second matmul reads, which is narrower than what it writes, so that none of that is kept. They and
+    the activation are one pass.
     """
 
     @staticmethod
     def forward(ctx: Any, ops: Any, activation: str, x: Tensor, scores: Tensor, order: Order, weight1: Tensor, weight2: Tensor,
                 needs_values: bool) -> Tensor:
-        rows, chunk, factors = as_rows(x), ops.chunk(x), scores.detach().flatten()[order.pairs].unsqueeze(1)  # (n, 1)
+        rows, chunk, factors = as_rows(x), ops.chunk(x), scores.detach().flatten()[order.pairs]  # (n,)
         inputs, pre = order.taken(rows), rows.new_empty(len(order.pairs), weight1[0, ..., 0].numel())
         ops.grouped_matmul(inputs, weight1, order.counts, pre, chunk)
         ctx.save_for_backward(x, pre, factors)
         ctx.ops, ctx.activation, ctx.order, ctx.weights = ops, activation, order, (weight1, weight2)
         if not needs_values:
             return x.new_empty(1).expand(len(rows), weight2.shape[1])
-        inner, out = _times(ops.gate(pre, activation), factors), rows.new_empty(len(pre), weight2.shape[1])
+        inner, out = ops.scaled_gate(pre, factors, activation), rows.new_empty(len(pre), weight2.shape[1])
         ops.grouped_matmul(inner, weight2, order.counts, out, chunk)
         return order.summed(out)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x, pre, factors), (weight1, weight2), ops, order = ctx.saved_tensors, ctx.weights, ctx.ops, ctx.order
-        dout, values, chunk = order.taken(as_rows(dy)), ops.gate(pre, ctx.activation), ops.chunk(dy)  # (n, h), (n, f)
-        dinner, inner = torch.empty_like(values), _times(values, factors)
-        ops.grouped_weight_gradient(dout, inner, weight2, order.counts, chunk)
-        ops.grouped_data_gradient(dout, weight2, order.counts, dinner, chunk)
+        dout, chunk = order.taken(as_rows(dy)), ops.chunk(dy)  # (n, h)
+        inner, dpre = pre.new_empty(len(pre), weight2.shape[2]), torch.empty_like(pre)
+        ops.grouped_data_gradient(dout, weight2, order.counts, inner, chunk)
         dscores = torch.zeros(order.places.numel())
-        dscores[order.pairs] = (dinner.float() * values.float()).sum(-1)
-        dpre, inputs = torch.empty_like(pre), order.taken(as_rows(x).detach())
-        ops.gate_gradient(_times(dinner, factors), pre, dpre, ctx.activation)
+        dscores[order.pairs] = ops.scaled_gate_gradient(inner, pre, factors, dpre, ctx.activation)  # inner then has its value
+        ops.grouped_weight_gradient(dout, inner, weight2, order.counts, chunk)
+        del dout, inner
+        inputs = order.taken(as_rows(x).detach())
         dinputs = torch.empty_like(inputs)
         ops.grouped_weight_gradient(dpre, inputs, weight1, order.counts, chunk)
         ops.grouped_data_gradient(dpre, weight1, order.counts, dinputs, chunk)
         return None, None, order.summed(dinputs).view_as(x), dscores.view_as(order.places), None, None, None, None
-
-
-def _times(x: Tensor, factors: Tensor) -> Tensor:
-    """x (n, f) times factors (n, 1) in FP32, rounded to x's dtype."""
-    return (x * factors).to(x.dtype)
 
 
 class ExpertLinear(nn.Module):
@@ -197,7 +181,6 @@ class ExpertMatrices(nn.Module):
 
     def ops(self, backend: Any) -> Any:
         """What computes with these matrices."""
-        linears: Any = (self.linear_fc1, self.linear_fc2)
         linears = self.linear_fc1, self.linear_fc2
         return AdaptedExperts(backend, {id(each.weight): each.adapter for each in linears}) if self.adapts else backend
 
@@ -242,9 +225,14 @@ class Experts(nn.Module):
         if context.ep is not None and context.etp is not None:
             return self._exchanged(x, scores, chosen, forward_pass, context.ep, context.etp)
         whole, scores, chosen = self._whole(x, scores, chosen)
-        out = self._computed(whole, scores, Order.of(chosen, self._experts, self._kept(scores, chosen, forward_pass)), forward_pass)
+        order = Order.of(self._ops, chosen, self._experts, self._kept(scores, chosen, forward_pass))
+        out = self._computed(whole, scores, order, forward_pass)
         out = context.out_of_matmul(out.view(whole.shape), forward_pass.needs_values)
         return out if self.shared_experts is None else out + self.shared_experts(x, forward_pass)
+
+    @property
+    def _ops(self) -> Any:
+        return self.context.ops.backends["gemm"]
 
     @property
     def _experts(self) -> int:
@@ -256,7 +244,7 @@ class Experts(nn.Module):
 
     def _computed(self, x: Tensor, scores: Tensor, order: Order, forward_pass: Pass) -> Tensor:
         """Of x (..., h) with scores (rows, k) the sum of score times expert (rows, h), of this rank's part of its experts."""
-        return _Experts.apply(self.experts.ops(self.context.ops.backends["gemm"]), self.context.model.activation, x, scores, order,
+        return _Experts.apply(self.experts.ops(self._ops), self.context.model.activation, x, scores, order,
                               self.experts.linear_fc1.weight, self.experts.linear_fc2.weight, forward_pass.needs_values)
 
     def _exchanged(self, x: Tensor, scores: Tensor, chosen: Tensor, forward_pass: Pass, ep: Comm, etp: Comm) -> Tensor:
@@ -267,8 +255,8 @@ class Experts(nn.Module):
         far = ep.size > 1 and not ep.inside_node
         groups = exchanged_groups(self._experts // ep.size) if far else 1
         numbers = Route.numbers(self._experts, groups, ep.size)
-        order = Order.of(numbers[chosen], self._experts, self._kept_here(scores, chosen, forward_pass))
-        routes, needs_values = Route.of(order.counts, groups, ep, etp), forward_pass.needs_values
+        order = Order.of(self._ops, numbers[chosen], self._experts, self._kept_here(scores, chosen, forward_pass))
+        routes, needs_values = Route.of(self._ops, order.counts, groups, ep, etp), forward_pass.needs_values
         there, back = (GroupedExchange([route.there for route in routes], overlaps)
                        for overlaps in (far or self.shared_experts is not None, far))
         leaving = there.leave(map_rows(as_rows(x), order.taken, order.summed), scores.flatten()[order.pairs].unsqueeze(1))

@@ -93,20 +93,20 @@ class NativeBlockOps(BlockOps):
             self.kernels.activate(pre, None, inner, activation)
             return inner
         inner = pre.new_empty(len(pre), pre.shape[1] // 2)
-        self.kernels.gate(_gates(pre), inner, GATES[activation])
+        self.kernels.gate(as_gates(pre), inner, GATES[activation])
         return inner
 
     def gate_gradient(self, dinner: Tensor, pre: Tensor, dpre: Tensor, activation: str) -> None:
         """dinner (rows, f), pre and dpre (rows, 2 f), or (rows, f) without a gate."""
         if activation not in GATES:
             return super().gate_gradient(dinner, pre, dpre, activation)
-        self.kernels.gate_backward(dinner, _gates(pre), _gates(dpre), GATES[activation])
+        self.kernels.gate_backward(dinner, as_gates(pre), as_gates(dpre), GATES[activation])
 
     def gated_weight_gradient(self, dy: Tensor, pre: Tensor, weight: Tensor, activation: str, chunk: int) -> None:
         """dy (rows, h), pre (rows, 2 f), weight (h, f)."""
         def second_weight() -> None:
             for columns, inner in column_parts(pre, weight.shape[1], whole=False):
-                _second_weight_gradient(self, dy, _gates(pre)[:, :, columns], activation, inner, gradient_of(weight)[:, columns],
+                _second_weight_gradient(self, dy, as_gates(pre)[:, :, columns], activation, inner, gradient_of(weight)[:, columns],
                                         chunk)
 
         if not is_frozen(weight):
@@ -202,7 +202,7 @@ class _GatedMLP(torch.autograd.Function):
         return None, None, gradient_of_input(ctx, x, dpre, chunk), None, None, None, None, None
 
 
-def _gates(pre: Tensor) -> Tensor:
+def as_gates(pre: Tensor) -> Tensor:
     """pre (rows, 2 f) as the kernels take it: (rows, 2, f)."""
     return pre.view(len(pre), 2, pre.shape[-1] // 2)
 
@@ -217,7 +217,7 @@ def _to_gradient_of_gates(ops: Any, dy: Tensor, pre: Tensor, weight2: Tensor, ac
     """Overwrite pre (rows, 2 f) with its gradient and add the second weight's gradient, by parts of columns."""
     packed = ops.packed(weight2, True, chunk)
     for columns, inner in column_parts(pre, weight2.shape[1], packed is not None):
-        gates = _gates(pre)[:, :, columns]
+        gates = as_gates(pre)[:, :, columns]
         if not is_frozen(weight2):
             _second_weight_gradient(ops, dy, gates, activation, inner, gradient_of(weight2)[:, columns], chunk)
         ops.kernels.linear_data_gradient(dy, weight2[:, columns], inner, packed=packed, fp16_chunk=chunk)

@@ -7,7 +7,6 @@ vocabulary of this rank, d head size, rows = s b.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,12 +17,13 @@ from torch import Tensor
 from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
 from .native_blocks import HeadLoss, NativeBlockOps, call_rowwise, column_parts, gradient_of_input, row_count
+from .native_experts import NativeExpertOps
 from .parameter import WeightCache, WeightGradients
 from .shared import DropoutKey, Heads, as_rows, dropout, gradient_of, is_frozen, vector_gradient
 
 
 @dataclass(frozen=True)
-class NativeOps(NativeBlockOps):
+class NativeOps(NativeExpertOps, NativeBlockOps):
     """The backend on the C++ kernels.
 
     kernels: the kernel library. fp16_chunk: linear layers with FP16 operands sum this many terms in FP16 before they add in
@@ -73,30 +73,6 @@ class NativeOps(NativeBlockOps):
         """dy^T x in FP32 of dy (rows, out) and x (rows, in), (out, in)."""
         total = torch.zeros(dy.shape[1], x.shape[1])
         self.kernels.linear_weight_gradient(dy, x, total)
-        return total
-
-    def grouped_matmul(self, x: Tensor, weight: Tensor, counts: Sequence[int], out: Tensor, chunk: int = 0) -> None:
-        """out (n, out) = x (n, in) times the transposed weight of each row's group; a matmul each where rows are few."""
-        if self.weight_cache is not None or len(x) <= self.few_rows:
-            return super().grouped_matmul(x, weight, counts, out, chunk)
-        self.kernels.grouped_linear_forward(x, weight.detach().flatten(1, -2), torch.tensor(counts), out, chunk)
-
-    def grouped_data_gradient(self, dy: Tensor, weight: Tensor, counts: Sequence[int], dx: Tensor, chunk: int = 0) -> None:
-        """dx (n, in) = dy (n, out) times the weight of each row's group."""
-        if self.weight_cache is not None:
-            return super().grouped_data_gradient(dy, weight, counts, dx, chunk)
-        self.kernels.grouped_linear_data_gradient(dy, weight.detach().flatten(1, -2), torch.tensor(counts), dx, chunk)
-
-    def grouped_weight_gradient(self, dy: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int], chunk: int = 0) -> None:
-        """Add dy^T x of each group's rows to the gradient of its weight, now or later; dy (n, out), x (n, in) stay until then."""
-        if not is_frozen(weight):
-            self.weight_gradients.add(partial(self.kernels.grouped_linear_weight_gradient, dy, x.detach(), torch.tensor(counts),
-                                              gradient_of(weight).flatten(1, -2), chunk))
-
-    def grouped_outer_sum(self, dy: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """dy^T x in FP32 of each group's rows, dy (n, out) and x (n, in) -> (groups, out, in)."""
-        total = torch.zeros(len(counts), dy.shape[1], x.shape[1])
-        self.kernels.grouped_linear_weight_gradient(dy, x, torch.tensor(counts), total, 0)
         return total
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, sequence: Comm | None = None) -> Tensor:

@@ -1,13 +1,13 @@
 """The router of a layer with experts: which experts each token goes through, with which scores, and what keeps their load even.
 
 It computes what megatron/core/transformer/moe/router.py and megatron/core/transformer/moe/moe_utils.py of Megatron-LM do, in FP32.
-Left out: the experts and what they drop (`experts`), which losses and loads a log shows (`training.rank_watch`).
+Left out: the choice by scores, which is the backend's (`torch_experts`), the experts and what they drop (`experts`), which losses
+and loads a log shows (`training.rank_watch`).
 Legend: s sequence, b micro-batch, h hidden, e experts, k of them for each token, rows = s b.
 """
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,9 @@ from ..config.run_config import ModelConfig
 from .layers import Context
 from .passes import Pass
 from .shared import accumulate, as_rows
+from .torch_experts import NORMALIZER
 
 SINKHORN_TOLERANCE, SINKHORN_ROUNDS = 1e-4, 1000  # the former as in Megatron-LM
-NORMALIZER = 1e-20  # added to the sum of sigmoid scores, as in Megatron-LM
 
 
 class SmallLinear(torch.autograd.Function):
@@ -71,41 +71,16 @@ class _WithLoss(torch.autograd.Function):
         return dscores, torch.tensor(ctx.factor, dtype=torch.float32), None
 
 
-def best(scores: Tensor, model: ModelConfig) -> tuple[Tensor, Tensor]:
-    """(scores, numbers) of each token's k experts, two of (rows, k); scores (rows, e). With groups, of those in its best groups.
-
-    A group's score is the sum of its best k / groups ones.
-    """
-    k, groups, chosen = model.moe_router_topk, model.moe_router_num_groups, model.moe_router_group_topk
-    if groups and chosen:
-        grouped = scores.detach().view(len(scores), groups, -1)
-        taken = grouped.topk(k // chosen).values.sum(-1).topk(chosen).indices  # (rows, groups of a token)
-        open_groups = torch.zeros(len(scores), groups, dtype=torch.bool).scatter_(1, taken, True)
-        shut = ~open_groups.repeat_interleave(grouped.shape[2], 1)
-        scores = scores.masked_fill(shut, -math.inf)
-    return scores.topk(k)
-
-
-def route(logits: Tensor, bias: Tensor | None, model: ModelConfig, ranks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(ops: Any, logits: Tensor, bias: Tensor | None, model: ModelConfig, ranks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(scores, numbers) of each token's experts, two of (rows, k), from logits (rows, e) and the bias (e,) of the choice.
 
     ranks (rows, e): what the choice of --moe-router-load-balancing-type sinkhorn is by; None: by scores.
     """
-    if model.sinkhorn:
-        scores = torch.sigmoid(logits) if model.moe_router_topk == 1 else torch.softmax(logits, -1)
-        chosen = (scores.detach() if ranks is None else ranks).topk(model.moe_router_topk).indices
-        own = scores.gather(1, chosen)
-    elif model.moe_router_score_function == SIGMOID:
-        scores = torch.sigmoid(logits)
-        _, chosen = best(scores.detach() if bias is None else scores.detach() + bias.float(), model)
-        own = scores.gather(1, chosen)
-        own = own / (own.sum(-1, keepdim=True) + NORMALIZER) if model.moe_router_topk > 1 else own
-    elif model.moe_router_pre_softmax:
-        own, chosen = best(torch.softmax(logits, -1), model)
-    else:
-        top, chosen = best(logits, model)
-        own = torch.softmax(top, -1)
-    return own * (model.moe_router_topk_scaling_factor or 1.0), chosen
+    if not model.sinkhorn:
+        return ops.route(logits, bias, model)
+    scores = torch.sigmoid(logits) if model.moe_router_topk == 1 else torch.softmax(logits, -1)
+    chosen = (scores.detach() if ranks is None else ranks).topk(model.moe_router_topk).indices
+    return scores.gather(1, chosen) * (model.moe_router_topk_scaling_factor or 1.0), chosen
 
 
 def evenly(logits: Tensor) -> Tensor:
@@ -166,7 +141,7 @@ class Router(nn.Module):
         ops, model = self.context.ops, self.context.model
         logits = SmallLinear.apply(ops, x, self.weight)
         ranks = self._ranks(logits) if model.sinkhorn and forward_pass.training else None
-        scores, chosen = route(logits, self.expert_bias, model, ranks)
+        scores, chosen = route(ops.backends["gemm"], logits, self.expert_bias, model, ranks)
         if not forward_pass.training:
             return scores, chosen
         counts = torch.bincount(chosen.flatten(), minlength=logits.shape[1]).float()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, overload
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
-from .shared import Angles, DropoutKey, Heads, accumulate, as_rows, gradient_of, is_frozen, parts
+from .shared import Angles, DropoutKey, Heads, accumulate, as_rows, gradient_of, is_frozen
 
 
 class BlockOps:
@@ -30,33 +30,7 @@ class BlockOps:
     matmul: Callable[..., None]
     data_gradient: Callable[..., None]
     weight_gradient: Callable[..., None]
-    outer_sum: Callable[..., Tensor]
     bias_dropout_add: Callable[..., Tensor]
-
-    def grouped_matmul(self, x: Tensor, weight: Tensor, counts: Sequence[int], out: Tensor, chunk: int = 0) -> None:
-        """out (n, out) = x (n, in) times the transposed weight of each row's group, weight (groups, ..., in).
-
-        The first counts[0] rows are in group 0, those after them in group 1; a group may have none.
-        """
-        for number, part in parts(counts):
-            self.matmul(x[part], part_of(weight, number), out[part], chunk=chunk)
-
-    def grouped_data_gradient(self, dy: Tensor, weight: Tensor, counts: Sequence[int], dx: Tensor, chunk: int = 0) -> None:
-        """dx (n, in) = dy (n, out) times the weight of each row's group, weight (groups, ..., in)."""
-        for number, part in parts(counts):
-            self.data_gradient(dy[part], part_of(weight, number), dx[part], chunk)
-
-    def grouped_weight_gradient(self, dy: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int], chunk: int = 0) -> None:
-        """Add dy^T x of each group's rows to the gradient of its weight, now or later; dy (n, out), x (n, in) stay until then."""
-        for number, part in parts(counts):
-            self.weight_gradient(dy[part], x[part], part_of(weight, number), None, chunk)
-
-    def grouped_outer_sum(self, dy: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """dy^T x in FP32 of each group's rows, dy (n, out) and x (n, in) -> (groups, out, in)."""
-        total = torch.zeros(len(counts), dy.shape[1], x.shape[1])
-        for number, part in parts(counts):
-            total[number] = self.outer_sum(dy[part], x[part])
-        return total
 
     def gated_mlp(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool = True,
                   sequence: Comm | None = None, activation: str = "swiglu") -> Tensor:

@@ -21,10 +21,11 @@ from . import shared, torch_blocks
 from .parameter import WeightGradients
 from .shared import DropoutKey, Heads, accumulate, gradient_of, is_frozen
 from .torch_blocks import BlockOps
+from .torch_experts import ExpertOps
 
 
 @dataclass(frozen=True)
-class TorchOps(BlockOps):
+class TorchOps(ExpertOps, BlockOps):
     """The backend on torch's kernels. kernels: the C++ library, for dropout's masks alone, which both backends share.
 
     weight_gradients: where linear layers bring the work for their weights' gradients.

@@ -72,7 +72,33 @@ void check_gate(DType dtype, float tolerance, int64_t cols, Activation activatio
     const GateArgs args{x.data(), 2 * cols, cols, ROWS, cols, dtype, activation};
     kernels().gate(args, y.data());
     kernels().gate_backward(args, {dy.data(), dx.data(), 2 * cols, cols});
-    return joined({y.values(), dx.values()});
+    Tensor again(dtype, n, 19), scaled_dx(dtype, 2 * n, 20);
+    Floats factors = random_floats(ROWS, 21), dfactors(ROWS);
+    const GateArgs scaled{x.data(), 2 * cols, cols, ROWS, cols, dtype, activation, factors.data()};
+    kernels().gate_backward(scaled, {dy.data(), scaled_dx.data(), 2 * cols, cols, dfactors.data(), again.data()});
+    return joined({y.values(), dx.values(), scaled_dx.values(), again.values(), dfactors});
+  });
+}
+
+// Of three groups of experts, in the best two of which each token has two; one expert's pairs are dropped.
+void check_routing(DType dtype, float tolerance, int64_t cols, Scores kind) {
+  compare("routing", tolerance, tolerance, [&] {
+    const int64_t experts = 3 * cols + 3, k = 4, n = ROWS * k;
+    Floats logits = random_floats(ROWS * experts, 22), dscores = random_floats(n, 23), bias = random_floats(experts, 24), scores(n),
+           dlogits(ROWS * experts), choice;
+    std::vector<int64_t> chosen(n), counts(experts - 1), pairs(n), places(n);
+    const RouteArgs args{logits.data(), kind == Scores::sigmoid ? bias.data() : nullptr, ROWS, experts, k, 3, 2, kind, 1.5f, 1e-20f};
+    kernels().route(args, scores.data(), chosen.data());
+    const float* kept = kind == Scores::softmax_of_chosen ? scores.data() : logits.data();
+    kernels().route_backward(args, dscores.data(), kept, chosen.data(), dlogits.data());
+    kernels().sort_pairs(chosen.data(), n, experts - 1, counts.data(), pairs.data(), places.data());
+    int64_t sorted = 0;
+    for (int64_t count : counts) sorted += count;
+    Tensor x(dtype, ROWS * cols, 25), there(dtype, sorted * cols, 26), back(dtype, ROWS * cols, 27);
+    kernels().permute({ROWS, sorted, k, cols, dtype}, pairs.data(), x.data(), there.data());
+    kernels().unpermute({ROWS, sorted, k, cols, dtype}, places.data(), there.data(), back.data());
+    for (int64_t place : places) choice.push_back(static_cast<float>(place));
+    return joined({choice, scores, dlogits, there.values(), back.values()});
   });
 }
 
@@ -162,6 +188,7 @@ void check_all() {
         check_activation(dtype, tolerance, cols, f);
       check_rms_norm(dtype, tolerance, cols);
       for (Activation f : {Activation::silu, Activation::gelu}) check_gate(dtype, tolerance, cols, f);
+      for (Scores kind : {Scores::softmax, Scores::softmax_of_chosen, Scores::sigmoid}) check_routing(dtype, tolerance, cols, kind);
       check_rotary(dtype, tolerance, cols, false);
       check_rotary(dtype, tolerance, cols, true);
       check_few_rows(dtype, tolerance, cols);

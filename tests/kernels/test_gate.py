@@ -36,6 +36,26 @@ def test_a_gate_and_its_gradient(every_target, shape, dtype, name):
     assert torch.equal(x, dx)
 
 
+@for_each(name=GATES, dtype=DTYPES, shape=SHAPES)
+def test_a_gate_with_factors_of_its_rows(every_target, shape, dtype, name):
+    """One rounding of the result; its gradients, those of the factors and the result again come from one pass."""
+    rows, cols = shape
+    x, dy, factors = random(rows, 2, cols, dtype=dtype), random(rows, cols, dtype=dtype, seed=2), random(rows, seed=3)
+    leaf, by = x.double().requires_grad_(), factors.double().requires_grad_()
+    want = exact(leaf, name) * by.unsqueeze(1)
+    want.backward(dy.double())
+    y, dx, dfactors = torch.empty_like(dy), torch.empty_like(x), torch.empty(rows)
+    kernels.scaled_gate(x, factors, y, name)
+    assert_near(y, want.detach(), dtype)
+    again = torch.empty_like(y)
+    kernels.scaled_gate_backward(dy, x, factors, dx, dfactors, again, name)
+    assert_near(dx, leaf.grad, dtype)
+    torch.testing.assert_close(dfactors.double(), by.grad, rtol=1e-5, atol=1e-5 * max(1, cols) ** 0.5)
+    assert torch.equal(again, y)
+    kernels.scaled_gate_backward(dy, x, factors, x, dfactors, dy, name)
+    assert torch.equal(x, dx) and torch.equal(dy, y)
+
+
 @for_each(name=GATES)
 def test_parts_and_threads_give_the_bits_of_the_whole(every_target, guarded, same_for_any_threads, name):
     x, dy = random(13, 2, 71), random(13, 71, seed=2)
@@ -52,7 +72,11 @@ def test_parts_and_threads_give_the_bits_of_the_whole(every_target, guarded, sam
     def both():
         dx = torch.empty_like(x)
         kernels.gate_backward(dy, x, dx, name)
-        return forward(x, name), dx
+        y, again, dfactors = torch.empty(331, 131), torch.empty(331, 131), torch.empty(331)
+        kernels.scaled_gate(x, dy[:, 0].contiguous(), y, name)
+        scaled = torch.empty_like(x)
+        kernels.scaled_gate_backward(dy, x, dy[:, 0].contiguous(), scaled, dfactors, again, name)
+        return forward(x, name), dx, y, scaled, dfactors, again
 
     same_for_any_threads(both)
 
@@ -93,4 +117,7 @@ def test_wrong_arguments_leave_everything_untouched():
         (lambda: kernels.gate(x, y, "squared_relu"), "activation: expected one of silu, gelu, got squared_relu"),
         (lambda: kernels.gate_backward(y[:, :4], x[:, :, :4], torch.ones(4, 2, 4)), "dy: expected a contiguous tensor"),
         (lambda: kernels.gate_backward(x[:2].view(4, 8), x, x), "dx: expected memory apart from dy"),
+        (lambda: kernels.scaled_gate(x, y[0, :3], y), r"factors: expected shape \(4,\), got \(3,\)"),
+        (lambda: kernels.scaled_gate_backward(y, x, y[:, 0].contiguous(), x.clone(), y[0, :4], x[:2].view(4, 8)),
+         "dfactors: expected memory apart from dy"),
     ], untouched=(x, y))

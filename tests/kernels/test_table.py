@@ -19,6 +19,7 @@ from tests.kernels.numbers import assert_refused
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = {row["name"]: row for row in kernels.table.rows()}
+WORDS = ("tokens", "labels", "counter", "samples", "positions", "counts", "chosen", "pairs", "places")  # of int64
 PRIMES = [3, 5, 7, 11, 13, 17]
 
 
@@ -82,13 +83,13 @@ def size_of(dimension, sizes):
 
 
 def example(row, sizes, dtype):
-    """Arguments of a call of these sizes; words (tokens, labels, counters) are int64."""
+    """Arguments of a call of these sizes; those of WORDS are int64."""
     arguments = []
     for name, dims in operands(row):
         if dims is None:
             arguments.append(sizes.get(name, 0))
         else:
-            whole = torch.int64 if name in ("tokens", "labels", "counter", "samples", "positions", "counts") else dtype
+            whole = torch.int64 if name in WORDS else dtype
             arguments.append(torch.empty([size_of(dim, sizes) for dim in dims], dtype=whole))
     return arguments
 

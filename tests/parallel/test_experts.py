@@ -157,17 +157,33 @@ def test_an_expert_without_tokens_keeps_its_gradient():
     assert mlp.router.take_load().tolist()[:8] == [0, 0, 0, 32, 0, 0, 0, 0] and mlp.router.take_load().sum() == 0
 
 
-def test_order_and_capacity():
-    chosen = torch.tensor([[2, 0], [2, 1], [0, 2], [2, 0]])
-    order = Order.of(chosen, 4)
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_order_and_capacity(backend):
+    chosen, ops = torch.tensor([[2, 0], [2, 1], [0, 2], [2, 0]]), Ops.build(backend).backends["gemm"]
+    order = Order.of(ops, chosen, 4)
     assert order.counts == (3, 1, 4, 0) and order.pairs.tolist() == [1, 4, 7, 3, 0, 2, 5, 6]
     assert list(parts(order.counts)) == [(0, slice(0, 3)), (1, slice(3, 4)), (2, slice(4, 8))]
+    assert order.taken(torch.arange(4.0)[:, None]).flatten().tolist() == [0, 2, 3, 1, 0, 1, 2, 3]
     assert order.summed(torch.arange(8.0)[:, None]).tolist() == [[4.0], [8.0], [7.0], [9.0]]
     model = small_run(**EXPERTS, moe_expert_capacity_factor=2.0).model  # ceil(8 / 8 x 2) = 2 of each
     scores = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.7, 0.3], [0.8, 0.2]])
     assert kept(scores, chosen, model).tolist() == [[False, True], [True, True], [True, False], [True, False]]
-    dropped = Order.of(chosen, 4, kept(scores, chosen, model))
+    dropped = Order.of(ops, chosen, 4, kept(scores, chosen, model))
     assert dropped.counts == (2, 1, 2, 0) and dropped.summed(torch.ones(5, 1)).tolist() == [[1.0], [2.0], [1.0], [1.0]]
+    nothing = Order.of(ops, chosen, 4, torch.zeros_like(chosen, dtype=torch.bool))
+    assert nothing.counts == (0, 0, 0, 0) and nothing.summed(torch.ones(0, 1)).tolist() == [[0.0]] * 4
+
+
+@pytest.mark.parametrize("variant", ["softmax of the chosen", "softmax of all", "sigmoid", "groups", "groups of softmax"])
+def test_both_backends_choose_the_same_of_equal_scores(variant):
+    """The expert with the lower number, also of groups; many logits are equal."""
+    model = small_run(**{**EXPERTS, "num_experts": 16, **VARIANTS[variant]}).model
+    logits = torch.randn(64, 16, generator=torch.Generator().manual_seed(1)).mul_(2).round_()
+    bias = torch.arange(16.0).remainder_(3).div_(4) if model.moe_router_enable_expert_bias else None
+    native, plain = (Ops.build(name).backends["gemm"] for name in ("native", "torch"))
+    (ours, chosen), (theirs, expected) = native.route(logits, bias, model), plain.route(logits, bias, model)
+    assert torch.equal(chosen, expected) and sum(len(set(row)) < 16 for row in logits.tolist()) == 64
+    torch.testing.assert_close(ours, theirs)
 
 
 # Balance ------------------------------------------------------------------------------------------------------------------------
@@ -329,13 +345,13 @@ def test_divided_experts_train_as_one_rank_does(alone, case, monkeypatch):
 LETTERS = {"iall_to_all": "s", "wait": "w", "all_to_all": "b", "grouped_linear_forward": "F", "grouped_linear_data_gradient": "D",
            "grouped_linear_weight_gradient": "W", "linear_forward": "f", "linear_data_gradient": "d"}
 ONE = {"num_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True}  # on each rank, and one group
-APART = ("ssssssss" + "wwFFs" * 4 + "wwww", "ssss" + "wWDWDss" * 4 + "w" * 8)
-SHARING = ("ssssssss" + "ff" + "wwFFs" * 4 + "ff" + "wwww", "ssss" + "dd" + "wWDWDss" * 4 + "dd" + "w" * 8)
+APART = ("ssssssss" + "wwFFs" * 4 + "wwww", "ssss" + "wDWWDss" * 4 + "w" * 8)
+SHARING = ("ssssssss" + "ff" + "wwFFs" * 4 + "ff" + "wwww", "ssss" + "dd" + "wDWWDss" * 4 + "dd" + "w" * 8)
 
 
 @pytest.mark.parametrize(("changes", "near", "expected"), [
-    ({}, False, APART), (SHARED, False, SHARING), ({**SHARED, **ONE}, False, ("ssffwwFFsffw", "sddwWDWDssddww")),
-    ({}, True, ("bbFFb", "bWDWDbb")), (SHARED, True, ("ssffwwFFb", "bWDWDssddww"))])
+    ({}, False, APART), (SHARED, False, SHARING), ({**SHARED, **ONE}, False, ("ssffwwFFsffw", "sddwDWWDssddww")),
+    ({}, True, ("bbFFb", "bDWWDbb")), (SHARED, True, ("ssffwwFFb", "bDWWDssddww"))])
 def test_rows_are_on_their_way_while_others_are_computed(changes, near, expected, monkeypatch):
     """Of four groups of experts, each sent (s), waited for (w), computed (F, D, W) and sent back, next to the shared expert (f, d).
 

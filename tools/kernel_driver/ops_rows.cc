@@ -1,4 +1,4 @@
-// Ops of the families rowwise.h, gate.h, rotary.h, cross_entropy.h, activation.h, embedding.h and decode.h.
+// Ops of the families rowwise.h, gate.h, routing.h, rotary.h, cross_entropy.h, activation.h, embedding.h and decode.h.
 #include "driver.h"
 
 namespace fm::driver {
@@ -156,6 +156,67 @@ void gate_backward(Work& w, const Shape& n) {
   w.run = [=] { kernels().gate_backward(args, grad); };
 }
 
+void scaled_gate(Work& w, const Shape& n) {
+  GateArgs args = gate_of(w, n);
+  args.factors = w.input_f32(n[0]);
+  void* y = w.output(n[0] * n[1]);
+  w.run = [=] { kernels().gate(args, y); };
+}
+
+void scaled_gate_backward(Work& w, const Shape& n) {
+  GateArgs args = gate_of(w, n);
+  args.factors = w.input_f32(n[0]);
+  const GateGradArgs grad{w.input(n[0] * n[1]), w.output(2 * n[0] * n[1]), args.x_row, args.x_part, w.output_f32(n[0]),
+                          w.output(n[0] * n[1])};
+  w.run = [=] { kernels().gate_backward(args, grad); };
+}
+
+int64_t* output_i64(Work& w, int64_t n) { return reinterpret_cast<int64_t*>(w.output_u32(2 * n)); }
+
+RouteArgs route_of(Work& w, const Shape& n, bool forward) {
+  const int64_t rows = n[0], k = n[1], experts = n[2];
+  const float *logits = w.input_f32(rows * experts, 3), *bias = forward ? w.input_f32(experts) : nullptr;
+  return {logits, bias, rows, experts, k, 0, 0, Scores::sigmoid, 1, 0};
+}
+
+void route(Work& w, const Shape& n) {
+  const RouteArgs args = route_of(w, n, true);
+  float* scores = w.output_f32(n[0] * n[1]);
+  int64_t* chosen = output_i64(w, n[0] * n[1]);
+  w.run = [=] { kernels().route(args, scores, chosen); };
+}
+
+void route_backward(Work& w, const Shape& n) {
+  const RouteArgs args = route_of(w, n, false);
+  const float* dscores = w.input_f32(n[0] * n[1]);
+  const int64_t* chosen = w.indices(n[0] * n[1], n[2]);
+  float* dlogits = w.output_f32(n[0] * n[2]);
+  w.run = [=] { kernels().route_backward(args, dscores, args.logits, chosen, dlogits); };
+}
+
+void sort_pairs(Work& w, const Shape& n) {
+  const int64_t count = n[0] * n[1], experts = n[2], *chosen = w.indices(count, experts);
+  int64_t *counts = output_i64(w, experts), *pairs = output_i64(w, count), *places = output_i64(w, count);
+  w.run = [=] { kernels().sort_pairs(chosen, count, experts, counts, pairs, places); };
+}
+
+// Of one expert for each token.
+void permute(Work& w, const Shape& n) {
+  const PermuteArgs args{n[0], n[1], 1, n[2], w.dtype};
+  const int64_t* pairs = w.indices(n[1], n[0]);
+  const void* x = w.input(n[0] * n[2]);
+  void* out = w.output(n[1] * n[2]);
+  w.run = [=] { kernels().permute(args, pairs, x, out); };
+}
+
+void unpermute(Work& w, const Shape& n) {
+  const PermuteArgs args{n[1], n[0], n[2], n[3], w.dtype};
+  const int64_t* places = w.indices(n[1] * n[2], n[0]);
+  const void* x = w.input(n[0] * n[3]);
+  void* out = w.output(n[1] * n[3]);
+  w.run = [=] { kernels().unpermute(args, places, x, out); };
+}
+
 // All heads but two are one group's queries. norm: with weights.
 RotaryArgs rotary_of(Work& w, const Shape& n, bool norm) {
   const int64_t s = n[0], b = n[1], heads = n[2], half = n[3], d = n[4];
@@ -233,6 +294,13 @@ const Register all[] = {
     {{"activate", {64, 3072}, activate}},
     {{"gate", {64, 2048}, gate}},
     {{"gate_backward", {64, 2048}, gate_backward}},
+    {{"scaled_gate", {64, 2048}, scaled_gate}},
+    {{"scaled_gate_backward", {64, 2048}, scaled_gate_backward}},
+    {{"route", {256, 8, 128}, route}},
+    {{"route_backward", {256, 8, 128}, route_backward}},
+    {{"sort_pairs", {256, 8, 128}, sort_pairs}},
+    {{"permute", {256, 2048, 768}, permute}},
+    {{"unpermute", {2048, 256, 8, 768}, unpermute}},
     {{"rotary", {64, 4, 6, 32, 64}, rotary<false>}},
     {{"rotary_norm", {64, 4, 6, 32, 64}, rotary<true>}},
     {{"rotary_norm_backward", {64, 4, 6, 32, 64}, rotary_norm_backward}},
