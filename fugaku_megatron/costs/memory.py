@@ -331,7 +331,7 @@ def stage_memory(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held
     elements, sharded = flat_elements(run, layout, stage), sum(part_elements(run, layout, stage))
     low = 0 if run.precision.name == "fp32" else 2
     outside = sum(r.saved_bytes for part in stage_parts(run, stage) for _, r in end_records(run, layout, placement(run), part))
-    logits = logits_rows(run, layout) * padded_vocab_size(run.model, layout.tp) // layout.tp * FP32_BYTES
+    logits = logits_rows(run, layout) * padded_vocab_size(run.model, layout.tp) // layout.tp * (FP32_BYTES + low)  # with gradients
     logits = logits if stage == placement(run).last_stage else 0
     working = max(working_bytes(run, layout.tp), outside + logits) - logits  # the head works when no layer does
     posted = posted_bytes(run, layout.tp, stage)

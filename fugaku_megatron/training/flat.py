@@ -13,7 +13,7 @@ import zlib
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from ..costs.memory import cut
 from ..nn.model import VOCABULARY, Stage
 from ..nn.parameter import ParameterSpec, spec_of
 
+PIECE = 1 << 20  # elements of a tensor that are copied at once
 FINGERPRINTS = 1 << 36  # of weights; sums over any number of ranks are exact in FP64
 
 
@@ -256,7 +257,7 @@ class FlatParameters:
             values = self.values[start : start + old.numel()].view(old.shape)
             new[old] = FlatParameter(values).place(self.gradients, bucket, start - bucket_starts[bucket])
             new[old].spec = spec_of(old)
-            new[old].data.copy_(initial_values(new[old], self._seed, self._kernels))
+            fill_initial(new[old].data, new[old], self._seed, self._kernels)
         frozen = self._freeze([p for p in stage.parameters() if spec_of(p).frozen])
         self.frozen = [*frozen.values()]
         for module in stage.modules():
@@ -276,7 +277,7 @@ class FlatParameters:
                 new[old] = FrozenParameter(values.view(old.shape), requires_grad=False)
                 new[old].spec = spec_of(old)
                 if memory.writes:
-                    values.copy_(initial_values(new[old], self._seed, self._kernels).view(-1))
+                    fill_initial(new[old].data, new[old], self._seed, self._kernels)
             memory.written()
             self.frozen_memory.append(memory)
         return new
@@ -314,7 +315,7 @@ class FlatParameters:
             spec, values = parameter.spec, parameter.data
             if spec.counted:
                 values = values[: max(0, words - spec.offset[0])] if spec.name in VOCABULARY else values
-                number = int(values.bfloat16().view(torch.int16).sum(dtype=torch.int64))
+                number = sum(int(part.bfloat16().view(torch.int16).sum(dtype=torch.int64)) for part in values.view(-1).split(PIECE))
                 totals[spec.expert] += zlib.crc32(spec.name.encode()) * number
         summed = torch.tensor([[float(total % FINGERPRINTS)] for total in totals], dtype=torch.float64)
         for comm in (groups.etp, groups.ep):
@@ -348,11 +349,19 @@ def _place(parameter: nn.Parameter, first: int) -> Place:
 
 def initial_values(parameter: nn.Parameter, seed: int, kernels: Any) -> Tensor:
     """FP32 initial weights of this rank's slice, (parameter's shape): a function of the seed, the name and the global element."""
+    return fill_initial(torch.empty(parameter.shape), parameter, seed, kernels)
+
+
+def fill_initial(values: Tensor, parameter: nn.Parameter, seed: int, kernels: Any) -> Tensor:
+    """Set `values` (parameter's shape, any dtype) to `initial_values`, some rows at a time; returns it."""
     spec = spec_of(parameter)
-    values = torch.full(tuple(parameter.shape), spec.init_fill, dtype=torch.float32)
-    rows, columns = spec.shape[-2:] if spec.init_std is not None else (0, 0)
-    first = spec.offset[0] * math.prod(spec.shape[1:-2]) if len(spec.shape) > 2 else 0
-    for index, matrix in enumerate(values.view(-1, *values.shape[-2:]) if columns else (), first):  # a gated linear layer has two
-        kernels.philox_normal(matrix, seed, random_stream(parameter), index * rows + spec.offset[-2], spec.offset[-1], columns,
-                              spec.init_std)
+    if spec.init_std is None:
+        return values.fill_(spec.init_fill)
+    rows, columns = spec.shape[-2:]
+    first, band = spec.offset[0] * math.prod(spec.shape[1:-2]) if len(spec.shape) > 2 else 0, max(1, PIECE // columns)
+    for index, matrix in enumerate(values.view(-1, *values.shape[-2:]), first):  # a gated linear layer has two
+        for start, part in zip(count(index * rows + spec.offset[-2], band), matrix.split(band)):
+            drawn = part if part.dtype == torch.float32 else torch.empty(part.shape)
+            kernels.philox_normal(drawn, seed, random_stream(parameter), start, spec.offset[-1], columns, spec.init_std)
+            part.copy_(drawn)
     return values

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.profiler import ProfilerActivity, profile
 
 import fugaku_megatron as fm
 from fugaku_megatron import cli
@@ -27,6 +28,7 @@ from tests.helpers import CP2, DROPOUT, OVERLAP, TP2, TP2PP2, make_trainer, one_
 from tests.llama_models import FAMILIES
 from tests.parallel.test_experts import EXPERTS, layer_of, plain_experts
 from tests.threads import ThreadWorld
+from tests.unit.test_schedule_memory import allocated
 
 LORA = {"lora_rank": 4, "lora_alpha": 16.0, "lr": 1e-2, "num_layers": 4, "global_batch_size": 8}
 QWEN = {**FAMILIES["qwen2"], **LORA}
@@ -228,6 +230,19 @@ def test_resuming_is_bit_exact_and_saves_adapters_alone(ranks, layout, precision
     ThreadWorld(ranks).run(run)
     keys = {record["key"] for file in read_manifest(tmp_path / "run", 1)["files"].values() for record in file["shards"]}
     assert keys and all("lora_" in key for key in keys)
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+def test_nothing_of_a_tensors_size_is_made_while_weights_are_read(precision, tmp_path):
+    """Initial weights, the file and the number of the model pass in pieces: the frozen weights themselves are the peak."""
+    flags = {"vocab_size": 32768, "hidden_size": 128, "num_layers": 1, **precision}  # an embedding of 16 MiB in FP32
+    whole_model(SoloComm(), tmp_path, **flags)
+    kept = []
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        kept.append(started(SoloComm(), **flags, lora_rank=4, pretrained_checkpoint=str(tmp_path)))
+    ends, peak = allocated(recorded)
+    assert peak - ends < 12 << 20 and ends > 16 << 20 >> bool(precision)
+    kept[0][0].close()
 
 
 def test_a_checkpoint_of_adapters_loads_in_another_layout(tmp_path):

@@ -36,6 +36,11 @@ def allocated_peak(world: SoloComm, run: RunConfig) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         trainer.train_step()
     trainer.close()
+    return allocated(recorded)[1]
+
+
+def allocated(recorded: profile) -> tuple[int, int]:
+    """Bytes that torch holds at the end, and at most, of what it has allocated in a record."""
     sizes: dict[int, int] = {}  # by address: what was there before the record may be freed in it, and counts for nothing
     held = peak = 0
     events = allocations(recorded.profiler.kineto_results.experimental_event_tree())
@@ -45,7 +50,7 @@ def allocated_peak(world: SoloComm, run: RunConfig) -> int:
             sizes[address] = change
         held += change if change > 0 else -sizes.pop(address, 0)
         peak = max(peak, held)
-    return peak
+    return held, peak
 
 
 @pytest.mark.parametrize(("name", "stage", "recompute", "pending"), [
