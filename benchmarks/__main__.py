@@ -1,6 +1,7 @@
 """Runs one family of benchmarks:
 
-    python -m benchmarks {gemm,experts,attention,rowwise,step,alloc,tables,comm,two_hosts,schedule,save,watch,decode} [options]
+    python -m benchmarks {gemm,experts,attention,rowwise,step,alloc,tables,sequences,comm,two_hosts,schedule,save,watch,decode}
+                         [options]
 
 A family is described in core.py. One that measures torch in this process has TORCH_HERE: the process starts again with the MKL of
 --mkl.
@@ -16,8 +17,8 @@ from fugaku_megatron.config.command_line import Parser, check_file, check_pictur
 
 from . import core, preloads
 
-FAMILIES = ("gemm", "experts", "attention", "rowwise", "step", "alloc", "tables", "comm", "two_hosts", "schedule", "save", "watch",
-            "decode")
+FAMILIES = ("gemm", "experts", "attention", "rowwise", "step", "alloc", "tables", "sequences", "comm", "two_hosts", "schedule",
+            "save", "watch", "decode")
 
 
 def check_outputs(options: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ Left out: the sizes themselves (fugaku_megatron/config/recipes.py) and what foll
 from __future__ import annotations
 
 import argparse
+import math
 from typing import Any
 
 from fugaku_megatron.comm.base import Comm, SoloComm
@@ -33,7 +34,8 @@ def run_of(options: argparse.Namespace, **fields: Any) -> RunConfig:
     grouped = {"group_query_attention": True} if "num_query_groups" in given else {}
     values = {"global_batch_size": options.micro_batch_size, "vocab_size": vocabulary(options.recipe), **given, **grouped, **fields}
     run = make_run(options.recipe, values)
-    Layout.from_run(run, run.parallel.tensor_model_parallel_size * run.parallel.pipeline_model_parallel_size)
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    Layout.from_run(run, math.prod(getattr(run.parallel, name) for name in sizes))
     return run
 
 

@@ -469,6 +469,24 @@ def test_allocators_are_measured_by_real_jobs(tmp_path):
     assert (tmp_path / "alloc.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_layouts_of_a_long_sequence(monkeypatch, tmp_path, capsys):
+    """The jobs themselves are pretrain_gpt.py's, which `full` tests of allocators start."""
+    words = []
+
+    def run(job: jobs.Job) -> jobs.Measured:
+        words.append((job.ranks, job.threads, " ".join(job.flags)))
+        return jobs.Measured(seconds=4.0 / job.ranks, tflops=1.0, samples_per_second=1.0, minor_faults=0, system_seconds=0.0,
+                             clock_ghz=1.0, peak_memory_mib=300, allocator="tuned", loss=1.0, others=0.0)
+
+    monkeypatch.setattr(jobs, "run", run)
+    main(["sequences", "--seq-length", "4096", "--threads", "2", "--machine", "epyc-2core", "--json", str(tmp_path / "a.json")])
+    rows = {row["layout"]: row for row in json.loads((tmp_path / "a.json").read_text())["rows"]}
+    assert [(row["threads"], row["ratio"]) for row in rows.values()] == [(2, 1.0), (1, 2.0), (1, 2.0)]
+    assert "--context-parallel-size 2 --cp-comm-type a2a" in words[1][2] and "--sequence-parallel" in words[2][2]
+    assert all("--seq-length 4096" in flags and "--global-batch-size 1" in flags for *_, flags in words)
+    assert rows["CP 2 a2a"]["model_seconds"] < rows["one rank"]["model_seconds"] and "model MiB" in capsys.readouterr().out
+
+
 @pytest.fixture
 def two_logs(tmp_path):
     """A run with stock glibc and the same with tcmalloc, twice as fast."""
@@ -572,6 +590,9 @@ def test_decoding_against_transformers(tmp_path):
     ("tables --iterations 0", "--iterations 0: pass 1 or more"),
     ("tables --measured /no/such.json", "pass a file that --json wrote"),
     ("tables --machine /no/such.json", "--machine /no/such.json is unknown"),
+    ("sequences --seq-length 4098", "--seq-length 4098 is not divisible by 4, two parts for each of --context-parallel-size 2"),
+    ("sequences --ranks 4 --threads 2", "--ranks 4 needs 4 cores, one thread each; this run has 2"),
+    ("sequences --machine /no/such.json", "--machine /no/such.json is unknown"),
     ("tables --csv /no/such/a.csv", "--csv /no/such/a.csv: /no/such is not a directory"),
     ("comm --ranks 1", "--ranks 1: pass 2 or more"),
     ("comm --rounds 0", "--rounds 0: pass 1 or more"),
