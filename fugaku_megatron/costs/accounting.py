@@ -12,18 +12,19 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ..config.checks import check
-from ..config.layout import Layout, placement, sequence_parts, stage_sizes
+from ..config.groups import A2A
+from ..config.layout import Layout, context_ways, placement, sequence_parts, stage_sizes
 from ..config.model_config import NORMS
 from ..config.run_config import ModelConfig, ParallelConfig, RunConfig
 from ..pipeline.parts import Placement, balanced_cut, cut_of_stages, even_cut
 from .activations import (
     FP32_BYTES,
-    Collective,
     MatmulCollectives,
     Record,
     activation_bytes,
     adapted,
     all_reduce,
+    attention_messages,
     context_bytes,
     element_bytes,
     linear,
@@ -31,6 +32,7 @@ from .activations import (
     recompute_groups,
     residual_bytes,
     tokens_per_microbatch,
+    typical_way,
 )
 from .experts import expert_records, typical_mlp
 
@@ -91,21 +93,23 @@ def document_length(run: RunConfig) -> int:
     return min(run.data.mean_document_length or run.model.seq_length, run.model.seq_length)
 
 
-def _attention(run: RunConfig, tp: int) -> Record:
-    model, b, each = run.model, run.batch.micro_batch_size, document_length(run)
-    s, heads, d = model.seq_length, model.num_attention_heads // (tp * run.parallel.context_parallel_size), model.kv_channels
-    flops = 4 * b * heads * s * each * d  # Q K^T and P V over the full square, as Megatron counts it
+def _attention(run: RunConfig, tp: int, way: str) -> Record:
+    model, cp, each = run.model, run.parallel.context_parallel_size, document_length(run)
+    rows, d = tokens_per_microbatch(run) * (model.num_attention_heads // tp), model.kv_channels  # rows: of all heads
+    flops = 4 * rows * each * d  # Q K^T and P V over the full square, as Megatron counts it
+    heads_exchanged = cp > 1 and way == A2A
+    side = each if cp == 1 or way == A2A else min(each, model.seq_length // (2 * cp))  # of the squares that are computed at once
     # Kept: qkv, the context (also the projection's input, unless ranks exchange heads for rows), the logarithm of each row's sum.
-    sizes, shared = (qkv_bytes(run, tp), context_bytes(run, tp)), run.parallel.context_parallel_size > 1
-    exchanges = tuple(Collective("all_to_all", "cp", size) for size in sizes if shared)
-    return Record(name="attention", gemm=(each, each, d), gemm_count=-(-b * heads * s // each), flops_forward=flops,
+    saved = qkv_bytes(run, tp, way) + context_bytes(run, tp) * (1 + heads_exchanged) + softmax_bytes(run, tp)
+    forward, backward = attention_messages(run, tp, way)
+    return Record(name="attention", gemm=(side, side, d), gemm_count=-(-rows * each // side**2), flops_forward=flops,
                   flops_backward=2 * flops, seen=seen_share(each, model.window), dropout=model.attention_dropout > 0,
-                  saved_bytes=sum(sizes) + sizes[1] * shared + softmax_bytes(run, tp), forward=exchanges, backward=exchanges[::-1])
+                  saved_bytes=saved, forward=forward, backward=backward)
 
 
-def _rotary(run: RunConfig, tp: int) -> tuple[Record, ...]:
+def _rotary(run: RunConfig, tp: int, way: str) -> tuple[Record, ...]:
     """What happens to queries and keys before attention; their norm needs them as they were, turning them back does not."""
-    model, saved, together = run.model, qkv_bytes(run, tp), run.model.qk_layernorm_all_heads
+    model, saved, together = run.model, qkv_bytes(run, tp, way), run.model.qk_layernorm_all_heads
     heads = (model.num_attention_heads + model.query_groups) // tp
     if model.normalization == "LayerNorm" or together:  # queries and keys alone, and the mean and deviation of each head, or of all
         numbers = 2 if together else 2 * heads
@@ -117,7 +121,7 @@ def _rotary(run: RunConfig, tp: int) -> tuple[Record, ...]:
 
 def core_bytes(run: RunConfig, tp: int) -> int:
     """What selective recompute does without: of softmax, and of queries and keys before their norm."""
-    return softmax_bytes(run, tp) + sum(record.saved_bytes for record in _rotary(run, tp))
+    return softmax_bytes(run, tp) + sum(record.saved_bytes for record in _rotary(run, tp, typical_way(run)))
 
 
 def softmax_bytes(run: RunConfig, tp: int) -> int:
@@ -126,11 +130,13 @@ def softmax_bytes(run: RunConfig, tp: int) -> int:
 
 
 @lru_cache(maxsize=64)  # a search asks for the same again and again
-def layer_records(run: RunConfig, tp: int, mlp: str | None = None) -> tuple[Record, ...]:
+def layer_records(run: RunConfig, tp: int, mlp: str | None = None, way: str | None = None) -> tuple[Record, ...]:
     """The operations of one transformer layer. What is saved is what the C++ kernels keep: gelu(x) is computed again from x.
 
     mlp: the row of MLPS that the layer has; None: experts in a model with any, which then stand for its few dense layers as well.
+    way: its --cp-comm-type; None: `typical_way`.
     """
+    way = way or typical_way(run)
     model, kept, around = run.model, residual_bytes(run, tp), MatmulCollectives.from_run(run, tp)
     h, rows, qkv, context = model.hidden_size, tokens_per_microbatch(run), model.qkv_width // tp, model.context_width // tp
     bias, mlp_norm = not model.disable_bias_linear, _norm("pre_mlp_layernorm", run, tp)
@@ -138,8 +144,8 @@ def layer_records(run: RunConfig, tp: int, mlp: str | None = None) -> tuple[Reco
     return adapted(run, tp, (
         _norm("input_layernorm", run, tp),
         linear("linear_qkv", rows, qkv, h, qkv * model.qkv_bias, kept, *column),
-        *_rotary(run, tp),
-        _attention(run, tp),
+        *_rotary(run, tp, way),
+        _attention(run, tp, way),
         linear("linear_proj", rows, h, context, h * bias, 0, *row),
         replace(mlp_norm, saved_bytes=mlp_norm.saved_bytes - residual_bytes(run, tp) * model.parallel_residual),  # the same input
         *(expert_records(run, tp) if (mlp or typical_mlp(model)) == "experts" else _dense_mlp(run, tp)),
@@ -241,8 +247,8 @@ def part_recompute_groups(run: RunConfig, part: int) -> list[range]:
 def part_records(run: RunConfig, layout: Layout, placement: Placement, part: int) -> Iterator[tuple[str, Record]]:
     """(place, record) of everything that a part of the model does for one micro-batch; place: embedding, layer or head."""
     layers = part_layers(run, placement, part)
-    for mlp in run.model.mlps[layers.start : layers.stop]:
-        yield from (("layer", r) for r in layer_records(run, layout.tp, mlp))
+    for layer in layers:
+        yield from (("layer", r) for r in layer_records(run, layout.tp, run.model.mlps[layer], context_ways(run)[layer]))
     yield from end_records(run, layout, placement, part)
 
 

@@ -8,8 +8,10 @@ Legend: s sequence, b micro-batch, h hidden, t tensor-parallel size.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from ..config.layout import group_copies, sequence_parts
+from ..config.groups import A2A, ALLGATHER
+from ..config.layout import context_ways, group_copies, sequence_parts
 from ..config.lora import FC1, FC2, MATRICES, PROJ, QKV
 from ..config.run_config import ModelConfig, RunConfig
 
@@ -75,12 +77,65 @@ def element_bytes(run: RunConfig) -> int:
     return 4 if run.precision.name == "fp32" else 2
 
 
-def qkv_bytes(run: RunConfig, tp: int) -> int:
-    """Bytes of queries, keys and values of this rank's heads for attention, (s, b, g (n/g + 2) d) with every copy of a group."""
+def typical_way(run: RunConfig) -> str:
+    """What ranks of a sequence send each other for attention in the first layer, which stands for all where one is asked for."""
+    return context_ways(run)[0]
+
+
+def qkv_bytes(run: RunConfig, tp: int, way: str | None = None) -> int:
+    """Bytes of queries, keys and values of this rank's heads for attention, (s, b, g (n/g + 2) d) with every copy of a group.
+
+    way: of --cp-comm-type; None: the typical one.
+    """
     model, groups = run.model, run.model.query_groups // tp
-    copies = group_copies(groups, run.parallel.context_parallel_size)
+    copies = group_copies(groups, run.parallel.context_parallel_size) if (way or typical_way(run)) == A2A else 1
     width = (model.num_attention_heads // tp + 2 * groups * copies) * model.kv_channels
     return tokens_per_microbatch(run) * width * element_bytes(run)
+
+
+def key_elements(run: RunConfig, tp: int) -> int:
+    """Elements of the keys and values of this rank's rows and heads, (s, b, 2 g d)."""
+    return tokens_per_microbatch(run) * 2 * run.model.query_groups // tp * run.model.kv_channels
+
+
+@lru_cache(maxsize=64)
+def keys_passed(s: int, ranks: int, window: int | None) -> tuple[tuple[int, int], ...]:
+    """With --cp-comm-type p2p, of each rank: the keys that it sends, once to each rank that needs them, and those that it gets.
+
+    Rank i has the parts i and 2 c - 1 - i of 2 c, and needs of every other part what its own queries see.
+    """
+    length = s // (2 * ranks)
+    runs = [[range(part * length, (part + 1) * length) for part in (rank, 2 * ranks - 1 - rank)] for rank in range(ranks)]
+
+    def needed(rank: int, keys: range) -> int:
+        seen = [(max(keys.start, own.start + 1 - (window or s)), min(keys.stop, own.stop)) for own in runs[rank]]
+        first, end = zip(*([pair for pair in seen if pair[0] < pair[1]] or [(0, 0)]), strict=True)
+        return max(end) - min(first)
+
+    table = [[sum(needed(rank, keys) for keys in runs[source]) * (rank != source) for source in range(ranks)]
+             for rank in range(ranks)]
+    return tuple((sum(row[rank] for row in table), sum(table[rank])) for rank in range(ranks))
+
+
+def attention_messages(run: RunConfig, tp: int, way: str) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+    """What ranks of a sequence send each other for attention, forward and backward; of p2p the most that a rank sends.
+
+    a2a: rows for heads before it, heads for rows after it. allgather: keys and values of all ranks, also in backward, where their
+    gradients are reduce-scattered. p2p: each step sends keys to another rank, and in backward their gradients back, in FP32.
+    """
+    cp, elements = run.parallel.context_parallel_size, key_elements(run, tp)
+    if cp == 1:
+        return (), ()
+    if way == A2A:
+        exchanges = tuple(Collective("all_to_all", "cp", size) for size in (qkv_bytes(run, tp, way), context_bytes(run, tp)))
+        return exchanges, exchanges[::-1]
+    if way == ALLGATHER:
+        gather = Collective("all_gather", "cp", elements * element_bytes(run))
+        return (gather,), (gather, Collective("reduce_scatter", "cp", cp * elements * FP32_BYTES))
+    each = elements * cp // run.model.seq_length  # of a key of all samples
+    sent, got = (max(row) * each // (cp - 1) for row in zip(*keys_passed(run.model.seq_length, cp, run.model.window)))
+    keys = (Collective("send", "cp", sent * element_bytes(run)),) * (cp - 1)
+    return keys, (*keys, *(Collective("send", "cp", got * FP32_BYTES),) * (cp - 1))
 
 
 def context_bytes(run: RunConfig, tp: int) -> int:

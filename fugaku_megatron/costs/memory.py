@@ -4,7 +4,7 @@ A gradient bucket is a part of a stage's parameters whose gradients are reduced,
 parameters come in units, in the order in which backward finishes them: the final norm (with the head's weight, where that is its
 own), the layers from the last to the first, the embeddings. A bucket is a run of whole units.
 Left out: when a bucket is reduced (`training.buckets`), what an operation keeps (`accounting`), other software and the
-MPI's buffers (`perf.memory`).
+MPI's buffers (`perf.memory`). `stage_memory` leaves out what depends on a rank's threads (`attention_bytes`).
 Legend: s sequence, b micro-batch, v vocabulary of a rank.
 """
 
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..config.groups import MOMENT_BLOCK, MOMENT_BYTES
-from ..config.layout import Layout, placement, sequence_parts
+from ..config.groups import A2A, MOMENT_BLOCK, MOMENT_BYTES, P2P
+from ..config.layout import Layout, group_copies, placement, sequence_parts
 from ..config.run_config import RunConfig
 from ..pipeline.parts import Held, receives_ahead
 from .accounting import (
@@ -38,7 +38,7 @@ from .accounting import (
     tokens_per_microbatch,
     zero_shards,
 )
-from .activations import FP32_BYTES, Collective, activation_bytes, context_bytes, element_bytes, qkv_bytes
+from .activations import FP32_BYTES, Collective, activation_bytes, context_bytes, element_bytes, qkv_bytes, typical_way
 from .experts import mlp_width, pair_working_bytes, waiting_bytes
 from .orthogonal import matrix_elements
 
@@ -251,6 +251,34 @@ def weight_input_bytes(run: RunConfig, tp: int) -> int:
     if run.model.num_experts:
         return attention + waiting_bytes(run, tp)
     return attention + 2 * activation_bytes(run) + 2 * run.model.fc1_widths * inner_bytes(run, tp)
+
+
+# Of the kernels' attention (kernels_sve/attention_shape.h): rows of a block, sums of dQ for a head, and from where heads are few.
+ATTENTION_BLOCK, QUERY_SUMS, LONG_SEQUENCE = 96, 6, 32768
+
+
+def attention_bytes(run: RunConfig, tp: int, threads: int) -> int:
+    """What the kernels of attention hold in FP32 beyond its tensors, from the first backward on: packed operands and sums.
+
+    threads: of a rank. About 12 matrices (s, d) for each head at hand; of a part of the sequence, where ranks exchange keys.
+    """
+    model, cp, way = run.model, run.parallel.context_parallel_size, typical_way(run)
+    queries = keys = model.seq_length
+    heads, groups = model.num_attention_heads // tp, model.query_groups // tp
+    if cp > 1 and way == A2A:
+        heads, groups = heads // cp, groups * group_copies(groups, cp) // cp
+    elif cp > 1:
+        queries = model.seq_length // (2 * cp)
+        keys = queries if way == P2P else keys
+    share, sums = heads // groups, min(round_up(keys, ATTENTION_BLOCK) // ATTENTION_BLOCK, QUERY_SUMS)
+    wanted = max(2, min(16, threads))
+    if max(queries, keys) > LONG_SEQUENCE:
+        wanted = min(wanted, -(-threads // sums))
+    groups_at_once = min(-(-wanted // share), groups * run.batch.micro_batch_size)
+    heads_at_once = wanted if share > wanted else groups_at_once * share
+    of_query, of_key = (round_up(rows, ATTENTION_BLOCK) * model.kv_channels for rows in (queries, keys))
+    of_head, of_group = (4 + sums) * of_query + 2 * queries + 2 * of_key * (share > 1), of_key * (3 if share > 1 else 1)
+    return FP32_BYTES * (heads_at_once * of_head + groups_at_once * of_group)
 
 
 def inner_bytes(run: RunConfig, tp: int) -> int:

@@ -202,6 +202,7 @@ class Seconds:
     page_faults: float = 0.0
     calls: float = 0.0
     tensor_parallel: float = 0.0
+    context_parallel: float = 0.0
 
     @property
     def total(self) -> float:
@@ -247,19 +248,23 @@ class Rank:
         return (self.parameters.old_torch if self.software.old_torch else 1.0) / self.machine.clock
 
     def seconds(self, work: Work) -> Seconds:
-        """Seconds of `work` by cause, collectives of the tensor-parallel group included."""
+        """Seconds of `work` by cause, collectives inside a layer included."""
         gemm = sum(self._matmul(p) for p in work.matmuls if not p.attention)
         attention = sum(self._matmul(p) for p in work.matmuls if p.attention)
-        reduce = sum(times * self.network.seconds(c.verb, c.group, c.bytes) for c, times in work.collectives)
-        reduce += sum(times * self._waiting(exchange) for exchange, times in work.exchanges)
+        sent = [(c.group, times * self.network.seconds(c.verb, c.group, c.bytes)) for c, times in work.collectives]
+        sent += [(exchange.collectives[0].group, times * self._waiting(exchange)) for exchange, times in work.exchanges]
+        shared = sum(waiting for group, waiting in sent if group == "cp")
         seconds = Seconds(gemm=gemm, attention=attention, elementwise=self.traffic(work.moved),
-                          page_faults=self._faults(work.allocations), calls=self.calls(work.calls), tensor_parallel=reduce)
+                          page_faults=self._faults(work.allocations), calls=self.calls(work.calls), context_parallel=shared,
+                          tensor_parallel=sum(waiting for _, waiting in sent) - shared)
         return seconds * self.machine.host_factor
 
     def _waiting(self, exchange: Exchange) -> float:
         """Seconds for which an exchange delays the matmuls that it is overlapped with."""
-        sending = sum(self.network.messages(c.verb, c.group, c.bytes) for c in exchange.collectives)
-        return max(0.0, sending + self._matmul(exchange.first) - sum(map(self._matmul, exchange.overlapped)))
+        sending = sum((self.network.seconds if c.verb == "send" else self.network.messages)(c.verb, c.group, c.bytes)
+                      for c in exchange.collectives)
+        first = self._matmul(exchange.first) if exchange.first else 0.0
+        return max(0.0, sending + first - sum(map(self._matmul, exchange.overlapped)))
 
     def traffic(self, bytes: float) -> float:
         """Seconds of element-wise operators that read and write `bytes` in total."""

@@ -18,7 +18,7 @@ from functools import lru_cache
 from ..config.layout import Layout, placement
 from ..config.run_config import RunConfig
 from ..costs import accounting, run_schedule
-from ..costs.memory import stage_memory
+from ..costs.memory import attention_bytes, stage_memory
 from ..pipeline.parts import SPLITS_BACKWARD, Held
 from ..pipeline.schedule import Schedule
 from .machine import MIB, Machine
@@ -80,7 +80,7 @@ def _activations(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held
 @lru_cache(maxsize=4096)
 def stage_mib(run: RunConfig, layout: Layout, stage: int, code: Software, nodes: int, parameters: MemoryParameters) -> float:
     """MiB that one rank of `stage` uses at its peak. nodes: of the job, for MPI's buffers and the ranks that share its threads."""
-    held, fixed = _held(run_schedule.lists_of(run, layout), stage), _fixed_mib(layout, code, nodes, parameters)
+    held, fixed = _held(run_schedule.lists_of(run, layout), stage), _fixed_mib(run, layout, code, nodes, parameters)
     if code.style == "native":
         return fixed + stage_memory(run, layout, stage, held).total / MIB
     count = accounting.stage_parameters(run, layout, stage)
@@ -91,10 +91,12 @@ def stage_mib(run: RunConfig, layout: Layout, stage: int, code: Software, nodes:
     return fixed + bytes / MIB
 
 
-def _fixed_mib(layout: Layout, code: Software, nodes: int, parameters: MemoryParameters) -> float:
+def _fixed_mib(run: RunConfig, layout: Layout, code: Software, nodes: int, parameters: MemoryParameters) -> float:
     """MiB of a rank that holds no tensor."""
-    fixed = parameters.base_mib + parameters.peer_mib * min(nodes - 1, PEERS)
-    glibc = parameters.glibc_mib / max(1, layout.world_size // nodes)  # it has an arena for each thread
+    fixed, ranks = parameters.base_mib + parameters.peer_mib * min(nodes - 1, PEERS), max(1, layout.world_size // nodes)
+    if code.style == "native":
+        fixed += attention_bytes(run, layout.tp, max(1, int(parameters.threads / ranks))) / MIB
+    glibc = parameters.glibc_mib / ranks  # it has an arena for each thread
     return fixed if code.page_faults == "none" else fixed + glibc
 
 
@@ -104,7 +106,7 @@ def with_recompute(run: RunConfig, layout: Layout, machine: Machine, code: Softw
         return run
     plain = replace(run, training=replace(run.training, recompute_auto=False))
     space = tensor_room(run, layout, machine, code, nodes)
-    fixed = _fixed_mib(layout, code, nodes, code.memory(machine))
+    fixed = _fixed_mib(run, layout, code, nodes, code.memory(machine))
     if (peak_mib(plain, layout, code, nodes, code.memory(machine)) - fixed) * MIB <= space:
         return plain  # found from one stage of each kind, where `run_schedule.with_recompute` asks all
     lists = run_schedule.lists_of(run, layout)
@@ -114,7 +116,7 @@ def with_recompute(run: RunConfig, layout: Layout, machine: Machine, code: Softw
 def tensor_room(run: RunConfig, layout: Layout, machine: Machine, code: Software, nodes: int) -> float:
     """Bytes that the tensors of a rank may have: what the machine's memory, or --memory-per-rank, leaves for them."""
     limit = run.training.memory_per_rank or limit_mib(machine, code, layout.world_size // nodes)
-    return (limit - _fixed_mib(layout, code, nodes, code.memory(machine))) * MIB
+    return (limit - _fixed_mib(run, layout, code, nodes, code.memory(machine))) * MIB
 
 
 def peak_mib(run: RunConfig, layout: Layout, code: Software, nodes: int, parameters: MemoryParameters) -> float:

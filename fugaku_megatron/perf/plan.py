@@ -168,6 +168,7 @@ MEANINGS = {
     "gemm": "matmuls outside attention", "attention": "Q K^T and P V", "elementwise": "element-wise operators",
     "page_faults": "memory that the allocator returned to the system faults in again",
     "calls": "operator calls, without the data they work on", "tensor_parallel": "all-reduces of tensor-parallel ranks",
+    "context_parallel": "what ranks of a sequence send each other for attention",
     "slowest_stage_waits": "the slowest stage waits in the pipeline, and sends",
     "pipeline_warmup": "first micro-batch through each stage",
     "data_parallel": "gradient reduction, tied embedding, ZeRO's all-gather", "optimizer": "clipping and Adam",

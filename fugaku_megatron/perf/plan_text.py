@@ -14,6 +14,7 @@ from ..config.checks import flag_words
 from ..config.layout import Layout, chunks, placement
 from ..config.recipes import RECIPES
 from ..config.run_config import GROUPS, RunConfig
+from ..costs.activations import typical_way
 from ..costs.run_schedule import recompute_name
 from ..logs import plot
 from ..pipeline.parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, INTERLEAVED, ZBV
@@ -90,13 +91,14 @@ def _shared(plan: Plan) -> str:
     """The ranks that share a sequence, and among which experts are divided and that share each; nothing where there are none."""
     layout = plan.layout
     experts = f", EP {layout.ep} x {layout.etp or layout.tp}" * bool(plan.run.model.num_experts)
-    return f", CP {layout.cp}" * (layout.cp > 1) + experts
+    return f", CP {layout.cp} {typical_way(plan.run)}" * (layout.cp > 1) + experts
 
 
 def as_json(plan: Plan, prediction: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """A plan under the names of `plan --json`. prediction: predict.as_json's dictionary."""
     days, node_hours = _duration(plan) or (None, None)
-    return {"dp": plan.layout.dp, "tp": plan.layout.tp, "pp": plan.layout.pp, "cp": plan.layout.cp, "ep": plan.layout.ep,
+    return {"dp": plan.layout.dp, "tp": plan.layout.tp, "pp": plan.layout.pp, "cp": plan.layout.cp,
+            "cp_comm_type": typical_way(plan.run) if plan.layout.cp > 1 else None, "ep": plan.layout.ep,
             "micro_batch_size": plan.run.batch.micro_batch_size,
             "ranks_per_node": plan.system.ranks_per_node, "recompute": recompute_name(plan.run),
             "zero_stage": plan.run.parallel.zero_stage, "schedule": schedule_name(plan.run),

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 from ..config import features
+from ..config.groups import CONTEXT_WAYS
 from ..config.layout import Layout, check_split, placement
 from ..config.layout import chunks as chunks_of
 from ..config.run_config import BatchConfig, RunConfig
@@ -229,27 +230,30 @@ def candidates(run: RunConfig, system: System, held: frozenset[str],
     zero = _choices(parallel.zero_stage, choices.zero_stages, "zero_stage" in held)
     tried = {name: _choices(features.FEATURES[name].used(run), values if name in choices.names else (False,),
                             features.FEATURES[name].field in held) for name, values in SWITCHED.items()}
+    contexts = list(_contexts(run, choices, held))
     for pp in stages:
         for training in _recomputes(run, model.num_layers // pp, held, choices.recompute):
-            for tp, cp, mbs, stage, number in ((t, c, m, z, r) for t in tensor for c in _contexts(run, choices, t, held)
-                                               for m in micro for z in zero for r in ranks):
+            for tp, (cp, ways), mbs, stage, number in ((t, c, m, z, r) for t in tensor for c in contexts
+                                                       for m in micro for z in zero for r in ranks):
                 host, batch = replace(system, ranks_per_node=number), replace(run.batch, micro_batch_size=mbs)
                 dp, rest = divmod(host.world_size, tp * pp * cp)
                 reason = _indivisible(host, dp, rest, cp, stage, batch, ramp_divisible)  # of a shape with a rest once
                 for switches in _divided(run, _switches(tried, 1 if rest else tp, stage, number), tp, dp, held):
                     yield reason or (replace(run, training=training, batch=batch, parallel=replace(
                         parallel, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp,
-                        zero_stage=stage, **switches)), host)
+                        cp_comm_type=ways, zero_stage=stage, **switches)), host)
 
 
-LONG = 16384  # tokens of a sequence from which on several ranks may share one
+LONG, SHARERS = 16384, 64  # tokens of a sequence from which on several ranks may share one, and the most that are tried
 
 
-def _contexts(run: RunConfig, choices: Choices, tp: int, held: frozenset[str]) -> tuple[int, ...]:
-    """Numbers of ranks to share a sequence."""
-    shared = choices.names and run.model.seq_length >= LONG and not run.model.num_experts
-    values = tuple(c for c in _divisors(run.model.num_attention_heads // tp if shared else 1) if c.bit_count() == 1)
-    return _choices(run.parallel.context_parallel_size, values, "context_parallel_size" in held)
+def _contexts(run: RunConfig, choices: Choices, held: frozenset[str]) -> Iterator[tuple[int, tuple[str, ...] | None]]:
+    """Numbers of ranks to share a sequence, each with everything that they may send each other for attention."""
+    given, shared = run.parallel.cp_comm_type, choices.names and run.model.seq_length >= LONG and not run.model.num_experts
+    sizes = tuple(2**i for i in range(SHARERS.bit_length())) if shared else (1,)
+    for cp in _choices(run.parallel.context_parallel_size, sizes, "context_parallel_size" in held):
+        each = "cp_comm_type" not in held and cp > 1
+        yield from ((cp, (way,)) for way in CONTEXT_WAYS) if each else [(cp, given)]
 
 
 def _indivisible(system: System, dp: int, rest: int, cp: int, zero_stage: int, batch: BatchConfig, ramp: bool) -> str | None:

@@ -61,7 +61,10 @@ class Parameters:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryParameters:
-    """Values of the memory model; see priors.json. The defaults are this project's, whose kernels keep what accounting counts."""
+    """Values of the memory model; see priors.json. The defaults are this project's, whose kernels keep what accounting counts.
+
+    threads: of a node that runs this project's kernels.
+    """
 
     base_mib: float = 600.0
     glibc_mib: float = 0.0
@@ -72,6 +75,7 @@ class MemoryParameters:
     logits: float = 1.0
     state_bytes: float = 16.0
     sharded_bytes: float = 0.0
+    threads: float = 0
 
 
 # Not fitted: this project has not been measured on an A64FX. Each value's source is in docs/performance.md.
@@ -218,9 +222,10 @@ class Software:
 
     def memory(self, machine: Machine) -> MemoryParameters:
         """The memory model's values for a prediction on the machine, in the same way."""
-        if self.style == "native" and machine.process_mib is not None:
-            return replace(self.fitted.memory, base_mib=machine.process_mib)
-        return self.fitted.memory
+        if self.style != "native":
+            return self.fitted.memory
+        base = self.fitted.memory.base_mib if machine.process_mib is None else machine.process_mib
+        return replace(self.fitted.memory, base_mib=base, threads=machine.threads)
 
 
 def with_schedule(run: RunConfig, name: str, chunks: int, pending: int | None = None) -> RunConfig:

@@ -44,12 +44,12 @@ class Matmul:
 class Exchange:
     """What --tp-comm-overlap does: collectives block by block, while matmuls go on that read or make the blocks.
 
-    first: the matmuls of one block, which the exchange waits for, or which wait for its end. overlapped: all that it can be
-    overlapped with.
+    first: the matmuls of one block, which the exchange waits for, or which wait for its end; None where `overlapped`, all that it
+    can be overlapped with, has none of them.
     """
 
     collectives: tuple[Collective, ...]
-    first: Matmul
+    first: Matmul | None
     overlapped: tuple[Matmul, ...]
 
 
@@ -155,14 +155,25 @@ def _in_layer(run: RunConfig, tp: int, software: Software, work: Work) -> Work:
 
     In backward the gradient of the weight needs all that is gathered; it hides what is reduced, unless it is deferred.
     """
-    if features.TP_COMM_OVERLAP not in software.active(run) or not work.collectives or not work.matmuls:
+    collectives = tuple(c for c, _ in work.collectives)
+    if any(c.group == "cp" for c in collectives):
+        return _passed(run, work, collectives)
+    if features.TP_COMM_OVERLAP not in software.active(run) or not collectives or not work.matmuls:
         return work
     data, *weight = work.matmuls
-    collectives = tuple(c for c, _ in work.collectives)
     reduced = any(c.verb == "reduce_scatter" for c in collectives)
     overlapped = (data, *weight) if reduced and run.parallel.schedule not in SPLITS_BACKWARD else (data,)
     first = replace(data, m=-(-data.m // (tp * activations.blocks_of_a_part(tp))))
     return replace(work, collectives=(), exchanges=((Exchange(collectives=collectives, first=first, overlapped=overlapped), 1),))
+
+
+def _passed(run: RunConfig, work: Work, collectives: tuple[Collective, ...]) -> Work:
+    """Attention of ranks that share a sequence: what they send each other is overlapped with it, but for its last step."""
+    if any(c.verb != "send" for c in collectives):
+        return work
+    cp = run.parallel.context_parallel_size
+    hiding = tuple(replace(p, count=p.count * (cp - 1) // cp) for p in work.matmuls)
+    return replace(work, collectives=(), exchanges=((Exchange(collectives=collectives, first=None, overlapped=hiding), 1),))
 
 
 def _weights(record: Record, chunks: int) -> Work:

@@ -164,7 +164,8 @@ def rank_bytes(run: RunConfig, layout: Layout, rank: int) -> int:
     """Memory of one rank at the peak of a step, as --dry-run has it, with the process itself."""
     stage = Grid(*layout.sizes).coords(rank)[1]
     lists = run_schedule.of_run(run, layout.microbatches(run, layout.global_batch_size(run)))
-    return memory.stage_memory(run, layout, stage, lists.held(stage)).total + PROCESS_BYTES
+    attention = memory.attention_bytes(run, layout.tp, torch.get_num_threads())
+    return memory.stage_memory(run, layout, stage, lists.held(stage)).total + attention + PROCESS_BYTES
 
 
 def check_memory(run: RunConfig, layout: Layout, world: Comm, nodes: Nodes | None = None) -> str:

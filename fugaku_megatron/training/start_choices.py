@@ -106,13 +106,14 @@ def tensor_bytes(run: RunConfig, layout: Layout, world: Comm | None = None, node
     From --memory-per-rank, or where it is not given from the smallest share of any node of which the ranks share nine tenths.
     Without a world from this node's memory, for one rank.
     """
+    fixed = PROCESS_BYTES + memory.attention_bytes(run, layout.tp, torch.get_num_threads())
     if own := run.training.memory_per_rank:
-        return own * MIB - PROCESS_BYTES
+        return own * MIB - fixed
     samples = batches.run_length(run, layout.global_batch_size(run))[1]
     share = int(FIT * node_bytes()) - memory.data_index_bytes(run, samples)
     if world is not None:
         share = int(world.all_reduce(torch.tensor(share // (nodes or find_nodes(world)).ranks.size), "min"))
-    return share - PROCESS_BYTES
+    return share - fixed
 
 
 def modelled_system(layout: Layout) -> System:

@@ -1,8 +1,10 @@
 """The formulas of costs/ against what a model has, computes, sends and keeps, and against rows of the benchmark tables."""
 
+import threading
 from collections.abc import Collection
 from dataclasses import asdict
 
+import psutil
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -12,8 +14,9 @@ from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
-from fugaku_megatron.costs import accounting, experts, memory, run_schedule
+from fugaku_megatron.costs import accounting, activations, experts, memory, run_schedule
 from fugaku_megatron.costs.activations import Collective
+from fugaku_megatron.host import kernels
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.passes import Pass
 from fugaku_megatron.perf import search, software, work
@@ -197,6 +200,21 @@ def test_bytes_are_those_communicated(world, model, changes):
     check_bytes(small_run(**MODELS[model], **changes), world)
 
 
+@pytest.mark.parametrize(("s", "ranks", "window"), [(16, 2, None), (48, 4, None), (48, 4, 1), (48, 4, 9), (96, 8, 40)])
+def test_keys_that_ranks_pass_are_those_that_queries_see(s, ranks, window):
+    """Of each part of a sequence a rank gets the keys from the first to the last that one of its queries sees."""
+    parts = torch.arange(s).view(2 * ranks, -1)
+    rows = [torch.cat((parts[rank], parts[-1 - rank])) for rank in range(ranks)]
+    sent, got = [0] * ranks, [0] * ranks
+    for rank, source in ((rank, source) for rank in range(ranks) for source in range(ranks) if rank != source):
+        for keys in (parts[source], parts[-1 - source]):
+            distance = rows[rank][:, None] - keys
+            seen = keys[((distance >= 0) & (distance < (window or s))).any(0)]
+            count = int(seen[-1] - seen[0]) + 1 if len(seen) else 0
+            sent[source], got[rank] = sent[source] + count, got[rank] + count
+    assert activations.keys_passed(s, ranks, window) == tuple(zip(sent, got, strict=True))
+
+
 # What it keeps --------------------------------------------------------------------------------------------------------------------
 
 def held_bytes(world: Comm, run: RunConfig) -> int:
@@ -235,6 +253,28 @@ def check_kept(run: RunConfig) -> None:
     ("qwen3", SEQUENCE), ("qwen3", LORA), ("gpt", {**LORA, **SEQUENCE}), ("gpt", {**DROPOUT, **CP2})])
 def test_saved_bytes_are_those_that_autograd_keeps(model, changes):
     check_kept(small_run(**MODELS[model], **changes))
+
+
+@pytest.mark.parametrize(("heads", "groups", "seq_length"), [
+    (2, 2, 12288), (4, 2, 6144), pytest.param(2, 1, 36864, marks=pytest.mark.full)])
+def test_memory_of_attention_is_that_of_its_kernels(heads, groups, seq_length):
+    """A thread's own buffers, which a new thread has none of; forward touches a part of what backward does."""
+    run = small_run(num_attention_heads=heads, group_query_attention=True, num_query_groups=groups, kv_channels=64,
+                    seq_length=seq_length, micro_batch_size=1)
+    qkv, dout = torch.zeros(seq_length, 1, (heads + 2 * groups) * 64), torch.zeros(seq_length, 1, heads * 64)
+    lse = torch.full((1, heads, seq_length), float("inf"))  # every probability is 0
+    dqkv, process, grown = torch.zeros_like(qkv), psutil.Process(), list[int]()
+
+    def backward() -> None:
+        torch.set_num_threads(1)
+        before = process.memory_info().rss
+        kernels.attention_backward(qkv, dout, lse, dout, dqkv)
+        grown.append(process.memory_info().rss - before)
+
+    thread = threading.Thread(target=backward)
+    thread.start()
+    thread.join()
+    assert grown == [pytest.approx(memory.attention_bytes(run, 1, 1), rel=0.05, abs=2 << 20)]
 
 
 @pytest.mark.parametrize(("stage", "changes"), [

@@ -5,12 +5,13 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.costs import run_schedule
-from fugaku_megatron.costs.memory import stage_memory
+from fugaku_megatron.costs.memory import attention_bytes, stage_memory
 from fugaku_megatron.perf import memory, search
 from fugaku_megatron.perf.model import System
 from fugaku_megatron.pipeline.parts import AUTO
@@ -95,7 +96,8 @@ def test_the_dry_run_prints_the_choice():
 def test_all_ranks_choose_for_the_fullest_node(monkeypatch):
     run, layout = auto("1f1b")
     lines = ThreadWorld(4).run(lambda world: start_choices.tensor_bytes(run, layout, world))
-    assert lines == [int(start_choices.FIT * rank_watch.node_bytes()) // 4 - rank_watch.PROCESS_BYTES] * 4
+    fixed = rank_watch.PROCESS_BYTES + attention_bytes(run, 1, torch.get_num_threads())
+    assert lines == [int(start_choices.FIT * rank_watch.node_bytes()) // 4 - fixed] * 4
     chosen = ThreadWorld(4).run(lambda world: start_choices.settle(run, layout, world))
     assert all(pair == chosen[0] for pair in chosen) and "none" in chosen[0][1][0]
 

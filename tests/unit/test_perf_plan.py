@@ -179,7 +179,7 @@ def test_text_json_and_gains(capsys):
 def test_a_stage_describes_its_layer_once(monkeypatch):  # per layer it took most of the search of a deep model
     args = _parsed("plan --recipe 30b --nodes 48")
     run, calls, records = run_of(args, system_of(args), plan.OWN), [], accounting.layer_records
-    monkeypatch.setattr(accounting, "layer_records", lambda run, tp, mlp: calls.append(tp) or records(run, tp, mlp))
+    monkeypatch.setattr(accounting, "layer_records", lambda run, tp, *kind: calls.append(tp) or records(run, tp, *kind))
     assert accounting.stage_parameters(run, Layout.from_run(run, 48), 0) > 29e9 and len(calls) == 1
 
 
