@@ -32,9 +32,8 @@ from ..config.command_line import check_file, pipe_table, writing
 from ..costs import accounting
 from . import plot, rank_table
 from .iteration import HEADERS, IterationMetrics, PublishedRow, published_header, rate_text, seconds_text, size_name
-from .metrics import HISTORY
+from .metrics import HISTORY, duration_text
 from .run_log import FORMULAS, Job, LogFile, LogSummary
-from .screen import duration_text
 
 OUR_CSV_COLUMNS = ("precision", "ac", "zero", "seq", "layers", "hidden", "heads", "recomputed_tflops", "iterations",
                    "last_iteration", "loss", "watts", "tokens_per_joule")

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
+from .expert_ops import NativeExpertOps
 from .native_blocks import HeadLoss, NativeBlockOps, call_rowwise, column_parts, gradient_of_input, row_count
-from .native_experts import NativeExpertOps
 from .parameter import WeightCache, WeightGradients
 from .shared import DropoutKey, Heads, as_rows, dropout, gradient_of, is_frozen, vector_gradient
 

@@ -1,7 +1,7 @@
 """The router of a layer with experts: which experts each token goes through, with which scores, and what keeps their load even.
 
 It computes what megatron/core/transformer/moe/router.py and megatron/core/transformer/moe/moe_utils.py of Megatron-LM do, in FP32.
-Left out: the choice by scores, which is the backend's (`torch_experts`), the experts and what they drop (`experts`), which losses
+Left out: the choice by scores, which is the backend's (`expert_ops`), the experts and what they drop (`experts`), which losses
 and loads a log shows (`training.rank_watch`).
 Legend: s sequence, b micro-batch, h hidden, e experts, k of them for each token, rows = s b.
 """
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from ..comm.autograd import gather_sequence
 from ..config.experts_config import SEQUENCE_AUX, SIGMOID
 from ..config.run_config import ModelConfig
+from .expert_ops import NORMALIZER
 from .layers import Context
 from .passes import Pass
 from .shared import accumulate, as_rows
-from .torch_experts import NORMALIZER
 
 SINKHORN_TOLERANCE, SINKHORN_ROUNDS = 1e-4, 1000  # the former as in Megatron-LM
 

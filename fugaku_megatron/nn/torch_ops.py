@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
 from . import shared, torch_blocks
+from .expert_ops import ExpertOps
 from .parameter import WeightGradients
 from .shared import DropoutKey, Heads, accumulate, gradient_of, is_frozen
 from .torch_blocks import BlockOps
-from .torch_experts import ExpertOps
 
 
 @dataclass(frozen=True)

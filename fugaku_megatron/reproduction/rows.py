@@ -9,14 +9,16 @@ twice and rows that an erratum declares unfit, and use corrected values (the 48-
 Rows with `ghz` 2.2 are included: a model must limit the clock's gain to 1.10, a larger one is noise (erratum R13).
 
 The data: seeds/tables.csv has one row per table (its header, and facts from its heading or the text that apply to all its rows),
-seeds/a64fx_*.csv and seeds/a100.csv one row per printed row with its line in the document, seeds/errata.csv the corrections.
-Document 005 is a list of runs that the same project published in addition to its tables; it has no format of its own.
+seeds/a64fx_*.csv and seeds/a100.csv one row per printed row with its line in the document, seeds/errata.csv the corrections: R
+numbers correct a cell or, where `corrected` is empty, comment on it; S numbers add facts printed outside the table. A record for
+line * replaces `printed` inside the cell of every row. Document 005 is a list of runs that the project published in addition.
 """
 
 from __future__ import annotations
 
+import csv
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,88 @@ from ..config.layout import Layout
 from ..config.run_config import BatchConfig, ModelConfig, ParallelConfig, PrecisionConfig, RunConfig, TrainingConfig
 from ..logs.iteration import HEADERS
 from ..perf.model import Prediction, System, predict
-from . import errata
-from .errata import Erratum
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line of a CSV file: its cells by column, with the file and the line's number."""
+
+    path: Path
+    line: int
+    cells: Mapping[str, str]
+
+    def expect(self, condition: bool, column: str, expected: str, value: str | None = None) -> None:
+        """Raise ValueError with file, line, column, value and what is expected, unless `condition` holds."""
+        shown = self.cells.get(column, "") if value is None else value
+        check(condition, f"{self.path}, line {self.line}, column {column}: {shown!r}, expected {expected}")
+
+    def convert(self, column: str, parse: Callable[[str], Any], expected: str, value: str | None = None) -> Any:
+        """The cell, or `value` in its place, converted by `parse`; ValueError as in `expect` when `parse` refuses it."""
+        try:
+            return parse(self.cells[column] if value is None else value)
+        except (ValueError, KeyError):  # no number or no match of a pattern, no key of a dictionary
+            self.expect(False, column, expected, value)
+
+
+def read_csv(path: Path, required: tuple[str, ...], allowed: tuple[str, ...] = ()) -> Iterator[Record]:
+    """The records of `path`. Its header must hold all `required` columns and may hold `allowed` ones, no others."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read ({error}); install the package again") from None
+    lines = csv.reader(text.splitlines())
+    header = next(lines, [])
+    for column in required:
+        check(column in header, f"{path}, line 1: column {column} is missing, the header is {','.join(header)!r}")
+    for column in header:
+        check(column in required + allowed and header.count(column) == 1,
+              f"{path}, line 1, column {column}: unknown or repeated, expected one each of {', '.join(required + allowed)}")
+    for cells in lines:
+        check(len(cells) == len(header), f"{path}, line {lines.line_num}, column {header[min(len(cells), len(header) - 1)]}: "
+              f"the row {','.join(cells)!r} has {len(cells)} cells, {len(header)} are expected ({','.join(header)})")
+        yield Record(path, lines.line_num, dict(zip(header, cells)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Erratum:
+    """One record. line: of the document; None for every row of the table. printed: the cell, or a part of it if line is None."""
+
+    id: str
+    table: str
+    line: int | None
+    column: str
+    printed: str
+    corrected: str
+    unfit: str
+    why: str
+    place: str  # file and line of this record
+
+    def holds(self, table: str, line: int, cell: str) -> bool:
+        """Whether the record applies to this row."""
+        return self.table == table and (line == self.line or self.line is None and self.printed in cell)
+
+    def apply(self, cell: str) -> str:
+        """The corrected cell; empty for a comment. Raises ValueError when the record's `printed` is not this cell."""
+        if self.line is None:
+            return cell.replace(self.printed, self.corrected) if self.corrected else ""
+        if cell != self.printed:
+            raise ValueError(f"{self.place}, column printed: {self.printed!r}, expected {cell!r}: line {self.line}, "
+                             f"column {self.column} of table {self.table}")
+        return self.corrected
+
+
+def _erratum(record: Record) -> Erratum:
+    cells = record.cells
+    record.expect(cells["id"][:1] in ("R", "S") and cells["id"][1:].isdigit(), "id", "R or S and a number")
+    record.expect(cells["column"] in PARSERS, "column", " or ".join(sorted(PARSERS)))
+    record.expect(cells["unfit"] in ("", "time", "memory"), "unfit", "time, memory or nothing")
+    record.expect(cells["why"] != "", "why", "a reason")
+    line = None if cells["line"] == "*" else record.convert("line", int, "a line number or *")
+    if line is not None:  # for every row it is only a part of the cell
+        record.convert("corrected", *PARSERS[cells["column"]])
+    place = f"{record.path}, line {record.line}"
+    return Erratum(line=line, place=place, **{name: cell for name, cell in cells.items() if name != "line"})
+
 
 SEEDS = Path(__file__).parent / "seeds"
 DOCUMENTS = {  # id -> (file of its rows, title)
@@ -81,7 +163,8 @@ _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "seconds": _NUMBER, "tflops": _NUMBER, "petaflops": _NUMBER, "size": _TEXT, "notes": _TEXT,
 }
 # column -> (conversion of a corrected cell, None for an empty one; what is expected)
-PARSERS: errata.Parsers = {name: (_or_nothing(parse), expected) for name, (parse, expected) in _PARSERS.items()}
+PARSERS = {name: (_or_nothing(parse), expected) for name, (parse, expected) in _PARSERS.items()}
+ERRATUM_COLUMNS = ("id", "table", "line", "column", "printed", "corrected", "unfit", "why")
 TABLE_COLUMNS = ("table", "document", "line", "title", "header", "machine", "software", "precision", "formula", "seq", "vocabulary",
                  "layers", "hidden", "heads", "ac", "zero", "freq", "size", "tp", "pp", "mbs", "gbs", "assumed")
 _FACTS = TABLE_COLUMNS[5:-1]
@@ -222,9 +305,9 @@ def load(documents: Sequence[str] = ()) -> tuple[Row, ...]:
 
 def read(folder: Path) -> tuple[Row, ...]:
     """All rows of the files in `folder`. Raises ValueError with file, line, column and value of a wrong cell."""
-    records = errata.read(folder / "errata.csv", PARSERS)
+    records = tuple(map(_erratum, read_csv(folder / "errata.csv", ERRATUM_COLUMNS)))
     tables = {}
-    for record in errata.read_csv(folder / "tables.csv", TABLE_COLUMNS):
+    for record in read_csv(folder / "tables.csv", TABLE_COLUMNS):
         table = _table(record)
         record.expect(table.id not in tables, "table", "an id of its own")
         tables[table.id] = table, {name: record.cells[name] for name in _FACTS}, tuple(record.cells["assumed"].split())
@@ -238,14 +321,14 @@ def read(folder: Path) -> tuple[Row, ...]:
 
 def _rows(path: Path, tables: dict[str, Any], records: Sequence[Erratum]) -> Iterator[Row]:
     seen: set[int] = set()
-    for record in errata.read_csv(path, ("line", "table", "status"), tuple(PARSERS)):
+    for record in read_csv(path, ("line", "table", "status"), tuple(PARSERS)):
         row = _row(record, tables, records)
         record.expect(row.line not in seen, "line", "a line of its own")
         seen.add(row.line)
         yield row
 
 
-def _table(record: errata.Record) -> Table:
+def _table(record: Record) -> Table:
     cells = record.cells
     record.expect(cells["document"] in DOCUMENTS, "document", " or ".join(DOCUMENTS))
     record.expect(cells["table"].startswith(cells["document"] + "."), "table", f"{cells['document']}. and a number")
@@ -257,7 +340,7 @@ def _table(record: errata.Record) -> Table:
     return Table(id=cells["table"], document=cells["document"], line=line, title=cells["title"], header=header)
 
 
-def _row(record: errata.Record, tables: dict[str, Any], records: Sequence[Erratum]) -> Row:
+def _row(record: Record, tables: dict[str, Any], records: Sequence[Erratum]) -> Row:
     record.expect(record.cells["table"] in tables, "table", "a table of tables.csv")
     record.expect(record.cells["status"] in STATUSES, "status", " or ".join(STATUSES))
     table, facts, assumed = tables[record.cells["table"]]
@@ -276,7 +359,7 @@ def _row(record: errata.Record, tables: dict[str, Any], records: Sequence[Erratu
                **_facts(record, values))
 
 
-def _facts(record: errata.Record, values: dict[str, str]) -> dict[str, Any]:
+def _facts(record: Record, values: dict[str, str]) -> dict[str, Any]:
     """The fields of a Row from the corrected cells `values`."""
     facts = {name: record.convert(name, *PARSERS[name], values[name]) for name in PARSERS}
     clock = re.search(r"\(([\d.]+GHz)\)", values["nodes"])

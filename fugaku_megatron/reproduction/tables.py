@@ -25,8 +25,7 @@ from typing import Any
 from ..config.command_line import check_file, check_picture, pipe_table, writing
 from ..costs import accounting
 from ..perf.model import Prediction
-from .errata import Erratum
-from .rows import DOCUMENTS, Row, load, predict_row
+from .rows import DOCUMENTS, Erratum, Row, load, predict_row
 
 TFLOPS_ROUNDING = 0.005
 _SLACK = 1e-9  # for rounding errors of binary fractions

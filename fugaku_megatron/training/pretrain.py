@@ -37,9 +37,8 @@ from ..host import allocator, kernels, runtime
 from ..host.allocator import node_bytes, peak_memory_mib
 from ..host.energy import Counters
 from ..host.observed import Phases
-from ..logs.metrics import MetricsWriter, WandbRun, format_peak_memory, read_run_history
+from ..logs.metrics import MetricsWriter, WandbRun, append, format_peak_memory, read_run_history
 from ..logs.run_log import format_run
-from ..logs.screen import append
 from ..watchdog.watch import Watchdog
 from .machine_faults import Checksums, Rerun
 from .observers import Heartbeats, Observers, Profile, place, profiled_ranks

@@ -38,9 +38,8 @@ from ..host.allocator import free_bytes, node_bytes, usage
 from ..host.energy import Counters
 from ..host.observed import PHASES, Phases
 from ..host.runtime import fma_peak_gflops
-from ..logs.metrics import MetricsWriter
+from ..logs.metrics import MetricsWriter, append
 from ..logs.rank_table import NAMED, Interval, Straggler, find
-from ..logs.screen import append
 from ..nn.experts import Experts
 from ..nn.model import Stage
 from ..nn.router import Router
