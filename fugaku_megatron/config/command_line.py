@@ -213,7 +213,7 @@ class OtherFlag:
     @property
     def note(self) -> str:
         """What the log says where the flag is accepted."""
-        return "the given value is what this program does" if self.refused else self.meaning
+        return "the value passed is what this program does" if self.refused else self.meaning
 
 
 def _same(given: str, accepted: str) -> bool:
