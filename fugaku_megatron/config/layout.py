@@ -154,7 +154,6 @@ def _check_context(run: RunConfig, cp: int, tp: int) -> None:
         return
     check(not model.num_experts, f"{name} is not built for --num-experts: leave one of them out")
     check(not model.qk_layernorm_all_heads, f"{name} is not built for --qk-layernorm-all-heads: leave one of them out")
-    check(not run.lora.lora_dropout, f"{name} is not built for --lora-dropout {run.lora.lora_dropout}: pass 0 or leave one out")
     parts = 2 * cp * sequence_parts(run, tp)
     check(model.seq_length % parts == 0, f"--seq-length {model.seq_length} is not divisible by {parts}, two parts for each of "
           f"{name}" + f" x --tensor-model-parallel-size {tp}" * (sequence_parts(run, tp) > 1) + ": change one")

@@ -31,13 +31,15 @@ from ..config.model_config import ModelConfig
 from .native_blocks import GATES
 from .native_ops import NativeOps
 from .passes import Pass
+from .sequence_ranks import own_runs
 from .shared import DropoutKey, as_rows, gradient_of, masked
 from .torch_blocks import matrix
 from .torch_ops import TorchOps
 
 Backend = NativeOps | TorchOps
-Dropout = tuple[float, DropoutKey, bool]  # probability, mask, and whether the last dimension is split over tensor-parallel ranks
+Dropout = tuple[float, DropoutKey, int | None]  # probability, mask, and of a split last dimension where this rank's part begins
 STREAMS = 1 << 32  # of dropout; other masks have smaller numbers
+MAX_COLUMNS = 1 << 24  # of an input that ranks share
 
 
 def _plain(ops: Backend) -> Backend:
@@ -48,15 +50,18 @@ def _plain(ops: Backend) -> Backend:
 def _dropped(kernels: Any, x: Tensor, dropout: Dropout | None) -> Tensor:
     """x (s, b, in) with some elements zeroed, or its gradient. A mask is a function of the global element.
 
-    Columns that ranks share are taken as rows of a few columns: those have a global number.
+    Columns that ranks share are taken as samples of a few columns, which have numbers of their own.
     """
     if dropout is None:
         return x
-    p, key, split = dropout
-    if not split:
+    p, key, first_column = dropout
+    if first_column is None:
         return masked(kernels, x, p, key)
-    blocks = x.unflatten(-1, (-1, DROPOUT_COLUMNS)).permute(2, 0, 1, 3)  # (in / columns, s, b, columns)
-    return masked(kernels, blocks.flatten(0, 1), p, key).view(blocks.shape).permute(1, 2, 0, 3).reshape(x.shape)
+    blocks, made = x.unflatten(-1, (-1, DROPOUT_COLUMNS)), []  # (s, b, in / columns, columns)
+    for number, sample in enumerate(blocks.unbind(1), key.first_sample):
+        own = replace(key, first_sample=(number * MAX_COLUMNS + first_column) // DROPOUT_COLUMNS)
+        made.append(masked(kernels, sample, p, own))
+    return torch.stack(made, 1).view(x.shape)
 
 
 class Adapter(nn.Module):
@@ -93,11 +98,9 @@ class Adapter(nn.Module):
         p, context = self.lora.lora_dropout, self.context
         if not p or not forward_pass.training:
             return None
-        assert context.cp.size == 1, "layout.Layout refuses dropout of adapters over ranks that share a sequence"
-        row0 = context.first_position(x)
-        if self.split:
-            row0 = context.tp.rank * (x.shape[-1] // DROPOUT_COLUMNS) * x.shape[0]
-        return p, DropoutKey(context.seed, self.stream, forward_pass.first_sample, sample_dim=1, row0=row0), self.split
+        runs = own_runs(len(x), context.cp) if self.split else context.runs(x)
+        first_column = context.tp.rank * x.shape[-1] if self.split else None
+        return p, DropoutKey.of_runs(runs, context.seed, self.stream, forward_pass.first_sample), first_column
 
     def column(self, x: Tensor, y: Tensor, forward_pass: Pass) -> Tensor:
         """y + the adapters of a column-parallel layer. x (s, b, in), y (whole sequence, b, out / tp) -> as y."""

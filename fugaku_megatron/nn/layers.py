@@ -149,9 +149,7 @@ def dropout_layer(stream: int) -> int:
 
 def hidden_dropout_key(context: Context, layer: int, site: str, first_sample: int, x: Tensor) -> DropoutKey:
     """The mask of x (s, b, h), an activation between the matmuls."""
-    run, *second = context.runs(x)
-    cut, after_cut = (len(run), second[0].start) if second else (None, 0)
-    return DropoutKey(context.seed, dropout_stream(layer, site), first_sample, 1, run.start, cut, after_cut)
+    return DropoutKey.of_runs(context.runs(x), context.seed, dropout_stream(layer, site), first_sample)
 
 
 class ColumnParallelLinear(nn.Module):

@@ -29,6 +29,13 @@ class DropoutKey:
     cut: int | None = None
     after_cut: int = 0
 
+    @staticmethod
+    def of_runs(runs: Sequence[range], seed: int, stream: int, first_sample: int) -> DropoutKey:
+        """That of an activation (s, b, h) with the positions `runs`, one or two."""
+        run, *second = runs
+        cut, after_cut = (len(run), second[0].start) if second else (None, 0)
+        return DropoutKey(seed, stream, first_sample, 1, run.start, cut, after_cut)
+
     def runs(self) -> Iterator[tuple[slice | None, DropoutKey]]:
         """The parts of the rows whose numbers follow one another, None for all rows, each with a key of its own."""
         if self.cut is None:
