@@ -86,7 +86,7 @@ def test_every_interval_is_kept(tmp_path):
     file = tmp_path / "ranks.jsonl"
     said([[1.0, 1.1], [1.2, 1.3]], log_ranks=str(file), iterations=2)
     first, last = read(file)
-    assert (first.iteration, last.iteration, first.layout) == (2, 4, (2, 1, 1)) and tuple(last.seconds) == PHASES
+    assert (first.iteration, last.iteration, first.layout) == (2, 4, (2, 1, 1, 1)) and tuple(last.seconds) == PHASES
     assert last.seconds["computation"] == [1.2, 1.3] and last.seconds["reductions"] == [0.8, 0.7]
 
 
