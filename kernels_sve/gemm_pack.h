@@ -7,35 +7,39 @@
 
 namespace fm::FM_TARGET {
 
-// Element (i, k) at src + i * stride + k; `valid` values of i exist.
+// VL words of each of VL rows from word k on, as columns of a panel; src is row 0, and out where its first word goes. WHOLE: all of
+// them exist. `used` rows belong to the panel, of which `valid` exist.
+template <class Words, int WIDTH, bool WHOLE, class T>
+FM_INLINE void pack_block(const T* src, int64_t stride, int64_t used, int64_t valid, int64_t elements, int columns, float* out) {
+  vf block[VL];
+#pragma GCC unroll 32
+  for (int i = 0; i < VL; ++i) {
+    // Of the next panel: rows are too many and too short for the hardware to see their streams.
+    if (WHOLE || (i < used && i + WIDTH < valid)) prefetch(src + (i + WIDTH) * stride);
+    block[i] = WHOLE || (i < used && i < valid) ? Words::along_k(src + i * stride, WHOLE ? VL * Words::STEP : elements) : vf{};
+  }
+  transpose(block);
+#pragma GCC unroll 32
+  for (int i = 0; i < VL; ++i) {
+    if (WHOLE || i < columns) store(out + i * WIDTH, block[i]);
+  }
+}
+
+// Element (i, k) at src + i * stride + k; `valid` values of i exist. Whole blocks go along the rows, without a choice in between.
 template <class Words, int WIDTH, class T>
 FM_INLINE void pack_transposed(const T* src, int64_t stride, int64_t valid, int64_t depth, float* out) {
-  constexpr int GROUPS = (WIDTH + VL - 1) / VL;
-  const int64_t words = words_of<Words>(depth);
-  for (int64_t k = 0; k < words; k += VL) {
-    const int64_t elements = depth - k * Words::STEP;
+  constexpr int GROUPS = (WIDTH + VL - 1) / VL, STEPS = VL * Words::STEP;
+  const int64_t words = words_of<Words>(depth), whole = WIDTH % VL == 0 && valid >= WIDTH ? depth / STEPS * VL : 0;
+  for (int g = 0; g < GROUPS; ++g) {
+    for (int64_t k = 0; k < whole; k += VL) {
+      pack_block<Words, WIDTH, true>(src + g * VL * stride + k * Words::STEP, stride, VL, VL, STEPS, VL, out + k * WIDTH + g * VL);
+    }
+  }
+  for (int64_t k = whole; k < words; k += VL) {
     const int columns = words - k < VL ? static_cast<int>(words - k) : VL;
     for (int g = GROUPS - 1; g >= 0; --g) {  // the last first: what it spills over is then overwritten
-      vf block[VL];
-#pragma GCC unroll 32
-      for (int i = 0; i < VL; ++i) {
-        const int64_t row = g * VL + i;
-        // Of the next panel: rows are too many and too short for the hardware to see their streams.
-        if (i < WIDTH - g * VL && row + WIDTH < valid) prefetch(src + (row + WIDTH) * stride + k * Words::STEP);
-        block[i] =
-            i < WIDTH - g * VL && row < valid ? Words::along_k(src + row * stride + k * Words::STEP, elements) : vf{};
-      }
-      transpose(block);
-      float* p = out + k * WIDTH + g * VL;
-      if (columns == VL) {
-#pragma GCC unroll 32
-        for (int i = 0; i < VL; ++i) store(p + i * WIDTH, block[i]);
-      } else {
-#pragma GCC unroll 32
-        for (int i = 0; i < VL; ++i) {
-          if (i < columns) store(p + i * WIDTH, block[i]);
-        }
-      }
+      pack_block<Words, WIDTH, false>(src + g * VL * stride + k * Words::STEP, stride, WIDTH - g * VL, valid - g * VL,
+                                      depth - k * Words::STEP, columns, out + k * WIDTH + g * VL);
     }
   }
 }
