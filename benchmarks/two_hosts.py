@@ -1,15 +1,17 @@
-"""Two hosts on one machine: data-, tensor- or context-parallel training over a slow link, blocking and overlapped in turn.
+"""Two hosts on one machine: data-, tensor-, context- or expert-parallel training over a slow link, blocking and overlapped in turn.
 
     python -m benchmarks two_hosts --rate 1gbit --png two_hosts.png
     python -m benchmarks two_hosts --tensor-parallel
     python -m benchmarks two_hosts --context-parallel
+    python -m benchmarks two_hosts --experts
 
 Two network namespaces with host names of their own hold one MPI rank and one computing thread each, joined by a veth pair whose
 ends a token bucket (tc tbf) limits. Each rank holds the trainers, which take turns iteration by iteration: data-parallel ones,
-blocking, overlapped, and overlapped with BF16 gradients; two with sequence parallelism, blocking and with --tp-comm-overlap; or
-one for each way in which hosts that share a sequence exchange it. Those leave the sums of gradients out, so that the link has what
-attention exchanges, and nothing else. Every other iteration of each leaves all that it exchanges out (computation). What crosses
-the link is read from its counters.
+blocking, overlapped, and overlapped with BF16 gradients; two with sequence parallelism, blocking and with --tp-comm-overlap;
+one for each way in which hosts that share a sequence exchange it; or two whose hosts have different experts and no shared one, all
+rows sent at once or those of a group of experts after those of another. The last two kinds leave the sums of gradients out, so that
+the link has what attention or experts exchange, and nothing else. Every other iteration of each leaves all that it exchanges out
+(computation). What crosses the link is read from its counters.
 Communication can overlap with computation for as long as the shorter of the two takes: hideable = min(computation, wire).
 exposed is the median over the rounds of step - max(computation, wire), with the computation of the same round. waiting is the time
 of the step in which the computing thread waits; the rest of the exposed time is work of communication on its core.
@@ -37,7 +39,7 @@ from typing import Any
 
 import torch
 
-from fugaku_megatron.comm.base import DONE, Comm
+from fugaku_megatron.comm.base import DONE, Comm, SoloComm
 from fugaku_megatron.comm.grid import Grid
 from fugaku_megatron.comm.launch import run_or_abort
 from fugaku_megatron.comm.mpi import MPIComm
@@ -63,9 +65,13 @@ DATA_PARALLEL = {"blocking": DEEP, "overlapped": {**DEEP, "overlap_grad_reduce":
                  "overlapped, BF16": {**DEEP, "overlap_grad_reduce": True, "grad_reduce_in_bf16": True}}
 PARTS = {**WIDE, "tensor_model_parallel_size": 2, "sequence_parallel": True}
 TENSOR_PARALLEL = {"blocking": PARTS, "overlapped": {**PARTS, "tp_comm_overlap": True}}
+# 16 experts in each of two layers, two for each token: those of a rank compute longer than their rows need on the link.
+EXPERTS = {**WIDE, "hidden_size": 512, "num_attention_heads": 4, "swiglu": True, "disable_bias_linear": True, "num_experts": 16,
+           "moe_ffn_hidden_size": 1024, "moe_router_topk": 2, "expert_model_parallel_size": 2}
+EXPERT_PARALLEL = {"blocking": EXPERTS, "overlapped": EXPERTS}
 # 6 M parameters and a long sequence: attention takes longer than keys and values need on the link.
 LONG = {"num_layers": 8, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 1024, "context_parallel_size": 2}
-TOKENS, LONG_TOKENS = 704, 4096  # of a sequence
+TOKENS, LONG_TOKENS, EXPERT_TOKENS = 704, 4096, 2048  # of a sequence
 
 COLUMNS: tuple[core.Column, ...] = (
     ("job", "<18", "job"), ("s", ">8.3f", "seconds"), ("alone s", ">8.3f", "computation_seconds"),
@@ -80,12 +86,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared = parser.add_mutually_exclusive_group()
     shared.add_argument("--tensor-parallel", action="store_true", help="the hosts share each layer's matrices instead of the batch")
     shared.add_argument("--context-parallel", action="store_true", help="the hosts share each sequence instead of the batch")
+    shared.add_argument("--experts", action="store_true", help="the hosts have different experts")
     parser.add_argument("--cp-comm-type", nargs="+", default=[A2A], choices=CONTEXT_WAYS, metavar="TYPE",
                         help=f"with --context-parallel: of {', '.join(CONTEXT_WAYS)} (default: {A2A})")
     parser.add_argument("--own-cores", action="store_true", help="a core for each host, which computes and communicates on it")
-    parser.add_argument("--seq-length", type=int, help=f"(default: {TOKENS}, with --context-parallel {LONG_TOKENS})")
+    parser.add_argument("--seq-length", type=int, help=f"(default: {TOKENS}, with --context-parallel {LONG_TOKENS}, with --experts "
+                        f"{EXPERT_TOKENS})")
     parser.add_argument("--micro-batch-size", type=int, default=1)
-    parser.add_argument("--micro-batches", type=int, help="of each rank in an iteration (default: 4, with --context-parallel 1)")
+    parser.add_argument("--micro-batches", type=int, help="of each rank in an iteration (default: 4, with --context-parallel 1, "
+                        "with --experts 2)")
     parser.add_argument("--bucket-size", type=int, default=500_000, help="elements of a gradient bucket (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=9, help="an iteration of each job (default: %(default)s, one more warms up)")
 
@@ -158,12 +167,13 @@ def trainers(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """The fields of each trainer's run that differ from another's."""
     if options.context_parallel:
         return {name: {**LONG, "cp_comm_type": (name,)} for name in options.cp_comm_type}
-    return TENSOR_PARALLEL if options.tensor_parallel else DATA_PARALLEL
+    return TENSOR_PARALLEL if options.tensor_parallel else EXPERT_PARALLEL if options.experts else DATA_PARALLEL
 
 
 def order(options: argparse.Namespace) -> dict[str, Any]:
     """What both ranks are told, see `main`."""
-    tokens, microbatches = (LONG_TOKENS, 1) if options.context_parallel else (TOKENS, 4)
+    tokens, microbatches = ((LONG_TOKENS, 1) if options.context_parallel else (EXPERT_TOKENS, 2) if options.experts
+                            else (TOKENS, 4))
     replicas = 1 if options.tensor_parallel or options.context_parallel else len(HOSTS)
     size = (options.micro_batches or microbatches) * options.micro_batch_size * replicas
     common = {"seq_length": options.seq_length or tokens, "mock_data": True, "train_iters": 2 * (options.rounds + 1),
@@ -222,7 +232,7 @@ def report(options: argparse.Namespace, rounds: list[dict[str, dict[str, float]]
                      "loss": rounds[-1][name]["loss"], "ratio": median(names[0], "seconds") / seconds, "measured": True})
     return {"rows": rows, "rate": options.rate, "rounds": rounds, "busy": busy, "own_cores": options.own_cores,
             "what": "Rows between matmuls" if options.tensor_parallel else "Keys and values" if options.context_parallel
-            else "Gradient sums"}
+            else "Rows of experts" if options.experts else "Gradient sums"}
 
 
 def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
@@ -248,19 +258,27 @@ class Silence:
             return verb(*args, **kwargs)
         return DONE if name in NONBLOCKING else args[0]
 
+    def alone(self, comm: Comm) -> Observed:
+        """`comm`, while `on` with this rank's own numbers and rows in place of others', because experts' work depends on them."""
+        solo = SoloComm(comm.rank, comm.size)
+        return Observed(comm, VERBS, lambda name, verb, args, kwargs: (getattr(solo, name) if self.on else verb)(*args, **kwargs))
+
 
 def run_of(values: dict[str, Any]) -> RunConfig:
     """The run of fields that came as JSON, which has lists for tuples."""
     return make_run(None, {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
-def build(world: Comm, values: dict[str, Any], phases: Phases, silence: Silence) -> Any:
-    """A trainer over `world`. values: fields of its run. phases: the clock of its waiting. silence: of its groups."""
+def build(world: Comm, name: str, values: dict[str, Any], phases: Phases, silence: Silence) -> Any:
+    """The trainer `name` over `world`. values: fields of its run. phases: the clock of its waiting. silence: of its groups."""
     run = run_of(values)
     layout = Layout.from_run(run, world.size)
     groups = Grid(*layout.sizes).groups(world)
-    silent = {"tp": silence, "cp": silence, "dp": Silence(on=True) if layout.cp > 1 else silence}
-    groups = replace(groups, **{name: Observed(getattr(groups, name), VERBS, each.observe) for name, each in silent.items()})
+    silent = {"tp": silence, "cp": silence, "dp": Silence(on=True) if max(layout.cp, layout.ep) > 1 else silence}
+    if layout.ep > 1:
+        groups.ep.inside_node = name == "blocking"  # as if the hosts shared memory, which sends all rows at once
+        groups = replace(groups, ep=silence.alone(groups.ep))
+    groups = replace(groups, **{group: Observed(getattr(groups, group), VERBS, each.observe) for group, each in silent.items()})
     return shapes.trainer_of(run, world, phases.groups(groups))
 
 
@@ -304,7 +322,7 @@ def main(world: Comm) -> None:
     pretrain.configure_process(run_of(order["jobs"][names[0]]), world)
     place(world, *order["cores"][world.rank])
     phases, silence = Phases(), Silence()
-    trainers = {name: build(world, values, phases, silence) for name, values in order["jobs"].items()}
+    trainers = {name: build(world, name, values, phases, silence) for name, values in order["jobs"].items()}
     for number in range(order["rounds"] + 1):
         first = number % len(names)  # every job comes first as often as the others
         measured = {name: pair(world, trainers[name], phases, silence, number) for name in names[first:] + names[:first]}
