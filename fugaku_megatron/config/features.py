@@ -19,6 +19,7 @@ OVERLAP_GRAD_REDUCE, OVERLAP_PARAM_GATHER = "overlap_grad_reduce", "overlap_para
 GRAD_REDUCE_IN_BF16, NODE_SUMS, TWO_LEVEL_SUMS = "grad_reduce_in_bf16", "node_shared_sums", "two_level_sums"
 SEQUENCE_PARALLEL, TP_COMM_OVERLAP = "sequence_parallel", "tp_comm_overlap"
 INTERLEAVED, ZERO_BUBBLE = "interleaved_schedule", "zero_bubble_schedule"
+EXPERT_GROUPS = "expert_groups"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,8 @@ FEATURES: dict[str, Feature] = {
                                field="sequence_parallel"),
     TP_COMM_OVERLAP: Feature(meaning="tensor-parallel collectives, overlapped with matmuls", place="nn/overlapped_ops.py",
                              field="tp_comm_overlap"),
+    EXPERT_GROUPS: Feature(meaning="rows of experts are sent between nodes in groups, overlapped with matmuls of others",
+                           place="nn/experts.py"),
     INTERLEAVED: Feature(meaning="several chunks of layers on a stage", place="pipeline/schedule.py",
                          field="pipeline_schedule", value=parts.INTERLEAVED),
     ZERO_BUBBLE: Feature(meaning="weight gradients fill the pipeline's bubble", place="pipeline/schedule.py",

@@ -27,7 +27,7 @@ from ..costs import accounting
 from ..costs.activations import Collective
 from .machine import GB, Machine
 from .software import Parameters, Software
-from .work import Exchange, Matmul, Work
+from .work import Exchange, ExpertExchange, Matmul, Work
 
 LARGE_REDUCTIONS = ("dp", "edp", "embedding")  # communicators whose all-reduces are large: gradients, once per iteration
 
@@ -96,6 +96,11 @@ class Network:
         between = self._between_rate(group, self.ranks_per_node * senders // inside)
         return (near * (1 + (nodes - 1) / nodes) / (machine.intra_gbs * GB) + far * inside / senders / (between * GB)
                 + 3 * (inside - 1) * machine.intra_alpha_us * 1e-6 + (nodes - 1) / senders * machine.link_alpha_us * 1e-6)
+
+    def spans_nodes(self, group: str) -> bool:
+        """Whether a node has not all ranks of `group`."""
+        members, together = self._group(group)
+        return members > together
 
     def _group(self, group: str) -> tuple[int, int]:
         """(members, members that share a node): tensor-parallel ranks are neighbours, then stages, then data-parallel ranks."""
@@ -252,19 +257,36 @@ class Rank:
         gemm = sum(self._matmul(p) for p in work.matmuls if not p.attention)
         attention = sum(self._matmul(p) for p in work.matmuls if p.attention)
         sent = [(c.group, times * self.network.seconds(c.verb, c.group, c.bytes)) for c, times in work.collectives]
-        sent += [(exchange.collectives[0].group, times * self._waiting(exchange)) for exchange, times in work.exchanges]
+        sent += [(exchange.group, times * self._waiting(exchange)) for exchange, times in work.exchanges]
         shared = sum(waiting for group, waiting in sent if group == "cp")
         seconds = Seconds(gemm=gemm, attention=attention, elementwise=self.traffic(work.moved),
                           page_faults=self._faults(work.allocations), calls=self.calls(work.calls), context_parallel=shared,
                           tensor_parallel=sum(waiting for _, waiting in sent) - shared)
         return seconds * self.machine.host_factor
 
-    def _waiting(self, exchange: Exchange) -> float:
+    def _waiting(self, exchange: Exchange | ExpertExchange) -> float:
         """Seconds for which an exchange delays the matmuls that it is overlapped with."""
+        if isinstance(exchange, ExpertExchange):
+            return self._waiting_for_experts(exchange)
         sending = sum((self.network.seconds if c.verb == "send" else self.network.messages)(c.verb, c.group, c.bytes)
                       for c in exchange.collectives)
         first = self._matmul(exchange.first) if exchange.first else 0.0
         return max(0.0, sending + first - sum(map(self._matmul, exchange.overlapped)))
+
+    def _waiting_for_experts(self, exchange: ExpertExchange) -> float:
+        """`_waiting`: of the first group there and the last one back, where the shared expert does not hide it, or for the link.
+
+        Inside a node ranks do nothing else while they exchange rows.
+        """
+        far = self.network.spans_nodes(exchange.group)
+        groups = exchange.groups if far else 1
+        there, back = (groups * sum(self.network.seconds(c.verb, c.group, c.bytes // groups) for c in way)
+                       for way in (exchange.there, exchange.back))
+        if not far:
+            return there + back
+        computed, half = sum(map(self._matmul, exchange.overlapped)), sum(map(self._matmul, exchange.around)) / 2
+        ends = max(half, there / groups) + computed + max(half, back / groups)
+        return max(ends, there + back) - computed - 2 * half
 
     def traffic(self, bytes: float) -> float:
         """Seconds of element-wise operators that read and write `bytes` in total."""

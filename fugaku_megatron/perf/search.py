@@ -274,7 +274,7 @@ def _indivisible(system: System, dp: int, rest: int, cp: int, zero_stage: int, b
 
 # Choices that a search varies or that are always on.
 VARIED = (features.BALANCED_SPLIT, features.ZERO_1, features.SELECTIVE, features.BLOCK, features.RECOMPUTE_AUTO, features.NODE_SUMS,
-          features.TWO_LEVEL_SUMS, features.INTERLEAVED, features.ZERO_BUBBLE)
+          features.TWO_LEVEL_SUMS, features.EXPERT_GROUPS, features.INTERLEAVED, features.ZERO_BUBBLE)
 # Choices of flags that the search sets: on where it costs no time in the model and changes no result, or both on and off.
 SWITCHED: dict[str, tuple[bool, ...]] = {features.OVERLAP_GRAD_REDUCE: (True,), features.OVERLAP_PARAM_GATHER: (True,),
                                          features.SEQUENCE_PARALLEL: (False, True), features.TP_COMM_OVERLAP: (False, True)}

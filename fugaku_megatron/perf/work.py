@@ -6,9 +6,9 @@ Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads, v padded voca
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 
 from ..config import features
@@ -52,6 +52,26 @@ class Exchange:
     first: Matmul | None
     overlapped: tuple[Matmul, ...]
 
+    @property
+    def group(self) -> str:
+        return self.collectives[0].group
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertExchange:
+    """Rows of experts that go there and back between nodes, those of one group of experts while others are computed.
+
+    there, back: all-to-alls of all groups. overlapped: the matmuls of all groups. around: the shared expert's, half of them before
+    the first group and half after the last one.
+    """
+
+    there: tuple[Collective, ...]
+    back: tuple[Collective, ...]
+    groups: int
+    overlapped: tuple[Matmul, ...]
+    around: tuple[Matmul, ...]
+    group: str = "ep"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
@@ -65,7 +85,7 @@ class Work:
     allocations: tuple[tuple[int, float], ...] = ()
     calls: float = 0.0
     collectives: tuple[tuple[Collective, int], ...] = ()
-    exchanges: tuple[tuple[Exchange, int], ...] = ()
+    exchanges: tuple[tuple[Exchange | ExpertExchange, int], ...] = ()
 
     def __add__(self, other: Work) -> Work:
         return Work(matmuls=self.matmuls + other.matmuls, moved=self.moved + other.moved, calls=self.calls + other.calls,
@@ -176,6 +196,31 @@ def _passed(run: RunConfig, work: Work, collectives: tuple[Collective, ...]) -> 
     return replace(work, collectives=(), exchanges=((Exchange(collectives=collectives, first=None, overlapped=hiding), 1),))
 
 
+def _layer(run: RunConfig, tp: int, software: Software, records: Sequence[Record], work_of: Callable[[Record], Work]) -> Work:
+    """`work_of` all records of a layer, forward or backward, without what is element-wise."""
+    named = [(record.name, _in_layer(run, tp, software, work_of(record))) for record in records]
+    whole = sum((work for _, work in named), Work())
+    if not run.parallel.divides_experts or features.EXPERT_GROUPS not in software.active(run):
+        return whole
+
+    def sent(name: str) -> tuple[Collective, ...]:
+        return tuple(c for each, work in named if each == name for c, _ in work.collectives if _between_experts(c))
+
+    def matmuls(*names: str) -> tuple[Matmul, ...]:  # gradients of weights hide nothing where they are put off
+        hiding = 1 if run.parallel.schedule in SPLITS_BACKWARD else None
+        return tuple(matmul for each, work in named if each in names for matmul in work.matmuls[:hiding])
+
+    groups = experts.exchanged_groups((run.model.num_experts or 0) // run.parallel.expert_model_parallel_size)
+    exchange = ExpertExchange(there=sent("order"), back=sent("experts_sum"), groups=groups,
+                              overlapped=matmuls("linear_fc1", "linear_fc2"), around=matmuls("shared_fc1", "shared_fc2"))
+    return replace(whole, collectives=tuple(each for each in whole.collectives if not _between_experts(each[0])),
+                   exchanges=(*whole.exchanges, (exchange, 1)))
+
+
+def _between_experts(collective: Collective) -> bool:
+    return (collective.verb, collective.group) == ("all_to_all", "ep")
+
+
 def _weights(record: Record, chunks: int) -> Work:
     """What of `_backward` may wait: the matmuls of the gradients of weights."""
     return Work(matmuls=() if record.frozen else tuple(p for p in _backward(record, chunks).matmuls[1::2] if not p.attention))
@@ -195,10 +240,12 @@ def phases(run: RunConfig, tp: int, software: Software) -> Mapping[str, Work]:
     for place, records in places.items():
         for phase, record_work in (("forward", _forward), ("backward", _backward)):
             name = f"{place}_{phase}"
-            pieces = [record_work(record, chunks) for record in records]
+            elementwise = _elementwise(software, name, sizes)
             if place == "layer":
-                pieces = [*(_in_layer(run, tp, software, piece) for piece in pieces), _turning(run, sizes)]
-            work[name] = sum(pieces, _elementwise(software, name, sizes))
+                work[name] = sum((_layer(run, tp, software, records, partial(record_work, chunks=chunks)), _turning(run, sizes)),
+                                 elementwise)
+            else:
+                work[name] = sum((record_work(record, chunks) for record in records), elementwise)
     work["layer_weights"] = sum((_weights(record, chunks) for record in places["layer"]), Work())
     return MappingProxyType(work)
 
@@ -210,7 +257,7 @@ def layers_again(run: RunConfig, tp: int, groups: list[range], software: Softwar
         return repeat(whole, sum(map(len, groups)))
     records = accounting.recomputed_records(run, tp, last=True)
     sizes = _elementwise_tensors(run, tp, software)
-    pieces = [*(_in_layer(run, tp, software, _forward(record, 1)) for record in records), _turning(run, sizes)]
+    pieces = (_layer(run, tp, software, records, partial(_forward, chunks=1)), _turning(run, sizes))
     last = sum(pieces, _elementwise(software, "layer_forward", sizes))
     return repeat(whole, sum(map(len, groups)) - len(groups)) + repeat(last, len(groups))
 

@@ -1,5 +1,6 @@
 """What a rank's work, its messages and its memory cost: the roofline, counts of FLOPs, collectives, bytes."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,13 +11,14 @@ from fugaku_megatron.config.layout import Layout, placement
 from fugaku_megatron.config.recipes import gpt_30b, gpt_124m
 from fugaku_megatron.config.run_config import ParallelConfig, PrecisionConfig, RunConfig, TrainingConfig
 from fugaku_megatron.costs import accounting, memory
+from fugaku_megatron.costs.activations import Collective
 from fugaku_megatron.perf import machine, model, software, work
 from fugaku_megatron.perf import memory as perf_memory
 from fugaku_megatron.perf.cost import MMAP_BYTES, Network, Rank
 from fugaku_megatron.perf.machine import MIB, load
 from fugaku_megatron.perf.model import System
 from fugaku_megatron.perf.software import MemoryParameters, Parameters
-from fugaku_megatron.perf.work import Matmul, Work, phases
+from fugaku_megatron.perf.work import ExpertExchange, Matmul, Work, phases
 from fugaku_megatron.pipeline.parts import Held
 
 
@@ -259,6 +261,44 @@ def test_all_to_alls_send_once_for_each_pair_of_nodes():
         assert after - before == pytest.approx(copied - latencies * 1e-6)
     inside = replace(levels, layout=Layout(4, 1, 1, 4, ep=4))
     assert inside.seconds("all_to_all", "ep", 10**6) == inside.messages("all_to_all", "ep", 10**6)
+
+
+def test_rows_of_experts_are_exposed_at_both_ends():
+    """Of g groups the first one's way there and the last one's back, less half of the shared expert each; in a node all of both."""
+    far, way, matmul = rank(software="fugaku_megatron"), Collective("all_to_all", "ep", 64 * 10**6), Matmul(m=4096, n=4096, k=4096)
+    far = replace(far, network=replace(far.network, layout=Layout(4, 1, 1, 4, ep=4), machine=replace(
+        far.machine, link_alpha_us=0.0, intra_alpha_us=0.0)))
+    wire = far.network.seconds("all_to_all", "ep", way.bytes)
+    each = far.seconds(Work(matmuls=(matmul,))).gemm
+
+    def waiting(rank: Rank, groups: int, computed: int, around: int = 0) -> float:
+        exchange = ExpertExchange(there=(way,), back=(way,), groups=groups, overlapped=(replace(matmul, times=computed),),
+                                  around=(replace(matmul, times=around),))
+        return rank.seconds(Work(exchanges=((exchange, 1),))).tensor_parallel
+
+    long = math.ceil(4 * wire / each)
+    assert waiting(far, 1, long) == pytest.approx(2 * wire) and waiting(far, 8, long) == pytest.approx(2 * wire / 8)
+    assert waiting(far, 8, long, around=long) == pytest.approx(0, abs=1e-12)
+    assert waiting(far, 8, 1) == pytest.approx(2 * wire - each)  # the link takes longer
+    near = replace(far, network=replace(far.network, ranks_per_node=4))
+    assert waiting(near, 8, long, around=long) == 2 * near.network.seconds("all_to_all", "ep", way.bytes)
+
+
+@pytest.mark.parametrize(("schedule", "hiding"), [("1f1b", 3), ("zb-h1", 2)])
+def test_all_rows_of_experts_are_in_one_exchange(schedule, hiding):
+    """There are no other all-to-alls of their ranks in a layer; gradients of weights that are put off hide nothing."""
+    run = make_run("qwen3-30b-a3b", {
+        "seq_length": 1024, "expert_model_parallel_size": 8, "pipeline_model_parallel_size": 2, "pipeline_schedule": schedule,
+        "global_batch_size": 8, "moe_shared_expert_intermediate_size": 64})
+    works = phases(run, 1, software.load("fugaku_megatron"))
+    forward, backward = (works[f"layer_{way}"] for way in ("forward", "backward"))
+    sent = 1024 * 8 * 4
+    for phase in (forward, backward):
+        ((exchange, times),) = phase.exchanges
+        assert times == 1 and exchange.groups == 8 and not any(c.verb == "all_to_all" for c, _ in phase.collectives)
+        assert sorted(c.bytes for c in exchange.there) == [sent, sent * 2048] and [c.bytes for c in exchange.back] == [sent * 2048]
+    assert len(forward.exchanges[0][0].overlapped) == len(forward.exchanges[0][0].around) == 2
+    assert len(backward.exchanges[0][0].overlapped) == 2 * (hiding - 1)
 
 
 PLAIN = MemoryParameters(base_mib=0, peer_mib=0)

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import child, comm, two_hosts
 from benchmarks.__main__ import main
-from tests.system.mpi import launch
+from tests.system.mpi import launch, slow_link
 from tests.system.mpi.test_pretrain import PROGRAM, TINY, losses
 
 pytestmark = [pytest.mark.mpi, pytest.mark.skipif(launch.mpich() is None, reason=launch.MISSING["mpich"])]
@@ -110,6 +110,27 @@ def test_a_sequence_of_two_hosts(measured, hosts):
 
 
 @pytest.mark.full
+def test_rows_of_experts(measured, hosts):
+    """There and back, and gradients the same ways: half of two rows of each token, and as many bytes in groups as at once."""
+    result, _ = measured(*hosts, "--experts")
+    rows = {row["job"]: row for row in result["rows"]}
+    assert list(rows) == ["blocking", "overlapped"] and result["what"] == "Rows of experts"
+    half = 2 * 2 * 4 * 64 * 512 * 4  # micro-batches x layers x ways x rows x h x bytes
+    assert [row["bytes"] for row in rows.values()] == pytest.approx([half, half], rel=0.3)  # as routers choose
+    assert rows["overlapped"]["loss"] == pytest.approx(rows["blocking"]["loss"], rel=0.02)
+
+
+def run_on_hosts(mpich, rate: str, *words: object) -> str:
+    """What a Python program with a rank on each host prints."""
+    with two_hosts.two_hosts(rate):
+        first, second = (two_hosts.on_host(host, [sys.executable, *map(str, words)]) for host in two_hosts.HOSTS)
+        done = subprocess.run([child.mpiexec(), *first, ":", *second], env={**mpich.variables(), **two_hosts.NETWORK}, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [[], ["--pipeline-model-parallel-size", "2"]], ids=["dp2", "pp2"])
 def test_documents_train_alike_on_two_hosts(hosts, mpich, tmp_path, layout):
     """Over a slow link, as on one host."""
@@ -117,12 +138,21 @@ def test_documents_train_alike_on_two_hosts(hosts, mpich, tmp_path, layout):
              "--tokenizer-type", "NullTokenizer", "--hidden-dropout", "0.1", "--save"]
     one = mpich.run(2, *flags, str(tmp_path / "one"))
     assert one.returncode == 0, one.stderr
-    with two_hosts.two_hosts("10mbit"):
-        first, second = (two_hosts.on_host(host, [sys.executable, *flags, str(tmp_path / "two")]) for host in two_hosts.HOSTS)
-        two = subprocess.run([child.mpiexec(), *first, ":", *second], env={**mpich.variables(), **two_hosts.NETWORK}, text=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240)
-    assert two.returncode == 0, two.stdout
+    run_on_hosts(mpich, "10mbit", *flags, tmp_path / "two")
     assert len(losses(tmp_path / "one")) == 6 and losses(tmp_path / "two") == losses(tmp_path / "one")
+
+
+@pytest.mark.full
+def test_rows_in_groups_hide_four_fifths_of_a_slow_link(hosts, mpich):
+    """Of experts that compute, or sleep, as long as their rows need on the link, in forward and twice as long in backward."""
+    rows, rate = 1600, 20e6
+    wire = 2 * rows * slow_link.WIDTH * 4 * 8 / rate  # there and back
+
+    def exposed(groups: int) -> float:
+        seconds = float(run_on_hosts(mpich, "20mbit", slow_link.__file__, rows, wire, groups))
+        return (seconds - 3 * wire) / (2 * wire)
+
+    assert exposed(1) > 0.7 and exposed(8) < 0.2
 
 
 def test_exposed_is_the_median_of_differences_within_rounds():

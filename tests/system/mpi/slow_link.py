@@ -1,0 +1,52 @@
+"""The program of a rank whose experts' rows cross a slow link. Arguments: rows for each rank, seconds, groups of experts.
+
+The seconds of computation are slept, so that a busy machine does not change them. Rank 0 prints what a forward and a backward take.
+"""
+
+import sys
+import time
+
+import torch
+
+from fugaku_megatron.comm.exchange import Exchange, GroupedExchange
+from fugaku_megatron.comm.launch import run_or_abort
+
+WIDTH = 512
+
+
+class Slept(torch.autograd.Function):
+    """What a group of experts makes of its rows: their double. The backward of two matmuls takes twice as long as their forward."""
+
+    @staticmethod
+    def forward(ctx, rows, seconds):
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return 2 * rows
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(2 * ctx.seconds)
+        return 2 * grad, None
+
+
+def main(world):
+    rows, seconds, groups = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+    exchanges = [Exchange(world, [rows // groups] * 2, [rows // groups] * 2)] * groups
+    there, back = (GroupedExchange(exchanges, groups > 1) for _ in range(2))
+    x, scores = torch.randn(2 * rows, WIDTH, requires_grad=True), torch.ones(2 * rows, 1, requires_grad=True)
+    world.barrier()
+    begin = time.perf_counter()
+    token, returning = there.leave(x, scores), []
+    for i in range(groups):
+        here, factors = there.arrived(i, token)
+        returning.append(back.send_back(i, Slept.apply(here, seconds / groups) * factors))
+    y = back.returned(returning)
+    y.sum().backward()
+    took = time.perf_counter() - begin
+    assert torch.equal(y, 2 * x) and torch.equal(x.grad, torch.full_like(x, 2.0)), "every row comes back to its place"
+    if world.rank == 0:
+        print(took)
+
+
+if __name__ == "__main__":
+    run_or_abort(main)
