@@ -230,19 +230,24 @@ static void permute(const PermuteArgs& a, const int64_t* pairs, const void* x, v
 static void unpermute(const PermuteArgs& a, const int64_t* places, const void* x, void* out) {
   with_dtype(a.dtype, [&](auto element) {
     using T = decltype(element);
+    const bool ahead = a.k * a.cols * int64_t(sizeof(T)) <= Tuning::UNKNOWN_L1;  // more would push out what is read now (measured)
     parallel_for(a.rows, row_grain(a.cols), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         T* to = static_cast<T*>(out) + row * a.cols;
-        for_vector_groups<4>(0, a.cols, [&](auto count, int64_t c, int lanes) FM_INLINE_LAMBDA {
+        for_vector_groups<CHAINS>(0, a.cols, [&](auto count, int64_t c, int lanes) FM_INLINE_LAMBDA {
           constexpr int N = decltype(count)::value;
           vf sum[N] = {};
           for (int64_t j = row * a.k; j < (row + 1) * a.k; ++j) {
             if (places[j] >= a.n) continue;
             const T* from = static_cast<const T*>(x) + places[j] * a.cols + c;
-#pragma GCC unroll 4
+            if (ahead && row + 1 < end) {  // the same columns of the next token's rows
+              const char* next = reinterpret_cast<const char*>(static_cast<const T*>(x) + min(places[j + a.k], a.n) * a.cols + c);
+              for (int64_t b = 0; b < N * VL * int64_t(sizeof(T)); b += Tuning::LINE) prefetch_l2(next + b);
+            }
+#pragma GCC unroll 8
             for (int v = 0; v < N; ++v) sum[v] += load_lanes(from + v * VL, lanes);
           }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
           for (int v = 0; v < N; ++v) store_lanes(to + c + v * VL, sum[v], lanes);
         });
       }
