@@ -7,7 +7,8 @@ Shapes are those of costs/accounting.py: sequence s, this rank's heads and group
 Megatron's fused (s, b, (heads + 2 groups) d) tensor; torch's side works on (b, heads, s, d) and (b, groups, s, d) views of it, with
 enable_gqa or, with --rival repeated, on keys and values that are repeated for every query head, as transformers does. A window is a
 mask there. FLOPs are those of kernels_sve/kernels.inc: forward's two matmuls below the diagonal and inside the window, and 2.5
-times as many in backward, which computes S and dP again. With --document-length attention ends
+times as many in backward, which computes S and dP again. attention_part is a rectangle without a diagonal, of half of the queries
+and half of the keys, with forward and backward. With --document-length attention ends
 with a document, each of so many tokens, and the other side is this program's own kernels without documents. Left out: dropout, the
 projections.
 
@@ -99,6 +100,8 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
                **common)
     yield Case(op="attention", calls=(call, back), baseline_run=both, error=lambda: error(qkv, dout, shape, out, dqkv), **common)
     yield decoding(shape, b, qkv.dtype, common)
+    if shape.window is None:
+        yield part_of_ranks(shape, b, qkv.dtype, common)
 
 
 class DocumentCall(Call):
@@ -153,6 +156,27 @@ def decoding(shape: Shape, rows: int, dtype: torch.dtype, common: dict) -> Case:
 
     return Case(op="attention_decode", calls=(call,), baseline_run=baseline,
                 error=lambda: relative_error(out, baseline(torch.float64)), **{**common, "baseline": "torch sdpa"})
+
+
+def part_of_ranks(shape: Shape, b: int, dtype: torch.dtype, common: dict) -> Case:
+    """Forward with backward of the second half of the queries and the first half of the keys, as ranks of a sequence compute it."""
+    half, heads, groups, d = shape.s // 2, shape.heads, shape.groups, shape.d
+    qkv, kv, dout = (torch.randn(half, b, slots * d).to(dtype) for slots in (heads + 2 * groups, 2 * groups, heads))
+    out, lse, dqkv, dkv = torch.empty_like(dout), torch.empty(b, heads, half), torch.zeros(qkv.shape), torch.zeros(kv.shape)
+    places = {"s": 2 * half, "first_query": half, "first_key": 0}
+    calls = (Call("attention_part_forward", qkv, kv, out, lse, **places),
+             Call("attention_part_backward", qkv, kv, out, lse, dout, dqkv, dkv, **places))
+
+    def baseline(at: torch.dtype = dtype) -> list[Tensor]:
+        leaves = [x.detach().to(at).requires_grad_() for x in (qkv, kv)]
+        queries = leaves[0].view(half, b, groups, -1, d)[:, :, :, :-2].permute(1, 2, 3, 0, 4).flatten(1, 2)
+        keys, values = leaves[1].view(half, b, groups, 2, d).permute(3, 1, 2, 0, 4)
+        context = F.scaled_dot_product_attention(queries, keys, values, enable_gqa=groups < heads).permute(2, 0, 1, 3)
+        context.reshape(half, b, -1).backward(dout.to(at))
+        return [context.detach().reshape(half, b, -1), *(leaf.grad for leaf in leaves)]
+
+    return Case(op="attention_part", calls=calls, baseline_run=baseline, **{**common, "baseline": "torch sdpa"},
+                error=lambda: max(map(relative_error, (out, dqkv, dkv), baseline(torch.float64))))
 
 
 def torch_calls(qkv: Tensor, dout: Tensor, shape: Shape, rival: str) -> tuple[Callable[[], object], Callable[[], None]]:

@@ -9,13 +9,14 @@ namespace fm::FM_TARGET {
 constexpr int64_t LANE_GROUPS = BLOCK / LANES;
 
 // What all tasks of a query head read, packed once, and where they leave their part of dQ, dK and dV. The keys are those of
-// its group; a head that shares them with others has sums of its own, (s_padded / LANES, d_padded, LANES).
+// its group; a head that shares them with others has sums of its own, (keys_padded / LANES, d_padded, LANES). Each begins at the
+// position 0, whether or not that is packed.
 template <class P>
 struct BackwardHead {
   typename P::Word *query_rows, *dout_rows;               // crosswise
   typename P::Word *query_columns, *dout_columns, *keys;  // columnwise
-  float *lse, *delta;                                     // (s_padded): lse times log2(e); +inf and 0 beyond s
-  float* dquery;                                          // (partials, s_padded / LANES, d_padded, LANES)
+  float *lse, *delta;                                     // (queries_padded): lse times log2(e); +inf and 0 for others
+  float* dquery;                                          // (partials, queries_padded / LANES, d_padded, LANES)
   float *dkey, *dvalue;
 };
 
@@ -28,7 +29,7 @@ struct BackwardBlock {
   float *dkey, *dvalue;
   float *prob, *dscore;  // prob: negative where dropped; dscore: rows of words, two neighbouring keys in each where STEP is 2
   int32_t* keep;         // dropout mask
-  int64_t k0, q0, window, s;
+  int64_t k0, q0, first_q0, window, queries_end, keys_end;
   int64_t seen_to[LANE_GROUPS];  // where the queries end that see a key of the group
   float c, keep_scale;
   Documents documents;
@@ -98,10 +99,11 @@ FM_INLINE void prob_tile(const BackwardHead<P>& head, const BackwardBlock<P>& m,
         x[i][v] = hidden(static_cast<int32_t>(q0 + row + i) - key, m.window) ? vf{} : x[i][v];
       });
     }
-    if (k0 < m.documents.start(q0 + row + 1)) {
+    if (k0 < m.documents.seen_from(q0 + row + 1) || k0 + V::end * VL > m.keys_end) {
       for_two_rows<V::end>([&](int i, int v) {
         const vi key = (vi)lane_index() + static_cast<int32_t>(k0 + v * VL);
-        x[i][v] = key < static_cast<int32_t>(m.documents.start(q0 + row + i)) ? vf{} : x[i][v];
+        const int64_t first = m.documents.seen_from(q0 + row + i);
+        x[i][v] = hidden(key - static_cast<int32_t>(first), max(0, m.keys_end - first)) ? vf{} : x[i][v];
       });
     }
     if constexpr (DROPOUT || P::STEP == 2) {
@@ -167,10 +169,10 @@ FM_INLINE int64_t first_query(const BackwardBlock<P>& m, int64_t g) {
   return max(0, m.k0 + g * LANES - m.q0);
 }
 
-// Where those queries end: by whole groups of lanes at the edge of the window or document, by whole vectors at the end of s.
+// Where those queries end: by whole groups of lanes at the edge of the window or document, by whole vectors at the end of the queries.
 template <class P>
 FM_INLINE int64_t end_query(const BackwardBlock<P>& m, int64_t g) {
-  return min(min(BLOCK, round_up(max(0, m.seen_to[g] - m.q0), LANES)), round_up(max(0, m.s - m.q0), P::EDGE));
+  return min(min(BLOCK, round_up(max(0, m.seen_to[g] - m.q0), LANES)), round_up(max(0, m.queries_end - m.q0), P::EDGE));
 }
 
 // f(vectors, begin, end) for the runs of queries that see the same vectors of key group g.
@@ -179,9 +181,9 @@ FM_INLINE void for_queries(const BackwardBlock<P>& m, int64_t g, const F& f) {
   for_seeing_queries<P>(m.k0 + g * LANES - m.q0, first_query(m, g), end_query(m, g), f);
 }
 
-// P and dS of one block of queries against one block of keys.
+// P and dS of one block of queries against one block of keys. Inside backward_task its registers do not suffice.
 template <class P, bool DROPOUT>
-static void block_scores(const BackwardHead<P>& head, const BackwardBlock<P>& m, int64_t words) {
+static __attribute__((noinline)) void block_scores(const BackwardHead<P>& head, const BackwardBlock<P>& m, int64_t words) {
   for (int64_t g = 0; g < LANE_GROUPS; ++g) {
     for_queries(m, g, [&](auto vectors, int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; r += ATTENTION_MR) prob_tile<P, DROPOUT>(head, m, words, g, r, vectors);
@@ -198,9 +200,10 @@ static void block_scores(const BackwardHead<P>& head, const BackwardBlock<P>& m,
 template <class P>
 static void block_gradients(const BackwardHead<P>& head, const BackwardBlock<P>& m, const AttentionShape& shape,
                             typename P::Word* prob_words, float* dquery, bool fresh_queries) {
-  const int64_t panel = shape.s_padded / P::STEP * P::PANEL_ROWS, rows = shape.d_padded;
+  const int64_t panel = shape.queries_padded / P::STEP * P::PANEL_ROWS, rows = shape.d_padded;
+  const int64_t key_panel = shape.keys_padded / P::STEP * P::PANEL_ROWS;
   for (int64_t g = 0; g < LANE_GROUPS; ++g) {
-    const bool fresh = m.q0 == m.k0;
+    const bool fresh = m.q0 == m.first_q0;
     if (!fresh && end_query(m, g) <= first_query(m, g)) continue;
     const int64_t a = m.q0 / P::STEP * P::PANEL_ROWS, b = g * BLOCK / P::STEP * LANES;
     const auto queries = [&](const auto& f) FM_INLINE_LAMBDA { for_queries(m, g, f); };
@@ -209,12 +212,12 @@ static void block_gradients(const BackwardHead<P>& head, const BackwardBlock<P>&
   }
   for (int64_t g = 0; g < LANE_GROUPS; ++g) {
     const int64_t q0 = m.q0 + g * LANES;
-    if (q0 >= m.s) continue;
+    if (q0 >= m.queries_end) continue;
     const int64_t begin = max(0, max(q0 + 1 - m.window, m.documents.start(q0)) - m.k0) / LANES * LANES;
-    with_vectors<P>((m.s - q0 + VL - 1) / VL, [&](auto vectors) {
-      const int64_t end = min(BLOCK, q0 + vectors.end * VL - m.k0);
+    with_vectors<P>((m.queries_end - q0 + VL - 1) / VL, [&](auto vectors) {
+      const int64_t end = min(min(BLOCK, q0 + vectors.end * VL - m.k0), round_up(m.keys_end - m.k0, LANES));
       if (end <= begin && !fresh_queries) return;
-      accumulate<P>(dquery + q0 * rows, fresh_queries, rows, head.keys + m.k0 / P::STEP * P::PANEL_ROWS, panel,
+      accumulate<P>(dquery + q0 * rows, fresh_queries, rows, head.keys + m.k0 / P::STEP * P::PANEL_ROWS, key_panel,
                     m.dscore_crossed + g * BLOCK / P::STEP * LANES,
                     [&](const auto& f) FM_INLINE_LAMBDA { for_seen_keys<P, vectors.end>(q0 - m.k0, begin, end, f); });
     });

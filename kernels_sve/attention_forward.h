@@ -23,7 +23,7 @@ struct QueryBlock {
   float *score, *out;              // (KEY_BLOCK, LANES), (d_padded, LANES)
   vf maximum[ATTENTION_NV], sum[ATTENTION_NV];
   vi position[ATTENTION_NV], start[ATTENTION_NV];  // start: of the query's document
-  int64_t first, window, last_start;
+  int64_t first, window, last_start, keys_end;
 };
 
 // Scores of keys [k0, k0 + MR) into score rows, -inf where the query does not see the key; raises the maximum.
@@ -40,6 +40,9 @@ FM_INLINE void score_tile(const PackedKeysValues<P>& head, QueryBlock<P>& q, int
     for_tile([&](int i, int v) {
       t.v[i][v] = q.start[v] > static_cast<int32_t>(k0 + i) ? broadcast(-__builtin_inff()) : t.v[i][v];
     }, vectors);
+  }
+  if (k0 + ATTENTION_MR > q.keys_end) {
+    for_tile([&](int i, int v) { t.v[i][v] = k0 + i < q.keys_end ? t.v[i][v] : broadcast(-__builtin_inff()); }, vectors);
   }
   store_tile(score, t, vectors);
   for_tile([&](int i, int v) { q.maximum[v] = fast_max(q.maximum[v], t.v[i][v]); }, vectors);
@@ -168,6 +171,14 @@ static void attend(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0
   if constexpr (P::TILES) accumulate<P>(q.out, false, d_padded, values, head.panel, q.prob, seen_keys);
 }
 
+// to[row + lane] = x of each lane, for those in `rows`.
+FM_INLINE void store_rows(float* to, int64_t row, const Positions& rows, vf x) {
+  if (row >= rows.begin) return store_lanes(to + row, x, static_cast<int>(min(VL, rows.end - row)));
+  float lanes[VL];
+  store(lanes, x);
+  for (int64_t r = rows.begin; r < min(row + VL, rows.end); ++r) to[r] = lanes[r - row];
+}
+
 // Queries [first, end) of one head, at most LANES, from packing them to the output and the log-sum-exp.
 template <class P, class T>
 static void forward_task(const AttentionShape& shape, const AttentionArgs& a, const PackedKeysValues<P>& head,
@@ -179,32 +190,35 @@ static void forward_task(const AttentionShape& shape, const AttentionArgs& a, co
   float* memory = static_cast<float*>(scratch(0, (2 * matrix + 2 * KEY_BLOCK * LANES) * sizeof(float)));
   QueryBlock<P> q;
   q.query = reinterpret_cast<Word*>(memory), q.out = memory + matrix, q.score = memory + 2 * matrix;
-  q.first = first, q.window = shape.window, q.last_start = documents.start(end - 1);
+  q.first = first, q.window = shape.window, q.last_start = documents.seen_from(end - 1), q.keys_end = shape.keys_end();
   q.prob = reinterpret_cast<Word*>(P::STEP == 1 ? q.score : q.score + KEY_BLOCK * LANES);
   pack_lanewise<P>(query, first, q.query, head.words);
   for (int64_t i = 0; i < matrix; i += VL) store_aligned(q.out + i, vf{});
-  // With documents a query may see no key in the first rounds: a finite maximum keeps these from -inf - -inf.
-  const float lowest = documents.starts ? -1e30f : -__builtin_inff();
+  // With documents, and in a part, a query may see no key in the first rounds: a finite maximum keeps these from -inf - -inf.
+  const bool may_see_none = documents.starts || shape.part;
+  const float lowest = may_see_none ? -1e30f : -__builtin_inff();
   for (int v = 0; v < ATTENTION_NV; ++v) {
     q.maximum[v] = broadcast(lowest), q.sum[v] = vf{};
     q.position[v] = (vi)lane_index() + static_cast<int32_t>(first + v * VL);
-    if (!documents.starts) continue;  // then no tile reads them
+    if (!may_see_none) continue;  // then no tile reads them
     uint32_t starts[VL];
-    for (int lane = 0; lane < VL; ++lane) starts[lane] = static_cast<uint32_t>(documents.start(first + v * VL + lane));
+    for (int lane = 0; lane < VL; ++lane) starts[lane] = static_cast<uint32_t>(documents.seen_from(first + v * VL + lane));
     q.start[v] = (vi)load(starts);
   }
-  const int64_t begin = max(documents.start(first), first + 1 - shape.window) / ATTENTION_UNIT * ATTENTION_UNIT;
+  const int64_t query0 = max(first, shape.queries.begin);
+  const int64_t begin = max(documents.seen_from(query0), query0 + 1 - shape.window) / ATTENTION_UNIT * ATTENTION_UNIT;
   with_vectors<P>((end - first + VL - 1) / VL, [&](auto vectors) {
-    const int64_t last = first + vectors.end * VL;
+    const int64_t last = min(first + vectors.end * VL, round_up(shape.keys.end, shape.part ? ATTENTION_UNIT : BLOCK));
     for (int64_t k0 = begin; k0 < last; k0 += KEY_BLOCK) {
       attend<P, vectors.end>(head, q, k0, min(KEY_BLOCK, last - k0), shape.d_padded, c, dropout);
     }
   });
   for (int v = 0; v < ATTENTION_NV && first + v * VL < end; ++v) {
     const int64_t row = first + v * VL;
-    unpack_rows(q.out + v * VL, row, out, keep_scale(a) * reciprocal(q.sum[v]));
+    const vi none = q.sum[v] == vf{};  // of a part's keys
+    unpack_rows(q.out + v * VL, row, out, none ? vf{} : keep_scale(a) * reciprocal(q.sum[v]));
     const vf log_sum = q.sum[v] < __builtin_inff() ? q.maximum[v] * c * LN_2 + log(q.sum[v]) : q.sum[v];
-    store_lanes(lse + row, log_sum, static_cast<int>(min(VL, a.s - row)));
+    store_rows(lse, row, shape.queries, none ? broadcast(-__builtin_inff()) : log_sum);
   }
 }
 
@@ -214,46 +228,50 @@ struct TaskQueue {
   int64_t take() { return __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED); }
 };
 
-// Groups [first_group, first_group + groups), all query heads of them.
+// Groups [first_group, first_group + groups), all query heads of them. kv: qkv, or the tensor that holds the keys of a part.
 template <class P, class T>
-static void forward_groups(const T* qkv, T* out, float* lse, const AttentionArgs& a, const AttentionShape& shape,
+static void forward_groups(const T* qkv, const T* kv, T* out, float* lse, const AttentionArgs& a, const AttentionShape& shape,
                            typename P::Word* packed, int64_t first_group, int64_t groups) {
-  const int64_t words = shape.d_padded / P::STEP, matrix = shape.s_padded * words;
+  const int64_t words = shape.d_padded / P::STEP, matrix = shape.keys_padded * words;
   const auto group_of = [&](int64_t group) {
-    typename P::Word* keys = packed + 2 * group * matrix;
-    return PackedKeysValues<P>{keys, keys + matrix, words, shape.s_padded / P::STEP * P::PANEL_ROWS};
+    typename P::Word *keys = packed + 2 * group * matrix, *values = keys + matrix;
+    return PackedKeysValues<P>{keys - shape.first_key * words, values - shape.first_key / P::STEP * P::PANEL_ROWS, words,
+                               shape.keys_padded / P::STEP * P::PANEL_ROWS};
   };
-  const int64_t blocks = shape.s_padded / BLOCK, step = a.starts ? P::EDGE : LANES, places = (a.s + step - 1) / step;
+  const int64_t blocks = shape.keys_padded / BLOCK, step = a.starts ? P::EDGE : LANES;
+  const int64_t place0 = max(0, shape.queries.begin - LANES + step) / step;  // of the first task that may end in the queries
+  const int64_t places = (shape.queries.end + step - 1) / step - place0;
   TaskQueue packing{groups * blocks}, queries{groups * shape.share * places};
   parallel_run([&](int, int) {
     for (int64_t task; (task = packing.take()) < packing.tasks;) {
-      const int64_t group = first_group + task % groups, row = task / groups * BLOCK;  // their heads are next to each other
+      const int64_t group = first_group + task % groups, row = shape.first_key + task / groups * BLOCK;  // their heads are next to each other
       const PackedKeysValues<P> to = group_of(task % groups);
-      pack_crosswise<P>(shape.key_value(qkv, group, 0), row, row + BLOCK, to.keys, words);
-      pack_columnwise<P>(shape.key_value(qkv, group, 1), row, row + BLOCK, to.values, shape.d_padded, to.panel);
+      pack_crosswise<P>(shape.key_value(kv, group, 0), row, row + BLOCK, to.keys, words);
+      pack_columnwise<P>(shape.key_value(kv, group, 1), row, row + BLOCK, to.values, shape.d_padded, to.panel);
     }
     barrier();
     tiles_begin();
     for (int64_t task; (task = queries.take()) < queries.tasks;) {
       const int64_t head = first_group * shape.share + task / places;
       const Documents documents(a, head / a.heads);
-      const int64_t first = (places - 1 - task % places) * step, end = documents.task_end<P::EDGE>(first);  // the longest first
-      if (end == first) continue;
+      const int64_t first = (place0 + places - 1 - task % places) * step;  // the longest first
+      const int64_t end = documents.task_end<P::EDGE>(first), last = min(end, shape.queries.end);
+      if (end == first || last <= shape.queries.begin) continue;
       const HeadDropout dropout(a, head);
       forward_task<P>(shape, a, group_of(task / places / shape.share), documents, shape.query(qkv, head), shape.context(out, head),
-                      lse + head * a.s, first, end, a.p > 0 ? &dropout : nullptr);
+                      shape.statistics(lse, head), first, last, a.p > 0 ? &dropout : nullptr);
     }
     tiles_end();
   });
 }
 
 template <class P, class T>
-static void forward_of(const T* qkv, T* out, float* lse, const AttentionArgs& a) {
+static void forward_of(const T* qkv, const T* kv, T* out, float* lse, const AttentionArgs& a) {
   const AttentionShape shape(a);
   const int64_t groups = shape.all_heads() / shape.share;
   auto* packed = static_cast<typename P::Word*>(scratch(1, shape.packed_bytes(P::STEP)));
   for (int64_t first = 0; first < groups; first += shape.groups_at_once) {
-    forward_groups<P>(qkv, out, lse, a, shape, packed, first, min(shape.groups_at_once, groups - first));
+    forward_groups<P>(qkv, kv, out, lse, a, shape, packed, first, min(shape.groups_at_once, groups - first));
   }
 }
 

@@ -1,5 +1,5 @@
-// Packed forms of a head's matrices X (s, d), rows of T in the caller's tensor, for attention_tile.h. Rows from s on
-// and columns from d on are zeros. W = words, d / STEP or s / STEP of them along the summed dimension.
+// Packed forms of a head's matrices X (s, d), rows of T in the caller's tensor, for attention_tile.h. Rows before begin, rows from s
+// on and columns from d on are zeros. W = words, d / STEP or s / STEP of them along the summed dimension.
 //
 //   crosswise   [s / VL][d words][VL]      a for sums over d: transposed VL rows at a time
 //   lanewise    [d words][LANES]           b for sums over d: the same with LANES rows side by side
@@ -15,12 +15,13 @@ namespace fm::FM_TARGET {
 
 FM_INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
-// A head's matrix inside a tensor: row r begins at data + r * stride.
+// A head's matrix inside a tensor, rows [begin, s) of it: row r begins at data + r * stride.
 template <class T>
 struct Rows {
   T* data;
-  int64_t stride, s, d;
+  int64_t stride, s, d, begin = 0;
   T* row(int64_t r) const { return data + r * stride; }
+  bool has(int64_t r) const { return r >= begin && r < s; }
 };
 
 // Words [w, w + VL) of a row, as bits in float lanes; beyond d zeros.
@@ -43,7 +44,7 @@ FM_INLINE void pack_rows(const Rows<const T>& x, int64_t first, float* out, int6
 #pragma GCC unroll 16
     for (int r = 0; r < VL; ++r) {
       if (first + r + VL < x.s) prefetch(x.row(first + r + VL) + w * P::STEP);
-      tile[r] = first + r < x.s ? row_words<P>(x.row(first + r), w, x.d) : vf{};
+      tile[r] = x.has(first + r) ? row_words<P>(x.row(first + r), w, x.d) : vf{};
     }
     transpose(tile);
     float* to = out + w * ld;
@@ -56,9 +57,24 @@ FM_INLINE void pack_rows(const Rows<const T>& x, int64_t first, float* out, int6
   }
 }
 
+#ifdef FM_HAS_TILES
+// Rows [begin, end) of x in this thread's memory, with zeros before x.begin, because a panel is read from its first row on.
+template <class T>
+static Rows<const T> with_zeros(const Rows<const T>& x, int64_t begin, int64_t end) {
+  T* copy = static_cast<T*>(scratch(3, static_cast<size_t>((end - begin) * x.d) * sizeof(T)));
+  for (int64_t r = begin; r < end; ++r) {
+    T* to = copy + (r - begin) * x.d;
+    x.has(r) ? __builtin_memcpy(to, x.row(r), static_cast<size_t>(x.d) * sizeof(T))
+             : __builtin_memset(to, 0, static_cast<size_t>(x.d) * sizeof(T));
+  }
+  return {copy - begin * x.d, x.d, x.s, x.d, begin};
+}
+#endif
+
 template <class P, class T>
 static void pack_crosswise(const Rows<const T>& x, int64_t begin, int64_t end, typename P::Word* out, int64_t words) {
 #ifdef FM_HAS_TILES
+  if (begin < x.begin) return pack_crosswise<P>(with_zeros(x, begin, end), begin, end, out, words);
   for (int64_t r = begin; r < end; r += P::PANEL_ROWS) {
     pack_tiles(x.row(r), x.stride, 1, x.s - r, x.d, reinterpret_cast<float*>(out) + r * words);
   }
@@ -82,10 +98,10 @@ FM_INLINE vf column_words(const Rows<const T>& x, int64_t r, int64_t c) {
   const int lanes = static_cast<int>(min(VL, x.d - c));
   if (r >= x.s || lanes <= 0) return vf{};
   if constexpr (P::STEP == 1) {
-    return load_lanes(x.row(r) + c, lanes);
+    return x.has(r) ? load_lanes(x.row(r) + c, lanes) : vf{};
   } else {
-    const vu low = load_u16_n(&x.row(r)[c].bits, lanes);
-    return (vf)(r + 1 < x.s ? low | load_u16_n(&x.row(r + 1)[c].bits, lanes) << 16 : low);
+    const vu low = x.has(r) ? load_u16_n(&x.row(r)[c].bits, lanes) : vu{};
+    return (vf)(x.has(r + 1) ? low | load_u16_n(&x.row(r + 1)[c].bits, lanes) << 16 : low);
   }
 }
 
@@ -94,6 +110,7 @@ template <class P, class T>
 static void pack_columnwise(const Rows<const T>& x, int64_t begin, int64_t end, typename P::Word* out, int64_t d_padded,
                             int64_t panel) {
 #ifdef FM_HAS_TILES
+  if (begin < x.begin) return pack_columnwise<P>(with_zeros(x, begin, end), begin, end, out, d_padded, panel);
   for (int64_t c = 0; c < d_padded; c += P::PANEL_ROWS) {
     float* to = reinterpret_cast<float*>(out) + c / P::PANEL_ROWS * panel + begin / P::STEP * P::PANEL_ROWS;
     pack_tiles(x.row(begin) + c, 1, x.stride, x.d - c, min(end, x.s) - begin, to);
@@ -115,8 +132,8 @@ static void pack_columnwise(const Rows<const T>& x, int64_t begin, int64_t end, 
 #endif
 }
 
-// Rows [first, first + VL) of x = factor * transposed(in[d][LANES], its VL lanes from `in` on), factor(lane) a vector.
-template <class T>
+// Rows [first, first + VL) of x = factor * transposed(in[d][LANES], its VL lanes from `in` on), factor(lane) a vector; or += with ADD.
+template <bool ADD = false, class T>
 FM_INLINE void unpack_rows(const float* in, int64_t first, const Rows<T>& x, vf factor) {
   for (int64_t c = 0; c < x.d; c += VL) {
     const int lanes = static_cast<int>(min(VL, x.d - c));
@@ -130,7 +147,9 @@ FM_INLINE void unpack_rows(const float* in, int64_t first, const Rows<T>& x, vf 
     const int rows = static_cast<int>(min(VL, x.s - first));
 #pragma GCC unroll 16
     for (int r = 0; r < VL; ++r) {
-      if (r < rows) store_lanes(x.row(first + r) + c, tile[r], lanes);
+      if (r >= rows || first + r < x.begin) continue;
+      if (ADD) tile[r] += load_lanes(x.row(first + r) + c, lanes);
+      store_lanes(x.row(first + r) + c, tile[r], lanes);
     }
   }
 }

@@ -1,4 +1,4 @@
-// Python functions of attention.h: attention_forward, attention_backward.
+// Python functions of attention.h: attention_forward, attention_backward, and the same of a part of a sequence.
 #include "bind_shared.h"
 
 namespace fm {
@@ -34,8 +34,8 @@ const int32_t* check_starts(const std::optional<TensorView>& starts, int64_t b, 
   return values;
 }
 
-// Sizes from qkv (s, b, (heads + 2 groups) d), out (s, b, heads d) and lse (b, heads, s).
-AttentionArgs check(const TensorView& qkv, const TensorView& out, const TensorView& lse, const Dropout& dropout,
+// Sizes from qkv (queries, b, (heads + 2 groups) d), out (queries, b, heads d) and lse (b, heads, queries), of a sequence of s.
+AttentionArgs check(const TensorView& qkv, const TensorView& out, const TensorView& lse, int64_t s, const Dropout& dropout,
                     std::optional<int64_t> window, py::handle starts_object) {
   qkv.floating().rank(3).contiguous();
   lse.dtype({DType::f32}).rank(3).shape({qkv.size(1), -1, qkv.size(0)}).contiguous().aligned(4);
@@ -50,7 +50,6 @@ AttentionArgs check(const TensorView& qkv, const TensorView& out, const TensorVi
   require(dropout.p >= 0 && dropout.p < 1, "p", "a probability in [0, 1)", std::to_string(dropout.p));
   require(dropout.first_sample >= 0, "first_sample", "0 or more", std::to_string(dropout.first_sample));
   require(dropout.first_head >= 0, "first_head", "0 or more", std::to_string(dropout.first_head));
-  const int64_t s = qkv.size(0);
   require(s < INT64_C(1) << 31 && (dropout.first_head + heads) * s <= INT64_C(1) << 32, "first_head",
           "fewer than 2**32 rows (first_head + heads) * s in a sample",
           std::to_string(dropout.first_head + heads) + " * " + std::to_string(s));
@@ -71,11 +70,58 @@ AttentionArgs check(const TensorView& qkv, const TensorView& out, const TensorVi
 void bind_forward(py::handle qkv_object, py::handle out_object, py::handle lse_object, double p, uint64_t seed,
                   uint64_t stream, int64_t first_sample, int64_t first_head, std::optional<int64_t> window, py::handle starts) {
   TensorView qkv("qkv", qkv_object), out("out", out_object), lse("lse", lse_object);
-  const AttentionArgs args = check(qkv, out, lse, {p, seed, stream, first_sample, first_head}, window, starts);
+  const AttentionArgs args = check(qkv, out, lse, qkv.size(0), {p, seed, stream, first_sample, first_head}, window, starts);
   out.disjoint({&qkv});
   lse.disjoint({&qkv, &out});
   if (!qkv.numel()) return;
   unlocked([&] { kernels().attention_forward(qkv.data(), out.data(), lse.data<float>(), qkv.dtype(), args); });
+}
+
+// The same for a part, whose keys and values are kv (keys, b, 2 groups d).
+AttentionArgs check_part(const TensorView& qkv, const TensorView& kv, const TensorView& out, const TensorView& lse, int64_t s,
+                         int64_t first_query, int64_t first_key, const Dropout& dropout, std::optional<int64_t> window,
+                         py::handle starts_object) {
+  AttentionArgs args = check(qkv, out, lse, s, dropout, window, starts_object);
+  kv.same_dtype(qkv).shape({-1, args.b, 2 * args.groups * args.d}).contiguous();
+  const auto positions = [&](const char* name, int64_t first, int64_t count) {
+    require(first >= 0 && first + count <= s, name, "a position from which all rows are below s " + std::to_string(s),
+            std::to_string(first) + " and " + std::to_string(count) + " rows");
+    return Positions{first, first + count};
+  };
+  args.queries = positions("first_query", first_query, qkv.size(0));
+  args.keys = positions("first_key", first_key, kv.size(0));
+  return args;
+}
+
+void bind_part_forward(py::handle qkv_object, py::handle kv_object, py::handle out_object, py::handle lse_object, int64_t s,
+                       int64_t first_query, int64_t first_key, double p, uint64_t seed, uint64_t stream, int64_t first_sample,
+                       int64_t first_head, std::optional<int64_t> window, py::handle starts) {
+  TensorView qkv("qkv", qkv_object), kv("kv", kv_object), out("out", out_object), lse("lse", lse_object);
+  const AttentionArgs args =
+      check_part(qkv, kv, out, lse, s, first_query, first_key, {p, seed, stream, first_sample, first_head}, window, starts);
+  out.disjoint({&qkv, &kv});
+  lse.disjoint({&qkv, &kv, &out});
+  require(kv.numel() || !qkv.numel(), "kv", "one key or more", "none");
+  if (!qkv.numel()) return;
+  unlocked([&] { kernels().attention_part_forward(qkv.data(), kv.data(), out.data(), lse.data<float>(), qkv.dtype(), args); });
+}
+
+void bind_part_backward(py::handle qkv_object, py::handle kv_object, py::handle out_object, py::handle lse_object,
+                        py::handle dout_object, py::handle dqkv_object, py::handle dkv_object, int64_t s, int64_t first_query,
+                        int64_t first_key, double p, uint64_t seed, uint64_t stream, int64_t first_sample, int64_t first_head,
+                        std::optional<int64_t> window, py::handle starts) {
+  TensorView qkv("qkv", qkv_object), kv("kv", kv_object), out("out", out_object), lse("lse", lse_object), dout("dout", dout_object);
+  TensorView dqkv("dqkv", dqkv_object), dkv("dkv", dkv_object);
+  const AttentionArgs args =
+      check_part(qkv, kv, out, lse, s, first_query, first_key, {p, seed, stream, first_sample, first_head}, window, starts);
+  dout.same_dtype(qkv).same_shape(out).contiguous();
+  dqkv.dtype({DType::f32}).same_shape(qkv).contiguous().disjoint({&qkv, &kv, &out, &lse, &dout});
+  dkv.dtype({DType::f32}).same_shape(kv).contiguous().disjoint({&qkv, &kv, &out, &lse, &dout, &dqkv});
+  if (!qkv.numel() || !kv.numel()) return;
+  unlocked([&] {
+    kernels().attention_part_backward(qkv.data(), kv.data(), out.data(), lse.data<float>(), dout.data(), dqkv.data(),
+                                      dkv.data(), qkv.dtype(), args);
+  });
 }
 
 void bind_backward(py::handle qkv_object, py::handle out_object, py::handle lse_object, py::handle dout_object,
@@ -83,7 +129,7 @@ void bind_backward(py::handle qkv_object, py::handle out_object, py::handle lse_
                    int64_t first_head, std::optional<int64_t> window, py::handle starts) {
   TensorView qkv("qkv", qkv_object), out("out", out_object), lse("lse", lse_object), dout("dout", dout_object);
   TensorView dqkv("dqkv", dqkv_object);
-  const AttentionArgs args = check(qkv, out, lse, {p, seed, stream, first_sample, first_head}, window, starts);
+  const AttentionArgs args = check(qkv, out, lse, qkv.size(0), {p, seed, stream, first_sample, first_head}, window, starts);
   dout.same_dtype(qkv).same_shape(out).contiguous();
   dqkv.same_dtype(qkv).same_shape(qkv).contiguous().disjoint({&qkv, &out, &lse, &dout});
   if (!qkv.numel()) return;
@@ -164,6 +210,18 @@ FM_BIND(attention) {
              "Writes dqkv, the gradient with respect to qkv, from dout and what attention_forward was given and gave. "
              "Shapes as\n"
              "there; dqkv as qkv, dout as out. The arguments from p on must be those of the forward.");
+  module.def("attention_part_forward", &bind_part_forward, "qkv"_a, "kv"_a, "out"_a, "lse"_a, "s"_a, "first_query"_a, "first_key"_a,
+             "p"_a = 0.0, "seed"_a = 0, "stream"_a = 0, "first_sample"_a = 0, "first_head"_a = 0, "window"_a = py::none(),
+             "starts"_a = py::none(),
+             "attention_forward of a part of a sequence of s positions: the queries from position first_query on, and the keys from\n"
+             "first_key on. qkv: (queries, b, (heads + 2 groups) d), of which only queries are read. kv: (keys, b, 2 groups d), each\n"
+             "group's key and value. out: (queries, b, heads * d). lse: (b, heads, queries), -inf for a query that sees none of the\n"
+             "keys, whose out is 0. The rest as there; dropout and starts (b, s) are those of the whole sequence.");
+  module.def("attention_part_backward", &bind_part_backward, "qkv"_a, "kv"_a, "out"_a, "lse"_a, "dout"_a, "dqkv"_a, "dkv"_a, "s"_a,
+             "first_query"_a, "first_key"_a, "p"_a = 0.0, "seed"_a = 0, "stream"_a = 0, "first_sample"_a = 0, "first_head"_a = 0,
+             "window"_a = py::none(), "starts"_a = py::none(),
+             "Adds the gradients of a part to dqkv (those of the queries) and dkv, float32 with the shapes of qkv and kv. out and lse\n"
+             "are those of the queries' attention to all keys that they see, not to these alone.");
 }
 
 }  // namespace fm

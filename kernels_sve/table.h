@@ -46,16 +46,24 @@ struct NormalArgs {
 // Of attention without a window: more than there are positions.
 constexpr int64_t NO_WINDOW = INT64_C(1) << 31;
 
+// Positions [begin, end) of a sequence.
+struct Positions {
+  int64_t begin = 0, end = 0;
+};
+
 // attention.h: causal self-attention of query heads of d columns over sequences of s positions, heads / groups of them to a key
 // and a value; query i sees the keys i - window < j <= i. p = 0 for no dropout, whose DropoutKey of the probabilities
 // (b, heads, s, s) has row0 = first_head * s. starts (b, s): the position at which the document of each position begins, which
-// never falls within a sample; query i sees no key before starts[i]. Null: every sample is one document.
+// never falls within a sample; query i sees no key before starts[i]. Null: every sample is one document. attention_part_*: a
+// call has the queries and keys at these positions alone; both are empty where it has all s.
 struct AttentionArgs {
   int64_t s, b, heads, groups, d, window;
   float p;
   uint64_t seed, stream;
   int64_t first_sample, first_head;
   const int32_t* starts = nullptr;
+  Positions queries = {}, keys = {};
+  bool part() const { return queries.end > 0; }
 };
 
 // attention_decode.h: one token of each of `rows` samples, heads / groups query heads to a key and a value, against caches of

@@ -38,7 +38,8 @@ SMALL = {
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
-CP2 = {"context_parallel_size": 2}
+CP2, CP4 = ({"context_parallel_size": ranks} for ranks in (2, 4))
+P2P, ALLGATHER = ({"cp_comm_type": (way,)} for way in ("p2p", "allgather"))
 TP2PP2 = {**TP2, **PP2}
 OVERLAP = {"zero_stage": 1, "overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 5000}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}

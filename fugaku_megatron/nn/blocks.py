@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..config.groups import A2A
 from ..config.layout import group_copies
 from ..config.model_config import MLPS, NORMS
 from .adapters import activated_linear
@@ -30,8 +31,9 @@ from .layers import (
 )
 from .ops import DropoutKey, recompute
 from .passes import Pass
-from .sequence_ranks import copy_groups, to_heads, to_rows
+from .sequence_ranks import copy_groups, own_runs, positions, to_heads, to_rows
 from .shared import Angles, Heads
+from .shared_attention import SharedCall, Sight
 from .torch_blocks import matrix
 
 
@@ -52,7 +54,8 @@ class SelfAttention(nn.Module):
     def __init__(self, name: str, layer: int, context: Context) -> None:
         super().__init__()
         model, self.context, self.layer = context.model, context, layer
-        tp, cp = context.tp.size, context.cp.size  # whose ranks share the heads for attention
+        self.way = context.context_way(layer)
+        tp, cp = context.tp.size, context.cp.size if self.way == A2A else 1  # whose ranks share the heads for attention
         self.group_copies = group_copies(model.query_groups // tp, cp)
         self.heads, self.groups = model.num_attention_heads // (tp * cp), model.query_groups * self.group_copies // (tp * cp)
         self.linear_qkv = ColumnParallelLinear(f"{name}.linear_qkv", model.hidden_size, model.qkv_width, context, model.qkv_bias)
@@ -92,6 +95,8 @@ class SelfAttention(nn.Module):
 
     def core(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
         """Attention between the two matrices, (s, b, g (n/g + 2) d) -> (s, b, n d): what selective recompute runs again."""
+        if self.context.cp.size > 1 and self.way != A2A:
+            return self._between_ranks(qkv, forward_pass)
         model, ops, tp, cp = self.context.model, self.context.ops, self.context.tp, self.context.cp
         whole = Heads(model.num_attention_heads // tp.size, model.query_groups // tp.size, model.kv_channels)
         qkv = to_heads(copy_groups(qkv, whole, self.group_copies), cp)  # the whole sequence
@@ -108,6 +113,19 @@ class SelfAttention(nn.Module):
         if forward_pass.rows is not None:
             return forward_pass.rows.attend(ops, self.layer, qkv, attention)
         return to_rows(attention(qkv), cp)
+
+    def _between_ranks(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
+        """`core` of ranks that exchange keys and values: qkv (r, b, g (n/g + 2) d), this rank's rows -> (r, b, n d)."""
+        model, context, documents = self.context.model, self.context, forward_pass.documents
+        s, own = len(qkv) * context.cp.size, positions(own_runs(len(qkv), context.cp))
+        if model.turns_queries:
+            own = own.int().unsqueeze(1).expand(-1, qkv.shape[1]) if documents.positions is None else documents.positions[own]
+            qkv = self.turn(qkv, context.angles(s), own.contiguous())
+        key = DropoutKey(context.seed, dropout_stream(self.layer, "attention"), forward_pass.first_sample, sample_dim=0,
+                         row0=context.tp.rank * self.heads * s)
+        call = SharedCall(Heads(self.heads, self.groups, model.kv_channels), Sight(s, model.window, documents.starts),
+                          model.attention_dropout if forward_pass.training else 0.0, key)
+        return context.ops.shared_attention(qkv, call, context.cp, self.way)
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """x (s, b, h) -> (s, b, h), without the projection's bias."""

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from ..comm.autograd import RowBlocks, copy_to_tensor_parallel, reduce_from_tensor_parallel, reduce_scatter_to_sequence_parallel
 from ..comm.base import Comm
 from ..comm.grid import ALONE
+from ..config.groups import A2A
 from ..config.lora import LoraConfig
 from ..config.run_config import ModelConfig
 from ..costs import activations
@@ -40,9 +41,9 @@ SITES = ("residual_1", "residual_2", "attention", "embedding")
 class Context:
     """What every layer of a stage is built with. sequence_parallel: what lies between the matmuls of tensor-parallel ranks works
     on this rank's part of the sequence; it means nothing with one rank. tp_comm_overlap: those parts are sent while matmuls run.
-    lora: where it is on, weights are frozen and adapters are trained. cp: ranks that share each sequence, of which s is then this
-    rank's part. ep, etp: ranks that have different experts, and that share each of them (`grid.Groups`); None where the experts are
-    not divided.
+    lora: where it is on, weights are frozen and adapters are trained. ep, etp: ranks that have different experts, and that share
+    each of them (`grid.Groups`); None where the experts are not divided. cp: ranks that share each sequence, of which s is then
+    this rank's part; context_ways: what they send each other for attention, of each layer.
     """
 
     model: ModelConfig
@@ -55,6 +56,11 @@ class Context:
     ep: Comm | None = None
     etp: Comm | None = None
     cp: Comm = ALONE
+    context_ways: tuple[str, ...] = ()
+
+    def context_way(self, layer: int) -> str:
+        """What ranks of a sequence send each other for attention in a layer, which count from 1."""
+        return self.context_ways[layer - 1] if self.context_ways else A2A
 
     @property
     def sequence(self) -> Comm | None:

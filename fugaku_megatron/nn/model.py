@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..comm.autograd import copy_to_tensor_parallel, gather_from_sequence_parallel
 from ..comm.grid import Groups
-from ..config.layout import Layout, placement
+from ..config.layout import Layout, context_ways, placement
 from ..config.run_config import RunConfig
 from ..costs import accounting, memory
 from .blocks import TransformerLayer, make_norm
@@ -45,7 +45,7 @@ class Stage(nn.Module):
         parallel = run.parallel
         ep, etp = (groups.ep, groups.etp) if parallel.divides_experts else (None, None)
         context = Context(run.model, tp, ops, run.training.seed, parallel.sequence_parallel, parallel.tp_comm_overlap, run.lora,
-                          ep, etp, groups.cp)
+                          ep, etp, groups.cp, context_ways(run) if groups.cp.size > 1 else ())
         rows = memory.logits_rows(run, Layout(tp.size * pp.size * dp.size, tp.size, pp.size, groups.data_size, cp=groups.cp.size))
         self.chunks: Any = nn.ModuleList(Chunk(run, self.placement.part(pp.rank, chunk), self.placement.parts, context, rows)
                                     for chunk in range(self.placement.chunks))

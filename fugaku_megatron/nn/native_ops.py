@@ -20,6 +20,7 @@ from .expert_ops import NativeExpertOps
 from .native_blocks import HeadLoss, NativeBlockOps, call_rowwise, column_parts, gradient_of_input, row_count
 from .parameter import WeightCache, WeightGradients
 from .shared import DropoutKey, Heads, as_rows, dropout, gradient_of, is_frozen, vector_gradient
+from .shared_attention import Part, SharedCall
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,19 @@ class NativeOps(NativeExpertOps, NativeBlockOps):
         """qkv (s, b, g (n/g + 2) d) -> (s, b, n d)."""
         return _Attention.apply(self, qkv, Heads.of(qkv, head_size, groups), p, key, {"window": window, "starts": starts})
 
+    def part(self, call: SharedCall, part: Part, qkv: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """qkv (q, b, g (n/g + 2) d), kv (k, b, 2 g d) -> (q, b, n d), and the logarithms of the sums (b, n, q)."""
+        heads, (q, b, _) = call.heads, qkv.shape
+        out = qkv.new_empty(q, b, heads.heads * heads.head_size)
+        lse = qkv.new_empty(b, heads.heads, q, dtype=torch.float32)
+        self.kernels.attention_part_forward(qkv, kv, out, lse, *_places_and_dropout(call, part))
+        return out, lse
+
+    def part_gradients(self, call: SharedCall, part: Part, qkv: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
+                       dqkv: Tensor, dkv: Tensor) -> None:
+        """Add to dqkv and dkv, FP32 and of the shapes of qkv and kv; out, lse: of all keys of these queries."""
+        self.kernels.attention_part_backward(qkv, kv, out, lse, dout, dqkv, dkv, *_places_and_dropout(call, part))
+
     def cached_attention(self, qkv: Tensor, keys: Tensor, values: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
         """qkv (r, 1, g (n/g + 2) d), keys and values (all samples, g, slots, d), positions (r,) -> (r, 1, n d)."""
         _, groups, _, d = keys.shape
@@ -128,6 +142,13 @@ class NativeOps(NativeExpertOps, NativeBlockOps):
         """x (s, b, h), weight (v, h), labels (s, b) -> ()."""
         rows = labels.numel()
         return HeadLoss.apply(self, x, weight, labels, tp, first_row, factor, rows_at_once or rows, words, z_loss, count or rows)
+
+
+def _places_and_dropout(call: SharedCall, part: Part) -> tuple[Any, ...]:
+    """The arguments of the kernels of a part from `s` on."""
+    sight, key = call.sight, call.key
+    return (sight.length, part.queries.start, part.keys.start, call.dropout, key.seed, key.stream, key.first_sample,
+            key.row0 // sight.length, sight.window, sight.starts)
 
 
 class _Linear(torch.autograd.Function):

@@ -28,6 +28,7 @@ from . import overlapped_ops
 from .native_ops import NativeOps
 from .parameter import WeightCache, WeightGradients
 from .shared import Angles, DropoutKey, backward, recompute
+from .shared_attention import SharedCall, shared_attention
 from .torch_ops import TorchOps
 
 __all__ = ["BACKENDS", "FAMILIES", "DropoutKey", "Ops", "backward", "recompute"]
@@ -137,6 +138,10 @@ class Ops:
         none; they never fall within a sample.
         """
         return self.backends["attention"].attention(qkv, head_size, p, key, groups, window, starts)
+
+    def shared_attention(self, qkv: Tensor, call: SharedCall, cp: Comm, way: str) -> Tensor:
+        """`attention` of ranks that share the sequence and exchange its keys: qkv (r, b, g (n/g + 2) d) -> (r, b, n d)."""
+        return shared_attention(self.backends["attention"], qkv, call, cp, way)
 
     def rotary(self, qkv: Tensor, angles: Angles | None, heads: int, groups: int, head_size: int, interleaved: bool,
                first_position: int = 0, q_weight: Tensor | None = None, k_weight: Tensor | None = None,

@@ -1,10 +1,10 @@
 """Context parallelism: ranks that share each sequence.
 
 Rank i of c has the parts i and 2c - 1 - i of the 2c equal parts of a sequence, as in Megatron-LM, where causal attention then takes
-all ranks the same time. For attention they exchange heads: each gets the whole sequence of 1/c of the heads, in its order, and
-sends the result back. So attention is that of one rank, with its windows, documents and dropout. Where ranks outnumber query
-groups, each has a part of one group's queries, and a copy of its key and value. Source: Jacobs et al. 2023, "DeepSpeed Ulysses"
-(arXiv:2309.14509).
+all ranks the same time. For attention they exchange keys and values (`shared_attention`), or heads: each gets the whole sequence of
+1/c of the heads, in its order, and sends the result back. Then attention is that of one rank, with its windows, documents and
+dropout. Where ranks outnumber query groups, each has a part of one group's queries, and a copy of its key and value. Source: Jacobs
+et al. 2023, "DeepSpeed Ulysses" (arXiv:2309.14509).
 Legend: s sequence, c ranks, r = s / c rows of a rank, b micro-batch.
 """
 
@@ -25,11 +25,17 @@ def parts_of(rank: int, ranks: int) -> tuple[int, int]:
     return rank, 2 * ranks - 1 - rank
 
 
+def runs_of(rank: int, ranks: int, s: int) -> list[range]:
+    """The positions of a rank's rows in a sequence of s, in runs that follow one another: all, or those of its two parts."""
+    if ranks == 1:
+        return [range(s)]
+    length = s // (2 * ranks)
+    return [range(part * length, (part + 1) * length) for part in parts_of(rank, ranks)]
+
+
 def own_runs(r: int, cp: Comm) -> list[range]:
-    """The positions of this rank's r rows, in runs that follow one another: all of them, or those of its two parts."""
-    if cp.size == 1:
-        return [range(r)]
-    return [range(part * r // 2, (part + 1) * r // 2) for part in parts_of(cp.rank, cp.size)]
+    """`runs_of` this rank, which has r rows."""
+    return runs_of(cp.rank, cp.size, r * cp.size)
 
 
 def positions(runs: Sequence[range]) -> Tensor:
@@ -37,9 +43,22 @@ def positions(runs: Sequence[range]) -> Tensor:
     return torch.cat([torch.arange(run.start, run.stop) for run in runs])
 
 
-def _order(cp: Comm) -> list[int]:
+def _order(ranks: int) -> list[int]:
     """The parts of the sequence in the order in which ranks have them."""
-    return [part for rank in range(cp.size) for part in parts_of(rank, cp.size)]
+    return [part for rank in range(ranks) for part in parts_of(rank, ranks)]
+
+
+def in_order(x: Tensor, ranks: int) -> Tensor:
+    """x (s, ...), the rows of all ranks one after another -> the same rows in the order of the sequence."""
+    parts = x.view(2 * ranks, -1, *x.shape[1:])
+    whole = torch.empty_like(parts)
+    whole[_order(ranks)] = parts
+    return whole.view(x.shape)
+
+
+def of_ranks(x: Tensor, ranks: int) -> Tensor:
+    """x (s, ...) in the order of the sequence -> the rows of all ranks one after another."""
+    return x.reshape(2 * ranks, -1, *x.shape[1:])[_order(ranks)].view(x.shape)
 
 
 def _exchanged(x: Tensor, cp: Comm) -> Tensor:
@@ -51,16 +70,12 @@ def _exchanged(x: Tensor, cp: Comm) -> Tensor:
 def _to_heads(x: Tensor, cp: Comm) -> Tensor:
     r, b, width = x.shape
     sent = x.reshape(r, b, cp.size, width // cp.size).permute(2, 0, 1, 3).reshape(cp.size * r, b, -1)
-    parts = _exchanged(sent, cp).view(2 * cp.size, r // 2, b, -1)
-    whole = torch.empty_like(parts)
-    whole[_order(cp)] = parts
-    return whole.view(cp.size * r, b, -1)
+    return in_order(_exchanged(sent, cp), cp.size)
 
 
 def _to_rows(x: Tensor, cp: Comm) -> Tensor:
     s, b, width = x.shape
-    parts = x.reshape(2 * cp.size, s // (2 * cp.size), b, width)[_order(cp)]
-    received = _exchanged(parts.view(s, b, width), cp).view(cp.size, s // cp.size, b, width)
+    received = _exchanged(of_ranks(x, cp.size), cp).view(cp.size, s // cp.size, b, width)
     return received.permute(1, 2, 0, 3).reshape(s // cp.size, b, cp.size * width)
 
 

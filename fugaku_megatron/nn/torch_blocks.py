@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, overload
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
 from .shared import Angles, DropoutKey, Heads, accumulate, as_rows, gradient_of, is_frozen
+from .shared_attention import Part, SharedCall
 
 
 class BlockOps:
@@ -324,6 +326,57 @@ def attention(qkv: Tensor, heads: Heads, window: int | None, dropout: Callable[[
     probabilities = dropout(torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1))
     context = torch.matmul(probabilities.view(b, heads.groups, -1, s), values).view(b, heads.heads, s, d)
     return context.permute(2, 0, 1, 3).reshape(s, b, -1)
+
+
+def _part_scores(call: SharedCall, part: Part, qkv: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of a part of `shared_attention` in FP32: scores (b, n, q, k), -inf where hidden, queries (b, n, q, d), keys and values
+    (b, n, k, d)."""
+    heads, sight = call.heads, call.sight
+    queries = heads.split(qkv)[0].permute(1, 2, 3, 0, 4).flatten(1, 2).float()
+    shape = (*kv.shape[:2], heads.groups, 2, heads.head_size)
+    keys, values = kv.view(shape).permute(3, 1, 2, 0, 4).repeat_interleave(heads.heads // heads.groups, 2).float()
+    query, key = (torch.arange(run.start, run.stop) for run in (part.queries, part.keys))
+    distance = query.unsqueeze(1) - key
+    seen = ((distance >= 0) & (distance < (sight.window or sight.length))).expand(qkv.shape[1], -1, -1)
+    if sight.starts is not None:
+        seen = seen & (key >= sight.starts[:, query].unsqueeze(-1))
+    scores = (queries @ keys.transpose(-1, -2)) * heads.head_size**-0.5
+    return scores.masked_fill(~seen.unsqueeze(1), -torch.inf), queries, keys, values
+
+
+def _part_mask(call: SharedCall, part: Part, samples: int, drop: Callable[..., Tensor]) -> Tensor | float:
+    """By what dropout multiplies the probabilities of a part, (b, n, q, k): rows and columns are those of the whole sequence."""
+    if not call.dropout:
+        return 1.0
+    ones = torch.ones(samples, len(part.queries), part.keys.stop)
+    rows = (call.key.row0 + head * call.sight.length + part.queries.start for head in range(call.heads.heads))
+    masks = [drop(ones, key=replace(call.key, row0=row))[..., part.keys.start :] for row in rows]
+    return torch.stack(masks, 1)
+
+
+def attention_part(call: SharedCall, part: Part, qkv: Tensor, kv: Tensor, drop: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+    """`NativeOps.part`. drop(x, key=key): dropout."""
+    scores, *_, values = _part_scores(call, part, qkv, kv)
+    lse = torch.logsumexp(scores, -1)
+    probabilities = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
+    out = (probabilities * _part_mask(call, part, len(scores), drop)) @ values
+    return out.permute(2, 0, 1, 3).flatten(2).to(qkv.dtype), lse
+
+
+def add_part_gradients(call: SharedCall, part: Part, tensors: tuple[Tensor, ...], dqkv: Tensor, dkv: Tensor,
+                       drop: Callable[..., Tensor]) -> None:
+    """`NativeOps.part_gradients`. tensors: qkv, kv, out, lse, dout."""
+    qkv, kv, out, lse, dout = tensors
+    heads = call.heads
+    scores, queries, keys, values = _part_scores(call, part, qkv, kv)
+    grad, context = (x.float().unflatten(2, (heads.heads, -1)).permute(1, 2, 0, 3) for x in (dout, out))  # (b, n, q, d)
+    probabilities, mask = torch.exp(scores - lse.unsqueeze(-1)), _part_mask(call, part, len(scores), drop)
+    delta = (grad * context).sum(-1, keepdim=True)
+    dscores = probabilities * (grad @ values.transpose(-1, -2) * mask - delta) * heads.head_size**-0.5
+    dqueries = (dscores @ keys).unflatten(1, (heads.groups, -1)).permute(3, 0, 1, 2, 4)  # (q, b, g, n/g, d)
+    heads.split(dqkv)[0].add_(dqueries)
+    both = torch.stack((dscores.transpose(-1, -2) @ queries, (probabilities * mask).transpose(-1, -2) @ grad))  # (2, b, n, k, d)
+    dkv.add_(both.unflatten(2, (heads.groups, -1)).sum(3).permute(3, 1, 2, 0, 4).reshape(dkv.shape))
 
 
 def cached_attention(qkv: Tensor, keys: Tensor, values: Tensor, samples: Tensor, positions: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from . import shared, torch_blocks
 from .expert_ops import ExpertOps
 from .parameter import WeightGradients
 from .shared import DropoutKey, Heads, accumulate, gradient_of, is_frozen
+from .shared_attention import Part, SharedCall
 from .torch_blocks import BlockOps
 
 
@@ -75,6 +76,15 @@ class TorchOps(ExpertOps, BlockOps):
         """qkv (s, b, g (n/g + 2) d) -> (s, b, n d)."""
         dropout = partial(self.dropout, p=p, key=key) if p else None
         return torch_blocks.attention(qkv, Heads.of(qkv, head_size, groups), window, dropout, starts)
+
+    def part(self, call: SharedCall, part: Part, qkv: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """qkv (q, b, g (n/g + 2) d), kv (k, b, 2 g d) -> (q, b, n d), and the logarithms of the sums (b, n, q)."""
+        return torch_blocks.attention_part(call, part, qkv, kv, partial(self.dropout, p=call.dropout))
+
+    def part_gradients(self, call: SharedCall, part: Part, qkv: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
+                       dqkv: Tensor, dkv: Tensor) -> None:
+        """Add to dqkv and dkv, FP32 and of the shapes of qkv and kv; out, lse: of all keys of these queries."""
+        torch_blocks.add_part_gradients(call, part, (qkv, kv, out, lse, dout), dqkv, dkv, partial(self.dropout, p=call.dropout))
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
         """x (..., h), weight and bias (h) -> (..., h)."""

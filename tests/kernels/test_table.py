@@ -20,7 +20,7 @@ from tests.kernels.numbers import assert_refused
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = {row["name"]: row for row in kernels.table.rows()}
 WORDS = ("tokens", "labels", "counter", "samples", "positions", "counts", "chosen", "pairs", "places")  # of int64
-PRIMES = [3, 5, 7, 11, 13, 17]
+PRIMES = [3, 5, 7, 11, 13, 17, 19, 23]
 
 
 def test_every_row_is_listed_and_bound_and_a_family_is_four_files():

@@ -19,7 +19,7 @@ from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.passes import Pass
 from fugaku_megatron.training.step import documents_of
 from fugaku_megatron.training.train import Trainer
-from tests.helpers import CP2, DROPOUT, OVERLAP, PP2, TP2, grid_groups, small_run, whole_tensors
+from tests.helpers import ALLGATHER, CP2, CP4, DROPOUT, OVERLAP, P2P, PP2, TP2, grid_groups, small_run, whole_tensors
 from tests.llama_models import FAMILIES, copy_to, theirs
 from tests.parallel.test_model_options import plain_losses
 from tests.threads import ThreadWorld
@@ -98,6 +98,7 @@ LAYOUTS = {
     "one at a time": (1, {"micro_batch_size": 1}), "all at once": (1, {"micro_batch_size": 16}),
     "tp2 dp2": (4, {**TP2, "micro_batch_size": 4}),
     "cp2": (2, CP2), "cp2 sequence zbv": (8, {**CP2, **TP2, "sequence_parallel": True, **PP2, "pipeline_schedule": "zbv"}),
+    "cp4 p2p": (4, {**CP4, **P2P}), "cp2 allgather zbv": (4, {**CP2, **ALLGATHER, **PP2, "pipeline_schedule": "zbv"}),
     "full": (1, {"recompute_granularity": "full"}), "selective": (2, {**PP2, "recompute_granularity": "selective"}),
 }
 

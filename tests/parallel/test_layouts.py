@@ -9,7 +9,7 @@ import torch
 
 from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.config.layout import Layout
-from tests.helpers import CP2, DROPOUT, OVERLAP, PP2, TP2, TP2PP2, make_trainer, small_run, whole_tensors
+from tests.helpers import ALLGATHER, CP2, CP4, DROPOUT, OVERLAP, P2P, PP2, TP2, TP2PP2, make_trainer, small_run, whole_tensors
 from tests.llama_models import FAMILIES
 from tests.threads import ThreadWorld
 
@@ -60,16 +60,27 @@ ROWS = [  # ranks, model, flags: every option once at least, and pairs of them r
     (8, "biases", {**TP2PP2, **OVERLAP}),
     (4, "no positions", {**TP2, "zero_stage": 1}),
     (2, "gpt", {**CP2, **SELECTIVE}),
-    (4, "gpt", {"context_parallel_size": 4, "zero_stage": 1}),
+    (4, "gpt", {**CP4, "zero_stage": 1}),
     (8, "gpt", {**CP2, **TP2PP2, **SEQUENCE, **OVERLAP}),
     (4, "gpt", {**CP2, **PP2, **ZBV, **FULL, **TORCH}),
     (4, "gpt", {**CP2, **TP2, "tp_comm_overlap": True, **SEQUENCE}),
     (2, "llama", CP2),
     (2, "qwen3", {**CP2, **TORCH}),
-    (4, "llama", {"context_parallel_size": 4, **OVERLAP}),
+    (4, "llama", {**CP4, **OVERLAP}),
     (4, "qwen3", {**CP2, **TP2, **SEQUENCE}),
     (4, "biases", {**CP2, **PP2}),
     (4, "no positions", {**CP2, **OVERLAP}),
+    (2, "gpt", {**CP2, **P2P, **SELECTIVE}),
+    (4, "gpt", {**CP4, **P2P, "zero_stage": 1}),
+    (4, "gpt", {**CP4, **ALLGATHER, **TORCH}),
+    (8, "gpt", {**CP2, **TP2PP2, **P2P, **SEQUENCE, **OVERLAP}),
+    (4, "gpt", {**CP2, **PP2, **ALLGATHER, **ZBV, **FULL}),
+    (2, "llama", {**CP2, **ALLGATHER}),
+    (4, "llama", {**CP4, **P2P, **TORCH}),
+    (4, "qwen3", {**CP2, **TP2, **P2P, **SEQUENCE}),
+    (4, "no positions", {**CP4, **P2P}),
+    (4, "no positions", {**CP2, **ALLGATHER, **OVERLAP}),
+    (2, "gpt", {**CP2, "cp_comm_type": ("p2p", "a2a", "allgather", "a2a+p2p")}),
 ]
 SMOKE = (4, 8, 9, 15, 18)
 

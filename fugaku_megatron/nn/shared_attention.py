@@ -1,0 +1,257 @@
+"""Attention of ranks that share each sequence, by its keys and values: each rank computes the rows of its own queries.
+
+    allgather   every rank gathers the keys and values of all; the gradients of both are reduce-scattered
+    p2p         in step t a rank gets them from the rank t before it, and sends its own to the rank t after it, while it computes
+                attention to those of step t - 1; partial results are merged by the logarithms of their sums (Liu et al. 2023, "Ring
+                Attention", arXiv:2310.01889). In backward the gradients of keys and values go back to the rank that has them.
+
+Keys that no query of a rank sees, because they come later, or lie outside a window or in another document, are not computed. In p2p
+they are not sent either: for that reason keys go straight to each rank, and not around a ring. Left out: the exchange of heads
+(`sequence_ranks`), and the kernels, which are the backend's.
+Legend: s sequence, c ranks, r = s / c rows of a rank, b micro-batch, g key heads and n query heads of this rank, d head size,
+q queries and k keys of a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..comm.base import Comm, Handle
+from ..config.groups import ALLGATHER
+from .sequence_ranks import in_order, of_ranks, runs_of
+from .shared import DropoutKey, Heads
+
+KEYS, GRADIENTS = 0, 2  # the tags of a rank's first part; the second part's are one more
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Which positions of a sequence of `length` see which. starts: of the documents, int32 (b, s), None for one."""
+
+    length: int
+    window: int | None = None
+    starts: Tensor | None = None
+
+    def seen(self, queries: range, keys: range) -> tuple[range, range] | None:
+        """Those of `queries` and `keys` between the first and the last that see, or are seen by, one of the others; None: none."""
+        window = self.window or self.length
+        first, end = max(keys.start, queries.start + 1 - window), min(keys.stop, queries.stop)
+        if self.starts is not None:
+            first = max(first, int(self.starts[:, queries.start].min()))
+        if first >= end:
+            return None
+        last = min(queries.stop, end - 1 + window)
+        if self.starts is not None:  # the queries of the documents that begin before the last key
+            starts = self.starts[:, queries.start : last].contiguous()
+            last = queries.start + int(torch.searchsorted(starts, starts.new_full((len(starts), 1), end - 1), right=True).max())
+        return range(max(queries.start, first), last), range(first, end)
+
+
+class SharedCall(NamedTuple):
+    """What all parts of a call of attention have in common. dropout: its probability."""
+
+    heads: Heads
+    sight: Sight
+    dropout: float
+    key: DropoutKey
+
+
+class Part(NamedTuple):
+    """Queries and keys that are computed together. rows: of this rank that are the queries."""
+
+    rows: slice
+    queries: range
+    keys: range
+
+
+def parts(sight: Sight, queries: list[range], keys: range) -> Iterator[Part]:
+    """The parts of a rank's queries, whose rows follow one another, that see some of the keys."""
+    row = 0
+    for run in queries:
+        if seen := sight.seen(run, keys):
+            first = row + seen[0].start - run.start
+            yield Part(slice(first, first + len(seen[0])), *seen)
+        row += len(run)
+
+
+def needed(sight: Sight, queries: list[range], keys: range) -> range:
+    """The keys that a rank with these queries needs."""
+    seen = [part.keys for part in parts(sight, queries, keys)]
+    return range(min(run.start for run in seen), max(run.stop for run in seen)) if seen else range(0)
+
+
+class Result:
+    """What attention to some keys has made of r queries of b samples: total (r, b, n, d) in FP32, lse (b, n, r)."""
+
+    def __init__(self, r: int, b: int, heads: Heads) -> None:
+        self.total = torch.zeros(r, b, heads.heads, heads.head_size)
+        self.lse = torch.full((b, heads.heads, r), -torch.inf)
+
+    def merge(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """Add that of `rows` to other keys: out (q, b, n d), lse (b, n, q)."""
+        before, total = self.lse[..., rows], self.total[rows]
+        after = torch.logaddexp(before, lse)
+        base = after.masked_fill(after == -torch.inf, 0.0)  # of queries that have seen nothing
+        old, new = (torch.exp(x - base).permute(2, 0, 1).unsqueeze(-1) for x in (before, lse))  # (q, b, n, 1)
+        total.mul_(old).add_(out.view_as(total) * new)
+        before.copy_(after)
+
+
+class _Gradients:
+    """The gradients of this rank's queries, dqkv (r, b, g (n/g + 2) d), to which each part adds its own."""
+
+    def __init__(self, backend: Any, call: SharedCall, qkv: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> None:
+        self._backend, self._call, self._tensors = backend, call, (qkv, out, dout)
+        self._lse, self.dqkv = lse, torch.zeros(qkv.shape)
+
+    def add(self, part: Part, kv: Tensor, dkv: Tensor) -> None:
+        """kv and dkv (k, b, 2 g d) are those of the part's keys."""
+        qkv, out, dout = (tensor[part.rows] for tensor in self._tensors)
+        lse = self._lse[..., part.rows].contiguous()
+        self._backend.part_gradients(self._call, part, qkv, kv, out, lse, dout, self.dqkv[part.rows], dkv)
+
+
+def keys_of(qkv: Tensor, heads: Heads) -> Tensor:
+    """The view of keys and values (r, b, g, 2, d) of qkv (r, b, g (n/g + 2) d)."""
+    return qkv.view(*qkv.shape[:2], heads.groups, -1, heads.head_size)[:, :, :, -2:]
+
+
+def _places(part: Part, first: int) -> slice:
+    """Where the part's keys are in a tensor that begins with the key `first`."""
+    return slice(part.keys.start - first, part.keys.stop - first)
+
+
+class _Gathered:
+    """allgather: kv (r, b, 2 g d) of every rank at once."""
+
+    def __init__(self, cp: Comm, call: SharedCall, kv: Tensor) -> None:
+        self._cp, self._keys, self._own = cp, range(call.sight.length), kv
+        whole = cp.all_gather(kv.new_empty(cp.size, *kv.shape), kv)
+        self._whole = in_order(whole.flatten(0, 1), cp.size)
+        self._parts = list(parts(call.sight, runs_of(cp.rank, cp.size, call.sight.length), self._keys))
+
+    def __iter__(self) -> Iterator[tuple[Part, Tensor]]:
+        """Each part and its keys and values (k, b, 2 g d)."""
+        for part in self._parts:
+            yield part, self._whole[_places(part, 0)]
+
+    def gradients(self, made: _Gradients) -> Tensor:
+        """The gradient of kv (r, b, 2 g d) in FP32."""
+        dkv = torch.zeros(self._whole.shape)
+        for part, kv in self:
+            made.add(part, kv, dkv[_places(part, 0)])
+        return self._cp.reduce_scatter(torch.empty(self._own.shape), of_ranks(dkv, self._cp.size))
+
+
+class _Passed:
+    """p2p: kv (r, b, 2 g d) of one rank after the other."""
+
+    def __init__(self, cp: Comm, call: SharedCall, kv: Tensor) -> None:
+        self._cp, self._call, self._own, self._sent = cp, call, kv, list[Handle]()
+        self._runs = [runs_of(rank, cp.size, call.sight.length) for rank in range(cp.size)]
+
+    def _needed(self, rank: int, source: int) -> list[range]:
+        """The keys of each part of rank `source` that `rank` needs."""
+        return [needed(self._call.sight, self._runs[rank], run) for run in self._runs[source]]
+
+    def _rows(self, part: int, keys: range) -> slice:
+        """Where keys of one of this rank's parts are among its rows."""
+        run = self._runs[self._cp.rank][part]
+        first = part * len(run) + keys.start - run.start
+        return slice(first, first + len(keys))
+
+    def _step(self, step: int) -> tuple[list[tuple[range, Tensor]], list[Handle]]:
+        """Begin to send and to receive what step `step` needs: keys with their tensors, of each part, and what to wait for."""
+        cp, size = self._cp, self._cp.size
+        if step == 0:
+            return [(run, self._own[self._rows(part, run)]) for part, run in enumerate(self._runs[cp.rank])], []
+        source, target = (cp.rank - step) % size, (cp.rank + step) % size
+        keys = self._needed(cp.rank, source)
+        coming = [self._own.new_empty(len(each), *self._own.shape[1:]) for each in keys]
+        handles = [cp.irecv(tensor, source, KEYS + part) for part, tensor in enumerate(coming) if len(tensor)]
+        for part, each in enumerate(self._needed(target, cp.rank)):
+            if each:
+                self._sent.append(cp.isend(self._own[self._rows(part, each)], target, KEYS + part))
+        return list(zip(keys, coming)), handles
+
+    def _steps(self) -> Iterator[tuple[int, list[tuple[range, Tensor]]]]:
+        """Each step with keys and their tensors; those of the next one are on their way meanwhile."""
+        after = self._step(0)
+        for step in range(self._cp.size):
+            (keys, handles), more = after, step + 1 < self._cp.size
+            if more:
+                after = self._step(step + 1)
+            for handle in handles:
+                handle.wait()
+            yield step, keys
+
+    def _parts(self, keys: range) -> Iterator[Part]:
+        return parts(self._call.sight, self._runs[self._cp.rank], keys) if keys else iter(())
+
+    def _all_sent(self) -> None:
+        for handle in self._sent:
+            handle.wait()
+        self._sent.clear()
+
+    def __iter__(self) -> Iterator[tuple[Part, Tensor]]:
+        """Each part and its keys and values (k, b, 2 g d), in the order in which they come."""
+        for _, coming in self._steps():
+            for keys, kv in coming:
+                for part in self._parts(keys):
+                    yield part, kv[_places(part, keys.start)]
+        self._all_sent()
+
+    def gradients(self, made: _Gradients) -> Tensor:
+        """The gradient of kv (r, b, 2 g d) in FP32. What other ranks have made of it is added in the order of steps."""
+        cp, total = self._cp, torch.zeros(self._own.shape)
+        coming: list[tuple[slice, Tensor, Handle]] = []
+        for step, keys_and_tensors in self._steps():
+            source, target = (cp.rank - step) % cp.size, (cp.rank + step) % cp.size
+            for number, keys in enumerate(self._needed(target, cp.rank) if step else ()):
+                if keys:
+                    tensor = torch.empty(len(keys), *total.shape[1:])
+                    coming.append((self._rows(number, keys), tensor, cp.irecv(tensor, target, GRADIENTS + number)))
+            for number, (keys, kv) in enumerate(keys_and_tensors):
+                dkv = torch.zeros(kv.shape) if step else total[self._rows(number, keys)]
+                for part in self._parts(keys):
+                    made.add(part, kv[_places(part, keys.start)], dkv[_places(part, keys.start)])
+                if step and keys:
+                    self._sent.append(cp.isend(dkv, source, GRADIENTS + number))
+        for rows, tensor, handle in coming:
+            handle.wait()
+            total[rows] += tensor
+        self._all_sent()
+        return total
+
+
+class _SharedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, backend: Any, qkv: Tensor, call: SharedCall, cp: Comm, way: str) -> Tensor:
+        qkv = qkv.contiguous()
+        ctx.backend, ctx.call, ctx.cp, ctx.kind = backend, call, cp, _Gathered if way == ALLGATHER else _Passed
+        result = Result(len(qkv), qkv.shape[1], call.heads)
+        for part, kv in ctx.kind(cp, call, keys_of(qkv, call.heads).flatten(2).contiguous()):
+            result.merge(part.rows, *backend.part(call, part, qkv[part.rows], kv))
+        out = result.total.flatten(2).to(qkv.dtype)
+        ctx.save_for_backward(qkv, out, result.lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        (qkv, out, lse), heads = ctx.saved_tensors, ctx.call.heads
+        made = _Gradients(ctx.backend, ctx.call, qkv, out, lse, dout.contiguous())
+        dkv = ctx.kind(ctx.cp, ctx.call, keys_of(qkv, heads).flatten(2).contiguous()).gradients(made)
+        keys_of(made.dqkv, heads).copy_(dkv.view(*dkv.shape[:2], heads.groups, 2, heads.head_size))
+        return None, made.dqkv.to(qkv.dtype), None, None, None
+
+
+def shared_attention(backend: Any, qkv: Tensor, call: SharedCall, cp: Comm, way: str) -> Tensor:
+    """qkv (r, b, g (n/g + 2) d), this rank's rows -> (r, b, n d). way: "p2p" or "allgather"."""
+    return _SharedAttention.apply(backend, qkv, call, cp, way)

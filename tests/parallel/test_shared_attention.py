@@ -1,0 +1,149 @@
+"""What ranks that share a sequence compute and send each other for attention: work, bytes, and results against one rank."""
+
+import pytest
+import torch
+
+from fugaku_megatron.config.layout import Layout, context_ways
+from fugaku_megatron.host import kernels
+from fugaku_megatron.nn.native_ops import NativeOps
+from fugaku_megatron.nn.sequence_ranks import in_order, of_ranks, runs_of, to_heads, to_rows
+from fugaku_megatron.nn.shared import DropoutKey, Heads
+from fugaku_megatron.nn.shared_attention import SharedCall, Sight, parts, shared_attention
+from fugaku_megatron.nn.torch_ops import TorchOps
+from tests.helpers import small_run
+from tests.kernels.test_attention import document_starts
+from tests.recording import RecordingComm
+from tests.threads import ThreadWorld
+
+NATIVE, HEADS = NativeOps(kernels), Heads(4, 2, 8)
+S, SAMPLES = 96, 2
+KEY = DropoutKey(7, 3, 2, sample_dim=0)
+SIGHTS = {"causal": Sight(S), "window": Sight(S, 9), "documents": Sight(S, None, document_starts(S, SAMPLES, 3)),
+          "both": Sight(S, 20, document_starts(S, SAMPLES, 8))}
+
+
+def pairs(sight, queries, keys):
+    """Pairs of a query and a key that it sees, of the first sample."""
+    query, key = torch.arange(queries.start, queries.stop)[:, None], torch.arange(keys.start, keys.stop)
+    distance, starts = query - key, torch.zeros(sight.length, dtype=torch.int32) if sight.starts is None else sight.starts[0]
+    seen = (distance >= 0) & (distance < (sight.window or sight.length)) & (key >= starts[query])
+    return int(seen.sum())
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_causal_work_is_the_same_on_every_rank_and_complete(ranks):
+    s = 240 * ranks
+    sight = Sight(s)
+    work = [sum(pairs(sight, part.queries, part.keys) for part in parts(sight, runs_of(rank, ranks, s), range(s)))
+            for rank in range(ranks)]
+    assert set(work) == {s * (s + 1) // 2 // ranks}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", list(SIGHTS))
+def test_parts_hold_every_pair_and_begin_and_end_with_one(name, ranks):
+    sight = SIGHTS[name]
+    for rank in range(ranks):
+        runs = runs_of(rank, ranks, S)
+        for other in range(ranks):
+            for keys in runs_of(other, ranks, S):
+                found = list(parts(sight, runs, keys))
+                assert all(part.rows.stop - part.rows.start == len(part.queries) for part in found)
+                if SAMPLES == 1 or sight.starts is None:
+                    want = sum(pairs(sight, run, keys) for run in runs)
+                    assert sum(pairs(sight, part.queries, part.keys) for part in found) == want
+                    assert all(pairs(sight, part.queries[:1], part.keys) for part in found)
+                    assert all(pairs(sight, part.queries, part.keys[-1:]) for part in found)
+
+
+def test_heads_of_whole_sequences_are_the_same_work_for_any_documents():
+    """Exchanged heads: every rank has the same queries and keys, so only the number of heads counts."""
+    run = small_run(context_parallel_size=4, num_attention_heads=8, hidden_size=64)
+    assert set(context_ways(run)) == {"a2a"} and Layout.from_run(run, 4).cp == 4
+
+    def heads(comm):
+        x = torch.arange(S // 4 * 2 * 64, dtype=torch.float32).view(S // 4, 2, 64)
+        assert torch.equal(to_rows(to_heads(x, comm), comm), x)
+        return to_heads(x, comm).shape
+
+    assert set(ThreadWorld(4).run(heads)) == {(S, 2, 16)}
+
+
+def computed(comm, qkv, dout, call, backend, way):
+    """(out, dqkv) of all ranks in the order of the sequence, and what this rank sent: verb -> bytes."""
+    observed = RecordingComm(comm)
+    own = of_ranks(qkv, comm.size).chunk(comm.size)[comm.rank].clone().requires_grad_()
+    out = shared_attention(backend, own, call, observed, way)
+    out.backward(of_ranks(dout, comm.size).chunk(comm.size)[comm.rank])
+    sent = {verb: size for (_, verb), (_, size) in observed.tally().items()}
+    whole = [comm.all_gather(x.new_empty(comm.size * len(x), *x.shape[1:]), x.contiguous()) for x in (out.detach(), own.grad)]
+    return [in_order(x, comm.size) for x in whole], sent
+
+
+def tensors(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+    return (torch.randn(S, SAMPLES, width, generator=generator).to(dtype) for width in ((4 + 2 * 2) * 8, 4 * 8))
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize(("ranks", "way", "name"), [
+    (2, "p2p", "causal"), (4, "p2p", "both"), (3, "p2p", "documents"), (8, "p2p", "window"), (2, "allgather", "both"),
+    (4, "allgather", "causal"), (4, "allgather", "documents"), (3, "allgather", "window")])
+def test_ranks_make_what_one_rank_makes(ranks, way, name, backend):
+    ops = NATIVE if backend == "native" else TorchOps(kernels)
+    (qkv, dout), call = tensors(), SharedCall(HEADS, SIGHTS[name], 0.25, KEY)
+    leaf = qkv.clone().requires_grad_()
+    want = ops.attention(leaf, 8, 0.25, KEY, 2, call.sight.window, call.sight.starts)
+    want.backward(dout)
+    for found, _ in ThreadWorld(ranks).run(computed, qkv, dout, call, ops, way):
+        torch.testing.assert_close(found[0], want.detach(), rtol=0, atol=2e-6)
+        torch.testing.assert_close(found[1], leaf.grad, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("way", ["p2p", "allgather"])
+def test_ranks_in_bf16(way):
+    (qkv, dout), call = tensors(torch.bfloat16), SharedCall(HEADS, SIGHTS["both"], 0.0, KEY)
+    leaf = qkv.clone().requires_grad_()
+    want = NATIVE.attention(leaf, 8, 0.0, KEY, 2, call.sight.window, call.sight.starts)
+    want.backward(dout)
+    for found, _ in ThreadWorld(4).run(computed, qkv, dout, call, NATIVE, way):
+        torch.testing.assert_close(found[0], want.detach(), rtol=0, atol=0.03)
+        torch.testing.assert_close(found[1], leaf.grad, rtol=0, atol=0.06)
+
+
+def sent_by_ranks(ranks, starts):
+    """Bytes that each rank sends with p2p, forward and backward."""
+    (qkv, dout), call = tensors(), SharedCall(HEADS, Sight(S, None, starts), 0.0, KEY)
+    return [sent.get("send", 0) for _, sent in ThreadWorld(ranks).run(computed, qkv, dout, call, NATIVE, "p2p")]
+
+
+def test_parts_without_a_common_document_exchange_nothing():
+    part = S // 8
+    starts = (torch.arange(S, dtype=torch.int32) // part * part).repeat(SAMPLES, 1)
+    assert sent_by_ranks(4, starts) == [0, 0, 0, 0]
+    starts[:, part : 2 * part] = part - 3  # part 1, of rank 1, sees three tokens of part 0, of rank 0
+    bytes = 3 * SAMPLES * 2 * 2 * 8 * 4  # of keys, which are sent again in backward, and of their gradients
+    starts[:, part - 3 : part] = part - 3
+    assert sent_by_ranks(4, starts) == [2 * bytes, bytes, 0, 0]
+
+
+def test_keys_that_come_later_are_not_sent():
+    """Rank i sends its early part to 3 others and its late part to i, twice, and gradients of 3 early and 3 - i late parts."""
+    part = S // 8 * SAMPLES * 2 * 2 * 8 * 4
+    assert sent_by_ranks(4, None) == [(2 * (3 + rank) + 3 + 3 - rank) * part for rank in range(4)]
+
+
+@pytest.mark.parametrize(("heads", "groups", "given", "ways"), [
+    (8, 8, None, "a2a a2a"), (6, 6, None, "p2p p2p"), (8, 2, None, "a2a a2a"), (12, 3, None, "p2p p2p"),
+    (8, 8, ("p2p",), "p2p p2p"), (6, 6, ("a2a+p2p", "allgather"), "p2p allgather")])
+def test_which_way_a_layer_takes(heads, groups, given, ways):
+    run = small_run(num_layers=2, hidden_size=96, num_attention_heads=heads, kv_channels=8, group_query_attention=True,
+                    num_query_groups=groups, context_parallel_size=4, cp_comm_type=given)
+    Layout.from_run(run, 4)
+    assert " ".join(context_ways(run)) == ways
+
+
+def test_heads_that_do_not_divide_are_one_line():
+    run = small_run(num_attention_heads=6, hidden_size=48, context_parallel_size=4, cp_comm_type=("a2a",))
+    with pytest.raises(ValueError, match="6 is not divisible by .*--cp-comm-type a2a.* or pass --cp-comm-type p2p"):
+        Layout.from_run(run, 4)
