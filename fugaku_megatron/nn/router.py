@@ -98,14 +98,18 @@ def evenly(logits: Tensor) -> Tensor:
     return columns * cost * rows.unsqueeze(1)
 
 
-def balancing_scores(logits: Tensor, model: ModelConfig) -> tuple[Tensor, Tensor]:
-    """What balancing losses count, two of (rows, e): scores that sum to 1, and 1 for each token's best experts by these alone."""
+def balancing_scores(logits: Tensor, chosen: Tensor, model: ModelConfig) -> tuple[Tensor, Tensor]:
+    """What balancing losses count, two of (rows, e): scores that sum to 1, and 1 for each token's best experts by these alone.
+
+    chosen (rows, k): each token's experts, which are the best unless a bias or groups took part in the choice.
+    """
     if model.moe_router_score_function == SIGMOID:
         scores = torch.sigmoid(logits)
         scores = scores / (scores.sum(-1, keepdim=True) + NORMALIZER)
     else:
         scores = torch.softmax(logits, -1)
-    chosen = scores.detach().topk(model.moe_router_topk).indices
+    if model.moe_router_enable_expert_bias or model.moe_router_num_groups:
+        chosen = scores.detach().topk(model.moe_router_topk).indices
     return scores, torch.zeros_like(scores).scatter_(1, chosen, 1.0)
 
 
@@ -147,7 +151,7 @@ class Router(nn.Module):
         counts = torch.bincount(chosen.flatten(), minlength=logits.shape[1]).float()
         load = torch.cat((counts, torch.zeros(2))).double()
         if torch.is_grad_enabled():
-            scores = self._with_losses(scores, logits, x.shape[1], forward_pass, load)
+            scores = self._with_losses(scores, logits, chosen, x.shape[1], forward_pass, load)
             if self.expert_bias is not None:
                 scores = _Counted.apply(ops, scores, counts, self.expert_bias)
         self.loads[forward_pass.first_sample] = load
@@ -160,7 +164,8 @@ class Router(nn.Module):
             return evenly(logits)
         return evenly(gather_sequence(logits, sequence)).view(sequence.size, *logits.shape)[sequence.rank]
 
-    def _with_losses(self, scores: Tensor, logits: Tensor, samples: int, forward_pass: Pass, load: Tensor) -> Tensor:
+    def _with_losses(self, scores: Tensor, logits: Tensor, chosen: Tensor, samples: int, forward_pass: Pass,
+                     load: Tensor) -> Tensor:
         """The scores (rows, k), whose backward computes the gradients of the losses of logits (rows, e); these go into `load`."""
         model, sequence = self.context.model, self.context.sequence
         ranks = sequence.size if sequence else 1
@@ -169,7 +174,7 @@ class Router(nn.Module):
             load[-1] = z_loss.detach()
             scores = _WithLoss.apply(scores, model.moe_z_loss_coeff * z_loss, forward_pass.balance_factor)
         for kind, factor in model.balances:
-            shares, hits = balancing_scores(logits, model)
+            shares, hits = balancing_scores(logits, chosen, model)
             parts = samples if kind == SEQUENCE_AUX else 1  # a sequence's experts count as experts of their own
             shares, counts = shares.reshape(len(shares) // parts, -1), hits.reshape(len(hits) // parts, -1).sum(0)
             if sequence:
