@@ -44,7 +44,7 @@ py::dict arena_stats() {
 FM_BIND(arena) {
   using namespace py::literals;
   module.def("use_arena", &use_arena, "bytes"_a,
-             "Serve torch's large CPU tensors from now on, in the whole process, from memory that is never given back "
+             "Serve torch's large CPU tensors from now on, in the whole process, from memory that is never returned "
              "(arena.h); `bytes` of\n"
              "addresses are reserved at the first call. False when the system refuses.");
   module.def(

@@ -70,7 +70,7 @@ void add_position_backward(py::handle dout_object, py::handle dtable_object) {
 const char EMBEDDING_DOC[] = R"(out = table[tokens - first_row], zeros for tokens of other ranks' rows.
 
 tokens: int64, any shape; table: (rows, h); out: (..., h) with a row per token, table's dtype. vocabulary: size of the whole table;
-when given, a token outside is a ValueError.)";
+where it is passed, a token outside is a ValueError.)";
 
 }  // namespace
 

@@ -340,7 +340,7 @@ FM_BIND(gemm) {
              "Rows may be strided. packed: the weight from pack_weight. fp16_chunk and bf16x3 as in gemm.");
   module.def("linear_data_gradient", &linear_data_gradient, "grad_output"_a, "weight"_a, "out"_a, "activation_input"_a = none,
              "activation"_a = "gelu", "packed"_a = none, "fp16_chunk"_a = 0, "bf16x3"_a = false,
-             "out (M, K) = grad_output (M, N) weight (N, K), times f'(activation_input (M, K)) when given, which may be "
+             "out (M, K) = grad_output (M, N) weight (N, K), times f'(activation_input (M, K)) where it is passed, which may be "
              "out. activation: f as in activate. dtypes and strides as in\n"
              "linear_forward. packed: the weight from pack_weight(transposed=True). fp16_chunk and bf16x3 as in gemm.");
   module.def("linear_weight_gradient", &linear_weight_gradient, "grad_output"_a, "x"_a, "weight_gradient"_a,
@@ -348,7 +348,7 @@ FM_BIND(gemm) {
              "weight_gradient (N, K) += grad_output (M, N)^T x (M, K) and bias_gradient (N,) += column sums of "
              "grad_output, both\n"
              "float32. grad_output and x have one floating dtype; rows may be strided. fp16_chunk and bf16x3 as in gemm, for the "
-             "product.");
+             "matmul.");
   module.def("grouped_linear_forward", &grouped_linear_forward, "x"_a, "weight"_a, "counts"_a, "out"_a, "fp16_chunk"_a = 0,
              "out (M, N) = x (M, K) weight[i]^T for each group i of consecutive rows, counts[i] of them, which may be 0. weight "
              "(groups, N, K) and\n"

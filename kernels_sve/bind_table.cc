@@ -89,7 +89,7 @@ With e and e_out, bytes of an element of its first floating operand and of its l
 row.)";
 
 const char COST_DOC[] =
-    R"(cost(name, **sizes): (flops, bytes) for these sizes. e is 4 unless given, e_out is e and dx is 1.)";
+    R"(cost(name, **sizes): (flops, bytes) for these sizes. e is 4 by default, e_out is e and dx is 1.)";
 
 const char FLOPS_DOC[] =
     R"(flops(name, *args, **kwargs): operations of the call name(*args, **kwargs), multiplies and adds counted apart.
@@ -97,7 +97,7 @@ const char FLOPS_DOC[] =
 0 where memory bounds a kernel, and for a function that is no kernel of the table.)";
 
 const char BYTES_DOC[] =
-    R"(bytes(name, *args, **kwargs): bytes that the call must read and write at least once; 0 for what is no kernel.)";
+    R"(bytes(name, *args, **kwargs): bytes that the call must read and write at least once; 0 for a name that is not a kernel.)";
 
 }  // namespace
 

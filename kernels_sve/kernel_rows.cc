@@ -163,7 +163,8 @@ bool solve(const KernelRow& row, const Dimension& dimension, Sizes& sizes, std::
     }
   }
   if (unknown ? product && dimension.size % product : product != dimension.size)
-    fail(row, "a dimension of " + std::to_string(dimension.size) + " beside a factor of " + std::to_string(product));
+    fail(row, "a dimension of " + std::to_string(dimension.size) + (unknown ? ", which is not a multiple of " : " instead of ") +
+                  std::to_string(product));
   if (unknown && product) {
     const int64_t quotient = dimension.size / product - value_of(unknown->plus, sizes);
     *sizes.find(unknown->symbol) = static_cast<double>(quotient / unknown->times);

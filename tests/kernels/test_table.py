@@ -159,7 +159,7 @@ def test_wrong_shapes_and_sizes_are_value_errors():
         (lambda: table.sizes("active"), "no kernel of the table is called active"),
         (lambda: table.cost("active"), "no kernel of the table is called active"),
         (lambda: table.flops("linear_forward", torch.empty(4, 6), torch.empty(5, 7), torch.empty(4, 5)),
-         r"linear_forward: expected shapes x \(m, k\), weight \(n, k\), out \(m, n\), got a dimension of 7 beside a factor of 6"),
+         r"linear_forward: expected shapes x \(m, k\), weight \(n, k\), out \(m, n\), got a dimension of 7 instead of 6"),
         (lambda: table.flops("linear_forward", torch.empty(4), torch.empty(5, 6)), "got x with 1 dimensions"),
         (lambda: table.flops("linear_forward", torch.empty(4, 6)), "got none that tells n"),
         (lambda: table.cost("activate", rows=3), "sizes: expected cols, got none"),
