@@ -128,10 +128,10 @@ LIMIT = 3  # s without a sign of life
 
 @pytest.mark.full
 def test_a_rank_whose_experts_get_all_tokens_is_named_and_not_taken_for_a_hang(mpich, tmp_path):
-    """Weights near 0 make all scores equal, of which every token takes the same one. An iteration takes longer than the limit."""
+    """Weights that round to 0 make all scores equal, so that every token takes the same one. An iteration exceeds the limit."""
     sizes = {"hidden-size": 512, "num-layers": 1, "num-attention-heads": 4, "seq-length": 1024, "vocab-size": 96,
              "micro-batch-size": 1, "global-batch-size": 20, "num-experts": 4, "moe-ffn-hidden-size": 4096, "moe-router-topk": 1,
-             "expert-model-parallel-size": 2, "train-iters": 1, "lr": 1e-30, "min-lr": 0, "init-method-std": 1e-12,
+             "expert-model-parallel-size": 2, "train-iters": 1, "lr": 1e-30, "min-lr": 0, "init-method-std": 1e-46,
              "hang-timeout-in-secs": LIMIT, "log-interval": 1, "eval-iters": 0, "kernels": "native", "save": tmp_path}
     flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     job = mpich.run(2, PROGRAM, *flags, "--mock-data", "--swiglu", "--disable-bias-linear", "--moe-router-pre-softmax",
