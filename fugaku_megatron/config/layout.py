@@ -72,7 +72,7 @@ class Layout:
     @property
     def edp(self) -> int:
         """Ranks of a stage that hold the same part of the same experts."""
-        return self.dp * self.tp // (self.ep * (self.etp or self.tp))
+        return self.replicas * self.tp // (self.ep * (self.etp or self.tp))
 
     @staticmethod
     def from_run(run: RunConfig, world_size: int) -> Layout:
@@ -96,7 +96,7 @@ class Layout:
               f"--tensor-model-parallel-size {tp}, into which --sequence-parallel cuts it: change one, or leave the flag out")
         check_split(run)
         dp = world_size // (tp * pp * cp)
-        layout = Layout(world_size, tp, pp, dp, *_expert_sizes(run, dp), cp)
+        layout = Layout(world_size, tp, pp, dp, *_expert_sizes(run, dp * cp), cp)
         for size in sizes_of(run, layout.global_batch_size(run)).sizes():
             layout.microbatches(run, size)
         micro, batch = run.training.eval_micro_batch_size, layout.eval_batch_size(run)
@@ -152,7 +152,6 @@ def _check_context(run: RunConfig, cp: int, tp: int) -> None:
     model, name = run.model, f"--context-parallel-size {cp}"
     if cp == 1:
         return
-    check(not model.num_experts, f"{name} is not built for --num-experts: leave one of them out")
     check(not model.qk_layernorm_all_heads, f"{name} is not built for --qk-layernorm-all-heads: leave one of them out")
     parts = 2 * cp * sequence_parts(run, tp)
     check(model.seq_length % parts == 0, f"--seq-length {model.seq_length} is not divisible by {parts}, two parts for each of "
@@ -192,16 +191,17 @@ def group_copies(groups: int, cp: int) -> int:
 
 
 def _expert_sizes(run: RunConfig, dp: int) -> tuple[int, int | None]:
-    """(ep, etp) of a layout with this data-parallel size. Raises ValueError where the experts or the ranks do not divide."""
+    """(ep, etp) of a layout with dp ranks that have the same weights. Raises ValueError where experts or ranks do not divide."""
     parallel, experts = run.parallel, run.model.num_experts
     tp, ep, etp = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
     if not parallel.divides_experts:
         return 1, None
     flags = f"--expert-model-parallel-size {ep}" + f" x --expert-tensor-parallel-size {etp}" * (etp is not None)
     check((experts or 0) % ep == 0, f"--num-experts {experts} is not divisible by --expert-model-parallel-size {ep}: change one")
-    together = ep * (etp or tp)
-    check(dp * tp % together == 0, f"{flags} is {together} ranks for all experts, which do not divide data-parallel size {dp} x "
-          f"tensor-parallel size {tp} = {dp * tp} ranks of a stage: change one, or start more ranks")
+    cp, together = parallel.context_parallel_size, ep * (etp or tp)
+    shared = f" x --context-parallel-size {cp}" * (cp > 1)
+    check(dp * tp % together == 0, f"{flags} is {together} ranks for all experts, which do not divide data-parallel size "
+          f"{dp // cp}{shared} x tensor-parallel size {tp} = {dp * tp} ranks of a stage: change one, or start more ranks")
     return ep, etp
 
 

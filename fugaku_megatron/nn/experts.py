@@ -59,11 +59,10 @@ class Order:
         return self.ops.unpermute(x, self.places)
 
 
-def kept(scores: Tensor, chosen: Tensor, model: ModelConfig) -> Tensor | None:
-    """Which pairs (rows, k) their experts have room for, None for all: capacity is the mean number of pairs times its factor."""
+def kept(scores: Tensor, chosen: Tensor, model: ModelConfig) -> Tensor:
+    """Which pairs (rows, k) their experts have room for: capacity is the mean number of pairs times its factor."""
     factor, experts = model.moe_expert_capacity_factor, model.num_experts
-    if factor is None or experts is None:
-        return None
+    assert factor is not None and experts is not None, "called where experts have a capacity"
     capacity = math.ceil(chosen.numel() / experts * factor)
     numbers = chosen.flatten()
     ranking = scores.detach().flatten().argsort(descending=True, stable=True)
@@ -225,7 +224,7 @@ class Experts(nn.Module):
         if context.ep is not None and context.etp is not None:
             return self._exchanged(x, scores, chosen, forward_pass, context.ep, context.etp)
         whole, scores, chosen = self._whole(x, scores, chosen)
-        order = Order.of(self._ops, chosen, self._experts, self._kept(scores, chosen, forward_pass))
+        order = Order.of(self._ops, chosen, self._experts, self._kept(scores, chosen, forward_pass, None))
         out = self._computed(whole, scores, order, forward_pass)
         out = context.out_of_matmul(out.view(whole.shape), forward_pass.needs_values)
         return out if self.shared_experts is None else out + self.shared_experts(x, forward_pass)
@@ -238,9 +237,15 @@ class Experts(nn.Module):
     def _experts(self) -> int:
         return self.context.model.num_experts or 0
 
-    def _kept(self, scores: Tensor, chosen: Tensor, forward_pass: Pass) -> Tensor | None:
-        """`kept` of the whole sequence, whose scores and choices (rows, k) these are; None in generation."""
-        return None if forward_pass.rows is not None else kept(scores, chosen, self.context.model)
+    def _kept(self, scores: Tensor, chosen: Tensor, forward_pass: Pass, part: Comm | None) -> Tensor | None:
+        """What `kept` says of the whole sequence, the rows of these scores and choices (rows, k); None in generation.
+
+        part: tensor-parallel ranks that have other rows of it, None where there are none.
+        """
+        context = self.context
+        if forward_pass.rows is not None or context.model.moe_expert_capacity_factor is None:
+            return None
+        return context.of_whole_sequence(lambda every, choices: kept(every, choices, context.model), scores, chosen, part=part)
 
     def _computed(self, x: Tensor, scores: Tensor, order: Order, forward_pass: Pass) -> Tensor:
         """Of x (..., h) with scores (rows, k) the sum of score times expert (rows, h), of this rank's part of its experts."""
@@ -255,7 +260,7 @@ class Experts(nn.Module):
         far = ep.size > 1 and not ep.inside_node
         groups = exchanged_groups(self._experts // ep.size) if far else 1
         numbers = Route.numbers(self._experts, groups, ep.size)
-        order = Order.of(self._ops, numbers[chosen], self._experts, self._kept_here(scores, chosen, forward_pass))
+        order = Order.of(self._ops, numbers[chosen], self._experts, self._kept(scores, chosen, forward_pass, self.context.sequence))
         routes, needs_values = Route.of(self._ops, order.counts, groups, ep, etp), forward_pass.needs_values
         there, back = (GroupedExchange([route.there for route in routes], overlaps)
                        for overlaps in (far or self.shared_experts is not None, far))
@@ -275,14 +280,6 @@ class Experts(nn.Module):
     def _shared(self, parts: Sequence[Tensor], forward_pass: Pass) -> list[Tensor]:
         """The shared expert, if there is one, of parts of the sequence (s, b, h)."""
         return [] if self.shared_experts is None else [self.shared_experts(part, forward_pass) for part in parts]
-
-    def _kept_here(self, scores: Tensor, chosen: Tensor, forward_pass: Pass) -> Tensor | None:
-        """The rows of this rank's part of the sequence of what `kept` says of the whole."""
-        sequence = self.context.sequence
-        if sequence is None or self.context.model.moe_expert_capacity_factor is None:
-            return self._kept(scores, chosen, forward_pass)
-        keep = self._kept(gather_sequence(scores, sequence), gather_sequence(chosen, sequence), forward_pass)
-        return None if keep is None else keep.view(sequence.size, *chosen.shape)[sequence.rank]
 
     def _whole(self, x: Tensor, scores: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The same of the whole sequence, whose gradients are summed over tensor-parallel ranks: each has a part of f."""

@@ -9,6 +9,7 @@ dimension is whole, and the whole sequence where that is split over tensor-paral
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..comm.autograd import RowBlocks, copy_to_tensor_parallel, reduce_from_tensor_parallel, reduce_scatter_to_sequence_parallel
+from ..comm.autograd import (
+    RowBlocks,
+    copy_to_tensor_parallel,
+    gather_sequence,
+    reduce_from_tensor_parallel,
+    reduce_scatter_to_sequence_parallel,
+)
 from ..comm.base import Comm
 from ..comm.grid import ALONE
 from ..config.groups import A2A
@@ -28,7 +35,7 @@ from .adapters import Adapter
 from .ops import DropoutKey, Ops
 from .parameter import make_parameter, spec_of
 from .passes import Pass, rotary_angles
-from .sequence_ranks import own_runs
+from .sequence_ranks import in_order, of_ranks, own_runs
 from .sequence_ranks import positions as own_positions
 from .shared import Angles
 from .torch_blocks import derived
@@ -66,6 +73,30 @@ class Context:
     def sequence(self) -> Comm | None:
         """The ranks that share the sequence, None where every rank has the whole of it."""
         return self.tp if self.sequence_parallel and self.tp.size > 1 else None
+
+    @property
+    def sequence_shares(self) -> int:
+        """Ranks whose activations between the matmuls are one sequence together."""
+        return self.cp.size * (self.sequence.size if self.sequence else 1)
+
+    def sum_over_sequence(self, x: Tensor) -> None:
+        """Sum x (any shape), of this rank's activations between the matmuls, over all that are one sequence, in place."""
+        for comm in (self.sequence, self.cp):
+            if comm is not None:
+                comm.all_reduce(x)
+
+    def of_whole_sequence(self, of_rows: Callable[..., Tensor], *parts: Tensor, part: Comm | None) -> Tensor:
+        """This rank's rows of of_rows(whole, ...): parts (rows, ...) are those of all ranks then, in the order of the sequence.
+
+        part: the tensor-parallel ranks where they have parts of it, else None. Nothing has a gradient.
+        """
+        cp, rows = self.cp, len(parts[0])
+        gathered = [gather_sequence(gather_sequence(x.detach(), part), cp if cp.size > 1 else None) for x in parts]
+        if cp.size == 1:
+            whole = of_rows(*gathered)
+        else:
+            whole = of_ranks(of_rows(*(in_order(x, cp.size) for x in gathered)), cp.size)
+        return whole.view(cp.size, -1, rows, *whole.shape[1:])[cp.rank, part.rank if part else 0]
 
     @property
     def blocks(self) -> RowBlocks | None:

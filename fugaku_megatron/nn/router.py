@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.autograd import gather_sequence
 from ..config.experts_config import SEQUENCE_AUX, SIGMOID
 from ..config.run_config import ModelConfig
 from .expert_ops import NORMALIZER
@@ -159,29 +158,25 @@ class Router(nn.Module):
 
     def _ranks(self, logits: Tensor) -> Tensor:
         """`evenly` of the whole micro-batch, the rows of this rank's part (rows, e)."""
-        logits, sequence = logits.detach(), self.context.sequence
-        if sequence is None:
-            return evenly(logits)
-        return evenly(gather_sequence(logits, sequence)).view(sequence.size, *logits.shape)[sequence.rank]
+        return self.context.of_whole_sequence(evenly, logits, part=self.context.sequence)
 
     def _with_losses(self, scores: Tensor, logits: Tensor, chosen: Tensor, samples: int, forward_pass: Pass,
                      load: Tensor) -> Tensor:
         """The scores (rows, k), whose backward computes the gradients of the losses of logits (rows, e); these go into `load`."""
-        model, sequence = self.context.model, self.context.sequence
-        ranks = sequence.size if sequence else 1
+        model, ranks = self.context.model, self.context.sequence_shares
+        balance_factor = forward_pass.balance_factor * self.context.cp.size  # gradients are averaged over the ranks of a sequence
         if model.moe_z_loss_coeff:
             z_loss = torch.logsumexp(logits, -1).square().mean() / ranks
             load[-1] = z_loss.detach()
-            scores = _WithLoss.apply(scores, model.moe_z_loss_coeff * z_loss, forward_pass.balance_factor)
+            scores = _WithLoss.apply(scores, model.moe_z_loss_coeff * z_loss, balance_factor)
         for kind, factor in model.balances:
             shares, hits = balancing_scores(logits, chosen, model)
             parts = samples if kind == SEQUENCE_AUX else 1  # a sequence's experts count as experts of their own
             shares, counts = shares.reshape(len(shares) // parts, -1), hits.reshape(len(hits) // parts, -1).sum(0)
-            if sequence:
-                sequence.all_reduce(counts)
+            self.context.sum_over_sequence(counts)
             loss = balancing_loss(shares, counts, ranks * len(shares), model.moe_router_topk) / parts**2
             load[-2] += loss.detach()
-            scores = _WithLoss.apply(scores, factor * loss, forward_pass.balance_factor)
+            scores = _WithLoss.apply(scores, factor * loss, balance_factor)
         return scores
 
     def take_load(self) -> Tensor:

@@ -331,7 +331,7 @@ def gather_loads(stage: Stage, run: RunConfig, groups: Groups, microbatches: int
         groups.tp.all_reduce(table)
     groups.dp.all_reduce(table)
     groups.pp.all_reduce(table)
-    table[:, -2:] /= microbatches * groups.dp.size
+    table[:, -2:] /= microbatches * groups.data_size  # shares of the ranks of a sequence add up
     return table
 
 

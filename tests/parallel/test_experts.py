@@ -25,7 +25,7 @@ from fugaku_megatron.perf import software, work
 from fugaku_megatron.training import rank_watch
 from fugaku_megatron.training.session import Session
 from fugaku_megatron.training.train import Trainer
-from tests.helpers import OVERLAP, PP2, TP2, grid_groups, make_trainer, mock, small_run, train, whole_tensors
+from tests.helpers import CP2, CP4, OVERLAP, P2P, PP2, TP2, grid_groups, make_trainer, mock, small_run, train, whole_tensors
 from tests.parallel.test_accounting import check_bytes, check_flops, check_kept, check_parameters, expected_traffic, held_bytes
 from tests.recording import record
 from tests.threads import ThreadComm, ThreadWorld
@@ -326,6 +326,9 @@ DIVIDED = {
     "EP2": (2, EP2), "EP2, ZeRO-1, overlap": (4, {**EP2, **OVERLAP}), "EP4": (4, {**EP4, **ZERO}),
     "EP2 x TP2": (4, {**EP2, **SEQUENCE}), "EP2 x TP2 of whole experts": (4, {**EP2, **ETP1, **ZERO}),
     "EP4 over TP2 and DP2": (4, {**EP4, **ETP1}), "whole experts": (2, ETP1),
+    "CP2 of whole experts": (2, CP2), "CP2 x EP2": (2, {**CP2, **EP2, **P2P}),
+    "CP2 x EP4 x TP2": (8, {**CP2, **EP4, **ETP1, **ZERO}),
+    "CP2 x EP2 x zbv": (4, {**CP2, **EP2, **PP2, "pipeline_schedule": "zbv"}),
     "EP2 in a node": (4, {**EP2, **ZERO}),
     "EP2, recompute": (2, {**EP2, "recompute_granularity": "full"}), "EP2, torch": (2, {**EP2, "kernels": "torch"}),
     "EP2 x PP2 x DP4": (8, {**EP2, **PP2, **ZERO}),
@@ -385,7 +388,8 @@ PLAIN = {"swiglu": False, "squared_relu": True}
 EVEN = {**EXPERTS, **SHARED, **SINKHORN, "moe_z_loss_coeff": 0.01, "moe_layer_freq": "[0]+[1]*3"}
 
 
-@pytest.mark.parametrize(("world", "changes"), [(2, SEQUENCE), (4, {**EP2, **PP2, **OVERLAP, "pipeline_schedule": "zb-h1"})])
+@pytest.mark.parametrize(("world", "changes"), [(2, SEQUENCE), (4, {**CP4, **EP2}),
+                                                (4, {**EP2, **PP2, **OVERLAP, "pipeline_schedule": "zb-h1"})])
 @pytest.mark.parametrize("kind", [{**ALL, **PLAIN}, EVEN], ids=["without gates", "sinkhorn"])
 def test_other_experts_train_the_same_in_every_layout(world, changes, kind):
     alone = figures(SoloComm(), small_run(**kind))
@@ -393,7 +397,8 @@ def test_other_experts_train_the_same_in_every_layout(world, changes, kind):
         assert found == pytest.approx(alone, rel=2e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize("changes", [{**SEQUENCE, **PP2}, {**EP2, **SEQUENCE, **ZERO}, {**EP4, **ETP1}])
+@pytest.mark.parametrize("changes", [{**SEQUENCE, **PP2}, {**EP2, **SEQUENCE, **ZERO}, {**EP4, **ETP1}, CP4,
+                                     {**CP2, **EP2, **SEQUENCE}])
 @pytest.mark.parametrize("policy", ["probs", "position"])
 def test_capacity_is_the_same_in_every_layout(policy, changes):
     run = {**ALL, "moe_expert_capacity_factor": 1.0, "moe_token_drop_policy": policy}
@@ -404,7 +409,8 @@ def test_capacity_is_the_same_in_every_layout(policy, changes):
 
 @pytest.mark.full
 @pytest.mark.parametrize("capacity", [None, 1.0])
-@pytest.mark.parametrize("case", ["EP2", "EP4", "EP2 x TP2", "EP2 x PP2 x DP4", "interleaved", "zb-h1", "zbv"])
+@pytest.mark.parametrize("case", ["EP2", "EP4", "EP2 x TP2", "EP2 x PP2 x DP4", "interleaved", "zb-h1", "zbv",
+                                  "CP2 x EP2", "CP2 x EP4 x TP2", "CP2 x EP2 x zbv"])
 def test_ten_losses_of_divided_experts(case, capacity):
     run, (world, changes) = {**ALL, "lr": 1e-3, "moe_expert_capacity_factor": capacity}, DIVIDED[case]
     alone = [result.loss for result in train(SoloComm(), small_run(**run), 10)]
@@ -439,6 +445,7 @@ MOVES = {
     "EP4 over TP2 to EP2 of DP4": ((4, {**EP4, **ETP1, **ZERO}), (4, EP2)),
     "EP2 x PP2 to whole experts": ((4, {**EP2, **PP2}), (2, ETP1)),
     "zbv to interleaved": (DIVIDED["zbv"], DIVIDED["interleaved"]), "interleaved to zb-h1": (DIVIDED["interleaved"], ZB_H1),
+    "CP4 x EP2 to one rank": ((4, {**CP4, **EP2}), (1, {})),
     "zb-h1 to EP2 x TP2": (ZB_H1, DIVIDED["EP2 x TP2"])}
 
 
