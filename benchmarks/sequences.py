@@ -14,7 +14,7 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from fugaku_megatron.config.groups import A2A, CONTEXT_WAYS
+from fugaku_megatron.config.groups import A2A, CONTEXT_WAYS, P2P
 from fugaku_megatron.perf import machine, model, software
 
 from . import core, jobs, shapes
@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq-length", type=int, default=65536, help="tokens of a sample (default: %(default)s)")
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"))
     parser.add_argument("--ranks", type=int, default=2, help="that share the sequence (default: %(default)s)")
-    parser.add_argument("--cp-comm-type", nargs="+", default=[A2A], choices=CONTEXT_WAYS, metavar="TYPE",
-                        help=f"of {', '.join(CONTEXT_WAYS)} (default: {A2A})")
+    parser.add_argument("--cp-comm-type", nargs="+", default=[A2A, P2P], choices=CONTEXT_WAYS, metavar="TYPE",
+                        help=f"of {', '.join(CONTEXT_WAYS)} (default: {A2A} {P2P})")
     parser.add_argument("--recompute", action="store_true", help="compute all layers again in backward")
     parser.add_argument("--rounds", type=int, default=1, help="jobs of each layout, in turn (default: %(default)s)")
     jobs.add_threads(parser)

@@ -45,7 +45,7 @@ from fugaku_megatron.comm.launch import run_or_abort
 from fugaku_megatron.comm.mpi import MPIComm
 from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.checks import check
-from fugaku_megatron.config.groups import A2A, CONTEXT_WAYS
+from fugaku_megatron.config.groups import A2A, CONTEXT_WAYS, P2P
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.host.observed import NONBLOCKING, PHASES, REDUCTIONS, VERBS, Observed, Phases
@@ -87,8 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_argument("--tensor-parallel", action="store_true", help="the hosts share each layer's matrices instead of the batch")
     shared.add_argument("--context-parallel", action="store_true", help="the hosts share each sequence instead of the batch")
     shared.add_argument("--experts", action="store_true", help="the hosts have different experts")
-    parser.add_argument("--cp-comm-type", nargs="+", default=[A2A], choices=CONTEXT_WAYS, metavar="TYPE",
-                        help=f"with --context-parallel: of {', '.join(CONTEXT_WAYS)} (default: {A2A})")
+    parser.add_argument("--cp-comm-type", nargs="+", default=[A2A, P2P], choices=CONTEXT_WAYS, metavar="TYPE",
+                        help=f"with --context-parallel: of {', '.join(CONTEXT_WAYS)} (default: {A2A} {P2P})")
     parser.add_argument("--own-cores", action="store_true", help="a core for each host, which computes and communicates on it")
     parser.add_argument("--seq-length", type=int, help=f"(default: {TOKENS}, with --context-parallel {LONG_TOKENS}, with --experts "
                         f"{EXPERT_TOKENS})")

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..config.groups import A2A, MOMENT_BLOCK, MOMENT_BYTES, P2P
+from ..config.groups import A2A, ALLGATHER, MOMENT_BLOCK, MOMENT_BYTES, P2P
 from ..config.layout import Layout, group_copies, placement, sequence_parts
 from ..config.run_config import RunConfig
 from ..pipeline.parts import Held, receives_ahead
@@ -38,7 +38,16 @@ from .accounting import (
     tokens_per_microbatch,
     zero_shards,
 )
-from .activations import FP32_BYTES, Collective, activation_bytes, context_bytes, element_bytes, qkv_bytes, typical_way
+from .activations import (
+    FP32_BYTES,
+    Collective,
+    activation_bytes,
+    context_bytes,
+    element_bytes,
+    key_elements,
+    qkv_bytes,
+    typical_way,
+)
 from .experts import mlp_width, pair_working_bytes, waiting_bytes
 from .orthogonal import matrix_elements
 
@@ -312,7 +321,18 @@ def working_bytes(run: RunConfig, tp: int) -> int:
     """
     whole, widths = activation_bytes(run), 4 if run.parallel.tp_comm_overlap and tp > 1 else 2
     inner = 3 if run.lora.of_mlps(run.model) else 1  # what adapters add is made apart
-    return widths * whole + inner * inner_bytes(run, tp) + (pair_working_bytes(run, tp) if run.model.num_experts else 0)
+    of_mlp = widths * whole + inner * inner_bytes(run, tp) + (pair_working_bytes(run, tp) if run.model.num_experts else 0)
+    return max(of_mlp, key_working_bytes(run, tp))
+
+
+def key_working_bytes(run: RunConfig, tp: int) -> int:
+    """What attention's backward needs where ranks exchange keys: its gradients in FP32, and others' keys with theirs."""
+    cp, way = run.parallel.context_parallel_size, typical_way(run)
+    if cp == 1 or way == A2A:
+        return 0
+    own, low = key_elements(run, tp), element_bytes(run)
+    others = cp * own * (low + 2 * FP32_BYTES) if way == ALLGATHER else own * (2 * low + cp * FP32_BYTES)
+    return others + qkv_bytes(run, tp) // low * FP32_BYTES
 
 
 def posted_bytes(run: RunConfig, tp: int, stage: int) -> int:

@@ -22,7 +22,7 @@ from fugaku_megatron.nn.passes import Pass
 from fugaku_megatron.perf import search, software, work
 from fugaku_megatron.perf.model import System
 from fugaku_megatron.training.train import Trainer
-from tests.helpers import CP2, DROPOUT, OVERLAP, PP2, TP2, TP2PP2, grid_groups, make_trainer, mock, small_run
+from tests.helpers import ALLGATHER, CP2, CP4, DROPOUT, OVERLAP, P2P, PP2, TP2, TP2PP2, grid_groups, make_trainer, mock, small_run
 from tests.llama_models import FAMILIES
 from tests.recording import record
 from tests.threads import ThreadWorld
@@ -165,10 +165,8 @@ def expected_traffic(run, layout, stage: int) -> dict[tuple[str, str], int]:
     return expected
 
 
-def check_bytes(run: RunConfig, world: int, stages: Collection[int] | None = None) -> None:
-    """What every rank, or those of some stages, communicate in an iteration is what accounting says."""
-    layout = Layout.from_run(run, world)
-
+def tallies(run: RunConfig, world: int) -> list[dict[tuple[str, str], tuple[int, int]]]:
+    """Of every rank, (calls, bytes) of an iteration by (group, verb)."""
     def traffic(comm: Comm):
         torch.set_num_threads(1)
         groups = record(grid_groups(comm, run))
@@ -177,9 +175,15 @@ def check_bytes(run: RunConfig, world: int, stages: Collection[int] | None = Non
         trainer.close()
         return groups.tp.tally()
 
+    return ThreadWorld(world).run(traffic)
+
+
+def check_bytes(run: RunConfig, world: int, stages: Collection[int] | None = None) -> None:
+    """What every rank, or those of some stages, communicate in an iteration is what accounting says."""
+    layout = Layout.from_run(run, world)
     loads = run.model.num_layers * (run.model.num_experts + 2) * 8 if run.model.num_experts else 0  # tokens of each
     small = 64 + loads  # bytes: norms, counts and losses
-    for rank, tally in enumerate(ThreadWorld(world).run(traffic)):
+    for rank, tally in enumerate(tallies(run, world)):
         measured = {(verb, group): bytes for (group, verb), (calls, bytes) in tally.items()}
         stage = rank // (layout.tp * layout.cp) % layout.pp
         for key, bytes in expected_traffic(run, layout, stage).items() if stages is None or stage in stages else ():
@@ -194,10 +198,29 @@ BUCKETS = {**OVERLAP, "ddp_bucket_size": 20_000, "grad_reduce_in_bf16": True}
     (1, "gpt", BUCKETS), (2, "gpt", TP2), (2, "gpt", {**PP2, **FULL}), (4, "gpt", {**TP2PP2, **BUCKETS}), (4, "gpt", BUCKETS),
     (8, "gpt", {**TP2PP2, "zero_stage": 1}), (2, "gpt", {**SEQUENCE, **FULL, "tp_comm_overlap": True}),
     (4, "gpt", {**TP2PP2, **SEQUENCE, **FULL}), (8, "gpt", {**TP2PP2, **SEQUENCE, **OVERLAP, "bf16": True}),
-    (4, "qwen3", {**PP2, **CP2}), (4, "gpt", {**CP2, **OVERLAP}),
+    (4, "qwen3", {**PP2, **CP2}), (4, "gpt", {**CP2, **OVERLAP}), (4, "qwen3", {**CP4, **ALLGATHER, "zero_stage": 1}),
+    (8, "gpt", {**CP2, **TP2PP2, **SEQUENCE, **ALLGATHER, "bf16": True}),
     (4, "qwen3", {**TP2PP2, "zero_stage": 1}), (4, "qwen3", {**TP2PP2, **SEQUENCE, "tp_comm_overlap": True})])
 def test_bytes_are_those_communicated(world, model, changes):
     check_bytes(small_run(**MODELS[model], **changes), world)
+
+
+@pytest.mark.parametrize(("world", "changes"), [
+    (2, {**CP2, "bf16": True}), (4, CP4), (4, {**CP4, "window_size": "2,0"}), (8, {**CP4, **TP2, **SEQUENCE})])
+def test_keys_that_are_passed_are_those_counted(world, changes):
+    """Of each rank; a record has those of the rank that sends most."""
+    run = small_run(**changes, **P2P)
+    layout, model, e = Layout.from_run(run, world), run.model, accounting.element_bytes(run)
+    passed = activations.keys_passed(model.seq_length, layout.cp, model.window)
+    of_key = run.batch.micro_batch_size * 2 * model.query_groups // layout.tp * model.kv_channels
+    microbatches = layout.microbatches(run, layout.global_batch_size(run)) * model.num_layers
+    for rank, tally in enumerate(tallies(run, world)):
+        sent, got = passed[rank // layout.tp % layout.cp]
+        assert tally["cp", "send"][1] == microbatches * of_key * (2 * sent * e + got * 4)
+    record = next(r for r in accounting.layer_records(run, layout.tp) if r.name == "attention")
+    most_sent, most_got = (max(row) * of_key for row in zip(*passed, strict=True))
+    assert sum(c.bytes for c in record.forward) == pytest.approx(most_sent * e, abs=layout.cp * e)
+    assert sum(c.bytes for c in record.backward) == pytest.approx(most_sent * e + most_got * 4, abs=layout.cp * 8)
 
 
 @pytest.mark.parametrize(("s", "ranks", "window"), [(16, 2, None), (48, 4, None), (48, 4, 1), (48, 4, 9), (96, 8, 40)])
@@ -250,7 +273,8 @@ def check_kept(run: RunConfig) -> None:
     ("gpt", {}), ("gpt", {**TP2, "bf16": True}), ("gpt", {**SELECTIVE, **DROPOUT}), ("gpt", {**SEQUENCE, **DROPOUT, "bf16": True}),
     ("gpt", {**SEQUENCE, **FULL}), ("llama", {"bf16": True}), ("llama", {**SEQUENCE, **SELECTIVE}), ("qwen3", {**TP2, **FULL}),
     ("plain norms in parallel", {}), ("geglu", SEQUENCE), ("exact gelu", {**TP2, "bf16": True}), ("squared relu", SEQUENCE),
-    ("qwen3", SEQUENCE), ("qwen3", LORA), ("gpt", {**LORA, **SEQUENCE}), ("gpt", {**DROPOUT, **CP2})])
+    ("qwen3", SEQUENCE), ("qwen3", LORA), ("gpt", {**LORA, **SEQUENCE}), ("gpt", {**DROPOUT, **CP2}),
+    ("gpt", {**DROPOUT, **CP4, **P2P}), ("qwen3", {**CP2, **P2P, **SELECTIVE}), ("llama", {**CP2, **ALLGATHER, "bf16": True})])
 def test_saved_bytes_are_those_that_autograd_keeps(model, changes):
     check_kept(small_run(**MODELS[model], **changes))
 

@@ -116,16 +116,21 @@ def test_long_sequences_are_shared_among_ranks(capsys):
         plans = json.loads(printed("plan " + LONG_8B.format(machine, nodes) + "--zero-stage 1", capsys))["plans"]
         assert all(p["dp"] * p["tp"] * p["pp"] * p["cp"] == nodes * p["ranks_per_node"] for p in plans)
         assert plans[0]["cp"] > 1 and f"--context-parallel-size {plans[0]['cp']}" in plans[0]["command"]
+        assert plans[0]["cp_comm_type"] == "p2p" and "--cp-comm-type p2p" in plans[0]["command"]  # hidden by attention
     held = json.loads(printed("plan " + LONG_8B.format("a64fx", 32) + "--context-parallel-size 4", capsys))["plans"]
     assert {p["cp"] for p in held} == {4}
+    given = json.loads(printed("plan " + LONG_8B.format("grace", 4) + "--cp-comm-type allgather", capsys))["plans"]
+    assert {p["cp_comm_type"] for p in given} == {"allgather", None}
 
 
-def test_four_ranks_to_a_sequence_are_nearly_four_times_as_fast(capsys):
-    """8 groups of keys and values over TP 8 x CP 4: each is copied to four ranks."""
+@pytest.mark.parametrize("way", ["a2a", "p2p", "allgather"])
+def test_four_ranks_to_a_sequence_are_nearly_four_times_as_fast(way, capsys):
+    """8 groups of keys and values over TP 8 x CP 4: a2a copies each to four ranks."""
     flags = ("--ranks-per-node 1 --tensor-model-parallel-size 8 --sequence-parallel --tp-comm-overlap --recompute-granularity full "
-             "--context-parallel-size {}")
+             "--context-parallel-size {} --cp-comm-type " + way)
     one, four = (json.loads(printed("predict " + LONG_8B.format("a64fx", 8 * cp) + flags.format(cp), capsys)) for cp in (1, 4))
     assert 0.85 < one["seconds_per_iteration"] / four["seconds_per_iteration"] / 4 < 1
+    assert (four["breakdown"]["context_parallel"] == 0) == (way == "p2p")
 
 
 def test_no_plan_runs_out_of_memory_and_reasons_are_counted():
