@@ -343,7 +343,9 @@ def lacking_choices(run: RunConfig, code: Software) -> list[str]:
     training, zero = run.training, run.parallel.zero_stage
     kind = training.recompute_granularity or "none"
     kind = "block" if kind == "full" and training.recompute_method == "block" else kind
+    shared, native = run.parallel.context_parallel_size, code.style == "native"
     return [name for name, there in ((f"{kind} recompute", kind in code.choices.recompute),
+                                     (f"--context-parallel-size {shared}", shared == 1 or native),
                                      (f"--zero-stage {zero}", zero in code.choices.zero_stages)) if not there]
 
 

@@ -160,7 +160,7 @@ def _draw(trace: Path, picture: Path) -> str:
 NAMES = {"world": "all", "tp": "tensor-parallel", "pp": "pipeline", "dp": "data-parallel", "embedding": "embedding's",
          "cp": "context-parallel",
          "ep": "expert-parallel", "etp": "expert-tensor-parallel", "edp": "expert-data-parallel"}
-MESSAGES = ("isend", "irecv")  # of an instruction, which says more
+MESSAGES = ("isend", "irecv")  # between stages they are those of an instruction, which says more
 LISTED = 4  # ranks of a group that are named
 
 
@@ -213,7 +213,7 @@ class Heartbeats:
         members = f"over {NAMES[group]} ranks {listed(self._ranks[group])}"
 
         def call(name: str, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-            if name in MESSAGES:
+            if name in MESSAGES and group == "pp":
                 return function(*args, **kwargs)
             verb = name.removeprefix("i") if name in NONBLOCKING else name
             before = self.heart.enter(f"{verb} {members}" + f" in {self.heart.what}" * bool(self.heart.what))

@@ -18,7 +18,7 @@ from fugaku_megatron.training import observers
 from fugaku_megatron.training.observers import Heartbeats, Observers, Profile, listed, profiled_ranks
 from fugaku_megatron.training.train import Trainer
 from fugaku_megatron.watchdog.heartbeat import Heartbeat
-from tests.helpers import CP2, PP2, TP2PP2, grid_groups, make_trainer, mock, small_run
+from tests.helpers import CP2, P2P, PP2, TP2PP2, grid_groups, make_trainer, mock, small_run
 from tests.threads import ThreadWorld
 
 
@@ -34,11 +34,11 @@ class Spoken(Heartbeat):
         return super().enter(what)
 
 
-def spoken(world) -> list[str]:
+def spoken(world, **flags) -> list[str]:
     torch.set_num_threads(1)
-    run = small_run(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, global_batch_size=8)
+    run = small_run(**flags, global_batch_size=8)
     heart = Spoken()
-    observers = Observers(Phases(), Heartbeats(heart, Grid(world.size, 2, 2), world.rank), None)
+    observers = Observers(Phases(), Heartbeats(heart, Grid(*Layout.from_run(run, world.size).sizes), world.rank), None)
     trainer = Trainer(run, world, observers.groups(grid_groups(world, run)), mock(run), waiting_for_data=observers.reading,
                       watch=observers.watch)
     with heart.iteration(1):
@@ -49,7 +49,7 @@ def spoken(world) -> list[str]:
 
 
 def test_a_step_says_instructions_messages_collectives_and_reading():
-    first, *_, last = ThreadWorld(8).run(spoken)
+    first, *_, last = ThreadWorld(8).run(partial(spoken, **TP2PP2))
     assert {"forward of micro-batch 1", "backward of micro-batch 0", "reading data"} <= set(first)
     assert "send_forward of micro-batch 1 to rank 2" in first and "recv_backward of micro-batch 0 from rank 2" in first
     assert "recv_forward of micro-batch 0 from rank 5" in last and "send_backward of micro-batch 1 to rank 5" in last
@@ -189,6 +189,12 @@ def test_one_trace_of_all_ranks_on_one_clock(tmp_path):
     received = {s["args"]["microbatch"]: s["ts"] + s["dur"] for s in spans if (s["pid"], s["name"]) == (1, "recv_forward")}
     assert sent.keys() == received.keys() == set(range(4)) and all(sent[m] < received[m] + 20e3 for m in sent)
     assert all(span["ts"] >= 0 for span in spans)
+
+
+def test_a_rank_that_waits_for_keys_says_whose():
+    said = ThreadWorld(2).run(partial(spoken, **CP2, **P2P))[1]
+    for verb in ("recv", "send"):
+        assert f"{verb} over context-parallel ranks 0, 1 in forward of micro-batch 0" in said
 
 
 def test_a_trace_of_ranks_that_share_a_sequence_has_their_stages(tmp_path):

@@ -11,7 +11,14 @@ PREDICT = ("predict --num-layers 24 --hidden-size 2048 --num-attention-heads 16 
            "--machine a64fx --ghz 2.0 --software torch1.10 --nodes 16 --ranks-per-node 1")
 PLAN, SMALL_PLAN, TABLES, LOG, RENDER = ("plan --recipe 30b --nodes 384", "plan --recipe 124m --nodes 1", "tables", "log --ranks",
                                          "job render --recipe 124m --nodes")
+SHARED = ("predict --recipe llama-3.1-8b --global-batch-size 4 --micro-batch-size 1 --nodes 64 --ranks-per-node 1 "
+          "--context-parallel-size")
 MISTAKES = [
+    (SHARED, "3", "1 x --pipeline-model-parallel-size 1 x --context-parallel-size 3 = 3"),
+    (SHARED, "4 --seq-length 8190", "--seq-length 8190 is not divisible by 8, two parts for each of --context-parallel-size 4"),
+    (SHARED, "8 --tensor-model-parallel-size 8 --cp-comm-type a2a", "--num-attention-heads 32 is not divisible by --tensor-model-"),
+    (SHARED, "16 --cp-comm-type ring", "--cp-comm-type ring: pass p2p, allgather, a2a or a2a+p2p"),
+    (SHARED, "16 --cp-comm-type p2p a2a", "--cp-comm-type has 2 values: pass one, or one for each of --num-layers 32"),
     ("plam --nodes 1", "", "command plam is unknown: did you mean plan?"), ("plan --recipe 30b", "", "--nodes"),
     ("plan --recipe 30b --nodes 1", "", "no layout runs"), (PLAN, "--against torch1.10", "--against goes with"),
     (PLAN, "--train-tokens 0", "--train-tokens is 0"), (PLAN, "--train-tokens inf", "--train-tokens is inf"),

@@ -39,6 +39,7 @@ EXPERTS = ["--save-interval", "2", "--num-experts", "4", "--expert-model-paralle
            "--moe-ffn-hidden-size", "16", "--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias",
            "--moe-router-bias-update-rate", "0.1", "--moe-aux-loss-coeff", "0.1", "--moe-expert-capacity-factor", "1.25",
            "--zero-stage", "1", "--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "4000"]
+SHARED = ["--context-parallel-size", "2", "--cp-comm-type"]
 MODEL = [flag for flag in TINY if flag != "--mock-data"]
 PATIENCE = 240  # s
 
@@ -60,16 +61,16 @@ def test_kills_at_random_moments_cost_nothing(mpich, tmp_path, kills, undisturbe
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["zbv", "chats", "experts", "sequences", "adapters", "adapters of experts"])
+@pytest.mark.parametrize("kind", ["zbv", "chats", "experts", "heads", "keys", "adapters", "adapters of experts"])
 def test_kills_of_other_runs_cost_nothing(mpich, tmp_path, kills, kind):
-    """A pipeline, also on chats, divided experts, a shared sequence, and adapters. Starts take turns in what they recompute, too.
+    """A pipeline, also on chats, divided experts, a sequence shared by heads or keys, adapters. They recompute differently.
 
     The 8 samples of an iteration are more than half an epoch of the chats.
     """
     again = ["--async-save", "--recompute-granularity", "full", "--recompute-part-layers", "1", "0", "0", "1"]
     data = written_chats(tmp_path / "chats") if kind == "chats" else ["--mock-data"]
     adapting = ["--pretrained-checkpoint", str(tmp_path / "base"), "--lora-rank", "4"]
-    others = {"experts": EXPERTS, "sequences": [*FLAGS, "--context-parallel-size", "2"],
+    others = {"experts": EXPERTS, "heads": [*FLAGS, *SHARED, "a2a"], "keys": [*FLAGS, *SHARED, "p2p"],
               "adapters": [*FLAGS, *adapting, "--lora-dropout", "0.1"], "adapters of experts": [*EXPERTS, *adapting]}
     flags = [*others.get(kind, ZBV), *data]
     if kind.startswith("adapters"):
