@@ -481,8 +481,9 @@ def test_layouts_of_a_long_sequence(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(jobs, "run", run)
     main(["sequences", "--seq-length", "4096", "--threads", "2", "--machine", "epyc-2core", "--json", str(tmp_path / "a.json")])
     rows = {row["layout"]: row for row in json.loads((tmp_path / "a.json").read_text())["rows"]}
-    assert [(row["threads"], row["ratio"]) for row in rows.values()] == [(2, 1.0), (1, 2.0), (1, 2.0)]
-    assert "--context-parallel-size 2 --cp-comm-type a2a" in words[1][2] and "--sequence-parallel" in words[2][2]
+    assert [(row["threads"], row["ratio"]) for row in rows.values()] == [(2, 1.0), *[(1, 2.0)] * 3]
+    assert [*rows] == ["one rank", "CP 2 a2a", "CP 2 p2p", "TP 2"] and "--sequence-parallel" in words[3][2]
+    assert all(f"--context-parallel-size 2 --cp-comm-type {way}" in words[i][2] for i, way in ((1, "a2a"), (2, "p2p")))
     assert all("--seq-length 4096" in flags and "--global-batch-size 1" in flags for *_, flags in words)
     assert rows["CP 2 a2a"]["model_seconds"] < rows["one rank"]["model_seconds"] and "model MiB" in capsys.readouterr().out
 
