@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.layout import Layout, context_ways
 from fugaku_megatron.host import kernels
 from fugaku_megatron.nn.native_ops import NativeOps
@@ -10,7 +11,7 @@ from fugaku_megatron.nn.sequence_ranks import in_order, of_ranks, runs_of, to_he
 from fugaku_megatron.nn.shared import DropoutKey, Heads
 from fugaku_megatron.nn.shared_attention import SharedCall, Sight, parts, shared_attention
 from fugaku_megatron.nn.torch_ops import TorchOps
-from tests.helpers import small_run
+from tests.helpers import CP2, CP4, DROPOUT, PP2, TP2PP2, small_run, train
 from tests.kernels.test_attention import document_starts
 from tests.recording import RecordingComm
 from tests.threads import ThreadWorld
@@ -147,3 +148,19 @@ def test_heads_that_do_not_divide_are_one_line():
     run = small_run(num_attention_heads=6, hidden_size=48, context_parallel_size=4, cp_comm_type=("a2a",))
     with pytest.raises(ValueError, match="6 is not divisible by .*--cp-comm-type a2a.* or pass --cp-comm-type p2p"):
         Layout.from_run(run, 4)
+
+
+WINDOW = {"group_query_attention": True, "num_query_groups": 4, "num_attention_heads": 8, "window_size": "20,0", "num_layers": 4,
+          "seq_length": 64, "max_position_embeddings": 64, **DROPOUT}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["p2p", "allgather", "a2a"])
+@pytest.mark.parametrize(("ranks", "changes"), [
+    (2, CP2), (4, CP4), (8, {"context_parallel_size": 8}), (4, {**CP2, **PP2, "pipeline_schedule": "zbv"}),
+    (16, {**CP2, **TP2PP2, "sequence_parallel": True, "zero_stage": 1})])
+def test_ten_losses(ranks, changes, way):
+    run = {**WINDOW, "lr": 1e-3}
+    alone = [result.loss for result in train(SoloComm(), small_run(**run), 10)]
+    for results in ThreadWorld(ranks).run(lambda comm: train(comm, small_run(**run, **changes, cp_comm_type=(way,)), 10)):
+        assert [result.loss for result in results] == pytest.approx(alone, rel=1e-6)
