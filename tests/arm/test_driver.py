@@ -13,7 +13,7 @@ from tests.arm import builds
 
 # By the number of a shape's numbers.
 SIZES = {1: ["1000"], 2: ["17", "130"], 3: ["6", "5", "70"], 4: ["40", "1", "2", "24"], 5: ["8", "4", "2", "12", "24"],
-         6: ["40", "1", "4", "2", "24", "21"]}
+         6: ["40", "1", "4", "2", "24", "21"], 8: ["40", "60", "1", "4", "2", "24", "70", "10"]}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def run(program, *arguments):
 
 def listed(program):
     """(op, kernel, sizes) of every line of the program's own list."""
-    return re.findall(r"^  (\w+) +(\w+) +([A-Z ]+?) +default", run(program).stdout, re.MULTILINE)
+    return re.findall(r"^  (\w+) +(\w+) +([A-Z_ ]+?) +default", run(program).stdout, re.MULTILINE)
 
 
 def ops(program):
