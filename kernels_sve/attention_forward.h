@@ -14,6 +14,10 @@ template <class P>
 struct PackedKeysValues {
   typename P::Word *keys, *values;
   int64_t words, panel;  // words of a row of keys; words from one panel of values to the next
+  bool far;              // too many for a cache: those of the next round are fetched while this one is computed
+  void fetch(const typename P::Word* from, int64_t count) const {
+    for (int64_t i = 0; far && i < count; i += VL) prefetch_l2(from + i);
+  }
 };
 
 // One task's state; the arrays are the thread's scratch.
@@ -142,7 +146,10 @@ static void attend(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0
 #pragma GCC unroll 3
   for (int v = 0; v < END; ++v) alpha[v] = q.maximum[v];
   seen_keys([&](auto vectors, int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; r += ATTENTION_MR) score_tile(head, q, k0 + r, q.score + r * LANES, vectors);
+    for (int64_t r = begin; r < end; r += ATTENTION_MR) {
+      head.fetch(head.keys + (k0 + KEY_BLOCK + r) * head.words, ATTENTION_MR * head.words);
+      score_tile(head, q, k0 + r, q.score + r * LANES, vectors);
+    }
   });
 #pragma GCC unroll 3
   for (int v = 0; v < END; ++v) alpha[v] = (alpha[v] - q.maximum[v]) * c;
@@ -160,6 +167,7 @@ static void attend(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0
 #endif
   const typename P::Word* values = head.values + k0 / P::STEP * P::PANEL_ROWS;
   for (int64_t row = 0; row < d_padded; row += ATTENTION_MR, values += P::TILES ? 0 : head.panel) {
+    if constexpr (!P::TILES) head.fetch(values + KEY_BLOCK / P::STEP * P::PANEL_ROWS, KEY_BLOCK / P::STEP * P::PANEL_ROWS);
     Tile t = load_tile(q.out + row * LANES);
     for_tile([&](int i, int v) { t.v[i][v] *= alpha[v]; }, Vectors<0, END>());
     if constexpr (!P::TILES) {
@@ -236,7 +244,7 @@ static void forward_groups(const T* qkv, const T* kv, T* out, float* lse, const 
   const auto group_of = [&](int64_t group) {
     typename P::Word *keys = packed + 2 * group * matrix, *values = keys + matrix;
     return PackedKeysValues<P>{keys - shape.first_key * words, values - shape.first_key / P::STEP * P::PANEL_ROWS, words,
-                               shape.keys_padded / P::STEP * P::PANEL_ROWS};
+                               shape.keys_padded / P::STEP * P::PANEL_ROWS, shape.keys_padded > LONG_SEQUENCE};
   };
   const int64_t blocks = shape.keys_padded / BLOCK, step = a.starts ? P::EDGE : LANES;
   const int64_t place0 = max(0, shape.queries.begin - LANES + step) / step;  // of the first task that may end in the queries
