@@ -54,8 +54,8 @@ def cells(options: argparse.Namespace) -> dict[str, Cell]:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """A row for each layout. ValueError for sizes that do not divide and an unknown machine, RuntimeError when a job fails."""
-    planned = {name: jobs.job(options, cell, 1, 1) for name, cell in cells(options).items()}
     modelled = predicted(options) if options.machine else {}
+    planned = {name: jobs.job(options, cell, 1, 1) for name, cell in cells(options).items()}
     done = jobs.in_turn(planned, options.rounds)
     rows = [{"layout": name, "threads": planned[name].threads, **jobs.summary(measured), **modelled.get(name, {})}
             for name, measured in done.items()]

@@ -11,7 +11,7 @@
 # 256 nodes x 4 ranks = DP 512 x TP 2 x PP 1; each tensor-parallel group is inside a node
 # micro-batch 2, global batch 1024: 1 micro-batches; recompute none, ZeRO 1
 # model: 1.316 s per iteration (nine of ten runs should take 0.9471 to 1.829; never run on an A64FX), 2.481 TFLOPs per node, bubble
-# 0.0%, 1875 MiB on the fullest rank
+# 0.0%, 1909 MiB on the fullest rank
 # elapse 35:13:00 in small (the table of 2026-11-20): 95367 iterations and the start take 35:12:29 (model), 1 jobs in a row; each
 # job saves and exits 15 minutes before its end
 set -euo pipefail

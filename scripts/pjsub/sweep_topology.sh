@@ -13,7 +13,7 @@
 # 384 nodes as 8x6x8 torus x 4 ranks = DP 24 x TP 8 x PP 8; each tensor-parallel group is on 2 nodes of a 2x3x2 unit
 # micro-batch 1, global batch 1536: 64 micro-batches; recompute 20 of 48, ZeRO 1
 # model: 382 s per iteration (nine of ten runs should take 274.9 to 530.8; never run on an A64FX), 4.584 TFLOPs per node, bubble
-# 9.0%, 7188 MiB on the fullest rank
+# 9.0%, 7267 MiB on the fullest rank
 # elapse 03:00:00 in small (the table of 2026-11-20): 10 iterations and the start take 01:24:29 (model), 1 jobs in a row; each job
 # saves and exits 15 minutes before its end
 set -euo pipefail
