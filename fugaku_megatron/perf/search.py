@@ -238,7 +238,7 @@ def candidates(run: RunConfig, system: System, held: frozenset[str],
                 host, batch = replace(system, ranks_per_node=number), replace(run.batch, micro_batch_size=mbs)
                 dp, rest = divmod(host.world_size, tp * pp * cp)
                 reason = _indivisible(host, dp, rest, cp, stage, batch, ramp_divisible)  # of a shape with a rest once
-                for switches in _divided(run, _switches(tried, 1 if rest else tp, stage, number), tp, dp, held):
+                for switches in _divided(run, _switches(tried, 1 if rest else tp, stage, number), tp, dp * cp, held):
                     yield reason or (replace(run, training=training, batch=batch, parallel=replace(
                         parallel, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp,
                         cp_comm_type=ways, zero_stage=stage, **switches)), host)
@@ -249,7 +249,7 @@ LONG, SHARERS = 16384, 64  # tokens of a sequence from which on several ranks ma
 
 def _contexts(run: RunConfig, choices: Choices, held: frozenset[str]) -> Iterator[tuple[int, tuple[str, ...] | None]]:
     """Numbers of ranks to share a sequence, each with everything that they may send each other for attention."""
-    given, shared = run.parallel.cp_comm_type, choices.names and run.model.seq_length >= LONG and not run.model.num_experts
+    given, shared = run.parallel.cp_comm_type, choices.names and run.model.seq_length >= LONG
     sizes = tuple(2**i for i in range(SHARERS.bit_length())) if shared else (1,)
     for cp in _choices(run.parallel.context_parallel_size, sizes, "context_parallel_size" in held):
         each = "cp_comm_type" not in held and cp > 1

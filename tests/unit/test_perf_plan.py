@@ -123,6 +123,14 @@ def test_long_sequences_are_shared_among_ranks(capsys):
     assert {p["cp_comm_type"] for p in given} == {"allgather", None}
 
 
+def test_experts_are_divided_over_ranks_that_share_a_sequence(capsys):
+    words = ("plan --json --recipe qwen3-30b-a3b --nodes 64 --ranks-per-node 4 --seq-length 32768 "
+             "--global-batch-size 64 --micro-batch-size 1 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 1 "
+             "--zero-stage 1 --pipeline-schedule 1f1b --bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --cp-comm-type p2p")
+    best = json.loads(printed(words, capsys))["plans"][0]
+    assert best["cp"] == 64 and "--expert-model-parallel-size 64" in best["command"]  # of the 4 ranks of one data-parallel rank
+
+
 @pytest.mark.parametrize("way", ["a2a", "p2p", "allgather"])
 def test_four_ranks_to_a_sequence_are_nearly_four_times_as_fast(way, capsys):
     """8 groups of keys and values over TP 8 x CP 4: a2a copies each to four ranks."""
