@@ -69,7 +69,8 @@ def test_bytes_of_the_table_are_those_of_the_tensors(native, dtype):
     for name, numbers in ops(native).items():
         printed = run(native, name, *SIZES[numbers], "--dtype", dtype).stdout
         moved, tensors = re.search(r"^bytes (\d+) of tensors (\d+)", printed, re.MULTILINE).groups()
-        assert moved == tensors, printed
+        if "attention_part" not in name:  # which does not read the keys in the tensor of its queries, and adds to gradients
+            assert moved == tensors, printed
 
 
 @pytest.mark.parametrize(("op", "sizes", "share"), [

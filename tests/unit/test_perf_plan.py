@@ -124,9 +124,10 @@ def test_long_sequences_are_shared_among_ranks(capsys):
 
 
 def test_experts_are_divided_over_ranks_that_share_a_sequence(capsys):
-    words = ("plan --json --recipe qwen3-30b-a3b --nodes 64 --ranks-per-node 4 --seq-length 32768 "
-             "--global-batch-size 64 --micro-batch-size 1 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 1 "
-             "--zero-stage 1 --pipeline-schedule 1f1b --bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --cp-comm-type p2p")
+    words = ("plan --json --recipe qwen3-30b-a3b --nodes 64 --ranks-per-node 4 --seq-length 32768 --global-batch-size 64 "
+             "--micro-batch-size 1 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 1 --zero-stage 1 --bf16 "
+             "--pipeline-schedule 1f1b --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
+             "--cp-comm-type p2p")
     best = json.loads(printed(words, capsys))["plans"][0]
     assert best["cp"] == 64 and "--expert-model-parallel-size 64" in best["command"]  # of the 4 ranks of one data-parallel rank
 
