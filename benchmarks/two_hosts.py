@@ -147,9 +147,19 @@ def two_hosts(rate: str, hosts: Sequence[str] = HOSTS) -> Iterator[None]:
                 _system(*inside, "link", "set", device, "up")
             _system("ip", "netns", "exec", host, "tc", "qdisc", "add", "dev", DEVICE, "root", "tbf", "rate", rate, "burst", "256kb",
                     "latency", "50ms")
+        _wait_for_link(hosts)
         yield
     finally:
         _remove(hosts)
+
+
+def _wait_for_link(hosts: Sequence[str]) -> None:
+    """The system reports a link of two ends as up only some time after both were set up, and an MPI refuses it until then."""
+    for _ in range(100):
+        if all(" UP " in _system("ip", "-br", "-n", host, "link", "show", DEVICE) for host in hosts):
+            return
+        time.sleep(0.1)
+    raise RuntimeError(f"two hosts cannot be made here: their link {DEVICE} is not up after 10 s")
 
 
 def _remove(hosts: Sequence[str]) -> None:
@@ -157,10 +167,12 @@ def _remove(hosts: Sequence[str]) -> None:
         subprocess.run(["ip", "netns", "del", host], capture_output=True)
 
 
-def _system(*command: str) -> None:
+def _system(*command: str) -> str:
+    """What it prints."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"two hosts cannot be made here: {' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def trainers(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
