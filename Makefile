@@ -9,7 +9,8 @@ STAMPS := $(VENV)/stamps
 MPI ?= $(if $(wildcard $(STAMPS)/mpi-system),system,mpich)
 DEMO := demo
 TRAIN_RANKS ?= 2
-TEST_WORKERS ?= 3  # one more than the cores of a small machine, since tests also wait
+# One more than the cores of a small machine, since tests also wait.
+TEST_WORKERS ?= 3
 TRAIN_FLAGS ?=
 FAULTS ?= 1000
 TARGET ?=

@@ -24,6 +24,13 @@ def ranks_of(save: Path) -> list[psutil.Process]:
     return sorted((p for p in found if "python" in p.name()), key=lambda p: p.pid)
 
 
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
 def iterations(save: Path) -> int:
     history = save / "history.jsonl"
     return len(history.read_text().splitlines()) if history.exists() else 0
@@ -33,11 +40,12 @@ def kill_after(save: Path, *counts: int, then: Callable[[int], object] = lambda 
     """A thread that kills a rank each time that the history has so many iterations. then: called with 0, 1 ... before each kill."""
     def work() -> None:
         for turn, count in enumerate(counts):
-            end = time.monotonic() + PATIENCE
-            while time.monotonic() < end and not (iterations(save) >= count and ranks_of(save)):
-                time.sleep(0.01)
+            end, victims = time.monotonic() + PATIENCE, []
+            while time.monotonic() < end and not (victims and iterations(save) >= count):
+                victims = [victim for victim in victims if alive(victim)] or ranks_of(save)
+                time.sleep(0.01)  # the search takes longer than many iterations, so the ranks are known before the count is reached
             then(turn)
-            for victim in ranks_of(save)[-1:]:
+            for victim in victims[-1:]:
                 victim.kill()
 
     thread = threading.Thread(target=work, daemon=True)
