@@ -18,8 +18,9 @@ EmbeddingArgs embedding_args(const TensorView& tokens, const TensorView& table, 
   require(first_row >= 0, "first_row", "0 or more", std::to_string(first_row));
   const int64_t* words = tokens.data<int64_t>();
   for (int64_t i = 0; vocabulary && i < tokens.numel(); ++i)
-    require(words[i] >= 0 && words[i] < *vocabulary, "tokens", "words from 0 to " + std::to_string(*vocabulary - 1),
-            std::to_string(words[i]) + " at " + std::to_string(i));
+    if (words[i] < 0 || words[i] >= *vocabulary)
+      require(false, "tokens", "words from 0 to " + std::to_string(*vocabulary - 1),
+              std::to_string(words[i]) + " at " + std::to_string(i));
   return {words, tokens.numel(), first_row, table.size(0), table.size(1)};
 }
 
