@@ -71,7 +71,7 @@ _GOES_WITH: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
                                 "--position-embedding-type rope, or none for no positions at all"),
     "--no-pipeline-parallel": (lambda run: run.parallel.pipeline_model_parallel_size == 1,
                                "--pipeline-model-parallel-size is above 1: leave one of them out"),
-    **{name: (lambda run: run.model.num_experts is None, "this variant of experts is not built: leave it out") for name in (
+    **{name: (lambda run: run.model.num_experts is None, "this variant of experts is not supported: leave it out") for name in (
         "--moe-input-jitter-eps", "--moe-latent-size", "--moe-apply-probs-on-input", "--moe-router-force-load-balancing",
         "--moe-router-force-biased", "--moe-use-upcycling", "--moe-router-quantile-balancing-ema", "--moe-mlp-glu-interleave-size",
         "--moe-shared-expert-glu-interleave-size", "--moe-expert-rank-capacity-factor", "--moe-enable-routing-replay",

@@ -330,7 +330,7 @@ def _words(key: str, value: Any, known: Mapping[str, argparse.Action]) -> list[s
         return [ACTIVATIONS[value]]
     check(not isinstance(value, Mapping), "it has keys of its own, and a flag has a value: pass one")
     if key in OFF:
-        check(value is False, f"{value!r:.60} is not built: pass null, or leave the key out")
+        check(value is False, f"{value!r:.60} is not supported: pass null, or leave the key out")
     if key in (*UNUSED, *OFF):
         return []
     name = RENAMED.get(key, flag(key))

@@ -68,7 +68,7 @@ class ExpertFields:
             return
         experts, topk = self.num_experts, self.moe_router_topk
         check(topk <= experts, f"--moe-router-topk {topk} is above --num-experts {experts}: lower it")
-        check(not bias, "--num-experts is built for experts without biases: pass --disable-bias-linear")
+        check(not bias, "--num-experts supports only experts without biases: pass --disable-bias-linear")
         scored = self.moe_router_score_function == SIGMOID or self.moe_router_pre_softmax or self.sinkhorn
         check(topk > 1 or scored, "--moe-router-topk 1 needs --moe-router-pre-softmax, as in Megatron-LM: the softmax over one "
               "chosen expert is always 1")
@@ -98,7 +98,7 @@ class ExpertFields:
     def _check_balance(self) -> None:
         kinds, factors = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
         wrong = next((kind for kind in kinds if kind not in BALANCES), None)
-        check(wrong is None, f"--moe-router-load-balancing-type {wrong} is not built: pass {' or '.join(BALANCES)}")
+        check(wrong is None, f"--moe-router-load-balancing-type {wrong} is not supported: pass {' or '.join(BALANCES)}")
         check(len(kinds) == len(factors), f"--moe-router-load-balancing-type has {len(kinds)} words and --moe-aux-loss-coeff "
               f"{len(factors)} numbers: pass a number for each")
         check(not self.sinkhorn or len(kinds) == 1 and not any(factors) and not self.moe_router_enable_expert_bias and not
@@ -132,8 +132,8 @@ class ExpertRanks:
 
     def _check_expert_ranks(self, sequence_parallel: bool) -> None:
         tp, etp, ep = self.tensor_model_parallel_size, self.expert_tensor_parallel_size, self.expert_model_parallel_size
-        check(etp in (None, 1, tp), f"--expert-tensor-parallel-size {etp} is not built: pass 1, or --tensor-model-parallel-size, "
-              f"which is {tp}")
+        check(etp in (None, 1, tp), f"--expert-tensor-parallel-size {etp} is not supported: pass 1, or "
+              f"--tensor-model-parallel-size, which is {tp}")
         name = f"--expert-model-parallel-size {ep}" if ep > 1 else f"--expert-tensor-parallel-size {etp}"
         check(not self.divides_experts or tp == 1 or sequence_parallel, f"{name} with --tensor-model-parallel-size {tp} needs "
               "--sequence-parallel, so that every rank sends other tokens: pass it")

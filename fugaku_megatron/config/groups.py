@@ -218,12 +218,12 @@ class OptimizerConfig:
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
             value = getattr(self, name)
             check(value in MOMENT_BYTES, f"{flag(name)} {value}: moments lie below the range of {value.upper()}, and the scale of "
-                  "each tensor that it needs is not built: pass int8, bf16 or fp32")
+                  "each tensor that it needs is not supported: pass int8, bf16 or fp32")
             check(value == "fp32" or self.use_precision_aware_optimizer, f"{flag(name)} {value} needs "
                   "--use-precision-aware-optimizer, as in Megatron-LM: pass it, or fp32")
         check((self.exp_avg_dtype == "int8") == (self.exp_avg_sq_dtype == "int8"), f"--exp-avg-dtype {self.exp_avg_dtype} and "
-              f"--exp-avg-sq-dtype {self.exp_avg_sq_dtype}: int8 is built for both moments together: pass it twice")
-        check(self.exp_avg_dtype != "int8" or not self.muon, f"--exp-avg-dtype int8 is built for AdamW, not for --optimizer "
+              f"--exp-avg-sq-dtype {self.exp_avg_sq_dtype}: int8 is supported for both moments together only: pass it twice")
+        check(self.exp_avg_dtype != "int8" or not self.muon, f"--exp-avg-dtype int8 is supported with AdamW, not with --optimizer "
               f"{self.optimizer}: pass bf16")
 
     @property

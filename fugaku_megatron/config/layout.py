@@ -80,7 +80,7 @@ class Layout:
         tp, pp = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
         model, cp = run.model, run.parallel.context_parallel_size
         check_world_size(world_size, tp, pp, cp)
-        check(tp == 1 or not model.qk_layernorm_all_heads, f"--qk-layernorm-all-heads is built for whole heads on a rank, and "
+        check(tp == 1 or not model.qk_layernorm_all_heads, f"--qk-layernorm-all-heads needs whole heads on a rank, and "
               f"--tensor-model-parallel-size is {tp}: pass 1")
         divided = {"num-attention-heads": model.num_attention_heads, "ffn-hidden-size": model.ffn_hidden_size}
         if model.num_experts:
@@ -152,7 +152,7 @@ def _check_context(run: RunConfig, cp: int, tp: int) -> None:
     model, name = run.model, f"--context-parallel-size {cp}"
     if cp == 1:
         return
-    check(not model.qk_layernorm_all_heads, f"{name} is not built for --qk-layernorm-all-heads: leave one of them out")
+    check(not model.qk_layernorm_all_heads, f"{name} is not supported with --qk-layernorm-all-heads: leave one of them out")
     parts = 2 * cp * sequence_parts(run, tp)
     check(model.seq_length % parts == 0, f"--seq-length {model.seq_length} is not divisible by {parts}, two parts for each of "
           f"{name}" + f" x --tensor-model-parallel-size {tp}" * (sequence_parts(run, tp) > 1) + ": change one")

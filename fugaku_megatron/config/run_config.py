@@ -288,7 +288,7 @@ class RunConfig:
               f"{self.precision.name}: pass --fp16, or leave it out")
         splits, precision, experts = self.system.splits_fp32, self.precision.name, self.model.num_experts
         check(not splits or precision == "fp32", f"--fp32-matmul bf16x3 is for FP32, and this run is {precision}: leave it out")
-        check(not splits or experts is None, f"--fp32-matmul bf16x3 is not built for --num-experts {experts}: leave it out")
+        check(not splits or experts is None, f"--fp32-matmul bf16x3 is not supported with --num-experts {experts}: leave it out")
         native = "--fp32-matmul bf16x3" if splits else f"--fp16-accumulation-chunk {chunk}"
         check((chunk is None and not splits) or kernels != "torch", f"{native} is for the C++ kernels, and --kernels is torch: "
               "pass native or auto, or leave it out")
@@ -306,9 +306,10 @@ class RunConfig:
     def _check_lora(self) -> None:
         self.lora.check_model(self.model)
         given = f"--lora-rank {self.lora.lora_rank}"
-        check(not self.lora.on or not self.parallel.tp_comm_overlap, f"{given} is not built for --tp-comm-overlap: leave one out")
-        check(not self.lora.on or not self.numbers.abft, f"{given} is not built for --abft: leave one of them out")
-        check(not self.lora.on or not self.optimizer.muon, f"{given} is not built for --optimizer {self.optimizer.optimizer}: "
+        check(not self.lora.on or not self.parallel.tp_comm_overlap, f"{given} is not supported with --tp-comm-overlap: leave one "
+              "of them out")
+        check(not self.lora.on or not self.numbers.abft, f"{given} is not supported with --abft: leave one of them out")
+        check(not self.lora.on or not self.optimizer.muon, f"{given} is not supported with --optimizer {self.optimizer.optimizer}: "
               "pass adam")
         tp = self.parallel.tensor_model_parallel_size
         whole = all(size // tp % DROPOUT_COLUMNS == 0 for size in (self.model.context_width, self.model.ffn_hidden_size))
@@ -326,7 +327,7 @@ class RunConfig:
         flags = (f"--expert-model-parallel-size {parallel.expert_model_parallel_size} with --expert-tensor-parallel-size "
                  f"{parallel.expert_tensor_parallel_size}")
         check(self.model.num_experts or not divided, f"{flags} needs --num-experts: leave both out")
-        check(not divided or not self.optimizer.muon, f"{flags} is built for AdamW, not for --optimizer muon: leave one out")
+        check(not divided or not self.optimizer.muon, f"{flags} is supported with AdamW, not with --optimizer muon: leave one out")
 
 
 GROUPS: dict[str, type] = {

@@ -330,13 +330,13 @@ OLMOE = _decoder(
 ARCHITECTURES = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, STABLELM, OLMO, GPT_NEOX, GRANITE, GEMMA, FALCON, MIXTRAL, QWEN2_MOE,
                  QWEN3_MOE, OLMOE)
 # model_type of an architecture that is near to these -> what it has that the block does not build.
-_AFTER, _EXPERTS, _SLOPES, _COMPRESSED = (f"{what} not built" for what in (
+_AFTER, _EXPERTS, _SLOPES, _COMPRESSED = (f"{what} not supported" for what in (
     "norms after attention and after the MLP are", "this variant of experts is", "positions as a slope of each head (ALiBi) are",
     "keys and values compressed into a latent vector (MLA) are"))
 REFUSED = {
-    "olmo2": _AFTER, "olmo3": _AFTER, "gemma2": "soft-capped logits are not built",
-    "gemma3_text": "windows in some layers only are not built", "gemma3": "images are not built",
-    "phi": "a bias of the output layer is not built",
+    "olmo2": _AFTER, "olmo3": _AFTER, "gemma2": "soft-capped logits are not supported",
+    "gemma3_text": "windows in some layers only are not supported", "gemma3": "images are not supported",
+    "phi": "a bias of the output layer is not supported",
     "deepseek_v2": _COMPRESSED, "deepseek_v3": _COMPRESSED,
-    "gpt_oss": "attention sinks, clamped gates and biases of experts, and MXFP4 weights, are not built",
+    "gpt_oss": "attention sinks, clamped gates and biases of experts, and MXFP4 weights, are not supported",
     "phimoe": _EXPERTS, "granitemoe": _EXPERTS, "bloom": _SLOPES, "mpt": _SLOPES}

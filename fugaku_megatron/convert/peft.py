@@ -148,7 +148,7 @@ def _open(path: Path, weights: Weights, base: dict[str, Any]) -> Weights:
     config, model = read_json(path / CONFIG), weights.model
     for name, built in ONLY.items():
         given = config.get(name, built[0])
-        check(given in built, f"{CONFIG}: {name} is {given!r:.80}, and what is built is {built[0]!r}")
+        check(given in built, f"{CONFIG}: {name} is {given!r:.80}, and only {built[0]!r} is supported")
     for name, kind in (("r", int), ("lora_alpha", (int, float)), ("lora_dropout", (int, float))):
         value = config.get(name, 0)
         check(isinstance(value, kind) and not isinstance(value, bool), f"{CONFIG}: {name} is {value!r:.60}, not a number")
@@ -199,7 +199,7 @@ def _adapters_of_gates(config: dict[str, Any], apart: bool) -> int:
     given = {name: config.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
     built = _patterns({"r": 8, "lora_alpha": 8, "use_rslora": False, **config}, 2)
     check(given in (dict.fromkeys(given, {}), built), f"{CONFIG}: rank_pattern is {given['rank_pattern']!r:.80} and alpha_pattern "
-          f"{given['alpha_pattern']!r:.80}, and what is built is one rank, or {built!r}")
+          f"{given['alpha_pattern']!r:.80}, and only one rank is supported, or {built!r}")
     return 2 if apart or given["rank_pattern"] else 1
 
 
@@ -217,7 +217,7 @@ def _fill_fused(ours: Tensor, theirs: Tensor, name: str, kind: str, lora: LoraCo
     if rank > r:
         halves = matrices.unflatten(-1, (2, r))  # (e, 2, f, 2, r)
         check(not halves[:, 0, :, 1].any() and not halves[:, 1, :, 0].any(), f"{name}: the gate reads the adapter of what it "
-              f"multiplies, and what is built are two adapters of rank {r}, or one of rank {rank}")
+              f"multiplies, and only two adapters are supported, of rank {r}, or one of rank {rank}")
         matrices = torch.stack((halves[:, 0, :, 0], halves[:, 1, :, 1]), 1)
     ours.copy_(matrices)
 

@@ -206,7 +206,7 @@ def test_a_stage_with_both_ends_has_the_tied_weight_once(schedule, copies, table
 
 def test_ranks_of_a_sequence_refuse_a_norm_of_all_heads():
     """Each would normalise its own heads alone."""
-    with pytest.raises(ValueError, match="--context-parallel-size 2 is not built for --qk-layernorm-all-heads"):
+    with pytest.raises(ValueError, match="--context-parallel-size 2 is not supported with --qk-layernorm-all-heads"):
         Layout.from_run(small_run(qk_layernorm=True, qk_layernorm_all_heads=True, normalization="RMSNorm", **CP2), 2)
 
 

@@ -469,8 +469,8 @@ def test_adapters_of_peft_that_are_not_built_are_refused(change, message, traine
     ({**MOE, "lora_rank": 20, "lora_target": "up_proj"}, "--lora-rank 20 is larger than the smaller side of up_proj, 16 x 32: "
      "lower it to 16 or less"),
     ({"lora_rank": 0}, "--lora-rank is 0"), ({"lora_dropout": 1.0}, "--lora-dropout is 1.0"),
-    ({**TP2, **SP, "tp_comm_overlap": True}, "--lora-rank 4 is not built for --tp-comm-overlap"),
-    ({"abft": ("all",)}, "--lora-rank 4 is not built for --abft")])
+    ({**TP2, **SP, "tp_comm_overlap": True}, "--lora-rank 4 is not supported with --tp-comm-overlap"),
+    ({"abft": ("all",)}, "--lora-rank 4 is not supported with --abft")])
 def test_flags_that_cannot_be_are_refused(flags, message):
     with pytest.raises(ValueError) as caught:
         small_run(**{**QWEN, **flags})

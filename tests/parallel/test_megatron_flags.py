@@ -345,7 +345,7 @@ def test_flags_from_a_yaml_file(tmp_path, activation, switch):
     ("bf16: 3", "bf16: 3 is not a value of a switch: pass true, false or null"),
     ("lr: True", "lr: True is not a value of --lr: pass one, or null"),
     ("language_model: {activation_func: tanh}", "language_model.activation_func: 'tanh' is not an activation: pass swiglu"),
-    ("language_model: {init_method: xavier_uniform}", "language_model.init_method: 'xavier_uniform' is not built: pass null"),
+    ("language_model: {init_method: xavier_uniform}", "language_model.init_method: 'xavier_uniform' is not supported: pass null"),
     ("language_model: {tensor_parallel_num_weight_shards: 2}", "language_model.tensor_parallel_num_weight_shards: "
      "--tensor-parallel-num-weight-shards 2: weights are not cut further"),
     ("training: {lr: 1}", "training is a section, and the sections are language_model and model_parallel"),

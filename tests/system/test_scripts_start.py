@@ -38,7 +38,7 @@ def test_the_totals_are_these(found):
 
 
 def test_every_other_script_gets_true_reasons_in_one_message(found):
-    """Of a flag that Megatron-LM knows none is that it is unknown; experts are refused for what is not built of them."""
+    """Of a flag that Megatron-LM knows none is that it is unknown; experts are refused for what is not supported of them."""
     head = {name for title, flags in megatron_flags.scripts().items() if "every flag" in title for name in flags}
     for script in found:
         unknown = {word for reason in script.reasons if reason.startswith("unknown flag")

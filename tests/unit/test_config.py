@@ -114,7 +114,7 @@ MISTAKES = [
     choice(OptimizerConfig, "weight_decay_incr_style", "stepwise", "constant or linear or cosine"),
     (OptimizerConfig, {"exp_avg_dtype": "bf16"}, "--exp-avg-dtype bf16 needs --use-precision-aware-optimizer, as in Megatron-LM"),
     (OptimizerConfig, {"exp_avg_sq_dtype": "fp8", "use_precision_aware_optimizer": True},
-     "--exp-avg-sq-dtype fp8: moments lie below the range of FP8, and the scale of each tensor that it needs is not built: pass "),
+     "--exp-avg-sq-dtype fp8: moments lie below the range of FP8, and the scale of each tensor that it needs is not supported: "),
     (OptimizerConfig, {"start_weight_decay": 0.1}, "--start-weight-decay 0.1 has no effect with --weight-decay-incr-style"),
     (OptimizerConfig, {"lr_warmup_iters": 1, "lr_warmup_samples": 1}, "--lr-warmup-iters and --lr-warmup-samples exclude"),
     (OptimizerConfig, {"lr_warmup_fraction": 1.1}, "--lr-warmup-fraction is 1.1: pass a number from 0 to 1"),
