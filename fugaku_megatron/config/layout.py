@@ -152,7 +152,6 @@ def _check_context(run: RunConfig, cp: int, tp: int) -> None:
     model, name = run.model, f"--context-parallel-size {cp}"
     if cp == 1:
         return
-    check(not model.qk_layernorm_all_heads, f"{name} is not supported with --qk-layernorm-all-heads: leave one of them out")
     parts = 2 * cp * sequence_parts(run, tp)
     check(model.seq_length % parts == 0, f"--seq-length {model.seq_length} is not divisible by {parts}, two parts for each of "
           f"{name}" + f" x --tensor-model-parallel-size {tp}" * (sequence_parts(run, tp) > 1) + ": change one")
@@ -167,7 +166,7 @@ def context_ways(run: RunConfig) -> tuple[str, ...]:
     """What ranks of a sequence send each other for attention, of each layer."""
     model, parallel = run.model, run.parallel
     cp, groups = parallel.context_parallel_size, model.query_groups // parallel.tensor_model_parallel_size
-    whole = model.num_attention_heads % (parallel.tensor_model_parallel_size * cp) == 0
+    whole = model.num_attention_heads % (parallel.tensor_model_parallel_size * cp) == 0 and not model.qk_layernorm_all_heads
     chosen = A2A if whole and (groups % cp == 0 or cp % max(1, groups) == 0) else P2P
     given = parallel.cp_comm_type or (EITHER,)
     ways = tuple(chosen if way == EITHER else way for way in given)
@@ -179,6 +178,8 @@ def _check_heads(run: RunConfig, cp: int, tp: int) -> None:
     model, name = run.model, f"--context-parallel-size {cp}"
     heads, groups = model.num_attention_heads, model.query_groups // tp
     remedy = "change one, or pass --cp-comm-type p2p"
+    check(not model.qk_layernorm_all_heads, f"{name} with --cp-comm-type {A2A} leaves a rank some of the heads, and "
+          "--qk-layernorm-all-heads needs all of them: pass --cp-comm-type p2p")
     check(heads % (tp * cp) == 0, f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {tp} x {name}, "
           f"whose ranks exchange heads for attention (--cp-comm-type {A2A}): {remedy}")
     check(groups % cp == 0 or cp % groups == 0, f"--num-query-groups {model.query_groups} and --tensor-model-parallel-size {tp} "

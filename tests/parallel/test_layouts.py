@@ -204,12 +204,6 @@ def test_a_stage_with_both_ends_has_the_tied_weight_once(schedule, copies, table
     assert ThreadWorld(4).run(tied) == list(zip(copies, tables, strict=True))
 
 
-def test_ranks_of_a_sequence_refuse_a_norm_of_all_heads():
-    """Each would normalise its own heads alone."""
-    with pytest.raises(ValueError, match="--context-parallel-size 2 is not supported with --qk-layernorm-all-heads"):
-        Layout.from_run(small_run(qk_layernorm=True, qk_layernorm_all_heads=True, normalization="RMSNorm", **CP2), 2)
-
-
 @pytest.mark.parametrize(("ways", "message"), [
     (["ring"], "--cp-comm-type ring: pass p2p, allgather, a2a or a2a\\+p2p"),
     (["a2a", "a2a", "a2a"], "--cp-comm-type has 3 values: pass one, or one for each of --num-layers 2"),

@@ -134,6 +134,18 @@ def test_keys_that_come_later_are_not_sent():
     assert sent_by_ranks(4, None) == [(2 * (3 + rank) + 3 + 3 - rank) * part for rank in range(4)]
 
 
+ALL_HEADS = {"qk_layernorm": True, "qk_layernorm_all_heads": True, "normalization": "RMSNorm"}
+
+
+@pytest.mark.parametrize("way", [None, ("allgather",)])
+def test_a_norm_of_all_heads_keeps_them_on_a_rank(way):
+    alone = [result.loss for result in train(SoloComm(), small_run(**ALL_HEADS), 4)]
+    for results in ThreadWorld(2).run(lambda comm: train(comm, small_run(**ALL_HEADS, **CP2, cp_comm_type=way), 4)):
+        assert [result.loss for result in results] == pytest.approx(alone, rel=1e-6)
+    with pytest.raises(ValueError, match="--cp-comm-type a2a leaves .* all of them: pass --cp-comm-type p2p"):
+        Layout.from_run(small_run(**ALL_HEADS, **CP2, cp_comm_type=("a2a",)), 2)
+
+
 @pytest.mark.parametrize(("heads", "groups", "given", "ways"), [
     (8, 8, None, "a2a a2a"), (6, 6, None, "p2p p2p"), (8, 2, None, "a2a a2a"), (12, 3, None, "p2p p2p"),
     (8, 8, ("p2p",), "p2p p2p"), (6, 6, ("a2a+p2p", "allgather"), "p2p allgather")])
