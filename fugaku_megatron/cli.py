@@ -2,6 +2,7 @@
 
     fugaku-megatron --help                 which command to use when
     fugaku-megatron COMMAND --help         the flags of a command
+    fugaku-megatron --version              the version, and the instruction set of the kernels
 
 A command is a module with add_arguments(parser) and main(args) -> exit code, imported when it is called; a module with COMMANDS
 instead is a group of commands. A user's mistake (ValueError) is one line and exit code 2, also under mpiexec -n N.
@@ -18,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from . import __version__
 from .comm import launcher
 from .comm.launcher import ExitCode
 from .config.checks import Refused, check
@@ -145,12 +147,26 @@ def _one_process_prints():
         yield
 
 
+def _print_version() -> int:
+    """The version, and the instruction set of the kernels or why there are none, in one line."""
+    try:
+        kernels = importlib.import_module(".host.kernels", __package__).instruction_set()
+    except ImportError as error:
+        kernels = str(error)
+    with _one_process_prints():
+        print(f"{PROGRAM} {__version__} (kernels: {kernels})")
+    return ExitCode.FINISHED
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line of fugaku-megatron."""
+    words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         launcher.open_streams()
-        launcher.handle_signals(PROGRAM, sys.argv[1:])
-    return start(PROGRAM, sys.modules[__name__], sys.argv[1:] if argv is None else argv)
+        launcher.handle_signals(PROGRAM, words)
+    if words == ["--version"]:
+        return guarded(PROGRAM, _print_version)
+    return start(PROGRAM, sys.modules[__name__], words)
 
 
 def run_command(program: str, name: str, argv: Sequence[str] | None = None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from fugaku_megatron import cli
+from fugaku_megatron import __version__, cli
 from fugaku_megatron.config.command_line import Command, Parser
+from fugaku_megatron.host import kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,7 +44,7 @@ def test_a_command_is_imported_without_the_garbage_collector(tmp_path, monkeypat
 
 COLLECTIONS = """
 import gc, sys
-from fugaku_megatron import cli
+from fugaku_megatron import __version__, cli
 during = []
 gc.callbacks.append(lambda *_: during.append("torch" in sys.modules and sys.modules["torch"].__spec__._initializing))
 code = cli.main([*"train --dry-run --mock-data --num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 "
@@ -104,6 +106,14 @@ def test_mistakes_are_one_line_and_exit_code_2(words, message, capsys):
     assert cli.main(words) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(message) and err.count("\n") == 1
+
+
+def test_the_version_is_one_line_with_the_instruction_set(capsys, monkeypatch):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"fugaku-megatron {__version__} (kernels: {kernels.instruction_set()})\n"
+    monkeypatch.setitem(sys.modules, kernels.__name__, None)  # as where they are not built
+    assert cli.main(["--version"]) == 0
+    assert re.fullmatch(rf"fugaku-megatron {__version__} \(kernels: .*kernels.*\)\n", capsys.readouterr().out)
 
 
 def test_a_command_is_imported_when_it_is_called():
