@@ -125,7 +125,8 @@ def _draw(path_png: str | os.PathLike, runs: Mapping[str, tuple[Records, Records
         panel.set(xlabel=x, ylabel=label)
         panel.grid(alpha=0.3)
     validated = len(runs) > 1 and any(validation for _, validation in runs.values())
-    panels[0].legend(fontsize="small", title="dashed: validation" if validated else None)
+    if panels[0].get_legend_handles_labels()[0]:
+        panels[0].legend(fontsize="small", title="dashed: validation" if validated else None)
     if loads is not None:
         _draw_loads(figure.add_subplot(grid[2, :]), loads)
     figure.suptitle(shown(heading), fontsize="medium")

@@ -181,6 +181,7 @@ def test_the_log_line_its_table_and_the_plot(tmp_path):
     assert row["watts"] == 180.0 and row["tokens_per_joule"] == 2.5
 
 
+@pytest.mark.filterwarnings("error")
 def test_the_plot_has_panels_of_energy_where_it_was_measured(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     seen = []
