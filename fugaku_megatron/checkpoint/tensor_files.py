@@ -27,7 +27,7 @@ from .schema import BLOCK_BYTES, DIGITS, BlockChecksums, check_size, digits, ver
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
           torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
-# Formats that the safetensors library knows besides, for which there is nothing here.
+# Formats that the safetensors library knows in addition, and which are not read here.
 _OTHERS = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2", "C64", "I8", "I16", "U16",
            "U32", "U64")
 _LENGTH_BYTES, _ALIGNMENT = 8, 8

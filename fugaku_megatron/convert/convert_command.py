@@ -213,7 +213,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to-hf", metavar="DIR", help="to: a directory for Hugging Face's from_pretrained")
     parser.add_argument("--to-megatron", metavar="DIR", help="to: a legacy checkpoint for Megatron-LM's --load")
     parser.add_argument("--to-gguf", metavar="FILE", help="to: a file for llama.cpp")
-    parser.add_argument("--gguf-type", choices=tuple(TYPES), help="of the matrices in --to-gguf; norms and biases are f32 "
+    parser.add_argument("--gguf-type", choices=tuple(TYPES), help="format of the matrices in --to-gguf; norms and biases are f32 "
                         "(default: that of the weights)")
     parser.add_argument("--to-peft", metavar="DIR", help="to: the adapters of --load as peft's from_pretrained loads them")
     parser.add_argument("--from-peft", metavar="DIR", help="adapters of peft for the model of --load or another source: written by "
@@ -221,19 +221,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--merge", action="store_true", help="add adapters to the weights, and --save a whole model; --to-hf and "
                         "--to-megatron do that in any case")
     parser.add_argument("--ckpt-step", type=int, help="iteration to load (default: the latest)")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the written weights (default: as they were read)")
-    parser.add_argument("--max-shard-size", default="5GB", help="of a safetensors file with --to-hf (default: %(default)s)")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="format of the written weights (default: as they were read)")
+    parser.add_argument("--max-shard-size", default="5GB", help="largest safetensors file of --to-hf (default: %(default)s)")
     parser.add_argument("--hf-files", metavar="DIR", help="directory of the tokenizer, config.json and generation config of the "
                         "model (default: those that came with it)")
     parser.add_argument("--chat-template", metavar="FILE", help="jinja template of the tokenizer, for --save, --to-hf and "
                         "--to-gguf (default: the one that came with it)")
-    parser.add_argument("--vocab-size", type=int, help="tokens, where a checkpoint of Megatron-LM only says the padded number")
-    parser.add_argument("--tensor-model-parallel-size", type=int, default=1, help="of --to-megatron (default: %(default)s)")
-    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1, help="of --to-megatron (default: %(default)s)")
+    parser.add_argument("--vocab-size", type=int,
+                        help="number of tokens, where a checkpoint of Megatron-LM has only the padded number")
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1,
+                        help="tensor-parallel ranks of --to-megatron (default: %(default)s)")
+    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1,
+                        help="pipeline stages of --to-megatron (default: %(default)s)")
     parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128, help="rows of the vocabulary that --to-megatron "
                         "writes are a multiple of this x tensor-parallel size (default: %(default)s)")
     parser.add_argument("--transformer-impl", choices=(TRANSFORMER_ENGINE, "local"), default=TRANSFORMER_ENGINE,
-                        help="that Megatron-LM runs --to-megatron's checkpoint with: names differ (default: %(default)s)")
+                        help="layers of Megatron-LM whose names --to-megatron writes (default: %(default)s)")
 
 
 def size(text: str) -> int:

@@ -108,9 +108,9 @@ def _chat(record: dict[str, Any], where: str) -> Chat:
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
     except ValueError as error:
-        raise ValueError(f"tools is text, and not JSON of a list ({error})") from None
+        raise ValueError(f"tools is text that is not JSON ({error}): pass a list of tools") from None
     if not isinstance(tools, list | None) or not isinstance(options, dict):
-        raise ValueError("tools is not a list, or chat_template_kwargs is not an object")
+        raise ValueError("tools must be a list, and chat_template_kwargs an object")
     if ours := sorted(OUR_OPTIONS & options.keys()):
         raise ValueError(f"chat_template_kwargs has {', '.join(ours)}, which preprocess decides: leave it out")
     if "messages" in record:
@@ -120,7 +120,7 @@ def _chat(record: dict[str, Any], where: str) -> Chat:
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
-            raise ValueError("completion is empty")
+            raise ValueError("completion is empty, so that nothing of it would be trained")
         return Chat((prompt, completion), where=where)
     before = check_messages(prompt, "prompt")
     return Chat([*before, *_answered(completion, "completion")], len(before), tools or None, options, where)
@@ -266,7 +266,7 @@ class ChatTemplate:
                                                      **chat.options)
         except Exception as error:  # the template's own, or any of the library, depending on what is wrong
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ValueError(f"the chat template does not take it ({reason[:REASON]})") from None
+            raise ValueError(f"the chat template cannot render it ({reason[:REASON]})") from None
 
     @staticmethod
     def _check_prefix(part: np.ndarray, whole: np.ndarray, what: str) -> None:

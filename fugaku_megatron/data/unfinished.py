@@ -95,7 +95,7 @@ class Unfinished:
         work.finish(writers, shuffle)
 
     The folder is removed when the block ends, and where it fails before the first record. made_with: JSON of all that the tokens
-    depend on besides the files. Raises ValueError where nothing can be written and while another process is at work on it.
+    depend on in addition to the files. Raises ValueError where nothing can be written and while another process is at work on it.
     """
 
     def __init__(self, prefix: str, made_with: Any, files: Sequence[str], outputs: int, dtype: np.dtype):

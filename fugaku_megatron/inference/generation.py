@@ -76,7 +76,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: %(default)s)")
     add("--top-p", "--top_p", type=float, default=Sampling.top_p, help="choose among the likeliest tokens that together have this "
         "probability; 0: all (default: %(default)s)")
-    add("--seed", type=int, default=Sampling.seed, help="of the choice among tokens (default: %(default)s)")
+    add("--seed", type=int, default=Sampling.seed, help="seed of the choice among tokens (default: %(default)s)")
 
 
 Prompt = str | Messages

@@ -117,8 +117,8 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load", required=True, help="directory of checkpoints")
     parser.add_argument("--ckpt-step", type=int, help="iteration to load (default: the latest)")
     add_tokenizer_flags(parser, "the tokenizer that the model of --load was trained with")
-    for kind in ("tensor", "pipeline"):
-        parser.add_argument(f"--{kind}-model-parallel-size", type=int, help="of these ranks (default: the checkpoint's)")
+    for kind, what in (("tensor", "tensor-parallel ranks"), ("pipeline", "pipeline stages")):
+        parser.add_argument(f"--{kind}-model-parallel-size", type=int, help=f"{what} of this command (default: the checkpoint's)")
 
 
 def load_model(run: RunConfig, world: Comm, directory: str, iteration: int, manifest: dict[str, Any]) -> LoadedModel:

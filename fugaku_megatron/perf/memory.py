@@ -2,7 +2,7 @@
 
 This project's kernels keep what `costs.memory` counts. Eager PyTorch and Megatron on CUDA keep more. In units of one
 (s, b, h) tensor a layer keeps 6 (inputs and outputs of two layer norms, two dropout masks) and 12/t (qkv, context, two of width
-4h), and besides 3 tensors of scores (softmax, the mask and the output of its dropout). With 2-byte elements and byte masks this is
+4h), and 3 more tensors of scores (softmax, the mask and the output of its dropout). With 2-byte elements and byte masks this is
 equation 2 of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022),
 sbh (10 + 24/t + 5 a s / (h t)). With full recompute a layer keeps only its input, and one layer's activations exist while it is
 recomputed (table 2 of that paper).

@@ -1,4 +1,4 @@
-"""What `optim` computes besides AdamW's update: Muon, moments in 8 bits, and BF16 weights that are rounded at random.
+"""What `optim` computes next to AdamW's update: Muon, moments in 8 bits, and BF16 weights that are rounded at random.
 
 Muon: momentum whose singular values are brought near 1 by a Newton-Schulz iteration, for whole matrices.
 Sources: Jordan et al. (2024), "Muon: An optimizer for hidden layers in neural networks"; flags and scales of Megatron-LM's

@@ -163,9 +163,9 @@ def test_of_a_prompt_and_a_completion_the_completion_is_trained(tokenizer):
     (FORGETFUL, THOUGHT, "the chat template renders the chat up to message 2 differently alone and in the whole chat"),
     (ENDLESS, TALK, "does not end a turn of the assistant with a special token that is trained"),
     (CHATML + "{% generation %}{% endgeneration %}", TALK, "a.jsonl:1: the template renders no token of the assistant"),
-    (MISTRAL, [{"role": "system", "content": "x"}, *TALK], r"does not take it \(TemplateError: only user and assistant\)"),
-    ("{% if %}", TALK, r"does not take it \(TemplateSyntaxError: "),
-    (CHATML, TALK[1:2], "does not take it"),
+    (MISTRAL, [{"role": "system", "content": "x"}, *TALK], r"cannot render it \(TemplateError: only user and assistant\)"),
+    ("{% if %}", TALK, r"cannot render it \(TemplateSyntaxError: "),
+    (CHATML, TALK[1:2], "cannot render it"),
 ])
 def test_what_cannot_be_masked_is_refused(tokenizer, template, messages, reason):
     with pytest.raises(ValueError, match=reason):
@@ -235,9 +235,9 @@ def test_preprocess_writes_chats_and_which_tokens_are_trained(folder, tokenizer,
     ({"text": "a"}, "neither messages nor prompt and completion, only 'text'"),
     ({"prompt": "a", "completion": ""}, "completion is empty"),
     ({"prompt": "a", "completion": [assistant("b")]}, "prompt is a str, not a list"),
-    ({**GOOD, "tools": "[}"}, "tools is text, and not JSON of a list (Expecting value"),
+    ({**GOOD, "tools": "[}"}, "tools is text that is not JSON (Expecting value"),
     ({**GOOD, "chat_template_kwargs": {"truncation": True, "max_length": 3}}, "chat_template_kwargs has max_length, truncation, "),
-    ({**GOOD, "chat_template_kwargs": 1}, "tools is not a list, or chat_template_kwargs is not an object"),
+    ({**GOOD, "chat_template_kwargs": 1}, "tools must be a list, and chat_template_kwargs an object"),
 ])
 def test_a_bad_line_is_named_and_nothing_is_written(folder, tmp_path, capsys, bad, reason):
     write_lines(tmp_path / "in.jsonl", *[GOOD] * 16, bad, GOOD)

@@ -93,7 +93,7 @@ void residual_norm_backward(Work& w, const Shape& n) {
   };
 }
 
-// Elements per row of what a cross-entropy kernel reads or writes besides the logits: 0 or 1 of each.
+// Elements per row of what a cross-entropy kernel reads or writes in addition to the logits: 0 or 1 of each.
 struct Touched {
   int64_t labels, row_max, sum_exp, target_logit;
 };
