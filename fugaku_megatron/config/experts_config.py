@@ -131,18 +131,23 @@ class ExpertRanks:
                                                   "(default)", type=int, maximum=2**16)
 
     def _check_expert_ranks(self, sequence_parallel: bool) -> None:
-        tp, etp, ep = self.tensor_model_parallel_size, self.expert_tensor_parallel_size, self.expert_model_parallel_size
+        tp, etp = self.tensor_model_parallel_size, self.expert_tensor_parallel_size
         check(etp in (None, 1, tp), f"--expert-tensor-parallel-size {etp} is not supported: pass 1, or "
               f"--tensor-model-parallel-size, which is {tp}")
-        name = f"--expert-model-parallel-size {ep}" if ep > 1 else f"--expert-tensor-parallel-size {etp}"
-        check(not self.divides_experts or tp == 1 or sequence_parallel, f"{name} with --tensor-model-parallel-size {tp} needs "
-              "--sequence-parallel, so that every rank sends other tokens: pass it")
+        check(not self.divides_experts or tp == 1 or sequence_parallel, f"{self.dividing_flag} with --tensor-model-parallel-size "
+              f"{tp} needs --sequence-parallel, so that every rank sends other tokens: pass it")
 
     @property
     def divides_experts(self) -> bool:
         """Whether the ranks of a stage hold experts in another way than other matrices."""
         etp = self.expert_tensor_parallel_size
         return self.expert_model_parallel_size > 1 or etp not in (None, self.tensor_model_parallel_size)
+
+    @property
+    def dividing_flag(self) -> str:
+        """The flag that divides them, with its value."""
+        ep, etp = self.expert_model_parallel_size, self.expert_tensor_parallel_size
+        return f"--expert-model-parallel-size {ep}" if ep > 1 else f"--expert-tensor-parallel-size {etp}"
 
 
 @lru_cache(maxsize=64)  # of every layer, again and again

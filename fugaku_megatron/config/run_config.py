@@ -324,10 +324,9 @@ class RunConfig:
 
     def _check_divided_experts(self) -> None:
         parallel, divided = self.parallel, self.parallel.divides_experts
-        flags = (f"--expert-model-parallel-size {parallel.expert_model_parallel_size} with --expert-tensor-parallel-size "
-                 f"{parallel.expert_tensor_parallel_size}")
-        check(self.model.num_experts or not divided, f"{flags} needs --num-experts: leave both out")
-        check(not divided or not self.optimizer.muon, f"{flags} is supported with AdamW, not with --optimizer muon: leave one out")
+        check(self.model.num_experts or not divided, f"{parallel.dividing_flag} needs --num-experts: leave it out")
+        check(not divided or not self.optimizer.muon, f"{parallel.dividing_flag} is supported with AdamW, not with --optimizer "
+              "muon: leave one of them out")
 
 
 GROUPS: dict[str, type] = {

@@ -674,7 +674,7 @@ def test_mistakes_are_named(changes, message):
     ({"expert_tensor_parallel_size": 2}, "--expert-tensor-parallel-size 2 is not supported: pass 1, or --tensor-model-parallel"),
     ({"expert_model_parallel_size": 3}, "--num-experts 8 is not divisible by --expert-model-parallel-size 3"),
     ({"expert_model_parallel_size": 8}, "is 8 ranks for all experts, which do not divide data-parallel size 4 x tensor-parallel "),
-    ({**EP2, "num_experts": None}, "--expert-model-parallel-size 2 with --expert-tensor-parallel-size None needs --num-")])
+    ({**EP2, "num_experts": None}, "--expert-model-parallel-size 2 needs --num-experts: leave it out")])
 def test_divisions_that_cannot_be_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
         Layout.from_run(small_run(**{**EXPERTS, **changes}), 4)
