@@ -2,7 +2,8 @@
 
 An MPI library moves data only while somebody calls it, and many libraries grant no more than MPI_THREAD_SERIALIZED. Here one thread
 initialises MPI and makes every later call, for which MPI_THREAD_FUNNELED is enough. It starts operations in the order in which the
-program asks for them, and tests them. It sleeps between tests only while nobody waits, so that a computing rank keeps its cores.
+program asks for them, and tests them. On the cores that compute it sleeps between tests while nobody waits, so that a computing
+rank keeps its cores. On a core of its own it does not: a message moves only during a test, so that naps stretch it.
 
 An operation is an iterator of steps. Each step starts nonblocking requests and yields them, or yields a function that returns
 whether it is complete; the next step follows when they are complete.
@@ -62,12 +63,12 @@ class Engine:
     """The thread and its queue. test: whether all requests of a list are complete, without blocking; called by the thread.
 
     crowded: the node has more ranks than cores, so that a waiting rank sleeps, too. waits: is called when a thread begins (True)
-    and ends (False) to wait for other ranks, if that takes longer than PATIENCE.
+    and ends (False) to wait for other ranks, if that takes longer than PATIENCE. own_core: nothing else runs on the thread's core.
     """
 
     def __init__(self, test: Callable[[list[Any]], bool] = all, crowded: bool = False,
                  waits: Callable[[bool], Any] = bool) -> None:
-        self.test, self.crowded, self.waits = test, crowded, waits
+        self.test, self.crowded, self.waits, self.own_core = test, crowded, waits, False
         self._orders: deque[Operation] = deque()
         self._channels: dict[Hashable, deque[Operation]] = {}
         self._active: list[Operation] = []
@@ -125,7 +126,8 @@ class Engine:
         nap, idle = SHORTEST_NAP, 0
         while True:
             with self._wake:
-                if not self._orders and not self._waiting:
+                awake = self._waiting or self.own_core and self._active
+                if not self._orders and not awake:
                     self._wake.wait(nap if self._active else None)
                 orders = list(self._orders)
                 self._orders.clear()
@@ -133,7 +135,7 @@ class Engine:
                 self._accept(operation)
             moved = self._progress() or bool(orders)
             nap, idle = (SHORTEST_NAP, 0) if moved else (min(2 * nap, LONGEST_NAP), idle + 1)
-            if idle and self._waiting:
+            if idle and awake:
                 os.sched_yield() if idle < TURNS or not self.crowded else time.sleep(SHORTEST_NAP)
 
     def _accept(self, operation: Operation) -> None:

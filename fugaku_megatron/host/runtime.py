@@ -72,6 +72,7 @@ def init(world: Comm, *, allocator: str = "tuned", thread_affinity: str = "auto"
         apply_placement(placement, flush_denormals)
         if isinstance(world, MPIComm):
             world.engine.call(lambda: apply_to_communication(placement, node))
+            world.engine.own_core = placement.communication is not None
         ghz = check_clock(cpu_frequency, placement.cpus or mask)
     library = describe(world) + ("" if placement.communication is None else f", communication on core {placement.communication}")
     ranks = here.all_gather_object(Rank(world.rank, tuple(mask), placement, needed))

@@ -191,10 +191,12 @@ def check_data(run: RunConfig) -> None:
 
 def configure_process(run: RunConfig, world: Comm, nodes: Nodes | None = None) -> str:
     """`runtime.init` as the run asks for it, before the first large tensor; returns the log's lines. Collective."""
-    system, needed = run.system, rank_bytes(run, Layout.from_run(run, world.size), world.rank)
+    system, parallel, needed = run.system, run.parallel, rank_bytes(run, Layout.from_run(run, world.size), world.rank)
+    far = nodes is not None and nodes.count > 1
+    overlaps = parallel.tp_comm_overlap or max(parallel.context_parallel_size, parallel.expert_model_parallel_size) > 1
     return runtime.init(world, allocator=system.allocator, thread_affinity=system.thread_affinity, nodes=nodes,
                         cpu_frequency=system.cpu_frequency, flush_denormals=run.training.use_flush_denormal,
-                        reserve_core=run.parallel.overlap_grad_reduce, needed=needed)
+                        reserve_core=parallel.overlap_grad_reduce or far and overlaps, needed=needed)
 
 
 def announce(arguments: Arguments, run: RunConfig, layout: Layout, machine: str, nodes: int) -> list[str]:

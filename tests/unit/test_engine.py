@@ -105,3 +105,19 @@ def test_naps_while_nobody_waits_and_sleeps_with_nothing_under_way(library):
     before = library.tests
     time.sleep(0.05)
     assert library.tests <= before + 2
+
+
+def test_no_naps_on_a_core_of_its_own(library, monkeypatch):
+    condition, naps = library.engine._wake, []
+    wait = condition.wait
+    monkeypatch.setattr(condition, "wait", lambda seconds=None: (naps.append(seconds), wait(seconds)))
+    library.engine.own_core = True
+    operation = library.operation("a")
+    library.settle()
+    before = library.tests
+    while library.tests < before + 100:
+        time.sleep(0.001)
+    library.complete.add("a")
+    operation.wait()
+    library.settle()
+    assert set(naps) <= {None}  # it sleeps only while nothing is under way
