@@ -11,15 +11,16 @@ blocking, overlapped, and overlapped with BF16 gradients; two with sequence para
 one for each way in which hosts that share a sequence exchange it; or two whose hosts have different experts and no shared one, all
 rows sent at once or those of a group of experts after those of another. The last two kinds leave the sums of gradients out, so that
 the link has what attention or experts exchange, and nothing else. Every other iteration of each leaves all that it exchanges out
-(computation). What crosses the link is read from its counters.
+(computation). What a host sends is read from the counters of its end of the link. Both directions have the rate to themselves, so
+that the link needs as long as that of the host that sends more: wire, without the headers of packets, 4 per cent.
 Communication can overlap with computation for as long as the shorter of the two takes: hideable = min(computation, wire).
 exposed is the median over the rounds of step - max(computation, wire), with the computation of the same round. waiting is the time
-of the step in which the computing thread waits; the rest of the exposed time is work of communication on its core.
+of the step in which a host's computing thread waits, of the host that waits longer; the other one may compute meanwhile.
 
 Hosts of a cluster leave a core to the thread that calls MPI (host/runtime.py). So by default one core here computes for both
 hosts, and the other one has both of these threads; with --own-cores each host has one core for all.
 The ranks run this module as a program (child.py); one JSON line per round on rank 0: {job: {"seconds", "computation", "waiting",
-"sent", "loss"}}. Left out: more hosts. Needs Linux, root, iproute2 and MPICH.
+"sent" by each host, "loss"}}. Left out: more hosts. Needs Linux, root, iproute2 and MPICH.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from typing import Any
 import torch
 
 from fugaku_megatron.comm.base import DONE, Comm, SoloComm
+from fugaku_megatron.comm.engine import Engine, Steps
 from fugaku_megatron.comm.grid import Grid
 from fugaku_megatron.comm.launch import run_or_abort
 from fugaku_megatron.comm.mpi import MPIComm
@@ -75,7 +77,7 @@ TOKENS, LONG_TOKENS, EXPERT_TOKENS = 704, 4096, 2048  # of a sequence
 
 COLUMNS: tuple[core.Column, ...] = (
     ("job", "<18", "job"), ("s", ">8.3f", "seconds"), ("alone s", ">8.3f", "computation_seconds"),
-    ("MB sent", ">8.1f", lambda row: row["bytes"] / 1e6), ("wire s", ">7.3f", "wire_seconds"),
+    ("MB sent", ">12", lambda row: " ".join(f"{sent / 1e6:.1f}" for sent in row["sent"])), ("wire s", ">7.3f", "wire_seconds"),
     ("exposed s", ">10.3f", "exposed_seconds"), ("of hideable", ">12.1%", "exposed_share"),
     ("waiting s", ">10.3f", "waiting_seconds"), ("x first", ">8.3f", "ratio"))
 
@@ -212,7 +214,7 @@ def command(options: argparse.Namespace) -> list[str]:
     return [child.mpiexec(), *ranks[0], ":", *ranks[1]]
 
 
-def measured(options: argparse.Namespace) -> list[dict[str, dict[str, float]]]:
+def measured(options: argparse.Namespace) -> list[dict[str, dict[str, Any]]]:
     """The rounds: {job: {"seconds", "computation", "waiting", "sent", "loss"}}.
 
     RuntimeError when the job fails.
@@ -227,18 +229,19 @@ def measured(options: argparse.Namespace) -> list[dict[str, dict[str, float]]]:
     return rounds
 
 
-def report(options: argparse.Namespace, rounds: list[dict[str, dict[str, float]]], rate: float, busy: bool) -> dict[str, Any]:
+def report(options: argparse.Namespace, rounds: list[dict[str, dict[str, Any]]], rate: float, busy: bool) -> dict[str, Any]:
     """Medians over the rounds. wire: seconds of the link for the bytes sent. exposed and hideable: see the module's text."""
     def median(name: str, field: str) -> float:
         return statistics.median(each[name][field] for each in rounds)
 
     rows, names = [], [*trainers(options)]
     for name in names:
-        seconds, sent, computation = (median(name, field) for field in ("seconds", "sent", "computation"))
-        wire = 8 * sent / rate
+        seconds, computation = median(name, "seconds"), median(name, "computation")
+        sent = [statistics.median(host) for host in zip(*(each[name]["sent"] for each in rounds), strict=True)]
+        wire = 8 * max(sent) / rate
         exposed = statistics.median(each[name]["seconds"] - max(each[name]["computation"], wire) for each in rounds)
         hideable = min(computation, wire)
-        rows.append({"job": name, "seconds": seconds, "computation_seconds": computation, "bytes": sent,
+        rows.append({"job": name, "seconds": seconds, "computation_seconds": computation, "sent": sent,
                      "wire_seconds": wire, "hideable_seconds": hideable,
                      "exposed_seconds": exposed, "exposed_share": exposed / hideable, "waiting_seconds": median(name, "waiting"),
                      "loss": rounds[-1][name]["loss"], "ratio": median(names[0], "seconds") / seconds, "measured": True})
@@ -270,10 +273,24 @@ class Silence:
             return verb(*args, **kwargs)
         return DONE if name in NONBLOCKING else args[0]
 
-    def alone(self, comm: Comm) -> Observed:
-        """`comm`, while `on` with this rank's own numbers and rows in place of others', because experts' work depends on them."""
+    def alone(self, comm: Comm, engine: Engine) -> Observed:
+        """`comm`, while `on` with this rank's own numbers and rows in place of others', because experts' work depends on them.
+
+        The engine's thread copies them where it would otherwise send them.
+        """
         solo = SoloComm(comm.rank, comm.size)
-        return Observed(comm, VERBS, lambda name, verb, args, kwargs: (getattr(solo, name) if self.on else verb)(*args, **kwargs))
+
+        def observe(name: str, verb: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+            do = getattr(solo, name) if self.on else verb
+            return engine.start(_one_step(do, args)) if self.on and name in NONBLOCKING else do(*args, **kwargs)
+
+        return Observed(comm, VERBS, observe)
+
+
+def _one_step(function: Callable[..., Any], args: tuple) -> Steps:
+    """An operation of the engine that calls `function`."""
+    function(*args)
+    yield []
 
 
 def run_of(values: dict[str, Any]) -> RunConfig:
@@ -281,7 +298,7 @@ def run_of(values: dict[str, Any]) -> RunConfig:
     return make_run(None, {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
-def build(world: Comm, name: str, values: dict[str, Any], phases: Phases, silence: Silence) -> Any:
+def build(world: MPIComm, name: str, values: dict[str, Any], phases: Phases, silence: Silence) -> Any:
     """The trainer `name` over `world`. values: fields of its run. phases: the clock of its waiting. silence: of its groups."""
     run = run_of(values)
     layout = Layout.from_run(run, world.size)
@@ -289,7 +306,7 @@ def build(world: Comm, name: str, values: dict[str, Any], phases: Phases, silenc
     silent = {"tp": silence, "cp": silence, "dp": Silence(on=True) if max(layout.cp, layout.ep) > 1 else silence}
     if layout.ep > 1:
         groups.ep.inside_node = name == "blocking"  # as if the hosts shared memory, which sends all rows at once
-        groups = replace(groups, ep=silence.alone(groups.ep))
+        groups = replace(groups, ep=silence.alone(groups.ep, world.engine))
     groups = replace(groups, **{group: Observed(getattr(groups, group), VERBS, each.observe) for group, each in silent.items()})
     return shapes.trainer_of(run, world, phases.groups(groups))
 
@@ -299,19 +316,20 @@ def sent_bytes() -> int:
     return int(Path(f"/sys/class/net/{DEVICE}/statistics/tx_bytes").read_text())
 
 
-def turn(world: Comm, trainer: Any, phases: Phases) -> dict[str, float]:
-    """One iteration, from the moment that both ranks are there: seconds of the slower rank, bytes that this rank sent."""
+def turn(world: Comm, trainer: Any, phases: Phases) -> dict[str, Any]:
+    """One iteration, from the moment that both ranks are there: seconds of the slower rank, bytes that each of them sent."""
     phases.begin()
     world.barrier()
     before, begin = sent_bytes(), time.perf_counter()
     loss = trainer.train_step().loss
     seconds, sent = time.perf_counter() - begin, sent_bytes() - before
     waiting = phases.of_iteration(seconds)[PHASES.index(REDUCTIONS)]
-    return {"seconds": world.all_reduce(torch.tensor(seconds, dtype=torch.float64), "max").item(), "waiting": waiting, "sent": sent,
-            "loss": loss}
+    own = torch.tensor([seconds, waiting, sent], dtype=torch.float64)
+    each = world.all_gather(own.new_empty(world.size, len(own)), own)
+    return {"seconds": each[:, 0].max().item(), "waiting": each[:, 1].max().item(), "sent": each[:, 2].tolist(), "loss": loss}
 
 
-def pair(world: Comm, trainer: Any, phases: Phases, silence: Silence, number: int) -> dict[str, float]:
+def pair(world: Comm, trainer: Any, phases: Phases, silence: Silence, number: int) -> dict[str, Any]:
     """An iteration, and one without its communication; which comes first, the round's number says."""
     turns = {}
     for silence.on in (True, False) if number % 2 else (False, True):
@@ -323,9 +341,10 @@ def place(world: MPIComm, computing: int, communicating: int) -> None:
     """This thread on one core, the thread that calls MPI on its own or the same."""
     os.sched_setaffinity(0, {computing})
     world.engine.call(lambda: os.sched_setaffinity(0, {communicating}))
+    world.engine.own_core = computing != communicating
 
 
-def main(world: Comm) -> None:
+def main(world: MPIComm) -> None:
     """The rounds, on rank 0, after one that is not measured. The order: see `order`."""
     from fugaku_megatron.training import pretrain
 
