@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..comm.base import Comm, Handle
+from ..comm.base import DONE, Comm, Handle
 from ..config.groups import ALLGATHER
 from .sequence_ranks import in_order, of_ranks, runs_of
 from .shared import DropoutKey, Heads
@@ -149,6 +150,14 @@ class _Gathered:
         return self._cp.reduce_scatter(torch.empty(self._own.shape), of_ranks(dkv, self._cp.size))
 
 
+class _Coming(NamedTuple):
+    """Keys of a part of a rank, with keys and values (k, b, 2 g d) that are there when the handle says so."""
+
+    keys: range
+    kv: Tensor
+    handle: Handle
+
+
 class _Passed:
     """p2p: kv (r, b, 2 g d) of one rank after the other."""
 
@@ -166,30 +175,29 @@ class _Passed:
         first = part * len(run) + keys.start - run.start
         return slice(first, first + len(keys))
 
-    def _step(self, step: int) -> tuple[list[tuple[range, Tensor]], list[Handle]]:
-        """Begin to send and to receive what step `step` needs: keys with their tensors, of each part, and what to wait for."""
+    def _step(self, step: int) -> list[_Coming]:
+        """Begin to send and to receive what step `step` needs."""
         cp, size = self._cp, self._cp.size
         if step == 0:
-            return [(run, self._own[self._rows(part, run)]) for part, run in enumerate(self._runs[cp.rank])], []
+            return [_Coming(run, self._own[self._rows(part, run)], DONE) for part, run in enumerate(self._runs[cp.rank])]
         source, target = (cp.rank - step) % size, (cp.rank + step) % size
-        keys = self._needed(cp.rank, source)
-        coming = [self._own.new_empty(len(each), *self._own.shape[1:]) for each in keys]
-        handles = [cp.irecv(tensor, source, KEYS + part) for part, tensor in enumerate(coming) if len(tensor)]
+        coming = []
+        for part, keys in enumerate(self._needed(cp.rank, source)):
+            tensor = self._own.new_empty(len(keys), *self._own.shape[1:])
+            coming.append(_Coming(keys, tensor, cp.irecv(tensor, source, KEYS + part) if keys else DONE))
         for part, each in enumerate(self._needed(target, cp.rank)):
             if each:
                 self._sent.append(cp.isend(self._own[self._rows(part, each)], target, KEYS + part))
-        return list(zip(keys, coming)), handles
+        return coming
 
-    def _steps(self) -> Iterator[tuple[int, list[tuple[range, Tensor]]]]:
-        """Each step with keys and their tensors; those of the next one are on their way meanwhile."""
+    def _steps(self) -> Iterator[tuple[int, list[_Coming]]]:
+        """Each step with what comes in it; that of the next one is on its way meanwhile."""
         after = self._step(0)
         for step in range(self._cp.size):
-            (keys, handles), more = after, step + 1 < self._cp.size
-            if more:
+            coming = after
+            if step + 1 < self._cp.size:
                 after = self._step(step + 1)
-            for handle in handles:
-                handle.wait()
-            yield step, keys
+            yield step, coming
 
     def _parts(self, keys: range) -> Iterator[Part]:
         return parts(self._call.sight, self._runs[self._cp.rank], keys) if keys else iter(())
@@ -202,28 +210,41 @@ class _Passed:
     def __iter__(self) -> Iterator[tuple[Part, Tensor]]:
         """Each part and its keys and values (k, b, 2 g d), in the order in which they come."""
         for _, coming in self._steps():
-            for keys, kv in coming:
+            for keys, kv, handle in coming:
+                handle.wait()
                 for part in self._parts(keys):
                     yield part, kv[_places(part, keys.start)]
         self._all_sent()
 
     def gradients(self, made: _Gradients) -> Tensor:
-        """The gradient of kv (r, b, 2 g d) in FP32. What other ranks have made of it is added in the order of steps."""
+        """The gradient of kv (r, b, 2 g d) in FP32. What other ranks have made of it is added in the order of steps.
+
+        Of this rank's own keys those that its other run sees are last, while the last gradients are on their way.
+        """
         cp, total = self._cp, torch.zeros(self._own.shape)
-        coming: list[tuple[slice, Tensor, Handle]] = []
-        for step, keys_and_tensors in self._steps():
+        returning: list[tuple[slice, Tensor, Handle]] = []
+        last: list[partial[None]] = []
+        for step, coming in self._steps():
             source, target = (cp.rank - step) % cp.size, (cp.rank + step) % cp.size
             for number, keys in enumerate(self._needed(target, cp.rank) if step else ()):
                 if keys:
                     tensor = torch.empty(len(keys), *total.shape[1:])
-                    coming.append((self._rows(number, keys), tensor, cp.irecv(tensor, target, GRADIENTS + number)))
-            for number, (keys, kv) in enumerate(keys_and_tensors):
+                    returning.append((self._rows(number, keys), tensor, cp.irecv(tensor, target, GRADIENTS + number)))
+            for number, (keys, kv, handle) in enumerate(coming):
+                handle.wait()
                 dkv = torch.zeros(kv.shape) if step else total[self._rows(number, keys)]
                 for part in self._parts(keys):
-                    made.add(part, kv[_places(part, keys.start)], dkv[_places(part, keys.start)])
+                    places = _places(part, keys.start)
+                    add = partial(made.add, part, kv[places], dkv[places])
+                    if step or part.queries.start < keys.stop:
+                        add()
+                    else:
+                        last.append(add)
                 if step and keys:
                     self._sent.append(cp.isend(dkv, source, GRADIENTS + number))
-        for rows, tensor, handle in coming:
+        for add in last:
+            add()
+        for rows, tensor, handle in returning:
             handle.wait()
             total[rows] += tensor
         self._all_sent()

@@ -112,6 +112,35 @@ def test_ranks_in_bf16(way):
         torch.testing.assert_close(found[1], leaf.grad, rtol=0, atol=0.06)
 
 
+class Watched:
+    """NATIVE, whose gradients of parts are noted in a communicator's log: the first query and the first key of each."""
+
+    def __init__(self, log):
+        self.part, self.log = NATIVE.part, log
+
+    def part_gradients(self, call, part, *tensors):
+        self.log.append(("backward", part.queries.start, part.keys.start))
+        NATIVE.part_gradients(call, part, *tensors)
+
+
+def test_gradients_of_others_keys_leave_before_the_last_own_part():
+    """Each as soon as it is made. Own keys that the same queries hold come first, while the others' are on their way."""
+    (qkv, dout), call, part = tensors(), SharedCall(HEADS, SIGHTS["causal"], 0.0, KEY), S // 4
+
+    def backward(comm):
+        observed = RecordingComm(comm, "cp")
+        own = of_ranks(qkv, 2).chunk(2)[comm.rank].clone().requires_grad_()
+        out = shared_attention(Watched(observed.log), own, call, observed, "p2p")
+        del observed.log[:]
+        out.backward(of_ranks(dout, 2).chunk(2)[comm.rank])
+        return [event[1] if event[1] == "send" else (event[1] // part, event[2] // part)
+                for event in observed.log if event[1] != "recv"]
+
+    assert ThreadWorld(2).run(backward) == [
+        ["send", (0, 0), (3, 3), (3, 1), "send", (3, 2), "send", (3, 0)],
+        ["send", "send", (1, 1), (2, 2), (1, 0), (2, 0), "send", (2, 1)]]
+
+
 def sent_by_ranks(ranks, starts):
     """Bytes that each rank sends with p2p, forward and backward."""
     (qkv, dout), call = tensors(), SharedCall(HEADS, Sight(S, None, starts), 0.0, KEY)
