@@ -41,8 +41,8 @@ class ParallelConfig(ExpertRanks):
     cp_comm_type: tuple[str, ...] | None = opt(
         None, "what ranks of a sequence send each other for attention, one value or one for each layer: p2p, keys and values from "
         "rank to rank while attention is computed; allgather, keys and values of all ranks at once; a2a, rows for heads; a2a+p2p "
-        "leaves the choice to the program (default: a2a where TP x CP divides the heads, and CP and a rank's query groups divide "
-        "one another; else p2p)",
+        "leaves the choice to the program (default: p2p where these ranks are on several nodes and attention does not end with a "
+        "document; else a2a where TP x CP divides the heads, and CP and a rank's query groups divide one another; else p2p)",
         type=str, nargs="+")
     sequence_parallel: bool = opt(False, "norms, dropout and residuals on 1/TP of the sequence: activations take less memory")
     tp_comm_overlap: bool = opt(False, "with --sequence-parallel: send activations in blocks, overlapped with the matmuls that "

@@ -22,7 +22,7 @@ from ..comm.agreement import Nodes, agree, differing, everywhere, find_nodes, on
 from ..comm.base import Comm, SoloComm
 from ..config import batches
 from ..config.checks import check, flag
-from ..config.groups import DataConfig
+from ..config.groups import EITHER, P2P, DataConfig
 from ..config.layout import Layout
 from ..config.model_config import ModelConfig
 from ..config.recipes import GPT2_VOCABULARY
@@ -131,6 +131,8 @@ def settle(run: RunConfig, layout: Layout, world: Comm | None = None, nodes: Nod
     the performance model.
     """
     ranks_schedules = run.parallel.pipeline_schedule == AUTO and layout.pp > 1
+    if world is not None and nodes is not None and layout.cp > 1 and not run.data.masks_attention:
+        run = between_nodes(run, layout, world, nodes)
     if not run.training.recompute_auto and not ranks_schedules:
         return run, []
     space = tensor_bytes(run, layout, world, nodes)
@@ -140,6 +142,22 @@ def settle(run: RunConfig, layout: Layout, world: Comm | None = None, nodes: Nod
 
     system = modelled_system(layout)
     return on_root(world, lambda: search.settled(run, layout, system, space))
+
+
+def between_nodes(run: RunConfig, layout: Layout, world: Comm, nodes: Nodes) -> RunConfig:
+    """The run whose layers pass keys and values, which attention hides, where ranks of a sequence are on several nodes.
+
+    Not those layers for which --cp-comm-type says otherwise. For sequences that are not cut into documents, so that ranks have the
+    same work. Collective.
+    """
+    sharing = layout.tp * layout.cp  # ranks, which follow one another
+    own = torch.tensor([world.rank // sharing])
+    near = nodes.ranks.all_gather(own.new_empty(nodes.ranks.size), own)
+    together = int((near == own).sum()) == sharing
+    if world.all_reduce(torch.tensor(together, dtype=torch.int64), "min"):
+        return run
+    ways = tuple(P2P if way == EITHER else way for way in run.parallel.cp_comm_type or (EITHER,))
+    return replace(run, parallel=replace(run.parallel, cp_comm_type=ways))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fugaku_megatron.comm.agreement import find_nodes
 from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
@@ -166,6 +167,7 @@ def test_a_run_that_names_its_schedule_does_not_load_the_performance_model():
     program = """
 import sys
 import fugaku_megatron.training.pretrain
+from fugaku_megatron.comm.agreement import find_nodes
 from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.training.start_choices import settle
@@ -174,3 +176,18 @@ print(settle(run, Layout.from_run(run, 2))[1][0], [name for name in sys.modules 
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("recompute: chosen for ") and done.stdout.endswith(" []\n")
+
+
+@pytest.mark.parametrize(("given", "hosts", "documents", "ways"), [
+    (None, "aabb", False, None), (None, "abab", False, ("p2p",)), (None, "aaab", False, ("p2p",)), (None, "abab", True, None),
+    (("a2a",), "abab", False, ("a2a",)), (("a2a+p2p", "a2a"), "abab", False, ("p2p", "a2a"))])
+def test_keys_are_passed_between_nodes(given, hosts, documents, ways):
+    """By default, where not every pair of ranks with a sequence of its own is on one node, and no documents divide its work."""
+    run = small_run(num_layers=2, num_attention_heads=8, reset_attention_mask=documents, context_parallel_size=2,
+                    cp_comm_type=given)
+    layout = Layout.from_run(run, 4)
+
+    def settled(world):
+        return start_choices.settle(run, layout, world, find_nodes(world, hosts[world.rank]))[0].parallel.cp_comm_type
+
+    assert ThreadWorld(4).run(settled) == [ways] * 4
