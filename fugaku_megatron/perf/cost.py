@@ -97,10 +97,10 @@ class Network:
         return (near * (1 + (nodes - 1) / nodes) / (machine.intra_gbs * GB) + far * inside / senders / (between * GB)
                 + 3 * (inside - 1) * machine.intra_alpha_us * 1e-6 + (nodes - 1) / senders * machine.link_alpha_us * 1e-6)
 
-    def spans_nodes(self, group: str) -> bool:
-        """Whether a node has not all ranks of `group`."""
+    def inside_node(self, group: str) -> bool:
+        """`comm.base.Comm.inside_node` of `group`: whether its ranks share a node and its memory."""
         members, together = self._group(group)
-        return members > together
+        return members <= together and features.NODE_SUMS in self.active
 
     def _group(self, group: str) -> tuple[int, int]:
         """(members, members that share a node): tensor-parallel ranks are neighbours, then stages, then data-parallel ranks."""
@@ -278,7 +278,7 @@ class Rank:
 
         Inside a node ranks do nothing else while they exchange rows.
         """
-        far = self.network.spans_nodes(exchange.group)
+        far = not self.network.inside_node(exchange.group)
         groups = exchange.groups if far else 1
         there, back = (groups * sum(self.network.seconds(c.verb, c.group, c.bytes // groups) for c in way)
                        for way in (exchange.there, exchange.back))

@@ -280,8 +280,10 @@ def test_rows_of_experts_are_exposed_at_both_ends():
     assert waiting(far, 1, long) == pytest.approx(2 * wire) and waiting(far, 8, long) == pytest.approx(2 * wire / 8)
     assert waiting(far, 8, long, around=long) == pytest.approx(0, abs=1e-12)
     assert waiting(far, 8, 1) == pytest.approx(2 * wire - each)  # the link takes longer
-    near = replace(far, network=replace(far.network, ranks_per_node=4))
+    near = replace(far, network=replace(far.network, ranks_per_node=4, active=frozenset({features.NODE_SUMS})))
     assert waiting(near, 8, long, around=long) == 2 * near.network.seconds("all_to_all", "ep", way.bytes)
+    apart = replace(near, network=replace(near.network, active=frozenset()))  # ranks of a node that share no memory
+    assert waiting(apart, 8, long, around=long) == pytest.approx(0, abs=1e-12)
 
 
 @pytest.mark.parametrize(("schedule", "hiding"), [("1f1b", 3), ("zb-h1", 2)])
