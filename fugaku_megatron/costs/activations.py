@@ -78,8 +78,9 @@ def element_bytes(run: RunConfig) -> int:
 
 
 def typical_way(run: RunConfig) -> str:
-    """What ranks of a sequence send each other for attention in the first layer, which stands for all where one is asked for."""
-    return context_ways(run)[0]
+    """What ranks of a sequence send each other for attention in most layers, of which one stands for all."""
+    ways = context_ways(run)
+    return max(ways, key=ways.count)
 
 
 def qkv_bytes(run: RunConfig, tp: int, way: str | None = None) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..config.groups import A2A, ALLGATHER, MOMENT_BLOCK, MOMENT_BYTES, P2P
-from ..config.layout import Layout, group_copies, placement, sequence_parts
+from ..config.layout import Layout, context_ways, group_copies, placement, sequence_parts
 from ..config.run_config import RunConfig
 from ..pipeline.parts import Held, receives_ahead
 from .accounting import (
@@ -46,7 +46,6 @@ from .activations import (
     element_bytes,
     key_elements,
     qkv_bytes,
-    typical_way,
 )
 from .experts import mlp_width, pair_working_bytes, waiting_bytes
 from .orthogonal import matrix_elements
@@ -271,7 +270,12 @@ def attention_bytes(run: RunConfig, tp: int, threads: int) -> int:
 
     threads: of a rank. About 12 matrices (s, d) for each head at hand; of a part of the sequence, where ranks exchange keys.
     """
-    model, cp, way = run.model, run.parallel.context_parallel_size, typical_way(run)
+    return max(_attention_bytes(run, tp, threads, way) for way in set(context_ways(run)))
+
+
+def _attention_bytes(run: RunConfig, tp: int, threads: int, way: str) -> int:
+    """`attention_bytes` of layers with this --cp-comm-type."""
+    model, cp = run.model, run.parallel.context_parallel_size
     queries = keys = model.seq_length
     heads, groups = model.num_attention_heads // tp, model.query_groups // tp
     if cp > 1 and way == A2A:
@@ -327,12 +331,12 @@ def working_bytes(run: RunConfig, tp: int) -> int:
 
 def key_working_bytes(run: RunConfig, tp: int) -> int:
     """What attention's backward needs where ranks exchange keys: its gradients in FP32, and others' keys with theirs."""
-    cp, way = run.parallel.context_parallel_size, typical_way(run)
-    if cp == 1 or way == A2A:
+    cp, ways = run.parallel.context_parallel_size, {*context_ways(run)} - {A2A}
+    if cp == 1 or not ways:
         return 0
     own, low = key_elements(run, tp), element_bytes(run)
-    others = cp * own * (low + 2 * FP32_BYTES) if way == ALLGATHER else own * (2 * low + cp * FP32_BYTES)
-    return others + qkv_bytes(run, tp) // low * FP32_BYTES
+    others = cp * own * (low + 2 * FP32_BYTES) if ALLGATHER in ways else own * (2 * low + cp * FP32_BYTES)
+    return others + qkv_bytes(run, tp, P2P) // low * FP32_BYTES
 
 
 def posted_bytes(run: RunConfig, tp: int, stage: int) -> int:

@@ -343,3 +343,16 @@ def test_the_planner_leaves_groups_whole():
     """14 heads in 2 groups: TP is 1 or 2."""
     found = search.candidates(make_run("qwen2.5-0.5b", {}), System.from_names("a64fx", "fugaku_megatron", 28), frozenset())
     assert {run.parallel.tensor_model_parallel_size for run, _ in (each for each in found if not isinstance(each, str))} == {1, 2}
+
+
+def test_memory_of_attention_is_that_of_the_layer_which_needs_most():
+    """Of layers with different --cp-comm-type; what is kept and computed is counted as in most layers."""
+    def of(*ways):
+        run = small_run(num_layers=3, num_attention_heads=8, **CP4, cp_comm_type=ways)
+        return run, memory.attention_bytes(run, 1, 4), memory.key_working_bytes(run, 1)
+
+    _, *heads = of("a2a")
+    _, *keys = of("p2p")
+    run, *mixed = of("p2p", "a2a", "a2a")
+    assert mixed == [max(pair) for pair in zip(heads, keys, strict=True)] and heads != keys
+    assert accounting.layer_records(run, 1) == accounting.layer_records(run, 1, way="a2a")
