@@ -31,17 +31,18 @@ class ExpertFields:
                                                           "none)", type=int, maximum=2**22)
     moe_shared_expert_gate: bool = opt(False, "multiply the shared expert's result by the sigmoid of a number for each token, as "
                                        "Qwen2-MoE does")
-    moe_router_topk: int = opt(2, "experts of a token", maximum=2**12)
-    moe_router_score_function: str = opt(SOFTMAX, "what makes scores of the router's logits", choices=SCORES)
+    moe_router_topk: int = opt(2, "number of experts that each token goes through", maximum=2**12)
+    moe_router_score_function: str = opt(SOFTMAX, "function that turns the router's logits into scores", choices=SCORES)
     moe_router_pre_softmax: bool = opt(False, "softmax over all experts, whose scores are not normalised again over the chosen "
                                        "ones; otherwise over the chosen ones")
     moe_router_topk_scaling_factor: float | None = opt(None, "multiply the scores of the chosen experts by this", type=float)
     moe_router_num_groups: int | None = opt(None, "groups of experts, of which a token takes the best --moe-router-group-topk, and "
                                             "experts in these alone", type=int, maximum=2**12)
-    moe_router_group_topk: int | None = opt(None, "groups of a token, for --moe-router-num-groups", type=int, maximum=2**12)
+    moe_router_group_topk: int | None = opt(None, "groups that the experts of a token are in, for --moe-router-num-"
+                                            "groups", type=int, maximum=2**12)
     moe_router_enable_expert_bias: bool = opt(False, "choose experts by score + bias, and raise the bias of those with fewer "
                                               "tokens than the mean after each iteration, for a balance without a loss")
-    moe_router_bias_update_rate: float = opt(1e-3, "by how much that bias changes")
+    moe_router_bias_update_rate: float = opt(1e-3, "by how much --moe-router-enable-expert-bias changes a bias in an iteration")
     moe_router_load_balancing_type: tuple[str, ...] = opt((AUX,), "balancing losses, each counted per micro-batch: aux_loss, "
                                                           "seq_aux_loss (of each sequence by itself) or none; or sinkhorn, without "
                                                           "a loss: training chooses experts evenly", type=str, nargs="+")
