@@ -39,7 +39,7 @@ help:
 	@echo "make wheel-test  pip install . in an empty environment, then train with nothing else (some minutes)"
 	@echo "make setup-test  a fresh clone in which MPI=system fails, then trains (some minutes)"
 	@echo "make bench   set up, then measure kernels and the step against torch (about 5 minutes; alone on the machine); JSON in bench/"
-	@echo "make rendered  set up, then write again what is made from the program: job scripts, docs/tables.md"
+	@echo "make rendered  set up, then write again what is made from the program: job scripts, docs/tables.md, tables of flags"
 	@echo "make arm-env      installs compilers and an emulated A64FX into .arm/ (x86-64 Debian 12 with apt and root)"
 	@echo "make test-arm     make arm-env, then kernels and training on the emulated A64FX"
 	@echo "make arm-codegen  gate on the machine code of the hot loops for A64FX; prints modelled cycles"
@@ -91,7 +91,7 @@ $(STAMPS)/test-packages: $(STAMPS)/packages requirements-test.txt
 	@touch $@
 
 $(STAMPS)/docs-packages: $(STAMPS)/venv requirements-docs.txt
-	$(INSTALL) -r requirements-docs.txt numpy regex --constraint requirements.txt
+	$(INSTALL) -r requirements-docs.txt
 	@touch $@
 
 # A second MPI for the tests, next to the first one.
@@ -169,13 +169,14 @@ bench: setup
 	$(BIN)/python -m benchmarks rowwise --micro-batch-size 4 --json bench/rowwise.json
 	$(BIN)/python -m benchmarks step --micro-batch-size 4 --json bench/step.json
 
-# Everything committed that the performance model decides; tests compare it.
+# Everything committed that the performance model decides, and the tables of flags; tests compare it.
 rendered: setup
 	$(BIN)/fugaku-megatron job render --all scripts/pjsub
 	$(BIN)/fugaku-megatron job slurm scripts/slurm --recipe 124m
 	sed -i '/^---$$/q' docs/tables.md
 	echo >> docs/tables.md
 	$(BIN)/fugaku-megatron tables --markdown | sed -n 's/^00[0-9]: /- &/p' >> docs/tables.md
+	$(BIN)/python -m tools.megatron_flags --write
 
 clean:
 	rm -rf $(VENV) build dist site fugaku_megatron.egg-info fugaku_megatron/_kernels*.so

@@ -2,7 +2,7 @@
 
     python -m tools.flag_chats FOLDER
 
-FOLDER/train.jsonl and held_out.jsonl ask in different words what the flags of a run mean. FOLDER/tokenizer is a byte-level
+FOLDER/train.jsonl and held_out.jsonl ask in different words what the flags of docs/flags.md mean. FOLDER/tokenizer is a byte-level
 BPE trained on the documentation, in Hugging Face's form.
 """
 
@@ -12,8 +12,6 @@ import sys
 from pathlib import Path
 
 import tokenizers
-
-from tools import megatron_flags
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -29,13 +27,12 @@ def chat(question: str, flag: str, meaning: str) -> dict:
 
 def write(folder: Path) -> str:
     (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
-    pages = [megatron_flags.with_tables(path.read_text(), path.name) for path in sorted(DOCS.glob("*.md"))]
-    rows = re.findall(r"^\| `(--[a-z0-9-]+)`.*\| ([^|]{20,200}) \|$", "\n".join(megatron_flags.flag_tables()), re.MULTILINE)
+    rows = re.findall(r"^\| `(--[a-z0-9-]+)`.*\| ([^|]{20,200}) \|$", (DOCS / "flags.md").read_text(), re.MULTILINE)
     for name, questions in (("train", TRAINED), ("held_out", HELD_OUT)):
         chats = [chat(question, *row) for row in rows for question in questions]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in chats))
     kind = tokenizers.ByteLevelBPETokenizer()
-    kind.train_from_iterator(pages, vocab_size=1024, special_tokens=SPECIAL, show_progress=False)
+    kind.train(sorted(map(str, DOCS.glob("*.md"))), vocab_size=1024, special_tokens=SPECIAL, show_progress=False)
     kind.save(str(folder / "tokenizer" / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[0]}
     (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(settings))

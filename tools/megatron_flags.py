@@ -1,9 +1,9 @@
 """The tables of docs/flags.md, every flag of a run, and of docs/megatron.md, every flag of published Megatron-LM scripts.
 
-    python -m tools.megatron_flags          # prints them
+    python -m tools.megatron_flags          # prints them; with --write puts them into the documents
 
-Both come from the command line's own parser and tables. `make site` calls `on_page_markdown` for each page, which adds them. The
-scripts' flags, and those of Megatron-LM itself, are in tools/megatron_flags.txt.
+Both come from the command line's own parser and tables. The scripts' flags, and those of Megatron-LM itself, are in
+tools/megatron_flags.txt.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from fugaku_megatron.config.arguments import build_parser
 from fugaku_megatron.config.checks import flag_words
@@ -26,6 +25,7 @@ from fugaku_megatron.data.tokenizer import TOKENIZERS
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ROOT / "tools" / "megatron_flags.txt"
 DESCRIBED = "[Flags](flags.md) describes them"
+LINE = "---\n"  # of a document: below it stands what this program prints
 HELP = re.compile(r"(.*?)(?: \((?:default: (.*)|on by default)\))?")  # what a flag means, its default
 DEFAULTS = {field.name: field.default for config in GROUPS.values() for field in fields(config)}
 VALUES = {"--normalization": tuple(NORMS), "--tokenizer-type": tuple(TOKENIZERS)}
@@ -133,19 +133,20 @@ def recipe_flags(run: RunConfig) -> Iterator[str]:
                 yield from flag_words(field.name, shown)
 
 
-PAGES = {"flags.md": flag_tables, "megatron.md": script_tables}
+DOCUMENTS = {ROOT / "docs" / "flags.md": flag_tables, ROOT / "docs" / "megatron.md": script_tables}
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """MkDocs' hook: the text of a page, with its tables if it has some."""
-    return with_tables(markdown, page.file.src_uri)
-
-
-def with_tables(text: str, name: str) -> str:
-    return "\n".join([text, *PAGES[name]()]) if name in PAGES else text
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="put the tables into the documents")
+    write = parser.parse_args().write
+    for document, tables in DOCUMENTS.items():
+        text = "\n".join(tables())
+        if write:
+            document.write_text(document.read_text().partition(LINE)[0] + LINE + "\n" + text)
+        else:
+            print(text)
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    for tables in PAGES.values():
-        print("\n".join(tables()))
+    main()

@@ -337,8 +337,7 @@ def _words(key: str, value: Any, known: Mapping[str, argparse.Action]) -> list[s
     name = name if name in known else f"--{key}"
     off = [SWITCHED_OFF.get(key, ""), f"--no-{name[2:]}", f"--no-{flag(key)[2:]}", f"--disable-{flag(key)[2:]}"]
     off = [option for option in off if option in known]
-    otherwise = ": fugaku-megatron train --help lists the flags, with - in place of _"
-    check(name in known or off, "unknown key" + nearest(name, known, otherwise))
+    check(name in known or off, "unknown key" + nearest(name, known, ": docs/flags.md lists those there are, with - in place of _"))
     if isinstance(value, bool):
         check(name not in known or known[name].nargs == 0, f"{value} is not a value of {name}: pass one, or null")
         return ([name] if name in known else []) if value else off[:1]

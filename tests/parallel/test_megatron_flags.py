@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 
 from fugaku_megatron import cli
 from fugaku_megatron.checkpoint.manifest import read_manifest
@@ -94,11 +93,11 @@ def test_all_reasons_come_in_one_message_a_line_each(capsys):
 
 
 def test_the_flags_of_megatron_head_are_all_known():
-    """None is unknown: each is a flag of a run, noted or refused, and a row of the last table names it."""
+    """None is unknown: each is a flag of a run, noted or refused, and a row of docs/megatron.md names it."""
     head = next(flags for name, flags in megatron_flags.scripts().items() if "every flag" in name)
     known = {option for action in build_parser()._actions for option in action.option_strings}
     assert len(head) > 800 and set(head) <= known
-    table = megatron_flags.with_tables("", "megatron.md").rpartition("\n## ")[2]
+    table = (Path(megatron_flags.ROOT) / "docs" / "megatron.md").read_text().rpartition("\n## ")[2]
     rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `")]
     assert sorted(re.findall(r"`(.*?)`", "".join(rows))) == sorted(head)
 
@@ -192,14 +191,10 @@ def test_wandb_that_is_not_installed(monkeypatch):
     assert parse([*BASE, "--wandb-entity", "e"]).notes == ("--wandb-entity has no effect without --wandb-project",)
 
 
-def test_the_site_puts_the_tables_into_their_pages():
-    site = yaml.safe_load(re.sub("!!python.*", "", (megatron_flags.ROOT / "mkdocs.yml").read_text()))
-    assert site["hooks"] == ["tools/megatron_flags.py"]
-    assert {*megatron_flags.PAGES} <= {name for row in site["nav"] for name in row.values()}
-    for name, heading in (("flags.md", "\n## Recipes\n"), ("megatron.md", "\n## GPT-3 175B: "), ("data.md", "")):
-        page = SimpleNamespace(file=SimpleNamespace(src_uri=name))
-        shown = megatron_flags.on_page_markdown("# Title\n", page, config=None, files=None)
-        assert shown.startswith("# Title\n") and heading in shown and (heading or shown == "# Title\n")
+@pytest.mark.parametrize("document", megatron_flags.DOCUMENTS, ids=lambda path: path.name)
+def test_the_tables_of_the_documents_are_those_of_the_program(document):
+    made = "\n".join(megatron_flags.DOCUMENTS[document]())
+    assert document.read_text().partition(megatron_flags.LINE)[2].strip() == made.strip(), "python -m tools.megatron_flags --write"
 
 
 def test_the_page_of_flags_has_every_flag_with_its_default_and_every_recipe():
