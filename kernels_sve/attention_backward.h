@@ -94,6 +94,7 @@ static void backward_task(const BackwardRun<P, T>& run, int64_t local, int64_t p
   BackwardBlock<P> m = backward_memory<P>(d, Documents(run.args, index / shape.heads));
   m.c = LOG2_E * run.scale(), m.keep_scale = keep_scale(run.args), m.window = shape.window;
   m.queries_end = shape.queries.end, m.keys_end = shape.keys_end();
+  m.far = 4 * shape.queries_padded > LONG_SEQUENCE;  // five matrices of queries and sums, where forward reads two of keys
   const HeadDropout dropout(run.args, index);
   float* dquery = head.dquery + partial * shape.query_matrix();
   const int64_t blocks = run.runs[index / shape.heads];

@@ -32,6 +32,7 @@ struct BackwardBlock {
   int64_t k0, q0, first_q0, window, queries_end, keys_end;
   int64_t seen_to[LANE_GROUPS];  // where the queries end that see a key of the group
   float c, keep_scale;
+  bool far;  // what is packed of the queries is too large for a cache: the next block of them is fetched while one is worked on
   Documents documents;
 };
 
@@ -181,15 +182,27 @@ FM_INLINE void for_queries(const BackwardBlock<P>& m, int64_t g, const F& f) {
   for_seeing_queries<P>(m.k0 + g * LANES - m.q0, first_query(m, g), end_query(m, g), f);
 }
 
+// Of the next block of queries, the share that is fetched with the tile of queries [r, r + MR) and key group g.
+template <class P>
+FM_INLINE void fetch_rows(const BackwardBlock<P>& m, const typename P::Word* rows, int64_t words, int64_t g, int64_t r) {
+  if (m.far) fetch(rows + (m.q0 + BLOCK + (g * BLOCK + r) / LANE_GROUPS) * words, ATTENTION_MR * words / LANE_GROUPS);
+}
+
 // P and dS of one block of queries against one block of keys. Inside backward_task its registers do not suffice.
 template <class P, bool DROPOUT>
 static __attribute__((noinline)) void block_scores(const BackwardHead<P>& head, const BackwardBlock<P>& m, int64_t words) {
   for (int64_t g = 0; g < LANE_GROUPS; ++g) {
     for_queries(m, g, [&](auto vectors, int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; r += ATTENTION_MR) prob_tile<P, DROPOUT>(head, m, words, g, r, vectors);
+      for (int64_t r = begin; r < end; r += ATTENTION_MR) {
+        fetch_rows(m, head.query_rows, words, g, r);
+        prob_tile<P, DROPOUT>(head, m, words, g, r, vectors);
+      }
     });
     for_queries(m, g, [&](auto vectors, int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; r += ATTENTION_MR) dscore_tile<P, DROPOUT>(head, m, words, g, r, vectors);
+      for (int64_t r = begin; r < end; r += ATTENTION_MR) {
+        fetch_rows(m, head.dout_rows, words, g, r);
+        dscore_tile<P, DROPOUT>(head, m, words, g, r, vectors);
+      }
       for (int64_t r = begin; r < end; r += VL) cross_dscore(m, g, r, vectors);
     });
   }
@@ -202,13 +215,19 @@ static void block_gradients(const BackwardHead<P>& head, const BackwardBlock<P>&
                             typename P::Word* prob_words, float* dquery, bool fresh_queries) {
   const int64_t panel = shape.queries_padded / P::STEP * P::PANEL_ROWS, rows = shape.d_padded;
   const int64_t key_panel = shape.keys_padded / P::STEP * P::PANEL_ROWS;
+  constexpr int64_t SHARE = LANES / P::STEP * P::PANEL_ROWS;  // of a panel, fetched for the next block of queries with a key group
   for (int64_t g = 0; g < LANE_GROUPS; ++g) {
     const bool fresh = m.q0 == m.first_q0;
     if (!fresh && end_query(m, g) <= first_query(m, g)) continue;
     const int64_t a = m.q0 / P::STEP * P::PANEL_ROWS, b = g * BLOCK / P::STEP * LANES;
     const auto queries = [&](const auto& f) FM_INLINE_LAMBDA { for_queries(m, g, f); };
-    accumulate<P>(m.dvalue + g * rows * LANES, fresh, rows, head.dout_columns + a, panel, prob_words + b, queries);
-    accumulate<P>(m.dkey + g * rows * LANES, fresh, rows, head.query_columns + a, panel, m.dscore_words + b, queries);
+    const auto sum = [&](float* to, const typename P::Word* columns, const typename P::Word* words) FM_INLINE_LAMBDA {
+      accumulate<P>(to + g * rows * LANES, fresh, rows, columns + a, panel, words + b, queries, [&](int64_t row) FM_INLINE_LAMBDA {
+        if (m.far) fetch(columns + a + row / P::PANEL_ROWS * panel + (LANE_GROUPS + g) * SHARE, SHARE);
+      });
+    };
+    sum(m.dvalue, head.dout_columns, prob_words);
+    sum(m.dkey, head.query_columns, m.dscore_words);
   }
   for (int64_t g = 0; g < LANE_GROUPS; ++g) {
     const int64_t q0 = m.q0 + g * LANES;
@@ -219,7 +238,10 @@ static void block_gradients(const BackwardHead<P>& head, const BackwardBlock<P>&
       if (end <= begin && !fresh_queries) return;
       accumulate<P>(dquery + q0 * rows, fresh_queries, rows, head.keys + m.k0 / P::STEP * P::PANEL_ROWS, key_panel,
                     m.dscore_crossed + g * BLOCK / P::STEP * LANES,
-                    [&](const auto& f) FM_INLINE_LAMBDA { for_seen_keys<P, vectors.end>(q0 - m.k0, begin, end, f); });
+                    [&](const auto& f) FM_INLINE_LAMBDA { for_seen_keys<P, vectors.end>(q0 - m.k0, begin, end, f); },
+                    [&](int64_t row) FM_INLINE_LAMBDA {
+                      if (m.far) fetch(dquery + (q0 + BLOCK) * rows + row * LANES, P::PANEL_ROWS * LANES);
+                    });
     });
   }
 }

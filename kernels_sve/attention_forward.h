@@ -1,4 +1,5 @@
-// Forward pass: one task is LANES queries of one head, lanes are queries, so a softmax needs no operation across lanes.
+// Forward pass: blocks of LANES queries of one head, lanes are queries, so a softmax needs no operation across lanes. A task is one
+// block, or QUERY_BLOCKS of a long sequence, which take turns so that keys from memory serve all of them.
 //
 //   for blocks of keys from the window's first up to the diagonal:
 //     S = K Q^T (keys, LANES)    P = 2^(c S - c m)    O^T = O^T 2^(c m_old - c m) + V^T P
@@ -15,19 +16,16 @@ struct PackedKeysValues {
   typename P::Word *keys, *values;
   int64_t words, panel;  // words of a row of keys; words from one panel of values to the next
   bool far;              // too many for a cache: those of the next round are fetched while this one is computed
-  void fetch(const typename P::Word* from, int64_t count) const {
-    for (int64_t i = 0; far && i < count; i += VL) prefetch_l2(from + i);
-  }
 };
 
-// One task's state; the arrays are the thread's scratch.
+// A block's state; the arrays are the thread's scratch.
 template <class P>
 struct QueryBlock {
   typename P::Word *query, *prob;  // (d words, LANES), (KEY_BLOCK / STEP, LANES)
   float *score, *out;              // (KEY_BLOCK, LANES), (d_padded, LANES)
   vf maximum[ATTENTION_NV], sum[ATTENTION_NV];
   vi position[ATTENTION_NV], start[ATTENTION_NV];  // start: of the query's document
-  int64_t first, window, last_start, keys_end;
+  int64_t first, end, next_key, window, last_start, keys_end;
 };
 
 // Scores of keys [k0, k0 + MR) into score rows, -inf where the query does not see the key; raises the maximum.
@@ -147,7 +145,7 @@ static void attend(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0
   for (int v = 0; v < END; ++v) alpha[v] = q.maximum[v];
   seen_keys([&](auto vectors, int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; r += ATTENTION_MR) {
-      head.fetch(head.keys + (k0 + KEY_BLOCK + r) * head.words, ATTENTION_MR * head.words);
+      if (head.far) fetch(head.keys + (k0 + KEY_BLOCK + r) * head.words, ATTENTION_MR * head.words);
       score_tile(head, q, k0 + r, q.score + r * LANES, vectors);
     }
   });
@@ -167,7 +165,7 @@ static void attend(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0
 #endif
   const typename P::Word* values = head.values + k0 / P::STEP * P::PANEL_ROWS;
   for (int64_t row = 0; row < d_padded; row += ATTENTION_MR, values += P::TILES ? 0 : head.panel) {
-    if constexpr (!P::TILES) head.fetch(values + KEY_BLOCK / P::STEP * P::PANEL_ROWS, KEY_BLOCK / P::STEP * P::PANEL_ROWS);
+    if (!P::TILES && head.far) fetch(values + KEY_BLOCK / P::STEP * P::PANEL_ROWS, KEY_BLOCK / P::STEP * P::PANEL_ROWS);
     Tile t = load_tile(q.out + row * LANES);
     for_tile([&](int i, int v) { t.v[i][v] *= alpha[v]; }, Vectors<0, END>());
     if constexpr (!P::TILES) {
@@ -176,7 +174,7 @@ static void attend(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0
     }
     store_tile(q.out + row * LANES, t, Vectors<0, END>());
   }
-  if constexpr (P::TILES) accumulate<P>(q.out, false, d_padded, values, head.panel, q.prob, seen_keys);
+  if constexpr (P::TILES) accumulate<P>(q.out, false, d_padded, values, head.panel, q.prob, seen_keys, [](int64_t) {});
 }
 
 // to[row + lane] = x of each lane, for those in `rows`.
@@ -187,20 +185,17 @@ FM_INLINE void store_rows(float* to, int64_t row, const Positions& rows, vf x) {
   for (int64_t r = rows.begin; r < min(row + VL, rows.end); ++r) to[r] = lanes[r - row];
 }
 
-// Queries [first, end) of one head, at most LANES, from packing them to the output and the log-sum-exp.
+// Packs queries [first, end) of one head, at most LANES, and begins their softmax. score: of all blocks; memory: query and out.
 template <class P, class T>
-static void forward_task(const AttentionShape& shape, const AttentionArgs& a, const PackedKeysValues<P>& head,
-                         const Documents& documents, Rows<const T> query, Rows<T> out, float* lse, int64_t first,
-                         int64_t end, const HeadDropout* dropout) {
+static QueryBlock<P> begin_queries(const AttentionShape& shape, const Documents& documents, const Rows<const T>& query, int64_t first,
+                                   int64_t end, float* score, float* memory) {
   using Word = typename P::Word;
-  const float c = LOG2_E / __builtin_sqrtf(static_cast<float>(a.d));
   const int64_t matrix = shape.d_padded * LANES;
-  float* memory = static_cast<float*>(scratch(0, (2 * matrix + 2 * KEY_BLOCK * LANES) * sizeof(float)));
   QueryBlock<P> q;
-  q.query = reinterpret_cast<Word*>(memory), q.out = memory + matrix, q.score = memory + 2 * matrix;
-  q.first = first, q.window = shape.window, q.last_start = documents.seen_from(end - 1), q.keys_end = shape.keys_end();
-  q.prob = reinterpret_cast<Word*>(P::STEP == 1 ? q.score : q.score + KEY_BLOCK * LANES);
-  pack_lanewise<P>(query, first, q.query, head.words);
+  q.query = reinterpret_cast<Word*>(memory), q.out = memory + matrix, q.score = score;
+  q.prob = reinterpret_cast<Word*>(P::STEP == 1 ? score : score + KEY_BLOCK * LANES);
+  q.first = first, q.end = end, q.window = shape.window, q.last_start = documents.seen_from(end - 1), q.keys_end = shape.keys_end();
+  pack_lanewise<P>(query, first, q.query, shape.d_padded / P::STEP);
   for (int64_t i = 0; i < matrix; i += VL) store_aligned(q.out + i, vf{});
   // With documents, and in a part, a query may see no key in the first rounds: a finite maximum keeps these from -inf - -inf.
   const bool may_see_none = documents.starts || shape.part;
@@ -214,19 +209,67 @@ static void forward_task(const AttentionShape& shape, const AttentionArgs& a, co
     q.start[v] = (vi)load(starts);
   }
   const int64_t query0 = max(first, shape.queries.begin);
-  const int64_t begin = max(documents.seen_from(query0), query0 + 1 - shape.window) / ATTENTION_UNIT * ATTENTION_UNIT;
-  with_vectors<P>((end - first + VL - 1) / VL, [&](auto vectors) {
-    const int64_t last = min(first + vectors.end * VL, round_up(shape.keys.end, shape.part ? ATTENTION_UNIT : BLOCK));
-    for (int64_t k0 = begin; k0 < last; k0 += KEY_BLOCK) {
-      attend<P, vectors.end>(head, q, k0, min(KEY_BLOCK, last - k0), shape.d_padded, c, dropout);
-    }
+  q.next_key = max(documents.seen_from(query0), query0 + 1 - shape.window) / ATTENTION_UNIT * ATTENTION_UNIT;
+  return q;
+}
+
+// The next round of the softmax of these queries; false where there was none.
+template <class P>
+static bool next_round(const AttentionShape& shape, const PackedKeysValues<P>& head, QueryBlock<P>& q, float c,
+                       const HeadDropout* dropout) {
+  const int64_t k0 = q.next_key;
+  bool more = false;
+  with_vectors<P>((q.end - q.first + VL - 1) / VL, [&](auto vectors) {
+    const int64_t last = min(q.first + vectors.end * VL, round_up(shape.keys.end, shape.part ? ATTENTION_UNIT : BLOCK));
+    if (k0 >= last) return;
+    attend<P, vectors.end>(head, q, k0, min(KEY_BLOCK, last - k0), shape.d_padded, c, dropout);
+    more = true;
   });
-  for (int v = 0; v < ATTENTION_NV && first + v * VL < end; ++v) {
-    const int64_t row = first + v * VL;
+  q.next_key += KEY_BLOCK;
+  return more;
+}
+
+// The output of the queries of a block and their log-sum-exp.
+template <class P, class T>
+static void end_queries(const AttentionShape& shape, const AttentionArgs& a, const QueryBlock<P>& q, const Rows<T>& out, float* lse,
+                        float c) {
+  for (int v = 0; v < ATTENTION_NV && q.first + v * VL < q.end; ++v) {
+    const int64_t row = q.first + v * VL;
     const vi none = q.sum[v] == vf{};  // of a part's keys
     unpack_rows(q.out + v * VL, row, out, none ? vf{} : keep_scale(a) * reciprocal(q.sum[v]));
     const vf log_sum = q.sum[v] < __builtin_inff() ? q.maximum[v] * c * LN_2 + log(q.sum[v]) : q.sum[v];
     store_rows(lse, row, shape.queries, none ? broadcast(-__builtin_inff()) : log_sum);
+  }
+}
+
+// Where blocks of queries may begin: the positions [begin, end) * step.
+struct Places {
+  int64_t begin, end, step;
+};
+
+// The blocks of a head that begin at `places`, the longest first, QUERY_BLOCKS at a time.
+template <class P, class T>
+static void forward_task(const AttentionShape& shape, const AttentionArgs& a, const PackedKeysValues<P>& head, int64_t index,
+                         const Rows<const T>& query, const Rows<T>& out, float* lse, const Places& places) {
+  const float c = LOG2_E / __builtin_sqrtf(static_cast<float>(a.d));
+  const int64_t scores = 2 * KEY_BLOCK * LANES, matrices = 2 * shape.d_padded * LANES;
+  float* memory = static_cast<float*>(scratch(0, static_cast<size_t>(scores + QUERY_BLOCKS * matrices) * sizeof(float)));
+  const Documents documents(a, index / a.heads);
+  const HeadDropout dropout(a, index);
+  QueryBlock<P> blocks[QUERY_BLOCKS];
+  for (int64_t place = places.end; place > places.begin;) {
+    int64_t count = 0;
+    while (place > places.begin && count < QUERY_BLOCKS) {
+      const int64_t first = --place * places.step, end = documents.task_end<P::EDGE>(first), last = min(end, shape.queries.end);
+      if (end == first || last <= shape.queries.begin) continue;
+      blocks[count] = begin_queries<P>(shape, documents, query, first, last, memory, memory + scores + count * matrices);
+      ++count;
+    }
+    for (bool more = true; more;) {
+      more = false;
+      for (int64_t i = 0; i < count; ++i) more |= next_round(shape, head, blocks[i], c, a.p > 0 ? &dropout : nullptr);
+    }
+    for (int64_t i = 0; i < count; ++i) end_queries(shape, a, blocks[i], out, lse, c);
   }
 }
 
@@ -247,12 +290,16 @@ static void forward_groups(const T* qkv, const T* kv, T* out, float* lse, const 
                                shape.keys_padded / P::STEP * P::PANEL_ROWS, shape.keys_padded > LONG_SEQUENCE};
   };
   const int64_t blocks = shape.keys_padded / BLOCK, step = a.starts ? P::EDGE : LANES;
-  const int64_t place0 = max(0, shape.queries.begin - LANES + step) / step;  // of the first task that may end in the queries
+  const int64_t place0 = max(0, shape.queries.begin - LANES + step) / step;  // of the first block that may end in the queries
   const int64_t places = (shape.queries.end + step - 1) / step - place0;
-  TaskQueue packing{groups * blocks}, queries{groups * shape.share * places};
+  // Places of a task: of several blocks in a long sequence, as long as each thread has four tasks.
+  const int64_t blocks_each = groups * shape.share * places * step / LANES / (4 * num_threads());
+  const int64_t together = LANES / step * (shape.keys_padded > LONG_SEQUENCE ? clamp(blocks_each, 1, QUERY_BLOCKS) : 1);
+  const int64_t tasks = (places + together - 1) / together;
+  TaskQueue packing{groups * blocks}, queries{groups * shape.share * tasks};
   parallel_run([&](int, int) {
     for (int64_t task; (task = packing.take()) < packing.tasks;) {
-      const int64_t group = first_group + task % groups, row = shape.first_key + task / groups * BLOCK;  // their heads are next to each other
+      const int64_t group = first_group + task % groups, row = shape.first_key + task / groups * BLOCK;  // heads lie side by side
       const PackedKeysValues<P> to = group_of(task % groups);
       pack_crosswise<P>(shape.key_value(kv, group, 0), row, row + BLOCK, to.keys, words);
       pack_columnwise<P>(shape.key_value(kv, group, 1), row, row + BLOCK, to.values, shape.d_padded, to.panel);
@@ -260,14 +307,9 @@ static void forward_groups(const T* qkv, const T* kv, T* out, float* lse, const 
     barrier();
     tiles_begin();
     for (int64_t task; (task = queries.take()) < queries.tasks;) {
-      const int64_t head = first_group * shape.share + task / places;
-      const Documents documents(a, head / a.heads);
-      const int64_t first = (place0 + places - 1 - task % places) * step;  // the longest first
-      const int64_t end = documents.task_end<P::EDGE>(first), last = min(end, shape.queries.end);
-      if (end == first || last <= shape.queries.begin) continue;
-      const HeadDropout dropout(a, head);
-      forward_task<P>(shape, a, group_of(task / places / shape.share), documents, shape.query(qkv, head), shape.context(out, head),
-                      shape.statistics(lse, head), first, last, a.p > 0 ? &dropout : nullptr);
+      const int64_t head = first_group * shape.share + task / tasks, end = places - task % tasks * together;  // the longest first
+      forward_task<P>(shape, a, group_of(task / tasks / shape.share), head, shape.query(qkv, head), shape.context(out, head),
+                      shape.statistics(lse, head), Places{place0 + max(0, end - together), place0 + end, step});
     }
     tiles_end();
   });

@@ -6,14 +6,14 @@
 
 namespace fm::FM_TARGET {
 
-constexpr int64_t BLOCK = Tuning::ATTENTION_BLOCK, KEY_BLOCK = Tuning::KEY_BLOCK;
+constexpr int64_t BLOCK = Tuning::ATTENTION_BLOCK, KEY_BLOCK = Tuning::KEY_BLOCK, QUERY_BLOCKS = Tuning::QUERY_BLOCKS;
 constexpr float LN_2 = 0.693147181f;
 
 static_assert(BLOCK % LANES == 0 && KEY_BLOCK % PHILOX_BLOCK == 0, "blocks end where tiles end");
 static_assert(BLOCK % ATTENTION_UNIT == 0 && KEY_BLOCK >= LANES + ATTENTION_UNIT, "in the first round every query sees a key of its window");
 
 // Positions from which on the packed copies of a head are too large for a cache: heads at once are then as few as keep all threads
-// at work, because backward takes about 12 matrices (s, d) for each.
+// at work, because backward takes about 12 matrices (s, d) for each; and what is read next is fetched.
 constexpr int64_t LONG_SEQUENCE = 32768;
 
 // The sizes of a call, where each head's matrices lie, and how many heads are worked on at once: that bounds the packed copies

@@ -139,13 +139,20 @@ FM_INLINE void multiply_rows(Tile& t, const typename P::Word* a, const typename 
   multiply<P, ATTENTION_MR>(t, a + begin / P::STEP * ATTENTION_MR, b + begin / P::STEP * LANES, (end - begin) / P::STEP, vectors);
 }
 
+// Words that are read soon, into L2.
+template <class Word>
+FM_INLINE void fetch(const Word* from, int64_t count) {
+  for (int64_t i = 0; i < count; i += Tuning::LINE / 4) prefetch_l2(from + i);
+}
+
 // C[rows][LANES] += a b in memory, or = a b where `fresh`, rows a multiple of PANEL_ROWS; panel = words from one panel of a to the next.
-// runs(f) calls f(vectors, begin, end) for the runs of rows of a and b that the sum goes over.
-template <class P, class Runs>
+// runs(f) calls f(vectors, begin, end) for the runs of rows of a and b that the sum goes over; before(row) runs ahead of each panel.
+template <class P, class Runs, class Before>
 FM_INLINE void accumulate(float* c, bool fresh, int64_t rows, const typename P::Word* a, int64_t panel, const typename P::Word* b,
-                          const Runs& runs) {
+                          const Runs& runs, const Before& before) {
 #ifdef FM_HAS_TILES
   for (int64_t row = 0; row < rows; row += P::PANEL_ROWS, a += panel) {
+    before(row);
     fresh ? zero_sums<2>() : load_sums<2>(c + row * LANES, SUMS_ROW);
     runs([&](auto, int64_t begin, int64_t end) FM_INLINE_LAMBDA {
       multiply_tiles<2>(a + begin / P::STEP * P::PANEL_ROWS, b + begin / P::STEP * LANES, (end - begin) / TILE_DEPTH, [] {});
@@ -154,6 +161,7 @@ FM_INLINE void accumulate(float* c, bool fresh, int64_t rows, const typename P::
   }
 #else
   for (int64_t row = 0; row < rows; row += ATTENTION_MR, a += panel) {
+    before(row);
     Tile t = {};
     if (!fresh) t = load_tile(c + row * LANES);
     runs([&](auto vectors, int64_t begin, int64_t end)

@@ -55,6 +55,9 @@ struct Common {
   // head keeps four threads busy in backward, two heads twelve (bits).
   static constexpr int ATTENTION_NV = 3;
   static constexpr int64_t ATTENTION_BLOCK = 96, KEY_BLOCK = 128, DQUERY_PARTIALS = 6;
+  // Blocks of queries that share the keys of a long sequence: at 131,072 positions of 64 columns FP32 is 11 per cent faster with 2 and
+  // 13 with 4 than with 1, BF16 3 per cent (Zen 5, one thread, measured). More of them fill L2.
+  static constexpr int64_t QUERY_BLOCKS = 4;
   // Slots of a cache that one task of decoding reads (bits): at 1024 positions one group is work for 8 threads, and 64 columns of
   // values stay in L1.
   static constexpr int64_t DECODE_SLOTS = 128;
