@@ -1,8 +1,6 @@
-// kernels.inc as data: what a kernel costs for given sizes, and the sizes of a call from its operands. Bound as _kernels.table
-// (bind_table.cc), used by tools/kernel_driver. Tested by tests/kernels/test_table.py.
+// kernels.inc as data, and what a kernel costs for given sizes. Bound as _kernels.table (bind_table.cc) for host/kernels.py, which
+// finds the sizes of a call; used by tools/kernel_driver. Tested by tests/kernels/test_table.py.
 #pragma once
-#include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -34,19 +32,5 @@ struct KernelRow {
 const std::vector<KernelRow>& kernel_rows();
 // Null for a name that is no row.
 const KernelRow* find_kernel_row(const std::string& name);
-
-// One argument of a call: a tensor with its shape, a whole number, or neither (None, a float, a dtype, not passed).
-struct Argument {
-  std::optional<std::vector<int64_t>> shape;
-  int64_t element_bytes = 0;
-  bool floating = false;
-  std::optional<int64_t> number;
-};
-
-// Names of a row's operands, in order.
-std::vector<std::string> operand_names(const KernelRow& row);
-// Sizes of a call whose arguments are in the order of operand_names(row). Throws std::invalid_argument when shapes do not fit
-// the row, or leave a size open.
-Sizes call_sizes(const KernelRow& row, const std::vector<Argument>& arguments);
 
 }  // namespace fm

@@ -3,6 +3,7 @@
     from fugaku_megatron.host import kernels
     kernels.squared_norm(x)                        every function of the extension
     with kernels.target("portable"): ...           another build of the same kernels, process-wide, for the block
+    kernels.table.flops("activate", x, None, y)    what this call costs
 
 Left out: formulas (kernels_sve/*.h) and autograd (nn/ops.py). Tested by tests/kernels/.
 """
@@ -10,7 +11,12 @@ Left out: formulas (kernels_sve/*.h) and autograd (nn/ops.py). Tested by tests/k
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch  # noqa: F401
@@ -18,6 +24,7 @@ import torch  # noqa: F401
 try:
     from .._kernels import *  # noqa: F403
     from .._kernels import active, targets, use
+    from .._kernels import table as _rows
 except ModuleNotFoundError as error:
     raise ImportError("the C++ kernels are not built: run make kernels, or python setup.py build_ext --inplace") from error
 except ImportError as error:
@@ -54,3 +61,119 @@ def runnable_targets(emulated: bool = False) -> list[str]:
     """
     names = [row["name"] for row in targets() if row["runnable"] and row["name"] != "reference"]
     return [name for name in names if emulated or not name.endswith("_emulated")]
+
+
+# Costs of calls -------------------------------------------------------------------------------------------------------------------
+
+Factor = tuple[str, int, str]  # plus, times, symbol of a dimension's factor plus + times * symbol: "heads+2groups"
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """A leading argument of a kernel. dims: the factors of each dimension of a tensor; folds: the first one stands for several."""
+
+    name: str
+    dims: tuple[tuple[Factor, ...], ...] | None
+    folds: bool
+
+
+@dataclass(frozen=True)
+class _Row:
+    name: str
+    sizes: tuple[str, ...]
+    text: str
+    operands: tuple[_Operand, ...]
+
+    def fail(self, what: str) -> None:
+        raise ValueError(f"{self.name}: expected shapes {self.text}, got {what}")
+
+
+def _factor(word: str) -> Factor:
+    plus, times, symbol = re.fullmatch(r"(?:(\w+)\+(\d+))?(\w+)", word).groups()  # type: ignore[union-attr]
+    return plus or "0", int(times or 1), symbol
+
+
+@functools.cache
+def _table() -> dict[str, _Row]:
+    table = {}
+    for row in _rows.rows():
+        operands = []
+        for name, dims in re.findall(r"(\w+)(?: \(([^)]*)\))?(?:, |$)", row["operands"]):
+            factors = tuple(tuple(map(_factor, dim.split())) for dim in dims.replace("..", "").split(",")) if dims else None
+            operands.append(_Operand(name, factors, ".." in dims))
+        table[row["name"]] = _Row(row["name"], tuple(row["sizes"]), row["operands"], tuple(operands))
+    return table
+
+
+def _dimensions(row: _Row, operand: _Operand, shape: list[int]) -> Iterator[tuple[tuple[Factor, ...], int]]:
+    """(factors, size) of each dimension of an operand of this shape."""
+    assert operand.dims is not None
+    more = len(shape) - len(operand.dims)
+    if operand.folds and more:
+        shape = [math.prod(shape[: more + 1]), *shape[more + 1 :]] if more > 0 else [1] * -more + shape
+    if len(shape) != len(operand.dims) or operand.folds and more < -1:
+        row.fail(f"{operand.name} with {len(shape)} dimensions")
+    yield from ((factors, size) for factors, size in zip(operand.dims, shape) if factors[0][2] != "_")
+
+
+def _solve(row: _Row, factors: Sequence[Factor], size: int, known: dict[str, int]) -> None:
+    """Add the one symbol of a dimension that is not known; nothing where there are more."""
+    def value(word: str) -> int | None:
+        return int(word) if word.isdigit() else known.get(word)
+
+    product, unknown = 1, None
+    for factor in factors:
+        plus, symbol = value(factor[0]), value(factor[2])
+        if plus is None or symbol is None and unknown:
+            return
+        if symbol is None:
+            unknown = factor
+        else:
+            product *= plus + factor[1] * symbol
+    if (product and size % product) if unknown else product != size:
+        row.fail(f"a dimension of {size}{', which is not a multiple of' if unknown else ' instead of'} {product}")
+    if unknown and product:
+        known[unknown[2]] = (size // product - (value(unknown[0]) or 0)) // unknown[1]
+
+
+def _sizes(name: str, *args: Any, **kwargs: Any) -> dict[str, int]:
+    """The sizes of the call name(*args, **kwargs) by symbol, with e, e_out, e_avg, e_sq and dx of kernels.inc.
+
+    ValueError when shapes do not fit the row.
+    """
+    row = _table().get(name)
+    if row is None:
+        raise ValueError(f"no kernel of the table is called {name}")
+    values = [args[i] if i < len(args) else kwargs.get(o.name) for i, o in enumerate(row.operands)]
+    tensors: dict[str, Any] = {o.name: v for o, v in zip(row.operands, values) if hasattr(v, "shape")}
+    bytes_of = {name: tensor.element_size() for name, tensor in tensors.items()}
+    last = next((o.name for o in reversed(row.operands) if o.dims is not None), "")
+    known = {"e": next((bytes_of[n] for n, t in tensors.items() if t.is_floating_point()), 0), "e_out": bytes_of.get(last, 0),
+             "e_avg": bytes_of.get("exp_avg", 0), "e_sq": bytes_of.get("exp_avg_sq", 0), "dx": int("dx" in tensors)}
+    known |= {o.name: v for o, v in zip(row.operands, values) if o.dims is None and o.name in row.sizes and isinstance(v, int)}
+    dimensions = [d for o in row.operands if o.dims is not None and o.name in tensors
+                  for d in _dimensions(row, o, list(tensors[o.name].shape))]
+    for _ in range(len(row.sizes) + 1):
+        for factors, size in dimensions:
+            _solve(row, factors, size, known)
+    open_sizes = [symbol for symbol in row.sizes if symbol not in known and symbol != "window"]
+    if open_sizes and "(" in row.text:
+        row.fail(f"none that tells {open_sizes[0]}")
+    return known | dict.fromkeys(open_sizes, 0)
+
+
+def _cost(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple[float, float]:
+    return _rows.cost(name, **_sizes(name, *args, **kwargs)) if name in _table() else (0.0, 0.0)
+
+
+def _flops(name: str, *args: Any, **kwargs: Any) -> float:
+    """Multiplies and adds of a call, counted apart; 0 where memory bounds a kernel, and for what is not in the table."""
+    return _cost(name, args, kwargs)[0]
+
+
+def _bytes(name: str, *args: Any, **kwargs: Any) -> float:
+    """What a call must read and write at least once; 0 for what is not in the table."""
+    return _cost(name, args, kwargs)[1]
+
+
+table = SimpleNamespace(rows=_rows.rows, cost=_rows.cost, sizes=_sizes, flops=_flops, bytes=_bytes)

@@ -112,7 +112,7 @@ def test_a_calls_sizes_and_costs_follow_from_its_shapes(name, dtype):
 
 def test_leading_dimensions_fold_into_rows():
     x, y = torch.empty(2, 3, 5), torch.empty(2, 3, 5)
-    assert kernels.table.sizes("activate", x, None, y) == {"rows": 6, "cols": 5, "e": 4, "e_out": 4}
+    assert kernels.table.sizes("activate", x, None, y).items() >= {"rows": 6, "cols": 5, "e": 4, "e_out": 4}.items()
     assert kernels.table.sizes("squared_norm", torch.empty(2, 3, 5))["n"] == 30
     assert kernels.table.sizes("activate", torch.empty(5), None, torch.empty(5))["rows"] == 1
 
