@@ -386,7 +386,6 @@ def stage_memory(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held
     logits = logits_rows(run, layout) * padded_vocab_size(run.model, layout.tp) // layout.tp * (FP32_BYTES + low)  # with gradients
     logits = logits if stage == placement(run).last_stage else 0
     working = max(working_bytes(run, layout.tp), outside + logits) - logits  # the head works when no layer does
-    posted = posted_bytes(run, layout.tp, stage)
     sent = BF16_BYTES if run.parallel.grad_reduce_in_bf16 and layout.replicas > 1 else 0  # copies, of all buckets at worst
     moments, in_file = moment_bytes(run, layout, stage)
     saved = sharded * FP32_BYTES + (0 if run.output.no_save_optim else in_file)
@@ -397,5 +396,5 @@ def stage_memory(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held
     held_weights = elements + frozen_elements(run, layout, stage)
     return Memory(weights=int(copies * held_weights) * (low or FP32_BYTES), gradients=elements * (FP32_BYTES + sent),
                   optimizer=moments + (sharded * FP32_BYTES if run.masters else 0),
-                  activations=live + posted + working, logits=logits, saving=saving,
+                  activations=live + posted_bytes(run, layout.tp, stage) + working, logits=logits, saving=saving,
                   reused=reused_bytes(run, layout, stage, live))
