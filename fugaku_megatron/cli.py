@@ -169,13 +169,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return start(PROGRAM, sys.modules[__name__], words)
 
 
-def run_command(program: str, name: str, argv: Sequence[str] | None = None) -> int:
+def run_command(program: str, name: str) -> int:
     """One command under the name of a script that stands for it: pretrain_gpt.py, scripts/submit.py, tools/preprocess_data.py."""
     def work() -> int:
         launcher.check_environment()
-        return start(program, COMMANDS[name].load(), sys.argv[1:] if argv is None else argv)
+        return start(program, COMMANDS[name].load(), sys.argv[1:])
 
-    if argv is None:
-        launcher.open_streams()
-        launcher.handle_signals(program, [name, *sys.argv[1:]])
+    launcher.open_streams()
+    launcher.handle_signals(program, [name, *sys.argv[1:]])
     return guarded(program, work)

@@ -72,11 +72,11 @@ class Messages:
     gbs: float
 
 
-def best_seconds(f: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """Seconds of the fastest of `rounds` calls, after one call to warm up."""
+def best_seconds(f: Callable[[], object]) -> float:
+    """Seconds of the fastest of ROUNDS calls, after one call to warm up."""
     f()
     times = []
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         start = time.perf_counter()
         f()
         times.append(time.perf_counter() - start)

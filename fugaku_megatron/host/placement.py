@@ -160,9 +160,9 @@ def cpuset(proc_cgroup: str | os.PathLike = "/proc/self/cgroup", root: str | os.
     return next((set(parse_list(text)) for text in texts if text), None)
 
 
-def allowed_memory(status: str | os.PathLike = "/proc/self/status") -> set[int] | None:
+def allowed_memory() -> set[int] | None:
     """The NUMA domains whose memory this process may use; None where the system does not say."""
-    found = re.search(r"^Mems_allowed_list:\s*(\S+)$", read_text(Path(status)) or "", re.MULTILINE)
+    found = re.search(r"^Mems_allowed_list:\s*(\S+)$", read_text(Path("/proc/self/status")) or "", re.MULTILINE)
     return set(parse_list(found[1])) if found else None
 
 

@@ -260,10 +260,10 @@ class Report:
     ranges: dict[str, tuple[float, float]]
 
 
-def make_report(group: str, start: Values | None = None) -> Report:
+def make_report(group: str) -> Report:
     """Fit one group, and again without each of its parts."""
     rows = time_rows(group)
-    time = fit_time(group, rows, start)
+    time = fit_time(group, rows)
     predicted = seconds(cases(rows), time.values)
     pairs = list(zip(rows, predicted))
     in_sample = tuple(Error.from_predictions(name, [p for r, p in pairs if part(r)], [known(r.seconds) for r in rows if part(r)])
