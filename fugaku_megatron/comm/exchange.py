@@ -101,7 +101,7 @@ class GroupedExchange:
         there, back = (GroupedExchange(exchanges, True) for _ in range(2))
         token = there.leave(rows, factors)                   all groups leave, rows (n, ...) of one after those of another
         ...                                                  what does not read them
-        for i in range(len(exchanges)):
+        for i in there.sequence:
             rows, factors = there.arrived(i, token)          (m, ...), while the groups after it are on their way
             tokens.append(back.send_back(i, computed(...)))
         rows = back.returned(tokens)                         (n, ...) of all groups
@@ -109,10 +109,11 @@ class GroupedExchange:
     Autograd goes backwards through a program: gradients leave, last group first, where `returned` was called, are waited for where
     `send_back` was, sent back where `arrived` was, and all there where `leave` was. Each object is for one way, and used once.
     overlaps: whether anything is computed meanwhile. Otherwise exchanges block, and inside a node use all threads of a rank.
+    sequence: the numbers of the groups in the order in which they are sent and computed, the same on all ranks.
     """
 
-    def __init__(self, exchanges: Sequence[Exchange], overlaps: bool) -> None:
-        self.exchanges, self.overlaps = exchanges, overlaps
+    def __init__(self, exchanges: Sequence[Exchange], overlaps: bool, sequence: Sequence[int] | None = None) -> None:
+        self.exchanges, self.overlaps, self.sequence = exchanges, overlaps, sequence or range(len(exchanges))
         self._sizes = [sum(each.sent) for each in exchanges]
         self._coming: dict[int, list[tuple[Tensor, Handle]]] = {}
         self._home: list[Tensor] = []  # rows of all groups, (n, ...), as they come back
@@ -137,9 +138,9 @@ class GroupedExchange:
 
     def start_there(self, rows: Sequence[Tensor], last_first: bool = False) -> None:
         """Start to send each of `rows` (n, ...)."""
-        groups = list(enumerate(zip(*(each.split(self._sizes) for each in rows), strict=True)))
-        for i, group in reversed(groups) if last_first else groups:
-            self._coming[i] = [self.exchanges[i].start(each, None, not self.overlaps) for each in group]
+        groups = list(zip(*(each.split(self._sizes) for each in rows), strict=True))
+        for i in reversed(self.sequence) if last_first else self.sequence:
+            self._coming[i] = [self.exchanges[i].start(each, None, not self.overlaps) for each in groups[i]]
 
     def wait_there(self, i: int) -> tuple[Tensor, ...]:
         """The rows of group i, (m, ...)."""

@@ -168,6 +168,8 @@ def _divided_collectives(run: RunConfig, division: Division) -> MatmulCollective
     capacity = model.moe_expert_capacity_factor is not None and chosen < tokens_per_microbatch(run) * model.moe_router_topk
     counts = [Collective("all_gather", "tp", chosen * size) for size in (FP32_BYTES, 8) if capacity]
     counts += [Collective("all_gather", group, e * 8) for group, ranks in (("ep", division.ep), ("etp", division.etp)) if ranks > 1]
+    if division.ep > 1 and division.etp > 1 and (groups := exchanged_groups(e // division.ep)) > 1:
+        counts.append(Collective("all_reduce", "etp", groups * 8))  # for the order of groups
     there = (*sent(chosen, row, FP32_BYTES), *sent(here, row, FP32_BYTES, near=True))
     return MatmulCollectives(
         into=(*counts, *there), into_backward=there[::-1], out=(*sent(here, row, near=True), *sent(chosen, row)),

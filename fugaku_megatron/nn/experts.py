@@ -94,8 +94,11 @@ class Route:
         return torch.arange(experts).view(groups, ranks, -1).transpose(0, 1).flatten()
 
     @staticmethod
-    def of(ops: Any, counts: tuple[int, ...], groups: int, ep: Comm, etp: Comm) -> list[Route]:
-        """That of each group, of pairs of each expert of the model in the order of `numbers`. Collective over both."""
+    def of(ops: Any, counts: tuple[int, ...], groups: int, ep: Comm, etp: Comm) -> tuple[list[Route], list[int]]:
+        """That of each group, of pairs of each expert of the model in the order of `numbers`, and the order of the groups.
+
+        Collective over both.
+        """
         own = len(counts) // ep.size
         each = own // groups
         everyone = ep.all_gather(torch.empty(ep.size, groups, ep.size, each, dtype=torch.int64), torch.tensor(counts))
@@ -108,7 +111,15 @@ class Route:
             copies = Exchange(etp, [int(here.sum())] * etp.size, coming[:, :, i].sum((1, 2)).tolist())
             numbers = experts[i].repeat(etp.size * ep.size).repeat_interleave(coming[:, :, i].flatten())
             routes.append(Route(there, copies, Order.of(ops, numbers.unsqueeze(1), own)))
-        return routes
+        most = everyone.sum((0, 3)).amax(1)  # rows of each group that come to a rank
+        return routes, in_turn((etp.all_reduce(most) if groups > 1 else most).tolist())
+
+
+def in_turn(rows: Sequence[int]) -> list[int]:
+    """The order of groups with so many rows: small ones first and last, because nothing hides the first one's way there and the
+    last one's back, and while a large one is on its way there are others to compute."""
+    ascending = sorted(range(len(rows)), key=rows.__getitem__)
+    return ascending[::2] + ascending[1::2][::-1]
 
 
 class _Experts(torch.autograd.Function):
@@ -261,16 +272,17 @@ class Experts(nn.Module):
         groups = exchanged_groups(self._experts // ep.size) if far else 1
         numbers = Route.numbers(self._experts, groups, ep.size)
         order = Order.of(self._ops, numbers[chosen], self._experts, self._kept(scores, chosen, forward_pass, self.context.sequence))
-        routes, needs_values = Route.of(self._ops, order.counts, groups, ep, etp), forward_pass.needs_values
-        there, back = (GroupedExchange([route.there for route in routes], overlaps)
+        (routes, turns), needs_values = Route.of(self._ops, order.counts, groups, ep, etp), forward_pass.needs_values
+        there, back = (GroupedExchange([route.there for route in routes], overlaps, turns)
                        for overlaps in (far or self.shared_experts is not None, far))
         leaving = there.leave(map_rows(as_rows(x), order.taken, order.summed), scores.flatten()[order.pairs].unsqueeze(1))
         parts = x.tensor_split(2) if far and len(x) > 1 else (x,)  # for the way there and the way back
         shared = self._shared(parts[:1], forward_pass)
         returning = []
-        for i, route in enumerate(routes):
-            rows, factors = (copy_rows(each, route.copies) for each in there.arrived(i, leaving))
-            part = sum_copied_rows(self._computed(rows, factors, route.order, forward_pass), route.copies, needs_values)
+        for i in turns:
+            copies = routes[i].copies
+            rows, factors = (copy_rows(each, copies) for each in there.arrived(i, leaving))
+            part = sum_copied_rows(self._computed(rows, factors, routes[i].order, forward_pass), copies, needs_values)
             returning.append(back.send_back(i, part, needs_values))
         shared += self._shared(parts[1:], forward_pass)
         out = map_rows(back.returned(returning), order.summed if needs_values

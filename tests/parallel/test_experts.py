@@ -17,10 +17,11 @@ from fugaku_megatron.host import kernels
 from fugaku_megatron.host.observed import NONBLOCKING, VERBS, Observed
 from fugaku_megatron.logs.iteration import parse_line
 from fugaku_megatron.logs.metrics import MetricsWriter, read_history
-from fugaku_megatron.nn.experts import Order, kept
+from fugaku_megatron.nn.experts import Order, Route, in_turn, kept
 from fugaku_megatron.nn.ops import Ops, recompute
 from fugaku_megatron.nn.passes import Pass
 from fugaku_megatron.nn.shared import parts
+from fugaku_megatron.nn.torch_ops import TorchOps
 from fugaku_megatron.perf import software, work
 from fugaku_megatron.training import rank_watch
 from fugaku_megatron.training.session import Session
@@ -382,6 +383,24 @@ def test_rows_are_on_their_way_while_others_are_computed(changes, near, expected
         return tuple(log)
 
     assert ThreadWorld(2).run(rank) == [expected] * 2
+
+
+@pytest.mark.parametrize(("rows", "expected"), [
+    ([5], [0]), ([9, 4], [1, 0]), ([0, 7, 3, 9, 1, 2, 8, 4], [0, 5, 7, 6, 3, 1, 2, 4])])
+def test_small_groups_come_first_and_last(rows, expected):
+    assert in_turn(rows) == expected
+
+
+@pytest.mark.parametrize(("ranks", "sharing"), [(4, 1), (4, 2)])
+def test_ranks_agree_on_the_order_of_groups(ranks, sharing):
+    """Each of them has other rows. A rank of those that share an expert has them from another part of the sequence."""
+    def turns(comm):
+        ep, etp = comm.split(comm.rank % sharing, comm.rank), comm.split(comm.rank // sharing, comm.rank)
+        counts = torch.randint(100, (4 * ep.size,), generator=torch.Generator().manual_seed(comm.rank))
+        return Route.of(TorchOps(kernels), tuple(counts.tolist()), 4, ep, etp)[1]
+
+    found = ThreadWorld(ranks).run(turns)
+    assert sorted(found[0]) == [0, 1, 2, 3] and found == [found[0]] * ranks
 
 
 PLAIN = {"swiglu": False, "squared_relu": True}
