@@ -7,6 +7,7 @@ Legend: s sequence, b micro-batch, h hidden, t tensor-parallel size.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -99,22 +100,39 @@ def key_elements(run: RunConfig, tp: int) -> int:
     return tokens_per_microbatch(run) * 2 * run.model.query_groups // tp * run.model.kv_channels
 
 
+def parts_of(rank: int, ranks: int) -> tuple[int, int]:
+    """Which two of the 2 c parts of a sequence a rank has."""
+    return rank, 2 * ranks - 1 - rank
+
+
+def runs_of(rank: int, ranks: int, s: int) -> list[range]:
+    """The positions of a rank's rows in a sequence of s, in runs that follow one another: all, or those of its two parts."""
+    if ranks == 1:
+        return [range(s)]
+    length = s // (2 * ranks)
+    return [range(part * length, (part + 1) * length) for part in parts_of(rank, ranks)]
+
+
+def seen_keys(queries: range, keys: range, window: int | None) -> range:
+    """Those of `keys` that one of the queries sees in one document; none where the range ends before it begins."""
+    return range(max(keys.start, queries.start + 1 - window) if window else keys.start, min(keys.stop, queries.stop))
+
+
+def span(runs: Iterable[range]) -> range:
+    """From the first to the last of all runs that are not empty."""
+    full = [run for run in runs if run]
+    return range(min(run.start for run in full), max(run.stop for run in full)) if full else range(0)
+
+
 @lru_cache(maxsize=64)
 def keys_passed(s: int, ranks: int, window: int | None) -> tuple[tuple[int, int], ...]:
     """With --cp-comm-type p2p, of each rank: the keys that it sends, once to each rank that needs them, and those that it gets.
 
-    Rank i has the parts i and 2 c - 1 - i of 2 c, and needs of every other part what its own queries see.
+    A rank needs of every part of another one what its own queries see.
     """
-    length = s // (2 * ranks)
-    runs = [[range(part * length, (part + 1) * length) for part in (rank, 2 * ranks - 1 - rank)] for rank in range(ranks)]
-
-    def needed(rank: int, keys: range) -> int:
-        seen = [(max(keys.start, own.start + 1 - (window or s)), min(keys.stop, own.stop)) for own in runs[rank]]
-        first, end = zip(*([pair for pair in seen if pair[0] < pair[1]] or [(0, 0)]), strict=True)
-        return max(end) - min(first)
-
-    table = [[sum(needed(rank, keys) for keys in runs[source]) * (rank != source) for source in range(ranks)]
-             for rank in range(ranks)]
+    runs = [runs_of(rank, ranks, s) for rank in range(ranks)]
+    table = [[sum(len(span(seen_keys(own, keys, window) for own in runs[rank])) for keys in runs[source]) * (rank != source)
+              for source in range(ranks)] for rank in range(ranks)]
     return tuple((sum(row[rank] for row in table), sum(table[rank])) for rank in range(ranks))
 
 

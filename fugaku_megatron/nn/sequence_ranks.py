@@ -17,20 +17,8 @@ from torch import Tensor
 
 from ..comm.base import Comm
 from ..comm.exchange import Exchange, map_rows
+from ..costs.activations import parts_of, runs_of
 from .shared import Heads
-
-
-def parts_of(rank: int, ranks: int) -> tuple[int, int]:
-    """Which two of the 2 c parts of a sequence a rank has."""
-    return rank, 2 * ranks - 1 - rank
-
-
-def runs_of(rank: int, ranks: int, s: int) -> list[range]:
-    """The positions of a rank's rows in a sequence of s, in runs that follow one another: all, or those of its two parts."""
-    if ranks == 1:
-        return [range(s)]
-    length = s // (2 * ranks)
-    return [range(part * length, (part + 1) * length) for part in parts_of(rank, ranks)]
 
 
 def own_runs(r: int, cp: Comm) -> list[range]:

@@ -25,7 +25,8 @@ from torch.autograd.function import once_differentiable
 
 from ..comm.base import DONE, Comm, Handle
 from ..config.groups import ALLGATHER
-from .sequence_ranks import in_order, of_ranks, runs_of
+from ..costs.activations import runs_of, seen_keys, span
+from .sequence_ranks import in_order, of_ranks
 from .shared import DropoutKey, Heads
 
 KEYS, GRADIENTS = 0, 2  # the tags of a rank's first part; the second part's are one more
@@ -41,13 +42,13 @@ class Sight:
 
     def seen(self, queries: range, keys: range) -> tuple[range, range] | None:
         """Those of `queries` and `keys` between the first and the last that see, or are seen by, one of the others; None: none."""
-        window = self.window or self.length
-        first, end = max(keys.start, queries.start + 1 - window), min(keys.stop, queries.stop)
+        seen = seen_keys(queries, keys, self.window)
+        first, end = seen.start, seen.stop
         if self.starts is not None:
             first = max(first, int(self.starts[:, queries.start].min()))
         if first >= end:
             return None
-        last = min(queries.stop, end - 1 + window)
+        last = min(queries.stop, end - 1 + (self.window or self.length))
         if self.starts is not None:  # the queries of the documents that begin before the last key
             starts = self.starts[:, queries.start : last].contiguous()
             last = queries.start + int(torch.searchsorted(starts, starts.new_full((len(starts), 1), end - 1), right=True).max())
@@ -83,8 +84,7 @@ def parts(sight: Sight, queries: list[range], keys: range) -> Iterator[Part]:
 
 def needed(sight: Sight, queries: list[range], keys: range) -> range:
     """The keys that a rank with these queries needs."""
-    seen = [part.keys for part in parts(sight, queries, keys)]
-    return range(min(run.start for run in seen), max(run.stop for run in seen)) if seen else range(0)
+    return span(part.keys for part in parts(sight, queries, keys))
 
 
 class Result:

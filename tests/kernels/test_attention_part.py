@@ -10,8 +10,8 @@ import random
 import pytest
 import torch
 
+from fugaku_megatron.costs.activations import runs_of
 from fugaku_megatron.host import kernels
-from fugaku_megatron.nn.sequence_ranks import runs_of
 from fugaku_megatron.nn.shared import DropoutKey, Heads
 from fugaku_megatron.nn.shared_attention import Part, Result, SharedCall, Sight, keys_of, parts
 from fugaku_megatron.nn.torch_ops import TorchOps
