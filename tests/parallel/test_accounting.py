@@ -319,6 +319,37 @@ def test_peak_of_a_split_backward_with_other_activations(model, stage, schedule)
     assert allocated_peak(SoloComm(stage, STAGES), run) == pytest.approx(predicted.activations + predicted.logits, rel=0.05)
 
 
+class HeldTensor:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def wait(self):
+        self.tensor = None
+
+
+class HoldingComm(SoloComm):
+    """Its sends hold their tensors until somebody waits for them, as MPI's do."""
+
+    def isend(self, tensor, dst, tag=0):
+        return HeldTensor(tensor)
+
+    def subgroup(self, ranks):
+        return HoldingComm(ranks.index(self.rank), len(ranks))
+
+
+@pytest.mark.parametrize(("rank", "changes"), [
+    (0, {**CP2, **P2P}), (0, {**CP4, **P2P}), (3, {**CP4, **P2P, "bf16": True}), (1, {**CP2, **ALLGATHER}),
+    (0, {**CP4, **ALLGATHER, "bf16": True})])
+def test_peak_where_ranks_exchange_keys(rank, changes):
+    """Of layers whose attention needs more than their MLP."""
+    run = small_run(num_layers=2, hidden_size=32, ffn_hidden_size=16, num_attention_heads=8, kv_channels=16, seq_length=768,
+                    max_position_embeddings=768, micro_batch_size=2, global_batch_size=2, **changes)
+    ranks = run.parallel.context_parallel_size
+    predicted = memory.stage_memory(run, Layout.from_run(run, ranks), 0, run_schedule.of_run(run, 1).held(0))
+    assert memory.working_bytes(run, 1) == memory.key_working_bytes(run, 1)
+    assert allocated_peak(HoldingComm(rank, ranks), run) == pytest.approx(predicted.activations + predicted.logits, rel=0.05)
+
+
 @pytest.mark.parametrize(("changes", "rows"), [
     ({"micro_batch_size": 1}, 512),  # a quarter of what the layers keep holds half of the logits
     ({"micro_batch_size": 4}, 1024),  # the most
