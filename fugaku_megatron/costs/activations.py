@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ..config.groups import A2A, ALLGATHER
+from ..config.groups import A2A, ALLGATHER, P2P
 from ..config.layout import context_ways, group_copies, sequence_parts
 from ..config.lora import FC1, FC2, MATRICES, PROJ, QKV
 from ..config.run_config import ModelConfig, RunConfig
@@ -165,6 +165,23 @@ def context_bytes(run: RunConfig, tp: int) -> int:
 def activation_bytes(run: RunConfig) -> int:
     """Bytes of one whole (s, b, h) activation: what tensor-parallel ranks reduce."""
     return tokens_per_microbatch(run) * run.model.hidden_size * element_bytes(run)
+
+
+def key_working_bytes(run: RunConfig, tp: int) -> int:
+    """What attention's backward needs where ranks exchange keys: its gradients in FP32, and others' keys with theirs.
+
+    Around it are the context's gradient and two tensors of the residual stream's width. allgather: a rank's keys and the sum of
+    their gradients, and of all ranks keys, gradients and the same in the order of ranks. p2p, in the last step: its own keys and
+    another rank's, the sum of gradients, and of each other rank those of three parts that are sent or come, until all have arrived.
+    """
+    cp, ways = run.parallel.context_parallel_size, {*context_ways(run)} - {A2A}
+    if cp == 1 or not ways:
+        return 0
+    own, low = key_elements(run, tp), element_bytes(run)
+    gathered = low + FP32_BYTES + cp * (low + 2 * FP32_BYTES)
+    passed = 2 * low + FP32_BYTES + (cp - 1) * 3 * FP32_BYTES // 2
+    around = 2 * activation_bytes(run) + context_bytes(run, tp) + qkv_bytes(run, tp, P2P) // low * FP32_BYTES
+    return around + own * (gathered if ALLGATHER in ways else passed)
 
 
 def residual_bytes(run: RunConfig, tp: int) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..config.groups import A2A, ALLGATHER, MOMENT_BLOCK, MOMENT_BYTES, P2P
+from ..config.groups import A2A, MOMENT_BLOCK, MOMENT_BYTES, P2P
 from ..config.layout import Layout, context_ways, group_copies, placement, sequence_parts
 from ..config.run_config import RunConfig
 from ..pipeline.parts import Held, receives_ahead
@@ -44,7 +44,7 @@ from .activations import (
     activation_bytes,
     context_bytes,
     element_bytes,
-    key_elements,
+    key_working_bytes,
     qkv_bytes,
 )
 from .experts import mlp_width, pair_working_bytes, waiting_bytes
@@ -327,23 +327,6 @@ def working_bytes(run: RunConfig, tp: int) -> int:
     inner = 3 if run.lora.of_mlps(run.model) else 1  # what adapters add is made apart
     of_mlp = widths * whole + inner * inner_bytes(run, tp) + (pair_working_bytes(run, tp) if run.model.num_experts else 0)
     return max(of_mlp, key_working_bytes(run, tp))
-
-
-def key_working_bytes(run: RunConfig, tp: int) -> int:
-    """What attention's backward needs where ranks exchange keys: its gradients in FP32, and others' keys with theirs.
-
-    Around it are the context's gradient and two tensors of the residual stream's width. allgather: a rank's keys and the sum of
-    their gradients, and of all ranks keys, gradients and the same in the order of ranks. p2p, in the last step: its own keys and
-    another rank's, the sum of gradients, and of each other rank those of three parts that are sent or come, until all have arrived.
-    """
-    cp, ways = run.parallel.context_parallel_size, {*context_ways(run)} - {A2A}
-    if cp == 1 or not ways:
-        return 0
-    own, low = key_elements(run, tp), element_bytes(run)
-    gathered = low + FP32_BYTES + cp * (low + 2 * FP32_BYTES)
-    passed = 2 * low + FP32_BYTES + (cp - 1) * 3 * FP32_BYTES // 2
-    around = 2 * activation_bytes(run) + context_bytes(run, tp) + qkv_bytes(run, tp, P2P) // low * FP32_BYTES
-    return around + own * (gathered if ALLGATHER in ways else passed)
 
 
 def posted_bytes(run: RunConfig, tp: int, stage: int) -> int:

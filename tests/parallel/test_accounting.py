@@ -346,7 +346,7 @@ def test_peak_where_ranks_exchange_keys(rank, changes):
                     max_position_embeddings=768, micro_batch_size=2, global_batch_size=2, **changes)
     ranks = run.parallel.context_parallel_size
     predicted = memory.stage_memory(run, Layout.from_run(run, ranks), 0, run_schedule.of_run(run, 1).held(0))
-    assert memory.working_bytes(run, 1) == memory.key_working_bytes(run, 1)
+    assert memory.working_bytes(run, 1) == activations.key_working_bytes(run, 1)
     assert allocated_peak(HoldingComm(rank, ranks), run) == pytest.approx(predicted.activations + predicted.logits, rel=0.05)
 
 
@@ -380,7 +380,7 @@ def test_memory_of_attention_is_that_of_the_layer_which_needs_most():
     """Of layers with different --cp-comm-type; what is kept and computed is counted as in most layers."""
     def of(*ways):
         run = small_run(num_layers=3, num_attention_heads=8, **CP4, cp_comm_type=ways)
-        return run, memory.attention_bytes(run, 1, 4), memory.key_working_bytes(run, 1)
+        return run, memory.attention_bytes(run, 1, 4), activations.key_working_bytes(run, 1)
 
     _, *heads = of("a2a")
     _, *keys = of("p2p")
