@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from fugaku_megatron.config.checks import check
 from fugaku_megatron.config.run_config import ModelConfig
+from fugaku_megatron.nn.expert_ops import kind_of_scores
 from fugaku_megatron.nn.shared import parts
 
 from . import driver, shapes
@@ -163,15 +164,14 @@ def op_cases(work: Work, op: str, load: str) -> Iterator[Case]:
 
 def routing(rows: int, e: int, k: int, model: ModelConfig) -> Case:
     """Experts and scores of random logits (rows, e), without bias and groups, and the gradient of the logits."""
-    sigmoid, logits, dscores = model.moe_router_score_function == "sigmoid", torch.randn(rows, e), torch.randn(rows, k)
-    kind = "sigmoid" if sigmoid else "softmax" if model.moe_router_pre_softmax else "softmax_of_chosen"
+    kind, logits, dscores = kind_of_scores(model), torch.randn(rows, e), torch.randn(rows, k)
     scores, chosen, dlogits = torch.empty(rows, k), torch.empty(rows, k, dtype=torch.int64), torch.empty(rows, e)
 
     def eager(logits: Tensor) -> Tensor:
         if kind == "softmax_of_chosen":
             return torch.softmax(logits.topk(k).values, -1)
-        own = (torch.sigmoid(logits) if sigmoid else torch.softmax(logits, -1)).topk(k).values
-        return own / own.sum(-1, keepdim=True) if sigmoid and k > 1 else own
+        own = (torch.sigmoid(logits) if kind == "sigmoid" else torch.softmax(logits, -1)).topk(k).values
+        return own / own.sum(-1, keepdim=True) if kind == "sigmoid" and k > 1 else own
 
     calls = (Call("route", logits, None, scores, chosen, kind),
              Call("route_backward", dscores, scores if kind == "softmax_of_chosen" else logits, chosen, dlogits, kind))

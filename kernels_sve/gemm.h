@@ -63,6 +63,7 @@ struct Gemm {
   bool once;        // B is packed panel by panel
   Source source;  // of the panel of A that is packed next
   float *a_panels, *b_panels, *partial;
+  float* next_sums = nullptr;  // what the next tile fetches instead of its own sums: those of a later tile
   int64_t partial_row;
 
   static int64_t words(int64_t depth) { return panel_words<Words>(depth); }
@@ -174,6 +175,7 @@ struct Gemm {
         float* a = a_panels + t * panel;
         if (sums) add_sums(a, words(deep), g.a_sums + i.begin, i.size());
         fetch_slice(b + words(deep) * NR, words(deep) * NR, t, tiles);
+        if (few) next_sums = sums_at(tile_begin(some, min(t + Tuning::FEW_AHEAD, tiles - 1)), j.begin, j.begin);
         if (j.size() > 0) run_tile(i, j, j.begin, p, deep, a, b);
       }
     }
@@ -241,6 +243,9 @@ struct Gemm {
       const Span i = {tile_begin(some, t), tile_begin(some, t + 1)};
       const float *a = a_panels + t * A_ROW * words(deep), *panel = b;
       for (int64_t j = columns.begin; j < columns.end; j += COLUMNS, panel += words(deep) * NR) {
+        const int64_t ahead = j + Tuning::FEW_AHEAD * COLUMNS, over = ahead - columns.end;
+        next_sums = over < 0 ? sums_at(i.begin, ahead, first_col)
+                             : sums_at(tile_begin(some, min(t + 1, tiles - 1)), columns.begin + over, first_col);
         run_tile(i, {j, min(columns.end, j + COLUMNS)}, first_col, p, deep, a, panel);
       }
     }
@@ -251,11 +256,14 @@ struct Gemm {
     for (int64_t word = t * slice; word < min(size, (t + 1) * slice); word += 16) prefetch_l2(panel + word);
   }
 
+  float* sums_at(int64_t i, int64_t j, int64_t first_col) const {
+    return sums_in_c() ? static_cast<float*>(g.c) + i * g.c_row + j : partial + (i - rows.begin) * partial_row + (j - first_col);
+  }
+
   void run_tile(Span i, Span j, int64_t first_col, int64_t p, int64_t deep, const float* a, const float* b) {
     const Word* panel = reinterpret_cast<const Word*>(a);
     const bool last = p + deep >= g.k, in_place = sums_in_c(), add = p > 0 || g.accumulate;
-    float* sums = in_place ? static_cast<float*>(g.c) + i.begin * g.c_row + j.begin
-                           : partial + (i.begin - rows.begin) * partial_row + (j.begin - first_col);
+    float* sums = sums_at(i.begin, j.begin, first_col);
     const bool finish = last && (!in_place || has_epilogue(g));
     alignas(64) float tile[ROWS * COLUMNS];
     if constexpr (Words::WIDE == 2) {
@@ -263,7 +271,8 @@ struct Gemm {
     } else {
       const auto kernel = micro_kernel_for<Words>(i.size());
       const bool direct = !finish && i.size() % ROW_STEP == 0 && j.size() == NR && !(Words::TILES && add);
-      Fetches fetches = finish ? fetches_of(i.begin, j.begin) : Fetches{tile_rows_at(sums, partial_row, NR)};
+      Fetches fetches = finish ? fetches_of(i.begin, j.begin) : Fetches{tile_rows_at(next_sums ? next_sums : sums, partial_row, NR)};
+      next_sums = nullptr;
       fetches.source = source;
       kernel(words(deep), panel, b, direct ? sums : tile, direct ? partial_row : NR, direct && add, fetches);
       source = fetches.source;

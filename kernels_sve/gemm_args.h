@@ -58,8 +58,12 @@ struct GemmPackArgs {
 // Bytes of one core's share of each cache.
 struct CacheGeometry {
   int64_t l1, l2, l3;  // l3 is 0 when there is none
+  int64_t l1_ways, l1_way;  // of the whole L1: ways of a set, and bytes of a way
 };
 const CacheGeometry& cache_geometry();
+
+// Whether L1 can hold a line of each of so many rows, `stride` bytes apart: a stride of whole pages has them all in one set.
+bool rows_share_l1(int64_t rows, int64_t stride);
 
 // The loops' steps in words for tiles of mr x nr accumulators: see gemm.h. step: elements of k per word. adds: onto what C holds.
 // tiles: of tiles.h.

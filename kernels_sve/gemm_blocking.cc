@@ -1,6 +1,7 @@
 // Cache sizes of this machine and the GEMM blocks that follow from them. Tested by tests/kernels/test_gemm.py.
 #include <algorithm>
 #include <fstream>
+#include <numeric>
 #include <sstream>
 #include <string>
 
@@ -31,7 +32,7 @@ std::string read_word(const std::string& path) {
 using tuning::Baseline;
 
 CacheGeometry read_geometry() {
-  CacheGeometry geometry = {0, 0, 0};
+  CacheGeometry geometry = {};
   for (int i = 0; i < 8; ++i) {
     const std::string folder = "/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(i) + "/";
     const std::string type = read_word(folder + "type"), level = read_word(folder + "level"),
@@ -40,8 +41,15 @@ CacheGeometry read_geometry() {
     const int64_t bytes = std::stoll(size) << (size.back() == 'M' ? 20 : 10);
     const int64_t share = bytes / count_list(read_word(folder + "shared_cpu_list"));
     (level == "1" ? geometry.l1 : level == "2" ? geometry.l2 : geometry.l3) = share;
+    const std::string ways = read_word(folder + "ways_of_associativity");
+    if (level != "1") continue;
+    geometry.l1_ways = ways.empty() || ways == "0" ? Baseline::UNKNOWN_L1_WAYS : std::stoll(ways);
+    geometry.l1_way = bytes / geometry.l1_ways;
   }
-  if (!geometry.l1 || !geometry.l2) return {Baseline::UNKNOWN_L1, Baseline::UNKNOWN_L2, 0};
+  if (!geometry.l1 || !geometry.l2) {
+    constexpr int64_t WAYS = Baseline::UNKNOWN_L1_WAYS;
+    return {Baseline::UNKNOWN_L1, Baseline::UNKNOWN_L2, 0, WAYS, Baseline::UNKNOWN_L1 / WAYS};
+  }
   if (!geometry.l3) geometry.l2 = geometry.l2 * Baseline::L2_EIGHTHS / 8;
   return geometry;
 }
@@ -55,6 +63,12 @@ int64_t multiple(double value, int64_t unit, int64_t min) {
 const CacheGeometry& cache_geometry() {
   static const CacheGeometry geometry = read_geometry();
   return geometry;
+}
+
+bool rows_share_l1(int64_t rows, int64_t stride) {
+  const CacheGeometry& cache = cache_geometry();
+  const int64_t places = cache.l1_way / std::gcd(cache.l1_way, stride);
+  return (rows + places - 1) / places <= cache.l1_ways;
 }
 
 // kc: a panel of B; mc: the block of A; nc: the block of B. The shares of the caches are tuning.h's.

@@ -5,6 +5,7 @@
 // until none is left: a group with half of all rows keeps no thread waiting. Which thread computes a part, and how a group is cut,
 // changes no sum.
 #pragma once
+#include "gemm_few_rows.h"
 
 namespace fm::FM_TARGET {
 
@@ -55,9 +56,17 @@ static void grouped_linear_forward(const GroupedGemmArgs& all) {
   int64_t taken = 0;
   with_gemm_threads(all.each, [&](auto words, auto element, int, int threads) {
     using Work = Gemm<decltype(words), decltype(element)>;
+    using Few = FewRows<decltype(words), decltype(element)>;
     GroupWalk<Work> walk = {all, threads > 1 ? total / (threads * Tuning::TASKS_EACH) + 1 : total + 1};
     for (int64_t part; walk.seek(part = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED));) {
-      Work(walk.g, Work::grid_of(walk.g, walk.parts), static_cast<int>(part - walk.first)).run();
+      const int number = static_cast<int>(part - walk.first);
+      if constexpr (Few::EXISTS) {
+        if (Few::takes(walk.g)) {
+          Few(walk.g, fm::FM_TARGET::part(walk.g.n, Few::ROWS, number, walk.parts)).run();
+          continue;
+        }
+      }
+      Work(walk.g, Work::grid_of(walk.g, walk.parts), number).run();
     }
   });
 }

@@ -85,7 +85,13 @@ FM_INLINE void pack_straight(const T* src, int64_t stride, int64_t valid, int64_
   const bool inside = valid >= (PANELS - 1) * WIDTH + GROUPS * LANES;
   for (int64_t k = 0; k < words * Words::STEP; k += Words::STEP, src += Words::STEP * stride, out += ROW) {
     const bool near_end = (words - k / Words::STEP) * ROW < GROUPS * VL;
-    if (k + AHEAD < depth) prefetch(src + AHEAD * stride);
+    if (k + AHEAD < depth) {  // every line: a stride of whole pages has them in few sets of L2, which lose them to L3
+#pragma GCC unroll 2
+      for (int row = 0; row < Words::STEP; ++row) {
+#pragma GCC unroll 32
+        for (int64_t i = 0; i < PANELS * WIDTH; i += Tuning::LINE / int64_t(sizeof(T))) prefetch(src + (AHEAD + row) * stride + i);
+      }
+    }
 #pragma GCC unroll 8
     for (int q = 0; q < PANELS; ++q) {
 #pragma GCC unroll 8

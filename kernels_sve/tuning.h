@@ -44,11 +44,15 @@ struct Common {
   // weight from a shared cache.
   static constexpr double PACK_COST = 16, STREAM_COST = 3;
   // So few steps of k take tiles row by row, and pack GROUPS_OF_FEW times as many columns of B at a time.
-  static constexpr int64_t FEW_STEPS = 128, GROUPS_OF_FEW = 4;
+  // They fetch what the tile FEW_AHEAD places later adds to, because memory takes longer than a tile: 3 or 6 are best on Zen 5 (measured).
+  static constexpr int64_t FEW_STEPS = 128, GROUPS_OF_FEW = 4, FEW_AHEAD = 3;
+  // Rows of A up to which a grouped matmul reads the rows of a weight where they lie, and tiles whose results it stores together.
+  static constexpr int64_t MOST_FEW_ROWS = 128, FEW_TOGETHER = 8;
   // Parts of a grouped matmul for each thread: with 8 of them a thread waits at the end for 1/16 of its work at most on average.
   static constexpr int TASKS_EACH = 8;
   // Caches where the system does not describe them: the smallest of this decade. L2_EIGHTHS of L2 are the program's.
   static constexpr int64_t UNKNOWN_L1 = 32 << 10, UNKNOWN_L2 = 256 << 10, L2_EIGHTHS = 8;
+  static constexpr int64_t UNKNOWN_L1_WAYS = 4;
 
   // Attention. A tile is ATTENTION_MR x ATTENTION_NV vectors. A packing task takes a multiple of 3 vectors of 4, 8 and 16 lanes
   // in rows (bits); a round of the online softmax as many keys as leave the scores in L1 (bits). With 6 partial sums of dQ one

@@ -127,16 +127,23 @@ def chosen_by(wish: Tensor, model: ModelConfig) -> Tensor:
     return best(wish, k)
 
 
+def kind_of_scores(model: ModelConfig) -> str:
+    """Which scores a token's experts get: "sigmoid", "softmax" over all experts, or "softmax_of_chosen"."""
+    if model.moe_router_score_function == SIGMOID:
+        return "sigmoid"
+    return "softmax" if model.moe_router_pre_softmax else "softmax_of_chosen"
+
+
 def route(logits: Tensor, bias: Tensor | None, model: ModelConfig) -> tuple[Tensor, Tensor]:
     """`ExpertOps.route`: logits (rows, e), bias (e,) -> two of (rows, k)."""
-    sigmoid, of_all = model.moe_router_score_function == SIGMOID, model.moe_router_pre_softmax
-    scores = torch.sigmoid(logits) if sigmoid else torch.softmax(logits, -1) if of_all else logits
+    kind = kind_of_scores(model)
+    scores = torch.sigmoid(logits) if kind == "sigmoid" else torch.softmax(logits, -1) if kind == "softmax" else logits
     wish = scores if model.moe_router_num_groups or bias is not None else logits
     chosen = chosen_by(wish.detach() if bias is None else wish.detach() + bias.float(), model)
     own = scores.gather(1, chosen)
-    if sigmoid and model.moe_router_topk > 1:
+    if kind == "sigmoid" and model.moe_router_topk > 1:
         own = own / (own.sum(-1, keepdim=True) + NORMALIZER)
-    elif not sigmoid and not of_all:
+    elif kind == "softmax_of_chosen":
         own = torch.softmax(own, -1)
     return own * (model.moe_router_topk_scaling_factor or 1.0), chosen
 
@@ -222,8 +229,7 @@ class NativeExpertOps(ExpertOps):
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernels: Any, logits: Tensor, bias: Tensor | None, model: ModelConfig) -> tuple[Tensor, Tensor]:
-        kind = "sigmoid" if model.moe_router_score_function == SIGMOID else (
-            "softmax" if model.moe_router_pre_softmax else "softmax_of_chosen")
+        kind = kind_of_scores(model)
         scores, scaling = logits.new_empty(len(logits), model.moe_router_topk), model.moe_router_topk_scaling_factor or 1.0
         chosen = torch.empty(scores.shape, dtype=torch.int64)
         kernels.route(logits, bias, scores, chosen, kind, scaling, model.moe_router_num_groups or 0,

@@ -180,7 +180,7 @@ def each_group(counts):
     return [(i, slice(sum(counts[:i]), sum(counts[: i + 1]))) for i in range(len(counts))]
 
 
-@pytest.mark.parametrize("n, k", [(33, 70), (144, 513), (16, 1)])
+@pytest.mark.parametrize("n, k", [(33, 70), (40, 70), (144, 513), (16, 1)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_groups_of_rows_have_weights_of_their_own(target, dtype, n, k, guarded):
     torch.manual_seed(3)
@@ -199,10 +199,11 @@ def test_groups_of_rows_have_weights_of_their_own(target, dtype, n, k, guarded):
             assert len(xd) or bool((gradient[i] == 0.5).all())
 
 
+@pytest.mark.parametrize("n, k", [(131, 259), (140, 1030)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_groups_have_the_bits_of_single_matmuls_for_any_threads(target, same_for_any_threads, dtype):
-    """Also where one group has half of all rows, and is cut into parts for several threads."""
-    counts, n, k = (3, 200, 0, 70, 90, 37), 131, 259
+def test_groups_have_the_bits_of_single_matmuls_for_any_threads(target, same_for_any_threads, dtype, n, k):
+    """Also where a group with half of all rows is cut into parts, and where weights are read where they lie: n and k are even."""
+    counts = (3, 200, 0, 70, 90, 37)
     x, weight, grad, numbers = grouped(counts, n, k, dtype, lambda rows, cols, dtype: random(rows, cols, dtype=dtype, seed=cols))
 
     def run():
