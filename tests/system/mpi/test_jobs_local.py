@@ -20,7 +20,7 @@ from tests.system.mpi.test_pretrain import losses
 pytestmark = pytest.mark.mpi
 ROOT = launch.TESTS.parent
 SCRIPTS = ROOT / "scripts" / "pjsub"
-FLAGS = "--train-iters 500 --save-interval 100000"  # longer than the 0.6 s that a job trains at least, also at 2 ms per iteration
+FLAGS = "--train-iters 400 --save-interval 100000"  # longer than the 0.6 s that a job trains at least, also at 2 ms per iteration
 TRIAL = ["--scale", "2", "--elapse", "120", "--wait"]
 
 
