@@ -48,7 +48,7 @@ const char ROWS_DOC[] =
 kernel: the name of the row whose kernel a Python function runs, where it is not its own.)";
 
 const char COST_DOC[] =
-    R"(cost(name, **sizes): (flops, bytes) for these sizes. e is 4 by default, e_out is e, dx is 1, and there is no window.)";
+    R"(cost(name, **sizes): (flops, bytes) for these sizes. Defaults: e = 4, e_out = e, dx = 1, no window.)";
 
 }  // namespace
 

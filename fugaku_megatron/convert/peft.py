@@ -217,7 +217,7 @@ def _fill_fused(ours: Tensor, theirs: Tensor, name: str, kind: str, lora: LoraCo
     if rank > r:
         halves = matrices.unflatten(-1, (2, r))  # (e, 2, f, 2, r)
         check(not halves[:, 0, :, 1].any() and not halves[:, 1, :, 0].any(), f"{name}: the gate reads the adapter of what it "
-              f"multiplies, and only two adapters are supported, of rank {r}, or one of rank {rank}")
+              f"multiplies, and only two adapters of rank {r}, or one of rank {rank}, are supported")
         matrices = torch.stack((halves[:, 0, :, 0], halves[:, 1, :, 1]), 1)
     ours.copy_(matrices)
 

@@ -111,8 +111,10 @@ class Route:
             copies = Exchange(etp, [int(here.sum())] * etp.size, coming[:, :, i].sum((1, 2)).tolist())
             numbers = experts[i].repeat(etp.size * ep.size).repeat_interleave(coming[:, :, i].flatten())
             routes.append(Route(there, copies, Order.of(ops, numbers.unsqueeze(1), own)))
+        if groups == 1:
+            return routes, [0]
         most = everyone.sum((0, 3)).amax(1)  # rows of each group that come to a rank
-        return routes, in_turn((etp.all_reduce(most) if groups > 1 else most).tolist())
+        return routes, in_turn(etp.all_reduce(most).tolist())
 
 
 def in_turn(rows: Sequence[int]) -> list[int]:
