@@ -73,7 +73,10 @@ def body(world):
         if big.writes:
             big.values.fill_(world.rank + 1.0)
         big.spread()
-        found = [big.sharers, big.writes, big.values.sum().item() / (1 << 18), proportional_kib(big.values) < 700]
+        found = [big.sharers, big.writes, big.values.sum().item() / (1 << 18)]
+        world.barrier()  # a page counts as shared once both ranks have read it
+        found.append(proportional_kib(big.values) < 700)
+        world.barrier()
         found = world.gather_object([*found, *curve(world, small_run(**QWEN, zero_stage=1))[:2]])
         if world.rank == 0:
             print(json.dumps(found), flush=True)
