@@ -12,6 +12,7 @@ from tests.system.mpi import launch
 TESTS = Path(__file__).resolve().parent
 PACKAGE = TESTS.parent / "fugaku_megatron"
 KINDS = ("unit", "kernels", "parallel", "system", "arm", "campaigns")  # the folders below tests/, and their markers
+STARTS_PROCESSES = ("system", "campaigns", "docs", "mpi")
 
 
 def pytest_addoption(parser):
@@ -41,13 +42,19 @@ def pytest_configure():
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config, items):
-    """Mark every test with its folder, unless it says itself of which kind it is. A second MPI is for tests that take `mpi`."""
+    """Mark every test with its folder, unless it says itself of which kind it is. A second MPI is for tests that take `mpi`.
+
+    A test that starts processes while other workers use the same cores runs again when it fails; the report names it.
+    """
+    shares_cores = hasattr(config, "workerinput") and config.pluginmanager.hasplugin("rerunfailures")
     if config.getoption("--mpi") == "openmpi":
         items[:] = [item for item in items if "mpi" in item.fixturenames]
     for item in items:
         kind = item.path.relative_to(TESTS).parts[0]
         if kind in KINDS and not any(mark.name in KINDS for mark in item.iter_markers()):
             item.add_marker(kind)
+        if shares_cores and any(mark.name in STARTS_PROCESSES for mark in item.iter_markers()):
+            item.add_marker(pytest.mark.flaky(reruns=1))
 
 
 SET_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
