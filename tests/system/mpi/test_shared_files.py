@@ -25,7 +25,7 @@ def openers(folder: Path, job: Path) -> dict[str, set[str]]:
         for line in trace.read_text(errors="replace").splitlines():
             match = OPENED.search(line)
             if match and match[1].startswith(str(job)):
-                ranks[match[1][len(str(job)) + 1 :]].add(trace.suffix)
+                ranks[match[1][len(str(job)) + 1 :]].add(trace.name.split(".")[1])
     return ranks
 
 
@@ -60,5 +60,5 @@ def test_the_trace_saw_what_is_read_and_written(opened):
     assert {"corpus.bin", "corpus.idx", "vocab.json", "merges.txt", "log.txt", "save/history.jsonl"} <= set(first)
     assert {"save/iter_0000002/manifest.json", "save/latest_checkpointed_iteration.txt", "corpus.bin"} <= set(resumed)
     shards = {name: who for name, who in resumed.items() if name.startswith("save/iter_0000002/rank_")}
-    assert shards == {"save/iter_0000002/rank_00000.safetensors": {".0"}, "save/iter_0000002/rank_00001.safetensors": {".1"}}, \
+    assert shards == {"save/iter_0000002/rank_00000.safetensors": {"0"}, "save/iter_0000002/rank_00001.safetensors": {"1"}}, \
         "the other data-parallel ranks get them from these"

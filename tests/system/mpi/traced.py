@@ -1,4 +1,4 @@
-"""A rank under strace: `mpiexec -n 4 python traced.py FOLDER program flags`; FOLDER/opened.r is what rank r opens."""
+"""A rank under strace: `mpiexec -n 4 python traced.py FOLDER program flags`; FOLDER/opened.r.t is what thread t of rank r opens."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ import sys
 if __name__ == "__main__":
     rank = next(os.environ[name] for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK") if name in os.environ)
     folder, *command = sys.argv[1:]
-    # --seccomp-bpf: other system calls do not stop the rank
-    os.execvp("strace", ["strace", "-f", "-qq", "--seccomp-bpf", "-e", "trace=open,openat,creat", "-o", f"{folder}/opened.{rank}",
+    # --seccomp-bpf: other system calls do not stop the rank; -ff: threads in one file tear each other's lines
+    os.execvp("strace", ["strace", "-ff", "-qq", "--seccomp-bpf", "-e", "trace=open,openat,creat", "-o", f"{folder}/opened.{rank}",
                          sys.executable, *command])
