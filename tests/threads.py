@@ -240,7 +240,7 @@ class ThreadComm(Comm):
 class ThreadWorld:
     """`size` ranks as threads of this process; `timeout` seconds bound every wait, so that no test can hang."""
 
-    def __init__(self, size: int, timeout: float = 60.0) -> None:
+    def __init__(self, size: int, timeout: float = 300.0) -> None:
         assert size >= 1, size
         self.size, self.timeout = size, timeout
 

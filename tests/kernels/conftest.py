@@ -20,6 +20,12 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in others]
 
 
+@pytest.fixture(autouse=True)
+def same_numbers():
+    """torch.randn gives a test the same numbers, whichever tests ran before it in this process."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(params=VECTOR_TARGETS)
 def target(request):
     """Name of the vector target in use."""

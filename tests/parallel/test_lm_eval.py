@@ -158,7 +158,7 @@ def test_the_real_harness_runs_a_local_task(model, tmp_path):
              "--output_path", "scores"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"),
                    "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=900)
     assert done.returncode == 0, done.stderr
     scores = json.loads(next(tmp_path.glob("scores/**/results_*.json")).read_text())["results"]
     right = [likelihood(theirs, d["question"], " not to be")[0] > likelihood(theirs, d["question"], " zebra")[0] for d in documents]

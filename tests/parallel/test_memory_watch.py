@@ -3,6 +3,7 @@
 import mmap
 import random
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -134,18 +135,20 @@ def test_usage(tmp_path):
     ("0::/job/7", "job", {"memory.max": "5000000", "memory.current": "4000000", "memory.stat": "anon 1\ninactive_file 300000"}),
     ("4:cpu,memory:/job/7", "memory/job/7", {"memory.limit_in_bytes": "5000000", "memory.usage_in_bytes": "4000000",
                                              "memory.stat": "inactive_file 9\ntotal_inactive_file 300000"})])
-def test_the_limit_of_a_job(tmp_path, line, folder, files):
+def test_the_limit_of_a_job(tmp_path, monkeypatch, line, folder, files):
+    machine = SimpleNamespace(available=10**9, total=2 * 10**9)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
     (tmp_path / "cgroup").write_text(line + "\n")
     (tmp_path / folder).mkdir(parents=True)
-    assert free_bytes(tmp_path / "cgroup", tmp_path) == pytest.approx(psutil.virtual_memory().available, rel=0.2)
-    assert node_bytes(tmp_path / "cgroup", tmp_path) == psutil.virtual_memory().total
+    assert free_bytes(tmp_path / "cgroup", tmp_path) == machine.available
+    assert node_bytes(tmp_path / "cgroup", tmp_path) == machine.total
     for name, text in files.items():
         (tmp_path / folder / name).write_text(text)
     assert free_bytes(tmp_path / "cgroup", tmp_path) == 1300000
     assert node_bytes(tmp_path / "cgroup", tmp_path) == 5000000
     (tmp_path / folder / next(iter(files))).write_text("max")
-    assert free_bytes(tmp_path / "cgroup", tmp_path) > 1300000
-    assert node_bytes(tmp_path / "cgroup", tmp_path) == psutil.virtual_memory().total
+    assert free_bytes(tmp_path / "cgroup", tmp_path) == machine.available
+    assert node_bytes(tmp_path / "cgroup", tmp_path) == machine.total
 
 
 def run(world, leaks, iterations: int = FIRST_ITERATIONS + SPAN, nodes: Nodes | None = None) -> list[tuple[int, str]]:

@@ -10,7 +10,7 @@ import torch
 
 from fugaku_megatron.comm.grid import Grid, Groups
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.host import kernels
+from fugaku_megatron.host import kernels, observed
 from fugaku_megatron.host.observed import PHASES, Event, Phases, Profiler
 from fugaku_megatron.logs.plot import read_trace as read
 from fugaku_megatron.nn.ops import Ops
@@ -62,23 +62,36 @@ def test_long_groups_are_cut():
     assert listed(range(5)) == "0, 1, 2, 3, 4" and listed(range(0, 98304, 8)) == "0, 8, 16, 24 ... 98296"
 
 
-PAUSE = 0.02
+PAUSE = 0.125
 
 
 class Slow:
-    """A group of two ranks, and an executor, whose calls take PAUSE seconds_of."""
+    """A group of two ranks, and an executor, whose calls take PAUSE seconds of its clock, and of nothing else."""
 
     size, rank = 2, 0
 
+    def __init__(self):
+        self.now = 0.0
+
+    def pause(self):
+        self.now += PAUSE
+
     def __getattr__(self, name):
         def call(*args):
-            time.sleep(PAUSE)
-            return SimpleNamespace(wait=lambda: time.sleep(PAUSE))
+            self.pause()
+            return SimpleNamespace(wait=self.pause)
         return call
 
 
-def slow_groups(phases):
-    return phases.groups(Groups(Slow(), Slow(), Slow(), Slow(), Slow()))
+@pytest.fixture
+def slow(monkeypatch):
+    slow = Slow()
+    monkeypatch.setattr(observed, "time", SimpleNamespace(perf_counter=lambda: slow.now))
+    return slow
+
+
+def slow_groups(phases, slow):
+    return phases.groups(Groups(slow, slow, slow, slow, slow))
 
 
 def seconds_of(phases, total=1.0):
@@ -88,41 +101,40 @@ def seconds_of(phases, total=1.0):
 @pytest.mark.parametrize(("instruction", "phase"), [
     ("recv_forward", "previous stage"), ("send_backward", "previous stage"), ("recv_backward", "next stage"),
     ("send_forward", "next stage")])
-def test_waiting_for_a_stage(instruction, phase):
+def test_waiting_for_a_stage(slow, instruction, phase):
     phases = Phases()
-    getattr(phases.watch(Slow()), instruction)(None)
+    getattr(phases.watch(slow), instruction)(None)
     spent = seconds_of(phases)
-    assert PAUSE <= spent.pop(phase) < 1 and spent.pop("computation") <= 1 - PAUSE and not any(spent.values())
+    assert spent.pop(phase) == PAUSE and spent.pop("computation") == 1 - PAUSE and not any(spent.values())
 
 
-def test_sums_count_where_they_are_waited_for():
+def test_sums_count_where_they_are_waited_for(slow):
     phases = Phases()
-    groups = slow_groups(phases)
+    groups = slow_groups(phases, slow)
     groups.tp.all_reduce(None)
     handle = groups.dp.iall_reduce(None)
-    started = seconds_of(phases)["reductions"]
-    assert 2 * PAUSE <= started
+    assert seconds_of(phases)["reductions"] == 2 * PAUSE
     handle.wait()
-    assert seconds_of(phases)["reductions"] >= started + PAUSE
+    assert seconds_of(phases)["reductions"] == 3 * PAUSE
 
 
-def test_what_waits_inside_a_wait_counts_once():
+def test_what_waits_inside_a_wait_counts_once(slow):
     phases = Phases()
-    groups, executor = slow_groups(phases), Slow()
+    groups, executor = slow_groups(phases, slow), Slow()
     executor.recv_forward = lambda instruction: groups.pp.recv(None)
     phases.watch(executor).recv_forward(None)
     with phases.waiting_for_data():
         groups.tp.broadcast(None)
     spent = seconds_of(phases)
-    assert spent["reductions"] == 0 and min(spent["previous stage"], spent["data"]) >= PAUSE
-    assert sum(spent.values()) == pytest.approx(1.0)
+    assert spent["reductions"] == 0 and spent["previous stage"] == spent["data"] == PAUSE
+    assert sum(spent.values()) == 1.0
 
 
-def test_computation_is_the_rest_and_an_iteration_begins_anew():
+def test_computation_is_the_rest_and_an_iteration_begins_anew(slow):
     phases = Phases()
-    phases.watch(Slow()).forward(None)
+    phases.watch(slow).forward(None)
     assert seconds_of(phases)["computation"] == 1.0
-    phases.watch(Slow()).recv_forward(None)
+    phases.watch(slow).recv_forward(None)
     phases.begin()
     assert seconds_of(phases)["computation"] == 1.0
 
@@ -175,7 +187,21 @@ def recorded(world, folder, iterations, **changes):
     return said
 
 
-def test_one_trace_of_all_ranks_on_one_clock(tmp_path):
+APART = 1000.0  # seconds between the clocks of one rank and of the next
+
+
+@pytest.fixture
+def clocks(monkeypatch):
+    """How far the clock of the thread that asks is ahead of rank 0's."""
+    def ahead() -> float:
+        name = threading.current_thread().name
+        return APART * int(name.removeprefix("rank ")) if name.startswith("rank ") else 0.0
+
+    monkeypatch.setattr(observers.time, "perf_counter", lambda: time.monotonic() + ahead())
+    return ahead
+
+
+def test_one_trace_of_all_ranks_on_one_clock(tmp_path, clocks):
     said = ThreadWorld(4).run(recorded, tmp_path, 4)[0]
     assert said[-2:] == [f"trace of 3 ranks: {tmp_path / 'trace.json'} (open it in ui.perfetto.dev)",
                          f"schedule: {tmp_path / 'schedule.png'}"]
@@ -187,8 +213,8 @@ def test_one_trace_of_all_ranks_on_one_clock(tmp_path):
     assert {"forward", "backward", "linear_forward", "attention_backward", "adamw", "pp isend"} <= {s["name"] for s in spans}
     sent = {s["args"]["microbatch"]: s["ts"] for s in spans if (s["pid"], s["name"]) == (0, "send_forward")}
     received = {s["args"]["microbatch"]: s["ts"] + s["dur"] for s in spans if (s["pid"], s["name"]) == (1, "recv_forward")}
-    assert sent.keys() == received.keys() == set(range(4)) and all(sent[m] < received[m] + 20e3 for m in sent)
-    assert all(span["ts"] >= 0 for span in spans)
+    assert sent.keys() == received.keys() == set(range(4)) and all(sent[m] < received[m] + 1e6 * APART / 2 for m in sent)
+    assert all(abs(span["ts"]) < 1e6 * APART / 2 for span in spans)
 
 
 def test_a_rank_that_waits_for_keys_says_whose():
@@ -213,16 +239,9 @@ def test_a_run_without_a_recorded_iteration_says_so(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_clocks_that_differ_show_one_moment(monkeypatch):
-    clocks = threading.local()
-    monkeypatch.setattr(observers.time, "perf_counter", lambda: time.monotonic() + clocks.ahead)
-
-    def moment(world):
-        clocks.ahead = 1000.0 * world.rank
-        return observers.common_moment(world) - clocks.ahead
-
-    first, *others = ThreadWorld(3).run(moment)
-    assert others == [pytest.approx(first, abs=0.1)] * 2
+def test_clocks_that_differ_show_one_moment(clocks):
+    first, *others = ThreadWorld(3).run(lambda world: observers.common_moment(world) - clocks())
+    assert others == [pytest.approx(first, abs=APART / 2)] * 2
 
 
 @pytest.mark.parametrize(("tp", "pp", "asked", "ranks"), [(1, 2, (3,), [0, 1, 3]), (2, 2, (0,), [0, 2])])

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,8 +37,13 @@ def elsewhere(tmp_path):
     return write
 
 
-def _quick(directory):
-    return Lock(directory, beat=0.05, patience=0.3)
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of locks, on which time passes only while one of them sleeps."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, time=time.time, strftime=time.strftime)
+    clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
+    monkeypatch.setattr(lock, "time", clock)
+    return clock
 
 
 def test_a_second_job_is_refused_with_host_process_and_time_until_the_first_ends(tmp_path):
@@ -60,33 +66,30 @@ def test_a_killed_job_on_this_host_leaves_no_obstacle(tmp_path):
         Lock(tmp_path)
     job.kill()
     job.wait()
-    begin = time.monotonic()
-    Lock(tmp_path).release()
-    assert time.monotonic() - begin < 5 and not (tmp_path / LOCK).exists()
+    Lock(tmp_path, alive=lambda: pytest.fail("it waits for a sign of life")).release()
+    assert not (tmp_path / LOCK).exists()
 
 
-def test_who_waits_for_another_jobs_sign_of_life_says_so_and_gives_signs_of_its_own(tmp_path, elsewhere, capsys):
+def test_who_waits_for_another_jobs_sign_of_life_says_so_and_gives_signs_of_its_own(tmp_path, elsewhere, clock, capsys):
     elsewhere()
     signs = []
-    Lock(tmp_path, beat=0.05, patience=0.1, alive=lambda: signs.append(time.monotonic())).release()
-    assert len(signs) >= 5
+    Lock(tmp_path, beat=5.0, patience=10.0, alive=lambda: signs.append(clock.now)).release()
+    assert signs == [0.5 * count for count in range(1, 21)]
     assert capsys.readouterr().out.startswith(f"note: --save {tmp_path} has the lock of another job (process 77 on node7 since ")
 
 
-def test_a_job_on_another_node_is_refused_to_while_it_renews_its_time_stamp(tmp_path, elsewhere):
-    path, stop = elsewhere(), threading.Event()
+def test_a_job_on_another_node_is_refused_to_while_it_renews_its_time_stamp(tmp_path, elsewhere, clock):
+    path = elsewhere()
 
     def renew():
-        while not stop.wait(0.05):
-            os.utime(path)
+        if clock.now >= lock.BEAT:
+            os.utime(path, (clock.now, clock.now))
 
-    beating = threading.Thread(target=renew)
-    beating.start()
     with pytest.raises(ValueError, match="process 77 on node7 since"):
-        _quick(tmp_path)
-    stop.set()
-    beating.join()
-    taken = _quick(tmp_path)
+        Lock(tmp_path, alive=renew)
+    assert clock.now == lock.BEAT
+    taken = Lock(tmp_path)
+    assert clock.now == lock.BEAT + lock.PATIENCE
     assert json.loads(path.read_text())["token"] == taken.owner.token
     taken.release()
 
@@ -95,20 +98,25 @@ IMPOSSIBLE = json.dumps({"host": "node7", "kernel": "another", "process": "77", 
 
 
 @pytest.mark.parametrize("text", [b"", b"[1]", b"\xff\x00", b"[" * 100_000, IMPOSSIBLE.encode()])
-def test_a_file_that_tells_nothing_and_is_not_renewed_is_replaced_after_a_beat_and_a_half(tmp_path, text, capsys):
+def test_a_file_that_tells_nothing_and_is_not_renewed_is_replaced_after_a_beat_and_a_half(tmp_path, text, clock, capsys):
     (tmp_path / LOCK).write_bytes(text)
-    with time_limit():
-        Lock(tmp_path, beat=0.1, patience=100.0).release()
-    assert list(tmp_path.iterdir()) == []
-    assert capsys.readouterr().out == (f"note: --save {tmp_path} has a .lock that is empty or damaged: waiting up to 0.15 s for a "
+    Lock(tmp_path).release()
+    assert list(tmp_path.iterdir()) == [] and clock.now == 15.0
+    assert capsys.readouterr().out == (f"note: --save {tmp_path} has a .lock that is empty or damaged: waiting up to 15 s for a "
                                        "sign of life, then it is replaced\n")
 
 
-def test_a_file_that_tells_nothing_and_is_renewed_is_refused(tmp_path):
+def test_a_file_that_tells_nothing_and_is_renewed_is_refused(tmp_path, clock):
     held = Lock(tmp_path, beat=0.05)
     held.path.write_text("")
-    with pytest.raises(ValueError, match="in use by another job: .lock does not say which"):
-        Lock(tmp_path, beat=0.2)
+
+    def next_sign():
+        before = held.path.stat().st_mtime_ns
+        while held.path.stat().st_mtime_ns == before:
+            time.sleep(0.01)
+
+    with time_limit(), pytest.raises(ValueError, match="in use by another job: .lock does not say which"):
+        Lock(tmp_path, beat=0.2, alive=next_sign)
     held.release()
 
 

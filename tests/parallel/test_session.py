@@ -145,7 +145,7 @@ HELD = [Held((1,), (0,))]  # one micro-batch between forward and backward
 def opened(monkeypatch):
     """An event until which the writing of files waits."""
     event, write = threading.Event(), save_module.write_tensors
-    monkeypatch.setattr(save_module, "write_tensors", lambda *given: event.wait(30) and write(*given))
+    monkeypatch.setattr(save_module, "write_tensors", lambda *given: event.wait(300) and write(*given))
     return event
 
 

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from fugaku_megatron.comm.engine import LONGEST_NAP, Engine
+from tests.time_limit import time_limit
 
 
 class Library:
@@ -94,29 +95,40 @@ def test_an_error_is_raised_by_wait_and_the_channel_goes_on(library, place):
     following.wait()
 
 
-def test_naps_while_nobody_waits_and_sleeps_with_nothing_under_way(library):
+@pytest.fixture
+def naps(library, monkeypatch):
+    """The seconds of every nap that the thread begins; None: a sleep until it is woken."""
+    condition, begun = library.engine._wake, []
+    wait = condition.wait
+    monkeypatch.setattr(condition, "wait", lambda seconds=None: (begun.append(seconds), wait(seconds)))
+    return begun
+
+
+def test_naps_while_nobody_waits_and_sleeps_with_nothing_under_way(library, naps):
     operation = library.operation("a")
     library.settle()
-    before = library.tests
-    time.sleep(0.2)
-    assert 0 < library.tests - before <= 0.2 / LONGEST_NAP + 20
+    begin, before = len(naps), library.tests
+    with time_limit():
+        while library.tests < before + 20:
+            time.sleep(0.001)
+    tests = library.tests - before
+    assert tests <= len(naps) - begin + 2, "a nap before each test"
+    assert set(naps[begin + 10 :]) == {LONGEST_NAP}, "the first naps are shorter"
     library.complete.add("a")
     operation.wait()
-    before = library.tests
-    time.sleep(0.05)
-    assert library.tests <= before + 2
+    with time_limit():
+        while naps[-1] is not None:
+            time.sleep(0.001)
 
 
-def test_no_naps_on_a_core_of_its_own(library, monkeypatch):
-    condition, naps = library.engine._wake, []
-    wait = condition.wait
-    monkeypatch.setattr(condition, "wait", lambda seconds=None: (naps.append(seconds), wait(seconds)))
+def test_no_naps_on_a_core_of_its_own(library, naps):
     library.engine.own_core = True
     operation = library.operation("a")
     library.settle()
     before = library.tests
-    while library.tests < before + 100:
-        time.sleep(0.001)
+    with time_limit():
+        while library.tests < before + 100:
+            time.sleep(0.001)
     library.complete.add("a")
     operation.wait()
     library.settle()
