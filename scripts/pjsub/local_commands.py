@@ -27,8 +27,8 @@ def write(folder: Path) -> None:
     """Write the commands into `folder`."""
     folder.mkdir(exist_ok=True)
     for name in ("mpiexec", "llio_transfer"):
-        words = ["env", f"PYTHONPATH={ROOT}", sys.executable, __file__, name]
-        (folder / name).write_text(f"#!/bin/sh\nexec {shlex.join(words)} \"$@\"\n")
+        words, path = [sys.executable, __file__, name], f"PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}"
+        (folder / name).write_text(f"#!/bin/sh\nexport {path}\nexec {shlex.join(words)} \"$@\"\n")
         (folder / name).chmod(0o755)
 
 

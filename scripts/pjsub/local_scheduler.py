@@ -11,6 +11,7 @@ Left out: queues, priorities, users, several nodes.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -49,10 +50,12 @@ def read(sub: Path) -> dict:
 
 
 def write(sub: Path, **changes: object) -> dict:
-    """Change the record of a sub-job; readers see either the old or the new record."""
-    record = {**(read(sub) if (sub / "job.json").exists() else {}), **changes}
-    (sub / "job.part").write_text(json.dumps(record))
-    (sub / "job.part").replace(sub / "job.json")
+    """Change the record of a sub-job, one change after another; readers see either the old or the new record."""
+    with open(sub / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        record = {**(read(sub) if (sub / "job.json").exists() else {}), **changes}
+        (sub / "job.part").write_text(json.dumps(record))
+        (sub / "job.part").replace(sub / "job.json")
     return record
 
 
@@ -208,7 +211,8 @@ def _run_one(sub: Path) -> None:
     with open(f"{stem}.out", "w") as out, open(f"{stem}.err", "w") as err:
         job = subprocess.Popen(["bash", str(sub / "script.sh")], cwd=record["directory"], env=_environment(record, sub), stdout=out,
                                stderr=err, stdin=subprocess.DEVNULL, start_new_session=True)
-        write(sub, pid=job.pid)
+        if write(sub, pid=job.pid)["state"] == "CCL":  # before its process was known
+            os.killpg(job.pid, signal.SIGTERM)
         late = False
         try:
             code = job.wait(record["elapse"])
@@ -270,7 +274,7 @@ def delete(words: list[str]) -> int:
             record = read(sub)
             if record["state"] in ENDED:
                 continue
-            write(sub, state="CCL", code=record["code"] or 1, pjm_code=CANCEL_CODE)
+            record = write(sub, state="CCL", code=record["code"] or 1, pjm_code=CANCEL_CODE)
             if record["pid"]:
                 os.killpg(record["pid"], signal.SIGTERM)
         print(f"[INFO] PJM 0100 pjdel Job {word} canceled.")

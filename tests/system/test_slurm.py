@@ -23,7 +23,7 @@ from fugaku_megatron.jobs import render
 from fugaku_megatron.logs.iteration import parse_log
 from tests.helpers import check_scripts
 from tests.system.mpi import launch
-from tests.system.mpi.kills import kill_after
+from tests.system.mpi.kills import holding, kill_held
 from tests.system.mpi.test_pretrain import losses
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,11 +121,11 @@ def launcher(request):
     return str(mpich.mpiexec) if request.param == "mpiexec" else "srun"
 
 
-def submit(cluster, folder: Path, launcher: str, *flags: str) -> tuple[str, Path]:
+def submit(cluster, folder: Path, launcher: str, *flags: str, **variables: str) -> tuple[str, Path]:
     """Submit the x86 recipe on two ranks with a model of seconds; (job, log)."""
-    log = folder / "job.log"
+    log, more = folder / "job.log", "".join(f",{name}={value}" for name, value in variables.items())
     printed = cluster("sbatch", "--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=1", f"--output={log}", f"--chdir={folder}",
-                   f"--export=ALL,LAUNCHER={launcher},PMI=pmi2,FUGAKU_MEGATRON={ROOT},PYTHON={sys.executable},SAVE={folder}/save",
+                   f"--export=ALL,LAUNCHER={launcher},PMI=pmi2,FUGAKU_MEGATRON={ROOT},PYTHON={sys.executable},SAVE={folder}/save{more}",
                    str(FOLDER / "x86" / "run_124m.sbatch"), *TINY, *flags)
     return re.search(r"Submitted batch job (\d+)", printed)[1], log
 
@@ -154,8 +154,9 @@ def test_a_job_trains_on_two_ranks_and_ends(cluster, launcher, tmp_path):
 @pytest.mark.slow
 def test_a_job_whose_rank_is_killed_goes_on_and_ends_with_the_same_bits(cluster, launcher, tmp_path):
     flags = ("--train-iters", "12", "--save-interval", "2")
-    killing = kill_after(tmp_path / "save", 5)
-    job, log = submit(cluster, tmp_path, launcher, *flags)
+    held = tmp_path / "held"
+    killing = kill_held(held, 5)
+    job, log = submit(cluster, tmp_path, launcher, *flags, PYTHONPATH=str(launch.FIRST), **holding(held, 5))
     wait(lambda: state(cluster, job) not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), log)
     killing.join()
     text = log.read_text()

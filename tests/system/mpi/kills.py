@@ -1,52 +1,39 @@
-"""Kill a rank of a running job at a known point; a job is known by its --save."""
+"""Kill a rank of a running job at a known point, where it waits for that: FAULT_HOLD of tests/campaigns/faults/first."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
-
-PATIENCE = 120  # s
+PATIENCE = 240  # s
 
 
-def ranks_of(save: Path) -> list[psutil.Process]:
-    """The ranks that train to `save`, by their process numbers."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if str(save) in process.cmdline() and {"PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID"} & set(process.environ()):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return sorted((p for p in found if "python" in p.name()), key=lambda p: p.pid)
+def holding(mark: Path, *iterations: int) -> dict[str, str]:
+    """The environment of a job whose last rank waits after each of these iterations, the first time."""
+    return {"FAULT_HOLD": ":".join(map(str, (mark, *iterations)))}
 
 
-def alive(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
+def wait_until(condition: Callable[[], bool]) -> bool:
+    """Whether it holds, at last after PATIENCE seconds."""
+    end = time.monotonic() + PATIENCE
+    while not (held := condition()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return held
 
 
-def iterations(save: Path) -> int:
-    history = save / "history.jsonl"
-    return len(history.read_text().splitlines()) if history.exists() else 0
-
-
-def kill_after(save: Path, *counts: int, then: Callable[[int], object] = lambda turn: None) -> threading.Thread:
-    """A thread that kills a rank each time that the history has so many iterations. then: called with 0, 1 ... before each kill."""
+def kill_held(mark: Path, *iterations: int, then: Callable[[int], object] = lambda turn: None) -> threading.Thread:
+    """A thread that kills each rank that `holding` lets wait. then: called with 0, 1 ... before each kill."""
     def work() -> None:
-        for turn, count in enumerate(counts):
-            end, victims = time.monotonic() + PATIENCE, []
-            while time.monotonic() < end and not (victims and iterations(save) >= count):
-                victims = [victim for victim in victims if alive(victim)] or ranks_of(save)
-                time.sleep(0.01)  # the search takes longer than many iterations, so the ranks are known before the count is reached
+        for turn, iteration in enumerate(iterations):
+            link = mark.with_name(f"{mark.name}.{iteration}")
+            if not wait_until(link.is_symlink):
+                return
             then(turn)
-            for victim in victims[-1:]:
-                victim.kill()
+            os.kill(int(os.readlink(link)), signal.SIGKILL)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()

@@ -100,7 +100,7 @@ def test_two_ranks_calibrate_and_one_is_refused(mpich, tmp_path):
 def test_a_report_starts_its_own_ranks(mpich, tmp_path):
     """Each measures, one writes; the sums of the trainer and MPI's own are next to the model's."""
     file = tmp_path / "here.json"
-    command = [sys.executable, *COMMAND, "report", "--ranks", "2", "--shrunk", "--minutes", "1", "--output", str(file)]
+    command = [sys.executable, *COMMAND, "report", "--ranks", "2", "--shrunk", "--minutes", "4", "--output", str(file)]
     job = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, env=mpich.variables())
     assert job.returncode == 0 and job.stdout.count("wrote ") == 1, job.stderr
     assert "report: starting 2 ranks by mpiexec" in job.stderr
@@ -127,7 +127,7 @@ def test_two_hosts_report_as_two_nodes(tmp_path):
         pytest.skip(reason)
     file, environment = tmp_path / "two.json", {**os.environ, **two_hosts.NETWORK, "PYTHONPATH": launch.PATH,
                                                 "OMP_NUM_THREADS": "1"}
-    program = [sys.executable, *COMMAND, "report", "--shrunk", "--minutes", "2", "--output", str(file)]
+    program = [sys.executable, *COMMAND, "report", "--shrunk", "--minutes", "4", "--output", str(file)]
     with two_hosts.two_hosts("1gbit"):
         first, second = (two_hosts.on_host(host, program) for host in two_hosts.HOSTS)
         with subprocess.Popen([child.mpiexec(), *first, ":", *second], env=environment, cwd=tmp_path, text=True,

@@ -7,21 +7,21 @@ import json
 import shlex
 import subprocess
 import sys
-import time
+import tarfile
 from pathlib import Path
 
 import pytest
 
 from fugaku_megatron import cli
 from tests.system.mpi import launch
-from tests.system.mpi.kills import iterations, kill_after
+from tests.system.mpi.kills import holding, kill_held, wait_until
 from tests.system.mpi.test_pretrain import losses
 
 pytestmark = pytest.mark.mpi
 ROOT = launch.TESTS.parent
 SCRIPTS = ROOT / "scripts" / "pjsub"
 FLAGS = "--train-iters 400 --save-interval 100000"  # longer than the 0.6 s that a job trains at least, also at 2 ms per iteration
-TRIAL = ["--scale", "2", "--elapse", "120", "--wait"]
+TRIAL = ["--scale", "2", "--elapse", "240", "--wait"]
 
 
 @pytest.fixture
@@ -44,21 +44,35 @@ def local(tmp_path, monkeypatch, capsys):
 
 def script(folder: Path, body: str) -> str:
     path = folder / "job.sh"
-    path.write_text('#!/bin/bash\n#PJM -L "node=1,elapse=00:00:30"\n#PJM -N job\n#PJM -S\n' + body)
+    path.write_text('#!/bin/bash\n#PJM -L "node=1,elapse=00:04:00"\n#PJM -N job\n#PJM -S\n' + body)
     return str(path)
 
 
-def test_a_chain_through_the_elapse_limit_and_a_killed_rank_has_the_losses_of_one_run(local, tmp_path):
+def archive(folder: Path) -> Path:
+    """The emulator's archive, with what lets ranks wait to be killed."""
+    path = importlib.import_module("local_commands").archive(folder)
+    link = tarfile.TarInfo("site")
+    link.type, link.linkname = tarfile.SYMTYPE, str(launch.FIRST)
+    with tarfile.open(path, "a") as tar:
+        tar.addfile(link)
+    return path
+
+
+def test_a_chain_through_the_elapse_limit_and_a_killed_rank_has_the_losses_of_one_run(local, tmp_path, monkeypatch):
     every = f"{FLAGS} --log-interval 1"
     resume = str(SCRIPTS / "resume.sh")
-    first = local("local_pjsub", *TRIAL, "--margin", "120", "--flags", every, "--step", "--sparam", "jnam=c,sn=1", resume)
+    first = local("local_pjsub", *TRIAL, "--margin", "240", "--flags", every, "--step", "--sparam", "jnam=c,sn=1", resume)
     message = (tmp_path / "gpt_124m_chain.1_1.err").read_text()
     assert first.returncode == 0, message + first.stderr
     log = next((tmp_path / "output" / "gpt_124m_chain.1_1" / "train").rglob("stdout*")).read_text()
     assert "--exit-duration-in-mins is over" in log
     save = tmp_path / "checkpoints" / "gpt_124m_chain"
-    killing = kill_after(save, iterations(save) + 15)
-    second = local("local_pjsub", *TRIAL, "--flags", every, "--step", "--sparam", "jid=1,sn=2,sd=ec!=0:all:1", resume)
+    killed, held = len(losses(save)) + 1, tmp_path / "held"
+    for name, value in holding(held, killed).items():
+        monkeypatch.setenv(name, value)
+    killing = kill_held(held, killed)
+    second = local("local_pjsub", *TRIAL, "--flags", every, "--step", "--sparam", "jid=1,sn=2,sd=ec!=0:all:1", "-x",
+                   f"ARCHIVE={archive(tmp_path)}", resume)
     assert second.returncode == 0 and "1_2" in local("local_pjstat").stdout
     killing.join()
     assert next((tmp_path / "output" / "gpt_124m_chain.1_2" / "train").rglob("stdout*")).read_text().count("resumed from") == 2
@@ -125,9 +139,7 @@ def test_a_failed_step_drops_the_next(local, tmp_path):
 
 def test_pjdel(local, tmp_path):
     assert local("local_pjsub", "--no-check", script(tmp_path, "sleep 60\n")).returncode == 0
-    deadline = time.monotonic() + 20
-    while " RUN " not in local("local_pjstat").stdout and time.monotonic() < deadline:
-        time.sleep(0.05)
+    assert wait_until(lambda: " RUN " in local("local_pjstat").stdout)
     assert local("local_pjdel", "1").returncode == 0
     assert " CCL " in local("local_pjstat").stdout
     assert local("local_pjdel", "7").returncode == 2
@@ -173,8 +185,8 @@ def test_the_emulated_mpiexec(monkeypatch):
 
 def test_a_job_reports_its_nodes(local, tmp_path):
     assert cli.main(["job", "render", "--report", "--nodes", "2", "-o", str(tmp_path / "report.sh")]) == 0
-    done = local("local_pjsub", "--scale", "2", "--elapse", "200", "--wait", "-x",
-                 "MORE=--shrunk --minutes 0.3 --only host kernels",
+    done = local("local_pjsub", "--scale", "2", "--elapse", "240", "--wait", "-x",
+                 "MORE=--shrunk --minutes 4 --only host kernels",
                  str(tmp_path / "report.sh"))
     assert done.returncode == 0, (tmp_path / "report.1.err").read_text()
     report = json.loads(next((tmp_path / "output").rglob("report.json")).read_text())

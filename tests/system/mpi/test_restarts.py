@@ -16,17 +16,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from fugaku_megatron.data.chat_dataset import ChatWriter, signed
 from tests.system.mpi import launch
-from tests.system.mpi.kills import kill_after, ranks_of
+from tests.system.mpi.kills import PATIENCE, holding, kill_held, wait_until
 from tests.system.mpi.test_pretrain import PROGRAM, TINY, losses, ranks, start, wait_for_lines
 
 pytestmark = pytest.mark.mpi
 ROOT = launch.TESTS.parent
-LENGTH = 40  # iterations for each kill, so that no start comes to the end before its rank is found and killed
+LENGTH = 20  # iterations for each kill
 FLAGS = ["--save-interval", "2", "--hidden-dropout", "0.1", "--lr-decay-iters", "100", "--zero-stage", "1", "--overlap-grad-reduce",
          "--overlap-param-gather", "--ddp-bucket-size", "4000", "--normalization", "RMSNorm", "--swiglu",
          "--position-embedding-type", "rope", "--disable-bias-linear", "--group-query-attention", "--num-query-groups", "2",
@@ -41,7 +40,6 @@ EXPERTS = ["--save-interval", "2", "--num-experts", "4", "--expert-model-paralle
            "--zero-stage", "1", "--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "4000"]
 SHARED = ["--context-parallel-size", "2", "--cp-comm-type"]
 MODEL = [flag for flag in TINY if flag != "--mock-data"]
-PATIENCE = 240  # s
 
 
 @pytest.fixture(scope="module")
@@ -95,35 +93,35 @@ def written_chats(prefix: Path) -> list[str]:
 
 def kill_often(mpi: launch.MPI, folder: Path, kills: int, flags: list[str], ways: list[list[str]],
                model: Sequence[str] = TINY) -> None:
-    """Start, kill a rank at a random moment and start again, `kills` times; then run to the end."""
-    rng, killed, flags = random.Random(kills), 0, [*flags, "--train-iters", str(LENGTH * kills)]
-    while killed < kills:
-        job = start(mpi, folder, *flags, *ways[killed % len(ways)], model=model)
-        if wait_for_lines(job, rng.randint(1, 4)):
-            time.sleep(rng.random() * 0.03)
-            victims = ranks(job)
-            if victims:
-                rng.choice(victims).kill()
+    """Start, kill a rank at a random moment and start again, `kills` times; then run to the end.
+
+    A start whose kill comes late waits for it LENGTH iterations further.
+    """
+    rng, flags = random.Random(kills), [*flags, "--train-iters", str(LENGTH * kills)]
+    for turn in range(kills):
+        held = holding(folder.with_name("held"), LENGTH * (turn + 1) - 1)
+        job = start(mpi, folder, *flags, *ways[turn % len(ways)], model=model, **held)
+        assert wait_for_lines(job, rng.randint(1, 4)), f"start {turn} ended before its rank was killed"
+        time.sleep(rng.random() * 0.03)
+        rng.choice(ranks(job)).kill()
         job.stdout.read()
-        if job.wait(timeout=60) == 0:
-            break  # it was faster than the kill
-        killed += 1
-    assert killed > kills // 2
+        assert job.wait(timeout=PATIENCE) != 0
     last = mpi.run(2, PROGRAM, *model, *flags, "--save", str(folder), "--load", str(folder))
     assert last.returncode == 0, last.stderr
 
 
-def supervise(mpi: launch.MPI, save: Path, *words: str) -> subprocess.Popen:
+def supervise(mpi: launch.MPI, save: Path, *words: str, **environment: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "fugaku_megatron", "supervise", *words, "--", *mpi.command(2), PROGRAM, *SHORT, "--save",
                str(save), "--load", str(save)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=mpi.variables(), cwd=ROOT)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+                            env={**mpi.variables(), **environment})
 
 
 def test_a_killed_rank_costs_a_restart_and_no_bit(mpi, undisturbed, tmp_path):
     if mpi.name == "mpich":
         pytest.skip("the emulated job below shows the same with MPICH")
-    killing = kill_after(tmp_path / "save", 5)
-    job = supervise(mpi, tmp_path / "save", "--max-restarts", "2")
+    killing = kill_held(tmp_path / "held", 5)
+    job = supervise(mpi, tmp_path / "save", "--max-restarts", "2", **holding(tmp_path / "held", 5))
     out, said = job.communicate(timeout=PATIENCE)
     killing.join()
     assert job.returncode == 0, out + said
@@ -132,23 +130,14 @@ def test_a_killed_rank_costs_a_restart_and_no_bit(mpi, undisturbed, tmp_path):
     assert losses(tmp_path / "save") == undisturbed[:12]
 
 
-def handles(process: psutil.Process, number: int) -> bool:
-    """Whether a process has a handler for a signal."""
-    status = Path(f"/proc/{process.pid}/status").read_text()
-    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:")).split()[1]
-    return bool(int(caught, 16) >> (number - 1) & 1)
-
-
 def test_a_signal_while_ranks_start_is_not_lost(mpi, tmp_path):
     """Ranks that are still importing keep it and leave before their first iteration; the job's exit code is 0."""
-    job = supervise(mpi, tmp_path)
-    end = time.monotonic() + PATIENCE
-    while time.monotonic() < end and sum(handles(rank, signal.SIGUSR1) for rank in ranks_of(tmp_path)) < 2:
-        time.sleep(0.01)
+    job = supervise(mpi, tmp_path / "save", FAULT_HOLD_IMPORT=str(tmp_path / "importing"))
+    assert wait_until(lambda: len(list(tmp_path.glob("importing.*"))) == 2)
     job.send_signal(signal.SIGUSR1)
     out, said = job.communicate(timeout=PATIENCE)
     assert job.returncode == 0, out + said
-    assert "leaving before the first iteration: a signal asked to stop" in out and list(tmp_path.glob("iter_*")) == []
+    assert "leaving before the first iteration: a signal asked to stop" in out and list(tmp_path.rglob("iter_*")) == []
 
 
 JOB = """#!/bin/bash
@@ -165,10 +154,11 @@ def test_an_emulated_job_takes_its_spare_node_and_then_fewer(undisturbed, tmp_pa
     """Node 1 fails and node 2 takes its place; node 0 fails and no spare is left, so one rank continues with the whole batch."""
     save, down, script = tmp_path / "save", tmp_path / "jobs" / "1" / "down", tmp_path / "job.sh"
     script.write_text(JOB.format(python=sys.executable, program=PROGRAM, flags=" ".join(SHORT), save=save))
-    killing = kill_after(save, 5, 9, then=lambda turn: down.write_text("(1)\n(0)\n"[: 4 + 4 * turn]))
+    held = tmp_path / "held"
+    killing = kill_held(held, 5, 9, then=lambda turn: down.write_text("(1)\n(0)\n"[: 4 + 4 * turn]))
     job = subprocess.run([sys.executable, str(ROOT / "scripts" / "pjsub" / "local_pjsub"), "--no-check", "--wait", "-x",
                           f"PYTHONPATH={launch.PATH},OMP_NUM_THREADS=1", str(script)], cwd=tmp_path, timeout=PATIENCE, check=False,
-                         env={**os.environ, "LOCAL_PJSUB": str(tmp_path / "jobs")})
+                         env={**os.environ, **holding(held, 5, 9), "LOCAL_PJSUB": str(tmp_path / "jobs")})
     killing.join()
     said = (tmp_path / "job.1.err").read_text()
     assert job.returncode == 0, said

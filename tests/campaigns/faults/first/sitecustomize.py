@@ -1,25 +1,30 @@
-"""On the path of MPI jobs in tests: no pictures, and a gradient that goes wrong where FAULT_GRADIENT asks for it.
+"""On the path of MPI jobs in tests: no pictures, a gradient that goes wrong, and ranks that wait, where variables ask for them.
 
 The process that draws the losses after a save takes longer than a run. It ends at once, unless PICTURES is set. FAULT_GRADIENT is
 rank,call,element,mark: that call of attention's backward on that rank leaves a NaN in its result, and creates the file `mark`.
+FAULT_HOLD is mark:iteration:...; after each of these iterations, the first time, the last rank waits to be killed. `mark`.iteration
+is then a link to its process number. FAULT_HOLD_IMPORT is a mark: every rank creates `mark`.process and waits in an import until a
+signal comes.
 """
 
 import importlib.util
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 
-KERNELS = "fugaku_megatron._kernels"
+KERNELS, TRAINER = "fugaku_megatron._kernels", "fugaku_megatron.training.train"
 
 
-class FaultyKernels:
-    """Finds the kernels' module and changes it once it is loaded."""
+class Changed:
+    """Finds a module and changes it once it is loaded."""
 
-    def __init__(self, call, element, mark):
-        self.left, self.element, self.mark = int(call), int(element), Path(mark)
+    def __init__(self, name, change):
+        self.name, self.change = name, change
 
     def find_spec(self, name, path=None, target=None):
-        if name != KERNELS:
+        if name != self.name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -27,22 +32,51 @@ class FaultyKernels:
         spec.loader.exec_module = lambda module: (load(module), self.change(module))
         return spec
 
-    def change(self, module):
-        right = module.attention_backward
 
-        def attention_backward(*args, **kwargs):
-            right(*args, **kwargs)
-            self.left -= 1
-            if self.left == 0:
-                gradient = args[4].view(-1)
-                gradient[self.element % gradient.numel()] = float("nan")
-                self.mark.touch()
+def spoil_gradient(module, call, element, mark):
+    right, left = module.attention_backward, int(call)
 
-        module.attention_backward = attention_backward
+    def attention_backward(*args, **kwargs):
+        nonlocal left
+        right(*args, **kwargs)
+        left -= 1
+        if left == 0:
+            gradient = args[4].view(-1)
+            gradient[int(element) % gradient.numel()] = float("nan")
+            Path(mark).touch()
+
+    module.attention_backward = attention_backward
+
+
+def hold(module, mark, *iterations):
+    step = module.Trainer.train_step
+
+    def train_step(self):
+        link = Path(f"{mark}.{self.progress.iteration}")
+        if str(self.progress.iteration) in iterations and self.world.rank == self.world.size - 1 and not link.is_symlink():
+            link.symlink_to(str(os.getpid()))
+            while True:
+                time.sleep(60)
+        return step(self)
+
+    module.Trainer.train_step = train_step
+
+
+def await_signal(mark):
+    here, there = os.pipe()
+    os.set_blocking(there, False)
+    before = signal.set_wakeup_fd(there)
+    Path(f"{mark}.{os.getpid()}").touch()
+    os.read(here, 1)
+    signal.set_wakeup_fd(before)
 
 
 if {"fugaku_megatron.logs.plot", "loss"} <= {*sys.orig_argv} and "PICTURES" not in os.environ:
     os._exit(0)
 rank, _, fault = os.environ.get("FAULT_GRADIENT", "").partition(",")
 if fault and os.environ.get("PMI_RANK") == rank:
-    sys.meta_path.insert(0, FaultyKernels(*fault.split(",")))
+    sys.meta_path.insert(0, Changed(KERNELS, lambda module: spoil_gradient(module, *fault.split(","))))
+if "FAULT_HOLD" in os.environ:
+    sys.meta_path.insert(0, Changed(TRAINER, lambda module: hold(module, *os.environ["FAULT_HOLD"].split(":"))))
+if "FAULT_HOLD_IMPORT" in os.environ:
+    sys.meta_path.insert(0, Changed(TRAINER, lambda module: await_signal(os.environ["FAULT_HOLD_IMPORT"])))
