@@ -27,11 +27,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import os
 import re
 import shutil
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -136,9 +138,15 @@ def bits_per_second(text: str) -> float:
 
 @contextlib.contextmanager
 def two_hosts(rate: str, hosts: Sequence[str] = HOSTS) -> Iterator[None]:
-    """The namespaces and their link, gone at the end. RuntimeError with the system's words where they cannot be made."""
-    _remove(hosts)
-    try:
+    """The namespaces and their link, gone at the end. RuntimeError with the system's words where they cannot be made.
+
+    Another process that has hosts of these names is waited for.
+    """
+    with contextlib.ExitStack() as stack:
+        lock = stack.enter_context(open(Path(tempfile.gettempdir()) / f"{hosts[0]}.lock", "w"))
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        stack.callback(_remove, hosts)
+        _remove(hosts)
         for host in hosts:
             _system("ip", "netns", "add", host)
         _system("ip", "link", "add", DEVICE, "netns", hosts[0], "type", "veth", "peer", "name", DEVICE, "netns", hosts[1])
@@ -151,17 +159,15 @@ def two_hosts(rate: str, hosts: Sequence[str] = HOSTS) -> Iterator[None]:
                     "latency", "50ms")
         _wait_for_link(hosts)
         yield
-    finally:
-        _remove(hosts)
 
 
 def _wait_for_link(hosts: Sequence[str]) -> None:
     """The system reports a link of two ends as up only some time after both were set up, and an MPI refuses it until then."""
-    for _ in range(100):
+    for _ in range(600):
         if all(" UP " in _system("ip", "-br", "-n", host, "link", "show", DEVICE) for host in hosts):
             return
         time.sleep(0.1)
-    raise RuntimeError(f"two hosts cannot be made here: their link {DEVICE} is not up after 10 s")
+    raise RuntimeError(f"two hosts cannot be made here: their link {DEVICE} is not up after 60 s")
 
 
 def _remove(hosts: Sequence[str]) -> None:
