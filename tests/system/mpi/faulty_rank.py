@@ -1,18 +1,19 @@
 """A small run on real ranks, one of which is slow or flips a bit: mpiexec -n 4 python tests/system/mpi/faulty_rank.py slow FILE
 
-slow: forwards and backwards take longer on one rank; FILE is for --log-ranks. Ranks sleep instead of computing, so that it does not
-matter how many of them share a core. flip: one bit of one weight flips on one of three ranks. Prints what the log says.
+slow: forwards and backwards take longer on one rank; FILE is for --log-ranks. The clock of a rank runs only in those, so that it
+does not matter how many ranks share a core. flip: one bit of one weight flips on one of three ranks. Prints what the log says.
 See test_faulty_rank.py.
 """
 
 import sys
-import time
 
 import torch
 
 from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.comm.launch import run_or_abort
-from fugaku_megatron.host.observed import Observed, Phases
+from fugaku_megatron.host import observed
+from fugaku_megatron.host.observed import Observed, Phases, observe_groups
+from fugaku_megatron.training import train
 from fugaku_megatron.training.rank_watch import RankTimes
 from fugaku_megatron.training.session import Session
 from fugaku_megatron.training.train import IterationResult, Trainer
@@ -20,9 +21,28 @@ from tests.helpers import grid_groups, mock, small_run
 from tests.parallel.test_session import Writer
 
 RANK, SLOWER = 2, 1.3
-INSTRUCTION = 0.08  # s of a forward or backward: an interval takes the 5 s that a judgement needs, also without other work
+INSTRUCTION = 0.11  # s of a forward or backward: an interval takes the 5 s that a judgement needs
 INTERVAL, INTERVALS = 12, 2
 ITERATION, COMPARED, BIT = 5, 3, 1 << 20
+
+
+class Clock:
+    """A rank's seconds, which go on where it computes, and where it meets a rank that has computed for longer."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def meeting(self, comm: Comm):
+        """An observer of the collectives of a group."""
+        def call(name, function, args, kwargs):
+            result = function(*args, **kwargs)
+            self.now = comm.all_reduce(torch.tensor(self.now, dtype=torch.float64), "max").item()
+            return result
+
+        return call
 
 
 class FlippedBit(Trainer):
@@ -45,14 +65,16 @@ def slow(world: Comm, log: Writer, file: str) -> None:
     """Two log intervals of a TP2 x DP2 run with two micro-batches."""
     run = small_run(num_layers=2, log_interval=INTERVAL, train_iters=INTERVAL * INTERVALS, tensor_model_parallel_size=2,
                     global_batch_size=8, log_ranks=file)
-    phases = Phases()
+    phases, groups = Phases(), grid_groups(world, run)
+    observed.time = train.time = clock = Clock()
 
-    def sleep(name, function, args, kwargs):
+    def compute(name, function, args, kwargs):
         function(*args, **kwargs)
-        time.sleep(INSTRUCTION * (SLOWER if world.rank == RANK else 1))
+        clock.now += INSTRUCTION * (SLOWER if world.rank == RANK else 1)
 
-    trainer = Trainer(run, world, phases.groups(grid_groups(world, run)), mock(run), waiting_for_data=phases.waiting_for_data,
-                      watch=lambda executor: phases.watch(Observed(executor, ("forward", "backward"), sleep)))
+    meeting = observe_groups(groups, lambda name: clock.meeting(getattr(groups, name)))
+    trainer = Trainer(run, world, phases.groups(meeting), mock(run), waiting_for_data=phases.waiting_for_data,
+                      watch=lambda executor: phases.watch(Observed(executor, ("forward", "backward"), compute)))
     times = RankTimes(run, trainer.layout, world, phases, log.print)
     Session(trainer, log, run.training.train_iters, (), rank_times=times).run()
     trainer.close()

@@ -19,8 +19,8 @@ def test_a_rank_slower_by_three_tenths_is_named_within_two_log_intervals(mpich, 
     file, picture = tmp_path / "ranks.jsonl", tmp_path / "ranks.png"
     job = mpich.run(4, PROGRAM, "slow", str(file))
     assert job.returncode == 0, job.stderr
-    named = [line for line in job.stdout.splitlines() if line.startswith("slow: rank 2 (stage 0, ")]
-    assert any(": computation " in line for line in named), job.stdout
+    named, = job.stdout.splitlines()
+    assert named.startswith("slow: rank 2 (stage 0, ") and ": computation " in named
     average = mean(read(file))
     computation = average.seconds["computation"]
     assert max(range(4), key=computation.__getitem__) == 2
