@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from benchmarks import child, comm, two_hosts
+from benchmarks import child, comm, schedule, two_hosts
 from benchmarks.__main__ import main
+from fugaku_megatron.pipeline.timeline import Span, _result, _source
 from tests.system.mpi import launch, slow_link
 from tests.system.mpi.test_pretrain import PROGRAM, TINY, losses
 
@@ -58,15 +59,29 @@ def test_rows_are_printed_one_by_one(monkeypatch, capsys):
     assert printed[0].startswith("collective") and printed[1].split() == ["all_reduce", "2", "64", "1.000", "2.000", "2.00"]
 
 
+def idle(plan, spans: list[Span]) -> list[float]:
+    """Seconds between the moment in which a stage has what its next computation needs and the begin of that, in order of size."""
+    ends = {_result(plan.placement, span.stage, span): span.end for span in spans} | {None: 0.0}
+    found, free = [], dict.fromkeys(range(plan.placement.stages), 0.0)
+    for span in sorted(spans, key=lambda span: span.start):
+        ready = max(free[span.stage], ends[_source(plan.placement, span.stage, span)])
+        found.append(span.start - ready)
+        free[span.stage] = span.end
+    return sorted(found)
+
+
 def test_every_schedule_follows_its_list(measured):
+    """Sleepers wake late on a busy machine. The next one begins soon after, in four of five cases."""
     rows = measured("schedule", "--stages", 4, "--microbatches", 3, "--slot-ms", 50, "--chunks", 3)[0]["rows"]
     assert [(row["schedule"], row["chunks"]) for row in rows] == [
         ("1f1b", 1), ("interleaved", 3), ("zb-h1", 1), ("zb-h1", 3), ("zbv", 2)]
     assert rows[0]["list_seconds"] == pytest.approx(0.05 * 3 * (3 + 4 - 1)) and rows[0]["ratio_to_1f1b"] == 1
-    for row in rows:  # a busy machine wakes sleepers late
-        assert 1 <= row["measured_seconds"] / row["list_seconds"] < 1.25
+    for plan, row in zip(schedule.schedules(4, 3, [3]), rows, strict=True):
+        waits = idle(plan, [Span(*fields) for fields in row["spans"]])
+        assert waits[0] >= 0 and waits[len(waits) * 4 // 5] < 0.05 / 2 / row["chunks"], waits
+        assert row["measured_seconds"] >= row["list_seconds"]
         assert row["ratio_to_1f1b"] == pytest.approx(rows[0]["measured_seconds"] / row["measured_seconds"])
-    assert min(row["ratio_to_1f1b"] for row in rows[1:]) > 1.1
+    assert max(row["list_seconds"] for row in rows[1:]) < rows[0]["list_seconds"] / 1.1
 
 
 @pytest.fixture
