@@ -39,7 +39,8 @@ def killed(trial: Trial) -> bool:
     """A rank is killed; the supervisor starts the run again."""
     job = trial.start(supervised=True)
     trial.moment(job)
-    trial.victim(job).kill()
+    with trial.needs(job):
+        trial.victim(job).kill()
     return trial.end(job) == 0 or trial.finish()
 
 
@@ -49,7 +50,8 @@ def signalled(number: int) -> Callable[[Trial], bool]:
         job = trial.start(supervised=True)
         trial.moment(job)
         one = trial.victim(job)
-        (one if trial.rng.random() < 0.5 else psutil.Process(job.process.pid)).send_signal(number)
+        with trial.needs(job):
+            (one if trial.rng.random() < 0.5 else psutil.Process(job.process.pid)).send_signal(number)
         trial.end(job)
         return trial.finish()
 
@@ -66,9 +68,10 @@ def stopped(trial: Trial) -> bool:
     job = trial.start("--hang-timeout-in-secs", str(HANG_SECONDS), supervised=True)
     trial.moment(job)
     victim = trial.victim(job)
-    rank = victim.environ()["PMI_RANK"]
-    trial.named = rf"rank {rank} \(node \S+\) stopped in|{no_sign_of(rank)}"
-    victim.suspend()
+    with trial.needs(job):
+        rank = victim.environ()["PMI_RANK"]
+        trial.named = rf"rank {rank} \(node \S+\) stopped in|{no_sign_of(rank)}"
+        victim.suspend()
     return trial.end(job) == 0 or trial.finish()
 
 
@@ -204,13 +207,10 @@ def memory_limit(trial: Trial) -> bool:
     job = trial.start("--hang-timeout-in-secs", str(HANG_SECONDS))
     trial.moment(job)
     victim = trial.victim(job)
-    try:
+    with trial.needs(job):
         rank = victim.environ()["PMI_RANK"]
         limit = victim.memory_info().vms + trial.rng.randrange(4 << 20)
         resource.prlimit(victim.pid, resource.RLIMIT_AS, (limit, limit))
-    except (psutil.Error, ProcessLookupError):
-        trial.end(job)
-        raise TooLate from None
     code = trial.end(job)
     # Python itself may have had no memory to start in.
     trial.named = rf"out of memory|signal \d+|is gone|{no_sign_of(rank)}" if code else ""

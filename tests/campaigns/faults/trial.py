@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.two_hosts import NETWORK
 from tests.campaigns.faults import jobs
@@ -100,6 +103,15 @@ class Trial:
             self.end(job)
             raise TooLate
         return self.rng.choice(ranks)
+
+    @contextlib.contextmanager
+    def needs(self, job: Job) -> Iterator[None]:
+        """Raises TooLate where a process that the block needs has ended."""
+        try:
+            yield
+        except (psutil.Error, ProcessLookupError):
+            self.end(job)
+            raise TooLate from None
 
     def text(self) -> str:
         return "".join(self.log)
