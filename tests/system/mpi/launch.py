@@ -7,6 +7,7 @@ Left out: which MPI to test, see tests/conftest.py.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -66,7 +67,8 @@ class MPI:
                 kill_tree(job.pid)
                 raise TimeoutError(f"{' '.join(command)}: {timeout} s; {read(out)} {read(err)}") from None
             finally:
-                kill_tree(job.pid)  # also when the test run itself is interrupted
+                if job.poll() is None:  # the test run itself is interrupted
+                    kill_tree(job.pid)
                 job.wait()
             return Result(job.returncode, read(out), read(err), time.monotonic() - begin)
 
@@ -78,17 +80,20 @@ def read(file) -> str:
 
 def kill_tree(pid: int) -> None:
     """Kill a process with all its descendants, also those in sessions of their own (launchers start such)."""
+    tree: list[psutil.Process] = []
     try:
         parent = psutil.Process(pid)
-        tree = [parent, *parent.children(recursive=True)]
+        while new := [process for process in (parent, *parent.children(recursive=True)) if process not in tree]:
+            tree += new
+            for process in new:  # stopped, it starts no further ones
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.suspend()
     except psutil.NoSuchProcess:
-        return
+        pass
     for process in tree:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-        except psutil.NoSuchProcess:
-            pass
-    psutil.wait_procs(tree, timeout=10)
+    psutil.wait_procs(tree, timeout=60)
 
 
 def mpich() -> MPI | None:

@@ -41,6 +41,6 @@ def test_ranks_share_a_run(mpi):
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_an_exception_on_one_rank_ends_the_job(mpi, rank):
-    done = mpi.run(2, "-c", SCRIPT, "[{}]", str(rank), timeout=120)
+    done = mpi.run(2, "-c", SCRIPT, "[{}]", str(rank))
     assert done.returncode == 2 and f"rank {rank}: Traceback" in done.stderr
     assert "ValueError: an error of one rank" in done.stderr and done.stdout == ""

@@ -114,10 +114,8 @@ def test_messages_above_two_to_the_31(mpi):
     (3, "failure_in_a_subgroup", 2, "rank 2: the odd rank fails\n"),
 ])
 def test_one_failing_rank_ends_the_job(mpi, ranks, ending, code, message):
-    job = mpi.run(ranks, ENDINGS, ending)
-    started, = (float(line.split()[1]) for line in job.stdout.splitlines() if line.startswith("started "))
-    assert time.time() - started < 5  # since all ranks were there
-    assert job.returncode == code
+    job = mpi.run(ranks, ENDINGS, ending)  # TimeoutError where ranks wait for ever
+    assert job.stdout.splitlines().count("started") == 1 and job.returncode == code, job.stderr
     assert not message or job.stderr.count(message) == 1, job.stderr
     assert ("Traceback" in job.stderr) == ("Error: a bug" in job.stderr) == (code == 1)
 
