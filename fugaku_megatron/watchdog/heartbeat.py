@@ -12,10 +12,12 @@ Needs neither torch nor MPI. Left out: who is stuck (verdict.py), the thread tha
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import getpass
 import mmap
 import os
+import platform
 import shutil
 import signal
 import struct
@@ -37,6 +39,7 @@ STATE, STATE_AT = struct.Struct(f"<Qdd?{TEXT}s"), 128  # beats, time of the last
 JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_STEP_ID")  # variables that the processes of one start have in common
 MEMORY = "/dev/shm"
 ON_REQUEST = signal.SIGUSR2  # a process that gets it writes where it is: its interpreter need not be free to
+TGKILL = {"x86_64": 234, "aarch64": 131}  # Linux's system call that sends a signal to one thread, which glibc 2.28 does not offer
 DEBUGGERS = (("eu-stack", "-p"), ("gdb", "-batch", "-nx", "-ex", "thread apply all backtrace", "-p"))
 
 
@@ -285,7 +288,7 @@ def _request(process: int, requested: Path) -> str:
     """What the process writes when it is asked to. One that is stopped must run to answer, and is stopped again."""
     with contextlib.suppress(OSError):
         stopped = state(process).startswith(("T", "t"))
-        os.kill(process, ON_REQUEST)
+        _ask(process)
         os.kill(process, signal.SIGCONT)
         size, end = 0, time.monotonic() + 1
         while (size == 0 or requested.stat().st_size > size) and time.monotonic() < end:
@@ -295,6 +298,13 @@ def _request(process: int, requested: Path) -> str:
             os.kill(process, signal.SIGSTOP)
         return requested.read_text()
     return ""
+
+
+def _ask(process: int) -> None:
+    """Send ON_REQUEST to the main thread: of a stopped process, any thread would take it when they all continue."""
+    number = TGKILL.get(platform.machine())
+    if number is None or ctypes.CDLL(None).syscall(number, process, process, int(ON_REQUEST)):
+        os.kill(process, ON_REQUEST)
 
 
 def state(process: int) -> str:

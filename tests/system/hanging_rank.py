@@ -1,23 +1,32 @@
-"""A rank without MPI that hangs: python tests/system/hanging_rank.py FOLDER RANK RANKS SECONDS HOW [NODE NODES PORT PORT_ABOVE]
+"""A rank without MPI that hangs: python tests/system/hanging_rank.py FOLDER RANK RANKS SECONDS HOW [NODE NODES SOCKET PORT_ABOVE]
 
-Prints a line when it has imported everything, starts its watchdog when it gets one and prints another, and hangs when it gets the
-second: on a busy machine ranks come seconds apart, which a watchdog of seconds would take for a hang. NODE ...: its node is one of
-several. See test_watchdog.py.
+Prints a line when it has imported everything, starts its watchdog when it gets one, prints another when it is in touch with other
+nodes, and hangs when it gets the second: on a busy machine ranks come seconds apart, which a watchdog of seconds would take for a
+hang. NODE ...: its node is one of several, and it inherits a socket. See test_watchdog.py.
 """
 
 import ctypes
+import os
 import select
+import signal
+import socket
 import sys
 import time
 from pathlib import Path
 
-from fugaku_megatron.watchdog.heartbeat import Heartbeat
-from fugaku_megatron.watchdog.verdict import Link, open_socket
+from fugaku_megatron.watchdog.heartbeat import Heartbeat, Node
+from fugaku_megatron.watchdog.verdict import Link
 from fugaku_megatron.watchdog.watch import HangSettings, Watchdog
 
 
-def wait(heart):
-    heart.wait(True)
+def wait(watchdog):
+    watchdog.heart.wait(True)
+    forever()
+
+
+def stop_while_waiting(watchdog):
+    watchdog.heart.wait(True)
+    os.kill(os.getpid(), signal.SIGSTOP)
     forever()
 
 
@@ -25,20 +34,48 @@ def forever():
     time.sleep(1000)
 
 
-def compute(heart):
+def compute(watchdog):
     """Give no sign of life and hold Python's lock, but work, and then end as it should."""
-    for _ in range(6):
+    end = time.monotonic() + 1.25 * watchdog.heart.limit
+    while time.monotonic() < end:
         sum(range(10**7))
 
 
-def forward(heart):
-    with heart.iteration(12), heart.phase("forward of micro-batch 3"):
+def forward(watchdog, number=0):
+    """number: of a signal that ends or stops this rank when others have been told where it is."""
+    with watchdog.heart.iteration(12), watchdog.heart.phase("forward of micro-batch 3"):
+        if number:
+            report(watchdog)
+            os.kill(os.getpid(), number)
         forever()
 
 
-def hold_the_lock(heart):
-    with heart.iteration(12), heart.phase("a kernel"):
+def stop(watchdog):
+    forward(watchdog, signal.SIGSTOP)
+
+
+def die(watchdog):
+    forward(watchdog, signal.SIGKILL)
+
+
+def hold_the_lock(watchdog):
+    with watchdog.heart.iteration(12), watchdog.heart.phase("a kernel"):
         ctypes.PyDLL(None).sleep(1000)
+
+
+def report(watchdog):
+    """Until a report to other nodes that was begun after the call is sent: when the next one is."""
+    for _ in range(2 * bool(watchdog.link)):
+        last = watchdog.link._reported
+        while watchdog.link._reported == last:
+            time.sleep(0.01)
+
+
+def in_touch(watchdog):
+    """Whether reports between nodes have gone both ways, if this rank is the one of its node that reports."""
+    link = watchdog.link
+    reports = link and Node(watchdog.heart.folder).read()[0].process == os.getpid()
+    return not reports or link._parent or len(link._children) == link.count - 1
 
 
 def main(folder, rank, ranks, seconds, how, node="0", *others):
@@ -47,13 +84,18 @@ def main(folder, rank, ranks, seconds, how, node="0", *others):
     watchdog = Watchdog(Heartbeat(Path(folder) / f"node{node}", int(rank)), HangSettings(float(seconds), Path(folder), None),
                         () if others else tuple(range(int(ranks))))
     if others:
-        nodes, port, above = map(int, others)
+        nodes, inherited, above = map(int, others)
+        opened = socket.socket(fileno=inherited)
+        opened.setblocking(False)
         watchdog.host = f"made-up {node}"
-        watchdog.link = Link(int(node), nodes, 7, open_socket("127.0.0.1", port), [("127.0.0.1", above)] * (int(node) > 0))
+        watchdog.link = Link(int(node), nodes, 7, opened, [("127.0.0.1", above)] * (int(node) > 0))
+    while not in_touch(watchdog):
+        watchdog.heart.enter("start")
+        time.sleep(0.05)
     print("watched", flush=True)
     while not select.select([sys.stdin], [], [], 0.05)[0]:
         watchdog.heart.enter("start")
-    globals()[how](watchdog.heart)
+    globals()[how](watchdog)
     watchdog.close()
 
 

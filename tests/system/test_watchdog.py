@@ -6,6 +6,8 @@ Nodes are made up on one host: the first one names a rank that is stuck on anoth
 from __future__ import annotations
 
 import os
+import re
+import select
 import signal
 import socket
 import subprocess
@@ -37,13 +39,13 @@ from fugaku_megatron.watchdog.verdict import (
 from fugaku_megatron.watchdog.watch import OUTSIDE, HangSettings, Watchdog
 
 PROGRAM = Path(__file__).with_name("hanging_rank.py")
-SECONDS, BETWEEN_NODES = 1.0, 1.5  # s that are too long
+SECONDS = 2.0  # that are too long
 MICRO_BATCH = "forward of micro-batch 3, iteration 12"
 
 
 @dataclass(frozen=True)
 class Group:
-    """What each rank does (see hanging_rank.py), the signal that rank `last` gets, and what becomes of it.
+    """What each rank does (see hanging_rank.py), and what becomes of it.
 
     codes: the first ones, of the ranks that end by themselves. said: by the speaker. stacks: words of each rank's. nodes: of ranks.
     """
@@ -52,18 +54,16 @@ class Group:
     codes: tuple[int, ...]
     said: tuple[str, ...] = ()
     stacks: tuple[str, ...] = ()
-    signal: int = 0
-    last: int = -1
     speaker: int = 0
     nodes: tuple[int, ...] = ()
 
 
 HANG, LOST = ExitCode.HANG, ExitCode.LOST_RANK
 GROUPS = {
-    "stopped": Group(("wait", "forward"), (HANG,), ("rank 1 (node ", f") stopped in {MICRO_BATCH}, ",
-                     "; 1 rank waits for it; stacks of all ranks: "), ("in forever", "state T (stopped)"), signal.SIGSTOP),
-    "stopped while waiting": Group(("wait", "wait"), (HANG,), ("rank 1 (node ", "; 1 rank waits for it"), signal=signal.SIGSTOP),
-    "killed": Group(("wait", "forward"), (LOST,), (f"is gone, last seen in {MICRO_BATCH}",), signal=signal.SIGKILL),
+    "stopped": Group(("wait", "stop"), (HANG,), ("rank 1 (node ", f") stopped in {MICRO_BATCH}, ",
+                     "; 1 rank waits for it; stacks of all ranks: "), ("in forever", "state T (stopped)")),
+    "stopped while waiting": Group(("wait", "stop_while_waiting"), (HANG,), ("rank 1 (node ", "; 1 rank waits for it")),
+    "killed": Group(("wait", "die"), (LOST,), (f"is gone, last seen in {MICRO_BATCH}",)),
     "stands still": Group(("forward", "wait"), (HANG, HANG), ("rank 0 (node ",)),
     "holds Python's lock": Group(("wait", "hold_the_lock"), (HANG,), ("rank 1 (node ", "stopped in a kernel, iteration 12"),
                                  ("", "in hold_the_lock")),
@@ -71,57 +71,48 @@ GROUPS = {
     # before the first iteration longer than the limit without a sign of life, with Python's lock held most of the time
     "works": Group(("compute",), (0,)),
     "a rank of another node": Group(
-        ("wait", "forward", "wait"), (HANG,), (f"rank 1 (node made-up 1) stopped in {MICRO_BATCH}, ", "; 2 ranks wait for it"),
-        ("most recent call first",) * 3, signal.SIGSTOP, last=1, nodes=(0, 1, 1)),
+        ("wait", "stop", "wait"), (HANG,), (f"rank 1 (node made-up 1) stopped in {MICRO_BATCH}, ", "; 2 ranks wait for it"),
+        ("most recent call first",) * 3, nodes=(0, 1, 1)),
     "a whole node": Group(
-        ("wait", "wait", "forward"), (LOST,), (f"rank 2 (node made-up 2) and its node do not answer, last seen in {MICRO_BATCH}, ",
-                                               "; 2 ranks wait for it"), signal=signal.SIGSTOP, nodes=(0, 1, 2)),
-    "the first node": Group(("forward", "wait"), (-signal.SIGKILL, LOST), ("rank 0 (node made-up 0) and its node do not answer, ",),
-                            signal=signal.SIGSTOP, last=0, speaker=1, nodes=(0, 1)),
+        ("wait", "wait", "stop"), (LOST,), (f"rank 2 (node made-up 2) and its node do not answer, last seen in {MICRO_BATCH}, ",
+                                            "; 2 ranks wait for it"), nodes=(0, 1, 2)),
+    "the first node": Group(("stop", "wait"), (-signal.SIGKILL, LOST), ("rank 0 (node made-up 0) and its node do not answer, ",),
+                            speaker=1, nodes=(0, 1)),
 }
-
-
-def free_ports(number: int) -> list[int]:
-    sockets = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(number)]
-    for opened in sockets:
-        opened.bind(("127.0.0.1", 0))
-    ports = [opened.getsockname()[1] for opened in sockets]
-    for opened in sockets:
-        opened.close()
-    return ports
 
 
 def start(directory: Path, group: Group, path: str = "") -> list[subprocess.Popen]:
     """The ranks of a group. path: where a debugger may be; without one: it takes seconds."""
     environment = {**os.environ, "PYTHONPATH": str(PROGRAM.parents[2]), "PATH": path}
-    ports, started = free_ports(len(group.words)), []
+    sockets, started = [open_socket("127.0.0.1") for _ in group.nodes], []
     for rank, word in enumerate(group.words):
-        more = (group.nodes[rank], max(group.nodes) + 1, ports[rank], ports[0]) if group.nodes else ()
-        words = (rank, len(group.words), BETWEEN_NODES if group.nodes else SECONDS, word, *more)
+        opened = sockets[rank].fileno() if sockets else 0
+        more = (group.nodes[rank], max(group.nodes) + 1, opened, sockets[0].getsockname()[1]) if sockets else ()
+        words = (rank, len(group.words), SECONDS, word, *more)
         started.append(subprocess.Popen([sys.executable, PROGRAM, directory, *map(str, words)], env=environment, text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[opened]))
+    for inherited in sockets:
+        inherited.close()
     return started
 
 
-def let_hang(processes: Iterable[subprocess.Popen], after: float = 0.0) -> None:
-    """When all are there, begin to watch them, and so many seconds later let them come to where they hang."""
-    for line, seconds in ("there", 0.0), ("watched", after):
+def let_hang(processes: Iterable[subprocess.Popen]) -> None:
+    """When all are there, begin to watch them, and then let them come to where they hang."""
+    for line in "there", "watched":
         for process in processes:
             assert process.stdout.readline() == f"{line}\n"
-        time.sleep(seconds)
         for process in processes:
             process.stdin.write("\n")
             process.stdin.flush()
-    time.sleep(0.5)
 
 
 def end(directory: Path, group: Group, processes: list[subprocess.Popen]) -> tuple[list[int | None], str, list[str]]:
     """Wait until those have ended that end by themselves: (codes, what the speaker said, stacks of each rank)."""
     try:
-        _, said = processes[group.speaker].communicate(timeout=40)
+        _, said = processes[group.speaker].communicate(timeout=120)
         for process, code in zip(processes, group.codes):
             if code != -signal.SIGKILL:
-                process.wait(timeout=20)
+                process.wait(timeout=200)
         files = [next(iter(directory.glob(f"hang_*/rank{rank}.txt")), None) for rank in range(len(processes))]
         return [process.poll() for process in processes], said, [file.read_text() if file else "" for file in files]
     finally:
@@ -132,13 +123,10 @@ def end(directory: Path, group: Group, processes: list[subprocess.Popen]) -> tup
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """All groups, which hang at the same time; reports between nodes have gone both ways by then."""
+    """All groups, which hang at the same time."""
     directories = {name: tmp_path_factory.mktemp("group") for name in GROUPS}
     started = {name: start(directories[name], group) for name, group in GROUPS.items()}
-    let_hang([process for processes in started.values() for process in processes], after=BETWEEN_NODES)
-    for name, group in GROUPS.items():
-        if group.signal:
-            started[name][group.last].send_signal(group.signal)
+    let_hang([process for processes in started.values() for process in processes])
     return {name: end(directories[name], group, started[name]) for name, group in GROUPS.items()}
 
 
@@ -166,12 +154,12 @@ def test_a_debugger_that_takes_long_does_not_keep_the_job(tmp_path):
     group = GROUPS["stopped"]
     processes = start(tmp_path, group, path=f"{tmp_path}:/usr/bin:/bin")
     let_hang(processes)
-    processes[1].send_signal(signal.SIGSTOP)
     said = processes[0].stderr.readline()
     begin = time.monotonic()
     codes, _, found = end(tmp_path, group, processes)
     assert time.monotonic() - begin < 15 and "rank 1 (node " in said and codes[0] == ExitCode.HANG
-    assert "in forward" in found[1] and "the first frame\neu-stack was not ready within 6 s" in found[1], found[1]
+    assert "in forward" in found[1], found[1]
+    assert re.search("the first frame\neu-stack was not ready within [1-6] s", found[1]), found[1]
 
 
 # What is said of many ------------------------------------------------------------------------------------------------------------
@@ -252,6 +240,12 @@ def pair() -> tuple[Link, Link]:
     return Link(0, 2, 5, first, []), Link(1, 2, 5, second, [first.getsockname()])
 
 
+def receive(link: Link, now: float) -> None:
+    """Take in a datagram when it is there: the kernel may bring it later."""
+    assert select.select([link._socket], [], [], 60)[0]
+    link.receive(now)
+
+
 MOVES = count([], [], [Standing(1, "b", "forward", 0.0, 60.0)])
 
 
@@ -259,16 +253,16 @@ def test_reports_go_up_and_answers_down():
     first, second = pair()
     second.report(MOVES, MOVES, 60.0, 100.0)
     assert not second.alone(60.0, 160.0) and second.alone(60.0, 161.0)
-    first.receive(100.1)
+    receive(first, 100.1)
     own = count([], [Standing(0, "a", "all_reduce", 1.0, 60.0)])
     whole = first.whole(own, 60.0, 100.2)
     assert (whole.ranks, whole.waiting, whole.nodes) == (2, 1, 2)
     first.report(own, whole, 60.0, 100.2)
-    second.receive(100.3)
+    receive(second, 100.3)
     assert not second.alone(60.0, 200.0) and not second.deserted(60.0, 166.0) and second.deserted(60.0, 167.0)
     assert second.whole(MOVES, 60.0, 167.0).stuck[0].rank == 0
     second.leave()
-    first.receive(200.0)
+    receive(first, 200.0)
     assert first.whole(own, 60.0, 200.0) == merge([own])  # not silent: it has ended
 
 
@@ -279,7 +273,7 @@ STRANGE = (b"", b"[]", b"7", b'{"token": 6, "end": {}}', b'{"token": 5}', b'{"to
 def test_what_others_send_is_ignored(data):
     first, second = pair()
     second._socket.sendto(data, second.parents[0])
-    first.receive(1.0)
+    receive(first, 1.0)
     assert first.end is None and first.whole(MOVES, 60.0, 1000.0) == merge([MOVES])
 
 
@@ -287,7 +281,7 @@ def test_a_census_survives_the_wire():
     census = Census(2, 1, (Standing(1, "b", "x", 2.0, 3.0),), 0, (Standing(2, "c", "y", 2.0, 3.0),), (), (7,), 2)
     first, second = pair()
     second.report(census, census, 60.0, 100.0)
-    first.receive(100.0)
+    receive(first, 100.0)
     assert first.whole(Census(0, 0, nodes=0), 60.0, 100.0) == census
 
 
