@@ -29,7 +29,7 @@ from fugaku_megatron.watchdog.watch import HangSettings, Watchdog
 
 from . import core, disturbance, shapes
 
-CALLS = 20_000  # signs of life that are timed
+CALLS, TRIES = 4_000, 5  # signs of life that are timed at a time, and how often: the fastest counts
 Watched = tuple[Watchdog, RankTimes, Observers]
 
 
@@ -98,7 +98,7 @@ def nanoseconds(folder: str) -> float:
             heart.leave(heart.enter(f"forward of micro-batch {microbatch}"))
 
     with heart.iteration(1):
-        seconds = core.seconds(beat)
+        seconds = min(core.seconds(beat) for _ in range(TRIES))
     heart.close()
     return seconds / CALLS * 1e9
 
