@@ -33,9 +33,9 @@ def time_limit(seconds: float = SECONDS, uninterruptible: float = UNINTERRUPTIBL
         raise TakesTooLong(f"no answer within {seconds:g} s")
 
     before, begin = signal.signal(signal.SIGALRM, expire), time.monotonic()
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    faulthandler.dump_traceback_later(seconds + uninterruptible, exit=True, file=sys.__stderr__)
     try:
+        faulthandler.dump_traceback_later(seconds + uninterruptible, exit=True, file=sys.__stderr__)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -43,7 +43,7 @@ def call(folder: Path, script: str) -> subprocess.CompletedProcess:
     """Runs the script's --help on the Python below the tests' own, without any installed package (-S)."""
     bare = Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    return subprocess.run([bare, "-S", folder / script, "--help"], text=True, capture_output=True, env=clean, timeout=60)
+    return subprocess.run([bare, "-S", folder / script, "--help"], text=True, capture_output=True, env=clean, timeout=200)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

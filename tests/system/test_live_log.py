@@ -114,7 +114,7 @@ def on_pty(words):
         while part := os.read(ours, 4096):
             shown += part
     os.close(ours)
-    assert job.wait(timeout=60) == 0, shown
+    assert job.wait(timeout=200) == 0, shown
     return shown.decode()
 
 
@@ -127,7 +127,7 @@ LAUNCHERS = [path for path in (Path(sys.executable).with_name("mpiexec"), shutil
 def test_a_terminal_is_seen_also_below_mpiexec(launcher):
     words = [*([str(launcher), "-n", "1"] if launcher else []), sys.executable, "-c", SCRIPT]
     assert re.search("rank terminal", on_pty(words))
-    piped = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, timeout=60)
+    piped = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, timeout=200)
     assert "rank other" in piped.stdout, piped.stderr
 
 

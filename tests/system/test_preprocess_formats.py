@@ -219,20 +219,22 @@ def test_kills_at_random_moments_lose_and_repeat_nothing(tmp_path, run, kills):
     for number in range(3):
         (tmp_path / "corpus" / f"{number}.jsonl.gz").write_bytes(gzip.compress(lines(some[number::3])))
     assert run("corpus", "whole")[0] == 0
-    program = ("from fugaku_megatron import cli; from fugaku_megatron.data import preprocess, unfinished; "
-               "preprocess.BATCH_BYTES = 2000; unfinished.JOURNAL_SECONDS = 0; unfinished.PILE_BYTES = 2**26; "
+    imports = "import time; from fugaku_megatron import cli; from fugaku_megatron.data import preprocess, unfinished; "
+    never_ends = "unfinished.Unfinished.finish = lambda *_: time.sleep(600); "  # so that the first kill comes before the end
+    program = ("preprocess.BATCH_BYTES = 2000; unfinished.JOURNAL_SECONDS = 0; unfinished.PILE_BYTES = 2**26; "
                f"cli.main('preprocess --input corpus --output-prefix out --workers 2 {' '.join(TOKENIZER)}'.split())")
     moments, said = random.Random(os.getpid()), ""
-    for _ in range(kills):
+    for number in range(kills):
+        code = imports + never_ends * (number == 0) + program
         with open(tmp_path / "stderr", "w") as stderr:
-            process = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, stderr=stderr, stdout=subprocess.DEVNULL)
+            process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=stderr, stdout=subprocess.DEVNULL)
             while process.poll() is None and not (tmp_path / "out.unfinished" / "journal.json").exists():
                 time.sleep(0.01)
             time.sleep(moments.uniform(0, 2 if kills < 5 else 0.5))
             workers = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
             process.send_signal(signal.SIGKILL)
             process.wait()
-        assert psutil.wait_procs(workers, timeout=10)[1] == []
+        assert psutil.wait_procs(workers, timeout=200)[1] == []
         said += (tmp_path / "stderr").read_text()
     code, errors = run("corpus", "out")
     assert code == 0 and "going on after" in said + "\n".join(errors)

@@ -23,7 +23,7 @@ PYTHON = """#!/bin/bash
 echo "$*" >>calls
 if [ -n "${FAILS:-}" ] && [[ "$*" == *"$FAILS"* ]]; then echo "it fails" >&2; exit 1; fi
 if [ -n "${WAITS:-}" ] && [[ "$*" == *"$WAITS"* ]]; then
-    for i in {1..100}; do [ -e packages ] && break; read -rt 0.1 <>pause; done
+    for i in {1..900}; do [ -e packages ] && break; read -rt 0.1 <>pause; done
     [ -e packages ] || exit 1
 fi
 case "$*" in

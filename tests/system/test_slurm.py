@@ -101,7 +101,7 @@ def cluster(tmp_path_factory):
     environment = {**os.environ, "PATH": path, "SLURM_CONF": str(folder / "slurm.conf"), "SLURM_TEST_PORT": str(port)}
 
     def run(*command: str) -> str:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
         return done.stdout
 

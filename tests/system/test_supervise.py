@@ -150,7 +150,7 @@ class Job:
                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)})
         assert process.stderr.readline() == "up\n"
         process.send_signal(number)
-        out, said = process.communicate(timeout=60)
+        out, said = process.communicate(timeout=200)
         return process.returncode, out, said
 
     def calls(self) -> list[str]:

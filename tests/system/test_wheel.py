@@ -6,6 +6,7 @@ calls it, in an empty environment.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -34,9 +35,11 @@ def run(command: list[str | Path], folder: Path, **options) -> subprocess.Comple
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Built once, by this environment's packages and from objects that are there already."""
+    """Built once, by this environment's packages and from objects that are there already, not by two workers at the same time."""
     folder = tmp_path_factory.mktemp("wheel")
-    run([*PIP, "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", folder, ROOT], folder)
+    with open(ROOT / "setup.py") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        run([*PIP, "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", folder, ROOT], folder)
     return next(folder.glob("fugaku_megatron-*.whl"))
 
 
