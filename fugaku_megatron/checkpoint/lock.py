@@ -178,11 +178,14 @@ class Lock:
         which = f"has the lock of another job ({_job(owner)})" if owner else f"has a {LOCK} that is empty or damaged"
         print(f"note: --save {self.path.parent} {which}: waiting up to {patience:g} s for a sign of life, then it is replaced",
               flush=True)
-        while first is not None and time.monotonic() < end:
-            time.sleep(self.beat / 10)
-            self.alive()
+        while first is not None:
+            last = time.monotonic() >= end  # before the look: a process that was suspended looks once more
             if self._stamp() != first:
                 return True
+            if last:
+                return False
+            time.sleep(self.beat / 10)
+            self.alive()
         return False
 
     def _stamp(self) -> int | None:

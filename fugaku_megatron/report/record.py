@@ -8,6 +8,7 @@ users, hosts and paths are replaced in every text before it is written. Left out
 from __future__ import annotations
 
 import getpass
+import itertools
 import json
 import os
 import platform
@@ -26,6 +27,7 @@ LABEL = "model (extrapolated)"  # of what was not measured
 FORMAT, VERSION = "fugaku-megatron report", 1
 PATH = re.compile(r"(?<![\w.:/])/(?:[\w.+~-]+/)+[\w.+~-]*")
 SHARES = {"host": 2, "kernels": 20, "communication": 22, "training": 26, "layers": 24, "storage": 6}  # of the time
+WRITES = itertools.count()
 ENDING = 0.03  # share of the time that stays for what no section counts
 
 
@@ -84,8 +86,8 @@ def rounded(value: Any) -> Any:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file; a reader sees the old or the new one."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    """Replace a file; a reader sees the old or the new one. A signal may interrupt it and write the same file."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.{next(WRITES)}")
     try:
         with open(partial, "w", encoding="utf-8") as file:
             file.write(text)

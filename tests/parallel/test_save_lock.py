@@ -94,6 +94,18 @@ def test_a_job_on_another_node_is_refused_to_while_it_renews_its_time_stamp(tmp_
     taken.release()
 
 
+def test_who_was_suspended_looks_once_more_before_it_takes_over(tmp_path, elsewhere, clock):
+    path = elsewhere()
+
+    def suspended():
+        os.utime(path, (1e9, 1e9))
+        return 1e9
+
+    clock.monotonic = lambda: setattr(clock, "monotonic", suspended) or 0.0
+    with pytest.raises(ValueError, match="process 77 on node7 since"):
+        Lock(tmp_path)
+
+
 IMPOSSIBLE = json.dumps({"host": "node7", "kernel": "another", "process": "77", "created": 0.0, "since": "", "token": ""})
 
 

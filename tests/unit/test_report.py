@@ -233,6 +233,25 @@ def test_a_write_that_fails_leaves_the_file_of_before(tmp_path, monkeypatch):
     assert path.read_text() == "first" and len([*tmp_path.iterdir()]) == 1
 
 
+def test_a_signal_that_writes_during_a_write_does_not_mix_two_texts(tmp_path, monkeypatch):
+    def opened(*args, **kwargs):
+        def interrupted():
+            del file.flush  # closing calls it as well
+            record.write_atomically(path, "the last words")
+            raise SystemExit
+
+        monkeypatch.undo()
+        file = open(*args, **kwargs)
+        file.flush = interrupted
+        return file
+
+    path = tmp_path / "r.json"
+    monkeypatch.setattr(record, "open", opened, raising=False)
+    with pytest.raises(SystemExit):
+        record.write_atomically(path, "a long text of before")
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("r.json", "the last words")]
+
+
 def test_the_time_of_a_section_is_its_share_of_what_is_left():
     now = [0.0]
     budget = record.Budget(10.0, lambda: now[0])
