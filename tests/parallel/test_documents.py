@@ -9,7 +9,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
@@ -215,7 +215,7 @@ def scored(trainer, tokens, marks):
 
 
 @given(st.data())
-@settings(max_examples=250, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(settings.get_profile("ci"), max_examples=250)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_document_does_not_see_others(models, kind, data):
     """Packed among others it scores as alone; and a token of another document moves none of its bits. Of its labels alone."""

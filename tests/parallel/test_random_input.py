@@ -62,8 +62,7 @@ def refused_or_harmless(kind, **strategies):
 
     Hypothesis would also draw constants that it finds in the modules that other tests have loaded.
     """
-    rules = settings(max_examples=EXAMPLES[kind], derandomize=True, database=None, deadline=None,
-                     suppress_health_check=list(HealthCheck))
+    rules = settings(settings.get_profile("ci"), max_examples=EXAMPLES[kind], suppress_health_check=list(HealthCheck))
     seen = []
 
     def run(test):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fugaku_megatron import cli
@@ -268,10 +268,6 @@ def test_other_mistakes_of_preprocess(folder, tmp_path, capsys):
 
 # The three files -----------------------------------------------------------------------------------------------------------------
 
-# The same examples every time, however slow the machine is.
-SAME = settings(deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
-
-
 def write_chats(prefix: Path, lengths, token: int = 5) -> ChatFiles:
     """Chats of these lengths. Their tokens count up from `token`, and all but the first two of each are trained."""
     with ChatWriter(prefix, "<u2") as writer:
@@ -282,7 +278,7 @@ def write_chats(prefix: Path, lengths, token: int = 5) -> ChatFiles:
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=20), min_size=1, max_size=20))
-@settings(SAME, max_examples=50)
+@settings(settings.get_profile("ci"), max_examples=50)
 def test_masks_are_read_as_they_were_written(tmp_path_factory, masks):
     prefix = tmp_path_factory.mktemp("chats") / "c"
     with ChatWriter(prefix, "<u2") as writer:
@@ -358,7 +354,7 @@ def fitted(lengths, size: int) -> list[int]:
 
 
 @given(st.integers(1, 40).flatmap(lambda size: st.tuples(st.just(size), st.lists(st.integers(1, size), min_size=1, max_size=80))))
-@settings(SAME, max_examples=300)
+@settings(settings.get_profile("ci"), max_examples=300)
 def test_packing_is_best_fit_decreasing(case):
     size, lengths = case
     lengths = -np.sort(-np.array(lengths))
@@ -369,7 +365,7 @@ def test_packing_is_best_fit_decreasing(case):
 
 
 @given(st.lists(st.integers(2, 17), min_size=1, max_size=30), st.integers(0, 2**32 - 1))
-@settings(SAME, max_examples=25)
+@settings(settings.get_profile("ci"), max_examples=25)
 def test_samples_hold_whole_chats_and_each_epoch_has_every_chat_once(tmp_path_factory, lengths, seed):
     files = write_chats(tmp_path_factory.mktemp("chats") / "c", lengths)
     data = ChatDataset(files, "train", range(len(lengths)), 1, 16, seed)

@@ -29,7 +29,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "fugaku_megatron"
 TENSORS = {"a": torch.arange(60_000.0), "b": torch.ones(8, 6), "c": torch.zeros(3, dtype=torch.int64)}
 VALUES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=6), st.just([]), st.just({}),
                    st.sampled_from([10**400, -1, 0, 2**63, 240_000, "F32", [2**62, 2**62], [8, 6], [0, 192], [[1]], [1.5, 2]]))
-SETTINGS = settings(max_examples=120, derandomize=True, deadline=None, database=None,
+SETTINGS = settings(settings.get_profile("ci"), max_examples=120,
                     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
