@@ -27,8 +27,8 @@ LABEL = "model (extrapolated)"  # of what was not measured
 FORMAT, VERSION = "fugaku-megatron report", 1
 PATH = re.compile(r"(?<![\w.:/])/(?:[\w.+~-]+/)+[\w.+~-]*")
 SHARES = {"host": 2, "kernels": 20, "communication": 22, "training": 26, "layers": 24, "storage": 6}  # of the time
-WRITES = itertools.count()
 ENDING = 0.03  # share of the time that stays for what no section counts
+WRITES = itertools.count()  # the numbers of this process's writes, for names of partial files
 
 
 class Budget:
