@@ -1,6 +1,7 @@
 """A limit on how long a piece of a test may take, so that a hang is a failure: an exception, or the end of the process.
 
     with time_limit(): ...
+    assert wait_until(condition)       what another thread or process brings about
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 SECONDS = 60.0  # for what takes a few: other processes and other virtual machines may take the CPUs
 UNINTERRUPTIBLE = 60.0  # s after which a call into C that lets no exception through ends the process, with all stacks on stderr
@@ -43,3 +44,11 @@ def time_limit(seconds: float = SECONDS, uninterruptible: float = UNINTERRUPTIBL
         faulthandler.cancel_dump_traceback_later()
     if time.monotonic() - begin > seconds:
         raise TakesTooLong(f"an answer after more than {seconds:g} s")
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = SECONDS) -> bool:
+    """Whether it holds, at last after so many seconds."""
+    end = time.monotonic() + seconds
+    while not (held := condition()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return held

@@ -1,12 +1,11 @@
 """The thread that owns MPI, without MPI: requests are numbers that a test completes."""
 
 import threading
-import time
 
 import pytest
 
 from fugaku_megatron.comm.engine import LONGEST_NAP, Engine
-from tests.time_limit import time_limit
+from tests.time_limit import wait_until
 
 
 class Library:
@@ -108,17 +107,13 @@ def test_naps_while_nobody_waits_and_sleeps_with_nothing_under_way(library, naps
     operation = library.operation("a")
     library.settle()
     begin, before = len(naps), library.tests
-    with time_limit():
-        while library.tests < before + 20:
-            time.sleep(0.001)
+    assert wait_until(lambda: library.tests >= before + 20)
     tests = library.tests - before
     assert tests <= len(naps) - begin + 2, "a nap before each test"
     assert set(naps[begin + 10 :]) == {LONGEST_NAP}, "the first naps are shorter"
     library.complete.add("a")
     operation.wait()
-    with time_limit():
-        while naps[-1] is not None:
-            time.sleep(0.001)
+    assert wait_until(lambda: naps[-1] is None)
 
 
 def test_no_naps_on_a_core_of_its_own(library, naps):
@@ -126,9 +121,7 @@ def test_no_naps_on_a_core_of_its_own(library, naps):
     operation = library.operation("a")
     library.settle()
     before = library.tests
-    with time_limit():
-        while library.tests < before + 100:
-            time.sleep(0.001)
+    assert wait_until(lambda: library.tests >= before + 100)
     library.complete.add("a")
     operation.wait()
     library.settle()

@@ -11,7 +11,7 @@ from fugaku_megatron.config.batches import RampUp
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.data.sampler import Prefetcher, fetch, first_sample, micro_batches
 from fugaku_megatron.training.step import MicroBatch, MicroBatchWindow
-from tests.time_limit import time_limit
+from tests.time_limit import wait_until
 
 DATASET = MockDataset(vocab_size=1000, seq_length=6, num_samples=96, seed=3)
 
@@ -68,9 +68,7 @@ def test_prefetcher_runs_no_further_than_depth_and_closes_while_full():
     produced = []
     with Prefetcher((produced.append(i) or i for i in range(100)), depth=3) as items:
         assert next(items) == 0
-        with time_limit():
-            while len(produced) < 4:
-                time.sleep(0.001)
+        assert wait_until(lambda: len(produced) >= 4)
         time.sleep(0.02)
         assert produced == [0, 1, 2, 3]
     items = Prefetcher(iter(range(1000)), depth=1)

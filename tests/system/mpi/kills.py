@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
+
+from tests.time_limit import wait_until
 
 PATIENCE = 240  # s
 
@@ -17,20 +18,12 @@ def holding(mark: Path, *iterations: int) -> dict[str, str]:
     return {"FAULT_HOLD": ":".join(map(str, (mark, *iterations)))}
 
 
-def wait_until(condition: Callable[[], bool]) -> bool:
-    """Whether it holds, at last after PATIENCE seconds."""
-    end = time.monotonic() + PATIENCE
-    while not (held := condition()) and time.monotonic() < end:
-        time.sleep(0.01)
-    return held
-
-
 def kill_held(mark: Path, *iterations: int, then: Callable[[int], object] = lambda turn: None) -> threading.Thread:
     """A thread that kills each rank that `holding` lets wait. then: called with 0, 1 ... before each kill."""
     def work() -> None:
         for turn, iteration in enumerate(iterations):
             link = mark.with_name(f"{mark.name}.{iteration}")
-            if not wait_until(link.is_symlink):
+            if not wait_until(link.is_symlink, PATIENCE):
                 return
             then(turn)
             os.kill(int(os.readlink(link)), signal.SIGKILL)

@@ -14,8 +14,9 @@ import pytest
 
 from fugaku_megatron import cli
 from tests.system.mpi import launch
-from tests.system.mpi.kills import holding, kill_held, wait_until
+from tests.system.mpi.kills import PATIENCE, holding, kill_held
 from tests.system.mpi.test_pretrain import losses
+from tests.time_limit import wait_until
 
 pytestmark = pytest.mark.mpi
 ROOT = launch.TESTS.parent
@@ -139,7 +140,7 @@ def test_a_failed_step_drops_the_next(local, tmp_path):
 
 def test_pjdel(local, tmp_path):
     assert local("local_pjsub", "--no-check", script(tmp_path, "sleep 60\n")).returncode == 0
-    assert wait_until(lambda: " RUN " in local("local_pjstat").stdout)
+    assert wait_until(lambda: " RUN " in local("local_pjstat").stdout, PATIENCE)
     assert local("local_pjdel", "1").returncode == 0
     assert " CCL " in local("local_pjstat").stdout
     assert local("local_pjdel", "7").returncode == 2

@@ -20,8 +20,9 @@ import pytest
 
 from fugaku_megatron.data.chat_dataset import ChatWriter, signed
 from tests.system.mpi import launch
-from tests.system.mpi.kills import PATIENCE, holding, kill_held, wait_until
+from tests.system.mpi.kills import PATIENCE, holding, kill_held
 from tests.system.mpi.test_pretrain import PROGRAM, TINY, losses, ranks, start, wait_for_lines
+from tests.time_limit import wait_until
 
 pytestmark = pytest.mark.mpi
 ROOT = launch.TESTS.parent
@@ -134,7 +135,7 @@ def test_a_killed_rank_costs_a_restart_and_no_bit(mpi, undisturbed, tmp_path):
 def test_a_signal_while_ranks_start_is_not_lost(mpi, tmp_path):
     """Ranks that are still importing keep it and leave before their first iteration; the job's exit code is 0."""
     job = supervise(mpi, tmp_path / "save", FAULT_HOLD_IMPORT=str(tmp_path / "importing"))
-    assert wait_until(lambda: len(list(tmp_path.glob("importing.*"))) == 2)
+    assert wait_until(lambda: len(list(tmp_path.glob("importing.*"))) == 2, PATIENCE)
     job.send_signal(signal.SIGUSR1)
     out, said = job.communicate(timeout=PATIENCE)
     assert job.returncode == 0, out + said
