@@ -19,7 +19,7 @@ FAULTS_SEED ?= 1
 MPIEXEC ?= $(if $(filter system,$(MPI)),mpiexec,$(BIN)/mpiexec)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernels train check test test-full test-openmpi docs site faults faults-short lint wheel wheel-test setup-test bench rendered clean
+.PHONY: help setup kernels train check test test-full test-openmpi docs site faults faults-short lint format wheel wheel-test setup-test bench rendered clean
 
 help:
 	@echo "make train   set up, then train a small GPT on the standard library's text with $(TRAIN_RANKS) MPI ranks (under 10 minutes;"
@@ -34,7 +34,7 @@ help:
 	@echo "make test-openmpi  the tests of MPI jobs under Open MPI"
 	@echo "make faults-short  $(FAULTS_SHORT) faults at random moments of small runs, one of each kind"
 	@echo "make faults  faults at random moments of small runs (hours; FAULTS=100 for fewer); writes the table of docs/reliability.md"
-	@echo "make lint    ruff and mypy"
+	@echo "make lint    ruff, clang-format and mypy; make format lays out every file"
 	@echo "make wheel   build the wheel into dist/, as pip does in an environment of its own"
 	@echo "make wheel-test  pip install . in an empty environment, then train with nothing else (some minutes)"
 	@echo "make setup-test  a fresh clone in which MPI=system fails, then trains (some minutes)"
@@ -111,9 +111,17 @@ train: setup $(DEMO)/corpus_text_document.idx
 	$(BIN)/fugaku-megatron generate --load $(DEMO)/checkpoint --vocab-file $(DEMO)/vocab.json --merge-file $(DEMO)/merges.txt \
 	    --prompt "def __init__(self" --tokens 80
 
+CPP_SOURCES := $(wildcard kernels_sve/*.cc kernels_sve/*.h tools/kernel_driver/*.cc tools/kernel_driver/*.h tests/arm/*.cc tests/arm/*.h tests/kernels/*.cc)
+
 lint: $(STAMPS)/test-packages
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet . || { echo "make format lays out the files above" >&2; exit 1; }
+	$(BIN)/clang-format --dry-run --Werror $(CPP_SOURCES)
 	$(BIN)/mypy
+
+format: $(STAMPS)/test-packages
+	$(BIN)/ruff format --quiet .
+	$(BIN)/clang-format -i $(CPP_SOURCES)
 
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Megatron-LM's entry point: the command `fugaku-megatron train` with its flags.
 
-    mpiexec -n 512 python pretrain_gpt.py --recipe 124m --data-path text_document --vocab-file vocab.json --merge-file merges.txt
-    python pretrain_gpt.py --help
+mpiexec -n 512 python pretrain_gpt.py --recipe 124m --data-path text_document --vocab-file vocab.json --merge-file merges.txt
+python pretrain_gpt.py --help
 """
 
 import sys

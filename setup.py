@@ -39,9 +39,16 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 SOURCES = ROOT / "kernels_sve"
 COMMON_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
-TARGET_FLAGS = ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-Wno-unused-function"]
+TARGET_FLAGS = [
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wno-unused-function",
+]
 GCC_FLAGS = ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # its own AVX-512 headers trip them
-GCC_SVE_FLAGS = ["-fno-schedule-insns"]  # its scheduler brings FMAs of one accumulator too close together
+GCC_SVE_FLAGS = [
+    "-fno-schedule-insns"
+]  # its scheduler brings FMAs of one accumulator too close together
 
 
 @dataclass(frozen=True)
@@ -73,13 +80,28 @@ TARGETS = (
     Target("avx2", "x86_64", AVX2, 32, ("avx2", "fma", "f16c")),
     Target("avx512", "x86_64", AVX512, 64, AVX512_FEATURES),
     Target("avx512bf16", "x86_64", AVX512BF16, 64, AVX512BF16_FEATURES),
-    Target("amx_emulated", "x86_64", (*AVX512BF16, "-DFM_EMULATED_TILES"), 64, AVX512BF16_FEATURES, base="avx512bf16"),
-    Target("amx", "x86_64", (*AVX512BF16, "-mamx-tile", "-mamx-bf16"), 64,
-           (*AVX512BF16_FEATURES, "amx_tile", "amx_bf16", "amx_state"), base="avx512bf16"),
+    Target(
+        "amx_emulated",
+        "x86_64",
+        (*AVX512BF16, "-DFM_EMULATED_TILES"),
+        64,
+        AVX512BF16_FEATURES,
+        base="avx512bf16",
+    ),
+    Target(
+        "amx",
+        "x86_64",
+        (*AVX512BF16, "-mamx-tile", "-mamx-bf16"),
+        64,
+        (*AVX512BF16_FEATURES, "amx_tile", "amx_bf16", "amx_state"),
+        base="avx512bf16",
+    ),
     Target("sve128", "aarch64", (SVE, "-msve-vector-bits=128"), 16, ("sve",)),
     Target("sve256", "aarch64", (SVE, "-msve-vector-bits=256"), 32, ("sve",)),
     Target("sve128bf16", "aarch64", (f"{SVE}+bf16", "-msve-vector-bits=128"), 16, ("sve", "bf16")),
-    Target("sve256bf16", "aarch64", (f"{SVE}+bf16", "-msve-vector-bits=256"), 32, ("sve", "svebf16")),
+    Target(
+        "sve256bf16", "aarch64", (f"{SVE}+bf16", "-msve-vector-bits=256"), 32, ("sve", "svebf16")
+    ),
     Target("sve512", "aarch64", ("-mcpu=a64fx", "-msve-vector-bits=512"), 64, ("sve",)),
 )
 
@@ -95,7 +117,9 @@ def families() -> list[str]:
 
 def source_hash() -> str:
     """SHA-256 of all that the kernels are made from: the files of kernels_sve, TARGETS and the flags above."""
-    digest = hashlib.sha256(repr((TARGETS, COMMON_FLAGS, TARGET_FLAGS, GCC_FLAGS, GCC_SVE_FLAGS)).encode())
+    digest = hashlib.sha256(
+        repr((TARGETS, COMMON_FLAGS, TARGET_FLAGS, GCC_FLAGS, GCC_SVE_FLAGS)).encode()
+    )
     for path in sorted(path for path in SOURCES.iterdir() if path.is_file()):
         digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
@@ -113,7 +137,9 @@ def torch_package(variables: Mapping[str, str] = os.environ) -> Path:
         return Path(folder)
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
-        raise SystemExit("setup.py: torch is not installed: run `make setup`, or pip install -r requirements.txt first")
+        raise SystemExit(
+            "setup.py: torch is not installed: run `make setup`, or pip install -r requirements.txt first"
+        )
     return Path(spec.submodule_search_locations[0])
 
 
@@ -142,18 +168,24 @@ class Compiler:
         self.cross = self.machine != platform.machine()
         self.objects = build_dir / f"kernels-{self.machine}"
         self.objects.mkdir(parents=True, exist_ok=True)
-        self.hash = source_hash()  # before anything is compiled: an edit during the build makes the library an old one
+        self.hash = (
+            source_hash()
+        )  # before anything is compiled: an edit during the build makes the library an old one
 
     def output(self, flag: str) -> str:
-        return subprocess.run([*self.cxx, flag], check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            [*self.cxx, flag], check=True, capture_output=True, text=True
+        ).stdout.strip()
 
     def targets(self) -> list[Target]:
         """The rows to build. SystemExit when KERNEL_TARGETS names something else."""
         known = [t for t in TARGETS if t.machine in ("any", self.machine)]
         names = [name for name in self.variables.get("KERNEL_TARGETS", "").split(",") if name]
         if unknown := set(names) - {t.name for t in known}:
-            raise SystemExit(f"setup.py: KERNEL_TARGETS names {', '.join(sorted(unknown))}; this machine has "
-                             f"{', '.join(t.name for t in known)}")
+            raise SystemExit(
+                f"setup.py: KERNEL_TARGETS names {', '.join(sorted(unknown))}; this machine has "
+                f"{', '.join(t.name for t in known)}"
+            )
         return [t for t in known if not names or t.name in names]
 
     def includes(self) -> list[str]:
@@ -175,19 +207,35 @@ class Compiler:
 
         built = self.targets()
         others = " ".join(row(t) for t in TARGETS if t not in built)
-        return [f'-DFM_SOURCE_HASH="{self.hash}"', f"-DFM_BUILT_ROWS={' '.join(map(row, built))}", f"-DFM_OTHER_ROWS={others}"]
+        return [
+            f'-DFM_SOURCE_HASH="{self.hash}"',
+            f"-DFM_BUILT_ROWS={' '.join(map(row, built))}",
+            f"-DFM_OTHER_ROWS={others}",
+        ]
 
     def target_command(self, target: Target, family: str) -> list[str]:
         """Compiles a family of kernels for a row of the table."""
         base = [f"-DFM_BASE={target.base}"] if target.base else []
-        gcc = [] if "clang" in self.target_cxx[0] else GCC_FLAGS + GCC_SVE_FLAGS * (target.machine == "aarch64")
-        macros = [f"-DFM_TARGET={target.name}", f"-DFM_VECTOR_BYTES={target.vector_bytes}", f'-DFM_HEADER="{family}.h"',
-                  f"-DFM_IS_{family}=,,,"]
+        gcc = (
+            []
+            if "clang" in self.target_cxx[0]
+            else GCC_FLAGS + GCC_SVE_FLAGS * (target.machine == "aarch64")
+        )
+        macros = [
+            f"-DFM_TARGET={target.name}",
+            f"-DFM_VECTOR_BYTES={target.vector_bytes}",
+            f'-DFM_HEADER="{family}.h"',
+            f"-DFM_IS_{family}=,,,",
+        ]
         return [*self.target_cxx, *COMMON_FLAGS, *TARGET_FLAGS, *target.flags, *gcc, *macros, *base]
 
     def table_command(self, target: Target) -> list[str]:
         """Compiles the table of a row's kernels for the baseline."""
-        own = [f"-DFM_BASE={target.base}", *(f"-DFM_IS_{family}=,,," for family in TILE_FAMILIES)] if target.base else []
+        own = (
+            [f"-DFM_BASE={target.base}", *(f"-DFM_IS_{family}=,,," for family in TILE_FAMILIES)]
+            if target.base
+            else []
+        )
         return [*self.cxx, *COMMON_FLAGS, f"-DFM_TARGET={target.name}", *own]
 
     def units(self) -> list[tuple[Target, str]]:
@@ -195,21 +243,37 @@ class Compiler:
         rows = {t.name: t for t in TARGETS}
         whole = dict.fromkeys(rows[t.base] if t.base else t for t in self.targets())
         tiles = [t for t in self.targets() if t.base]
-        return [(t, family) for family in families() for t in (*whole, *(tiles if family in TILE_FAMILIES else ()))]
+        return [
+            (t, family)
+            for family in families()
+            for t in (*whole, *(tiles if family in TILE_FAMILIES else ()))
+        ]
 
     def target_jobs(self) -> list[tuple[list[str], Path, Path]]:
         """Every family for the rows that have it, then the tables of the rows' kernels, which belong to the baseline."""
         source = SOURCES / "target.cc"
-        units = [(self.target_command(target, family), source, self.objects / f"target_{target.name}_{family}.o")
-                 for target, family in self.units()]
-        tables = [(self.table_command(target), source, self.objects / f"table_{target.name}.o")
-                  for target in self.targets()]
+        units = [
+            (
+                self.target_command(target, family),
+                source,
+                self.objects / f"target_{target.name}_{family}.o",
+            )
+            for target, family in self.units()
+        ]
+        tables = [
+            (self.table_command(target), source, self.objects / f"table_{target.name}.o")
+            for target in self.targets()
+        ]
         return units + tables
 
     def bindings(self) -> tuple[list[str], Path, Path]:
         """The job of bind.cc with every bind_*.cc before it: each alone would compile pybind11 anew, seven times the work."""
         torch = ["-isystem", str(torch_package(self.variables) / "include")]  # for bind_arena.cc
-        included = [flag for source in sorted(SOURCES.glob("bind_*.cc")) for flag in ("-include", from_root(source))]
+        included = [
+            flag
+            for source in sorted(SOURCES.glob("bind_*.cc"))
+            for flag in ("-include", from_root(source))
+        ]
         command = [*self.cxx, *COMMON_FLAGS, *self.includes(), *torch, *included]
         return command, SOURCES / "bind.cc", self.objects / "bind.o"
 
@@ -219,7 +283,11 @@ class Compiler:
         for source in sorted(SOURCES.glob("*.cc")):
             if source.name == "target.cc" or source.name.startswith("bind"):
                 continue
-            flags = [*self.cxx, *COMMON_FLAGS, *(self.dispatch_macros() if source.name == "dispatch.cc" else [])]
+            flags = [
+                *self.cxx,
+                *COMMON_FLAGS,
+                *(self.dispatch_macros() if source.name == "dispatch.cc" else []),
+            ]
             if source.name == "parallel.cc":
                 flags.append("-fopenmp")
             if source.name.startswith("reference"):  # a reference rounds like the formula it states
@@ -229,15 +297,30 @@ class Compiler:
 
     def compile(self, command: list[str], source: Path, obj: Path, force: bool) -> None:
         """Compiles unless the stamp next to the object says that it is of this command and of the same files."""
-        command = [*command, *self.user_flags, "-MMD", "-c", from_root(source), "-o", from_root(obj)]
+        command = [
+            *command,
+            *self.user_flags,
+            "-MMD",
+            "-c",
+            from_root(source),
+            "-o",
+            from_root(obj),
+        ]
         stamp = obj.with_suffix(".cmd")
-        if not force and obj.exists() and stamp.exists() and stamp.read_text() == stamp_of(command, obj):
+        if (
+            not force
+            and obj.exists()
+            and stamp.exists()
+            and stamp.read_text() == stamp_of(command, obj)
+        ):
             return
         stamp.unlink(missing_ok=True)
         print(f"compiling {obj.stem}", flush=True)
         began = time.time()
         subprocess.run(command, check=True, cwd=ROOT)
-        if all((ROOT / path).stat().st_mtime < began for path in inputs(obj)):  # not edited meanwhile
+        if all(
+            (ROOT / path).stat().st_mtime < began for path in inputs(obj)
+        ):  # not edited meanwhile
             stamp.write_text(stamp_of(command, obj))
 
     def openmp(self) -> list[str]:
@@ -249,7 +332,16 @@ class Compiler:
         output.parent.mkdir(parents=True, exist_ok=True)
         flags = shlex.split(self.variables.get("LDFLAGS", ""))
         torch = str(torch_package(self.variables) / "lib" / "libc10.so")
-        command = [*self.cxx, "-shared", *map(from_root, objects), *self.openmp(), torch, *flags, "-o", str(output)]
+        command = [
+            *self.cxx,
+            "-shared",
+            *map(from_root, objects),
+            *self.openmp(),
+            torch,
+            *flags,
+            "-o",
+            str(output),
+        ]
         subprocess.run(command, check=True, cwd=ROOT)
 
 
@@ -261,13 +353,20 @@ def from_root(path: Path) -> str:
 def inputs(obj: Path) -> list[str]:
     """The files that an object is made from, of the list that the compiler wrote; none without a list."""
     depfile = obj.with_suffix(".d")
-    return depfile.read_text().replace("\\\n", " ").split(":", 1)[1].split() if depfile.exists() else []
+    return (
+        depfile.read_text().replace("\\\n", " ").split(":", 1)[1].split()
+        if depfile.exists()
+        else []
+    )
 
 
 def stamp_of(command: list[str], obj: Path) -> str:
     """The command and the content of its inputs, which alone say whether an object is up to date: copies have other dates."""
     paths = [ROOT / path for path in inputs(obj)]
-    digests = [hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else "absent" for path in paths]
+    digests = [
+        hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else "absent"
+        for path in paths
+    ]
     return "\n".join([*command, *digests])
 
 
@@ -297,9 +396,13 @@ class BuildKernels(build_ext):
             output = Path(self.get_ext_fullpath(ext.name))
             compiler.link([obj for _, _, obj in jobs], output)
         except subprocess.CalledProcessError as error:
-            raise SystemExit(f"setup.py: {shlex.join(map(str, error.cmd))[:200]} ... failed, see above") from None
+            raise SystemExit(
+                f"setup.py: {shlex.join(map(str, error.cmd))[:200]} ... failed, see above"
+            ) from None
 
 
 if __name__ == "__main__":
-    setup(ext_modules=[Extension("fugaku_megatron._kernels", sources=[])],
-          cmdclass={"build_ext": BuildKernels, "build_py": BuildModules})
+    setup(
+        ext_modules=[Extension("fugaku_megatron._kernels", sources=[])],
+        cmdclass={"build_ext": BuildKernels, "build_py": BuildModules},
+    )

@@ -17,8 +17,22 @@ from fugaku_megatron.config.command_line import Parser, check_file, check_pictur
 
 from . import core, preloads
 
-FAMILIES = ("gemm", "experts", "attention", "rowwise", "step", "alloc", "tables", "sequences", "comm", "two_hosts", "schedule",
-            "save", "watch", "decode")
+FAMILIES = (
+    "gemm",
+    "experts",
+    "attention",
+    "rowwise",
+    "step",
+    "alloc",
+    "tables",
+    "sequences",
+    "comm",
+    "two_hosts",
+    "schedule",
+    "save",
+    "watch",
+    "decode",
+)
 
 
 def check_outputs(options: argparse.Namespace) -> None:
@@ -35,15 +49,24 @@ def module_of(family: str) -> ModuleType:
 
 def make_parser() -> Parser:
     """Of all families."""
-    parser = Parser(prog="python -m benchmarks", description="Measured comparisons, in turn in one run.")
+    parser = Parser(
+        prog="python -m benchmarks", description="Measured comparisons, in turn in one run."
+    )
     names = parser.add_subparsers(dest="family", required=True)
     for name in FAMILIES:
         module = module_of(name)
-        sub = names.add_parser(name, help=module.__doc__.splitlines()[0], description=module.__doc__)
+        sub = names.add_parser(
+            name, help=module.__doc__.splitlines()[0], description=module.__doc__
+        )
         module.add_arguments(sub)
         sub.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
         if hasattr(module, "draw"):
-            sub.add_argument("--png", type=Path, metavar="FILE", help="draw the result into FILE (needs matplotlib)")
+            sub.add_argument(
+                "--png",
+                type=Path,
+                metavar="FILE",
+                help="draw the result into FILE (needs matplotlib)",
+            )
         sub.set_defaults(defaults={a: sub.get_default(a) for a in vars(sub.parse_args([]))})
     return parser
 

@@ -39,17 +39,34 @@ MAY_DIFFER = ("cpu_frequency",)  # values in which runs of --from-logs may diffe
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this family."""
     shapes.add_arguments(parser)
-    parser.add_argument("--global-batch-size", type=int, help="samples per iteration (default: 4 micro-batches)")
+    parser.add_argument(
+        "--global-batch-size", type=int, help="samples per iteration (default: 4 micro-batches)"
+    )
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"))
     parser.add_argument("--allocators", nargs="+", default=list(ALLOCATORS), choices=ALLOCATORS)
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
     parser.add_argument("--recompute", nargs="+", default=list(RECOMPUTE), choices=RECOMPUTE)
-    parser.add_argument("--iterations", type=int, default=3, help="timed iterations of a job (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=2, help="jobs of each combination, in turn (default: %(default)s)")
+    parser.add_argument(
+        "--iterations", type=int, default=3, help="timed iterations of a job (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=2,
+        help="jobs of each combination, in turn (default: %(default)s)",
+    )
     jobs.add_threads(parser)
-    parser.add_argument("--quick", action="store_true", help="the demo's model, two iterations, one round")
-    parser.add_argument("--from-logs", nargs="+", type=Path, metavar="LOG", help="run nothing: the table of these logs of runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="the demo's model, two iterations, one round"
+    )
+    parser.add_argument(
+        "--from-logs",
+        nargs="+",
+        type=Path,
+        metavar="LOG",
+        help="run nothing: the table of these logs of runs",
+    )
 
 
 def cells(options: argparse.Namespace) -> list[jobs.Cell]:
@@ -59,9 +76,19 @@ def cells(options: argparse.Namespace) -> list[jobs.Cell]:
         print(f"skipped {line}")
     present = [name for name in options.allocators if name not in absent]
     check(present != [], "--allocators: none of them is on this system")
-    return [jobs.Cell(kernels=kernels, recompute=recompute == "full", ranks=ranks, allocator=name, mbs=options.micro_batch_size,
-                      tp=options.tensor_model_parallel_size)
-            for kernels, recompute, ranks, name in itertools.product(options.kernels, options.recompute, options.ranks, present)]
+    return [
+        jobs.Cell(
+            kernels=kernels,
+            recompute=recompute == "full",
+            ranks=ranks,
+            allocator=name,
+            mbs=options.micro_batch_size,
+            tp=options.tensor_model_parallel_size,
+        )
+        for kernels, recompute, ranks, name in itertools.product(
+            options.kernels, options.recompute, options.ranks, present
+        )
+    ]
 
 
 def name_of(cell: jobs.Cell) -> str:
@@ -72,21 +99,52 @@ def name_of(cell: jobs.Cell) -> str:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Every combination in turn. ratio: seconds with the stock allocator over the row's, None when stock was not measured."""
     if options.from_logs:
-        check(not options.json and not options.png, "--from-logs prints a table; for files use fugaku-megatron log")
+        check(
+            not options.json and not options.png,
+            "--from-logs prints a table; for files use fugaku-megatron log",
+        )
         return {"logs": text_of_logs(read(options.from_logs))}
     core.apply_quick(options, QUICK)
     batch = options.global_batch_size or 4 * options.micro_batch_size
-    planned = {name_of(cell): (cell, jobs.job(options, cell, batch, options.iterations)) for cell in cells(options)}
+    planned = {
+        name_of(cell): (cell, jobs.job(options, cell, batch, options.iterations))
+        for cell in cells(options)
+    }
     measured = jobs.in_turn({name: job for name, (_, job) in planned.items()}, options.rounds)
-    rows = [{"kernels": cell.kernels, "recompute": RECOMPUTE[cell.recompute], "ranks": cell.ranks, "allocator": cell.allocator,
-             **jobs.summary(measured[name])} for name, (cell, _) in planned.items()]
-    stock = {(r["kernels"], r["recompute"], r["ranks"]): r["seconds"] for r in rows if r["allocator"] == "stock"}
+    rows = [
+        {
+            "kernels": cell.kernels,
+            "recompute": RECOMPUTE[cell.recompute],
+            "ranks": cell.ranks,
+            "allocator": cell.allocator,
+            **jobs.summary(measured[name]),
+        }
+        for name, (cell, _) in planned.items()
+    ]
+    stock = {
+        (r["kernels"], r["recompute"], r["ranks"]): r["seconds"]
+        for r in rows
+        if r["allocator"] == "stock"
+    }
     for row in rows:
         stock_seconds = stock.get((row["kernels"], row["recompute"], row["ranks"]))
         row["ratio"] = stock_seconds / row["seconds"] if stock_seconds else None
-    names = ("recipe", "dtype", "micro_batch_size", "tensor_model_parallel_size", "iterations", "rounds", "threads")
-    return {"rows": rows, **{name: getattr(options, name) for name in names}, "global_batch_size": batch,
-            "torch": torch.__version__, "clock_ghz": statistics.median(row["clock_ghz"] for row in rows)}
+    names = (
+        "recipe",
+        "dtype",
+        "micro_batch_size",
+        "tensor_model_parallel_size",
+        "iterations",
+        "rounds",
+        "threads",
+    )
+    return {
+        "rows": rows,
+        **{name: getattr(options, name) for name in names},
+        "global_batch_size": batch,
+        "torch": torch.__version__,
+        "clock_ghz": statistics.median(row["clock_ghz"] for row in rows),
+    }
 
 
 def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
@@ -96,12 +154,20 @@ def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
     machine = f"measured, {result['cpu']}, {result['clock_ghz']:.2f} GHz"
     model = shapes.run_of(options).model
     parts = []
-    for (kernels, recompute), group in itertools.groupby(result["rows"], lambda r: (r["kernels"], r["recompute"])):
+    for (kernels, recompute), group in itertools.groupby(
+        result["rows"], lambda r: (r["kernels"], r["recompute"])
+    ):
         software = f"PyTorch {result['torch']}, {kernels} kernels, {result['dtype']}: {machine}"
-        title = jobs.published_title(result["recipe"], model.seq_length, recompute == "full", software)
-        parts.append(jobs.published(f"### {title}", [published_cells(result, row) for row in group]))
-    parts.append(f"A node here is a rank on this one machine, {result['threads']} threads for all ranks together; "
-                 f"faults and system time per iteration, of rank 0.")
+        title = jobs.published_title(
+            result["recipe"], model.seq_length, recompute == "full", software
+        )
+        parts.append(
+            jobs.published(f"### {title}", [published_cells(result, row) for row in group])
+        )
+    parts.append(
+        f"A node here is a rank on this one machine, {result['threads']} threads for all ranks together; "
+        f"faults and system time per iteration, of rank 0."
+    )
     return "\n\n".join(parts)
 
 
@@ -109,8 +175,13 @@ def published_cells(result: dict[str, Any], row: dict[str, Any]) -> tuple[str, .
     """A row in the published format; its notes name the allocator's page faults and system time."""
     ratio = f", {row['ratio']:.2f} x stock" if row["ratio"] and row["allocator"] != "stock" else ""
     notes = f"{row['allocator']}{ratio}, {row['minor_faults']:.0f} minor faults, {row['system_seconds']:.2f} s system time"
-    model = {"recipe": result["recipe"], "tp": result["tensor_model_parallel_size"], "pp": 1, "mbs": result["micro_batch_size"],
-             "gbs": result["global_batch_size"]}
+    model = {
+        "recipe": result["recipe"],
+        "tp": result["tensor_model_parallel_size"],
+        "pp": 1,
+        "mbs": result["micro_batch_size"],
+        "gbs": result["global_batch_size"],
+    }
     return jobs.published_cells({**row, **model}, notes)
 
 
@@ -119,17 +190,28 @@ draw = pictures.draw_allocators
 
 def read(paths: Sequence[Path]) -> list[LogSummary]:
     """The logs. ValueError for a log that cannot be read, or that is of another run than the first."""
-    check(len(paths) > 1, f"--from-logs {paths[0]}: pass two logs or more, the first is what the others are compared with")
+    check(
+        len(paths) > 1,
+        f"--from-logs {paths[0]}: pass two logs or more, the first is what the others are compared with",
+    )
     logs = [read_log(path) for path in paths]
     first = _run(logs[0])
     for log in logs:
-        check(log.job.run is not None, f"--from-logs {log.path}: has no 'run:' line; for logs of other programs use "
-              "fugaku-megatron log with their flags")
-        check(log.finished, f"--from-logs {log.path}: the run is not at its end, or was killed; wait for it or pass another")
+        check(
+            log.job.run is not None,
+            f"--from-logs {log.path}: has no 'run:' line; for logs of other programs use "
+            "fugaku-megatron log with their flags",
+        )
+        check(
+            log.finished,
+            f"--from-logs {log.path}: the run is not at its end, or was killed; wait for it or pass another",
+        )
         for name in sorted(first.keys() | _run(log).keys()):
             expected, actual = first.get(name), _run(log).get(name)
-            check(actual == expected,
-                  f"--from-logs: {logs[0].path} has {name} {expected}, {log.path} {actual}: pass logs of one run")
+            check(
+                actual == expected,
+                f"--from-logs: {logs[0].path} has {name} {expected}, {log.path} {actual}: pass logs of one run",
+            )
     return logs
 
 
@@ -141,10 +223,16 @@ def _run(log: LogSummary) -> dict[str, Any]:
 def text_of_logs(logs: Sequence[LogSummary]) -> str:
     """The table with its title; in the notes the allocator and what it costs, and below the table where the rows are from."""
     run = logs[0].job.run
-    title = jobs.published_title(size_name(accounting.parameters(run)), run.model.seq_length,
-                                 run.training.recompute_granularity == "full", f"{run.precision.name}, measured")
+    title = jobs.published_title(
+        size_name(accounting.parameters(run)),
+        run.model.seq_length,
+        run.training.recompute_granularity == "full",
+        f"{run.precision.name}, measured",
+    )
     rows = [row_of(log, _notes(logs[0], log)).cells() for log in logs]
-    basis = [f"{log.path}: medians over {len(log.counted)} iterations; {log.machine}" for log in logs]
+    basis = [
+        f"{log.path}: medians over {len(log.counted)} iterations; {log.machine}" for log in logs
+    ]
     return "\n".join([jobs.published(f"### {title}", rows), "", *basis])
 
 
@@ -152,11 +240,16 @@ def _notes(first: LogSummary, log: LogSummary) -> str:
     parts = [jobs.allocator(log.machine)]
     if log is not first:
         parts.append(f"{first.seconds / log.seconds:.2f} x {jobs.allocator(first.machine)}")
-    for name, form, unit in (("minor_faults", ".0f", "minor faults"), ("system_seconds", ".2f", "s system time")):
+    for name, form, unit in (
+        ("minor_faults", ".0f", "minor faults"),
+        ("system_seconds", ".2f", "s system time"),
+    ):
         if values := [value for i in log.counted if (value := getattr(i, name)) is not None]:
             parts.append(f"{statistics.median(values):{form}} {unit}")
     if note := energy_note(log):
         parts.append(note)
     if log is not first and log.tokens_per_joule and first.tokens_per_joule:
-        parts.append(f"{log.tokens_per_joule / first.tokens_per_joule:.2f} x the first row's tokens per joule")
+        parts.append(
+            f"{log.tokens_per_joule / first.tokens_per_joule:.2f} x the first row's tokens per joule"
+        )
     return ", ".join(parts)

@@ -42,14 +42,32 @@ RIVALS = {"gqa": "torch sdpa", "repeated": "torch sdpa of repeated keys"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model's shapes, and what torch does with groups."""
     driver.add_arguments(parser)
-    parser.add_argument("--num-query-groups", type=int, metavar="N", help="groups of heads that share a key and a value")
-    parser.add_argument("--window-size", metavar="LEFT,0", help="a token sees itself and LEFT tokens before it")
-    parser.add_argument("--seq-length", type=int, metavar="N", help="tokens of a sample (default: the recipe's)")
-    parser.add_argument("--document-length", type=int, metavar="N", help="attention within documents of N tokens, next to "
-                        "attention over the whole sequence")
+    parser.add_argument(
+        "--num-query-groups",
+        type=int,
+        metavar="N",
+        help="groups of heads that share a key and a value",
+    )
+    parser.add_argument(
+        "--window-size", metavar="LEFT,0", help="a token sees itself and LEFT tokens before it"
+    )
+    parser.add_argument(
+        "--seq-length", type=int, metavar="N", help="tokens of a sample (default: the recipe's)"
+    )
+    parser.add_argument(
+        "--document-length",
+        type=int,
+        metavar="N",
+        help="attention within documents of N tokens, next to attention over the whole sequence",
+    )
     parser.set_defaults(mkl=preloads.BOTH)
-    parser.add_argument("--rival", default="gqa", choices=RIVALS, help="torch's way with groups: enable_gqa, or keys and values "
-                        "repeated (default: %(default)s)")
+    parser.add_argument(
+        "--rival",
+        default="gqa",
+        choices=RIVALS,
+        help="torch's way with groups: enable_gqa, or keys and values "
+        "repeated (default: %(default)s)",
+    )
 
 
 @dataclass(frozen=True)
@@ -65,7 +83,10 @@ class Shape:
     @property
     def numbers(self) -> tuple[int, ...]:
         """Heads, s and d; the groups after the heads and the window at the end where they say something."""
-        groups, window = (self.groups,) * (self.groups < self.heads), (self.window or 0,) * (self.window is not None)
+        groups, window = (
+            (self.groups,) * (self.groups < self.heads),
+            (self.window or 0,) * (self.window is not None),
+        )
         return self.heads, *groups, self.s, self.d, *window
 
     @property
@@ -76,29 +97,60 @@ class Shape:
 
 def shape_of(options: argparse.Namespace) -> Shape:
     """A rank's shape in the run of `options`."""
-    length = {} if options.seq_length is None else dict.fromkeys(("seq_length", "max_position_embeddings"), options.seq_length)
+    length = (
+        {}
+        if options.seq_length is None
+        else dict.fromkeys(("seq_length", "max_position_embeddings"), options.seq_length)
+    )
     run, tp = shapes.run_of(options, **length), options.tensor_model_parallel_size
     model = run.model
-    return Shape(model.num_attention_heads // tp, model.query_groups // tp, model.seq_length, model.kv_channels, model.window)
+    return Shape(
+        model.num_attention_heads // tp,
+        model.query_groups // tp,
+        model.seq_length,
+        model.kv_channels,
+        model.window,
+    )
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     """Forward, forward with backward, and the next token of sequences."""
     shape, b = shape_of(options), options.micro_batch_size
     torch.manual_seed(0)
-    qkv = torch.randn(shape.s, b, (shape.heads + 2 * shape.groups) * shape.d).to(DTYPES[options.dtype])
+    qkv = torch.randn(shape.s, b, (shape.heads + 2 * shape.groups) * shape.d).to(
+        DTYPES[options.dtype]
+    )
     dout = torch.randn(shape.s, b, shape.heads * shape.d).to(qkv.dtype)
-    out, dqkv, lse = torch.empty_like(dout), torch.empty_like(qkv), torch.empty(b, shape.heads, shape.s)
+    out, dqkv, lse = (
+        torch.empty_like(dout),
+        torch.empty_like(qkv),
+        torch.empty(b, shape.heads, shape.s),
+    )
     if options.document_length:
         yield from over_documents(options.document_length, shape, qkv, dout)
         return
     forward, both = torch_calls(qkv, dout, shape, options.rival)
     call = Call("attention_forward", qkv, out, lse, window=shape.window)
     back = Call("attention_backward", qkv, out, lse, dout, dqkv, window=shape.window)
-    common = {"shape": shape.numbers, "baseline": RIVALS[options.rival], "details": {"micro_batch_size": b}}
-    yield Case(op="attention_forward", calls=(call,), baseline_run=forward, error=lambda: error(qkv, dout, shape, out, None),
-               **common)
-    yield Case(op="attention", calls=(call, back), baseline_run=both, error=lambda: error(qkv, dout, shape, out, dqkv), **common)
+    common = {
+        "shape": shape.numbers,
+        "baseline": RIVALS[options.rival],
+        "details": {"micro_batch_size": b},
+    }
+    yield Case(
+        op="attention_forward",
+        calls=(call,),
+        baseline_run=forward,
+        error=lambda: error(qkv, dout, shape, out, None),
+        **common,
+    )
+    yield Case(
+        op="attention",
+        calls=(call, back),
+        baseline_run=both,
+        error=lambda: error(qkv, dout, shape, out, dqkv),
+        **common,
+    )
     yield decoding(shape, b, qkv.dtype, common)
     if shape.window is None:
         yield part_of_ranks(shape, b, qkv.dtype, common)
@@ -109,7 +161,9 @@ class DocumentCall(Call):
 
     def __init__(self, name: str, *args: Tensor, shape: Shape, length: int) -> None:
         self.pairs = document_pairs(shape, length) / document_pairs(shape, shape.s)
-        starts = (torch.arange(shape.s, dtype=torch.int32) // length * length).repeat(args[0].shape[1], 1)
+        starts = (torch.arange(shape.s, dtype=torch.int32) // length * length).repeat(
+            args[0].shape[1], 1
+        )
         super().__init__(name, *args, window=shape.window, starts=starts)
 
     @property
@@ -121,22 +175,43 @@ class DocumentCall(Call):
 def document_pairs(shape: Shape, length: int) -> float:
     """Pairs of a sample's tokens that see each other when its documents have `length` tokens, the last one what is left."""
     whole, rest = divmod(shape.s, length)
-    return whole * accounting.seen_pairs(length, shape.window) + (accounting.seen_pairs(rest, shape.window) if rest else 0)
+    return whole * accounting.seen_pairs(length, shape.window) + (
+        accounting.seen_pairs(rest, shape.window) if rest else 0
+    )
 
 
 def over_documents(length: int, shape: Shape, qkv: Tensor, dout: Tensor) -> Iterator[Case]:
     """Forward, and forward with backward, over documents of `length` tokens; the baseline is one document of the whole sequence."""
     check(0 < length <= shape.s, f"--document-length {length}: pass 1 to --seq-length, {shape.s}")
-    (out, dqkv, lse), (out1, dqkv1, lse1) = ((torch.empty_like(dout), torch.empty_like(qkv),
-                                              torch.empty(qkv.shape[1], shape.heads, shape.s)) for _ in range(2))
-    calls = [DocumentCall("attention_forward", qkv, out, lse, shape=shape, length=length),
-             DocumentCall("attention_backward", qkv, out, lse, dout, dqkv, shape=shape, length=length)]
-    others = [Call("attention_forward", qkv, out1, lse1, window=shape.window),
-              Call("attention_backward", qkv, out1, lse1, dout, dqkv1, window=shape.window)]
-    common = {"shape": (*shape.numbers, length), "baseline": "without documents", "details": {"micro_batch_size": qkv.shape[1]}}
+    (out, dqkv, lse), (out1, dqkv1, lse1) = (
+        (
+            torch.empty_like(dout),
+            torch.empty_like(qkv),
+            torch.empty(qkv.shape[1], shape.heads, shape.s),
+        )
+        for _ in range(2)
+    )
+    calls = [
+        DocumentCall("attention_forward", qkv, out, lse, shape=shape, length=length),
+        DocumentCall("attention_backward", qkv, out, lse, dout, dqkv, shape=shape, length=length),
+    ]
+    others = [
+        Call("attention_forward", qkv, out1, lse1, window=shape.window),
+        Call("attention_backward", qkv, out1, lse1, dout, dqkv1, window=shape.window),
+    ]
+    common = {
+        "shape": (*shape.numbers, length),
+        "baseline": "without documents",
+        "details": {"micro_batch_size": qkv.shape[1]},
+    }
     for op, used, gradient in (("documents_forward", 1, None), ("documents", 2, dqkv)):
-        yield Case(op=op, calls=tuple(calls[:used]), baseline_run=lambda n=used: [call.run() for call in others[:n]],
-                   error=lambda g=gradient: error(qkv, dout, shape, out, g, length), **common)
+        yield Case(
+            op=op,
+            calls=tuple(calls[:used]),
+            baseline_run=lambda n=used: [call.run() for call in others[:n]],
+            error=lambda g=gradient: error(qkv, dout, shape, out, g, length),
+            **common,
+        )
 
 
 def decoding(shape: Shape, rows: int, dtype: torch.dtype, common: dict) -> Case:
@@ -148,38 +223,71 @@ def decoding(shape: Shape, rows: int, dtype: torch.dtype, common: dict) -> Case:
     call = Call("attention_decode", qkv, keys, values, places, places + slots - 1, out)
 
     def baseline(at: torch.dtype = dtype) -> Tensor:
-        queries, key, value = qkv.to(at).view(rows, shape.groups, -1, shape.d).split(shape.slots, dim=2)
+        queries, key, value = (
+            qkv.to(at).view(rows, shape.groups, -1, shape.d).split(shape.slots, dim=2)
+        )
         last = torch.arange(slots - 1, slots - 1 + rows) % slots
         for cache, new in ((keys, key), (values, value)):
             cache[places, :, last] = new[:, :, 0].to(dtype)
-        return F.scaled_dot_product_attention(queries, keys.to(at), values.to(at)).reshape(rows, -1)  # a group's queries as rows
+        return F.scaled_dot_product_attention(queries, keys.to(at), values.to(at)).reshape(
+            rows, -1
+        )  # a group's queries as rows
 
-    return Case(op="attention_decode", calls=(call,), baseline_run=baseline,
-                error=lambda: relative_error(out, baseline(torch.float64)), **{**common, "baseline": "torch sdpa"})
+    return Case(
+        op="attention_decode",
+        calls=(call,),
+        baseline_run=baseline,
+        error=lambda: relative_error(out, baseline(torch.float64)),
+        **{**common, "baseline": "torch sdpa"},
+    )
 
 
 def part_of_ranks(shape: Shape, b: int, dtype: torch.dtype, common: dict) -> Case:
     """Forward with backward of the second half of the queries and the first half of the keys, as ranks of a sequence compute it."""
     half, heads, groups, d = shape.s // 2, shape.heads, shape.groups, shape.d
-    qkv, kv, dout = (torch.randn(half, b, slots * d).to(dtype) for slots in (heads + 2 * groups, 2 * groups, heads))
-    out, lse, dqkv, dkv = torch.empty_like(dout), torch.empty(b, heads, half), torch.zeros(qkv.shape), torch.zeros(kv.shape)
+    qkv, kv, dout = (
+        torch.randn(half, b, slots * d).to(dtype)
+        for slots in (heads + 2 * groups, 2 * groups, heads)
+    )
+    out, lse, dqkv, dkv = (
+        torch.empty_like(dout),
+        torch.empty(b, heads, half),
+        torch.zeros(qkv.shape),
+        torch.zeros(kv.shape),
+    )
     places = {"s": 2 * half, "first_query": half, "first_key": 0}
-    calls = (Call("attention_part_forward", qkv, kv, out, lse, **places),
-             Call("attention_part_backward", qkv, kv, out, lse, dout, dqkv, dkv, **places))
+    calls = (
+        Call("attention_part_forward", qkv, kv, out, lse, **places),
+        Call("attention_part_backward", qkv, kv, out, lse, dout, dqkv, dkv, **places),
+    )
 
     def baseline(at: torch.dtype = dtype) -> list[Tensor]:
         leaves = [x.detach().to(at).requires_grad_() for x in (qkv, kv)]
-        queries = leaves[0].view(half, b, groups, -1, d)[:, :, :, :-2].permute(1, 2, 3, 0, 4).flatten(1, 2)
+        queries = (
+            leaves[0]
+            .view(half, b, groups, -1, d)[:, :, :, :-2]
+            .permute(1, 2, 3, 0, 4)
+            .flatten(1, 2)
+        )
         keys, values = leaves[1].view(half, b, groups, 2, d).permute(3, 1, 2, 0, 4)
-        context = F.scaled_dot_product_attention(queries, keys, values, enable_gqa=groups < heads).permute(2, 0, 1, 3)
+        context = F.scaled_dot_product_attention(
+            queries, keys, values, enable_gqa=groups < heads
+        ).permute(2, 0, 1, 3)
         context.reshape(half, b, -1).backward(dout.to(at))
         return [context.detach().reshape(half, b, -1), *(leaf.grad for leaf in leaves)]
 
-    return Case(op="attention_part", calls=calls, baseline_run=baseline, **{**common, "baseline": "torch sdpa"},
-                error=lambda: max(map(relative_error, (out, dqkv, dkv), baseline(torch.float64))))
+    return Case(
+        op="attention_part",
+        calls=calls,
+        baseline_run=baseline,
+        **{**common, "baseline": "torch sdpa"},
+        error=lambda: max(map(relative_error, (out, dqkv, dkv), baseline(torch.float64))),
+    )
 
 
-def torch_calls(qkv: Tensor, dout: Tensor, shape: Shape, rival: str) -> tuple[Callable[[], object], Callable[[], None]]:
+def torch_calls(
+    qkv: Tensor, dout: Tensor, shape: Shape, rival: str
+) -> tuple[Callable[[], object], Callable[[], None]]:
     """(forward, forward and backward) of torch on the same tensor."""
     leaf, mask = qkv.detach().clone().requires_grad_(), mask_of(shape)
 
@@ -205,18 +313,33 @@ def mask_of(shape: Shape, length: int | None = None) -> Tensor | None:
 def sdpa(qkv: Tensor, shape: Shape, mask: Tensor | None, rival: str) -> Tensor:
     """(s, b, (heads + 2 groups) d) -> (s, b, heads d), of as many groups as qkv has."""
     s, b, _ = qkv.shape
-    slots = qkv.view(s, b, -1, sum(shape.slots), shape.d).permute(1, 2, 3, 0, 4)  # (b, groups, heads / groups + 2, s, d)
+    slots = qkv.view(s, b, -1, sum(shape.slots), shape.d).permute(
+        1, 2, 3, 0, 4
+    )  # (b, groups, heads / groups + 2, s, d)
     q, k, v = slots.split(shape.slots, dim=2)
     if rival == "repeated":
         k, v = (x.expand_as(q).reshape(b, -1, s, shape.d) for x in (k, v))
     else:
         k, v = k.flatten(1, 2), v.flatten(1, 2)
-    context = F.scaled_dot_product_attention(q.flatten(1, 2), k, v, attn_mask=mask, is_causal=mask is None,
-                                             enable_gqa=rival == "gqa" and shape.groups < shape.heads)
+    context = F.scaled_dot_product_attention(
+        q.flatten(1, 2),
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=rival == "gqa" and shape.groups < shape.heads,
+    )
     return context.permute(2, 0, 1, 3).reshape(s, b, -1)
 
 
-def error(qkv: Tensor, dout: Tensor, shape: Shape, out: Tensor, dqkv: Tensor | None, length: int | None = None) -> float:
+def error(
+    qkv: Tensor,
+    dout: Tensor,
+    shape: Shape,
+    out: Tensor,
+    dqkv: Tensor | None,
+    length: int | None = None,
+) -> float:
     """Largest difference of the last sample's last group from double precision, relative to the largest value there."""
     one_in, one_out = sum(shape.slots) * shape.d, shape.slots[0] * shape.d
     one = qkv[:, -1:, -one_in:].double().requires_grad_()  # (s, 1, (heads / groups + 2) d)

@@ -32,8 +32,13 @@ def python(module: str, order: Mapping[str, Any]) -> list[str]:
 
 def mpiexec() -> str:
     """The mpiexec next to python, else that on the PATH. ValueError when there is none."""
-    path = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
-    check(path is not None, "no mpiexec next to python nor on the PATH: pip install mpich, or load the site's MPI")
+    path = shutil.which(
+        "mpiexec", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
+    )
+    check(
+        path is not None,
+        "no mpiexec next to python nor on the PATH: pip install mpich, or load the site's MPI",
+    )
     return path
 
 
@@ -66,7 +71,9 @@ class Child:
             raise self._ended()
 
     def _ended(self) -> RuntimeError:
-        return RuntimeError(f"the process of {self.name} ended with exit code {self.process.wait()}; its message is above")
+        return RuntimeError(
+            f"the process of {self.name} ended with exit code {self.process.wait()}; its message is above"
+        )
 
     def __enter__(self) -> Child:
         return self
@@ -86,7 +93,9 @@ class Child:
 def ranks(count: int, module: str, order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The records of rank 0 of a module of this package, one thread a rank. RuntimeError when the ranks fail."""
     command = [mpiexec(), "-n", str(count), *python(module, order)]
-    with Child(command, {**os.environ, "OMP_NUM_THREADS": "1"}, f"{count} ranks of {module}") as job:
+    with Child(
+        command, {**os.environ, "OMP_NUM_THREADS": "1"}, f"{count} ranks of {module}"
+    ) as job:
         yield from job.records()
 
 
@@ -94,4 +103,6 @@ def order() -> tuple[dict[str, Any], Answer]:
     """In the process itself: (its JSON argument, what sends an answer). What libraries print goes to standard error from now on."""
     stream = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    return json.loads(sys.argv[1]), lambda record: print(json.dumps(record), file=stream, flush=True)
+    return json.loads(sys.argv[1]), lambda record: print(
+        json.dumps(record), file=stream, flush=True
+    )

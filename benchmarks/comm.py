@@ -29,9 +29,13 @@ from . import child, core, disturbance, pictures
 
 SIZES = tuple(2**power for power in (16, 18, 20, 22, 24, 26, 28))
 COLUMNS: tuple[core.Column, ...] = (
-    ("collective", "<15", "op"), ("ranks", ">5", "ranks"), ("KiB", ">8.0f", lambda row: row["bytes"] / 1024),
-    ("ms now", ">9.3f", lambda row: 1e3 * row["seconds"]), ("ms before", ">10.3f", lambda row: 1e3 * row["before_seconds"]),
-    ("ratio", ">6.2f", "ratio"))
+    ("collective", "<15", "op"),
+    ("ranks", ">5", "ranks"),
+    ("KiB", ">8.0f", lambda row: row["bytes"] / 1024),
+    ("ms now", ">9.3f", lambda row: 1e3 * row["seconds"]),
+    ("ms before", ">10.3f", lambda row: 1e3 * row["before_seconds"]),
+    ("ratio", ">6.2f", "ratio"),
+)
 
 
 def default_ranks(cores: int) -> list[int]:
@@ -41,18 +45,37 @@ def default_ranks(cores: int) -> list[int]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this family."""
-    parser.add_argument("--ranks", type=int, nargs="+", default=default_ranks(len(os.sched_getaffinity(0))),
-                        help="numbers of ranks (default: those of 2 and 4 for which this process has the cores)")
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), metavar="BYTES",
-                        help="of a whole tensor (default: 64 KiB to 256 MiB)")
-    parser.add_argument("--rounds", type=int, default=9, help="timed rounds of each row (default: %(default)s)")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=default_ranks(len(os.sched_getaffinity(0))),
+        help="numbers of ranks (default: those of 2 and 4 for which this process has the cores)",
+    )
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=list(SIZES),
+        metavar="BYTES",
+        help="of a whole tensor (default: 64 KiB to 256 MiB)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="timed rounds of each row (default: %(default)s)"
+    )
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The rows, each printed when it is measured. ValueError for numbers that cannot be measured."""
-    check(min(options.ranks) >= 2, f"--ranks {min(options.ranks)}: pass 2 or more, one rank has nobody to send to")
-    check(min(options.sizes) >= 4 * max(options.ranks), f"--sizes {min(options.sizes)}: pass {4 * max(options.ranks)} or more, "
-          "four bytes for every rank")
+    check(
+        min(options.ranks) >= 2,
+        f"--ranks {min(options.ranks)}: pass 2 or more, one rank has nobody to send to",
+    )
+    check(
+        min(options.sizes) >= 4 * max(options.ranks),
+        f"--sizes {min(options.sizes)}: pass {4 * max(options.ranks)} or more, "
+        "four bytes for every rank",
+    )
     result: dict[str, Any] = {"rows": [], "rounds": options.rounds}
     for ranks in options.ranks:
         watch = disturbance.Watch(min(ranks, os.cpu_count() or 1))
@@ -112,7 +135,11 @@ def pairs(world: mpi.MPIComm, shared: Comm, n: int) -> dict[str, tuple[Operation
     """Name -> (now, before) of collectives over n FP32 elements in all, a multiple of the ranks."""
     blocking, call = Blocking(world), world.engine.call
     whole, part = torch.ones(n), torch.ones(n // world.size)
-    operands = {"all_reduce": (whole,), "reduce_scatter": (part, whole), "all_gather": (whole, part)}
+    operands = {
+        "all_reduce": (whole,),
+        "reduce_scatter": (part, whole),
+        "all_gather": (whole, part),
+    }
 
     def pair(name: str, tensors: tuple[Tensor, ...]) -> tuple[Operation, Operation]:
         now, before = getattr(shared, name), getattr(blocking, name)
@@ -126,26 +153,41 @@ def slowest(comm: Comm, operation: Operation) -> float:
     comm.barrier()
     begin = time.perf_counter()
     operation()
-    return comm.all_reduce(torch.tensor(time.perf_counter() - begin, dtype=torch.float64), "max").item()
+    return comm.all_reduce(
+        torch.tensor(time.perf_counter() - begin, dtype=torch.float64), "max"
+    ).item()
 
 
 def rows(world: mpi.MPIComm, sizes: list[int], rounds: int) -> Iterator[dict[str, Any]]:
     """One row per operation and size in bytes; medians over `rounds` turns."""
     shared = share_node(world, kernels)
     for size in sizes:
-        for name, (now, before) in pairs(world, shared, size // 4 // world.size * world.size).items():
+        for name, (now, before) in pairs(
+            world, shared, size // 4 // world.size * world.size
+        ).items():
             now(), before()
-            turns = [{"seconds": slowest(world, now), "before_seconds": slowest(world, before)} for _ in range(rounds)]
+            turns = [
+                {"seconds": slowest(world, now), "before_seconds": slowest(world, before)}
+                for _ in range(rounds)
+            ]
             row = core.medians(turns)
-            yield {"op": name, "bytes": size, "ranks": world.size, **row, "ratio": row["before_seconds"] / row["seconds"],
-                   "measured": True}
+            yield {
+                "op": name,
+                "bytes": size,
+                "ranks": world.size,
+                **row,
+                "ratio": row["before_seconds"] / row["seconds"],
+                "measured": True,
+            }
 
 
 def main(world: Comm) -> None:
     """The library, then the rows, on rank 0. The order: sizes in bytes, rounds."""
     assert isinstance(world, mpi.MPIComm), "started by python -m benchmarks comm"
     torch.set_num_threads(1)
-    world.engine.call(lambda: runtime.apply_to_communication(runtime.Placement(1, ()), runtime.Node.read()))
+    world.engine.call(
+        lambda: runtime.apply_to_communication(runtime.Placement(1, ()), runtime.Node.read())
+    )
     order, answer = child.order()
     answer = answer if world.rank == 0 else lambda record: None
     answer({"library": describe(world)})

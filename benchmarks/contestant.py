@@ -69,7 +69,10 @@ class Contestant(child.Child):
     """The parent's end of the pipes."""
 
     def __init__(self, task: Task) -> None:
-        environment = {**preloads.environment(*map(Path, task.preload)), "OMP_NUM_THREADS": str(task.threads)}
+        environment = {
+            **preloads.environment(*map(Path, task.preload)),
+            "OMP_NUM_THREADS": str(task.threads),
+        }
         super().__init__(child.python("contestant", asdict(task)), environment, task.side)
         self.ready = self.answer()
 
@@ -108,7 +111,11 @@ class _HuggingFace(nn.Module):
         self.model = replace(run.model, vocab_size=vocabulary)
         self.architecture = hugging_face.architecture_of(self.model, {})
         fields = hugging_face.config_of(self.architecture, self.model, {torch.float32}, {})
-        fields |= {name: 0.0 for name in ("embd_pdrop", "resid_pdrop", "attn_pdrop") if self.architecture.model_type == "gpt2"}
+        fields |= {
+            name: 0.0
+            for name in ("embd_pdrop", "resid_pdrop", "attn_pdrop")
+            if self.architecture.model_type == "gpt2"
+        }
         self.gpt = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields, use_cache=False))
 
     def take(self, ours: Callable[[str], Tensor]) -> None:
@@ -117,9 +124,15 @@ class _HuggingFace(nn.Module):
         for name, parameter in self.gpt.named_parameters():
             if fused := FUSED.fullmatch(name):
                 place = "linear_fc1" if fused[2] == "gate_up_proj" else "linear_fc2"
-                parameter.copy_(ours(f"decoder.layers.{fused[1]}.mlp.experts.{place}.weight").view(parameter.shape))
+                parameter.copy_(
+                    ours(f"decoder.layers.{fused[1]}.mlp.experts.{place}.weight").view(
+                        parameter.shape
+                    )
+                )
                 continue
-            part = parts[name if name in parts else name.replace(".mlp.", ".block_sparse_moe.")]  # of Mixtral's files
+            part = parts[
+                name if name in parts else name.replace(".mlp.", ".block_sparse_moe.")
+            ]  # of Mixtral's files
             parameter.copy_(hugging_face.in_their_shape(ours(part.ours), part, self.model))
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -138,20 +151,31 @@ BASELINES: dict[str, Callable[[RunConfig, int], nn.Module]] = {"plain": _plain, 
 
 def check_baseline(name: str, compiled: bool, model: ModelConfig) -> None:
     """ValueError when a package or compiler is missing, and for a block that the baseline has not."""
-    check(name != "plain" or GPT2.fits(model), "--baseline plain has GPT-2's block, and this model another: pass --baseline hf")
-    check(name != "hf" or importlib.util.find_spec("transformers") is not None,
-          "--baseline hf: a package is missing: pip install transformers")
-    check(not compiled or shutil.which("g++") is not None or shutil.which("clang++") is not None,
-          "--baseline-compile: torch.compile needs a C++ compiler: install g++, or leave the flag out")
+    check(
+        name != "plain" or GPT2.fits(model),
+        "--baseline plain has GPT-2's block, and this model another: pass --baseline hf",
+    )
+    check(
+        name != "hf" or importlib.util.find_spec("transformers") is not None,
+        "--baseline hf: a package is missing: pip install transformers",
+    )
+    check(
+        not compiled or shutil.which("g++") is not None or shutil.which("clang++") is not None,
+        "--baseline-compile: torch.compile needs a C++ compiler: install g++, or leave the flag out",
+    )
 
 
 def build(name: str, run: RunConfig) -> nn.Module:
     """The baseline's model with our initial weights; (tokens (b, s), labels (b, s)) -> loss ()."""
     model = BASELINES[name](run, accounting.padded_vocab_size(run.model, 1))
     ops = Ops.build()
-    meta = {p.spec.name: p for p in Stage(run, Grid(1, 1, 1).groups(SoloComm()), ops).parameters()}  # on the meta device
+    meta = {
+        p.spec.name: p for p in Stage(run, Grid(1, 1, 1).groups(SoloComm()), ops).parameters()
+    }  # on the meta device
 
-    @lru_cache(maxsize=1)  # several parameters of theirs are parts of one of ours, one after another
+    @lru_cache(
+        maxsize=1
+    )  # several parameters of theirs are parts of one of ours, one after another
     def ours(name: str) -> Tensor:
         return initial_values(meta[name], run.training.seed, ops.kernels).view(meta[name].shape)
 
@@ -165,13 +189,31 @@ class BaselineTrainer:
 
     def __init__(self, name: str, run: RunConfig, compiled: bool) -> None:
         self.run, model, optimizer = run, build(name, run), run.optimizer
-        groups = [{"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": optimizer.weight_decay},
-                  {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=optimizer.lr, betas=(optimizer.adam_beta1, optimizer.adam_beta2),
-                                           eps=optimizer.adam_eps, fused=True)
-        self.parameters, self.model = list(model.parameters()), torch.compile(model) if compiled else model
+        groups = [
+            {
+                "params": [p for p in model.parameters() if p.dim() > 1],
+                "weight_decay": optimizer.weight_decay,
+            },
+            {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(
+            groups,
+            lr=optimizer.lr,
+            betas=(optimizer.adam_beta1, optimizer.adam_beta2),
+            eps=optimizer.adam_eps,
+            fused=True,
+        )
+        self.parameters, self.model = (
+            list(model.parameters()),
+            torch.compile(model) if compiled else model,
+        )
         size, b = run.batch.global_batch_size, run.batch.micro_batch_size
-        data = MockDataset(run.model.vocab_size, run.model.seq_length, run.training.train_iters * size, run.training.seed)
+        data = MockDataset(
+            run.model.vocab_size,
+            run.model.seq_length,
+            run.training.train_iters * size,
+            run.training.seed,
+        )
         self.batches = Prefetcher(micro_batches(data, 0, lambda _: size, b, 0, 1))
         self.microbatches = size // b
 
@@ -180,7 +222,9 @@ class BaselineTrainer:
         self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for samples in itertools.islice(self.batches, self.microbatches):
-            tokens, labels = (torch.from_numpy(part).t().contiguous() for part in (samples[:-1], samples[1:]))
+            tokens, labels = (
+                torch.from_numpy(part).t().contiguous() for part in (samples[:-1], samples[1:])
+            )
             with torch.autocast("cpu", torch.bfloat16, enabled=self.run.precision.bf16):
                 loss = self.model(tokens, labels) / self.microbatches
             loss.backward()
@@ -193,9 +237,16 @@ class BaselineTrainer:
 
 # The process ----------------------------------------------------------------------------------------------------------------------
 
+
 def run_of(task: Task) -> RunConfig:
     """Its run; JSON has made lists of tuples."""
-    return make_run(task.recipe, {name: tuple(value) if isinstance(value, list) else value for name, value in task.values.items()})
+    return make_run(
+        task.recipe,
+        {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in task.values.items()
+        },
+    )
 
 
 def _side(task: Task) -> tuple[Callable[[], float], dict[str, Any]]:
@@ -209,7 +260,10 @@ def _side(task: Task) -> tuple[Callable[[], float], dict[str, Any]]:
     world = SoloComm()
     machine = pretrain.configure_process(run, world)
     trainer = shapes.trainer_of(run, world, Grid(1).groups(world))
-    return lambda: trainer.train_step().loss, {"kernels": trainer.ops.choice, "allocator": jobs.allocator(machine)}
+    return lambda: trainer.train_step().loss, {
+        "kernels": trainer.ops.choice,
+        "allocator": jobs.allocator(machine),
+    }
 
 
 def main(order: dict[str, Any], answer: child.Answer) -> None:
@@ -219,7 +273,9 @@ def main(order: dict[str, Any], answer: child.Answer) -> None:
     loaded = Path("/proc/self/maps").read_text() if task.preload else ""
     for library in task.preload:
         if os.path.realpath(library) not in loaded:
-            raise SystemExit(f"{library} was to be preloaded and is not: is it a library of this machine?")
+            raise SystemExit(
+                f"{library} was to be preloaded and is not: is it a library of this machine?"
+            )
     answer({"allocator": allocator.allocator_name(), **facts})
     settling, losses = Settling(multiply_adds), []
     idle_since = time.process_time()
@@ -229,10 +285,20 @@ def main(order: dict[str, Any], answer: child.Answer) -> None:
         faults = allocator.page_faults()
         taken = seconds(lambda: losses.append(step()))
         after, idle_since = allocator.page_faults(), time.process_time()
-        answer({"seconds": taken, "loss": losses[-1], "minor_faults": after[0] - faults[0], "idle_cpu_seconds": idle,
-                "system_seconds": after[1] - faults[1], "peak_rss_mib": allocator.peak_memory_mib()})
+        answer(
+            {
+                "seconds": taken,
+                "loss": losses[-1],
+                "minor_faults": after[0] - faults[0],
+                "idle_cpu_seconds": idle,
+                "system_seconds": after[1] - faults[1],
+                "peak_rss_mib": allocator.peak_memory_mib(),
+            }
+        )
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):  # the parent has left, or is leaving
+    with contextlib.suppress(
+        BrokenPipeError, KeyboardInterrupt
+    ):  # the parent has left, or is leaving
         main(*child.order())

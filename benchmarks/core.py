@@ -20,9 +20,20 @@ from fugaku_megatron.config.checks import check, flag
 from fugaku_megatron.host import runtime
 
 BUSY = "  BUSY MACHINE"
-POSITIVE = ("rounds", "threads", "iterations", "tokens", "micro_batch_size", "micro_batches", "microbatches", "bucket_size",
-            "prompt_length")
-Column = tuple[str, str, str | Callable[[Mapping[str, Any]], Any]]  # title, format such as >8.3f, field or function of a row
+POSITIVE = (
+    "rounds",
+    "threads",
+    "iterations",
+    "tokens",
+    "micro_batch_size",
+    "micro_batches",
+    "microbatches",
+    "bucket_size",
+    "prompt_length",
+)
+Column = tuple[
+    str, str, str | Callable[[Mapping[str, Any]], Any]
+]  # title, format such as >8.3f, field or function of a row
 T = TypeVar("T")
 
 
@@ -47,7 +58,13 @@ def command_line() -> str:
 def apply_quick(options: argparse.Namespace, values: Mapping[str, Any]) -> None:
     """With --quick, use `values` for the options that are at their defaults."""
     if options.quick:
-        vars(options).update({name: value for name, value in values.items() if getattr(options, name) == options.defaults[name]})
+        vars(options).update(
+            {
+                name: value
+                for name, value in values.items()
+                if getattr(options, name) == options.defaults[name]
+            }
+        )
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -57,7 +74,9 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def quiet_rounds(one_round: Callable[[int], tuple[T, bool]], rounds: int, patience: int) -> tuple[list[T], int]:
+def quiet_rounds(
+    one_round: Callable[[int], tuple[T, bool]], rounds: int, patience: int
+) -> tuple[list[T], int]:
     """(so many rounds that nobody disturbed, 0 or the number of discarded ones); if there are too few of them after `patience`
     times as many rounds, (all rounds, -1).
 
@@ -72,9 +91,13 @@ def quiet_rounds(one_round: Callable[[int], tuple[T, bool]], rounds: int, patien
     return (quiet, len(everything) - len(quiet)) if len(quiet) == rounds else (everything, -1)
 
 
-def medians(records: Sequence[Mapping[str, Any]], names: Iterable[str] | None = None) -> dict[str, float]:
+def medians(
+    records: Sequence[Mapping[str, Any]], names: Iterable[str] | None = None
+) -> dict[str, float]:
     """Of the fields `names`, or of all fields."""
-    return {name: statistics.median(record[name] for record in records) for name in names or records[0]}
+    return {
+        name: statistics.median(record[name] for record in records) for name in names or records[0]
+    }
 
 
 def header(columns: Sequence[Column]) -> str:

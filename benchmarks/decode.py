@@ -39,11 +39,25 @@ SIDES = ("ours", "transformers")
 TORCH_HERE = True
 # Configurations of transformers: class, values. "tiny" is for tests.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "tiny": ("GPT2", {"vocab_size": 96, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "tiny": (
+        "GPT2",
+        {"vocab_size": 96, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4},
+    ),
     "124m": ("GPT2", {}),
-    "0.5b": ("Qwen2", {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-                       "num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 32768,
-                       "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "tie_word_embeddings": True}),
+    "0.5b": (
+        "Qwen2",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 32768,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 Side = Callable[[int], list[int]]  # the tokens that follow, so many
 
@@ -52,11 +66,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this family."""
     parser.add_argument("--model", default="124m", choices=MODELS)
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"))
-    parser.add_argument("--prompt-length", type=int, default=32, help="tokens (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=65, help="tokens of a text (default: %(default)s)")
+    parser.add_argument(
+        "--prompt-length", type=int, default=32, help="tokens (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--new-tokens", type=int, default=65, help="tokens of a text (default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default: %(default)s)")
     preloads.add_mkl(parser, "torch's")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s")
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s"
+    )
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -66,20 +86,41 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
         theirs, ours = models(options, Path(folder))
-    prompt = torch.randint(0, MODELS["tiny"][1]["vocab_size"], (options.prompt_length,), generator=torch.Generator().manual_seed(0))
+    prompt = torch.randint(
+        0,
+        MODELS["tiny"][1]["vocab_size"],
+        (options.prompt_length,),
+        generator=torch.Generator().manual_seed(0),
+    )
     sides = {"ours": our_side(ours, prompt.tolist()), "transformers": their_side(theirs, prompt)}
     watch = disturbance.Watch(options.threads)
     same = sides["ours"](options.new_tokens) == sides["transformers"](options.new_tokens)
     if options.dtype == "fp32" and not same:
         raise RuntimeError("the two do not write the same tokens")
-    rounds = [{name: seconds_of_a_token(write, options.new_tokens) for name, write in sides.items()} for _ in range(options.rounds)]
+    rounds = [
+        {name: seconds_of_a_token(write, options.new_tokens) for name, write in sides.items()}
+        for _ in range(options.rounds)
+    ]
     busy, medians, read = watch.disturbed(), core.medians(rounds), read_rate()
-    weights = sum(p.nbytes for p in ours.stage.parameters() if p.dim() > 1 and "position" not in p.spec.name)
-    return {"model": options.model, "dtype": options.dtype, "threads": options.threads, "seconds": medians,
-            "tokens_per_s": {side: 1 / medians[side] for side in SIDES},
-            "ratio": statistics.median(r["transformers"] / r["ours"] for r in rounds), "weight_bytes": weights,
-            "read_gb_per_s": read, "bound": medians["transformers"] * 1e9 * read / weights, "same_tokens": same, "busy": busy,
-            "rounds": rounds, "torch": torch.__version__, "mkl": preloads.mkl_width()}
+    weights = sum(
+        p.nbytes for p in ours.stage.parameters() if p.dim() > 1 and "position" not in p.spec.name
+    )
+    return {
+        "model": options.model,
+        "dtype": options.dtype,
+        "threads": options.threads,
+        "seconds": medians,
+        "tokens_per_s": {side: 1 / medians[side] for side in SIDES},
+        "ratio": statistics.median(r["transformers"] / r["ours"] for r in rounds),
+        "weight_bytes": weights,
+        "read_gb_per_s": read,
+        "bound": medians["transformers"] * 1e9 * read / weights,
+        "same_tokens": same,
+        "busy": busy,
+        "rounds": rounds,
+        "torch": torch.__version__,
+        "mkl": preloads.mkl_width(),
+    }
 
 
 def models(options: argparse.Namespace, folder: Path) -> tuple[Any, LoadedModel]:
@@ -90,15 +131,22 @@ def models(options: argparse.Namespace, folder: Path) -> tuple[Any, LoadedModel]
     kind, values = MODELS[options.model]
     config = getattr(transformers, f"{kind}Config")(**values)
     dtype = driver.DTYPES[options.dtype]
-    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype).eval()
+    theirs = (
+        transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        .to(dtype)
+        .eval()
+    )
     theirs.save_pretrained(folder / "theirs")
     save_own(open_hugging_face(folder / "theirs"), folder / "ours")
     manifest = read_manifest(folder / "ours", 0)
-    return theirs, load_model(saved_run(manifest, (1, 1)), SoloComm(), str(folder / "ours"), 0, manifest)
+    return theirs, load_model(
+        saved_run(manifest, (1, 1)), SoloComm(), str(folder / "ours"), 0, manifest
+    )
 
 
 def our_side(loaded: LoadedModel, prompt: list[int]) -> Side:
     """`fugaku-megatron generate` without its command line."""
+
     def write(count: int) -> list[int]:
         *_, (ids,) = steps(loaded, [prompt], count, GREEDY, lambda sample, ids: False)
         return ids
@@ -108,11 +156,18 @@ def our_side(loaded: LoadedModel, prompt: list[int]) -> Side:
 
 def their_side(model: Any, prompt: torch.Tensor) -> Side:
     """transformers' generate. prompt (s,)."""
-    flags = {"do_sample": False, "use_cache": True, "eos_token_id": None, "pad_token_id": 0,
-             "attention_mask": torch.ones_like(prompt[None])}  # it would take a token 0 for padding
+    flags = {
+        "do_sample": False,
+        "use_cache": True,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "attention_mask": torch.ones_like(prompt[None]),
+    }  # it would take a token 0 for padding
 
     def write(count: int) -> list[int]:
-        return model.generate(prompt[None], max_new_tokens=count, min_new_tokens=count, **flags)[0, len(prompt):].tolist()
+        return model.generate(prompt[None], max_new_tokens=count, min_new_tokens=count, **flags)[
+            0, len(prompt) :
+        ].tolist()
 
     return write
 
@@ -130,12 +185,19 @@ def read_rate() -> float:
 
 def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
     """The table."""
-    lines = [f"{result['model']} {result['dtype']}, {result['threads']} threads, {result['cpu']}, MKL {result['mkl']}, measured"
-             + core.BUSY * result["busy"]]
+    lines = [
+        f"{result['model']} {result['dtype']}, {result['threads']} threads, {result['cpu']}, MKL {result['mkl']}, measured"
+        + core.BUSY * result["busy"]
+    ]
     for side in SIDES:
         rate = result["weight_bytes"] / result["seconds"][side] / 1e9
-        lines.append(f"{side:<14} {result['tokens_per_s'][side]:>8.1f} tokens/s {1e3 * result['seconds'][side]:>8.2f} ms/token "
-                     f"{rate:>6.1f} GB/s of weights, {100 * rate / result['read_gb_per_s']:.0f} % of reading memory")
-    lines.append(f"ours is {result['ratio']:.2f} x as fast" + ", with the same tokens" * result["same_tokens"]
-                 + f"; a program that only read the weights would be {result['bound']:.2f} x as fast")
+        lines.append(
+            f"{side:<14} {result['tokens_per_s'][side]:>8.1f} tokens/s {1e3 * result['seconds'][side]:>8.2f} ms/token "
+            f"{rate:>6.1f} GB/s of weights, {100 * rate / result['read_gb_per_s']:.0f} % of reading memory"
+        )
+    lines.append(
+        f"ours is {result['ratio']:.2f} x as fast"
+        + ", with the same tokens" * result["same_tokens"]
+        + f"; a program that only read the weights would be {result['bound']:.2f} x as fast"
+    )
     return "\n".join(lines)

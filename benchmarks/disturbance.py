@@ -19,7 +19,9 @@ from fugaku_megatron.host.runtime import fma_gflops
 
 from .core import seconds
 
-OTHERS = 0.1  # a measurement is marked as disturbed when others used more than this share of our cores
+OTHERS = (
+    0.1  # a measurement is marked as disturbed when others used more than this share of our cores
+)
 SETTLE_STEPS = 600_000  # of the loop of multiply-adds
 SETTLE_SECONDS = 1.0  # at most, until every thread has a core
 SETTLED = 0.75  # of the best rate: two threads on one core have half of it
@@ -28,7 +30,9 @@ SETTLED = 0.75  # of the best rate: two threads on one core have half of it
 def busy_seconds() -> float:
     """CPU seconds of this machine since its start that were not idle; the system counts in hundredths of a second."""
     times = psutil.cpu_times()
-    return sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
+    return sum(
+        getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal")
+    )
 
 
 def own_seconds() -> float:
@@ -49,7 +53,9 @@ class Watch:
 
     def others(self) -> float:
         """CPU seconds of all other processes, and those stolen by other virtual machines, over the wall time of `threads` cores."""
-        return (busy_seconds() - self._own() - self._others) / (self._threads * (time.perf_counter() - self._begin))
+        return (busy_seconds() - self._own() - self._others) / (
+            self._threads * (time.perf_counter() - self._begin)
+        )
 
     def disturbed(self) -> bool:
         """Whether others took too much since the construction."""
@@ -79,7 +85,9 @@ class Settling:
         while time.perf_counter() < end and (not self.now() or all_the_time):
             pass
 
-    def run(self, work: Callable[[], Any], clock: Callable[[], float], threads: int) -> tuple[Any, bool]:
+    def run(
+        self, work: Callable[[], Any], clock: Callable[[], float], threads: int
+    ) -> tuple[Any, bool]:
         """(What `work` returns, whether so many threads had a core each meanwhile). clock: of their processor time."""
         self.wait()
         wall, cpu = time.perf_counter(), clock()

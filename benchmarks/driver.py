@@ -97,11 +97,15 @@ def relative_error(ours: torch.Tensor, exact: torch.Tensor) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of every family of kernels."""
     shapes.add_arguments(parser)
-    parser.add_argument("--target", default=kernels.active(), help="kernel target, or all (default: %(default)s)")
+    parser.add_argument(
+        "--target", default=kernels.active(), help="kernel target, or all (default: %(default)s)"
+    )
     parser.add_argument("--dtype", default="fp32", choices=DTYPES)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     preloads.add_mkl(parser, "torch's", both=True)
-    parser.add_argument("--rounds", type=int, default=9, help="timed rounds of each row (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="timed rounds of each row (default: %(default)s)"
+    )
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name holds TEXT")
 
 
@@ -113,13 +117,20 @@ def family(cases: Cases) -> tuple[Callable[..., dict[str, Any]], Callable[..., s
 def measure(cases: Cases, options: argparse.Namespace) -> dict[str, Any]:
     """Every selected case on every selected target; prints a row when it is measured. ValueError when --only selects nothing."""
     known = [*kernels.runnable_targets(), "all"]
-    check(options.target in known, f"--target {options.target} cannot run here: pass {' or '.join(known)}")
+    check(
+        options.target in known,
+        f"--target {options.target} cannot run here: pass {' or '.join(known)}",
+    )
     shapes.run_of(options)  # refuses sizes that do not fit, before anything is measured
     torch.set_num_threads(options.threads)
     memory, limits, done = allocator.tune("tuned"), machine(), []
-    print(f"{runtime.cpu_model()}, {options.threads} threads, torch {torch.__version__} with MKL {preloads.mkl_width()}, allocator "
-          f"of both sides: {memory}")
-    print("machine: " + ", ".join(f"{name} {value:.4g}" for name, value in limits.items()), flush=True)
+    print(
+        f"{runtime.cpu_model()}, {options.threads} threads, torch {torch.__version__} with MKL {preloads.mkl_width()}, allocator "
+        f"of both sides: {memory}"
+    )
+    print(
+        "machine: " + ", ".join(f"{name} {value:.4g}" for name, value in limits.items()), flush=True
+    )
     for target in kernels.runnable_targets() if options.target == "all" else [options.target]:
         with kernels.target(target), ExitStack() as stack:
             rivals: list[Rival] | None = None
@@ -129,8 +140,14 @@ def measure(cases: Cases, options: argparse.Namespace) -> dict[str, Any]:
                 done.append(measured_row(case, options, target, limits, settling, rivals))
                 print(f"{line(done[-1])}\n{'':>17} {done[-1]['repeat']}", flush=True)
     check(done != [], f"--only {options.only!r}: no row has this in its name")
-    return {"command": sys.argv[1:], "torch": torch.__version__, "mkl": preloads.mkl_width(), "allocator": memory,
-            "machine": limits, "rows": done}
+    return {
+        "command": sys.argv[1:],
+        "torch": torch.__version__,
+        "mkl": preloads.mkl_width(),
+        "allocator": memory,
+        "machine": limits,
+        "rows": done,
+    }
 
 
 def machine() -> dict:
@@ -138,8 +155,11 @@ def machine() -> dict:
     x, y, out = (torch.ones(TRIAD_ELEMENTS) for _ in range(3))
     triad = min(seconds(lambda: kernels.bench_triad(out, x, y, 2.0)) for _ in range(5))
     clock = min(seconds(lambda: kernels.bench_clock(CLOCK_STEPS)) for _ in range(5))
-    return {"clock_ghz": CLOCK_STEPS / clock / 1e9, "fma_gflops": fma_peak_gflops(5),
-            "triad_gb_per_second": 12 * TRIAD_ELEMENTS / triad / 1e9}
+    return {
+        "clock_ghz": CLOCK_STEPS / clock / 1e9,
+        "fma_gflops": fma_peak_gflops(5),
+        "triad_gb_per_second": 12 * TRIAD_ELEMENTS / triad / 1e9,
+    }
 
 
 def selected(cases: Cases, options: argparse.Namespace) -> Iterator[Case]:
@@ -147,33 +167,67 @@ def selected(cases: Cases, options: argparse.Namespace) -> Iterator[Case]:
     return (case for case in cases(options) if options.only in case.name)
 
 
-def measured_row(case: Case, options: argparse.Namespace, target: str, limits: dict, settling: Settling,
-                 rivals: Sequence[Rival]) -> dict:
+def measured_row(
+    case: Case,
+    options: argparse.Namespace,
+    target: str,
+    limits: dict,
+    settling: Settling,
+    rivals: Sequence[Rival],
+) -> dict:
     """The row of one case; the rate of operations is None where memory bounds it. rivals: are at the case before."""
     case.run()
     max_error = case.error()
     case.baseline_run()
     for rival in rivals:
         rival.ask("next")
-    turns, discarded = core.quiet_rounds(lambda number: one_round(case, options.threads, settling, rivals, number % 2 == 1),
-                                         options.rounds, PATIENCE)
-    ours, baseline, peak, *theirs = (statistics.median(column) for column in zip(*turns, strict=True))
-    flops, rate = sum(call.flops for call in case.calls), sum(call.bytes for call in case.calls) / ours / 1e9
+    turns, discarded = core.quiet_rounds(
+        lambda number: one_round(case, options.threads, settling, rivals, number % 2 == 1),
+        options.rounds,
+        PATIENCE,
+    )
+    ours, baseline, peak, *theirs = (
+        statistics.median(column) for column in zip(*turns, strict=True)
+    )
+    flops, rate = (
+        sum(call.flops for call in case.calls),
+        sum(call.bytes for call in case.calls) / ours / 1e9,
+    )
     gflops = flops / ours / 1e9 if flops else None
-    return {"op": case.op, "shape": list(case.shape), "dtype": options.dtype, "target": target, "threads": options.threads,
-            "seconds": ours, "gflops": gflops, "baseline": case.baseline, "baseline_seconds": baseline, "ratio": baseline / ours,
-            "peak_gflops": peak, "peak_fraction": gflops and gflops / peak, "gb_per_second": rate,
-            "bandwidth_fraction": rate / limits["triad_gb_per_second"],
-            "rivals": {rival.name: {"seconds": one, "ratio": one / ours} for rival, one in zip(rivals, theirs, strict=True)},
-            "max_error": max_error, "busy": discarded < 0, "repeat": repeat_line(case, options, target), **case.details}
+    return {
+        "op": case.op,
+        "shape": list(case.shape),
+        "dtype": options.dtype,
+        "target": target,
+        "threads": options.threads,
+        "seconds": ours,
+        "gflops": gflops,
+        "baseline": case.baseline,
+        "baseline_seconds": baseline,
+        "ratio": baseline / ours,
+        "peak_gflops": peak,
+        "peak_fraction": gflops and gflops / peak,
+        "gb_per_second": rate,
+        "bandwidth_fraction": rate / limits["triad_gb_per_second"],
+        "rivals": {
+            rival.name: {"seconds": one, "ratio": one / ours}
+            for rival, one in zip(rivals, theirs, strict=True)
+        },
+        "max_error": max_error,
+        "busy": discarded < 0,
+        "repeat": repeat_line(case, options, target),
+        **case.details,
+    }
 
 
-def one_round(case: Case, threads: int, settling: Settling, rivals: Sequence[Rival],
-              baseline_first: bool) -> tuple[tuple[float, ...], bool]:
+def one_round(
+    case: Case, threads: int, settling: Settling, rivals: Sequence[Rival], baseline_first: bool
+) -> tuple[tuple[float, ...], bool]:
     """((seconds, the baseline's, GFLOP/s of multiply-adds, the rivals' seconds), whether other processes left us the cores).
 
     The second of the two finds what both read in the caches.
     """
+
     def both() -> tuple[float, float, float]:
         before = seconds(case.baseline_run) if baseline_first else None
         own = seconds(case.run)
@@ -186,33 +240,64 @@ def one_round(case: Case, threads: int, settling: Settling, rivals: Sequence[Riv
 
 def repeat_line(case: Case, options: argparse.Namespace, target: str) -> str:
     """The command that measures this row again: options that are not at their defaults, and this row alone."""
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in vars(options).items()
-             if value != options.defaults.get(name, value) and name not in ("json", "only", "target")]
-    return shlex.join(["python", "-m", "benchmarks", options.family, *words, f"--target={target}", f"--only={case.name}"])
+    words = [
+        f"--{name.replace('_', '-')}={value}"
+        for name, value in vars(options).items()
+        if value != options.defaults.get(name, value) and name not in ("json", "only", "target")
+    ]
+    return shlex.join(
+        [
+            "python",
+            "-m",
+            "benchmarks",
+            options.family,
+            *words,
+            f"--target={target}",
+            f"--only={case.name}",
+        ]
+    )
 
 
 def line(row: dict) -> str:
     """A row as printed."""
-    fraction, rate = ("peak_fraction", f"{row['gflops']:8.1f} GFLOP/s") if row["gflops"] is not None else (
-        "bandwidth_fraction", f"{row['gb_per_second']:8.1f} GB/s   ")
+    fraction, rate = (
+        ("peak_fraction", f"{row['gflops']:8.1f} GFLOP/s")
+        if row["gflops"] is not None
+        else ("bandwidth_fraction", f"{row['gb_per_second']:8.1f} GB/s   ")
+    )
     limit = "FMA peak" if fraction == "peak_fraction" else "triad   "
-    all_ratios = {row["baseline"]: row["ratio"], **{name: rival["ratio"] for name, rival in row["rivals"].items()}}
+    all_ratios = {
+        row["baseline"]: row["ratio"],
+        **{name: rival["ratio"] for name, rival in row["rivals"].items()},
+    }
     ratios = "  ".join(f"{ratio:.3f} x {name}" for name, ratio in all_ratios.items())
-    return (f"{row['op']:>17} {'x'.join(map(str, row['shape'])):>16} {row['dtype']} {row['target']:>10} "
-            f"{row['seconds'] * 1e3:9.3f} ms {rate} {100 * row[fraction]:5.1f} % of {limit}  {ratios}  "
-            f"error {row['max_error']:.1e}" + core.BUSY * row["busy"])
+    return (
+        f"{row['op']:>17} {'x'.join(map(str, row['shape'])):>16} {row['dtype']} {row['target']:>10} "
+        f"{row['seconds'] * 1e3:9.3f} ms {rate} {100 * row[fraction]:5.1f} % of {limit}  {ratios}  "
+        f"error {row['max_error']:.1e}" + core.BUSY * row["busy"]
+    )
 
 
 def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
     """Geometric means of all rows."""
     rows = result["rows"]
-    of_each = {"the baseline": [row["ratio"] for row in rows],
-               **{name: [row["rivals"][name]["ratio"] for row in rows] for name in rows[0]["rivals"]}}
-    means = ", ".join(f"{geometric_mean(some):.3f} x {name} (min {min(some):.3f})" for name, some in of_each.items())
-    busy, fractions = sum(row["busy"] for row in rows), [r["peak_fraction"] for r in rows if r["peak_fraction"] is not None]
-    return (f"geometric mean of {len(rows)} rows: {means}"
-            + (f", {100 * geometric_mean(fractions):.1f} % of FMA peak" if fractions else "")
-            + (f"; {busy} rows on a busy machine" if busy else ""))
+    of_each = {
+        "the baseline": [row["ratio"] for row in rows],
+        **{name: [row["rivals"][name]["ratio"] for row in rows] for name in rows[0]["rivals"]},
+    }
+    means = ", ".join(
+        f"{geometric_mean(some):.3f} x {name} (min {min(some):.3f})"
+        for name, some in of_each.items()
+    )
+    busy, fractions = (
+        sum(row["busy"] for row in rows),
+        [r["peak_fraction"] for r in rows if r["peak_fraction"] is not None],
+    )
+    return (
+        f"geometric mean of {len(rows)} rows: {means}"
+        + (f", {100 * geometric_mean(fractions):.1f} % of FMA peak" if fractions else "")
+        + (f"; {busy} rows on a busy machine" if busy else "")
+    )
 
 
 def geometric_mean(values: list[float]) -> float:
@@ -222,11 +307,14 @@ def geometric_mean(values: list[float]) -> float:
 
 # Rivals in other processes --------------------------------------------------------------------------------------------------------
 
+
 class Rival(child.Child):
     """The parent's end. `name` says which library it is, and which of its kernels run."""
 
     def __init__(self, kind: str, options: argparse.Namespace, environment: dict[str, str]) -> None:
-        values = {name: value for name, value in vars(options).items() if name not in ("json", "defaults")}
+        values = {
+            name: value for name, value in vars(options).items() if name not in ("json", "defaults")
+        }
         command = child.python("driver", {"kind": kind, "options": values})
         super().__init__(command, {**environment, "OMP_NUM_THREADS": str(options.threads)}, kind)
         self.ready = self.answer()
@@ -249,8 +337,14 @@ def start_rivals(stack: ExitStack, options: argparse.Namespace, case: Case) -> l
     if options.mkl == preloads.BOTH and preloads.narrowed():
         environments[SHIPPED] = preloads.mkl_environment("shipped")
     if case.openblas_run is not None:
-        environments[OPENBLAS] = {**preloads.mkl_environment("shipped"), **openblas.environment(options.threads)}
-    started = [stack.enter_context(Rival(kind, options, environment)) for kind, environment in environments.items()]
+        environments[OPENBLAS] = {
+            **preloads.mkl_environment("shipped"),
+            **openblas.environment(options.threads),
+        }
+    started = [
+        stack.enter_context(Rival(kind, options, environment))
+        for kind, environment in environments.items()
+    ]
     for rival in started:
         if "missing" in rival.ready:
             print(f"no {rival.name}: {rival.ready['missing']}", flush=True)

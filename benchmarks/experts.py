@@ -36,9 +36,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model's experts, how many of them, and rows of each."""
     driver.add_arguments(parser)
     parser.set_defaults(recipe="qwen3-30b-a3b")
-    parser.add_argument("--experts", type=int, default=32, help="experts (default: %(default)s, whose gradients fit into memory)")
-    parser.add_argument("--rows", type=int, default=64, help="mean rows of an expert (default: %(default)s)")
-    parser.add_argument("--load", default="both", choices=(*LOADS, "both"), help="even, or half of all rows for one expert")
+    parser.add_argument(
+        "--experts",
+        type=int,
+        default=32,
+        help="experts (default: %(default)s, whose gradients fit into memory)",
+    )
+    parser.add_argument(
+        "--rows", type=int, default=64, help="mean rows of an expert (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--load",
+        default="both",
+        choices=(*LOADS, "both"),
+        help="even, or half of all rows for one expert",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +66,14 @@ class Work:
     def of(n: int, k: int, o: int, counts: tuple[int, ...], dtype: torch.dtype) -> Work:
         """Of random tensors."""
         torch.manual_seed(0)
-        x, grad, weight = (torch.randn(shape).to(dtype) for shape in ((n, k), (n, o), (len(counts), o, k)))
+        x, grad, weight = (
+            torch.randn(shape).to(dtype) for shape in ((n, k), (n, o), (len(counts), o, k))
+        )
         return Work(x=x, grad=grad, weight=weight, counts=counts)
 
     def each(self, one: Callable[[int, slice], object]) -> Callable[[], None]:
         """What calls one(expert, its rows) of all experts."""
+
         def run() -> None:
             for expert, rows in parts(self.counts):
                 one(expert, rows)
@@ -82,7 +97,8 @@ class Work:
         calls: dict[str, Callable[[], object]] = {
             "forward": lambda: torch._grouped_mm(self.x, self.weight.transpose(1, 2), offs=ends),
             "data_grad": lambda: torch._grouped_mm(self.grad, self.weight, offs=ends),
-            "weight_grad": lambda: out.add_(torch._grouped_mm(self.grad.T, self.x, offs=ends))}
+            "weight_grad": lambda: out.add_(torch._grouped_mm(self.grad.T, self.x, offs=ends)),
+        }
         try:
             calls[op]()
         except (AttributeError, RuntimeError):
@@ -91,10 +107,19 @@ class Work:
 
     def dense(self, op: str, out: Tensor) -> Call:
         """One matmul of as many FLOPs with one weight, or gradient."""
-        operands = {"forward": (self.x, self.weight[0], out), "data_grad": (self.grad, self.weight[0], out),
-                    "weight_grad": (self.grad, self.x, out[0] if op == "weight_grad" else out)}[op]
-        return Call({"forward": "linear_forward", "data_grad": "linear_data_gradient", "weight_grad": "linear_weight_gradient"}[op],
-                    *operands)
+        operands = {
+            "forward": (self.x, self.weight[0], out),
+            "data_grad": (self.grad, self.weight[0], out),
+            "weight_grad": (self.grad, self.x, out[0] if op == "weight_grad" else out),
+        }[op]
+        return Call(
+            {
+                "forward": "linear_forward",
+                "data_grad": "linear_data_gradient",
+                "weight_grad": "linear_weight_gradient",
+            }[op],
+            *operands,
+        )
 
     def grouped(self, op: str, out: Tensor) -> Call:
         """The call that is measured."""
@@ -125,7 +150,10 @@ def counts_of(options: argparse.Namespace, load: str) -> tuple[int, ...]:
     e, total = options.experts, options.experts * options.rows
     if load == "even" or e == 1:
         return (options.rows,) * e
-    others = [(total - total // 2) * (i + 1) // (e - 1) - (total - total // 2) * i // (e - 1) for i in range(e - 1)]
+    others = [
+        (total - total // 2) * (i + 1) // (e - 1) - (total - total // 2) * i // (e - 1)
+        for i in range(e - 1)
+    ]
     return (*others[: e // 2], total // 2, *others[e // 2 :])
 
 
@@ -135,53 +163,99 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
     ValueError for a model without experts.
     """
     model = shapes.run_of(options).model
-    check(model.num_experts is not None, f"--recipe {options.recipe} has no experts: pass one that has, such as qwen3-30b-a3b")
-    check(options.experts > 0 and options.rows > 0, f"--experts {options.experts} and --rows {options.rows}: pass 1 or more")
+    check(
+        model.num_experts is not None,
+        f"--recipe {options.recipe} has no experts: pass one that has, such as qwen3-30b-a3b",
+    )
+    check(
+        options.experts > 0 and options.rows > 0,
+        f"--experts {options.experts} and --rows {options.rows}: pass 1 or more",
+    )
     h, f = model.hidden_size, model.moe_ffn_hidden_size or 0
     for load in LOADS if options.load == "both" else (options.load,):
         for k, o in ((h, 2 * f), (f, h)):
-            work = Work.of(options.experts * options.rows, k, o, counts_of(options, load), DTYPES[options.dtype])
+            work = Work.of(
+                options.experts * options.rows,
+                k,
+                o,
+                counts_of(options, load),
+                DTYPES[options.dtype],
+            )
             for op in ("forward", "data_grad", "weight_grad"):
                 yield from op_cases(work, op, load)
     k = min(model.moe_router_topk, options.experts)
     yield routing(options.experts * options.rows // k, options.experts, k, model)
-    yield from order(options.experts * options.rows // k, options.experts, k, h, DTYPES[options.dtype])
+    yield from order(
+        options.experts * options.rows // k, options.experts, k, h, DTYPES[options.dtype]
+    )
     yield scaled_gate(options.experts * options.rows, f, DTYPES[options.dtype])
 
 
 def op_cases(work: Work, op: str, load: str) -> Iterator[Case]:
     """One matmul against dense, torch, and torch._grouped_mm."""
     out, theirs = work.out(op), work.out(op)
-    opponents = {"dense": work.dense(op, theirs).run, "torch": work.in_torch(op, theirs),
-                 "_grouped_mm": work.in_grouped_mm(op, theirs)}
+    opponents = {
+        "dense": work.dense(op, theirs).run,
+        "torch": work.in_torch(op, theirs),
+        "_grouped_mm": work.in_grouped_mm(op, theirs),
+    }
     for name, run in opponents.items():
         if run is not None:
             out.zero_()
-            yield Case(op=op if load == "even" else f"{op}_skewed", calls=(work.grouped(op, out),), baseline_run=run, baseline=name,
-                       error=lambda: work.error(op, out), details={"load": load},
-                       shape=(len(work.x), *work.weight.shape[1:], len(work.counts)))
+            yield Case(
+                op=op if load == "even" else f"{op}_skewed",
+                calls=(work.grouped(op, out),),
+                baseline_run=run,
+                baseline=name,
+                error=lambda: work.error(op, out),
+                details={"load": load},
+                shape=(len(work.x), *work.weight.shape[1:], len(work.counts)),
+            )
 
 
 def routing(rows: int, e: int, k: int, model: ModelConfig) -> Case:
     """Experts and scores of random logits (rows, e), without bias and groups, and the gradient of the logits."""
     kind, logits, dscores = kind_of_scores(model), torch.randn(rows, e), torch.randn(rows, k)
-    scores, chosen, dlogits = torch.empty(rows, k), torch.empty(rows, k, dtype=torch.int64), torch.empty(rows, e)
+    scores, chosen, dlogits = (
+        torch.empty(rows, k),
+        torch.empty(rows, k, dtype=torch.int64),
+        torch.empty(rows, e),
+    )
 
     def eager(logits: Tensor) -> Tensor:
         if kind == "softmax_of_chosen":
             return torch.softmax(logits.topk(k).values, -1)
-        own = (torch.sigmoid(logits) if kind == "sigmoid" else torch.softmax(logits, -1)).topk(k).values
+        own = (
+            (torch.sigmoid(logits) if kind == "sigmoid" else torch.softmax(logits, -1))
+            .topk(k)
+            .values
+        )
         return own / own.sum(-1, keepdim=True) if kind == "sigmoid" and k > 1 else own
 
-    calls = (Call("route", logits, None, scores, chosen, kind),
-             Call("route_backward", dscores, scores if kind == "softmax_of_chosen" else logits, chosen, dlogits, kind))
-    return compare("route", (rows, e, k), calls, (dlogits,), eager, (logits,), (dscores,), dtype="fp32")
+    calls = (
+        Call("route", logits, None, scores, chosen, kind),
+        Call(
+            "route_backward",
+            dscores,
+            scores if kind == "softmax_of_chosen" else logits,
+            chosen,
+            dlogits,
+            kind,
+        ),
+    )
+    return compare(
+        "route", (rows, e, k), calls, (dlogits,), eager, (logits,), (dscores,), dtype="fp32"
+    )
 
 
 def order(rows: int, e: int, k: int, h: int, dtype: torch.dtype) -> Iterator[Case]:
     """The order of pairs of random experts, rows (rows, h) in this order, and the sum of each token's."""
     chosen, (x,) = torch.randint(e, (rows, k)), random(dtype, 1, rows, h)
-    counts, pairs, places = torch.empty(e, dtype=torch.int64), torch.empty(rows * k, dtype=torch.int64), torch.empty_like(chosen)
+    counts, pairs, places = (
+        torch.empty(e, dtype=torch.int64),
+        torch.empty(rows * k, dtype=torch.int64),
+        torch.empty_like(chosen),
+    )
     numbers, there, back = chosen.flatten(), x.new_empty(rows * k, h), torch.empty_like(x)
 
     def eager() -> Tensor:
@@ -189,25 +263,54 @@ def order(rows: int, e: int, k: int, h: int, dtype: torch.dtype) -> Iterator[Cas
         sorted_numbers = numbers.argsort(stable=True)
         return torch.empty_like(numbers).scatter_(0, sorted_numbers, torch.arange(rows * k))
 
-    yield Case(op="sort_pairs", shape=(rows, k, e), calls=(Call("sort_pairs", chosen, counts, pairs, places),), baseline_run=eager,
-               error=lambda: float((places.flatten() - eager()).abs().max()), details={"dtype": "int64"})
+    yield Case(
+        op="sort_pairs",
+        shape=(rows, k, e),
+        calls=(Call("sort_pairs", chosen, counts, pairs, places),),
+        baseline_run=eager,
+        error=lambda: float((places.flatten() - eager()).abs().max()),
+        details={"dtype": "int64"},
+    )
     Call("sort_pairs", chosen, counts, pairs, places).run()
-    yield Case(op="permute", shape=(rows * k, h), calls=(Call("permute", x, pairs, there, k),), baseline_run=lambda: x[pairs // k],
-               error=lambda: float((there - x[pairs // k]).abs().max()))
+    yield Case(
+        op="permute",
+        shape=(rows * k, h),
+        calls=(Call("permute", x, pairs, there, k),),
+        baseline_run=lambda: x[pairs // k],
+        error=lambda: float((there - x[pairs // k]).abs().max()),
+    )
     Call("permute", x, pairs, there, k).run()
-    yield Case(op="unpermute", shape=(rows * k, h), calls=(Call("unpermute", there, places, back),),
-               baseline_run=lambda: F.embedding_bag(places, there, mode="sum"),
-               error=lambda: driver.relative_error(back, there.double()[places].sum(1)))
+    yield Case(
+        op="unpermute",
+        shape=(rows * k, h),
+        calls=(Call("unpermute", there, places, back),),
+        baseline_run=lambda: F.embedding_bag(places, there, mode="sum"),
+        error=lambda: driver.relative_error(back, there.double()[places].sum(1)),
+    )
 
 
 def scaled_gate(rows: int, f: int, dtype: torch.dtype) -> Case:
     """silu(gate) up times a factor of each row, and all gradients; gate and up (rows, f)."""
-    x, (dy,), factors, dfactors = torch.randn(rows, 2, f).to(dtype), random(dtype, 1, rows, f), torch.rand(rows), torch.empty(rows)
+    x, (dy,), factors, dfactors = (
+        torch.randn(rows, 2, f).to(dtype),
+        random(dtype, 1, rows, f),
+        torch.rand(rows),
+        torch.empty(rows),
+    )
     y, dx = torch.empty_like(dy), torch.empty_like(x)
-    calls = (Call("scaled_gate", x, factors, y), Call("scaled_gate_backward", dy, x, factors, dx, dfactors, y))
-    return compare("scaled_gate", (rows, f), calls, (*dx.unbind(1), dfactors),
-                   lambda gate, up, factors: (F.silu(gate) * up * factors.unsqueeze(1)).to(gate.dtype), (*x.unbind(1), factors),
-                   (dy,))
+    calls = (
+        Call("scaled_gate", x, factors, y),
+        Call("scaled_gate_backward", dy, x, factors, dx, dfactors, y),
+    )
+    return compare(
+        "scaled_gate",
+        (rows, f),
+        calls,
+        (*dx.unbind(1), dfactors),
+        lambda gate, up, factors: (F.silu(gate) * up * factors.unsqueeze(1)).to(gate.dtype),
+        (*x.unbind(1), factors),
+        (dy,),
+    )
 
 
 measure, text = driver.family(cases)

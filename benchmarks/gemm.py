@@ -32,8 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model's shapes; both widths of torch's MKL by default."""
     driver.add_arguments(parser)
     parser.set_defaults(mkl=preloads.BOTH)
-    parser.add_argument("--fp32-matmul", default="ieee", choices=("ieee", "bf16x3"),
-                        help="bf16x3: each row is followed by one of FP32 operands in three BF16 parts")
+    parser.add_argument(
+        "--fp32-matmul",
+        default="ieee",
+        choices=("ieee", "bf16x3"),
+        help="bf16x3: each row is followed by one of FP32 operands in three BF16 parts",
+    )
 
 
 def matmul_shapes(options: argparse.Namespace) -> list[tuple[int, int, int]]:
@@ -45,7 +49,10 @@ def matmul_shapes(options: argparse.Namespace) -> list[tuple[int, int, int]]:
 
 def pack(weight: torch.Tensor, transposed: bool, parts: dict[str, bool]) -> torch.Tensor:
     """The weight packed for the target in use. parts: arguments of its matmul."""
-    packed = torch.empty(kernels.packed_weight_size(*weight.shape, weight.dtype, transposed, **parts), dtype=torch.uint8)
+    packed = torch.empty(
+        kernels.packed_weight_size(*weight.shape, weight.dtype, transposed, **parts),
+        dtype=torch.uint8,
+    )
     kernels.pack_weight(weight, packed, transposed, **parts)
     return packed
 
@@ -59,9 +66,14 @@ def sampled_error(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     """Three matmuls of each layer. Raises ValueError for bf16x3 of other operands or on a target that cannot."""
     splits = options.fp32_matmul == "bf16x3"
-    check(not splits or options.dtype == "fp32", f"--fp32-matmul bf16x3 is for FP32, and --dtype is {options.dtype}: leave it out")
-    check(not splits or kernels.has_bf16_arithmetic(), f"--fp32-matmul bf16x3: target {kernels.active()} has no BF16 arithmetic: "
-          "leave it out")
+    check(
+        not splits or options.dtype == "fp32",
+        f"--fp32-matmul bf16x3 is for FP32, and --dtype is {options.dtype}: leave it out",
+    )
+    check(
+        not splits or kernels.has_bf16_arithmetic(),
+        f"--fp32-matmul bf16x3: target {kernels.active()} has no BF16 arithmetic: leave it out",
+    )
     for m, n, k in matmul_shapes(options):
         for bf16x3 in (False, True) if splits else (False,):
             yield from layer_cases(m, n, k, DTYPES[options.dtype], bf16x3)
@@ -71,32 +83,56 @@ def layer_cases(m: int, n: int, k: int, dtype: torch.dtype, bf16x3: bool = False
     """Forward, data gradient, weight gradient of one layer; torch writes into memory it already holds, as the kernels do."""
     name, parts = " bf16x3" * bf16x3, {"bf16x3": True} if bf16x3 else {}
     torch.manual_seed(0)
-    x, weight, grad = (torch.randn(shape, dtype=torch.float32).to(dtype) for shape in ((m, k), (n, k), (m, n)))
+    x, weight, grad = (
+        torch.randn(shape, dtype=torch.float32).to(dtype) for shape in ((m, k), (n, k), (m, n))
+    )
     out, torch_out = torch.empty(m, n, dtype=dtype), torch.empty(m, n, dtype=dtype)
     in_openblas = openblas_matmul if dtype == torch.float32 else lambda *_: None
     forward = Call("linear_forward", x, weight, out, packed=pack(weight, False, parts), **parts)
-    yield Case(op="forward" + name, calls=(forward,),
-               baseline_run=lambda: torch.mm(x, weight.T, out=torch_out), error=lambda: sampled_error(out, x, weight.T),
-               openblas_run=in_openblas(x, weight.T, torch_out), shape=(m, n, k))
+    yield Case(
+        op="forward" + name,
+        calls=(forward,),
+        baseline_run=lambda: torch.mm(x, weight.T, out=torch_out),
+        error=lambda: sampled_error(out, x, weight.T),
+        openblas_run=in_openblas(x, weight.T, torch_out),
+        shape=(m, n, k),
+    )
     dx, torch_dx = torch.empty(m, k, dtype=dtype), torch.empty(m, k, dtype=dtype)
-    backward = Call("linear_data_gradient", grad, weight, dx, packed=pack(weight, True, parts), **parts)
-    yield Case(op="data_grad" + name, calls=(backward,),
-               baseline_run=lambda: torch.mm(grad, weight, out=torch_dx), error=lambda: sampled_error(dx, grad, weight),
-               openblas_run=in_openblas(grad, weight, torch_dx), shape=(m, n, k))
+    backward = Call(
+        "linear_data_gradient", grad, weight, dx, packed=pack(weight, True, parts), **parts
+    )
+    yield Case(
+        op="data_grad" + name,
+        calls=(backward,),
+        baseline_run=lambda: torch.mm(grad, weight, out=torch_dx),
+        error=lambda: sampled_error(dx, grad, weight),
+        openblas_run=in_openblas(grad, weight, torch_dx),
+        shape=(m, n, k),
+    )
     main = torch.zeros(n, k)
-    yield Case(op="weight_grad" + name, calls=(Call("linear_weight_gradient", grad, x, main, **parts),),
-               baseline_run=torch_weight_gradient(grad, x), error=lambda: sampled_error(main, grad.T, x),
-               openblas_run=in_openblas(grad.T, x, torch.zeros(n, k), True), shape=(m, n, k))
+    yield Case(
+        op="weight_grad" + name,
+        calls=(Call("linear_weight_gradient", grad, x, main, **parts),),
+        baseline_run=torch_weight_gradient(grad, x),
+        error=lambda: sampled_error(main, grad.T, x),
+        openblas_run=in_openblas(grad.T, x, torch.zeros(n, k), True),
+        shape=(m, n, k),
+    )
 
 
-def openblas_matmul(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, add: bool = False) -> Callable[[], None]:
+def openblas_matmul(
+    left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, add: bool = False
+) -> Callable[[], None]:
     """What writes the matmul of left (m, k) and right (k, n) into out (m, n), or adds it."""
     return lambda: openblas.sgemm(left, right, out, add)
 
 
 def torch_weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> Callable[[], None]:
     """What adds grad^T x to a float32 gradient. grad (m, n), x (m, k)."""
-    main, half = torch.zeros(grad.shape[1], x.shape[1]), torch.empty(grad.shape[1], x.shape[1], dtype=x.dtype)
+    main, half = (
+        torch.zeros(grad.shape[1], x.shape[1]),
+        torch.empty(grad.shape[1], x.shape[1], dtype=x.dtype),
+    )
 
     def run() -> None:
         if x.dtype == torch.float32:

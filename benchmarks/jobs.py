@@ -52,9 +52,15 @@ class Cell:
     def fields(self, batch: int) -> dict[str, Any]:
         """Of the run, with a global batch of `batch` samples."""
         length = {"seq_length": self.seq, "max_position_embeddings": self.seq} if self.seq else {}
-        return {**length, "micro_batch_size": self.mbs, "global_batch_size": batch, "tensor_model_parallel_size": self.tp,
-                "pipeline_model_parallel_size": self.pp, **({"recompute_granularity": "full"} if self.recompute else {}),
-                **dict(self.schedule)}
+        return {
+            **length,
+            "micro_batch_size": self.mbs,
+            "global_batch_size": batch,
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
+            **({"recompute_granularity": "full"} if self.recompute else {}),
+            **dict(self.schedule),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,25 +85,57 @@ class Job:
 
 def add_threads(parser: argparse.ArgumentParser) -> None:
     """The option that says how many cores the ranks share."""
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of all ranks together (default: %(default)s)")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=torch.get_num_threads(),
+        help="of all ranks together (default: %(default)s)",
+    )
 
 
-def job(options: argparse.Namespace, cell: Cell, batch: int, iterations: int, warm_up: int = 1, **more: Any) -> Job:
+def job(
+    options: argparse.Namespace,
+    cell: Cell,
+    batch: int,
+    iterations: int,
+    warm_up: int = 1,
+    **more: Any,
+) -> Job:
     """The training job of a cell on mock tokens. options: recipe, threads, dtype; more: fields of the run.
 
     ValueError when the model does not divide or there are too few threads.
     """
-    run = shapes.run_of(argparse.Namespace(recipe=options.recipe, micro_batch_size=cell.mbs), **cell.fields(batch))
+    run = shapes.run_of(
+        argparse.Namespace(recipe=options.recipe, micro_batch_size=cell.mbs), **cell.fields(batch)
+    )
     Layout.from_run(run, cell.ranks)
-    check(cell.ranks <= options.threads, f"--ranks {cell.ranks} needs {cell.ranks} cores, one thread each; this run has "
-          f"{options.threads}: pass fewer ranks")
+    check(
+        cell.ranks <= options.threads,
+        f"--ranks {cell.ranks} needs {cell.ranks} cores, one thread each; this run has "
+        f"{options.threads}: pass fewer ranks",
+    )
     preload = preloads.find(cell.allocator) if cell.allocator in preloads.LIBRARIES else None
-    fields = {"vocab_size": run.model.vocab_size, "mock_data": True, "eval_iters": 0, "log_interval": 1,
-              "train_iters": warm_up + iterations, "kernels": cell.kernels, **({"bf16": True} if options.dtype == "bf16" else {}),
-              "allocator": "tuned" if cell.allocator == "tuned" else "stock", **more, **cell.fields(batch)}
+    fields = {
+        "vocab_size": run.model.vocab_size,
+        "mock_data": True,
+        "eval_iters": 0,
+        "log_interval": 1,
+        "train_iters": warm_up + iterations,
+        "kernels": cell.kernels,
+        **({"bf16": True} if options.dtype == "bf16" else {}),
+        "allocator": "tuned" if cell.allocator == "tuned" else "stock",
+        **more,
+        **cell.fields(batch),
+    }
     words = (word for name, value in fields.items() for word in flag_words(name, value))
-    return Job(ranks=cell.ranks, threads=options.threads // cell.ranks, flags=("--recipe", options.recipe, *words),
-               allocator=cell.allocator, preload=preload, warm_up=warm_up)
+    return Job(
+        ranks=cell.ranks,
+        threads=options.threads // cell.ranks,
+        flags=("--recipe", options.recipe, *words),
+        allocator=cell.allocator,
+        preload=preload,
+        warm_up=warm_up,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,17 +160,31 @@ class Measured:
 def run(job: Job) -> Measured:
     """Run it to the end. RuntimeError, with the last line of its standard error, when it fails."""
     watch = disturbance.Watch(job.ranks * job.threads)
-    done = subprocess.run(job.command(), env=job.environment(), capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        job.command(),
+        env=job.environment(),
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
     others, lines = watch.others(), done.stdout.splitlines()
-    iterations, memory = parse_log(lines)[job.warm_up:], parse_peak_memory(lines)
+    iterations, memory = parse_log(lines)[job.warm_up :], parse_peak_memory(lines)
     if done.returncode or not iterations or memory is None:
         message = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
-        raise RuntimeError(f"{' '.join(job.command())} ended with exit code {done.returncode} and said: {message}")
+        raise RuntimeError(
+            f"{' '.join(job.command())} ended with exit code {done.returncode} and said: {message}"
+        )
     names = ("tflops", "minor_faults", "system_seconds", "clock_ghz")
     seconds = statistics.median(exact_seconds(i) for i in iterations)
-    measured = Measured(seconds=seconds, samples_per_second=iterations[-1].global_batch_size / seconds, peak_memory_mib=memory,
-                        allocator=allocator(done.stdout), loss=iterations[-1].lm_loss, others=others,
-                        **core.medians([vars(i) for i in iterations], names))
+    measured = Measured(
+        seconds=seconds,
+        samples_per_second=iterations[-1].global_batch_size / seconds,
+        peak_memory_mib=memory,
+        allocator=allocator(done.stdout),
+        loss=iterations[-1].lm_loss,
+        others=others,
+        **core.medians([vars(i) for i in iterations], names),
+    )
     check_allocator(job.allocator, measured.allocator)
     return measured
 
@@ -146,7 +198,9 @@ def allocator(log: str) -> str:
 def check_allocator(wanted: str, logged: str) -> None:
     """RuntimeError when a job ran with another allocator than it should: its figures would be misleading."""
     if (wanted if wanted in preloads.LIBRARIES else f", {wanted}" if wanted else "") not in logged:
-        raise RuntimeError(f"{wanted}: the job's log says allocator {logged}; is LD_PRELOAD passed on by this mpiexec?")
+        raise RuntimeError(
+            f"{wanted}: the job's log says allocator {logged}; is LD_PRELOAD passed on by this mpiexec?"
+        )
 
 
 def in_turn(planned: Mapping[K, Job], rounds: int) -> dict[K, list[Measured]]:
@@ -155,15 +209,30 @@ def in_turn(planned: Mapping[K, Job], rounds: int) -> dict[K, list[Measured]]:
     for turn in range(rounds):
         for number, (key, task) in enumerate(planned.items(), 1):
             done[key].append(run(task))
-            print(f"  round {turn + 1} of {rounds}, {number} of {len(planned)}: {key}: {done[key][-1].seconds:.3f} s", flush=True)
+            print(
+                f"  round {turn + 1} of {rounds}, {number} of {len(planned)}: {key}: {done[key][-1].seconds:.3f} s",
+                flush=True,
+            )
     return done
 
 
 def summary(measured: Sequence[Measured]) -> dict[str, Any]:
     """Medians over the rounds of one job, the largest memory, the last loss, and whether any of them was disturbed."""
-    names = ("seconds", "tflops", "samples_per_second", "minor_faults", "system_seconds", "clock_ghz")
-    return {**core.medians([asdict(m) for m in measured], names), "peak_memory_mib": max(m.peak_memory_mib for m in measured),
-            "loss": measured[-1].loss, "log": measured[-1].allocator, "busy": any(m.others > disturbance.OTHERS for m in measured)}
+    names = (
+        "seconds",
+        "tflops",
+        "samples_per_second",
+        "minor_faults",
+        "system_seconds",
+        "clock_ghz",
+    )
+    return {
+        **core.medians([asdict(m) for m in measured], names),
+        "peak_memory_mib": max(m.peak_memory_mib for m in measured),
+        "loss": measured[-1].loss,
+        "log": measured[-1].allocator,
+        "busy": any(m.others > disturbance.OTHERS for m in measured),
+    }
 
 
 def published(title: str, rows: Sequence[Sequence[str]], more: Sequence[str] = ()) -> str:
@@ -180,6 +249,18 @@ def published_title(size: str, seq_length: int, recompute: bool, software: str) 
 def published_cells(row: Mapping[str, Any], notes: str) -> tuple[str, ...]:
     """A row under the published columns; a rank takes the place of the tables' node."""
     ranks, tp, pp = row["ranks"], row["tp"], row["pp"]
-    return PublishedRow(nodes=ranks, ranks=ranks, ghz=row["clock_ghz"], size=row["recipe"].upper(), dp=ranks // (tp * pp), tp=tp,
-                        pp=pp, mbs=row["mbs"], gbs=row["gbs"], memory_mib=row["peak_memory_mib"], seconds=row["seconds"],
-                        tflops=row["tflops"], notes=notes + core.BUSY * row["busy"]).cells()
+    return PublishedRow(
+        nodes=ranks,
+        ranks=ranks,
+        ghz=row["clock_ghz"],
+        size=row["recipe"].upper(),
+        dp=ranks // (tp * pp),
+        tp=tp,
+        pp=pp,
+        mbs=row["mbs"],
+        gbs=row["gbs"],
+        memory_mib=row["peak_memory_mib"],
+        seconds=row["seconds"],
+        tflops=row["tflops"],
+        notes=notes + core.BUSY * row["busy"],
+    ).cells()

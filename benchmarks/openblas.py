@@ -37,7 +37,9 @@ def _library() -> tuple[ctypes.CDLL, str, str]:
     check(loaded is not None, f"numpy {numpy.__version__} is not built with OpenBLAS")
     library = ctypes.CDLL(loaded[0])
     names = [(prefix, suffix) for prefix in ("scipy_", "") for suffix in ("64_", "")]
-    found = next((name for name in names if hasattr(library, f"{name[0]}cblas_sgemm{name[1]}")), None)
+    found = next(
+        (name for name in names if hasattr(library, f"{name[0]}cblas_sgemm{name[1]}")), None
+    )
     check(found is not None, f"{loaded[0]} exports no cblas_sgemm")
     return library, *found
 
@@ -69,8 +71,24 @@ def sgemm(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, add: bool 
     """out (m, n) = left (m, k) @ right (k, n), or with `add` out += left @ right; FP32, operands may be transposed views."""
     (m, k), n = left.shape, right.shape[1]
     number = ctypes.c_int64 if _library()[2] else ctypes.c_int
-    operands = [(TRANSPOSED, x.stride(1)) if x.stride(0) == 1 else (AS_IT_LIES, x.stride(0)) for x in (left, right)]
+    operands = [
+        (TRANSPOSED, x.stride(1)) if x.stride(0) == 1 else (AS_IT_LIES, x.stride(0))
+        for x in (left, right)
+    ]
     pointers = [ctypes.c_void_p(x.data_ptr()) for x in (left, right, out)]
-    _function("cblas_sgemm")(ROW_MAJOR, operands[0][0], operands[1][0], number(m), number(n), number(k), ctypes.c_float(1.0),
-                             pointers[0], number(operands[0][1]), pointers[1], number(operands[1][1]), ctypes.c_float(float(add)),
-                             pointers[2], number(out.stride(0)))
+    _function("cblas_sgemm")(
+        ROW_MAJOR,
+        operands[0][0],
+        operands[1][0],
+        number(m),
+        number(n),
+        number(k),
+        ctypes.c_float(1.0),
+        pointers[0],
+        number(operands[0][1]),
+        pointers[1],
+        number(operands[1][1]),
+        ctypes.c_float(float(add)),
+        pointers[2],
+        number(out.stride(0)),
+    )

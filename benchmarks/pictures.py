@@ -15,18 +15,32 @@ from fugaku_megatron.config.command_line import writing
 
 
 @contextmanager
-def _figure(path: Path, width: float, height: float, title: str, columns: int = 1) -> Iterator[list[Any]]:
+def _figure(
+    path: Path, width: float, height: float, title: str, columns: int = 1
+) -> Iterator[list[Any]]:
     """The axes of panels next to each other with one legend below all of them, written into `path` at the end."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window, and pyplot's global state untouched
+    from matplotlib.backends.backend_agg import (
+        FigureCanvasAgg,
+    )  # no window, and pyplot's global state untouched
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     panels = list(figure.subplots(1, columns, squeeze=False, sharey=True)[0])
     yield panels
-    named = {name: handle for axes in panels for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(list(named.values()), list(named), loc="outside lower center", ncols=min(len(named), 5), fontsize="small",
-                  frameon=False)
+    named = {
+        name: handle
+        for axes in panels
+        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        list(named.values()),
+        list(named),
+        loc="outside lower center",
+        ncols=min(len(named), 5),
+        fontsize="small",
+        frameon=False,
+    )
     figure.suptitle(title)
     with writing("--png", path):
         figure.savefig(path, dpi=110, format="png")
@@ -34,10 +48,18 @@ def _figure(path: Path, width: float, height: float, title: str, columns: int = 
 
 def draw_allocators(path: Path, result: dict[str, Any]) -> None:
     """Bars of seconds, a panel for each combination of kernels and recompute. Raises ValueError when it cannot be written."""
-    panels = {key: list(rows) for key, rows in groupby(result["rows"], lambda r: (r["kernels"], r["recompute"]))}
-    colors = {name: f"C{number % 10}" for number, name in enumerate(dict.fromkeys(r["allocator"] for r in result["rows"]))}
-    title = (f"{result['recipe']} {result['dtype']}, micro-batch {result['micro_batch_size']}, global batch "
-             f"{result['global_batch_size']}\nmeasured, {result['cpu']}, {result['clock_ghz']:.2f} GHz")
+    panels = {
+        key: list(rows)
+        for key, rows in groupby(result["rows"], lambda r: (r["kernels"], r["recompute"]))
+    }
+    colors = {
+        name: f"C{number % 10}"
+        for number, name in enumerate(dict.fromkeys(r["allocator"] for r in result["rows"]))
+    }
+    title = (
+        f"{result['recipe']} {result['dtype']}, micro-batch {result['micro_batch_size']}, global batch "
+        f"{result['global_batch_size']}\nmeasured, {result['cpu']}, {result['clock_ghz']:.2f} GHz"
+    )
     with _figure(path, max(7, 4.5 * len(panels)), 5.4, title, len(panels)) as columns:
         for (key, rows), axes in zip(panels.items(), columns, strict=True):
             _bars(axes, rows, colors)
@@ -54,7 +76,13 @@ def _bars(axes: Any, rows: list[dict[str, Any]], colors: dict[str, str]) -> None
         mine = [r for r in rows if r["allocator"] == name]
         places = [ranks.index(r["ranks"]) + (number - (len(names) - 1) / 2) * width for r in mine]
         bars = axes.bar(places, [r["seconds"] for r in mine], width, label=name, color=colors[name])
-        axes.bar_label(bars, [f"{r['ratio']:.2f}x" if r["ratio"] else "" for r in mine], fontsize="x-small", rotation=90, padding=3)
+        axes.bar_label(
+            bars,
+            [f"{r['ratio']:.2f}x" if r["ratio"] else "" for r in mine],
+            fontsize="x-small",
+            rotation=90,
+            padding=3,
+        )
     axes.set_xticks(range(len(ranks)), [str(r) for r in ranks])
     axes.margins(y=0.15)
     axes.grid(axis="y", alpha=0.3)
@@ -71,12 +99,21 @@ def draw_tables(path: Path, result: dict[str, Any]) -> None:
     """Bars of measured and modelled seconds. Raises ValueError when it cannot be written."""
     rows = result["rows"]
     places = range(len(rows))
-    title = (f"{rows[0]['recipe']} fp32, native kernels\n{measured_on(rows)}; model: mean error "
-             f"{result['mean_time_error_percent']:.1f} %")
+    title = (
+        f"{rows[0]['recipe']} fp32, native kernels\n{measured_on(rows)}; model: mean error "
+        f"{result['mean_time_error_percent']:.1f} %"
+    )
     with _figure(path, 9, 1.5 + 0.36 * len(rows), title) as (axes,):
         axes.barh([p - 0.2 for p in places], [r["seconds"] for r in rows], 0.4, label="measured")
-        modelled = axes.barh([p + 0.2 for p in places], [r["model_seconds"] for r in rows], 0.4, label="model")
-        axes.bar_label(modelled, [f"{r['time_error_percent']:+.1f} %" for r in rows], fontsize="x-small", padding=3)
+        modelled = axes.barh(
+            [p + 0.2 for p in places], [r["model_seconds"] for r in rows], 0.4, label="model"
+        )
+        axes.bar_label(
+            modelled,
+            [f"{r['time_error_percent']:+.1f} %" for r in rows],
+            fontsize="x-small",
+            padding=3,
+        )
         axes.set_yticks(places, [r["name"] for r in rows], fontsize="small")
         axes.invert_yaxis()
         axes.margins(x=0.1, y=0.01)
@@ -92,9 +129,19 @@ def draw_collectives(path: Path, result: dict[str, Any]) -> None:
         for name, axes in zip(names, columns, strict=True):
             for number, ranks in enumerate(dict.fromkeys(row["ranks"] for row in result["rows"])):
                 rows = [row for row in result["rows"] if (row["op"], row["ranks"]) == (name, ranks)]
-                for column, style, when in (("seconds", "-", "now"), ("before_seconds", ":", "before")):
-                    axes.plot([row["bytes"] for row in rows], [row["bytes"] / row[column] / 1e9 for row in rows], style, marker="o",
-                              markersize=3, color=f"C{number}", label=f"{ranks} ranks, {when}")
+                for column, style, when in (
+                    ("seconds", "-", "now"),
+                    ("before_seconds", ":", "before"),
+                ):
+                    axes.plot(
+                        [row["bytes"] for row in rows],
+                        [row["bytes"] / row[column] / 1e9 for row in rows],
+                        style,
+                        marker="o",
+                        markersize=3,
+                        color=f"C{number}",
+                        label=f"{ranks} ranks, {when}",
+                    )
             axes.set_xscale("log", base=2)
             axes.set(title=name, xlabel="bytes of the tensor", ylim=(0, None))
             axes.grid(alpha=0.3)
@@ -108,11 +155,28 @@ def draw_hosts(path: Path, result: dict[str, Any]) -> None:
     title = f"{result['what']} of two hosts over {result['rate']}, overlapped with computation or not\nmeasured, {result['cpu']}"
     with _figure(path, 7, 3.6, title) as (axes,):
         axes.barh(names, computation, color="C0", label="computation alone")
-        axes.barh(names, [row["exposed_seconds"] for row in rows], left=computation, color="C3", label="exposed")
+        axes.barh(
+            names,
+            [row["exposed_seconds"] for row in rows],
+            left=computation,
+            color="C3",
+            label="exposed",
+        )
         for place, row in enumerate(rows):
             turns = [each[row["job"]]["seconds"] for each in result["rounds"]]
-            axes.plot(turns, [place] * len(turns), ".", color="black", markersize=4, label=None if place else "a round")
-            axes.annotate(f"{100 * row['exposed_share']:.0f} % of {row['hideable_seconds']:.2f} s exposed",
-                          (0.02 * computation[place], place), color="white", va="center")
+            axes.plot(
+                turns,
+                [place] * len(turns),
+                ".",
+                color="black",
+                markersize=4,
+                label=None if place else "a round",
+            )
+            axes.annotate(
+                f"{100 * row['exposed_share']:.0f} % of {row['hideable_seconds']:.2f} s exposed",
+                (0.02 * computation[place], place),
+                color="white",
+                va="center",
+            )
         axes.set(xlabel="seconds of an iteration", xlim=(0, None))
         axes.invert_yaxis()

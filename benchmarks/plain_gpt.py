@@ -29,7 +29,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x (b, s, h) -> (b, s, h)."""
         b, s, h = x.shape
-        q, k, v = self.linear_qkv(x).view(b, s, self.heads, 3, h // self.heads).permute(3, 0, 2, 1, 4)  # (b, n, s, h/n) each
+        q, k, v = (
+            self.linear_qkv(x).view(b, s, self.heads, 3, h // self.heads).permute(3, 0, 2, 1, 4)
+        )  # (b, n, s, h/n) each
         context = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.linear_proj(context.transpose(1, 2).reshape(b, s, h))
 
@@ -68,10 +70,20 @@ class PlainGPT(nn.Module):
 
     def __init__(self, model: ModelConfig, vocabulary: int) -> None:
         super().__init__()
-        self.embedding = nn.ModuleDict({"word_embeddings": nn.Embedding(vocabulary, model.hidden_size),
-                                        "position_embeddings": nn.Embedding(model.max_position_embeddings, model.hidden_size)})
-        self.decoder = nn.ModuleDict({"layers": nn.ModuleList(Block(model) for _ in range(model.num_layers)),
-                                      "final_layernorm": nn.LayerNorm(model.hidden_size, model.layernorm_epsilon)})
+        self.embedding = nn.ModuleDict(
+            {
+                "word_embeddings": nn.Embedding(vocabulary, model.hidden_size),
+                "position_embeddings": nn.Embedding(
+                    model.max_position_embeddings, model.hidden_size
+                ),
+            }
+        )
+        self.decoder = nn.ModuleDict(
+            {
+                "layers": nn.ModuleList(Block(model) for _ in range(model.num_layers)),
+                "final_layernorm": nn.LayerNorm(model.hidden_size, model.layernorm_epsilon),
+            }
+        )
 
     def take(self, ours: Callable[[str], Tensor]) -> None:
         """Copy our weights, by global name, into its parameters."""
@@ -81,7 +93,9 @@ class PlainGPT(nn.Module):
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Mean cross-entropy. tokens, labels (b, s) -> ()."""
         words = self.embedding["word_embeddings"]
-        x = words(tokens) + self.embedding["position_embeddings"].weight[: tokens.shape[1]]  # (b, s, h)
+        x = (
+            words(tokens) + self.embedding["position_embeddings"].weight[: tokens.shape[1]]
+        )  # (b, s, h)
         for layer in self.decoder["layers"]:
             x = layer(x)
         logits = F.linear(self.decoder["final_layernorm"](x), words.weight)  # (b, s, v)

@@ -21,26 +21,39 @@ from pathlib import Path
 from fugaku_megatron.config.checks import check
 
 # name -> Debian and Ubuntu package, sonames in the order of preference
-LIBRARIES = {"tcmalloc": ("libgoogle-perftools4", ("libtcmalloc.so", "libtcmalloc_minimal.so")),
-             "jemalloc": ("libjemalloc2", ("libjemalloc.so",)),
-             "mimalloc": ("libmimalloc2.0", ("libmimalloc.so",))}
+LIBRARIES = {
+    "tcmalloc": ("libgoogle-perftools4", ("libtcmalloc.so", "libtcmalloc_minimal.so")),
+    "jemalloc": ("libjemalloc2", ("libjemalloc.so",)),
+    "mimalloc": ("libmimalloc2.0", ("libmimalloc.so",)),
+}
 MKL_SOURCE, MKL_NAME = "int mkl_serv_intel_cpu_true(void) { return 1; }\n", "mkl_full_width.so"
 WIDTHS, BOTH = ("full", "shipped"), "both"
 
 
 def find(name: str) -> Path | None:
     """The allocator's path, from LD_LIBRARY_PATH and the loader's cache; None when the system has none."""
-    folders = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if os.path.isdir(folder)]
-    places = [*(Path(folder) / file for folder in folders for file in sorted(os.listdir(folder))), *_cache()]
+    folders = [
+        folder
+        for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":")
+        if os.path.isdir(folder)
+    ]
+    places = [
+        *(Path(folder) / file for folder in folders for file in sorted(os.listdir(folder))),
+        *_cache(),
+    ]
     patterns = [re.escape(soname) + r"(\.\d+)*" for soname in LIBRARIES[name][1]]
-    return next((path for pattern in patterns for path in places if re.fullmatch(pattern, path.name)), None)
+    return next(
+        (path for pattern in patterns for path in places if re.fullmatch(pattern, path.name)), None
+    )
 
 
 def _cache() -> list[Path]:
     """The libraries in ldconfig's cache."""
     for program in ("ldconfig", "/sbin/ldconfig"):
         try:
-            text = subprocess.run([program, "-p"], capture_output=True, text=True, check=True).stdout
+            text = subprocess.run(
+                [program, "-p"], capture_output=True, text=True, check=True
+            ).stdout
         except (OSError, subprocess.CalledProcessError):
             continue
         return [Path(path) for path in re.findall(r"=> (\S+)$", text, re.MULTILINE)]
@@ -51,7 +64,9 @@ def missing(name: str) -> str:
     """One line that names the missing library and its package, or nothing when the allocator is there or needs no library."""
     if name not in LIBRARIES or find(name) is not None:
         return ""
-    return f"{name}: no {LIBRARIES[name][1][0]} on this system: apt-get install {LIBRARIES[name][0]}"
+    return (
+        f"{name}: no {LIBRARIES[name][1][0]} on this system: apt-get install {LIBRARIES[name][0]}"
+    )
 
 
 def resolve(name: str) -> Path:
@@ -59,7 +74,10 @@ def resolve(name: str) -> Path:
     if name in LIBRARIES:
         check(not missing(name), missing(name))
         return find(name)
-    check(Path(name).is_file(), f"{name} is not a file: pass a library's path, or one of {', '.join(LIBRARIES)}")
+    check(
+        Path(name).is_file(),
+        f"{name} is not a file: pass a library's path, or one of {', '.join(LIBRARIES)}",
+    )
     return Path(name).resolve()
 
 
@@ -72,9 +90,15 @@ def environment(*preload: Path | None) -> dict[str, str]:
 
 def add_mkl(parser: argparse.ArgumentParser, whose: str, both: bool = False) -> None:
     """The option that chooses MKL's width. whose: "torch's", or of which program. both: the family can measure both in one run."""
-    parser.add_argument("--mkl", default="full", choices=(*WIDTHS, *[BOTH] * both), help=f"{whose} MKL: with the CPU's full "
-                        "vectors, also where it is not Intel's, or as torch ships it" + (", or both in turn" if both else "")
-                        + " (default: %(default)s)")
+    parser.add_argument(
+        "--mkl",
+        default="full",
+        choices=(*WIDTHS, *[BOTH] * both),
+        help=f"{whose} MKL: with the CPU's full "
+        "vectors, also where it is not Intel's, or as torch ships it"
+        + (", or both in turn" if both else "")
+        + " (default: %(default)s)",
+    )
 
 
 def narrowed(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
@@ -87,10 +111,18 @@ def mkl_library() -> Path:
     path = Path(tempfile.gettempdir()) / f"fugaku_megatron.{os.getuid()}" / MKL_NAME
     if not path.exists():
         compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-        check(compiler is not None, "torch's MKL at full width needs a C compiler: install gcc, or pass --mkl shipped")
+        check(
+            compiler is not None,
+            "torch's MKL at full width needs a C compiler: install gcc, or pass --mkl shipped",
+        )
         path.parent.mkdir(mode=0o700, exist_ok=True)
         new = path.with_name(f"{path.name}.{os.getpid()}")
-        subprocess.run([compiler, "-x", "c", "-shared", "-fPIC", "-O1", "-o", new, "-"], input=MKL_SOURCE, text=True, check=True)
+        subprocess.run(
+            [compiler, "-x", "c", "-shared", "-fPIC", "-O1", "-o", new, "-"],
+            input=MKL_SOURCE,
+            text=True,
+            check=True,
+        )
         os.replace(new, path)
     return path
 
@@ -102,7 +134,11 @@ def mkl_preload(width: str) -> list[Path]:
 
 def mkl_environment(width: str) -> dict[str, str]:
     """This process's environment with MKL at that width; what else is preloaded stays."""
-    others = [Path(path) for path in os.environ.get("LD_PRELOAD", "").split(":") if path and not path.endswith(MKL_NAME)]
+    others = [
+        Path(path)
+        for path in os.environ.get("LD_PRELOAD", "").split(":")
+        if path and not path.endswith(MKL_NAME)
+    ]
     return environment(*others, *mkl_preload(width))
 
 

@@ -42,9 +42,18 @@ add_arguments = driver.add_arguments
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     """Every operation of a layer and the head, then the update."""
-    run, tp, dtype = shapes.run_of(options), options.tensor_model_parallel_size, DTYPES[options.dtype]
+    run, tp, dtype = (
+        shapes.run_of(options),
+        options.tensor_model_parallel_size,
+        DTYPES[options.dtype],
+    )
     model = run.model
-    s, b, h, f = model.seq_length, options.micro_batch_size, model.hidden_size, model.ffn_hidden_size // tp
+    s, b, h, f = (
+        model.seq_length,
+        options.micro_batch_size,
+        model.hidden_size,
+        model.ffn_hidden_size // tp,
+    )
     v = accounting.padded_vocab_size(model, tp) // tp
     torch.manual_seed(0)
     yield layer_norm(s * b, h, dtype)
@@ -62,12 +71,21 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
     yield cross_entropy(s * b, v, split=True)
     yield embedding(s * b, h, v, dtype)
     yield position(s, b, h, dtype)
-    yield from update(min(UPDATE_ELEMENTS, accounting.stage_parameters(run, Layout(tp, tp, 1, 1), 0)), dtype)
+    yield from update(
+        min(UPDATE_ELEMENTS, accounting.stage_parameters(run, Layout(tp, tp, 1, 1), 0)), dtype
+    )
 
 
-def compare(op: str, shape: tuple[int, ...], calls: tuple[Call, ...], results: Sequence[Tensor],
-            function: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Sequence[Tensor], grads: Sequence[Tensor],
-            **details: str) -> Case:
+def compare(
+    op: str,
+    shape: tuple[int, ...],
+    calls: tuple[Call, ...],
+    results: Sequence[Tensor],
+    function: Callable[..., Tensor | tuple[Tensor, ...]],
+    inputs: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    **details: str,
+) -> Case:
     """A case whose baseline is torch's function(*inputs), forward and backward from the gradients of its results.
 
     results: our gradients, in the order of the floating inputs, which may share the memory of the inputs.
@@ -79,11 +97,20 @@ def compare(op: str, shape: tuple[int, ...], calls: tuple[Call, ...], results: S
         return torch.autograd.grad(function(*leaves), [t for t in leaves if t.requires_grad], grads)
 
     def error() -> float:
-        exact_leaves = [t.detach().double().requires_grad_() if t.requires_grad else t for t in leaves]
+        exact_leaves = [
+            t.detach().double().requires_grad_() if t.requires_grad else t for t in leaves
+        ]
         exact = gradients(exact_leaves, [grad.double() for grad in grads])
         return max(relative_error(*pair) for pair in zip(results, exact, strict=True))
 
-    return Case(op=op, shape=shape, calls=calls, baseline_run=lambda: gradients(leaves, grads), error=error, details=details)
+    return Case(
+        op=op,
+        shape=shape,
+        calls=calls,
+        baseline_run=lambda: gradients(leaves, grads),
+        error=error,
+        details=details,
+    )
 
 
 def random(dtype: torch.dtype, count: int, *shape: int) -> list[Tensor]:
@@ -93,74 +120,170 @@ def random(dtype: torch.dtype, count: int, *shape: int) -> list[Tensor]:
 
 # GPT-2's block --------------------------------------------------------------------------------------------------------------------
 
+
 def layer_norm(rows: int, h: int, dtype: torch.dtype) -> Case:
     """y = layer_norm(x) and its gradients. x (rows, h)."""
     (x, dy), (weight, bias) = random(dtype, 2, rows, h), random(dtype, 2, h)
-    y, dx, (mean, rstd), (dw, db) = torch.empty_like(x), torch.empty_like(x), torch.empty(2, rows), torch.zeros(2, h)
-    calls = (Call("layer_norm", x, weight, bias, y, mean, rstd, EPSILON),
-             Call("layer_norm_backward", dy, x, mean, rstd, weight, dx, dw, db))
-    return compare("layer_norm", (rows, h), calls, (dx, dw, db), lambda x, w, b: F.layer_norm(x, (h,), w, b, EPSILON),
-                   (x, weight, bias), (dy,))
+    y, dx, (mean, rstd), (dw, db) = (
+        torch.empty_like(x),
+        torch.empty_like(x),
+        torch.empty(2, rows),
+        torch.zeros(2, h),
+    )
+    calls = (
+        Call("layer_norm", x, weight, bias, y, mean, rstd, EPSILON),
+        Call("layer_norm_backward", dy, x, mean, rstd, weight, dx, dw, db),
+    )
+    return compare(
+        "layer_norm",
+        (rows, h),
+        calls,
+        (dx, dw, db),
+        lambda x, w, b: F.layer_norm(x, (h,), w, b, EPSILON),
+        (x, weight, bias),
+        (dy,),
+    )
 
 
 def residual(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
     """residual + x + bias without dropout, where the gradients of x and residual are dout. x (s, b, h)."""
     (x, residual_in, dout), (bias,) = random(dtype, 3, s, b, h), random(dtype, 1, h)
     out, dbias = torch.empty_like(x), torch.zeros(h)
-    calls = (Call("bias_dropout_add", x, bias, residual_in, out), Call("bias_dropout_add_backward", dout, None, dbias))
-    return compare("residual", (s, b, h), calls, (dout, dbias, dout), lambda x, bias, residual: residual + (x + bias),
-                   (x, bias, residual_in), (dout,))
+    calls = (
+        Call("bias_dropout_add", x, bias, residual_in, out),
+        Call("bias_dropout_add_backward", dout, None, dbias),
+    )
+    return compare(
+        "residual",
+        (s, b, h),
+        calls,
+        (dout, dbias, dout),
+        lambda x, bias, residual: residual + (x + bias),
+        (x, bias, residual_in),
+        (dout,),
+    )
 
 
 def residual_norm(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
     """sum = residual + x + bias, y = layer_norm(sum), one pass each way, without dropout. x (s, b, h)."""
-    (x, residual_in, dy, dsum), (bias, weight, norm_bias) = random(dtype, 4, s, b, h), random(dtype, 3, h)
+    (x, residual_in, dy, dsum), (bias, weight, norm_bias) = (
+        random(dtype, 4, s, b, h),
+        random(dtype, 3, h),
+    )
     total, y, dx = (torch.empty_like(x) for _ in range(3))
     (mean, rstd), (dbias, dweight, dnorm) = torch.empty(2, s * b), torch.zeros(3, h)
-    calls = (Call("bias_dropout_add_layer_norm", x, bias, residual_in, total, weight, norm_bias, y, mean, rstd, EPSILON),
-             Call("bias_dropout_add_layer_norm_backward", dy, dsum, total, mean, rstd, weight, dx, None, dweight, dnorm, dbias))
+    calls = (
+        Call(
+            "bias_dropout_add_layer_norm",
+            x,
+            bias,
+            residual_in,
+            total,
+            weight,
+            norm_bias,
+            y,
+            mean,
+            rstd,
+            EPSILON,
+        ),
+        Call(
+            "bias_dropout_add_layer_norm_backward",
+            dy,
+            dsum,
+            total,
+            mean,
+            rstd,
+            weight,
+            dx,
+            None,
+            dweight,
+            dnorm,
+            dbias,
+        ),
+    )
 
-    def eager(x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, norm_bias: Tensor) -> tuple[Tensor, ...]:
+    def eager(
+        x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, norm_bias: Tensor
+    ) -> tuple[Tensor, ...]:
         summed = residual + (x + bias)
         return summed, F.layer_norm(summed, (h,), weight, norm_bias, EPSILON)
 
-    return compare("residual_norm", (s * b, h), calls, (dx, dbias, dx, dweight, dnorm), eager,
-                   (x, bias, residual_in, weight, norm_bias), (dsum, dy))
+    return compare(
+        "residual_norm",
+        (s * b, h),
+        calls,
+        (dx, dbias, dx, dweight, dnorm),
+        eager,
+        (x, bias, residual_in, weight, norm_bias),
+        (dsum, dy),
+    )
 
 
 def dropout(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
     """The embedding's dropout, forward; its backward is the same call. x (s, b, h). Torch's mask is another."""
     (x,) = random(dtype, 1, s, b, h)
     out = torch.empty_like(x)
-    return Case(op="dropout", shape=(s, b, h), calls=(Call("dropout", x, out, DROPOUT, 1, 2, 0),),
-                baseline_run=lambda: F.dropout(x, DROPOUT),
-                error=lambda: relative_error(out, (out != 0) * x.double() / (1 - DROPOUT)))
+    return Case(
+        op="dropout",
+        shape=(s, b, h),
+        calls=(Call("dropout", x, out, DROPOUT, 1, 2, 0),),
+        baseline_run=lambda: F.dropout(x, DROPOUT),
+        error=lambda: relative_error(out, (out != 0) * x.double() / (1 - DROPOUT)),
+    )
 
 
 def gelu(rows: int, f: int, dtype: torch.dtype) -> Case:
     """gelu(x) in the tanh approximation, which the MLP's backward computes again. x (rows, f)."""
     (x,) = random(dtype, 1, rows, f)
     y = torch.empty_like(x)
-    return Case(op="gelu", shape=(rows, f), calls=(Call("activate", x, None, y),),
-                baseline_run=lambda: F.gelu(x, approximate="tanh"),
-                error=lambda: relative_error(y, F.gelu(x.double(), approximate="tanh")))
+    return Case(
+        op="gelu",
+        shape=(rows, f),
+        calls=(Call("activate", x, None, y),),
+        baseline_run=lambda: F.gelu(x, approximate="tanh"),
+        error=lambda: relative_error(y, F.gelu(x.double(), approximate="tanh")),
+    )
 
 
 def cross_entropy(rows: int, v: int, split: bool) -> Case:
     """Of FP32 logits (rows, v), in every precision; split: in the two passes between which ranks of a split vocabulary reduce."""
-    logits, labels, dloss = torch.randn(rows, v), torch.randint(v, (rows,)), torch.full((rows,), 1 / rows)
+    logits, labels, dloss = (
+        torch.randn(rows, v),
+        torch.randint(v, (rows,)),
+        torch.full((rows,), 1 / rows),
+    )
     dlogits, (row_max, sum_exp, target_logit) = torch.empty_like(logits), torch.empty(3, rows)
-    forward = (Call("cross_entropy_max", logits, row_max),
-               Call("cross_entropy_sum", logits, row_max, labels, 0, sum_exp, target_logit)) if split else (
-               Call("cross_entropy_forward", logits, labels, row_max, sum_exp, target_logit),)
-    calls = (*forward, Call("cross_entropy_backward", logits, row_max, sum_exp, labels, 0, dloss, dlogits))
-    return compare("cross_entropy_tp" if split else "cross_entropy", (rows, v), calls, (dlogits,), F.cross_entropy,
-                   (logits, labels), (torch.ones(()),), dtype="fp32")
+    forward = (
+        (
+            Call("cross_entropy_max", logits, row_max),
+            Call("cross_entropy_sum", logits, row_max, labels, 0, sum_exp, target_logit),
+        )
+        if split
+        else (Call("cross_entropy_forward", logits, labels, row_max, sum_exp, target_logit),)
+    )
+    calls = (
+        *forward,
+        Call("cross_entropy_backward", logits, row_max, sum_exp, labels, 0, dloss, dlogits),
+    )
+    return compare(
+        "cross_entropy_tp" if split else "cross_entropy",
+        (rows, v),
+        calls,
+        (dlogits,),
+        F.cross_entropy,
+        (logits, labels),
+        (torch.ones(()),),
+        dtype="fp32",
+    )
 
 
 def embedding(rows: int, h: int, v: int, dtype: torch.dtype) -> Case:
     """Of a table (v, h) into an FP32 gradient of all of it; autograd's dense one would cost torch far more than index_add_ does."""
-    tokens, (table,), (dout,) = torch.randint(v, (rows,)), random(dtype, 1, v, h), random(dtype, 1, rows, h)
+    tokens, (table,), (dout,) = (
+        torch.randint(v, (rows,)),
+        random(dtype, 1, v, h),
+        random(dtype, 1, rows, h),
+    )
     out, grad, torch_grad = torch.empty_like(dout), torch.zeros(v, h), torch.zeros(v, h)
     calls = Call("embedding", tokens, table, out), Call("embedding_backward", tokens, dout, grad)
 
@@ -186,12 +309,16 @@ def position(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
         torch_grad.add_(dout.sum(1, dtype=torch.float32))
 
     def error() -> float:
-        return max(relative_error(grad, dout.double().sum(1)), relative_error(out, x.double() + table.double().unsqueeze(1)))
+        return max(
+            relative_error(grad, dout.double().sum(1)),
+            relative_error(out, x.double() + table.double().unsqueeze(1)),
+        )
 
     return Case(op="position", shape=(s, b, h), calls=calls, baseline_run=eager, error=error)
 
 
 # Blocks of Llama, Mistral and Qwen ------------------------------------------------------------------------------------------------
+
 
 def eager_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     """x (..., h), weight (h,) -> (..., h)."""
@@ -204,7 +331,10 @@ def rms_norm(rows: int, h: int, dtype: torch.dtype) -> Case:
     """y = rms_norm(x) and its gradients. x (rows, h)."""
     (x, dy), (weight,) = random(dtype, 2, rows, h), random(dtype, 1, h)
     y, dx, rstd, dw = torch.empty_like(x), torch.empty_like(x), torch.empty(rows), torch.zeros(h)
-    calls = (Call("rms_norm", x, weight, y, rstd, EPSILON), Call("rms_norm_backward", dy, x, rstd, weight, dx, dw))
+    calls = (
+        Call("rms_norm", x, weight, y, rstd, EPSILON),
+        Call("rms_norm_backward", dy, x, rstd, weight, dx, dw),
+    )
     return compare("rms_norm", (rows, h), calls, (dx, dw), eager_rms_norm, (x, weight), (dy,))
 
 
@@ -213,14 +343,26 @@ def residual_rms_norm(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
     (x, residual_in, dy, dsum), (weight,) = random(dtype, 4, s, b, h), random(dtype, 1, h)
     total, y, dx = (torch.empty_like(x) for _ in range(3))
     rstd, dw = torch.empty(s * b), torch.zeros(h)
-    calls = (Call("bias_dropout_add_rms_norm", x, None, residual_in, total, weight, y, rstd, EPSILON),
-             Call("bias_dropout_add_rms_norm_backward", dy, dsum, total, rstd, weight, dx, None, dw, None))
+    calls = (
+        Call("bias_dropout_add_rms_norm", x, None, residual_in, total, weight, y, rstd, EPSILON),
+        Call(
+            "bias_dropout_add_rms_norm_backward", dy, dsum, total, rstd, weight, dx, None, dw, None
+        ),
+    )
 
     def eager(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         summed = residual + x
         return summed, eager_rms_norm(summed, weight)
 
-    return compare("residual_rms_norm", (s * b, h), calls, (dx, dx, dw), eager, (x, residual_in, weight), (dsum, dy))
+    return compare(
+        "residual_rms_norm",
+        (s * b, h),
+        calls,
+        (dx, dx, dw),
+        eager,
+        (x, residual_in, weight),
+        (dsum, dy),
+    )
 
 
 def swiglu(rows: int, f: int, dtype: torch.dtype) -> Case:
@@ -228,9 +370,20 @@ def swiglu(rows: int, f: int, dtype: torch.dtype) -> Case:
 
     With small values and gradients of 2 or -2 what is left there after each round is about as large as before.
     """
-    x, dy = (0.01 * torch.randn(rows, 2, f)).to(dtype), torch.randn(rows, f).sign().mul_(2).to(dtype)
+    x, dy = (
+        (0.01 * torch.randn(rows, 2, f)).to(dtype),
+        torch.randn(rows, f).sign().mul_(2).to(dtype),
+    )
     calls = Call("gate", x, torch.empty_like(dy)), Call("gate_backward", dy, x, x)
-    return compare("swiglu", (rows, f), calls, x.unbind(1), lambda gate, up: F.silu(gate) * up, x.unbind(1), (dy,))
+    return compare(
+        "swiglu",
+        (rows, f),
+        calls,
+        x.unbind(1),
+        lambda gate, up: F.silu(gate) * up,
+        x.unbind(1),
+        (dy,),
+    )
 
 
 @dataclass(frozen=True)
@@ -268,7 +421,10 @@ def angles(s: int, d: int) -> tuple[Tensor, Tensor]:
 
 def turned(x: Tensor, turns: Sequence[Tensor]) -> Tensor:
     """x (s, b, g, k, d) with columns i and i + d / 2 turned by cosines and sines (s, d), which hold each angle twice."""
-    (first, second), (cos, sin) = x.chunk(2, -1), (t.to(x.dtype)[:, None, None, None] for t in turns)
+    (first, second), (cos, sin) = (
+        x.chunk(2, -1),
+        (t.to(x.dtype)[:, None, None, None] for t in turns),
+    )
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
@@ -276,40 +432,85 @@ def rotary(s: int, b: int, heads: Heads, dtype: torch.dtype) -> Case:
     """Queries and keys turned, and their gradients. The kernels take them as they lie next to the values and copy these."""
     x, dy, turns = heads.random(s, b, dtype), heads.random(s, b, dtype), angles(s, heads.d)
     y, dx, twice = torch.empty_like(x), torch.empty_like(x), [t.repeat(1, 2) for t in turns]
-    calls = Call("rotary", x, *turns, y, heads.queries), Call("rotary", dy, *turns, dx, heads.queries, inverse=True)
-    return compare("rotary", (s, b, heads.heads, heads.d), calls, heads.parts(dx),
-                   lambda q, k: (turned(q, twice), turned(k, twice)), heads.parts(x), heads.parts(dy))
+    calls = (
+        Call("rotary", x, *turns, y, heads.queries),
+        Call("rotary", dy, *turns, dx, heads.queries, inverse=True),
+    )
+    return compare(
+        "rotary",
+        (s, b, heads.heads, heads.d),
+        calls,
+        heads.parts(dx),
+        lambda q, k: (turned(q, twice), turned(k, twice)),
+        heads.parts(x),
+        heads.parts(dy),
+    )
 
 
 def rotary_norm(s: int, b: int, heads: Heads, dtype: torch.dtype) -> Case:
     """The same after an RMS norm of each query and key (Qwen3)."""
     x, dy, turns = heads.random(s, b, dtype), heads.random(s, b, dtype), angles(s, heads.d)
-    y, dx, weights, sums = torch.empty_like(x), torch.empty_like(x), random(dtype, 2, heads.d), list(torch.zeros(2, heads.d))
+    y, dx, weights, sums = (
+        torch.empty_like(x),
+        torch.empty_like(x),
+        random(dtype, 2, heads.d),
+        list(torch.zeros(2, heads.d)),
+    )
     twice = [t.repeat(1, 2) for t in turns]
-    calls = (Call("rotary_norm", x, *weights, *turns, y, heads.queries, EPSILON),
-             Call("rotary_norm_backward", dy, x, *weights, *turns, dx, *sums, heads.queries, EPSILON))
+    calls = (
+        Call("rotary_norm", x, *weights, *turns, y, heads.queries, EPSILON),
+        Call("rotary_norm_backward", dy, x, *weights, *turns, dx, *sums, heads.queries, EPSILON),
+    )
 
     def eager(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor) -> tuple[Tensor, ...]:
-        return turned(eager_rms_norm(q, q_weight), twice), turned(eager_rms_norm(k, k_weight), twice)
+        return turned(eager_rms_norm(q, q_weight), twice), turned(
+            eager_rms_norm(k, k_weight), twice
+        )
 
-    return compare("rotary_norm", (s, b, heads.heads, heads.d), calls, (*heads.parts(dx), *sums), eager,
-                   (*heads.parts(x), *weights), heads.parts(dy))
+    return compare(
+        "rotary_norm",
+        (s, b, heads.heads, heads.d),
+        calls,
+        (*heads.parts(dx), *sums),
+        eager,
+        (*heads.parts(x), *weights),
+        heads.parts(dy),
+    )
 
 
 # The update -----------------------------------------------------------------------------------------------------------------------
 
+
 def update(n: int, dtype: torch.dtype) -> Iterator[Case]:
     """Reductions of n FP32 gradients, sums over 4 ranks' parts as inside a node or of BF16 gradients, and AdamW."""
-    fp32, grad, signs = {"shape": (n,), "details": {"dtype": "fp32"}}, torch.randn(n), torch.randint(-1, 2, (n,)).float()
+    fp32, grad, signs = (
+        {"shape": (n,), "details": {"dtype": "fp32"}},
+        torch.randn(n),
+        torch.randint(-1, 2, (n,)).float(),
+    )
     norm, zeros = Call("squared_norm", grad), Call("count_zeros", signs)
-    yield Case(op="squared_norm", calls=(norm,), baseline_run=lambda: torch.linalg.vector_norm(grad),
-               error=lambda: abs(norm.run() / float(grad.double().square().sum()) - 1), **fp32)
-    yield Case(op="count_zeros", calls=(zeros,), baseline_run=lambda: torch.count_nonzero(signs),
-               error=lambda: abs(zeros.run() + int(torch.count_nonzero(signs)) - n) / n, **fp32)
+    yield Case(
+        op="squared_norm",
+        calls=(norm,),
+        baseline_run=lambda: torch.linalg.vector_norm(grad),
+        error=lambda: abs(norm.run() / float(grad.double().square().sum()) - 1),
+        **fp32,
+    )
+    yield Case(
+        op="count_zeros",
+        calls=(zeros,),
+        baseline_run=lambda: torch.count_nonzero(signs),
+        error=lambda: abs(zeros.run() + int(torch.count_nonzero(signs)) - n) / n,
+        **fp32,
+    )
     (parts,), out = random(dtype, 1, 4, n // 4), torch.empty(n // 4, dtype=dtype)
-    yield Case(op="sum_rows", shape=(4, n // 4), calls=(Call("sum_rows", parts, out),),
-               baseline_run=lambda: torch.sum(parts, 0, dtype=torch.float32).to(dtype),
-               error=lambda: relative_error(out, parts.double().sum(0)))
+    yield Case(
+        op="sum_rows",
+        shape=(4, n // 4),
+        calls=(Call("sum_rows", parts, out),),
+        baseline_run=lambda: torch.sum(parts, 0, dtype=torch.float32).to(dtype),
+        error=lambda: relative_error(out, parts.double().sum(0)),
+    )
     yield adamw(n)
 
 
@@ -325,9 +526,18 @@ def adamw(n: int) -> Case:
         torch.optim.AdamW([exact], betas=BETAS, **ADAMW).step()
         return relative_error(param[: 1 << 16], exact.detach())
 
-    call = Call("adamw", param, grad, m, v, ADAMW["lr"], *BETAS, ADAMW["eps"], ADAMW["weight_decay"], 1)
-    return Case(op="adamw", shape=(n,), calls=(call,), baseline="torch fused", baseline_run=optimizer.step, error=error,
-                details={"dtype": "fp32"})
+    call = Call(
+        "adamw", param, grad, m, v, ADAMW["lr"], *BETAS, ADAMW["eps"], ADAMW["weight_decay"], 1
+    )
+    return Case(
+        op="adamw",
+        shape=(n,),
+        calls=(call,),
+        baseline="torch fused",
+        baseline_run=optimizer.step,
+        error=error,
+        details={"dtype": "fp32"},
+    )
 
 
 measure, text = driver.family(cases)

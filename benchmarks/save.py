@@ -27,20 +27,36 @@ from .core import seconds
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this family."""
     shapes.add_solo_arguments(parser)
-    parser.add_argument("--directory", type=Path, help="a disk to write to (default: the system's place for temporary files)")
-    parser.add_argument("--rounds", type=int, default=3, help="counted saves of each kind (default: %(default)s)")
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        help="a disk to write to (default: the system's place for temporary files)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="counted saves of each kind (default: %(default)s)"
+    )
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Medians over the rounds after one that is not counted."""
-    check(options.directory is None or options.directory.is_dir(), f"--directory {options.directory} is not a directory: make it")
+    check(
+        options.directory is None or options.directory.is_dir(),
+        f"--directory {options.directory} is not a directory: make it",
+    )
     watch = disturbance.Watch(torch.get_num_threads())
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
-        trainer = shapes.solo_trainer(options, train_iters=1000, save=folder, keep_last=1, async_save=True)
+        trainer = shapes.solo_trainer(
+            options, train_iters=1000, save=folder, keep_last=1, async_save=True
+        )
         rounds = [one_round(trainer, folder) for _ in range(options.rounds + 1)][1:]
         trainer.close()
     result = core.medians(rounds)
-    return {**result, "ratio": result["stall"] / result["waiting"], "busy": watch.disturbed(), "rounds": rounds}
+    return {
+        **result,
+        "ratio": result["stall"] / result["waiting"],
+        "busy": watch.disturbed(),
+        "rounds": rounds,
+    }
 
 
 def one_round(trainer: Trainer, folder: str) -> dict[str, float]:
@@ -56,16 +72,24 @@ def one_round(trainer: Trainer, folder: str) -> dict[str, float]:
             started = time.perf_counter()
             whole = saving.advance()
             stall += time.perf_counter() - started
-    return {"waiting": waiting, "stall": stall, "until_whole": time.perf_counter() - began, "step": alone,
-            "step_while_saving": statistics.median(meanwhile)}
+    return {
+        "waiting": waiting,
+        "stall": stall,
+        "until_whole": time.perf_counter() - began,
+        "step": alone,
+        "step_while_saving": statistics.median(meanwhile),
+    }
 
 
 def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
     """The figures in sentences."""
-    return "\n".join([
-        f"{options.recipe}, one rank, median of {options.rounds}" + core.BUSY * result["busy"],
-        f"a save that the run waits for: {result['waiting']:.3f} s",
-        f"--async-save: the run waits {result['stall']:.3f} s, {result['ratio']:.1%} of that, and the checkpoint is complete after "
-        f"{result['until_whole']:.2f} s",
-        f"a step takes {result['step']:.3f} s, overlapped with writing {result['step_while_saving']:.3f} s",
-        f"{result['cpu']}, measured"])
+    return "\n".join(
+        [
+            f"{options.recipe}, one rank, median of {options.rounds}" + core.BUSY * result["busy"],
+            f"a save that the run waits for: {result['waiting']:.3f} s",
+            f"--async-save: the run waits {result['stall']:.3f} s, {result['ratio']:.1%} of that, and the checkpoint is complete after "
+            f"{result['until_whole']:.2f} s",
+            f"a step takes {result['step']:.3f} s, overlapped with writing {result['step_while_saving']:.3f} s",
+            f"{result['cpu']}, measured",
+        ]
+    )

@@ -35,33 +35,69 @@ from .comm import slowest
 
 ELEMENTS = 1024  # of a message: sleeping stages measure the order of messages, not their size
 COLUMNS: tuple[core.Column, ...] = (
-    ("schedule", "<12", "schedule"), ("chunks", ">6", "chunks"), ("list s", ">8.3f", "list_seconds"),
+    ("schedule", "<12", "schedule"),
+    ("chunks", ">6", "chunks"),
+    ("list s", ">8.3f", "list_seconds"),
     ("measured s", ">10.3f", "measured_seconds"),
-    ("of list", ">8.3f", lambda row: row["measured_seconds"] / row["list_seconds"]), ("x 1F1B", ">7.3f", "ratio_to_1f1b"))
+    ("of list", ">8.3f", lambda row: row["measured_seconds"] / row["list_seconds"]),
+    ("x 1F1B", ">7.3f", "ratio_to_1f1b"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this family."""
-    parser.add_argument("--stages", type=int, default=8, help="ranks, one for each stage (default: %(default)s)")
-    parser.add_argument("--microbatches", type=int, default=7, help="of an iteration (default: %(default)s)")
-    parser.add_argument("--slot-ms", type=float, default=100.0, help="milliseconds of a stage's forward (default: %(default)s)")
-    parser.add_argument("--chunks", type=int, nargs="+", default=[2, 5], help="of interleaved and ZB-H1 schedules (default: 2 5)")
-    parser.add_argument("--rounds", type=int, default=1, help="timed turns of each schedule (default: %(default)s)")
+    parser.add_argument(
+        "--stages", type=int, default=8, help="ranks, one for each stage (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--microbatches", type=int, default=7, help="of an iteration (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--slot-ms",
+        type=float,
+        default=100.0,
+        help="milliseconds of a stage's forward (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--chunks",
+        type=int,
+        nargs="+",
+        default=[2, 5],
+        help="of interleaved and ZB-H1 schedules (default: 2 5)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="timed turns of each schedule (default: %(default)s)"
+    )
 
 
 def schedules(stages: int, microbatches: int, chunks: list[int]) -> list[Schedule]:
     """What is compared; 1F1B, with which the others are compared, first."""
-    kinds = [("1f1b", 1), *(("interleaved", v) for v in chunks), ("zb-h1", 1), *(("zb-h1", v) for v in chunks), ("zbv", 2)]
+    kinds = [
+        ("1f1b", 1),
+        *(("interleaved", v) for v in chunks),
+        ("zb-h1", 1),
+        *(("zb-h1", v) for v in chunks),
+        ("zbv", 2),
+    ]
     return [build(name, stages, v, microbatches) for name, v in kinds]
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """A row for each schedule. ValueError for numbers that cannot be measured, RuntimeError when the ranks fail."""
-    check(options.stages >= 2, f"--stages {options.stages}: pass 2 or more, one stage waits for nobody")
+    check(
+        options.stages >= 2,
+        f"--stages {options.stages}: pass 2 or more, one stage waits for nobody",
+    )
     check(options.slot_ms > 0, f"--slot-ms {options.slot_ms}: pass a number above 0")
-    check(min(options.chunks) >= 2, f"--chunks {min(options.chunks)}: pass 2 or more, one chunk is 1F1B")
+    check(
+        min(options.chunks) >= 2,
+        f"--chunks {min(options.chunks)}: pass 2 or more, one chunk is 1F1B",
+    )
     watch = disturbance.Watch(os.cpu_count() or 1)
-    order = {name: getattr(options, name) for name in ("stages", "microbatches", "slot_ms", "chunks", "rounds")}
+    order = {
+        name: getattr(options, name)
+        for name in ("stages", "microbatches", "slot_ms", "chunks", "rounds")
+    }
     rows = list(child.ranks(options.stages, "schedule", order))
     for row in rows if not options.png else ():
         del row["spans"]
@@ -70,21 +106,34 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
     """The table."""
-    return (f"{core.table(COLUMNS, result['rows'])}\n{options.stages} sleeping stages on {result['cpu']}, {options.microbatches} "
-            f"micro-batches, a forward is {options.slot_ms:g} ms, measured" + core.BUSY * result["busy"])
+    return (
+        f"{core.table(COLUMNS, result['rows'])}\n{options.stages} sleeping stages on {result['cpu']}, {options.microbatches} "
+        f"micro-batches, a forward is {options.slot_ms:g} ms, measured" + core.BUSY * result["busy"]
+    )
 
 
 def draw(path: Path, result: dict[str, Any]) -> None:
     """Every schedule's list next to what the ranks did in the last turn."""
     rows = []
-    for plan, row in zip(schedules(result["stages"], result["microbatches"], result["chunks"]), result["rows"], strict=True):
+    for plan, row in zip(
+        schedules(result["stages"], result["microbatches"], result["chunks"]),
+        result["rows"],
+        strict=True,
+    ):
         name = plan.name + f", {plan.placement.chunks} chunks" * (plan.placement.chunks > 1)
-        rows.append((name, spans(plan, Costs.alike(plan, result["slot_ms"] / 1e3)), [Span(*fields) for fields in row["spans"]]))
+        rows.append(
+            (
+                name,
+                spans(plan, Costs.alike(plan, result["slot_ms"] / 1e3)),
+                [Span(*fields) for fields in row["spans"]],
+            )
+        )
     plot.compare(path, rows)
     print(f"wrote {path}")
 
 
 # A rank ---------------------------------------------------------------------------------------------------------------------------
+
 
 class Sleeper:
     """A `schedule.Executor` of one stage that sleeps instead of computing; the next receives of each tag are posted ahead."""
@@ -95,9 +144,13 @@ class Sleeper:
         self.queue = plan.send_queue(pp.rank)
         self.sending: deque[Handle] = deque()
         self.spans: list[Span] = []
-        self.begin = pp.broadcast(torch.tensor(time.perf_counter(), dtype=torch.float64)).item()  # one clock: that of the node
+        self.begin = pp.broadcast(
+            torch.tensor(time.perf_counter(), dtype=torch.float64)
+        ).item()  # one clock: that of the node
         self.posted: dict[Instruction, Handle] = {}
-        self.waiting = {tag: iter(receives) for tag, receives in schedule.receives(self.instructions).items()}
+        self.waiting = {
+            tag: iter(receives) for tag, receives in schedule.receives(self.instructions).items()
+        }
         for tag in [*self.waiting] * receives_ahead(plan.name):
             self._post(tag)
 
@@ -115,15 +168,27 @@ class Sleeper:
     def _compute(self, instruction: Instruction) -> None:
         start = time.perf_counter() - self.begin
         time.sleep(self.costs.of[instruction.op][self.pp.rank][instruction.chunk])
-        self.spans.append(Span(self.pp.rank, instruction.op, instruction.microbatch, instruction.chunk, start,
-                               time.perf_counter() - self.begin))
+        self.spans.append(
+            Span(
+                self.pp.rank,
+                instruction.op,
+                instruction.microbatch,
+                instruction.chunk,
+                start,
+                time.perf_counter() - self.begin,
+            )
+        )
 
     def _receive(self, instruction: Instruction) -> None:
         self.posted.pop(instruction).wait()
         self._post((instruction.op, instruction.chunk))
 
     def _send(self, instruction: Instruction) -> None:
-        self.sending.append(self.pp.isend(torch.ones(ELEMENTS), *self.plan.placement.peer(self.pp.rank, instruction)))
+        self.sending.append(
+            self.pp.isend(
+                torch.ones(ELEMENTS), *self.plan.placement.peer(self.pp.rank, instruction)
+            )
+        )
         if len(self.sending) > self.queue:
             self.sending.popleft().wait()
 
@@ -145,11 +210,26 @@ def rows(pp: Comm, order: dict[str, Any]) -> list[dict[str, Any]]:
     for plan in plans:
         timed(pp, plan, slot / 100)  # connections are made by the first messages
     turns = [[timed(pp, plan, slot) for plan in plans] for _ in range(order["rounds"])]
-    seconds = [statistics.median(taken for taken, _ in column) for column in zip(*turns, strict=True)]
-    last = [pp.all_gather_object([list(vars(span).values()) for span in mine]) for _, mine in turns[-1]]
-    return [{"schedule": plan.name, "chunks": plan.placement.chunks, "stages": pp.size, "microbatches": plan.microbatches,
-             "list_seconds": walk(plan, Costs.alike(plan, slot)), "measured_seconds": mine, "ratio_to_1f1b": seconds[0] / mine,
-             "measured": True, "spans": sum(all_stages, [])} for plan, mine, all_stages in zip(plans, seconds, last, strict=True)]
+    seconds = [
+        statistics.median(taken for taken, _ in column) for column in zip(*turns, strict=True)
+    ]
+    last = [
+        pp.all_gather_object([list(vars(span).values()) for span in mine]) for _, mine in turns[-1]
+    ]
+    return [
+        {
+            "schedule": plan.name,
+            "chunks": plan.placement.chunks,
+            "stages": pp.size,
+            "microbatches": plan.microbatches,
+            "list_seconds": walk(plan, Costs.alike(plan, slot)),
+            "measured_seconds": mine,
+            "ratio_to_1f1b": seconds[0] / mine,
+            "measured": True,
+            "spans": sum(all_stages, []),
+        }
+        for plan, mine, all_stages in zip(plans, seconds, last, strict=True)
+    ]
 
 
 def main(world: Comm) -> None:

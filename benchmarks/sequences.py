@@ -22,34 +22,69 @@ from .jobs import Cell
 
 ALONE = "one rank"
 COLUMNS: tuple[core.Column, ...] = (
-    ("layout", "<16", "layout"), ("threads", ">7", "threads"), ("s", ">9.3f", "seconds"), ("x one rank", ">10.3f", "ratio"),
-    ("MiB", ">7", "peak_memory_mib"))
-MODELLED: tuple[core.Column, ...] = (("model s", ">9.3f", "model_seconds"), ("model MiB", ">9.0f", "model_memory_mib"))
+    ("layout", "<16", "layout"),
+    ("threads", ">7", "threads"),
+    ("s", ">9.3f", "seconds"),
+    ("x one rank", ">10.3f", "ratio"),
+    ("MiB", ">7", "peak_memory_mib"),
+)
+MODELLED: tuple[core.Column, ...] = (
+    ("model s", ">9.3f", "model_seconds"),
+    ("model MiB", ">9.0f", "model_memory_mib"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this family."""
     parser.add_argument("--recipe", default="demo", choices=shapes.RECIPES)
-    parser.add_argument("--num-layers", type=int, default=2, help="of the recipe's model (default: %(default)s)")
-    parser.add_argument("--seq-length", type=int, default=65536, help="tokens of a sample (default: %(default)s)")
+    parser.add_argument(
+        "--num-layers", type=int, default=2, help="of the recipe's model (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seq-length", type=int, default=65536, help="tokens of a sample (default: %(default)s)"
+    )
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"))
-    parser.add_argument("--ranks", type=int, default=2, help="that share the sequence (default: %(default)s)")
-    parser.add_argument("--cp-comm-type", nargs="+", default=[A2A, P2P], choices=CONTEXT_WAYS, metavar="TYPE",
-                        help=f"of {', '.join(CONTEXT_WAYS)} (default: {A2A} {P2P})")
-    parser.add_argument("--recompute", action="store_true", help="compute all layers again in backward")
-    parser.add_argument("--rounds", type=int, default=1, help="jobs of each layout, in turn (default: %(default)s)")
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="that share the sequence (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--cp-comm-type",
+        nargs="+",
+        default=[A2A, P2P],
+        choices=CONTEXT_WAYS,
+        metavar="TYPE",
+        help=f"of {', '.join(CONTEXT_WAYS)} (default: {A2A} {P2P})",
+    )
+    parser.add_argument(
+        "--recompute", action="store_true", help="compute all layers again in backward"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="jobs of each layout, in turn (default: %(default)s)"
+    )
     jobs.add_threads(parser)
-    parser.add_argument("--machine", metavar="FILE", help="show the model's figures for this machine as well")
+    parser.add_argument(
+        "--machine", metavar="FILE", help="show the model's figures for this machine as well"
+    )
 
 
 def cells(options: argparse.Namespace) -> dict[str, Cell]:
     """The layouts by their names."""
-    ranks, common = options.ranks, (("num_layers", options.num_layers), ("position_embedding_type", "rope"))
+    ranks, common = (
+        options.ranks,
+        (("num_layers", options.num_layers), ("position_embedding_type", "rope")),
+    )
     alone = Cell(seq=options.seq_length, recompute=options.recompute, schedule=common)
-    shared = {f"CP {ranks} {way}": (*common, ("context_parallel_size", ranks), ("cp_comm_type", (way,)))
-              for way in options.cp_comm_type}
-    return {ALONE: alone, **{name: replace(alone, ranks=ranks, schedule=fields) for name, fields in shared.items()},
-            f"TP {ranks}": replace(alone, ranks=ranks, tp=ranks, schedule=(*common, ("sequence_parallel", True)))}
+    shared = {
+        f"CP {ranks} {way}": (*common, ("context_parallel_size", ranks), ("cp_comm_type", (way,)))
+        for way in options.cp_comm_type
+    }
+    return {
+        ALONE: alone,
+        **{name: replace(alone, ranks=ranks, schedule=fields) for name, fields in shared.items()},
+        f"TP {ranks}": replace(
+            alone, ranks=ranks, tp=ranks, schedule=(*common, ("sequence_parallel", True))
+        ),
+    }
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -57,8 +92,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     modelled = predicted(options) if options.machine else {}
     planned = {name: jobs.job(options, cell, 1, 1) for name, cell in cells(options).items()}
     done = jobs.in_turn(planned, options.rounds)
-    rows = [{"layout": name, "threads": planned[name].threads, **jobs.summary(measured), **modelled.get(name, {})}
-            for name, measured in done.items()]
+    rows = [
+        {
+            "layout": name,
+            "threads": planned[name].threads,
+            **jobs.summary(measured),
+            **modelled.get(name, {}),
+        }
+        for name, measured in done.items()
+    ]
     for row in rows:
         row["ratio"] = rows[0]["seconds"] / row["seconds"]
     return {"rows": rows, "seq_length": options.seq_length}
@@ -68,11 +110,20 @@ def predicted(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """The model's figures of each layout."""
     found = {}
     for name, cell in cells(options).items():
-        system = model.System(machine=machine.load(options.machine), nodes=1, ranks_per_node=cell.ranks,
-                              software=software.load(software.THIS_PROJECT))
-        run = shapes.run_of(argparse.Namespace(recipe=options.recipe, micro_batch_size=1), **cell.fields(1))
+        system = model.System(
+            machine=machine.load(options.machine),
+            nodes=1,
+            ranks_per_node=cell.ranks,
+            software=software.load(software.THIS_PROJECT),
+        )
+        run = shapes.run_of(
+            argparse.Namespace(recipe=options.recipe, micro_batch_size=1), **cell.fields(1)
+        )
         prediction = model.predict(run, system, with_band=False)
-        found[name] = {"model_seconds": prediction.seconds, "model_memory_mib": prediction.memory_mib_max}
+        found[name] = {
+            "model_seconds": prediction.seconds,
+            "model_memory_mib": prediction.memory_mib_max,
+        }
     return found
 
 

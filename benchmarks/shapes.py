@@ -32,7 +32,13 @@ def run_of(options: argparse.Namespace, **fields: Any) -> RunConfig:
     names = ("micro_batch_size", "tensor_model_parallel_size", "num_query_groups", "window_size")
     given = {name: value for name in names if (value := getattr(options, name, None)) is not None}
     grouped = {"group_query_attention": True} if "num_query_groups" in given else {}
-    values = {"global_batch_size": options.micro_batch_size, "vocab_size": vocabulary(options.recipe), **given, **grouped, **fields}
+    values = {
+        "global_batch_size": options.micro_batch_size,
+        "vocab_size": vocabulary(options.recipe),
+        **given,
+        **grouped,
+        **fields,
+    }
     run = make_run(options.recipe, values)
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     Layout.from_run(run, math.prod(getattr(run.parallel, name) for name in sizes))
@@ -58,12 +64,24 @@ def trainer_of(run: RunConfig, world: Comm, groups: Groups) -> Any:
 def add_solo_arguments(parser: argparse.ArgumentParser) -> None:
     """Of a family that measures a trainer on one rank in its own process."""
     add_arguments(parser)
-    parser.add_argument("--seq-length", type=int, default=256, help="tokens per sample (default: %(default)s)")
+    parser.add_argument(
+        "--seq-length", type=int, default=256, help="tokens per sample (default: %(default)s)"
+    )
 
 
 def solo_trainer(options: argparse.Namespace, **fields: Any) -> Any:
     """A trainer on one rank with mock tokens. ValueError for tensor parallelism."""
-    check(options.tensor_model_parallel_size == 1, "--tensor-model-parallel-size: this benchmark has one rank, leave it out")
-    run = run_of(options, seq_length=options.seq_length, mock_data=True, eval_iters=0, kernels="native", **fields)
+    check(
+        options.tensor_model_parallel_size == 1,
+        "--tensor-model-parallel-size: this benchmark has one rank, leave it out",
+    )
+    run = run_of(
+        options,
+        seq_length=options.seq_length,
+        mock_data=True,
+        eval_iters=0,
+        kernels="native",
+        **fields,
+    )
     world = SoloComm()
     return trainer_of(run, world, Grid(1).groups(world))

@@ -36,35 +36,78 @@ from .contestant import Apart, Contestant, Task
 SIDES = ("ours", "baseline")
 SHIPPED = "shipped"  # the side that --mkl both adds
 PRECISIONS = ("fp32", "bf16")
-PAUSE = 0.1  # s; libgomp's threads spin for some milliseconds after a parallel region, then they sleep
+PAUSE = (
+    0.1  # s; libgomp's threads spin for some milliseconds after a parallel region, then they sleep
+)
 PEAK_ROUNDS = 10  # measurements of the FMA peak; the first wakes this process's threads
 PATIENCE = 3  # up to so many times as many rounds, while others disturb them
-SAME_LOSS = {"fp32": 1e-4, "bf16": 2e-2}  # relative; BF16 rounds weights in ours and not in the baseline's autocast
+SAME_LOSS = {
+    "fp32": 1e-4,
+    "bf16": 2e-2,
+}  # relative; BF16 rounds weights in ours and not in the baseline's autocast
 COLUMNS: tuple[core.Column, ...] = (
-    ("", "<28", "label"), ("tokens/s", ">9.1f", "tokens_per_s"), ("s/step", ">8.3f", "seconds"), ("TFLOPs", ">7.4f", "tflops"),
-    ("peak MiB", ">9.0f", "peak_rss_mib"), ("faults/step", ">12.0f", "minor_faults_per_step"),
-    ("system s", ">9.3f", "system_seconds_per_step"), ("allocator", "<9", "allocator"))
+    ("", "<28", "label"),
+    ("tokens/s", ">9.1f", "tokens_per_s"),
+    ("s/step", ">8.3f", "seconds"),
+    ("TFLOPs", ">7.4f", "tflops"),
+    ("peak MiB", ">9.0f", "peak_rss_mib"),
+    ("faults/step", ">12.0f", "minor_faults_per_step"),
+    ("system s", ">9.3f", "system_seconds_per_step"),
+    ("allocator", "<9", "allocator"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this family."""
     shapes.add_arguments(parser)
     parser.add_argument("--seq-length", type=int, help="tokens of a sample (default: the recipe's)")
-    parser.add_argument("--num-layers", type=int, help="layers, for a part of a large model (default: the recipe's)")
-    parser.add_argument("--vocab-size", type=int, help="words, for a part of a large model (default: the recipe's)")
+    parser.add_argument(
+        "--num-layers", type=int, help="layers, for a part of a large model (default: the recipe's)"
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, help="words, for a part of a large model (default: the recipe's)"
+    )
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1, help="with --ranks")
-    parser.add_argument("--global-batch-size", type=int, help="samples per step (default: a micro-batch; with --ranks 16)")
+    parser.add_argument(
+        "--global-batch-size",
+        type=int,
+        help="samples per step (default: a micro-batch; with --ranks 16)",
+    )
     parser.add_argument("--dtype", default="fp32", choices=PRECISIONS)
-    parser.add_argument("--kernels", default="native", choices=("native", "torch", "auto"), help="ours (default: %(default)s)")
+    parser.add_argument(
+        "--kernels",
+        default="native",
+        choices=("native", "torch", "auto"),
+        help="ours (default: %(default)s)",
+    )
     parser.add_argument("--baseline", default="plain", choices=contestant.BASELINES)
-    parser.add_argument("--baseline-compile", action="store_true", help="torch.compile the baseline")
-    parser.add_argument("--baseline-preload", metavar="LIB",
-                        help=f"the baseline's allocator: a path, or {', '.join(preloads.LIBRARIES)}")
+    parser.add_argument(
+        "--baseline-compile", action="store_true", help="torch.compile the baseline"
+    )
+    parser.add_argument(
+        "--baseline-preload",
+        metavar="LIB",
+        help=f"the baseline's allocator: a path, or {', '.join(preloads.LIBRARIES)}",
+    )
     preloads.add_mkl(parser, "the baseline's", both=True)
-    parser.add_argument("--apart", action="store_true", help="one process at a time, for two that do not fit into memory")
-    parser.add_argument("--schedules", action="store_true", help="with --ranks: pipelines over all ranks, under every schedule")
-    parser.add_argument("--ranks", type=int, help="compare layouts of that many ranks with one rank, instead of a baseline")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s")
+    parser.add_argument(
+        "--apart",
+        action="store_true",
+        help="one process at a time, for two that do not fit into memory",
+    )
+    parser.add_argument(
+        "--schedules",
+        action="store_true",
+        help="with --ranks: pipelines over all ranks, under every schedule",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        help="compare layouts of that many ranks with one rank, instead of a baseline",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default: %(default)s)")
 
 
@@ -73,18 +116,25 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.ranks is not None:
         return measure_layouts(options)
     check(not options.schedules, "--schedules needs --ranks, the stages of the pipelines: pass it")
-    check(options.tensor_model_parallel_size == options.pipeline_model_parallel_size == 1,
-          "--tensor-model-parallel-size and --pipeline-model-parallel-size need --ranks; a baseline is compared on one rank")
+    check(
+        options.tensor_model_parallel_size == options.pipeline_model_parallel_size == 1,
+        "--tensor-model-parallel-size and --pipeline-model-parallel-size need --ranks; a baseline is compared on one rank",
+    )
     config = shapes.run_of(options, **run_values(options))
     contestant.check_baseline(options.baseline, options.baseline_compile, config.model)
     preload = [preloads.resolve(options.baseline_preload)] if options.baseline_preload else []
     torch.set_num_threads(options.threads)
     print(f"{runtime.cpu_model()}, {options.threads} threads; building both sides", flush=True)
     with ExitStack() as stack:
-        made = {side: task(options, side, preloads.mkl_preload(options.mkl) + preload) for side in SIDES}
+        made = {
+            side: task(options, side, preloads.mkl_preload(options.mkl) + preload) for side in SIDES
+        }
         if options.mkl == preloads.BOTH and preloads.narrowed():
             made[SHIPPED] = task(options, "baseline", preload)
-        sides = {side: Apart(one) if options.apart else stack.enter_context(Contestant(one)) for side, one in made.items()}
+        sides = {
+            side: Apart(one) if options.apart else stack.enter_context(Contestant(one))
+            for side, one in made.items()
+        }
         return report(options, config, sides, *take_turns(options, sides))
 
 
@@ -93,30 +143,59 @@ def run_values(options: argparse.Namespace) -> dict[str, Any]:
 
     Balancing losses are left out, because the baselines do not compute them.
     """
-    sizes = {name: value for name in ("seq_length", "num_layers", "vocab_size") if (value := getattr(options, name)) is not None}
-    return {"vocab_size": shapes.vocabulary(options.recipe), **sizes, "moe_aux_loss_coeff": (0.0,), "moe_z_loss_coeff": None,
-            "micro_batch_size": options.micro_batch_size,
-            "global_batch_size": options.global_batch_size or options.micro_batch_size, "mock_data": True, "hidden_dropout": 0.0,
-            "attention_dropout": 0.0, "bf16": options.dtype == "bf16", "eval_iters": 0, "lr_decay_style": "constant",
-            "lr_warmup_iters": 0, "train_iters": 1 + PATIENCE * options.rounds, "kernels": options.kernels}
+    sizes = {
+        name: value
+        for name in ("seq_length", "num_layers", "vocab_size")
+        if (value := getattr(options, name)) is not None
+    }
+    return {
+        "vocab_size": shapes.vocabulary(options.recipe),
+        **sizes,
+        "moe_aux_loss_coeff": (0.0,),
+        "moe_z_loss_coeff": None,
+        "micro_batch_size": options.micro_batch_size,
+        "global_batch_size": options.global_batch_size or options.micro_batch_size,
+        "mock_data": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bf16": options.dtype == "bf16",
+        "eval_iters": 0,
+        "lr_decay_style": "constant",
+        "lr_warmup_iters": 0,
+        "train_iters": 1 + PATIENCE * options.rounds,
+        "kernels": options.kernels,
+    }
 
 
 def task(options: argparse.Namespace, side: str, preload: list[Path]) -> Task:
     """The task of the process of `side`. preload: the baseline's libraries."""
-    baseline = {"baseline": options.baseline, "compiled": options.baseline_compile, "preload": tuple(map(str, preload))}
-    return Task(side=side, recipe=options.recipe, values=run_values(options), threads=options.threads,
-                **(baseline if side == "baseline" else {}))
+    baseline = {
+        "baseline": options.baseline,
+        "compiled": options.baseline_compile,
+        "preload": tuple(map(str, preload)),
+    }
+    return Task(
+        side=side,
+        recipe=options.recipe,
+        values=run_values(options),
+        threads=options.threads,
+        **(baseline if side == "baseline" else {}),
+    )
 
 
-def take_turns(options: argparse.Namespace, sides: dict[str, Contestant]) -> tuple[list[dict[str, Any]], int]:
+def take_turns(
+    options: argparse.Namespace, sides: dict[str, Contestant]
+) -> tuple[list[dict[str, Any]], int]:
     """(rounds to report, number of discarded rounds or -1). The first steps warm up, and must have the same loss.
 
     A round: {"ours": a step's record, "baseline": ..., "peak_gflops", "clock_ghz", "others"}.
     """
     first = {side: each.step()["loss"] for side, each in sides.items()}
     if not math.isclose(first["ours"], first["baseline"], rel_tol=SAME_LOSS[options.dtype]):
-        raise RuntimeError(f"the two do not train the same: first losses {first['ours']:.6f} (ours), {first['baseline']:.6f} "
-                           "(baseline)")
+        raise RuntimeError(
+            f"the two do not train the same: first losses {first['ours']:.6f} (ours), {first['baseline']:.6f} "
+            "(baseline)"
+        )
 
     def one_round(number: int) -> tuple[dict[str, Any], bool]:
         result: dict[str, Any] = {}
@@ -124,7 +203,11 @@ def take_turns(options: argparse.Namespace, sides: dict[str, Contestant]) -> tup
         for side, each in sides.items():
             result[side] = each.step()
             time.sleep(PAUSE)
-        result |= {"others": watch.others(), "peak_gflops": fma_peak_gflops(PEAK_ROUNDS), "clock_ghz": runtime.clock_ghz()}
+        result |= {
+            "others": watch.others(),
+            "peak_gflops": fma_peak_gflops(PEAK_ROUNDS),
+            "clock_ghz": runtime.clock_ghz(),
+        }
         quiet = result["others"] <= disturbance.OTHERS
         steps = ", ".join(f"{side} {result[side]['seconds']:.3f} s" for side in sides)
         print(f"  round {number + 1}: {steps}" + core.BUSY * (not quiet), flush=True)
@@ -133,46 +216,93 @@ def take_turns(options: argparse.Namespace, sides: dict[str, Contestant]) -> tup
     return core.quiet_rounds(one_round, options.rounds, PATIENCE)
 
 
-def report(options: argparse.Namespace, config: RunConfig, sides: dict[str, Contestant], rounds: list[dict[str, Any]],
-           discarded: int) -> dict[str, Any]:
+def report(
+    options: argparse.Namespace,
+    config: RunConfig,
+    sides: dict[str, Contestant],
+    rounds: list[dict[str, Any]],
+    discarded: int,
+) -> dict[str, Any]:
     """The result as JSON."""
     size = config.batch.global_batch_size
     flops = accounting.model_flops(config, size)
-    every = {side: {"label": side, **summary([r[side] for r in rounds], flops, size * config.model.seq_length), **each.ready}
-             for side, each in sides.items()}
+    every = {
+        side: {
+            "label": side,
+            **summary([r[side] for r in rounds], flops, size * config.model.seq_length),
+            **each.ready,
+        }
+        for side, each in sides.items()
+    }
     for side in sides.keys() - {"ours"}:
-        width = "full" if not preloads.narrowed() or side == "baseline" and options.mkl != "shipped" else "shipped"
+        width = (
+            "full"
+            if not preloads.narrowed() or side == "baseline" and options.mkl != "shipped"
+            else "shipped"
+        )
         label = f"{options.baseline}{' compiled' * options.baseline_compile}, MKL {width}"
-        every[side] |= {"label": label, "name": options.baseline, "compiled": options.baseline_compile, "mkl": width,
-                        "preload": options.baseline_preload, "ratio": every[side]["seconds"] / every["ours"]["seconds"]}
+        every[side] |= {
+            "label": label,
+            "name": options.baseline,
+            "compiled": options.baseline_compile,
+            "mkl": width,
+            "preload": options.baseline_preload,
+            "ratio": every[side]["seconds"] / every["ours"]["seconds"],
+        }
     medians = core.medians(rounds, ("peak_gflops", "clock_ghz"))
     ceiling = flops / every["ours"]["seconds"] / medians["peak_gflops"] / 1e9
     names = ("threads", "recipe", "dtype", "micro_batch_size")
-    return {**every, "ratio": every["baseline"]["ratio"], **medians, **{name: getattr(options, name) for name in names},
-            "ceiling_fraction": ceiling if options.dtype == "fp32" else None, "global_batch_size": size, "model_flops": flops,
-            "parameters": accounting.parameters(config), "torch": torch.__version__, "rounds": rounds, "busy": discarded < 0,
-            "rounds_thrown_away": max(0, discarded)}
+    return {
+        **every,
+        "ratio": every["baseline"]["ratio"],
+        **medians,
+        **{name: getattr(options, name) for name in names},
+        "ceiling_fraction": ceiling if options.dtype == "fp32" else None,
+        "global_batch_size": size,
+        "model_flops": flops,
+        "parameters": accounting.parameters(config),
+        "torch": torch.__version__,
+        "rounds": rounds,
+        "busy": discarded < 0,
+        "rounds_thrown_away": max(0, discarded),
+    }
 
 
 def summary(steps: list[dict[str, float]], flops: float, tokens: int) -> dict[str, Any]:
     """Medians of one side's steps. flops, tokens: of a step, the former accounting.model_flops; tflops: 10^12 FLOPs per second."""
     medians = core.medians(steps, ("seconds", "minor_faults", "system_seconds", "idle_cpu_seconds"))
-    return {"tokens_per_s": tokens / medians["seconds"], "seconds": medians["seconds"], "tflops": flops / medians["seconds"] / 1e12,
-            "peak_rss_mib": max(step["peak_rss_mib"] for step in steps), "minor_faults_per_step": medians["minor_faults"],
-            "system_seconds_per_step": medians["system_seconds"], "losses": [step["loss"] for step in steps],
-            "idle_cpu_seconds_per_turn": medians["idle_cpu_seconds"]}
+    return {
+        "tokens_per_s": tokens / medians["seconds"],
+        "seconds": medians["seconds"],
+        "tflops": flops / medians["seconds"] / 1e12,
+        "peak_rss_mib": max(step["peak_rss_mib"] for step in steps),
+        "minor_faults_per_step": medians["minor_faults"],
+        "system_seconds_per_step": medians["system_seconds"],
+        "losses": [step["loss"] for step in steps],
+        "idle_cpu_seconds_per_turn": medians["idle_cpu_seconds"],
+    }
 
 
 def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
     """The table."""
     if options.ranks is not None:
-        return (f"{core.table(LAYOUT_COLUMNS, result['layouts'])}\n{result['cpu']} at {result['clock_ghz']:.2f} GHz, measured; "
-                f"global batch {result['global_batch_size']}")
+        return (
+            f"{core.table(LAYOUT_COLUMNS, result['layouts'])}\n{result['cpu']} at {result['clock_ghz']:.2f} GHz, measured; "
+            f"global batch {result['global_batch_size']}"
+        )
     sides = [result[side] for side in (*SIDES, SHIPPED) if side in result]
-    ceiling = f", {100 * result['ceiling_fraction']:.1f} % of the FMA peak" if result["ceiling_fraction"] is not None else ""
+    ceiling = (
+        f", {100 * result['ceiling_fraction']:.1f} % of the FMA peak"
+        if result["ceiling_fraction"] is not None
+        else ""
+    )
     ratios = ", ".join(f"{side['ratio']:.3f} x as fast as {side['label']}" for side in sides[1:])
-    return (f"{core.table(COLUMNS, sides)}\nours is {ratios}{ceiling} ({result['peak_gflops']:.0f} GFLOP/s at "
-            f"{result['clock_ghz']:.2f} GHz, {result['threads']} threads, {result['cpu']}, measured)" + core.BUSY * result["busy"])
+    return (
+        f"{core.table(COLUMNS, sides)}\nours is {ratios}{ceiling} ({result['peak_gflops']:.0f} GFLOP/s at "
+        f"{result['clock_ghz']:.2f} GHz, {result['threads']} threads, {result['cpu']}, measured)"
+        + core.BUSY
+        * result["busy"]
+    )
 
 
 # Layouts --------------------------------------------------------------------------------------------------------------------------
@@ -180,35 +310,66 @@ def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
 MICROBATCHES = 16
 LAYOUT_ITERATIONS = 2  # timed ones of each job
 SCHEDULES: dict[str, dict[str, Any]] = {
-    "1f1b": {}, "interleaved": {"num_virtual_stages_per_pipeline_rank": 2}, "zb-h1": {"pipeline_schedule": "zb-h1"},
-    "zbv": {"pipeline_schedule": "zbv"}}
+    "1f1b": {},
+    "interleaved": {"num_virtual_stages_per_pipeline_rank": 2},
+    "zb-h1": {"pipeline_schedule": "zb-h1"},
+    "zbv": {"pipeline_schedule": "zbv"},
+}
 MORE_PENDING = 1.5  # micro-batches for each stage that the last pipeline may hold
 LAYOUT_COLUMNS: tuple[core.Column, ...] = (
-    ("layout", "<16", "layout"), ("ranks x threads", ">16", lambda row: f"{row['ranks']} x {row['threads']:>5}"),
-    ("tokens/s", ">9.1f", "tokens_per_s"), ("s/step", ">8.3f", "seconds"), ("of one rank", ">12.3f", "ratio"),
-    ("peak MiB", ">9", "peak_rss_mib"), ("loss", ">9.5f", "loss"))
+    ("layout", "<16", "layout"),
+    ("ranks x threads", ">16", lambda row: f"{row['ranks']} x {row['threads']:>5}"),
+    ("tokens/s", ">9.1f", "tokens_per_s"),
+    ("s/step", ">8.3f", "seconds"),
+    ("of one rank", ">12.3f", "ratio"),
+    ("peak MiB", ">9", "peak_rss_mib"),
+    ("loss", ">9.5f", "loss"),
+)
 
 
 def candidates(options: argparse.Namespace) -> dict[str, jobs.Cell]:
     """One rank first, then the layout that the options name, PP under every schedule, or TP, DP and PP over all ranks."""
-    ranks, tp, pp, mbs = (getattr(options, name) for name in ("ranks", "tensor_model_parallel_size", "pipeline_model_parallel_size",
-                                                              "micro_batch_size"))
+    ranks, tp, pp, mbs = (
+        getattr(options, name)
+        for name in (
+            "ranks",
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "micro_batch_size",
+        )
+    )
     check(ranks >= 2, f"--ranks {ranks}: pass 2 or more, they are compared with one rank")
-    check(ranks % (tp * pp) == 0, f"--ranks {ranks} is not divisible by --tensor-model-parallel-size {tp} x "
-          f"--pipeline-model-parallel-size {pp}: change one of them")
-    check(not options.schedules or tp * pp == 1, "--schedules compares pipelines over all --ranks: leave the parallel sizes out")
+    check(
+        ranks % (tp * pp) == 0,
+        f"--ranks {ranks} is not divisible by --tensor-model-parallel-size {tp} x "
+        f"--pipeline-model-parallel-size {pp}: change one of them",
+    )
+    check(
+        not options.schedules or tp * pp == 1,
+        "--schedules compares pipelines over all --ranks: leave the parallel sizes out",
+    )
     found = {"one rank": jobs.Cell(mbs=mbs)}
     if options.schedules:
         more = math.ceil(MORE_PENDING * ranks)
-        orders = {**SCHEDULES, f"zbv of {more}": {**SCHEDULES["zbv"], "zero_bubble_max_pending_backward": more}}
-        return found | {f"PP{ranks} {name}": jobs.Cell(ranks=ranks, pp=ranks, mbs=mbs, schedule=tuple(fields.items()))
-                        for name, fields in orders.items()}
+        orders = {
+            **SCHEDULES,
+            f"zbv of {more}": {**SCHEDULES["zbv"], "zero_bubble_max_pending_backward": more},
+        }
+        return found | {
+            f"PP{ranks} {name}": jobs.Cell(
+                ranks=ranks, pp=ranks, mbs=mbs, schedule=tuple(fields.items())
+            )
+            for name, fields in orders.items()
+        }
     if tp * pp > 1:
         sizes = {"TP": tp, "PP": pp, "DP": ranks // (tp * pp)}
         name = " x ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
         return found | {name: jobs.Cell(ranks=ranks, tp=tp, pp=pp, mbs=mbs)}
-    return found | {f"TP{ranks}": jobs.Cell(ranks=ranks, tp=ranks, mbs=mbs), f"DP{ranks}": jobs.Cell(ranks=ranks, mbs=mbs),
-                    f"PP{ranks}": jobs.Cell(ranks=ranks, pp=ranks, mbs=mbs)}
+    return found | {
+        f"TP{ranks}": jobs.Cell(ranks=ranks, tp=ranks, mbs=mbs),
+        f"DP{ranks}": jobs.Cell(ranks=ranks, mbs=mbs),
+        f"PP{ranks}": jobs.Cell(ranks=ranks, pp=ranks, mbs=mbs),
+    }
 
 
 def batch_of(options: argparse.Namespace) -> int:
@@ -218,24 +379,49 @@ def batch_of(options: argparse.Namespace) -> int:
 
 def layout_job(options: argparse.Namespace, cell: jobs.Cell) -> jobs.Job:
     """The training job of a layout. ValueError when the model does not divide."""
-    return jobs.job(options, cell, batch_of(options), LAYOUT_ITERATIONS, kernels=options.kernels, hidden_dropout=0.0,
-                    attention_dropout=0.0)
+    return jobs.job(
+        options,
+        cell,
+        batch_of(options),
+        LAYOUT_ITERATIONS,
+        kernels=options.kernels,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
 
 
 def measure_layouts(options: argparse.Namespace) -> dict[str, Any]:
     """All layouts in turn. ratio: throughput over that of one rank."""
-    check(options.num_layers is options.vocab_size is None, "--num-layers and --vocab-size are compared with a baseline: omit "
-          "them, or --ranks")
+    check(
+        options.num_layers is options.vocab_size is None,
+        "--num-layers and --vocab-size are compared with a baseline: omit them, or --ranks",
+    )
     cells = candidates(options)
     planned = {name: layout_job(options, cell) for name, cell in cells.items()}
-    measured = {name: jobs.summary(rounds) for name, rounds in jobs.in_turn(planned, options.rounds).items()}
+    measured = {
+        name: jobs.summary(rounds) for name, rounds in jobs.in_turn(planned, options.rounds).items()
+    }
     tokens, rows = shapes.run_of(options).model.seq_length, []
     for name, cell in cells.items():
         figures = measured[name]
-        rows.append({"layout": name, "ranks": cell.ranks, "threads": planned[name].threads, "tp": cell.tp, "pp": cell.pp,
-                     "dp": cell.dp, "tokens_per_s": figures["samples_per_second"] * tokens,
-                     "peak_rss_mib": figures["peak_memory_mib"], **{key: figures[key] for key in ("seconds", "loss", "busy")}})
+        rows.append(
+            {
+                "layout": name,
+                "ranks": cell.ranks,
+                "threads": planned[name].threads,
+                "tp": cell.tp,
+                "pp": cell.pp,
+                "dp": cell.dp,
+                "tokens_per_s": figures["samples_per_second"] * tokens,
+                "peak_rss_mib": figures["peak_memory_mib"],
+                **{key: figures[key] for key in ("seconds", "loss", "busy")},
+            }
+        )
     rows = [{**row, "ratio": row["tokens_per_s"] / rows[0]["tokens_per_s"]} for row in rows]
     names = ("recipe", "dtype", "micro_batch_size", "threads", "rounds")
-    return {"layouts": rows, **{name: getattr(options, name) for name in names}, "global_batch_size": batch_of(options),
-            "clock_ghz": statistics.median(figures["clock_ghz"] for figures in measured.values())}
+    return {
+        "layouts": rows,
+        **{name: getattr(options, name) for name in names},
+        "global_batch_size": batch_of(options),
+        "clock_ghz": statistics.median(figures["clock_ghz"] for figures in measured.values()),
+    }

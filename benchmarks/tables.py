@@ -41,33 +41,81 @@ CALIBRATION_SECONDS = 300  # a limit: it takes less than one minute
 ATTEMPTS = 3  # measurements of a row while other processes use this host's cores
 
 SINGLE = Cell(seq=1024)
-DP2, TP2, PP2 = replace(SINGLE, ranks=2), replace(SINGLE, ranks=2, tp=2), replace(SINGLE, ranks=2, pp=2)
+DP2, TP2, PP2 = (
+    replace(SINGLE, ranks=2),
+    replace(SINGLE, ranks=2, tp=2),
+    replace(SINGLE, ranks=2, pp=2),
+)
 LAYOUTS = (SINGLE, DP2, TP2, PP2)
 ROWS = (  # in the order of the tables that they are shown in
-    SINGLE, replace(SINGLE, allocator="tcmalloc"), replace(SINGLE, mbs=2), replace(SINGLE, mbs=4), DP2,
-    replace(DP2, allocator="tcmalloc"), replace(DP2, mbs=2), TP2, replace(TP2, mbs=2), PP2, replace(PP2, mbs=2),
-    *(replace(cell, recompute=True) for cell in LAYOUTS), *(replace(cell, seq=2048) for cell in LAYOUTS),
-    replace(SINGLE, seq=2048, recompute=True))
+    SINGLE,
+    replace(SINGLE, allocator="tcmalloc"),
+    replace(SINGLE, mbs=2),
+    replace(SINGLE, mbs=4),
+    DP2,
+    replace(DP2, allocator="tcmalloc"),
+    replace(DP2, mbs=2),
+    TP2,
+    replace(TP2, mbs=2),
+    PP2,
+    replace(PP2, mbs=2),
+    *(replace(cell, recompute=True) for cell in LAYOUTS),
+    *(replace(cell, seq=2048) for cell in LAYOUTS),
+    replace(SINGLE, seq=2048, recompute=True),
+)
 VARIED = ("ranks", "tp", "pp", "mbs", "seq", "recompute", "allocator")  # what a row is known by
 QUICK = {"iterations": 1, "tokens": 2048}
 
 PUBLISHED_BATCH = 1024  # samples of an iteration in the published tables
-OUR_HEADER = (f"scaled to GBS {PUBLISHED_BATCH}, not measured", "model Sec/it", "model MiB", "time error %", "memory error %")
+OUR_HEADER = (
+    f"scaled to GBS {PUBLISHED_BATCH}, not measured",
+    "model Sec/it",
+    "model MiB",
+    "time error %",
+    "memory error %",
+)
 CSV_LEFT_OUT = ("machine", "model_breakdown")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this family."""
     parser.add_argument("--recipe", default="124m", choices=shapes.RECIPES)
-    parser.add_argument("--rows", default="", metavar="TEXT", help="rows whose name holds TEXT, such as 'TP 2' or 'recompute'")
-    parser.add_argument("--quick", action="store_true", help="four rows, one timed iteration of half the tokens")
-    parser.add_argument("--iterations", type=int, default=2, help=f"timed ones, after {WARM_UP} others (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="of an iteration, at least (default: %(default)s)")
+    parser.add_argument(
+        "--rows",
+        default="",
+        metavar="TEXT",
+        help="rows whose name holds TEXT, such as 'TP 2' or 'recompute'",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="four rows, one timed iteration of half the tokens"
+    )
+    parser.add_argument(
+        "--iterations",
+        type=int,
+        default=2,
+        help=f"timed ones, after {WARM_UP} others (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=TOKENS,
+        help="of an iteration, at least (default: %(default)s)",
+    )
     jobs.add_threads(parser)
-    parser.add_argument("--machine", metavar="FILE", help="of fugaku-megatron calibrate (default: calibrate now)")
-    parser.add_argument("--measured", nargs="+", type=Path, default=[], metavar="FILE",
-                        help="show the rows that --json wrote there instead of measuring, modelled again")
-    parser.add_argument("--markdown", action="store_true", help="Markdown's headings around the tables")
+    parser.add_argument(
+        "--machine", metavar="FILE", help="of fugaku-megatron calibrate (default: calibrate now)"
+    )
+    parser.add_argument(
+        "--measured",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="show the rows that --json wrote there instead of measuring, modelled again",
+    )
+    parser.add_argument(
+        "--markdown", action="store_true", help="Markdown's headings around the tables"
+    )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write one line per row to FILE")
     parser.set_defaults(dtype="fp32")
 
@@ -108,11 +156,16 @@ def plan(options: argparse.Namespace) -> dict[Cell, jobs.Job]:
         if line := preloads.missing(cell.allocator):
             print(f"skipped {name_of(cell)}: {line}")
         elif cell.ranks > options.threads:
-            print(f"skipped {name_of(cell)}: {cell.ranks} ranks need as many threads, --threads is {options.threads}")
+            print(
+                f"skipped {name_of(cell)}: {cell.ranks} ranks need as many threads, --threads is {options.threads}"
+            )
         else:
             planned[cell] = job(options, cell)
-    check(planned != {}, f"--rows {options.rows!r}: no row that this host can run has this in its name; a name is "
-          f"{name_of(cells[0])!r}")
+    check(
+        planned != {},
+        f"--rows {options.rows!r}: no row that this host can run has this in its name; a name is "
+        f"{name_of(cells[0])!r}",
+    )
     return planned
 
 
@@ -123,7 +176,10 @@ def calibrate(options: argparse.Namespace) -> dict[str, Any]:
         return json.loads(Path(options.machine).read_text())
 
     def attempt(number: int) -> tuple[dict[str, Any], bool]:
-        print("calibrating this host" + (", again: others took its cores" if number else ""), flush=True)
+        print(
+            "calibrating this host" + (", again: others took its cores" if number else ""),
+            flush=True,
+        )
         watch = disturbance.Watch(options.threads)
         return calibrated(max(2, options.threads)), not watch.disturbed()
 
@@ -137,36 +193,68 @@ def calibrated(ranks: int) -> dict[str, Any]:
         program = ["-m", "fugaku_megatron", "calibrate", "--output", str(path)]
         command = [mpiexec(), "-n", str(ranks), sys.executable, *program]
         environment = {**preloads.environment(None), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL,
-                              timeout=CALIBRATION_SECONDS, cwd=ROOT)
+        done = subprocess.run(
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=CALIBRATION_SECONDS,
+            cwd=ROOT,
+        )
         if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode} and said: {done.stderr.strip()[-300:]}")
+            raise RuntimeError(
+                f"{' '.join(command)} ended with exit code {done.returncode} and said: {done.stderr.strip()[-300:]}"
+            )
         return json.loads(path.read_text())
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The rows, measured now or read from --measured, with the model's figures."""
     core.apply_quick(options, QUICK)
-    return report(earlier_rows(options) if options.measured else measured_rows(options, plan(options)))
+    return report(
+        earlier_rows(options) if options.measured else measured_rows(options, plan(options))
+    )
 
 
-def measured_rows(options: argparse.Namespace, planned: dict[Cell, jobs.Job]) -> list[dict[str, Any]]:
+def measured_rows(
+    options: argparse.Namespace, planned: dict[Cell, jobs.Job]
+) -> list[dict[str, Any]]:
     """Measured rows, not modelled yet; prints each when it is done."""
     begin, rows = time.perf_counter(), []
     host = calibrate(options)
     for number, (cell, task) in enumerate(planned.items(), 1):
         measured = quiet(name_of(cell), task)
-        rows.append({**asdict(measured), **{name: getattr(cell, name) for name in VARIED}, "log": measured.allocator,
-                     "dp": cell.dp, "recipe": options.recipe, "gbs": batch_of(options.tokens, cell), "tokens": options.tokens,
-                     "threads": task.threads, "busy": measured.others > disturbance.OTHERS, "cpu": runtime.cpu_model(),
-                     "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "machine": host})
-        print(f"  {number} of {len(planned)}, {(time.perf_counter() - begin) / 60:.1f} min: {name_of(cell)}: "
-              f"{measured.seconds:.3f} s at {measured.clock_ghz:.2f} GHz" + core.BUSY * rows[-1]["busy"], flush=True)
+        rows.append(
+            {
+                **asdict(measured),
+                **{name: getattr(cell, name) for name in VARIED},
+                "log": measured.allocator,
+                "dp": cell.dp,
+                "recipe": options.recipe,
+                "gbs": batch_of(options.tokens, cell),
+                "tokens": options.tokens,
+                "threads": task.threads,
+                "busy": measured.others > disturbance.OTHERS,
+                "cpu": runtime.cpu_model(),
+                "torch": torch.__version__,
+                "date": time.strftime("%Y-%m-%d"),
+                "machine": host,
+            }
+        )
+        print(
+            f"  {number} of {len(planned)}, {(time.perf_counter() - begin) / 60:.1f} min: {name_of(cell)}: "
+            f"{measured.seconds:.3f} s at {measured.clock_ghz:.2f} GHz"
+            + core.BUSY
+            * rows[-1]["busy"],
+            flush=True,
+        )
     return rows
 
 
 def quiet(name: str, task: jobs.Job) -> jobs.Measured:
     """The job's figures from the least disturbed of up to ATTEMPTS measurements; the first undisturbed one ends them."""
+
     def attempt(number: int) -> tuple[jobs.Measured, bool]:
         if number:
             print(f"  again, because others took too much of the cores: {name}", flush=True)
@@ -183,7 +271,9 @@ def earlier_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
         try:
             rows_by_cell |= {cell_of(row): row for row in json.loads(path.read_text())["rows"]}
         except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"--measured {path}: no rows can be read from it ({error}); pass a file that --json wrote") from None
+            raise ValueError(
+                f"--measured {path}: no rows can be read from it ({error}); pass a file that --json wrote"
+            ) from None
     order = [cell for cell in ROWS if cell in rows_by_cell and options.rows in name_of(cell)]
     check(order != [], f"--measured: none of the files has a row with {options.rows!r} in its name")
     host = {"machine": calibrate(options)} if options.machine else {}
@@ -193,14 +283,23 @@ def earlier_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
 def predicted(row: dict[str, Any]) -> dict[str, Any]:
     """The model's figures for a row on the machine that the row contains."""
     cell = cell_of(row)
-    system = model.System(machine=machine.from_data("this host", row["machine"]), nodes=1, ranks_per_node=cell.ranks,
-                          software=software.load(software.THIS_PROJECT))
+    system = model.System(
+        machine=machine.from_data("this host", row["machine"]),
+        nodes=1,
+        ranks_per_node=cell.ranks,
+        software=software.load(software.THIS_PROJECT),
+    )
     prediction = model.predict(config(row["recipe"], row["tokens"], cell), system)
-    return {"name": name_of(cell), "model_seconds": prediction.seconds,
-            "model_lower": prediction.lower, "model_upper": prediction.upper,
-            "model_memory_mib": prediction.memory_mib_max, "model_breakdown": prediction.breakdown,
-            "time_error_percent": 100 * (prediction.seconds / row["seconds"] - 1),
-            "memory_error_percent": 100 * (prediction.memory_mib_max / row["peak_memory_mib"] - 1)}
+    return {
+        "name": name_of(cell),
+        "model_seconds": prediction.seconds,
+        "model_lower": prediction.lower,
+        "model_upper": prediction.upper,
+        "model_memory_mib": prediction.memory_mib_max,
+        "model_breakdown": prediction.breakdown,
+        "time_error_percent": 100 * (prediction.seconds / row["seconds"] - 1),
+        "memory_error_percent": 100 * (prediction.memory_mib_max / row["peak_memory_mib"] - 1),
+    }
 
 
 def report(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -208,8 +307,12 @@ def report(rows: list[dict[str, Any]]) -> dict[str, Any]:
     rows = [{**row, **predicted(row)} for row in rows]
     errors = [abs(row["time_error_percent"]) for row in rows]
     memory = [abs(row["memory_error_percent"]) for row in rows]
-    return {"rows": rows, "mean_time_error_percent": sum(errors) / len(errors), "largest_time_error_percent": max(errors),
-            "mean_memory_error_percent": sum(memory) / len(memory)}
+    return {
+        "rows": rows,
+        "mean_time_error_percent": sum(errors) / len(errors),
+        "largest_time_error_percent": max(errors),
+        "mean_memory_error_percent": sum(memory) / len(memory),
+    }
 
 
 def scaled(row: dict[str, Any]) -> float:
@@ -222,27 +325,41 @@ def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
     if options.csv:
         write_csv(options.csv, result)
     parts, heading, rows = [], "### " if options.markdown else "", result["rows"]
-    for (recipe, seq, recompute), group in groupby(rows, lambda r: (r["recipe"], r["seq"], r["recompute"])):
+    for (recipe, seq, recompute), group in groupby(
+        rows, lambda r: (r["recipe"], r["seq"], r["recompute"])
+    ):
         mine = list(group)
-        title = jobs.published_title(recipe, seq, recompute, f"native kernels, fp32: {pictures.measured_on(mine)}")
+        title = jobs.published_title(
+            recipe, seq, recompute, f"native kernels, fp32: {pictures.measured_on(mine)}"
+        )
         parts.append(heading + jobs.published(title, [cells(row) for row in mine], OUR_HEADER))
-    parts.append(f"A node here is a rank on one machine; one rank has {max(r['threads'] for r in rows)} threads, more ranks share "
-                 f"them. Model: software {software.THIS_PROJECT} on {rows[0]['machine']['title']}.\n"
-                 f"Model against {len(rows)} measured rows: mean absolute error of time {result['mean_time_error_percent']:.1f} %, "
-                 f"largest {result['largest_time_error_percent']:.1f} %; of memory {result['mean_memory_error_percent']:.1f} %.")
+    parts.append(
+        f"A node here is a rank on one machine; one rank has {max(r['threads'] for r in rows)} threads, more ranks share "
+        f"them. Model: software {software.THIS_PROJECT} on {rows[0]['machine']['title']}.\n"
+        f"Model against {len(rows)} measured rows: mean absolute error of time {result['mean_time_error_percent']:.1f} %, "
+        f"largest {result['largest_time_error_percent']:.1f} %; of memory {result['mean_memory_error_percent']:.1f} %."
+    )
     return "\n\n".join(parts)
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
     """A row: the published columns, then those of OUR_HEADER."""
-    return (*jobs.published_cells(row, row["allocator"] if row["allocator"] != "tuned" else "-"), f"{scaled(row):.0f}",
-            f"{row['model_seconds']:.2f}", f"{row['model_memory_mib']:.0f}", f"{row['time_error_percent']:+.1f}",
-            f"{row['memory_error_percent']:+.1f}")
+    return (
+        *jobs.published_cells(row, row["allocator"] if row["allocator"] != "tuned" else "-"),
+        f"{scaled(row):.0f}",
+        f"{row['model_seconds']:.2f}",
+        f"{row['model_memory_mib']:.0f}",
+        f"{row['time_error_percent']:+.1f}",
+        f"{row['memory_error_percent']:+.1f}",
+    )
 
 
 def write_csv(path: Path, result: dict[str, Any]) -> None:
     """One line per row, measured and modelled."""
-    records = [{"scaled_seconds": scaled(row), **{k: v for k, v in row.items() if k not in CSV_LEFT_OUT}} for row in result["rows"]]
+    records = [
+        {"scaled_seconds": scaled(row), **{k: v for k, v in row.items() if k not in CSV_LEFT_OUT}}
+        for row in result["rows"]
+    ]
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
         writer.writeheader()

@@ -65,42 +65,104 @@ NETWORK = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": D
 DEEP = {"num_layers": 26, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 1024}
 # 25 M parameters in few wide layers: a matmul takes longer than the rows that it reads or writes need on the link.
 WIDE = {"num_layers": 2, "hidden_size": 1024, "num_attention_heads": 8, "vocab_size": 1024}
-DATA_PARALLEL = {"blocking": DEEP, "overlapped": {**DEEP, "overlap_grad_reduce": True},
-                 "overlapped, BF16": {**DEEP, "overlap_grad_reduce": True, "grad_reduce_in_bf16": True}}
+DATA_PARALLEL = {
+    "blocking": DEEP,
+    "overlapped": {**DEEP, "overlap_grad_reduce": True},
+    "overlapped, BF16": {**DEEP, "overlap_grad_reduce": True, "grad_reduce_in_bf16": True},
+}
 PARTS = {**WIDE, "tensor_model_parallel_size": 2, "sequence_parallel": True}
 TENSOR_PARALLEL = {"blocking": PARTS, "overlapped": {**PARTS, "tp_comm_overlap": True}}
 # 16 experts in each of two layers, two for each token: those of a rank compute longer than their rows need on the link.
-EXPERTS = {**WIDE, "hidden_size": 512, "num_attention_heads": 4, "swiglu": True, "disable_bias_linear": True, "num_experts": 16,
-           "moe_ffn_hidden_size": 1024, "moe_router_topk": 2, "expert_model_parallel_size": 2}
+EXPERTS = {
+    **WIDE,
+    "hidden_size": 512,
+    "num_attention_heads": 4,
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "num_experts": 16,
+    "moe_ffn_hidden_size": 1024,
+    "moe_router_topk": 2,
+    "expert_model_parallel_size": 2,
+}
 EXPERT_PARALLEL = {"blocking": EXPERTS, "overlapped": EXPERTS}
 # 6 M parameters and a long sequence: attention takes longer than keys and values need on the link.
-LONG = {"num_layers": 8, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 1024, "context_parallel_size": 2}
+LONG = {
+    "num_layers": 8,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "vocab_size": 1024,
+    "context_parallel_size": 2,
+}
 TOKENS, LONG_TOKENS, EXPERT_TOKENS = 704, 4096, 2048  # of a sequence
 
 COLUMNS: tuple[core.Column, ...] = (
-    ("job", "<18", "job"), ("s", ">8.3f", "seconds"), ("alone s", ">8.3f", "computation_seconds"),
-    ("MB sent", ">12", lambda row: " ".join(f"{sent / 1e6:.1f}" for sent in row["sent"])), ("wire s", ">7.3f", "wire_seconds"),
-    ("exposed s", ">10.3f", "exposed_seconds"), ("of hideable", ">12.1%", "exposed_share"),
-    ("waiting s", ">10.3f", "waiting_seconds"), ("x first", ">8.3f", "ratio"))
+    ("job", "<18", "job"),
+    ("s", ">8.3f", "seconds"),
+    ("alone s", ">8.3f", "computation_seconds"),
+    ("MB sent", ">12", lambda row: " ".join(f"{sent / 1e6:.1f}" for sent in row["sent"])),
+    ("wire s", ">7.3f", "wire_seconds"),
+    ("exposed s", ">10.3f", "exposed_seconds"),
+    ("of hideable", ">12.1%", "exposed_share"),
+    ("waiting s", ">10.3f", "waiting_seconds"),
+    ("x first", ">8.3f", "ratio"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this family."""
-    parser.add_argument("--rate", default="1gbit", help="of the link, as tc writes it (default: %(default)s)")
+    parser.add_argument(
+        "--rate", default="1gbit", help="of the link, as tc writes it (default: %(default)s)"
+    )
     shared = parser.add_mutually_exclusive_group()
-    shared.add_argument("--tensor-parallel", action="store_true", help="the hosts share each layer's matrices instead of the batch")
-    shared.add_argument("--context-parallel", action="store_true", help="the hosts share each sequence instead of the batch")
+    shared.add_argument(
+        "--tensor-parallel",
+        action="store_true",
+        help="the hosts share each layer's matrices instead of the batch",
+    )
+    shared.add_argument(
+        "--context-parallel",
+        action="store_true",
+        help="the hosts share each sequence instead of the batch",
+    )
     shared.add_argument("--experts", action="store_true", help="the hosts have different experts")
-    parser.add_argument("--cp-comm-type", nargs="+", default=[A2A, P2P], choices=CONTEXT_WAYS, metavar="TYPE",
-                        help=f"with --context-parallel: of {', '.join(CONTEXT_WAYS)} (default: {A2A} {P2P})")
-    parser.add_argument("--own-cores", action="store_true", help="a core for each host, which computes and communicates on it")
-    parser.add_argument("--seq-length", type=int, help=f"(default: {TOKENS}, with --context-parallel {LONG_TOKENS}, with --experts "
-                        f"{EXPERT_TOKENS})")
+    parser.add_argument(
+        "--cp-comm-type",
+        nargs="+",
+        default=[A2A, P2P],
+        choices=CONTEXT_WAYS,
+        metavar="TYPE",
+        help=f"with --context-parallel: of {', '.join(CONTEXT_WAYS)} (default: {A2A} {P2P})",
+    )
+    parser.add_argument(
+        "--own-cores",
+        action="store_true",
+        help="a core for each host, which computes and communicates on it",
+    )
+    parser.add_argument(
+        "--seq-length",
+        type=int,
+        help=f"(default: {TOKENS}, with --context-parallel {LONG_TOKENS}, with --experts "
+        f"{EXPERT_TOKENS})",
+    )
     parser.add_argument("--micro-batch-size", type=int, default=1)
-    parser.add_argument("--micro-batches", type=int, help="of each rank in an iteration (default: 4, with --context-parallel 1, "
-                        "with --experts 2)")
-    parser.add_argument("--bucket-size", type=int, default=500_000, help="elements of a gradient bucket (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=9, help="an iteration of each job (default: %(default)s, one more warms up)")
+    parser.add_argument(
+        "--micro-batches",
+        type=int,
+        help="of each rank in an iteration (default: 4, with --context-parallel 1, "
+        "with --experts 2)",
+    )
+    parser.add_argument(
+        "--bucket-size",
+        type=int,
+        default=500_000,
+        help="elements of a gradient bucket (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=9,
+        help="an iteration of each job (default: %(default)s, one more warms up)",
+    )
 
 
 def why_not() -> str:
@@ -149,14 +211,45 @@ def two_hosts(rate: str, hosts: Sequence[str] = HOSTS) -> Iterator[None]:
         _remove(hosts)
         for host in hosts:
             _system("ip", "netns", "add", host)
-        _system("ip", "link", "add", DEVICE, "netns", hosts[0], "type", "veth", "peer", "name", DEVICE, "netns", hosts[1])
+        _system(
+            "ip",
+            "link",
+            "add",
+            DEVICE,
+            "netns",
+            hosts[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            DEVICE,
+            "netns",
+            hosts[1],
+        )
         for host, address in zip(hosts, ADDRESSES, strict=True):
             inside = ("ip", "-n", host)
             _system(*inside, "addr", "add", f"{address}/24", "dev", DEVICE)
             for device in ("lo", DEVICE):
                 _system(*inside, "link", "set", device, "up")
-            _system("ip", "netns", "exec", host, "tc", "qdisc", "add", "dev", DEVICE, "root", "tbf", "rate", rate, "burst", "256kb",
-                    "latency", "50ms")
+            _system(
+                "ip",
+                "netns",
+                "exec",
+                host,
+                "tc",
+                "qdisc",
+                "add",
+                "dev",
+                DEVICE,
+                "root",
+                "tbf",
+                "rate",
+                rate,
+                "burst",
+                "256kb",
+                "latency",
+                "50ms",
+            )
         _wait_for_link(hosts)
         yield
 
@@ -164,7 +257,9 @@ def two_hosts(rate: str, hosts: Sequence[str] = HOSTS) -> Iterator[None]:
 def _wait_for_link(hosts: Sequence[str]) -> None:
     """The system reports a link of two ends as up only some time after both were set up, and an MPI refuses it until then."""
     for _ in range(600):
-        if all(" UP " in _system("ip", "-br", "-n", host, "link", "show", DEVICE) for host in hosts):
+        if all(
+            " UP " in _system("ip", "-br", "-n", host, "link", "show", DEVICE) for host in hosts
+        ):
             return
         time.sleep(0.1)
     raise RuntimeError(f"two hosts cannot be made here: their link {DEVICE} is not up after 60 s")
@@ -179,7 +274,9 @@ def _system(*command: str) -> str:
     """What it prints."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"two hosts cannot be made here: {' '.join(command)}: {done.stderr.strip()}")
+        raise RuntimeError(
+            f"two hosts cannot be made here: {' '.join(command)}: {done.stderr.strip()}"
+        )
     return done.stdout
 
 
@@ -187,18 +284,36 @@ def trainers(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """The fields of each trainer's run that differ from another's."""
     if options.context_parallel:
         return {name: {**LONG, "cp_comm_type": (name,)} for name in options.cp_comm_type}
-    return TENSOR_PARALLEL if options.tensor_parallel else EXPERT_PARALLEL if options.experts else DATA_PARALLEL
+    return (
+        TENSOR_PARALLEL
+        if options.tensor_parallel
+        else EXPERT_PARALLEL
+        if options.experts
+        else DATA_PARALLEL
+    )
 
 
 def order(options: argparse.Namespace) -> dict[str, Any]:
     """What both ranks are told, see `main`."""
-    tokens, microbatches = ((LONG_TOKENS, 1) if options.context_parallel else (EXPERT_TOKENS, 2) if options.experts
-                            else (TOKENS, 4))
+    tokens, microbatches = (
+        (LONG_TOKENS, 1)
+        if options.context_parallel
+        else (EXPERT_TOKENS, 2)
+        if options.experts
+        else (TOKENS, 4)
+    )
     replicas = 1 if options.tensor_parallel or options.context_parallel else len(HOSTS)
     size = (options.micro_batches or microbatches) * options.micro_batch_size * replicas
-    common = {"seq_length": options.seq_length or tokens, "mock_data": True, "train_iters": 2 * (options.rounds + 1),
-              "micro_batch_size": options.micro_batch_size, "global_batch_size": size, "eval_iters": 0,
-              "kernels": "native", "ddp_bucket_size": options.bucket_size}
+    common = {
+        "seq_length": options.seq_length or tokens,
+        "mock_data": True,
+        "train_iters": 2 * (options.rounds + 1),
+        "micro_batch_size": options.micro_batch_size,
+        "global_batch_size": size,
+        "eval_iters": 0,
+        "kernels": "native",
+        "ddp_bucket_size": options.bucket_size,
+    }
     planned = {name: {**common, **flags} for name, flags in trainers(options).items()}
     return {"jobs": planned, "rounds": options.rounds, "cores": cores(options)}
 
@@ -206,12 +321,28 @@ def order(options: argparse.Namespace) -> dict[str, Any]:
 def cores(options: argparse.Namespace) -> list[tuple[int, int]]:
     """Of each host, the cores that compute and that communicate."""
     first, second = sorted(os.sched_getaffinity(0))[:2]
-    return [(first, first), (second, second)] if options.own_cores else [(first, second)] * len(HOSTS)
+    return (
+        [(first, first), (second, second)] if options.own_cores else [(first, second)] * len(HOSTS)
+    )
 
 
 def on_host(host: str, program: Sequence[str]) -> list[str]:
     """mpiexec's words for one rank of a program on a host."""
-    return ["-n", "1", "ip", "netns", "exec", host, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', host, *program]
+    return [
+        "-n",
+        "1",
+        "ip",
+        "netns",
+        "exec",
+        host,
+        "unshare",
+        "--uts",
+        "sh",
+        "-c",
+        'hostname "$0" && exec "$@"',
+        host,
+        *program,
+    ]
 
 
 def command(options: argparse.Namespace) -> list[str]:
@@ -226,46 +357,87 @@ def measured(options: argparse.Namespace) -> list[dict[str, dict[str, Any]]]:
     RuntimeError when the job fails.
     """
     rounds = []
-    with child.Child(command(options), {**os.environ, **NETWORK, "OMP_NUM_THREADS": "1"}, "two hosts") as job:
+    with child.Child(
+        command(options), {**os.environ, **NETWORK, "OMP_NUM_THREADS": "1"}, "two hosts"
+    ) as job:
         for record in job.records():
             rounds.append(record)
-            steps = ", ".join(f"{name} {record[name]['seconds']:.3f} s (alone {record[name]['computation']:.3f})"
-                              for name in trainers(options))
+            steps = ", ".join(
+                f"{name} {record[name]['seconds']:.3f} s (alone {record[name]['computation']:.3f})"
+                for name in trainers(options)
+            )
             print(f"  round {len(rounds)} of {options.rounds}: {steps}", flush=True)
     return rounds
 
 
-def report(options: argparse.Namespace, rounds: list[dict[str, dict[str, Any]]], rate: float, busy: bool) -> dict[str, Any]:
+def report(
+    options: argparse.Namespace, rounds: list[dict[str, dict[str, Any]]], rate: float, busy: bool
+) -> dict[str, Any]:
     """Medians over the rounds. wire: seconds of the link for the bytes sent. exposed and hideable: see the module's text."""
+
     def median(name: str, field: str) -> float:
         return statistics.median(each[name][field] for each in rounds)
 
     rows, names = [], [*trainers(options)]
     for name in names:
         seconds, computation = median(name, "seconds"), median(name, "computation")
-        sent = [statistics.median(host) for host in zip(*(each[name]["sent"] for each in rounds), strict=True)]
+        sent = [
+            statistics.median(host)
+            for host in zip(*(each[name]["sent"] for each in rounds), strict=True)
+        ]
         wire = 8 * max(sent) / rate
-        exposed = statistics.median(each[name]["seconds"] - max(each[name]["computation"], wire) for each in rounds)
+        exposed = statistics.median(
+            each[name]["seconds"] - max(each[name]["computation"], wire) for each in rounds
+        )
         hideable = min(computation, wire)
-        rows.append({"job": name, "seconds": seconds, "computation_seconds": computation, "sent": sent,
-                     "wire_seconds": wire, "hideable_seconds": hideable,
-                     "exposed_seconds": exposed, "exposed_share": exposed / hideable, "waiting_seconds": median(name, "waiting"),
-                     "loss": rounds[-1][name]["loss"], "ratio": median(names[0], "seconds") / seconds, "measured": True})
-    return {"rows": rows, "rate": options.rate, "rounds": rounds, "busy": busy, "own_cores": options.own_cores,
-            "what": "Rows between matmuls" if options.tensor_parallel else "Keys and values" if options.context_parallel
-            else "Rows of experts" if options.experts else "Gradient sums"}
+        rows.append(
+            {
+                "job": name,
+                "seconds": seconds,
+                "computation_seconds": computation,
+                "sent": sent,
+                "wire_seconds": wire,
+                "hideable_seconds": hideable,
+                "exposed_seconds": exposed,
+                "exposed_share": exposed / hideable,
+                "waiting_seconds": median(name, "waiting"),
+                "loss": rounds[-1][name]["loss"],
+                "ratio": median(names[0], "seconds") / seconds,
+                "measured": True,
+            }
+        )
+    return {
+        "rows": rows,
+        "rate": options.rate,
+        "rounds": rounds,
+        "busy": busy,
+        "own_cores": options.own_cores,
+        "what": "Rows between matmuls"
+        if options.tensor_parallel
+        else "Keys and values"
+        if options.context_parallel
+        else "Rows of experts"
+        if options.experts
+        else "Gradient sums",
+    }
 
 
 def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
     """The table."""
-    return "\n".join([f"link {result['rate']}; seconds of an iteration, and of one without its sums and gathers (alone)",
-                      core.table(COLUMNS, result["rows"]), f"{result['cpu']}, measured" + core.BUSY * result["busy"]])
+    return "\n".join(
+        [
+            f"link {result['rate']}; seconds of an iteration, and of one without its sums and gathers (alone)",
+            core.table(COLUMNS, result["rows"]),
+            f"{result['cpu']}, measured" + core.BUSY * result["busy"],
+        ]
+    )
 
 
 draw = pictures.draw_hosts
 
 
 # A rank ---------------------------------------------------------------------------------------------------------------------------
+
 
 class Silence:
     """While `on`, the verbs of a communicator that it observes do nothing: what a rank computes, and nothing of what it sends."""
@@ -288,7 +460,11 @@ class Silence:
 
         def observe(name: str, verb: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
             do = getattr(solo, name) if self.on else verb
-            return engine.start(_one_step(do, args)) if self.on and name in NONBLOCKING else do(*args, **kwargs)
+            return (
+                engine.start(_one_step(do, args))
+                if self.on and name in NONBLOCKING
+                else do(*args, **kwargs)
+            )
 
         return Observed(comm, VERBS, observe)
 
@@ -301,19 +477,39 @@ def _one_step(function: Callable[..., Any], args: tuple) -> Steps:
 
 def run_of(values: dict[str, Any]) -> RunConfig:
     """The run of fields that came as JSON, which has lists for tuples."""
-    return make_run(None, {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    return make_run(
+        None,
+        {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
+        },
+    )
 
 
-def build(world: MPIComm, name: str, values: dict[str, Any], phases: Phases, silence: Silence) -> Any:
+def build(
+    world: MPIComm, name: str, values: dict[str, Any], phases: Phases, silence: Silence
+) -> Any:
     """The trainer `name` over `world`. values: fields of its run. phases: the clock of its waiting. silence: of its groups."""
     run = run_of(values)
     layout = Layout.from_run(run, world.size)
     groups = Grid(*layout.sizes).groups(world)
-    silent = {"tp": silence, "cp": silence, "dp": Silence(on=True) if max(layout.cp, layout.ep) > 1 else silence}
+    silent = {
+        "tp": silence,
+        "cp": silence,
+        "dp": Silence(on=True) if max(layout.cp, layout.ep) > 1 else silence,
+    }
     if layout.ep > 1:
-        groups.ep.inside_node = name == "blocking"  # as if the hosts shared memory, which sends all rows at once
+        groups.ep.inside_node = (
+            name == "blocking"
+        )  # as if the hosts shared memory, which sends all rows at once
         groups = replace(groups, ep=silence.alone(groups.ep, world.engine))
-    groups = replace(groups, **{group: Observed(getattr(groups, group), VERBS, each.observe) for group, each in silent.items()})
+    groups = replace(
+        groups,
+        **{
+            group: Observed(getattr(groups, group), VERBS, each.observe)
+            for group, each in silent.items()
+        },
+    )
     return shapes.trainer_of(run, world, phases.groups(groups))
 
 
@@ -332,10 +528,17 @@ def turn(world: Comm, trainer: Any, phases: Phases) -> dict[str, Any]:
     waiting = phases.of_iteration(seconds)[PHASES.index(REDUCTIONS)]
     own = torch.tensor([seconds, waiting, sent], dtype=torch.float64)
     each = world.all_gather(own.new_empty(world.size, len(own)), own)
-    return {"seconds": each[:, 0].max().item(), "waiting": each[:, 1].max().item(), "sent": each[:, 2].tolist(), "loss": loss}
+    return {
+        "seconds": each[:, 0].max().item(),
+        "waiting": each[:, 1].max().item(),
+        "sent": each[:, 2].tolist(),
+        "loss": loss,
+    }
 
 
-def pair(world: Comm, trainer: Any, phases: Phases, silence: Silence, number: int) -> dict[str, Any]:
+def pair(
+    world: Comm, trainer: Any, phases: Phases, silence: Silence, number: int
+) -> dict[str, Any]:
     """An iteration, and one without its communication; which comes first, the round's number says."""
     turns = {}
     for silence.on in (True, False) if number % 2 else (False, True):
@@ -359,10 +562,15 @@ def main(world: MPIComm) -> None:
     pretrain.configure_process(run_of(order["jobs"][names[0]]), world)
     place(world, *order["cores"][world.rank])
     phases, silence = Phases(), Silence()
-    trainers = {name: build(world, name, values, phases, silence) for name, values in order["jobs"].items()}
+    trainers = {
+        name: build(world, name, values, phases, silence) for name, values in order["jobs"].items()
+    }
     for number in range(order["rounds"] + 1):
         first = number % len(names)  # every job comes first as often as the others
-        measured = {name: pair(world, trainers[name], phases, silence, number) for name in names[first:] + names[:first]}
+        measured = {
+            name: pair(world, trainers[name], phases, silence, number)
+            for name in names[first:] + names[:first]
+        }
         if world.rank == 0 and number > 0:
             answer(measured)
     for trainer in trainers.values():

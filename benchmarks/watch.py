@@ -36,7 +36,9 @@ Watched = tuple[Watchdog, RankTimes, Observers]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this family."""
     shapes.add_solo_arguments(parser)
-    parser.add_argument("--rounds", type=int, default=20, help="counted steps of each kind (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=20, help="counted steps of each kind (default: %(default)s)"
+    )
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -45,11 +47,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     trainer = shapes.solo_trainer(options, train_iters=10 * options.rounds + 10)
     with tempfile.TemporaryDirectory() as folder:
         with watching(trainer, Path(folder)) as watched:
-            rounds = [one_round(trainer, watched, bool(i % 2)) for i in range(-1, options.rounds)][1:]
+            rounds = [one_round(trainer, watched, bool(i % 2)) for i in range(-1, options.rounds)][
+                1:
+            ]
         result = {**core.medians(rounds), "nanoseconds": nanoseconds(folder)}
     trainer.close()
-    return {**result, "ratio": statistics.median(r["watched"] / r["unwatched"] for r in rounds), "rounds": rounds,
-            "counted": result["signs"] * result["nanoseconds"] / 1e9 / result["unwatched"], "busy": watch.disturbed()}
+    return {
+        **result,
+        "ratio": statistics.median(r["watched"] / r["unwatched"] for r in rounds),
+        "rounds": rounds,
+        "counted": result["signs"] * result["nanoseconds"] / 1e9 / result["unwatched"],
+        "busy": watch.disturbed(),
+    }
 
 
 def one_round(trainer: Trainer, watched: Watched, watched_first: bool) -> dict[str, float]:
@@ -74,7 +83,11 @@ def watching(trainer: Trainer, folder: Path) -> Iterator[Watched]:
     watchdog = Watchdog(Heartbeat(folder / "node"), HangSettings(None, folder, None))
     observers = Observers(Phases(), Heartbeats(watchdog.heart, Grid(1), 0), None)
     try:
-        yield watchdog, RankTimes(trainer.run, trainer.layout, trainer.world, observers.phases, print), observers
+        yield (
+            watchdog,
+            RankTimes(trainer.run, trainer.layout, trainer.world, observers.phases, print),
+            observers,
+        )
     finally:
         watchdog.close()
 
@@ -105,8 +118,12 @@ def nanoseconds(folder: str) -> float:
 
 def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
     """The figures in sentences."""
-    return "\n".join([
-        f"{options.recipe}, one rank, median of {options.rounds} rounds" + core.BUSY * result["busy"],
-        f"a step takes {result['unwatched']:.4f} s, watched {result['watched']:.4f} s: {result['ratio'] - 1:+.2%}",
-        f"counted: {result['signs']:.0f} signs of life of {result['nanoseconds']:.0f} ns in a step, {result['counted']:.4%} of it",
-        f"{result['cpu']}, measured"])
+    return "\n".join(
+        [
+            f"{options.recipe}, one rank, median of {options.rounds} rounds"
+            + core.BUSY * result["busy"],
+            f"a step takes {result['unwatched']:.4f} s, watched {result['watched']:.4f} s: {result['ratio'] - 1:+.2%}",
+            f"counted: {result['signs']:.0f} signs of life of {result['nanoseconds']:.0f} ns in a step, {result['counted']:.4%} of it",
+            f"{result['cpu']}, measured",
+        ]
+    )

@@ -1,7 +1,7 @@
 """Continue to train a model of Hugging Face, and write it as one again. Without a path it makes a tiny one with random weights.
 
-    python examples/continue_hugging_face.py [DIRECTORY]
-    mpiexec -n 2 python examples/continue_hugging_face.py [DIRECTORY]
+python examples/continue_hugging_face.py [DIRECTORY]
+mpiexec -n 2 python examples/continue_hugging_face.py [DIRECTORY]
 """
 
 import sys
@@ -15,8 +15,15 @@ def tiny_model(folder: Path) -> Path:
     """A directory as save_pretrained writes it."""
     import transformers
 
-    config = transformers.LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-                                      num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(folder / "tiny")
     return folder / "tiny"
 
@@ -26,8 +33,12 @@ with tempfile.TemporaryDirectory() as temporary:
     path = Path(sys.argv[1]) if sys.argv[1:] else fm.on_first_rank(lambda: tiny_model(folder))
 
     model = fm.load(path)
-    config = model.config(seq_length=32, micro_batch_size=2, global_batch_size=4, train_iters=20, lr=1e-3)
-    documents = [list(("to be, or not to be " * copies).encode()) for copies in range(1, 20)]  # a token is a byte here
+    config = model.config(
+        seq_length=32, micro_batch_size=2, global_batch_size=4, train_iters=20, lr=1e-3
+    )
+    documents = [
+        list(("to be, or not to be " * copies).encode()) for copies in range(1, 20)
+    ]  # a token is a byte here
     trainer = fm.Trainer(config, documents)
     trainer.load(path)
     losses = [step.loss for step in trainer.steps()]

@@ -1,7 +1,7 @@
 """Add a norm to the block, by one class and one row of NORMS.
 
-    python examples/custom_norm.py
-    mpiexec -n 2 python examples/custom_norm.py
+python examples/custom_norm.py
+mpiexec -n 2 python examples/custom_norm.py
 """
 
 import torch
@@ -39,10 +39,20 @@ class TanhNorm(Norm):
         return Scale.apply((x / 2).tanh(), self.weight)
 
 
-NORMS["TanhNorm"] = NormPart(layer=f"{__name__}:TanhNorm", vectors=1, statistics=0)  # parameters of h elements; see NormPart
+NORMS["TanhNorm"] = NormPart(
+    layer=f"{__name__}:TanhNorm", vectors=1, statistics=0
+)  # parameters of h elements; see NormPart
 
-config = fm.Config(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=256, micro_batch_size=4, lr=3e-3,
-                   normalization="TanhNorm")
+config = fm.Config(
+    num_layers=2,
+    hidden_size=64,
+    num_attention_heads=4,
+    seq_length=32,
+    vocab_size=256,
+    micro_batch_size=4,
+    lr=3e-3,
+    normalization="TanhNorm",
+)
 documents = [list(("abcdefgh" * copies).encode()) for copies in range(10, 50)]
 losses = [step.loss for step in fm.Trainer(config, documents).steps(30)]
 fm.on_first_rank(lambda: print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}"))

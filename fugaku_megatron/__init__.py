@@ -27,8 +27,15 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["Config", "Model", "Step", "Trainer", "__version__", "init", "load", "on_first_rank"]
-_MODULES = {"Config": "config", "Model": "model", "Step": "trainer", "Trainer": "trainer", "init": "trainer", "load": "model",
-            "on_first_rank": "trainer"}
+_MODULES = {
+    "Config": "config",
+    "Model": "model",
+    "Step": "trainer",
+    "Trainer": "trainer",
+    "init": "trainer",
+    "load": "model",
+    "on_first_rank": "trainer",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -42,22 +42,63 @@ class ModuleCommand:
 
 
 COMMANDS = {
-    "train": ModuleCommand("training.train_command", "train a GPT: mpiexec -n N fugaku-megatron train ...; --dry-run plans it"),
-    "vocabulary": ModuleCommand("data.vocabulary", "before preprocess: train vocab.json and merges.txt on your own text"),
-    "preprocess": ModuleCommand("data.preprocess", "before training: turn text into Megatron's .bin/.idx files of tokens"),
-    "verify": ModuleCommand("checkpoint.verify", "before a long job or after a fault: check every byte of saved checkpoints"),
-    "convert": ModuleCommand("convert.convert_command", "weights from and to Hugging Face and Megatron-LM"),
-    "generate": ModuleCommand("inference.generate", "after training: continue a text with a checkpoint"),
-    "evaluate": ModuleCommand("inference.evaluate", "after training: perplexity of a text, and multiple choice, with a checkpoint"),
-    "log": ModuleCommand("logs.log_table", "during and after a run: its log as a table, CSV and picture"),
-    "plan": ModuleCommand("perf.plan", "before asking for nodes: search the fastest parallel layout for a model (modelled)"),
-    "predict": ModuleCommand("perf.predict", "the layout is known: seconds, TFLOPs and memory of that run (modelled)"),
-    "job": ModuleCommand("jobs.job_command", "nodes of a cluster: plan, render, check and submit job scripts"),
-    "supervise": ModuleCommand("jobs.supervise", "in a job: start the run, and restart it after a fault without the failed node"),
-    "report": ModuleCommand("report.report_command", "is this machine good for training? measure it, and send the page to others"),
-    "calibrate": ModuleCommand("calibration.calibrate", "a machine that plan and predict do not know: measure this host for them"),
-    "tables": ModuleCommand("reproduction.tables", "the published benchmark tables: printed, corrected, recomputed and modelled"),
-    "fit": ModuleCommand("reproduction.fit", "a change of the performance model: fit its parameters to those tables again"),
+    "train": ModuleCommand(
+        "training.train_command",
+        "train a GPT: mpiexec -n N fugaku-megatron train ...; --dry-run plans it",
+    ),
+    "vocabulary": ModuleCommand(
+        "data.vocabulary", "before preprocess: train vocab.json and merges.txt on your own text"
+    ),
+    "preprocess": ModuleCommand(
+        "data.preprocess", "before training: turn text into Megatron's .bin/.idx files of tokens"
+    ),
+    "verify": ModuleCommand(
+        "checkpoint.verify",
+        "before a long job or after a fault: check every byte of saved checkpoints",
+    ),
+    "convert": ModuleCommand(
+        "convert.convert_command", "weights from and to Hugging Face and Megatron-LM"
+    ),
+    "generate": ModuleCommand(
+        "inference.generate", "after training: continue a text with a checkpoint"
+    ),
+    "evaluate": ModuleCommand(
+        "inference.evaluate",
+        "after training: perplexity of a text, and multiple choice, with a checkpoint",
+    ),
+    "log": ModuleCommand(
+        "logs.log_table", "during and after a run: its log as a table, CSV and picture"
+    ),
+    "plan": ModuleCommand(
+        "perf.plan",
+        "before asking for nodes: search the fastest parallel layout for a model (modelled)",
+    ),
+    "predict": ModuleCommand(
+        "perf.predict", "the layout is known: seconds, TFLOPs and memory of that run (modelled)"
+    ),
+    "job": ModuleCommand(
+        "jobs.job_command", "nodes of a cluster: plan, render, check and submit job scripts"
+    ),
+    "supervise": ModuleCommand(
+        "jobs.supervise",
+        "in a job: start the run, and restart it after a fault without the failed node",
+    ),
+    "report": ModuleCommand(
+        "report.report_command",
+        "is this machine good for training? measure it, and send the page to others",
+    ),
+    "calibrate": ModuleCommand(
+        "calibration.calibrate",
+        "a machine that plan and predict do not know: measure this host for them",
+    ),
+    "tables": ModuleCommand(
+        "reproduction.tables",
+        "the published benchmark tables: printed, corrected, recomputed and modelled",
+    ),
+    "fit": ModuleCommand(
+        "reproduction.fit",
+        "a change of the performance model: fit its parameters to those tables again",
+    ),
 }
 
 
@@ -97,8 +138,13 @@ def guarded(program: str, work: Callable[[], int]) -> int:
 
 def _message(error: ValueError) -> str:
     """The mistake in one line; several refused flags are counted in the first line and follow it, a line each."""
-    lines = [" ".join(line.split()) for line in (error.lines if isinstance(error, Refused) else [str(error)])]
-    return lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} flags are refused:", *lines])
+    lines = [
+        " ".join(line.split())
+        for line in (error.lines if isinstance(error, Refused) else [str(error)])
+    ]
+    return (
+        lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} flags are refused:", *lines])
+    )
 
 
 def _flushed(work: Callable[[], int]) -> int:
@@ -127,13 +173,24 @@ def _start_one_of(program: str, group: Any, words: Sequence[str]) -> int:
         return ExitCode.FINISHED if words else ExitCode.USER_ERROR
     launcher.check_environment()
     name, names = words[0], list(group.COMMANDS)
-    check(name in names, f"command {name} is unknown" + nearest(name, names, f": pass {' or '.join(names)}"))
-    examples = [line for line in group.__doc__.splitlines() if line.startswith("    ") and f" {name} " in line]
+    check(
+        name in names,
+        f"command {name} is unknown" + nearest(name, names, f": pass {' or '.join(names)}"),
+    )
+    examples = [
+        line
+        for line in group.__doc__.splitlines()
+        if line.startswith("    ") and f" {name} " in line
+    ]
     return start(f"{program} {name}", group.COMMANDS[name].load(), words[1:], examples)
 
 
 def _parsed(program: str, command: Any, words: Sequence[str], examples: Sequence[str]) -> Any:
-    description = "\n".join([command.when, "", *examples]) if isinstance(command, Command) else command.__doc__
+    description = (
+        "\n".join([command.when, "", *examples])
+        if isinstance(command, Command)
+        else command.__doc__
+    )
     parser = Parser(prog=program, description=description)
     command.add_arguments(parser)
     with _one_process_prints():
@@ -171,6 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_command(program: str, name: str) -> int:
     """One command under the name of a script that stands for it: pretrain_gpt.py, scripts/submit.py, tools/preprocess_data.py."""
+
     def work() -> int:
         launcher.check_environment()
         return start(program, COMMANDS[name].load(), sys.argv[1:])

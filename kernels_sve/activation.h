@@ -19,10 +19,11 @@ constexpr float GELU_GROWTH[] = {GELU_SCALE, 3.0f * GELU_SCALE * GELU_CUBE};
 // p fits ln(Phi(x) / Phi(-x)) / x so that the error of Phi(x) is below 3e-8 for all x, and that of the derivative below 5e-7, both
 // before float32 rounds them.
 // Beyond |x| = 6, where Phi is 0 or 1 to that precision, x p(x^2) goes on growing.
-constexpr float EXACT_SHARE[] = {-2.30220938f,    -0.104835123f,  9.40492173e-05f, 0.00015957994f,
+constexpr float EXACT_SHARE[] = {-2.30220938f,     -0.104835123f,   9.40492173e-05f, 0.00015957994f,
                                  -1.14398345e-05f, 3.81631338e-07f, -5.06723774e-09f};
-constexpr float EXACT_GROWTH[] = {1.59576988f,    0.217998505f,    -0.000325949746f, -0.000774286687f,
-                                  7.13654008e-05f, -2.90979347e-06f, 4.5660439e-08f};
+constexpr float EXACT_GROWTH[] = {1.59576988f,      0.217998505f,    -0.000325949746f,
+                                  -0.000774286687f, 7.13654008e-05f, -2.90979347e-06f,
+                                  4.5660439e-08f};
 
 // p t^(k + 1) + c[k] t^k + ... + c[0] in p.
 template <int k, int N, int K>
@@ -88,7 +89,8 @@ struct ShareOf {
   FM_INLINE void growth_each(vf (&x)[N]) {
     vf square[N], growth[N];
 #pragma GCC unroll 16
-    for (int i = 0; i < N; ++i) x[i] = fast_max(broadcast(-16.0f), fast_min(broadcast(16.0f), x[i]));
+    for (int i = 0; i < N; ++i)
+      x[i] = fast_max(broadcast(-16.0f), fast_min(broadcast(16.0f), x[i]));
 #pragma GCC unroll 16
     for (int i = 0; i < N; ++i) square[i] = x[i] * x[i];
     polynomial_each(GROWTH, square, growth);
@@ -129,7 +131,8 @@ FM_INLINE void with_activation(Activation activation, const F& f) {
 // A value of the activation, or x where there is none.
 FM_INLINE vf activated(Activation activation, vf x) {
   vf one[1] = {x};
-  if (activation != Activation::none) with_activation(activation, [&](auto f) { f.value_each(one); });
+  if (activation != Activation::none)
+    with_activation(activation, [&](auto f) { f.value_each(one); });
   return one[0];
 }
 
@@ -139,7 +142,8 @@ FM_INLINE vf load_or_zero(const T* p, int64_t i, int lanes) {
 }
 
 template <int R, class F, class T>
-FM_INLINE void activation_rows(const F& activation, const T* x, int64_t x_row, const T* bias, T* y, int64_t cols) {
+FM_INLINE void activation_rows(const F& activation, const T* x, int64_t x_row, const T* bias, T* y,
+                               int64_t cols) {
   for_vector_groups<CHAINS / R>(0, cols, [&](auto count, int64_t i, int lanes) FM_INLINE_LAMBDA {
     constexpr int K = decltype(count)::value;  // vectors of a row
     vf v[R * K];
@@ -160,8 +164,9 @@ static void activate(const ActivationArgs& a) {
     with_activation(a.activation, [&](auto activation) {
       parallel_for(a.rows, row_grain(a.cols), [&](int64_t begin, int64_t end) {
         for_row_blocks(begin, end, [&](auto block, int64_t row) {
-          activation_rows<decltype(block)::value>(activation, static_cast<const T*>(a.x) + row * a.x_row, a.x_row,
-                                                  static_cast<const T*>(a.bias), static_cast<T*>(a.y) + row * a.cols, a.cols);
+          activation_rows<decltype(block)::value>(
+              activation, static_cast<const T*>(a.x) + row * a.x_row, a.x_row,
+              static_cast<const T*>(a.bias), static_cast<T*>(a.y) + row * a.cols, a.cols);
         });
       });
     });

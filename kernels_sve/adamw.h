@@ -25,7 +25,9 @@ FM_INLINE void for_consecutive(int64_t begin, int64_t end, const RoundingArgs& a
 }
 
 // element: the number of the first lane's.
-FM_INLINE void store_square(float* p, vf v, int lanes, int64_t, const RoundingArgs&) { store_lanes(p, v, lanes); }
+FM_INLINE void store_square(float* p, vf v, int lanes, int64_t, const RoundingArgs&) {
+  store_lanes(p, v, lanes);
+}
 FM_INLINE void store_square(bf16* p, vf v, int lanes, int64_t element, const RoundingArgs& a) {
   const vu words = rounding_word(lane_index() + static_cast<uint32_t>(element), {a.k0, a.k1});
   const vu bits = float_to_bf16_by(v, words);
@@ -34,8 +36,8 @@ FM_INLINE void store_square(bf16* p, vf v, int lanes, int64_t element, const Rou
 
 // element: the number of element `begin`. M, V: float or bf16.
 template <class M, class V, class T>
-FM_INLINE void adamw_range(float* param, const float* grad, M* exp_avg, V* exp_avg_sq, T* copy, int64_t begin, int64_t end,
-                           int64_t element, const AdamWArgs& f) {
+FM_INLINE void adamw_range(float* param, const float* grad, M* exp_avg, V* exp_avg_sq, T* copy,
+                           int64_t begin, int64_t end, int64_t element, const AdamWArgs& f) {
   for_vector_groups<CHAINS>(begin, end, [&](auto count, int64_t first, int lanes) FM_INLINE_LAMBDA {
     constexpr int N = decltype(count)::value;
     vf m[N], v[N];
@@ -80,16 +82,16 @@ FM_INLINE void with_moment(DType dtype, const F& f) {
 }
 
 // copy may be null.
-static void adamw(float* param, const float* grad, Moment exp_avg, Moment exp_avg_sq, void* copy, DType copy_dtype,
-                  int64_t n, const AdamWArgs& args) {
+static void adamw(float* param, const float* grad, Moment exp_avg, Moment exp_avg_sq, void* copy,
+                  DType copy_dtype, int64_t n, const AdamWArgs& args) {
   with_moment(exp_avg.dtype, [&](auto first) {
     with_moment(exp_avg_sq.dtype, [&](auto second) {
       with_dtype(copy_dtype, [&](auto element) {
         using M = decltype(first);
         using V = decltype(second);
         using T = decltype(element);
-        adamw_of(param, grad, static_cast<M*>(exp_avg.data), static_cast<V*>(exp_avg_sq.data), static_cast<T*>(copy), n,
-                 args);
+        adamw_of(param, grad, static_cast<M*>(exp_avg.data), static_cast<V*>(exp_avg_sq.data),
+                 static_cast<T*>(copy), n, args);
       });
     });
   });

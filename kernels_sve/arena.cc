@@ -29,7 +29,8 @@ struct Range {
   char* take(size_t bytes) {
     auto best = free.end();
     for (auto block = free.begin(); block != free.end(); ++block) {
-      if (block->second >= bytes && (best == free.end() || block->second < best->second)) best = block;
+      if (block->second >= bytes && (best == free.end() || block->second < best->second))
+        best = block;
     }
     if (best != free.end()) {
       const auto [address, size] = *best;
@@ -43,7 +44,8 @@ struct Range {
   // From the top, a free block that ends there included.
   char* grow(size_t bytes) {
     char* address = top;
-    if (!free.empty() && free.rbegin()->first + free.rbegin()->second == top) address = free.rbegin()->first;
+    if (!free.empty() && free.rbegin()->first + free.rbegin()->second == top)
+      address = free.rbegin()->first;
     if (static_cast<size_t>(end - address) < bytes) return nullptr;
     if (address != top) free.erase(address);
     top = address + bytes;
@@ -97,10 +99,12 @@ bool reserve(size_t bytes) {
   const std::lock_guard<std::mutex> lock(arena.mutex);
   if (arena.begin) return true;
   for (; bytes >= 2 * BUFFER_SHARE * HUGE_PAGE; bytes /= 2) {
-    void* range = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* range = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (range == MAP_FAILED) continue;
     madvise(range, bytes, MADV_HUGEPAGE);
-    const uintptr_t first = (reinterpret_cast<uintptr_t>(range) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    const uintptr_t first =
+        (reinterpret_cast<uintptr_t>(range) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
     arena.begin = reinterpret_cast<char*>(first), arena.end = static_cast<char*>(range) + bytes;
     char* middle = arena.begin + bytes / HUGE_PAGE / BUFFER_SHARE * HUGE_PAGE;
     arena.buffers.begin = arena.buffers.top = arena.begin, arena.buffers.end = middle;
@@ -117,7 +121,8 @@ void* allocate(size_t bytes, Use use) {
   if (bytes >= SMALL && arena.begin) {
     const std::lock_guard<std::mutex> lock(arena.mutex);
     Range& range = use == Use::tensor ? arena.tensors : arena.buffers;
-    const size_t offset = arena.turn % STAGGERS * LINE, size = (bytes + offset + UNIT - 1) / UNIT * UNIT;
+    const size_t offset = arena.turn % STAGGERS * LINE,
+                 size = (bytes + offset + UNIT - 1) / UNIT * UNIT;
     if (char* block = range.take(size)) {
       ++arena.turn;
       arena.stats.in_use += size;

@@ -11,11 +11,13 @@
 
 namespace fm::arena {
 
-constexpr size_t SMALL = size_t(1) << 18;  // bytes below which malloc serves: its heap keeps such blocks
+constexpr size_t SMALL = size_t(1)
+                         << 18;  // bytes below which malloc serves: its heap keeps such blocks
 
 struct Stats {
-  size_t reserved, touched, in_use, peak;  // bytes of addresses, ever handed out, handed out now, peak of in_use
-  size_t fallbacks;                        // large blocks that malloc had to serve because the range was full
+  size_t reserved, touched, in_use,
+      peak;          // bytes of addresses, ever handed out, handed out now, peak of in_use
+  size_t fallbacks;  // large blocks that malloc had to serve because the range was full
 };
 
 // Reserves addresses for `bytes`, or less where the system refuses so many. False when it refuses all.

@@ -22,7 +22,8 @@
 namespace fm::FM_TARGET {
 
 #ifdef FM_HAS_TILES
-static void attention_decode(const void* qkv, void* keys, void* values, void* out, DType dtype, const DecodeArgs& args) {
+static void attention_decode(const void* qkv, void* keys, void* values, void* out, DType dtype,
+                             const DecodeArgs& args) {
   FM_BASE::attention_decode_kernel(qkv, keys, values, out, dtype, args);
 }
 #endif
@@ -43,31 +44,35 @@ FM_INLINE void with_operands([[maybe_unused]] DType dtype, const F& f) {
 #endif
 }
 
-static void attention_part_forward(const void* qkv, const void* kv, void* out, float* lse, DType dtype,
-                                   const AttentionArgs& args) {
+static void attention_part_forward(const void* qkv, const void* kv, void* out, float* lse,
+                                   DType dtype, const AttentionArgs& args) {
   FM_LEAVE_TO_BASE(dtype, attention_part_forward, qkv, kv, out, lse, dtype, args)
   with_operands(dtype, [&](auto policy, auto element) {
     using T = decltype(element);
-    forward_of<decltype(policy)>(static_cast<const T*>(qkv), static_cast<const T*>(kv), static_cast<T*>(out), lse, args);
+    forward_of<decltype(policy)>(static_cast<const T*>(qkv), static_cast<const T*>(kv),
+                                 static_cast<T*>(out), lse, args);
   });
 }
 
-static void attention_forward(const void* qkv, void* out, float* lse, DType dtype, const AttentionArgs& args) {
+static void attention_forward(const void* qkv, void* out, float* lse, DType dtype,
+                              const AttentionArgs& args) {
   attention_part_forward(qkv, qkv, out, lse, dtype, args);
 }
 
-static void attention_part_backward(const void* qkv, const void* kv, const void* out, const float* lse, const void* dout,
-                                    void* dqkv, void* dkv, DType dtype, const AttentionArgs& args) {
+static void attention_part_backward(const void* qkv, const void* kv, const void* out,
+                                    const float* lse, const void* dout, void* dqkv, void* dkv,
+                                    DType dtype, const AttentionArgs& args) {
   FM_LEAVE_TO_BASE(dtype, attention_part_backward, qkv, kv, out, lse, dout, dqkv, dkv, dtype, args)
   with_operands(dtype, [&](auto policy, auto element) {
     using T = decltype(element);
-    backward_of<decltype(policy)>(static_cast<const T*>(qkv), static_cast<const T*>(kv), static_cast<const T*>(out), lse,
-                                  static_cast<const T*>(dout), dqkv, dkv, args);
+    backward_of<decltype(policy)>(static_cast<const T*>(qkv), static_cast<const T*>(kv),
+                                  static_cast<const T*>(out), lse, static_cast<const T*>(dout),
+                                  dqkv, dkv, args);
   });
 }
 
-static void attention_backward(const void* qkv, const void* out, const float* lse, const void* dout, void* dqkv,
-                               DType dtype, const AttentionArgs& args) {
+static void attention_backward(const void* qkv, const void* out, const float* lse, const void* dout,
+                               void* dqkv, DType dtype, const AttentionArgs& args) {
   attention_part_backward(qkv, qkv, out, lse, dout, dqkv, dqkv, dtype, args);
 }
 

@@ -15,8 +15,8 @@ template <class P>
 struct BackwardHead {
   typename P::Word *query_rows, *dout_rows;               // crosswise
   typename P::Word *query_columns, *dout_columns, *keys;  // columnwise
-  float *lse, *delta;                                     // (queries_padded): lse times log2(e); +inf and 0 for others
-  float* dquery;                                          // (partials, queries_padded / LANES, d_padded, LANES)
+  float *lse, *delta;  // (queries_padded): lse times log2(e); +inf and 0 for others
+  float* dquery;       // (partials, queries_padded / LANES, d_padded, LANES)
   float *dkey, *dvalue;
 };
 
@@ -27,12 +27,14 @@ struct BackwardBlock {
   using Word = typename P::Word;
   Word *key, *value, *prob_words, *dscore_words, *dscore_crossed;
   float *dkey, *dvalue;
-  float *prob, *dscore;  // prob: negative where dropped; dscore: rows of words, two neighbouring keys in each where STEP is 2
-  int32_t* keep;         // dropout mask
+  float *prob,
+      *dscore;  // prob: negative where dropped; dscore: rows of words, two neighbouring keys in each where STEP is 2
+  int32_t* keep;  // dropout mask
   int64_t k0, q0, first_q0, window, queries_end, keys_end;
   int64_t seen_to[LANE_GROUPS];  // where the queries end that see a key of the group
   float c, keep_scale;
-  bool far;  // what is packed of the queries is too large for a cache: the next block of them is fetched while one is worked on
+  bool
+      far;  // what is packed of the queries is too large for a cache: the next block of them is fetched while one is worked on
   Documents documents;
 };
 
@@ -42,7 +44,9 @@ static BackwardBlock<P> backward_memory(int64_t d_padded, const Documents& docum
   const int64_t matrix = BLOCK * d_padded;
   float* at = static_cast<float*>(scratch(0, (4 * matrix + 6 * SQUARE) * sizeof(float)));
   const auto next = [&](int64_t floats) { return (at += floats) - floats; };
-  const auto words = [&](int64_t floats) { return reinterpret_cast<typename P::Word*>(next(floats)); };
+  const auto words = [&](int64_t floats) {
+    return reinterpret_cast<typename P::Word*>(next(floats));
+  };
   BackwardBlock<P> m{};
   m.documents = documents;
   m.key = words(matrix), m.value = words(matrix), m.dkey = next(matrix), m.dvalue = next(matrix);
@@ -82,10 +86,14 @@ FM_INLINE void for_two_rows(const F& body) {
 
 // P of queries [r, r + MR) of the block against key group g.
 template <class P, bool DROPOUT, class V>
-FM_INLINE void prob_tile(const BackwardHead<P>& head, const BackwardBlock<P>& m, int64_t words, int64_t g, int64_t r, V vectors) {
+FM_INLINE void prob_tile(const BackwardHead<P>& head, const BackwardBlock<P>& m, int64_t words,
+                         int64_t g, int64_t r, V vectors) {
   const int64_t q0 = m.q0 + r, at = (g * BLOCK + r) * LANES, k0 = m.k0 + g * LANES;
-  const Tile t = product<P>(m.prob + at, head.query_rows, q0, m.key + g * words * LANES, words, vectors);
-  if constexpr (!P::TILES) store_tile(m.prob + at, t, vectors);  // 24 accumulators leave no registers for the chains of 2^x
+  const Tile t =
+      product<P>(m.prob + at, head.query_rows, q0, m.key + g * words * LANES, words, vectors);
+  if constexpr (!P::TILES)
+    store_tile(m.prob + at, t,
+               vectors);  // 24 accumulators leave no registers for the chains of 2^x
 #pragma GCC unroll 1
   for (int row = 0; row < ATTENTION_MR; row += 2) {
     vf x[2][V::end];
@@ -104,32 +112,40 @@ FM_INLINE void prob_tile(const BackwardHead<P>& head, const BackwardBlock<P>& m,
       for_two_rows<V::end>([&](int i, int v) {
         const vi key = (vi)lane_index() + static_cast<int32_t>(k0 + v * VL);
         const int64_t first = m.documents.seen_from(q0 + row + i);
-        x[i][v] = hidden(key - static_cast<int32_t>(first), max(0, m.keys_end - first)) ? vf{} : x[i][v];
+        x[i][v] =
+            hidden(key - static_cast<int32_t>(first), max(0, m.keys_end - first)) ? vf{} : x[i][v];
       });
     }
     if constexpr (DROPOUT || P::STEP == 2) {
       for_two_rows<V::end>([&](int i, int v) {
-        const vi keep = DROPOUT ? (vi)load(reinterpret_cast<uint32_t*>(m.keep) + place(i, v)) : vi{} - 1;
+        const vi keep =
+            DROPOUT ? (vi)load(reinterpret_cast<uint32_t*>(m.keep) + place(i, v)) : vi{} - 1;
         store_aligned(m.prob + place(i, v), keep ? x[i][v] : -x[i][v]);
         x[i][v] = keep ? x[i][v] : vf{};
       });
     }
-    store_words<P>(DROPOUT || P::STEP == 2 ? m.prob_words : reinterpret_cast<typename P::Word*>(m.prob), g, r + row, x);
+    store_words<P>(
+        DROPOUT || P::STEP == 2 ? m.prob_words : reinterpret_cast<typename P::Word*>(m.prob), g,
+        r + row, x);
   }
 }
 
 // dS of the same tile.
 template <class P, bool DROPOUT, class V>
-FM_INLINE void dscore_tile(const BackwardHead<P>& head, const BackwardBlock<P>& m, int64_t words, int64_t g, int64_t r, V vectors) {
+FM_INLINE void dscore_tile(const BackwardHead<P>& head, const BackwardBlock<P>& m, int64_t words,
+                           int64_t g, int64_t r, V vectors) {
   const int64_t q0 = m.q0 + r, at = (g * BLOCK + r) * LANES;
-  const Tile t = product<P>(m.dscore + at, head.dout_rows, q0, m.value + g * words * LANES, words, vectors);
+  const Tile t =
+      product<P>(m.dscore + at, head.dout_rows, q0, m.value + g * words * LANES, words, vectors);
 #pragma GCC unroll 4
   for (int row = 0; row < ATTENTION_MR; row += 2) {
     vf x[2][V::end];
     for_two_rows<V::end>([&](int i, int v) {
       const int64_t place = at + (row + i) * LANES + v * VL;
-      const vf delta = broadcast(head.delta[q0 + row + i]), prob = load_aligned(m.prob + place), dprob = t.v[row + i][v];
-      x[i][v] = DROPOUT ? abs(prob) * ((prob > 0.0f ? dprob * m.keep_scale : vf{}) - delta) : prob * (dprob - delta);
+      const vf delta = broadcast(head.delta[q0 + row + i]), prob = load_aligned(m.prob + place),
+               dprob = t.v[row + i][v];
+      x[i][v] = DROPOUT ? abs(prob) * ((prob > 0.0f ? dprob * m.keep_scale : vf{}) - delta)
+                        : prob * (dprob - delta);
       if constexpr (P::STEP == 1) store_aligned(m.dscore + place, x[i][v]);
     });
 #ifdef FM_HAS_BF16_PAIRS
@@ -152,7 +168,8 @@ FM_INLINE void dscore_tile(const BackwardHead<P>& head, const BackwardBlock<P>& 
 template <class P, class V>
 FM_INLINE void cross_dscore(const BackwardBlock<P>& m, int64_t g, int64_t r, V) {
   constexpr int WORDS = V::end * VL / P::STEP;
-  float* to = reinterpret_cast<float*>(m.dscore_crossed) + (r / LANES * BLOCK + g * LANES) / P::STEP * LANES + r % LANES;
+  float* to = reinterpret_cast<float*>(m.dscore_crossed) +
+              (r / LANES * BLOCK + g * LANES) / P::STEP * LANES + r % LANES;
 #pragma GCC unroll 3
   for (int w = 0; w < WORDS; w += VL) {
     vf tile[VL];
@@ -173,7 +190,8 @@ FM_INLINE int64_t first_query(const BackwardBlock<P>& m, int64_t g) {
 // Where those queries end: by whole groups of lanes at the edge of the window or document, by whole vectors at the end of the queries.
 template <class P>
 FM_INLINE int64_t end_query(const BackwardBlock<P>& m, int64_t g) {
-  return min(min(BLOCK, round_up(max(0, m.seen_to[g] - m.q0), LANES)), round_up(max(0, m.queries_end - m.q0), P::EDGE));
+  return min(min(BLOCK, round_up(max(0, m.seen_to[g] - m.q0), LANES)),
+             round_up(max(0, m.queries_end - m.q0), P::EDGE));
 }
 
 // f(vectors, begin, end) for the runs of queries that see the same vectors of key group g.
@@ -184,13 +202,17 @@ FM_INLINE void for_queries(const BackwardBlock<P>& m, int64_t g, const F& f) {
 
 // Of the next block of queries, the share that is fetched with the tile of queries [r, r + MR) and key group g.
 template <class P>
-FM_INLINE void fetch_rows(const BackwardBlock<P>& m, const typename P::Word* rows, int64_t words, int64_t g, int64_t r) {
-  if (m.far) fetch(rows + (m.q0 + BLOCK + (g * BLOCK + r) / LANE_GROUPS) * words, ATTENTION_MR * words / LANE_GROUPS);
+FM_INLINE void fetch_rows(const BackwardBlock<P>& m, const typename P::Word* rows, int64_t words,
+                          int64_t g, int64_t r) {
+  if (m.far)
+    fetch(rows + (m.q0 + BLOCK + (g * BLOCK + r) / LANE_GROUPS) * words,
+          ATTENTION_MR * words / LANE_GROUPS);
 }
 
 // P and dS of one block of queries against one block of keys. Inside backward_task its registers do not suffice.
 template <class P, bool DROPOUT>
-static __attribute__((noinline)) void block_scores(const BackwardHead<P>& head, const BackwardBlock<P>& m, int64_t words) {
+static __attribute__((noinline)) void block_scores(const BackwardHead<P>& head,
+                                                   const BackwardBlock<P>& m, int64_t words) {
   for (int64_t g = 0; g < LANE_GROUPS; ++g) {
     for_queries(m, g, [&](auto vectors, int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; r += ATTENTION_MR) {
@@ -211,20 +233,27 @@ static __attribute__((noinline)) void block_scores(const BackwardHead<P>& head, 
 // The three sums that follow, each over the groups of lanes that have been written. fresh_queries: no block of keys has added to
 // dQ of these queries.
 template <class P>
-static void block_gradients(const BackwardHead<P>& head, const BackwardBlock<P>& m, const AttentionShape& shape,
-                            typename P::Word* prob_words, float* dquery, bool fresh_queries) {
+static void block_gradients(const BackwardHead<P>& head, const BackwardBlock<P>& m,
+                            const AttentionShape& shape, typename P::Word* prob_words,
+                            float* dquery, bool fresh_queries) {
   const int64_t panel = shape.queries_padded / P::STEP * P::PANEL_ROWS, rows = shape.d_padded;
   const int64_t key_panel = shape.keys_padded / P::STEP * P::PANEL_ROWS;
-  constexpr int64_t SHARE = LANES / P::STEP * P::PANEL_ROWS;  // of a panel, fetched for the next block of queries with a key group
+  constexpr int64_t SHARE =
+      LANES / P::STEP *
+      P::PANEL_ROWS;  // of a panel, fetched for the next block of queries with a key group
   for (int64_t g = 0; g < LANE_GROUPS; ++g) {
     const bool fresh = m.q0 == m.first_q0;
     if (!fresh && end_query(m, g) <= first_query(m, g)) continue;
     const int64_t a = m.q0 / P::STEP * P::PANEL_ROWS, b = g * BLOCK / P::STEP * LANES;
     const auto queries = [&](const auto& f) FM_INLINE_LAMBDA { for_queries(m, g, f); };
-    const auto sum = [&](float* to, const typename P::Word* columns, const typename P::Word* words) FM_INLINE_LAMBDA {
-      accumulate<P>(to + g * rows * LANES, fresh, rows, columns + a, panel, words + b, queries, [&](int64_t row) FM_INLINE_LAMBDA {
-        if (m.far) fetch(columns + a + row / P::PANEL_ROWS * panel + (LANE_GROUPS + g) * SHARE, SHARE);
-      });
+    const auto sum = [&](float* to, const typename P::Word* columns,
+                         const typename P::Word* words) FM_INLINE_LAMBDA {
+      accumulate<P>(to + g * rows * LANES, fresh, rows, columns + a, panel, words + b, queries,
+                    [&](int64_t row) FM_INLINE_LAMBDA {
+                      if (m.far)
+                        fetch(columns + a + row / P::PANEL_ROWS * panel + (LANE_GROUPS + g) * SHARE,
+                              SHARE);
+                    });
     };
     sum(m.dvalue, head.dout_columns, prob_words);
     sum(m.dkey, head.query_columns, m.dscore_words);
@@ -232,16 +261,20 @@ static void block_gradients(const BackwardHead<P>& head, const BackwardBlock<P>&
   for (int64_t g = 0; g < LANE_GROUPS; ++g) {
     const int64_t q0 = m.q0 + g * LANES;
     if (q0 >= m.queries_end) continue;
-    const int64_t begin = max(0, max(q0 + 1 - m.window, m.documents.start(q0)) - m.k0) / LANES * LANES;
+    const int64_t begin =
+        max(0, max(q0 + 1 - m.window, m.documents.start(q0)) - m.k0) / LANES * LANES;
     with_vectors<P>((m.queries_end - q0 + VL - 1) / VL, [&](auto vectors) {
-      const int64_t end = min(min(BLOCK, q0 + vectors.end * VL - m.k0), round_up(m.keys_end - m.k0, LANES));
+      const int64_t end =
+          min(min(BLOCK, q0 + vectors.end * VL - m.k0), round_up(m.keys_end - m.k0, LANES));
       if (end <= begin && !fresh_queries) return;
-      accumulate<P>(dquery + q0 * rows, fresh_queries, rows, head.keys + m.k0 / P::STEP * P::PANEL_ROWS, key_panel,
-                    m.dscore_crossed + g * BLOCK / P::STEP * LANES,
-                    [&](const auto& f) FM_INLINE_LAMBDA { for_seen_keys<P, vectors.end>(q0 - m.k0, begin, end, f); },
-                    [&](int64_t row) FM_INLINE_LAMBDA {
-                      if (m.far) fetch(dquery + (q0 + BLOCK) * rows + row * LANES, P::PANEL_ROWS * LANES);
-                    });
+      accumulate<P>(
+          dquery + q0 * rows, fresh_queries, rows, head.keys + m.k0 / P::STEP * P::PANEL_ROWS,
+          key_panel, m.dscore_crossed + g * BLOCK / P::STEP * LANES,
+          [&](const auto& f)
+              FM_INLINE_LAMBDA { for_seen_keys<P, vectors.end>(q0 - m.k0, begin, end, f); },
+          [&](int64_t row) FM_INLINE_LAMBDA {
+            if (m.far) fetch(dquery + (q0 + BLOCK) * rows + row * LANES, P::PANEL_ROWS * LANES);
+          });
     });
   }
 }
@@ -250,12 +283,14 @@ static void block_gradients(const BackwardHead<P>& head, const BackwardBlock<P>&
 template <class P>
 static void block_dropout(const HeadDropout& dropout, const BackwardBlock<P>& m) {
   constexpr int BLOCKS = BLOCK / PHILOX_BLOCK + 1, ROWS = 2, VECTORS = BLOCKS * BLOCK_VECTORS;
-  static_assert(BLOCK % PHILOX_BLOCK == PHILOX_BLOCK / 2 && BLOCK % ROWS == 0, "k0 begins a block of Philox or its second half");
+  static_assert(BLOCK % PHILOX_BLOCK == PHILOX_BLOCK / 2 && BLOCK % ROWS == 0,
+                "k0 begins a block of Philox or its second half");
   const auto keep = [&](auto offset) FM_INLINE_LAMBDA {
     constexpr int FIRST = decltype(offset)::value / VL;
     for (int64_t r = 0; r < BLOCK; r += ROWS) {
       vu words[ROWS * VECTORS];
-      philox_words<BLOCKS, ROWS>(dropout.key, dropout.sample, dropout.row0 + static_cast<uint32_t>(m.q0 + r),
+      philox_words<BLOCKS, ROWS>(dropout.key, dropout.sample,
+                                 dropout.row0 + static_cast<uint32_t>(m.q0 + r),
                                  static_cast<uint32_t>(m.k0 / PHILOX_BLOCK), words);
 #pragma GCC unroll 64
       for (int v = 0; v < ROWS * (BLOCK / VL); ++v) {

@@ -44,7 +44,8 @@ template <class T>
 static void keep_token(const Decode<T>& call, int64_t row, int64_t group) {
   const int64_t to = call.cached(row, group, call.args.positions[row] % call.args.slots);
   __builtin_memcpy(call.keys + to, call.slot(row, group, call.share), call.args.d * sizeof(T));
-  __builtin_memcpy(call.values + to, call.slot(row, group, call.share + 1), call.args.d * sizeof(T));
+  __builtin_memcpy(call.values + to, call.slot(row, group, call.share + 1),
+                   call.args.d * sizeof(T));
 }
 
 // Scores of one query against VL keys, of which those from `count` on are -inf.
@@ -54,7 +55,8 @@ FM_INLINE vf score_keys(const float* query, const T* keys, int64_t d, int64_t co
   for_vectors(0, d, [&](int64_t i, int lanes) {
     const vf q = load_aligned(query + i);
 #pragma GCC unroll 16
-    for (int j = 0; j < VL; ++j) sum[j] = load_lanes(keys + min(j, count - 1) * d + i, lanes) * q + sum[j];
+    for (int j = 0; j < VL; ++j)
+      sum[j] = load_lanes(keys + min(j, count - 1) * d + i, lanes) * q + sum[j];
   });
   transpose(sum);
 #pragma GCC unroll 16
@@ -81,11 +83,13 @@ FM_INLINE void softmax_slots(float* score, int64_t count, float* stats) {
 
 // Columns [0, N VL) of out = P V, the last vector `lanes` wide; slots in pairs, whose sums do not wait for each other.
 template <int N, class T>
-FM_INLINE void add_values(const float* prob, const T* values, int64_t d, int64_t count, int lanes, float* out) {
+FM_INLINE void add_values(const float* prob, const T* values, int64_t d, int64_t count, int lanes,
+                          float* out) {
   vf even[N] = {}, odd[N] = {};
   const auto add = [&](vf(&sum)[N], int64_t k) {
 #pragma GCC unroll 4
-    for (int v = 0; v < N; ++v) sum[v] = load_lanes(values + k * d + v * VL, v + 1 < N ? VL : lanes) * prob[k] + sum[v];
+    for (int v = 0; v < N; ++v)
+      sum[v] = load_lanes(values + k * d + v * VL, v + 1 < N ? VL : lanes) * prob[k] + sum[v];
   };
   for (int64_t k = 0; k + 1 < count; k += 2) add(even, k), add(odd, k + 1);
   if (count % 2) add(even, count - 1);
@@ -99,15 +103,18 @@ static void decode_task(const Decode<T>& call, int64_t row, int64_t group, int64
   const int64_t d = call.args.d, share = call.share, first = split * DECODE_SLOTS;
   const int64_t count = min(DECODE_SLOTS, call.known(row) - first);
   if (count <= 0) return;
-  float* query = static_cast<float*>(scratch(0, share * (call.d_padded + DECODE_SLOTS) * sizeof(float)));
+  float* query =
+      static_cast<float*>(scratch(0, share * (call.d_padded + DECODE_SLOTS) * sizeof(float)));
   float* score = query + share * call.d_padded;
   const float c = LOG2_E / __builtin_sqrtf(static_cast<float>(d));
   for (int64_t h = 0; h < share; ++h) {
     for_vectors(0, d, [&](int64_t i, int lanes) {
-      store_aligned(query + h * call.d_padded + i, load_lanes(call.slot(row, group, h) + i, lanes) * c);
+      store_aligned(query + h * call.d_padded + i,
+                    load_lanes(call.slot(row, group, h) + i, lanes) * c);
     });
   }
-  const T *keys = call.keys + call.cached(row, group, first), *values = call.values + call.cached(row, group, first);
+  const T *keys = call.keys + call.cached(row, group, first),
+          *values = call.values + call.cached(row, group, first);
   for (int64_t k = 0; k < count; k += VL) {
     for (int64_t h = 0; h < share; ++h) {
       store_aligned(score + h * DECODE_SLOTS + k,
@@ -115,7 +122,8 @@ static void decode_task(const Decode<T>& call, int64_t row, int64_t group, int64
     }
   }
   const auto to = [&](int64_t h) { return call.partial(row, group * share + h, split); };
-  for (int64_t h = 0; h < share; ++h) softmax_slots(score + h * DECODE_SLOTS, count, to(h) + call.d_padded);
+  for (int64_t h = 0; h < share; ++h)
+    softmax_slots(score + h * DECODE_SLOTS, count, to(h) + call.d_padded);
   for (int64_t i = 0; i < d; i += 4 * VL) {
     for (int64_t h = 0; h < share; ++h) {
       const float* prob = score + h * DECODE_SLOTS;
@@ -133,7 +141,8 @@ static void decode_task(const Decode<T>& call, int64_t row, int64_t group, int64
 // out of a query head from its partial softmaxes.
 template <class T>
 static void combine_splits(const Decode<T>& call, int64_t row, int64_t head) {
-  const int64_t splits = (call.known(row) + DECODE_SLOTS - 1) / DECODE_SLOTS, d_padded = call.d_padded;
+  const int64_t splits = (call.known(row) + DECODE_SLOTS - 1) / DECODE_SLOTS,
+                d_padded = call.d_padded;
   float maximum = -__builtin_inff();
   for (int64_t split = 0; split < splits; ++split) {
     const float m = call.partial(row, head, split)[d_padded];
@@ -147,7 +156,8 @@ static void combine_splits(const Decode<T>& call, int64_t row, int64_t head) {
     exp2_each(factor);
     total = factor[0] * part[d_padded + 1] + total;
     for (int64_t i = 0; i < d_padded; i += VL) {
-      store_aligned(sum + i, load_aligned(part + i) * factor[0] + (split ? load_aligned(sum + i) : vf{}));
+      store_aligned(sum + i,
+                    load_aligned(part + i) * factor[0] + (split ? load_aligned(sum + i) : vf{}));
     }
   }
   const vf scale = reciprocal(total);
@@ -165,22 +175,28 @@ static void decode_of(const T* qkv, T* keys, T* values, T* out, const DecodeArgs
   }
   const int64_t partials = a.rows * a.heads * call.splits;
   call.partials = static_cast<float*>(scratch(1, partials * (call.d_padded + VL) * sizeof(float)));
-  TaskQueue tokens{a.rows * a.groups}, slots{a.rows * a.groups * call.splits}, heads{a.rows * a.heads};
+  TaskQueue tokens{a.rows * a.groups}, slots{a.rows * a.groups * call.splits},
+      heads{a.rows * a.heads};
   parallel_run([&](int, int) {
-    for (int64_t task; (task = tokens.take()) < tokens.tasks;) keep_token(call, task / a.groups, task % a.groups);
+    for (int64_t task; (task = tokens.take()) < tokens.tasks;)
+      keep_token(call, task / a.groups, task % a.groups);
     barrier();
     for (int64_t task; (task = slots.take()) < slots.tasks;) {
-      decode_task(call, task / call.splits / a.groups, task / call.splits % a.groups, task % call.splits);
+      decode_task(call, task / call.splits / a.groups, task / call.splits % a.groups,
+                  task % call.splits);
     }
     barrier();
-    for (int64_t task; (task = heads.take()) < heads.tasks;) combine_splits(call, task / a.heads, task % a.heads);
+    for (int64_t task; (task = heads.take()) < heads.tasks;)
+      combine_splits(call, task / a.heads, task % a.heads);
   });
 }
 
-static void attention_decode(const void* qkv, void* keys, void* values, void* out, DType dtype, const DecodeArgs& a) {
+static void attention_decode(const void* qkv, void* keys, void* values, void* out, DType dtype,
+                             const DecodeArgs& a) {
   with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
-    decode_of(static_cast<const T*>(qkv), static_cast<T*>(keys), static_cast<T*>(values), static_cast<T*>(out), a);
+    decode_of(static_cast<const T*>(qkv), static_cast<T*>(keys), static_cast<T*>(values),
+              static_cast<T*>(out), a);
   });
 }
 

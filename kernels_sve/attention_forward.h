@@ -15,7 +15,7 @@ template <class P>
 struct PackedKeysValues {
   typename P::Word *keys, *values;
   int64_t words, panel;  // words of a row of keys; words from one panel of values to the next
-  bool far;              // too many for a cache: those of the next round are fetched while this one is computed
+  bool far;  // too many for a cache: those of the next round are fetched while this one is computed
 };
 
 // A block's state; the arrays are the thread's scratch.
@@ -30,21 +30,31 @@ struct QueryBlock {
 
 // Scores of keys [k0, k0 + MR) into score rows, -inf where the query does not see the key; raises the maximum.
 template <class P, class V>
-FM_INLINE void score_tile(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0, float* score, V vectors) {
+FM_INLINE void score_tile(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0,
+                          float* score, V vectors) {
   Tile t = product<P>(score, head.keys, k0, q.query, head.words, vectors);
   if (k0 + ATTENTION_MR > q.first + V::first * VL || k0 + q.window < q.first + LANES) {
-    for_tile([&](int i, int v) {
-      const vi distance = q.position[v] - static_cast<int32_t>(k0 + i);
-      t.v[i][v] = hidden(distance, q.window) ? broadcast(-__builtin_inff()) : t.v[i][v];
-    }, vectors);
+    for_tile(
+        [&](int i, int v) {
+          const vi distance = q.position[v] - static_cast<int32_t>(k0 + i);
+          t.v[i][v] = hidden(distance, q.window) ? broadcast(-__builtin_inff()) : t.v[i][v];
+        },
+        vectors);
   }
   if (k0 < q.last_start) {
-    for_tile([&](int i, int v) {
-      t.v[i][v] = q.start[v] > static_cast<int32_t>(k0 + i) ? broadcast(-__builtin_inff()) : t.v[i][v];
-    }, vectors);
+    for_tile(
+        [&](int i, int v) {
+          t.v[i][v] =
+              q.start[v] > static_cast<int32_t>(k0 + i) ? broadcast(-__builtin_inff()) : t.v[i][v];
+        },
+        vectors);
   }
   if (k0 + ATTENTION_MR > q.keys_end) {
-    for_tile([&](int i, int v) { t.v[i][v] = k0 + i < q.keys_end ? t.v[i][v] : broadcast(-__builtin_inff()); }, vectors);
+    for_tile(
+        [&](int i, int v) {
+          t.v[i][v] = k0 + i < q.keys_end ? t.v[i][v] : broadcast(-__builtin_inff());
+        },
+        vectors);
   }
   store_tile(score, t, vectors);
   for_tile([&](int i, int v) { q.maximum[v] = fast_max(q.maximum[v], t.v[i][v]); }, vectors);
@@ -52,12 +62,13 @@ FM_INLINE void score_tile(const PackedKeysValues<P>& head, QueryBlock<P>& q, int
 
 // score -> P in place, for rows [begin, end), or at once to `prob` as operand words; adds even and odd rows to sums of their own.
 template <class P, class V>
-FM_INLINE void exponentiate(const QueryBlock<P>& q, int64_t begin, int64_t end, float c, vf (&sum)[2][ATTENTION_NV],
-                            [[maybe_unused]] bool to_words, V) {
+FM_INLINE void exponentiate(const QueryBlock<P>& q, int64_t begin, int64_t end, float c,
+                            vf (&sum)[2][ATTENTION_NV], [[maybe_unused]] bool to_words, V) {
   constexpr int N = V::end - V::first;
   vf highest[N], total[2 * N];  // in registers
 #pragma GCC unroll 6
-  for (int i = 0; i < 2 * N; ++i) highest[i % N] = q.maximum[V::first + i % N] * c, total[i] = sum[i / N][V::first + i % N];
+  for (int i = 0; i < 2 * N; ++i)
+    highest[i % N] = q.maximum[V::first + i % N] * c, total[i] = sum[i / N][V::first + i % N];
   for (int64_t r = begin; r < end; r += 2) {
     vf x[2 * N];
 #pragma GCC unroll 6
@@ -71,12 +82,14 @@ FM_INLINE void exponentiate(const QueryBlock<P>& q, int64_t begin, int64_t end, 
 #ifdef FM_HAS_BF16_PAIRS
     if constexpr (P::STEP == 2) {
 #pragma GCC unroll 3
-      for (int v = 0; to_words && v < N; ++v) store(q.prob + r / 2 * LANES + (V::first + v) * VL, to_pairs(x[v], x[N + v]));
+      for (int v = 0; to_words && v < N; ++v)
+        store(q.prob + r / 2 * LANES + (V::first + v) * VL, to_pairs(x[v], x[N + v]));
       if (to_words) continue;
     }
 #endif
 #pragma GCC unroll 6
-    for (int i = 0; i < 2 * N; ++i) store_aligned(q.score + (r + i / N) * LANES + (V::first + i % N) * VL, x[i]);
+    for (int i = 0; i < 2 * N; ++i)
+      store_aligned(q.score + (r + i / N) * LANES + (V::first + i % N) * VL, x[i]);
   }
 #pragma GCC unroll 6
   for (int i = 0; i < 2 * N; ++i) sum[i / N][V::first + i % N] = total[i];
@@ -88,9 +101,11 @@ static void drop_scores(const HeadDropout& dropout, QueryBlock<P>& q, int64_t k0
   const auto next = [](int64_t c) {
     return c + (c % PHILOX_BLOCK == PHILOX_CALLS - 1 ? PHILOX_BLOCK - PHILOX_CALLS + 1 : 1);
   };
-  for (int64_t column = k0 / PHILOX_BLOCK * PHILOX_BLOCK; column < k0 + rows; column = next(column)) {
+  for (int64_t column = k0 / PHILOX_BLOCK * PHILOX_BLOCK; column < k0 + rows;
+       column = next(column)) {
     const int64_t r = column - k0;  // below 0 where a window begins inside a block
-    const uint32_t call = static_cast<uint32_t>(column / PHILOX_BLOCK * PHILOX_CALLS + column % PHILOX_BLOCK);
+    const uint32_t call =
+        static_cast<uint32_t>(column / PHILOX_BLOCK * PHILOX_CALLS + column % PHILOX_BLOCK);
     const auto drop = [&](auto count, int first) FM_INLINE_LAMBDA {  // vectors [first, first + N)
       constexpr int N = decltype(count)::value;
       vu words[N][4];
@@ -118,7 +133,8 @@ static void drop_scores(const HeadDropout& dropout, QueryBlock<P>& q, int64_t k0
       continue;
     }
     for (int v = 0; v < ATTENTION_NV; ++v) {
-      if (column < q.first + (v + 1) * VL) drop(Count<1>(), v);  // else hidden from all queries of this vector
+      if (column < q.first + (v + 1) * VL)
+        drop(Count<1>(), v);  // else hidden from all queries of this vector
     }
   }
 }
@@ -137,9 +153,10 @@ FM_INLINE void make_pairs(const float* rows, uint32_t* pairs, int64_t count) {
 
 // One round of the online softmax over keys [k0, k0 + rows), for the first END vectors of queries.
 template <class P, int END>
-static void attend(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0, int64_t rows, int64_t d_padded,
-                   float c, const HeadDropout* dropout) {
-  const auto seen_keys = [&](const auto& f) FM_INLINE_LAMBDA { for_seen_keys<P, END>(q.first - k0, 0, rows, f); };
+static void attend(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0, int64_t rows,
+                   int64_t d_padded, float c, const HeadDropout* dropout) {
+  const auto seen_keys = [&](const auto& f)
+                             FM_INLINE_LAMBDA { for_seen_keys<P, END>(q.first - k0, 0, rows, f); };
   vf alpha[END], sum[2][ATTENTION_NV] = {};
 #pragma GCC unroll 3
   for (int v = 0; v < END; ++v) alpha[v] = q.maximum[v];
@@ -154,7 +171,9 @@ static void attend(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0
   exp2_each(alpha);
 #pragma GCC unroll 3
   for (int v = 0; v < END; ++v) q.sum[v] *= alpha[v];
-  seen_keys([&](auto vectors, int64_t begin, int64_t end) { exponentiate(q, begin, end, c, sum, !dropout, vectors); });
+  seen_keys([&](auto vectors, int64_t begin, int64_t end) {
+    exponentiate(q, begin, end, c, sum, !dropout, vectors);
+  });
 #pragma GCC unroll 3
   for (int v = 0; v < END; ++v) q.sum[v] += sum[0][v] + sum[1][v];
   if (dropout) drop_scores(*dropout, q, k0, rows);
@@ -165,7 +184,8 @@ static void attend(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0
 #endif
   const typename P::Word* values = head.values + k0 / P::STEP * P::PANEL_ROWS;
   for (int64_t row = 0; row < d_padded; row += ATTENTION_MR, values += P::TILES ? 0 : head.panel) {
-    if (!P::TILES && head.far) fetch(values + KEY_BLOCK / P::STEP * P::PANEL_ROWS, KEY_BLOCK / P::STEP * P::PANEL_ROWS);
+    if (!P::TILES && head.far)
+      fetch(values + KEY_BLOCK / P::STEP * P::PANEL_ROWS, KEY_BLOCK / P::STEP * P::PANEL_ROWS);
     Tile t = load_tile(q.out + row * LANES);
     for_tile([&](int i, int v) { t.v[i][v] *= alpha[v]; }, Vectors<0, END>());
     if constexpr (!P::TILES) {
@@ -174,7 +194,8 @@ static void attend(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0
     }
     store_tile(q.out + row * LANES, t, Vectors<0, END>());
   }
-  if constexpr (P::TILES) accumulate<P>(q.out, false, d_padded, values, head.panel, q.prob, seen_keys, [](int64_t) {});
+  if constexpr (P::TILES)
+    accumulate<P>(q.out, false, d_padded, values, head.panel, q.prob, seen_keys, [](int64_t) {});
 }
 
 // to[row + lane] = x of each lane, for those in `rows`.
@@ -187,14 +208,16 @@ FM_INLINE void store_rows(float* to, int64_t row, const Positions& rows, vf x) {
 
 // Packs queries [first, end) of one head, at most LANES, and begins their softmax. score: of all blocks; memory: query and out.
 template <class P, class T>
-static QueryBlock<P> begin_queries(const AttentionShape& shape, const Documents& documents, const Rows<const T>& query, int64_t first,
-                                   int64_t end, float* score, float* memory) {
+static QueryBlock<P> begin_queries(const AttentionShape& shape, const Documents& documents,
+                                   const Rows<const T>& query, int64_t first, int64_t end,
+                                   float* score, float* memory) {
   using Word = typename P::Word;
   const int64_t matrix = shape.d_padded * LANES;
   QueryBlock<P> q;
   q.query = reinterpret_cast<Word*>(memory), q.out = memory + matrix, q.score = score;
   q.prob = reinterpret_cast<Word*>(P::STEP == 1 ? score : score + KEY_BLOCK * LANES);
-  q.first = first, q.end = end, q.window = shape.window, q.last_start = documents.seen_from(end - 1), q.keys_end = shape.keys_end();
+  q.first = first, q.end = end, q.window = shape.window,
+  q.last_start = documents.seen_from(end - 1), q.keys_end = shape.keys_end();
   pack_lanewise<P>(query, first, q.query, shape.d_padded / P::STEP);
   for (int64_t i = 0; i < matrix; i += VL) store_aligned(q.out + i, vf{});
   // With documents, and in a part, a query may see no key in the first rounds: a finite maximum keeps these from -inf - -inf.
@@ -205,22 +228,25 @@ static QueryBlock<P> begin_queries(const AttentionShape& shape, const Documents&
     q.position[v] = (vi)lane_index() + static_cast<int32_t>(first + v * VL);
     if (!may_see_none) continue;  // then no tile reads them
     uint32_t starts[VL];
-    for (int lane = 0; lane < VL; ++lane) starts[lane] = static_cast<uint32_t>(documents.seen_from(first + v * VL + lane));
+    for (int lane = 0; lane < VL; ++lane)
+      starts[lane] = static_cast<uint32_t>(documents.seen_from(first + v * VL + lane));
     q.start[v] = (vi)load(starts);
   }
   const int64_t query0 = max(first, shape.queries.begin);
-  q.next_key = max(documents.seen_from(query0), query0 + 1 - shape.window) / ATTENTION_UNIT * ATTENTION_UNIT;
+  q.next_key =
+      max(documents.seen_from(query0), query0 + 1 - shape.window) / ATTENTION_UNIT * ATTENTION_UNIT;
   return q;
 }
 
 // The next round of the softmax of these queries; false where there was none.
 template <class P>
-static bool next_round(const AttentionShape& shape, const PackedKeysValues<P>& head, QueryBlock<P>& q, float c,
-                       const HeadDropout* dropout) {
+static bool next_round(const AttentionShape& shape, const PackedKeysValues<P>& head,
+                       QueryBlock<P>& q, float c, const HeadDropout* dropout) {
   const int64_t k0 = q.next_key;
   bool more = false;
   with_vectors<P>((q.end - q.first + VL - 1) / VL, [&](auto vectors) {
-    const int64_t last = min(q.first + vectors.end * VL, round_up(shape.keys.end, shape.part ? ATTENTION_UNIT : BLOCK));
+    const int64_t last = min(q.first + vectors.end * VL,
+                             round_up(shape.keys.end, shape.part ? ATTENTION_UNIT : BLOCK));
     if (k0 >= last) return;
     attend<P, vectors.end>(head, q, k0, min(KEY_BLOCK, last - k0), shape.d_padded, c, dropout);
     more = true;
@@ -231,13 +257,14 @@ static bool next_round(const AttentionShape& shape, const PackedKeysValues<P>& h
 
 // The output of the queries of a block and their log-sum-exp.
 template <class P, class T>
-static void end_queries(const AttentionShape& shape, const AttentionArgs& a, const QueryBlock<P>& q, const Rows<T>& out, float* lse,
-                        float c) {
+static void end_queries(const AttentionShape& shape, const AttentionArgs& a, const QueryBlock<P>& q,
+                        const Rows<T>& out, float* lse, float c) {
   for (int v = 0; v < ATTENTION_NV && q.first + v * VL < q.end; ++v) {
     const int64_t row = q.first + v * VL;
     const vi none = q.sum[v] == vf{};  // of a part's keys
     unpack_rows(q.out + v * VL, row, out, none ? vf{} : keep_scale(a) * reciprocal(q.sum[v]));
-    const vf log_sum = q.sum[v] < __builtin_inff() ? q.maximum[v] * c * LN_2 + log(q.sum[v]) : q.sum[v];
+    const vf log_sum =
+        q.sum[v] < __builtin_inff() ? q.maximum[v] * c * LN_2 + log(q.sum[v]) : q.sum[v];
     store_rows(lse, row, shape.queries, none ? broadcast(-__builtin_inff()) : log_sum);
   }
 }
@@ -249,25 +276,30 @@ struct Places {
 
 // The blocks of a head that begin at `places`, the longest first, QUERY_BLOCKS at a time.
 template <class P, class T>
-static void forward_task(const AttentionShape& shape, const AttentionArgs& a, const PackedKeysValues<P>& head, int64_t index,
-                         const Rows<const T>& query, const Rows<T>& out, float* lse, const Places& places) {
+static void forward_task(const AttentionShape& shape, const AttentionArgs& a,
+                         const PackedKeysValues<P>& head, int64_t index, const Rows<const T>& query,
+                         const Rows<T>& out, float* lse, const Places& places) {
   const float c = LOG2_E / __builtin_sqrtf(static_cast<float>(a.d));
   const int64_t scores = 2 * KEY_BLOCK * LANES, matrices = 2 * shape.d_padded * LANES;
-  float* memory = static_cast<float*>(scratch(0, static_cast<size_t>(scores + QUERY_BLOCKS * matrices) * sizeof(float)));
+  float* memory = static_cast<float*>(
+      scratch(0, static_cast<size_t>(scores + QUERY_BLOCKS * matrices) * sizeof(float)));
   const Documents documents(a, index / a.heads);
   const HeadDropout dropout(a, index);
   QueryBlock<P> blocks[QUERY_BLOCKS];
   for (int64_t place = places.end; place > places.begin;) {
     int64_t count = 0;
     while (place > places.begin && count < QUERY_BLOCKS) {
-      const int64_t first = --place * places.step, end = documents.task_end<P::EDGE>(first), last = min(end, shape.queries.end);
+      const int64_t first = --place * places.step, end = documents.task_end<P::EDGE>(first),
+                    last = min(end, shape.queries.end);
       if (end == first || last <= shape.queries.begin) continue;
-      blocks[count] = begin_queries<P>(shape, documents, query, first, last, memory, memory + scores + count * matrices);
+      blocks[count] = begin_queries<P>(shape, documents, query, first, last, memory,
+                                       memory + scores + count * matrices);
       ++count;
     }
     for (bool more = true; more;) {
       more = false;
-      for (int64_t i = 0; i < count; ++i) more |= next_round(shape, head, blocks[i], c, a.p > 0 ? &dropout : nullptr);
+      for (int64_t i = 0; i < count; ++i)
+        more |= next_round(shape, head, blocks[i], c, a.p > 0 ? &dropout : nullptr);
     }
     for (int64_t i = 0; i < count; ++i) end_queries(shape, a, blocks[i], out, lse, c);
   }
@@ -281,35 +313,43 @@ struct TaskQueue {
 
 // Groups [first_group, first_group + groups), all query heads of them. kv: qkv, or the tensor that holds the keys of a part.
 template <class P, class T>
-static void forward_groups(const T* qkv, const T* kv, T* out, float* lse, const AttentionArgs& a, const AttentionShape& shape,
-                           typename P::Word* packed, int64_t first_group, int64_t groups) {
+static void forward_groups(const T* qkv, const T* kv, T* out, float* lse, const AttentionArgs& a,
+                           const AttentionShape& shape, typename P::Word* packed,
+                           int64_t first_group, int64_t groups) {
   const int64_t words = shape.d_padded / P::STEP, matrix = shape.keys_padded * words;
   const auto group_of = [&](int64_t group) {
     typename P::Word *keys = packed + 2 * group * matrix, *values = keys + matrix;
-    return PackedKeysValues<P>{keys - shape.first_key * words, values - shape.first_key / P::STEP * P::PANEL_ROWS, words,
-                               shape.keys_padded / P::STEP * P::PANEL_ROWS, shape.keys_padded > LONG_SEQUENCE};
+    return PackedKeysValues<P>{
+        keys - shape.first_key * words, values - shape.first_key / P::STEP * P::PANEL_ROWS, words,
+        shape.keys_padded / P::STEP * P::PANEL_ROWS, shape.keys_padded > LONG_SEQUENCE};
   };
   const int64_t blocks = shape.keys_padded / BLOCK, step = a.starts ? P::EDGE : LANES;
-  const int64_t place0 = max(0, shape.queries.begin - LANES + step) / step;  // of the first block that may end in the queries
+  const int64_t place0 = max(0, shape.queries.begin - LANES + step) /
+                         step;  // of the first block that may end in the queries
   const int64_t places = (shape.queries.end + step - 1) / step - place0;
   // Places of a task: of several blocks in a long sequence, as long as each thread has four tasks.
   const int64_t blocks_each = groups * shape.share * places * step / LANES / (4 * num_threads());
-  const int64_t together = LANES / step * (shape.keys_padded > LONG_SEQUENCE ? clamp(blocks_each, 1, QUERY_BLOCKS) : 1);
+  const int64_t together =
+      LANES / step * (shape.keys_padded > LONG_SEQUENCE ? clamp(blocks_each, 1, QUERY_BLOCKS) : 1);
   const int64_t tasks = (places + together - 1) / together;
   TaskQueue packing{groups * blocks}, queries{groups * shape.share * tasks};
   parallel_run([&](int, int) {
     for (int64_t task; (task = packing.take()) < packing.tasks;) {
-      const int64_t group = first_group + task % groups, row = shape.first_key + task / groups * BLOCK;  // heads lie side by side
+      const int64_t group = first_group + task % groups,
+                    row = shape.first_key + task / groups * BLOCK;  // heads lie side by side
       const PackedKeysValues<P> to = group_of(task % groups);
       pack_crosswise<P>(shape.key_value(kv, group, 0), row, row + BLOCK, to.keys, words);
-      pack_columnwise<P>(shape.key_value(kv, group, 1), row, row + BLOCK, to.values, shape.d_padded, to.panel);
+      pack_columnwise<P>(shape.key_value(kv, group, 1), row, row + BLOCK, to.values, shape.d_padded,
+                         to.panel);
     }
     barrier();
     tiles_begin();
     for (int64_t task; (task = queries.take()) < queries.tasks;) {
-      const int64_t head = first_group * shape.share + task / tasks, end = places - task % tasks * together;  // the longest first
-      forward_task<P>(shape, a, group_of(task / tasks / shape.share), head, shape.query(qkv, head), shape.context(out, head),
-                      shape.statistics(lse, head), Places{place0 + max(0, end - together), place0 + end, step});
+      const int64_t head = first_group * shape.share + task / tasks,
+                    end = places - task % tasks * together;  // the longest first
+      forward_task<P>(shape, a, group_of(task / tasks / shape.share), head, shape.query(qkv, head),
+                      shape.context(out, head), shape.statistics(lse, head),
+                      Places{place0 + max(0, end - together), place0 + end, step});
     }
     tiles_end();
   });
@@ -321,7 +361,8 @@ static void forward_of(const T* qkv, const T* kv, T* out, float* lse, const Atte
   const int64_t groups = shape.all_heads() / shape.share;
   auto* packed = static_cast<typename P::Word*>(scratch(1, shape.packed_bytes(P::STEP)));
   for (int64_t first = 0; first < groups; first += shape.groups_at_once) {
-    forward_groups<P>(qkv, kv, out, lse, a, shape, packed, first, min(shape.groups_at_once, groups - first));
+    forward_groups<P>(qkv, kv, out, lse, a, shape, packed, first,
+                      min(shape.groups_at_once, groups - first));
   }
 }
 

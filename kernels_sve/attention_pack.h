@@ -38,7 +38,8 @@ FM_INLINE vf row_words(const T* row, int64_t w, int64_t d) {
 
 // Rows [first, first + VL) transposed to out[w * ld + lane] for w < words.
 template <class P, class T>
-FM_INLINE void pack_rows(const Rows<const T>& x, int64_t first, float* out, int64_t ld, int64_t words) {
+FM_INLINE void pack_rows(const Rows<const T>& x, int64_t first, float* out, int64_t ld,
+                         int64_t words) {
   for (int64_t w = 0; w < words; w += VL) {
     vf tile[VL];
 #pragma GCC unroll 16
@@ -72,7 +73,8 @@ static Rows<const T> with_zeros(const Rows<const T>& x, int64_t begin, int64_t e
 #endif
 
 template <class P, class T>
-static void pack_crosswise(const Rows<const T>& x, int64_t begin, int64_t end, typename P::Word* out, int64_t words) {
+static void pack_crosswise(const Rows<const T>& x, int64_t begin, int64_t end,
+                           typename P::Word* out, int64_t words) {
 #ifdef FM_HAS_TILES
   if (begin < x.begin) return pack_crosswise<P>(with_zeros(x, begin, end), begin, end, out, words);
   for (int64_t r = begin; r < end; r += P::PANEL_ROWS) {
@@ -86,7 +88,8 @@ static void pack_crosswise(const Rows<const T>& x, int64_t begin, int64_t end, t
 }
 
 template <class P, class T>
-static void pack_lanewise(const Rows<const T>& x, int64_t first, typename P::Word* out, int64_t words) {
+static void pack_lanewise(const Rows<const T>& x, int64_t first, typename P::Word* out,
+                          int64_t words) {
   for (int v = 0; v < ATTENTION_NV; ++v) {
     pack_rows<P>(x, first + v * VL, reinterpret_cast<float*>(out) + v * VL, LANES, words);
   }
@@ -107,12 +110,14 @@ FM_INLINE vf column_words(const Rows<const T>& x, int64_t r, int64_t c) {
 
 // Rows [begin, end); panel = words from one panel to the next.
 template <class P, class T>
-static void pack_columnwise(const Rows<const T>& x, int64_t begin, int64_t end, typename P::Word* out, int64_t d_padded,
-                            int64_t panel) {
+static void pack_columnwise(const Rows<const T>& x, int64_t begin, int64_t end,
+                            typename P::Word* out, int64_t d_padded, int64_t panel) {
 #ifdef FM_HAS_TILES
-  if (begin < x.begin) return pack_columnwise<P>(with_zeros(x, begin, end), begin, end, out, d_padded, panel);
+  if (begin < x.begin)
+    return pack_columnwise<P>(with_zeros(x, begin, end), begin, end, out, d_padded, panel);
   for (int64_t c = 0; c < d_padded; c += P::PANEL_ROWS) {
-    float* to = reinterpret_cast<float*>(out) + c / P::PANEL_ROWS * panel + begin / P::STEP * P::PANEL_ROWS;
+    float* to =
+        reinterpret_cast<float*>(out) + c / P::PANEL_ROWS * panel + begin / P::STEP * P::PANEL_ROWS;
     pack_tiles(x.row(begin) + c, 1, x.stride, x.d - c, min(end, x.s) - begin, to);
   }
 #else
@@ -122,7 +127,8 @@ static void pack_columnwise(const Rows<const T>& x, int64_t begin, int64_t end, 
         if (r + i + VL < x.s) prefetch(x.row(r + i + VL) + c);
       }
       const vf words = column_words<P>(x, r, c);
-      float* to = reinterpret_cast<float*>(out) + c / ATTENTION_MR * panel + r / P::STEP * ATTENTION_MR;
+      float* to =
+          reinterpret_cast<float*>(out) + c / ATTENTION_MR * panel + r / P::STEP * ATTENTION_MR;
 #pragma GCC unroll 4
       for (int q = 0; q < VL / ATTENTION_MR; ++q) {
         if (c + q * ATTENTION_MR < d_padded) store_part<ATTENTION_MR>(to + q * panel, words, q);

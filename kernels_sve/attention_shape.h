@@ -6,11 +6,13 @@
 
 namespace fm::FM_TARGET {
 
-constexpr int64_t BLOCK = Tuning::ATTENTION_BLOCK, KEY_BLOCK = Tuning::KEY_BLOCK, QUERY_BLOCKS = Tuning::QUERY_BLOCKS;
+constexpr int64_t BLOCK = Tuning::ATTENTION_BLOCK, KEY_BLOCK = Tuning::KEY_BLOCK,
+                  QUERY_BLOCKS = Tuning::QUERY_BLOCKS;
 constexpr float LN_2 = 0.693147181f;
 
 static_assert(BLOCK % LANES == 0 && KEY_BLOCK % PHILOX_BLOCK == 0, "blocks end where tiles end");
-static_assert(BLOCK % ATTENTION_UNIT == 0 && KEY_BLOCK >= LANES + ATTENTION_UNIT, "in the first round every query sees a key of its window");
+static_assert(BLOCK % ATTENTION_UNIT == 0 && KEY_BLOCK >= LANES + ATTENTION_UNIT,
+              "in the first round every query sees a key of its window");
 
 // Positions from which on the packed copies of a head are too large for a cache: heads at once are then as few as keep all threads
 // at work, because backward takes about 12 matrices (s, d) for each; and what is read next is fetched.
@@ -22,8 +24,9 @@ constexpr int64_t LONG_SEQUENCE = 32768;
 // what is packed of them begins at a multiple of BLOCK: blocks and tiles are those of the whole sequence, whatever part a call has.
 struct AttentionShape {
   int64_t s, b, heads, d, window, share, d_padded, groups_at_once, heads_at_once;
-  Positions queries, keys;                                   // of this call
-  int64_t first_query, queries_padded, first_key, keys_padded;  // where packed rows begin, and how many there are
+  Positions queries, keys;  // of this call
+  int64_t first_query, queries_padded, first_key,
+      keys_padded;  // where packed rows begin, and how many there are
   bool part;
   explicit AttentionShape(const AttentionArgs& a)
       : s(a.s),
@@ -40,10 +43,14 @@ struct AttentionShape {
         first_key(keys.begin / BLOCK * BLOCK),
         keys_padded(round_up(keys.end, BLOCK) - first_key),
         part(a.part()) {
-    const int64_t partials = dquery_partials(), enough = (num_threads() + partials - 1) / partials, most = max(2, min(16, num_threads()));
-    const int64_t wanted = max(queries.end - queries.begin, keys.end - keys.begin) > LONG_SEQUENCE ? min(most, enough) : most;
+    const int64_t partials = dquery_partials(), enough = (num_threads() + partials - 1) / partials,
+                  most = max(2, min(16, num_threads()));
+    const int64_t wanted = max(queries.end - queries.begin, keys.end - keys.begin) > LONG_SEQUENCE
+                               ? min(most, enough)
+                               : most;
     groups_at_once = min((wanted + share - 1) / share, all_heads() / share);
-    heads_at_once = share > wanted ? wanted : groups_at_once * share;  // parts of one group, or whole groups
+    heads_at_once =
+        share > wanted ? wanted : groups_at_once * share;  // parts of one group, or whole groups
   }
   int64_t all_heads() const { return b * heads; }
   int64_t query_matrix() const { return queries_padded * d_padded; }
@@ -54,14 +61,19 @@ struct AttentionShape {
   // Floats of what backward packs and sums for a query head and for a group (attention_block.h), `step` elements to a packed
   // word; the sums of dK and dV only where heads share them.
   int64_t head_floats(int64_t step) const {
-    return (4 / step + dquery_partials()) * query_matrix() + (share > 1 ? 2 * key_matrix() : 0) + 2 * queries_padded;
+    return (4 / step + dquery_partials()) * query_matrix() + (share > 1 ? 2 * key_matrix() : 0) +
+           2 * queries_padded;
   }
-  int64_t group_floats(int64_t step) const { return key_matrix() / step + (share > 1 ? 2 * key_matrix() : 0); }
+  int64_t group_floats(int64_t step) const {
+    return key_matrix() / step + (share > 1 ? 2 * key_matrix() : 0);
+  }
   // Bytes of all that is held at once. Forward mostly packs less, but takes as much: a buffer that grew later would leave its old
   // place empty.
   size_t packed_bytes(int64_t step) const {
-    const int64_t backward = heads_at_once * head_floats(step) + groups_at_once * group_floats(step);
-    return static_cast<size_t>(max(backward, groups_at_once * 2 * key_matrix() / step)) * sizeof(float);
+    const int64_t backward =
+        heads_at_once * head_floats(step) + groups_at_once * group_floats(step);
+    return static_cast<size_t>(max(backward, groups_at_once * 2 * key_matrix() / step)) *
+           sizeof(float);
   }
   template <class T>
   static Rows<T> rows(T* data, int64_t stride, const Positions& at, int64_t d) {
@@ -69,13 +81,15 @@ struct AttentionShape {
   }
   template <class T>
   Rows<T> query(T* qkv, int64_t head) const {
-    return rows(qkv + (head / share * (share + 2) + head % share) * d, all_heads() / share * (share + 2) * d, queries, d);
+    return rows(qkv + (head / share * (share + 2) + head % share) * d,
+                all_heads() / share * (share + 2) * d, queries, d);
   }
   // which: 0 key, 1 value. In a part of a call they are a tensor of their own.
   template <class T>
   Rows<T> key_value(T* kv, int64_t group, int which) const {
     const int64_t before = part ? 0 : share;  // queries in front of a group's key
-    return rows(kv + (group * (before + 2) + before + which) * d, all_heads() / share * (before + 2) * d, keys, d);
+    return rows(kv + (group * (before + 2) + before + which) * d,
+                all_heads() / share * (before + 2) * d, keys, d);
   }
   // A head's numbers, one for each query.
   template <class T>
@@ -127,7 +141,9 @@ struct Documents {
 };
 
 // Lanes whose query does not see its key: `distance` is query - key, negative for a later key.
-FM_INLINE vi hidden(vi distance, int64_t window) { return (vi)((vu)distance >= static_cast<uint32_t>(window)); }
+FM_INLINE vi hidden(vi distance, int64_t window) {
+  return (vi)((vu)distance >= static_cast<uint32_t>(window));
+}
 
 // What the dropout mask of one head depends on.
 struct HeadDropout {

@@ -19,7 +19,8 @@ struct Singles {
   using Word = float;
   static constexpr int STEP = 1;  // elements of the summed dimension in a word
   static constexpr bool TILES = false;
-  static constexpr int PANEL_ROWS = ATTENTION_MR, EDGE = VL;  // rows of a panel of a; lanes in which the end of s is seen
+  static constexpr int PANEL_ROWS = ATTENTION_MR,
+                       EDGE = VL;  // rows of a panel of a; lanes in which the end of s is seen
 };
 FM_INLINE vf multiply_add(vf acc, float a, vf b) { return broadcast(a) * b + acc; }
 
@@ -38,7 +39,8 @@ struct Tiles : Pairs {
   static constexpr int PANEL_ROWS = TILE_COLUMNS, EDGE = LANES;
 };
 constexpr int ATTENTION_UNIT = TILE_COLUMNS;
-static_assert(LANES == TILE_COLUMNS && TILE_DEPTH == TILE_COLUMNS, "b is an operand of tiles as it lies");
+static_assert(LANES == TILE_COLUMNS && TILE_DEPTH == TILE_COLUMNS,
+              "b is an operand of tiles as it lies");
 #else
 constexpr int ATTENTION_UNIT = ATTENTION_MR;  // columns of a head and keys come in steps of it
 #endif
@@ -106,7 +108,8 @@ FM_INLINE void store_tile(float* c, const Tile& t, V vectors = {}) {
 }
 
 template <class P, int LDA, class V>
-FM_INLINE void multiply(Tile& t, const typename P::Word* a, const typename P::Word* b, int64_t steps, V vectors) {
+FM_INLINE void multiply(Tile& t, const typename P::Word* a, const typename P::Word* b,
+                        int64_t steps, V vectors) {
   for (int64_t step = 0; step < steps; ++step, a += LDA, b += LANES) {
     decltype(load(b)) bv[ATTENTION_NV];
 #pragma GCC unroll 3
@@ -117,8 +120,8 @@ FM_INLINE void multiply(Tile& t, const typename P::Word* a, const typename P::Wo
 
 // The tile of rows [row, row + MR) of a panel packed crosswise times b. Tiles make all of their rows with the first, at `made`.
 template <class P, class V>
-FM_INLINE Tile product([[maybe_unused]] float* made, const typename P::Word* a, int64_t row, const typename P::Word* b,
-                       int64_t words, [[maybe_unused]] V vectors) {
+FM_INLINE Tile product([[maybe_unused]] float* made, const typename P::Word* a, int64_t row,
+                       const typename P::Word* b, int64_t words, [[maybe_unused]] V vectors) {
 #ifdef FM_HAS_TILES
   if (row % P::PANEL_ROWS == 0) {
     zero_sums<2>();
@@ -135,8 +138,10 @@ FM_INLINE Tile product([[maybe_unused]] float* made, const typename P::Word* a, 
 
 // Steps [begin, end) of a sum over s, onto what the tile holds.
 template <class P, class V>
-FM_INLINE void multiply_rows(Tile& t, const typename P::Word* a, const typename P::Word* b, int64_t begin, int64_t end, V vectors) {
-  multiply<P, ATTENTION_MR>(t, a + begin / P::STEP * ATTENTION_MR, b + begin / P::STEP * LANES, (end - begin) / P::STEP, vectors);
+FM_INLINE void multiply_rows(Tile& t, const typename P::Word* a, const typename P::Word* b,
+                             int64_t begin, int64_t end, V vectors) {
+  multiply<P, ATTENTION_MR>(t, a + begin / P::STEP * ATTENTION_MR, b + begin / P::STEP * LANES,
+                            (end - begin) / P::STEP, vectors);
 }
 
 // Words that are read soon, into L2.
@@ -148,14 +153,16 @@ FM_INLINE void fetch(const Word* from, int64_t count) {
 // C[rows][LANES] += a b in memory, or = a b where `fresh`, rows a multiple of PANEL_ROWS; panel = words from one panel of a to the next.
 // runs(f) calls f(vectors, begin, end) for the runs of rows of a and b that the sum goes over; before(row) runs ahead of each panel.
 template <class P, class Runs, class Before>
-FM_INLINE void accumulate(float* c, bool fresh, int64_t rows, const typename P::Word* a, int64_t panel, const typename P::Word* b,
-                          const Runs& runs, const Before& before) {
+FM_INLINE void accumulate(float* c, bool fresh, int64_t rows, const typename P::Word* a,
+                          int64_t panel, const typename P::Word* b, const Runs& runs,
+                          const Before& before) {
 #ifdef FM_HAS_TILES
   for (int64_t row = 0; row < rows; row += P::PANEL_ROWS, a += panel) {
     before(row);
     fresh ? zero_sums<2>() : load_sums<2>(c + row * LANES, SUMS_ROW);
     runs([&](auto, int64_t begin, int64_t end) FM_INLINE_LAMBDA {
-      multiply_tiles<2>(a + begin / P::STEP * P::PANEL_ROWS, b + begin / P::STEP * LANES, (end - begin) / TILE_DEPTH, [] {});
+      multiply_tiles<2>(a + begin / P::STEP * P::PANEL_ROWS, b + begin / P::STEP * LANES,
+                        (end - begin) / TILE_DEPTH, [] {});
     });
     store_sums<2>(c + row * LANES, SUMS_ROW);
   }
@@ -164,8 +171,9 @@ FM_INLINE void accumulate(float* c, bool fresh, int64_t rows, const typename P::
     before(row);
     Tile t = {};
     if (!fresh) t = load_tile(c + row * LANES);
-    runs([&](auto vectors, int64_t begin, int64_t end)
-             FM_INLINE_LAMBDA { multiply_rows<P>(t, a, b, begin, end, vectors); });  // or the tile leaves its registers
+    runs([&](auto vectors, int64_t begin, int64_t end) FM_INLINE_LAMBDA {
+      multiply_rows<P>(t, a, b, begin, end, vectors);
+    });  // or the tile leaves its registers
     store_tile(c + row * LANES, t);
   }
 #endif

@@ -48,8 +48,8 @@ static void bench_triad(float* out, const float* x, const float* y, float factor
 }
 
 // c(m, n) = sweeps * a(m, k) b(k, n) by the micro-kernel alone: packed once, then `sweeps` times added to C, on one thread.
-static void bench_gemm_panel(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k,
-                             int64_t sweeps) {
+static void bench_gemm_panel(const float* a, const float* b, float* c, int64_t m, int64_t n,
+                             int64_t k, int64_t sweeps) {
   const int64_t rows = ceil_div(m, MR) * MR, cols = ceil_div(n, NR) * NR;
   float* a_panels = static_cast<float*>(scratch(0, (rows * k + VL) * sizeof(float)));
   float* b_panels = static_cast<float*>(scratch(1, cols * k * sizeof(float)));
@@ -62,13 +62,15 @@ static void bench_gemm_panel(const float* a, const float* b, float* c, int64_t m
       for (int64_t i = 0; i < m; i += MR) {
         float* tile = sums + i * cols + j;
         Fetches fetches = {tile_rows_at(tile, cols, NR)};
-        micro_kernel<FloatWords, MR>(k, a_panels + i * k, b_panels + j * k, tile, cols, true, fetches);
+        micro_kernel<FloatWords, MR>(k, a_panels + i * k, b_panels + j * k, tile, cols, true,
+                                     fetches);
       }
     }
   }
   for (int64_t i = 0; i < m; ++i)
-    for_vectors(
-        0, n, [&](int64_t j, int lanes) { store_lanes(c + i * n + j, load_lanes(sums + i * cols + j, lanes), lanes); });
+    for_vectors(0, n, [&](int64_t j, int lanes) {
+      store_lanes(c + i * n + j, load_lanes(sums + i * cols + j, lanes), lanes);
+    });
 }
 
 }  // namespace fm::FM_TARGET

@@ -15,7 +15,8 @@ FM_BIND(bench) {
         return unlocked([&] { return kernels().bench_fma(steps); });
       },
       "steps"_a,
-      "Runs `steps` rounds of independent multiply-adds in every thread; returns the floating-point operations done.");
+      "Runs `steps` rounds of independent multiply-adds in every thread; returns the "
+      "floating-point operations done.");
   module.def(
       "bench_clock",
       [positive](int64_t steps) {
@@ -29,8 +30,10 @@ FM_BIND(bench) {
         TensorView out("out", out_object), x("x", x_object), y("y", y_object);
         out.dtype({DType::f32}).contiguous().disjoint({&x, &y});
         for (const TensorView* t : {&x, &y}) t->same_dtype(out).same_shape(out).contiguous();
-        unlocked(
-            [&] { kernels().bench_triad(out.data<float>(), x.data<float>(), y.data<float>(), factor, out.numel()); });
+        unlocked([&] {
+          kernels().bench_triad(out.data<float>(), x.data<float>(), y.data<float>(), factor,
+                                out.numel());
+        });
       },
       "out"_a, "x"_a, "y"_a, "factor"_a, "out = x + factor * y on contiguous float32 tensors.");
   module.def(
@@ -42,12 +45,13 @@ FM_BIND(bench) {
         b.rank(2).same_dtype(a).shape({a.size(1), -1}).contiguous();
         c.rank(2).same_dtype(a).shape({a.size(0), b.size(1)}).contiguous().disjoint({&a, &b});
         unlocked([&] {
-          kernels().bench_gemm_panel(a.data<float>(), b.data<float>(), c.data<float>(), a.size(0), b.size(1), a.size(1),
-                                     sweeps);
+          kernels().bench_gemm_panel(a.data<float>(), b.data<float>(), c.data<float>(), a.size(0),
+                                     b.size(1), a.size(1), sweeps);
         });
       },
       "a"_a, "b"_a, "c"_a, "sweeps"_a,
-      "c = sweeps * a @ b by the GEMM micro-kernel alone: packed once, then `sweeps` times added, on one thread.");
+      "c = sweeps * a @ b by the GEMM micro-kernel alone: packed once, then `sweeps` times added, "
+      "on one thread.");
 }
 
 }  // namespace fm

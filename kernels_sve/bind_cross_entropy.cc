@@ -5,8 +5,8 @@ namespace fm {
 namespace {
 
 // Labels of other ranks are fine; without other ranks (whole) each must be a column, or -1 for a row that is not counted.
-CrossEntropyArgs logits_args(const TensorView& logits, const std::optional<TensorView>& labels, int64_t first_row,
-                             bool whole) {
+CrossEntropyArgs logits_args(const TensorView& logits, const std::optional<TensorView>& labels,
+                             int64_t first_row, bool whole) {
   logits.floating().rank(2).contiguous();
   require(logits.size(1) > 0, "logits", "at least one column", "none");
   require(first_row >= 0, "first_row", "0 or more", std::to_string(first_row));
@@ -17,12 +17,19 @@ CrossEntropyArgs logits_args(const TensorView& logits, const std::optional<Tenso
   }
   for (int64_t i = 0; whole && i < logits.size(0); ++i)
     require(words[i] >= -1 && words[i] < cols, "labels",
-            "words of the vocabulary, 0 to " + std::to_string(cols - 1) + ", or -1", std::to_string(words[i]) + " at " + std::to_string(i));
-  return {logits.data(), logits.dtype(), logits.size(0), cols, words, first_row, nullptr, nullptr, nullptr};
+            "words of the vocabulary, 0 to " + std::to_string(cols - 1) + ", or -1",
+            std::to_string(words[i]) + " at " + std::to_string(i));
+  return {logits.data(), logits.dtype(), logits.size(0), cols,   words,
+          first_row,     nullptr,        nullptr,        nullptr};
 }
 
-float* row_floats(const TensorView& t, const TensorView& logits, std::initializer_list<const TensorView*> apart_from) {
-  t.dtype({DType::f32}).shape({logits.size(0)}).contiguous().disjoint({&logits}).disjoint(apart_from);
+float* row_floats(const TensorView& t, const TensorView& logits,
+                  std::initializer_list<const TensorView*> apart_from) {
+  t.dtype({DType::f32})
+      .shape({logits.size(0)})
+      .contiguous()
+      .disjoint({&logits})
+      .disjoint(apart_from);
   return t.data<float>();
 }
 
@@ -33,10 +40,11 @@ void bind_max(py::handle logits_object, py::handle row_max_object) {
   unlocked([&] { kernels().cross_entropy_max(args); });
 }
 
-void bind_sum(py::handle logits_object, py::handle row_max_object, py::handle labels_object, int64_t first_row,
-              py::handle sum_exp_object, py::handle target_logit_object) {
-  TensorView logits("logits", logits_object), row_max("row_max", row_max_object), labels("labels", labels_object),
-      sum_exp("sum_exp", sum_exp_object), target_logit("target_logit", target_logit_object);
+void bind_sum(py::handle logits_object, py::handle row_max_object, py::handle labels_object,
+              int64_t first_row, py::handle sum_exp_object, py::handle target_logit_object) {
+  TensorView logits("logits", logits_object), row_max("row_max", row_max_object),
+      labels("labels", labels_object), sum_exp("sum_exp", sum_exp_object),
+      target_logit("target_logit", target_logit_object);
   CrossEntropyArgs args = logits_args(logits, labels, first_row, false);
   args.row_max = row_floats(row_max, logits, {});
   args.sum_exp = row_floats(sum_exp, logits, {&row_max, &labels});
@@ -44,10 +52,12 @@ void bind_sum(py::handle logits_object, py::handle row_max_object, py::handle la
   unlocked([&] { kernels().cross_entropy_sum(args); });
 }
 
-void bind_loss_forward(py::handle logits_object, py::handle labels_object, py::handle row_max_object,
-                  py::handle sum_exp_object, py::handle target_logit_object) {
-  TensorView logits("logits", logits_object), labels("labels", labels_object), row_max("row_max", row_max_object),
-      sum_exp("sum_exp", sum_exp_object), target_logit("target_logit", target_logit_object);
+void bind_loss_forward(py::handle logits_object, py::handle labels_object,
+                       py::handle row_max_object, py::handle sum_exp_object,
+                       py::handle target_logit_object) {
+  TensorView logits("logits", logits_object), labels("labels", labels_object),
+      row_max("row_max", row_max_object), sum_exp("sum_exp", sum_exp_object),
+      target_logit("target_logit", target_logit_object);
   CrossEntropyArgs args = logits_args(logits, labels, 0, true);
   args.row_max = row_floats(row_max, logits, {&labels});
   args.sum_exp = row_floats(sum_exp, logits, {&row_max, &labels});
@@ -55,11 +65,12 @@ void bind_loss_forward(py::handle logits_object, py::handle labels_object, py::h
   unlocked([&] { kernels().cross_entropy_forward(args); });
 }
 
-void bind_loss_backward(py::handle logits_object, py::handle row_max_object, py::handle sum_exp_object,
-                   py::handle labels_object, int64_t first_row, py::handle dloss_object, py::handle out_object,
-                   float z_loss) {
-  TensorView logits("logits", logits_object), row_max("row_max", row_max_object), sum_exp("sum_exp", sum_exp_object),
-      labels("labels", labels_object), dloss("dloss", dloss_object), out("out", out_object);
+void bind_loss_backward(py::handle logits_object, py::handle row_max_object,
+                        py::handle sum_exp_object, py::handle labels_object, int64_t first_row,
+                        py::handle dloss_object, py::handle out_object, float z_loss) {
+  TensorView logits("logits", logits_object), row_max("row_max", row_max_object),
+      sum_exp("sum_exp", sum_exp_object), labels("labels", labels_object),
+      dloss("dloss", dloss_object), out("out", out_object);
   CrossEntropyArgs args = logits_args(logits, labels, first_row, false);
   args.row_max = row_floats(row_max, logits, {});
   args.sum_exp = row_floats(sum_exp, logits, {});
@@ -86,7 +97,8 @@ const char FORWARD_DOC[] =
 loss = log(sum_exp) - target_logit. A row with the label -1 is not counted: its logits are not read, and its three results are 0.
 Any other label that is not a column is a ValueError.)";
 
-const char BACKWARD_DOC[] = R"(out = (factor exp(logits - row_max) / sum_exp - [column is the label]) dloss, factor = 1 + 2 z_loss z.
+const char BACKWARD_DOC[] =
+    R"(out = (factor exp(logits - row_max) / sum_exp - [column is the label]) dloss, factor = 1 + 2 z_loss z.
 
 z = log(sum_exp) + row_max: the gradient of a loss that has z_loss z^2 added.
 
@@ -98,12 +110,12 @@ label below 0 are zeros. Rows may be handed over in chunks, so that dlogits of o
 FM_BIND(cross_entropy) {
   using namespace py::literals;
   module.def("cross_entropy_max", &bind_max, "logits"_a, "row_max"_a, MAX_DOC);
-  module.def("cross_entropy_sum", &bind_sum, "logits"_a, "row_max"_a, "labels"_a, "first_row"_a, "sum_exp"_a,
-             "target_logit"_a, SUM_DOC);
-  module.def("cross_entropy_forward", &bind_loss_forward, "logits"_a, "labels"_a, "row_max"_a, "sum_exp"_a, "target_logit"_a,
-             FORWARD_DOC);
-  module.def("cross_entropy_backward", &bind_loss_backward, "logits"_a, "row_max"_a, "sum_exp"_a, "labels"_a, "first_row"_a,
-             "dloss"_a, "out"_a, "z_loss"_a = 0.0f, BACKWARD_DOC);
+  module.def("cross_entropy_sum", &bind_sum, "logits"_a, "row_max"_a, "labels"_a, "first_row"_a,
+             "sum_exp"_a, "target_logit"_a, SUM_DOC);
+  module.def("cross_entropy_forward", &bind_loss_forward, "logits"_a, "labels"_a, "row_max"_a,
+             "sum_exp"_a, "target_logit"_a, FORWARD_DOC);
+  module.def("cross_entropy_backward", &bind_loss_backward, "logits"_a, "row_max"_a, "sum_exp"_a,
+             "labels"_a, "first_row"_a, "dloss"_a, "out"_a, "z_loss"_a = 0.0f, BACKWARD_DOC);
 }
 
 }  // namespace fm

@@ -40,11 +40,12 @@ void bind_convert(py::handle x_object, py::handle out_object) {
 
 FM_BIND(elementwise) {
   using namespace py::literals;
+  module.def("elementwise", &bind_function, "function"_a, "x"_a, "out"_a,
+             "out = function(x) on contiguous float32: exp, log (of positive normal numbers), "
+             "sqrt, rsqrt, reciprocal.");
   module.def(
-      "elementwise", &bind_function, "function"_a, "x"_a, "out"_a,
-      "out = function(x) on contiguous float32: exp, log (of positive normal numbers), sqrt, rsqrt, reciprocal.");
-  module.def("convert", &bind_convert, "x"_a, "out"_a,
-             "out = x in out's dtype, rounded to nearest even: float32, bfloat16, float16. Contiguous.");
+      "convert", &bind_convert, "x"_a, "out"_a,
+      "out = x in out's dtype, rounded to nearest even: float32, bfloat16, float16. Contiguous.");
 }
 
 }  // namespace fm

@@ -11,7 +11,8 @@ namespace {
 
 bool reached(const TensorView& flags, int64_t value) {
   for (int64_t i = 0; i < flags.size(0); ++i) {
-    if (__atomic_load_n(flags.data<int64_t>() + i * flags.stride(0), __ATOMIC_ACQUIRE) < value) return false;
+    if (__atomic_load_n(flags.data<int64_t>() + i * flags.stride(0), __ATOMIC_ACQUIRE) < value)
+      return false;
   }
   return true;
 }
@@ -42,12 +43,15 @@ FM_BIND(flags) {
       [](py::handle object, int64_t index, int64_t value) {
         TensorView flags("flags", object);
         flags.dtype({DType::i64}).rank(2).last_contiguous();
-        require(0 <= index && index < flags.size(0), "index", "a row of flags", std::to_string(index));
+        require(0 <= index && index < flags.size(0), "index", "a row of flags",
+                std::to_string(index));
         __atomic_store_n(flags.data<int64_t>() + index * flags.stride(0), value, __ATOMIC_RELEASE);
       },
-      "flags"_a, "index"_a, "value"_a, "flags[index, 0] = value. flags (p, _) int64: a row, at least a cache line, per process.");
+      "flags"_a, "index"_a, "value"_a,
+      "flags[index, 0] = value. flags (p, _) int64: a row, at least a cache line, per process.");
   module.def("wait_for_flags", &wait_for_flags, "flags"_a, "value"_a, "seconds"_a,
-             "Whether flags[i, 0] >= value for every i, after waiting for that for at most so many seconds.");
+             "Whether flags[i, 0] >= value for every i, after waiting for that for at most so many "
+             "seconds.");
 }
 
 }  // namespace fm

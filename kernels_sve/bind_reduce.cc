@@ -13,7 +13,8 @@ FM_BIND(reduce) {
         return unlocked([&] { return kernels().squared_norm(x.data(), x.dtype(), x.numel()); });
       },
       "x"_a,
-      "Sum of squares of a contiguous float32, bfloat16 or float16 tensor; the same bits for any number of threads.");
+      "Sum of squares of a contiguous float32, bfloat16 or float16 tensor; the same bits for any "
+      "number of threads.");
   module.def(
       "count_zeros",
       [](py::handle object) {
@@ -30,11 +31,13 @@ FM_BIND(reduce) {
         require(x.size(0) > 0, "x", "at least one row", "none");
         out.floating().shape({x.size(1)}).contiguous();
         unlocked([&] {
-          kernels().sum_rows(x.data(), x.dtype(), x.size(0), x.size(1), x.stride(0), out.data(), out.dtype());
+          kernels().sum_rows(x.data(), x.dtype(), x.size(0), x.size(1), x.stride(0), out.data(),
+                             out.dtype());
         });
       },
       "x"_a, "out"_a,
-      "out (cols) = the sum of the rows of x (rows, cols), formed in float32 from the first row to the last and rounded once. "
+      "out (cols) = the sum of the rows of x (rows, cols), formed in float32 from the first row to "
+      "the last and rounded once. "
       "Rows may lie apart; out may be one of them.");
 }
 

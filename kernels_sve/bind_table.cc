@@ -17,8 +17,9 @@ const KernelRow& row_named(const std::string& name) {
 
 py::dict describe(const KernelRow& row) {
   using namespace py::literals;
-  return py::dict("name"_a = row.name, "kernel"_a = row.kernel, "family"_a = row.family, "sizes"_a = row.sizes,
-                  "operands"_a = row.operands, "flops"_a = row.flops_text, "bytes"_a = row.bytes_text);
+  return py::dict("name"_a = row.name, "kernel"_a = row.kernel, "family"_a = row.family,
+                  "sizes"_a = row.sizes, "operands"_a = row.operands, "flops"_a = row.flops_text,
+                  "bytes"_a = row.bytes_text);
 }
 
 py::list describe_all() {
@@ -54,7 +55,8 @@ const char COST_DOC[] =
 
 FM_BIND(table) {
   using namespace py::literals;
-  py::module_ table = module.def_submodule("table", "The rows of kernels.inc: what each kernel is, what a call costs.");
+  py::module_ table = module.def_submodule(
+      "table", "The rows of kernels.inc: what each kernel is, what a call costs.");
   table.def("rows", &describe_all, ROWS_DOC);
   table.def("cost", &cost, "name"_a, COST_DOC);
 }

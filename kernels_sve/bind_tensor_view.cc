@@ -57,13 +57,15 @@ py::object call(py::handle object, PyObject* method) {
 
 std::vector<int64_t> integers(py::handle tuple) {
   std::vector<int64_t> values(static_cast<size_t>(PyTuple_GET_SIZE(tuple.ptr())));
-  for (size_t i = 0; i < values.size(); ++i) values[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple.ptr(), i));
+  for (size_t i = 0; i < values.size(); ++i)
+    values[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple.ptr(), i));
   return values;
 }
 
 std::string text(const std::vector<int64_t>& values) {
   std::string out = "(";
-  for (size_t i = 0; i < values.size(); ++i) out += (i ? ", " : "") + (values[i] < 0 ? "*" : std::to_string(values[i]));
+  for (size_t i = 0; i < values.size(); ++i)
+    out += (i ? ", " : "") + (values[i] < 0 ? "*" : std::to_string(values[i]));
   return out + (values.size() == 1 ? ",)" : ")");
 }
 
@@ -75,7 +77,8 @@ std::vector<BindFunction>& bind_functions() {
 }
 
 const char* dtype_name(DType dtype) {
-  return dtype == DType::bf16x3 ? "float32 in three bfloat16 parts" : DTYPES[static_cast<size_t>(dtype)].name;
+  return dtype == DType::bf16x3 ? "float32 in three bfloat16 parts"
+                                : DTYPES[static_cast<size_t>(dtype)].name;
 }
 
 TensorView::TensorView(const char* name, py::handle tensor) : name_(name) {
@@ -83,7 +86,8 @@ TensorView::TensorView(const char* name, py::handle tensor) : name_(name) {
   const int is_tensor = PyObject_IsInstance(tensor.ptr(), torch.tensor_type.ptr());
   if (is_tensor < 0) throw py::error_already_set();
   if (!is_tensor) fail("a torch tensor", Py_TYPE(tensor.ptr())->tp_name);
-  if (attribute(tensor, torch.is_cpu).ptr() != Py_True) fail("a tensor in CPU memory", py::str(tensor.attr("device")));
+  if (attribute(tensor, torch.is_cpu).ptr() != Py_True)
+    fail("a tensor in CPU memory", py::str(tensor.attr("device")));
   const py::object dtype = attribute(tensor, torch.dtype);
   size_t i = 0;
   while (i < DTYPES.size() && !dtype.is(torch.dtypes[i])) ++i;
@@ -113,13 +117,15 @@ const TensorView& TensorView::dtype(std::initializer_list<DType> allowed) const 
 
 const TensorView& TensorView::same_dtype(const TensorView& other) const {
   if (dtype_ != other.dtype_)
-    fail(std::string("dtype ") + dtype_name(other.dtype_) + " as " + other.name_, dtype_name(dtype_));
+    fail(std::string("dtype ") + dtype_name(other.dtype_) + " as " + other.name_,
+         dtype_name(dtype_));
   return *this;
 }
 
 const TensorView& TensorView::rank(int min, int max) const {
   if (rank() < min || rank() > max) {
-    const std::string range = min == max ? std::to_string(min) : std::to_string(min) + " to " + std::to_string(max);
+    const std::string range =
+        min == max ? std::to_string(min) : std::to_string(min) + " to " + std::to_string(max);
     fail(range + " dimensions", "shape " + shape_text());
   }
   return *this;
@@ -137,7 +143,8 @@ const TensorView& TensorView::shape(std::initializer_list<int64_t> expected) con
 }
 
 const TensorView& TensorView::same_shape(const TensorView& other) const {
-  if (sizes_ != other.sizes_) fail("shape " + other.shape_text() + " as " + other.name_, shape_text());
+  if (sizes_ != other.sizes_)
+    fail("shape " + other.shape_text() + " as " + other.name_, shape_text());
   return *this;
 }
 
@@ -153,34 +160,40 @@ const TensorView& TensorView::contiguous() const {
 
 const TensorView& TensorView::last_contiguous() const {
   if (rank() && numel_ && size(-1) != 1 && stride(-1) != 1) {
-    fail("a contiguous last dimension", "shape " + shape_text() + " with strides " + text(strides_));
+    fail("a contiguous last dimension",
+         "shape " + shape_text() + " with strides " + text(strides_));
   }
   return *this;
 }
 
 const TensorView& TensorView::aligned(int64_t bytes) const {
   if (address_ % bytes)
-    fail("data aligned to " + std::to_string(bytes) + " bytes", "an offset of " + std::to_string(address_ % bytes));
+    fail("data aligned to " + std::to_string(bytes) + " bytes",
+         "an offset of " + std::to_string(address_ % bytes));
   return *this;
 }
 
 bool TensorView::overlaps(const TensorView& other) const {
-  return bytes_ && other.bytes_ && address_ < other.address_ + other.bytes_ && other.address_ < address_ + bytes_;
+  return bytes_ && other.bytes_ && address_ < other.address_ + other.bytes_ &&
+         other.address_ < address_ + bytes_;
 }
 
 const TensorView& TensorView::disjoint(std::initializer_list<const TensorView*> others) const {
   for (const TensorView* other : others) {
-    if (overlaps(*other)) fail(std::string("memory apart from ") + other->name_, "overlapping tensors");
+    if (overlaps(*other))
+      fail(std::string("memory apart from ") + other->name_, "overlapping tensors");
   }
   return *this;
 }
 
-const TensorView& TensorView::same_or_disjoint(std::initializer_list<const TensorView*> others) const {
+const TensorView& TensorView::same_or_disjoint(
+    std::initializer_list<const TensorView*> others) const {
   for (const TensorView* other : others) {
-    const bool same = address_ == other->address_ && dtype_ == other->dtype_ && strides_ == other->strides_ &&
-                      sizes_ == other->sizes_;
+    const bool same = address_ == other->address_ && dtype_ == other->dtype_ &&
+                      strides_ == other->strides_ && sizes_ == other->sizes_;
     if (!same && overlaps(*other))
-      fail(std::string("the memory of ") + other->name_ + " or memory apart from it", "partly overlapping tensors");
+      fail(std::string("the memory of ") + other->name_ + " or memory apart from it",
+           "partly overlapping tensors");
   }
   return *this;
 }

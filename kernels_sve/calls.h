@@ -42,7 +42,8 @@ void bind_calls(py::module_& module);
 
 // Binds module.name, which makes the call that `check` returns, and Calls.name, which keeps it as well.
 template <class... Arguments, class... Extra>
-void def_repeatable(py::module_& module, const char* name, Call (*check)(Arguments...), const Extra&... extra) {
+void def_repeatable(py::module_& module, const char* name, Call (*check)(Arguments...),
+                    const Extra&... extra) {
   module.def(name, [check](Arguments... arguments) { unlocked(check(arguments...)); }, extra...);
   py::reinterpret_borrow<py::class_<Calls>>(module.attr("Calls"))
       .def(

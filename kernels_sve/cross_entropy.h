@@ -27,8 +27,9 @@ FM_INLINE float max_of(const T* x, int64_t n) {
 #pragma GCC unroll 4
     for (int k = 0; k < EXP_WAYS; ++k) top[k] = max(load(x + i + k * VL), top[k]);
   }
-  for_vectors(i, n,
-              [&](int64_t j, int lanes) { top[0] = max(first_of(load_lanes(x + j, lanes), lanes, top[0]), top[0]); });
+  for_vectors(i, n, [&](int64_t j, int lanes) {
+    top[0] = max(first_of(load_lanes(x + j, lanes), lanes, top[0]), top[0]);
+  });
   return hmax(max(max(top[0], top[1]), max(top[2], top[3])));
 }
 
@@ -40,7 +41,9 @@ FM_INLINE float sum_exp_of(const T* x, int64_t n, float shift) {
 #pragma GCC unroll 4
     for (int k = 0; k < EXP_WAYS; ++k) sum[k] += exp(load(x + i + k * VL) - shift);
   }
-  for_vectors(i, n, [&](int64_t j, int lanes) { sum[0] += first_of(exp(load_lanes(x + j, lanes) - shift), lanes); });
+  for_vectors(i, n, [&](int64_t j, int lanes) {
+    sum[0] += first_of(exp(load_lanes(x + j, lanes) - shift), lanes);
+  });
   return hsum((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
@@ -60,7 +63,8 @@ FM_INLINE void for_logit_rows(const CrossEntropyArgs& a, const F& body, const G&
         continue;
       }
       const int64_t label = a.labels ? a.labels[row] - a.first_row : -1;
-      body(row, static_cast<const T*>(a.logits) + row * a.cols, label >= 0 && label < a.cols ? label : -1);
+      body(row, static_cast<const T*>(a.logits) + row * a.cols,
+           label >= 0 && label < a.cols ? label : -1);
     }
   });
 }
@@ -68,7 +72,8 @@ FM_INLINE void for_logit_rows(const CrossEntropyArgs& a, const F& body, const G&
 static void cross_entropy_max(const CrossEntropyArgs& a) {
   with_dtype(a.dtype, [&](auto element) {
     for_logit_rows<decltype(element)>(
-        a, [&](int64_t row, auto* x, int64_t) { a.row_max[row] = max_of(x, a.cols); }, [](int64_t) {});
+        a, [&](int64_t row, auto* x, int64_t) { a.row_max[row] = max_of(x, a.cols); },
+        [](int64_t) {});
   });
 }
 
@@ -76,11 +81,14 @@ static void cross_entropy_sum(const CrossEntropyArgs& a) {
   with_dtype(a.dtype, [&](auto element) {
     const auto sum_row = [&](int64_t row, auto* x, int64_t label) {
       float sum = 0;
-      for_vocabulary_blocks(a.cols, [&](int64_t first, int64_t n) { sum += sum_exp_of(x + first, n, a.row_max[row]); });
+      for_vocabulary_blocks(a.cols, [&](int64_t first, int64_t n) {
+        sum += sum_exp_of(x + first, n, a.row_max[row]);
+      });
       a.sum_exp[row] = sum;
       a.target_logit[row] = label < 0 ? 0.0f : load_scalar(x + label) - a.row_max[row];
     };
-    for_logit_rows<decltype(element)>(a, sum_row, [&](int64_t row) { a.sum_exp[row] = a.target_logit[row] = 0; });
+    for_logit_rows<decltype(element)>(
+        a, sum_row, [&](int64_t row) { a.sum_exp[row] = a.target_logit[row] = 0; });
   });
 }
 
@@ -95,14 +103,16 @@ static void cross_entropy_forward(const CrossEntropyArgs& a) {
           sum *= scalar_exp(top - block_top);
           top = block_top;
         }
-        sum += sum_exp_of(x + first, n, top == minus_infinity() ? 0.0f : top);  // -inf less -inf would be NaN
+        sum += sum_exp_of(x + first, n,
+                          top == minus_infinity() ? 0.0f : top);  // -inf less -inf would be NaN
       });
       a.row_max[row] = top;
       a.sum_exp[row] = sum;
       a.target_logit[row] = label < 0 ? 0.0f : load_scalar(x + label) - top;
     };
-    for_logit_rows<decltype(element)>(
-        a, sum_row, [&](int64_t row) { a.row_max[row] = a.sum_exp[row] = a.target_logit[row] = 0; });
+    for_logit_rows<decltype(element)>(a, sum_row, [&](int64_t row) {
+      a.row_max[row] = a.sum_exp[row] = a.target_logit[row] = 0;
+    });
   });
 }
 
@@ -111,10 +121,12 @@ FM_INLINE void cross_entropy_backward_of(const CrossEntropyArgs& a, const float*
   const auto row_gradient = [&](int64_t row, const T* x, int64_t label) {
     U* to = out + row * a.cols;
     const vf sum = broadcast(a.sum_exp[row]);
-    const float top = a.row_max[row], factor = a.z_loss ? 1.0f + 2.0f * a.z_loss * (log(sum)[0] + top) : 1.0f,
+    const float top = a.row_max[row],
+                factor = a.z_loss ? 1.0f + 2.0f * a.z_loss * (log(sum)[0] + top) : 1.0f,
                 probability = reciprocal(sum)[0] * factor, scale = probability * dloss[row];
     const float at_label =
-        label < 0 ? 0.0f : (scalar_exp(load_scalar(x + label) - top) * probability - 1.0f) * dloss[row];
+        label < 0 ? 0.0f
+                  : (scalar_exp(load_scalar(x + label) - top) * probability - 1.0f) * dloss[row];
     int64_t i = 0;
     for (; i + EXP_WAYS * VL <= a.cols; i += EXP_WAYS * VL) {
       vf e[EXP_WAYS];
@@ -123,19 +135,23 @@ FM_INLINE void cross_entropy_backward_of(const CrossEntropyArgs& a, const float*
 #pragma GCC unroll 4
       for (int k = 0; k < EXP_WAYS; ++k) store_lanes(to + i + k * VL, e[k] * scale, VL);
     }
-    for_vectors(i, a.cols,
-                [&](int64_t j, int lanes) { store_lanes(to + j, exp(load_lanes(x + j, lanes) - top) * scale, lanes); });
+    for_vectors(i, a.cols, [&](int64_t j, int lanes) {
+      store_lanes(to + j, exp(load_lanes(x + j, lanes) - top) * scale, lanes);
+    });
     if (label >= 0) store_n(to + label, broadcast(at_label), 1);
   };
   for_logit_rows<T>(a, row_gradient, [&](int64_t row) {
-    for_vectors(0, a.cols, [&](int64_t j, int lanes) { store_lanes(out + row * a.cols + j, vf{}, lanes); });
+    for_vectors(0, a.cols,
+                [&](int64_t j, int lanes) { store_lanes(out + row * a.cols + j, vf{}, lanes); });
   });
 }
 
-static void cross_entropy_backward(const CrossEntropyArgs& a, const float* dloss, void* out, DType out_dtype) {
+static void cross_entropy_backward(const CrossEntropyArgs& a, const float* dloss, void* out,
+                                   DType out_dtype) {
   with_dtype(a.dtype, [&](auto element) {
     with_dtype(out_dtype, [&](auto out_element) {
-      cross_entropy_backward_of<decltype(element)>(a, dloss, static_cast<decltype(out_element)*>(out));
+      cross_entropy_backward_of<decltype(element)>(a, dloss,
+                                                   static_cast<decltype(out_element)*>(out));
     });
   });
 }

@@ -10,7 +10,8 @@
 
 namespace fm::FM_TARGET {
 
-constexpr int DOT_CHAINS = Tuning::DOT_CHAINS, DOT_TOKENS = 4;  // sums of a product side by side; rows of x at once
+constexpr int DOT_CHAINS = Tuning::DOT_CHAINS,
+              DOT_TOKENS = 4;  // sums of a product side by side; rows of x at once
 
 // total[m] = lanes of w . x row m, for M rows of x, k columns each.
 template <int M, class T>
@@ -22,7 +23,8 @@ FM_INLINE void dot_products(const T* w, const T* x, int64_t x_row, int64_t k, vf
       prefetch_ahead<Tuning::DOT_AHEAD>(w + i + c * VL);
       const vf row = load_lanes(w + i + c * VL, lanes);
 #pragma GCC unroll 4
-      for (int m = 0; m < M; ++m) sum[m][c] = row * load_lanes(x + m * x_row + i + c * VL, lanes) + sum[m][c];
+      for (int m = 0; m < M; ++m)
+        sum[m][c] = row * load_lanes(x + m * x_row + i + c * VL, lanes) + sum[m][c];
     }
   });
 #pragma GCC unroll 4
@@ -35,10 +37,12 @@ FM_INLINE void dot_products(const T* w, const T* x, int64_t x_row, int64_t k, vf
 
 // Columns [begin, begin + R) of M rows of y, before the bias; R horizontal sums overlap.
 template <int R, int M, class T>
-FM_INLINE void few_columns(const FewRowsArgs& a, int64_t begin, const T* x, float* sums, int64_t stride) {
+FM_INLINE void few_columns(const FewRowsArgs& a, int64_t begin, const T* x, float* sums,
+                           int64_t stride) {
   vf total[R][M];
   for (int r = 0; r < R; ++r) {
-    dot_products<M>(static_cast<const T*>(a.weight) + (begin + r) * a.weight_row, x, a.x_row, a.k, total[r]);
+    dot_products<M>(static_cast<const T*>(a.weight) + (begin + r) * a.weight_row, x, a.x_row, a.k,
+                    total[r]);
   }
 #pragma GCC unroll 4
   for (int m = 0; m < M; ++m) {
@@ -63,7 +67,8 @@ FM_INLINE void few_rows_range(const FewRowsArgs a, int64_t begin, int64_t end) {
   const int64_t stride = end - begin;
   float* sums = static_cast<float*>(scratch(0, a.m * stride * sizeof(float)));
   int64_t j = begin;
-  for (; j + DOT_CHAINS <= end; j += DOT_CHAINS) all_rows<DOT_CHAINS, T>(a, j, sums + (j - begin), stride);
+  for (; j + DOT_CHAINS <= end; j += DOT_CHAINS)
+    all_rows<DOT_CHAINS, T>(a, j, sums + (j - begin), stride);
   for (; j < end; ++j) all_rows<1, T>(a, j, sums + (j - begin), stride);
   const T* bias = a.bias ? static_cast<const T*>(a.bias) + begin : nullptr;
   for (int64_t m = 0; m < a.m; ++m) {
@@ -78,9 +83,9 @@ FM_INLINE void few_rows_range(const FewRowsArgs a, int64_t begin, int64_t end) {
 static void linear_few_rows(const FewRowsArgs& args) {
   if (!args.m) return;
   with_dtype(args.dtype, [&](auto element) {
-    parallel_for(args.n, DOT_CHAINS * (1 + Tuning::GRAIN / DOT_CHAINS / (args.k + 1)), [&](int64_t begin, int64_t end) {
-      few_rows_range<decltype(element)>(args, begin, end);
-    });
+    parallel_for(
+        args.n, DOT_CHAINS * (1 + Tuning::GRAIN / DOT_CHAINS / (args.k + 1)),
+        [&](int64_t begin, int64_t end) { few_rows_range<decltype(element)>(args, begin, end); });
   });
 }
 

@@ -40,7 +40,7 @@ struct Row {
   const char* features;
   int gemm_rows, gemm_vectors;  // tile
   int fetch_steps;
-  const KernelTable* table;     // null when this build has no such target
+  const KernelTable* table;  // null when this build has no such target
 };
 
 // clang-format off
@@ -74,7 +74,8 @@ std::string ask_for_tiles() {
   constexpr unsigned OSXSAVE_BIT = 27, TILE_STATES = 3u << 17;
   constexpr long ARCH_REQ_XCOMP_PERM_CODE = 0x1023, XFEATURE_XTILEDATA_NUMBER = 18;
   unsigned a, b, c = 0, d, low, high;
-  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> OSXSAVE_BIT & 1)) return "it does not save extended registers";
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> OSXSAVE_BIT & 1))
+    return "it does not save extended registers";
   __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   if ((low & TILE_STATES) != TILE_STATES) return "it does not save tiles (XCR0)";
   if (syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM_CODE, XFEATURE_XTILEDATA_NUMBER) == 0) return "";
@@ -90,8 +91,8 @@ bool has_feature(const std::string& feature, int) {
   if (feature == "amx_bf16") return has_amx(22);
   if (feature == "amx_state") return tiles_refused().empty();
 #define FM_CPU(name) (feature == #name && __builtin_cpu_supports(#name))
-  return FM_CPU(avx2) || FM_CPU(fma) || FM_CPU(f16c) || FM_CPU(avx512f) || FM_CPU(avx512bw) || FM_CPU(avx512dq) ||
-         FM_CPU(avx512vl) || FM_CPU(avx512bf16);
+  return FM_CPU(avx2) || FM_CPU(fma) || FM_CPU(f16c) || FM_CPU(avx512f) || FM_CPU(avx512bw) ||
+         FM_CPU(avx512dq) || FM_CPU(avx512vl) || FM_CPU(avx512bf16);
 #undef FM_CPU
 }
 #elif defined(__aarch64__)
@@ -113,13 +114,16 @@ bool has_feature(const std::string&, int) { return false; }
 #endif
 
 std::string missing(const Row& row) {
-  if (!row.table && !*row.machine) return "left out of this build: run make kernels for all targets";
+  if (!row.table && !*row.machine)
+    return "left out of this build: run make kernels for all targets";
   if (!row.table) return std::string("not in this build, it is for ") + row.machine;
   std::istringstream words(row.features);
   for (std::string feature; words >> feature;) {
     if (has_feature(feature, row.vector_bytes)) continue;
-    if (feature == "sve") return "this CPU has no SVE of " + std::to_string(row.vector_bytes * 8) + " bits";
-    if (feature == "amx_state") return std::string("the operating system refuses AMX tiles: ") + tiles_refused();
+    if (feature == "sve")
+      return "this CPU has no SVE of " + std::to_string(row.vector_bytes * 8) + " bits";
+    if (feature == "amx_state")
+      return std::string("the operating system refuses AMX tiles: ") + tiles_refused();
     return "this CPU has no " + feature;
   }
   return "";
@@ -134,8 +138,8 @@ std::vector<TargetInfo> targets() {
   std::vector<TargetInfo> infos;
   for (const Row& row : rows) {
     const std::string reason = missing(row);
-    infos.push_back(
-        {row.name, row.vector_bytes, row.gemm_rows, row.gemm_vectors, row.fetch_steps, row.table != nullptr, reason.empty(), reason});
+    infos.push_back({row.name, row.vector_bytes, row.gemm_rows, row.gemm_vectors, row.fetch_steps,
+                     row.table != nullptr, reason.empty(), reason});
   }
   return infos;
 }
@@ -146,7 +150,8 @@ void use(const std::string& name) {
     known += (known.empty() ? "" : ", ") + std::string(row.name);
     if (name != row.name) continue;
     const std::string reason = missing(row);
-    if (!reason.empty()) throw std::runtime_error("kernel target " + name + " cannot run here: " + reason);
+    if (!reason.empty())
+      throw std::runtime_error("kernel target " + name + " cannot run here: " + reason);
     current.store(&row);
     return;
   }
@@ -157,7 +162,8 @@ void use_default() {
   const char* name = std::getenv("FUGAKU_MEGATRON_TARGET");
   if (name && *name) return use(name);
   for (const Row& row : rows) {
-    const bool for_tests = row.table == &reference::kernel_table || std::strstr(row.name, "_emulated");
+    const bool for_tests =
+        row.table == &reference::kernel_table || std::strstr(row.name, "_emulated");
     if (!for_tests && missing(row).empty()) current.store(&row);
   }
 }

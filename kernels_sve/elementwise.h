@@ -8,7 +8,9 @@ namespace fm::FM_TARGET {
 template <class F>
 FM_INLINE void map_floats(const float* x, float* out, int64_t n, const F& f) {
   parallel_for(n, Tuning::GRAIN, [&](int64_t begin, int64_t end) {
-    for_vectors(begin, end, [&](int64_t i, int lanes) { store_lanes(out + i, f(load_lanes(x + i, lanes)), lanes); });
+    for_vectors(begin, end, [&](int64_t i, int lanes) {
+      store_lanes(out + i, f(load_lanes(x + i, lanes)), lanes);
+    });
   });
 }
 
@@ -33,8 +35,9 @@ static void convert(const void* x, DType from, void* out, DType to, int64_t n) {
       const auto* source = static_cast<const decltype(from_element)*>(x);
       auto* target = static_cast<decltype(to_element)*>(out);
       parallel_for(n, Tuning::GRAIN, [&](int64_t begin, int64_t end) {
-        for_vectors(begin, end,
-                    [&](int64_t i, int lanes) { store_exact(target + i, load_lanes(source + i, lanes), lanes); });
+        for_vectors(begin, end, [&](int64_t i, int lanes) {
+          store_exact(target + i, load_lanes(source + i, lanes), lanes);
+        });
       });
     });
   });

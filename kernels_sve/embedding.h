@@ -30,14 +30,17 @@ static void embedding(const EmbeddingArgs& a, const void* table, void* out, DTyp
 }
 
 // dtable[row of token i] += dout[i]. A thread owns columns and takes the tokens in order.
-static void embedding_backward(const EmbeddingArgs& a, const void* dout, DType dtype, float* dtable) {
+static void embedding_backward(const EmbeddingArgs& a, const void* dout, DType dtype,
+                               float* dtable) {
   with_dtype(dtype, [&](auto element) {
     const auto* from = static_cast<const decltype(element)*>(dout);
     parallel_for(a.cols, COLUMN_BLOCK, [&](int64_t begin, int64_t end) {
       for (int64_t i = 0; i < a.n; ++i) {
-        const int64_t row = table_row(a, i), ahead = i + TOKENS_AHEAD < a.n ? table_row(a, i + TOKENS_AHEAD) : -1;
+        const int64_t row = table_row(a, i),
+                      ahead = i + TOKENS_AHEAD < a.n ? table_row(a, i + TOKENS_AHEAD) : -1;
         if (ahead >= 0) {
-          for (int64_t c = begin; c < end; c += COLUMN_BLOCK / 4) prefetch_write(dtable + ahead * a.cols + c);
+          for (int64_t c = begin; c < end; c += COLUMN_BLOCK / 4)
+            prefetch_write(dtable + ahead * a.cols + c);
         }
         if (row < 0) continue;
         for_vectors(begin, end, [&](int64_t c, int lanes) {
@@ -49,12 +52,14 @@ static void embedding_backward(const EmbeddingArgs& a, const void* dout, DType d
 }
 
 // out (s, b, cols) = x + table[position]
-static void add_position(const void* x, const void* table, void* out, DType dtype, int64_t s, int64_t b, int64_t cols) {
+static void add_position(const void* x, const void* table, void* out, DType dtype, int64_t s,
+                         int64_t b, int64_t cols) {
   with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
     parallel_for(s * b, row_grain(cols), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
-        const T *from = static_cast<const T*>(x) + row * cols, *add = static_cast<const T*>(table) + row / b * cols;
+        const T *from = static_cast<const T*>(x) + row * cols,
+                *add = static_cast<const T*>(table) + row / b * cols;
         T* to = static_cast<T*>(out) + row * cols;
         for_vectors(0, cols, [&](int64_t c, int lanes) {
           store_lanes(to + c, load_lanes(from + c, lanes) + load_lanes(add + c, lanes), lanes);
@@ -65,14 +70,16 @@ static void add_position(const void* x, const void* table, void* out, DType dtyp
 }
 
 // dtable[position] += dout[position][0] + dout[position][1] + ...
-static void add_position_backward(const void* dout, DType dtype, float* dtable, int64_t s, int64_t b, int64_t cols) {
+static void add_position_backward(const void* dout, DType dtype, float* dtable, int64_t s,
+                                  int64_t b, int64_t cols) {
   with_dtype(dtype, [&](auto element) {
     const auto* from = static_cast<const decltype(element)*>(dout);
     parallel_for(s, row_grain(cols), [&](int64_t begin, int64_t end) {
       for (int64_t position = begin; position < end; ++position) {
         for_vectors(0, cols, [&](int64_t c, int lanes) {
           vf sum = {};
-          for (int64_t k = 0; k < b; ++k) sum += load_lanes(from + (position * b + k) * cols + c, lanes);
+          for (int64_t k = 0; k < b; ++k)
+            sum += load_lanes(from + (position * b + k) * cols + c, lanes);
           add_to(dtable + position * cols + c, sum, lanes);
         });
       }

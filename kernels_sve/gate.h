@@ -69,7 +69,8 @@ FM_INLINE void gate_backward_row(const GateArgs& a, const GateGradArgs& grad, in
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n) {
       const int64_t at = i + n * VL;
-      prefetch_ahead<AHEAD>(gate + at), prefetch_ahead<AHEAD>(up + at), prefetch_ahead<AHEAD>(dy + at);
+      prefetch_ahead<AHEAD>(gate + at), prefetch_ahead<AHEAD>(up + at),
+          prefetch_ahead<AHEAD>(dy + at);
       to_gate[n] = load_lanes(gate + at, lanes);
     }
     Gate::share_each(to_gate, to_up);
@@ -89,7 +90,8 @@ FM_INLINE void gate_backward_row(const GateArgs& a, const GateGradArgs& grad, in
     }
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n) {
-      if constexpr (SCALED) store_lanes(static_cast<T*>(grad.y) + row * a.cols + i + n * VL, y[n], lanes);
+      if constexpr (SCALED)
+        store_lanes(static_cast<T*>(grad.y) + row * a.cols + i + n * VL, y[n], lanes);
       store_lanes(dgate + i + n * VL, to_gate[n], lanes);
       store_lanes(dup + i + n * VL, to_up[n], lanes);
     }

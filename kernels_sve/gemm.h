@@ -41,7 +41,8 @@ FM_INLINE GemmBlocks blocks_of(bool adds) {
 template <class Words>
 FM_INLINE int64_t block_depth(int64_t k, int64_t fp16_chunk, bool adds) {
   const int64_t unit = fp16_chunk ? fp16_chunk : max(8, Words::STEP * Words::BESIDE);
-  const int64_t max_depth = max(blocks_of<Words>(adds).kc * Words::STEP / Words::PARTS / unit, 1) * unit;
+  const int64_t max_depth =
+      max(blocks_of<Words>(adds).kc * Words::STEP / Words::PARTS / unit, 1) * unit;
   const int64_t count = ceil_div(k, max_depth);
   return count ? ceil_div(ceil_div(k, count), unit) * unit : 0;
 }
@@ -51,36 +52,44 @@ struct Gemm {
   using Word = typename Words::Word;
   static constexpr int ROWS = Words::TILE_ROWS, ROW_STEP = Words::ROW_STEP;
   static constexpr int COLUMNS = NR * Words::WIDE,
-                       A_ROW = ROWS / Words::WIDE;           // of a tile; of A's panel, in 32-bit words
-  static constexpr int64_t GROUP = PACK_PANELS * COLUMNS;  // columns of B that are packed at a time, or GROUPS_OF_FEW times as many
+                       A_ROW = ROWS / Words::WIDE;  // of a tile; of A's panel, in 32-bit words
+  static constexpr int64_t GROUP =
+      PACK_PANELS *
+      COLUMNS;  // columns of B that are packed at a time, or GROUPS_OF_FEW times as many
   const GemmArgs& g;
   GemmBlocks blocks;
-  int64_t depth;    // of a block of k
-  bool few;         // steps of k: a row of tiles then goes over a group's columns, so that C is read and written in long pieces
+  int64_t depth;  // of a block of k
+  bool
+      few;  // steps of k: a row of tiles then goes over a group's columns, so that C is read and written in long pieces
   int64_t group;    // GROUP, or more where k has few steps
   Span rows, cols;  // of this thread
   bool first_cols;  // the first of the threads with these rows
   bool once;        // B is packed panel by panel
-  Source source;  // of the panel of A that is packed next
+  Source source;    // of the panel of A that is packed next
   float *a_panels, *b_panels, *partial;
-  float* next_sums = nullptr;  // what the next tile fetches instead of its own sums: those of a later tile
+  float* next_sums =
+      nullptr;  // what the next tile fetches instead of its own sums: those of a later tile
   int64_t partial_row;
 
   static int64_t words(int64_t depth) { return panel_words<Words>(depth); }
 
-  static bool adds(const GemmArgs& args) { return args.accumulate && !args.packed; }  // packed blocks are as deep as ever
+  static bool adds(const GemmArgs& args) {
+    return args.accumulate && !args.packed;
+  }  // packed blocks are as deep as ever
 
   static GemmGrid grid_of(const GemmArgs& args, int parts) {
     return gemm_grid(parts, args.m, args.n, ROW_STEP, COLUMNS, args.packed != nullptr);
   }
 
   // Part `index` of a grid over C.
-  Gemm(const GemmArgs& args, const GemmGrid& grid, int index) : g(args), blocks(blocks_of<Words>(adds(args))) {
+  Gemm(const GemmArgs& args, const GemmGrid& grid, int index)
+      : g(args), blocks(blocks_of<Words>(adds(args))) {
     rows = part(g.m, ROW_STEP, index % grid.rows_parts, grid.rows_parts);
     cols = part(g.n, COLUMNS, index / grid.rows_parts, grid.cols_parts);
     first_cols = index < grid.rows_parts;
     depth = block_depth<Words>(g.k, g.fp16_chunk, adds(g));
-    const int64_t sweeps = ceil_div(rows.size() * words(depth), blocks.mc * blocks.kc);  // shorter blocks of k hold more rows
+    const int64_t sweeps = ceil_div(rows.size() * words(depth),
+                                    blocks.mc * blocks.kc);  // shorter blocks of k hold more rows
     blocks.mc = sweeps ? ceil_div(ceil_div(rows.size(), sweeps), ROWS) * ROWS : ROWS;
     a_panels = buffer(0, words(depth) * blocks.mc / Words::WIDE + VL);
     const bool in_place = sums_in_c(), whole = in_place || depth >= g.k;
@@ -126,7 +135,8 @@ struct Gemm {
       do {  // once without columns
         Span some_columns = {j, min(columns.end, j + group)};
         const float* panels = b + (once ? 0 : (j - columns.begin) / Words::WIDE * words(deep));
-        if (!g.packed && ic == rows.begin) pack_b(some_columns, p, deep, const_cast<float*>(panels));
+        if (!g.packed && ic == rows.begin)
+          pack_b(some_columns, p, deep, const_cast<float*>(panels));
         if (j == columns.begin) {
           pack_and_run_tiles(some, {j, min(columns.end, j + COLUMNS)}, p, deep, panels);
           some_columns.begin += COLUMNS, panels += words(deep) * NR;
@@ -175,7 +185,9 @@ struct Gemm {
         float* a = a_panels + t * panel;
         if (sums) add_sums(a, words(deep), g.a_sums + i.begin, i.size());
         fetch_slice(b + words(deep) * NR, words(deep) * NR, t, tiles);
-        if (few) next_sums = sums_at(tile_begin(some, min(t + Tuning::FEW_AHEAD, tiles - 1)), j.begin, j.begin);
+        if (few)
+          next_sums =
+              sums_at(tile_begin(some, min(t + Tuning::FEW_AHEAD, tiles - 1)), j.begin, j.begin);
         if (j.size() > 0) run_tile(i, j, j.begin, p, deep, a, b);
       }
     }
@@ -187,19 +199,25 @@ struct Gemm {
                   end = t < last ? some.begin + last * ROWS : some.end;
     float* panels = a_panels + t * A_ROW * words(deep);
 #ifdef FM_HAS_TILES
-    if constexpr (Words::TILES) return pack_tile_panels<Words>(a_at(begin, p), g.a_row, g.a_col, end - begin, g.m - begin, deep, panels);
+    if constexpr (Words::TILES)
+      return pack_tile_panels<Words>(a_at(begin, p), g.a_row, g.a_col, end - begin, g.m - begin,
+                                     deep, panels);
 #endif
-    return pack_panels<Words, ROWS, true>(a_at(begin, p), g.a_row, g.a_col, end - begin, g.m - begin, deep, panels);
+    return pack_panels<Words, ROWS, true>(a_at(begin, p), g.a_row, g.a_col, end - begin,
+                                          g.m - begin, deep, panels);
   }
 
   // What pack_a reads next, as it lies in memory.
   Source source_of(int64_t begin, int64_t p, int64_t deep) const {
     constexpr int64_t BYTES = sizeof(T);
-    if (g.a_row == 1) return Source::of_rows(a_at(begin, p), PACK_PANELS * ROWS * BYTES, g.a_col * BYTES, deep);
+    if (g.a_row == 1)
+      return Source::of_rows(a_at(begin, p), PACK_PANELS * ROWS * BYTES, g.a_col * BYTES, deep);
     return Source::of_rows(a_at(begin, p), deep * BYTES, g.a_row * BYTES, ROWS);
   }
 
-  const T* a_at(int64_t row, int64_t p) const { return static_cast<const T*>(g.a) + p * g.a_col + row * g.a_row; }
+  const T* a_at(int64_t row, int64_t p) const {
+    return static_cast<const T*>(g.a) + p * g.a_col + row * g.a_row;
+  }
 
   // out[i] += sum over the panel's k: first in blocks of up to kc, so the error does not grow with all of k.
   static void add_sums(const float* panel, int64_t deep, float* out, int64_t count) {
@@ -211,33 +229,37 @@ struct Gemm {
       float sums[2 * ROWS] = {};
       for_vectors(0, 2 * count, [&](int64_t i, int lanes) {
         vf sum = {};
-        for (int64_t k = 0; k < deep; k += 2) sum = Words::sum_words(words + k * ROWS + i, lanes, sum);
+        for (int64_t k = 0; k < deep; k += 2)
+          sum = Words::sum_words(words + k * ROWS + i, lanes, sum);
         store_lanes(sums + i, sum, lanes);
       });
       for (int64_t i = 0; i < count; ++i) out[i] += sums[2 * i] + sums[2 * i + 1];
     } else {
       for_vectors(0, count, [&](int64_t i, int lanes) {
         vf sum[2] = {};
-        for (int64_t k = 0; k < deep; ++k) sum[k & 1] = Words::sum_words(words + k * ROWS + i, lanes, sum[k & 1]);
+        for (int64_t k = 0; k < deep; ++k)
+          sum[k & 1] = Words::sum_words(words + k * ROWS + i, lanes, sum[k & 1]);
         store_lanes(out + i, load_lanes(out + i, lanes) + (sum[0] + sum[1]), lanes);
       });
     }
   }
 
   // While one panel of B is in use the next is fetched into L2, a slice for every tile.
-  void run_tiles(Span some, Span columns, int64_t first_col, int64_t p, int64_t deep, const float* b) {
+  void run_tiles(Span some, Span columns, int64_t first_col, int64_t p, int64_t deep,
+                 const float* b) {
     const int64_t panel = words(deep) * NR, tiles = ceil_div(some.size(), ROWS);
     for (int64_t j = columns.begin; j < columns.end; j += COLUMNS, b += panel) {
       for (int64_t t = 0; t < tiles; ++t) {
         fetch_slice(b + panel, panel, t, tiles);
-        run_tile({tile_begin(some, t), tile_begin(some, t + 1)}, {j, min(columns.end, j + COLUMNS)}, first_col, p, deep,
-                 a_panels + t * A_ROW * words(deep), b);
+        run_tile({tile_begin(some, t), tile_begin(some, t + 1)}, {j, min(columns.end, j + COLUMNS)},
+                 first_col, p, deep, a_panels + t * A_ROW * words(deep), b);
       }
     }
   }
 
   // The same with few steps of k, whose panels of B are all in L2.
-  void run_tiles_along_rows(Span some, Span columns, int64_t first_col, int64_t p, int64_t deep, const float* b) {
+  void run_tiles_along_rows(Span some, Span columns, int64_t first_col, int64_t p, int64_t deep,
+                            const float* b) {
     const int64_t tiles = ceil_div(some.size(), ROWS);
     for (int64_t t = 0; t < tiles; ++t) {
       const Span i = {tile_begin(some, t), tile_begin(some, t + 1)};
@@ -245,7 +267,8 @@ struct Gemm {
       for (int64_t j = columns.begin; j < columns.end; j += COLUMNS, panel += words(deep) * NR) {
         const int64_t ahead = j + Tuning::FEW_AHEAD * COLUMNS, over = ahead - columns.end;
         next_sums = over < 0 ? sums_at(i.begin, ahead, first_col)
-                             : sums_at(tile_begin(some, min(t + 1, tiles - 1)), columns.begin + over, first_col);
+                             : sums_at(tile_begin(some, min(t + 1, tiles - 1)),
+                                       columns.begin + over, first_col);
         run_tile(i, {j, min(columns.end, j + COLUMNS)}, first_col, p, deep, a, panel);
       }
     }
@@ -253,28 +276,36 @@ struct Gemm {
 
   static void fetch_slice(const float* panel, int64_t size, int64_t t, int64_t tiles) {
     const int64_t slice = ceil_div(size, tiles);
-    for (int64_t word = t * slice; word < min(size, (t + 1) * slice); word += 16) prefetch_l2(panel + word);
+    for (int64_t word = t * slice; word < min(size, (t + 1) * slice); word += 16)
+      prefetch_l2(panel + word);
   }
 
   float* sums_at(int64_t i, int64_t j, int64_t first_col) const {
-    return sums_in_c() ? static_cast<float*>(g.c) + i * g.c_row + j : partial + (i - rows.begin) * partial_row + (j - first_col);
+    return sums_in_c() ? static_cast<float*>(g.c) + i * g.c_row + j
+                       : partial + (i - rows.begin) * partial_row + (j - first_col);
   }
 
-  void run_tile(Span i, Span j, int64_t first_col, int64_t p, int64_t deep, const float* a, const float* b) {
+  void run_tile(Span i, Span j, int64_t first_col, int64_t p, int64_t deep, const float* a,
+                const float* b) {
     const Word* panel = reinterpret_cast<const Word*>(a);
     const bool last = p + deep >= g.k, in_place = sums_in_c(), add = p > 0 || g.accumulate;
     float* sums = sums_at(i.begin, j.begin, first_col);
     const bool finish = last && (!in_place || has_epilogue(g));
     alignas(64) float tile[ROWS * COLUMNS];
     if constexpr (Words::WIDE == 2) {
-      multiply_in_chunks(ceil_div(i.size(), ROW_STEP) * ROW_STEP, deep, g.fp16_chunk, panel, b, tile);
+      multiply_in_chunks(ceil_div(i.size(), ROW_STEP) * ROW_STEP, deep, g.fp16_chunk, panel, b,
+                         tile);
     } else {
       const auto kernel = micro_kernel_for<Words>(i.size());
-      const bool direct = !finish && i.size() % ROW_STEP == 0 && j.size() == NR && !(Words::TILES && add);
-      Fetches fetches = finish ? fetches_of(i.begin, j.begin) : Fetches{tile_rows_at(next_sums ? next_sums : sums, partial_row, NR)};
+      const bool direct =
+          !finish && i.size() % ROW_STEP == 0 && j.size() == NR && !(Words::TILES && add);
+      Fetches fetches = finish
+                            ? fetches_of(i.begin, j.begin)
+                            : Fetches{tile_rows_at(next_sums ? next_sums : sums, partial_row, NR)};
       next_sums = nullptr;
       fetches.source = source;
-      kernel(words(deep), panel, b, direct ? sums : tile, direct ? partial_row : NR, direct && add, fetches);
+      kernel(words(deep), panel, b, direct ? sums : tile, direct ? partial_row : NR, direct && add,
+             fetches);
       source = fetches.source;
       if (direct) return;
     }
@@ -297,9 +328,9 @@ struct Gemm {
         return first ? tile_rows_at(first + i * row + j, row, NR) : TileRows();
       };
       fetches.results = below(g.c, g.c_row);
-      fetches.beside = g.pre          ? below(g.pre, g.pre_row)
+      fetches.beside = g.pre                ? below(g.pre, g.pre_row)
                        : g.activation_input ? below(g.activation_input, g.activation_input_row)
-                                      : below(g.residual, g.residual_row);
+                                            : below(g.residual, g.residual_row);
     });
     return fetches;
   }
@@ -307,16 +338,19 @@ struct Gemm {
   void finish_as(const float* tile, const float* sums, Span i, Span j) {
     with_dtype(g.out_dtype, [&](auto element) {
       const auto finish = [&](auto f) {
-        finish_tile<decltype(f), decltype(element), COLUMNS>(g, tile, sums, partial_row, i.begin, i.size(), j.begin, j.size());
+        finish_tile<decltype(f), decltype(element), COLUMNS>(g, tile, sums, partial_row, i.begin,
+                                                             i.size(), j.begin, j.size());
       };
-      g.activation == Activation::none ? finish(NoActivation()) : with_activation(g.activation, finish);
+      g.activation == Activation::none ? finish(NoActivation())
+                                       : with_activation(g.activation, finish);
     });
   }
 };
 
 // Calls f(words, element) for the input's type; with tiles that is bfloat16 or bf16x3, and FM_LEAVE_TO_BASE has the others.
 template <class F>
-FM_INLINE void with_words([[maybe_unused]] DType dtype, [[maybe_unused]] int64_t fp16_chunk, const F& f) {
+FM_INLINE void with_words([[maybe_unused]] DType dtype, [[maybe_unused]] int64_t fp16_chunk,
+                          const F& f) {
 #ifdef FM_HAS_TILES
   if (dtype == DType::bf16x3) return f(SplitWords<TilePairs>(), float());
   f(TilePairs(), bf16());
@@ -333,7 +367,9 @@ FM_INLINE void with_words([[maybe_unused]] DType dtype, [[maybe_unused]] int64_t
 }
 
 // What is multiplied for operands of this type, which decides between a target with tiles and its base.
-FM_INLINE DType factors_of(DType operands) { return operands == DType::bf16x3 ? DType::bf16 : operands; }
+FM_INLINE DType factors_of(DType operands) {
+  return operands == DType::bf16x3 ? DType::bf16 : operands;
+}
 
 // Calls f(words, element, thread, threads) in every thread, whose tiles and denormals are as these words need them.
 template <class F>
@@ -382,11 +418,13 @@ static void pack_weight(const GemmPackArgs& args) {
     using Words = decltype(words);
     using T = decltype(element);
     constexpr int COLUMNS = NR * Words::WIDE;
-    const int64_t depth = block_depth<Words>(args.k, args.fp16_chunk, false), width = ceil_div(args.n, COLUMNS) * COLUMNS;
+    const int64_t depth = block_depth<Words>(args.k, args.fp16_chunk, false),
+                  width = ceil_div(args.n, COLUMNS) * COLUMNS;
     parallel_for(width, COLUMNS, [&](int64_t begin, int64_t end) {
       for (int64_t p = 0; p < args.k; p += depth) {
         const int64_t deep = min(depth, args.k - p), deep_words = panel_words<Words>(deep);
-        float* block = static_cast<float*>(args.packed) + panel_words<Words>(p) * width / Words::WIDE;
+        float* block =
+            static_cast<float*>(args.packed) + panel_words<Words>(p) * width / Words::WIDE;
         const T* src = static_cast<const T*>(args.b) + p * args.b_row + begin * args.b_col;
         pack<Words, COLUMNS>(src, args.b_col, args.b_row, begin, end, args.n, deep,
                              block + begin / Words::WIDE * deep_words);

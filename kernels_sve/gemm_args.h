@@ -57,7 +57,7 @@ struct GemmPackArgs {
 
 // Bytes of one core's share of each cache.
 struct CacheGeometry {
-  int64_t l1, l2, l3;  // l3 is 0 when there is none
+  int64_t l1, l2, l3;       // l3 is 0 when there is none
   int64_t l1_ways, l1_way;  // of the whole L1: ways of a set, and bytes of a way
 };
 const CacheGeometry& cache_geometry();

@@ -17,7 +17,8 @@ int64_t count_list(const std::string& list) {
   std::istringstream parts(list);
   for (std::string part; std::getline(parts, part, ',');) {
     const size_t dash = part.find('-');
-    count += dash == std::string::npos ? 1 : std::stoll(part.substr(dash + 1)) - std::stoll(part) + 1;
+    count +=
+        dash == std::string::npos ? 1 : std::stoll(part.substr(dash + 1)) - std::stoll(part) + 1;
   }
   return std::max<int64_t>(count, 1);
 }
@@ -75,11 +76,14 @@ bool rows_share_l1(int64_t rows, int64_t stride) {
 GemmBlocks gemm_blocks(int mr, int nr, int step, bool adds, bool tiles) {
   constexpr int WORD = 4;
   const CacheGeometry& cache = cache_geometry();
-  const double before_l3 = tiles ? Baseline::KC_L1_SHARE_TILES
-                           : adds ? Baseline::KC_L1_SHARE_ADDING_BEFORE_L3 : Baseline::KC_L1_SHARE_BEFORE_L3 * step;
+  const double before_l3 = tiles  ? Baseline::KC_L1_SHARE_TILES
+                           : adds ? Baseline::KC_L1_SHARE_ADDING_BEFORE_L3
+                                  : Baseline::KC_L1_SHARE_BEFORE_L3 * step;
   const double b_panel = cache.l1 * (cache.l3 ? before_l3 : Baseline::KC_L1_SHARE * step);
-  const double a_block = (cache.l3 ? Baseline::MC_L2_SHARE_BEFORE_L3 : Baseline::MC_L2_SHARE) * cache.l2;
-  const double b_block = cache.l3 ? Baseline::NC_L3_SHARE * cache.l3 : Baseline::NC_L2_SHARE * cache.l2;
+  const double a_block =
+      (cache.l3 ? Baseline::MC_L2_SHARE_BEFORE_L3 : Baseline::MC_L2_SHARE) * cache.l2;
+  const double b_block =
+      cache.l3 ? Baseline::NC_L3_SHARE * cache.l3 : Baseline::NC_L2_SHARE * cache.l2;
   GemmBlocks blocks;
   blocks.kc = multiple(b_panel / (nr * WORD), 64, 64);
   blocks.mc = multiple(a_block / (blocks.kc * WORD), mr, mr);
@@ -96,7 +100,8 @@ GemmGrid gemm_grid(int threads, int64_t m, int64_t n, int row_unit, int col_unit
     if (threads % parts) continue;
     const int others = threads / parts;
     const double rows = double((m + row_unit * parts - 1) / (row_unit * parts)) * row_unit;
-    const double cols = double((n + int64_t(col_unit) * others - 1) / (int64_t(col_unit) * others)) * col_unit;
+    const double cols =
+        double((n + int64_t(col_unit) * others - 1) / (int64_t(col_unit) * others)) * col_unit;
     const double cost = rows * cols + Baseline::PACK_COST * rows + each_col * cols;
     if (best_cost < 0 || cost < best_cost) best_cost = cost, best = {parts, others};
   }

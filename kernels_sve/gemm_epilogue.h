@@ -24,8 +24,11 @@ FM_INLINE void epilogue(const GemmArgs& g, vf (&v)[R * K], int64_t row, int64_t 
 #pragma GCC unroll 16
     for (int n = 0; n < R * K; ++n) body(n, p + (row + n / K) * stride + col + n % K * VL);
   };
-  if (g.bias) for_all(static_cast<const T*>(g.bias), 0, [&](int n, const T* p) { v[n] += load_lanes(p, lanes); });
-  if (g.pre) for_all(static_cast<T*>(g.pre), g.pre_row, [&](int n, T* p) { store_lanes(p, v[n], lanes); });
+  if (g.bias)
+    for_all(static_cast<const T*>(g.bias), 0,
+            [&](int n, const T* p) { v[n] += load_lanes(p, lanes); });
+  if (g.pre)
+    for_all(static_cast<T*>(g.pre), g.pre_row, [&](int n, T* p) { store_lanes(p, v[n], lanes); });
   if (g.activation_input) {
     vf x[R * K];
     for_all(static_cast<const T*>(g.activation_input), g.activation_input_row,
@@ -44,10 +47,11 @@ FM_INLINE void epilogue(const GemmArgs& g, vf (&v)[R * K], int64_t row, int64_t 
 
 // tile: rows x COLUMNS sums of the last block of k. partial: the sums of the blocks before, or null.
 template <class F, class T, int COLUMNS>
-static void finish_tile(const GemmArgs& g, const float* tile, const float* partial, int64_t partial_row, int64_t row,
-                        int64_t rows, int64_t col, int64_t cols) {
+static void finish_tile(const GemmArgs& g, const float* tile, const float* partial,
+                        int64_t partial_row, int64_t row, int64_t rows, int64_t col, int64_t cols) {
   T* c = static_cast<T*>(g.c) + row * g.c_row + col;
-  const auto finish = [&](auto row_count, auto count, int64_t r, int64_t j, int lanes) FM_INLINE_LAMBDA {
+  const auto finish = [&](auto row_count, auto count, int64_t r, int64_t j,
+                          int lanes) FM_INLINE_LAMBDA {
     constexpr int R = decltype(row_count)::value, K = decltype(count)::value;
     vf v[R * K];
 #pragma GCC unroll 16
@@ -58,13 +62,16 @@ static void finish_tile(const GemmArgs& g, const float* tile, const float* parti
     }
     epilogue<F, T, R, K>(g, v, row + r, col + j, lanes);
 #pragma GCC unroll 16
-    for (int n = 0; n < R * K; ++n) store_lanes(c + (r + n / K) * g.c_row + j + n % K * VL, v[n], lanes);
+    for (int n = 0; n < R * K; ++n)
+      store_lanes(c + (r + n / K) * g.c_row + j + n % K * VL, v[n], lanes);
   };
   constexpr int VECTORS = COLUMNS / VL, TOGETHER = CHAINS > VECTORS ? CHAINS / VECTORS : 1;
   int64_t r = 0;
-  for (; cols == COLUMNS && r + TOGETHER <= rows; r += TOGETHER) finish(Count<TOGETHER>(), Count<VECTORS>(), r, 0, VL);
+  for (; cols == COLUMNS && r + TOGETHER <= rows; r += TOGETHER)
+    finish(Count<TOGETHER>(), Count<VECTORS>(), r, 0, VL);
   for (; r < rows; ++r) {
-    for_vectors(0, cols, [&](int64_t j, int lanes) { finish(Count<1>(), Count<1>(), r, j, lanes); });
+    for_vectors(0, cols,
+                [&](int64_t j, int lanes) { finish(Count<1>(), Count<1>(), r, j, lanes); });
   }
 }
 

@@ -11,9 +11,10 @@ struct Source {
   static constexpr int64_t RUN = Tuning::FETCH_RUN;
   const char* at = nullptr;
   int64_t count = 0;  // turns that are left
-  int64_t second = 0, third = 0, step = 0;  // bytes from a turn's first run to those and to the next turn's first
+  int64_t second = 0, third = 0,
+          step = 0;  // bytes from a turn's first run to those and to the next turn's first
   int64_t turns = 0, left = 0;  // turns of a row, and what is left of this row's
-  int64_t row = 0;  // bytes from the end of a row's last turn to the next row
+  int64_t row = 0;              // bytes from the end of a row's last turn to the next row
 
   // So many rows of `bytes`, `stride` apart: in a turn four short ones, two, or a part of one.
   static Source of_rows(const void* first, int64_t bytes, int64_t stride, int64_t rows) {
@@ -39,7 +40,7 @@ struct Source {
 
 // Rows of a matrix below a tile, one in each turn: its first and its last line, of which a tile has no more.
 struct TileRows {
-  char* at = nullptr;  // nothing is fetched when null
+  char* at = nullptr;         // nothing is fetched when null
   int64_t row = 0, last = 0;  // bytes to the next row, and to a row's last byte
 
   inline __attribute__((always_inline)) void fetch() {
@@ -51,7 +52,8 @@ struct TileRows {
 
 template <class T>
 FM_INLINE TileRows tile_rows_at(T* first, int64_t row, int columns) {
-  return {reinterpret_cast<char*>(first), row * int64_t(sizeof(T)), columns * int64_t(sizeof(T)) - 1};
+  return {reinterpret_cast<char*>(first), row * int64_t(sizeof(T)),
+          columns * int64_t(sizeof(T)) - 1};
 }
 
 // A micro-kernel calls begin(), then turn() before every FETCH_STEPS steps of k.
@@ -62,7 +64,8 @@ struct Fetches {
   int64_t rows = 0;  // that are left
 
   inline __attribute__((always_inline)) void begin(int64_t tile_rows, int64_t words) {
-    for (rows = tile_rows; rows * STEPS > words + STEPS - 1; --rows) results.fetch(), beside.fetch();  // more than turns
+    for (rows = tile_rows; rows * STEPS > words + STEPS - 1; --rows)
+      results.fetch(), beside.fetch();  // more than turns
   }
 
   inline __attribute__((always_inline)) void turn() {

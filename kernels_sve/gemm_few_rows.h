@@ -8,9 +8,12 @@ namespace fm::FM_TARGET {
 
 // C (+)= A B for a tile of ROWS x VECTORS accumulators, where A's rows along k lie a_row words apart and B's vectors in panels.
 template <class Words, int ROWS, int VECTORS>
-static __attribute__((noinline)) void along_kernel(int64_t words, const typename Words::Word* a, int64_t a_row, const float* b,
-                                                   int64_t panel, float* c, int64_t ldc, bool add, Fetches& fetches) {
-  constexpr int64_t RUN = 2 * Fetches::STEPS;  // what is fetched would keep others waiting if it came faster
+static __attribute__((noinline)) void along_kernel(int64_t words, const typename Words::Word* a,
+                                                   int64_t a_row, const float* b, int64_t panel,
+                                                   float* c, int64_t ldc, bool add,
+                                                   Fetches& fetches) {
+  constexpr int64_t RUN =
+      2 * Fetches::STEPS;  // what is fetched would keep others waiting if it came faster
   vf sum[ROWS][VECTORS] = {};
   fetches.begin(ROWS, words / 2);
   for (int64_t k = 0; k < words;) {
@@ -20,11 +23,13 @@ static __attribute__((noinline)) void along_kernel(int64_t words, const typename
     for (; k < end; ++k, ++a, b += NR) {
       vf column[VECTORS];
 #pragma GCC unroll 8
-      for (int v = 0; v < VECTORS; ++v) column[v] = load_aligned(b + v / NR_VECTORS * panel + v % NR_VECTORS * VL);
+      for (int v = 0; v < VECTORS; ++v)
+        column[v] = load_aligned(b + v / NR_VECTORS * panel + v % NR_VECTORS * VL);
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; ++r) {
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; ++v) sum[r][v] = Words::multiply_add(a[r * a_row], column[v], sum[r][v]);
+        for (int v = 0; v < VECTORS; ++v)
+          sum[r][v] = Words::multiply_add(a[r * a_row], column[v], sum[r][v]);
       }
     }
   }
@@ -39,12 +44,14 @@ static __attribute__((noinline)) void along_kernel(int64_t words, const typename
 }
 
 template <class Words>
-using AlongKernel = void (*)(int64_t, const typename Words::Word*, int64_t, const float*, int64_t, float*, int64_t, bool, Fetches&);
+using AlongKernel = void (*)(int64_t, const typename Words::Word*, int64_t, const float*, int64_t,
+                             float*, int64_t, bool, Fetches&);
 
 template <class Words, int VECTORS, int ROWS>
 FM_INLINE AlongKernel<Words> along_kernel_for(int64_t rows) {
   if constexpr (ROWS > Words::ROW_STEP) {
-    if (rows <= ROWS - Words::ROW_STEP) return along_kernel_for<Words, VECTORS, ROWS - Words::ROW_STEP>(rows);
+    if (rows <= ROWS - Words::ROW_STEP)
+      return along_kernel_for<Words, VECTORS, ROWS - Words::ROW_STEP>(rows);
   }
   return &along_kernel<Words, ROWS, VECTORS>;
 }
@@ -52,28 +59,38 @@ FM_INLINE AlongKernel<Words> along_kernel_for(int64_t rows) {
 template <class Words, class T>
 struct FewRows {
   using Word = typename Words::Word;
-  static constexpr bool EXISTS = Words::PARTS * Words::WIDE * Words::BESIDE == 1 && !Words::TILES && sizeof(T) * Words::STEP == sizeof(Word);
-  static constexpr int ROWS = MR, ROWS_OF_THREE = MR * NR_VECTORS / 3 / ROW_UNIT * ROW_UNIT;  // of a tile; with three vectors in it
+  static constexpr bool EXISTS = Words::PARTS * Words::WIDE * Words::BESIDE == 1 && !Words::TILES &&
+                                 sizeof(T) * Words::STEP == sizeof(Word);
+  static constexpr int ROWS = MR, ROWS_OF_THREE = MR * NR_VECTORS / 3 / ROW_UNIT *
+                                                  ROW_UNIT;  // of a tile; with three vectors in it
   const GemmArgs& g;
   Span cols;
   int64_t depth, width;  // of a block of k; of A's panels
-  int64_t tile_rows;  // ROWS_OF_THREE where the vectors of A are an odd number, so that none is alone
+  int64_t
+      tile_rows;  // ROWS_OF_THREE where the vectors of A are an odd number, so that none is alone
   float *panels, *sums;
   Source source;  // the next rows of the weight
 
   FewRows(const GemmArgs& args, Span columns)
-      : g(args), cols(columns), depth(block_depth<Words>(g.k, 0, false)), width(ceil_div(g.m, NR) * NR),
+      : g(args),
+        cols(columns),
+        depth(block_depth<Words>(g.k, 0, false)),
+        width(ceil_div(g.m, NR) * NR),
         tile_rows(g.m > VL && ceil_div(g.m, VL) % 2 ? ROWS_OF_THREE : ROWS) {
     panels = buffer(0, width * words_of<Words>(depth) + VL), sums = buffer(2, cols.size() * width);
   }
 
-  static float* buffer(int slot, int64_t words) { return static_cast<float*>(scratch(slot, words * sizeof(float) + 256)); }
+  static float* buffer(int slot, int64_t words) {
+    return static_cast<float*>(scratch(slot, words * sizeof(float) + 256));
+  }
 
   // Whether it can compute this, and faster than Gemm.
   static bool takes(const GemmArgs& g) {
-    const bool whole_words = !(g.k % Words::STEP || g.b_col % Words::STEP || reinterpret_cast<uintptr_t>(g.b) % sizeof(Word));
-    return EXISTS && g.b_row == 1 && whole_words && !g.fp16_chunk && g.k && g.m && g.m <= Tuning::MOST_FEW_ROWS && !(g.n % ROW_UNIT) &&
-           !has_epilogue(g) && rows_share_l1(ROWS, g.b_col * int64_t(sizeof(T)));
+    const bool whole_words = !(g.k % Words::STEP || g.b_col % Words::STEP ||
+                               reinterpret_cast<uintptr_t>(g.b) % sizeof(Word));
+    return EXISTS && g.b_row == 1 && whole_words && !g.fp16_chunk && g.k && g.m &&
+           g.m <= Tuning::MOST_FEW_ROWS && !(g.n % ROW_UNIT) && !has_epilogue(g) &&
+           rows_share_l1(ROWS, g.b_col * int64_t(sizeof(T)));
   }
 
   void run() {
@@ -84,27 +101,34 @@ struct FewRows {
       for (int64_t j = cols.begin; j < cols.end;) {
         run_tile(j, min(tile_rows, cols.end - j), p, deep);
         j = min(j + tile_rows, cols.end);
-        if (p + deep < g.k || (j < cols.end && j - stored < Tuning::FEW_TOGETHER * tile_rows)) continue;
-        with_dtype(g.out_dtype, [&](auto element) { store_turned<decltype(element)>({stored, j}); });
+        if (p + deep < g.k || (j < cols.end && j - stored < Tuning::FEW_TOGETHER * tile_rows))
+          continue;
+        with_dtype(g.out_dtype,
+                   [&](auto element) { store_turned<decltype(element)>({stored, j}); });
         stored = j;
       }
     }
   }
 
-  const T* weight_at(int64_t j, int64_t p) const { return static_cast<const T*>(g.b) + j * g.b_col + p; }
+  const T* weight_at(int64_t j, int64_t p) const {
+    return static_cast<const T*>(g.b) + j * g.b_col + p;
+  }
 
   // Rows j of the weight, from k = p on.
   void run_tile(int64_t j, int64_t rows, int64_t p, int64_t deep) {
     const int64_t words = words_of<Words>(deep), next = j + rows;
     float* tile = sums + (j - cols.begin) * width;
-    source = next < cols.end ? Source::of_rows(weight_at(next, p), deep * sizeof(T), g.b_col * sizeof(T), tile_rows) : Source();
+    source = next < cols.end ? Source::of_rows(weight_at(next, p), deep * sizeof(T),
+                                               g.b_col * sizeof(T), tile_rows)
+                             : Source();
     for (int64_t i = 0; i < g.m;) {
       const int64_t left = ceil_div(g.m - i, VL), vectors = left == 1 || left == 3 ? left : 2;
       const auto kernel = vectors == 2   ? along_kernel_for<Words, 2, ROWS>(rows)
-                          : vectors == 1 ? along_kernel_for<Words, 1, ROWS>(rows) : along_kernel_for<Words, 3, ROWS_OF_THREE>(rows);
+                          : vectors == 1 ? along_kernel_for<Words, 1, ROWS>(rows)
+                                         : along_kernel_for<Words, 3, ROWS_OF_THREE>(rows);
       Fetches fetches = {tile_rows_at(tile + i, width, NR), {}, source};
-      kernel(words, reinterpret_cast<const Word*>(weight_at(j, p)), g.b_col / Words::STEP, panels + i * words, words * NR, tile + i, width,
-             p > 0, fetches);
+      kernel(words, reinterpret_cast<const Word*>(weight_at(j, p)), g.b_col / Words::STEP,
+             panels + i * words, words * NR, tile + i, width, p > 0, fetches);
       source = fetches.source, i += vectors * VL;
     }
   }
@@ -117,7 +141,8 @@ struct FewRows {
         const int lanes = static_cast<int>(min(VL, columns.end - j));
         vf block[VL];
 #pragma GCC unroll 32
-        for (int r = 0; r < VL; ++r) block[r] = r < lanes ? load_aligned(sums + (j - cols.begin + r) * width + i) : vf{};
+        for (int r = 0; r < VL; ++r)
+          block[r] = r < lanes ? load_aligned(sums + (j - cols.begin + r) * width + i) : vf{};
         transpose(block);
         Out* out = static_cast<Out*>(g.c) + i * g.c_row + j;
 #pragma GCC unroll 32

@@ -11,13 +11,17 @@ namespace fm::FM_TARGET {
 
 // The matmul of group `index`, whose rows begin at `start`.
 FM_INLINE GemmArgs group_gemm(const GroupedGemmArgs& all, int64_t index, int64_t start) {
-  const int64_t in_bytes = all.each.in_dtype == DType::f32 ? 4 : 2, out_bytes = all.each.out_dtype == DType::f32 ? 4 : 2;
-  const auto moved = [](const void* p, int64_t bytes) { return static_cast<const char*>(p) + bytes; };
+  const int64_t in_bytes = all.each.in_dtype == DType::f32 ? 4 : 2,
+                out_bytes = all.each.out_dtype == DType::f32 ? 4 : 2;
+  const auto moved = [](const void* p, int64_t bytes) {
+    return static_cast<const char*>(p) + bytes;
+  };
   GemmArgs g = all.each;
   (all.sums ? g.k : g.m) = all.counts[index];
   g.a = moved(g.a, start * (all.sums ? g.a_col : g.a_row) * in_bytes);
   g.b = moved(g.b, (all.sums ? start * g.b_row : index * all.weight_step) * in_bytes);
-  g.c = const_cast<char*>(moved(g.c, (all.sums ? index * all.weight_step : start * g.c_row) * out_bytes));
+  g.c = const_cast<char*>(
+      moved(g.c, (all.sums ? index * all.weight_step : start * g.c_row) * out_bytes));
   return g;
 }
 
@@ -31,7 +35,8 @@ template <class Work>
 struct GroupWalk {
   const GroupedGemmArgs& all;
   double each;  // cost of a part
-  int64_t index = -1, start = 0, first = 0;  // of the group: its number, its first row, its first part
+  int64_t index = -1, start = 0,
+          first = 0;  // of the group: its number, its first row, its first part
   int parts = 0;
   GemmArgs g = {};
 
@@ -52,12 +57,14 @@ struct GroupWalk {
 static void grouped_linear_forward(const GroupedGemmArgs& all) {
   FM_LEAVE_TO_BASE(all.each.in_dtype, grouped_linear_forward, all)
   double total = 0;
-  for (int64_t index = 0, start = 0; index < all.groups; start += all.counts[index++]) total += cost_of(group_gemm(all, index, start));
+  for (int64_t index = 0, start = 0; index < all.groups; start += all.counts[index++])
+    total += cost_of(group_gemm(all, index, start));
   int64_t taken = 0;
   with_gemm_threads(all.each, [&](auto words, auto element, int, int threads) {
     using Work = Gemm<decltype(words), decltype(element)>;
     using Few = FewRows<decltype(words), decltype(element)>;
-    GroupWalk<Work> walk = {all, threads > 1 ? total / (threads * Tuning::TASKS_EACH) + 1 : total + 1};
+    GroupWalk<Work> walk = {all,
+                            threads > 1 ? total / (threads * Tuning::TASKS_EACH) + 1 : total + 1};
     for (int64_t part; walk.seek(part = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED));) {
       const int number = static_cast<int>(part - walk.first);
       if constexpr (Few::EXISTS) {

@@ -21,8 +21,12 @@ struct HalfWords : VectorSums {
     if (elements == 2 * VL) return (vf)load_pairs(&p->bits);
     return (vf)load_pairs_n(&p->bits, elements);
   }
-  FM_INLINE vf multiply_add(Word x, vf b, vf sum) { return (vf)fma_halves(broadcast_half(x), (vu)b, (vu)sum); }
-  FM_INLINE vf sum_words(const Word* words, int lanes, vf sum) { return load_n(words, lanes) + sum; }
+  FM_INLINE vf multiply_add(Word x, vf b, vf sum) {
+    return (vf)fma_halves(broadcast_half(x), (vu)b, (vu)sum);
+  }
+  FM_INLINE vf sum_words(const Word* words, int lanes, vf sum) {
+    return load_n(words, lanes) + sum;
+  }
 };
 
 // sums (+)= chunk, n elements, both aligned; a chunk is 2 VL columns to a vector.
@@ -36,15 +40,16 @@ static __attribute__((noinline)) void add_chunk(float* sums, const f16* chunk, i
 }
 
 // sums (rows, WIDE * NR) = A B over `deep` steps of k, in chunks.
-FM_INLINE void multiply_in_chunks(int64_t rows, int64_t deep, int64_t chunk, const f16* a, const float* b,
-                                  float* sums) {
+FM_INLINE void multiply_in_chunks(int64_t rows, int64_t deep, int64_t chunk, const f16* a,
+                                  const float* b, float* sums) {
   const auto kernel = micro_kernel_for<HalfWords>(rows);
   alignas(64) float tile[MR * NR];  // of halves
   Fetches nothing;
   const f16* halves = reinterpret_cast<const f16*>(tile);
   for (int64_t k = 0; k < deep || k == 0; k += chunk) {
     kernel(min(chunk, deep - k), a + k * MR, b + k * NR, tile, NR, false, nothing);
-    k ? add_chunk<true>(sums, halves, rows * 2 * NR) : add_chunk<false>(sums, halves, rows * 2 * NR);
+    k ? add_chunk<true>(sums, halves, rows * 2 * NR)
+      : add_chunk<false>(sums, halves, rows * 2 * NR);
   }
 }
 #endif

@@ -20,15 +20,15 @@ static_assert(MR % ROW_UNIT == 0, "tiles of fewer rows come in steps of ROW_UNIT
 struct VectorSums {
   static constexpr int TILE_ROWS = MR, ROW_STEP = ROW_UNIT;
   static constexpr bool TILES = false;  // of tiles.h
-  static constexpr int PARTS = 1;  // of an element, each in a panel of its own: gemm_split.h
+  static constexpr int PARTS = 1;       // of an element, each in a panel of its own: gemm_split.h
 };
 
 // Elements as words: how they are read for packing and multiplied. A tile is TILE_ROWS rows and WIDE * NR columns, and so a
 // step of k is TILE_ROWS words of A and NR words of B.
 struct FloatWords : VectorSums {
   using Word = float;
-  static constexpr int WIDE = 1;  // rows or columns in 32 bits
-  static constexpr int STEP = 1;  // k per word
+  static constexpr int WIDE = 1;    // rows or columns in 32 bits
+  static constexpr int STEP = 1;    // k per word
   static constexpr int BESIDE = 1;  // words of consecutive k that lie side by side in a panel
   template <class T>
   FM_INLINE vf along_k(const T* p, int64_t elements) {
@@ -39,7 +39,9 @@ struct FloatWords : VectorSums {
     return load_lanes(p, lanes);
   }
   FM_INLINE vf multiply_add(Word x, vf b, vf sum) { return broadcast(x) * b + sum; }
-  FM_INLINE vf sum_words(const Word* words, int lanes, vf sum) { return load_n(words, lanes) + sum; }
+  FM_INLINE vf sum_words(const Word* words, int lanes, vf sum) {
+    return load_n(words, lanes) + sum;
+  }
 };
 
 #ifdef FM_HAS_BF16_PAIRS
@@ -88,8 +90,9 @@ FM_INLINE void for_parts(const F& f) {
 // C = A B, or C += A B when `add`, for panels of `words` steps of k. C has ROWS full rows of NR. Halves are not added: they are no
 // floats. The results that are fetched are those of this tile, which need not go to C at once.
 template <class Words, int ROWS>
-static __attribute__((noinline)) void micro_kernel(int64_t words, const typename Words::Word* a, const float* b,
-                                                   float* c, int64_t ldc, bool add, Fetches& fetches) {
+static __attribute__((noinline)) void micro_kernel(int64_t words, const typename Words::Word* a,
+                                                   const float* b, float* c, int64_t ldc, bool add,
+                                                   Fetches& fetches) {
   vf sum[ROWS][NR_VECTORS] = {};
   fetches.begin(ROWS, words);
   const auto* const all_a = a;
@@ -109,7 +112,8 @@ static __attribute__((noinline)) void micro_kernel(int64_t words, const typename
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r) {
 #pragma GCC unroll 8
-          for (int v = 0; v < NR_VECTORS; ++v) sum[r][v] = Words::multiply_add(a[r], column[v], sum[r][v]);
+          for (int v = 0; v < NR_VECTORS; ++v)
+            sum[r][v] = Words::multiply_add(a[r], column[v], sum[r][v]);
         }
         a += MR;
         b += NR;
@@ -135,13 +139,15 @@ static __attribute__((noinline)) void micro_kernel(int64_t words, const typename
 #include "gemm_split.h"
 
 template <class Words>
-using MicroKernel = void (*)(int64_t, const typename Words::Word*, const float*, float*, int64_t, bool, Fetches&);
+using MicroKernel = void (*)(int64_t, const typename Words::Word*, const float*, float*, int64_t,
+                             bool, Fetches&);
 
 // The kernel of the fewest rows that covers `rows`.
 template <class Words, int ROWS = Words::TILE_ROWS>
 FM_INLINE MicroKernel<Words> micro_kernel_for(int64_t rows) {
   if constexpr (ROWS > Words::ROW_STEP) {
-    if (rows <= ROWS - Words::ROW_STEP) return micro_kernel_for<Words, ROWS - Words::ROW_STEP>(rows);
+    if (rows <= ROWS - Words::ROW_STEP)
+      return micro_kernel_for<Words, ROWS - Words::ROW_STEP>(rows);
   }
 #ifdef FM_HAS_TILES
   if constexpr (Words::TILES) return &tiles_kernel<ROWS, Words::PARTS>;

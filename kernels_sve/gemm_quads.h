@@ -28,8 +28,9 @@ FM_INLINE void words_beside(float* panel, int64_t words) {
 
 // micro_kernel for a panel of such words.
 template <class Words, int ROWS>
-static __attribute__((noinline)) void quads_kernel(int64_t words, const uint32_t* a, const float* b, float* c,
-                                                   int64_t ldc, bool add, Fetches& fetches) {
+static __attribute__((noinline)) void quads_kernel(int64_t words, const uint32_t* a, const float* b,
+                                                   float* c, int64_t ldc, bool add,
+                                                   Fetches& fetches) {
   vf sum[ROWS / 2][2 * NR_VECTORS] = {};
   fetches.begin(ROWS, words);
   const uint32_t* const all_a = a;
@@ -48,7 +49,8 @@ static __attribute__((noinline)) void quads_kernel(int64_t words, const uint32_t
         for (int r = 0; r < ROWS / 2; ++r) {
           const vu rows = broadcast_quads(a + 4 * r);
 #pragma GCC unroll 8
-          for (int v = 0; v < 2 * NR_VECTORS; ++v) sum[r][v] = multiply_quads(sum[r][v], rows, column[v]);
+          for (int v = 0; v < 2 * NR_VECTORS; ++v)
+            sum[r][v] = multiply_quads(sum[r][v], rows, column[v]);
         }
         a += 2 * MR;
         b += 2 * NR;

@@ -16,7 +16,9 @@ FM_INLINE bool has_bf16_arithmetic() { return true; }
 // To nearest, halves away from zero. A number that would become infinite is cut instead; a NaN stays one.
 FM_INLINE vf nearest_bf16(vf x) {
   const vu bits = (vu)x;
-  const vu up = (bits & 0x7fffffffu) < 0x7f7f8000u ? bits + 0x8000u : x == x ? bits : bits | 0x400000u;
+  const vu up = (bits & 0x7fffffffu) < 0x7f7f8000u ? bits + 0x8000u
+                : x == x                           ? bits
+                                                   : bits | 0x400000u;
   return (vf)(up & 0xffff0000u);
 }
 
@@ -38,7 +40,8 @@ struct PartWords : Pairs {
   FM_INLINE vf along_k(const float* p, int64_t elements) {
     const auto half = [&](int64_t from) FM_INLINE_LAMBDA {
       const int64_t left = elements - from;
-      return bf16_part<PART>(left >= VL ? load(p + from) : load_n(p + from, left > 0 ? static_cast<int>(left) : 0));
+      return bf16_part<PART>(left >= VL ? load(p + from)
+                                        : load_n(p + from, left > 0 ? static_cast<int>(left) : 0));
     };
     return (vf)high_halves(half(0), half(VL));
   }

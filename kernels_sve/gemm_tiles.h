@@ -12,8 +12,8 @@ struct TilePairs : Bf16Pairs {
 
 // micro_kernel for such panels. It does not add to C.
 template <int ROWS, int PARTS>
-static __attribute__((noinline)) void tiles_kernel(int64_t words, const uint32_t* a, const float* b, float* c, int64_t ldc, bool,
-                                                   Fetches& fetches) {
+static __attribute__((noinline)) void tiles_kernel(int64_t words, const uint32_t* a, const float* b,
+                                                   float* c, int64_t ldc, bool, Fetches& fetches) {
   static_assert(TILE % Fetches::STEPS == 0, "whole turns in a step");
   Fetches local = fetches;  // the tiles' own accesses would else make the loop write it back
   local.begin(ROWS, words);
@@ -21,11 +21,12 @@ static __attribute__((noinline)) void tiles_kernel(int64_t words, const uint32_t
 #pragma GCC unroll 1
   for (int run = 0; run < PARTS; ++run) {
     const int64_t first = run * (words / PARTS);
-    multiply_tiles<ROWS / TILE>(a + first * TILE_COLUMNS, reinterpret_cast<const uint32_t*>(b), (words - first) / TILE,
-                                [&]() FM_INLINE_LAMBDA {
+    multiply_tiles<ROWS / TILE>(a + first * TILE_COLUMNS, reinterpret_cast<const uint32_t*>(b),
+                                (words - first) / TILE, [&]() FM_INLINE_LAMBDA {
 #pragma GCC unroll 4
-      for (int turn = 0; turn < TILE / Fetches::STEPS; ++turn) local.turn();
-    });
+                                  for (int turn = 0; turn < TILE / Fetches::STEPS; ++turn)
+                                    local.turn();
+                                });
   }
   fetches = local;
   store_sums<ROWS / TILE>(c, ldc * 4);
@@ -33,13 +34,16 @@ static __attribute__((noinline)) void tiles_kernel(int64_t words, const uint32_t
 
 // pack_panels of gemm_pack.h for A.
 template <class Words, class T>
-FM_INLINE int pack_tile_panels(const T* src, int64_t i_stride, int64_t k_stride, int64_t left, int64_t valid, int64_t depth, float* out) {
-  const int panels = i_stride == 1 && left >= Tuning::PACK_PANELS * TILE_COLUMNS ? Tuning::PACK_PANELS : 1;
+FM_INLINE int pack_tile_panels(const T* src, int64_t i_stride, int64_t k_stride, int64_t left,
+                               int64_t valid, int64_t depth, float* out) {
+  const int panels =
+      i_stride == 1 && left >= Tuning::PACK_PANELS * TILE_COLUMNS ? Tuning::PACK_PANELS : 1;
   const int64_t part = words_of<Words>(depth) * TILE_COLUMNS;
   for (int64_t q = 0; q < panels; ++q, valid -= TILE_COLUMNS) {
     const T* first = src + q * TILE_COLUMNS * i_stride;
     for_parts<Words, true>([&](auto reader, int p) FM_INLINE_LAMBDA {
-      pack_tiles<decltype(reader)>(first, i_stride, k_stride, valid, depth, out + (q * Words::PARTS + p) * part);
+      pack_tiles<decltype(reader)>(first, i_stride, k_stride, valid, depth,
+                                   out + (q * Words::PARTS + p) * part);
     });
   }
   return panels;

@@ -35,7 +35,8 @@ std::vector<std::string> split_words(const std::string& text) {
 
 KernelRow call_row(const std::vector<KernelRow>& rows, const char* name, const std::string& kernel,
                    const char* operands, const char* bytes_text, double (*bytes)(const Sizes&)) {
-  KernelRow row = *std::find_if(rows.begin(), rows.end(), [&](const KernelRow& r) { return r.name == kernel; });
+  KernelRow row =
+      *std::find_if(rows.begin(), rows.end(), [&](const KernelRow& r) { return r.name == kernel; });
   row.name = name, row.operands = operands, row.bytes_text = bytes_text, row.bytes = bytes;
   return row;
 }
@@ -46,7 +47,8 @@ std::vector<KernelRow> make_rows() {
   rows.push_back({#name, #name, #family, operands, #flops, #bytes, split_words(sizes), \
                   &evaluate<&Formulas::name##_flops>, &evaluate<&Formulas::name##_bytes>});
 #define FM_CALL(name, kernel, operands, bytes) \
-  rows.push_back(call_row(rows, #name, #kernel, operands, #bytes, &evaluate<&Formulas::name##_bytes>));
+  rows.push_back(                              \
+      call_row(rows, #name, #kernel, operands, #bytes, &evaluate<&Formulas::name##_bytes>));
 #include "kernels.inc"
   return rows;
 }

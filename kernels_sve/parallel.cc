@@ -63,7 +63,8 @@ void run_ranges(int64_t n, int64_t grain, void (*task)(void*, int64_t, int64_t),
   {
     // The runtime may give fewer threads than asked for, so the partition counts the ones that came.
     const int64_t thread = omp_get_thread_num(), team = omp_get_num_threads();
-    const int64_t begin = grains * thread / team * grain, end = std::min(n, grains * (thread + 1) / team * grain);
+    const int64_t begin = grains * thread / team * grain,
+                  end = std::min(n, grains * (thread + 1) / team * grain);
     if (begin < end) task(context, begin, end);
   }
 }
@@ -78,7 +79,8 @@ double sum_chunks(int64_t n, double (*task)(void*, int64_t, int64_t), void* cont
   const int64_t chunks = (n + SUM_CHUNK - 1) / SUM_CHUNK;
   std::vector<double> partial(static_cast<size_t>(chunks));
   auto range = [&](int64_t first, int64_t last) {
-    for (int64_t c = first; c < last; ++c) partial[c] = task(context, c * SUM_CHUNK, std::min(n, (c + 1) * SUM_CHUNK));
+    for (int64_t c = first; c < last; ++c)
+      partial[c] = task(context, c * SUM_CHUNK, std::min(n, (c + 1) * SUM_CHUNK));
   };
   parallel_for(chunks, 1, range);
   double total = 0;

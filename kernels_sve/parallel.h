@@ -44,19 +44,24 @@ void* scratch(int slot, size_t bytes);
 template <class F>
 inline void parallel_for(int64_t n, int64_t grain, const F& f) {
   detail::run_ranges(
-      n, grain, [](void* f, int64_t begin, int64_t end) { (*static_cast<const F*>(f))(begin, end); }, (void*)&f);
+      n, grain,
+      [](void* f, int64_t begin, int64_t end) { (*static_cast<const F*>(f))(begin, end); },
+      (void*)&f);
 }
 
 template <class F>
 inline void parallel_run(const F& f) {
-  detail::run_threads([](void* f, int thread, int threads) { (*static_cast<const F*>(f))(thread, threads); },
-                      (void*)&f);
+  detail::run_threads(
+      [](void* f, int thread, int threads) { (*static_cast<const F*>(f))(thread, threads); },
+      (void*)&f);
 }
 
 template <class F>
 inline double parallel_sum(int64_t n, const F& f) {
   return detail::sum_chunks(
-      n, [](void* f, int64_t begin, int64_t end) { return (*static_cast<const F*>(f))(begin, end); }, (void*)&f);
+      n,
+      [](void* f, int64_t begin, int64_t end) { return (*static_cast<const F*>(f))(begin, end); },
+      (void*)&f);
 }
 
 }  // namespace fm

@@ -31,11 +31,14 @@ FM_INLINE void philox_sets(vu c[N][4], PhiloxKey key) {
   }
 }
 
-FM_INLINE void philox(vu c[4], PhiloxKey key) { philox_sets<1>(reinterpret_cast<vu(*)[4]>(c), key); }
+FM_INLINE void philox(vu c[4], PhiloxKey key) {
+  philox_sets<1>(reinterpret_cast<vu(*)[4]>(c), key);
+}
 
 constexpr int BLOCK_VECTORS = PHILOX_BLOCK / VL, BLOCK_SETS = PHILOX_CALLS / VL;
 // Blocks whose sets of counters are worked on together.
-constexpr int PHILOX_BLOCKS = Tuning::PHILOX_SETS > BLOCK_SETS ? Tuning::PHILOX_SETS / BLOCK_SETS : 1;
+constexpr int PHILOX_BLOCKS =
+    Tuning::PHILOX_SETS > BLOCK_SETS ? Tuning::PHILOX_SETS / BLOCK_SETS : 1;
 
 // The words of columns [64 * block, 64 * (block + BLOCKS)) of ROWS rows, one row after the other: words[v] of the first holds
 // columns 64 * block + v * VL + lane.
@@ -66,8 +69,8 @@ FM_INLINE void philox_words(PhiloxKey key, uint64_t sample, uint32_t row, uint32
 
 // The dropout mask of the same columns: -1 in the lanes that stay, 0 in those dropped. For attention scores, row = head
 // * s + query in the global (heads, s, s) tensor of the sample and the column is the key position.
-FM_INLINE void philox_keep_bits(PhiloxKey key, uint64_t sample, uint32_t row, uint32_t block, uint32_t threshold,
-                                vi keep[BLOCK_VECTORS]) {
+FM_INLINE void philox_keep_bits(PhiloxKey key, uint64_t sample, uint32_t row, uint32_t block,
+                                uint32_t threshold, vi keep[BLOCK_VECTORS]) {
   vu words[BLOCK_VECTORS];
   philox_words<1>(key, sample, row, block, words);
 #pragma GCC unroll 16
@@ -78,7 +81,8 @@ FM_INLINE void philox_keep_bits(PhiloxKey key, uint64_t sample, uint32_t row, ui
 // the block and i = column of the vector's first lane - col0, which may be negative or reach beyond cols in the first
 // and the last block.
 template <class F>
-FM_INLINE void for_philox_row(PhiloxKey key, uint64_t sample, uint32_t row, int64_t col0, int64_t cols, const F& body) {
+FM_INLINE void for_philox_row(PhiloxKey key, uint64_t sample, uint32_t row, int64_t col0,
+                              int64_t cols, const F& body) {
   for (int64_t block = col0 / PHILOX_BLOCK; block * PHILOX_BLOCK < col0 + cols; ++block) {
     vu words[BLOCK_VECTORS];
     philox_words<1>(key, sample, row, static_cast<uint32_t>(block), words);
@@ -104,14 +108,16 @@ FM_INLINE void map_columns(const T* x, T* out, int64_t i, int64_t cols, const F&
 
 // Columns [0, cols) of a row that begins at column col0: whole blocks together, the edges one by one.
 template <class T>
-FM_INLINE void dropout_row(const DropoutArgs& a, PhiloxKey key, uint64_t sample, uint32_t row, const T* from, T* to) {
+FM_INLINE void dropout_row(const DropoutArgs& a, PhiloxKey key, uint64_t sample, uint32_t row,
+                           const T* from, T* to) {
   const uint32_t threshold = dropout_threshold(a.p);
   const float scale = 1.0f / (1.0f - a.p);
   const auto edge = [&](int64_t begin, int64_t end) {
-    for_philox_row(key, sample, row, a.key.col0 + begin, end - begin, [&](const vu* words, int64_t i, int v) {
-      map_columns(from + begin, to + begin, i, end - begin,
-                  [&](vf value) { return words[v] >= threshold ? value * scale : vf{}; });
-    });
+    for_philox_row(
+        key, sample, row, a.key.col0 + begin, end - begin, [&](const vu* words, int64_t i, int v) {
+          map_columns(from + begin, to + begin, i, end - begin,
+                      [&](vf value) { return words[v] >= threshold ? value * scale : vf{}; });
+        });
   };
   constexpr int VECTORS = PHILOX_BLOCKS * BLOCK_VECTORS;
   const int64_t first = min(a.cols, (PHILOX_BLOCK - a.key.col0 % PHILOX_BLOCK) % PHILOX_BLOCK);
@@ -119,7 +125,8 @@ FM_INLINE void dropout_row(const DropoutArgs& a, PhiloxKey key, uint64_t sample,
   if (first) edge(0, first);
   for (; i + VECTORS * VL <= a.cols; i += VECTORS * VL) {
     vu words[VECTORS];
-    philox_words<PHILOX_BLOCKS>(key, sample, row, static_cast<uint32_t>((a.key.col0 + i) / PHILOX_BLOCK), words);
+    philox_words<PHILOX_BLOCKS>(key, sample, row,
+                                static_cast<uint32_t>((a.key.col0 + i) / PHILOX_BLOCK), words);
 #pragma GCC unroll 16
     for (int v = 0; v < VECTORS; ++v) {
       store(to + i + v * VL, words[v] >= threshold ? load(from + i + v * VL) * scale : vf{});
@@ -164,16 +171,18 @@ static void philox_normal(float* out, const NormalArgs& a) {
   parallel_for(a.rows, 1 + Tuning::GRAIN / 4 / (a.cols + 1), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       float* to = out + r * a.cols;
-      for_philox_row(key, 0, static_cast<uint32_t>(a.row0 + r), a.col0, a.cols, [&](const vu* words, int64_t i, int v) {
-        const vf value = box_muller(words, v) * a.std + a.mean;
-        map_columns(to, to, i, a.cols, [&](vf) { return value; });
-      });
+      for_philox_row(key, 0, static_cast<uint32_t>(a.row0 + r), a.col0, a.cols,
+                     [&](const vu* words, int64_t i, int v) {
+                       const vf value = box_muller(words, v) * a.std + a.mean;
+                       map_columns(to, to, i, a.cols, [&](vf) { return value; });
+                     });
     }
   });
 }
 
 // The bare generator, for known answers: counter and out are (calls, 4).
-static void philox4x32(const uint32_t* counter, uint32_t* out, int64_t calls, uint32_t key0, uint32_t key1) {
+static void philox4x32(const uint32_t* counter, uint32_t* out, int64_t calls, uint32_t key0,
+                       uint32_t key1) {
   for_vectors(0, calls, [&](int64_t first, int lanes) {
     vu c[4] = {};
     for (int l = 0; l < lanes; ++l)

@@ -17,7 +17,8 @@ namespace fm {
 
 constexpr int PHILOX_BLOCK = 64;  // columns that share 16 calls
 constexpr int PHILOX_CALLS = 16;
-constexpr uint32_t PHILOX_M0 = 0xD2511F53u, PHILOX_M1 = 0xCD9E8D57u, PHILOX_W0 = 0x9E3779B9u, PHILOX_W1 = 0xBB67AE85u;
+constexpr uint32_t PHILOX_M0 = 0xD2511F53u, PHILOX_M1 = 0xCD9E8D57u, PHILOX_W0 = 0x9E3779B9u,
+                   PHILOX_W1 = 0xBB67AE85u;
 
 struct PhiloxKey {
   uint32_t k0, k1;
@@ -32,7 +33,9 @@ static inline PhiloxKey philox_key(uint64_t seed, uint64_t stream) {
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
     z ^= z >> 31;
-    if (round == 0) z ^= stream * 0xD1342543DE82EF95u + 0x2545F4914F6CDD1Du;  // odd factor: no two streams collide
+    if (round == 0)
+      z ^=
+          stream * 0xD1342543DE82EF95u + 0x2545F4914F6CDD1Du;  // odd factor: no two streams collide
   }
   return {static_cast<uint32_t>(z), static_cast<uint32_t>(z >> 32)};
 }

@@ -35,7 +35,8 @@ static double squared_norm(const void* x, DType dtype, int64_t n) {
   with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
     const T* p = static_cast<const T*>(x);
-    total = parallel_sum(n, [&](int64_t begin, int64_t end) { return sum_of_squares(p, begin, end); });
+    total =
+        parallel_sum(n, [&](int64_t begin, int64_t end) { return sum_of_squares(p, begin, end); });
   });
   return total;
 }
@@ -47,15 +48,18 @@ static int64_t count_zeros(const void* x, DType dtype, int64_t n) {
     const T* p = static_cast<const T*>(x);
     nonzero = parallel_sum(n, [&](int64_t begin, int64_t end) {
       vi count = {};
-      for_vectors(begin, end, [&](int64_t i, int lanes) { count -= load_lanes(p + i, lanes) != 0.0f; });
-      return static_cast<double>(hsum(__builtin_convertvector(count, vf)));  // at most SUM_CHUNK: exact in float
+      for_vectors(begin, end,
+                  [&](int64_t i, int lanes) { count -= load_lanes(p + i, lanes) != 0.0f; });
+      return static_cast<double>(
+          hsum(__builtin_convertvector(count, vf)));  // at most SUM_CHUNK: exact in float
     });
   });
   return n - static_cast<int64_t>(nonzero);
 }
 
 // Each sum is formed in float from the first row to the last: the bits do not depend on vectors or threads.
-static void sum_rows(const void* x, DType dtype, int64_t rows, int64_t cols, int64_t stride, void* out, DType out_dtype) {
+static void sum_rows(const void* x, DType dtype, int64_t rows, int64_t cols, int64_t stride,
+                     void* out, DType out_dtype) {
   with_dtype(dtype, [&](auto element) {
     with_dtype(out_dtype, [&](auto out_element) {
       const auto* source = static_cast<const decltype(element)*>(x);
@@ -63,7 +67,8 @@ static void sum_rows(const void* x, DType dtype, int64_t rows, int64_t cols, int
       parallel_for(cols, Tuning::GRAIN, [&](int64_t begin, int64_t end) {
         for_vectors(begin, end, [&](int64_t i, int lanes) {
           vf sum = load_lanes(source + i, lanes);
-          for (int64_t row = 1; row < rows; ++row) sum += load_lanes(source + row * stride + i, lanes);
+          for (int64_t row = 1; row < rows; ++row)
+            sum += load_lanes(source + row * stride + i, lanes);
           store_lanes(target + i, sum, lanes);
         });
       });

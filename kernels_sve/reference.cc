@@ -33,7 +33,8 @@ float from_half(uint16_t h) {
   const float sign = h & 0x8000 ? -1.0f : 1.0f;
   if (exponent == 31) return fraction ? float_of(0x7fc00000u) : sign * HUGE_VALF;
   // Not by ldexp, which takes an emulator longer than the product that the number goes into.
-  return sign * (exponent ? float_of(static_cast<uint32_t>((exponent + 112) << 23 | fraction << 13)) : 0x1p-24f * fraction);
+  return sign * (exponent ? float_of(static_cast<uint32_t>((exponent + 112) << 23 | fraction << 13))
+                          : 0x1p-24f * fraction);
 }
 
 // Of normal numbers.
@@ -55,7 +56,8 @@ uint16_t to_half(double value) {
   if (std::isnan(value)) return sign | 0x7e00;
   const double size = std::fabs(value);
   if (size >= 65520) return sign | 0x7c00;
-  int exponent = -14;  // of the leading bit; binary16 has 10 bits below it, denormals share the smallest exponent
+  int exponent =
+      -14;  // of the leading bit; binary16 has 10 bits below it, denormals share the smallest exponent
   if (size >= 0x1p-14) exponent = exponent_of(size);
   const int units = static_cast<int>(std::nearbyint(size * power_of_two(10 - exponent)));
   return sign | static_cast<uint16_t>(units + (exponent + 14) * 1024);
@@ -84,7 +86,8 @@ void put(void* x, DType dtype, int64_t i, float value) {
     return;
   }
   const uint32_t word = bits_of(value);
-  bits = std::isnan(value) ? 0x7fc0 : static_cast<uint16_t>((word + 0x7fff + (word >> 16 & 1)) >> 16);
+  bits =
+      std::isnan(value) ? 0x7fc0 : static_cast<uint16_t>((word + 0x7fff + (word >> 16 & 1)) >> 16);
 }
 
 }  // namespace fm::reference

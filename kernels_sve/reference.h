@@ -5,7 +5,8 @@
 
 namespace fm::reference {
 
-#define FM_KERNEL(name, family, sizes, result, parameters, operands, flops, bytes) result name parameters;
+#define FM_KERNEL(name, family, sizes, result, parameters, operands, flops, bytes) \
+  result name parameters;
 #include "kernels.inc"
 
 float get(const void* x, DType dtype, int64_t i);

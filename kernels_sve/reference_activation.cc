@@ -30,13 +30,15 @@ double activation_slope(Activation f, double x) {
     const double density = std::exp(-x * x / 2) * TWO_OVER_ROOT / 4;
     return s + (density == 0 ? density : x * density);
   }
-  const double t = s * (1 - s), growth = f == Activation::silu ? 1 : TWO_OVER_ROOT * (1 + 3 * 0.044715 * x * x);
+  const double t = s * (1 - s),
+               growth = f == Activation::silu ? 1 : TWO_OVER_ROOT * (1 + 3 * 0.044715 * x * x);
   return s + (t == 0 ? t : x * growth * t);
 }
 
 void activate(const ActivationArgs& a) {
   for (int64_t i = 0; i < a.rows * a.cols; ++i) {
-    const double v = get(a.x, a.dtype, i / a.cols * a.x_row + i % a.cols) + (a.bias ? get(a.bias, a.dtype, i % a.cols) : 0);
+    const double v = get(a.x, a.dtype, i / a.cols * a.x_row + i % a.cols) +
+                     (a.bias ? get(a.bias, a.dtype, i % a.cols) : 0);
     put(a.y, a.dtype, i, static_cast<float>(activation(a.activation, v)));
   }
 }

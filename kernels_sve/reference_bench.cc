@@ -22,7 +22,8 @@ void bench_triad(float* out, const float* x, const float* y, float factor, int64
   for (int64_t i = 0; i < n; ++i) out[i] = x[i] + factor * y[i];
 }
 
-void bench_gemm_panel(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k, int64_t sweeps) {
+void bench_gemm_panel(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k,
+                      int64_t sweeps) {
   for (int64_t i = 0; i < m; ++i) {
     for (int64_t j = 0; j < n; ++j) {
       double sum = 0;

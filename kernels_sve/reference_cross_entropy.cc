@@ -8,7 +8,8 @@ namespace fm::reference {
 void cross_entropy_max(const CrossEntropyArgs& a) {
   for (int64_t r = 0; r < a.rows; ++r) {
     a.row_max[r] = -INFINITY;
-    for (int64_t c = 0; c < a.cols; ++c) a.row_max[r] = std::fmax(a.row_max[r], get(a.logits, a.dtype, r * a.cols + c));
+    for (int64_t c = 0; c < a.cols; ++c)
+      a.row_max[r] = std::fmax(a.row_max[r], get(a.logits, a.dtype, r * a.cols + c));
   }
 }
 
@@ -32,12 +33,15 @@ void cross_entropy_forward(const CrossEntropyArgs& a) {
   cross_entropy_sum(a);
 }
 
-void cross_entropy_backward(const CrossEntropyArgs& a, const float* dloss, void* out, DType out_dtype) {
+void cross_entropy_backward(const CrossEntropyArgs& a, const float* dloss, void* out,
+                            DType out_dtype) {
   for (int64_t r = 0; r < a.rows; ++r) {
-    const double factor = a.z_loss ? 1 + 2.0 * a.z_loss * (std::log(a.sum_exp[r]) + a.row_max[r]) : 1;
+    const double factor =
+        a.z_loss ? 1 + 2.0 * a.z_loss * (std::log(a.sum_exp[r]) + a.row_max[r]) : 1;
     for (int64_t c = 0; c < a.cols; ++c) {
       const int64_t i = r * a.cols + c;
-      const double p = std::exp(static_cast<double>(get(a.logits, a.dtype, i)) - a.row_max[r]) / a.sum_exp[r];
+      const double p =
+          std::exp(static_cast<double>(get(a.logits, a.dtype, i)) - a.row_max[r]) / a.sum_exp[r];
       const double gradient = (factor * p - (a.labels[r] - a.first_row == c)) * dloss[r];
       put(out, out_dtype, i, a.labels[r] < 0 ? 0.0f : static_cast<float>(gradient));
     }

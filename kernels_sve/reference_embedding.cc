@@ -18,12 +18,14 @@ void embedding_backward(const EmbeddingArgs& a, const void* dout, DType dtype, f
   }
 }
 
-void add_position(const void* x, const void* table, void* out, DType dtype, int64_t s, int64_t b, int64_t cols) {
+void add_position(const void* x, const void* table, void* out, DType dtype, int64_t s, int64_t b,
+                  int64_t cols) {
   for (int64_t i = 0; i < s * b * cols; ++i)
     put(out, dtype, i, get(x, dtype, i) + get(table, dtype, i / cols / b * cols + i % cols));
 }
 
-void add_position_backward(const void* dout, DType dtype, float* dtable, int64_t s, int64_t b, int64_t cols) {
+void add_position_backward(const void* dout, DType dtype, float* dtable, int64_t s, int64_t b,
+                           int64_t cols) {
   for (int64_t p = 0; p < s; ++p)
     for (int64_t c = 0; c < cols; ++c) {
       float sum = 0;

@@ -15,7 +15,8 @@ int64_t count_zeros(const void* x, DType dtype, int64_t n) {
   return zeros;
 }
 
-void sum_rows(const void* x, DType dtype, int64_t rows, int64_t cols, int64_t stride, void* out, DType out_dtype) {
+void sum_rows(const void* x, DType dtype, int64_t rows, int64_t cols, int64_t stride, void* out,
+              DType out_dtype) {
   for (int64_t i = 0; i < cols; ++i) {
     float sum = get(x, dtype, i);
     for (int64_t row = 1; row < rows; ++row) sum += get(x, dtype, row * stride + i);

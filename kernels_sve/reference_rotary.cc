@@ -50,7 +50,8 @@ void rotary(const RotaryArgs& a) {
       const Head kind = kind_of(a, head);
       const void* weight = kind == Head::QUERY ? a.q_weight : a.k_weight;
       const double rstd = rstd_of(a, v);
-      for (int64_t i = 0; i < a.d && weight && kind != Head::VALUE; ++i) v[i] *= rstd * get(weight, a.dtype, i);
+      for (int64_t i = 0; i < a.d && weight && kind != Head::VALUE; ++i)
+        v[i] *= rstd * get(weight, a.dtype, i);
       if (kind != Head::VALUE) turn(a, token, a.inverse ? -1 : 1, v);
       put_head(a, token, head, v);
     }

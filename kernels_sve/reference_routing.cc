@@ -23,10 +23,13 @@ std::vector<double> softmax(const std::vector<double>& x) {
 
 // Numbers of the `count` largest, of equal ones the first; NaN counts as infinity.
 std::vector<int64_t> best(const std::vector<float>& x, int64_t count) {
-  const auto value = [&](int64_t i) { return std::isnan(x[i]) ? std::numeric_limits<float>::infinity() : x[i]; };
+  const auto value = [&](int64_t i) {
+    return std::isnan(x[i]) ? std::numeric_limits<float>::infinity() : x[i];
+  };
   std::vector<int64_t> order(x.size());
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int64_t i, int64_t j) { return value(i) > value(j); });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t i, int64_t j) { return value(i) > value(j); });
   order.resize(count);
   return order;
 }
@@ -43,7 +46,8 @@ std::vector<int64_t> choose(const RouteArgs& a, const float* logits) {
   std::vector<float> wish(logits, logits + a.experts);
   if (a.scores != Scores::softmax_of_chosen && (a.bias || a.groups)) {
     const std::vector<double> scores = all_scores(a, logits);
-    for (int64_t e = 0; e < a.experts; ++e) wish[e] = static_cast<float>(scores[e]) + (a.bias ? a.bias[e] : 0);
+    for (int64_t e = 0; e < a.experts; ++e)
+      wish[e] = static_cast<float>(scores[e]) + (a.bias ? a.bias[e] : 0);
   }
   if (!a.groups) return best(wish, a.k);
   const int64_t size = a.experts / a.groups;
@@ -56,7 +60,8 @@ std::vector<int64_t> choose(const RouteArgs& a, const float* logits) {
   }
   const std::vector<int64_t> open = best(of_groups, a.group_topk);
   for (int64_t e = 0; e < a.experts; ++e) {
-    if (std::find(open.begin(), open.end(), e / size) == open.end()) wish[e] = -std::numeric_limits<float>::infinity();
+    if (std::find(open.begin(), open.end(), e / size) == open.end())
+      wish[e] = -std::numeric_limits<float>::infinity();
   }
   return best(wish, a.k);
 }
@@ -78,10 +83,12 @@ void route(const RouteArgs& a, float* scores, int64_t* chosen) {
   }
 }
 
-void route_backward(const RouteArgs& a, const float* dscores, const float* kept, const int64_t* chosen, float* dlogits) {
+void route_backward(const RouteArgs& a, const float* dscores, const float* kept,
+                    const int64_t* chosen, float* dlogits) {
   for (int64_t r = 0; r < a.rows; ++r) {
     const int64_t* own = chosen + r * a.k;
-    std::vector<double> g(a.experts), p(a.experts), slope(a.experts);  // p: the scores that were normalised, 0 of others
+    std::vector<double> g(a.experts), p(a.experts),
+        slope(a.experts);  // p: the scores that were normalised, 0 of others
     double total = 1;
     if (a.scores == Scores::softmax_of_chosen) {
       for (int64_t j = 0; j < a.k; ++j) p[own[j]] = slope[own[j]] = kept[r * a.k + j] / a.scaling;
@@ -98,11 +105,13 @@ void route_backward(const RouteArgs& a, const float* dscores, const float* kept,
     }
     for (int64_t j = 0; j < a.k; ++j) g[own[j]] = double(dscores[r * a.k + j]) * a.scaling;
     const double mean = std::inner_product(p.begin(), p.end(), g.begin(), 0.0);
-    for (int64_t e = 0; e < a.experts; ++e) dlogits[r * a.experts + e] = static_cast<float>(slope[e] * (g[e] - mean));
+    for (int64_t e = 0; e < a.experts; ++e)
+      dlogits[r * a.experts + e] = static_cast<float>(slope[e] * (g[e] - mean));
   }
 }
 
-void sort_pairs(const int64_t* numbers, int64_t n, int64_t groups, int64_t* counts, int64_t* pairs, int64_t* places) {
+void sort_pairs(const int64_t* numbers, int64_t n, int64_t groups, int64_t* counts, int64_t* pairs,
+                int64_t* places) {
   int64_t kept = 0;
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t first = kept;
@@ -118,7 +127,8 @@ void sort_pairs(const int64_t* numbers, int64_t n, int64_t groups, int64_t* coun
 
 void permute(const PermuteArgs& a, const int64_t* pairs, const void* x, void* out) {
   for (int64_t i = 0; i < a.n; ++i) {
-    for (int64_t c = 0; c < a.cols; ++c) put(out, a.dtype, i * a.cols + c, get(x, a.dtype, pairs[i] / a.k * a.cols + c));
+    for (int64_t c = 0; c < a.cols; ++c)
+      put(out, a.dtype, i * a.cols + c, get(x, a.dtype, pairs[i] / a.k * a.cols + c));
   }
 }
 
@@ -126,7 +136,8 @@ void unpermute(const PermuteArgs& a, const int64_t* places, const void* x, void*
   for (int64_t r = 0; r < a.rows; ++r) {
     for (int64_t c = 0; c < a.cols; ++c) {
       double sum = 0;
-      for (int64_t j = r * a.k; j < (r + 1) * a.k; ++j) sum += places[j] < a.n ? get(x, a.dtype, places[j] * a.cols + c) : 0;
+      for (int64_t j = r * a.k; j < (r + 1) * a.k; ++j)
+        sum += places[j] < a.n ? get(x, a.dtype, places[j] * a.cols + c) : 0;
       put(out, a.dtype, r * a.cols + c, static_cast<float>(sum));
     }
   }

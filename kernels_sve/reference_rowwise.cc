@@ -9,8 +9,10 @@ namespace fm::reference {
 void layer_norm(const LayerNormArgs& a) {
   for (int64_t r = 0; r < a.rows; ++r) {
     double mean = 0, variance = 0;
-    for (int64_t c = 0; c < a.cols; ++c) mean += get(a.x, a.dtype, r * a.cols + c) / static_cast<double>(a.cols);
-    for (int64_t c = 0; c < a.cols; ++c) variance += std::pow(get(a.x, a.dtype, r * a.cols + c) - mean, 2);
+    for (int64_t c = 0; c < a.cols; ++c)
+      mean += get(a.x, a.dtype, r * a.cols + c) / static_cast<double>(a.cols);
+    for (int64_t c = 0; c < a.cols; ++c)
+      variance += std::pow(get(a.x, a.dtype, r * a.cols + c) - mean, 2);
     const double rstd = 1 / std::sqrt(variance / static_cast<double>(a.cols) + a.eps);
     a.mean[r] = static_cast<float>(mean);
     a.rstd[r] = static_cast<float>(rstd);
@@ -39,7 +41,9 @@ void rms_norm_backward(const LayerNormGradArgs& a) {
   std::vector<double> dweight(a.cols);
   for (int64_t r = 0; r < a.rows; ++r) {
     auto dy = [&](int64_t c) { return static_cast<double>(get(a.dy, a.dtype, r * a.cols + c)); };
-    auto xhat = [&](int64_t c) { return static_cast<double>(get(a.x, a.dtype, r * a.cols + c)) * a.rstd[r]; };
+    auto xhat = [&](int64_t c) {
+      return static_cast<double>(get(a.x, a.dtype, r * a.cols + c)) * a.rstd[r];
+    };
     double gx_mean = 0;
     for (int64_t c = 0; c < a.cols; ++c)
       gx_mean += dy(c) * get(a.weight, a.dtype, c) * xhat(c) / static_cast<double>(a.cols);
@@ -83,7 +87,8 @@ void layer_norm_backward(const LayerNormGradArgs& a) {
 void bias_dropout_add(const ResidualArgs& a) {
   const int64_t cols = a.dropout.cols, n = a.dropout.outer * a.dropout.samples * cols;
   std::vector<float> sum(n);
-  for (int64_t i = 0; i < n; ++i) sum[i] = get(a.x, a.dtype, i) + (a.bias ? get(a.bias, a.dtype, i % cols) : 0);
+  for (int64_t i = 0; i < n; ++i)
+    sum[i] = get(a.x, a.dtype, i) + (a.bias ? get(a.bias, a.dtype, i % cols) : 0);
   dropout(sum.data(), sum.data(), DType::f32, a.dropout);
   for (int64_t i = 0; i < n; ++i) put(a.out, a.dtype, i, get(a.residual, a.dtype, i) + sum[i]);
 }
@@ -106,7 +111,8 @@ void bias_dropout_add_layer_norm(const ResidualArgs& sum, const LayerNormArgs& n
   layer_norm(norm);
 }
 
-void bias_dropout_add_layer_norm_backward(const LayerNormGradArgs& norm, const ResidualGradArgs& sum) {
+void bias_dropout_add_layer_norm_backward(const LayerNormGradArgs& norm,
+                                          const ResidualGradArgs& sum) {
   layer_norm_backward(norm);
   bias_dropout_add_backward(sum);
 }
@@ -116,7 +122,8 @@ void bias_dropout_add_rms_norm(const ResidualArgs& sum, const LayerNormArgs& nor
   rms_norm(norm);
 }
 
-void bias_dropout_add_rms_norm_backward(const LayerNormGradArgs& norm, const ResidualGradArgs& sum) {
+void bias_dropout_add_rms_norm_backward(const LayerNormGradArgs& norm,
+                                        const ResidualGradArgs& sum) {
   rms_norm_backward(norm);
   bias_dropout_add_backward(sum);
 }

@@ -44,7 +44,8 @@ FM_INLINE void turn_head(const Turn& turn, int64_t d, const Get& get, const Put&
   if (turn.interleaved) {
     for_vectors(0, 2 * turn.half, [&](int64_t i, int lanes) {
       const vf v = get(i, lanes);
-      put(i, v * load_lanes(turn.cos + i, lanes) + swap_pairs(v) * load_lanes(turn.sin + i, lanes), lanes);
+      put(i, v * load_lanes(turn.cos + i, lanes) + swap_pairs(v) * load_lanes(turn.sin + i, lanes),
+          lanes);
     });
   } else {
     for_vectors(0, turn.half, [&](int64_t i, int lanes) {
@@ -75,7 +76,8 @@ FM_INLINE void copy_values(const RotaryArgs& a, const T* from, T* to) {
 
 // body(token, turn, sums) for the tokens of [begin, end); sums: memory for two floats per head.
 template <class F>
-FM_INLINE void for_tokens(const RotaryArgs& a, int64_t begin, int64_t end, float sign, const F& body) {
+FM_INLINE void for_tokens(const RotaryArgs& a, int64_t begin, int64_t end, float sign,
+                          const F& body) {
   float* memory = static_cast<float*>(scratch(1, (4 * a.half + 2 * a.heads) * sizeof(float)));
   Turn turn = {};
   for (int64_t token = begin, last = -1; token < end; ++token) {
@@ -115,9 +117,12 @@ FM_INLINE void rotary_token(const RotaryArgs& a, const Turn& turn, int64_t token
     auto put = [&](int64_t i, vf v, int lanes) { store_lanes(to + i, v, lanes); };
     if (weight) {
       const float scale = rstd[head];
-      turn_head(turn, a.d, [&](int64_t i, int lanes) {
-        return load_lanes(from + i, lanes) * scale * load_lanes(weight + i, lanes);
-      }, put);
+      turn_head(
+          turn, a.d,
+          [&](int64_t i, int lanes) {
+            return load_lanes(from + i, lanes) * scale * load_lanes(weight + i, lanes);
+          },
+          put);
     } else {
       turn_head(turn, a.d, [&](int64_t i, int lanes) { return load_lanes(from + i, lanes); }, put);
     }
@@ -128,28 +133,31 @@ FM_INLINE void rotary_token(const RotaryArgs& a, const Turn& turn, int64_t token
 static void rotary(const RotaryArgs& a) {
   with_dtype(a.dtype, [&](auto element) {
     parallel_for(a.s * a.b, row_grain(a.heads * a.d), [&](int64_t begin, int64_t end) {
-      for_tokens(a, begin, end, a.inverse ? -1.0f : 1.0f, [&](int64_t token, const Turn& turn, float* sums) {
-        rotary_token<decltype(element)>(a, turn, token, sums);
-      });
+      for_tokens(a, begin, end, a.inverse ? -1.0f : 1.0f,
+                 [&](int64_t token, const Turn& turn, float* sums) {
+                   rotary_token<decltype(element)>(a, turn, token, sums);
+                 });
     });
   });
 }
 
 // rstd and of_x of each turned head, of which dx = rstd u w + of_x x.
 template <class T>
-FM_INLINE void head_factors(const RotaryArgs& a, const Turn& back, const T* x, const T* dy, float* rstd, float* of_x) {
+FM_INLINE void head_factors(const RotaryArgs& a, const Turn& back, const T* x, const T* dy,
+                            float* rstd, float* of_x) {
   clear(rstd, a.heads);
   clear(of_x, a.heads);
   for_turned_heads(a, [&](int64_t head, bool key) {
     const T *from = x + head * a.d, *grad = dy + head * a.d;
     const T* weight = static_cast<const T*>(key ? a.k_weight : a.q_weight);
     vf squares = {}, products = {};
-    turn_head(back, a.d, [&](int64_t i, int lanes) { return load_lanes(grad + i, lanes); },
-              [&](int64_t i, vf u, int lanes) {
-                const vf v = load_lanes(from + i, lanes);
-                squares += v * v;
-                products += u * load_lanes(weight + i, lanes) * v;
-              });
+    turn_head(
+        back, a.d, [&](int64_t i, int lanes) { return load_lanes(grad + i, lanes); },
+        [&](int64_t i, vf u, int lanes) {
+          const vf v = load_lanes(from + i, lanes);
+          squares += v * v;
+          products += u * load_lanes(weight + i, lanes) * v;
+        });
     rstd[head] = hsum(squares);
     of_x[head] = hsum(products);
   });
@@ -163,8 +171,9 @@ FM_INLINE void head_factors(const RotaryArgs& a, const Turn& back, const T* x, c
 
 // dq_weight and dk_weight: this chunk's column sums.
 template <class T>
-FM_INLINE void rotary_backward_token(const RotaryArgs& a, const void* dy_data, const Turn& back, int64_t token,
-                                     float* sums, float* dq_weight, float* dk_weight) {
+FM_INLINE void rotary_backward_token(const RotaryArgs& a, const void* dy_data, const Turn& back,
+                                     int64_t token, float* sums, float* dq_weight,
+                                     float* dk_weight) {
   const int64_t first = token * a.heads * a.d;
   const T *x = static_cast<const T*>(a.x) + first, *dy = static_cast<const T*>(dy_data) + first;
   T* dx = static_cast<T*>(a.y) + first;
@@ -176,12 +185,13 @@ FM_INLINE void rotary_backward_token(const RotaryArgs& a, const void* dy_data, c
     T* to = dx + head * a.d;
     float* dweight = key ? dk_weight : dq_weight;
     const float scale = rstd[head], of_value = of_x[head];
-    turn_head(back, a.d, [&](int64_t i, int lanes) { return load_lanes(grad + i, lanes); },
-              [&](int64_t i, vf u, int lanes) {
-                const vf v = load_lanes(from + i, lanes), scaled = u * scale;
-                store_lanes(to + i, scaled * load_lanes(weight + i, lanes) + v * of_value, lanes);
-                add_to(dweight + i, scaled * v, lanes);
-              });
+    turn_head(
+        back, a.d, [&](int64_t i, int lanes) { return load_lanes(grad + i, lanes); },
+        [&](int64_t i, vf u, int lanes) {
+          const vf v = load_lanes(from + i, lanes), scaled = u * scale;
+          store_lanes(to + i, scaled * load_lanes(weight + i, lanes) + v * of_value, lanes);
+          add_to(dweight + i, scaled * v, lanes);
+        });
   });
   copy_values(a, dy, dx);
 }
@@ -189,11 +199,13 @@ FM_INLINE void rotary_backward_token(const RotaryArgs& a, const void* dy_data, c
 static void rotary_norm_backward(const RotaryArgs& a, const RotaryGradArgs& grad) {
   with_dtype(a.dtype, [&](auto element) {
     float* const totals[2] = {grad.dq_weight, grad.dk_weight};
-    with_column_sums<2>(a.s * a.b, a.d, totals, [&](int64_t begin, int64_t end, float* partial, int64_t stride) {
-      for_tokens(a, begin, end, -1.0f, [&](int64_t token, const Turn& back, float* sums) {
-        rotary_backward_token<decltype(element)>(a, grad.dy, back, token, sums, partial, partial + stride);
-      });
-    });
+    with_column_sums<2>(
+        a.s * a.b, a.d, totals, [&](int64_t begin, int64_t end, float* partial, int64_t stride) {
+          for_tokens(a, begin, end, -1.0f, [&](int64_t token, const Turn& back, float* sums) {
+            rotary_backward_token<decltype(element)>(a, grad.dy, back, token, sums, partial,
+                                                     partial + stride);
+          });
+        });
   });
 }
 

@@ -51,12 +51,16 @@ FM_INLINE float map_and_sum(const float* v, int64_t n, float* out, const F& f) {
 
 FM_INLINE float largest(const float* v, int64_t n) {
   vf best = broadcast(-__builtin_inff());
-  for_vectors(0, n, [&](int64_t i, int lanes) { best = max(best, first_of(load_lanes(v + i, lanes), lanes, best)); });
+  for_vectors(0, n, [&](int64_t i, int lanes) {
+    best = max(best, first_of(load_lanes(v + i, lanes), lanes, best));
+  });
   return hmax(best);
 }
 
 FM_INLINE void scale(float* v, int64_t n, float factor) {
-  for_vectors(0, n, [&](int64_t i, int lanes) { store_lanes(v + i, load_lanes(v + i, lanes) * factor, lanes); });
+  for_vectors(0, n, [&](int64_t i, int lanes) {
+    store_lanes(v + i, load_lanes(v + i, lanes) * factor, lanes);
+  });
 }
 
 FM_INLINE void softmax(const float* v, int64_t n, float* out) {
@@ -68,7 +72,8 @@ FM_INLINE void softmax(const float* v, int64_t n, float* out) {
 FM_INLINE void wishes_of(const RouteArgs& a, const float* logits, float* wish) {
   if (a.scores != Scores::softmax_of_chosen && (a.bias || a.groups)) {
     if (a.scores == Scores::softmax) softmax(logits, a.experts, wish);
-    if (a.scores == Scores::sigmoid) map_and_sum(logits, a.experts, wish, [](vf x) FM_INLINE_LAMBDA { return sigmoid(x); });
+    if (a.scores == Scores::sigmoid)
+      map_and_sum(logits, a.experts, wish, [](vf x) FM_INLINE_LAMBDA { return sigmoid(x); });
   } else {
     map_and_sum(logits, a.experts, wish, [](vf x) FM_INLINE_LAMBDA { return x; });
   }
@@ -85,7 +90,8 @@ FM_INLINE void keep_best_groups(const RouteArgs& a, float* wish, float* of_group
   for (int64_t g = 0; g < a.groups; ++g) {
     Ranked best = next_best(wish + g * size, size, {});
     of_groups[g] = best.value;
-    for (int64_t i = 1; i < each; ++i) of_groups[g] += (best = next_best(wish + g * size, size, best)).value;
+    for (int64_t i = 1; i < each; ++i)
+      of_groups[g] += (best = next_best(wish + g * size, size, best)).value;
   }
   Ranked last;  // of the groups that are kept
   for (int64_t i = 0; i < a.group_topk; ++i) last = next_best(of_groups, a.groups, last);
@@ -100,19 +106,24 @@ FM_INLINE void keep_best_groups(const RouteArgs& a, float* wish, float* of_group
 FM_INLINE void scores_of(const RouteArgs& a, const float* logits, float* own) {
   if (a.scores == Scores::softmax_of_chosen) return softmax(own, a.k, own);
   if (a.scores == Scores::sigmoid) {
-    const float total = map_and_sum(own, a.k, own, [](vf x) FM_INLINE_LAMBDA { return sigmoid(x); });
+    const float total =
+        map_and_sum(own, a.k, own, [](vf x) FM_INLINE_LAMBDA { return sigmoid(x); });
     if (a.k > 1) scale(own, a.k, 1 / (total + a.normalizer));
     return;
   }
   const float top = largest(logits, a.experts);
   vf total = {};
-  for_vectors(0, a.experts, [&](int64_t i, int lanes) { total += first_of(exp(load_lanes(logits + i, lanes) - top), lanes); });
+  for_vectors(0, a.experts, [&](int64_t i, int lanes) {
+    total += first_of(exp(load_lanes(logits + i, lanes) - top), lanes);
+  });
   map_and_sum(own, a.k, own, [&](vf x) FM_INLINE_LAMBDA { return exp(x - top); });
   scale(own, a.k, 1 / hsum(total));
 }
 
 // Memory of a thread for a row: a wish of each expert, and a value of each group or chosen expert.
-FM_INLINE float* row_memory(const RouteArgs& a) { return static_cast<float*>(scratch(0, 3 * a.experts * sizeof(float))); }
+FM_INLINE float* row_memory(const RouteArgs& a) {
+  return static_cast<float*>(scratch(0, 3 * a.experts * sizeof(float)));
+}
 
 static void route(const RouteArgs& a, float* scores, int64_t* chosen) {
   parallel_for(a.rows, row_grain(a.experts), [&](int64_t begin, int64_t end) {
@@ -137,15 +148,19 @@ static void route(const RouteArgs& a, float* scores, int64_t* chosen) {
 // x[i] * y[i] + ...
 FM_INLINE float dot(const float* x, const float* y, int64_t n) {
   vf total = {};
-  for_vectors(0, n, [&](int64_t i, int lanes) { total += load_lanes(x + i, lanes) * load_lanes(y + i, lanes); });
+  for_vectors(0, n, [&](int64_t i, int lanes) {
+    total += load_lanes(x + i, lanes) * load_lanes(y + i, lanes);
+  });
   return hsum(total);
 }
 
 // With p the scores before they are scaled and g the gradients of these: dlogits = p (g - p . g), where g is 0 of experts that were
 // not chosen, for a softmax over all or over the chosen ones. Of sigmoids s with p = s / S it is s (1 - s) (g - p . g) / S.
-FM_INLINE void route_backward_row(const RouteArgs& a, const float* dscores, const float* kept, const int64_t* chosen, float* dlogits,
-                                  float* p, float* g) {
-  for_vectors(0, a.k, [&](int64_t i, int lanes) { store_lanes(g + i, load_lanes(dscores + i, lanes) * a.scaling, lanes); });
+FM_INLINE void route_backward_row(const RouteArgs& a, const float* dscores, const float* kept,
+                                  const int64_t* chosen, float* dlogits, float* p, float* g) {
+  for_vectors(0, a.k, [&](int64_t i, int lanes) {
+    store_lanes(g + i, load_lanes(dscores + i, lanes) * a.scaling, lanes);
+  });
   if (a.scores == Scores::softmax) {
     softmax(kept, a.experts, dlogits);
     for (int64_t j = 0; j < a.k; ++j) p[j] = dlogits[chosen[j]];
@@ -161,7 +176,9 @@ FM_INLINE void route_backward_row(const RouteArgs& a, const float* dscores, cons
     if (a.k > 1) total = 1 / (sum + a.normalizer), mean = dot(p, g, a.k) * total;
   } else {
     const float inverse = 1 / a.scaling;
-    for_vectors(0, a.k, [&](int64_t i, int lanes) { store_lanes(p + i, load_lanes(kept + i, lanes) * inverse, lanes); });
+    for_vectors(0, a.k, [&](int64_t i, int lanes) {
+      store_lanes(p + i, load_lanes(kept + i, lanes) * inverse, lanes);
+    });
     mean = dot(p, g, a.k);
   }
   for (int64_t j = 0; j < a.k; ++j) {
@@ -170,24 +187,27 @@ FM_INLINE void route_backward_row(const RouteArgs& a, const float* dscores, cons
   }
 }
 
-static void route_backward(const RouteArgs& a, const float* dscores, const float* kept, const int64_t* chosen, float* dlogits) {
+static void route_backward(const RouteArgs& a, const float* dscores, const float* kept,
+                           const int64_t* chosen, float* dlogits) {
   const int64_t width = a.scores == Scores::softmax_of_chosen ? a.k : a.experts;
   parallel_for(a.rows, row_grain(a.experts), [&](int64_t begin, int64_t end) {
     float* memory = row_memory(a);
     for (int64_t row = begin; row < end; ++row) {
-      route_backward_row(a, dscores + row * a.k, kept + row * width, chosen + row * a.k, dlogits + row * a.experts, memory,
-                         memory + a.experts);
+      route_backward_row(a, dscores + row * a.k, kept + row * width, chosen + row * a.k,
+                         dlogits + row * a.experts, memory, memory + a.experts);
     }
   });
 }
 
 // A counting sort: threads count the numbers of parts of the pairs, and then know where each part's pairs begin.
-static void sort_pairs(const int64_t* numbers, int64_t n, int64_t groups, int64_t* counts, int64_t* pairs, int64_t* places) {
+static void sort_pairs(const int64_t* numbers, int64_t n, int64_t groups, int64_t* counts,
+                       int64_t* pairs, int64_t* places) {
   const int64_t chunks = max(1, min(num_threads(), n / Tuning::GRAIN)), width = groups + 1;
   int64_t* starts = static_cast<int64_t*>(scratch(0, chunks * width * sizeof(int64_t)));
   const auto for_chunks = [&](const auto& body) {
     parallel_for(chunks, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t c = begin; c < end; ++c) body(starts + c * width, n * c / chunks, n * (c + 1) / chunks);
+      for (int64_t c = begin; c < end; ++c)
+        body(starts + c * width, n * c / chunks, n * (c + 1) / chunks);
     });
   };
   for_chunks([&](int64_t* count, int64_t begin, int64_t end) {
@@ -203,7 +223,8 @@ static void sort_pairs(const int64_t* numbers, int64_t n, int64_t groups, int64_
     }
     if (g < groups) counts[g] = start - first;
   }
-  const int64_t dropped = starts[groups];  // where those of no group would begin: the number of all others
+  const int64_t dropped =
+      starts[groups];  // where those of no group would begin: the number of all others
   for_chunks([&](int64_t* next, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const bool kept = numbers[i] < groups;
@@ -220,8 +241,11 @@ static void permute(const PermuteArgs& a, const int64_t* pairs, const void* x, v
       for (int64_t i = begin; i < end; ++i) {
         const T* from = static_cast<const T*>(x) + pairs[i] / a.k * a.cols;
         T* to = static_cast<T*>(out) + i * a.cols;
-        if (i + ROWS_AHEAD < end) prefetch(static_cast<const T*>(x) + pairs[i + ROWS_AHEAD] / a.k * a.cols);
-        for_vectors(0, a.cols, [&](int64_t c, int lanes) { store_exact(to + c, load_lanes(from + c, lanes), lanes); });
+        if (i + ROWS_AHEAD < end)
+          prefetch(static_cast<const T*>(x) + pairs[i + ROWS_AHEAD] / a.k * a.cols);
+        for_vectors(0, a.cols, [&](int64_t c, int lanes) {
+          store_exact(to + c, load_lanes(from + c, lanes), lanes);
+        });
       }
     });
   });
@@ -230,26 +254,30 @@ static void permute(const PermuteArgs& a, const int64_t* pairs, const void* x, v
 static void unpermute(const PermuteArgs& a, const int64_t* places, const void* x, void* out) {
   with_dtype(a.dtype, [&](auto element) {
     using T = decltype(element);
-    const bool ahead = a.k * a.cols * int64_t(sizeof(T)) <= Tuning::UNKNOWN_L1;  // more would push out what is read now (measured)
+    const bool ahead = a.k * a.cols * int64_t(sizeof(T)) <=
+                       Tuning::UNKNOWN_L1;  // more would push out what is read now (measured)
     parallel_for(a.rows, row_grain(a.cols), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         T* to = static_cast<T*>(out) + row * a.cols;
-        for_vector_groups<CHAINS>(0, a.cols, [&](auto count, int64_t c, int lanes) FM_INLINE_LAMBDA {
-          constexpr int N = decltype(count)::value;
-          vf sum[N] = {};
-          for (int64_t j = row * a.k; j < (row + 1) * a.k; ++j) {
-            if (places[j] >= a.n) continue;
-            const T* from = static_cast<const T*>(x) + places[j] * a.cols + c;
-            if (ahead && row + 1 < end) {  // the same columns of the next token's rows
-              const char* next = reinterpret_cast<const char*>(static_cast<const T*>(x) + min(places[j + a.k], a.n) * a.cols + c);
-              for (int64_t b = 0; b < N * VL * int64_t(sizeof(T)); b += Tuning::LINE) prefetch_l2(next + b);
-            }
+        for_vector_groups<CHAINS>(
+            0, a.cols, [&](auto count, int64_t c, int lanes) FM_INLINE_LAMBDA {
+              constexpr int N = decltype(count)::value;
+              vf sum[N] = {};
+              for (int64_t j = row * a.k; j < (row + 1) * a.k; ++j) {
+                if (places[j] >= a.n) continue;
+                const T* from = static_cast<const T*>(x) + places[j] * a.cols + c;
+                if (ahead && row + 1 < end) {  // the same columns of the next token's rows
+                  const char* next = reinterpret_cast<const char*>(
+                      static_cast<const T*>(x) + min(places[j + a.k], a.n) * a.cols + c);
+                  for (int64_t b = 0; b < N * VL * int64_t(sizeof(T)); b += Tuning::LINE)
+                    prefetch_l2(next + b);
+                }
 #pragma GCC unroll 8
-            for (int v = 0; v < N; ++v) sum[v] += load_lanes(from + v * VL, lanes);
-          }
+                for (int v = 0; v < N; ++v) sum[v] += load_lanes(from + v * VL, lanes);
+              }
 #pragma GCC unroll 8
-          for (int v = 0; v < N; ++v) store_lanes(to + c + v * VL, sum[v], lanes);
-        });
+              for (int v = 0; v < N; ++v) store_lanes(to + c + v * VL, sum[v], lanes);
+            });
       }
     });
   });

@@ -29,7 +29,9 @@ FM_ONCE void norm_rows(const LayerNormArgs& a, int64_t row) {
   const float inverse = 1.0f / static_cast<float>(cols);
   float mean[R] = {}, rstd[R];
   if constexpr (N == Norm::LAYER) {
-    sum_over_columns<R>(cols, mean, [&](int r, int64_t i, int lanes) { return load_lanes(x + r * cols + i, lanes); });
+    sum_over_columns<R>(cols, mean, [&](int r, int64_t i, int lanes) {
+      return load_lanes(x + r * cols + i, lanes);
+    });
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) a.mean[row + r] = mean[r] *= inverse;
   }
@@ -44,7 +46,8 @@ FM_ONCE void norm_rows(const LayerNormArgs& a, int64_t row) {
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) a.rstd[row + r] = rstd[r] = root[r];
   for_vectors(0, cols, [&](int64_t i, int lanes) {
-    const vf w = load_lanes(weight + i, lanes), b = N == Norm::LAYER ? load_lanes(bias + i, lanes) : vf{};
+    const vf w = load_lanes(weight + i, lanes),
+             b = N == Norm::LAYER ? load_lanes(bias + i, lanes) : vf{};
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const vf xhat = centred<N>(load_lanes(x + r * cols + i, lanes), mean[r]) * rstd[r];
@@ -60,7 +63,9 @@ FM_INLINE bool short_rows(int64_t cols) { return cols <= Tuning::SHORT_ROW; }
 template <Norm N, class T>
 FM_INLINE void norm_range(const LayerNormArgs& a, int64_t begin, int64_t end) {
   if (short_rows(a.cols)) {
-    for_row_blocks(begin, end, [&](auto block, int64_t row) { norm_rows<N, decltype(block)::value, T>(a, row); });
+    for_row_blocks(begin, end, [&](auto block, int64_t row) {
+      norm_rows<N, decltype(block)::value, T>(a, row);
+    });
   } else {
     for (int64_t row = begin; row < end; ++row) norm_rows<N, 1, T>(a, row);
   }
@@ -69,8 +74,9 @@ FM_INLINE void norm_range(const LayerNormArgs& a, int64_t begin, int64_t end) {
 template <Norm N>
 static void norm(const LayerNormArgs& a) {
   with_dtype(a.dtype, [&](auto element) {
-    parallel_for(a.rows, row_grain(a.cols),
-                 [&](int64_t begin, int64_t end) { norm_range<N, decltype(element)>(a, begin, end); });
+    parallel_for(a.rows, row_grain(a.cols), [&](int64_t begin, int64_t end) {
+      norm_range<N, decltype(element)>(a, begin, end);
+    });
   });
 }
 
@@ -79,10 +85,12 @@ static void rms_norm(const LayerNormArgs& a) { norm<Norm::RMS>(a); }
 
 // dweight, and for layer norm dbias: this chunk's column sums.
 template <Norm N, int R, class T>
-FM_ONCE void norm_backward_rows(const LayerNormGradArgs& a, int64_t row, float* dweight, float* dbias) {
+FM_ONCE void norm_backward_rows(const LayerNormGradArgs& a, int64_t row, float* dweight,
+                                float* dbias) {
   const int64_t cols = a.cols, first = row * cols;
   const T *dy = static_cast<const T*>(a.dy) + first, *x = static_cast<const T*>(a.x) + first;
-  const T *add = a.add ? static_cast<const T*>(a.add) + first : nullptr, *weight = static_cast<const T*>(a.weight);
+  const T *add = a.add ? static_cast<const T*>(a.add) + first : nullptr,
+          *weight = static_cast<const T*>(a.weight);
   T* dx = static_cast<T*>(a.dx) + first;
   const float inverse = 1.0f / static_cast<float>(cols), *rstd = a.rstd + row;
   float mean[R] = {};
@@ -110,11 +118,13 @@ FM_ONCE void norm_backward_rows(const LayerNormGradArgs& a, int64_t row, float* 
   }
   for_vectors(0, cols, [&](int64_t i, int lanes) {
     const vf w = load_lanes(weight + i, lanes);
-    vf weight_sum = load_lanes(dweight + i, lanes), bias_sum = N == Norm::LAYER ? load_lanes(dbias + i, lanes) : vf{};
+    vf weight_sum = load_lanes(dweight + i, lanes),
+       bias_sum = N == Norm::LAYER ? load_lanes(dbias + i, lanes) : vf{};
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const vf d = load_lanes(dy + r * cols + i, lanes), xhat = xhat_at(r, i, lanes);
-      vf grad = w * rstd[r] * d + (N == Norm::LAYER ? xhat * of_xhat[r] + constant[r] : xhat * of_xhat[r]);
+      vf grad = w * rstd[r] * d +
+                (N == Norm::LAYER ? xhat * of_xhat[r] + constant[r] : xhat * of_xhat[r]);
       if (add) grad += load_lanes(add + r * cols + i, lanes);
       store_lanes(dx + r * cols + i, grad, lanes);
       weight_sum += d * xhat;
@@ -131,11 +141,12 @@ static void norm_backward(const LayerNormGradArgs& a) {
     using T = decltype(element);
     constexpr int K = N == Norm::LAYER ? 2 : 1;
     float* const sums[2] = {a.dweight, a.dbias};
-    with_column_sums<K>(a.rows, a.cols, sums, [&](int64_t begin, int64_t end, float* partial, int64_t stride) {
-      for_row_blocks(begin, end, [&](auto block, int64_t row) {
-        norm_backward_rows<N, decltype(block)::value, T>(a, row, partial, partial + stride);
-      });
-    });
+    with_column_sums<K>(
+        a.rows, a.cols, sums, [&](int64_t begin, int64_t end, float* partial, int64_t stride) {
+          for_row_blocks(begin, end, [&](auto block, int64_t row) {
+            norm_backward_rows<N, decltype(block)::value, T>(a, row, partial, partial + stride);
+          });
+        });
   });
 }
 
@@ -168,20 +179,23 @@ static void residual_norm_backward(const LayerNormGradArgs& norm, const Residual
     using T = decltype(element);
     float* const sums[3] = {norm.dweight, sum.dbias, norm.dbias};
     constexpr int K = N == Norm::LAYER ? 3 : 2;
-    with_column_sums<K>(norm.rows, norm.cols, sums, [&](int64_t begin, int64_t end, float* partial, int64_t stride) {
-      for_row_blocks(begin, end, [&](auto block, int64_t row) {
-        constexpr int R = decltype(block)::value;
-        norm_backward_rows<N, R, T>(norm, row, partial, partial + 2 * stride);
-        bias_dropout_add_backward_rows<R, T>(sum, row, partial + stride);
-      });
-    });
+    with_column_sums<K>(norm.rows, norm.cols, sums,
+                        [&](int64_t begin, int64_t end, float* partial, int64_t stride) {
+                          for_row_blocks(begin, end, [&](auto block, int64_t row) {
+                            constexpr int R = decltype(block)::value;
+                            norm_backward_rows<N, R, T>(norm, row, partial, partial + 2 * stride);
+                            bias_dropout_add_backward_rows<R, T>(sum, row, partial + stride);
+                          });
+                        });
   });
 }
 
-static void bias_dropout_add_layer_norm_backward(const LayerNormGradArgs& norm, const ResidualGradArgs& sum) {
+static void bias_dropout_add_layer_norm_backward(const LayerNormGradArgs& norm,
+                                                 const ResidualGradArgs& sum) {
   residual_norm_backward<Norm::LAYER>(norm, sum);
 }
-static void bias_dropout_add_rms_norm_backward(const LayerNormGradArgs& norm, const ResidualGradArgs& sum) {
+static void bias_dropout_add_rms_norm_backward(const LayerNormGradArgs& norm,
+                                               const ResidualGradArgs& sum) {
   residual_norm_backward<Norm::RMS>(norm, sum);
 }
 

@@ -18,7 +18,9 @@ FM_INLINE void for_row_blocks(int64_t begin, int64_t end, const F& body) {
 }
 
 // Rows per range of parallel_for, a multiple of ROW_BLOCK: at least GRAIN elements.
-FM_INLINE int64_t row_grain(int64_t cols) { return ROW_BLOCK * (1 + Tuning::GRAIN / ROW_BLOCK / (cols + 1)); }
+FM_INLINE int64_t row_grain(int64_t cols) {
+  return ROW_BLOCK * (1 + Tuning::GRAIN / ROW_BLOCK / (cols + 1));
+}
 
 // What a walk along memory reaches BYTES after p; 0: nothing.
 template <int64_t BYTES, class T>
@@ -31,8 +33,8 @@ FM_INLINE void clear(float* p, int64_t n) {
 }
 
 // sum[i] += partial[0][i] + partial[1][i] + ..., in this order, for the columns [begin, end).
-FM_INLINE void add_partials(float* sum, const float* partial, int64_t chunks, int64_t stride, int64_t begin,
-                            int64_t end) {
+FM_INLINE void add_partials(float* sum, const float* partial, int64_t chunks, int64_t stride,
+                            int64_t begin, int64_t end) {
   constexpr int VECTORS = COLUMN_BLOCK / VL;
   int64_t i = begin;
   for (; i + COLUMN_BLOCK <= end; i += COLUMN_BLOCK) {
@@ -81,7 +83,8 @@ FM_INLINE void with_column_sums(int64_t rows, int64_t cols, float* const* sums, 
   float* partial = static_cast<float*>(scratch(0, chunks * K * stride * sizeof(float)));
   parallel_for(chunks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t c = begin; c < end; ++c) {
-      const int64_t first = blocks * c / chunks * ROW_BLOCK, last = blocks * (c + 1) / chunks * ROW_BLOCK;
+      const int64_t first = blocks * c / chunks * ROW_BLOCK,
+                    last = blocks * (c + 1) / chunks * ROW_BLOCK;
       clear(partial + c * K * stride, K * stride);
       body(first, last < rows ? last : rows, partial + c * K * stride, stride);
     }
@@ -98,7 +101,9 @@ FM_INLINE vf first_of(vf v, int lanes, vf other = vf{}) {
 }
 
 // p[i] += v
-FM_INLINE void add_to(float* p, vf v, int lanes) { store_lanes(p, load_lanes(p, lanes) + v, lanes); }
+FM_INLINE void add_to(float* p, vf v, int lanes) {
+  store_lanes(p, load_lanes(p, lanes) + v, lanes);
+}
 
 // v[0] + ... + v[R - 1] in a fixed tree.
 template <int R>

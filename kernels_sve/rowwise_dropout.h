@@ -42,10 +42,13 @@ FM_INLINE void for_kept(const DropoutArgs& a, int64_t row, const F& body) {
 template <int R, class T>
 FM_ONCE void bias_dropout_add_rows(const ResidualArgs& a, int64_t row) {
   const int64_t cols = a.dropout.cols, first = row * cols;
-  const T *x = static_cast<const T*>(a.x) + first, *residual = static_cast<const T*>(a.residual) + first;
+  const T *x = static_cast<const T*>(a.x) + first,
+          *residual = static_cast<const T*>(a.residual) + first;
   const T* bias = static_cast<const T*>(a.bias);
   T* out = static_cast<T*>(a.out) + first;
-  auto value = [&](int r, int64_t i, int lanes, vf b) { return load_lanes(x + r * cols + i, lanes) + b; };
+  auto value = [&](int r, int64_t i, int lanes, vf b) {
+    return load_lanes(x + r * cols + i, lanes) + b;
+  };
   auto bias_at = [&](int64_t i, int lanes) { return bias ? load_lanes(bias + i, lanes) : vf{}; };
   auto write = [&](int r, int64_t i, int lanes, vf v) {
     store_lanes(out + r * cols + i, load_lanes(residual + r * cols + i, lanes) + v, lanes);
@@ -61,7 +64,8 @@ FM_ONCE void bias_dropout_add_rows(const ResidualArgs& a, int64_t row) {
   for_kept<R>(a.dropout, row, [&](int64_t i, int lanes, const vi* keep) {
     const vf b = bias_at(i, lanes);
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) write(r, i, lanes, select(keep[r], value(r, i, lanes, b) * scale, vf{}));
+    for (int r = 0; r < R; ++r)
+      write(r, i, lanes, select(keep[r], value(r, i, lanes, b) * scale, vf{}));
   });
 }
 
@@ -91,7 +95,8 @@ FM_ONCE void bias_dropout_add_backward_rows(const ResidualGradArgs& a, int64_t r
   for_kept<R>(a.dropout, row, [&](int64_t i, int lanes, const vi* keep) {
     vf grad[R];
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) grad[r] = select(keep[r], load_lanes(dout + r * cols + i, lanes) * scale, vf{});
+    for (int r = 0; r < R; ++r)
+      grad[r] = select(keep[r], load_lanes(dout + r * cols + i, lanes) * scale, vf{});
     finish(i, lanes, grad);
   });
 }
@@ -99,10 +104,12 @@ FM_ONCE void bias_dropout_add_backward_rows(const ResidualGradArgs& a, int64_t r
 static void bias_dropout_add(const ResidualArgs& a) {
   with_dtype(a.dtype, [&](auto element) {
     using T = decltype(element);
-    parallel_for(a.dropout.outer * a.dropout.samples, row_grain(a.dropout.cols), [&](int64_t begin, int64_t end) {
-      for_row_blocks(begin, end,
-                     [&](auto block, int64_t row) { bias_dropout_add_rows<decltype(block)::value, T>(a, row); });
-    });
+    parallel_for(a.dropout.outer * a.dropout.samples, row_grain(a.dropout.cols),
+                 [&](int64_t begin, int64_t end) {
+                   for_row_blocks(begin, end, [&](auto block, int64_t row) {
+                     bias_dropout_add_rows<decltype(block)::value, T>(a, row);
+                   });
+                 });
   });
 }
 
@@ -113,7 +120,8 @@ static void bias_dropout_add_backward(const ResidualGradArgs& a) {
     with_column_sums<1>(a.dropout.outer * a.dropout.samples, a.dropout.cols, sums,
                         [&](int64_t begin, int64_t end, float* partial, int64_t) {
                           for_row_blocks(begin, end, [&](auto block, int64_t row) {
-                            bias_dropout_add_backward_rows<decltype(block)::value, T>(a, row, partial);
+                            bias_dropout_add_backward_rows<decltype(block)::value, T>(a, row,
+                                                                                      partial);
                           });
                         });
   });

@@ -35,10 +35,14 @@
 #include "tuning.h"
 
 #define FM_INLINE static inline __attribute__((always_inline))
-#define FM_ONCE static __attribute__((noinline))  // compiled once for all kernels that call it for each block of rows
-#define FM_INLINE_LAMBDA __attribute__((always_inline))  // after a lambda's parameters: a long one that is called twice
+#define FM_ONCE          \
+  static __attribute__(( \
+      noinline))  // compiled once for all kernels that call it for each block of rows
+#define FM_INLINE_LAMBDA \
+  __attribute__((always_inline))  // after a lambda's parameters: a long one that is called twice
 
-#if defined(__ARM_FEATURE_SVE_BITS) && __ARM_FEATURE_SVE_BITS == FM_VECTOR_BYTES * 8 && FM_VECTOR_BYTES > 16
+#if defined(__ARM_FEATURE_SVE_BITS) && __ARM_FEATURE_SVE_BITS == FM_VECTOR_BYTES * 8 && \
+    FM_VECTOR_BYTES > 16
 #include <arm_sve.h>
 #elif defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC)
 #include <arm_neon.h>
@@ -110,7 +114,9 @@ FM_INLINE uint64_t keep_half_denormals() {
   __asm__ volatile("msr fpcr, %0" ::"r"(before & ~(UINT64_C(1) << 19)) : "memory");
   return before;
 }
-FM_INLINE void restore_denormals(uint64_t before) { __asm__ volatile("msr fpcr, %0" ::"r"(before) : "memory"); }
+FM_INLINE void restore_denormals(uint64_t before) {
+  __asm__ volatile("msr fpcr, %0" ::"r"(before) : "memory");
+}
 #else
 FM_INLINE uint64_t keep_half_denormals() { return 0; }
 FM_INLINE void restore_denormals(uint64_t) {}
@@ -118,7 +124,8 @@ FM_INLINE void restore_denormals(uint64_t) {}
 
 }  // namespace fm::FM_TARGET
 
-#if defined(__ARM_FEATURE_SVE_BITS) && __ARM_FEATURE_SVE_BITS == FM_VECTOR_BYTES * 8 && FM_VECTOR_BYTES > 16
+#if defined(__ARM_FEATURE_SVE_BITS) && __ARM_FEATURE_SVE_BITS == FM_VECTOR_BYTES * 8 && \
+    FM_VECTOR_BYTES > 16
 #include "simd_sve.h"
 #elif defined(__AVX512F__)
 #include "simd_avx512.h"

@@ -11,7 +11,9 @@ FM_INLINE __m128i narrow(vu v) {
   const __m256i low = (__m256i)(v & 0xffffu);
   return _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
 }
-FM_INLINE vu load_u16(const uint16_t* p) { return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)); }
+FM_INLINE vu load_u16(const uint16_t* p) {
+  return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+}
 FM_INLINE void store_u16(uint16_t* p, vu v) { _mm_storeu_si128((__m128i*)p, narrow(v)); }
 FM_INLINE vu load_u16_n(const uint16_t* p, int n) {
   vu v = {};

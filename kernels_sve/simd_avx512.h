@@ -5,12 +5,18 @@ namespace fm::FM_TARGET {
 
 FM_INLINE __mmask16 first_lanes(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
 FM_INLINE vf load_n(const float* p, int n) { return (vf)_mm512_maskz_loadu_ps(first_lanes(n), p); }
-FM_INLINE void store_n(float* p, vf v, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), (__m512)v); }
-FM_INLINE vu load_u16(const uint16_t* p) { return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
+FM_INLINE void store_n(float* p, vf v, int n) {
+  _mm512_mask_storeu_ps(p, first_lanes(n), (__m512)v);
+}
+FM_INLINE vu load_u16(const uint16_t* p) {
+  return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+}
 FM_INLINE vu load_u16_n(const uint16_t* p, int n) {
   return (vu)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_lanes(n), p));
 }
-FM_INLINE void store_u16(uint16_t* p, vu v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)v)); }
+FM_INLINE void store_u16(uint16_t* p, vu v) {
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)v));
+}
 FM_INLINE void store_u16_n(uint16_t* p, vu v, int n) {
   _mm512_mask_cvtepi32_storeu_epi16(p, first_lanes(n), (__m512i)v);
 }
@@ -41,7 +47,8 @@ template <int N>
 FM_INLINE void exp2_each(vf (&v)[N]) {
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) {
-    const vf n = (vf)_mm512_roundscale_ps((__m512)v[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const vf n =
+        (vf)_mm512_roundscale_ps((__m512)v[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __mmask16 normal = _mm512_cmp_ps_mask((__m512)v[i], _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
     v[i] = (vf)_mm512_maskz_scalef_ps(normal, (__m512)exp2_of_rest(v[i] - n), (__m512)n);
   }
@@ -50,7 +57,9 @@ FM_INLINE void exp2_each(vf (&v)[N]) {
 #ifdef __AVX512BF16__
 // Pairs of bfloat16 in 32-bit lanes: the even element in the low half; denormal inputs and results count as 0.
 #define FM_HAS_BF16_PAIRS
-FM_INLINE vf dot_pairs(vf acc, vu a, vu b) { return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
+FM_INLINE vf dot_pairs(vf acc, vu a, vu b) {
+  return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+}
 FM_INLINE vu to_pairs(vf low, vf high) {
   const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
   const vu order = lane_index() | ((lane_index() + 16u) << 16);
@@ -63,7 +72,9 @@ FM_INLINE vu high_halves(vf a, vf b) {
 FM_INLINE vu to_row(vf low, vf high) { return (vu)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); }
 
 #define FM_HAS_BF16_RESULTS
-FM_INLINE void store_result(bf16* p, vf v) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)v)); }
+FM_INLINE void store_result(bf16* p, vf v) {
+  _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)v));
+}
 FM_INLINE void store_result_n(bf16* p, vf v, int n) {
   _mm256_mask_storeu_epi16(p, first_lanes(n), (__m256i)_mm512_cvtneps_pbh((__m512)v));
 }

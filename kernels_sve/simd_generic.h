@@ -27,14 +27,16 @@ FM_INLINE void store_u16(uint16_t* p, vu v) { store_u16_n(p, v, VL); }
 FM_INLINE vf half_to_float(vu h) {
   const vu magnitude = (h & 0x7fffu) << 13, exponent = h & 0x7c00u;
   const vu denormal = (vu)(to_float(h & 0x3ffu) * 0x1p-24f);
-  const vu bits = exponent == 0x7c00u ? magnitude | 0x7f800000u : magnitude + 0x38000000u;  // 31 is inf or NaN
+  const vu bits =
+      exponent == 0x7c00u ? magnitude | 0x7f800000u : magnitude + 0x38000000u;  // 31 is inf or NaN
   return (vf)((exponent == 0 ? denormal : bits) | (h & 0x8000u) << 16);
 }
 FM_INLINE vu float_to_half(vf v) {
   const vu bits = (vu)v & 0x7fffffffu;
   const vu sign = ((vu)v >> 16) & 0x8000u;
   const vu normal = (bits - 0x38000000u + 0xfffu + ((bits >> 13) & 1u)) >> 13;
-  const vu denormal = (vu)((vf)bits + 0.5f) - 0x3f000000u;  // the addition rounds at 2^-24, the unit of a denormal half
+  const vu denormal = (vu)((vf)bits + 0.5f) -
+                      0x3f000000u;  // the addition rounds at 2^-24, the unit of a denormal half
   vu half = bits < 0x38800000u ? denormal : normal;
   half = bits >= 0x477ff000u ? broadcast(0x7c00u) : half;
   return sign | (bits > 0x7f800000u ? ((bits >> 13) & 0x3ffu) | 0x7e00u : half);
@@ -43,13 +45,16 @@ FM_INLINE vu float_to_half(vf v) {
 #define FM_HAS_HALF_ARITHMETIC
 #ifdef __ARM_FEATURE_FP16_VECTOR_ARITHMETIC
 FM_INLINE vu broadcast_half(f16 h) { return (vu)vdupq_n_u16(h.bits); }
-FM_INLINE vu fma_halves(vu a, vu b, vu sum) { return (vu)vfmaq_f16((float16x8_t)sum, (float16x8_t)a, (float16x8_t)b); }
+FM_INLINE vu fma_halves(vu a, vu b, vu sum) {
+  return (vu)vfmaq_f16((float16x8_t)sum, (float16x8_t)a, (float16x8_t)b);
+}
 #else
 FM_INLINE vu broadcast_half(f16 h) { return broadcast(h.bits * 0x10001u); }
 // For tests, by float arithmetic: the product of two halves is exact, and a sum rounded to odd (its last bit set when it
 // is not exact) rounds to half like the exact one. Error of the sum: Knuth, The Art of Computer Programming 2, 4.2.2.
 FM_INLINE vu fma_low_halves(vu a, vu b, vu sum) {
-  const vf product = half_to_float(a) * half_to_float(b), term = half_to_float(sum), total = product + term;
+  const vf product = half_to_float(a) * half_to_float(b), term = half_to_float(sum),
+           total = product + term;
   const vf part = total - product, error = (product - (total - part)) + (term - part);
   const vu back = (vu)((error < 0.0f) == (total > 0.0f)) & 2u;
   const vu inexact = (vu)((error < 0.0f) | (error > 0.0f)) & 1u & ~(vu)total;
@@ -64,14 +69,18 @@ FM_INLINE vu fma_halves(vu a, vu b, vu sum) {
 // As in simd_sve.h.
 #define FM_HAS_BF16_PAIRS
 #define FM_HAS_BF16_QUADS
-FM_INLINE vf dot_pairs(vf sum, vu a, vu b) { return (vf)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b); }
+FM_INLINE vf dot_pairs(vf sum, vu a, vu b) {
+  return (vf)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
+}
 FM_INLINE vu to_pairs(vf low, vf high) {
-  const uint16x4_t even = (uint16x4_t)vcvt_bf16_f32((float32x4_t)low), odd = (uint16x4_t)vcvt_bf16_f32((float32x4_t)high);
+  const uint16x4_t even = (uint16x4_t)vcvt_bf16_f32((float32x4_t)low),
+                   odd = (uint16x4_t)vcvt_bf16_f32((float32x4_t)high);
   return (vu)vcombine_u16(vzip1_u16(even, odd), vzip2_u16(even, odd));
 }
 FM_INLINE vu high_halves(vf a, vf b) { return (vu)vuzp2q_u16((uint16x8_t)a, (uint16x8_t)b); }
 FM_INLINE vu to_row(vf low, vf high) {
-  return (vu)vcombine_u16((uint16x4_t)vcvt_bf16_f32((float32x4_t)low), (uint16x4_t)vcvt_bf16_f32((float32x4_t)high));
+  return (vu)vcombine_u16((uint16x4_t)vcvt_bf16_f32((float32x4_t)low),
+                          (uint16x4_t)vcvt_bf16_f32((float32x4_t)high));
 }
 FM_INLINE vf multiply_quads(vf sum, vu a, vu b) {
   return (vf)vbfmmlaq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);

@@ -111,7 +111,8 @@ FM_INLINE void sincos_turns(vf turns, vf& sine, vf& cosine) {
   const vf z = t * t;
   const vf s = ((-1.9515295891e-4f * z + 8.3321608736e-3f) * z - 1.6666654611e-1f) * z * t + t;
   const vf c =
-      ((2.443315711809948e-5f * z - 1.388731625493765e-3f) * z + 4.166664568298827e-2f) * z * z - 0.5f * z + 1.0f;
+      ((2.443315711809948e-5f * z - 1.388731625493765e-3f) * z + 4.166664568298827e-2f) * z * z -
+      0.5f * z + 1.0f;
   const vi swap = (quadrant & 1u) != 0u;
   sine = (vf)((vu)(swap ? c : s) ^ ((quadrant & 2u) << 30));
   cosine = (vf)((vu)(swap ? s : c) ^ (((quadrant + 1u) & 2u) << 30));

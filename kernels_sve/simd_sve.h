@@ -11,8 +11,12 @@ FM_INLINE void store_n(float* p, vf v, int n) { svst1_f32(first_lanes(n), p, (sv
 FM_INLINE vu load_u16(const uint16_t* p) { return (vu)svld1uh_u32(svptrue_b32(), p); }
 FM_INLINE vu load_u16_n(const uint16_t* p, int n) { return (vu)svld1uh_u32(first_lanes(n), p); }
 FM_INLINE void store_u16(uint16_t* p, vu v) { svst1h_u32(svptrue_b32(), p, (svuint32_t)v); }
-FM_INLINE void store_u16_n(uint16_t* p, vu v, int n) { svst1h_u32(first_lanes(n), p, (svuint32_t)v); }
-FM_INLINE vf half_to_float(vu h) { return (vf)svcvt_f32_f16_x(svptrue_b32(), svreinterpret_f16_u32((svuint32_t)h)); }
+FM_INLINE void store_u16_n(uint16_t* p, vu v, int n) {
+  svst1h_u32(first_lanes(n), p, (svuint32_t)v);
+}
+FM_INLINE vf half_to_float(vu h) {
+  return (vf)svcvt_f32_f16_x(svptrue_b32(), svreinterpret_f16_u32((svuint32_t)h));
+}
 FM_INLINE vu float_to_half(vf v) {
   return (vu)svreinterpret_u32_f16(svcvt_f16_f32_x(svptrue_b32(), (svfloat32_t)v)) & 0xffffu;
 }
@@ -30,18 +34,23 @@ FM_INLINE float hmax(vf v) { return svmaxv_f32(svptrue_b32(), (svfloat32_t)v); }
 #define FM_HAS_BF16_PAIRS
 #define FM_HAS_BF16_QUADS
 FM_INLINE svbfloat16_t bf16_elements(vu v) { return svreinterpret_bf16_u32((svuint32_t)v); }
-FM_INLINE vf dot_pairs(vf sum, vu a, vu b) { return (vf)svbfdot_f32((svfloat32_t)sum, bf16_elements(a), bf16_elements(b)); }
+FM_INLINE vf dot_pairs(vf sum, vu a, vu b) {
+  return (vf)svbfdot_f32((svfloat32_t)sum, bf16_elements(a), bf16_elements(b));
+}
 FM_INLINE vu to_pairs(vf low, vf high) {
   const svbfloat16_t even = svcvt_bf16_f32_x(svptrue_b32(), (svfloat32_t)low);
   return (vu)svreinterpret_u32_bf16(svcvtnt_bf16_f32_m(even, svptrue_b32(), (svfloat32_t)high));
 }
 FM_INLINE vu high_halves(vf a, vf b) {
-  const svuint16_t low = svreinterpret_u16_f32((svfloat32_t)a), high = svreinterpret_u16_f32((svfloat32_t)b);
+  const svuint16_t low = svreinterpret_u16_f32((svfloat32_t)a),
+                   high = svreinterpret_u16_f32((svfloat32_t)b);
   return (vu)svreinterpret_u32_u16(svuzp2_u16(low, high));
 }
 FM_INLINE vu to_row(vf low, vf high) {
-  const svuint16_t first = svreinterpret_u16_bf16(svcvt_bf16_f32_x(svptrue_b32(), (svfloat32_t)low));
-  const svuint16_t second = svreinterpret_u16_bf16(svcvt_bf16_f32_x(svptrue_b32(), (svfloat32_t)high));
+  const svuint16_t first =
+      svreinterpret_u16_bf16(svcvt_bf16_f32_x(svptrue_b32(), (svfloat32_t)low));
+  const svuint16_t second =
+      svreinterpret_u16_bf16(svcvt_bf16_f32_x(svptrue_b32(), (svfloat32_t)high));
   return (vu)svreinterpret_u32_u16(svuzp1_u16(first, second));
 }
 FM_INLINE vf multiply_quads(vf sum, vu a, vu b) {
@@ -49,8 +58,12 @@ FM_INLINE vf multiply_quads(vf sum, vu a, vu b) {
 }
 FM_INLINE vu broadcast_quads(const uint32_t* p) { return (vu)svld1rq_u32(svptrue_b32(), p); }
 FM_INLINE svfloat64_t doublewords(vf v) { return svreinterpret_f64_f32((svfloat32_t)v); }
-FM_INLINE vf even_doublewords(vf a, vf b) { return (vf)svreinterpret_f32_f64(svuzp1_f64(doublewords(a), doublewords(b))); }
-FM_INLINE vf odd_doublewords(vf a, vf b) { return (vf)svreinterpret_f32_f64(svuzp2_f64(doublewords(a), doublewords(b))); }
+FM_INLINE vf even_doublewords(vf a, vf b) {
+  return (vf)svreinterpret_f32_f64(svuzp1_f64(doublewords(a), doublewords(b)));
+}
+FM_INLINE vf odd_doublewords(vf a, vf b) {
+  return (vf)svreinterpret_f32_f64(svuzp2_f64(doublewords(a), doublewords(b)));
+}
 #endif
 
 // Chains that take a stage with a further register each: of 8, with the caller's 8 values, not all fit 32 registers.
@@ -124,7 +137,9 @@ FM_INLINE vf sqrt(vf v) {
   sqrt_each(one);
   return one[0];
 }
-FM_INLINE vu mul_high(vu v, uint32_t m) { return (vu)svmulh_n_u32_x(svptrue_b32(), (svuint32_t)v, m); }
+FM_INLINE vu mul_high(vu v, uint32_t m) {
+  return (vu)svmulh_n_u32_x(svptrue_b32(), (svuint32_t)v, m);
+}
 
 // FEXPA makes 2^(i/64) from the low bits of i + 64 * 127: no table, a short polynomial. Constants as in Arm Optimized
 // Routines' SVE expf.
@@ -159,7 +174,8 @@ FM_INLINE void exp2_each(vf (&v)[N]) {
 #pragma GCC unroll 16
     for (int i = 0; i < HALF; ++i) p[i] = v[first + i] * 0x1.ebfc92p-3f + 0x1.62e486p-1f;
 #pragma GCC unroll 16
-    for (int i = first; i < first + HALF; ++i) shifted[i] = (vf)svexpa_f32((svuint32_t)(vu)shifted[i]);
+    for (int i = first; i < first + HALF; ++i)
+      shifted[i] = (vf)svexpa_f32((svuint32_t)(vu)shifted[i]);
 #pragma GCC unroll 16
     for (int i = first; i < first + HALF; ++i) v[i] = v[i] * shifted[i];
 #pragma GCC unroll 16
@@ -168,8 +184,12 @@ FM_INLINE void exp2_each(vf (&v)[N]) {
 }
 
 #define FM_HAS_FAST_MAX
-FM_INLINE vf fast_max(vf a, vf b) { return (vf)svmax_f32_x(svptrue_b32(), (svfloat32_t)a, (svfloat32_t)b); }
-FM_INLINE vf fast_min(vf a, vf b) { return (vf)svmin_f32_x(svptrue_b32(), (svfloat32_t)a, (svfloat32_t)b); }
+FM_INLINE vf fast_max(vf a, vf b) {
+  return (vf)svmax_f32_x(svptrue_b32(), (svfloat32_t)a, (svfloat32_t)b);
+}
+FM_INLINE vf fast_min(vf a, vf b) {
+  return (vf)svmin_f32_x(svptrue_b32(), (svfloat32_t)a, (svfloat32_t)b);
+}
 
 // A store of the part's lanes where they would lie in a whole vector: no shuffle and no way through memory.
 #define FM_HAS_STORE_PART

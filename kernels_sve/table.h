@@ -82,7 +82,8 @@ struct RoundingArgs {
 
 // adamw.h: the scalars of one AdamW step, made in double from the options by bind_adamw.cc. rounding: of exp_avg_sq in BF16.
 struct AdamWArgs {
-  float grad_scale, decay, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_sqrt_correction, eps;
+  float grad_scale, decay, one_minus_beta1, beta2, one_minus_beta2, step_size,
+      inverse_sqrt_correction, eps;
   RoundingArgs rounding = {};
 };
 
@@ -236,7 +237,8 @@ struct EmbeddingArgs {
 namespace fm {
 
 struct KernelTable {
-#define FM_KERNEL(name, family, sizes, result, parameters, operands, flops, bytes) result(*name) parameters;
+#define FM_KERNEL(name, family, sizes, result, parameters, operands, flops, bytes) \
+  result(*name) parameters;
 #include "kernels.inc"
 };
 

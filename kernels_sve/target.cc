@@ -15,7 +15,8 @@
 
 #ifdef FM_BASE
 namespace fm::FM_BASE {
-#define FM_KERNEL(name, family, sizes, result, parameters, operands, flops, bytes) extern result(*const name##_kernel) parameters;
+#define FM_KERNEL(name, family, sizes, result, parameters, operands, flops, bytes) \
+  extern result(*const name##_kernel) parameters;
 #include "kernels.inc"
 }  // namespace fm::FM_BASE
 #endif
@@ -25,7 +26,7 @@ namespace fm::FM_BASE {
 
 namespace fm::FM_TARGET {
 #define FM_SKIP(name, result, parameters)
-#define FM_DEFINE(name, result, parameters)      \
+#define FM_DEFINE(name, result, parameters)       \
   extern result(*const name##_kernel) parameters; \
   result(*const name##_kernel) parameters = &name;
 #define FM_KERNEL(name, family, sizes, result, parameters, operands, flops, bytes) \
@@ -40,7 +41,8 @@ namespace fm::FM_TARGET {
 #endif
 
 namespace fm::FM_TARGET {
-#define FM_KERNEL(name, family, sizes, result, parameters, operands, flops, bytes) extern result(*const name##_kernel) parameters;
+#define FM_KERNEL(name, family, sizes, result, parameters, operands, flops, bytes) \
+  extern result(*const name##_kernel) parameters;
 #include "kernels.inc"
 
 extern const KernelTable kernel_table;

@@ -76,7 +76,8 @@ auto unlocked(F&& f) {
 }
 
 // Raises Python's ValueError unless `good`: for arguments that are no tensors.
-inline void require(bool good, const char* name, const std::string& expected, const std::string& got) {
+inline void require(bool good, const char* name, const std::string& expected,
+                    const std::string& got) {
   if (!good) throw py::value_error(std::string(name) + ": expected " + expected + ", got " + got);
 }
 

@@ -26,11 +26,13 @@ FM_INLINE void tile_zero() {
 }
 template <int TILE>
 FM_INLINE void tile_load(const void* p, int64_t stride) {
-  for (int r = 0; r < 16; ++r) __builtin_memcpy(&tile_row(TILE, r), static_cast<const char*>(p) + r * stride, 64);
+  for (int r = 0; r < 16; ++r)
+    __builtin_memcpy(&tile_row(TILE, r), static_cast<const char*>(p) + r * stride, 64);
 }
 template <int TILE>
 FM_INLINE void tile_store(void* p, int64_t stride) {
-  for (int r = 0; r < 16; ++r) __builtin_memcpy(static_cast<char*>(p) + r * stride, &tile_row(TILE, r), 64);
+  for (int r = 0; r < 16; ++r)
+    __builtin_memcpy(static_cast<char*>(p) + r * stride, &tile_row(TILE, r), 64);
 }
 
 // Denormals count as zero, in operands and in results.
@@ -40,7 +42,8 @@ FM_INLINE vf high_half(vu words) { return normal((vf)(words & 0xffff0000u)); }
 
 static __attribute__((noinline)) void emulated_dot(int sum, int a, int b) {
   vf low[16], high[16];
-  for (int k = 0; k < 16; ++k) low[k] = low_half(tile_row(b, k)), high[k] = high_half(tile_row(b, k));
+  for (int k = 0; k < 16; ++k)
+    low[k] = low_half(tile_row(b, k)), high[k] = high_half(tile_row(b, k));
   for (int r = 0; r < 16; ++r) {
     vf even = {}, odd = {};
     for (int k = 0; k < 16; ++k) {

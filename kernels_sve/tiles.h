@@ -25,8 +25,11 @@
 
 namespace fm::FM_TARGET {
 
-constexpr int TILE = 16, TILE_WORDS = TILE * TILE, TILE_COLUMNS = 2 * TILE, TILE_DEPTH = 2 * TILE;  // TILE_DEPTH: k of a step
-constexpr int64_t TILE_STEP = 2 * TILE_WORDS, SUMS_ROW = TILE_COLUMNS * 4;  // words of an operand; bytes of a row of sums side by side
+constexpr int TILE = 16, TILE_WORDS = TILE * TILE, TILE_COLUMNS = 2 * TILE,
+              TILE_DEPTH = 2 * TILE;  // TILE_DEPTH: k of a step
+constexpr int64_t TILE_STEP = 2 * TILE_WORDS,
+                  SUMS_ROW =
+                      TILE_COLUMNS * 4;  // words of an operand; bytes of a row of sums side by side
 static_assert(VL == TILE, "a row of a tile is a vector");
 
 // The sums of ROWS (1 or 2) rows of tiles, two to a row; `stride` bytes from a row of floats to the next.
@@ -50,7 +53,8 @@ FM_INLINE void store_sums(float* c, int64_t stride) {
 
 // sums += A B over `steps` steps of k; before() runs ahead of each.
 template <int ROWS, class F>
-FM_INLINE void multiply_tiles(const uint32_t* a, const uint32_t* b, int64_t steps, const F& before) {
+FM_INLINE void multiply_tiles(const uint32_t* a, const uint32_t* b, int64_t steps,
+                              const F& before) {
 #pragma GCC unroll 1
   for (; steps > 0; --steps, a += TILE_STEP, b += TILE_STEP) {
     before();
@@ -68,11 +72,13 @@ FM_INLINE void multiply_tiles(const uint32_t* a, const uint32_t* b, int64_t step
 // One tile of A: rows [0, 16) of words from k on, where element (i, k) is at src + i * i_stride + k * k_stride, one of which is 1,
 // `rows` of i and `depth` of k exist. Reader: StoredPairs of simd_types.h, or what reads other elements as pairs.
 template <class Reader, class T>
-FM_INLINE void pack_tile(const T* src, int64_t i_stride, int64_t k_stride, int64_t rows, int64_t k, int64_t depth, float* out) {
+FM_INLINE void pack_tile(const T* src, int64_t i_stride, int64_t k_stride, int64_t rows, int64_t k,
+                         int64_t depth, float* out) {
   vf tile[TILE];
   if (k_stride == 1) {
 #pragma GCC unroll 16
-    for (int r = 0; r < TILE; ++r) tile[r] = r < rows ? Reader::along_k(src + r * i_stride + 2 * k, depth - 2 * k) : vf{};
+    for (int r = 0; r < TILE; ++r)
+      tile[r] = r < rows ? Reader::along_k(src + r * i_stride + 2 * k, depth - 2 * k) : vf{};
   } else {
     const int lanes = static_cast<int>(rows < 0 ? 0 : min(rows, TILE));
 #pragma GCC unroll 16
@@ -88,17 +94,19 @@ FM_INLINE void pack_tile(const T* src, int64_t i_stride, int64_t k_stride, int64
 
 // Rows [0, 32) of A over `depth` of k, in whole steps.
 template <class Reader = StoredPairs, class T>
-static __attribute__((noinline)) void pack_tiles(const T* src, int64_t i_stride, int64_t k_stride, int64_t rows, int64_t depth,
-                                                 float* out) {
+static __attribute__((noinline)) void pack_tiles(const T* src, int64_t i_stride, int64_t k_stride,
+                                                 int64_t rows, int64_t depth, float* out) {
   for (int64_t k = 0; 2 * k < depth; k += TILE, out += TILE_STEP) {
     for (int64_t i = 0; k_stride == 1 && i < min(TILE_COLUMNS, rows - TILE_COLUMNS); ++i) {
-      prefetch(src + (TILE_COLUMNS + i) * i_stride + 2 * k);  // rows of the next panel: too many and too short for the hardware
+      prefetch(src + (TILE_COLUMNS + i) * i_stride +
+               2 * k);  // rows of the next panel: too many and too short for the hardware
     }
     for (int64_t i = 0; k_stride != 1 && i < min(TILE_DEPTH, depth - 2 * k - TILE_DEPTH); ++i) {
       prefetch(src + (2 * k + TILE_DEPTH + i) * k_stride);
     }
     pack_tile<Reader>(src, i_stride, k_stride, rows, k, depth, out);
-    pack_tile<Reader>(src + TILE * i_stride, i_stride, k_stride, rows - TILE, k, depth, out + TILE_WORDS);
+    pack_tile<Reader>(src + TILE * i_stride, i_stride, k_stride, rows - TILE, k, depth,
+                      out + TILE_WORDS);
   }
 }
 

@@ -15,7 +15,8 @@ struct Common {
   // Memory. A64FX's cache line (Microarchitecture Manual 1.8.1) is a multiple of everybody else's. The huge page is the usual
   // one; where the kernel has another it ignores the advice. The base page is the largest in use (Fugaku's Linux). Buffers begin
   // at STAGGERS different lines of a page, or they would all meet in the same sets of a first-level cache.
-  static constexpr size_t CACHE_LINE = 256, HUGE_PAGE = size_t(2) << 20, BASE_PAGE = size_t(64) << 10, STAGGERS = 16;
+  static constexpr size_t CACHE_LINE = 256, HUGE_PAGE = size_t(2) << 20,
+                          BASE_PAGE = size_t(64) << 10, STAGGERS = 16;
 
   // Elements of a flat tensor, or about as many of a matrix, that are worth a thread.
   static constexpr int64_t GRAIN = 4096;
@@ -92,7 +93,8 @@ struct Common {
 struct portable : Common {
   static constexpr int DOT_CHAINS = 2;  // 16 registers
   static constexpr int GEMM_MR = 4, GEMM_NR_VECTORS = 2;
-  static constexpr int ATTENTION_MR = 4;  // 4 x 3 accumulators, 3 vectors and a broadcast in 16 registers
+  static constexpr int ATTENTION_MR =
+      4;  // 4 x 3 accumulators, 3 vectors and a broadcast in 16 registers
   static constexpr int FMA_CHAINS = 12;
 };
 
@@ -139,7 +141,8 @@ struct sve512 : Common {
 
 // Other SVE machines: 32 registers as A64FX; no machine of theirs was measured.
 struct sve256 : sve512 {
-  static constexpr int LINE = Common::LINE, FETCH_STEPS = Common::FETCH_STEPS, FETCH_RUN = Common::FETCH_RUN;
+  static constexpr int LINE = Common::LINE, FETCH_STEPS = Common::FETCH_STEPS,
+                       FETCH_RUN = Common::FETCH_RUN;
 };
 struct sve128 : sve256 {
   static constexpr int ATTENTION_MR = 4;  // at most the lanes of a vector

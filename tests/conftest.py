@@ -11,25 +11,49 @@ from tests.system.mpi import launch
 
 TESTS = Path(__file__).resolve().parent
 PACKAGE = TESTS.parent / "fugaku_megatron"
-KINDS = ("unit", "kernels", "parallel", "system", "arm", "campaigns")  # the folders below tests/, and their markers
+KINDS = (
+    "unit",
+    "kernels",
+    "parallel",
+    "system",
+    "arm",
+    "campaigns",
+)  # the folders below tests/, and their markers
 STARTS_PROCESSES = ("system", "campaigns", "docs", "mpi")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--mpi", choices=("mpich", "openmpi"), default="mpich", help="the MPI that tests of MPI jobs use")
-    parser.addoption("--best-target", action="store_true", help="test the kernels on the best vector target of this CPU alone")
-    parser.addoption("--kills", type=int, default=2, help="how many times the kill-and-restart test kills a job")
+    parser.addoption(
+        "--mpi",
+        choices=("mpich", "openmpi"),
+        default="mpich",
+        help="the MPI that tests of MPI jobs use",
+    )
+    parser.addoption(
+        "--best-target",
+        action="store_true",
+        help="test the kernels on the best vector target of this CPU alone",
+    )
+    parser.addoption(
+        "--kills", type=int, default=2, help="how many times the kill-and-restart test kills a job"
+    )
 
 
 def old_library(folder):
     """Why a kernel library of the folder cannot be tested, in one line: it is of other sources. Empty when there is none such."""
-    if importlib.util.find_spec("setuptools") is None:  # the emulated Python, whose library the Python that built it has checked
+    if (
+        importlib.util.find_spec("setuptools") is None
+    ):  # the emulated Python, whose library the Python that built it has checked
         return ""
     import setup
 
     for library in sorted(folder.glob("_kernels*.so")):
         if setup.hash_in(library) != setup.source_hash():
-            goal = "arm-ext" if "aarch64" in library.name and platform.machine() != "aarch64" else "kernels"
+            goal = (
+                "arm-ext"
+                if "aarch64" in library.name and platform.machine() != "aarch64"
+                else "kernels"
+            )
             return f"{library.name} was built from other sources than those in kernels_sve/ and setup.py: run make {goal}"
     return ""
 
@@ -46,7 +70,9 @@ def pytest_collection_modifyitems(config, items):
 
     A test that starts processes while other workers use the same cores runs again when it fails; the report names it.
     """
-    shares_cores = hasattr(config, "workerinput") and config.pluginmanager.hasplugin("rerunfailures")
+    shares_cores = hasattr(config, "workerinput") and config.pluginmanager.hasplugin(
+        "rerunfailures"
+    )
     if config.getoption("--mpi") == "openmpi":
         items[:] = [item for item in items if "mpi" in item.fixturenames]
     for item in items:

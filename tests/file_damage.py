@@ -5,9 +5,20 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-EXTREMES = (b"\xff" * 8, b"\0" * 8, b"\x7f" + b"\xff" * 7, b"\xff" * 7 + b"\x7f", b"\x01" + b"\0" * 7)
+EXTREMES = (
+    b"\xff" * 8,
+    b"\0" * 8,
+    b"\x7f" + b"\xff" * 7,
+    b"\xff" * 7 + b"\x7f",
+    b"\x01" + b"\0" * 7,
+)
 DAMAGES = ("bit", "cut", "append", "insert", "extreme", "remove", "swap")
-OTHER_KINDS = ("a FIFO", "a folder", "a device", "Too many levels of symbolic links")  # with the words of their refusal
+OTHER_KINDS = (
+    "a FIFO",
+    "a folder",
+    "a device",
+    "Too many levels of symbolic links",
+)  # with the words of their refusal
 
 
 def damaged(content: bytes, kind: str, i: int, j: int, noise: bytes) -> bytes:

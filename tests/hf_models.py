@@ -15,46 +15,110 @@ from fugaku_megatron.config.run_config import saved_run
 from fugaku_megatron.inference.loading import load_model
 from fugaku_megatron.nn.passes import Pass
 
-VOCABULARY, LENGTH = 101, 24  # the first divides by nothing, so that rows of the vocabulary are added and taken away
+VOCABULARY, LENGTH = (
+    101,
+    24,
+)  # the first divides by nothing, so that rows of the vocabulary are added and taken away
 
 
 def gpt2(n_layer: int = 3) -> torch.nn.Module:
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=48, n_layer=n_layer, n_head=4, initializer_range=0.2, bos_token_id=1,
-        eos_token_id=2))
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=VOCABULARY,
+            n_positions=LENGTH,
+            n_embd=48,
+            n_layer=n_layer,
+            n_head=4,
+            initializer_range=0.2,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    )
 
 
 def decoder(kind: str, **changes):
     """A function that builds a small model of Llama's family: grouped heads, and a head of its own unless `changes` tie it."""
+
     def build() -> torch.nn.Module:
-        config = getattr(transformers, f"{kind}Config")(**{
-            "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, "hidden_size": 48, "intermediate_size": 72,
-            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2, "bos_token_id": 1,
-            "eos_token_id": 2, "pad_token_id": None, **changes})
+        config = getattr(transformers, f"{kind}Config")(
+            **{
+                "vocab_size": VOCABULARY,
+                "max_position_embeddings": LENGTH,
+                "hidden_size": 48,
+                "intermediate_size": 72,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "initializer_range": 0.2,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+                "pad_token_id": None,
+                **changes,
+            }
+        )
         return getattr(transformers, f"{kind}ForCausalLM")(config)
+
     return build
 
 
-LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 8192, "rope_theta": 500000.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 FAST = {"rope_type": "default", "rope_theta": 5000.0}
 MODELS = {
-    "gpt2": gpt2, "llama": decoder("Llama", rope_parameters=LLAMA3, tie_word_embeddings=True),
+    "gpt2": gpt2,
+    "llama": decoder("Llama", rope_parameters=LLAMA3, tie_word_embeddings=True),
     "mistral": decoder("Mistral", sliding_window=7, head_dim=16, rope_parameters=FAST),
     "qwen2": decoder("Qwen2", num_key_value_heads=4),
     "qwen3": decoder("Qwen3", head_dim=16, tie_word_embeddings=True),
     "phi3": decoder("Phi3", sliding_window=7, partial_rotary_factor=0.5),
-    "granite": decoder("Granite", embedding_multiplier=3.0, residual_multiplier=0.4, attention_multiplier=0.2, logits_scaling=2.5),
+    "granite": decoder(
+        "Granite",
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        attention_multiplier=0.2,
+        logits_scaling=2.5,
+    ),
     "gemma": decoder("Gemma", head_dim=16, num_key_value_heads=1),
     "gpt_neox": decoder("GPTNeoX", num_key_value_heads=None, rotary_pct=0.5, rope_parameters=None),
-    "falcon": decoder("Falcon", new_decoder_architecture=True, num_kv_heads=2, ffn_hidden_size=72, num_key_value_heads=None,
-                      intermediate_size=None),
-    "mixtral": decoder("Mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=7, rope_parameters=FAST),
-    "qwen2_moe": decoder("Qwen2Moe", num_experts=6, num_experts_per_tok=3, moe_intermediate_size=40, mlp_only_layers=[0],
-                         shared_expert_intermediate_size=36),
-    "qwen3_moe": decoder("Qwen3Moe", head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24,
-                         norm_topk_prob=True, tie_word_embeddings=True),
+    "falcon": decoder(
+        "Falcon",
+        new_decoder_architecture=True,
+        num_kv_heads=2,
+        ffn_hidden_size=72,
+        num_key_value_heads=None,
+        intermediate_size=None,
+    ),
+    "mixtral": decoder(
+        "Mixtral",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=7,
+        rope_parameters=FAST,
+    ),
+    "qwen2_moe": decoder(
+        "Qwen2Moe",
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=40,
+        mlp_only_layers=[0],
+        shared_expert_intermediate_size=36,
+    ),
+    "qwen3_moe": decoder(
+        "Qwen3Moe",
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+        tie_word_embeddings=True,
+    ),
     "olmoe": decoder("Olmoe", num_experts=6, num_experts_per_tok=3, rope_parameters=FAST),
     "olmo": decoder("Olmo", rope_parameters=FAST),
     "stablelm": decoder("StableLm", use_qkv_bias=True, partial_rotary_factor=0.5),
@@ -77,12 +141,18 @@ def randomized(build) -> torch.nn.Module:
 
 def tensors(directory: Path) -> dict[str, torch.Tensor]:
     """All tensors of a directory, each once."""
-    return {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(directory.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     both = ((tensor, other[name]) for name, tensor in one.items() if name in other)
-    return one.keys() == other.keys() and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in both)
+    return one.keys() == other.keys() and all(
+        a.dtype == b.dtype and torch.equal(a, b) for a, b in both
+    )
 
 
 W = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
@@ -94,21 +164,30 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     for name, p in model.named_parameters():
         prefix, kind = name.rsplit(".", 1)
         for expert, own in enumerate(p.grad if kind in ("gate_up_proj", "down_proj") else ()):
-            for part, of_part in zip(("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,),
-                                     own.chunk(2) if kind == "gate_up_proj" else (own,)):
+            for part, of_part in zip(
+                ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,),
+                own.chunk(2) if kind == "gate_up_proj" else (own,),
+            ):
                 found[f"{prefix}.{expert}.{part}.weight"] = of_part
         if kind not in ("gate_up_proj", "down_proj"):
             found[name] = p.grad
     if model.config.model_type != "mixtral":
         return found
-    renamed = {name.replace(".mlp.", ".block_sparse_moe."): gradient for name, gradient in found.items()}
-    return {".".join(W.get(word, word) for word in name.split(".")): gradient for name, gradient in renamed.items()}
+    renamed = {
+        name.replace(".mlp.", ".block_sparse_moe."): gradient for name, gradient in found.items()
+    }
+    return {
+        ".".join(W.get(word, word) for word in name.split(".")): gradient
+        for name, gradient in renamed.items()
+    }
 
 
 def our_logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
     """Of the model of a converted checkpoint. tokens (s, b) -> (s, b, v)."""
     manifest = read_manifest(directory, 0)
-    chunk = load_model(saved_run(manifest, (1, 1)), SoloComm(), str(directory), 0, manifest).stage.last
+    chunk = load_model(
+        saved_run(manifest, (1, 1)), SoloComm(), str(directory), 0, manifest
+    ).stage.last
     at = Pass(first_sample=0, training=False)
     with torch.no_grad():
         return chunk.logits(chunk.decode(chunk.embedding(tokens, at), at))

@@ -11,14 +11,41 @@ from fugaku_megatron.convert import hugging_face
 from fugaku_megatron.convert.architectures import ARCHITECTURES
 from tests.helpers import small_run
 
-COMMON = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48, "vocab_size": 96, "seq_length": 16,
-          "normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "disable_bias_linear": True,
-          "group_query_attention": True, "num_query_groups": 2, "layernorm_epsilon": 1e-6}
+COMMON = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 48,
+    "vocab_size": 96,
+    "seq_length": 16,
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "position_embedding_type": "rope",
+    "disable_bias_linear": True,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "layernorm_epsilon": 1e-6,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {**COMMON, "use_rope_scaling": True, "rope_scaling_factor": 32.0, "rotary_base": 500000.0},
-    "mistral": {**COMMON, "window_size": "4,0", "untie_embeddings_and_output_weights": True, "kv_channels": 12},
+    "llama": {
+        **COMMON,
+        "use_rope_scaling": True,
+        "rope_scaling_factor": 32.0,
+        "rotary_base": 500000.0,
+    },
+    "mistral": {
+        **COMMON,
+        "window_size": "4,0",
+        "untie_embeddings_and_output_weights": True,
+        "kv_channels": 12,
+    },
     "qwen2": {**COMMON, "add_qkv_bias": True, "rotary_base": 1e6},
-    "qwen3": {**COMMON, "qk_layernorm": True, "kv_channels": 16, "untie_embeddings_and_output_weights": True},
+    "qwen3": {
+        **COMMON,
+        "qk_layernorm": True,
+        "kv_channels": 16,
+        "untie_embeddings_and_output_weights": True,
+    },
 }
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
@@ -29,21 +56,38 @@ def theirs(family: str) -> Any:
 
     ours, rope = FAMILIES[family], {"rope_type": "default"}
     if ours.get("use_rope_scaling"):
-        rope = {"rope_type": "llama3", "factor": ours["rope_scaling_factor"], "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192}
+        rope = {
+            "rope_type": "llama3",
+            "factor": ours["rope_scaling_factor"],
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
     window = {"sliding_window": 5} if family == "mistral" else {}
     config = getattr(transformers, f"{CLASSES[family]}Config")(
-        vocab_size=ours["vocab_size"], hidden_size=ours["hidden_size"], intermediate_size=ours["ffn_hidden_size"],
-        num_hidden_layers=ours["num_layers"], num_attention_heads=ours["num_attention_heads"],
-        num_key_value_heads=ours["num_query_groups"], head_dim=ours.get("kv_channels", 8), max_position_embeddings=64,
-        rms_norm_eps=ours["layernorm_epsilon"], rope_parameters={"rope_theta": ours.get("rotary_base", 10000.0), **rope},
-        tie_word_embeddings="untie_embeddings_and_output_weights" not in ours, attn_implementation="eager", **window)
+        vocab_size=ours["vocab_size"],
+        hidden_size=ours["hidden_size"],
+        intermediate_size=ours["ffn_hidden_size"],
+        num_hidden_layers=ours["num_layers"],
+        num_attention_heads=ours["num_attention_heads"],
+        num_key_value_heads=ours["num_query_groups"],
+        head_dim=ours.get("kv_channels", 8),
+        max_position_embeddings=64,
+        rms_norm_eps=ours["layernorm_epsilon"],
+        rope_parameters={"rope_theta": ours.get("rotary_base", 10000.0), **rope},
+        tie_word_embeddings="untie_embeddings_and_output_weights" not in ours,
+        attn_implementation="eager",
+        **window,
+    )
     return getattr(transformers, f"{CLASSES[family]}ForCausalLM")(config)
 
 
 def in_their_shape(ours: dict[str, Tensor], family: str) -> dict[str, Tensor]:
     """Our named tensors under their names, in their shapes."""
-    row, model = next(row for row in ARCHITECTURES if row.model_type == family), small_run(**FAMILIES[family]).model
+    row, model = (
+        next(row for row in ARCHITECTURES if row.model_type == family),
+        small_run(**FAMILIES[family]).model,
+    )
     made = hugging_face.parts(row, model).items()
     return {name: hugging_face.in_their_shape(ours[part.ours], part, model) for name, part in made}
 

@@ -26,7 +26,15 @@ from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.comm.grid import Groups, subgroup
 
 # verb -> the place of the tensor whose bytes count among its arguments
-TENSOR = {"all_reduce": 0, "broadcast": 0, "send": 0, "recv": 0, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+TENSOR = {
+    "all_reduce": 0,
+    "broadcast": 0,
+    "send": 0,
+    "recv": 0,
+    "all_gather": 1,
+    "reduce_scatter": 1,
+    "all_to_all": 1,
+}
 OBJECTS = ("barrier", "broadcast_object", "gather_object", "all_gather_object")
 
 
@@ -36,7 +44,9 @@ class RecordingComm:
     Communicators that are split from it share the log.
     """
 
-    def __init__(self, inner: Comm, name: str = "world", log: list[tuple[str, str, int]] | None = None) -> None:
+    def __init__(
+        self, inner: Comm, name: str = "world", log: list[tuple[str, str, int]] | None = None
+    ) -> None:
         self.inner, self.name = inner, name
         self.log = [] if log is None else log
         self.rank, self.size, self.inside_node = inner.rank, inner.size, inner.inside_node
@@ -56,7 +66,10 @@ class RecordingComm:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """A verb of the inner communicator, counted when it is called."""
-        function, verb = getattr(self.inner, name), name if name in TENSOR or name in OBJECTS else name.removeprefix("i")
+        function, verb = (
+            getattr(self.inner, name),
+            name if name in TENSOR or name in OBJECTS else name.removeprefix("i"),
+        )
         if verb not in TENSOR and verb not in OBJECTS:
             raise AttributeError(name)
 
@@ -81,4 +94,6 @@ class RecordingComm:
 def record(groups: Groups) -> Groups:
     """The same groups, recorded under the names of their fields ("world", "tp", ...) in one common log."""
     log: list[tuple[str, str, int]] = []
-    return Groups(**{f.name: RecordingComm(getattr(groups, f.name), f.name, log) for f in fields(groups)})
+    return Groups(
+        **{f.name: RecordingComm(getattr(groups, f.name), f.name, log) for f in fields(groups)}
+    )

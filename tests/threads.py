@@ -17,7 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fugaku_megatron.comm.base import DONE, OPS, Comm, Handle, check, check_exchange, rank_order_sum, rows
+from fugaku_megatron.comm.base import (
+    DONE,
+    OPS,
+    Comm,
+    Handle,
+    check,
+    check_exchange,
+    rank_order_sum,
+    rows,
+)
 
 
 def _reduced(parts: Sequence[Tensor], op: str) -> Tensor:
@@ -59,7 +68,9 @@ class _Shared:
     def __init__(self, state: _State, size: int) -> None:
         self.state, self.size = state, size
         self.meetings: dict[int, _Meeting] = {}  # by how many collectives came before
-        self.messages: dict[tuple, Tensor] = {}  # key: (src, dst, tag, how many came before with these three)
+        self.messages: dict[
+            tuple, Tensor
+        ] = {}  # key: (src, dst, tag, how many came before with these three)
 
     def meeting(self, number: int) -> _Meeting:
         return self.meetings.setdefault(number, _Meeting())
@@ -148,34 +159,52 @@ class ThreadComm(Comm):
 
     def iall_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
         assert op in OPS, op
-        verb, flat = f"all_reduce {op} {tensor.dtype} x {check(tensor).numel()}", tensor.detach().view(-1)
+        verb, flat = (
+            f"all_reduce {op} {tensor.dtype} x {check(tensor).numel()}",
+            tensor.detach().view(-1),
+        )
         return self._start(verb, flat.clone(), lambda parts: flat.copy_(_reduced(parts, op)))
 
     def iall_gather(self, output: Tensor, tensor: Tensor) -> Handle:
         whole = rows(output, tensor, self.size)
         verb = f"all_gather {tensor.dtype} x {tensor.numel()}"
-        return self._start(verb, tensor.detach().view(-1).clone(), lambda parts: whole.copy_(torch.stack(parts)))
+        return self._start(
+            verb, tensor.detach().view(-1).clone(), lambda parts: whole.copy_(torch.stack(parts))
+        )
 
     def ireduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
         whole, own = rows(tensor, output, self.size), output.detach().view(-1)
         verb = f"reduce_scatter {tensor.dtype} x {tensor.numel()}"
-        return self._start(verb, whole.clone(), lambda parts: own.copy_(rank_order_sum([part[self.rank] for part in parts])))
+        return self._start(
+            verb,
+            whole.clone(),
+            lambda parts: own.copy_(rank_order_sum([part[self.rank] for part in parts])),
+        )
 
-    def iall_to_all(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Handle:
+    def iall_to_all(
+        self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Handle:
         check_exchange(output, tensor, received, sent, self.size)
         parts, result = tensor.detach().clone().split(list(sent)), output.detach()
 
         def finish(shown: list[Any]) -> None:
             own = [part[self.rank] for part in shown]
-            assert list(map(len, own)) == list(received), f"rank {self.rank} expects {received} rows of {list(map(len, own))}"
+            assert list(map(len, own)) == list(received), (
+                f"rank {self.rank} expects {received} rows of {list(map(len, own))}"
+            )
             result.copy_(torch.cat(own))
 
         return self._start(f"all_to_all {tensor.dtype}", parts, finish)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
-        verb, flat = f"broadcast from {root} {tensor.dtype} x {check(tensor).numel()}", tensor.detach().view(-1)
+        verb, flat = (
+            f"broadcast from {root} {tensor.dtype} x {check(tensor).numel()}",
+            tensor.detach().view(-1),
+        )
         shown = flat.clone() if self.rank == root else None
-        self._start(verb, shown, lambda parts: None if self.rank == root else flat.copy_(parts[root])).wait()
+        self._start(
+            verb, shown, lambda parts: None if self.rank == root else flat.copy_(parts[root])
+        ).wait()
         return tensor
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
@@ -260,11 +289,16 @@ class ThreadWorld:
                 results[rank] = fn(ThreadComm(rank, self.size, shared), *args)
             except _Broken:
                 pass
-            except BaseException as error:  # also SystemExit and pytest's outcomes, which the caller must see
+            except (
+                BaseException
+            ) as error:  # also SystemExit and pytest's outcomes, which the caller must see
                 errors[rank] = error
                 state.fail()
 
-        threads = [threading.Thread(target=work, args=(rank,), name=f"rank {rank}") for rank in range(self.size)]
+        threads = [
+            threading.Thread(target=work, args=(rank,), name=f"rank {rank}")
+            for rank in range(self.size)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

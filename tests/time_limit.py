@@ -1,7 +1,7 @@
 """A limit on how long a piece of a test may take, so that a hang is a failure: an exception, or the end of the process.
 
-    with time_limit(): ...
-    assert wait_until(condition)       what another thread or process brings about
+with time_limit(): ...
+assert wait_until(condition)       what another thread or process brings about
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ class TakesTooLong(BaseException):
 
 
 @contextlib.contextmanager
-def time_limit(seconds: float = SECONDS, uninterruptible: float = UNINTERRUPTIBLE) -> Iterator[None]:
+def time_limit(
+    seconds: float = SECONDS, uninterruptible: float = UNINTERRUPTIBLE
+) -> Iterator[None]:
     """TakesTooLong is raised inside the block after `seconds`, or at its end where something in it has swallowed that.
 
     A host with more to do than it has CPUs gets as many times longer.

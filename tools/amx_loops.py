@@ -18,7 +18,10 @@ from tools.asm_loops import Instruction, Loop, functions, reached, successors
 # latency": TDPBF16PS begins every 16 cycles and takes 52, TILELOADD every 8. The same manual on Golden Cove: a core renames 6
 # operations a cycle and has three load ports, two of them for 64 bytes.
 DOT, DOT_CYCLES, DOT_LATENCY = "tdpbf16ps", 16, 52
-DOT_MULTIPLY_ADDS, FP32_MULTIPLY_ADDS = 16 * 16 * 32, 2 * 16  # of a TDPBF16PS; in a cycle, of two FMA units of 512 bits
+DOT_MULTIPLY_ADDS, FP32_MULTIPLY_ADDS = (
+    16 * 16 * 32,
+    2 * 16,
+)  # of a TDPBF16PS; in a cycle, of two FMA units of 512 bits
 LOADS, LOAD_CYCLES = ("tileloadd", "tileloaddt1"), 8
 STORE = "tilestored"
 TILE_OPERATIONS = 8  # of one tile load: one a cycle
@@ -68,14 +71,21 @@ def tile_loops(assembly: str) -> Iterator[TileLoop]:
         while products:
             turn = shortest_cycle(products[0], after)
             everything = sorted(reached(products[0], after) & reached(products[0], before))
-            yield TileLoop(Loop(name, f".{products[0]}", tuple(code[i] for i in turn)),
-                           Loop(name, f".{products[0]}", tuple(code[i] for i in everything)))
+            yield TileLoop(
+                Loop(name, f".{products[0]}", tuple(code[i] for i in turn)),
+                Loop(name, f".{products[0]}", tuple(code[i] for i in everything)),
+            )
             products = [i for i in products[1:] if i not in turn]
 
 
 def memory_reads(body: tuple[Instruction, ...]) -> int:
     """Its other instructions that read or prefetch."""
-    return sum("(" in i.text and i.mnemonic not in (*LOADS, STORE) and not i.mnemonic.startswith(("lea", "nop")) for i in body)
+    return sum(
+        "(" in i.text
+        and i.mnemonic not in (*LOADS, STORE)
+        and not i.mnemonic.startswith(("lea", "nop"))
+        for i in body
+    )
 
 
 def waits(body: tuple[Instruction, ...]) -> int:
@@ -88,7 +98,12 @@ def cycles(body: tuple[Instruction, ...]) -> float:
     """Of a turn."""
     loads, products = count(body, *LOADS), count(body, DOT)
     operations = len(body) - loads + loads * TILE_OPERATIONS
-    return max(products * DOT_CYCLES, loads * LOAD_CYCLES + memory_reads(body) / PORTS, operations / WIDTH, waits(body))
+    return max(
+        products * DOT_CYCLES,
+        loads * LOAD_CYCLES + memory_reads(body) / PORTS,
+        operations / WIDTH,
+        waits(body),
+    )
 
 
 def share(body: tuple[Instruction, ...]) -> float:
@@ -106,9 +121,13 @@ def faults(loop: TileLoop) -> list[str]:
     body = loop.loop.body
     loads, products = count(body, *LOADS), count(body, DOT)
     reasons = [f"a tile is stored in the loop: {i.text}" for i in body if i.mnemonic == STORE]
-    reasons += [f"a tile on the stack: {i.text}" for i in body if i.mnemonic in LOADS and "(%rsp" in i.text]
+    reasons += [
+        f"a tile on the stack: {i.text}" for i in body if i.mnemonic in LOADS and "(%rsp" in i.text
+    ]
     if products < loads:
         reasons.append(f"{products} tile matmuls for {loads} tile loads")
     if share(body) < MIN_SHARE:
-        reasons.append(f"{100 * share(body):.1f} % of the matrix unit's rate in the model, {100 * MIN_SHARE:.0f} % needed")
+        reasons.append(
+            f"{100 * share(body):.1f} % of the matrix unit's rate in the model, {100 * MIN_SHARE:.0f} % needed"
+        )
     return reasons

@@ -27,17 +27,53 @@ ROOT = Path(__file__).resolve().parents[1]
 ARM = ROOT / ".arm"
 PYTHON = "3.11"  # Debian 12's, and the one that the wheels and the extension are for
 CXX = "aarch64-linux-gnu-g++-12"
-HOST_PACKAGES = {CXX: "g++-12-aarch64-linux-gnu", "qemu-aarch64-static": "qemu-user-static",
-                 "mpirun.openmpi": "openmpi-bin"}
+HOST_PACKAGES = {
+    CXX: "g++-12-aarch64-linux-gnu",
+    "qemu-aarch64-static": "qemu-user-static",
+    "mpirun.openmpi": "openmpi-bin",
+}
 CODEGEN_PACKAGES = {"clang++-19": "clang-19", "llvm-mca-19": "llvm-19", "ld.lld-19": "lld-19"}
-ROOT_PACKAGES = (f"python{PYTHON}-minimal", f"libpython{PYTHON}-stdlib", f"libpython{PYTHON}-dev", "libgomp1", "libstdc++6",
-                 "zlib1g", "libopenmpi3")
-OURS = ("torch", "numpy", "pybind11", "regex", "psutil", "safetensors", "tqdm", "pytest")  # as pinned in requirements*.txt
+ROOT_PACKAGES = (
+    f"python{PYTHON}-minimal",
+    f"libpython{PYTHON}-stdlib",
+    f"libpython{PYTHON}-dev",
+    "libgomp1",
+    "libstdc++6",
+    "zlib1g",
+    "libopenmpi3",
+)
+OURS = (
+    "torch",
+    "numpy",
+    "pybind11",
+    "regex",
+    "psutil",
+    "safetensors",
+    "tqdm",
+    "pytest",
+)  # as pinned in requirements*.txt
 # What those need. Named one by one: pip would evaluate torch's conditions for this machine and fetch x86's CUDA packages.
-THEIRS = ("mpi4py==4.1.2", "typing_extensions==4.16.0", "filelock==4.2.11", "sympy==1.14.0", "mpmath==1.3.0",
-          "networkx==3.6.1", "jinja2==3.1.6", "markupsafe==3.0.4", "fsspec==2026.9.0", "pluggy==1.7.0", "iniconfig==2.3.1",
-          "packaging==26.3", "pygments==2.21.0")
-PLATFORMS = ("manylinux2014_aarch64", "manylinux_2_17_aarch64", "manylinux_2_27_aarch64", "manylinux_2_28_aarch64")
+THEIRS = (
+    "mpi4py==4.1.2",
+    "typing_extensions==4.16.0",
+    "filelock==4.2.11",
+    "sympy==1.14.0",
+    "mpmath==1.3.0",
+    "networkx==3.6.1",
+    "jinja2==3.1.6",
+    "markupsafe==3.0.4",
+    "fsspec==2026.9.0",
+    "pluggy==1.7.0",
+    "iniconfig==2.3.1",
+    "packaging==26.3",
+    "pygments==2.21.0",
+)
+PLATFORMS = (
+    "manylinux2014_aarch64",
+    "manylinux_2_17_aarch64",
+    "manylinux_2_27_aarch64",
+    "manylinux_2_28_aarch64",
+)
 IMPORTED = (f"sysroot/usr/lib/python{PYTHON}", "site")  # folders of what emulated Python imports
 
 WRAPPER = f"""#!/bin/sh
@@ -65,10 +101,14 @@ class Unavailable(Exception):
 
 def run(what: str, command: list[str], **options) -> str:
     """Standard output of a command that must succeed; otherwise Unavailable with its error line."""
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, **options)
+    done = subprocess.run(
+        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, **options
+    )
     if done.returncode:
         lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-        raise Unavailable(f"{what} failed: {next((x for x in lines if x.startswith(('E:', 'ERROR'))), (lines or ['?'])[-1])}")
+        raise Unavailable(
+            f"{what} failed: {next((x for x in lines if x.startswith(('E:', 'ERROR'))), (lines or ['?'])[-1])}"
+        )
     return done.stdout
 
 
@@ -81,7 +121,9 @@ def install(packages: list[str]) -> None:
     if not shutil.which("apt-get"):
         raise Unavailable(f"no apt here, and the machine lacks {', '.join(packages)}")
     if os.geteuid():
-        raise Unavailable(f"not root, and the machine lacks {', '.join(packages)}: apt-get install {' '.join(packages)}")
+        raise Unavailable(
+            f"not root, and the machine lacks {', '.join(packages)}: apt-get install {' '.join(packages)}"
+        )
     apt = ["apt-get", "-qq", "-y", "-o", "DPkg::Lock::Timeout=300"]
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     run("apt-get update", [*apt, "update"], env=environment)
@@ -96,7 +138,10 @@ def make_host() -> None:
         try:
             install(optional)
         except Unavailable as reason:
-            print(f"arm-env: make arm-codegen will run without {', '.join(optional)}: {reason}", flush=True)
+            print(
+                f"arm-env: make arm-codegen will run without {', '.join(optional)}: {reason}",
+                flush=True,
+            )
 
 
 def make_root(folder: Path) -> None:
@@ -107,14 +152,25 @@ def make_root(folder: Path) -> None:
     for name in ("lists/partial", "cache/archives/partial"):
         (private / name).mkdir(parents=True, exist_ok=True)
     (private / "status").touch()
-    settings = {"APT::Architecture": "arm64", "APT::Architectures": "arm64", "Dir::State::lists": private / "lists",
-                "Dir::State::status": private / "status", "Dir::Cache": private / "cache", "APT::Sandbox::User": "root",
-                "APT::Install-Recommends": "false"}
+    settings = {
+        "APT::Architecture": "arm64",
+        "APT::Architectures": "arm64",
+        "Dir::State::lists": private / "lists",
+        "Dir::State::status": private / "status",
+        "Dir::Cache": private / "cache",
+        "APT::Sandbox::User": "root",
+        "APT::Install-Recommends": "false",
+    }
     apt = ["apt-get", "-qq", "-y", *(f"-o{name}={value}" for name, value in settings.items())]
     run("apt-get update for arm64", [*apt, "update"])
     archives = private / "cache" / "archives"
-    run("apt-get install --download-only for arm64", [*apt, "install", "--download-only", *ROOT_PACKAGES])
-    run("apt-get download for arm64", [*apt, "download", "libopenmpi-dev"], cwd=archives)  # headers alone
+    run(
+        "apt-get install --download-only for arm64",
+        [*apt, "install", "--download-only", *ROOT_PACKAGES],
+    )
+    run(
+        "apt-get download for arm64", [*apt, "download", "libopenmpi-dev"], cwd=archives
+    )  # headers alone
     for package in sorted(archives.glob("*.deb")):
         run(f"unpacking {package.name}", ["dpkg-deb", "-x", str(package), str(folder)])
     shutil.rmtree(private)
@@ -125,20 +181,41 @@ def pinned() -> list[str]:
     from packaging.requirements import Requirement
 
     chosen = {}
-    for line in "\n".join((ROOT / f"requirements{part}.txt").read_text() for part in ("", "-test")).splitlines():
+    for line in "\n".join(
+        (ROOT / f"requirements{part}.txt").read_text() for part in ("", "-test")
+    ).splitlines():
         if line.strip() and not line.startswith("#"):
             requirement = Requirement(line)
-            if not requirement.marker or requirement.marker.evaluate({"platform_machine": "aarch64", "python_version": PYTHON}):
+            if not requirement.marker or requirement.marker.evaluate(
+                {"platform_machine": "aarch64", "python_version": PYTHON}
+            ):
                 chosen[requirement.name] = f"{requirement.name}{requirement.specifier}"
     return [chosen[name] for name in OURS]
 
 
 def make_site(folder: Path) -> None:
     """The aarch64 wheels."""
-    options = ["--no-deps", "--no-compile", "--only-binary=:all:", "--implementation", "cp", "--python-version", PYTHON]
+    options = [
+        "--no-deps",
+        "--no-compile",
+        "--only-binary=:all:",
+        "--implementation",
+        "cp",
+        "--python-version",
+        PYTHON,
+    ]
     abis = [f"--abi={abi}" for abi in (f"cp{PYTHON.replace('.', '')}", "abi3", "none")]
     platforms = [f"--platform={platform}" for platform in PLATFORMS]
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", str(folder)]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--target",
+        str(folder),
+    ]
     run("pip install for aarch64", [*pip, *options, *abis, *platforms, *pinned(), *THEIRS])
     (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
 
@@ -149,7 +226,9 @@ def make_python(path: Path) -> None:
         compileall.compile_dir(path.parent / folder, quiet=2, workers=0)
     path.write_text(WRAPPER)
     path.chmod(0o755)
-    machine = run("emulated Python", [str(path), "-c", "import platform, numpy; print(platform.machine())"]).strip()
+    machine = run(
+        "emulated Python", [str(path), "-c", "import platform, numpy; print(platform.machine())"]
+    ).strip()
     if machine != "aarch64":
         raise Unavailable(f"the emulated Python says it runs on {machine}")
 
@@ -181,13 +260,20 @@ def extension_environment() -> dict[str, str]:
     includes = (headers / f"python{PYTHON}", site / "pybind11" / "include")
     # The root's other headers come last: the cross compiler has its own C library, but not pyconfig.h.
     flags = " ".join([*(f"-isystem {path}" for path in includes), f"-idirafter {headers}"])
-    return {"CXX": CXX, "CXXFLAGS": flags, "LDFLAGS": "-Wl,--allow-shlib-undefined", "TORCH_PACKAGE": str(site / "torch")}
+    return {
+        "CXX": CXX,
+        "CXXFLAGS": flags,
+        "LDFLAGS": "-Wl,--allow-shlib-undefined",
+        "TORCH_PACKAGE": str(site / "torch"),
+    }
 
 
 def build_extension() -> int:
     """Cross-builds fugaku_megatron/_kernels.*-aarch64-linux-gnu.so next to this machine's own."""
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, **extension_environment()}).returncode
+    return subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **extension_environment()}
+    ).returncode
 
 
 def make_all() -> None:
@@ -195,7 +281,10 @@ def make_all() -> None:
     if version != PYTHON:
         raise Unavailable(f"it needs Python {PYTHON}, as Debian 12 has it; this is {version}")
     if needed := missing(HOST_PACKAGES):
-        print(f"arm-env: installing {' '.join(needed)} and what the codegen gate needs ...", flush=True)
+        print(
+            f"arm-env: installing {' '.join(needed)} and what the codegen gate needs ...",
+            flush=True,
+        )
         make_host()
     for name, (recipe, make) in parts().items():
         if not stamped(name, recipe):
@@ -205,8 +294,11 @@ def make_all() -> None:
 def parts() -> dict[str, tuple[str, Callable[[Path], None]]]:
     """Part of .arm/ -> (recipe, what makes it)."""
     site = repr((pinned(), THEIRS, PLATFORMS, SITECUSTOMIZE))
-    return {"sysroot": (repr(ROOT_PACKAGES), make_root), "site": (site, make_site),
-            "python": (repr((WRAPPER, IMPORTED)), make_python)}
+    return {
+        "sysroot": (repr(ROOT_PACKAGES), make_root),
+        "site": (site, make_site),
+        "python": (repr((WRAPPER, IMPORTED)), make_python),
+    }
 
 
 def stamped(name: str, recipe: str) -> bool:
@@ -217,7 +309,9 @@ def stamped(name: str, recipe: str) -> bool:
 
 def ready() -> bool:
     """Whether .arm/ is there, whole and up to date."""
-    return not missing(HOST_PACKAGES) and all(stamped(name, recipe) for name, (recipe, _) in parts().items())
+    return not missing(HOST_PACKAGES) and all(
+        stamped(name, recipe) for name, (recipe, _) in parts().items()
+    )
 
 
 def why_not() -> str:
@@ -227,8 +321,12 @@ def why_not() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="arm_env", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", nargs="?", choices=("extension",), help="also cross-build the kernels")
+    parser = argparse.ArgumentParser(
+        prog="arm_env", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "part", nargs="?", choices=("extension",), help="also cross-build the kernels"
+    )
     part = parser.parse_args().part
     ARM.mkdir(exist_ok=True)
     (ARM / "unavailable").unlink(missing_ok=True)

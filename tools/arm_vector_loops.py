@@ -99,7 +99,9 @@ LOOPS = (
     VectorLoop("AdamW", "adamw_alone", 48, marker="frsqrte"),
     VectorLoop("attention's softmax", "softmax_alone", 9),
     VectorLoop("attention's dropout", "attention_dropout_alone", 45, vectors=4, **PHILOX),
-    VectorLoop("attention's dropout backward", "attention_backward_dropout_alone", 45, vectors=3, **PHILOX),
+    VectorLoop(
+        "attention's dropout backward", "attention_backward_dropout_alone", 45, vectors=3, **PHILOX
+    ),
 )
 
 
@@ -110,5 +112,13 @@ def straight(loop: Loop) -> bool:
 
 def hot_loop(text: str, wanted: VectorLoop) -> Loop | None:
     """Of the function's innermost loops, first those without a branch inside, that with the most vectors, then the shorter one."""
-    loops = [loop for loop in innermost_loops(text) if loop.function == wanted.function and wanted.vectors_of(loop)]
-    return max(loops, key=lambda loop: (straight(loop), wanted.vectors_of(loop), -len(loop.body)), default=None)
+    loops = [
+        loop
+        for loop in innermost_loops(text)
+        if loop.function == wanted.function and wanted.vectors_of(loop)
+    ]
+    return max(
+        loops,
+        key=lambda loop: (straight(loop), wanted.vectors_of(loop), -len(loop.body)),
+        default=None,
+    )

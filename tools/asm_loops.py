@@ -13,7 +13,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 # Multiply-add -> which operand is the accumulator; the result is the first. FMAD and its kin overwrite a factor.
-ACCUMULATOR = {"bfmmla": 0, "fmla": 0, "fmls": 0, "fnmla": 0, "fnmls": 0, "fmad": 3, "fmsb": 3, "fnmad": 3, "fnmsb": 3}
+ACCUMULATOR = {
+    "bfmmla": 0,
+    "fmla": 0,
+    "fmls": 0,
+    "fnmla": 0,
+    "fnmls": 0,
+    "fmad": 3,
+    "fmsb": 3,
+    "fnmad": 3,
+    "fnmsb": 3,
+}
 MIN_BETWEEN = 18  # other FMLAs between two on one accumulator: latency 9 on two pipes
 FILE = re.compile(r'\.file\s+(\d+)\s+(?:"[^"]*"\s+)?"([^"]*)"')
 FUNCTION = re.compile(r"\.type\s+(\S+),\s*[%@]function")
@@ -95,7 +105,9 @@ def functions(assembly: str) -> Iterator[tuple[str, list[Instruction], dict[str,
 
 def code_of(assembly: str, function: str) -> tuple[list[Instruction], dict[str, int]]:
     """(instructions, labels) of one function, as `functions` has them but for their files; the rest of the text is not parsed."""
-    first, last = (re.search(rf"\.{word}\s+{re.escape(function)},.*", assembly) for word in ("type", "size"))
+    first, last = (
+        re.search(rf"\.{word}\s+{re.escape(function)},.*", assembly) for word in ("type", "size")
+    )
     ((_, code, labels),) = functions(assembly[first.start() : last.end()])
     return code, labels
 
@@ -107,20 +119,30 @@ def innermost_spans(code: list[Instruction], labels: dict[str, int]) -> list[tup
         target = (instruction.operands or [""])[-1] if BRANCH.match(instruction.mnemonic) else ""
         if labels.get(target, end + 1) <= end:
             spans.append((labels[target], end, target))
-    return [(begin, end, label) for begin, end, label in spans
-            if not any(begin <= b and e <= end and (b, e) != (begin, end) for b, e, _ in spans)]
+    return [
+        (begin, end, label)
+        for begin, end, label in spans
+        if not any(begin <= b and e <= end and (b, e) != (begin, end) for b, e, _ in spans)
+    ]
 
 
 def innermost_loops(assembly: str) -> list[Loop]:
-    return [Loop(name, label, tuple(code[begin : end + 1])) for name, code, labels in functions(assembly)
-            for begin, end, label in innermost_spans(code, labels)]
+    return [
+        Loop(name, label, tuple(code[begin : end + 1]))
+        for name, code, labels in functions(assembly)
+        for begin, end, label in innermost_spans(code, labels)
+    ]
 
 
 def outside_loops(assembly: str, function: str) -> Loop:
     """What a function does around its innermost loops, as one piece of straight code without branches."""
     code, labels = code_of(assembly, function)
     inside = {i for begin, end, _ in innermost_spans(code, labels) for i in range(begin, end + 1)}
-    body = tuple(x for i, x in enumerate(code) if i not in inside and not BRANCH.match(x.mnemonic) and x.mnemonic != "ret")
+    body = tuple(
+        x
+        for i, x in enumerate(code)
+        if i not in inside and not BRANCH.match(x.mnemonic) and x.mnemonic != "ret"
+    )
     return Loop(function, "outside", body)
 
 
@@ -130,21 +152,31 @@ def around_loop(assembly: str, inner: Loop) -> Loop:
     That is all that it leads to and that leads back to it, wherever the compiler has put it.
     """
     code, labels = code_of(assembly, inner.function)
-    begin, end = next((begin, end) for begin, end, label in innermost_spans(code, labels) if label == inner.label)
+    begin, end = next(
+        (begin, end) for begin, end, label in innermost_spans(code, labels) if label == inner.label
+    )
     after = successors(code, labels)
     before: list[set[int]] = [set() for _ in code]
     for i, targets in enumerate(after):
         for target in targets:
             before[target].add(i)
     inside = sorted((reached(begin, after) & reached(begin, before)) - set(range(begin, end + 1)))
-    return Loop(inner.function, "around", tuple(code[i] for i in inside if not BRANCH.match(code[i].mnemonic)))
+    return Loop(
+        inner.function,
+        "around",
+        tuple(code[i] for i in inside if not BRANCH.match(code[i].mnemonic)),
+    )
 
 
 def successors(code: list[Instruction], labels: dict[str, int]) -> list[set[int]]:
     """Which instructions may follow each one of a function."""
     after: list[set[int]] = [set() for _ in code]
     for i, instruction in enumerate(code):
-        if BRANCH.match(instruction.mnemonic) and instruction.operands and instruction.operands[-1] in labels:
+        if (
+            BRANCH.match(instruction.mnemonic)
+            and instruction.operands
+            and instruction.operands[-1] in labels
+        ):
             after[i].add(labels[instruction.operands[-1]])
         if instruction.mnemonic not in LEAVES and i + 1 < len(code):
             after[i].add(i + 1)
@@ -174,7 +206,11 @@ def shortest_gap(loop: Loop) -> int:
                 gap = min(gap, count - last[source] - 1)
             last[operands[0]] = count
             count += 1
-        elif instruction.mnemonic in ("mov", "movprfx") and instruction.register and operands[-1] in last:
+        elif (
+            instruction.mnemonic in ("mov", "movprfx")
+            and instruction.register
+            and operands[-1] in last
+        ):
             last[instruction.register] = last[operands[-1]]
         elif instruction.register and not instruction.vector_store:
             last.pop(instruction.register, None)
@@ -204,5 +240,7 @@ def faults(loop: Loop) -> list[str]:
             reasons.append(f"a store in the loop: {i.text}")
     gap = shortest_gap(loop)
     if gap < MIN_BETWEEN:
-        reasons.append(f"only {gap} multiply-adds between two on one accumulator, {MIN_BETWEEN} needed")
+        reasons.append(
+            f"only {gap} multiply-adds between two on one accumulator, {MIN_BETWEEN} needed"
+        )
     return reasons

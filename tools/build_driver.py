@@ -38,7 +38,17 @@ def build(folder: Path, variables: Mapping[str, str]) -> Path:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda job: compiler.compile(*job, force=False), jobs))
     output = folder / f"kernel_driver-{compiler.machine}"
-    subprocess.run([*compiler.cxx, *(str(obj) for _, _, obj in jobs), "-fopenmp", "-static", "-o", str(output)], check=True)
+    subprocess.run(
+        [
+            *compiler.cxx,
+            *(str(obj) for _, _, obj in jobs),
+            "-fopenmp",
+            "-static",
+            "-o",
+            str(output),
+        ],
+        check=True,
+    )
     return output
 
 

@@ -38,7 +38,14 @@ import setup
 from fugaku_megatron.perf.cost import PARTIAL_MATMULS
 from tools import amx_loops, arm_env, arm_vector_loops
 from tools.arm_vector_loops import LOOPS, VectorLoop, hot_loop
-from tools.asm_loops import Loop, around_loop, faults, innermost_loops, outside_loops, slow_instructions
+from tools.asm_loops import (
+    Loop,
+    around_loop,
+    faults,
+    innermost_loops,
+    outside_loops,
+    slow_instructions,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 GCC = arm_env.CXX
@@ -66,9 +73,17 @@ class Machine:
 
 # LLVM's own model says that an A64FX decodes 6 instructions a cycle; it decodes 4.
 # bench.h is left out: it has the GEMM's own loop once more.
-A64FX = Machine("A64FX", "sve512", ("-mcpu=a64fx", "-dispatch=4"), 2, tuple(f for f in setup.families() if f != "bench"))
-NEOVERSES = (Machine("Neoverse V1", "sve256bf16", ("-mcpu=neoverse-v1",), 2, ("gemm",)),
-             Machine("Neoverse V2", "sve128bf16", ("-mcpu=neoverse-v2",), 4, ("gemm",)))
+A64FX = Machine(
+    "A64FX",
+    "sve512",
+    ("-mcpu=a64fx", "-dispatch=4"),
+    2,
+    tuple(f for f in setup.families() if f != "bench"),
+)
+NEOVERSES = (
+    Machine("Neoverse V1", "sve256bf16", ("-mcpu=neoverse-v1",), 2, ("gemm",)),
+    Machine("Neoverse V2", "sve128bf16", ("-mcpu=neoverse-v2",), 4, ("gemm",)),
+)
 AMX = Machine("Sapphire Rapids", "amx", (), 1, setup.TILE_FAMILIES, cxx="g++")
 AMX_COMPILERS = {"GCC": "g++", "Clang 19": "clang++-19"}
 VECTOR_LOOPS = replace(A64FX, families=("vectors",), source=arm_vector_loops.SOURCE)
@@ -90,8 +105,22 @@ def hot_kernels(tile: tuple[int, int], fetch_steps: int) -> list[Kernel]:
     """`tile` is the GEMM tile of the target: rows, vectors. fetch_steps: steps of k after which the GEMM fetches."""
     rows, sums = tile[0], tile[0] * tile[1]
     return [
-        Kernel("GEMM k-loop", "gemm_micro.h", rf"micro_kernel<.*FloatWords, {rows}>", 0.98, sums, fetch_steps),
-        Kernel("GEMM FP16 k-loop", "gemm_half.h|simd_sve.h", rf"micro_kernel<.*HalfWords, {rows}>", 0.98, sums, fetch_steps),
+        Kernel(
+            "GEMM k-loop",
+            "gemm_micro.h",
+            rf"micro_kernel<.*FloatWords, {rows}>",
+            0.98,
+            sums,
+            fetch_steps,
+        ),
+        Kernel(
+            "GEMM FP16 k-loop",
+            "gemm_half.h|simd_sve.h",
+            rf"micro_kernel<.*HalfWords, {rows}>",
+            0.98,
+            sums,
+            fetch_steps,
+        ),
         # Tiles next to the diagonal have 8 or 16 sums, which wait for their own latency of 9 cycles.
         Kernel("attention inner products", "attention_tile.h", r"Singles", 0.95, 24),
     ]
@@ -101,8 +130,15 @@ def bf16_kernels(tile: tuple[int, int], fetch_steps: int) -> list[Kernel]:
     """An instruction multiplies 2 x 4 by 4 x 2, so a tile of `tile` is a multiply-add for each of its registers, of two steps."""
     rows, vectors = tile
     files = r"gemm_quads\.h|simd_\w+\.h|arm_neon\.h"
-    return [Kernel(name, files, rf"quads_kernel<.*{words}, {rows}>", 0.9, rows * vectors, fetch_steps // 2)
-            for name, words in (("GEMM BF16 k-loop", "Bf16Pairs"), ("GEMM bf16x3 k-loop", r"Bf16Pairs ?>"))]
+    return [
+        Kernel(
+            name, files, rf"quads_kernel<.*{words}, {rows}>", 0.9, rows * vectors, fetch_steps // 2
+        )
+        for name, words in (
+            ("GEMM BF16 k-loop", "Bf16Pairs"),
+            ("GEMM bf16x3 k-loop", r"Bf16Pairs ?>"),
+        )
+    ]
 
 
 def gemm_tuning(machine: Machine) -> tuple[tuple[int, int], int]:
@@ -126,35 +162,61 @@ def assembly(cxx: str, name: str, machine: Machine = A64FX) -> str:
             source = compiler.objects / f"codegen_{machine.target}_{family}.cc"
             if not source.exists() or source.read_text() != machine.source:
                 source.write_text(machine.source)
-        compiler.compile([*compiler.target_command(target, family), *flags], source, output, force=False)
+        compiler.compile(
+            [*compiler.target_command(target, family), *flags], source, output, force=False
+        )
         texts.append(output.read_text())
     return "\n".join(texts)
 
 
 def demangled(names: list[str]) -> list[str]:
-    filtered = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True).stdout
+    filtered = subprocess.run(
+        ["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True
+    ).stdout
     return [re.sub(r"fm::\w+::", "", name) for name in filtered.splitlines()]
 
 
 def cycles(loop: Loop, machine: Machine = A64FX) -> float:
     """Cycles of one turn in llvm-mca's model of the machine."""
     command = [*MCA, *machine.flags, f"-iterations={ITERATIONS}"]
-    report = subprocess.run(command, input=loop.text(), capture_output=True, text=True, check=True).stdout
+    report = subprocess.run(
+        command, input=loop.text(), capture_output=True, text=True, check=True
+    ).stdout
     return int(re.search(r"Total Cycles:\s+(\d+)", report)[1]) / ITERATIONS
 
 
-def row(compiler: str, function: str, kernel: Kernel, loop: Loop, machine: Machine = A64FX) -> tuple[str, list[str]]:
+def row(
+    compiler: str, function: str, kernel: Kernel, loop: Loop, machine: Machine = A64FX
+) -> tuple[str, list[str]]:
     """(line of the table, faults) of one inner-product loop."""
-    return modelled(compiler, f"{kernel.name}: {function.split('(')[0].removeprefix('void ')}", kernel, loop, faults(loop), machine)
+    return modelled(
+        compiler,
+        f"{kernel.name}: {function.split('(')[0].removeprefix('void ')}",
+        kernel,
+        loop,
+        faults(loop),
+        machine,
+    )
 
 
-def fetching_row(compiler: str, kernel: Kernel, around: Loop, loop: Loop, machine: Machine) -> tuple[str, list[str]]:
+def fetching_row(
+    compiler: str, kernel: Kernel, around: Loop, loop: Loop, machine: Machine
+) -> tuple[str, list[str]]:
     """The same of the loop with `around`, what it fetches when it has everything to fetch."""
     whole = Loop(loop.function, loop.label, around.body + loop.body * kernel.turns)
-    return modelled(compiler, f"{kernel.name}, {kernel.turns} turns with what is fetched", kernel, whole, [], machine)
+    return modelled(
+        compiler,
+        f"{kernel.name}, {kernel.turns} turns with what is fetched",
+        kernel,
+        whole,
+        [],
+        machine,
+    )
 
 
-def modelled(compiler: str, name: str, kernel: Kernel, loop: Loop, reasons: list[str], machine: Machine) -> tuple[str, list[str]]:
+def modelled(
+    compiler: str, name: str, kernel: Kernel, loop: Loop, reasons: list[str], machine: Machine
+) -> tuple[str, list[str]]:
     count = len(loop.multiply_adds)
     model = f"{'':7} {'no llvm-mca':>9}"
     if shutil.which(MCA[0]):
@@ -162,25 +224,43 @@ def modelled(compiler: str, name: str, kernel: Kernel, loop: Loop, reasons: list
         share = count / machine.pipes / turn
         model = f"{turn:7.2f} {100 * share:8.1f}%"
         if share < kernel.min_share:
-            reasons.append(f"{100 * share:.1f} % of the peak in the model, {100 * kernel.min_share:.0f} % needed")
-    return f"{compiler:9} {name:60.60} {count:5} {len(loop.body):6} {model}", [f"{compiler} {name}: {fault}" for fault in reasons]
+            reasons.append(
+                f"{100 * share:.1f} % of the peak in the model, {100 * kernel.min_share:.0f} % needed"
+            )
+    return f"{compiler:9} {name:60.60} {count:5} {len(loop.body):6} {model}", [
+        f"{compiler} {name}: {fault}" for fault in reasons
+    ]
 
 
-def check(compiler: str, text: str, kernels: list[Kernel], machine: Machine = A64FX) -> Iterator[tuple[str, list[str]]]:
+def check(
+    compiler: str, text: str, kernels: list[Kernel], machine: Machine = A64FX
+) -> Iterator[tuple[str, list[str]]]:
     """(line, faults) of every hot loop of one assembly, then of all other vector loops together."""
     loops = innermost_loops(text)
     named = list(zip(demangled([loop.function for loop in loops]), loops, strict=True))
     for kernel in kernels:
-        hot = [(name, loop) for name, loop in named if re.fullmatch(kernel.file, loop.file) and re.search(kernel.function, name)
-               and len(loop.multiply_adds) >= kernel.multiply_adds]
+        hot = [
+            (name, loop)
+            for name, loop in named
+            if re.fullmatch(kernel.file, loop.file)
+            and re.search(kernel.function, name)
+            and len(loop.multiply_adds) >= kernel.multiply_adds
+        ]
         if not hot:
-            yield "", [f"{compiler} {kernel.name}: no loop of {kernel.multiply_adds} or more multiply-adds in {kernel.file}"]
+            yield (
+                "",
+                [
+                    f"{compiler} {kernel.name}: no loop of {kernel.multiply_adds} or more multiply-adds in {kernel.file}"
+                ],
+            )
         for name, loop in hot:
             yield row(compiler, name, kernel, loop, machine)
             if kernel.turns:
                 yield fetching_row(compiler, kernel, around_loop(text, loop), loop, machine)
     if machine == A64FX:  # a Neoverse divides in 10 cycles
-        slow = [f"{compiler} {name}: {text}" for name, loop in named for text in slow_instructions(loop)]
+        slow = [
+            f"{compiler} {name}: {text}" for name, loop in named for text in slow_instructions(loop)
+        ]
         yield f"{compiler:9} {len(loops)} innermost loops: {len(slow)} slow instructions", slow
 
 
@@ -189,31 +269,46 @@ def chunk_costs(text: str, tile: tuple[int, int]) -> tuple[float, float]:
     rows, vectors = tile
     loops = innermost_loops(text)
     names = demangled([loop.function for loop in loops])
-    step = next(loop for loop, name in zip(loops, names, strict=True)
-                if re.search(rf"micro_kernel<.*HalfWords, {rows}>", name) and loop.multiply_adds)
+    step = next(
+        loop
+        for loop, name in zip(loops, names, strict=True)
+        if re.search(rf"micro_kernel<.*HalfWords, {rows}>", name) and loop.multiply_adds
+    )
     additions = [loop for loop, name in zip(loops, names, strict=True) if "add_chunk<true>" in name]
     add = max(additions, key=lambda loop: len(loop.body))  # the unrolled one
     widened = sum(i.mnemonic == "fcvt" for i in add.body)
-    return cycles(step), cycles(outside_loops(text, step.function)) + cycles(add) * 2 * rows * vectors / widened
+    return cycles(step), cycles(outside_loops(text, step.function)) + cycles(
+        add
+    ) * 2 * rows * vectors / widened
 
 
 def chunk_line(compiler: str, text: str, tile: tuple[int, int]) -> str:
     """Share of the FP16 peak by the length of a chunk."""
     step, per_chunk = chunk_costs(text, tile)
     peak = tile[0] * tile[1] / A64FX.pipes
-    shares = ", ".join(f"{chunk}: {100 * chunk * peak / (chunk * step + per_chunk):.0f}" for chunk in CHUNKS)
+    shares = ", ".join(
+        f"{chunk}: {100 * chunk * peak / (chunk * step + per_chunk):.0f}" for chunk in CHUNKS
+    )
     return f"{compiler:9} GEMM FP16 with {per_chunk:.0f} cycles per chunk, % of the FP16 peak by chunk: {shares}"
 
 
-def bf16x3_line(compiler: str, text: str, machine: Machine, tile: tuple[int, int]) -> tuple[str, list[str]]:
+def bf16x3_line(
+    compiler: str, text: str, machine: Machine, tile: tuple[int, int]
+) -> tuple[str, list[str]]:
     """(line, faults) of the rate of --fp32-matmul bf16x3 over that of the FP32 loop: six BFMMLAs for four FMLAs."""
     loops = [loop for loop in innermost_loops(text) if len(loop.multiply_adds) >= tile[0] * tile[1]]
     names = demangled([loop.function for loop in loops])
 
     def turn(pattern: str) -> float:
-        return next(cycles(loop, machine) for loop, name in zip(loops, names, strict=True) if re.search(pattern, name))
+        return next(
+            cycles(loop, machine)
+            for loop, name in zip(loops, names, strict=True)
+            if re.search(pattern, name)
+        )
 
-    parts = turn(rf"quads_kernel<.*Bf16Pairs ?>, {tile[0]}>") * PARTIAL_MATMULS / 4  # a turn is four k
+    parts = (
+        turn(rf"quads_kernel<.*Bf16Pairs ?>, {tile[0]}>") * PARTIAL_MATMULS / 4
+    )  # a turn is four k
     ratio = turn(rf"micro_kernel<.*FloatWords, {tile[0]}>") / parts
     line = f"{compiler:9} GEMM bf16x3: {ratio:.2f} of the FP32 loop's rate; the units allow {4 / PARTIAL_MATMULS:.2f}"
     return line, [f"{line}: 90 % of that needed"] * (ratio < 0.9 * 4 / PARTIAL_MATMULS)
@@ -223,7 +318,9 @@ def machine_faults(machine: Machine, compilers: dict[str, str]) -> list[str]:
     """Prints the loops of a machine's code and returns what is wrong with them."""
     tile, steps = gemm_tuning(machine)
     wanted = hot_kernels(tile, steps) if machine == A64FX else bf16_kernels(tile, steps)
-    print(f"{machine.name}, {machine.target}: model of LLVM 19 ({' '.join(machine.flags)}), all data in L1; not a measurement")
+    print(
+        f"{machine.name}, {machine.target}: model of LLVM 19 ({' '.join(machine.flags)}), all data in L1; not a measurement"
+    )
     print(f"{'compiler':9} {'loop':60} {'FMAs':>5} {'instr.':>6} {'cycles':>7} {'of peak':>9}")
     found = []
     for name, cxx in compilers.items():
@@ -245,22 +342,30 @@ def vector_cycles(wanted: VectorLoop, texts: dict[str, str]) -> tuple[str, list[
     for compiler, text in texts.items():
         loop = hot_loop(text, wanted)
         if loop is None:
-            reasons.append(f"{compiler} {wanted.name}: no loop with {wanted.marker} in {wanted.function}")
+            reasons.append(
+                f"{compiler} {wanted.name}: no loop with {wanted.marker} in {wanted.function}"
+            )
             continue
         costs[compiler] = cycles(loop) / wanted.vectors_of(loop)
         reasons += [f"{compiler} {wanted.name}: {fault}" for fault in slow_instructions(loop)]
         if costs[compiler] > wanted.limit:
-            reasons.append(f"{compiler} {wanted.name}: {costs[compiler]:.1f} cycles a vector, at most {wanted.limit:g} allowed")
+            reasons.append(
+                f"{compiler} {wanted.name}: {costs[compiler]:.1f} cycles a vector, at most {wanted.limit:g} allowed"
+            )
     apart = f"{max(costs.values()) / min(costs.values()):.2f}" if len(costs) > 1 else ""
-    figures = "".join(f"{costs[compiler]:9.1f}" if compiler in costs else " " * 9 for compiler in texts)
+    figures = "".join(
+        f"{costs[compiler]:9.1f}" if compiler in costs else " " * 9 for compiler in texts
+    )
     return f"{wanted.name:36}{figures} {wanted.limit:9g} {apart:>8}", reasons
 
 
 def vector_faults(compilers: dict[str, str]) -> list[str]:
     """Prints the elementwise loops' cycles and returns what is wrong with them."""
     texts = {name: assembly(cxx, name, VECTOR_LOOPS) for name, cxx in compilers.items()}
-    print(f"A64FX, cycles for a vector of 16 floats in the same model\n{'loop':36}{''.join(f'{name:>9}' for name in texts)} "
-          f"{'at most':>9} {'apart':>8}")
+    print(
+        f"A64FX, cycles for a vector of 16 floats in the same model\n{'loop':36}{''.join(f'{name:>9}' for name in texts)} "
+        f"{'at most':>9} {'apart':>8}"
+    )
     found = []
     for wanted in LOOPS:
         line, wrong = vector_cycles(wanted, texts)
@@ -273,7 +378,9 @@ def check_tiles(compiler: str, text: str) -> Iterator[tuple[str, list[str]]]:
     """(line, faults) of every loop over k of whole tiles in the code for AMX, alone and with what it fetches."""
     for loop in amx_loops.tile_loops(text):
         function = demangled([loop.loop.function])[0].split("(")[0].removeprefix("void ")
-        if function.startswith("tiles_kernel<16,"):  # at the bottom of a matrix: a tile of A for two of B
+        if function.startswith(
+            "tiles_kernel<16,"
+        ):  # at the bottom of a matrix: a tile of A for two of B
             continue
         reasons = amx_loops.faults(loop)
         parts = [(function, loop.loop.body)]
@@ -282,16 +389,28 @@ def check_tiles(compiler: str, text: str) -> Iterator[tuple[str, list[str]]]:
             if amx_loops.share(loop.everything.body) < amx_loops.MIN_SHARE:
                 reasons.append("what is fetched takes longer than the matmuls of tiles")
         for name, body in parts:
-            products, loads = amx_loops.count(body, amx_loops.DOT), amx_loops.count(body, *amx_loops.LOADS)
-            yield (f"{compiler:9} {name:60.60} {products:8} {loads:5} {len(body):6} {amx_loops.cycles(body):7.1f} "
-                   f"{100 * amx_loops.share(body):8.1f}%"), [f"{compiler} {name}: {reason}" for reason in reasons]
+            products, loads = (
+                amx_loops.count(body, amx_loops.DOT),
+                amx_loops.count(body, *amx_loops.LOADS),
+            )
+            yield (
+                (
+                    f"{compiler:9} {name:60.60} {products:8} {loads:5} {len(body):6} {amx_loops.cycles(body):7.1f} "
+                    f"{100 * amx_loops.share(body):8.1f}%"
+                ),
+                [f"{compiler} {name}: {reason}" for reason in reasons],
+            )
             reasons = []
 
 
 def amx_faults(compilers: dict[str, str]) -> list[str]:
     """Prints the loops over k of the code for AMX and returns what is wrong with them."""
-    print(f"{AMX.name}, {AMX.target}: cycles by Intel's published throughput, all data in L1; not a measurement")
-    print(f"{'compiler':9} {'loop':60} {'matmuls':>8} {'loads':>5} {'instr.':>6} {'cycles':>7} {'of peak':>9}")
+    print(
+        f"{AMX.name}, {AMX.target}: cycles by Intel's published throughput, all data in L1; not a measurement"
+    )
+    print(
+        f"{'compiler':9} {'loop':60} {'matmuls':>8} {'loads':>5} {'instr.':>6} {'cycles':>7} {'of peak':>9}"
+    )
     found = []
     for name, cxx in compilers.items():
         text, seen = assembly(cxx, name, AMX), set()
@@ -299,9 +418,17 @@ def amx_faults(compilers: dict[str, str]) -> list[str]:
             found += wrong
             seen |= {kernel for kernel in TILE_KERNELS if kernel in line}
             print(line, flush=True)
-        found += [f"{name}: no loop over k in {kernel}" for kernel in TILE_KERNELS if kernel not in seen]
-        ratio = min((amx_loops.fp32_ratio(loop.everything.body) for loop in amx_loops.tile_loops(text)
-                     if TILE_KERNELS[1] in demangled([loop.loop.function])[0]), default=0.0)
+        found += [
+            f"{name}: no loop over k in {kernel}" for kernel in TILE_KERNELS if kernel not in seen
+        ]
+        ratio = min(
+            (
+                amx_loops.fp32_ratio(loop.everything.body)
+                for loop in amx_loops.tile_loops(text)
+                if TILE_KERNELS[1] in demangled([loop.loop.function])[0]
+            ),
+            default=0.0,
+        )
         print(f"{name:9} GEMM bf16x3: {ratio:.2f} of the FP32 peak of the vector units", flush=True)
         if ratio < MIN_BF16X3:
             found.append(f"{name} GEMM bf16x3: {ratio:.2f} of the FP32 peak, {MIN_BF16X3} needed")
@@ -310,17 +437,27 @@ def amx_faults(compilers: dict[str, str]) -> list[str]:
 
 def arm_faults(compilers: dict[str, str]) -> list[str]:
     """The same of the code for ARM."""
-    found = [fault for machine in (A64FX, *NEOVERSES) for fault in machine_faults(machine, compilers)]
+    found = [
+        fault for machine in (A64FX, *NEOVERSES) for fault in machine_faults(machine, compilers)
+    ]
     return found + (vector_faults(compilers) if shutil.which(MCA[0]) else [])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="codegen", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="codegen", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("processor", choices=("arm", "amx"))
     processor = parser.parse_args().processor
-    compilers, needed, check_all = {"arm": (COMPILERS, GCC, arm_faults), "amx": (AMX_COMPILERS, "g++", amx_faults)}[processor]
+    compilers, needed, check_all = {
+        "arm": (COMPILERS, GCC, arm_faults),
+        "amx": (AMX_COMPILERS, "g++", amx_faults),
+    }[processor]
     if not shutil.which(needed) or processor == "amx" and platform.machine() != "x86_64":
-        print(f"{processor}-codegen: not run: no {needed}" + (" (make arm-env)" if processor == "arm" else " for x86-64"))
+        print(
+            f"{processor}-codegen: not run: no {needed}"
+            + (" (make arm-env)" if processor == "arm" else " for x86-64")
+        )
         return 3
     there = {name: cxx for name, cxx in compilers.items() if shutil.which(cxx.split()[0])}
     for name in compilers.keys() - there.keys():

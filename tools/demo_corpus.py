@@ -18,14 +18,27 @@ from fugaku_megatron import cli
 from fugaku_megatron.config.command_line import writing
 from fugaku_megatron.data.vocabulary import train_vocabulary
 
-SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3", "encodings"}
+SKIPPED = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "__pycache__",
+    "lib2to3",
+    "encodings",
+}
 SUFFIXES = {".py", ".txt", ".rst"}
 
 
 def texts(root: Path) -> Iterator[str]:
     """Every source and documentation file below `root`, in the order of their names."""
     for path in sorted(root.rglob("*")):
-        if path.suffix in SUFFIXES and path.is_file() and not SKIPPED & set(path.relative_to(root).parts):
+        if (
+            path.suffix in SUFFIXES
+            and path.is_file()
+            and not SKIPPED & set(path.relative_to(root).parts)
+        ):
             text = path.read_text(encoding="utf-8", errors="replace")
             if text.strip():
                 yield text
@@ -33,7 +46,12 @@ def texts(root: Path) -> Iterator[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--vocab-size", type=int, default=320, help="tokens of the vocabulary (default: %(default)s)")
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        default=320,
+        help="tokens of the vocabulary (default: %(default)s)",
+    )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -41,10 +59,15 @@ def main(options: argparse.Namespace) -> int:
     with writing("--output", options.output):
         options.output.mkdir(parents=True, exist_ok=True)
     documents = list(texts(Path(sysconfig.get_paths()["stdlib"])))
-    with writing("--output", options.output), open(options.output / "corpus.jsonl", "w", encoding="utf-8") as corpus:
+    with (
+        writing("--output", options.output),
+        open(options.output / "corpus.jsonl", "w", encoding="utf-8") as corpus,
+    ):
         corpus.writelines(json.dumps({"text": text}) + "\n" for text in documents)
     train_vocabulary(documents, options.vocab_size, options.output)
-    print(f"{len(documents)} files, {sum(map(len, documents)) / 1e6:.1f} M characters of the standard library -> {options.output}")
+    print(
+        f"{len(documents)} files, {sum(map(len, documents)) / 1e6:.1f} M characters of the standard library -> {options.output}"
+    )
     return 0
 
 

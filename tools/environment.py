@@ -25,10 +25,20 @@ def use(*packages: str) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     usable = not missing and sys.version_info >= OLDEST
     if inside or not usable and folder.exists():
-        paths = [path for path in os.environ.get("PATH", "").split(os.pathsep) if path and path != str(folder)]
+        paths = [
+            path
+            for path in os.environ.get("PATH", "").split(os.pathsep)
+            if path and path != str(folder)
+        ]
         os.environ["PATH"] = os.pathsep.join([str(folder), *paths])
     if not usable and not inside and (folder / "python").exists():
         os.execv(str(folder / "python"), [str(folder / "python"), *sys.argv])
     if not usable:
-        lack = f"lacks {' and '.join(missing)}" if missing else f"is older than {OLDEST[0]}.{OLDEST[1]}"
-        sys.exit(f"{Path(sys.argv[0]).name}: {sys.executable} {lack}: run `make setup` in {ROOT}, or pip install it there")
+        lack = (
+            f"lacks {' and '.join(missing)}"
+            if missing
+            else f"is older than {OLDEST[0]}.{OLDEST[1]}"
+        )
+        sys.exit(
+            f"{Path(sys.argv[0]).name}: {sys.executable} {lack}: run `make setup` in {ROOT}, or pip install it there"
+        )

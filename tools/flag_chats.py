@@ -17,27 +17,46 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = """{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-TRAINED, HELD_OUT = ("What does {} mean?", "Explain {}.", "Which flag means: {answer}?"), ("What is {}?",)
+TRAINED, HELD_OUT = (
+    ("What does {} mean?", "Explain {}.", "Which flag means: {answer}?"),
+    ("What is {}?",),
+)
 
 
 def chat(question: str, flag: str, meaning: str) -> dict:
-    asked, answer = question.format(flag, answer=meaning), flag if "{answer}" in question else f"{flag}: {meaning}"
-    return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
+    asked, answer = (
+        question.format(flag, answer=meaning),
+        flag if "{answer}" in question else f"{flag}: {meaning}",
+    )
+    return {
+        "messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    }
 
 
 def write(folder: Path) -> str:
     (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
-    rows = re.findall(r"^\| `(--[a-z0-9-]+)`.*\| ([^|]{20,200}) \|$", (DOCS / "flags.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(--[a-z0-9-]+)`.*\| ([^|]{20,200}) \|$",
+        (DOCS / "flags.md").read_text(),
+        re.MULTILINE,
+    )
     for name, questions in (("train", TRAINED), ("held_out", HELD_OUT)):
         chats = [chat(question, *row) for row in rows for question in questions]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in chats))
     kind = tokenizers.ByteLevelBPETokenizer()
-    kind.train(sorted(map(str, DOCS.glob("*.md"))), vocab_size=1024, special_tokens=SPECIAL, show_progress=False)
+    kind.train(
+        sorted(map(str, DOCS.glob("*.md"))),
+        vocab_size=1024,
+        special_tokens=SPECIAL,
+        show_progress=False,
+    )
     kind.save(str(folder / "tokenizer" / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[0]}
     (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE)
-    return f"{len(rows)} flags: {folder}/train.jsonl, {folder}/held_out.jsonl and {folder}/tokenizer"
+    return (
+        f"{len(rows)} flags: {folder}/train.jsonl, {folder}/held_out.jsonl and {folder}/tokenizer"
+    )
 
 
 if __name__ == "__main__":

@@ -91,9 +91,14 @@ def measure(case: Case, rows: int, depth: int, chunks: tuple[int, ...]) -> Error
     outputs = {chunk: matmul(a, b, chunk) for chunk in chunks}
     in_bf16 = left.bfloat16().double() @ right.bfloat16().double()
     return Errors(
-        case=case, bf16_operands=error(in_bf16, true), fp16_operands=error(exact, true), fp16_result=error(exact.half(), exact),
-        fp32_sums=error(matmul(a, b), exact), chunks={chunk: error(out, exact) for chunk, out in outputs.items()},
-        overflows={chunk for chunk, out in outputs.items() if not bool(out.isfinite().all())})
+        case=case,
+        bf16_operands=error(in_bf16, true),
+        fp16_operands=error(exact, true),
+        fp16_result=error(exact.half(), exact),
+        fp32_sums=error(matmul(a, b), exact),
+        chunks={chunk: error(out, exact) for chunk, out in outputs.items()},
+        overflows={chunk for chunk, out in outputs.items() if not bool(out.isfinite().all())},
+    )
 
 
 def cell(errors: Errors, chunk: int) -> str:
@@ -101,17 +106,29 @@ def cell(errors: Errors, chunk: int) -> str:
 
 
 def table(cases: list[Errors], chunks: tuple[int, ...]) -> list[str]:
-    head = ["matmul", "BF16 operands", "FP16 operands", "FP16 result", "FP32 sums", *(f"chunk {chunk}" for chunk in chunks)]
+    head = [
+        "matmul",
+        "BF16 operands",
+        "FP16 operands",
+        "FP16 result",
+        "FP32 sums",
+        *(f"chunk {chunk}" for chunk in chunks),
+    ]
     lines = [head]
     for e in cases:
-        fixed = [f"{value:.1e}" for value in (e.bf16_operands, e.fp16_operands, e.fp16_result, e.fp32_sums)]
+        fixed = [
+            f"{value:.1e}"
+            for value in (e.bf16_operands, e.fp16_operands, e.fp16_result, e.fp32_sums)
+        ]
         lines.append([e.case.name, *fixed, *(cell(e, chunk) for chunk in chunks)])
     return markdown(lines)
 
 
 def markdown(lines: list[list[str]]) -> list[str]:
     """A table whose first line is its head."""
-    return ["| " + " | ".join(line) + " |" for line in (lines[0], ["---"] * len(lines[0]), *lines[1:])]
+    return [
+        "| " + " | ".join(line) + " |" for line in (lines[0], ["---"] * len(lines[0]), *lines[1:])
+    ]
 
 
 def split_errors(case: Case, rows: int, depth: int) -> list[float]:
@@ -138,19 +155,31 @@ def split_table(rows: int, depths: tuple[int, ...]) -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=64, help="rows and columns of the result")
     parser.add_argument("--depth", type=int, default=4096, help="terms of a sum, K")
-    parser.add_argument("--chunks", type=int, nargs="+", default=CHUNKS, help="terms summed in FP16")
+    parser.add_argument(
+        "--chunks", type=int, nargs="+", default=CHUNKS, help="terms summed in FP16"
+    )
 
 
 def main(options: argparse.Namespace) -> int:
     """Measure and print. Raises ValueError, one line, for a user's mistake."""
     chunks = tuple(options.chunks)
-    check(min(options.rows, options.depth, *chunks) > 0, "--rows, --depth and --chunks: pass numbers above 0")
-    check(max(chunks) <= MAX_FP16_CHUNK, f"--chunks {max(chunks)}: pass numbers from 1 to {MAX_FP16_CHUNK}")
+    check(
+        min(options.rows, options.depth, *chunks) > 0,
+        "--rows, --depth and --chunks: pass numbers above 0",
+    )
+    check(
+        max(chunks) <= MAX_FP16_CHUNK,
+        f"--chunks {max(chunks)}: pass numbers from 1 to {MAX_FP16_CHUNK}",
+    )
     name = kernels.active() if kernels.has_fp16_arithmetic() else "portable"
     kernels.flush_denormals(True)  # as a run does
     with kernels.target(name):
-        print(f"measured: error relative to FP64, {options.rows} x {options.rows} sums of {options.depth} terms, target {name}")
-        for line in table([measure(case, options.rows, options.depth, chunks) for case in CASES], chunks):
+        print(
+            f"measured: error relative to FP64, {options.rows} x {options.rows} sums of {options.depth} terms, target {name}"
+        )
+        for line in table(
+            [measure(case, options.rows, options.depth, chunks) for case in CASES], chunks
+        ):
             print(line)
     print("\nmeasured: error of FP32 operands relative to FP64")
     for line in split_table(options.rows, DEPTHS):

@@ -26,7 +26,9 @@ ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ROOT / "tools" / "megatron_flags.txt"
 DESCRIBED = "[Flags](flags.md) describes them"
 LINE = "---\n"  # of a document: below it stands what this program prints
-HELP = re.compile(r"(.*?)(?: \((?:default: (.*)|on by default)\))?")  # what a flag means, its default
+HELP = re.compile(
+    r"(.*?)(?: \((?:default: (.*)|on by default)\))?"
+)  # what a flag means, its default
 DEFAULTS = {field.name: field.default for config in GROUPS.values() for field in fields(config)}
 VALUES = {"--normalization": tuple(NORMS), "--tokenizer-type": tuple(TOKENIZERS)}
 
@@ -66,7 +68,11 @@ def other_row(given: str, name: str, value: str) -> Row:
     """What becomes of a flag that is not a field of the config."""
     other = OTHER_FLAGS[name]
     if other.accepted and not value:
-        return Row(given, "noted", f"{' or '.join(other.accepted)} is accepted; others are refused: {other.meaning}")
+        return Row(
+            given,
+            "noted",
+            f"{' or '.join(other.accepted)} is accepted; others are refused: {other.meaning}",
+        )
     refused = other.refuses([value] if value else [])
     return Row(given, "refused", other.meaning) if refused else Row(given, "noted", other.note)
 
@@ -76,11 +82,23 @@ def script_tables() -> Iterator[str]:
     parser = build_parser()
     for name, flags in scripts().items():
         rows = [row(given, parser) for given in flags]
-        count = ", ".join(f"{sum(r.status == status for r in rows)} {status}" for status in ("done", "noted", "refused"))
-        yield from (f"## {name}", "", f"{len(rows)} flags: {count}.", "", "| flags | | here |", "|---|---|---|")
+        count = ", ".join(
+            f"{sum(r.status == status for r in rows)} {status}"
+            for status in ("done", "noted", "refused")
+        )
+        yield from (
+            f"## {name}",
+            "",
+            f"{len(rows)} flags: {count}.",
+            "",
+            "| flags | | here |",
+            "|---|---|---|",
+        )
         same: dict[tuple[str, str], list[str]] = {}
         for r in rows:
-            same.setdefault((r.status, DESCRIBED if r.status == "done" else r.meaning), []).append(r.given)
+            same.setdefault((r.status, DESCRIBED if r.status == "done" else r.meaning), []).append(
+                r.given
+            )
         for (status, meaning), given in sorted(same.items(), key=lambda item: item[0][0]):
             yield f"| {' '.join(f'`{flag}`' for flag in given)} | {status} | {meaning.replace('|', '/')} |"
         yield ""
@@ -90,7 +108,9 @@ def value(action: argparse.Action) -> str:
     """What follows a flag on the command line, as a cell; nothing follows a switch."""
     kind = {int: "integer", float: "number"}.get(action.type, "text")
     kind = " or ".join(f"`{choice}`" for choice in action.choices) if action.choices else kind
-    return {None: kind, 0: "", 1: kind, "+": f"{kind}, one or more"}.get(action.nargs, f"{kind}, {action.nargs} of them")
+    return {None: kind, 0: "", 1: kind, "+": f"{kind}, one or more"}.get(
+        action.nargs, f"{kind}, {action.nargs} of them"
+    )
 
 
 def flag_row(action: argparse.Action, parser: Parser) -> str:
@@ -99,7 +119,9 @@ def flag_row(action: argparse.Action, parser: Parser) -> str:
     if default is None:
         of_field = DEFAULTS.get(action.dest)
         default = "required" if of_field is MISSING else "on" if of_field is True else ""
-    texts = (re.sub(r"(?<![\w`-])--[a-zA-Z][\w-]*", r"`\g<0>`", text) for text in (default, meaning))
+    texts = (
+        re.sub(r"(?<![\w`-])--[a-zA-Z][\w-]*", r"`\g<0>`", text) for text in (default, meaning)
+    )
     cells = (" ".join(f"`{name}`" for name in action.option_strings), value(action), *texts)
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
@@ -108,8 +130,11 @@ def flag_tables() -> Iterator[str]:
     """The lines of one table a group of flags, in the order of --help, and of the table of recipes."""
     parser = build_parser()
     for group in parser._action_groups:
-        actions = [action for action in group._group_actions if action.dest != "help" and action.option_strings
-                   and action.help != argparse.SUPPRESS]
+        actions = [
+            action
+            for action in group._group_actions
+            if action.dest != "help" and action.option_strings and action.help != argparse.SUPPRESS
+        ]
         if actions:
             title = "general" if group.title == "options" else group.title
             yield from (f"## {title[0].upper()}{title[1:]}", "")
@@ -117,7 +142,12 @@ def flag_tables() -> Iterator[str]:
             yield from ("| flag | value | default | meaning |", "|---|---|---|---|")
             yield from (flag_row(action, parser) for action in actions)
             yield ""
-    yield from ("## Recipes", "", "| `--recipe` | model | the flags that it stands for |", "|---|---|---|")
+    yield from (
+        "## Recipes",
+        "",
+        "| `--recipe` | model | the flags that it stands for |",
+        "|---|---|---|",
+    )
     for name, make in RECIPES.items():
         yield f"| `{name}` | {' '.join(make.__doc__.split())} | `{' '.join(recipe_flags(make()))}` |"
     yield ""
@@ -129,7 +159,9 @@ def recipe_flags(run: RunConfig) -> Iterator[str]:
         for field in fields(config):
             chosen = getattr(getattr(run, group), field.name)
             if chosen is not None and chosen != field.default:
-                shown = float(f"{chosen:.12g}") if isinstance(chosen, float) else chosen  # 6e-05, not 5.9999999999999995e-05
+                shown = (
+                    float(f"{chosen:.12g}") if isinstance(chosen, float) else chosen
+                )  # 6e-05, not 5.9999999999999995e-05
                 yield from flag_words(field.name, shown)
 
 

@@ -28,7 +28,9 @@ def read_table(path: Path) -> dict[str, float]:
         raise ValueError(f"{path}: {error.strerror}: pass a table that --profile wrote") from None
     rows = {match["name"]: float(match["seconds"]) for match in map(_ROW.match, lines) if match}
     if not rows:
-        raise ValueError(f"{path}: no row of an operation in it: pass a table_rankN.txt that --profile wrote")
+        raise ValueError(
+            f"{path}: no row of an operation in it: pass a table_rankN.txt that --profile wrote"
+        )
     return rows
 
 
@@ -49,7 +51,10 @@ def draw(tables: dict[str, dict[str, float]], output: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(9, 0.9 + 0.6 * len(tables)), layout="constrained")
     ends = dict.fromkeys(tables, 0.0)
     for part in [*parts, "everything else"]:
-        widths = [t.get(part, 0.0) if part in parts else sum(s for n, s in t.items() if n not in parts) for t in tables.values()]
+        widths = [
+            t.get(part, 0.0) if part in parts else sum(s for n, s in t.items() if n not in parts)
+            for t in tables.values()
+        ]
         axes.barh(list(tables), widths, left=list(ends.values()), label=part, height=0.6)
         ends = {name: end + width for (name, end), width in zip(ends.items(), widths, strict=True)}
     for row, end in enumerate(ends.values()):

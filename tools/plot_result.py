@@ -1,8 +1,8 @@
 """Draws the README's picture: measured steps against PyTorch, and the modelled steps from a published run to this program.
 
-    python -m benchmarks step --micro-batch-size 4 --json fp32.json ...
-    fugaku-megatron plan --recipe 30b --nodes 6144 ... --against torch1.10 --explain --json > plan.json
-    python -m tools.plot_result --output docs/figures/result.png --plan plan.json --printed 252 fp32.json bf16.json
+python -m benchmarks step --micro-batch-size 4 --json fp32.json ...
+fugaku-megatron plan --recipe 30b --nodes 6144 ... --against torch1.10 --explain --json > plan.json
+python -m tools.plot_result --output docs/figures/result.png --plan plan.json --printed 252 fp32.json bf16.json
 """
 
 from __future__ import annotations
@@ -32,8 +32,17 @@ def baseline_name(result: dict[str, Any]) -> str:
     """What a step was compared with: "PyTorch, torch.compile, tcmalloc", with "MKL as shipped" where MKL then is narrower."""
     baseline = result["baseline"]
     name = {"plain": "PyTorch", "hf": "Hugging Face"}[baseline["name"]]
-    return ", ".join(filter(None, (name, "torch.compile" if baseline["compiled"] else "", baseline["preload"],
-                                   "MKL as shipped" if baseline.get("mkl") == "shipped" else "")))
+    return ", ".join(
+        filter(
+            None,
+            (
+                name,
+                "torch.compile" if baseline["compiled"] else "",
+                baseline["preload"],
+                "MKL as shipped" if baseline.get("mkl") == "shipped" else "",
+            ),
+        )
+    )
 
 
 def bars(results: list[dict[str, Any]]) -> list[tuple[str, float, str]]:
@@ -41,7 +50,13 @@ def bars(results: list[dict[str, Any]]) -> list[tuple[str, float, str]]:
     rows = []
     for result in results:
         kind = f"{result['dtype'].upper()}, micro-batch {result['micro_batch_size']}"
-        rows.append((f"{kind}: this program ({result['ratio']:.2f} x)", result["ours"]["tokens_per_s"], OURS))
+        rows.append(
+            (
+                f"{kind}: this program ({result['ratio']:.2f} x)",
+                result["ours"]["tokens_per_s"],
+                OURS,
+            )
+        )
         rows.append((baseline_name(result), result["baseline"]["tokens_per_s"], BASELINE))
     return rows
 
@@ -49,14 +64,20 @@ def bars(results: list[dict[str, Any]]) -> list[tuple[str, float, str]]:
 def steps(plan: dict[str, Any], printed: float | None) -> list[tuple[str, float, str]]:
     """(label, seconds, colour) of the published run and of every modelled change that this program makes."""
     published = [("published run, printed", printed, BASELINE)] if printed else []
-    built = (change for change in plan["changes"] if not any(phrase in change["note"] for phrase in NOT_BUILT))
+    built = (
+        change
+        for change in plan["changes"]
+        if not any(phrase in change["note"] for phrase in NOT_BUILT)
+    )
     return published + [(change["name"], change["seconds"], MODEL) for change in built]
 
 
 def draw(rows: list[tuple[str, float, str]], axes: Any, label: str, title: str) -> None:
     """Horizontal bars, the first on top, with their values."""
     names = [f"{n} {name}" for n, (name, *_) in enumerate(rows)]  # a name may stand twice
-    axes.barh(names, [value for _, value, _ in rows], color=[color for *_, color in rows], height=0.7)
+    axes.barh(
+        names, [value for _, value, _ in rows], color=[color for *_, color in rows], height=0.7
+    )
     axes.set_yticks(range(len(rows)), [name for name, *_ in rows], fontsize=8)
     for row, (_, value, _) in enumerate(rows):
         axes.text(value, row, f" {value:.0f}", va="center", fontsize=8)
@@ -68,26 +89,52 @@ def draw(rows: list[tuple[str, float, str]], axes: Any, label: str, title: str) 
         axes.spines[side].set_visible(False)
 
 
-def picture(results: list[dict[str, Any]], plan: dict[str, Any] | None, printed: float | None, output: Path) -> None:
+def picture(
+    results: list[dict[str, Any]], plan: dict[str, Any] | None, printed: float | None, output: Path
+) -> None:
     """Measured steps, and next to them the modelled changes of a plan."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11 if plan else 6, 0.9 + 0.32 * 2 * len(results)), layout="constrained")
+    figure = Figure(
+        figsize=(11 if plan else 6, 0.9 + 0.32 * 2 * len(results)), layout="constrained"
+    )
     FigureCanvasAgg(figure)
     columns = 2 if plan else 1
     first = results[0]
-    title = f"GPT-2 {first['recipe'].upper()}, measured on {first['cpu']}, {first['threads']} threads"
-    draw(bars(results), figure.add_subplot(1, columns, 1), "tokens per second, longer is better", title)
+    title = (
+        f"GPT-2 {first['recipe'].upper()}, measured on {first['cpu']}, {first['threads']} threads"
+    )
+    draw(
+        bars(results),
+        figure.add_subplot(1, columns, 1),
+        "tokens per second, longer is better",
+        title,
+    )
     if plan:
-        draw(steps(plan, printed), figure.add_subplot(1, columns, 2), "seconds per iteration, shorter is better",
-             "30B on 6,144 A64FX nodes, model")
+        draw(
+            steps(plan, printed),
+            figure.add_subplot(1, columns, 2),
+            "seconds per iteration, shorter is better",
+            "30B on 6,144 A64FX nodes, model",
+        )
     figure.savefig(output, dpi=110)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("steps", nargs="+", type=Path, metavar="STEP_JSON", help="what python -m benchmarks step --json wrote")
-    parser.add_argument("--plan", type=Path, metavar="PLAN_JSON", help="what fugaku-megatron plan --explain --json printed")
+    parser.add_argument(
+        "steps",
+        nargs="+",
+        type=Path,
+        metavar="STEP_JSON",
+        help="what python -m benchmarks step --json wrote",
+    )
+    parser.add_argument(
+        "--plan",
+        type=Path,
+        metavar="PLAN_JSON",
+        help="what fugaku-megatron plan --explain --json printed",
+    )
     parser.add_argument("--printed", type=float, metavar="SECONDS", help="the published run's time")
     parser.add_argument("--output", type=Path, required=True, metavar="PNG")
 
@@ -95,13 +142,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Read and draw. Raises ValueError, one line, for a user's mistake."""
     check_file("--output", options.output)
-    results, plan = [read_json(path) for path in options.steps], read_json(options.plan) if options.plan else None
+    results, plan = (
+        [read_json(path) for path in options.steps],
+        read_json(options.plan) if options.plan else None,
+    )
     try:
         picture(results, plan, options.printed, options.output)
     except (KeyError, TypeError) as error:
         files = " ".join(map(str, options.steps))
-        raise ValueError(f"{files}: {error} is not there: pass STEP_JSON of python -m benchmarks step and --plan of "
-                         "fugaku-megatron plan --explain --against") from None
+        raise ValueError(
+            f"{files}: {error} is not there: pass STEP_JSON of python -m benchmarks step and --plan of "
+            "fugaku-megatron plan --explain --against"
+        ) from None
     return 0
 
 

@@ -33,10 +33,23 @@ from fugaku_megatron.training.pretrain import check_early
 from fugaku_megatron.training.start_choices import read_tokenizer, with_vocabulary
 
 # Values that a script's shell did not tell, by the end of the flag's name, the first that fits; others are 1.
-PLAUSIBLE = {"--num-layers": "24", "--hidden-size": "1024", "--num-attention-heads": "16", "--seq-length": "2048",
-             "--max-position-embeddings": "2048", "--global-batch-size": "256", "warmup-iters": "10", "warmup-samples": "1000",
-             "warmup-tokens": "1e6", "-iters": "1000000", "-samples": "100000000", "-tokens": "1e12", "-interval": "1000",
-             "--min-lr": "1e-6", "-lr": "1e-4"}
+PLAUSIBLE = {
+    "--num-layers": "24",
+    "--hidden-size": "1024",
+    "--num-attention-heads": "16",
+    "--seq-length": "2048",
+    "--max-position-embeddings": "2048",
+    "--global-batch-size": "256",
+    "warmup-iters": "10",
+    "warmup-samples": "1000",
+    "warmup-tokens": "1e6",
+    "-iters": "1000000",
+    "-samples": "100000000",
+    "-tokens": "1e12",
+    "-interval": "1000",
+    "--min-lr": "1e-6",
+    "-lr": "1e-4",
+}
 FILES = ("vocab_file", "merge_file", "tokenizer_model")
 MICROBATCHES = 4  # of a pipeline stage, at least, in the layout that is planned
 
@@ -78,25 +91,35 @@ def plausible(name: str, action: argparse.Action) -> str:
     """A value of the flag's type."""
     if action.choices:
         return str(next(iter(action.choices)))
-    otherwise = name.strip("-") if action.type in (None, str) else "1"  # files and folders of different names
+    otherwise = (
+        name.strip("-") if action.type in (None, str) else "1"
+    )  # files and folders of different names
     return next((value for end, value in PLAUSIBLE.items() if name.endswith(end)), otherwise)
 
 
 def world_size(run: RunConfig) -> int:
     """Ranks that fit the layout and the batch, as many data-parallel ones as leave each stage some micro-batches."""
     parallel, each = run.parallel, run.batch.micro_batch_size
-    stages, tp = parallel.pipeline_model_parallel_size * parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    stages, tp = (
+        parallel.pipeline_model_parallel_size * parallel.context_parallel_size,
+        parallel.tensor_model_parallel_size,
+    )
     of_experts = parallel.expert_model_parallel_size * (parallel.expert_tensor_parallel_size or tp)
     least = math.lcm(of_experts, tp) // tp  # data-parallel ranks that the experts need
     count = max(1, math.gcd(*sizes_of(run, run.batch.global_batch_size or each).sizes()) // each)
-    fitting = (dp for dp in range(count // (MICROBATCHES * stages), 1, -1)
-               if count % (dp * stages) == 0 and dp % least == 0)
+    fitting = (
+        dp
+        for dp in range(count // (MICROBATCHES * stages), 1, -1)
+        if count % (dp * stages) == 0 and dp % least == 0
+    )
     return next(fitting, least) * stages * tp
 
 
 def vocabulary(run: RunConfig) -> RunConfig:
     """The run with its vocabulary; GPT-2's size where the tokenizer's files are not there."""
-    missing = [file for name in FILES if (file := getattr(run.data, name)) and not Path(file).exists()]
+    missing = [
+        file for name in FILES if (file := getattr(run.data, name)) and not Path(file).exists()
+    ]
     try:
         tokenizer = read_tokenizer(run, SoloComm())
         if tokenizer or run.model.vocab_size:
@@ -104,7 +127,14 @@ def vocabulary(run: RunConfig) -> RunConfig:
     except ValueError as error:
         if not any(f" {file}: " in str(error) for file in missing):
             raise
-    return with_vocabulary(run, {"vocab_size": min(run.model.vocab_size or GPT2_VOCABULARY, run.model.padded_vocab_size or 2**30)})
+    return with_vocabulary(
+        run,
+        {
+            "vocab_size": min(
+                run.model.vocab_size or GPT2_VOCABULARY, run.model.padded_vocab_size or 2**30
+            )
+        },
+    )
 
 
 def plan(flags: Sequence[Sequence[str | None]]) -> Arguments:
@@ -140,8 +170,10 @@ def read(path: str) -> Iterator[dict[str, Any]]:
             script = json.loads(line)
             yield {name: script[name] for name in ("source", "name", "kind", "flags")}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: not a list of scripts, one JSON object a line ({error}): pass one as "
-                         "tests/megatron_scripts.jsonl") from None
+        raise ValueError(
+            f"{path}: not a list of scripts, one JSON object a line ({error}): pass one as "
+            "tests/megatron_scripts.jsonl"
+        ) from None
 
 
 def totals(scripts: Iterable[Script]) -> dict[tuple[str, str], tuple[int, int]]:
@@ -159,8 +191,12 @@ def main() -> int:
     try:
         for line in read(parser.parse_args().file):
             script = Script(line["source"], line["name"], line["kind"], reasons(line["flags"]))
-            print(f"{script.source} {script.name} ({script.kind}):", *(["starts"] if not script.reasons else []),
-                  *(f"\n  {reason}" for reason in script.reasons), flush=True)
+            print(
+                f"{script.source} {script.name} ({script.kind}):",
+                *(["starts"] if not script.reasons else []),
+                *(f"\n  {reason}" for reason in script.reasons),
+                flush=True,
+            )
             scripts.append(script)
     except ValueError as error:
         print(f"scripts_start: {error}", file=sys.stderr)

@@ -1,8 +1,8 @@
 """What a run is, for Python: the flags of fugaku-megatron train as keywords. Imports neither torch nor MPI.
 
-    config = Config(num_layers=12, hidden_size=768, num_attention_heads=12, seq_length=1024, micro_batch_size=1, lr=6e-4)
-    config = Config.recipe("124m", lr=3e-4)
-    config = Config.from_flags(["--recipe", "124m", "--lr", "3e-4"])
+config = Config(num_layers=12, hidden_size=768, num_attention_heads=12, seq_length=1024, micro_batch_size=1, lr=6e-4)
+config = Config.recipe("124m", lr=3e-4)
+config = Config.from_flags(["--recipe", "124m", "--lr", "3e-4"])
 """
 
 from __future__ import annotations
@@ -46,10 +46,16 @@ class Config:
     @classmethod
     def from_flags(cls, words: Sequence[str]) -> Config:
         """The words of a command line, as fugaku-megatron train reads them."""
-        check(not isinstance(words, str), f"from_flags takes a list of words, not one text: pass {words!r:.60}.split()")
+        check(
+            not isinstance(words, str),
+            f"from_flags takes a list of words, not one text: pass {words!r:.60}.split()",
+        )
         flags = run_flags(vars(build_parser().parse_args([*words])))
-        check(not flags.dry_run and flags.world_size is None, "--dry-run and --world-size belong to the command fugaku-megatron "
-              "train: leave them out")
+        check(
+            not flags.dry_run and flags.world_size is None,
+            "--dry-run and --world-size belong to the command fugaku-megatron "
+            "train: leave them out",
+        )
         return cls._of(flags.recipe, flags.fields, flags.notes)
 
     def replace(self, **flags: Any) -> Config:
@@ -62,13 +68,24 @@ class Config:
         config._settle(recipe, values, notes)
         return config
 
-    def _settle(self, recipe: str | None, values: dict[str, Any], notes: tuple[str, ...] = ()) -> None:
+    def _settle(
+        self, recipe: str | None, values: dict[str, Any], notes: tuple[str, ...] = ()
+    ) -> None:
         run, without_effect = checked_run(recipe, values)
-        for name, value in (("run", run), ("notes", notes + without_effect), ("base", recipe), ("given", values)):
+        for name, value in (
+            ("run", run),
+            ("notes", notes + without_effect),
+            ("base", recipe),
+            ("given", values),
+        ):
             object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        for group in GROUPS if not name.startswith("_") and name not in ("run", "notes", "base", "given") else ():
+        for group in (
+            GROUPS
+            if not name.startswith("_") and name not in ("run", "notes", "base", "given")
+            else ()
+        ):
             if hasattr(values := getattr(self.run, group), name):
                 return getattr(values, name)
         raise AttributeError(f"a Config has no {name}" + nearest(name, self._names(), ""))
@@ -78,5 +95,7 @@ class Config:
         return [f.name for config in GROUPS.values() for f in fields(config)]
 
     def __repr__(self) -> str:
-        words = [repr(self.base)] * bool(self.base) + [f"{name}={value!r}" for name, value in self.given.items()]
+        words = [repr(self.base)] * bool(self.base) + [
+            f"{name}={value!r}" for name, value in self.given.items()
+        ]
         return f"Config{'.recipe' * bool(self.base)}({', '.join(words)})"

@@ -1,7 +1,7 @@
 """A model in memory, for texts and for tokens: of a checkpoint of this program, of Hugging Face, or of Megatron-LM.
 
-    model = load("my_model")
-    print(model.generate("Once", max_new_tokens=50), model.loss("Once upon a time"))
+model = load("my_model")
+print(model.generate("Once", max_new_tokens=50), model.loss("Once upon a time"))
 """
 
 from __future__ import annotations
@@ -33,9 +33,17 @@ SHARD_BYTES = 5 * 10**9  # of a safetensors file, as Hugging Face writes them
 SIDE_BY_SIDE = 4  # windows of a text that is scored
 
 
-def load(path: str | os.PathLike[str], *, ckpt_step: int | None = None, dtype: str | None = None, tokenizer_type: str | None = None,
-         vocab_file: str | os.PathLike[str] | None = None, merge_file: str | os.PathLike[str] | None = None,
-         tokenizer_model: str | os.PathLike[str] | None = None, vocab_size: int | None = None) -> Model:
+def load(
+    path: str | os.PathLike[str],
+    *,
+    ckpt_step: int | None = None,
+    dtype: str | None = None,
+    tokenizer_type: str | None = None,
+    vocab_file: str | os.PathLike[str] | None = None,
+    merge_file: str | os.PathLike[str] | None = None,
+    tokenizer_model: str | os.PathLike[str] | None = None,
+    vocab_size: int | None = None,
+) -> Model:
     """The model of a directory: a checkpoint of this program, a directory of Hugging Face, or a checkpoint of Megatron-LM.
 
     Every process that calls it holds the whole model, weights alone. ckpt_step: the iteration; None: the latest. dtype: "fp32",
@@ -47,7 +55,9 @@ def load(path: str | os.PathLike[str], *, ckpt_step: int | None = None, dtype: s
     check(dtype is None or dtype in DTYPES, f"dtype is {dtype!r:.40}: pass {' or '.join(DTYPES)}")
     weights = open_weights(os.fspath(path), ckpt_step, vocab_size)
     if tokenizer_type is None and tokenizer_model is not None:
-        tokenizer_type = "HuggingFaceTokenizer" if Path(tokenizer_model).is_dir() else "SentencePieceTokenizer"
+        tokenizer_type = (
+            "HuggingFaceTokenizer" if Path(tokenizer_model).is_dir() else "SentencePieceTokenizer"
+        )
     files = {"vocab_file": vocab_file, "merge_file": merge_file, "tokenizer_model": tokenizer_model}
     given = {name: os.fspath(value) for name, value in files.items() if value is not None}
     flags = TokenizerFlags.of(SimpleNamespace(tokenizer_type=tokenizer_type, **given))
@@ -60,39 +70,78 @@ def load(path: str | os.PathLike[str], *, ckpt_step: int | None = None, dtype: s
 class Model:
     """The model that `load` returns. architecture: its flags."""
 
-    def __init__(self, weights: Weights, dtype: str | None, tokenizer: TokenizerFlags, where: str) -> None:
+    def __init__(
+        self, weights: Weights, dtype: str | None, tokenizer: TokenizerFlags, where: str
+    ) -> None:
         self.architecture: ModelConfig = weights.model
         self._weights, self._flags, self._where = weights, tokenizer, where
         if dtype is not None:
             precision = PrecisionConfig(bf16=dtype == "bf16", fp16=dtype == "fp16")
         else:
-            precision = PrecisionConfig(**weights.config["precision"]) if "precision" in weights.config else precision_of(weights)
-        run = RunConfig(model=weights.model, batch=BatchConfig(micro_batch_size=1), precision=precision)
+            precision = (
+                PrecisionConfig(**weights.config["precision"])
+                if "precision" in weights.config
+                else precision_of(weights)
+            )
+        run = RunConfig(
+            model=weights.model, batch=BatchConfig(micro_batch_size=1), precision=precision
+        )
         self._loaded = model_of(run, weights.dtypes, weights.read)
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """encode(text) -> token ids, decode(ids) -> text. ValueError where the model came without one and none was named."""
         carried, data = self._weights.carried, self._weights.config.get("data", {})
-        return choose_tokenizer(self._flags, data, carried or Path(os.devnull), self._loaded.vocab_size, self._where)
+        return choose_tokenizer(
+            self._flags, data, carried or Path(os.devnull), self._loaded.vocab_size, self._where
+        )
 
     def config(self, **flags: Any) -> Config:
         """The config of a run that trains this model, with flags beyond its architecture, such as micro_batch_size and lr."""
-        own = {f.name: value for f in fields(ModelConfig) if (value := getattr(self.architecture, f.name)) not in (None, f.default)}
+        own = {
+            f.name: value
+            for f in fields(ModelConfig)
+            if (value := getattr(self.architecture, f.name)) not in (None, f.default)
+        }
         return Config(**{**own, **flags})
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts as well, and this signature counts
-            self, prompt: str, max_new_tokens: int = ..., *, temperature: float = ..., top_k: int = ..., top_p: float = ...,
-            seed: int = ..., stop: Sequence[str] = ...) -> str: ...
+        self,
+        prompt: str,
+        max_new_tokens: int = ...,
+        *,
+        temperature: float = ...,
+        top_k: int = ...,
+        top_p: float = ...,
+        seed: int = ...,
+        stop: Sequence[str] = ...,
+    ) -> str: ...
 
     @overload
-    def generate(self, prompt: Sequence[str], max_new_tokens: int = ..., *, temperature: float = ..., top_k: int = ...,
-                 top_p: float = ..., seed: int = ..., stop: Sequence[str] = ...) -> list[str]: ...
+    def generate(
+        self,
+        prompt: Sequence[str],
+        max_new_tokens: int = ...,
+        *,
+        temperature: float = ...,
+        top_k: int = ...,
+        top_p: float = ...,
+        seed: int = ...,
+        stop: Sequence[str] = ...,
+    ) -> list[str]: ...
 
-    def generate(self, prompt: str | Sequence[str], max_new_tokens: int = 100, *, temperature: float = Sampling.temperature,
-                 top_k: int = Sampling.top_k, top_p: float = Sampling.top_p, seed: int = Sampling.seed,
-                 stop: Sequence[str] = ()) -> str | list[str]:
+    def generate(
+        self,
+        prompt: str | Sequence[str],
+        max_new_tokens: int = 100,
+        *,
+        temperature: float = Sampling.temperature,
+        top_k: int = Sampling.top_k,
+        top_p: float = Sampling.top_p,
+        seed: int = Sampling.seed,
+        stop: Sequence[str] = (),
+    ) -> str | list[str]:
         """What the prompt is continued with, or each of several prompts, as fugaku-megatron generate continues them.
 
         temperature: 0 takes the likeliest token. top_k, top_p: choose among the likeliest tokens, so many or of so much probability
@@ -114,7 +163,10 @@ class Model:
         A text that is longer than the model's sequence length is read in windows of that length.
         """
         ids = self.tokenizer.encode(text)
-        check(len(ids) > 1, f"the text has {len(ids)} tokens: pass one of at least two, each of which follows another")
+        check(
+            len(ids) > 1,
+            f"the text has {len(ids)} tokens: pass one of at least two, each of which follows another",
+        )
         scores = score(self._loaded, rolling(ids, self.architecture.seq_length), SIDE_BY_SIDE)
         return -float(scores[:, 0].sum()) / (len(ids) - 1)
 
@@ -122,12 +174,20 @@ class Model:
     def logits(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """FP32 logits (s, v) of the token after each of `tokens` (s,)."""
         ids, model, vocab_size = torch.as_tensor(tokens), self.architecture, self._loaded.vocab_size
-        check(ids.dim() == 1 and len(ids) > 0 and not ids.is_floating_point(), f"tokens have shape {tuple(ids.shape)} and type "
-              f"{ids.dtype}: pass a list of token ids")
-        check(0 <= int(ids.min()) <= int(ids.max()) < vocab_size, f"tokens are {int(ids.min())} to {int(ids.max())}, outside "
-              f"the vocabulary of {vocab_size}")
-        check(not model.learned_positions or len(ids) <= model.max_position_embeddings, f"{len(ids)} tokens were passed, and the "
-              f"model has {model.max_position_embeddings} positions: pass fewer")
+        check(
+            ids.dim() == 1 and len(ids) > 0 and not ids.is_floating_point(),
+            f"tokens have shape {tuple(ids.shape)} and type {ids.dtype}: pass a list of token ids",
+        )
+        check(
+            0 <= int(ids.min()) <= int(ids.max()) < vocab_size,
+            f"tokens are {int(ids.min())} to {int(ids.max())}, outside "
+            f"the vocabulary of {vocab_size}",
+        )
+        check(
+            not model.learned_positions or len(ids) <= model.max_position_embeddings,
+            f"{len(ids)} tokens were passed, and the "
+            f"model has {model.max_position_embeddings} positions: pass fewer",
+        )
         x = through_stages(self._loaded, ids.long()[:, None], EVALUATION)
         assert x is not None, "this process has all stages"
         return self._loaded.logits(x)[:, 0, :vocab_size].float().contiguous()
@@ -139,8 +199,12 @@ class Model:
         """
         weights = self._loaded.weights
         rows = {name: spec[0] for name, spec in self._shapes().items()}
-        in_memory = Weights(self.architecture, dict.fromkeys(self._weights.dtypes, self._loaded.dtype),
-                            lambda name: weights[name][: rows[name]], self._weights.carried)
+        in_memory = Weights(
+            self.architecture,
+            dict.fromkeys(self._weights.dtypes, self._loaded.dtype),
+            lambda name: weights[name][: rows[name]],
+            self._weights.carried,
+        )
         with whole("save_hf", os.fspath(directory)) as target:
             save_hugging_face(in_memory, target, SHARD_BYTES)
 

@@ -1,8 +1,8 @@
 """Training from Python: the trainer of fugaku-megatron train, with the loop left to the caller.
 
-    trainer = Trainer(Config.recipe("demo", vocab_size=512, train_iters=100), data=arrays)
-    for step in trainer.steps():
-        print(step.iteration, step.loss)
+trainer = Trainer(Config.recipe("demo", vocab_size=512, train_iters=100), data=arrays)
+for step in trainer.steps():
+    print(step.iteration, step.loss)
 """
 
 from __future__ import annotations
@@ -47,8 +47,11 @@ from .config import Config
 Source = str | os.PathLike[str] | Sequence[Any] | Documents
 NO_END = 2**31 - 1  # iterations of a run whose length is not known yet
 # Flags of the command's own loop and process.
-LOOP = ({f.name for f in fields(OutputConfig)} - {"keep_last", "log_num_zeros_in_grad"} | {f.name for f in fields(NumbersConfig)}
-        | {"exit_interval", "exit_duration_in_mins", "eval_interval", "skip_train"})
+LOOP = (
+    {f.name for f in fields(OutputConfig)} - {"keep_last", "log_num_zeros_in_grad"}
+    | {f.name for f in fields(NumbersConfig)}
+    | {"exit_interval", "exit_duration_in_mins", "eval_interval", "skip_train"}
+)
 PROCESS = {"allocator", "thread_affinity", "cpu_frequency", "use_flush_denormal"}
 
 
@@ -85,10 +88,14 @@ class Trainer:
     the command's loop have no effect here; a warning names them.
     """
 
-    def __init__(self, config: Config, data: Source | None = None, valid: Source | None = None) -> None:
+    def __init__(
+        self, config: Config, data: Source | None = None, valid: Source | None = None
+    ) -> None:
         check(isinstance(config, Config), f"config is a {type(config).__name__}: expected Config")
         self.config, self._world = config, world()
-        self._length_given = any((config.train_iters is not None, config.train_samples, config.train_tokens))
+        self._length_given = any(
+            (config.train_iters is not None, config.train_samples, config.train_tokens)
+        )
         self._arrays: dict[str, TokenArrays] = {}
         self._end: int | None = None  # iterations of the run, where that is known
         with everywhere():
@@ -106,32 +113,54 @@ class Trainer:
         """Name the flags without effect. effective: beginnings of the config's notes that do not hold."""
         notes = [note for note in self.config.notes if not note.startswith(effective)]
         for names, remedy in ((LOOP, "the loop is the caller's"), (PROCESS, "pass it to init")):
-            notes += [f"{flag(name)} has no effect on Trainer: {remedy}" for name in self.config.given if name in names]
+            notes += [
+                f"{flag(name)} has no effect on Trainer: {remedy}"
+                for name in self.config.given
+                if name in names
+            ]
         for note in notes if self._world.rank == 0 else ():
             warnings.warn(note, stacklevel=3)
 
     def _with_data(self, run: RunConfig, data: Source | None, valid: Source | None) -> RunConfig:
         """The run with `data` and `valid` as its data flags."""
         if data is None:
-            check(valid is None, "valid was passed without data: pass both, or the data flags in the config")
-            check(run.data.mock_data or run.data.files is not None, "there is no data: pass data to Trainer, or data_path or "
-                  "mock_data to Config")
+            check(
+                valid is None,
+                "valid was passed without data: pass both, or the data flags in the config",
+            )
+            check(
+                run.data.mock_data or run.data.files is not None,
+                "there is no data: pass data to Trainer, or data_path or mock_data to Config",
+            )
             return run
-        check(run.data.files is None and not run.data.mock_data, "data was passed to Trainer, and the config names data as well: "
-              "pass one of them")
+        check(
+            run.data.files is None and not run.data.mock_data,
+            "data was passed to Trainer, and the config names data as well: pass one of them",
+        )
         if valid is None and "split" in self.config.given:
             return replace(run, data=replace(run.data, data_path=self._named("data", data)))
-        return replace(run, data=replace(run.data, train_data_path=self._named("data", data),
-                                         valid_data_path=None if valid is None else self._named("valid", valid)))
+        return replace(
+            run,
+            data=replace(
+                run.data,
+                train_data_path=self._named("data", data),
+                valid_data_path=None if valid is None else self._named("valid", valid),
+            ),
+        )
 
     def _named(self, name: str, source: Source) -> tuple[str, ...]:
         """The words of a data flag: prefixes, or a name that stands for documents in memory."""
         if isinstance(source, (str, os.PathLike)):
             return (os.fspath(source),)
-        if isinstance(source, (list, tuple)) and any(isinstance(item, (str, os.PathLike)) for item in source):
+        if isinstance(source, (list, tuple)) and any(
+            isinstance(item, (str, os.PathLike)) for item in source
+        ):
             return tuple(str(item) for item in source)
-        check(hasattr(source, "__len__") and hasattr(source, "__getitem__"), f"{name} is a {type(source).__name__}: pass a prefix "
-              "of .bin/.idx files, a sequence of arrays of token ids, or a map-style data set of torch")
+        check(
+            hasattr(source, "__len__") and hasattr(source, "__getitem__"),
+            f"{name} is a {type(source).__name__}: pass a prefix "
+            "of .bin/.idx files, a sequence of arrays of token ids, or a map-style data set of torch",
+        )
         check(len(source) > 0, f"{name} is empty: pass at least one document")
         self._arrays[f"<{name}>"] = TokenArrays(source, f"<{name}>")
         return (f"<{name}>",)
@@ -144,26 +173,47 @@ class Trainer:
 
     def _build(self, saved: dict[str, str] | None = None) -> None:
         """The trainer of this rank, its data opened. saved: the kernels of the checkpoint that it goes on from. Collective."""
-        world, layout, nodes = self._world, Layout.from_run(self._run, self._world.size), find_nodes(self._world)
+        world, layout, nodes = (
+            self._world,
+            Layout.from_run(self._run, self._world.size),
+            find_nodes(self._world),
+        )
         with everywhere():
             run, _ = settle(self._with_length(1), layout, world, nodes)
             check_memory(run, layout, world, nodes)
-        self._run = replace(run, training=replace(run.training, train_iters=self._run.training.train_iters))
+        self._run = replace(
+            run, training=replace(run.training, train_iters=self._run.training.train_iters)
+        )
         self._groups = share_groups(Grid(*layout.sizes).groups(world), kernels)
         self._readers = pretrain.find_reader_group(run, self._groups, nodes)
         self._opened = self._samples_needed(layout, train.Progress()) if self._length_given else 1
         data = self._open(self._opened, pretrain.samples_to_validate(run, layout, 1))
         choice = choose_kernels(run, layout, world, saved)
-        observers = Observers(Phases(), Heartbeats(Heartbeat(), Grid(*layout.sizes), world.rank), None)
-        self._trainer = pretrain.build_trainer(self._with_length(NO_END), world, self._groups, data, choice.backends, observers,
-                                               self._readers)
+        observers = Observers(
+            Phases(), Heartbeats(Heartbeat(), Grid(*layout.sizes), world.rank), None
+        )
+        self._trainer = pretrain.build_trainer(
+            self._with_length(NO_END),
+            world,
+            self._groups,
+            data,
+            choice.backends,
+            observers,
+            self._readers,
+        )
         self._valid_sizes = pretrain.valid_sizes(run, layout, data[1], world)
         if self._length_given:
             self._end = pretrain.run_length(self._run, layout, train.Progress())[0]
 
     def _open(self, samples: int, valid_samples: int | None) -> pretrain.Data:
-        return pretrain.open_data(self._run, self._groups, (samples, valid_samples), self._readers, self._arrays,
-                                  self._tokenizer)
+        return pretrain.open_data(
+            self._run,
+            self._groups,
+            (samples, valid_samples),
+            self._readers,
+            self._arrays,
+            self._tokenizer,
+        )
 
     def _samples_needed(self, layout: Layout, progress: train.Progress) -> int:
         run = self._with_length(self._end or 0)
@@ -189,7 +239,10 @@ class Trainer:
         them every call makes the run `count` iterations longer; then only a constant learning rate, or one whose decay has a length
         of its own (lr_decay_iters), can go on after the first call, because the first one has decayed to its end.
         """
-        check(count is None or isinstance(count, int) and count >= 0, f"steps({count!r:.40}): pass a number of iterations")
+        check(
+            count is None or isinstance(count, int) and count >= 0,
+            f"steps({count!r:.40}): pass a number of iterations",
+        )
         with everywhere():
             return self._steps(self._prepare(count))
 
@@ -197,12 +250,17 @@ class Trainer:
         """Make the run long enough, and its data; the iteration at which these steps end."""
         trainer, end = self._trainer, self._end if count is None else self.iteration + count
         if end is None or count is None and not self._length_given:
-            raise ValueError("steps() goes to the end of the run, which is not known: pass a number to steps, or train_iters to "
-                             "Config")
+            raise ValueError(
+                "steps() goes to the end of the run, which is not known: pass a number to steps, or train_iters to "
+                "Config"
+            )
         if not self._length_given:
             self._lengthen(end)
-        check(self._end is None or end <= self._end, f"steps({count}) after iteration {self.iteration} goes beyond the {self._end} "
-              "iterations of the run: ask for fewer, or pass a larger train_iters to Config")
+        check(
+            self._end is None or end <= self._end,
+            f"steps({count}) after iteration {self.iteration} goes beyond the {self._end} "
+            "iterations of the run: ask for fewer, or pass a larger train_iters to Config",
+        )
         needed = self._samples_needed(trainer.layout, trainer.progress)
         if needed > self._opened:
             trainer.close()
@@ -214,9 +272,14 @@ class Trainer:
         if self._end is not None and end <= self._end:
             return
         optimizer = self._run.optimizer
-        own = optimizer.lr_decay_style == "constant" or bool(optimizer.lr_decay_iters or optimizer.lr_decay_tokens)
-        check(self._end is None or own, f"the learning rate decays ({optimizer.lr_decay_style}) over the {self._end} iterations of "
-              "the first steps(): pass Config train_iters, or lr_decay_style constant")
+        own = optimizer.lr_decay_style == "constant" or bool(
+            optimizer.lr_decay_iters or optimizer.lr_decay_tokens
+        )
+        check(
+            self._end is None or own,
+            f"the learning rate decays ({optimizer.lr_decay_style}) over the {self._end} iterations of "
+            "the first steps(): pass Config train_iters, or lr_decay_style constant",
+        )
         trainer, run = self._trainer, self._with_length(end)
         trainer.param_schedule = ParamSchedule.from_run(run, trainer.layout.global_batch_size(run))
         trainer.run, self._end = run, end
@@ -232,9 +295,18 @@ class Trainer:
 
     def _step(self) -> Step:
         result, progress = self._trainer.train_step(), self._trainer.progress
-        return Step(progress.iteration, result.loss, result.grad_norm, result.learning_rate, progress.consumed_samples,
-                    progress.consumed_samples * self._run.model.seq_length, result.seconds, result.skipped, result.loss_scale,
-                    result.global_batch_size)
+        return Step(
+            progress.iteration,
+            result.loss,
+            result.grad_norm,
+            result.learning_rate,
+            progress.consumed_samples,
+            progress.consumed_samples * self._run.model.seq_length,
+            result.seconds,
+            result.skipped,
+            result.loss_scale,
+            result.global_batch_size,
+        )
 
     def _asked_to_stop(self) -> bool:
         """Whether a signal that `init` waits for came on any rank."""
@@ -244,11 +316,20 @@ class Trainer:
         """Mean loss over the first eval_iters batches of the validation data, with full_validation over all. Collective."""
         run, sizes = self._run, self._valid_sizes
         with everywhere():
-            check(bool(sizes), "there is no validation data: pass valid, or a split or valid_data_path in the config")
-            check(run.training.eval_iters > 0 or run.training.full_validation, "--eval-iters is 0: pass a number above 0")
-            check(not run.training.multiple_validation_sets, "multiple_validation_sets has several losses, and evaluate returns "
-                  "one: leave it out")
-        (first, iterations), = self._trainer.layout.evaluated(run, sizes, 0)
+            check(
+                bool(sizes),
+                "there is no validation data: pass valid, or a split or valid_data_path in the config",
+            )
+            check(
+                run.training.eval_iters > 0 or run.training.full_validation,
+                "--eval-iters is 0: pass a number above 0",
+            )
+            check(
+                not run.training.multiple_validation_sets,
+                "multiple_validation_sets has several losses, and evaluate returns "
+                "one: leave it out",
+            )
+        ((first, iterations),) = self._trainer.layout.evaluated(run, sizes, 0)
         return self._trainer.evaluate(self._trainer.valid, first, iterations)
 
     # Checkpoints ------------------------------------------------------------------------------------------------------------------
@@ -257,7 +338,12 @@ class Trainer:
         """Write a checkpoint that `load`, fugaku_megatron.load and all commands take. Collective."""
         self._trainer.save(os.fspath(directory))
 
-    def load(self, directory: str | os.PathLike[str], weights_only: bool = False, ckpt_step: int | None = None) -> None:
+    def load(
+        self,
+        directory: str | os.PathLike[str],
+        weights_only: bool = False,
+        ckpt_step: int | None = None,
+    ) -> None:
         """Go on from the latest checkpoint of a directory, or from that of `ckpt_step`, or start from weights. Collective.
 
         A checkpoint of this program may have any layout, and brings optimizer, schedules and the position in the data with it.
@@ -268,19 +354,27 @@ class Trainer:
         if own := on_root(self._world, lambda: own_checkpoint(path, ckpt_step)):
             found = open_checkpoint(own[0], self._world, own[1])
             weights_only = weights_only or found.state.get("weights_only", False)
-            self._begin_from(Resume(found, {} if weights_only else found.state, found.config, weights_only))
+            self._begin_from(
+                Resume(found, {} if weights_only else found.state, found.config, weights_only)
+            )
             self._trainer.load(found, weights_only)
             return
         with everywhere():
             weights = open_weights(path, ckpt_step, self._run.model.vocab_size)
             saved = architecture(weights.model)
             check_model(saved, architecture(self._run.model, saved), Path(path))
-        self._begin_from(Resume(config={"model": {"mask_vocab_padding": weights.model.mask_vocab_padding}}))
+        self._begin_from(
+            Resume(config={"model": {"mask_vocab_padding": weights.model.mask_vocab_padding}})
+        )
         self._trainer.start_from(weights.dtypes, weights.read)
 
     def _begin_from(self, resume: Resume) -> None:
         """Build the trainer again where what is loaded has other kernels, or masks the padding of the vocabulary. Collective."""
-        run, saved, trainer = with_padding(self._run, resume), resume.state.get("kernels"), self._trainer
+        run, saved, trainer = (
+            with_padding(self._run, resume),
+            resume.state.get("kernels"),
+            self._trainer,
+        )
         other = run.system.kernels == "auto" and saved not in (None, trainer.ops.choice)
         if not other and run.model.masks_padding == self._run.model.masks_padding:
             return
@@ -312,8 +406,15 @@ def world() -> Comm:
     return comm
 
 
-def init(*, allocator: str = "tuned", thread_affinity: str = "auto", cpu_frequency: float | None = None,
-         flush_denormals: bool = True, reserve_core: bool = False, stop_signals: bool = False) -> str:
+def init(
+    *,
+    allocator: str = "tuned",
+    thread_affinity: str = "auto",
+    cpu_frequency: float | None = None,
+    flush_denormals: bool = True,
+    reserve_core: bool = False,
+    stop_signals: bool = False,
+) -> str:
     """Set up this process as the command train does; returns lines about the machine. Collective: every rank calls it.
 
     Call it before the first model, if at all. These are all of its effects, and each lasts as long as the process:
@@ -330,8 +431,14 @@ def init(*, allocator: str = "tuned", thread_affinity: str = "auto", cpu_frequen
 
     Without a call to `init` none of this is touched.
     """
-    line = runtime.init(world(), allocator=allocator, thread_affinity=thread_affinity, cpu_frequency=cpu_frequency,
-                        flush_denormals=flush_denormals, reserve_core=reserve_core)
+    line = runtime.init(
+        world(),
+        allocator=allocator,
+        thread_affinity=thread_affinity,
+        cpu_frequency=cpu_frequency,
+        flush_denormals=flush_denormals,
+        reserve_core=reserve_core,
+    )
     if stop_signals and not _signals:
         _signals.append(launcher.StopSignals().__enter__())
     return line

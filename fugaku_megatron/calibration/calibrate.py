@@ -30,12 +30,20 @@ if TYPE_CHECKING:
 
 SIZES = (128, 256, 512, 1024, 2048)  # of the square matmuls
 ROUNDS = 5
-FMA_STEPS, CLOCK_STEPS = 2_000_000, 50_000_000  # iterations of the loops that measure the FMA peak and the clock
+FMA_STEPS, CLOCK_STEPS = (
+    2_000_000,
+    50_000_000,
+)  # iterations of the loops that measure the FMA peak and the clock
 TRIAD_ELEMENTS = 1 << 25  # three arrays of 128 MiB: beyond the caches
 SMALL, LARGE = 8, 4 << 20  # bytes of the messages whose times give latency and rate
-REDUCED = 128 << 20  # bytes of the vector whose all-reduce is timed: as gradients, beyond the caches
+REDUCED = (
+    128 << 20
+)  # bytes of the vector whose all-reduce is timed: as gradients, beyond the caches
 MIN_CLOCK_SHARE = 0.8  # of the clock that the system reports, or of the fastest core's
-ALONE_ALPHA_US, ALONE_COPIES = 1.0, 4  # of messages of a rank alone: an assumed latency; each copy reads and writes
+ALONE_ALPHA_US, ALONE_COPIES = (
+    1.0,
+    4,
+)  # of messages of a rank alone: an assumed latency; each copy reads and writes
 USABLE = 0.9  # share of a node's memory that a job may use
 
 Points = tuple[tuple[int, float], ...]  # (n, GFLOP/s) of n x n x n matmuls
@@ -105,20 +113,33 @@ def measure_compute() -> Compute:
     fma, clock = fma_peak_gflops(1 + ROUNDS, FMA_STEPS), clock_ghz(CLOCK_STEPS)
     triad = triad_gbs(TRIAD_ELEMENTS)
     call_us, iteration_s = host_kernels.step_overhead()
-    return Compute(threads=torch.get_num_threads(), clock_ghz=clock, fma_gflops=fma, triad_gbs=triad, gemm=measure_gemm(),
-                   attention=tuple((s, *host_kernels.attention_gflops(s)) for s in host_kernels.LENGTHS), call_us=call_us,
-                   dropout_flops=host_kernels.dropout_flops(host_kernels.LENGTHS[1], fma),
-                   elementwise_gbs=host_kernels.elementwise_gbs(), iteration_s=iteration_s, process_mib=process,
-                   bf16x3=host_kernels.bf16x3_share())
+    return Compute(
+        threads=torch.get_num_threads(),
+        clock_ghz=clock,
+        fma_gflops=fma,
+        triad_gbs=triad,
+        gemm=measure_gemm(),
+        attention=tuple((s, *host_kernels.attention_gflops(s)) for s in host_kernels.LENGTHS),
+        call_us=call_us,
+        dropout_flops=host_kernels.dropout_flops(host_kernels.LENGTHS[1], fma),
+        elementwise_gbs=host_kernels.elementwise_gbs(),
+        iteration_s=iteration_s,
+        process_mib=process,
+        bf16x3=host_kernels.bf16x3_share(),
+    )
 
 
-def measure_gemm(sizes: Sequence[int] | None = None, cold_bytes: int | None = None, dtype: str = "float32") -> Points:
+def measure_gemm(
+    sizes: Sequence[int] | None = None, cold_bytes: int | None = None, dtype: str = "float32"
+) -> Points:
     """Square matmuls of these sizes; None: those in SIZES. cold_bytes, dtype: see host_kernels.gemm_gflops."""
     import torch
 
     from . import host_kernels
 
-    return tuple((n, host_kernels.gemm_gflops(n, cold_bytes, getattr(torch, dtype))) for n in sizes or SIZES)
+    return tuple(
+        (n, host_kernels.gemm_gflops(n, cold_bytes, getattr(torch, dtype))) for n in sizes or SIZES
+    )
 
 
 def measure_team(world: Comm, threads: int, measure: Callable[[], Points] = measure_gemm) -> Points:
@@ -199,15 +220,21 @@ def native(ranks: Sequence[Compute], reduce_gbs: float | None) -> dict[str, floa
     ranks: those of one node. reduce_gbs: all_reduce_gbs within the node, None when it crossed nodes.
     """
     first, members = ranks[0], len(ranks)
-    values = {"call_us": first.call_us, "dropout_flops": first.dropout_flops, "iteration_s": first.iteration_s,
-             "elementwise_fraction": first.elementwise_gbs / first.triad_gbs}
+    values = {
+        "call_us": first.call_us,
+        "dropout_flops": first.dropout_flops,
+        "iteration_s": first.iteration_s,
+        "elementwise_fraction": first.elementwise_gbs / first.triad_gbs,
+    }
     for name, column in (("attention_forward", 1), ("attention_backward", 2)):
         points = [(row[0], row[column]) for row in first.attention]
         values[name], values[f"{name}_half"] = fit_curve(points, first.fma_gflops)
     if first.bf16x3:
         values["bf16x3"] = first.bf16x3
     if reduce_gbs is not None and members > 1:
-        values["intra_reduce_gbs"] = 2 * (members - 1) / members * reduce_gbs  # rate of one link of the ring
+        values["intra_reduce_gbs"] = (
+            2 * (members - 1) / members * reduce_gbs
+        )  # rate of one link of the ring
     return values
 
 
@@ -217,8 +244,16 @@ def gemm_curve(threads: int, points: Points, peak_gflops: float) -> dict[str, fl
     return {"threads": threads, "maximum": maximum, "half": half, "exponent": 1.0}
 
 
-def describe(name: str, ranks: Sequence[Compute], team: Points, inside: Messages | None, between: Messages | None,
-             reduce_gbs: float | None, memory_gib: float, command: str = "calibrate") -> dict[str, Any]:
+def describe(
+    name: str,
+    ranks: Sequence[Compute],
+    team: Points,
+    inside: Messages | None,
+    between: Messages | None,
+    reduce_gbs: float | None,
+    memory_gib: float,
+    command: str = "calibrate",
+) -> dict[str, Any]:
     """The contents of the machine's file, each constant with its source.
 
     ranks: measurements of one node's ranks. team: matmuls of one rank with all threads of the node, if measured. inside, between:
@@ -230,31 +265,54 @@ def describe(name: str, ranks: Sequence[Compute], team: Points, inside: Messages
     copies = Messages(alpha_us=ALONE_ALPHA_US, gbs=first.triad_gbs / ALONE_COPIES)
     link, intra = between or inside or copies, inside or between or copies
     alone = "not measured: one rank; two copies in its memory"
-    assumed = {True: measured, False: "not measured: all ranks shared one node; its own messages' value" if inside else alone}
+    assumed = {
+        True: measured,
+        False: "not measured: all ranks shared one node; its own messages' value"
+        if inside
+        else alone,
+    }
     within = measured if inside or between else alone
     curves = [gemm_curve(first.threads, first.gemm, first.fma_gflops)]
     curves += [gemm_curve(threads, team, peak)] if team and threads > first.threads else []
     shown = "; one rank with all threads ".join(
-        ", ".join(f"{n}: {g:.0f}" for n, g in points) for points in (first.gemm, team) if points)
+        ", ".join(f"{n}: {g:.0f}" for n, g in points) for points in (first.gemm, team) if points
+    )
     values = {
-        "units": (1, "not measured"), "threads": (threads, measured),
+        "units": (1, "not measured"),
+        "threads": (threads, measured),
         "ranks_per_node": (len(ranks), measured),
-        "nominal_ghz": (first.clock_ghz, measured), "clocks_ghz": ([first.clock_ghz], measured),
-        "clock_gain_limit": (1.0, "one clock"), "eco_fraction": (1.0, "no power modes"),
-        "peak_tflops": ({name: peak / 1e3 for name in ("fp32", "fp16", "bf16")},
-                        f"{measured}: FP32 multiply-adds; 16 bits are widened"),
+        "nominal_ghz": (first.clock_ghz, measured),
+        "clocks_ghz": ([first.clock_ghz], measured),
+        "clock_gain_limit": (1.0, "one clock"),
+        "eco_fraction": (1.0, "no power modes"),
+        "peak_tflops": (
+            {name: peak / 1e3 for name in ("fp32", "fp16", "bf16")},
+            f"{measured}: FP32 multiply-adds; 16 bits are widened",
+        ),
         "memory_gib": (memory_gib * USABLE, f"{USABLE:.0%} of what the system reports"),
-        "stream_gbs": (sum(r.triad_gbs for r in ranks), measured), "link_gbs": (link.gbs, assumed[between is not None]),
+        "stream_gbs": (sum(r.triad_gbs for r in ranks), measured),
+        "link_gbs": (link.gbs, assumed[between is not None]),
         "injection_gbs": (link.gbs * (1 if between else len(ranks)), assumed[between is not None]),
         "link_alpha_us": (link.alpha_us, assumed[between is not None]),
         "large_allreduce_gbs": (intra.gbs / 2 if reduce_gbs is None else reduce_gbs, within),
-        "intra_gbs": (intra.gbs, within), "intra_alpha_us": (intra.alpha_us, within),
-        "gemm_curves": (curves, f"{measured}: native kernels, operands not in the caches, GFLOP/s at {shown}"),
-        "native": (native(ranks, None if between else reduce_gbs), measured), "process_mib": (first.process_mib, measured),
+        "intra_gbs": (intra.gbs, within),
+        "intra_alpha_us": (intra.alpha_us, within),
+        "gemm_curves": (
+            curves,
+            f"{measured}: native kernels, operands not in the caches, GFLOP/s at {shown}",
+        ),
+        "native": (native(ranks, None if between else reduce_gbs), measured),
+        "process_mib": (first.process_mib, measured),
         "host_factor": (1.0, "none known"),
     }
-    return {"title": name, "kind": "cpu",
-            "constants": {key: {"value": _short(value), "source": source} for key, (value, source) in values.items()}}
+    return {
+        "title": name,
+        "kind": "cpu",
+        "constants": {
+            key: {"value": _short(value), "source": source}
+            for key, (value, source) in values.items()
+        },
+    }
 
 
 def _short(value: Any) -> Any:
@@ -271,10 +329,15 @@ def disturbances(ranks: Sequence[Compute], nominal_ghz: float) -> list[str]:
     clocks = [rank.clock_ghz for rank in ranks]
     lines = []
     if nominal_ghz and min(clocks) < MIN_CLOCK_SHARE * nominal_ghz:
-        lines.append(f"a core was measured at {min(clocks):.2f} GHz, the system says {nominal_ghz:.2f} GHz")
+        lines.append(
+            f"a core was measured at {min(clocks):.2f} GHz, the system says {nominal_ghz:.2f} GHz"
+        )
     if min(clocks) < MIN_CLOCK_SHARE * max(clocks):
         lines.append(f"cores were measured at {min(clocks):.2f} to {max(clocks):.2f} GHz")
-    return [f"note: {line}: other processes may have disturbed the measurement; repeat it on an idle machine" for line in lines]
+    return [
+        f"note: {line}: other processes may have disturbed the measurement; repeat it on an idle machine"
+        for line in lines
+    ]
 
 
 def calibrate(world: Comm, output: Path) -> None:
@@ -283,7 +346,10 @@ def calibrate(world: Comm, output: Path) -> None:
 
     from ..host.runtime import cpu_model
 
-    check(world.size > 1, "fugaku-megatron calibrate measures MPI too: start it as mpiexec -n 2 fugaku-megatron calibrate")
+    check(
+        world.size > 1,
+        "fugaku-megatron calibrate measures MPI too: start it as mpiexec -n 2 fugaku-megatron calibrate",
+    )
     hosts = world.all_gather_object(socket.gethostname())
     world.barrier()
     mine = measure_compute()
@@ -298,7 +364,9 @@ def calibrate(world: Comm, output: Path) -> None:
     if world.rank:
         return
     name = f"{cpu_model()}, {sum(c.threads for c in node)} threads, measured {time.strftime('%Y-%m-%d')}"
-    data = describe(name, node, team, inside, between, reduce, psutil.virtual_memory().total / 2**30)
+    data = describe(
+        name, node, team, inside, between, reduce, psutil.virtual_memory().total / 2**30
+    )
     with writing("--output", output):
         output.write_text(json.dumps(data, indent=1) + "\n")
     for key, constant in data["constants"].items():
@@ -311,8 +379,13 @@ def calibrate(world: Comm, output: Path) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, default=Path("host.json"), metavar="FILE",
-                        help="the machine's file (default: host.json)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("host.json"),
+        metavar="FILE",
+        help="the machine's file (default: host.json)",
+    )
 
 
 def main(args: argparse.Namespace) -> int:

@@ -27,8 +27,15 @@ COLD_BYTES = 256 << 20  # bytes of all sets of operands together: beyond the cac
 LENGTHS = (512, 1024, 2048)  # sequence lengths at which attention is measured
 HEADS, HEAD_SIZE = 12, 64
 BF16X3_SIZE = 1024
-TINY = {"hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 64, "make_vocab_size_divisible_by": 8,
-        "mock_data": True, "micro_batch_size": 1}
+TINY = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "seq_length": 16,
+    "vocab_size": 64,
+    "make_vocab_size_divisible_by": 8,
+    "mock_data": True,
+    "micro_batch_size": 1,
+}
 ELEMENTS = 1 << 24  # FP32 elements of a vector: 64 MiB
 STEPS = 15  # timed steps of a tiny model
 
@@ -50,8 +57,13 @@ def gemm_gflops(n: int, cold_bytes: int | None = None, dtype: torch.dtype = torc
     cold_bytes: of all operands together in FP32; None: COLD_BYTES. dtype: of operands and results; weight gradients are FP32.
     """
     sets = max(3, (cold_bytes or COLD_BYTES) // (12 * n * n))
-    tensors = [(*(torch.randn(n, n).to(dtype) for _ in range(2)), torch.zeros(n, n, dtype=torch.float32 if i % 3 == 2 else dtype))
-               for i in range(sets)]
+    tensors = [
+        (
+            *(torch.randn(n, n).to(dtype) for _ in range(2)),
+            torch.zeros(n, n, dtype=torch.float32 if i % 3 == 2 else dtype),
+        )
+        for i in range(sets)
+    ]
     kinds = (kernels.linear_forward, kernels.linear_data_gradient, kernels.linear_weight_gradient)
     calls = [lambda t=t, f=kinds[i % 3]: f(*t) for i, t in enumerate(tensors)]
     return 2 * n**3 / seconds_each(calls) / 1e9
@@ -74,14 +86,18 @@ def attention_gflops(s: int, p: float = 0.0) -> tuple[float, float]:
     dropout = (p, 1, 2, 0, 0)
     flops = accounting.causal_attention_flops(heads, s, HEAD_SIZE)
     forward = seconds_each([lambda: kernels.attention_forward(qkv, out, lse, *dropout)] * 3)
-    backward = seconds_each([lambda: kernels.attention_backward(qkv, out, lse, dout, dqkv, *dropout)] * 3)
+    backward = seconds_each(
+        [lambda: kernels.attention_backward(qkv, out, lse, dout, dqkv, *dropout)] * 3
+    )
     return flops / forward / 1e9, accounting.ATTENTION_BACKWARD_SHARE * flops / backward / 1e9
 
 
 def dropout_flops(s: int, peak_gflops: float) -> float:
     """`dropout_flops` of perf.software, the mean of forward and backward over s tokens, by Megatron's default dropout and none."""
     again = 1.0, accounting.ATTENTION_BACKWARD_SHARE
-    rates = zip(attention_gflops(s), attention_gflops(s, ModelConfig.attention_dropout), again, strict=True)
+    rates = zip(
+        attention_gflops(s), attention_gflops(s, ModelConfig.attention_dropout), again, strict=True
+    )
     slower = [max(0.0, 1 / dropped - 1 / whole) * times for whole, dropped, times in rates]
     return statistics.fmean(slower) * 4 * HEAD_SIZE * peak_gflops
 
@@ -90,16 +106,35 @@ def elementwise_gbs(elements: int | None = None) -> float:
     """GB/s of the optimizer's update, which reads four vectors and writes three, of so many elements; None: ELEMENTS."""
     count = elements or ELEMENTS
     weights, gradients, first, second = (torch.full((count,), 1e-3) for _ in range(4))
-    update = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 1, "grad_scale": 1.0, "copy": None}
-    return 28 * count / seconds_each([lambda: kernels.adamw(weights, gradients, first, second, **update)]) / 1e9
+    update = {
+        "lr": 1e-4,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "step": 1,
+        "grad_scale": 1.0,
+        "copy": None,
+    }
+    return (
+        28
+        * count
+        / seconds_each([lambda: kernels.adamw(weights, gradients, first, second, **update)])
+        / 1e9
+    )
 
 
 def _tiny(layers: int, microbatches: int) -> RunConfig:
-    return make_run(None, {**TINY, "num_layers": layers, "global_batch_size": microbatches, "train_iters": STEPS + 5})
+    return make_run(
+        None,
+        {**TINY, "num_layers": layers, "global_batch_size": microbatches, "train_iters": STEPS + 5},
+    )
 
 
 def _step_seconds(run: RunConfig) -> float:
-    train, valid = (MockDataset(TINY["vocab_size"], run.model.seq_length, 1024, seed) for seed in (1, 2))
+    train, valid = (
+        MockDataset(TINY["vocab_size"], run.model.seq_length, 1024, seed) for seed in (1, 2)
+    )
     trainer = Trainer(run, SoloComm(), Grid(1, 1, 1).groups(SoloComm()), train, valid)
     try:
         return statistics.median(trainer.train_step().seconds for _ in range(STEPS))

@@ -35,7 +35,9 @@ from .manifest import (
 )
 from .shards import Search, Shard, check_model, read_shards
 
-Files = dict[str, dict[str, Any]]  # file's name, relative to the checkpoint -> its entry in a manifest
+Files = dict[
+    str, dict[str, Any]
+]  # file's name, relative to the checkpoint -> its entry in a manifest
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,9 @@ class Checkpoint:
         return self.head["config"]
 
 
-def open_checkpoint(directory: str | os.PathLike, comm: Comm, iteration: int | None = None) -> Checkpoint:
+def open_checkpoint(
+    directory: str | os.PathLike, comm: Comm, iteration: int | None = None
+) -> Checkpoint:
     """The latest checkpoint, or that of `iteration`, without its tensors. Collective.
 
     Raises ValueError on all ranks if the tracker or the manifest is missing, or if the manifest is damaged or of another program.
@@ -83,8 +87,14 @@ def open_checkpoint(directory: str | os.PathLike, comm: Comm, iteration: int | N
     return Checkpoint(directory, path, iteration, head, files[0] if files else None)
 
 
-def load_shards(checkpoint: Checkpoint, shards: list[Shard], folders: Folders, model: dict[str, Any] | None = None,
-                padded: Collection[str] = (), converts: Collection[str] = ()) -> int:
+def load_shards(
+    checkpoint: Checkpoint,
+    shards: list[Shard],
+    folders: Folders,
+    model: dict[str, Any] | None = None,
+    padded: Collection[str] = (),
+    converts: Collection[str] = (),
+) -> int:
     """Fill the tensors of `shards` in place; returns how many bytes this rank has read of files of tensors. Collective.
 
     `model`: values that the saved config's "model" must have too. padded, converts: see `Search`. Raises ValueError on all ranks,
@@ -101,31 +111,53 @@ def load_shards(checkpoint: Checkpoint, shards: list[Shard], folders: Folders, m
     if not checkpoint.node and comm.all_reduce(torch.tensor(int(not search.complete)), "max"):
         search = _search_all(checkpoint, comm, Search(shards, padded, converts), prefix, others)
     plan = agree(comm, lambda: search.plan(path), prefix)
-    return agree(comm, lambda: sum(read_shards(path / name, work) for name, work in plan.items()), prefix, others)
+    return agree(
+        comm,
+        lambda: sum(read_shards(path / name, work) for name, work in plan.items()),
+        prefix,
+        others,
+    )
 
 
 def _messages(checkpoint: Checkpoint) -> tuple[str, Callable[[], str]]:
     """(what messages begin with, what may be loaded instead)."""
     if checkpoint.node:
-        return f"--save-local {checkpoint.node}: ", lambda: ". Omit --save-local once to continue from the shared directory"
+        return (
+            f"--save-local {checkpoint.node}: ",
+            lambda: ". Omit --save-local once to continue from the shared directory",
+        )
     others = partial(_other_iterations, checkpoint.directory, checkpoint.iteration)
     return f"--load {checkpoint.directory}: ", others
 
 
 def _own_entry(checkpoint: Checkpoint, folders: Folders, prefix: str, others: Any) -> Files:
     """The entry of this rank's own file, from its folder's leader; {} where the checkpoint's ranks are others. Collective."""
-    comm, name = folders.comm, f"{folders.name}/" * bool(folders.name) + file_name(folders.comm.rank)
-    if checkpoint.head.get("ranks", comm.size) != comm.size or ("folders" in checkpoint.head) != bool(folders.name):
+    comm, name = (
+        folders.comm,
+        f"{folders.name}/" * bool(folders.name) + file_name(folders.comm.rank),
+    )
+    if checkpoint.head.get("ranks", comm.size) != comm.size or (
+        "folders" in checkpoint.head
+    ) != bool(folders.name):
         return {}
-    read = partial(read_folder, checkpoint.path, folders.name, checkpoint.head) if folders.name else lambda: checkpoint.files
+    read = (
+        partial(read_folder, checkpoint.path, folders.name, checkpoint.head)
+        if folders.name
+        else lambda: checkpoint.files
+    )
     entries = agree(comm, lambda: read() if folders.leads else None, prefix, others) or {}
     first = comm.rank
     members = range(first, first + folders.members.size)
-    entry = scatter_object(folders.members, [entries.get(file_name(rank)) for rank in members] if folders.leads else None)
+    entry = scatter_object(
+        folders.members,
+        [entries.get(file_name(rank)) for rank in members] if folders.leads else None,
+    )
     return {name: entry} if entry else {}
 
 
-def _search_all(checkpoint: Checkpoint, comm: Comm, search: Search, prefix: str, others: Any) -> Search:
+def _search_all(
+    checkpoint: Checkpoint, comm: Comm, search: Search, prefix: str, others: Any
+) -> Search:
     """The search when all records have passed by, one folder at a time. Collective."""
     parts = _parts(checkpoint) if comm.rank == 0 else iter(())
     while (part := on_root(comm, lambda: next(parts, None), prefix, others)) is not None:
@@ -162,8 +194,14 @@ def _other_iterations(directory: Path, damaged: int) -> str:
     return f". Complete checkpoints: iterations {join(others)}. Use iteration {others[-1]}: --ckpt-step {others[-1]}"
 
 
-def load_weights(directory: str | os.PathLike, iteration: int, manifest: dict[str, Any], targets: list[Shard], comm: Comm,
-                 padded: Collection[str] = ()) -> None:
+def load_weights(
+    directory: str | os.PathLike,
+    iteration: int,
+    manifest: dict[str, Any],
+    targets: list[Shard],
+    comm: Comm,
+    padded: Collection[str] = (),
+) -> None:
     """Fill the tensors of `targets`, of any dtype, in place. Collective.
 
     manifest: of this iteration. padded: see `Search`. Everything that is read is verified. Raises ValueError on all ranks when a
@@ -176,4 +214,8 @@ def load_weights(directory: str | os.PathLike, iteration: int, manifest: dict[st
     for name, entry in manifest["files"].items():
         search.look(name, entry)
     plan = agree(comm, lambda: search.plan(path), prefix)
-    agree(comm, lambda: [read_shards(path / name, work) for name, work in plan.items()] and None, prefix)
+    agree(
+        comm,
+        lambda: [read_shards(path / name, work) for name, work in plan.items()] and None,
+        prefix,
+    )

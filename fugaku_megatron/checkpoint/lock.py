@@ -51,13 +51,22 @@ class Owner:
 
     @classmethod
     def from_this_process(cls) -> Owner:
-        return cls(platform.node(), _kernel(), os.getpid(), psutil.Process().create_time(), time.strftime("%Y-%m-%d %H:%M:%S"),
-                   uuid.uuid4().hex)
+        return cls(
+            platform.node(),
+            _kernel(),
+            os.getpid(),
+            psutil.Process().create_time(),
+            time.strftime("%Y-%m-%d %H:%M:%S"),
+            uuid.uuid4().hex,
+        )
 
     def is_possible(self) -> bool:
         """Whether every field has its type, and a process may have the number."""
         kinds: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
-        return all(isinstance(getattr(self, f.name), kinds[str(f.type)]) for f in fields(self)) and 0 < self.process <= MAX_PROCESS
+        return (
+            all(isinstance(getattr(self, f.name), kinds[str(f.type)]) for f in fields(self))
+            and 0 < self.process <= MAX_PROCESS
+        )
 
     def lives(self) -> bool | None:
         """Whether the process exists; None if only its own node can find out."""
@@ -71,13 +80,19 @@ class Owner:
 
 def _kernel() -> str:
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
+        return (
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            + " "
+            + os.readlink("/proc/self/ns/pid")
+        )
     except OSError:  # not on this system: only the time stamp counts
         return uuid.uuid4().hex
 
 
 @contextlib.contextmanager
-def hold(directory: str | os.PathLike | None, comm: Comm, alive: Callable[[], Any] = bool) -> Iterator[None]:
+def hold(
+    directory: str | os.PathLike | None, comm: Comm, alive: Callable[[], Any] = bool
+) -> Iterator[None]:
     """Hold the lock of --save `directory` inside the block; None: there is nothing to hold. Collective.
 
     alive: is called again and again while another job's sign of life is waited for. Raises ValueError on every rank when another
@@ -105,7 +120,11 @@ def _read(path: Path) -> Owner | None:
 
 
 def _job(owner: Owner | None) -> str:
-    return f"process {owner.process} on {owner.host} since {owner.since}" if owner else f"{LOCK} does not say which"
+    return (
+        f"process {owner.process} on {owner.host} since {owner.since}"
+        if owner
+        else f"{LOCK} does not say which"
+    )
 
 
 class Lock:
@@ -114,7 +133,13 @@ class Lock:
     patience: seconds without a sign of life of another node's job.
     """
 
-    def __init__(self, directory: Path, beat: float = BEAT, patience: float = PATIENCE, alive: Callable[[], Any] = bool) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        beat: float = BEAT,
+        patience: float = PATIENCE,
+        alive: Callable[[], Any] = bool,
+    ) -> None:
         self.path, self.beat, self.patience, self.alive = directory / LOCK, beat, patience, alive
         self.owner = Owner.from_this_process()
         self._released = threading.Event()
@@ -122,8 +147,10 @@ class Lock:
             directory.mkdir(parents=True, exist_ok=True)
             self._acquire()
         except OSError as error:
-            raise ValueError(f"--save {directory} is not writable: {describe(error)}. Pass another --save or change the "
-                             "permissions") from error
+            raise ValueError(
+                f"--save {directory} is not writable: {describe(error)}. Pass another --save or change the "
+                "permissions"
+            ) from error
         threading.Thread(target=self._renew, name="lock of --save", daemon=True).start()
 
     def release(self) -> None:
@@ -135,24 +162,32 @@ class Lock:
 
     def _acquire(self) -> None:
         while not self._create():
-            with contextlib.suppress(FileNotFoundError):  # its job ended, or another removed it: try again
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # its job ended, or another removed it: try again
                 self._remove_if_dead()
 
     def _remove_if_dead(self) -> None:
         """Remove the lock if its job is dead. Raises ValueError if the job lives, FileNotFoundError without a lock."""
         if not stat.S_ISREG(self.path.lstat().st_mode):
-            raise ValueError(f"--save {self.path.parent}: {LOCK} in it is not a regular file: remove it, or pass another --save")
+            raise ValueError(
+                f"--save {self.path.parent}: {LOCK} in it is not a regular file: remove it, or pass another --save"
+            )
         owner = _read(self.path)
         lives = owner.lives() if owner else None
         if self._is_renewed(owner) if lives is None else lives:
-            raise ValueError(f"--save {self.path.parent} is in use by another job: {_job(_read(self.path) or owner)}: wait for its "
-                             "end, or pass another --save")
+            raise ValueError(
+                f"--save {self.path.parent} is in use by another job: {_job(_read(self.path) or owner)}: wait for its "
+                "end, or pass another --save"
+            )
         self._remove(owner)
 
     def _create(self) -> bool:
         """Whether the file is now ours; False where one exists."""
         aside = self.path.with_name(f"{LOCK}.{self.owner.token}")
-        write_text(aside, json.dumps(asdict(self.owner)))  # on the disk before it is linked: no crash leaves an empty lock
+        write_text(
+            aside, json.dumps(asdict(self.owner))
+        )  # on the disk before it is linked: no crash leaves an empty lock
         try:
             os.link(aside, self.path)
         except FileExistsError:
@@ -175,11 +210,19 @@ class Lock:
         """Whether the time stamp changes in time. Clocks of nodes may differ, so only its change counts."""
         patience = self.patience if owner else min(self.patience, UNKNOWN_BEATS * self.beat)
         first, end = self._stamp(), time.monotonic() + patience
-        which = f"has the lock of another job ({_job(owner)})" if owner else f"has a {LOCK} that is empty or damaged"
-        print(f"note: --save {self.path.parent} {which}: waiting up to {patience:g} s for a sign of life, then it is replaced",
-              flush=True)
+        which = (
+            f"has the lock of another job ({_job(owner)})"
+            if owner
+            else f"has a {LOCK} that is empty or damaged"
+        )
+        print(
+            f"note: --save {self.path.parent} {which}: waiting up to {patience:g} s for a sign of life, then it is replaced",
+            flush=True,
+        )
         while first is not None:
-            last = time.monotonic() >= end  # before the look: a process that was suspended looks once more
+            last = (
+                time.monotonic() >= end
+            )  # before the look: a process that was suspended looks once more
             if self._stamp() != first:
                 return True
             if last:
@@ -202,7 +245,9 @@ class Lock:
             os.close(os.open(guard, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             with contextlib.suppress(FileNotFoundError):
-                if time.time() - guard.stat().st_mtime > GUARD_PATIENCE:  # its job died in the few lines below
+                if (
+                    time.time() - guard.stat().st_mtime > GUARD_PATIENCE
+                ):  # its job died in the few lines below
                     guard.unlink()
             time.sleep(0.02)
             return

@@ -32,12 +32,18 @@ MANIFEST = "manifest.json"
 CARRIED = "hugging_face"
 FORMAT = "fugaku_megatron checkpoint"
 FORMAT_VERSION = 2
-FOLDERS_VERSION = 3  # shards are recorded in a manifest of each folder, the manifest itself names the folders
+FOLDERS_VERSION = (
+    3  # shards are recorded in a manifest of each folder, the manifest itself names the folders
+)
 UNSIGNED_VERSION = 1  # without a checksum of the manifest; still read
 _REMEDY = "restore the file from a copy, or choose another iteration by --ckpt-step"
 _ITERATION_NAME = re.compile(r"iter_(\d{7,})(\.tmp|\.old)?")
 _TRACKER_DIGITS = 18
-MEGATRON_FILES = ("mp_rank_*", ".metadata", "common.pt")  # of its legacy checkpoints, and of those in the format torch_dist
+MEGATRON_FILES = (
+    "mp_rank_*",
+    ".metadata",
+    "common.pt",
+)  # of its legacy checkpoints, and of those in the format torch_dist
 FOLDER_FILES = 127  # files of ranks, or folders, in a directory; a manifest is one more. Records of 127 ranks take about 5 MiB
 
 
@@ -50,22 +56,30 @@ def latest_iteration(directory: str | os.PathLike) -> int | None:
     tracker = Path(directory) / TRACKER
     if tracker.exists():
         if not tracker.is_file():
-            raise ValueError(f"{tracker} is not a regular file: remove it and choose an iteration by --ckpt-step")
+            raise ValueError(
+                f"{tracker} is not a regular file: remove it and choose an iteration by --ckpt-step"
+            )
         with open(tracker, encoding="utf-8", errors="replace") as file:
             line = file.read(100)
         text = line.strip()
         if text == "release":
             _refuse_megatron(Path(directory) / text)
         if not text.isdecimal() or len(text) > _TRACKER_DIGITS:
-            raise ValueError(f"{tracker} should hold an iteration, it holds {text[:40]!r}; choose one by --ckpt-step")
+            raise ValueError(
+                f"{tracker} should hold an iteration, it holds {text[:40]!r}; choose one by --ckpt-step"
+            )
         if not line.endswith("\n") and (newer := newer_iterations(directory, int(text))):  # 1 of 12
-            raise ValueError(f"{tracker} holds {text!r} without an end of line and may be cut: checkpoints of iterations "
-                             f"{join(newer)} are newer; choose one by --ckpt-step")
+            raise ValueError(
+                f"{tracker} holds {text!r} without an end of line and may be cut: checkpoints of iterations "
+                f"{join(newer)} are newer; choose one by --ckpt-step"
+            )
         return int(text)
     present = list_iterations(directory)
     if len(present) > 1:
-        raise ValueError(f"{tracker} is missing next to checkpoints of iterations {join(present)}; choose one by"
-                         " --ckpt-step or pass an empty directory")
+        raise ValueError(
+            f"{tracker} is missing next to checkpoints of iterations {join(present)}; choose one by"
+            " --ckpt-step or pass an empty directory"
+        )
     return present[0] if present else None
 
 
@@ -73,8 +87,10 @@ def missing(directory: str | os.PathLike, iteration: int) -> str | None:
     """What to say when the folder of the tracker's iteration is not there."""
     if iteration_path(Path(directory), iteration).is_dir():
         return None
-    return (f"{Path(directory) / TRACKER} names iteration {iteration}, and {iteration_name(iteration)} is missing: correct the "
-            "number in that file, or choose an iteration by --ckpt-step")
+    return (
+        f"{Path(directory) / TRACKER} names iteration {iteration}, and {iteration_name(iteration)} is missing: correct the "
+        "number in that file, or choose an iteration by --ckpt-step"
+    )
 
 
 def existing_iteration(directory: str | os.PathLike) -> int | None:
@@ -95,7 +111,11 @@ def list_iterations(directory: str | os.PathLike) -> list[int]:
 
 def newer_iterations(directory: str | os.PathLike, than: int) -> list[int]:
     """Those of `list_iterations` after iteration `than`."""
-    present = {iteration for iteration, suffix, _ in entries(Path(directory)) if suffix != ".tmp" and iteration > than}
+    present = {
+        iteration
+        for iteration, suffix, _ in entries(Path(directory))
+        if suffix != ".tmp" and iteration > than
+    }
     return [iteration for iteration in sorted(present) if _is_complete(Path(directory), iteration)]
 
 
@@ -108,7 +128,11 @@ def read_manifest(directory: str | os.PathLike, iteration: int) -> dict[str, Any
     if "folders" not in head:
         return head
     path = iteration_path(Path(directory), iteration)
-    files = {f"{folder}/{name}": entry for folder in head["folders"] for name, entry in read_folder(path, folder, head).items()}
+    files = {
+        f"{folder}/{name}": entry
+        for folder in head["folders"]
+        for name, entry in read_folder(path, folder, head).items()
+    }
     return {**head, "files": files}
 
 
@@ -141,12 +165,16 @@ def read_head(directory: str | os.PathLike, iteration: int) -> dict[str, Any]:
     manifest = _read_json(path)
     found = manifest.get("format") if isinstance(manifest, dict) else None
     if found != FORMAT:
-        raise ValueError(f"{path} is not the manifest of a {FORMAT} (format {found!r:.60}, expected {FORMAT!r}): pass a directory "
-                         "that train or convert wrote")
+        raise ValueError(
+            f"{path} is not the manifest of a {FORMAT} (format {found!r:.60}, expected {FORMAT!r}): pass a directory "
+            "that train or convert wrote"
+        )
     version = manifest.get("format_version")
     if version not in (FORMAT_VERSION, FOLDERS_VERSION, UNSIGNED_VERSION):
-        raise ValueError(f"{path} has format version {version}, and this program reads versions {UNSIGNED_VERSION} to "
-                         f"{FOLDERS_VERSION}")
+        raise ValueError(
+            f"{path} has format version {version}, and this program reads versions {UNSIGNED_VERSION} to "
+            f"{FOLDERS_VERSION}"
+        )
     try:
         _check_checksum(manifest)
         schema.check_contents(manifest)
@@ -154,8 +182,10 @@ def read_head(directory: str | os.PathLike, iteration: int) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged: {error}: {_REMEDY}") from error
     if manifest["iteration"] != iteration:
         saved = manifest["iteration"]
-        raise ValueError(f"{path} is of iteration {saved}, its folder says {iteration}: rename the folder to "
-                         f"{iteration_name(saved)}, or choose another iteration by --ckpt-step")
+        raise ValueError(
+            f"{path} is of iteration {saved}, its folder says {iteration}: rename the folder to "
+            f"{iteration_name(saved)}, or choose another iteration by --ckpt-step"
+        )
     return manifest
 
 
@@ -163,8 +193,10 @@ def _refuse_megatron(path: Path) -> None:
     """Raises ValueError for an iteration that Megatron-LM saved."""
     found = next((file.name for name in MEGATRON_FILES for file in path.glob(name)), None)
     if found and not (path / MANIFEST).exists():
-        raise ValueError(f"{path} is a checkpoint of Megatron-LM (it holds {found}), whose files are converted first: "
-                         f"fugaku-megatron convert --from-megatron {path.parent} --save DIR")
+        raise ValueError(
+            f"{path} is a checkpoint of Megatron-LM (it holds {found}), whose files are converted first: "
+            f"fugaku-megatron convert --from-megatron {path.parent} --save DIR"
+        )
 
 
 def _read_json(path: Path) -> Any:
@@ -186,28 +218,48 @@ def _check_checksum(manifest: dict[str, Any]) -> None:
         return
     actual = schema.checksum(manifest)
     if saved != actual:
-        raise ValueError(f"its contents have CRC-32 {actual}, its field crc32 says {saved}; it was altered after the save")
+        raise ValueError(
+            f"its contents have CRC-32 {actual}, its field crc32 says {saved}; it was altered after the save"
+        )
 
 
 def unsigned_note(manifest: dict[str, Any], path: Path) -> str:
     """A line for the log about a manifest that nothing protects against changes; "" for one with a checksum."""
     if schema.CHECKSUM in manifest:
         return ""
-    return (f"note: {path / MANIFEST} was written before manifests had a checksum, so a change in it would not be noticed; "
-            "the next save has one")
+    return (
+        f"note: {path / MANIFEST} was written before manifests had a checksum, so a change in it would not be noticed; "
+        "the next save has one"
+    )
 
 
-def write_manifest(path: Path, iteration: int, layout: dict[str, int | str], config: dict[str, Any], state: dict[str, Any],
-                   files: dict[str, Any], ranks: int | None = None) -> None:
+def write_manifest(
+    path: Path,
+    iteration: int,
+    layout: dict[str, int | str],
+    config: dict[str, Any],
+    state: dict[str, Any],
+    files: dict[str, Any],
+    ranks: int | None = None,
+) -> None:
     """`files`: name -> {"size", "crc32", "shards": records}; with `ranks`, folder -> {"size", "crc32"} of a run of so many ranks.
 
     Raises TypeError if config or state is not JSON.
     """
     where = {"files": files} if ranks is None else {"ranks": ranks, "folders": files}
     version = FORMAT_VERSION if ranks is None else FOLDERS_VERSION
-    manifest = {"format": FORMAT, "format_version": version, "iteration": iteration, "layout": layout, "config": config,
-                "state": state, **where}
-    manifest = json.loads(json.dumps(manifest))  # as a reader sees it: tuples are lists, keys are texts
+    manifest = {
+        "format": FORMAT,
+        "format_version": version,
+        "iteration": iteration,
+        "layout": layout,
+        "config": config,
+        "state": state,
+        **where,
+    }
+    manifest = json.loads(
+        json.dumps(manifest)
+    )  # as a reader sees it: tuples are lists, keys are texts
     manifest[schema.CHECKSUM] = schema.checksum(manifest)
     write_text(path / MANIFEST, json.dumps(manifest, separators=(",", ":")))
 
@@ -216,7 +268,9 @@ def _is_complete(directory: Path, iteration: int) -> bool:
     path = iteration_path(directory, iteration)
     try:
         head = read_head(directory, iteration)
-        files = head.get("files") or {f"{folder}/{MANIFEST}": entry for folder, entry in head.get("folders", {}).items()}
+        files = head.get("files") or {
+            f"{folder}/{MANIFEST}": entry for folder, entry in head.get("folders", {}).items()
+        }
         return all((path / name).stat().st_size == entry["size"] for name, entry in files.items())
     except (OSError, ValueError):
         return False
@@ -224,7 +278,11 @@ def _is_complete(directory: Path, iteration: int) -> bool:
 
 def entries(directory: Path) -> list[tuple[int, str, Path]]:
     """(iteration, "" | ".tmp" | ".old", path) of everything in the directory that carries an iteration's name."""
-    names = [(_ITERATION_NAME.fullmatch(path.name), path) for path in directory.iterdir()] if directory.is_dir() else []
+    names = (
+        [(_ITERATION_NAME.fullmatch(path.name), path) for path in directory.iterdir()]
+        if directory.is_dir()
+        else []
+    )
     return [(int(name[1]), name[2] or "", path) for name, path in names if name]
 
 
@@ -290,13 +348,18 @@ class Folders:
     """
 
     def __init__(self, comm: Comm) -> None:
-        from ..comm.grid import subgroup  # imports torch, which a supervisor that reads manifests does without
+        from ..comm.grid import (
+            subgroup,
+        )  # imports torch, which a supervisor that reads manifests does without
 
         self.comm, self.name = comm, folder_of(comm.rank, comm.size)
         self.members = comm
         self.leaders: Comm | None = None
         if self.name:
-            first, starts = comm.rank // FOLDER_FILES * FOLDER_FILES, range(0, comm.size, FOLDER_FILES)
+            first, starts = (
+                comm.rank // FOLDER_FILES * FOLDER_FILES,
+                range(0, comm.size, FOLDER_FILES),
+            )
             self.members = subgroup(comm, range(first, min(first + FOLDER_FILES, comm.size)))
             self.leaders = subgroup(comm, starts if comm.rank in starts else [comm.rank])
 

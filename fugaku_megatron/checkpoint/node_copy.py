@@ -24,7 +24,16 @@ import torch
 from ..comm.agreement import agree, on_root
 from ..comm.base import Comm
 from .load import Checkpoint
-from .manifest import Folders, entries, fsync, iteration_name, list_iterations, read_head, write_manifest, write_text
+from .manifest import (
+    Folders,
+    entries,
+    fsync,
+    iteration_name,
+    list_iterations,
+    read_head,
+    write_manifest,
+    write_text,
+)
 from .save import Description, Steps, Written, run_steps, save_steps, write_shards
 from .shards import Shard
 from .tensor_files import copy_verified
@@ -52,16 +61,28 @@ def own_folder(local: str | Path, comm: Comm) -> Path:
     return Path(local) / f"rank_{comm.rank:05d}"
 
 
-def node_first_steps(local: str | Path, directory: str | Path, shards: list[Shard], description: Description, folders: Folders,
-                     wait: bool) -> Steps:
+def node_first_steps(
+    local: str | Path,
+    directory: str | Path,
+    shards: list[Shard],
+    description: Description,
+    folders: Folders,
+    wait: bool,
+) -> Steps:
     """Write to the disk of the node, and from there to the shared `directory`. wait: the former is done before the first yield."""
     comm, iteration = folders.comm, description.iteration
     first = local_steps(local, shards, description, run_name(directory, comm, make=True), comm)
     written = run_steps(first) if wait else (yield from first)
-    return (yield from save_steps(directory, partial(copy_written, local, comm, iteration, written), description, folders))
+    return (
+        yield from save_steps(
+            directory, partial(copy_written, local, comm, iteration, written), description, folders
+        )
+    )
 
 
-def local_steps(local: str | Path, shards: list[Shard], description: Description, name: str | None, comm: Comm) -> Steps:
+def local_steps(
+    local: str | Path, shards: list[Shard], description: Description, name: str | None, comm: Comm
+) -> Steps:
     """Write this rank's copy, and remove older ones when all ranks have theirs; returns its file's name and entry (`Written`).
 
     name: of the run. As `save.save_steps`, whose work and errors are alike.
@@ -69,7 +90,9 @@ def local_steps(local: str | Path, shards: list[Shard], description: Description
     own, iteration = own_folder(local, comm), description.iteration
     prefix = f"--save-local {local}: iteration {iteration} is not saved: "
     description = replace(description, state={**description.state, "run": name})
-    outcome = yield partial(_write, own / f"{iteration_name(iteration)}.tmp", comm.rank, shards, description)
+    outcome = yield partial(
+        _write, own / f"{iteration_name(iteration)}.tmp", comm.rank, shards, description
+    )
     written = agree(comm, outcome, prefix, _remedy)
     agree(comm, partial(_publish, own, iteration), prefix, _remedy)
     outcome = yield partial(_remove_others, own, iteration)
@@ -86,8 +109,14 @@ def _write(aside: Path, rank: int, shards: list[Shard], description: Description
         shutil.rmtree(aside)
     aside.mkdir(parents=True)
     written = write_shards(aside, rank, shards)
-    write_manifest(aside, description.iteration, description.layout, description.config, description.state,
-                   dict([written] if written else []))
+    write_manifest(
+        aside,
+        description.iteration,
+        description.layout,
+        description.config,
+        description.state,
+        dict([written] if written else []),
+    )
     fsync(aside)
     return written
 
@@ -106,11 +135,15 @@ def _remove_others(own: Path, iteration: int) -> None:
             shutil.rmtree(path)
 
 
-def copy_written(local: str | Path, comm: Comm, iteration: int, written: Written, folder: Path) -> Written:
+def copy_written(
+    local: str | Path, comm: Comm, iteration: int, written: Written, folder: Path
+) -> Written:
     """Copy this rank's file from its disk into a folder of the shared directory, every block verified."""
     if written:
         name, entry = written
-        copy_verified(own_folder(local, comm) / iteration_name(iteration) / name, entry, folder / name)
+        copy_verified(
+            own_folder(local, comm) / iteration_name(iteration) / name, entry, folder / name
+        )
     return written
 
 
@@ -123,8 +156,16 @@ def newest_everywhere(local: str | Path, comm: Comm, fits: Callable[[dict[str, A
     held = [number for number in list_iterations(own) if fits(read_head(own, number))]
     bound = max(held, default=0)
     while True:
-        low = int(comm.all_reduce(torch.tensor(max((number for number in held if number <= bound), default=0)), "min"))
-        bound = int(comm.all_reduce(torch.tensor(max((number for number in held if number <= low), default=0)), "min"))
+        low = int(
+            comm.all_reduce(
+                torch.tensor(max((number for number in held if number <= bound), default=0)), "min"
+            )
+        )
+        bound = int(
+            comm.all_reduce(
+                torch.tensor(max((number for number in held if number <= low), default=0)), "min"
+            )
+        )
         if bound == low:
             return low
 
@@ -133,4 +174,6 @@ def open_copy(local: str | Path, comm: Comm, iteration: int) -> Checkpoint:
     """This rank's copy of an iteration that all ranks have, without its tensors."""
     own = own_folder(local, comm)
     head = read_head(own, iteration)
-    return Checkpoint(own, own / iteration_name(iteration), iteration, head, head.pop("files"), str(local))
+    return Checkpoint(
+        own, own / iteration_name(iteration), iteration, head, head.pop("files"), str(local)
+    )

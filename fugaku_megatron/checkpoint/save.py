@@ -41,10 +41,14 @@ from .manifest import (
 from .shards import Shard, record_piece
 from .tensor_files import write_tensors
 
-Written = tuple[str, dict[str, Any]] | None  # a file's name and its manifest entry; None for a rank that saves nothing
+Written = (
+    tuple[str, dict[str, Any]] | None
+)  # a file's name and its manifest entry; None for a rank that saves nothing
 WriteFile = Callable[[Path], Written]  # of a rank, into a folder
 Steps = Generator[Callable[[], Any], Callable[[], Any], Any]
-_CPUS = os.sched_getaffinity(0)  # the mask of the process before its main thread is pinned: a thread inherits its creator's mask
+_CPUS = os.sched_getaffinity(
+    0
+)  # the mask of the process before its main thread is pinned: a thread inherits its creator's mask
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,9 @@ class Description:
 
     def __post_init__(self) -> None:
         if self.keep is not None and self.keep < 1:
-            raise ValueError(f"the number of checkpoints to keep must be at least 1, got {self.keep}")
+            raise ValueError(
+                f"the number of checkpoints to keep must be at least 1, got {self.keep}"
+            )
 
 
 def run_steps(steps: Steps) -> Any:
@@ -77,7 +83,9 @@ def run_steps(steps: Steps) -> Any:
         return end.value
 
 
-def save_steps(directory: str | os.PathLike, write: WriteFile, description: Description, folders: Folders) -> Steps:
+def save_steps(
+    directory: str | os.PathLike, write: WriteFile, description: Description, folders: Folders
+) -> Steps:
     """Writes a checkpoint and returns its directory. A generator: it yields work, and is sent what does it or returns its outcome.
 
     The work, on large files, is a function without arguments that communicates nothing; what lies between two yields is collective.
@@ -86,15 +94,28 @@ def save_steps(directory: str | os.PathLike, write: WriteFile, description: Desc
     """
     comm, directory = folders.comm, Path(directory)
     name = iteration_name(description.iteration)
-    aside, prefix = directory / f"{name}.tmp", f"--save {directory}: iteration {description.iteration} is not saved: "
+    aside, prefix = (
+        directory / f"{name}.tmp",
+        f"--save {directory}: iteration {description.iteration} is not saved: ",
+    )
     folder = aside / folders.name
     on_root(comm, lambda: _prepare(directory, description.iteration, aside), prefix, _untouched)
     try:
         if folders.name:
-            agree(comm, lambda: folder.mkdir(parents=True, exist_ok=True) if folders.leads else None, prefix, _untouched)
+            agree(
+                comm,
+                lambda: folder.mkdir(parents=True, exist_ok=True) if folders.leads else None,
+                prefix,
+                _untouched,
+            )
         written = yield partial(write, folder)
         files = _record(aside, folders, agree(comm, written, prefix, _untouched), prefix)
-        on_root(comm, lambda: _seal(aside, description, files, comm.size if folders.name else None), prefix, _untouched)
+        on_root(
+            comm,
+            lambda: _seal(aside, description, files, comm.size if folders.name else None),
+            prefix,
+            _untouched,
+        )
     except ValueError:
         if comm.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
@@ -105,7 +126,9 @@ def save_steps(directory: str | os.PathLike, write: WriteFile, description: Desc
     return directory / name
 
 
-def save_alone(directory: Path, write: Callable[[Path], dict[str, Any]], description: Description) -> Path:
+def save_alone(
+    directory: Path, write: Callable[[Path], dict[str, Any]], description: Description
+) -> Path:
     """Write a checkpoint into a new directory by this process alone; returns its path.
 
     write: writes any number of files into a folder and returns their entries by name, with shards. Whoever calls it sees to it that
@@ -129,7 +152,9 @@ def _record(aside: Path, folders: Folders, own: Written, prefix: str) -> dict[st
     files = agree(comm, lambda: _unite(written), prefix, _untouched, name_rank=False)
     if not folders.name:
         return files
-    entry = agree(comm, lambda: write_folder(folder, files) if folders.leads else None, prefix, _untouched)
+    entry = agree(
+        comm, lambda: write_folder(folder, files) if folders.leads else None, prefix, _untouched
+    )
     summaries = folders.leaders.gather_object(entry) if folders.leaders else None
     return dict(zip(all_folders(comm.size), summaries or [], strict=True)) if comm.rank == 0 else {}
 
@@ -145,23 +170,36 @@ def _unite(written: list[Any]) -> dict[str, Any]:
     return files
 
 
-def check_writable(directory: str | os.PathLike, comm: Comm, name: str = "--save",
-                   ranks: Collection[int] | None = None) -> None:
+def check_writable(
+    directory: str | os.PathLike,
+    comm: Comm,
+    name: str = "--save",
+    ranks: Collection[int] | None = None,
+) -> None:
     """Create `directory` and write a small file from every rank, or from `ranks`, so that it fails before training. Collective."""
     directory = Path(directory)
     prefix = f"{name} {directory} is not writable: "
     ranks = range(comm.size) if ranks is None else ranks
 
     def probe() -> None:
-        directory.mkdir(parents=True, exist_ok=True)  # on every rank: it may be on a disk of the node
+        directory.mkdir(
+            parents=True, exist_ok=True
+        )  # on every rank: it may be on a disk of the node
         file = directory / f".write_probe_rank_{comm.rank:05d}"
         write_text(file, "probe\n")
         file.unlink()
 
-    agree(comm, lambda: probe() if comm.rank in ranks else None, prefix, lambda: f". Pass another {name} or change the permissions")
+    agree(
+        comm,
+        lambda: probe() if comm.rank in ranks else None,
+        prefix,
+        lambda: f". Pass another {name} or change the permissions",
+    )
 
 
-def check_replaces(save: str | os.PathLike, load: str | os.PathLike | None, loaded: int | None, comm: Comm) -> None:
+def check_replaces(
+    save: str | os.PathLike, load: str | os.PathLike | None, loaded: int | None, comm: Comm
+) -> None:
     """Refuse, before training, a --save whose checkpoints this run would replace without having loaded one of them. Collective.
 
     `loaded`: the iteration from which --load `load` resumes. If `load` and `save` are one directory, later checkpoints of this
@@ -177,8 +215,10 @@ def _check_replaces(save: Path, load: str | os.PathLike | None, loaded: int) -> 
             if number > loaded:
                 _check_ours(save, number)
     elif present:
-        raise ValueError(f"--save {save} holds checkpoints of iterations {join(present)}, which this run would replace, and --load "
-                         f"is {load}: pass --load {save} to continue from them, or another --save")
+        raise ValueError(
+            f"--save {save} holds checkpoints of iterations {join(present)}, which this run would replace, and --load "
+            f"is {load}: pass --load {save} to continue from them, or another --save"
+        )
 
 
 def _untouched() -> str:
@@ -204,7 +244,9 @@ def _check_ours(directory: Path, iteration: int) -> None:
         read_head(directory, iteration)
     except ValueError as error:
         final = directory / iteration_name(iteration)
-        raise ValueError(f"{final} exists and is not a whole checkpoint ({error}); move it away") from error
+        raise ValueError(
+            f"{final} exists and is not a whole checkpoint ({error}); move it away"
+        ) from error
 
 
 def shard_writer(rank: int, shards: list[Shard]) -> WriteFile:
@@ -225,7 +267,15 @@ def write_shards(folder: Path, rank: int, shards: list[Shard]) -> Written:
 
 def _seal(aside: Path, description: Description, files: dict[str, Any], ranks: int | None) -> None:
     """Write the manifest: the directory is then a whole checkpoint under a temporary name."""
-    write_manifest(aside, description.iteration, description.layout, description.config, description.state, files, ranks)
+    write_manifest(
+        aside,
+        description.iteration,
+        description.layout,
+        description.config,
+        description.state,
+        files,
+        ranks,
+    )
     fsync(aside)
 
 
@@ -233,7 +283,9 @@ def _publish(directory: Path, iteration: int, aside: Path) -> None:
     """Put the new directory in the place of an older one of its name, then move the tracker."""
     final = directory / iteration_name(iteration)
     if final.exists():
-        final.rename(final.with_name(final.name + ".old"))  # readers use this one until the next line
+        final.rename(
+            final.with_name(final.name + ".old")
+        )  # readers use this one until the next line
     aside.rename(final)
     fsync(directory)
     tracker = directory / (TRACKER + ".tmp")
@@ -249,7 +301,9 @@ def _set_aside(directory: Path, description: Description) -> list[Path]:
     older = numbers[: -description.keep] if description.keep else []
     if description.retain:
         older = [number for number in numbers[:-1] if number % description.retain]
-    obsolete = [replaced] * replaced.exists() + [directory / iteration_name(number) for number in older]
+    obsolete = [replaced] * replaced.exists() + [
+        directory / iteration_name(number) for number in older
+    ]
     aside = []
     for path in obsolete:
         with _warning(path):
@@ -285,14 +339,18 @@ def _warning(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        warnings.warn(f"old checkpoint {path} could not be removed: {describe(error)}", stacklevel=3)
+        warnings.warn(
+            f"old checkpoint {path} could not be removed: {describe(error)}", stacklevel=3
+        )
 
 
 class Snapshot:
     """Memory for a copy of shards, touched once, so that copying does not wait for the system to hand out pages."""
 
     def __init__(self, shards: list[Shard]) -> None:
-        self._copies = [torch.empty(shard.tensor.numel(), dtype=shard.tensor.dtype).fill_(0) for shard in shards]
+        self._copies = [
+            torch.empty(shard.tensor.numel(), dtype=shard.tensor.dtype).fill_(0) for shard in shards
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -300,8 +358,10 @@ class Snapshot:
 
     def take(self, shards: list[Shard]) -> list[Shard]:
         """The shards, of the sizes that it was made for, with copies of their tensors; valid until the next call."""
-        return [replace(shard, tensor=copy.copy_(shard.tensor.detach().view(-1)))
-                for shard, copy in zip(shards, self._copies, strict=True)]
+        return [
+            replace(shard, tensor=copy.copy_(shard.tensor.detach().view(-1)))
+            for shard, copy in zip(shards, self._copies, strict=True)
+        ]
 
 
 class BackgroundSave:

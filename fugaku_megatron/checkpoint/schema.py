@@ -56,7 +56,10 @@ def check_files(owner: dict[str, Any]) -> None:
     """The entries of the files in one directory."""
     _check(owner, "files", is_object, "an object")
     for name, entry in owner["files"].items():
-        _require(bool(name) and "/" not in name and name not in (".", ".."), f"files.{name!r} is not a file's name")
+        _require(
+            bool(name) and "/" not in name and name not in (".", ".."),
+            f"files.{name!r} is not a file's name",
+        )
         _check(owner["files"], name, is_object, "an object", "files.")
         _check_file(entry, f"files.{name}.")
         _check_shards(entry, f"files.{name}.")
@@ -82,24 +85,51 @@ def _check_state(state: dict[str, Any], iteration: int) -> None:
     progress = state["progress"]
     for name in {"iteration": 0, "consumed_samples": 0, **progress}:
         _check(progress, name, is_count, "a whole number from 0", "state.progress.")
-    _require(progress["iteration"] == iteration, f"state.progress.iteration is {progress['iteration']}, iteration is {iteration}")
+    _require(
+        progress["iteration"] == iteration,
+        f"state.progress.iteration is {progress['iteration']}, iteration is {iteration}",
+    )
     steps = state["optimizer_steps"]
-    _require(steps <= iteration, f"state.optimizer_steps is {steps}, above the {iteration} iterations")
+    _require(
+        steps <= iteration, f"state.optimizer_steps is {steps}, above the {iteration} iterations"
+    )
     rng, samples = state.get("rng"), progress["consumed_samples"]
     if rng is not None:
         _check(state, "rng", is_object, "an object", "state.")
-        _require(rng.get("sample") == samples, f"state.rng.sample is {rng.get('sample')!r}, consumed_samples is {samples}")
+        _require(
+            rng.get("sample") == samples,
+            f"state.rng.sample is {rng.get('sample')!r}, consumed_samples is {samples}",
+        )
 
 
 def _check_file(entry: dict[str, Any], where: str) -> None:
     _check(entry, "size", is_count, "a whole number from 0", where)
-    _check(entry, "crc32", lambda value: isinstance(value, str) and _CRC32.fullmatch(value), "8 hexadecimal digits", where)
+    _check(
+        entry,
+        "crc32",
+        lambda value: isinstance(value, str) and _CRC32.fullmatch(value),
+        "8 hexadecimal digits",
+        where,
+    )
     if "blocks" not in entry:
         return
-    _check(entry, "block_size", lambda value: is_count(value) and 0 < value <= MAX_BLOCK_BYTES, "a number of bytes", where)
+    _check(
+        entry,
+        "block_size",
+        lambda value: is_count(value) and 0 < value <= MAX_BLOCK_BYTES,
+        "a number of bytes",
+        where,
+    )
     count = -(-entry["size"] // entry["block_size"])
-    _check(entry, "blocks", lambda value: isinstance(value, str) and len(value) == 8 * count and not value.strip(_HEXADECIMAL),
-           f"8 hexadecimal digits for each of {count:.6g} blocks", where)
+    _check(
+        entry,
+        "blocks",
+        lambda value: (
+            isinstance(value, str) and len(value) == 8 * count and not value.strip(_HEXADECIMAL)
+        ),
+        f"8 hexadecimal digits for each of {count:.6g} blocks",
+        where,
+    )
 
 
 def _check_shards(entry: dict[str, Any], where: str) -> None:
@@ -114,14 +144,26 @@ def _check_record(record: dict[str, Any], where: str) -> None:
     for name in ("key", "dtype"):
         _check(record, name, lambda value: isinstance(value, str), "a string", where)
     for name in RECORD_FIELDS:
-        _check(record, name, lambda value: isinstance(value, list) and all(map(is_count, value)), "a list of whole numbers", where)
+        _check(
+            record,
+            name,
+            lambda value: isinstance(value, list) and all(map(is_count, value)),
+            "a list of whole numbers",
+            where,
+        )
     for name in ("flat_start", "numel"):
         _check(record, name, is_count, "a whole number from 0", where)
     full, offset, part = (record[name] for name in RECORD_FIELDS)
-    inside = len(full) == len(offset) == len(part) and all(o + p <= f for o, p, f in zip(offset, part, full))
-    _require(inside, f"{where}offset {offset} and slice_shape {part} reach beyond global_shape {full}")
-    _require(record["flat_start"] + record["numel"] <= math.prod(part),
-             f"{where}flat_start {record['flat_start']} + numel {record['numel']} is beyond slice_shape {part}")
+    inside = len(full) == len(offset) == len(part) and all(
+        o + p <= f for o, p, f in zip(offset, part, full)
+    )
+    _require(
+        inside, f"{where}offset {offset} and slice_shape {part} reach beyond global_shape {full}"
+    )
+    _require(
+        record["flat_start"] + record["numel"] <= math.prod(part),
+        f"{where}flat_start {record['flat_start']} + numel {record['numel']} is beyond slice_shape {part}",
+    )
 
 
 def is_object(value: Any) -> bool:
@@ -133,10 +175,14 @@ def is_count(value: Any) -> bool:
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, str) or is_count(value) and value > 0  # a text: the layers of each pipeline stage
+    return (
+        isinstance(value, str) or is_count(value) and value > 0
+    )  # a text: the layers of each pipeline stage
 
 
-def _check(owner: dict[str, Any], name: str, test: Callable[[Any], Any], kind: str, where: str = "") -> None:
+def _check(
+    owner: dict[str, Any], name: str, test: Callable[[Any], Any], kind: str, where: str = ""
+) -> None:
     _require(name in owner, f"{where}{name} is missing")
     _require(test(owner[name]), f"{where}{name} is {owner[name]!r:.60}, not {kind}")
 
@@ -172,7 +218,12 @@ class BlockChecksums:
             whole = combine(whole, crc, BLOCK_BYTES)
         blocks = [*self._closed, *([self._open] if rest else [])]
         whole = combine(whole, self._open, rest) if rest else whole
-        return {"size": self.size, "crc32": digits(whole), "block_size": BLOCK_BYTES, "blocks": "".join(map(digits, blocks))}
+        return {
+            "size": self.size,
+            "crc32": digits(whole),
+            "block_size": BLOCK_BYTES,
+            "blocks": "".join(map(digits, blocks)),
+        }
 
 
 def digits(crc: int) -> str:
@@ -222,7 +273,9 @@ def verify_file(path: Path, entry: dict[str, Any]) -> None:
     check_size(path, entry)
     crc = crc32(path)
     if crc != entry["crc32"]:
-        raise ValueError(f"{path} has CRC-32 {crc}, the manifest says {entry['crc32']}: its contents were altered")
+        raise ValueError(
+            f"{path} has CRC-32 {crc}, the manifest says {entry['crc32']}: its contents were altered"
+        )
 
 
 def crc32(path: Path) -> str:

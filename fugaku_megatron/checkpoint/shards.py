@@ -37,8 +37,12 @@ class Box:
     def meet(self, other: Box) -> Box | None:
         """What both hold; None where that is nothing."""
         begin = tuple(map(max, self.begin, other.begin))
-        extent = tuple(min(a + n, b + m) - low for a, n, b, m, low in
-                       zip(self.begin, self.extent, other.begin, other.extent, begin, strict=True))
+        extent = tuple(
+            min(a + n, b + m) - low
+            for a, n, b, m, low in zip(
+                self.begin, self.extent, other.begin, other.extent, begin, strict=True
+            )
+        )
         return Box(begin, extent) if all(length > 0 for length in extent) else None
 
     def bands(self, rows: int) -> Iterator[Box]:
@@ -47,7 +51,10 @@ class Box:
             yield self
             return
         for first in range(0, self.extent[0], rows):
-            yield Box((self.begin[0] + first, *self.begin[1:]), (min(rows, self.extent[0] - first), *self.extent[1:]))
+            yield Box(
+                (self.begin[0] + first, *self.begin[1:]),
+                (min(rows, self.extent[0] - first), *self.extent[1:]),
+            )
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,10 @@ class Piece:
     def index(self, place: Place) -> int:
         """Where an element of the global tensor lies among this piece's elements."""
         inside = (i - o for i, o in zip(place, self.offset, strict=True))
-        return sum(i * stride for i, stride in zip(inside, strides(self.shape), strict=True)) - self.start
+        return (
+            sum(i * stride for i, stride in zip(inside, strides(self.shape), strict=True))
+            - self.start
+        )
 
     def span(self, box: Box) -> tuple[int, int]:
         """[first, last) of this piece's elements: the shortest range that holds a box of them."""
@@ -101,12 +111,18 @@ def range_boxes(shape: Place, start: int, end: int) -> Iterator[tuple[Place, Pla
     row, whole = start // inner, end // inner
     if start % inner:
         stop = min(end, (row + 1) * inner)
-        yield from (((row, *begin), (1, *extent)) for begin, extent in range_boxes(shape[1:], start % inner, stop - row * inner))
+        yield from (
+            ((row, *begin), (1, *extent))
+            for begin, extent in range_boxes(shape[1:], start % inner, stop - row * inner)
+        )
         row += 1
     if row < whole:
         yield (row, *rest), (whole - row, *shape[1:])
     if row <= whole and end % inner:
-        yield from (((whole, *begin), (1, *extent)) for begin, extent in range_boxes(shape[1:], 0, end % inner))
+        yield from (
+            ((whole, *begin), (1, *extent))
+            for begin, extent in range_boxes(shape[1:], 0, end % inner)
+        )
 
 
 @dataclass(frozen=True)
@@ -132,26 +148,40 @@ class Shard:
         assert self.tensor.is_contiguous(), self.key
         assert len(self.global_shape) == len(self.offset) == len(self.slice_shape), self.key
         extents = zip(self.offset, self.slice_shape, self.global_shape)
-        assert all(0 <= start and start + length <= full for start, length, full in extents), self.key
+        assert all(0 <= start and start + length <= full for start, length, full in extents), (
+            self.key
+        )
         assert 0 <= self.flat_start <= math.prod(self.slice_shape) - self.tensor.numel(), self.key
 
     @property
     def piece(self) -> Piece:
-        return Piece(tuple(self.offset), tuple(self.slice_shape), self.flat_start, self.tensor.numel())
+        return Piece(
+            tuple(self.offset), tuple(self.slice_shape), self.flat_start, self.tensor.numel()
+        )
 
     def record(self) -> Record:
         """The shard's entry in the manifest."""
-        return {"key": self.key, "dtype": str(self.tensor.dtype).replace("torch.", ""),
-                "global_shape": list(self.global_shape), "offset": list(self.offset),
-                "slice_shape": list(self.slice_shape), "flat_start": self.flat_start, "numel": self.tensor.numel()}
+        return {
+            "key": self.key,
+            "dtype": str(self.tensor.dtype).replace("torch.", ""),
+            "global_shape": list(self.global_shape),
+            "offset": list(self.offset),
+            "slice_shape": list(self.slice_shape),
+            "flat_start": self.flat_start,
+            "numel": self.tensor.numel(),
+        }
 
 
 def record_piece(record: Record) -> Piece:
     """The piece that a record of the manifest describes."""
-    return Piece(tuple(record["offset"]), tuple(record["slice_shape"]), record["flat_start"], record["numel"])
+    return Piece(
+        tuple(record["offset"]), tuple(record["slice_shape"]), record["flat_start"], record["numel"]
+    )
 
 
-def fill_shards(shards: Sequence[Shard], names: Collection[str], read: Callable[[str], Tensor]) -> None:
+def fill_shards(
+    shards: Sequence[Shard], names: Collection[str], read: Callable[[str], Tensor]
+) -> None:
     """Fill shards of weights from whole tensors of other programs, each read once. What lies beyond a whole tensor stays.
 
     names: global names of the tensors that there are. read: the whole tensor of a name, any shape.
@@ -165,7 +195,11 @@ def fill_shards(shards: Sequence[Shard], names: Collection[str], read: Callable[
         there = Box((0,) * whole.dim(), tuple(whole.shape))
         for shard in same:
             for box in filter(None, map(there.meet, shard.piece.boxes())):
-                part = whole[tuple(slice(first, first + length) for first, length in zip(box.begin, box.extent))]
+                part = whole[
+                    tuple(
+                        slice(first, first + length) for first, length in zip(box.begin, box.extent)
+                    )
+                ]
                 shard.piece.view(shard.tensor, box).copy_(part)
 
 
@@ -173,8 +207,13 @@ def check_model(saved: dict[str, Any], current: dict[str, Any], path: Path) -> N
     """Raises ValueError naming every value of the model that differs."""
     differing = [name for name in current if name in saved and saved[name] != current[name]]
     if differing:
-        both = ", ".join(f"--{name.replace('_', '-')} {saved[name]} (this run: {current[name]})" for name in differing)
-        raise ValueError(f"{path} holds another model, with {both}; pass its values, or another --load")
+        both = ", ".join(
+            f"--{name.replace('_', '-')} {saved[name]} (this run: {current[name]})"
+            for name in differing
+        )
+        raise ValueError(
+            f"{path} holds another model, with {both}; pass its values, or another --load"
+        )
 
 
 @dataclass(frozen=True)
@@ -203,7 +242,9 @@ class Search:
     checkpoint.
     """
 
-    def __init__(self, shards: list[Shard], padded: Collection[str] = (), converts: Collection[str] = ()) -> None:
+    def __init__(
+        self, shards: list[Shard], padded: Collection[str] = (), converts: Collection[str] = ()
+    ) -> None:
         self.shards, self.padded, self.converts = shards, frozenset(padded), tuple(converts)
         self._found: dict[str, _Found] = {}
         self._pieces: dict[str, list[Piece]] = {}
@@ -218,16 +259,23 @@ class Search:
             wanted = self._pieces.get(record["key"])
             if wanted is None:
                 continue
-            found = self._found.setdefault(record["key"], _Found(record["dtype"], record["global_shape"]))
+            found = self._found.setdefault(
+                record["key"], _Found(record["dtype"], record["global_shape"])
+            )
             piece = record_piece(record)
-            if any(len(piece.shape) == len(other.shape) and next(piece.shared(other), None) for other in wanted):
+            if any(
+                len(piece.shape) == len(other.shape) and next(piece.shared(other), None)
+                for other in wanted
+            ):
                 found.sources.append(Source(name, bare, record))
 
     @property
     def complete(self) -> bool:
         """Whether every shard is found, and wholly."""
-        return all(found is not None and _held(shard, found) == _needed(shard, found)
-                   for shard, found in ((shard, self._of(shard)) for shard in self.shards))
+        return all(
+            found is not None and _held(shard, found) == _needed(shard, found)
+            for shard, found in ((shard, self._of(shard)) for shard in self.shards)
+        )
 
     def _of(self, shard: Shard) -> _Found | None:
         return self._found.get(shard.key) or self._found.get(shard.alias or "")
@@ -244,23 +292,33 @@ class Search:
     def _checked(self, shard: Shard, path: Path) -> _Found:
         found = self._of(shard)
         if found is None:
-            raise ValueError(f"{path} has no {shard.key}; the model or the optimizer differs from the one that saved it")
+            raise ValueError(
+                f"{path} has no {shard.key}; the model or the optimizer differs from the one that saved it"
+            )
         needed, first = shard.record(), 1 if shard.key.partition("/")[2] in self.padded else 0
         shape, own = tuple(found.global_shape), tuple(shard.global_shape)
         if len(shape) != len(own) or shape[first:] != own[first:]:
-            raise ValueError(f"{shard.key}: global shape is {list(shape)} in {path}, {list(own)} in this run")
+            raise ValueError(
+                f"{shard.key}: global shape is {list(shape)} in {path}, {list(own)} in this run"
+            )
         if found.dtype != needed["dtype"] and not shard.key.startswith(self.converts):
-            raise ValueError(f"{shard.key}: dtype is {found.dtype} in {path}, {needed['dtype']} in this run")
+            raise ValueError(
+                f"{shard.key}: dtype is {found.dtype} in {path}, {needed['dtype']} in this run"
+            )
         held, wanted = _held(shard, found), _needed(shard, found)
         if held != wanted:
-            raise ValueError(f"{shard.key}: the files of {path} hold {held} of the {wanted} {_show(needed)}")
+            raise ValueError(
+                f"{shard.key}: the files of {path} hold {held} of the {wanted} {_show(needed)}"
+            )
         return found
 
 
 def _held(shard: Shard, found: _Found) -> int:
     """Elements of the shard that the found pieces hold."""
     piece = shard.piece
-    return sum(box.numel for source in found.sources for box in record_piece(source.record).shared(piece))
+    return sum(
+        box.numel for source in found.sources for box in record_piece(source.record).shared(piece)
+    )
 
 
 def _needed(shard: Shard, found: _Found) -> int:
@@ -283,7 +341,10 @@ def read_shards(path: Path, work: list[tuple[Shard, Source]]) -> int:
     """
     with BlockFile(path, work[0][1].entry) as file:
         stored = read_header(file)
-        placed = [(check_stored(stored, source.record, path), shard, record_piece(source.record)) for shard, source in work]
+        placed = [
+            (check_stored(stored, source.record, path), shard, record_piece(source.record))
+            for shard, source in work
+        ]
         for tensor, shard, piece in sorted(placed, key=lambda part: part[0].start):
             _copy(file, tensor, piece, shard)
         return file.read_bytes
@@ -292,8 +353,13 @@ def read_shards(path: Path, work: list[tuple[Shard, Source]]) -> int:
 def check_stored(stored: dict[str, StoredTensor], record: Record, path: Path) -> StoredTensor:
     """Where the header of a file says that a record's values are. Raises ValueError when it does not agree with the record."""
     tensor = stored.get(record["key"])
-    if tensor is None or (str(tensor.dtype), tensor.numel) != (f"torch.{record['dtype']}", record["numel"]):
-        raise ValueError(f"{path} does not hold {record['key']} as the manifest describes it: {_show(record)}")
+    if tensor is None or (str(tensor.dtype), tensor.numel) != (
+        f"torch.{record['dtype']}",
+        record["numel"],
+    ):
+        raise ValueError(
+            f"{path} does not hold {record['key']} as the manifest describes it: {_show(record)}"
+        )
     return tensor
 
 

@@ -25,11 +25,33 @@ from torch import Tensor
 from ..comm.agreement import describe
 from .schema import BLOCK_BYTES, DIGITS, BlockChecksums, check_size, digits, verify_file
 
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-          torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 # Formats that the safetensors library knows in addition, and which are not read here.
-_OTHERS = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2", "C64", "I8", "I16", "U16",
-           "U32", "U64")
+_OTHERS = (
+    "F8_E4M3",
+    "F8_E5M2",
+    "F8_E8M0",
+    "F8_E4M3FNUZ",
+    "F8_E5M2FNUZ",
+    "F4",
+    "F6_E2M3",
+    "F6_E3M2",
+    "C64",
+    "I8",
+    "I16",
+    "U16",
+    "U32",
+    "U64",
+)
 _LENGTH_BYTES, _ALIGNMENT = 8, 8
 _MAX_HEADER = 100_000_000  # the limit of the safetensors library
 # Parsed, a header takes up to 27 times its bytes: a large one is at most an eighth of its file.
@@ -38,13 +60,17 @@ _SMALL_HEADER, _HEADER_SHARE = 4 << 20, 8
 Entry = dict[str, Any]  # of a file, in a manifest
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], values: Callable[[str], Tensor] | None = None) -> Entry:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], values: Callable[[str], Tensor] | None = None
+) -> Entry:
     """Write a file of contiguous tensors, of any shape; returns its entry, without shards.
 
     values: makes a tensor when it is its turn, so that one at a time is in memory; `tensors` then only have dtypes and shapes, and
     may be on the meta device. Raises ValueError naming the file where it cannot be written.
     """
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))  # every tensor is aligned
+    ordered = sorted(
+        tensors.items(), key=lambda item: (-item[1].element_size(), item[0])
+    )  # every tensor is aligned
     checksums = BlockChecksums()
     try:
         with open(path, "wb", buffering=0) as file:
@@ -68,7 +94,11 @@ def _header(tensors: Iterable[tuple[str, Tensor]]) -> bytes:
     end = 0
     for name, tensor in tensors:
         start, end = end, end + tensor.numel() * tensor.element_size()
-        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        entries[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
@@ -121,7 +151,9 @@ class BlockFile:
         self._file = open(self.path, "rb", buffering=0)
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._file.close()
 
     def read(self, start: int, end: int) -> bytearray:
@@ -140,7 +172,9 @@ class BlockFile:
             data = memoryview(bytearray(min(self.block_size, self.entry["size"] - first)))
             self._file.seek(first)
             if fill(self._file, data) < len(data):
-                raise ValueError(f"{self.path} ends within its bytes {first} to {first + len(data)}: it was truncated")
+                raise ValueError(
+                    f"{self.path} ends within its bytes {first} to {first + len(data)}: it was truncated"
+                )
             self.read_bytes += len(data)
             self._verify(index, data)
             self._last, self._block = index, data
@@ -149,11 +183,16 @@ class BlockFile:
     def _verify(self, index: int, data: memoryview) -> None:
         if self._checksums is None:
             return
-        expected, actual = self._checksums[DIGITS * index : DIGITS * (index + 1)], digits(zlib.crc32(data))
+        expected, actual = (
+            self._checksums[DIGITS * index : DIGITS * (index + 1)],
+            digits(zlib.crc32(data)),
+        )
         if actual != expected:
             first = index * self.block_size
-            raise ValueError(f"{self.path} has CRC-32 {actual} in its bytes {first} to {first + len(data)}, the manifest "
-                             f"says {expected}: its contents were altered")
+            raise ValueError(
+                f"{self.path} has CRC-32 {actual} in its bytes {first} to {first + len(data)}, the manifest "
+                f"says {expected}: its contents were altered"
+            )
 
 
 def fill(file: Any, buffer: memoryview) -> int:
@@ -184,18 +223,30 @@ def read_header(file: Readable) -> dict[str, StoredTensor]:
     """
     size = file.size
     length = int.from_bytes(file.read(0, _LENGTH_BYTES), "little") if size >= _LENGTH_BYTES else -1
-    if not 0 <= length <= min(size - _LENGTH_BYTES, _MAX_HEADER, max(_SMALL_HEADER, size // _HEADER_SHARE)):
-        raise ValueError(f"{file.path} is not a valid safetensors file: its header of {length} bytes does not fit into {size}")
+    if (
+        not 0
+        <= length
+        <= min(size - _LENGTH_BYTES, _MAX_HEADER, max(_SMALL_HEADER, size // _HEADER_SHARE))
+    ):
+        raise ValueError(
+            f"{file.path} is not a valid safetensors file: its header of {length} bytes does not fit into {size}"
+        )
     begin = _LENGTH_BYTES + length
     try:
         entries = json.loads(file.read(_LENGTH_BYTES, begin))
-        stored = {name: _stored(name, entry, begin, size) for name, entry in entries.items() if name != "__metadata__"}
+        stored = {
+            name: _stored(name, entry, begin, size)
+            for name, entry in entries.items()
+            if name != "__metadata__"
+        }
         _check_places(stored.values(), begin, size)
         return stored
     except UnsupportedFormat as error:
         raise UnsupportedFormat(f"{file.path}: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{file.path} is not a valid safetensors file: its header is damaged ({describe(error)})") from error
+        raise ValueError(
+            f"{file.path} is not a valid safetensors file: its header is damaged ({describe(error)})"
+        ) from error
 
 
 def _check_places(stored: Iterable[StoredTensor], begin: int, size: int) -> None:
@@ -203,7 +254,9 @@ def _check_places(stored: Iterable[StoredTensor], begin: int, size: int) -> None
     end = begin
     for tensor in sorted(stored, key=lambda tensor: (tensor.start, tensor.numel)):
         if tensor.start != end:
-            raise ValueError(f"a tensor begins at byte {tensor.start - begin}, and the one before it ends at {end - begin}")
+            raise ValueError(
+                f"a tensor begins at byte {tensor.start - begin}, and the one before it ends at {end - begin}"
+            )
         end += tensor.numel * tensor.dtype.itemsize
     if end != size:
         raise ValueError(f"the tensors end at byte {end - begin} of {size - begin}")
@@ -212,13 +265,19 @@ def _check_places(stored: Iterable[StoredTensor], begin: int, size: int) -> None
 def _stored(name: str, entry: Any, begin: int, size: int) -> StoredTensor:
     dtypes, shape = {name: dtype for dtype, name in DTYPES.items()}, entry["shape"]
     if entry["dtype"] in _OTHERS:
-        raise UnsupportedFormat(f"{name:.200} has the format {entry['dtype']}, which is not supported")
+        raise UnsupportedFormat(
+            f"{name:.200} has the format {entry['dtype']}, which is not supported"
+        )
     if entry["dtype"] not in dtypes:
-        raise ValueError(f"a tensor has dtype {entry['dtype']!r:.40}, not one of {', '.join(dtypes)}")
+        raise ValueError(
+            f"a tensor has dtype {entry['dtype']!r:.40}, not one of {', '.join(dtypes)}"
+        )
     dtype, (first, last) = dtypes[entry["dtype"]], entry["data_offsets"]
     if not all(isinstance(number, int) and number >= 0 for number in (*shape, first, last)):
         raise ValueError("a shape or an offset is not a whole number")
     numel = math.prod(shape)
     if not first <= last <= size - begin or last - first != numel * dtype.itemsize:
-        raise ValueError(f"a tensor of shape {shape!s:.80} has bytes {first:.6g} to {last:.6g} of {size - begin}")
+        raise ValueError(
+            f"a tensor of shape {shape!s:.80} has bytes {first:.6g} to {last:.6g} of {size - begin}"
+        )
     return StoredTensor(dtype, numel, begin + first, tuple(shape))

@@ -20,7 +20,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .manifest import MANIFEST, entries, iteration_name, iteration_path, latest_iteration, missing, read_folder, read_head
+from .manifest import (
+    MANIFEST,
+    entries,
+    iteration_name,
+    iteration_path,
+    latest_iteration,
+    missing,
+    read_folder,
+    read_head,
+)
 from .schema import check_size
 from .shards import check_stored
 from .tensor_files import BlockFile, Entry, read_header
@@ -31,10 +40,16 @@ GIB = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", help="the directory of --save, which holds iter_... and the tracker")
+    parser.add_argument(
+        "directory", help="the directory of --save, which holds iter_... and the tracker"
+    )
     parser.add_argument("--ckpt-step", type=int, help="check this iteration alone")
-    parser.add_argument("--threads", type=int, default=min(THREADS, os.cpu_count() or 1),
-                        help="number of files that are read at the same time (default: %(default)s)")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=min(THREADS, os.cpu_count() or 1),
+        help="number of files that are read at the same time (default: %(default)s)",
+    )
 
 
 @dataclass
@@ -52,7 +67,12 @@ class Progress:
             return
         self.printed = time.monotonic()
         line = f"checked {self.done / GIB:.1f} of {self.total / GIB:.1f} GiB"
-        print(f"\r{line} " if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
+        print(
+            f"\r{line} " if terminal else line,
+            end="" if terminal else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -78,12 +98,18 @@ def _iterations(directory: Path, wanted: int | None) -> list[int]:
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory: pass the directory of --save")
     if directory.name.startswith("iter_"):
-        raise ValueError(f"{directory} is one iteration of a checkpoint: pass its parent {directory.parent} and --ckpt-step")
+        raise ValueError(
+            f"{directory} is one iteration of a checkpoint: pass its parent {directory.parent} and --ckpt-step"
+        )
     present = sorted({iteration for iteration, suffix, _ in entries(directory) if suffix != ".tmp"})
     if not present:
-        raise ValueError(f"{directory} holds no checkpoint: it has no folder such as {iteration_name(1)}")
+        raise ValueError(
+            f"{directory} holds no checkpoint: it has no folder such as {iteration_name(1)}"
+        )
     if wanted is not None and wanted not in present:
-        raise ValueError(f"--ckpt-step {wanted} is not in {directory}: it holds {', '.join(map(str, present))}")
+        raise ValueError(
+            f"--ckpt-step {wanted} is not in {directory}: it holds {', '.join(map(str, present))}"
+        )
     return present if wanted is None else [wanted]
 
 
@@ -113,7 +139,12 @@ def check_iteration(directory: Path, iteration: int, threads: int) -> tuple[list
             progress.add(size)
     problems += _gaps(path, files)
     what = f"{len(files)} files, {progress.total / GIB:.3f} GiB"
-    return problems, f"{path}: {what}: {len(problems)} problem{'s' * (len(problems) > 1)}" if problems else f"{path}: {what}: whole"
+    return (
+        problems,
+        f"{path}: {what}: {len(problems)} problem{'s' * (len(problems) > 1)}"
+        if problems
+        else f"{path}: {what}: whole",
+    )
 
 
 def _files(path: Path, head: dict[str, Any], problems: list[str]) -> Iterator[tuple[str, Entry]]:
@@ -121,9 +152,14 @@ def _files(path: Path, head: dict[str, Any], problems: list[str]) -> Iterator[tu
     yield from head.get("files", {}).items()
     for folder in head.get("folders", ()):
         try:
-            yield from ((f"{folder}/{name}", entry) for name, entry in read_folder(path, folder, head).items())
+            yield from (
+                (f"{folder}/{name}", entry)
+                for name, entry in read_folder(path, folder, head).items()
+            )
         except ValueError as error:
-            problems.append(f"{error}; the files of {path / folder} are not checked without {MANIFEST}")
+            problems.append(
+                f"{error}; the files of {path / folder} are not checked without {MANIFEST}"
+            )
 
 
 def check_file(path: Path, entry: Entry) -> tuple[list[str], int]:
@@ -169,9 +205,16 @@ def _names(file: BlockFile, start: int, end: int) -> str:
         stored = read_header(file)
     except ValueError:
         return ", its header among them" if start == 0 else ""
-    names = [name for name, at in sorted(stored.items(), key=lambda item: item[1].start)
-             if at.start < end and start < at.start + at.numel * at.dtype.itemsize]
-    return f", which hold {', '.join(names[:3])}" + f" and {len(names) - 3} more" * (len(names) > 3) if names else ""
+    names = [
+        name
+        for name, at in sorted(stored.items(), key=lambda item: item[1].start)
+        if at.start < end and start < at.start + at.numel * at.dtype.itemsize
+    ]
+    return (
+        f", which hold {', '.join(names[:3])}" + f" and {len(names) - 3} more" * (len(names) > 3)
+        if names
+        else ""
+    )
 
 
 def _gaps(path: Path, files: dict[str, Entry]) -> Iterator[str]:

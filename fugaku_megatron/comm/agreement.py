@@ -22,8 +22,18 @@ from .base import Comm
 T = TypeVar("T")
 EVERYWHERE = "everywhere"  # the attribute of an exception that every rank raises
 # Errors of a disk or a file server that may be gone at the next try. Others (no space, no permission, no such file) stay.
-PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENXIO, errno.EREMOTEIO, errno.ENOTCONN, errno.ECONNRESET,
-           errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ESHUTDOWN)
+PASSING = (
+    errno.EIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.ENXIO,
+    errno.EREMOTEIO,
+    errno.ENOTCONN,
+    errno.ECONNRESET,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ESHUTDOWN,
+)
 
 
 class StorageFailure(ValueError):
@@ -33,7 +43,9 @@ class StorageFailure(ValueError):
 def storage_failed(error: BaseException | None) -> bool:
     """Whether the error, or one that it came from, is a StorageFailure or an OSError of PASSING."""
     while error is not None:
-        if isinstance(error, StorageFailure) or (isinstance(error, OSError) and error.errno in PASSING):
+        if isinstance(error, StorageFailure) or (
+            isinstance(error, OSError) and error.errno in PASSING
+        ):
             return True
         error = error.__cause__
     return False
@@ -53,8 +65,13 @@ def everywhere() -> Iterator[None]:
         raise
 
 
-def agree(comm: Comm, work: Callable[[], T], prefix: str = "", hint: Callable[[], str] | None = None,
-          name_rank: bool = True) -> T:
+def agree(
+    comm: Comm,
+    work: Callable[[], T],
+    prefix: str = "",
+    hint: Callable[[], str] | None = None,
+    name_rank: bool = True,
+) -> T:
     """Run `work` on every rank and return this rank's result. Collective.
 
     If it raises on any rank, every rank raises ValueError, or StorageFailure where that was the reason. The message is `prefix`,
@@ -74,7 +91,9 @@ def agree(comm: Comm, work: Callable[[], T], prefix: str = "", hint: Callable[[]
     text, passing = comm.broadcast_object(own, root=failing)
     advice = "" if hint is None else comm.broadcast_object(hint() if comm.rank == 0 else "")
     with everywhere():
-        raise (StorageFailure if passing else ValueError)(prefix + f"rank {failing}: " * name_rank + text + advice) from cause
+        raise (StorageFailure if passing else ValueError)(
+            prefix + f"rank {failing}: " * name_rank + text + advice
+        ) from cause
 
 
 def _first(comm: Comm, flag: bool) -> int:
@@ -95,14 +114,21 @@ def first_rank(comm: Comm, key: tuple[int, ...] | None, length: int) -> int | No
     return None if rank == comm.size else rank
 
 
-def on_root(comm: Comm | None, work: Callable[[], T], prefix: str = "", hint: Callable[[], str] | None = None) -> T:
+def on_root(
+    comm: Comm | None,
+    work: Callable[[], T],
+    prefix: str = "",
+    hint: Callable[[], str] | None = None,
+) -> T:
     """Run `work` on rank 0 alone and return its (picklable) result on all ranks; errors as in `agree`. Collective.
 
     Without a communicator this process is alone.
     """
     if comm is None:
         return work()
-    return comm.broadcast_object(agree(comm, lambda: work() if comm.rank == 0 else None, prefix, hint, name_rank=False))
+    return comm.broadcast_object(
+        agree(comm, lambda: work() if comm.rank == 0 else None, prefix, hint, name_rank=False)
+    )
 
 
 def describe(error: Exception) -> str:
@@ -133,9 +159,13 @@ def find_nodes(world: Comm, name: str | None = None) -> Nodes:
     The nodes are numbered in the order of their first ranks.
     """
     name = name or platform.node()
-    alike = world.split(zlib.crc32(name.encode()) & 0x7FFFFFFF, world.rank)  # names of one checksum: nearly always one name
+    alike = world.split(
+        zlib.crc32(name.encode()) & 0x7FFFFFFF, world.rank
+    )  # names of one checksum: nearly always one name
     names = alike.all_gather_object(name)
-    ranks = alike if len(set(names)) == 1 else alike.split(sorted(set(names)).index(name), alike.rank)
+    ranks = (
+        alike if len(set(names)) == 1 else alike.split(sorted(set(names)).index(name), alike.rank)
+    )
     leaders = world.split(0 if ranks.rank == 0 else 1, world.rank)
     place = torch.tensor([leaders.rank, leaders.size] if ranks.rank == 0 else [0, 0])
     number, count = ranks.broadcast(place).tolist()
@@ -148,7 +178,9 @@ def scatter_object(comm: Comm, objects: Sequence[Any] | None) -> Any:
         return _receive(comm)
     assert objects is not None and len(objects) == comm.size, (objects, comm.size)
     for rank in range(1, comm.size):
-        data = torch.frombuffer(bytearray(pickle.dumps(objects[rank], pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
+        data = torch.frombuffer(
+            bytearray(pickle.dumps(objects[rank], pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8
+        )
         comm.send(torch.tensor([data.numel()]), rank)
         comm.send(data, rank)
     return objects[0]
@@ -157,7 +189,9 @@ def scatter_object(comm: Comm, objects: Sequence[Any] | None) -> Any:
 def _receive(comm: Comm) -> Any:
     size = int(comm.recv(torch.zeros(1, dtype=torch.int64), 0))
     data = comm.recv(torch.empty(size, dtype=torch.uint8), 0)
-    return pickle.loads(data.numpy().tobytes()) if size else None  # nothing comes where nobody sends (a dry run)
+    return (
+        pickle.loads(data.numpy().tobytes()) if size else None
+    )  # nothing comes where nobody sends (a dry run)
 
 
 def differing(comm: Comm, values: Mapping[str, Any]) -> str | None:
@@ -171,7 +205,9 @@ def differing(comm: Comm, values: Mapping[str, Any]) -> str | None:
     found: dict[str, list[int]] = {}
     for rank, value in enumerate(comm.all_gather_object(values[name])):
         found.setdefault(str(value), []).append(rank)
-    return f"{name} is " + ", ".join(f"{value:.60} on {_ranks(ranks)}" for value, ranks in [*found.items()][:3])
+    return f"{name} is " + ", ".join(
+        f"{value:.60} on {_ranks(ranks)}" for value, ranks in [*found.items()][:3]
+    )
 
 
 def _equal(comm: Comm, value: Any) -> bool:

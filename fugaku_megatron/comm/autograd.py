@@ -28,7 +28,9 @@ from torch.autograd.function import once_differentiable
 
 from .base import Comm, Handle
 
-GATHER, SUM = range(2)  # tags, because messages of a gathering and of a sum are sent at the same time
+GATHER, SUM = range(
+    2
+)  # tags, because messages of a gathering and of a sum are sent at the same time
 
 
 def _all_reduced(tensor: Tensor, comm: Comm) -> Tensor:
@@ -61,7 +63,9 @@ def reduce_scatter_sequence(tensor: Tensor, comm: Comm | None) -> Tensor:
     """(s, b, h) -> (s / t, b, h): this rank's part of the sum over ranks, without gradient. comm None: `tensor` itself."""
     if comm is None:
         return tensor
-    return comm.reduce_scatter(tensor.new_empty(_part_shape(tensor, comm)), tensor.detach().contiguous())
+    return comm.reduce_scatter(
+        tensor.new_empty(_part_shape(tensor, comm)), tensor.detach().contiguous()
+    )
 
 
 def _part_shape(tensor: Tensor, comm: Comm) -> tuple[int, ...]:
@@ -103,7 +107,9 @@ def _unread(tensor: Tensor, comm: Comm) -> Tensor:
     return tensor.new_empty(1).expand(_part_shape(tensor, comm))
 
 
-def _mapped(tensor: Tensor, comm: Comm, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
+def _mapped(
+    tensor: Tensor, comm: Comm, forward: Callable[..., Tensor], backward: Callable[..., Tensor]
+) -> Tensor:
     return tensor if comm.size == 1 else _Mapping.apply(tensor, comm, forward, backward)
 
 
@@ -133,12 +139,16 @@ def gather_from_sequence_parallel(tensor: Tensor, comm: Comm) -> Tensor:
     return _mapped(tensor, comm, gather_sequence, reduce_scatter_sequence)
 
 
-def reduce_scatter_to_sequence_parallel(tensor: Tensor, comm: Comm, needs_values: bool = True) -> Tensor:
+def reduce_scatter_to_sequence_parallel(
+    tensor: Tensor, comm: Comm, needs_values: bool = True
+) -> Tensor:
     """(s, b, h) -> (s / t, b, h): leave a row-parallel region with this rank's part of the sum; gradients are gathered.
 
     needs_values: False leaves the sum out, where backward will follow and nobody reads the result; its values may be anything then.
     """
-    return _mapped(tensor, comm, reduce_scatter_sequence if needs_values else _unread, gather_sequence)
+    return _mapped(
+        tensor, comm, reduce_scatter_sequence if needs_values else _unread, gather_sequence
+    )
 
 
 @dataclass(frozen=True)
@@ -196,9 +206,16 @@ class Gathering:
         self._parts, self._rank = self.rows.view(comm.size, *own.shape), comm.rank
         self._parts[comm.rank].copy_(own)
         cut = _cut(len(own), blocks.count)
-        self._coming = [(rank, block, comm.irecv(self._parts[rank, block], rank, GATHER))
-                        for rank in _others(comm.rank, comm.size, -1) for block in cut]
-        self._sent = [comm.isend(own[block], rank, GATHER) for rank in _others(comm.rank, comm.size, 1) for block in cut]
+        self._coming = [
+            (rank, block, comm.irecv(self._parts[rank, block], rank, GATHER))
+            for rank in _others(comm.rank, comm.size, -1)
+            for block in cut
+        ]
+        self._sent = [
+            comm.isend(own[block], rank, GATHER)
+            for rank in _others(comm.rank, comm.size, 1)
+            for block in cut
+        ]
 
     def __iter__(self) -> Iterator[slice]:
         """Rows that are there: this rank's part, and each block when it has come."""
@@ -222,10 +239,15 @@ class Summing:
         comm, self._kernels = blocks.comm, blocks.kernels
         assert rows % comm.size == 0, f"{rows} rows over {comm.size} ranks"
         self._comm, self._length = comm, rows // comm.size
-        self._received = torch.empty(comm.size, self._length, width, dtype=dtype)  # this rank's part, as each rank has it
+        self._received = torch.empty(
+            comm.size, self._length, width, dtype=dtype
+        )  # this rank's part, as each rank has it
         self._blocks = _cut(self._length, blocks.count)
-        self._coming = [comm.irecv(self._received[rank, block], rank, SUM)
-                        for rank in _others(comm.rank, comm.size, -1) for block in self._blocks]
+        self._coming = [
+            comm.irecv(self._received[rank, block], rank, SUM)
+            for rank in _others(comm.rank, comm.size, -1)
+            for block in self._blocks
+        ]
         self._sent: list[Handle] = []
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:

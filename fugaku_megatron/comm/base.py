@@ -80,7 +80,9 @@ class Comm(Protocol):
         self.ireduce_scatter(output, tensor).wait()
         return output
 
-    def all_to_all(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Tensor:
         """Send the rows of `tensor` (n, ...), sent[i] of them to rank i, in this order; returns `output`.
 
         Rows from rank i, received[i] of them, are put into `output` (m, ...) in the order of ranks. A row is what follows the first
@@ -98,7 +100,9 @@ class Comm(Protocol):
     def ireduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
         """Start a reduce_scatter of `tensor` (size * n,) into `output` (n,)."""
 
-    def iall_to_all(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Handle:
+    def iall_to_all(
+        self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Handle:
         """Start an all_to_all of the rows of `tensor` (n, ...) into `output` (m, ...)."""
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
@@ -137,13 +141,23 @@ class Comm(Protocol):
 
 HALF = (torch.bfloat16, torch.float16)
 SUMMED_DTYPES = (torch.float32, *HALF)  # of activations and gradients, whose sums are large
-COMM_DTYPES = (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool, *HALF)
+COMM_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+    *HALF,
+)
 OPS = ("sum", "max", "min")
 
 
 def check(tensor: Tensor) -> Tensor:
     """Assert that `tensor` (any shape) can be communicated: contiguous, of a known dtype. Returns it."""
-    assert tensor.is_contiguous(), f"a communicated tensor must be contiguous: {tuple(tensor.shape)} {tensor.stride()}"
+    assert tensor.is_contiguous(), (
+        f"a communicated tensor must be contiguous: {tuple(tensor.shape)} {tensor.stride()}"
+    )
     assert tensor.dtype in COMM_DTYPES, f"no communication of {tensor.dtype}"
     return tensor
 
@@ -154,16 +168,26 @@ def rows(whole: Tensor, part: Tensor, size: int) -> Tensor:
     Asserts that both tensors have one dtype and that their sizes fit.
     """
     assert check(whole).dtype == check(part).dtype, f"{whole.dtype} and {part.dtype}"
-    assert whole.numel() == size * part.numel(), f"{whole.numel()} elements are not {size} x {part.numel()}"
+    assert whole.numel() == size * part.numel(), (
+        f"{whole.numel()} elements are not {size} x {part.numel()}"
+    )
     return whole.detach().view(size, part.numel())
 
 
-def check_exchange(output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int], size: int) -> None:
+def check_exchange(
+    output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int], size: int
+) -> None:
     """Assert that both tensors, (m, ...) and (n, ...), have rows of one kind, as many as the counts for `size` ranks say."""
     assert check(output).dtype == check(tensor).dtype, f"{output.dtype} and {tensor.dtype}"
-    assert output.shape[1:] == tensor.shape[1:], f"rows {tuple(output.shape[1:])} and {tuple(tensor.shape[1:])}"
-    assert (len(received), sum(received)) == (size, len(output)), f"{received} for {len(output)} rows from {size} ranks"
-    assert (len(sent), sum(sent)) == (size, len(tensor)), f"{sent} for {len(tensor)} rows to {size} ranks"
+    assert output.shape[1:] == tensor.shape[1:], (
+        f"rows {tuple(output.shape[1:])} and {tuple(tensor.shape[1:])}"
+    )
+    assert (len(received), sum(received)) == (size, len(output)), (
+        f"{received} for {len(output)} rows from {size} ranks"
+    )
+    assert (len(sent), sum(sent)) == (size, len(tensor)), (
+        f"{sent} for {len(tensor)} rows to {size} ranks"
+    )
 
 
 def rank_order_sum(parts: Sequence[Tensor] | Tensor) -> Tensor:
@@ -195,14 +219,18 @@ class SoloComm:
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Tensor:
         # clone: this rank's part may be a view of the output
-        rows(output, tensor, self.size).copy_(tensor.detach().clone().view(1, -1).expand(self.size, -1))
+        rows(output, tensor, self.size).copy_(
+            tensor.detach().clone().view(1, -1).expand(self.size, -1)
+        )
         return output
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Tensor:
         output.detach().view(-1).copy_(rows(tensor, output, self.size)[self.rank])
         return output
 
-    def all_to_all(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Tensor:
         check_exchange(output, tensor, received, sent, self.size)
         if len(output) and not len(tensor):
             output.detach().zero_()
@@ -222,7 +250,9 @@ class SoloComm:
         self.reduce_scatter(output, tensor)
         return DONE
 
-    def iall_to_all(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Handle:
+    def iall_to_all(
+        self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Handle:
         self.all_to_all(output, tensor, received, sent)
         return DONE
 

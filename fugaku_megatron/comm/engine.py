@@ -66,8 +66,12 @@ class Engine:
     and ends (False) to wait for other ranks, if that takes longer than PATIENCE. own_core: nothing else runs on the thread's core.
     """
 
-    def __init__(self, test: Callable[[list[Any]], bool] = all, crowded: bool = False,
-                 waits: Callable[[bool], Any] = bool) -> None:
+    def __init__(
+        self,
+        test: Callable[[list[Any]], bool] = all,
+        crowded: bool = False,
+        waits: Callable[[bool], Any] = bool,
+    ) -> None:
         self.test, self.crowded, self.waits, self.own_core = test, crowded, waits, False
         self._orders: deque[Operation] = deque()
         self._channels: dict[Hashable, deque[Operation]] = {}

@@ -35,7 +35,9 @@ class Exchange:
         """The same rows on their way back."""
         return Exchange(self.comm, self.received, self.sent)
 
-    def start(self, rows: Tensor, result: Tensor | None = None, blocking: bool = False) -> tuple[Tensor, Handle]:
+    def start(
+        self, rows: Tensor, result: Tensor | None = None, blocking: bool = False
+    ) -> tuple[Tensor, Handle]:
         """Start to send rows (n, ...). The result (m, ...), a new tensor by default, is there when the handle says so."""
         result = rows.new_empty(sum(self.received), *rows.shape[1:]) if result is None else result
         operands = result, rows.detach().contiguous(), self.received, self.sent
@@ -54,7 +56,9 @@ class Exchange:
     def sum_copies(self, rows: Tensor) -> Tensor:
         """rows (m, ...), what this rank made of the copies -> (n, ...): the sum over ranks in their order, rounded once."""
         parts = self.back.send(rows)
-        return rank_order_sum(parts.view(self.comm.size, self.sent[0], *rows.shape[1:])).to(rows.dtype)
+        return rank_order_sum(parts.view(self.comm.size, self.sent[0], *rows.shape[1:])).to(
+            rows.dtype
+        )
 
     def unread_sum(self, rows: Tensor) -> Tensor:
         """In place of `sum_copies`, where nobody reads the result: rows (m, ...) -> (n, ...)."""
@@ -65,7 +69,12 @@ class _Mapping(Function):
     """forward(rows), and backward(grad) on the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        forward: Callable[[Tensor], Tensor],
+        backward: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         ctx.other_way = backward
         return forward(rows)
 
@@ -75,14 +84,20 @@ class _Mapping(Function):
         return ctx.other_way(grad), None, None
 
 
-def map_rows(rows: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+def map_rows(
+    rows: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+) -> Tensor:
     """forward(rows), whose gradient is backward(grad). Rows of any shape."""
     return _Mapping.apply(rows, forward, backward)
 
 
 def copy_rows(rows: Tensor, exchange: Exchange) -> Tensor:
     """rows (n, h) of every rank -> (m, h), all of them on each; gradients are summed over the copies."""
-    return rows if exchange.comm.size == 1 else map_rows(rows, exchange.send_copies, exchange.sum_copies)
+    return (
+        rows
+        if exchange.comm.size == 1
+        else map_rows(rows, exchange.send_copies, exchange.sum_copies)
+    )
 
 
 def sum_copied_rows(rows: Tensor, exchange: Exchange, needs_values: bool = True) -> Tensor:
@@ -92,7 +107,9 @@ def sum_copied_rows(rows: Tensor, exchange: Exchange, needs_values: bool = True)
     """
     if exchange.comm.size == 1:
         return rows
-    return map_rows(rows, exchange.sum_copies if needs_values else exchange.unread_sum, exchange.send_copies)
+    return map_rows(
+        rows, exchange.sum_copies if needs_values else exchange.unread_sum, exchange.send_copies
+    )
 
 
 class GroupedExchange:
@@ -112,8 +129,14 @@ class GroupedExchange:
     sequence: the numbers of the groups in the order in which they are sent and computed, the same on all ranks.
     """
 
-    def __init__(self, exchanges: Sequence[Exchange], overlaps: bool, sequence: Sequence[int] | None = None) -> None:
-        self.exchanges, self.overlaps, self.sequence = exchanges, overlaps, sequence or range(len(exchanges))
+    def __init__(
+        self, exchanges: Sequence[Exchange], overlaps: bool, sequence: Sequence[int] | None = None
+    ) -> None:
+        self.exchanges, self.overlaps, self.sequence = (
+            exchanges,
+            overlaps,
+            sequence or range(len(exchanges)),
+        )
         self._sizes = [sum(each.sent) for each in exchanges]
         self._coming: dict[int, list[tuple[Tensor, Handle]]] = {}
         self._home: list[Tensor] = []  # rows of all groups, (n, ...), as they come back
@@ -140,7 +163,9 @@ class GroupedExchange:
         """Start to send each of `rows` (n, ...)."""
         groups = list(zip(*(each.split(self._sizes) for each in rows), strict=True))
         for i in reversed(self.sequence) if last_first else self.sequence:
-            self._coming[i] = [self.exchanges[i].start(each, None, not self.overlaps) for each in groups[i]]
+            self._coming[i] = [
+                self.exchanges[i].start(each, None, not self.overlaps) for each in groups[i]
+            ]
 
     def wait_there(self, i: int) -> tuple[Tensor, ...]:
         """The rows of group i, (m, ...)."""
@@ -153,8 +178,10 @@ class GroupedExchange:
             self._home = [each.new_empty(1).expand(n, *each.shape[1:]) for each in rows]
             return
         self._home = self._home or [each.new_empty(n, *each.shape[1:]) for each in rows]
-        self._coming[i] = [exchange.start(each, home.split(self._sizes)[i], not self.overlaps)
-                           for each, home in zip(rows, self._home, strict=True)]
+        self._coming[i] = [
+            exchange.start(each, home.split(self._sizes)[i], not self.overlaps)
+            for each, home in zip(rows, self._home, strict=True)
+        ]
 
     def wait_back(self) -> tuple[Tensor, ...]:
         """The rows of all groups, (n, ...)."""
@@ -197,7 +224,9 @@ class _Arrive(Function):
 
 class _SendBack(Function):
     @staticmethod
-    def forward(ctx: Any, grouped: GroupedExchange, i: int, rows: Tensor, needs_values: bool) -> Tensor:
+    def forward(
+        ctx: Any, grouped: GroupedExchange, i: int, rows: Tensor, needs_values: bool
+    ) -> Tensor:
         ctx.grouped, ctx.i = grouped, i
         grouped.start_back(i, (rows,), needs_values)
         return torch.empty(0)

@@ -75,7 +75,10 @@ class Grid:
     def __post_init__(self) -> None:
         assert self.tp >= 1 and self.pp >= 1 and self.cp >= 1 and self.world_size >= 1, self
         assert self.world_size % (self.tp * self.pp * self.cp) == 0, self
-        assert self.etp in (None, 1, self.tp) and self.dp * self.tp % (self.ep * (self.etp or self.tp)) == 0, self
+        assert (
+            self.etp in (None, 1, self.tp)
+            and self.dp * self.tp % (self.ep * (self.etp or self.tp)) == 0
+        ), self
 
     @property
     def dp(self) -> int:
@@ -105,14 +108,20 @@ class Grid:
             "pp": [self.rank(dp, i, tp) for i in range(self.pp)],
             "dp": [self.rank(i, pp, tp) for i in range(self.dp)],
             "embedding": sorted(set(ends)) if rank in ends else [rank],
-            **({"cp": [self.rank(dp // self.cp * self.cp + i, pp, tp) for i in range(self.cp)]} if self.cp > 1 else {}),
+            **(
+                {"cp": [self.rank(dp // self.cp * self.cp + i, pp, tp) for i in range(self.cp)]}
+                if self.cp > 1
+                else {}
+            ),
             **(self._expert_ranks(rank) if divided else {}),
         }
 
     def _expert_ranks(self, rank: int) -> dict[str, list[int]]:
         """World ranks of the groups of divided experts."""
         etp, (dp, pp, tp) = self.etp or self.tp, self.coords(rank)
-        stage = [self.rank(i, pp, j) for i in range(self.dp) for j in range(self.tp)]  # in the order (edp, ep, etp)
+        stage = [
+            self.rank(i, pp, j) for i in range(self.dp) for j in range(self.tp)
+        ]  # in the order (edp, ep, etp)
         outer, inner = divmod(dp * self.tp + tp, self.ep * etp)
         begin = outer * self.ep * etp
         return {
@@ -129,5 +138,9 @@ class Grid:
             )
         lists = self.ranks(world.rank)
         whole = lists.get("etp") == lists["tp"]  # the same ranks need no other communicator
-        named = {name: subgroup(world, ranks) for name, ranks in lists.items() if not (whole and name == "etp")}
+        named = {
+            name: subgroup(world, ranks)
+            for name, ranks in lists.items()
+            if not (whole and name == "etp")
+        }
         return Groups(world=world, **named, **({"etp": named["tp"]} if whole else {}))

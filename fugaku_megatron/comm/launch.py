@@ -64,7 +64,9 @@ def describe(world: Comm) -> str:
     return f"no MPI, {world.size} rank(s)"
 
 
-def run_or_abort(main: Callable[[Comm], T], comm: Comm | None = None, waits: Callable[[bool], Any] = bool) -> T:
+def run_or_abort(
+    main: Callable[[Comm], T], comm: Comm | None = None, waits: Callable[[bool], Any] = bool
+) -> T:
     """Return main(comm); if an exception escapes, report it on stderr and end the whole job.
 
     `comm` is the world, by default that of `init(waits)`. "rank R: <message>" is printed, then MPI_Abort is called:
@@ -114,11 +116,14 @@ def end_job_with_exceptions(world: Comm) -> None:
     For a program that is not called by `run_or_abort`. It sets sys.excepthook and threading.excepthook, which SystemExit does not
     reach: a rank that leaves by sys.exit ends alone, and the others wait for it.
     """
+
     def end(kind: type[BaseException], error: BaseException | None, trace: Any) -> None:
         _end(error or kind(), world, traced=True)
 
     sys.excepthook = end
-    threading.excepthook = lambda failed: end(failed.exc_type, failed.exc_value, failed.exc_traceback)
+    threading.excepthook = lambda failed: end(
+        failed.exc_type, failed.exc_value, failed.exc_traceback
+    )
 
 
 def _end(error: BaseException, comm: Comm | None, traced: bool = False) -> NoReturn:
@@ -128,8 +133,12 @@ def _end(error: BaseException, comm: Comm | None, traced: bool = False) -> NoRet
     if traced:
         text = _traceback(error)
     if rank:
-        time.sleep(launcher.GRACE_EVERYWHERE if comm and getattr(error, EVERYWHERE, False) else GRACE)
-    if text and (comm or not rank):  # without MPI all processes fail alike, and none can end the others
+        time.sleep(
+            launcher.GRACE_EVERYWHERE if comm and getattr(error, EVERYWHERE, False) else GRACE
+        )
+    if text and (
+        comm or not rank
+    ):  # without MPI all processes fail alike, and none can end the others
         with contextlib.suppress(OSError):  # nobody reads
             print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
     launcher.close_output()
@@ -142,11 +151,15 @@ def _end(error: BaseException, comm: Comm | None, traced: bool = False) -> NoRet
 def _report(error: BaseException) -> tuple[int, str]:
     """Exit code and text."""
     if isinstance(error, SystemExit):
-        return (error.code, "") if isinstance(error.code, int) else (ExitCode.FAILED, str(error.code))
+        return (
+            (error.code, "") if isinstance(error.code, int) else (ExitCode.FAILED, str(error.code))
+        )
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED, "interrupted"
     if isinstance(error, ValueError):
-        return ExitCode.STORAGE if storage_failed(error) else ExitCode.USER_ERROR, " ".join(str(error).split())
+        return ExitCode.STORAGE if storage_failed(error) else ExitCode.USER_ERROR, " ".join(
+            str(error).split()
+        )
     if (line := launcher.output_error(error)) is not None:
         return ExitCode.OUTPUT, line
     if line := launcher.path_error(error):

@@ -28,22 +28,42 @@ from enum import IntEnum
 from types import FrameType
 from typing import Any, TextIO, TypeVar
 
-SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # variables with the number of processes
+SIZES = (
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+)  # variables with the number of processes
 LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")  # variables with those of this node
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")  # variables with this process's number
-GRACE_EVERYWHERE = 10.0  # s that other ranks leave to rank 0 where it is known to fail as well; its end ends them
-GRACE_START = 2.0  # s, the same where processes have just started: rank 0 may still be loading Python
+GRACE_EVERYWHERE = (
+    10.0  # s that other ranks leave to rank 0 where it is known to fail as well; its end ends them
+)
+GRACE_START = (
+    2.0  # s, the same where processes have just started: rank 0 may still be loading Python
+)
 # Words of the loader, torch, C, C++ and Python.
 _NO_MEMORY = ("failed to map segment", "llocate memory", "bad_alloc", "can't start new thread")
-_REFUSED_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
+_REFUSED_PATHS = (
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.ENOTDIR,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+)
 MAX_PROCESSES = 10**7
-FILES_OF_RANK, FILES_OF_NEIGHBOUR = 64, 4  # open files: at most 31 and 3 were needed by MPICH 5.0 and 1 to 8 ranks (tried)
+FILES_OF_RANK, FILES_OF_NEIGHBOUR = (
+    64,
+    4,
+)  # open files: at most 31 and 3 were needed by MPICH 5.0 and 1 to 8 ranks (tried)
 # KiB of a file of shared memory: MPICH 5.0 started with 7,000 and not with 4,000, 8 ranks with 12,000 and not with 8,000 (tried).
 SHARED_KIB, SHARED_KIB_OF_RANK = 8192, 2048
 MAX_THREADS_PER_CPU, MAX_THREADS = 8, 64  # OMP_NUM_THREADS above both hangs or ends without a word
 # SIGUSR1 is what Slurm sends ahead of the time limit when a job asks for it (--signal=USR1@300)
 STOPS = (signal.SIGTERM, signal.SIGUSR1)
-Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None  # what signal.signal takes and returns
+Handler = (
+    Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
+)  # what signal.signal takes and returns
 STOP_SIGNALS = (*STOPS, signal.SIGINT)
 Signals = TypeVar("Signals", bound="StopSignals")
 STOPPED_IN_ORDER = ("train", "supervise")  # commands that save and leave when a signal asks them to
@@ -71,8 +91,14 @@ def _first_set(names: tuple[str, ...], minimum: int, default: int) -> tuple[str,
     """The first variable that is set, and its value. Raises ValueError for one that is not a number of processes."""
     name = next((name for name in names if name in os.environ), "")
     text = os.environ[name] if name else str(default)
-    if not text.isdecimal() or len(text) > len(str(MAX_PROCESSES)) or not minimum <= int(text) <= MAX_PROCESSES:
-        raise ValueError(f"{name}={text:.40} is not a number that a launcher sets: unset it, or start with mpiexec or srun")
+    if (
+        not text.isdecimal()
+        or len(text) > len(str(MAX_PROCESSES))
+        or not minimum <= int(text) <= MAX_PROCESSES
+    ):
+        raise ValueError(
+            f"{name}={text:.40} is not a number that a launcher sets: unset it, or start with mpiexec or srun"
+        )
     return name, int(text)
 
 
@@ -95,27 +121,43 @@ def check_environment() -> None:
     """Raises ValueError for variables that mislead MPI or OpenMP, before either is loaded."""
     processes()
     rank()
-    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # one number for each level of nesting
+    first = (
+        os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    )  # one number for each level of nesting
     limit = max(MAX_THREADS, MAX_THREADS_PER_CPU * (os.cpu_count() or 1))
     if first.isdecimal() and (len(first) > 9 or int(first) > limit):
-        raise ValueError(f"OMP_NUM_THREADS={first:.40}, but this node has {os.cpu_count()} CPUs: set it to the CPUs of one "
-                         "rank, or unset it")
+        raise ValueError(
+            f"OMP_NUM_THREADS={first:.40}, but this node has {os.cpu_count()} CPUs: set it to the CPUs of one "
+            "rank, or unset it"
+        )
 
 
 def check_limits() -> None:
     """Raises ValueError for a limit of the system with which MPI would abort, where this process may not raise it itself."""
     ranks = processes_of_node()
-    _raise_limit(resource.RLIMIT_NOFILE, "open files", "ulimit -n", FILES_OF_RANK + FILES_OF_NEIGHBOUR * ranks, ranks)
+    _raise_limit(
+        resource.RLIMIT_NOFILE,
+        "open files",
+        "ulimit -n",
+        FILES_OF_RANK + FILES_OF_NEIGHBOUR * ranks,
+        ranks,
+    )
     shared = SHARED_KIB + SHARED_KIB_OF_RANK * ranks
-    _raise_limit(resource.RLIMIT_FSIZE, "the size of a file in KiB", "ulimit -f", shared, ranks, 1024)
+    _raise_limit(
+        resource.RLIMIT_FSIZE, "the size of a file in KiB", "ulimit -f", shared, ranks, 1024
+    )
 
 
-def _raise_limit(kind: int, what: str, command: str, needed: int, ranks: int, unit: int = 1) -> None:
+def _raise_limit(
+    kind: int, what: str, command: str, needed: int, ranks: int, unit: int = 1
+) -> None:
     """See that a limit is at least `needed` units."""
     soft, hard = resource.getrlimit(kind)
     if resource.RLIM_INFINITY not in (soft, hard) and hard < needed * unit:
-        raise ValueError(f"the limit of {what} is {hard // unit}, and MPI needs {needed} with {ranks} rank{'s' * (ranks > 1)} on a "
-                         f"node: raise it by `{command} {needed}` before the start, or ask the administrator of the system")
+        raise ValueError(
+            f"the limit of {what} is {hard // unit}, and MPI needs {needed} with {ranks} rank{'s' * (ranks > 1)} on a "
+            f"node: raise it by `{command} {needed}` before the start, or ask the administrator of the system"
+        )
     if soft != resource.RLIM_INFINITY and soft < needed * unit:
         resource.setrlimit(kind, (needed * unit, hard))
 
@@ -129,13 +171,18 @@ def open_streams() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free descriptor, which is this one
+            os.set_inheritable(
+                os.open(os.devnull, os.O_RDWR), True
+            )  # gets the lowest free descriptor, which is this one
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             null = open(os.devnull, "r" if name == "stdin" else "w")  # noqa: SIM115 - stays open as long as the process
             setattr(sys, name, null)
             setattr(sys, f"__{name}__", null)
-    for stream in (sys.stdout, sys.stderr):  # the bytes of a path that is not valid in the locale's encoding are surrogates
+    for stream in (
+        sys.stdout,
+        sys.stderr,
+    ):  # the bytes of a path that is not valid in the locale's encoding are surrogates
         if not isinstance(stream, io.TextIOWrapper):
             continue
         if codecs.lookup(stream.encoding).name in ("ascii", "utf-8"):
@@ -150,7 +197,9 @@ def report_everywhere(text: str) -> None:
     Rank 0 prints. The others leave it the time to do so, because some launchers kill all processes when the first one fails; many
     processes start further apart than a few.
     """
-    with contextlib.suppress(ValueError):  # of misleading variables, which is what `text` may be about
+    with contextlib.suppress(
+        ValueError
+    ):  # of misleading variables, which is what `text` may be about
         if rank():
             time.sleep(min(GRACE_EVERYWHERE, GRACE_START + processes()[1] / 100))
             return
@@ -171,7 +220,11 @@ def abort(code: int) -> None:
 
 def path_error(error: BaseException) -> str | None:
     """One line for a path that the system refuses before anybody has looked at it; None for another error."""
-    if not isinstance(error, OSError) or error.filename is None or error.errno not in _REFUSED_PATHS:
+    if (
+        not isinstance(error, OSError)
+        or error.filename is None
+        or error.errno not in _REFUSED_PATHS
+    ):
         return None
     return f"{os.fsdecode(error.filename)}: {error.strerror}: correct the path"
 
@@ -268,13 +321,23 @@ def keep_stops() -> None:
     """From now on SIGTERM and SIGUSR1 are kept, until whoever handles them asks for them by `kept_stop`."""
     handler = EarlyStop()
     for number in STOPS:
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is signal.SIG_DFL:
+        if (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(number) is signal.SIG_DFL
+        ):
             signal.signal(number, handler)
 
 
 def kept_stop(handlers: Iterable[Handler]) -> signal.Signals | None:
     """The signal that one of these handlers has kept; None if none has."""
-    return next((handler.received for handler in handlers if isinstance(handler, EarlyStop) and handler.received), None)
+    return next(
+        (
+            handler.received
+            for handler in handlers
+            if isinstance(handler, EarlyStop) and handler.received
+        ),
+        None,
+    )
 
 
 def report_interrupts(program: str) -> None:
@@ -319,7 +382,9 @@ class StopSignals:
 
     def __enter__(self: Signals) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._handle) for number in self.signals}
+            self._previous = {
+                number: signal.signal(number, self._handle) for number in self.signals
+            }
             self.received = self.received or kept_stop(self._previous.values())
         return self
 

@@ -37,7 +37,9 @@ MAX_COUNT = 2**30  # elements per call: below 2^31 - 1, the largest C int
 SUMMED, SUMMED_PER_RANK = 2**22, 2**16
 STAGE = 2**25  # elements received at once for a BF16/FP16 sum: limits its extra memory to 64 MiB
 ABORT_SECONDS = 5
-SMALL = 2**15  # up to so many elements a BF16/FP16 all_reduce gathers everything in one call: latency matters, not bytes
+SMALL = (
+    2**15
+)  # up to so many elements a BF16/FP16 all_reduce gathers everything in one call: latency matters, not bytes
 
 
 def mpi_world(waits: Callable[[bool], Any] = bool) -> MPIComm:
@@ -48,7 +50,9 @@ def mpi_world(waits: Callable[[bool], Any] = bool) -> MPIComm:
     """
     level = os.environ.get(THREAD_LEVEL_VARIABLE, "serialized").lower()
     if level not in THREAD_LEVELS[1:]:
-        raise ValueError(f"{THREAD_LEVEL_VARIABLE}={level}: expected one of {', '.join(THREAD_LEVELS[1:])}; correct or unset it")
+        raise ValueError(
+            f"{THREAD_LEVEL_VARIABLE}={level}: expected one of {', '.join(THREAD_LEVELS[1:])}; correct or unset it"
+        )
     crowded = launcher.processes_of_node() > len(os.sched_getaffinity(0))
     if crowded:
         # More ranks than cores: MPICH's ranks must yield the core in the few calls that block, as when groups are built. Open
@@ -57,8 +61,10 @@ def mpi_world(waits: Callable[[bool], Any] = bool) -> MPIComm:
     engine = Engine(crowded=crowded, waits=waits)
     world = engine.call(lambda: _initialise(engine, level))
     if world.thread_level == "single":
-        raise ValueError(f"{world.library} grants MPI_THREAD_SINGLE where MPI_THREAD_{level.upper()} was asked for: communication "
-                         "runs on a thread of its own, which needs MPI_THREAD_FUNNELED; use an MPI that is built with threads")
+        raise ValueError(
+            f"{world.library} grants MPI_THREAD_SINGLE where MPI_THREAD_{level.upper()} was asked for: communication "
+            "runs on a thread of its own, which needs MPI_THREAD_FUNNELED; use an MPI that is built with threads"
+        )
     return world
 
 
@@ -112,8 +118,12 @@ class MPIComm(Comm):
     def __init__(self, mpi: Any, mpi_comm: Any, engine: Engine) -> None:
         self.mpi, self.mpi_comm, self.engine = mpi, mpi_comm, engine
         self.rank, self.size = mpi_comm.Get_rank(), mpi_comm.Get_size()
-        self.thread_level = {getattr(mpi, f"THREAD_{name.upper()}"): name for name in THREAD_LEVELS}[mpi.Query_thread()]
-        self.library = " ".join(mpi.Get_library_version().splitlines()[0].split(",")[0].rstrip("\0").split())
+        self.thread_level = {
+            getattr(mpi, f"THREAD_{name.upper()}"): name for name in THREAD_LEVELS
+        }[mpi.Query_thread()]
+        self.library = " ".join(
+            mpi.Get_library_version().splitlines()[0].split(",")[0].rstrip("\0").split()
+        )
 
     def _op(self, op: str, dtype: torch.dtype) -> Any:
         assert op in OPS, op
@@ -163,15 +173,27 @@ class MPIComm(Comm):
     def iall_gather(self, output: Tensor, tensor: Tensor) -> Handle:
         parts = rows(output, tensor, self.size)  # (p, n)
         if _overlap(output, tensor):
-            assert tensor.data_ptr() == parts[self.rank].data_ptr(), "the part overlaps another rank's place"
+            assert tensor.data_ptr() == parts[self.rank].data_ptr(), (
+                "the part overlaps another rank's place"
+            )
         elif self.size == 1:
             parts[0].copy_(tensor.detach().view(-1))
-        return DONE if self.size == 1 else self._collective(self._all_gather(output.detach(), tensor.detach()), output, tensor)
+        return (
+            DONE
+            if self.size == 1
+            else self._collective(
+                self._all_gather(output.detach(), tensor.detach()), output, tensor
+            )
+        )
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Steps:
         inside = _overlap(output, tensor)
         if tensor.numel() <= MAX_COUNT:
-            yield [self.mpi_comm.Iallgather(self.mpi.IN_PLACE if inside else _buffer(tensor), _buffer(output))]
+            yield [
+                self.mpi_comm.Iallgather(
+                    self.mpi.IN_PLACE if inside else _buffer(tensor), _buffer(output)
+                )
+            ]
             return
         parts = output.view(self.size, -1)  # (p, n)
         if not inside:
@@ -184,7 +206,9 @@ class MPIComm(Comm):
         if self.size == 1:
             output.detach().view(-1).copy_(parts[0])
             return DONE
-        return self._collective(self._reduce_scatter(output.detach().view(-1), parts), output, tensor)
+        return self._collective(
+            self._reduce_scatter(output.detach().view(-1), parts), output, tensor
+        )
 
     def _reduce_scatter(self, output: Tensor, parts: Tensor) -> Steps:
         if parts.dtype in HALF:
@@ -194,32 +218,50 @@ class MPIComm(Comm):
         result = torch.empty_like(output) if _overlap(output, parts) else output
         step = min(MAX_COUNT, max(SUMMED // self.size, SUMMED_PER_RANK))
         for start in range(0, output.numel(), step):
-            sent = parts[:, start : start + step].contiguous()  # (p, step), no copy when it is the whole
+            sent = parts[
+                :, start : start + step
+            ].contiguous()  # (p, step), no copy when it is the whole
             received = _buffer(result[start : start + step])
-            yield [self.mpi_comm.Ireduce_scatter_block(_buffer(sent), received, self._op("sum", parts.dtype))]
+            yield [
+                self.mpi_comm.Ireduce_scatter_block(
+                    _buffer(sent), received, self._op("sum", parts.dtype)
+                )
+            ]
         if result is not output:
             output.copy_(result)
 
     def _half_reduce_scatter(self, output: Tensor, parts: Tensor) -> Steps:
         step = max(1, STAGE // self.size)
         for start in range(0, output.numel(), step):
-            sent = parts[:, start : start + step].contiguous()  # (p, step), no copy when it is the whole
+            sent = parts[
+                :, start : start + step
+            ].contiguous()  # (p, step), no copy when it is the whole
             received = torch.empty_like(sent)
             yield [self.mpi_comm.Ialltoall(_buffer(sent), _buffer(received))]
             output[start : start + step] = rank_order_sum(received)
 
-    def iall_to_all(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Handle:
+    def iall_to_all(
+        self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Handle:
         check_exchange(output, tensor, received, sent, self.size)
         if self.size == 1:
             output.detach().copy_(tensor.detach())
             return DONE
-        return self._collective(self._all_to_all(output.detach(), tensor.detach(), received, sent), output, tensor)
+        return self._collective(
+            self._all_to_all(output.detach(), tensor.detach(), received, sent), output, tensor
+        )
 
-    def _all_to_all(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Steps:
+    def _all_to_all(
+        self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Steps:
         # Counts and places are those of rows: in elements they may be more than a C int holds.
-        row = self.mpi.BYTE.Create_contiguous(math.prod(tensor.shape[1:]) * tensor.element_size()).Commit()
-        buffers = [[_buffer(rows), (counts, [sum(counts[:rank]) for rank in range(self.size)]), row]
-                   for rows, counts in ((tensor, list(sent)), (output, list(received)))]
+        row = self.mpi.BYTE.Create_contiguous(
+            math.prod(tensor.shape[1:]) * tensor.element_size()
+        ).Commit()
+        buffers = [
+            [_buffer(rows), (counts, [sum(counts[:rank]) for rank in range(self.size)]), row]
+            for rows, counts in ((tensor, list(sent)), (output, list(received)))
+        ]
         yield [self.mpi_comm.Ialltoallv(*buffers)]
         row.Free()
 
@@ -242,7 +284,10 @@ class MPIComm(Comm):
     # Messages -------------------------------------------------------------------------------------------------------------------
 
     def _message(self, start: Callable[..., Any], tensor: Tensor, rank: int, tag: int) -> Handle:
-        return self.engine.start(([start(piece, rank, tag) for piece in _pieces(_buffer(tensor))] for _ in range(1)), memory=tensor)
+        return self.engine.start(
+            ([start(piece, rank, tag) for piece in _pieces(_buffer(tensor))] for _ in range(1)),
+            memory=tensor,
+        )
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Handle:
         return self._message(self.mpi_comm.Isend, tensor, dst, tag)
@@ -271,7 +316,9 @@ class MPIComm(Comm):
     def gather_object(self, obj: Any, root: int = 0) -> list[Any] | None:
         (own, lengths), receives = self._pickled(obj), self.rank == root
         everyone = np.empty(lengths.sum() if receives else 0, np.uint8)
-        self._wait_for(lambda: self.mpi_comm.Igatherv(own, (everyone, lengths) if receives else None, root))
+        self._wait_for(
+            lambda: self.mpi_comm.Igatherv(own, (everyone, lengths) if receives else None, root)
+        )
         return _unpickled(everyone, lengths) if receives else None
 
     def all_gather_object(self, obj: Any) -> list[Any]:
@@ -287,17 +334,23 @@ class MPIComm(Comm):
         return own, self.all_gather(lengths, torch.tensor([own.size])).numpy()
 
     def split(self, color: int, key: int) -> MPIComm:
-        return self.engine.call(lambda: MPIComm(self.mpi, self.mpi_comm.Split(color, key), self.engine))
+        return self.engine.call(
+            lambda: MPIComm(self.mpi, self.mpi_comm.Split(color, key), self.engine)
+        )
 
     def split_node(self) -> MPIComm:
         """The ranks of this communicator that share memory with this one (MPI_Comm_split_type)."""
         kind = self.mpi.COMM_TYPE_SHARED
-        return self.engine.call(lambda: MPIComm(self.mpi, self.mpi_comm.Split_type(kind), self.engine))
+        return self.engine.call(
+            lambda: MPIComm(self.mpi, self.mpi_comm.Split_type(kind), self.engine)
+        )
 
     def abort(self, code: int = 1) -> None:
         """MPI_Abort on MPI_COMM_WORLD, whichever group this is. The caller has said why: MPI's own line is not shown."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        threading.Timer(ABORT_SECONDS, os._exit, [code]).start()  # should the engine itself be what fails
+        threading.Timer(
+            ABORT_SECONDS, os._exit, [code]
+        ).start()  # should the engine itself be what fails
         self.engine.call(lambda: self.mpi.COMM_WORLD.Abort(code))
         os._exit(code)  # where MPI_Abort only asks the launcher and returns
 
@@ -305,4 +358,7 @@ class MPIComm(Comm):
 def _unpickled(data: np.ndarray, lengths: np.ndarray) -> list[Any]:
     """One object of each rank."""
     ends = lengths.cumsum()
-    return [pickle.loads(data[end - length : end].data) for end, length in zip(ends, lengths, strict=True)]
+    return [
+        pickle.loads(data[end - length : end].data)
+        for end, length in zip(ends, lengths, strict=True)
+    ]

@@ -63,14 +63,18 @@ def share_node(comm: Comm, kernels: Any, node: int | None = None) -> Comm:
     if comm.size == 1 or not isinstance(comm, MPIComm):
         return comm
     local = comm.split_node() if node is None else comm.split(node, comm.rank)
-    shares, whole = comm.all_reduce(torch.tensor([local.size > 1 and _fits(local.size), local.size == comm.size]), "min").tolist()
+    shares, whole = comm.all_reduce(
+        torch.tensor([local.size > 1 and _fits(local.size), local.size == comm.size]), "min"
+    ).tolist()
     if shares and whole:
         return NodeComm(local, kernels)
     levels = split_levels(comm, local) if shares else None
     if levels is None:
         return in_stages(comm, comm.engine)
     between = in_stages(levels.between, comm.engine)
-    return TwoLevelComm(comm, replace(levels, inside=NodeComm(local, kernels), between=between), comm.engine)
+    return TwoLevelComm(
+        comm, replace(levels, inside=NodeComm(local, kernels), between=between), comm.engine
+    )
 
 
 def _fits(ranks: int) -> bool:
@@ -88,11 +92,17 @@ class _Window:
         size = comm.Get_size()
         self._window = mpi.Win.Allocate_shared(SEGMENT_BYTES, 1, mpi.INFO_NULL, comm)
         address = self._window.Shared_query(0)[0].address
-        memory = np.frombuffer((ctypes.c_uint8 * (size * SEGMENT_BYTES)).from_address(address), np.uint8)
+        memory = np.frombuffer(
+            (ctypes.c_uint8 * (size * SEGMENT_BYTES)).from_address(address), np.uint8
+        )
         whole = torch.from_numpy(memory).view(size, SEGMENT_BYTES)
         self.flags = [whole[:, i * LINE : (i + 1) * LINE].view(torch.int64) for i in range(FLAGS)]
-        self.halves = [whole[:, HEADER + i * HALF_BYTES : HEADER + (i + 1) * HALF_BYTES] for i in range(2)]
-        whole[comm.Get_rank()] = 0  # the first touch decides on which NUMA domain a page is: that of the rank that writes it
+        self.halves = [
+            whole[:, HEADER + i * HALF_BYTES : HEADER + (i + 1) * HALF_BYTES] for i in range(2)
+        ]
+        whole[comm.Get_rank()] = (
+            0  # the first touch decides on which NUMA domain a page is: that of the rank that writes it
+        )
         comm.Barrier()
 
 
@@ -103,7 +113,10 @@ def _bytes(rows: Tensor) -> Tensor:
 def _window(sizes: Sequence[int], start: int, end: int) -> list[slice]:
     """Of parts of these sizes, one after another: what lies in [start, end) of the whole, counted from the start of each part."""
     begins = accumulate(sizes, initial=0)
-    return [slice(min(max(start - begin, 0), size), min(max(end - begin, 0), size)) for begin, size in zip(begins, sizes)]
+    return [
+        slice(min(max(start - begin, 0), size), min(max(end - begin, 0), size))
+        for begin, size in zip(begins, sizes)
+    ]
 
 
 Ready = Callable[..., bool]  # returns, after at most so many seconds, whether a step is complete
@@ -140,7 +153,11 @@ class NodeComm(MPIComm):
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Tensor:
         """Sum `tensor` (p * n,) over ranks, this rank's part into `output` (n,)."""
-        self._now(self._reduce_scatter(output.detach().view(-1), rows(tensor, output, self.size)), output, tensor)
+        self._now(
+            self._reduce_scatter(output.detach().view(-1), rows(tensor, output, self.size)),
+            output,
+            tensor,
+        )
         return output
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Tensor:
@@ -148,10 +165,14 @@ class NodeComm(MPIComm):
         self._now(self._all_gather(output.detach(), tensor.detach()), output, tensor)
         return output
 
-    def all_to_all(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Tensor:
         """Rows of `tensor` (n, ...) to every rank, and theirs into `output` (m, ...)."""
         check_exchange(output, tensor, received, sent, self.size)
-        self._now(self._all_to_all(output.detach(), tensor.detach(), received, sent), output, tensor)
+        self._now(
+            self._all_to_all(output.detach(), tensor.detach(), received, sent), output, tensor
+        )
         return output
 
     def _collective(self, steps: Steps, *tensors: Tensor) -> Handle:
@@ -177,12 +198,18 @@ class NodeComm(MPIComm):
 
     def _reduce_scatter(self, output: Tensor, parts: Tensor) -> Steps:
         shares = parts.dtype in SUMMED_DTYPES
-        return _WithoutMPI(self._sum_parts(output, parts)) if shares else super()._reduce_scatter(output, parts)
+        return (
+            _WithoutMPI(self._sum_parts(output, parts))
+            if shares
+            else super()._reduce_scatter(output, parts)
+        )
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Steps:
         return _WithoutMPI(self._exchange(rows(output, tensor, self.size), tensor.view(-1)))
 
-    def _all_to_all(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Steps:
+    def _all_to_all(
+        self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Steps:
         width = math.prod(tensor.shape[1:]) * tensor.element_size()
         arriving, leaving = ([count * width for count in counts] for counts in (received, sent))
         return _WithoutMPI(self._exchange_rows(_bytes(output), _bytes(tensor), arriving, leaving))
@@ -210,7 +237,9 @@ class NodeComm(MPIComm):
             parts = shown.tensor_split(self.size, dim=1)
             self._kernels.sum_rows(parts[self.rank], parts[self.rank][self.rank])
             yield self._flag(1, number)
-            for rank, (own, part) in enumerate(zip(chunk.tensor_split(self.size), parts, strict=True)):
+            for rank, (own, part) in enumerate(
+                zip(chunk.tensor_split(self.size), parts, strict=True)
+            ):
                 own.copy_(part[rank])
 
     def _sum_parts(self, output: Tensor, parts: Tensor) -> Iterator[Ready]:
@@ -224,7 +253,9 @@ class NodeComm(MPIComm):
             width = sent.shape[1]
             half[self.rank, : self.size * width].view(self.size, width).copy_(sent)
             yield self._flag(0, number)
-            self._kernels.sum_rows(half[:, self.rank * width : (self.rank + 1) * width], output[start : start + step])
+            self._kernels.sum_rows(
+                half[:, self.rank * width : (self.rank + 1) * width], output[start : start + step]
+            )
 
     def _sum_two(self, output: Tensor, own: Tensor, sent: Tensor) -> Iterator[Ready]:
         """Of two ranks each adds what the other shows it to its own, which stays where it is: a sum of two has no order."""
@@ -235,7 +266,9 @@ class NodeComm(MPIComm):
             yield self._flag(0, number)
             torch.add(chunk, half[1 - self.rank, : chunk.numel()], out=output[start : start + step])
 
-    def _exchange_rows(self, output: Tensor, own: Tensor, received: Sequence[int], sent: Sequence[int]) -> Iterator[Ready]:
+    def _exchange_rows(
+        self, output: Tensor, own: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Iterator[Ready]:
         """Bytes for every rank, each chunk after the (p + 1) numbers of its bytes for each of them and of those that follow it."""
         head = 8 * (self.size + 1)
         parts, places = own.split(list(sent)), list(accumulate(received, initial=0))[:-1]
@@ -243,13 +276,20 @@ class NodeComm(MPIComm):
             half, number = self._half(torch.uint8)
             cut = _window(sent, start, start + HALF_BYTES - head)
             sizes = [part.stop - part.start for part in cut]
-            half[self.rank, :head].view(torch.int64).copy_(torch.tensor([*sizes, max(0, sum(sent) - start - HALF_BYTES + head)]))
-            torch.cat([part[at] for part, at in zip(parts, cut, strict=True)], out=half[self.rank, head : head + sum(sizes)])
+            half[self.rank, :head].view(torch.int64).copy_(
+                torch.tensor([*sizes, max(0, sum(sent) - start - HALF_BYTES + head)])
+            )
+            torch.cat(
+                [part[at] for part, at in zip(parts, cut, strict=True)],
+                out=half[self.rank, head : head + sum(sizes)],
+            )
             yield self._flag(0, number)
             heads = half[:, :head].clone().view(torch.int64)
             for rank, theirs in enumerate(heads.tolist()):
                 begin, length = head + sum(theirs[: self.rank]), theirs[self.rank]
-                output[places[rank] : places[rank] + length].copy_(half[rank, begin : begin + length])
+                output[places[rank] : places[rank] + length].copy_(
+                    half[rank, begin : begin + length]
+                )
                 places[rank] += length
             if not heads[:, -1].any():
                 return
@@ -312,12 +352,22 @@ class NodeTensor:
         """The memory of the node's first rank, or None on all of its ranks."""
         name = uuid.uuid4().hex
         with contextlib.ExitStack() as stack:
-            file = _opened(stack, lambda: _anonymous_file(name, nbytes)) if self._node.rank == 0 else None
+            file = (
+                _opened(stack, lambda: _anonymous_file(name, nbytes))
+                if self._node.rank == 0
+                else None
+            )
             name, path = self._node.broadcast_object((name, f"/proc/{os.getpid()}/fd/{file}"))
             if self._node.rank:
-                file = _opened(stack, lambda: os.open(path, os.O_RDWR) if name in os.readlink(path) else None)
+                file = _opened(
+                    stack, lambda: os.open(path, os.O_RDWR) if name in os.readlink(path) else None
+                )
             memory = None if file is None else mmap.mmap(file, nbytes)
-            return memory if self._node.all_reduce(torch.tensor([int(memory is not None)]), "min").item() else None
+            return (
+                memory
+                if self._node.all_reduce(torch.tensor([int(memory is not None)]), "min").item()
+                else None
+            )
 
     def written(self) -> None:
         """To be called after the ranks that write have written, before others read. Collective in the node."""

@@ -33,9 +33,13 @@ from .engine import Engine, Steps
 
 MANY = 64  # ranks of an all-to-all: among more of them rings were published to be faster
 SMALL = 2**12  # elements of an all_reduce, up to which its latency counts and not its bytes
-PIECE = 2**20  # elements that ranks of a node exchange at least in one call, where there are as many
+PIECE = (
+    2**20
+)  # elements that ranks of a node exchange at least in one call, where there are as many
 Pair = tuple[int, int]  # the ranks that a row comes from and goes to
-Calls = Iterator[tuple[Comm, str, tuple[Any, ...]]]  # (communicator, blocking verb, operands), one after the other
+Calls = Iterator[
+    tuple[Comm, str, tuple[Any, ...]]
+]  # (communicator, blocking verb, operands), one after the other
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,18 @@ class Levels:
     def view(self, parts: Tensor, nodes: slice) -> Tensor | None:
         """The rows of `parts` (p, n) of those nodes' ranks in place, (m, n); None where they do not lie one after the other."""
         ranks = self.ranks[:, nodes]
-        return parts[ranks[0, 0] : ranks[-1, 0] + 1] if ranks.shape[1] == 1 and self.consecutive else None
+        return (
+            parts[ranks[0, 0] : ranks[-1, 0] + 1]
+            if ranks.shape[1] == 1 and self.consecutive
+            else None
+        )
 
     def served(self, node: int, place: int) -> list[int]:
         """The other nodes that exchange rows with this one in one message each way, from and to its rank at `place`."""
         places, nodes = self.ranks.shape
-        return [other for other in range(nodes) if other != node and (node + other) % places == place]
+        return [
+            other for other in range(nodes) if other != node and (node + other) % places == place
+        ]
 
     @cached_property
     def consecutive(self) -> bool:
@@ -78,7 +88,9 @@ def split_levels(comm: Comm, inside: Comm) -> Levels | None:
         return None
     first = int(inside.broadcast(torch.tensor(comm.rank)))  # numbers the nodes alike at every place
     between = comm.split(inside.rank, first)
-    places = comm.all_gather(torch.empty(comm.size, 2, dtype=torch.int64), torch.tensor([inside.rank, between.rank]))
+    places = comm.all_gather(
+        torch.empty(comm.size, 2, dtype=torch.int64), torch.tensor([inside.rank, between.rank])
+    )
     ranks = torch.empty(inside.size, between.size, dtype=torch.int64)
     ranks[places[:, 0], places[:, 1]] = torch.arange(comm.size)
     return Levels(inside, between, ranks)
@@ -100,14 +112,22 @@ def in_stages(comm: Comm, engine: Engine) -> Comm:
         return comm
     levels = split_levels(comm, comm.split(comm.rank // width, comm.rank))
     assert levels is not None, "groups of one size"
-    return TwoLevelComm(comm, replace(levels, between=in_stages(levels.between, engine)), engine, HALF, moves=False)
+    return TwoLevelComm(
+        comm, replace(levels, between=in_stages(levels.between, engine)), engine, HALF, moves=False
+    )
 
 
 class TwoLevelComm:
     """`whole` with sums of `dtypes` at two levels, and if `moves` all_gathers and all_to_alls, too; other verbs are the whole's."""
 
-    def __init__(self, whole: Comm, levels: Levels, engine: Engine, dtypes: tuple[torch.dtype, ...] = SUMMED_DTYPES,
-                 moves: bool = True) -> None:
+    def __init__(
+        self,
+        whole: Comm,
+        levels: Levels,
+        engine: Engine,
+        dtypes: tuple[torch.dtype, ...] = SUMMED_DTYPES,
+        moves: bool = True,
+    ) -> None:
         self.whole, self.levels, self.engine = whole, levels, engine
         self.rank, self.size = whole.rank, whole.size
         self._dtypes, self._moves = dtypes, moves
@@ -142,11 +162,15 @@ class TwoLevelComm:
         """Every rank's `tensor` (n,) in rank order into `output` (p * n,)."""
         return self._do("all_gather", self._moves, output, tensor)
 
-    def iall_to_all(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Handle:
+    def iall_to_all(
+        self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Handle:
         """Start an all_to_all of the rows of `tensor` (n, ...) into `output` (m, ...)."""
         return self._start("all_to_all", self._moves, output, tensor, received, sent)
 
-    def all_to_all(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Tensor:
         """Rows of `tensor` (n, ...) to every rank, and theirs into `output` (m, ...)."""
         return self._do("all_to_all", self._moves, output, tensor, received, sent)
 
@@ -156,7 +180,9 @@ class TwoLevelComm:
     def _start(self, verb: str, levels: bool, *operands: Any) -> Handle:
         if not levels:
             return getattr(self.whole, f"i{verb}")(*operands)
-        self._last = self.engine.start(_nonblocking(getattr(self, f"_{verb}")(*operands)), self, operands)
+        self._last = self.engine.start(
+            _nonblocking(getattr(self, f"_{verb}")(*operands)), self, operands
+        )
         return self._last
 
     def _do(self, verb: str, levels: bool, *operands: Any) -> Tensor:
@@ -173,7 +199,11 @@ class TwoLevelComm:
     # What they are made of --------------------------------------------------------------------------------------------------------
 
     def _all_reduce(self, tensor: Tensor, op: str) -> Calls:
-        flat, inside, between = check(tensor).detach().view(-1), self.levels.inside, self.levels.between
+        flat, inside, between = (
+            check(tensor).detach().view(-1),
+            self.levels.inside,
+            self.levels.between,
+        )
         end = flat.numel() - flat.numel() % inside.size if flat.numel() > SMALL else 0
         if end:
             body = flat[:end]
@@ -190,7 +220,11 @@ class TwoLevelComm:
         summed = parts.new_empty(levels.between.size, output.numel())  # (k, n)
         for nodes in levels.pieces(output.numel()):
             part = levels.view(parts, nodes)
-            yield levels.inside, "reduce_scatter", (summed[nodes], parts[levels.ranks[:, nodes]] if part is None else part)
+            yield (
+                levels.inside,
+                "reduce_scatter",
+                (summed[nodes], parts[levels.ranks[:, nodes]] if part is None else part),
+            )
         yield levels.between, "reduce_scatter", (output, summed)
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Calls:
@@ -199,15 +233,28 @@ class TwoLevelComm:
         yield levels.between, "all_gather", (own, tensor)
         for nodes in levels.pieces(tensor.numel()):
             part, ranks = levels.view(parts, nodes), levels.ranks[:, nodes]
-            gathered = parts.new_empty(*ranks.shape, tensor.numel()) if part is None else part  # (m, nodes, n)
+            gathered = (
+                parts.new_empty(*ranks.shape, tensor.numel()) if part is None else part
+            )  # (m, nodes, n)
             yield levels.inside, "all_gather", (gathered, own[nodes])
             if part is None:
                 parts[ranks] = gathered
 
-    def _all_to_all(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Calls:
+    def _all_to_all(
+        self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Calls:
         check_exchange(output, tensor, received, sent, self.size)
-        inside, between, ranks = self.levels.inside, self.levels.between, self.levels.ranks.T.tolist()
-        own, near, place, nodes = tensor.detach(), ranks[between.rank], inside.rank, range(len(ranks))
+        inside, between, ranks = (
+            self.levels.inside,
+            self.levels.between,
+            self.levels.ranks.T.tolist(),
+        )
+        own, near, place, nodes = (
+            tensor.detach(),
+            ranks[between.rank],
+            inside.rank,
+            range(len(ranks)),
+        )
         told = torch.empty(inside.size, 2, self.size, dtype=torch.int64)
         yield inside, "all_gather", (told, torch.tensor([sent, received]))
         numbers: dict[Pair, int] = {}  # of the rows of every pair with a rank of this node
@@ -218,7 +265,10 @@ class TwoLevelComm:
         served = [self.levels.served(between.rank, i) for i in range(inside.size)]  # nodes
 
         def collected(sender: int, i: int) -> list[Pair]:
-            return [(sender, rank) for rank in (near[i], *(rank for node in served[i] for rank in ranks[node]))]
+            return [
+                (sender, rank)
+                for rank in (near[i], *(rank for node in served[i] for rank in ranks[node]))
+            ]
 
         def message(source: int, target: int) -> list[Pair]:
             return [(sender, rank) for sender in ranks[source] for rank in ranks[target]]
@@ -226,21 +276,46 @@ class TwoLevelComm:
         def handed(i: int, rank: int) -> list[Pair]:
             return [(sender, rank) for node in served[i] for sender in ranks[node]]
 
-        yield from _passed_on(inside, held, own[:0], numbers, [collected(self.rank, i) for i in range(inside.size)],
-                              [collected(rank, place) for rank in near])
+        yield from _passed_on(
+            inside,
+            held,
+            own[:0],
+            numbers,
+            [collected(self.rank, i) for i in range(inside.size)],
+            [collected(rank, place) for rank in near],
+        )
         if any(self.levels.served(node, place) for node in nodes):
-            yield from _passed_on(between, held, own[:0], numbers,
-                                  [message(between.rank, node) if node in served[place] else [] for node in nodes],
-                                  [message(node, between.rank) if node in served[place] else [] for node in nodes])
-        yield from _passed_on(inside, held, own[:0], numbers, [handed(place, rank) for rank in near],
-                              [handed(i, self.rank) for i in range(inside.size)])
+            yield from _passed_on(
+                between,
+                held,
+                own[:0],
+                numbers,
+                [message(between.rank, node) if node in served[place] else [] for node in nodes],
+                [message(node, between.rank) if node in served[place] else [] for node in nodes],
+            )
+        yield from _passed_on(
+            inside,
+            held,
+            own[:0],
+            numbers,
+            [handed(place, rank) for rank in near],
+            [handed(i, self.rank) for i in range(inside.size)],
+        )
         torch.cat([held[rank, self.rank] for rank in range(self.size)], out=output.detach())
 
 
-def _passed_on(comm: Comm, held: dict[Pair, Tensor], none: Tensor, numbers: dict[Pair, int], leaving: list[list[Pair]],
-               coming: list[list[Pair]]) -> Calls:
+def _passed_on(
+    comm: Comm,
+    held: dict[Pair, Tensor],
+    none: Tensor,
+    numbers: dict[Pair, int],
+    leaving: list[list[Pair]],
+    coming: list[list[Pair]],
+) -> Calls:
     """Send rows of pairs that are `held`, leaving[i] to rank i of `comm`, and hold what comes, coming[i] from it. none: no row."""
-    out, into = ([sum(numbers[pair] for pair in each) for each in pairs] for pairs in (leaving, coming))
+    out, into = (
+        [sum(numbers[pair] for pair in each) for each in pairs] for pairs in (leaving, coming)
+    )
     rows = torch.cat([none, *(held.pop(pair) for each in leaving for pair in each)])
     result = none.new_empty(sum(into), *none.shape[1:])
     yield comm, "all_to_all", (result, rows, into, out)

@@ -19,7 +19,15 @@ from .checks import check, check_kind, flag, flag_words
 from .command_line import OTHER_FLAGS, Parser, complete_from_yaml, nearest
 from .experts_config import EXPERTS, ExpertRanks
 from .groups import MUON_FLAGS, TIKTOKEN
-from .model_config import HEAD_MULTIPLE, ROPE, ROPE_SCALING, SCALINGS, YARN, YARN_SCALING, ModelConfig
+from .model_config import (
+    HEAD_MULTIPLE,
+    ROPE,
+    ROPE_SCALING,
+    SCALINGS,
+    YARN,
+    YARN_SCALING,
+    ModelConfig,
+)
 from .recipes import RECIPES
 from .run_config import GROUPS, RECOMPUTE, RunConfig
 
@@ -27,59 +35,149 @@ _OTHER = "other "  # prefix of flags that are not fields of config among the par
 
 # What a run needs to have for these fields to mean anything, whether it has it, and the fields.
 _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
-    ("--tensor-model-parallel-size above 1", lambda run: run.parallel.tensor_model_parallel_size > 1,
-     ("sequence_parallel", "tp_comm_overlap")),
+    (
+        "--tensor-model-parallel-size above 1",
+        lambda run: run.parallel.tensor_model_parallel_size > 1,
+        ("sequence_parallel", "tp_comm_overlap"),
+    ),
     ("--group-query-attention", lambda run: run.model.group_query_attention, ("num_query_groups",)),
-    ("--position-embedding-type rope", lambda run: run.model.position_embedding_type == ROPE,
-     ("rotary_percent", "rotary_interleaved", *SCALINGS, ROPE_SCALING[-1])),
+    (
+        "--position-embedding-type rope",
+        lambda run: run.model.position_embedding_type == ROPE,
+        ("rotary_percent", "rotary_interleaved", *SCALINGS, ROPE_SCALING[-1]),
+    ),
     ("--position-embedding-type rope or yarn", lambda run: run.model.rotary, ("rotary_base",)),
-    ("--position-embedding-type yarn", lambda run: run.model.position_embedding_type == YARN, YARN_SCALING),
+    (
+        "--position-embedding-type yarn",
+        lambda run: run.model.position_embedding_type == YARN,
+        YARN_SCALING,
+    ),
     ("--use-z-loss", lambda run: run.model.use_z_loss, ("z_loss_strength",)),
-    ("a GELU in the MLP", lambda run: "gelu" in run.model.activation, ("bias_gelu_fusion", "openai_gelu")),
+    (
+        "a GELU in the MLP",
+        lambda run: "gelu" in run.model.activation,
+        ("bias_gelu_fusion", "openai_gelu"),
+    ),
     ("--num-experts", lambda run: run.model.num_experts is not None, EXPERTS[1:]),
-    ("--moe-router-enable-expert-bias", lambda run: run.model.moe_router_enable_expert_bias, ("moe_router_bias_update_rate",)),
-    ("--moe-expert-capacity-factor", lambda run: run.model.moe_expert_capacity_factor is not None, ("moe_token_drop_policy",)),
+    (
+        "--moe-router-enable-expert-bias",
+        lambda run: run.model.moe_router_enable_expert_bias,
+        ("moe_router_bias_update_rate",),
+    ),
+    (
+        "--moe-expert-capacity-factor",
+        lambda run: run.model.moe_expert_capacity_factor is not None,
+        ("moe_token_drop_policy",),
+    ),
     ("--optimizer muon", lambda run: run.optimizer.muon, MUON_FLAGS),
     ("--decoupled-lr", lambda run: run.optimizer.decoupled_lr is not None, ("decoupled_min_lr",)),
     ("--use-rope-scaling", lambda run: run.model.use_rope_scaling, ROPE_SCALING[:-1]),
-    ("--fp16", lambda run: run.precision.fp16,
-     ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")),
-    ("--recompute-granularity full", lambda run: run.training.recompute_granularity == "full", RECOMPUTE[1:]),
-    ("--recompute-auto or --pipeline-schedule auto",
-     lambda run: run.training.recompute_auto or run.parallel.pipeline_schedule == AUTO, ("memory_per_rank",)),
-    ("--lr-decay-style WSD", lambda run: run.optimizer.lr_decay_style == "WSD",
-     ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")),
-    ("--load", lambda run: run.output.load is not None, ("no_load_optim", "no_load_lr_state", "finetune")),
-    ("--profile", lambda run: run.output.profile, ("profile_step_start", "profile_step_end", "profile_ranks", "profile_dir")),
+    (
+        "--fp16",
+        lambda run: run.precision.fp16,
+        ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
+    ),
+    (
+        "--recompute-granularity full",
+        lambda run: run.training.recompute_granularity == "full",
+        RECOMPUTE[1:],
+    ),
+    (
+        "--recompute-auto or --pipeline-schedule auto",
+        lambda run: run.training.recompute_auto or run.parallel.pipeline_schedule == AUTO,
+        ("memory_per_rank",),
+    ),
+    (
+        "--lr-decay-style WSD",
+        lambda run: run.optimizer.lr_decay_style == "WSD",
+        ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+    ),
+    (
+        "--load",
+        lambda run: run.output.load is not None,
+        ("no_load_optim", "no_load_lr_state", "finetune"),
+    ),
+    (
+        "--profile",
+        lambda run: run.output.profile,
+        ("profile_step_start", "profile_step_end", "profile_ranks", "profile_dir"),
+    ),
     ("--rerun-on-spike", lambda run: run.numbers.rerun_on_spike, ("loss_spike_deviations",)),
     ("--vocab-file or --tokenizer-model", lambda run: run.data.has_tokenizer, ("tokenizer_type",)),
-    ("--tokenizer-type TikTokenizer", lambda run: run.data.tokenizer_type == TIKTOKEN,
-     ("tiktoken_pattern", "tiktoken_num_special_tokens")),
+    (
+        "--tokenizer-type TikTokenizer",
+        lambda run: run.data.tokenizer_type == TIKTOKEN,
+        ("tiktoken_pattern", "tiktoken_num_special_tokens"),
+    ),
     ("--data-path", lambda run: run.data.data_path is not None, ("split", "legacy_split")),
     ("--sft", lambda run: run.data.sft, ("sft_truncate",)),
-    ("--save", lambda run: run.output.save is not None,
-     ("save_interval", "save_interval_in_mins", "keep_last", "save_retain_interval", "no_save_optim", "async_save", "save_local")),
-    ("--lora-rank", lambda run: run.lora.on, ("lora_alpha", "lora_dropout", "lora_target", "lora_use_rslora")),
-    ("--wandb-project", lambda run: run.output.wandb_project is not None, ("wandb_exp_name", "wandb_entity")),
+    (
+        "--save",
+        lambda run: run.output.save is not None,
+        (
+            "save_interval",
+            "save_interval_in_mins",
+            "keep_last",
+            "save_retain_interval",
+            "no_save_optim",
+            "async_save",
+            "save_local",
+        ),
+    ),
+    (
+        "--lora-rank",
+        lambda run: run.lora.on,
+        ("lora_alpha", "lora_dropout", "lora_target", "lora_use_rslora"),
+    ),
+    (
+        "--wandb-project",
+        lambda run: run.output.wandb_project is not None,
+        ("wandb_exp_name", "wandb_entity"),
+    ),
 )
 
 # What a field needs another one to be left out for: the one that wins, and the one that then has no effect.
 _WINS = (("lr_warmup_tokens", "lr_warmup_fraction"),)
 # Other flags that mean something in some runs alone: in which, and why they are refused elsewhere.
 _GOES_WITH: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
-    "--no-position-embedding": (lambda run: run.model.rotary, "it goes with rope, as in Megatron-LM: pass "
-                                "--position-embedding-type rope, or none for no positions at all"),
-    "--no-pipeline-parallel": (lambda run: run.parallel.pipeline_model_parallel_size == 1,
-                               "--pipeline-model-parallel-size is above 1: leave one of them out"),
-    **{name: (lambda run: run.model.num_experts is None, "this variant of experts is not supported: leave it out") for name in (
-        "--moe-input-jitter-eps", "--moe-latent-size", "--moe-apply-probs-on-input", "--moe-router-force-load-balancing",
-        "--moe-router-force-biased", "--moe-use-upcycling", "--moe-router-quantile-balancing-ema", "--moe-mlp-glu-interleave-size",
-        "--moe-shared-expert-glu-interleave-size", "--moe-expert-rank-capacity-factor", "--moe-enable-routing-replay",
-        "--moe-routing-trace-path")},
+    "--no-position-embedding": (
+        lambda run: run.model.rotary,
+        "it goes with rope, as in Megatron-LM: pass "
+        "--position-embedding-type rope, or none for no positions at all",
+    ),
+    "--no-pipeline-parallel": (
+        lambda run: run.parallel.pipeline_model_parallel_size == 1,
+        "--pipeline-model-parallel-size is above 1: leave one of them out",
+    ),
+    **{
+        name: (
+            lambda run: run.model.num_experts is None,
+            "this variant of experts is not supported: leave it out",
+        )
+        for name in (
+            "--moe-input-jitter-eps",
+            "--moe-latent-size",
+            "--moe-apply-probs-on-input",
+            "--moe-router-force-load-balancing",
+            "--moe-router-force-biased",
+            "--moe-use-upcycling",
+            "--moe-router-quantile-balancing-ema",
+            "--moe-mlp-glu-interleave-size",
+            "--moe-shared-expert-glu-interleave-size",
+            "--moe-expert-rank-capacity-factor",
+            "--moe-enable-routing-replay",
+            "--moe-routing-trace-path",
+        )
+    },
 }
 
-_GROUP_OF = {f.name: group for group, config in GROUPS.items() for f in fields(config)}  # a field -> its group in RunConfig
-_OF_EXPERTS = {*EXPERTS, *(f.name for f in fields(ExpertRanks))}  # which --help names last in their groups
+_GROUP_OF = {
+    f.name: group for group, config in GROUPS.items() for f in fields(config)
+}  # a field -> its group in RunConfig
+_OF_EXPERTS = {
+    *EXPERTS,
+    *(f.name for f in fields(ExpertRanks)),
+}  # which --help names last in their groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,19 +210,38 @@ def _field_type(field: Field) -> type:
 def _add_field(group: argparse._ArgumentGroup, field: Field) -> None:
     meta, help = field.metadata, field.metadata["help"]
     if field.default not in (MISSING, None) and _field_type(field) is not bool:
-        default = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+        default = (
+            " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+        )
         help += f" (default: {default})"
     help = help.replace("%", "%%")
     names = (flag(field.name), *meta.get("aliases", ()))
     if _field_type(field) is bool:
-        action = argparse.BooleanOptionalAction if field.default else "store_true"  # what is on by default gets a --no- flag
-        group.add_argument(*names, dest=field.name, action=action, default=argparse.SUPPRESS, help=help)
+        action = (
+            argparse.BooleanOptionalAction if field.default else "store_true"
+        )  # what is on by default gets a --no- flag
+        group.add_argument(
+            *names, dest=field.name, action=action, default=argparse.SUPPRESS, help=help
+        )
     else:
-        group.add_argument(*names, dest=field.name, type=_field_type(field), nargs=meta.get("nargs"), help=help,
-                           choices=meta.get("choices"), default=argparse.SUPPRESS)
+        group.add_argument(
+            *names,
+            dest=field.name,
+            type=_field_type(field),
+            nargs=meta.get("nargs"),
+            help=help,
+            choices=meta.get("choices"),
+            default=argparse.SUPPRESS,
+        )
     for name, value in meta.get("switches", {}).items():
-        group.add_argument(name, dest=field.name, action="store_const", const=value, default=argparse.SUPPRESS,
-                           help=f"the same as {flag(field.name)} {value}")
+        group.add_argument(
+            name,
+            dest=field.name,
+            action="store_const",
+            const=value,
+            default=argparse.SUPPRESS,
+            help=f"the same as {flag(field.name)} {value}",
+        )
 
 
 def build_parser() -> Parser:
@@ -134,36 +251,60 @@ def build_parser() -> Parser:
     return parser
 
 
-def add_train_flags(parser: argparse.ArgumentParser, meaning: str = "they describe the run") -> None:
+def add_train_flags(
+    parser: argparse.ArgumentParser, meaning: str = "they describe the run"
+) -> None:
     """`add_flags` for other commands than train: --help names a run's flags in its last line, which says their `meaning`."""
     own, groups = len(parser._actions), len(parser._action_groups)
     add_flags(parser)
     for action in parser._actions[own:]:
         action.help = argparse.SUPPRESS
     for group in parser._action_groups[groups:]:
-        group.description = None  # with neither flags nor a description to show, argparse leaves a group out
+        group.description = (
+            None  # with neither flags nor a description to show, argparse leaves a group out
+        )
     parser.epilog = f"and every flag of fugaku-megatron train, such as --recipe; {meaning}: see fugaku-megatron train --help"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Every flag of a run, for all commands that speak of one; `interpret` and `run_flags` read what was parsed."""
     parser.add_argument("--recipe", help=f"start from a published size: {', '.join(RECIPES)}")
-    parser.add_argument("--dry-run", action="store_true", help="build and print the run's plan in one process, train nothing")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="build and print the run's plan in one process, train nothing",
+    )
     parser.add_argument("--world-size", type=int, help="ranks to assume in a --dry-run")
-    parser.add_argument("--yaml-cfg", metavar="FILE", help="YAML file with the flags, in Megatron-LM's layout; as there, the other "
-                        "flags of a run on the command line are then ignored, apart from those above")
-    groups = {name: parser.add_argument_group(name, config.__doc__) for name, config in GROUPS.items()}
+    parser.add_argument(
+        "--yaml-cfg",
+        metavar="FILE",
+        help="YAML file with the flags, in Megatron-LM's layout; as there, the other "
+        "flags of a run on the command line are then ignored, apart from those above",
+    )
+    groups = {
+        name: parser.add_argument_group(name, config.__doc__) for name, config in GROUPS.items()
+    }
     for name, config in GROUPS.items():
         for field in sorted(fields(config), key=lambda field: field.name in _OF_EXPERTS):
             _add_field(groups[name], field)
-    groups["training"].add_argument("--activations-checkpoint-method", dest="recompute_method", choices=("uniform", "block"),
-                                    action=_FullRecompute, default=argparse.SUPPRESS,
-                                    help="the same as --recompute-granularity full --recompute-method")
-    parser.add_argument_group("other flags of Megatron-LM and its forks", "docs/megatron.md lists them all: those that change "
-                              "nothing here are accepted with a note, the others are refused with the reason.")
+    groups["training"].add_argument(
+        "--activations-checkpoint-method",
+        dest="recompute_method",
+        choices=("uniform", "block"),
+        action=_FullRecompute,
+        default=argparse.SUPPRESS,
+        help="the same as --recompute-granularity full --recompute-method",
+    )
+    parser.add_argument_group(
+        "other flags of Megatron-LM and its forks",
+        "docs/megatron.md lists them all: those that change "
+        "nothing here are accepted with a note, the others are refused with the reason.",
+    )
     for name, other in OTHER_FLAGS.items():
         kind: dict[str, Any] = {"nargs": other.values} if other.values else {"action": "store_true"}
-        parser.add_argument(name, dest=_OTHER + name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kind)
+        parser.add_argument(
+            name, dest=_OTHER + name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kind
+        )
     if isinstance(parser, Parser):
         parser.mistakes_among = _mistakes
         parser.completed = partial(complete_from_yaml, build_parser=build_parser)
@@ -172,7 +313,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 class _FullRecompute(argparse.Action):
     """Megatron's former flag, whose method also switched recompute of whole layers on."""
 
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+    def __call__(
+        self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
+    ) -> None:
         namespace.recompute_method, namespace.recompute_granularity = values, "full"
 
 
@@ -181,9 +324,15 @@ def _from_recipe(name: str | None) -> dict[str, dict[str, Any]]:
         return {group: {} for group in GROUPS}
     if name.lower() not in RECIPES:
         known = ", ".join(RECIPES)
-        raise ValueError(f"--recipe {name:.60} is unknown: pass one of {known}" + nearest(name, RECIPES, "", cutoff=0.3))
+        raise ValueError(
+            f"--recipe {name:.60} is unknown: pass one of {known}"
+            + nearest(name, RECIPES, "", cutoff=0.3)
+        )
     run = RECIPES[name.lower()]()
-    return {group: {f.name: getattr(getattr(run, group), f.name) for f in fields(config)} for group, config in GROUPS.items()}
+    return {
+        group: {f.name: getattr(getattr(run, group), f.name) for f in fields(config)}
+        for group, config in GROUPS.items()
+    }
 
 
 # Values of a recipe that a flag replaces: setting the key drops the recipe's value of the others.
@@ -216,14 +365,21 @@ def make_run(recipe: str | None, values: dict[str, Any]) -> RunConfig:
     for name, value in values.items():
         groups[_GROUP_OF[name]][name] = value
     missing = _missing(groups, {})
-    check(not missing, f"{', '.join(missing)} must be passed, or a --recipe that sets them: {', '.join(RECIPES)}")
+    check(
+        not missing,
+        f"{', '.join(missing)} must be passed, or a --recipe that sets them: {', '.join(RECIPES)}",
+    )
     return RunConfig(**{group: config(**groups[group]) for group, config in GROUPS.items()})
 
 
 def _missing(groups: Mapping[str, Mapping[str, Any]], values: Mapping[str, Any]) -> list[str]:
     """The required flags that neither the groups' values nor `values` contain."""
-    return [flag(f.name) for group, config in GROUPS.items() for f in fields(config)
-            if f.default is MISSING and f.name not in groups[group] and f.name not in values]
+    return [
+        flag(f.name)
+        for group, config in GROUPS.items()
+        for f in fields(config)
+        if f.default is MISSING and f.name not in groups[group] and f.name not in values
+    ]
 
 
 def model_flags(model: ModelConfig) -> list[str]:
@@ -247,17 +403,29 @@ def run_flags(values: Mapping[str, Any]) -> RunFlags:
     others = [name.removeprefix(_OTHER) for name in values if name.startswith(_OTHER)]
     notes = tuple(f"{name}: {OTHER_FLAGS[name].note}" for name in others)
     notes = values.get("yaml_notes", ()) + notes
-    return RunFlags(recipe=values["recipe"], fields=_fields(values), dry_run=values["dry_run"], world_size=values["world_size"],
-                    notes=notes)
+    return RunFlags(
+        recipe=values["recipe"],
+        fields=_fields(values),
+        dry_run=values["dry_run"],
+        world_size=values["world_size"],
+        notes=notes,
+    )
 
 
 def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name in _GROUP_OF}
+    return {
+        name: tuple(v) if isinstance(v, list) else v
+        for name, v in values.items()
+        if name in _GROUP_OF
+    }
 
 
 def _mistakes(values: Mapping[str, Any], others: bool) -> Iterator[str]:
     """Why flags, or their values, are refused; where some are, or `others`, also what is wrong with the run of the rest."""
-    refused, given = [*_refused(values)], {name: value for name, value in _fields(values).items() if value is not None}
+    refused, given = (
+        [*_refused(values)],
+        {name: value for name, value in _fields(values).items() if value is not None},
+    )
     yield from refused
     if (refused or others) and not (values["recipe"] and values["recipe"].lower() not in RECIPES):
         if not _missing(_from_recipe(values["recipe"]), given):
@@ -270,7 +438,9 @@ def _mistakes(values: Mapping[str, Any], others: bool) -> Iterator[str]:
 def _refused(values: Mapping[str, Any]) -> Iterator[str]:
     for dest, given in values.items():
         name = dest.removeprefix(_OTHER)
-        if dest.startswith(_OTHER) and OTHER_FLAGS[name].refuses(given if isinstance(given, list) else ()):
+        if dest.startswith(_OTHER) and OTHER_FLAGS[name].refuses(
+            given if isinstance(given, list) else ()
+        ):
             shown = f"{name} {' '.join(given)}" if OTHER_FLAGS[name].accepted else name
             yield f"{shown:.200}: {OTHER_FLAGS[name].meaning}"
 
@@ -278,13 +448,24 @@ def _refused(values: Mapping[str, Any]) -> Iterator[str]:
 def interpret(values: Mapping[str, Any]) -> Arguments:
     """The parsed values of `add_flags` as a run. Raises ValueError with one line for a user's mistake."""
     flags = run_flags(values)
-    check(flags.world_size is None or flags.dry_run,
-          f"--world-size {flags.world_size} goes with --dry-run; a real run takes it from mpiexec -n")
-    check(flags.world_size is None or flags.world_size > 0, f"--world-size is {flags.world_size}: pass a number above 0")
+    check(
+        flags.world_size is None or flags.dry_run,
+        f"--world-size {flags.world_size} goes with --dry-run; a real run takes it from mpiexec -n",
+    )
+    check(
+        flags.world_size is None or flags.world_size > 0,
+        f"--world-size is {flags.world_size}: pass a number above 0",
+    )
     run, notes = checked_run(flags.recipe, flags.fields)
     for name, (fits, reason) in _GOES_WITH.items():
         check(_OTHER + name not in values or fits(run), f"{name}: {reason}")
-    return Arguments(run=run, recipe=flags.recipe, dry_run=flags.dry_run, world_size=flags.world_size, notes=flags.notes + notes)
+    return Arguments(
+        run=run,
+        recipe=flags.recipe,
+        dry_run=flags.dry_run,
+        world_size=flags.world_size,
+        notes=flags.notes + notes,
+    )
 
 
 def checked_run(recipe: str | None, values: dict[str, Any]) -> tuple[RunConfig, tuple[str, ...]]:
@@ -293,15 +474,28 @@ def checked_run(recipe: str | None, values: dict[str, Any]) -> tuple[RunConfig, 
     Raises ValueError as `make_run` does, and for heads that the run's kernels do not take.
     """
     run = make_run(recipe, values)
-    check(run.model.kernels_take_heads or run.system.kernels == "torch", f"--kv-channels is {run.model.kv_channels}, by default "
-          f"hidden size / attention heads, and the C++ kernels take multiples of {HEAD_MULTIPLE}: pass one, or --kernels torch")
-    notes = [f"{flag(name)} has no effect without {needed}" for needed, has, names in _NEEDS if not has(run)
-             for name in names if name in values]
-    notes += [f"{flag(loser)} has no effect with {flag(winner)}, which wins" for winner, loser in _WINS
-              if values.get(winner) and values.get(loser)]
+    check(
+        run.model.kernels_take_heads or run.system.kernels == "torch",
+        f"--kv-channels is {run.model.kv_channels}, by default "
+        f"hidden size / attention heads, and the C++ kernels take multiples of {HEAD_MULTIPLE}: pass one, or --kernels torch",
+    )
+    notes = [
+        f"{flag(name)} has no effect without {needed}"
+        for needed, has, names in _NEEDS
+        if not has(run)
+        for name in names
+        if name in values
+    ]
+    notes += [
+        f"{flag(loser)} has no effect with {flag(winner)}, which wins"
+        for winner, loser in _WINS
+        if values.get(winner) and values.get(loser)
+    ]
     if (stage := values.get("zero_stage") or 0) > 1:
-        notes.append(f"--zero-stage {stage}: gradients and weights stay whole on every rank, as with 1: training is the same, and "
-                     "takes more memory")
+        notes.append(
+            f"--zero-stage {stage}: gradients and weights stay whole on every rank, as with 1: training is the same, and "
+            "takes more memory"
+        )
     return run, tuple(notes)
 
 
@@ -316,8 +510,14 @@ def _keywords() -> dict[str, tuple[Field, Any]]:
     """Every name of a flag as a keyword -> its field, and for a switch the value that it sets."""
     found: dict[str, tuple[Field, Any]] = {}
     for field in (field for config in GROUPS.values() for field in fields(config)):
-        found |= {_keyword(name): (field, value) for name, value in field.metadata.get("switches", {}).items()}
-        found |= {_keyword(name): (field, None) for name in (flag(field.name), *field.metadata.get("aliases", ()))}
+        found |= {
+            _keyword(name): (field, value)
+            for name, value in field.metadata.get("switches", {}).items()
+        }
+        found |= {
+            _keyword(name): (field, None)
+            for name in (flag(field.name), *field.metadata.get("aliases", ()))
+        }
     return found
 
 
@@ -328,7 +528,11 @@ def field_values(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """
     known, values = _keywords(), {}
     for name, given in keywords.items():
-        check(name in known, f"unknown keyword {name}" + nearest(name, known, ": fugaku-megatron train --help lists the flags"))
+        check(
+            name in known,
+            f"unknown keyword {name}"
+            + nearest(name, known, ": fugaku-megatron train --help lists the flags"),
+        )
         field, switched = known[name]
         if switched is None:
             values[field.name] = _typed(field, name, given)
@@ -348,7 +552,11 @@ def _typed(field: Field, name: str, given: Any) -> Any:
         check_kind(field, plain)
     except ValueError:
         raise ValueError(f"{name} ({flag(name)}) is {given!r:.60}: expected {field.type}") from None
-    return float(plain) if isinstance(plain, int) and not isinstance(plain, bool) and "float" in str(field.type) else plain
+    return (
+        float(plain)
+        if isinstance(plain, int) and not isinstance(plain, bool) and "float" in str(field.type)
+        else plain
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -42,13 +42,21 @@ class RampUp:
 
     def __post_init__(self) -> None:
         flag = f"--rampup-batch-size {self.start} {self.increment} {self.ramp_samples}"
-        check(self.start >= 1 and self.increment >= 1 and self.ramp_samples >= 0,
-              f"{flag}: start and increment must be at least 1, samples at least 0")
+        check(
+            self.start >= 1 and self.increment >= 1 and self.ramp_samples >= 0,
+            f"{flag}: start and increment must be at least 1, samples at least 0",
+        )
         rise = self.global_batch_size - self.start
-        check(rise >= 0 and rise % self.increment == 0, f"{flag}: --global-batch-size {self.global_batch_size} minus start "
-              f"{self.start} is {rise}, not a multiple of the increment {self.increment} (0 or more times)")
-        check(rise // self.increment < MAX_SIZES, f"{flag}: {rise // self.increment} steps to --global-batch-size "
-              f"{self.global_batch_size}: pass an increment that makes fewer than {MAX_SIZES}")
+        check(
+            rise >= 0 and rise % self.increment == 0,
+            f"{flag}: --global-batch-size {self.global_batch_size} minus start "
+            f"{self.start} is {rise}, not a multiple of the increment {self.increment} (0 or more times)",
+        )
+        check(
+            rise // self.increment < MAX_SIZES,
+            f"{flag}: {rise // self.increment} steps to --global-batch-size "
+            f"{self.global_batch_size}: pass an increment that makes fewer than {MAX_SIZES}",
+        )
 
     def sizes(self) -> range:
         """Every global batch size on the way, in order."""
@@ -69,7 +77,9 @@ class RampUp:
         steps, last = self._steps(consumed), len(self.sizes()) - 1
         if steps == last:
             return None
-        exact = -(-(steps + 1) * self.ramp_samples // last)  # rounding moves it by one sample at most
+        exact = -(
+            -(steps + 1) * self.ramp_samples // last
+        )  # rounding moves it by one sample at most
         return bisect_right(range(exact + 2), steps, lo=max(consumed, exact - 1), key=self._steps)
 
 
@@ -79,11 +89,21 @@ Sizes = RampUp | StepSizes
 def sizes_of(run: RunConfig, global_batch_size: int) -> Sizes:
     """The global batch size of a run as a function of the samples consumed."""
     steps = run.batch.step_batch_size_schedule
-    return StepSizes.parse(steps, run.model.seq_length) if steps else RampUp.from_batch(run.batch, global_batch_size)
+    return (
+        StepSizes.parse(steps, run.model.seq_length)
+        if steps
+        else RampUp.from_batch(run.batch, global_batch_size)
+    )
 
 
-def length(training: TrainingConfig, sizes: Sizes, iteration: int = 0, samples: int = 0, skips: Skips = NO_SKIPS,
-           seq_length: int = 1) -> tuple[int, int]:
+def length(
+    training: TrainingConfig,
+    sizes: Sizes,
+    iteration: int = 0,
+    samples: int = 0,
+    skips: Skips = NO_SKIPS,
+    seq_length: int = 1,
+) -> tuple[int, int]:
     """(iterations, samples) at the end of the run, whichever comes first of those that are set: --train-iters, --train-samples,
     the iteration that reaches --train-tokens.
 
@@ -95,17 +115,23 @@ def length(training: TrainingConfig, sizes: Sizes, iteration: int = 0, samples: 
     lengths = training.train_iters, training.train_samples, training.train_tokens
     check(any(value is not None for value in lengths), "pass --train-iters or --train-samples")
     last = training.train_samples if isinstance(sizes, RampUp) else None
-    while left := _iterations_left(training, sizes(samples), last is not None, iteration, samples, seq_length):
+    while left := _iterations_left(
+        training, sizes(samples), last is not None, iteration, samples, seq_length
+    ):
         size, change = sizes(samples), sizes.next_change(samples)
         ahead = left if change is None else min(left, -(-(change - samples) // size))
         more, end = skips.advance(samples, size, ahead)
         if last is not None and end > last:
             break
         iteration, samples = iteration + more, end
-    return iteration if training.train_iters is None else min(iteration, training.train_iters), samples
+    return iteration if training.train_iters is None else min(
+        iteration, training.train_iters
+    ), samples
 
 
-def _iterations_left(training: TrainingConfig, size: int, whole: bool, iteration: int, samples: int, seq_length: int) -> int:
+def _iterations_left(
+    training: TrainingConfig, size: int, whole: bool, iteration: int, samples: int, seq_length: int
+) -> int:
     """Iterations to the end if all of them had this global batch size. whole: --train-samples has no part of an iteration."""
     left = []
     if training.train_iters is not None:
@@ -118,10 +144,18 @@ def _iterations_left(training: TrainingConfig, size: int, whole: bool, iteration
     return max(0, min(left))
 
 
-def run_length(run: RunConfig, global_batch_size: int, iteration: int = 0, samples: int = 0) -> tuple[int, int]:
+def run_length(
+    run: RunConfig, global_batch_size: int, iteration: int = 0, samples: int = 0
+) -> tuple[int, int]:
     """`length` of a run, its ramp and its skipped samples."""
-    return length(run.training, sizes_of(run, global_batch_size), iteration, samples,
-                  Skips.parse(run.data.skip_samples), run.model.seq_length)
+    return length(
+        run.training,
+        sizes_of(run, global_batch_size),
+        iteration,
+        samples,
+        Skips.parse(run.data.skip_samples),
+        run.model.seq_length,
+    )
 
 
 def requested_samples(run: RunConfig, global_batch_size: int, end: int) -> int:
@@ -166,10 +200,23 @@ class ParamSchedule:
         """
         o, t, size, s = run.optimizer, run.training, global_batch_size, run.model.seq_length
         total = t.train_samples or (t.train_iters or 0) * size or (t.train_tokens or 0) / s
-        decay = o.lr_decay_samples or (o.lr_decay_iters or 0) * size or (o.lr_decay_tokens or 0) / s or total
-        warmup = o.lr_warmup_samples or o.lr_warmup_iters * size or o.lr_warmup_tokens / s or (o.lr_warmup_fraction or 0) * decay
-        check(not warmup or warmup < decay, f"the warm-up of the learning rate, {warmup:.10g} samples (--lr-warmup-...), is not "
-              f"below the {decay:.10g} samples of its decay (--lr-decay-..., by default the whole run): shorten it")
+        decay = (
+            o.lr_decay_samples
+            or (o.lr_decay_iters or 0) * size
+            or (o.lr_decay_tokens or 0) / s
+            or total
+        )
+        warmup = (
+            o.lr_warmup_samples
+            or o.lr_warmup_iters * size
+            or o.lr_warmup_tokens / s
+            or (o.lr_warmup_fraction or 0) * decay
+        )
+        check(
+            not warmup or warmup < decay,
+            f"the warm-up of the learning rate, {warmup:.10g} samples (--lr-warmup-...), is not "
+            f"below the {decay:.10g} samples of its decay (--lr-decay-..., by default the whole run): shorten it",
+        )
         wsd = o.lr_wsd_decay_samples or (o.lr_wsd_decay_iters or 0) * size
         return ParamSchedule(o, warmup, decay, total, wsd)
 
@@ -180,7 +227,12 @@ class ParamSchedule:
         if o.decoupled_lr is None:
             return self
         lowest = o.min_lr if o.decoupled_min_lr is None else o.decoupled_min_lr
-        return replace(self, config=replace(o, lr=o.decoupled_lr, min_lr=lowest, decoupled_lr=None, decoupled_min_lr=None))
+        return replace(
+            self,
+            config=replace(
+                o, lr=o.decoupled_lr, min_lr=lowest, decoupled_lr=None, decoupled_min_lr=None
+            ),
+        )
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint."""
@@ -207,10 +259,16 @@ class ParamSchedule:
     def _left(self, samples: int) -> float:
         """Share of the decay that is still to come."""
         if self.config.lr_decay_style != "WSD":
-            length = self.decay_samples - self.warmup_samples  # above 0, and possibly below 1; 0 for a run of no samples
-            return SHAPES[self.config.lr_decay_style]((samples - self.warmup_samples) / (length or 1))
+            length = (
+                self.decay_samples - self.warmup_samples
+            )  # above 0, and possibly below 1; 0 for a run of no samples
+            return SHAPES[self.config.lr_decay_style](
+                (samples - self.warmup_samples) / (length or 1)
+            )
         begun = samples - (self.decay_samples - self.wsd_samples)
-        return 1.0 if begun <= 0 else SHAPES[self.config.lr_wsd_decay_style](begun / self.wsd_samples)
+        return (
+            1.0 if begun <= 0 else SHAPES[self.config.lr_wsd_decay_style](begun / self.wsd_samples)
+        )
 
     def weight_decay(self, samples: int) -> float:
         """Weight decay of the same iteration."""
@@ -219,4 +277,6 @@ class ParamSchedule:
         end = o.weight_decay if o.end_weight_decay is None else o.end_weight_decay
         if o.weight_decay_incr_style == "constant" or samples > self.total_samples:
             return end
-        return start + (end - start) * SHAPES[o.weight_decay_incr_style](1.0 - samples / max(1, self.total_samples))
+        return start + (end - start) * SHAPES[o.weight_decay_incr_style](
+            1.0 - samples / max(1, self.total_samples)
+        )

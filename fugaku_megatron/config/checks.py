@@ -28,8 +28,13 @@ def hashed_once(cls: type) -> type:
     def __getstate__(self: Any) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
-    own = {"__hash__": __hash__, "__getstate__": __getstate__, "__module__": cls.__module__, "__qualname__": cls.__qualname__,
-           "__doc__": cls.__doc__}
+    own = {
+        "__hash__": __hash__,
+        "__getstate__": __getstate__,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+    }
     return type(cls.__name__, (cls,), own)
 
 
@@ -50,7 +55,9 @@ def flag_words(name: str, value: Any) -> list[str]:
     return [flag(name), *map(str, value if isinstance(value, tuple) else (value,))]
 
 
-MAX_HALF = 450  # characters of the beginning and of the end of a message that repeats what was given
+MAX_HALF = (
+    450  # characters of the beginning and of the end of a message that repeats what was given
+)
 
 
 def check(condition: object, message: str) -> None:
@@ -61,7 +68,11 @@ def check(condition: object, message: str) -> None:
 
 def shortened(message: str) -> str:
     """A message that repeats what was given, without its middle where that is long."""
-    return message if len(message) <= 2 * MAX_HALF else f"{message[:MAX_HALF]} ... {message[-MAX_HALF:]}"
+    return (
+        message
+        if len(message) <= 2 * MAX_HALF
+        else f"{message[:MAX_HALF]} ... {message[-MAX_HALF:]}"
+    )
 
 
 class Refused(ValueError):
@@ -98,7 +109,11 @@ def check_numbers(config: Any) -> None:
             if isinstance(number, float):
                 check(math.isfinite(number), f"{flag(f.name)} is {number}: pass a finite number")
             elif isinstance(number, int):
-                shown = number if abs(number) < 10**18 else f"a number of {len(str(abs(number)))} digits"
+                shown = (
+                    number
+                    if abs(number) < 10**18
+                    else f"a number of {len(str(abs(number)))} digits"
+                )
                 check(number <= maximum, f"{flag(f.name)} is {shown}: pass at most {maximum}")
 
 
@@ -110,9 +125,15 @@ def check_kind(f: Field, value: Any) -> None:
     if value is None and ("None" in f.type or f.default is None):
         return
     kind = f.type.removesuffix(" | None")
-    parts, item = ([value], kind) if not kind.startswith("tuple") else (value, kind[len("tuple["):].split(",")[0])
+    parts, item = (
+        ([value], kind)
+        if not kind.startswith("tuple")
+        else (value, kind[len("tuple[") :].split(",")[0])
+    )
     right = isinstance(parts, (list, tuple)) and all(
-        isinstance(part, KINDS[item]) and (item == "bool" or not isinstance(part, bool)) for part in parts)
+        isinstance(part, KINDS[item]) and (item == "bool" or not isinstance(part, bool))
+        for part in parts
+    )
     check(right, f"{f.name} is {value!r:.60}, not {f.type}")
 
 
@@ -127,5 +148,7 @@ def check_choices(config: Any) -> None:
     """Every field with choices must hold one of them, or None where that is its default."""
     for f in fields(config):
         choices, value = f.metadata.get("choices"), getattr(config, f.name)
-        check(choices is None or value in choices or value is f.default,
-              f"{flag(f.name)} is {value}: pass {' or '.join(map(str, choices or ()))}")
+        check(
+            choices is None or value in choices or value is f.default,
+            f"{flag(f.name)} is {value}: pass {' or '.join(map(str, choices or ()))}",
+        )

@@ -50,8 +50,12 @@ class Parser(argparse.ArgumentParser):
     mistakes_among: Callable[[Mapping[str, Any], bool], Iterable[str]] | None = None
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
-        self._wrong_values: list[str] | None = None  # a list while parse_args collects them; a family's own parser does not
+        super().__init__(
+            allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options
+        )
+        self._wrong_values: list[str] | None = (
+            None  # a list while parse_args collects them; a family's own parser does not
+        )
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """A value that the flag does not take is kept for the message, and parsing goes on with None."""
@@ -72,14 +76,20 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
-        end = words.index("--") if "--" in words and self.get_default("passed") is not None else len(words)
+        end = (
+            words.index("--")
+            if "--" in words and self.get_default("passed") is not None
+            else len(words)
+        )
         wrong: list[str] = []
         self._wrong_values = wrong
         try:
             values, unknown = self.parse_known_args(words[:end], namespace)
         finally:
             self._wrong_values = None
-        mistakes = [self._too_many(words[:end], unknown) or self._unknown(unknown)] if unknown else []
+        mistakes = (
+            [self._too_many(words[:end], unknown) or self._unknown(unknown)] if unknown else []
+        )
         mistakes += wrong
         if self.mistakes_among:
             mistakes += self.mistakes_among(vars(values), bool(mistakes))
@@ -88,7 +98,7 @@ class Parser(argparse.ArgumentParser):
         if self.completed:
             self.completed(values)
         if words[end:]:
-            values.passed = words[end + 1:]
+            values.passed = words[end + 1 :]
         return values
 
     def _too_many(self, words: Sequence[str], unknown: Sequence[str]) -> str | None:
@@ -99,14 +109,20 @@ class Parser(argparse.ArgumentParser):
             nargs = known[name].nargs if name in known else "unknown"
             if nargs not in (None, 0, *range(1, 10)):
                 continue
-            given = [value] * bool(equals) + [*itertools.takewhile(lambda w: not _FLAG.match(w), words[start + 1:])]
+            given = [value] * bool(equals) + [
+                *itertools.takewhile(lambda w: not _FLAG.match(w), words[start + 1 :])
+            ]
             count = nargs if isinstance(nargs, int) else 1
             if not set(given[count:]) & set(unknown):
                 continue
             takes = {0: "no value", 1: "one value"}.get(count, f"{count} values")
             if not count:
                 return f"{name} takes {takes}: leave out {given[0]}"
-            quoted = f"put them in quotes, {name} '{' '.join(given)}', or " if count == 1 and known[name].type is str else ""
+            quoted = (
+                f"put them in quotes, {name} '{' '.join(given)}', or "
+                if count == 1 and known[name].type is str
+                else ""
+            )
             more = " ".join(given[count:])
             return f"{name} takes {takes}, and {len(given)} words follow it, {' '.join(given)}: {quoted}leave out {more}"
         return None
@@ -116,7 +132,10 @@ class Parser(argparse.ArgumentParser):
         flags = [option for action in self._actions for option in action.option_strings]
         wrong = list(dict.fromkeys(filter(_FLAG.match, words))) or [words[0]]
         near = [nearest(word.split("=")[0], flags, "", cutoff=0.7) for word in wrong]
-        shown = [word + end.replace(": did", " (did").replace("?", "?)") for word, end in zip(wrong, near)]
+        shown = [
+            word + end.replace(": did", " (did").replace("?", "?)")
+            for word, end in zip(wrong, near)
+        ]
         if len(wrong) == 1:
             return f"unknown flag {wrong[0]}" + (near[0] or ": see --help for those there are")
         return f"unknown flags {', '.join(shown)}: see --help for those there are"
@@ -134,6 +153,7 @@ def nearest(word: str, known: Iterable[str], otherwise: str, cutoff: float = 0.6
 
 # Files that commands write, and tables ------------------------------------------------------------------------------------------
 
+
 def check_file(flag: str, file: str | Path | None) -> None:
     """Raises ValueError, one line, when `file`, the value of `flag`, cannot be written. None: the flag was left out."""
     if file is None:
@@ -147,10 +167,19 @@ def check_file(flag: str, file: str | Path | None) -> None:
 
 def _check_place(flag: str, file: str | Path) -> None:
     folder = Path(file).absolute().parent
-    check("\0" not in str(file), f"{flag} {str(file)!r} holds a zero byte, which no name may: pass another file")
-    check(folder.is_dir(), f"{flag} {file}: {folder} is not a directory: make it, or pass another file")
+    check(
+        "\0" not in str(file),
+        f"{flag} {str(file)!r} holds a zero byte, which no name may: pass another file",
+    )
+    check(
+        folder.is_dir(),
+        f"{flag} {file}: {folder} is not a directory: make it, or pass another file",
+    )
     check(not Path(file).is_dir(), f"{flag} {file} is a directory: pass a file in it")
-    check(not Path(file).is_fifo(), f"{flag} {file} is a FIFO, which would wait for a reader: pass a file")
+    check(
+        not Path(file).is_fifo(),
+        f"{flag} {file} is a FIFO, which would wait for a reader: pass a file",
+    )
     writable = os.access(file if Path(file).exists() else folder, os.W_OK)
     check(writable, f"{flag} {file}: no permission to write there: pass another file")
 
@@ -158,8 +187,10 @@ def _check_place(flag: str, file: str | Path) -> None:
 def check_picture(file: str | Path | None) -> None:
     """check_file for --png, which also needs matplotlib."""
     check_file("--png", file)
-    check(file is None or importlib.util.find_spec("matplotlib") is not None,
-          f"--png {file} needs matplotlib: pip install matplotlib, or this package with its extra [log], or leave --png out")
+    check(
+        file is None or importlib.util.find_spec("matplotlib") is not None,
+        f"--png {file} needs matplotlib: pip install matplotlib, or this package with its extra [log], or leave --png out",
+    )
 
 
 def shown(text: str) -> str:
@@ -173,14 +204,26 @@ def writing(flag: str, file: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(f"{flag} {file}: cannot be written ({error.strerror}); pass another file") from None
+        raise ValueError(
+            f"{flag} {file}: cannot be written ({error.strerror}); pass another file"
+        ) from None
 
 
 def pipe_table(rows: Sequence[Sequence[str]]) -> list[str]:
     """A table between pipes, aligned to the right except for the last column."""
     widths = [max(_width(cell) for cell in column) for column in zip(*rows)]
-    rule = "| " + " | ".join("-" * (width - 1) + ":" for width in widths[:-1]) + " | " + "-" * widths[-1] + " |"
-    padded = [[" " * (w - _width(cell)) + cell for cell, w in zip(row[:-1], widths)] + [row[-1].ljust(widths[-1])] for row in rows]
+    rule = (
+        "| "
+        + " | ".join("-" * (width - 1) + ":" for width in widths[:-1])
+        + " | "
+        + "-" * widths[-1]
+        + " |"
+    )
+    padded = [
+        [" " * (w - _width(cell)) + cell for cell, w in zip(row[:-1], widths)]
+        + [row[-1].ljust(widths[-1])]
+        for row in rows
+    ]
     lines = [f"| {' | '.join(row)} |" for row in padded]
     return [lines[0], rule, *lines[1:]]
 
@@ -230,8 +273,20 @@ def _rows(text: str) -> Iterator[tuple[str, OtherFlag]]:
         elif line.startswith("  "):
             for word in line.split():
                 name, takes, value = word.partition("=")
-                accepted = () if value.startswith("X") or not takes else tuple(value.removesuffix("...").split("|"))
-                yield name, OtherFlag((1, "+")[value.endswith("...")] if takes else 0, status == "refused", meaning, accepted)
+                accepted = (
+                    ()
+                    if value.startswith("X") or not takes
+                    else tuple(value.removesuffix("...").split("|"))
+                )
+                yield (
+                    name,
+                    OtherFlag(
+                        (1, "+")[value.endswith("...")] if takes else 0,
+                        status == "refused",
+                        meaning,
+                        accepted,
+                    ),
+                )
 
 
 OTHER_FLAGS: dict[str, OtherFlag] = dict(_rows(TABLE.read_text(encoding="utf-8")))
@@ -242,11 +297,22 @@ OTHER_FLAGS: dict[str, OtherFlag] = dict(_rows(TABLE.read_text(encoding="utf-8")
 # sections, and those next to them, are Megatron-LM's arguments or fields of its TransformerConfig. A key whose value is null or
 # empty is as if it were left out.
 SECTIONS = ("language_model", "model_parallel")
-ACTIVATIONS = {"swiglu": "--swiglu", "squaredrelu": "--squared-relu", "gelu": "--no-bias-gelu-fusion"}  # its gelu is the exact one
+ACTIVATIONS = {
+    "swiglu": "--swiglu",
+    "squaredrelu": "--squared-relu",
+    "gelu": "--no-bias-gelu-fusion",
+}  # its gelu is the exact one
 # Keys that have another flag: the flag of a value, and the switch of False.
-RENAMED = {"layernorm_zero_centered_gamma": "--apply-layernorm-1p", "num_moe_experts": "--num-experts", "fp8": "--fp8-format"}
-SWITCHED_OFF = {"add_bias_linear": "--disable-bias-linear", "add_position_embedding": "--no-position-embedding",
-                "apply_rope_fusion": "--no-rope-fusion"}
+RENAMED = {
+    "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
+    "num_moe_experts": "--num-experts",
+    "fp8": "--fp8-format",
+}
+SWITCHED_OFF = {
+    "add_bias_linear": "--disable-bias-linear",
+    "add_position_embedding": "--no-position-embedding",
+    "apply_rope_fusion": "--no-rope-fusion",
+}
 # Keys that activation_func decides, as in Megatron-LM.
 OF_THE_ACTIVATION = ("swiglu", "squared_relu", "openai_gelu", "bias_gelu_fusion")
 # Keys without a flag here: those that describe what only Megatron-LM's own program has, and those that have to be off.
@@ -267,7 +333,11 @@ def complete_from_yaml(namespace: argparse.Namespace, build_parser: Callable[[],
     if values["yaml_cfg"] is None:
         return
     parser = build_parser()
-    names = {action.dest: action.option_strings[0] for action in parser._actions if action.option_strings[-1] not in OWN}
+    names = {
+        action.dest: action.option_strings[0]
+        for action in parser._actions
+        if action.option_strings[-1] not in OWN
+    }
     ignored = [names[dest] for dest in names if values.pop(dest, None) is not None]
     found = _load(values["yaml_cfg"], parser)
     values |= {dest: value for dest, value in found.items() if dest in names}
@@ -279,7 +349,12 @@ def _load(path: str, parser: Parser) -> dict[str, Any]:
     """What `parser`, of a run's flags, makes of the file's keys. Raises ValueError with the file and every wrong key."""
     keys = dict(_flattened(path))
     decided = OF_THE_ACTIVATION if any(where.endswith("activation_func") for where in keys) else ()
-    known = {option: action for action in parser._actions for option in action.option_strings if option not in OWN}
+    known = {
+        option: action
+        for action in parser._actions
+        for option in action.option_strings
+        if option not in OWN
+    }
     values: dict[str, Any] = {}
     mistakes = []
     for where, value in keys.items():
@@ -300,10 +375,16 @@ def _flattened(path: str) -> Iterator[tuple[str, Any]]:
     top, seen = _read(path), set()
     for name, value in top.items():
         inside = isinstance(value, Mapping)
-        check(not inside or name in SECTIONS, f"--yaml-cfg {path}: {name} is a section, and the sections are "
-              f"{' and '.join(SECTIONS)}: put its keys at the top")
+        check(
+            not inside or name in SECTIONS,
+            f"--yaml-cfg {path}: {name} is a section, and the sections are "
+            f"{' and '.join(SECTIONS)}: put its keys at the top",
+        )
         for key, given in (value if inside else {name: value}).items():
-            check(key not in seen, f"--yaml-cfg {path}: {key} stands at the top or in a section twice: leave one out")
+            check(
+                key not in seen,
+                f"--yaml-cfg {path}: {key} stands at the top or in a section twice: leave one out",
+            )
             seen.add(key)
             yield f"{name}.{key}" if inside else str(key), given
 
@@ -312,36 +393,61 @@ def _read(path: str) -> dict[str, Any]:
     try:
         import yaml
     except ImportError:
-        raise ValueError(f"--yaml-cfg {path}: a package is missing: pip install PyYAML, or this package with its "
-                         "extra [yaml]") from None
+        raise ValueError(
+            f"--yaml-cfg {path}: a package is missing: pip install PyYAML, or this package with its "
+            "extra [yaml]"
+        ) from None
     try:
         top = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
         raise ValueError(f"--yaml-cfg {path}: cannot be read: {reason}") from None
-    check(isinstance(top, dict), f"--yaml-cfg {path}: it holds no keys: pass a file with lines such as `num_layers: 24`")
+    check(
+        isinstance(top, dict),
+        f"--yaml-cfg {path}: it holds no keys: pass a file with lines such as `num_layers: 24`",
+    )
     return top
 
 
 def _words(key: str, value: Any, known: Mapping[str, argparse.Action]) -> list[str]:
     """The words of a command line that a key with this value stands for. Raises ValueError for a key or a value that is wrong."""
     if key == "activation_func":
-        check(value in ACTIVATIONS, f"{value!r:.60} is not an activation: pass {', '.join(ACTIVATIONS)}")
+        check(
+            value in ACTIVATIONS,
+            f"{value!r:.60} is not an activation: pass {', '.join(ACTIVATIONS)}",
+        )
         return [ACTIVATIONS[value]]
-    check(not isinstance(value, Mapping), "it has keys of its own, and a flag has a value: pass one")
+    check(
+        not isinstance(value, Mapping), "it has keys of its own, and a flag has a value: pass one"
+    )
     if key in OFF:
         check(value is False, f"{value!r:.60} is not supported: pass null, or leave the key out")
     if key in (*UNUSED, *OFF):
         return []
     name = RENAMED.get(key, flag(key))
     name = name if name in known else f"--{key}"
-    off = [SWITCHED_OFF.get(key, ""), f"--no-{name[2:]}", f"--no-{flag(key)[2:]}", f"--disable-{flag(key)[2:]}"]
+    off = [
+        SWITCHED_OFF.get(key, ""),
+        f"--no-{name[2:]}",
+        f"--no-{flag(key)[2:]}",
+        f"--disable-{flag(key)[2:]}",
+    ]
     off = [option for option in off if option in known]
-    check(name in known or off, "unknown key" + nearest(name, known, ": docs/flags.md lists those there are, with - in place of _"))
+    check(
+        name in known or off,
+        "unknown key"
+        + nearest(name, known, ": docs/flags.md lists those there are, with - in place of _"),
+    )
     if isinstance(value, bool):
-        check(name not in known or known[name].nargs == 0, f"{value} is not a value of {name}: pass one, or null")
+        check(
+            name not in known or known[name].nargs == 0,
+            f"{value} is not a value of {name}: pass one, or null",
+        )
         return ([name] if name in known else []) if value else off[:1]
-    check(name in known and known[name].nargs != 0, f"{value!r:.60} is not a value of a switch: pass true, false or null")
+    check(
+        name in known and known[name].nargs != 0,
+        f"{value!r:.60} is not a value of a switch: pass true, false or null",
+    )
     if known[name].nargs is None:
         return [f"{name}={value}"]
     items = value if isinstance(value, list) else str(value).split()

@@ -13,10 +13,19 @@ from typing import Any
 from ..pipeline import parts
 from .run_config import GROUPS, RunConfig
 
-BALANCED_SPLIT, SELECTIVE, BLOCK, ZERO_1 = "pipeline_split_balanced", "recompute_selective", "recompute_block", "zero_stage_1"
+BALANCED_SPLIT, SELECTIVE, BLOCK, ZERO_1 = (
+    "pipeline_split_balanced",
+    "recompute_selective",
+    "recompute_block",
+    "zero_stage_1",
+)
 RECOMPUTE_AUTO = "recompute_auto"
 OVERLAP_GRAD_REDUCE, OVERLAP_PARAM_GATHER = "overlap_grad_reduce", "overlap_param_gather"
-GRAD_REDUCE_IN_BF16, NODE_SUMS, TWO_LEVEL_SUMS = "grad_reduce_in_bf16", "node_shared_sums", "two_level_sums"
+GRAD_REDUCE_IN_BF16, NODE_SUMS, TWO_LEVEL_SUMS = (
+    "grad_reduce_in_bf16",
+    "node_shared_sums",
+    "two_level_sums",
+)
 SEQUENCE_PARALLEL, TP_COMM_OVERLAP = "sequence_parallel", "tp_comm_overlap"
 INTERLEAVED, ZERO_BUBBLE = "interleaved_schedule", "zero_bubble_schedule"
 EXPERT_GROUPS = "expert_groups"
@@ -38,50 +47,113 @@ class Feature:
         """Whether the run has it switched on."""
         if self.field is None:
             return True
-        given = run.parallel.schedule if self.field == "pipeline_schedule" else field_value(run, self.field)
+        given = (
+            run.parallel.schedule
+            if self.field == "pipeline_schedule"
+            else field_value(run, self.field)
+        )
         return given in (self.value if isinstance(self.value, tuple) else (self.value,))
 
 
 FEATURES: dict[str, Feature] = {
-    BALANCED_SPLIT: Feature(meaning="stages of equal cost, the logits counted", place="costs/accounting.py",
-                            field="pipeline_split", value="balanced"),
-    ZERO_1: Feature(meaning="optimizer state sharded over data-parallel ranks", place="training/optim.py",
-                    field="zero_stage", value=1),
-    SELECTIVE: Feature(meaning="attention alone is computed again", place="nn/blocks.py",
-                       field="recompute_granularity", value="selective"),
-    BLOCK: Feature(meaning="some layers of a stage are computed again", place="nn/blocks.py",
-                   field="recompute_method", value="block"),
-    RECOMPUTE_AUTO: Feature(meaning="each stage and chunk recomputes as few layers as fit into memory",
-                            place="costs/run_schedule.py", field="recompute_auto"),
-    OVERLAP_GRAD_REDUCE: Feature(meaning="buckets of gradients are reduced, overlapped with the last backward",
-                                 place="training/buckets.py", field="overlap_grad_reduce"),
-    OVERLAP_PARAM_GATHER: Feature(meaning="ZeRO's weights are gathered, overlapped with the next forward",
-                                  place="training/buckets.py", field="overlap_param_gather"),
-    GRAD_REDUCE_IN_BF16: Feature(meaning="gradients are sent in BF16", place="training/buckets.py",
-                                 field="grad_reduce_in_bf16"),
-    NODE_SUMS: Feature(meaning="groups inside a node all-reduce in shared memory, on all cores", place="comm/node.py"),
-    TWO_LEVEL_SUMS: Feature(meaning="groups over several nodes reduce and exchange inside each node, then between nodes",
-                            place="comm/two_level.py"),
-    SEQUENCE_PARALLEL: Feature(meaning="norms, dropout and residuals on 1/TP of the sequence", place="nn/layers.py",
-                               field="sequence_parallel"),
-    TP_COMM_OVERLAP: Feature(meaning="tensor-parallel collectives, overlapped with matmuls", place="nn/overlapped_ops.py",
-                             field="tp_comm_overlap"),
-    EXPERT_GROUPS: Feature(meaning="rows of experts are sent between nodes in groups, overlapped with matmuls of others",
-                           place="nn/experts.py"),
-    INTERLEAVED: Feature(meaning="several chunks of layers on a stage", place="pipeline/schedule.py",
-                         field="pipeline_schedule", value=parts.INTERLEAVED),
-    ZERO_BUBBLE: Feature(meaning="weight gradients fill the pipeline's bubble", place="pipeline/schedule.py",
-                         field="pipeline_schedule", value=parts.SPLITS_BACKWARD),
+    BALANCED_SPLIT: Feature(
+        meaning="stages of equal cost, the logits counted",
+        place="costs/accounting.py",
+        field="pipeline_split",
+        value="balanced",
+    ),
+    ZERO_1: Feature(
+        meaning="optimizer state sharded over data-parallel ranks",
+        place="training/optim.py",
+        field="zero_stage",
+        value=1,
+    ),
+    SELECTIVE: Feature(
+        meaning="attention alone is computed again",
+        place="nn/blocks.py",
+        field="recompute_granularity",
+        value="selective",
+    ),
+    BLOCK: Feature(
+        meaning="some layers of a stage are computed again",
+        place="nn/blocks.py",
+        field="recompute_method",
+        value="block",
+    ),
+    RECOMPUTE_AUTO: Feature(
+        meaning="each stage and chunk recomputes as few layers as fit into memory",
+        place="costs/run_schedule.py",
+        field="recompute_auto",
+    ),
+    OVERLAP_GRAD_REDUCE: Feature(
+        meaning="buckets of gradients are reduced, overlapped with the last backward",
+        place="training/buckets.py",
+        field="overlap_grad_reduce",
+    ),
+    OVERLAP_PARAM_GATHER: Feature(
+        meaning="ZeRO's weights are gathered, overlapped with the next forward",
+        place="training/buckets.py",
+        field="overlap_param_gather",
+    ),
+    GRAD_REDUCE_IN_BF16: Feature(
+        meaning="gradients are sent in BF16",
+        place="training/buckets.py",
+        field="grad_reduce_in_bf16",
+    ),
+    NODE_SUMS: Feature(
+        meaning="groups inside a node all-reduce in shared memory, on all cores",
+        place="comm/node.py",
+    ),
+    TWO_LEVEL_SUMS: Feature(
+        meaning="groups over several nodes reduce and exchange inside each node, then between nodes",
+        place="comm/two_level.py",
+    ),
+    SEQUENCE_PARALLEL: Feature(
+        meaning="norms, dropout and residuals on 1/TP of the sequence",
+        place="nn/layers.py",
+        field="sequence_parallel",
+    ),
+    TP_COMM_OVERLAP: Feature(
+        meaning="tensor-parallel collectives, overlapped with matmuls",
+        place="nn/overlapped_ops.py",
+        field="tp_comm_overlap",
+    ),
+    EXPERT_GROUPS: Feature(
+        meaning="rows of experts are sent between nodes in groups, overlapped with matmuls of others",
+        place="nn/experts.py",
+    ),
+    INTERLEAVED: Feature(
+        meaning="several chunks of layers on a stage",
+        place="pipeline/schedule.py",
+        field="pipeline_schedule",
+        value=parts.INTERLEAVED,
+    ),
+    ZERO_BUBBLE: Feature(
+        meaning="weight gradients fill the pipeline's bubble",
+        place="pipeline/schedule.py",
+        field="pipeline_schedule",
+        value=parts.SPLITS_BACKWARD,
+    ),
 }
 
 # Choices with a flag that takes no value; one that needs another stands before it.
-SWITCHES = (OVERLAP_PARAM_GATHER, OVERLAP_GRAD_REDUCE, GRAD_REDUCE_IN_BF16, TP_COMM_OVERLAP, SEQUENCE_PARALLEL, RECOMPUTE_AUTO)
+SWITCHES = (
+    OVERLAP_PARAM_GATHER,
+    OVERLAP_GRAD_REDUCE,
+    GRAD_REDUCE_IN_BF16,
+    TP_COMM_OVERLAP,
+    SEQUENCE_PARALLEL,
+    RECOMPUTE_AUTO,
+)
 
 
 @cache
 def group_of(field: str) -> str | None:
     """The group of RunConfig that has the field; None where no group has it."""
-    return next((group for group, config in GROUPS.items() if field in {f.name for f in fields(config)}), None)
+    return next(
+        (group for group, config in GROUPS.items() if field in {f.name for f in fields(config)}),
+        None,
+    )
 
 
 def field_value(run: RunConfig, field: str) -> Any:

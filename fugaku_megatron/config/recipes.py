@@ -15,7 +15,14 @@ from dataclasses import replace
 from typing import Any
 
 from .groups import DataConfig
-from .run_config import BatchConfig, ModelConfig, OptimizerConfig, OutputConfig, RunConfig, TrainingConfig
+from .run_config import (
+    BatchConfig,
+    ModelConfig,
+    OptimizerConfig,
+    OutputConfig,
+    RunConfig,
+    TrainingConfig,
+)
 
 GPT2_VOCABULARY = 50257
 
@@ -23,24 +30,56 @@ GPT2_VOCABULARY = 50257
 def demo() -> RunConfig:
     """0.8 M parameters on the standard library's text: for `make train`."""
     return RunConfig(
-        model=ModelConfig(num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=128,
-                          make_vocab_size_divisible_by=64, hidden_dropout=0.0, attention_dropout=0.0),
+        model=ModelConfig(
+            num_layers=4,
+            hidden_size=128,
+            num_attention_heads=4,
+            seq_length=128,
+            make_vocab_size_divisible_by=64,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+        ),
         batch=BatchConfig(micro_batch_size=2, global_batch_size=8),
-        optimizer=OptimizerConfig(lr=3e-3, min_lr=3e-4, lr_decay_style="cosine", lr_warmup_fraction=0.03, weight_decay=0.1,
-                                  adam_beta2=0.95),
+        optimizer=OptimizerConfig(
+            lr=3e-3,
+            min_lr=3e-4,
+            lr_decay_style="cosine",
+            lr_warmup_fraction=0.03,
+            weight_decay=0.1,
+            adam_beta2=0.95,
+        ),
         training=TrainingConfig(train_iters=1600, eval_interval=400, eval_iters=16),
         output=OutputConfig(log_interval=20, save_interval=400),
     )
 
 
-def _published(num_layers: int, hidden_size: int, heads: int, seq_length: int, lr: float, batch: BatchConfig,
-               init_method_std: float = 0.02) -> RunConfig:
+def _published(
+    num_layers: int,
+    hidden_size: int,
+    heads: int,
+    seq_length: int,
+    lr: float,
+    batch: BatchConfig,
+    init_method_std: float = 0.02,
+) -> RunConfig:
     return RunConfig(
-        model=ModelConfig(num_layers=num_layers, hidden_size=hidden_size, num_attention_heads=heads, seq_length=seq_length,
-                          vocab_size=GPT2_VOCABULARY, init_method_std=init_method_std),
+        model=ModelConfig(
+            num_layers=num_layers,
+            hidden_size=hidden_size,
+            num_attention_heads=heads,
+            seq_length=seq_length,
+            vocab_size=GPT2_VOCABULARY,
+            init_method_std=init_method_std,
+        ),
         batch=batch,
-        optimizer=OptimizerConfig(lr=lr, min_lr=lr / 10, lr_decay_style="cosine", lr_warmup_fraction=0.01, weight_decay=0.1,
-                                  adam_beta2=0.95),
+        optimizer=OptimizerConfig(
+            lr=lr,
+            min_lr=lr / 10,
+            lr_decay_style="cosine",
+            lr_warmup_fraction=0.01,
+            weight_decay=0.1,
+            adam_beta2=0.95,
+        ),
         training=TrainingConfig(train_iters=95367),
         output=OutputConfig(log_interval=1, save_interval=250),
     )
@@ -48,44 +87,99 @@ def _published(num_layers: int, hidden_size: int, heads: int, seq_length: int, l
 
 def gpt_124m() -> RunConfig:
     """GPT-2 124M, sequence 1024, global batch 1024: the 124M tables."""
-    return _published(12, 768, 12, 1024, 6e-4, BatchConfig(micro_batch_size=1, global_batch_size=1024))
+    return _published(
+        12, 768, 12, 1024, 6e-4, BatchConfig(micro_batch_size=1, global_batch_size=1024)
+    )
 
 
 def gpt_1b3() -> RunConfig:
     """GPT-3 XL, 1.3B, sequence 2048."""
-    return _published(24, 2048, 16, 2048, 2e-4, BatchConfig(micro_batch_size=1, global_batch_size=512), 0.013)
+    return _published(
+        24, 2048, 16, 2048, 2e-4, BatchConfig(micro_batch_size=1, global_batch_size=512), 0.013
+    )
 
 
 def gpt_13b() -> RunConfig:
     """13B as Fugaku-LLM trained it: 40 layers, h 5184, 36 heads, global batch 2016."""
-    return _published(40, 5184, 36, 2048, 1e-4, BatchConfig(micro_batch_size=1, global_batch_size=2016), 0.008)
+    return _published(
+        40, 5184, 36, 2048, 1e-4, BatchConfig(micro_batch_size=1, global_batch_size=2016), 0.008
+    )
 
 
 def gpt_30b() -> RunConfig:
     """30B of the tables: 48 layers, h 7168, 56 heads, sequence 2048, global batch 1536."""
-    return _published(48, 7168, 56, 2048, 1e-4, BatchConfig(micro_batch_size=1, global_batch_size=1536), 0.006)
+    return _published(
+        48, 7168, 56, 2048, 1e-4, BatchConfig(micro_batch_size=1, global_batch_size=1536), 0.006
+    )
 
 
-def _of_llamas_kind(num_layers: int, hidden_size: int, ffn_hidden_size: int, heads: int, groups: int, vocab_size: int, *,
-                    seq_length: int, lr: float, global_batch_size: int, **more: Any) -> RunConfig:
+def _of_llamas_kind(
+    num_layers: int,
+    hidden_size: int,
+    ffn_hidden_size: int,
+    heads: int,
+    groups: int,
+    vocab_size: int,
+    *,
+    seq_length: int,
+    lr: float,
+    global_batch_size: int,
+    **more: Any,
+) -> RunConfig:
     """RMS norm, SwiGLU, rotary positions and groups of heads, without biases or dropout. more: of ModelConfig."""
     block: dict[str, Any] = {
-        "normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True, "position_embedding_type": "rope",
-        "group_query_attention": groups < heads, "num_query_groups": groups if groups < heads else None, "hidden_dropout": 0.0,
-        "attention_dropout": 0.0}
-    model = ModelConfig(num_layers=num_layers, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size, num_attention_heads=heads,
-                        vocab_size=vocab_size, seq_length=seq_length, **block, **more)
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "disable_bias_linear": True,
+        "position_embedding_type": "rope",
+        "group_query_attention": groups < heads,
+        "num_query_groups": groups if groups < heads else None,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    model = ModelConfig(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        ffn_hidden_size=ffn_hidden_size,
+        num_attention_heads=heads,
+        vocab_size=vocab_size,
+        seq_length=seq_length,
+        **block,
+        **more,
+    )
     return RunConfig(
-        model=model, batch=BatchConfig(micro_batch_size=1, global_batch_size=global_batch_size),
-        optimizer=OptimizerConfig(lr=lr, min_lr=lr / 10, lr_decay_style="cosine", lr_warmup_fraction=0.01, weight_decay=0.1,
-                                  adam_beta2=0.95),
-        training=TrainingConfig(train_iters=100_000), output=OutputConfig(log_interval=1, save_interval=250))
+        model=model,
+        batch=BatchConfig(micro_batch_size=1, global_batch_size=global_batch_size),
+        optimizer=OptimizerConfig(
+            lr=lr,
+            min_lr=lr / 10,
+            lr_decay_style="cosine",
+            lr_warmup_fraction=0.01,
+            weight_decay=0.1,
+            adam_beta2=0.95,
+        ),
+        training=TrainingConfig(train_iters=100_000),
+        output=OutputConfig(log_interval=1, save_interval=250),
+    )
 
 
 def llama_32_1b() -> RunConfig:
     """Llama 3.2 1B (meta-llama/Llama-3.2-1B): 16 layers, h 2048, 32 heads in 8 groups, rope lengthened 32 times."""
-    return _of_llamas_kind(16, 2048, 8192, 32, 8, 128256, seq_length=8192, lr=2e-4, global_batch_size=128,
-                           max_position_embeddings=131072, rotary_base=500000.0, use_rope_scaling=True, rope_scaling_factor=32.0)
+    return _of_llamas_kind(
+        16,
+        2048,
+        8192,
+        32,
+        8,
+        128256,
+        seq_length=8192,
+        lr=2e-4,
+        global_batch_size=128,
+        max_position_embeddings=131072,
+        rotary_base=500000.0,
+        use_rope_scaling=True,
+        rope_scaling_factor=32.0,
+    )
 
 
 def llama_31_8b() -> RunConfig:
@@ -93,41 +187,120 @@ def llama_31_8b() -> RunConfig:
 
     Learning rate: Dubey et al. 2024, table 3; batches of 4 M tokens, as their largest model began with.
     """
-    return _of_llamas_kind(32, 4096, 14336, 32, 8, 128256, seq_length=8192, lr=3e-4, global_batch_size=512,
-                           max_position_embeddings=131072, rotary_base=500000.0, use_rope_scaling=True, rope_scaling_factor=8.0,
-                           untie_embeddings_and_output_weights=True)
+    return _of_llamas_kind(
+        32,
+        4096,
+        14336,
+        32,
+        8,
+        128256,
+        seq_length=8192,
+        lr=3e-4,
+        global_batch_size=512,
+        max_position_embeddings=131072,
+        rotary_base=500000.0,
+        use_rope_scaling=True,
+        rope_scaling_factor=8.0,
+        untie_embeddings_and_output_weights=True,
+    )
 
 
 def qwen_25_05b() -> RunConfig:
     """Qwen2.5 0.5B (Qwen/Qwen2.5-0.5B): 24 layers, h 896, 14 heads in 2 groups, biases of queries, keys and values."""
-    return _of_llamas_kind(24, 896, 4864, 14, 2, 151936, seq_length=4096, lr=3e-4, global_batch_size=128,
-                           max_position_embeddings=32768, rotary_base=1e6, layernorm_epsilon=1e-6, add_qkv_bias=True)
+    return _of_llamas_kind(
+        24,
+        896,
+        4864,
+        14,
+        2,
+        151936,
+        seq_length=4096,
+        lr=3e-4,
+        global_batch_size=128,
+        max_position_embeddings=32768,
+        rotary_base=1e6,
+        layernorm_epsilon=1e-6,
+        add_qkv_bias=True,
+    )
 
 
 def qwen_3_06b() -> RunConfig:
     """Qwen3 0.6B (Qwen/Qwen3-0.6B): 28 layers, h 1024, 16 heads of 128 in 8 groups, norms of queries and keys."""
-    return _of_llamas_kind(28, 1024, 3072, 16, 8, 151936, seq_length=4096, lr=2.5e-4, global_batch_size=128, kv_channels=128,
-                           max_position_embeddings=40960, rotary_base=1e6, layernorm_epsilon=1e-6, qk_layernorm=True)
+    return _of_llamas_kind(
+        28,
+        1024,
+        3072,
+        16,
+        8,
+        151936,
+        seq_length=4096,
+        lr=2.5e-4,
+        global_batch_size=128,
+        kv_channels=128,
+        max_position_embeddings=40960,
+        rotary_base=1e6,
+        layernorm_epsilon=1e-6,
+        qk_layernorm=True,
+    )
 
 
 def tinyllama_11b() -> RunConfig:
     """TinyLlama 1.1B (TinyLlama/TinyLlama_v1.1): 22 layers, h 2048, 32 heads in 4 groups; trained as in Zhang et al. 2024."""
-    return _of_llamas_kind(22, 2048, 5632, 32, 4, 32000, seq_length=2048, lr=4e-4, global_batch_size=1024,
-                           untie_embeddings_and_output_weights=True)
+    return _of_llamas_kind(
+        22,
+        2048,
+        5632,
+        32,
+        4,
+        32000,
+        seq_length=2048,
+        lr=4e-4,
+        global_batch_size=1024,
+        untie_embeddings_and_output_weights=True,
+    )
 
 
 def mistral_7b() -> RunConfig:
     """Mistral 7B (mistralai/Mistral-7B-v0.1): 32 layers, h 4096, 32 heads in 8 groups, a window of 4096 tokens."""
-    return _of_llamas_kind(32, 4096, 14336, 32, 8, 32000, seq_length=8192, lr=1.2e-4, global_batch_size=256,
-                           max_position_embeddings=32768, window_size="4095,0", untie_embeddings_and_output_weights=True)
+    return _of_llamas_kind(
+        32,
+        4096,
+        14336,
+        32,
+        8,
+        32000,
+        seq_length=8192,
+        lr=1.2e-4,
+        global_batch_size=256,
+        max_position_embeddings=32768,
+        window_size="4095,0",
+        untie_embeddings_and_output_weights=True,
+    )
 
 
 def qwen_3_30b_a3b() -> RunConfig:
     """Qwen3 30B-A3B (Qwen/Qwen3-30B-A3B): 48 layers, h 2048, 32 heads of 128 in 4 groups, 8 of 128 experts of 768 for a token."""
-    return _of_llamas_kind(48, 2048, 6144, 32, 4, 151936, seq_length=4096, lr=3e-4, global_batch_size=1024, kv_channels=128,
-                           max_position_embeddings=40960, rotary_base=1e6, layernorm_epsilon=1e-6, qk_layernorm=True,
-                           untie_embeddings_and_output_weights=True, num_experts=128, moe_router_topk=8, moe_ffn_hidden_size=768,
-                           moe_aux_loss_coeff=(1e-3,))
+    return _of_llamas_kind(
+        48,
+        2048,
+        6144,
+        32,
+        4,
+        151936,
+        seq_length=4096,
+        lr=3e-4,
+        global_batch_size=1024,
+        kv_channels=128,
+        max_position_embeddings=40960,
+        rotary_base=1e6,
+        layernorm_epsilon=1e-6,
+        qk_layernorm=True,
+        untie_embeddings_and_output_weights=True,
+        num_experts=128,
+        moe_router_topk=8,
+        moe_ffn_hidden_size=768,
+        moe_aux_loss_coeff=(1e-3,),
+    )
 
 
 def olmoe() -> RunConfig:
@@ -135,47 +308,109 @@ def olmoe() -> RunConfig:
 
     Trained as in Muennighoff et al. 2024 (arXiv:2409.02060), table 10.
     """
-    return _of_llamas_kind(16, 2048, 1024, 16, 16, 50304, seq_length=4096, lr=4e-4, global_batch_size=1024, qk_layernorm=True,
-                           qk_layernorm_all_heads=True, untie_embeddings_and_output_weights=True, num_experts=64, moe_router_topk=8,
-                           moe_router_pre_softmax=True, moe_aux_loss_coeff=(1e-2,), moe_z_loss_coeff=1e-3)
+    return _of_llamas_kind(
+        16,
+        2048,
+        1024,
+        16,
+        16,
+        50304,
+        seq_length=4096,
+        lr=4e-4,
+        global_batch_size=1024,
+        qk_layernorm=True,
+        qk_layernorm_all_heads=True,
+        untie_embeddings_and_output_weights=True,
+        num_experts=64,
+        moe_router_topk=8,
+        moe_router_pre_softmax=True,
+        moe_aux_loss_coeff=(1e-2,),
+        moe_z_loss_coeff=1e-3,
+    )
 
 
 def mixtral_8x7b() -> RunConfig:
     """Mixtral 8x7B (mistralai/Mixtral-8x7B-v0.1): 32 layers, h 4096, 32 heads in 8 groups, 2 of 8 experts of 14336 for a token."""
-    return _of_llamas_kind(32, 4096, 14336, 32, 8, 32000, seq_length=4096, lr=1e-4, global_batch_size=256,
-                           max_position_embeddings=32768, rotary_base=1e6, untie_embeddings_and_output_weights=True, num_experts=8,
-                           moe_router_topk=2, moe_aux_loss_coeff=(1e-2,))
+    return _of_llamas_kind(
+        32,
+        4096,
+        14336,
+        32,
+        8,
+        32000,
+        seq_length=4096,
+        lr=1e-4,
+        global_batch_size=256,
+        max_position_embeddings=32768,
+        rotary_base=1e6,
+        untie_embeddings_and_output_weights=True,
+        num_experts=8,
+        moe_router_topk=2,
+        moe_aux_loss_coeff=(1e-2,),
+    )
 
 
-def _on_chats(published: Callable[[], RunConfig], how: str, lr: float, style: str, warmup: float) -> Callable[[], RunConfig]:
+def _on_chats(
+    published: Callable[[], RunConfig], how: str, lr: float, style: str, warmup: float
+) -> Callable[[], RunConfig]:
     def recipe() -> RunConfig:
         model = published().model
         return RunConfig(
-            model=replace(model, seq_length=min(4096, model.seq_length)), data=DataConfig(sft=True),
+            model=replace(model, seq_length=min(4096, model.seq_length)),
+            data=DataConfig(sft=True),
             batch=BatchConfig(micro_batch_size=1, global_batch_size=128),
-            optimizer=OptimizerConfig(lr=lr, lr_decay_style=style, lr_warmup_fraction=warmup, weight_decay=0.0),
+            optimizer=OptimizerConfig(
+                lr=lr, lr_decay_style=style, lr_warmup_fraction=warmup, weight_decay=0.0
+            ),
             training=TrainingConfig(train_iters=1000, eval_interval=100, eval_iters=4),
-            output=OutputConfig(log_interval=1, save_interval=100))
+            output=OutputConfig(log_interval=1, save_interval=100),
+        )
 
-    recipe.__doc__ = f"{(published.__doc__ or '').split(' (')[0]}, all of it fine-tuned on chats as {how}."
+    recipe.__doc__ = (
+        f"{(published.__doc__ or '').split(' (')[0]}, all of it fine-tuned on chats as {how}."
+    )
     return recipe
 
 
 def _as_zephyr(published: Callable[[], RunConfig]) -> Callable[[], RunConfig]:
-    return _on_chats(published, "Zephyr 7B was (huggingface/alignment-handbook, recipes/zephyr-7b-beta/sft/config_full.yaml)", 2e-5,
-                     "cosine", 0.1)
+    return _on_chats(
+        published,
+        "Zephyr 7B was (huggingface/alignment-handbook, recipes/zephyr-7b-beta/sft/config_full.yaml)",
+        2e-5,
+        "cosine",
+        0.1,
+    )
 
 
 def _as_tulu(published: Callable[[], RunConfig]) -> Callable[[], RunConfig]:
-    return _on_chats(published, "Tulu 3 8B was (Lambert et al. 2024; allenai/open-instruct has the command)", 5e-6, "linear", 0.03)
+    return _on_chats(
+        published,
+        "Tulu 3 8B was (Lambert et al. 2024; allenai/open-instruct has the command)",
+        5e-6,
+        "linear",
+        0.03,
+    )
 
 
 RECIPES: dict[str, Callable[[], RunConfig]] = {
-    "demo": demo, "124m": gpt_124m, "1.3b": gpt_1b3, "13b": gpt_13b, "30b": gpt_30b,
-    "llama-3.2-1b": llama_32_1b, "llama-3.1-8b": llama_31_8b, "qwen2.5-0.5b": qwen_25_05b, "qwen3-0.6b": qwen_3_06b,
-    "tinyllama-1.1b": tinyllama_11b, "mistral-7b": mistral_7b,
-    "qwen3-30b-a3b": qwen_3_30b_a3b, "olmoe": olmoe, "mixtral": mixtral_8x7b,
-    "qwen2.5-0.5b-sft": _as_zephyr(qwen_25_05b), "qwen3-0.6b-sft": _as_zephyr(qwen_3_06b),
-    "tinyllama-1.1b-sft": _as_zephyr(tinyllama_11b), "llama-3.2-1b-sft": _as_zephyr(llama_32_1b),
-    "mistral-7b-sft": _as_zephyr(mistral_7b), "llama-3.1-8b-sft": _as_tulu(llama_31_8b),
+    "demo": demo,
+    "124m": gpt_124m,
+    "1.3b": gpt_1b3,
+    "13b": gpt_13b,
+    "30b": gpt_30b,
+    "llama-3.2-1b": llama_32_1b,
+    "llama-3.1-8b": llama_31_8b,
+    "qwen2.5-0.5b": qwen_25_05b,
+    "qwen3-0.6b": qwen_3_06b,
+    "tinyllama-1.1b": tinyllama_11b,
+    "mistral-7b": mistral_7b,
+    "qwen3-30b-a3b": qwen_3_30b_a3b,
+    "olmoe": olmoe,
+    "mixtral": mixtral_8x7b,
+    "qwen2.5-0.5b-sft": _as_zephyr(qwen_25_05b),
+    "qwen3-0.6b-sft": _as_zephyr(qwen_3_06b),
+    "tinyllama-1.1b-sft": _as_zephyr(tinyllama_11b),
+    "llama-3.2-1b-sft": _as_zephyr(llama_32_1b),
+    "mistral-7b-sft": _as_zephyr(mistral_7b),
+    "llama-3.1-8b-sft": _as_tulu(llama_31_8b),
 }

@@ -91,7 +91,9 @@ class Skips:
 
     def advance(self, position: int, size: int, iterations: int) -> tuple[int, int]:
         """At most so many iterations of `size` samples from `position` on, in one go: how many, and the position after them."""
-        start = next((r.start for r in self.ranges if r.stop > position), position + size * iterations)
+        start = next(
+            (r.start for r in self.ranges if r.stop > position), position + size * iterations
+        )
         if start >= position + size:
             iterations = min(iterations, (start - position) // size)
             return iterations, position + iterations * size
@@ -106,7 +108,12 @@ class Skips:
 def _bounds(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d{1,13}):(\d{1,13})", text.strip(), re.ASCII)
     if match is None:
-        raise ValueError(f"--skip-samples {text[:40]!r}: pass FIRST:END, such as 4096:4608, END not included")
+        raise ValueError(
+            f"--skip-samples {text[:40]!r}: pass FIRST:END, such as 4096:4608, END not included"
+        )
     first, end = int(match[1]), int(match[2])
-    check(first < end <= MAX_SAMPLE, f"--skip-samples {text}: FIRST must be below END, and END at most {MAX_SAMPLE}")
+    check(
+        first < end <= MAX_SAMPLE,
+        f"--skip-samples {text}: FIRST must be below END, and END at most {MAX_SAMPLE}",
+    )
     return first, end

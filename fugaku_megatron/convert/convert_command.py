@@ -43,7 +43,10 @@ from .rules import FILE
 from .weights import DTYPES, Weights, adapter_shapes, open_own, save_own, shapes
 
 CHAT_TEMPLATE = "chat_template.jinja"  # the name by which transformers finds it
-LEGACY, METADATA = "mp_rank_*", ".metadata"  # of Megatron-LM's two formats: folders, and the file that names all pieces
+LEGACY, METADATA = (
+    "mp_rank_*",
+    ".metadata",
+)  # of Megatron-LM's two formats: folders, and the file that names all pieces
 
 
 def open_megatron(directory: str, iteration: int | None, vocab_size: int | None) -> Weights:
@@ -75,37 +78,55 @@ def _iteration(directory: Path, iteration: int | None) -> Path:
     if (directory / METADATA).exists() or any(directory.glob(LEGACY)):
         return directory
     tracker = directory / TRACKER
-    check(tracker.is_file(), f"{TRACKER} is not there: pass the directory that holds it, or that of an iteration")
+    check(
+        tracker.is_file(),
+        f"{TRACKER} is not there: pass the directory that holds it, or that of an iteration",
+    )
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-    check(text == "release" or text.isdecimal(), f"{tracker} should hold an iteration or release, it holds {text!r:.40}")
+    check(
+        text == "release" or text.isdecimal(),
+        f"{tracker} should hold an iteration or release, it holds {text!r:.40}",
+    )
     return directory / (text if text == "release" else iteration_name(int(text)))
 
 
 def own_checkpoint(directory: str, iteration: int | None = None) -> tuple[str, int | None] | None:
     """Directory and iteration of this program's checkpoint, which may be the directory of the iteration; None where it is none."""
     path = Path(directory)
-    if iteration is None and (path / MANIFEST).is_file() and path.name.removeprefix("iter_").isdecimal():
+    if (
+        iteration is None
+        and (path / MANIFEST).is_file()
+        and path.name.removeprefix("iter_").isdecimal()
+    ):
         return str(path.absolute().parent), int(path.name.removeprefix("iter_"))
     return (directory, iteration) if any(path.glob(f"iter_*/{MANIFEST}")) else None
 
 
-def open_weights(directory: str, iteration: int | None = None, vocab_size: int | None = None) -> Weights:
+def open_weights(
+    directory: str, iteration: int | None = None, vocab_size: int | None = None
+) -> Weights:
     """The weights of a directory of any of the three kinds; arguments as of `open_megatron`.
 
     This program's checkpoints have a manifest in each iteration, Hugging Face's models a config.json. ValueError, one line, for a
     directory of no kind, and for what is missing or damaged in it.
     """
     path = Path(directory)
-    check(path.is_dir(), f"{directory} is not a directory: pass a checkpoint of this program or of Megatron-LM, or a directory of "
-          "Hugging Face")
+    check(
+        path.is_dir(),
+        f"{directory} is not a directory: pass a checkpoint of this program or of Megatron-LM, or a directory of "
+        "Hugging Face",
+    )
     try:
         if own := own_checkpoint(directory, iteration):
             return open_own(*own)
         if (path / FILE).is_file():
             return open_hugging_face(directory)
         kinds = (TRACKER, METADATA, LEGACY, "iter_*")
-        check(any(any(path.glob(kind)) for kind in kinds), f"{directory} holds no checkpoint of this program or of Megatron-LM "
-              f"({TRACKER} is not there) and no model of Hugging Face ({FILE} is not there)")
+        check(
+            any(any(path.glob(kind)) for kind in kinds),
+            f"{directory} holds no checkpoint of this program or of Megatron-LM "
+            f"({TRACKER} is not there) and no model of Hugging Face ({FILE} is not there)",
+        )
         return open_megatron(directory, iteration, vocab_size)
     except ValueError as error:
         raise ValueError(re.sub("^--(load|from-hf|from-megatron) ", "", str(error))) from error
@@ -116,11 +137,16 @@ def check_new(flag: str, target: str, file: bool = False) -> None:
     path = Path(target)
     check(target != "", f"{flag} is empty: pass a {'file' if file else 'directory'}")
     if file:
-        check(not os.path.lexists(path), f"{flag} {target} exists: pass a new file, so that nothing is replaced")
+        check(
+            not os.path.lexists(path),
+            f"{flag} {target} exists: pass a new file, so that nothing is replaced",
+        )
         return
     check(not path.exists() or path.is_dir(), f"{flag} {target} is a file: pass a directory")
-    check(not path.exists() or not any(path.iterdir()), f"{flag} {target} is not empty: pass a new directory, so that nothing "
-          "is replaced")
+    check(
+        not path.exists() or not any(path.iterdir()),
+        f"{flag} {target} is not empty: pass a new directory, so that nothing is replaced",
+    )
 
 
 @contextmanager
@@ -145,7 +171,9 @@ def whole(flag: str, directory: str, file: bool = False) -> Iterator[Path]:
         written.replace(final)
         fsync(final.parent)
     except OSError as error:
-        raise ValueError(f"{flag} {directory}: {describe(error)}: pass another directory") from error
+        raise ValueError(
+            f"{flag} {directory}: {describe(error)}: pass another directory"
+        ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -158,8 +186,16 @@ def _prefix(final: Path) -> str:
 def _abandoned(final: Path) -> list[Path]:
     """Temporary directories that processes of this host left which are gone."""
     prefix, siblings = _prefix(final), final.parent.iterdir() if final.parent.is_dir() else ()
-    ours = ((path, path.name.removeprefix(prefix).split(".")[0]) for path in siblings if path.name.startswith(prefix))
-    return [path for path, process in ours if process.isdecimal() and not psutil.pid_exists(int(process))]
+    ours = (
+        (path, path.name.removeprefix(prefix).split(".")[0])
+        for path in siblings
+        if path.name.startswith(prefix)
+    )
+    return [
+        path
+        for path, process in ours
+        if process.isdecimal() and not psutil.pid_exists(int(process))
+    ]
 
 
 TRANSFORMER_ENGINE = "transformer_engine"
@@ -171,7 +207,9 @@ _SIZE = re.compile(r"(\d+)([KMG]I?B)?", re.IGNORECASE)
 SOURCES: dict[str, Callable[[argparse.Namespace], Weights]] = {
     "load": lambda options: open_own(options.load, options.ckpt_step),
     "from_hf": lambda options: open_hugging_face(options.from_hf),
-    "from_megatron": lambda options: open_megatron(options.from_megatron, options.ckpt_step, options.vocab_size),
+    "from_megatron": lambda options: open_megatron(
+        options.from_megatron, options.ckpt_step, options.vocab_size
+    ),
 }
 
 
@@ -184,59 +222,146 @@ def _save(weights: Weights, directory: Path, options: argparse.Namespace) -> Non
 def _flags(weights: Weights, options: argparse.Namespace) -> list[str]:
     """Words of train's command line for what --save holds."""
     lora = None if weights.adapters is None or options.merge else weights.adapters.lora
-    given = {} if lora is None else {f.name: getattr(lora, f.name) for f in fields(lora) if getattr(lora, f.name) != f.default}
-    return [*model_flags(weights.model), *(word for name, value in given.items() for word in flag_words(name, value))]
+    given = (
+        {}
+        if lora is None
+        else {
+            f.name: getattr(lora, f.name)
+            for f in fields(lora)
+            if getattr(lora, f.name) != f.default
+        }
+    )
+    return [
+        *model_flags(weights.model),
+        *(word for name, value in given.items() for word in flag_words(name, value)),
+    ]
 
 
 def _save_megatron(weights: Weights, directory: Path, options: argparse.Namespace) -> None:
     from .megatron import save_legacy
 
-    save_legacy(weights, directory, options.tensor_model_parallel_size, options.pipeline_model_parallel_size,
-                options.transformer_impl == TRANSFORMER_ENGINE, options.make_vocab_size_divisible_by)
+    save_legacy(
+        weights,
+        directory,
+        options.tensor_model_parallel_size,
+        options.pipeline_model_parallel_size,
+        options.transformer_impl == TRANSFORMER_ENGINE,
+        options.make_vocab_size_divisible_by,
+    )
 
 
 DESTINATIONS: dict[str, Callable[[Weights, Path, argparse.Namespace], None]] = {
     "save": _save,
-    "to_hf": lambda weights, directory, options: save_hugging_face(weights, directory, size(options.max_shard_size)),
+    "to_hf": lambda weights, directory, options: save_hugging_face(
+        weights, directory, size(options.max_shard_size)
+    ),
     "to_megatron": _save_megatron,
-    "to_gguf": lambda weights, directory, options: save_gguf(weights, directory / Path(options.to_gguf).name, options.gguf_type,
-                                                             options.chat_template),
+    "to_gguf": lambda weights, directory, options: save_gguf(
+        weights, directory / Path(options.to_gguf).name, options.gguf_type, options.chat_template
+    ),
     "to_peft": lambda weights, directory, options: save_peft(weights, directory),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load", help="from: a directory of checkpoints")
-    parser.add_argument("--from-hf", metavar="DIR", help="from: a model's directory, with config.json and safetensors")
-    parser.add_argument("--from-megatron", metavar="DIR", help="from: Megatron-LM's checkpoints, legacy or torch_dist")
-    parser.add_argument("--save", help="to: weights alone as a checkpoint, for train --load DIR --finetune, or generate")
-    parser.add_argument("--to-hf", metavar="DIR", help="to: a directory for Hugging Face's from_pretrained")
-    parser.add_argument("--to-megatron", metavar="DIR", help="to: a legacy checkpoint for Megatron-LM's --load")
+    parser.add_argument(
+        "--from-hf",
+        metavar="DIR",
+        help="from: a model's directory, with config.json and safetensors",
+    )
+    parser.add_argument(
+        "--from-megatron",
+        metavar="DIR",
+        help="from: Megatron-LM's checkpoints, legacy or torch_dist",
+    )
+    parser.add_argument(
+        "--save",
+        help="to: weights alone as a checkpoint, for train --load DIR --finetune, or generate",
+    )
+    parser.add_argument(
+        "--to-hf", metavar="DIR", help="to: a directory for Hugging Face's from_pretrained"
+    )
+    parser.add_argument(
+        "--to-megatron", metavar="DIR", help="to: a legacy checkpoint for Megatron-LM's --load"
+    )
     parser.add_argument("--to-gguf", metavar="FILE", help="to: a file for llama.cpp")
-    parser.add_argument("--gguf-type", choices=tuple(TYPES), help="format of the matrices in --to-gguf; norms and biases are f32 "
-                        "(default: that of the weights)")
-    parser.add_argument("--to-peft", metavar="DIR", help="to: the adapters of --load as peft's from_pretrained loads them")
-    parser.add_argument("--from-peft", metavar="DIR", help="adapters of peft for the model of --load or another source: written by "
-                        "--save as adapters, and otherwise added to the weights")
-    parser.add_argument("--merge", action="store_true", help="add adapters to the weights, and --save a whole model; --to-hf and "
-                        "--to-megatron do that in any case")
+    parser.add_argument(
+        "--gguf-type",
+        choices=tuple(TYPES),
+        help="format of the matrices in --to-gguf; norms and biases are f32 "
+        "(default: that of the weights)",
+    )
+    parser.add_argument(
+        "--to-peft",
+        metavar="DIR",
+        help="to: the adapters of --load as peft's from_pretrained loads them",
+    )
+    parser.add_argument(
+        "--from-peft",
+        metavar="DIR",
+        help="adapters of peft for the model of --load or another source: written by "
+        "--save as adapters, and otherwise added to the weights",
+    )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="add adapters to the weights, and --save a whole model; --to-hf and "
+        "--to-megatron do that in any case",
+    )
     parser.add_argument("--ckpt-step", type=int, help="iteration to load (default: the latest)")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="format of the written weights (default: as they were read)")
-    parser.add_argument("--max-shard-size", default="5GB", help="largest safetensors file of --to-hf (default: %(default)s)")
-    parser.add_argument("--hf-files", metavar="DIR", help="directory of the tokenizer, config.json and generation config of the "
-                        "model (default: those that came with it)")
-    parser.add_argument("--chat-template", metavar="FILE", help="jinja template of the tokenizer, for --save, --to-hf and "
-                        "--to-gguf (default: the one that came with it)")
-    parser.add_argument("--vocab-size", type=int,
-                        help="number of tokens, where a checkpoint of Megatron-LM has only the padded number")
-    parser.add_argument("--tensor-model-parallel-size", type=int, default=1,
-                        help="tensor-parallel ranks of --to-megatron (default: %(default)s)")
-    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1,
-                        help="pipeline stages of --to-megatron (default: %(default)s)")
-    parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128, help="rows of the vocabulary that --to-megatron "
-                        "writes are a multiple of this x tensor-parallel size (default: %(default)s)")
-    parser.add_argument("--transformer-impl", choices=(TRANSFORMER_ENGINE, "local"), default=TRANSFORMER_ENGINE,
-                        help="layers of Megatron-LM whose names --to-megatron writes (default: %(default)s)")
+    parser.add_argument(
+        "--dtype",
+        choices=tuple(DTYPES),
+        help="format of the written weights (default: as they were read)",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        default="5GB",
+        help="largest safetensors file of --to-hf (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--hf-files",
+        metavar="DIR",
+        help="directory of the tokenizer, config.json and generation config of the "
+        "model (default: those that came with it)",
+    )
+    parser.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="jinja template of the tokenizer, for --save, --to-hf and "
+        "--to-gguf (default: the one that came with it)",
+    )
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        help="number of tokens, where a checkpoint of Megatron-LM has only the padded number",
+    )
+    parser.add_argument(
+        "--tensor-model-parallel-size",
+        type=int,
+        default=1,
+        help="tensor-parallel ranks of --to-megatron (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--pipeline-model-parallel-size",
+        type=int,
+        default=1,
+        help="pipeline stages of --to-megatron (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--make-vocab-size-divisible-by",
+        type=int,
+        default=128,
+        help="rows of the vocabulary that --to-megatron "
+        "writes are a multiple of this x tensor-parallel size (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--transformer-impl",
+        choices=(TRANSFORMER_ENGINE, "local"),
+        default=TRANSFORMER_ENGINE,
+        help="layers of Megatron-LM whose names --to-megatron writes (default: %(default)s)",
+    )
 
 
 def size(text: str) -> int:
@@ -249,57 +374,101 @@ def size(text: str) -> int:
 
 def _one(options: argparse.Namespace, names: dict[str, Callable], purpose: str) -> str:
     given = [name for name in names if getattr(options, name) is not None]
-    check(len(given) == 1, f"{' and '.join(map(flag, given)) or 'nothing'} says what to convert {purpose}: pass one of "
-          f"{', '.join(map(flag, names))}")
+    check(
+        len(given) == 1,
+        f"{' and '.join(map(flag, given)) or 'nothing'} says what to convert {purpose}: pass one of "
+        f"{', '.join(map(flag, names))}",
+    )
     return given[0]
 
 
 def check_options(options: argparse.Namespace) -> tuple[str, str]:
     """(name of the source, of the destination). ValueError for flags that do not go together, before anything is read."""
     variable, processes = launcher.processes()
-    check(processes == 1, f"convert is one process, and {variable} says that {processes} were started: leave the launcher out")
+    check(
+        processes == 1,
+        f"convert is one process, and {variable} says that {processes} were started: leave the launcher out",
+    )
     source, destination = _one(options, SOURCES, "from"), _one(options, DESTINATIONS, "to")
     _check_adapters(options, source, destination)
     adapts = options.merge or options.from_peft is not None
-    check(adapts or (source, destination) != ("load", "save"), "--load and --save are both this program's own checkpoints: pass "
-          "--to-hf, or do not convert, because a checkpoint loads into any layout")
-    check(options.ckpt_step is None or source != "from_hf", "--ckpt-step is for --load and --from-megatron, not "
-          "--from-hf: leave it out")
-    check(options.vocab_size is None or source == "from_megatron", f"--vocab-size {options.vocab_size} is for --from-megatron, "
-          f"not {flag(source)}: leave it out")
+    check(
+        adapts or (source, destination) != ("load", "save"),
+        "--load and --save are both this program's own checkpoints: pass "
+        "--to-hf, or do not convert, because a checkpoint loads into any layout",
+    )
+    check(
+        options.ckpt_step is None or source != "from_hf",
+        "--ckpt-step is for --load and --from-megatron, not --from-hf: leave it out",
+    )
+    check(
+        options.vocab_size is None or source == "from_megatron",
+        f"--vocab-size {options.vocab_size} is for --from-megatron, "
+        f"not {flag(source)}: leave it out",
+    )
     size(options.max_shard_size)
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "make_vocab_size_divisible_by"):
-        check(getattr(options, name) > 0, f"{flag(name)} is {getattr(options, name)}: pass a number above 0")
-    check(options.chat_template is None or destination != "to_megatron", "--chat-template is for --save, --to-hf and --to-gguf: "
-          "leave it out")
-    check(options.gguf_type is None or destination == "to_gguf", f"--gguf-type {options.gguf_type} is for --to-gguf: pass both")
+    for name in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "make_vocab_size_divisible_by",
+    ):
+        check(
+            getattr(options, name) > 0,
+            f"{flag(name)} is {getattr(options, name)}: pass a number above 0",
+        )
+    check(
+        options.chat_template is None or destination != "to_megatron",
+        "--chat-template is for --save, --to-hf and --to-gguf: leave it out",
+    )
+    check(
+        options.gguf_type is None or destination == "to_gguf",
+        f"--gguf-type {options.gguf_type} is for --to-gguf: pass both",
+    )
     template = options.chat_template
     check(template is None or Path(template).is_file(), f"--chat-template {template} is not a file")
-    check(options.hf_files is None or Path(options.hf_files).is_dir(), f"--hf-files {options.hf_files} is not a directory")
+    check(
+        options.hf_files is None or Path(options.hf_files).is_dir(),
+        f"--hf-files {options.hf_files} is not a directory",
+    )
     check_new(flag(destination), getattr(options, destination), destination == "to_gguf")
     return source, destination
 
 
 def _check_adapters(options: argparse.Namespace, source: str, destination: str) -> None:
     """ValueError for flags of adapters that do not go with the others."""
-    check(options.from_peft is None or source == "load" or options.merge or destination != "save", "--from-peft with --save writes "
-          f"adapters of a checkpoint of this program, and the model is that of {flag(source)}: convert the model first and pass "
-          "--load, or pass --merge")
-    check(destination != "to_peft" or (source == "load" and options.from_peft is None), "--to-peft writes the adapters of --load: "
-          "leave out the others")
+    check(
+        options.from_peft is None or source == "load" or options.merge or destination != "save",
+        "--from-peft with --save writes "
+        f"adapters of a checkpoint of this program, and the model is that of {flag(source)}: convert the model first and pass "
+        "--load, or pass --merge",
+    )
+    check(
+        destination != "to_peft" or (source == "load" and options.from_peft is None),
+        "--to-peft writes the adapters of --load: leave out the others",
+    )
 
 
 def _with_peft(weights: Weights, options: argparse.Namespace) -> Weights:
     """The weights with the adapters of --from-peft. ValueError for --merge without any."""
     if options.from_peft is not None:
-        check(weights.adapters is None, f"--from-peft {options.from_peft}: --load {options.load} holds adapters itself: merge them "
-              "first")
-        base = {"base": str(Path(options.load or ".").absolute()), "base_iteration": options.ckpt_step, "fingerprint": None}
+        check(
+            weights.adapters is None,
+            f"--from-peft {options.from_peft}: --load {options.load} holds adapters itself: merge them "
+            "first",
+        )
+        base = {
+            "base": str(Path(options.load or ".").absolute()),
+            "base_iteration": options.ckpt_step,
+            "fingerprint": None,
+        }
         if options.load is not None and options.ckpt_step is None:
             base["base_iteration"] = existing_iteration(options.load)
         weights = open_peft(options.from_peft, weights, base)
-    check(not options.merge or weights.adapters is not None, "--merge adds adapters to a model, and there are none: pass --load "
-          "with a checkpoint of --lora-rank, or --from-peft")
+    check(
+        not options.merge or weights.adapters is not None,
+        "--merge adds adapters to a model, and there are none: pass --load "
+        "with a checkpoint of --lora-rank, or --from-peft",
+    )
     return weights
 
 
@@ -314,11 +483,22 @@ def main(options: argparse.Namespace) -> int:
     with whole(flag(destination), target, destination == "to_gguf") as directory:
         DESTINATIONS[destination](weights, directory, options)
         if options.chat_template is not None and destination != "to_gguf":
-            shutil.copyfile(options.chat_template, (directory / CARRIED if destination == "save" else directory) / CHAT_TEMPLATE)
-    alone = weights.adapters is not None and (destination == "to_peft" or destination == "save" and not options.merge)
-    sizes = adapter_shapes(weights.model, weights.adapters.lora) if alone and weights.adapters else shapes(weights.model)
+            shutil.copyfile(
+                options.chat_template,
+                (directory / CARRIED if destination == "save" else directory) / CHAT_TEMPLATE,
+            )
+    alone = weights.adapters is not None and (
+        destination == "to_peft" or destination == "save" and not options.merge
+    )
+    sizes = (
+        adapter_shapes(weights.model, weights.adapters.lora)
+        if alone and weights.adapters
+        else shapes(weights.model)
+    )
     parameters = sum(map(math.prod, sizes.values()))
     print(f"{flag(source)} {getattr(options, source)}: {parameters:,} parameters are in {target}")
     if destination == "save":
-        print(f"the model's flags for train are in {Path(target) / FLAGS}: {' '.join(_flags(weights, options))}")
+        print(
+            f"the model's flags for train are in {Path(target) / FLAGS}: {' '.join(_flags(weights, options))}"
+        )
     return 0

@@ -34,7 +34,12 @@ from .architectures import Architecture
 from .hugging_face import architecture_of, carried_config, in_their_shape, parts, read_json
 from .weights import Weights
 
-TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}  # --gguf-type -> the package's name
+TYPES = {
+    "f32": "F32",
+    "f16": "F16",
+    "bf16": "BF16",
+    "q8_0": "Q8_0",
+}  # --gguf-type -> the package's name
 JSON, PIECES, CONFIG = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # kinds of tokens in llama.cpp
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -45,7 +50,9 @@ BYTE_LEVEL, DIGITS = "gpt-2", "smollm"  # ByteLevel's own split, and this after 
 BLOCK = 32  # elements of a row that Q8_0 scales together
 ROPE = "rope_freqs.weight"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-_FULL = re.compile(r"norm|\.bias$|ffn_gate_inp|position_embd|rope_freqs")  # names of tensors that stay F32
+_FULL = re.compile(
+    r"norm|\.bias$|ffn_gate_inp|position_embd|rope_freqs"
+)  # names of tensors that stay F32
 
 
 @dataclass(frozen=True)
@@ -63,10 +70,18 @@ class Kind:
 
 _NORMALIZED, _PLAIN = (("moe_router_pre_softmax", False),), (("moe_router_pre_softmax", True),)
 KINDS = {  # by Hugging Face's model_type
-    "gpt2": Kind("gpt2"), "llama": Kind("llama", True, True), "mistral": Kind("llama", True, True),
-    "mixtral": Kind("llama", True, True, _NORMALIZED), "granite": Kind("granite", True), "qwen2": Kind("qwen2"),
-    "qwen3": Kind("qwen3"), "qwen2_moe": Kind("qwen2moe", only=_PLAIN), "qwen3_moe": Kind("qwen3moe", only=_NORMALIZED),
-    "olmoe": Kind("olmoe", only=_PLAIN), "stablelm": Kind("stablelm")}
+    "gpt2": Kind("gpt2"),
+    "llama": Kind("llama", True, True),
+    "mistral": Kind("llama", True, True),
+    "mixtral": Kind("llama", True, True, _NORMALIZED),
+    "granite": Kind("granite", True),
+    "qwen2": Kind("qwen2"),
+    "qwen3": Kind("qwen3"),
+    "qwen2_moe": Kind("qwen2moe", only=_PLAIN),
+    "qwen3_moe": Kind("qwen3moe", only=_NORMALIZED),
+    "olmoe": Kind("olmoe", only=_PLAIN),
+    "stablelm": Kind("stablelm"),
+}
 
 
 def save_gguf(weights: Weights, file: Path, kind: str | None, chat_template: str | None) -> None:
@@ -74,10 +89,15 @@ def save_gguf(weights: Weights, file: Path, kind: str | None, chat_template: str
     gguf = library("gguf", "gguf", "--to-gguf")
     model, before = weights.model, carried_config(weights.carried)
     architecture = architecture_of(model, before)
-    row, kind = _row(architecture, model), kind or {"fp32": "f32", "fp16": "f16"}.get(weights.precision, weights.precision)
+    row, kind = (
+        _row(architecture, model),
+        kind or {"fp32": "f32", "fp16": "f16"}.get(weights.precision, weights.precision),
+    )
     writer = gguf.GGUFWriter(file, row.name)
     _add_numbers(writer, model, row)
-    writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if kind == 'f32' else 'MOSTLY'}_{TYPES[kind]}"])
+    writer.add_file_type(
+        gguf.LlamaFileType[f"{'ALL' if kind == 'f32' else 'MOSTLY'}_{TYPES[kind]}"]
+    )
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     template = chat_template and read_text(chat_template, "--chat-template")
     add_tokenizer(gguf, writer, weights.carried, model.vocab_size or 0, template)
@@ -89,7 +109,11 @@ def save_gguf(weights: Weights, file: Path, kind: str | None, chat_template: str
     writer.write_ti_data_to_file()
     for name, tensor in tensors.items():
         values = tensor.read().float().numpy()
-        writer.write_tensor_data(gguf.quants.quantize(np.ascontiguousarray(values), _type(gguf, name, tensor.shape, kind)))
+        writer.write_tensor_data(
+            gguf.quants.quantize(
+                np.ascontiguousarray(values), _type(gguf, name, tensor.shape, kind)
+            )
+        )
     writer.close()
 
 
@@ -97,18 +121,37 @@ def _row(architecture: Architecture, model: ModelConfig) -> Kind:
     name = f"--to-gguf: a model of {architecture.name}"
     row = KINDS.get(architecture.model_type)
     if row is None:
-        raise ValueError(f"{name} is not converted to GGUF, only {', '.join(KINDS)}: pass --to-hf, and llama.cpp's "
-                         "convert_hf_to_gguf.py may know it")
-    check(model.window is None, f"{name} with a window of {model.window} tokens is not what llama.cpp computes")
-    check(row.scaled or not model.use_rope_scaling, f"{name} with --use-rope-scaling is not what llama.cpp computes")
-    check(model.rope_dynamic_factor is None, f"{name} with --rope-dynamic-factor is not what llama.cpp computes")
+        raise ValueError(
+            f"{name} is not converted to GGUF, only {', '.join(KINDS)}: pass --to-hf, and llama.cpp's "
+            "convert_hf_to_gguf.py may know it"
+        )
+    check(
+        model.window is None,
+        f"{name} with a window of {model.window} tokens is not what llama.cpp computes",
+    )
+    check(
+        row.scaled or not model.use_rope_scaling,
+        f"{name} with --use-rope-scaling is not what llama.cpp computes",
+    )
+    check(
+        model.rope_dynamic_factor is None,
+        f"{name} with --rope-dynamic-factor is not what llama.cpp computes",
+    )
     for f in fields(model) if model.position_embedding_type == YARN else ():
         same = f.name not in YARN_SCALING[2:] or getattr(model, f.name) == f.default
-        check(same, f"{name} with {flag(f.name)} {getattr(model, f.name)} is not what llama.cpp computes, which is {f.default}")
-    check(model.num_experts is None or {*model.mlps} == {"experts"}, f"{name} with layers without experts is not what llama.cpp "
-          "computes")
+        check(
+            same,
+            f"{name} with {flag(f.name)} {getattr(model, f.name)} is not what llama.cpp computes, which is {f.default}",
+        )
+    check(
+        model.num_experts is None or {*model.mlps} == {"experts"},
+        f"{name} with layers without experts is not what llama.cpp computes",
+    )
     for field, value in row.only:
-        check(getattr(model, field) == value, f"{name} with {field} {getattr(model, field)} is not what llama.cpp computes")
+        check(
+            getattr(model, field) == value,
+            f"{name} with {field} {getattr(model, field)} is not what llama.cpp computes",
+        )
     return row
 
 
@@ -122,7 +165,11 @@ def _add_numbers(writer: Any, model: ModelConfig, row: Kind) -> None:
     writer.add_head_count(model.num_attention_heads)
     writer.add_head_count_kv(model.query_groups)
     writer.add_vocab_size(model.vocab_size)
-    (writer.add_layer_norm_rms_eps if model.normalization == "RMSNorm" else writer.add_layer_norm_eps)(model.layernorm_epsilon)
+    (
+        writer.add_layer_norm_rms_eps
+        if model.normalization == "RMSNorm"
+        else writer.add_layer_norm_eps
+    )(model.layernorm_epsilon)
     if model.rotary:
         _add_scaling(writer, model)
         writer.add_rope_freq_base(model.rotary_base)
@@ -162,7 +209,9 @@ class _Tensor:
     read: Callable[[], Tensor]
 
 
-def _tensors(gguf: Any, weights: Weights, architecture: Architecture, row: Kind) -> dict[str, _Tensor]:
+def _tensors(
+    gguf: Any, weights: Weights, architecture: Architecture, row: Kind
+) -> dict[str, _Tensor]:
     """Each tensor of the file under its name there."""
     model, like, read = weights.model, weights.like(), lru_cache(maxsize=2)(weights.read)
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == row.name)
@@ -176,8 +225,16 @@ def _tensors(gguf: Any, weights: Weights, architecture: Architecture, row: Kind)
 
     def tensor(name: str, group: list[str]) -> _Tensor:
         def values(source: Callable[[str], Tensor]) -> Tensor:
-            found = [_arranged(in_their_shape(source(table[their].ours), table[their], model), name, their, model, row)
-                     for their in group]
+            found = [
+                _arranged(
+                    in_their_shape(source(table[their].ours), table[their], model),
+                    name,
+                    their,
+                    model,
+                    row,
+                )
+                for their in group
+            ]
             return torch.stack(found) if _EXPERT.search(group[0]) else found[0]
 
         return _Tensor(tuple(values(like.__getitem__).shape), lambda: values(read))
@@ -193,9 +250,15 @@ def _arranged(tensor: Tensor, name: str, their: str, model: ModelConfig, row: Ki
     """A tensor of theirs as llama.cpp has it, (out, in)."""
     if "c_attn.weight" in their or ".c_proj.weight" in their or ".c_fc.weight" in their:
         tensor = tensor.t()  # GPT-2's are (in, out) in Hugging Face
-    heads = {"attn_q": model.num_attention_heads, "attn_k": model.query_groups}.get(name.split(".")[-2])
+    heads = {"attn_q": model.num_attention_heads, "attn_k": model.query_groups}.get(
+        name.split(".")[-2]
+    )
     if row.interleaved and heads:
-        tensor = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+        tensor = (
+            tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
+            .transpose(1, 2)
+            .reshape(tensor.shape)
+        )
     return tensor
 
 
@@ -227,20 +290,27 @@ def _add_info(gguf: Any, writer: Any, name: str, shape: tuple[int, ...], quantiz
 Vocabulary = list[tuple[str, int, float]]  # of each id: token, kind, score
 
 
-def add_tokenizer(gguf: Any, writer: Any, folder: Path | None, rows: int, chat_template: str | None) -> None:
+def add_tokenizer(
+    gguf: Any, writer: Any, folder: Path | None, rows: int, chat_template: str | None
+) -> None:
     """Add the tokenizer of a folder of Hugging Face. rows: of the embedding. chat_template: its text; None: the folder's.
 
     ValueError, one line, for a folder without one and for one that llama.cpp has no form of.
     """
     if folder is None or not any((folder / name).is_file() for name in (JSON, PIECES)):
-        raise ValueError(f"--to-gguf needs the tokenizer, and {folder or 'the checkpoint'} has neither {JSON} nor {PIECES}: pass "
-                         "its folder with --hf-files")
+        raise ValueError(
+            f"--to-gguf needs the tokenizer, and {folder or 'the checkpoint'} has neither {JSON} nor {PIECES}: pass "
+            "its folder with --hf-files"
+        )
     if (folder / PIECES).is_file():
         algorithm, split, vocabulary = "llama", "default", _pieces(folder)
     else:
         algorithm, split, vocabulary = _of_json(folder)
-    check(len(vocabulary) <= rows, f"--to-gguf: the tokenizer in {folder} has {len(vocabulary)} tokens, and the model {rows}: pass "
-          "the model's with --hf-files")
+    check(
+        len(vocabulary) <= rows,
+        f"--to-gguf: the tokenizer in {folder} has {len(vocabulary)} tokens, and the model {rows}: pass "
+        "the model's with --hf-files",
+    )
     vocabulary += [(f"[PAD{token}]", UNUSED, -10000.0) for token in range(len(vocabulary), rows)]
     tokens, kinds, scores = zip(*vocabulary)
     writer.add_tokenizer_model(algorithm)
@@ -259,7 +329,10 @@ def _added(folder: Path) -> list[dict[str, Any]]:
     if (folder / JSON).is_file():
         return read_json(folder / JSON).get("added_tokens") or []
     config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-    return [{"id": int(number), **token} for number, token in (config.get("added_tokens_decoder") or {}).items()]
+    return [
+        {"id": int(number), **token}
+        for number, token in (config.get("added_tokens_decoder") or {}).items()
+    ]
 
 
 def _with_added(vocabulary: dict[int, tuple[str, int, float]], folder: Path) -> Vocabulary:
@@ -268,16 +341,31 @@ def _with_added(vocabulary: dict[int, tuple[str, int, float]], folder: Path) -> 
         _, kind, score = vocabulary.get(token["id"], ("", NORMAL, -1000.0))
         kind = UNKNOWN if kind == UNKNOWN else CONTROL if token.get("special") else USER
         vocabulary[token["id"]] = (token["content"], kind, score)
-    return [vocabulary.get(token, (f"[PAD{token}]", UNUSED, -10000.0)) for token in range(max(vocabulary) + 1)]
+    return [
+        vocabulary.get(token, (f"[PAD{token}]", UNUSED, -10000.0))
+        for token in range(max(vocabulary) + 1)
+    ]
 
 
 def _pieces(folder: Path) -> Vocabulary:
     """Those of a SentencePiece model."""
-    model = library("sentencepiece", "sentencepiece", "--to-gguf").SentencePieceProcessor(model_file=str(folder / PIECES))
+    model = library("sentencepiece", "sentencepiece", "--to-gguf").SentencePieceProcessor(
+        model_file=str(folder / PIECES)
+    )
     tests: list[tuple[Callable[[int], bool], int]] = [
-        (model.is_unknown, UNKNOWN), (model.is_control, CONTROL), (model.is_unused, UNUSED), (model.is_byte, BYTE)]
-    found = {piece: (model.id_to_piece(piece), next((kind for test, kind in tests if test(piece)), NORMAL), model.get_score(piece))
-             for piece in range(len(model))}
+        (model.is_unknown, UNKNOWN),
+        (model.is_control, CONTROL),
+        (model.is_unused, UNUSED),
+        (model.is_byte, BYTE),
+    ]
+    found = {
+        piece: (
+            model.id_to_piece(piece),
+            next((kind for test, kind in tests if test(piece)), NORMAL),
+            model.get_score(piece),
+        )
+        for piece in range(len(model))
+    }
     return _with_added(found, folder)
 
 
@@ -286,16 +374,29 @@ def _of_json(folder: Path) -> tuple[str, str, Vocabulary]:
     contents = read_json(folder / JSON)
     model = contents.get("model") or {}
     kind = model.get("type") or ("BPE" if "merges" in model else None)
-    check(kind == "BPE", f"--to-gguf: {folder / JSON} is a tokenizer of type {kind}, and BPE is converted: pass --hf-files with "
-          f"{PIECES}")
+    check(
+        kind == "BPE",
+        f"--to-gguf: {folder / JSON} is a tokenizer of type {kind}, and BPE is converted: pass --hf-files with "
+        f"{PIECES}",
+    )
     vocabulary = model["vocab"]
     if not model.get("byte_fallback"):
-        return "gpt2", _split(folder, contents), _with_added({number: (t, NORMAL, 0.0) for t, number in vocabulary.items()}, folder)
+        return (
+            "gpt2",
+            _split(folder, contents),
+            _with_added({number: (t, NORMAL, 0.0) for t, number in vocabulary.items()}, folder),
+        )
     merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
     ranks = {"".join(pair): -float(rank) for rank, pair in reversed([*enumerate(merges)])}
     unknown = model.get("unk_token")
-    found = {number: (t, UNKNOWN if t == unknown else BYTE if _is_byte(t) else NORMAL, ranks.get(t, -1e6))
-             for t, number in vocabulary.items()}
+    found = {
+        number: (
+            t,
+            UNKNOWN if t == unknown else BYTE if _is_byte(t) else NORMAL,
+            ranks.get(t, -1e6),
+        )
+        for t, number in vocabulary.items()
+    }
     return "llama", "default", _with_added(found, folder)
 
 
@@ -312,8 +413,12 @@ def _split(folder: Path, contents: dict[str, Any]) -> str:
         return BYTE_LEVEL
     if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits"):
         return DIGITS
-    pattern = (steps[0].get("pattern") or {}).get("Regex") if kinds == ["Split", "ByteLevel"] else None
+    pattern = (
+        (steps[0].get("pattern") or {}).get("Regex") if kinds == ["Split", "ByteLevel"] else None
+    )
     if pattern not in SPLITS:
-        raise ValueError(f"--to-gguf: {folder / JSON} splits a text by {json.dumps(before)[:150]}, which has no name in "
-                         "llama.cpp that this program knows: pass --to-hf, and llama.cpp's convert_hf_to_gguf.py may know it")
+        raise ValueError(
+            f"--to-gguf: {folder / JSON} splits a text by {json.dumps(before)[:150]}, which has no name in "
+            "llama.cpp that this program knows: pass --to-hf, and llama.cpp's convert_hf_to_gguf.py may know it"
+        )
     return SPLITS[pattern]

@@ -20,12 +20,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint.tensor_files import DTYPES, StoredTensor, UnsupportedFormat, as_bytes, fill, read_header, write_tensors
+from ..checkpoint.tensor_files import (
+    DTYPES,
+    StoredTensor,
+    UnsupportedFormat,
+    as_bytes,
+    fill,
+    read_header,
+    write_tensors,
+)
 from ..comm.agreement import describe
 from ..config.checks import check, check_kind
 from ..config.model_config import MASKED, ModelConfig
 from ..config.model_config import architecture as shape_values
-from .architectures import ARCHITECTURES, ONLY, OUTPUT, REFUSED, REQUIRED, Architecture, Arrangement, Shape, whole
+from .architectures import (
+    ARCHITECTURES,
+    ONLY,
+    OUTPUT,
+    REFUSED,
+    REQUIRED,
+    Architecture,
+    Arrangement,
+    Shape,
+    whole,
+)
 from .rules import FILE
 from .weights import Weights, layer_of, place_of, shapes, widest
 
@@ -52,7 +70,10 @@ class PlainFile:
         with open(self.path, "rb", buffering=0) as file:
             file.seek(start)
             end = start + len(data)
-            check(fill(file, data) == len(data), f"{self.path} ends within its bytes {start} to {end}: it was truncated")
+            check(
+                fill(file, data) == len(data),
+                f"{self.path} ends within its bytes {start} to {end}: it was truncated",
+            )
 
 
 @dataclass(frozen=True)
@@ -67,9 +88,14 @@ class TensorDirectory:
         """Reads headers only. ValueError for a missing file, and one that is truncated or no safetensors file."""
         if (path / INDEX).exists():
             return TensorDirectory(path, _indexed(path, _weight_map(path / INDEX)))
-        pickled = next((file.name for pattern in _PICKLED for file in sorted(path.glob(pattern))), None)
+        pickled = next(
+            (file.name for pattern in _PICKLED for file in sorted(path.glob(pattern))), None
+        )
         also = f", but {pickled}, which is pickled, may hold code and is not read: save the model as safetensors"
-        check((path / SINGLE).exists(), f"{path} holds neither {SINGLE} nor {INDEX}{also if pickled else ''}")
+        check(
+            (path / SINGLE).exists(),
+            f"{path} holds neither {SINGLE} nor {INDEX}{also if pickled else ''}",
+        )
         return TensorDirectory(path, header(path / SINGLE))
 
     def read(self, name: str) -> Tensor:
@@ -93,7 +119,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     names = read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(file, str) and Path(file).name == file for file in names.values()):
+    if not isinstance(names, dict) or not all(
+        isinstance(file, str) and Path(file).name == file for file in names.values()
+    ):
         raise ValueError(f"{index} has no weight_map of tensors and files in this directory")
     return names
 
@@ -101,10 +129,16 @@ def _weight_map(index: Path) -> dict[str, str]:
 def _indexed(path: Path, weight_map: dict[str, str]) -> dict[str, tuple[PlainFile, StoredTensor]]:
     tensors: dict[str, tuple[PlainFile, StoredTensor]] = {}
     for file in sorted(set(weight_map.values())):
-        check((path / file).is_file(), f"{path / file} is missing, and {INDEX} names it: copy the whole directory again")
+        check(
+            (path / file).is_file(),
+            f"{path / file} is missing, and {INDEX} names it: copy the whole directory again",
+        )
         tensors |= header(path / file)
     for name, file in weight_map.items():
-        check(name in tensors, f"{path / file} does not hold {name}, as {INDEX} says: copy the directory again")
+        check(
+            name in tensors,
+            f"{path / file} does not hold {name}, as {INDEX} says: copy the directory again",
+        )
     return tensors
 
 
@@ -117,19 +151,26 @@ def header(path: Path) -> dict[str, tuple[PlainFile, StoredTensor]]:
         raise ValueError(f"{error}: {SAVE_AS}") from error
 
 
-def write(directory: Path, like: Mapping[str, Tensor], values: Callable[[str], Tensor], max_bytes: int) -> None:
+def write(
+    directory: Path, like: Mapping[str, Tensor], values: Callable[[str], Tensor], max_bytes: int
+) -> None:
     """Write tensors in files of at most `max_bytes`, or of one tensor, with an index where they are several.
 
     like: any shapes and dtypes, which may be on the meta device. values: makes a tensor when it is its turn.
     """
     parts = list(_parts(like, max_bytes))
-    files = [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
+    files = [
+        f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)
+    ]
     for file, part in zip(files if len(parts) > 1 else [SINGLE], parts):
         write_tensors(directory / file, part, values)
     if len(parts) > 1:
         weight_map = {name: file for file, part in zip(files, parts) for name in part}
         total = sum(map(_size, like.values()))
-        (directory / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
+        (directory / INDEX).write_text(
+            json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+            + "\n"
+        )
 
 
 def _parts(like: Mapping[str, Tensor], max_bytes: int) -> Iterator[dict[str, Tensor]]:
@@ -147,8 +188,20 @@ def _size(tensor: Tensor) -> int:
 
 
 # What belongs to a model in addition to its weights, as patterns of names.
-CARRIED = (FILE, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
-           "spiece.model", "sentencepiece*", "chat_template*", "LICENSE*", "NOTICE*")
+CARRIED = (
+    FILE,
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece*",
+    "chat_template*",
+    "LICENSE*",
+    "NOTICE*",
+)
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -168,13 +221,20 @@ def theirs_of(architecture: Architecture, name: str, model: ModelConfig) -> list
     names, _ = architecture.places[place]
     prefix = "" if place == OUTPUT else architecture.prefix
     experts = range(model.num_experts or 1) if "{expert}" in names[0] else (0,)
-    return [f"{prefix}{their.format(layer_of(name), expert=expert)}.{kind}" for expert in experts for their in names]
+    return [
+        f"{prefix}{their.format(layer_of(name), expert=expert)}.{kind}"
+        for expert in experts
+        for their in names
+    ]
 
 
 def parts(architecture: Architecture, model: ModelConfig) -> dict[str, Part]:
     """Their name -> what it is, for every weight of the model."""
-    return {theirs: Part(name, number, architecture.places[place_of(name)[0]][1])
-            for name in shapes(model) for number, theirs in enumerate(theirs_of(architecture, name, model))}
+    return {
+        theirs: Part(name, number, architecture.places[place_of(name)[0]][1])
+        for name in shapes(model)
+        for number, theirs in enumerate(theirs_of(architecture, name, model))
+    }
 
 
 # From Hugging Face ------------------------------------------------------------------------------------------------------------
@@ -183,7 +243,10 @@ def parts(architecture: Architecture, model: ModelConfig) -> dict[str, Part]:
 def open_hugging_face(directory: str) -> Weights:
     """The weights of a model's directory. ValueError, one line, for what is missing or damaged, and what the block cannot do."""
     path = Path(directory)
-    check(path.is_dir(), f"--from-hf {directory} is not a directory: pass one that holds {FILE} and safetensors")
+    check(
+        path.is_dir(),
+        f"--from-hf {directory} is not a directory: pass one that holds {FILE} and safetensors",
+    )
     try:
         architecture, model = read_config(read_json(path / FILE))
         reader = _reader(TensorDirectory.open(path), architecture, model)
@@ -198,19 +261,29 @@ def read_config(config: dict[str, Any]) -> tuple[Architecture, ModelConfig]:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in known:
         reason = f"{REFUSED[kind]}; " if isinstance(kind, str) and kind in REFUSED else ""
-        raise ValueError(f"{FILE}: model_type is {kind!r:.60}: {reason}it can be {', '.join(known)}")
+        raise ValueError(
+            f"{FILE}: model_type is {kind!r:.60}: {reason}it can be {', '.join(known)}"
+        )
     architecture = known[kind]
     named = config.get("architectures") or [architecture.name]
-    right = isinstance(named, list) and not {architecture.name, architecture.without_head}.isdisjoint(map(str, named))
+    right = isinstance(named, list) and not {
+        architecture.name,
+        architecture.without_head,
+    }.isdisjoint(map(str, named))
     check(right, f"{FILE}: architectures is {named!r:.80}, and the block is {architecture.name}")
     for name, built in {**architecture.only, **ONLY}.items():
         given = config.get(name, built[0])
-        check(given in built, f"{FILE}: {name} is {given!r:.80}, and the block computes {' or '.join(map(repr, built))}")
+        check(
+            given in built,
+            f"{FILE}: {name} is {given!r:.80}, and the block computes {' or '.join(map(repr, built))}",
+        )
     values = {**architecture.block, **_fields(architecture, config)}
     for rule in architecture.rules:
         values |= rule.read(config)
     try:
-        return architecture, ModelConfig(**{"seq_length": values["max_position_embeddings"], **values}, mask_vocab_padding=MASKED)
+        return architecture, ModelConfig(
+            **{"seq_length": values["max_position_embeddings"], **values}, mask_vocab_padding=MASKED
+        )
     except ValueError as error:
         raise ValueError(f"{FILE}: {error}") from error
 
@@ -225,7 +298,9 @@ def _fields(architecture: Architecture, config: dict[str, Any]) -> dict[str, Any
         try:
             check_kind(ours[row.ours], value)
         except ValueError:
-            raise ValueError(f"{FILE}: {row.theirs} is {value!r:.60}, not {ours[row.ours].type}") from None
+            raise ValueError(
+                f"{FILE}: {row.theirs} is {value!r:.60}, not {ours[row.ours].type}"
+            ) from None
         values[row.ours] = value
     return values
 
@@ -242,16 +317,26 @@ class _Reader:
 
     def dtype(self, name: str) -> torch.dtype:
         """Of one of our tensors: the widest of theirs."""
-        return widest(self.files.tensors[self.stored[their]][1].dtype for their in theirs_of(self.architecture, name, self.model))
+        return widest(
+            self.files.tensors[self.stored[their]][1].dtype
+            for their in theirs_of(self.architecture, name, self.model)
+        )
 
     def __call__(self, name: str) -> Tensor:
-        theirs, arranged = theirs_of(self.architecture, name, self.model), self.architecture.places[place_of(name)[0]][1]
+        theirs, arranged = (
+            theirs_of(self.architecture, name, self.model),
+            self.architecture.places[place_of(name)[0]][1],
+        )
         if arranged is whole:
             return self.files.read(self.stored[theirs[0]])
         ours = torch.empty(self.ours[name], dtype=self.dtype(name))
         for number, their in enumerate(theirs):
             views, _ = arranged(ours, number, self.model)
-            stored = self.files.read(self.stored[their]).flatten().split([view.numel() for view in views])
+            stored = (
+                self.files.read(self.stored[their])
+                .flatten()
+                .split([view.numel() for view in views])
+            )
             for view, elements in zip(views, stored, strict=True):
                 view.copy_(elements.view(view.shape))
         return ours
@@ -266,22 +351,40 @@ def _reader(files: TensorDirectory, architecture: Architecture, model: ModelConf
             empty = torch.empty(shape, device="meta")
             _, expected = architecture.places[place_of(name)[0]][1](empty, number, model)
             file, found = files.tensors[stored[their]]
-            check(found.shape == expected, f"{their} has shape {list(found.shape)}, and {FILE} says {list(expected)}")
-            check(found.dtype.is_floating_point, f"{file.path}: {their} has the format {DTYPES[found.dtype]}, which is not "
-                  f"supported for weights: {SAVE_AS}")
+            check(
+                found.shape == expected,
+                f"{their} has shape {list(found.shape)}, and {FILE} says {list(expected)}",
+            )
+            check(
+                found.dtype.is_floating_point,
+                f"{file.path}: {their} has the format {DTYPES[found.dtype]}, which is not "
+                f"supported for weights: {SAVE_AS}",
+            )
     return _Reader(files, architecture, model, ours, stored)
 
 
-def _stored_names(files: TensorDirectory, architecture: Architecture, names: list[str]) -> dict[str, str]:
+def _stored_names(
+    files: TensorDirectory, architecture: Architecture, names: list[str]
+) -> dict[str, str]:
     """Their names -> those in the files, which may lack the prefix; every tensor there is accounted for."""
-    stored = {name: n for name in names for n in (name.removeprefix(architecture.prefix), name) if n in files.tensors}
+    stored = {
+        name: n
+        for name in names
+        for n in (name.removeprefix(architecture.prefix), name)
+        if n in files.tensors
+    }
     lacking = next((name for name in names if name not in stored), None)
     check(lacking is None, f"{files.path} holds no tensor {lacking}, which {FILE} asks for")
     others = set(files.tensors) - set(stored.values())
     if architecture.head in others:
         _check_tied(files, architecture.head, next(iter(stored.values())))
-    rest = sorted(name for name in others - {architecture.head} if not architecture.unused.fullmatch(name))
-    check(not rest, f"{files.path} holds {len(rest)} tensors that {architecture.name} does not have here, such as {rest[:1]}")
+    rest = sorted(
+        name for name in others - {architecture.head} if not architecture.unused.fullmatch(name)
+    )
+    check(
+        not rest,
+        f"{files.path} holds {len(rest)} tensors that {architecture.name} does not have here, such as {rest[:1]}",
+    )
     return stored
 
 
@@ -289,8 +392,11 @@ def _check_tied(files: TensorDirectory, name: str, embedding: str) -> None:
     """A head that is stored although it is tied must be the embedding, or converting would lose it."""
     head, weight = files.read(name), files.read(embedding)
     both = widest((head.dtype, weight.dtype))
-    check(torch.equal(head.to(both), weight.to(both)), f"{name} differs from {embedding}, and {FILE} says "
-          "tie_word_embeddings true: correct one of them")
+    check(
+        torch.equal(head.to(both), weight.to(both)),
+        f"{name} differs from {embedding}, and {FILE} says "
+        "tie_word_embeddings true: correct one of them",
+    )
 
 
 # To Hugging Face --------------------------------------------------------------------------------------------------------------
@@ -300,12 +406,23 @@ def save_hugging_face(weights: Weights, directory: Path, max_bytes: int) -> None
     """Write config.json, safetensors and what `weights` carries into a new directory."""
     model, before = weights.model, carried_config(weights.carried)
     architecture = architecture_of(model, before)
-    table, like, read = parts(architecture, model), weights.like(), lru_cache(maxsize=1)(weights.read)
+    table, like, read = (
+        parts(architecture, model),
+        weights.like(),
+        lru_cache(maxsize=1)(weights.read),
+    )
     theirs = {name: in_their_shape(like[part.ours], part, model) for name, part in table.items()}
-    write(directory, theirs, lambda name: in_their_shape(read(table[name].ours), table[name], model), max_bytes)
+    write(
+        directory,
+        theirs,
+        lambda name: in_their_shape(read(table[name].ours), table[name], model),
+        max_bytes,
+    )
     carry(weights.carried, directory)
     config = config_of(architecture, model, {*weights.dtypes.values()}, before)
-    (directory / FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (directory / FILE).write_text(
+        json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
 
 
 def in_their_shape(ours: Tensor, part: Part, model: ModelConfig) -> Tensor:
@@ -317,7 +434,10 @@ def in_their_shape(ours: Tensor, part: Part, model: ModelConfig) -> Tensor:
 def architecture_of(model: ModelConfig, before: dict[str, Any]) -> Architecture:
     """The architecture that the model came as, or else the first one of the table that it is."""
     fitting = [row for row in ARCHITECTURES if row.fits(model)]
-    check(bool(fitting), f"no architecture of Hugging Face has this block: {', '.join(row.name for row in ARCHITECTURES)} do not")
+    check(
+        bool(fitting),
+        f"no architecture of Hugging Face has this block: {', '.join(row.name for row in ARCHITECTURES)} do not",
+    )
     return next((row for row in fitting if row.model_type == before.get("model_type")), fitting[0])
 
 
@@ -326,21 +446,30 @@ def carried_config(carried: Path | None) -> dict[str, Any]:
     return read_json(carried / FILE) if carried and (carried / FILE).exists() else {}
 
 
-def config_of(architecture: Architecture, model: ModelConfig, dtypes: set[torch.dtype], before: dict[str, Any]) -> dict[str, Any]:
+def config_of(
+    architecture: Architecture, model: ModelConfig, dtypes: set[torch.dtype], before: dict[str, Any]
+) -> dict[str, Any]:
     """The config.json of a model. before: that it came with, whose other fields stay."""
     if before.get("model_type") != architecture.model_type:
         before = {}
     config = dict(before)
     if not before or not _same(read_config(before)[1], model):
         config |= {row.theirs: getattr(model, row.ours) for row in architecture.fields}
-        config.pop("rope_parameters", None)  # of transformers 5, which reads what is written as well
+        config.pop(
+            "rope_parameters", None
+        )  # of transformers 5, which reads what is written as well
         for rule in architecture.rules:
             config |= rule.write(model)
-        config |= {name: values[0] for name, values in architecture.only.items() if config.get(name) not in values}
+        config |= {
+            name: values[0]
+            for name, values in architecture.only.items()
+            if config.get(name) not in values
+        }
     config |= {"architectures": [architecture.name], "model_type": architecture.model_type}
     if len(dtypes) == 1:
-        config |= {name: _DTYPE_NAMES.get(*dtypes) for name in ("torch_dtype", "dtype") if name in before} or {
-            "torch_dtype": _DTYPE_NAMES.get(*dtypes)}
+        config |= {
+            name: _DTYPE_NAMES.get(*dtypes) for name in ("torch_dtype", "dtype") if name in before
+        } or {"torch_dtype": _DTYPE_NAMES.get(*dtypes)}
     return config
 
 
@@ -352,6 +481,8 @@ def _same(one: ModelConfig, other: ModelConfig) -> bool:
 def carry(source: Path | None, directory: Path) -> None:
     """Copy the files of CARRIED that `source` has."""
     directory.mkdir(exist_ok=True)
-    for file in (file for pattern in CARRIED for file in sorted(source.glob(pattern))) if source else ():
+    for file in (
+        (file for pattern in CARRIED for file in sorted(source.glob(pattern))) if source else ()
+    ):
         if file.is_file():
             shutil.copyfile(file, directory / file.name)

@@ -35,7 +35,15 @@ from ..config.model_config import ModelConfig
 from ..costs.accounting import round_up
 from ..nn.model import OUTPUT, VOCABULARY, WORD_EMBEDDINGS
 from ..nn.parameter import ParameterSpec
-from .megatron_files import VERSION, arguments_of, load_metadata, load_pickled, model_of, our_name, transformer_engine_name
+from .megatron_files import (
+    VERSION,
+    arguments_of,
+    load_metadata,
+    load_pickled,
+    model_of,
+    our_name,
+    transformer_engine_name,
+)
 from .weights import Weights, check_elements, check_rest, layer_of, place_of, specs, widest
 
 COMMON, FILE = "common.pt", "model_optim_rng.pt"
@@ -53,7 +61,11 @@ def open_dist(file: Path, vocab_size: int | None) -> Weights:
     path = file.parent
     metadata, common = load_metadata(file), load_pickled(path / COMMON)
     check("args" in common, f"{path / COMMON} holds no arguments of Megatron-LM")
-    tensors = {key: value for key, value in metadata.state_dict_metadata.items() if isinstance(value, TensorStorageMetadata)}
+    tensors = {
+        key: value
+        for key, value in metadata.state_dict_metadata.items()
+        if isinstance(value, TensorStorageMetadata)
+    }
     stored = {name: key for key in tensors if "optimizer" not in key and (name := our_name(key))}
     check(WORD_EMBEDDINGS in stored, f"{path} holds no {WORD_EMBEDDINGS}")
     try:
@@ -91,9 +103,14 @@ class _DistReader:
         read = set()
         for name, spec in self.specs.items():
             places = self._places(name)
-            check_elements(self.path, spec, sum(torch.Size(self._shape(*place)).numel() for place in places))
+            check_elements(
+                self.path, spec, sum(torch.Size(self._shape(*place)).numel() for place in places)
+            )
             read |= {key for key, _ in places}
-        check_rest(self.path, {key for name, key in self.stored.items() if key not in read and name not in unused})
+        check_rest(
+            self.path,
+            {key for name, key in self.stored.items() if key not in read and name not in unused},
+        )
 
     def _shape(self, key: str, layer: int | None) -> tuple[int, ...]:
         size = tuple(self.tensors[key].size)
@@ -104,8 +121,15 @@ class _DistReader:
         return widest(self.tensors[key].properties.dtype for key, _ in self._places(name))
 
     def __call__(self, name: str) -> Tensor:
-        spec, parts = self.specs[name], [self._global(key, layer) for key, layer in self._places(name)]
-        whole = parts[0] if len(parts) == 1 else torch.stack([part.to(self.dtype(name)) for part in parts])
+        spec, parts = (
+            self.specs[name],
+            [self._global(key, layer) for key, layer in self._places(name)],
+        )
+        whole = (
+            parts[0]
+            if len(parts) == 1
+            else torch.stack([part.to(self.dtype(name)) for part in parts])
+        )
         return whole[: spec.shape[0]].contiguous() if name in VOCABULARY else whole.view(spec.shape)
 
     def _global(self, key: str, layer: int | None) -> Tensor:
@@ -113,9 +137,14 @@ class _DistReader:
         shape = self._shape(key, layer)
         whole, filled = torch.empty(shape, dtype=self.tensors[key].properties.dtype), 0
         for offsets, piece in self._pieces(key, layer):
-            whole[tuple(slice(first, first + length) for first, length in zip(offsets, piece.shape))] = piece
+            whole[
+                tuple(slice(first, first + length) for first, length in zip(offsets, piece.shape))
+            ] = piece
             filled += piece.numel()
-        check(filled == whole.numel(), f"{self.path}: the pieces of {key} hold {filled} of its {whole.numel()} elements")
+        check(
+            filled == whole.numel(),
+            f"{self.path}: the pieces of {key} hold {filled} of its {whole.numel()} elements",
+        )
         return whole
 
     def _pieces(self, key: str, layer: int | None) -> Iterator[tuple[tuple[int, ...], Tensor]]:
@@ -130,35 +159,53 @@ class _DistReader:
         """What torch.save wrote of a piece."""
         place = self.places.get(MetadataIndex(key, offsets))
         if place is None:
-            raise ValueError(f"the metadata in {self.path} do not say where {key} at {list(offsets)} lies")
+            raise ValueError(
+                f"the metadata in {self.path} do not say where {key} at {list(offsets)} lies"
+            )
         file = self.path / place.relative_path
-        check(Path(place.relative_path).name == place.relative_path and file.is_file(), f"{file} is missing")
+        check(
+            Path(place.relative_path).name == place.relative_path and file.is_file(),
+            f"{file} is missing",
+        )
         with open(file, "rb") as stream:
             stream.seek(place.offset)
             data = stream.read(place.length)
         try:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except (ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(f"{file} is damaged at byte {place.offset}, where a piece of {key} should be") from error
+            raise ValueError(
+                f"{file} is damaged at byte {place.offset}, where a piece of {key} should be"
+            ) from error
 
 
 # Legacy --------------------------------------------------------------------------------------------------------------------------
+
 
 def open_legacy(path: Path, vocab_size: int | None) -> Weights:
     """The weights of one iteration's directory. ValueError, one line, for what is missing, damaged or not built here."""
     stages = _stages(path)
     first = stages[0][0]
-    check("args" in first, f"{path} holds no arguments of Megatron-LM: it was saved before version 2")
+    check(
+        "args" in first, f"{path} holds no arguments of Megatron-LM: it was saved before version 2"
+    )
     version = float(first.get("checkpoint_version", 0))
     chunks = list(_chunks(path, stages))
-    rows = sum(len(rank[WORD_EMBEDDINGS]) for rank in chunks[0]) if WORD_EMBEDDINGS in chunks[0][0] else 0
+    rows = (
+        sum(len(rank[WORD_EMBEDDINGS]) for rank in chunks[0])
+        if WORD_EMBEDDINGS in chunks[0][0]
+        else 0
+    )
     try:
         model = model_of(first["args"], rows, vocab_size)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     reader = _LegacyReader(path, model, version, specs(model), _numbered(chunks))
     reader.check()
-    return Weights(model, {name: widest(part.dtype for part in reader.ranks[name]) for name in reader.specs}, reader)
+    return Weights(
+        model,
+        {name: widest(part.dtype for part in reader.ranks[name]) for name in reader.specs},
+        reader,
+    )
 
 
 def _stages(path: Path) -> list[list[dict[str, Any]]]:
@@ -171,7 +218,10 @@ def _stages(path: Path) -> list[list[dict[str, Any]]]:
         found[int(match[2] or 0), int(match[1])] = folder / FILE
     pp, tp = (1 + max(numbers) for numbers in zip(*found))
     lacking = next(((p, t) for p in range(pp) for t in range(tp) if (p, t) not in found), None)
-    check(lacking is None, f"{path} has no file of pipeline stage and tensor-parallel rank {lacking}, of {pp} x {tp}")
+    check(
+        lacking is None,
+        f"{path} has no file of pipeline stage and tensor-parallel rank {lacking}, of {pp} x {tp}",
+    )
     return [[load_pickled(found[p, t]) for t in range(tp)] for p in range(pp)]
 
 
@@ -181,7 +231,10 @@ def _chunks(path: Path, stages: list[list[dict[str, Any]]]) -> Iterator[list[Nam
     check(bool(keys), f"{path} holds no model")
     for key in sorted(keys, key=lambda key: int(key[5:] or 0)):
         for ranks in stages:
-            check(all(isinstance(rank.get(key), dict) for rank in ranks), f"{path}: a rank holds no {key}")
+            check(
+                all(isinstance(rank.get(key), dict) for rank in ranks),
+                f"{path}: a rank holds no {key}",
+            )
             yield [dict(_named(rank[key])) for rank in ranks]
 
 
@@ -201,9 +254,15 @@ def _numbered(chunks: list[list[Names]]) -> dict[str, list[Tensor]]:
     for chunk in chunks:
         for name in chunk[0]:
             local = layer_of(name)
-            number = name if local is None else name.replace(f"{_LAYER}{local}.", f"{_LAYER}{before + local}.", 1)
+            number = (
+                name
+                if local is None
+                else name.replace(f"{_LAYER}{local}.", f"{_LAYER}{before + local}.", 1)
+            )
             ranks.setdefault(number, [rank[name] for rank in chunk if name in rank])
-        before += 1 + max((layer for layer in map(layer_of, chunk[0]) if layer is not None), default=-1)
+        before += 1 + max(
+            (layer for layer in map(layer_of, chunk[0]) if layer is not None), default=-1
+        )
     return ranks
 
 
@@ -222,8 +281,17 @@ class _LegacyReader:
         for name, spec in self.specs.items():
             check(name in self.ranks, f"{self.path} holds no {name}")
             parts = self.ranks[name]
-            check_elements(self.path, spec, sum(part.numel() for part in (parts if spec.partition_dim is not None else parts[:1])))
-        check_rest(self.path, set(self.ranks) - set(self.specs) - ({OUTPUT} if self.model.tied else set()))
+            check_elements(
+                self.path,
+                spec,
+                sum(
+                    part.numel()
+                    for part in (parts if spec.partition_dim is not None else parts[:1])
+                ),
+            )
+        check_rest(
+            self.path, set(self.ranks) - set(self.specs) - ({OUTPUT} if self.model.tied else set())
+        )
 
     def __call__(self, name: str) -> Tensor:
         spec, parts = self.specs[name], self.ranks[name]
@@ -247,7 +315,9 @@ class _LegacyReader:
         return part.view(3, heads, d, -1).transpose(0, 1).reshape(part.shape)
 
 
-def save_legacy(weights: Weights, directory: Path, tp: int, pp: int, fused: bool, multiple: int) -> None:
+def save_legacy(
+    weights: Weights, directory: Path, tp: int, pp: int, fused: bool, multiple: int
+) -> None:
     """Write the weights as a release checkpoint of tp x pp ranks. fused: under the names of transformer engine. multiple: the
     vocabulary's rows are padded to one of this x tp.
 
@@ -255,10 +325,17 @@ def save_legacy(weights: Weights, directory: Path, tp: int, pp: int, fused: bool
     """
     model = replace(weights.model, make_vocab_size_divisible_by=multiple)
     weights = replace(weights, model=model)
-    for name, value, size in (("attention heads", model.num_attention_heads, tp), ("query groups", model.query_groups, tp),
-                              ("MLP width", model.ffn_hidden_size, tp), ("layers", model.num_layers, pp)):
-        check(value % size == 0, f"{value} {name} are not divisible by {size} ranks: change --tensor-model-parallel-size or "
-              "--pipeline-model-parallel-size")
+    for name, value, size in (
+        ("attention heads", model.num_attention_heads, tp),
+        ("query groups", model.query_groups, tp),
+        ("MLP width", model.ffn_hidden_size, tp),
+        ("layers", model.num_layers, pp),
+    ):
+        check(
+            value % size == 0,
+            f"{value} {name} are not divisible by {size} ranks: change --tensor-model-parallel-size or "
+            "--pipeline-model-parallel-size",
+        )
     for stage in range(pp):
         for rank in range(tp):
             folder = directory / "release" / (f"mp_rank_{rank:02d}" + f"_{stage:03d}" * (pp > 1))
@@ -267,7 +344,9 @@ def save_legacy(weights: Weights, directory: Path, tp: int, pp: int, fused: bool
     write_text(directory / TRACKER, "release")
 
 
-def _rank_contents(weights: Weights, rank: int, tp: int, stage: int, pp: int, fused: bool) -> dict[str, Any]:
+def _rank_contents(
+    weights: Weights, rank: int, tp: int, stage: int, pp: int, fused: bool
+) -> dict[str, Any]:
     model, each = weights.model, weights.model.num_layers // pp
     assert model.vocab_size is not None, "weights say it"
     rows = round_up(model.vocab_size, model.make_vocab_size_divisible_by * tp)
@@ -280,7 +359,12 @@ def _rank_contents(weights: Weights, rank: int, tp: int, stage: int, pp: int, fu
         spec = specs(model)[WORD_EMBEDDINGS]
         state[OUTPUT] = _part(weights.read(WORD_EMBEDDINGS), spec, rank, tp, rows)
     dtype = next(iter(weights.dtypes.values()))
-    return {"args": arguments_of(model, rows, dtype, tp, pp), "checkpoint_version": VERSION, "iteration": 0, "model": state}
+    return {
+        "args": arguments_of(model, rows, dtype, tp, pp),
+        "checkpoint_version": VERSION,
+        "iteration": 0,
+        "model": state,
+    }
 
 
 def _name_on_stage(name: str, stage: int, pp: int, each: int, tied: bool) -> str | None:
@@ -288,7 +372,11 @@ def _name_on_stage(name: str, stage: int, pp: int, each: int, tied: bool) -> str
     layer = layer_of(name)
     if layer is None:
         return name if stage == (0 if name.startswith("embedding.") else pp - 1) else None
-    return name.replace(f"{_LAYER}{layer}.", f"{_LAYER}{layer % each}.", 1) if layer // each == stage else None
+    return (
+        name.replace(f"{_LAYER}{layer}.", f"{_LAYER}{layer % each}.", 1)
+        if layer // each == stage
+        else None
+    )
 
 
 def _part(whole: Tensor, spec: ParameterSpec, rank: int, tp: int, rows: int | None) -> Tensor:

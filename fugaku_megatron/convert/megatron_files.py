@@ -29,30 +29,67 @@ from ..config.model_config import LEARNED, MASKED, NO_POSITIONS, ROPE, ROPE_SCAL
 VERSION = 3.0  # of checkpoints that are written; since 2.0 each head, or group, has its queries, key and value together
 # (their argument, its value where the block can do it, and what leaving it out means)
 _ONLY: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("num_experts", (None,)), ("multi_latent_attention", (False, None)), ("quick_geglu", (False, None)),
-    ("hybrid_override_pattern", (None,)), ("window_attn_skip_freq", (None,)), ("softmax_type", ("vanilla", None)))
+    ("num_experts", (None,)),
+    ("multi_latent_attention", (False, None)),
+    ("quick_geglu", (False, None)),
+    ("hybrid_override_pattern", (None,)),
+    ("window_attn_skip_freq", (None,)),
+    ("softmax_type", ("vanilla", None)),
+)
 # Ours -> names that versions of Megatron-LM gave to the same argument, the newest first.
 _ALSO = {"layernorm_epsilon": ("norm_epsilon", "layernorm_epsilon")}
 # Ours -> the values that arguments of theirs describe.
 _DESCRIBED: dict[str, tuple[Any, ...]] = {
-    "normalization": ("LayerNorm", "RMSNorm"), "qk_layernorm_all_heads": (False,),
-    "geglu": (False,), "parallel_residual": (False,), "embedding_multiplier": (1.0,), "rope_dynamic_factor": (None,),
-    "residual_multiplier": (1.0,), "attention_multiplier": (None,), "logits_scaling": (1.0,)}
-_CONSTANTS = ROPE_SCALING[1:]  # fields without an argument there: Megatron-LM computes the defaults of here
-_OWN = (*EXPERTS, "disable_bias_linear", "position_embedding_type", "window_size", "vocab_size", "padded_vocab_size",
-        "make_vocab_size_divisible_by", "mask_vocab_padding")
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "qk_layernorm_all_heads": (False,),
+    "geglu": (False,),
+    "parallel_residual": (False,),
+    "embedding_multiplier": (1.0,),
+    "rope_dynamic_factor": (None,),
+    "residual_multiplier": (1.0,),
+    "attention_multiplier": (None,),
+    "logits_scaling": (1.0,),
+}
+_CONSTANTS = ROPE_SCALING[
+    1:
+]  # fields without an argument there: Megatron-LM computes the defaults of here
+_OWN = (
+    *EXPERTS,
+    "disable_bias_linear",
+    "position_embedding_type",
+    "window_size",
+    "vocab_size",
+    "padded_vocab_size",
+    "make_vocab_size_divisible_by",
+    "mask_vocab_padding",
+)
 
 # In this order: what a name of theirs has, and what it is here.
-_RENAMES = tuple((re.compile(pattern), ours) for pattern, ours in (
-    (r"^(module\.|model\.)+", ""), (r"^language_model\.", ""), (r"^(encoder|transformer)\.", "decoder."),
-    (r"\.attention\.", ".self_attention."),
-    (r"\.query_key_value\.", ".linear_qkv."), (r"\.self_attention\.dense\.", ".self_attention.linear_proj."),
-    (r"\.dense_h_to_4h\.", ".linear_fc1."), (r"\.dense_4h_to_h\.", ".linear_fc2."), (r"\.input_norm\.", ".input_layernorm."),
-    (r"\.post_attention_(layer)?norm\.", ".pre_mlp_layernorm."), (r"\.final_norm\.", ".final_layernorm."),
-    (r"\.self_attention\.linear_qkv\.layer_norm_", ".input_layernorm."),
-    (r"\.mlp\.linear_fc1\.layer_norm_", ".pre_mlp_layernorm.")))
-_UNUSED = re.compile(r".*(_extra_state|inv_freq).*|word_embeddings_for_head\..*|word_embeddings\..*")  # no weights, or copies
-_FUSED = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+_RENAMES = tuple(
+    (re.compile(pattern), ours)
+    for pattern, ours in (
+        (r"^(module\.|model\.)+", ""),
+        (r"^language_model\.", ""),
+        (r"^(encoder|transformer)\.", "decoder."),
+        (r"\.attention\.", ".self_attention."),
+        (r"\.query_key_value\.", ".linear_qkv."),
+        (r"\.self_attention\.dense\.", ".self_attention.linear_proj."),
+        (r"\.dense_h_to_4h\.", ".linear_fc1."),
+        (r"\.dense_4h_to_h\.", ".linear_fc2."),
+        (r"\.input_norm\.", ".input_layernorm."),
+        (r"\.post_attention_(layer)?norm\.", ".pre_mlp_layernorm."),
+        (r"\.final_norm\.", ".final_layernorm."),
+        (r"\.self_attention\.linear_qkv\.layer_norm_", ".input_layernorm."),
+        (r"\.mlp\.linear_fc1\.layer_norm_", ".pre_mlp_layernorm."),
+    )
+)
+_UNUSED = re.compile(
+    r".*(_extra_state|inv_freq).*|word_embeddings_for_head\..*|word_embeddings\..*"
+)  # no weights, or copies
+_FUSED = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
 
 
 def our_name(theirs: str) -> str | None:
@@ -78,11 +115,21 @@ def model_of(args: argparse.Namespace, rows: int, vocab_size: int | None) -> Mod
     """
     given = vars(args)
     for name, built in _ONLY:
-        check(given.get(name, built[0]) in built, f"{name} is {given.get(name)!r:.60}, and the block computes {built[0]}")
-    values: dict[str, Any] = {**dict(_values(given)), "vocab_size": vocab_size or given.get("vocab_size") or rows,
-              "mask_vocab_padding": MASKED, "position_embedding_type": _positions(given),
-              "disable_bias_linear": not given.get("add_bias_linear", True)}
-    check(0 < values["vocab_size"] <= rows, f"the vocabulary has {values['vocab_size']} tokens, its embedding {rows} rows")
+        check(
+            given.get(name, built[0]) in built,
+            f"{name} is {given.get(name)!r:.60}, and the block computes {built[0]}",
+        )
+    values: dict[str, Any] = {
+        **dict(_values(given)),
+        "vocab_size": vocab_size or given.get("vocab_size") or rows,
+        "mask_vocab_padding": MASKED,
+        "position_embedding_type": _positions(given),
+        "disable_bias_linear": not given.get("add_bias_linear", True),
+    }
+    check(
+        0 < values["vocab_size"] <= rows,
+        f"the vocabulary has {values['vocab_size']} tokens, its embedding {rows} rows",
+    )
     if window := given.get("window_size"):
         values["window_size"] = window if isinstance(window, str) else ",".join(map(str, window))
     return ModelConfig(**values)
@@ -91,7 +138,9 @@ def model_of(args: argparse.Namespace, rows: int, vocab_size: int | None) -> Mod
 def _values(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """ModelConfig's fields that are arguments of theirs of the same meaning."""
     for f in fields(ModelConfig):
-        name = next((name for name in _ALSO.get(f.name, (f.name,)) if given.get(name) is not None), None)
+        name = next(
+            (name for name in _ALSO.get(f.name, (f.name,)) if given.get(name) is not None), None
+        )
         if name and f.name not in _OWN:
             check_kind(f, given[name])
             yield f.name, given[name]
@@ -101,39 +150,76 @@ def _positions(given: dict[str, Any]) -> str:
     if given.get("use_rotary_position_embeddings"):
         return ROPE
     kind = given.get("position_embedding_type", LEARNED)
-    return NO_POSITIONS if kind == LEARNED and not given.get("add_position_embedding", True) else kind
+    return (
+        NO_POSITIONS if kind == LEARNED and not given.get("add_position_embedding", True) else kind
+    )
 
 
-def arguments_of(model: ModelConfig, rows: int, dtype: torch.dtype, tp: int, pp: int) -> argparse.Namespace:
+def arguments_of(
+    model: ModelConfig, rows: int, dtype: torch.dtype, tp: int, pp: int
+) -> argparse.Namespace:
     """The arguments that Megatron-LM keeps in a checkpoint, as far as they say what the model is. rows: of its embedding.
 
     ValueError for a model that no arguments of Megatron-LM describe.
     """
-    check(model.num_experts is None, f"--num-experts is {model.num_experts}: experts are not written for Megatron-LM: use --to-hf")
+    check(
+        model.num_experts is None,
+        f"--num-experts is {model.num_experts}: experts are not written for Megatron-LM: use --to-hf",
+    )
     for name, values in _DESCRIBED.items():
-        check(getattr(model, name) in values, f"{flag(name)} is {getattr(model, name)}, and Megatron-LM's GPT computes "
-              f"{' or '.join(map(str, values))}")
+        check(
+            getattr(model, name) in values,
+            f"{flag(name)} is {getattr(model, name)}, and Megatron-LM's GPT computes "
+            f"{' or '.join(map(str, values))}",
+        )
     for f in fields(ModelConfig):
         value = getattr(model, f.name)
-        check(f.name not in _CONSTANTS or not model.use_rope_scaling or value == f.default, f"{flag(f.name)} is {value}, and "
-              f"Megatron-LM computes {f.default}, for which it has no argument")
+        check(
+            f.name not in _CONSTANTS or not model.use_rope_scaling or value == f.default,
+            f"{flag(f.name)} is {value}, and "
+            f"Megatron-LM computes {f.default}, for which it has no argument",
+        )
     same = {f.name: getattr(model, f.name) for f in fields(ModelConfig) if f.name not in _OWN}
-    same["num_query_groups"] = model.num_query_groups or 1  # its default, which counts with group_query_attention
+    same["num_query_groups"] = (
+        model.num_query_groups or 1
+    )  # its default, which counts with group_query_attention
     window = None if model.window is None else (model.window - 1, 0)
     return argparse.Namespace(
-        **same, norm_epsilon=model.layernorm_epsilon, add_bias_linear=not model.disable_bias_linear,
-        position_embedding_type=model.position_embedding_type, add_position_embedding=model.learned_positions, window_size=window,
-        vocab_size=model.vocab_size, padded_vocab_size=rows, make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
-        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=None, num_experts=None,
-        params_dtype=dtype, bf16=dtype is torch.bfloat16, fp16=dtype is torch.float16,
-        tokenizer_type="GPT2BPETokenizer", iteration=0, consumed_train_samples=0, consumed_valid_samples=0)
+        **same,
+        norm_epsilon=model.layernorm_epsilon,
+        add_bias_linear=not model.disable_bias_linear,
+        position_embedding_type=model.position_embedding_type,
+        add_position_embedding=model.learned_positions,
+        window_size=window,
+        vocab_size=model.vocab_size,
+        padded_vocab_size=rows,
+        make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=None,
+        num_experts=None,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
+        tokenizer_type="GPT2BPETokenizer",
+        iteration=0,
+        consumed_train_samples=0,
+        consumed_valid_samples=0,
+    )
 
 
 _NAMESPACE = "argparse.Namespace"
 _IGNORED = ("megatron.", "numpy.", "signal.")  # modules whose classes and functions become Nothing
-_METADATA = ("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
-             "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING")
+_METADATA = (
+    "Metadata",
+    "MetadataIndex",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "TensorProperties",
+    "StorageMeta",
+    "_MEM_FORMAT_ENCODING",
+)
 _VALUES = (torch.dtype, torch.memory_format, torch.layout)
 
 
@@ -156,9 +242,14 @@ def load_pickled(path: Path) -> dict[str, Any]:
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except (ValueError, RuntimeError, OSError, pickle.UnpicklingError, EOFError) as error:
-        raise ValueError(f"{path} is not a file of torch.save, or torch before 1.6 wrote it: {_first_line(error)}") from error
+        raise ValueError(
+            f"{path} is not a file of torch.save, or torch before 1.6 wrote it: {_first_line(error)}"
+        ) from error
     others = [name for name in names if name != _NAMESPACE and not name.startswith(_IGNORED)]
-    check(not others, f"{path} asks for {others[:1]}, which could run code: only tensors, numbers, texts and {_NAMESPACE} are read")
+    check(
+        not others,
+        f"{path} asks for {others[:1]}, which could run code: only tensors, numbers, texts and {_NAMESPACE} are read",
+    )
     nothings = [(Nothing, name) for name in names if name != _NAMESPACE]
     try:
         with torch.serialization.safe_globals([argparse.Namespace, *nothings]):
@@ -179,14 +270,20 @@ class _MetadataReader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == metadata.__name__ and name in _METADATA:
             return getattr(metadata, name)
-        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), _VALUES)):
+        if module == "torch" and (
+            name == "Size" or isinstance(getattr(torch, name, None), _VALUES)
+        ):
             return getattr(torch, name)
-        known = {("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
-                 ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-                 ("collections", "OrderedDict"): collections.OrderedDict}
+        known = {
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
+            ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+            ("collections", "OrderedDict"): collections.OrderedDict,
+        }
         if (module, name) in known:
             return known[module, name]
-        check(f"{module}.".startswith(_IGNORED), f"it asks for {module}.{name}, which could run code")
+        check(
+            f"{module}.".startswith(_IGNORED), f"it asks for {module}.{name}, which could run code"
+        )
         return Nothing
 
 
@@ -196,7 +293,20 @@ def load_metadata(path: Path) -> metadata.Metadata:
     try:
         with open(path, "rb") as file:
             contents = _MetadataReader(file).load()
-    except (ValueError, TypeError, AttributeError, KeyError, IndexError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path} is damaged, or is not metadata of torch.distributed.checkpoint: {_first_line(error)}") from error
-    check(isinstance(contents, metadata.Metadata), f"{path} holds {type(contents).__name__}, not Metadata")
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        KeyError,
+        IndexError,
+        EOFError,
+        pickle.UnpicklingError,
+    ) as error:
+        raise ValueError(
+            f"{path} is damaged, or is not metadata of torch.distributed.checkpoint: {_first_line(error)}"
+        ) from error
+    check(
+        isinstance(contents, metadata.Metadata),
+        f"{path} holds {type(contents).__name__}, not Metadata",
+    )
     return contents

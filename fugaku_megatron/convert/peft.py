@@ -23,17 +23,44 @@ from ..config.checks import check
 from ..config.lora import FC1, FC2, MATRICES, LoraConfig
 from ..config.model_config import ModelConfig
 from ..nn.adapters import expanded, row_mask
-from .architectures import Architecture, conv_query_key_value, of_expert, stacked_of_expert, transposed
-from .hugging_face import Part, TensorDirectory, architecture_of, carried_config, header, in_their_shape, parts, read_json
+from .architectures import (
+    Architecture,
+    conv_query_key_value,
+    of_expert,
+    stacked_of_expert,
+    transposed,
+)
+from .hugging_face import (
+    Part,
+    TensorDirectory,
+    architecture_of,
+    carried_config,
+    header,
+    in_their_shape,
+    parts,
+    read_json,
+)
 from .weights import Adapters, Weights, adapter_shapes, layer_of
 
 CONFIG, TENSORS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-TURNED = (transposed, conv_query_key_value)  # of a module that holds its weight as (inputs, outputs)
+TURNED = (
+    transposed,
+    conv_query_key_value,
+)  # of a module that holds its weight as (inputs, outputs)
 # What a field of adapter_config.json may be; others change what adapters compute.
 ONLY: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",), "bias": ("none", None), "use_dora": (False, None), "modules_to_save": (None, []),
-    "lora_bias": (False, None), "layer_replication": (None,), "use_qalora": (False, None)}
-PARAMETERS = {FC1: "gate_up_proj", FC2: "down_proj"}  # of `mlp.experts`, in their order, in which peft wraps one around the other
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "modules_to_save": (None, []),
+    "lora_bias": (False, None),
+    "layer_replication": (None,),
+    "use_qalora": (False, None),
+}
+PARAMETERS = {
+    FC1: "gate_up_proj",
+    FC2: "down_proj",
+}  # of `mlp.experts`, in their order, in which peft wraps one around the other
 PATTERN = rf".*\.{PARAMETERS[FC1]}"
 
 
@@ -58,8 +85,16 @@ def places(architecture: Architecture, model: ModelConfig) -> Iterator[Place]:
     for theirs, part in table.items():
         linear, kind = part.ours.split(".")[-2:]
         if linear in MATRICES and kind == "weight" and layer_of(part.ours) is not None:
-            expert, number = divmod(part.number, each[part.arranged]) if part.arranged in each else (None, part.number)
-            target = MATRICES[linear][number] if part.ours in several or len(MATRICES[linear]) == 1 else linear
+            expert, number = (
+                divmod(part.number, each[part.arranged])
+                if part.arranged in each
+                else (None, part.number)
+            )
+            target = (
+                MATRICES[linear][number]
+                if part.ours in several or len(MATRICES[linear]) == 1
+                else linear
+            )
             yield Place(theirs.removesuffix(".weight"), part.ours, target, part, expert)
 
 
@@ -67,26 +102,39 @@ def _of_experts(rows: list[Place], linears: list[str]) -> dict[str, str]:
     """Our weights of experts -> the module of theirs that has its adapter, where these linear layers have one."""
     weights = dict.fromkeys(row.ours for row in rows if row.expert is not None)
     inner = ".base_layer" * (linears == [FC1, FC2])
-    return {ours: f"model.layers.{layer_of(ours)}.mlp.experts" + inner * (FC1 in ours) for ours in weights
-            if ours.split(".")[-2] in linears}
+    return {
+        ours: f"model.layers.{layer_of(ours)}.mlp.experts" + inner * (FC1 in ours)
+        for ours in weights
+        if ours.split(".")[-2] in linears
+    }
 
 
 def save_peft(weights: Weights, directory: Path) -> None:
     """Write the adapters of `weights`. ValueError where an architecture keeps in one matrix what has several A here."""
     adapters, model = weights.adapters, weights.model
-    check(adapters is not None, "--to-peft writes adapters, and --load holds a whole model: pass a checkpoint of --lora-rank")
+    check(
+        adapters is not None,
+        "--to-peft writes adapters, and --load holds a whole model: pass a checkpoint of --lora-rank",
+    )
     assert adapters is not None
     tensors: dict[str, Tensor] = {}
     modules, parameters, turned = set(), set(), False
     rows = [*places(architecture_of(model, carried_config(weights.carried)), model)]
-    for ours, module in _of_experts(rows, [name for name in PARAMETERS if adapters.lora.parts(name, model)]).items():
-        tensors |= zip((f"{PREFIX}{module}.lora_{kind}.weight" for kind in "AB"), _fused(adapters, ours))
+    for ours, module in _of_experts(
+        rows, [name for name in PARAMETERS if adapters.lora.parts(name, model)]
+    ).items():
+        tensors |= zip(
+            (f"{PREFIX}{module}.lora_{kind}.weight" for kind in "AB"), _fused(adapters, ours)
+        )
         parameters.add(f"mlp.experts.{PARAMETERS[ours.split('.')[-2]]}")
     for place in (row for row in rows if row.expert is None):
         names = adapters.parts(place.ours)
         linear = place.ours.split(".")[-2]
-        check(place.target != linear or names in ((), (linear,)), f"--to-peft: {place.module} is one matrix, and has adapters "
-              f"{', '.join(names)}: train them with --lora-target {linear}")
+        check(
+            place.target != linear or names in ((), (linear,)),
+            f"--to-peft: {place.module} is one matrix, and has adapters "
+            f"{', '.join(names)}: train them with --lora-target {linear}",
+        )
         if place.target not in names and linear not in names:
             continue
         a, b = adapters.of(place.ours)
@@ -94,16 +142,24 @@ def save_peft(weights: Weights, directory: Path) -> None:
         number = names.index(place.target) if place.target in names else 0
         tensors[f"{PREFIX}{place.module}.lora_A.weight"] = a[number].contiguous()
         tensors[f"{PREFIX}{place.module}.lora_B.weight"] = own
-        if model.num_experts and linear in PARAMETERS:  # which peft takes for an expert's where it is a module
+        if (
+            model.num_experts and linear in PARAMETERS
+        ):  # which peft takes for an expert's where it is a module
             parameters.add(".".join([*place.module.split(".")[3:], "weight"]))
         else:
             modules.add(place.module.rsplit(".", 1)[-1])
         turned = turned or place.part.arranged in TURNED
     write_tensors(directory / TENSORS, tensors)
-    config = _config(adapters.lora, sorted(modules), turned, carried_config(weights.carried).get("_name_or_path"))
+    config = _config(
+        adapters.lora, sorted(modules), turned, carried_config(weights.carried).get("_name_or_path")
+    )
     if parameters:
-        config |= {"target_parameters": sorted(parameters)} | _patterns(config, len(adapters.lora.parts(FC1, model)))
-    (directory / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        config |= {"target_parameters": sorted(parameters)} | _patterns(
+            config, len(adapters.lora.parts(FC1, model))
+        )
+    (directory / CONFIG).write_text(
+        json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
 
 
 def _matrix(b: Tensor, part: Part, model: ModelConfig) -> Tensor:
@@ -117,27 +173,50 @@ def _fused(adapters: Adapters, ours: str) -> tuple[Tensor, Tensor]:
     a, b = adapters.of(ours)
     mask = row_mask(ours.split(".")[-2], adapters.parts(ours), a, b, adapters.model)
     whole = expanded(b, mask, 1.0)
-    return a.flatten(0, 2).contiguous(), whole.view(len(a), -1, whole.shape[-1]).permute(1, 2, 0).flatten(1).contiguous()
+    return a.flatten(0, 2).contiguous(), whole.view(len(a), -1, whole.shape[-1]).permute(
+        1, 2, 0
+    ).flatten(1).contiguous()
 
 
 def _patterns(config: dict[str, Any], several: int) -> dict[str, Any]:
     """Rank and alpha of the experts' first parameter, where it holds several adapters; their scale is that of the others."""
     factor = several**0.5 if config["use_rslora"] else several
-    return {} if several < 2 else {"rank_pattern": {PATTERN: config["r"] * several},
-                                   "alpha_pattern": {PATTERN: config["lora_alpha"] * factor}}
+    return (
+        {}
+        if several < 2
+        else {
+            "rank_pattern": {PATTERN: config["r"] * several},
+            "alpha_pattern": {PATTERN: config["lora_alpha"] * factor},
+        }
+    )
 
 
 def _config(lora: LoraConfig, modules: list[str], turned: bool, base: Any) -> dict[str, Any]:
     alpha = int(lora.lora_alpha) if lora.lora_alpha == int(lora.lora_alpha) else lora.lora_alpha
-    return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank, "lora_alpha": alpha,
-            "lora_dropout": lora.lora_dropout, "use_rslora": lora.lora_use_rslora, "target_modules": modules, "bias": "none",
-            "fan_in_fan_out": turned, "inference_mode": True, "modules_to_save": None, "init_lora_weights": True}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": alpha,
+        "lora_dropout": lora.lora_dropout,
+        "use_rslora": lora.lora_use_rslora,
+        "target_modules": modules,
+        "bias": "none",
+        "fan_in_fan_out": turned,
+        "inference_mode": True,
+        "modules_to_save": None,
+        "init_lora_weights": True,
+    }
 
 
 def open_peft(directory: str, weights: Weights, base: dict[str, Any]) -> Weights:
     """`weights` with the adapters of a directory of peft in them. base: what a checkpoint of the adapters says of `weights`."""
     path = Path(directory)
-    check(path.is_dir(), f"--from-peft {directory} is not a directory: pass one that holds {CONFIG} and {TENSORS}")
+    check(
+        path.is_dir(),
+        f"--from-peft {directory} is not a directory: pass one that holds {CONFIG} and {TENSORS}",
+    )
     try:
         return _open(path, weights, base)
     except ValueError as error:
@@ -148,25 +227,45 @@ def _open(path: Path, weights: Weights, base: dict[str, Any]) -> Weights:
     config, model = read_json(path / CONFIG), weights.model
     for name, built in ONLY.items():
         given = config.get(name, built[0])
-        check(given in built, f"{CONFIG}: {name} is {given!r:.80}, and only {built[0]!r} is supported")
+        check(
+            given in built, f"{CONFIG}: {name} is {given!r:.80}, and only {built[0]!r} is supported"
+        )
     for name, kind in (("r", int), ("lora_alpha", (int, float)), ("lora_dropout", (int, float))):
         value = config.get(name, 0)
-        check(isinstance(value, kind) and not isinstance(value, bool), f"{CONFIG}: {name} is {value!r:.60}, not a number")
+        check(
+            isinstance(value, kind) and not isinstance(value, bool),
+            f"{CONFIG}: {name} is {value!r:.60}, not a number",
+        )
     check((path / TENSORS).is_file(), f"{path / TENSORS} is missing")
     files = TensorDirectory(path, header(path / TENSORS))
     rows = [*places(architecture_of(model, carried_config(weights.carried)), model)]
     there = [row for row in rows if f"{PREFIX}{row.module}.lora_A.weight" in files.tensors]
     adapted = str(config.get("target_parameters") or "")
-    fused = _of_experts(rows, [name for name, parameter in PARAMETERS.items() if f"experts.{parameter}'" in adapted])
-    known = {f"{PREFIX}{module}.lora_{kind}.weight" for module in (*(row.module for row in rows), *fused.values()) for kind in "AB"}
+    fused = _of_experts(
+        rows, [name for name, parameter in PARAMETERS.items() if f"experts.{parameter}'" in adapted]
+    )
+    known = {
+        f"{PREFIX}{module}.lora_{kind}.weight"
+        for module in (*(row.module for row in rows), *fused.values())
+        for kind in "AB"
+    }
     extra = next((name for name in files.tensors if name not in known), None)
     check(extra is None, f"{TENSORS} holds {extra}, which this model has no adapter for")
     several = _adapters_of_gates(config, any(row.target in MATRICES[FC1] for row in there))
-    of_fused = [name for ours in fused for name in ((FC1,), MATRICES[FC1])[several - 1] * (FC1 in ours) or MATRICES[FC2]]
+    of_fused = [
+        name
+        for ours in fused
+        for name in ((FC1,), MATRICES[FC1])[several - 1] * (FC1 in ours) or MATRICES[FC2]
+    ]
     targets = list(dict.fromkeys([*(row.target for row in there), *of_fused]))
     check(bool(targets), f"{TENSORS} holds no adapter of this model")
-    lora = LoraConfig(lora_rank=config.get("r"), lora_alpha=float(config.get("lora_alpha", 8)), lora_target=",".join(targets),
-                      lora_dropout=float(config.get("lora_dropout", 0.0)), lora_use_rslora=bool(config.get("use_rslora")))
+    lora = LoraConfig(
+        lora_rank=config.get("r"),
+        lora_alpha=float(config.get("lora_alpha", 8)),
+        lora_target=",".join(targets),
+        lora_dropout=float(config.get("lora_dropout", 0.0)),
+        lora_use_rslora=bool(config.get("use_rslora")),
+    )
     lora.check_model(model)
     wanted = adapter_shapes(model, lora)
 
@@ -182,11 +281,21 @@ def _open(path: Path, weights: Weights, base: dict[str, Any]) -> Weights:
             check(theirs in files.tensors, f"{TENSORS} does not hold {theirs}")
             number = lora.parts(ours.split(".")[-2], model).index(row.target)
             of_expert = kind == "A" and row.expert is not None
-            _fill(tensor[row.expert] if of_expert else tensor, number, files.read(theirs), row.part, model, theirs, kind)
+            _fill(
+                tensor[row.expert] if of_expert else tensor,
+                number,
+                files.read(theirs),
+                row.part,
+                model,
+                theirs,
+                kind,
+            )
         return tensor
 
     adapters = Adapters(lora, model, read, base)
-    for ours in dict.fromkeys((*fused, *(row.ours for row in there))):  # what does not fit is told before anything is written
+    for ours in dict.fromkeys(
+        (*fused, *(row.ours for row in there))
+    ):  # what does not fit is told before anything is written
         adapters.of(ours)
     return adapters.added_to(weights)
 
@@ -198,8 +307,11 @@ def _adapters_of_gates(config: dict[str, Any], apart: bool) -> int:
     """
     given = {name: config.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
     built = _patterns({"r": 8, "lora_alpha": 8, "use_rslora": False, **config}, 2)
-    check(given in (dict.fromkeys(given, {}), built), f"{CONFIG}: rank_pattern is {given['rank_pattern']!r:.80} and alpha_pattern "
-          f"{given['alpha_pattern']!r:.80}, and only one rank is supported, or {built!r}")
+    check(
+        given in (dict.fromkeys(given, {}), built),
+        f"{CONFIG}: rank_pattern is {given['rank_pattern']!r:.80} and alpha_pattern "
+        f"{given['alpha_pattern']!r:.80}, and only one rank is supported, or {built!r}",
+    )
     return 2 if apart or given["rank_pattern"] else 1
 
 
@@ -208,28 +320,41 @@ def _fill_fused(ours: Tensor, theirs: Tensor, name: str, kind: str, lora: LoraCo
     experts, r, shape = len(ours), lora.rank, ours.shape
     rank = theirs.shape[kind == "B"] // experts
     expected = [experts * rank, shape[-1]] if kind == "A" else [shape[1:-1].numel(), rank * experts]
-    check(rank in (r, 2 * r) and list(theirs.shape) == expected, f"{name} has shape {list(theirs.shape)}, and this model needs "
-          f"{[experts * r, shape[-1]] if kind == 'A' else [expected[0], r * experts]}")
+    check(
+        rank in (r, 2 * r) and list(theirs.shape) == expected,
+        f"{name} has shape {list(theirs.shape)}, and this model needs "
+        f"{[experts * r, shape[-1]] if kind == 'A' else [expected[0], r * experts]}",
+    )
     if kind == "A":
-        ours.copy_(theirs.view(experts, -1, r, shape[-1]))  # both parts of ours have the A that theirs has once
+        ours.copy_(
+            theirs.view(experts, -1, r, shape[-1])
+        )  # both parts of ours have the A that theirs has once
         return
     matrices = theirs.view(-1, rank, experts).permute(2, 0, 1).reshape(*shape[:-1], rank)
     if rank > r:
         halves = matrices.unflatten(-1, (2, r))  # (e, 2, f, 2, r)
-        check(not halves[:, 0, :, 1].any() and not halves[:, 1, :, 0].any(), f"{name}: the gate reads the adapter of what it "
-              f"multiplies, and only two adapters of rank {r}, or one of rank {rank}, are supported")
+        check(
+            not halves[:, 0, :, 1].any() and not halves[:, 1, :, 0].any(),
+            f"{name}: the gate reads the adapter of what it "
+            f"multiplies, and only two adapters of rank {r}, or one of rank {rank}, are supported",
+        )
         matrices = torch.stack((halves[:, 0, :, 0], halves[:, 1, :, 1]), 1)
     ours.copy_(matrices)
 
 
-def _fill(ours: Tensor, number: int, theirs: Tensor, part: Part, model: ModelConfig, name: str, kind: str) -> None:
+def _fill(
+    ours: Tensor, number: int, theirs: Tensor, part: Part, model: ModelConfig, name: str, kind: str
+) -> None:
     """Copy an A or B of theirs to where it lies in ours."""
     if kind == "A":
         views, shape = [ours[number]], tuple(ours[number].shape)
     else:
         views, shape = part.arranged(ours, part.number, model)
         shape = shape[::-1] if part.arranged in TURNED else shape
-    check(tuple(theirs.shape) == tuple(shape), f"{name} has shape {list(theirs.shape)}, and this model needs {list(shape)}")
+    check(
+        tuple(theirs.shape) == tuple(shape),
+        f"{name} has shape {list(theirs.shape)}, and this model needs {list(shape)}",
+    )
     values = theirs.t() if kind == "B" and part.arranged in TURNED else theirs
     begin = 0
     for view in views:

@@ -19,13 +19,28 @@ POSITIONS = "original_max_position_embeddings"
 # names. Yarn's factor of attention has no name of ours, and the positions of dynamic stand next to rope_scaling.
 MAXIMUM, ORIGINAL = "max_position_embeddings", "rope_scaling_original_max_position_embeddings"
 SCALINGS: dict[str, dict[str, str]] = {
-    "default": {}, "linear": {"factor": "rotary_seq_len_interpolation_factor"},
+    "default": {},
+    "linear": {"factor": "rotary_seq_len_interpolation_factor"},
     "dynamic": {"factor": "rope_dynamic_factor", MAXIMUM: ORIGINAL},
-    "llama3": {"factor": "rope_scaling_factor", "low_freq_factor": "rope_scaling_low_freq_factor",
-               "high_freq_factor": "rope_scaling_high_freq_factor", POSITIONS: ORIGINAL},
-    "yarn": {"factor": "rotary_scaling_factor", POSITIONS: "yarn_original_max_position_embeddings",
-             "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "truncate": "yarn_correction_range_round_to_int"}}
-_LEFT_OUT = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}  # what it means to leave them out
+    "llama3": {
+        "factor": "rope_scaling_factor",
+        "low_freq_factor": "rope_scaling_low_freq_factor",
+        "high_freq_factor": "rope_scaling_high_freq_factor",
+        POSITIONS: ORIGINAL,
+    },
+    "yarn": {
+        "factor": "rotary_scaling_factor",
+        POSITIONS: "yarn_original_max_position_embeddings",
+        "beta_fast": "yarn_beta_fast",
+        "beta_slow": "yarn_beta_slow",
+        "truncate": "yarn_correction_range_round_to_int",
+    },
+}
+_LEFT_OUT = {
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": True,
+}  # what it means to leave them out
 LARGEST = 1e30  # of a number that is not a size
 
 
@@ -41,7 +56,12 @@ def number(config: dict[str, Any], name: str, default: float | None, whole: bool
     """A number or null of config.json, above 0. whole: a whole number. ValueError for anything else."""
     value = config.get(name, default)
     kinds = (int,) if whole else (int, float)
-    right = value is None or isinstance(value, kinds) and not isinstance(value, bool) and 0 < value < LARGEST
+    right = (
+        value is None
+        or isinstance(value, kinds)
+        and not isinstance(value, bool)
+        and 0 < value < LARGEST
+    )
     what = "a whole number" if whole else "a number"
     check(right, f"{FILE}: {name} is {value!r:.60}, not {what} above 0")
     return default if value is None else value
@@ -68,24 +88,41 @@ def _read_heads(config: dict[str, Any]) -> dict[str, Any]:
 
 def _read_new_falcon(config: dict[str, Any]) -> dict[str, Any]:
     new = config.get("new_decoder_architecture", False)
-    check(new is True, f"{FILE}: new_decoder_architecture is {new!r:.40}, and the block computes True: two norms in a layer")
+    check(
+        new is True,
+        f"{FILE}: new_decoder_architecture is {new!r:.40}, and the block computes True: two norms in a layer",
+    )
     heads = config.get("num_attention_heads")
     groups = number(config, "num_kv_heads", heads, whole=True)
     return {"group_query_attention": True, "num_query_groups": groups} if groups != heads else {}
 
 
-NEW_FALCON = Rule(_read_new_falcon, lambda model: {"new_decoder_architecture": True, "num_kv_heads": model.query_groups})
-HEADS = Rule(_read_heads, lambda model: {"num_key_value_heads": model.query_groups, "head_dim": model.kv_channels})
+NEW_FALCON = Rule(
+    _read_new_falcon,
+    lambda model: {"new_decoder_architecture": True, "num_kv_heads": model.query_groups},
+)
+HEADS = Rule(
+    _read_heads,
+    lambda model: {"num_key_value_heads": model.query_groups, "head_dim": model.kv_channels},
+)
 
 
-def rotary(share: float | None = None, kinds: Collection[str] = SCALINGS,
-           names: tuple[str, str] = ("rope_theta", "partial_rotary_factor")) -> Rule:
+def rotary(
+    share: float | None = None,
+    kinds: Collection[str] = SCALINGS,
+    names: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
+) -> Rule:
     """Rope. share: of a head that is rotated where config.json does not say it; None: whole heads only. kinds: of scaling.
 
     names: of the base and of the share, outside rope_parameters.
     """
+
     def read(config: dict[str, Any]) -> dict[str, Any]:
-        given = {ours: config[theirs] for ours, theirs in zip(("rope_theta", "partial_rotary_factor"), names) if theirs in config}
+        given = {
+            ours: config[theirs]
+            for ours, theirs in zip(("rope_theta", "partial_rotary_factor"), names)
+            if theirs in config
+        }
         return _read_rope({**config, **given}, share, kinds)
 
     def write(model: ModelConfig) -> dict[str, Any]:
@@ -95,20 +132,34 @@ def rotary(share: float | None = None, kinds: Collection[str] = SCALINGS,
     return Rule(read, write)
 
 
-def _read_rope(config: dict[str, Any], share: float | None, kinds: Collection[str]) -> dict[str, Any]:
+def _read_rope(
+    config: dict[str, Any], share: float | None, kinds: Collection[str]
+) -> dict[str, Any]:
     """rope_parameters of transformers 5, or rope_theta and rope_scaling before it."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     check(isinstance(rope, dict), f"{FILE}: rope_parameters is {rope!r:.60}, not an object")
     percent = number({**config, **rope}, "partial_rotary_factor", share or 1.0)
-    check(share or percent == 1.0, f"{FILE}: partial_rotary_factor is {percent}, and the block of this architecture rotates whole "
-          "heads")
-    values = {"position_embedding_type": ROPE, "rotary_base": float(number({**config, **rope}, "rope_theta", 10000.0)),
-              "rotary_percent": float(percent)}
+    check(
+        share or percent == 1.0,
+        f"{FILE}: partial_rotary_factor is {percent}, and the block of this architecture rotates whole "
+        "heads",
+    )
+    values = {
+        "position_embedding_type": ROPE,
+        "rotary_base": float(number({**config, **rope}, "rope_theta", 10000.0)),
+        "rotary_percent": float(percent),
+    }
     kind = rope.get("rope_type", rope.get("type", "default"))
-    check(kind in kinds, f"{FILE}: rope_scaling has type {kind!r:.40}, and the block computes {' or '.join(kinds)}")
+    check(
+        kind in kinds,
+        f"{FILE}: rope_scaling has type {kind!r:.40}, and the block computes {' or '.join(kinds)}",
+    )
     maximum = config.get(MAXIMUM)
     positions = config.get(POSITIONS, rope.get(POSITIONS, maximum))  # as transformers has it
-    return {**values, **_read_scaling(kind, {**_LEFT_OUT, **rope, POSITIONS: positions, MAXIMUM: maximum})}
+    return {
+        **values,
+        **_read_scaling(kind, {**_LEFT_OUT, **rope, POSITIONS: positions, MAXIMUM: maximum}),
+    }
 
 
 def _read_scaling(kind: str, rope: dict[str, Any]) -> dict[str, Any]:
@@ -117,13 +168,25 @@ def _read_scaling(kind: str, rope: dict[str, Any]) -> dict[str, Any]:
     for name, ours in SCALINGS[kind].items():
         given = rope.get(name)
         check(given is not None, f"{FILE}: rope_scaling of type {kind} has no {name}")
-        check(name != "truncate" or isinstance(given, bool), f"{FILE}: truncate is {given!r:.60}, not bool")
+        check(
+            name != "truncate" or isinstance(given, bool),
+            f"{FILE}: truncate is {given!r:.60}, not bool",
+        )
         size = name in (POSITIONS, MAXIMUM)
-        values[ours] = given if name == "truncate" else number(rope, name, None, True) if size else float(number(rope, name, None))
+        values[ours] = (
+            given
+            if name == "truncate"
+            else number(rope, name, None, True)
+            if size
+            else float(number(rope, name, None))
+        )
     if kind == "llama3":
         values["use_rope_scaling"] = True
     elif kind == "yarn":
-        values |= {"position_embedding_type": YARN, **_read_mscale(rope, values["rotary_scaling_factor"])}
+        values |= {
+            "position_embedding_type": YARN,
+            **_read_mscale(rope, values["rotary_scaling_factor"]),
+        }
     return values
 
 
@@ -134,20 +197,36 @@ def _read_mscale(rope: dict[str, Any], factor: float) -> dict[str, float]:
     attention = number(rope, "attention_factor", None)
     if attention is None:
         return dict(zip(("mscale", "mscale_all_dim"), map(float, both))) if None not in both else {}
-    check(factor > 1 or attention == 1, f"{FILE}: attention_factor is {attention}, and the block computes 1 with a factor of "
-          f"{factor}")
-    return {"mscale": (attention - 1) / (0.1 * math.log(factor)) if factor > 1 else 1.0, "mscale_all_dim": 0.0}
+    check(
+        factor > 1 or attention == 1,
+        f"{FILE}: attention_factor is {attention}, and the block computes 1 with a factor of "
+        f"{factor}",
+    )
+    return {
+        "mscale": (attention - 1) / (0.1 * math.log(factor)) if factor > 1 else 1.0,
+        "mscale_all_dim": 0.0,
+    }
 
 
 def _write_scaling(model: ModelConfig) -> dict[str, Any]:
     """rope_scaling of config.json, and max_position_embeddings where these are the original ones."""
-    kinds = {"yarn": model.position_embedding_type == YARN, "llama3": model.use_rope_scaling,
-             "linear": model.rotary_seq_len_interpolation_factor, "dynamic": model.rope_dynamic_factor}
+    kinds = {
+        "yarn": model.position_embedding_type == YARN,
+        "llama3": model.use_rope_scaling,
+        "linear": model.rotary_seq_len_interpolation_factor,
+        "dynamic": model.rope_dynamic_factor,
+    }
     kind = next((kind for kind, on in kinds.items() if on), None)
     if kind is None:
         return {"rope_scaling": None}
-    scaling = {"rope_type": kind, **{name: getattr(model, ours) for name, ours in SCALINGS[kind].items()}}
-    if kind == "yarn" and (model.mscale, model.mscale_all_dim) != (1.0, 0.0):  # transformers reads both or neither
+    scaling = {
+        "rope_type": kind,
+        **{name: getattr(model, ours) for name, ours in SCALINGS[kind].items()},
+    }
+    if kind == "yarn" and (model.mscale, model.mscale_all_dim) != (
+        1.0,
+        0.0,
+    ):  # transformers reads both or neither
         scaling["attention_factor"] = model.yarn_attention_factor
     original = {MAXIMUM: scaling.pop(MAXIMUM)} if MAXIMUM in scaling else {}
     return {"rope_scaling": scaling, **original}
@@ -158,6 +237,7 @@ ROTARY = rotary()
 
 def window(default: int | None) -> Rule:
     """sliding_window w: a token sees itself and w - 1 before it; null: all. default: what it means to leave the field out."""
+
     def read(config: dict[str, Any]) -> dict[str, Any]:
         given = config.get("sliding_window", default)
         size = None if given is None else number(config, "sliding_window", default, whole=True)
@@ -170,7 +250,10 @@ def window(default: int | None) -> Rule:
 def _check_layers(config: dict[str, Any], kind: str) -> None:
     """All layers attend alike."""
     kinds = sorted({*map(str, config.get("layer_types") or [kind])})
-    check(kinds == [kind], f"{FILE}: layer_types has {' and '.join(kinds)}, and the block computes {kind} in all layers")
+    check(
+        kinds == [kind],
+        f"{FILE}: layer_types has {' and '.join(kinds)}, and the block computes {kind} in all layers",
+    )
 
 
 def _read_full(config: dict[str, Any]) -> dict[str, Any]:
@@ -179,39 +262,67 @@ def _read_full(config: dict[str, Any]) -> dict[str, Any]:
 
 
 FULL_ATTENTION = Rule(_read_full, lambda model: {})
-NO_DROPOUT = Rule(lambda config: {"hidden_dropout": 0.0}, lambda model: {})  # these architectures have none between layers
+NO_DROPOUT = Rule(
+    lambda config: {"hidden_dropout": 0.0}, lambda model: {}
+)  # these architectures have none between layers
 
-SCALED_WORDS = Rule(lambda config: {"embedding_multiplier": number(config, "hidden_size", None, whole=True)**0.5}, lambda model: {})
+SCALED_WORDS = Rule(
+    lambda config: {"embedding_multiplier": number(config, "hidden_size", None, whole=True) ** 0.5},
+    lambda model: {},
+)
 MULTIPLIERS = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}
 
 
 def _read_multipliers(config: dict[str, Any]) -> dict[str, Any]:
-    return {name: float(number(config, name, 1.0)) for name in (*MULTIPLIERS, "attention_multiplier")}
+    return {
+        name: float(number(config, name, 1.0)) for name in (*MULTIPLIERS, "attention_multiplier")
+    }
 
 
-MULTIPLIED = Rule(_read_multipliers, lambda model: {
-    "attention_multiplier": model.attention_multiplier or model.kv_channels**-0.5,
-    **{name: getattr(model, name) for name in MULTIPLIERS}})
+MULTIPLIED = Rule(
+    _read_multipliers,
+    lambda model: {
+        "attention_multiplier": model.attention_multiplier or model.kv_channels**-0.5,
+        **{name: getattr(model, name) for name in MULTIPLIERS},
+    },
+)
 
 
 def no_padding(default: int) -> Rule:
     """No token that stands for padding where the vocabulary does not have the one that a missing pad_token_id means."""
-    return Rule(lambda config: {}, lambda model: {"pad_token_id": None} if (model.vocab_size or 0) <= default else {})
+    return Rule(
+        lambda config: {},
+        lambda model: {"pad_token_id": None} if (model.vocab_size or 0) <= default else {},
+    )
 
 
 def _read_experts(config: dict[str, Any]) -> dict[str, Any]:
     normalized = config.get("norm_topk_prob", False)
     check(isinstance(normalized, bool), f"{FILE}: norm_topk_prob is {normalized!r:.60}, not bool")
-    names = [name for name in ("num_experts", "num_local_experts") if name in config]  # transformers 5 writes either
+    names = [
+        name for name in ("num_experts", "num_local_experts") if name in config
+    ]  # transformers 5 writes either
     check(bool(names), f"{FILE} has no num_experts")
-    return {"num_experts": number(config, names[0], None, whole=True), "moe_router_pre_softmax": not normalized}
+    return {
+        "num_experts": number(config, names[0], None, whole=True),
+        "moe_router_pre_softmax": not normalized,
+    }
 
 
-EXPERTS = Rule(_read_experts, lambda model: {"num_experts": model.num_experts, "norm_topk_prob": not model.moe_router_pre_softmax})
+EXPERTS = Rule(
+    _read_experts,
+    lambda model: {
+        "num_experts": model.num_experts,
+        "norm_topk_prob": not model.moe_router_pre_softmax,
+    },
+)
 
 
 def _read_sparse_layers(config: dict[str, Any]) -> dict[str, Any]:
-    layers, dense = number(config, "num_hidden_layers", None, whole=True) or 0, config.get("mlp_only_layers") or []
+    layers, dense = (
+        number(config, "num_hidden_layers", None, whole=True) or 0,
+        config.get("mlp_only_layers") or [],
+    )
     step = number(config, "decoder_sparse_step", 1, whole=True)
     right = isinstance(dense, list) and all(type(layer) is int for layer in dense)
     check(right, f"{FILE}: mlp_only_layers is {dense!r:.60}, not a list of layers")
@@ -220,7 +331,10 @@ def _read_sparse_layers(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_sparse_layers(model: ModelConfig) -> dict[str, Any]:
-    return {"decoder_sparse_step": 1, "mlp_only_layers": [layer for layer, mlp in enumerate(model.mlps) if mlp != "experts"]}
+    return {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer, mlp in enumerate(model.mlps) if mlp != "experts"],
+    }
 
 
 SPARSE_LAYERS = Rule(_read_sparse_layers, _write_sparse_layers)

@@ -22,7 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint.manifest import CARRIED, FOLDER_FILES, existing_iteration, iteration_path, read_manifest
+from ..checkpoint.manifest import (
+    CARRIED,
+    FOLDER_FILES,
+    existing_iteration,
+    iteration_path,
+    read_manifest,
+)
 from ..checkpoint.save import Description, save_alone
 from ..checkpoint.shards import WEIGHT, Search, Shard, check_model, read_shards
 from ..checkpoint.tensor_files import write_tensors
@@ -54,7 +60,9 @@ class Adapters:
     def parts(self, name: str) -> tuple[str, ...]:
         """Names of the adapters of the weight with this global name; none where it has none."""
         linear, kind = name.split(".")[-2:]
-        return self.lora.parts(linear, self.model) if linear in MATRICES and kind == "weight" else ()
+        return (
+            self.lora.parts(linear, self.model) if linear in MATRICES and kind == "weight" else ()
+        )
 
     def of(self, name: str) -> tuple[Tensor, Tensor]:
         """A (p, r, in), of experts (e, p, r, in), and B with the rows of the weight and r columns."""
@@ -72,7 +80,9 @@ class Adapters:
 
     def added_to(self, weights: Weights) -> Weights:
         """The weights of the model with the adapters in them."""
-        return replace(weights, read=lambda name: self.merged(name, weights.read(name)), adapters=self)
+        return replace(
+            weights, read=lambda name: self.merged(name, weights.read(name)), adapters=self
+        )
 
 
 @dataclass(frozen=True)
@@ -94,17 +104,31 @@ class Weights:
     @property
     def precision(self) -> str:
         """What a run of these weights computes in: "fp32" only where all of them are."""
-        return next((name for name, dtype in DTYPES.items() if dtype in self.dtypes.values() and name != "fp32"), "fp32")
+        return next(
+            (
+                name
+                for name, dtype in DTYPES.items()
+                if dtype in self.dtypes.values() and name != "fp32"
+            ),
+            "fp32",
+        )
 
     def cast(self, dtype: torch.dtype | None) -> Weights:
         """The same in another dtype; None: as they are."""
         if dtype is None:
             return self
-        return replace(self, dtypes=dict.fromkeys(self.dtypes, dtype), read=lambda name: self.read(name).to(dtype))
+        return replace(
+            self,
+            dtypes=dict.fromkeys(self.dtypes, dtype),
+            read=lambda name: self.read(name).to(dtype),
+        )
 
     def like(self) -> dict[str, Tensor]:
         """Every weight's shape and dtype, by name: tensors of any shape on the meta device."""
-        return {name: torch.empty(shape, dtype=self.dtypes[name], device="meta") for name, shape in shapes(self.model).items()}
+        return {
+            name: torch.empty(shape, dtype=self.dtypes[name], device="meta")
+            for name, shape in shapes(self.model).items()
+        }
 
 
 def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -114,7 +138,11 @@ def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def specs(model: ModelConfig, lora: LoraConfig = NO_ADAPTERS) -> dict[str, ParameterSpec]:
     """What every weight of the model, and of its adapters, is by global name, in its order, the vocabulary without padding."""
-    run = RunConfig(model=replace(model, make_vocab_size_divisible_by=1), batch=BatchConfig(micro_batch_size=1), lora=lora)
+    run = RunConfig(
+        model=replace(model, make_vocab_size_divisible_by=1),
+        batch=BatchConfig(micro_batch_size=1),
+        lora=lora,
+    )
     stage = Stage(run, Grid(1, 1, 1).groups(SoloComm()), Ops.build())
     return {spec.name: spec for spec in map(spec_of, stage.parameters())}
 
@@ -127,13 +155,18 @@ def adapter_shapes(model: ModelConfig, lora: LoraConfig) -> dict[str, tuple[int,
 def check_elements(path: Path, spec: ParameterSpec, found: int) -> None:
     """ValueError unless a checkpoint in `path` has as many elements of a weight as it needs; a vocabulary may be padded."""
     needed = torch.Size(spec.shape).numel()
-    check(found == needed or spec.name in VOCABULARY and found > needed, f"{path}: {spec.name} has {found} elements, and its shape "
-          f"{list(spec.shape)} has {needed}")
+    check(
+        found == needed or spec.name in VOCABULARY and found > needed,
+        f"{path}: {spec.name} has {found} elements, and its shape {list(spec.shape)} has {needed}",
+    )
 
 
 def check_rest(path: Path, rest: set[str]) -> None:
     """ValueError where tensors of a checkpoint are left that no weight is made of."""
-    check(not rest, f"{path} holds {len(rest)} tensors that the block does not have, such as {sorted(rest)[:1]}")
+    check(
+        not rest,
+        f"{path} holds {len(rest)} tensors that the block does not have, such as {sorted(rest)[:1]}",
+    )
 
 
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
@@ -153,7 +186,12 @@ def place_of(name: str) -> tuple[str, str]:
     return place, kind
 
 
-_LAYOUT = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "data_parallel_size": 1, "zero_shards": 1}
+_LAYOUT = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "data_parallel_size": 1,
+    "zero_shards": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -188,15 +226,21 @@ def open_own(directory: str, iteration: int | None = None) -> Weights:
         model, adapts = run.model, manifest["state"].get("lora")
         path = iteration_path(Path(directory), found)
         if adapts is not None:
-            return _open_adapted(_reader(path, manifest, adapter_shapes(model, run.lora)), run, manifest, adapts)
+            return _open_adapted(
+                _reader(path, manifest, adapter_shapes(model, run.lora)), run, manifest, adapts
+            )
         read = _reader(path, manifest, shapes(model))
     except ValueError as error:
         raise ValueError(f"{prefix}{error}") from error
     carried = Path(directory) / CARRIED
-    return Weights(model, read.dtypes, read, carried if carried.is_dir() else None, manifest["config"])
+    return Weights(
+        model, read.dtypes, read, carried if carried.is_dir() else None, manifest["config"]
+    )
 
 
-def _open_adapted(read: _Reader, run: RunConfig, manifest: dict[str, Any], adapts: dict[str, Any]) -> Weights:
+def _open_adapted(
+    read: _Reader, run: RunConfig, manifest: dict[str, Any], adapts: dict[str, Any]
+) -> Weights:
     """The model that adapters name, with them in it."""
     base, step = adapts["base"], adapts["base_iteration"]
     check(Path(base).is_dir(), f"holds adapters of the model in {base}, which is not there")
@@ -208,7 +252,9 @@ def _open_adapted(read: _Reader, run: RunConfig, manifest: dict[str, Any], adapt
 
 def _reader(path: Path, manifest: dict[str, Any], wanted: dict[str, tuple[int, ...]]) -> _Reader:
     """The pieces of each weight, from the records of all files."""
-    files: dict[str, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(lambda: {"shards": []}))
+    files: dict[str, dict[str, dict[str, Any]]] = defaultdict(
+        lambda: defaultdict(lambda: {"shards": []})
+    )
     dtypes: dict[str, torch.dtype] = {}
     for file, entry in manifest["files"].items():
         for record in entry["shards"]:
@@ -230,20 +276,36 @@ def save_own(weights: Weights, directory: Path, adapters: Adapters | None = None
 
     adapters: write these instead.
     """
-    config = {"model": {**asdict(weights.model), "make_vocab_size_divisible_by": 1},
-              "precision": asdict(precision_of(weights))}
-    state = {"progress": {"iteration": 0, "consumed_samples": 0}, "scaler": {}, "optimizer_steps": 0, "weights_only": True}
+    config = {
+        "model": {**asdict(weights.model), "make_vocab_size_divisible_by": 1},
+        "precision": asdict(precision_of(weights)),
+    }
+    state = {
+        "progress": {"iteration": 0, "consumed_samples": 0},
+        "scaler": {},
+        "optimizer_steps": 0,
+        "weights_only": True,
+    }
     if adapters is not None:
         config["lora"], state["lora"] = asdict(adapters.lora), dict(adapters.base)
-        like = {name: torch.empty(shape, device="meta") for name, shape in adapter_shapes(weights.model, adapters.lora).items()}
+        like = {
+            name: torch.empty(shape, device="meta")
+            for name, shape in adapter_shapes(weights.model, adapters.lora).items()
+        }
         weights = replace(weights, dtypes=dict.fromkeys(like, torch.float32), read=adapters.read)
     else:
         like = weights.like()
     layout: dict[str, int | str] = {**_LAYOUT, "pipeline_split": str(weights.model.num_layers)}
-    save_alone(directory, lambda path: dict(_write_parts(weights, like, path)), Description(0, layout, config, state))
+    save_alone(
+        directory,
+        lambda path: dict(_write_parts(weights, like, path)),
+        Description(0, layout, config, state),
+    )
 
 
-def _write_parts(weights: Weights, like: dict[str, Tensor], path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _write_parts(
+    weights: Weights, like: dict[str, Tensor], path: Path
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Write the files; yields names and entries."""
     parts: dict[int, dict[str, Tensor]] = defaultdict(dict)
     layers = weights.model.num_layers
@@ -252,8 +314,15 @@ def _write_parts(weights: Weights, like: dict[str, Tensor], path: Path) -> Itera
         parts[0 if layer is None else 1 + layer // each][name] = tensor
     for number, part in parts.items():
         file = f"part_{number:05d}.safetensors"
-        entry = write_tensors(path / file, {WEIGHT + name: tensor for name, tensor in part.items()},
-                              lambda key: weights.read(key.removeprefix(WEIGHT)))
-        records = [Shard(WEIGHT + name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), tuple(tensor.shape)).record()
-                   for name, tensor in part.items()]
+        entry = write_tensors(
+            path / file,
+            {WEIGHT + name: tensor for name, tensor in part.items()},
+            lambda key: weights.read(key.removeprefix(WEIGHT)),
+        )
+        records = [
+            Shard(
+                WEIGHT + name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), tuple(tensor.shape)
+            ).record()
+            for name, tensor in part.items()
+        ]
         yield file, {**entry, "shards": records}

@@ -47,11 +47,16 @@ def round_up(value: int, multiple: int) -> int:
 def padded_vocab_size(model: ModelConfig, tp: int) -> int:
     """--padded-vocab-size, or the vocabulary rounded up to a multiple of --make-vocab-size-divisible-by x tensor-parallel size."""
     if model.padded_vocab_size:
-        check(model.padded_vocab_size % tp == 0, f"--padded-vocab-size {model.padded_vocab_size} is not divisible by "
-              f"--tensor-model-parallel-size {tp}: change one of them")
+        check(
+            model.padded_vocab_size % tp == 0,
+            f"--padded-vocab-size {model.padded_vocab_size} is not divisible by "
+            f"--tensor-model-parallel-size {tp}: change one of them",
+        )
         return model.padded_vocab_size
     if model.vocab_size is None:
-        raise ValueError("the vocabulary size is unknown: pass --vocab-size, or the files of a tokenizer")
+        raise ValueError(
+            "the vocabulary size is unknown: pass --vocab-size, or the files of a tokenizer"
+        )
     return round_up(model.vocab_size, model.make_vocab_size_divisible_by * tp)
 
 
@@ -62,14 +67,24 @@ def zero_shards(run: RunConfig, layout: Layout) -> int:
 
 # Records: what one rank does per micro-batch -----------------------------------------------------------------------------------
 
+
 def _norm(name: str, run: RunConfig, tp: int) -> Record:
-    part, rows = NORMS[run.model.normalization], tokens_per_microbatch(run) // sequence_parts(run, tp)
+    part, rows = (
+        NORMS[run.model.normalization],
+        tokens_per_microbatch(run) // sequence_parts(run, tp),
+    )
     parameters = part.vectors * run.model.hidden_size
-    return Record(name=name, parameters=parameters, replicated=parameters,
-                  saved_bytes=residual_bytes(run, tp) + part.statistics * rows * FP32_BYTES)
+    return Record(
+        name=name,
+        parameters=parameters,
+        replicated=parameters,
+        saved_bytes=residual_bytes(run, tp) + part.statistics * rows * FP32_BYTES,
+    )
 
 
-ATTENTION_BACKWARD_SHARE = 2.5  # of forward's matmuls: S and dP are computed again, dQ, dK and dV are new
+ATTENTION_BACKWARD_SHARE = (
+    2.5  # of forward's matmuls: S and dP are computed again, dQ, dK and dV are new
+)
 
 
 def causal_attention_flops(heads: int, s: int, d: int, window: int | None = None) -> float:
@@ -95,33 +110,73 @@ def document_length(run: RunConfig) -> int:
 
 def _attention(run: RunConfig, tp: int, way: str) -> Record:
     model, cp, each = run.model, run.parallel.context_parallel_size, document_length(run)
-    rows, d = tokens_per_microbatch(run) * (model.num_attention_heads // tp), model.kv_channels  # rows: of all heads
+    rows, d = (
+        tokens_per_microbatch(run) * (model.num_attention_heads // tp),
+        model.kv_channels,
+    )  # rows: of all heads
     flops = 4 * rows * each * d  # Q K^T and P V over the full square, as Megatron counts it
     heads_exchanged = cp > 1 and way == A2A
-    side = each if cp == 1 or way == A2A else min(each, model.seq_length // (2 * cp))  # of the squares that are computed at once
+    side = (
+        each if cp == 1 or way == A2A else min(each, model.seq_length // (2 * cp))
+    )  # of the squares that are computed at once
     # Kept: qkv, the context (also the projection's input, unless ranks exchange heads for rows), the logarithm of each row's sum.
-    saved = qkv_bytes(run, tp, way) + context_bytes(run, tp) * (1 + heads_exchanged) + softmax_bytes(run, tp)
+    saved = (
+        qkv_bytes(run, tp, way)
+        + context_bytes(run, tp) * (1 + heads_exchanged)
+        + softmax_bytes(run, tp)
+    )
     forward, backward = attention_messages(run, tp, way)
-    return Record(name="attention", gemm=(side, side, d), gemm_count=-(-rows * each // side**2), flops_forward=flops,
-                  flops_backward=2 * flops, seen=seen_share(each, model.window), dropout=model.attention_dropout > 0,
-                  saved_bytes=saved, forward=forward, backward=backward)
+    return Record(
+        name="attention",
+        gemm=(side, side, d),
+        gemm_count=-(-rows * each // side**2),
+        flops_forward=flops,
+        flops_backward=2 * flops,
+        seen=seen_share(each, model.window),
+        dropout=model.attention_dropout > 0,
+        saved_bytes=saved,
+        forward=forward,
+        backward=backward,
+    )
 
 
 def _rotary(run: RunConfig, tp: int, way: str) -> tuple[Record, ...]:
     """What happens to queries and keys before attention; their norm needs them as they were, turning them back does not."""
     model, saved, together = run.model, qkv_bytes(run, tp, way), run.model.qk_layernorm_all_heads
     heads = (model.num_attention_heads + model.query_groups) // tp
-    if model.normalization == "LayerNorm" or together:  # queries and keys alone, and the mean and deviation of each head, or of all
+    if (
+        model.normalization == "LayerNorm" or together
+    ):  # queries and keys alone, and the mean and deviation of each head, or of all
         numbers = 2 if together else 2 * heads
-        saved = tokens_per_microbatch(run) * (heads * model.kv_channels * element_bytes(run) + numbers * FP32_BYTES)
-    weights = (heads if together else 2) * NORMS[model.normalization].vectors * model.kv_channels * model.qk_layernorm
-    return (Record(name="rotary", parameters=weights, replicated=weights, of_heads=weights,
-                   saved_bytes=saved * model.qk_layernorm),) if model.turns_queries else ()
+        saved = tokens_per_microbatch(run) * (
+            heads * model.kv_channels * element_bytes(run) + numbers * FP32_BYTES
+        )
+    weights = (
+        (heads if together else 2)
+        * NORMS[model.normalization].vectors
+        * model.kv_channels
+        * model.qk_layernorm
+    )
+    return (
+        (
+            Record(
+                name="rotary",
+                parameters=weights,
+                replicated=weights,
+                of_heads=weights,
+                saved_bytes=saved * model.qk_layernorm,
+            ),
+        )
+        if model.turns_queries
+        else ()
+    )
 
 
 def core_bytes(run: RunConfig, tp: int) -> int:
     """What selective recompute does without: of softmax, and of queries and keys before their norm."""
-    return softmax_bytes(run, tp) + sum(record.saved_bytes for record in _rotary(run, tp, typical_way(run)))
+    return softmax_bytes(run, tp) + sum(
+        record.saved_bytes for record in _rotary(run, tp, typical_way(run))
+    )
 
 
 def softmax_bytes(run: RunConfig, tp: int) -> int:
@@ -130,7 +185,9 @@ def softmax_bytes(run: RunConfig, tp: int) -> int:
 
 
 @lru_cache(maxsize=64)  # a search asks for the same again and again
-def layer_records(run: RunConfig, tp: int, mlp: str | None = None, way: str | None = None) -> tuple[Record, ...]:
+def layer_records(
+    run: RunConfig, tp: int, mlp: str | None = None, way: str | None = None
+) -> tuple[Record, ...]:
     """The operations of one transformer layer. What is saved is what the C++ kernels keep: gelu(x) is computed again from x.
 
     mlp: the row of MLPS that the layer has; None: experts in a model with any, which then stand for its few dense layers as well.
@@ -138,56 +195,117 @@ def layer_records(run: RunConfig, tp: int, mlp: str | None = None, way: str | No
     """
     way = way or typical_way(run)
     model, kept, around = run.model, residual_bytes(run, tp), MatmulCollectives.from_run(run, tp)
-    h, rows, qkv, context = model.hidden_size, tokens_per_microbatch(run), model.qkv_width // tp, model.context_width // tp
+    h, rows, qkv, context = (
+        model.hidden_size,
+        tokens_per_microbatch(run),
+        model.qkv_width // tp,
+        model.context_width // tp,
+    )
     bias, mlp_norm = not model.disable_bias_linear, _norm("pre_mlp_layernorm", run, tp)
     column, row = (around.into, around.into_backward), (around.out, around.out_backward, h * bias)
-    return adapted(run, tp, (
-        _norm("input_layernorm", run, tp),
-        linear("linear_qkv", rows, qkv, h, qkv * model.qkv_bias, kept, *column),
-        *_rotary(run, tp, way),
-        _attention(run, tp, way),
-        linear("linear_proj", rows, h, context, h * bias, 0, *row),
-        replace(mlp_norm, saved_bytes=mlp_norm.saved_bytes - residual_bytes(run, tp) * model.parallel_residual),  # the same input
-        *(expert_records(run, tp) if (mlp or typical_mlp(model)) == "experts" else _dense_mlp(run, tp)),
-    ))
+    return adapted(
+        run,
+        tp,
+        (
+            _norm("input_layernorm", run, tp),
+            linear("linear_qkv", rows, qkv, h, qkv * model.qkv_bias, kept, *column),
+            *_rotary(run, tp, way),
+            _attention(run, tp, way),
+            linear("linear_proj", rows, h, context, h * bias, 0, *row),
+            replace(
+                mlp_norm,
+                saved_bytes=mlp_norm.saved_bytes
+                - residual_bytes(run, tp) * model.parallel_residual,
+            ),  # the same input
+            *(
+                expert_records(run, tp)
+                if (mlp or typical_mlp(model)) == "experts"
+                else _dense_mlp(run, tp)
+            ),
+        ),
+    )
 
 
 def _dense_mlp(run: RunConfig, tp: int) -> tuple[Record, ...]:
     model, around = run.model, MatmulCollectives.from_run(run, tp)
-    h, f, rows, bias = model.hidden_size, model.ffn_hidden_size // tp, tokens_per_microbatch(run), not model.disable_bias_linear
+    h, f, rows, bias = (
+        model.hidden_size,
+        model.ffn_hidden_size // tp,
+        tokens_per_microbatch(run),
+        not model.disable_bias_linear,
+    )
     fc1 = model.fc1_widths * f
-    return (linear("linear_fc1", rows, fc1, h, fc1 * bias, residual_bytes(run, tp), around.into, around.into_backward),
-            Record(name=model.activation, saved_bytes=rows * fc1 * element_bytes(run)),
-            linear("linear_fc2", rows, h, f, h * bias, 0, around.out, around.out_backward, h * bias))
+    return (
+        linear(
+            "linear_fc1",
+            rows,
+            fc1,
+            h,
+            fc1 * bias,
+            residual_bytes(run, tp),
+            around.into,
+            around.into_backward,
+        ),
+        Record(name=model.activation, saved_bytes=rows * fc1 * element_bytes(run)),
+        linear("linear_fc2", rows, h, f, h * bias, 0, around.out, around.out_backward, h * bias),
+    )
 
 
 def layer_parameters(run: RunConfig, tp: int) -> tuple[int, ...]:
     """Parameters of every layer that one rank holds."""
-    sizes = {mlp: sum(record.parameters for record in layer_records(run, tp, mlp)) for mlp in set(run.model.mlps)}
+    sizes = {
+        mlp: sum(record.parameters for record in layer_records(run, tp, mlp))
+        for mlp in set(run.model.mlps)
+    }
     return tuple(sizes[mlp] for mlp in run.model.mlps)
 
 
 def recomputed_records(run: RunConfig, tp: int, last: bool) -> list[Record]:
     """What full recompute repeats of a layer; of the last of a group not the matmul whose result alone nobody reads again."""
-    return [r for r in layer_records(run, tp) if not (last and r.name in ("linear_fc2", "experts_sum"))]
+    return [
+        r for r in layer_records(run, tp) if not (last and r.name in ("linear_fc2", "experts_sum"))
+    ]
 
 
 def embedding_records(run: RunConfig, tp: int) -> list[Record]:
     """Word embedding, and positions where they are learned (first stage)."""
-    model, vocabulary, around = run.model, padded_vocab_size(run.model, tp) // tp, MatmulCollectives.from_run(run, tp)
-    words = Record(name="word_embeddings", parameters=vocabulary * model.hidden_size, forward=around.out,
-                   backward=around.out_backward)
+    model, vocabulary, around = (
+        run.model,
+        padded_vocab_size(run.model, tp) // tp,
+        MatmulCollectives.from_run(run, tp),
+    )
+    words = Record(
+        name="word_embeddings",
+        parameters=vocabulary * model.hidden_size,
+        forward=around.out,
+        backward=around.out_backward,
+    )
     positions = model.max_position_embeddings * model.hidden_size
-    learned = (Record(name="position_embeddings", parameters=positions, replicated=positions),) * model.learned_positions
+    learned = (
+        Record(name="position_embeddings", parameters=positions, replicated=positions),
+    ) * model.learned_positions
     return [*adapted(run, tp, (words, *learned))]
 
 
 def head_records(run: RunConfig, tp: int, tied: bool) -> list[Record]:
     """Final norm, logits and loss (last stage). tied: a weight that is tied is the embedding's own tensor, and not counted."""
-    model, vocabulary, around = run.model, padded_vocab_size(run.model, tp) // tp, MatmulCollectives.from_run(run, tp)
+    model, vocabulary, around = (
+        run.model,
+        padded_vocab_size(run.model, tp) // tp,
+        MatmulCollectives.from_run(run, tp),
+    )
     rows = tokens_per_microbatch(run)
     # The head keeps its whole input, which becomes its gradient at once: nothing is gathered again in backward.
-    logits = linear("logits", rows, vocabulary, model.hidden_size, 0, activation_bytes(run), around.into, around.into_backward[-1:])
+    logits = linear(
+        "logits",
+        rows,
+        vocabulary,
+        model.hidden_size,
+        0,
+        activation_bytes(run),
+        around.into,
+        around.into_backward[-1:],
+    )
     logits = replace(logits, parameters=0) if tied and model.tied else logits
     loss = Record(name="cross_entropy", forward=3 * all_reduce(rows * FP32_BYTES, tp))
     return [*adapted(run, tp, (_norm("final_layernorm", run, tp), logits, loss))]
@@ -208,7 +326,11 @@ def part_sizes(run: RunConfig, placement: Placement) -> tuple[int, ...]:
         return even_cut(layers, placement)
     layer, head = layer_and_head_flops(run)
     sizes = stage_sizes(run)
-    return balanced_cut(layers, placement, layer, head) if sizes is None else cut_of_stages(sizes, placement, layer, head)
+    return (
+        balanced_cut(layers, placement, layer, head)
+        if sizes is None
+        else cut_of_stages(sizes, placement, layer, head)
+    )
 
 
 def part_layers(run: RunConfig, placement: Placement, part: int) -> range:
@@ -244,15 +366,22 @@ def part_recompute_groups(run: RunConfig, part: int) -> list[range]:
     return recompute_groups(layers, training.recompute_method, training.recompute_num_layers)
 
 
-def part_records(run: RunConfig, layout: Layout, placement: Placement, part: int) -> Iterator[tuple[str, Record]]:
+def part_records(
+    run: RunConfig, layout: Layout, placement: Placement, part: int
+) -> Iterator[tuple[str, Record]]:
     """(place, record) of everything that a part of the model does for one micro-batch; place: embedding, layer or head."""
     layers = part_layers(run, placement, part)
     for layer in layers:
-        yield from (("layer", r) for r in layer_records(run, layout.tp, run.model.mlps[layer], context_ways(run)[layer]))
+        yield from (
+            ("layer", r)
+            for r in layer_records(run, layout.tp, run.model.mlps[layer], context_ways(run)[layer])
+        )
     yield from end_records(run, layout, placement, part)
 
 
-def end_records(run: RunConfig, layout: Layout, placement: Placement, part: int) -> Iterator[tuple[str, Record]]:
+def end_records(
+    run: RunConfig, layout: Layout, placement: Placement, part: int
+) -> Iterator[tuple[str, Record]]:
     """Those of `part_records` that are not in layers."""
     if part == 0:
         yield from (("embedding", r) for r in embedding_records(run, layout.tp))
@@ -276,7 +405,9 @@ def part_parameters(run: RunConfig, layout: Layout, placement: Placement, part: 
 
 def stage_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
     """Parameters that one rank of stage `stage` holds."""
-    return sum(part_parameters(run, layout, placement(run), part) for part in stage_parts(run, stage))
+    return sum(
+        part_parameters(run, layout, placement(run), part) for part in stage_parts(run, stage)
+    )
 
 
 def parameters(run: RunConfig) -> int:
@@ -289,16 +420,27 @@ def active_parameters(run: RunConfig) -> int:
     model, layers = run.model, run.model.mlps.count("experts")
     if not layers or model.num_experts is None:
         return parameters(run)
-    experts = sum(r.parameters for r in layer_records(replace(run, parallel=ParallelConfig()), 1, "experts") if r.grouped)
-    return parameters(run) - layers * experts * (model.num_experts - model.moe_router_topk) // model.num_experts
+    experts = sum(
+        r.parameters
+        for r in layer_records(replace(run, parallel=ParallelConfig()), 1, "experts")
+        if r.grouped
+    )
+    return (
+        parameters(run)
+        - layers * experts * (model.num_experts - model.moe_router_topk) // model.num_experts
+    )
 
 
 # FLOPs of an iteration: three named kinds ----------------------------------------------------------------------------------------
 
+
 def _recompute_fraction(run: RunConfig) -> float:
     """Share of the layers that full recompute runs twice."""
     parts = range(placement(run).parts)
-    return sum(len(group) for part in parts for group in part_recompute_groups(run, part)) / run.model.num_layers
+    return (
+        sum(len(group) for part in parts for group in part_recompute_groups(run, part))
+        / run.model.num_layers
+    )
 
 
 def _rank_flops(run: RunConfig, tp: int = 1) -> tuple[float, float]:
@@ -313,7 +455,10 @@ def _rank_flops(run: RunConfig, tp: int = 1) -> tuple[float, float]:
 
 def layer_flops(run: RunConfig) -> tuple[float, float]:
     """FLOPs of one sample's forward in the mean layer: (of linear layers, of attention over the full square)."""
-    (linear, attention), samples = _rank_flops(run), tokens_per_microbatch(run) / run.model.seq_length  # of a rank
+    (linear, attention), samples = (
+        _rank_flops(run),
+        tokens_per_microbatch(run) / run.model.seq_length,
+    )  # of a rank
     return linear / samples, attention / samples
 
 
@@ -331,7 +476,9 @@ def hardware_flops(run: RunConfig, global_batch_size: int, squares: int | None =
     c = 72 + 24 * _recompute_fraction(run)
     logits = c / 16 * model.seq_length * model.hidden_size * padded_vocab_size(model, tp)
     again = attention if run.training.recompute_granularity == "selective" else 0.0
-    return global_batch_size * (model.num_layers * (c / 24 * (linear + attention) + again) + logits - frozen_flops(run))
+    return global_batch_size * (
+        model.num_layers * (c / 24 * (linear + attention) + again) + logits - frozen_flops(run)
+    )
 
 
 def parameter_flops(run: RunConfig, global_batch_size: int, *, replicas: bool = False) -> float:
@@ -341,8 +488,15 @@ def parameter_flops(run: RunConfig, global_batch_size: int, *, replicas: bool = 
     tensor-parallel ranks hold in common (layer norms, some biases) counts TP times: 0.025 % more at h 13824 and TP 8.
     """
     parallel = replace(run.parallel, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
-    tp, pp = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) if replicas else (1, 0)
-    counted = tp * (sum(layer_parameters(replace(run, parallel=parallel), tp)) + pp * _norm("final_layernorm", run, tp).parameters)
+    tp, pp = (
+        (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
+        if replicas
+        else (1, 0)
+    )
+    counted = tp * (
+        sum(layer_parameters(replace(run, parallel=parallel), tp))
+        + pp * _norm("final_layernorm", run, tp).parameters
+    )
     return (6 + 2 * _recompute_fraction(run)) * counted * run.model.seq_length * global_batch_size
 
 
@@ -350,11 +504,18 @@ def model_flops(run: RunConfig, global_batch_size: int) -> float:
     """FLOPs an iteration cannot avoid: no recompute, attention of the pairs that see each other, logits 6 s h v per sample."""
     model, (linear, attention) = run.model, layer_flops(run)
     layer = 3 * (linear + attention * seen_share(document_length(run), model.window))
-    logits = 6 * model.seq_length * model.hidden_size * padded_vocab_size(model, run.parallel.tensor_model_parallel_size)
+    logits = (
+        6
+        * model.seq_length
+        * model.hidden_size
+        * padded_vocab_size(model, run.parallel.tensor_model_parallel_size)
+    )
     return float(global_batch_size * (model.num_layers * layer + logits - frozen_flops(run)))
 
 
 def frozen_flops(run: RunConfig) -> float:
     """FLOPs of one sample's weight gradients that a run of adapters does not compute, that of the logits' weight included."""
     records = (*layer_records(run, 1) * run.model.num_layers, *head_records(run, 1, tied=False))
-    return sum(r.flops_forward for r in records if r.frozen) / (tokens_per_microbatch(run) / run.model.seq_length)
+    return sum(r.flops_forward for r in records if r.frozen) / (
+        tokens_per_microbatch(run) / run.model.seq_length
+    )

@@ -60,12 +60,30 @@ class Record:
     adapts: bool = False
 
 
-def linear(name: str, rows: int, outputs: int, inputs: int, bias: int, saved: int, forward: tuple[Collective, ...],
-            backward: tuple[Collective, ...], replicated: int = 0) -> Record:
+def linear(
+    name: str,
+    rows: int,
+    outputs: int,
+    inputs: int,
+    bias: int,
+    saved: int,
+    forward: tuple[Collective, ...],
+    backward: tuple[Collective, ...],
+    replicated: int = 0,
+) -> Record:
     """A matmul of the forward, of rows (rows, inputs), and the two of its gradients."""
     flops = 2 * rows * outputs * inputs
-    return Record(name=name, parameters=outputs * inputs + bias, gemm=(rows, outputs, inputs), flops_forward=flops,
-                  flops_backward=2 * flops, saved_bytes=saved, replicated=replicated, forward=forward, backward=backward)
+    return Record(
+        name=name,
+        parameters=outputs * inputs + bias,
+        gemm=(rows, outputs, inputs),
+        flops_forward=flops,
+        flops_backward=2 * flops,
+        saved_bytes=saved,
+        replicated=replicated,
+        forward=forward,
+        backward=backward,
+    )
 
 
 def tokens_per_microbatch(run: RunConfig) -> int:
@@ -90,7 +108,11 @@ def qkv_bytes(run: RunConfig, tp: int, way: str | None = None) -> int:
     way: of --cp-comm-type; None: the typical one.
     """
     model, groups = run.model, run.model.query_groups // tp
-    copies = group_copies(groups, run.parallel.context_parallel_size) if (way or typical_way(run)) == A2A else 1
+    copies = (
+        group_copies(groups, run.parallel.context_parallel_size)
+        if (way or typical_way(run)) == A2A
+        else 1
+    )
     width = (model.num_attention_heads // tp + 2 * groups * copies) * model.kv_channels
     return tokens_per_microbatch(run) * width * element_bytes(run)
 
@@ -115,13 +137,18 @@ def runs_of(rank: int, ranks: int, s: int) -> list[range]:
 
 def seen_keys(queries: range, keys: range, window: int | None) -> range:
     """Those of `keys` that one of the queries sees in one document; none where the range ends before it begins."""
-    return range(max(keys.start, queries.start + 1 - window) if window else keys.start, min(keys.stop, queries.stop))
+    return range(
+        max(keys.start, queries.start + 1 - window) if window else keys.start,
+        min(keys.stop, queries.stop),
+    )
 
 
 def span(runs: Iterable[range]) -> range:
     """From the first to the last of all runs that are not empty."""
     full = [run for run in runs if run]
-    return range(min(run.start for run in full), max(run.stop for run in full)) if full else range(0)
+    return (
+        range(min(run.start for run in full), max(run.stop for run in full)) if full else range(0)
+    )
 
 
 @lru_cache(maxsize=64)
@@ -131,12 +158,23 @@ def keys_passed(s: int, ranks: int, window: int | None) -> tuple[tuple[int, int]
     A rank needs of every part of another one what its own queries see.
     """
     runs = [runs_of(rank, ranks, s) for rank in range(ranks)]
-    table = [[sum(len(span(seen_keys(own, keys, window) for own in runs[rank])) for keys in runs[source]) * (rank != source)
-              for source in range(ranks)] for rank in range(ranks)]
+    table = [
+        [
+            sum(
+                len(span(seen_keys(own, keys, window) for own in runs[rank]))
+                for keys in runs[source]
+            )
+            * (rank != source)
+            for source in range(ranks)
+        ]
+        for rank in range(ranks)
+    ]
     return tuple((sum(row[rank] for row in table), sum(table[rank])) for rank in range(ranks))
 
 
-def attention_messages(run: RunConfig, tp: int, way: str) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+def attention_messages(
+    run: RunConfig, tp: int, way: str
+) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
     """What ranks of a sequence send each other for attention, forward and backward; of p2p the most that a rank sends.
 
     a2a: rows for heads before it, heads for rows after it. allgather: keys and values of all ranks, also in backward, where their
@@ -146,13 +184,19 @@ def attention_messages(run: RunConfig, tp: int, way: str) -> tuple[tuple[Collect
     if cp == 1:
         return (), ()
     if way == A2A:
-        exchanges = tuple(Collective("all_to_all", "cp", size) for size in (qkv_bytes(run, tp, way), context_bytes(run, tp)))
+        exchanges = tuple(
+            Collective("all_to_all", "cp", size)
+            for size in (qkv_bytes(run, tp, way), context_bytes(run, tp))
+        )
         return exchanges, exchanges[::-1]
     if way == ALLGATHER:
         gather = Collective("all_gather", "cp", elements * element_bytes(run))
         return (gather,), (gather, Collective("reduce_scatter", "cp", cp * elements * FP32_BYTES))
     each = elements * cp // run.model.seq_length  # of a key of all samples
-    sent, got = (max(row) * each // (cp - 1) for row in zip(*keys_passed(run.model.seq_length, cp, run.model.window)))
+    sent, got = (
+        max(row) * each // (cp - 1)
+        for row in zip(*keys_passed(run.model.seq_length, cp, run.model.window))
+    )
     keys = (Collective("send", "cp", sent * element_bytes(run)),) * (cp - 1)
     return keys, (*keys, *(Collective("send", "cp", got * FP32_BYTES),) * (cp - 1))
 
@@ -180,7 +224,11 @@ def key_working_bytes(run: RunConfig, tp: int) -> int:
     own, low = key_elements(run, tp), element_bytes(run)
     gathered = low + FP32_BYTES + cp * (low + 2 * FP32_BYTES)
     passed = 2 * low + FP32_BYTES + (cp - 1) * 3 * FP32_BYTES // 2
-    around = 2 * activation_bytes(run) + context_bytes(run, tp) + qkv_bytes(run, tp, P2P) // low * FP32_BYTES
+    around = (
+        2 * activation_bytes(run)
+        + context_bytes(run, tp)
+        + qkv_bytes(run, tp, P2P) // low * FP32_BYTES
+    )
     return around + own * (gathered if ALLGATHER in ways else passed)
 
 
@@ -220,7 +268,10 @@ class MatmulCollectives:
         whole = activation_bytes(run) if whole is None else whole
         if sequence_parts(run, tp) == 1:
             return MatmulCollectives((), all_reduce(whole, tp), all_reduce(whole, tp), ())
-        gather, scatter = Collective("all_gather", "tp", whole // tp), Collective("reduce_scatter", "tp", whole)
+        gather, scatter = (
+            Collective("all_gather", "tp", whole // tp),
+            Collective("reduce_scatter", "tp", whole),
+        )
         return MatmulCollectives((gather,), (gather, scatter), (scatter,), (gather,))
 
 
@@ -233,11 +284,14 @@ def recompute_groups(layers: int, method: str, number: int) -> list[range]:
 
 # Adapters (`nn.adapters`) ---------------------------------------------------------------------------------------------------------
 
+
 def adapted(run: RunConfig, tp: int, records: tuple[Record, ...]) -> tuple[Record, ...]:
     """The records where adapters alone are trained: without the weight gradients of others, and with the adapters' own matmuls."""
     if not run.lora.on:
         return records
-    return tuple(each for record in records for each in (_frozen(run, record), *_adapters(run, tp, record)))
+    return tuple(
+        each for record in records for each in (_frozen(run, record), *_adapters(run, tp, record))
+    )
 
 
 def _frozen(run: RunConfig, record: Record) -> Record:
@@ -250,8 +304,16 @@ def _frozen(run: RunConfig, record: Record) -> Record:
         kept = 0
     again = _linear_name(record) in (QKV, FC1)
     backward = record.backward[-1:] if again else record.backward  # the input is not gathered again
-    return replace(record, replicated=0, of_heads=0, divided=0, saved_bytes=kept, backward=backward, frozen=matmul,
-                   flops_backward=record.flops_forward if matmul else record.flops_backward)
+    return replace(
+        record,
+        replicated=0,
+        of_heads=0,
+        divided=0,
+        saved_bytes=kept,
+        backward=backward,
+        frozen=matmul,
+        flops_backward=record.flops_forward if matmul else record.flops_backward,
+    )
 
 
 def _linear_name(record: Record) -> str:
@@ -270,27 +332,54 @@ def _adapters(run: RunConfig, tp: int, record: Record) -> tuple[Record, ...]:
     kept = rows * width * element_bytes(run)
     around = MatmulCollectives.from_run(run, tp, kept)
     if record.grouped:
-        down, up = (linear(f"{name}_lora_{kind}", rows, *sizes, 0, 0, (), ()) for kind, sizes in (("A", (width, inputs)),
-                                                                                                ("B", (outputs, width))))
-        return (_of_experts(run, tp, record, down, width * inputs, not split),
-                _of_experts(run, tp, record, up, outputs * rank, split))
+        down, up = (
+            linear(f"{name}_lora_{kind}", rows, *sizes, 0, 0, (), ())
+            for kind, sizes in (("A", (width, inputs)), ("B", (outputs, width)))
+        )
+        return (
+            _of_experts(run, tp, record, down, width * inputs, not split),
+            _of_experts(run, tp, record, up, outputs * rank, split),
+        )
     if split:
         down = linear(f"{name}_lora_A", rows, width, inputs, 0, 0, around.out, around.out_backward)
         up = linear(f"{name}_lora_B", rows // part, outputs, width, 0, kept // part, (), ())
-        return replace(down, adapts=True), replace(up, parameters=outputs * rank, replicated=outputs * rank, adapts=True)
-    down = linear(f"{name}_lora_A", rows // part, width, inputs, 0, 0, around.into, around.into_backward[-1:], width * inputs)
+        return replace(down, adapts=True), replace(
+            up, parameters=outputs * rank, replicated=outputs * rank, adapts=True
+        )
+    down = linear(
+        f"{name}_lora_A",
+        rows // part,
+        width,
+        inputs,
+        0,
+        0,
+        around.into,
+        around.into_backward[-1:],
+        width * inputs,
+    )
     up = linear(f"{name}_lora_B", rows, outputs, width, 0, kept, (), ())
     return replace(down, adapts=True), replace(up, parameters=outputs * rank, adapts=True)
 
 
-def _of_experts(run: RunConfig, tp: int, experts: Record, matmul: Record, elements: int, whole: bool) -> Record:
+def _of_experts(
+    run: RunConfig, tp: int, experts: Record, matmul: Record, elements: int, whole: bool
+) -> Record:
     """That of an expert's adapters as the matmul of all. elements: of the matrix; whole: ranks that share an expert all have it."""
     count, divided = experts.gemm_count, bool(experts.divided)
     shares = not divided or (run.parallel.expert_tensor_parallel_size or tp) > 1
     size, common = elements * count, elements * count * (whole and shares)
-    return replace(matmul, gemm_count=count, grouped=True, parameters=size, divided=size * divided, replicated=common,
-                   of_heads=common, flops_forward=matmul.flops_forward * count, flops_backward=matmul.flops_backward * count,
-                   adapts=True)
+    return replace(
+        matmul,
+        gemm_count=count,
+        grouped=True,
+        parameters=size,
+        divided=size * divided,
+        replicated=common,
+        of_heads=common,
+        flops_forward=matmul.flops_forward * count,
+        flops_backward=matmul.flops_backward * count,
+        adapts=True,
+    )
 
 
 def cache_slots(model: ModelConfig, positions: int) -> int:
@@ -301,5 +390,7 @@ def cache_slots(model: ModelConfig, positions: int) -> int:
 def cache_bytes(run: RunConfig, samples: int, positions: int, layers: int, tp: int) -> int:
     """Bytes of the keys and values of that many samples on a rank with `layers` layers."""
     model = run.model
-    elements = samples * cache_slots(model, positions) * model.query_groups // tp * model.kv_channels
+    elements = (
+        samples * cache_slots(model, positions) * model.query_groups // tp * model.kv_channels
+    )
     return 2 * layers * elements * element_bytes(run)

@@ -57,7 +57,9 @@ BF16_BYTES = 2
 
 def bucket_minimum(run: RunConfig, dp: int) -> int:
     """Elements that a bucket has at least: where nothing is reduced, each unit is a bucket."""
-    return run.parallel.ddp_bucket_size or (max(BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_RANK * dp) if dp > 1 else 1)
+    return run.parallel.ddp_bucket_size or (
+        max(BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_RANK * dp) if dp > 1 else 1
+    )
 
 
 def cut(units: Sequence[int], minimum: int, tied: bool) -> list[range]:
@@ -73,7 +75,9 @@ def cut(units: Sequence[int], minimum: int, tied: bool) -> list[range]:
             start = i + 1
     if start < end:
         buckets.append(range(start, end))
-    if len(buckets) > 1 and not sum(units[buckets[-1].start : end]):  # the last units have nothing that is trained
+    if len(buckets) > 1 and not sum(
+        units[buckets[-1].start : end]
+    ):  # the last units have nothing that is trained
         last = buckets.pop()
         buckets[-1] = range(buckets[-1].start, last.stop)
     return [*buckets, range(end, len(units))] if tied else buckets
@@ -87,30 +91,52 @@ def holds_tied_copy(run: RunConfig, stage: int) -> bool:
 
 def adapter_parameters(run: RunConfig, tp: int) -> tuple[int, ...]:
     """Parameters of every layer's adapters on one rank."""
-    sizes = {mlp: sum(record.parameters for record in layer_records(run, tp, mlp) if record.adapts) for mlp in set(run.model.mlps)}
+    sizes = {
+        mlp: sum(record.parameters for record in layer_records(run, tp, mlp) if record.adapts)
+        for mlp in set(run.model.mlps)
+    }
     return tuple(sizes[mlp] for mlp in run.model.mlps)
 
 
 def frozen_elements(run: RunConfig, layout: Layout, stage: int) -> int:
     """Parameters of one rank that are not trained."""
-    return stage_parameters(run, layout, stage) - sum(stage_units(run, layout, stage)) if run.lora.on else 0
+    return (
+        stage_parameters(run, layout, stage) - sum(stage_units(run, layout, stage))
+        if run.lora.on
+        else 0
+    )
 
 
 def stage_units(run: RunConfig, layout: Layout, stage: int) -> list[int]:
     """Elements of each unit of a stage, in the order in which backward finishes them; a tied copy is the last. Trained ones."""
-    tp, tied, numbers = layout.tp, holds_tied_copy(run, stage), [n for c in reversed(stage_layers(run, stage)) for n in reversed(c)]
+    tp, tied, numbers = (
+        layout.tp,
+        holds_tied_copy(run, stage),
+        [n for c in reversed(stage_layers(run, stage)) for n in reversed(c)],
+    )
     first, last = placement(run).owner(0)[0], placement(run).last_stage
     if run.lora.on:
         of_layer = adapter_parameters(run, tp)
-        return [*[0] * (stage == last), *(of_layer[layer] for layer in numbers), *[0] * (stage == first)]
+        return [
+            *[0] * (stage == last),
+            *(of_layer[layer] for layer in numbers),
+            *[0] * (stage == first),
+        ]
     head = sum(r.parameters for r in head_records(run, tp, tied=True))
     table = padded_vocab_size(run.model, tp) // tp * run.model.hidden_size
     embedding = sum(r.parameters for r in embedding_records(run, tp)) - table * tied
     of_layer = layer_parameters(run, tp)
-    return [*[head] * (stage == last), *(of_layer[layer] for layer in numbers), *[embedding] * (stage == first), *[table] * tied]
+    return [
+        *[head] * (stage == last),
+        *(of_layer[layer] for layer in numbers),
+        *[embedding] * (stage == first),
+        *[table] * tied,
+    ]
 
 
-def bucket_units(run: RunConfig, layout: Layout, stage: int, units: list[int] | None = None) -> list[range]:
+def bucket_units(
+    run: RunConfig, layout: Layout, stage: int, units: list[int] | None = None
+) -> list[range]:
     """The units of each bucket. units: those of `stage_units`, where they are known."""
     units = stage_units(run, layout, stage) if units is None else units
     return cut(units, bucket_minimum(run, layout.replicas), holds_tied_copy(run, stage))
@@ -123,14 +149,31 @@ def bucket_sizes(run: RunConfig, layout: Layout, stage: int) -> tuple[tuple[int,
     Both are padded so that every part is aligned that one of the ranks with the same elements updates. Divided experts of the same
     units are a bucket of their own.
     """
-    where, of_mlp = placement(run), {mlp: sum(r.divided for r in layer_records(run, layout.tp, mlp)) for mlp in set(run.model.mlps)}
-    layers = [of_mlp[run.model.mlps[layer]] for chunk in reversed(stage_layers(run, stage)) for layer in reversed(chunk)]
-    units, experts = stage_units(run, layout, stage), [*[0] * (stage == where.last_stage), *layers, 0, 0]
+    where, of_mlp = (
+        placement(run),
+        {
+            mlp: sum(r.divided for r in layer_records(run, layout.tp, mlp))
+            for mlp in set(run.model.mlps)
+        },
+    )
+    layers = [
+        of_mlp[run.model.mlps[layer]]
+        for chunk in reversed(stage_layers(run, stage))
+        for layer in reversed(chunk)
+    ]
+    units, experts = (
+        stage_units(run, layout, stage),
+        [*[0] * (stage == where.last_stage), *layers, 0, 0],
+    )
     sizes = []
     for bucket in bucket_units(run, layout, stage, units):
         divided = sum(experts[i] for i in bucket)
-        sizes.append((round_up(sum(units[i] for i in bucket) - divided, layout.replicas * FLAT_ALIGNMENT),
-                      round_up(divided, layout.edp * FLAT_ALIGNMENT)))
+        sizes.append(
+            (
+                round_up(sum(units[i] for i in bucket) - divided, layout.replicas * FLAT_ALIGNMENT),
+                round_up(divided, layout.edp * FLAT_ALIGNMENT),
+            )
+        )
     return tuple(sizes)
 
 
@@ -141,17 +184,29 @@ def bucket_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
 
 def part_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
     """Elements of what a rank updates: of each bucket, or with ZeRO-1 its part of each. Divided experts follow the others."""
-    sizes, of_experts = bucket_sizes(run, layout, stage), layout.edp if run.parallel.zero_stage else 1
-    return [others // zero_shards(run, layout) for others, _ in sizes] + [divided // of_experts for _, divided in sizes]
+    sizes, of_experts = (
+        bucket_sizes(run, layout, stage),
+        layout.edp if run.parallel.zero_stage else 1,
+    )
+    return [others // zero_shards(run, layout) for others, _ in sizes] + [
+        divided // of_experts for _, divided in sizes
+    ]
 
 
 def _second_moment_of_muon(run: RunConfig, layout: Layout, stage: int) -> int:
     """Elements of the second moment on the rank of a stage that holds most: Muon's matrices, which lie first, have none."""
-    shards, layers = zero_shards(run, layout), [layer for chunk in reversed(stage_layers(run, stage)) for layer in reversed(chunk)]
+    shards, layers = (
+        zero_shards(run, layout),
+        [layer for chunk in reversed(stage_layers(run, stage)) for layer in reversed(chunk)],
+    )
     matrices, head = matrix_elements(run, layout.tp), int(stage == placement(run).last_stage)
     elements = 0
-    for size, units in zip(bucket_elements(run, layout, stage), bucket_units(run, layout, stage), strict=True):
-        without = sum(matrices[layers[unit - head]] for unit in units if head <= unit < head + len(layers))
+    for size, units in zip(
+        bucket_elements(run, layout, stage), bucket_units(run, layout, stage), strict=True
+    ):
+        without = sum(
+            matrices[layers[unit - head]] for unit in units if head <= unit < head + len(layers)
+        )
         elements += min(size // shards, size - without)
     return elements
 
@@ -160,9 +215,14 @@ def moment_bytes(run: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
     """Bytes of both moments on a rank, and of what a checkpoint holds of them: those of 8 bits are saved in FP32."""
     optimizer, parts = run.optimizer, part_elements(run, layout, stage)
     if optimizer.exp_avg_dtype == "int8":
-        return sum(2 * (n + FP32_BYTES * -(-n // MOMENT_BLOCK)) for n in parts), 2 * FP32_BYTES * sum(parts)
+        return sum(
+            2 * (n + FP32_BYTES * -(-n // MOMENT_BLOCK)) for n in parts
+        ), 2 * FP32_BYTES * sum(parts)
     second = _second_moment_of_muon(run, layout, stage) if optimizer.muon else sum(parts)
-    held = sum(parts) * MOMENT_BYTES[optimizer.exp_avg_dtype] + second * MOMENT_BYTES[optimizer.exp_avg_sq_dtype]
+    held = (
+        sum(parts) * MOMENT_BYTES[optimizer.exp_avg_dtype]
+        + second * MOMENT_BYTES[optimizer.exp_avg_sq_dtype]
+    )
     return int(held), int(held)
 
 
@@ -181,32 +241,48 @@ def gradient_collectives(run: RunConfig, layout: Layout, stage: int) -> list[Col
     collectives, size = [], gradient_bytes(run)
     if holds_tied_copy(run, stage):
         vocabulary = padded_vocab_size(run.model, layout.tp) // layout.tp
-        collectives.append(Collective("all_reduce", "embedding", vocabulary * run.model.hidden_size * size))
+        collectives.append(
+            Collective("all_reduce", "embedding", vocabulary * run.model.hidden_size * size)
+        )
     parts = sequence_parts(run, layout.tp) > 1
-    if partial := sum(r.replicated if parts else r.of_heads for _, r in stage_records(run, layout, stage)) * (layout.tp > 1):
-        collectives.append(Collective("all_reduce", "tp", partial * FP32_BYTES))  # every rank's, of its part of sequence or heads
+    if partial := sum(
+        r.replicated if parts else r.of_heads for _, r in stage_records(run, layout, stage)
+    ) * (layout.tp > 1):
+        collectives.append(
+            Collective("all_reduce", "tp", partial * FP32_BYTES)
+        )  # every rank's, of its part of sequence or heads
     for others, divided in bucket_sizes(run, layout, stage):
         collectives += _bucket_collectives(run, "dp", layout.replicas, others)
         collectives += _bucket_collectives(run, "edp", layout.edp, divided)
     return collectives
 
 
-def _bucket_collectives(run: RunConfig, group: str, replicas: int, elements: int) -> list[Collective]:
+def _bucket_collectives(
+    run: RunConfig, group: str, replicas: int, elements: int
+) -> list[Collective]:
     """Of a bucket of so many elements that `replicas` ranks hold alike."""
     size = gradient_bytes(run)
     if replicas == 1 or not elements:
         return []
     if not run.parallel.zero_stage:
         return [Collective("all_reduce", group, elements * size)]
-    return [Collective("reduce_scatter", group, elements * size),
-            Collective("all_gather", group, elements // replicas * element_bytes(run))]
+    return [
+        Collective("reduce_scatter", group, elements * size),
+        Collective("all_gather", group, elements // replicas * element_bytes(run)),
+    ]
 
 
 # Memory at the peak --------------------------------------------------------------------------------------------------------------
 
-LOGITS_MIN_BYTES, LOGITS_SHARE = 36 << 20, 4  # FP32 logits held at once: this, or this share of what the layers keep
+LOGITS_MIN_BYTES, LOGITS_SHARE = (
+    36 << 20,
+    4,
+)  # FP32 logits held at once: this, or this share of what the layers keep
 LOGITS_MAX_ROWS = 1024  # more rows are not faster
-INDEX_SAMPLE_BYTES, INDEX_MAX_BYTES = 16, 128 << 20  # of the data's index on a reader: of a sample, with its documents; and at most
+INDEX_SAMPLE_BYTES, INDEX_MAX_BYTES = (
+    16,
+    128 << 20,
+)  # of the data's index on a reader: of a sample, with its documents; and at most
 
 
 @dataclass(frozen=True)
@@ -225,7 +301,15 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.saving - self.reused
+        return (
+            self.weights
+            + self.gradients
+            + self.optimizer
+            + self.activations
+            + self.logits
+            + self.saving
+            - self.reused
+        )
 
 
 def data_index_bytes(run: RunConfig, samples: int) -> int:
@@ -239,14 +323,18 @@ def layer_saved_bytes(run: RunConfig, tp: int) -> int:
     return sum(r.saved_bytes for r in layer_records(run, tp)) - spared
 
 
-def part_kept_bytes(run: RunConfig, tp: int, layers: int, groups: Sequence[range]) -> tuple[int, int]:
+def part_kept_bytes(
+    run: RunConfig, tp: int, layers: int, groups: Sequence[range]
+) -> tuple[int, int]:
     """What `layers` layers keep of one micro-batch from forward to backward, and what backward holds in addition for recompute.
 
     groups: of layers that are recomputed together. The layers that are not come last, so backward has freed them by then.
     """
     per_layer, plain = layer_saved_bytes(run, tp), layers - sum(map(len, groups))
     again = max(map(len, groups), default=0)
-    return len(groups) * residual_bytes(run, tp) + plain * per_layer, max(0, again - plain) * per_layer
+    return len(groups) * residual_bytes(run, tp) + plain * per_layer, max(
+        0, again - plain
+    ) * per_layer
 
 
 def weight_input_bytes(run: RunConfig, tp: int) -> int:
@@ -283,14 +371,22 @@ def _attention_bytes(run: RunConfig, tp: int, threads: int, way: str) -> int:
     elif cp > 1:
         queries = model.seq_length // (2 * cp)
         keys = queries if way == P2P else keys
-    share, sums = heads // groups, min(round_up(keys, ATTENTION_BLOCK) // ATTENTION_BLOCK, QUERY_SUMS)
+    share, sums = (
+        heads // groups,
+        min(round_up(keys, ATTENTION_BLOCK) // ATTENTION_BLOCK, QUERY_SUMS),
+    )
     wanted = max(2, min(16, threads))
     if max(queries, keys) > LONG_SEQUENCE:
         wanted = min(wanted, -(-threads // sums))
     groups_at_once = min(-(-wanted // share), groups * run.batch.micro_batch_size)
     heads_at_once = wanted if share > wanted else groups_at_once * share
-    of_query, of_key = (round_up(rows, ATTENTION_BLOCK) * model.kv_channels for rows in (queries, keys))
-    of_head, of_group = (4 + sums) * of_query + 2 * queries + 2 * of_key * (share > 1), of_key * (3 if share > 1 else 1)
+    of_query, of_key = (
+        round_up(rows, ATTENTION_BLOCK) * model.kv_channels for rows in (queries, keys)
+    )
+    of_head, of_group = (
+        (4 + sums) * of_query + 2 * queries + 2 * of_key * (share > 1),
+        of_key * (3 if share > 1 else 1),
+    )
     return FP32_BYTES * (heads_at_once * of_head + groups_at_once * of_group)
 
 
@@ -302,20 +398,44 @@ def inner_bytes(run: RunConfig, tp: int) -> int:
 def live_bytes(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held]) -> int:
     """What a stage's layers hold at the fullest of the moments of its schedule."""
     parts = stage_parts(run, stage)
-    return chunks_live_bytes(run, layout.tp, [pipeline_split(run)[part] for part in parts],
-                             [part_recompute_groups(run, part) for part in parts], held)
+    return chunks_live_bytes(
+        run,
+        layout.tp,
+        [pipeline_split(run)[part] for part in parts],
+        [part_recompute_groups(run, part) for part in parts],
+        held,
+    )
 
 
-def chunks_live_bytes(run: RunConfig, tp: int, layers: Sequence[int], groups: Sequence[Sequence[range]],
-                      held: Sequence[Held]) -> int:
+def chunks_live_bytes(
+    run: RunConfig,
+    tp: int,
+    layers: Sequence[int],
+    groups: Sequence[Sequence[range]],
+    held: Sequence[Held],
+) -> int:
     """`live_bytes` of chunks of so many layers, of which `groups` are recomputed together.
 
     What is recomputed becomes, layer by layer, what a split backward leaves for its second half, which is more.
     """
-    kept, again = zip(*(part_kept_bytes(run, tp, *chunk) for chunk in zip(layers, groups, strict=True)), strict=True)
+    kept, again = zip(
+        *(part_kept_bytes(run, tp, *chunk) for chunk in zip(layers, groups, strict=True)),
+        strict=True,
+    )
     waiting = [count * weight_input_bytes(run, tp) for count in layers]
-    return max((sum(n * bytes for n, bytes in zip((*moment.activations, *moment.weight_inputs), (*kept, *waiting), strict=True))
-                + (0 if any(moment.weight_inputs) else max(again)) for moment in held), default=0)
+    return max(
+        (
+            sum(
+                n * bytes
+                for n, bytes in zip(
+                    (*moment.activations, *moment.weight_inputs), (*kept, *waiting), strict=True
+                )
+            )
+            + (0 if any(moment.weight_inputs) else max(again))
+            for moment in held
+        ),
+        default=0,
+    )
 
 
 def working_bytes(run: RunConfig, tp: int) -> int:
@@ -325,15 +445,23 @@ def working_bytes(run: RunConfig, tp: int) -> int:
     """
     whole, widths = activation_bytes(run), 4 if run.parallel.tp_comm_overlap and tp > 1 else 2
     inner = 3 if run.lora.of_mlps(run.model) else 1  # what adapters add is made apart
-    of_mlp = widths * whole + inner * inner_bytes(run, tp) + (pair_working_bytes(run, tp) if run.model.num_experts else 0)
+    of_mlp = (
+        widths * whole
+        + inner * inner_bytes(run, tp)
+        + (pair_working_bytes(run, tp) if run.model.num_experts else 0)
+    )
     return max(of_mlp, key_working_bytes(run, tp))
 
 
 def posted_bytes(run: RunConfig, tp: int, stage: int) -> int:
     """Memory of the receives that a stage has posted ahead, from each neighbour of each of its chunks."""
     where, ahead = placement(run), receives_ahead(run.parallel.schedule)
-    neighbours = [where.neighbour(stage, chunk, step) for chunk in range(where.chunks) for step in (-1, 1)]
-    return ahead * sum(n is not None and n[0] != stage for n in neighbours) * residual_bytes(run, tp)
+    neighbours = [
+        where.neighbour(stage, chunk, step) for chunk in range(where.chunks) for step in (-1, 1)
+    ]
+    return (
+        ahead * sum(n is not None and n[0] != stage for n in neighbours) * residual_bytes(run, tp)
+    )
 
 
 def logits_rows(run: RunConfig, layout: Layout) -> int:
@@ -344,8 +472,15 @@ def logits_rows(run: RunConfig, layout: Layout) -> int:
     """
     vocabulary = padded_vocab_size(run.model, layout.tp) // layout.tp
     rows, free = tokens_per_microbatch(run), run.training.recompute_part_layers is not None
-    kept = sum(part_kept_bytes(run, layout.tp, pipeline_split(run)[part], () if free else part_recompute_groups(run, part))[0]
-               for part in stage_parts(run, placement(run).last_stage))
+    kept = sum(
+        part_kept_bytes(
+            run,
+            layout.tp,
+            pipeline_split(run)[part],
+            () if free else part_recompute_groups(run, part),
+        )[0]
+        for part in stage_parts(run, placement(run).last_stage)
+    )
     budget = max(LOGITS_MIN_BYTES, kept // LOGITS_SHARE)
     chunks = max(-(-rows * vocabulary * FP32_BYTES // budget), -(-rows // LOGITS_MAX_ROWS))
     return -(-rows // chunks)
@@ -361,7 +496,9 @@ def reused_bytes(run: RunConfig, layout: Layout, stage: int, live: int) -> int:
     sizes, layers = bucket_elements(run, layout, stage), sum(map(len, stage_layers(run, stage)))
     head, tied_first = int(stage == placement(run).last_stage), run.model.tied and layout.pp == 1
     peak, taken = 0, sizes[-1] * tied_first
-    for index, (size, units) in enumerate(zip(sizes, bucket_units(run, layout, stage), strict=True)):
+    for index, (size, units) in enumerate(
+        zip(sizes, bucket_units(run, layout, stage), strict=True)
+    ):
         taken += size * (not tied_first or index < len(sizes) - 1)
         left = layers - min(max(units.start - head, 0), layers)
         peak = max(peak, FP32_BYTES * taken + live * left // layers)
@@ -372,19 +509,44 @@ def stage_memory(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held
     """Memory of one rank of `stage`. held: what its schedule holds at the moments that may need most (`schedule.held`)."""
     elements, sharded = flat_elements(run, layout, stage), sum(part_elements(run, layout, stage))
     low = 0 if run.precision.name == "fp32" else 2
-    outside = sum(r.saved_bytes for part in stage_parts(run, stage) for _, r in end_records(run, layout, placement(run), part))
-    logits = logits_rows(run, layout) * padded_vocab_size(run.model, layout.tp) // layout.tp * (FP32_BYTES + low)  # with gradients
+    outside = sum(
+        r.saved_bytes
+        for part in stage_parts(run, stage)
+        for _, r in end_records(run, layout, placement(run), part)
+    )
+    logits = (
+        logits_rows(run, layout)
+        * padded_vocab_size(run.model, layout.tp)
+        // layout.tp
+        * (FP32_BYTES + low)
+    )  # with gradients
     logits = logits if stage == placement(run).last_stage else 0
-    working = max(working_bytes(run, layout.tp), outside + logits) - logits  # the head works when no layer does
-    sent = BF16_BYTES if run.parallel.grad_reduce_in_bf16 and layout.replicas > 1 else 0  # copies, of all buckets at worst
+    working = (
+        max(working_bytes(run, layout.tp), outside + logits) - logits
+    )  # the head works when no layer does
+    sent = (
+        BF16_BYTES if run.parallel.grad_reduce_in_bf16 and layout.replicas > 1 else 0
+    )  # copies, of all buckets at worst
     moments, in_file = moment_bytes(run, layout, stage)
     saved = sharded * FP32_BYTES + (0 if run.output.no_save_optim else in_file)
-    widened = in_file - moments + (sharded * FP32_BYTES if low and not run.masters else 0)  # what a checkpoint holds in FP32
-    saving = (saved if run.output.save and run.output.async_save else 0) + (widened if run.output.save else 0)
+    widened = (
+        in_file - moments + (sharded * FP32_BYTES if low and not run.masters else 0)
+    )  # what a checkpoint holds in FP32
+    saving = (saved if run.output.save and run.output.async_save else 0) + (
+        widened if run.output.save else 0
+    )
     packed = 1.5 if run.system.splits_fp32 else 1.0  # three BF16 numbers for one of FP32
-    copies, live = 1 + 2 * packed * run.system.cache_packed_weights, live_bytes(run, layout, stage, held)
+    copies, live = (
+        1 + 2 * packed * run.system.cache_packed_weights,
+        live_bytes(run, layout, stage, held),
+    )
     held_weights = elements + frozen_elements(run, layout, stage)
-    return Memory(weights=int(copies * held_weights) * (low or FP32_BYTES), gradients=elements * (FP32_BYTES + sent),
-                  optimizer=moments + (sharded * FP32_BYTES if run.masters else 0),
-                  activations=live + posted_bytes(run, layout.tp, stage) + working, logits=logits, saving=saving,
-                  reused=reused_bytes(run, layout, stage, live))
+    return Memory(
+        weights=int(copies * held_weights) * (low or FP32_BYTES),
+        gradients=elements * (FP32_BYTES + sent),
+        optimizer=moments + (sharded * FP32_BYTES if run.masters else 0),
+        activations=live + posted_bytes(run, layout.tp, stage) + working,
+        logits=logits,
+        saving=saving,
+        reused=reused_bytes(run, layout, stage, live),
+    )

@@ -54,8 +54,14 @@ def of_run(run: RunConfig, microbatches: int) -> Schedule:
     name = run.parallel.schedule
     if name not in SPLITS_BACKWARD:
         return Schedule(name, placement(run), microbatches)
-    return Schedule(name, placement(run), microbatches, split_costs(run), split_costs(run, reduced=True),
-                    run.parallel.zero_bubble_max_pending_backward)
+    return Schedule(
+        name,
+        placement(run),
+        microbatches,
+        split_costs(run),
+        split_costs(run, reduced=True),
+        run.parallel.zero_bubble_max_pending_backward,
+    )
 
 
 def lists_of(run: RunConfig, layout: Layout) -> Schedule:
@@ -70,7 +76,9 @@ def recompute_name(run: RunConfig) -> str:
         return f"{sum(training.recompute_part_layers)} of {run.model.num_layers}"
     if training.recompute_granularity != "full":
         return training.recompute_granularity or "none"
-    return f"block {training.recompute_num_layers}" if training.recompute_method == "block" else "full"
+    return (
+        f"block {training.recompute_num_layers}" if training.recompute_method == "block" else "full"
+    )
 
 
 def settled(run: RunConfig, layout: Layout, limit: float) -> tuple[RunConfig, list[str]]:
@@ -85,8 +93,16 @@ def choice_line(run: RunConfig, limit: float) -> str:
     if run.training.recompute_part_layers is None:
         return within + "none"
     stages = range(run.parallel.pipeline_model_parallel_size)
-    return within + "of the layers of each stage" + ", chunk by chunk" * (placement(run).chunks > 1) + ", " + "; ".join(
-        f"{stage}: {' '.join(str(again) for again in layers_again(run, stage))}" for stage in stages)
+    return (
+        within
+        + "of the layers of each stage"
+        + ", chunk by chunk" * (placement(run).chunks > 1)
+        + ", "
+        + "; ".join(
+            f"{stage}: {' '.join(str(again) for again in layers_again(run, stage))}"
+            for stage in stages
+        )
+    )
 
 
 def layers_again(run: RunConfig, stage: int) -> list[int]:
@@ -109,22 +125,31 @@ def with_recompute(run: RunConfig, layout: Layout, limit: float, holds: StageHol
     if not any(numbers.values()):
         return run
     layers = tuple(numbers.values())
-    return replace(run, training=replace(run.training, recompute_granularity="full", recompute_part_layers=layers))
+    return replace(
+        run,
+        training=replace(run.training, recompute_granularity="full", recompute_part_layers=layers),
+    )
 
 
-def fewest(run: RunConfig, layout: Layout, stage: int, limit: float, held: Sequence[Held]) -> tuple[int, ...]:
+def fewest(
+    run: RunConfig, layout: Layout, stage: int, limit: float, held: Sequence[Held]
+) -> tuple[int, ...]:
     """Layers of each chunk of a stage that are recomputed, for a run that recomputes none so far."""
     layers = [pipeline_split(run)[part] for part in stage_parts(run, stage)]
     whole = stage_memory(run, layout, stage, held)
     if whole.total <= limit:
         return (0,) * len(layers)
-    space = limit - (whole.total + whole.reused - live_bytes(run, layout, stage, held))  # less is kept, less is reused
+    space = limit - (
+        whole.total + whole.reused - live_bytes(run, layout, stage, held)
+    )  # less is kept, less is reused
 
     def fits(count: int) -> bool:
         again = [[range(i, i + 1) for i in range(number)] for number in spread(count, layers, held)]
         return chunks_live_bytes(run, layout.tp, layers, again, held) <= space
 
-    some = range(1, sum(layers))  # each further layer takes less; all of one micro-batch take more than all but one
+    some = range(
+        1, sum(layers)
+    )  # each further layer takes less; all of one micro-batch take more than all but one
     return spread(1 + bisect_left(some, True, key=fits), layers, held)
 
 

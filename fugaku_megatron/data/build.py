@@ -18,7 +18,17 @@ from typing import TYPE_CHECKING
 
 from ..comm.agreement import on_root
 from .chat_dataset import ChatDataset, ChatFiles, check_not_chats
-from .dataset import SPLITS, BlendedDataset, Dataset, GPTDataset, TokenArrays, ValidationSets, check_tokens, normalize, shares_of
+from .dataset import (
+    SPLITS,
+    BlendedDataset,
+    Dataset,
+    GPTDataset,
+    TokenArrays,
+    ValidationSets,
+    check_tokens,
+    normalize,
+    shares_of,
+)
 from .files import read_text
 from .index_cache import IndexCache
 from .indexed import IndexedDataset
@@ -27,7 +37,9 @@ if TYPE_CHECKING:
     from ..comm.base import Comm
 
 BLEND_SURPLUS = 0.005  # Megatron's: samples built beyond a blended dataset's share
-CHECKED_AT_START = 4 * 2**20  # bytes of .bin whose token ids are checked when it is opened; later ones when they are fetched
+CHECKED_AT_START = (
+    4 * 2**20
+)  # bytes of .bin whose token ids are checked when it is opened; later ones when they are fetched
 
 Indexed = IndexedDataset | TokenArrays
 Datasets = tuple[Dataset | None, Dataset | None, Dataset | None]  # train, valid, test
@@ -57,8 +69,10 @@ class Builder:
 
     def _open(self, prefix: str) -> Indexed:
         if self.cuts_chats is not None and prefix in self.arrays:
-            raise ValueError("--sft reads the files that fugaku-megatron preprocess --chat writes, and the data is in memory: pass "
-                             "their prefix as data_path")
+            raise ValueError(
+                "--sft reads the files that fugaku-megatron preprocess --chat writes, and the data is in memory: pass "
+                "their prefix as data_path"
+            )
         if prefix in self.arrays:
             return self.arrays[prefix].measure(self.vocab_size, self.comm)
         if self.cuts_chats is None:
@@ -73,13 +87,38 @@ class Builder:
     def part(self, indexed: Indexed, name: str, documents: range) -> Callable[..., Dataset]:
         """A function of num_samples, the number of samples or None for one epoch."""
         if isinstance(indexed, ChatFiles):
-            return partial(ChatDataset, indexed, name, documents, seq_length=self.seq_length, seed=self.seed,
-                           truncate=self.cuts_chats is True, vocab_size=self.vocab_size, comm=self.comm)
-        return partial(GPTDataset, indexed, name, documents, seq_length=self.seq_length, seed=self.seed, vocab_size=self.vocab_size,
-                       max_bytes=self.max_bytes, cache=self.cache, comm=self.comm)
+            return partial(
+                ChatDataset,
+                indexed,
+                name,
+                documents,
+                seq_length=self.seq_length,
+                seed=self.seed,
+                truncate=self.cuts_chats is True,
+                vocab_size=self.vocab_size,
+                comm=self.comm,
+            )
+        return partial(
+            GPTDataset,
+            indexed,
+            name,
+            documents,
+            seq_length=self.seq_length,
+            seed=self.seed,
+            vocab_size=self.vocab_size,
+            max_bytes=self.max_bytes,
+            cache=self.cache,
+            comm=self.comm,
+        )
 
-    def blend(self, parts: Sequence[Callable[..., Dataset]], weights: Sequence[float] | None, num_samples: int | None,
-              name: str, prefix: str) -> Dataset:
+    def blend(
+        self,
+        parts: Sequence[Callable[..., Dataset]],
+        weights: Sequence[float] | None,
+        num_samples: int | None,
+        name: str,
+        prefix: str,
+    ) -> Dataset:
         """`num_samples` samples of all parts: by weight, each built with slightly more than its share, or else by their lengths.
 
         None: every sample once, which takes no weights (ValueError).
@@ -92,7 +131,9 @@ class Builder:
             return ValidationSets([part(num_samples=num_samples) for part in parts])
         if weights is None and len(parts) == 1:
             return parts[0](num_samples=num_samples)
-        blended = partial(BlendedDataset, name=name, cache=self.cache, prefix=prefix, comm=self.comm)
+        blended = partial(
+            BlendedDataset, name=name, cache=self.cache, prefix=prefix, comm=self.comm
+        )
         if weights is None:
             datasets = [part(num_samples=None) for part in parts]
             lengths = [len(dataset) for dataset in datasets]
@@ -101,28 +142,46 @@ class Builder:
             return blended(datasets, lengths, taken)
         assert num_samples is not None, "_check_unweighted has seen to it"
         shares = normalize(weights)
-        targets = [math.ceil(math.ceil(num_samples * share) * (1 + BLEND_SURPLUS)) for share in shares]
-        return blended([part(num_samples=n) for part, n in zip(parts, targets)], shares, num_samples)
+        targets = [
+            math.ceil(math.ceil(num_samples * share) * (1 + BLEND_SURPLUS)) for share in shares
+        ]
+        return blended(
+            [part(num_samples=n) for part, n in zip(parts, targets)], shares, num_samples
+        )
 
 
 def _check_unweighted(weights: Sequence[float] | None, prefix: str) -> None:
     if weights is not None:
-        raise ValueError(f"--full-validation reads every sample of the validation data once, and {prefix} has a weight: leave the "
-                         "weights of the validation data out, with --train-data-path and --valid-data-path where training has some")
+        raise ValueError(
+            f"--full-validation reads every sample of the validation data once, and {prefix} has a weight: leave the "
+            "weights of the validation data out, with --train-data-path and --valid-data-path where training has some"
+        )
 
 
 def _check_once(needed: int, available: int, name: str) -> None:
     flags = "--train-iters or --train-samples" if name == SPLITS[0] else "--eval-iters"
     if needed > available:
-        raise ValueError(f"{name} data without weights is read once, {available} samples, and the run takes {needed}: pass "
-                         f"weights, which repeat the data, or fewer {flags}")
+        raise ValueError(
+            f"{name} data without weights is read once, {available} samples, and the run takes {needed}: pass "
+            f"weights, which repeat the data, or fewer {flags}"
+        )
 
 
-def build_datasets(data_path: Sequence[str], split: str, seq_length: int, num_samples: Sequence[int | None], seed: int,
-                   vocab_size: int | None = None, comm: Comm | None = None, max_bytes: int | None = None,
-                   cache: IndexCache | None = None, legacy_split: bool = False,
-                   arrays: Mapping[str, TokenArrays] | None = None, separate_sets: bool = False,
-                   cuts_chats: bool | None = None) -> Datasets:
+def build_datasets(
+    data_path: Sequence[str],
+    split: str,
+    seq_length: int,
+    num_samples: Sequence[int | None],
+    seed: int,
+    vocab_size: int | None = None,
+    comm: Comm | None = None,
+    max_bytes: int | None = None,
+    cache: IndexCache | None = None,
+    legacy_split: bool = False,
+    arrays: Mapping[str, TokenArrays] | None = None,
+    separate_sets: bool = False,
+    cuts_chats: bool | None = None,
+) -> Datasets:
     """(train, valid, test) of --data-path and --split, for `num_samples` = (train, valid, test) samples.
 
     max_bytes: of memory that the order of a dataset's samples may take (None: any). cache: where indices are kept. arrays,
@@ -131,42 +190,82 @@ def build_datasets(data_path: Sequence[str], split: str, seq_length: int, num_sa
     With `comm` rank 0 alone checks the .idx files and builds the indices, and all ranks map them; all of its ranks must call.
     Raises ValueError on every rank.
     """
-    builder = Builder(seq_length, seed, vocab_size, comm, max_bytes, cache, arrays or {}, separate_sets, cuts_chats)
+    builder = Builder(
+        seq_length,
+        seed,
+        vocab_size,
+        comm,
+        max_bytes,
+        cache,
+        arrays or {},
+        separate_sets,
+        cuts_chats,
+    )
     prefixes, weights = parse_data_path(data_path)
     shares = parse_split(split)
     opened = builder.open(prefixes)
     built: list[Dataset | None] = []
     for i, name in enumerate(SPLITS):
-        documents = [split_documents(len(opened[prefix]), shares, i, legacy_split) for prefix in prefixes]
+        documents = [
+            split_documents(len(opened[prefix]), shares, i, legacy_split) for prefix in prefixes
+        ]
         if num_samples[i] == 0 or (name != "train" and not any(map(len, documents))):
             built.append(None)
             continue
         _check_documents(split, name, prefixes, documents, opened)
-        parts = [builder.part(opened[prefix], name, ids) for prefix, ids in zip(prefixes, documents)]
+        parts = [
+            builder.part(opened[prefix], name, ids) for prefix, ids in zip(prefixes, documents)
+        ]
         built.append(builder.blend(parts, weights, num_samples[i], name, prefixes[0]))
     train, valid, test = built
     return train, valid, test
 
 
-def _check_documents(split: str, name: str, prefixes: Sequence[str], documents: Sequence[range],
-                     opened: Mapping[str, Indexed]) -> None:
+def _check_documents(
+    split: str,
+    name: str,
+    prefixes: Sequence[str],
+    documents: Sequence[range],
+    opened: Mapping[str, Indexed],
+) -> None:
     """Raises ValueError for a data set of which no document falls to a split that others have."""
     for prefix, ids in zip(prefixes, documents):
         if not ids:
-            raise ValueError(f"--split {split}: none of the {len(opened[prefix])} documents of {prefix} falls to {name}: "
-                             f"pass a larger share for {name}, or more documents")
+            raise ValueError(
+                f"--split {split}: none of the {len(opened[prefix])} documents of {prefix} falls to {name}: "
+                f"pass a larger share for {name}, or more documents"
+            )
 
 
-def build_separate_datasets(paths: Sequence[Sequence[str] | None], seq_length: int, num_samples: Sequence[int | None], seed: int,
-                            vocab_size: int | None = None, comm: Comm | None = None, max_bytes: int | None = None,
-                            cache: IndexCache | None = None, arrays: Mapping[str, TokenArrays] | None = None,
-                            separate_sets: bool = False, cuts_chats: bool | None = None) -> Datasets:
+def build_separate_datasets(
+    paths: Sequence[Sequence[str] | None],
+    seq_length: int,
+    num_samples: Sequence[int | None],
+    seed: int,
+    vocab_size: int | None = None,
+    comm: Comm | None = None,
+    max_bytes: int | None = None,
+    cache: IndexCache | None = None,
+    arrays: Mapping[str, TokenArrays] | None = None,
+    separate_sets: bool = False,
+    cuts_chats: bool | None = None,
+) -> Datasets:
     """(train, valid, test) of --train-data-path, --valid-data-path and --test-data-path: every document of each.
 
     A split without a path, or with `num_samples` 0, is None. One prefix alone is not a blend, whatever its weight. The other
     arguments and errors are those of `build_datasets`.
     """
-    builder = Builder(seq_length, seed, vocab_size, comm, max_bytes, cache, arrays or {}, separate_sets, cuts_chats)
+    builder = Builder(
+        seq_length,
+        seed,
+        vocab_size,
+        comm,
+        max_bytes,
+        cache,
+        arrays or {},
+        separate_sets,
+        cuts_chats,
+    )
     built: list[Dataset | None] = []
     for name, path, needed in zip(SPLITS, paths, num_samples, strict=True):
         if not path or needed == 0:
@@ -174,13 +273,18 @@ def build_separate_datasets(paths: Sequence[Sequence[str] | None], seq_length: i
             continue
         prefixes, weights = parse_data_path(path, f"--{name}-data-path")
         opened = builder.open(prefixes)
-        parts = [builder.part(opened[prefix], name, range(len(opened[prefix]))) for prefix in prefixes]
-        built.append(builder.blend(parts, weights if len(parts) > 1 else None, needed, name, prefixes[0]))
+        parts = [
+            builder.part(opened[prefix], name, range(len(opened[prefix]))) for prefix in prefixes
+        ]
+        built.append(
+            builder.blend(parts, weights if len(parts) > 1 else None, needed, name, prefixes[0])
+        )
     train, valid, test = built
     return train, valid, test
 
 
 # What the flags say: prefixes with weights, and which documents are for training, validation and test -----------------------------
+
 
 def parse_split(split: str) -> list[float]:
     """Shares of train, valid and test, summing to 1, of e.g. "969,30,1"; missing ones are 0."""
@@ -192,11 +296,15 @@ def parse_split(split: str) -> list[float]:
         )
     shares = [float(part) for part in parts] + [0.0] * (3 - len(parts))
     if sum(shares) == 0:
-        raise ValueError(f"--split {split!r}: all shares are 0; pass a share for train, such as 969,30,1")
+        raise ValueError(
+            f"--split {split!r}: all shares are 0; pass a share for train, such as 969,30,1"
+        )
     return shares_of(shares)
 
 
-def listed_data(data_args_path: str | None, per_split_data_args_path: str | None) -> dict[str, tuple[str, ...]]:
+def listed_data(
+    data_args_path: str | None, per_split_data_args_path: str | None
+) -> dict[str, tuple[str, ...]]:
     """The data flags, as fields of a run, that a file holds; none where no file is named. Raises ValueError for another file.
 
     Rules of Megatron-LM's get_blend_and_blend_per_split (megatron/training/utils.py).
@@ -210,16 +318,22 @@ def listed_data(data_args_path: str | None, per_split_data_args_path: str | None
     try:
         given = json.loads(text)
         words = {name: given.get(name) or () for name in ("train", "valid")}
-        found = {f"{name}_data_path": tuple(value.split() if isinstance(value, str) else map(str, value))
-                 for name, value in words.items()}
+        found = {
+            f"{name}_data_path": tuple(value.split() if isinstance(value, str) else map(str, value))
+            for name, value in words.items()
+        }
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise ValueError(f"{where}: not a JSON object with lists of words as train, valid and test ({error})") from None
+        raise ValueError(
+            f"{where}: not a JSON object with lists of words as train, valid and test ({error})"
+        ) from None
     if not found["train_data_path"]:
         raise ValueError(f"{where}: it has no words for train: add some")
     return {name: words for name, words in found.items() if words}
 
 
-def parse_data_path(data_path: Sequence[str], flag: str = "--data-path") -> tuple[list[str], list[float] | None]:
+def parse_data_path(
+    data_path: Sequence[str], flag: str = "--data-path"
+) -> tuple[list[str], list[float] | None]:
     """(prefixes, weights) of `flag`: pairs of weight and prefix, or prefixes alone (weights None)."""
     first, numbers = data_path[::2], [_number(item) for item in data_path]
     pairs = "pass prefixes, or pairs: weight prefix weight prefix ..."
@@ -242,7 +356,9 @@ def _number(text: str) -> float | None:
         return None
 
 
-def split_documents(num_documents: int, shares: Sequence[float], split: int, legacy: bool = False) -> range:
+def split_documents(
+    num_documents: int, shares: Sequence[float], split: int, legacy: bool = False
+) -> range:
     """Ids of the documents of train (0), valid (1) or test (2): consecutive ranges with Megatron's rounding.
 
     legacy: that of before Megatron-core 0.5, which rounded each share by itself and moved all borders by what was then too much.

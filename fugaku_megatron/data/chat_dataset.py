@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 
 SUFFIX = ".mask"
 MAGIC, VERSION = b"FMMASK\0\0", 1
-HEADER = struct.Struct("<8sQQIII")  # magic, version, tokens, CRC-32 of the lengths, of the head of .bin, of the bits
+HEADER = struct.Struct(
+    "<8sQQIII"
+)  # magic, version, tokens, CRC-32 of the lengths, of the head of .bin, of the bits
 HEAD = 2**26  # bytes of .bin that its CRC-32 covers
 BLOCK = 2**20  # bytes of .mask that are read at a time
 REMEDY = "write the three files again with fugaku-megatron preprocess --chat, or copy them again"
@@ -60,7 +62,12 @@ class ChatWriter(IndexedDatasetWriter):
 
     SUFFIXES = (SUFFIX, *IndexedDatasetWriter.SUFFIXES)
 
-    def __init__(self, prefix: str | os.PathLike, dtype: np.dtype | str | type, folder: str | os.PathLike | None = None):
+    def __init__(
+        self,
+        prefix: str | os.PathLike,
+        dtype: np.dtype | str | type,
+        folder: str | os.PathLike | None = None,
+    ):
         super().__init__(prefix, dtype, folder)
         self.trained = self.longest = 0
         self._rest = np.empty(0, bool)  # of the bits, those that fill no byte
@@ -82,7 +89,10 @@ class ChatWriter(IndexedDatasetWriter):
         whole = len(bits) // 8 * 8
         self._write_bits(bits[:whole])
         self._rest = bits[whole:]
-        self.trained, self.longest = self.trained + int(trained.sum()), max([self.longest, *lengths.tolist()])
+        self.trained, self.longest = (
+            self.trained + int(trained.sum()),
+            max([self.longest, *lengths.tolist()]),
+        )
 
     def _write_bits(self, bits: np.ndarray) -> None:
         packed = np.packbits(bits, bitorder="little").tobytes()
@@ -92,15 +102,19 @@ class ChatWriter(IndexedDatasetWriter):
 
     def summary(self) -> str:
         """What was written, in a line."""
-        return (f"wrote {self.prefix}.bin, .idx and .mask: {self.num_documents} chats, {self.num_tokens} tokens, {self.trained} of "
-                f"them trained ({self.trained / self.num_tokens:.1%}); the longest chat has {self.longest} tokens")
+        return (
+            f"wrote {self.prefix}.bin, .idx and .mask: {self.num_documents} chats, {self.num_tokens} tokens, {self.trained} of "
+            f"them trained ({self.trained / self.num_tokens:.1%}); the longest chat has {self.longest} tokens"
+        )
 
     def finish_parts(self) -> None:
         """The rest of the bits, and the header."""
         self._write_bits(self._rest)
         lengths = zlib.crc32(np.asarray(self._lengths, "<i4").data)
         self._mask.seek(0)
-        self._mask.write(HEADER.pack(MAGIC, VERSION, self.num_tokens, lengths, self._crc_head, self._crc_bits))
+        self._mask.write(
+            HEADER.pack(MAGIC, VERSION, self.num_tokens, lengths, self._crc_head, self._crc_bits)
+        )
         self._close(self._mask)
 
     def discard(self) -> None:
@@ -130,29 +144,41 @@ class ChatFiles(IndexedDataset):
         with open(self._path, "rb") as file:
             header = file.read(HEADER.size)
             if len(header) < HEADER.size or not header.startswith(MAGIC):
-                raise ValueError(f"{self._path}: begins with {header[:8]!r}, not with {MAGIC!r}: not a mask of chats; {REMEDY}")
+                raise ValueError(
+                    f"{self._path}: begins with {header[:8]!r}, not with {MAGIC!r}: not a mask of chats; {REMEDY}"
+                )
             _, version, tokens, lengths, head, bits = HEADER.unpack(header)
             if version != VERSION:
-                raise ValueError(f"{self._path}: version {version}, and version {VERSION} is known; {REMEDY}")
+                raise ValueError(
+                    f"{self._path}: version {version}, and version {VERSION} is known; {REMEDY}"
+                )
             if tokens != self.num_tokens:
-                raise ValueError(f"{self._path}: it is the mask of {tokens} tokens, and {self.prefix}.bin has {self.num_tokens}; "
-                                 f"{REMEDY}")
+                raise ValueError(
+                    f"{self._path}: it is the mask of {tokens} tokens, and {self.prefix}.bin has {self.num_tokens}; "
+                    f"{REMEDY}"
+                )
             own = zlib.crc32(self.tokens[: HEAD // self.dtype.itemsize].view(np.uint8).data)
             if f"{lengths:08x}" != self.header.lengths_crc32 or head != own:
-                raise ValueError(f"{self._path}: it belongs to another {self.prefix}.bin of as many tokens; {REMEDY}")
+                raise ValueError(
+                    f"{self._path}: it belongs to another {self.prefix}.bin of as many tokens; {REMEDY}"
+                )
             size, crc = 0, 0
             while block := file.read(BLOCK):
                 size, crc = size + len(block), zlib.crc32(block, crc)
         if size != -(-tokens // 8) or crc != bits:
-            raise ValueError(f"{self._path}: {size} bytes of bits with CRC-32 {crc:08x}, but its header announces "
-                             f"{-(-tokens // 8)} with {bits:08x}: damaged; {REMEDY}")
+            raise ValueError(
+                f"{self._path}: {size} bytes of bits with CRC-32 {crc:08x}, but its header announces "
+                f"{-(-tokens // 8)} with {bits:08x}: damaged; {REMEDY}"
+            )
 
     @cached_property
     def _bits(self) -> np.ndarray:
         check_mask_file(self.prefix)  # this node's copy may be missing, or another one
         file, size = self._map(self._path), -(-self.num_tokens // 8)
         if file.size != HEADER.size + size:
-            raise ValueError(f"{self._path}: {file.size} bytes, but {HEADER.size + size} where rank 0 read it; {REMEDY}")
+            raise ValueError(
+                f"{self._path}: {file.size} bytes, but {HEADER.size + size} where rank 0 read it; {REMEDY}"
+            )
         return file.array("u1", (size,), HEADER.size)
 
     def trained(self, index: int, length: int) -> np.ndarray:
@@ -163,7 +189,9 @@ class ChatFiles(IndexedDataset):
     def count_trained(self, index: int, lengths: np.ndarray) -> int:
         """Trained tokens of consecutive chats from `index` on, of each the first `lengths` (n,) without the very first one."""
         starts = self.sequence_pointers[index : index + len(lengths)] // self.dtype.itemsize
-        before = np.cumsum(np.append(0, self._unpacked(int(starts[0]), int(starts[-1]) + int(lengths[-1]))))
+        before = np.cumsum(
+            np.append(0, self._unpacked(int(starts[0]), int(starts[-1]) + int(lengths[-1])))
+        )
         starts = starts - starts[0]
         return int((before[starts + lengths] - before[starts + 1]).sum())
 
@@ -175,15 +203,19 @@ class ChatFiles(IndexedDataset):
 def check_mask_file(prefix: str) -> None:
     """Raises ValueError where PREFIX.mask cannot be read; its contents are not."""
     if reason := unreadable(prefix + SUFFIX):
-        raise ValueError(f"{prefix}{SUFFIX}: cannot be read ({reason}); chats are a .bin, an .idx and a .mask file, which "
-                         "fugaku-megatron preprocess --chat writes")
+        raise ValueError(
+            f"{prefix}{SUFFIX}: cannot be read ({reason}); chats are a .bin, an .idx and a .mask file, which "
+            "fugaku-megatron preprocess --chat writes"
+        )
 
 
 def check_not_chats(prefix: str) -> None:
     """Raises ValueError where PREFIX.mask exists, for a run that would train all tokens."""
     if os.path.exists(prefix + SUFFIX):
-        raise ValueError(f"{prefix}{SUFFIX} says which tokens of these chats are trained, and a run without --sft trains all of "
-                         "them: pass --sft, or move this file away")
+        raise ValueError(
+            f"{prefix}{SUFFIX} says which tokens of these chats are trained, and a run without --sft trains all of "
+            "them: pass --sft, or move this file away"
+        )
 
 
 if TYPE_CHECKING:
@@ -215,13 +247,20 @@ def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
                 present ^= 1 << room
                 bins, rest = bins[:needed], bins[needed:]
             else:
-                bins, rest = np.arange(opened, opened + needed, dtype=np.int32), np.empty(0, np.int32)
+                bins, rest = (
+                    np.arange(opened, opened + needed, dtype=np.int32),
+                    np.empty(0, np.int32),
+                )
                 opened += needed
             taken = min(end - placed, fit * len(bins))
             samples[placed : placed + taken] = np.repeat(bins, fit)[:taken]
             placed += taken
             full = taken // fit
-            for left, some in ((room, rest), (room - fit * length, bins[:full]), (room - taken % fit * length, bins[full:])):
+            for left, some in (
+                (room, rest),
+                (room - fit * length, bins[:full]),
+                (room - taken % fit * length, bins[full:]),
+            ):
                 if len(some) and left:
                     rooms.setdefault(left, []).append(some)
                     present |= 1 << left
@@ -239,7 +278,9 @@ class Packing:
     def of(cls, lengths: np.ndarray, size: int) -> Packing:
         """lengths: in decreasing order."""
         samples = best_fit(lengths, size)
-        return cls(np.argsort(samples, kind="stable").astype(np.int32), np.cumsum(np.bincount(samples)))
+        return cls(
+            np.argsort(samples, kind="stable").astype(np.int32), np.cumsum(np.bincount(samples))
+        )
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -265,9 +306,25 @@ class ChatDataset:
     `dataset.GPTDataset`. Raises ValueError on every rank where there are no chats, and for a chat that is too long.
     """
 
-    def __init__(self, files: ChatFiles, name: str, documents: range, num_samples: int | None, seq_length: int, seed: int,
-                 truncate: bool = False, vocab_size: int | None = None, comm: Comm | None = None):
-        self.files, self.name, self.documents, self.size, self.seed = files, name, documents, seq_length + 1, seed
+    def __init__(
+        self,
+        files: ChatFiles,
+        name: str,
+        documents: range,
+        num_samples: int | None,
+        seq_length: int,
+        seed: int,
+        truncate: bool = False,
+        vocab_size: int | None = None,
+        comm: Comm | None = None,
+    ):
+        self.files, self.name, self.documents, self.size, self.seed = (
+            files,
+            name,
+            documents,
+            seq_length + 1,
+            seed,
+        )
         self.vocab_size, self.num_documents, self._fetched = vocab_size, len(documents), 0
         lengths = files.read_lengths(documents.start, documents.stop)
         on_root(comm, lambda: self._check(lengths, truncate))
@@ -280,13 +337,20 @@ class ChatDataset:
 
     def _check(self, lengths: np.ndarray, truncate: bool) -> None:
         if not len(lengths):
-            raise ValueError(f"{self.name} data of {self.files.prefix}: it has no chats: pass more of them, or change --split")
+            raise ValueError(
+                f"{self.name} data of {self.files.prefix}: it has no chats: pass more of them, or change --split"
+            )
         too_long = np.flatnonzero(lengths > self.size)
         if len(too_long) and not truncate:
-            first, others = int(too_long[0]), f"{len(too_long)} of {len(lengths)} chats are too long"
-            raise ValueError(f"{self.name} data of {self.files.prefix}: chat {self.documents[first]}, counted from 0, has "
-                             f"{lengths[first]} tokens, and a sample takes --seq-length {self.size - 1} + 1; {others}, the longest "
-                             f"has {lengths.max()}: raise --seq-length, or cut them with --sft-truncate")
+            first, others = (
+                int(too_long[0]),
+                f"{len(too_long)} of {len(lengths)} chats are too long",
+            )
+            raise ValueError(
+                f"{self.name} data of {self.files.prefix}: chat {self.documents[first]}, counted from 0, has "
+                f"{lengths[first]} tokens, and a sample takes --seq-length {self.size - 1} + 1; {others}, the longest "
+                f"has {lengths.max()}: raise --seq-length, or cut them with --sft-truncate"
+            )
 
     def __len__(self) -> int:
         return self.num_epochs * len(self.packing)
@@ -294,10 +358,14 @@ class ChatDataset:
     def _epoch_of(self, number: int) -> _Epoch:
         epoch = self._epoch
         if epoch is None or epoch.number != number:
-            rng = np.random.RandomState([self.seed, number])  # its stream is the same in every numpy
+            rng = np.random.RandomState(
+                [self.seed, number]
+            )  # its stream is the same in every numpy
             chats = rng.permutation(len(self.lengths)).astype(np.int32)
             chats = chats[np.argsort(-self.lengths[chats], kind="stable")]
-            epoch = self._epoch = _Epoch(number, chats, rng.permutation(len(self.packing)).astype(np.int32))
+            epoch = self._epoch = _Epoch(
+                number, chats, rng.permutation(len(self.packing)).astype(np.int32)
+            )
         return epoch
 
     def chats_of(self, index: int) -> list[int]:
@@ -305,7 +373,9 @@ class ChatDataset:
         check_index(index, self)
         number, place = divmod(index, len(self.packing))
         epoch = self._epoch_of(number)
-        return (epoch.chats[self.packing.of_sample(int(epoch.samples[place]))] + self.documents.start).tolist()
+        return (
+            epoch.chats[self.packing.of_sample(int(epoch.samples[place]))] + self.documents.start
+        ).tolist()
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Sample `index`, int64 (2, s + 1)."""
@@ -334,19 +404,28 @@ class ChatDataset:
     def num_trained(self) -> int:
         """Tokens of an epoch that count in the loss, as all of the mask says."""
         first = self.documents.start
-        return sum(self.files.count_trained(first + i, self.lengths[i : i + COUNTED_AT_ONCE])
-                   for i in range(0, len(self.lengths), COUNTED_AT_ONCE))
+        return sum(
+            self.files.count_trained(first + i, self.lengths[i : i + COUNTED_AT_ONCE])
+            for i in range(0, len(self.lengths), COUNTED_AT_ONCE)
+        )
 
     def description(self) -> str:
         """How full the samples are, in a line."""
         samples = len(self.packing)
-        filled, counted = (number / (samples * self.size) for number in (self.num_tokens, self.num_trained))
+        filled, counted = (
+            number / (samples * self.size) for number in (self.num_tokens, self.num_trained)
+        )
         cut = f"; --sft-truncate cut {self.chats_cut:,} chats" * bool(self.chats_cut)
-        return (f"{self.num_documents:,} chats of {self.num_tokens:,} tokens in {samples:,} samples of {self.size} an epoch: "
-                f"{filled:.1%} is not padding, {counted:.1%} counts in the loss{cut}")
+        return (
+            f"{self.num_documents:,} chats of {self.num_tokens:,} tokens in {samples:,} samples of {self.size} an epoch: "
+            f"{filled:.1%} is not padding, {counted:.1%} counts in the loss{cut}"
+        )
 
 
 def packing_lines(dataset: Any) -> list[str]:
     """How full the samples of a data set, or of each part of a blend, are; nothing where they are not of chats."""
-    return [f"{part.name} data of {part.files.prefix}: {part.description()}" for part in getattr(dataset, "datasets", [dataset])
-            if isinstance(part, ChatDataset)]
+    return [
+        f"{part.name} data of {part.files.prefix}: {part.description()}"
+        for part in getattr(dataset, "datasets", [dataset])
+        if isinstance(part, ChatDataset)
+    ]

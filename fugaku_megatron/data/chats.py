@@ -35,11 +35,26 @@ MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a terminal could take for a command
 EXAMPLES = 10  # chats that are printed
 REASON = 200  # characters of a template's own message that are shown
-LOOKS = 'pass {"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...}'
+LOOKS = (
+    'pass {"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...}'
+)
 
 # Arguments of transformers' apply_chat_template that are not variables of a template.
-OUR_OPTIONS = {"conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "padding",
-               "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
+OUR_OPTIONS = {
+    "conversation",
+    "tools",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+}
 
 Messages = list[dict[str, Any]]
 
@@ -47,19 +62,31 @@ Messages = list[dict[str, Any]]
 # and what stands there instead. All parts of a row must be in a template, once each. Qwen3's leaves out what the assistant thought
 # in earlier turns, so that no prefix agrees with the whole; the changed one keeps it. Qwen2.5's is changed only for the markers.
 # Source: trl/chat_templates/qwen3_training.jinja and qwen2_5_training.jinja.
-_END_OF_TURN = (r"(\{\{- '<\|im_end\|>\\n' \}\})(\s*\{%- elif message\.role == \"tool\" %\})", r"\1{%- endgeneration %}\2")
+_END_OF_TURN = (
+    r"(\{\{- '<\|im_end\|>\\n' \}\})(\s*\{%- elif message\.role == \"tool\" %\})",
+    r"\1{%- endgeneration %}\2",
+)
 TRAINING_FORMS: dict[str, tuple[tuple[str, str], ...]] = {
     "Qwen3": (
-        (r"\{%- if loop\.index0 > ns\.last_query_index %\}.*?\{%- endif %\}\s*\{%- else %\}.*?\{%- endif %\}",
-         r"{{- '<|im_start|>' + message.role + '\\n' }}{%- generation %}"
-         r"{{- '<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}"),
-        _END_OF_TURN),
+        (
+            r"\{%- if loop\.index0 > ns\.last_query_index %\}.*?\{%- endif %\}\s*\{%- else %\}.*?\{%- endif %\}",
+            r"{{- '<|im_start|>' + message.role + '\\n' }}{%- generation %}"
+            r"{{- '<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}",
+        ),
+        _END_OF_TURN,
+    ),
     "Qwen2.5": (
         (r" or \(message\.role == \"assistant\" and not message\.tool_calls\)", ""),
-        (r"\{\{- '<\|im_start\|>' \+ message\.role \}\}\s*\{%- if message\.content %\}",
-         "{{- '<|im_start|>assistant' }}{%- generation %}{%- if message.content or not message.tool_calls %}"),
-        (r"\{%- for tool_call in message\.tool_calls %\}", "{%- for tool_call in message.tool_calls or [] %}"),
-        _END_OF_TURN),
+        (
+            r"\{\{- '<\|im_start\|>' \+ message\.role \}\}\s*\{%- if message\.content %\}",
+            "{{- '<|im_start|>assistant' }}{%- generation %}{%- if message.content or not message.tool_calls %}",
+        ),
+        (
+            r"\{%- for tool_call in message\.tool_calls %\}",
+            "{%- for tool_call in message.tool_calls or [] %}",
+        ),
+        _END_OF_TURN,
+    ),
 }
 
 
@@ -93,8 +120,12 @@ class Chat:
 def read_chat(document: Document) -> Chat:
     """The chat of one line. ValueError, with file and line, where it is none."""
     if document.line == 0:
-        raise ValueError(f"--input {document.path} is plain text, and chats are JSON lines: pass .jsonl files")
-    where, record = read_record(document, "a JSON object with messages, or with prompt and completion")
+        raise ValueError(
+            f"--input {document.path} is plain text, and chats are JSON lines: pass .jsonl files"
+        )
+    where, record = read_record(
+        document, "a JSON object with messages, or with prompt and completion"
+    )
     try:
         if b"\\ud" in document.raw.lower():  # a lone surrogate, perhaps
             record = json.loads(clean(json.dumps(record, ensure_ascii=False)))
@@ -108,22 +139,30 @@ def _chat(record: dict[str, Any], where: str) -> Chat:
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
     except ValueError as error:
-        raise ValueError(f"tools is text that is not JSON ({error}): pass a list of tools") from None
+        raise ValueError(
+            f"tools is text that is not JSON ({error}): pass a list of tools"
+        ) from None
     if not isinstance(tools, list | None) or not isinstance(options, dict):
         raise ValueError("tools must be a list, and chat_template_kwargs an object")
     if ours := sorted(OUR_OPTIONS & options.keys()):
-        raise ValueError(f"chat_template_kwargs has {', '.join(ours)}, which preprocess decides: leave it out")
+        raise ValueError(
+            f"chat_template_kwargs has {', '.join(ours)}, which preprocess decides: leave it out"
+        )
     if "messages" in record:
         return Chat(_answered(record["messages"], "messages"), None, tools or None, options, where)
     if not {"prompt", "completion"} <= record.keys():
-        raise ValueError(f"neither messages nor prompt and completion, only {', '.join(map(repr, record))[:REASON]}: {LOOKS}")
+        raise ValueError(
+            f"neither messages nor prompt and completion, only {', '.join(map(repr, record))[:REASON]}: {LOOKS}"
+        )
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
             raise ValueError("completion is empty, so that nothing of it would be trained")
         return Chat((prompt, completion), where=where)
     before = check_messages(prompt, "prompt")
-    return Chat([*before, *_answered(completion, "completion")], len(before), tools or None, options, where)
+    return Chat(
+        [*before, *_answered(completion, "completion")], len(before), tools or None, options, where
+    )
 
 
 def user_turn(text: str) -> dict[str, Any]:
@@ -133,7 +172,9 @@ def user_turn(text: str) -> dict[str, Any]:
 
 def _answered(value: Any, key: str) -> Messages:
     if all(message["role"] != ASSISTANT for message in check_messages(value, key)):
-        raise ValueError(f"{key} has no message of the assistant, so that nothing of it would be trained")
+        raise ValueError(
+            f"{key} has no message of the assistant, so that nothing of it would be trained"
+        )
     return value
 
 
@@ -153,8 +194,12 @@ def _check_message(message: Any, name: str) -> None:
         raise ValueError(f"{name} is not an object with role and content")
     role, content = message["role"], message.get("content")
     if role not in ROLES:
-        raise ValueError(f"{name} has the unknown role {role!r:.60}: pass {', '.join(ROLES[:-1])} or {ROLES[-1]}")
-    if not isinstance(content, str) and not (content is None and role == ASSISTANT and message.get("tool_calls")):
+        raise ValueError(
+            f"{name} has the unknown role {role!r:.60}: pass {', '.join(ROLES[:-1])} or {ROLES[-1]}"
+        )
+    if not isinstance(content, str) and not (
+        content is None and role == ASSISTANT and message.get("tool_calls")
+    ):
         raise ValueError(f"{name}: its content is {type(content).__name__}, not text")
 
 
@@ -166,14 +211,18 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Tokenizer, template: str | None = None):
         if not isinstance(tokenizer, HuggingFaceTokenizer):
-            raise ValueError(f"--chat needs a tokenizer with a chat template, and {tokenizer.name} has none: pass --tokenizer-type "
-                             f"{HuggingFaceTokenizer.name} and the folder as --tokenizer-model")
+            raise ValueError(
+                f"--chat needs a tokenizer with a chat template, and {tokenizer.name} has none: pass --tokenizer-type "
+                f"{HuggingFaceTokenizer.name} and the folder as --tokenizer-model"
+            )
         self._library = tokenizer.library
         try:
             self.text: str = self._library.get_chat_template(template)
         except ValueError:
-            raise ValueError("the tokenizer of --tokenizer-model has no chat template: pass one as --chat-template FILE, such as "
-                             "the chat_template.jinja of the model's chat version") from None
+            raise ValueError(
+                "the tokenizer of --tokenizer-model has no chat template: pass one as --chat-template FILE, such as "
+                "the chat_template.jinja of the model's chat version"
+            ) from None
         self.marked = MARKER.search(self.text) is not None
         form: str | None = None
         self._for_training, self.form = self.text, form
@@ -187,14 +236,20 @@ class ChatTemplate:
         """How the trained tokens are found, in words."""
         if self.form:
             return f"by generation markers; the template is {self.form}'s, changed for training as trl does"
-        return "by the template's generation markers" if self.marked else "turn by turn, as the template has no generation markers"
+        return (
+            "by the template's generation markers"
+            if self.marked
+            else "turn by turn, as the template has no generation markers"
+        )
 
     def encode(self, chat: Chat) -> np.ndarray:
         """int32 (n,), as of `chat_dataset.signed`. ValueError, with file and line, where the trained tokens are not certain."""
         try:
             ids, trained = self._encode(chat)
             if not trained.any():
-                raise ValueError("the template renders no token of the assistant that could be trained")
+                raise ValueError(
+                    "the template renders no token of the assistant that could be trained"
+                )
             self._check_ends(ids, trained)
         except ValueError as error:
             raise ValueError(f"{chat.where}: {error}") from None
@@ -202,7 +257,9 @@ class ChatTemplate:
 
     def prompt(self, messages: Messages) -> list[int]:
         """Token ids of messages and of what the template puts before an answer. ValueError where the template refuses them."""
-        return self._rendered(Chat(messages), self.text, messages, add_generation_prompt=True)["input_ids"]
+        return self._rendered(Chat(messages), self.text, messages, add_generation_prompt=True)[
+            "input_ids"
+        ]
 
     @cached_property
     def ends(self) -> frozenset[int]:
@@ -233,9 +290,14 @@ class ChatTemplate:
         """As trl: the completion begins with the first token that differs from those of the prompt alone."""
         eos = self._library.eos_token
         if eos is None:
-            raise ValueError("the tokenizer has no token that ends a text, which must follow a completion")
+            raise ValueError(
+                "the tokenizer has no token that ends a text, which must follow a completion"
+            )
         completion += "" if completion.endswith(eos) else eos
-        before, ids = (np.array(self._library(clean(text)).input_ids, np.int32) for text in (prompt, prompt + completion))
+        before, ids = (
+            np.array(self._library(clean(text)).input_ids, np.int32)
+            for text in (prompt, prompt + completion)
+        )
         shorter = min(len(before), len(ids))
         differing = np.flatnonzero(before[:shorter] != ids[:shorter])
         return ids, np.arange(len(ids)) >= (differing[0] if len(differing) else shorter)
@@ -244,7 +306,9 @@ class ChatTemplate:
         """The whole of a chat of messages, and what the assistant wrote of it."""
         assert isinstance(chat.whole, list)
         if self.marked or self.form:
-            found = self._rendered(chat, self._for_training, chat.whole, return_assistant_tokens_mask=True)
+            found = self._rendered(
+                chat, self._for_training, chat.whole, return_assistant_tokens_mask=True
+            )
             return np.array(found["input_ids"], np.int32), np.array(found["assistant_masks"], bool)
         ids = self._ids(chat, self.text, chat.whole)
         trained = np.zeros(len(ids), bool)
@@ -257,31 +321,48 @@ class ChatTemplate:
                 trained[len(before) : len(after)] = True
         return ids, trained
 
-    def _ids(self, chat: Chat, template: str, messages: Messages, prompt: bool = False) -> np.ndarray:
-        return np.array(self._rendered(chat, template, messages, add_generation_prompt=prompt)["input_ids"], np.int32)
+    def _ids(
+        self, chat: Chat, template: str, messages: Messages, prompt: bool = False
+    ) -> np.ndarray:
+        return np.array(
+            self._rendered(chat, template, messages, add_generation_prompt=prompt)["input_ids"],
+            np.int32,
+        )
 
     def _rendered(self, chat: Chat, template: str, messages: Messages, **how: Any) -> Any:
         try:
-            return self._library.apply_chat_template(messages, tools=chat.tools, chat_template=template, return_dict=True, **how,
-                                                     **chat.options)
-        except Exception as error:  # the template's own, or any of the library, depending on what is wrong
+            return self._library.apply_chat_template(
+                messages,
+                tools=chat.tools,
+                chat_template=template,
+                return_dict=True,
+                **how,
+                **chat.options,
+            )
+        except (
+            Exception
+        ) as error:  # the template's own, or any of the library, depending on what is wrong
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ValueError(f"the chat template cannot render it ({reason[:REASON]})") from None
 
     @staticmethod
     def _check_prefix(part: np.ndarray, whole: np.ndarray, what: str) -> None:
         if not np.array_equal(part, whole[: len(part)]):
-            raise ValueError(f"the chat template renders {what} differently alone and in the whole chat, so that the assistant's "
-                             "tokens cannot be found: pass --chat-template FILE, the template with {% generation %} and "
-                             "{% endgeneration %} around what the assistant writes")
+            raise ValueError(
+                f"the chat template renders {what} differently alone and in the whole chat, so that the assistant's "
+                "tokens cannot be found: pass --chat-template FILE, the template with {% generation %} and "
+                "{% endgeneration %} around what the assistant writes"
+            )
 
     def _check_ends(self, ids: np.ndarray, trained: np.ndarray) -> None:
         """Every turn must end with a token that ends it, or the model would never learn to stop."""
         borders = np.flatnonzero(np.diff(trained, prepend=False, append=False))
         for start, end in zip(borders[::2], borders[1::2]):
             if self._last_word(ids[start:end]) not in self._special:
-                raise ValueError("the chat template does not end a turn of the assistant with a special token that is trained, so "
-                                 "that a model would not learn to stop: pass another one as --chat-template FILE")
+                raise ValueError(
+                    "the chat template does not end a turn of the assistant with a special token that is trained, so "
+                    "that a model would not learn to stop: pass another one as --chat-template FILE"
+                )
 
     def _last_word(self, ids: np.ndarray) -> int | None:
         """The last token that is not white space."""
@@ -296,7 +377,9 @@ def read_template(path: str | None) -> str | None:
     return None if path is None else read_text(Path(path), "--chat-template")
 
 
-def shown(tokens: np.ndarray, decode: Callable[[Sequence[int]], str], colour: bool, longest: int = 300) -> str:
+def shown(
+    tokens: np.ndarray, decode: Callable[[Sequence[int]], str], colour: bool, longest: int = 300
+) -> str:
     """The text of a chat, what is trained in green or between [+ and +]; of a long part its beginning and its end.
 
     tokens (n,): as of `chat_dataset.signed`.
@@ -316,8 +399,14 @@ def shown(tokens: np.ndarray, decode: Callable[[Sequence[int]], str], colour: bo
 def examples(files: ChatFiles, decode: Callable[[Sequence[int]], str], colour: bool) -> list[str]:
     """The first chats of the files, as `shown` has them."""
     count = min(EXAMPLES, len(files))
-    lines = [f"the first {count} chats, what is trained " + ("in green:" if colour else "between [+ and +]:")]
+    lines = [
+        f"the first {count} chats, what is trained "
+        + ("in green:" if colour else "between [+ and +]:")
+    ]
     for chat in range(count):
         ids = files.get(chat)
-        lines += [f"--- chat {chat}", shown(signed(ids.astype(np.int32), files.trained(chat, len(ids))), decode, colour)]
+        lines += [
+            f"--- chat {chat}",
+            shown(signed(ids.astype(np.int32), files.trained(chat, len(ids))), decode, colour),
+        ]
     return [*lines, "---"]

@@ -41,10 +41,18 @@ if TYPE_CHECKING:
     from ..comm.base import Comm
 
 SPLITS = ("train", "valid", "test")
-SEPARATE_LAST_EPOCH = 0.80  # Megatron's: a last epoch of which less than this share is used is shuffled by itself
-SAMPLE_BYTES, DOCUMENT_BYTES = 4, 4  # of each sample, and of each document in each epoch, while they are shuffled
+SEPARATE_LAST_EPOCH = (
+    0.80  # Megatron's: a last epoch of which less than this share is used is shuffled by itself
+)
+SAMPLE_BYTES, DOCUMENT_BYTES = (
+    4,
+    4,
+)  # of each sample, and of each document in each epoch, while they are shuffled
 RELEASE_EVERY = 32  # samples after which the pages of mapped files go back; each of a sample's nine places may map 2 MiB
-GPT_ARRAYS, BLEND_ARRAYS = ("document_index", "sample_index", "shuffle_index"), ("dataset_index", "dataset_sample_index")
+GPT_ARRAYS, BLEND_ARRAYS = (
+    ("document_index", "sample_index", "shuffle_index"),
+    ("dataset_index", "dataset_sample_index"),
+)
 
 
 class Dataset(Protocol):
@@ -74,7 +82,9 @@ def normalize(weights: Sequence[float], flag: str = "--data-path") -> list[float
     """The weights as shares that sum to 1. ValueError for one that is not positive."""
     wrong = [weight for weight in weights if not (weight > 0 and math.isfinite(weight))]
     if wrong:
-        raise ValueError(f"{flag}: weight {wrong[0]:g} is not a positive number; to weigh a dataset 0, leave it out")
+        raise ValueError(
+            f"{flag}: weight {wrong[0]:g} is not a positive number; to weigh a dataset 0, leave it out"
+        )
     return shares_of(weights)
 
 
@@ -107,20 +117,32 @@ class GPTDataset:
         cache: IndexCache | None = None,
         comm: Comm | None = None,
     ):
-        self.indexed, self.name, self.seq_length, self.vocab_size = indexed, name, seq_length, vocab_size
+        self.indexed, self.name, self.seq_length, self.vocab_size = (
+            indexed,
+            name,
+            seq_length,
+            vocab_size,
+        )
         per_epoch = on_root(comm, lambda: self._tokens_per_epoch(documents, num_samples))
         self.num_documents, self.num_tokens = len(documents), per_epoch
         needed = (1 if num_samples is None else num_samples) * seq_length + 1
         self.num_epochs = 1 if num_samples is None else -(-needed // per_epoch)
         on_root(comm, lambda: self._check_memory(len(documents), needed // seq_length, max_bytes))
         self._fetched = 0
-        self._index = self._build(documents, per_epoch, num_samples, seed, cache or IndexCache(), comm)
-        self.document_index, self.sample_index, self.shuffle_index = (self._index.arrays[name] for name in GPT_ARRAYS)
+        self._index = self._build(
+            documents, per_epoch, num_samples, seed, cache or IndexCache(), comm
+        )
+        self.document_index, self.sample_index, self.shuffle_index = (
+            self._index.arrays[name] for name in GPT_ARRAYS
+        )
 
     def _tokens_per_epoch(self, documents: np.ndarray | range, num_samples: int | None) -> int:
         if isinstance(documents, range):
             blocks = (documents[i : i + BLOCK] for i in range(0, len(documents), BLOCK))
-            per_epoch = sum(int(self.indexed.read_lengths(block.start, block.stop).sum(dtype=np.int64)) for block in blocks)
+            per_epoch = sum(
+                int(self.indexed.read_lengths(block.start, block.stop).sum(dtype=np.int64))
+                for block in blocks
+            )
         else:
             per_epoch = int(self.indexed.sequence_lengths[documents].sum(dtype=np.int64))
         self._check_request(len(documents), per_epoch, num_samples)
@@ -128,7 +150,9 @@ class GPTDataset:
 
     def _check_request(self, num_documents: int, per_epoch: int, num_samples: int | None) -> None:
         if self.seq_length < 1 or (num_samples is not None and num_samples < 1):
-            raise ValueError(f"{self.name} data: --seq-length {self.seq_length} and {num_samples} samples must be >= 1")
+            raise ValueError(
+                f"{self.name} data: --seq-length {self.seq_length} and {num_samples} samples must be >= 1"
+            )
         if per_epoch < (self.seq_length + 1 if num_samples is None else 1):
             raise ValueError(
                 f"{self.name} data of {self.indexed.prefix}: {per_epoch} tokens in {num_documents} documents, but a "
@@ -145,33 +169,81 @@ class GPTDataset:
                 f"{max_bytes / 2**30:.1f} GiB: pass fewer {flags}, or more data"
             )
 
-    def _build(self, documents: np.ndarray | range, per_epoch: int, num_samples: int | None, seed: int, cache: IndexCache,
-               comm: Comm | None) -> Index:
+    def _build(
+        self,
+        documents: np.ndarray | range,
+        per_epoch: int,
+        num_samples: int | None,
+        seed: int,
+        cache: IndexCache,
+        comm: Comm | None,
+    ) -> Index:
         """The document, sample and shuffle index. A last epoch of which little is used is shuffled by itself."""
         s, epochs, count = self.seq_length, self.num_epochs, self.num_epochs * len(documents)
-        without_last, total = count_samples((epochs - 1) * per_epoch, s), count_samples(epochs * per_epoch, s)
+        without_last, total = (
+            count_samples((epochs - 1) * per_epoch, s),
+            count_samples(epochs * per_epoch, s),
+        )
         threshold = int(SEPARATE_LAST_EPOCH * count_samples(per_epoch, s))
-        separate_last = epochs > 1 and num_samples is not None and num_samples - without_last < threshold
+        separate_last = (
+            epochs > 1 and num_samples is not None and num_samples - without_last < threshold
+        )
 
         def build(store: Store) -> None:
             rng = np.random.RandomState(seed)  # Megatron's generator; its stream is frozen
-            document_index = store("document_index", np.int32, (count,),
-                                   [build_document_index(documents, epochs, separate_last, rng)])
+            document_index = store(
+                "document_index",
+                np.int32,
+                (count,),
+                [build_document_index(documents, epochs, separate_last, rng)],
+            )
             lengths, first = self._lengths(documents)
-            store("sample_index", sample_index_dtype(count), (total + 1, 2), sample_blocks(lengths, document_index, s, first))
+            store(
+                "sample_index",
+                sample_index_dtype(count),
+                (total + 1, 2),
+                sample_blocks(lengths, document_index, s, first),
+            )
             del lengths
-            store("shuffle_index", shuffle_index_dtype(total), (total,),
-                  [build_shuffle_index(without_last if separate_last else total, total, rng)])
+            store(
+                "shuffle_index",
+                shuffle_index_dtype(total),
+                (total,),
+                [build_shuffle_index(without_last if separate_last else total, total, rng)],
+            )
 
-        per_sample = 2 * np.dtype(sample_index_dtype(count)).itemsize + np.dtype(shuffle_index_dtype(total)).itemsize
-        description = {**self.indexed.description(), **_described(documents), "num_epochs": epochs,
-                       "separate_last_epoch": separate_last, "index_split": self.name, "random_seed": seed, "sequence_length": s}
-        return provide(cache, self.indexed.prefix, "GPTDataset", self.name, description, GPT_ARRAYS,
-                       4 * count + per_sample * total, build, comm)
+        per_sample = (
+            2 * np.dtype(sample_index_dtype(count)).itemsize
+            + np.dtype(shuffle_index_dtype(total)).itemsize
+        )
+        description = {
+            **self.indexed.description(),
+            **_described(documents),
+            "num_epochs": epochs,
+            "separate_last_epoch": separate_last,
+            "index_split": self.name,
+            "random_seed": seed,
+            "sequence_length": s,
+        }
+        return provide(
+            cache,
+            self.indexed.prefix,
+            "GPTDataset",
+            self.name,
+            description,
+            GPT_ARRAYS,
+            4 * count + per_sample * total,
+            build,
+            comm,
+        )
 
     def _lengths(self, documents: np.ndarray | range) -> tuple[np.ndarray, int]:
         """Lengths of consecutive sequences that include `documents`, and the number of the first one."""
-        first, stop = (documents.start, documents.stop) if isinstance(documents, range) else (0, len(self.indexed))
+        first, stop = (
+            (documents.start, documents.stop)
+            if isinstance(documents, range)
+            else (0, len(self.indexed))
+        )
         return self.indexed.read_lengths(first, stop), first
 
     def __len__(self) -> int:
@@ -189,7 +261,9 @@ class GPTDataset:
         parts = []
         for i in range(first, last + 1):
             offset = begin if i == first else 0
-            length = end + 1 - offset if i == last else None  # + 1: the token shared with the next sample
+            length = (
+                end + 1 - offset if i == last else None
+            )  # + 1: the token shared with the next sample
             parts.append(self.indexed.get(self.document_index[i], offset, length))
         tokens = np.concatenate(parts)
         assert len(tokens) == self.seq_length + 1
@@ -202,7 +276,11 @@ def _described(documents: np.ndarray | range) -> dict[str, Any]:
     """The documents in the description of an index."""
     if isinstance(documents, range):
         return {"first_document": documents.start, "documents": len(documents)}
-    return {"documents": hashlib.md5(np.ascontiguousarray(documents).data, usedforsecurity=False).hexdigest()}
+    return {
+        "documents": hashlib.md5(
+            np.ascontiguousarray(documents).data, usedforsecurity=False
+        ).hexdigest()
+    }
 
 
 class BlendedDataset:
@@ -211,26 +289,60 @@ class BlendedDataset:
     Raises ValueError for a weight that is not positive and for a dataset with fewer samples than the blend takes from it.
     """
 
-    def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float], num_samples: int, name: str = "train",
-                 cache: IndexCache | None = None, prefix: str = "", comm: Comm | None = None):
+    def __init__(
+        self,
+        datasets: Sequence[Dataset],
+        weights: Sequence[float],
+        num_samples: int,
+        name: str = "train",
+        cache: IndexCache | None = None,
+        prefix: str = "",
+        comm: Comm | None = None,
+    ):
         assert len(datasets) == len(weights) > 0
         self.datasets, weights = list(datasets), normalize(weights)
         self._fetched = 0
 
         def build(store: Store) -> None:
-            for array, dtype, part in zip(BLEND_ARRAYS, (np.int16, np.int64), range(2), strict=True):
-                store(array, dtype, (num_samples,), (block[part] for block in blending_blocks(weights, num_samples)))
+            for array, dtype, part in zip(
+                BLEND_ARRAYS, (np.int16, np.int64), range(2), strict=True
+            ):
+                store(
+                    array,
+                    dtype,
+                    (num_samples,),
+                    (block[part] for block in blending_blocks(weights, num_samples)),
+                )
 
-        description = {"class": "BlendedDataset", "weights": weights, "size": num_samples, "index_split": name}
-        self._index = provide(cache or IndexCache(), prefix, "BlendedDataset", name, description, BLEND_ARRAYS, 10 * num_samples,
-                              build, comm)
+        description = {
+            "class": "BlendedDataset",
+            "weights": weights,
+            "size": num_samples,
+            "index_split": name,
+        }
+        self._index = provide(
+            cache or IndexCache(),
+            prefix,
+            "BlendedDataset",
+            name,
+            description,
+            BLEND_ARRAYS,
+            10 * num_samples,
+            build,
+            comm,
+        )
         self.dataset_index, self.sample_index = (self._index.arrays[name] for name in BLEND_ARRAYS)
         on_root(comm, lambda: self._check_sizes(num_samples))
 
     def _check_sizes(self, num_samples: int) -> None:
         """Raises ValueError where a dataset is too small."""
-        counts = sum((np.bincount(self.dataset_index[start : start + BLOCK], minlength=len(self.datasets))
-                      for start in range(0, num_samples, BLOCK)), np.zeros(len(self.datasets), np.int64))
+        counts = sum(
+            (
+                np.bincount(self.dataset_index[start : start + BLOCK], minlength=len(self.datasets))
+                for start in range(0, num_samples, BLOCK)
+            ),
+            np.zeros(len(self.datasets), np.int64),
+        )
         self._index.release()
         for i, (dataset, needed) in enumerate(zip(self.datasets, counts)):
             if needed > len(dataset):
@@ -268,7 +380,12 @@ class MockDataset:
     """--mock-data: sample i is a pure function of (seed, i), uniform over the vocabulary."""
 
     def __init__(self, vocab_size: int, seq_length: int, num_samples: int, seed: int):
-        self.vocab_size, self.seq_length, self.num_samples, self.seed = vocab_size, seq_length, num_samples, seed
+        self.vocab_size, self.seq_length, self.num_samples, self.seed = (
+            vocab_size,
+            seq_length,
+            num_samples,
+            seed,
+        )
 
     def __len__(self) -> int:
         return self.num_samples
@@ -296,11 +413,17 @@ def _tokens(document: Any, where: str) -> np.ndarray:
     """The token ids of a document, int64 (n,)."""
     try:
         array = np.asarray(document)
-    except (ValueError, TypeError, RuntimeError):  # rows of different lengths; a tensor that needs gradients
+    except (
+        ValueError,
+        TypeError,
+        RuntimeError,
+    ):  # rows of different lengths; a tensor that needs gradients
         array = np.empty((), object)
     if array.ndim != 1 or array.size and array.dtype.kind not in "iu":
         kind = f"{type(document).__name__} of shape {array.shape} and type {array.dtype}"
-        raise ValueError(f"{where} is a {kind}: pass a sequence of documents, each a one-dimensional array of token ids")
+        raise ValueError(
+            f"{where} is a {kind}: pass a sequence of documents, each a one-dimensional array of token ids"
+        )
     return array.astype(np.int64, copy=False)
 
 
@@ -328,9 +451,15 @@ class TokenArrays:
         for index in range(len(lengths)):
             tokens = self.get(index)
             lengths[index] = len(tokens)
-            if vocab_size is not None and len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+            if (
+                vocab_size is not None
+                and len(tokens)
+                and not 0 <= tokens.min() <= tokens.max() < vocab_size
+            ):
                 wrong = tokens.min() if tokens.min() < 0 else tokens.max()
-                raise ValueError(f"document {index} of {self.prefix}: token id {wrong} is outside the vocabulary of {vocab_size}")
+                raise ValueError(
+                    f"document {index} of {self.prefix}: token id {wrong} is outside the vocabulary of {vocab_size}"
+                )
         return lengths
 
     def __len__(self) -> int:
@@ -338,9 +467,13 @@ class TokenArrays:
 
     def description(self) -> dict[str, Any]:
         """As of `indexed.IndexedDataset`."""
-        return {"class": "GPTDataset", "dataset_path": self.prefix, "sequences": len(self),
-                "tokens": int(self.sequence_lengths.sum(dtype=np.int64)),
-                "lengths_crc32": f"{zlib.crc32(self.sequence_lengths.data):08x}"}
+        return {
+            "class": "GPTDataset",
+            "dataset_path": self.prefix,
+            "sequences": len(self),
+            "tokens": int(self.sequence_lengths.sum(dtype=np.int64)),
+            "lengths_crc32": f"{zlib.crc32(self.sequence_lengths.data):08x}",
+        }
 
     def read_lengths(self, start: int, stop: int) -> np.ndarray:
         """int32 (stop - start,): lengths of consecutive documents."""

@@ -22,10 +22,26 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .formats import PACKED, TABLES, TEXT, Columns, blocks, check_format, lines, rows, saved_files, suffixes
+from .formats import (
+    PACKED,
+    TABLES,
+    TEXT,
+    Columns,
+    blocks,
+    check_format,
+    lines,
+    rows,
+    saved_files,
+    suffixes,
+)
 
-KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFDIR: "a folder", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
-         stat.S_IFSOCK: "a socket"}  # by stat.S_IFMT
+KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}  # by stat.S_IFMT
 
 
 def unreadable(path: str | os.PathLike) -> str | None:
@@ -43,13 +59,19 @@ def read_text(path: str | os.PathLike, flag: str) -> str:
     """The UTF-8 text of the file that `flag` names. ValueError when it cannot be read."""
     reason = unreadable(path)
     if reason:
-        raise ValueError(f"{flag} {path}: cannot be read ({reason}); pass the path of an existing file")
+        raise ValueError(
+            f"{flag} {path}: cannot be read ({reason}); pass the path of an existing file"
+        )
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"{flag} {path}: cannot be read ({error.strerror}); pass the path of an existing file") from None
+        raise ValueError(
+            f"{flag} {path}: cannot be read ({error.strerror}); pass the path of an existing file"
+        ) from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{flag} {path}: not UTF-8 text (byte {error.start}); is it another file?") from None
+        raise ValueError(
+            f"{flag} {path}: not UTF-8 text (byte {error.start}); is it another file?"
+        ) from None
 
 
 class MappedFile:
@@ -131,14 +153,25 @@ class Document:
 
 def add_input_arguments(parser: argparse.ArgumentParser) -> None:
     """--input and --json-keys."""
-    parser.add_argument("--input", nargs="+", required=True, help="plain text files of one document each, .jsonl files of one JSON "
-                        "object a line, both also as .gz and .zst, .parquet files, folders of these, and folders of Hugging Face's "
-                        "save_to_disk")
-    parser.add_argument("--json-keys", nargs="+", default=["text"], help="keys of the JSON objects, or columns of the tables, that "
-                        "hold text (default: text)")
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        help="plain text files of one document each, .jsonl files of one JSON "
+        "object a line, both also as .gz and .zst, .parquet files, folders of these, and folders of Hugging Face's "
+        "save_to_disk",
+    )
+    parser.add_argument(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        help="keys of the JSON objects, or columns of the tables, that hold text (default: text)",
+    )
 
 
-def input_files(inputs: Sequence[str], json_keys: Sequence[str], columns: Columns | None = None) -> list[str]:
+def input_files(
+    inputs: Sequence[str], json_keys: Sequence[str], columns: Columns | None = None
+) -> list[str]:
     """The files of --input, in its order; those of a folder, and of folders in it, by name and without hidden ones.
 
     columns: of tables, by default json_keys. Raises ValueError, before any work, for an input that cannot be read or has another
@@ -154,7 +187,9 @@ def input_files(inputs: Sequence[str], json_keys: Sequence[str], columns: Column
             files.append(path)
     plain = [path for path in files if _is_plain(path)]
     if plain and list(json_keys) != ["text"]:
-        raise ValueError(f"--input {plain[0]} is plain text, but --json-keys asks for {', '.join(json_keys)}; leave it out")
+        raise ValueError(
+            f"--input {plain[0]} is plain text, but --json-keys asks for {', '.join(json_keys)}; leave it out"
+        )
     return files
 
 
@@ -165,7 +200,10 @@ def _is_plain(path: str) -> bool:
 def _readable(path: str) -> str:
     reason = unreadable(path)
     if reason:
-        raise ValueError(f"--input {path}: " + (f"cannot be read: {reason}" if os.path.lexists(path) else "no such file"))
+        raise ValueError(
+            f"--input {path}: "
+            + (f"cannot be read: {reason}" if os.path.lexists(path) else "no such file")
+        )
     return path
 
 
@@ -176,7 +214,9 @@ def _check_begin(path: str, folder: str | None, columns: Columns) -> None:
     if Path(path).suffix in (*PACKED, *TABLES):
         check_format(path, begin, columns)
     elif b"\0" in begin and folder:
-        raise ValueError(f"--input {folder}: {path} is not text (it holds a zero byte): move it away, or name the files")
+        raise ValueError(
+            f"--input {folder}: {path} is not text (it holds a zero byte): move it away, or name the files"
+        )
     elif b"\0" in begin and _is_plain(path):
         raise ValueError(f"--input {path}: is not text (it holds a zero byte): {CONVERT}")
 
@@ -185,14 +225,23 @@ def _folder_files(folder: str) -> list[str]:
     """Those of a data set in tables are its tables: descriptions that lie next to them are not text."""
     files = []
     for place, folders, names in os.walk(folder, onerror=_raise):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and not name.endswith(UNFINISHED))
-        files += [os.path.join(place, name) for name in saved_files(place, names) or sorted(names) if not name.startswith(".")]
+        folders[:] = sorted(
+            name for name in folders if not name.startswith(".") and not name.endswith(UNFINISHED)
+        )
+        files += [
+            os.path.join(place, name)
+            for name in saved_files(place, names) or sorted(names)
+            if not name.startswith(".")
+        ]
     if not files:
         raise ValueError(f"--input {folder}: no file in this folder")
     tables = [path for path in files if Path(path).suffix in TABLES]
     if others := [path for path in files if tables and Path(path).suffix not in TABLES]:
-        print(f"note: --input {folder} has tables, so {len(others)} other files in it are not read, such as {others[0]}",
-              file=sys.stderr, flush=True)
+        print(
+            f"note: --input {folder} has tables, so {len(others)} other files in it are not read, such as {others[0]}",
+            file=sys.stderr,
+            flush=True,
+        )
     return tables or files
 
 
@@ -200,7 +249,9 @@ def _raise(error: OSError) -> None:
     raise ValueError(f"--input {error.filename}: cannot be read: {error.strerror}") from None
 
 
-def read_documents(paths: Iterable[str], columns: Columns = TEXT, start: Place = BEGIN) -> Iterator[Document]:
+def read_documents(
+    paths: Iterable[str], columns: Columns = TEXT, start: Place = BEGIN
+) -> Iterator[Document]:
     """Documents of all files in order, from a place on. Lines of white space only are skipped.
 
     Raises ValueError for plain text with a zero byte and for compressed files and tables that are damaged; at the end a warning on
@@ -224,9 +275,17 @@ def _records(path: str, columns: Columns, skip: int) -> Iterator[tuple[int, byte
     if suffix in TABLES:
         yield from rows(path, columns, skip)
     elif suffix in JSON_SUFFIXES:
-        yield from (record for record in lines(path, packed) if record[0] > skip and not record[1].isspace() and record[1])
+        yield from (
+            record
+            for record in lines(path, packed)
+            if record[0] > skip and not record[1].isspace() and record[1]
+        )
     else:
-        yield 0, b"".join(block for block, _ in blocks(path)) if packed else Path(path).read_bytes(), os.stat(path).st_size
+        yield (
+            0,
+            b"".join(block for block, _ in blocks(path)) if packed else Path(path).read_bytes(),
+            os.stat(path).st_size,
+        )
 
 
 def _foreign_bytes(path: str, raw: bytes) -> int:
@@ -245,8 +304,10 @@ def _warning(foreign: dict[str, int]) -> str:
     """The line about files that are not UTF-8: path -> how many of their bytes."""
     shown = [f"{path}: {count} byte{'s' * (count > 1)}" for path, count in foreign.items()]
     files = f"{len(foreign)} plain text files are" if len(foreign) > 1 else "1 plain text file is"
-    return (f"warning: {files} not UTF-8 ({', '.join(shown[:NAMED])}{', ...' * (len(shown) > NAMED)}): these bytes are tokenized "
-            "one by one or become U+FFFD; convert the files first, as with iconv -f LATIN1 -t UTF-8")
+    return (
+        f"warning: {files} not UTF-8 ({', '.join(shown[:NAMED])}{', ...' * (len(shown) > NAMED)}): these bytes are tokenized "
+        "one by one or become U+FFFD; convert the files first, as with iconv -f LATIN1 -t UTF-8"
+    )
 
 
 def read_record(document: Document, expected: str) -> tuple[str, dict[str, Any]]:
@@ -268,6 +329,10 @@ def document_texts(document: Document, keys: Sequence[str]) -> list[str | bytes]
     where, record = read_record(document, "a JSON object with the keys of --json-keys")
     for key in keys:
         if not isinstance(record.get(key), str):
-            content = type(record[key]).__name__ if key in record else f"only keys {', '.join(record)}"
-            raise ValueError(f"{where}: expected text under key {key!r} (--json-keys), found {content[:200]}")
+            content = (
+                type(record[key]).__name__ if key in record else f"only keys {', '.join(record)}"
+            )
+            raise ValueError(
+                f"{where}: expected text under key {key!r} (--json-keys), found {content[:200]}"
+            )
     return [record[key] for key in keys]

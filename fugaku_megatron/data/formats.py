@@ -17,14 +17,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-PACKED = {".gz": (b"\x1f\x8b", "gzip"), ".zst": (b"\x28\xb5\x2f\xfd", "Zstandard")}  # suffix -> first bytes, name
+PACKED = {
+    ".gz": (b"\x1f\x8b", "gzip"),
+    ".zst": (b"\x28\xb5\x2f\xfd", "Zstandard"),
+}  # suffix -> first bytes, name
 TABLES = {".parquet": (b"PAR1", "Parquet"), ".arrow": (b"", "Arrow")}
 ROWS, BLOCK = 1024, 2**16  # of a table, and bytes of a compressed file, that are read at a time
 MAX_WINDOW = 2**31  # of Zstandard: zstd --long=31 writes such files
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # of Arrow
 AGAIN = "copy or download it again"
 
-Record = tuple[int, bytes, int]  # number from 1, content, bytes of the file that were read up to its end
+Record = tuple[
+    int, bytes, int
+]  # number from 1, content, bytes of the file that were read up to its end
 
 
 class Columns(NamedTuple):
@@ -35,7 +40,9 @@ class Columns(NamedTuple):
 
 
 TEXT = Columns()
-CHAT = Columns(("messages", "prompt", "completion", "tools", "chat_template_kwargs"), needed=False)  # what chats.py reads of a line
+CHAT = Columns(
+    ("messages", "prompt", "completion", "tools", "chat_template_kwargs"), needed=False
+)  # what chats.py reads of a line
 
 
 def library(name: str, extra: str, user: str) -> ModuleType:
@@ -44,14 +51,18 @@ def library(name: str, extra: str, user: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         package = name.split(".")[0]
-        raise ValueError(f"{user} needs the Python package {package} ({error}): pip install {package}, or this package with its "
-                         f"extra [{extra}]") from None
+        raise ValueError(
+            f"{user} needs the Python package {package} ({error}): pip install {package}, or this package with its "
+            f"extra [{extra}]"
+        ) from None
 
 
 def suffixes(path: str) -> tuple[str, str]:
     """(suffix of the content, suffix of the compression or nothing) of a file's name."""
     name = Path(path)
-    return (name.with_suffix("").suffix, name.suffix) if name.suffix in PACKED else (name.suffix, "")
+    return (
+        (name.with_suffix("").suffix, name.suffix) if name.suffix in PACKED else (name.suffix, "")
+    )
 
 
 def check_format(path: str, begin: bytes, columns: Columns) -> None:
@@ -60,9 +71,13 @@ def check_format(path: str, begin: bytes, columns: Columns) -> None:
     magic, name = {**PACKED, **TABLES}[suffix]
     if suffix == ".zst":
         library("zstandard", "data", f"--input {path}")
-        magic = magic if begin[1:4] != b"\x2a\x4d\x18" else b""  # a frame that says something to other programs comes first
+        magic = (
+            magic if begin[1:4] != b"\x2a\x4d\x18" else b""
+        )  # a frame that says something to other programs comes first
     if not begin.startswith(magic):
-        raise ValueError(f"--input {path}: is not a {name} file (it begins with {begin[:4]!r}): {AGAIN}, or rename it")
+        raise ValueError(
+            f"--input {path}: is not a {name} file (it begins with {begin[:4]!r}): {AGAIN}, or rename it"
+        )
     if suffix in TABLES:
         with _reading(path):
             _choose(path, _open(path)[0], columns)
@@ -75,13 +90,18 @@ def _reading(path: str) -> Iterator[None]:
         yield
     except Exception as error:
         library = type(error).__module__.split(".")[0] in ("pyarrow", "zstandard")
-        if not library and not isinstance(error, OSError | EOFError | UnicodeDecodeError | zlib.error):
+        if not library and not isinstance(
+            error, OSError | EOFError | UnicodeDecodeError | zlib.error
+        ):
             raise
         reason = " ".join(str(error).split())
-        raise ValueError(f"--input {path}: was cut off or is damaged ({reason:.150}): {AGAIN}") from None
+        raise ValueError(
+            f"--input {path}: was cut off or is damaged ({reason:.150}): {AGAIN}"
+        ) from None
 
 
 # Compressed text -----------------------------------------------------------------------------------------------------------------
+
 
 def blocks(path: str) -> Iterator[tuple[bytes, int]]:
     """(decompressed bytes, bytes of the file read so far)."""
@@ -94,7 +114,11 @@ def blocks(path: str) -> Iterator[tuple[bytes, int]]:
                 yield block, file.tell()
                 data = frame.unused_data if frame.eof else b""
                 if frame.eof:
-                    frame, begun, data = start(), False, data.lstrip(b"\0")  # gzip may pad with zeros
+                    frame, begun, data = (
+                        start(),
+                        False,
+                        data.lstrip(b"\0"),
+                    )  # gzip may pad with zeros
         if begun:
             raise EOFError("its compressed data has no end")
 
@@ -129,12 +153,15 @@ def lines(path: str, packed: str) -> Iterator[Record]:
 
 # Tables --------------------------------------------------------------------------------------------------------------------------
 
+
 def rows(path: str, columns: Columns, skip: int) -> Iterator[Record]:
     """The rows of a table after the first `skip`, as JSON objects with the columns that `_choose` returns."""
     with _reading(path):
         schema, batches = _open(path)
         for first, batch, read in batches(_choose(path, schema, columns), skip):
-            for number, row in enumerate(batch.slice(max(0, skip - first)).to_pylist(), start=max(first, skip) + 1):
+            for number, row in enumerate(
+                batch.slice(max(0, skip - first)).to_pylist(), start=max(first, skip) + 1
+            ):
                 yield number, _json(row, columns), read
 
 
@@ -149,7 +176,9 @@ def _without_null(value: Any) -> Any:
     return [_without_null(field) for field in value] if isinstance(value, list) else value
 
 
-Batches = Callable[[list[str], int], Iterator[tuple[int, Any, int]]]  # columns, rows to skip -> (first row, batch, bytes read)
+Batches = Callable[
+    [list[str], int], Iterator[tuple[int, Any, int]]
+]  # columns, rows to skip -> (first row, batch, bytes read)
 
 
 def _open(path: str) -> tuple[Any, Batches]:
@@ -169,7 +198,9 @@ def _open_parquet(path: str, size: int) -> tuple[Any, Batches]:
         for group, count in enumerate(groups):
             first = sum(groups[:group])
             if first + count > skip:
-                for batch in file.iter_batches(ROWS, row_groups=[group], columns=names, use_threads=False):
+                for batch in file.iter_batches(
+                    ROWS, row_groups=[group], columns=names, use_threads=False
+                ):
                     yield first, batch, size * (first + batch.num_rows) // sum(groups)
                     first += batch.num_rows
 
@@ -208,7 +239,9 @@ def _choose(path: str, schema: Any, columns: Columns) -> list[str]:
     if not columns.needed:
         names = [name for name in columns.names if name in schema.names]
         if not names:
-            raise ValueError(f"--input {path}: has no column messages, or prompt and completion; {known}")
+            raise ValueError(
+                f"--input {path}: has no column messages, or prompt and completion; {known}"
+            )
         return names
     for name in columns.names:
         if name not in schema.names:
@@ -216,16 +249,22 @@ def _choose(path: str, schema: Any, columns: Columns) -> list[str]:
         kind = schema.field(name).type
         kind = kind.value_type if types.is_dictionary(kind) else kind
         if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
-            raise ValueError(f"--input {path}: column {name!r} (--json-keys) is of type {kind}, not text; {known}")
+            raise ValueError(
+                f"--input {path}: column {name!r} (--json-keys) is of type {kind}, not text; {known}"
+            )
     return list(columns.names)
 
 
 def saved_files(place: str, names: list[str]) -> list[str] | None:
     """The .arrow files of a folder that `datasets` wrote with save_to_disk; None where it is another folder."""
     if "dataset_dict.json" in names:
-        splits = json.loads(Path(place, "dataset_dict.json").read_text(encoding="utf-8")).get("splits", [])
-        raise ValueError(f"--input {place}: is a data set with the splits {', '.join(map(str, splits))}: pass the folder of one, "
-                         f"such as {Path(place, str(splits[0])) if splits else place}")
+        splits = json.loads(Path(place, "dataset_dict.json").read_text(encoding="utf-8")).get(
+            "splits", []
+        )
+        raise ValueError(
+            f"--input {place}: is a data set with the splits {', '.join(map(str, splits))}: pass the folder of one, "
+            f"such as {Path(place, str(splits[0])) if splits else place}"
+        )
     if "state.json" not in names or not any(name.endswith(".arrow") for name in names):
         return None
     files = json.loads(Path(place, "state.json").read_text(encoding="utf-8")).get("_data_files", [])

@@ -44,7 +44,11 @@ def build_document_index(
 ) -> np.ndarray:
     """int32 (epochs * documents,): document ids of all epochs shuffled together; with `separate_last` the last epoch by itself."""
     rows = np.empty((num_epochs, len(documents)), np.int32)
-    rows[:] = np.arange(documents.start, documents.stop, dtype=np.int32) if isinstance(documents, range) else documents
+    rows[:] = (
+        np.arange(documents.start, documents.stop, dtype=np.int32)
+        if isinstance(documents, range)
+        else documents
+    )
     index = rows.reshape(-1)
     together = len(index) - len(documents) * separate_last
     rng.shuffle(index[:together])
@@ -63,23 +67,33 @@ def sample_index_dtype(num_documents: int) -> type:
     return np.int32 if num_documents < 2**31 else np.int64
 
 
-def sample_blocks(lengths: np.ndarray, document_index: np.ndarray, seq_length: int, first: int = 0) -> Iterator[np.ndarray]:
+def sample_blocks(
+    lengths: np.ndarray, document_index: np.ndarray, seq_length: int, first: int = 0
+) -> Iterator[np.ndarray]:
     """Consecutive parts, (at most BLOCK, 2) each, of the sample index, int32 or int64 (n + 1, 2): position in `document_index`
     and offset in that document where each of n samples begins. lengths: of the documents from number `first` on.
 
     Sample i takes tokens i*s to (i+1)*s, both included, of the documents laid end to end: neighbouring samples share one token.
     It begins in the first document that ends beyond its first token, so empty documents are skipped.
     """
-    dtype, sample, ended = sample_index_dtype(len(document_index)), 0, 0  # ended: tokens of the documents before this block
+    dtype, sample, ended = (
+        sample_index_dtype(len(document_index)),
+        0,
+        0,
+    )  # ended: tokens of the documents before this block
     for start in range(0, len(document_index), BLOCK):
         part = lengths[document_index[start : start + BLOCK] - first]
         ends = np.cumsum(part, dtype=np.int64) + ended
         ended = int(ends[-1])
-        stop = count_samples(ended, seq_length) + 1  # samples that begin before the end of this block
+        stop = (
+            count_samples(ended, seq_length) + 1
+        )  # samples that begin before the end of this block
         for some in range(sample, stop, BLOCK):
             begins = np.arange(some, min(some + BLOCK, stop), dtype=np.int64) * seq_length
             places = np.searchsorted(ends, begins, side="right")
-            yield np.stack([places + start, begins - (ends[places] - part[places])], axis=1).astype(dtype)
+            yield np.stack([places + start, begins - (ends[places] - part[places])], axis=1).astype(
+                dtype
+            )
         sample = stop
 
 
@@ -97,7 +111,9 @@ def build_shuffle_index(num_first: int, total: int, rng: np.random.RandomState) 
     return index
 
 
-def blending_blocks(weights: Sequence[float], num_samples: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def blending_blocks(
+    weights: Sequence[float], num_samples: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Consecutive parts, at most BLOCK long, of two arrays: the dataset of each sample, int16 (n,), and its sample number within
     that dataset, int64 (n,). weights sum to 1.
 
@@ -128,7 +144,13 @@ ABANDONED = 3600.0  # s after which an unfinished file belongs to a builder that
 class Store(Protocol):
     """Takes an array as consecutive blocks, and returns it as it is kept."""
 
-    def __call__(self, name: str, dtype: np.dtype | type, shape: tuple[int, ...], blocks: Iterable[np.ndarray]) -> np.ndarray: ...
+    def __call__(
+        self,
+        name: str,
+        dtype: np.dtype | type,
+        shape: tuple[int, ...],
+        blocks: Iterable[np.ndarray],
+    ) -> np.ndarray: ...
 
 
 Build = Callable[[Store], None]
@@ -183,9 +205,19 @@ class _Files:
         build(self.store)
         self._write("description.txt", [self.text.encode()])
 
-    def store(self, name: str, dtype: np.dtype | type, shape: tuple[int, ...], blocks: Iterable[np.ndarray]) -> np.ndarray:
+    def store(
+        self,
+        name: str,
+        dtype: np.dtype | type,
+        shape: tuple[int, ...],
+        blocks: Iterable[np.ndarray],
+    ) -> np.ndarray:
         """Write an array block by block and map it. A builder reads its earlier arrays in order: their pages go back meanwhile."""
-        header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
+        header = {
+            "descr": np.lib.format.dtype_to_descr(np.dtype(dtype)),
+            "fortran_order": False,
+            "shape": shape,
+        }
 
         def content() -> Iterable[np.ndarray]:
             for block in blocks:
@@ -198,7 +230,9 @@ class _Files:
         self.mapped.append(file)
         return file.npy()
 
-    def _write(self, name: str, blocks: Iterable[Any], header: dict[str, Any] | None = None) -> None:
+    def _write(
+        self, name: str, blocks: Iterable[Any], header: dict[str, Any] | None = None
+    ) -> None:
         """A file that appears when it is whole."""
         path = self.path(name)
         aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
@@ -221,8 +255,17 @@ class _Files:
                     aside.unlink()
 
 
-def provide(cache: IndexCache, prefix: str, kind: str, split: str, description: dict[str, Any], names: tuple[str, ...], size: int,
-            build: Build, comm: Comm | None = None) -> Index:
+def provide(
+    cache: IndexCache,
+    prefix: str,
+    kind: str,
+    split: str,
+    description: dict[str, Any],
+    names: tuple[str, ...],
+    size: int,
+    build: Build,
+    comm: Comm | None = None,
+) -> Index:
     """The arrays `names`, of `size` bytes together, which `build` makes on rank 0 unless they are there already. Collective.
 
     prefix: of the data, next to which the files are by default. Raises ValueError on every rank when they cannot be written.
@@ -234,7 +277,10 @@ def provide(cache: IndexCache, prefix: str, kind: str, split: str, description: 
     reason = on_root(comm, lambda: _ensure(files, names, build))
     if reason and small:
         if comm is None or comm.rank == 0:
-            print(f"note: --data-cache-path {cache.path}: {reason}: the index of the {split} data is kept in memory", flush=True)
+            print(
+                f"note: --data-cache-path {cache.path}: {reason}: the index of the {split} data is kept in memory",
+                flush=True,
+            )
         return on_root(comm, lambda: _in_memory(build))
     check = partial(_require, prefix, size)
     check(reason)
@@ -248,14 +294,18 @@ def provide(cache: IndexCache, prefix: str, kind: str, split: str, description: 
 
 def _require(prefix: str, size: int, reason: str | None) -> None:
     if reason:
-        raise ValueError(f"the index of {prefix}, {size / 2**20:.0f} MiB, cannot be written ({reason}): pass another folder with "
-                         "--data-cache-path")
+        raise ValueError(
+            f"the index of {prefix}, {size / 2**20:.0f} MiB, cannot be written ({reason}): pass another folder with "
+            "--data-cache-path"
+        )
 
 
 def _in_memory(build: Build) -> Index:
     arrays: dict[str, np.ndarray] = {}
 
-    def store(name: str, dtype: np.dtype | type, shape: tuple[int, ...], blocks: Iterable[np.ndarray]) -> np.ndarray:
+    def store(
+        name: str, dtype: np.dtype | type, shape: tuple[int, ...], blocks: Iterable[np.ndarray]
+    ) -> np.ndarray:
         parts = [np.asarray(block, dtype) for block in blocks]
         arrays[name] = (parts[0] if len(parts) == 1 else np.concatenate(parts)).reshape(shape)
         return arrays[name]

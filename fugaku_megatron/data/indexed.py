@@ -28,8 +28,19 @@ if TYPE_CHECKING:  # reading and writing tokens needs no torch
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
-HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequence count, document index count
-ELEMENT_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}  # dtype code -> numpy's name
+HEADER = struct.Struct(
+    "<9sQBQQ"
+)  # magic, version, dtype code, sequence count, document index count
+ELEMENT_TYPES = {
+    1: "u1",
+    2: "i1",
+    3: "<i2",
+    4: "<i4",
+    5: "<i8",
+    6: "<f8",
+    7: "<f4",
+    8: "<u2",
+}  # dtype code -> numpy's name
 ELEMENT_CODES = {np.dtype(name): code for code, name in ELEMENT_TYPES.items()}
 UINT16_VOCAB = 65500  # Megatron's bound: vocabularies below it are stored as uint16
 REBUILD = "write both files again with fugaku-megatron preprocess, or copy both again"
@@ -49,7 +60,9 @@ def _file_size(path: str) -> int:
         if path.endswith((".bin.bin", ".idx.idx", ".bin.idx", ".idx.bin"))
         else f"is --data-path right? If it is, {REBUILD}"
     )
-    raise ValueError(f"{path}: cannot be read ({reason}); a dataset is a .bin and an .idx file: {remedy}")
+    raise ValueError(
+        f"{path}: cannot be read ({reason}); a dataset is a .bin and an .idx file: {remedy}"
+    )
 
 
 def check_files(prefix: str) -> None:
@@ -81,7 +94,9 @@ def _check_places(path: str, stream: BinaryIO, sequences: int, itemsize: int) ->
         pointers = _read_part(stream, "<i8", HEADER.size + 4 * sequences + 8 * start, count)
         ends = np.cumsum(lengths, dtype=np.int64) * itemsize + ended
         if lengths.min() < 0 or pointers[0] != ended or not np.array_equal(pointers[1:], ends[:-1]):
-            raise ValueError(f"{path}: its sequence pointers do not follow from its sequence lengths: corrupt; {REBUILD}")
+            raise ValueError(
+                f"{path}: its sequence pointers do not follow from its sequence lengths: corrupt; {REBUILD}"
+            )
         crc, ended = zlib.crc32(lengths.data, crc), int(ends[-1])
     return ended // itemsize, f"{crc:08x}"
 
@@ -96,7 +111,9 @@ def _check_documents(path: str, stream: BinaryIO, sequences: int, documents: int
     else:
         if documents and last == sequences:
             return
-    raise ValueError(f"{path}: its document indices do not run from 0 to its {sequences} sequences: corrupt; {REBUILD}")
+    raise ValueError(
+        f"{path}: its document indices do not run from 0 to its {sequences} sequences: corrupt; {REBUILD}"
+    )
 
 
 def _read_part(stream: BinaryIO, dtype: str, offset: int, count: int) -> np.ndarray:
@@ -116,7 +133,9 @@ def _read_index(prefix: str) -> Header:
                 f"{path}: begins with {header[:9]!r}, not with {MAGIC!r}: not a Megatron index file; {REBUILD}"
             )
         if len(header) < HEADER.size:
-            raise ValueError(f"{path}: truncated: {size} bytes, but its header alone takes {HEADER.size}; {REBUILD}")
+            raise ValueError(
+                f"{path}: truncated: {size} bytes, but its header alone takes {HEADER.size}; {REBUILD}"
+            )
         _, version, code, sequences, documents = HEADER.unpack(header)
         if version != VERSION or code not in ELEMENT_TYPES:
             raise ValueError(
@@ -125,7 +144,9 @@ def _read_index(prefix: str) -> Header:
         expected = HEADER.size + 12 * sequences + 8 * documents
         if size not in (expected, expected + sequences):
             what = "truncated" if size < expected else "too long"
-            raise ValueError(f"{path}: {what}: {size} bytes, but its header announces {expected}; {REBUILD}")
+            raise ValueError(
+                f"{path}: {what}: {size} bytes, but its header announces {expected}; {REBUILD}"
+            )
         dtype = np.dtype(ELEMENT_TYPES[code])
         tokens, crc = _check_places(path, stream, sequences, dtype.itemsize)
         _check_documents(path, stream, sequences, documents)
@@ -161,8 +182,13 @@ class IndexedDataset:
 
     def description(self) -> dict[str, Any]:
         """What the order of samples depends on; it follows the data when its folder is moved."""
-        return {"class": "GPTDataset", "dataset_path": os.path.basename(self.prefix), "sequences": len(self),
-                "tokens": self.num_tokens, "lengths_crc32": self.header.lengths_crc32}
+        return {
+            "class": "GPTDataset",
+            "dataset_path": os.path.basename(self.prefix),
+            "sequences": len(self),
+            "tokens": self.num_tokens,
+            "lengths_crc32": self.header.lengths_crc32,
+        }
 
     def _map(self, path: str) -> MappedFile:
         self._files.append(MappedFile(path))
@@ -173,7 +199,9 @@ class IndexedDataset:
         path = self.prefix + ".idx"
         size = _file_size(path)
         if size != self.header.size:  # this node's copy may differ
-            raise ValueError(f"{path}: {size} bytes, but {self.header.size} where rank 0 read it; {REBUILD}")
+            raise ValueError(
+                f"{path}: {size} bytes, but {self.header.size} where rank 0 read it; {REBUILD}"
+            )
         return self._map(path)
 
     @cached_property
@@ -198,7 +226,9 @@ class IndexedDataset:
     @cached_property
     def _bin(self) -> MappedFile:
         path = self.prefix + ".bin"
-        _check_bin_size(self.prefix, _file_size(path), self.num_tokens, self.dtype)  # this node's copy may differ
+        _check_bin_size(
+            self.prefix, _file_size(path), self.num_tokens, self.dtype
+        )  # this node's copy may differ
         return self._map(path)
 
     def read_lengths(self, start: int, stop: int) -> np.ndarray:
@@ -217,7 +247,9 @@ class IndexedDataset:
         end = int(self.sequence_lengths[index]) if length is None else offset + length
         assert 0 <= offset <= end <= self.sequence_lengths[index]
         if end > offset:
-            self._bin.expect((first + offset) * self.dtype.itemsize, (first + end) * self.dtype.itemsize)
+            self._bin.expect(
+                (first + offset) * self.dtype.itemsize, (first + end) * self.dtype.itemsize
+            )
         return self.tokens[first + offset : first + end]
 
     def __getitem__(self, index: int) -> np.ndarray:
@@ -246,7 +278,12 @@ class IndexedDatasetWriter:
 
     SUFFIXES: tuple[str, ...] = (".bin", ".idx")  # in the order in which the files get their names
 
-    def __init__(self, prefix: str | os.PathLike, dtype: np.dtype | str | type, folder: str | os.PathLike | None = None):
+    def __init__(
+        self,
+        prefix: str | os.PathLike,
+        dtype: np.dtype | str | type,
+        folder: str | os.PathLike | None = None,
+    ):
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype.kind not in "iu" or self.dtype not in ELEMENT_CODES:
@@ -255,7 +292,9 @@ class IndexedDatasetWriter:
             )
         self._lengths = array("i")
         self._documents = array("q", [0])
-        aside = self.prefix if folder is None else os.path.join(folder, os.path.basename(self.prefix))
+        aside = (
+            self.prefix if folder is None else os.path.join(folder, os.path.basename(self.prefix))
+        )
         self._temporary = {suffix: f"{aside}{suffix}.tmp{os.getpid()}" for suffix in self.SUFFIXES}
         with self.writing():
             self._bin = open(self._temporary[".bin"], "wb")  # noqa: SIM115 - closed by finalize or discard
@@ -264,10 +303,13 @@ class IndexedDatasetWriter:
         """A block that writes the files."""
         return writing(f"{self.prefix}.bin")
 
-    def add_document(self, tokens: np.ndarray | Sequence[int], lengths: Iterable[int] | None = None) -> None:
+    def add_document(
+        self, tokens: np.ndarray | Sequence[int], lengths: Iterable[int] | None = None
+    ) -> None:
         """Append a document of one sequence, or of sequences of these `lengths` in tokens (none: an empty document)."""
         tokens = np.asarray(
-            tokens if isinstance(tokens, np.ndarray) else list(tokens), None if len(tokens) else self.dtype
+            tokens if isinstance(tokens, np.ndarray) else list(tokens),
+            None if len(tokens) else self.dtype,
         )
         lengths = [len(tokens)] if lengths is None else list(lengths)
         if sum(lengths) != len(tokens) or any(length < 0 for length in lengths):
@@ -316,7 +358,11 @@ class IndexedDatasetWriter:
         pointers = np.zeros(len(lengths), "<i8")
         np.cumsum(lengths[:-1] * np.int64(self.dtype.itemsize), out=pointers[1:])
         with self.writing(), open(self._temporary[".idx"], "wb") as index:
-            index.write(HEADER.pack(MAGIC, VERSION, ELEMENT_CODES[self.dtype], len(lengths), len(self._documents)))
+            index.write(
+                HEADER.pack(
+                    MAGIC, VERSION, ELEMENT_CODES[self.dtype], len(lengths), len(self._documents)
+                )
+            )
             for part in (lengths, pointers, np.asarray(self._documents, "<i8")):
                 index.write(part.data)
             self._close(index)

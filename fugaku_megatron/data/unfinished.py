@@ -30,7 +30,10 @@ from .files import UNFINISHED, Place
 from .indexed import IndexedDatasetWriter, writing
 
 JOURNAL_SECONDS = 5.0  # between two records
-PILE_BYTES, MAX_PILES = 2**26, 256  # of tokens that are shuffled in memory at a time, and how many files that takes at most
+PILE_BYTES, MAX_PILES = (
+    2**26,
+    256,
+)  # of tokens that are shuffled in memory at a time, and how many files that takes at most
 SHUFFLE_SEED = 1234
 JOURNAL, LOCK = "journal.json", "lock"
 
@@ -98,8 +101,14 @@ class Unfinished:
     depend on in addition to the files. Raises ValueError where nothing can be written and while another process is at work on it.
     """
 
-    def __init__(self, prefix: str, made_with: Any, files: Sequence[str], outputs: int, dtype: np.dtype):
-        self.prefix, self.folder, self._made_with = prefix, Path(prefix + UNFINISHED), json.loads(json.dumps(made_with))
+    def __init__(
+        self, prefix: str, made_with: Any, files: Sequence[str], outputs: int, dtype: np.dtype
+    ):
+        self.prefix, self.folder, self._made_with = (
+            prefix,
+            Path(prefix + UNFINISHED),
+            json.loads(json.dumps(made_with)),
+        )
         self._stats = [(path, (stat := os.stat(path)).st_size, stat.st_mtime_ns) for path in files]
         self._starts = [0, *accumulate(size for _, size, _ in self._stats)]
         self._recorded, self._due = False, time.monotonic() + JOURNAL_SECONDS
@@ -111,15 +120,19 @@ class Unfinished:
         self._recorded = self.journal.documents > 0
         with self._writing():
             self._files = self._opened(dtype)
-        for path in self.folder.glob("*.tmp*"):  # of a run that was killed while it wrote the data sets
+        for path in self.folder.glob(
+            "*.tmp*"
+        ):  # of a run that was killed while it wrote the data sets
             path.unlink()
 
     def _acquire(self) -> None:
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            raise ValueError(f"--output-prefix {self.prefix}: another preprocess is writing it: wait for its end, or pass another "
-                             "one") from None
+            raise ValueError(
+                f"--output-prefix {self.prefix}: another preprocess is writing it: wait for its end, or pass another "
+                "one"
+            ) from None
         except OSError:  # a file system without locks
             pass
 
@@ -134,21 +147,33 @@ class Unfinished:
         """The journal of an earlier run that goes on."""
         try:
             found = json.loads((self.folder / JOURNAL).read_text(encoding="utf-8"))
-            journal = Journal(**{**found, "place": Place(*found["place"]), "tokens": tuple(found["tokens"])})
+            journal = Journal(
+                **{**found, "place": Place(*found["place"]), "tokens": tuple(found["tokens"])}
+            )
         except (OSError, ValueError, TypeError, KeyError):
             return None
         same = journal.made_with == self._made_with and len(journal.tokens) == outputs
         if same and self._checksum(journal.place) == journal.inputs:
-            print(f"going on after {journal.documents} documents that {self.folder} holds", file=sys.stderr, flush=True)
+            print(
+                f"going on after {journal.documents} documents that {self.folder} holds",
+                file=sys.stderr,
+                flush=True,
+            )
             return journal
-        what = "its input files have changed" if same else "it was made with another tokenizer or other flags"
+        what = (
+            "its input files have changed"
+            if same
+            else "it was made with another tokenizer or other flags"
+        )
         print(f"note: {self.folder} is begun anew: {what}", file=sys.stderr, flush=True)
         return None
 
     def _opened(self, dtype: np.dtype) -> list[TokenFiles]:
         def opened() -> list[TokenFiles]:
-            return [TokenFiles(self.folder / str(number), dtype, self.journal.documents, tokens)
-                    for number, tokens in enumerate(self.journal.tokens)]
+            return [
+                TokenFiles(self.folder / str(number), dtype, self.journal.documents, tokens)
+                for number, tokens in enumerate(self.journal.tokens)
+            ]
 
         try:
             return opened()
@@ -156,7 +181,10 @@ class Unfinished:
             if not self._recorded:
                 raise
             print(f"note: {self.folder} is begun anew: {error}", file=sys.stderr, flush=True)
-            self.journal, self._recorded = Journal(self._made_with, tokens=(0,) * len(self.journal.tokens)), False
+            self.journal, self._recorded = (
+                Journal(self._made_with, tokens=(0,) * len(self.journal.tokens)),
+                False,
+            )
             return opened()
 
     def bytes_read(self, place: Place, read: int = 0) -> int:
@@ -169,8 +197,14 @@ class Unfinished:
             for file, (tokens, lengths) in zip(self._files, texts, strict=True):
                 file.add(tokens, lengths)
         old = self.journal
-        self.journal = Journal(self._made_with, 0, place, old.documents + len(texts[0][1]),
-                               tuple(n + len(tokens) for n, (tokens, _) in zip(old.tokens, texts)), old.size + size)
+        self.journal = Journal(
+            self._made_with,
+            0,
+            place,
+            old.documents + len(texts[0][1]),
+            tuple(n + len(tokens) for n, (tokens, _) in zip(old.tokens, texts)),
+            old.size + size,
+        )
         if time.monotonic() >= self._due:
             self.record()
 
@@ -181,7 +215,9 @@ class Unfinished:
                 file.sync()
             aside = self.folder / f"{JOURNAL}.new"
             with open(aside, "w", encoding="utf-8") as stream:
-                json.dump({**asdict(self.journal), "inputs": self._checksum(self.journal.place)}, stream)
+                json.dump(
+                    {**asdict(self.journal), "inputs": self._checksum(self.journal.place)}, stream
+                )
                 stream.flush()
                 os.fsync(stream.fileno())
             os.replace(aside, self.folder / JOURNAL)
@@ -190,28 +226,43 @@ class Unfinished:
     def finish(self, writers: Sequence[IndexedDatasetWriter], shuffle: bool) -> None:
         """Write all documents, those of one JSON key with each writer."""
         self.record()
-        largest = max(tokens * file.dtype.itemsize for file, tokens in zip(self._files, self.journal.tokens))
+        largest = max(
+            tokens * file.dtype.itemsize for file, tokens in zip(self._files, self.journal.tokens)
+        )
         piles = min(MAX_PILES, -(-largest // PILE_BYTES))
         for file, writer in zip(self._files, writers, strict=True):
-            for tokens, lengths in shuffled(*file.contents(), piles, self.folder) if shuffle else in_order(*file.contents()):
+            for tokens, lengths in (
+                shuffled(*file.contents(), piles, self.folder)
+                if shuffle
+                else in_order(*file.contents())
+            ):
                 writer.add_documents(tokens, lengths)
 
     def __enter__(self) -> Unfinished:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
+    ) -> None:
         for file in self._files:
             file.close()
         if error is None or not self._recorded:
             shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
         if isinstance(error, ValueError) and self._recorded:
-            raise ValueError(f"{error}; the documents before are in {self.folder}: the same command goes on after them") from None
+            raise ValueError(
+                f"{error}; the documents before are in {self.folder}: the same command goes on after them"
+            ) from None
         if error is not None and self._recorded:
-            print(f"the same command goes on with what {self.folder} holds", file=sys.stderr, flush=True)
+            print(
+                f"the same command goes on with what {self.folder} holds",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 # From the order of the input to that of the data set: token ids of some documents, and (documents,) how many each has -------------
+
 
 def in_order(tokens: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Neighbouring documents of about PILE_BYTES together."""
@@ -223,7 +274,9 @@ def in_order(tokens: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[np.ndarr
         start = stop
 
 
-def shuffled(tokens: np.ndarray, lengths: np.ndarray, piles: int, folder: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def shuffled(
+    tokens: np.ndarray, lengths: np.ndarray, piles: int, folder: Path
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """All documents in random order, which follows from their number and the number of piles alone.
 
     Each document goes to a pile at random, a temporary file without a name, and one pile after another is read and shuffled in
@@ -253,5 +306,8 @@ def shuffled(tokens: np.ndarray, lengths: np.ndarray, piles: int, folder: Path) 
 def _gathered(tokens: np.ndarray, lengths: np.ndarray, order: np.ndarray) -> np.ndarray:
     """The token ids of some of the documents, one after another."""
     ends = np.cumsum(lengths, dtype=np.int64)
-    parts = [tokens[end - length : end] for end, length in zip(ends[order].tolist(), lengths[order].tolist())]
+    parts = [
+        tokens[end - length : end]
+        for end, length in zip(ends[order].tolist(), lengths[order].tolist())
+    ]
     return np.concatenate([tokens[:0], *parts])

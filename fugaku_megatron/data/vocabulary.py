@@ -32,7 +32,10 @@ def train_vocabulary(texts: Iterable[str], size: int, output: Path) -> int:
     is missing, when there is no text, and when the files cannot be written.
     """
     check_size(size)
-    tokenizer, characters = library("tokenizers", "demo", "training a vocabulary").ByteLevelBPETokenizer(), 0
+    tokenizer, characters = (
+        library("tokenizers", "demo", "training a vocabulary").ByteLevelBPETokenizer(),
+        0,
+    )
 
     def counted() -> Iterable[str]:
         nonlocal characters
@@ -40,7 +43,9 @@ def train_vocabulary(texts: Iterable[str], size: int, output: Path) -> int:
             characters += len(text)
             yield text
 
-    tokenizer.train_from_iterator(counted(), vocab_size=size - 1, min_frequency=2, show_progress=False)
+    tokenizer.train_from_iterator(
+        counted(), vocab_size=size - 1, min_frequency=2, show_progress=False
+    )
     if not characters:
         raise ValueError("no text to train a vocabulary on")
     tokenizer.add_tokens([EOD_TOKEN])
@@ -52,7 +57,10 @@ def _write(tokenizer: Any, output: Path) -> None:
     """Both files appear when they are whole."""
     vocabulary = dict(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]))
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
-    lines = ["#version: 0.2", *(pair if isinstance(pair, str) else " ".join(pair) for pair in merges)]
+    lines = [
+        "#version: 0.2",
+        *(pair if isinstance(pair, str) else " ".join(pair) for pair in merges),
+    ]
     texts = json.dumps(vocabulary, ensure_ascii=False), "\n".join(lines) + "\n"
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -61,20 +69,31 @@ def _write(tokenizer: Any, output: Path) -> None:
         for name in NAMES:
             os.replace(output / f"{name}.tmp", output / name)
     except OSError as error:
-        raise ValueError(f"--output {output}: cannot be written ({error.strerror}); pass another folder") from None
+        raise ValueError(
+            f"--output {output}: cannot be written ({error.strerror}); pass another folder"
+        ) from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_input_arguments(parser)
-    parser.add_argument("--vocab-size", type=int, default=8192, help="tokens of the vocabulary (default: %(default)s)")
-    parser.add_argument("--output", type=Path, required=True, help="folder for vocab.json and merges.txt")
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        default=8192,
+        help="tokens of the vocabulary (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder for vocab.json and merges.txt"
+    )
 
 
 def check_size(size: int) -> None:
     """Raises ValueError for a number of tokens that no vocabulary can have."""
     if not MIN_TOKENS <= size <= MAX_TOKENS:
-        raise ValueError(f"--vocab-size is {size}: pass a number from {MIN_TOKENS}, which is every byte and {EOD_TOKEN}, "
-                         f"to {MAX_TOKENS}")
+        raise ValueError(
+            f"--vocab-size is {size}: pass a number from {MIN_TOKENS}, which is every byte and {EOD_TOKEN}, "
+            f"to {MAX_TOKENS}"
+        )
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -84,25 +103,41 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError(f"--output {args.output}: exists and is not a folder; pass another one")
     for name in NAMES:
         if os.path.lexists(args.output / name) and unreadable(args.output / name):
-            raise ValueError(f"--output {args.output}: {name} in it is not a file that can be replaced; pass another folder")
+            raise ValueError(
+                f"--output {args.output}: {name} in it is not a file that can be replaced; pass another folder"
+            )
 
 
 def main(args: argparse.Namespace) -> int:
     """Train and write. Raises ValueError for a user's mistake and for files that cannot be read or written."""
     check_options(args)
     files = input_files(args.input, args.json_keys)
-    texts = (text.decode("utf-8", "replace") if isinstance(text, bytes) else text
-             for document in read_documents(files, Columns(tuple(args.json_keys)))
-             for text in document_texts(document, args.json_keys))
+    texts = (
+        text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        for document in read_documents(files, Columns(tuple(args.json_keys)))
+        for text in document_texts(document, args.json_keys)
+    )
     try:
         tokens = train_vocabulary(texts, args.vocab_size, args.output)
     except OSError as error:
         raise ValueError(str(error)) from error
     vocab_file, merge_file = (str(args.output / name) for name in NAMES)
-    print(f"wrote {vocab_file} and {merge_file}: {tokens} tokens from {len(files)} file{'s' * (len(files) > 1)}")
+    print(
+        f"wrote {vocab_file} and {merge_file}: {tokens} tokens from {len(files)} file{'s' * (len(files) > 1)}"
+    )
     if tokens < args.vocab_size:
         print(f"note: the text has no more than these, --vocab-size is {args.vocab_size}")
     keys = [] if args.json_keys == ["text"] else ["--json-keys", *args.json_keys]
-    words = ["--input", *args.input, *keys, "--output-prefix", "my_data", "--vocab-file", vocab_file, "--merge-file", merge_file]
+    words = [
+        "--input",
+        *args.input,
+        *keys,
+        "--output-prefix",
+        "my_data",
+        "--vocab-file",
+        vocab_file,
+        "--merge-file",
+        merge_file,
+    ]
     print(f"next: fugaku-megatron preprocess {shlex.join(words)} --append-eod")
     return 0

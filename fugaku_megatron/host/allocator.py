@@ -25,15 +25,32 @@ import psutil
 from . import kernels
 
 # library in /proc/self/maps -> allocator. libmpg (Fujitsu's large pages) is last: a preloaded library replaces its malloc
-_LIBRARIES = {"tcmalloc": "tcmalloc", "jemalloc": "jemalloc", "mimalloc": "mimalloc", "mpg": "libmpg"}
+_LIBRARIES = {
+    "tcmalloc": "tcmalloc",
+    "jemalloc": "jemalloc",
+    "mimalloc": "mimalloc",
+    "mpg": "libmpg",
+}
 _MAPS = Path("/proc/self/maps")
 
 # malloc.h: parameter -> value. The heap grows by 16 MiB at a time and shrinks only when 1 GiB of its top is free
-_MALLOPT = {"M_TRIM_THRESHOLD": (-1, 1 << 30), "M_TOP_PAD": (-2, 16 << 20), "M_MMAP_THRESHOLD": (-3, 32 << 20)}
-RESERVED_PER_RAM = 2  # reserved addresses cost no memory; twice the installed memory allows for fragmentation
+_MALLOPT = {
+    "M_TRIM_THRESHOLD": (-1, 1 << 30),
+    "M_TOP_PAD": (-2, 16 << 20),
+    "M_MMAP_THRESHOLD": (-3, 32 << 20),
+}
+RESERVED_PER_RAM = (
+    2  # reserved addresses cost no memory; twice the installed memory allows for fragmentation
+)
 _FIELD = re.compile(rb"^(VmRSS|RssFile|RssShmem|HugetlbPages):\s+(\d+) kB", re.MULTILINE)
-_FILES = {2: ("memory.max", "memory.current", "inactive_file"),  # by version: limit, use, what part of the use can be reclaimed
-          1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")}
+_FILES = {
+    2: (
+        "memory.max",
+        "memory.current",
+        "inactive_file",
+    ),  # by version: limit, use, what part of the use can be reclaimed
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 
 
 def allocator_name(maps: str | None = None) -> str:
@@ -43,7 +60,9 @@ def allocator_name(maps: str | None = None) -> str:
     distinguish the two.
     """
     text = (read_text(_MAPS) or "") if maps is None else maps
-    loaded = {match[1] for match in re.finditer(r"/lib([a-z]+)[^/\s]*\.so[^/\s]*$", text, re.MULTILINE)}
+    loaded = {
+        match[1] for match in re.finditer(r"/lib([a-z]+)[^/\s]*\.so[^/\s]*$", text, re.MULTILINE)
+    }
     for library, name in _LIBRARIES.items():
         if library in loaded:
             return name
@@ -93,9 +112,15 @@ def trim() -> None:
 
 def _large_pages() -> str:
     """The system's huge pages, for the log; Fujitsu's XOS has its own, which variables configure."""
-    xos = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("XOS_MMM_L_")]
+    xos = [
+        f"{name}={value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith("XOS_MMM_L_")
+    ]
     try:
-        choice = re.search(r"\[(\w+)\]", Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text())
+        choice = re.search(
+            r"\[(\w+)\]", Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+        )
     except OSError:
         choice = None
     pages = [f"transparent huge pages {choice[1]}"] if choice else []
@@ -131,20 +156,33 @@ def usage(status: str | os.PathLike = "/proc/self/status") -> Usage:
     return Usage(resident, fields.get(b"RssShmem", 0), resident - fields.get(b"RssFile", 0))
 
 
-def node_bytes(proc_cgroup: str | os.PathLike = "/proc/self/cgroup", root: str | os.PathLike = "/sys/fs/cgroup") -> int:
+def node_bytes(
+    proc_cgroup: str | os.PathLike = "/proc/self/cgroup", root: str | os.PathLike = "/sys/fs/cgroup"
+) -> int:
     """What the processes of this node or job may hold in all: the machine's memory, or a control group's limit if that is less."""
-    limits = [_number(folder / _FILES[version][0]) for version, folder in cgroup_folders("memory", proc_cgroup, root)]
+    limits = [
+        _number(folder / _FILES[version][0])
+        for version, folder in cgroup_folders("memory", proc_cgroup, root)
+    ]
     return min([psutil.virtual_memory().total, *(n for n in limits if n is not None)])
 
 
-def free_bytes(proc_cgroup: str | os.PathLike = "/proc/self/cgroup", root: str | os.PathLike = "/sys/fs/cgroup") -> int:
+def free_bytes(
+    proc_cgroup: str | os.PathLike = "/proc/self/cgroup", root: str | os.PathLike = "/sys/fs/cgroup"
+) -> int:
     """What the processes of this node or job may still take: of the machine, or of a control group's limit if that is less."""
-    left = [_left(folder, *_FILES[version]) for version, folder in cgroup_folders("memory", proc_cgroup, root)]
+    left = [
+        _left(folder, *_FILES[version])
+        for version, folder in cgroup_folders("memory", proc_cgroup, root)
+    ]
     return min([psutil.virtual_memory().available, *(n for n in left if n is not None)])
 
 
-def cgroup_folders(controller: str, proc_cgroup: str | os.PathLike = "/proc/self/cgroup",
-                   root: str | os.PathLike = "/sys/fs/cgroup") -> list[tuple[int, Path]]:
+def cgroup_folders(
+    controller: str,
+    proc_cgroup: str | os.PathLike = "/proc/self/cgroup",
+    root: str | os.PathLike = "/sys/fs/cgroup",
+) -> list[tuple[int, Path]]:
     """The directories that may limit this process: (version, 1 or 2, of the cgroup, its directory or that of an ancestor)."""
     folders: list[tuple[int, Path]] = []
     for line in (read_text(Path(proc_cgroup)) or "").splitlines():
@@ -152,7 +190,9 @@ def cgroup_folders(controller: str, proc_cgroup: str | os.PathLike = "/proc/self
         if controllers == "":
             folders += [(2, folder) for folder in _ancestors(Path(root), path)]
         elif controller in controllers.split(","):
-            mounts = [Path(root) / name for name in (controllers, controller)]  # "cpu,cpuacct", or a link to it
+            mounts = [
+                Path(root) / name for name in (controllers, controller)
+            ]  # "cpu,cpuacct", or a link to it
             folders += [(1, folder) for mount in mounts for folder in _ancestors(mount, path)]
     return folders
 
@@ -189,7 +229,13 @@ def _number(file: Path) -> int | None:
 
 def peak_memory_mib() -> float:
     """The largest resident memory of this process so far, MiB."""
-    with contextlib.suppress(OSError):  # Linux, where ru_maxrss includes what the parent process held before exec
-        if peak := re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE):
+    with contextlib.suppress(
+        OSError
+    ):  # Linux, where ru_maxrss includes what the parent process held before exec
+        if peak := re.search(
+            r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE
+        ):
             return int(peak[1]) / 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
+        1 << 20 if sys.platform == "darwin" else 1 << 10
+    )

@@ -53,7 +53,9 @@ class Counters:
     why: str = ""
 
     @classmethod
-    def find(cls, root: str = "/", library: str = POWER_API, headers: tuple[str, ...] = POWER_HEADERS) -> Counters:
+    def find(
+        cls, root: str = "/", library: str = POWER_API, headers: tuple[str, ...] = POWER_HEADERS
+    ) -> Counters:
         """What can be read below root/sys, or else through Fugaku's library."""
         denied = ""
         for source, candidates in (("RAPL", _rapl(Path(root))), ("amd_energy", _amd(Path(root)))):
@@ -62,16 +64,26 @@ class Counters:
                 counter.joules()
             if known and all(counter.last is not None for counter in known):
                 return cls(source, known)
-            denied = denied or f"{source} cannot be read: chmod a+r its energy files as root" * bool(known)
+            denied = (
+                denied
+                or f"{source} cannot be read: chmod a+r its energy files as root" * bool(known)
+            )
         api = _power_api(library, headers)
         if isinstance(api, Counter) and api.read() is not None:
             return cls("Power API", [api])
-        return cls("", why=denied or (api if isinstance(api, str) else "the Power API has no measured energy"))
+        return cls(
+            "",
+            why=denied or (api if isinstance(api, str) else "the Power API has no measured energy"),
+        )
 
     def joules(self) -> float | None:
         """Since the call before; None where there is no counter, and once one of them fails."""
         passed = [counter.joules() for counter in self.counters]
-        return sum(value for value in passed if value is not None) if passed and None not in passed else None
+        return (
+            sum(value for value in passed if value is not None)
+            if passed and None not in passed
+            else None
+        )
 
     def describe(self) -> str:
         """For the log's first line."""
@@ -86,7 +98,11 @@ def _rapl(root: Path) -> Iterator[Counter]:
     for zone in sorted(zones, key=lambda path: [int(part) for part in path.name.split(":")[1:]]):
         name, wraps = read_text(zone / "name") or "", read_text(zone / "max_energy_range_uj") or ""
         if name.startswith("package") or name == "dram":
-            yield Counter(name, _microjoules(zone / "energy_uj"), int(wraps) / 1e6 if wraps.isdecimal() else None)
+            yield Counter(
+                name,
+                _microjoules(zone / "energy_uj"),
+                int(wraps) / 1e6 if wraps.isdecimal() else None,
+            )
 
 
 def _amd(root: Path) -> Iterator[Counter]:
@@ -94,7 +110,9 @@ def _amd(root: Path) -> Iterator[Counter]:
         if read_text(folder / "name") == "amd_energy":
             for label in sorted(folder.glob("energy*_label")):
                 if (name := read_text(label) or "").startswith("Esocket"):
-                    yield Counter(name, _microjoules(folder / label.name.replace("_label", "_input")))
+                    yield Counter(
+                        name, _microjoules(folder / label.name.replace("_label", "_input"))
+                    )
 
 
 def _microjoules(path: Path) -> Callable[[], float | None]:
@@ -108,7 +126,11 @@ def _microjoules(path: Path) -> Callable[[], float | None]:
 def header_constants(text: str) -> dict[str, int]:
     """The numbers that a C header defines, by #define or in enumerations. Raises ValueError for an expression."""
     text = _COMMENT.sub("", text)
-    found = {name: int(value, 0) for name, value in _DEFINITION.findall(text) if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", value)}
+    found = {
+        name: int(value, 0)
+        for name, value in _DEFINITION.findall(text)
+        if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", value)
+    }
     for body in _ENUMERATION.findall(text):
         number = -1
         for name, _, value in (item.partition("=") for item in body.split(",") if item.strip()):
@@ -127,7 +149,9 @@ def _power_api(library: str, headers: tuple[str, ...]) -> Counter | str:
     text = next((text for header in headers if (text := read_text(Path(header)))), "")
     try:
         known = header_constants(text)
-        context, role, attribute = (known[name] for name in ("PWR_CNTXT_FX1000", "PWR_ROLE_APP", "PWR_ATTR_MEASURED_ENERGY"))
+        context, role, attribute = (
+            known[name] for name in ("PWR_CNTXT_FX1000", "PWR_ROLE_APP", "PWR_ATTR_MEASURED_ENERGY")
+        )
     except (KeyError, ValueError):
         return f"{library} is there, but none of {', '.join(headers)} has its constants"
     held, node = ctypes.c_void_p(), ctypes.c_void_p()

@@ -26,13 +26,16 @@ try:
     from .._kernels import active, targets, use
     from .._kernels import table as _rows
 except ModuleNotFoundError as error:
-    raise ImportError("the C++ kernels are not built: run make kernels, or python setup.py build_ext --inplace") from error
+    raise ImportError(
+        "the C++ kernels are not built: run make kernels, or python setup.py build_ext --inplace"
+    ) from error
 except ImportError as error:
     if "FUGAKU_MEGATRON_TARGET" not in str(error):
         raise
     raise ValueError(str(error)) from error  # the user's, see comm/launch.py
 
 if TYPE_CHECKING:
+
     def __getattr__(name: str) -> Any:
         """Every other function of the extension, which is compiled and has no types."""
 
@@ -51,7 +54,9 @@ def target(name: str) -> Iterator[None]:
 def instruction_set() -> str:
     """The target in use for a log line, and what the operating system withholds from the process."""
     refused = [row for row in targets() if row["reason"].startswith("the operating system")]
-    return "; ".join([active(), *(f"{row['name']} is not used: {row['reason']}" for row in refused)])
+    return "; ".join(
+        [active(), *(f"{row['name']} is not used: {row['reason']}" for row in refused)]
+    )
 
 
 def runnable_targets(emulated: bool = False) -> list[str]:
@@ -65,7 +70,9 @@ def runnable_targets(emulated: bool = False) -> list[str]:
 
 # Costs of calls -------------------------------------------------------------------------------------------------------------------
 
-Factor = tuple[str, int, str]  # plus, times, symbol of a dimension's factor plus + times * symbol: "heads+2groups"
+Factor = tuple[
+    str, int, str
+]  # plus, times, symbol of a dimension's factor plus + times * symbol: "heads+2groups"
 
 
 @dataclass(frozen=True)
@@ -99,25 +106,38 @@ def _table() -> dict[str, _Row]:
     for row in _rows.rows():
         operands = []
         for name, dims in re.findall(r"(\w+)(?: \(([^)]*)\))?(?:, |$)", row["operands"]):
-            factors = tuple(tuple(map(_factor, dim.split())) for dim in dims.replace("..", "").split(",")) if dims else None
+            factors = (
+                tuple(tuple(map(_factor, dim.split())) for dim in dims.replace("..", "").split(","))
+                if dims
+                else None
+            )
             operands.append(_Operand(name, factors, ".." in dims))
-        table[row["name"]] = _Row(row["name"], tuple(row["sizes"]), row["operands"], tuple(operands))
+        table[row["name"]] = _Row(
+            row["name"], tuple(row["sizes"]), row["operands"], tuple(operands)
+        )
     return table
 
 
-def _dimensions(row: _Row, operand: _Operand, shape: list[int]) -> Iterator[tuple[tuple[Factor, ...], int]]:
+def _dimensions(
+    row: _Row, operand: _Operand, shape: list[int]
+) -> Iterator[tuple[tuple[Factor, ...], int]]:
     """(factors, size) of each dimension of an operand of this shape."""
     assert operand.dims is not None
     more = len(shape) - len(operand.dims)
     if operand.folds and more:
-        shape = [math.prod(shape[: more + 1]), *shape[more + 1 :]] if more > 0 else [1] * -more + shape
+        shape = (
+            [math.prod(shape[: more + 1]), *shape[more + 1 :]] if more > 0 else [1] * -more + shape
+        )
     if len(shape) != len(operand.dims) or operand.folds and more < -1:
         row.fail(f"{operand.name} with {len(shape)} dimensions")
-    yield from ((factors, size) for factors, size in zip(operand.dims, shape) if factors[0][2] != "_")
+    yield from (
+        (factors, size) for factors, size in zip(operand.dims, shape) if factors[0][2] != "_"
+    )
 
 
 def _solve(row: _Row, factors: Sequence[Factor], size: int, known: dict[str, int]) -> None:
     """Add the one symbol of a dimension that is not known; nothing where there are more."""
+
     def value(word: str) -> int | None:
         return int(word) if word.isdigit() else known.get(word)
 
@@ -131,7 +151,9 @@ def _solve(row: _Row, factors: Sequence[Factor], size: int, known: dict[str, int
         else:
             product *= plus + factor[1] * symbol
     if (product and size % product) if unknown else product != size:
-        row.fail(f"a dimension of {size}{', which is not a multiple of' if unknown else ' instead of'} {product}")
+        row.fail(
+            f"a dimension of {size}{', which is not a multiple of' if unknown else ' instead of'} {product}"
+        )
     if unknown and product:
         known[unknown[2]] = (size // product - (value(unknown[0]) or 0)) // unknown[1]
 
@@ -145,14 +167,29 @@ def _sizes(name: str, *args: Any, **kwargs: Any) -> dict[str, int]:
     if row is None:
         raise ValueError(f"no kernel of the table is called {name}")
     values = [args[i] if i < len(args) else kwargs.get(o.name) for i, o in enumerate(row.operands)]
-    tensors: dict[str, Any] = {o.name: v for o, v in zip(row.operands, values) if hasattr(v, "shape")}
+    tensors: dict[str, Any] = {
+        o.name: v for o, v in zip(row.operands, values) if hasattr(v, "shape")
+    }
     bytes_of = {name: tensor.element_size() for name, tensor in tensors.items()}
     last = next((o.name for o in reversed(row.operands) if o.dims is not None), "")
-    known = {"e": next((bytes_of[n] for n, t in tensors.items() if t.is_floating_point()), 0), "e_out": bytes_of.get(last, 0),
-             "e_avg": bytes_of.get("exp_avg", 0), "e_sq": bytes_of.get("exp_avg_sq", 0), "dx": int("dx" in tensors)}
-    known |= {o.name: v for o, v in zip(row.operands, values) if o.dims is None and o.name in row.sizes and isinstance(v, int)}
-    dimensions = [d for o in row.operands if o.dims is not None and o.name in tensors
-                  for d in _dimensions(row, o, list(tensors[o.name].shape))]
+    known = {
+        "e": next((bytes_of[n] for n, t in tensors.items() if t.is_floating_point()), 0),
+        "e_out": bytes_of.get(last, 0),
+        "e_avg": bytes_of.get("exp_avg", 0),
+        "e_sq": bytes_of.get("exp_avg_sq", 0),
+        "dx": int("dx" in tensors),
+    }
+    known |= {
+        o.name: v
+        for o, v in zip(row.operands, values)
+        if o.dims is None and o.name in row.sizes and isinstance(v, int)
+    }
+    dimensions = [
+        d
+        for o in row.operands
+        if o.dims is not None and o.name in tensors
+        for d in _dimensions(row, o, list(tensors[o.name].shape))
+    ]
     for _ in range(len(row.sizes) + 1):
         for factors, size in dimensions:
             _solve(row, factors, size, known)

@@ -23,16 +23,45 @@ from ..comm.grid import Groups
 from . import kernels
 from .runtime import fma_peak_gflops
 
-VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv", "barrier",
-         "iall_reduce", "iall_gather", "ireduce_scatter", "iall_to_all", "isend", "irecv")
+VERBS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "send",
+    "recv",
+    "barrier",
+    "iall_reduce",
+    "iall_gather",
+    "ireduce_scatter",
+    "iall_to_all",
+    "isend",
+    "irecv",
+)
 NONBLOCKING = VERBS[-6:]  # what computation does not hide of them is spent in `wait`
-INSTRUCTIONS = ("forward", "backward", "backward_input", "backward_weight", "recv_forward", "send_forward", "recv_backward",
-                "send_backward")
+INSTRUCTIONS = (
+    "forward",
+    "backward",
+    "backward_input",
+    "backward_weight",
+    "recv_forward",
+    "send_forward",
+    "recv_backward",
+    "send_backward",
+)
 
-Observer = Callable[[str, Callable[..., Any], tuple, dict], Any]  # name, function, args, kwargs -> what the function returns
+Observer = Callable[
+    [str, Callable[..., Any], tuple, dict], Any
+]  # name, function, args, kwargs -> what the function returns
 DATA, PREVIOUS, NEXT, REDUCTIONS = WAITS = ("data", "previous stage", "next stage", "reductions")
 PHASES = ("computation", *WAITS)
-PIPELINE = {"recv_forward": PREVIOUS, "send_backward": PREVIOUS, "recv_backward": NEXT, "send_forward": NEXT}
+PIPELINE = {
+    "recv_forward": PREVIOUS,
+    "send_backward": PREVIOUS,
+    "recv_backward": NEXT,
+    "send_forward": NEXT,
+}
 TRACKS = ("schedule", "kernels", "communication")
 FMA_ROUNDS = 10
 
@@ -53,7 +82,12 @@ class Observed:
 
 def observe_groups(groups: Groups, observer: Callable[[str], Observer]) -> Groups:
     """The same groups, their verbs observed. observer: of the group with this name."""
-    return Groups(**{f.name: Observed(getattr(groups, f.name), VERBS, observer(f.name)) for f in fields(groups)})
+    return Groups(
+        **{
+            f.name: Observed(getattr(groups, f.name), VERBS, observer(f.name))
+            for f in fields(groups)
+        }
+    )
 
 
 class Phases:
@@ -73,7 +107,9 @@ class Phases:
 
     def watch(self, executor: Any) -> Any:
         """The schedule's executor, its sends and receives timed."""
-        return Observed(executor, tuple(PIPELINE), lambda name, *call: self._timed(PIPELINE[name])(name, *call))
+        return Observed(
+            executor, tuple(PIPELINE), lambda name, *call: self._timed(PIPELINE[name])(name, *call)
+        )
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -126,7 +162,9 @@ class Event:
         """What a trace says of it in addition to its name and times."""
         if self.flops:
             return {"gflops": self.flops / self.seconds / 1e9}
-        return {} if self.microbatch is None else {"microbatch": self.microbatch, "chunk": self.chunk}
+        return (
+            {} if self.microbatch is None else {"microbatch": self.microbatch, "chunk": self.chunk}
+        )
 
 
 class Profiler:
@@ -148,7 +186,11 @@ class Profiler:
 
     def kernels(self, library: Any) -> Any:
         """The same kernel library, its calls observed, for `nn.ops.Ops`."""
-        names = tuple(name for name, value in vars(library).items() if inspect.isbuiltin(value) and not name.startswith("bench_"))
+        names = tuple(
+            name
+            for name, value in vars(library).items()
+            if inspect.isbuiltin(value) and not name.startswith("bench_")
+        )
         return Observed(library, names, self._note("kernels", ""))
 
     def watch(self, executor: Any) -> Any:
@@ -163,16 +205,28 @@ class Profiler:
         """One iteration; nothing is recorded unless `recorded`."""
         return _Step(self) if recorded else nullcontext()
 
-    def _note(self, track: str, prefix: str) -> Callable[[str, Callable[..., Any], tuple, dict], Any]:
+    def _note(
+        self, track: str, prefix: str
+    ) -> Callable[[str, Callable[..., Any], tuple, dict], Any]:
         def call(name: str, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
             if not self.active:
                 return function(*args, **kwargs)
             start = time.perf_counter()
             result = function(*args, **kwargs)
-            self.events.append(Event(track, prefix + name, start, time.perf_counter() - start, **_about(track, name, args, kwargs)))
+            self.events.append(
+                Event(
+                    track,
+                    prefix + name,
+                    start,
+                    time.perf_counter() - start,
+                    **_about(track, name, args, kwargs),
+                )
+            )
             if name not in NONBLOCKING:
                 return result
-            return Observed(result, ("wait",), lambda verb, wait, *_: call(f"{name} wait", wait, (), {}))
+            return Observed(
+                result, ("wait",), lambda verb, wait, *_: call(f"{name} wait", wait, (), {})
+            )
 
         return call
 
@@ -181,35 +235,70 @@ class Profiler:
     def table(self) -> list[str]:
         """Operation, calls, seconds, share of the steps, GFLOP/s, share of the FMA peak; per recorded iteration."""
         steps, wall = max(1, len(self.steps)), sum(self.steps)
-        lines = [f"profile of {len(self.steps)} iterations, {wall / steps:.3f} s each; FMA peak {self.peak_gflops:.0f} GFLOP/s "
-                 "in FP32 (measured before them)",
-                 f"{'operation':40} {'calls':>7} {'seconds':>9} {'% step':>7} {'GFLOP/s':>9} {'% peak':>7}"]
+        lines = [
+            f"profile of {len(self.steps)} iterations, {wall / steps:.3f} s each; FMA peak {self.peak_gflops:.0f} GFLOP/s "
+            "in FP32 (measured before them)",
+            f"{'operation':40} {'calls':>7} {'seconds':>9} {'% step':>7} {'GFLOP/s':>9} {'% peak':>7}",
+        ]
         work = [e for e in self.events if e.track != "schedule"]
-        for name in sorted({e.name for e in work}, key=lambda n: -sum(e.seconds for e in work if e.name == n)):
+        for name in sorted(
+            {e.name for e in work}, key=lambda n: -sum(e.seconds for e in work if e.name == n)
+        ):
             lines.append(self._row(name, [e for e in work if e.name == name], steps, wall))
         rest = wall - sum(e.seconds for e in work)
-        lines.append(f"{'Python, autograd and the rest':40} {'':7} {rest / steps:9.4f} {100 * rest / wall if wall else 0:7.1f}")
+        lines.append(
+            f"{'Python, autograd and the rest':40} {'':7} {rest / steps:9.4f} {100 * rest / wall if wall else 0:7.1f}"
+        )
         return lines
 
     def _row(self, name: str, events: list[Event], steps: int, wall: float) -> str:
         seconds, flops = sum(e.seconds for e in events), sum(e.flops for e in events)
         rate = flops / seconds / 1e9 if seconds else 0.0
         row = f"{name:40} {len(events) / steps:7.0f} {seconds / steps:9.4f} {100 * seconds / wall if wall else 0:7.1f}"
-        return f"{row} {rate:9.1f} {100 * rate / self.peak_gflops:7.1f}" if rate and self.peak_gflops else row
+        return (
+            f"{row} {rate:9.1f} {100 * rate / self.peak_gflops:7.1f}"
+            if rate and self.peak_gflops
+            else row
+        )
 
-    def write_trace(self, path: str | os.PathLike, rank: int, stage: int = 0, peak_mib: float | None = None) -> None:
+    def write_trace(
+        self, path: str | os.PathLike, rank: int, stage: int = 0, peak_mib: float | None = None
+    ) -> None:
         """Chrome's trace format: microseconds from `begin`, one process per rank, one thread per track.
 
         peak_mib: memory of this process at its peak.
         """
-        begin = min((e.start for e in self.events), default=0.0) if self.begin is None else self.begin
-        about = {"process_name": {"name": f"rank {rank}, stage {stage}"}, "process_sort_index": {"sort_index": rank}}
+        begin = (
+            min((e.start for e in self.events), default=0.0) if self.begin is None else self.begin
+        )
+        about = {
+            "process_name": {"name": f"rank {rank}, stage {stage}"},
+            "process_sort_index": {"sort_index": rank},
+        }
         if peak_mib is not None:
-            about["process_labels"] = {"labels": f"{peak_mib:.0f} MiB at its peak", "peak_mib": peak_mib}
-        names = [{"ph": "M", "pid": rank, "name": name, "args": args} for name, args in about.items()]
-        names += [{"ph": "M", "pid": rank, "tid": i, "name": "thread_name", "args": {"name": t}} for i, t in enumerate(TRACKS)]
-        spans = [{"ph": "X", "pid": rank, "tid": TRACKS.index(e.track), "name": e.name, "ts": 1e6 * (e.start - begin),
-                  "dur": 1e6 * e.seconds, "args": e.details()} for e in self.events]
+            about["process_labels"] = {
+                "labels": f"{peak_mib:.0f} MiB at its peak",
+                "peak_mib": peak_mib,
+            }
+        names = [
+            {"ph": "M", "pid": rank, "name": name, "args": args} for name, args in about.items()
+        ]
+        names += [
+            {"ph": "M", "pid": rank, "tid": i, "name": "thread_name", "args": {"name": t}}
+            for i, t in enumerate(TRACKS)
+        ]
+        spans = [
+            {
+                "ph": "X",
+                "pid": rank,
+                "tid": TRACKS.index(e.track),
+                "name": e.name,
+                "ts": 1e6 * (e.start - begin),
+                "dur": 1e6 * e.seconds,
+                "args": e.details(),
+            }
+            for e in self.events
+        ]
         with open(path, "w") as file:
             json.dump({"traceEvents": names + spans, "displayTimeUnit": "ms"}, file)
 

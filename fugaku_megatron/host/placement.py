@@ -22,8 +22,10 @@ from pathlib import Path
 
 from .allocator import cgroup_folders, read_text
 
-SAVE = ("cp --parents /sys/devices/system/node/node*/{cpulist,meminfo} "
-        "/sys/devices/system/cpu/cpu*/topology/{thread_siblings_list,physical_package_id} DIR")
+SAVE = (
+    "cp --parents /sys/devices/system/node/node*/{cpulist,meminfo} "
+    "/sys/devices/system/cpu/cpu*/topology/{thread_siblings_list,physical_package_id} DIR"
+)
 _CPUSET = {2: "cpuset.cpus.effective", 1: "cpuset.effective_cpus"}  # by version of the cgroup
 
 
@@ -68,13 +70,24 @@ class Node:
         Domains without CPUs (memory of GPUs, CXL) are left out as well.
         """
         system = Path(root) / "sys" / "devices" / "system"
-        cpus = {int(path.name[3:]): path / "topology" for path in (system / "cpu").glob("cpu[0-9]*")}
+        cpus = {
+            int(path.name[3:]): path / "topology" for path in (system / "cpu").glob("cpu[0-9]*")
+        }
         if not cpus and Path(root) != Path("/"):
-            raise ValueError(f"--sys-root {root}: there is no CPU in {system / 'cpu'}: save a machine's tree there with `{SAVE}`")
-        read = [*_domains(system, cpus)] or [_domain(0, cpus or range(os.cpu_count() or 1), cpus, None)]
+            raise ValueError(
+                f"--sys-root {root}: there is no CPU in {system / 'cpu'}: save a machine's tree there with `{SAVE}`"
+            )
+        read = [*_domains(system, cpus)] or [
+            _domain(0, cpus or range(os.cpu_count() or 1), cpus, None)
+        ]
         size = max(len(domain.cores) for domain in read)
         domains = tuple(domain for domain in read if 2 * len(domain.cores) >= size)
-        packages = {read_text(cpus[core[0]] / "physical_package_id") for d in domains for core in d.cores if core[0] in cpus}
+        packages = {
+            read_text(cpus[core[0]] / "physical_package_id")
+            for d in domains
+            for core in d.cores
+            if core[0] in cpus
+        }
         return cls(domains, max(1, len(packages)))
 
     @property
@@ -90,9 +103,18 @@ class Node:
     def parts(self, mask: Iterable[int]) -> dict[int, list[int]]:
         """One CPU of the mask for each of its cores, by the domain's number; domains of which the mask has none are left out."""
         own = set(mask)
-        parts = {d.number: sorted(min(own.intersection(core)) for core in d.cores if own.intersection(core)) for d in self.domains}
-        unknown = own.difference(self.cpus) if not any(parts.values()) else set()  # a mask of assistant cores alone
-        return {number: cores for number, cores in parts.items() if cores} or {self.domains[0].number: sorted(unknown)}
+        parts = {
+            d.number: sorted(
+                min(own.intersection(core)) for core in d.cores if own.intersection(core)
+            )
+            for d in self.domains
+        }
+        unknown = (
+            own.difference(self.cpus) if not any(parts.values()) else set()
+        )  # a mask of assistant cores alone
+        return {number: cores for number, cores in parts.items() if cores} or {
+            self.domains[0].number: sorted(unknown)
+        }
 
     def cores(self, mask: Iterable[int]) -> list[int]:
         """One CPU of the mask for each of its cores, in NUMA order."""
@@ -109,15 +131,26 @@ class Node:
     def describe(self) -> str:
         """2 sockets, 8 NUMA domains of 24 cores and 94 GiB, 2 hardware threads a core."""
         sizes = {len(domain.cores) for domain in self.domains}
-        memory = {round(domain.memory_gib) for domain in self.domains if domain.memory_gib is not None}
+        memory = {
+            round(domain.memory_gib) for domain in self.domains if domain.memory_gib is not None
+        }
         count = len(self.domains)
-        return (f"{self.sockets} socket{'s' * (self.sockets > 1)}, {count} NUMA domain{'s' * (count > 1)} of {_span(sizes)} "
-                f"core{'s' * (max(sizes) > 1)}" + f" and {_span(memory)} GiB" * bool(memory)
-                + f", {self.smt} hardware threads a core" * (self.smt > 1))
+        return (
+            f"{self.sockets} socket{'s' * (self.sockets > 1)}, {count} NUMA domain{'s' * (count > 1)} of {_span(sizes)} "
+            f"core{'s' * (max(sizes) > 1)}"
+            + f" and {_span(memory)} GiB" * bool(memory)
+            + f", {self.smt} hardware threads a core" * (self.smt > 1)
+        )
 
 
 def _span(numbers: set[int]) -> str:
-    return str(min(numbers)) if len(numbers) == 1 else f"{min(numbers)} to {max(numbers)}" if numbers else ""
+    return (
+        str(min(numbers))
+        if len(numbers) == 1
+        else f"{min(numbers)} to {max(numbers)}"
+        if numbers
+        else ""
+    )
 
 
 def _domains(system: Path, cpus: dict[int, Path]) -> Iterator[Domain]:
@@ -127,7 +160,9 @@ def _domains(system: Path, cpus: dict[int, Path]) -> Iterator[Domain]:
             yield _domain(int(path.name[4:]), own, cpus, int(kib[1]) / 2**20 if kib else None)
 
 
-def _domain(number: int, own: Iterable[int], cpus: dict[int, Path], memory_gib: float | None) -> Domain:
+def _domain(
+    number: int, own: Iterable[int], cpus: dict[int, Path], memory_gib: float | None
+) -> Domain:
     """A domain of these CPUs; a CPU of which the tree does not say what shares its core has one of its own."""
     together: dict[str, list[int]] = {}
     for cpu in sorted(own):
@@ -136,11 +171,14 @@ def _domain(number: int, own: Iterable[int], cpus: dict[int, Path], memory_gib: 
     return Domain(number, tuple(map(tuple, together.values())), memory_gib)
 
 
-def cpu_quota(proc_cgroup: str | os.PathLike = "/proc/self/cgroup",
-              root: str | os.PathLike = "/sys/fs/cgroup") -> float | None:
+def cpu_quota(
+    proc_cgroup: str | os.PathLike = "/proc/self/cgroup", root: str | os.PathLike = "/sys/fs/cgroup"
+) -> float | None:
     """The smallest limit of this process's cgroup (version 1 or 2) and its ancestors, in CPUs; None without a limit."""
     folders = cgroup_folders("cpu", proc_cgroup, root)
-    limits = (_limit_v2(folder) if version == 2 else _limit_v1(folder) for version, folder in folders)
+    limits = (
+        _limit_v2(folder) if version == 2 else _limit_v1(folder) for version, folder in folders
+    )
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -150,23 +188,35 @@ def _limit_v2(folder: Path) -> float | None:
 
 
 def _limit_v1(folder: Path) -> float | None:
-    quota, period = int(read_text(folder / "cpu.cfs_quota_us") or -1), int(read_text(folder / "cpu.cfs_period_us") or 0)
+    quota, period = (
+        int(read_text(folder / "cpu.cfs_quota_us") or -1),
+        int(read_text(folder / "cpu.cfs_period_us") or 0),
+    )
     return quota / period if quota > 0 and period > 0 else None
 
 
-def cpuset(proc_cgroup: str | os.PathLike = "/proc/self/cgroup", root: str | os.PathLike = "/sys/fs/cgroup") -> set[int] | None:
+def cpuset(
+    proc_cgroup: str | os.PathLike = "/proc/self/cgroup", root: str | os.PathLike = "/sys/fs/cgroup"
+) -> set[int] | None:
     """The CPUs that the cgroup of this process may use, whatever mask a launcher has set; None where the system does not say."""
-    texts = (read_text(folder / _CPUSET[version]) for version, folder in cgroup_folders("cpuset", proc_cgroup, root))
+    texts = (
+        read_text(folder / _CPUSET[version])
+        for version, folder in cgroup_folders("cpuset", proc_cgroup, root)
+    )
     return next((set(parse_list(text)) for text in texts if text), None)
 
 
 def allowed_memory() -> set[int] | None:
     """The NUMA domains whose memory this process may use; None where the system does not say."""
-    found = re.search(r"^Mems_allowed_list:\s*(\S+)$", read_text(Path("/proc/self/status")) or "", re.MULTILINE)
+    found = re.search(
+        r"^Mems_allowed_list:\s*(\S+)$", read_text(Path("/proc/self/status")) or "", re.MULTILINE
+    )
     return set(parse_list(found[1])) if found else None
 
 
-ENOUGH_CORES = 24  # of a rank, from which on a core for communication costs less than its interruptions
+ENOUGH_CORES = (
+    24  # of a rank, from which on a core for communication costs less than its interruptions
+)
 SHOWN_RANKS = 8  # that the log names one by one
 SMALL_MEMORY = 0.5  # of the memory of the largest domain
 _PINNING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
@@ -210,7 +260,9 @@ def requested_threads(environ: Mapping[str, str]) -> int | None:
     variable = environ.get("OMP_NUM_THREADS", "").strip()
     outermost = variable.split(",")[0].strip()  # OpenMP allows a list, one number per nesting level
     if variable and (not outermost.isdecimal() or int(outermost) < 1):
-        raise ValueError(f"OMP_NUM_THREADS should be a positive number, it is {variable!r}; correct or unset it")
+        raise ValueError(
+            f"OMP_NUM_THREADS should be a positive number, it is {variable!r}; correct or unset it"
+        )
     return int(outermost) if variable else None
 
 
@@ -230,8 +282,15 @@ def _slice(items: list, count: int, position: int) -> list:
     return items[position * size : (position + 1) * size]
 
 
-def place(node: Node, masks: Sequence[Sequence[int]], index: int, environ: Mapping[str, str], quota: float | None = None,
-          affinity: str = "auto", reserve: bool = False) -> Placement:
+def place(
+    node: Node,
+    masks: Sequence[Sequence[int]],
+    index: int,
+    environ: Mapping[str, str],
+    quota: float | None = None,
+    affinity: str = "auto",
+    reserve: bool = False,
+) -> Placement:
     """The placement of rank `index` of the node's ranks, whose masks are `masks`; ValueError as in `requested_threads`.
 
     affinity: "pin", "none", or "auto", which pins where the node's cores lie in several NUMA domains. Nothing is pinned when there
@@ -243,7 +302,10 @@ def place(node: Node, masks: Sequence[Sequence[int]], index: int, environ: Mappi
     sharers = [i for i, other in enumerate(masks) if not own.isdisjoint(other)]
     cores = part([*node.parts(own).values()], len(sharers), sharers.index(index))
     requested = requested_threads(environ)
-    limit, why = min(((int(n), name) for name, n in limits(environ, len(masks), quota).items()), default=(len(cores), ""))
+    limit, why = min(
+        ((int(n), name) for name, n in limits(environ, len(masks), quota).items()),
+        default=(len(cores), ""),
+    )
     threads = requested or max(1, min(len(cores), limit))
     if reserve and not requested and threads == len(cores) >= ENOUGH_CORES:
         threads -= 1
@@ -252,10 +314,16 @@ def place(node: Node, masks: Sequence[Sequence[int]], index: int, environ: Mappi
     unpinned = _unpinned(node, masks, environ, affinity)
     if unpinned or not cores or threads > len(cores) or any(set(masks[i]) != own for i in sharers):
         return replace(placement, why=", ".join(filter(None, (why, unpinned))))
-    return replace(placement, cpus=tuple(cores[:threads]), communication=cores[threads] if threads < len(cores) else None)
+    return replace(
+        placement,
+        cpus=tuple(cores[:threads]),
+        communication=cores[threads] if threads < len(cores) else None,
+    )
 
 
-def _unpinned(node: Node, masks: Sequence[Sequence[int]], environ: Mapping[str, str], affinity: str) -> str | None:
+def _unpinned(
+    node: Node, masks: Sequence[Sequence[int]], environ: Mapping[str, str], affinity: str
+) -> str | None:
     """Why threads are not pinned, whatever their number; None where they are."""
     if variable := next((name for name in _PINNING_VARIABLES if environ.get(name)), None):
         return f"placed by {variable}"
@@ -263,7 +331,9 @@ def _unpinned(node: Node, masks: Sequence[Sequence[int]], environ: Mapping[str, 
     return None if affinity == "pin" or affinity == "auto" and len(domains) > 1 else "not pinned"
 
 
-def proposed_ranks(node: Node, masks: Sequence[Sequence[int]], environ: Mapping[str, str], quota: float | None) -> int:
+def proposed_ranks(
+    node: Node, masks: Sequence[Sequence[int]], environ: Mapping[str, str], quota: float | None
+) -> int:
     """Ranks of the node with which each has a domain to itself, of the CPUs that these masks and limits allow."""
     parts = node.parts({cpu for mask in masks for cpu in mask})
     of_node = {name: value for name, value in environ.items() if name != "SLURM_CPUS_PER_TASK"}
@@ -274,7 +344,10 @@ def proposed_ranks(node: Node, masks: Sequence[Sequence[int]], environ: Mapping[
 def map_ranks(node: Node, count: int, needed: int | None = None) -> list[Rank]:
     """So many ranks on a node that nothing limits, as a launcher starts them that binds none. needed: bytes of memory of a rank."""
     masks = [node.cpus] * count
-    return [Rank(i, tuple(node.cpus), place(node, masks, i, {}, affinity="pin"), needed) for i in range(count)]
+    return [
+        Rank(i, tuple(node.cpus), place(node, masks, i, {}, affinity="pin"), needed)
+        for i in range(count)
+    ]
 
 
 # What the log says ----------------------------------------------------------------------------------------------------------------
@@ -290,9 +363,11 @@ def rank_line(node: Node, rank: Rank) -> str:
     placement, where = rank.placement, used(node, rank)
     words = "pinned to" if placement.cpus else "on"
     cores = format_list(cpu for part in where.values() for cpu in part)
-    return (f"rank {rank.number}: {placement.threads} thread{'s' * (placement.threads > 1)} {words} core"
-            f"{'s' * (',' in cores or '-' in cores)} {cores} (domain{'s' * (len(where) > 1)} {format_list(where)})"
-            + (f", {placement.why}" if placement.why else ""))
+    return (
+        f"rank {rank.number}: {placement.threads} thread{'s' * (placement.threads > 1)} {words} core"
+        f"{'s' * (',' in cores or '-' in cores)} {cores} (domain{'s' * (len(where) > 1)} {format_list(where)})"
+        + (f", {placement.why}" if placement.why else "")
+    )
 
 
 def mapping(node: Node, ranks: Sequence[Rank]) -> str:
@@ -304,25 +379,40 @@ def mapping(node: Node, ranks: Sequence[Rank]) -> str:
     return f"cores: {node.describe()}; {'; '.join(lines)}"
 
 
-def problems(node: Node, ranks: Sequence[Rank], environ: Mapping[str, str], quota: float | None = None,
-             cpuset: set[int] | None = None, memory: set[int] | None = None) -> list[str]:
+def problems(
+    node: Node,
+    ranks: Sequence[Rank],
+    environ: Mapping[str, str],
+    quota: float | None = None,
+    cpuset: set[int] | None = None,
+    memory: set[int] | None = None,
+) -> list[str]:
     """A line for each kind of problem of this mapping, with its remedy.
 
     cpuset, memory: CPUs and domains whose memory the cgroup of this job allows.
     """
-    found = (_spanning(node, ranks, environ, quota), _sharing(node, ranks), _over_quota(ranks, quota),
-             _outside_masks(node, ranks, cpuset), *_domain_memory(node, ranks, memory))
+    found = (
+        _spanning(node, ranks, environ, quota),
+        _sharing(node, ranks),
+        _over_quota(ranks, quota),
+        _outside_masks(node, ranks, cpuset),
+        *_domain_memory(node, ranks, memory),
+    )
     return [line for line in found if line]
 
 
-def _spanning(node: Node, ranks: Sequence[Rank], environ: Mapping[str, str], quota: float | None) -> str | None:
+def _spanning(
+    node: Node, ranks: Sequence[Rank], environ: Mapping[str, str], quota: float | None
+) -> str | None:
     spanning = [rank.number for rank in ranks if len(used(node, rank)) > 1]
     if not spanning:
         return None
     proposed = proposed_ranks(node, [rank.mask for rank in ranks], environ, quota)
     text = f"{_names(spanning)} compute{'s' * (len(spanning) == 1)} on several NUMA domains, where a part of the memory is slower"
     if proposed == 1:
-        return f"{text}: bind each rank to one domain (mpiexec -bind-to numa, srun --cpu-bind=ldoms)"
+        return (
+            f"{text}: bind each rank to one domain (mpiexec -bind-to numa, srun --cpu-bind=ldoms)"
+        )
     if len(ranks) == proposed:
         return f"{text}: pass --thread-affinity pin, or bind each rank to one domain (mpiexec -bind-to numa, srun --cpu-bind=ldoms)"
     cpus = max(len(domain.cores) for domain in node.domains) * node.smt
@@ -334,7 +424,10 @@ def _sharing(node: Node, ranks: Sequence[Rank]) -> str | None:
     """The first group of ranks that have more threads than cores."""
     groups: list[tuple[list[Rank], set[tuple[int, ...]]]] = []
     for rank in ranks:
-        members, cores = [rank], {node.core_of(cpu) for part in used(node, rank).values() for cpu in part}
+        members, cores = (
+            [rank],
+            {node.core_of(cpu) for part in used(node, rank).values() for cpu in part},
+        )
         for group in [group for group in groups if group[1] & cores]:
             groups.remove(group)
             members, cores = group[0] + members, group[1] | cores
@@ -342,9 +435,11 @@ def _sharing(node: Node, ranks: Sequence[Rank]) -> str | None:
     for members, cores in groups:
         threads = sum(rank.placement.threads for rank in members)
         if threads > len(cores):
-            return (f"{_names([rank.number for rank in members])} compute{'s' * (len(members) == 1)} with {threads} threads on "
-                    f"{len(cores)} core{'s' * (len(cores) > 1)}, where they wait for each other: start fewer ranks, lower "
-                    "OMP_NUM_THREADS, or bind ranks to cores of their own (mpiexec -bind-to core, srun --cpu-bind=cores)")
+            return (
+                f"{_names([rank.number for rank in members])} compute{'s' * (len(members) == 1)} with {threads} threads on "
+                f"{len(cores)} core{'s' * (len(cores) > 1)}, where they wait for each other: start fewer ranks, lower "
+                "OMP_NUM_THREADS, or bind ranks to cores of their own (mpiexec -bind-to core, srun --cpu-bind=cores)"
+            )
     return None
 
 
@@ -352,8 +447,10 @@ def _over_quota(ranks: Sequence[Rank], quota: float | None) -> str | None:
     threads = sum(rank.placement.threads for rank in ranks)
     if quota is None or threads <= quota:
         return None
-    return (f"{threads} threads compute under the cgroup's quota of {quota:g} CPUs, which stops them for a part of the time: start "
-            f"at most {max(1, int(quota))} ranks, or lower OMP_NUM_THREADS")
+    return (
+        f"{threads} threads compute under the cgroup's quota of {quota:g} CPUs, which stops them for a part of the time: start "
+        f"at most {max(1, int(quota))} ranks, or lower OMP_NUM_THREADS"
+    )
 
 
 def _outside_masks(node: Node, ranks: Sequence[Rank], cpuset: set[int] | None) -> str | None:
@@ -363,8 +460,10 @@ def _outside_masks(node: Node, ranks: Sequence[Rank], cpuset: set[int] | None) -
     held = {node.core_of(cpu) for rank in ranks for cpu in rank.mask} & usable
     if len(held) == len(usable):
         return None
-    return (f"the masks of this node's ranks hold {len(held)} of the {len(usable)} cores that the job may use: let the launcher "
-            "bind ranks to NUMA domains or not at all (mpiexec -bind-to numa, srun --cpus-per-task), and omit taskset")
+    return (
+        f"the masks of this node's ranks hold {len(held)} of the {len(usable)} cores that the job may use: let the launcher "
+        "bind ranks to NUMA domains or not at all (mpiexec -bind-to numa, srun --cpus-per-task), and omit taskset"
+    )
 
 
 def _domain_memory(node: Node, ranks: Sequence[Rank], allowed: set[int] | None) -> Iterator[str]:
@@ -382,8 +481,10 @@ def _domain_memory(node: Node, ranks: Sequence[Rank], allowed: set[int] | None) 
         elif own is not None and own < SMALL_MEMORY * largest:
             yield f"{name} has {own:.3g} GiB where another has {largest:.3g}: start fewer ranks on it, or install memory modules"
         elif own is not None and needs[domain.number] > own:
-            yield (f"the ranks of {name} need {needs[domain.number]:.3g} GiB and it has {own:.3g}: the rest will be on other "
-                   "domains, where it is slower")
+            yield (
+                f"the ranks of {name} need {needs[domain.number]:.3g} GiB and it has {own:.3g}: the rest will be on other "
+                "domains, where it is slower"
+            )
 
 
 def _names(numbers: Sequence[int]) -> str:

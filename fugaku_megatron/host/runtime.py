@@ -22,7 +22,17 @@ from ..comm.mpi import MPIComm
 from . import allocator as memory
 from . import kernels
 from .energy import Counters
-from .placement import Node, Placement, Rank, allowed_memory, cpu_quota, cpuset, mapping, place, problems
+from .placement import (
+    Node,
+    Placement,
+    Rank,
+    allowed_memory,
+    cpu_quota,
+    cpuset,
+    mapping,
+    place,
+    problems,
+)
 
 CLOCK_TOLERANCE = 0.03  # A64FX's clocks are 10 % apart; the measurement's spread is below 1 %
 # (CPU implementer, CPU part) of /proc/cpuinfo on AArch64, which has no model name
@@ -49,15 +59,28 @@ def apply_to_communication(placement: Placement, node: Node) -> None:
 
     What it touches first, such as a window of shared memory, is then in the memory of the rank's own domain.
     """
-    torch.empty(2**20).zero_()  # torch sets a new thread's number of threads at its first parallel operation
-    kernels.set_num_threads(1)  # otherwise OpenMP starts a second set of threads for it, on the cores of the first
+    torch.empty(
+        2**20
+    ).zero_()  # torch sets a new thread's number of threads at its first parallel operation
+    kernels.set_num_threads(
+        1
+    )  # otherwise OpenMP starts a second set of threads for it, on the cores of the first
     near = {cpu for core in placement.cpus for cpu in node.core_of(core)}
     if cpus := near if placement.communication is None else {placement.communication}:
         os.sched_setaffinity(0, cpus)
 
 
-def init(world: Comm, *, allocator: str = "tuned", thread_affinity: str = "auto", cpu_frequency: float | None = None,
-         flush_denormals: bool = True, reserve_core: bool = False, nodes: Nodes | None = None, needed: int | None = None) -> str:
+def init(
+    world: Comm,
+    *,
+    allocator: str = "tuned",
+    thread_affinity: str = "auto",
+    cpu_frequency: float | None = None,
+    flush_denormals: bool = True,
+    reserve_core: bool = False,
+    nodes: Nodes | None = None,
+    needed: int | None = None,
+) -> str:
     """Memory, threads, cores, clock and denormals of this rank, before its first large tensor; returns the log's lines.
 
     reserve_core: leave a core to the thread that calls MPI. nodes: those of `world`, where they are known. needed: bytes of memory
@@ -68,16 +91,30 @@ def init(world: Comm, *, allocator: str = "tuned", thread_affinity: str = "auto"
     here, node = (nodes or find_nodes(world)).ranks, Node.read()
     masks = here.all_gather_object(mask)
     with everywhere():
-        placement = place(node, masks, here.rank, os.environ, cpu_quota(), thread_affinity, reserve_core)
+        placement = place(
+            node, masks, here.rank, os.environ, cpu_quota(), thread_affinity, reserve_core
+        )
         apply_placement(placement, flush_denormals)
         if isinstance(world, MPIComm):
             world.engine.call(lambda: apply_to_communication(placement, node))
             world.engine.own_core = placement.communication is not None
         ghz = check_clock(cpu_frequency, placement.cpus or mask)
-    library = describe(world) + ("" if placement.communication is None else f", communication on core {placement.communication}")
+    library = describe(world) + (
+        ""
+        if placement.communication is None
+        else f", communication on core {placement.communication}"
+    )
     ranks = here.all_gather_object(Rank(world.rank, tuple(mask), placement, needed))
-    summary = machine_summary(library, len(mask), here.size, placement.threads, bool(placement.cpus), memory_text, ghz,
-                              Counters.find().describe())
+    summary = machine_summary(
+        library,
+        len(mask),
+        here.size,
+        placement.threads,
+        bool(placement.cpus),
+        memory_text,
+        ghz,
+        Counters.find().describe(),
+    )
     return "\n".join([summary, *mapping_lines(world, node, ranks)])
 
 
@@ -87,7 +124,11 @@ def mapping_lines(world: Comm, node: Node, ranks: list[Rank]) -> list[str]:
     threads = sorted({rank.placement.threads for rank in ranks})
     shape = f"{node.describe()}, {len(ranks)} ranks of {threads} threads, {len(found)} problems"
     other = differing(world, {"the mapping of a node": shape})
-    return [mapping(node, ranks), *(f"note: {line}" for line in found), *([f"note: nodes differ: {other}"] if other else [])]
+    return [
+        mapping(node, ranks),
+        *(f"note: {line}" for line in found),
+        *([f"note: nodes differ: {other}"] if other else []),
+    ]
 
 
 class ExitTimer:
@@ -139,7 +180,9 @@ def fma_peak_gflops(rounds: int, steps: int = STEPS) -> float:
     return max(fma_gflops(steps) for _ in range(rounds))
 
 
-def set_clock(ghz: float, cpus: Iterable[int], root: str | os.PathLike = "/sys/devices/system/cpu") -> bool:
+def set_clock(
+    ghz: float, cpus: Iterable[int], root: str | os.PathLike = "/sys/devices/system/cpu"
+) -> bool:
     """Hold the CPUs at a clock in GHz through Linux's cpufreq. False where the system has none or denies writing to it."""
     try:
         for cpu in cpus:
@@ -153,7 +196,9 @@ def set_clock(ghz: float, cpus: Iterable[int], root: str | os.PathLike = "/sys/d
     return True
 
 
-def check_clock(requested: float | None, cpus: Iterable[int], measured: float | None = None) -> float:
+def check_clock(
+    requested: float | None, cpus: Iterable[int], measured: float | None = None
+) -> float:
     """The measured clock in GHz, after setting it to `requested` (--cpu-frequency) where the system permits that.
 
     Raises ValueError when it differs from `requested` by more than the part CLOCK_TOLERANCE.
@@ -162,15 +207,27 @@ def check_clock(requested: float | None, cpus: Iterable[int], measured: float | 
         set_clock(requested, cpus)
     measured = clock_ghz() if measured is None else measured
     if requested is not None and abs(measured / requested - 1) > CLOCK_TOLERANCE:
-        raise ValueError(f"--cpu-frequency {requested:g}: this core runs at {measured:.2f} GHz: ask the job for that clock "
-                         f"(freq={round(requested * 1000)},eco_state=0 on Fugaku), or pass --cpu-frequency {measured:.1f}")
+        raise ValueError(
+            f"--cpu-frequency {requested:g}: this core runs at {measured:.2f} GHz: ask the job for that clock "
+            f"(freq={round(requested * 1000)},eco_state=0 on Fugaku), or pass --cpu-frequency {measured:.1f}"
+        )
     return measured
 
 
-def machine_summary(mpi_library: str, cpus: int, ranks_on_node: int, threads: int, pinned: bool, allocator: str,
-                    ghz: float, energy: str = "no energy counter") -> str:
+def machine_summary(
+    mpi_library: str,
+    cpus: int,
+    ranks_on_node: int,
+    threads: int,
+    pinned: bool,
+    allocator: str,
+    ghz: float,
+    energy: str = "no energy counter",
+) -> str:
     """One line: what this node is and how the run uses it. cpus: number of CPUs in this rank's mask."""
     gib = psutil.virtual_memory().total / (1 << 30)
-    return (f"{platform.node()}: {cpu_model()} at {ghz:.2f} GHz (measured), {cpus} of {os.cpu_count()} CPUs in this rank's mask,"
-            f" {gib:.1f} GiB, {ranks_on_node} ranks x {threads} {'pinned ' if pinned else ''}threads, allocator {allocator},"
-            f" {energy}, torch {torch.__version__}, MPI {' '.join(mpi_library.split())}")
+    return (
+        f"{platform.node()}: {cpu_model()} at {ghz:.2f} GHz (measured), {cpus} of {os.cpu_count()} CPUs in this rank's mask,"
+        f" {gib:.1f} GiB, {ranks_on_node} ranks x {threads} {'pinned ' if pinned else ''}threads, allocator {allocator},"
+        f" {energy}, torch {torch.__version__}, MPI {' '.join(mpi_library.split())}"
+    )

@@ -62,26 +62,71 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_flags(parser)
     add = parser.add_argument
     add("--seq-length", type=int, help="tokens of a window (default: the model's)")
-    add("--micro-batch-size", type=int, default=4, help="windows side by side (default: %(default)s)")
+    add(
+        "--micro-batch-size",
+        type=int,
+        default=4,
+        help="windows side by side (default: %(default)s)",
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add = parser.add_argument
     add("--input", "--text", metavar="FILE", help="perplexity of this text")
-    add("--data-path", metavar="PREFIX", help="perplexity of a data set, its documents one after another: PREFIX.bin and .idx")
-    add("--choices", metavar="FILE", help='questions: a JSON list of {"context": TEXT, "choices": [TEXT, ...], "answer": NUMBER}')
-    add("--chats", metavar="FILE", nargs="+", help="mean loss of the assistant's tokens in each of these .jsonl files of chats")
-    add("--chat-template", metavar="FILE", help="jinja template of --chats (default: the tokenizer's)")
-    add("--needle", metavar="FILE", help="hide a sentence in this text, and test whether the model finds it")
-    add("--needle-lengths", type=int, nargs="+", metavar="N", help="tokens of the prompts of --needle (default: a quarter, a half, "
-        "and all of a window)")
-    add("--needle-depths", type=int, nargs="+", metavar="PERCENT", help="share of the text before the sentence (default: "
-        f"{' '.join(map(str, DEPTHS))})")
-    add("--needle-samples", type=int, metavar="N", help=f"prompts of each length and depth (default: {SAMPLES})")
+    add(
+        "--data-path",
+        metavar="PREFIX",
+        help="perplexity of a data set, its documents one after another: PREFIX.bin and .idx",
+    )
+    add(
+        "--choices",
+        metavar="FILE",
+        help='questions: a JSON list of {"context": TEXT, "choices": [TEXT, ...], "answer": NUMBER}',
+    )
+    add(
+        "--chats",
+        metavar="FILE",
+        nargs="+",
+        help="mean loss of the assistant's tokens in each of these .jsonl files of chats",
+    )
+    add(
+        "--chat-template",
+        metavar="FILE",
+        help="jinja template of --chats (default: the tokenizer's)",
+    )
+    add(
+        "--needle",
+        metavar="FILE",
+        help="hide a sentence in this text, and test whether the model finds it",
+    )
+    add(
+        "--needle-lengths",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="tokens of the prompts of --needle (default: a quarter, a half, and all of a window)",
+    )
+    add(
+        "--needle-depths",
+        type=int,
+        nargs="+",
+        metavar="PERCENT",
+        help=f"share of the text before the sentence (default: {' '.join(map(str, DEPTHS))})",
+    )
+    add(
+        "--needle-samples",
+        type=int,
+        metavar="N",
+        help=f"prompts of each length and depth (default: {SAMPLES})",
+    )
     add("--png", metavar="FILE", help="heat map of --needle (needs matplotlib)")
     add("--json", metavar="FILE", help="write the result here")
-    add("--stride", type=int, help="tokens from one window to the next, each scored once (default: a window, without overlap)")
+    add(
+        "--stride",
+        type=int,
+        help="tokens from one window to the next, each scored once (default: a window, without overlap)",
+    )
     add("--max-windows", type=int, help="no more windows than these, from the beginning")
 
 
@@ -103,13 +148,20 @@ class Model:
     @classmethod
     def of(cls, options: argparse.Namespace) -> Model:
         """From the parsed flags of `add_model_arguments`."""
-        return cls(source=Source.of(options), seq_length=options.seq_length, micro_batch_size=options.micro_batch_size)
+        return cls(
+            source=Source.of(options),
+            seq_length=options.seq_length,
+            micro_batch_size=options.micro_batch_size,
+        )
 
     def window(self, model: ModelConfig) -> int:
         """--seq-length, or the model's. Raises ValueError for more positions than the model has learned."""
         length, positions = self.seq_length or model.seq_length, model.max_position_embeddings
-        check(length <= positions or not model.learned_positions, f"--seq-length is {length}, and the model of --load "
-              f"{self.source.load} has {positions} positions: pass at most {positions}")
+        check(
+            length <= positions or not model.learned_positions,
+            f"--seq-length is {length}, and the model of --load "
+            f"{self.source.load} has {positions} positions: pass at most {positions}",
+        )
         return length
 
 
@@ -133,22 +185,39 @@ class Request:
     max_windows: int | None = None
 
     def __post_init__(self) -> None:
-        check(bool(self.input or self.data_path or self.choices or self.chats or self.needle), "nothing to evaluate: pass --input, "
-              "--data-path, --chats, --choices or --needle")
+        check(
+            bool(self.input or self.data_path or self.choices or self.chats or self.needle),
+            "nothing to evaluate: pass --input, --data-path, --chats, --choices or --needle",
+        )
         for name in ("needle_lengths", "needle_depths", "needle_samples", "png"):
-            check(self.needle is not None or getattr(self, name) in (None, ()), f"{flag(name)} goes with --needle FILE: pass both")
+            check(
+                self.needle is not None or getattr(self, name) in (None, ()),
+                f"{flag(name)} goes with --needle FILE: pass both",
+            )
         check_needle_flags(self.needle_lengths, self.needle_depths, self.needle_samples)
         check_picture(self.png)
-        check(self.chats or self.chat_template is None, f"--chat-template {self.chat_template} goes with --chats: pass both")
-        check(not (self.input and self.data_path), "--input and --data-path exclude each other: pass one")
+        check(
+            self.chats or self.chat_template is None,
+            f"--chat-template {self.chat_template} goes with --chats: pass both",
+        )
+        check(
+            not (self.input and self.data_path),
+            "--input and --data-path exclude each other: pass one",
+        )
         check_positive(self, "stride", "max_windows")
         check_file("--json", self.json)
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Request:
         """From the parsed flags of `add_arguments`."""
-        values = {field.name: getattr(options, field.name) for field in fields(cls) if field.name != "model"}
-        lists = {name: tuple(values[name] or ()) for name in ("chats", "needle_lengths", "needle_depths")}
+        values = {
+            field.name: getattr(options, field.name)
+            for field in fields(cls)
+            if field.name != "model"
+        }
+        lists = {
+            name: tuple(values[name] or ()) for name in ("chats", "needle_lengths", "needle_depths")
+        }
         return cls(model=Model.of(options), **{**values, **lists})
 
 
@@ -182,13 +251,19 @@ class Windows:
         """Raises ValueError for windows that the model does not take, and for a stride that leaves tokens out."""
         length = request.model.window(model)
         stride = request.stride or length
-        check(stride <= length, f"--stride is {stride}, more than the {length} tokens of a window: pass at most {length}")
+        check(
+            stride <= length,
+            f"--stride is {stride}, more than the {length} tokens of a window: pass at most {length}",
+        )
         return cls(length, stride, request.max_windows)
 
     def cut(self, ids: np.ndarray, source: str) -> list[scoring.Request]:
         """Raises ValueError for tokens that do not fill one window."""
-        check(len(ids) > self.length, f"{source} has {len(ids)} tokens, and a window needs {self.length} and the one that follows: "
-              "pass a longer text, or a smaller --seq-length")
+        check(
+            len(ids) > self.length,
+            f"{source} has {len(ids)} tokens, and a window needs {self.length} and the one that follows: "
+            "pass a longer text, or a smaller --seq-length",
+        )
         return windows(ids, self.length, self.stride)
 
 
@@ -198,11 +273,16 @@ def sizes_of(source: Source, world: Comm, saved: dict[str, Any]) -> tuple[int, i
     Raises ValueError for a number of ranks that is not a multiple.
     """
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-    default = [saved[name] for name in names] if world.size > 1 and not any(source.sizes) else [1, 1]
+    default = (
+        [saved[name] for name in names] if world.size > 1 and not any(source.sizes) else [1, 1]
+    )
     tp, pp = (size or other for size, other in zip(source.sizes, default))
-    check(world.size % (tp * pp) == 0, f"the model of --load {source.load} over tensor x pipeline parallel size {tp} x {pp} takes "
-          f"a multiple of {tp * pp} ranks, and {world.size} were started: start others, or pass --tensor-model-parallel-size and "
-          "--pipeline-model-parallel-size")
+    check(
+        world.size % (tp * pp) == 0,
+        f"the model of --load {source.load} over tensor x pipeline parallel size {tp} x {pp} takes "
+        f"a multiple of {tp * pp} ranks, and {world.size} were started: start others, or pass --tensor-model-parallel-size and "
+        "--pipeline-model-parallel-size",
+    )
     return tp, pp
 
 
@@ -211,7 +291,9 @@ def read_tokens(request: Request, tokenizer: Tokenizer) -> tuple[np.ndarray, str
     if request.data_path:
         return IndexedDataset(request.data_path).tokens, f"--data-path {request.data_path}"
     assert request.input is not None, "a request names a text or a data set"
-    return np.array(tokenizer.encode(read_text(request.input, "--input")), np.int32), f"--input {request.input}"
+    return np.array(
+        tokenizer.encode(read_text(request.input, "--input")), np.int32
+    ), f"--input {request.input}"
 
 
 def read_all(request: Request, manifest: dict[str, Any], cut: Windows, model: ModelConfig) -> Texts:
@@ -224,12 +306,34 @@ def read_all(request: Request, manifest: dict[str, Any], cut: Windows, model: Mo
         predicted = sum(part.scored for part in requests)
         requests = requests[: cut.limit]
         end = 1 + sum(part.scored for part in requests)
-        size = sum(tokenizer.count_bytes(ids[start : min(start + DECODED, end)]) for start in range(1, end, DECODED))
+        size = sum(
+            tokenizer.count_bytes(ids[start : min(start + DECODED, end)])
+            for start in range(1, end, DECODED)
+        )
     questions = read_questions(request.choices, tokenizer, cut.length) if request.choices else []
-    needles = read_needles(request.needle, tokenizer, model, cut.length, request.needle_lengths, request.needle_depths,
-                           request.needle_samples) if request.needle else None
-    return Texts(requests, tokens, predicted, size, questions, tokenizer_note(tokenizer, manifest),
-                 read_chats(request, tokenizer, cut.length), needles)
+    needles = (
+        read_needles(
+            request.needle,
+            tokenizer,
+            model,
+            cut.length,
+            request.needle_lengths,
+            request.needle_depths,
+            request.needle_samples,
+        )
+        if request.needle
+        else None
+    )
+    return Texts(
+        requests,
+        tokens,
+        predicted,
+        size,
+        questions,
+        tokenizer_note(tokenizer, manifest),
+        read_chats(request, tokenizer, cut.length),
+        needles,
+    )
 
 
 def read_chats(request: Request, tokenizer: Tokenizer, window: int) -> tuple[ChatFile, ...]:
@@ -251,17 +355,30 @@ class Progress:
         now = time.monotonic()
         if self._shown and now - self._last >= PROGRESS_SECONDS:
             self._last, left = now, (now - self._began) / done * (self._total - done)
-            print(f"{done} of {self._total} {self._what}, {left:.0f} s left", file=sys.stderr, flush=True)
+            print(
+                f"{done} of {self._total} {self._what}, {left:.0f} s left",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def perplexity(total: float, texts: Texts) -> dict[str, Any]:
     """From the log-likelihood of all scored tokens; without bytes (of numbers, for example) nothing per byte."""
     tokens = sum(request.scored for request in texts.requests)
-    result = {"perplexity": _exp(-total / tokens), "loss": -total / tokens, "tokens": tokens, "windows": len(texts.requests),
-              "left_out": texts.tokens - 1 - texts.predicted, "after_max_windows": texts.predicted - tokens}
+    result = {
+        "perplexity": _exp(-total / tokens),
+        "loss": -total / tokens,
+        "tokens": tokens,
+        "windows": len(texts.requests),
+        "left_out": texts.tokens - 1 - texts.predicted,
+        "after_max_windows": texts.predicted - tokens,
+    }
     if texts.bytes:
-        result |= {"perplexity_per_byte": _exp(-total / texts.bytes), "bits_per_byte": -total / texts.bytes / math.log(2),
-                   "bytes": texts.bytes}
+        result |= {
+            "perplexity_per_byte": _exp(-total / texts.bytes),
+            "bits_per_byte": -total / texts.bytes / math.log(2),
+            "bytes": texts.bytes,
+        }
     return result
 
 
@@ -274,7 +391,9 @@ def evaluated(loaded: LoadedModel, texts: Texts, batch: int) -> dict[str, Any]:
     result: dict[str, Any] = {}
     world = loaded.groups.world
     if texts.requests:
-        scores = score(loaded, texts.requests, batch, Progress(world, "windows", len(texts.requests)))
+        scores = score(
+            loaded, texts.requests, batch, Progress(world, "windows", len(texts.requests))
+        )
         result |= perplexity(float(scores[:, 0].sum()), texts)
     if texts.questions:
         requests = [request for question in texts.questions for request in question.requests]
@@ -283,44 +402,81 @@ def evaluated(loaded: LoadedModel, texts: Texts, batch: int) -> dict[str, Any]:
     if texts.chats:
         result["chats"] = [chat_loss(loaded, file, batch) for file in texts.chats]
     if needles := texts.needles:
-        scores = score(loaded, needles.requests, batch, Progress(world, "needles", len(needles.requests)))
+        scores = score(
+            loaded, needles.requests, batch, Progress(world, "needles", len(needles.requests))
+        )
         result["needle"] = needle_figures(needles, scores)
     return result
 
 
 def chat_loss(loaded: LoadedModel, file: ChatFile, batch: int) -> dict[str, Any]:
     """Figures of the assistant's tokens in one file. Collective."""
-    scores = score(loaded, file.requests, batch, Progress(loaded.groups.world, f"chats of {file.path}", len(file.requests)))
+    scores = score(
+        loaded,
+        file.requests,
+        batch,
+        Progress(loaded.groups.world, f"chats of {file.path}", len(file.requests)),
+    )
     tokens = sum(request.scored for request in file.requests)
     loss = -float(scores[:, 0].sum()) / tokens
-    return {"file": file.path, "loss": loss, "perplexity": _exp(loss), "accuracy": float(scores[:, 1].sum()) / tokens,
-            "tokens": tokens, "chats": len(file.requests), "cut": file.cut, "left_out": file.left_out}
+    return {
+        "file": file.path,
+        "loss": loss,
+        "perplexity": _exp(loss),
+        "accuracy": float(scores[:, 1].sum()) / tokens,
+        "tokens": tokens,
+        "chats": len(file.requests),
+        "cut": file.cut,
+        "left_out": file.left_out,
+    }
 
 
 def lines(result: dict[str, Any], cut: Windows) -> list[str]:
     """The figures for a reader."""
     shown = []
     if "perplexity" in result:
-        by_byte = ", {perplexity_per_byte:.4f} per byte ({bits_per_byte:.4f} bits), {bytes} bytes".format_map(result) \
-            if "bytes" in result else ""
-        shown.append("perplexity {perplexity:.4f} per token, {tokens} tokens".format_map(result) + by_byte)
-        beyond = "--max-windows left out {after_max_windows} tokens, and the last {left_out}" if result["after_max_windows"] \
+        by_byte = (
+            ", {perplexity_per_byte:.4f} per byte ({bits_per_byte:.4f} bits), {bytes} bytes".format_map(
+                result
+            )
+            if "bytes" in result
+            else ""
+        )
+        shown.append(
+            "perplexity {perplexity:.4f} per token, {tokens} tokens".format_map(result) + by_byte
+        )
+        beyond = (
+            "--max-windows left out {after_max_windows} tokens, and the last {left_out}"
+            if result["after_max_windows"]
             else "the last {left_out} tokens"
-        words = "{windows} windows of {} tokens, one every {}; " + beyond + " of the text fill no window"
+        )
+        words = (
+            "{windows} windows of {} tokens, one every {}; "
+            + beyond
+            + " of the text fill no window"
+        )
         shown.append(words.format(cut.length, cut.stride, **result))
     if "accuracy" in result:
-        shown.append("accuracy {accuracy:.4f}, by length {accuracy_norm:.4f}, {questions} questions".format_map(result))
+        shown.append(
+            "accuracy {accuracy:.4f}, by length {accuracy_norm:.4f}, {questions} questions".format_map(
+                result
+            )
+        )
     shown += [chat_line(file) for file in result.get("chats", ())]
     shown += needle_lines(result["needle"]) if "needle" in result else []
     if bare := result.get("without_context"):
-        shown.append(f"questions without a context: {bare}, whose choices are scored after the token that begins or ends a text")
+        shown.append(
+            f"questions without a context: {bare}, whose choices are scored after the token that begins or ends a text"
+        )
     return shown
 
 
 def chat_line(file: dict[str, Any]) -> str:
     """The figures of a file of chats for a reader."""
-    line = "{file}: loss {loss:.4f}, perplexity {perplexity:.4f} per trained token, {accuracy:.1%} of {tokens} trained tokens " \
+    line = (
+        "{file}: loss {loss:.4f}, perplexity {perplexity:.4f} per trained token, {accuracy:.1%} of {tokens} trained tokens "
         "are the likeliest, {chats} chats"
+    )
     longer = "; {cut} chats are longer than a window and were cut, {left_out} of them have no trained token left"
     return (line + longer * bool(file["cut"])).format_map(file)
 
@@ -334,7 +490,11 @@ def evaluate(request: Request, world: Comm) -> dict[str, Any]:
         cut = Windows.of(request, run.model)
     texts = on_root(world, lambda: read_all(request, manifest, cut, run.model))
     loaded = load_model(run, world, source.load, iteration, manifest)
-    result = {"load": source.load, "iteration": iteration, **evaluated(loaded, texts, request.model.micro_batch_size)}
+    result = {
+        "load": source.load,
+        "iteration": iteration,
+        **evaluated(loaded, texts, request.model.micro_batch_size),
+    }
     if world.rank == 0:
         print(*filter(None, [texts.note, *lines(result, cut)]), sep="\n")
         if request.png:

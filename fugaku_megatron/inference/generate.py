@@ -53,32 +53,73 @@ def describe(run: RunConfig, prompts: Sequence[Sequence[int]], max_new_tokens: i
     """Parameters, layout, and the weights and the cache of the rank that holds most of each."""
     tp, pp = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
     layout, stages = Layout(tp * pp, tp, pp, 1), range(pp)
-    weights = max(accounting.stage_parameters(run, layout, stage) for stage in stages) * activations.element_bytes(run)
+    weights = max(
+        accounting.stage_parameters(run, layout, stage) for stage in stages
+    ) * activations.element_bytes(run)
     positions = max(map(len, prompts)) + max_new_tokens
     layers = max(sum(map(len, accounting.stage_layers(run, stage))) for stage in stages)
     cache = activations.cache_bytes(run, len(prompts), positions, layers, tp)
     slots = activations.cache_slots(run.model, positions)
-    return (f"{accounting.parameters(run):,} parameters in {run.precision.name}, tensor parallel {tp}, pipeline parallel {pp}\n"
-            f"a rank holds at most {weights / MIB:.1f} MiB of weights and {cache / MIB:.1f} MiB of keys and values: "
-            f"{layers} layers, {len(prompts)} samples, {slots} positions")
+    return (
+        f"{accounting.parameters(run):,} parameters in {run.precision.name}, tensor parallel {tp}, pipeline parallel {pp}\n"
+        f"a rank holds at most {weights / MIB:.1f} MiB of weights and {cache / MIB:.1f} MiB of keys and values: "
+        f"{layers} layers, {len(prompts)} samples, {slots} positions"
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_flags(parser)
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; repeated: a batch of texts")
-    parser.add_argument("--prompts", metavar="FILE", help="texts to continue, one a line, or a JSON list in FILE.json")
-    parser.add_argument("--interactive", action="store_true", help="continue line after line; Ctrl-C ends an answer, Ctrl-D all")
-    parser.add_argument("--max-new-tokens", "--tokens", "--num-tokens-to-generate", dest="max_new_tokens", type=int, default=100,
-                        help="tokens to add (default: %(default)s)")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="an answer ends before this text; may be "
-                        "repeated")
-    parser.add_argument("--chat", action="store_true", help="prompts are the user's turns, rendered with the tokenizer's chat "
-                        "template, and the answer ends where the template ends a turn; FILE.json may hold lists of messages, and "
-                        "--interactive is one conversation")
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="text to continue; repeated: a batch of texts",
+    )
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="texts to continue, one a line, or a JSON list in FILE.json",
+    )
+    parser.add_argument(
+        "--interactive",
+        action="store_true",
+        help="continue line after line; Ctrl-C ends an answer, Ctrl-D all",
+    )
+    parser.add_argument(
+        "--max-new-tokens",
+        "--tokens",
+        "--num-tokens-to-generate",
+        dest="max_new_tokens",
+        type=int,
+        default=100,
+        help="tokens to add (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="an answer ends before this text; may be repeated",
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="prompts are the user's turns, rendered with the tokenizer's chat "
+        "template, and the answer ends where the template ends a turn; FILE.json may hold lists of messages, and "
+        "--interactive is one conversation",
+    )
     parser.add_argument("--system", metavar="TEXT", help="what the system says first, with --chat")
-    parser.add_argument("--chat-template", metavar="FILE", help="jinja template of --chat (default: the tokenizer's)")
+    parser.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="jinja template of --chat (default: the tokenizer's)",
+    )
     add_sampling_arguments(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print what a rank would hold, in any layout, and stop")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print what a rank would hold, in any layout, and stop",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,20 +140,41 @@ class Request:
 
     def __post_init__(self) -> None:
         for name in ("system", "chat_template"):
-            check(self.chat or getattr(self, name) is None, f"{flag(name)} goes with --chat: pass both")
+            check(
+                self.chat or getattr(self, name) is None,
+                f"{flag(name)} goes with --chat: pass both",
+            )
         check_request(self.max_new_tokens, self.stop)
         given = bool(self.prompts) or self.file is not None
-        check(given or self.interactive, "nothing to continue: pass --prompt TEXT, --prompts FILE or --interactive")
-        check(not self.dry_run or given, "--dry-run needs prompts, whose lengths count: pass --prompt TEXT or --prompts FILE")
-        check(not given or not self.interactive, "--interactive asks for prompts: leave out --prompt and --prompts")
+        check(
+            given or self.interactive,
+            "nothing to continue: pass --prompt TEXT, --prompts FILE or --interactive",
+        )
+        check(
+            not self.dry_run or given,
+            "--dry-run needs prompts, whose lengths count: pass --prompt TEXT or --prompts FILE",
+        )
+        check(
+            not given or not self.interactive,
+            "--interactive asks for prompts: leave out --prompt and --prompts",
+        )
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Request:
         """From the parsed flags of `add_arguments`."""
-        return cls(source=Source.of(options), prompts=tuple(options.prompt or ()), file=options.prompts,
-                   interactive=options.interactive, max_new_tokens=options.max_new_tokens, stop=tuple(options.stop),
-                   sampling=Sampling.of(options), dry_run=options.dry_run, chat=options.chat, system=options.system,
-                   chat_template=options.chat_template)
+        return cls(
+            source=Source.of(options),
+            prompts=tuple(options.prompt or ()),
+            file=options.prompts,
+            interactive=options.interactive,
+            max_new_tokens=options.max_new_tokens,
+            stop=tuple(options.stop),
+            sampling=Sampling.of(options),
+            dry_run=options.dry_run,
+            chat=options.chat,
+            system=options.system,
+            chat_template=options.chat_template,
+        )
 
     def all_prompts(self) -> list[Prompt]:
         """The prompts, those of the file as well. Raises ValueError for a file without prompts."""
@@ -124,7 +186,9 @@ class Request:
         return Texts(tokenizer, model, self.max_new_tokens, self.stop, template, self.system)
 
 
-def layout_of(source: Source, world: Comm, saved: dict[str, Any], dry_run: bool = False) -> tuple[int, int] | None:
+def layout_of(
+    source: Source, world: Comm, saved: dict[str, Any], dry_run: bool = False
+) -> tuple[int, int] | None:
     """(tensor, pipeline) parallel size of these ranks; None: as the checkpoint's run. saved: its layout.
 
     Raises ValueError for a number of ranks that does not fit.
@@ -132,16 +196,26 @@ def layout_of(source: Source, world: Comm, saved: dict[str, Any], dry_run: bool 
     tp, pp = source.sizes
     if tp is not None or pp is not None:
         tp, pp = tp or 1, pp or 1
-        check(dry_run or world.size == tp * pp, f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = "
-              f"{tp * pp}, but {world.size} ranks were started: start {tp * pp}, or change the sizes")
+        check(
+            dry_run or world.size == tp * pp,
+            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = "
+            f"{tp * pp}, but {world.size} ranks were started: start {tp * pp}, or change the sizes",
+        )
         return tp, pp
     if world.size == 1:
         return 1, 1
-    tp, pp, shards = saved["tensor_model_parallel_size"], saved["pipeline_model_parallel_size"], saved["zero_shards"]
+    tp, pp, shards = (
+        saved["tensor_model_parallel_size"],
+        saved["pipeline_model_parallel_size"],
+        saved["zero_shards"],
+    )
     ranks = tp * pp * shards
-    check(world.size == ranks, f"--load {source.load} was written with tensor x pipeline parallel size x ZeRO-1 shards "
-          f"{tp} x {pp} x {shards} = {ranks}, but {world.size} ranks were started: pass --tensor-model-parallel-size or "
-          f"--pipeline-model-parallel-size, or start {'it without mpiexec' if ranks == 1 else f'{ranks} or one'}")
+    check(
+        world.size == ranks,
+        f"--load {source.load} was written with tensor x pipeline parallel size x ZeRO-1 shards "
+        f"{tp} x {pp} x {shards} = {ranks}, but {world.size} ranks were started: pass --tensor-model-parallel-size or "
+        f"--pipeline-model-parallel-size, or start {'it without mpiexec' if ranks == 1 else f'{ranks} or one'}",
+    )
     return None
 
 
@@ -163,11 +237,23 @@ def continue_prompts(request: Request, world: Comm) -> None:
         return None
     loaded = load_model(run, world, source.load, iteration, manifest)
     for text in texts:
-        heading = f"--- iteration {iteration}" + ", prompt in brackets" * (not request.interactive) + " ---"
-        print(*filter(None, (tokenizer_note(text.tokenizer, manifest), heading)), sep="\n", flush=True)
+        heading = (
+            f"--- iteration {iteration}"
+            + ", prompt in brackets" * (not request.interactive)
+            + " ---"
+        )
+        print(
+            *filter(None, (tokenizer_note(text.tokenizer, manifest), heading)), sep="\n", flush=True
+        )
     if request.interactive:
         return _converse(request, loaded, texts)
-    *_, ids = steps(loaded, prompts, request.max_new_tokens, request.sampling, texts[0].finished if texts else _never)
+    *_, ids = steps(
+        loaded,
+        prompts,
+        request.max_new_tokens,
+        request.sampling,
+        texts[0].finished if texts else _never,
+    )
     for text in texts:
         for prompt, own in zip(prompts, ids, strict=True):
             print(f"[{text.tokenizer.decode(prompt)}]{text.ending.text(own)}")
@@ -180,7 +266,9 @@ def _never(sample: int, ids: list[int]) -> bool:
 
 
 def _converse(request: Request, loaded: LoadedModel, texts: list[Texts]) -> None:
-    def answer(prompt: list[int], finished: Callable[[int, list[int]], bool]) -> Iterator[list[list[int]]]:
+    def answer(
+        prompt: list[int], finished: Callable[[int, list[int]], bool]
+    ) -> Iterator[list[list[int]]]:
         return steps(loaded, [prompt], request.max_new_tokens, request.sampling, finished)
 
     ending = texts[0].ending if texts else None
@@ -229,15 +317,21 @@ def read_line() -> str | None:
             return None
 
 
-def converse(world: Comm, encode: Callable[[str], list[int]], ending: Ending | None,
-             answer: Callable[[list[int], Callable[[int, list[int]], bool]], Iterator[list[list[int]]]],
-             answered: Callable[[str], None] | None = None) -> None:
+def converse(
+    world: Comm,
+    encode: Callable[[str], list[int]],
+    ending: Ending | None,
+    answer: Callable[[list[int], Callable[[int, list[int]], bool]], Iterator[list[list[int]]]],
+    answered: Callable[[str], None] | None = None,
+) -> None:
     """Continue line after line. Collective.
 
     encode: tokens of a line, or ValueError. ending: on the first rank. answer(prompt, finished): the tokens so far after each step.
     answered: gets the text of each answer.
     """
-    while (prompt := world.broadcast_object(_next_prompt(encode) if world.rank == 0 else None)) is not None:
+    while (
+        prompt := world.broadcast_object(_next_prompt(encode) if world.rank == 0 else None)
+    ) is not None:
         if ending:
             text = _show(prompt, ending, answer)
             if answered:
@@ -257,7 +351,9 @@ def _next_prompt(encode: Callable[[str], list[int]]) -> list[int] | None:
     return None
 
 
-def _show(prompt: list[int], ending: Ending, answer: Callable[..., Iterator[list[list[int]]]]) -> str:
+def _show(
+    prompt: list[int], ending: Ending, answer: Callable[..., Iterator[list[list[int]]]]
+) -> str:
     """Write an answer as it comes; returns all of it."""
     interrupt, written, ids = Interrupt(), 0, []
     with interrupt.noted():

@@ -41,11 +41,19 @@ class Sampling:
     def __post_init__(self) -> None:
         temperature = self.temperature
         check(0 <= temperature < math.inf, f"--temperature is {temperature}: pass 0 or more")
-        check(temperature == 0 or temperature >= MIN_TEMPERATURE, f"--temperature is {temperature}: pass 0, which always takes the "
-              f"likeliest token, or at least {MIN_TEMPERATURE}")
+        check(
+            temperature == 0 or temperature >= MIN_TEMPERATURE,
+            f"--temperature is {temperature}: pass 0, which always takes the "
+            f"likeliest token, or at least {MIN_TEMPERATURE}",
+        )
         check(self.top_k >= 0, f"--top-k is {self.top_k}: pass a number of tokens, or 0 for all")
-        check(0 <= self.top_p <= 1, f"--top-p is {self.top_p}: pass a probability up to 1, or 0 for all tokens")
-        check(0 <= self.seed <= MAX_SEED, f"--seed is {self.seed}: pass a number from 0 to {MAX_SEED}")
+        check(
+            0 <= self.top_p <= 1,
+            f"--top-p is {self.top_p}: pass a probability up to 1, or 0 for all tokens",
+        )
+        check(
+            0 <= self.seed <= MAX_SEED, f"--seed is {self.seed}: pass a number from 0 to {MAX_SEED}"
+        )
 
     @staticmethod
     def of(options: argparse.Namespace) -> Sampling:
@@ -63,20 +71,45 @@ class Sampling:
         best, tokens = logits.topk(min(self.top_k or len(logits), len(logits)))
         cumulative = torch.softmax((best - best[0]) / self.temperature, 0).cumsum(0)
         if 0 < self.top_p < 1:  # the tokens before which less than top_p is reached
-            cumulative = cumulative[: 1 + int((cumulative[:-1] < self.top_p * cumulative[-1]).sum())]
-        place = torch.searchsorted(cumulative, torch.rand(1, generator=generator) * cumulative[-1], right=True)
+            cumulative = cumulative[
+                : 1 + int((cumulative[:-1] < self.top_p * cumulative[-1]).sum())
+            ]
+        place = torch.searchsorted(
+            cumulative, torch.rand(1, generator=generator) * cumulative[-1], right=True
+        )
         return int(tokens[min(int(place), len(cumulative) - 1)])
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of a choice of tokens, with Megatron's names in addition to our own."""
     add = parser.add_argument
-    add("--temperature", type=float, default=Sampling.temperature, help="0: always the likeliest token (default: %(default)s)")
-    add("--top-k", "--top_k", type=int, default=Sampling.top_k, help="choose among the likeliest tokens, this many; 0: all "
-        "(default: %(default)s)")
-    add("--top-p", "--top_p", type=float, default=Sampling.top_p, help="choose among the likeliest tokens that together have this "
-        "probability; 0: all (default: %(default)s)")
-    add("--seed", type=int, default=Sampling.seed, help="seed of the choice among tokens (default: %(default)s)")
+    add(
+        "--temperature",
+        type=float,
+        default=Sampling.temperature,
+        help="0: always the likeliest token (default: %(default)s)",
+    )
+    add(
+        "--top-k",
+        "--top_k",
+        type=int,
+        default=Sampling.top_k,
+        help="choose among the likeliest tokens, this many; 0: all (default: %(default)s)",
+    )
+    add(
+        "--top-p",
+        "--top_p",
+        type=float,
+        default=Sampling.top_p,
+        help="choose among the likeliest tokens that together have this "
+        "probability; 0: all (default: %(default)s)",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=Sampling.seed,
+        help="seed of the choice among tokens (default: %(default)s)",
+    )
 
 
 Prompt = str | Messages
@@ -89,13 +122,21 @@ def prompts_of(path: str, chat: bool = False) -> list[Prompt]:
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-        prompts = json.loads(text) if path.endswith(".json") else [line for line in text.splitlines() if line]
+        prompts = (
+            json.loads(text)
+            if path.endswith(".json")
+            else [line for line in text.splitlines() if line]
+        )
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"--prompts {path}: {reason}: pass a UTF-8 file of lines, or a JSON list of texts (.json)") from None
+        raise ValueError(
+            f"--prompts {path}: {reason}: pass a UTF-8 file of lines, or a JSON list of texts (.json)"
+        ) from None
     kinds = (str, list) if chat else str
-    check(isinstance(prompts, list) and all(isinstance(prompt, kinds) for prompt in prompts),
-          f"--prompts {path}: it is not a JSON list of texts{' or lists of messages' * chat}: pass one, such as [\"a\", \"b\"]")
+    check(
+        isinstance(prompts, list) and all(isinstance(prompt, kinds) for prompt in prompts),
+        f'--prompts {path}: it is not a JSON list of texts{" or lists of messages" * chat}: pass one, such as ["a", "b"]',
+    )
     check(len(prompts) > 0, f"--prompts {path} has no prompt: pass at least one line")
     return prompts
 
@@ -103,8 +144,13 @@ def prompts_of(path: str, chat: bool = False) -> list[Prompt]:
 class Ending:
     """Where continuations end: at a token, or before a word. decode: ids -> text. more: tokens other than `eod` that end one."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], eod: int | None, words: Sequence[str],
-                 more: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        eod: int | None,
+        words: Sequence[str],
+        more: Collection[int] = (),
+    ) -> None:
         self.decode, self.ends, self.words = decode, {eod, *more} - {None}, tuple(words)
 
     def text(self, ids: Sequence[int]) -> str:
@@ -122,11 +168,16 @@ class Ending:
     def certain(self, ids: Sequence[int]) -> str:
         """The text that further tokens do not change: without what may become one of the words, or is half a character."""
         text = self.text(ids).rstrip("\N{REPLACEMENT CHARACTER}")
-        held = max((n for word in self.words for n in range(1, len(word)) if text.endswith(word[:n])), default=0)
+        held = max(
+            (n for word in self.words for n in range(1, len(word)) if text.endswith(word[:n])),
+            default=0,
+        )
         return text[: len(text) - held]
 
 
-PREFILL_ROWS = 4096  # tokens of prompts that go through the model at once, unless one prompt has more
+PREFILL_ROWS = (
+    4096  # tokens of prompts that go through the model at once, unless one prompt has more
+)
 
 
 class Decoder:
@@ -137,10 +188,18 @@ class Decoder:
         self.loaded, self.lengths = loaded, [0] * len(positions)
         slots = activations.cache_slots(model, max(positions))
         groups = model.query_groups // loaded.groups.tp.size
-        self.cache = {layer.layer: LayerCache.empty(len(positions), groups, slots, model.kv_channels, loaded.dtype)
-                      for layer in loaded.stage.layers}
+        self.cache = {
+            layer.layer: LayerCache.empty(
+                len(positions), groups, slots, model.kv_channels, loaded.dtype
+            )
+            for layer in loaded.stage.layers
+        }
         alone = loaded.groups.tp.size == loaded.groups.pp.size == 1
-        self._recorder = loaded.stage.ops.kernels if alone and isinstance(loaded.stage.ops.kernels, RecordingKernels) else None
+        self._recorder = (
+            loaded.stage.ops.kernels
+            if alone and isinstance(loaded.stage.ops.kernels, RecordingKernels)
+            else None
+        )
         self._recorded: dict[int, RecordedStep] = {}  # by the number of samples
 
     @torch.no_grad()
@@ -154,22 +213,36 @@ class Decoder:
 
     def _forward(self, new: dict[int, Sequence[int]]) -> Tensor | None:
         lengths = [len(tokens) for tokens in new.values()]
-        rows = Rows.of(self.loaded.run.model, self.cache, list(new), [self.lengths[sample] for sample in new], lengths)
+        rows = Rows.of(
+            self.loaded.run.model,
+            self.cache,
+            list(new),
+            [self.lengths[sample] for sample in new],
+            lengths,
+        )
         for sample, length in zip(new, lengths, strict=True):
             self.lengths[sample] += length
-        tokens = torch.tensor([token for tokens in new.values() for token in tokens]).unsqueeze(1)  # (r, 1)
+        tokens = torch.tensor([token for tokens in new.values() for token in tokens]).unsqueeze(
+            1
+        )  # (r, 1)
         if self._recorder and rows.one_each and len(tokens) <= FEW_ROWS:
             logits: Tensor | None = self._repeated(self._recorder, tokens, rows)
         else:
             logits = self._computed(tokens, rows)
         if logits is None:
             return None
-        return gather_from_tensor_parallel(logits, self.loaded.groups.tp)[:, 0, : self.loaded.vocab_size].float()
+        return gather_from_tensor_parallel(logits, self.loaded.groups.tp)[
+            :, 0, : self.loaded.vocab_size
+        ].float()
 
     def _computed(self, tokens: Tensor, rows: Rows) -> Tensor | None:
         """This rank's columns of the logits (samples, 1, v) after tokens (r, 1); None on ranks of other stages."""
         x = through_stages(self.loaded, tokens, Pass(first_sample=0, training=False, rows=rows))
-        return None if x is None else self.loaded.logits(x if rows.one_each else x[rows.last]).contiguous()
+        return (
+            None
+            if x is None
+            else self.loaded.logits(x if rows.one_each else x[rows.last]).contiguous()
+        )
 
     def _repeated(self, recorder: RecordingKernels, tokens: Tensor, rows: Rows) -> Tensor:
         """What `_computed` returns for one token (r, 1) of each sample, from recorded calls. The first call records them."""
@@ -197,15 +270,20 @@ def _parts(new: Mapping[int, Sequence[int]]) -> Iterator[dict[int, Sequence[int]
     yield part
 
 
-def check_lengths(model: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def check_lengths(
+    model: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> None:
     """Raises ValueError when a prompt and what is added to it have more positions than the model has learned."""
     if not model.learned_positions:
         return
     for number, prompt in enumerate(prompts):
         length = len(prompt) + max_new_tokens
-        check(length <= model.max_position_embeddings, f"prompt {number + 1} has {len(prompt)} tokens and --max-new-tokens is "
-              f"{max_new_tokens}, {length} positions in all, and the model learned {model.max_position_embeddings} "
-              "(--max-position-embeddings): shorten one")
+        check(
+            length <= model.max_position_embeddings,
+            f"prompt {number + 1} has {len(prompt)} tokens and --max-new-tokens is "
+            f"{max_new_tokens}, {length} positions in all, and the model learned {model.max_position_embeddings} "
+            "(--max-position-embeddings): shorten one",
+        )
 
 
 def check_request(max_new_tokens: int, stop: Sequence[str]) -> None:
@@ -220,18 +298,34 @@ class Texts:
     template: prompts are chats, to be answered. system: what the system says first in a chat that is a text, the user's turn.
     """
 
-    def __init__(self, tokenizer: Tokenizer, model: ModelConfig, max_new_tokens: int, stop: Sequence[str] = (),
-                 template: ChatTemplate | None = None, system: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        model: ModelConfig,
+        max_new_tokens: int,
+        stop: Sequence[str] = (),
+        template: ChatTemplate | None = None,
+        system: str | None = None,
+    ) -> None:
         check_request(max_new_tokens, stop)
         self.tokenizer, self.model, self.max_new_tokens = tokenizer, model, max_new_tokens
-        self.template, self.before = template, [] if system is None else [{"role": "system", "content": system}]
-        self.ending = Ending(tokenizer.decode, tokenizer.eod, stop, template.ends if template else ())
+        self.template, self.before = (
+            template,
+            [] if system is None else [{"role": "system", "content": system}],
+        )
+        self.ending = Ending(
+            tokenizer.decode, tokenizer.eod, stop, template.ends if template else ()
+        )
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, list) and self.template:
             return self.template.prompt(check_messages(prompt, "a prompt"))
         assert isinstance(prompt, str), "only chats are lists of messages"
-        return self.template.prompt([*self.before, user_turn(prompt)]) if self.template else self.tokenizer.encode(prompt)
+        return (
+            self.template.prompt([*self.before, user_turn(prompt)])
+            if self.template
+            else self.tokenizer.encode(prompt)
+        )
 
     def encode(self, *prompts: Prompt) -> list[list[int]]:
         """Tokens of prompts. Raises ValueError for an empty one, and for one that the model cannot continue."""
@@ -265,8 +359,13 @@ class Conversation:
         self._said = [*self._asked, {"role": ASSISTANT, "content": text}]
 
 
-def steps(loaded: LoadedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling,
-          finished: Callable[[int, list[int]], bool]) -> Iterator[list[list[int]]]:
+def steps(
+    loaded: LoadedModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    finished: Callable[[int, list[int]], bool],
+) -> Iterator[list[list[int]]]:
     """The tokens that each prompt was continued with so far, after every step or once if there is none; always the same lists.
 
     finished(sample, its tokens so far): whether nothing follows; asked on the world's first rank, which tells the others. Such a
@@ -280,7 +379,9 @@ def steps(loaded: LoadedModel, prompts: Sequence[Sequence[int]], max_new_tokens:
     generators = [sampling.generator(sample) for sample in range(len(prompts))]
     new = dict(enumerate(prompts))
     for _ in range(max_new_tokens):
-        tokens = _chosen(loaded, decoder.logits(new), [(sampling, generators[sample]) for sample in new])
+        tokens = _chosen(
+            loaded, decoder.logits(new), [(sampling, generators[sample]) for sample in new]
+        )
         for sample, token in zip(new, tokens, strict=True):
             ids[sample].append(token)
         new = {sample: ids[sample][-1:] for sample in _unfinished(loaded, list(new), ids, finished)}
@@ -289,18 +390,33 @@ def steps(loaded: LoadedModel, prompts: Sequence[Sequence[int]], max_new_tokens:
             return
 
 
-def _chosen(loaded: LoadedModel, logits: Tensor | None, choices: list[tuple[Sampling, torch.Generator]]) -> list[int]:
+def _chosen(
+    loaded: LoadedModel, logits: Tensor | None, choices: list[tuple[Sampling, torch.Generator]]
+) -> list[int]:
     """A token for each row of logits (samples, v), which the last stage has; on all stages."""
     tokens = torch.zeros(len(choices), dtype=torch.int64)
     if logits is not None:
-        tokens = torch.tensor([sampling.pick(row, generator) for row, (sampling, generator) in zip(logits, choices, strict=True)])
+        tokens = torch.tensor(
+            [
+                sampling.pick(row, generator)
+                for row, (sampling, generator) in zip(logits, choices, strict=True)
+            ]
+        )
     return loaded.groups.pp.broadcast(tokens, root=loaded.stage.placement.last_stage).tolist()
 
 
-def _unfinished(loaded: LoadedModel, samples: list[int], ids: list[list[int]],
-                finished: Callable[[int, list[int]], bool]) -> list[int]:
+def _unfinished(
+    loaded: LoadedModel,
+    samples: list[int],
+    ids: list[list[int]],
+    finished: Callable[[int, list[int]], bool],
+) -> list[int]:
     world = loaded.groups.world
     going = torch.ones(len(samples), dtype=torch.int64)
     if world.rank == 0:
         going = torch.tensor([int(not finished(sample, ids[sample])) for sample in samples])
-    return [sample for sample, more in zip(samples, world.broadcast(going).tolist(), strict=True) if more]
+    return [
+        sample
+        for sample, more in zip(samples, world.broadcast(going).tolist(), strict=True)
+        if more
+    ]

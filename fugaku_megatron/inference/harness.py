@@ -26,7 +26,9 @@ def read_arguments(values: Mapping[str, Any]) -> evaluate.Model:
     """The flags of evaluate, without dashes. Raises ValueError for unknown ones and values out of range."""
     parser = Parser()
     evaluate.add_model_arguments(parser)
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
+    words = [
+        f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None
+    ]
     return evaluate.Model.of(parser.parse_args(words))
 
 
@@ -60,13 +62,27 @@ class Model:
         if not requests:
             return []
         progress = evaluate.Progress(self.loaded.groups.world, "requests", len(requests))
-        return [(pair[0], pair[1]) for pair in score(self.loaded, requests, self.batch, progress).tolist()]
+        return [
+            (pair[0], pair[1])
+            for pair in score(self.loaded, requests, self.batch, progress).tolist()
+        ]
 
-    def go_on(self, prompts: Sequence[Sequence[int]], new_tokens: int, sampling: Sampling,
-              words: Sequence[str]) -> list[list[int]]:
+    def go_on(
+        self,
+        prompts: Sequence[Sequence[int]],
+        new_tokens: int,
+        sampling: Sampling,
+        words: Sequence[str],
+    ) -> list[list[int]]:
         """Tokens that each prompt goes on with, until one of the words or the end of a text. Collective."""
         ending = self.ending(words) if self.tokenizers else None  # the first rank alone is asked
-        *_, ids = steps(self.loaded, prompts, new_tokens, sampling, lambda sample, ids: ending is not None and ending.reached(ids))
+        *_, ids = steps(
+            self.loaded,
+            prompts,
+            new_tokens,
+            sampling,
+            lambda sample, ids: ending is not None and ending.reached(ids),
+        )
         return ids
 
 
@@ -98,11 +114,16 @@ class Asker:
         """Of each continuation after its context: log-likelihood, and whether every token of it is the likeliest."""
         requests = [encode_pair(self.model.tokenizer, *pair, self.model.window) for pair in pairs]
         scores = self._ask("score", requests)
-        return [(value, hits == request.scored) for (value, hits), request in zip(scores, requests, strict=True)]
+        return [
+            (value, hits == request.scored)
+            for (value, hits), request in zip(scores, requests, strict=True)
+        ]
 
     def rolling_likelihoods(self, texts: Sequence[str]) -> list[float]:
         """Log-likelihood of all tokens of each text, in windows without overlap."""
-        parts = [rolling(encode_after(self.model.tokenizer, text), self.model.window) for text in texts]
+        parts = [
+            rolling(encode_after(self.model.tokenizer, text), self.model.window) for text in texts
+        ]
         scores = iter(self._ask("score", [request for part in parts for request in part]))
         return [sum(next(scores)[0] for _ in part) for part in parts]
 
@@ -117,22 +138,35 @@ class Asker:
             for start in range(0, len(numbers), self.model.batch):
                 some = numbers[start : start + self.model.batch]
                 prompts = [self._prompt(asked[number][0], new_tokens) for number in some]
-                for number, ids in zip(some, self._ask("go_on", prompts, new_tokens, sampling, words), strict=True):
+                for number, ids in zip(
+                    some, self._ask("go_on", prompts, new_tokens, sampling, words), strict=True
+                ):
                     results[number] = self.model.ending(words).text(ids)
         return results
 
     def _prompt(self, context: str, new_tokens: int) -> list[int]:
         """The last tokens of a context, as many as fit with what is added."""
         most = self.model.loaded.run.model.max_position_embeddings - new_tokens
-        check(most > 0, f"{new_tokens} new tokens fill all positions of the model: pass fewer as --gen_kwargs max_gen_toks=N")
-        return (self.model.tokenizer.encode(context) or encode_after(self.model.tokenizer, ""))[-most:]
+        check(
+            most > 0,
+            f"{new_tokens} new tokens fill all positions of the model: pass fewer as --gen_kwargs max_gen_toks=N",
+        )
+        return (self.model.tokenizer.encode(context) or encode_after(self.model.tokenizer, ""))[
+            -most:
+        ]
 
 
 def read_settings(settings: Mapping[str, Any]) -> tuple[list[str], int, Sampling]:
     """Stop words, tokens to add and how they are chosen, of the harness's generation settings."""
     until = settings.get("until") or []
     words = [word for word in ([until] if isinstance(until, str) else until) if word]
-    temperature = float(settings.get("temperature") or 0.0) if settings.get("do_sample", True) else 0.0
-    sampling = Sampling(temperature, int(settings.get("top_k") or 0), float(settings.get("top_p") or 0.0),
-                        int(settings.get("seed") or 0))
+    temperature = (
+        float(settings.get("temperature") or 0.0) if settings.get("do_sample", True) else 0.0
+    )
+    sampling = Sampling(
+        temperature,
+        int(settings.get("top_k") or 0),
+        float(settings.get("top_p") or 0.0),
+        int(settings.get("seed") or 0),
+    )
     return words, int(settings.get("max_gen_toks") or NEW_TOKENS), sampling

@@ -24,7 +24,11 @@ from ..config.checks import check
 from .harness import Asker, serve
 
 NAME = "fugaku_megatron"
-THEIRS = ("batch_size", "max_batch_size", "device")  # what the harness adds to --model_args, from flags of its own
+THEIRS = (
+    "batch_size",
+    "max_batch_size",
+    "device",
+)  # what the harness adds to --model_args, from flags of its own
 
 
 class MegatronLM(LM):
@@ -38,9 +42,14 @@ class MegatronLM(LM):
         size = str(values.get("batch_size"))
         if "micro_batch_size" not in values and size.isdecimal() and int(size) > 0:
             values["micro_batch_size"] = size
-        self.asker = Asker(world or SoloComm(), {name: value for name, value in values.items() if name not in THEIRS})
+        self.asker = Asker(
+            world or SoloComm(),
+            {name: value for name, value in values.items() if name not in THEIRS},
+        )
 
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+    def loglikelihood(
+        self, requests: list[Any], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether greedy decoding would give it."""
         return self.asker.likelihoods([request.args for request in requests])
 
@@ -65,7 +74,10 @@ def evaluate(world: Comm) -> None:
         def __init__(self, **values: Any) -> None:
             super().__init__(world, **values)
 
-    check(any(word.startswith("--model") for word in sys.argv), f"pass --model {NAME} --model_args load=DIR --tasks NAME")
+    check(
+        any(word.startswith("--model") for word in sys.argv),
+        f"pass --model {NAME} --model_args load=DIR --tasks NAME",
+    )
     cli_evaluate()
     world.broadcast_object(None)
 

@@ -26,7 +26,14 @@ from ..config.layout import Layout
 from ..config.lora import LoraConfig
 from ..config.run_config import ModelConfig, RunConfig
 from ..data.library_tokenizers import HuggingFaceTokenizer, has_tokenizer
-from ..data.tokenizer import Tokenizer, TokenizerFlags, add_tokenizer_flags, build_tokenizer, identity, mismatch
+from ..data.tokenizer import (
+    Tokenizer,
+    TokenizerFlags,
+    add_tokenizer_flags,
+    build_tokenizer,
+    identity,
+    mismatch,
+)
 from ..host import kernels
 from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops
@@ -90,7 +97,11 @@ class Source:
     @classmethod
     def of(cls, options: argparse.Namespace) -> Source:
         """From the parsed flags of `add_source_flags`."""
-        values = {field.name: getattr(options, field.name) for field in fields(cls) if field.name != "tokenizer"}
+        values = {
+            field.name: getattr(options, field.name)
+            for field in fields(cls)
+            if field.name != "tokenizer"
+        }
         return cls(tokenizer=TokenizerFlags.of(options), **values)
 
     @property
@@ -101,7 +112,9 @@ class Source:
     def manifest(self, world: Comm) -> tuple[int, dict[str, Any]]:
         """Iteration and manifest of the checkpoint. Collective; ValueError on every rank when there is none."""
         step = self.ckpt_step
-        iteration = on_root(world, lambda: checkpoint.existing_iteration(self.load) if step is None else step)
+        iteration = on_root(
+            world, lambda: checkpoint.existing_iteration(self.load) if step is None else step
+        )
         if iteration is None:
             raise ValueError(f"--load {self.load} holds no checkpoint")
         return iteration, on_root(world, lambda: checkpoint.read_manifest(self.load, iteration))
@@ -109,7 +122,9 @@ class Source:
     def open_tokenizer(self, manifest: dict[str, Any]) -> Tokenizer:
         """The tokenizer that was named, or else the checkpoint's. ValueError as in `choose_tokenizer`."""
         saved, size = manifest["config"].get("data", {}), manifest["config"]["model"]["vocab_size"]
-        return choose_tokenizer(self.tokenizer, saved, Path(self.load) / CARRIED, size, f"--load {self.load}")
+        return choose_tokenizer(
+            self.tokenizer, saved, Path(self.load) / CARRIED, size, f"--load {self.load}"
+        )
 
 
 def add_source_flags(parser: argparse.ArgumentParser) -> None:
@@ -118,10 +133,16 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ckpt-step", type=int, help="iteration to load (default: the latest)")
     add_tokenizer_flags(parser, "the tokenizer that the model of --load was trained with")
     for kind, what in (("tensor", "tensor-parallel ranks"), ("pipeline", "pipeline stages")):
-        parser.add_argument(f"--{kind}-model-parallel-size", type=int, help=f"{what} of this command (default: the checkpoint's)")
+        parser.add_argument(
+            f"--{kind}-model-parallel-size",
+            type=int,
+            help=f"{what} of this command (default: the checkpoint's)",
+        )
 
 
-def load_model(run: RunConfig, world: Comm, directory: str, iteration: int, manifest: dict[str, Any]) -> LoadedModel:
+def load_model(
+    run: RunConfig, world: Comm, directory: str, iteration: int, manifest: dict[str, Any]
+) -> LoadedModel:
     """The model of `run` with the weights of the checkpoint. Collective; ValueError on every rank where one cannot read.
 
     Adapters are added to the weights of the model that they name.
@@ -133,14 +154,20 @@ def load_model(run: RunConfig, world: Comm, directory: str, iteration: int, mani
         return loaded
     base, step = adapts["base"], adapts["base_iteration"]
     read = partial(checkpoint.read_manifest, base, step)
-    of_base = on_root(world, read, f"--load {directory} holds adapters of the model in {base}, which cannot be read: ")
+    of_base = on_root(
+        world,
+        read,
+        f"--load {directory} holds adapters of the model in {base}, which cannot be read: ",
+    )
     load_weights(base, step, of_base, shards, world, VOCABULARY)
     adapted = Stage(run, loaded.groups, loaded.stage.ops)
     modules = ((path, getattr(module, "adapter", None)) for path, module in adapted.named_modules())
     adapters: dict[str, Any] = {path: adapter for path, adapter in modules if adapter is not None}
     for adapter in adapters.values():
         _give_memory(adapter, torch.float32)
-    targets = [_target(parameter) for adapter in adapters.values() for parameter in adapter.parameters()]
+    targets = [
+        _target(parameter) for adapter in adapters.values() for parameter in adapter.parameters()
+    ]
     load_weights(directory, iteration, manifest, targets, world)
     for path, adapter in adapters.items():
         weight: Any = loaded.stage.get_submodule(path).weight
@@ -168,8 +195,14 @@ def _target(parameter: nn.Parameter) -> Shard:
     """Where a parameter's weights go; a tied copy is not in the checkpoint of every layout, and what it copies is."""
     spec = spec_of(parameter)
     copied = WEIGHT + spec.init_name if spec.init_name != spec.name else None
-    return Shard(key=WEIGHT + spec.name, tensor=parameter.data, global_shape=spec.shape, offset=spec.offset,
-                 slice_shape=tuple(parameter.shape), alias=copied)
+    return Shard(
+        key=WEIGHT + spec.name,
+        tensor=parameter.data,
+        global_shape=spec.shape,
+        offset=spec.offset,
+        slice_shape=tuple(parameter.shape),
+        alias=copied,
+    )
 
 
 def _give_memory(stage: nn.Module, dtype: torch.dtype) -> None:
@@ -191,16 +224,23 @@ def through_stages(loaded: LoadedModel, tokens: Tensor, forward_pass: Pass) -> T
     """
     stage, pp, x = loaded.stage, loaded.groups.pp, tokens
     for number, chunk in enumerate(stage.chunks):
-        previous, following = (stage.placement.neighbour(pp.rank, number, step) for step in (-1, 1))  # (stage, chunk) or None
+        previous, following = (
+            stage.placement.neighbour(pp.rank, number, step) for step in (-1, 1)
+        )  # (stage, chunk) or None
         if previous and previous[0] != pp.rank:
-            x = pp.recv(torch.empty(*tokens.shape, loaded.run.model.hidden_size, dtype=loaded.dtype), previous[0])
+            x = pp.recv(
+                torch.empty(*tokens.shape, loaded.run.model.hidden_size, dtype=loaded.dtype),
+                previous[0],
+            )
         x = chunk.decode(chunk.embedding(x, forward_pass) if chunk.is_first else x, forward_pass)
         if following and following[0] != pp.rank:
             pp.send(x.contiguous(), following[0])
     return x if stage.last else None
 
 
-def choose_tokenizer(named: TokenizerFlags, saved: Mapping[str, Any], carried: Path, size: int, where: str) -> Tokenizer:
+def choose_tokenizer(
+    named: TokenizerFlags, saved: Mapping[str, Any], carried: Path, size: int, where: str
+) -> Tokenizer:
     """The tokenizer that is named, or else that of the run that wrote the model, or one that came with the model.
 
     saved: the values of that run's data flags. carried: a directory of Hugging Face's files. size: tokens of the model. where: what
@@ -211,19 +251,33 @@ def choose_tokenizer(named: TokenizerFlags, saved: Mapping[str, Any], carried: P
         flags = TokenizerFlags.of(SimpleNamespace(**saved), size)
     if not flags.named and has_tokenizer(carried):
         flags = TokenizerFlags(HuggingFaceTokenizer.name, tokenizer_model=str(carried))
-    check(flags.named, f"the tokenizer is unknown, the checkpoint in {where} was trained without one: pass "
-          "--vocab-file and --merge-file, or --tokenizer-type and --tokenizer-model")
+    check(
+        flags.named,
+        f"the tokenizer is unknown, the checkpoint in {where} was trained without one: pass "
+        "--vocab-file and --merge-file, or --tokenizer-type and --tokenizer-model",
+    )
     tokenizer = build_tokenizer(*flags)
-    given = f"--tokenizer-model {flags.tokenizer_model}" if flags.tokenizer_model else f"--vocab-file {flags.vocab_file}"
-    check(tokenizer.vocab_size <= size, f"{given} has {tokenizer.vocab_size} tokens, the model of {where} {size}: "
-          "pass the files it was trained with")
+    given = (
+        f"--tokenizer-model {flags.tokenizer_model}"
+        if flags.tokenizer_model
+        else f"--vocab-file {flags.vocab_file}"
+    )
+    check(
+        tokenizer.vocab_size <= size,
+        f"{given} has {tokenizer.vocab_size} tokens, the model of {where} {size}: "
+        "pass the files it was trained with",
+    )
     return tokenizer
 
 
 def tokenizer_note(tokenizer: Tokenizer, manifest: dict[str, Any]) -> str:
     """A line where the checkpoint was trained with another tokenizer; "" otherwise."""
     other = mismatch(identity(tokenizer), manifest["state"].get("tokenizer"))
-    return f"note: the model was trained with {other}: its tokens mean different texts" if other else ""
+    return (
+        f"note: the model was trained with {other}: its tokens mean different texts"
+        if other
+        else ""
+    )
 
 
 # A step of generation made of kernel calls alone, recorded once and called again for every following token. The next token of
@@ -232,7 +286,12 @@ def tokenizer_note(tokenizer: Tokenizer, manifest: dict[str, Any]) -> str:
 # makes the calls, all of them in C++ (`kernels.Calls`), without layers, autograd, allocations and checks, which take longer than
 # the matmuls of a small model. Left out: when a step may be repeated (`generation`).
 
-ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::_unsafe_view")  # operations of torch without values
+ALLOCATIONS = (
+    "aten::empty",
+    "aten::new_empty",
+    "aten::empty_like",
+    "aten::_unsafe_view",
+)  # operations of torch without values
 
 
 class RecordingKernels:
@@ -261,7 +320,9 @@ class RecordingKernels:
 class RecordedStep:
     """Calls of kernels from `inputs` to `result`, both of which keep their memory."""
 
-    def __init__(self, calls: Callable[[], None], inputs: tuple[Tensor, ...], result: Tensor) -> None:
+    def __init__(
+        self, calls: Callable[[], None], inputs: tuple[Tensor, ...], result: Tensor
+    ) -> None:
         self.calls, self.inputs, self.result = calls, inputs, result
 
     def __call__(self, inputs: Sequence[Tensor]) -> Tensor:
@@ -275,6 +336,10 @@ class RecordedStep:
 class _KernelsAlone(TorchDispatchMode):
     """Lets torch make views and allocate, and nothing else: a repetition would leave it out."""
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert function.is_view or function._schema.name in ALLOCATIONS, f"{function} computes something that no kernel does"
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        assert function.is_view or function._schema.name in ALLOCATIONS, (
+            f"{function} computes something that no kernel does"
+        )
         return function(*args, **(kwargs or {}))

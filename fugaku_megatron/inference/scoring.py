@@ -49,14 +49,22 @@ class Request(NamedTuple):
     others: np.ndarray | None = None
 
 
-def score(loaded: LoadedModel, requests: Sequence[Request], batch: int, progress: Callable[[int], None] | None = None) -> Tensor:
+def score(
+    loaded: LoadedModel,
+    requests: Sequence[Request],
+    batch: int,
+    progress: Callable[[int], None] | None = None,
+) -> Tensor:
     """For each request the log-likelihood (natural logarithm) of its scored tokens, how many of them are the likeliest, and how
     many are likelier than all of their `others`.
 
     A tensor (requests, 3) of FP64, the same on every rank. batch: requests side by side. progress: is called with the number of
     requests of this replica that are done, in multiples of its share. Collective over the model's world.
     """
-    dp, saves = loaded.groups.dp, loaded.groups.tp.rank == 0  # its tensor-parallel ranks have the same
+    dp, saves = (
+        loaded.groups.dp,
+        loaded.groups.tp.rank == 0,
+    )  # its tensor-parallel ranks have the same
     scores = torch.zeros(len(requests), 3, dtype=torch.float64)
     done = 0
     for numbers in list(_batches(requests, batch))[dp.rank :: dp.size]:
@@ -79,38 +87,58 @@ def _batches(requests: Sequence[Request], batch: int) -> Iterator[list[int]]:
 def _score_batch(loaded: LoadedModel, requests: Sequence[Request]) -> Tensor | None:
     """(b, 3) of FP64 on the ranks of the last stage; None elsewhere."""
     longest = max(len(request.tokens) for request in requests) - 1
-    tokens = torch.zeros(longest, len(requests), dtype=torch.int64)  # what follows a sample's end changes nothing before it
+    tokens = torch.zeros(
+        longest, len(requests), dtype=torch.int64
+    )  # what follows a sample's end changes nothing before it
     rows, labels, others = [], [], []
     for column, (text, scored, places, compared) in enumerate(requests):
         ids = torch.from_numpy(np.array(text, np.int64))
         tokens[: len(ids) - 1, column] = ids[:-1]
-        asked = torch.arange(len(ids) - scored, len(ids)) if places is None else torch.from_numpy(places)
+        asked = (
+            torch.arange(len(ids) - scored, len(ids))
+            if places is None
+            else torch.from_numpy(places)
+        )
         rows.append((asked - 1) * len(requests) + column)
         labels.append(ids[asked])
-        others.append(torch.full((scored, 1), -1) if compared is None else torch.from_numpy(compared))
+        others.append(
+            torch.full((scored, 1), -1) if compared is None else torch.from_numpy(compared)
+        )
     x = through_stages(loaded, tokens, EVALUATION)
     if x is None:
         return None
     widest = max(tokens.shape[1] for tokens in others)
     apart = torch.cat([F.pad(tokens, (0, widest - tokens.shape[1]), value=-1) for tokens in others])
-    found = _score_rows(loaded, x.reshape(-1, 1, x.shape[-1]), torch.cat(rows), torch.cat(labels), apart)
-    return torch.stack([part.sum(0) for part in found.split([request.scored for request in requests])])
+    found = _score_rows(
+        loaded, x.reshape(-1, 1, x.shape[-1]), torch.cat(rows), torch.cat(labels), apart
+    )
+    return torch.stack(
+        [part.sum(0) for part in found.split([request.scored for request in requests])]
+    )
 
 
 @torch.no_grad()
-def _score_rows(loaded: LoadedModel, x: Tensor, rows: Tensor, labels: Tensor, others: Tensor) -> Tensor:
+def _score_rows(
+    loaded: LoadedModel, x: Tensor, rows: Tensor, labels: Tensor, others: Tensor
+) -> Tensor:
     """The labels' log-likelihoods, 1 where the label is the likeliest token, and 1 where it is likelier than all others.
 
     x (s b, 1, h), rows and labels (r), others (r, any number) -> (r, 3).
     """
     vocabulary, found = loaded.vocab_size, []
     at_once = max(1, LOGITS_BYTES // (4 * vocabulary))
-    for some, wanted, apart in zip(rows.split(at_once), labels.split(at_once), others.split(at_once), strict=True):
+    for some, wanted, apart in zip(
+        rows.split(at_once), labels.split(at_once), others.split(at_once), strict=True
+    ):
         logits = gather_from_tensor_parallel(loaded.logits(x[some]).contiguous(), loaded.groups.tp)
         logits = logits[:, 0, :vocabulary].float()
         own = logits.gather(1, wanted[:, None])
         beaten = own > logits.gather(1, apart.clamp(min=0)).masked_fill(apart < 0, -math.inf)
-        found.append(torch.stack([own[:, 0] - logits.logsumexp(1), logits.argmax(1) == wanted, beaten.all(1)], 1))
+        found.append(
+            torch.stack(
+                [own[:, 0] - logits.logsumexp(1), logits.argmax(1) == wanted, beaten.all(1)], 1
+            )
+        )
     return torch.cat(found).double()
 
 
@@ -124,8 +152,14 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str, window: i
     if not before:
         before, whole = encode_after(tokenizer, ""), encode_after(tokenizer, context + continuation)
     scored = len(whole) - len(before)
-    check(scored > 0, f"continuation {continuation[:40]!r} has no tokens of its own after {context[-40:]!r}")
-    check(scored <= window, f"continuation {continuation[:40]!r} has {scored} tokens, and the model takes {window}")
+    check(
+        scored > 0,
+        f"continuation {continuation[:40]!r} has no tokens of its own after {context[-40:]!r}",
+    )
+    check(
+        scored <= window,
+        f"continuation {continuation[:40]!r} has {scored} tokens, and the model takes {window}",
+    )
     return Request(whole[-(window + 1) :], scored)
 
 
@@ -137,8 +171,10 @@ def encode_after(tokenizer: Tokenizer, text: str) -> list[int]:
     if tokenizer.encode(""):  # tokens that stand around every text
         return tokenizer.encode(text)
     if tokenizer.eod is None:
-        raise ValueError(f"the {tokenizer.name} has no token that begins or ends a text, and a text's first token needs one before "
-                         "it")
+        raise ValueError(
+            f"the {tokenizer.name} has no token that begins or ends a text, and a text's first token needs one before "
+            "it"
+        )
     return [tokenizer.eod, *tokenizer.encode(text)]
 
 
@@ -148,7 +184,9 @@ def windows(tokens: Sequence[int] | np.ndarray, length: int, stride: int) -> lis
     What does not fill a window is left out.
     """
     starts = range(0, len(tokens) - length, stride)
-    return [Request(tokens[start : start + length + 1], stride if start else length) for start in starts]
+    return [
+        Request(tokens[start : start + length + 1], stride if start else length) for start in starts
+    ]
 
 
 def rolling(tokens: Sequence[int], length: int) -> list[Request]:
@@ -181,7 +219,10 @@ def read_chat_file(path: str, template: ChatTemplate, window: int) -> ChatFile:
         left_out += not len(places)
         if len(places):
             requests.append(Request(ids[: window + 1], len(places), places))
-    check(len(requests) > 0, f"--chats {path}: it has no chats, or none with an answer within the {window} tokens of a window")
+    check(
+        len(requests) > 0,
+        f"--chats {path}: it has no chats, or none with an answer within the {window} tokens of a window",
+    )
     return ChatFile(path, requests, cut, left_out)
 
 
@@ -203,8 +244,15 @@ def read_questions(path: str, tokenizer: Tokenizer, window: int) -> list[Questio
     try:
         records = json.loads(read_text(path, "--choices"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(str(error) if str(error).startswith("--choices") else f"--choices {path}: not JSON: {error}") from None
-    check(isinstance(records, list) and len(records) > 0, f"--choices {path}: expected a list of questions")
+        raise ValueError(
+            str(error)
+            if str(error).startswith("--choices")
+            else f"--choices {path}: not JSON: {error}"
+        ) from None
+    check(
+        isinstance(records, list) and len(records) > 0,
+        f"--choices {path}: expected a list of questions",
+    )
     questions = []
     for number, record in enumerate(records):
         try:
@@ -217,10 +265,19 @@ def read_questions(path: str, tokenizer: Tokenizer, window: int) -> list[Questio
 def _question(record: Any, tokenizer: Tokenizer, window: int) -> Question:
     fields: dict[str, Any] = record if isinstance(record, dict) else {}
     context, choices, answer = (fields.get(name) for name in ("context", "choices", "answer"))
-    if not (isinstance(context, str) and isinstance(choices, list) and len(choices) > 1 and all(map(_is_text, choices))):
-        raise ValueError('expected {"context": TEXT, "choices": [TEXT, TEXT, ...], "answer": NUMBER}')
+    if not (
+        isinstance(context, str)
+        and isinstance(choices, list)
+        and len(choices) > 1
+        and all(map(_is_text, choices))
+    ):
+        raise ValueError(
+            'expected {"context": TEXT, "choices": [TEXT, TEXT, ...], "answer": NUMBER}'
+        )
     if type(answer) is not int or not 0 <= answer < len(choices):
-        raise ValueError(f"answer is {answer!r}: pass the number of a choice, 0 to {len(choices) - 1}")
+        raise ValueError(
+            f"answer is {answer!r}: pass the number of a choice, 0 to {len(choices) - 1}"
+        )
     requests = tuple(encode_pair(tokenizer, context, choice, window) for choice in choices)
     return Question(requests, tuple(map(len, choices)), answer, bare=not context.strip())
 
@@ -239,10 +296,16 @@ def accuracies(questions: Sequence[Question], likelihoods: Sequence[float]) -> d
         own = likelihoods[start : start + len(question.requests)]
         start += len(own)
         plain += own.index(max(own)) == question.answer
-        scaled = [likelihood / length for likelihood, length in zip(own, question.lengths, strict=True)]
+        scaled = [
+            likelihood / length for likelihood, length in zip(own, question.lengths, strict=True)
+        ]
         by_length += scaled.index(max(scaled)) == question.answer
-    return {"accuracy": plain / len(questions), "accuracy_norm": by_length / len(questions), "questions": len(questions),
-            "without_context": sum(question.bare for question in questions)}
+    return {
+        "accuracy": plain / len(questions),
+        "accuracy_norm": by_length / len(questions),
+        "questions": len(questions),
+        "without_context": sum(question.bare for question in questions),
+    }
 
 
 # Needle in a haystack: whether a model finds one sentence in a long text, by the text's length and by where the sentence is.
@@ -255,8 +318,14 @@ def accuracies(questions: Sequence[Question], likelihoods: Sequence[float]) -> d
 # numbers at their place, which small models reach first. Source: Kamradt 2023, "Needle In A Haystack"
 # (github.com/gkamradt/LLMTest_NeedleInAHaystack).
 
-SENTENCE, KEYS = "The secret number of {} is", ("Kyoto", "Lima", "Oslo", "Cairo", "Perth", "Quebec", "Tunis", "Riga")
-NUMBERS, OTHERS = range(100000, 1000000), 9  # what is hidden; how many others the model does not see
+SENTENCE, KEYS = (
+    "The secret number of {} is",
+    ("Kyoto", "Lima", "Oslo", "Cairo", "Perth", "Quebec", "Tunis", "Riga"),
+)
+NUMBERS, OTHERS = (
+    range(100000, 1000000),
+    9,
+)  # what is hidden; how many others the model does not see
 DEPTHS, SAMPLES, SEED = (0, 25, 50, 75, 100), 4, 1234
 TITLE = 60  # characters of a path in a picture
 CHARACTERS = 8  # of the text that are read for each token of a prompt; where that is too little, the text repeats
@@ -279,28 +348,53 @@ class Needles:
 def check_needle_flags(lengths: Sequence[int], depths: Sequence[int], samples: int | None) -> None:
     """Raises ValueError for values of the flags that are out of range. Empty, None: left out."""
     counts = () if samples is None else (samples,)
-    for name, values, most in (("lengths", lengths, 2**22), ("depths", depths, 100), ("samples", counts, 10**6)):
+    for name, values, most in (
+        ("lengths", lengths, 2**22),
+        ("depths", depths, 100),
+        ("samples", counts, 10**6),
+    ):
         least = int(name != "depths")
         wrong = next((value for value in values if not least <= value <= most), None)
         check(wrong is None, f"--needle-{name} is {wrong}: pass a number from {least} to {most}")
 
 
-def read_needles(path: str, tokenizer: Tokenizer, model: ModelConfig, window: int, lengths: tuple[int, ...],
-                 depths: tuple[int, ...], samples: int | None) -> Needles:
+def read_needles(
+    path: str,
+    tokenizer: Tokenizer,
+    model: ModelConfig,
+    window: int,
+    lengths: tuple[int, ...],
+    depths: tuple[int, ...],
+    samples: int | None,
+) -> Needles:
     """The prompts in the text of --needle. lengths: tokens that the model reads. depths: percent of the text before the sentence.
 
     window: the length of which the default lengths are parts. Raises ValueError for a text without tokens, and for
     lengths that are too small for the sentence or too large for the model.
     """
-    lengths, depths = lengths or tuple(sorted({max(1, window // part) for part in (4, 2, 1)})), depths or DEPTHS
+    lengths, depths = (
+        lengths or tuple(sorted({max(1, window // part) for part in (4, 2, 1)})),
+        depths or DEPTHS,
+    )
     samples, longest, positions = samples or SAMPLES, max(lengths), model.max_position_embeddings
-    check(longest <= positions or not model.learned_positions, f"--needle-lengths has {longest}, and the model learned {positions} "
-          f"positions: pass at most {positions}")
-    text = np.array(_within(tokenizer, read_text(path, "--needle")[: CHARACTERS * longest]), np.int32)
+    check(
+        longest <= positions or not model.learned_positions,
+        f"--needle-lengths has {longest}, and the model learned {positions} "
+        f"positions: pass at most {positions}",
+    )
+    text = np.array(
+        _within(tokenizer, read_text(path, "--needle")[: CHARACTERS * longest]), np.int32
+    )
     check(len(text) > 0, f"--needle {path} has no tokens: pass a text")
-    made = [_needle_prompt(tokenizer, text, length, depth, number)
-            for length in lengths for depth in depths for number in range(samples)]
-    return Needles(lengths, depths, samples, [request for request, _ in made], [free for _, free in made])
+    made = [
+        _needle_prompt(tokenizer, text, length, depth, number)
+        for length in lengths
+        for depth in depths
+        for number in range(samples)
+    ]
+    return Needles(
+        lengths, depths, samples, [request for request, _ in made], [free for _, free in made]
+    )
 
 
 def _within(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -309,18 +403,31 @@ def _within(tokenizer: Tokenizer, text: str) -> list[int]:
     return [token for token in tokenizer.encode(text) if token not in around]
 
 
-def _needle_prompt(tokenizer: Tokenizer, text: np.ndarray, length: int, depth: int, number: int) -> tuple[Request, int]:
+def _needle_prompt(
+    tokenizer: Tokenizer, text: np.ndarray, length: int, depth: int, number: int
+) -> tuple[Request, int]:
     """The prompt of `length` tokens of a sample, which has the same sentence and text at every depth; and `Needles.free`."""
     rng = random.Random(SEED + number)
     sentence, begin = SENTENCE.format(rng.choice(KEYS)), rng.randrange(len(text))
     question = _within(tokenizer, f"\n{sentence}")
-    answer, *others = (_within(tokenizer, f"\n{sentence} {value}")[len(question) :] for value in rng.sample(NUMBERS, 1 + OTHERS))
+    answer, *others = (
+        _within(tokenizer, f"\n{sentence} {value}")[len(question) :]
+        for value in rng.sample(NUMBERS, 1 + OTHERS)
+    )
     hidden, first = [*question, *answer, *_within(tokenizer, ".\n")], tokenizer.encode("")[:1]
     rest = length + 1 - len(first) - len(hidden) - len(question) - len(answer)
-    check(rest >= 0, f"--needle-lengths has {length}, and the sentence and its beginning have {length - rest} tokens: pass more")
+    check(
+        rest >= 0,
+        f"--needle-lengths has {length}, and the sentence and its beginning have {length - rest} tokens: pass more",
+    )
     around, before = text.take(range(begin, begin + rest), mode="wrap"), round(rest * depth / 100)
-    tokens = np.concatenate([first, around[:before], hidden, around[before:], question, answer]).astype(np.int32)
-    apart = [sorted({other[place] for other in others if len(other) > place} - {token}) for place, token in enumerate(answer)]
+    tokens = np.concatenate(
+        [first, around[:before], hidden, around[before:], question, answer]
+    ).astype(np.int32)
+    apart = [
+        sorted({other[place] for other in others if len(other) > place} - {token})
+        for place, token in enumerate(answer)
+    ]
     table = np.array([[*tokens, *(OTHERS - len(tokens)) * [-1]] for tokens in apart], np.int64)
     return Request(tokens, len(answer), others=table), sum(not tokens for tokens in apart)
 
@@ -328,36 +435,71 @@ def _needle_prompt(tokenizer: Tokenizer, text: np.ndarray, length: int, depth: i
 def needle_figures(needles: Needles, scores: Tensor) -> dict[str, Any]:
     """Means over the samples, by length and depth. scores (requests, 3): as `scoring.score` returns them."""
     found = []
-    for request, free, (likelihood, hits, wins) in zip(needles.requests, needles.free, scores.tolist(), strict=True):
-        found.append((hits == request.scored, (wins - free) / max(1, request.scored - free), -likelihood / request.scored))
-    cells = np.array(found, float).reshape(len(needles.lengths), len(needles.depths), needles.samples, 3).mean(2)
+    for request, free, (likelihood, hits, wins) in zip(
+        needles.requests, needles.free, scores.tolist(), strict=True
+    ):
+        found.append(
+            (
+                hits == request.scored,
+                (wins - free) / max(1, request.scored - free),
+                -likelihood / request.scored,
+            )
+        )
+    cells = (
+        np.array(found, float)
+        .reshape(len(needles.lengths), len(needles.depths), needles.samples, 3)
+        .mean(2)
+    )
     exact, likelier, loss = cells.transpose(2, 0, 1).tolist()
-    return {"lengths": [*needles.lengths], "depths": [*needles.depths], "samples": needles.samples, "exact": exact,
-            "likelier": likelier, "loss": loss}
+    return {
+        "lengths": [*needles.lengths],
+        "depths": [*needles.depths],
+        "samples": needles.samples,
+        "exact": exact,
+        "likelier": likelier,
+        "loss": loss,
+    }
 
 
 def needle_lines(figures: dict[str, Any]) -> list[str]:
     """The figures for a reader."""
-    rows = [[str(length), *(f"{a:.2f} / {b:.2f}" for a, b in zip(exact, likelier, strict=True))]
-            for length, exact, likelier in zip(figures["lengths"], figures["exact"], figures["likelier"], strict=True)]
+    rows = [
+        [str(length), *(f"{a:.2f} / {b:.2f}" for a, b in zip(exact, likelier, strict=True))]
+        for length, exact, likelier in zip(
+            figures["lengths"], figures["exact"], figures["likelier"], strict=True
+        )
+    ]
     heads = ["tokens", *(f"depth {depth} %" for depth in figures["depths"])]
-    return [f"needle: share of {figures['samples']} greedy answers that are right / share of the number's tokens that are likelier "
-            f"than those of {OTHERS} others", *pipe_table([heads, *rows])]
+    return [
+        f"needle: share of {figures['samples']} greedy answers that are right / share of the number's tokens that are likelier "
+        f"than those of {OTHERS} others",
+        *pipe_table([heads, *rows]),
+    ]
 
 
 def draw_needles(path: str | os.PathLike, figures: dict[str, Any], place: str) -> None:
     """Two heat maps into a PNG file, lengths across and depths down. ValueError, naming --png, when it cannot be written."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window, and pyplot's global state untouched
+    from matplotlib.backends.backend_agg import (
+        FigureCanvasAgg,
+    )  # no window, and pyplot's global state untouched
     from matplotlib.figure import Figure
 
     lengths, depths = figures["lengths"], figures["depths"]
     figure = Figure(figsize=(5 + 0.9 * len(lengths), 1.8 + 0.4 * len(depths)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, sharey=True)
-    for axes, name, label in zip(panels, ("exact", "likelier"), ("greedy answer is right", "tokens likelier than others")):
-        image = axes.imshow(np.array(figures[name]).T, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    for axes, name, label in zip(
+        panels, ("exact", "likelier"), ("greedy answer is right", "tokens likelier than others")
+    ):
+        image = axes.imshow(
+            np.array(figures[name]).T, vmin=0, vmax=1, cmap="viridis", aspect="auto"
+        )
         axes.set(xticks=range(len(lengths)), xticklabels=lengths, xlabel="tokens", title=label)
-    panels[0].set(yticks=range(len(depths)), yticklabels=[f"{depth} %" for depth in depths], ylabel="depth of the sentence")
+    panels[0].set(
+        yticks=range(len(depths)),
+        yticklabels=[f"{depth} %" for depth in depths],
+        ylabel="depth of the sentence",
+    )
     figure.colorbar(image, ax=panels, label="share")
     figure.suptitle(f"needle in a haystack\n{shown(place)[-TITLE:]}", fontsize="medium")
     with writing("--png", os.fspath(path)):

@@ -32,10 +32,16 @@ class Problem:
 
     def located(self, file: str) -> str:
         """The message with the file and line in front."""
-        return f"{file}:{self.line}: {self.text}" if self.line else f"{file}, options of pjsub: {self.text}"
+        return (
+            f"{file}:{self.line}: {self.text}"
+            if self.line
+            else f"{file}, options of pjsub: {self.text}"
+        )
 
 
-def problems(text: str, group: str | None = None, files: bool = True, options: Sequence[str] = ()) -> list[Problem]:
+def problems(
+    text: str, group: str | None = None, files: bool = True, options: Sequence[str] = ()
+) -> list[Problem]:
     """All mistakes, by line.
 
     group: the group to charge, from pjsub's command line. files: whether staged files must exist already. options: options on
@@ -58,16 +64,31 @@ def _shape(request: Request) -> Iterator[Problem]:
     best = torus.best_shape(request.nodes)
     near = " or ".join(map(str, torus.nearest(request.nodes)))
     remedy = f"write node={torus.text(best)}:torus" if best else f"request {near} nodes"
-    if request.nodes > limits.TORUS_ABOVE and (shape is None or "torus" not in request.script.text("-L", "node")):
-        yield Problem(line, f"{request.nodes} nodes: above {limits.TORUS_ABOVE} nodes a job must request a torus of 2x3x2 units: "
-                      + remedy)
-    if shape is None or request.nodes <= limits.TORUS_ABOVE and "torus" not in request.script.text("-L", "node"):
+    if request.nodes > limits.TORUS_ABOVE and (
+        shape is None or "torus" not in request.script.text("-L", "node")
+    ):
+        yield Problem(
+            line,
+            f"{request.nodes} nodes: above {limits.TORUS_ABOVE} nodes a job must request a torus of 2x3x2 units: "
+            + remedy,
+        )
+    if (
+        shape is None
+        or request.nodes <= limits.TORUS_ABOVE
+        and "torus" not in request.script.text("-L", "node")
+    ):
         return
     for axis, size, unit, maximum in zip("XYZ", shape, torus.UNIT, torus.WHOLE):
         if size % unit:
-            yield Problem(line, f"node={torus.text(shape)}: {axis}={size} is not a multiple of {unit} (units are 2x3x2): {remedy}")
+            yield Problem(
+                line,
+                f"node={torus.text(shape)}: {axis}={size} is not a multiple of {unit} (units are 2x3x2): {remedy}",
+            )
         if size > maximum:
-            yield Problem(line, f"node={torus.text(shape)}: {axis}={size} is above {maximum}, the whole machine: {remedy}")
+            yield Problem(
+                line,
+                f"node={torus.text(shape)}: {axis}={size} is above {maximum}, the whole machine: {remedy}",
+            )
 
 
 def _resource_group(request: Request) -> Iterator[Problem]:
@@ -75,19 +96,28 @@ def _resource_group(request: Request) -> Iterator[Problem]:
     groups, source = limits.resource_groups()
     group_setting, script = request.script.get("-L", "rscgrp"), request.script
     if group_setting is None or group_setting.text not in groups:
-        yield Problem(script.line("-L", "rscgrp"), f"rscgrp={group_setting.text if group_setting else 'missing'}: write one of "
-                      f"{', '.join(groups)} ({source})")
+        yield Problem(
+            script.line("-L", "rscgrp"),
+            f"rscgrp={group_setting.text if group_setting else 'missing'}: write one of "
+            f"{', '.join(groups)} ({source})",
+        )
         return
     group = groups[group_setting.text]
     low, high = group.nodes
     if not low <= request.nodes <= high:
         fits = [g.name for g in groups.values() if g.nodes[0] <= request.nodes <= g.nodes[1]]
-        yield Problem(group_setting.line, f"rscgrp={group.name} accepts {low} to {high} nodes, but node requests {request.nodes} "
-                      f"({source}): " + (f"write rscgrp={fits[0]}" if fits else "request fewer nodes"))
+        yield Problem(
+            group_setting.line,
+            f"rscgrp={group.name} accepts {low} to {high} nodes, but node requests {request.nodes} "
+            f"({source}): " + (f"write rscgrp={fits[0]}" if fits else "request fewer nodes"),
+        )
     if request.elapse > group.hours * limits.HOUR:
-        yield Problem(script.line("-L", "elapse"), f"elapse={limits.clock(request.elapse)} is above {group.hours:g} h, the limit "
-                      f"of {group.name} ({source}): write elapse={limits.clock(group.hours * limits.HOUR)} and submit a chain "
-                      "with --steps")
+        yield Problem(
+            script.line("-L", "elapse"),
+            f"elapse={limits.clock(request.elapse)} is above {group.hours:g} h, the limit "
+            f"of {group.name} ({source}): write elapse={limits.clock(group.hours * limits.HOUR)} and submit a chain "
+            "with --steps",
+        )
 
 
 def _processes(request: Request) -> Iterator[Problem]:
@@ -95,13 +125,24 @@ def _processes(request: Request) -> Iterator[Problem]:
     script = request.script
     setting, value = script.get("--mpi", "proc"), request.nodes * request.ranks_per_node
     if setting is None or setting.text != str(value):
-        yield Problem(script.line("--mpi", "proc"), f"proc={setting.text if setting else 'missing'}, but {request.nodes} nodes x "
-                      f"{request.ranks_per_node} ranks are {value}: write proc={value}")
-    for name, value in (("RANKS_PER_NODE", request.ranks_per_node), ("NODES", request.nodes - request.spares)):
+        yield Problem(
+            script.line("--mpi", "proc"),
+            f"proc={setting.text if setting else 'missing'}, but {request.nodes} nodes x "
+            f"{request.ranks_per_node} ranks are {value}: write proc={value}",
+        )
+    for name, value in (
+        ("RANKS_PER_NODE", request.ranks_per_node),
+        ("NODES", request.nodes - request.spares),
+    ):
         setting = script.variables.get(name)
         if setting and setting.text != str(value):
-            spare = f" and {request.spares} spare nodes" if request.spares and name == "NODES" else ""
-            yield Problem(setting.line, f"{name}={setting.text}, but the directives request {value}{spare}: write {name}={value}")
+            spare = (
+                f" and {request.spares} spare nodes" if request.spares and name == "NODES" else ""
+            )
+            yield Problem(
+                setting.line,
+                f"{name}={setting.text}, but the directives request {value}{spare}: write {name}={value}",
+            )
         elif setting is None and (line := script.find(name)):
             yield Problem(line, f"{name} is used but not set: write {name}={value}")
 
@@ -110,15 +151,25 @@ def _power(request: Request) -> Iterator[Problem]:
     """Every power state is set to a valid value."""
     script = request.script
     freq, eco = script.get("-L", "freq"), script.get("-L", "eco_state")
-    for name, setting in (("freq", freq), ("eco_state", eco), ("retention_state", script.get("-L", "retention_state"))):
+    for name, setting in (
+        ("freq", freq),
+        ("eco_state", eco),
+        ("retention_state", script.get("-L", "retention_state")),
+    ):
         if setting is None:
             line = given.line if (given := freq or eco) else script.line("-L")
-            yield Problem(line, f"{name} is not set, and the site's default is Boost-Eco, which uses one "
-                          f"floating-point pipe: add {name}={limits.MODES['normal-2.0'].states[name]}")
+            yield Problem(
+                line,
+                f"{name} is not set, and the site's default is Boost-Eco, which uses one "
+                f"floating-point pipe: add {name}={limits.MODES['normal-2.0'].states[name]}",
+            )
     retention = script.get("-L", "retention_state")
     if retention and retention.text != "0" and request.nodes > limits.RETENTION_NODES:
-        yield Problem(retention.line, f"retention_state={retention.text} is not allowed above {limits.RETENTION_NODES} nodes: "
-                      "write retention_state=0")
+        yield Problem(
+            retention.line,
+            f"retention_state={retention.text} is not allowed above {limits.RETENTION_NODES} nodes: "
+            "write retention_state=0",
+        )
     for name, setting in script.settings.get("-L", {}).items():
         values = limits.STATES.get(name)
         if values and name not in ("freq", "eco_state") and setting.text not in map(str, values):
@@ -133,20 +184,42 @@ def _clock(request: Request) -> Iterator[Problem]:
     freq, eco = script.get("-L", "freq"), script.get("-L", "eco_state")
     if freq is None or eco is None:
         return
-    mode = next((m for m in limits.MODES.values() if (str(m.freq), str(m.eco_state)) == (freq.text, eco.text)), None)
+    mode = next(
+        (
+            m
+            for m in limits.MODES.values()
+            if (str(m.freq), str(m.eco_state)) == (freq.text, eco.text)
+        ),
+        None,
+    )
     if mode is None or mode.refused:
-        yield Problem(freq.line, mode.refused if mode else f"freq={freq.text},eco_state={eco.text} is not a valid mode: write "
-                      + " or ".join(f"freq={m.freq},eco_state={m.eco_state}" for m in limits.MODES.values() if not m.refused))
+        yield Problem(
+            freq.line,
+            mode.refused
+            if mode
+            else f"freq={freq.text},eco_state={eco.text} is not a valid mode: write "
+            + " or ".join(
+                f"freq={m.freq},eco_state={m.eco_state}"
+                for m in limits.MODES.values()
+                if not m.refused
+            ),
+        )
         return
     if "--cpu-frequency" in script.flags[:-1]:  # a flag without its value is a problem of _run
         clock = script.flags[script.flags.index("--cpu-frequency") + 1]
         clock_text, variable = f"{mode.ghz:.1f}", script.get("-x", "CPU_GHZ")
         if variable and variable.text != clock_text:
-            yield Problem(variable.line, f"-x CPU_GHZ={variable.text}, but freq={mode.freq}: pass -x CPU_GHZ={clock_text}")
+            yield Problem(
+                variable.line,
+                f"-x CPU_GHZ={variable.text}, but freq={mode.freq}: pass -x CPU_GHZ={clock_text}",
+            )
         elif variable is None and clock != clock_text:
-            yield Problem(script.flag_lines["--cpu-frequency"], f"--cpu-frequency {clock}, but freq={mode.freq}: write "
-                          f"--cpu-frequency {clock_text}"
-                          + (f", or pass -x CPU_GHZ={clock_text}" if "CPU_GHZ" in script.variables else ""))
+            yield Problem(
+                script.flag_lines["--cpu-frequency"],
+                f"--cpu-frequency {clock}, but freq={mode.freq}: write "
+                f"--cpu-frequency {clock_text}"
+                + (f", or pass -x CPU_GHZ={clock_text}" if "CPU_GHZ" in script.variables else ""),
+            )
 
 
 def _account(request: Request) -> Iterator[Problem]:
@@ -154,10 +227,15 @@ def _account(request: Request) -> Iterator[Problem]:
     in_script = request.script.get("-g")
     group = request.group or (in_script and in_script.text)
     if group and not limits.is_name(group):
-        yield Problem(in_script.line if in_script and not request.group else 0, f"group {group!r:.60} is not a valid name: use "
-                      "letters, digits, '.', '_' and '-'")
+        yield Problem(
+            in_script.line if in_script and not request.group else 0,
+            f"group {group!r:.60} is not a valid name: use letters, digits, '.', '_' and '-'",
+        )
     if not group:
-        yield Problem(request.script.last_directive, "no group to charge: add #PJM -g GROUP, pass -g or set FUGAKU_GROUP")
+        yield Problem(
+            request.script.last_directive,
+            "no group to charge: add #PJM -g GROUP, pass -g or set FUGAKU_GROUP",
+        )
 
 
 def _run(request: Request) -> Iterator[Problem]:
@@ -170,7 +248,11 @@ def _run(request: Request) -> Iterator[Problem]:
         microbatches = layout.microbatches(run, layout.global_batch_size(run))
         assert microbatches
     except ValueError as error:
-        named = min((flag for flag in script.flag_lines if flag in str(error)), key=str(error).index, default="")
+        named = min(
+            (flag for flag in script.flag_lines if flag in str(error)),
+            key=str(error).index,
+            default="",
+        )
         yield Problem(script.flag_lines.get(named, line), str(error))
         return
     tensor = script.flag_lines.get("--tensor-model-parallel-size", line)
@@ -179,8 +261,11 @@ def _run(request: Request) -> Iterator[Problem]:
     except ValueError as error:
         yield Problem(tensor, str(error))
     if request.shape is None and request.ranks_per_node % layout.tp:
-        yield Problem(tensor, f"--tensor-model-parallel-size {layout.tp} spans nodes, and node={request.nodes} has no 2x3x2 units "
-                      f"that keep them together: write node=XxYxZ:torus, or lower it to at most {request.ranks_per_node}")
+        yield Problem(
+            tensor,
+            f"--tensor-model-parallel-size {layout.tp} spans nodes, and node={request.nodes} has no 2x3x2 units "
+            f"that keep them together: write node=XxYxZ:torus, or lower it to at most {request.ranks_per_node}",
+        )
     yield from _rank_map(request, layout, tensor)
     yield from _cost(request, run, layout, line)
 
@@ -191,42 +276,73 @@ def _rank_map(request: Request, layout: Layout, tensor: int) -> Iterator[Problem
         return  # a problem of _shape
     form = f"{torus.text(request.shape)} {{}} {torus.sizes(layout)}" if request.shape else ""
     expected = form.format('"$RANKS_PER_NODE"')
-    maps = [(number, match[1]) for number, line in request.script.body
-            if (match := re.search(r"(?:RANK_MAP=\(|fugaku_megatron\.jobs\.torus )(\S+ \S+ \d+ \d+(?: \d+)?)", line))]
+    maps = [
+        (number, match[1])
+        for number, line in request.script.body
+        if (
+            match := re.search(
+                r"(?:RANK_MAP=\(|fugaku_megatron\.jobs\.torus )(\S+ \S+ \d+ \d+(?: \d+)?)", line
+            )
+        )
+    ]
     for number, arguments in maps:
-        if arguments.replace('"', "") not in (form.format("$RANKS_PER_NODE"), form.format(request.ranks_per_node)):
-            yield Problem(number, f"the rank map is for {arguments}: " + (f"write {expected}" if expected else "write "
-                          "node=XxYxZ:torus, or remove RANK_MAP"))
+        if arguments.replace('"', "") not in (
+            form.format("$RANKS_PER_NODE"),
+            form.format(request.ranks_per_node),
+        ):
+            yield Problem(
+                number,
+                f"the rank map is for {arguments}: "
+                + (
+                    f"write {expected}"
+                    if expected
+                    else "write node=XxYxZ:torus, or remove RANK_MAP"
+                ),
+            )
     another = request.script.find("--vcoordfile") and not request.script.find('--vcoordfile "$MAP"')
     if request.shape and layout.tp > request.ranks_per_node and not maps and not another:
-        yield Problem(tensor, f"no rank map keeps tensor-parallel groups of {layout.tp} inside a 2x3x2 unit: write "
-                      f"RANK_MAP=({expected})")
+        yield Problem(
+            tensor,
+            f"no rank map keeps tensor-parallel groups of {layout.tp} inside a 2x3x2 unit: write "
+            f"RANK_MAP=({expected})",
+        )
 
 
 def _cost(request: Request, run: RunConfig, layout: Layout, line: int) -> Iterator[Problem]:
     """The modelled memory fits into a rank, and the first iteration and its checkpoint end before the elapse time."""
     script = request.script
-    system = System.from_names("a64fx", software.THIS_PROJECT, request.nodes, request.ranks_per_node)
+    system = System.from_names(
+        "a64fx", software.THIS_PROJECT, request.nodes, request.ranks_per_node
+    )
     fitted = system.software.fitted
     run, _ = search.settled(run, layout, system)
     used = memory.peak_mib(run, layout, system.software, request.nodes, fitted.memory)
     limit = memory.limit_mib(system.machine, system.software, request.ranks_per_node)
     if used > limit:
-        yield Problem(script.flag_lines.get("--micro-batch-size", line), f"out of memory: the fullest rank needs {used:.0f} MiB "
-                      f"(model) of {limit:.0f}: lower --micro-batch-size, raise --tensor- or --pipeline-model-parallel-size"
-                      ", or add --checkpoint-activations or --zero-stage 1")
+        yield Problem(
+            script.flag_lines.get("--micro-batch-size", line),
+            f"out of memory: the fullest rank needs {used:.0f} MiB "
+            f"(model) of {limit:.0f}: lower --micro-batch-size, raise --tensor- or --pipeline-model-parallel-size"
+            ", or add --checkpoint-activations or --zero-stage 1",
+        )
     needed = start_up(request.nodes) + step(run, layout, system, fitted.values).seconds
     seconds, margin = (script.value(name, {}) for name in ("ELAPSE", "MARGIN"))
     if seconds and seconds.text != str(request.elapse):
-        yield Problem(seconds.line, f"ELAPSE={seconds.text}, but elapse={limits.clock(request.elapse)}: write {request.elapse}, "
-                      f"or pass -x ELAPSE={request.elapse}")
+        yield Problem(
+            seconds.line,
+            f"ELAPSE={seconds.text}, but elapse={limits.clock(request.elapse)}: write {request.elapse}, "
+            f"or pass -x ELAPSE={request.elapse}",
+        )
     if margin and limits.is_number(margin.text):
         needed += int(margin.text)
     elif margin:
         yield Problem(margin.line, f"MARGIN={margin.text}: write whole seconds, such as {MARGIN}")
     if needed > request.elapse:
-        yield Problem(script.line("-L", "elapse"), f"elapse={limits.clock(request.elapse)} ends before the first iteration and its "
-                      f"checkpoint (model): write at least elapse={limits.clock(needed)}")
+        yield Problem(
+            script.line("-L", "elapse"),
+            f"elapse={limits.clock(request.elapse)} ends before the first iteration and its "
+            f"checkpoint (model): write at least elapse={limits.clock(needed)}",
+        )
 
 
 def _volumes(request: Request) -> Iterator[Problem]:
@@ -234,30 +350,46 @@ def _volumes(request: Request) -> Iterator[Problem]:
     script = request.script
     setting = script.get("-x", "PJM_LLIO_GFSCACHE")
     if setting is None:
-        yield Problem(script.line("-x"), "PJM_LLIO_GFSCACHE is not set, so the job would not find any file: add "
-                      "#PJM -x PJM_LLIO_GFSCACHE=/vol0004")
+        yield Problem(
+            script.line("-x"),
+            "PJM_LLIO_GFSCACHE is not set, so the job would not find any file: add "
+            "#PJM -x PJM_LLIO_GFSCACHE=/vol0004",
+        )
         return
     volumes = set(setting.text.split(":"))
     for volume in sorted(v for v in volumes if not re.fullmatch(r"/vol\w+", v)):
-        yield Problem(setting.line, f"PJM_LLIO_GFSCACHE={setting.text}: {volume!r} is not a volume: write names such as /vol0004, "
-                      "joined by colons (realpath . shows yours)")
+        yield Problem(
+            setting.line,
+            f"PJM_LLIO_GFSCACHE={setting.text}: {volume!r} is not a volume: write names such as /vol0004, "
+            "joined by colons (realpath . shows yours)",
+        )
     for name in ("ARCHIVE", "SAVE", "OUT", *PRELOADED):
         path = script.value(name)
         if not path or not path.text:
             continue
         mount = re.match(r"/vol\d+", os.path.realpath(path.text))
         if mount and mount[0] not in volumes:
-            yield Problem(setting.line, f"{name}={path.text} is on {mount[0]}, which PJM_LLIO_GFSCACHE does not name: "
-                          f"write PJM_LLIO_GFSCACHE={setting.text}:{mount[0]}")
+            yield Problem(
+                setting.line,
+                f"{name}={path.text} is on {mount[0]}, which PJM_LLIO_GFSCACHE does not name: "
+                f"write PJM_LLIO_GFSCACHE={setting.text}:{mount[0]}",
+            )
 
 
 def _common_part(request: Request) -> Iterator[Problem]:
     """A script of the checkout finds the common part from the folder of submission."""
     line, passed = request.script.find(READS_COMMON), request.script.get("-x", "FUGAKU_MEGATRON")
     folder, name = Path(passed.text if passed else os.getcwd()), "fugaku_megatron/jobs/pjsub.sh"
-    if line and request.files and not any((folder / parent / name).is_file() for parent in ("", "../..")):
-        yield Problem(line, f"the job would not find {name} in {folder}: submit from the checkout, or pass -x "
-                      "FUGAKU_MEGATRON=/path/to/the/checkout")
+    if (
+        line
+        and request.files
+        and not any((folder / parent / name).is_file() for parent in ("", "../.."))
+    ):
+        yield Problem(
+            line,
+            f"the job would not find {name} in {folder}: submit from the checkout, or pass -x "
+            "FUGAKU_MEGATRON=/path/to/the/checkout",
+        )
 
 
 def _files(request: Request) -> Iterator[Problem]:
@@ -266,48 +398,95 @@ def _files(request: Request) -> Iterator[Problem]:
     archive = script.value("ARCHIVE")
     path = archive.text if archive else ""
     if request.files and archive and not Path(path).is_file():
-        yield Problem(archive.line, f"ARCHIVE {path} does not exist: create it with scripts/build.sh, or set ARCHIVE=FILE")
+        yield Problem(
+            archive.line,
+            f"ARCHIVE {path} does not exist: create it with scripts/build.sh, or set ARCHIVE=FILE",
+        )
     size, size_line = script.text("--llio", "localtmp-size"), script.line("--llio", "localtmp-size")
     amount = re.fullmatch(r"(\d+)Gi", size)
     if amount is None or not 0 < int(amount[1]) <= limits.LOCAL_TMP_GIB:
-        yield Problem(size_line, f"localtmp-size={size or 'missing'}: the archive is unpacked there: "
-                      f"write 1Gi to {limits.LOCAL_TMP_GIB}Gi")
-    elif request.files and Path(path).is_file() and Path(path).stat().st_size > int(amount[1]) << 30:
+        yield Problem(
+            size_line,
+            f"localtmp-size={size or 'missing'}: the archive is unpacked there: "
+            f"write 1Gi to {limits.LOCAL_TMP_GIB}Gi",
+        )
+    elif (
+        request.files and Path(path).is_file() and Path(path).stat().st_size > int(amount[1]) << 30
+    ):
         yield Problem(size_line, f"localtmp-size={size} is smaller than {path}: raise it")
     for name in ("DATA", "TOKENIZER"):
         if (packed := script.value(name)) and "/" in packed.text:
-            yield Problem(packed.line, f"{name}={packed.text}: the archive stores names without folders: write "
-                          f"{name}={Path(packed.text).name}")
-    if (model := script.value("TOKENIZER")) and model.text and "--tokenizer-type" not in script.flag_lines:
-        yield Problem(model.line, f"TOKENIZER={model.text} needs --tokenizer-type HuggingFaceTokenizer or SentencePieceTokenizer")
+            yield Problem(
+                packed.line,
+                f"{name}={packed.text}: the archive stores names without folders: write "
+                f"{name}={Path(packed.text).name}",
+            )
+    if (
+        (model := script.value("TOKENIZER"))
+        and model.text
+        and "--tokenizer-type" not in script.flag_lines
+    ):
+        yield Problem(
+            model.line,
+            f"TOKENIZER={model.text} needs --tokenizer-type HuggingFaceTokenizer or SentencePieceTokenizer",
+        )
     for name in PRELOADED if request.files else ():
         library = script.value(name)
         if library is None:
             continue
         for path in library.text.split(":"):
             if "/" in path and "$" not in path and not Path(path).is_file():
-                yield Problem(library.line, f"{name} {path} does not exist, and the job would run without it: set another path, or "
-                              "remove it")
+                yield Problem(
+                    library.line,
+                    f"{name} {path} does not exist, and the job would run without it: set another path, or "
+                    "remove it",
+                )
         if not library.text and script.find(f'[ -f "${name}" ]'):
-            yield Problem(library.line, f"{name} is not set, but this job measures it: pass -x {name}=/path/to/libtcmalloc.so")
-    many = request.nodes > limits.SINGLE_FILE_NODES or request.processes > limits.SINGLE_FILE_PROCESSES
+            yield Problem(
+                library.line,
+                f"{name} is not set, but this job measures it: pass -x {name}=/path/to/libtcmalloc.so",
+            )
+    many = (
+        request.nodes > limits.SINGLE_FILE_NODES or request.processes > limits.SINGLE_FILE_PROCESSES
+    )
     if many and not script.find('llio_transfer "$ARCHIVE"'):
-        yield Problem(archive.line if archive else script.last_directive, f"{request.nodes} nodes would open the same file; more "
-                      f'than {limits.SINGLE_FILE_NODES} stop the file system: stage it with llio_transfer "$ARCHIVE"')
-    elsewhere = script.find("python3 ") or script.find("python3\" ")
+        yield Problem(
+            archive.line if archive else script.last_directive,
+            f"{request.nodes} nodes would open the same file; more "
+            f'than {limits.SINGLE_FILE_NODES} stop the file system: stage it with llio_transfer "$ARCHIVE"',
+        )
+    elsewhere = script.find("python3 ") or script.find('python3" ')
     if many and not script.find("$LOCAL/bin/python3"):
-        yield Problem(elsewhere or script.last_directive, "ranks must start the unpacked interpreter: write "
-                      "$LOCAL/bin/python3")
+        yield Problem(
+            elsewhere or script.last_directive,
+            "ranks must start the unpacked interpreter: write $LOCAL/bin/python3",
+        )
 
 
 def _output(request: Request) -> Iterator[Problem]:
     """The output files of many ranks are split into several directories."""
     for number, line in request.script.body:
         paths = re.findall(r"-(?:std(?:out|err)?|of)-proc (\S+)", line)
-        if request.processes > limits.SPLIT_OUTPUT_ABOVE and any("/1000r/" not in path for path in paths):
-            yield Problem(number, f"{request.processes} processes would write into one directory: split it above "
-                          f"{limits.SPLIT_OUTPUT_ABOVE} processes: -stdout-proc \"$OUT/%/1000r/stdout\"")
+        if request.processes > limits.SPLIT_OUTPUT_ABOVE and any(
+            "/1000r/" not in path for path in paths
+        ):
+            yield Problem(
+                number,
+                f"{request.processes} processes would write into one directory: split it above "
+                f'{limits.SPLIT_OUTPUT_ABOVE} processes: -stdout-proc "$OUT/%/1000r/stdout"',
+            )
 
 
 SUBJECTS: tuple[Callable[[Request], Iterator[Problem]], ...] = (
-    _shape, _resource_group, _processes, _power, _clock, _account, _run, _volumes, _common_part, _files, _output)
+    _shape,
+    _resource_group,
+    _processes,
+    _power,
+    _clock,
+    _account,
+    _run,
+    _volumes,
+    _common_part,
+    _files,
+    _output,
+)

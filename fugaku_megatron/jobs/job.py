@@ -67,19 +67,35 @@ def start_up(nodes: int) -> float:
 def placeable(plan: search.Plan, shape: torus.Shape | None) -> bool:
     """Whether each tensor-parallel group of a plan fits into a node or, on a torus, into a unit."""
     tp, ranks = plan.layout.tp, plan.system.ranks_per_node
-    return ranks in limits.RANKS_PER_NODE and torus.tensor_fits(tp, ranks) and (shape is not None or ranks % tp == 0)
+    return (
+        ranks in limits.RANKS_PER_NODE
+        and torus.tensor_fits(tp, ranks)
+        and (shape is not None or ranks % tp == 0)
+    )
 
 
-def choose(run: RunConfig, system: System, held: frozenset[str], shape: torus.Shape | None) -> search.Plan:
+def choose(
+    run: RunConfig, system: System, held: frozenset[str], shape: torus.Shape | None
+) -> search.Plan:
     """The fastest plan that can be placed. held: fields that keep the run's value. Raises ValueError if no plan can be placed."""
     result = search.search(run, system, held)
-    check(bool(result.plans), f"--nodes {system.nodes}: no layout runs: " + "; ".join(
-        f"{n} x {why}" for why, n in result.dropped.most_common()) + ": change --nodes, --global-batch-size or the parallel sizes")
+    check(
+        bool(result.plans),
+        f"--nodes {system.nodes}: no layout runs: "
+        + "; ".join(f"{n} x {why}" for why, n in result.dropped.most_common())
+        + ": change --nodes, --global-batch-size or the parallel sizes",
+    )
     best = next((p for p in result.plans if placeable(p, shape)), None)
-    inside = "a node or a 2x3x2 unit" if shape else "a node (a job with a multiple of 12 --nodes is a torus with units of 2x3x2)"
+    inside = (
+        "a node or a 2x3x2 unit"
+        if shape
+        else "a node (a job with a multiple of 12 --nodes is a torus with units of 2x3x2)"
+    )
     if best is None:
-        raise ValueError(f"no layout keeps tensor-parallel groups inside {inside}: change --tensor-model-parallel-size, "
-                         "--ranks-per-node or --nodes")
+        raise ValueError(
+            f"no layout keeps tensor-parallel groups inside {inside}: change --tensor-model-parallel-size, "
+            "--ranks-per-node or --nodes"
+        )
     return best
 
 
@@ -87,8 +103,11 @@ def node_shape(nodes: int) -> torus.Shape | None:
     """The shape of a job's nodes; None for a small job that has no shape of whole units. Raises ValueError for a large one."""
     shape = torus.best_shape(nodes) if nodes % torus.UNIT_NODES == 0 else None
     near = " or ".join(map(str, torus.nearest(nodes)))
-    check(shape is not None or nodes <= limits.TORUS_ABOVE, f"--nodes {nodes}: above {limits.TORUS_ABOVE} nodes a job on Fugaku is "
-          f"a torus of 2x3x2 units, XxYxZ with X, Z even and Y a multiple of 3: pass {near}")
+    check(
+        shape is not None or nodes <= limits.TORUS_ABOVE,
+        f"--nodes {nodes}: above {limits.TORUS_ABOVE} nodes a job on Fugaku is "
+        f"a torus of 2x3x2 units, XxYxZ with X, Z even and Y a multiple of 3: pass {near}",
+    )
     return shape
 
 
@@ -101,33 +120,61 @@ def decide(args: argparse.Namespace, own: tuple[str, ...]) -> tuple[Job, search.
     groups, source = limits.resource_groups()
     group = _group(args, groups)
     shape = node_shape(args.nodes)
-    system = System.from_names("a64fx", software.THIS_PROJECT, args.nodes, args.ranks_per_node, mode.ghz, mode.eco_state == 2)
+    system = System.from_names(
+        "a64fx",
+        software.THIS_PROJECT,
+        args.nodes,
+        args.ranks_per_node,
+        mode.ghz,
+        mode.eco_state == 2,
+    )
     run = run_of(args, system, own, {"micro_batch_size": 1})
     if run.batch.global_batch_size is None:
         raise ValueError("--global-batch-size is missing: the layout depends on it")
-    held = frozenset(name for name, value in vars(args).items() if value is not None and name not in own)
+    held = frozenset(
+        name for name, value in vars(args).items() if value is not None and name not in own
+    )
     asked = _elapse(args.elapse, group)
     best = choose(run, system, held | ({"ranks_per_node"} if args.ranks_per_node else set()), shape)
     iterations, _ = batches.run_length(best.run, run.batch.global_batch_size)
     whole = start_up(args.nodes) + iterations * best.seconds + MARGIN
     elapse = asked or min(int(group.hours * HOUR), 60 * math.ceil(whole / 60))
     flags = _flags(best, args, mode)
-    job = Job(name=args.name or f"gpt_{args.recipe or 'run'}".replace(".", "_"), nodes=args.nodes,
-              ranks_per_node=best.system.ranks_per_node, shape=shape, resource_group=group.name, elapse=elapse, mode=mode,
-              volumes=tuple(args.volumes.split(":")), group=args.group, flags=flags, kind=args.kind,
-              layout=best.layout, seconds=best.seconds, memory_mib=best.memory_mib,
-              iterations=iterations, why=())
+    job = Job(
+        name=args.name or f"gpt_{args.recipe or 'run'}".replace(".", "_"),
+        nodes=args.nodes,
+        ranks_per_node=best.system.ranks_per_node,
+        shape=shape,
+        resource_group=group.name,
+        elapse=elapse,
+        mode=mode,
+        volumes=tuple(args.volumes.split(":")),
+        group=args.group,
+        flags=flags,
+        kind=args.kind,
+        layout=best.layout,
+        seconds=best.seconds,
+        memory_mib=best.memory_mib,
+        iterations=iterations,
+        why=(),
+    )
     return replace(job, why=tuple(reasons(job, best, source))), best
 
 
 def _group(args: argparse.Namespace, groups: dict[str, ResourceGroup]) -> ResourceGroup:
     if args.resource_group is None:
         return limits.smallest(args.nodes, groups)
-    check(args.resource_group in groups, f"--resource-group {args.resource_group} is unknown: pass one of {', '.join(groups)}")
+    check(
+        args.resource_group in groups,
+        f"--resource-group {args.resource_group} is unknown: pass one of {', '.join(groups)}",
+    )
     group = groups[args.resource_group]
     low, high = group.nodes
-    check(low <= args.nodes <= high, f"--resource-group {group.name} accepts {low} to {high} nodes, but --nodes is {args.nodes}: "
-          "change one of them")
+    check(
+        low <= args.nodes <= high,
+        f"--resource-group {group.name} accepts {low} to {high} nodes, but --nodes is {args.nodes}: "
+        "change one of them",
+    )
     return group
 
 
@@ -136,8 +183,11 @@ def _elapse(option: str | None, group: ResourceGroup) -> int | None:
     if option is None:
         return None
     limit, elapse = int(group.hours * HOUR), limits.seconds(option, "--elapse ")
-    check(0 < elapse <= limit, f"--elapse {option}: {group.name} allows at most {limits.clock(limit)}: pass a time up to that, "
-          "and continue with submit --steps")
+    check(
+        0 < elapse <= limit,
+        f"--elapse {option}: {group.name} allows at most {limits.clock(limit)}: pass a time up to that, "
+        "and continue with submit --steps",
+    )
     return elapse
 
 
@@ -145,10 +195,13 @@ def _flags(best: search.Plan, args: argparse.Namespace, mode: Mode) -> tuple[str
     """pretrain_gpt.py's flags of the plan; layout, batch and clock are always among them."""
     run, parallel = best.run, best.run.parallel
     words = plan_text.train_flags(best, args)
-    always = {"--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
-              "--pipeline-model-parallel-size": parallel.pipeline_model_parallel_size,
-              "--micro-batch-size": run.batch.micro_batch_size, "--global-batch-size": run.batch.global_batch_size,
-              "--cpu-frequency": f"{mode.ghz:.1f}"}
+    always = {
+        "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
+        "--pipeline-model-parallel-size": parallel.pipeline_model_parallel_size,
+        "--micro-batch-size": run.batch.micro_batch_size,
+        "--global-batch-size": run.batch.global_batch_size,
+        "--cpu-frequency": f"{mode.ghz:.1f}",
+    }
     for name, value in always.items():
         words += [] if name in words else [name, str(value)]
     return tuple(words)
@@ -157,13 +210,20 @@ def _flags(best: search.Plan, args: argparse.Namespace, mode: Mode) -> tuple[str
 def reasons(job: Job, best: search.Plan, source: str) -> list[str]:
     """The decisions and the reasons, one line each. source: source of the resource groups' limits."""
     start, training = start_up(job.nodes), job.iterations * best.seconds
-    in_a_job = max(best.seconds, job.elapse - start - MARGIN)  # each job starts, and trains at least one iteration
+    in_a_job = max(
+        best.seconds, job.elapse - start - MARGIN
+    )  # each job starts, and trains at least one iteration
     dp, tp = job.layout.dp, job.layout.tp
     batch, global_batch = best.run.batch, best.layout.global_batch_size(best.run)
     prediction = best.predict()
-    place = "is inside a node" if job.ranks_per_node % tp == 0 else f"is on {tp // job.ranks_per_node} nodes of a 2x3x2 unit"
+    place = (
+        "is inside a node"
+        if job.ranks_per_node % tp == 0
+        else f"is on {tp // job.ranks_per_node} nodes of a 2x3x2 unit"
+    )
     lines = [
-        f"{job.nodes} nodes" + (f" as {torus.text(job.shape)} torus" if job.shape else "")
+        f"{job.nodes} nodes"
+        + (f" as {torus.text(job.shape)} torus" if job.shape else "")
         + f" x {job.ranks_per_node} ranks = {job.layout}; each tensor-parallel group {place}",
         f"micro-batch {batch.micro_batch_size}, global batch {global_batch}: "
         f"{global_batch // dp // batch.micro_batch_size} micro-batches; recompute {recompute_name(best.run)}, "
@@ -182,18 +242,28 @@ def reasons(job: Job, best: search.Plan, source: str) -> list[str]:
 def rank_map(job: Job) -> torus.RankMap | None:
     """The placement of a job's ranks; None for a job without a torus."""
     layout = job.layout
-    return torus.RankMap.from_layout(job.shape, job.ranks_per_node, layout.tp, layout.pp, layout.cp) if job.shape else None
+    return (
+        torus.RankMap.from_layout(job.shape, job.ranks_per_node, layout.tp, layout.pp, layout.cp)
+        if job.shape
+        else None
+    )
 
 
 def hop_lines(rank_map: torus.RankMap) -> list[str]:
     """The statistics of the rank map as text."""
     statistics = rank_map.statistics()
-    return [f"rank map: the replicas of a stage fill a box of {torus.text(rank_map.box)} tensor-parallel groups; hops between "
-            "neighbours of a ring (mean, maximum): "
-            + ", ".join(f"{kind.upper()} {mean:.2f}, {maximum}" for kind, (mean, maximum) in statistics.items())]
+    return [
+        f"rank map: the replicas of a stage fill a box of {torus.text(rank_map.box)} tensor-parallel groups; hops between "
+        "neighbours of a ring (mean, maximum): "
+        + ", ".join(
+            f"{kind.upper()} {mean:.2f}, {maximum}" for kind, (mean, maximum) in statistics.items()
+        )
+    ]
 
 
 def interpret(flags: list[str]) -> Any:
     """The run of a script's flags, with GPT-2's vocabulary if none is set. Raises ValueError as pretrain_gpt.py would."""
     run = arguments.parse(flags).run
-    return replace(run, model=replace(run.model, vocab_size=run.model.vocab_size or GPT2_VOCABULARY))
+    return replace(
+        run, model=replace(run.model, vocab_size=run.model.vocab_size or GPT2_VOCABULARY)
+    )

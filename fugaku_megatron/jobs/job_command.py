@@ -29,12 +29,33 @@ from . import check as checks
 from . import job as jobs
 from . import limits, render, script
 
-OWN = ("nodes", "ranks_per_node", "mode", "group", "volumes", "elapse", "resource_group", "name", "kind", "output", "all", "report",
-       "slurm")
+OWN = (
+    "nodes",
+    "ranks_per_node",
+    "mode",
+    "group",
+    "volumes",
+    "elapse",
+    "resource_group",
+    "name",
+    "kind",
+    "output",
+    "all",
+    "report",
+    "slurm",
+)
 GROUP_VARIABLE = "FUGAKU_GROUP"
 # a flag that the script sets itself -> the variable of the script to use instead
-SET_BY_SCRIPT = {"save": "SAVE", "load": "SAVE", "data_path": "DATA", "train_data_path": "DATA", "vocab_file": "DATA",
-                 "merge_file": "DATA", "tokenizer_model": "TOKENIZER", "exit_duration_in_mins": "MARGIN"}
+SET_BY_SCRIPT = {
+    "save": "SAVE",
+    "load": "SAVE",
+    "data_path": "DATA",
+    "train_data_path": "DATA",
+    "vocab_file": "DATA",
+    "merge_file": "DATA",
+    "tokenizer_model": "TOKENIZER",
+    "exit_duration_in_mins": "MARGIN",
+}
 SHORT = "--train-iters 20 --eval-iters 0 --elapse 01:00:00"
 # file in scripts/pjsub -> the options that render it
 SCRIPTS = {
@@ -42,11 +63,11 @@ SCRIPTS = {
     "run_30b.sh": "--recipe 30b --nodes 6144 --micro-batch-size 1",
     "resume.sh": "--recipe 124m --nodes 64 --kind resume --name gpt_124m_chain",
     "compare_tcmalloc.sh": f"--recipe 124m --nodes 16 --ranks-per-node 1 --tensor-model-parallel-size 1 --micro-batch-size 1 "
-                           f"--pipeline-model-parallel-size 1 --kind tcmalloc --name compare_tcmalloc {SHORT}",
+    f"--pipeline-model-parallel-size 1 --kind tcmalloc --name compare_tcmalloc {SHORT}",
     "compare_frequency.sh": f"--recipe 124m --nodes 16 --kind frequency --name compare_frequency {SHORT}",
     # with tensor parallelism, whose all-reduces the rank map is for, though the model finds a faster layout without it
     "sweep_topology.sh": "--recipe 30b --nodes 384 --micro-batch-size 1 --ranks-per-node 4 --tensor-model-parallel-size 8 "
-                         "--kind topology --name sweep_topology --train-iters 10 --eval-iters 0 --elapse 03:00:00",
+    "--kind topology --name sweep_topology --train-iters 10 --eval-iters 0 --elapse 03:00:00",
 }
 
 
@@ -54,14 +75,41 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of a job, and every flag of a run."""
     group = parser.add_argument_group("job")
     group.add_argument("--nodes", type=int, help="nodes of the job (required)")
-    group.add_argument("--ranks-per-node", type=int, choices=limits.RANKS_PER_NODE, help="default: the fastest in the model")
-    group.add_argument("--mode", default="normal-2.0", help=f"clock and power: {', '.join(limits.MODES)} (default: normal-2.0)")
-    group.add_argument("-g", "--group", default=None, help=f"project to charge (default: ${GROUP_VARIABLE} when submitting)")
-    group.add_argument("--volumes", default="/vol0004", help="volumes that the job opens, joined by colons (default: /vol0004)")
-    group.add_argument("--elapse", help="HH:MM:SS (default: the modelled time, at most the resource group's limit)")
-    group.add_argument("--resource-group", help="default: small, large or huge, by the number of nodes")
+    group.add_argument(
+        "--ranks-per-node",
+        type=int,
+        choices=limits.RANKS_PER_NODE,
+        help="default: the fastest in the model",
+    )
+    group.add_argument(
+        "--mode",
+        default="normal-2.0",
+        help=f"clock and power: {', '.join(limits.MODES)} (default: normal-2.0)",
+    )
+    group.add_argument(
+        "-g",
+        "--group",
+        default=None,
+        help=f"project to charge (default: ${GROUP_VARIABLE} when submitting)",
+    )
+    group.add_argument(
+        "--volumes",
+        default="/vol0004",
+        help="volumes that the job opens, joined by colons (default: /vol0004)",
+    )
+    group.add_argument(
+        "--elapse", help="HH:MM:SS (default: the modelled time, at most the resource group's limit)"
+    )
+    group.add_argument(
+        "--resource-group", help="default: small, large or huge, by the number of nodes"
+    )
     group.add_argument("--name", help="name of the job")
-    group.add_argument("--kind", default="train", choices=sorted(render.RUNS), help="what the script does (default: train)")
+    group.add_argument(
+        "--kind",
+        default="train",
+        choices=sorted(render.RUNS),
+        help="what the script does (default: train)",
+    )
     group.add_argument("-o", "--output", help="file to write")
     arguments.add_train_flags(parser, "the planner chooses those that are not set")
 
@@ -80,14 +128,25 @@ def job_from(args: argparse.Namespace) -> jobs.Job:
     check(not mode.refused, f"--mode {args.mode}: {mode.refused}")
     for name, variable in SET_BY_SCRIPT.items():
         value = getattr(args, name, None)
-        check(value is None, f"{flag(name)} {' '.join(value) if isinstance(value, list) else value}: the script sets it: "
-              f"set {variable} in the script, or pass pjsub -x {variable}=...")
+        check(
+            value is None,
+            f"{flag(name)} {' '.join(value) if isinstance(value, list) else value}: the script sets it: "
+            f"set {variable} in the script, or pass pjsub -x {variable}=...",
+        )
     clock = getattr(args, "cpu_frequency", mode.ghz)
-    check(clock == mode.ghz, f"--cpu-frequency {clock}, but --mode {args.mode} is {mode.ghz} GHz: omit --cpu-frequency")
+    check(
+        clock == mode.ghz,
+        f"--cpu-frequency {clock}, but --mode {args.mode} is {mode.ghz} GHz: omit --cpu-frequency",
+    )
     for name, value in (("--name", args.name), ("--group", args.group)):
-        check(value is None or limits.is_name(value), f"{name} {value!r:.60}: use letters, digits, '.', '_' and '-', at most 64")
-    check(re.fullmatch(r"/vol\w+(:/vol\w+)*", args.volumes) is not None, f"--volumes {args.volumes!r:.60}: pass volumes such as "
-          "/vol0004, joined by colons")
+        check(
+            value is None or limits.is_name(value),
+            f"{name} {value!r:.60}: use letters, digits, '.', '_' and '-', at most 64",
+        )
+    check(
+        re.fullmatch(r"/vol\w+(:/vol\w+)*", args.volumes) is not None,
+        f"--volumes {args.volumes!r:.60}: pass volumes such as /vol0004, joined by colons",
+    )
     job = jobs.decide(args, OWN)[0]
     problems = checks.problems(render.render(job), group="submitter", files=False)
     check(not problems, problems[0].text if problems else "")
@@ -98,7 +157,11 @@ def plan(args: argparse.Namespace) -> int:
     """Print what would be submitted, and why."""
     job = job_from(args)
     ranks = jobs.rank_map(job)
-    print("\n".join([*job.why, *(jobs.hop_lines(ranks) if ranks else []), "flags: " + " ".join(job.flags)]))
+    print(
+        "\n".join(
+            [*job.why, *(jobs.hop_lines(ranks) if ranks else []), "flags: " + " ".join(job.flags)]
+        )
+    )
     return 0
 
 
@@ -109,7 +172,9 @@ def _write(path: Path, text: str, flag: str = "") -> None:
         path.write_text(text)
         path.chmod(0o755)
     except OSError as error:
-        raise ValueError(f"{flag}{path}: {error.strerror}: pass a file in an existing, writable folder") from error
+        raise ValueError(
+            f"{flag}{path}: {error.strerror}: pass a file in an existing, writable folder"
+        ) from error
 
 
 def rendered(name: str) -> str:
@@ -128,24 +193,45 @@ def render_all(folder: Path) -> int:
 
 def add_render_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan_arguments(parser)
-    parser.add_argument("--report", action="store_true", help="a job that runs fugaku-megatron report on --nodes, instead of a run")
-    parser.add_argument("--slurm", choices=[cluster.name for cluster in render.CLUSTERS], metavar="CLUSTER",
-                        help=f"with --report: for Slurm on nodes such as {', '.join(cluster.name for cluster in render.CLUSTERS)}")
-    parser.add_argument("--all", type=Path, metavar="FOLDER", help="write scripts/pjsub again, without other options")
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="a job that runs fugaku-megatron report on --nodes, instead of a run",
+    )
+    parser.add_argument(
+        "--slurm",
+        choices=[cluster.name for cluster in render.CLUSTERS],
+        metavar="CLUSTER",
+        help=f"with --report: for Slurm on nodes such as {', '.join(cluster.name for cluster in render.CLUSTERS)}",
+    )
+    parser.add_argument(
+        "--all",
+        type=Path,
+        metavar="FOLDER",
+        help="write scripts/pjsub again, without other options",
+    )
 
 
 def make(args: argparse.Namespace) -> int:
     """Write the script of a job, which needs no other file of the checkout."""
     if args.all:
         return render_all(args.all)
-    check(args.slurm is None or args.report, f"--slurm {args.slurm} goes with --report: pass both, or look into scripts/slurm")
-    check(not args.report or (args.nodes or 0) > 0, "--report needs --nodes: pass the number of nodes to measure")
+    check(
+        args.slurm is None or args.report,
+        f"--slurm {args.slurm} goes with --report: pass both, or look into scripts/slurm",
+    )
+    check(
+        not args.report or (args.nodes or 0) > 0,
+        "--report needs --nodes: pass the number of nodes to measure",
+    )
     if args.slurm:
         return _write_slurm_report(args)
     job = report_job(args) if args.report else job_from(args)
     text = render.self_contained(render.render(job))
-    left = [f"to fill in: {problem.located(args.output or 'the script')}"
-            for problem in checks.problems(text, os.environ.get(GROUP_VARIABLE))]
+    left = [
+        f"to fill in: {problem.located(args.output or 'the script')}"
+        for problem in checks.problems(text, os.environ.get(GROUP_VARIABLE))
+    ]
     if not args.output:
         sys.stdout.write(text)
         print(*left, sep="\n", end="\n" * bool(left), file=sys.stderr)
@@ -157,11 +243,31 @@ def make(args: argparse.Namespace) -> int:
 
 def report_job(args: argparse.Namespace) -> jobs.Job:
     """The job on Fugaku whose ranks measure its nodes: one rank on each CMG. Raises ValueError for a user's mistake."""
-    given = {"--mode": args.mode, "--group": args.group, "--volumes": args.volumes, "--resource-group": args.resource_group}
+    given = {
+        "--mode": args.mode,
+        "--group": args.group,
+        "--volumes": args.volumes,
+        "--resource-group": args.resource_group,
+    }
     ranks = args.ranks_per_node or max(limits.RANKS_PER_NODE)
-    words = ["--nodes", str(args.nodes), "--ranks-per-node", str(ranks), "--kind", "report", "--name", args.name or "report",
-             "--elapse", args.elapse or render.REPORT_TIME, *render.REPORT_FLAGS, "--global-batch-size", str(args.nodes * ranks)]
-    return job_from_words([*words, *(word for name, value in given.items() if value for word in (name, value))])
+    words = [
+        "--nodes",
+        str(args.nodes),
+        "--ranks-per-node",
+        str(ranks),
+        "--kind",
+        "report",
+        "--name",
+        args.name or "report",
+        "--elapse",
+        args.elapse or render.REPORT_TIME,
+        *render.REPORT_FLAGS,
+        "--global-batch-size",
+        str(args.nodes * ranks),
+    ]
+    return job_from_words(
+        [*words, *(word for name, value in given.items() if value for word in (name, value))]
+    )
 
 
 def _write_slurm_report(args: argparse.Namespace) -> int:
@@ -178,15 +284,23 @@ def _write_slurm_report(args: argparse.Namespace) -> int:
 
 def add_file_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="job script")
-    parser.add_argument("-g", "--group", default=os.environ.get(GROUP_VARIABLE),
-                        help=f"project to charge (default: ${GROUP_VARIABLE})")
-    parser.add_argument("--no-files", action="store_true", help="do not check that staged files exist")
+    parser.add_argument(
+        "-g",
+        "--group",
+        default=os.environ.get(GROUP_VARIABLE),
+        help=f"project to charge (default: ${GROUP_VARIABLE})",
+    )
+    parser.add_argument(
+        "--no-files", action="store_true", help="do not check that staged files exist"
+    )
 
 
 def _problems(args: argparse.Namespace, passed: Sequence[str] = ()) -> int:
     """Print each mistake; returns their number. passed: options of pjsub, which replace directives."""
     check(Path(args.file).is_file(), f"{args.file} is not a file: pass a job script")
-    problems = checks.problems(script.read(Path(args.file)), args.group, files=not args.no_files, options=passed)
+    problems = checks.problems(
+        script.read(Path(args.file)), args.group, files=not args.no_files, options=passed
+    )
     for problem in problems:
         print(problem.located(args.file), file=sys.stderr)
     return len(problems)
@@ -202,7 +316,11 @@ def verify(args: argparse.Namespace) -> int:
 
 def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
     add_file_arguments(parser)
-    parser.add_argument("--steps", type=int, help="a chain of this many step jobs; each starts if the previous one ended with 0")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help="a chain of this many step jobs; each starts if the previous one ended with 0",
+    )
     parser.set_defaults(passed=[])
     parser.epilog = "options of pjsub after -- replace the directives of the script: -- -x TCMALLOC=/path -L freq=2200"
 
@@ -212,8 +330,11 @@ def submit(args: argparse.Namespace) -> int:
     rest = script.add_options(script.Script(), args.passed, 0)
     check(not rest, f"{' '.join(rest)!r} after -- is not an option of pjsub: pass FILE before --")
     check(args.steps is None or args.steps > 0, f"--steps is {args.steps}: pass a number above 0")
-    check(bool(shutil.which("pjsub")), "pjsub is not on the PATH: submit on a login node of Fugaku, or try the job here with "
-          "scripts/pjsub/local_pjsub")
+    check(
+        bool(shutil.which("pjsub")),
+        "pjsub is not on the PATH: submit on a login node of Fugaku, or try the job here with "
+        "scripts/pjsub/local_pjsub",
+    )
     if _problems(args, args.passed):
         return 2
     words = [*(["-g", args.group] if args.group else []), *args.passed]
@@ -225,7 +346,11 @@ def submit(args: argparse.Namespace) -> int:
 def _chain(words: list[str], file: str, steps: int) -> int:
     """Step jobs: each starts when the previous one has ended with exit code 0; otherwise the remaining ones are dropped."""
     name = Path(file).stem
-    first = subprocess.run(["pjsub", *words, "--step", "--sparam", f"jnam={name},sn=1", file], capture_output=True, text=True)
+    first = subprocess.run(
+        ["pjsub", *words, "--step", "--sparam", f"jnam={name},sn=1", file],
+        capture_output=True,
+        text=True,
+    )
     sys.stdout.write(first.stdout)
     sys.stderr.write(first.stderr)
     job = re.search(r"Job (\d+)", first.stdout)
@@ -240,8 +365,14 @@ def _chain(words: list[str], file: str, steps: int) -> int:
 
 
 def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, help="an existing folder, such as scripts/slurm; each cluster gets a folder in it")
-    parser.add_argument("--recipe", choices=render.SLURM_RECIPES, help="scripts of this model (default: of all)")
+    parser.add_argument(
+        "folder",
+        type=Path,
+        help="an existing folder, such as scripts/slurm; each cluster gets a folder in it",
+    )
+    parser.add_argument(
+        "--recipe", choices=render.SLURM_RECIPES, help="scripts of this model (default: of all)"
+    )
 
 
 def write_slurm(args: argparse.Namespace) -> int:
@@ -254,9 +385,21 @@ def write_slurm(args: argparse.Namespace) -> int:
 
 
 COMMANDS = {
-    "plan": Command("Fugaku: nodes, layout, clock and time of a job, and the reasons", add_plan_arguments, plan),
+    "plan": Command(
+        "Fugaku: nodes, layout, clock and time of a job, and the reasons", add_plan_arguments, plan
+    ),
     "render": Command("Fugaku: write the job script of such a plan", add_render_arguments, make),
-    "check": Command("Fugaku: print every mistake of an edited job script with its line", add_file_arguments, verify),
-    "submit": Command("Fugaku: check, then pjsub, also as a chain of jobs", add_submit_arguments, submit),
-    "slurm": Command("other clusters: write Slurm scripts for every kind of node and model", add_slurm_arguments, write_slurm),
+    "check": Command(
+        "Fugaku: print every mistake of an edited job script with its line",
+        add_file_arguments,
+        verify,
+    ),
+    "submit": Command(
+        "Fugaku: check, then pjsub, also as a chain of jobs", add_submit_arguments, submit
+    ),
+    "slurm": Command(
+        "other clusters: write Slurm scripts for every kind of node and model",
+        add_slurm_arguments,
+        write_slurm,
+    ),
 }

@@ -29,19 +29,37 @@ from typing import IO
 from ..comm.launcher import ExitCode, StopSignals
 
 KEPT_BYTES = 1 << 16  # of the end of the output, where the launcher's own messages are
-DRAIN_SECONDS = 5.0  # to read the rest of the pipes; a process that outlives the launcher may keep them open
-ORDERLY = signal.SIGUSR1  # every launcher forwards it to its ranks; after SIGTERM Open MPI's launcher kills them at once
-RESTARTED = (ExitCode.FAILED, ExitCode.HANG, ExitCode.LOST_RANK, ExitCode.STORAGE)  # another start may succeed
+DRAIN_SECONDS = (
+    5.0  # to read the rest of the pipes; a process that outlives the launcher may keep them open
+)
+ORDERLY = (
+    signal.SIGUSR1
+)  # every launcher forwards it to its ranks; after SIGTERM Open MPI's launcher kills them at once
+RESTARTED = (
+    ExitCode.FAILED,
+    ExitCode.HANG,
+    ExitCode.LOST_RANK,
+    ExitCode.STORAGE,
+)  # another start may succeed
 WHAT = {
-    ExitCode.FINISHED: "finished, or stopped on request", ExitCode.FAILED: "a rank failed", ExitCode.USER_ERROR: "refused",
-    ExitCode.DIVERGED: "diverged", ExitCode.HANG: "a rank hung", ExitCode.LOST_RANK: "a rank is lost",
-    ExitCode.REPLICAS_DIFFER: "replicas differ: the newest checkpoint may be wrong too", ExitCode.STORAGE: "a file system failed",
-    ExitCode.INTERRUPTED: "interrupted", ExitCode.OUTPUT: "standard output could not be written",
+    ExitCode.FINISHED: "finished, or stopped on request",
+    ExitCode.FAILED: "a rank failed",
+    ExitCode.USER_ERROR: "refused",
+    ExitCode.DIVERGED: "diverged",
+    ExitCode.HANG: "a rank hung",
+    ExitCode.LOST_RANK: "a rank is lost",
+    ExitCode.REPLICAS_DIFFER: "replicas differ: the newest checkpoint may be wrong too",
+    ExitCode.STORAGE: "a file system failed",
+    ExitCode.INTERRUPTED: "interrupted",
+    ExitCode.OUTPUT: "standard output could not be written",
 }
 _SIGNALS = (r"EXIT STRING: .*\(signal (\d+)\)", r"exited on\s+signal (\d+)")  # MPICH, Open MPI
 _JOINED = r"EXIT CODE: (\d+)\n(?:=.*\n)*.*EXIT STRING: .*\(signal (\d+)\)"  # MPICH: the code of one rank, and the bits of all ranks
-_CODES = (r"srun: error: \S+: tasks? \S+ Exited with exit code (\d+)", r"application called MPI_Abort\([^,()]*, (\d+)\)",
-          r"MPI_ABORT was invoked[^\0]*?Errorcode: (\d+)")
+_CODES = (
+    r"srun: error: \S+: tasks? \S+ Exited with exit code (\d+)",
+    r"application called MPI_Abort\([^,()]*, (\d+)\)",
+    r"MPI_ABORT was invoked[^\0]*?Errorcode: (\d+)",
+)
 _KILLED = r"srun: error: \S+: tasks? \S+ (?!Exited)\S"
 _NODES = (
     r"PID \d+ RUNNING AT (\S+)",  # MPICH
@@ -60,11 +78,15 @@ class Launcher:
         try:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         except OSError as error:
-            raise ValueError(f"{command[0]}: {error.strerror}: pass the launcher of the MPI, such as mpiexec or srun") from error
+            raise ValueError(
+                f"{command[0]}: {error.strerror}: pass the launcher of the MPI, such as mpiexec or srun"
+            ) from error
         self._said = bytearray()
         self._lock = threading.Lock()
         pipes = ((self.process.stdout, 1), (self.process.stderr, 2))
-        self._readers = [threading.Thread(target=self._copy, args=pipe, daemon=True) for pipe in pipes]
+        self._readers = [
+            threading.Thread(target=self._copy, args=pipe, daemon=True) for pipe in pipes
+        ]
         for reader in self._readers:
             reader.start()
 
@@ -73,9 +95,11 @@ class Launcher:
             with self._lock:
                 self._said += chunk
                 del self._said[:-KEPT_BYTES]
-            with contextlib.suppress(OSError):  # the reader is gone or the disk is full: the run continues
+            with contextlib.suppress(
+                OSError
+            ):  # the reader is gone or the disk is full: the run continues
                 while chunk:
-                    chunk = chunk[os.write(target, chunk):]
+                    chunk = chunk[os.write(target, chunk) :]
 
     def wait(self) -> tuple[int, str]:
         """(exit code, negative for a signal; the end of the output)."""
@@ -179,7 +203,11 @@ def ending(returncode: int, said: str) -> Ending:
         return Ending(ExitCode.FINISHED)
     node = (_first(_NODES, said) or "").rstrip(",.:")
     if number := _first(_SIGNALS, said):
-        one, joined = map(int, found.groups()) if (found := re.search(_JOINED, said)) else (int(number), int(number))
+        one, joined = (
+            map(int, found.groups())
+            if (found := re.search(_JOINED, said))
+            else (int(number), int(number))
+        )
         several = one != joined and one | joined == joined
         return Ending(ExitCode.LOST_RANK, one if several else int(number), node, several=several)
     if (code := _first(_CODES, said)) is not None:

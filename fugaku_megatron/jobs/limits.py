@@ -17,7 +17,10 @@ TABLE_DATE = "2026-11-20"
 HOUR = 3600
 RANKS_PER_NODE = (1, 2, 4)  # each rank has whole CMGs
 TORUS_ABOVE = 384  # nodes; a larger job must request a torus of whole units
-SINGLE_FILE_NODES, SINGLE_FILE_PROCESSES = 7000, 28000  # if more open the same file, the file system stops
+SINGLE_FILE_NODES, SINGLE_FILE_PROCESSES = (
+    7000,
+    28000,
+)  # if more open the same file, the file system stops
 SPLIT_OUTPUT_ABOVE = 10000  # processes that may write their output files into one directory
 LOCAL_TMP_GIB = 87  # a node's share of the SSD
 RETENTION_NODES = 9216  # larger jobs must not request retention_state=1
@@ -32,23 +35,32 @@ class ResourceGroup:
     hours: float
 
 
-GROUPS = {g.name: g for g in (
-    ResourceGroup(name="small", nodes=(1, 384), hours=72),
-    ResourceGroup(name="small-torus", nodes=(1, 384), hours=72),
-    ResourceGroup(name="small-s1", nodes=(1, 384), hours=72),
-    ResourceGroup(name="large", nodes=(385, 12288), hours=24),
-    ResourceGroup(name="huge", nodes=(12289, 82944), hours=8),
-    ResourceGroup(name="int", nodes=(1, 384), hours=6),
-    ResourceGroup(name="f-pt", nodes=(1, 12288), hours=24),
-    ResourceGroup(name="spot-int", nodes=(1, 384), hours=4),
-    ResourceGroup(name="spot-small", nodes=(1, 384), hours=4),
-    ResourceGroup(name="spot-large", nodes=(385, 12288), hours=4),
-)}
+GROUPS = {
+    g.name: g
+    for g in (
+        ResourceGroup(name="small", nodes=(1, 384), hours=72),
+        ResourceGroup(name="small-torus", nodes=(1, 384), hours=72),
+        ResourceGroup(name="small-s1", nodes=(1, 384), hours=72),
+        ResourceGroup(name="large", nodes=(385, 12288), hours=24),
+        ResourceGroup(name="huge", nodes=(12289, 82944), hours=8),
+        ResourceGroup(name="int", nodes=(1, 384), hours=6),
+        ResourceGroup(name="f-pt", nodes=(1, 12288), hours=24),
+        ResourceGroup(name="spot-int", nodes=(1, 384), hours=4),
+        ResourceGroup(name="spot-small", nodes=(1, 384), hours=4),
+        ResourceGroup(name="spot-large", nodes=(385, 12288), hours=4),
+    )
+}
 
 
 # power state -> the values it can have
-STATES = {"freq": (2000, 2200), "eco_state": range(3), "retention_state": range(2), "throttling_state": range(10),
-          "issue_state": range(2), "ex_pipe_state": range(2)}
+STATES = {
+    "freq": (2000, 2200),
+    "eco_state": range(3),
+    "retention_state": range(2),
+    "throttling_state": range(10),
+    "issue_state": range(2),
+    "ex_pipe_state": range(2),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +79,14 @@ class Mode:
     @property
     def states(self) -> dict[str, int]:
         """The value of every power state; a job sets all of them, because the site's defaults have changed before."""
-        return {"freq": self.freq, "eco_state": self.eco_state, "retention_state": 0, "throttling_state": 0, "issue_state": 0,
-                "ex_pipe_state": 0}
+        return {
+            "freq": self.freq,
+            "eco_state": self.eco_state,
+            "retention_state": 0,
+            "throttling_state": 0,
+            "issue_state": 0,
+            "ex_pipe_state": 0,
+        }
 
     @property
     def directive(self) -> str:
@@ -76,13 +94,21 @@ class Mode:
         return ",".join(f"{name}={value}" for name, value in self.states.items())
 
 
-MODES = {m.name: m for m in (
-    Mode(name="normal-2.0", freq=2000, eco_state=0),
-    Mode(name="boost-2.2", freq=2200, eco_state=0, refused="Fugaku has refused freq=2200,eco_state=0 since April 2025: use "
-         "--mode normal-2.0 (freq=2000,eco_state=0), which has both floating-point pipes at 2.0 GHz"),
-    Mode(name="boost-eco-2.2", freq=2200, eco_state=2),
-    Mode(name="eco-2.0", freq=2000, eco_state=2),
-)}
+MODES = {
+    m.name: m
+    for m in (
+        Mode(name="normal-2.0", freq=2000, eco_state=0),
+        Mode(
+            name="boost-2.2",
+            freq=2200,
+            eco_state=0,
+            refused="Fugaku has refused freq=2200,eco_state=0 since April 2025: use "
+            "--mode normal-2.0 (freq=2000,eco_state=0), which has both floating-point pipes at 2.0 GHz",
+        ),
+        Mode(name="boost-eco-2.2", freq=2200, eco_state=2),
+        Mode(name="eco-2.0", freq=2000, eco_state=2),
+    )
+}
 
 
 def is_name(text: str) -> bool:
@@ -114,7 +140,9 @@ def parse_pjacl(text: str) -> dict[str, ResourceGroup]:
         elapse = re.search(r"\belapse\b[^\d\n]*(?:[\d:]+\s*[-,]\s*)?(\d+):(\d\d):(\d\d)", block)
         if name and nodes and elapse:
             hours = int(elapse[1]) + int(elapse[2]) / 60 + int(elapse[3]) / HOUR
-            groups[name[1]] = ResourceGroup(name=name[1], nodes=(int(nodes[1]), int(nodes[2])), hours=hours)
+            groups[name[1]] = ResourceGroup(
+                name=name[1], nodes=(int(nodes[1]), int(nodes[2])), hours=hours
+            )
     return groups
 
 
@@ -122,7 +150,9 @@ def resource_groups() -> tuple[dict[str, ResourceGroup], str]:
     """(resource groups, source of their limits)."""
     if shutil.which("pjacl"):
         try:
-            output = subprocess.run(["pjacl", "--rg"], capture_output=True, text=True, timeout=20).stdout
+            output = subprocess.run(
+                ["pjacl", "--rg"], capture_output=True, text=True, timeout=20
+            ).stdout
         except (OSError, subprocess.TimeoutExpired):
             output = ""
         groups = parse_pjacl(output)

@@ -23,24 +23,24 @@ from .script import COMMON
 
 LOCAL_TMP = "50Gi"
 # The lines of a script of the checkout that read the common part.
-FIND_COMMON = '''\
+FIND_COMMON = """\
 for COMMON in "${FUGAKU_MEGATRON:-$PWD}"{,/../..}/fugaku_megatron/jobs/pjsub.sh; do [ -f "$COMMON" ] && break; COMMON=; done
 # shellcheck source-path=SCRIPTDIR source=../../fugaku_megatron/jobs/pjsub.sh
 . "${COMMON:?pjsub.sh was not found: submit from the checkout, or pass pjsub -x FUGAKU_MEGATRON=/path/to/the/checkout}"
-'''
+"""
 TRAIN = 'START=supervise train train --save "$SAVE" --load "$SAVE"'
 # --kind -> what the script runs after the common part
 RUNS = {
     "train": TRAIN,
     "resume": f"# Each step of the chain continues from the last checkpoint, and exits at once if the run is finished.\n{TRAIN}",
-    "tcmalloc": '''\
+    "tcmalloc": """\
 # The same iterations with three allocators
 [ -f "$TCMALLOC" ] || { echo "TCMALLOC '$TCMALLOC' is not a file: pass pjsub -x TCMALLOC=/path/to/libtcmalloc.so" >&2; exit 2; }
 preload=$TCMALLOC
 TCMALLOC='' train stock --allocator stock
 TCMALLOC=$preload train tcmalloc --allocator stock
 TCMALLOC='' train tuned --allocator tuned
-echo "table: python -m benchmarks alloc --from-logs" "$OUT"/{stock,tcmalloc,tuned}/0/0/stdout.1.0''',
+echo "table: python -m benchmarks alloc --from-logs" "$OUT"/{stock,tcmalloc,tuned}/0/0/stdout.1.0""",
     "frequency": '''\
 # A job runs at one clock. For another clock submit this file again with options that replace the directives:
 @OTHERS@
@@ -63,9 +63,18 @@ launch report bash -c "$(declare -f local_rank use_local run_rank); run_rank \"\
     -m fugaku_megatron report --output "$OUT/report.json" --save "$SAVE" ${MORE:-}
 echo "text, page and figures: $OUT/report.txt, report.html, report.json"''',
 }
-REPORT_FLAGS = ("--recipe", "124m", "--micro-batch-size", "1", "--train-iters", "20", "--eval-iters", "0")
+REPORT_FLAGS = (
+    "--recipe",
+    "124m",
+    "--micro-batch-size",
+    "1",
+    "--train-iters",
+    "20",
+    "--eval-iters",
+    "0",
+)
 REPORT_TIME = "00:30:00"
-SLURM_REPORT = r'''#!/bin/bash
+SLURM_REPORT = r"""#!/bin/bash
 #SBATCH --job-name=report
 #SBATCH --nodes=@NODES@
 #SBATCH --ntasks-per-node=@RANKS@
@@ -83,10 +92,10 @@ export PYTHONPATH=$HERE${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=$SLURM_CPUS_P
 # Further words are flags of the report, such as --save DIR
 srun --kill-on-bad-exit=1 --cpu-bind=cores ${PMI:+--mpi="$PMI"} "$PYTHON" -m fugaku_megatron report \
     --output "$SLURM_SUBMIT_DIR/report.$SLURM_JOB_ID.json" "$@"
-'''
+"""
 LEAVE_SECONDS = 300  # so long before the time limit the trainer gets the signal to save and exit
 USABLE = 0.8  # share of a node's memory that the model may use; the rest is for MPI, Python and the system
-SLURM_TEMPLATE = r'''#!/bin/bash
+SLURM_TEMPLATE = r"""#!/bin/bash
 #SBATCH --job-name=@NAME@
 #SBATCH --nodes=@NODES@
 #SBATCH --ntasks-per-node=@RANKS@
@@ -111,7 +120,7 @@ COMMON=${FUGAKU_MEGATRON:-$SLURM_SUBMIT_DIR}/fugaku_megatron/jobs/slurm.sh
 [ -f "$COMMON" ] || { echo "$COMMON was not found: submit from the checkout, or set FUGAKU_MEGATRON to its path" >&2; exit 2; }
 # shellcheck source-path=SCRIPTDIR source=../../../fugaku_megatron/jobs/slurm.sh
 . "$COMMON"
-'''
+"""
 
 
 def flag_lines(flags: Iterable[str]) -> list[str]:
@@ -128,12 +137,20 @@ def flag_lines(flags: Iterable[str]) -> list[str]:
 def directives(job: Job) -> list[str]:
     """The #PJM lines."""
     shape = f"{torus.text(job.shape)}:torus:strict-io" if job.shape else str(job.nodes)
-    lines = [f'-L "node={shape},rscunit=rscunit_ft01,rscgrp={job.resource_group},elapse={limits.clock(job.elapse)}"',
-             f'-L "{job.mode.directive}"',
-             f'--mpi "proc={job.processes},max-proc-per-node={job.ranks_per_node},rank-map-bychip"',
-             *([f"-g {job.group}"] if job.group else []),
-             f"-x PJM_LLIO_GFSCACHE={':'.join(job.volumes)}", f"--llio localtmp-size={LOCAL_TMP}", f"-N {job.name}", "-S"]
-    lines += {"resume": ["--step", f'--sparam "jnam={job.name}"'], "topology": ["--bulk", '--sparam "0-3"']}.get(job.kind, [])
+    lines = [
+        f'-L "node={shape},rscunit=rscunit_ft01,rscgrp={job.resource_group},elapse={limits.clock(job.elapse)}"',
+        f'-L "{job.mode.directive}"',
+        f'--mpi "proc={job.processes},max-proc-per-node={job.ranks_per_node},rank-map-bychip"',
+        *([f"-g {job.group}"] if job.group else []),
+        f"-x PJM_LLIO_GFSCACHE={':'.join(job.volumes)}",
+        f"--llio localtmp-size={LOCAL_TMP}",
+        f"-N {job.name}",
+        "-S",
+    ]
+    lines += {
+        "resume": ["--step", f'--sparam "jnam={job.name}"'],
+        "topology": ["--bulk", '--sparam "0-3"'],
+    }.get(job.kind, [])
     return [f"#PJM {line}" for line in lines]
 
 
@@ -142,26 +159,47 @@ def values(job: Job) -> list[str]:
     lines = [f"NAME={job.name}", f"NODES={job.nodes}", f"RANKS_PER_NODE={job.ranks_per_node}"]
     if job.shape:
         meaning = "node shape, ranks per node, TP, PP" + ", CP" * (job.layout.cp > 1)
-        lines += [f'RANK_MAP=({torus.text(job.shape)} "$RANKS_PER_NODE" {torus.sizes(job.layout)})  # {meaning}',
-                  "SPARE_NODES=0  # the rank map uses every node"]
-    return [*lines, f"ELAPSE=${{ELAPSE:-{job.elapse}}}  # seconds, the same as in the directive above",
-            f"MARGIN=${{MARGIN:-{MARGIN}}}  # seconds before the end of the job at which the trainer saves and exits",
-            *flag_lines(job.flags)]
+        lines += [
+            f'RANK_MAP=({torus.text(job.shape)} "$RANKS_PER_NODE" {torus.sizes(job.layout)})  # {meaning}',
+            "SPARE_NODES=0  # the rank map uses every node",
+        ]
+    return [
+        *lines,
+        f"ELAPSE=${{ELAPSE:-{job.elapse}}}  # seconds, the same as in the directive above",
+        f"MARGIN=${{MARGIN:-{MARGIN}}}  # seconds before the end of the job at which the trainer saves and exits",
+        *flag_lines(job.flags),
+    ]
 
 
 def other_clocks(job: Job) -> str:
     """Comments with the command for each of the other modes that the site accepts."""
-    return "\n".join(f'#   {mode.name}: pjsub -g GROUP -L "{mode.directive}" -x CPU_GHZ={mode.ghz:.1f} FILE'
-                     for mode in limits.MODES.values() if mode != job.mode and not mode.refused)
+    return "\n".join(
+        f'#   {mode.name}: pjsub -g GROUP -L "{mode.directive}" -x CPU_GHZ={mode.ghz:.1f} FILE'
+        for mode in limits.MODES.values()
+        if mode != job.mode and not mode.refused
+    )
 
 
 def render(job: Job) -> str:
     """The script, which reads the common part from the checkout."""
-    run = RUNS[job.kind].replace("@OTHERS@", other_clocks(job)).replace("@GHZ@", f"{job.mode.ghz:.1f}")
-    lines = ["#!/bin/bash", *directives(job), "#",
-             "# Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE",
-             *(f"# {line}" for why in job.why for line in textwrap.wrap(why, 130)), "set -euo pipefail", "",
-             *values(job), "", FIND_COMMON, run]
+    run = (
+        RUNS[job.kind]
+        .replace("@OTHERS@", other_clocks(job))
+        .replace("@GHZ@", f"{job.mode.ghz:.1f}")
+    )
+    lines = [
+        "#!/bin/bash",
+        *directives(job),
+        "#",
+        "# Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE",
+        *(f"# {line}" for why in job.why for line in textwrap.wrap(why, 130)),
+        "set -euo pipefail",
+        "",
+        *values(job),
+        "",
+        FIND_COMMON,
+        run,
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -193,37 +231,113 @@ class Recipe:
 
 
 CLUSTERS = (
-    Cluster(name="a64fx", cores=48, ranks_per_node=4, gib=32, comments=(
-        "A64FX (Ookami, Deucalion): four core memory groups of 12 cores and 8 GiB, one rank on each",
-        "module load gcc openmpi            # names differ between sites, see `module avail`")),
-    Cluster(name="grace", cores=144, ranks_per_node=2, gib=480, comments=(
-        "NVIDIA Grace CPU Superchip: two processors of 72 cores, one rank on each",
-        "module load gcc openmpi")),
-    Cluster(name="x86", cores=128, ranks_per_node=8, gib=256, comments=(
-        "x86-64, two sockets of 64 cores; for others change --ntasks-per-node x --cpus-per-task, one rank for each NUMA node",
-        "module load gcc openmpi            # or the site's MPICH or Intel MPI")),
+    Cluster(
+        name="a64fx",
+        cores=48,
+        ranks_per_node=4,
+        gib=32,
+        comments=(
+            "A64FX (Ookami, Deucalion): four core memory groups of 12 cores and 8 GiB, one rank on each",
+            "module load gcc openmpi            # names differ between sites, see `module avail`",
+        ),
+    ),
+    Cluster(
+        name="grace",
+        cores=144,
+        ranks_per_node=2,
+        gib=480,
+        comments=(
+            "NVIDIA Grace CPU Superchip: two processors of 72 cores, one rank on each",
+            "module load gcc openmpi",
+        ),
+    ),
+    Cluster(
+        name="x86",
+        cores=128,
+        ranks_per_node=8,
+        gib=256,
+        comments=(
+            "x86-64, two sockets of 64 cores; for others change --ntasks-per-node x --cpus-per-task, one rank for each NUMA node",
+            "module load gcc openmpi            # or the site's MPICH or Intel MPI",
+        ),
+    ),
 )
 RECIPES = {
-    "a64fx": (Recipe(recipe="124m", nodes=16, tp=1, pp=1),
-              Recipe(recipe="1.3b", nodes=32, tp=4, pp=1, flags=("--recompute-granularity", "full", "--zero-stage", "1")),
-              Recipe(recipe="13b", nodes=96, tp=4, pp=8, flags=("--recompute-granularity", "full", "--zero-stage", "1")),
-              Recipe(recipe="30b", nodes=256, tp=4, pp=32, flags=("--recompute-granularity", "full", "--zero-stage", "1"))),
-    "grace": (Recipe(recipe="124m", nodes=4, tp=1, pp=1, flags=("--micro-batch-size", "4")),
-              Recipe(recipe="1.3b", nodes=8, tp=1, pp=1, flags=("--bf16", "--zero-stage", "1")),
-              Recipe(recipe="13b", nodes=16, tp=2, pp=2, flags=("--bf16", "--zero-stage", "1", "--recompute-granularity", "full")),
-              Recipe(recipe="30b", nodes=32, tp=2, pp=4, flags=("--bf16", "--zero-stage", "1", "--recompute-granularity", "full"))),
-    "x86": (Recipe(recipe="124m", nodes=4, tp=1, pp=1, flags=("--micro-batch-size", "2")),
-            Recipe(recipe="1.3b", nodes=8, tp=2, pp=1, flags=("--bf16", "--zero-stage", "1")),
-            Recipe(recipe="13b", nodes=24, tp=4, pp=4, flags=("--bf16", "--zero-stage", "1", "--recompute-granularity", "full")),
-            Recipe(recipe="30b", nodes=48, tp=8, pp=6, flags=("--bf16", "--zero-stage", "1", "--recompute-granularity", "full"))),
+    "a64fx": (
+        Recipe(recipe="124m", nodes=16, tp=1, pp=1),
+        Recipe(
+            recipe="1.3b",
+            nodes=32,
+            tp=4,
+            pp=1,
+            flags=("--recompute-granularity", "full", "--zero-stage", "1"),
+        ),
+        Recipe(
+            recipe="13b",
+            nodes=96,
+            tp=4,
+            pp=8,
+            flags=("--recompute-granularity", "full", "--zero-stage", "1"),
+        ),
+        Recipe(
+            recipe="30b",
+            nodes=256,
+            tp=4,
+            pp=32,
+            flags=("--recompute-granularity", "full", "--zero-stage", "1"),
+        ),
+    ),
+    "grace": (
+        Recipe(recipe="124m", nodes=4, tp=1, pp=1, flags=("--micro-batch-size", "4")),
+        Recipe(recipe="1.3b", nodes=8, tp=1, pp=1, flags=("--bf16", "--zero-stage", "1")),
+        Recipe(
+            recipe="13b",
+            nodes=16,
+            tp=2,
+            pp=2,
+            flags=("--bf16", "--zero-stage", "1", "--recompute-granularity", "full"),
+        ),
+        Recipe(
+            recipe="30b",
+            nodes=32,
+            tp=2,
+            pp=4,
+            flags=("--bf16", "--zero-stage", "1", "--recompute-granularity", "full"),
+        ),
+    ),
+    "x86": (
+        Recipe(recipe="124m", nodes=4, tp=1, pp=1, flags=("--micro-batch-size", "2")),
+        Recipe(recipe="1.3b", nodes=8, tp=2, pp=1, flags=("--bf16", "--zero-stage", "1")),
+        Recipe(
+            recipe="13b",
+            nodes=24,
+            tp=4,
+            pp=4,
+            flags=("--bf16", "--zero-stage", "1", "--recompute-granularity", "full"),
+        ),
+        Recipe(
+            recipe="30b",
+            nodes=48,
+            tp=8,
+            pp=6,
+            flags=("--bf16", "--zero-stage", "1", "--recompute-granularity", "full"),
+        ),
+    ),
 }
 SLURM_RECIPES = [job.recipe for job in RECIPES["x86"]]
 
 
 def recipe_flags(job: Recipe) -> tuple[str, ...]:
     """pretrain_gpt.py's flags, without paths."""
-    return ("--recipe", job.recipe, "--tensor-model-parallel-size", str(job.tp), "--pipeline-model-parallel-size", str(job.pp),
-            *job.flags)
+    return (
+        "--recipe",
+        job.recipe,
+        "--tensor-model-parallel-size",
+        str(job.tp),
+        "--pipeline-model-parallel-size",
+        str(job.pp),
+        *job.flags,
+    )
 
 
 def slurm_memory_mib(cluster: Cluster, job: Recipe) -> tuple[Layout, float]:
@@ -231,22 +345,37 @@ def slurm_memory_mib(cluster: Cluster, job: Recipe) -> tuple[Layout, float]:
     run = parse(["--mock-data", *recipe_flags(job)]).run
     layout = Layout.from_run(run, job.nodes * cluster.ranks_per_node)
     batches = layout.microbatches(run, layout.global_batch_size(run))
-    mib = max(memory.stage_memory(run, layout, stage, run_schedule.of_run(run, batches).held(stage)).total
-               for stage in range(job.pp)) / 2**20
+    mib = (
+        max(
+            memory.stage_memory(
+                run, layout, stage, run_schedule.of_run(run, batches).held(stage)
+            ).total
+            for stage in range(job.pp)
+        )
+        / 2**20
+    )
     usable = USABLE * cluster.gib * 1024 / cluster.ranks_per_node
-    check(mib <= usable, f"{cluster.name}, {job.recipe}: {mib:.0f} MiB per rank (model) are more than the {usable:.0f} that "
-          f"each of {cluster.ranks_per_node} ranks on {cluster.gib} GiB can use: raise nodes, TP or PP")
+    check(
+        mib <= usable,
+        f"{cluster.name}, {job.recipe}: {mib:.0f} MiB per rank (model) are more than the {usable:.0f} that "
+        f"each of {cluster.ranks_per_node} ranks on {cluster.gib} GiB can use: raise nodes, TP or PP",
+    )
     return layout, mib
 
 
 def render_slurm(cluster: Cluster, job: Recipe) -> str:
     """The script. Raises ValueError for a recipe that does not fit on the cluster."""
     layout, mib = slurm_memory_mib(cluster, job)
-    filled = {"NAME": f"gpt_{job.recipe.replace('.', '_')}", "NODES": job.nodes, "RANKS": cluster.ranks_per_node,
-              "CPUS": cluster.cores // cluster.ranks_per_node, "LEAVE": LEAVE_SECONDS,
-              "FLAGS": "\n".join(flag_lines(recipe_flags(job))),
-              "COMMENTS": "\n".join(f"# {line}" for line in cluster.comments),
-              "LAYOUT": f"{layout}; {mib:.0f} MiB on the fullest rank (model)"}
+    filled = {
+        "NAME": f"gpt_{job.recipe.replace('.', '_')}",
+        "NODES": job.nodes,
+        "RANKS": cluster.ranks_per_node,
+        "CPUS": cluster.cores // cluster.ranks_per_node,
+        "LEAVE": LEAVE_SECONDS,
+        "FLAGS": "\n".join(flag_lines(recipe_flags(job))),
+        "COMMENTS": "\n".join(f"# {line}" for line in cluster.comments),
+        "LAYOUT": f"{layout}; {mib:.0f} MiB on the fullest rank (model)",
+    }
     text = SLURM_TEMPLATE
     for mark, value in filled.items():
         text = text.replace(f"@{mark}@", str(value))
@@ -255,8 +384,14 @@ def render_slurm(cluster: Cluster, job: Recipe) -> str:
 
 def render_slurm_report(cluster: Cluster, nodes: int) -> str:
     """The script that measures so many nodes of a cluster."""
-    filled = {"NODES": nodes, "RANKS": cluster.ranks_per_node, "CPUS": cluster.cores // cluster.ranks_per_node, "TIME": REPORT_TIME,
-              "CLUSTER": cluster.name, "COMMENTS": "\n# ".join(cluster.comments)}
+    filled = {
+        "NODES": nodes,
+        "RANKS": cluster.ranks_per_node,
+        "CPUS": cluster.cores // cluster.ranks_per_node,
+        "TIME": REPORT_TIME,
+        "CLUSTER": cluster.name,
+        "COMMENTS": "\n# ".join(cluster.comments),
+    }
     text = SLURM_REPORT
     for mark, value in filled.items():
         text = text.replace(f"@{mark}@", str(value))
@@ -265,5 +400,9 @@ def render_slurm_report(cluster: Cluster, nodes: int) -> str:
 
 def slurm_scripts(recipe: str | None = None) -> dict[str, str]:
     """Path under scripts/slurm -> text, of every cluster and model, or of one model."""
-    return {f"{cluster.name}/run_{job.recipe}.sbatch": render_slurm(cluster, job)
-            for cluster in CLUSTERS for job in RECIPES[cluster.name] if recipe in (None, job.recipe)}
+    return {
+        f"{cluster.name}/run_{job.recipe}.sbatch": render_slurm(cluster, job)
+        for cluster in CLUSTERS
+        for job in RECIPES[cluster.name]
+        if recipe in (None, job.recipe)
+    }

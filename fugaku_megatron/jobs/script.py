@@ -19,13 +19,41 @@ from . import limits, torus
 
 COMMON = Path(__file__).with_name("pjsub.sh")
 READS_COMMON = '. "${COMMON'  # how the line that reads the common part begins
-SWITCHES = {"-S", "-s", "-j", "-X", "--step", "--bulk", "--interact", "--restart", "--norestart", "--no-check-directory",
-            "--no-check-gfscache"}
-VALUED = {"-L": "-L", "--rsc-list": "-L", "--mpi": "--mpi", "-g": "-g", "-x": "-x", "--llio": "--llio", "-N": "-N", "--name": "-N",
-          "-o": "-o", "-e": "-e", "--sparam": "--sparam", "--omp": "--omp", "--spath": "--spath", "--at": "--at", "-m": "-m",
-          "--mail-list": "--mail-list"}
+SWITCHES = {
+    "-S",
+    "-s",
+    "-j",
+    "-X",
+    "--step",
+    "--bulk",
+    "--interact",
+    "--restart",
+    "--norestart",
+    "--no-check-directory",
+    "--no-check-gfscache",
+}
+VALUED = {
+    "-L": "-L",
+    "--rsc-list": "-L",
+    "--mpi": "--mpi",
+    "-g": "-g",
+    "-x": "-x",
+    "--llio": "--llio",
+    "-N": "-N",
+    "--name": "-N",
+    "-o": "-o",
+    "-e": "-e",
+    "--sparam": "--sparam",
+    "--omp": "--omp",
+    "--spath": "--spath",
+    "--at": "--at",
+    "-m": "-m",
+    "--mail-list": "--mail-list",
+}
 _COMMA = re.compile(r",(?=[\w-]+(?:=|$|,))")  # between settings, not inside a value
-_COMMA_X = re.compile(r",(?=[A-Za-z_]\w*=)")  # the same between variables, whose values may hold commas
+_COMMA_X = re.compile(
+    r",(?=[A-Za-z_]\w*=)"
+)  # the same between variables, whose values may hold commas
 
 
 @dataclass(frozen=True)
@@ -115,7 +143,10 @@ def read(path: Path) -> str:
         raise ValueError(f"{path}: {error.strerror}: pass a job script") from error
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not a text file: pass a job script") from None
-    check("\r" not in text, f"{path}: its lines end with CR LF, which bash cannot read: convert it with sed -i 's/\\r$//' {path}")
+    check(
+        "\r" not in text,
+        f"{path}: its lines end with CR LF, which bash cannot read: convert it with sed -i 's/\\r$//' {path}",
+    )
     return text
 
 
@@ -132,16 +163,24 @@ def parse(text: str) -> Script:
     script, in_flags, in_body = Script(), False, False
     for number, line in _lines(text):
         if line.startswith("#PJM"):
-            check(not in_body, f"line {number}: pjsub ignores a directive after the first command: move it to the top")
+            check(
+                not in_body,
+                f"line {number}: pjsub ignores a directive after the first command: move it to the top",
+            )
             rest = add_options(script, _words(line[4:], number), number)
-            check(not rest, f"line {number}: {' '.join(rest)!r} does not belong to an option of pjsub: quote the value, or "
-                  "delete it")
+            check(
+                not rest,
+                f"line {number}: {' '.join(rest)!r} does not belong to an option of pjsub: quote the value, or "
+                "delete it",
+            )
             script.last_directive = number
         elif in_flags or line.startswith("FLAGS=("):
             words = _words(line.removeprefix("FLAGS=("), number)
             in_flags = ")" not in words
             for word in words[: words.index(")")] if ")" in words else words:
-                name, equals, value = word.partition("=") if word.startswith("--") else (word, "", "")
+                name, equals, value = (
+                    word.partition("=") if word.startswith("--") else (word, "", "")
+                )
                 script.flags += [name, value] if equals else [name]
                 if word.startswith("--"):
                     script.flag_lines[name] = number
@@ -198,17 +237,33 @@ def requested(script: Script, group: str | None, files: bool) -> Request:
     """The request of a script. Raises ValueError that begins with "line N:" when it cannot be read."""
     node = script.get("-L", "node")
     if node is None:
-        raise ValueError(f'line {script.line("-L")}: the script requests no nodes: add #PJM -L "node=XxYxZ:torus"')
-    if not re.fullmatch(r"[1-9]\d{0,8}(x[1-9]\d{0,8}){0,2}(:(torus|mesh|noncont))?(:strict(-io)?)?", node.text, re.ASCII):
-        raise ValueError(f"line {node.line}: node={node.text}: write a number or XxYxZ, optionally followed by :torus:strict-io, "
-                         ":torus, :mesh or :noncont")
+        raise ValueError(
+            f'line {script.line("-L")}: the script requests no nodes: add #PJM -L "node=XxYxZ:torus"'
+        )
+    if not re.fullmatch(
+        r"[1-9]\d{0,8}(x[1-9]\d{0,8}){0,2}(:(torus|mesh|noncont))?(:strict(-io)?)?",
+        node.text,
+        re.ASCII,
+    ):
+        raise ValueError(
+            f"line {node.line}: node={node.text}: write a number or XxYxZ, optionally followed by :torus:strict-io, "
+            ":torus, :mesh or :noncont"
+        )
     sizes = tuple(map(int, node.text.split(":")[0].split("x")))
     if math.prod(sizes) > torus.NODES:
-        raise ValueError(f"line {node.line}: node={node.text} is more than the whole machine, {torus.NODES} nodes: request fewer")
+        raise ValueError(
+            f"line {node.line}: node={node.text} is more than the whole machine, {torus.NODES} nodes: request fewer"
+        )
     ranks = script.get("--mpi", "max-proc-per-node")
-    if ranks is None or not limits.is_number(ranks.text) or int(ranks.text) not in limits.RANKS_PER_NODE:
-        raise ValueError(f"line {script.line('--mpi')}: max-proc-per-node={ranks.text if ranks else 'missing'}: write 1, 2 or 4, "
-                         "so that each rank has whole CMGs")
+    if (
+        ranks is None
+        or not limits.is_number(ranks.text)
+        or int(ranks.text) not in limits.RANKS_PER_NODE
+    ):
+        raise ValueError(
+            f"line {script.line('--mpi')}: max-proc-per-node={ranks.text if ranks else 'missing'}: write 1, 2 or 4, "
+            "so that each rank has whole CMGs"
+        )
     elapse = script.get("-L", "elapse")
     if elapse is None:
         raise ValueError(f"line {script.line('-L')}: no elapse time: add elapse=HH:MM:SS")
@@ -217,8 +272,16 @@ def requested(script: Script, group: str | None, files: bool) -> Request:
     except ValueError as error:
         raise ValueError(f"line {elapse.line}: {error}") from error
     nodes = math.prod(sizes)
-    return Request(script=script, nodes=nodes, spares=_spares(script, nodes), shape=sizes if len(sizes) == 3 else None,
-                   ranks_per_node=int(ranks.text), elapse=seconds, group=group, files=files)
+    return Request(
+        script=script,
+        nodes=nodes,
+        spares=_spares(script, nodes),
+        shape=sizes if len(sizes) == 3 else None,
+        ranks_per_node=int(ranks.text),
+        elapse=seconds,
+        group=group,
+        files=files,
+    )
 
 
 def _spares(script: Script, nodes: int) -> int:
@@ -227,5 +290,7 @@ def _spares(script: Script, nodes: int) -> int:
     if setting is None:
         return 0
     if not setting.text.isdecimal() or not int(setting.text) < nodes:
-        raise ValueError(f"line {setting.line}: SPARE_NODES={setting.text} of node={nodes}: write a number from 0 to {nodes - 1}")
+        raise ValueError(
+            f"line {setting.line}: SPARE_NODES={setting.text} of node={nodes}: write a number from 0 to {nodes - 1}"
+        )
     return int(setting.text)

@@ -36,11 +36,27 @@ TIMED = "--exit-duration-in-mins"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-restarts", type=int, default=3, help="after this many restarts the job ends (default: %(default)s)")
-    parser.add_argument("--spare-nodes", type=int, default=0, help="how many of --hosts stay unused until another node fails")
-    parser.add_argument("--hosts", help="nodes of the allocation, in the order of the ranks: a,b,c or @FILE with one on each line")
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=3,
+        help="after this many restarts the job ends (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--spare-nodes",
+        type=int,
+        default=0,
+        help="how many of --hosts stay unused until another node fails",
+    )
+    parser.add_argument(
+        "--hosts",
+        help="nodes of the allocation, in the order of the ranks: a,b,c or @FILE with one on each line",
+    )
     parser.add_argument("--ranks-per-node", type=int, default=1)
-    parser.add_argument("--launcher", help="command that starts a program on {ranks} ranks of the nodes {hosts}, {slots} or {map}")
+    parser.add_argument(
+        "--launcher",
+        help="command that starts a program on {ranks} ranks of the nodes {hosts}, {slots} or {map}",
+    )
     parser.set_defaults(passed=[])
 
 
@@ -58,9 +74,15 @@ class Nodes:
     lost: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        check(0 <= self.spares < len(self.hosts), f"--spare-nodes {self.spares} of {len(self.hosts)} --hosts: pass 0 to "
-              f"{len(self.hosts) - 1}")
-        check(self.ranks_per_node >= 1, f"--ranks-per-node {self.ranks_per_node}: pass a number above 0")
+        check(
+            0 <= self.spares < len(self.hosts),
+            f"--spare-nodes {self.spares} of {len(self.hosts)} --hosts: pass 0 to "
+            f"{len(self.hosts) - 1}",
+        )
+        check(
+            self.ranks_per_node >= 1,
+            f"--ranks-per-node {self.ranks_per_node}: pass a number above 0",
+        )
         layout = self.layout(len(self.hosts) - self.spares)
         size = layout.global_batch_size(self.run)
         self.run = replace(self.run, batch=replace(self.run.batch, global_batch_size=size))
@@ -89,7 +111,9 @@ class Nodes:
         short = name.partition(".")[0]
         return next((host for host in self.usable if short and host.partition(".")[0] == short), "")
 
-    def lose(self, named: str, used: Sequence[str], answers: Callable[[Sequence[str]], bool]) -> list[str]:
+    def lose(
+        self, named: str, used: Sequence[str], answers: Callable[[Sequence[str]], bool]
+    ) -> list[str]:
         """Mark the nodes that have failed as lost, and return them.
 
         A node that a message named is replaced by a spare node at once. Without a spare node, or without a name, a trivial command
@@ -119,19 +143,31 @@ def flags_of(program: Sequence[str]) -> list[str]:
     """The training flags in a command. Raises ValueError for a command that does not start the trainer."""
     for place, word in enumerate(program):
         name = word.rpartition("/")[2]
-        if name == "pretrain_gpt.py" or name == "train" and place and "megatron" in program[place - 1]:
-            return list(program[place + 1:])
-    raise ValueError(f"{' '.join(program):.80} does not start pretrain_gpt.py or fugaku-megatron train: pass its "
-                     "command")
+        if (
+            name == "pretrain_gpt.py"
+            or name == "train"
+            and place
+            and "megatron" in program[place - 1]
+        ):
+            return list(program[place + 1 :])
+    raise ValueError(
+        f"{' '.join(program):.80} does not start pretrain_gpt.py or fugaku-megatron train: pass its "
+        "command"
+    )
 
 
 def run_of(program: Sequence[str]) -> RunConfig:
     """The run that a command starts. Raises ValueError as the trainer would, and if a restart would not continue."""
     run = parse(flags_of(program)).run
-    check(run.output.save is not None and run.output.save == run.output.load,
-          f"--save {run.output.save} and --load {run.output.load}: pass the same folder to both, "
-          "otherwise a restart would begin from the start")
-    check(run.output.ckpt_step is None, f"--ckpt-step {run.output.ckpt_step}: every restart would go back to it: omit the flag")
+    check(
+        run.output.save is not None and run.output.save == run.output.load,
+        f"--save {run.output.save} and --load {run.output.load}: pass the same folder to both, "
+        "otherwise a restart would begin from the start",
+    )
+    check(
+        run.output.ckpt_step is None,
+        f"--ckpt-step {run.output.ckpt_step}: every restart would go back to it: omit the flag",
+    )
     return run
 
 
@@ -169,7 +205,9 @@ class Supervisor:
             if self.nodes and not used:
                 return self._end(end.code, "the run does not fit on the remaining nodes")
             self.restarts += 1
-            say(f"restart {self.restarts} of {self.max_restarts} from iteration {saved}{self._place(used)}")
+            say(
+                f"restart {self.restarts} of {self.max_restarts} from iteration {saved}{self._place(used)}"
+            )
 
     def _reason_to_end(self, end: Ending) -> tuple[str, ExitCode]:
         """Why the run is not restarted, or "", and the exit code of the job in that case."""
@@ -200,15 +238,26 @@ class Supervisor:
             with self.stop.forwarding(launcher):
                 return ending(*launcher.wait())
 
-    def _command(self, used: Sequence[str], program: Sequence[str], folder: Path, ranks_per_node: int | None = None) -> list[str]:
+    def _command(
+        self,
+        used: Sequence[str],
+        program: Sequence[str],
+        folder: Path,
+        ranks_per_node: int | None = None,
+    ) -> list[str]:
         """The launcher for these hosts, followed by the program. folder: for the file of {map}."""
         if self.nodes is None:
             return [*self.launcher, *program]
         each = ranks_per_node or self.nodes.ranks_per_node
         file = folder / "map"
         file.write_text("".join(f"{host}\n" * each for host in used))
-        values = {"{ranks}": str(len(used) * each), "{nodes}": str(len(used)), "{hosts}": ",".join(used),
-                  "{slots}": ",".join(f"{host}:{each}" for host in used), "{map}": str(file)}
+        values = {
+            "{ranks}": str(len(used) * each),
+            "{nodes}": str(len(used)),
+            "{hosts}": ",".join(used),
+            "{slots}": ",".join(f"{host}:{each}" for host in used),
+            "{map}": str(file),
+        }
         return [filled(word, values) for word in self.launcher] + list(program)
 
     def _timed_program(self) -> list[str]:
@@ -239,7 +288,9 @@ class Supervisor:
         with tempfile.TemporaryDirectory(prefix="supervise.") as folder:
             command = self._command(hosts, ["true"], Path(folder), ranks_per_node=1)
             try:
-                return not subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_SECONDS).returncode
+                return not subprocess.run(
+                    command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_SECONDS
+                ).returncode
             except subprocess.TimeoutExpired:
                 return False
 
@@ -268,8 +319,10 @@ def read_hosts(text: str) -> list[str]:
         try:
             words = Path(text[1:]).read_text().split()
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--hosts {text}: {getattr(error, 'strerror', None) or 'not a text file'}: pass a file with one "
-                             "host on each line") from error
+            raise ValueError(
+                f"--hosts {text}: {getattr(error, 'strerror', None) or 'not a text file'}: pass a file with one "
+                "host on each line"
+            ) from error
     else:
         words = text.split(",")
     hosts = list(dict.fromkeys(filter(None, words)))
@@ -279,14 +332,29 @@ def read_hosts(text: str) -> list[str]:
 
 def supervisor(args: argparse.Namespace, stop: Stop) -> Supervisor:
     """The supervisor that the flags describe. Raises ValueError for a command that cannot be restarted."""
-    check(bool(args.passed), "pass the command after --: fugaku-megatron supervise -- mpiexec -n 4 fugaku-megatron train ...")
+    check(
+        bool(args.passed),
+        "pass the command after --: fugaku-megatron supervise -- mpiexec -n 4 fugaku-megatron train ...",
+    )
     check(args.max_restarts >= 0, f"--max-restarts {args.max_restarts}: pass 0 or more")
-    check((args.hosts is None) == (args.launcher is None), "--hosts and --launcher belong together: pass both, or neither and a "
-          "whole command after --")
-    check(args.hosts is not None or not args.spare_nodes, f"--spare-nodes {args.spare_nodes} needs --hosts and --launcher")
+    check(
+        (args.hosts is None) == (args.launcher is None),
+        "--hosts and --launcher belong together: pass both, or neither and a "
+        "whole command after --",
+    )
+    check(
+        args.hosts is not None or not args.spare_nodes,
+        f"--spare-nodes {args.spare_nodes} needs --hosts and --launcher",
+    )
     run = run_of(args.passed)
-    placed = Nodes(read_hosts(args.hosts), args.ranks_per_node, args.spare_nodes, run) if args.hosts else None
-    return Supervisor(list(args.passed), run, args.max_restarts, shlex.split(args.launcher or ""), placed, stop)
+    placed = (
+        Nodes(read_hosts(args.hosts), args.ranks_per_node, args.spare_nodes, run)
+        if args.hosts
+        else None
+    )
+    return Supervisor(
+        list(args.passed), run, args.max_restarts, shlex.split(args.launcher or ""), placed, stop
+    )
 
 
 def main(args: argparse.Namespace) -> int:

@@ -28,7 +28,14 @@ WHOLE: Shape = (48, 69, 48)  # the whole machine: 24 x 23 x 24 units
 NODES = math.prod(WHOLE)  # 158,976
 MAX_RANKS_PER_NODE = 48  # one for each core
 # nodes of a tensor-parallel group -> the box that they occupy in a unit
-TILES: dict[int, Shape] = {1: (1, 1, 1), 2: (2, 1, 1), 3: (1, 3, 1), 4: (2, 1, 2), 6: (2, 3, 1), 12: (2, 3, 2)}
+TILES: dict[int, Shape] = {
+    1: (1, 1, 1),
+    2: (2, 1, 1),
+    3: (1, 3, 1),
+    4: (2, 1, 2),
+    6: (2, 3, 1),
+    12: (2, 3, 2),
+}
 
 
 def text(shape: Shape) -> str:
@@ -62,7 +69,10 @@ def best_shape(nodes: int) -> Shape | None:
 def nearest(nodes: int) -> list[int]:
     """The largest number of nodes up to `nodes` and the smallest from it on that have a shape."""
     around = (range(nodes, 0, -1), range(nodes, NODES + 1))
-    counts = [next((n for n in numbers if n % UNIT_NODES == 0 and best_shape(n)), None) for numbers in around]
+    counts = [
+        next((n for n in numbers if n % UNIT_NODES == 0 and best_shape(n)), None)
+        for numbers in around
+    ]
     return sorted({n for n in counts if n})
 
 
@@ -73,21 +83,34 @@ def tensor_fits(tp: int, ranks_per_node: int) -> bool:
 
 def check_tensor(tp: int, ranks_per_node: int) -> None:
     """Raises ValueError unless `tensor_fits`."""
-    sizes = sorted({ranks_per_node * n for n in TILES} | {d for d in range(1, ranks_per_node) if ranks_per_node % d == 0})
-    check(tensor_fits(tp, ranks_per_node), f"--tensor-model-parallel-size {tp} with {ranks_per_node} ranks per node fits neither "
-          f"into a node nor into a 2x3x2 unit: pass {', '.join(map(str, sizes))}")
+    sizes = sorted(
+        {ranks_per_node * n for n in TILES}
+        | {d for d in range(1, ranks_per_node) if ranks_per_node % d == 0}
+    )
+    check(
+        tensor_fits(tp, ranks_per_node),
+        f"--tensor-model-parallel-size {tp} with {ranks_per_node} ranks per node fits neither "
+        f"into a node nor into a 2x3x2 unit: pass {', '.join(map(str, sizes))}",
+    )
 
 
 def snake(box: Shape) -> list[Shape]:
     """All points of a box in an order in which each is a neighbour of the one before it."""
-    return [(x, y if x % 2 == 0 else box[1] - 1 - y, z if (x * box[1] + y) % 2 == 0 else box[2] - 1 - z)
-            for x in range(box[0]) for y in range(box[1]) for z in range(box[2])]
+    return [
+        (x, y if x % 2 == 0 else box[1] - 1 - y, z if (x * box[1] + y) % 2 == 0 else box[2] - 1 - z)
+        for x in range(box[0])
+        for y in range(box[1])
+        for z in range(box[2])
+    ]
 
 
 def cut(cells: Shape, replicas: int) -> Shape:
     """Edges of the most cubic box of `replicas` cells that tiles a box of `cells`; `replicas` divides the number of cells."""
     x, y, z = ([d for d in range(1, c + 1) if c % d == 0] for c in cells)
-    return min((b for b in itertools.product(x, y, z) if math.prod(b) == replicas), key=lambda b: (sum(b), b))
+    return min(
+        (b for b in itertools.product(x, y, z) if math.prod(b) == replicas),
+        key=lambda b: (sum(b), b),
+    )
 
 
 def hops(a: Shape, b: Shape, shape: Shape) -> int:
@@ -111,16 +134,27 @@ class RankMap:
     @staticmethod
     def from_layout(shape: Shape, ranks_per_node: int, tp: int, pp: int, cp: int = 1) -> RankMap:
         """The placement for a layout. Raises ValueError for a shape that is not made of units, or sizes that do not fit it."""
-        check(math.prod(shape) <= NODES, f"node={text(shape)} is above {NODES} nodes, the whole machine: request fewer")
-        check(0 < ranks_per_node <= MAX_RANKS_PER_NODE, f"{ranks_per_node} ranks per node: pass 1 to {MAX_RANKS_PER_NODE}")
-        check(whole(shape), f"node={text(shape)} is not made of units of 2x3x2: X and Z "
-              "must be even, Y a multiple of 3")
+        check(
+            math.prod(shape) <= NODES,
+            f"node={text(shape)} is above {NODES} nodes, the whole machine: request fewer",
+        )
+        check(
+            0 < ranks_per_node <= MAX_RANKS_PER_NODE,
+            f"{ranks_per_node} ranks per node: pass 1 to {MAX_RANKS_PER_NODE}",
+        )
+        check(
+            whole(shape),
+            f"node={text(shape)} is not made of units of 2x3x2: X and Z "
+            "must be even, Y a multiple of 3",
+        )
         check_tensor(tp, ranks_per_node)
         check_world_size(math.prod(shape) * ranks_per_node, tp, pp, cp)
         grid = Grid(math.prod(shape) * ranks_per_node, tp, pp, cp=cp)
         tile = TILES[max(1, tp // ranks_per_node)]
         cells = _shape(n // t for n, t in zip(shape, tile))
-        slots = max(1, ranks_per_node // tp)  # tensor groups of a node: of a sequence first, then neighbouring stages, then others
+        slots = max(
+            1, ranks_per_node // tp
+        )  # tensor groups of a node: of a sequence first, then neighbouring stages, then others
         stages = math.gcd(slots // math.gcd(slots, cp), pp)
         replicas = slots // stages
         box = cut(cells, grid.dp // replicas)
@@ -131,10 +165,17 @@ class RankMap:
             dp, stage, index = grid.coords(rank)
             corner, offset = stage_at[stage // stages], replica_at[dp // replicas]
             within = inside[index // ranks_per_node] if tp > ranks_per_node else (0, 0, 0)
-            return _shape((c * b + o) * t + w for c, b, o, t, w in zip(corner, box, offset, tile, within))
+            return _shape(
+                (c * b + o) * t + w for c, b, o, t, w in zip(corner, box, offset, tile, within)
+            )
 
-        return RankMap(shape=shape, ranks_per_node=ranks_per_node, grid=grid, box=box,
-                       nodes=tuple(node(rank) for rank in range(grid.world_size)))
+        return RankMap(
+            shape=shape,
+            ranks_per_node=ranks_per_node,
+            grid=grid,
+            box=box,
+            nodes=tuple(node(rank) for rank in range(grid.world_size)),
+        )
 
     def lines(self) -> str:
         """The file for mpiexec --vcoordfile: one line (x,y,z) per rank."""
@@ -147,12 +188,19 @@ class RankMap:
             seen, ways = set(), []
             for rank in range(self.grid.world_size):
                 dp, pp, tp = self.grid.coords(rank)
-                key = {"tp": (dp, pp), "pp": (dp, tp), "dp": (pp, tp), "cp": (dp // self.grid.cp, pp, tp)}[kind]
+                key = {
+                    "tp": (dp, pp),
+                    "pp": (dp, tp),
+                    "dp": (pp, tp),
+                    "cp": (dp // self.grid.cp, pp, tp),
+                }[kind]
                 if key in seen:
                     continue
                 seen.add(key)
                 ranks = self.grid.ranks(rank)[kind]
-                ways += [hops(self.nodes[a], self.nodes[b], self.shape) for a, b in zip(ranks, ranks[1:])]
+                ways += [
+                    hops(self.nodes[a], self.nodes[b], self.shape) for a, b in zip(ranks, ranks[1:])
+                ]
             result[kind] = (sum(ways) / len(ways), max(ways)) if ways else (0.0, 0)
         return result
 
@@ -160,7 +208,10 @@ class RankMap:
 def parse_shape(word: str) -> Shape:
     """XxYxZ. Raises ValueError for anything else."""
     parts = word.split("x")
-    check(len(parts) == 3 and all(_is_size(p) for p in parts), f"node shape {word!r:.60}: pass XxYxZ, such as 4x6x16")
+    check(
+        len(parts) == 3 and all(_is_size(p) for p in parts),
+        f"node shape {word!r:.60}: pass XxYxZ, such as 4x6x16",
+    )
     return _shape(map(int, parts))
 
 
@@ -175,7 +226,10 @@ def _is_size(word: str) -> bool:
 
 def main(argv: Sequence[str]) -> int:
     try:
-        check(len(argv) in (4, 5) and all(map(_is_size, argv[1:])), "pass SHAPE RANKS_PER_NODE TP PP [CP], such as 16x24x32 2 8 6")
+        check(
+            len(argv) in (4, 5) and all(map(_is_size, argv[1:])),
+            "pass SHAPE RANKS_PER_NODE TP PP [CP], such as 16x24x32 2 8 6",
+        )
         made = RankMap.from_layout(parse_shape(argv[0]), *map(int, argv[1:]))
     except ValueError as error:
         print(f"fugaku_megatron.jobs.torus: {error}", file=sys.stderr)

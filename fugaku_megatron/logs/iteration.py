@@ -41,7 +41,11 @@ def _counted(records: Sequence[IterationMetrics], name: str) -> int | None:
 def _counted_share(records: Sequence[IterationMetrics], name: str) -> float | None:
     """Of the interval's tokens, %."""
     counted, rate = _counted(records, name), _tokens_per_second(records, name)
-    return None if counted is None or not rate else 100 * counted / (rate * _total(records, "elapsed_seconds"))
+    return (
+        None
+        if counted is None or not rate
+        else 100 * counted / (rate * _total(records, "elapsed_seconds"))
+    )
 
 
 def _counted_per_second(records: Sequence[IterationMetrics], name: str) -> float | None:
@@ -56,7 +60,9 @@ def _rounded_mean(records: Sequence[IterationMetrics], name: str) -> int | None:
 
 def _mean_over_time(records: Sequence[IterationMetrics], name: str) -> float:
     """The mean of a rate: iterations weigh as much as they take seconds."""
-    return sum(getattr(record, name) * record.elapsed_seconds for record in records) / _total(records, "elapsed_seconds")
+    return sum(getattr(record, name) * record.elapsed_seconds for record in records) / _total(
+        records, "elapsed_seconds"
+    )
 
 
 def _mean_of_updates(records: Sequence[IterationMetrics], name: str) -> float | None:
@@ -83,7 +89,9 @@ def _tokens_per_joule(records: Sequence[IterationMetrics], name: str) -> float |
 
 
 def _nan_iterations(records: Sequence[IterationMetrics], name: str) -> int:
-    return sum(record.lm_loss is not None and not math.isfinite(record.lm_loss) for record in records)
+    return sum(
+        record.lm_loss is not None and not math.isfinite(record.lm_loss) for record in records
+    )
 
 
 def rate_text(rate: float | None) -> str:
@@ -94,15 +102,28 @@ def rate_text(rate: float | None) -> str:
     return f"{rate:.{decimals}f}"
 
 
-def _metric(label: str, form: str | Callable[[Any], str], reduction: Reduction, tag: str | None = None,
-            interval_tag: str | None = None) -> Any:
+def _metric(
+    label: str,
+    form: str | Callable[[Any], str],
+    reduction: Reduction,
+    tag: str | None = None,
+    interval_tag: str | None = None,
+) -> Any:
     """A field of `IterationMetrics`, None by default.
 
     label, form: name and format, or function that formats, in the log line. tag: the TensorBoard tag (Megatron's) for the value
     of every iteration. interval_tag: the tag for the value of every interval.
     """
-    return field(default=None, metadata={"label": label, "form": form, "reduction": reduction, "tag": tag,
-                                         "interval_tag": interval_tag})
+    return field(
+        default=None,
+        metadata={
+            "label": label,
+            "form": form,
+            "reduction": reduction,
+            "tag": tag,
+            "interval_tag": interval_tag,
+        },
+    )
 
 
 @dataclass(frozen=True)
@@ -124,13 +145,19 @@ class IterationMetrics:
     train_iters: int
     consumed_samples: int | None = _metric("consumed samples", "{:12d}", _last)
     consumed_tokens: int | None = _metric("consumed tokens", "{:12d}", _last)
-    elapsed_seconds: float | None = _metric("elapsed time per iteration (s)", "{:.2f}", _mean, interval_tag="iteration-time")
+    elapsed_seconds: float | None = _metric(
+        "elapsed time per iteration (s)", "{:.2f}", _mean, interval_tag="iteration-time"
+    )
     learning_rate: float | None = _metric("learning rate", "{:.3E}", _last, "learning-rate")
     global_batch_size: int | None = _metric("global batch size", "{:5d}", _last, "batch-size")
     lm_loss: float | None = _metric("lm loss", "{:.6E}", _mean_of_updates, "lm loss")
-    load_balancing_loss: float | None = _metric("load_balancing_loss", "{:.6E}", _mean, "load_balancing_loss")
+    load_balancing_loss: float | None = _metric(
+        "load_balancing_loss", "{:.6E}", _mean, "load_balancing_loss"
+    )
     router_z_loss: float | None = _metric("z_loss", "{:.6E}", _mean, "z_loss")
-    largest_load: float | None = _metric("largest load of an expert", "{:.2f}", _mean, "largest-expert-load")
+    largest_load: float | None = _metric(
+        "largest load of an expert", "{:.2f}", _mean, "largest-expert-load"
+    )
     loss_scale: float | None = _metric("loss scale", "{:.1f}", _last, "loss-scale")
     grad_norm: float | None = _metric("grad norm", "{:.3f}", _last, "grad-norm")
     num_zeros: float | None = _metric("num zeros", "{:.1f}", _last, "num-zeros")
@@ -141,7 +168,9 @@ class IterationMetrics:
     tokens_per_second: float | None = _metric("tokens per second", "{:.1f}", _tokens_per_second)
     counted_tokens: int | None = _metric("counted tokens", "{:d}", _counted)
     counted_share: float | None = _metric("counted share (%)", "{:.1f}", _counted_share)
-    counted_per_second: float | None = _metric("counted tokens per second", "{:.1f}", _counted_per_second)
+    counted_per_second: float | None = _metric(
+        "counted tokens per second", "{:.1f}", _counted_per_second
+    )
     tflops: float | None = _metric("TFLOPs", rate_text, _mean_over_time, interval_tag="throughput")
     minor_faults: int | None = _metric("minor faults", "{:d}", _rounded_mean)
     system_seconds: float | None = _metric("system time (s)", "{:.3f}", _mean)
@@ -149,7 +178,9 @@ class IterationMetrics:
     resident_mib: float | None = _metric("memory per rank (MiB)", "{:.0f}", _last)
     shared_mib: float | None = _metric("shared memory (MiB)", "{:.0f}", _last)
     watts: float | None = _metric("power (W)", "{:.1f}", _last, interval_tag="power")
-    tokens_per_joule: float | None = _metric("tokens per joule", "{:.4g}", _tokens_per_joule, interval_tag="tokens-per-joule")
+    tokens_per_joule: float | None = _metric(
+        "tokens per joule", "{:.4g}", _tokens_per_joule, interval_tag="tokens-per-joule"
+    )
 
     @classmethod
     def from_interval(cls, records: Sequence[IterationMetrics]) -> IterationMetrics:
@@ -164,11 +195,15 @@ class IterationMetrics:
             value = getattr(self, name)
             if value is not None:
                 form = metadata["form"]
-                parts.append(f" {metadata['label']}: {form(value) if callable(form) else form.format(value)} |")
+                parts.append(
+                    f" {metadata['label']}: {form(value) if callable(form) else form.format(value)} |"
+                )
         return "".join(parts)
 
 
-METRICS = tuple((f.name, f.metadata) for f in fields(IterationMetrics) if f.metadata)  # (field, what `_metric` says of it)
+METRICS = tuple(
+    (f.name, f.metadata) for f in fields(IterationMetrics) if f.metadata
+)  # (field, what `_metric` says of it)
 
 
 def parse_line(line: str) -> IterationMetrics:
@@ -179,15 +214,19 @@ def parse_line(line: str) -> IterationMetrics:
     head = _START.search(line)
     if head is None:
         raise ValueError(f"not a log line of an iteration: {line.strip()[:80]!r}")
-    pairs = (part.rpartition(":") for part in line[head.end():].split("|"))
+    pairs = (part.rpartition(":") for part in line[head.end() :].split("|"))
     texts = {name.strip(): value.strip() for name, _, value in pairs}
     if "elapsed time per iteration (ms)" in texts:
-        texts["elapsed time per iteration (s)"] = str(float(texts["elapsed time per iteration (ms)"]) / 1000)
+        texts["elapsed time per iteration (s)"] = str(
+            float(texts["elapsed time per iteration (ms)"]) / 1000
+        )
     values: dict[str, Any] = {}
     for name, metadata in METRICS:
         label, form = metadata["label"], metadata["form"]
         if label in texts:
-            values[name] = _number(texts[label], int if isinstance(form, str) and form.endswith("d}") else float, label)
+            values[name] = _number(
+                texts[label], int if isinstance(form, str) and form.endswith("d}") else float, label
+            )
     return IterationMetrics(iteration=int(head[1]), train_iters=int(head[2]), **values)
 
 
@@ -205,7 +244,21 @@ def _number(text: str, kind: type, name: str) -> Any:
 
 def published_header() -> tuple[str, ...]:
     """The printed columns of the tables of document 002."""
-    return ("Nodes", "Freq", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem", "Sec/it", "TFLOPs", "Est. Aggr. PetaFLOPs", "Notes")
+    return (
+        "Nodes",
+        "Freq",
+        "Size",
+        "DP",
+        "TP",
+        "PP",
+        "MBS",
+        "GBS",
+        "Mem",
+        "Sec/it",
+        "TFLOPs",
+        "Est. Aggr. PetaFLOPs",
+        "Notes",
+    )
 
 
 def size_name(parameters: int) -> str:
@@ -220,7 +273,10 @@ def _or_dash(value: float | None, form: str) -> str:
 
 def seconds_text(value: float | None) -> str:
     """Seconds as the tables print them, with more decimals for small models: four below 0.1, two below 100, else one."""
-    return _or_dash(value, ".1f" if value and value >= 100 else ".2f" if value is None or value >= 0.1 else ".4f")
+    return _or_dash(
+        value,
+        ".1f" if value and value >= 100 else ".2f" if value is None or value >= 0.1 else ".4f",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,22 +300,55 @@ class PublishedRow:
     @property
     def petaflops(self) -> float | None:
         """PFLOPs of all ranks, TFLOPs x ranks / 1024 as in the tables (which have one rank per node)."""
-        return None if self.tflops is None or self.ranks is None else self.tflops * self.ranks / 1024
+        return (
+            None if self.tflops is None or self.ranks is None else self.tflops * self.ranks / 1024
+        )
 
     def cells(self) -> tuple[str, ...]:
         """The cells under published_header()."""
-        ghz, mib = (_or_dash(value, ".1f") + (unit if value is not None else "")
-                    for value, unit in ((self.ghz, "GHz"), (self.memory_mib, " MiB")))
+        ghz, mib = (
+            _or_dash(value, ".1f") + (unit if value is not None else "")
+            for value, unit in ((self.ghz, "GHz"), (self.memory_mib, " MiB"))
+        )
         layout = (_or_dash(value, "d") for value in (self.dp, self.tp, self.pp, self.mbs, self.gbs))
-        return (_or_dash(self.nodes, "d"), ghz, self.size, *layout, mib, seconds_text(self.seconds), rate_text(self.tflops),
-                _or_dash(self.petaflops, ".4f"), self.notes)
+        return (
+            _or_dash(self.nodes, "d"),
+            ghz,
+            self.size,
+            *layout,
+            mib,
+            seconds_text(self.seconds),
+            rate_text(self.tflops),
+            _or_dash(self.petaflops, ".4f"),
+            self.notes,
+        )
 
 
 # The printed title of a column -> the column's name here.
 HEADERS = {
-    "Nodes": "nodes", "GPUs": "gpus", "Ranks per node": "ranks_per_node", "Freq": "freq", "Size": "size", "Layers": "layers",
+    "Nodes": "nodes",
+    "GPUs": "gpus",
+    "Ranks per node": "ranks_per_node",
+    "Freq": "freq",
+    "Size": "size",
+    "Layers": "layers",
     "hidden-size": "hidden",
-    "NHIDDEN": "hidden", "num-attention-heads": "heads", "NHEADS": "heads", "ZS": "zero", "async": "async", "DP": "dp", "TP": "tp",
-    "MP": "tp", "PP": "pp", "MBS": "mbs", "GBS": "gbs", "AC": "ac", "Mem": "mem", "Sec/it": "seconds", "TFLOPs": "tflops",
-    "TFLOPs*": "tflops", "Est. Aggr. PetaFLOPs": "petaflops", "Notes": "notes",
+    "NHIDDEN": "hidden",
+    "num-attention-heads": "heads",
+    "NHEADS": "heads",
+    "ZS": "zero",
+    "async": "async",
+    "DP": "dp",
+    "TP": "tp",
+    "MP": "tp",
+    "PP": "pp",
+    "MBS": "mbs",
+    "GBS": "gbs",
+    "AC": "ac",
+    "Mem": "mem",
+    "Sec/it": "seconds",
+    "TFLOPs": "tflops",
+    "TFLOPs*": "tflops",
+    "Est. Aggr. PetaFLOPs": "petaflops",
+    "Notes": "notes",
 }

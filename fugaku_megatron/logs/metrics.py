@@ -27,7 +27,11 @@ from .iteration import METRICS, IterationMetrics
 WIDTH = 79  # characters of a live line: ranks below mpiexec cannot ask for the terminal's
 RECENT = 20  # iterations over which rates and the time left are taken
 _LAUNCHERS = ("mpiexec", "mpirun", "orterun", "prterun")  # also mpiexec.hydra, mpiexec.openmpi
-_PROXIES = ("hydra_pmi_proxy", "orted", "prted")  # processes of the launcher on a node, between it and a rank
+_PROXIES = (
+    "hydra_pmi_proxy",
+    "orted",
+    "prted",
+)  # processes of the launcher on a node, between it and a rank
 
 
 def on_terminal(stream: TextIO) -> bool:
@@ -53,8 +57,12 @@ def _launcher_terminal(otherwise: bool) -> bool:
     while process > 1:
         name = Path(f"/proc/{process}/comm").read_text().strip()
         if name.startswith(_LAUNCHERS):
-            return os.readlink(f"/proc/{process}/fd/1").startswith(("/dev/pts/", "/dev/tty", "/dev/console"))
-        if name not in _PROXIES and os.readlink(f"/proc/{process}/fd/1") != own:  # `sh -c "train | tee run.log"` as a rank
+            return os.readlink(f"/proc/{process}/fd/1").startswith(
+                ("/dev/pts/", "/dev/tty", "/dev/console")
+            )
+        if (
+            name not in _PROXIES and os.readlink(f"/proc/{process}/fd/1") != own
+        ):  # `sh -c "train | tee run.log"` as a rank
             return otherwise
         process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
     return otherwise
@@ -63,7 +71,11 @@ def _launcher_terminal(otherwise: bool) -> bool:
 def duration_text(seconds: float) -> str:
     """8 s, 3 min 20 s, 5 h 12 min, 2 d 4 h."""
     whole = max(0, round(seconds))
-    for unit, name, smaller, small_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+    for unit, name, smaller, small_name in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
         if whole >= unit:
             return f"{whole // unit} {name} {whole % unit // smaller} {small_name}"
     return f"{whole} s"
@@ -72,7 +84,9 @@ def duration_text(seconds: float) -> str:
 def append(log_file: str | os.PathLike | None, *lines: str) -> None:
     """Add lines to the file of --log-file, None where that flag was left out. Raises OSError when it cannot be written."""
     if log_file is not None and lines:
-        with open(log_file, "a", encoding="utf-8", errors="surrogateescape") as file:  # a path may hold any byte
+        with open(
+            log_file, "a", encoding="utf-8", errors="surrogateescape"
+        ) as file:  # a path may hold any byte
             file.writelines(line + "\n" for line in lines)
 
 
@@ -82,7 +96,9 @@ class LiveLine:
     def __init__(self, train_iters: int, start_iteration: int = 0) -> None:
         self._end, self._iteration = train_iters, start_iteration
         self._loss: float | None = None
-        self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)  # (seconds, tokens) of iterations
+        self._recent: deque[tuple[float, float]] = deque(
+            maxlen=RECENT
+        )  # (seconds, tokens) of iterations
 
     def add(self, metrics: IterationMetrics) -> None:
         tokens = 0.0
@@ -93,13 +109,17 @@ class LiveLine:
         self._iteration, self._loss = metrics.iteration, metrics.lm_loss
 
     def text(self) -> str:
-        parts = [f"iteration {self._iteration}/{self._end} ({self._iteration / max(self._end, 1):.0%})"]
+        parts = [
+            f"iteration {self._iteration}/{self._end} ({self._iteration / max(self._end, 1):.0%})"
+        ]
         if self._loss is not None:
             parts.append(f"loss {self._loss:.4f}")
         if self._recent:
             seconds, tokens = (sum(values) for values in zip(*self._recent))
             parts.append(f"{tokens / seconds:,.0f} tokens/s")
-            parts.append(f"{duration_text((self._end - self._iteration) * seconds / len(self._recent))} left")
+            parts.append(
+                f"{duration_text((self._end - self._iteration) * seconds / len(self._recent))} left"
+            )
         return " | ".join(parts)[:WIDTH]
 
 
@@ -109,7 +129,12 @@ class Screen:
     live: the live line that is redrawn below the other lines; None: log lines are printed as they are.
     """
 
-    def __init__(self, stream: TextIO, live: LiveLine | None = None, log_file: str | os.PathLike | None = None) -> None:
+    def __init__(
+        self,
+        stream: TextIO,
+        live: LiveLine | None = None,
+        log_file: str | os.PathLike | None = None,
+    ) -> None:
         self._stream, self._live, self._log_file = stream, live, log_file
         self._shown = ""
 
@@ -161,13 +186,24 @@ class Screen:
         self._stream.flush()
 
 
-def open_screen(stream: TextIO, live: str, train_iters: int, start_iteration: int = 0,
-                log_file: str | os.PathLike | None = None) -> Screen:
+def open_screen(
+    stream: TextIO,
+    live: str,
+    train_iters: int,
+    start_iteration: int = 0,
+    log_file: str | os.PathLike | None = None,
+) -> Screen:
     """The screen for --log-live `live`, with a hint where log lines are neither printed nor kept."""
-    line = LiveLine(train_iters, start_iteration) if live == "on" or live == "auto" and on_terminal(stream) else None
+    line = (
+        LiveLine(train_iters, start_iteration)
+        if live == "on" or live == "auto" and on_terminal(stream)
+        else None
+    )
     screen = Screen(stream, line, log_file)
     if line is not None and log_file is None:
-        screen.line("note: log lines are not printed on a terminal: --log-file FILE keeps them, --log-live off prints them")
+        screen.line(
+            "note: log lines are not printed on a terminal: --log-file FILE keeps them, --log-live off prints them"
+        )
     return screen
 
 
@@ -175,7 +211,9 @@ HISTORY = "history.jsonl"  # in the directory of --save
 SERVER = "https://api.wandb.ai"  # unless WANDB_BASE_URL names another
 REACHED_WITHIN = 3.0  # s
 _PEAK_MEMORY = re.compile(r"peak memory per rank: max (\d+) MiB")
-_VALIDATION = re.compile(r"validation loss at iteration (\d+) \| lm loss value: (\S+) \| lm loss PPL: (\S+) \|")
+_VALIDATION = re.compile(
+    r"validation loss at iteration (\d+) \| lm loss value: (\S+) \| lm loss PPL: (\S+) \|"
+)
 
 
 @dataclass(frozen=True)
@@ -191,8 +229,10 @@ class WandbRun:
     def check_installed(self) -> None:
         """Raises ValueError, one line, where the package is missing."""
         if importlib.util.find_spec("wandb") is None:
-            raise ValueError(f"--wandb-project {self.project}: a package is missing: pip install wandb, or this package with "
-                             "its extra [wandb]")
+            raise ValueError(
+                f"--wandb-project {self.project}: a package is missing: pip install wandb, or this package with "
+                "its extra [wandb]"
+            )
 
     def start(self, say: Callable[[str], None]) -> Any:
         """The open run, or None where the package refuses: that is said, and no reason to end a training run."""
@@ -200,13 +240,21 @@ class WandbRun:
 
         mode = os.environ.get("WANDB_MODE") or ("online" if _reachable() else "offline")
         if mode == "offline":
-            say("note: --wandb-project: offline, because the server is not reachable or WANDB_MODE says so: send the files later "
-                "with `wandb sync`")
+            say(
+                "note: --wandb-project: offline, because the server is not reachable or WANDB_MODE says so: send the files later "
+                "with `wandb sync`"
+            )
         try:
             if self.directory:
                 os.makedirs(self.directory, exist_ok=True)
-            return wandb.init(project=self.project, name=self.name, entity=self.entity, dir=self.directory, config=self.config,
-                              mode=mode)  # type: ignore[arg-type]  # wandb checks WANDB_MODE
+            return wandb.init(
+                project=self.project,
+                name=self.name,
+                entity=self.entity,
+                dir=self.directory,
+                config=self.config,
+                mode=mode,  # type: ignore[arg-type]  # wandb checks WANDB_MODE
+            )
         except Exception as error:  # noqa: BLE001 - wandb's own errors have no common class
             reason = [*str(error).splitlines(), type(error).__name__][0]
             say(f"note: --wandb-project {self.project}: {reason}; the run continues without it")
@@ -216,8 +264,10 @@ class WandbRun:
 def _reachable() -> bool:
     address = urlsplit(os.environ.get("WANDB_BASE_URL", SERVER))
     try:
-        socket.create_connection((address.hostname, address.port or (80 if address.scheme == "http" else 443)),
-                                 REACHED_WITHIN).close()
+        socket.create_connection(
+            (address.hostname, address.port or (80 if address.scheme == "http" else 443)),
+            REACHED_WITHIN,
+        ).close()
     except OSError:
         return False
     return True
@@ -249,34 +299,56 @@ class MetricsWriter:
     ValueError, on every rank, if `tensorboard_dir` or `wandb` is set and its package is not installed.
     """
 
-    def __init__(self, train_iters: int, log_interval: int, *, printing: bool = True, start_iteration: int = 0,
-                 stream: TextIO | None = None, tensorboard_dir: str | os.PathLike | None = None,
-                 history_path: str | os.PathLike | None = None, live: str = "auto",
-                 log_file: str | os.PathLike | None = None, wandb: WandbRun | None = None) -> None:
+    def __init__(
+        self,
+        train_iters: int,
+        log_interval: int,
+        *,
+        printing: bool = True,
+        start_iteration: int = 0,
+        stream: TextIO | None = None,
+        tensorboard_dir: str | os.PathLike | None = None,
+        history_path: str | os.PathLike | None = None,
+        live: str = "auto",
+        log_file: str | os.PathLike | None = None,
+        wandb: WandbRun | None = None,
+    ) -> None:
         if log_interval < 1:
             raise ValueError(f"--log-interval must be at least 1, got {log_interval}")
         if tensorboard_dir is not None and importlib.util.find_spec("tensorboard") is None:
-            raise ValueError(f"--tensorboard-dir {tensorboard_dir}: a package is missing: pip install tensorboard, or this package "
-                             "with its extra [log]")
+            raise ValueError(
+                f"--tensorboard-dir {tensorboard_dir}: a package is missing: pip install tensorboard, or this package "
+                "with its extra [log]"
+            )
         self.log_interval, self.printing = log_interval, printing
         self._interval: list[IterationMetrics] = []
         self._tensorboard: Any = None
         if tensorboard_dir is not None and printing:
-            from torch.utils.tensorboard import SummaryWriter  # imported only on request: it takes seconds
+            from torch.utils.tensorboard import (
+                SummaryWriter,
+            )  # imported only on request: it takes seconds
 
             self._tensorboard = SummaryWriter(log_dir=os.fspath(tensorboard_dir))
-        self._history = _open_history(Path(history_path), start_iteration) if history_path and printing else None
+        self._history = (
+            _open_history(Path(history_path), start_iteration)
+            if history_path and printing
+            else None
+        )
         if wandb is not None:
             wandb.check_installed()
         stream = sys.stdout if stream is None else stream
-        self._screen = open_screen(stream, live, train_iters, start_iteration, log_file) if printing else None
+        self._screen = (
+            open_screen(stream, live, train_iters, start_iteration, log_file) if printing else None
+        )
         self._wandb = wandb.start(self.print) if wandb is not None and printing else None
 
     def add(self, metrics: IterationMetrics) -> IterationMetrics | None:
         """Take one iteration; at the end of a log interval write the interval's line and return its metrics, else None."""
         self._interval.append(metrics)
         for name, metadata in METRICS:
-            self._scalar(metadata["tag"], getattr(metrics, name), metrics.iteration, metrics.consumed_samples)
+            self._scalar(
+                metadata["tag"], getattr(metrics, name), metrics.iteration, metrics.consumed_samples
+            )
         if self._screen is not None:
             self._screen.iteration(metrics)
         return None if metrics.iteration % self.log_interval else self.flush()
@@ -294,13 +366,23 @@ class MetricsWriter:
             self._scalar(metadata["interval_tag"], getattr(metrics, name), metrics.iteration)
         return metrics
 
-    def validation(self, iteration: int, lm_loss: float, consumed_samples: int, suffix: str = "") -> None:
+    def validation(
+        self, iteration: int, lm_loss: float, consumed_samples: int, suffix: str = ""
+    ) -> None:
         """Write the result of an evaluation. suffix: "-0", "-1" and so on where there are several validation sets."""
         for line in format_validation(iteration, lm_loss, suffix):
             self.print(line)
-        self._record(f"validation{suffix}", {"iteration": iteration, "consumed_samples": consumed_samples, "lm_loss": lm_loss})
+        self._record(
+            f"validation{suffix}",
+            {"iteration": iteration, "consumed_samples": consumed_samples, "lm_loss": lm_loss},
+        )
         self._scalar(f"lm loss validation{suffix}", lm_loss, iteration, consumed_samples)
-        self._scalar(f"lm loss validation{suffix} ppl", math.exp(min(20.0, lm_loss)), iteration, consumed_samples)
+        self._scalar(
+            f"lm loss validation{suffix} ppl",
+            math.exp(min(20.0, lm_loss)),
+            iteration,
+            consumed_samples,
+        )
 
     def print(self, line: str) -> None:
         """Print a line, on the printing rank only."""
@@ -326,7 +408,13 @@ class MetricsWriter:
             self._wandb.finish()
         self._history = self._tensorboard = self._wandb = None
 
-    def _scalar(self, tag: str | None, value: float | None, iteration: int, consumed_samples: int | None = None) -> None:
+    def _scalar(
+        self,
+        tag: str | None,
+        value: float | None,
+        iteration: int,
+        consumed_samples: int | None = None,
+    ) -> None:
         """Write a scalar, if it has a tag and a value; to TensorBoard with `consumed_samples` over these too, as Megatron does."""
         if tag is None or value is None:
             return
@@ -357,21 +445,29 @@ def read_history(path: str | os.PathLike) -> list[dict[str, Any]]:
         try:
             records.append(json.loads(line.decode()))
         except RecursionError as error:
-            raise ValueError(f"{path} line {number}: brackets are nested too deeply: move the file away") from error
+            raise ValueError(
+                f"{path} line {number}: brackets are nested too deeply: move the file away"
+            ) from error
         except ValueError as error:
             if number < len(lines):
-                raise ValueError(f"{path} line {number} is not JSON: {error}: move the file away") from error
+                raise ValueError(
+                    f"{path} line {number} is not JSON: {error}: move the file away"
+                ) from error
     return records
 
 
 def read_run_history(path: Path) -> list[dict[str, Any]]:
     """The records of the history that a run continues, none if the file does not exist. Raises ValueError for another file."""
     if path.exists() and not path.is_file():
-        raise ValueError(f"--save: {path} is not a regular file, and the history is written there: move it away")
+        raise ValueError(
+            f"--save: {path} is not a regular file, and the history is written there: move it away"
+        )
     records = read_history(path) if path.exists() else []
     for number, record in enumerate(records, 1):
         if not isinstance(record, dict) or not isinstance(record.get("iteration"), int):
-            raise ValueError(f"{path} line {number} has no iteration, so it is not the history of a run: move the file away")
+            raise ValueError(
+                f"{path} line {number} has no iteration, so it is not the history of a run: move the file away"
+            )
     return records
 
 
@@ -387,7 +483,9 @@ def _open_history(path: Path, start_iteration: int) -> TextIO:
 def format_peak_memory(mib: list[float]) -> str:
     """`mib`: every rank's peak_memory_mib(), in rank order."""
     largest = max(range(len(mib)), key=mib.__getitem__)  # rank
-    return f"peak memory per rank: max {mib[largest]:.0f} MiB (rank {largest}), min {min(mib):.0f} MiB"
+    return (
+        f"peak memory per rank: max {mib[largest]:.0f} MiB (rank {largest}), min {min(mib):.0f} MiB"
+    )
 
 
 def parse_peak_memory(lines: Iterable[str]) -> int | None:

@@ -56,18 +56,29 @@ class Interval:
 
     def line(self) -> str:
         """The record as JSON, in tenths of milliseconds."""
-        return json.dumps({**asdict(self), "seconds": {name: [round(s, 4) for s in row] for name, row in self.seconds.items()}})
+        return json.dumps(
+            {
+                **asdict(self),
+                "seconds": {name: [round(s, 4) for s in row] for name, row in self.seconds.items()},
+            }
+        )
 
 
 def parse_interval(line: str) -> Interval:
     """The inverse of `Interval.line`. ValueError if it is another line."""
     try:
         interval = Interval(**json.loads(line))
-        lengths = {len(row) for row in interval.seconds.values() if all(isinstance(s, float | int) for s in row)}
+        lengths = {
+            len(row)
+            for row in interval.seconds.values()
+            if all(isinstance(s, float | int) for s in row)
+        }
     except (ValueError, TypeError, AttributeError, RecursionError):
         lengths = set()
-    check(len(lengths) == 1 and min(interval.tp, interval.pp, interval.cp, *lengths) >= 1,
-          f"not a record of --log-ranks: {line.strip()[:60]!r}")
+    check(
+        len(lengths) == 1 and min(interval.tp, interval.pp, interval.cp, *lengths) >= 1,
+        f"not a record of --log-ranks: {line.strip()[:60]!r}",
+    )
     return interval
 
 
@@ -83,12 +94,18 @@ class Straggler:
 
     def text(self, host: str) -> str:
         """What a log says of it. host: the name of its node."""
-        excess = f", {100 * (self.seconds / self.usual - 1):.0f} % slower than the median of its stage" if self.usual else ""
+        excess = (
+            f", {100 * (self.seconds / self.usual - 1):.0f} % slower than the median of its stage"
+            if self.usual
+            else ""
+        )
         more = f"{excess} ({self.usual:.3f} s)" if excess else ""
         return f"rank {self.rank} (stage {self.stage}, {host}): {self.phase} {self.seconds:.3f} s per iteration{more}"
 
 
-def find(interval: Interval, work: Sequence[float], shares: Sequence[float] = ()) -> list[Straggler]:
+def find(
+    interval: Interval, work: Sequence[float], shares: Sequence[float] = ()
+) -> list[Straggler]:
     """The slow ranks, the slowest first. work: of each stage, in any unit, for stages with too few ranks for a median.
 
     shares: of every rank, its work relative to the other ranks of its stage, whose documents may be shorter; none: all alike.
@@ -98,21 +115,35 @@ def find(interval: Interval, work: Sequence[float], shares: Sequence[float] = ()
     found = []
     for rank, (computes, waits) in enumerate(zip(computation, data, strict=True)):
         limit = SLOW * sum(row[rank] for row in interval.seconds.values())
-        found += [Straggler(rank, interval.stage(rank), phase, seconds, expected)
-                  for phase, seconds, expected in ((COMPUTATION, computes, usual[rank]), (DATA, waits, 0.0))
-                  if seconds - expected > limit]
+        found += [
+            Straggler(rank, interval.stage(rank), phase, seconds, expected)
+            for phase, seconds, expected in (
+                (COMPUTATION, computes, usual[rank]),
+                (DATA, waits, 0.0),
+            )
+            if seconds - expected > limit
+        ]
     return sorted(found, key=lambda s: s.usual - s.seconds)
 
 
 def _usual(interval: Interval, work: Sequence[float], shares: Sequence[float]) -> list[float]:
     """For every rank, the lower median of computation: over its stage, or over all ranks by their work where that is too few."""
-    computation = [seconds / share for seconds, share in zip(interval.seconds[COMPUTATION], shares, strict=True)]
+    computation = [
+        seconds / share
+        for seconds, share in zip(interval.seconds[COMPUTATION], shares, strict=True)
+    ]
     stages = [interval.stage(rank) for rank in range(len(computation))]
     if len(computation) // interval.pp >= PEERS:
-        medians = [statistics.median_low(s for s, at in zip(computation, stages, strict=True) if at == stage)
-                   for stage in range(interval.pp)]
+        medians = [
+            statistics.median_low(
+                s for s, at in zip(computation, stages, strict=True) if at == stage
+            )
+            for stage in range(interval.pp)
+        ]
         return [medians[stage] * share for stage, share in zip(stages, shares, strict=True)]
-    rate = statistics.median_low(s / work[stage] for s, stage in zip(computation, stages, strict=True))
+    rate = statistics.median_low(
+        s / work[stage] for s, stage in zip(computation, stages, strict=True)
+    )
     return [rate * work[stage] * share for stage, share in zip(stages, shares, strict=True)]
 
 
@@ -124,25 +155,37 @@ def read(path: str | os.PathLike) -> list[Interval]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read ({error}): pass a file that --log-ranks wrote") from None
+        raise ValueError(
+            f"{path}: cannot be read ({error}): pass a file that --log-ranks wrote"
+        ) from None
     found: dict[int, Interval] = {}
     for number, line in enumerate(lines, 1):
         try:
             interval = parse_interval(line)
         except ValueError as error:
-            raise ValueError(f"{path} line {number}: {error}: pass a file that --log-ranks wrote") from None
+            raise ValueError(
+                f"{path} line {number}: {error}: pass a file that --log-ranks wrote"
+            ) from None
         if found and interval.layout != next(iter(found.values())).layout:
             found.clear()
         found[interval.iteration] = interval
-    check(bool(found), f"{path} is empty: pass a file that --log-ranks wrote, after the run's first log interval")
+    check(
+        bool(found),
+        f"{path} is empty: pass a file that --log-ranks wrote, after the run's first log interval",
+    )
     return [found[iteration] for iteration in sorted(found)]
 
 
 def mean(intervals: Sequence[Interval]) -> Interval:
     """One interval with the mean seconds of all but the first WARM_UP, or of all if there are at most that many."""
     counted = intervals[WARM_UP:] or intervals
-    seconds = {phase: [statistics.fmean(column) for column in zip(*(i.seconds[phase] for i in counted), strict=True)]
-               for phase in counted[0].seconds}
+    seconds = {
+        phase: [
+            statistics.fmean(column)
+            for column in zip(*(i.seconds[phase] for i in counted), strict=True)
+        ]
+        for phase in counted[0].seconds
+    }
     last = counted[-1]
     return replace(last, seconds=seconds)
 
@@ -152,16 +195,29 @@ def text(path: str | os.PathLike, intervals: Sequence[Interval]) -> str:
     average, rows = mean(intervals), []
     for phase, row in average.seconds.items():
         slowest = row.index(max(row))
-        rows.append([phase, *(f"{s:.3f}" for s in (min(row), statistics.fmean(row), row[slowest])), str(slowest),
-                     str(average.stage(slowest))])
+        rows.append(
+            [
+                phase,
+                *(f"{s:.3f}" for s in (min(row), statistics.fmean(row), row[slowest])),
+                str(slowest),
+                str(average.stage(slowest)),
+            ]
+        )
     counted = len(intervals[WARM_UP:] or intervals)
-    return "\n".join([*pipe_table([list(COLUMNS), *rows]), "",
-                      f"  {path}: {average.ranks} ranks, means over {counted} log intervals up to iteration {average.iteration}"])
+    return "\n".join(
+        [
+            *pipe_table([list(COLUMNS), *rows]),
+            "",
+            f"  {path}: {average.ranks} ranks, means over {counted} log intervals up to iteration {average.iteration}",
+        ]
+    )
 
 
 def draw(path: str | os.PathLike, source: str | os.PathLike, intervals: Sequence[Interval]) -> None:
     """A heat map for each phase into a PNG file: ranks down, log intervals across. ValueError when it cannot be written."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window, and pyplot's global state untouched
+    from matplotlib.backends.backend_agg import (
+        FigureCanvasAgg,
+    )  # no window, and pyplot's global state untouched
     from matplotlib.figure import Figure
 
     phases = list(intervals[0].seconds)
@@ -173,7 +229,10 @@ def draw(path: str | os.PathLike, source: str | os.PathLike, intervals: Sequence
     columns[0].set_ylabel("rank")
     columns[0].invert_yaxis()
     figure.colorbar(image, ax=columns, label="seconds of an iteration")
-    figure.suptitle(shown(title("Where the time of every rank went, measured", os.path.abspath(source))), fontsize="medium")
+    figure.suptitle(
+        shown(title("Where the time of every rank went, measured", os.path.abspath(source))),
+        fontsize="medium",
+    )
     with writing("--png", os.fspath(path)):
         figure.savefig(path, dpi=120, format="png")
 
@@ -188,5 +247,11 @@ def _panel(axes: Any, phase: str, intervals: Sequence[Interval]) -> Any:
     picture = list(zip(*(i.seconds[phase] for i in intervals), strict=True))  # (ranks, intervals)
     axes.set(title=phase, xlabel="iteration")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    return axes.pcolormesh([begin, *ends], [rank - 0.5 for rank in range(len(picture) + 1)], picture, vmin=0, vmax=largest,
-                           cmap="viridis")
+    return axes.pcolormesh(
+        [begin, *ends],
+        [rank - 0.5 for rank in range(len(picture) + 1)],
+        picture,
+        vmin=0,
+        vmax=largest,
+        cmap="viridis",
+    )

@@ -19,7 +19,14 @@ from typing import Any
 from ..config.arguments import make_run
 from ..config.checks import check, check_kind
 from ..config.layout import Layout, flags_of_sizes
-from ..config.run_config import BatchConfig, ModelConfig, ParallelConfig, PrecisionConfig, RunConfig, TrainingConfig
+from ..config.run_config import (
+    BatchConfig,
+    ModelConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainingConfig,
+)
 from ..costs import accounting
 from .iteration import IterationMetrics, parse_line
 from .metrics import parse_peak_memory, parse_validation_line
@@ -28,10 +35,22 @@ WARM_UP = 2  # iterations of a job that are not counted: memory is touched for t
 _RUN = "run: "
 _RECORD = '{"kind": "'  # how a line of a history begins
 _CLOCK = re.compile(r" at ([\d.]+) GHz \(measured\)")
-_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_part_layers")
-_GROUPS = {"model": ModelConfig, "batch": BatchConfig, "parallel": ParallelConfig, "precision": PrecisionConfig}
-FORMULAS = {"hardware": accounting.hardware_flops,
-            "parameter": lambda run, size: accounting.parameter_flops(run, size, replicas=True)}
+_RECOMPUTE = (
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_part_layers",
+)
+_GROUPS = {
+    "model": ModelConfig,
+    "batch": BatchConfig,
+    "parallel": ParallelConfig,
+    "precision": PrecisionConfig,
+}
+FORMULAS = {
+    "hardware": accounting.hardware_flops,
+    "parameter": lambda run, size: accounting.parameter_flops(run, size, replicas=True),
+}
 _PEAK = re.compile(rb"peak memory per rank: max \d+ MiB")
 
 
@@ -55,7 +74,10 @@ class Job:
         if self.recipe is None and not any(f.name in self.values for f in fields(ModelConfig)):
             return None
         run = make_run(self.recipe, self.values)
-        check(run.model.vocab_size is not None, "--vocab-size is missing: pass it with the other sizes of the model")
+        check(
+            run.model.vocab_size is not None,
+            "--vocab-size is missing: pass it with the other sizes of the model",
+        )
         return run
 
     def parallel(self, name: str) -> int | None:
@@ -81,8 +103,11 @@ class Job:
         if ranks is None or tp is None or pp is None:
             return None
         cp = self.parallel("context_parallel_size") or 1
-        check(ranks % (tp * pp * cp) == 0, f"{ranks} ranks (--nodes x --ranks-per-node) are not divisible by "
-              f"{flags_of_sizes(tp, pp, cp)}: change one of them")
+        check(
+            ranks % (tp * pp * cp) == 0,
+            f"{ranks} ranks (--nodes x --ranks-per-node) are not divisible by "
+            f"{flags_of_sizes(tp, pp, cp)}: change one of them",
+        )
         return ranks // (tp * pp * cp)
 
     @property
@@ -97,15 +122,27 @@ class Job:
 
     @property
     def recompute(self) -> str | None:
-        return self.run.training.recompute_granularity or "none" if self.run else self.values.get("recompute_granularity")
+        return (
+            self.run.training.recompute_granularity or "none"
+            if self.run
+            else self.values.get("recompute_granularity")
+        )
 
 
 def format_run(run: RunConfig, layout: Layout, nodes: int) -> str:
     """The log's `run:` line: JSON of nodes, ranks and every field that a row needs and that is not config's default."""
-    values = {f.name: value for group in _GROUPS for f in fields(_GROUPS[group])
-              if (value := getattr(getattr(run, group), f.name)) != f.default}
+    values = {
+        f.name: value
+        for group in _GROUPS
+        for f in fields(_GROUPS[group])
+        if (value := getattr(getattr(run, group), f.name)) != f.default
+    }
     default = {f.name: f.default for f in fields(run.training)}
-    values |= {name: value for name in _RECOMPUTE if (value := getattr(run.training, name)) != default[name]}
+    values |= {
+        name: value
+        for name in _RECOMPUTE
+        if (value := getattr(run.training, name)) != default[name]
+    }
     values["global_batch_size"] = layout.global_batch_size(run)
     return _RUN + json.dumps({"nodes": nodes, "world_size": layout.world_size, **values})
 
@@ -113,14 +150,25 @@ def format_run(run: RunConfig, layout: Layout, nodes: int) -> str:
 def parse_run(line: str) -> Job:
     """The inverse of `format_run`. Raises ValueError if it is another line."""
     try:
-        values = json.loads(line[line.index(_RUN + "{") + len(_RUN):])
+        values = json.loads(line[line.index(_RUN + "{") + len(_RUN) :])
         nodes, ranks = values.pop("nodes"), values.pop("world_size")
     except (ValueError, KeyError, RecursionError):
         raise ValueError(f"not a run line: {line.strip()[:80]!r}") from None
-    unknown = sorted(values.keys() - {f.name for group in _GROUPS.values() for f in fields(group)} - {*_RECOMPUTE})
-    check(not unknown, f"the run line has {', '.join(unknown)}, which this version does not know: read it with the version that "
-          "wrote it")
-    job = Job(values={name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}, nodes=nodes, ranks=ranks)
+    unknown = sorted(
+        values.keys()
+        - {f.name for group in _GROUPS.values() for f in fields(group)}
+        - {*_RECOMPUTE}
+    )
+    check(
+        not unknown,
+        f"the run line has {', '.join(unknown)}, which this version does not know: read it with the version that "
+        "wrote it",
+    )
+    job = Job(
+        values={name: tuple(v) if isinstance(v, list) else v for name, v in values.items()},
+        nodes=nodes,
+        ranks=ranks,
+    )
     try:
         _check_job(job)
     except ValueError as error:
@@ -131,7 +179,10 @@ def parse_run(line: str) -> Job:
 def _check_job(job: Job) -> None:
     """Raises ValueError for values of the wrong type, or that no run can have."""
     for name, number in (("nodes", job.nodes), ("world_size", job.ranks)):
-        check(type(number) is int and 0 < number < 2**31, f"{name} is {number!r:.60}, not a whole number from 1 to 2147483647")
+        check(
+            type(number) is int and 0 < number < 2**31,
+            f"{name} is {number!r:.60}, not a whole number from 1 to 2147483647",
+        )
     for f in (f for group in (*_GROUPS.values(), TrainingConfig) for f in fields(group)):
         if f.name in job.values:
             check_kind(f, job.values[f.name])
@@ -184,9 +235,14 @@ class LogSummary:
         run, ranks = self.job.run, self.job.ranks
         if run is None or ranks is None:
             return None
-        flops = FORMULAS[self.formula if self.job.other_program else "hardware"]  # our own logs always count hardware FLOPs
-        return _median(flops(run, i.global_batch_size) / ranks / seconds / 1e12
-                       for i in self.counted if i.global_batch_size and (seconds := exact_seconds(i)))
+        flops = FORMULAS[
+            self.formula if self.job.other_program else "hardware"
+        ]  # our own logs always count hardware FLOPs
+        return _median(
+            flops(run, i.global_batch_size) / ranks / seconds / 1e12
+            for i in self.counted
+            if i.global_batch_size and (seconds := exact_seconds(i))
+        )
 
     @property
     def gbs(self) -> int | None:
@@ -200,7 +256,11 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 def exact_seconds(iteration: IterationMetrics) -> float | None:
     """Seconds of an iteration, from samples per second (3 decimals) where the printed time (2 decimals) is less exact."""
-    seconds, rate, size = iteration.elapsed_seconds, iteration.samples_per_second, iteration.global_batch_size
+    seconds, rate, size = (
+        iteration.elapsed_seconds,
+        iteration.samples_per_second,
+        iteration.global_batch_size,
+    )
     if rate and size and (seconds is None or 0.005 * rate > 0.0005 * seconds):
         return size / rate
     return seconds
@@ -260,14 +320,23 @@ class LogReader:
         kind, known = record.pop("kind"), {f.name: f for f in fields(IterationMetrics)}
         if kind == "train":
             unknown = sorted(record.keys() - known)
-            check(not unknown, f"the record has {', '.join(unknown)}, which this version does not know: read it with the version "
-                  "that wrote it")
+            check(
+                not unknown,
+                f"the record has {', '.join(unknown)}, which this version does not know: read it with the version "
+                "that wrote it",
+            )
             for f in known.values():
                 check_kind(f, record.get(f.name))
             self._take_metrics(IterationMetrics(**record))
         elif kind == "validation":
-            check(type(record.get("iteration")) is int, f"iteration is {record.get('iteration')!r:.60}, not int")
-            check(isinstance(loss := record.get("lm_loss"), float), f"lm_loss is {loss!r:.60}, not float")
+            check(
+                type(record.get("iteration")) is int,
+                f"iteration is {record.get('iteration')!r:.60}, not int",
+            )
+            check(
+                isinstance(loss := record.get("lm_loss"), float),
+                f"lm_loss is {loss!r:.60}, not float",
+            )
             self.validations[record["iteration"]] = loss
         elif kind == "experts":
             self.experts = {"kind": kind, **record}
@@ -279,13 +348,23 @@ class LogReader:
     def summary(self) -> LogSummary:
         iterations = tuple(self.by_iteration[number] for number in sorted(self.by_iteration))
         last = self._of_job[-1] if self._of_job else None
-        last_iteration = self.job.other_program and last is not None and last.iteration >= last.train_iters
+        last_iteration = (
+            self.job.other_program and last is not None and last.iteration >= last.train_iters
+        )
         clock = _CLOCK.search(self.machine)
-        return LogSummary(path=self.path, iterations=iterations, validations=tuple(sorted(self.validations.items())),
-                          counted=tuple(self._of_job[WARM_UP:] or self._of_job), job=self.job, formula=self.formula,
-                          machine=self.machine, experts=self.experts,
-                          ghz=float(clock[1]) if clock else self.job.values.get("cpu_frequency"),
-                          memory_mib=self._memory, finished=self._ended or last_iteration)
+        return LogSummary(
+            path=self.path,
+            iterations=iterations,
+            validations=tuple(sorted(self.validations.items())),
+            counted=tuple(self._of_job[WARM_UP:] or self._of_job),
+            job=self.job,
+            formula=self.formula,
+            machine=self.machine,
+            experts=self.experts,
+            ghz=float(clock[1]) if clock else self.job.values.get("cpu_frequency"),
+            memory_mib=self._memory,
+            finished=self._ended or last_iteration,
+        )
 
 
 class LogFile:
@@ -301,7 +380,10 @@ class LogFile:
     def poll(self) -> bool:
         """Read what is new and return whether there was anything. ValueError when the file cannot be read."""
         try:
-            check(self._path.is_file() or not self._path.exists(), f"{self._path}: is not a regular file: pass a run's log")
+            check(
+                self._path.is_file() or not self._path.exists(),
+                f"{self._path}: is not a regular file: pass a run's log",
+            )
             with open(self._path, "rb") as file:
                 if os.fstat(file.fileno()).st_size < self._offset:  # overwritten by another job
                     self._begin()
@@ -327,5 +409,8 @@ def read_log(path: str | Path, job: Job | None = None, formula: str = "hardware"
     file = LogFile(str(path), job, formula)
     file.poll()
     summary = file.finish()
-    check(bool(summary.iterations), f"{path}: has no line of an iteration ('iteration 1/ 100 | ...'): pass a run's log")
+    check(
+        bool(summary.iterations),
+        f"{path}: has no line of an iteration ('iteration 1/ 100 | ...'): pass a run's log",
+    )
     return summary

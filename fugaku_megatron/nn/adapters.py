@@ -37,7 +37,9 @@ from .torch_blocks import matrix
 from .torch_ops import TorchOps
 
 Backend = NativeOps | TorchOps
-Dropout = tuple[float, DropoutKey, int | None]  # probability, mask, and of a split last dimension where this rank's part begins
+Dropout = tuple[
+    float, DropoutKey, int | None
+]  # probability, mask, and of a split last dimension where this rank's part begins
 STREAMS = 1 << 32  # of dropout; other masks have smaller numbers
 MAX_COLUMNS = 1 << 24  # of an input that ranks share
 
@@ -70,18 +72,40 @@ class Adapter(nn.Module):
     outputs: (out,), or (2, f) of a gate and what it multiplies. experts: (e,) where it is the layer of so many, with adapters each.
     """
 
-    def __init__(self, name: str, linear: str, parts: tuple[str, ...], inputs: int, outputs: tuple[int, ...], split: bool,
-                 context: Any, experts: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        linear: str,
+        parts: tuple[str, ...],
+        inputs: int,
+        outputs: tuple[int, ...],
+        split: bool,
+        context: Any,
+        experts: tuple[int, ...] = (),
+    ) -> None:
         super().__init__()
         self.context, self.split, self.linear, self.parts = context, split, linear, parts
         self.lora: LoraConfig = context.lora
         self.stream = STREAMS + zlib.crc32(name.encode())
-        rank, more, make = self.lora.rank, {"frozen": False}, context.expert_parameter if experts else context.parameter
+        rank, more, make = (
+            self.lora.rank,
+            {"frozen": False},
+            context.expert_parameter if experts else context.parameter,
+        )
         # As uniform values between -1 and 1 / sqrt(inputs), with which peft begins.
-        self.lora_a = make(f"{name}.lora_A.weight", (*experts, len(parts), rank, inputs), len(experts) + 2 if split else None,
-                           (3.0 * inputs) ** -0.5, **more)
-        self.lora_b = make(f"{name}.lora_B.weight", (*experts, *outputs, rank), None if split else len(experts + outputs) - 1,
-                           **more)
+        self.lora_a = make(
+            f"{name}.lora_A.weight",
+            (*experts, len(parts), rank, inputs),
+            len(experts) + 2 if split else None,
+            (3.0 * inputs) ** -0.5,
+            **more,
+        )
+        self.lora_b = make(
+            f"{name}.lora_B.weight",
+            (*experts, *outputs, rank),
+            None if split else len(experts + outputs) - 1,
+            **more,
+        )
 
     @property
     def ops(self) -> Backend:
@@ -100,18 +124,29 @@ class Adapter(nn.Module):
             return None
         runs = own_runs(len(x), context.cp) if self.split else context.runs(x)
         first_column = context.tp.rank * x.shape[-1] if self.split else None
-        return p, DropoutKey.of_runs(runs, context.seed, self.stream, forward_pass.first_sample), first_column
+        return (
+            p,
+            DropoutKey.of_runs(runs, context.seed, self.stream, forward_pass.first_sample),
+            first_column,
+        )
 
     def column(self, x: Tensor, y: Tensor, forward_pass: Pass) -> Tensor:
         """y + the adapters of a column-parallel layer. x (s, b, in), y (whole sequence, b, out / tp) -> as y."""
         t = _Down.apply(self.ops, x, self.lora_a, self.dropout(x, forward_pass))
         context = self.context
-        enter = copy_to_tensor_parallel if context.sequence is None else gather_from_sequence_parallel
+        enter = (
+            copy_to_tensor_parallel if context.sequence is None else gather_from_sequence_parallel
+        )
         return self.up(y, enter(t, context.tp))
 
     def row(self, x: Tensor, y: Tensor, forward_pass: Pass) -> Tensor:
         """y + the adapters of a row-parallel layer. x (whole sequence, b, in / tp), y (s, b, out) -> as y."""
-        return self.up(y, self.context.out_of_matmul(_Down.apply(self.ops, x, self.lora_a, self.dropout(x, forward_pass))))
+        return self.up(
+            y,
+            self.context.out_of_matmul(
+                _Down.apply(self.ops, x, self.lora_a, self.dropout(x, forward_pass))
+            ),
+        )
 
     def merged(self, weight: Tensor) -> Tensor:
         """The layer's weight, this rank's part, with these adapters added."""
@@ -122,7 +157,9 @@ class Adapter(nn.Module):
         return _Up.apply(self.ops, y, t, self.lora_b, self.mask(), self.lora.scale)
 
 
-def row_mask(linear: str, parts: tuple[str, ...], a: Tensor, b: Tensor, model: ModelConfig) -> Tensor | None:
+def row_mask(
+    linear: str, parts: tuple[str, ...], a: Tensor, b: Tensor, model: ModelConfig
+) -> Tensor | None:
     """(rows, p, 1): 1 where a row of a rank's part of a layer's weight is in part p; None where all are in the only one.
 
     a, b: the adapters, whose shapes say how many rows there are, of all experts.
@@ -131,8 +168,14 @@ def row_mask(linear: str, parts: tuple[str, ...], a: Tensor, b: Tensor, model: M
         return None
     rows, queries = b.shape[:-1].numel(), model.num_attention_heads // model.query_groups
     each = rows // a.shape[:-3].numel()  # of an expert
-    slot = torch.arange(rows) // model.kv_channels % (queries + 2)  # of a group: its queries, its key, its value
-    owner = torch.arange(rows) % each // (each // 2) if linear == FC1 else (slot - queries + 1).clamp(min=0)
+    slot = (
+        torch.arange(rows) // model.kv_channels % (queries + 2)
+    )  # of a group: its queries, its key, its value
+    owner = (
+        torch.arange(rows) % each // (each // 2)
+        if linear == FC1
+        else (slot - queries + 1).clamp(min=0)
+    )
     numbers = torch.tensor([MATRICES[linear].index(part) for part in parts])
     return (owner[:, None] == numbers).float().unsqueeze(-1)
 
@@ -140,12 +183,16 @@ def row_mask(linear: str, parts: tuple[str, ...], a: Tensor, b: Tensor, model: M
 def expanded(b: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """scale B as one matrix (out, p r): the columns of a row that belong to other parts are zero."""
     b = b.detach().flatten(0, -2)
-    return (b * scale if mask is None else (b.unsqueeze(1) * (mask * scale)).flatten(1)).contiguous()
+    return (
+        b * scale if mask is None else (b.unsqueeze(1) * (mask * scale)).flatten(1)
+    ).contiguous()
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """weight (..., in) + scale B A in FP32, in weight's dtype and shape. a (p, r, in) or (e, p, r, in), b as weight, r columns."""
-    a = a.detach().float().flatten(-3, -2).view(-1, a.shape[-3:-1].numel(), a.shape[-1])  # (1 or e, p r, in)
+    a = (
+        a.detach().float().flatten(-3, -2).view(-1, a.shape[-3:-1].numel(), a.shape[-1])
+    )  # (1 or e, p r, in)
     b = expanded(b.float(), None if mask is None else mask.float(), scale)
     delta = b.view(len(a), -1, b.shape[-1]) @ a
     return (weight.float() + delta.view(weight.shape)).to(weight.dtype)
@@ -179,7 +226,9 @@ class _Up(torch.autograd.Function):
     """y + scale t B^T."""
 
     @staticmethod
-    def forward(ctx: Any, ops: Backend, y: Tensor, t: Tensor, b: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, ops: Backend, y: Tensor, t: Tensor, b: Tensor, mask: Tensor | None, scale: float
+    ) -> Tensor:
         rows, whole = as_rows(t), expanded(b, mask, scale)
         out = rows.new_empty(len(rows), len(whole))
         ops.matmul(rows, whole, out)
@@ -204,8 +253,14 @@ class _Up(torch.autograd.Function):
         return None, dy, dt.view(ctx.shape), None, None, None
 
 
-def activated_linear(context: Any, activation: str, pre: Tensor, weight: Tensor, adapter: Adapter | None,
-                     forward_pass: Pass) -> tuple[Tensor, Tensor | None]:
+def activated_linear(
+    context: Any,
+    activation: str,
+    pre: Tensor,
+    weight: Tensor,
+    adapter: Adapter | None,
+    forward_pass: Pass,
+) -> tuple[Tensor, Tensor | None]:
     """(inner W^T, dropout(inner) A^T) with inner the activation of pre. pre (s, b, f or 2 f), W (h, f) -> (s, b, h), (s, b, p r).
 
     It keeps pre alone. The values of the first result may be anything where `forward_pass` needs none.
@@ -213,24 +268,46 @@ def activated_linear(context: Any, activation: str, pre: Tensor, weight: Tensor,
     a, dropout = None, None
     if adapter is not None:
         a, dropout = adapter.lora_a, adapter.dropout(pre[..., : weight.shape[1]], forward_pass)
-    return _ActivatedLinear.apply(context.ops.backends["gemm"], activation, pre, weight, a, dropout, forward_pass.needs_values)
+    return _ActivatedLinear.apply(
+        context.ops.backends["gemm"], activation, pre, weight, a, dropout, forward_pass.needs_values
+    )
 
 
 class _ActivatedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ops: Backend, activation: str, pre: Tensor, weight: Tensor, a: Tensor | None, dropout: Dropout | None,
-                needs_values: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        ctx: Any,
+        ops: Backend,
+        activation: str,
+        pre: Tensor,
+        weight: Tensor,
+        a: Tensor | None,
+        dropout: Dropout | None,
+        needs_values: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(pre)
-        ctx.ops, ctx.activation, ctx.weight, ctx.a, ctx.dropout = ops, activation, weight, a, dropout
+        ctx.ops, ctx.activation, ctx.weight, ctx.a, ctx.dropout = (
+            ops,
+            activation,
+            weight,
+            a,
+            dropout,
+        )
         rows, lead, t = as_rows(pre), pre.shape[:-1], None
-        out = pre.new_empty(len(rows), len(weight)) if needs_values else pre.new_empty(1).expand(len(rows), len(weight))
+        out = (
+            pre.new_empty(len(rows), len(weight))
+            if needs_values
+            else pre.new_empty(1).expand(len(rows), len(weight))
+        )
         inner = ops.gate(rows, activation) if needs_values or a is not None else pre
         if needs_values:
             ops.matmul(inner, weight, out, chunk=ops.chunk(pre))
         if a is not None:
             stacked = matrix(a)
             t = pre.new_empty(len(rows), len(stacked))
-            _plain(ops).matmul(as_rows(_dropped(ops.kernels, inner.view(*lead, -1), dropout)), stacked, t)
+            _plain(ops).matmul(
+                as_rows(_dropped(ops.kernels, inner.view(*lead, -1), dropout)), stacked, t
+            )
             t = t.view(*lead, -1)
         return out.view(*lead, -1), t
 
@@ -243,7 +320,9 @@ class _ActivatedLinear(torch.autograd.Function):
         if ctx.a is not None and dt is not None:
             stacked, plain, dt = matrix(ctx.a), _plain(ops), as_rows(dt)
             inner = ops.gate(rows, activation).view(*lead, -1)
-            plain.weight_gradient(dt, as_rows(_dropped(ops.kernels, inner, ctx.dropout)), stacked, None)
+            plain.weight_gradient(
+                dt, as_rows(_dropped(ops.kernels, inner, ctx.dropout)), stacked, None
+            )
             del inner
             added = _through(plain, dt, stacked, rows, activation, gated)
             total.add_(_dropped(ops.kernels, added.view(*lead, -1), ctx.dropout).view_as(total))
@@ -255,14 +334,18 @@ class _ActivatedLinear(torch.autograd.Function):
         return None, None, total.view(pre.shape), None, None, None, None
 
 
-def _through(ops: Backend, dy: Tensor, weight: Tensor, pre: Tensor, activation: str, gated: bool) -> Tensor:
+def _through(
+    ops: Backend, dy: Tensor, weight: Tensor, pre: Tensor, activation: str, gated: bool
+) -> Tensor:
     """dy (rows, out) weight, weight (out, f); without a gate times the activation's slope at pre (rows, f), in the same kernel."""
     made, chunk = pre.new_empty(len(pre), weight.shape[1]), ops.chunk(dy)
     if gated or not isinstance(ops, NativeOps):
         ops.data_gradient(dy, weight, made, chunk=chunk)
     else:
         packed = ops.packed(weight, True, chunk)
-        ops.kernels.linear_data_gradient(dy, weight, made, pre, activation, packed=packed, fp16_chunk=chunk)
+        ops.kernels.linear_data_gradient(
+            dy, weight, made, pre, activation, packed=packed, fp16_chunk=chunk
+        )
     return made
 
 
@@ -280,19 +363,39 @@ class AdaptedExperts:
         """All other operations are the backend's."""
         return getattr(self.ops, name)
 
-    def grouped_matmul(self, x: Tensor, weight: Tensor, counts: Sequence[int], out: Tensor, chunk: int = 0) -> None:
+    def grouped_matmul(
+        self, x: Tensor, weight: Tensor, counts: Sequence[int], out: Tensor, chunk: int = 0
+    ) -> None:
         """As the backend's, of rows (n, in)."""
         self.ops.grouped_matmul(x, weight, counts, out, chunk)
         if adapter := self.adapters[id(weight)]:
-            out.add_(_grouped(adapter, _grouped(adapter, x, adapter.lora_a, counts), _up_matrices(adapter), counts))
+            out.add_(
+                _grouped(
+                    adapter,
+                    _grouped(adapter, x, adapter.lora_a, counts),
+                    _up_matrices(adapter),
+                    counts,
+                )
+            )
 
-    def grouped_data_gradient(self, dy: Tensor, weight: Tensor, counts: Sequence[int], dx: Tensor, chunk: int = 0) -> None:
+    def grouped_data_gradient(
+        self, dy: Tensor, weight: Tensor, counts: Sequence[int], dx: Tensor, chunk: int = 0
+    ) -> None:
         """As the backend's, of gradients (n, out)."""
         self.ops.grouped_data_gradient(dy, weight, counts, dx, chunk)
         if adapter := self.adapters[id(weight)]:
-            dx.add_(_grouped_back(adapter, _grouped_back(adapter, dy, _up_matrices(adapter), counts), adapter.lora_a, counts))
+            dx.add_(
+                _grouped_back(
+                    adapter,
+                    _grouped_back(adapter, dy, _up_matrices(adapter), counts),
+                    adapter.lora_a,
+                    counts,
+                )
+            )
 
-    def grouped_weight_gradient(self, dy: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int], chunk: int = 0) -> None:
+    def grouped_weight_gradient(
+        self, dy: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int], chunk: int = 0
+    ) -> None:
         """Add the adapters' gradients, now or later; dy (n, out) and x (n, in) stay until then."""
         adapter, x = self.adapters[id(weight)], x.detach()
         if adapter is None:
@@ -300,7 +403,10 @@ class AdaptedExperts:
 
         def gradients() -> None:
             b, mask, ops = adapter.lora_b, adapter.mask(), adapter.ops
-            t, dt = _grouped(adapter, x, adapter.lora_a, counts), _grouped_back(adapter, dy, _up_matrices(adapter), counts)
+            t, dt = (
+                _grouped(adapter, x, adapter.lora_a, counts),
+                _grouped_back(adapter, dy, _up_matrices(adapter), counts),
+            )
             ops.grouped_weight_gradient(dt, x, adapter.lora_a, counts)
             total = ops.grouped_outer_sum(dy, t, counts).flatten(0, 1)  # (e out, p r)
             total = total if mask is None else (total.unflatten(1, (-1, b.shape[-1])) * mask).sum(1)

@@ -55,14 +55,31 @@ class SelfAttention(nn.Module):
         super().__init__()
         model, self.context, self.layer = context.model, context, layer
         self.way = context.context_way(layer)
-        tp, cp = context.tp.size, context.cp.size if self.way == A2A else 1  # whose ranks share the heads for attention
+        tp, cp = (
+            context.tp.size,
+            context.cp.size if self.way == A2A else 1,
+        )  # whose ranks share the heads for attention
         self.group_copies = group_copies(model.query_groups // tp, cp)
-        self.heads, self.groups = model.num_attention_heads // (tp * cp), model.query_groups * self.group_copies // (tp * cp)
-        self.linear_qkv = ColumnParallelLinear(f"{name}.linear_qkv", model.hidden_size, model.qkv_width, context, model.qkv_bias)
-        self.q_layernorm = HeadNorm(f"{name}.q_layernorm", self.heads, context) if model.qk_layernorm else None
-        self.k_layernorm = HeadNorm(f"{name}.k_layernorm", self.groups, context) if model.qk_layernorm else None
-        self.linear_proj = RowParallelLinear(f"{name}.linear_proj", model.context_width, model.hidden_size, context,
-                                             not model.disable_bias_linear)
+        self.heads, self.groups = (
+            model.num_attention_heads // (tp * cp),
+            model.query_groups * self.group_copies // (tp * cp),
+        )
+        self.linear_qkv = ColumnParallelLinear(
+            f"{name}.linear_qkv", model.hidden_size, model.qkv_width, context, model.qkv_bias
+        )
+        self.q_layernorm = (
+            HeadNorm(f"{name}.q_layernorm", self.heads, context) if model.qk_layernorm else None
+        )
+        self.k_layernorm = (
+            HeadNorm(f"{name}.k_layernorm", self.groups, context) if model.qk_layernorm else None
+        )
+        self.linear_proj = RowParallelLinear(
+            f"{name}.linear_proj",
+            model.context_width,
+            model.hidden_size,
+            context,
+            not model.disable_bias_linear,
+        )
 
     def turn(self, qkv: Tensor, angles: Angles | None, positions: Tensor | None) -> Tensor:
         """qkv (s, b, g (n/g + 2) d) with queries and keys normalised and turned by `angles`, two of (s, rotated elements / 2).
@@ -71,14 +88,29 @@ class SelfAttention(nn.Module):
         """
         model = self.context.model
         q_weight = k_weight = None
-        if model.qk_layernorm_all_heads or model.qk_layernorm and model.normalization == "LayerNorm":
+        if (
+            model.qk_layernorm_all_heads
+            or model.qk_layernorm
+            and model.normalization == "LayerNorm"
+        ):
             qkv = self._normed(qkv)
             if angles is None:
                 return qkv
         elif self.q_layernorm is not None and self.k_layernorm is not None:
             q_weight, k_weight = self.q_layernorm.scale(), self.k_layernorm.scale()
-        return self.context.ops.rotary(qkv, angles, self.heads, self.groups, model.kv_channels,
-                                       model.rotary_interleaved, 0, q_weight, k_weight, model.layernorm_epsilon, positions)
+        return self.context.ops.rotary(
+            qkv,
+            angles,
+            self.heads,
+            self.groups,
+            model.kv_channels,
+            model.rotary_interleaved,
+            0,
+            q_weight,
+            k_weight,
+            model.layernorm_epsilon,
+            positions,
+        )
 
     def _normed(self, qkv: Tensor) -> Tensor:
         """qkv (s, b, g (n/g + 2) d) with its queries and keys normalised: each head, or all of them as one vector."""
@@ -88,8 +120,11 @@ class SelfAttention(nn.Module):
         for part, norm in zip(parts, (self.q_layernorm, self.k_layernorm)):
             assert norm is not None, "the model normalises queries and keys"
             x = part.flatten(2) if model.qk_layernorm_all_heads else part.contiguous()
-            y = (ops.rms_norm(x, norm.scale(), model.layernorm_epsilon) if norm.bias is None
-                 else ops.layer_norm(x, norm.scale(), norm.bias, model.layernorm_epsilon))
+            y = (
+                ops.rms_norm(x, norm.scale(), model.layernorm_epsilon)
+                if norm.bias is None
+                else ops.layer_norm(x, norm.scale(), norm.bias, model.layernorm_epsilon)
+            )
             normed.append(y.view(part.shape))
         return torch.cat((*normed, values), 3).view(qkv.shape)
 
@@ -98,17 +133,35 @@ class SelfAttention(nn.Module):
         if self.context.cp.size > 1 and self.way != A2A:
             return self._between_ranks(qkv, forward_pass)
         model, ops, tp, cp = self.context.model, self.context.ops, self.context.tp, self.context.cp
-        whole = Heads(model.num_attention_heads // tp.size, model.query_groups // tp.size, model.kv_channels)
+        whole = Heads(
+            model.num_attention_heads // tp.size, model.query_groups // tp.size, model.kv_channels
+        )
         qkv = to_heads(copy_groups(qkv, whole, self.group_copies), cp)  # the whole sequence
         first_head = (tp.rank * cp.size + cp.rank) * self.heads
-        key = DropoutKey(self.context.seed, dropout_stream(self.layer, "attention"), forward_pass.first_sample, sample_dim=0,
-                         row0=first_head * qkv.shape[0])
+        key = DropoutKey(
+            self.context.seed,
+            dropout_stream(self.layer, "attention"),
+            forward_pass.first_sample,
+            sample_dim=0,
+            row0=first_head * qkv.shape[0],
+        )
         dropout = model.attention_dropout if forward_pass.training else 0.0
         documents = forward_pass.documents
-        attention = partial(ops.attention, head_size=model.kv_channels, p=dropout, key=key, groups=self.groups, window=model.window,
-                            starts=documents.starts)
+        attention = partial(
+            ops.attention,
+            head_size=model.kv_channels,
+            p=dropout,
+            key=key,
+            groups=self.groups,
+            window=model.window,
+            starts=documents.starts,
+        )
         if model.turns_queries:
-            angles = self.context.angles(len(qkv)) if forward_pass.rows is None else forward_pass.rows.angles
+            angles = (
+                self.context.angles(len(qkv))
+                if forward_pass.rows is None
+                else forward_pass.rows.angles
+            )
             qkv = self.turn(qkv, angles, documents.positions)
         if forward_pass.rows is not None:
             return forward_pass.rows.attend(ops, self.layer, qkv, attention)
@@ -119,18 +172,33 @@ class SelfAttention(nn.Module):
         model, context, documents = self.context.model, self.context, forward_pass.documents
         s, own = len(qkv) * context.cp.size, positions(own_runs(len(qkv), context.cp))
         if model.turns_queries:
-            own = own.int().unsqueeze(1).expand(-1, qkv.shape[1]) if documents.positions is None else documents.positions[own]
+            own = (
+                own.int().unsqueeze(1).expand(-1, qkv.shape[1])
+                if documents.positions is None
+                else documents.positions[own]
+            )
             qkv = self.turn(qkv, context.angles(s), own.contiguous())
-        key = DropoutKey(context.seed, dropout_stream(self.layer, "attention"), forward_pass.first_sample, sample_dim=0,
-                         row0=context.tp.rank * self.heads * s)
-        call = SharedCall(Heads(self.heads, self.groups, model.kv_channels), Sight(s, model.window, documents.starts),
-                          model.attention_dropout if forward_pass.training else 0.0, key)
+        key = DropoutKey(
+            context.seed,
+            dropout_stream(self.layer, "attention"),
+            forward_pass.first_sample,
+            sample_dim=0,
+            row0=context.tp.rank * self.heads * s,
+        )
+        call = SharedCall(
+            Heads(self.heads, self.groups, model.kv_channels),
+            Sight(s, model.window, documents.starts),
+            model.attention_dropout if forward_pass.training else 0.0,
+            key,
+        )
         return context.ops.shared_attention(qkv, call, context.cp, self.way)
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """x (s, b, h) -> (s, b, h), without the projection's bias."""
         qkv = self.linear_qkv(x, forward_pass)  # (s, b, g (n/g + 2) d)
-        again = forward_pass.recompute == "selective" and qkv.requires_grad  # below the lowest adapter there is no backward
+        again = (
+            forward_pass.recompute == "selective" and qkv.requires_grad
+        )  # below the lowest adapter there is no backward
         context = recompute(self.core, qkv, forward_pass) if again else self.core(qkv, forward_pass)
         return self.linear_proj(context, forward_pass)
 
@@ -143,7 +211,11 @@ class MLP(nn.Module):
     def __init__(self, name: str, context: Context, width: int | None = None) -> None:
         super().__init__()
         model, self.context = context.model, context
-        h, f, bias = model.hidden_size, width or model.ffn_hidden_size, not model.disable_bias_linear
+        h, f, bias = (
+            model.hidden_size,
+            width or model.ffn_hidden_size,
+            not model.disable_bias_linear,
+        )
         self.linear_fc1: Any = self.column(f"{name}.linear_fc1", h, f, context, bias)
         self.linear_fc2 = RowParallelLinear(f"{name}.linear_fc2", f, h, context, bias)
 
@@ -155,27 +227,53 @@ class MLP(nn.Module):
     def operations(self) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
         """The operation of the whole sequence (s, b, h), and the one from part to part of it."""
         ops, activation = self.context.ops, self.context.model.activation
-        return partial(ops.mlp, activation=activation), partial(ops.mlp_between_parts, activation=activation)
+        return partial(ops.mlp, activation=activation), partial(
+            ops.mlp_between_parts, activation=activation
+        )
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """x (s, b, h) -> (s, b, h), without the second bias; its values may be anything where `forward_pass` needs none."""
-        fc1, fc2, context, (whole, between_parts) = self.linear_fc1, self.linear_fc2, self.context, self.operations()
+        fc1, fc2, context, (whole, between_parts) = (
+            self.linear_fc1,
+            self.linear_fc2,
+            self.context,
+            self.operations(),
+        )
         if fc1.adapter is not None or fc2.adapter is not None:
             return self._adapted(x, forward_pass)
         if context.blocks is not None:
-            return between_parts(x, fc1.weight, fc1.bias, fc2.weight, forward_pass.needs_values, context.blocks)
-        partial = whole(context.into_matmul(x), fc1.weight, fc1.bias, fc2.weight, forward_pass.needs_values, context.sequence)
+            return between_parts(
+                x, fc1.weight, fc1.bias, fc2.weight, forward_pass.needs_values, context.blocks
+            )
+        partial = whole(
+            context.into_matmul(x),
+            fc1.weight,
+            fc1.bias,
+            fc2.weight,
+            forward_pass.needs_values,
+            context.sequence,
+        )
         return context.out_of_matmul(partial, forward_pass.needs_values)
 
     def _adapted(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """`forward` with adapters, in more operations. (s, b, h) -> (s, b, h)."""
         fc1, fc2, context = self.linear_fc1, self.linear_fc2, self.context
-        weight, bias = (fc1.weight, fc1.bias) if fc1.weight.dim() == 2 else (matrix(fc1.weight), matrix(fc1.bias))
+        weight, bias = (
+            (fc1.weight, fc1.bias)
+            if fc1.weight.dim() == 2
+            else (matrix(fc1.weight), matrix(fc1.bias))
+        )
         pre = context.ops.linear(context.into_matmul(x), weight, bias, context.sequence)
         pre = pre if fc1.adapter is None else fc1.adapter.column(x, pre, forward_pass)
-        out, t = activated_linear(context, context.model.activation, pre, fc2.weight, fc2.adapter, forward_pass)
+        out, t = activated_linear(
+            context, context.model.activation, pre, fc2.weight, fc2.adapter, forward_pass
+        )
         out = context.out_of_matmul(out, forward_pass.needs_values)
-        return out if t is None or fc2.adapter is None else fc2.adapter.up(out, context.out_of_matmul(t))
+        return (
+            out
+            if t is None or fc2.adapter is None
+            else fc2.adapter.up(out, context.out_of_matmul(t))
+        )
 
 
 class GatedMLP(MLP):
@@ -186,7 +284,9 @@ class GatedMLP(MLP):
     def operations(self) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
         """As `MLP.operations`, of (s, b, h)."""
         ops, activation = self.context.ops, self.context.model.activation
-        return partial(ops.gated_mlp, activation=activation), partial(ops.gated_mlp_between_parts, activation=activation)
+        return partial(ops.gated_mlp, activation=activation), partial(
+            ops.gated_mlp_between_parts, activation=activation
+        )
 
 
 class TransformerLayer(nn.Module):
@@ -211,8 +311,12 @@ class TransformerLayer(nn.Module):
     def _attended(self, x: Tensor, forward_pass: Pass) -> tuple[Tensor, Tensor]:
         """(x with what attention adds to it, the MLP's input), two of (s, b, h)."""
         attention, model = self.self_attention, self.context.model
-        added = (multiplied(attention(self.input_layernorm(x), forward_pass), model.residual_multiplier),
-                 attention.linear_proj.bias, x, *self._dropout("residual_1", x, forward_pass))
+        added = (
+            multiplied(attention(self.input_layernorm(x), forward_pass), model.residual_multiplier),
+            attention.linear_proj.bias,
+            x,
+            *self._dropout("residual_1", x, forward_pass),
+        )
         if model.parallel_residual:
             return self.context.ops.bias_dropout_add(*added), self.pre_mlp_layernorm(x)
         return self.pre_mlp_layernorm.add_and_normalize(*added)
@@ -221,5 +325,10 @@ class TransformerLayer(nn.Module):
         """x (s, b, h) -> (s, b, h); its values may be anything where `forward_pass` needs none."""
         x, normed = self._attended(x, forward_pass)
         out = multiplied(self.mlp(normed, forward_pass), self.context.model.residual_multiplier)
-        return self.context.ops.bias_dropout_add(out, self.mlp.output_bias, x, *self._dropout("residual_2", x, forward_pass),
-                                                 forward_pass.needs_values)
+        return self.context.ops.bias_dropout_add(
+            out,
+            self.mlp.output_bias,
+            x,
+            *self._dropout("residual_2", x, forward_pass),
+            forward_pass.needs_values,
+        )

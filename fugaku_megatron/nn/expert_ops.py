@@ -38,7 +38,9 @@ class ExpertOps:
     gate: Callable[..., Tensor]
     gate_gradient: Callable[..., None]
 
-    def route(self, logits: Tensor, bias: Tensor | None, model: ModelConfig) -> tuple[Tensor, Tensor]:
+    def route(
+        self, logits: Tensor, bias: Tensor | None, model: ModelConfig
+    ) -> tuple[Tensor, Tensor]:
         """(scores, numbers) of each token's experts, two of (rows, k), from FP32 logits (rows, e) and the bias (e,) of the choice.
 
         The best one comes first, and of equal ones that with the lower number. Where neither groups nor a bias take part, the
@@ -73,7 +75,9 @@ class ExpertOps:
         """`gate` of pre (n, 2 f), or (n, f) without a gate, times factors (n,) -> (n, f)."""
         return _times(self.gate(pre, activation), factors)
 
-    def scaled_gate_gradient(self, dinner: Tensor, pre: Tensor, factors: Tensor, dpre: Tensor, activation: str) -> Tensor:
+    def scaled_gate_gradient(
+        self, dinner: Tensor, pre: Tensor, factors: Tensor, dpre: Tensor, activation: str
+    ) -> Tensor:
         """From the gradient dinner (n, f) of `scaled_gate`: dpre, that of pre, and the result, the gradient of factors (n,).
 
         Leaves the value of `scaled_gate` in dinner's memory.
@@ -84,7 +88,9 @@ class ExpertOps:
         dinner.copy_(_times(values, factors))
         return dfactors
 
-    def grouped_matmul(self, x: Tensor, weight: Tensor, counts: Sequence[int], out: Tensor, chunk: int = 0) -> None:
+    def grouped_matmul(
+        self, x: Tensor, weight: Tensor, counts: Sequence[int], out: Tensor, chunk: int = 0
+    ) -> None:
         """out (n, out) = x (n, in) times the transposed weight of each row's group, weight (groups, ..., in).
 
         The first counts[0] rows are in group 0, those after them in group 1; a group may have none.
@@ -92,12 +98,16 @@ class ExpertOps:
         for number, part in parts(counts):
             self.matmul(x[part], part_of(weight, number), out[part], chunk=chunk)
 
-    def grouped_data_gradient(self, dy: Tensor, weight: Tensor, counts: Sequence[int], dx: Tensor, chunk: int = 0) -> None:
+    def grouped_data_gradient(
+        self, dy: Tensor, weight: Tensor, counts: Sequence[int], dx: Tensor, chunk: int = 0
+    ) -> None:
         """dx (n, in) = dy (n, out) times the weight of each row's group, weight (groups, ..., in)."""
         for number, part in parts(counts):
             self.data_gradient(dy[part], part_of(weight, number), dx[part], chunk)
 
-    def grouped_weight_gradient(self, dy: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int], chunk: int = 0) -> None:
+    def grouped_weight_gradient(
+        self, dy: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int], chunk: int = 0
+    ) -> None:
         """Add dy^T x of each group's rows to the gradient of its weight, now or later; dy (n, out), x (n, in) stay until then."""
         for number, part in parts(counts):
             self.weight_gradient(dy[part], x[part], part_of(weight, number), None, chunk)
@@ -118,11 +128,17 @@ def best(x: Tensor, count: int) -> Tensor:
 
 def chosen_by(wish: Tensor, model: ModelConfig) -> Tensor:
     """Numbers (rows, k) of the best of wish (rows, e). With groups, of those in the best groups by the sum of the best in each."""
-    k, groups, chosen = model.moe_router_topk, model.moe_router_num_groups, model.moe_router_group_topk
+    k, groups, chosen = (
+        model.moe_router_topk,
+        model.moe_router_num_groups,
+        model.moe_router_group_topk,
+    )
     if groups and chosen:
         grouped = wish.view(len(wish), groups, -1)
         totals = grouped.sort(-1, descending=True).values[..., : k // chosen].sum(-1)
-        open_groups = torch.zeros(len(wish), groups, dtype=torch.bool).scatter_(1, best(totals, chosen), True)
+        open_groups = torch.zeros(len(wish), groups, dtype=torch.bool).scatter_(
+            1, best(totals, chosen), True
+        )
         wish = wish.masked_fill(~open_groups.repeat_interleave(grouped.shape[2], 1), -math.inf)
     return best(wish, k)
 
@@ -137,7 +153,13 @@ def kind_of_scores(model: ModelConfig) -> str:
 def route(logits: Tensor, bias: Tensor | None, model: ModelConfig) -> tuple[Tensor, Tensor]:
     """`ExpertOps.route`: logits (rows, e), bias (e,) -> two of (rows, k)."""
     kind = kind_of_scores(model)
-    scores = torch.sigmoid(logits) if kind == "sigmoid" else torch.softmax(logits, -1) if kind == "softmax" else logits
+    scores = (
+        torch.sigmoid(logits)
+        if kind == "sigmoid"
+        else torch.softmax(logits, -1)
+        if kind == "softmax"
+        else logits
+    )
     wish = scores if model.moe_router_num_groups or bias is not None else logits
     chosen = chosen_by(wish.detach() if bias is None else wish.detach() + bias.float(), model)
     own = scores.gather(1, chosen)
@@ -155,6 +177,7 @@ def _times(x: Tensor, factors: Tensor) -> Tensor:
 
 # C++ kernels ---------------------------------------------------------------------------------------------------------------------
 
+
 class NativeExpertOps(ExpertOps):
     """These operations, for a backend with `kernels` and matmuls."""
 
@@ -163,13 +186,21 @@ class NativeExpertOps(ExpertOps):
     weight_gradients: WeightGradients
     few_rows: int
 
-    def route(self, logits: Tensor, bias: Tensor | None, model: ModelConfig) -> tuple[Tensor, Tensor]:
+    def route(
+        self, logits: Tensor, bias: Tensor | None, model: ModelConfig
+    ) -> tuple[Tensor, Tensor]:
         """logits (rows, e), bias (e,) -> two of (rows, k)."""
-        return _Route.apply(self.kernels, logits, None if bias is None else bias.detach().float(), model)
+        return _Route.apply(
+            self.kernels, logits, None if bias is None else bias.detach().float(), model
+        )
 
     def order(self, chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
         """chosen (rows, k) -> (e,), (n,), (rows, k)."""
-        counts, pairs, places = chosen.new_empty(experts), chosen.new_empty(chosen.numel()), torch.empty_like(chosen)
+        counts, pairs, places = (
+            chosen.new_empty(experts),
+            chosen.new_empty(chosen.numel()),
+            torch.empty_like(chosen),
+        )
         self.kernels.sort_pairs(chosen, counts, pairs, places)
         return counts, pairs[: int(counts.sum())], places
 
@@ -193,31 +224,53 @@ class NativeExpertOps(ExpertOps):
         self.kernels.scaled_gate(as_gates(pre), factors, inner, GATES[activation])
         return inner
 
-    def scaled_gate_gradient(self, dinner: Tensor, pre: Tensor, factors: Tensor, dpre: Tensor, activation: str) -> Tensor:
+    def scaled_gate_gradient(
+        self, dinner: Tensor, pre: Tensor, factors: Tensor, dpre: Tensor, activation: str
+    ) -> Tensor:
         """dinner (n, f), pre and dpre (n, 2 f), or (n, f) without a gate, factors (n,) -> (n,)."""
         if activation not in GATES:
             return super().scaled_gate_gradient(dinner, pre, factors, dpre, activation)
         dfactors = torch.empty_like(factors)
-        self.kernels.scaled_gate_backward(dinner, as_gates(pre), factors, as_gates(dpre), dfactors, dinner, GATES[activation])
+        self.kernels.scaled_gate_backward(
+            dinner, as_gates(pre), factors, as_gates(dpre), dfactors, dinner, GATES[activation]
+        )
         return dfactors
 
-    def grouped_matmul(self, x: Tensor, weight: Tensor, counts: Sequence[int], out: Tensor, chunk: int = 0) -> None:
+    def grouped_matmul(
+        self, x: Tensor, weight: Tensor, counts: Sequence[int], out: Tensor, chunk: int = 0
+    ) -> None:
         """out (n, out) = x (n, in) times the transposed weight of each row's group; a matmul each where rows are few."""
         if self.weight_cache is not None or len(x) <= self.few_rows:
             return super().grouped_matmul(x, weight, counts, out, chunk)
-        self.kernels.grouped_linear_forward(x, weight.detach().flatten(1, -2), torch.tensor(counts), out, chunk)
+        self.kernels.grouped_linear_forward(
+            x, weight.detach().flatten(1, -2), torch.tensor(counts), out, chunk
+        )
 
-    def grouped_data_gradient(self, dy: Tensor, weight: Tensor, counts: Sequence[int], dx: Tensor, chunk: int = 0) -> None:
+    def grouped_data_gradient(
+        self, dy: Tensor, weight: Tensor, counts: Sequence[int], dx: Tensor, chunk: int = 0
+    ) -> None:
         """dx (n, in) = dy (n, out) times the weight of each row's group."""
         if self.weight_cache is not None:
             return super().grouped_data_gradient(dy, weight, counts, dx, chunk)
-        self.kernels.grouped_linear_data_gradient(dy, weight.detach().flatten(1, -2), torch.tensor(counts), dx, chunk)
+        self.kernels.grouped_linear_data_gradient(
+            dy, weight.detach().flatten(1, -2), torch.tensor(counts), dx, chunk
+        )
 
-    def grouped_weight_gradient(self, dy: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int], chunk: int = 0) -> None:
+    def grouped_weight_gradient(
+        self, dy: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int], chunk: int = 0
+    ) -> None:
         """Add dy^T x of each group's rows to the gradient of its weight, now or later; dy (n, out), x (n, in) stay until then."""
         if not is_frozen(weight):
-            self.weight_gradients.add(partial(self.kernels.grouped_linear_weight_gradient, dy, x.detach(), torch.tensor(counts),
-                                              gradient_of(weight).flatten(1, -2), chunk))
+            self.weight_gradients.add(
+                partial(
+                    self.kernels.grouped_linear_weight_gradient,
+                    dy,
+                    x.detach(),
+                    torch.tensor(counts),
+                    gradient_of(weight).flatten(1, -2),
+                    chunk,
+                )
+            )
 
     def grouped_outer_sum(self, dy: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
         """dy^T x in FP32 of each group's rows, dy (n, out) and x (n, in) -> (groups, out, in)."""
@@ -228,12 +281,26 @@ class NativeExpertOps(ExpertOps):
 
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kernels: Any, logits: Tensor, bias: Tensor | None, model: ModelConfig) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, kernels: Any, logits: Tensor, bias: Tensor | None, model: ModelConfig
+    ) -> tuple[Tensor, Tensor]:
         kind = kind_of_scores(model)
-        scores, scaling = logits.new_empty(len(logits), model.moe_router_topk), model.moe_router_topk_scaling_factor or 1.0
+        scores, scaling = (
+            logits.new_empty(len(logits), model.moe_router_topk),
+            model.moe_router_topk_scaling_factor or 1.0,
+        )
         chosen = torch.empty(scores.shape, dtype=torch.int64)
-        kernels.route(logits, bias, scores, chosen, kind, scaling, model.moe_router_num_groups or 0,
-                      model.moe_router_group_topk or 0, NORMALIZER)
+        kernels.route(
+            logits,
+            bias,
+            scores,
+            chosen,
+            kind,
+            scaling,
+            model.moe_router_num_groups or 0,
+            model.moe_router_group_topk or 0,
+            NORMALIZER,
+        )
         ctx.save_for_backward(scores if kind == "softmax_of_chosen" else logits, chosen)
         ctx.kernels, ctx.kind, ctx.scaling, ctx.experts = kernels, kind, scaling, logits.shape[1]
         ctx.mark_non_differentiable(chosen)
@@ -243,5 +310,7 @@ class _Route(torch.autograd.Function):
     def backward(ctx: Any, dscores: Tensor, _: Tensor) -> tuple[None, Tensor, None, None]:
         kept, chosen = ctx.saved_tensors
         dlogits = dscores.new_empty(len(dscores), ctx.experts)
-        ctx.kernels.route_backward(dscores.contiguous(), kept, chosen, dlogits, ctx.kind, ctx.scaling, NORMALIZER)
+        ctx.kernels.route_backward(
+            dscores.contiguous(), kept, chosen, dlogits, ctx.kind, ctx.scaling, NORMALIZER
+        )
         return None, dlogits, None, None

@@ -47,7 +47,9 @@ class Order:
     @staticmethod
     def of(ops: Any, chosen: Tensor, experts: int, keep: Tensor | None = None) -> Order:
         """That of experts chosen (rows, k). keep (rows, k): False for pairs that are dropped."""
-        counts, pairs, places = ops.order(chosen if keep is None else chosen.masked_fill(~keep, experts), experts)
+        counts, pairs, places = ops.order(
+            chosen if keep is None else chosen.masked_fill(~keep, experts), experts
+        )
         return Order(ops, pairs, tuple(counts.tolist()), places)
 
     def taken(self, x: Tensor) -> Tensor:
@@ -68,7 +70,9 @@ def kept(scores: Tensor, chosen: Tensor, model: ModelConfig) -> Tensor:
     ranking = scores.detach().flatten().argsort(descending=True, stable=True)
     if model.moe_token_drop_policy == "position":
         ranking = torch.arange(len(numbers))
-    ranked = ranking[numbers[ranking].argsort(stable=True)]  # the pairs of an expert one after another, the best ones first
+    ranked = ranking[
+        numbers[ranking].argsort(stable=True)
+    ]  # the pairs of an expert one after another, the best ones first
     starts = torch.bincount(numbers, minlength=experts).cumsum(0).roll(1)
     starts[0] = 0
     result = torch.empty_like(numbers, dtype=torch.bool)
@@ -94,22 +98,30 @@ class Route:
         return torch.arange(experts).view(groups, ranks, -1).transpose(0, 1).flatten()
 
     @staticmethod
-    def of(ops: Any, counts: tuple[int, ...], groups: int, ep: Comm, etp: Comm) -> tuple[list[Route], list[int]]:
+    def of(
+        ops: Any, counts: tuple[int, ...], groups: int, ep: Comm, etp: Comm
+    ) -> tuple[list[Route], list[int]]:
         """That of each group, of pairs of each expert of the model in the order of `numbers`, and the order of the groups.
 
         Collective over both.
         """
         own = len(counts) // ep.size
         each = own // groups
-        everyone = ep.all_gather(torch.empty(ep.size, groups, ep.size, each, dtype=torch.int64), torch.tensor(counts))
+        everyone = ep.all_gather(
+            torch.empty(ep.size, groups, ep.size, each, dtype=torch.int64), torch.tensor(counts)
+        )
         to_here = everyone[:, :, ep.rank].contiguous()  # (ep, groups, each)
         coming = etp.all_gather(torch.empty(etp.size, *to_here.shape, dtype=torch.int64), to_here)
         experts = torch.arange(own).view(groups, each)
         routes = []
         for i, here in enumerate(to_here.unbind(1)):  # (ep, each)
             there = Exchange(ep, everyone[ep.rank, i].sum(1).tolist(), here.sum(1).tolist())
-            copies = Exchange(etp, [int(here.sum())] * etp.size, coming[:, :, i].sum((1, 2)).tolist())
-            numbers = experts[i].repeat(etp.size * ep.size).repeat_interleave(coming[:, :, i].flatten())
+            copies = Exchange(
+                etp, [int(here.sum())] * etp.size, coming[:, :, i].sum((1, 2)).tolist()
+            )
+            numbers = (
+                experts[i].repeat(etp.size * ep.size).repeat_interleave(coming[:, :, i].flatten())
+            )
             routes.append(Route(there, copies, Order.of(ops, numbers.unsqueeze(1), own)))
         if groups == 1:
             return routes, [0]
@@ -134,44 +146,89 @@ class _Experts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, ops: Any, activation: str, x: Tensor, scores: Tensor, order: Order, weight1: Tensor, weight2: Tensor,
-                needs_values: bool) -> Tensor:
-        rows, chunk, factors = as_rows(x), ops.chunk(x), scores.detach().flatten()[order.pairs]  # (n,)
-        inputs, pre = order.taken(rows), rows.new_empty(len(order.pairs), weight1[0, ..., 0].numel())
+    def forward(
+        ctx: Any,
+        ops: Any,
+        activation: str,
+        x: Tensor,
+        scores: Tensor,
+        order: Order,
+        weight1: Tensor,
+        weight2: Tensor,
+        needs_values: bool,
+    ) -> Tensor:
+        rows, chunk, factors = (
+            as_rows(x),
+            ops.chunk(x),
+            scores.detach().flatten()[order.pairs],
+        )  # (n,)
+        inputs, pre = (
+            order.taken(rows),
+            rows.new_empty(len(order.pairs), weight1[0, ..., 0].numel()),
+        )
         ops.grouped_matmul(inputs, weight1, order.counts, pre, chunk)
         ctx.save_for_backward(x, pre, factors)
         ctx.ops, ctx.activation, ctx.order, ctx.weights = ops, activation, order, (weight1, weight2)
         if not needs_values:
             return x.new_empty(1).expand(len(rows), weight2.shape[1])
-        inner, out = ops.scaled_gate(pre, factors, activation), rows.new_empty(len(pre), weight2.shape[1])
+        inner, out = (
+            ops.scaled_gate(pre, factors, activation),
+            rows.new_empty(len(pre), weight2.shape[1]),
+        )
         ops.grouped_matmul(inner, weight2, order.counts, out, chunk)
         return order.summed(out)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x, pre, factors), (weight1, weight2), ops, order = ctx.saved_tensors, ctx.weights, ctx.ops, ctx.order
+        (x, pre, factors), (weight1, weight2), ops, order = (
+            ctx.saved_tensors,
+            ctx.weights,
+            ctx.ops,
+            ctx.order,
+        )
         dout, chunk = order.taken(as_rows(dy)), ops.chunk(dy)  # (n, h)
         inner, dpre = pre.new_empty(len(pre), weight2.shape[2]), torch.empty_like(pre)
         ops.grouped_data_gradient(dout, weight2, order.counts, inner, chunk)
         dscores = torch.zeros(order.places.numel())
-        dscores[order.pairs] = ops.scaled_gate_gradient(inner, pre, factors, dpre, ctx.activation)  # inner then has its value
+        dscores[order.pairs] = ops.scaled_gate_gradient(
+            inner, pre, factors, dpre, ctx.activation
+        )  # inner then has its value
         ops.grouped_weight_gradient(dout, inner, weight2, order.counts, chunk)
         del dout, inner
         inputs = order.taken(as_rows(x).detach())
         dinputs = torch.empty_like(inputs)
         ops.grouped_weight_gradient(dpre, inputs, weight1, order.counts, chunk)
         ops.grouped_data_gradient(dpre, weight1, order.counts, dinputs, chunk)
-        return None, None, order.summed(dinputs).view_as(x), dscores.view_as(order.places), None, None, None, None
+        return (
+            None,
+            None,
+            order.summed(dinputs).view_as(x),
+            dscores.view_as(order.places),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class ExpertLinear(nn.Module):
     """One matrix of every expert, (e, *outputs, inputs), and their adapters. split: ranks that share an expert have parts of its
     inputs, else of the last of `outputs`."""
 
-    def __init__(self, name: str, outputs: tuple[int, ...], inputs: int, split: bool, std: float, context: Context) -> None:
+    def __init__(
+        self,
+        name: str,
+        outputs: tuple[int, ...],
+        inputs: int,
+        split: bool,
+        std: float,
+        context: Context,
+    ) -> None:
         super().__init__()
         experts = (context.model.num_experts or 0,)
-        self.weight = context.expert_parameter(f"{name}.weight", (*experts, *outputs, inputs), len(outputs) + split, std)
+        self.weight = context.expert_parameter(
+            f"{name}.weight", (*experts, *outputs, inputs), len(outputs) + split, std
+        )
         self.adapter = context.adapter(name, inputs, outputs, split, experts)
 
 
@@ -183,8 +240,12 @@ class ExpertMatrices(nn.Module):
         model = context.model
         f, h = model.moe_ffn_hidden_size or 0, model.hidden_size
         first = (2, f) if model.gated else (f,)
-        self.linear_fc1 = ExpertLinear(f"{name}.linear_fc1", first, h, False, model.init_method_std, context)
-        self.linear_fc2 = ExpertLinear(f"{name}.linear_fc2", (h,), f, True, context.output_std, context)
+        self.linear_fc1 = ExpertLinear(
+            f"{name}.linear_fc1", first, h, False, model.init_method_std, context
+        )
+        self.linear_fc2 = ExpertLinear(
+            f"{name}.linear_fc2", (h,), f, True, context.output_std, context
+        )
 
     @property
     def adapts(self) -> bool:
@@ -194,7 +255,11 @@ class ExpertMatrices(nn.Module):
     def ops(self, backend: Any) -> Any:
         """What computes with these matrices."""
         linears = self.linear_fc1, self.linear_fc2
-        return AdaptedExperts(backend, {id(each.weight): each.adapter for each in linears}) if self.adapts else backend
+        return (
+            AdaptedExperts(backend, {id(each.weight): each.adapter for each in linears})
+            if self.adapts
+            else backend
+        )
 
 
 class SharedExpert(nn.Module):
@@ -203,17 +268,23 @@ class SharedExpert(nn.Module):
     def __init__(self, name: str, context: Context) -> None:
         super().__init__()
         model, self.context = context.model, context
-        self.mlp = (GatedMLP if model.gated else MLP)(name, context, model.moe_shared_expert_intermediate_size)
+        self.mlp = (GatedMLP if model.gated else MLP)(
+            name, context, model.moe_shared_expert_intermediate_size
+        )
         self.gate_weight = None
         if model.moe_shared_expert_gate:
-            self.gate_weight = context.parameter(f"{name}.gate.weight", (1, model.hidden_size), std=model.init_method_std)
+            self.gate_weight = context.parameter(
+                f"{name}.gate.weight", (1, model.hidden_size), std=model.init_method_std
+            )
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """x (s, b, h) -> (s, b, h). x is read by others, so that its values are needed."""
         y = self.mlp(x, replace(forward_pass, needs_values=True))
         if self.gate_weight is None:
             return y
-        share = torch.sigmoid(SmallLinear.apply(self.context.ops, x, self.gate_weight)).view(*x.shape[:2], 1)
+        share = torch.sigmoid(SmallLinear.apply(self.context.ops, x, self.gate_weight)).view(
+            *x.shape[:2], 1
+        )
         return y * share.to(y.dtype)
 
 
@@ -225,19 +296,26 @@ class Experts(nn.Module):
     def __init__(self, name: str, context: Context) -> None:
         super().__init__()
         self.context = context
-        self.router, self.experts = Router(f"{name}.router", context), ExpertMatrices(f"{name}.experts", context)
+        self.router, self.experts = (
+            Router(f"{name}.router", context),
+            ExpertMatrices(f"{name}.experts", context),
+        )
         shared = context.model.moe_shared_expert_intermediate_size
         self.shared_experts = SharedExpert(f"{name}.shared_experts", context) if shared else None
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """x (s, b, h) -> (s, b, h); its values may be anything where `forward_pass` needs none."""
         if self.experts.adapts and torch.is_grad_enabled() and not x.requires_grad:
-            x = x.detach().requires_grad_()  # nothing below is trained: the graph of what is trained begins here
+            x = (
+                x.detach().requires_grad_()
+            )  # nothing below is trained: the graph of what is trained begins here
         context, (scores, chosen) = self.context, self.router(x, forward_pass)
         if context.ep is not None and context.etp is not None:
             return self._exchanged(x, scores, chosen, forward_pass, context.ep, context.etp)
         whole, scores, chosen = self._whole(x, scores, chosen)
-        order = Order.of(self._ops, chosen, self._experts, self._kept(scores, chosen, forward_pass, None))
+        order = Order.of(
+            self._ops, chosen, self._experts, self._kept(scores, chosen, forward_pass, None)
+        )
         out = self._computed(whole, scores, order, forward_pass)
         out = context.out_of_matmul(out.view(whole.shape), forward_pass.needs_values)
         return out if self.shared_experts is None else out + self.shared_experts(x, forward_pass)
@@ -250,7 +328,9 @@ class Experts(nn.Module):
     def _experts(self) -> int:
         return self.context.model.num_experts or 0
 
-    def _kept(self, scores: Tensor, chosen: Tensor, forward_pass: Pass, part: Comm | None) -> Tensor | None:
+    def _kept(
+        self, scores: Tensor, chosen: Tensor, forward_pass: Pass, part: Comm | None
+    ) -> Tensor | None:
         """What `kept` says of the whole sequence, the rows of these scores and choices (rows, k); None in generation.
 
         part: tensor-parallel ranks that have other rows of it, None where there are none.
@@ -258,14 +338,26 @@ class Experts(nn.Module):
         context = self.context
         if forward_pass.rows is not None or context.model.moe_expert_capacity_factor is None:
             return None
-        return context.of_whole_sequence(lambda every, choices: kept(every, choices, context.model), scores, chosen, part=part)
+        return context.of_whole_sequence(
+            lambda every, choices: kept(every, choices, context.model), scores, chosen, part=part
+        )
 
     def _computed(self, x: Tensor, scores: Tensor, order: Order, forward_pass: Pass) -> Tensor:
         """Of x (..., h) with scores (rows, k) the sum of score times expert (rows, h), of this rank's part of its experts."""
-        return _Experts.apply(self.experts.ops(self._ops), self.context.model.activation, x, scores, order,
-                              self.experts.linear_fc1.weight, self.experts.linear_fc2.weight, forward_pass.needs_values)
+        return _Experts.apply(
+            self.experts.ops(self._ops),
+            self.context.model.activation,
+            x,
+            scores,
+            order,
+            self.experts.linear_fc1.weight,
+            self.experts.linear_fc2.weight,
+            forward_pass.needs_values,
+        )
 
-    def _exchanged(self, x: Tensor, scores: Tensor, chosen: Tensor, forward_pass: Pass, ep: Comm, etp: Comm) -> Tensor:
+    def _exchanged(
+        self, x: Tensor, scores: Tensor, chosen: Tensor, forward_pass: Pass, ep: Comm, etp: Comm
+    ) -> Tensor:
         """`forward` where ranks have different experts, whose rows are sent while other experts and the shared one are computed.
 
         Inside a node all rows are sent at once, by all threads of the ranks.
@@ -273,32 +365,62 @@ class Experts(nn.Module):
         far = ep.size > 1 and not ep.inside_node
         groups = exchanged_groups(self._experts // ep.size) if far else 1
         numbers = Route.numbers(self._experts, groups, ep.size)
-        order = Order.of(self._ops, numbers[chosen], self._experts, self._kept(scores, chosen, forward_pass, self.context.sequence))
-        (routes, turns), needs_values = Route.of(self._ops, order.counts, groups, ep, etp), forward_pass.needs_values
-        there, back = (GroupedExchange([route.there for route in routes], overlaps, turns)
-                       for overlaps in (far or self.shared_experts is not None, far))
-        leaving = there.leave(map_rows(as_rows(x), order.taken, order.summed), scores.flatten()[order.pairs].unsqueeze(1))
-        parts = x.tensor_split(2) if far and len(x) > 1 else (x,)  # for the way there and the way back
+        order = Order.of(
+            self._ops,
+            numbers[chosen],
+            self._experts,
+            self._kept(scores, chosen, forward_pass, self.context.sequence),
+        )
+        (routes, turns), needs_values = (
+            Route.of(self._ops, order.counts, groups, ep, etp),
+            forward_pass.needs_values,
+        )
+        there, back = (
+            GroupedExchange([route.there for route in routes], overlaps, turns)
+            for overlaps in (far or self.shared_experts is not None, far)
+        )
+        leaving = there.leave(
+            map_rows(as_rows(x), order.taken, order.summed),
+            scores.flatten()[order.pairs].unsqueeze(1),
+        )
+        parts = (
+            x.tensor_split(2) if far and len(x) > 1 else (x,)
+        )  # for the way there and the way back
         shared = self._shared(parts[:1], forward_pass)
         returning = []
         for i in turns:
             copies = routes[i].copies
             rows, factors = (copy_rows(each, copies) for each in there.arrived(i, leaving))
-            part = sum_copied_rows(self._computed(rows, factors, routes[i].order, forward_pass), copies, needs_values)
+            part = sum_copied_rows(
+                self._computed(rows, factors, routes[i].order, forward_pass), copies, needs_values
+            )
             returning.append(back.send_back(i, part, needs_values))
         shared += self._shared(parts[1:], forward_pass)
-        out = map_rows(back.returned(returning), order.summed if needs_values
-                       else lambda rows: rows.new_empty(1).expand(len(scores), rows.shape[1]), order.taken).view_as(x)
+        out = map_rows(
+            back.returned(returning),
+            order.summed
+            if needs_values
+            else lambda rows: rows.new_empty(1).expand(len(scores), rows.shape[1]),
+            order.taken,
+        ).view_as(x)
         return out + torch.cat(shared) if shared else out
 
     def _shared(self, parts: Sequence[Tensor], forward_pass: Pass) -> list[Tensor]:
         """The shared expert, if there is one, of parts of the sequence (s, b, h)."""
-        return [] if self.shared_experts is None else [self.shared_experts(part, forward_pass) for part in parts]
+        return (
+            []
+            if self.shared_experts is None
+            else [self.shared_experts(part, forward_pass) for part in parts]
+        )
 
     def _whole(self, x: Tensor, scores: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The same of the whole sequence, whose gradients are summed over tensor-parallel ranks: each has a part of f."""
         context = self.context
         if context.sequence is None:
-            return copy_to_tensor_parallel(x, context.tp), copy_to_tensor_parallel(scores, context.tp), chosen
+            return (
+                copy_to_tensor_parallel(x, context.tp),
+                copy_to_tensor_parallel(scores, context.tp),
+                chosen,
+            )
         whole, every = (gather_from_sequence_parallel(tensor, context.tp) for tensor in (x, scores))
         return whole, every, gather_sequence(chosen, context.sequence)

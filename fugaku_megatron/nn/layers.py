@@ -85,13 +85,18 @@ class Context:
             if comm is not None:
                 comm.all_reduce(x)
 
-    def of_whole_sequence(self, of_rows: Callable[..., Tensor], *parts: Tensor, part: Comm | None) -> Tensor:
+    def of_whole_sequence(
+        self, of_rows: Callable[..., Tensor], *parts: Tensor, part: Comm | None
+    ) -> Tensor:
         """This rank's rows of of_rows(whole, ...): parts (rows, ...) are those of all ranks then, in the order of the sequence.
 
         part: the tensor-parallel ranks where they have parts of it, else None. Nothing has a gradient.
         """
         cp, rows = self.cp, len(parts[0])
-        gathered = [gather_sequence(gather_sequence(x.detach(), part), cp if cp.size > 1 else None) for x in parts]
+        gathered = [
+            gather_sequence(gather_sequence(x.detach(), part), cp if cp.size > 1 else None)
+            for x in parts
+        ]
         if cp.size == 1:
             whole = of_rows(*gathered)
         else:
@@ -117,28 +122,50 @@ class Context:
             first -= len(run)
         return list(filter(None, runs))
 
-    def parameter(self, name: str, shape: tuple[int, ...], partition_dim: int | None = None, std: float | None = None,
-                  **more: Any) -> nn.Parameter:
+    def parameter(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        partition_dim: int | None = None,
+        std: float | None = None,
+        **more: Any,
+    ) -> nn.Parameter:
         """`make_parameter` over the tensor-parallel ranks."""
         common = {"sequence_parallel": self.sequence is not None, "frozen": self.lora.on}
         return make_parameter(name, shape, self.tp, partition_dim, std, **{**common, **more})
 
-    def adapter(self, name: str, inputs: int, outputs: tuple[int, ...], split: bool = False,
-                experts: tuple[int, ...] = ()) -> Adapter | None:
+    def adapter(
+        self,
+        name: str,
+        inputs: int,
+        outputs: tuple[int, ...],
+        split: bool = False,
+        experts: tuple[int, ...] = (),
+    ) -> Adapter | None:
         """That of the linear layer `name`; None where it has none. Arguments as of `Adapter`."""
         linear = name.rsplit(".", 1)[-1]
         parts = self.lora.parts(linear, self.model)
-        return Adapter(name, linear, parts, inputs, outputs, split, self, experts) if parts else None
+        return (
+            Adapter(name, linear, parts, inputs, outputs, split, self, experts) if parts else None
+        )
 
-    def expert_parameter(self, name: str, shape: tuple[int, ...], partition_dim: int | None, std: float | None = None,
-                         **more: Any) -> nn.Parameter:
+    def expert_parameter(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        partition_dim: int | None,
+        std: float | None = None,
+        **more: Any,
+    ) -> nn.Parameter:
         """`make_parameter` of a matrix of each expert, (e, ...), over ranks that have different experts and that share each.
 
         What all of the latter hold gets a part of its gradient on each: these are the tensor-parallel ranks, or one alone.
         """
         shared = self.etp or self.tp
         common = {"sequence_parallel": shared.size > 1, "frozen": self.lora.on}
-        return make_parameter(name, shape, shared, partition_dim, std, experts=self.ep, **{**common, **more})
+        return make_parameter(
+            name, shape, shared, partition_dim, std, experts=self.ep, **{**common, **more}
+        )
 
     @cached_property
     def _tables(self) -> dict[int, Angles | None]:
@@ -147,7 +174,9 @@ class Context:
     def angles(self, length: int) -> Angles | None:
         """Of the rotary positions of a sequence of `length`, or of more, the same tensors for all layers; None for a model
         without."""
-        rows = max(length, self.model.seq_length) if self.model.rope_dynamic_factor is None else length
+        rows = (
+            max(length, self.model.seq_length) if self.model.rope_dynamic_factor is None else length
+        )
         if rows not in self._tables:
             self._tables.clear()
             self._tables[rows] = rotary_angles(self.model, torch.arange(rows), rows)
@@ -184,18 +213,26 @@ def dropout_layer(stream: int) -> int:
     return stream // len(SITES)
 
 
-def hidden_dropout_key(context: Context, layer: int, site: str, first_sample: int, x: Tensor) -> DropoutKey:
+def hidden_dropout_key(
+    context: Context, layer: int, site: str, first_sample: int, x: Tensor
+) -> DropoutKey:
     """The mask of x (s, b, h), an activation between the matmuls."""
-    return DropoutKey.of_runs(context.runs(x), context.seed, dropout_stream(layer, site), first_sample)
+    return DropoutKey.of_runs(
+        context.runs(x), context.seed, dropout_stream(layer, site), first_sample
+    )
 
 
 class ColumnParallelLinear(nn.Module):
     """Y = X W^T + bias with W's rows (outputs) split over tensor-parallel ranks: whole input, split output."""
 
-    def __init__(self, name: str, inputs: int, outputs: int, context: Context, bias: bool = True) -> None:
+    def __init__(
+        self, name: str, inputs: int, outputs: int, context: Context, bias: bool = True
+    ) -> None:
         super().__init__()
         self.context = context
-        self.weight = context.parameter(f"{name}.weight", (outputs, inputs), 0, context.model.init_method_std)
+        self.weight = context.parameter(
+            f"{name}.weight", (outputs, inputs), 0, context.model.init_method_std
+        )
         self.bias = context.parameter(f"{name}.bias", (outputs,), 0) if bias else None
         self.adapter = context.adapter(name, inputs, (outputs,))
 
@@ -214,9 +251,13 @@ class GatedColumnParallelLinear(nn.Module):
     The outputs of both are split, so a rank has the gates of its own values at any tensor-parallel size.
     """
 
-    def __init__(self, name: str, inputs: int, outputs: int, context: Context, bias: bool = True) -> None:
+    def __init__(
+        self, name: str, inputs: int, outputs: int, context: Context, bias: bool = True
+    ) -> None:
         super().__init__()
-        self.weight = context.parameter(f"{name}.weight", (2, outputs, inputs), 1, context.model.init_method_std)
+        self.weight = context.parameter(
+            f"{name}.weight", (2, outputs, inputs), 1, context.model.init_method_std
+        )
         self.bias = context.parameter(f"{name}.bias", (2, outputs), 1) if bias else None
         self.adapter = context.adapter(name, inputs, (2, outputs))
 
@@ -227,7 +268,9 @@ class RowParallelLinear(nn.Module):
     Whoever adds the residual adds the bias, so that the sum over ranks does not count it several times.
     """
 
-    def __init__(self, name: str, inputs: int, outputs: int, context: Context, bias: bool = True) -> None:
+    def __init__(
+        self, name: str, inputs: int, outputs: int, context: Context, bias: bool = True
+    ) -> None:
         super().__init__()
         self.context = context
         self.weight = context.parameter(f"{name}.weight", (outputs, inputs), 1, context.output_std)
@@ -249,11 +292,15 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(self, name: str, vocabulary: int, context: Context) -> None:
         super().__init__()
         self.context, model = context, context.model
-        self.weight = context.parameter(f"{name}.weight", (vocabulary, model.hidden_size), 0, model.init_method_std)
+        self.weight = context.parameter(
+            f"{name}.weight", (vocabulary, model.hidden_size), 0, model.init_method_std
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (whole sequence, b) -> (s, b, h)."""
-        return self.context.out_of_matmul(self.context.ops.embedding(tokens, self.weight, spec_of(self.weight).offset[0]))
+        return self.context.out_of_matmul(
+            self.context.ops.embedding(tokens, self.weight, spec_of(self.weight).offset[0])
+        )
 
 
 class PositionEmbedding(nn.Module):
@@ -262,8 +309,11 @@ class PositionEmbedding(nn.Module):
     def __init__(self, name: str, context: Context) -> None:
         super().__init__()
         self.context, model = context, context.model
-        self.weight = context.parameter(f"{name}.weight", (model.max_position_embeddings, model.hidden_size),
-                                        std=model.init_method_std)
+        self.weight = context.parameter(
+            f"{name}.weight",
+            (model.max_position_embeddings, model.hidden_size),
+            std=model.init_method_std,
+        )
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """x (s, b, h) -> x + its positions (s, b, h), which are `positions` (whole sequence, b) where these are passed.
@@ -273,11 +323,15 @@ class PositionEmbedding(nn.Module):
         ops, first = self.context.ops, self.context.first_position(x)
         if self.context.cp.size > 1:
             rows = own_positions(self.context.runs(x))
-            return x + ops.embedding(rows.unsqueeze(1) if positions is None else positions[rows].long(), self.weight)
+            return x + ops.embedding(
+                rows.unsqueeze(1) if positions is None else positions[rows].long(), self.weight
+            )
         if positions is None:
             return ops.add_position(x, self.weight, first)
         if positions.dim() == 1:
-            return ops.add_position(x, ops.embedding(positions.unsqueeze(1), self.weight).squeeze(1))
+            return ops.add_position(
+                x, ops.embedding(positions.unsqueeze(1), self.weight).squeeze(1)
+            )
         return x + ops.embedding(positions[first : first + len(x)].long(), self.weight)
 
 
@@ -288,14 +342,19 @@ class Norm(nn.Module):
 
     def __init__(self, name: str, context: Context) -> None:
         super().__init__()
-        self.ops, self.epsilon, self.centered = context.ops, context.model.layernorm_epsilon, context.model.apply_layernorm_1p
+        self.ops, self.epsilon, self.centered = (
+            context.ops,
+            context.model.layernorm_epsilon,
+            context.model.apply_layernorm_1p,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """x (s, b, h) -> (s, b, h)."""
         raise NotImplementedError
 
-    def add_and_normalize(self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float,
-                          key: DropoutKey) -> tuple[Tensor, Tensor]:
+    def add_and_normalize(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey
+    ) -> tuple[Tensor, Tensor]:
         """(sum, norm of the sum) with sum = residual + dropout(x + bias). x and residual (s, b, h), bias (h) -> two of (s, b, h).
 
         A norm with a fused kernel overrides this.
@@ -326,10 +385,13 @@ class LayerNorm(Norm):
         """x (s, b, h) -> (s, b, h)."""
         return self.ops.layer_norm(x, self.scale(), self.bias, self.epsilon)
 
-    def add_and_normalize(self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float,
-                          key: DropoutKey) -> tuple[Tensor, Tensor]:
+    def add_and_normalize(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey
+    ) -> tuple[Tensor, Tensor]:
         """As `Norm.add_and_normalize`, in one pass over memory; two of (s, b, h)."""
-        return self.ops.bias_dropout_add_layer_norm(x, bias, residual, p, key, self.scale(), self.bias, self.epsilon)
+        return self.ops.bias_dropout_add_layer_norm(
+            x, bias, residual, p, key, self.scale(), self.bias, self.epsilon
+        )
 
 
 class RMSNorm(Norm):
@@ -337,16 +399,21 @@ class RMSNorm(Norm):
 
     def __init__(self, name: str, context: Context) -> None:
         super().__init__(name, context)
-        self.weight = context.parameter(f"{name}.weight", (context.model.hidden_size,), fill=1.0 - self.centered)
+        self.weight = context.parameter(
+            f"{name}.weight", (context.model.hidden_size,), fill=1.0 - self.centered
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """x (s, b, h) -> (s, b, h)."""
         return self.ops.rms_norm(x, self.scale(), self.epsilon)
 
-    def add_and_normalize(self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float,
-                          key: DropoutKey) -> tuple[Tensor, Tensor]:
+    def add_and_normalize(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey
+    ) -> tuple[Tensor, Tensor]:
         """As `Norm.add_and_normalize`, in one operation; two of (s, b, h)."""
-        return self.ops.bias_dropout_add_rms_norm(x, bias, residual, p, key, self.scale(), self.epsilon)
+        return self.ops.bias_dropout_add_rms_norm(
+            x, bias, residual, p, key, self.scale(), self.epsilon
+        )
 
 
 class PlainLayerNorm(Norm):
@@ -367,10 +434,17 @@ class HeadNorm(nn.Module):
     def __init__(self, name: str, heads: int, context: Context) -> None:
         super().__init__()
         together = heads if context.model.qk_layernorm_all_heads else 1
-        size, layer_norm = (together * context.model.kv_channels,), context.model.normalization == "LayerNorm"
+        size, layer_norm = (
+            (together * context.model.kv_channels,),
+            context.model.normalization == "LayerNorm",
+        )
         self.centered = context.model.apply_layernorm_1p
-        self.weight = context.parameter(f"{name}.weight", size, fill=1.0 - self.centered, sequence_parallel=True)
-        self.bias = context.parameter(f"{name}.bias", size, sequence_parallel=True) if layer_norm else None
+        self.weight = context.parameter(
+            f"{name}.weight", size, fill=1.0 - self.centered, sequence_parallel=True
+        )
+        self.bias = (
+            context.parameter(f"{name}.bias", size, sequence_parallel=True) if layer_norm else None
+        )
 
     def scale(self) -> Tensor:
         """What the norm multiplies by, (d)."""

@@ -21,14 +21,25 @@ from ..config.layout import Layout, context_ways, placement
 from ..config.run_config import RunConfig
 from ..costs import accounting, memory
 from .blocks import TransformerLayer, make_norm
-from .layers import Context, PositionEmbedding, VocabParallelEmbedding, hidden_dropout_key, multiplied
+from .layers import (
+    Context,
+    PositionEmbedding,
+    VocabParallelEmbedding,
+    hidden_dropout_key,
+    multiplied,
+)
 from .ops import Ops, recompute
 from .parameter import spec_of
 from .passes import Pass
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"  # global name of the tied weight
-OUTPUT = "output_layer.weight"  # of its copy, or of the head's own weight where the two are not tied
-VOCABULARY = (WORD_EMBEDDINGS, OUTPUT)  # whose rows are a multiple that depends on the layout, and in other programs on their own
+OUTPUT = (
+    "output_layer.weight"  # of its copy, or of the head's own weight where the two are not tied
+)
+VOCABULARY = (
+    WORD_EMBEDDINGS,
+    OUTPUT,
+)  # whose rows are a multiple that depends on the layout, and in other programs on their own
 
 
 class Stage(nn.Module):
@@ -41,14 +52,36 @@ class Stage(nn.Module):
     def __init__(self, run: RunConfig, groups: Groups, ops: Ops) -> None:
         super().__init__()
         tp, pp, dp = groups.tp, groups.pp, groups.dp
-        self.placement, self.ops, self.tied = placement(run), ops, run.model.tied and not run.lora.on
+        self.placement, self.ops, self.tied = (
+            placement(run),
+            ops,
+            run.model.tied and not run.lora.on,
+        )
         parallel = run.parallel
         ep, etp = (groups.ep, groups.etp) if parallel.divides_experts else (None, None)
-        context = Context(run.model, tp, ops, run.training.seed, parallel.sequence_parallel, parallel.tp_comm_overlap, run.lora,
-                          ep, etp, groups.cp, context_ways(run) if groups.cp.size > 1 else ())
-        rows = memory.logits_rows(run, Layout(tp.size * pp.size * dp.size, tp.size, pp.size, groups.data_size, cp=groups.cp.size))
-        self.chunks: Any = nn.ModuleList(Chunk(run, self.placement.part(pp.rank, chunk), self.placement.parts, context, rows)
-                                    for chunk in range(self.placement.chunks))
+        context = Context(
+            run.model,
+            tp,
+            ops,
+            run.training.seed,
+            parallel.sequence_parallel,
+            parallel.tp_comm_overlap,
+            run.lora,
+            ep,
+            etp,
+            groups.cp,
+            context_ways(run) if groups.cp.size > 1 else (),
+        )
+        rows = memory.logits_rows(
+            run,
+            Layout(
+                tp.size * pp.size * dp.size, tp.size, pp.size, groups.data_size, cp=groups.cp.size
+            ),
+        )
+        self.chunks: Any = nn.ModuleList(
+            Chunk(run, self.placement.part(pp.rank, chunk), self.placement.parts, context, rows)
+            for chunk in range(self.placement.chunks)
+        )
         if self.first and self.last and run.model.tied:
             self.last.output_weight = self.first.embedding.word_embeddings.weight
 
@@ -68,7 +101,13 @@ class Stage(nn.Module):
         first, last = self.first, self.last
         if (first and last) or not self.tied:
             return None
-        return first.embedding.word_embeddings.weight if first else last.output_weight if last else None
+        return (
+            first.embedding.word_embeddings.weight
+            if first
+            else last.output_weight
+            if last
+            else None
+        )
 
     @property
     def layers(self) -> list[TransformerLayer]:
@@ -82,9 +121,13 @@ class Embedding(nn.Module):
     def __init__(self, vocabulary: int, context: Context) -> None:
         super().__init__()
         self.context = context
-        self.word_embeddings = VocabParallelEmbedding("embedding.word_embeddings", vocabulary, context)
+        self.word_embeddings = VocabParallelEmbedding(
+            "embedding.word_embeddings", vocabulary, context
+        )
         learned = context.model.learned_positions
-        self.position_embeddings = PositionEmbedding("embedding.position_embeddings", context) if learned else None
+        self.position_embeddings = (
+            PositionEmbedding("embedding.position_embeddings", context) if learned else None
+        )
 
     def forward(self, tokens: Tensor, forward_pass: Pass) -> Tensor:
         """tokens (whole sequence, b) -> (s, b, h)."""
@@ -93,7 +136,9 @@ class Embedding(nn.Module):
         x = multiplied(self.word_embeddings(tokens), context.model.embedding_multiplier)
         x = self.position_embeddings(x, positions) if self.position_embeddings else x
         key = hidden_dropout_key(context, 0, "embedding", forward_pass.first_sample, x)
-        return context.ops.dropout(x, context.model.hidden_dropout if forward_pass.training else 0.0, key)
+        return context.ops.dropout(
+            x, context.model.hidden_dropout if forward_pass.training else 0.0, key
+        )
 
 
 class Chunk(nn.Module):
@@ -103,7 +148,9 @@ class Chunk(nn.Module):
     Tied, the head's weight is that of the embedding where both are on one stage, which then replaces `output_weight`.
     """
 
-    def __init__(self, run: RunConfig, part: int, parts: int, context: Context, logits_rows: int) -> None:
+    def __init__(
+        self, run: RunConfig, part: int, parts: int, context: Context, logits_rows: int
+    ) -> None:
         super().__init__()
         model, self.tp, self.ops, self.context = run.model, context.tp, context.ops, context
         self.is_first, self.is_last, self.logits_rows = part == 0, part == parts - 1, logits_rows
@@ -111,12 +158,19 @@ class Chunk(nn.Module):
         vocabulary = accounting.padded_vocab_size(model, context.tp.size)
         if self.is_first:
             self.embedding = Embedding(vocabulary, context)
-        self.layers = nn.ModuleList(TransformerLayer(n + 1, context)
-                                    for n in accounting.part_layers(run, placement(run), part))
+        self.layers = nn.ModuleList(
+            TransformerLayer(n + 1, context)
+            for n in accounting.part_layers(run, placement(run), part)
+        )
         if self.is_last:
             self.final_layernorm = make_norm("decoder.final_layernorm", context)
-            self.output_weight = context.parameter(OUTPUT, (vocabulary, model.hidden_size), 0, model.init_method_std,
-                                                   init_name=WORD_EMBEDDINGS if model.tied else None)
+            self.output_weight = context.parameter(
+                OUTPUT,
+                (vocabulary, model.hidden_size),
+                0,
+                model.init_method_std,
+                init_name=WORD_EMBEDDINGS if model.tied else None,
+            )
 
     @property
     def words(self) -> int | None:
@@ -138,23 +192,37 @@ class Chunk(nn.Module):
         """All layers of this chunk, recomputed in groups where asked. (s, b, h) -> (s, b, h)."""
         groups = self.recompute_groups if forward_pass.recompute == "full" else []
         if groups and not x.requires_grad and torch.is_grad_enabled():
-            x = x.detach().requires_grad_()  # frozen embeddings: what is computed again needs a graph that begins there
+            x = (
+                x.detach().requires_grad_()
+            )  # frozen embeddings: what is computed again needs a graph that begins there
         for group in groups:
             bounds: dict[str, Any] = {"first": group.start, "last": group.stop}
-            again = partial(self.run_layers, forward_pass=replace(forward_pass, needs_values=False), **bounds)
-            x = recompute(partial(self.run_layers, forward_pass=forward_pass, **bounds), x, again=again)
+            again = partial(
+                self.run_layers, forward_pass=replace(forward_pass, needs_values=False), **bounds
+            )
+            x = recompute(
+                partial(self.run_layers, forward_pass=forward_pass, **bounds), x, again=again
+            )
         return self.run_layers(x, forward_pass, sum(map(len, groups)), len(self.layers))
 
     def head_input(self, x: Tensor) -> Tensor:
         """What the head multiplies, the whole sequence. (s, b, h) -> (whole sequence, b, h)."""
-        enter = copy_to_tensor_parallel if self.context.sequence is None else gather_from_sequence_parallel
-        return multiplied(enter(self.final_layernorm(x), self.tp), 1.0 / self.context.model.logits_scaling)
+        enter = (
+            copy_to_tensor_parallel
+            if self.context.sequence is None
+            else gather_from_sequence_parallel
+        )
+        return multiplied(
+            enter(self.final_layernorm(x), self.tp), 1.0 / self.context.model.logits_scaling
+        )
 
     def logits(self, x: Tensor) -> Tensor:
         """x (s, b, h) -> (whole sequence, b, v): this rank's columns of the logits."""
         return self.ops.linear(self.head_input(x), self.output_weight)
 
-    def forward(self, x: Tensor, labels: Tensor | None, forward_pass: Pass, factor: float = 1.0) -> Tensor:
+    def forward(
+        self, x: Tensor, labels: Tensor | None, forward_pass: Pass, factor: float = 1.0
+    ) -> Tensor:
         """Tokens (s, b) or the previous part's (s, b, h) -> (s, b, h), or for the last part the loss ().
 
         factor: the gradient of the loss that backward will bring.
@@ -165,5 +233,15 @@ class Chunk(nn.Module):
             return x
         assert labels is not None
         weight, rows = self.output_weight, self.logits_rows
-        return self.ops.head_loss(self.head_input(x), weight, labels, self.tp, spec_of(weight).offset[0], factor, rows,
-                                  self.words, self.context.model.z_loss, forward_pass.count)
+        return self.ops.head_loss(
+            self.head_input(x),
+            weight,
+            labels,
+            self.tp,
+            spec_of(weight).offset[0],
+            factor,
+            rows,
+            self.words,
+            self.context.model.z_loss,
+            forward_pass.count,
+        )

@@ -25,7 +25,9 @@ from .torch_ops import TorchOps, gelu
 Backend = NativeOps | TorchOps
 
 
-def column_linear(ops: Backend, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: RowBlocks) -> Tensor:
+def column_linear(
+    ops: Backend, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: RowBlocks
+) -> Tensor:
     """x (s / t, b, in), weight (out, in), bias (out) or None -> (s, b, out)."""
     return _ColumnLinear.apply(ops, x, weight, bias, blocks)
 
@@ -35,8 +37,16 @@ def row_linear(ops: Backend, x: Tensor, weight: Tensor, blocks: RowBlocks) -> Te
     return _RowLinear.apply(ops, x, weight, blocks)
 
 
-def mlp(ops: Backend, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool,
-        blocks: RowBlocks, activation: str) -> Tensor:
+def mlp(
+    ops: Backend,
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    needs_values: bool,
+    blocks: RowBlocks,
+    activation: str,
+) -> Tensor:
     """x (s / t, b, h), weight1 (f, h), bias1 (f), weight2 (h, f) -> (s / t, b, h). needs_values, activation: as `Ops.mlp`."""
     if isinstance(ops, NativeOps):
         return _NativeMLP.apply(ops, activation, x, weight1, bias1, weight2, needs_values, blocks)
@@ -45,10 +55,20 @@ def mlp(ops: Backend, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2:
     return row_linear(ops, gelu(column_linear(ops, x, weight1, bias1, blocks)), weight2, blocks)
 
 
-def gated_mlp(ops: Backend, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool,
-              blocks: RowBlocks, activation: str) -> Tensor:
+def gated_mlp(
+    ops: Backend,
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    needs_values: bool,
+    blocks: RowBlocks,
+    activation: str,
+) -> Tensor:
     """x (s / t, b, h), weight1 (2, f, h), bias1 (2, f), weight2 (h, f) -> (s / t, b, h). The rest: as `Ops.gated_mlp`."""
-    return _GatedMLP.apply(ops, activation, x, matrix(weight1), matrix(bias1), weight2, needs_values, blocks)
+    return _GatedMLP.apply(
+        ops, activation, x, matrix(weight1), matrix(bias1), weight2, needs_values, blocks
+    )
 
 
 def _data_gradient_sum(ops: Backend, dy: Tensor, weight: Tensor, blocks: RowBlocks) -> Summing:
@@ -67,7 +87,9 @@ def _gathered_rows(gathering: Gathering) -> Tensor:
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ops: Backend, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: RowBlocks) -> Tensor:
+    def forward(
+        ctx: Any, ops: Backend, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: RowBlocks
+    ) -> Tensor:
         out = x.new_empty(x.shape[0] * blocks.comm.size, x.shape[1], weight.shape[0])
         gathering, out_rows = blocks.gather(x), out.view(-1, out.shape[-1])
         for rows in gathering:
@@ -109,19 +131,43 @@ class _RowLinear(torch.autograd.Function):
 
 class _NativeMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ops: NativeOps, activation: str, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor,
-                needs_values: bool, blocks: RowBlocks) -> Tensor:
+    def forward(
+        ctx: Any,
+        ops: NativeOps,
+        activation: str,
+        x: Tensor,
+        weight1: Tensor,
+        bias1: Tensor | None,
+        weight2: Tensor,
+        needs_values: bool,
+        blocks: RowBlocks,
+    ) -> Tensor:
         chunk, gathering = ops.chunk(x), blocks.gather(x)
-        pre = x.new_empty(len(gathering.rows), weight1.shape[0])  # (rows, f): argument of the activation
+        pre = x.new_empty(
+            len(gathering.rows), weight1.shape[0]
+        )  # (rows, f): argument of the activation
         inner = torch.empty_like(pre) if needs_values else None
         for rows in gathering:
             if inner is not None:
-                ops.matmul(gathering.rows[rows], weight1, inner[rows], bias1, activation, pre[rows], chunk=chunk)
+                ops.matmul(
+                    gathering.rows[rows],
+                    weight1,
+                    inner[rows],
+                    bias1,
+                    activation,
+                    pre[rows],
+                    chunk=chunk,
+                )
             else:
                 ops.matmul(gathering.rows[rows], weight1, pre[rows], bias1, chunk=chunk)
         gathering.wait()
         ctx.save_for_backward(x, pre)
-        ctx.ops, ctx.activation, ctx.parameters, ctx.blocks = ops, activation, (weight1, bias1, weight2), blocks
+        ctx.ops, ctx.activation, ctx.parameters, ctx.blocks = (
+            ops,
+            activation,
+            (weight1, bias1, weight2),
+            blocks,
+        )
         if inner is None:
             return x.new_empty(1).expand(x.shape)
         total = blocks.sum(len(pre), weight2.shape[0], x.dtype)
@@ -131,15 +177,29 @@ class _NativeMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x, pre), (weight1, bias1, weight2), ops, blocks = ctx.saved_tensors, ctx.parameters, ctx.ops, ctx.blocks
+        (x, pre), (weight1, bias1, weight2), ops, blocks = (
+            ctx.saved_tensors,
+            ctx.parameters,
+            ctx.ops,
+            ctx.blocks,
+        )
         chunk, packed = ops.chunk(dy), ops.packed(weight2, True, ops.chunk(dy))
         gradient, inputs = blocks.gather(dy), blocks.gather(x)
         dpre = torch.empty_like(pre)
         for rows in gradient:
-            ops.kernels.linear_data_gradient(gradient.rows[rows], weight2, dpre[rows], pre[rows], ctx.activation, packed=packed,
-                                             fp16_chunk=chunk)
+            ops.kernels.linear_data_gradient(
+                gradient.rows[rows],
+                weight2,
+                dpre[rows],
+                pre[rows],
+                ctx.activation,
+                packed=packed,
+                fp16_chunk=chunk,
+            )
         total = _data_gradient_sum(ops, dpre, weight1, blocks)
-        add_second_weight_gradient(ops, _gathered_rows(gradient), pre, weight2, ctx.activation, chunk)
+        add_second_weight_gradient(
+            ops, _gathered_rows(gradient), pre, weight2, ctx.activation, chunk
+        )
         ops.weight_gradient(dpre, _gathered_rows(inputs), weight1, bias1, chunk)
         return None, None, total.wait().view(x.shape), None, None, None, None, None
 
@@ -148,15 +208,29 @@ class _GatedMLP(torch.autograd.Function):
     """With a gate, and in torch with another activation than the GELU's tanh form."""
 
     @staticmethod
-    def forward(ctx: Any, ops: Backend, activation: str, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor,
-                needs_values: bool, blocks: RowBlocks) -> Tensor:
+    def forward(
+        ctx: Any,
+        ops: Backend,
+        activation: str,
+        x: Tensor,
+        weight1: Tensor,
+        bias1: Tensor | None,
+        weight2: Tensor,
+        needs_values: bool,
+        blocks: RowBlocks,
+    ) -> Tensor:
         chunk, gathering = ops.chunk(x), blocks.gather(x)
         pre = x.new_empty(len(gathering.rows), len(weight1))  # (rows, 2 f): gates and values
         for rows in gathering:
             ops.matmul(gathering.rows[rows], weight1, pre[rows], bias1, chunk=chunk)
         gathering.wait()
         ctx.save_for_backward(x, pre)
-        ctx.ops, ctx.activation, ctx.parameters, ctx.blocks = ops, activation, (weight1, bias1, weight2), blocks
+        ctx.ops, ctx.activation, ctx.parameters, ctx.blocks = (
+            ops,
+            activation,
+            (weight1, bias1, weight2),
+            blocks,
+        )
         if not needs_values:
             return x.new_empty(1).expand(x.shape)
         total = blocks.sum(len(pre), len(weight2), x.dtype)
@@ -166,7 +240,12 @@ class _GatedMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x, pre), (weight1, bias1, weight2), ops, blocks = ctx.saved_tensors, ctx.parameters, ctx.ops, ctx.blocks
+        (x, pre), (weight1, bias1, weight2), ops, blocks = (
+            ctx.saved_tensors,
+            ctx.parameters,
+            ctx.ops,
+            ctx.blocks,
+        )
         chunk, gradient, inputs = ops.chunk(dy), blocks.gather(dy), blocks.gather(x)
         dpre = torch.empty_like(pre)
         for rows in gradient:

@@ -59,10 +59,19 @@ class ParameterSpec:
         return self.name in ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
-def make_parameter(name: str, shape: tuple[int, ...], tp: Comm | None = None, partition_dim: int | None = None,
-                   std: float | None = None, fill: float = 0.0, init_name: str | None = None,
-                   sequence_parallel: bool = False, experts: Comm | None = None, balances: bool = False,
-                   frozen: bool = False) -> nn.Parameter:
+def make_parameter(
+    name: str,
+    shape: tuple[int, ...],
+    tp: Comm | None = None,
+    partition_dim: int | None = None,
+    std: float | None = None,
+    fill: float = 0.0,
+    init_name: str | None = None,
+    sequence_parallel: bool = False,
+    experts: Comm | None = None,
+    balances: bool = False,
+    frozen: bool = False,
+) -> nn.Parameter:
     """This rank's slice of the global tensor `name`, on the meta device, with its `spec`.
 
     `shape` is the global shape in parentheses, such as (f, h); `partition_dim` is split evenly over `tp`. Initial values:
@@ -83,9 +92,20 @@ def make_parameter(name: str, shape: tuple[int, ...], tp: Comm | None = None, pa
     owned = partition_dim is not None or tp is None or tp.rank == 0
     parameter = nn.Parameter(torch.empty(local, device="meta"))
     parameter.spec = ParameterSpec(  # type: ignore[attr-defined]  # torch's class does not know it
-        name=name, shape=tuple(shape), offset=tuple(offset), partition_dim=partition_dim, init_std=std, init_fill=fill,
-        init_name=init_name or name, owned=owned, counted=owned and init_name is None and not balances,
-        sequence_parallel=sequence_parallel and partition_dim is None, expert=experts is not None, balances=balances, frozen=frozen)
+        name=name,
+        shape=tuple(shape),
+        offset=tuple(offset),
+        partition_dim=partition_dim,
+        init_std=std,
+        init_fill=fill,
+        init_name=init_name or name,
+        owned=owned,
+        counted=owned and init_name is None and not balances,
+        sequence_parallel=sequence_parallel and partition_dim is None,
+        expert=experts is not None,
+        balances=balances,
+        frozen=frozen,
+    )
     return parameter
 
 
@@ -94,7 +114,11 @@ def spec_of(parameter: torch.Tensor) -> ParameterSpec:
     return parameter.spec  # type: ignore[attr-defined]
 
 
-PARAMETER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by PrecisionConfig.name
+PARAMETER_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}  # by PrecisionConfig.name
 
 
 # Weight gradients, computed at once or put off: what splits a backward into its two halves (Qi et al. 2023, "Zero Bubble Pipeline
@@ -158,6 +182,7 @@ class WeightGradients:
 # Weights packed for the GEMM kernels once per optimizer step instead of in every matmul: --cache-packed-weights. A matmul reads a
 # packed weight 3 to 5 per cent faster than it packs one (head: 15), and pays with a copy of the weights for forward and one for the
 # data gradient. Results have the same bits.
+
 
 @dataclass
 class _Entry:

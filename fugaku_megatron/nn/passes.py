@@ -29,9 +29,13 @@ class LayerCache:
     values: Tensor
 
     @staticmethod
-    def empty(samples: int, groups: int, slots: int, head_size: int, dtype: torch.dtype) -> LayerCache:
+    def empty(
+        samples: int, groups: int, slots: int, head_size: int, dtype: torch.dtype
+    ) -> LayerCache:
         """Memory for `slots` positions of each sample, two of (samples, g, slots, d)."""
-        keys, values = (torch.empty(samples, groups, slots, head_size, dtype=dtype) for _ in range(2))
+        keys, values = (
+            torch.empty(samples, groups, slots, head_size, dtype=dtype) for _ in range(2)
+        )
         return LayerCache(keys, values)
 
     @property
@@ -64,13 +68,26 @@ class Rows:
     angles: Angles | None
 
     @staticmethod
-    def of(model: ModelConfig, cache: KeyValueCache, samples: Sequence[int], first: Sequence[int], lengths: Sequence[int]) -> Rows:
+    def of(
+        model: ModelConfig,
+        cache: KeyValueCache,
+        samples: Sequence[int],
+        first: Sequence[int],
+        lengths: Sequence[int],
+    ) -> Rows:
         """Rows of samples whose next positions are `first`."""
-        own = [torch.arange(begin, begin + length) for begin, length in zip(first, lengths, strict=True)]
+        own = [
+            torch.arange(begin, begin + length)
+            for begin, length in zip(first, lengths, strict=True)
+        ]
         positions = torch.cat(own)
         angles = rotary_angles(model, positions, 0)
         if model.rope_dynamic_factor is not None:  # each sample has its own length
-            cosines, sines = zip(*filter(None, (rotary_angles(model, part, len(part) + int(part[0])) for part in own)))
+            cosines, sines = zip(
+                *filter(
+                    None, (rotary_angles(model, part, len(part) + int(part[0])) for part in own)
+                )
+            )
             angles = torch.cat(cosines), torch.cat(sines)
         return Rows(cache, torch.tensor(samples), tuple(lengths), positions, angles)
 
@@ -89,7 +106,9 @@ class Rows:
         """Whether every sample has one row, its next token."""
         return len(self.positions) == len(self.samples)
 
-    def attend(self, ops: Ops, layer: int, qkv: Tensor, whole: Callable[[Tensor], Tensor]) -> Tensor:
+    def attend(
+        self, ops: Ops, layer: int, qkv: Tensor, whole: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         """Attention of rows to their sample's positions up to their own: qkv (r, 1, g (n/g + 2) d) -> (r, 1, n d).
 
         whole: the layer's attention of a sequence that has nothing before it, of the same shapes.
@@ -99,7 +118,9 @@ class Rows:
             return ops.cached_attention(qkv, cache.keys, cache.values, self.samples, self.positions)
         context = []
         for sample, part in zip(self.samples.tolist(), qkv.split(self.lengths), strict=True):
-            groups = part.view(len(part), cache.keys.shape[1], -1, cache.keys.shape[3])  # (s, g, n/g + 2, d)
+            groups = part.view(
+                len(part), cache.keys.shape[1], -1, cache.keys.shape[3]
+            )  # (s, g, n/g + 2, d)
             cache.store(sample, groups[:, :, -2], groups[:, :, -1])
             context.append(whole(part))
         return torch.cat(context)
@@ -143,6 +164,7 @@ class Pass:
 # megatron/core/models/common/embeddings/yarn_rotary_pos_embedding.py, and its linear scaling in
 # megatron/core/models/common/embeddings/rotary_pos_embedding.py. Left out: the turning (`ops.Ops.rotary`).
 
+
 def frequencies(model: ModelConfig, length: int) -> Tensor:
     """Angle per position of each pair of elements, (rotated elements / 2,) in FP32, in a sequence of `length` positions.
 
@@ -156,13 +178,17 @@ def frequencies(model: ModelConfig, length: int) -> Tensor:
     base = model.rotary_base
     if model.rope_dynamic_factor is not None:
         longer = max(length / model.rope_scaling_original_max_position_embeddings, 1.0)
-        base *= (model.rope_dynamic_factor * longer - (model.rope_dynamic_factor - 1)) ** (size / (size - 2))
+        base *= (model.rope_dynamic_factor * longer - (model.rope_dynamic_factor - 1)) ** (
+            size / (size - 2)
+        )
     plain = 1.0 / base ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
     if not model.use_rope_scaling:
         return plain
     lengthened = plain / model.rope_scaling_factor
     low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
-    waves = model.rope_scaling_original_max_position_embeddings / (2 * math.pi / plain)  # in the original positions
+    waves = model.rope_scaling_original_max_position_embeddings / (
+        2 * math.pi / plain
+    )  # in the original positions
     share = ((waves - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - share) * lengthened + share * plain
 
@@ -176,7 +202,11 @@ def yarn_frequencies(model: ModelConfig) -> Tensor:
     powers = base ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
 
     def number(turns: float) -> float:
-        return size * math.log(model.yarn_original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(base))
+        return (
+            size
+            * math.log(model.yarn_original_max_position_embeddings / (turns * 2 * math.pi))
+            / (2 * math.log(base))
+        )
 
     low, high = number(model.yarn_beta_fast), number(model.yarn_beta_slow)
     if model.yarn_correction_range_round_to_int:
@@ -201,7 +231,10 @@ def rotary_angles(model: ModelConfig, positions: Tensor, length: int) -> Angles 
     """
     if not model.rotary:
         return None
-    angles = torch.outer(positions.float() / (model.rotary_seq_len_interpolation_factor or 1.0), frequencies(model, length))
+    angles = torch.outer(
+        positions.float() / (model.rotary_seq_len_interpolation_factor or 1.0),
+        frequencies(model, length),
+    )
     factor, sines = concentration(model), angles.sin()
     cosines = angles.cos_()
     return (cosines, sines) if factor == 1.0 else (cosines.mul_(factor), sines.mul_(factor))

@@ -70,7 +70,9 @@ class _WithLoss(torch.autograd.Function):
         return dscores, torch.tensor(ctx.factor, dtype=torch.float32), None
 
 
-def route(ops: Any, logits: Tensor, bias: Tensor | None, model: ModelConfig, ranks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    ops: Any, logits: Tensor, bias: Tensor | None, model: ModelConfig, ranks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """(scores, numbers) of each token's experts, two of (rows, k), from logits (rows, e) and the bias (e,) of the choice.
 
     ranks (rows, e): what the choice of --moe-router-load-balancing-type sinkhorn is by; None: by scores.
@@ -134,9 +136,13 @@ class Router(nn.Module):
         model, self.context = context.model, context
         experts = model.num_experts
         assert experts is not None
-        self.weight = context.parameter(f"{name}.weight", (experts, model.hidden_size), std=model.init_method_std)
+        self.weight = context.parameter(
+            f"{name}.weight", (experts, model.hidden_size), std=model.init_method_std
+        )
         biased = model.moe_router_enable_expert_bias
-        self.expert_bias = context.parameter(f"{name}.expert_bias", (experts,), balances=True) if biased else None
+        self.expert_bias = (
+            context.parameter(f"{name}.expert_bias", (experts,), balances=True) if biased else None
+        )
         self.loads: dict[int, Tensor] = {}
 
     def forward(self, x: Tensor, forward_pass: Pass) -> tuple[Tensor, Tensor]:
@@ -160,21 +166,38 @@ class Router(nn.Module):
         """`evenly` of the whole micro-batch, the rows of this rank's part (rows, e)."""
         return self.context.of_whole_sequence(evenly, logits, part=self.context.sequence)
 
-    def _with_losses(self, scores: Tensor, logits: Tensor, chosen: Tensor, samples: int, forward_pass: Pass,
-                     load: Tensor) -> Tensor:
+    def _with_losses(
+        self,
+        scores: Tensor,
+        logits: Tensor,
+        chosen: Tensor,
+        samples: int,
+        forward_pass: Pass,
+        load: Tensor,
+    ) -> Tensor:
         """The scores (rows, k), whose backward computes the gradients of the losses of logits (rows, e); these go into `load`."""
         model, ranks = self.context.model, self.context.sequence_shares
-        balance_factor = forward_pass.balance_factor * self.context.cp.size  # gradients are averaged over the ranks of a sequence
+        balance_factor = (
+            forward_pass.balance_factor * self.context.cp.size
+        )  # gradients are averaged over the ranks of a sequence
         if model.moe_z_loss_coeff:
             z_loss = torch.logsumexp(logits, -1).square().mean() / ranks
             load[-1] = z_loss.detach()
             scores = _WithLoss.apply(scores, model.moe_z_loss_coeff * z_loss, balance_factor)
         for kind, factor in model.balances:
             shares, hits = balancing_scores(logits, chosen, model)
-            parts = samples if kind == SEQUENCE_AUX else 1  # a sequence's experts count as experts of their own
-            shares, counts = shares.reshape(len(shares) // parts, -1), hits.reshape(len(hits) // parts, -1).sum(0)
+            parts = (
+                samples if kind == SEQUENCE_AUX else 1
+            )  # a sequence's experts count as experts of their own
+            shares, counts = (
+                shares.reshape(len(shares) // parts, -1),
+                hits.reshape(len(hits) // parts, -1).sum(0),
+            )
             self.context.sum_over_sequence(counts)
-            loss = balancing_loss(shares, counts, ranks * len(shares), model.moe_router_topk) / parts**2
+            loss = (
+                balancing_loss(shares, counts, ranks * len(shares), model.moe_router_topk)
+                / parts**2
+            )
             load[-2] += loss.detach()
             scores = _WithLoss.apply(scores, factor * loss, balance_factor)
         return scores

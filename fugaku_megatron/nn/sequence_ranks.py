@@ -57,7 +57,9 @@ def _exchanged(x: Tensor, cp: Comm) -> Tensor:
 
 def _to_heads(x: Tensor, cp: Comm) -> Tensor:
     r, b, width = x.shape
-    sent = x.reshape(r, b, cp.size, width // cp.size).permute(2, 0, 1, 3).reshape(cp.size * r, b, -1)
+    sent = (
+        x.reshape(r, b, cp.size, width // cp.size).permute(2, 0, 1, 3).reshape(cp.size * r, b, -1)
+    )
     return in_order(_exchanged(sent, cp), cp.size)
 
 
@@ -75,15 +77,26 @@ def copy_groups(qkv: Tensor, heads: Heads, copies: int) -> Tensor:
     if copies == 1:
         return qkv
     queries, *others = heads.split(qkv)
-    parts = queries.unflatten(3, (copies, -1)), *(x.unsqueeze(3).expand(*x.shape[:3], copies, *x.shape[3:]) for x in others)
+    parts = (
+        queries.unflatten(3, (copies, -1)),
+        *(x.unsqueeze(3).expand(*x.shape[:3], copies, *x.shape[3:]) for x in others),
+    )
     return torch.cat(parts, 4).flatten(2)
 
 
 def to_heads(x: Tensor, cp: Comm) -> Tensor:
     """x (r, b, w), this rank's rows of all heads -> (s, b, w / c), the whole sequence of this rank's heads; and gradients back."""
-    return x if cp.size == 1 else map_rows(x, lambda rows: _to_heads(rows, cp), lambda grad: _to_rows(grad, cp))
+    return (
+        x
+        if cp.size == 1
+        else map_rows(x, lambda rows: _to_heads(rows, cp), lambda grad: _to_rows(grad, cp))
+    )
 
 
 def to_rows(x: Tensor, cp: Comm) -> Tensor:
     """x (s, b, w / c), the whole sequence of this rank's heads -> (r, b, w), its rows of all heads; and gradients back."""
-    return x if cp.size == 1 else map_rows(x, lambda rows: _to_rows(rows, cp), lambda grad: _to_heads(grad, cp))
+    return (
+        x
+        if cp.size == 1
+        else map_rows(x, lambda rows: _to_rows(rows, cp), lambda grad: _to_heads(grad, cp))
+    )

@@ -90,7 +90,9 @@ def masked(kernels: Any, x: Tensor, p: float, key: DropoutKey) -> Tensor:
     out = torch.empty_like(x)
     for part, own in key.runs():
         rows, made = (x, out) if part is None else (x[part], out[part])
-        kernels.dropout(rows, made, p, own.seed, own.stream, own.first_sample, own.sample_dim, own.row0)
+        kernels.dropout(
+            rows, made, p, own.seed, own.stream, own.first_sample, own.sample_dim, own.row0
+        )
     return out
 
 
@@ -116,13 +118,20 @@ def backward(y: Tensor, dy: Tensor | None) -> None:
     Calls the engine itself: torch's function first loads its symbolic-shape checks with sympy, 500 modules and 32 MiB a rank.
     """
     dy = torch.ones_like(y) if dy is None else dy
-    torch.autograd.Variable._execution_engine.run_backward((y,), (dy,), False, False, (), allow_unreachable=True,
-                                                           accumulate_grad=True)
+    torch.autograd.Variable._execution_engine.run_backward(
+        (y,), (dy,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], again: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
+    def forward(
+        ctx: Any,
+        function: Callable[..., Tensor],
+        again: Callable[..., Tensor],
+        x: Tensor,
+        *args: Any,
+    ) -> Tensor:
         ctx.again, ctx.args = again, args
         ctx.save_for_backward(x)
         return function(x, *args)
@@ -137,14 +146,21 @@ class _Recompute(torch.autograd.Function):
         return None, None, x.grad, *(None for _ in ctx.args)
 
 
-def recompute(function: Callable[..., Tensor], x: Tensor, *args: Any, again: Callable[..., Tensor] | None = None) -> Tensor:
+def recompute(
+    function: Callable[..., Tensor],
+    x: Tensor,
+    *args: Any,
+    again: Callable[..., Tensor] | None = None,
+) -> Tensor:
     """function(x, *args) for x of any shape, whose intermediate tensors are dropped and computed again in backward.
 
     again: what backward calls instead of `function`; it must build the same graph and may leave out what only the values of the
     result need. Dropout masks are functions of their key, so there is no random state to restore and the second run has the same
     bits. torch.utils.checkpoint does the same and more, but its first call loads torch's compiler, 70 MiB a rank.
     """
-    assert x.requires_grad or not torch.is_grad_enabled(), "autograd would drop the function's gradients"
+    assert x.requires_grad or not torch.is_grad_enabled(), (
+        "autograd would drop the function's gradients"
+    )
     return _Recompute.apply(function, again or function, x, *args)
 
 
@@ -163,9 +179,15 @@ class Heads:
     def of(qkv: Tensor, head_size: int, groups: int | None) -> Heads:
         """Those of qkv (s, b, width); groups None: as many as heads."""
         slots = qkv.shape[-1] // head_size
-        return Heads(slots // 3, slots // 3, head_size) if groups is None else Heads(slots - 2 * groups, groups, head_size)
+        return (
+            Heads(slots // 3, slots // 3, head_size)
+            if groups is None
+            else Heads(slots - 2 * groups, groups, head_size)
+        )
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Views of queries (s, b, g, n/g, d), keys and values (s, b, g, 1, d)."""
         each = self.heads // self.groups
-        return qkv.view(*qkv.shape[:2], self.groups, each + 2, self.head_size).split((each, 1, 1), dim=3)
+        return qkv.view(*qkv.shape[:2], self.groups, each + 2, self.head_size).split(
+            (each, 1, 1), dim=3
+        )

@@ -51,7 +51,11 @@ class Sight:
         last = min(queries.stop, end - 1 + (self.window or self.length))
         if self.starts is not None:  # the queries of the documents that begin before the last key
             starts = self.starts[:, queries.start : last].contiguous()
-            last = queries.start + int(torch.searchsorted(starts, starts.new_full((len(starts), 1), end - 1), right=True).max())
+            last = queries.start + int(
+                torch.searchsorted(
+                    starts, starts.new_full((len(starts), 1), end - 1), right=True
+                ).max()
+            )
         return range(max(queries.start, first), last), range(first, end)
 
 
@@ -99,7 +103,9 @@ class Result:
         before, total = self.lse[..., rows], self.total[rows]
         after = torch.logaddexp(before, lse)
         base = after.masked_fill(after == -torch.inf, 0.0)  # of queries that have seen nothing
-        old, new = (torch.exp(x - base).permute(2, 0, 1).unsqueeze(-1) for x in (before, lse))  # (q, b, n, 1)
+        old, new = (
+            torch.exp(x - base).permute(2, 0, 1).unsqueeze(-1) for x in (before, lse)
+        )  # (q, b, n, 1)
         total.mul_(old).add_(out.view_as(total) * new)
         before.copy_(after)
 
@@ -107,7 +113,9 @@ class Result:
 class _Gradients:
     """The gradients of this rank's queries, dqkv (r, b, g (n/g + 2) d), to which each part adds its own."""
 
-    def __init__(self, backend: Any, call: SharedCall, qkv: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> None:
+    def __init__(
+        self, backend: Any, call: SharedCall, qkv: Tensor, out: Tensor, lse: Tensor, dout: Tensor
+    ) -> None:
         self._backend, self._call, self._tensors = backend, call, (qkv, out, dout)
         self._lse, self.dqkv = lse, torch.zeros(qkv.shape)
 
@@ -115,7 +123,9 @@ class _Gradients:
         """kv and dkv (k, b, 2 g d) are those of the part's keys."""
         qkv, out, dout = (tensor[part.rows] for tensor in self._tensors)
         lse = self._lse[..., part.rows].contiguous()
-        self._backend.part_gradients(self._call, part, qkv, kv, out, lse, dout, self.dqkv[part.rows], dkv)
+        self._backend.part_gradients(
+            self._call, part, qkv, kv, out, lse, dout, self.dqkv[part.rows], dkv
+        )
 
 
 def keys_of(qkv: Tensor, heads: Heads) -> Tensor:
@@ -135,7 +145,9 @@ class _Gathered:
         self._cp, self._keys, self._own = cp, range(call.sight.length), kv
         whole = cp.all_gather(kv.new_empty(cp.size, *kv.shape), kv)
         self._whole = in_order(whole.flatten(0, 1), cp.size)
-        self._parts = list(parts(call.sight, runs_of(cp.rank, cp.size, call.sight.length), self._keys))
+        self._parts = list(
+            parts(call.sight, runs_of(cp.rank, cp.size, call.sight.length), self._keys)
+        )
 
     def __iter__(self) -> Iterator[tuple[Part, Tensor]]:
         """Each part and its keys and values (k, b, 2 g d)."""
@@ -179,12 +191,17 @@ class _Passed:
         """Begin to send and to receive what step `step` needs."""
         cp, size = self._cp, self._cp.size
         if step == 0:
-            return [_Coming(run, self._own[self._rows(part, run)], DONE) for part, run in enumerate(self._runs[cp.rank])]
+            return [
+                _Coming(run, self._own[self._rows(part, run)], DONE)
+                for part, run in enumerate(self._runs[cp.rank])
+            ]
         source, target = (cp.rank - step) % size, (cp.rank + step) % size
         coming = []
         for part, keys in enumerate(self._needed(cp.rank, source)):
             tensor = self._own.new_empty(len(keys), *self._own.shape[1:])
-            coming.append(_Coming(keys, tensor, cp.irecv(tensor, source, KEYS + part) if keys else DONE))
+            coming.append(
+                _Coming(keys, tensor, cp.irecv(tensor, source, KEYS + part) if keys else DONE)
+            )
         for part, each in enumerate(self._needed(target, cp.rank)):
             if each:
                 self._sent.append(cp.isend(self._own[self._rows(part, each)], target, KEYS + part))
@@ -229,7 +246,13 @@ class _Passed:
             for number, keys in enumerate(self._needed(target, cp.rank) if step else ()):
                 if keys:
                     tensor = torch.empty(len(keys), *total.shape[1:])
-                    returning.append((self._rows(number, keys), tensor, cp.irecv(tensor, target, GRADIENTS + number)))
+                    returning.append(
+                        (
+                            self._rows(number, keys),
+                            tensor,
+                            cp.irecv(tensor, target, GRADIENTS + number),
+                        )
+                    )
             for number, (keys, kv, handle) in enumerate(coming):
                 handle.wait()
                 dkv = torch.zeros(kv.shape) if step else total[self._rows(number, keys)]
@@ -253,9 +276,16 @@ class _Passed:
 
 class _SharedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, backend: Any, qkv: Tensor, call: SharedCall, cp: Comm, way: str) -> Tensor:
+    def forward(
+        ctx: Any, backend: Any, qkv: Tensor, call: SharedCall, cp: Comm, way: str
+    ) -> Tensor:
         qkv = qkv.contiguous()
-        ctx.backend, ctx.call, ctx.cp, ctx.kind = backend, call, cp, _Gathered if way == ALLGATHER else _Passed
+        ctx.backend, ctx.call, ctx.cp, ctx.kind = (
+            backend,
+            call,
+            cp,
+            _Gathered if way == ALLGATHER else _Passed,
+        )
         result = Result(len(qkv), qkv.shape[1], call.heads)
         for part, kv in ctx.kind(cp, call, keys_of(qkv, call.heads).flatten(2).contiguous()):
             result.merge(part.rows, *backend.part(call, part, qkv[part.rows], kv))
@@ -268,7 +298,9 @@ class _SharedAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         (qkv, out, lse), heads = ctx.saved_tensors, ctx.call.heads
         made = _Gradients(ctx.backend, ctx.call, qkv, out, lse, dout.contiguous())
-        dkv = ctx.kind(ctx.cp, ctx.call, keys_of(qkv, heads).flatten(2).contiguous()).gradients(made)
+        dkv = ctx.kind(ctx.cp, ctx.call, keys_of(qkv, heads).flatten(2).contiguous()).gradients(
+            made
+        )
         keys_of(made.dqkv, heads).copy_(dkv.view(*dkv.shape[:2], heads.groups, 2, heads.head_size))
         return None, made.dqkv.to(qkv.dtype), None, None, None
 

@@ -34,10 +34,20 @@ class BlockOps:
     weight_gradient: Callable[..., None]
     bias_dropout_add: Callable[..., Tensor]
 
-    def gated_mlp(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool = True,
-                  sequence: Comm | None = None, activation: str = "swiglu") -> Tensor:
+    def gated_mlp(
+        self,
+        x: Tensor,
+        weight1: Tensor,
+        bias1: Tensor | None,
+        weight2: Tensor,
+        needs_values: bool = True,
+        sequence: Comm | None = None,
+        activation: str = "swiglu",
+    ) -> Tensor:
         """x (s, b, h), weight1 (2, f, h), bias1 (2, f), weight2 (h, f) -> (s, b, h)."""
-        return mlp(self, x, matrix(weight1), matrix(bias1), weight2, needs_values, sequence, activation)
+        return mlp(
+            self, x, matrix(weight1), matrix(bias1), weight2, needs_values, sequence, activation
+        )
 
     def gate(self, pre: Tensor, activation: str) -> Tensor:
         """The activation of pre (rows, 2 f), whose first f columns are the gates; without a gate (rows, f) -> (rows, f)."""
@@ -47,19 +57,47 @@ class BlockOps:
         """dpre, the gradient of pre, both as `gate`'s argument, from that of its result, dinner (rows, f)."""
         dpre.copy_(ACTIVATIONS[activation][1](dinner, pre))
 
-    def gated_weight_gradient(self, dy: Tensor, pre: Tensor, weight: Tensor, activation: str, chunk: int) -> None:
+    def gated_weight_gradient(
+        self, dy: Tensor, pre: Tensor, weight: Tensor, activation: str, chunk: int
+    ) -> None:
         """Add dy^T gate(pre) to the gradient of weight (h, f), now or later; dy (rows, h) and pre (rows, 2 f) stay until then."""
         if not is_frozen(weight):
             self.weight_gradient(dy, self.gate(pre, activation), weight, None, chunk)
 
-    def rotary(self, qkv: Tensor, angles: Angles | None, heads: int, groups: int, head_size: int, interleaved: bool,
-               first_position: int = 0, q_weight: Tensor | None = None, k_weight: Tensor | None = None,
-               epsilon: float = 1e-5, positions: Tensor | None = None) -> Tensor:
+    def rotary(
+        self,
+        qkv: Tensor,
+        angles: Angles | None,
+        heads: int,
+        groups: int,
+        head_size: int,
+        interleaved: bool,
+        first_position: int = 0,
+        q_weight: Tensor | None = None,
+        k_weight: Tensor | None = None,
+        epsilon: float = 1e-5,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """qkv (s, b, g (n/g + 2) d) -> the same shape."""
-        rows = torch.arange(first_position, first_position + len(qkv)).unsqueeze(1) if positions is None else positions.long()
-        return rotary(qkv, angles, Heads(heads, groups, head_size), interleaved, rows, q_weight, k_weight, epsilon)
+        rows = (
+            torch.arange(first_position, first_position + len(qkv)).unsqueeze(1)
+            if positions is None
+            else positions.long()
+        )
+        return rotary(
+            qkv,
+            angles,
+            Heads(heads, groups, head_size),
+            interleaved,
+            rows,
+            q_weight,
+            k_weight,
+            epsilon,
+        )
 
-    def cached_attention(self, qkv: Tensor, keys: Tensor, values: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
+    def cached_attention(
+        self, qkv: Tensor, keys: Tensor, values: Tensor, samples: Tensor, positions: Tensor
+    ) -> Tensor:
         """qkv (r, 1, g (n/g + 2) d), keys and values (all samples, g, slots, d), samples, positions (r,) -> (r, 1, n d)."""
         return cached_attention(qkv, keys, values, samples, positions)
 
@@ -67,14 +105,23 @@ class BlockOps:
         """x (..., h), weight (h) -> (..., h)."""
         return rms_norm(x, weight, epsilon)
 
-    def bias_dropout_add_rms_norm(self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey,
-                                  weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    def bias_dropout_add_rms_norm(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor,
+        p: float,
+        key: DropoutKey,
+        weight: Tensor,
+        epsilon: float,
+    ) -> tuple[Tensor, Tensor]:
         """x and residual (s, b, h), bias and weight (h) -> two of (s, b, h)."""
         total = self.bias_dropout_add(x, bias, residual, p, key)
         return total, self.rms_norm(total, weight, epsilon)
 
 
 # RMS norm (Zhang and Sennrich 2019, arXiv:1910.07467) ---------------------------------------------------------------------------
+
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """x / sqrt(mean(x^2) + epsilon) * weight over the last dimension. x (..., h), weight (h) -> (..., h)."""
@@ -113,13 +160,16 @@ class _RMSNorm(torch.autograd.Function):
 
 # Gated MLP (Shazeer 2020, arXiv:2002.05202) -------------------------------------------------------------------------------------
 
+
 class _Derived(Tensor):
     """A tensor made of a parameter, whose gradient is the parameter's in another shape.
 
     The gradient is asked for in backward: before, it need not have memory.
     """
 
-    __torch_function__: Any = torch._C._disabled_torch_function_impl  # results are plain tensors, as a parameter's are
+    __torch_function__: Any = (
+        torch._C._disabled_torch_function_impl
+    )  # results are plain tensors, as a parameter's are
     parameter: Tensor
 
     @property
@@ -184,7 +234,10 @@ def _squared_relu_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def _gelu_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    return dy * (0.5 * (1.0 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi))
+    return dy * (
+        0.5 * (1.0 + torch.erf(x * math.sqrt(0.5)))
+        + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    )
 
 
 def _geglu(x: Tensor) -> Tensor:
@@ -195,7 +248,9 @@ def _geglu(x: Tensor) -> Tensor:
 def _geglu_gradient(dy: Tensor, x: Tensor) -> Tensor:
     gates, values = x.chunk(2, -1)
     tanh = torch.tanh(math.sqrt(2 / math.pi) * (gates + 0.044715 * gates**3))
-    slope = 0.5 * (1.0 + tanh) + 0.5 * gates * (1.0 - tanh * tanh) * math.sqrt(2 / math.pi) * (1.0 + 3 * 0.044715 * gates * gates)
+    slope = 0.5 * (1.0 + tanh) + 0.5 * gates * (1.0 - tanh * tanh) * math.sqrt(2 / math.pi) * (
+        1.0 + 3 * 0.044715 * gates * gates
+    )
     return torch.cat((dy * values * slope, 0.5 * dy * gates * (1.0 + tanh)), -1)
 
 
@@ -211,36 +266,66 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tenso
     "gelu_exact": (_in_fp32(F.gelu), _in_fp32(_gelu_gradient)),
     "geglu": (_in_fp32(_geglu), _in_fp32(_geglu_gradient)),
     "swiglu": (gate, gate_gradient),
-    "gelu": (functools.partial(F.gelu, approximate="tanh"),
-             lambda dy, x: torch.ops.aten.gelu_backward(dy, x, approximate="tanh")),
+    "gelu": (
+        functools.partial(F.gelu, approximate="tanh"),
+        lambda dy, x: torch.ops.aten.gelu_backward(dy, x, approximate="tanh"),
+    ),
 }
 
 
-def mlp(ops: Any, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool, sequence: Comm | None,
-        activation: str) -> Tensor:
+def mlp(
+    ops: Any,
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    needs_values: bool,
+    sequence: Comm | None,
+    activation: str,
+) -> Tensor:
     """activation(x W1^T + b) W2^T on the backend's matmuls; see `Ops.mlp`."""
     return _MLP.apply(ops, activation, x, weight1, bias1, weight2, needs_values, sequence)
 
 
 class _MLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ops: Any, activation: str, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor,
-                needs_values: bool, sequence: Comm | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        ops: Any,
+        activation: str,
+        x: Tensor,
+        weight1: Tensor,
+        bias1: Tensor | None,
+        weight2: Tensor,
+        needs_values: bool,
+        sequence: Comm | None,
+    ) -> Tensor:
         whole, chunk = gather_sequence(x, sequence), ops.chunk(x)
         rows = as_rows(whole)
         pre = rows.new_empty(len(rows), len(weight1))
         ops.matmul(rows, weight1, pre, bias1, chunk=chunk)
-        out = x.new_empty(len(rows), len(weight2)) if needs_values else x.new_empty(1).expand(len(rows), len(weight2))
+        out = (
+            x.new_empty(len(rows), len(weight2))
+            if needs_values
+            else x.new_empty(1).expand(len(rows), len(weight2))
+        )
         if needs_values:
             ops.matmul(ops.gate(pre, activation), weight2, out, chunk=chunk)
-        ctx.save_for_backward(rows if sequence is None else x, pre)  # its values are cheaper to compute again than to keep
+        ctx.save_for_backward(
+            rows if sequence is None else x, pre
+        )  # its values are cheaper to compute again than to keep
         ctx.ops, ctx.activation, ctx.parameters = ops, activation, (weight1, bias1, weight2)
         ctx.shape, ctx.sequence = whole.shape, sequence
         return out.view(*whole.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x, pre), (weight1, bias1, weight2), ops, dy = ctx.saved_tensors, ctx.parameters, ctx.ops, as_rows(dy)
+        (x, pre), (weight1, bias1, weight2), ops, dy = (
+            ctx.saved_tensors,
+            ctx.parameters,
+            ctx.ops,
+            as_rows(dy),
+        )
         chunk, rows = ops.chunk(dy), as_rows(gather_sequence(x, ctx.sequence))
         ops.gated_weight_gradient(dy, pre, weight2, ctx.activation, chunk)
         dinner, dpre = pre.new_empty(len(pre), weight2.shape[1]), torch.empty_like(pre)
@@ -249,18 +334,38 @@ class _MLP(torch.autograd.Function):
         ops.weight_gradient(dpre, rows, weight1, bias1, chunk)
         dx = torch.empty_like(rows)
         ops.data_gradient(dpre, weight1, dx, chunk)
-        return None, None, reduce_scatter_sequence(dx.view(ctx.shape), ctx.sequence), None, None, None, None, None
+        return (
+            None,
+            None,
+            reduce_scatter_sequence(dx.view(ctx.shape), ctx.sequence),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 # Rotary positions (Su et al. 2021, arXiv:2104.09864) ----------------------------------------------------------------------------
 
-def rotary(qkv: Tensor, angles: Angles | None, heads: Heads, interleaved: bool, positions: Tensor, q_weight: Tensor | None,
-           k_weight: Tensor | None, epsilon: float) -> Tensor:
+
+def rotary(
+    qkv: Tensor,
+    angles: Angles | None,
+    heads: Heads,
+    interleaved: bool,
+    positions: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    epsilon: float,
+) -> Tensor:
     """Queries and keys of qkv normalised, where weights are passed, and turned, where angles are; see `Ops.rotary`."""
     return _Rotary.apply(qkv, angles, heads, interleaved, positions, (q_weight, k_weight), epsilon)
 
 
-def turned(x: Tensor, angles: Angles | None, interleaved: bool, positions: Tensor, back: bool = False) -> Tensor:
+def turned(
+    x: Tensor, angles: Angles | None, interleaved: bool, positions: Tensor, back: bool = False
+) -> Tensor:
     """x (s, b, g, k, d) with pairs of its first elements turned by the angles of positions (s, b or 1), or back; FP32 inside."""
     if angles is None:
         return x
@@ -268,21 +373,38 @@ def turned(x: Tensor, angles: Angles | None, interleaved: bool, positions: Tenso
     sin, size = -sin if back else sin, 2 * cos.shape[-1]
     pairs = x[..., :size].float().unflatten(-1, (-1, 2) if interleaved else (2, -1))
     first_of, second_of = pairs.unbind(-1 if interleaved else -2)
-    both = torch.stack((first_of * cos - second_of * sin, second_of * cos + first_of * sin), -1 if interleaved else -2)
+    both = torch.stack(
+        (first_of * cos - second_of * sin, second_of * cos + first_of * sin),
+        -1 if interleaved else -2,
+    )
     return torch.cat((both.flatten(-2).to(x.dtype), x[..., size:]), -1)
 
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, angles: Angles | None, heads: Heads, interleaved: bool, positions: Tensor,
-                weights: tuple[Tensor | None, Tensor | None], epsilon: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        angles: Angles | None,
+        heads: Heads,
+        interleaved: bool,
+        positions: Tensor,
+        weights: tuple[Tensor | None, Tensor | None],
+        epsilon: float,
+    ) -> Tensor:
         qkv = qkv.contiguous()
         out = qkv.clone()
         for x, weight in zip(heads.split(out), weights):
             normed = x if weight is None else _normalized(x, weight, epsilon)[0]
             x.copy_(turned(normed, angles, interleaved, positions))
         ctx.save_for_backward(*([] if weights[0] is None else [qkv]))
-        ctx.angles, ctx.heads, ctx.weights, ctx.epsilon, ctx.how = angles, heads, weights, epsilon, (interleaved, positions)
+        ctx.angles, ctx.heads, ctx.weights, ctx.epsilon, ctx.how = (
+            angles,
+            heads,
+            weights,
+            epsilon,
+            (interleaved, positions),
+        )
         return out
 
     @staticmethod
@@ -292,7 +414,11 @@ class _Rotary(torch.autograd.Function):
         interleaved, positions = ctx.how
         for dy in gradients:
             dy.copy_(turned(dy, ctx.angles, interleaved, positions, back=True))
-        for dy, x, weight in zip(gradients, ctx.heads.split(*ctx.saved_tensors), ctx.weights) if ctx.saved_tensors else ():
+        for dy, x, weight in (
+            zip(gradients, ctx.heads.split(*ctx.saved_tensors), ctx.weights)
+            if ctx.saved_tensors
+            else ()
+        ):
             _, rstd = _normalized(x, weight, ctx.epsilon)  # cheaper to compute again than to keep
             dx, dweight = _norm_gradients(dy, x, rstd, weight)
             accumulate(weight, dweight)
@@ -302,59 +428,95 @@ class _Rotary(torch.autograd.Function):
 
 # Attention (groups: Ainslie et al. 2023, arXiv:2305.13245; window: Beltagy et al. 2020, arXiv:2004.05150) ------------------------
 
+
 def seen_keys(s: int, window: int | None, starts: Tensor | None) -> Tensor | None:
     """Whether a query sees a key, (s, s), or with starts (b, s) that differ (b, 1, s, s); None: every query sees all before it."""
     if starts is None and (window is None or window >= s):
         return None
     seen = torch.ones(s, s, dtype=torch.bool).tril().triu(1 - min(window or s, s))
-    return seen if starts is None else (seen & (torch.arange(s) >= starts.unsqueeze(-1))).unsqueeze(1)
+    return (
+        seen if starts is None else (seen & (torch.arange(s) >= starts.unsqueeze(-1))).unsqueeze(1)
+    )
 
 
-def attention(qkv: Tensor, heads: Heads, window: int | None, dropout: Callable[[Tensor], Tensor] | None,
-              starts: Tensor | None = None) -> Tensor:
+def attention(
+    qkv: Tensor,
+    heads: Heads,
+    window: int | None,
+    dropout: Callable[[Tensor], Tensor] | None,
+    starts: Tensor | None = None,
+) -> Tensor:
     """Causal attention of qkv (s, b, g (n/g + 2) d) -> (s, b, n d); see `Ops.attention`. dropout: of probabilities (b, n, s, s)."""
     s, b, d = qkv.shape[0], qkv.shape[1], heads.head_size
-    queries, keys, values = (x.permute(1, 2, 3, 0, 4).flatten(1, 2) for x in heads.split(qkv))  # (b, n or g, s, d)
+    queries, keys, values = (
+        x.permute(1, 2, 3, 0, 4).flatten(1, 2) for x in heads.split(qkv)
+    )  # (b, n or g, s, d)
     seen = seen_keys(s, window, starts)
     if dropout is None:
-        context = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, is_causal=seen is None,
-                                                 enable_gqa=heads.groups < heads.heads)  # (b, n, s, d)
+        context = F.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            attn_mask=seen,
+            is_causal=seen is None,
+            enable_gqa=heads.groups < heads.heads,
+        )  # (b, n, s, d)
         return context.permute(2, 0, 1, 3).reshape(s, b, -1)
     future = torch.ones(s, s, dtype=torch.bool).triu(1) if seen is None else ~seen
-    stacked = queries.unflatten(1, (heads.groups, -1)).flatten(2, 3)  # (b, g, n/g s, d): no key or value is repeated
+    stacked = queries.unflatten(1, (heads.groups, -1)).flatten(
+        2, 3
+    )  # (b, g, n/g s, d): no key or value is repeated
     scores = torch.matmul(stacked, keys.transpose(-1, -2)).view(b, heads.heads, s, s) * d**-0.5
     probabilities = dropout(torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1))
-    context = torch.matmul(probabilities.view(b, heads.groups, -1, s), values).view(b, heads.heads, s, d)
+    context = torch.matmul(probabilities.view(b, heads.groups, -1, s), values).view(
+        b, heads.heads, s, d
+    )
     return context.permute(2, 0, 1, 3).reshape(s, b, -1)
 
 
-def _part_scores(call: SharedCall, part: Part, qkv: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _part_scores(
+    call: SharedCall, part: Part, qkv: Tensor, kv: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of a part of `shared_attention` in FP32: scores (b, n, q, k), -inf where hidden, queries (b, n, q, d), keys and values
     (b, n, k, d)."""
     heads, sight = call.heads, call.sight
     queries = heads.split(qkv)[0].permute(1, 2, 3, 0, 4).flatten(1, 2).float()
     shape = (*kv.shape[:2], heads.groups, 2, heads.head_size)
-    keys, values = kv.view(shape).permute(3, 1, 2, 0, 4).repeat_interleave(heads.heads // heads.groups, 2).float()
+    keys, values = (
+        kv.view(shape)
+        .permute(3, 1, 2, 0, 4)
+        .repeat_interleave(heads.heads // heads.groups, 2)
+        .float()
+    )
     query, key = (torch.arange(run.start, run.stop) for run in (part.queries, part.keys))
     distance = query.unsqueeze(1) - key
-    seen = ((distance >= 0) & (distance < (sight.window or sight.length))).expand(qkv.shape[1], -1, -1)
+    seen = ((distance >= 0) & (distance < (sight.window or sight.length))).expand(
+        qkv.shape[1], -1, -1
+    )
     if sight.starts is not None:
         seen = seen & (key >= sight.starts[:, query].unsqueeze(-1))
     scores = (queries @ keys.transpose(-1, -2)) * heads.head_size**-0.5
     return scores.masked_fill(~seen.unsqueeze(1), -torch.inf), queries, keys, values
 
 
-def _part_mask(call: SharedCall, part: Part, samples: int, drop: Callable[..., Tensor]) -> Tensor | float:
+def _part_mask(
+    call: SharedCall, part: Part, samples: int, drop: Callable[..., Tensor]
+) -> Tensor | float:
     """By what dropout multiplies the probabilities of a part, (b, n, q, k): rows and columns are those of the whole sequence."""
     if not call.dropout:
         return 1.0
     ones = torch.ones(samples, len(part.queries), part.keys.stop)
-    rows = (call.key.row0 + head * call.sight.length + part.queries.start for head in range(call.heads.heads))
+    rows = (
+        call.key.row0 + head * call.sight.length + part.queries.start
+        for head in range(call.heads.heads)
+    )
     masks = [drop(ones, key=replace(call.key, row0=row))[..., part.keys.start :] for row in rows]
     return torch.stack(masks, 1)
 
 
-def attention_part(call: SharedCall, part: Part, qkv: Tensor, kv: Tensor, drop: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+def attention_part(
+    call: SharedCall, part: Part, qkv: Tensor, kv: Tensor, drop: Callable[..., Tensor]
+) -> tuple[Tensor, Tensor]:
     """`NativeOps.part`. drop(x, key=key): dropout."""
     scores, *_, values = _part_scores(call, part, qkv, kv)
     lse = torch.logsumexp(scores, -1)
@@ -363,23 +525,42 @@ def attention_part(call: SharedCall, part: Part, qkv: Tensor, kv: Tensor, drop: 
     return out.permute(2, 0, 1, 3).flatten(2).to(qkv.dtype), lse
 
 
-def add_part_gradients(call: SharedCall, part: Part, tensors: tuple[Tensor, ...], dqkv: Tensor, dkv: Tensor,
-                       drop: Callable[..., Tensor]) -> None:
+def add_part_gradients(
+    call: SharedCall,
+    part: Part,
+    tensors: tuple[Tensor, ...],
+    dqkv: Tensor,
+    dkv: Tensor,
+    drop: Callable[..., Tensor],
+) -> None:
     """`NativeOps.part_gradients`. tensors: qkv, kv, out, lse, dout."""
     qkv, kv, out, lse, dout = tensors
     heads = call.heads
     scores, queries, keys, values = _part_scores(call, part, qkv, kv)
-    grad, context = (x.float().unflatten(2, (heads.heads, -1)).permute(1, 2, 0, 3) for x in (dout, out))  # (b, n, q, d)
-    probabilities, mask = torch.exp(scores - lse.unsqueeze(-1)), _part_mask(call, part, len(scores), drop)
+    grad, context = (
+        x.float().unflatten(2, (heads.heads, -1)).permute(1, 2, 0, 3) for x in (dout, out)
+    )  # (b, n, q, d)
+    probabilities, mask = (
+        torch.exp(scores - lse.unsqueeze(-1)),
+        _part_mask(call, part, len(scores), drop),
+    )
     delta = (grad * context).sum(-1, keepdim=True)
-    dscores = probabilities * (grad @ values.transpose(-1, -2) * mask - delta) * heads.head_size**-0.5
-    dqueries = (dscores @ keys).unflatten(1, (heads.groups, -1)).permute(3, 0, 1, 2, 4)  # (q, b, g, n/g, d)
+    dscores = (
+        probabilities * (grad @ values.transpose(-1, -2) * mask - delta) * heads.head_size**-0.5
+    )
+    dqueries = (
+        (dscores @ keys).unflatten(1, (heads.groups, -1)).permute(3, 0, 1, 2, 4)
+    )  # (q, b, g, n/g, d)
     heads.split(dqkv)[0].add_(dqueries)
-    both = torch.stack((dscores.transpose(-1, -2) @ queries, (probabilities * mask).transpose(-1, -2) @ grad))  # (2, b, n, k, d)
+    both = torch.stack(
+        (dscores.transpose(-1, -2) @ queries, (probabilities * mask).transpose(-1, -2) @ grad)
+    )  # (2, b, n, k, d)
     dkv.add_(both.unflatten(2, (heads.groups, -1)).sum(3).permute(3, 1, 2, 0, 4).reshape(dkv.shape))
 
 
-def cached_attention(qkv: Tensor, keys: Tensor, values: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
+def cached_attention(
+    qkv: Tensor, keys: Tensor, values: Tensor, samples: Tensor, positions: Tensor
+) -> Tensor:
     """One new token (r, 1, g (n/g + 2) d) of each sample -> (r, 1, n d); see `Ops.cached_attention`.
 
     keys, values (all samples, g, slots, d), samples, positions (r,). The queries of a group are attention's rows: nothing is
@@ -389,7 +570,12 @@ def cached_attention(qkv: Tensor, keys: Tensor, values: Tensor, samples: Tensor,
     context = []
     rows = qkv.view(len(qkv), groups, -1, d)
     for row, sample, position in zip(rows, samples.tolist(), positions.tolist(), strict=True):
-        keys[sample, :, position % slots], values[sample, :, position % slots] = row[:, -2], row[:, -1]
+        keys[sample, :, position % slots], values[sample, :, position % slots] = (
+            row[:, -2],
+            row[:, -1],
+        )
         known = slice(sample, sample + 1), slice(None), slice(min(position + 1, slots))
-        context.append(F.scaled_dot_product_attention(row[None, :, :-2], keys[known], values[known]))  # (1, g, n / g, d)
+        context.append(
+            F.scaled_dot_product_attention(row[None, :, :-2], keys[known], values[known])
+        )  # (1, g, n / g, d)
     return torch.cat(context).view(len(qkv), 1, -1)

@@ -41,7 +41,9 @@ class TorchOps(ExpertOps, BlockOps):
         """0: torch's matmuls have no chunks that are summed in FP16."""
         return 0
 
-    def matmul(self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None, chunk: int = 0) -> None:
+    def matmul(
+        self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None, chunk: int = 0
+    ) -> None:
         """out (rows, out) = x (rows, in) weight^T + bias, weight (out, in), bias (out)."""
         out.copy_(F.linear(x, weight, bias))
 
@@ -49,10 +51,14 @@ class TorchOps(ExpertOps, BlockOps):
         """dx (rows, in) = dy (rows, out) weight, weight (out, in)."""
         torch.mm(dy, weight, out=dx)
 
-    def weight_gradient(self, dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int = 0) -> None:
+    def weight_gradient(
+        self, dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int = 0
+    ) -> None:
         """Add dy^T x to the gradient of weight (out, in), now or later, and the sum of dy's rows to that of bias (out)."""
         if not is_frozen(weight):
-            self.weight_gradients.add(partial(_linear_weight_gradient, dy, x.detach(), weight, bias))
+            self.weight_gradients.add(
+                partial(_linear_weight_gradient, dy, x.detach(), weight, bias)
+            )
 
     def outer_sum(self, dy: Tensor, x: Tensor) -> Tensor:
         """dy^T x in FP32 of dy (rows, out) and x (rows, in), (out, in)."""
@@ -60,43 +66,95 @@ class TorchOps(ExpertOps, BlockOps):
 
     # Operations, as in `ops` -------------------------------------------------------------------------------------------------
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, sequence: Comm | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, sequence: Comm | None = None
+    ) -> Tensor:
         """x (..., in), weight (out, in), bias (out) -> (..., out)."""
         return _Linear.apply(self, x, weight, bias, sequence)
 
-    def mlp(self, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, needs_values: bool = True,
-            sequence: Comm | None = None, activation: str = "gelu") -> Tensor:
+    def mlp(
+        self,
+        x: Tensor,
+        weight1: Tensor,
+        bias1: Tensor | None,
+        weight2: Tensor,
+        needs_values: bool = True,
+        sequence: Comm | None = None,
+        activation: str = "gelu",
+    ) -> Tensor:
         """x (s, b, h), weight1 (f, h), bias1 (f), weight2 (h, f) -> (s, b, h). With "gelu" the values are always computed."""
         if activation != "gelu":
-            return torch_blocks.mlp(self, x, weight1, bias1, weight2, needs_values, sequence, activation)
+            return torch_blocks.mlp(
+                self, x, weight1, bias1, weight2, needs_values, sequence, activation
+            )
         return self.linear(gelu(self.linear(x, weight1, bias1, sequence)), weight2)
 
-    def attention(self, qkv: Tensor, head_size: int, p: float, key: DropoutKey, groups: int | None = None,
-                  window: int | None = None, starts: Tensor | None = None) -> Tensor:
+    def attention(
+        self,
+        qkv: Tensor,
+        head_size: int,
+        p: float,
+        key: DropoutKey,
+        groups: int | None = None,
+        window: int | None = None,
+        starts: Tensor | None = None,
+    ) -> Tensor:
         """qkv (s, b, g (n/g + 2) d) -> (s, b, n d)."""
         dropout = partial(self.dropout, p=p, key=key) if p else None
-        return torch_blocks.attention(qkv, Heads.of(qkv, head_size, groups), window, dropout, starts)
+        return torch_blocks.attention(
+            qkv, Heads.of(qkv, head_size, groups), window, dropout, starts
+        )
 
     def part(self, call: SharedCall, part: Part, qkv: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
         """qkv (q, b, g (n/g + 2) d), kv (k, b, 2 g d) -> (q, b, n d), and the logarithms of the sums (b, n, q)."""
-        return torch_blocks.attention_part(call, part, qkv, kv, partial(self.dropout, p=call.dropout))
+        return torch_blocks.attention_part(
+            call, part, qkv, kv, partial(self.dropout, p=call.dropout)
+        )
 
-    def part_gradients(self, call: SharedCall, part: Part, qkv: Tensor, kv: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
-                       dqkv: Tensor, dkv: Tensor) -> None:
+    def part_gradients(
+        self,
+        call: SharedCall,
+        part: Part,
+        qkv: Tensor,
+        kv: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dqkv: Tensor,
+        dkv: Tensor,
+    ) -> None:
         """Add to dqkv and dkv, FP32 and of the shapes of qkv and kv; out, lse: of all keys of these queries."""
-        torch_blocks.add_part_gradients(call, part, (qkv, kv, out, lse, dout), dqkv, dkv, partial(self.dropout, p=call.dropout))
+        torch_blocks.add_part_gradients(
+            call, part, (qkv, kv, out, lse, dout), dqkv, dkv, partial(self.dropout, p=call.dropout)
+        )
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
         """x (..., h), weight and bias (h) -> (..., h)."""
         return _LayerNorm.apply(x, weight, bias, epsilon)
 
-    def bias_dropout_add(self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey,
-                         needs_values: bool = True) -> Tensor:
+    def bias_dropout_add(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor,
+        p: float,
+        key: DropoutKey,
+        needs_values: bool = True,
+    ) -> Tensor:
         """x and residual (s, b, h), bias (h) -> (s, b, h). The values are always computed."""
         return residual + self.dropout(x if bias is None else add_bias(x, bias), p, key)
 
-    def bias_dropout_add_layer_norm(self, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, key: DropoutKey,
-                                    weight: Tensor, norm_bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    def bias_dropout_add_layer_norm(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor,
+        p: float,
+        key: DropoutKey,
+        weight: Tensor,
+        norm_bias: Tensor,
+        epsilon: float,
+    ) -> tuple[Tensor, Tensor]:
         """x and residual (s, b, h), bias, weight and norm_bias (h) -> two of (s, b, h)."""
         total = self.bias_dropout_add(x, bias, residual, p, key)
         return total, self.layer_norm(total, weight, norm_bias, epsilon)
@@ -113,9 +171,19 @@ class TorchOps(ExpertOps, BlockOps):
         """x (s, b, h), weight (positions, h) -> (s, b, h)."""
         return _AddPosition.apply(x, weight, first)
 
-    def head_loss(self, x: Tensor, weight: Tensor, labels: Tensor, tp: Comm, first_row: int, factor: float,
-                  rows_at_once: int | None = None, words: int | None = None, z_loss: float = 0.0,
-                  count: float | None = None) -> Tensor:
+    def head_loss(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        tp: Comm,
+        first_row: int,
+        factor: float,
+        rows_at_once: int | None = None,
+        words: int | None = None,
+        z_loss: float = 0.0,
+        count: float | None = None,
+    ) -> Tensor:
         """x (s, b, h), weight (v, h), labels (s, b) -> (). factor and rows_at_once change nothing here.
 
         The weight's gradient is never put off, as in the native backend, so that it comes before the embedding's in a shared one.
@@ -123,12 +191,21 @@ class TorchOps(ExpertOps, BlockOps):
         logits = _Linear.apply(TorchOps(self.kernels), x, weight, None, None)
         if words is not None:
             logits[..., words:] = -math.inf
-        return vocab_parallel_cross_entropy(logits, labels, tp, first_row, z_loss).sum() / (count or labels.numel())
+        return vocab_parallel_cross_entropy(logits, labels, tp, first_row, z_loss).sum() / (
+            count or labels.numel()
+        )
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ops: TorchOps, x: Tensor, weight: Tensor, bias: Tensor | None, sequence: Comm | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        ops: TorchOps,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sequence: Comm | None,
+    ) -> Tensor:
         ctx.save_for_backward(*([] if is_frozen(weight) else [x]))
         ctx.ops, ctx.weight, ctx.bias, ctx.sequence = ops, weight, bias, sequence
         return F.linear(gather_sequence(x, sequence), weight, bias)
@@ -139,7 +216,13 @@ class _Linear(torch.autograd.Function):
         if ctx.saved_tensors:
             x = gather_sequence(ctx.saved_tensors[0], ctx.sequence)
             ctx.ops.weight_gradient(dy_rows, x.reshape(-1, x.shape[-1]), weight, ctx.bias)
-        return None, reduce_scatter_sequence((dy_rows @ weight).view(*dy.shape[:-1], -1), ctx.sequence), None, None, None
+        return (
+            None,
+            reduce_scatter_sequence((dy_rows @ weight).view(*dy.shape[:-1], -1), ctx.sequence),
+            None,
+            None,
+            None,
+        )
 
 
 def _linear_weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -163,8 +246,9 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         x, mean, rstd = ctx.saved_tensors
-        dx, dw, db = torch.ops.aten.native_layer_norm_backward(dy.contiguous(), x, (x.shape[-1],), mean, rstd, ctx.weight, ctx.bias,
-                                                               [True, True, True])
+        dx, dw, db = torch.ops.aten.native_layer_norm_backward(
+            dy.contiguous(), x, (x.shape[-1],), mean, rstd, ctx.weight, ctx.bias, [True, True, True]
+        )
         accumulate(ctx.weight, dw)
         accumulate(ctx.bias, db)
         return dx, None, None, None
@@ -193,7 +277,9 @@ class _Embedding(torch.autograd.Function):
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: Comm, first_row: int, z_loss: float) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, tp: Comm, first_row: int, z_loss: float
+    ) -> Tensor:
         ctx.dtype, logits = logits.dtype, logits.float()  # (s, b, v)
         row_max = tp.all_reduce(logits.amax(-1), "max")  # (s, b)
         exponentials = torch.exp(logits - row_max.unsqueeze(-1))
@@ -201,7 +287,9 @@ class _CrossEntropy(torch.autograd.Function):
         rows = labels - first_row
         elsewhere = (rows < 0) | (rows >= logits.shape[-1])
         rows = rows.masked_fill(elsewhere, 0).unsqueeze(-1)
-        target_logit = tp.all_reduce((logits.gather(-1, rows).squeeze(-1) - row_max).masked_fill(elsewhere, 0.0))
+        target_logit = tp.all_reduce(
+            (logits.gather(-1, rows).squeeze(-1) - row_max).masked_fill(elsewhere, 0.0)
+        )
         log_sum = torch.log(sum_exp)
         z = log_sum + row_max
         probabilities, ignored = exponentials.div_(sum_exp.unsqueeze(-1)), labels < 0
@@ -219,7 +307,9 @@ class _CrossEntropy(torch.autograd.Function):
         return dlogits.mul_(dloss.unsqueeze(-1)).to(ctx.dtype), None, None, None, None
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, tp: Comm, first_row: int, z_loss: float = 0.0) -> Tensor:
+def vocab_parallel_cross_entropy(
+    logits: Tensor, labels: Tensor, tp: Comm, first_row: int, z_loss: float = 0.0
+) -> Tensor:
     """-log softmax(logits)[label] + z_loss (log sum exp)^2 in FP32, the vocabulary being split over `tp`.
 
     logits (s, b, v), labels (s, b) -> (s, b). Where a label is below 0, the loss and the gradient are 0.

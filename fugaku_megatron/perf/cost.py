@@ -29,7 +29,11 @@ from .machine import GB, Machine
 from .software import Parameters, Software
 from .work import Exchange, ExpertExchange, Matmul, Work
 
-LARGE_REDUCTIONS = ("dp", "edp", "embedding")  # communicators whose all-reduces are large: gradients, once per iteration
+LARGE_REDUCTIONS = (
+    "dp",
+    "edp",
+    "embedding",
+)  # communicators whose all-reduces are large: gradients, once per iteration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,15 +62,18 @@ class Network:
         size = bytes * members if verb == "all_gather" else bytes
         passes = 2 if verb == "all_reduce" else 1
         inside = min(members, together)
-        levels = members == inside or features.TWO_LEVEL_SUMS in self.active and members % inside == 0
+        levels = (
+            members == inside or features.TWO_LEVEL_SUMS in self.active and members % inside == 0
+        )
         within = self._inside_rate(shared=levels and features.NODE_SUMS in self.active)
         if not levels:
             between = self._between_rate(group, self.ranks_per_node // inside)
             rate = min(between, within) if inside > 1 else between
             return self._ring(size, members, passes, rate, self.machine.link_alpha_us)
         between = self._between_rate(group, self.ranks_per_node)
-        return (self._ring(size, inside, passes, within, self.machine.intra_alpha_us)
-                + self._ring(size / inside, members // inside, passes, between, self.machine.link_alpha_us))
+        return self._ring(size, inside, passes, within, self.machine.intra_alpha_us) + self._ring(
+            size / inside, members // inside, passes, between, self.machine.link_alpha_us
+        )
 
     def messages(self, verb: str, group: str, bytes: int) -> float:
         """Seconds of a gather, reduce_scatter or all_to_all as messages between each two ranks of `group`; each passes `bytes`.
@@ -78,8 +85,12 @@ class Network:
         inside = min(members, together)
         near, far = (inside - 1) * part, (members - inside) * part
         between, machine = self._between_rate(group, self.ranks_per_node), self.machine
-        return (near / (machine.intra_gbs * GB) + far / (between * GB)
-                + ((inside - 1) * machine.intra_alpha_us + (members - inside) * machine.link_alpha_us) * 1e-6)
+        return (
+            near / (machine.intra_gbs * GB)
+            + far / (between * GB)
+            + ((inside - 1) * machine.intra_alpha_us + (members - inside) * machine.link_alpha_us)
+            * 1e-6
+        )
 
     def _exchange(self, group: str, bytes: int) -> float:
         """Seconds of an all_to_all: over several nodes, with one message for each pair of them (comm/two_level.py).
@@ -89,13 +100,22 @@ class Network:
         members, together = self._group(group)
         inside = min(members, together)
         nodes, machine = members // inside, self.machine
-        if inside == 1 or nodes == 1 or members % inside or features.TWO_LEVEL_SUMS not in self.active:
+        if (
+            inside == 1
+            or nodes == 1
+            or members % inside
+            or features.TWO_LEVEL_SUMS not in self.active
+        ):
             return self.messages("all_to_all", group, bytes)
         near, far = (inside - 1) / inside * bytes, (nodes - 1) / nodes * bytes
         senders = min(inside, nodes - 1)
         between = self._between_rate(group, self.ranks_per_node * senders // inside)
-        return (near * (1 + (nodes - 1) / nodes) / (machine.intra_gbs * GB) + far * inside / senders / (between * GB)
-                + 3 * (inside - 1) * machine.intra_alpha_us * 1e-6 + (nodes - 1) / senders * machine.link_alpha_us * 1e-6)
+        return (
+            near * (1 + (nodes - 1) / nodes) / (machine.intra_gbs * GB)
+            + far * inside / senders / (between * GB)
+            + 3 * (inside - 1) * machine.intra_alpha_us * 1e-6
+            + (nodes - 1) / senders * machine.link_alpha_us * 1e-6
+        )
 
     def inside_node(self, group: str) -> bool:
         """`comm.base.Comm.inside_node` of `group`: whether its ranks share a node and its memory."""
@@ -105,17 +125,39 @@ class Network:
     def _group(self, group: str) -> tuple[int, int]:
         """(members, members that share a node): tensor-parallel ranks are neighbours, then stages, then data-parallel ranks."""
         layout, ranks = self.layout, self.ranks_per_node
-        if group == "ep" and layout.etp == 1:  # tensor-parallel ranks first, and those of other replicas then
+        if (
+            group == "ep" and layout.etp == 1
+        ):  # tensor-parallel ranks first, and those of other replicas then
             near = min(layout.tp, layout.ep)
-            return layout.ep, near * max(1, ranks // (layout.tp * layout.pp)) if ranks >= near else max(1, ranks)
+            return layout.ep, near * max(
+                1, ranks // (layout.tp * layout.pp)
+            ) if ranks >= near else max(1, ranks)
         etp, sharing = layout.etp or layout.tp, layout.tp * layout.cp
         if group == "dp":  # those that share a sequence first, and other replicas then
-            near = layout.cp * max(1, ranks // (sharing * layout.pp)) if ranks >= sharing else max(1, ranks // layout.tp)
+            near = (
+                layout.cp * max(1, ranks // (sharing * layout.pp))
+                if ranks >= sharing
+                else max(1, ranks // layout.tp)
+            )
             return layout.replicas, near
-        below = {"tp": 1, "etp": 1, "cp": layout.tp, "pp": sharing, "embedding": sharing * (layout.pp - 1),
-                 "ep": layout.tp * layout.pp, "edp": layout.pp * layout.ep * etp}[group]
-        members = {"tp": layout.tp, "etp": etp, "pp": layout.pp, "embedding": 2 if layout.pp > 1 else 1, "cp": layout.cp,
-                   "ep": layout.ep, "edp": layout.edp}[group]
+        below = {
+            "tp": 1,
+            "etp": 1,
+            "cp": layout.tp,
+            "pp": sharing,
+            "embedding": sharing * (layout.pp - 1),
+            "ep": layout.tp * layout.pp,
+            "edp": layout.pp * layout.ep * etp,
+        }[group]
+        members = {
+            "tp": layout.tp,
+            "etp": etp,
+            "pp": layout.pp,
+            "embedding": 2 if layout.pp > 1 else 1,
+            "cp": layout.cp,
+            "ep": layout.ep,
+            "edp": layout.edp,
+        }[group]
         return members, max(1, ranks // max(1, below))
 
     def _inside_rate(self, shared: bool) -> float:
@@ -128,10 +170,16 @@ class Network:
 
     def _between_rate(self, group: str, rings: int) -> float:
         """GB/s of a link of a ring between nodes when `rings` of them leave a node at the same time."""
-        own = self.parameters.reduce_gbs or 2 * self.machine.large_allreduce_gbs  # each link of a ring carries the vector twice
+        own = (
+            self.parameters.reduce_gbs or 2 * self.machine.large_allreduce_gbs
+        )  # each link of a ring carries the vector twice
         if self.slow and group in LARGE_REDUCTIONS and self.machine.slow_reduce_gbs:
             own = min(own, self.machine.slow_reduce_gbs)
-        if features.GRAD_REDUCE_IN_BF16 in self.active and group in LARGE_REDUCTIONS and self.machine.all_to_all_gbs:
+        if (
+            features.GRAD_REDUCE_IN_BF16 in self.active
+            and group in LARGE_REDUCTIONS
+            and self.machine.all_to_all_gbs
+        ):
             own = min(own, self.machine.all_to_all_gbs / self.ranks_per_node)
         return min(own, self.machine.injection_gbs / rings)
 
@@ -145,12 +193,20 @@ class Network:
         machine = self.machine
         if within_node:
             return machine.intra_alpha_us * 1e-6 + bytes / (machine.intra_gbs * GB)
-        rate = min(machine.link_gbs, machine.injection_gbs / self.ranks_per_node) * self.parameters.transfer_fraction
+        rate = (
+            min(machine.link_gbs, machine.injection_gbs / self.ranks_per_node)
+            * self.parameters.transfer_fraction
+        )
         return machine.link_alpha_us * 1e-6 + bytes / (rate * GB)
 
 
-def exposed(collectives: Sequence[Collective], seconds: Callable[[Collective], float], forward: float, backward: float,
-            active: frozenset[str]) -> float:
+def exposed(
+    collectives: Sequence[Collective],
+    seconds: Callable[[Collective], float],
+    forward: float,
+    backward: float,
+    active: frozenset[str],
+) -> float:
     """Seconds per iteration in which a stage waits for `collectives`, those of its buckets in the order of backward.
 
     forward, backward: seconds of one micro-batch on the stage. active: features in use.
@@ -164,7 +220,9 @@ def exposed(collectives: Sequence[Collective], seconds: Callable[[Collective], f
     else:
         waiting += sum(map(seconds, reductions))
     if features.OVERLAP_PARAM_GATHER in active:
-        return waiting + _before_forward([(c.bytes, seconds(c)) for c in reversed(gathers)], forward)
+        return waiting + _before_forward(
+            [(c.bytes, seconds(c)) for c in reversed(gathers)], forward
+        )
     return waiting + sum(map(seconds, gathers))
 
 
@@ -243,9 +301,15 @@ class Rank:
         """The rate of matmuls outside attention over that of the run's precision. Raises ValueError for a machine without BF16."""
         if not self.splits_fp32 or self.software.style != "native":
             return 1.0
-        ratio, measured = self.machine.peak_tflops["bf16"] / self.machine.peak_tflops["fp32"], self.parameters.bf16x3
-        check(bool(measured) or ratio > 1, f"--fp32-matmul bf16x3 needs BF16 arithmetic, which machine {self.machine.name} lacks "
-              "by its description: leave it out, or calibrate again")
+        ratio, measured = (
+            self.machine.peak_tflops["bf16"] / self.machine.peak_tflops["fp32"],
+            self.parameters.bf16x3,
+        )
+        check(
+            bool(measured) or ratio > 1,
+            f"--fp32-matmul bf16x3 needs BF16 arithmetic, which machine {self.machine.name} lacks "
+            "by its description: leave it out, or calibrate again",
+        )
         return measured or ratio / PARTIAL_MATMULS
 
     @property
@@ -256,20 +320,35 @@ class Rank:
         """Seconds of `work` by cause, collectives inside a layer included."""
         gemm = sum(self._matmul(p) for p in work.matmuls if not p.attention)
         attention = sum(self._matmul(p) for p in work.matmuls if p.attention)
-        sent = [(c.group, times * self.network.seconds(c.verb, c.group, c.bytes)) for c, times in work.collectives]
-        sent += [(exchange.group, times * self._waiting(exchange)) for exchange, times in work.exchanges]
+        sent = [
+            (c.group, times * self.network.seconds(c.verb, c.group, c.bytes))
+            for c, times in work.collectives
+        ]
+        sent += [
+            (exchange.group, times * self._waiting(exchange)) for exchange, times in work.exchanges
+        ]
         shared = sum(waiting for group, waiting in sent if group == "cp")
-        seconds = Seconds(gemm=gemm, attention=attention, elementwise=self.traffic(work.moved),
-                          page_faults=self._faults(work.allocations), calls=self.calls(work.calls), context_parallel=shared,
-                          tensor_parallel=sum(waiting for _, waiting in sent) - shared)
+        seconds = Seconds(
+            gemm=gemm,
+            attention=attention,
+            elementwise=self.traffic(work.moved),
+            page_faults=self._faults(work.allocations),
+            calls=self.calls(work.calls),
+            context_parallel=shared,
+            tensor_parallel=sum(waiting for _, waiting in sent) - shared,
+        )
         return seconds * self.machine.host_factor
 
     def _waiting(self, exchange: Exchange | ExpertExchange) -> float:
         """Seconds for which an exchange delays the matmuls that it is overlapped with."""
         if isinstance(exchange, ExpertExchange):
             return self._waiting_for_experts(exchange)
-        sending = sum((self.network.seconds if c.verb == "send" else self.network.messages)(c.verb, c.group, c.bytes)
-                      for c in exchange.collectives)
+        sending = sum(
+            (self.network.seconds if c.verb == "send" else self.network.messages)(
+                c.verb, c.group, c.bytes
+            )
+            for c in exchange.collectives
+        )
         first = self._matmul(exchange.first) if exchange.first else 0.0
         return max(0.0, sending + first - sum(map(self._matmul, exchange.overlapped)))
 
@@ -280,11 +359,16 @@ class Rank:
         """
         far = not self.network.inside_node(exchange.group)
         groups = exchange.groups if far else 1
-        there, back = (groups * sum(self.network.seconds(c.verb, c.group, c.bytes // groups) for c in way)
-                       for way in (exchange.there, exchange.back))
+        there, back = (
+            groups * sum(self.network.seconds(c.verb, c.group, c.bytes // groups) for c in way)
+            for way in (exchange.there, exchange.back)
+        )
         if not far:
             return there + back
-        computed, half = sum(map(self._matmul, exchange.overlapped)), sum(map(self._matmul, exchange.around)) / 2
+        computed, half = (
+            sum(map(self._matmul, exchange.overlapped)),
+            sum(map(self._matmul, exchange.around)) / 2,
+        )
         ends = max(half, there / groups) + computed + max(half, back / groups)
         return max(ends, there + back) - computed - 2 * half
 
@@ -300,7 +384,11 @@ class Rank:
         Software that leaves a tensor's pages where its allocator put them has them on one unit, however many a rank spans: STREAM
         then falls from 804 to 93 GB/s on an A64FX, by more than its four units. Ranks of one unit each use all of them.
         """
-        return max(self.ranks_per_node, self.machine.units) if self.software.counts["pages_on_one_unit"] else self.ranks_per_node
+        return (
+            max(self.ranks_per_node, self.machine.units)
+            if self.software.counts["pages_on_one_unit"]
+            else self.ranks_per_node
+        )
 
     def calls(self, count: float) -> float:
         """Seconds of `count` operator calls: dispatch and team start, without the data they work on."""
@@ -315,7 +403,11 @@ class Rank:
         large = [(size, times) for size, times in allocations if size > MMAP_BYTES]
         if kind == "none" or not large:
             return 0.0
-        seconds = sum(size * times for size, times in large) * self.ranks_per_node / (parameters.fault_gbs * GB)
+        seconds = (
+            sum(size * times for size, times in large)
+            * self.ranks_per_node
+            / (parameters.fault_gbs * GB)
+        )
         if kind == "registered" or self.nodes > 1:
             seconds += sum(times for _, times in large) * parameters.unmap_ms * 1e-3
         return seconds / self.machine.clock
@@ -325,16 +417,26 @@ class Rank:
         if p.attention and self.parameters.attention_forward:
             return self._attention(p, flops)
         share = 1.0 if p.attention else self._matmul_share
-        return flops / (self._peak * share * (self._gpu(p) if self.machine.kind == "gpu" else self._cpu(p)))
+        return flops / (
+            self._peak * share * (self._gpu(p) if self.machine.kind == "gpu" else self._cpu(p))
+        )
 
     def _attention(self, p: Matmul, flops: float) -> float:
         """Seconds of a fused kernel, which computes the matmuls of what is seen only and, backward, the scores again.
 
         Dropout decides on each probability once in forward and once in backward, whatever the head size.
         """
-        name, again = ("attention_backward", accounting.ATTENTION_BACKWARD_SHARE) if p.backward else ("attention_forward", 1.0)
-        length = sorted((p.m, p.n, p.k))[1]  # two of the sides are the sequence length, the third one the head size
-        share = getattr(self.parameters, name) / (1 + getattr(self.parameters, f"{name}_half") / length)
+        name, again = (
+            ("attention_backward", accounting.ATTENTION_BACKWARD_SHARE)
+            if p.backward
+            else ("attention_forward", 1.0)
+        )
+        length = sorted((p.m, p.n, p.k))[
+            1
+        ]  # two of the sides are the sequence length, the third one the head size
+        share = getattr(self.parameters, name) / (
+            1 + getattr(self.parameters, f"{name}_half") / length
+        )
         of_a_probability = again * 4 * (p.m * p.n * p.k // length**2)
         dropped = self.parameters.dropout_flops / of_a_probability if p.dropout else 0.0
         if self.software.counts["causal"]:
@@ -343,7 +445,9 @@ class Rank:
 
     def _cpu(self, p: Matmul) -> float:
         curve = self.machine.gemm_curve(self.machine.threads // self.ranks_per_node)
-        if self.software.measured_on(self.machine):  # elements moved per multiplication: 3 / n for a square matmul
+        if self.software.measured_on(
+            self.machine
+        ):  # elements moved per multiplication: 3 / n for a square matmul
             n = 3 / (1 / p.m + 1 / p.n + 1 / p.k)
         else:
             n = (p.m * p.n * p.k) ** (1 / 3)
@@ -352,8 +456,15 @@ class Rank:
 
     def _gpu(self, p: Matmul) -> float:
         filled = max(self._waves(p, *tile) for tile in TILES)
-        fraction = self.parameters.gemm_fraction * filled * p.k / (p.k + GPU_HALF_K * self.parameters.gemm_half)
-        return fraction * (1.0 if p.n % 8 == 0 and p.k % 8 == 0 and p.m % 8 == 0 else self.parameters.unaligned)
+        fraction = (
+            self.parameters.gemm_fraction
+            * filled
+            * p.k
+            / (p.k + GPU_HALF_K * self.parameters.gemm_half)
+        )
+        return fraction * (
+            1.0 if p.n % 8 == 0 and p.k % 8 == 0 and p.m % 8 == 0 else self.parameters.unaligned
+        )
 
     def _waves(self, p: Matmul, rows: int, columns: int) -> float:
         """Useful share of the tiles' work: tiles at the edges are partly empty, and so is the last wave over the SMs."""

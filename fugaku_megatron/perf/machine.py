@@ -19,13 +19,30 @@ from ..config.checks import check
 
 FOLDER = Path(__file__).parent / "machines"
 MIB, GIB, GB = 2**20, 2**30, 10**9
-MIN_CONSTANT, MAX_CONSTANT = 1e-9, 1e9  # below and above any rate, size or count of a node in the units of this file
+MIN_CONSTANT, MAX_CONSTANT = (
+    1e-9,
+    1e9,
+)  # below and above any rate, size or count of a node in the units of this file
 KINDS = ("cpu", "gpu")
-CURVE_LIMITS = {"maximum": 2.0, "exponent": 16.0}  # of a share of peak, and of how steeply it rises with the size
+CURVE_LIMITS = {
+    "maximum": 2.0,
+    "exponent": 16.0,
+}  # of a share of peak, and of how steeply it rises with the size
 PRECISIONS = ("fp32", "fp16", "bf16")
-COLLECTIONS = {"gemm_curves": list, "clocks_ghz": list, "peak_tflops": dict, "native": dict}  # all others are numbers
+COLLECTIONS = {
+    "gemm_curves": list,
+    "clocks_ghz": list,
+    "peak_tflops": dict,
+    "native": dict,
+}  # all others are numbers
 WHOLE_NUMBERS = ("units", "threads", "ranks_per_node")
-OPTIONAL = ("native", "process_mib", "slow_reduce_gbs", "all_to_all_gbs", "intra_reduce_gbs")  # not every machine has them
+OPTIONAL = (
+    "native",
+    "process_mib",
+    "slow_reduce_gbs",
+    "all_to_all_gbs",
+    "intra_reduce_gbs",
+)  # not every machine has them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +82,21 @@ class Machine:
     gemm_curves: tuple[GemmCurve, ...]
     host_factor: float  # factor on all times from a known fault of the machine's set-up; 1 where none is known
     sources: dict[str, str]  # constant -> where its value comes from
-    native: dict[str, float] = field(default_factory=dict)  # fields of parameters.Parameters that calibrate measured here
-    process_mib: float | None = None  # MiB of a rank of this project before it has tensors, measured by calibrate
-    slow_reduce_gbs: float | None = None  # pessimistic rate of a ring's link in large all-reduces; None: no slower one is known
-    all_to_all_gbs: float | None = None  # of a node's ranks together in large all-to-alls; None: no slower than a ring
-    intra_reduce_gbs: float | None = None  # of a ring's link in an all-reduce inside a node; None: intra_gbs
+    native: dict[str, float] = field(
+        default_factory=dict
+    )  # fields of parameters.Parameters that calibrate measured here
+    process_mib: float | None = (
+        None  # MiB of a rank of this project before it has tensors, measured by calibrate
+    )
+    slow_reduce_gbs: float | None = (
+        None  # pessimistic rate of a ring's link in large all-reduces; None: no slower one is known
+    )
+    all_to_all_gbs: float | None = (
+        None  # of a node's ranks together in large all-to-alls; None: no slower than a ring
+    )
+    intra_reduce_gbs: float | None = (
+        None  # of a ring's link in an all-reduce inside a node; None: intra_gbs
+    )
 
     @property
     def clock(self) -> float:
@@ -87,8 +114,16 @@ class Machine:
 
     def gemm_curve(self, threads: int) -> GemmCurve:
         """The curve of `threads`: a given one, one between its neighbours (in the logarithm of threads), or that of the nearest."""
-        below = max((c for c in self.gemm_curves if c.threads <= threads), key=lambda c: c.threads, default=None)
-        above = min((c for c in self.gemm_curves if c.threads >= threads), key=lambda c: c.threads, default=None)
+        below = max(
+            (c for c in self.gemm_curves if c.threads <= threads),
+            key=lambda c: c.threads,
+            default=None,
+        )
+        above = min(
+            (c for c in self.gemm_curves if c.threads >= threads),
+            key=lambda c: c.threads,
+            default=None,
+        )
         if below is None or above is None or below.threads == above.threads:
             nearest = below or above
             assert nearest is not None, self.name
@@ -96,9 +131,14 @@ class Machine:
         weight = math.log(threads / below.threads) / math.log(above.threads / below.threads)
 
         def between(name: str) -> float:
-            return math.exp((1 - weight) * math.log(getattr(below, name)) + weight * math.log(getattr(above, name)))
+            return math.exp(
+                (1 - weight) * math.log(getattr(below, name))
+                + weight * math.log(getattr(above, name))
+            )
 
-        return GemmCurve(threads=threads, **{name: between(name) for name in ("maximum", "half", "exponent")})
+        return GemmCurve(
+            threads=threads, **{name: between(name) for name in ("maximum", "half", "exponent")}
+        )
 
     def curve_note(self, threads: int) -> str | None:
         """Whose curve `threads` are modelled by, where no curve was measured with so many; None where one was."""
@@ -106,15 +146,27 @@ class Machine:
         if threads in known:
             return None
         near = [n for n in known if n < threads][-1:] + [n for n in known if n > threads][:1]
-        used = f"the curves with {near[0]} and {near[1]} are interpolated" if len(near) > 1 else f"the curve with {near[0]} is used"
+        used = (
+            f"the curves with {near[0]} and {near[1]} are interpolated"
+            if len(near) > 1
+            else f"the curve with {near[0]} is used"
+        )
         return f"{self.name} has no GEMM curve with {threads} threads: {used}"
 
     def at(self, ghz: float | None = None, eco: bool = False) -> Machine:
         """The machine at another clock, or in eco mode. Raises ValueError for a clock it does not have."""
-        check(ghz is None or ghz in self.clocks_ghz,
-              f"--ghz {ghz} is not a clock of {self.name}: pass {' or '.join(map(str, self.clocks_ghz))}")
-        check(not eco or self.eco_fraction < 1, f"--eco-state 2: {self.name} has no eco mode; leave it out")
-        peak = {name: value * (self.eco_fraction if eco else 1) for name, value in self.peak_tflops.items()}
+        check(
+            ghz is None or ghz in self.clocks_ghz,
+            f"--ghz {ghz} is not a clock of {self.name}: pass {' or '.join(map(str, self.clocks_ghz))}",
+        )
+        check(
+            not eco or self.eco_fraction < 1,
+            f"--eco-state 2: {self.name} has no eco mode; leave it out",
+        )
+        peak = {
+            name: value * (self.eco_fraction if eco else 1)
+            for name, value in self.peak_tflops.items()
+        }
         return replace(self, ghz=ghz or self.ghz, peak_tflops=peak)
 
 
@@ -122,7 +174,10 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
     """The error for a name that is not in a table; it names the known ones and the nearest of them."""
     known = sorted(known)
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
-    return ValueError(f"{kind} {name} is unknown: pass one of {', '.join(known)}" + (f" (did you mean {near[0]}?)" if near else ""))
+    return ValueError(
+        f"{kind} {name} is unknown: pass one of {', '.join(known)}"
+        + (f" (did you mean {near[0]}?)" if near else "")
+    )
 
 
 def names() -> list[str]:
@@ -149,8 +204,10 @@ def load(name: str) -> Machine:
     try:
         return from_data(path.stem, _constants(path))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"--machine {name}: {path} is not a machine's description ({error}): "
-                         "write one with fugaku-megatron calibrate") from error
+        raise ValueError(
+            f"--machine {name}: {path} is not a machine's description ({error}): "
+            "write one with fugaku-megatron calibrate"
+        ) from error
 
 
 def _check_numbers(name: str, value: Any) -> None:
@@ -161,21 +218,34 @@ def _check_numbers(name: str, value: Any) -> None:
     else:
         minimum = 0.0 if name.startswith("native") or name.endswith("alpha_us") else MIN_CONSTANT
         if not isinstance(value, (int, float)) or not minimum <= value <= MAX_CONSTANT:
-            raise TypeError(f"{name} is {value!r:.60}, not a number above 0, from {MIN_CONSTANT:g} to {MAX_CONSTANT:g}")
+            raise TypeError(
+                f"{name} is {value!r:.60}, not a number above 0, from {MIN_CONSTANT:g} to {MAX_CONSTANT:g}"
+            )
 
 
 def _check_kinds(values: dict[str, Any]) -> None:
     """Raises TypeError unless every constant is a number or the collection of numbers that it must be."""
     for key, value in values.items():
-        if not isinstance(value, COLLECTIONS.get(key, (int, float))) or value == [] or key == "peak_tflops" and not value:
+        if (
+            not isinstance(value, COLLECTIONS.get(key, (int, float)))
+            or value == []
+            or key == "peak_tflops"
+            and not value
+        ):
             raise TypeError(f"{key} is {value!r:.60}, which is empty or of another kind")
         if key in WHOLE_NUMBERS and not isinstance(value, int):
             raise TypeError(f"{key} is {value!r:.60}, not a whole number")
     lacking = [name for name in PRECISIONS if name not in values.get("peak_tflops", PRECISIONS)]
     if lacking:
         raise TypeError(f"peak_tflops has no {', '.join(lacking)}")
-    parts = [part for curve in values.get("gemm_curves", []) for part in curve.values()] + values.get("clocks_ghz", [])
-    for part in (*parts, *values.get("peak_tflops", {}).values(), *values.get("native", {}).values()):
+    parts = [
+        part for curve in values.get("gemm_curves", []) for part in curve.values()
+    ] + values.get("clocks_ghz", [])
+    for part in (
+        *parts,
+        *values.get("peak_tflops", {}).values(),
+        *values.get("native", {}).values(),
+    ):
         if not isinstance(part, (int, float)):
             raise TypeError(f"{part!r:.60} is not a number")
 
@@ -193,10 +263,20 @@ def from_data(name: str, data: dict[str, Any]) -> Machine:
                 raise TypeError(f"gemm_curves has {key} {curve[key]!r:.60}, above {limit:g}")
     values["gemm_curves"] = tuple(GemmCurve(**curve) for curve in values["gemm_curves"])
     values["clocks_ghz"] = tuple(values["clocks_ghz"])
-    missing = {f.name for f in fields(Machine)} - values.keys() - {"name", "title", "kind", "ghz", "sources", *OPTIONAL}
+    missing = (
+        {f.name for f in fields(Machine)}
+        - values.keys()
+        - {"name", "title", "kind", "ghz", "sources", *OPTIONAL}
+    )
     if missing:
         raise KeyError(f"no {', '.join(sorted(missing))}")
     if data["kind"] not in KINDS:
         raise ValueError(f"kind is {data['kind']!r:.60}, not {' or '.join(KINDS)}")
-    return Machine(name=name, title=data["title"], kind=data["kind"], ghz=values["nominal_ghz"],
-                   sources={key: constant["source"] for key, constant in constants.items()}, **values)
+    return Machine(
+        name=name,
+        title=data["title"],
+        kind=data["kind"],
+        ghz=values["nominal_ghz"],
+        sources={key: constant["source"] for key, constant in constants.items()},
+        **values,
+    )

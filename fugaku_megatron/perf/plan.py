@@ -39,13 +39,30 @@ OWN = ("ramp_divisible", "explain", "features", "against", "png")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_system_arguments(parser)
     group = parser.add_argument_group("plan")
-    group.add_argument("--ramp-divisible", action="store_true",
-                       help=f"only layouts whose batch can ramp up: DP %% {RAMP_DP} = 0 and global batch %% {RAMP_BATCH} = 0")
-    group.add_argument("--explain", action="store_true", help="the best plan's bottlenecks, and what removing each would gain")
-    group.add_argument("--features", "--offers", action="store_true",
-                       help="instead of plans: the best plan with and without each feature of the trainer, as a table")
-    group.add_argument("--against", metavar="SOFTWARE", help="with --explain: the steps from SOFTWARE's time to --software's")
-    group.add_argument("--png", metavar="FILE", help="picture of the best plan's pipeline (needs matplotlib)")
+    group.add_argument(
+        "--ramp-divisible",
+        action="store_true",
+        help=f"only layouts whose batch can ramp up: DP %% {RAMP_DP} = 0 and global batch %% {RAMP_BATCH} = 0",
+    )
+    group.add_argument(
+        "--explain",
+        action="store_true",
+        help="the best plan's bottlenecks, and what removing each would gain",
+    )
+    group.add_argument(
+        "--features",
+        "--offers",
+        action="store_true",
+        help="instead of plans: the best plan with and without each feature of the trainer, as a table",
+    )
+    group.add_argument(
+        "--against",
+        metavar="SOFTWARE",
+        help="with --explain: the steps from SOFTWARE's time to --software's",
+    )
+    group.add_argument(
+        "--png", metavar="FILE", help="picture of the best plan's pipeline (needs matplotlib)"
+    )
 
 
 def _with_length(run: RunConfig) -> RunConfig:
@@ -54,27 +71,42 @@ def _with_length(run: RunConfig) -> RunConfig:
         return run
     assert run.batch.global_batch_size is not None
     iterations, _ = batches.run_length(run, run.batch.global_batch_size)
-    return replace(run, training=replace(run.training, train_iters=iterations, train_samples=None, train_tokens=None))
+    return replace(
+        run,
+        training=replace(
+            run.training, train_iters=iterations, train_samples=None, train_tokens=None
+        ),
+    )
 
 
 def main(args: argparse.Namespace) -> int:
     """Search and print. Raises ValueError, one line, for flags that do not fit together and when no layout runs."""
     check(args.against is None or args.explain, "--against goes with --explain: pass both")
-    check(not (args.features and (args.explain or args.json or args.png)), "--features prints its own table: leave out --explain, "
-          "--json and --png")
+    check(
+        not (args.features and (args.explain or args.json or args.png)),
+        "--features prints its own table: leave out --explain, --json and --png",
+    )
     if args.against:
         software.load(args.against, "--against")
     check_picture(args.png)
     system = system_of(args)
     run = run_of(args, system, OWN, {"micro_batch_size": 1})
-    check(run.batch.global_batch_size is not None, "--global-batch-size is missing: pass it, because the search compares layouts "
-          "for one batch")
+    check(
+        run.batch.global_batch_size is not None,
+        "--global-batch-size is missing: pass it, because the search compares layouts "
+        "for one batch",
+    )
     run = _with_length(run)
     if args.features:
         print(features_text(feature_rows(run, system, held_fields(args))))
         return 0
-    result = search(run, system, frozenset() if args.against else held_fields(args), args.ramp_divisible)
-    check(bool(result.plans), "no layout runs: " + "; ".join(f"{n} x {why}" for why, n in result.dropped.most_common()))
+    result = search(
+        run, system, frozenset() if args.against else held_fields(args), args.ramp_divisible
+    )
+    check(
+        bool(result.plans),
+        "no layout runs: " + "; ".join(f"{n} x {why}" for why, n in result.dropped.most_common()),
+    )
     best = [(plan, plan.predict()) for plan in result.plans[:SHOWN]]
     changes = changes_between(run, system, args.against, best[0][0]) if args.against else []
     if args.png:
@@ -86,8 +118,13 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_json(best: list[Ranked], result: Search, changes: list[Change], args: argparse.Namespace) -> None:
-    output = {"plans": [plan_text.as_json(plan, as_json(p), args) for plan, p in best], "dropped": dict(result.dropped)}
+def _print_json(
+    best: list[Ranked], result: Search, changes: list[Change], args: argparse.Namespace
+) -> None:
+    output = {
+        "plans": [plan_text.as_json(plan, as_json(p), args) for plan, p in best],
+        "dropped": dict(result.dropped),
+    }
     if args.explain:
         output["gains"] = gains(best[0][0])
     if changes:
@@ -95,7 +132,9 @@ def _print_json(best: list[Ranked], result: Search, changes: list[Change], args:
     print(json.dumps(output))
 
 
-def _print_text(best: list[Ranked], result: Search, changes: list[Change], args: argparse.Namespace) -> None:
+def _print_text(
+    best: list[Ranked], result: Search, changes: list[Change], args: argparse.Namespace
+) -> None:
     first = best[0][0]
     print(plan_text.text(best, result, args))
     if args.explain:
@@ -157,21 +196,31 @@ def _feature_cells(row: FeatureRow, whole: Plan | None) -> tuple[str, ...]:
         return row.name, "-", "-", "-", "no layout runs"
     change = "" if whole is None or plan is whole else f"{plan.seconds / whole.seconds - 1:+.1%}"
     layout = plan.layout
-    return (row.name, f"{plan.seconds:.4g}", f"{row.slow_seconds:.4g}", change,
-            f"{plan.system.ranks_per_node} ranks a node, {layout}, "
-            f"MBS {plan.run.batch.micro_batch_size}, recompute {recompute_name(plan.run)}, "
-            f"ZeRO {plan.run.parallel.zero_stage}" + (", sequence parallel" if plan.run.parallel.sequence_parallel else "")
-            + (", exchange overlapped" if plan.run.parallel.tp_comm_overlap else ""))
+    return (
+        row.name,
+        f"{plan.seconds:.4g}",
+        f"{row.slow_seconds:.4g}",
+        change,
+        f"{plan.system.ranks_per_node} ranks a node, {layout}, "
+        f"MBS {plan.run.batch.micro_batch_size}, recompute {recompute_name(plan.run)}, "
+        f"ZeRO {plan.run.parallel.zero_stage}"
+        + (", sequence parallel" if plan.run.parallel.sequence_parallel else "")
+        + (", exchange overlapped" if plan.run.parallel.tp_comm_overlap else ""),
+    )
 
 
 MEANINGS = {
-    "gemm": "matmuls outside attention", "attention": "Q K^T and P V", "elementwise": "element-wise operators",
+    "gemm": "matmuls outside attention",
+    "attention": "Q K^T and P V",
+    "elementwise": "element-wise operators",
     "page_faults": "memory that the allocator returned to the system faults in again",
-    "calls": "operator calls, without the data they work on", "tensor_parallel": "all-reduces of tensor-parallel ranks",
+    "calls": "operator calls, without the data they work on",
+    "tensor_parallel": "all-reduces of tensor-parallel ranks",
     "context_parallel": "what ranks of a sequence send each other for attention",
     "slowest_stage_waits": "the slowest stage waits in the pipeline, and sends",
     "pipeline_warmup": "first micro-batch through each stage",
-    "data_parallel": "gradient reduction, tied embedding, ZeRO's all-gather", "optimizer": "clipping and Adam",
+    "data_parallel": "gradient reduction, tied embedding, ZeRO's all-gather",
+    "optimizer": "clipping and Adam",
     "other": "data, log, stragglers",
 }
 
@@ -189,17 +238,27 @@ def gains(plan: Plan) -> dict[str, float]:
     """Cause -> seconds per iteration that removing this cause alone would save; the schedule is modelled again for each."""
     run, layout, system, parameters = plan.run, plan.layout, plan.system, plan.system.parameters
     whole = step(run, layout, system, parameters)
-    savings = {f.name: whole.seconds - step(run, layout, system, parameters, without=f.name).seconds for f in fields(Seconds)}
+    savings = {
+        f.name: whole.seconds - step(run, layout, system, parameters, without=f.name).seconds
+        for f in fields(Seconds)
+    }
     savings["slowest_stage_waits"] = whole.breakdown()["slowest_stage_waits"]
-    return savings | {name: getattr(whole, name) for name in ("pipeline_warmup", "data_parallel", "optimizer", "other")}
+    return savings | {
+        name: getattr(whole, name)
+        for name in ("pipeline_warmup", "data_parallel", "optimizer", "other")
+    }
 
 
 def bottlenecks(plan: Plan) -> str:
     """The gains as a table, the largest first."""
-    lines = [f"\nthe first plan's {plan.seconds:.4g} s (model): what would remain without one cause, the largest gain first"]
+    lines = [
+        f"\nthe first plan's {plan.seconds:.4g} s (model): what would remain without one cause, the largest gain first"
+    ]
     for name, gain in sorted(gains(plan).items(), key=lambda item: -item[1]):
         if gain > 1e-4 * plan.seconds:
-            lines.append(f"  without {name:<21}{plan.seconds - gain:>9.4g} s {-gain / plan.seconds:>7.1%}   {MEANINGS[name]}")
+            lines.append(
+                f"  without {name:<21}{plan.seconds - gain:>9.4g} s {-gain / plan.seconds:>7.1%}   {MEANINGS[name]}"
+            )
     return "\n".join(lines)
 
 
@@ -217,14 +276,42 @@ def changes_between(run: RunConfig, system: System, against: str, best: Plan) ->
 
     without_faults = replace(before, software=replace(old_code, page_faults="none"))
     after = replace(before, software=new_code)
-    kernels = replace(new, reduce_gbs=old.reduce_gbs, pipeline_warmup_s=old.pipeline_warmup_s, iteration_s=old.iteration_s)
-    rows = [Change(name=f"{against} as given", seconds=seconds(before, old)),
-            Change(name="fewer faults", seconds=seconds(without_faults, old), note="freed memory stays with the process"),
-            Change(name="native kernels", seconds=seconds(after, kernels), note="fused, attention without scores")
-            if new_code.style == "native" else Change(name=f"operators of {new_code.name}", seconds=seconds(after, kernels)),
-            Change(name="no pipeline warm-up", seconds=seconds(after, new), note="nothing is compiled or set up in an iteration")]
-    cut = frozenset({"ranks_per_node", "tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size",
-                     "recompute_granularity", "zero_stage"})
+    kernels = replace(
+        new,
+        reduce_gbs=old.reduce_gbs,
+        pipeline_warmup_s=old.pipeline_warmup_s,
+        iteration_s=old.iteration_s,
+    )
+    rows = [
+        Change(name=f"{against} as given", seconds=seconds(before, old)),
+        Change(
+            name="fewer faults",
+            seconds=seconds(without_faults, old),
+            note="freed memory stays with the process",
+        ),
+        Change(
+            name="native kernels",
+            seconds=seconds(after, kernels),
+            note="fused, attention without scores",
+        )
+        if new_code.style == "native"
+        else Change(name=f"operators of {new_code.name}", seconds=seconds(after, kernels)),
+        Change(
+            name="no pipeline warm-up",
+            seconds=seconds(after, new),
+            note="nothing is compiled or set up in an iteration",
+        ),
+    ]
+    cut = frozenset(
+        {
+            "ranks_per_node",
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "micro_batch_size",
+            "recompute_granularity",
+            "zero_stage",
+        }
+    )
     units = system.machine.units
     if units in new_code.choices.ranks_per_node:
         spread = search(current, replace(after, ranks_per_node=units), cut)
@@ -236,19 +323,27 @@ def changes_between(run: RunConfig, system: System, against: str, best: Plan) ->
 def _taken(name: str, before: float, result: Search) -> Change:
     """The best plan of `result` as a change, or a change of nothing with the reason where it does not help."""
     if not result.plans:
-        return Change(name=name, seconds=before, note=f"not taken at this cut: {result.dropped.most_common(1)[0][0]}")
+        return Change(
+            name=name,
+            seconds=before,
+            note=f"not taken at this cut: {result.dropped.most_common(1)[0][0]}",
+        )
     plan = result.plans[0]
     if plan.seconds >= before:
-        return Change(name=name, seconds=before, note=f"not taken: {plan.seconds:.4g} s with {_layout(plan)}")
+        return Change(
+            name=name, seconds=before, note=f"not taken: {plan.seconds:.4g} s with {_layout(plan)}"
+        )
     return Change(name=name, seconds=plan.seconds, note=_layout(plan))
 
 
 def _layout(plan: Plan) -> str:
     layout = plan.layout
-    return (f"{plan.system.ranks_per_node} ranks per node, {layout}, "
-            f"MBS {plan.run.batch.micro_batch_size}, {schedule_name(plan.run)}, "
-            f"{plan.layout.microbatches(plan.run, plan.layout.global_batch_size(plan.run))} micro-batches, "
-            f"recompute {recompute_name(plan.run)}, bubble {plan.bubble_fraction:.0%}")
+    return (
+        f"{plan.system.ranks_per_node} ranks per node, {layout}, "
+        f"MBS {plan.run.batch.micro_batch_size}, {schedule_name(plan.run)}, "
+        f"{plan.layout.microbatches(plan.run, plan.layout.global_batch_size(plan.run))} micro-batches, "
+        f"recompute {recompute_name(plan.run)}, bubble {plan.bubble_fraction:.0%}"
+    )
 
 
 def changes_text(system: System, against: str, rows: Sequence[Change]) -> str:
@@ -256,5 +351,7 @@ def changes_text(system: System, against: str, rows: Sequence[Change]) -> str:
     lines = [f"\nfrom {against} to {system.software.name}, seconds per iteration, each a model"]
     for previous, change in zip([rows[0], *rows], rows):
         factor = "" if change is rows[0] else f"x {change.seconds / previous.seconds:.2f}"
-        lines.append(f"  {change.name:<26}{change.seconds:>9.4g} s  {factor:<7} model  {change.note}")
+        lines.append(
+            f"  {change.name:<26}{change.seconds:>9.4g} s  {factor:<7} model  {change.note}"
+        )
     return "\n".join(lines)

@@ -25,26 +25,51 @@ from ..config.run_config import RunConfig
 from . import machine, memory, search, software
 from .model import Prediction, System, predict
 
-OWN = ("machine", "ghz", "eco_state", "software", "nodes", "ranks_per_node", "json")  # names of the system's flags
+OWN = (
+    "machine",
+    "ghz",
+    "eco_state",
+    "software",
+    "nodes",
+    "ranks_per_node",
+    "json",
+)  # names of the system's flags
 DEFAULT_SOFTWARE = {"a100": "megatron-a100", "a100-before-0225": "megatron-a100"}
 
 
 def add_system_arguments(parser: argparse.ArgumentParser) -> None:
     """Machine, clock, software and nodes, and every flag of pretrain_gpt.py."""
     group = parser.add_argument_group("system")
-    group.add_argument("--machine", default="a64fx",
-                       help=f"{', '.join(machine.names())}, or a file of fugaku-megatron calibrate or report (default: a64fx)")
+    group.add_argument(
+        "--machine",
+        default="a64fx",
+        help=f"{', '.join(machine.names())}, or a file of fugaku-megatron calibrate or report (default: a64fx)",
+    )
     group.add_argument("--ghz", type=float, help="clock (default: the machine's nominal one)")
-    group.add_argument("--eco-state", type=int, default=0, choices=(0, 2), help="2: one floating-point pipe (A64FX)")
-    group.add_argument("--software", help=f"{', '.join(software.names())} (default: {software.THIS_PROJECT}, on a100 "
-                                          "megatron-a100)")
+    group.add_argument(
+        "--eco-state",
+        type=int,
+        default=0,
+        choices=(0, 2),
+        help="2: one floating-point pipe (A64FX)",
+    )
+    group.add_argument(
+        "--software",
+        help=f"{', '.join(software.names())} (default: {software.THIS_PROJECT}, on a100 "
+        "megatron-a100)",
+    )
     group.add_argument("--nodes", type=int, required=True, help="nodes of the job")
     group.add_argument("--ranks-per-node", type=int, help="default: 1 on a64fx, 8 on a100")
     group.add_argument("--json", action="store_true", help="print JSON alone")
     arguments.add_train_flags(parser)
 
 
-def run_of(args: argparse.Namespace, system: System, own: Sequence[str] = (), defaults: dict[str, Any] | None = None) -> RunConfig:
+def run_of(
+    args: argparse.Namespace,
+    system: System,
+    own: Sequence[str] = (),
+    defaults: dict[str, Any] | None = None,
+) -> RunConfig:
     """The run that pretrain_gpt.py's flags describe. Raises ValueError, one line, for flags that do not fit together.
 
     own: names of further flags that do not belong to the run. defaults: values of flags that are not on the command line.
@@ -53,8 +78,11 @@ def run_of(args: argparse.Namespace, system: System, own: Sequence[str] = (), de
     if values.get("recipe") is None:
         values = {**(defaults or {}), **values}
     world_size = values["world_size"]
-    check(world_size is None or world_size == system.world_size, f"--world-size {world_size} is not --nodes {system.nodes} x "
-          f"--ranks-per-node {system.ranks_per_node} = {system.world_size}: leave it out")
+    check(
+        world_size is None or world_size == system.world_size,
+        f"--world-size {world_size} is not --nodes {system.nodes} x "
+        f"--ranks-per-node {system.ranks_per_node} = {system.world_size}: leave it out",
+    )
     run = arguments.interpret({**values, "world_size": None}).run
     if run.model.vocab_size is None:
         run = replace(run, model=replace(run.model, vocab_size=GPT2_VOCABULARY))
@@ -64,7 +92,9 @@ def run_of(args: argparse.Namespace, system: System, own: Sequence[str] = (), de
 def system_of(args: argparse.Namespace) -> System:
     """The system that the flags describe. Raises ValueError for unknown names and impossible numbers."""
     code = args.software or DEFAULT_SOFTWARE.get(args.machine, software.THIS_PROJECT)
-    return System.from_names(args.machine, code, args.nodes, args.ranks_per_node, args.ghz, args.eco_state == 2)
+    return System.from_names(
+        args.machine, code, args.nodes, args.ranks_per_node, args.ghz, args.eco_state == 2
+    )
 
 
 PROPOSED, MOST = 3, 128  # pairs of parallel sizes that a mistake proposes, and the largest size
@@ -77,31 +107,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def as_json(prediction: Prediction) -> dict[str, Any]:
     """The prediction under the names of the command's output."""
     p = prediction
-    return {"seconds_per_iteration": round(p.seconds, 6), "lower": round(p.lower, 6), "upper": round(p.upper, 6),
-            "slow_network": round(p.slow_network, 6), "tflops_per_node": round(p.tflops_per_node, 6),
-            "memory_mib_max": round(p.memory_mib_max, 1), "oom": p.oom,
-            "bubble_fraction": round(p.bubble_fraction, 6),
-            "breakdown": {name: round(value, 6) for name, value in p.breakdown.items()}, "warnings": list(p.warnings)}
+    return {
+        "seconds_per_iteration": round(p.seconds, 6),
+        "lower": round(p.lower, 6),
+        "upper": round(p.upper, 6),
+        "slow_network": round(p.slow_network, 6),
+        "tflops_per_node": round(p.tflops_per_node, 6),
+        "memory_mib_max": round(p.memory_mib_max, 1),
+        "oom": p.oom,
+        "bubble_fraction": round(p.bubble_fraction, 6),
+        "breakdown": {name: round(value, 6) for name, value in p.breakdown.items()},
+        "warnings": list(p.warnings),
+    }
 
 
 def describe(run: RunConfig, system: System) -> str:
     """The system and the layout in one line."""
     layout = Layout.from_run(run, system.world_size)
     size = layout.global_batch_size(run)
-    return (f"{system.nodes} nodes of {system.machine.name} at {system.machine.ghz} GHz x {system.ranks_per_node} ranks, "
-            f"{system.software.name}: {layout}, MBS {run.batch.micro_batch_size}, "
-            f"GBS {size}, {layout.microbatches(run, size)} micro-batches")
+    return (
+        f"{system.nodes} nodes of {system.machine.name} at {system.machine.ghz} GHz x {system.ranks_per_node} ranks, "
+        f"{system.software.name}: {layout}, MBS {run.batch.micro_batch_size}, "
+        f"GBS {size}, {layout.microbatches(run, size)} micro-batches"
+    )
 
 
 def text(run: RunConfig, system: System, p: Prediction) -> str:
     """The prediction as text for a terminal."""
-    lines = [describe(run, system),
-             f"{p.seconds:.4g} s per iteration (model; nine of ten runs: {p.lower:.4g} to {p.upper:.4g}), "
-             f"{p.tflops_per_node:.3f} TFLOPs per node, bubble {p.bubble_fraction:.1%} (mean over the stages)",
-             f"{p.memory_mib_max:.0f} MiB on the fullest rank" + (": OUT OF MEMORY" if p.oom else "")]
+    lines = [
+        describe(run, system),
+        f"{p.seconds:.4g} s per iteration (model; nine of ten runs: {p.lower:.4g} to {p.upper:.4g}), "
+        f"{p.tflops_per_node:.3f} TFLOPs per node, bubble {p.bubble_fraction:.1%} (mean over the stages)",
+        f"{p.memory_mib_max:.0f} MiB on the fullest rank" + (": OUT OF MEMORY" if p.oom else ""),
+    ]
     if p.slow_network > p.seconds:
-        lines.append(f"{p.slow_network:.4g} s if large all-reduces reach only {system.machine.slow_reduce_gbs:.3g} GB/s a link")
-    lines += [f"  {name:<22}{seconds:>10.4g} s {seconds / p.seconds:>7.1%}" for name, seconds in p.breakdown.items() if seconds]
+        lines.append(
+            f"{p.slow_network:.4g} s if large all-reduces reach only {system.machine.slow_reduce_gbs:.3g} GB/s a link"
+        )
+    lines += [
+        f"  {name:<22}{seconds:>10.4g} s {seconds / p.seconds:>7.1%}"
+        for name, seconds in p.breakdown.items()
+        if seconds
+    ]
     return "\n".join(lines + [f"warning: {w}" for w in p.warnings])
 
 
@@ -115,8 +162,10 @@ def layout_of(run: RunConfig, system: System) -> Layout:
             raise
         what, _, remedy = str(error).partition(": ")
         shown = " or ".join(filter(None, (", ".join(pairs[:-1]), pairs[-1])))
-        raise ValueError(f"{what}: pass --tensor- x --pipeline-model-parallel-size {shown}, which fit on these nodes "
-                         f"(plan finds the fastest), or {remedy}") from None
+        raise ValueError(
+            f"{what}: pass --tensor- x --pipeline-model-parallel-size {shown}, which fit on these nodes "
+            f"(plan finds the fastest), or {remedy}"
+        ) from None
 
 
 def fitting(run: RunConfig, system: System) -> Iterator[Layout]:
@@ -128,11 +177,20 @@ def fitting(run: RunConfig, system: System) -> Iterator[Layout]:
     def distance(pair: tuple[int, ...]) -> float:
         return sum(abs(math.log(size / given)) for size, given in zip(pair, own, strict=True))
 
-    for tp, pp in sorted(((tp, pp) for tp in sizes for pp in sizes if world % (tp * pp) == 0), key=distance):
+    for tp, pp in sorted(
+        ((tp, pp) for tp in sizes for pp in sizes if world % (tp * pp) == 0), key=distance
+    ):
         try:
-            other = replace(run, parallel=replace(asked, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp))
+            other = replace(
+                run,
+                parallel=replace(
+                    asked, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp
+                ),
+            )
             layout = Layout.from_run(other, world)
-            used = memory.peak_mib(other, layout, system.software, system.nodes, system.software.memory(system.machine))
+            used = memory.peak_mib(
+                other, layout, system.software, system.nodes, system.software.memory(system.machine)
+            )
         except ValueError:
             continue
         if used <= memory.limit_mib(system.machine, system.software, system.ranks_per_node):

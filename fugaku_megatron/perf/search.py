@@ -34,7 +34,10 @@ from .software import Choices, with_schedule
 CHUNKS = (2, 3, 4, 5, 6, 8)  # of a stage, tried for interleaved schedules
 ZB_CHUNKS = (3, 4, 6)  # for ZB-H1
 LONGEST = 512  # stages x micro-batches of zero-bubble lists that are tried in more than one way: each takes long to make
-PENDING = (1.5, 2)  # micro-batches for each stage, tried for zero-bubble schedules in addition to one
+PENDING = (
+    1.5,
+    2,
+)  # micro-batches for each stage, tried for zero-bubble schedules in addition to one
 
 
 class Order(NamedTuple):
@@ -58,8 +61,11 @@ class Candidate:
         """With the number of chunks where the schedule does not say it, and with what stages hold beyond the least."""
         parallel, chunks = self.run.parallel, placement(self.run).chunks
         pending = parallel.zero_bubble_max_pending_backward
-        return (parallel.schedule + f" with {chunks} chunks" * (chunks > 1 and parallel.schedule != ZBV)
-                + f" holding {pending} micro-batches" * bool(pending))
+        return (
+            parallel.schedule
+            + f" with {chunks} chunks" * (chunks > 1 and parallel.schedule != ZBV)
+            + f" holding {pending} micro-batches" * bool(pending)
+        )
 
 
 def schedules(choices: Choices, stages: int, microbatches: int) -> list[Order]:
@@ -69,9 +75,20 @@ def schedules(choices: Choices, stages: int, microbatches: int) -> list[Order]:
     holding more is not tried.
     """
     few = microbatches <= min(2 * stages, LONGEST // stages)
-    counts = {ONE_F_ONE_B: (1,), ZB_H1: (1, *(ZB_CHUNKS if few else ())), ZBV: (2,), INTERLEAVED: CHUNKS}
-    return [Order(name, count, pending) for name in choices.schedules for count in counts[name]
-            for pending in (pendings(name, stages, microbatches) if name == ZBV or count == 1 else (None,))]
+    counts = {
+        ONE_F_ONE_B: (1,),
+        ZB_H1: (1, *(ZB_CHUNKS if few else ())),
+        ZBV: (2,),
+        INTERLEAVED: CHUNKS,
+    }
+    return [
+        Order(name, count, pending)
+        for name in choices.schedules
+        for count in counts[name]
+        for pending in (
+            pendings(name, stages, microbatches) if name == ZBV or count == 1 else (None,)
+        )
+    ]
 
 
 def pendings(name: str, stages: int, microbatches: int) -> tuple[int | None, ...]:
@@ -97,17 +114,27 @@ def scheduled(run: RunConfig, layout: Layout, system: System, space: float) -> l
 def _candidate(asked: RunConfig, layout: Layout, system: System, space: float) -> Candidate:
     lists = run_schedule.lists_of(asked, layout)
     run = run_schedule.with_recompute(asked, layout, space, lists.held)
-    most = max(stage_memory(run, layout, stage, lists.held(stage)).total for stage in range(layout.pp))
-    return Candidate(run=run, seconds=step(run, layout, system, system.parameters).seconds, fits=most <= space)
+    most = max(
+        stage_memory(run, layout, stage, lists.held(stage)).total for stage in range(layout.pp)
+    )
+    return Candidate(
+        run=run, seconds=step(run, layout, system, system.parameters).seconds, fits=most <= space
+    )
 
 
-def settled(run: RunConfig, layout: Layout, system: System, space: float | None = None) -> tuple[RunConfig, list[str]]:
+def settled(
+    run: RunConfig, layout: Layout, system: System, space: float | None = None
+) -> tuple[RunConfig, list[str]]:
     """The run with nothing left to choose, and lines that say what was chosen and why.
 
     space: bytes of a rank's tensors; by default what the machine's memory, or --memory-per-rank, leaves for them. Where no schedule
     fits it is 1F1B, which holds least.
     """
-    space = memory.tensor_room(run, layout, system.machine, system.software, system.nodes) if space is None else space
+    space = (
+        memory.tensor_room(run, layout, system.machine, system.software, system.nodes)
+        if space is None
+        else space
+    )
     again = run.training.recompute_auto
     if run.parallel.pipeline_schedule != AUTO or layout.pp == 1:
         return run_schedule.settled(run, layout, space) if again else (run, [])
@@ -117,10 +144,15 @@ def settled(run: RunConfig, layout: Layout, system: System, space: float | None 
 
 def _fastest(found: list[Candidate], system: System) -> tuple[RunConfig, str]:
     fitting, tight = ([c for c in found if c.fits == fits] for fits in (True, False))
-    best = fitting[0] if fitting else next(c for c in found if c.run.parallel.schedule == ONE_F_ONE_B)
+    best = (
+        fitting[0] if fitting else next(c for c in found if c.run.parallel.schedule == ONE_F_ONE_B)
+    )
     others = "".join(f"; {c.name} {c.seconds:.3g} s" for c in fitting[1:])
     without = f"; no memory for {', '.join(c.name for c in tight)}" * bool(tight)
-    return best.run, f"schedule: {best.name}, {best.seconds:.3g} s an iteration{others}{without} (model, {system.machine.name})"
+    return (
+        best.run,
+        f"schedule: {best.name}, {best.seconds:.3g} s an iteration{others}{without} (model, {system.machine.name})",
+    )
 
 
 T = TypeVar("T", int, bool)
@@ -157,7 +189,9 @@ class Search:
     dropped: Counter[str]
 
 
-def search(run: RunConfig, system: System, held: frozenset[str], ramp_divisible: bool = False) -> Search:
+def search(
+    run: RunConfig, system: System, held: frozenset[str], ramp_divisible: bool = False
+) -> Search:
     """Model every layout that can run. held: names of the config's fields that keep the run's value.
 
     Every layout is modelled in 1F1B's order, and those that could be among the first with another schedule in that, too.
@@ -172,25 +206,45 @@ def search(run: RunConfig, system: System, held: frozenset[str], ramp_divisible:
             plans.append(outcome)
     asked = _asked(run, held)
     plans = [*(plans if asked in (None, ONE_F_ONE_B) else ()), *_rescheduled(plans, run, held)]
-    return Search(plans=tuple(sorted(plans, key=lambda p: (p.seconds, p.memory_mib))), dropped=dropped)
+    return Search(
+        plans=tuple(sorted(plans, key=lambda p: (p.seconds, p.memory_mib))), dropped=dropped
+    )
 
 
-WANTED, TRIED = 10, 60  # plans that are to be the best of all schedules, and layouts that are tried with each of these at most
+WANTED, TRIED = (
+    10,
+    60,
+)  # plans that are to be the best of all schedules, and layouts that are tried with each of these at most
 
 
 def _asked(run: RunConfig, held: frozenset[str]) -> str | None:
     """The schedule that the flags ask for; None where the search chooses."""
-    given = {"pipeline_schedule", "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"} & held
+    given = {
+        "pipeline_schedule",
+        "num_virtual_stages_per_pipeline_rank",
+        "num_layers_per_virtual_pipeline_stage",
+    } & held
     return run.parallel.schedule if given and run.parallel.pipeline_schedule != AUTO else None
 
 
 def _orders(run: RunConfig, plan: Plan, held: frozenset[str]) -> list[Order]:
     """The schedules that are tried for a layout. run: as it was asked for."""
-    stages, microbatches = plan.layout.pp, plan.layout.microbatches(plan.run, plan.layout.global_batch_size(plan.run))
+    stages, microbatches = (
+        plan.layout.pp,
+        plan.layout.microbatches(plan.run, plan.layout.global_batch_size(plan.run)),
+    )
     if (name := _asked(run, held)) is None:
-        return [order for order in schedules(plan.system.software.choices, stages, microbatches) if order.name != ONE_F_ONE_B]
+        return [
+            order
+            for order in schedules(plan.system.software.choices, stages, microbatches)
+            if order.name != ONE_F_ONE_B
+        ]
     given = "zero_bubble_max_pending_backward" in held
-    chosen = (run.parallel.zero_bubble_max_pending_backward,) if given else pendings(name, stages, microbatches)
+    chosen = (
+        (run.parallel.zero_bubble_max_pending_backward,)
+        if given
+        else pendings(name, stages, microbatches)
+    )
     return [Order(name, chunks_of(run), pending) for pending in chosen if name != ONE_F_ONE_B]
 
 
@@ -201,7 +255,9 @@ def _rescheduled(plans: Sequence[Plan], run: RunConfig, held: frozenset[str]) ->
     rest cannot be among them. A schedule that the flags ask for is tried with every layout.
     """
     found: list[Plan] = []
-    ordered = sorted((plan for plan in plans if plan.layout.pp > 1), key=lambda plan: plan.least_seconds)
+    ordered = sorted(
+        (plan for plan in plans if plan.layout.pp > 1), key=lambda plan: plan.least_seconds
+    )
     asked = _asked(run, held)
     best = sorted(plan.seconds for plan in plans)[:WANTED] if asked in (None, ONE_F_ONE_B) else []
     for plan in ordered[:TRIED] if asked is None else ordered:
@@ -217,37 +273,85 @@ def _rescheduled(plans: Sequence[Plan], run: RunConfig, held: frozenset[str]) ->
     return found
 
 
-def candidates(run: RunConfig, system: System, held: frozenset[str],
-               ramp_divisible: bool = False) -> Iterator[tuple[RunConfig, System] | str]:
+def candidates(
+    run: RunConfig, system: System, held: frozenset[str], ramp_divisible: bool = False
+) -> Iterator[tuple[RunConfig, System] | str]:
     """Every combination of what the software has, as (run, system with its ranks per node), or why its numbers do not divide."""
     choices, model, parallel = system.software.choices, run.model, run.parallel
     ranks = (system.ranks_per_node,) if "ranks_per_node" in held else choices.ranks_per_node
-    tensor = _choices(parallel.tensor_model_parallel_size, _divisors(model.query_groups),
-                      "tensor_model_parallel_size" in held)
-    cuts = tuple(range(1, model.num_layers + 1)) if parallel.pipeline_split == "balanced" else _divisors(model.num_layers)
-    stages = _choices(parallel.pipeline_model_parallel_size, cuts, "pipeline_model_parallel_size" in held)
+    tensor = _choices(
+        parallel.tensor_model_parallel_size,
+        _divisors(model.query_groups),
+        "tensor_model_parallel_size" in held,
+    )
+    cuts = (
+        tuple(range(1, model.num_layers + 1))
+        if parallel.pipeline_split == "balanced"
+        else _divisors(model.num_layers)
+    )
+    stages = _choices(
+        parallel.pipeline_model_parallel_size, cuts, "pipeline_model_parallel_size" in held
+    )
     micro = _choices(run.batch.micro_batch_size, MICRO_BATCHES, "micro_batch_size" in held)
     zero = _choices(parallel.zero_stage, choices.zero_stages, "zero_stage" in held)
-    tried = {name: _choices(features.FEATURES[name].used(run), values if name in choices.names else (False,),
-                            features.FEATURES[name].field in held) for name, values in SWITCHED.items()}
+    tried = {
+        name: _choices(
+            features.FEATURES[name].used(run),
+            values if name in choices.names else (False,),
+            features.FEATURES[name].field in held,
+        )
+        for name, values in SWITCHED.items()
+    }
     contexts = list(_contexts(run, choices, held))
     for pp in stages:
         for training in _recomputes(run, model.num_layers // pp, held, choices.recompute):
-            for tp, (cp, ways), mbs, stage, number in ((t, c, m, z, r) for t in tensor for c in contexts
-                                                       for m in micro for z in zero for r in ranks):
-                host, batch = replace(system, ranks_per_node=number), replace(run.batch, micro_batch_size=mbs)
+            for tp, (cp, ways), mbs, stage, number in (
+                (t, c, m, z, r)
+                for t in tensor
+                for c in contexts
+                for m in micro
+                for z in zero
+                for r in ranks
+            ):
+                host, batch = (
+                    replace(system, ranks_per_node=number),
+                    replace(run.batch, micro_batch_size=mbs),
+                )
                 dp, rest = divmod(host.world_size, tp * pp * cp)
-                reason = _indivisible(host, dp, rest, cp, stage, batch, ramp_divisible)  # of a shape with a rest once
-                for switches in _divided(run, _switches(tried, 1 if rest else tp, stage, number), tp, dp * cp, held):
-                    yield reason or (replace(run, training=training, batch=batch, parallel=replace(
-                        parallel, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp,
-                        cp_comm_type=ways, zero_stage=stage, **switches)), host)
+                reason = _indivisible(
+                    host, dp, rest, cp, stage, batch, ramp_divisible
+                )  # of a shape with a rest once
+                for switches in _divided(
+                    run, _switches(tried, 1 if rest else tp, stage, number), tp, dp * cp, held
+                ):
+                    yield reason or (
+                        replace(
+                            run,
+                            training=training,
+                            batch=batch,
+                            parallel=replace(
+                                parallel,
+                                tensor_model_parallel_size=tp,
+                                pipeline_model_parallel_size=pp,
+                                context_parallel_size=cp,
+                                cp_comm_type=ways,
+                                zero_stage=stage,
+                                **switches,
+                            ),
+                        ),
+                        host,
+                    )
 
 
-LONG, SHARERS = 16384, 64  # tokens of a sequence from which on several ranks may share one, and the most that are tried
+LONG, SHARERS = (
+    16384,
+    64,
+)  # tokens of a sequence from which on several ranks may share one, and the most that are tried
 
 
-def _contexts(run: RunConfig, choices: Choices, held: frozenset[str]) -> Iterator[tuple[int, tuple[str, ...] | None]]:
+def _contexts(
+    run: RunConfig, choices: Choices, held: frozenset[str]
+) -> Iterator[tuple[int, tuple[str, ...] | None]]:
     """Numbers of ranks to share a sequence, each with everything that they may send each other for attention."""
     given, shared = run.parallel.cp_comm_type, choices.names and run.model.seq_length >= LONG
     sizes = tuple(2**i for i in range(SHARERS.bit_length())) if shared else (1,)
@@ -256,7 +360,9 @@ def _contexts(run: RunConfig, choices: Choices, held: frozenset[str]) -> Iterato
         yield from ((cp, (way,)) for way in CONTEXT_WAYS) if each else [(cp, given)]
 
 
-def _indivisible(system: System, dp: int, rest: int, cp: int, zero_stage: int, batch: BatchConfig, ramp: bool) -> str | None:
+def _indivisible(
+    system: System, dp: int, rest: int, cp: int, zero_stage: int, batch: BatchConfig, ramp: bool
+) -> str | None:
     """Why these numbers cannot run together; None where they can. rest: ranks that are left of dp parts."""
     if system.ranks_per_node > system.machine.max_ranks:
         return "more ranks than a node has threads or GPUs"
@@ -268,49 +374,81 @@ def _indivisible(system: System, dp: int, rest: int, cp: int, zero_stage: int, b
     if zero_stage and dp * cp == 1:
         return "ZeRO needs more than one data-parallel rank"
     if ramp and (dp % RAMP_DP or size % RAMP_BATCH):
-        return f"batch ramp-up: DP is not divisible by {RAMP_DP} or the global batch by {RAMP_BATCH}"
+        return (
+            f"batch ramp-up: DP is not divisible by {RAMP_DP} or the global batch by {RAMP_BATCH}"
+        )
     return None
 
 
 # Choices that a search varies or that are always on.
-VARIED = (features.BALANCED_SPLIT, features.ZERO_1, features.SELECTIVE, features.BLOCK, features.RECOMPUTE_AUTO, features.NODE_SUMS,
-          features.TWO_LEVEL_SUMS, features.EXPERT_GROUPS, features.INTERLEAVED, features.ZERO_BUBBLE)
+VARIED = (
+    features.BALANCED_SPLIT,
+    features.ZERO_1,
+    features.SELECTIVE,
+    features.BLOCK,
+    features.RECOMPUTE_AUTO,
+    features.NODE_SUMS,
+    features.TWO_LEVEL_SUMS,
+    features.EXPERT_GROUPS,
+    features.INTERLEAVED,
+    features.ZERO_BUBBLE,
+)
 # Choices of flags that the search sets: on where it costs no time in the model and changes no result, or both on and off.
-SWITCHED: dict[str, tuple[bool, ...]] = {features.OVERLAP_GRAD_REDUCE: (True,), features.OVERLAP_PARAM_GATHER: (True,),
-                                         features.SEQUENCE_PARALLEL: (False, True), features.TP_COMM_OVERLAP: (False, True)}
+SWITCHED: dict[str, tuple[bool, ...]] = {
+    features.OVERLAP_GRAD_REDUCE: (True,),
+    features.OVERLAP_PARAM_GATHER: (True,),
+    features.SEQUENCE_PARALLEL: (False, True),
+    features.TP_COMM_OVERLAP: (False, True),
+}
 
 
-def _switches(tried: dict[str, tuple[bool, ...]], tp: int, zero_stage: int, ranks_per_node: int) -> Iterator[dict[str, Any]]:
+def _switches(
+    tried: dict[str, tuple[bool, ...]], tp: int, zero_stage: int, ranks_per_node: int
+) -> Iterator[dict[str, Any]]:
     """Every combination of values of the flags of SWITCHED that means something at these sizes, by field.
 
     Overlapped collectives are left out inside a node, where reductions in its memory use all cores, and are always tried with
     one rank a node, where they send no more bytes.
     """
     for sequence in tried[features.SEQUENCE_PARALLEL] if tp > 1 else (False,):
-        exchanges = tried[features.TP_COMM_OVERLAP] if sequence and tp > ranks_per_node else (False,)
+        exchanges = (
+            tried[features.TP_COMM_OVERLAP] if sequence and tp > ranks_per_node else (False,)
+        )
         for overlapped in exchanges if ranks_per_node > 1 else exchanges[-1:]:
             for reduce in tried[features.OVERLAP_GRAD_REDUCE]:
                 for gather in tried[features.OVERLAP_PARAM_GATHER]:
-                    values = {features.SEQUENCE_PARALLEL: sequence, features.TP_COMM_OVERLAP: overlapped,
-                              features.OVERLAP_GRAD_REDUCE: reduce,
-                              features.OVERLAP_PARAM_GATHER: gather and reduce and zero_stage == 1}
+                    values = {
+                        features.SEQUENCE_PARALLEL: sequence,
+                        features.TP_COMM_OVERLAP: overlapped,
+                        features.OVERLAP_GRAD_REDUCE: reduce,
+                        features.OVERLAP_PARAM_GATHER: gather and reduce and zero_stage == 1,
+                    }
                     yield {features.field_of(name): value for name, value in values.items()}
 
 
 EXPERT_RANKS = 64  # that are tried at most: an all-to-all among more of them has short messages
 
 
-def _divided(run: RunConfig, switches: Iterator[dict[str, Any]], tp: int, dp: int,
-             held: frozenset[str]) -> Iterator[dict[str, Any]]:
+def _divided(
+    run: RunConfig, switches: Iterator[dict[str, Any]], tp: int, dp: int, held: frozenset[str]
+) -> Iterator[dict[str, Any]]:
     """Each of `switches`, and of a model with experts that with every number of ranks among which whole experts can be divided."""
     experts = run.model.num_experts
     given = {"expert_model_parallel_size", "expert_tensor_parallel_size"} & held
     for values in switches:
-        yield values if given else {**values, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
+        yield (
+            values
+            if given
+            else {**values, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
+        )
         if experts and not given and (tp == 1 or values["sequence_parallel"]):
             for ep in (2**i for i in range(1, EXPERT_RANKS.bit_length())):
                 if experts % ep == 0 and dp * tp % ep == 0:
-                    yield {**values, "expert_model_parallel_size": ep, "expert_tensor_parallel_size": 1 if tp > 1 else None}
+                    yield {
+                        **values,
+                        "expert_model_parallel_size": ep,
+                        "expert_tensor_parallel_size": 1 if tp > 1 else None,
+                    }
 
 
 def _choices(value: T, values: tuple[T, ...], held: bool) -> tuple[T, ...]:
@@ -321,21 +459,41 @@ def _divisors(number: int) -> tuple[int, ...]:
     return tuple(d for d in range(1, number + 1) if number % d == 0)
 
 
-def _recomputes(run: RunConfig, layers: int, held: frozenset[str], kinds: tuple[str, ...]) -> Iterator:
+def _recomputes(
+    run: RunConfig, layers: int, held: frozenset[str], kinds: tuple[str, ...]
+) -> Iterator:
     """Training configs that differ in what is recomputed; block: a quarter, half and three quarters of a stage's layers."""
     training = run.training
-    if {"recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_part_layers", "recompute_auto"} & held:
+    if {
+        "recompute_granularity",
+        "recompute_method",
+        "recompute_num_layers",
+        "recompute_part_layers",
+        "recompute_auto",
+    } & held:
         yield training
         return
-    plain = replace(training, recompute_granularity=None, recompute_method="uniform", recompute_num_layers=1,
-                    recompute_part_layers=None, recompute_auto=False)
+    plain = replace(
+        training,
+        recompute_granularity=None,
+        recompute_method="uniform",
+        recompute_num_layers=1,
+        recompute_part_layers=None,
+        recompute_auto=False,
+    )
     if "auto" in kinds:
         yield replace(plain, recompute_auto=True)
         return
     full = replace(plain, recompute_granularity="full")
-    configs = {"none": [plain], "selective": [replace(plain, recompute_granularity="selective")], "full": [full],
-             "block": [replace(full, recompute_method="block", recompute_num_layers=n)
-                       for n in sorted({layers // 4, layers // 2, 3 * layers // 4} - {0, layers})]}
+    configs = {
+        "none": [plain],
+        "selective": [replace(plain, recompute_granularity="selective")],
+        "full": [full],
+        "block": [
+            replace(full, recompute_method="block", recompute_num_layers=n)
+            for n in sorted({layers // 4, layers // 2, 3 * layers // 4} - {0, layers})
+        ],
+    }
     for name in kinds:
         yield from configs[name]
 
@@ -348,14 +506,24 @@ def _judge(asked: RunConfig, system: System) -> Plan | str:
         return "heads, MLP or layers do not divide"
     try:
         run = memory.with_recompute(asked, layout, system.machine, system.software, system.nodes)
-        used = memory.peak_mib(run, layout, system.software, system.nodes, system.software.memory(system.machine))
+        used = memory.peak_mib(
+            run, layout, system.software, system.nodes, system.software.memory(system.machine)
+        )
     except NoList:
         return "no list for the schedule"
     if used > memory.limit_mib(system.machine, system.software, system.ranks_per_node):
         return "out of memory"
     modelled = step(run, layout, system, system.parameters)
-    return Plan(asked=asked, run=run, system=system, layout=layout, seconds=modelled.seconds, memory_mib=used,
-                bubble_fraction=modelled.bubble_fraction, least_seconds=modelled.least_seconds)
+    return Plan(
+        asked=asked,
+        run=run,
+        system=system,
+        layout=layout,
+        seconds=modelled.seconds,
+        memory_mib=used,
+        bubble_fraction=modelled.bubble_fraction,
+        least_seconds=modelled.least_seconds,
+    )
 
 
 def held_fields(args: argparse.Namespace) -> frozenset[str]:

@@ -80,8 +80,16 @@ class MemoryParameters:
 
 # Not fitted: this project has not been measured on an A64FX. Each value's source is in docs/performance.md.
 MODELLED: dict[str, Parameters] = {
-    "fugaku_megatron": Parameters(gemm_fraction=1.0, gemm_half=1.0, attention_forward=0.65, attention_backward=0.62,
-                                  dropout_flops=170.0, elementwise_fraction=0.7, call_us=5.0, iteration_s=0.25),
+    "fugaku_megatron": Parameters(
+        gemm_fraction=1.0,
+        gemm_half=1.0,
+        attention_forward=0.65,
+        attention_backward=0.62,
+        dropout_flops=170.0,
+        elementwise_fraction=0.7,
+        call_us=5.0,
+        iteration_s=0.25,
+    ),
 }
 MODEL_ERROR = 0.2  # standard deviation of the logarithm of a time that no measurement has confirmed
 
@@ -95,22 +103,39 @@ class Fitted:
     covariance: tuple[tuple[float, ...], ...]
     noise: float  # standard deviation of the residuals of the rows' logarithmic times
     memory: MemoryParameters
-    ranges: dict[str, tuple[float, float]]  # model.facts -> smallest and largest value among the fitted rows
-    tensor_parallel: tuple[tuple[int, int, bool, str], ...] | None = None  # model.tensor_parallel of the fitted rows; None: no rows
+    ranges: dict[
+        str, tuple[float, float]
+    ]  # model.facts -> smallest and largest value among the fitted rows
+    tensor_parallel: tuple[tuple[int, int, bool, str], ...] | None = (
+        None  # model.tensor_parallel of the fitted rows; None: no rows
+    )
 
 
 def fitted(group: str) -> Fitted:
     """The values of a group: those of MODELLED, or those that fitted.json holds."""
     if group in MODELLED:
-        return Fitted(values=MODELLED[group], names=(), covariance=(), noise=MODEL_ERROR, memory=MemoryParameters(), ranges={})
+        return Fitted(
+            values=MODELLED[group],
+            names=(),
+            covariance=(),
+            noise=MODEL_ERROR,
+            memory=MemoryParameters(),
+            ranges={},
+        )
     data = json.loads(FITTED.read_text())[group]
     names = tuple(data["parameters"])
     assert set(names) <= {f.name for f in fields(Parameters)}
-    return Fitted(values=Parameters(**{n: data["parameters"][n]["value"] for n in names}), names=names,
-                  covariance=tuple(map(tuple, data["covariance"])), noise=data["noise"],
-                  memory=MemoryParameters(**{"peer_mib": 0.0, **{n: p["value"] for n, p in data["memory"].items()}}),
-                  ranges={k: tuple(v) for k, v in data["ranges"].items()},
-                  tensor_parallel=tuple(tuple(seen) for seen in data["tensor_parallel"]))
+    return Fitted(
+        values=Parameters(**{n: data["parameters"][n]["value"] for n in names}),
+        names=names,
+        covariance=tuple(map(tuple, data["covariance"])),
+        noise=data["noise"],
+        memory=MemoryParameters(
+            **{"peer_mib": 0.0, **{n: p["value"] for n, p in data["memory"].items()}}
+        ),
+        ranges={k: tuple(v) for k, v in data["ranges"].items()},
+        tensor_parallel=tuple(tuple(seen) for seen in data["tensor_parallel"]),
+    )
 
 
 DATA = Path(__file__).parent / "software.json"
@@ -135,12 +160,24 @@ class Choices:
     @staticmethod
     def from_names(names: frozenset[str], ranks_per_node: tuple[int, ...]) -> Choices:
         """The choices of this project's trainer with only the features `names`."""
-        recompute = {"none": True, "selective": features.SELECTIVE in names, "block": features.BLOCK in names, "full": True,
-                     "auto": features.RECOMPUTE_AUTO in names}
-        return Choices(ranks_per_node=ranks_per_node, recompute=tuple(kind for kind, there in recompute.items() if there),
-                      zero_stages=(0, 1) if features.ZERO_1 in names else (0,), names=names,
-                      schedules=(ONE_F_ONE_B, *(INTERLEAVED,) * (features.INTERLEAVED in names),
-                                 *SPLITS_BACKWARD * (features.ZERO_BUBBLE in names)))
+        recompute = {
+            "none": True,
+            "selective": features.SELECTIVE in names,
+            "block": features.BLOCK in names,
+            "full": True,
+            "auto": features.RECOMPUTE_AUTO in names,
+        }
+        return Choices(
+            ranks_per_node=ranks_per_node,
+            recompute=tuple(kind for kind, there in recompute.items() if there),
+            zero_stages=(0, 1) if features.ZERO_1 in names else (0,),
+            names=names,
+            schedules=(
+                ONE_F_ONE_B,
+                *(INTERLEAVED,) * (features.INTERLEAVED in names),
+                *SPLITS_BACKWARD * (features.ZERO_BUBBLE in names),
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +215,10 @@ class Software:
 
     def without(self, name: str) -> Software:
         """This project's software without one of its features."""
-        return replace(self, choices=Choices.from_names(self.choices.names - {name}, self.choices.ranks_per_node))
+        return replace(
+            self,
+            choices=Choices.from_names(self.choices.names - {name}, self.choices.ranks_per_node),
+        )
 
     def cut(self, run: RunConfig) -> RunConfig:
         """The run as this software does it: without what it lacks, in 1F1B's order instead of one that it lacks, and with an even
@@ -192,11 +232,21 @@ class Software:
             run = with_schedule(run, ONE_F_ONE_B, 1)
         if features.BALANCED_SPLIT in self.choices.names:
             return run
-        layers, pp, split = run.model.num_layers, run.parallel.pipeline_model_parallel_size, run.parallel.pipeline_split
-        check(split in ("balanced", "even"), f"--pipeline-split {split}: {self.name} cuts layers evenly; leave it out, or pass "
-              f"--software {THIS_PROJECT}")
-        check(layers % pp == 0 or layers < pp, f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size {pp}, "
-              f"and {self.name} cuts layers evenly: change one of them")
+        layers, pp, split = (
+            run.model.num_layers,
+            run.parallel.pipeline_model_parallel_size,
+            run.parallel.pipeline_split,
+        )
+        check(
+            split in ("balanced", "even"),
+            f"--pipeline-split {split}: {self.name} cuts layers evenly; leave it out, or pass "
+            f"--software {THIS_PROJECT}",
+        )
+        check(
+            layers % pp == 0 or layers < pp,
+            f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size {pp}, "
+            f"and {self.name} cuts layers evenly: change one of them",
+        )
         return replace(run, parallel=replace(run.parallel, pipeline_split="even"))
 
     @property
@@ -231,9 +281,16 @@ class Software:
 def with_schedule(run: RunConfig, name: str, chunks: int, pending: int | None = None) -> RunConfig:
     """The run with another pipeline schedule. chunks: of each stage. pending: see --zero-bubble-max-pending-backward."""
     virtual = chunks if name in CHUNKED and chunks > 1 else None
-    return replace(run, parallel=replace(run.parallel, pipeline_schedule=None if name == ONE_F_ONE_B else name,
-                                         num_virtual_stages_per_pipeline_rank=virtual, num_layers_per_virtual_pipeline_stage=None,
-                                         zero_bubble_max_pending_backward=pending))
+    return replace(
+        run,
+        parallel=replace(
+            run.parallel,
+            pipeline_schedule=None if name == ONE_F_ONE_B else name,
+            num_virtual_stages_per_pipeline_rank=virtual,
+            num_layers_per_virtual_pipeline_stage=None,
+            zero_bubble_max_pending_backward=pending,
+        ),
+    )
 
 
 def names() -> list[str]:
@@ -248,6 +305,14 @@ def load(name: str, flag: str = "--software") -> Software:
         raise unknown(flag, name, data["software"])
     facts = data["software"][name]
     choices: dict[str, Any] = {key: tuple(value) for key, value in facts["choices"].items()}
-    has = Choices.from_names(frozenset(features.FEATURES), **choices) if facts["style"] == "native" else Choices(**choices)
-    return Software(name=name, **{**facts, "machines": tuple(facts["machines"]), "choices": has},
-                    counts=data["styles"][facts["style"]], fitted=fitted(facts["group"]))
+    has = (
+        Choices.from_names(frozenset(features.FEATURES), **choices)
+        if facts["style"] == "native"
+        else Choices(**choices)
+    )
+    return Software(
+        name=name,
+        **{**facts, "machines": tuple(facts["machines"]), "choices": has},
+        counts=data["styles"][facts["style"]],
+        fitted=fitted(facts["group"]),
+    )

@@ -14,13 +14,20 @@ RECV_FORWARD, SEND_FORWARD = "recv_forward", "send_forward"
 RECV_BACKWARD, SEND_BACKWARD = "recv_backward", "send_backward"
 SENDS, RECEIVES = (SEND_FORWARD, SEND_BACKWARD), (RECV_FORWARD, RECV_BACKWARD)
 LOOP, V = "loop", "v"
-ONE_F_ONE_B, INTERLEAVED, ZB_H1, ZBV = NAMES = ("1f1b", "interleaved", "zb-h1", "zbv")  # of schedules
+ONE_F_ONE_B, INTERLEAVED, ZB_H1, ZBV = NAMES = (
+    "1f1b",
+    "interleaved",
+    "zb-h1",
+    "zbv",
+)  # of schedules
 AUTO = "auto"  # the schedule is chosen when the run starts
 CHUNKED = INTERLEAVED, ZB_H1  # schedules whose stages may have any number of chunks
 SPLITS_BACKWARD = ZB_H1, ZBV  # into gradients of inputs and gradients of weights
 
 
-SplitCosts = tuple[int, int, int]  # of a forward, of the gradients of its input and of its weights, relative to each other
+SplitCosts = tuple[
+    int, int, int
+]  # of a forward, of the gradients of its input and of its weights, relative to each other
 PartCosts = tuple[SplitCosts, ...]  # of each part of the model
 ALIKE: SplitCosts = (1, 1, 1)
 
@@ -55,7 +62,11 @@ class Placement:
     kind: str = LOOP
 
     def __post_init__(self) -> None:
-        assert self.stages >= 1 and self.chunks >= 1 and (self.kind == LOOP or (self.kind, self.chunks) == (V, 2)), self
+        assert (
+            self.stages >= 1
+            and self.chunks >= 1
+            and (self.kind == LOOP or (self.kind, self.chunks) == (V, 2))
+        ), self
 
     @property
     def parts(self) -> int:
@@ -109,7 +120,10 @@ class Placement:
 
 def placement_of(name: str, stages: int, chunks: int) -> Placement:
     """The placement that the schedule of that name needs. chunks: of each stage; 1 for 1F1B, 2 for ZBV."""
-    assert chunks == {ONE_F_ONE_B: 1, INTERLEAVED: chunks, ZB_H1: chunks, ZBV: 2}[name], (name, chunks)
+    assert chunks == {ONE_F_ONE_B: 1, INTERLEAVED: chunks, ZB_H1: chunks, ZBV: 2}[name], (
+        name,
+        chunks,
+    )
     return Placement(stages, chunks, V if name == ZBV else LOOP)
 
 
@@ -141,13 +155,17 @@ def balanced_cut(layers: int, placement: Placement, layer: float, head: float) -
     return cut_of_stages((*others[:with_head], mine, *others[with_head:]), placement, layer, head)
 
 
-def cut_of_stages(totals: tuple[int, ...], placement: Placement, layer: float, head: float) -> tuple[int, ...]:
+def cut_of_stages(
+    totals: tuple[int, ...], placement: Placement, layer: float, head: float
+) -> tuple[int, ...]:
     """Layers of each part where the stages' layers are given: chunks of a stage cost the same, as far as the layers divide."""
     with_head, _ = placement.owner(placement.parts - 1)
     chunks = [evenly(total, placement.chunks) for total in totals]
     last = _with_head(totals[with_head], placement.chunks - 1, 1, layer, head)
     chunks[with_head] = (*evenly(totals[with_head] - last, placement.chunks - 1), last)
-    return tuple(chunks[stage][chunk] for stage, chunk in map(placement.owner, range(placement.parts)))
+    return tuple(
+        chunks[stage][chunk] for stage, chunk in map(placement.owner, range(placement.parts))
+    )
 
 
 def _with_head(layers: int, others: int, least: int, layer: float, head: float) -> int:

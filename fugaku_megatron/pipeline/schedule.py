@@ -57,6 +57,7 @@ class Executor(Protocol):
 
 # Lists ----------------------------------------------------------------------------------------------------------------------------
 
+
 def one_f_one_b(stage: int, stages: int, microbatches: int) -> list[Instruction]:
     """1F1B for one stage: fill with forwards, then alternate, then drain. At most `stages - stage` micro-batches are in flight.
 
@@ -64,7 +65,9 @@ def one_f_one_b(stage: int, stages: int, microbatches: int) -> list[Instruction]
     """
     forwards = [Instruction(FORWARD, m) for m in range(microbatches)]
     backwards = [Instruction(BACKWARD, m) for m in range(microbatches)]
-    return with_messages(Placement(stages), stage, _alternate(forwards, backwards, stages - stage - 1))
+    return with_messages(
+        Placement(stages), stage, _alternate(forwards, backwards, stages - stage - 1)
+    )
 
 
 def interleaved(stage: int, stages: int, chunks: int, microbatches: int) -> list[Instruction]:
@@ -82,8 +85,14 @@ def interleaved(stage: int, stages: int, chunks: int, microbatches: int) -> list
     return with_messages(placement, stage, [i for i in both if i.microbatch < microbatches])
 
 
-def split_backward(placement: Placement, stage: int, microbatches: int, costs: PartCosts = (), compared: PartCosts = (),
-                   pending: int | None = None) -> list[Instruction]:
+def split_backward(
+    placement: Placement,
+    stage: int,
+    microbatches: int,
+    costs: PartCosts = (),
+    compared: PartCosts = (),
+    pending: int | None = None,
+) -> list[Instruction]:
     """Zero Bubble H1 (a third of 1F1B's bubble) or, with the parts in a V, ZB-V (almost no bubble) for one stage.
 
     costs: of F, I and W of each part; none: all alike. compared: see `zero_bubble.lists`. pending: micro-batches that a stage may
@@ -92,20 +101,30 @@ def split_backward(placement: Placement, stage: int, microbatches: int, costs: P
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", sections 2 and 6 (2023).
     """
     limit = placement.chunks * (pending or placement.stages)
-    return with_messages(placement, stage, zero_bubble.lists(placement, microbatches, limit, costs, compared)[stage])
+    return with_messages(
+        placement, stage, zero_bubble.lists(placement, microbatches, limit, costs, compared)[stage]
+    )
 
 
-def forward_only(stage: int, stages: int, microbatches: int, chunks: int = 1, kind: str = LOOP) -> list[Instruction]:
+def forward_only(
+    stage: int, stages: int, microbatches: int, chunks: int = 1, kind: str = LOOP
+) -> list[Instruction]:
     """Evaluation: forwards alone."""
     placement = Placement(stages, chunks, kind)
     order = _forward_order(placement, stage, microbatches)
     return with_messages(placement, stage, [Instruction(FORWARD, m, c) for m, c in order])
 
 
-def _alternate(forwards: list[Instruction], backwards: list[Instruction], fill: int) -> list[Instruction]:
+def _alternate(
+    forwards: list[Instruction], backwards: list[Instruction], fill: int
+) -> list[Instruction]:
     """`fill` forwards, then one forward and one backward in turn, then the remaining backwards."""
     pairs = zip(forwards[fill:], backwards)
-    return [*forwards[:fill], *(i for pair in pairs for i in pair), *backwards[max(0, len(forwards) - fill):]]
+    return [
+        *forwards[:fill],
+        *(i for pair in pairs for i in pair),
+        *backwards[max(0, len(forwards) - fill) :],
+    ]
 
 
 def _forward_order(placement: Placement, stage: int, microbatches: int) -> list[tuple[int, int]]:
@@ -114,7 +133,9 @@ def _forward_order(placement: Placement, stage: int, microbatches: int) -> list[
     return sorted(both, key=lambda i: placement.forward_slot(i[0], placement.part(stage, i[1])))
 
 
-def with_messages(placement: Placement, stage: int, computations: Iterable[Instruction]) -> list[Instruction]:
+def with_messages(
+    placement: Placement, stage: int, computations: Iterable[Instruction]
+) -> list[Instruction]:
     """The computations with a receive before and a send after each that needs one."""
     assert 0 <= stage < placement.stages, (stage, placement)
     result = []
@@ -123,15 +144,23 @@ def with_messages(placement: Placement, stage: int, computations: Iterable[Instr
             result.append(i)
             continue
         forward = i.op == FORWARD
-        source, target = ((placement.neighbour(stage, i.chunk, step)) for step in ((-1, 1) if forward else (1, -1)))
+        source, target = (
+            (placement.neighbour(stage, i.chunk, step))
+            for step in ((-1, 1) if forward else (1, -1))
+        )
         receive, send = (RECV_FORWARD, SEND_FORWARD) if forward else (RECV_BACKWARD, SEND_BACKWARD)
-        result += [Instruction(receive, i.microbatch, i.chunk)] if source and source[0] != stage else []
+        result += (
+            [Instruction(receive, i.microbatch, i.chunk)] if source and source[0] != stage else []
+        )
         result.append(i)
-        result += [Instruction(send, i.microbatch, i.chunk)] if target and target[0] != stage else []
+        result += (
+            [Instruction(send, i.microbatch, i.chunk)] if target and target[0] != stage else []
+        )
     return result
 
 
 # A schedule as a value ---------------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -161,13 +190,19 @@ class Schedule:
         p, v, m = self.placement.stages, self.placement.chunks, self.microbatches
         if self.splits_backward:
             return split_backward(self.placement, stage, m, self.costs, self.compared, self.pending)
-        lists = {ONE_F_ONE_B: lambda: one_f_one_b(stage, p, m), INTERLEAVED: lambda: interleaved(stage, p, v, m),
-                 FORWARD_ONLY: lambda: forward_only(stage, p, m, v, self.placement.kind)}
+        lists = {
+            ONE_F_ONE_B: lambda: one_f_one_b(stage, p, m),
+            INTERLEAVED: lambda: interleaved(stage, p, v, m),
+            FORWARD_ONLY: lambda: forward_only(stage, p, m, v, self.placement.kind),
+        }
         return lists[self.name]()
 
     def shortened(self) -> Schedule:
         """The schedule of as many micro-batches as it takes to reach the steady state, so that more are only more rounds of it."""
-        stages, few = self.placement.stages, zero_bubble.few_of(self.placement.stages, self.microbatches)
+        stages, few = (
+            self.placement.stages,
+            zero_bubble.few_of(self.placement.stages, self.microbatches),
+        )
         enough = STEADY_ROUNDS * self.placement.chunks * max(stages, self.pending or 0)
         rounds = max(0, -(-(enough - few) // stages))
         return replace(self, microbatches=min(self.microbatches, few + rounds * stages))
@@ -240,6 +275,7 @@ def receives(instructions: Iterable[Instruction]) -> dict[tuple[str, int], list[
 
 
 # What a list holds -------------------------------------------------------------------------------------------------------------
+
 
 def held(instructions: Sequence[Instruction], chunks: int = 1) -> tuple[Held, ...]:
     """The moments of a list that can need most memory: those at which no other moment holds as much of everything."""

@@ -14,7 +14,17 @@ from functools import lru_cache
 
 import numpy as np
 
-from .parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, ONE_F_ONE_B, RECEIVES, SENDS, Instruction, Placement
+from .parts import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    ONE_F_ONE_B,
+    RECEIVES,
+    SENDS,
+    Instruction,
+    Placement,
+)
 from .schedule import Schedule
 from .zero_bubble import few_of
 
@@ -32,7 +42,9 @@ class Costs:
     def alike(schedule: Schedule, slot: float = 1.0, transfer: float = 0.0) -> Costs:
         """Stages that cost the same: F, I and W a slot each for all of a stage's chunks, B two."""
         p, v = schedule.placement.stages, schedule.placement.chunks
-        return Costs({op: [[slot / v * (1 + (op == BACKWARD))] * v] * p for op in COMPUTATIONS}, transfer)
+        return Costs(
+            {op: [[slot / v * (1 + (op == BACKWARD))] * v] * p for op in COMPUTATIONS}, transfer
+        )
 
 
 @dataclass(frozen=True)
@@ -59,7 +71,10 @@ def spans(schedule: Schedule, costs: Costs) -> list[Span]:
     is sent, its receiver is idle, for which there is no span.
     """
     stages = range(schedule.placement.stages)
-    lists, arrived = [schedule.instructions(stage) for stage in stages], dict[tuple[int, int, int], float]()
+    lists, arrived = (
+        [schedule.instructions(stage) for stage in stages],
+        dict[tuple[int, int, int], float](),
+    )
     clock, places = [0.0 for _ in stages], [0 for _ in stages]
     result: list[Span] = []
     while any(places[stage] < len(lists[stage]) for stage in stages):
@@ -77,8 +92,14 @@ def spans(schedule: Schedule, costs: Costs) -> list[Span]:
     return result
 
 
-def _execute(schedule: Schedule, costs: Costs, stage: int, i: Instruction, now: float,
-             arrived: dict[tuple[int, int, int], float]) -> Span | None:
+def _execute(
+    schedule: Schedule,
+    costs: Costs,
+    stage: int,
+    i: Instruction,
+    now: float,
+    arrived: dict[tuple[int, int, int], float],
+) -> Span | None:
     """The instruction's span, from `now` at the earliest; None when its message has not been sent.
 
     arrived: (receiver, tag, micro-batch) of each message -> when it arrives.
@@ -102,18 +123,25 @@ def makespan(schedule: Schedule, costs: Costs) -> float:
     """The result of `timeline.walk`; for a long list that is not 1F1B's, to a hundredth."""
     p, m = schedule.placement.stages, schedule.microbatches
     if schedule.name == ONE_F_ONE_B:
-        forward, backward = ([seconds for seconds, in costs.of[op]] for op in (FORWARD, BACKWARD))
+        forward, backward = ([seconds for (seconds,) in costs.of[op]] for op in (FORWARD, BACKWARD))
         return one_f_one_b(forward, backward, costs.transfer, m)
     first = few_of(p, m)
     if m <= first + p:
         return _walk_levels(_levels(schedule), costs)
-    short, longer = (_walk_levels(_levels(replace(schedule, microbatches=n)), costs) for n in (first, first + p))
-    operations = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT) if schedule.splits_backward else (FORWARD, BACKWARD)
+    short, longer = (
+        _walk_levels(_levels(replace(schedule, microbatches=n)), costs) for n in (first, first + p)
+    )
+    operations = (
+        (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+        if schedule.splits_backward
+        else (FORWARD, BACKWARD)
+    )
     busiest = max(sum(sum(costs.of[op][stage]) for op in operations) for stage in range(p))
     return short + (m - first) // p * max(longer - short, p * busiest)
 
 
 # Any list, level by level --------------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Levels:
@@ -132,7 +160,9 @@ class Levels:
     ends: tuple[int, ...]
 
 
-Result = tuple[bool | None, int, int]  # whether it is a forward's (None: of weights), micro-batch, part of the model
+Result = tuple[
+    bool | None, int, int
+]  # whether it is a forward's (None: of weights), micro-batch, part of the model
 
 
 def _result(place: Placement, stage: int, i: Instruction) -> Result:
@@ -145,7 +175,11 @@ def _source(place: Placement, stage: int, i: Instruction) -> Result | None:
     """The result that a computation needs in addition to those of its own stage before it; None where it needs none."""
     forward, part = i.op == FORWARD, place.part(stage, i.chunk)
     before = part - 1 if forward else part + 1
-    return (forward, i.microbatch, before) if i.op != BACKWARD_WEIGHT and 0 <= before < place.parts else None
+    return (
+        (forward, i.microbatch, before)
+        if i.op != BACKWARD_WEIGHT and 0 <= before < place.parts
+        else None
+    )
 
 
 @lru_cache(maxsize=128)
@@ -153,17 +187,29 @@ def _levels(schedule: Schedule) -> Levels:
     place, rows = schedule.placement, _ordered(schedule)
     number = {result: n for n, (_, _, _, result, _) in enumerate(rows)} | {None: len(rows)}
     operations = tuple(sorted({row[2].op for row in rows}))
-    cost = [(operations.index(i.op) * place.stages + stage) * place.chunks + i.chunk for _, stage, i, _, _ in rows]
-    message = [source is not None and place.owner(source[2])[0] != stage for _, stage, _, _, source in rows]
-    return Levels(operations=operations, stage=np.array([row[1] for row in rows], int), cost=np.array(cost, int),
-                  message=np.array(message, bool), source=np.array([number[row[4]] for row in rows], int),
-                  ends=tuple(np.cumsum(np.bincount([row[0] for row in rows])[1:]).tolist()))
+    cost = [
+        (operations.index(i.op) * place.stages + stage) * place.chunks + i.chunk
+        for _, stage, i, _, _ in rows
+    ]
+    message = [
+        source is not None and place.owner(source[2])[0] != stage for _, stage, _, _, source in rows
+    ]
+    return Levels(
+        operations=operations,
+        stage=np.array([row[1] for row in rows], int),
+        cost=np.array(cost, int),
+        message=np.array(message, bool),
+        source=np.array([number[row[4]] for row in rows], int),
+        ends=tuple(np.cumsum(np.bincount([row[0] for row in rows])[1:]).tolist()),
+    )
 
 
 def _ordered(schedule: Schedule) -> list[tuple[int, int, Instruction, Result, Result | None]]:
     """(level, stage, computation, its result, the result it needs) of all stages, in the order of the levels from 1."""
     place, stages = schedule.placement, range(schedule.placement.stages)
-    todo = [deque(i for i in schedule.instructions(stage) if i.op in COMPUTATIONS) for stage in stages]
+    todo = [
+        deque(i for i in schedule.instructions(stage) if i.op in COMPUTATIONS) for stage in stages
+    ]
     level: dict[Result | None, int] = {None: 0}
     last, rows = [0 for _ in stages], []
     while any(todo):
@@ -183,14 +229,19 @@ def _walk_levels(levels: Levels, costs: Costs) -> float:
     for end in levels.ends:
         now = slice(begin, end)
         stage = levels.stage[now]
-        ended[now] = clock[stage] = np.maximum(clock[stage], ended[levels.source[now]] + late[now]) + seconds[now]
+        ended[now] = clock[stage] = (
+            np.maximum(clock[stage], ended[levels.source[now]] + late[now]) + seconds[now]
+        )
         begin = end
     return float(clock.max())
 
 
 # 1F1B, slot by slot ------------------------------------------------------------------------------------------------------------
 
-def one_f_one_b(forward: Sequence[float], backward: Sequence[float], transfer: float, microbatches: int) -> float:
+
+def one_f_one_b(
+    forward: Sequence[float], backward: Sequence[float], transfer: float, microbatches: int
+) -> float:
     """Seconds of 1F1B, computed by slots. forward, backward: of each stage.
 
     Stage i runs forward k in slot i + 2k and backward k in slot 2p - 1 - i + 2k. This is 1F1B's order on every stage (forward k
@@ -201,7 +252,9 @@ def one_f_one_b(forward: Sequence[float], backward: Sequence[float], transfer: f
     p, m = len(forward), microbatches
     if p == 1:
         return m * float(forward[0] + backward[0])
-    state = np.zeros((3, p + 2))  # clock, time of the last forward sent and of the last backward sent; stage i at column i + 1
+    state = np.zeros(
+        (3, p + 2)
+    )  # clock, time of the last forward sent and of the last backward sent; stage i at column i + 1
     state[1:] = -np.inf
     f, b = np.concatenate([[0], forward, [0]]), np.concatenate([[0], backward, [0]])
     slot, before, period = 0, None, 2 * p
@@ -225,16 +278,22 @@ def _common_shift(before: np.ndarray, now: np.ndarray) -> float | None:
     return float(moved[0, 0]) if np.ptp(moved) <= 1e-12 * now[0].max() else None
 
 
-def _slot(slot: int, p: int, m: int, state: np.ndarray, f: np.ndarray, b: np.ndarray, transfer: float) -> None:
+def _slot(
+    slot: int, p: int, m: int, state: np.ndarray, f: np.ndarray, b: np.ndarray, transfer: float
+) -> None:
     """Run one slot: every second stage does a forward and the others a backward, if they have one in this slot."""
     clock, sent_forward, sent_backward = state
     low, high = max(0, slot - 2 * (m - 1)), min(p - 1, slot)
     low += (slot - low) % 2
     if low <= high:
         i = slice(low + 1, high + 2, 2)
-        clock[i] = sent_forward[i] = np.maximum(clock[i], sent_forward[low:high + 1:2] + transfer) + f[i]
+        clock[i] = sent_forward[i] = (
+            np.maximum(clock[i], sent_forward[low : high + 1 : 2] + transfer) + f[i]
+        )
     low, high = max(0, 2 * p - 1 - slot), min(p - 1, 2 * p - 1 - slot + 2 * (m - 1))
     low += (slot - 2 * p + 1 + low) % 2
     if low <= high:
         i = slice(low + 1, high + 2, 2)
-        clock[i] = sent_backward[i] = np.maximum(clock[i], sent_backward[low + 2:high + 3:2] + transfer) + b[i]
+        clock[i] = sent_backward[i] = (
+            np.maximum(clock[i], sent_backward[low + 2 : high + 3 : 2] + transfer) + b[i]
+        )

@@ -13,11 +13,24 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from .parts import ALIKE, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, ZBV, Instruction, PartCosts, Placement, receives_ahead
+from .parts import (
+    ALIKE,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    ZBV,
+    Instruction,
+    PartCosts,
+    Placement,
+    receives_ahead,
+)
 
 OPERATIONS = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 RECEIVES_AHEAD = receives_ahead(ZBV)
-ROUNDS, LONG = 4, 32  # of `stages` micro-batches, and micro-batches: more than both are so many that lists must be periodic
+ROUNDS, LONG = (
+    4,
+    32,
+)  # of `stages` micro-batches, and micro-batches: more than both are so many that lists must be periodic
 Lists = tuple[tuple[Instruction, ...], ...]
 
 
@@ -37,8 +50,13 @@ class Way(NamedTuple):
     empties: bool = False
 
 
-def lists(placement: Placement, microbatches: int, limit: int, costs: tuple[tuple[int, int, int], ...] = (),
-          compared: tuple[tuple[int, int, int], ...] = ()) -> Lists:
+def lists(
+    placement: Placement,
+    microbatches: int,
+    limit: int,
+    costs: tuple[tuple[int, int, int], ...] = (),
+    compared: tuple[tuple[int, int, int], ...] = (),
+) -> Lists:
     """The computations of every stage: of the lists that the ways to choose make, the fastest that blocking sends do not stop.
 
     limit: the (micro-batch, chunk)s that a stage may hold between F and W. costs: of each part of the model, which lists are made
@@ -48,22 +66,40 @@ def lists(placement: Placement, microbatches: int, limit: int, costs: tuple[tupl
     """
     found = _lists(placement, microbatches, limit, costs, compared)
     if found is None:
-        raise NoList(f"{placement.stages} stages of {placement.chunks} chunks that hold {limit} of them have no zero-bubble list "
-                     f"for {microbatches} micro-batches that blocking sends could not stop: pass another number of chunks "
-                     "(--num-virtual-stages-per-pipeline-rank) or --zero-bubble-max-pending-backward")
+        raise NoList(
+            f"{placement.stages} stages of {placement.chunks} chunks that hold {limit} of them have no zero-bubble list "
+            f"for {microbatches} micro-batches that blocking sends could not stop: pass another number of chunks "
+            "(--num-virtual-stages-per-pipeline-rank) or --zero-bubble-max-pending-backward"
+        )
     return found
 
 
 @lru_cache(maxsize=16)  # every stage's list comes from the same walk
-def _lists(placement: Placement, microbatches: int, limit: int, costs: tuple[tuple[int, int, int], ...],
-           compared: tuple[tuple[int, int, int], ...]) -> Lists | None:
+def _lists(
+    placement: Placement,
+    microbatches: int,
+    limit: int,
+    costs: tuple[tuple[int, int, int], ...],
+    compared: tuple[tuple[int, int, int], ...],
+) -> Lists | None:
     alike = Way((ALIKE,) * placement.parts)
     if costs in ((), alike.costs):
         return _Stages(placement, microbatches, limit, alike).lists
     middle = (sorted(costs)[placement.parts // 2],) * placement.parts
-    ways = [alike, *(Way(*each, empties) for each in ((middle, False), (costs, True)) for empties in (False, True))]
+    ways = [
+        alike,
+        *(
+            Way(*each, empties)
+            for each in ((middle, False), (costs, True))
+            for empties in (False, True)
+        ),
+    ]
     few, many = few_of(placement.stages, microbatches), max(ROUNDS * placement.stages, LONG)
-    short = {way: _Stages(placement, few, limit, way).lists for way in ways if microbatches <= many or not way.newest}
+    short = {
+        way: _Stages(placement, few, limit, way).lists
+        for way in ways
+        if microbatches <= many or not way.newest
+    }
     ends = {way: end(placement, made, compared or costs) for way, made in short.items()}
     fastest = sorted(ends, key=lambda way: ends[way])
     if few == microbatches:
@@ -84,15 +120,27 @@ def end(placement: Placement, lists: Lists, costs: PartCosts) -> float:
     A send blocks until its receive is posted. Some receives of each kind are posted ahead (`parts.receives_ahead`), so a result is
     sent once its receiver has begun to work on the one that is so many before it.
     """
-    finished: dict[tuple[str, int], list[int]] = {(op, part): [] for op in OPERATIONS for part in range(placement.parts)}
-    clock, places, moved, routes = [0] * placement.stages, [0] * placement.stages, True, _routes(placement)
+    finished: dict[tuple[str, int], list[int]] = {
+        (op, part): [] for op in OPERATIONS for part in range(placement.parts)
+    }
+    clock, places, moved, routes = (
+        [0] * placement.stages,
+        [0] * placement.stages,
+        True,
+        _routes(placement),
+    )
     while moved:
         moved = False
         for stage, mine in enumerate(lists):
-            for i in mine[places[stage]:]:
-                route, last = routes[stage][i.op, i.chunk], mine[places[stage] - 1] if places[stage] else None
+            for i in mine[places[stage] :]:
+                route, last = (
+                    routes[stage][i.op, i.chunk],
+                    mine[places[stage] - 1] if places[stage] else None,
+                )
                 given = finished[i.op, route.source] if route.source is not None else None
-                if (given is not None and len(given) <= i.microbatch) or (last and _sends(routes[stage], last, finished)):
+                if (given is not None and len(given) <= i.microbatch) or (
+                    last and _sends(routes[stage], last, finished)
+                ):
                     break
                 ready = max(clock[stage], given[i.microbatch] if given is not None else 0)
                 clock[stage] = ready + costs[route.part][OPERATIONS.index(i.op)]
@@ -102,10 +150,18 @@ def end(placement: Placement, lists: Lists, costs: PartCosts) -> float:
     return max(clock) if places == [*map(len, lists)] else math.inf
 
 
-def _sends(routes: Mapping[tuple[str, int], Route], last: Instruction, finished: Mapping[tuple[str, int], list[int]]) -> bool:
+def _sends(
+    routes: Mapping[tuple[str, int], Route],
+    last: Instruction,
+    finished: Mapping[tuple[str, int], list[int]],
+) -> bool:
     """Whether the last result of a stage is still being sent to another stage."""
     to = routes[last.op, last.chunk]
-    return to.message and to.target is not None and len(finished[last.op, to.target]) <= last.microbatch - RECEIVES_AHEAD
+    return (
+        to.message
+        and to.target is not None
+        and len(finished[last.op, to.target]) <= last.microbatch - RECEIVES_AHEAD
+    )
 
 
 class Route(NamedTuple):
@@ -123,14 +179,22 @@ class Route(NamedTuple):
 @lru_cache(maxsize=64)
 def _routes(placement: Placement) -> tuple[Mapping[tuple[str, int], Route], ...]:
     """(operation, chunk) -> route, for each stage."""
-    return tuple({(op, chunk): _route(placement, stage, op, chunk) for op in OPERATIONS for chunk in range(placement.chunks)}
-                 for stage in range(placement.stages))
+    return tuple(
+        {
+            (op, chunk): _route(placement, stage, op, chunk)
+            for op in OPERATIONS
+            for chunk in range(placement.chunks)
+        }
+        for stage in range(placement.stages)
+    )
 
 
 def _route(placement: Placement, stage: int, op: str, chunk: int) -> Route:
     part, step = placement.part(stage, chunk), 1 if op == FORWARD else -1
-    source, target = (near if op != BACKWARD_WEIGHT and 0 <= near < placement.parts else None
-                      for near in (part - step, part + step))
+    source, target = (
+        near if op != BACKWARD_WEIGHT and 0 <= near < placement.parts else None
+        for near in (part - step, part + step)
+    )
     return Route(part, source, target, target is not None and placement.owner(target)[0] != stage)
 
 
@@ -141,7 +205,13 @@ class _Stages:
     """
 
     def __init__(self, placement: Placement, microbatches: int, limit: int, way: Way) -> None:
-        self.placement, self.microbatches, self.limit, self.way, self.end = placement, microbatches, limit, way, 0
+        self.placement, self.microbatches, self.limit, self.way, self.end = (
+            placement,
+            microbatches,
+            limit,
+            way,
+            0,
+        )
         chunks, stages = range(placement.chunks), range(placement.stages)
         self.own = [[(chunk, placement.part(stage, chunk)) for chunk in chunks] for stage in stages]
         self.done = {op: [0] * placement.parts for op in OPERATIONS}
@@ -177,7 +247,11 @@ class _Stages:
         route = _routes(self.placement)[stage][last.op, last.chunk]
         self.done[last.op][route.part] += 1
         self.held[stage] += (last.op == FORWARD) - (last.op == BACKWARD_WEIGHT)
-        return self.placement.owner(route.target)[0] if route.message and route.target is not None else stage
+        return (
+            self.placement.owner(route.target)[0]
+            if route.message and route.target is not None
+            else stage
+        )
 
     def _begin(self, stage: int) -> int | None:
         """Begin what an idle stage runs now; returns what it costs, None where the stage has to wait."""

@@ -27,7 +27,10 @@ from ..host.energy import Counters
 from ..host.placement import Node, cpu_quota
 
 SHRUNK_GFLOPS = 4.0  # of one thread, below which a CPU is emulated, or so slow that whole sizes would take hours
-TRAINING_SHARE, UNKNOWN_GFLOPS = 0.6, 100.0  # of the matmuls' rate; of a rank whose matmuls were not measured
+TRAINING_SHARE, UNKNOWN_GFLOPS = (
+    0.6,
+    100.0,
+)  # of the matmuls' rate; of a rank whose matmuls were not measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +72,26 @@ class Scale:
     sequences: tuple[int, ...] = (2048, 1024, 512, 256)
 
 
-SHRUNK = Scale(sizes=(32, 64, 96), cold_bytes=1 << 18, lengths=(32, 64, 96), triad=1 << 16, elements=1 << 14,
-               elementwise=Sizes(rows=64, cols=256, heads=2, d=32, words=64), rounds=1, messages=(1 << 12, 1 << 16),
-               reduced=1 << 18, model={"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32,
-                                       "vocab_size": 128},
-               layers={"hidden_size": 64, "num_attention_heads": 8, "ffn_hidden_size": 128, "kv_channels": 8}, sequences=(32,))
+SHRUNK = Scale(
+    sizes=(32, 64, 96),
+    cold_bytes=1 << 18,
+    lengths=(32, 64, 96),
+    triad=1 << 16,
+    elements=1 << 14,
+    elementwise=Sizes(rows=64, cols=256, heads=2, d=32, words=64),
+    rounds=1,
+    messages=(1 << 12, 1 << 16),
+    reduced=1 << 18,
+    model={
+        "num_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "seq_length": 32,
+        "vocab_size": 128,
+    },
+    layers={"hidden_size": 64, "num_attention_heads": 8, "ffn_hidden_size": 128, "kv_channels": 8},
+    sequences=(32,),
+)
 
 
 @dataclass(kw_only=True)
@@ -111,10 +129,23 @@ class Context:
         """Rank 0's value on every rank, so that all decide alike. Collective."""
         return self.world.broadcast_object(value)
 
+
 # What a node is -------------------------------------------------------------------------------------------------------------------
 
-FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "sve", "sve2", "bf16", "svebf16", "i8mm",
-            "hypervisor")
+FEATURES = (
+    "avx2",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_bf16",
+    "asimd",
+    "sve",
+    "sve2",
+    "bf16",
+    "svebf16",
+    "i8mm",
+    "hypervisor",
+)
 COMPILERS = ("gcc", "g++", "clang++", "FCC", "icpx", "mpicc")
 SECONDS = 5  # for a compiler to say its version
 
@@ -123,27 +154,58 @@ def facts(root: Path = Path("/")) -> dict[str, Any]:
     """Of this node, without names. root: of another file system, for tests."""
     mask, node = os.sched_getaffinity(0), Node.read(root)
     cpus, cpuinfo = root / "sys/devices/system/cpu", read_text(root / "proc/cpuinfo") or ""
-    flags = set(re.findall(r"\w+", " ".join(re.findall(r"^(?:flags|Features)\s*:(.*)$", cpuinfo, re.MULTILINE)[:1])))
+    flags = set(
+        re.findall(
+            r"\w+", " ".join(re.findall(r"^(?:flags|Features)\s*:(.*)$", cpuinfo, re.MULTILINE)[:1])
+        )
+    )
     return {
-        "cpu": runtime.cpu_model(cpuinfo), "architecture": platform.machine(), "cpus": os.cpu_count(), "allowed_cpus": len(mask),
-        "cores": len(node.cores(mask)), "topology": node.describe(), "features": [name for name in FEATURES if name in flags],
-        "domains": [{"cores": len(d.cores), "allowed": len(node.parts(mask).get(d.number, ())), "gib": d.memory_gib}
-                    for d in node.domains],
-        "caches": caches(cpus), "quota_cpus": cpu_quota(), "energy": Counters.find(str(root)).describe(),
+        "cpu": runtime.cpu_model(cpuinfo),
+        "architecture": platform.machine(),
+        "cpus": os.cpu_count(),
+        "allowed_cpus": len(mask),
+        "cores": len(node.cores(mask)),
+        "topology": node.describe(),
+        "features": [name for name in FEATURES if name in flags],
+        "domains": [
+            {
+                "cores": len(d.cores),
+                "allowed": len(node.parts(mask).get(d.number, ())),
+                "gib": d.memory_gib,
+            }
+            for d in node.domains
+        ],
+        "caches": caches(cpus),
+        "quota_cpus": cpu_quota(),
+        "energy": Counters.find(str(root)).describe(),
         "memory_gib": psutil.virtual_memory().total / 2**30,
-        "job_memory_gib": allocator.node_bytes() / 2**30, "free_gib": allocator.free_bytes() / 2**30,
-        "governor": read_text(cpus / "cpu0/cpufreq/scaling_governor"), "nominal_ghz": nominal_ghz(cpus),
-        "load": os.getloadavg()[0], "huge_pages": huge_pages(root),
-        "numa_balancing": read_text(root / "proc/sys/kernel/numa_balancing"), "kernel": platform.release().split("-")[0],
-        "libc": " ".join(platform.libc_ver()), "allocator": allocator.allocator_name(), "python": platform.python_version(),
-        "torch": torch.__version__, "target": kernels.active(), "targets": kernels.runnable_targets(), "compilers": compilers(),
+        "job_memory_gib": allocator.node_bytes() / 2**30,
+        "free_gib": allocator.free_bytes() / 2**30,
+        "governor": read_text(cpus / "cpu0/cpufreq/scaling_governor"),
+        "nominal_ghz": nominal_ghz(cpus),
+        "load": os.getloadavg()[0],
+        "huge_pages": huge_pages(root),
+        "numa_balancing": read_text(root / "proc/sys/kernel/numa_balancing"),
+        "kernel": platform.release().split("-")[0],
+        "libc": " ".join(platform.libc_ver()),
+        "allocator": allocator.allocator_name(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "target": kernels.active(),
+        "targets": kernels.runnable_targets(),
+        "compilers": compilers(),
     }
 
 
 def caches(cpus: Path) -> list[str]:
     """Of CPU 0: "L1 Data 32K" ..."""
     folders = sorted((cpus / "cpu0/cache").glob("index[0-9]*"))
-    return [" ".join([f"L{read_text(f / 'level')}", read_text(f / "type") or "", read_text(f / "size") or ""]) for f in folders]
+    return [
+        " ".join(
+            [f"L{read_text(f / 'level')}", read_text(f / "type") or "", read_text(f / "size") or ""]
+        )
+        for f in folders
+    ]
 
 
 def nominal_ghz(cpus: Path) -> float | None:
@@ -159,10 +221,17 @@ def nominal_ghz(cpus: Path) -> float | None:
 
 def huge_pages(root: Path = Path("/")) -> dict[str, Any]:
     """The setting of transparent huge pages, and the reserved pages of each size."""
-    choice = re.search(r"\[(\w+)\]", read_text(root / "sys/kernel/mm/transparent_hugepage/enabled") or "")
+    choice = re.search(
+        r"\[(\w+)\]", read_text(root / "sys/kernel/mm/transparent_hugepage/enabled") or ""
+    )
     pools = sorted((root / "sys/kernel/mm/hugepages").glob("hugepages-*"))
-    reserved = {pool.name.removeprefix("hugepages-"): int(read_text(pool / "nr_hugepages") or 0) for pool in pools}
-    xos = {name: value for name, value in sorted(os.environ.items()) if name.startswith("XOS_MMM_L_")}
+    reserved = {
+        pool.name.removeprefix("hugepages-"): int(read_text(pool / "nr_hugepages") or 0)
+        for pool in pools
+    }
+    xos = {
+        name: value for name, value in sorted(os.environ.items()) if name.startswith("XOS_MMM_L_")
+    }
     return {"transparent": choice[1] if choice else None, "reserved": reserved, "xos": xos}
 
 
@@ -173,7 +242,13 @@ def compilers() -> dict[str, str]:
         if shutil.which(name) is None:
             continue
         try:
-            done = subprocess.run([name, "--version"], capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL)
+            done = subprocess.run(
+                [name, "--version"],
+                capture_output=True,
+                text=True,
+                timeout=SECONDS,
+                stdin=subprocess.DEVNULL,
+            )
         except (OSError, subprocess.SubprocessError):
             continue
         found[name] = next(iter((done.stdout or done.stderr).splitlines()), "no version")

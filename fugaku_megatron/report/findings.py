@@ -15,10 +15,21 @@ from .record import LABEL, clock
 
 Sections = dict[str, Any]
 CLOCK_SHARE, SPREAD = 0.9, 0.9  # of the nominal clock; of the median of the ranks
-GEMM_SHARE, ATTENTION_SHARE, TRIAD_SHARE = 0.75, 0.35, 0.6  # of the FMA peak, twice, and of STREAM's triad
-TO_MODEL, FEW_BYTES = 2.0, 1 << 20  # times the model's seconds of a collective; smaller ones are latency
+GEMM_SHARE, ATTENTION_SHARE, TRIAD_SHARE = (
+    0.75,
+    0.35,
+    0.6,
+)  # of the FMA peak, twice, and of STREAM's triad
+TO_MODEL, FEW_BYTES = (
+    2.0,
+    1 << 20,
+)  # times the model's seconds of a collective; smaller ones are latency
 SCALING = 0.8  # of the tokens per second of one rank, for each of many
-SLOW_GBS, BUSY_LOAD, FREE_SHARE = 0.3, 0.3, 0.5  # of a checkpoint; load per core before the start; of the memory
+SLOW_GBS, BUSY_LOAD, FREE_SHARE = (
+    0.3,
+    0.3,
+    0.5,
+)  # of a checkpoint; load per core before the start; of the memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +51,16 @@ def findings(sections: Sections) -> list[dict[str, Any]]:
     for finding in (finding for look in LOOKS for finding in look(sections)):
         found.setdefault(finding.what, finding)
         places.setdefault(finding.what, []).extend([] if finding.node is None else [finding.node])
-    return [asdict(replace(finding, what=finding.what + _on_nodes(places[finding.what])))
-            for finding in sorted(found.values(), key=lambda finding: not finding.severe)]
+    return [
+        asdict(replace(finding, what=finding.what + _on_nodes(places[finding.what])))
+        for finding in sorted(found.values(), key=lambda finding: not finding.severe)
+    ]
 
 
 def _on_nodes(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:4])) + f" and {len(numbers) - 4} others" * (len(numbers) > 4)
+    shown = ", ".join(map(str, numbers[:4])) + f" and {len(numbers) - 4} others" * (
+        len(numbers) > 4
+    )
     return "" if not numbers else f" on node {shown}" if len(numbers) == 1 else f" on nodes {shown}"
 
 
@@ -59,20 +74,29 @@ def _kernels(sections: Sections) -> dict[str, Any]:
 
 def wrong_kernels(sections: Sections) -> Iterator[Finding]:
     """Results that are not the reference's, or not every rank's."""
-    checks, ranks = _kernels(sections).get("checks", []), _kernels(sections).get("differing_ranks", [])
+    checks, ranks = (
+        _kernels(sections).get("checks", []),
+        _kernels(sections).get("differing_ranks", []),
+    )
     bad = [row for row in checks if not row["good"]]
     if bad:
         worst = max(bad, key=lambda row: row["difference"])
-        yield Finding(what=f"kernels of {sections['kernels']['target']} compute wrong results", severe=True,
-                      measured=f"{len(bad)} of {len(checks)}; {worst['kernel']} {worst['dtype']} by {worst['difference']:.1e}",
-                      expected="the scalar reference's result up to rounding",
-                      remedy="do not train here; set FUGAKU_MEGATRON_TARGET=portable, repeat, and send this report")
+        yield Finding(
+            what=f"kernels of {sections['kernels']['target']} compute wrong results",
+            severe=True,
+            measured=f"{len(bad)} of {len(checks)}; {worst['kernel']} {worst['dtype']} by {worst['difference']:.1e}",
+            expected="the scalar reference's result up to rounding",
+            remedy="do not train here; set FUGAKU_MEGATRON_TARGET=portable, repeat, and send this report",
+        )
     if ranks:
-        yield Finding(what="ranks compute different bits", severe=True,
-                      measured=f"ranks {', '.join(map(str, ranks[:8]))} and rank 0",
-                      expected="the same bits on all ranks",
-                      remedy="exclude the nodes of these ranks: a core or its memory is faulty, "
-                      "or the nodes have different CPUs")
+        yield Finding(
+            what="ranks compute different bits",
+            severe=True,
+            measured=f"ranks {', '.join(map(str, ranks[:8]))} and rank 0",
+            expected="the same bits on all ranks",
+            remedy="exclude the nodes of these ranks: a core or its memory is faulty, "
+            "or the nodes have different CPUs",
+        )
 
 
 def slow_clocks(sections: Sections) -> Iterator[Finding]:
@@ -83,19 +107,28 @@ def slow_clocks(sections: Sections) -> Iterator[Finding]:
     clocks, nominal = [rank["clock_ghz"] for rank in ranks], nodes[0]["nominal_ghz"]
     middle, lowest = statistics.median(clocks), min(clocks)
     if nominal and middle < CLOCK_SHARE * nominal and "hypervisor" not in nodes[0]["features"]:
-        yield Finding(what="the clock falls under load", measured=f"{middle:.2f} GHz",
-                      expected=f"{nominal:.2f} GHz, the highest clock",
-                      remedy="set the governor to performance, and look at the cooling and the power limit")
+        yield Finding(
+            what="the clock falls under load",
+            measured=f"{middle:.2f} GHz",
+            expected=f"{nominal:.2f} GHz, the highest clock",
+            remedy="set the governor to performance, and look at the cooling and the power limit",
+        )
     if lowest < SPREAD * middle:
         slow = clocks.index(lowest)
-        yield Finding(what="a rank is slower than the others",
-                      measured=f"rank {slow} on node {ranks[slow]['node']}: {lowest:.2f} GHz",
-                      expected=f"{middle:.2f} GHz, the median",
-                      remedy="end other processes on that node, or leave the node out of the job")
+        yield Finding(
+            what="a rank is slower than the others",
+            measured=f"rank {slow} on node {ranks[slow]['node']}: {lowest:.2f} GHz",
+            expected=f"{middle:.2f} GHz, the median",
+            remedy="end other processes on that node, or leave the node out of the job",
+        )
     governor = nodes[0]["governor"]
     if governor in ("powersave", "ondemand", "conservative"):
-        yield Finding(what="the governor may lower the clock", measured=f"governor {governor}", expected="performance",
-                      remedy="cpupower frequency-set -g performance, or ask for a fixed clock in the job")
+        yield Finding(
+            what="the governor may lower the clock",
+            measured=f"governor {governor}",
+            expected="performance",
+            remedy="cpupower frequency-set -g performance, or ask for a fixed clock in the job",
+        )
 
 
 def busy_cores(sections: Sections) -> Iterator[Finding]:
@@ -104,36 +137,66 @@ def busy_cores(sections: Sections) -> Iterator[Finding]:
     for number, node in enumerate(_nodes(sections)):
         cores, own = node["cores"], [rank["threads"] for rank in ranks if rank["node"] == number]
         if node["load"] > max(1.0, BUSY_LOAD * cores) + len(own):
-            yield Finding(node=number, what="other processes compute", measured=f"load {node['load']:.1f}", expected="below 1",
-                          remedy="repeat the report on an idle machine: every rate in it is too low")
+            yield Finding(
+                node=number,
+                what="other processes compute",
+                measured=f"load {node['load']:.1f}",
+                expected="below 1",
+                remedy="repeat the report on an idle machine: every rate in it is too low",
+            )
         if own and sum(own) < 0.9 * min(cores, node["quota_cpus"] or cores) - 1:
-            yield Finding(node=number, what="idle cores", measured=f"{sum(own)} threads", expected=f"{cores} cores",
-                          remedy="set OMP_NUM_THREADS to cores / ranks, and let the launcher bind a rank to all of its cores")
+            yield Finding(
+                node=number,
+                what="idle cores",
+                measured=f"{sum(own)} threads",
+                expected=f"{cores} cores",
+                remedy="set OMP_NUM_THREADS to cores / ranks, and let the launcher bind a rank to all of its cores",
+            )
 
 
 def mapping(sections: Sections) -> Iterator[Finding]:
     """What the trainer's log says of ranks and their cores."""
     for number, node in enumerate(_nodes(sections)):
-        for line in (line.removeprefix("note: ") for line in node["mapping"] if line.startswith("note: ")):
+        for line in (
+            line.removeprefix("note: ") for line in node["mapping"] if line.startswith("note: ")
+        ):
             problem, _, remedy = line.partition(": ")
-            yield Finding(node=number, what="ranks and cores do not fit", measured=problem, severe=True,
-                          expected="one rank with a thread on each core of a NUMA domain", remedy=remedy)
+            yield Finding(
+                node=number,
+                what="ranks and cores do not fit",
+                measured=problem,
+                severe=True,
+                expected="one rank with a thread on each core of a NUMA domain",
+                remedy=remedy,
+            )
 
 
 def memory_set_up(sections: Sections) -> Iterator[Finding]:
     """Huge pages, NUMA balancing, memory that others hold."""
     for number, node in enumerate(_nodes(sections)):
         if node["huge_pages"]["transparent"] == "never" and not node["huge_pages"]["xos"]:
-            yield Finding(node=number, what="no huge pages", measured="transparent_hugepage is never",
-                          expected="madvise or always",
-                          remedy="echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, as administrator")
+            yield Finding(
+                node=number,
+                what="no huge pages",
+                measured="transparent_hugepage is never",
+                expected="madvise or always",
+                remedy="echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, as administrator",
+            )
         if node["numa_balancing"] == "1" and len(node["domains"]) > 1:
-            yield Finding(node=number, what="the system moves pages", measured="numa_balancing is 1", expected="0",
-                          remedy="sysctl kernel.numa_balancing=0, as administrator: ranks are bound already")
+            yield Finding(
+                node=number,
+                what="the system moves pages",
+                measured="numa_balancing is 1",
+                expected="0",
+                remedy="sysctl kernel.numa_balancing=0, as administrator: ranks are bound already",
+            )
         if node["free_gib"] < FREE_SHARE * node["job_memory_gib"]:
-            yield Finding(what=f"others hold the memory of node {number}", measured=f"{node['free_gib']:.1f} GiB are free",
-                          expected=f"most of {node['job_memory_gib']:.1f} GiB",
-                          remedy="end other processes, or drop temporary files in memory")
+            yield Finding(
+                what=f"others hold the memory of node {number}",
+                measured=f"{node['free_gib']:.1f} GiB are free",
+                expected=f"most of {node['job_memory_gib']:.1f} GiB",
+                remedy="end other processes, or drop temporary files in memory",
+            )
 
 
 def slow_kernels(sections: Sections) -> Iterator[Finding]:
@@ -143,75 +206,136 @@ def slow_kernels(sections: Sections) -> Iterator[Finding]:
         return
     n, gflops, share = max(kernels["gemm"], key=lambda row: row[0])
     if share < GEMM_SHARE:
-        yield Finding(what="matmuls are slow", measured=f"{gflops:.0f} GFLOP/s at {n}, {share:.0%} of the FMA peak",
-                      expected=f"{GEMM_SHARE:.0%}", remedy="look for other processes and huge pages above; then send this report")
+        yield Finding(
+            what="matmuls are slow",
+            measured=f"{gflops:.0f} GFLOP/s at {n}, {share:.0%} of the FMA peak",
+            expected=f"{GEMM_SHARE:.0%}",
+            remedy="look for other processes and huge pages above; then send this report",
+        )
     s, *_, forward, backward = max(kernels["attention"], key=lambda row: row[0])
     if min(forward, backward) < ATTENTION_SHARE:
-        yield Finding(what="attention is slow", measured=f"{forward:.0%} and {backward:.0%} of the FMA peak at {s} tokens",
-                      expected=f"{ATTENTION_SHARE:.0%}", remedy="set --kernels auto, which takes PyTorch's where they are faster")
+        yield Finding(
+            what="attention is slow",
+            measured=f"{forward:.0%} and {backward:.0%} of the FMA peak at {s} tokens",
+            expected=f"{ATTENTION_SHARE:.0%}",
+            remedy="set --kernels auto, which takes PyTorch's where they are faster",
+        )
     slow = [row for row in kernels["elementwise"] if row["of_triad"] < TRIAD_SHARE]
     if slow:
-        shown = ", ".join(f"{row['kernel']} {row['of_triad']:.0%}" for row in sorted(slow, key=lambda row: row["of_triad"])[:3])
-        yield Finding(what=f"{len(slow)} element-wise kernels are below the memory's rate", measured=f"{shown} of the triad",
-                      expected=f"{TRIAD_SHARE:.0%} or more",
-                      remedy="a rank with one thread cannot draw the memory's rate; else send this report")
+        shown = ", ".join(
+            f"{row['kernel']} {row['of_triad']:.0%}"
+            for row in sorted(slow, key=lambda row: row["of_triad"])[:3]
+        )
+        yield Finding(
+            what=f"{len(slow)} element-wise kernels are below the memory's rate",
+            measured=f"{shown} of the triad",
+            expected=f"{TRIAD_SHARE:.0%} or more",
+            remedy="a rank with one thread cannot draw the memory's rate; else send this report",
+        )
     widest = {"amx_bf16": "amx", "avx512f": "avx512", "sve": "sve"}
     features = _nodes(sections)[0]["features"] if _nodes(sections) else []
     for feature, target in widest.items():
-        if feature in features and not kernels["target"].startswith((target, "amx")):  # AMX includes AVX-512
-            yield Finding(what="the kernels do not use this CPU's vectors", measured=f"target {kernels['target']}", expected=target,
-                          remedy="unset FUGAKU_MEGATRON_TARGET, or build with a compiler that knows the CPU", severe=True)
+        if feature in features and not kernels["target"].startswith(
+            (target, "amx")
+        ):  # AMX includes AVX-512
+            yield Finding(
+                what="the kernels do not use this CPU's vectors",
+                measured=f"target {kernels['target']}",
+                expected=target,
+                remedy="unset FUGAKU_MEGATRON_TARGET, or build with a compiler that knows the CPU",
+                severe=True,
+            )
 
 
 def communication(sections: Sections) -> Iterator[Finding]:
     """MPI itself, and collectives that take longer than modelled."""
     found = sections.get("communication", {})
     if found.get("ranks") == 1:
-        yield Finding(what="communication was not measured", measured=f"one rank, {found['library']}",
-                      expected="one rank for each NUMA domain",
-                      remedy="pip install mpich, or load the site's MPI, and start mpiexec -n N fugaku-megatron report")
+        yield Finding(
+            what="communication was not measured",
+            measured=f"one rank, {found['library']}",
+            expected="one rank for each NUMA domain",
+            remedy="pip install mpich, or load the site's MPI, and start mpiexec -n N fugaku-megatron report",
+        )
     if found.get("thread_level") == "funneled":
-        yield Finding(what="MPI grants few threads", measured="MPI_THREAD_FUNNELED", expected="MPI_THREAD_SERIALIZED",
-                      remedy="it works; an MPI that is built with threads overlaps more")
-    slow = [row for row in found.get("collectives", []) if row["bytes"] >= FEW_BYTES and row["to_model"] > TO_MODEL]
+        yield Finding(
+            what="MPI grants few threads",
+            measured="MPI_THREAD_FUNNELED",
+            expected="MPI_THREAD_SERIALIZED",
+            remedy="it works; an MPI that is built with threads overlaps more",
+        )
+    slow = [
+        row
+        for row in found.get("collectives", [])
+        if row["bytes"] >= FEW_BYTES and row["to_model"] > TO_MODEL
+    ]
     if slow:
         row = max(slow, key=lambda row: row["to_model"])
-        yield Finding(what=f"collectives {row['where']} nodes are slow",
-                      expected=f"{1e3 * row['model_seconds']:.3g} ms in the model",
-                      measured=f"{row['verb']} of {row['bytes'] / 2**20:.0f} MiB takes {1e3 * row['seconds']:.3g} ms",
-                      remedy="bind ranks to cores; see that /dev/shm has 2 MiB for each rank, and which network MPI uses")
+        yield Finding(
+            what=f"collectives {row['where']} nodes are slow",
+            expected=f"{1e3 * row['model_seconds']:.3g} ms in the model",
+            measured=f"{row['verb']} of {row['bytes'] / 2**20:.0f} MiB takes {1e3 * row['seconds']:.3g} ms",
+            remedy="bind ranks to cores; see that /dev/shm has 2 MiB for each rank, and which network MPI uses",
+        )
 
 
 def training(sections: Sections) -> Iterator[Finding]:
     """Scaling, and what did not fit."""
     rows = [row for row in sections.get("training", {}).get("rows", []) if "tokens_per_s" in row]
     if len(rows) > 1:
-        share = rows[-1]["tokens_per_s"] / rows[-1]["ranks"] / (rows[0]["tokens_per_s"] / rows[0]["ranks"])
+        share = (
+            rows[-1]["tokens_per_s"]
+            / rows[-1]["ranks"]
+            / (rows[0]["tokens_per_s"] / rows[0]["ranks"])
+        )
         if share < SCALING:
-            yield Finding(what="ranks slow each other down",
-                          measured=f"{rows[-1]['ranks']} ranks: {share:.0%} of one rank's tokens/s each",
-                          expected=f"{SCALING:.0%}", remedy="one rank for each NUMA domain; more micro-batches for each all-reduce")
-    left_out = [row["ranks"] for row in sections.get("training", {}).get("rows", []) if row.get("left_out") == "memory"]
+            yield Finding(
+                what="ranks slow each other down",
+                measured=f"{rows[-1]['ranks']} ranks: {share:.0%} of one rank's tokens/s each",
+                expected=f"{SCALING:.0%}",
+                remedy="one rank for each NUMA domain; more micro-batches for each all-reduce",
+            )
+    left_out = [
+        row["ranks"]
+        for row in sections.get("training", {}).get("rows", [])
+        if row.get("left_out") == "memory"
+    ]
     if left_out:
-        yield Finding(what="124M does not fit", measured=f"too little memory for {left_out[0]} ranks",
-                      expected="2.5 GiB for each rank",
-                      remedy="start fewer ranks on a node, with more threads each")
+        yield Finding(
+            what="124M does not fit",
+            measured=f"too little memory for {left_out[0]} ranks",
+            expected="2.5 GiB for each rank",
+            remedy="start fewer ranks on a node, with more threads each",
+        )
 
 
 def storage(sections: Sections) -> Iterator[Finding]:
     """A checkpoint's rate."""
     found = sections.get("storage", {})
     if found and found["bytes"] > 1 << 26 and found["write_gbs"] < SLOW_GBS:
-        yield Finding(what="checkpoints are slow", measured=f"{found['write_gbs']:.2f} GB/s on {found['file_system']}",
-                      expected=f"{SLOW_GBS} GB/s", remedy="--async-save, --save-local on a local disk, or a parallel file system")
+        yield Finding(
+            what="checkpoints are slow",
+            measured=f"{found['write_gbs']:.2f} GB/s on {found['file_system']}",
+            expected=f"{SLOW_GBS} GB/s",
+            remedy="--async-save, --save-local on a local disk, or a parallel file system",
+        )
 
 
-LOOKS: tuple[Callable[[Sections], Iterator[Finding]], ...] = (wrong_kernels, slow_clocks, busy_cores, mapping, memory_set_up,
-                                                              slow_kernels,
-                                                            communication, training, storage)
+LOOKS: tuple[Callable[[Sections], Iterator[Finding]], ...] = (
+    wrong_kernels,
+    slow_clocks,
+    busy_cores,
+    mapping,
+    memory_set_up,
+    slow_kernels,
+    communication,
+    training,
+    storage,
+)
 
 
 # Text -----------------------------------------------------------------------------------------------------------------------------
+
 
 def text(data: dict[str, Any]) -> str:
     """The report in about 30 lines."""
@@ -219,12 +343,20 @@ def text(data: dict[str, Any]) -> str:
     lines = [heading(data), *summary(sections), ""]
     if data.get("findings"):
         lines.append("What is wrong with this machine for training (measured; expected; remedy):")
-        lines += [f"{number}. {'SEVERE: ' * f['severe']}{f['what']}: {f['measured']}; {f['expected']}; {f['remedy']}"
-                  for number, f in enumerate(data["findings"], 1)]
+        lines += [
+            f"{number}. {'SEVERE: ' * f['severe']}{f['what']}: {f['measured']}; {f['expected']}; {f['remedy']}"
+            for number, f in enumerate(data["findings"], 1)
+        ]
     else:
-        lines.append("Nothing was found that is wrong with this machine for training" + ("." if data["complete"] else " so far."))
+        lines.append(
+            "Nothing was found that is wrong with this machine for training"
+            + ("." if data["complete"] else " so far.")
+        )
     if data.get("hours"):
-        lines += ["", f"Hours for 10 million tokens on all nodes of this report, {LABEL} from measured layers, FP32:"]
+        lines += [
+            "",
+            f"Hours for 10 million tokens on all nodes of this report, {LABEL} from measured layers, FP32:",
+        ]
         lines += [hours_line(row) for row in data["hours"]]
     return "\n".join(lines) + "\n"
 
@@ -233,27 +365,42 @@ def heading(data: dict[str, Any]) -> str:
     """The first line."""
     state = "complete" if data["complete"] else f"PARTIAL, {data['ended']}"
     shrunk = data["sections"].get("kernels", {}).get("shrunk")
-    return (f"fugaku-megatron report, version {data['program']}, {data['date']}: {state} after {clock(data['seconds'])}"
-            + "; SHRUNK SHAPES, whose rates are not this machine's" * bool(shrunk))
+    return (
+        f"fugaku-megatron report, version {data['program']}, {data['date']}: {state} after {clock(data['seconds'])}"
+        + "; SHRUNK SHAPES, whose rates are not this machine's" * bool(shrunk)
+    )
 
 
 def hours_line(row: dict[str, Any]) -> str:
     """A model's hours, and whether it fits."""
-    short = "" if row["fits"] else f"; needs {row['need_gib']:.0f} GiB, {row['nodes_needed']} such nodes"
-    return (f"  {row['model']:>5}  {row['hours']:>9.4g} h  {row['tokens_per_s']:>9.4g} tokens/s, {row['from']}, "
-            f"{row['seq_length']} tokens{short}")
+    short = (
+        ""
+        if row["fits"]
+        else f"; needs {row['need_gib']:.0f} GiB, {row['nodes_needed']} such nodes"
+    )
+    return (
+        f"  {row['model']:>5}  {row['hours']:>9.4g} h  {row['tokens_per_s']:>9.4g} tokens/s, {row['from']}, "
+        f"{row['seq_length']} tokens{short}"
+    )
 
 
 def summary(sections: Sections) -> list[str]:
     """A line for each section that there is."""
     makers: dict[str, Callable[[dict[str, Any]], str]] = {
-        "host": host_line, "kernels": kernels_line, "communication": communication_line, "training": training_line,
-        "layers": layers_line, "storage": storage_line}
+        "host": host_line,
+        "kernels": kernels_line,
+        "communication": communication_line,
+        "training": training_line,
+        "layers": layers_line,
+        "storage": storage_line,
+    }
     lines = [make(sections[name]) for name, make in makers.items() if name in sections]
     rows = [row for row in sections.get("training", {}).get("rows", []) if row.get("watts")]
     if rows:
         watts, efficiency = rows[-1]["watts"], rows[-1]["tokens_per_joule"]
-        lines.append(f"power: {watts:.0f} W on all nodes while 124M trains, {efficiency:.3g} tokens per joule")
+        lines.append(
+            f"power: {watts:.0f} W on all nodes while 124M trains, {efficiency:.3g} tokens per joule"
+        )
     elif "host" in sections:
         lines.append(f"power: {sections['host']['nodes'][0]['energy']}")
     return [part for line in lines for part in line.splitlines()]
@@ -262,39 +409,64 @@ def summary(sections: Sections) -> list[str]:
 def host_line(host: dict[str, Any]) -> str:
     node, count = host["nodes"][0], len(host["nodes"])
     pages = node["huge_pages"]["transparent"] or "unknown"
-    return (f"machine: {count} x {node['cpu']}, {node['cores']} cores of {node['cpus']} CPUs for this process; "
-            f"{node['topology']}; {node['job_memory_gib']:.1f} GiB, huge pages {pages}, torch {node['torch']}")
+    return (
+        f"machine: {count} x {node['cpu']}, {node['cores']} cores of {node['cpus']} CPUs for this process; "
+        f"{node['topology']}; {node['job_memory_gib']:.1f} GiB, huge pages {pages}, torch {node['torch']}"
+    )
 
 
 def kernels_line(kernels: dict[str, Any]) -> str:
     good, rank = sum(row["good"] for row in kernels["checks"]), kernels["ranks"][0]
     n, _, share = max(kernels["gemm"], key=lambda row: row[0])
     slowest = min(row["of_triad"] for row in kernels["elementwise"])
-    return (f"kernels: {kernels['target']}, {good} of {len(kernels['checks'])} agree with the reference; matmul {share:.0%} of "
-            f"peak at {n}, in BF16 {kernels['gemm_bf16'][-1][2]:.2f} x FP32's peak, slowest element-wise kernel {slowest:.0%} of "
-            "triad\n"
-            f"threads of a rank: {rank['threads']}; {rank['clock_ghz']:.2f} GHz under load, FMA peak {rank['fma_gflops']:.3g} "
-            f"GFLOP/s, STREAM triad {rank['triad_gbs']:.1f} GB/s; {len(kernels['ranks'])} ranks at the same time")
+    return (
+        f"kernels: {kernels['target']}, {good} of {len(kernels['checks'])} agree with the reference; matmul {share:.0%} of "
+        f"peak at {n}, in BF16 {kernels['gemm_bf16'][-1][2]:.2f} x FP32's peak, slowest element-wise kernel {slowest:.0%} of "
+        "triad\n"
+        f"threads of a rank: {rank['threads']}; {rank['clock_ghz']:.2f} GHz under load, FMA peak {rank['fma_gflops']:.3g} "
+        f"GFLOP/s, STREAM triad {rank['triad_gbs']:.1f} GB/s; {len(kernels['ranks'])} ranks at the same time"
+    )
 
 
 def communication_line(found: dict[str, Any]) -> str:
-    parts = [f"{where} nodes {m['alpha_us']:.1f} us, {m['gbs']:.2f} GB/s" for where in ("inside", "between") if (m := found[where])]
-    reduced = f"; large all-reduce {found['all_reduce_gbs']:.2f} GB/s" if found["all_reduce_gbs"] else ""
-    return f"communication: {found['library']}; " + (", ".join(parts) or "one rank, nothing measured") + reduced
+    parts = [
+        f"{where} nodes {m['alpha_us']:.1f} us, {m['gbs']:.2f} GB/s"
+        for where in ("inside", "between")
+        if (m := found[where])
+    ]
+    reduced = (
+        f"; large all-reduce {found['all_reduce_gbs']:.2f} GB/s" if found["all_reduce_gbs"] else ""
+    )
+    return (
+        f"communication: {found['library']}; "
+        + (", ".join(parts) or "one rank, nothing measured")
+        + reduced
+    )
 
 
 def training_line(found: dict[str, Any]) -> str:
-    done = [f"{row['ranks']}: {row['tokens_per_s']:.0f} (model {row['model_seconds'] / row['seconds']:.2f} x)"
-            if row["model_seconds"] else f"{row['ranks']}: {row['tokens_per_s']:.0f}" for row in found["rows"] if "seconds" in row]
+    done = [
+        f"{row['ranks']}: {row['tokens_per_s']:.0f} (model {row['model_seconds'] / row['seconds']:.2f} x)"
+        if row["model_seconds"]
+        else f"{row['ranks']}: {row['tokens_per_s']:.0f}"
+        for row in found["rows"]
+        if "seconds" in row
+    ]
     return "124M, tokens/s by ranks: " + (", ".join(done) or "left out")
 
 
 def layers_line(found: dict[str, Any]) -> str:
-    done = [f"{row['shape']}: {row['gradient_seconds']:.3g} s a sample of {row['seq_length']} tokens, TP {row['tp']}"
-            if "tp" in row else f"{row['shape']}: left out ({row['left_out']})" for row in found["rows"]]
+    done = [
+        f"{row['shape']}: {row['gradient_seconds']:.3g} s a sample of {row['seq_length']} tokens, TP {row['tp']}"
+        if "tp" in row
+        else f"{row['shape']}: left out ({row['left_out']})"
+        for row in found["rows"]
+    ]
     return "two layers: " + "; ".join(done)
 
 
 def storage_line(found: dict[str, Any]) -> str:
-    return (f"checkpoint: {found['write_gbs']:.2f} GB/s written, {found['read_gbs']:.2f} GB/s read, {found['file_system']} "
-            f"({found['place']}, {found['bytes'] / 1e6:.0f} MB)")
+    return (
+        f"checkpoint: {found['write_gbs']:.2f} GB/s written, {found['read_gbs']:.2f} GB/s read, {found['file_system']} "
+        f"({found['place']}, {found['bytes'] / 1e6:.0f} MB)"
+    )

@@ -33,7 +33,10 @@ from .context import SHRUNK, SHRUNK_GFLOPS, Context, Sizes
 
 EPSILON, DROPOUT = 1e-5, (0.1, 1, 2, 0)  # of norms; p, seed, stream, first sample
 ADAMW = (1e-3, 0.9, 0.95, 1e-8, 0.1, 3)  # lr, beta1, beta2, eps, weight decay, step
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}  # of the largest difference, relative to the largest value
+TOLERANCE = {
+    torch.float32: 2e-5,
+    torch.bfloat16: 2e-2,
+}  # of the largest difference, relative to the largest value
 LSE = 3.0  # a plausible logarithm of a row's sum in attention
 
 
@@ -68,13 +71,39 @@ def _norms(t: Numbers, z: Sizes) -> Cases:
         return [t.normal(r, 1, c) for _ in range(count)]
 
     return {
-        "layer_norm": lambda: (*rows(1), t.normal(c), t.normal(c), *rows(1), zeros(r), zeros(r), EPSILON),
-        "layer_norm_backward": lambda: (*rows(2), zeros(r), torch.ones(r), t.normal(c), *rows(1), zeros(c), zeros(c)),
+        "layer_norm": lambda: (
+            *rows(1),
+            t.normal(c),
+            t.normal(c),
+            *rows(1),
+            zeros(r),
+            zeros(r),
+            EPSILON,
+        ),
+        "layer_norm_backward": lambda: (
+            *rows(2),
+            zeros(r),
+            torch.ones(r),
+            t.normal(c),
+            *rows(1),
+            zeros(c),
+            zeros(c),
+        ),
         "rms_norm": lambda: (*rows(1), t.normal(c), *rows(1), zeros(r), EPSILON),
         "rms_norm_backward": lambda: (*rows(2), torch.ones(r), t.normal(c), *rows(1), zeros(c)),
         "bias_dropout_add": lambda: (*rows(1), t.normal(c), *rows(2), *DROPOUT),
-        "bias_dropout_add_layer_norm": lambda: (*rows(1), t.normal(c), *rows(2), t.normal(c), t.normal(c), *rows(1), zeros(r),
-                                                zeros(r), EPSILON, *DROPOUT),
+        "bias_dropout_add_layer_norm": lambda: (
+            *rows(1),
+            t.normal(c),
+            *rows(2),
+            t.normal(c),
+            t.normal(c),
+            *rows(1),
+            zeros(r),
+            zeros(r),
+            EPSILON,
+            *DROPOUT,
+        ),
         "dropout": lambda: (*rows(2), *DROPOUT),
     }
 
@@ -91,16 +120,35 @@ def _activations(t: Numbers, z: Sizes) -> Cases:
         "gate_backward": lambda: (t.normal(r, c), t.normal(r, 2, c), t.normal(r, 2, c)),
         "embedding": lambda: (t.below(z.words, r), t.normal(z.words, c), t.normal(r, c)),
         "embedding_backward": lambda: (t.below(z.words, r), t.normal(r, c), zeros(z.words, c)),
-        "rotary": lambda: (t.normal(r, 1, heads, z.d), angles().cos(), angles().sin(), t.normal(r, 1, heads, z.d), 1),
+        "rotary": lambda: (
+            t.normal(r, 1, heads, z.d),
+            angles().cos(),
+            angles().sin(),
+            t.normal(r, 1, heads, z.d),
+            1,
+        ),
     }
 
 
 def _loss_and_update(t: Numbers, z: Sizes) -> Cases:
     r, n = z.rows, z.rows * z.cols
     return {
-        "cross_entropy_forward": lambda: (t.single(r, z.words), t.below(z.words, r), zeros(r), zeros(r), zeros(r)),
-        "cross_entropy_backward": lambda: (t.single(r, z.words), zeros(r), torch.full((r,), 99.0), t.below(z.words, r), 0,
-                                           torch.full((r,), 1 / r), zeros(r, z.words)),
+        "cross_entropy_forward": lambda: (
+            t.single(r, z.words),
+            t.below(z.words, r),
+            zeros(r),
+            zeros(r),
+            zeros(r),
+        ),
+        "cross_entropy_backward": lambda: (
+            t.single(r, z.words),
+            zeros(r),
+            torch.full((r,), 99.0),
+            t.below(z.words, r),
+            0,
+            torch.full((r,), 1 / r),
+            zeros(r, z.words),
+        ),
         "adamw": lambda: (t.single(n), t.single(n), t.single(n), t.single(n).square(), *ADAMW),
         "squared_norm": lambda: (t.normal(n),),
     }
@@ -112,9 +160,18 @@ def _matmuls(t: Numbers, z: Sizes) -> Cases:
         "linear_forward": lambda: (t.normal(m, k), t.normal(n, k), t.normal(m, n)),
         "linear_data_gradient": lambda: (t.normal(m, n), t.normal(n, k), t.normal(m, k)),
         "linear_weight_gradient": lambda: (t.normal(m, n), t.normal(m, k), zeros(n, k)),
-        "attention_forward": lambda: (t.normal(z.s, 1, 3 * width), t.normal(z.s, 1, width), zeros(1, z.heads, z.s)),
-        "attention_backward": lambda: (t.normal(z.s, 1, 3 * width), t.normal(z.s, 1, width), torch.full((1, z.heads, z.s), LSE),
-                                       t.normal(z.s, 1, width), t.normal(z.s, 1, 3 * width)),
+        "attention_forward": lambda: (
+            t.normal(z.s, 1, 3 * width),
+            t.normal(z.s, 1, width),
+            zeros(1, z.heads, z.s),
+        ),
+        "attention_backward": lambda: (
+            t.normal(z.s, 1, 3 * width),
+            t.normal(z.s, 1, width),
+            torch.full((1, z.heads, z.s), LSE),
+            t.normal(z.s, 1, width),
+            t.normal(z.s, 1, 3 * width),
+        ),
     }
 
 
@@ -127,8 +184,17 @@ def cases(dtype: torch.dtype, sizes: Sizes) -> Cases:
 
 
 ONLY_FP32 = ("cross_entropy_forward", "cross_entropy_backward", "adamw")
-ELEMENTWISE = ("layer_norm", "layer_norm_backward", "bias_dropout_add", "bias_dropout_add_layer_norm", "activate", "gate",
-               "gate_backward", "rotary", "adamw")
+ELEMENTWISE = (
+    "layer_norm",
+    "layer_norm_backward",
+    "bias_dropout_add",
+    "bias_dropout_add_layer_norm",
+    "activate",
+    "gate",
+    "gate_backward",
+    "rotary",
+    "adamw",
+)
 
 
 def result(name: str, dtype: torch.dtype, sizes: Sizes) -> list[Tensor]:
@@ -151,7 +217,9 @@ def difference(ours: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     """The largest difference, relative to the largest value of its tensor, any shape; infinite for a NaN."""
     worst = 0.0
     for a, b in zip(ours, exact, strict=True):
-        error = float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp_min(1e-30))
+        error = float(
+            (a.double() - b.double()).abs().max() / b.double().abs().max().clamp_min(1e-30)
+        )
         worst = max(worst, error if error == error else float("inf"))
     return worst
 
@@ -167,8 +235,16 @@ def compared(sizes: Sizes | None = None) -> list[dict[str, Any]]:
             with kernels.target("reference"):
                 exact = result(name, dtype, sizes)
             error = difference(ours, exact)
-            rows.append({"kernel": name, "dtype": str(dtype).removeprefix("torch."), "checksum": checksum(ours),
-                         "reference": checksum(exact), "difference": min(error, 1e30), "good": error <= limit})
+            rows.append(
+                {
+                    "kernel": name,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "checksum": checksum(ours),
+                    "reference": checksum(exact),
+                    "difference": min(error, 1e30),
+                    "good": error <= limit,
+                }
+            )
     return rows
 
 
@@ -189,28 +265,50 @@ VERBS = ("all_reduce", "all_gather", "reduce_scatter")
 
 # Kernels --------------------------------------------------------------------------------------------------------------------------
 
+
 def kernel_section(context: Context) -> dict[str, Any]:
     """Checks and rates of the kernels. Collective."""
     checks = compared()
     context.world.barrier()
     rates = measure_rates(context)
-    everyone = context.world.all_gather_object((context.nodes.number, [row["checksum"] for row in checks], rates))
-    ranks = [{"node": node, **{name: rates[name] for name in ("threads", "clock_ghz", "fma_gflops", "triad_gbs")}}
-             for node, _, rates in everyone]
+    everyone = context.world.all_gather_object(
+        (context.nodes.number, [row["checksum"] for row in checks], rates)
+    )
+    ranks = [
+        {
+            "node": node,
+            **{name: rates[name] for name in ("threads", "clock_ghz", "fma_gflops", "triad_gbs")},
+        }
+        for node, _, rates in everyone
+    ]
     first = everyone[0][1]
     differing = [rank for rank, (_, sums, _) in enumerate(everyone) if sums != first]
-    return {"target": kernels.active(), "checks": checks, "differing_ranks": differing, "ranks": ranks, "shrunk": rates["shrunk"],
-            "peak_gflops": rates["fma_gflops"], "triad_gbs": rates["triad_gbs"],
-            **{name: [[n, g, g / rates["fma_gflops"]] for n, g in rates[name]] for name in ("gemm", "gemm_bf16")},
-            "attention": [[s, *gs, *(g / rates["fma_gflops"] for g in gs)] for s, *gs in rates["attention"]],
-            "elementwise": rates["elementwise"]}
+    return {
+        "target": kernels.active(),
+        "checks": checks,
+        "differing_ranks": differing,
+        "ranks": ranks,
+        "shrunk": rates["shrunk"],
+        "peak_gflops": rates["fma_gflops"],
+        "triad_gbs": rates["triad_gbs"],
+        **{
+            name: [[n, g, g / rates["fma_gflops"]] for n, g in rates[name]]
+            for name in ("gemm", "gemm_bf16")
+        },
+        "attention": [
+            [s, *gs, *(g / rates["fma_gflops"] for g in gs)] for s, *gs in rates["attention"]
+        ],
+        "elementwise": rates["elementwise"],
+    }
 
 
 def measure_rates(context: Context) -> dict[str, Any]:
     """Of this rank, while the other ranks measure the same. Collective: rank 0 decides on the sizes."""
     process, threads = peak_memory_mib(), torch.get_num_threads()
     probe = fma_peak_gflops(3, 20_000)
-    context.scale = scale = SHRUNK if context.agreed(probe < SHRUNK_GFLOPS * threads) else context.scale
+    context.scale = scale = (
+        SHRUNK if context.agreed(probe < SHRUNK_GFLOPS * threads) else context.scale
+    )
     steps = max(20_000, int(2_000_000 * min(1.0, probe / threads / 50)))
     fma, clock = max(probe, fma_peak_gflops(1 + scale.rounds, steps)), clock_ghz(25 * steps)
     triad = calibrate.triad_gbs(scale.triad)
@@ -221,28 +319,44 @@ def measure_rates(context: Context) -> dict[str, Any]:
         if context.left < 0:
             break
     context.compute = {
-        "threads": threads, "clock_ghz": clock, "fma_gflops": fma, "triad_gbs": triad, "process_mib": process,
-        "gemm": calibrate.measure_gemm(sizes, scale.cold_bytes), "attention": tuple(attention),
-        "elementwise_gbs": host_kernels.elementwise_gbs(scale.elements)}
+        "threads": threads,
+        "clock_ghz": clock,
+        "fma_gflops": fma,
+        "triad_gbs": triad,
+        "process_mib": process,
+        "gemm": calibrate.measure_gemm(sizes, scale.cold_bytes),
+        "attention": tuple(attention),
+        "elementwise_gbs": host_kernels.elementwise_gbs(scale.elements),
+    }
     rows = elementwise_rates(scale.elementwise, triad, scale.rounds)
     half = calibrate.measure_gemm(sizes, scale.cold_bytes, "bfloat16")
     return {**context.compute, "elementwise": rows, "gemm_bf16": half, "shrunk": scale is SHRUNK}
 
 
-def affordable(sizes: Sequence[int], cold_bytes: int, gflops: float, seconds: float) -> Sequence[int]:
+def affordable(
+    sizes: Sequence[int], cold_bytes: int, gflops: float, seconds: float
+) -> Sequence[int]:
     """The sizes of square matmuls, from the smallest, that the time allows at half of the peak; at least two."""
     taken, spent = 0, 0.0
     for n in sizes:
         spent += MATMUL_ROUNDS * max(3, cold_bytes // (12 * n * n)) * 2 * n**3 / (gflops / 2 * 1e9)
         taken += spent < seconds
-    return sizes[:max(2, taken)]
+    return sizes[: max(2, taken)]
 
 
 # Communication --------------------------------------------------------------------------------------------------------------------
 
+
 def communication_section(context: Context) -> dict[str, Any]:
     """Messages and collectives, next to the model's; the machine's description. Collective."""
-    world, found = context.world, {"library": describe(context.world), "ranks": context.world.size, "nodes": context.nodes.count}
+    world, found = (
+        context.world,
+        {
+            "library": describe(context.world),
+            "ranks": context.world.size,
+            "nodes": context.nodes.count,
+        },
+    )
     numbers = world.all_gather_object(context.nodes.number)
     near = next((r for r in range(1, world.size) if numbers[r] == numbers[0]), None)
     far = next((r for r in range(1, world.size) if numbers[r] != numbers[0]), None)
@@ -253,27 +367,50 @@ def communication_section(context: Context) -> dict[str, Any]:
     rows = list(collective_rows(context)) if world.size > 1 else []
     for name, messages in (("inside", inside), ("between", between)):
         found[name] = messages and {"alpha_us": messages.alpha_us, "gbs": messages.gbs}
-    return {**found, "thread_level": getattr(world, "thread_level", None), "all_reduce_gbs": reduced, "collectives": rows}
+    return {
+        **found,
+        "thread_level": getattr(world, "thread_level", None),
+        "all_reduce_gbs": reduced,
+        "collectives": rows,
+    }
 
 
-def describe_machine(context: Context, inside: Messages | None, between: Messages | None, reduced: float | None) -> dict[str, Any]:
+def describe_machine(
+    context: Context, inside: Messages | None, between: Messages | None, reduced: float | None
+) -> dict[str, Any]:
     """The machine in calibrate's format, on every rank. Collective."""
     if not context.compute:  # --only without the section of kernels
         measure_rates(context)
     scale, fma = context.scale, context.compute["fma_gflops"]
     call_us, iteration_s = host_kernels.step_overhead()
-    own = Compute(**context.compute, call_us=call_us, iteration_s=iteration_s,
-                  dropout_flops=host_kernels.dropout_flops(scale.lengths[1], fma), bf16x3=host_kernels.bf16x3_share())
+    own = Compute(
+        **context.compute,
+        call_us=call_us,
+        iteration_s=iteration_s,
+        dropout_flops=host_kernels.dropout_flops(scale.lengths[1], fma),
+        bf16x3=host_kernels.bf16x3_share(),
+    )
     here = context.nodes.ranks.all_gather_object(own)
-    threads, rate = sum(rank.threads for rank in here), 2 * own.gemm[-1][1]  # `affordable` expects half of a peak
-    sizes = context.agreed(affordable([n for n, _ in own.gemm], scale.cold_bytes, rate, context.left / 3))
+    threads, rate = (
+        sum(rank.threads for rank in here),
+        2 * own.gemm[-1][1],
+    )  # `affordable` expects half of a peak
+    sizes = context.agreed(
+        affordable([n for n, _ in own.gemm], scale.cold_bytes, rate, context.left / 3)
+    )
     team: calibrate.Points = ()
-    if context.agreed(threads > own.threads and not context.pinned):  # pinned threads would share one core
-        team = calibrate.measure_team(context.world, threads, lambda: calibrate.measure_gemm(sizes, scale.cold_bytes))
+    if context.agreed(
+        threads > own.threads and not context.pinned
+    ):  # pinned threads would share one core
+        team = calibrate.measure_team(
+            context.world, threads, lambda: calibrate.measure_gemm(sizes, scale.cold_bytes)
+        )
     data = None
     if context.world.rank == 0:
         name = f"{cpu_model()}, {threads} threads, measured {time.strftime('%Y-%m-%d')}"
-        data = calibrate.describe(name, here, team, inside, between, reduced, node_bytes() / 2**30, "report")
+        data = calibrate.describe(
+            name, here, team, inside, between, reduced, node_bytes() / 2**30, "report"
+        )
     return context.agreed(data)
 
 
@@ -281,29 +418,50 @@ def collective_rows(context: Context) -> Iterator[dict[str, Any]]:
     """Seconds of the trainer's collectives, MPI's own and the model's, inside the nodes and over all ranks. Collective."""
     assert context.machine is not None
     host, code = machine.from_data("here", context.machine), software.load(software.THIS_PROJECT)
-    places: list[tuple[str, Comm]] = [("inside", context.nodes.ranks)] if context.nodes.count > 1 else []
+    places: list[tuple[str, Comm]] = (
+        [("inside", context.nodes.ranks)] if context.nodes.count > 1 else []
+    )
     for place, comm in [*places, ("between" if places else "inside", context.world)]:
         if context.world.all_reduce(torch.tensor(comm.size), "min") < 2:
             continue
         shared = share_node(comm, kernels)
-        network = Network(machine=host, parameters=code.parameters(host), layout=Layout(comm.size, 1, 1, comm.size),
-                          ranks_per_node=context.nodes.ranks.size)
+        network = Network(
+            machine=host,
+            parameters=code.parameters(host),
+            layout=Layout(comm.size, 1, 1, comm.size),
+            ranks_per_node=context.nodes.ranks.size,
+        )
         for size in context.scale.messages:
             for verb in VERBS:
                 if not context.agreed(context.left > 0):
                     return
-                calls = [collective(each, verb, size // 4 // comm.size * comm.size) for each in (shared, comm)]
+                calls = [
+                    collective(each, verb, size // 4 // comm.size * comm.size)
+                    for each in (shared, comm)
+                ]
                 seconds, by_mpi = (timed(context.world, call) for call in calls)
                 own = size // comm.size if verb == "all_gather" else size
                 modelled = network.seconds(verb, "dp", own)
-                yield {"verb": verb, "where": place, "ranks": comm.size, "bytes": size, "seconds": seconds, "mpi_seconds": by_mpi,
-                       "model_seconds": modelled, "to_model": seconds / modelled}
+                yield {
+                    "verb": verb,
+                    "where": place,
+                    "ranks": comm.size,
+                    "bytes": size,
+                    "seconds": seconds,
+                    "mpi_seconds": by_mpi,
+                    "model_seconds": modelled,
+                    "to_model": seconds / modelled,
+                }
 
 
 def collective(comm: Comm, verb: str, n: int) -> Callable[[], object]:
     """A call of `verb` over n FP32 elements in all."""
     whole, part = torch.ones(n), torch.ones(n // comm.size)
-    operands = {"all_reduce": (whole,), "all_gather": (whole, part), "reduce_scatter": (part, whole)}[verb]
+    operands = {
+        "all_reduce": (whole,),
+        "all_gather": (whole, part),
+        "reduce_scatter": (part, whole),
+    }[verb]
     return lambda: getattr(comm, verb)(*operands)
 
 

@@ -11,7 +11,14 @@ from .findings import heading, summary
 from .record import LABEL
 
 Points = Sequence[tuple[float, float]]
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 460, 270, 58, 12, 28, 40  # of a plot, and its margins, in pixels
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = (
+    460,
+    270,
+    58,
+    12,
+    28,
+    40,
+)  # of a plot, and its margins, in pixels
 COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
 STYLE = """body{font:15px/1.45 sans-serif;max-width:1000px;margin:1.5em auto;padding:0 1em;color:#222}h1{font-size:1.4em}
 h2{font-size:1.1em;margin-top:1.6em}table{border-collapse:collapse;font-size:13px}td,th{border:1px solid #ccc;padding:2px 7px;
@@ -24,19 +31,35 @@ def page(data: dict[str, Any]) -> str:
     sections = data["sections"]
     parts = [f"<h1>{html.escape(heading(data))}</h1>"]
     if not data["complete"]:
-        parts.append(f'<p class="partial">Partial: {html.escape(str(data["ended"]))}. The sections below were finished.</p>')
+        parts.append(
+            f'<p class="partial">Partial: {html.escape(str(data["ended"]))}. The sections below were finished.</p>'
+        )
     parts += [f"<p>{html.escape(line)}</p>" for line in summary(sections)]
-    parts += ["<h2>What is wrong with this machine for training</h2>", findings_table(data.get("findings", []))]
+    parts += [
+        "<h2>What is wrong with this machine for training</h2>",
+        findings_table(data.get("findings", [])),
+    ]
     if data.get("hours"):
         parts += [f"<h2>Hours for 10 million tokens, {LABEL}</h2>", hours_table(data["hours"])]
-    parts += ["<h2>Plots</h2>", '<div class="plots">', *plots(sections, data.get("hours", [])), "</div>", *tables(sections)]
-    return ('<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>fugaku-megatron report</title>'
-            f"<style>{STYLE}</style></head><body>" + "\n".join(parts) + "</body></html>\n")
+    parts += [
+        "<h2>Plots</h2>",
+        '<div class="plots">',
+        *plots(sections, data.get("hours", [])),
+        "</div>",
+        *tables(sections),
+    ]
+    return (
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>fugaku-megatron report</title>'
+        f"<style>{STYLE}</style></head><body>" + "\n".join(parts) + "</body></html>\n"
+    )
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """A table of texts and numbers. The name of a column is aligned as the values below it."""
-    names = (f"<th{_side(*(row[i] for row in rows))}>{html.escape(name)}</th>" for i, name in enumerate(head))
+    names = (
+        f"<th{_side(*(row[i] for row in rows))}>{html.escape(name)}</th>"
+        for i, name in enumerate(head)
+    )
     cells = ["<tr>" + "".join(names) + "</tr>"]
     cells += ["<tr>" + "".join(_cell(value) for value in row) + "</tr>" for row in rows]
     return "<table>" + "".join(cells) + "</table>"
@@ -55,98 +78,178 @@ def _side(*values: Any) -> str:
 def findings_table(found: Sequence[dict[str, Any]]) -> str:
     if not found:
         return "<p>Nothing was found.</p>"
-    rows = [["SEVERE: " * f["severe"] + f["what"], f["measured"], f["expected"], f["remedy"]] for f in found]
+    rows = [
+        ["SEVERE: " * f["severe"] + f["what"], f["measured"], f["expected"], f["remedy"]]
+        for f in found
+    ]
     return table(("what", "measured", "expected", "remedy"), rows)
 
 
 def hours_table(rows: Sequence[dict[str, Any]]) -> str:
-    return table(("model", "hours", "tokens/s", "tokens a sample", "GiB needed", "fits", "from"),
-                 [[row["model"], row["hours"], row["tokens_per_s"], row["seq_length"], row["need_gib"],
-                   "yes" if row["fits"] else f"no, {row['nodes_needed']} nodes", f"{row['from']}, {row['label']}"] for row in rows])
+    return table(
+        ("model", "hours", "tokens/s", "tokens a sample", "GiB needed", "fits", "from"),
+        [
+            [
+                row["model"],
+                row["hours"],
+                row["tokens_per_s"],
+                row["seq_length"],
+                row["need_gib"],
+                "yes" if row["fits"] else f"no, {row['nodes_needed']} nodes",
+                f"{row['from']}, {row['label']}",
+            ]
+            for row in rows
+        ],
+    )
 
 
 def tables(sections: dict[str, Any]) -> list[str]:
     """Every measured row."""
     kernels, found = sections.get("kernels", {}), []
-    for title, rows in (("Kernels against the scalar reference", kernels.get("checks")),
-                        ("Collectives", sections.get("communication", {}).get("collectives")),
-                        ("124M", sections.get("training", {}).get("rows")), ("Two layers", sections.get("layers", {}).get("rows")),
-                        ("Ranks", kernels.get("ranks"))):
+    for title, rows in (
+        ("Kernels against the scalar reference", kernels.get("checks")),
+        ("Collectives", sections.get("communication", {}).get("collectives")),
+        ("124M", sections.get("training", {}).get("rows")),
+        ("Two layers", sections.get("layers", {}).get("rows")),
+        ("Ranks", kernels.get("ranks")),
+    ):
         if rows:
             head = list(dict.fromkeys(name for row in rows for name in row))
-            found += [f"<h2>{title}</h2>", table(head, [[row.get(name) for name in head] for row in rows])]
+            found += [
+                f"<h2>{title}</h2>",
+                table(head, [[row.get(name) for name in head] for row in rows]),
+            ]
     facts = sections.get("host", {}).get("nodes", [])[:1]
-    return found + [f"<h2>Node 0</h2>{table(('fact', 'value'), list(node.items()))}" for node in facts]
+    return found + [
+        f"<h2>Node 0</h2>{table(('fact', 'value'), list(node.items()))}" for node in facts
+    ]
 
 
 # Plots ----------------------------------------------------------------------------------------------------------------------------
+
 
 def plots(sections: dict[str, Any], hours: Sequence[dict[str, Any]]) -> list[str]:
     """A plot of each section that has one."""
     kernels, found = sections.get("kernels"), []
     if kernels:
-        found.append(lines("Share of the FP32 FMA peak", "matrix side, or tokens", {
-            "matmul": [(n, share) for n, _, share in kernels["gemm"]],
-            "matmul in BF16": [(n, share) for n, _, share in kernels["gemm_bf16"]],
-            "attention forward": [(row[0], row[3]) for row in kernels["attention"]],
-            "attention backward": [(row[0], row[4]) for row in kernels["attention"]]}, from_zero=True))
-        found.append(bars("Element-wise kernels, share of STREAM's triad",
-                          [(row["kernel"], row["of_triad"]) for row in kernels["elementwise"]]))
+        found.append(
+            lines(
+                "Share of the FP32 FMA peak",
+                "matrix side, or tokens",
+                {
+                    "matmul": [(n, share) for n, _, share in kernels["gemm"]],
+                    "matmul in BF16": [(n, share) for n, _, share in kernels["gemm_bf16"]],
+                    "attention forward": [(row[0], row[3]) for row in kernels["attention"]],
+                    "attention backward": [(row[0], row[4]) for row in kernels["attention"]],
+                },
+                from_zero=True,
+            )
+        )
+        found.append(
+            bars(
+                "Element-wise kernels, share of STREAM's triad",
+                [(row["kernel"], row["of_triad"]) for row in kernels["elementwise"]],
+            )
+        )
     rows = sections.get("communication", {}).get("collectives", [])
     for where in dict.fromkeys(row["where"] for row in rows):
         chosen = [row for row in rows if row["where"] == where and row["verb"] == "all_reduce"]
-        series = {name: [(row["bytes"], row[key]) for row in chosen]
-                  for name, key in (("measured", "seconds"), ("MPI alone", "mpi_seconds"), ("model", "model_seconds"))}
+        series = {
+            name: [(row["bytes"], row[key]) for row in chosen]
+            for name, key in (
+                ("measured", "seconds"),
+                ("MPI alone", "mpi_seconds"),
+                ("model", "model_seconds"),
+            )
+        }
         found.append(lines(f"All-reduce {where} nodes, seconds", "bytes", series, log_y=True))
     steps = [row for row in sections.get("training", {}).get("rows", []) if "tokens_per_s" in row]
     if steps:
-        ideal = [(row["ranks"], steps[0]["tokens_per_s"] * row["ranks"] / steps[0]["ranks"]) for row in steps]
-        found.append(lines("124M, tokens/s", "ranks", {"measured": [(row["ranks"], row["tokens_per_s"]) for row in steps],
-                                                       "proportional": ideal}, from_zero=True))
+        ideal = [
+            (row["ranks"], steps[0]["tokens_per_s"] * row["ranks"] / steps[0]["ranks"])
+            for row in steps
+        ]
+        found.append(
+            lines(
+                "124M, tokens/s",
+                "ranks",
+                {
+                    "measured": [(row["ranks"], row["tokens_per_s"]) for row in steps],
+                    "proportional": ideal,
+                },
+                from_zero=True,
+            )
+        )
     if hours:
-        found.append(bars(f"Hours for 10 M tokens, {LABEL}", [(row["model"], row["hours"]) for row in hours]))
+        found.append(
+            bars(f"Hours for 10 M tokens, {LABEL}", [(row["model"], row["hours"]) for row in hours])
+        )
     return found
 
 
 def frame(title: str, parts: Sequence[str]) -> str:
     """A plot's SVG."""
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" aria-label="{html.escape(title)}">'
-            f'<text x="{WIDTH / 2}" y="16" text-anchor="middle" font-weight="bold">{html.escape(title)}</text>'
-            + "".join(parts) + "</svg>")
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" aria-label="{html.escape(title)}">'
+        f'<text x="{WIDTH / 2}" y="16" text-anchor="middle" font-weight="bold">{html.escape(title)}</text>'
+        + "".join(parts)
+        + "</svg>"
+    )
 
 
-def lines(title: str, label: str, series: Mapping[str, Points], log_y: bool = False, from_zero: bool = False) -> str:
+def lines(
+    title: str,
+    label: str,
+    series: Mapping[str, Points],
+    log_y: bool = False,
+    from_zero: bool = False,
+) -> str:
     """Lines over a logarithmic axis; log_y: the other axis as well. from_zero: begin that one at 0."""
     xs, ys = ([point[i] for points in series.values() for point in points] for i in (0, 1))
     low, high = (0.0 if from_zero else min(ys)), max(ys) or 1.0
     across = _scale(min(xs), max(xs), LEFT, WIDTH - RIGHT, log=True)
-    up = _scale(low, high * (10 if log_y else 1.3), HEIGHT - BOTTOM, TOP, log=log_y)  # the names stand above the lines
-    parts = [f'<path d="M{LEFT} {TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}" fill="none" stroke="#888"/>',
-             _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, label)]
+    up = _scale(
+        low, high * (10 if log_y else 1.3), HEIGHT - BOTTOM, TOP, log=log_y
+    )  # the names stand above the lines
+    parts = [
+        f'<path d="M{LEFT} {TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}" fill="none" stroke="#888"/>',
+        _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, label),
+    ]
     parts += [_text(across(x), HEIGHT - BOTTOM + 14, _short(x)) for x in sorted(set(xs))]
     parts += [_text(LEFT - 5, up(y) + 4, _tick(y), "end") for y in _ticks(low, high, log_y)]
     for number, (name, points) in enumerate(series.items()):
         color, path = COLORS[number], " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
-        parts += [f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="3" fill="{color}"/>' for x, y in points]
+        parts += [
+            f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="3" fill="{color}"/>'
+            for x, y in points
+        ]
         parts.append(_text(LEFT + 8, TOP + 12 + 14 * number, name, "start", color))
     return frame(title, parts)
 
 
 def bars(title: str, values: Sequence[tuple[str, float]]) -> str:
     """A bar for each name, its value next to it."""
-    most, step = max(value for _, value in values) or 1.0, min(28.0, (HEIGHT - TOP - 8) / len(values))
+    most, step = (
+        max(value for _, value in values) or 1.0,
+        min(28.0, (HEIGHT - TOP - 8) / len(values)),
+    )
     parts, left = [], 190
     for number, (name, value) in enumerate(values):
         y, length = TOP + step * number, value / most * (WIDTH - left - 60)
-        parts += [f'<rect x="{left}" y="{y + step * 0.15:.1f}" width="{length:.1f}" height="{step * 0.7:.1f}" fill="{COLORS[0]}"/>',
-                  _text(left - 6, y + step / 2 + 4, name, "end"),
-                  _text(left + length + 5, y + step / 2 + 4, f"{value:.3g}", "start")]
+        parts += [
+            f'<rect x="{left}" y="{y + step * 0.15:.1f}" width="{length:.1f}" height="{step * 0.7:.1f}" fill="{COLORS[0]}"/>',
+            _text(left - 6, y + step / 2 + 4, name, "end"),
+            _text(left + length + 5, y + step / 2 + 4, f"{value:.3g}", "start"),
+        ]
     return frame(title, parts)
 
 
-def _scale(low: float, high: float, begin: float, end: float, log: bool) -> Callable[[float], float]:
+def _scale(
+    low: float, high: float, begin: float, end: float, log: bool
+) -> Callable[[float], float]:
     """What maps low .. high to begin .. end."""
+
     def of(value: float) -> float:
         return math.log(max(value, 1e-12)) if log else value
 
@@ -156,7 +259,10 @@ def _scale(low: float, high: float, begin: float, end: float, log: bool) -> Call
 
 def _ticks(low: float, high: float, log: bool) -> list[float]:
     if log:
-        return [10.0**power for power in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)] or [low, high]
+        return [
+            10.0**power
+            for power in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
+        ] or [low, high]
     return [low + (high - low) * part / 4 for part in range(5)]
 
 

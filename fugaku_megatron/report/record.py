@@ -26,7 +26,14 @@ from ..config.command_line import pipe_table
 LABEL = "model (extrapolated)"  # of what was not measured
 FORMAT, VERSION = "fugaku-megatron report", 1
 PATH = re.compile(r"(?<![\w.:/])/(?:[\w.+~-]+/)+[\w.+~-]*")
-SHARES = {"host": 2, "kernels": 20, "communication": 22, "training": 26, "layers": 24, "storage": 6}  # of the time
+SHARES = {
+    "host": 2,
+    "kernels": 20,
+    "communication": 22,
+    "training": 26,
+    "layers": 24,
+    "storage": 6,
+}  # of the time
 ENDING = 0.03  # share of the time that stays for what no section counts
 WRITES = itertools.count()  # the numbers of this process's writes, for names of partial files
 
@@ -58,7 +65,13 @@ def private_words() -> dict[str, str]:
     except (KeyError, OSError):  # a container whose user has no name
         user = ""
     host = platform.node()
-    found = {os.getcwd(): "FOLDER", str(Path.home()): "HOME", host: "HOST", host.split(".")[0]: "HOST", user: "USER"}
+    found = {
+        os.getcwd(): "FOLDER",
+        str(Path.home()): "HOME",
+        host: "HOST",
+        host.split(".")[0]: "HOST",
+        user: "USER",
+    }
     return {word: mark for word, mark in found.items() if len(word) > 1}
 
 
@@ -101,13 +114,26 @@ def write_atomically(path: Path, text: str) -> None:
 class Record:
     """The report's contents and its files. pages: suffix -> what makes that file's text of the contents. names: keep them."""
 
-    def __init__(self, path: Path, budget: Budget, pages: Mapping[str, Callable[[dict[str, Any]], str]], names: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        budget: Budget,
+        pages: Mapping[str, Callable[[dict[str, Any]], str]],
+        names: bool,
+    ) -> None:
         self.path, self.budget, self._pages = path, budget, pages
         self._private = {} if names else private_words()
         self._names = names
-        self.data: dict[str, Any] = {"format": FORMAT, "version": VERSION, "program": __version__, "complete": False,
-                                     "ended": "running", "date": time.strftime("%Y-%m-%d"), "minutes": budget.minutes,
-                                     "sections": {}}
+        self.data: dict[str, Any] = {
+            "format": FORMAT,
+            "version": VERSION,
+            "program": __version__,
+            "complete": False,
+            "ended": "running",
+            "date": time.strftime("%Y-%m-%d"),
+            "minutes": budget.minutes,
+            "sections": {},
+        }
         if names:
             self.data["names"] = {mark.lower(): word for word, mark in private_words().items()}
 
@@ -146,12 +172,19 @@ def read(flag: str, path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{flag} {path}: {getattr(error, 'strerror', None) or 'not JSON'}: pass a file that fugaku-megatron "
-                         "report wrote") from None
-    check(isinstance(data, dict) and data.get("format") == FORMAT, f"{flag} {path} is not a report: pass a file that "
-          "fugaku-megatron report wrote")
-    check(data.get("version") == VERSION and isinstance(data.get("sections"), dict), f"{flag} {path} has version "
-          f"{data.get('version')!r:.20}, this program reads {VERSION}: write it again with this version")
+        raise ValueError(
+            f"{flag} {path}: {getattr(error, 'strerror', None) or 'not JSON'}: pass a file that fugaku-megatron "
+            "report wrote"
+        ) from None
+    check(
+        isinstance(data, dict) and data.get("format") == FORMAT,
+        f"{flag} {path} is not a report: pass a file that fugaku-megatron report wrote",
+    )
+    check(
+        data.get("version") == VERSION and isinstance(data.get("sections"), dict),
+        f"{flag} {path} has version "
+        f"{data.get('version')!r:.20}, this program reads {VERSION}: write it again with this version",
+    )
     return data
 
 
@@ -167,23 +200,45 @@ def figures(data: dict[str, Any]) -> dict[tuple[str, str], float]:
     kernels, communication = sections.get("kernels"), sections.get("communication", {})
     if kernels:
         rank = kernels["ranks"][0]
-        found |= {("clock under load", "GHz"): rank["clock_ghz"], ("FMA peak of a rank", "GFLOP/s"): rank["fma_gflops"],
-                  ("triad of a rank", "GB/s"): rank["triad_gbs"]}
+        found |= {
+            ("clock under load", "GHz"): rank["clock_ghz"],
+            ("FMA peak of a rank", "GFLOP/s"): rank["fma_gflops"],
+            ("triad of a rank", "GB/s"): rank["triad_gbs"],
+        }
         found |= {(f"matmul {n}", "GFLOP/s"): rate for n, rate, _ in kernels["gemm"]}
         found |= {(f"matmul {n}, BF16", "GFLOP/s"): rate for n, rate, _ in kernels["gemm_bf16"]}
         for s, forward, backward, *_ in kernels["attention"]:
-            found |= {(f"attention forward {s}", "GFLOP/s"): forward, (f"attention backward {s}", "GFLOP/s"): backward}
+            found |= {
+                (f"attention forward {s}", "GFLOP/s"): forward,
+                (f"attention backward {s}", "GFLOP/s"): backward,
+            }
         found |= {(row["kernel"], "GB/s"): row["gbs"] for row in kernels["elementwise"]}
     for where in ("inside", "between"):
         if messages := communication.get(where):
-            found |= {(f"message {where} nodes", "us"): messages["alpha_us"], (f"link {where} nodes", "GB/s"): messages["gbs"]}
-    found |= {(f"{row['verb']} {row['where']}, {row['bytes']} bytes, {row['ranks']} ranks", "s"): row["seconds"]
-              for row in communication.get("collectives", [])}
-    found |= {(f"124M, {row['ranks']} ranks", "tokens/s"): row["tokens_per_s"]
-              for row in sections.get("training", {}).get("rows", []) if "tokens_per_s" in row}
+            found |= {
+                (f"message {where} nodes", "us"): messages["alpha_us"],
+                (f"link {where} nodes", "GB/s"): messages["gbs"],
+            }
+    found |= {
+        (f"{row['verb']} {row['where']}, {row['bytes']} bytes, {row['ranks']} ranks", "s"): row[
+            "seconds"
+        ]
+        for row in communication.get("collectives", [])
+    }
+    found |= {
+        (f"124M, {row['ranks']} ranks", "tokens/s"): row["tokens_per_s"]
+        for row in sections.get("training", {}).get("rows", [])
+        if "tokens_per_s" in row
+    }
     if storage := sections.get("storage"):
-        found |= {("checkpoint written", "GB/s"): storage["write_gbs"], ("checkpoint read", "GB/s"): storage["read_gbs"]}
-    return found | {(f"10 M tokens of {row['model']} (extrapolated)", "hours"): row["hours"] for row in data.get("hours", [])}
+        found |= {
+            ("checkpoint written", "GB/s"): storage["write_gbs"],
+            ("checkpoint read", "GB/s"): storage["read_gbs"],
+        }
+    return found | {
+        (f"10 M tokens of {row['model']} (extrapolated)", "hours"): row["hours"]
+        for row in data.get("hours", [])
+    }
 
 
 def compared(first: Path, second: Path) -> str:
@@ -194,7 +249,14 @@ def compared(first: Path, second: Path) -> str:
     rows = [["", "unit", "A", "B", "B is x as fast"]]
     for name, unit in dict.fromkeys([*a, *b]):
         values = a.get((name, unit)), b.get((name, unit))
-        rows.append([name, unit, *("-" if value is None else f"{value:.4g}" for value in values), ratio(unit, *values)])
+        rows.append(
+            [
+                name,
+                unit,
+                *("-" if value is None else f"{value:.4g}" for value in values),
+                ratio(unit, *values),
+            ]
+        )
     return "\n".join([*lines, "", *pipe_table(rows), "", same_bits(one, two)])
 
 
@@ -208,13 +270,22 @@ def ratio(unit: str, first: float | None, second: float | None) -> str:
 def title(data: dict[str, Any]) -> str:
     """A report's machine in a line."""
     nodes = data["sections"].get("host", {}).get("nodes", [])
-    what = f"{len(nodes)} x {nodes[0]['cpu']}, {nodes[0]['cores']} cores" if nodes else "an unknown machine"
+    what = (
+        f"{len(nodes)} x {nodes[0]['cpu']}, {nodes[0]['cores']} cores"
+        if nodes
+        else "an unknown machine"
+    )
     return f"{what}, {data['date']}" + ("" if data["complete"] else f", PARTIAL: {data['ended']}")
 
 
 def same_bits(first: dict[str, Any], second: dict[str, Any]) -> str:
     """How many kernels computed the same bits."""
-    sums = [{(row["kernel"], row["dtype"]): row["checksum"] for row in data["sections"].get("kernels", {}).get("checks", [])}
-            for data in (first, second)]
+    sums = [
+        {
+            (row["kernel"], row["dtype"]): row["checksum"]
+            for row in data["sections"].get("kernels", {}).get("checks", [])
+        }
+        for data in (first, second)
+    ]
     both = sums[0].keys() & sums[1].keys()
     return f"{sum(sums[0][key] == sums[1][key] for key in both)} of {len(both)} kernels compute the same bits"

@@ -39,33 +39,68 @@ PROBE_SECONDS = 60
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, default=Path("report.json"), metavar="FILE.json",
-                        help="the report; the page and the text stand next to it (default: report.json)")
-    parser.add_argument("--minutes", type=float, default=10.0, help="time that the run may take (default: 10)")
-    parser.add_argument("--only", nargs="+", choices=NAMES, metavar="SECTION", help=f"measure only these: {', '.join(NAMES)}")
-    parser.add_argument("--save", type=Path, metavar="DIR", help="file system whose checkpoints are timed (default: the folder for "
-                        "temporary files)")
-    parser.add_argument("--ranks", type=int,
-                        help="without a launcher: start so many ranks by mpiexec (default: one for each NUMA domain, "
-                        "or up to 4 on one domain; 1: start none)")
-    parser.add_argument("--with-names", action="store_true", help="keep the names of user, host and folder in the files")
-    parser.add_argument("--compare", type=Path, nargs=2, metavar=("A", "B"),
-                        help="print two reports next to each other, and measure nothing")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("report.json"),
+        metavar="FILE.json",
+        help="the report; the page and the text stand next to it (default: report.json)",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="time that the run may take (default: 10)"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=NAMES,
+        metavar="SECTION",
+        help=f"measure only these: {', '.join(NAMES)}",
+    )
+    parser.add_argument(
+        "--save",
+        type=Path,
+        metavar="DIR",
+        help="file system whose checkpoints are timed (default: the folder for temporary files)",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        help="without a launcher: start so many ranks by mpiexec (default: one for each NUMA domain, "
+        "or up to 4 on one domain; 1: start none)",
+    )
+    parser.add_argument(
+        "--with-names",
+        action="store_true",
+        help="keep the names of user, host and folder in the files",
+    )
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        nargs=2,
+        metavar=("A", "B"),
+        help="print two reports next to each other, and measure nothing",
+    )
     parser.add_argument("--shrunk", action="store_true", help=argparse.SUPPRESS)  # shapes for tests
 
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raises ValueError, one line, for a user's mistake."""
-    check(0 < args.minutes <= 1440, f"--minutes is {args.minutes:g}: pass a number above 0, at most 1440")
+    check(
+        0 < args.minutes <= 1440,
+        f"--minutes is {args.minutes:g}: pass a number above 0, at most 1440",
+    )
     check(args.output.suffix == ".json", f"--output {args.output}: pass a name that ends in .json")
     for suffix in (".json", ".html", ".txt"):
         check_file("--output", args.output.with_suffix(suffix))
-    check(args.save is None or args.save.is_dir() and os.access(args.save, os.W_OK),
-          f"--save {args.save} is not a folder that can be written: make it, or leave --save out")
+    check(
+        args.save is None or args.save.is_dir() and os.access(args.save, os.W_OK),
+        f"--save {args.save} is not a folder that can be written: make it, or leave --save out",
+    )
     check(args.ranks is None or args.ranks > 0, f"--ranks is {args.ranks}: pass a number above 0")
-    check(args.ranks is None or args.ranks == 1 or not launcher.processes()[0],
-          f"--ranks {args.ranks}: a launcher started the ranks "
-          "already: leave it out")
+    check(
+        args.ranks is None or args.ranks == 1 or not launcher.processes()[0],
+        f"--ranks {args.ranks}: a launcher started the ranks already: leave it out",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -77,7 +112,10 @@ def main(args: argparse.Namespace) -> int:
     from ..comm.base import SoloComm
     from ..comm.launch import run_or_abort
 
-    launched, kernels_alone = bool(launcher.processes()[0]), set(args.only or NAMES) <= {"host", "kernels"}
+    launched, kernels_alone = (
+        bool(launcher.processes()[0]),
+        set(args.only or NAMES) <= {"host", "kernels"},
+    )
     if not launched and not kernels_alone:
         restart_with_ranks(args)
     run_or_abort(lambda world: measure(world, args), None if launched else SoloComm())
@@ -86,11 +124,16 @@ def main(args: argparse.Namespace) -> int:
 
 # Starting ranks -------------------------------------------------------------------------------------------------------------------
 
+
 def default_ranks() -> int:
     """One for each NUMA domain with cores of this process, or a power of two on one domain, as memory allows."""
     from ..host import allocator, placement
 
-    node, mask, quota = placement.Node.read(), sorted(os.sched_getaffinity(0)), placement.cpu_quota()
+    node, mask, quota = (
+        placement.Node.read(),
+        sorted(os.sched_getaffinity(0)),
+        placement.cpu_quota(),
+    )
     cores = len(node.cores(mask))
     limit = min(cores, int(quota or cores), int(allocator.free_bytes() / 2**30 / GIB_OF_RANK))
     if len(node.parts(mask)) > 1:
@@ -101,30 +144,52 @@ def default_ranks() -> int:
 def restart_with_ranks(args: argparse.Namespace) -> None:
     """Become mpiexec with this command; return where one rank is asked for or MPI does not work here."""
     ranks = default_ranks() if args.ranks is None else args.ranks
-    mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    mpiexec = shutil.which(
+        "mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    )
     if ranks == 1 or mpiexec is None:
-        record.progress("one rank: " + ("--ranks 1" if args.ranks else "one core" if ranks == 1 else "no mpiexec was found"))
+        record.progress(
+            "one rank: "
+            + ("--ranks 1" if args.ranks else "one core" if ranks == 1 else "no mpiexec was found")
+        )
         return
     start = [mpiexec, *launcher_options(mpiexec)]
     try:
-        probe = subprocess.run([*start, "-n", "2", sys.executable, "-c", PROBE], capture_output=True, timeout=PROBE_SECONDS)
+        probe = subprocess.run(
+            [*start, "-n", "2", sys.executable, "-c", PROBE],
+            capture_output=True,
+            timeout=PROBE_SECONDS,
+        )
         works = probe.returncode == 0
     except (OSError, subprocess.TimeoutExpired):
         works = False
     if not works:
-        check(args.ranks is None,
-              f"--ranks {args.ranks}: mpiexec does not start ranks with mpi4py here: repair MPI, or leave --ranks out")
+        check(
+            args.ranks is None,
+            f"--ranks {args.ranks}: mpiexec does not start ranks with mpi4py here: repair MPI, or leave --ranks out",
+        )
         record.progress("one rank: mpiexec does not start ranks with mpi4py here")
         return
     package = Path(__file__).parents[2]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH"))))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(package), os.environ.get("PYTHONPATH")))
+    )
     record.progress(f"starting {ranks} ranks by mpiexec")
-    os.execv(mpiexec, [*start, "-n", str(ranks), sys.executable, "-m", "fugaku_megatron", "report", *words(args)])
+    os.execv(
+        mpiexec,
+        [*start, "-n", str(ranks), sys.executable, "-m", "fugaku_megatron", "report", *words(args)],
+    )
 
 
 def launcher_options(mpiexec: str) -> list[str]:
     """Open MPI binds a rank to one core unless told otherwise."""
-    done = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    done = subprocess.run(
+        [mpiexec, "--version"],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
     return ["--bind-to", "none"] if "Open MPI" in done.stdout or "OpenRTE" in done.stdout else []
 
 
@@ -138,17 +203,26 @@ def words(args: argparse.Namespace) -> list[str]:
 
 # Measuring ------------------------------------------------------------------------------------------------------------------------
 
+
 def sections() -> dict[str, Callable[[Context], dict[str, Any]]]:
     """Name -> what measures it on every rank, in the order of the report."""
     from . import kernel_rates, training
     from .context import facts
 
     def host_section(context: Context) -> dict[str, Any]:
-        found = context.world.all_gather_object({**facts(), "mapping": context.mapping} if context.nodes.leads else None)
+        found = context.world.all_gather_object(
+            {**facts(), "mapping": context.mapping} if context.nodes.leads else None
+        )
         return {"nodes": [node for node in found if node]}
 
-    return {"host": host_section, "kernels": kernel_rates.kernel_section, "communication": kernel_rates.communication_section,
-            "training": training.training_section, "layers": training.layers_section, "storage": training.storage_section}
+    return {
+        "host": host_section,
+        "kernels": kernel_rates.kernel_section,
+        "communication": kernel_rates.communication_section,
+        "training": training.training_section,
+        "layers": training.layers_section,
+        "storage": training.storage_section,
+    }
 
 
 def measure(world: Comm, args: argparse.Namespace) -> None:
@@ -158,7 +232,11 @@ def measure(world: Comm, args: argparse.Namespace) -> None:
     from .training import hours
 
     budget = record.Budget(args.minutes)
-    report = record.Record(args.output, budget, {".html": page, ".txt": text}, args.with_names) if world.rank == 0 else None
+    report = (
+        record.Record(args.output, budget, {".html": page, ".txt": text}, args.with_names)
+        if world.rank == 0
+        else None
+    )
     if report:
         report.write()
         end_with_signal(report)
@@ -168,13 +246,18 @@ def measure(world: Comm, args: argparse.Namespace) -> None:
         result = one_section(context, budget, chosen, number)
         if report:
             report.data["sections"][name] = result
-            report.data |= {"findings": findings(report.data["sections"]), "hours": hours(report.data["sections"])}
+            report.data |= {
+                "findings": findings(report.data["sections"]),
+                "hours": hours(report.data["sections"]),
+            }
             report.data |= {"machine": context.machine} if context.machine else {}
             report.write()
     if report:
         report.end("finished", complete=True)
         print(args.output.with_suffix(".txt").read_text(encoding="utf-8"), end="")
-        print(f"wrote {args.output}, {args.output.with_suffix('.html')} and {args.output.with_suffix('.txt')}")
+        print(
+            f"wrote {args.output}, {args.output.with_suffix('.html')} and {args.output.with_suffix('.txt')}"
+        )
 
 
 def make_context(world: Comm, args: argparse.Namespace) -> Context:
@@ -185,27 +268,42 @@ def make_context(world: Comm, args: argparse.Namespace) -> Context:
     from .context import SHRUNK, Context, Scale
 
     nodes, before = find_nodes(world), os.sched_getaffinity(0)
-    mapping = runtime.init(world, nodes=nodes).splitlines()[1:]  # the first line has the host's name
+    mapping = runtime.init(world, nodes=nodes).splitlines()[
+        1:
+    ]  # the first line has the host's name
     pinned = os.sched_getaffinity(0) != before
-    return Context(world=world, nodes=nodes, scale=SHRUNK if args.shrunk else Scale(), pinned=pinned, mapping=mapping,
-                   save=args.save, free=allocator.free_bytes(), energy=Counters.find() if nodes.leads else Counters(""))
+    return Context(
+        world=world,
+        nodes=nodes,
+        scale=SHRUNK if args.shrunk else Scale(),
+        pinned=pinned,
+        mapping=mapping,
+        save=args.save,
+        free=allocator.free_bytes(),
+        energy=Counters.find() if nodes.leads else Counters(""),
+    )
 
 
-def one_section(context: Context, budget: record.Budget, chosen: list[str], number: int) -> dict[str, Any]:
+def one_section(
+    context: Context, budget: record.Budget, chosen: list[str], number: int
+) -> dict[str, Any]:
     """Measure a section within its part of the time, which rank 0 decides. Collective."""
     import time
 
-    name, following = chosen[number], tuple(chosen[number + 1:])
+    name, following = chosen[number], tuple(chosen[number + 1 :])
     context.seconds, context.begin = context.agreed(budget.of(name, following)), time.monotonic()
     if context.world.rank == 0:
-        record.progress(f"{number + 1}/{len(chosen)} {name}, up to {record.clock(context.seconds)}; "
-                        f"{record.clock(budget.used)} used, at most {record.clock(budget.left)} left")
+        record.progress(
+            f"{number + 1}/{len(chosen)} {name}, up to {record.clock(context.seconds)}; "
+            f"{record.clock(budget.used)} used, at most {record.clock(budget.left)} left"
+        )
     result = sections()[name](context)
     return {**result, "seconds": time.monotonic() - context.begin}
 
 
 def end_with_signal(report: record.Record) -> None:
     """SIGTERM writes the partial report once more, with the reason, and ends the job."""
+
     def end(number: int, frame: FrameType | None) -> NoReturn:
         report.end(f"ended by {signal.Signals(number).name}", complete=False)
         record.progress(f"ended by {signal.Signals(number).name}; {report.path} is partial")

@@ -32,8 +32,17 @@ from .context import Context
 from .record import LABEL
 
 # What every measured run has: random tokens, no dropout, no evaluation, a constant learning rate.
-PLAIN = {"mock_data": True, "micro_batch_size": 1, "hidden_dropout": 0.0, "attention_dropout": 0.0, "eval_iters": 0,
-         "train_iters": 10_000, "lr_decay_style": "constant", "lr_warmup_fraction": None, "make_vocab_size_divisible_by": 8}
+PLAIN = {
+    "mock_data": True,
+    "micro_batch_size": 1,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "eval_iters": 0,
+    "train_iters": 10_000,
+    "lr_decay_style": "constant",
+    "lr_warmup_fraction": None,
+    "make_vocab_size_divisible_by": 8,
+}
 VOCABULARY = 1024  # of two layers: their head costs nothing
 SHAPES = {"1B": "llama-3.2-1b", "8B": "llama-3.1-8b"}
 TENSOR_PARALLEL = (1, 2, 4, 8)
@@ -46,8 +55,17 @@ def make_trainer(run: RunConfig, comm: Comm) -> Trainer:
     """A trainer on random tokens over all ranks of `comm`, on the native kernels. Collective."""
     parallel, shape = run.parallel, run.model
     assert shape.vocab_size is not None
-    groups = share_groups(Grid(comm.size, parallel.tensor_model_parallel_size, 1).groups(comm), kernels)
-    return Trainer(run, comm, groups, MockDataset(shape.vocab_size, shape.seq_length, 1 << 16, 1), None, ops=Ops.build("native"))
+    groups = share_groups(
+        Grid(comm.size, parallel.tensor_model_parallel_size, 1).groups(comm), kernels
+    )
+    return Trainer(
+        run,
+        comm,
+        groups,
+        MockDataset(shape.vocab_size, shape.seq_length, 1 << 16, 1),
+        None,
+        ops=Ops.build("native"),
+    )
 
 
 @contextlib.contextmanager
@@ -86,6 +104,7 @@ def repeated(comm: Comm, call: Callable[[], object], seconds: float) -> tuple[fl
 
 # 124M on 1, 2, 4 ... ranks --------------------------------------------------------------------------------------------------------
 
+
 def rank_counts(size: int) -> list[int]:
     """1, 2, 4 ... and the whole."""
     powers = [1 << power for power in range(size.bit_length()) if 1 << power < size]
@@ -98,21 +117,38 @@ def training_section(context: Context) -> dict[str, Any]:
     counts = rank_counts(world.size)
     micro_batches = context.agreed(affordable_batches(context, len(counts)))
     for index, count in enumerate(counts):
-        run = make_run("124m", {**PLAIN, "vocab_size": 50257, **context.scale.model, "global_batch_size": micro_batches * count})
+        run = make_run(
+            "124m",
+            {
+                **PLAIN,
+                "vocab_size": 50257,
+                **context.scale.model,
+                "global_batch_size": micro_batches * count,
+            },
+        )
         seconds = context.agreed(context.left / (len(counts) - index))
-        fits = context.agreed(rank_bytes(run, count) * min(count, context.nodes.ranks.size) < USABLE * context.free)
+        fits = context.agreed(
+            rank_bytes(run, count) * min(count, context.nodes.ranks.size) < USABLE * context.free
+        )
         if not fits or seconds <= 0:
             rows.append({"ranks": count, "left_out": "memory" if not fits else "time"})
             continue
         comm = world.split(int(world.rank < count), world.rank)
         measured = step_row(context, run, comm, seconds) if world.rank < count else None
         rows.append(context.agreed(measured))
-    return {"model": "124M", "micro_batches": micro_batches, "seq_length": run.model.seq_length, "rows": rows}
+    return {
+        "model": "124M",
+        "micro_batches": micro_batches,
+        "seq_length": run.model.seq_length,
+        "rows": rows,
+    }
 
 
 def affordable_batches(context: Context, counts: int) -> int:
     """Micro-batches of a rank in a step, so that two steps on each number of ranks fit into the time."""
-    run = make_run("124m", {**PLAIN, "vocab_size": 50257, **context.scale.model, "global_batch_size": 1})
+    run = make_run(
+        "124m", {**PLAIN, "vocab_size": 50257, **context.scale.model, "global_batch_size": 1}
+    )
     step = accounting.model_flops(run, 1) / context.training_flops
     return max(1, min(MOST_MICRO_BATCHES, int(context.seconds / counts / 2 / step)))
 
@@ -126,9 +162,16 @@ def step_row(context: Context, run: RunConfig, comm: Comm, seconds: float) -> di
         watts = watts_of(context, comm, time.perf_counter() - begin)
     batch = run.batch.global_batch_size or 1
     tokens = batch * run.model.seq_length / step
-    return {"ranks": comm.size, "seconds": step, "rounds": rounds, "tokens_per_s": tokens,
-            "tflops": accounting.model_flops(run, batch) / step / 1e12, "model_seconds": modelled_step(context, run, comm.size),
-            "watts": watts, "tokens_per_joule": tokens / watts if watts else None}
+    return {
+        "ranks": comm.size,
+        "seconds": step,
+        "rounds": rounds,
+        "tokens_per_s": tokens,
+        "tflops": accounting.model_flops(run, batch) / step / 1e12,
+        "model_seconds": modelled_step(context, run, comm.size),
+        "watts": watts,
+        "tokens_per_joule": tokens / watts if watts else None,
+    }
 
 
 def watts_of(context: Context, comm: Comm, seconds: float) -> float | None:
@@ -144,12 +187,17 @@ def modelled_step(context: Context, run: RunConfig, ranks: int) -> float | None:
     if context.machine is None or ranks % per_node:
         return None
     host = machine.from_data("here", context.machine)
-    system = model.System(machine=host, software=software.load(software.THIS_PROJECT), nodes=ranks // per_node,
-                          ranks_per_node=per_node)
+    system = model.System(
+        machine=host,
+        software=software.load(software.THIS_PROJECT),
+        nodes=ranks // per_node,
+        ranks_per_node=per_node,
+    )
     return model.predict(run, system).seconds
 
 
 # Two layers -----------------------------------------------------------------------------------------------------------------------
+
 
 def layers_section(context: Context) -> dict[str, Any]:
     """Two layers of each shape. Collective."""
@@ -162,8 +210,18 @@ def layers_section(context: Context) -> dict[str, Any]:
 
 def two_layers(context: Context, shape: str, tp: int, s: int) -> RunConfig:
     """Two layers of a shape on tp ranks, for sequences of s tokens."""
-    return make_run(SHAPES[shape], {**PLAIN, "global_batch_size": 1, "vocab_size": VOCABULARY, **context.scale.layers,
-                                    "num_layers": 2, "seq_length": s, "tensor_model_parallel_size": tp})
+    return make_run(
+        SHAPES[shape],
+        {
+            **PLAIN,
+            "global_batch_size": 1,
+            "vocab_size": VOCABULARY,
+            **context.scale.layers,
+            "num_layers": 2,
+            "seq_length": s,
+            "tensor_model_parallel_size": tp,
+        },
+    )
 
 
 def chosen_layers(context: Context, shape: str, seconds: float) -> RunConfig | None:
@@ -193,12 +251,20 @@ def layers_row(context: Context, shape: str, seconds: float) -> dict[str, Any]:
         gradients, _ = repeated(group, lambda: trainer.repeat(0, 1.0), seconds / 4)
     everyone = context.world.all_gather_object((whole, gradients))
     whole, gradients = (statistics.fmean(times) for times in zip(*everyone, strict=True))
-    return {"tp": tp, "groups": context.world.size // tp, "seq_length": run.model.seq_length, "gradient_seconds": gradients,
-            "update_seconds": max(0.0, whole - gradients), "rounds": rounds, "parameters": accounting.parameters(run),
-            "flops": accounting.model_flops(run, 1)}
+    return {
+        "tp": tp,
+        "groups": context.world.size // tp,
+        "seq_length": run.model.seq_length,
+        "gradient_seconds": gradients,
+        "update_seconds": max(0.0, whole - gradients),
+        "rounds": rounds,
+        "parameters": accounting.parameters(run),
+        "flops": accounting.model_flops(run, 1),
+    }
 
 
 # Checkpoint -----------------------------------------------------------------------------------------------------------------------
+
 
 def storage_section(context: Context) -> dict[str, Any]:
     """GB/s of saving a checkpoint and of loading it again: by all ranks into --save, or by one node's into a temporary folder."""
@@ -210,14 +276,27 @@ def storage_section(context: Context) -> dict[str, Any]:
 
 def saved(context: Context, comm: Comm) -> dict[str, Any]:
     """Two checkpoints, the second of which replaces the first, and a load. Collective over `comm`."""
-    run = make_run("124m", {**PLAIN, **SAVED, **context.scale.model, "global_batch_size": comm.size, "seq_length": 32,
-                            "keep_last": 1})
+    run = make_run(
+        "124m",
+        {
+            **PLAIN,
+            **SAVED,
+            **context.scale.model,
+            "global_batch_size": comm.size,
+            "seq_length": 32,
+            "keep_last": 1,
+        },
+    )
     with contextlib.ExitStack() as stack:
         folder = None
         if comm.rank == 0:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="report-", dir=context.save))
+            folder = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="report-", dir=context.save)
+            )
         folder = comm.broadcast_object(folder)
-        trainer = stack.enter_context(trainer_of(replace(run, output=replace(run.output, save=folder)), comm))
+        trainer = stack.enter_context(
+            trainer_of(replace(run, output=replace(run.output, save=folder)), comm)
+        )
         trainer.train_step()
         trainer.save(folder)
         trainer.train_step()
@@ -230,10 +309,15 @@ def saved(context: Context, comm: Comm) -> dict[str, Any]:
         trainer.load(folder)
         read = time.perf_counter() - begin
         comm.barrier()
-    return {"place": "--save" if context.save else "temporary folder",
-            "file_system": file_system(context.save or Path(tempfile.gettempdir())),
-            "ranks": comm.size, "bytes": size, "write_gbs": size / written / 1e9, "read_gbs": size / read / 1e9,
-            "note": "what was just written may be read from the node's memory"}
+    return {
+        "place": "--save" if context.save else "temporary folder",
+        "file_system": file_system(context.save or Path(tempfile.gettempdir())),
+        "ranks": comm.size,
+        "bytes": size,
+        "write_gbs": size / written / 1e9,
+        "read_gbs": size / read / 1e9,
+        "note": "what was just written may be read from the node's memory",
+    }
 
 
 def file_system(folder: Path, mounts: Path = Path("/proc/mounts")) -> str:
@@ -256,25 +340,44 @@ def file_system(folder: Path, mounts: Path = Path("/proc/mounts")) -> str:
 TOKENS, UPDATE_TOKENS = 10_000_000, 1 << 19
 BYTES = 16  # of a parameter: FP32 weights, gradients and both moments
 MODEL_SHARE = 0.8  # share of a node's memory that these may take
-LLAMA_3B = {"num_layers": 28, "hidden_size": 3072, "ffn_hidden_size": 8192, "num_attention_heads": 24, "num_query_groups": 8,
-            "kv_channels": 128}  # meta-llama/Llama-3.2-3B
+LLAMA_3B = {
+    "num_layers": 28,
+    "hidden_size": 3072,
+    "ffn_hidden_size": 8192,
+    "num_attention_heads": 24,
+    "num_query_groups": 8,
+    "kv_channels": 128,
+}  # meta-llama/Llama-3.2-3B
 # Model -> the measured shape whose rate it has, its recipe, what differs from that
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "0.6B": ("1B", "qwen3-0.6b", {}), "1B": ("1B", "llama-3.2-1b", {}), "3B": ("8B", "llama-3.2-1b", LLAMA_3B),
-    "8B": ("8B", "llama-3.1-8b", {})}
+    "0.6B": ("1B", "qwen3-0.6b", {}),
+    "1B": ("1B", "llama-3.2-1b", {}),
+    "3B": ("8B", "llama-3.2-1b", LLAMA_3B),
+    "8B": ("8B", "llama-3.1-8b", {}),
+}
 
 
 def hours(sections: dict[str, Any]) -> list[dict[str, Any]]:
     """A row for each model, from its own shape's layers or, where those were left out, the other shape's; none without either."""
-    measured = {row["shape"]: row for row in sections.get("layers", {}).get("rows", []) if "gradient_seconds" in row}
+    measured = {
+        row["shape"]: row
+        for row in sections.get("layers", {}).get("rows", [])
+        if "gradient_seconds" in row
+    }
     rows = []
     for name, (shape, recipe, changes) in MODELS.items():
         if measured:
-            rows.append(whole_model(name, measured.get(shape) or [*measured.values()][-1], recipe, changes, sections))
+            rows.append(
+                whole_model(
+                    name, measured.get(shape) or [*measured.values()][-1], recipe, changes, sections
+                )
+            )
     return rows
 
 
-def whole_model(name: str, row: dict[str, Any], recipe: str, changes: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
+def whole_model(
+    name: str, row: dict[str, Any], recipe: str, changes: dict[str, Any], sections: dict[str, Any]
+) -> dict[str, Any]:
     """Tokens per second and hours of a model at the rate of a measured row."""
     run = make_run(recipe, {**changes, "seq_length": row["seq_length"], "mock_data": True})
     parameters, tokens = accounting.parameters(run), row["seq_length"]
@@ -286,6 +389,15 @@ def whole_model(name: str, row: dict[str, Any], recipe: str, changes: dict[str, 
     seconds = TOKENS / (row["groups"] * tokens / sample) + TOKENS / UPDATE_TOKENS * update
     nodes = sections.get("host", {}).get("nodes", [])
     gib, need = sum(node["job_memory_gib"] for node in nodes), BYTES * parameters / 2**30
-    return {"model": name, "parameters": parameters, "from": f"two layers of {row['shape']}", "label": LABEL, "seq_length": tokens,
-            "tokens_per_s": TOKENS / seconds, "hours": seconds / 3600, "need_gib": need, "fits": need <= MODEL_SHARE * gib,
-            "nodes_needed": math.ceil(need / (MODEL_SHARE * gib / len(nodes))) if gib else None}
+    return {
+        "model": name,
+        "parameters": parameters,
+        "from": f"two layers of {row['shape']}",
+        "label": LABEL,
+        "seq_length": tokens,
+        "tokens_per_s": TOKENS / seconds,
+        "hours": seconds / 3600,
+        "need_gib": need,
+        "fits": need <= MODEL_SHARE * gib,
+        "nodes_needed": math.ceil(need / (MODEL_SHARE * gib / len(nodes))) if gib else None,
+    }

@@ -42,7 +42,10 @@ class Prior:
 def priors_of(kind: str) -> dict[str, tuple[Prior, ...]]:
     """Group of software -> the priors of its parameters of "time" or of "memory"."""
     groups = json.loads(PRIORS_FILE.read_text())[kind]
-    return {group: tuple(Prior(**{**row, "bounds": tuple(row["bounds"])}) for row in rows) for group, rows in groups.items()}
+    return {
+        group: tuple(Prior(**{**row, "bounds": tuple(row["bounds"])}) for row in rows)
+        for group, rows in groups.items()
+    }
 
 
 PRIORS, MEMORY_PRIORS = priors_of("time"), priors_of("memory")
@@ -64,8 +67,13 @@ class Solution:
     residuals: np.ndarray  # logarithms of predicted / observed
 
 
-def solve(predict: Callable[[Values], Sequence[float]], observed: Sequence[float], priors: Sequence[Prior], noise: float,
-          start: Values | None = None) -> Solution:
+def solve(
+    predict: Callable[[Values], Sequence[float]],
+    observed: Sequence[float],
+    priors: Sequence[Prior],
+    noise: float,
+    start: Values | None = None,
+) -> Solution:
     """The most probable values, if rows have independent errors with standard deviation `noise` in the logarithm.
 
     start: values to begin with (default: the priors').
@@ -80,7 +88,10 @@ def solve(predict: Callable[[Values], Sequence[float]], observed: Sequence[float
 
     def cost(r: np.ndarray, x: np.ndarray) -> float:
         z = np.abs(r / noise)
-        return float(np.where(z < HUBER, z**2, 2 * HUBER * z - HUBER**2).sum() + (((x - centre) / spread) ** 2).sum())
+        return float(
+            np.where(z < HUBER, z**2, 2 * HUBER * z - HUBER**2).sum()
+            + (((x - centre) / spread) ** 2).sum()
+        )
 
     x, damping = np.log([start[p.name] for p in priors]) if start else centre.copy(), 1e-2
     r = residuals(x)
@@ -89,10 +100,14 @@ def solve(predict: Callable[[Values], Sequence[float]], observed: Sequence[float
         weight = np.minimum(1, HUBER * noise / np.maximum(np.abs(r), 1e-12)) / noise**2
         normal = jacobian.T @ (weight[:, None] * jacobian) + np.diag(spread**-2.0)
         gradient = jacobian.T @ (weight * r) + (x - centre) / spread**2
-        held = ((x <= low) & (gradient > 0)) | ((x >= high) & (gradient < 0))  # at a bound and pushed against it
+        held = ((x <= low) & (gradient > 0)) | (
+            (x >= high) & (gradient < 0)
+        )  # at a bound and pushed against it
         damped = (normal + damping * np.diag(np.diag(normal)))[np.ix_(~held, ~held)]
         trial = x.copy()
-        trial[~held] = np.clip(x[~held] - np.linalg.solve(damped, gradient[~held]), low[~held], high[~held])
+        trial[~held] = np.clip(
+            x[~held] - np.linalg.solve(damped, gradient[~held]), low[~held], high[~held]
+        )
         trial_r = residuals(trial)
         gain = cost(r, x) - cost(trial_r, trial)
         damping = damping / 5 if gain > 0 else damping * 5
@@ -107,7 +122,9 @@ def _values(priors: Sequence[Prior], x: np.ndarray) -> Values:
     return {p.name: float(np.exp(v)) for p, v in zip(priors, x)}
 
 
-def _jacobian(residuals: Callable[[np.ndarray], np.ndarray], x: np.ndarray, r: np.ndarray, high: np.ndarray) -> np.ndarray:
+def _jacobian(
+    residuals: Callable[[np.ndarray], np.ndarray], x: np.ndarray, r: np.ndarray, high: np.ndarray
+) -> np.ndarray:
     columns = []
     for i in range(len(x)):
         moved = x.copy()
@@ -117,8 +134,16 @@ def _jacobian(residuals: Callable[[np.ndarray], np.ndarray], x: np.ndarray, r: n
     return np.stack(columns, axis=1)
 
 
-TIME_NOISE, MEMORY_NOISE = 0.06, 0.06  # standard deviations of the logarithm of a row: campaigns differ by 5 to 13 %
-HEADS_TABLES = ("004.21", "004.22", "004.23", "004.24")  # tables that vary the number of heads, not the layout
+TIME_NOISE, MEMORY_NOISE = (
+    0.06,
+    0.06,
+)  # standard deviations of the logarithm of a row: campaigns differ by 5 to 13 %
+HEADS_TABLES = (
+    "004.21",
+    "004.22",
+    "004.23",
+    "004.24",
+)  # tables that vary the number of heads, not the layout
 OVERFULL = ("001.1", 24)  # "OOM after first epoch": this run has a time, but ran out of memory
 
 
@@ -134,10 +159,21 @@ class Error:
     inside: float | None = None
 
     @staticmethod
-    def from_predictions(name: str, predicted: Sequence[float], observed: Sequence[float], inside: float | None = None) -> Error:
+    def from_predictions(
+        name: str,
+        predicted: Sequence[float],
+        observed: Sequence[float],
+        inside: float | None = None,
+    ) -> Error:
         relative = np.asarray(predicted, float) / np.asarray(observed, float) - 1
-        return Error(name=name, rows=len(relative), mean=float(np.abs(relative).mean()), worst=float(np.abs(relative).max()),
-                     bias=float(relative.mean()), inside=inside)
+        return Error(
+            name=name,
+            rows=len(relative),
+            mean=float(np.abs(relative).mean()),
+            worst=float(np.abs(relative).max()),
+            bias=float(relative.mean()),
+            inside=inside,
+        )
 
 
 def _many_ranks(row: Row) -> bool:
@@ -147,25 +183,44 @@ def _many_ranks(row: Row) -> bool:
 Case = tuple[RunConfig, Layout, System]
 # group -> (name, rows) of the errors in sample
 SHOWN: dict[str, tuple[tuple[str, Callable[[Row], bool]], ...]] = {
-    "a64fx": (("30B (document 001)", lambda r: r.document == "001"),
-              ("124M (documents 000, 002)", lambda r: r.document in ("000", "002")),
-              ("124M, PyTorch 1.7 (000)", lambda r: r.document == "000"), ("124M, tcmalloc (002)", lambda r: r.document == "002"),
-              ("1.3B, TP 4 (005.1)", lambda r: r.table.id == "005.1"), ("124M, 4 ranks a node (005.2, 005.3)", _many_ranks),
-              ("all", lambda r: True)),
-    "a100": (("topology, micro-batch, TP (02-20 to 02-25)", lambda r: r.table.id not in HEADS_TABLES and r.notes >= "02-20"),
-             ("number of heads (02-23, 02-24)", lambda r: r.table.id in HEADS_TABLES), ("all", lambda r: True)),
+    "a64fx": (
+        ("30B (document 001)", lambda r: r.document == "001"),
+        ("124M (documents 000, 002)", lambda r: r.document in ("000", "002")),
+        ("124M, PyTorch 1.7 (000)", lambda r: r.document == "000"),
+        ("124M, tcmalloc (002)", lambda r: r.document == "002"),
+        ("1.3B, TP 4 (005.1)", lambda r: r.table.id == "005.1"),
+        ("124M, 4 ranks a node (005.2, 005.3)", _many_ranks),
+        ("all", lambda r: True),
+    ),
+    "a100": (
+        (
+            "topology, micro-batch, TP (02-20 to 02-25)",
+            lambda r: r.table.id not in HEADS_TABLES and r.notes >= "02-20",
+        ),
+        ("number of heads (02-23, 02-24)", lambda r: r.table.id in HEADS_TABLES),
+        ("all", lambda r: True),
+    ),
 }
 # group -> (name, rows) of the parts that are left out of the fit and then predicted
 PARTS: dict[str, tuple[tuple[str, Callable[[Row], bool]], ...]] = {
-    "a64fx": (("TP 6 from TP 4 (001.2)", lambda r: r.tp == 6),
-              ("TP 8 from TP 4 and 6", lambda r: r.tp == 8), ("TP from rows without it", lambda r: r.tp > 1),
-              ("64-512 nodes from 1 (000)", lambda r: r.document == "000" and r.nodes > 1),
-              ("MBS 2 and 4 from MBS 1 (000)", lambda r: r.mbs > 1), ("document 000", lambda r: r.document == "000"),
-              ("document 001", lambda r: r.document == "001"), ("document 002", lambda r: r.document == "002"),
-              ("1.3B, TP 4 (005.1)", lambda r: r.table.id == "005.1"), ("124M, 4 ranks a node (005.2, 005.3)", _many_ranks),
-              ("document 005", lambda r: r.document == "005")),
-    "a100": (("TP 2 and 4 from TP 8", lambda r: r.tp < 8), ("h 14400 from the others", lambda r: r.hidden == 14400),
-             ("02-25 from the days before", lambda r: r.notes >= "02-25")),
+    "a64fx": (
+        ("TP 6 from TP 4 (001.2)", lambda r: r.tp == 6),
+        ("TP 8 from TP 4 and 6", lambda r: r.tp == 8),
+        ("TP from rows without it", lambda r: r.tp > 1),
+        ("64-512 nodes from 1 (000)", lambda r: r.document == "000" and r.nodes > 1),
+        ("MBS 2 and 4 from MBS 1 (000)", lambda r: r.mbs > 1),
+        ("document 000", lambda r: r.document == "000"),
+        ("document 001", lambda r: r.document == "001"),
+        ("document 002", lambda r: r.document == "002"),
+        ("1.3B, TP 4 (005.1)", lambda r: r.table.id == "005.1"),
+        ("124M, 4 ranks a node (005.2, 005.3)", _many_ranks),
+        ("document 005", lambda r: r.document == "005"),
+    ),
+    "a100": (
+        ("TP 2 and 4 from TP 8", lambda r: r.tp < 8),
+        ("h 14400 from the others", lambda r: r.hidden == 14400),
+        ("02-25 from the days before", lambda r: r.notes >= "02-25"),
+    ),
 }
 
 
@@ -187,19 +242,30 @@ def seconds(row_cases: Sequence[Case], values: Values) -> list[float]:
 def fit_time(group: str, rows: Sequence[Row], start: Values | None = None) -> Solution:
     """Parameters of a group from `rows`."""
     row_cases = cases(rows)
-    return solve(lambda values: seconds(row_cases, values), [known(r.seconds) for r in rows], PRIORS[group], TIME_NOISE, start)
+    return solve(
+        lambda values: seconds(row_cases, values),
+        [known(r.seconds) for r in rows],
+        PRIORS[group],
+        TIME_NOISE,
+        start,
+    )
 
 
 def mib(row_cases: Sequence[Case], values: Values) -> list[float]:
     """Peak memory of each case, in MiB."""
     parameters = MemoryParameters(**{"peer_mib": 0.0, **values})
-    return [memory.peak_mib(run, layout, system.software, system.nodes, parameters) for run, layout, system in row_cases]
+    return [
+        memory.peak_mib(run, layout, system.software, system.nodes, parameters)
+        for run, layout, system in row_cases
+    ]
 
 
 def fit_memory(group: str, rows: Sequence[Row]) -> Solution:
     """Parameters of a group's memory from `rows`."""
     row_cases, observed = cases(rows), [known(r.memory_mib) for r in rows]
-    return solve(lambda values: mib(row_cases, values), observed, MEMORY_PRIORS[group], MEMORY_NOISE)
+    return solve(
+        lambda values: mib(row_cases, values), observed, MEMORY_PRIORS[group], MEMORY_NOISE
+    )
 
 
 def time_rows(group: str) -> list[Row]:
@@ -207,17 +273,34 @@ def time_rows(group: str) -> list[Row]:
     return [r for r in load() if r.machine == group and r.fit_time]
 
 
-def leave_out(group: str, name: str, part: Callable[[Row], bool], start: Values | None = None) -> Error:
+def leave_out(
+    group: str, name: str, part: Callable[[Row], bool], start: Values | None = None
+) -> Error:
     """Errors on the rows of `part` when the parameters are fitted to the other rows."""
     rows = time_rows(group)
     left, kept = [r for r in rows if part(r)], [r for r in rows if not part(r)]
     solution = fit_time(group, kept, start)
     predicted = seconds(left_cases := cases(left), solution.values)
-    parameters, names, seen = Parameters(**solution.values), tuple(solution.values), tensor_parallel(kept)
-    noise, covariance = max(rms(solution.residuals), model.NOISE_FLOOR), solution.covariance.tolist()
-    widths = [model.BAND * model.deviation(case, parameters, names, covariance, noise, seen) for case in left_cases]
-    inside = sum(abs(np.log(known(r.seconds) / value)) <= width for r, value, width in zip(left, predicted, widths, strict=True))
-    return Error.from_predictions(name, predicted, [known(r.seconds) for r in left], inside / len(left))
+    parameters, names, seen = (
+        Parameters(**solution.values),
+        tuple(solution.values),
+        tensor_parallel(kept),
+    )
+    noise, covariance = (
+        max(rms(solution.residuals), model.NOISE_FLOOR),
+        solution.covariance.tolist(),
+    )
+    widths = [
+        model.BAND * model.deviation(case, parameters, names, covariance, noise, seen)
+        for case in left_cases
+    ]
+    inside = sum(
+        abs(np.log(known(r.seconds) / value)) <= width
+        for r, value, width in zip(left, predicted, widths, strict=True)
+    )
+    return Error.from_predictions(
+        name, predicted, [known(r.seconds) for r in left], inside / len(left)
+    )
 
 
 def rms(residuals: np.ndarray) -> float:
@@ -226,20 +309,26 @@ def rms(residuals: np.ndarray) -> float:
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
     """Correlation of ranks; ties share their mean rank."""
+
     def ranks(values: Sequence[float]) -> np.ndarray:
         array = np.asarray(values)
         return np.array([(array < v).sum() + ((array == v).sum() - 1) / 2 for v in array])
+
     return float(np.corrcoef(ranks(a), ranks(b))[0, 1])
 
 
 def wrong_ooms(group: str, values: Values) -> tuple[list[str], int]:
     """(rows for which the memory model is wrong about running out of memory, number of rows compared)."""
-    rows = [r for r in load() if r.machine == group and (r.status in ("ran", "oom")) and not r.problem()]
+    rows = [
+        r for r in load() if r.machine == group and (r.status in ("ran", "oom")) and not r.problem()
+    ]
     row_cases = cases(rows)
     wrong = []
     for row, (_, _, system), mib_used in zip(rows, row_cases, mib(row_cases, values)):
         fails = row.status == "oom" or (row.table.id, row.line) == OVERFULL
-        if fails != (mib_used > memory.limit_mib(system.machine, system.software, system.ranks_per_node)):
+        if fails != (
+            mib_used > memory.limit_mib(system.machine, system.software, system.ranks_per_node)
+        ):
             wrong.append(f"{row.table.id} line {row.line} ({mib_used:.0f} MiB)")
     return wrong, len(rows)
 
@@ -266,19 +355,32 @@ def make_report(group: str) -> Report:
     time = fit_time(group, rows)
     predicted = seconds(cases(rows), time.values)
     pairs = list(zip(rows, predicted))
-    in_sample = tuple(Error.from_predictions(name, [p for r, p in pairs if part(r)], [known(r.seconds) for r in rows if part(r)])
-                      for name, part in SHOWN[group])
+    in_sample = tuple(
+        Error.from_predictions(
+            name, [p for r, p in pairs if part(r)], [known(r.seconds) for r in rows if part(r)]
+        )
+        for name, part in SHOWN[group]
+    )
     first = SHOWN[group][0][1]
     used_rows = [r for r in load() if r.machine == group and r.fit_memory]
     used = fit_memory(group, used_rows)
     wrong, judged = wrong_ooms(group, used.values)
-    return Report(group=group, time=time, memory=used, in_sample=in_sample,
-                  left_out=tuple(leave_out(group, name, part, time.values) for name, part in PARTS[group]),
-                  memory_error=Error.from_predictions("memory", mib(cases(used_rows), used.values),
-                                                      [known(r.memory_mib) for r in used_rows]),
-                  wrong_ooms=tuple(wrong), oom_rows=judged,
-                  spearman=spearman([p for r, p in pairs if first(r)], [known(r.seconds) for r in rows if first(r)]),
-                  ranges=_ranges(rows))
+    return Report(
+        group=group,
+        time=time,
+        memory=used,
+        in_sample=in_sample,
+        left_out=tuple(leave_out(group, name, part, time.values) for name, part in PARTS[group]),
+        memory_error=Error.from_predictions(
+            "memory", mib(cases(used_rows), used.values), [known(r.memory_mib) for r in used_rows]
+        ),
+        wrong_ooms=tuple(wrong),
+        oom_rows=judged,
+        spearman=spearman(
+            [p for r, p in pairs if first(r)], [known(r.seconds) for r in rows if first(r)]
+        ),
+        ranges=_ranges(rows),
+    )
 
 
 def tensor_parallel(rows: Sequence[Row]) -> list[model.TensorParallel]:
@@ -288,23 +390,40 @@ def tensor_parallel(rows: Sequence[Row]) -> list[model.TensorParallel]:
 
 def _ranges(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
     facts = [model.facts(*case) for case in cases(rows)]
-    return {name: (min(fact[name] for fact in facts), max(fact[name] for fact in facts)) for name in facts[0]}
+    return {
+        name: (min(fact[name] for fact in facts), max(fact[name] for fact in facts))
+        for name in facts[0]
+    }
 
 
 def as_json(report: Report) -> dict:
     """The group's part of fitted.json."""
+
     def table(solution: Solution, priors: Sequence) -> dict:
         spread = np.sqrt(np.diag(solution.covariance))
-        return {p.name: {"value": _short(v), "low": _short(v * np.exp(-1.645 * s)), "high": _short(v * np.exp(1.645 * s)),
-                         "unit": p.unit, "meaning": p.meaning}
-                for p, v, s in zip(priors, solution.values.values(), spread)}
-    return {"parameters": table(report.time, PRIORS[report.group]), "memory": table(report.memory, MEMORY_PRIORS[report.group]),
-            "covariance": [[_short(v) for v in row] for row in report.time.covariance],
-            "noise": _short(rms(report.time.residuals)), "ranges": report.ranges,
-            "tensor_parallel": tensor_parallel(time_rows(report.group)),
-            "errors": {e.name: round(100 * e.mean, 2) for e in report.in_sample},
-            "left_out_errors": {e.name: round(100 * e.mean, 2) for e in report.left_out},
-            "memory_error": round(100 * report.memory_error.mean, 2), "spearman": round(report.spearman, 4)}
+        return {
+            p.name: {
+                "value": _short(v),
+                "low": _short(v * np.exp(-1.645 * s)),
+                "high": _short(v * np.exp(1.645 * s)),
+                "unit": p.unit,
+                "meaning": p.meaning,
+            }
+            for p, v, s in zip(priors, solution.values.values(), spread)
+        }
+
+    return {
+        "parameters": table(report.time, PRIORS[report.group]),
+        "memory": table(report.memory, MEMORY_PRIORS[report.group]),
+        "covariance": [[_short(v) for v in row] for row in report.time.covariance],
+        "noise": _short(rms(report.time.residuals)),
+        "ranges": report.ranges,
+        "tensor_parallel": tensor_parallel(time_rows(report.group)),
+        "errors": {e.name: round(100 * e.mean, 2) for e in report.in_sample},
+        "left_out_errors": {e.name: round(100 * e.mean, 2) for e in report.left_out},
+        "memory_error": round(100 * report.memory_error.mean, 2),
+        "spearman": round(report.spearman, 4),
+    }
 
 
 def _short(value: float) -> float:
@@ -313,27 +432,39 @@ def _short(value: float) -> float:
 
 def text(report: Report) -> str:
     """The tables that are printed: parameters and errors."""
-    lines = [f"\n{report.group}: parameters (interval that should hold nine of ten: low to high; prior)"]
+    lines = [
+        f"\n{report.group}: parameters (interval that should hold nine of ten: low to high; prior)"
+    ]
     described = as_json(report)
     for kind, priors in (("parameters", PRIORS), ("memory", MEMORY_PRIORS)):
         for p in priors[report.group]:
             v = described[kind][p.name]
-            lines.append(f"  {p.name:<21}{v['value']:>9.4g} {p.unit:<19}{v['low']:>9.4g} to {v['high']:<9.4g}"
-                         f"({p.prior:g})  {p.meaning}")
-    lines.append(f"{report.group}: error of seconds per iteration, per cent        rows   mean  worst   bias  inside band")
+            lines.append(
+                f"  {p.name:<21}{v['value']:>9.4g} {p.unit:<19}{v['low']:>9.4g} to {v['high']:<9.4g}"
+                f"({p.prior:g})  {p.meaning}"
+            )
+    lines.append(
+        f"{report.group}: error of seconds per iteration, per cent        rows   mean  worst   bias  inside band"
+    )
     for title, errors in (("in sample", report.in_sample), ("left out ", report.left_out)):
         for e in errors:
             inside = "" if e.inside is None else f"{100 * e.inside:>8.0f} %"
             lines.append(f"  {title}  {_columns(e)}{inside}")
     left, worst = sum(e.rows for e in report.left_out), max(e.mean for e in report.left_out)
     held = round(sum(e.rows * (e.inside or 0.0) for e in report.left_out))
-    lines.append(f"  left out   all parts: mean errors up to {100 * worst:.1f} per cent, {held} of {left} rows "
-                 f"({100 * held / left:.0f} per cent) inside the band")
+    lines.append(
+        f"  left out   all parts: mean errors up to {100 * worst:.1f} per cent, {held} of {left} rows "
+        f"({100 * held / left:.0f} per cent) inside the band"
+    )
     m = report.memory_error
     lines.append(f"  in sample  {_columns(m)}")
-    lines.append(f"  out of memory or not: {report.oom_rows - len(report.wrong_ooms)} of {report.oom_rows} rows right"
-                 + (f"; wrong: {', '.join(report.wrong_ooms)}" if report.wrong_ooms else ""))
-    lines.append(f"  rank correlation (Spearman) of {report.in_sample[0].name}: {report.spearman:.3f}")
+    lines.append(
+        f"  out of memory or not: {report.oom_rows - len(report.wrong_ooms)} of {report.oom_rows} rows right"
+        + (f"; wrong: {', '.join(report.wrong_ooms)}" if report.wrong_ooms else "")
+    )
+    lines.append(
+        f"  rank correlation (Spearman) of {report.in_sample[0].name}: {report.spearman:.3f}"
+    )
     return "\n".join(lines)
 
 
@@ -342,7 +473,13 @@ def _columns(e: Error) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, default=FITTED, metavar="FILE", help="where values go (default: the package's own)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=FITTED,
+        metavar="FILE",
+        help="where values go (default: the package's own)",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -350,7 +487,9 @@ def main(args: argparse.Namespace) -> int:
     check_file("--output", args.output)
     data = {}
     for group in PRIORS:
-        print(f"fitting {group}, and again without each of {len(PARTS[group])} parts", file=sys.stderr)
+        print(
+            f"fitting {group}, and again without each of {len(PARTS[group])} parts", file=sys.stderr
+        )
         report = make_report(group)
         print(text(report), flush=True)
         data[group] = as_json(report)

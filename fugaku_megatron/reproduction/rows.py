@@ -25,7 +25,14 @@ from typing import Any
 
 from ..config.checks import check
 from ..config.layout import Layout
-from ..config.run_config import BatchConfig, ModelConfig, ParallelConfig, PrecisionConfig, RunConfig, TrainingConfig
+from ..config.run_config import (
+    BatchConfig,
+    ModelConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainingConfig,
+)
 from ..logs.iteration import HEADERS
 from ..perf.model import Prediction, System, predict
 
@@ -41,9 +48,14 @@ class Record:
     def expect(self, condition: bool, column: str, expected: str, value: str | None = None) -> None:
         """Raise ValueError with file, line, column, value and what is expected, unless `condition` holds."""
         shown = self.cells.get(column, "") if value is None else value
-        check(condition, f"{self.path}, line {self.line}, column {column}: {shown!r}, expected {expected}")
+        check(
+            condition,
+            f"{self.path}, line {self.line}, column {column}: {shown!r}, expected {expected}",
+        )
 
-    def convert(self, column: str, parse: Callable[[str], Any], expected: str, value: str | None = None) -> Any:
+    def convert(
+        self, column: str, parse: Callable[[str], Any], expected: str, value: str | None = None
+    ) -> Any:
         """The cell, or `value` in its place, converted by `parse`; ValueError as in `expect` when `parse` refuses it."""
         try:
             return parse(self.cells[column] if value is None else value)
@@ -51,7 +63,9 @@ class Record:
             self.expect(False, column, expected, value)
 
 
-def read_csv(path: Path, required: tuple[str, ...], allowed: tuple[str, ...] = ()) -> Iterator[Record]:
+def read_csv(
+    path: Path, required: tuple[str, ...], allowed: tuple[str, ...] = ()
+) -> Iterator[Record]:
     """The records of `path`. Its header must hold all `required` columns and may hold `allowed` ones, no others."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -60,13 +74,21 @@ def read_csv(path: Path, required: tuple[str, ...], allowed: tuple[str, ...] = (
     lines = csv.reader(text.splitlines())
     header = next(lines, [])
     for column in required:
-        check(column in header, f"{path}, line 1: column {column} is missing, the header is {','.join(header)!r}")
+        check(
+            column in header,
+            f"{path}, line 1: column {column} is missing, the header is {','.join(header)!r}",
+        )
     for column in header:
-        check(column in required + allowed and header.count(column) == 1,
-              f"{path}, line 1, column {column}: unknown or repeated, expected one each of {', '.join(required + allowed)}")
+        check(
+            column in required + allowed and header.count(column) == 1,
+            f"{path}, line 1, column {column}: unknown or repeated, expected one each of {', '.join(required + allowed)}",
+        )
     for cells in lines:
-        check(len(cells) == len(header), f"{path}, line {lines.line_num}, column {header[min(len(cells), len(header) - 1)]}: "
-              f"the row {','.join(cells)!r} has {len(cells)} cells, {len(header)} are expected ({','.join(header)})")
+        check(
+            len(cells) == len(header),
+            f"{path}, line {lines.line_num}, column {header[min(len(cells), len(header) - 1)]}: "
+            f"the row {','.join(cells)!r} has {len(cells)} cells, {len(header)} are expected ({','.join(header)})",
+        )
         yield Record(path, lines.line_num, dict(zip(header, cells)))
 
 
@@ -86,21 +108,27 @@ class Erratum:
 
     def holds(self, table: str, line: int, cell: str) -> bool:
         """Whether the record applies to this row."""
-        return self.table == table and (line == self.line or self.line is None and self.printed in cell)
+        return self.table == table and (
+            line == self.line or self.line is None and self.printed in cell
+        )
 
     def apply(self, cell: str) -> str:
         """The corrected cell; empty for a comment. Raises ValueError when the record's `printed` is not this cell."""
         if self.line is None:
             return cell.replace(self.printed, self.corrected) if self.corrected else ""
         if cell != self.printed:
-            raise ValueError(f"{self.place}, column printed: {self.printed!r}, expected {cell!r}: line {self.line}, "
-                             f"column {self.column} of table {self.table}")
+            raise ValueError(
+                f"{self.place}, column printed: {self.printed!r}, expected {cell!r}: line {self.line}, "
+                f"column {self.column} of table {self.table}"
+            )
         return self.corrected
 
 
 def _erratum(record: Record) -> Erratum:
     cells = record.cells
-    record.expect(cells["id"][:1] in ("R", "S") and cells["id"][1:].isdigit(), "id", "R or S and a number")
+    record.expect(
+        cells["id"][:1] in ("R", "S") and cells["id"][1:].isdigit(), "id", "R or S and a number"
+    )
     record.expect(cells["column"] in PARSERS, "column", " or ".join(sorted(PARSERS)))
     record.expect(cells["unfit"] in ("", "time", "memory"), "unfit", "time, memory or nothing")
     record.expect(cells["why"] != "", "why", "a reason")
@@ -108,7 +136,9 @@ def _erratum(record: Record) -> Erratum:
     if line is not None:  # for every row it is only a part of the cell
         record.convert("corrected", *PARSERS[cells["column"]])
     place = f"{record.path}, line {record.line}"
-    return Erratum(line=line, place=place, **{name: cell for name, cell in cells.items() if name != "line"})
+    return Erratum(
+        line=line, place=place, **{name: cell for name, cell in cells.items() if name != "line"}
+    )
 
 
 SEEDS = Path(__file__).parent / "seeds"
@@ -132,7 +162,9 @@ def _match(pattern: str, cell: str) -> re.Match[str]:
 
 def _memory_mib(cell: str) -> float:
     number, unit = _match(r"([\d.]+) ?(MiB|GB)", cell).groups()
-    return float(number) * (1024 if unit == "GB" else 1)  # an A100 of "80GB" has 81920 MiB: the tables' GB are GiB
+    return float(number) * (
+        1024 if unit == "GB" else 1
+    )  # an A100 of "80GB" has 81920 MiB: the tables' GB are GiB
 
 
 def _ghz(cell: str) -> float:
@@ -151,22 +183,72 @@ _POSITIVE = (lambda cell: int(_match(r"0*[1-9]\d*", cell)[0]), "a whole number a
 _NUMBER = (lambda cell: float(_match(r"(?=.*[1-9])\d+(\.\d+)?", cell)[0]), "a number above 0")
 _TEXT = (str, "text")
 _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "machine": _one_of(*RANKS_PER_NODE), "software": _one_of("torch1.7", "torch1.7+tcmalloc", "torch1.10", "torch1.10+tcmalloc",
-                                                           "megatron-a100"),
-    "precision": _one_of("fp32", "fp16", "bf16"), "formula": _one_of("hardware", "parameter"),
-    **{name: _POSITIVE for name in ("seq", "vocabulary", "layers", "hidden", "heads", "gpus", "dp", "tp", "pp", "mbs", "gbs",
-                                        "ranks_per_node")},
-    "nodes": (lambda cell: int(_match(r"(\d+)( +\([\d.]+GHz\))?", cell)[1]), "a number of nodes, or '512 (2.2GHz)'"),
-    "zero": ({"0": 0, "1": 1}.__getitem__, "0 or 1"), "ac": ({"Yes": True, "No": False}.__getitem__, "Yes or No"),
-    "async": _one_of("yes", "no"), "freq": (_ghz, "a clock such as 2.0GHz"),
+    "machine": _one_of(*RANKS_PER_NODE),
+    "software": _one_of(
+        "torch1.7", "torch1.7+tcmalloc", "torch1.10", "torch1.10+tcmalloc", "megatron-a100"
+    ),
+    "precision": _one_of("fp32", "fp16", "bf16"),
+    "formula": _one_of("hardware", "parameter"),
+    **{
+        name: _POSITIVE
+        for name in (
+            "seq",
+            "vocabulary",
+            "layers",
+            "hidden",
+            "heads",
+            "gpus",
+            "dp",
+            "tp",
+            "pp",
+            "mbs",
+            "gbs",
+            "ranks_per_node",
+        )
+    },
+    "nodes": (
+        lambda cell: int(_match(r"(\d+)( +\([\d.]+GHz\))?", cell)[1]),
+        "a number of nodes, or '512 (2.2GHz)'",
+    ),
+    "zero": ({"0": 0, "1": 1}.__getitem__, "0 or 1"),
+    "ac": ({"Yes": True, "No": False}.__getitem__, "Yes or No"),
+    "async": _one_of("yes", "no"),
+    "freq": (_ghz, "a clock such as 2.0GHz"),
     "mem": (_memory_mib, "memory such as 7718.0 MiB or 67GB"),
-    "seconds": _NUMBER, "tflops": _NUMBER, "petaflops": _NUMBER, "size": _TEXT, "notes": _TEXT,
+    "seconds": _NUMBER,
+    "tflops": _NUMBER,
+    "petaflops": _NUMBER,
+    "size": _TEXT,
+    "notes": _TEXT,
 }
 # column -> (conversion of a corrected cell, None for an empty one; what is expected)
 PARSERS = {name: (_or_nothing(parse), expected) for name, (parse, expected) in _PARSERS.items()}
 ERRATUM_COLUMNS = ("id", "table", "line", "column", "printed", "corrected", "unfit", "why")
-TABLE_COLUMNS = ("table", "document", "line", "title", "header", "machine", "software", "precision", "formula", "seq", "vocabulary",
-                 "layers", "hidden", "heads", "ac", "zero", "freq", "size", "tp", "pp", "mbs", "gbs", "assumed")
+TABLE_COLUMNS = (
+    "table",
+    "document",
+    "line",
+    "title",
+    "header",
+    "machine",
+    "software",
+    "precision",
+    "formula",
+    "seq",
+    "vocabulary",
+    "layers",
+    "hidden",
+    "heads",
+    "ac",
+    "zero",
+    "freq",
+    "size",
+    "tp",
+    "pp",
+    "mbs",
+    "gbs",
+    "assumed",
+)
 _FACTS = TABLE_COLUMNS[5:-1]
 
 
@@ -247,7 +329,10 @@ class Row:
 
     def corrected(self, column: str) -> str:
         """The cell of `column` as it should have been printed."""
-        return next((e.corrected for e in self.errata if e.column == column and e.line and e.corrected), self.cell(column))
+        return next(
+            (e.corrected for e in self.errata if e.column == column and e.line and e.corrected),
+            self.cell(column),
+        )
 
     def unfit(self, purpose: str) -> bool:
         """Whether an erratum excludes the row from the fit of `purpose` ("time" or "memory")."""
@@ -255,22 +340,42 @@ class Row:
 
     @property
     def fit_time(self) -> bool:
-        return self.status == "ran" and self.seconds is not None and self.duplicate_of is None and not self.unfit("time")
+        return (
+            self.status == "ran"
+            and self.seconds is not None
+            and self.duplicate_of is None
+            and not self.unfit("time")
+        )
 
     @property
     def fit_memory(self) -> bool:
-        return self.status == "ran" and self.memory_mib is not None and self.duplicate_of is None and not self.unfit("memory")
+        return (
+            self.status == "ran"
+            and self.memory_mib is not None
+            and self.duplicate_of is None
+            and not self.unfit("memory")
+        )
 
     def run(self) -> RunConfig:
         """The row as a run of this project. Raises ValueError for impossible sizes."""
         return RunConfig(
-            model=ModelConfig(num_layers=self.layers, hidden_size=self.hidden, num_attention_heads=self.heads,
-                              seq_length=self.seq, vocab_size=self.vocabulary),
-            parallel=ParallelConfig(tensor_model_parallel_size=self.tp, pipeline_model_parallel_size=self.pp,
-                                    pipeline_split="even", zero_stage=self.zero),
+            model=ModelConfig(
+                num_layers=self.layers,
+                hidden_size=self.hidden,
+                num_attention_heads=self.heads,
+                seq_length=self.seq,
+                vocab_size=self.vocabulary,
+            ),
+            parallel=ParallelConfig(
+                tensor_model_parallel_size=self.tp,
+                pipeline_model_parallel_size=self.pp,
+                pipeline_split="even",
+                zero_stage=self.zero,
+            ),
             batch=BatchConfig(micro_batch_size=self.mbs, global_batch_size=self.gbs),
             precision=PrecisionConfig(bf16=self.precision == "bf16", fp16=self.precision == "fp16"),
-            training=TrainingConfig(recompute_granularity="full" if self.recompute else None))
+            training=TrainingConfig(recompute_granularity="full" if self.recompute else None),
+        )
 
     def problem(self) -> str | None:
         """Why the row cannot be run; None if it can."""
@@ -285,9 +390,27 @@ class Row:
 
     def identity(self) -> tuple[Any, ...]:
         """What two printings of one run have in common: the whole configuration and the printed time and TFLOPs."""
-        return (self.machine, self.software, self.precision, self.ranks, self.ghz, self.layers, self.hidden, self.heads, self.seq,
-                self.dp, self.tp, self.pp, self.mbs, self.gbs, self.recompute, self.zero, self.synchronous, self.seconds,
-                self.tflops)
+        return (
+            self.machine,
+            self.software,
+            self.precision,
+            self.ranks,
+            self.ghz,
+            self.layers,
+            self.hidden,
+            self.heads,
+            self.seq,
+            self.dp,
+            self.tp,
+            self.pp,
+            self.mbs,
+            self.gbs,
+            self.recompute,
+            self.zero,
+            self.synchronous,
+            self.seconds,
+            self.tflops,
+        )
 
 
 def known(value: float | None) -> float:
@@ -310,12 +433,19 @@ def read(folder: Path) -> tuple[Row, ...]:
     for record in read_csv(folder / "tables.csv", TABLE_COLUMNS):
         table = _table(record)
         record.expect(table.id not in tables, "table", "an id of its own")
-        tables[table.id] = table, {name: record.cells[name] for name in _FACTS}, tuple(record.cells["assumed"].split())
+        tables[table.id] = (
+            table,
+            {name: record.cells[name] for name in _FACTS},
+            tuple(record.cells["assumed"].split()),
+        )
     rows = [row for file, _ in DOCUMENTS.values() for row in _rows(folder / file, tables, records)]
     places = {(row.table.id, row.line) for row in rows}
     for erratum in records:
-        check(erratum.table in tables and (erratum.line is None or (erratum.table, erratum.line) in places),
-              f"{erratum.place}, column line: {erratum.line}, expected a row of table {erratum.table}")
+        check(
+            erratum.table in tables
+            and (erratum.line is None or (erratum.table, erratum.line) in places),
+            f"{erratum.place}, column line: {erratum.line}, expected a row of table {erratum.table}",
+        )
     return _mark_duplicates(rows)
 
 
@@ -331,32 +461,59 @@ def _rows(path: Path, tables: dict[str, Any], records: Sequence[Erratum]) -> Ite
 def _table(record: Record) -> Table:
     cells = record.cells
     record.expect(cells["document"] in DOCUMENTS, "document", " or ".join(DOCUMENTS))
-    record.expect(cells["table"].startswith(cells["document"] + "."), "table", f"{cells['document']}. and a number")
+    record.expect(
+        cells["table"].startswith(cells["document"] + "."),
+        "table",
+        f"{cells['document']}. and a number",
+    )
     header = tuple(cells["header"].split("|"))
-    record.expect(all(name in HEADERS for name in header), "header", f"names out of {', '.join(HEADERS)} between |")
+    record.expect(
+        all(name in HEADERS for name in header),
+        "header",
+        f"names out of {', '.join(HEADERS)} between |",
+    )
     for name in cells["assumed"].split():
         record.expect(name in PARSERS, "assumed", "names of columns", name)
     line = record.convert("line", int, "a line number")
-    return Table(id=cells["table"], document=cells["document"], line=line, title=cells["title"], header=header)
+    return Table(
+        id=cells["table"],
+        document=cells["document"],
+        line=line,
+        title=cells["title"],
+        header=header,
+    )
 
 
 def _row(record: Record, tables: dict[str, Any], records: Sequence[Erratum]) -> Row:
     record.expect(record.cells["table"] in tables, "table", "a table of tables.csv")
     record.expect(record.cells["status"] in STATUSES, "status", " or ".join(STATUSES))
     table, facts, assumed = tables[record.cells["table"]]
-    record.expect(DOCUMENTS[table.document][0] == record.path.name, "table", "a table of this document")
+    record.expect(
+        DOCUMENTS[table.document][0] == record.path.name, "table", "a table of this document"
+    )
     line = record.convert("line", int, "a line number")
     for column, cell in record.cells.items():
         printed = column in table.columns or column in ("line", "table", "status")
-        record.expect(printed or not cell, column, f"nothing, as table {table.id} has no such column,")
+        record.expect(
+            printed or not cell, column, f"nothing, as table {table.id} has no such column,"
+        )
     values = {name: facts.get(name, "") for name in PARSERS}
     values |= {name: record.cells[name] for name in table.columns if record.cells[name]}
     mine = tuple(e for e in records if e.holds(table.id, line, record.cells.get(e.column, "")))
     for erratum in mine:
-        values[erratum.column] = erratum.apply(record.cells.get(erratum.column, "")) or values[erratum.column]
+        values[erratum.column] = (
+            erratum.apply(record.cells.get(erratum.column, "")) or values[erratum.column]
+        )
     cells = tuple(record.cells[name] for name in table.columns)
-    return Row(table=table, line=line, cells=cells, status=record.cells["status"], assumed=assumed, errata=mine,
-               **_facts(record, values))
+    return Row(
+        table=table,
+        line=line,
+        cells=cells,
+        status=record.cells["status"],
+        assumed=assumed,
+        errata=mine,
+        **_facts(record, values),
+    )
 
 
 def _facts(record: Record, values: dict[str, str]) -> dict[str, Any]:
@@ -365,15 +522,36 @@ def _facts(record: Record, values: dict[str, str]) -> dict[str, Any]:
     clock = re.search(r"\(([\d.]+GHz)\)", values["nodes"])
     facts["ghz"] = _ghz(clock.group(1)) if clock else facts.pop("freq")
     facts.pop("freq", None)
-    for name in ("machine", "software", "precision", "formula", "seq", "vocabulary", "layers", "hidden", "heads", "ac", "zero",
-                 "tp", "pp", "mbs", "gbs"):
+    for name in (
+        "machine",
+        "software",
+        "precision",
+        "formula",
+        "seq",
+        "vocabulary",
+        "layers",
+        "hidden",
+        "heads",
+        "ac",
+        "zero",
+        "tp",
+        "pp",
+        "mbs",
+        "gbs",
+    ):
         record.expect(facts[name] is not None, name, PARSERS[name][1], values[name])
     each, gpus = facts.pop("ranks_per_node") or RANKS_PER_NODE[facts["machine"]], facts.pop("gpus")
     record.expect(facts["nodes"] or gpus, "nodes", PARSERS["nodes"][1], values["nodes"])
     facts["nodes"] = facts["nodes"] or gpus // each
     facts["ranks"] = gpus or facts["nodes"] * each
-    facts["dp"] = facts["dp"] or facts["ranks"] // (facts["tp"] * facts["pp"])  # not printed: what the other sizes leave
-    renamed = {"recompute": facts.pop("ac"), "memory_mib": facts.pop("mem"), "synchronous": facts.pop("async") == "no"}
+    facts["dp"] = facts["dp"] or facts["ranks"] // (
+        facts["tp"] * facts["pp"]
+    )  # not printed: what the other sizes leave
+    renamed = {
+        "recompute": facts.pop("ac"),
+        "memory_mib": facts.pop("mem"),
+        "synchronous": facts.pop("async") == "no",
+    }
     return {**facts, **renamed, "size": facts["size"] or "", "notes": facts["notes"] or ""}
 
 
@@ -381,7 +559,11 @@ def _mark_duplicates(rows: Sequence[Row]) -> tuple[Row, ...]:
     first: dict[tuple[Any, ...], int] = {}
     marked = []
     for row in rows:
-        line = first.setdefault(row.identity(), row.line) if row.status == "ran" and row.seconds is not None else row.line
+        line = (
+            first.setdefault(row.identity(), row.line)
+            if row.status == "ran" and row.seconds is not None
+            else row.line
+        )
         marked.append(row if line == row.line else replace(row, duplicate_of=line))
     return tuple(marked)
 
@@ -389,8 +571,13 @@ def _mark_duplicates(rows: Sequence[Row]) -> tuple[Row, ...]:
 def row_system(row: Row) -> System:
     """The system on which a published row was run."""
     before = row.machine == "a100" and row.notes < "02-25"
-    return System.from_names("a100-before-0225" if before else row.machine, row.software, row.nodes,
-                     max(1, row.ranks // row.nodes), row.ghz)
+    return System.from_names(
+        "a100-before-0225" if before else row.machine,
+        row.software,
+        row.nodes,
+        max(1, row.ranks // row.nodes),
+        row.ghz,
+    )
 
 
 def predict_row(row: Row) -> Prediction:

@@ -72,12 +72,20 @@ def finding(row: Row) -> str:
         return ""
     if not agrees(row, row.tflops):
         return "unexplained"
-    seconds, printed = row.corrected("seconds") == row.cell("seconds"), row.corrected("tflops") == row.cell("tflops")
+    seconds, printed = (
+        row.corrected("seconds") == row.cell("seconds"),
+        row.corrected("tflops") == row.cell("tflops"),
+    )
     return "equal" if printed and (seconds or not row.cell("seconds")) else "erratum"
 
 
-_STATUS_REMARKS = {"ran": "", "planned": "planned: model only", "oom": "out of memory", "failed": "failed",
-                   "impossible": "impossible"}
+_STATUS_REMARKS = {
+    "ran": "",
+    "planned": "planned: model only",
+    "oom": "out of memory",
+    "failed": "failed",
+    "impossible": "impossible",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +122,9 @@ class Comparison:
 
     def corrections(self) -> dict[str, str]:
         """Column -> the cell as it should have been printed; only errata that name this row, not those of a whole table."""
-        return {e.column: e.corrected for e in self.row.errata if e.line is not None and e.corrected}
+        return {
+            e.column: e.corrected for e in self.row.errata if e.line is not None and e.corrected
+        }
 
     def remarks(self) -> list[str]:
         """What happened to the run, and the ids of the errata that name this row."""
@@ -123,7 +133,9 @@ class Comparison:
             remarks.append("model: out of memory")
         if self.row.duplicate_of is not None:
             remarks.append(f"as line {self.row.duplicate_of}")
-        return [part for part in remarks if part] + list(dict.fromkeys(e.id for e in self.row.errata if e.line is not None))
+        return [part for part in remarks if part] + list(
+            dict.fromkeys(e.id for e in self.row.errata if e.line is not None)
+        )
 
 
 def compare(rows: Sequence[Row], predict: Callable[[Row], Prediction]) -> list[Comparison]:
@@ -149,8 +161,17 @@ def _compare(row: Row, predict: Callable[[Row], Prediction]) -> Comparison:
         return Comparison(row=row, prediction=None, problem=str(error))
 
 
-OUR_HEADER = ("corrected", "recomputed TFLOPs", "model Sec/it", "model range", "model TFLOPs", "model MiB", "time error %",
-              "memory error %", "remarks")
+OUR_HEADER = (
+    "corrected",
+    "recomputed TFLOPs",
+    "model Sec/it",
+    "model range",
+    "model TFLOPs",
+    "model MiB",
+    "time error %",
+    "memory error %",
+    "remarks",
+)
 
 
 def text(comparisons: Sequence[Comparison], markdown: bool = False) -> str:
@@ -159,7 +180,10 @@ def text(comparisons: Sequence[Comparison], markdown: bool = False) -> str:
     for document, group in groupby(comparisons, lambda c: c.row.document):
         document_rows = list(group)
         parts.append(("## " if markdown else "") + f"{document}: {DOCUMENTS[document][1]}")
-        parts += [_table(list(rows), markdown) for _, rows in groupby(document_rows, lambda c: c.row.table.id)]
+        parts += [
+            _table(list(rows), markdown)
+            for _, rows in groupby(document_rows, lambda c: c.row.table.id)
+        ]
         parts.append(summary(document, document_rows))
     return "\n\n".join(parts)
 
@@ -167,10 +191,19 @@ def text(comparisons: Sequence[Comparison], markdown: bool = False) -> str:
 def _table(comparisons: Sequence[Comparison], markdown: bool) -> str:
     table = comparisons[0].row.table
     title = ("### " if markdown else "") + f"{table.id} {table.title}"
-    assumed = [f"assumed, not printed: {', '.join(comparisons[0].row.assumed)}"] if comparisons[0].row.assumed else []
-    problems = [f"line {c.row.line} {'cannot run' if c.row.status == 'impossible' else 'is not modelled'}: {c.problem}"
-                for c in comparisons if c.problem]
-    notes = [("- " if markdown else "  ") + note for note in assumed + problems + _errata(comparisons)]
+    assumed = (
+        [f"assumed, not printed: {', '.join(comparisons[0].row.assumed)}"]
+        if comparisons[0].row.assumed
+        else []
+    )
+    problems = [
+        f"line {c.row.line} {'cannot run' if c.row.status == 'impossible' else 'is not modelled'}: {c.problem}"
+        for c in comparisons
+        if c.problem
+    ]
+    notes = [
+        ("- " if markdown else "  ") + note for note in assumed + problems + _errata(comparisons)
+    ]
     lines = pipe_table([(*table.header, *OUR_HEADER), *map(cells, comparisons)])
     return "\n".join([title, "", *lines, *([""] if notes else []), *notes])
 
@@ -179,12 +212,25 @@ def cells(comparison: Comparison) -> tuple[str, ...]:
     """The printed cells of a row, then those of OUR_HEADER."""
     row, p = comparison.row, comparison.prediction
     names = dict(zip(row.table.columns, row.table.header))
-    corrected = ", ".join(f"{names.get(column, column)} {cell}" for column, cell in comparison.corrections().items())
+    corrected = ", ".join(
+        f"{names.get(column, column)} {cell}" for column, cell in comparison.corrections().items()
+    )
     between = f"{p.lower:.1f} to {p.upper:.1f}" if p else "-"
-    errors = (_number(comparison.time_error_percent, "+.1f"), _number(comparison.memory_error_percent, "+.1f"))
-    return (*row.cells, corrected or "-", _number(comparison.recomputed, ".3f"), _number(p.seconds if p else None, ".1f"), between,
-            _number(comparison.model_tflops, ".3f"), _number(p.memory_mib_max if p else None, ".0f"), *errors,
-            ", ".join(comparison.remarks()) or "-")
+    errors = (
+        _number(comparison.time_error_percent, "+.1f"),
+        _number(comparison.memory_error_percent, "+.1f"),
+    )
+    return (
+        *row.cells,
+        corrected or "-",
+        _number(comparison.recomputed, ".3f"),
+        _number(p.seconds if p else None, ".1f"),
+        between,
+        _number(comparison.model_tflops, ".3f"),
+        _number(p.memory_mib_max if p else None, ".0f"),
+        *errors,
+        ", ".join(comparison.remarks()) or "-",
+    )
 
 
 def _number(value: float | None, form: str) -> str:
@@ -196,8 +242,13 @@ def _errata(comparisons: Sequence[Comparison]) -> list[str]:
     lines: dict[tuple[str, str, str], list[str]] = {}
     names = dict(zip(comparisons[0].row.table.columns, comparisons[0].row.table.header))
     for erratum in dict.fromkeys(e for c in comparisons for e in c.row.errata):
-        lines.setdefault((erratum.id, names.get(erratum.column, erratum.column), erratum.why), []).append(_place(erratum))
-    return [f"{id} {column}, {'; '.join(places)}: {why}" for (id, column, why), places in sorted(lines.items(), key=_by_number)]
+        lines.setdefault(
+            (erratum.id, names.get(erratum.column, erratum.column), erratum.why), []
+        ).append(_place(erratum))
+    return [
+        f"{id} {column}, {'; '.join(places)}: {why}"
+        for (id, column, why), places in sorted(lines.items(), key=_by_number)
+    ]
 
 
 def _by_number(item: tuple[tuple[str, str, str], list[str]]) -> tuple[str, int]:
@@ -206,17 +257,33 @@ def _by_number(item: tuple[tuple[str, str, str], list[str]]) -> tuple[str, int]:
 
 def _place(erratum: Erratum) -> str:
     where = "every row" if erratum.line is None else f"line {erratum.line}"
-    change = f", {erratum.printed or '(nothing)'} -> {erratum.corrected}" if erratum.corrected else ""
+    change = (
+        f", {erratum.printed or '(nothing)'} -> {erratum.corrected}" if erratum.corrected else ""
+    )
     return where + change
 
 
 def summary(document: str, comparisons: Sequence[Comparison]) -> str:
     """The model's errors on the rows that it is fitted to, in one line; errors on unseen runs are larger (see `fit`)."""
-    times = [abs(error) for c in comparisons if (error := c.time_error_percent) is not None and c.row.fit_time]
-    memory = [abs(error) for c in comparisons if (error := c.memory_error_percent) is not None and c.row.fit_memory]
-    sentences = [f"model against {len(errors)} printed {name}: mean absolute error {sum(errors) / len(errors):.1f} % in sample, "
-            f"largest {max(errors):.1f} %" for name, errors in (("times", times), ("memory sizes", memory)) if errors]
-    return f"{document}: {len(comparisons)} rows; " + ("; ".join(sentences) or "the model has no row to be compared with")
+    times = [
+        abs(error)
+        for c in comparisons
+        if (error := c.time_error_percent) is not None and c.row.fit_time
+    ]
+    memory = [
+        abs(error)
+        for c in comparisons
+        if (error := c.memory_error_percent) is not None and c.row.fit_memory
+    ]
+    sentences = [
+        f"model against {len(errors)} printed {name}: mean absolute error {sum(errors) / len(errors):.1f} % in sample, "
+        f"largest {max(errors):.1f} %"
+        for name, errors in (("times", times), ("memory sizes", memory))
+        if errors
+    ]
+    return f"{document}: {len(comparisons)} rows; " + (
+        "; ".join(sentences) or "the model has no row to be compared with"
+    )
 
 
 BAND = 0.1  # part of the printed time: the grey band around the diagonal
@@ -233,7 +300,9 @@ _TRAITS: dict[str, Callable[[Any], str]] = {
 
 def draw(path: Path, comparisons: Sequence[Comparison]) -> None:
     """Draw a panel per document into the PNG file `path`. Raises ValueError when it cannot be written. Needs matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window, and pyplot's global state untouched
+    from matplotlib.backends.backend_agg import (
+        FigureCanvasAgg,
+    )  # no window, and pyplot's global state untouched
     from matplotlib.figure import Figure
 
     documents = [d for d in DOCUMENTS if any(c.row.document == d for c in comparisons)]
@@ -245,7 +314,10 @@ def draw(path: Path, comparisons: Sequence[Comparison]) -> None:
     for number, document in enumerate(documents):
         panel = figure.add_subplot(grid[divmod(number, columns)])
         _draw_document(document, panel, [c for c in comparisons if c.row.document == document])
-    figure.suptitle(f"Published runs: seconds per iteration, modelled against printed; grey: within {BAND:.0%}", fontsize="medium")
+    figure.suptitle(
+        f"Published runs: seconds per iteration, modelled against printed; grey: within {BAND:.0%}",
+        fontsize="medium",
+    )
     with writing("--png", path):
         figure.savefig(path, dpi=110, format="png")
 
@@ -253,12 +325,23 @@ def draw(path: Path, comparisons: Sequence[Comparison]) -> None:
 def _draw_document(document: str, panel: Any, comparisons: Sequence[Comparison]) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    pairs = [c for c in comparisons if c.time_error_percent is not None and c.row.fit_time]  # as in the text's summary
+    pairs = [
+        c for c in comparisons if c.time_error_percent is not None and c.row.fit_time
+    ]  # as in the text's summary
     trait = _TRAITS.get(document, lambda row: row.software)
     for number, name in enumerate(sorted({trait(c.row) for c in pairs})):
         points = [_times(c) for c in pairs if trait(c.row) == name]
-        panel.plot(*zip(*points), linestyle="none", marker=MARKERS[number % len(MARKERS)], markersize=6, alpha=0.75,
-                   color=f"C{number % 10}", markeredgecolor="white", markeredgewidth=0.5, label=name)
+        panel.plot(
+            *zip(*points),
+            linestyle="none",
+            marker=MARKERS[number % len(MARKERS)],
+            markersize=6,
+            alpha=0.75,
+            color=f"C{number % 10}",
+            markeredgecolor="white",
+            markeredgewidth=0.5,
+            label=name,
+        )
     panel.set(xscale="log", yscale="log", xlabel="printed, s", ylabel="modelled, s")
     panel.set_title(_title(document, comparisons, pairs), fontsize="medium")
     panel.grid(alpha=0.3)
@@ -290,22 +373,74 @@ def _diagonal(panel: Any, times: Sequence[float]) -> None:
     """The line on which modelled and printed times agree, the band around it, and equal limits."""
     ends = [min(times) / 1.3, max(times) * 1.3]
     panel.plot(ends, ends, color="grey", linewidth=0.8, zorder=0)
-    panel.fill_between(ends, [(1 - BAND) * t for t in ends], [(1 + BAND) * t for t in ends], color="grey", alpha=0.2, zorder=0)
+    panel.fill_between(
+        ends,
+        [(1 - BAND) * t for t in ends],
+        [(1 + BAND) * t for t in ends],
+        color="grey",
+        alpha=0.2,
+        zorder=0,
+    )
     panel.set(xlim=ends, ylim=ends, aspect="equal")
 
 
-_FIELDS = ("document", "line", "status", "machine", "software", "precision", "size", "nodes", "ranks", "ghz", "layers", "hidden",
-           "heads", "seq", "vocabulary", "dp", "tp", "pp", "mbs", "gbs", "recompute", "zero", "formula", "seconds", "tflops",
-           "memory_mib", "notes", "fit_time", "fit_memory", "duplicate_of")
+_FIELDS = (
+    "document",
+    "line",
+    "status",
+    "machine",
+    "software",
+    "precision",
+    "size",
+    "nodes",
+    "ranks",
+    "ghz",
+    "layers",
+    "hidden",
+    "heads",
+    "seq",
+    "vocabulary",
+    "dp",
+    "tp",
+    "pp",
+    "mbs",
+    "gbs",
+    "recompute",
+    "zero",
+    "formula",
+    "seconds",
+    "tflops",
+    "memory_mib",
+    "notes",
+    "fit_time",
+    "fit_memory",
+    "duplicate_of",
+)
 _PRINTED = ("dp", "gbs", "mem", "seconds", "tflops", "petaflops")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's flags."""
-    parser.add_argument("--document", nargs="+", default=[], metavar="ID", help=f"any of {', '.join(DOCUMENTS)} (default: all)")
-    parser.add_argument("--markdown", action="store_true", help="Markdown's headings and lists around the tables")
-    parser.add_argument("--csv", metavar="FILE", help="one line per row: printed, corrected, recomputed and modelled")
-    parser.add_argument("--png", metavar="FILE", help="time and TFLOPs against nodes, printed against modelled (needs matplotlib)")
+    parser.add_argument(
+        "--document",
+        nargs="+",
+        default=[],
+        metavar="ID",
+        help=f"any of {', '.join(DOCUMENTS)} (default: all)",
+    )
+    parser.add_argument(
+        "--markdown", action="store_true", help="Markdown's headings and lists around the tables"
+    )
+    parser.add_argument(
+        "--csv",
+        metavar="FILE",
+        help="one line per row: printed, corrected, recomputed and modelled",
+    )
+    parser.add_argument(
+        "--png",
+        metavar="FILE",
+        help="time and TFLOPs against nodes, printed against modelled (needs matplotlib)",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -334,13 +469,22 @@ def write_csv(path: Path, comparisons: Sequence[Comparison]) -> None:
 def _record(comparison: Comparison) -> dict[str, Any]:
     row, p = comparison.row, comparison.prediction
     return {
-        "table": row.table.id, "title": row.table.title, **{name: getattr(row, name) for name in _FIELDS},
+        "table": row.table.id,
+        "title": row.table.title,
+        **{name: getattr(row, name) for name in _FIELDS},
         **{f"printed_{name}": row.cell(name) for name in _PRINTED},
-        "petaflops": petaflops(row), "recomputed_tflops": comparison.recomputed, "finding": finding(row),
-        "model_seconds": p and p.seconds, "model_lower": p and p.lower, "model_upper": p and p.upper,
-        "model_tflops": comparison.model_tflops, "model_memory_mib": p and p.memory_mib_max, "model_oom": p and p.oom,
+        "petaflops": petaflops(row),
+        "recomputed_tflops": comparison.recomputed,
+        "finding": finding(row),
+        "model_seconds": p and p.seconds,
+        "model_lower": p and p.lower,
+        "model_upper": p and p.upper,
+        "model_tflops": comparison.model_tflops,
+        "model_memory_mib": p and p.memory_mib_max,
+        "model_oom": p and p.oom,
         "time_error_percent": comparison.time_error_percent,
         "memory_error_percent": comparison.memory_error_percent,
-        "problem": comparison.problem, "errata": " ".join(dict.fromkeys(e.id for e in row.errata)),
+        "problem": comparison.problem,
+        "errata": " ".join(dict.fromkeys(e.id for e in row.errata)),
         "remarks": ", ".join(comparison.remarks()),
     }

@@ -52,14 +52,23 @@ class BucketComm:
 
     def __init__(self, stage: Stage, flat: FlatParameters, run: RunConfig, groups: Groups) -> None:
         self.flat, self.sharded = flat, run.parallel.zero_stage == 1
-        self.tp, self.dp, self.edp, self.embedding = groups.tp, groups.dp, groups.edp, groups.embedding
+        self.tp, self.dp, self.edp, self.embedding = (
+            groups.tp,
+            groups.dp,
+            groups.edp,
+            groups.embedding,
+        )
         self.sent_dtype = torch.bfloat16 if run.parallel.grad_reduce_in_bf16 else torch.float32
         self._tied = next((p for p in flat.parameters if p is stage.tied_copy), None)
-        self._tied_unit = 0 if stage.last else None  # after it the tied gradient is complete; on the first stage nothing tells
+        self._tied_unit = (
+            0 if stage.last else None
+        )  # after it the tied gradient is complete; on the first stage nothing tells
         self._weight_gradients = stage.ops.weight_gradients
         self.overlap_gather = run.parallel.overlap_param_gather
         self._gathers: dict[int, Handle] = {}
-        self.before_sum: Callable[[int, Tensor], None] | None = None  # is shown each bucket's own gradients; -1: the tied ones
+        self.before_sum: Callable[[int, Tensor], None] | None = (
+            None  # is shown each bucket's own gradients; -1: the tied ones
+        )
         if run.parallel.overlap_grad_reduce:
             self._watch(stage)
         self.begin(0)
@@ -81,14 +90,19 @@ class BucketComm:
     def _watch(self, stage: Stage) -> None:
         """Hooks on the stage's units, numbered as in `flat.stage_units`; the last one also knows the tied embedding's bucket."""
         modules = unit_modules(stage)
-        needed = {unit: [index for index, bucket in enumerate(self.flat.buckets) if unit in bucket.units]
-                  for bucket in self.flat.buckets for unit in bucket.units}
+        needed = {
+            unit: [index for index, bucket in enumerate(self.flat.buckets) if unit in bucket.units]
+            for bucket in self.flat.buckets
+            for unit in bucket.units
+        }
         if self._tied is not None:
             needed[0 if stage.last else len(modules) - 1].append(len(self.flat.buckets) - 1)
         for unit, module in enumerate(modules):
             module.register_forward_pre_hook(partial(self._enter, unit, needed[unit]))
 
-    def _enter(self, unit: int, buckets: list[int], module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _enter(
+        self, unit: int, buckets: list[int], module: nn.Module, args: tuple[Any, ...]
+    ) -> None:
         """Before a unit's forward. Its input's gradient is the last thing that its backward makes."""
         for index in buckets:
             if index in self._gathers:
@@ -121,7 +135,9 @@ class BucketComm:
         self._completed.add(unit)
         if unit == self._tied_unit and self._tied is not None:
             self._tied_sum = self._sum_tied(self._tied, overlap=True)
-        while len(self._sums) < self._untied and self._completed.issuperset(self.flat.buckets[len(self._sums)].units):
+        while len(self._sums) < self._untied and self._completed.issuperset(
+            self.flat.buckets[len(self._sums)].units
+        ):
             self._sum_next(overlap=True)
 
     def _sum_tied(self, tied: FlatParameter, overlap: bool) -> _Sum:
@@ -144,7 +160,11 @@ class BucketComm:
         (start, end), replicas = self.part(bucket), self.replicas(bucket)
         if not self.sharded or replicas.size == 1:
             return self._sums.append(self._all_reduce(replicas, grads, overlap))
-        own, sent, handle = slice(start - bucket.start, end - bucket.start), grads.to(self.sent_dtype), DONE
+        own, sent, handle = (
+            slice(start - bucket.start, end - bucket.start),
+            grads.to(self.sent_dtype),
+            DONE,
+        )
         if overlap:
             handle = replicas.ireduce_scatter(sent[own], sent)
         else:
@@ -156,15 +176,23 @@ class BucketComm:
 
         One call for all of a bucket: they are small and many.
         """
-        partial = [p.main_grad for p, start in zip(self.flat.parameters, self.flat.starts, strict=True)
-                   if p.spec.sequence_parallel and bucket.start <= start < bucket.end]
+        partial = [
+            p.main_grad
+            for p, start in zip(self.flat.parameters, self.flat.starts, strict=True)
+            if p.spec.sequence_parallel and bucket.start <= start < bucket.end
+        ]
         if partial:
             summed = self.tp.all_reduce(torch.cat([grad.flatten() for grad in partial]))
-            for grad, part in zip(partial, summed.split([grad.numel() for grad in partial]), strict=True):
+            for grad, part in zip(
+                partial, summed.split([grad.numel() for grad in partial]), strict=True
+            ):
                 grad.copy_(part.view_as(grad))
 
     def _all_reduce(self, comm: Comm, grads: Tensor, overlap: bool) -> _Sum:
-        sent, handle = grads if comm.size == 1 else grads.to(self.sent_dtype), DONE  # itself where it is sent in FP32
+        sent, handle = (
+            grads if comm.size == 1 else grads.to(self.sent_dtype),
+            DONE,
+        )  # itself where it is sent in FP32
         if overlap:
             handle = comm.iall_reduce(sent)
         else:

@@ -90,7 +90,9 @@ class Gradients:
         """The gradients of bucket `index`, (n,)."""
         memory = self._memory[index]
         if memory is None:
-            memory = self._memory[index] = torch.zeros(self._buckets[index].end - self._buckets[index].start)
+            memory = self._memory[index] = torch.zeros(
+                self._buckets[index].end - self._buckets[index].start
+            )
         return memory
 
     def zero(self) -> None:
@@ -129,7 +131,9 @@ class FlatParameter(nn.Parameter):
     @property
     def main_grad(self) -> Tensor:
         """The view of its FP32 gradients, in its shape; not to be kept from one iteration to the next."""
-        return self._gradients.of(self._bucket)[self._start : self._start + self.numel()].view(self.shape)
+        return self._gradients.of(self._bucket)[self._start : self._start + self.numel()].view(
+            self.shape
+        )
 
 
 class FrozenParameter(nn.Parameter):
@@ -143,7 +147,10 @@ def stage_units(stage: Stage) -> list[list[nn.Parameter]]:
     """A stage's trained parameters in units, in the order in which backward finishes them; `costs.memory.stage_units` has their
     sizes."""
     tied = [] if stage.tied_copy is None else [stage.tied_copy]
-    units = [[p for p in _trained(module) if not any(p is t for t in tied)] for module in unit_modules(stage)]
+    units = [
+        [p for p in _trained(module) if not any(p is t for t in tied)]
+        for module in unit_modules(stage)
+    ]
     if stage.last and not stage.tied and not spec_of(stage.last.output_weight).frozen:
         units[0].append(stage.last.output_weight)
     return [*units, tied] if tied else units
@@ -167,11 +174,24 @@ def unit_modules(stage: Stage) -> list[nn.Module]:
 def _order(muon: bool, parameter: nn.Parameter) -> tuple[bool, bool, bool, bool]:
     """The same on all tensor-parallel ranks, so that their ZeRO-1 shards cut a replicated parameter at the same elements."""
     spec = spec_of(parameter)
-    return muon and not spec.orthogonal, not spec.decayed, spec.partition_dim is None, spec.init_name != spec.name
+    return (
+        muon and not spec.orthogonal,
+        not spec.decayed,
+        spec.partition_dim is None,
+        spec.init_name != spec.name,
+    )
 
 
 def _range(start: int, end: int, spec: ParameterSpec, muon: bool) -> Range:
-    return Range(start, end, spec.decayed, spec.counted, spec.decoupled, spec.balances, muon and spec.orthogonal)
+    return Range(
+        start,
+        end,
+        spec.decayed,
+        spec.counted,
+        spec.decoupled,
+        spec.balances,
+        muon and spec.orthogonal,
+    )
 
 
 def _merge(ranges: list[Range]) -> list[Range]:
@@ -195,21 +215,37 @@ class FlatParameters:
     After construction every parameter of the stage is a FlatParameter, or a FrozenParameter, and holds its initial weights.
     """
 
-    def __init__(self, stage: Stage | nn.Module, dtype: torch.dtype, seed: int, kernels: Any,
-                 alike: tuple[Comm, Comm] = (ALONE, ALONE), minimum: int | None = None, muon: bool = False) -> None:
+    def __init__(
+        self,
+        stage: Stage | nn.Module,
+        dtype: torch.dtype,
+        seed: int,
+        kernels: Any,
+        alike: tuple[Comm, Comm] = (ALONE, ALONE),
+        minimum: int | None = None,
+        muon: bool = False,
+    ) -> None:
         self._muon, self._alike = muon, alike
         self.starts: list[int] = []
         self.buckets: list[Bucket] = []
-        declared = self._lay_out(stage, (alike[0].size * FLAT_ALIGNMENT, alike[1].size * FLAT_ALIGNMENT), minimum)
+        declared = self._lay_out(
+            stage, (alike[0].size * FLAT_ALIGNMENT, alike[1].size * FLAT_ALIGNMENT), minimum
+        )
         self.numel = self.buckets[-1].end
         self.values = torch.zeros(self.numel, dtype=dtype)
         self.gradients = Gradients(self.buckets)
-        self._ranges = _merge([_range(start, start + p.numel(), spec_of(p), muon)
-                               for start, p in zip(self.starts, declared, strict=True)])
+        self._ranges = _merge(
+            [
+                _range(start, start + p.numel(), spec_of(p), muon)
+                for start, p in zip(self.starts, declared, strict=True)
+            ]
+        )
         self._seed, self._kernels = seed, kernels
         self.parameters = self._replace(stage, declared)
 
-    def _lay_out(self, stage: Stage | nn.Module, paddings: tuple[int, int], minimum: int | None) -> list[nn.Parameter]:
+    def _lay_out(
+        self, stage: Stage | nn.Module, paddings: tuple[int, int], minimum: int | None
+    ) -> list[nn.Parameter]:
         """Set the place of every parameter, bucket by bucket; returns them in this order. paddings: of experts the second."""
         if minimum is not None and isinstance(stage, Stage):
             units, tied = stage_units(stage), stage.tied_copy is not None
@@ -221,7 +257,9 @@ class FlatParameters:
             members = sorted((p for i in bucket for p in units[i]), key=partial(_order, self._muon))
             for expert in (False, True):
                 start, kind = end, [p for p in members if spec_of(p).expert == expert]
-                self.starts += accumulate((p.numel() for p in kind[:-1]), initial=start) if kind else ()
+                self.starts += (
+                    accumulate((p.numel() for p in kind[:-1]), initial=start) if kind else ()
+                )
                 end = start + round_up(sum(p.numel() for p in kind), paddings[expert])
                 parameters += kind
                 self.buckets += [Bucket(start, end, bucket, expert)] if kind else []
@@ -239,7 +277,9 @@ class FlatParameters:
             a, b = max(start, begin), min(end, begin + parameter.numel())
             if a < b:
                 spec = parameter.spec
-                pieces.append((_range(a - start, b - start, spec, self._muon), _place(parameter, a - begin)))
+                pieces.append(
+                    (_range(a - start, b - start, spec, self._muon), _place(parameter, a - begin))
+                )
         return pieces
 
     def owner(self, tensor: Tensor) -> FlatParameter | None:
@@ -255,7 +295,9 @@ class FlatParameters:
         for old, start in zip(declared, self.starts, strict=True):
             bucket = bisect_right(bucket_starts, start) - 1
             values = self.values[start : start + old.numel()].view(old.shape)
-            new[old] = FlatParameter(values).place(self.gradients, bucket, start - bucket_starts[bucket])
+            new[old] = FlatParameter(values).place(
+                self.gradients, bucket, start - bucket_starts[bucket]
+            )
             new[old].spec = spec_of(old)
             fill_initial(new[old].data, new[old], self._seed, self._kernels)
         frozen = self._freeze([p for p in stage.parameters() if spec_of(p).frozen])
@@ -288,7 +330,9 @@ class FlatParameters:
         for parameter, begin in zip(self.parameters, self.starts, strict=True):
             a, b = max(start, begin), min(end, begin + parameter.numel())
             if a < b:
-                shard[a - start : b - start] = initial_values(parameter, self._seed, self._kernels).flatten()[a - begin : b - begin]
+                shard[a - start : b - start] = initial_values(
+                    parameter, self._seed, self._kernels
+                ).flatten()[a - begin : b - begin]
         return shard
 
     def shards(self, kind: str, tensor: Tensor, start: int, owned: bool) -> list[Shard]:
@@ -305,8 +349,11 @@ class FlatParameters:
 
     def frozen_shards(self) -> list[Shard]:
         """Where the weights that are not trained go, of those that this rank reads for all that hold them."""
-        return [_shard(WEIGHT.rstrip("/"), parameter, parameter.data.view(-1), 0) for parameter in self.frozen
-                if self._alike[parameter.spec.expert].rank == 0]
+        return [
+            _shard(WEIGHT.rstrip("/"), parameter, parameter.data.view(-1), 0)
+            for parameter in self.frozen
+            if self._alike[parameter.spec.expert].rank == 0
+        ]
 
     def fingerprint(self, words: int, groups: Groups) -> int:
         """A number of the frozen weights, the same in every layout, in FP32 and BF16. words: rows of the vocabulary. Collective."""
@@ -314,22 +361,40 @@ class FlatParameters:
         for parameter in self.frozen:
             spec, values = parameter.spec, parameter.data
             if spec.counted:
-                values = values[: max(0, words - spec.offset[0])] if spec.name in VOCABULARY else values
-                number = sum(int(part.bfloat16().view(torch.int16).sum(dtype=torch.int64)) for part in values.view(-1).split(PIECE))
+                values = (
+                    values[: max(0, words - spec.offset[0])] if spec.name in VOCABULARY else values
+                )
+                number = sum(
+                    int(part.bfloat16().view(torch.int16).sum(dtype=torch.int64))
+                    for part in values.view(-1).split(PIECE)
+                )
                 totals[spec.expert] += zlib.crc32(spec.name.encode()) * number
-        summed = torch.tensor([[float(total % FINGERPRINTS)] for total in totals], dtype=torch.float64)
+        summed = torch.tensor(
+            [[float(total % FINGERPRINTS)] for total in totals], dtype=torch.float64
+        )
         for comm in (groups.etp, groups.ep):
             comm.all_reduce(summed[1])
         groups.tp.all_reduce(summed[0])
         return int(groups.pp.all_reduce(summed.sum(0)).item()) % FINGERPRINTS
 
 
-def _shard(kind: str, parameter: FlatParameter | FrozenParameter, tensor: Tensor, first: int) -> Shard:
+def _shard(
+    kind: str, parameter: FlatParameter | FrozenParameter, tensor: Tensor, first: int
+) -> Shard:
     """That of a parameter's elements from number `first` on, which `tensor` (n,) holds."""
     spec = parameter.spec
-    copied = f"{kind}/{spec.init_name}" if spec.init_name != spec.name else None  # a tied copy, not in every layout
-    return Shard(key=f"{kind}/{spec.name}", tensor=tensor, global_shape=spec.shape, offset=spec.offset,
-                 slice_shape=tuple(parameter.shape), flat_start=first, alias=copied)
+    copied = (
+        f"{kind}/{spec.init_name}" if spec.init_name != spec.name else None
+    )  # a tied copy, not in every layout
+    return Shard(
+        key=f"{kind}/{spec.name}",
+        tensor=tensor,
+        global_shape=spec.shape,
+        offset=spec.offset,
+        slice_shape=tuple(parameter.shape),
+        flat_start=first,
+        alias=copied,
+    )
 
 
 def random_stream(parameter: nn.Parameter) -> int:
@@ -342,9 +407,16 @@ def _place(parameter: nn.Parameter, first: int) -> Place:
     spec = spec_of(parameter)
     split = spec.partition_dim or 0
     inside = math.prod(spec.shape[split + 1 :])
-    offset = spec.offset[split] * inside + (spec.offset[0] * math.prod(spec.shape[1:]) if split else 0)  # of experts the first ones
-    return Place(stream=random_stream(parameter), offset=offset, first=first,
-                 columns=parameter.shape[split] * inside, row=spec.shape[split] * inside)
+    offset = spec.offset[split] * inside + (
+        spec.offset[0] * math.prod(spec.shape[1:]) if split else 0
+    )  # of experts the first ones
+    return Place(
+        stream=random_stream(parameter),
+        offset=offset,
+        first=first,
+        columns=parameter.shape[split] * inside,
+        row=spec.shape[split] * inside,
+    )
 
 
 def initial_values(parameter: nn.Parameter, seed: int, kernels: Any) -> Tensor:
@@ -358,10 +430,23 @@ def fill_initial(values: Tensor, parameter: nn.Parameter, seed: int, kernels: An
     if spec.init_std is None:
         return values.fill_(spec.init_fill)
     rows, columns = spec.shape[-2:]
-    first, band = spec.offset[0] * math.prod(spec.shape[1:-2]) if len(spec.shape) > 2 else 0, max(1, PIECE // columns)
-    for index, matrix in enumerate(values.view(-1, *values.shape[-2:]), first):  # a gated linear layer has two
+    first, band = (
+        spec.offset[0] * math.prod(spec.shape[1:-2]) if len(spec.shape) > 2 else 0,
+        max(1, PIECE // columns),
+    )
+    for index, matrix in enumerate(
+        values.view(-1, *values.shape[-2:]), first
+    ):  # a gated linear layer has two
         for start, part in zip(count(index * rows + spec.offset[-2], band), matrix.split(band)):
             drawn = part if part.dtype == torch.float32 else torch.empty(part.shape)
-            kernels.philox_normal(drawn, seed, random_stream(parameter), start, spec.offset[-1], columns, spec.init_std)
+            kernels.philox_normal(
+                drawn,
+                seed,
+                random_stream(parameter),
+                start,
+                spec.offset[-1],
+                columns,
+                spec.init_std,
+            )
             part.copy_(drawn)
     return values

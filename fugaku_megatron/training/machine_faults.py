@@ -47,7 +47,11 @@ from ..host.observed import Observed
 from .flat import FlatParameters
 from .train import Trainer
 
-FORWARD, DATA, WEIGHT = MATMULS = ("linear_forward", "linear_data_gradient", "linear_weight_gradient")
+FORWARD, DATA, WEIGHT = MATMULS = (
+    "linear_forward",
+    "linear_data_gradient",
+    "linear_weight_gradient",
+)
 TEXTS = {FORWARD: "result", DATA: "gradient of the input", WEIGHT: "gradient of the weight"}
 DOUBT = 8.0
 UNIT = 2.0**-24  # rounding of FP32, in which matmuls add up
@@ -70,13 +74,29 @@ class Difference:
 
 def check_rows(sums: Tensor, checksums: Tensor, tolerance: Tensor) -> Difference | None:
     """The row whose sum (m) is beyond its tolerance (m) most; None where none is. A checksum that is not finite says nothing."""
-    off = ((sums - checksums).abs() / tolerance).nan_to_num(nan=torch.inf).where(checksums.isfinite(), torch.zeros(()))
+    off = (
+        ((sums - checksums).abs() / tolerance)
+        .nan_to_num(nan=torch.inf)
+        .where(checksums.isfinite(), torch.zeros(()))
+    )
     row = int(off.argmax())
-    return Difference(row, float(sums[row]), float(checksums[row]), float(tolerance[row])) if off[row] > 1 else None
+    return (
+        Difference(row, float(sums[row]), float(checksums[row]), float(tolerance[row]))
+        if off[row] > 1
+        else None
+    )
 
 
-def tolerances(terms: int, left: Tensor, right: float, total: Tensor, stored: Tensor, sums: Tensor, columns: int,
-               rounding: float) -> Tensor:
+def tolerances(
+    terms: int,
+    left: Tensor,
+    right: float,
+    total: Tensor,
+    stored: Tensor,
+    sums: Tensor,
+    columns: int,
+    rounding: float,
+) -> Tensor:
     """Of the sums (m) of the rows of P, whose elements are inner products of `terms` terms, (m).
 
     left (m): norms of L's rows. right: norm of R. total: the sum of R's rows. stored (m): norms of P's rows of so many columns.
@@ -87,16 +107,30 @@ def tolerances(terms: int, left: Tensor, right: float, total: Tensor, stored: Te
     stored = stored.where(stored.isfinite(), torch.zeros(()))  # a wrong element may be that large
     added = (stored + sums.abs()).where(sums.isfinite(), torch.zeros(()))
     products = UNIT * (terms**0.5 + cascade) * scale * (left + TINY)
-    return DOUBT * (products + UNIT * cascade * torch.minimum(added, stored * columns**0.5) + rounding * stored)
+    return DOUBT * (
+        products + UNIT * cascade * torch.minimum(added, stored * columns**0.5) + rounding * stored
+    )
 
 
-def compare(left: Tensor, right: Tensor, result: Tensor, bias: Tensor | None = None) -> Difference | None:
+def compare(
+    left: Tensor, right: Tensor, result: Tensor, bias: Tensor | None = None
+) -> Difference | None:
     """Whether result (m, n) is left (m, k) right^T, right (n, k), + bias (n): the row that is not, most of all, or None."""
     left, right = left.float(), right.float()
     sums, total = result.sum(1, dtype=torch.float32), right.sum(0)
-    tolerance = tolerances(left.shape[1], _norm(left, 1), float(_norm(right)), total, _norm(result, 1), sums, result.shape[1],
-                           torch.finfo(result.dtype).eps / 2)
-    return check_rows(sums, left @ total if bias is None else left @ total + bias.float().sum(), tolerance)
+    tolerance = tolerances(
+        left.shape[1],
+        _norm(left, 1),
+        float(_norm(right)),
+        total,
+        _norm(result, 1),
+        sums,
+        result.shape[1],
+        torch.finfo(result.dtype).eps / 2,
+    )
+    return check_rows(
+        sums, left @ total if bias is None else left @ total + bias.float().sum(), tolerance
+    )
 
 
 def _norm(x: Tensor, dim: int | None = None) -> Tensor:
@@ -107,7 +141,9 @@ class Checksums:
     """Checks the matmuls of this rank's chosen layers. layers: their numbers, from 0 as in names, or ALL for every matmul."""
 
     def __init__(self, layers: Sequence[str]) -> None:
-        self._prefixes = None if ALL in layers else tuple(f"decoder.layers.{layer}." for layer in layers)
+        self._prefixes = (
+            None if ALL in layers else tuple(f"decoder.layers.{layer}." for layer in layers)
+        )
         self._flat: FlatParameters | None = None
         self._found: str | None = None
 
@@ -123,7 +159,13 @@ class Checksums:
         """What was found since the last report, on the first rank that found something; None where none did. Collective."""
         own, self._found = self._found, None
         rank = first_rank(world, None if own is None else (0,), 1)
-        return None if rank is None else world.broadcast_object(f"rank {world.rank} (node {platform.node()}), {own}", root=rank)
+        return (
+            None
+            if rank is None
+            else world.broadcast_object(
+                f"rank {world.rank} (node {platform.node()}), {own}", root=rank
+            )
+        )
 
     def _name(self, tensor: Tensor) -> str | None:
         """Of the checked weight whose values or gradients are an argument of a matmul."""
@@ -139,34 +181,70 @@ class Checksums:
             return function(*args, **kwargs)
         return getattr(self, "_" + kernel)(name, lambda: function(*args, **kwargs), *args)
 
-    def _linear_forward(self, name: str, call: Callable[[], None], x: Tensor, weight: Tensor, out: Tensor,
-                        bias: Tensor | None = None, activation: str | None = None, pre: Tensor | None = None, *_: Any) -> None:
+    def _linear_forward(
+        self,
+        name: str,
+        call: Callable[[], None],
+        x: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        pre: Tensor | None = None,
+        *_: Any,
+    ) -> None:
         call()
         result = pre if activation else out  # what comes before the activation, if it is kept
         if result is not None:
             self._again(FORWARD, name, call, lambda: compare(x, weight, result, bias))
 
-    def _linear_data_gradient(self, name: str, call: Callable[[], None], dy: Tensor, weight: Tensor, dx: Tensor,
-                              activation_input: Tensor | None = None, *_: Any) -> None:
+    def _linear_data_gradient(
+        self,
+        name: str,
+        call: Callable[[], None],
+        dy: Tensor,
+        weight: Tensor,
+        dx: Tensor,
+        activation_input: Tensor | None = None,
+        *_: Any,
+    ) -> None:
         call()
         if activation_input is None:
             self._again(DATA, name, call, lambda: compare(dy, weight.t(), dx))
 
-    def _linear_weight_gradient(self, name: str, call: Callable[[], None], dy: Tensor, x: Tensor, grad: Tensor, *_: Any) -> None:
+    def _linear_weight_gradient(
+        self, name: str, call: Callable[[], None], dy: Tensor, x: Tensor, grad: Tensor, *_: Any
+    ) -> None:
         before, stored = grad.sum(1), _norm(grad, 1)
         call()
         after, dy, total = grad.sum(1), dy.float(), x.float().sum(1)
-        tolerance = tolerances(len(x), dy.square().sum(0).sqrt(), float(_norm(x)), total, stored + _norm(grad, 1),
-                               before.abs() + after.abs(), grad.shape[1], UNIT)
+        tolerance = tolerances(
+            len(x),
+            dy.square().sum(0).sqrt(),
+            float(_norm(x)),
+            total,
+            stored + _norm(grad, 1),
+            before.abs() + after.abs(),
+            grad.shape[1],
+            UNIT,
+        )
         found = check_rows(after - before, total @ dy, tolerance)
         if found:
             self._keep(f"{TEXTS[WEIGHT]} of {name}: {found}; it is part of the gradient now")
 
-    def _again(self, kernel: str, name: str, call: Callable[[], None], check: Callable[[], Difference | None]) -> None:
+    def _again(
+        self,
+        kernel: str,
+        name: str,
+        call: Callable[[], None],
+        check: Callable[[], Difference | None],
+    ) -> None:
         """Compute the matmul once more where the check fails. The second result stays."""
         if found := check():
             call()
-            self._keep(f"{TEXTS[kernel]} of {name}: {found}; computed again it is {'wrong' if check() else 'correct'}")
+            self._keep(
+                f"{TEXTS[kernel]} of {name}: {found}; computed again it is {'wrong' if check() else 'correct'}"
+            )
 
     def _keep(self, text: str) -> None:
         self._found = self._found or text
@@ -203,12 +281,18 @@ def _describe(trainer: Trainer, dp: Comm, own: Tensor, differs: Tensor) -> str:
     """What this rank says of itself: nothing where most replicas agree with it. Collective over the replicas, which all call."""
     index = int(differs.nonzero()[0])
     hashes = dp.all_gather(torch.empty(dp.size, dtype=torch.int64), own[index : index + 1])
-    places = dp.all_gather_object(f"rank {trainer.world.rank} (node {platform.node()}, replica {dp.rank})")
+    places = dp.all_gather_object(
+        f"rank {trainer.world.rank} (node {platform.node()}, replica {dp.rank})"
+    )
     name = trainer.optimizer.flat.parameters[index].spec.name
     (common, count), *others = Counter(hashes.tolist()).most_common()
     if others and others[0][1] == count:
         return f"{', '.join(places)} hold different bits in {name}, and most of them do not agree on any"
-    return "" if int(own[index]) == common else f"{places[dp.rank]} holds other bits in {name} than {count} of {dp.size} replicas"
+    return (
+        ""
+        if int(own[index]) == common
+        else f"{places[dp.rank]} holds other bits in {name} than {count} of {dp.size} replicas"
+    )
 
 
 NORMAL_MAD = 1.4826  # standard deviations in the median absolute deviation of a normal distribution
@@ -239,8 +323,10 @@ class Spikes:
             return None
         if not math.isfinite(loss):
             return f"the loss is {loss}"
-        return (f"the loss {loss:.4f} is above {limit:.4f}, the limit over the median {middle:.4f} of the last "
-                f"{min(len(self._losses) - 1, WINDOW)}")
+        return (
+            f"the loss {loss:.4f} is above {limit:.4f}, the limit over the median {middle:.4f} of the last "
+            f"{min(len(self._losses) - 1, WINDOW)}"
+        )
 
     def _limit(self) -> tuple[float, float]:
         """Median of the losses, and the largest loss that is not a spike."""
@@ -252,7 +338,11 @@ class Spikes:
 
 
 OUTPUT, INPUT_GRADIENT, WEIGHT_GRADIENT = range(3)
-PLACES = ("the output of part {}", "the gradient of part {}'s input", "the weight gradients")  # `parts`: 0 is the first
+PLACES = (
+    "the output of part {}",
+    "the gradient of part {}'s input",
+    "the weight gradients",
+)  # `parts`: 0 is the first
 LARGEST_PART = 2**30
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 Key = tuple[int, int, int]  # first sample, kind, part of the model in the order of the pass
@@ -262,7 +352,9 @@ def bit_sum(x: Tensor) -> int:
     """The elements of x (any shape) as whole numbers, added up modulo 2^64: one flipped bit always changes it."""
     flat = x.detach().reshape(-1)
     whole = all(n * x.element_size() % 8 == 0 for n in (flat.numel(), flat.storage_offset()))
-    return int(flat.view(torch.int64 if whole else INTEGERS[x.element_size()]).sum())  # torch converts smaller ones
+    return int(
+        flat.view(torch.int64 if whole else INTEGERS[x.element_size()]).sum()
+    )  # torch converts smaller ones
 
 
 class Fingerprints:
@@ -296,12 +388,16 @@ class Fingerprints:
 
 def first_difference(one: dict[Key, int], other: dict[Key, int]) -> Key | None:
     """The first key whose numbers differ."""
-    return min((key for key in one.keys() | other.keys() if one.get(key) != other.get(key)), default=None)
+    return min(
+        (key for key in one.keys() | other.keys() if one.get(key) != other.get(key)), default=None
+    )
 
 
 def _what(key: Key) -> str:
     sample, kind, part = key
-    return PLACES[kind].format(abs(part)) + f" of the micro-batch that begins with sample {sample}" * (kind != WEIGHT_GRADIENT)
+    return PLACES[kind].format(
+        abs(part)
+    ) + f" of the micro-batch that begins with sample {sample}" * (kind != WEIGHT_GRADIENT)
 
 
 class Rerun:
@@ -323,14 +419,24 @@ class Rerun:
             return loss
         again = trainer.repeat(consumed, scaler.scale)
         place = self._first_difference(first, self.fingerprints.take())
-        sums = [bit_sum(torch.tensor(value, dtype=torch.float64)) for value in (loss, norm, again, trainer.optimizer.grad_norm())]
+        sums = [
+            bit_sum(torch.tensor(value, dtype=torch.float64))
+            for value in (loss, norm, again, trainer.optimizer.grad_norm())
+        ]
         if place is None and sums[:2] != sums[2:]:
             place = "the sums over ranks"
-        verdict = self._bad_batch(consumed) if place is None else (
-            "it has other bits: the cause is a machine, not the batch. "
-            f"The first difference is in {place}. The run uses the repetition, with loss {again:.4f}")
+        verdict = (
+            self._bad_batch(consumed)
+            if place is None
+            else (
+                "it has other bits: the cause is a machine, not the batch. "
+                f"The first difference is in {place}. The run uses the repetition, with loss {again:.4f}"
+            )
+        )
         iteration = trainer.progress.iteration + 1
-        self.say(iteration, f"iteration {iteration}: {reason}. Repeated from the same state {verdict}")
+        self.say(
+            iteration, f"iteration {iteration}: {reason}. Repeated from the same state {verdict}"
+        )
         return again
 
     def _first_difference(self, first: dict[Key, int], again: dict[Key, int]) -> str | None:
@@ -340,12 +446,20 @@ class Rerun:
         rank = first_rank(world, key and (key[0], key[1], key[2] + LARGEST_PART), 3)
         if rank is None:
             return None
-        who = f"rank {rank}" if tp == 1 else f"ranks {rank // tp * tp} to {rank // tp * tp + tp - 1}, which share their layers"
-        text = f"{_what(key)}, on {who} (node {platform.node()})" if key and rank == world.rank else ""
+        who = (
+            f"rank {rank}"
+            if tp == 1
+            else f"ranks {rank // tp * tp} to {rank // tp * tp + tp - 1}, which share their layers"
+        )
+        text = (
+            f"{_what(key)}, on {who} (node {platform.node()})" if key and rank == world.rank else ""
+        )
         return world.broadcast_object(text, root=rank)
 
     def _bad_batch(self, consumed: int) -> str:
         trainer = self.trainer
         samples = trainer.skips.samples(consumed, trainer.batch_size(consumed))
-        return ("it has the same bits: the cause is the batch, not a machine. "
-                f"--skip-samples {samples[0]}:{samples[-1] + 1} leaves it out of a run that continues from an earlier checkpoint")
+        return (
+            "it has the same bits: the cause is the batch, not a machine. "
+            f"--skip-samples {samples[0]}:{samples[-1] + 1} leaves it out of a run that continues from an earlier checkpoint"
+        )

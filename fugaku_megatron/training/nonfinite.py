@@ -33,9 +33,26 @@ from ..pipeline.parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD,
 from .flat import FlatParameter, stage_units
 from .train import Trainer
 
-OPERATIONS = ("linear", "column_linear", "row_linear", "mlp", "mlp_between_parts", "gated_mlp", "gated_mlp_between_parts",
-              "attention", "rotary", "layer_norm", "rms_norm", "bias_dropout_add", "bias_dropout_add_layer_norm",
-              "bias_dropout_add_rms_norm", "dropout", "embedding", "add_position", "head_loss")  # of `nn.ops.Ops`
+OPERATIONS = (
+    "linear",
+    "column_linear",
+    "row_linear",
+    "mlp",
+    "mlp_between_parts",
+    "gated_mlp",
+    "gated_mlp_between_parts",
+    "attention",
+    "rotary",
+    "layer_norm",
+    "rms_norm",
+    "bias_dropout_add",
+    "bias_dropout_add_layer_norm",
+    "bias_dropout_add_rms_norm",
+    "dropout",
+    "embedding",
+    "add_position",
+    "head_loss",
+)  # of `nn.ops.Ops`
 KEY_LENGTH = 4
 
 
@@ -114,7 +131,9 @@ class Search:
     def _observed_stage(self) -> Stage:
         """A stage on the trainer's parameters, without its hooks, whose operations this search sees."""
         trained = self.trainer.stage
-        ops: Any = Observed(self.trainer.ops, OPERATIONS, self._operation)  # has the methods of `Ops`
+        ops: Any = Observed(
+            self.trainer.ops, OPERATIONS, self._operation
+        )  # has the methods of `Ops`
         stage = Stage(self.trainer.run, self.trainer.groups, ops)
         for module, original in zip(stage.modules(), trained.modules(), strict=True):
             for name, parameter in original.named_parameters(recurse=False):
@@ -125,7 +144,9 @@ class Search:
 
     def watch(self, executor: Any) -> Any:
         """The executor, its computation seen."""
-        return Observed(executor, (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT), self._instruction)
+        return Observed(
+            executor, (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT), self._instruction
+        )
 
     def _instruction(self, op: str, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         self._now = args[0]
@@ -139,7 +160,11 @@ class Search:
         for parameter in (p for unit in stage_units(self.trainer.stage) for p in unit):
             assert isinstance(parameter, FlatParameter)
             if found := _bad([parameter.main_grad]):
-                return self._found(True, f"the gradient of {parameter.spec.name}, after finite gradients of activations", found)
+                return self._found(
+                    True,
+                    f"the gradient of {parameter.spec.name}, after finite gradients of activations",
+                    found,
+                )
         return None
 
     # What an operation does -----------------------------------------------------------------------------------------------------
@@ -150,7 +175,9 @@ class Search:
         call, given = _Call(_name(name, bound.arguments, self._before)), bound.arguments
         self._before = call.name
         inputs = [v for v in given.values() if not isinstance(v, nn.Parameter)]
-        valid = given.get("needs_values", True)  # else neither result nor, after an operation of that kind, input must be
+        valid = given.get(
+            "needs_values", True
+        )  # else neither result nor, after an operation of that kind, input must be
         before = _bad(inputs) if valid else None
         for key, value in given.items():
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
@@ -184,8 +211,13 @@ class Search:
             return
         trainer, now = self.trainer, self._now
         groups, size = trainer.groups, trainer.run.batch.micro_batch_size
-        first = first_sample(self.consumed, now.microbatch, size, groups.data_rank, groups.data_size)
-        backward, part = now.op != FORWARD, trainer.stage.placement.part(trainer.groups.pp.rank, now.chunk)
+        first = first_sample(
+            self.consumed, now.microbatch, size, groups.data_rank, groups.data_size
+        )
+        backward, part = (
+            now.op != FORWARD,
+            trainer.stage.placement.part(trainer.groups.pp.rank, now.chunk),
+        )
         what = "its inputs are finite, its result is not" if made else "its inputs are not finite"
         batch = trainer.skips.samples(self.consumed, trainer.batch_size(self.consumed))
         ends = batch[first - self.consumed], batch[first - self.consumed + size - 1]
@@ -200,7 +232,11 @@ def _say(trainer: Trainer, finding: Finding | None, form: str) -> str | None:
     rank = first_rank(world, finding.key if finding else None, KEY_LENGTH)
     if rank is None:
         return None
-    own = form.format(f"rank {rank} (node {platform.node()}), {finding.text}") if finding and rank == world.rank else ""
+    own = (
+        form.format(f"rank {rank} (node {platform.node()}), {finding.text}")
+        if finding and rank == world.rank
+        else ""
+    )
     return world.broadcast_object(own, root=rank)
 
 
@@ -224,7 +260,10 @@ def find_nonfinite(trainer: Trainer, consumed: int, scale: float) -> str:
     search = Search(trainer, consumed)
     trainer.repeat(consumed, scale, search.stage, search.watch)
     text = _say(trainer, search.made, "first produced by {}") or _say(
-        trainer, search.met, "first seen by {}, and no operation produced it: what lies between is communication")
+        trainer,
+        search.met,
+        "first seen by {}, and no operation produced it: what lies between is communication",
+    )
     if text:
         return text
     if math.isfinite(trainer.optimizer.grad_norm()):

@@ -26,7 +26,15 @@ from ..comm.grid import Grid, Groups
 from ..config.layout import Layout, placement
 from ..config.run_config import OutputConfig, RunConfig
 from ..host.allocator import peak_memory_mib
-from ..host.observed import INSTRUCTIONS, NONBLOCKING, Observed, Observer, Phases, Profiler, observe_groups
+from ..host.observed import (
+    INSTRUCTIONS,
+    NONBLOCKING,
+    Observed,
+    Observer,
+    Phases,
+    Profiler,
+    observe_groups,
+)
 from ..logs import plot
 from ..pipeline.parts import SENDS, Instruction
 from ..pipeline.schedule import Executor
@@ -58,7 +66,9 @@ class Profile:
         self.ranks, self.folder = profiled_ranks(output, layout), Path(output.profile_dir)
         self.pipeline, self.placement = first_pipeline(layout), placement(run)
         self.profiler = Profiler() if world.rank in self.ranks else None
-        self.whole = self.profiler if world.rank in output.profile_ranks else None  # records kernels and messages, too
+        self.whole = (
+            self.profiler if world.rank in output.profile_ranks else None
+        )  # records kernels and messages, too
         self.started = 0  # iterations since this start
 
     # What is observed -----------------------------------------------------------------------------------------------------------
@@ -92,8 +102,10 @@ class Profile:
     def end(self, say: Say) -> None:
         """At the end of a run, which may have had fewer iterations than asked for. Collective."""
         if self.started < self.output.profile_step_start:
-            say(f"note: no profile: this start had {self.started} iterations, --profile-step-start is "
-                f"{self.output.profile_step_start}")
+            say(
+                f"note: no profile: this start had {self.started} iterations, --profile-step-start is "
+                f"{self.output.profile_step_start}"
+            )
         elif self.started < self.output.profile_step_end - 1:
             self._write(say)
 
@@ -115,17 +127,25 @@ class Profile:
             self._merge(self.folder / "trace.json", say)
 
     def _merge(self, merged: Path, say: Say) -> None:
-        missing = plot.merge_traces([self._trace(rank) for rank in self.ranks], merged, self.placement, self.pipeline)
-        say(f"trace of {len(self.ranks) - len(missing)} ranks: {merged} (open it in ui.perfetto.dev)")
+        missing = plot.merge_traces(
+            [self._trace(rank) for rank in self.ranks], merged, self.placement, self.pipeline
+        )
+        say(
+            f"trace of {len(self.ranks) - len(missing)} ranks: {merged} (open it in ui.perfetto.dev)"
+        )
         if missing:
-            say(f"note: not in it, because the directory of rank 0 does not have them: {', '.join(p.name for p in missing)}")
+            say(
+                f"note: not in it, because the directory of rank 0 does not have them: {', '.join(p.name for p in missing)}"
+            )
         elif self.layout.pp > 1:
             say(_draw(merged, self.folder / "schedule.png"))
 
     def _write_own(self, profiler: Profiler, say: Say) -> None:
         rank = self.world.rank
         self.folder.mkdir(parents=True, exist_ok=True)
-        profiler.write_trace(self._trace(rank), rank, Grid(*self.layout.sizes).coords(rank)[1], peak_memory_mib())
+        profiler.write_trace(
+            self._trace(rank), rank, Grid(*self.layout.sizes).coords(rank)[1], peak_memory_mib()
+        )
         if not self.whole:
             return
         lines = self.whole.table()
@@ -151,15 +171,34 @@ def common_moment(world: Comm) -> float:
 
 def _draw(trace: Path, picture: Path) -> str:
     """What the log says of the picture of the schedule."""
-    drawing = plot.start("schedule", str(trace), str(picture), stderr=subprocess.PIPE, text=True, encoding="utf-8",
-                         errors="surrogateescape")
+    drawing = plot.start(
+        "schedule",
+        str(trace),
+        str(picture),
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        errors="surrogateescape",
+    )
     errors = drawing.communicate()[1].strip()
-    return f"{picture}: not drawn, {errors.splitlines()[-1]}" if drawing.returncode else f"schedule: {picture}"
+    return (
+        f"{picture}: not drawn, {errors.splitlines()[-1]}"
+        if drawing.returncode
+        else f"schedule: {picture}"
+    )
 
 
-NAMES = {"world": "all", "tp": "tensor-parallel", "pp": "pipeline", "dp": "data-parallel", "embedding": "embedding's",
-         "cp": "context-parallel",
-         "ep": "expert-parallel", "etp": "expert-tensor-parallel", "edp": "expert-data-parallel"}
+NAMES = {
+    "world": "all",
+    "tp": "tensor-parallel",
+    "pp": "pipeline",
+    "dp": "data-parallel",
+    "embedding": "embedding's",
+    "cp": "context-parallel",
+    "ep": "expert-parallel",
+    "etp": "expert-tensor-parallel",
+    "edp": "expert-data-parallel",
+}
 MESSAGES = ("isend", "irecv")  # between stages they are those of an instruction, which says more
 LISTED = 4  # ranks of a group that are named
 
@@ -176,7 +215,11 @@ class Heartbeats:
 
     def __init__(self, heart: Heartbeat, grid: Grid, rank: int) -> None:
         self.heart = heart
-        self._ranks = {**dict.fromkeys(NAMES, [rank]), "world": range(grid.world_size), **grid.ranks(rank)}
+        self._ranks = {
+            **dict.fromkeys(NAMES, [rank]),
+            "world": range(grid.world_size),
+            **grid.ranks(rank),
+        }
 
     def groups(self, groups: Groups) -> Groups:
         """The same groups; a collective is told with the group's ranks."""
@@ -187,9 +230,13 @@ class Heartbeats:
         chunks, placement, stage = len(executor.chunks), executor.placement, executor.pp.rank
         peers = self._ranks["pp"]
 
-        def call(name: str, function: Callable[..., Any], args: tuple[Instruction], kwargs: dict) -> Any:
+        def call(
+            name: str, function: Callable[..., Any], args: tuple[Instruction], kwargs: dict
+        ) -> Any:
             instruction = args[0]
-            what = f"{name} of micro-batch {instruction.microbatch}" + (f", chunk {instruction.chunk}" if chunks > 1 else "")
+            what = f"{name} of micro-batch {instruction.microbatch}" + (
+                f", chunk {instruction.chunk}" if chunks > 1 else ""
+            )
             if name.startswith(("send", "recv")):
                 what += f" {'to' if name in SENDS else 'from'} rank {peers[placement.peer(stage, instruction)[0]]}"
             return self._during(what, function, args, kwargs)
@@ -216,7 +263,9 @@ class Heartbeats:
             if name in MESSAGES and group == "pp":
                 return function(*args, **kwargs)
             verb = name.removeprefix("i") if name in NONBLOCKING else name
-            before = self.heart.enter(f"{verb} {members}" + f" in {self.heart.what}" * bool(self.heart.what))
+            before = self.heart.enter(
+                f"{verb} {members}" + f" in {self.heart.what}" * bool(self.heart.what)
+            )
             try:
                 result = function(*args, **kwargs)
             finally:
@@ -281,11 +330,15 @@ def _link(world: Comm, nodes: Nodes) -> Link:
 
 def _parents(world: Comm, nodes: Nodes, address: str, ports: list[int]) -> list[Address]:
     """Where the node above listens. Of each node one rank learns 24 bytes of all others, for as long as this takes."""
-    own = torch.tensor([int.from_bytes(socket.inet_aton(address), "big"), *ports, *[0] * (LISTENERS - len(ports))])
+    own = torch.tensor(
+        [int.from_bytes(socket.inet_aton(address), "big"), *ports, *[0] * (LISTENERS - len(ports))]
+    )
     leaders = world.split(0 if nodes.leads else 1, world.rank)
     above = parent(nodes.number)
     if nodes.leads:
-        everyone = leaders.all_gather(own.new_empty(leaders.size, own.numel()), own)  # (nodes, 1 + LISTENERS)
+        everyone = leaders.all_gather(
+            own.new_empty(leaders.size, own.numel()), own
+        )  # (nodes, 1 + LISTENERS)
         own = everyone[above or 0].clone()
     number, *listening = nodes.ranks.broadcast(own).tolist()
     host = socket.inet_ntoa(number.to_bytes(4, "big"))

@@ -38,7 +38,9 @@ class LossScaler:
     def __init__(self, precision: PrecisionConfig) -> None:
         self.precision = precision
         self.dynamic = precision.fp16 and precision.loss_scale is None
-        self.scale = precision.loss_scale or (precision.initial_loss_scale if precision.fp16 else 1.0)
+        self.scale = precision.loss_scale or (
+            precision.initial_loss_scale if precision.fp16 else 1.0
+        )
         self.good_steps, self.hysteresis = 0, precision.hysteresis
 
     @property
@@ -67,7 +69,11 @@ class LossScaler:
     def load(self, state: dict[str, float]) -> None:
         """Back from the checkpoint."""
         if self.dynamic:
-            self.scale, self.good_steps, self.hysteresis = state["scale"], int(state["good_steps"]), int(state["hysteresis"])
+            self.scale, self.good_steps, self.hysteresis = (
+                state["scale"],
+                int(state["good_steps"]),
+                int(state["hysteresis"]),
+            )
 
 
 @dataclass(frozen=True)
@@ -111,11 +117,19 @@ class Part:
             self.low[at].copy_(self.master[at])
 
 
-def _inside(updates: list[tuple[Range, Place | None]], start: int, end: int) -> list[tuple[Range, Place | None]]:
+def _inside(
+    updates: list[tuple[Range, Place | None]], start: int, end: int
+) -> list[tuple[Range, Place | None]]:
     """What of `updates` lies in elements [start, end), counted from `start`."""
     cut = [(r, place, max(r.start, start), min(r.end, end)) for r, place in updates]
-    return [(replace(r, start=a - start, end=b - start), place and replace(place, first=place.first + a - r.start))
-            for r, place, a, b in cut if a < b]
+    return [
+        (
+            replace(r, start=a - start, end=b - start),
+            place and replace(place, first=place.first + a - r.start),
+        )
+        for r, place, a, b in cut
+        if a < b
+    ]
 
 
 class Optimizer:
@@ -130,13 +144,24 @@ class Optimizer:
     def __init__(self, stage: Stage, run: RunConfig, groups: Groups, ops: Ops) -> None:
         self.run, self.groups, self.ops, self.config = run, groups, ops, run.optimizer
         self.sharded = run.parallel.zero_stage == 1
-        self.flat = FlatParameters(stage, PARAMETER_DTYPES[run.precision.name], run.training.seed, ops.kernels,
-                                   (groups.dp, groups.edp), bucket_minimum(run, groups.dp.size), self.config.muon)
+        self.flat = FlatParameters(
+            stage,
+            PARAMETER_DTYPES[run.precision.name],
+            run.training.seed,
+            ops.kernels,
+            (groups.dp, groups.edp),
+            bucket_minimum(run, groups.dp.size),
+            self.config.muon,
+        )
         self.buckets = BucketComm(stage, self.flat, run, groups)
         self.parts = [self._part(*self.buckets.part(bucket)) for bucket in self.flat.buckets]
-        self._muon = Muon(self.flat, self.buckets, run, groups, ops.kernels) if self.config.muon else None
+        self._muon = (
+            Muon(self.flat, self.buckets, run, groups, ops.kernels) if self.config.muon else None
+        )
         self.scaler, self.steps = LossScaler(run.precision), 0
-        self._expanded: dict[tuple[str, int], Tensor] = {}  # moments of 8 bits in FP32, for a checkpoint
+        self._expanded: dict[
+            tuple[str, int], Tensor
+        ] = {}  # moments of 8 bits in FP32, for a checkpoint
         self._reduced: list[Tensor] | None = None
         self._norm: float | None = None
 
@@ -145,14 +170,34 @@ class Optimizer:
         ranges = self.flat.ranges(start, end)
         orthogonal = max((r.end for r in ranges if r.orthogonal), default=0)
         if self.config.exp_avg_dtype == "int8":
-            eight, exp_avg, exp_avg_sq = (EightBitMoment(end - start, True), EightBitMoment(end - start, False)), NOTHING, NOTHING
+            eight, exp_avg, exp_avg_sq = (
+                (EightBitMoment(end - start, True), EightBitMoment(end - start, False)),
+                NOTHING,
+                NOTHING,
+            )
         else:
-            eight, exp_avg = None, torch.zeros(end - start, dtype=PARAMETER_DTYPES[self.config.exp_avg_dtype])
-            exp_avg_sq = torch.zeros(end - start - orthogonal, dtype=PARAMETER_DTYPES[self.config.exp_avg_sq_dtype])
-        return Part(start, self.flat.initial_shard(start, end) if masters else own, own if masters else None, exp_avg, exp_avg_sq,
-                    eight, orthogonal, ranges, self._updates(start, end, ranges))
+            eight, exp_avg = (
+                None,
+                torch.zeros(end - start, dtype=PARAMETER_DTYPES[self.config.exp_avg_dtype]),
+            )
+            exp_avg_sq = torch.zeros(
+                end - start - orthogonal, dtype=PARAMETER_DTYPES[self.config.exp_avg_sq_dtype]
+            )
+        return Part(
+            start,
+            self.flat.initial_shard(start, end) if masters else own,
+            own if masters else None,
+            exp_avg,
+            exp_avg_sq,
+            eight,
+            orthogonal,
+            ranges,
+            self._updates(start, end, ranges),
+        )
 
-    def _updates(self, start: int, end: int, ranges: list[Range]) -> list[tuple[Range, Place | None]]:
+    def _updates(
+        self, start: int, end: int, ranges: list[Range]
+    ) -> list[tuple[Range, Place | None]]:
         """Long ranges, or single parameters where rounding depends on an element's place."""
         if "bf16" in (self.config.exp_avg_sq_dtype, self.config.main_params_dtype):
             return [*self.flat.pieces(start, end)]
@@ -171,8 +216,13 @@ class Optimizer:
         """Sum measure(range) over the counted elements of all ranks' shards. values: a tensor for each part."""
         totals = [0.0, 0.0]  # of divided experts the second
         for bucket, part, tensor in zip(self.flat.buckets, self.parts, values, strict=True):
-            totals[bucket.expert] += sum(measure(tensor[r.start : r.end]) for r in part.ranges if r.counted)
-        groups, (summed, of_experts) = self.groups, torch.tensor(totals, dtype=torch.float64).view(2, 1).unbind()
+            totals[bucket.expert] += sum(
+                measure(tensor[r.start : r.end]) for r in part.ranges if r.counted
+            )
+        groups, (summed, of_experts) = (
+            self.groups,
+            torch.tensor(totals, dtype=torch.float64).view(2, 1).unbind(),
+        )
         if self.sharded:
             summed += of_experts  # a rank's shards are its own, whatever they are of
         groups.tp.all_reduce(summed)
@@ -187,7 +237,9 @@ class Optimizer:
     def params_norm(self) -> float:
         """L2 norm of all weights, each counted once."""
         self.buckets.await_weights()
-        return math.sqrt(self._sum_counted([part.master for part in self.parts], self.ops.kernels.squared_norm))
+        return math.sqrt(
+            self._sum_counted([part.master for part in self.parts], self.ops.kernels.squared_norm)
+        )
 
     def reduce_gradients(self) -> list[Tensor]:
         """The summed gradients (n,) of each of the parts; the same again until `zero_grad`. Collective the first time."""
@@ -201,10 +253,19 @@ class Optimizer:
 
     def _norm_of(self, grads: list[Tensor]) -> float:
         if self._norm is None:
-            self._norm = math.sqrt(self._sum_counted(grads, self.ops.kernels.squared_norm)) / self.scaler.scale
+            self._norm = (
+                math.sqrt(self._sum_counted(grads, self.ops.kernels.squared_norm))
+                / self.scaler.scale
+            )
         return self._norm
 
-    def step(self, lr: float, weight_decay: float, count_zeros: bool = False, decoupled_lr: float | None = None) -> StepResult:
+    def step(
+        self,
+        lr: float,
+        weight_decay: float,
+        count_zeros: bool = False,
+        decoupled_lr: float | None = None,
+    ) -> StepResult:
         """Update the weights from the accumulated gradients, or skip the update when they hold an Inf or NaN.
 
         decoupled_lr: of the weights that --decoupled-lr is for; None: theirs is `lr` as well.
@@ -221,7 +282,9 @@ class Optimizer:
         self.steps += 1
         self._expanded.clear()
         self.ops.weights_changed()  # packed copies of the old ones are no longer used
-        for index in reversed(range(len(self.parts))):  # the next forward needs the last bucket first
+        for index in reversed(
+            range(len(self.parts))
+        ):  # the next forward needs the last bucket first
             part, factor = self.parts[index], min(clip, 1.0) / scale
             if part.eight_bit or part.in_bf16:
                 self._adamw_by_chunks(part, grads[index], rates, weight_decay, factor)
@@ -232,7 +295,14 @@ class Optimizer:
             self.buckets.gather(index)
         return StepResult(norm, zeros, False)
 
-    def _adamw(self, part: Part, grads: Tensor, rates: tuple[float, float], weight_decay: float, grad_scale: float) -> None:
+    def _adamw(
+        self,
+        part: Part,
+        grads: Tensor,
+        rates: tuple[float, float],
+        weight_decay: float,
+        grad_scale: float,
+    ) -> None:
         config, adamw = self.config, self.ops.kernels.adamw
         for r, place in part.updates:
             at, after = slice(r.start, r.end), part.orthogonal
@@ -241,22 +311,51 @@ class Optimizer:
             if r.balances or r.orthogonal:
                 continue
             exp_avg_sq = part.exp_avg_sq[r.start - after : r.end - after]
-            adamw(part.master[at], grads[at], part.exp_avg[at], exp_avg_sq, lr=rates[r.decoupled], beta1=config.adam_beta1,
-                  beta2=config.adam_beta2, eps=config.adam_eps, weight_decay=weight_decay if r.decayed else 0.0, step=self.steps,
-                  grad_scale=grad_scale, copy=None if part.low is None else part.low[at],
-                  **({"seed": self.run.training.seed, **asdict(place)} if place else {}))
+            adamw(
+                part.master[at],
+                grads[at],
+                part.exp_avg[at],
+                exp_avg_sq,
+                lr=rates[r.decoupled],
+                beta1=config.adam_beta1,
+                beta2=config.adam_beta2,
+                eps=config.adam_eps,
+                weight_decay=weight_decay if r.decayed else 0.0,
+                step=self.steps,
+                grad_scale=grad_scale,
+                copy=None if part.low is None else part.low[at],
+                **({"seed": self.run.training.seed, **asdict(place)} if place else {}),
+            )
 
-    def _adamw_by_chunks(self, part: Part, grads: Tensor, rates: tuple[float, float], weight_decay: float,
-                         grad_scale: float) -> None:
+    def _adamw_by_chunks(
+        self,
+        part: Part,
+        grads: Tensor,
+        rates: tuple[float, float],
+        weight_decay: float,
+        grad_scale: float,
+    ) -> None:
         """AdamW chunk by chunk, so that what is not stored in FP32 and is updated in it stays in the cache."""
         for start in range(0, len(part.master), CHUNK):
             end = min(start + CHUNK, len(part.master))
             at, moments = slice(start, end), part.eight_bit or ()
-            first, second = (moment.read(start, end) for moment in moments) if moments else (part.exp_avg[at], part.exp_avg_sq[at])
-            chunk = replace(part, master=part.master[at].float(), low=None if part.low is None else part.low[at], exp_avg=first,
-                            exp_avg_sq=second, updates=_inside(part.updates, start, end))
+            first, second = (
+                (moment.read(start, end) for moment in moments)
+                if moments
+                else (part.exp_avg[at], part.exp_avg_sq[at])
+            )
+            chunk = replace(
+                part,
+                master=part.master[at].float(),
+                low=None if part.low is None else part.low[at],
+                exp_avg=first,
+                exp_avg_sq=second,
+                updates=_inside(part.updates, start, end),
+            )
             self._adamw(chunk, grads[at], rates, weight_decay, grad_scale)
-            seed = zlib.crc32(f"{self.run.training.seed} {self.steps} {part.start + start}".encode())
+            seed = zlib.crc32(
+                f"{self.run.training.seed} {self.steps} {part.start + start}".encode()
+            )
             for moment, values in zip(moments, (first, second), strict=False):
                 moment.write(start, values, seed)
             if part.in_bf16:
@@ -266,9 +365,19 @@ class Optimizer:
         """Round updated weights to `weights` (n,) in BF16."""
         for r, place in chunk.updates:
             assert place is not None
-            weights[r.start : r.end] = round_at_random(chunk.master[r.start : r.end], place, self.run.training.seed, self.steps)
+            weights[r.start : r.end] = round_at_random(
+                chunk.master[r.start : r.end], place, self.run.training.seed, self.steps
+            )
 
-    def _orthogonal(self, muon: Muon, index: int, grads: Tensor, lr: float, weight_decay: float, grad_scale: float) -> None:
+    def _orthogonal(
+        self,
+        muon: Muon,
+        index: int,
+        grads: Tensor,
+        lr: float,
+        weight_decay: float,
+        grad_scale: float,
+    ) -> None:
         """Muon's step on the matrices of a bucket, of which other data-parallel ranks compute a part."""
         part, config = self.parts[index], self.config
         at = slice(0, part.orthogonal)
@@ -285,16 +394,30 @@ class Optimizer:
 
     def _balance(self, part: Part, excess: Tensor, at: slice) -> None:
         """Lower the bias of experts with more tokens than the mean, and raise that of the others. excess (n,): of the part."""
-        part.master[at].sub_(torch.sign(excess[at]), alpha=self.run.model.moe_router_bias_update_rate)
+        part.master[at].sub_(
+            torch.sign(excess[at]), alpha=self.run.model.moe_router_bias_update_rate
+        )
         part.round_weights(at)
 
     def checkpoint_shards(self, owned: bool = False) -> list[Shard]:
         """The records of weights and moments that this rank holds; `owned`: that this rank saves, so that each is saved once."""
         self.buckets.await_weights()
-        parts = [(index, part) for index, (bucket, part) in enumerate(zip(self.flat.buckets, self.parts, strict=True))
-                 if not owned or self.sharded or self.buckets.replicas(bucket).rank == 0]
-        return [record for kind in KINDS for index, part in parts for record in
-                self.flat.shards(kind, self._saved(kind, index), part.start + part.orthogonal * (kind == "exp_avg_sq"), owned)]
+        parts = [
+            (index, part)
+            for index, (bucket, part) in enumerate(zip(self.flat.buckets, self.parts, strict=True))
+            if not owned or self.sharded or self.buckets.replicas(bucket).rank == 0
+        ]
+        return [
+            record
+            for kind in KINDS
+            for index, part in parts
+            for record in self.flat.shards(
+                kind,
+                self._saved(kind, index),
+                part.start + part.orthogonal * (kind == "exp_avg_sq"),
+                owned,
+            )
+        ]
 
     def _saved(self, kind: str, index: int) -> Tensor:
         """What a checkpoint holds of a part, (n,)."""
@@ -303,7 +426,11 @@ class Optimizer:
             stored, expand = part.master, part.master.float if part.in_bf16 else None
         else:
             stored = part.exp_avg_sq if second else part.exp_avg
-            expand = partial(part.eight_bit[second].read, 0, len(part.master)) if part.eight_bit else None
+            expand = (
+                partial(part.eight_bit[second].read, 0, len(part.master))
+                if part.eight_bit
+                else None
+            )
         if expand is None:
             return stored
         if (kind, index) not in self._expanded:
@@ -313,11 +440,17 @@ class Optimizer:
     def after_load(self) -> None:
         """Make the model's weights from the loaded master weights, which the other holders of a shard get from its owner."""
         shares = self.groups.etp.size > 1  # of an expert: the tensor-parallel ranks, or one alone
-        whole = {f"{kind}/{p.spec.name}" for p in self.flat.parameters for kind in KINDS
-                 if p.spec.partition_dim is None and (shares or not p.spec.expert)}
+        whole = {
+            f"{kind}/{p.spec.name}"
+            for p in self.flat.parameters
+            for kind in KINDS
+            if p.spec.partition_dim is None and (shares or not p.spec.expert)
+        }
         for shard in self.checkpoint_shards():
             if shard.key in whole:
-                self.groups.tp.broadcast(shard.tensor)  # not split: every tensor-parallel rank holds it, the first one owns it
+                self.groups.tp.broadcast(
+                    shard.tensor
+                )  # not split: every tensor-parallel rank holds it, the first one owns it
         for index, part in enumerate(self.parts):
             for kind in KINDS if not self.sharded else ():
                 self.buckets.replicas(self.flat.buckets[index]).broadcast(self._saved(kind, index))

@@ -35,8 +35,13 @@ from .flat import Bucket, FlatParameter, FlatParameters, Place
 # (a, b, c) of x <- a x + (b A + c A^2) x with A = x x^T, one after another, the last one again and again. Quintic: coefficients
 # that grow small singular values fast, by Jordan et al. and their followers; simple: those of Muon's first version.
 COEFFICIENTS = {
-    "quintic": ((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037), (2.8769, -3.1427, 1.2046),
-                (2.8366, -3.0525, 1.2012)),
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
     "simple": ((3.4445, -4.7750, 2.0315),),
 }
 SCALES = {
@@ -47,7 +52,9 @@ SCALES = {
 NORM_EPS = 1e-7
 
 
-def orthogonalized(matrix: Tensor, coefficients: tuple[tuple[float, float, float], ...], steps: int, kernels: Any) -> Tensor:
+def orthogonalized(
+    matrix: Tensor, coefficients: tuple[tuple[float, float, float], ...], steps: int, kernels: Any
+) -> Tensor:
     """A matrix (rows, columns) in FP32 with the singular vectors of `matrix` and singular values near 1."""
     wide = matrix.shape[0] <= matrix.shape[1]
     x = (matrix if wide else matrix.T).contiguous()
@@ -63,7 +70,9 @@ def orthogonalized(matrix: Tensor, coefficients: tuple[tuple[float, float, float
     return x if wide else x.T
 
 
-def parts_of(whole: Tensor, spec: ParameterSpec, model: ModelConfig, split_qkv: bool) -> Iterator[Tensor]:
+def parts_of(
+    whole: Tensor, spec: ParameterSpec, model: ModelConfig, split_qkv: bool
+) -> Iterator[Tensor]:
     """Views (k, rows, columns) of a weight, each of which is one matrix (k rows, columns): both halves of a gated layer are one.
 
     whole: the weight or a tensor-parallel rank's part of it, in the parameter's dimensions.
@@ -81,10 +90,19 @@ def parts_of(whole: Tensor, spec: ParameterSpec, model: ModelConfig, split_qkv: 
 class Muon:
     """Orthogonal updates of a rank's buckets."""
 
-    def __init__(self, flat: FlatParameters, buckets: BucketComm, run: RunConfig, groups: Groups, kernels: Any) -> None:
+    def __init__(
+        self,
+        flat: FlatParameters,
+        buckets: BucketComm,
+        run: RunConfig,
+        groups: Groups,
+        kernels: Any,
+    ) -> None:
         self.config: OptimizerConfig = run.optimizer
         self.model, self.flat, self.buckets, self.kernels = run.model, flat, buckets, kernels
-        self.tp: Comm | None = groups.tp if groups.tp.size > 1 and self.config.muon_tp_mode != "blockwise" else None
+        self.tp: Comm | None = (
+            groups.tp if groups.tp.size > 1 and self.config.muon_tp_mode != "blockwise" else None
+        )
         self.dp = groups.dp
         self._own = [self._share(bucket) for bucket in flat.buckets]
 
@@ -93,8 +111,11 @@ class Muon:
 
         The same on all tensor-parallel ranks, which compute a matrix at the same time.
         """
-        there = [(p, start - bucket.start) for p, start in zip(self.flat.parameters, self.flat.starts, strict=True)
-                 if p.spec.orthogonal and bucket.start <= start < bucket.end]
+        there = [
+            (p, start - bucket.start)
+            for p, start in zip(self.flat.parameters, self.flat.starts, strict=True)
+            if p.spec.orthogonal and bucket.start <= start < bucket.end
+        ]
         costs, own = [0.0] * self.dp.size, []
         for parameter, start in sorted(there, key=lambda each: -_cost(each[0])):
             rank = costs.index(min(costs))
@@ -115,7 +136,9 @@ class Muon:
             self.dp.all_gather(whole := torch.empty_like(result), own)
         for parameter, start in share:
             at = slice(start, start + parameter.numel())
-            result[at].view(parameter.shape).copy_(self._orthogonal(parameter.spec, whole[at].view(parameter.shape)))
+            result[at].view(parameter.shape).copy_(
+                self._orthogonal(parameter.spec, whole[at].view(parameter.shape))
+            )
         if self.dp.size == 1:
             return result
         if not self.buckets.sharded:
@@ -131,20 +154,39 @@ class Muon:
             gathered = tp.all_gather(own.new_empty(tp.size, *own.shape), own.contiguous())
             whole = torch.cat(list(gathered), dim)
         result = torch.empty_like(whole)
-        sources, targets = (parts_of(each, spec, self.model, not self.config.muon_no_split_qkv) for each in (whole, result))
+        sources, targets = (
+            parts_of(each, spec, self.model, not self.config.muon_no_split_qkv)
+            for each in (whole, result)
+        )
         for source, target in zip(sources, targets, strict=True):
             matrix = source.reshape(-1, source.shape[-1])
             target.copy_(self._scaled(matrix, spec, own.shape, whole.shape).view(target.shape))
         return result if tp is None or dim is None else result.chunk(tp.size, dim)[tp.rank]
 
-    def _scaled(self, matrix: Tensor, spec: ParameterSpec, own: torch.Size, whole: torch.Size) -> Tensor:
+    def _scaled(
+        self, matrix: Tensor, spec: ParameterSpec, own: torch.Size, whole: torch.Size
+    ) -> Tensor:
         """One matrix's update. Its scale is that of the whole matrix, also where a rank has a part of it."""
         config = self.config
-        parts = 1 if spec.partition_dim is None else spec.shape[spec.partition_dim] // whole[spec.partition_dim]
+        parts = (
+            1
+            if spec.partition_dim is None
+            else spec.shape[spec.partition_dim] // whole[spec.partition_dim]
+        )
         by_rows = spec.partition_dim is not None and spec.partition_dim < len(own) - 1
-        rows, columns = matrix.shape[0] * (parts if by_rows else 1), matrix.shape[1] * (1 if by_rows else parts)
-        update = orthogonalized(matrix, COEFFICIENTS[config.muon_coefficient_type], config.muon_num_ns_steps, self.kernels)
-        return update * (SCALES[config.muon_scale_mode](rows, columns) * config.muon_extra_scale_factor)
+        rows, columns = (
+            matrix.shape[0] * (parts if by_rows else 1),
+            matrix.shape[1] * (1 if by_rows else parts),
+        )
+        update = orthogonalized(
+            matrix,
+            COEFFICIENTS[config.muon_coefficient_type],
+            config.muon_num_ns_steps,
+            self.kernels,
+        )
+        return update * (
+            SCALES[config.muon_scale_mode](rows, columns) * config.muon_extra_scale_factor
+        )
 
 
 def _cost(parameter: FlatParameter) -> float:
@@ -172,7 +214,11 @@ class EightBitMoment:
     def read(self, start: int, end: int) -> Tensor:
         """Elements [start, end) in FP32; `start` begins a block, and `end` ends one or is n."""
         values = self.codes[start:end].float()
-        values = values.mul_(values.abs()).div_(SIGNED**2) if self.signed else values.div_(UNSIGNED).square_().square_()
+        values = (
+            values.mul_(values.abs()).div_(SIGNED**2)
+            if self.signed
+            else values.div_(UNSIGNED).square_().square_()
+        )
         return _by_block(values, self._scales(start, end), torch.mul)
 
     def write(self, start: int, values: Tensor, seed: int) -> None:
@@ -218,7 +264,9 @@ def round_at_random(values: Tensor, place: Place, seed: int, step: int) -> Tenso
     The random word of an element is a function of the seed, the step and its number in the global tensor, so that it is the same in
     every layout. The hash is that of kernels_sve/adamw_rounding.h with other keys, because the second moment has those.
     """
-    low, high = (zlib.crc32(f"{key} {seed} {place.stream} {step}".encode()) for key in ("low", "high"))
+    low, high = (
+        zlib.crc32(f"{key} {seed} {place.stream} {step}".encode()) for key in ("low", "high")
+    )
     h = place.numbers(len(values)).to(torch.int32).bitwise_xor_(_signed(low))
     h = _mixed(h, 16).mul_(_signed(0x85EBCA6B))
     h = _mixed(h, 13).bitwise_xor_(_signed(high)).mul_(_signed(0xC2B2AE35))

@@ -68,14 +68,18 @@ from .start_choices import (
 from .step import datasets_of, reads_data
 from .train import Progress, Trainer
 
-Data = tuple[Dataset | None, Dataset | None]  # training and validation samples, where this rank reads them
+Data = tuple[
+    Dataset | None, Dataset | None
+]  # training and validation samples, where this rank reads them
 
 
 def evaluations(run: RunConfig, iterations: int) -> int:
     """How many evaluations a run of `iterations` makes: every --eval-interval, and one at the end. With --skip-train it is one."""
     training = run.training
     left_out = max(0, -(-(training.start_eval_at_iter or 0) // training.eval_interval) - 1)
-    count = 1 if training.skip_train else max(0, iterations // training.eval_interval + 1 - left_out)
+    count = (
+        1 if training.skip_train else max(0, iterations // training.eval_interval + 1 - left_out)
+    )
     return count if training.eval_iters else 0
 
 
@@ -87,12 +91,20 @@ def samples_to_validate(run: RunConfig, layout: Layout, count: int) -> int | Non
     return None if full and not run.data.mock_data else batches_needed * layout.eval_batch_size(run)
 
 
-def valid_sizes(run: RunConfig, layout: Layout, valid: Dataset | None, world: Comm) -> tuple[int, ...]:
+def valid_sizes(
+    run: RunConfig, layout: Layout, valid: Dataset | None, world: Comm
+) -> tuple[int, ...]:
     """Samples of each validation set, on every rank; none without validation data. Collective.
 
     Raises ValueError on every rank for a set that --full-validation cannot make a batch of.
     """
-    mine = [] if valid is None else [*map(len, valid.datasets)] if isinstance(valid, ValidationSets) else [len(valid)]
+    mine = (
+        []
+        if valid is None
+        else [*map(len, valid.datasets)]
+        if isinstance(valid, ValidationSets)
+        else [len(valid)]
+    )
     sizes = max(world.all_gather_object(tuple(mine)), key=len)
     with everywhere():
         layout.evaluated(run, sizes, 0)
@@ -101,16 +113,28 @@ def valid_sizes(run: RunConfig, layout: Layout, valid: Dataset | None, world: Co
 
 def run_length(run: RunConfig, layout: Layout, progress: Progress) -> tuple[int, int]:
     """(iterations, samples) at the end of a run that stands at `progress`."""
-    return batches.run_length(run, layout.global_batch_size(run), progress.iteration, progress.consumed_samples)
+    return batches.run_length(
+        run, layout.global_batch_size(run), progress.iteration, progress.consumed_samples
+    )
 
 
 def find_reader_group(run: RunConfig, groups: Groups, nodes: Nodes) -> ReaderGroup | None:
     """Who reads the data for this rank; None where it needs none, and where no file is read. Collective."""
-    return None if run.data.mock_data else build_reader_group(groups.world, nodes, groups.data_rank, reads_data(run, groups))
+    return (
+        None
+        if run.data.mock_data
+        else build_reader_group(groups.world, nodes, groups.data_rank, reads_data(run, groups))
+    )
 
 
-def build_data(run: RunConfig, groups: Groups, layout: Layout, progress: Progress | None = None,
-               readers: ReaderGroup | None = None, tokenizer: dict[str, Any] | None = None) -> Data:
+def build_data(
+    run: RunConfig,
+    groups: Groups,
+    layout: Layout,
+    progress: Progress | None = None,
+    readers: ReaderGroup | None = None,
+    tokenizer: dict[str, Any] | None = None,
+) -> Data:
     """Training and validation samples on the ranks that read data, (None, None) elsewhere. Collective.
 
     progress: where a resumed run stands. readers: of this rank; without them every rank that needs data reads it. tokenizer:
@@ -119,11 +143,23 @@ def build_data(run: RunConfig, groups: Groups, layout: Layout, progress: Progres
     size = layout.global_batch_size(run)
     iterations, end = run_length(run, layout, progress or Progress())
     valid_samples = samples_to_validate(run, layout, evaluations(run, iterations))
-    return open_data(run, groups, (batches.requested_samples(run, size, end), valid_samples), readers, tokenizer=tokenizer)
+    return open_data(
+        run,
+        groups,
+        (batches.requested_samples(run, size, end), valid_samples),
+        readers,
+        tokenizer=tokenizer,
+    )
 
 
-def open_data(run: RunConfig, groups: Groups, samples: tuple[int, int | None], readers: ReaderGroup | None = None,
-              arrays: Mapping[str, TokenArrays] | None = None, tokenizer: dict[str, Any] | None = None) -> Data:
+def open_data(
+    run: RunConfig,
+    groups: Groups,
+    samples: tuple[int, int | None],
+    readers: ReaderGroup | None = None,
+    arrays: Mapping[str, TokenArrays] | None = None,
+    tokenizer: dict[str, Any] | None = None,
+) -> Data:
     """`build_data` for these numbers of training and validation samples; a data set of 0 samples is None.
 
     None: every validation sample once.
@@ -137,8 +173,13 @@ def open_data(run: RunConfig, groups: Groups, samples: tuple[int, int | None], r
     return mark(train, eod, masks_loss), mark(valid, eod, masks_loss)
 
 
-def _open(run: RunConfig, groups: Groups, samples: tuple[int, int | None], readers: ReaderGroup | None,
-          arrays: Mapping[str, TokenArrays]) -> Data:
+def _open(
+    run: RunConfig,
+    groups: Groups,
+    samples: tuple[int, int | None],
+    readers: ReaderGroup | None,
+    arrays: Mapping[str, TokenArrays],
+) -> Data:
     """`open_data` without marks."""
     reads = readers.reads if readers else reads_data(run, groups)
     reading = groups.world.split(0 if reads else 1, groups.world.rank)
@@ -147,26 +188,42 @@ def _open(run: RunConfig, groups: Groups, samples: tuple[int, int | None], reade
     if run.data.mock_data:
         model, seed = run.model, run.training.seed
         assert model.vocab_size is not None, "with_vocabulary has settled it"
-        train, valid = (MockDataset(model.vocab_size, model.seq_length, count, seed + number) if count else None
-                        for number, count in enumerate(samples))
+        train, valid = (
+            MockDataset(model.vocab_size, model.seq_length, count, seed + number) if count else None
+            for number, count in enumerate(samples)
+        )
         return train, valid
-    cache = IndexCache(run.data.data_cache_path, sys.maxsize if arrays else IN_MEMORY)  # no file to keep an index next to
+    cache = IndexCache(
+        run.data.data_cache_path, sys.maxsize if arrays else IN_MEMORY
+    )  # no file to keep an index next to
     return datasets_of(run, (*samples, 0), reading, node_bytes(), cache, arrays)[:2]
 
 
 def check_early(run: RunConfig, world_size: int) -> None:
     """Everything that can be checked without files: the same ValueError on every rank."""
-    check(run.data.mock_data or run.data.files is not None, "the run has no data: pass --data-path, a prefix that fugaku-megatron "
-          "preprocess wrote, or --mock-data")
+    check(
+        run.data.mock_data or run.data.files is not None,
+        "the run has no data: pass --data-path, a prefix that fugaku-megatron "
+        "preprocess wrote, or --mock-data",
+    )
     batches.length(run.training, batches.RampUp(1, 1, 0, 1))
     ranks = run.output.profile_ranks
-    check(not run.output.profile or max(ranks) < world_size, f"--profile-ranks {' '.join(map(str, ranks))}: the run has ranks 0 to "
-          f"{world_size - 1}: pass some of these")
+    check(
+        not run.output.profile or max(ranks) < world_size,
+        f"--profile-ranks {' '.join(map(str, ranks))}: the run has ranks 0 to "
+        f"{world_size - 1}: pass some of these",
+    )
     chunk = run.system.fp16_accumulation_chunk
-    check(chunk is None or kernels.has_fp16_arithmetic(), f"--fp16-accumulation-chunk {chunk} needs FP16 arithmetic, which "
-          f"instruction set {kernels.active()} lacks: leave it out, or set FUGAKU_MEGATRON_TARGET=portable for a slow emulation")
-    check(not run.system.splits_fp32 or kernels.has_bf16_arithmetic(), "--fp32-matmul bf16x3 needs BF16 arithmetic, which "
-          f"instruction set {kernels.active()} lacks: leave it out")
+    check(
+        chunk is None or kernels.has_fp16_arithmetic(),
+        f"--fp16-accumulation-chunk {chunk} needs FP16 arithmetic, which "
+        f"instruction set {kernels.active()} lacks: leave it out, or set FUGAKU_MEGATRON_TARGET=portable for a slow emulation",
+    )
+    check(
+        not run.system.splits_fp32 or kernels.has_bf16_arithmetic(),
+        "--fp32-matmul bf16x3 needs BF16 arithmetic, which "
+        f"instruction set {kernels.active()} lacks: leave it out",
+    )
     ParamSchedule.from_run(run, Layout.from_run(run, world_size).global_batch_size(run))
 
 
@@ -191,30 +248,51 @@ def check_data(run: RunConfig) -> None:
 
 def configure_process(run: RunConfig, world: Comm, nodes: Nodes | None = None) -> str:
     """`runtime.init` as the run asks for it, before the first large tensor; returns the log's lines. Collective."""
-    system, parallel, needed = run.system, run.parallel, rank_bytes(run, Layout.from_run(run, world.size), world.rank)
+    system, parallel, needed = (
+        run.system,
+        run.parallel,
+        rank_bytes(run, Layout.from_run(run, world.size), world.rank),
+    )
     far = nodes is not None and nodes.count > 1
-    overlaps = parallel.tp_comm_overlap or max(parallel.context_parallel_size, parallel.expert_model_parallel_size) > 1
-    return runtime.init(world, allocator=system.allocator, thread_affinity=system.thread_affinity, nodes=nodes,
-                        cpu_frequency=system.cpu_frequency, flush_denormals=run.training.use_flush_denormal,
-                        reserve_core=parallel.overlap_grad_reduce or far and overlaps, needed=needed)
+    overlaps = (
+        parallel.tp_comm_overlap
+        or max(parallel.context_parallel_size, parallel.expert_model_parallel_size) > 1
+    )
+    return runtime.init(
+        world,
+        allocator=system.allocator,
+        thread_affinity=system.thread_affinity,
+        nodes=nodes,
+        cpu_frequency=system.cpu_frequency,
+        flush_denormals=run.training.use_flush_denormal,
+        reserve_core=parallel.overlap_grad_reduce or far and overlaps,
+        needed=needed,
+    )
 
 
-def announce(arguments: Arguments, run: RunConfig, layout: Layout, machine: str, nodes: int) -> list[str]:
+def announce(
+    arguments: Arguments, run: RunConfig, layout: Layout, machine: str, nodes: int
+) -> list[str]:
     """What the log says before the first iteration."""
     size = layout.global_batch_size(run)
     hardware, model = accounting.hardware_flops(run, size), accounting.model_flops(run, size)
-    overlaps = ["grad reduce"] * run.parallel.overlap_grad_reduce + ["param gather"] * run.parallel.overlap_param_gather
+    overlaps = ["grad reduce"] * run.parallel.overlap_grad_reduce + [
+        "param gather"
+    ] * run.parallel.overlap_param_gather
     return [
         *(f"note: {note}" for note in arguments.notes),
         machine,
         format_run(run, layout, nodes),
         f"world size {layout.world_size}: {layout.words}; "
-        f"{run.precision.name}" + " with bf16x3 matmuls" * run.system.splits_fp32
+        f"{run.precision.name}"
+        + " with bf16x3 matmuls" * run.system.splits_fp32
         + f", ZeRO stage {run.parallel.zero_stage}, recompute {recompute_name(run)}"
         + ", sequence parallel" * (accounting.sequence_parts(run, layout.tp) > 1)
-        + ", overlap: " * bool(overlaps) + " and ".join(overlaps),
+        + ", overlap: " * bool(overlaps)
+        + " and ".join(overlaps),
         f"parameters {accounting.parameters(run):,}, padded vocabulary {accounting.padded_vocab_size(run.model, layout.tp)}"
-        + ", padding masked in the loss" * run.model.masks_padding + _adapters_text(run),
+        + ", padding masked in the loss" * run.model.masks_padding
+        + _adapters_text(run),
         f"FLOPs per iteration of {size} samples: {hardware:.4e} hardware (recompute counted; TFLOPs in the log, per rank), "
         f"{model:.4e} model (no recompute, causal attention once); ratio {model / hardware:.3f}",
     ]
@@ -222,7 +300,11 @@ def announce(arguments: Arguments, run: RunConfig, layout: Layout, machine: str,
 
 def _adapters_text(run: RunConfig) -> str:
     """How many of the parameters adapters have."""
-    trained = sum(memory.adapter_parameters(replace(run, parallel=ParallelConfig()), 1)) if run.lora.on else 0
+    trained = (
+        sum(memory.adapter_parameters(replace(run, parallel=ParallelConfig()), 1))
+        if run.lora.on
+        else 0
+    )
     return f"; trained are {trained:,} of adapters of rank {run.lora.lora_rank}" * run.lora.on
 
 
@@ -235,21 +317,44 @@ def check_outputs(run: RunConfig, resume: Resume, world: Comm, nodes: Nodes) -> 
         history = Path(output.save) / HISTORY
         on_root(world, lambda: read_run_history(history))
     if output.save and output.save_local:
-        check_writable(output.save_local, world, "--save-local", (world.rank,) if nodes.leads else ())
+        check_writable(
+            output.save_local, world, "--save-local", (world.rank,) if nodes.leads else ()
+        )
     if output.tensorboard_dir:
         check_writable(output.tensorboard_dir, world, "--tensorboard-dir", (0,))
     on_root(world, lambda: check_file("--log-file", output.log_file))
     on_root(world, lambda: check_file("--log-ranks", output.log_ranks))
     if output.profile:
-        check_writable(output.profile_dir, world, "--profile-dir", profiled_ranks(output, Layout.from_run(run, world.size)))
+        check_writable(
+            output.profile_dir,
+            world,
+            "--profile-dir",
+            profiled_ranks(output, Layout.from_run(run, world.size)),
+        )
 
 
-def build_trainer(run: RunConfig, world: Comm, groups: Groups, data: Data, backends: dict[str, str],
-                  observers: Observers, readers: ReaderGroup | None = None) -> Trainer:
+def build_trainer(
+    run: RunConfig,
+    world: Comm,
+    groups: Groups,
+    data: Data,
+    backends: dict[str, str],
+    observers: Observers,
+    readers: ReaderGroup | None = None,
+) -> Trainer:
     """This rank's trainer, observed."""
     train, valid = data
-    trainer = Trainer(run, world, observers.groups(groups), train, valid, ops=build_ops(run, backends, observers.kernels(kernels)),
-                      readers=readers, watch=observers.watch, waiting_for_data=observers.reading)
+    trainer = Trainer(
+        run,
+        world,
+        observers.groups(groups),
+        train,
+        valid,
+        ops=build_ops(run, backends, observers.kernels(kernels)),
+        readers=readers,
+        watch=observers.watch,
+        waiting_for_data=observers.reading,
+    )
     if observers.checksums:
         observers.checksums.watch(trainer.optimizer.flat)
     return trainer
@@ -258,9 +363,17 @@ def build_trainer(run: RunConfig, world: Comm, groups: Groups, data: Data, backe
 def open_log(run: RunConfig, world: Comm, iterations: int, progress: Progress) -> MetricsWriter:
     """The log of iterations: lines, history, TensorBoard."""
     output = run.output
-    return MetricsWriter(iterations, output.log_interval, printing=world.rank == 0, start_iteration=progress.iteration,
-                         tensorboard_dir=output.tensorboard_dir, history_path=Path(output.save) / HISTORY if output.save else None,
-                         live=output.log_live, log_file=output.log_file, wandb=wandb_run(run))
+    return MetricsWriter(
+        iterations,
+        output.log_interval,
+        printing=world.rank == 0,
+        start_iteration=progress.iteration,
+        tensorboard_dir=output.tensorboard_dir,
+        history_path=Path(output.save) / HISTORY if output.save else None,
+        live=output.log_live,
+        log_file=output.log_file,
+        wandb=wandb_run(run),
+    )
 
 
 def wandb_run(run: RunConfig) -> WandbRun | None:
@@ -268,8 +381,13 @@ def wandb_run(run: RunConfig) -> WandbRun | None:
     output = run.output
     if output.wandb_project is None or output.wandb_exp_name is None:
         return None
-    return WandbRun(output.wandb_project, output.wandb_exp_name, output.wandb_entity, output.wandb_save_dir or output.save,
-                    asdict(run))
+    return WandbRun(
+        output.wandb_project,
+        output.wandb_exp_name,
+        output.wandb_entity,
+        output.wandb_save_dir or output.save,
+        asdict(run),
+    )
 
 
 def _say(run: RunConfig, world: Comm, *lines: str | None) -> None:
@@ -281,7 +399,11 @@ def _say(run: RunConfig, world: Comm, *lines: str | None) -> None:
 
 def no_evaluation_note(run: RunConfig) -> str:
     """Why a run that asks for evaluations has no validation data."""
-    why = f"--split {run.data.split} leaves none of the documents to validation" if run.data.data_path else "no --valid-data-path"
+    why = (
+        f"--split {run.data.split} leaves none of the documents to validation"
+        if run.data.data_path
+        else "no --valid-data-path"
+    )
     return f"note: no evaluation: {why}"
 
 
@@ -308,10 +430,19 @@ def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
     readers = find_reader_group(run, groups, nodes)
     data = build_data(run, groups, layout, resume.progress, readers, tokenizer)
     saved = resume.state.get("tokenizer")
-    _say(run, world, data_line(data[0]), *packing_lines(data[0]), validation_line(data[1]), skip_line(run, data[0]),
-         *tokenizer_notes(run, tokenizer, saved, world))
+    _say(
+        run,
+        world,
+        data_line(data[0]),
+        *packing_lines(data[0]),
+        validation_line(data[1]),
+        skip_line(run, data[0]),
+        *tokenizer_notes(run, tokenizer, saved, world),
+    )
     enter("the start: choosing kernels")
-    choice = choose_kernels(run, layout, world, resume.state.get("kernels"))  # before the model: timing takes memory of its own
+    choice = choose_kernels(
+        run, layout, world, resume.state.get("kernels")
+    )  # before the model: timing takes memory of its own
     _say(run, world, *choice.lines)
     enter("the start: building the model")
     profile = Profile(run, layout, world) if run.output.profile else None
@@ -331,9 +462,22 @@ def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
     if run.numbers.rerun_on_spike:
         trainer.before_update = Rerun(trainer, writer.event).before_update
     allocator.trim()
-    times, memory = RankTimes(run, layout, world, observers.phases, writer.print), MemoryWatch(world, nodes, writer.event)
-    return Session(trainer, writer, iterations, sizes, profile, times, memory, EnergyWatch(world, nodes, Counters.find()), watchdog,
-                   checksums)
+    times, memory = (
+        RankTimes(run, layout, world, observers.phases, writer.print),
+        MemoryWatch(world, nodes, writer.event),
+    )
+    return Session(
+        trainer,
+        writer,
+        iterations,
+        sizes,
+        profile,
+        times,
+        memory,
+        EnergyWatch(world, nodes, Counters.find()),
+        watchdog,
+        checksums,
+    )
 
 
 def pretrain(arguments: Arguments, world: Comm, watchdog: Watchdog) -> None:
@@ -343,7 +487,11 @@ def pretrain(arguments: Arguments, world: Comm, watchdog: Watchdog) -> None:
     arguments = replace(arguments, run=with_listed_data(arguments.run, world))
     arguments = replace(arguments, notes=(*arguments.notes, *check_same_run(arguments.run, world)))
     on_root(world, lambda: check_data(arguments.run))
-    with hold(arguments.run.output.save, world, lambda: watchdog.heart.enter("the start: waiting for the lock of --save")):
+    with hold(
+        arguments.run.output.save,
+        world,
+        lambda: watchdog.heart.enter("the start: waiting for the lock of --save"),
+    ):
         _train(start(arguments, world, watchdog), world)
 
 

@@ -59,9 +59,13 @@ def steady_growth(readings: Sequence[tuple[int, int]]) -> float:
     """
     if len(readings) < FEWEST or readings[-1][0] - readings[0][0] < SPAN - 1:
         return 0.0
-    rate = median((b - a) / (later - earlier) for (earlier, a), (later, b) in combinations(readings, 2))
+    rate = median(
+        (b - a) / (later - earlier) for (earlier, a), (later, b) in combinations(readings, 2)
+    )
     bounds = [len(readings) * part // BLOCKS for part in range(BLOCKS + 1)]
-    levels = [median(size for _, size in readings[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    levels = [
+        median(size for _, size in readings[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)
+    ]
     smallest = SHARE * (levels[-1] - levels[0]) / (BLOCKS - 1)
     rises = all(b - a > smallest for a, b in zip(levels, levels[1:], strict=False))
     return rate if rises and rate * SPAN >= LEAST else 0.0
@@ -99,7 +103,9 @@ class MemoryWatch:
     def finish_interval(self, iteration: int, seconds: float) -> tuple[float, float]:
         """Resident and shared memory of the largest rank, MiB. seconds: of an iteration. Collective."""
         now, rate = usage(), self._rate()
-        largest = self.world.all_reduce(torch.tensor([now.resident, now.shared, rate], dtype=torch.float64), "max").tolist()
+        largest = self.world.all_reduce(
+            torch.tensor([now.resident, now.shared, rate], dtype=torch.float64), "max"
+        ).tolist()
         if largest[2]:
             self._tell(iteration, seconds, rate)
         return largest[0] / 2**20, largest[1] / 2**20
@@ -112,16 +118,20 @@ class MemoryWatch:
         free, left = free_bytes(), float("inf")
         if together:
             left = free / together
-        left, text = self.world.broadcast_object((left, self._text(rate, together, free, left * seconds)), root=rank)
+        left, text = self.world.broadcast_object(
+            (left, self._text(rate, together, free, left * seconds)), root=rank
+        )
         if left < self._told:
             self.say(iteration, f"memory grows: {text}, which is {left:.0f} iterations")
             self._told = AGAIN * left
 
     def _text(self, rate: float, together: float, free: int, seconds: float) -> str:
         hours = f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds / 60:.1f} minutes"
-        return (f"rank {self.world.rank} (node {platform.node()}) by {rate / 2**20:.2f} MiB per iteration over the last {SPAN} or "
-                f"more; its node or job has {free / 2**20:.0f} MiB left, and its {self.here.size} ranks grow by "
-                f"{together / 2**20:.2f} MiB per iteration: they last for {hours}")
+        return (
+            f"rank {self.world.rank} (node {platform.node()}) by {rate / 2**20:.2f} MiB per iteration over the last {SPAN} or "
+            f"more; its node or job has {free / 2**20:.0f} MiB left, and its {self.here.size} ranks grow by "
+            f"{together / 2**20:.2f} MiB per iteration: they last for {hours}"
+        )
 
 
 class EnergyWatch:
@@ -155,7 +165,10 @@ class EnergyWatch:
 
 PROCESS_BYTES = 250 << 20  # of a rank before its first tensor: Python, torch, MPI
 BEYOND_DOUBT = 1.1  # a run that needs this many times the memory of its node is refused
-FMA_SHARE = (0.8, 0.3)  # of the FP32 peak of multiply-adds: what a step reaches at best and where little fits the caches
+FMA_SHARE = (
+    0.8,
+    0.3,
+)  # of the FP32 peak of multiply-adds: what a step reaches at best and where little fits the caches
 PEAK_ROUNDS = 3
 
 
@@ -164,22 +177,36 @@ def rank_bytes(run: RunConfig, layout: Layout, rank: int) -> int:
     stage = Grid(*layout.sizes).coords(rank)[1]
     lists = run_schedule.of_run(run, layout.microbatches(run, layout.global_batch_size(run)))
     attention = memory.attention_bytes(run, layout.tp, torch.get_num_threads())
-    return memory.stage_memory(run, layout, stage, lists.held(stage)).total + attention + PROCESS_BYTES
+    return (
+        memory.stage_memory(run, layout, stage, lists.held(stage)).total + attention + PROCESS_BYTES
+    )
 
 
 def check_memory(run: RunConfig, layout: Layout, world: Comm, nodes: Nodes | None = None) -> str:
     """The log's line. Raises ValueError on every rank when a node's ranks need more memory than it has. Collective."""
-    own, has, here = rank_bytes(run, layout, world.rank), node_bytes(), (nodes or find_nodes(world)).ranks
+    own, has, here = (
+        rank_bytes(run, layout, world.rank),
+        node_bytes(),
+        (nodes or find_nodes(world)).ranks,
+    )
     samples = batches.run_length(run, layout.global_batch_size(run))[1]
     needed = int(here.all_reduce(torch.tensor(own))) + memory.data_index_bytes(run, samples)
-    agree(world, lambda: check(
-        needed <= BEYOND_DOUBT * has, f"this run needs about {_gib(needed)} on node {platform.node()} for its {here.size} ranks "
-        f"(--dry-run shows each rank's share) and the node has {_gib(has)}: pass --checkpoint-activations or "
-        "--recompute-auto, --sequence-parallel together with tensor parallelism, a smaller --micro-batch-size or model, more "
-        "tensor- or pipeline-parallel ranks on other nodes, or --zero-stage 1"), name_rank=False)
+    agree(
+        world,
+        lambda: check(
+            needed <= BEYOND_DOUBT * has,
+            f"this run needs about {_gib(needed)} on node {platform.node()} for its {here.size} ranks "
+            f"(--dry-run shows each rank's share) and the node has {_gib(has)}: pass --checkpoint-activations or "
+            "--recompute-auto, --sequence-parallel together with tensor parallelism, a smaller --micro-batch-size or model, more "
+            "tensor- or pipeline-parallel ranks on other nodes, or --zero-stage 1",
+        ),
+        name_rank=False,
+    )
     largest = int(world.all_reduce(torch.tensor(own), "max"))
-    return (f"memory: about {_gib(largest)} for the largest rank, {_gib(needed)} for the {here.size} "
-            f"ranks of this node, which has {_gib(has)} (model)")
+    return (
+        f"memory: about {_gib(largest)} for the largest rank, {_gib(needed)} for the {here.size} "
+        f"ranks of this node, which has {_gib(has)} (model)"
+    )
 
 
 def _gib(size: float) -> str:
@@ -191,8 +218,10 @@ def iteration_line(run: RunConfig, layout: Layout) -> str:
     flops = accounting.hardware_flops(run, layout.global_batch_size(run)) / layout.world_size
     peak = fma_peak_gflops(PEAK_ROUNDS) * 1e9
     low, high = (_seconds(flops / peak / share) for share in FMA_SHARE)
-    return (f"time: about {low} to {high} per iteration, with a log line every {run.output.log_interval} (estimate from "
-            f"{peak / 1e9:.0f} GFLOP/s of FP32 multiply-adds in this rank)")
+    return (
+        f"time: about {low} to {high} per iteration, with a log line every {run.output.log_interval} (estimate from "
+        f"{peak / 1e9:.0f} GFLOP/s of FP32 multiply-adds in this rank)"
+    )
 
 
 def _seconds(value: float) -> str:
@@ -213,20 +242,31 @@ def validation_line(valid: Any) -> str | None:
     parts = getattr(valid, "datasets", [valid])
     if not all(hasattr(part, "num_tokens") for part in parts):
         return None
-    documents, tokens = (sum(getattr(part, name) for part in parts) for name in ("num_documents", "num_tokens"))
+    documents, tokens = (
+        sum(getattr(part, name) for part in parts) for name in ("num_documents", "num_tokens")
+    )
     return f"data: validation has {documents:,} documents with {tokens:,} tokens"
 
 
 def skip_line(run: RunConfig, train: Any) -> str | None:
     """What --skip-samples may do to the order of samples, which depends on how many a run of several epochs needs."""
-    if not run.data.skip_samples or run.training.train_iters is None or getattr(train, "num_epochs", 1) == 1:
+    if (
+        not run.data.skip_samples
+        or run.training.train_iters is None
+        or getattr(train, "num_epochs", 1) == 1
+    ):
         return None
-    return ("note: --skip-samples lengthens a run of --train-iters by the samples left out, and their number decides the order of "
-            "data that is read several times: pass --train-samples to keep the order")
+    return (
+        "note: --skip-samples lengthens a run of --train-iters by the samples left out, and their number decides the order of "
+        "data that is read several times: pass --train-samples to keep the order"
+    )
 
 
 Slow = set[tuple[int, str]]  # rank, phase
-JUDGED_ITERATIONS, JUDGED_SECONDS = 10, 5.0  # a judgement needs as many of both; less is the noise of a start
+JUDGED_ITERATIONS, JUDGED_SECONDS = (
+    10,
+    5.0,
+)  # a judgement needs as many of both; less is the noise of a start
 ATTENTION_COST = 2.0  # seconds of attention's FLOPs, over those of as many FLOPs of a linear layer: about what is measured
 
 
@@ -236,13 +276,30 @@ class RankTimes:
     Where attention ends with a document, a rank's share of the work goes with its phases.
     """
 
-    def __init__(self, run: RunConfig, layout: Layout, world: Comm, phases: Phases, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        run: RunConfig,
+        layout: Layout,
+        world: Comm,
+        phases: Phases,
+        say: Callable[[str], None],
+    ) -> None:
         self.run, self.layout, self.world, self.phases, self.say = run, layout, world, phases, say
         self.file = run.output.log_ranks if world.rank == 0 else None
-        self.work = [sum(r.flops_forward + r.flops_backward for _, r in accounting.stage_records(run, layout, stage))
-                     for stage in range(layout.pp)]
-        self._rows: list[list[float]] = []  # of the interval's iterations: seconds of each phase, and the share
-        self._judged: tuple[int, Tensor | float] = 0, 0.0  # iterations since the last judgement, and their seconds (ranks, phases)
+        self.work = [
+            sum(
+                r.flops_forward + r.flops_backward
+                for _, r in accounting.stage_records(run, layout, stage)
+            )
+            for stage in range(layout.pp)
+        ]
+        self._rows: list[
+            list[float]
+        ] = []  # of the interval's iterations: seconds of each phase, and the share
+        self._judged: tuple[int, Tensor | float] = (
+            0,
+            0.0,
+        )  # iterations since the last judgement, and their seconds (ranks, phases)
         self._before: Slow = set()  # slow in the judgement before
         self._named: Slow = set()
 
@@ -259,7 +316,13 @@ class RankTimes:
         if work is None or not self.run.data.masks_attention:
             return []
         linear, attention = accounting.layer_flops(self.run)
-        attention *= ATTENTION_COST * work.squares / work.samples / self.run.model.seq_length / accounting.document_length(self.run)
+        attention *= (
+            ATTENTION_COST
+            * work.squares
+            / work.samples
+            / self.run.model.seq_length
+            / accounting.document_length(self.run)
+        )
         return [(linear + attention * work.share) / (linear + attention)]
 
     def finish_interval(self, iteration: int) -> None:
@@ -268,18 +331,33 @@ class RankTimes:
         everyone = torch.empty(self.world.size, len(own))
         self.world.all_gather(everyone, own)
         self._keep(self._interval(iteration, everyone))
-        count, seconds = self._judged[0] + len(self._rows), self._judged[1] + everyone * len(self._rows)
+        count, seconds = (
+            self._judged[0] + len(self._rows),
+            self._judged[1] + everyone * len(self._rows),
+        )
         self._rows, self._judged = [], (count, seconds)
         if count >= JUDGED_ITERATIONS and float(seconds[0, : len(PHASES)].sum()) >= JUDGED_SECONDS:
             self._judged = 0, 0.0
             if self.world.size > 1:
                 mean = seconds / count
-                self._name(find(self._interval(iteration, mean), self.work, mean[:, len(PHASES) :].flatten().tolist()))
+                self._name(
+                    find(
+                        self._interval(iteration, mean),
+                        self.work,
+                        mean[:, len(PHASES) :].flatten().tolist(),
+                    )
+                )
 
     def _interval(self, iteration: int, seconds: Tensor) -> Interval:
         """seconds: of every rank in each phase (ranks, phases), and its share where documents differ."""
         phases = seconds[:, : len(PHASES)].t().tolist()
-        return Interval(iteration, self.layout.tp, self.layout.pp, dict(zip(PHASES, phases, strict=True)), self.layout.cp)
+        return Interval(
+            iteration,
+            self.layout.tp,
+            self.layout.pp,
+            dict(zip(PHASES, phases, strict=True)),
+            self.layout.cp,
+        )
 
     def _keep(self, interval: Interval) -> None:
         try:
@@ -295,7 +373,11 @@ class RankTimes:
             shown = [s for s in found if (s.rank, s.phase) in lasting][:NAMED]
             hosts = [self.world.broadcast_object(socket.gethostname(), s.rank) for s in shown]
             more = f"; and {len(lasting) - NAMED} more" if len(lasting) > NAMED else ""
-            self.say("slow: " + "; ".join(s.text(host) for s, host in zip(shown, hosts, strict=True)) + more)
+            self.say(
+                "slow: "
+                + "; ".join(s.text(host) for s, host in zip(shown, hosts, strict=True))
+                + more
+            )
         for rank, phase in sorted(self._named - slow):
             self.say(f"no longer slow: rank {rank}, {phase}")
         self._before, self._named = slow, (self._named | lasting) & slow
@@ -308,7 +390,11 @@ IDLE_NAMED = 8  # experts without tokens that a line names
 
 def routers(stage: Stage) -> dict[int, Router]:
     """Those of a stage, by the layer, from 0."""
-    return {layer.layer - 1: layer.mlp.router for layer in stage.layers if isinstance(layer.mlp, Experts)}
+    return {
+        layer.layer - 1: layer.mlp.router
+        for layer in stage.layers
+        if isinstance(layer.mlp, Experts)
+    }
 
 
 def forget_loads(stage: Stage) -> None:
@@ -358,15 +444,31 @@ class ExpertWatch:
     def report(self, writer: MetricsWriter, iteration: int) -> None:
         """Keep every expert's load since the last report in the history, and print the extremes and experts without a token."""
         loads = self.tokens / self.tokens.mean(1, keepdim=True)
-        writer.keep("experts", iteration, layers=self.layers, loads=[[round(x, 3) for x in row] for row in loads.tolist()])
-        most, least = (self._named(index) + f" {loads.flatten()[index].item():.2f}" for index in (loads.argmax(), loads.argmin()))
-        writer.print(f"load of the experts, 1 being the mean: {most} at most, {least} at least" + self._ranks())
+        writer.keep(
+            "experts",
+            iteration,
+            layers=self.layers,
+            loads=[[round(x, 3) for x in row] for row in loads.tolist()],
+        )
+        most, least = (
+            self._named(index) + f" {loads.flatten()[index].item():.2f}"
+            for index in (loads.argmax(), loads.argmin())
+        )
+        writer.print(
+            f"load of the experts, 1 being the mean: {most} at most, {least} at least"
+            + self._ranks()
+        )
         idle = (self.tokens == 0).flatten().nonzero().flatten()
         if len(idle):
             more = len(idle) - IDLE_NAMED
-            named = ", ".join(map(self._named, idle[:IDLE_NAMED])) + f" and {more} more" * (more > 0)
-            writer.event(iteration, f"without a token since the last report: {named}: raise "
-                         "--moe-aux-loss-coeff, or pass --moe-router-enable-expert-bias")
+            named = ", ".join(map(self._named, idle[:IDLE_NAMED])) + f" and {more} more" * (
+                more > 0
+            )
+            writer.event(
+                iteration,
+                f"without a token since the last report: {named}: raise "
+                "--moe-aux-loss-coeff, or pass --moe-router-enable-expert-bias",
+            )
         self.tokens.zero_()
 
     def _ranks(self) -> str:
@@ -374,9 +476,15 @@ class ExpertWatch:
         if self.ep == 1:
             return ""
         each = self.tokens.shape[1] // self.ep
-        loads = self.tokens.view(len(self.layers), self.ep, each).sum((0, 2)) / self.tokens.sum() * self.ep
+        loads = (
+            self.tokens.view(len(self.layers), self.ep, each).sum((0, 2))
+            / self.tokens.sum()
+            * self.ep
+        )
         first, load = int(loads.argmax()) * each, loads.max().item()
-        return f"; the rank with experts {first} to {first + each - 1} computes {load:.2f} of the mean"
+        return (
+            f"; the rank with experts {first} to {first + each - 1} computes {load:.2f} of the mean"
+        )
 
     def _named(self, index: Tensor) -> str:
         row, expert = divmod(int(index), self.tokens.shape[1])

@@ -38,7 +38,9 @@ class Session:
     trainer: Trainer
     writer: MetricsWriter
     iterations: int
-    valid_sizes: tuple[int, ...]  # samples of each validation set, on every rank; none without validation data
+    valid_sizes: tuple[
+        int, ...
+    ]  # samples of each validation set, on every rank; none without validation data
     profile: Profile | None = None
     rank_times: RankTimes | None = None
     memory: MemoryWatch | None = None
@@ -85,7 +87,9 @@ class Session:
             self.save_due = self.save_due or due or self._is_due(progress.iteration)
             if reason:
                 self.writer.flush()
-            if output.save and (reason or self.save_due and not self.skipped_in_a_row):  # diverged weights replace no good ones
+            if output.save and (
+                reason or self.save_due and not self.skipped_in_a_row
+            ):  # diverged weights replace no good ones
                 self._save(output.save)
                 saved = progress.iteration
             if reason:
@@ -110,7 +114,9 @@ class Session:
 
     def _asked_to_leave(self) -> bool:
         """Whether a signal came before the first iteration, on any rank. Collective."""
-        asked = bool(self.trainer.world.all_reduce(torch.tensor(int(self.signals.stop_requested)), "max"))
+        asked = bool(
+            self.trainer.world.all_reduce(torch.tensor(int(self.signals.stop_requested)), "max")
+        )
         if asked:
             self.writer.print("leaving before the first iteration: a signal asked to stop")
         return asked
@@ -140,20 +146,47 @@ class Session:
         progress, output = trainer.progress, run.output
         norm = trainer.optimizer.params_norm() if output.log_params_norm else None
         resident, shared = self._memory(progress.iteration, result.seconds)
-        watts = self.energy.finish_interval() if self.energy and self._logs(progress.iteration) else None
+        watts = (
+            self.energy.finish_interval()
+            if self.energy and self._logs(progress.iteration)
+            else None
+        )
         printed = self.writer.printing and self._logs(progress.iteration)
         work = result.work
         squares = work.squares if work and run.data.masks_attention else None
-        flops = accounting.hardware_flops(run, result.global_batch_size, squares) / trainer.world.size  # of this rank
-        self.writer.add(IterationMetrics(
-            progress.iteration, self.iterations, consumed_samples=progress.consumed_samples,
-            consumed_tokens=progress.consumed_samples * run.model.seq_length, elapsed_seconds=result.seconds,
-            learning_rate=result.learning_rate, global_batch_size=result.global_batch_size, lm_loss=result.loss,
-            loss_scale=result.loss_scale, grad_norm=result.grad_norm, num_zeros=result.num_zeros, params_norm=norm,
-            skipped=int(result.skipped), tflops=flops / result.seconds / 1e12, minor_faults=minor_faults,
-            system_seconds=system_seconds, clock_ghz=runtime.clock_ghz() if printed else None, resident_mib=resident,
-            shared_mib=shared, watts=watts, counted_tokens=work.counted if work else None,
-            **(self.experts.add(result.experts) if self.experts and result.experts is not None else {})))
+        flops = (
+            accounting.hardware_flops(run, result.global_batch_size, squares) / trainer.world.size
+        )  # of this rank
+        self.writer.add(
+            IterationMetrics(
+                progress.iteration,
+                self.iterations,
+                consumed_samples=progress.consumed_samples,
+                consumed_tokens=progress.consumed_samples * run.model.seq_length,
+                elapsed_seconds=result.seconds,
+                learning_rate=result.learning_rate,
+                global_batch_size=result.global_batch_size,
+                lm_loss=result.loss,
+                loss_scale=result.loss_scale,
+                grad_norm=result.grad_norm,
+                num_zeros=result.num_zeros,
+                params_norm=norm,
+                skipped=int(result.skipped),
+                tflops=flops / result.seconds / 1e12,
+                minor_faults=minor_faults,
+                system_seconds=system_seconds,
+                clock_ghz=runtime.clock_ghz() if printed else None,
+                resident_mib=resident,
+                shared_mib=shared,
+                watts=watts,
+                counted_tokens=work.counted if work else None,
+                **(
+                    self.experts.add(result.experts)
+                    if self.experts and result.experts is not None
+                    else {}
+                ),
+            )
+        )
         if self.experts and self._logs(progress.iteration):
             self.experts.report(self.writer, progress.iteration)
         if progress.iteration == self.iterations:
@@ -164,7 +197,11 @@ class Session:
         if self.memory is None:
             return None, None
         self.memory.read(iteration)
-        return self.memory.finish_interval(iteration, seconds) if self._logs(iteration) else (None, None)
+        return (
+            self.memory.finish_interval(iteration, seconds)
+            if self._logs(iteration)
+            else (None, None)
+        )
 
     def _report_checksums(self, iteration: int) -> None:
         if self.checksums and (text := self.checksums.report(self.trainer.world)):
@@ -184,9 +221,12 @@ class Session:
         progress, output = self.trainer.progress, self.trainer.run.output
         self._finish_save()  # it is from before
         self.writer.flush()
-        self.writer.print(f"diverged: the gradients of the last {DIVERGED_STEPS} iterations up to {progress.iteration} held an Inf "
-                          "or NaN, and no update was made. Nothing is saved: continue from the last checkpoint"
-                          + (f" in {output.save}" if output.save else "") + " with a lower --lr, or with --clip-grad")
+        self.writer.print(
+            f"diverged: the gradients of the last {DIVERGED_STEPS} iterations up to {progress.iteration} held an Inf "
+            "or NaN, and no update was made. Nothing is saved: continue from the last checkpoint"
+            + (f" in {output.save}" if output.save else "")
+            + " with a lower --lr, or with --clip-grad"
+        )
         raise SystemExit(ExitCode.DIVERGED)
 
     def _explain_nonfinite(self, result: IterationResult) -> None:
@@ -196,7 +236,10 @@ class Session:
         self.explained += 1
         progress = self.trainer.progress
         text = find_nonfinite(self.trainer, result.consumed, result.loss_scale)
-        self.writer.event(progress.iteration, f"Inf or NaN in the gradients of iteration {progress.iteration}: {text}")
+        self.writer.event(
+            progress.iteration,
+            f"Inf or NaN in the gradients of iteration {progress.iteration}: {text}",
+        )
 
     def _check_weights(self, iteration: int) -> None:
         """SystemExit(REPLICAS_DIFFER) where the weights of data-parallel replicas differ. Nothing is saved."""
@@ -205,14 +248,21 @@ class Session:
             return
         self._finish_save()
         self.writer.flush()
-        self.writer.event(iteration, f"weights differ after iteration {iteration}: {text}. Nothing is saved: continue without that "
-                          f"node from a checkpoint of iteration {iteration - interval} or before, when the weights agreed")
+        self.writer.event(
+            iteration,
+            f"weights differ after iteration {iteration}: {text}. Nothing is saved: continue without that "
+            f"node from a checkpoint of iteration {iteration - interval} or before, when the weights agreed",
+        )
         raise SystemExit(ExitCode.REPLICAS_DIFFER)
 
     def _evaluate(self, iteration: int) -> None:
         training, last = self.trainer.run.training, iteration == self.iterations
         start = training.start_eval_at_iter or 0
-        if not self.valid_sizes or iteration < start or not (last or iteration % training.eval_interval == 0):
+        if (
+            not self.valid_sizes
+            or iteration < start
+            or not (last or iteration % training.eval_interval == 0)
+        ):
             return
         left_out = max(0, -(-start // training.eval_interval) - 1)
         self._print_validation(iteration, -(-iteration // training.eval_interval) - 1 - left_out)
@@ -220,21 +270,40 @@ class Session:
     def _print_validation(self, iteration: int, number: int) -> None:
         """The evaluation of this number, from 0, of every validation set."""
         trainer, several = self.trainer, self.trainer.run.training.multiple_validation_sets
-        for index, (first, iterations) in enumerate(trainer.layout.evaluated(trainer.run, self.valid_sizes, number)):
+        for index, (first, iterations) in enumerate(
+            trainer.layout.evaluated(trainer.run, self.valid_sizes, number)
+        ):
             with self.watchdog.heart.phase(f"evaluation after iteration {iteration}"):
                 loss = trainer.evaluate(trainer.valid, first, iterations)
-            self.writer.validation(iteration, loss, trainer.progress.consumed_samples, f"-{index}" if several else "")
+            self.writer.validation(
+                iteration, loss, trainer.progress.consumed_samples, f"-{index}" if several else ""
+            )
 
-    def _reason_to_leave(self, iteration: int, timer: runtime.ExitTimer) -> tuple[str | None, bool, bool]:
+    def _reason_to_leave(
+        self, iteration: int, timer: runtime.ExitTimer
+    ) -> tuple[str | None, bool, bool]:
         """Why to leave, if at all; whether --save-interval-in-mins is over by the clock of rank 0; whether no rank still writes.
 
         The same answers on every rank: one small reduction per iteration.
         """
         interval, world = self.trainer.run.training.exit_interval, self.trainer.world
         writes = self.saving is not None and not self.saving.done
-        flags = [self.signals.stop_requested, timer.expired, world.rank == 0 and self.save_timer.expired, writes]
-        signalled, late, due, writing = world.all_reduce(torch.tensor(flags, dtype=torch.int32), "max").tolist()
-        reason = "a signal asked to stop" if signalled else "--exit-duration-in-mins is over" if late else None
+        flags = [
+            self.signals.stop_requested,
+            timer.expired,
+            world.rank == 0 and self.save_timer.expired,
+            writes,
+        ]
+        signalled, late, due, writing = world.all_reduce(
+            torch.tensor(flags, dtype=torch.int32), "max"
+        ).tolist()
+        reason = (
+            "a signal asked to stop"
+            if signalled
+            else "--exit-duration-in-mins is over"
+            if late
+            else None
+        )
         if interval and iteration % interval == 0:
             reason = f"--exit-interval {interval}"
         return reason, bool(due), not writing
@@ -283,8 +352,12 @@ class Session:
         """Start to draw the losses; while the picture of an earlier save is still being drawn, the run does not wait for it."""
         self.picture_is_old = self.picture is not None and self.picture.poll() is None
         if not self.picture_is_old:
-            heading = plot.title(plot.describe(self.trainer.run, self.trainer.layout.dp), os.path.abspath(directory))
-            self.picture = plot.start_loss_curve(os.path.join(directory, LOSS_CURVE), os.path.join(directory, HISTORY), heading)
+            heading = plot.title(
+                plot.describe(self.trainer.run, self.trainer.layout.dp), os.path.abspath(directory)
+            )
+            self.picture = plot.start_loss_curve(
+                os.path.join(directory, LOSS_CURVE), os.path.join(directory, HISTORY), heading
+            )
 
     def _await_picture(self) -> None:
         """Wait for the picture of the last save."""

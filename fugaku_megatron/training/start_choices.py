@@ -61,36 +61,57 @@ def with_vocabulary(run: RunConfig, tokenizer: dict[str, Any] | None) -> RunConf
     data, vocab_size = run.data, run.model.vocab_size
     if tokenizer:
         size = tokenizer["vocab_size"]
-        named = f"--tokenizer-model {data.tokenizer_model}" if data.tokenizer_model else f"--vocab-file {data.vocab_file}"
-        check(vocab_size is None or vocab_size >= size, f"--vocab-size {vocab_size} is below the {size} tokens of {named}: pass at "
-              f"least {size}, or leave it out")
+        named = (
+            f"--tokenizer-model {data.tokenizer_model}"
+            if data.tokenizer_model
+            else f"--vocab-file {data.vocab_file}"
+        )
+        check(
+            vocab_size is None or vocab_size >= size,
+            f"--vocab-size {vocab_size} is below the {size} tokens of {named}: pass at "
+            f"least {size}, or leave it out",
+        )
     else:
-        check(vocab_size is not None or data.mock_data, "the vocabulary size is unknown: pass --vocab-file and --merge-file, "
-              "--tokenizer-type and --tokenizer-model, or --vocab-size")
+        check(
+            vocab_size is not None or data.mock_data,
+            "the vocabulary size is unknown: pass --vocab-file and --merge-file, "
+            "--tokenizer-type and --tokenizer-model, or --vocab-size",
+        )
         size = GPT2_VOCABULARY
     return replace(run, model=replace(run.model, vocab_size=vocab_size or size))
 
 
 def end_of_document(data: DataConfig, tokenizer: dict[str, Any] | None) -> int:
     """The token that ends a document, which flags need. ValueError where it is not known, or the tokenizer has none."""
-    check(bool(tokenizer), f"{data.marks_documents}: the token that ends a document is not known: name the tokenizer of the data, "
-          "with --vocab-file and --merge-file or with --tokenizer-type and --tokenizer-model")
+    check(
+        bool(tokenizer),
+        f"{data.marks_documents}: the token that ends a document is not known: name the tokenizer of the data, "
+        "with --vocab-file and --merge-file or with --tokenizer-type and --tokenizer-model",
+    )
     eod = (tokenizer or {}).get("eod")
     if eod is None:
-        raise ValueError(f"{data.marks_documents}: --tokenizer-type {data.tokenizer_type} has no token that ends a document: leave "
-                         "it out, or pass another tokenizer")
+        raise ValueError(
+            f"{data.marks_documents}: --tokenizer-type {data.tokenizer_type} has no token that ends a document: leave "
+            "it out, or pass another tokenizer"
+        )
     return int(eod)
 
 
-def tokenizer_notes(run: RunConfig, tokenizer: dict[str, Any] | None, saved: dict[str, Any] | None, world: Comm) -> list[str]:
+def tokenizer_notes(
+    run: RunConfig, tokenizer: dict[str, Any] | None, saved: dict[str, Any] | None, world: Comm
+) -> list[str]:
     """Lines about data, or a checkpoint whose state has `saved`, that come from another tokenizer. Collective."""
     notes = on_root(world, lambda: [*_data_notes(run, tokenizer)])
     other = mismatch(tokenizer, saved)
-    return notes + [f"note: the checkpoint in --load was trained with {other}: their tokens mean different texts"] * bool(other)
+    return notes + [
+        f"note: the checkpoint in --load was trained with {other}: their tokens mean different texts"
+    ] * bool(other)
 
 
 def _data_notes(run: RunConfig, tokenizer: dict[str, Any] | None) -> Iterable[str]:
-    for prefix in dict.fromkeys(prefix for path in run.data.paths.values() for prefix in parse_data_path(path)[0]):
+    for prefix in dict.fromkeys(
+        prefix for path in run.data.paths.values() for prefix in parse_data_path(path)[0]
+    ):
         if other := mismatch(tokenizer, read_identity(prefix)):
             yield f"note: {prefix} was tokenized with {other}: pass the tokenizer that preprocess has used"
 
@@ -100,7 +121,9 @@ FIT = 0.9  # of a node's memory may be used by what is chosen; the system and th
 MACHINE = "a64fx"  # whose costs rank the schedules everywhere, so that a dry run on another machine chooses the same
 
 
-def tensor_bytes(run: RunConfig, layout: Layout, world: Comm | None = None, nodes: Nodes | None = None) -> int:
+def tensor_bytes(
+    run: RunConfig, layout: Layout, world: Comm | None = None, nodes: Nodes | None = None
+) -> int:
     """Bytes that the tensors of a rank may have, the same on every rank. Collective over `world`.
 
     From --memory-per-rank, or where it is not given from the smallest share of any node of which the ranks share nine tenths.
@@ -112,7 +135,9 @@ def tensor_bytes(run: RunConfig, layout: Layout, world: Comm | None = None, node
     samples = batches.run_length(run, layout.global_batch_size(run))[1]
     share = int(FIT * node_bytes()) - memory.data_index_bytes(run, samples)
     if world is not None:
-        share = int(world.all_reduce(torch.tensor(share // (nodes or find_nodes(world)).ranks.size), "min"))
+        share = int(
+            world.all_reduce(torch.tensor(share // (nodes or find_nodes(world)).ranks.size), "min")
+        )
     return share - fixed
 
 
@@ -124,7 +149,9 @@ def modelled_system(layout: Layout) -> System:
     return System.from_names(MACHINE, THIS_PROJECT, layout.world_size, 1)
 
 
-def settle(run: RunConfig, layout: Layout, world: Comm | None = None, nodes: Nodes | None = None) -> tuple[RunConfig, list[str]]:
+def settle(
+    run: RunConfig, layout: Layout, world: Comm | None = None, nodes: Nodes | None = None
+) -> tuple[RunConfig, list[str]]:
     """The run with nothing left to choose, and the log's lines about it. Collective over `world`.
 
     Rank 0 chooses for all. Only --pipeline-schedule auto needs times, those of `modelled_system`: a run without it does not load
@@ -173,30 +200,47 @@ def check_same_run(run: RunConfig, world: Comm) -> list[str]:
 
     Raises ValueError on every rank, with the flag, its values and the ranks, where the run cannot be that of all of them.
     """
-    values = {flag(name): value for group in GROUPS for name, value in vars(getattr(run, group)).items() if name[0] != "_"}
+    values = {
+        flag(name): value
+        for group in GROUPS
+        for name, value in vars(getattr(run, group)).items()
+        if name[0] != "_"
+    }
     own = {flag(name) for name in OWN_OF_A_RANK}
     text = differing(world, {name: value for name, value in values.items() if name not in own})
     recompute = {flag(name): values[flag(name)] for name in RECOMPUTE}
     among = differing(world, recompute)
     tp = run.parallel.tensor_model_parallel_size
     if text is None and among is not None and world.size % tp == 0:
-        inside = world.split(world.rank // tp, world.rank)  # tensor parallelism is innermost, and recomputes together
+        inside = world.split(
+            world.rank // tp, world.rank
+        )  # tensor parallelism is innermost, and recomputes together
         problem = differing(inside, recompute)
         remedy = f"{problem} of the tensor-parallel group that begins with rank {world.rank // tp * tp}: pass these ranks the same"
         agree(world, lambda: check(problem is None, remedy), name_rank=False)
     with everywhere():
-        check(text is None, f"{text}: pass every rank the same command line, apart from what may differ between pipeline stages "
-              "(recompute) and between nodes (places of their own, threads)")
+        check(
+            text is None,
+            f"{text}: pass every rank the same command line, apart from what may differ between pipeline stages "
+            "(recompute) and between nodes (places of their own, threads)",
+        )
     return [f"ranks recompute differently: {among}"] * (among is not None)
 
 
 def build_ops(run: RunConfig, backends: Mapping[str, str], library: Any = kernels) -> Ops:
     """The run's operations on these backends. library: the C++ kernels, or what a profiler put around them."""
-    return Ops.build(backends, fp16_chunk=run.system.fp16_accumulation_chunk or 0, bf16x3=run.system.splits_fp32,
-                     keep_packed_weights=run.system.cache_packed_weights, kernels=library)
+    return Ops.build(
+        backends,
+        fp16_chunk=run.system.fp16_accumulation_chunk or 0,
+        bf16x3=run.system.splits_fp32,
+        keep_packed_weights=run.system.cache_packed_weights,
+        kernels=library,
+    )
 
 
-def choose_kernels(run: RunConfig, layout: Layout, world: Comm, saved: dict[str, str] | None = None) -> Choice:
+def choose_kernels(
+    run: RunConfig, layout: Layout, world: Comm, saved: dict[str, str] | None = None
+) -> Choice:
     """The backend of every family, the same on all ranks, with the log's lines. Collective.
 
     A resumed run keeps the automatic choice that it was `saved` with: other kernels have other last bits.
@@ -215,12 +259,23 @@ def _with_checksums(run: RunConfig, choice: Choice) -> Choice:
 def _backends(run: RunConfig, layout: Layout, world: Comm, saved: dict[str, str] | None) -> Choice:
     requested = run.system.kernels
     if requested == "auto" and saved:
-        return Choice(saved, [f"kernels: as saved, {', '.join(f'{family} {name}' for family, name in saved.items())}"])
+        return Choice(
+            saved,
+            [
+                f"kernels: as saved, {', '.join(f'{family} {name}' for family, name in saved.items())}"
+            ],
+        )
     if requested != "auto":
-        return Choice(dict.fromkeys(FAMILIES, requested), [f"kernels: {requested} (instruction set {kernels.instruction_set()})"])
+        return Choice(
+            dict.fromkeys(FAMILIES, requested),
+            [f"kernels: {requested} (instruction set {kernels.instruction_set()})"],
+        )
     timings = measure_kernels(run, layout.tp, PARAMETER_DTYPES[run.precision.name])
     title = f"kernels: auto, forward and backward on this run's shapes, rank 0 (instruction set {kernels.instruction_set()})"
-    return Choice(world.broadcast_object({t.family: t.faster for t in timings}), [title, *kernel_table(timings)])
+    return Choice(
+        world.broadcast_object({t.family: t.faster for t in timings}),
+        [title, *kernel_table(timings)],
+    )
 
 
 def _with_other_sums(run: RunConfig, choice: Choice) -> Choice:
@@ -230,15 +285,20 @@ def _with_other_sums(run: RunConfig, choice: Choice) -> Choice:
         return choice
     line = f"kernels: gemm native, partial sums of {chunk} terms in FP16, added up in FP32"
     if run.system.splits_fp32:
-        line = "kernels: gemm native, each FP32 operand as three BF16 numbers, six BF16 matmuls added up in FP32 " \
-               "(faster than FP32 units on AMX only)"
+        line = (
+            "kernels: gemm native, each FP32 operand as three BF16 numbers, six BF16 matmuls added up in FP32 "
+            "(faster than FP32 units on AMX only)"
+        )
     return Choice({**choice.backends, "gemm": "native"}, [*choice.lines, line])
+
 
 # Which kernels are faster ---------------------------------------------------------------------------------------------------------
 
 REPEATS = 3
 MARGIN = 1.1
-LAYER_TOKENS = 4096  # rows that are timed at most: attention of longer sequences takes as long as iterations
+LAYER_TOKENS = (
+    4096  # rows that are timed at most: attention of longer sequences takes as long as iterations
+)
 
 
 @dataclass(frozen=True)
@@ -274,10 +334,18 @@ def kernel_cases(run: RunConfig, tp: int, dtype: torch.dtype) -> dict[str, Calla
     scores = DropoutKey(1, 1, 0, sample_dim=0)
     return {
         "gemm": _mlp(model, x, tp),
-        "attention": lambda ops: ops.attention(qkv, model.kv_channels, model.attention_dropout, scores, model.query_groups // tp,
-                                               model.window).sum(),
+        "attention": lambda ops: ops.attention(
+            qkv,
+            model.kv_channels,
+            model.attention_dropout,
+            scores,
+            model.query_groups // tp,
+            model.window,
+        ).sum(),
         "rowwise": _add_and_normalize(model, residual),
-        "loss": lambda ops: ops.head_loss(x, table, tokens, SoloComm(), 0, 1.0, z_loss=model.z_loss),
+        "loss": lambda ops: ops.head_loss(
+            x, table, tokens, SoloComm(), 0, 1.0, z_loss=model.z_loss
+        ),
         "embedding": lambda ops: ops.embedding(tokens, table).sum(),
     }
 
@@ -285,7 +353,11 @@ def kernel_cases(run: RunConfig, tp: int, dtype: torch.dtype) -> dict[str, Calla
 def _mlp(model: ModelConfig, x: Tensor, tp: int) -> Callable[[Ops], Tensor]:
     """The model's MLP of x (s, b, h)."""
     f, h, dtype, gates = model.ffn_hidden_size // tp, model.hidden_size, x.dtype, [2] * model.gated
-    fc1, bias, fc2 = _weight(*gates, f, h, dtype=dtype), _weight(*gates, f, dtype=dtype), _weight(h, f, dtype=dtype)
+    fc1, bias, fc2 = (
+        _weight(*gates, f, h, dtype=dtype),
+        _weight(*gates, f, dtype=dtype),
+        _weight(h, f, dtype=dtype),
+    )
     if model.gated:
         return lambda ops: ops.gated_mlp(x, fc1, bias, fc2, activation=model.activation).sum()
     return lambda ops: ops.mlp(x, fc1, bias, fc2, activation=model.activation).sum()
@@ -296,8 +368,12 @@ def _add_and_normalize(model: ModelConfig, x: Tensor) -> Callable[[Ops], Tensor]
     add, norm, norm_bias = (_weight(model.hidden_size, dtype=x.dtype) for _ in range(3))
     more = (model.hidden_dropout, DropoutKey(1, 0, 0, sample_dim=1), norm)
     if model.normalization.endswith("RMSNorm"):
-        return lambda ops: ops.bias_dropout_add_rms_norm(x, add, x, *more, model.layernorm_epsilon)[1].sum()
-    return lambda ops: ops.bias_dropout_add_layer_norm(x, add, x, *more, norm_bias, model.layernorm_epsilon)[1].sum()
+        return lambda ops: ops.bias_dropout_add_rms_norm(x, add, x, *more, model.layernorm_epsilon)[
+            1
+        ].sum()
+    return lambda ops: ops.bias_dropout_add_layer_norm(
+        x, add, x, *more, norm_bias, model.layernorm_epsilon
+    )[1].sum()
 
 
 def _seconds(case: Callable[[Ops], Tensor], ops: Ops) -> float:
@@ -312,11 +388,19 @@ def _seconds(case: Callable[[Ops], Tensor], ops: Ops) -> float:
 def measure_kernels(run: RunConfig, tp: int, dtype: torch.dtype) -> list[Timing]:
     """Time every family on both backends, in turn."""
     backends = {name: Ops.build(name) for name in BACKENDS}
-    return [Timing(family, **{name: _seconds(case, ops) for name, ops in backends.items()})
-            for family, case in kernel_cases(run, tp, dtype).items()]
+    return [
+        Timing(family, **{name: _seconds(case, ops) for name, ops in backends.items()})
+        for family, case in kernel_cases(run, tp, dtype).items()
+    ]
 
 
 def kernel_table(timings: list[Timing]) -> list[str]:
     """The log's lines."""
     head = f"  {'kernels':<10} {'native ms':>10} {'torch ms':>10}  used"
-    return [head, *(f"  {t.family:<10} {t.native * 1e3:>10.2f} {t.torch * 1e3:>10.2f}  {t.faster}" for t in timings)]
+    return [
+        head,
+        *(
+            f"  {t.family:<10} {t.native * 1e3:>10.2f} {t.torch * 1e3:>10.2f}  {t.faster}"
+            for t in timings
+        ),
+    ]

@@ -26,7 +26,14 @@ from ..data.build import Datasets, build_datasets, build_separate_datasets
 from ..data.dataset import Dataset, TokenArrays
 from ..data.index_cache import IndexCache
 from ..data.marks import Work, document_starts
-from ..data.sampler import Prefetcher, ReaderBatches, ReaderGroup, consecutive, first_sample, micro_batches
+from ..data.sampler import (
+    Prefetcher,
+    ReaderBatches,
+    ReaderGroup,
+    consecutive,
+    first_sample,
+    micro_batches,
+)
 from ..nn.model import Stage
 from ..nn.ops import backward
 from ..nn.parameter import Waiting
@@ -67,7 +74,9 @@ class MicroBatch:
         """(rows, b): of each token the one that follows, -1 where that does not count."""
         if self.samples is None:
             return None
-        return self._own(self.samples[1:] if self.marks is None else marks.labels(self.samples, self.marks))
+        return self._own(
+            self.samples[1:] if self.marks is None else marks.labels(self.samples, self.marks)
+        )
 
 
 class MicroBatchWindow:
@@ -90,7 +99,9 @@ class MicroBatchWindow:
         while index not in self._held:
             batch = next(self._source, None)
             if batch is None:
-                raise KeyError(f"micro-batch {index} is not in this iteration, or was fetched before")
+                raise KeyError(
+                    f"micro-batch {index} is not in this iteration, or was fetched before"
+                )
             self._held[batch.index] = (batch, self._uses)
         batch, left = self._held.pop(index)
         if left > 1:
@@ -124,8 +135,14 @@ class StepExecutor:
     rank's micro-batches. watch: puts an observer between the schedule and this executor.
     """
 
-    def __init__(self, stage: Stage, pp: Comm, batches: MicroBatchWindow, shape: StepShape,
-                 watch: Callable[[schedule.Executor], schedule.Executor] | None = None) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        pp: Comm,
+        batches: MicroBatchWindow,
+        shape: StepShape,
+        watch: Callable[[schedule.Executor], schedule.Executor] | None = None,
+    ) -> None:
         self.stage, self.chunks, self.placement, self.pp = stage, stage.chunks, stage.placement, pp
         self.batches, self.shape = batches, shape
         self.watched = watch(self) if watch else self
@@ -143,7 +160,9 @@ class StepExecutor:
         """Walk this rank's list; returns the losses () of the micro-batches in data order (last part; empty elsewhere)."""
         instructions = lists.instructions(self.pp.rank)
         self._sends_under_way = lists.send_queue(self.pp.rank)
-        self._to_receive = {tag: deque(waiting) for tag, waiting in schedule.receives(instructions).items()}
+        self._to_receive = {
+            tag: deque(waiting) for tag, waiting in schedule.receives(instructions).items()
+        }
         for tag in [*self._to_receive] * receives_ahead(lists.name):
             self._receive_ahead(tag)
         schedule.run(instructions, self.watched)
@@ -159,8 +178,14 @@ class StepExecutor:
         batch = self.batches.fetch(instruction.microbatch)
         x = batch.tokens if chunk.is_first else self.inputs[key]
         shape, labels = self.shape, batch.labels if chunk.is_last else None
-        forward_pass = Pass(first_sample=batch.first_sample, training=shape.training, recompute=shape.recompute,
-                            documents=batch.documents, count=shape.count, balance_factor=shape.loss_factor)
+        forward_pass = Pass(
+            first_sample=batch.first_sample,
+            training=shape.training,
+            recompute=shape.recompute,
+            documents=batch.documents,
+            count=shape.count,
+            balance_factor=shape.loss_factor,
+        )
         output = chunk(x, labels, forward_pass, shape.loss_factor)
         if not torch.is_grad_enabled():
             self.inputs.pop(key, None)
@@ -196,7 +221,9 @@ class StepExecutor:
 
     def recv_forward(self, instruction: Instruction) -> None:
         """The input (s, b, h), from the stage with the previous part."""
-        self.inputs[_key(instruction)] = self._received(instruction).requires_grad_(torch.is_grad_enabled())
+        self.inputs[_key(instruction)] = self._received(instruction).requires_grad_(
+            torch.is_grad_enabled()
+        )
 
     def send_forward(self, instruction: Instruction) -> None:
         """The output (s, b, h), to the stage with the next part."""
@@ -221,14 +248,21 @@ class StepExecutor:
     def _own_neighbour(self, instruction: Instruction, step: int) -> Key | None:
         """The key under which the next (1) or previous (-1) part has this micro-batch, if it is a chunk of this rank."""
         neighbour = self.placement.neighbour(self.pp.rank, instruction.chunk, step)
-        return (neighbour[1], instruction.microbatch) if neighbour and neighbour[0] == self.pp.rank else None
+        return (
+            (neighbour[1], instruction.microbatch)
+            if neighbour and neighbour[0] == self.pp.rank
+            else None
+        )
 
     def _receive_ahead(self, tag: tuple[str, int]) -> None:
         """Post the next receive of an operation and chunk, which have one tag."""
         if self._to_receive[tag]:
             instruction = self._to_receive[tag].popleft()
             tensor = torch.empty(self.shape.activation, dtype=self.shape.dtype)
-            self._receiving[instruction] = tensor, self.pp.irecv(tensor, *self.placement.peer(self.pp.rank, instruction))
+            self._receiving[instruction] = (
+                tensor,
+                self.pp.irecv(tensor, *self.placement.peer(self.pp.rank, instruction)),
+            )
 
     def _received(self, instruction: Instruction) -> Tensor:
         tensor, handle = self._receiving.pop(instruction)
@@ -237,9 +271,13 @@ class StepExecutor:
         return tensor
 
     def _send(self, tensor: Tensor, instruction: Instruction) -> None:
-        while self._sending and (len(self._sending) >= self._sends_under_way or self._sending[0].done()):
+        while self._sending and (
+            len(self._sending) >= self._sends_under_way or self._sending[0].done()
+        ):
             self._sending.popleft().wait()
-        self._sending.append(self.pp.isend(tensor.contiguous(), *self.placement.peer(self.pp.rank, instruction)))
+        self._sending.append(
+            self.pp.isend(tensor.contiguous(), *self.placement.peer(self.pp.rank, instruction))
+        )
 
 
 def _key(instruction: Instruction) -> Key:
@@ -260,18 +298,44 @@ def reads_data(run: RunConfig, groups: Groups) -> bool:
     return groups.tp.rank == 0 and needs_data(run, groups)
 
 
-def datasets_of(run: RunConfig, num_samples: Sequence[int | None], comm: Comm | None = None, max_bytes: int | None = None,
-                cache: IndexCache | None = None, arrays: Mapping[str, TokenArrays] | None = None) -> Datasets:
+def datasets_of(
+    run: RunConfig,
+    num_samples: Sequence[int | None],
+    comm: Comm | None = None,
+    max_bytes: int | None = None,
+    cache: IndexCache | None = None,
+    arrays: Mapping[str, TokenArrays] | None = None,
+) -> Datasets:
     """(train, valid, test) of the data flags of a run with files; the other arguments and errors are those of
     `data.build.build_datasets`."""
     data, separate = run.data, run.training.multiple_validation_sets
-    common = (run.model.seq_length, num_samples, run.training.seed, run.model.vocab_size, comm, max_bytes, cache)
+    common = (
+        run.model.seq_length,
+        num_samples,
+        run.training.seed,
+        run.model.vocab_size,
+        comm,
+        max_bytes,
+        cache,
+    )
     if data.train_data_path:
-        return build_separate_datasets((data.train_data_path, data.valid_data_path, None), *common, arrays=arrays,
-                                       separate_sets=separate, cuts_chats=data.cuts_chats)
+        return build_separate_datasets(
+            (data.train_data_path, data.valid_data_path, None),
+            *common,
+            arrays=arrays,
+            separate_sets=separate,
+            cuts_chats=data.cuts_chats,
+        )
     assert data.data_path is not None, "check_early asks for data"
-    return build_datasets(data.data_path, data.split, *common, legacy_split=data.legacy_split, arrays=arrays,
-                          separate_sets=separate, cuts_chats=data.cuts_chats)
+    return build_datasets(
+        data.data_path,
+        data.split,
+        *common,
+        legacy_split=data.legacy_split,
+        arrays=arrays,
+        separate_sets=separate,
+        cuts_chats=data.cuts_chats,
+    )
 
 
 @dataclass(frozen=True)
@@ -283,17 +347,34 @@ class RunBatches:
     readers: ReaderGroup | None
     waiting: Callable[[], AbstractContextManager[None]]
 
-    def open(self, dataset: Dataset | None, consumed: int, size: Callable[[int], int],
-             samples: Callable[[int, int], Sequence[int]] = consecutive) -> Source | None:
+    def open(
+        self,
+        dataset: Dataset | None,
+        consumed: int,
+        size: Callable[[int], int],
+        samples: Callable[[int, int], Sequence[int]] = consecutive,
+    ) -> Source | None:
         """This rank's micro-batches from `consumed` on; None where it does not read. Close it at the end."""
         if not reads_data(self.run, self.groups):
             return None
         micro_batch_size, groups = self.run.batch.micro_batch_size, self.groups
         readers = self.readers or ReaderGroup(SoloComm(), (groups.data_rank,))
         if readers.comm.size > 1 or self.run.data.marked:
-            return ReaderBatches(readers, dataset, consumed, size, micro_batch_size, groups.data_size, samples)
+            return ReaderBatches(
+                readers, dataset, consumed, size, micro_batch_size, groups.data_size, samples
+            )
         assert dataset is not None, "a rank that reads its own samples has the dataset"
-        return Prefetcher(micro_batches(dataset, consumed, size, micro_batch_size, groups.data_rank, groups.data_size, samples))
+        return Prefetcher(
+            micro_batches(
+                dataset,
+                consumed,
+                size,
+                micro_batch_size,
+                groups.data_rank,
+                groups.data_size,
+                samples,
+            )
+        )
 
     def begin(self, source: Source | None) -> Work | None:
         """Before each iteration, and each batch of an evaluation: the work of the global batch, where it is marked. Collective."""
@@ -311,23 +392,43 @@ class RunBatches:
         counted, squares, samples = (groups.world.all_reduce(numbers) // copies).tolist()
         return Work(counted, squares, samples, mine * groups.data_size / max(squares, 1))
 
-    def micro_batches(self, source: Source | None, consumed: int, count: int) -> Iterator[MicroBatch]:
+    def micro_batches(
+        self, source: Source | None, consumed: int, count: int
+    ) -> Iterator[MicroBatch]:
         """The `count` micro-batches of the iteration that starts at `consumed` samples, in data order."""
         groups, has_data = self.groups, needs_data(self.run, self.groups)
-        rows = positions(own_runs(self.run.model.seq_length // groups.cp.size, groups.cp)) if groups.cp.size > 1 else None
+        rows = (
+            positions(own_runs(self.run.model.seq_length // groups.cp.size, groups.cp))
+            if groups.cp.size > 1
+            else None
+        )
         for index in range(count):
             samples = self._next(source) if has_data else None
-            first = first_sample(consumed, index, self.run.batch.micro_batch_size, groups.data_rank, groups.data_size)
+            first = first_sample(
+                consumed, index, self.run.batch.micro_batch_size, groups.data_rank, groups.data_size
+            )
             if samples is not None and self.run.data.marked:
-                yield MicroBatch(index, samples[0], first, samples[1], documents_of(samples[1], self.run.data), rows)
+                yield MicroBatch(
+                    index,
+                    samples[0],
+                    first,
+                    samples[1],
+                    documents_of(samples[1], self.run.data),
+                    rows,
+                )
             else:
                 yield MicroBatch(index, samples, first, rows=rows)
 
     def _next(self, source: Source | None) -> Tensor:
         """A micro-batch, int64 (s + 1, b), with marks (2, s + 1, b), on every tensor-parallel rank, read by the first."""
-        shape = (2,) * self.run.data.marked + (self.run.model.seq_length + 1, self.run.batch.micro_batch_size)
+        shape = (2,) * self.run.data.marked + (
+            self.run.model.seq_length + 1,
+            self.run.batch.micro_batch_size,
+        )
         with self.waiting():
-            samples = torch.from_numpy(next(source)) if source else torch.empty(shape, dtype=torch.int64)
+            samples = (
+                torch.from_numpy(next(source)) if source else torch.empty(shape, dtype=torch.int64)
+            )
             return self.groups.tp.broadcast(samples)
 
 
@@ -336,5 +437,9 @@ def documents_of(marks: Tensor, data: DataConfig) -> Documents:
     if not (data.masks_attention or data.restarts_positions):
         return Documents()
     starts = document_starts(marks)
-    positions = torch.arange(starts.shape[1], dtype=torch.int32).unsqueeze(1) - starts.t().contiguous()
-    return Documents(starts if data.masks_attention else None, positions if data.restarts_positions else None)
+    positions = (
+        torch.arange(starts.shape[1], dtype=torch.int32).unsqueeze(1) - starts.t().contiguous()
+    )
+    return Documents(
+        starts if data.masks_attention else None, positions if data.restarts_positions else None
+    )

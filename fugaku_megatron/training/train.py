@@ -19,7 +19,15 @@ from torch import Tensor
 from ..checkpoint.load import Checkpoint, load_shards, open_checkpoint
 from ..checkpoint.manifest import Folders
 from ..checkpoint.node_copy import node_first_steps
-from ..checkpoint.save import BackgroundSave, Description, Snapshot, Steps, run_steps, save_steps, shard_writer
+from ..checkpoint.save import (
+    BackgroundSave,
+    Description,
+    Snapshot,
+    Steps,
+    run_steps,
+    save_steps,
+    shard_writer,
+)
 from ..checkpoint.shards import WEIGHT, Shard, fill_shards
 from ..comm.agreement import agree
 from ..comm.base import Comm
@@ -135,22 +143,41 @@ class Trainer:
         """Where this rank's micro-batches come from."""
         return RunBatches(self.run, self.groups, self.readers, self.waiting_for_data)
 
-    def _execute(self, source: Source | None, work: Work | None, consumed: int, lists: schedule.Schedule, factor: float,
-                 training: bool, stage: Stage | None = None, watch: Watch | None = None) -> list[Tensor]:
+    def _execute(
+        self,
+        source: Source | None,
+        work: Work | None,
+        consumed: int,
+        lists: schedule.Schedule,
+        factor: float,
+        training: bool,
+        stage: Stage | None = None,
+        watch: Watch | None = None,
+    ) -> list[Tensor]:
         """The losses of this rank's micro-batches, whose mean over all ranks is the mean over the labels of the global batch that
         count. source, work: of the iteration, which has begun."""
         run, model, parts = self.run, self.run.model, lists.microbatches * self.layout.replicas
         sequence = model.seq_length // (sequence_parts(run, self.layout.tp) * self.layout.cp)
-        shape = StepShape(activation=(sequence, run.batch.micro_batch_size, model.hidden_size),
-                          dtype=PARAMETER_DTYPES[run.precision.name], loss_factor=factor, training=training,
-                          recompute=run.training.recompute_granularity if training else None,
-                          count=None if work is None else max(work.counted, 1) / parts)
-        window = MicroBatchWindow(self.batches.micro_batches(source, consumed, lists.microbatches), len(self.stage.chunks))
-        return StepExecutor(stage or self.stage, self.groups.pp, window, shape, watch or self.watch).run(lists)
+        shape = StepShape(
+            activation=(sequence, run.batch.micro_batch_size, model.hidden_size),
+            dtype=PARAMETER_DTYPES[run.precision.name],
+            loss_factor=factor,
+            training=training,
+            recompute=run.training.recompute_granularity if training else None,
+            count=None if work is None else max(work.counted, 1) / parts,
+        )
+        window = MicroBatchWindow(
+            self.batches.micro_batches(source, consumed, lists.microbatches), len(self.stage.chunks)
+        )
+        return StepExecutor(
+            stage or self.stage, self.groups.pp, window, shape, watch or self.watch
+        ).run(lists)
 
     def _mean_loss(self, losses: list[Tensor]) -> float:
         """Mean over micro-batches and data-parallel ranks, from the last stage to all."""
-        loss = torch.stack(losses).double().mean() if losses else torch.zeros((), dtype=torch.float64)
+        loss = (
+            torch.stack(losses).double().mean() if losses else torch.zeros((), dtype=torch.float64)
+        )
         if self.stage.last:
             self.groups.dp.all_reduce(loss).div_(self.groups.dp.size)
         return self.groups.pp.broadcast(loss, root=self.stage.placement.last_stage).item()
@@ -160,25 +187,50 @@ class Trainer:
         started, consumed = time.perf_counter(), self.progress.consumed_samples
         size, scale = self.batch_size(consumed), self.optimizer.scaler.scale
         if self._batches is None:
-            self._batches = self.batches.open(self.train, consumed, self.batch_size, self.skips.samples)
+            self._batches = self.batches.open(
+                self.train, consumed, self.batch_size, self.skips.samples
+            )
         loss, work = self._gradients(self._batches, consumed, scale)
-        experts = rank_watch.gather_loads(self.stage, self.run, self.groups, self.layout.microbatches(self.run, size))
+        experts = rank_watch.gather_loads(
+            self.stage, self.run, self.groups, self.layout.microbatches(self.run, size)
+        )
         if self.before_update:
             loss = self.before_update(consumed, loss)
         scheduled = self.progress.scheduled_samples
         lr = self.param_schedule.learning_rate(scheduled)
-        step = self.optimizer.step(lr, self.param_schedule.weight_decay(scheduled), self.run.output.log_num_zeros_in_grad,
-                                   self.param_schedule.decoupled.learning_rate(scheduled))
+        step = self.optimizer.step(
+            lr,
+            self.param_schedule.weight_decay(scheduled),
+            self.run.output.log_num_zeros_in_grad,
+            self.param_schedule.decoupled.learning_rate(scheduled),
+        )
         self.progress.iteration += 1
         self.progress.consumed_samples = self.skips.samples(consumed, size)[-1] + 1
         self.progress.skipped += step.skipped
         self.progress.unscheduled += step.skipped * (self.progress.consumed_samples - consumed)
         self.progress.nans += loss != loss
-        return IterationResult(loss, step.grad_norm, step.num_zeros, step.skipped, lr, scale, size, consumed,
-                               time.perf_counter() - started, work, experts)
+        return IterationResult(
+            loss,
+            step.grad_norm,
+            step.num_zeros,
+            step.skipped,
+            lr,
+            scale,
+            size,
+            consumed,
+            time.perf_counter() - started,
+            work,
+            experts,
+        )
 
-    def _gradients(self, source: Source | None, consumed: int, scale: float, stage: Stage | None = None,
-                   watch: Watch | None = None) -> tuple[float, Work | None]:
+    def _gradients(
+        self,
+        source: Source | None,
+        consumed: int,
+        scale: float,
+        stage: Stage | None = None,
+        watch: Watch | None = None,
+    ) -> tuple[float, Work | None]:
         """Forwards and backwards of the iteration that begins at sample `consumed`, and sums of gradients; the mean loss.
 
         Also the work of its samples, where they are marked.
@@ -187,13 +239,23 @@ class Trainer:
         microbatches = self.layout.microbatches(self.run, self.batch_size(consumed))
         self.optimizer.zero_grad(microbatches)
         rank_watch.forget_loads(self.stage)
-        losses = self._execute(source, work, consumed, self.make_schedule(self.run, microbatches),
-                               scale / (microbatches * self.layout.replicas), True, stage, watch)
+        losses = self._execute(
+            source,
+            work,
+            consumed,
+            self.make_schedule(self.run, microbatches),
+            scale / (microbatches * self.layout.replicas),
+            True,
+            stage,
+            watch,
+        )
         self.optimizer.reduce_gradients()
         # Not after the update, whose gathers of weights would come first on their communicator.
         return self._mean_loss(losses), work
 
-    def repeat(self, consumed: int, scale: float, stage: Stage | None = None, watch: Watch | None = None) -> float:
+    def repeat(
+        self, consumed: int, scale: float, stage: Stage | None = None, watch: Watch | None = None
+    ) -> float:
         """What `train_step` did before its update in the iteration that began at sample `consumed`, once more; the mean loss.
 
         scale: of the loss. stage: the trainer's own, or another one that holds its parameters. watch: as in StepExecutor, around
@@ -220,13 +282,17 @@ class Trainer:
         if self.run.training.eval_micro_batch_size:
             return self._with_its_micro_batches().evaluate(dataset, first, iterations)
         size = self.layout.eval_batch_size(self.run)
-        lists = run_schedule.of_run(self.run, self.layout.microbatches(self.run, size)).forward_only()
+        lists = run_schedule.of_run(
+            self.run, self.layout.microbatches(self.run, size)
+        ).forward_only()
         total, weights = 0.0, 0
         source = self.batches.open(dataset, first, lambda _: size)
         for i in range(iterations):
             work = self.batches.begin(source)
             weight = 1 if work is None else work.counted
-            total += weight * self._mean_loss(self._execute(source, work, first + i * size, lists, 1.0, training=False))
+            total += weight * self._mean_loss(
+                self._execute(source, work, first + i * size, lists, 1.0, training=False)
+            )
             weights += weight
         if source:
             source.close()
@@ -235,8 +301,14 @@ class Trainer:
     def _with_its_micro_batches(self) -> Trainer:
         """This trainer, weights and all, whose micro-batches are those of an evaluation."""
         other, run = copy.copy(self), evaluation_run(self.run)
-        other.run = replace(run, training=replace(run.training, eval_micro_batch_size=None,
-                                                  eval_global_batch_size=self.layout.eval_batch_size(self.run)))
+        other.run = replace(
+            run,
+            training=replace(
+                run.training,
+                eval_micro_batch_size=None,
+                eval_global_batch_size=self.layout.eval_batch_size(self.run),
+            ),
+        )
         return other
 
     def close(self) -> None:
@@ -251,22 +323,47 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """Everything but tensors. Dropout and initial weights are functions of (seed, sample), so the random state of every
         rank is the seed and the position in the data."""
-        return {"progress": asdict(self.progress), "scaler": self.optimizer.scaler.state(), "optimizer_steps": self.optimizer.steps,
-                "kernels": self.ops.choice, "param_schedule": self.param_schedule.state(), "tokenizer": self.tokenizer,
-                "no_optimizer": self.run.output.no_save_optim, **({"lora": self.base} if self.run.lora.on else {}),
-                "rng": {"generator": "philox4x32-10", "seed": self.run.training.seed, "sample": self.progress.consumed_samples}}
+        return {
+            "progress": asdict(self.progress),
+            "scaler": self.optimizer.scaler.state(),
+            "optimizer_steps": self.optimizer.steps,
+            "kernels": self.ops.choice,
+            "param_schedule": self.param_schedule.state(),
+            "tokenizer": self.tokenizer,
+            "no_optimizer": self.run.output.no_save_optim,
+            **({"lora": self.base} if self.run.lora.on else {}),
+            "rng": {
+                "generator": "philox4x32-10",
+                "seed": self.run.training.seed,
+                "sample": self.progress.consumed_samples,
+            },
+        }
 
     def _save_steps(self, directory: str, shards: list[Shard], node_first: bool = False) -> Steps:
         local = self.run.output.save_local
-        description = Description(self.progress.iteration, layout_record(self.run, self.layout), asdict(self.run), self.state(),
-                                  self.run.output.keep_last, self.run.output.save_retain_interval)
+        description = Description(
+            self.progress.iteration,
+            layout_record(self.run, self.layout),
+            asdict(self.run),
+            self.state(),
+            self.run.output.keep_last,
+            self.run.output.save_retain_interval,
+        )
         if local and node_first:
-            return node_first_steps(local, directory, shards, description, self.folders, wait=self._snapshot is None)
-        return save_steps(directory, shard_writer(self.world.rank, shards), description, self.folders)
+            return node_first_steps(
+                local, directory, shards, description, self.folders, wait=self._snapshot is None
+            )
+        return save_steps(
+            directory, shard_writer(self.world.rank, shards), description, self.folders
+        )
 
     def _saved_shards(self) -> list[Shard]:
         shards = self.optimizer.checkpoint_shards(owned=True)
-        return [shard for shard in shards if not self.run.output.no_save_optim or shard.key.startswith(WEIGHTS)]
+        return [
+            shard
+            for shard in shards
+            if not self.run.output.no_save_optim or shard.key.startswith(WEIGHTS)
+        ]
 
     def save(self, directory: str) -> None:
         """Write a checkpoint of the present iteration. Collective; ValueError on every rank when one cannot write."""
@@ -292,10 +389,20 @@ class Trainer:
         saved = checkpoint.config["model"] = with_block(checkpoint.config.get("model", {}))
         model = architecture(self.run.model, saved if weights_only else None)
         wanted, state = self.run.optimizer, checkpoint.state
-        shards = [shard for shard in self.optimizer.checkpoint_shards(owned=True)
-                  if not (weights_only or wanted.no_load_optim) or shard.key.startswith(WEIGHTS)]
+        shards = [
+            shard
+            for shard in self.optimizer.checkpoint_shards(owned=True)
+            if not (weights_only or wanted.no_load_optim) or shard.key.startswith(WEIGHTS)
+        ]
         # New rows of the vocabulary begin as those of a new run.
-        load_shards(checkpoint, shards, self.folders, model, VOCABULARY, converts=WEIGHTS if weights_only else MOMENTS)
+        load_shards(
+            checkpoint,
+            shards,
+            self.folders,
+            model,
+            VOCABULARY,
+            converts=WEIGHTS if weights_only else MOMENTS,
+        )
         self.optimizer.after_load()
         if weights_only:
             return {}
@@ -303,8 +410,11 @@ class Trainer:
             self.optimizer.scaler.load(state["scaler"])
             self.optimizer.steps = state["optimizer_steps"]
         if wanted.use_checkpoint_opt_param_scheduler:
-            check("param_schedule" in state, "--use-checkpoint-opt_param-scheduler: the checkpoint in --load "
-                  f"{checkpoint.directory} holds no schedule of the learning rate: leave the flag out")
+            check(
+                "param_schedule" in state,
+                "--use-checkpoint-opt_param-scheduler: the checkpoint in --load "
+                f"{checkpoint.directory} holds no schedule of the learning rate: leave the flag out",
+            )
             self.param_schedule = ParamSchedule.from_state(state["param_schedule"])
         self.progress = Progress(**state["progress"])
         if wanted.no_load_optim or wanted.no_load_lr_state:
@@ -319,30 +429,60 @@ class Trainer:
         """
         checkpoint.config["model"] = with_block(checkpoint.config.get("model", {}))
         flat = self.optimizer.flat
-        load_shards(checkpoint, flat.frozen_shards(), self.folders, architecture(self.run.model), VOCABULARY, converts=WEIGHTS)
+        load_shards(
+            checkpoint,
+            flat.frozen_shards(),
+            self.folders,
+            architecture(self.run.model),
+            VOCABULARY,
+            converts=WEIGHTS,
+        )
         for memory in flat.frozen_memory:
             memory.spread()
         self.ops.weights_changed(frozen=True)
-        found = None if self.run.precision.fp16 else flat.fingerprint(self.run.model.vocab_size or 0, self.groups)
+        found = (
+            None
+            if self.run.precision.fp16
+            else flat.fingerprint(self.run.model.vocab_size or 0, self.groups)
+        )
         expected = found if saved is None else saved["fingerprint"]
-        agree(self.world, lambda: check(None in (found, expected) or found == expected, f"the model in {checkpoint.directory}, "
-              f"iteration {checkpoint.iteration}, has other weights than the one that the adapters were trained for, "
-              f"{(saved or {}).get('base')}: pass that one as --pretrained-checkpoint"), name_rank=False)
-        self.base = {"base": str(checkpoint.directory.absolute()), "base_iteration": checkpoint.iteration, "fingerprint": found}
+        agree(
+            self.world,
+            lambda: check(
+                None in (found, expected) or found == expected,
+                f"the model in {checkpoint.directory}, "
+                f"iteration {checkpoint.iteration}, has other weights than the one that the adapters were trained for, "
+                f"{(saved or {}).get('base')}: pass that one as --pretrained-checkpoint",
+            ),
+            name_rank=False,
+        )
+        self.base = {
+            "base": str(checkpoint.directory.absolute()),
+            "base_iteration": checkpoint.iteration,
+            "fingerprint": found,
+        }
 
     def start_from(self, names: Collection[str], read: Callable[[str], Tensor]) -> None:
         """Take whole weights of another program, and nothing else; arguments as of `fill_shards`, any shape. Collective.
 
         Every rank reads what it holds. ValueError on every rank where one cannot.
         """
-        shards = [shard for shard in self.optimizer.checkpoint_shards(owned=True) if shard.key.startswith(WEIGHTS)]
+        shards = [
+            shard
+            for shard in self.optimizer.checkpoint_shards(owned=True)
+            if shard.key.startswith(WEIGHTS)
+        ]
         agree(self.world, lambda: fill_shards(shards, names, read))
         self.optimizer.after_load()
 
 
 def layout_record(run: RunConfig, layout: Layout) -> dict[str, int | str]:
     """The layout as a checkpoint has it."""
-    return {"tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp,
-            **({"context_parallel_size": layout.cp} if layout.cp > 1 else {}),
-            "pipeline_split": ",".join(map(str, pipeline_split(run))), "data_parallel_size": layout.dp,
-            "zero_shards": zero_shards(run, layout)}
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        **({"context_parallel_size": layout.cp} if layout.cp > 1 else {}),
+        "pipeline_split": ",".join(map(str, pipeline_split(run))),
+        "data_parallel_size": layout.dp,
+        "zero_shards": zero_shards(run, layout),
+    }

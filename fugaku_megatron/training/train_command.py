@@ -30,19 +30,32 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [flags]"  # all of them would fill the first screen
-    parser.add_argument("--png", metavar="FILE", help="picture of a --dry-run's pipeline over time (needs matplotlib)")
-    parser.add_argument("--sys-root", metavar="DIR", help="with --dry-run: print which cores the ranks of a node compute on, one "
-                        "rank for each NUMA domain, of the machine whose /sys tree was copied into DIR, or of this one (/)")
+    parser.add_argument(
+        "--png",
+        metavar="FILE",
+        help="picture of a --dry-run's pipeline over time (needs matplotlib)",
+    )
+    parser.add_argument(
+        "--sys-root",
+        metavar="DIR",
+        help="with --dry-run: print which cores the ranks of a node compute on, one "
+        "rank for each NUMA domain, of the machine whose /sys tree was copied into DIR, or of this one (/)",
+    )
     add_flags(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     """Train, or print the plan of a dry run; every rank of mpiexec comes here."""
     arguments = interpret(with_checkpoint_model(vars(args)))
-    check(args.png is None or arguments.dry_run, f"--png {args.png} needs --dry-run: pass both, or --profile for the picture "
-          "of a real run")
-    check(args.sys_root is None or arguments.dry_run, f"--sys-root {args.sys_root} needs --dry-run: pass both; a real run prints "
-          "the mapping of its own nodes")
+    check(
+        args.png is None or arguments.dry_run,
+        f"--png {args.png} needs --dry-run: pass both, or --profile for the picture of a real run",
+    )
+    check(
+        args.sys_root is None or arguments.dry_run,
+        f"--sys-root {args.sys_root} needs --dry-run: pass both; a real run prints "
+        "the mapping of its own nodes",
+    )
     check_picture(args.png)
 
     if not arguments.dry_run:
@@ -70,11 +83,16 @@ def with_checkpoint_model(values: Mapping[str, Any]) -> dict[str, Any]:
         return dict(values)
     saved = with_block(read_head(load, iteration)["config"].get("model", {}))
     kept = {name: value for name, value in values.items() if name not in ARCHITECTURE}
-    return {**kept, **{name: saved[name] for name in (*ARCHITECTURE, *DROPOUT) if saved.get(name) is not None}}
+    return {
+        **kept,
+        **{name: saved[name] for name in (*ARCHITECTURE, *DROPOUT) if saved.get(name) is not None},
+    }
 
 
 def _train(arguments: Arguments) -> int:
-    watchdog = Watchdog.start(hang_settings(arguments.run))  # before anything that may hang: torch, MPI, files
+    watchdog = Watchdog.start(
+        hang_settings(arguments.run)
+    )  # before anything that may hang: torch, MPI, files
     atexit.register(watchdog.close)
 
     with launcher.uncollected():
@@ -94,10 +112,17 @@ def hang_settings(run: RunConfig) -> HangSettings:
     """How long is too long, and where a hang is reported: next to --log-file, or else in --save, or here."""
     output = run.output
     directory = Path(output.log_file).parent if output.log_file else Path(output.save or ".")
-    return HangSettings(run.system.hang_timeout_in_secs, directory, output.log_file, run.parallel.expert_model_parallel_size)
+    return HangSettings(
+        run.system.hang_timeout_in_secs,
+        directory,
+        output.log_file,
+        run.parallel.expert_model_parallel_size,
+    )
 
 
-def print_plan(arguments: Arguments, world: Comm, png: str | None = None, sys_root: str | None = None) -> None:
+def print_plan(
+    arguments: Arguments, world: Comm, png: str | None = None, sys_root: str | None = None
+) -> None:
     """What --dry-run prints, once, and the picture that it draws. Collective."""
     from ..comm.agreement import everywhere
     from .dry_run import report
@@ -105,6 +130,8 @@ def print_plan(arguments: Arguments, world: Comm, png: str | None = None, sys_ro
 
     with everywhere():
         run = with_vocabulary(arguments.run, read_tokenizer(arguments.run, world))
-        text = report(run, arguments.world_size or world.size, None if world.rank else png, sys_root)
+        text = report(
+            run, arguments.world_size or world.size, None if world.rank else png, sys_root
+        )
     if world.rank == 0:
         print(*(f"note: {note}" for note in arguments.notes), text, sep="\n")

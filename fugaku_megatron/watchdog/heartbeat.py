@@ -33,14 +33,32 @@ PAGE = 4096
 MAGIC = b"heart 1\0"
 TEXT = 200  # bytes of a phase's description
 OWNER, OWNER_AT = struct.Struct("<8sqqd"), 0  # magic, process, rank, limit in seconds
-TICK, TICK_AT = struct.Struct("<d?"), 64  # time of the watchdog's last look, whether this rank has written its stacks
-STATE, STATE_AT = struct.Struct(f"<Qdd?{TEXT}s"), 128  # beats, time of the last, waiting since, in an iteration, what
+TICK, TICK_AT = (
+    struct.Struct("<d?"),
+    64,
+)  # time of the watchdog's last look, whether this rank has written its stacks
+STATE, STATE_AT = (
+    struct.Struct(f"<Qdd?{TEXT}s"),
+    128,
+)  # beats, time of the last, waiting since, in an iteration, what
 
-JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_STEP_ID")  # variables that the processes of one start have in common
+JOBS = (
+    "PMIX_NAMESPACE",
+    "OMPI_MCA_ess_base_jobid",
+    "SLURM_STEP_ID",
+)  # variables that the processes of one start have in common
 MEMORY = "/dev/shm"
-ON_REQUEST = signal.SIGUSR2  # a process that gets it writes where it is: its interpreter need not be free to
-TGKILL = {"x86_64": 234, "aarch64": 131}  # Linux's system call that sends a signal to one thread, which glibc 2.28 does not offer
-DEBUGGERS = (("eu-stack", "-p"), ("gdb", "-batch", "-nx", "-ex", "thread apply all backtrace", "-p"))
+ON_REQUEST = (
+    signal.SIGUSR2
+)  # a process that gets it writes where it is: its interpreter need not be free to
+TGKILL = {
+    "x86_64": 234,
+    "aarch64": 131,
+}  # Linux's system call that sends a signal to one thread, which glibc 2.28 does not offer
+DEBUGGERS = (
+    ("eu-stack", "-p"),
+    ("gdb", "-batch", "-nx", "-ex", "thread apply all backtrace", "-p"),
+)
 
 
 @dataclass(frozen=True)
@@ -75,7 +93,9 @@ def node_folder() -> Path:
 
     If those do not identify the start, each process has a folder of its own until `Heartbeat.move`.
     """
-    job = [os.environ[name] for name in JOBS if name in os.environ] + [os.environ.get("SLURM_JOB_ID", "")]
+    job = [os.environ[name] for name in JOBS if name in os.environ] + [
+        os.environ.get("SLURM_JOB_ID", "")
+    ]
     own = f"{os.getppid()} {_birth(os.getppid())}" if len(job) == 1 else " ".join(job)
     return Path(f"{prefix()}{zlib.crc32(own.encode()):08x}")
 
@@ -191,9 +211,19 @@ class Heartbeat:
 
     def _beat(self) -> None:
         self._number += 1
-        what = f"{self.what}, {self._where}" if self.what and self._where else self.what or self._where
+        what = (
+            f"{self.what}, {self._where}" if self.what and self._where else self.what or self._where
+        )
         training = bool(self._where)
-        STATE.pack_into(self._memory, STATE_AT, self._number, time.monotonic(), self._since, training, what.encode()[:TEXT])
+        STATE.pack_into(
+            self._memory,
+            STATE_AT,
+            self._number,
+            time.monotonic(),
+            self._since,
+            training,
+            what.encode()[:TEXT],
+        )
 
     def look(self, written: bool = False) -> None:
         """The watchdog of this rank is awake; `written`: the stacks of this rank's threads are in their file."""
@@ -216,13 +246,20 @@ def decode(memory: mmap.mmap | bytes | bytearray) -> Beat | None:
     number, moved, since, training, what = STATE.unpack_from(page, STATE_AT)
     looked, written = TICK.unpack_from(page, TICK_AT)
     text = what.rstrip(b"\0").decode(errors="replace")
-    return Beat(process, rank, limit, number, moved, since > 0, training, text, looked, written) if magic == MAGIC else None
+    return (
+        Beat(process, rank, limit, number, moved, since > 0, training, text, looked, written)
+        if magic == MAGIC
+        else None
+    )
 
 
 def _page(file: Path) -> mmap.mmap:
     while True:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError), file.open("w+b") as opened:  # where another rank has just removed the folder
+        with (
+            contextlib.suppress(FileNotFoundError),
+            file.open("w+b") as opened,
+        ):  # where another rank has just removed the folder
             opened.write(bytes(PAGE))
             opened.flush()
             return mmap.mmap(opened.fileno(), PAGE)
@@ -311,8 +348,11 @@ def state(process: int) -> str:
     """The kernel's state of the process, and the function of the kernel that it is in, if the kernel shows it."""
     words = []
     with contextlib.suppress(OSError):
-        words += [line.split(maxsplit=1)[1] for line in Path(f"/proc/{process}/status").read_text().splitlines()
-                  if line.startswith("State:")]
+        words += [
+            line.split(maxsplit=1)[1]
+            for line in Path(f"/proc/{process}/status").read_text().splitlines()
+            if line.startswith("State:")
+        ]
         words += [Path(f"/proc/{process}/wchan").read_text().strip("0")]
     return " ".join(filter(None, words)) or "unknown"
 
@@ -327,10 +367,17 @@ def native_stacks(process: int, until: float) -> str:
         return ""
     seconds = max(0.0, until - time.monotonic())
     try:
-        done = subprocess.run([*command, str(process)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                              timeout=seconds)
+        done = subprocess.run(
+            [*command, str(process)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=seconds,
+        )
     except OSError as error:
         return f"{command[0]}: {error.strerror}\n"
     except subprocess.TimeoutExpired as error:
-        return (error.stdout or b"").decode(errors="replace") + f"{command[0]} was not ready within {seconds:.0f} s\n"
+        return (error.stdout or b"").decode(
+            errors="replace"
+        ) + f"{command[0]} was not ready within {seconds:.0f} s\n"
     return done.stdout.decode(errors="replace")

@@ -22,7 +22,11 @@ import psutil
 
 from ..comm.launcher import ExitCode
 
-STOPPED, GONE, SILENT = "stopped in", "is gone, last seen in", "and its node do not answer, last seen in"
+STOPPED, GONE, SILENT = (
+    "stopped in",
+    "is gone, last seen in",
+    "and its node do not answer, last seen in",
+)
 NAMED = 4  # ranks that a line names
 ASLEEP = 3.0  # s: a watchdog that has not looked around for so long, or for half of the limit, is not awake
 FAN = 64  # nodes that report to one
@@ -64,7 +68,10 @@ class Census:
     @classmethod
     def parsed(cls, record: dict) -> Census:
         """The inverse of `dataclasses.asdict`. KeyError or TypeError where it is something else."""
-        standings = {name: tuple(Standing(**s) for s in record[name]) for name in ("stuck", "waiters", "others")}
+        standings = {
+            name: tuple(Standing(**s) for s in record[name])
+            for name in ("stuck", "waiters", "others")
+        }
         return cls(**{**record, **standings, "missing": tuple(record["missing"])})
 
 
@@ -77,22 +84,33 @@ class Verdict:
     stuck: tuple[int, ...]
 
 
-def count(stuck: Iterable[Standing], waiting: Iterable[Standing], moving: Iterable[Standing] = (),
-          missing: tuple[int, ...] = ()) -> Census:
+def count(
+    stuck: Iterable[Standing],
+    waiting: Iterable[Standing],
+    moving: Iterable[Standing] = (),
+    missing: tuple[int, ...] = (),
+) -> Census:
     """A census of the ranks of a node."""
     stuck, waiting, moving = _longest(stuck), _shortest(waiting), tuple(moving)
     ranks = len(stuck) + len(waiting) + len(moving)
-    return Census(ranks, len(waiting), stuck[:NAMED], len(stuck[NAMED:]), waiting[:NAMED], moving[:1], missing)
+    return Census(
+        ranks, len(waiting), stuck[:NAMED], len(stuck[NAMED:]), waiting[:NAMED], moving[:1], missing
+    )
 
 
 def merge(reports: Sequence[Census]) -> Census:
     """One census of several nodes."""
     stuck = _longest(s for report in reports for s in report.stuck)
     waiters = _shortest(s for report in reports for s in report.waiters)
-    return Census(sum(report.ranks for report in reports), sum(report.waiting for report in reports), stuck[:NAMED],
-                  sum(report.more for report in reports) + len(stuck[NAMED:]), waiters[:NAMED],
-                  missing=tuple(rank for report in reports for rank in report.missing)[:NAMED],
-                  nodes=sum(report.nodes for report in reports))
+    return Census(
+        sum(report.ranks for report in reports),
+        sum(report.waiting for report in reports),
+        stuck[:NAMED],
+        sum(report.more for report in reports) + len(stuck[NAMED:]),
+        waiters[:NAMED],
+        missing=tuple(rank for report in reports for rank in report.missing)[:NAMED],
+        nodes=sum(report.nodes for report in reports),
+    )
 
 
 def _longest(standings: Iterable[Standing]) -> tuple[Standing, ...]:
@@ -111,7 +129,11 @@ def judge(census: Census, alone: bool = False, late: float = 0.0) -> Verdict | N
     A node that sends nothing has stopped only if no rank elsewhere moves: datagrams may be lost while the job continues.
     """
     silence_counts = _stands(census)
-    overdue = tuple(s for s in census.stuck if s.seconds >= s.limit + late and (s.how != SILENT or silence_counts))
+    overdue = tuple(
+        s
+        for s in census.stuck
+        if s.seconds >= s.limit + late and (s.how != SILENT or silence_counts)
+    )
     if overdue:
         code = ExitCode.HANG if any(s.how == STOPPED for s in overdue) else ExitCode.LOST_RANK
         return Verdict(_stuck(overdue, census), code, tuple(s.rank for s in overdue))
@@ -132,9 +154,13 @@ def _patient(waiter: Standing, alone: bool, late: float) -> bool:
 
 
 def _stuck(overdue: tuple[Standing, ...], census: Census) -> str:
-    ranks = "; ".join(f"rank {s.rank} (node {s.host}) {s.how} {s.what}, {s.seconds:.0f} s ago" for s in overdue)
+    ranks = "; ".join(
+        f"rank {s.rank} (node {s.host}) {s.how} {s.what}, {s.seconds:.0f} s ago" for s in overdue
+    )
     more = f"; and {census.more} more" * bool(census.more)
-    return ranks + more + _waiting(census.waiting, "it" if len(overdue) + census.more == 1 else "them")
+    return (
+        ranks + more + _waiting(census.waiting, "it" if len(overdue) + census.more == 1 else "them")
+    )
 
 
 def _waiting(ranks: int, whom: str) -> str:
@@ -142,7 +168,9 @@ def _waiting(ranks: int, whom: str) -> str:
 
 
 def _deadlock(census: Census, alone: bool) -> str:
-    shown = "; ".join(f"rank {s.rank} (node {s.host}) in {s.what}, {s.seconds:.0f} s" for s in census.waiters)
+    shown = "; ".join(
+        f"rank {s.rank} (node {s.host}) in {s.what}, {s.seconds:.0f} s" for s in census.waiters
+    )
     if census.missing:
         shown = f"no sign of life yet from rank{'s' * (len(census.missing) > 1)} {', '.join(map(str, census.missing))}; {shown}"
     if alone:
@@ -165,7 +193,12 @@ def own_address(towards: str | None = None) -> str:
         named = socket.gethostbyname(socket.gethostname())
         if not named.startswith("127."):
             return named
-    found = [a.address for addresses in psutil.net_if_addrs().values() for a in addresses if a.family == socket.AF_INET]
+    found = [
+        a.address
+        for addresses in psutil.net_if_addrs().values()
+        for a in addresses
+        if a.family == socket.AF_INET
+    ]
     return next((address for address in found if not address.startswith("127.")), "127.0.0.1")
 
 
@@ -194,7 +227,9 @@ class Heard:
 class Link:
     """One rank's place in the tree. number, count: of nodes. token: of the job. parents: where the node above listens."""
 
-    def __init__(self, number: int, count: int, token: int, opened: socket.socket, parents: Sequence[Address]) -> None:
+    def __init__(
+        self, number: int, count: int, token: int, opened: socket.socket, parents: Sequence[Address]
+    ) -> None:
         self.number, self.count, self.token, self.parents = number, count, token, list(parents)
         self.end: dict | None = None  # what another node has reported about the end of the job
         self._socket = opened
@@ -227,7 +262,9 @@ class Link:
         elif message.get("left"):
             self._children.pop(message["node"], None)
         else:
-            heard = Heard(now, address, Census.parsed(message["own"]), Census.parsed(message["whole"]))
+            heard = Heard(
+                now, address, Census.parsed(message["own"]), Census.parsed(message["whole"])
+            )
             if message["node"] == parent(self.number):
                 self._parent = heard
             else:
@@ -254,7 +291,9 @@ class Link:
     def announce(self, end: dict) -> None:
         """Send the reason of the end to the neighbouring nodes in the tree; each sends it on to its own."""
         for _ in range(3):  # a datagram may be lost
-            self._send({"end": end}, [*self.parents, *(heard.address for heard in self._children.values())])
+            self._send(
+                {"end": end}, [*self.parents, *(heard.address for heard in self._children.values())]
+            )
 
     def leave(self) -> None:
         """This node has ended as it should."""
@@ -270,6 +309,9 @@ class Link:
 
 def _silent(heard: Heard, limit: float, now: float) -> Census:
     """A node from which nothing has come for longer than the limit."""
-    first = min((*heard.own.stuck, *heard.own.waiters, *heard.own.others), key=lambda standing: standing.rank)
+    first = min(
+        (*heard.own.stuck, *heard.own.waiters, *heard.own.others),
+        key=lambda standing: standing.rank,
+    )
     last = Standing(first.rank, first.host, first.what, now - heard.time, limit, SILENT)
     return Census(heard.own.ranks, 0, (last,), heard.own.ranks - 1)

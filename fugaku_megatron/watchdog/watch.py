@@ -24,15 +24,32 @@ from pathlib import Path
 
 from ..comm import launcher
 from . import verdict
-from .heartbeat import Beat, Heartbeat, Node, lives, node_folder, on_request, remove_dead, stat_words, write_of, write_own
+from .heartbeat import (
+    Beat,
+    Heartbeat,
+    Node,
+    lives,
+    node_folder,
+    on_request,
+    remove_dead,
+    stat_words,
+    write_of,
+    write_own,
+)
 from .verdict import FAN, STOPPED, Census, Link, Standing, Verdict
 
 SHORTEST, ITERATIONS = 60.0, 10.0  # by default: s, and times the slowest iteration, without a move
 OUTSIDE = 600.0  # s: the same at the start, in a save, and until an iteration was measured
 LOOK = 1.0  # s between two looks
-WINDOW, BUSY, MOVED = 0.5, 0.05, 2**16  # s, and the part of a core or the bytes read and written in them that say that a rank works
+WINDOW, BUSY, MOVED = (
+    0.5,
+    0.05,
+    2**16,
+)  # s, and the part of a core or the bytes read and written in them that say that a rank works
 GONE = 5.0  # s that a launcher gets to end a job of which a process is gone
-STACKS = 6.0  # s for the ranks of a node to write their stacks, from when they know that the job ends
+STACKS = (
+    6.0  # s for the ranks of a node to write their stacks, from when they know that the job ends
+)
 SPREAD = 9.0  # s for other nodes to hear of the end and write theirs; the job ends within 15 s
 PATIENCE = 60.0  # s for another rank to end the job
 END = "end"  # the file in which the ranks of a node read why the job ends
@@ -58,7 +75,9 @@ class Work:
     """
 
     def __init__(self) -> None:
-        self._last: dict[int, tuple[float, float, int]] = {}  # process -> time, processor seconds, bytes
+        self._last: dict[
+            int, tuple[float, float, int]
+        ] = {}  # process -> time, processor seconds, bytes
 
     def seen(self, process: int) -> bool:
         """Whether the process has worked in the last window; False until it is over."""
@@ -68,10 +87,16 @@ class Work:
         try:
             words = stat_words(process)
             seconds = (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
-            moved = sum(int(line.split()[1]) for line in Path(f"/proc/{process}/io").read_text().splitlines())
+            moved = sum(
+                int(line.split()[1])
+                for line in Path(f"/proc/{process}/io").read_text().splitlines()
+            )
         except (OSError, ValueError):
             return False
-        before, self._last[process] = self._last.get(process, (now, seconds, moved)), (now, seconds, moved)
+        before, self._last[process] = (
+            self._last.get(process, (now, seconds, moved)),
+            (now, seconds, moved),
+        )
         return moved - before[2] > MOVED or seconds - before[1] > BUSY * (now - before[0])
 
 
@@ -82,7 +107,13 @@ class Watchdog:
     known. alone: there are other nodes, and it does not hear of them.
     """
 
-    def __init__(self, heart: Heartbeat, settings: HangSettings, local: tuple[int, ...] = (), alone: bool = False) -> None:
+    def __init__(
+        self,
+        heart: Heartbeat,
+        settings: HangSettings,
+        local: tuple[int, ...] = (),
+        alone: bool = False,
+    ) -> None:
         self.heart, self.settings, self.local, self.alone = heart, settings, local, alone
         self.link: Link | None = None  # to other nodes
         self.slowest = 0.0  # s of an iteration
@@ -106,7 +137,12 @@ class Watchdog:
         remove_dead()
         size = launcher.processes()[1]
         whole = size == launcher.processes_of_node()
-        return cls(Heartbeat(node_folder(), launcher.rank()), settings, tuple(range(size)) if whole else (), not whole)
+        return cls(
+            Heartbeat(node_folder(), launcher.rank()),
+            settings,
+            tuple(range(size)) if whole else (),
+            not whole,
+        )
 
     @classmethod
     def off(cls) -> Watchdog:
@@ -119,7 +155,9 @@ class Watchdog:
             self.slowest = seconds
             self.heart.introduce(self.heart.rank, self._limit())
 
-    def placed(self, rank: int, folder: Path | None, local: tuple[int, ...], link: Link | None) -> None:
+    def placed(
+        self, rank: int, folder: Path | None, local: tuple[int, ...], link: Link | None
+    ) -> None:
         """After MPI has started: this rank, the folder of its node, the ranks there, and how to reach other nodes."""
         if self._node and folder:
             self.heart.move(folder)
@@ -138,7 +176,11 @@ class Watchdog:
     def _limit(self) -> float:
         if self.settings.seconds is not None:
             return self.settings.seconds
-        return max(SHORTEST, max(ITERATIONS, self.settings.uneven) * self.slowest) if self.slowest else OUTSIDE
+        return (
+            max(SHORTEST, max(ITERATIONS, self.settings.uneven) * self.slowest)
+            if self.slowest
+            else OUTSIDE
+        )
 
     # The thread -------------------------------------------------------------------------------------------------------------------
 
@@ -153,7 +195,9 @@ class Watchdog:
         while not self._stopped.wait(self.period):
             now = time.monotonic()
             if now - last > max(verdict.ASLEEP, 3 * self.period):
-                self._since = now  # this process was stopped itself: what it missed counts from now on
+                self._since = (
+                    now  # this process was stopped itself: what it missed counts from now on
+                )
             last = now
             self.heart.look()
             if (self._here.folder / END).exists():
@@ -183,8 +227,14 @@ class Watchdog:
             return whole, whole.nodes < link.count, 0.0
         if alone := link.alone(limit, now):
             return whole, alone, 0.0
-        late = link.number % FAN * self.period  # all nodes that report to a silent one find that out
-        return whole, alone, late if link.deserted(limit, now) else late + limit + 4 * verdict.ASLEEP
+        late = (
+            link.number % FAN * self.period
+        )  # all nodes that report to a silent one find that out
+        return (
+            whole,
+            alone,
+            late if link.deserted(limit, now) else late + limit + 4 * verdict.ASLEEP,
+        )
 
     def _leads(self, beats: list[Beat], now: float) -> bool:
         awake = [beat.process for beat in beats if now - beat.looked < verdict.ASLEEP]
@@ -201,7 +251,9 @@ class Watchdog:
                 stuck.append(standing)
             else:
                 moving.append(standing)
-        return verdict.count(stuck, waiting, moving, tuple(sorted(set(self.local) - {beat.rank for beat in beats})))
+        return verdict.count(
+            stuck, waiting, moving, tuple(sorted(set(self.local) - {beat.rank for beat in beats}))
+        )
 
     def _standing(self, beat: Beat, now: float) -> Standing:
         moved = max(beat.moved, self._since, self._worked.get(beat.process, 0.0))
@@ -219,7 +271,11 @@ class Watchdog:
     def _write_end(self, found: Verdict) -> dict:
         """Log why the job ends, and write it for the other ranks of this node."""
         name = time.strftime("hang_%Y%m%d_%H%M%S")
-        end = {**asdict(found), "directory": str(self.settings.directory.absolute() / name), "speaks": True}
+        end = {
+            **asdict(found),
+            "directory": str(self.settings.directory.absolute() / name),
+            "speaks": True,
+        }
         end = self._publish(end)
         if end["process"] == os.getpid():
             self._say(f"{found.text}; stacks of all ranks: {end['directory']}")
@@ -248,7 +304,9 @@ class Watchdog:
             os.write(2, f"{line}\n".encode(errors="surrogateescape"))
         with contextlib.suppress(OSError):
             if self.settings.log_file:
-                with open(self.settings.log_file, "a", encoding="utf-8", errors="surrogateescape") as log:
+                with open(
+                    self.settings.log_file, "a", encoding="utf-8", errors="surrogateescape"
+                ) as log:
                     log.write(f"{line}\n")
 
     def _read_end(self) -> dict:
@@ -256,17 +314,32 @@ class Watchdog:
 
     def _end(self, end: dict) -> None:
         """Write the stacks of this rank, and end it when those of the whole node are written."""
-        directory, leads, begin = Path(end["directory"]), end["process"] == os.getpid(), time.monotonic()
+        directory, leads, begin = (
+            Path(end["directory"]),
+            end["process"] == os.getpid(),
+            time.monotonic(),
+        )
         with contextlib.suppress(OSError):
             directory.mkdir(parents=True, exist_ok=True)
-        write_own(directory, self.heart.rank, native=not end["stuck"] or self.heart.rank in end["stuck"],
-                         until=begin + STACKS)
+        write_own(
+            directory,
+            self.heart.rank,
+            native=not end["stuck"] or self.heart.rank in end["stuck"],
+            until=begin + STACKS,
+        )
         self.heart.look(written=True)
         if leads:
             self._write_stuck(directory, end["stuck"], begin + STACKS)
-            self._await(lambda: all(beat.written or time.monotonic() - beat.looked > verdict.ASLEEP for beat in self._here.read()),
-                        begin + STACKS + LOOK)
-            others = (SPREAD if end["speaks"] else PATIENCE) if self.link else 0.0  # until other nodes have written theirs
+            self._await(
+                lambda: all(
+                    beat.written or time.monotonic() - beat.looked > verdict.ASLEEP
+                    for beat in self._here.read()
+                ),
+                begin + STACKS + LOOK,
+            )
+            others = (
+                (SPREAD if end["speaks"] else PATIENCE) if self.link else 0.0
+            )  # until other nodes have written theirs
             time.sleep(max(0.0, begin + others - time.monotonic()))
             launcher.wait_until_read(sys.__stderr__ or sys.stderr)
             launcher.abort(end["code"])
@@ -278,10 +351,21 @@ class Watchdog:
 
     def _write_stuck(self, directory: Path, ranks: list[int], until: float) -> None:
         """The stacks of ranks of this node that do not write them themselves, all at once."""
-        stuck = [b for b in self._here.read() if b.rank in ranks and b.rank != self.heart.rank and lives(b.process)]
+        stuck = [
+            b
+            for b in self._here.read()
+            if b.rank in ranks and b.rank != self.heart.rank and lives(b.process)
+        ]
         with ThreadPoolExecutor(max(1, len(stuck))) as pool:
             for beat in stuck:
-                pool.submit(write_of, directory, beat.rank, beat.process, requested(self._here.folder, beat.process), until)
+                pool.submit(
+                    write_of,
+                    directory,
+                    beat.rank,
+                    beat.process,
+                    requested(self._here.folder, beat.process),
+                    until,
+                )
 
     def _await(self, condition: Callable[[], bool], until: float) -> None:
         """Stay awake until the condition holds, or until a monotonic time."""

@@ -15,11 +15,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = "pretrain_gpt.py"
-TINY = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 96 --make-vocab-size-divisible-by 8 "
-        "--micro-batch-size 2 --global-batch-size 8 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
-        "--pipeline-split even --eval-iters 0 --kernels native")
-LEFT_OUT = ("--cpu-frequency", "--pipeline-schedule", "--num-virtual-stages-per-pipeline-rank",
-            "--zero-bubble-max-pending-backward")  # they need Fugaku's clock or several stages
+TINY = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 96 --make-vocab-size-divisible-by 8 "
+    "--micro-batch-size 2 --global-batch-size 8 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
+    "--pipeline-split even --eval-iters 0 --kernels native"
+)
+LEFT_OUT = (
+    "--cpu-frequency",
+    "--pipeline-schedule",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--zero-bubble-max-pending-backward",
+)  # they need Fugaku's clock or several stages
 VALUED = {"-n": 1, "-mca": 2, "--vcoordfile": 1, "-stdout-proc": 1, "-stderr-proc": 1, "-x": 1}
 
 
@@ -27,15 +33,18 @@ def write(folder: Path) -> None:
     """Write the commands into `folder`."""
     folder.mkdir(exist_ok=True)
     for name in ("mpiexec", "llio_transfer"):
-        words, path = [sys.executable, __file__, name], f"PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}"
-        (folder / name).write_text(f"#!/bin/sh\nexport {path}\nexec {shlex.join(words)} \"$@\"\n")
+        words, path = (
+            [sys.executable, __file__, name],
+            f"PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}",
+        )
+        (folder / name).write_text(f'#!/bin/sh\nexport {path}\nexec {shlex.join(words)} "$@"\n')
         (folder / name).chmod(0o755)
 
 
 def archive(folder: Path) -> Path:
     """A small archive that replaces the one of scripts/build.sh: a script that starts this Python, and a link to the checkout."""
     path, python = folder / "archive.tar", folder / "python3"
-    python.write_text(f"#!/bin/sh\nunset PYTHONHOME\nexec {shlex.quote(sys.executable)} \"$@\"\n")
+    python.write_text(f'#!/bin/sh\nunset PYTHONHOME\nexec {shlex.quote(sys.executable)} "$@"\n')
     python.chmod(0o755)
     link = tarfile.TarInfo("app")
     link.type, link.linkname = tarfile.SYMTYPE, str(ROOT)
@@ -51,7 +60,9 @@ def split(words: list[str]) -> tuple[dict[str, list[str]], list[str]]:
     while words and words[0].startswith("-"):
         name = words.pop(0)
         if name not in VALUED or len(words) < VALUED[name]:
-            raise ValueError(f"mpiexec option {name} is unknown to this emulator, or its value is missing")
+            raise ValueError(
+                f"mpiexec option {name} is unknown to this emulator, or its value is missing"
+            )
         options[name] = [words.pop(0) for _ in range(VALUED[name])]
     return options, words
 
@@ -69,9 +80,15 @@ def mpiexec(words: list[str]) -> int:
     """Replace this process by the mpiexec that is installed here; returns an exit code if a node is down."""
     options, command = split(words)
     ranks_requested, scale = int(options.get("-n", ["1"])[0]), os.environ.get("LOCAL_PJSUB_SCALE")
-    placed = Path(options["--vcoordfile"][0]).read_text().splitlines() if "--vcoordfile" in options else []
+    placed = (
+        Path(options["--vcoordfile"][0]).read_text().splitlines()
+        if "--vcoordfile" in options
+        else []
+    )
     if placed and len(placed) < ranks_requested:
-        raise ValueError(f"--vcoordfile {options['--vcoordfile'][0]} has {len(placed)} lines, fewer than -n {ranks_requested}")
+        raise ValueError(
+            f"--vcoordfile {options['--vcoordfile'][0]} has {len(placed)} lines, fewer than -n {ranks_requested}"
+        )
     failed = sorted(set(placed[:ranks_requested]) & set(_down()))
     if failed:
         print(f"local scheduler emulator: node {failed[0]} is down", file=sys.stderr)
@@ -86,7 +103,9 @@ def mpiexec(words: list[str]) -> int:
         _redirect(stream, options.get(name))
     if scale:
         os.environ["OMP_NUM_THREADS"] = "1"
-    os.execv(real, [real, "-n", str(ranks), *(scaled(command) if scale else command)])  # signals to this command reach it
+    os.execv(
+        real, [real, "-n", str(ranks), *(scaled(command) if scale else command)]
+    )  # signals to this command reach it
 
 
 def _down() -> list[str]:

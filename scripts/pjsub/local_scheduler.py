@@ -31,7 +31,14 @@ from fugaku_megatron.jobs import limits, script
 ENDED = ("EXT", "CCL", "RJT")  # states of jobs that have ended: by themselves, cancelled, rejected
 GRACE = 10  # seconds between SIGTERM and SIGKILL at the elapse limit
 ELAPSE_CODE, CANCEL_CODE, DEPEND_CODE = 11, 20, 28  # PJM CODE of .stats
-OWN = {"--scale": 1, "--elapse": 1, "--margin": 1, "--flags": 1, "--wait": 0, "--no-check": 0}  # option -> number of its values
+OWN = {
+    "--scale": 1,
+    "--elapse": 1,
+    "--margin": 1,
+    "--flags": 1,
+    "--wait": 0,
+    "--no-check": 0,
+}  # option -> number of its values
 
 
 def folder() -> Path:
@@ -40,7 +47,9 @@ def folder() -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"LOCAL_PJSUB={path}: {error.strerror}: set LOCAL_PJSUB to a folder for jobs") from error
+        raise ValueError(
+            f"LOCAL_PJSUB={path}: {error.strerror}: set LOCAL_PJSUB to a folder for jobs"
+        ) from error
     return path
 
 
@@ -68,9 +77,15 @@ def _own(words: list[str]) -> tuple[dict[str, str], list[str]]:
         options[name] = words.pop(0) if OWN[name] else "yes"
     for name, minimum in (("--scale", 1), ("--elapse", 1), ("--margin", 0)):
         value = options.get(name, "1")
-        check(limits.is_number(value) and int(value) >= minimum, f"{name} is {value}: pass a number from {minimum}")
+        check(
+            limits.is_number(value) and int(value) >= minimum,
+            f"{name} is {value}: pass a number from {minimum}",
+        )
     late = next((word for word in words if word in OWN), None)
-    check(late is None or "--interact" in words, f"option {late} of this emulator must come before pjsub's options and the script")
+    check(
+        late is None or "--interact" in words,
+        f"option {late} of this emulator must come before pjsub's options and the script",
+    )
     return options, words
 
 
@@ -81,10 +96,15 @@ def submit(words: list[str]) -> int:
     file, *arguments = script.add_options(options, words, 0) or [""]
     if "--interact" in options.switches:
         try:
-            return subprocess.run([file, *arguments] if file else [os.environ.get("SHELL", "bash")]).returncode
+            return subprocess.run(
+                [file, *arguments] if file else [os.environ.get("SHELL", "bash")]
+            ).returncode
         except OSError as error:
             raise ValueError(f"{file}: {error.strerror}: pass a command that can be run") from error
-    check(Path(file).is_file(), f"{file or 'the script'} is not a file: local_pjsub [--scale N] [options of pjsub] FILE")
+    check(
+        Path(file).is_file(),
+        f"{file or 'the script'} is not a file: local_pjsub [--scale N] [options of pjsub] FILE",
+    )
     check(not arguments, f"{' '.join(arguments)!r} after {file}: pass options before the script")
     text = script.read(Path(file))
     if "--no-check" not in own and _print_mistakes(file, text, words):
@@ -94,9 +114,18 @@ def submit(words: list[str]) -> int:
     subs = _enter(job_script, own, Path(file))
     log = open(subs[0] / "runner.log", "w")
     command = [sys.executable, __file__, "run", *map(str, subs)]
-    runner = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                              start_new_session=True, env={**os.environ, "PYTHONPATH": str(local_commands.ROOT)})
-    print(f"[INFO] PJM 0000 pjsub Job {read(subs[0])['id'].split('[')[0]} submitted. (local scheduler emulator)", flush=True)
+    runner = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(local_commands.ROOT)},
+    )
+    print(
+        f"[INFO] PJM 0000 pjsub Job {read(subs[0])['id'].split('[')[0]} submitted. (local scheduler emulator)",
+        flush=True,
+    )
     if "--wait" not in own:
         return 0
     runner.wait()
@@ -105,9 +134,13 @@ def submit(words: list[str]) -> int:
 
 def _print_mistakes(file: str, text: str, options: list[str]) -> bool:
     """Print the mistakes of a script; returns whether there are any."""
-    from fugaku_megatron.jobs import check as checks  # loads numpy; the processes that run jobs do not need it
+    from fugaku_megatron.jobs import (
+        check as checks,
+    )  # loads numpy; the processes that run jobs do not need it
 
-    mistakes = checks.problems(text, None if "-g" in options else "local", files=False, options=options)
+    mistakes = checks.problems(
+        text, None if "-g" in options else "local", files=False, options=options
+    )
     for problem in mistakes:
         print(problem.located(file), file=sys.stderr)
     return bool(mistakes)
@@ -126,7 +159,10 @@ def _number(root: Path) -> int:
 
 def _enter(job_script: script.Script, own: dict[str, str], file: Path) -> list[Path]:
     """Write the records of the sub-jobs: of an ordinary job, of one step, or of all sub-jobs of a bulk job."""
-    root, sparam = folder(), {name: v.text for name, v in job_script.settings.get("--sparam", {}).items()}
+    root, sparam = (
+        folder(),
+        {name: v.text for name, v in job_script.settings.get("--sparam", {}).items()},
+    )
     elapse_setting = job_script.get("-L", "elapse") or script.Value("3600", 0)
     elapse = int(own.get("--elapse", 0)) or limits.min_seconds(elapse_setting.text)
     name = (job_script.get("-N") or script.Value(file.name, 0)).text
@@ -134,10 +170,18 @@ def _enter(job_script: script.Script, own: dict[str, str], file: Path) -> list[P
     if "--bulk" in job_script.switches:
         numbers = re.fullmatch(r"(\d+)-(\d+)", next(iter(sparam), ""))
         tags = [f"[{i}]" for i in range(int(numbers[1]), int(numbers[2]) + 1)] if numbers else []
-        check(bool(tags), f"--bulk with --sparam {next(iter(sparam), '')!r}: pass --sparam \"FIRST-LAST\", such as 0-3")
-    check(number is None or limits.is_number(number) and (root / number).is_dir(), f"--sparam jid={number}: there is no such job: "
-          "see local_pjstat")
-    check(limits.is_number(sparam.get("sn", "0")), f"--sparam sn={sparam.get('sn')}: pass the number of a step")
+        check(
+            bool(tags),
+            f'--bulk with --sparam {next(iter(sparam), "")!r}: pass --sparam "FIRST-LAST", such as 0-3',
+        )
+    check(
+        number is None or limits.is_number(number) and (root / number).is_dir(),
+        f"--sparam jid={number}: there is no such job: see local_pjstat",
+    )
+    check(
+        limits.is_number(sparam.get("sn", "0")),
+        f"--sparam sn={sparam.get('sn')}: pass the number of a step",
+    )
     number = number or str(_number(root))
     if "--step" in job_script.switches:
         steps = [read(sub)["step"] for sub in root.glob(f"{number}_*")]
@@ -147,12 +191,32 @@ def _enter(job_script: script.Script, own: dict[str, str], file: Path) -> list[P
         sub = root / f"{number}{tag}"
         sub.mkdir(exist_ok=True)
         shutil.copy(file, sub / "script.sh")
-        variables = [f"{variable}={value.text}" for variable, value in job_script.settings.get("-x", {}).items()]
-        write(sub, id=f"{number}{tag}", number=number, tag=tag, step=int(tag[1:]) if tag.startswith("_") else None, name=name,
-              scale=own.get("--scale"), margin=own.get("--margin", "0"), flags=own.get("--flags", ""), elapse=elapse, state="QUE",
-              variables=variables, depends=sparam.get("sd"), directory=os.getcwd(), statistics="-S" in job_script.switches,
-              code=None, pjm_code=0, pid=None, nodes=(job_script.get("-L", "node") or script.Value("1", 0)).text,
-              mpi=(job_script.get("--mpi", "proc") or script.Value("1", 0)).text)
+        variables = [
+            f"{variable}={value.text}"
+            for variable, value in job_script.settings.get("-x", {}).items()
+        ]
+        write(
+            sub,
+            id=f"{number}{tag}",
+            number=number,
+            tag=tag,
+            step=int(tag[1:]) if tag.startswith("_") else None,
+            name=name,
+            scale=own.get("--scale"),
+            margin=own.get("--margin", "0"),
+            flags=own.get("--flags", ""),
+            elapse=elapse,
+            state="QUE",
+            variables=variables,
+            depends=sparam.get("sd"),
+            directory=os.getcwd(),
+            statistics="-S" in job_script.switches,
+            code=None,
+            pjm_code=0,
+            pid=None,
+            nodes=(job_script.get("-L", "node") or script.Value("1", 0)).text,
+            mpi=(job_script.get("--mpi", "proc") or script.Value("1", 0)).text,
+        )
         subs.append(sub)
     return subs
 
@@ -189,17 +253,30 @@ def _environment(record: dict, sub: Path) -> dict[str, str]:
     local = sub / "localtmp"
     local.mkdir(exist_ok=True)
     local_commands.write(sub / "bin")
-    names = {"PJM_JOBID": record["number"], "PJM_SUBJOBID": record["id"], "PJM_JOBNAME": record["name"], "PJM_LOCALTMP": str(local),
-             "PJM_O_WORKDIR": record["directory"], "PJM_JOBDIR": str(sub), "PJM_NODE": record["nodes"].split(":")[0],
-             "PJM_MPI_PROC": record["mpi"], "PJM_ENVIRONMENT": "BATCH", "PATH": f"{sub / 'bin'}:{os.environ['PATH']}"}
+    names = {
+        "PJM_JOBID": record["number"],
+        "PJM_SUBJOBID": record["id"],
+        "PJM_JOBNAME": record["name"],
+        "PJM_LOCALTMP": str(local),
+        "PJM_O_WORKDIR": record["directory"],
+        "PJM_JOBDIR": str(sub),
+        "PJM_NODE": record["nodes"].split(":")[0],
+        "PJM_MPI_PROC": record["mpi"],
+        "PJM_ENVIRONMENT": "BATCH",
+        "PATH": f"{sub / 'bin'}:{os.environ['PATH']}",
+    }
     if record["step"] is not None:
         names["PJM_STEPNUM"] = str(record["step"])
     elif record["tag"]:
         names["PJM_BULKNUM"] = record["tag"].strip("[]")
     names |= dict(pair.split("=", 1) for pair in record["variables"] if "=" in pair)
     if record["scale"]:
-        names |= {"LOCAL_PJSUB_SCALE": record["scale"], "LOCAL_PJSUB_FLAGS": record["flags"], "MARGIN": record["margin"],
-                  "ELAPSE": str(record["elapse"])}
+        names |= {
+            "LOCAL_PJSUB_SCALE": record["scale"],
+            "LOCAL_PJSUB_FLAGS": record["flags"],
+            "MARGIN": record["margin"],
+            "ELAPSE": str(record["elapse"]),
+        }
         names.setdefault("ARCHIVE", str(local_commands.archive(sub)))
     return {**os.environ, **names}
 
@@ -209,8 +286,15 @@ def _run_one(sub: Path) -> None:
     record = write(sub, state="RUN", start=time.time())
     stem = Path(record["directory"]) / f"{record['name']}.{record['id']}"
     with open(f"{stem}.out", "w") as out, open(f"{stem}.err", "w") as err:
-        job = subprocess.Popen(["bash", str(sub / "script.sh")], cwd=record["directory"], env=_environment(record, sub), stdout=out,
-                               stderr=err, stdin=subprocess.DEVNULL, start_new_session=True)
+        job = subprocess.Popen(
+            ["bash", str(sub / "script.sh")],
+            cwd=record["directory"],
+            env=_environment(record, sub),
+            stdout=out,
+            stderr=err,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         if write(sub, pid=job.pid)["state"] == "CCL":  # before its process was known
             os.killpg(job.pid, signal.SIGTERM)
         late = False
@@ -219,8 +303,13 @@ def _run_one(sub: Path) -> None:
         except subprocess.TimeoutExpired:
             late, code = True, _end(job)
     cancelled = read(sub)["state"] == "CCL"
-    record = write(sub, state="CCL" if cancelled else "EXT", code=code if code >= 0 else 128 - code, end=time.time(),
-                   pjm_code=CANCEL_CODE if cancelled else ELAPSE_CODE if late else 0)
+    record = write(
+        sub,
+        state="CCL" if cancelled else "EXT",
+        code=code if code >= 0 else 128 - code,
+        end=time.time(),
+        pjm_code=CANCEL_CODE if cancelled else ELAPSE_CODE if late else 0,
+    )
     if record["statistics"]:
         Path(f"{stem}.stats").write_text(_statistics(record))
     shutil.rmtree(sub / "localtmp", ignore_errors=True)
@@ -240,17 +329,32 @@ def _end(job: subprocess.Popen) -> int:
 
 
 def _statistics(record: dict) -> str:
-    reasons = {0: "-", ELAPSE_CODE: "ELAPSE LIMIT EXCEEDED", CANCEL_CODE: "CANCELLED", DEPEND_CODE: "DEPENDENT STEP"}
-    rows = {"JOB ID": record["id"], "JOB NAME": record["name"], "STATE": record["state"], "EXIT CODE": record["code"],
-            "PJM CODE": record["pjm_code"], "REASON": reasons[record["pjm_code"]],
-            "ELAPSE TIME (LIMIT)": limits.clock(record["elapse"]),
-            "ELAPSE TIME (USE)": limits.clock(record["end"] - record["start"]), "NODE NUM (REQUIRE)": record["nodes"],
-            "WRITTEN BY": "local_pjsub, an emulator"}
+    reasons = {
+        0: "-",
+        ELAPSE_CODE: "ELAPSE LIMIT EXCEEDED",
+        CANCEL_CODE: "CANCELLED",
+        DEPEND_CODE: "DEPENDENT STEP",
+    }
+    rows = {
+        "JOB ID": record["id"],
+        "JOB NAME": record["name"],
+        "STATE": record["state"],
+        "EXIT CODE": record["code"],
+        "PJM CODE": record["pjm_code"],
+        "REASON": reasons[record["pjm_code"]],
+        "ELAPSE TIME (LIMIT)": limits.clock(record["elapse"]),
+        "ELAPSE TIME (USE)": limits.clock(record["end"] - record["start"]),
+        "NODE NUM (REQUIRE)": record["nodes"],
+        "WRITTEN BY": "local_pjsub, an emulator",
+    }
     return "".join(f"{name:<24}: {value}\n" for name, value in rows.items())
 
 
 def _subs() -> list[Path]:
-    return sorted((p.parent for p in folder().glob("*/job.json")), key=lambda p: [int(n) for n in re.findall(r"\d+", p.name)])
+    return sorted(
+        (p.parent for p in folder().glob("*/job.json")),
+        key=lambda p: [int(n) for n in re.findall(r"\d+", p.name)],
+    )
 
 
 def status() -> int:
@@ -258,8 +362,10 @@ def status() -> int:
     print(f"{'JOB_ID':<12}{'JOB_NAME':<24}{'ST':<5}{'EC':<5}{'NODE':<32}ELAPSE_LIM")
     for record in map(read, _subs()):
         code = "-" if record["code"] is None else record["code"]
-        print(f"{record['id']:<12}{record['name']:<24}{record['state']:<5}{code!s:<5}{record['nodes']:<32}"
-              f"{limits.clock(record['elapse'])}")
+        print(
+            f"{record['id']:<12}{record['name']:<24}{record['state']:<5}{code!s:<5}{record['nodes']:<32}"
+            f"{limits.clock(record['elapse'])}"
+        )
     return 0
 
 
@@ -269,7 +375,10 @@ def delete(words: list[str]) -> int:
     for word in words:
         chosen = [sub for sub in _subs() if word in (read(sub)["id"], read(sub)["number"])]
         check(bool(chosen), f"job {word} is unknown: see local_pjstat")
-        check(any(read(sub)["state"] not in ENDED for sub in chosen), f"job {word} has ended already: see local_pjstat")
+        check(
+            any(read(sub)["state"] not in ENDED for sub in chosen),
+            f"job {word} has ended already: see local_pjstat",
+        )
         for sub in chosen:
             record = read(sub)
             if record["state"] in ENDED:
@@ -287,7 +396,13 @@ def main(program: str, words: list[str]) -> int:
         if words[:1] in (["-h"], ["--help"]):
             print(__doc__)
             return 0
-        return status() if "pjstat" in program else delete(words) if "pjdel" in program else submit(words)
+        return (
+            status()
+            if "pjstat" in program
+            else delete(words)
+            if "pjdel" in program
+            else submit(words)
+        )
     except ValueError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2

@@ -26,7 +26,9 @@ def absent() -> str:
     return "" if EXTENSION.exists() else f"no {EXTENSION.name}: make arm-ext"
 
 
-needs_compiler = pytest.mark.skipif(not (shutil.which(CXX) and shutil.which(QEMU)), reason=f"needs {CXX} and {QEMU}")
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which(CXX) and shutil.which(QEMU)), reason=f"needs {CXX} and {QEMU}"
+)
 needs_python = pytest.mark.skipif(bool(absent()), reason=absent())
 
 
@@ -34,7 +36,11 @@ class Objects:
     """Objects of the extension without Python, by setup.py's rules; those of `make arm-ext` or `make kernels` are used again."""
 
     def __init__(self, build: Path, arm: bool = True, **variables: str) -> None:
-        changes = {"CXX": CXX, **(arm_env.extension_environment() if arm_env.ready() else {})} if arm else {"CXX": "g++"}
+        changes = (
+            {"CXX": CXX, **(arm_env.extension_environment() if arm_env.ready() else {})}
+            if arm
+            else {"CXX": "g++"}
+        )
         compiler = setup.Compiler(build, {**changes, **variables})
         jobs = [job for job in compiler.jobs() if not job[1].name.startswith("bind")]
         for job in jobs:
@@ -43,22 +49,48 @@ class Objects:
         self.paths = [str(obj) for _, _, obj in jobs]
 
     def link(self, source: Path, output: Path, *flags: str) -> Path:
-        command = [*self.cxx, "-std=c++17", "-O1", f"-I{setup.SOURCES}", str(source), *self.paths, "-fopenmp", *flags]
+        command = [
+            *self.cxx,
+            "-std=c++17",
+            "-O1",
+            f"-I{setup.SOURCES}",
+            str(source),
+            *self.paths,
+            "-fopenmp",
+            *flags,
+        ]
         subprocess.run([*command, "-o", str(output)], check=True)
         return output
 
 
-EMULATION_SECONDS = 400  # of one checker; some hosts emulate an A64FX ten times more slowly than others
+EMULATION_SECONDS = (
+    400  # of one checker; some hosts emulate an A64FX ten times more slowly than others
+)
 
 
-def emulate(cpu: str, program: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def emulate(
+    cpu: str, program: Path, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """A program's run under qemu-user; `environment` is the emulated program's and the emulator's."""
-    variables = {"OMP_WAIT_POLICY": "passive", **environment}  # as in the wrapper of tools/arm_env.py
-    command = ["env", *(f"{k}={v}" for k, v in variables.items()), QEMU, "-cpu", cpu, str(program), *arguments]
+    variables = {
+        "OMP_WAIT_POLICY": "passive",
+        **environment,
+    }  # as in the wrapper of tools/arm_env.py
+    command = [
+        "env",
+        *(f"{k}={v}" for k, v in variables.items()),
+        QEMU,
+        "-cpu",
+        cpu,
+        str(program),
+        *arguments,
+    ]
     return run_or_skip(command, EMULATION_SECONDS, capture_output=True, text=True)
 
 
-def run_or_skip(command: list[str], seconds: int, **options: Any) -> subprocess.CompletedProcess[str]:
+def run_or_skip(
+    command: list[str], seconds: int, **options: Any
+) -> subprocess.CompletedProcess[str]:
     """subprocess.run; a host on which the emulated machine does not end in time skips the test with that reason."""
     try:
         return subprocess.run(command, timeout=seconds, **options)

@@ -15,12 +15,14 @@ GemmArgs gemm_layout(int form, int64_t m, int64_t n, int64_t k) {
 // A matrix of some dtype from float values; uint16_t words when it is a half.
 std::vector<uint32_t> stored(const Floats& values, DType dtype) {
   std::vector<uint32_t> words(values.size() + 1);
-  kernels().convert(values.data(), DType::f32, words.data(), dtype, static_cast<int64_t>(values.size()));
+  kernels().convert(values.data(), DType::f32, words.data(), dtype,
+                    static_cast<int64_t>(values.size()));
   return words;
 }
 
 // bf16x3 is float32 on a target without BF16 arithmetic.
-Floats run_gemm(int form, int64_t m, int64_t n, int64_t k, DType dtype, bool packed, int64_t fp16_chunk) {
+Floats run_gemm(int form, int64_t m, int64_t n, int64_t k, DType dtype, bool packed,
+                int64_t fp16_chunk) {
   if (dtype == DType::bf16x3 && !kernels().has_bf16_arithmetic()) dtype = DType::f32;
   GemmArgs g = gemm_layout(form, m, n, k);
   g.fp16_chunk = fp16_chunk;
@@ -28,20 +30,23 @@ Floats run_gemm(int form, int64_t m, int64_t n, int64_t k, DType dtype, bool pac
   const DType type = dtype == DType::bf16x3 ? DType::f32 : dtype;
   const auto a = stored(random_floats(form == 2 ? k * g.a_col : m * g.a_row, 1), type);
   const auto b = stored(random_floats(form == 0 ? n * g.b_col : k * g.b_row, 2), type);
-  const auto bias = stored(random_floats(n, 4), DType::f32), other = stored(random_floats(m * n, 5), DType::f32);
+  const auto bias = stored(random_floats(n, 4), DType::f32),
+             other = stored(random_floats(m * n, 5), DType::f32);
   Floats c = random_floats(m * (n + 1) + 1, 3), pre(m * n), sums(m, 0.25f);
   g.in_dtype = dtype, g.out_dtype = DType::f32, g.a = a.data(), g.b = b.data(), g.c = c.data();
   std::vector<float> panels;
   if (packed) {
     panels.resize(kernels().packed_weight_size(n, k, dtype, fp16_chunk) / 4 + 64);
-    char* aligned = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(panels.data()) + 255) / 256 * 256);
+    char* aligned =
+        reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(panels.data()) + 255) / 256 * 256);
     kernels().pack_weight({n, k, dtype, b.data(), g.b_row, g.b_col, aligned, fp16_chunk});
     g.packed = aligned;
   }
   if (form == 0)
-    g.bias = bias.data(), g.activation = Activation::gelu_exact, g.pre = pre.data(), g.pre_row = n, g.residual = other.data(),
-    g.residual_row = n;
-  if (form == 1) g.activation = Activation::gelu, g.activation_input = other.data(), g.activation_input_row = n;
+    g.bias = bias.data(), g.activation = Activation::gelu_exact, g.pre = pre.data(), g.pre_row = n,
+    g.residual = other.data(), g.residual_row = n;
+  if (form == 1)
+    g.activation = Activation::gelu, g.activation_input = other.data(), g.activation_input_row = n;
   if (form == 2) g.a_sums = sums.data();
   kernels().gemm(g);
   return joined({c, pre, sums});
@@ -73,8 +78,9 @@ void check_fp16_chunks(const int64_t* shape) {
   }
   for (int64_t chunk : {1, 8, 24, 1000}) {
     for (int form = 0; form < 3; ++form) {
-      compare("gemm with sums in FP16", 2e-5f, 2.4e-6f * static_cast<float>(shape[2] + 20),
-              [&] { return run_gemm(form, shape[0], shape[1], shape[2], DType::f16, chunk == 8, chunk); });
+      compare("gemm with sums in FP16", 2e-5f, 2.4e-6f * static_cast<float>(shape[2] + 20), [&] {
+        return run_gemm(form, shape[0], shape[1], shape[2], DType::f16, chunk == 8, chunk);
+      });
     }
   }
 }
@@ -84,7 +90,8 @@ double relative_error(DType operands, int64_t m, int64_t n, int64_t k) {
   const Floats a = random_floats(m * k, 1), b = random_floats(n * k, 2);
   Floats c(m * n);
   GemmArgs g = {};
-  g.m = m, g.n = n, g.k = k, g.in_dtype = operands, g.out_dtype = DType::f32, g.a = a.data(), g.b = b.data(), g.c = c.data();
+  g.m = m, g.n = n, g.k = k, g.in_dtype = operands, g.out_dtype = DType::f32, g.a = a.data(),
+  g.b = b.data(), g.c = c.data();
   g.a_row = k, g.a_col = 1, g.b_row = 1, g.b_col = k, g.c_row = n;
   kernels().gemm(g);
   double difference = 0, size = 0;
@@ -101,8 +108,10 @@ void check_bf16x3_errors() {
     use(target);
     if (!kernels().has_bf16_arithmetic()) continue;
     for (int64_t k : {768, 3072, 7168, 1009}) {
-      const double split = relative_error(DType::bf16x3, 13, 37, k), ieee = relative_error(DType::f32, 13, 37, k);
-      std::printf("%s: error over %lld terms %.2e in bf16x3, %.2e in FP32\n", active(), static_cast<long long>(k), split, ieee);
+      const double split = relative_error(DType::bf16x3, 13, 37, k),
+                   ieee = relative_error(DType::f32, 13, 37, k);
+      std::printf("%s: error over %lld terms %.2e in bf16x3, %.2e in FP32\n", active(),
+                  static_cast<long long>(k), split, ieee);
       if (split > 2 * ieee) std::exit(1);
     }
   }
@@ -114,14 +123,16 @@ void check_gemm() {
     for (DType dtype : {DType::f32, DType::bf16, DType::f16})
       compare("grouped gemm", 2e-5f, 3e-4f, [&] { return run_groups(form, 40, 37, 70, dtype); });
   }
-  const int64_t shapes[][3] = {{1, 1, 1}, {12, 32, 16}, {13, 33, 17}, {5, 70, 0}, {61, 67, 71}, {14, 34, 700}};
+  const int64_t shapes[][3] = {{1, 1, 1},  {12, 32, 16}, {13, 33, 17},
+                               {5, 70, 0}, {61, 67, 71}, {14, 34, 700}};
   for (const auto& s : shapes) {
     check_fp16_chunks(s);
     for (int form = 0; form < 3; ++form) {
       for (DType dtype : {DType::f32, DType::bf16, DType::f16, DType::bf16x3}) {
         for (bool packed : {false, true}) {
           const float tolerance = 3e-7f * static_cast<float>(s[2] + 20);
-          compare("gemm", 2e-5f, 8 * tolerance, [&] { return run_gemm(form, s[0], s[1], s[2], dtype, packed, 0); });
+          compare("gemm", 2e-5f, 8 * tolerance,
+                  [&] { return run_gemm(form, s[0], s[1], s[2], dtype, packed, 0); });
         }
       }
     }

@@ -11,7 +11,8 @@ const int64_t SIZES[] = {0, 1, 7, 15, 16, 17, 31, 33, 61, 64, 65, 257, 1031};
 
 void check_elementwise(int64_t n) {
   const Floats x = random_floats(n, 1);
-  for (Function function : {Function::exp, Function::log, Function::sqrt, Function::rsqrt, Function::reciprocal}) {
+  for (Function function :
+       {Function::exp, Function::log, Function::sqrt, Function::rsqrt, Function::reciprocal}) {
     compare("elementwise", 4e-7f, 2e-7f, [&] {
       Floats in = x, out(n);
       for (float& v : in) v = function == Function::exp ? v * 40 : std::fabs(v) + 1e-6f;
@@ -55,24 +56,27 @@ void check_philox(int64_t n) {
     compare("dropout", 0, 0, [&] {
       const Floats x = random_floats(6 * n, 4);
       Floats out(6 * n);
-      kernels().dropout(x.data(), out.data(), DType::f32, {3, 2, 1, n, 0.3f, {99, 3, INT64_C(1) << 33, 2, col0}});
+      kernels().dropout(x.data(), out.data(), DType::f32,
+                        {3, 2, 1, n, 0.3f, {99, 3, INT64_C(1) << 33, 2, col0}});
       return out;
     });
   }
 }
 
-const AdamWArgs ADAMW{0.5f, 0.999f, 0.1f, 0.95f, 0.05f, 1e-3f, 3.0f, 1e-8f, {1234, 5, 7, 3, 11, 29}};
+const AdamWArgs ADAMW{
+    0.5f, 0.999f, 0.1f, 0.95f, 0.05f, 1e-3f, 3.0f, 1e-8f, {1234, 5, 7, 3, 11, 29}};
 
 // Where a sum lies within its last bit of a word, one target rounds up and the other down: a unit of BF16's last place, 2^-7.
 void check_adamw(int64_t n, DType moments) {
   compare("adamw", moments == DType::bf16 ? 0x1p-7f : 2e-6f, 1e-7f, [&] {
-    Floats param = random_floats(n, 5), grad = random_floats(n, 6), m = random_floats(n, 7), v = random_floats(n, 8);
+    Floats param = random_floats(n, 5), grad = random_floats(n, 6), m = random_floats(n, 7),
+           v = random_floats(n, 8);
     for (float& value : v) value = std::fabs(value);
     std::vector<uint32_t> kept_m(n), kept_v(n);
     kernels().convert(m.data(), DType::f32, kept_m.data(), moments, n);
     kernels().convert(v.data(), DType::f32, kept_v.data(), moments, n);
-    kernels().adamw(param.data(), grad.data(), {kept_m.data(), moments}, {kept_v.data(), moments}, nullptr, DType::f32, n,
-                    ADAMW);
+    kernels().adamw(param.data(), grad.data(), {kept_m.data(), moments}, {kept_v.data(), moments},
+                    nullptr, DType::f32, n, ADAMW);
     kernels().convert(kept_m.data(), moments, m.data(), DType::f32, n);
     kernels().convert(kept_v.data(), moments, v.data(), DType::f32, n);
     return joined({param, m, v});
@@ -87,15 +91,19 @@ void check_attention(int64_t s, int64_t groups, int64_t window) {
     compare("attention", tolerance, tolerance, [&] {
       const AttentionArgs args{s, 1, 6, groups, 36, window, 0.3f, 99, 3, 5, 1};
       const int64_t n = s * 6 * 36, inputs = s * (6 + 2 * groups) * 36;
-      Floats qkv = random_floats(inputs, 9), dout = random_floats(n, 10), out(n), lse(6 * s), dqkv(inputs);
+      Floats qkv = random_floats(inputs, 9), dout = random_floats(n, 10), out(n), lse(6 * s),
+             dqkv(inputs);
       std::vector<uint16_t> half_qkv(inputs), half_dout(n), half_out(n), half_dqkv(inputs);
       const bool whole = dtype == DType::f32;
       if (!whole) kernels().convert(qkv.data(), DType::f32, half_qkv.data(), dtype, inputs);
       if (!whole) kernels().convert(dout.data(), DType::f32, half_dout.data(), dtype, n);
-      const auto pick = [&](Floats& f, std::vector<uint16_t>& h) { return whole ? (void*)f.data() : (void*)h.data(); };
-      kernels().attention_forward(pick(qkv, half_qkv), pick(out, half_out), lse.data(), dtype, args);
-      kernels().attention_backward(pick(qkv, half_qkv), pick(out, half_out), lse.data(), pick(dout, half_dout),
-                                   pick(dqkv, half_dqkv), dtype, args);
+      const auto pick = [&](Floats& f, std::vector<uint16_t>& h) {
+        return whole ? (void*)f.data() : (void*)h.data();
+      };
+      kernels().attention_forward(pick(qkv, half_qkv), pick(out, half_out), lse.data(), dtype,
+                                  args);
+      kernels().attention_backward(pick(qkv, half_qkv), pick(out, half_out), lse.data(),
+                                   pick(dout, half_dout), pick(dqkv, half_dqkv), dtype, args);
       if (!whole) kernels().convert(half_out.data(), dtype, out.data(), DType::f32, n);
       if (!whole) kernels().convert(half_dqkv.data(), dtype, dqkv.data(), DType::f32, inputs);
       return joined({out, lse, dqkv});
@@ -110,7 +118,8 @@ void check_decode(int64_t slots) {
     const Floats qkv = random_floats(2 * (6 + 2 * 2) * 36, 11);
     Floats keys = random_floats(cache, 12), values = random_floats(cache, 13), out(2 * 6 * 36);
     const DecodeArgs args{2, 6, 2, 36, slots, samples, positions};
-    kernels().attention_decode(qkv.data(), keys.data(), values.data(), out.data(), DType::f32, args);
+    kernels().attention_decode(qkv.data(), keys.data(), values.data(), out.data(), DType::f32,
+                               args);
     return joined({out, keys, values});
   });
 }
@@ -126,7 +135,8 @@ void check_known_answers(const std::string& target) {
   bool good = std::memcmp(out, zeros, sizeof zeros) == 0;
   kernels().philox4x32(counters, out, 2, ~0u, ~0u);
   good = good && std::memcmp(out + 4, ones, sizeof ones) == 0;
-  if (!good) std::printf("%s: Philox4x32-10 misses its known answers\n", target.c_str()), std::exit(1);
+  if (!good)
+    std::printf("%s: Philox4x32-10 misses its known answers\n", target.c_str()), std::exit(1);
 }
 
 #include "check_gemm.h"

@@ -32,11 +32,13 @@ inline Floats joined(std::initializer_list<Floats> parts) {
   return out;
 }
 
-inline void close(const char* what, const Floats& got, const Floats& want, float relative, float absolute) {
+inline void close(const char* what, const Floats& got, const Floats& want, float relative,
+                  float absolute) {
   for (size_t i = 0; i < want.size(); ++i) {
     if (std::fabs(got[i] - want[i]) <= absolute + relative * std::fabs(want[i])) continue;
     if (std::isnan(want[i]) ? std::isnan(got[i]) : got[i] == want[i]) continue;
-    std::printf("%s: %s[%zu of %zu] is %.9g, the reference %.9g\n", active(), what, i, want.size(), got[i], want[i]);
+    std::printf("%s: %s[%zu of %zu] is %.9g, the reference %.9g\n", active(), what, i, want.size(),
+                got[i], want[i]);
     std::exit(1);
   }
 }
@@ -65,10 +67,12 @@ inline int compare_targets(int argc, char** argv, void (*check)()) {
   for (const TargetInfo& target : targets()) {
     if (!target.runnable)
       std::printf("%s not run: %s\n", target.name.c_str(), target.reason.c_str());
-    else if (target.name != "reference" && std::find(left_out.begin(), left_out.end(), target.name) == left_out.end())
+    else if (target.name != "reference" &&
+             std::find(left_out.begin(), left_out.end(), target.name) == left_out.end())
       compared().push_back(target.name);
   }
   check();
-  for (const std::string& target : compared()) std::printf("%s agrees with the reference\n", target.c_str());
+  for (const std::string& target : compared())
+    std::printf("%s agrees with the reference\n", target.c_str());
   return 0;
 }

@@ -10,7 +10,14 @@ import pytest
 
 from tests.arm import builds
 from tools import amx_loops, arm_vector_loops, codegen
-from tools.asm_loops import around_loop, faults, innermost_loops, outside_loops, shortest_gap, slow_instructions
+from tools.asm_loops import (
+    around_loop,
+    faults,
+    innermost_loops,
+    outside_loops,
+    shortest_gap,
+    slow_instructions,
+)
 
 needs_model = pytest.mark.skipif(not shutil.which(codegen.MCA[0]), reason=f"needs {codegen.MCA[0]}")
 ACCUMULATORS = 24
@@ -18,11 +25,29 @@ CLEAN = [f"fmla z{i}.s, p0/m, z30.s, z31.s" for i in range(ACCUMULATORS)]
 LOADS = ["ld1rw z30.s, p0/z, [x1]", "ld1w z31.s, p0/z, [x2]", "add x1, x1, 4"]
 
 
-def function(body, name="_ZN2fm6sve51212micro_kernelINS0_10FloatWordsELi12EEEvlPKNT_4WordEPKfPflb", file="gemm_micro.h"):
+def function(
+    body,
+    name="_ZN2fm6sve51212micro_kernelINS0_10FloatWordsELi12EEEvlPKNT_4WordEPKfPflb",
+    file="gemm_micro.h",
+):
     """A function with `body` as its inner loop and a store-only loop around it, as a compiler writes it."""
-    lines = [f'.file 1 "kernels_sve" "{file}" md5 0x0', ".text", f".type {name}, %function", f"{name}:", "mov x3, 0", ".L2:",
-             ".loc 1 7 3", ".L3:", *body, "subs x0, x0, 1", "b.ne .L3 // again", "str z0, [x4]", "bne .L2", "ret",
-             f".size {name}, .-{name}"]
+    lines = [
+        f'.file 1 "kernels_sve" "{file}" md5 0x0',
+        ".text",
+        f".type {name}, %function",
+        f"{name}:",
+        "mov x3, 0",
+        ".L2:",
+        ".loc 1 7 3",
+        ".L3:",
+        *body,
+        "subs x0, x0, 1",
+        "b.ne .L3 // again",
+        "str z0, [x4]",
+        "bne .L2",
+        "ret",
+        f".size {name}, .-{name}",
+    ]
     return "\n".join("\t" + line for line in lines)
 
 
@@ -33,40 +58,77 @@ def only_loop(body, **names):
 
 def test_the_inner_loop_is_found_with_its_source_file():
     loop = only_loop(LOADS + CLEAN)
-    assert (loop.label, loop.file, len(loop.multiply_adds), len(loop.body)) == (".L3", "gemm_micro.h", 24, 29)
+    assert (loop.label, loop.file, len(loop.multiply_adds), len(loop.body)) == (
+        ".L3",
+        "gemm_micro.h",
+        24,
+        29,
+    )
     assert faults(loop) == []
     assert shortest_gap(loop) == ACCUMULATORS - 1
     text = function(LOADS + CLEAN)
-    assert [i.text for i in outside_loops(text, only_loop(LOADS + CLEAN).function).body] == ["mov x3, 0", "str z0, [x4]"]
-    text = function(LOADS + CLEAN).replace('"kernels_sve" "gemm_micro.h" md5 0x0', '"/src/kernels_sve/gemm_micro.h"')
+    assert [i.text for i in outside_loops(text, only_loop(LOADS + CLEAN).function).body] == [
+        "mov x3, 0",
+        "str z0, [x4]",
+    ]
+    text = function(LOADS + CLEAN).replace(
+        '"kernels_sve" "gemm_micro.h" md5 0x0', '"/src/kernels_sve/gemm_micro.h"'
+    )
     assert innermost_loops(text)[0].file == "gemm_micro.h"
 
 
 def test_what_runs_between_two_runs_of_a_loop_is_found_wherever_it_lies():
     """Not what comes before and after it, nor what returns."""
-    text = function(LOADS + CLEAN).replace("mov x3, 0", "mov x3, 0\n\tb .L2\n.L9:\n\tprfm PLDL2KEEP, [x7]\n\tb .L3")
+    text = function(LOADS + CLEAN).replace(
+        "mov x3, 0", "mov x3, 0\n\tb .L2\n.L9:\n\tprfm PLDL2KEEP, [x7]\n\tb .L3"
+    )
     text = text.replace("str z0, [x4]", "str z0, [x4]\n\tcbz x8, .L9\n\tcbz x9, .L8")
     text = text.replace("\tret", ".L8:\n\tadd x1, x1, 8\n\tret")
-    assert [i.text for i in around_loop(text, only_loop(LOADS + CLEAN)).body] == ["prfm PLDL2KEEP, [x7]", "str z0, [x4]"]
+    assert [i.text for i in around_loop(text, only_loop(LOADS + CLEAN)).body] == [
+        "prfm PLDL2KEEP, [x7]",
+        "str z0, [x4]",
+    ]
 
 
-@pytest.mark.parametrize(("bad", "message"), [
-    ("str z3, [sp, #2, mul vl]", "an accumulator in memory"), ("ldr z3, [x29, #-1, mul vl]", "an accumulator in memory"),
-    ("st1w { z3.s }, p0, [x5]", "a store in the loop"), ("fmla z24.s, z30.s, z7.s[2]", "by element"),
-    ("insr z31.s, s2", "one by one"), ("fdiv z25.s, p0/m, z25.s, z26.s", "98 cycles"), ("fsqrt z25.s, p0/m, z26.s", "98 cycles"),
-])
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ("str z3, [sp, #2, mul vl]", "an accumulator in memory"),
+        ("ldr z3, [x29, #-1, mul vl]", "an accumulator in memory"),
+        ("st1w { z3.s }, p0, [x5]", "a store in the loop"),
+        ("fmla z24.s, z30.s, z7.s[2]", "by element"),
+        ("insr z31.s, s2", "one by one"),
+        ("fdiv z25.s, p0/m, z25.s, z26.s", "98 cycles"),
+        ("fsqrt z25.s, p0/m, z26.s", "98 cycles"),
+    ],
+)
 def test_a_bad_instruction_is_named(bad, message):
     (fault,) = faults(only_loop([*LOADS, *CLEAN, bad]))
     assert message in fault and bad in fault
-    assert slow_instructions(only_loop([*LOADS, *CLEAN, "fdiv s1, s2, s3"])) == [], "a division of scalars, outside the vectors"
+    assert slow_instructions(only_loop([*LOADS, *CLEAN, "fdiv s1, s2, s3"])) == [], (
+        "a division of scalars, outside the vectors"
+    )
 
 
-@pytest.mark.parametrize(("body", "gap"), [
-    (CLEAN[:12], 11), (CLEAN + CLEAN[:1], 0),  # too few accumulators; the last and the first of the next turn
-    ([*CLEAN, "fmad z27.s, p0/m, z30.s, z6.s"], 17),  # z27 = z27 * z30 + z6: it waits for z6
-    (["movprfx z25, z3", "fmla z25.s, p0/m, z30.s, z31.s", *CLEAN[4:14], "mov z3.d, z25.d", CLEAN[3]], 0),
-    (["mov z0.s, 0", CLEAN[0], CLEAN[1], *CLEAN[2:20]], 19),  # z0 begins anew in each turn
-])
+@pytest.mark.parametrize(
+    ("body", "gap"),
+    [
+        (CLEAN[:12], 11),
+        (CLEAN + CLEAN[:1], 0),  # too few accumulators; the last and the first of the next turn
+        ([*CLEAN, "fmad z27.s, p0/m, z30.s, z6.s"], 17),  # z27 = z27 * z30 + z6: it waits for z6
+        (
+            [
+                "movprfx z25, z3",
+                "fmla z25.s, p0/m, z30.s, z31.s",
+                *CLEAN[4:14],
+                "mov z3.d, z25.d",
+                CLEAN[3],
+            ],
+            0,
+        ),
+        (["mov z0.s, 0", CLEAN[0], CLEAN[1], *CLEAN[2:20]], 19),  # z0 begins anew in each turn
+    ],
+)
 def test_distance_between_two_on_one_accumulator(body, gap):
     assert shortest_gap(only_loop(LOADS + body)) == gap
 
@@ -74,8 +136,14 @@ def test_distance_between_two_on_one_accumulator(body, gap):
 def test_missing_loop_is_a_fault():
     """A renamed file or a loop that the compiler no longer keeps in registers must not pass unseen."""
     kernels = codegen.hot_kernels((12, 2), 8)
-    for text in (function(LOADS + CLEAN[:8]), function(LOADS + CLEAN, file="other.h"), function(LOADS + CLEAN, name="f")):
-        wrong = [fault for _, reasons in codegen.check("GCC", text, kernels[:1]) for fault in reasons]
+    for text in (
+        function(LOADS + CLEAN[:8]),
+        function(LOADS + CLEAN, file="other.h"),
+        function(LOADS + CLEAN, name="f"),
+    ):
+        wrong = [
+            fault for _, reasons in codegen.check("GCC", text, kernels[:1]) for fault in reasons
+        ]
         assert wrong == ["GCC GEMM k-loop: no loop of 24 or more multiply-adds in gemm_micro.h"]
 
 
@@ -88,10 +156,14 @@ def test_the_model_sees_a_slow_loop():
 
 
 @needs_model
-@pytest.mark.parametrize(("fetches", "wrong"), [(4, []), (200, ["GCC GEMM k-loop, 8 turns with what is fetched: "])])
+@pytest.mark.parametrize(
+    ("fetches", "wrong"), [(4, []), (200, ["GCC GEMM k-loop, 8 turns with what is fetched: "])]
+)
 def test_the_model_sees_what_is_fetched(fetches, wrong):
     kernel = codegen.hot_kernels((12, 2), 8)[0]
-    text = function(LOADS + CLEAN).replace("str z0, [x4]", "\n".join(["str z0, [x4]", *["\tprfm PLDL2KEEP, [x7]"] * fetches]))
+    text = function(LOADS + CLEAN).replace(
+        "str z0, [x4]", "\n".join(["str z0, [x4]", *["\tprfm PLDL2KEEP, [x7]"] * fetches])
+    )
     found = [fault for _, reasons in codegen.check("GCC", text, [kernel]) for fault in reasons]
     assert [fault[: len(start)] for fault, start in zip(found, wrong, strict=True)] == wrong
 
@@ -101,7 +173,10 @@ GELU = arm_vector_loops.VectorLoop("GELU", "gelu_alone", 26)
 
 
 def elementwise(*bodies):
-    return "\n".join(function(body, name="gelu_alone", file="gelu.h").replace(".L", f".L{i}") for i, body in enumerate(bodies))
+    return "\n".join(
+        function(body, name="gelu_alone", file="gelu.h").replace(".L", f".L{i}")
+        for i, body in enumerate(bodies)
+    )
 
 
 def test_the_loop_of_whole_groups_of_vectors_is_taken():
@@ -116,47 +191,96 @@ def test_an_elementwise_loop_is_held_to_its_cycles():
     slow = [*EXP, *["fadd z20.s, z20.s, z30.s"] * 4]
     texts = {"GCC": elementwise(EXP * 2), "Clang": elementwise(slow)}
     line, faults_found = codegen.vector_cycles(GELU, texts)
-    assert len(faults_found) == 1 and re.fullmatch(r"Clang GELU: 3\d\.\d cycles a vector, at most 26 allowed", faults_found[0])
+    assert len(faults_found) == 1 and re.fullmatch(
+        r"Clang GELU: 3\d\.\d cycles a vector, at most 26 allowed", faults_found[0]
+    )
     assert float(line.split()[-1]) > 2
     texts["Clang"] = elementwise(["add x1, x1, 4"])
     assert codegen.vector_cycles(GELU, texts)[1] == ["Clang GELU: no loop with fexpa in gelu_alone"]
 
 
-TILE_LOADS = ["tileloadd (%rsi,%rbx,1), %tmm4", "tileloadd (%rdx,%rcx,1), %tmm6", "tileloadd (%rdi,%rcx,1), %tmm7",
-              "tileloadd (%r9,%rbx,1), %tmm5"]
-PRODUCTS = [f"tdpbf16ps %tmm{b}, %tmm{a}, %tmm{c}" for c, (a, b) in enumerate([(4, 6), (4, 7), (5, 6), (5, 7)])]
+TILE_LOADS = [
+    "tileloadd (%rsi,%rbx,1), %tmm4",
+    "tileloadd (%rdx,%rcx,1), %tmm6",
+    "tileloadd (%rdi,%rcx,1), %tmm7",
+    "tileloadd (%r9,%rbx,1), %tmm5",
+]
+PRODUCTS = [
+    f"tdpbf16ps %tmm{b}, %tmm{a}, %tmm{c}"
+    for c, (a, b) in enumerate([(4, 6), (4, 7), (5, 6), (5, 7)])
+]
 
 
 def tiles_function(body, fetched=()):
     """tiles_kernel<32, 1> as a compiler writes it: what is fetched lies after the loop, and the sums are stored after it."""
-    lines = ['.file 1 "tiles.h"', ".type f, @function", "f:", "tilezero %tmm0", ".L3: # in Loop", "testq %rax, %rax", "jne .L9",
-             ".L4:", *body, "addq $2048, %rsi", "decq %r8", "jne .L3", "tilestored %tmm0, (%rdi,%rcx,1)", "ret", ".L9:", *fetched,
-             "jmp .L4", ".size f, .-f"]
+    lines = [
+        '.file 1 "tiles.h"',
+        ".type f, @function",
+        "f:",
+        "tilezero %tmm0",
+        ".L3: # in Loop",
+        "testq %rax, %rax",
+        "jne .L9",
+        ".L4:",
+        *body,
+        "addq $2048, %rsi",
+        "decq %r8",
+        "jne .L3",
+        "tilestored %tmm0, (%rdi,%rcx,1)",
+        "ret",
+        ".L9:",
+        *fetched,
+        "jmp .L4",
+        ".size f, .-f",
+    ]
     return "\n".join("\t" + line for line in lines)
 
 
 def test_the_loop_of_tiles_is_found_with_what_it_fetches():
-    (loop,) = amx_loops.tile_loops(tiles_function(TILE_LOADS + PRODUCTS, ["prefetcht0 (%rax)"] * 60))
+    (loop,) = amx_loops.tile_loops(
+        tiles_function(TILE_LOADS + PRODUCTS, ["prefetcht0 (%rax)"] * 60)
+    )
     assert amx_loops.faults(loop) == [] and amx_loops.cycles(loop.loop.body) == 64
-    assert amx_loops.count(loop.everything.body, "prefetcht0") == 60 and amx_loops.count(loop.everything.body, "tilestored") == 0
-    (slow,) = amx_loops.tile_loops(tiles_function(TILE_LOADS + PRODUCTS, ["prefetcht0 (%rax)"] * 120))
+    assert (
+        amx_loops.count(loop.everything.body, "prefetcht0") == 60
+        and amx_loops.count(loop.everything.body, "tilestored") == 0
+    )
+    (slow,) = amx_loops.tile_loops(
+        tiles_function(TILE_LOADS + PRODUCTS, ["prefetcht0 (%rax)"] * 120)
+    )
     assert amx_loops.cycles(slow.everything.body) == 4 * 8 + 120 / 3
 
 
-@pytest.mark.parametrize(("body", "message"), [
-    ([*TILE_LOADS, *PRODUCTS, "tilestored %tmm0, (%rax,%rbx,1)"], "a tile is stored in the loop"),
-    (["tileloadd 64(%rsp,%rcx,1), %tmm4", *TILE_LOADS[1:], *PRODUCTS], "a tile on the stack"),
-    ([*TILE_LOADS, *PRODUCTS[:3]], "3 tile matmuls for 4 tile loads"),
-    ([*TILE_LOADS[:3], *PRODUCTS[:1] * 3], "30.8 % of the matrix unit's rate in the model"),  # one sum waits for itself
-])
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            [*TILE_LOADS, *PRODUCTS, "tilestored %tmm0, (%rax,%rbx,1)"],
+            "a tile is stored in the loop",
+        ),
+        (["tileloadd 64(%rsp,%rcx,1), %tmm4", *TILE_LOADS[1:], *PRODUCTS], "a tile on the stack"),
+        ([*TILE_LOADS, *PRODUCTS[:3]], "3 tile matmuls for 4 tile loads"),
+        (
+            [*TILE_LOADS[:3], *PRODUCTS[:1] * 3],
+            "30.8 % of the matrix unit's rate in the model",
+        ),  # one sum waits for itself
+    ],
+)
 def test_a_loop_that_wastes_the_matrix_unit_is_named(body, message):
     (loop,) = amx_loops.tile_loops(tiles_function(body))
     assert any(message in fault for fault in amx_loops.faults(loop))
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ for x86-64")
+@pytest.mark.skipif(
+    platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ for x86-64"
+)
 def test_kernels_for_amx_pass_the_gate():
-    gate = subprocess.run([sys.executable, "-m", "tools.codegen", "amx"], cwd=builds.ROOT, capture_output=True, text=True)
+    gate = subprocess.run(
+        [sys.executable, "-m", "tools.codegen", "amx"],
+        cwd=builds.ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert gate.returncode == 0, gate.stdout + gate.stderr
     assert all(f"{name} with what is fetched" in gate.stdout for name in codegen.TILE_KERNELS)
     assert gate.stdout.count("block_gradients") >= 3
@@ -164,12 +288,21 @@ def test_kernels_for_amx_pass_the_gate():
 
 @builds.needs_compiler
 def test_kernels_pass_the_gate():
-    gate = subprocess.run([sys.executable, "-m", "tools.codegen", "arm"], cwd=builds.ROOT, capture_output=True, text=True)
+    gate = subprocess.run(
+        [sys.executable, "-m", "tools.codegen", "arm"],
+        cwd=builds.ROOT,
+        capture_output=True,
+        text=True,
+    )
     print(gate.stdout)
     assert gate.returncode == 0, gate.stdout + gate.stderr
-    for compiler in (name for name, cxx in codegen.COMPILERS.items() if shutil.which(cxx.split()[0])):
+    for compiler in (
+        name for name, cxx in codegen.COMPILERS.items() if shutil.which(cxx.split()[0])
+    ):
         for name in ("BF16", "bf16x3"):
-            assert len(re.findall(rf"^{compiler} +GEMM {name} k-loop:", gate.stdout, re.MULTILINE)) == len(codegen.NEOVERSES)
+            assert len(
+                re.findall(rf"^{compiler} +GEMM {name} k-loop:", gate.stdout, re.MULTILINE)
+            ) == len(codegen.NEOVERSES)
 
 
 @builds.needs_compiler
@@ -182,4 +315,8 @@ def test_a_chunk_of_fp16_sums_costs_a_share_of_the_peak():
     assert 24 < per_chunk < 32 * step
     line = codegen.chunk_line("GCC 12", text, (12, 2))
     shares = [int(share) for share in re.findall(r"\d+: (\d+)", line)]
-    assert len(shares) == len(codegen.CHUNKS) and shares == sorted(shares) and 0 < shares[0] < shares[-1] <= 100
+    assert (
+        len(shares) == len(codegen.CHUNKS)
+        and shares == sorted(shares)
+        and 0 < shares[0] < shares[-1] <= 100
+    )

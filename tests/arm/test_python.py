@@ -17,19 +17,50 @@ KERNEL_TESTS = str(builds.ROOT / "tests" / "kernels")
 # the statistics of random numbers, which this machine's own tests hold and to which the kernels are compared here, what starts
 # Python again or imports torch._dynamo, which costs 20 s each, numbers of threads, which depend neither on instructions nor on the
 # length of vectors, and the symbols of objects, which make test-arm reads on this machine.
-TOO_SLOW = ("test_table", "test_bench", "portable", "whole_range", "long_sequence", "positive_numbers", "from_every_half",
-            "adamw_is_torchs", "environment_chooses", "shared_with_torch", "reference_agrees_with_formula",
-            "reference_is_the_definition", "is_the_slope", "is_standard_normal", "at_the_right_rate", "keeps_its_mean",
-            "[reference", "same_bits_for_any", "same_for_any_threads", "threads_and_packing", "stay_in_their_namespace")
+TOO_SLOW = (
+    "test_table",
+    "test_bench",
+    "portable",
+    "whole_range",
+    "long_sequence",
+    "positive_numbers",
+    "from_every_half",
+    "adamw_is_torchs",
+    "environment_chooses",
+    "shared_with_torch",
+    "reference_agrees_with_formula",
+    "reference_is_the_definition",
+    "is_the_slope",
+    "is_standard_normal",
+    "at_the_right_rate",
+    "keeps_its_mean",
+    "[reference",
+    "same_bits_for_any",
+    "same_for_any_threads",
+    "threads_and_packing",
+    "stay_in_their_namespace",
+)
 
 
 def run(output, *command, timeout=600, **environment):
     """What train_small.py wrote, and what it printed."""
     # One thread: another test shares the cores. Those of kernels set one to four threads themselves.
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(builds.ROOT), **environment}
+    variables = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(builds.ROOT),
+        **environment,
+    }
     variables.pop("FUGAKU_MEGATRON_TARGET", None)
-    done = builds.run_or_skip([*command[:-1], str(PROGRAM), str(output), *command[-1]], timeout, cwd=builds.ROOT, env=variables,
-                              text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = builds.run_or_skip(
+        [*command[:-1], str(PROGRAM), str(output), *command[-1]],
+        timeout,
+        cwd=builds.ROOT,
+        env=variables,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     assert output.exists(), done.stdout[-4000:]
     return json.loads(output.read_text()), done.stdout
 
@@ -67,7 +98,10 @@ def test_losses_and_tokens_are_those_of_this_machine(emulated, expected):
         assert_same(result["losses"][name], expected["losses"][name])
     assert result["losses"]["documents"] != pytest.approx(result["losses"]["alone"], rel=1e-3)
     assert_same(result["losses"]["llama"], expected["losses"]["llama"], iterations=3)
-    assert len(result["tokens"]["llama"]) == 5 and result["tokens"]["llama"] == expected["tokens"]["llama"]
+    assert (
+        len(result["tokens"]["llama"]) == 5
+        and result["tokens"]["llama"] == expected["tokens"]["llama"]
+    )
 
 
 @pytest.mark.slow
@@ -76,10 +110,15 @@ def test_bf16_of_sve_is_as_near_to_fp32_as_that_of_this_machine(tmp_path, expect
     cpu = "max,sve-default-vector-length=32"
     result, _ = run(tmp_path / "losses.json", str(builds.PYTHON), [], QEMU_CPU=cpu)
     assert result["target"] == "sve256bf16"
-    (ours, exact), theirs = (result["losses"][name] for name in ("bf16", "alone")), expected["losses"]["bf16"]
+    (ours, exact), theirs = (
+        (result["losses"][name] for name in ("bf16", "alone")),
+        expected["losses"]["bf16"],
+    )
     assert ours == pytest.approx(theirs, rel=1e-2) and ours != pytest.approx(theirs, rel=1e-7)
     distances = [max(abs(a - b) / b for a, b in zip(losses, exact)) for losses in (ours, theirs)]
-    print(f"largest relative distance from FP32: {distances[0]:.1e}, on this machine {distances[1]:.1e}")
+    print(
+        f"largest relative distance from FP32: {distances[0]:.1e}, on this machine {distances[1]:.1e}"
+    )
     assert distances[0] <= 1.5 * distances[1] + 1e-3
 
 
@@ -97,10 +136,21 @@ def test_two_ranks_train_over_open_mpi(tmp_path, expected):
 @pytest.mark.slow
 def test_the_report_checks_the_kernels(tmp_path):
     """Its rates are those of the emulator, and it says so; MPI is not needed."""
-    command = [str(builds.PYTHON), "-m", "fugaku_megatron", "report", "--only", "kernels", "--output", str(tmp_path / "a64fx.json")]
+    command = [
+        str(builds.PYTHON),
+        "-m",
+        "fugaku_megatron",
+        "report",
+        "--only",
+        "kernels",
+        "--output",
+        str(tmp_path / "a64fx.json"),
+    ]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(builds.ROOT)}
     variables.pop("FUGAKU_MEGATRON_TARGET", None)
-    done = builds.run_or_skip(command, 600, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = builds.run_or_skip(
+        command, 600, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     assert done.returncode == 0, done.stdout
     kernels = json.loads((tmp_path / "a64fx.json").read_text())["sections"]["kernels"]
     assert kernels["target"] == "sve512" and kernels["shrunk"] and len(kernels["checks"]) > 35

@@ -28,12 +28,30 @@ from fugaku_megatron.training.train import Trainer
 from tests.helpers import grid_groups, mock, small_run
 from tests.llama_models import FAMILIES
 
-SMALL = {"num_layers": 2, "global_batch_size": 4, "lr": 5e-3, "kernels": "native", "hidden_dropout": 0.1, "attention_dropout": 0.1}
+SMALL = {
+    "num_layers": 2,
+    "global_batch_size": 4,
+    "lr": 5e-3,
+    "kernels": "native",
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+}
 LLAMA = {**FAMILIES["llama"], "hidden_dropout": 0.0, "attention_dropout": 0.0}
 DOCUMENTS = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
 # By number of ranks: a job's iterations and what it differs in.
-JOBS = {1: {"alone": (10, {}), "bf16": (10, {"bf16": True}), "llama": (3, LLAMA), "documents": (10, DOCUMENTS)},
-        2: {"dp2": (10, {}), "tp2": (10, {"tensor_model_parallel_size": 2}), "documents": (10, DOCUMENTS)}}
+JOBS = {
+    1: {
+        "alone": (10, {}),
+        "bf16": (10, {"bf16": True}),
+        "llama": (3, LLAMA),
+        "documents": (10, DOCUMENTS),
+    },
+    2: {
+        "dp2": (10, {}),
+        "tp2": (10, {"tensor_model_parallel_size": 2}),
+        "documents": (10, DOCUMENTS),
+    },
+}
 END = 0  # the token that ends a document
 PROMPT, NEW_TOKENS = (3, 1, 4, 1, 5), 5
 
@@ -68,7 +86,11 @@ def train(world: Comm, run: RunConfig, iterations: int) -> tuple[list[float], li
     """The losses of the first iterations, and what the model then continues PROMPT with on one rank."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
     texts, groups = (run.model.vocab_size, run.model.seq_length, 4096, 7), grid_groups(world, run)
-    data = mark(FewDocuments(*texts), END, run.data.eod_mask_loss) if run.data.marked else FewTexts(*texts)
+    data = (
+        mark(FewDocuments(*texts), END, run.data.eod_mask_loss)
+        if run.data.marked
+        else FewTexts(*texts)
+    )
     trainer = Trainer(run, world, groups, data, mock(run))
     try:
         losses = [trainer.train_step().loss for _ in range(iterations)]
@@ -79,20 +101,37 @@ def train(world: Comm, run: RunConfig, iterations: int) -> tuple[list[float], li
 
 def continued(loaded: LoadedModel) -> list[int]:
     """Tokens drawn after PROMPT: more telling than the likeliest, which hardly trained models repeat."""
-    *_, ids = steps(loaded, [PROMPT], NEW_TOKENS, Sampling(1.0, 0, 0.0, 1), lambda sample, tokens: False)
+    *_, ids = steps(
+        loaded, [PROMPT], NEW_TOKENS, Sampling(1.0, 0, 0.0, 1), lambda sample, tokens: False
+    )
     return ids[0]
 
 
 def main(world: Comm) -> None:
     output, *tests = sys.argv[1:]
     counter = Counter()
-    code = int(pytest.main(["-q", "-p", "no:cacheprovider", "--durations=12", *tests], [counter])) if tests else 0
-    result = {"machine": platform.machine(), "target": kernels.active(), "ranks": world.size, "pytest": code,
-              "outcomes": counter.outcomes, "losses": {}, "tokens": {}}
+    code = (
+        int(pytest.main(["-q", "-p", "no:cacheprovider", "--durations=12", *tests], [counter]))
+        if tests
+        else 0
+    )
+    result = {
+        "machine": platform.machine(),
+        "target": kernels.active(),
+        "ranks": world.size,
+        "pytest": code,
+        "outcomes": counter.outcomes,
+        "losses": {},
+        "tokens": {},
+    }
     for name, (iterations, changes) in JOBS[world.size].items():
-        if name == "bf16" and kernels.active() == "sve512":  # an A64FX widens BF16 to FP32: nothing new
+        if (
+            name == "bf16" and kernels.active() == "sve512"
+        ):  # an A64FX widens BF16 to FP32: nothing new
             continue
-        result["losses"][name], result["tokens"][name] = train(world, small_run(**{**SMALL, **changes}), iterations)
+        result["losses"][name], result["tokens"][name] = train(
+            world, small_run(**{**SMALL, **changes}), iterations
+        )
     if world.rank == 0:
         Path(output).write_text(json.dumps(result))
 

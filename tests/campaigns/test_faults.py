@@ -18,11 +18,16 @@ DRAWN = ("term", "io-error")  # each some seconds; kills and hangs have tests of
 @pytest.mark.full
 def test_a_draw_loses_nothing(mpich, tmp_path, capsys):
     record = tmp_path / "faults.json"
-    code = faults.main(["--count", "2", "--seed", "12", "--kinds", *DRAWN, "--workers", "2", "--json", str(record)])
+    code = faults.main(
+        ["--count", "2", "--seed", "12", "--kinds", *DRAWN, "--workers", "2", "--json", str(record)]
+    )
     printed = capsys.readouterr().out
     assert code == 0, printed
     rows = json.loads(record.read_text())["kinds"]
-    assert sum(row["tried"] + row["missed"] for row in rows.values()) == 2 and "faults per minute" in printed
+    assert (
+        sum(row["tried"] + row["missed"] for row in rows.values()) == 2
+        and "faults per minute" in printed
+    )
 
 
 def test_a_campaign_goes_on_where_it_was_stopped(tmp_path):
@@ -32,7 +37,10 @@ def test_a_campaign_goes_on_where_it_was_stopped(tmp_path):
     assert resumed.numbers == {1} and resumed.revisions["1"] == report.revision()
     resumed.add(Outcome(0, "kill", "TP 2"))
     assert report.Record.start(path, 7, kinds, resume=True).numbers == {0, 1}
-    assert "--seed 7 --count 2` and" in resumed.table() and "| sum | 2 | 0 | 1 | 0 | 0 | |" in resumed.table()
+    assert (
+        "--seed 7 --count 2` and" in resumed.table()
+        and "| sum | 2 | 0 | 1 | 0 | 0 | |" in resumed.table()
+    )
     with pytest.raises(ValueError, match="has the campaign of seed 7, not 8"):
         report.Record.start(path, 8, kinds, resume=True)
 
@@ -43,14 +51,30 @@ def test_iterations_that_are_done_again_are_counted():
 
 
 def test_the_report_counts_by_kind_and_replaces_its_table(tmp_path):
-    found = [Outcome(0, "kill", "DP 2"), Outcome(1, "kill", "DP 2", lost=2, traceback=True), Outcome(2, "kill", "TP 2", hit=False)]
+    found = [
+        Outcome(0, "kill", "DP 2"),
+        Outcome(1, "kill", "DP 2", lost=2, traceback=True),
+        Outcome(2, "kill", "TP 2", hit=False),
+    ]
     rows = report.counts(found, 7)
-    assert rows["kill"] == {"tried": 2, "lost": 1, "different": 0, "unnamed": 0, "tracebacks": 1, "missed": 1, "seed": 7}
+    assert rows["kill"] == {
+        "tried": 2,
+        "lost": 1,
+        "different": 0,
+        "unnamed": 0,
+        "tracebacks": 1,
+        "missed": 1,
+        "seed": 7,
+    }
     document = tmp_path / "reliability.md"
     document.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
     report.write(report.table(rows, "the command"), document)
     text = document.read_text()
-    assert "| SIGKILL of a rank | 2 | 1 | 0 | 0 | 1 | `--only kill` |" in text and "old" not in text and text.endswith("after\n")
+    assert (
+        "| SIGKILL of a rank | 2 | 1 | 0 | 0 | 1 | `--only kill` |" in text
+        and "old" not in text
+        and text.endswith("after\n")
+    )
 
 
 def test_the_document_has_a_place_for_the_table():
@@ -58,11 +82,16 @@ def test_the_document_has_a_place_for_the_table():
     assert report.BEGIN in text and report.END in text and all(kind.what for kind in KINDS.values())
 
 
-@pytest.mark.parametrize("words, answer", [
-    (["--only", "none"], "--only none: give some of kill"), (["--kinds", "none"], "--kinds none: give some of kill"),
-    (["--count", "0"], "--count 0 --first 0: give at least 1 and 0"), (["--workers", "0"], "--workers 0: give at least 1"),
-    (["--resume"], "--resume needs --json"),
-])
+@pytest.mark.parametrize(
+    "words, answer",
+    [
+        (["--only", "none"], "--only none: give some of kill"),
+        (["--kinds", "none"], "--kinds none: give some of kill"),
+        (["--count", "0"], "--count 0 --first 0: give at least 1 and 0"),
+        (["--workers", "0"], "--workers 0: give at least 1"),
+        (["--resume"], "--resume needs --json"),
+    ],
+)
 def test_mistakes_are_one_line(words, answer, capsys):
     assert faults.main(words) == 2
     message = capsys.readouterr().err

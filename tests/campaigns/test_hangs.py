@@ -24,11 +24,29 @@ from tests.system.mpi.test_pretrain import PROGRAM, TINY
 pytestmark = pytest.mark.mpi
 RANKS, TIMEOUT = 4, 4.0
 PATIENCE = 120.0  # s for a rank to come to a phase, and for the end
-FLAGS = ["--log-interval", "1000", "--pipeline-model-parallel-size", "2", "--train-iters", "1000000", "--save-interval", "5",
-         "--keep-last", "2", "--hang-timeout-in-secs", str(TIMEOUT)]
+FLAGS = [
+    "--log-interval",
+    "1000",
+    "--pipeline-model-parallel-size",
+    "2",
+    "--train-iters",
+    "1000000",
+    "--save-interval",
+    "5",
+    "--keep-last",
+    "2",
+    "--hang-timeout-in-secs",
+    str(TIMEOUT),
+]
 # A phase, in the words of its heartbeat, and the rank that is stopped in it.
-PHASES = {"the start": 3, "forward of": 0, "reading data": 1, "send_(forward|backward) of": 2, "save of": 3,
-          "(all_reduce|reduce_scatter|all_gather) over": 0}
+PHASES = {
+    "the start": 3,
+    "forward of": 0,
+    "reading data": 1,
+    "send_(forward|backward) of": 2,
+    "save of": 3,
+    "(all_reduce|reduce_scatter|all_gather) over": 0,
+}
 USUAL = {"mpich": "the start", "openmpi": "forward of"}
 
 
@@ -36,8 +54,13 @@ def start(mpi: launch.MPI, directory: Path) -> subprocess.Popen:
     """A job of RANKS ranks that trains and saves for ever, with its output in directory/output."""
     save = ["--save", str(directory / "save"), "--load", str(directory / "save")]
     with (directory / "output").open("w") as output:
-        return subprocess.Popen([*mpi.command(RANKS), PROGRAM, *TINY, *FLAGS, *save], stdin=subprocess.DEVNULL, stdout=output,
-                                stderr=subprocess.STDOUT, env=mpi.variables())
+        return subprocess.Popen(
+            [*mpi.command(RANKS), PROGRAM, *TINY, *FLAGS, *save],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=mpi.variables(),
+        )
 
 
 def heartbeats(job: subprocess.Popen) -> Iterator[list[Beat]]:
@@ -48,8 +71,11 @@ def heartbeats(job: subprocess.Popen) -> Iterator[list[Beat]]:
             raise TimeoutError(f"the phase did not come within {PATIENCE} s")
         if len(processes) < RANKS:
             children = {child.pid for child in psutil.Process(job.pid).children(recursive=True)}
-            folders = [path for path in Path(prefix()).parent.glob(f"{Path(prefix()).name}*")
-                       if any((path / str(pid)).exists() for pid in children)]
+            folders = [
+                path
+                for path in Path(prefix()).parent.glob(f"{Path(prefix()).name}*")
+                if any((path / str(pid)).exists() for pid in children)
+            ]
             nodes = [Node(folder) for folder in folders]
             processes = {beat.process for node in nodes for beat in node.read()} & children
         yield [beat for node in nodes for beat in node.read() if beat.process in processes]
@@ -70,10 +96,14 @@ def stop(job: subprocess.Popen, rank: int, phase: str) -> Beat:
         if last is None or re.match(phase, last.what):
             return last or beat
         process.send_signal(signal.SIGCONT)
-    raise RuntimeError(f"the job ended with code {job.returncode} before rank {rank} came to {phase}")
+    raise RuntimeError(
+        f"the job ended with code {job.returncode} before rank {rank} came to {phase}"
+    )
 
 
-@pytest.mark.parametrize("phase", [None, *(pytest.param(phase, marks=pytest.mark.full) for phase in PHASES)])
+@pytest.mark.parametrize(
+    "phase", [None, *(pytest.param(phase, marks=pytest.mark.full) for phase in PHASES)]
+)
 def test_a_stopped_rank_is_named_and_the_job_ends(mpi, tmp_path, phase):
     phase = phase or USUAL[mpi.name]
     rank, job = PHASES[phase], start(mpi, tmp_path)

@@ -5,8 +5,11 @@ import torch
 
 from fugaku_megatron.host import kernels
 
-LEFT_OUT = [pytest.param(row["name"], marks=pytest.mark.skip(reason=row["reason"])) for row in kernels.targets()
-            if row["reason"].startswith("left out")]  # by KERNEL_TARGETS
+LEFT_OUT = [
+    pytest.param(row["name"], marks=pytest.mark.skip(reason=row["reason"]))
+    for row in kernels.targets()
+    if row["reason"].startswith("left out")
+]  # by KERNEL_TARGETS
 VECTOR_TARGETS = [*kernels.runnable_targets(emulated=True), *LEFT_OUT]
 
 
@@ -14,8 +17,15 @@ def pytest_collection_modifyitems(config, items):
     """--best-target leaves out what a test does on the other targets."""
     if config.getoption("--best-target"):
         best = kernels.runnable_targets()[-1]
-        used = [{"target", "every_target"} & set(getattr(getattr(item, "callspec", None), "params", ())) for item in items]
-        others = [item for item, names in zip(items, used) if any(item.callspec.params[name] != best for name in names)]
+        used = [
+            {"target", "every_target"} & set(getattr(getattr(item, "callspec", None), "params", ()))
+            for item in items
+        ]
+        others = [
+            item
+            for item, names in zip(items, used)
+            if any(item.callspec.params[name] != best for name in names)
+        ]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in others]
 
@@ -51,6 +61,7 @@ def with_threads():
 @pytest.fixture
 def same_for_any_threads(with_threads):
     """Calls f with 1 to 4 threads, asserts that the tensors it returns have the same bits, and returns them."""
+
     def run(f):
         results = []
         for count in (1, 2, 3, 4):
@@ -94,4 +105,6 @@ def guarded():
 
     yield make
     for buffer, count in made:
-        assert bool((buffer[:64] == 77).all()) and bool((buffer[64 + count :] == 77).all()), "wrote outside a tensor"
+        assert bool((buffer[:64] == 77).all()) and bool((buffer[64 + count :] == 77).all()), (
+            "wrote outside a tensor"
+        )

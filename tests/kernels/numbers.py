@@ -11,8 +11,11 @@ from torch.nn import functional as F
 from fugaku_megatron.host import kernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-MLP_ACTIVATIONS = {"gelu": lambda x: F.gelu(x, approximate="tanh"), "gelu_exact": F.gelu,
-                   "squared_relu": lambda x: F.relu(x).square()}
+MLP_ACTIVATIONS = {
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_exact": F.gelu,
+    "squared_relu": lambda x: F.relu(x).square(),
+}
 SIZES = [0, 1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 61, 64, 65, 127, 1031, 131101]  # of flat tensors
 
 
@@ -22,7 +25,10 @@ def random(*shape, dtype=torch.float32, seed=0):
 
 def packed(weight, transposed, **kind):
     """The weight packed for linear_forward, or transposed for linear_data_gradient. kind: fp16_chunk or bf16x3."""
-    buffer = torch.empty(kernels.packed_weight_size(*weight.shape, weight.dtype, transposed, **kind), dtype=torch.uint8)
+    buffer = torch.empty(
+        kernels.packed_weight_size(*weight.shape, weight.dtype, transposed, **kind),
+        dtype=torch.uint8,
+    )
     kernels.pack_weight(weight, buffer, transposed, **kind)
     return buffer
 
@@ -30,8 +36,15 @@ def packed(weight, transposed, **kind):
 def linear_forms(x, weight, grad, with_packed=False, make=torch.empty, dtype=torch.float32, **kind):
     """(forward, data gradient), made with this dtype, and (weight gradient, bias gradient) added to ones. kind: as of `packed`."""
     (m, k), n = x.shape, len(weight)
-    out, data, gradient, bias = make((m, n), dtype=dtype), make((m, k), dtype=dtype), make((n, k)), make((n,))
-    forward, backward = (packed(weight, transposed, **kind) if with_packed else None for transposed in (False, True))
+    out, data, gradient, bias = (
+        make((m, n), dtype=dtype),
+        make((m, k), dtype=dtype),
+        make((n, k)),
+        make((n,)),
+    )
+    forward, backward = (
+        packed(weight, transposed, **kind) if with_packed else None for transposed in (False, True)
+    )
     kernels.linear_forward(x, weight, out, packed=forward, **kind)
     kernels.linear_data_gradient(grad, weight, data, packed=backward, **kind)
     kernels.linear_weight_gradient(grad, x, gradient.fill_(1), bias.fill_(1), **kind)
@@ -51,7 +64,9 @@ def assert_near(got, want, dtype, scale=1.0, terms=(), float32=2e-6):
     """Within a few units of `dtype`, relative to each element and to the largest element or cancelling term."""
     tolerance = {torch.float32: float32, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype] * scale
     top = max((float(t.abs().max()) for t in (want, *terms) if t.numel()), default=0.0)
-    torch.testing.assert_close(got.double(), want.double(), rtol=tolerance, atol=tolerance * max(top, 1e-3))
+    torch.testing.assert_close(
+        got.double(), want.double(), rtol=tolerance, atol=tolerance * max(top, 1e-3)
+    )
 
 
 def assert_slope(value, leaves, grads):
@@ -64,7 +79,9 @@ def assert_slope(value, leaves, grads):
             values.append(value())
             leaf.add_(direction, alpha=-step)
         slope = (values[0] - values[1]) / 2e-2
-        torch.testing.assert_close((grad.double() * direction.double()).sum(), slope, rtol=3e-3, atol=1e-2)
+        torch.testing.assert_close(
+            (grad.double() * direction.double()).sum(), slope, rtol=3e-3, atol=1e-2
+        )
 
 
 def assert_refused(cases, untouched=()):
@@ -77,6 +94,7 @@ def assert_refused(cases, untouched=()):
 
 def for_each(**axes):
     """Makes one test of all combinations of the values; a failure names its case. Thousands of small tests would cost minutes."""
+
     def decorate(test):
         @functools.wraps(test)
         def every_case(**fixtures):

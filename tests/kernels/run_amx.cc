@@ -60,16 +60,19 @@ void multiply(int sum, int a, int b) {
 
 // A three-byte VEX instruction of map 0F38, W 0 and length 128, as Intel's manual lists them: 49 and 4B for tiles, 5C for TDPBF16PS.
 void step(int, siginfo_t*, void* context) {
-  static const int REGISTERS[] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP, REG_RSI, REG_RDI,
-                                  REG_R8,  REG_R9,  REG_R10, REG_R11, REG_R12, REG_R13, REG_R14, REG_R15};
+  static const int REGISTERS[] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP,
+                                  REG_RSI, REG_RDI, REG_R8,  REG_R9,  REG_R10, REG_R11,
+                                  REG_R12, REG_R13, REG_R14, REG_R15};
   greg_t* registers = static_cast<ucontext_t*>(context)->uc_mcontext.gregs;
   const auto* code = reinterpret_cast<const uint8_t*>(registers[REG_RIP]);
   const auto unknown = [&] {
-    std::fprintf(stderr, "illegal instruction %02x %02x %02x %02x %02x\n", code[0], code[1], code[2], code[3], code[4]);
+    std::fprintf(stderr, "illegal instruction %02x %02x %02x %02x %02x\n", code[0], code[1],
+                 code[2], code[3], code[4]);
     std::_Exit(2);
   };
   if (code[0] != 0xc4 || (code[1] & 0x1f) != 2 || code[2] & 0x84) unknown();
-  const int prefix = code[2] & 3, opcode = code[3], mod = code[4] >> 6, middle = code[4] >> 3 & 7, low = code[4] & 7;
+  const int prefix = code[2] & 3, opcode = code[3], mod = code[4] >> 6, middle = code[4] >> 3 & 7,
+            low = code[4] & 7;
   int length = 5;
   const auto address = [&](int64_t& stride) {
     int base = low, index = 4;
@@ -97,7 +100,8 @@ void step(int, siginfo_t*, void* context) {
   if (opcode == 0x49 && prefix == 0 && mod != 3) {  // LDTILECFG
     const char* at = address(stride);
     bool right = at[0] == 1 && at[1] == 0;
-    for (int t = 0; t < 8; ++t) right = right && at[16 + 2 * t] == 64 && at[17 + 2 * t] == 0 && at[48 + t] == 16;
+    for (int t = 0; t < 8; ++t)
+      right = right && at[16 + 2 * t] == 64 && at[17 + 2 * t] == 0 && at[48 + t] == 16;
     if (!right) unknown();
     std::memset(&tiles, 0, sizeof tiles), tiles.configured = true, ++counts[CONFIGURE];
   } else if (opcode == 0x49 && prefix == 0 && code[4] == 0xc0) {  // TILERELEASE
@@ -106,7 +110,8 @@ void step(int, siginfo_t*, void* context) {
     unknown();
   } else if (opcode == 0x49 && prefix == 3 && mod == 3 && low == 0) {  // TILEZERO
     std::memset(tiles.row[middle], 0, 1024), ++counts[ZERO];
-  } else if (opcode == 0x4b && (prefix == 3 || prefix == 2) && mod != 3 && low == 4) {  // TILELOADD, TILESTORED
+  } else if (opcode == 0x4b && (prefix == 3 || prefix == 2) && mod != 3 &&
+             low == 4) {  // TILELOADD, TILESTORED
     char* at = address(stride);
     for (int r = 0; r < 16; ++r) {
       if (prefix == 3) std::memcpy(tiles.row[middle][r], at + r * stride, 64);
@@ -137,26 +142,34 @@ std::vector<uint16_t> random_halves(size_t n, uint32_t seed) {
 template <class F>
 void compare(const char* what, const F& f) {
   const auto got = f(amx::kernel_table), want = f(amx_emulated::kernel_table);
-  if (got.size() == want.size() && !std::memcmp(got.data(), want.data(), got.size() * sizeof(got[0]))) return;
+  if (got.size() == want.size() &&
+      !std::memcmp(got.data(), want.data(), got.size() * sizeof(got[0])))
+    return;
   std::printf("%s differs\n", what), std::exit(1);
 }
 
 // The three layouts of a linear layer, with the epilogues of each.
-std::vector<float> gemm(const KernelTable& table, int form, int64_t m, int64_t n, int64_t k, bool packed) {
+std::vector<float> gemm(const KernelTable& table, int form, int64_t m, int64_t n, int64_t k,
+                        bool packed) {
   GemmArgs g = {};
   g.m = m, g.n = n, g.k = k, g.in_dtype = DType::bf16, g.out_dtype = DType::f32;
   g.a_row = form == 2 ? 1 : k + 3, g.a_col = form == 2 ? m + 1 : 1;
   g.b_row = form == 0 ? 1 : n + 2, g.b_col = form == 0 ? k + 5 : 1;
-  const auto a = random_halves(form == 2 ? k * g.a_col : m * g.a_row, 1), b = random_halves(form == 0 ? n * g.b_col : k * g.b_row, 2);
+  const auto a = random_halves(form == 2 ? k * g.a_col : m * g.a_row, 1),
+             b = random_halves(form == 0 ? n * g.b_col : k * g.b_row, 2);
   std::vector<float> out(2 * m * n + m, 0.5f), panels;
   g.a = a.data(), g.b = b.data(), g.c = out.data(), g.c_row = n, g.accumulate = form == 2;
   const std::vector<float> other(m * n + n, -0.75f);
-  if (form == 0) g.activation = Activation::gelu, g.pre = out.data() + m * n, g.pre_row = n, g.bias = other.data();
-  if (form == 1) g.activation = Activation::gelu, g.activation_input = other.data(), g.activation_input_row = n;
+  if (form == 0)
+    g.activation = Activation::gelu, g.pre = out.data() + m * n, g.pre_row = n,
+    g.bias = other.data();
+  if (form == 1)
+    g.activation = Activation::gelu, g.activation_input = other.data(), g.activation_input_row = n;
   if (form == 2) g.a_sums = out.data() + 2 * m * n;
   if (packed) {
     panels.resize(table.packed_weight_size(n, k, DType::bf16, 0) / 4 + 64);
-    char* aligned = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(panels.data()) + 255) / 256 * 256);
+    char* aligned =
+        reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(panels.data()) + 255) / 256 * 256);
     table.pack_weight({n, k, DType::bf16, b.data(), g.b_row, g.b_col, aligned});
     g.packed = aligned;
   }
@@ -164,14 +177,16 @@ std::vector<float> gemm(const KernelTable& table, int form, int64_t m, int64_t n
   return out;
 }
 
-std::vector<uint16_t> attention(const KernelTable& table, int64_t s, int64_t groups, int64_t window, float p) {
+std::vector<uint16_t> attention(const KernelTable& table, int64_t s, int64_t groups, int64_t window,
+                                float p) {
   const AttentionArgs args{s, 1, 4, groups, 36, window, p, 99, 3, 5, 1};
   const int64_t inputs = s * (4 + 2 * groups) * 36, outputs = s * 4 * 36;
   const auto qkv = random_halves(inputs, 3), dout = random_halves(outputs, 4);
   std::vector<uint16_t> results(outputs + inputs);
   std::vector<float> lse(4 * s);
   table.attention_forward(qkv.data(), results.data(), lse.data(), DType::bf16, args);
-  table.attention_backward(qkv.data(), results.data(), lse.data(), dout.data(), results.data() + outputs, DType::bf16, args);
+  table.attention_backward(qkv.data(), results.data(), lse.data(), dout.data(),
+                           results.data() + outputs, DType::bf16, args);
   return results;
 }
 
@@ -182,17 +197,26 @@ int main() {
   action.sa_sigaction = step, action.sa_flags = SA_SIGINFO;
   sigaction(SIGILL, &action, nullptr);
   set_num_threads(2);
-  const int64_t shapes[][3] = {{1, 1, 1}, {16, 32, 32}, {33, 31, 63}, {5, 70, 0}, {61, 67, 71}, {34, 40, 1100}, {200, 64, 64}};
+  const int64_t shapes[][3] = {{1, 1, 1},    {16, 32, 32},   {33, 31, 63}, {5, 70, 0},
+                               {61, 67, 71}, {34, 40, 1100}, {200, 64, 64}};
   for (const auto& s : shapes) {
     for (int form = 0; form < 3; ++form) {
-      compare("gemm", [&](const KernelTable& table) { return gemm(table, form, s[0], s[1], s[2], false); });
-      compare("gemm of a packed weight", [&](const KernelTable& table) { return gemm(table, form, s[0], s[1], s[2], true); });
+      compare("gemm",
+              [&](const KernelTable& table) { return gemm(table, form, s[0], s[1], s[2], false); });
+      compare("gemm of a packed weight",
+              [&](const KernelTable& table) { return gemm(table, form, s[0], s[1], s[2], true); });
     }
   }
   for (int64_t s : {1, 40, 131}) {
-    compare("attention", [&](const KernelTable& table) { return attention(table, s, 2, s == 131 ? 21 : NO_WINDOW, 0); });
-    compare("attention with dropout", [&](const KernelTable& table) { return attention(table, s, 4, NO_WINDOW, 0.3f); });
+    compare("attention", [&](const KernelTable& table) {
+      return attention(table, s, 2, s == 131 ? 21 : NO_WINDOW, 0);
+    });
+    compare("attention with dropout",
+            [&](const KernelTable& table) { return attention(table, s, 4, NO_WINDOW, 0.3f); });
   }
-  std::printf("amx has the bits of amx_emulated: %ld tile products, %ld loads and %ld stores trapped, %ld configurations, %ld releases\n",
-              counts[PRODUCT].load(), counts[LOAD].load(), counts[STORE].load(), counts[CONFIGURE].load(), counts[RELEASE].load());
+  std::printf(
+      "amx has the bits of amx_emulated: %ld tile products, %ld loads and %ld stores trapped, %ld "
+      "configurations, %ld releases\n",
+      counts[PRODUCT].load(), counts[LOAD].load(), counts[STORE].load(), counts[CONFIGURE].load(),
+      counts[RELEASE].load());
 }

@@ -3,7 +3,14 @@
 import torch
 
 from fugaku_megatron.host import kernels
-from tests.kernels.numbers import DTYPES, MLP_ACTIVATIONS, assert_near, assert_refused, for_each, random
+from tests.kernels.numbers import (
+    DTYPES,
+    MLP_ACTIVATIONS,
+    assert_near,
+    assert_refused,
+    for_each,
+    random,
+)
 
 SHAPES = [(0, 5), (1, 1), (3, 15), (4, 16), (5, 17), (7, 67), (211, 131), (9, 768), (50, 1031)]
 
@@ -30,14 +37,20 @@ def test_strided_rows(every_target, shape):
 @for_each(name=MLP_ACTIVATIONS)
 def test_the_whole_range(every_target, name):
     """Absolute error below 4e-7 |x| of a GELU, relative of a squared ReLU; NaN and infinity as torch in double."""
-    x = torch.cat([torch.linspace(-12, 12, 20001), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1e10, -1e10])])
+    x = torch.cat(
+        [torch.linspace(-12, 12, 20001), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1e10, -1e10])]
+    )
     y = torch.empty_like(x)
     kernels.activate(x, None, y, name)
     exact = MLP_ACTIVATIONS[name](x.double())
-    assert ((y - exact).abs() <= 4e-7 * (exact if name == "squared_relu" else x.abs()) + 1e-38).all()
+    assert (
+        (y - exact).abs() <= 4e-7 * (exact if name == "squared_relu" else x.abs()) + 1e-38
+    ).all()
     odd = torch.tensor([float("nan"), float("inf"), float("-inf"), 1.0] * 9)
     kernels.activate(odd, None, y := torch.empty_like(odd), name)
-    torch.testing.assert_close(y.double(), MLP_ACTIVATIONS[name](odd.double()), rtol=1e-6, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        y.double(), MLP_ACTIVATIONS[name](odd.double()), rtol=1e-6, atol=0, equal_nan=True
+    )
 
 
 @for_each(name=MLP_ACTIVATIONS)
@@ -47,11 +60,19 @@ def test_the_derivative_over_its_whole_range(every_target, name):
     leaf = x.double().requires_grad_()
     MLP_ACTIVATIONS[name](leaf).sum().backward()
     slope = torch.empty_like(x)
-    kernels.linear_data_gradient(torch.ones(1, 1), torch.ones(1, 2001), slope, activation_input=x, activation=name)
+    kernels.linear_data_gradient(
+        torch.ones(1, 1), torch.ones(1, 2001), slope, activation_input=x, activation=name
+    )
     assert ((slope - leaf.grad).abs() <= 3e-6 * (leaf.grad.abs().clamp(min=1))).all()
     far = torch.tensor([[100.0, -100.0, 3e38, -3e38, float("inf"), float("nan")]])
-    kernels.linear_data_gradient(torch.ones(1, 1), torch.ones(1, 6), slope := torch.empty(1, 6), far, name)
-    limits = [200.0, 0.0, float("inf"), 0.0, float("inf")] if name == "squared_relu" else [1.0, 0.0, 1.0, 0.0, 1.0]
+    kernels.linear_data_gradient(
+        torch.ones(1, 1), torch.ones(1, 6), slope := torch.empty(1, 6), far, name
+    )
+    limits = (
+        [200.0, 0.0, float("inf"), 0.0, float("inf")]
+        if name == "squared_relu"
+        else [1.0, 0.0, 1.0, 0.0, 1.0]
+    )
     assert slope[0, :5].tolist() == limits and bool(slope[0, 5].isnan())
 
 
@@ -71,11 +92,23 @@ def test_in_place_and_for_any_number_of_threads(every_target, same_for_any_threa
 
 def test_wrong_arguments_leave_everything_untouched():
     x, y, h = torch.ones(4, 8), torch.ones(4, 8), torch.ones(8)
-    assert_refused([
-        (lambda: kernels.activate(x, h[:4], y), r"bias: expected shape \(8,\), got \(4,\)"),
-        (lambda: kernels.activate(x, h, y[:2]), r"y: expected shape \(4, 8\) as x"),
-        (lambda: kernels.activate(x, h, y.half()), "y: expected dtype float32 as x"),
-        (lambda: kernels.activate(x.t(), None, y.t()), "x: expected a contiguous last dimension"),
-        (lambda: kernels.activate(x, h, y, "silu"), "activation: expected one of gelu, gelu_exact, squared_relu, got silu"),
-        (lambda: kernels.linear_forward(x, x, y[:, :4], activation="relu"), "activation: expected one of gelu, .* got relu"),
-    ], untouched=(x, y, h))
+    assert_refused(
+        [
+            (lambda: kernels.activate(x, h[:4], y), r"bias: expected shape \(8,\), got \(4,\)"),
+            (lambda: kernels.activate(x, h, y[:2]), r"y: expected shape \(4, 8\) as x"),
+            (lambda: kernels.activate(x, h, y.half()), "y: expected dtype float32 as x"),
+            (
+                lambda: kernels.activate(x.t(), None, y.t()),
+                "x: expected a contiguous last dimension",
+            ),
+            (
+                lambda: kernels.activate(x, h, y, "silu"),
+                "activation: expected one of gelu, gelu_exact, squared_relu, got silu",
+            ),
+            (
+                lambda: kernels.linear_forward(x, x, y[:, :4], activation="relu"),
+                "activation: expected one of gelu, .* got relu",
+            ),
+        ],
+        untouched=(x, y, h),
+    )

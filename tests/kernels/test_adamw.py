@@ -10,7 +10,12 @@ from tests.kernels.numbers import DTYPES, SIZES, assert_refused
 
 OPTIONS = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 BF16 = torch.bfloat16
-MOMENTS = [(torch.float32, torch.float32), (BF16, BF16), (BF16, torch.float32), (torch.float32, BF16)]
+MOMENTS = [
+    (torch.float32, torch.float32),
+    (BF16, BF16),
+    (BF16, torch.float32),
+    (torch.float32, BF16),
+]
 
 
 def adamw_steps(n, steps, grad_scale=1.0, copy_dtype=None, moments=MOMENTS[0], **place):
@@ -22,7 +27,17 @@ def adamw_steps(n, steps, grad_scale=1.0, copy_dtype=None, moments=MOMENTS[0], *
     for step in range(1, steps + 1):
         grad = torch.randn(n, generator=generator)
         grad[::7] = 0
-        kernels.adamw(param, grad, exp_avg, exp_avg_sq, **OPTIONS, step=step, grad_scale=grad_scale, copy=copy, **place)
+        kernels.adamw(
+            param,
+            grad,
+            exp_avg,
+            exp_avg_sq,
+            **OPTIONS,
+            step=step,
+            grad_scale=grad_scale,
+            copy=copy,
+            **place,
+        )
     return (param, exp_avg, exp_avg_sq) if copy is None else (param, exp_avg, exp_avg_sq, copy)
 
 
@@ -31,14 +46,20 @@ def test_adamw_is_torchs(every_target):
     generator = torch.Generator().manual_seed(n)
     weight = torch.nn.Parameter(torch.randn(n, generator=generator))
     betas = (OPTIONS["beta1"], OPTIONS["beta2"])
-    optimizer = torch.optim.AdamW([weight], OPTIONS["lr"], betas, OPTIONS["eps"], OPTIONS["weight_decay"])
+    optimizer = torch.optim.AdamW(
+        [weight], OPTIONS["lr"], betas, OPTIONS["eps"], OPTIONS["weight_decay"]
+    )
     for _ in range(steps):
         weight.grad = torch.randn(n, generator=generator)
         weight.grad[::7] = 0
         weight.grad *= scale
         optimizer.step()
     state = optimizer.state[weight]
-    for got, want in zip(adamw_steps(n, steps, scale), (weight.detach(), state["exp_avg"], state["exp_avg_sq"]), strict=True):
+    for got, want in zip(
+        adamw_steps(n, steps, scale),
+        (weight.detach(), state["exp_avg"], state["exp_avg_sq"]),
+        strict=True,
+    ):
         torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-7)
 
 
@@ -58,12 +79,23 @@ def test_writes_stay_inside_the_state(target, guarded, moments):
     for n in SIZES[:-1]:
         for dtype in DTYPES:
             state = [guarded((n,)), guarded((n,), moments), guarded((n,), moments)]
-            kernels.adamw(state[0], torch.ones(n), *state[1:], **OPTIONS, step=1, copy=guarded((n,), dtype), columns=7, row=9)
+            kernels.adamw(
+                state[0],
+                torch.ones(n),
+                *state[1:],
+                **OPTIONS,
+                step=1,
+                copy=guarded((n,), dtype),
+                columns=7,
+                row=9,
+            )
 
 
 @pytest.mark.parametrize("moments", MOMENTS[:2])
 def test_adamw_same_for_any_threads(target, same_for_any_threads, moments):
-    same_for_any_threads(lambda: adamw_steps(131101, 2, 0.1, torch.bfloat16, moments, columns=1000, row=1003))
+    same_for_any_threads(
+        lambda: adamw_steps(131101, 2, 0.1, torch.bfloat16, moments, columns=1000, row=1003)
+    )
 
 
 @pytest.mark.parametrize("moments", MOMENTS[1:])
@@ -89,7 +121,10 @@ def test_a_first_moment_in_bf16_is_rounded_to_nearest_even(target):
 def test_a_second_moment_in_bf16_keeps_its_mean_where_rounding_to_nearest_would_not_fall():
     """Normal gradients that fall to a tenth after half of the steps."""
     generator, n, steps = torch.Generator().manual_seed(1), 2048, 2400
-    state = [[torch.zeros(n), torch.zeros(n), torch.zeros(n, dtype=dtype)] for dtype in (torch.float32, BF16)]
+    state = [
+        [torch.zeros(n), torch.zeros(n), torch.zeros(n, dtype=dtype)]
+        for dtype in (torch.float32, BF16)
+    ]
     for step in range(1, steps + 1):
         grad = torch.randn(n, generator=generator) * (1.0 if step <= steps // 2 else 0.1)
         for tensors in state:
@@ -107,7 +142,16 @@ def test_a_word_of_rounding_belongs_to_the_elements_place_in_the_global_tensor(t
 
     def rounded(part, seed=7, stream=3, step=2, **place):
         part, moments = part.contiguous(), torch.zeros(2, part.numel(), dtype=BF16)
-        kernels.adamw(torch.zeros(part.numel()), part.flatten(), *moments, **OPTIONS, step=step, seed=seed, stream=stream, **place)
+        kernels.adamw(
+            torch.zeros(part.numel()),
+            part.flatten(),
+            *moments,
+            **OPTIONS,
+            step=step,
+            seed=seed,
+            stream=stream,
+            **place,
+        )
         return moments[1].view(part.shape)
 
     whole = rounded(values)
@@ -122,7 +166,11 @@ def test_a_word_of_rounding_belongs_to_the_elements_place_in_the_global_tensor(t
 
 @pytest.mark.parametrize("moments", MOMENTS[:2])
 def test_adamw_carries_nan(target, moments):
-    param, grad, exp_avg, exp_avg_sq = torch.ones(40), torch.zeros(40), *(torch.zeros(40, dtype=dtype) for dtype in moments)
+    param, grad, exp_avg, exp_avg_sq = (
+        torch.ones(40),
+        torch.zeros(40),
+        *(torch.zeros(40, dtype=dtype) for dtype in moments),
+    )
     grad[33] = math.nan
     kernels.adamw(param, grad, exp_avg, exp_avg_sq, **OPTIONS, step=1)
     for tensor in (param, exp_avg, exp_avg_sq):
@@ -133,13 +181,28 @@ def test_adamw_refuses_bad_arguments():
     good = {name: torch.zeros(4) for name in ("param", "grad", "exp_avg", "exp_avg_sq")}
     shared = torch.zeros(7)
     good = {**good, **OPTIONS, "step": 1}
-    assert_refused((lambda change=change: kernels.adamw(**{**good, **change}), message) for change, message in [
-        ({"step": 0}, "step: expected 1 or more, got 0"),
-        ({"beta1": 1.0}, r"beta1: expected a number in \[0, 1\), got 1.0"),
-        ({"eps": 0.0}, "eps: expected more than 0, got 0.0"),
-        ({"grad": torch.zeros(5)}, r"grad: expected shape \(4,\) as param, got \(5,\)"),
-        ({"exp_avg": torch.zeros(4, dtype=torch.float64)}, "exp_avg: expected dtype float32 or bfloat16, got float64"),
-        ({"exp_avg_sq": torch.zeros(4).half()}, "exp_avg_sq: expected dtype float32 or bfloat16, got float16"),
-        ({"copy": torch.zeros(4, dtype=torch.int32)}, "copy: expected dtype float32 or bfloat16 or float16, got int32"),
-        ({"exp_avg": shared[:4], "exp_avg_sq": shared[3:]}, "exp_avg: expected memory apart from exp_avg_sq, got overlapping"),
-    ])
+    assert_refused(
+        (lambda change=change: kernels.adamw(**{**good, **change}), message)
+        for change, message in [
+            ({"step": 0}, "step: expected 1 or more, got 0"),
+            ({"beta1": 1.0}, r"beta1: expected a number in \[0, 1\), got 1.0"),
+            ({"eps": 0.0}, "eps: expected more than 0, got 0.0"),
+            ({"grad": torch.zeros(5)}, r"grad: expected shape \(4,\) as param, got \(5,\)"),
+            (
+                {"exp_avg": torch.zeros(4, dtype=torch.float64)},
+                "exp_avg: expected dtype float32 or bfloat16, got float64",
+            ),
+            (
+                {"exp_avg_sq": torch.zeros(4).half()},
+                "exp_avg_sq: expected dtype float32 or bfloat16, got float16",
+            ),
+            (
+                {"copy": torch.zeros(4, dtype=torch.int32)},
+                "copy: expected dtype float32 or bfloat16 or float16, got int32",
+            ),
+            (
+                {"exp_avg": shared[:4], "exp_avg_sq": shared[3:]},
+                "exp_avg: expected memory apart from exp_avg_sq, got overlapping",
+            ),
+        ]
+    )

@@ -17,7 +17,8 @@ from tests.arm import builds  # noqa: E402
 
 needs_targets = pytest.mark.skipif(
     not shutil.which("g++") or "amx_emulated" not in kernels.runnable_targets(emulated=True),
-    reason="needs g++ and a CPU with AVX512_BF16")
+    reason="needs g++ and a CPU with AVX512_BF16",
+)
 
 
 @needs_targets
@@ -25,7 +26,9 @@ def test_the_code_for_amx_has_the_bits_of_the_emulated_target(tmp_path):
     built = {row["name"] for row in kernels.targets() if row["compiled"]}
     if "amx" not in built:
         pytest.skip("amx is left out of this build: run make kernels")
-    program = builds.Objects(builds.ROOT / "build", arm=False).link(Path(__file__).with_name("run_amx.cc"), tmp_path / "run_amx")
+    program = builds.Objects(builds.ROOT / "build", arm=False).link(
+        Path(__file__).with_name("run_amx.cc"), tmp_path / "run_amx"
+    )
     run = subprocess.run([program], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr
     products, loads, stores, begun, ended = map(int, re.findall(r"\d+", run.stdout))

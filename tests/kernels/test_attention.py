@@ -21,9 +21,21 @@ SHAPES = [(s, 1 + s % 3, 1 + s % 5, d) for s, d in zip(LENGTHS, HEAD_SIZES, stri
 SHAPES += [(257, 1, 2, 64), (193, 2, 1, 128), (13, 6, 3, 8)]
 # ((s, b, heads, d), groups, window): windows of one key, within a tile, across tiles of every target, and larger than s
 GROUPED = [
-    ((17, 2, 6, 8), 3, None), ((49, 1, 4, 64), 2, 1), ((97, 2, 3, 20), 1, 5), ((131, 1, 6, 12), 2, 13), ((193, 1, 2, 80), 1, 96),
-    ((300, 1, 7, 4), 1, 100), ((257, 1, 3, 16), 3, 49), ((129, 3, 4, 36), 4, 48), ((61, 1, 9, 8), 3, 400), ((210, 1, 2, 96), 2, 5),
-    ((30, 1, 2, 256), 1, 7), ((700, 1, 2, 4), 1, 1), ((1000, 1, 1, 4), 1, 150), ((2, 1, 4, 128), 2, 2), ((230, 1, 20, 4), 1, 70),
+    ((17, 2, 6, 8), 3, None),
+    ((49, 1, 4, 64), 2, 1),
+    ((97, 2, 3, 20), 1, 5),
+    ((131, 1, 6, 12), 2, 13),
+    ((193, 1, 2, 80), 1, 96),
+    ((300, 1, 7, 4), 1, 100),
+    ((257, 1, 3, 16), 3, 49),
+    ((129, 3, 4, 36), 4, 48),
+    ((61, 1, 9, 8), 3, 400),
+    ((210, 1, 2, 96), 2, 5),
+    ((30, 1, 2, 256), 1, 7),
+    ((700, 1, 2, 4), 1, 1),
+    ((1000, 1, 1, 4), 1, 150),
+    ((2, 1, 4, 128), 2, 2),
+    ((230, 1, 20, 4), 1, 70),
 ]
 
 
@@ -36,7 +48,11 @@ def make(s, b, heads, d, dtype=torch.float32, seed=0, groups=None):
 def attention(qkv, dout, heads, **options):
     """(out, lse, dqkv) of the kernels, every output full of NaN before."""
     s, b, _ = dout.shape
-    out, lse, dqkv = torch.full_like(dout, math.nan), torch.full((b, heads, s), math.nan), torch.full_like(qkv, math.nan)
+    out, lse, dqkv = (
+        torch.full_like(dout, math.nan),
+        torch.full((b, heads, s), math.nan),
+        torch.full_like(qkv, math.nan),
+    )
     kernels.attention_forward(qkv, out, lse, **options)
     kernels.attention_backward(qkv, out, lse, dout, dqkv, **options)
     return out, lse, dqkv
@@ -50,13 +66,26 @@ def document_starts(s, b, seed):
     return torch.where(begins, torch.arange(s), 0).cummax(1)[0].int()
 
 
-def explicit(qkv, dout, heads, p=0.0, seed=0, stream=0, first_sample=0, first_head=0, window=None, starts=None):
+def explicit(
+    qkv,
+    dout,
+    heads,
+    p=0.0,
+    seed=0,
+    stream=0,
+    first_sample=0,
+    first_head=0,
+    window=None,
+    starts=None,
+):
     """The same from the formula in double, with the mask of kernels.dropout on (b, heads, s, s) and keys and values repeated."""
     s, b, width = qkv.shape
     d = dout.shape[2] // heads
     groups = (width // d - heads) // 2
     x = qkv.double().requires_grad_()
-    q, k, v = x.view(s, b, groups, -1, d).permute(1, 2, 3, 0, 4).split([heads // groups, 1, 1], dim=2)  # (b, groups, _, s, d)
+    q, k, v = (
+        x.view(s, b, groups, -1, d).permute(1, 2, 3, 0, 4).split([heads // groups, 1, 1], dim=2)
+    )  # (b, groups, _, s, d)
     q, k, v = (part.expand(b, groups, heads // groups, s, d).flatten(1, 2) for part in (q, k, v))
     scores = q @ k.transpose(-1, -2) / math.sqrt(d)
     seen = torch.ones(s, s, dtype=torch.bool).tril()
@@ -66,7 +95,9 @@ def explicit(qkv, dout, heads, p=0.0, seed=0, stream=0, first_sample=0, first_he
     scores = scores.masked_fill(~seen, -math.inf)
     mask = torch.ones(b, heads, s, s)
     if p:
-        kernels.dropout(mask, mask, p, seed, stream, first_sample, sample_dim=0, row0=first_head * s)
+        kernels.dropout(
+            mask, mask, p, seed, stream, first_sample, sample_dim=0, row0=first_head * s
+        )
     out = ((scores.softmax(-1) * mask) @ v).permute(2, 0, 1, 3).reshape(s, b, -1)
     out.backward(dout.double())
     return out.detach(), scores.detach().logsumexp(-1), x.grad
@@ -77,7 +108,9 @@ def exact(shape, dtype, dropout, groups=None, window=None, documents=None):
     """explicit() of make(), the same for every target. documents: the seed of document_starts."""
     qkv, dout = make(*shape, dtype, groups=groups)
     starts = None if documents is None else document_starts(*shape[:2], documents)
-    return explicit(qkv, dout, shape[2], window=window, starts=starts, **(DROPOUT if dropout else {}))
+    return explicit(
+        qkv, dout, shape[2], window=window, starts=starts, **(DROPOUT if dropout else {})
+    )
 
 
 def assert_close(got, want, tolerance):
@@ -95,16 +128,24 @@ def test_attention_agrees_with_formula(target, dtype, dropout):
     for shape, groups, window in cases if dtype == torch.float32 else cases[::3]:
         qkv, dout = make(*shape, dtype, groups=groups)
         want = exact(shape, dtype, bool(dropout), groups, window)
-        assert_close(attention(qkv, dout, shape[2], window=window, **dropout), want, TOLERANCE[dtype])
+        assert_close(
+            attention(qkv, dout, shape[2], window=window, **dropout), want, TOLERANCE[dtype]
+        )
 
 
 @pytest.mark.parametrize("dropout", [{}, DROPOUT], ids=["plain", "dropout"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_documents_agree_with_formula(target, dtype, dropout):
-    for seed, (shape, groups, window) in enumerate(GROUPED if dtype == torch.float32 else GROUPED[1::3]):
+    for seed, (shape, groups, window) in enumerate(
+        GROUPED if dtype == torch.float32 else GROUPED[1::3]
+    ):
         qkv, dout = make(*shape, dtype, groups=groups)
-        got = attention(qkv, dout, shape[2], window=window, starts=document_starts(*shape[:2], seed), **dropout)
-        assert_close(got, exact(shape, dtype, bool(dropout), groups, window, seed), TOLERANCE[dtype])
+        got = attention(
+            qkv, dout, shape[2], window=window, starts=document_starts(*shape[:2], seed), **dropout
+        )
+        assert_close(
+            got, exact(shape, dtype, bool(dropout), groups, window, seed), TOLERANCE[dtype]
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -128,19 +169,28 @@ def test_a_document_has_nothing_of_another(target, dtype):
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_reference_agrees_with_formula(reference, dtype):
-    for (s, b, heads, d), groups, window in [((1, 1, 1, 4), 1, 1), ((17, 2, 3, 8), 3, None), ((33, 1, 4, 20), 2, 9)]:
+    for (s, b, heads, d), groups, window in [
+        ((1, 1, 1, 4), 1, 1),
+        ((17, 2, 3, 8), 3, None),
+        ((33, 1, 4, 20), 2, 9),
+    ]:
         for starts in (None, document_starts(s, b, 3)):
             qkv, dout = make(s, b, heads, d, dtype, groups=groups)
             options = {"window": window, "starts": starts, **DROPOUT}
-            got = reference(lambda args=(qkv, dout, heads), options=options: attention(*args, **options))
+            got = reference(
+                lambda args=(qkv, dout, heads), options=options: attention(*args, **options)
+            )
             assert_close(got, explicit(qkv, dout, heads, **options), TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize(("starts", "message"), [
-    ([0, 0, 2, 1], "starts: expected positions from 2 to 3 at position 3, got 1"),
-    ([0, 2, 2, 2], "starts: expected positions from 0 to 1 at position 1, got 2"),
-    ([0, 0, 0], "starts"),
-])
+@pytest.mark.parametrize(
+    ("starts", "message"),
+    [
+        ([0, 0, 2, 1], "starts: expected positions from 2 to 3 at position 3, got 1"),
+        ([0, 2, 2, 2], "starts: expected positions from 0 to 1 at position 1, got 2"),
+        ([0, 0, 0], "starts"),
+    ],
+)
 def test_starts_that_no_documents_have_are_refused(starts, message):
     qkv, dout = make(4, 1, 2, 4)
     with pytest.raises(ValueError, match=message):
@@ -163,9 +213,17 @@ def test_gradient_is_the_slope_of_the_forward(target, heads, groups, window):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_same_bits_for_any_threads(target, same_for_any_threads, dtype):
     """With 2 to 4 threads 7 heads of a group are worked on in turns, in a different number of them."""
-    for (s, b, heads, d), groups, window in [((300, 1, 1, 64), 1, None), ((130, 2, 3, 20), 3, None), ((200, 2, 7, 8), 1, 90)]:
+    for (s, b, heads, d), groups, window in [
+        ((300, 1, 1, 64), 1, None),
+        ((130, 2, 3, 20), 3, None),
+        ((200, 2, 7, 8), 1, 90),
+    ]:
         qkv, dout = make(s, b, heads, d, dtype, groups=groups)
-        same_for_any_threads(lambda args=(qkv, dout, heads), window=window: attention(*args, window=window, **DROPOUT))
+        same_for_any_threads(
+            lambda args=(qkv, dout, heads), window=window: attention(
+                *args, window=window, **DROPOUT
+            )
+        )
 
 
 def repeated(qkv, heads, groups):
@@ -183,7 +241,9 @@ def test_a_long_sequence_has_the_bits_of_its_beginning(target):
     dout[short:] = 0
     whole = attention(qkv, dout, heads, window=window)
     begin = attention(qkv[:short].contiguous(), dout[:short].contiguous(), heads, window=window)
-    for one, other in zip((whole[0][:short], whole[1][..., :short], whole[2][:short]), begin, strict=True):
+    for one, other in zip(
+        (whole[0][:short], whole[1][..., :short], whole[2][:short]), begin, strict=True
+    ):
         assert torch.equal(one, other)
 
 
@@ -204,7 +264,9 @@ def test_groups_do_not_change_the_bits_of_a_head(target, window, dtype):
 @pytest.mark.parametrize("window", [100, 101, 2**40])
 def test_a_window_of_the_whole_sequence_is_none(target, window, dtype):
     qkv, dout = make(100, 1, 2, 8, dtype)
-    for got, want in zip(attention(qkv, dout, 2, window=window), attention(qkv, dout, 2), strict=True):
+    for got, want in zip(
+        attention(qkv, dout, 2, window=window), attention(qkv, dout, 2), strict=True
+    ):
         assert torch.equal(got, want)
 
 
@@ -213,7 +275,11 @@ def test_keys_outside_the_window_are_not_read(target):
     qkv, dout = make(400, 1, 2, 8, groups=1)
     qkv[:100] = math.nan
     out, _, dqkv = attention(qkv, dout, 2, window=20)
-    assert torch.isfinite(out[168:]).all() and torch.isfinite(dqkv[192:]).all() and out[:100].isnan().all()
+    assert (
+        torch.isfinite(out[168:]).all()
+        and torch.isfinite(dqkv[192:]).all()
+        and out[:100].isnan().all()
+    )
 
 
 def test_dropout_follows_the_global_head_and_sample(target):
@@ -231,7 +297,9 @@ def test_dropout_follows_the_global_head_and_sample(target):
 def test_large_scores_do_not_overflow(target, window):
     qkv, dout = make(129, 1, 2, 16)
     qkv.view(129, 1, 2, 3, 16)[:, :, :, :2] *= 60
-    assert_close(attention(qkv, dout, 2, window=window), explicit(qkv, dout, 2, window=window), 1e-3)
+    assert_close(
+        attention(qkv, dout, 2, window=window), explicit(qkv, dout, 2, window=window), 1e-3
+    )
 
 
 @pytest.mark.parametrize("part", [0, 1, 2], ids=["query", "key", "value"])
@@ -243,7 +311,9 @@ def test_nan_and_inf_reach_what_they_reach_in_torch(target, part, bad):
     q, k, v = qkv.view(s, 3, 16).permute(1, 0, 2)[:, None, None]
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)[0, 0]  # (s, d)
     got = attention(qkv, dout, 1)[0][:, 0]
-    rows = slice(row, None) if part == 2 else slice(None)  # a bad value reaches some earlier rows of its tile as well
+    rows = (
+        slice(row, None) if part == 2 else slice(None)
+    )  # a bad value reaches some earlier rows of its tile as well
     assert torch.equal(got[rows].isnan(), want[rows].isnan())
     assert torch.equal(got[rows].isinf(), want[rows].isinf())
     assert not got[: row // 96].isnan().any()
@@ -258,20 +328,31 @@ def test_empty(target, shape):
 
 def test_bad_arguments_are_value_errors_before_a_byte_is_written():
     qkv, dout = make(5, 2, 3, 8)
-    good = {"qkv": qkv, "out": torch.full_like(dout, 7.0), "lse": torch.full((2, 3, 5), 7.0), "dout": dout}
+    good = {
+        "qkv": qkv,
+        "out": torch.full_like(dout, 7.0),
+        "lse": torch.full((2, 3, 5), 7.0),
+        "dout": dout,
+    }
     good["dqkv"] = torch.full_like(qkv, 7.0)
     bad = [
         ("qkv", make(5, 2, 3, 6)[0], "54 columns"),
         ("qkv", make(5, 2, 3, 8, groups=2)[0], "groups that divide the heads, got 56 columns"),
         ("qkv", qkv.double(), "dtype"),
         ("qkv", qkv.transpose(0, 1).contiguous().transpose(0, 1), "contiguous"),
-        ("qkv", qkv[0], "dimensions"), ("out", good["out"].bfloat16(), "dtype float32 as qkv"),
+        ("qkv", qkv[0], "dimensions"),
+        ("out", good["out"].bfloat16(), "dtype float32 as qkv"),
         ("out", torch.full((5, 2, 30), 7.0), "multiple of 4"),
         ("out", qkv.view(-1)[: dout.numel()].view(5, 2, 24), "apart from qkv"),
-        ("lse", torch.full((3, 2, 5), 7.0), "shape"), ("lse", torch.full((2, 0, 5), 7.0), "one head or more"),
-        ("lse", torch.full((2, 5, 5), 7.0), "5 heads"), ("p", 1.0, "probability"),
-        ("window", 0, "window: expected 1 or more, or None, got 0"), ("first_head", -1, "0 or more"),
-        ("first_sample", -1, "0 or more"), ("first_head", 2**31, "2\\*\\*32"), ("dout", dout[:4], "shape"),
+        ("lse", torch.full((3, 2, 5), 7.0), "shape"),
+        ("lse", torch.full((2, 0, 5), 7.0), "one head or more"),
+        ("lse", torch.full((2, 5, 5), 7.0), "5 heads"),
+        ("p", 1.0, "probability"),
+        ("window", 0, "window: expected 1 or more, or None, got 0"),
+        ("first_head", -1, "0 or more"),
+        ("first_sample", -1, "0 or more"),
+        ("first_head", 2**31, "2\\*\\*32"),
+        ("dout", dout[:4], "shape"),
         ("dqkv", qkv, "apart from qkv"),
     ]
     for name, value, message in bad:

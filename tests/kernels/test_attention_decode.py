@@ -12,8 +12,19 @@ from fugaku_megatron.host import kernels
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 # (heads, groups, d, slots): tails of vectors, one and several splits of 128 slots, one key for all and one for each
-SHAPES = [(4, 2, 64, 300), (3, 3, 20, 5), (8, 1, 128, 129), (7, 1, 80, 256), (2, 2, 4, 1), (6, 3, 96, 140), (2, 1, 256, 17)]
-SAMPLES, POSITIONS = [3, 0, 4], [0, 11, 10_000]  # of five samples: an empty cache, one partly filled, one that has gone round
+SHAPES = [
+    (4, 2, 64, 300),
+    (3, 3, 20, 5),
+    (8, 1, 128, 129),
+    (7, 1, 80, 256),
+    (2, 2, 4, 1),
+    (6, 3, 96, 140),
+    (2, 1, 256, 17),
+]
+SAMPLES, POSITIONS = (
+    [3, 0, 4],
+    [0, 11, 10_000],
+)  # of five samples: an empty cache, one partly filled, one that has gone round
 
 
 def make(heads, groups, d, slots, dtype=torch.float32, rows=3):
@@ -26,7 +37,9 @@ def decode(qkv, keys, values, samples=SAMPLES, positions=POSITIONS):
     """(out, keys, values) of the kernel, out full of NaN before."""
     keys, values = keys.clone(), values.clone()
     out = qkv.new_full((len(qkv), qkv.shape[1] - 2 * keys.shape[1] * keys.shape[3]), math.nan)
-    kernels.attention_decode(qkv, keys, values, *(torch.tensor(n, dtype=torch.int64) for n in (samples, positions)), out)
+    kernels.attention_decode(
+        qkv, keys, values, *(torch.tensor(n, dtype=torch.int64) for n in (samples, positions)), out
+    )
     return out, keys, values
 
 
@@ -35,8 +48,13 @@ def explicit(qkv, keys, values, samples=SAMPLES, positions=POSITIONS):
     keys, values = keys.clone(), values.clone()
     _, groups, slots, d = keys.shape
     out = []
-    for row, sample, position in zip(qkv.view(len(qkv), groups, -1, d), samples, positions, strict=True):
-        keys[sample, :, position % slots], values[sample, :, position % slots] = row[:, -2], row[:, -1]
+    for row, sample, position in zip(
+        qkv.view(len(qkv), groups, -1, d), samples, positions, strict=True
+    ):
+        keys[sample, :, position % slots], values[sample, :, position % slots] = (
+            row[:, -2],
+            row[:, -1],
+        )
         known = min(position + 1, slots)
         k, v = keys[sample, :, :known].double(), values[sample, :, :known].double()
         out.append(torch.softmax(row[:, :-2].double() @ k.transpose(1, 2) / math.sqrt(d), -1) @ v)
@@ -60,7 +78,11 @@ def test_decoding_agrees_with_formula(target, dtype):
 def test_reference_agrees_with_formula(reference, dtype):
     for shape in SHAPES[:3]:
         tensors = make(*shape, dtype)
-        assert_same(reference(lambda tensors=tensors: decode(*tensors)), explicit(*tensors), TOLERANCE[dtype])
+        assert_same(
+            reference(lambda tensors=tensors: decode(*tensors)),
+            explicit(*tensors),
+            TOLERANCE[dtype],
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -68,7 +90,12 @@ def test_same_bits_for_any_threads_and_rows(target, same_for_any_threads, dtype)
     tensors = make(6, 2, 64, 700, dtype)
     out = same_for_any_threads(lambda: decode(*tensors))[0]
     for row in range(3):
-        alone = decode(tensors[0][row : row + 1], *tensors[1:], SAMPLES[row : row + 1], POSITIONS[row : row + 1])[0]
+        alone = decode(
+            tensors[0][row : row + 1],
+            *tensors[1:],
+            SAMPLES[row : row + 1],
+            POSITIONS[row : row + 1],
+        )[0]
         assert torch.equal(alone[0], out[row])
 
 
@@ -78,7 +105,11 @@ def test_slots_that_hold_nothing_yet_are_not_read(target):
     keys[3], values[3] = math.nan, math.nan
     out = decode(qkv, keys, values)[0]
     assert torch.isfinite(out).all()
-    assert_same((out[0], out, out), (qkv[0].view(2, 4, 64)[:, 3:].expand(2, 2, 64).flatten().double(), out, out), 2e-6)
+    assert_same(
+        (out[0], out, out),
+        (qkv[0].view(2, 4, 64)[:, 3:].expand(2, 2, 64).flatten().double(), out, out),
+        2e-6,
+    )
 
 
 def test_large_scores_do_not_overflow(target):
@@ -90,16 +121,32 @@ def test_large_scores_do_not_overflow(target):
 
 def test_bad_arguments_are_value_errors_before_a_byte_is_written():
     qkv, keys, values = make(4, 2, 8, 9)
-    good = {"qkv": qkv, "keys": keys, "values": values, "samples": torch.tensor(SAMPLES), "positions": torch.tensor(POSITIONS),
-            "out": torch.full((3, 32), 7.0)}
+    good = {
+        "qkv": qkv,
+        "keys": keys,
+        "values": values,
+        "samples": torch.tensor(SAMPLES),
+        "positions": torch.tensor(POSITIONS),
+        "out": torch.full((3, 32), 7.0),
+    }
     before = keys.clone(), values.clone()
     for name, value, message in [
-            ("qkv", qkv[:, :50].contiguous(), "qkv: expected .* 2 groups .* got 50 columns"),
-            ("qkv", qkv.double(), "dtype"), ("keys", keys[:, :, :, :6].contiguous(), "d a multiple of 4"),
-            ("values", values[:4], "shape"), ("values", keys, "apart from keys"),
-            ("samples", torch.tensor([0, 1, 5]), "below 5, got 5"), ("samples", torch.tensor([0, -1, 3]), "got -1"),
-            ("positions", torch.tensor([0, -1, 3]), "0 or more, got -1"), ("positions", torch.tensor([0, 1]), "shape"),
-            ("out", torch.full((3, 28), 7.0), "shape"), ("samples", torch.tensor([0, 1, 3], dtype=torch.int32), "dtype")]:
+        ("qkv", qkv[:, :50].contiguous(), "qkv: expected .* 2 groups .* got 50 columns"),
+        ("qkv", qkv.double(), "dtype"),
+        ("keys", keys[:, :, :, :6].contiguous(), "d a multiple of 4"),
+        ("values", values[:4], "shape"),
+        ("values", keys, "apart from keys"),
+        ("samples", torch.tensor([0, 1, 5]), "below 5, got 5"),
+        ("samples", torch.tensor([0, -1, 3]), "got -1"),
+        ("positions", torch.tensor([0, -1, 3]), "0 or more, got -1"),
+        ("positions", torch.tensor([0, 1]), "shape"),
+        ("out", torch.full((3, 28), 7.0), "shape"),
+        ("samples", torch.tensor([0, 1, 3], dtype=torch.int32), "dtype"),
+    ]:
         with pytest.raises(ValueError, match=message):
             kernels.attention_decode(**{**good, name: value})
-    assert (good["out"] == 7.0).all() and torch.equal(keys, before[0]) and torch.equal(values, before[1])
+    assert (
+        (good["out"] == 7.0).all()
+        and torch.equal(keys, before[0])
+        and torch.equal(values, before[1])
+    )

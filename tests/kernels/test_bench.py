@@ -36,7 +36,9 @@ def test_multiply_adds_are_counted_per_thread_and_lane(target, with_threads):
     assert kernels.bench_fma(100) == 3 * alone
     chains, rest = divmod(alone, 2 * 100 * lanes)
     rows, vectors = next(row["gemm_tile"] for row in kernels.targets() if row["name"] == target)
-    assert rest == 0 and chains >= rows * vectors, "as many independent chains as the GEMM has accumulators"
+    assert rest == 0 and chains >= rows * vectors, (
+        "as many independent chains as the GEMM has accumulators"
+    )
 
 
 def test_clock_takes_a_cycle_per_step(target):

@@ -13,7 +13,9 @@ def sums(calls, x, scale):
     """A tensor that `calls` fills with 2 (x + 1) scale, in two calls of which nobody else holds the operands."""
     total, out = torch.empty_like(x), torch.empty_like(x)
     calls.bias_dropout_add(x, torch.ones(x.shape[-1]), x, total)
-    calls.linear_few_rows(total.view(-1, x.shape[-1]), torch.eye(x.shape[-1]) * scale, out.view(-1, x.shape[-1]))
+    calls.linear_few_rows(
+        total.view(-1, x.shape[-1]), torch.eye(x.shape[-1]) * scale, out.view(-1, x.shape[-1])
+    )
     return out
 
 
@@ -22,7 +24,9 @@ def test_calls_are_made_at_once_and_again_on_what_tensors_hold_then():
     out = sums(calls, x, 2.0)
     torch.testing.assert_close(out, 4 * x + 2)
     gc.collect()
-    others = [torch.full((64,), float("nan")) for _ in range(100)]  # would take memory that was freed
+    others = [
+        torch.full((64,), float("nan")) for _ in range(100)
+    ]  # would take memory that was freed
     x.copy_(random(3, 1, 8, seed=5))
     calls()
     torch.testing.assert_close(out, 4 * x + 2)
@@ -43,5 +47,9 @@ def test_calls_have_the_arguments_of_the_kernels():
     methods = [name for name in vars(kernels.Calls) if not name.startswith("_")]
     assert "attention_decode" in methods
     for name in methods:
-        signature = getattr(kernels, name).__doc__.splitlines()[0].replace("(", "(self: fugaku_megatron._kernels.Calls, ", 1)
+        signature = (
+            getattr(kernels, name)
+            .__doc__.splitlines()[0]
+            .replace("(", "(self: fugaku_megatron._kernels.Calls, ", 1)
+        )
         assert getattr(kernels.Calls, name).__doc__.splitlines()[0] == signature

@@ -11,13 +11,28 @@ from fugaku_megatron.host import kernels
 from tests.kernels.numbers import assert_refused, for_each
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-SHAPES = [(0, 7), (1, 1), (3, 15), (2, 16), (5, 17), (7, 64), (3, 65), (4, 2048), (3, 2049), (5, 5027)]
+SHAPES = [
+    (0, 7),
+    (1, 1),
+    (3, 15),
+    (2, 16),
+    (5, 17),
+    (7, 64),
+    (3, 65),
+    (4, 2048),
+    (3, 2049),
+    (5, 5027),
+]
 
 
 def sample(rows, v, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(rows, v, generator=generator) * 5).to(dtype)
-    return logits, torch.randint(v, (rows,), generator=generator), torch.randn(rows, generator=generator)
+    return (
+        logits,
+        torch.randint(v, (rows,), generator=generator),
+        torch.randn(rows, generator=generator),
+    )
 
 
 def forward(logits, labels):
@@ -40,8 +55,14 @@ def test_forward_and_backward(every_target, shape, dtype):
     loss, grad = double_loss(logits, labels, dloss)
     torch.testing.assert_close((sum_exp.log() - target_logit).double(), loss, rtol=2e-6, atol=4e-6)
     assert torch.equal(row_max, logits.float().amax(-1))
-    for out in (torch.empty_like(logits, dtype=torch.bfloat16), torch.empty_like(logits, dtype=torch.float32), logits):
-        kernels.cross_entropy_backward(logits, row_max, sum_exp, labels, 0, dloss, out)  # the last one in place
+    for out in (
+        torch.empty_like(logits, dtype=torch.bfloat16),
+        torch.empty_like(logits, dtype=torch.float32),
+        logits,
+    ):
+        kernels.cross_entropy_backward(
+            logits, row_max, sum_exp, labels, 0, dloss, out
+        )  # the last one in place
         torch.testing.assert_close(out.double(), grad, rtol=ROUNDING[out.dtype] * 2, atol=1e-6)
 
 
@@ -58,7 +79,9 @@ def test_split_vocabulary(every_target, ranks):
         kernels.cross_entropy_sum(share, row_max, labels, 130 * i, sums[i], target_logit[i])
     sum_exp = torch.stack(sums).sum(0)
     loss, grad = double_loss(logits, labels, dloss)
-    torch.testing.assert_close((sum_exp.log() - torch.stack(target_logit).sum(0)).double(), loss, rtol=2e-6, atol=4e-6)
+    torch.testing.assert_close(
+        (sum_exp.log() - torch.stack(target_logit).sum(0)).double(), loss, rtol=2e-6, atol=4e-6
+    )
     for i, share in enumerate(shares):
         kernels.cross_entropy_backward(share, row_max, sum_exp, labels, 130 * i, dloss, share)
     torch.testing.assert_close(torch.cat(shares, 1).double(), grad, rtol=4e-6, atol=1e-6)
@@ -74,7 +97,9 @@ def test_masked_columns_count_nothing(every_target, words, dtype):
     loss, grad = double_loss(logits[:, :words], labels, dloss)
     torch.testing.assert_close((sum_exp.log() - target_logit).double(), loss, rtol=2e-6, atol=4e-6)
     kernels.cross_entropy_backward(logits, row_max, sum_exp, labels, 0, dloss, logits)
-    torch.testing.assert_close(logits[:, :words].double(), grad, rtol=ROUNDING[dtype] * 2, atol=1e-6)
+    torch.testing.assert_close(
+        logits[:, :words].double(), grad, rtol=ROUNDING[dtype] * 2, atol=1e-6
+    )
     assert not logits[:, words:].any()
 
 
@@ -90,7 +115,9 @@ def test_rows_without_a_label_count_nothing(every_target, odd, dtype):
     logits[ignored, 5:2040] = odd
     for first_row in (0, 3):  # of a vocabulary in parts, -1 is not the label of another rank
         sums, target = torch.full((2, 7), 7.0)
-        kernels.cross_entropy_sum(logits, want[0], masked + (masked >= 0) * first_row, first_row, sums, target)
+        kernels.cross_entropy_sum(
+            logits, want[0], masked + (masked >= 0) * first_row, first_row, sums, target
+        )
         assert not sums[ignored].any() and not target[ignored].any()
     row_max, sum_exp, target_logit = forward(logits, masked)
     for got, before in zip((row_max, sum_exp, target_logit), want, strict=True):
@@ -110,9 +137,13 @@ def test_z_loss(every_target, ranks, dtype):
     for i, share in enumerate(logits.chunk(ranks, 1)):
         share, out = share.contiguous(), torch.empty(6, 1034)
         kernels.cross_entropy_backward(share, row_max, sum_exp, labels, 1034 * i, dloss, out, 0.02)
-        torch.testing.assert_close(out.double(), leaf.grad[:, 1034 * i : 1034 * (i + 1)], rtol=4e-6, atol=1e-6)
+        torch.testing.assert_close(
+            out.double(), leaf.grad[:, 1034 * i : 1034 * (i + 1)], rtol=4e-6, atol=1e-6
+        )
         kernels.cross_entropy_backward(share, row_max, sum_exp, labels, 1034 * i, dloss, out, 0.0)
-        kernels.cross_entropy_backward(share, row_max, sum_exp, labels, 1034 * i, dloss, plain := torch.empty(6, 1034))
+        kernels.cross_entropy_backward(
+            share, row_max, sum_exp, labels, 1034 * i, dloss, plain := torch.empty(6, 1034)
+        )
         assert torch.equal(out, plain)
 
 
@@ -124,7 +155,9 @@ def test_chunks_of_rows_give_the_bits_of_the_whole(every_target):
     for rows in (slice(0, 7), slice(7, 8), slice(8, 23)):
         part_max, part_sum, _ = forward(logits[rows], labels[rows])
         part = torch.empty_like(logits[rows])
-        kernels.cross_entropy_backward(logits[rows], part_max, part_sum, labels[rows], 0, dloss[rows], part)
+        kernels.cross_entropy_backward(
+            logits[rows], part_max, part_sum, labels[rows], 0, dloss[rows], part
+        )
         assert torch.equal(part, whole[rows])
 
 
@@ -151,23 +184,51 @@ def test_extreme_logits_as_torch(every_target):
     logits[4, 17] = 3e38
     want = F.cross_entropy(logits, labels, reduction="none")
     _, sum_exp, target_logit = forward(logits, labels)
-    torch.testing.assert_close(sum_exp.log() - target_logit, want, rtol=1e-6, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(
+        sum_exp.log() - target_logit, want, rtol=1e-6, atol=1e-5, equal_nan=True
+    )
     assert want.isnan().tolist() == [False, True, True, True, False]
 
 
 def test_wrong_arguments_leave_everything_untouched():
-    logits, labels, rows = torch.ones(4, 8), torch.zeros(4, dtype=torch.int64), [torch.ones(4) for _ in range(4)]
+    logits, labels, rows = (
+        torch.ones(4, 8),
+        torch.zeros(4, dtype=torch.int64),
+        [torch.ones(4) for _ in range(4)],
+    )
     half = logits.flatten().view(torch.bfloat16)[:32].view(4, 8)  # the first half of logits' bytes
-    assert_refused([
-        (lambda: kernels.cross_entropy_forward(logits, torch.tensor([0, 1, 8, 2]), *rows[:3]),
-         "labels: expected words of the vocabulary, 0 to 7, or -1, got 8 at 2"),
-        (lambda: kernels.cross_entropy_forward(logits, torch.tensor([0, 1, -2, 2]), *rows[:3]),
-         "labels: expected words of the vocabulary, 0 to 7, or -1, got -2 at 2"),
-        (lambda: kernels.cross_entropy_sum(logits, rows[0], labels[:3], 0, *rows[1:3]),
-         r"labels: expected shape \(4,\), got \(3,\)"),
-        (lambda: kernels.cross_entropy_forward(logits, labels.int(), *rows[:3]), "labels: expected dtype int64"),
-        (lambda: kernels.cross_entropy_forward(logits, labels, rows[0], rows[1], rows[1]),
-         "target_logit: expected memory apart from sum_exp"),
-        (lambda: kernels.cross_entropy_backward(logits, rows[0], rows[1], labels, 0, rows[2], half),
-         "out: expected the memory of logits or memory apart from it"),
-    ], untouched=(logits, *rows))
+    assert_refused(
+        [
+            (
+                lambda: kernels.cross_entropy_forward(
+                    logits, torch.tensor([0, 1, 8, 2]), *rows[:3]
+                ),
+                "labels: expected words of the vocabulary, 0 to 7, or -1, got 8 at 2",
+            ),
+            (
+                lambda: kernels.cross_entropy_forward(
+                    logits, torch.tensor([0, 1, -2, 2]), *rows[:3]
+                ),
+                "labels: expected words of the vocabulary, 0 to 7, or -1, got -2 at 2",
+            ),
+            (
+                lambda: kernels.cross_entropy_sum(logits, rows[0], labels[:3], 0, *rows[1:3]),
+                r"labels: expected shape \(4,\), got \(3,\)",
+            ),
+            (
+                lambda: kernels.cross_entropy_forward(logits, labels.int(), *rows[:3]),
+                "labels: expected dtype int64",
+            ),
+            (
+                lambda: kernels.cross_entropy_forward(logits, labels, rows[0], rows[1], rows[1]),
+                "target_logit: expected memory apart from sum_exp",
+            ),
+            (
+                lambda: kernels.cross_entropy_backward(
+                    logits, rows[0], rows[1], labels, 0, rows[2], half
+                ),
+                "out: expected the memory of logits or memory apart from it",
+            ),
+        ],
+        untouched=(logits, *rows),
+    )

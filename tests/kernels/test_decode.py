@@ -3,25 +3,54 @@
 import torch
 
 from fugaku_megatron.host import kernels
-from tests.kernels.numbers import DTYPES, MLP_ACTIVATIONS, assert_near, assert_refused, for_each, random
+from tests.kernels.numbers import (
+    DTYPES,
+    MLP_ACTIVATIONS,
+    assert_near,
+    assert_refused,
+    for_each,
+    random,
+)
 
-SHAPES = [(0, 3, 5), (1, 1, 1), (1, 67, 33), (2, 5, 768), (3, 16, 15), (4, 7, 64), (5, 131, 17), (9, 33, 131), (1, 0, 4), (2, 3, 0)]
+SHAPES = [
+    (0, 3, 5),
+    (1, 1, 1),
+    (1, 67, 33),
+    (2, 5, 768),
+    (3, 16, 15),
+    (4, 7, 64),
+    (5, 131, 17),
+    (9, 33, 131),
+    (1, 0, 4),
+    (2, 3, 0),
+]
 
 
 @for_each(dtype=DTYPES, shape=SHAPES)
 def test_linear_few_rows(every_target, shape, dtype, guarded):
     m, n, k = shape
-    x, weight, bias = random(m, k, dtype=dtype), random(n, k + 3, dtype=dtype, seed=1)[:, :k], random(n, dtype=dtype, seed=2)
+    x, weight, bias = (
+        random(m, k, dtype=dtype),
+        random(n, k + 3, dtype=dtype, seed=1)[:, :k],
+        random(n, dtype=dtype, seed=2),
+    )
     exact = x.double() @ weight.double().t()
     out = guarded((m, n), dtype)
     kernels.linear_few_rows(x, weight, out)
     assert_near(out, exact, dtype, float32=3e-6)
     for name, function in MLP_ACTIVATIONS.items():
         kernels.linear_few_rows(x, weight, out, bias, name)
-        assert_near(out, function(exact + bias.double()), dtype, float32=4e-6 if name == "squared_relu" else 3e-6)
+        assert_near(
+            out,
+            function(exact + bias.double()),
+            dtype,
+            float32=4e-6 if name == "squared_relu" else 3e-6,
+        )
 
 
-def test_a_row_has_the_same_bits_whatever_the_others_and_the_threads_are(every_target, same_for_any_threads):
+def test_a_row_has_the_same_bits_whatever_the_others_and_the_threads_are(
+    every_target, same_for_any_threads
+):
     x, weight, bias = random(9, 257), random(1031, 257, seed=1), random(1031, seed=2)
 
     def matmul(rows):
@@ -37,14 +66,30 @@ def test_nan_and_inf_reach_the_outputs_they_belong_to(every_target):
     x, weight, out = torch.ones(1, 70), torch.ones(9, 70), torch.empty(1, 9)
     weight[2, 69], weight[5, 0] = float("nan"), float("inf")
     kernels.linear_few_rows(x, weight, out)
-    assert torch.isnan(out[0]).tolist() == [i == 2 for i in range(9)] and out[0, 5] == float("inf") and out[0, 0] == 70
+    assert (
+        torch.isnan(out[0]).tolist() == [i == 2 for i in range(9)]
+        and out[0, 5] == float("inf")
+        and out[0, 0] == 70
+    )
 
 
 def test_wrong_arguments_leave_everything_untouched():
     x, weight, out, bias = torch.ones(2, 8), torch.ones(3, 8), torch.ones(2, 3), torch.ones(3)
-    assert_refused([
-        (lambda: kernels.linear_few_rows(x, weight[:, :7], out), r"x: expected shape \(\*, 7\), got \(2, 8\)"),
-        (lambda: kernels.linear_few_rows(x, weight, out[:1]), r"out: expected shape \(2, 3\)"),
-        (lambda: kernels.linear_few_rows(x, weight, out, bias[:2]), r"bias: expected shape \(3,\), got \(2,\)"),
-        (lambda: kernels.linear_few_rows(x, weight.half(), out), "x: expected dtype float16 as weight"),
-    ], untouched=(x, weight, out, bias))
+    assert_refused(
+        [
+            (
+                lambda: kernels.linear_few_rows(x, weight[:, :7], out),
+                r"x: expected shape \(\*, 7\), got \(2, 8\)",
+            ),
+            (lambda: kernels.linear_few_rows(x, weight, out[:1]), r"out: expected shape \(2, 3\)"),
+            (
+                lambda: kernels.linear_few_rows(x, weight, out, bias[:2]),
+                r"bias: expected shape \(3,\), got \(2,\)",
+            ),
+            (
+                lambda: kernels.linear_few_rows(x, weight.half(), out),
+                "x: expected dtype float16 as weight",
+            ),
+        ],
+        untouched=(x, weight, out, bias),
+    )

@@ -18,20 +18,30 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run_python(code, **environment):
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ROOT)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ROOT
+    )
 
 
 def test_targets_say_why_they_cannot_run():
     rows, before = kernels.targets(), kernels.active()
     left_out = [row["name"] for row in rows if row["reason"].startswith("left out of this build")]
-    assert rows[0]["name"] == "reference" and ("portable" in left_out or rows[1]["name"] == "portable")
+    assert rows[0]["name"] == "reference" and (
+        "portable" in left_out or rows[1]["name"] == "portable"
+    )
     assert before == os.environ.get("FUGAKU_MEGATRON_TARGET", kernels.runnable_targets()[-1])
     for row in rows:
-        assert row["runnable"] == (row["reason"] == "") and (row["compiled"] or not row["runnable"]), row
+        assert row["runnable"] == (row["reason"] == "") and (
+            row["compiled"] or not row["runnable"]
+        ), row
         if not row["runnable"]:
-            with pytest.raises(RuntimeError, match=f"{row['name']} cannot run here: {row['reason']}"):
+            with pytest.raises(
+                RuntimeError, match=f"{row['name']} cannot run here: {row['reason']}"
+            ):
                 kernels.use(row["name"])
-    with pytest.raises(ValueError, match="unknown kernel target 'avx1024'; known: reference, portable, .*sve512"):
+    with pytest.raises(
+        ValueError, match="unknown kernel target 'avx1024'; known: reference, portable, .*sve512"
+    ):
         kernels.use("avx1024")
     with pytest.raises(KeyError), kernels.target("reference"):
         assert kernels.active() == "reference"
@@ -53,7 +63,9 @@ def test_amx_runs_where_the_cpu_and_the_system_have_it():
     if not row["compiled"]:
         pytest.skip(row["reason"])
     if "amx_bf16" in Path("/proc/cpuinfo").read_text().split():
-        assert row["reason"] == "" or row["reason"].startswith("the operating system refuses AMX tiles: ")
+        assert row["reason"] == "" or row["reason"].startswith(
+            "the operating system refuses AMX tiles: "
+        )
     else:
         assert re.fullmatch("this CPU has no (avx|amx).*", row["reason"])
 
@@ -62,16 +74,24 @@ def test_the_start_up_line_says_what_the_system_refuses(monkeypatch):
     assert kernels.instruction_set().split("; ")[0] == kernels.active()
     refusal = "the operating system refuses AMX tiles: not permitted"
     reasons = {"avx512bf16": "", "amx": refusal, "sve512": "not in this build, it is for aarch64"}
-    monkeypatch.setattr(kernels, "targets", lambda: [{"name": name, "reason": reason} for name, reason in reasons.items()])
+    monkeypatch.setattr(
+        kernels,
+        "targets",
+        lambda: [{"name": name, "reason": reason} for name, reason in reasons.items()],
+    )
     assert kernels.instruction_set() == f"{kernels.active()}; amx is not used: {refusal}"
 
 
 def test_environment_chooses_the_target_and_torch_is_imported_first():
     code = "from fugaku_megatron.host import kernels; print(kernels.active())"
     assert run_python(code, FUGAKU_MEGATRON_TARGET="portable").stdout == "portable\n"
-    for run, error in ((run_python(code, FUGAKU_MEGATRON_TARGET="sve3"),
-                        "ValueError: environment variable FUGAKU_MEGATRON_TARGET: unknown kernel target 'sve3'; known: reference,"),
-                       (run_python("import fugaku_megatron._kernels"), "ImportError:")):
+    for run, error in (
+        (
+            run_python(code, FUGAKU_MEGATRON_TARGET="sve3"),
+            "ValueError: environment variable FUGAKU_MEGATRON_TARGET: unknown kernel target 'sve3'; known: reference,",
+        ),
+        (run_python("import fugaku_megatron._kernels"), "ImportError:"),
+    ):
         assert run.returncode == 1 and run.stderr.splitlines()[-1].startswith(error)
 
 
@@ -123,42 +143,85 @@ def test_target_flags_stay_in_their_namespace():
     objects = sorted((ROOT / "build").glob("kernels-*/target_*.o"))
     if not objects:
         pytest.skip("the objects of the build are gone")
-    names = sorted((row["name"] for row in kernels.targets()), key=len, reverse=True)  # avx512bf16 before avx512
+    names = sorted(
+        (row["name"] for row in kernels.targets()), key=len, reverse=True
+    )  # avx512bf16 before avx512
     for path in objects:
-        symbols = subprocess.run(["nm", "-C", str(path)], capture_output=True, text=True, check=True).stdout
+        symbols = subprocess.run(
+            ["nm", "-C", str(path)], capture_output=True, text=True, check=True
+        ).stdout
         namespace = f"fm::{re.match('target_(' + '|'.join(names) + ')', path.stem)[1]}::"
-        assert "_GLOBAL__sub_I" not in symbols, f"{path}: a constructor would run these instructions on every CPU"
-        leaks = [line for line in symbols.splitlines() if re.search(r"^\S+ [WVuTBD] ", line) and namespace not in line]
+        assert "_GLOBAL__sub_I" not in symbols, (
+            f"{path}: a constructor would run these instructions on every CPU"
+        )
+        leaks = [
+            line
+            for line in symbols.splitlines()
+            if re.search(r"^\S+ [WVuTBD] ", line) and namespace not in line
+        ]
         assert leaks == [], path
 
 
 def test_views_and_parameters_are_accepted(target):
     buffer = torch.arange(64, dtype=torch.float32)
-    assert kernels.squared_norm(buffer[1:18]) == float((buffer[1:18] ** 2).sum()), "alignment is not required"
+    assert kernels.squared_norm(buffer[1:18]) == float((buffer[1:18] ** 2).sum()), (
+        "alignment is not required"
+    )
     assert kernels.squared_norm(torch.nn.Parameter(torch.full((3, 5), 2.0))) == 60.0
 
 
 def test_bad_arguments_are_value_errors_before_a_byte_is_written():
     out = torch.ones(4, 6)
-    good = {"x": torch.zeros(4, 6), "out": out, "p": 0.1, "seed": 1, "stream": 1, "first_sample": 0, "sample_dim": 0}
-    assert_refused([(lambda change=change: kernels.dropout(**{**good, **change}), message) for change, message in [
-        ({"x": torch.zeros(4, 6, device="meta")}, "x: expected a tensor in CPU memory, got meta"),
-        ({"x": torch.zeros(4, 6, dtype=torch.complex64)}, "x: expected a real dtype of this extension, got torch.comp"),
-        ({"x": torch.zeros(4, 6, dtype=torch.int32)}, "x: expected dtype float32 or bfloat16 or float16, got int32"),
-        ({"x": torch.zeros(6)}, r"x: expected 2 to 8 dimensions, got shape \(6,\)"),
-        ({"out": torch.zeros(6, 4)}, r"out: expected shape \(4, 6\) as x, got \(6, 4\)"),
-        ({"out": torch.zeros(4, 6, dtype=torch.bfloat16)}, "out: expected dtype float32 as x, got bfloat16"),
-        ({"x": torch.zeros(6, 4).t()}, r"x: expected a contiguous tensor, got shape \(4, 6\) with strides \(1, 4\)"),
-        ({"p": 1.0}, r"p: expected a probability in \[0, 1\), got 1.0"),
-        ({"sample_dim": 1}, "sample_dim: expected a dimension before the last, got 1"),
-        ({"first_sample": -1}, "first_sample: expected 0 or more, got -1"),
-        ({"row0": 2**32}, r"row0: expected fewer than 2\*\*32 rows in a sample"),
-    ]], untouched=[out])
+    good = {
+        "x": torch.zeros(4, 6),
+        "out": out,
+        "p": 0.1,
+        "seed": 1,
+        "stream": 1,
+        "first_sample": 0,
+        "sample_dim": 0,
+    }
+    assert_refused(
+        [
+            (lambda change=change: kernels.dropout(**{**good, **change}), message)
+            for change, message in [
+                (
+                    {"x": torch.zeros(4, 6, device="meta")},
+                    "x: expected a tensor in CPU memory, got meta",
+                ),
+                (
+                    {"x": torch.zeros(4, 6, dtype=torch.complex64)},
+                    "x: expected a real dtype of this extension, got torch.comp",
+                ),
+                (
+                    {"x": torch.zeros(4, 6, dtype=torch.int32)},
+                    "x: expected dtype float32 or bfloat16 or float16, got int32",
+                ),
+                ({"x": torch.zeros(6)}, r"x: expected 2 to 8 dimensions, got shape \(6,\)"),
+                ({"out": torch.zeros(6, 4)}, r"out: expected shape \(4, 6\) as x, got \(6, 4\)"),
+                (
+                    {"out": torch.zeros(4, 6, dtype=torch.bfloat16)},
+                    "out: expected dtype float32 as x, got bfloat16",
+                ),
+                (
+                    {"x": torch.zeros(6, 4).t()},
+                    r"x: expected a contiguous tensor, got shape \(4, 6\) with strides \(1, 4\)",
+                ),
+                ({"p": 1.0}, r"p: expected a probability in \[0, 1\), got 1.0"),
+                ({"sample_dim": 1}, "sample_dim: expected a dimension before the last, got 1"),
+                ({"first_sample": -1}, "first_sample: expected 0 or more, got -1"),
+                ({"row0": 2**32}, r"row0: expected fewer than 2\*\*32 rows in a sample"),
+            ]
+        ],
+        untouched=[out],
+    )
 
 
 def test_overlap_is_refused_and_in_place_is_not():
     buffer = torch.arange(40.0)
-    with pytest.raises(ValueError, match="out: expected the memory of x or memory apart from it, got partly over"):
+    with pytest.raises(
+        ValueError, match="out: expected the memory of x or memory apart from it, got partly over"
+    ):
         kernels.elementwise("sqrt", buffer[:20], buffer[10:30])
     kernels.elementwise("sqrt", buffer[:20], buffer[20:])
     torch.testing.assert_close(buffer[20:], torch.arange(20.0).sqrt())

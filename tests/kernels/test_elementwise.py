@@ -36,7 +36,9 @@ def test_exp_over_its_whole_range_and_special_values(target):
     want = torch.tensor([0.0, 0.0, 0.0, 0.0, math.inf, math.inf, math.inf, math.nan, 1.0, 1.0])
     torch.testing.assert_close(elementwise("exp", x), want, rtol=0, atol=0, equal_nan=True)
     assert elementwise("sqrt", torch.tensor([0.0, math.inf])).tolist() == [0.0, math.inf]
-    with pytest.raises(ValueError, match="function: expected one of exp, log, sqrt, rsqrt, reciprocal, got sinh"):
+    with pytest.raises(
+        ValueError, match="function: expected one of exp, log, sqrt, rsqrt, reciprocal, got sinh"
+    ):
         elementwise("sinh", torch.ones(3))
 
 
@@ -52,13 +54,17 @@ def test_functions_of_positive_numbers(target, function):
 def test_elementwise_agrees_with_reference(target, reference, function):
     for n in SIZES:
         x = torch.rand(n) + 0.01
-        torch.testing.assert_close(elementwise(function, x), reference(lambda x=x: elementwise(function, x)))
+        torch.testing.assert_close(
+            elementwise(function, x), reference(lambda x=x: elementwise(function, x))
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_convert_from_every_half(every_target, dtype):
     halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
-    torch.testing.assert_close(convert(halves, torch.float32), halves.float(), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        convert(halves, torch.float32), halves.float(), rtol=0, atol=0, equal_nan=True
+    )
     back = convert(halves.float(), dtype)
     finite = ~halves.isnan()
     assert torch.equal(back.view(torch.int16)[finite], halves.view(torch.int16)[finite])

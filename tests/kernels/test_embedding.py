@@ -68,9 +68,24 @@ def test_same_bits_for_any_number_of_threads(every_target, same_for_any_threads)
 
 def test_wrong_arguments_leave_everything_untouched():
     tokens, table, out = torch.tensor([[0, 9]]), torch.ones(5, 8), torch.ones(1, 2, 8)
-    assert_refused([
-        (lambda: kernels.embedding(tokens, table, out, vocabulary=9), "tokens: expected words from 0 to 8, got 9 at 1"),
-        (lambda: kernels.embedding(tokens, table, out[:, :1].contiguous()), "out: expected a row of 8 for each of 2 tokens"),
-        (lambda: kernels.embedding_backward(tokens, out, table.half()), "dtable: expected dtype float32"),
-        (lambda: kernels.add_position(torch.ones(6, 1, 8), table, torch.ones(6, 1, 8)), "table: expected at least 6 rows of 8"),
-    ], untouched=(table, out))
+    assert_refused(
+        [
+            (
+                lambda: kernels.embedding(tokens, table, out, vocabulary=9),
+                "tokens: expected words from 0 to 8, got 9 at 1",
+            ),
+            (
+                lambda: kernels.embedding(tokens, table, out[:, :1].contiguous()),
+                "out: expected a row of 8 for each of 2 tokens",
+            ),
+            (
+                lambda: kernels.embedding_backward(tokens, out, table.half()),
+                "dtable: expected dtype float32",
+            ),
+            (
+                lambda: kernels.add_position(torch.ones(6, 1, 8), table, torch.ones(6, 1, 8)),
+                "table: expected at least 6 rows of 8",
+            ),
+        ],
+        untouched=(table, out),
+    )

@@ -4,7 +4,15 @@ import torch
 from torch.nn import functional as F
 
 from fugaku_megatron.host import kernels
-from tests.kernels.numbers import DTYPES, MLP_ACTIVATIONS, assert_near, assert_refused, assert_slope, for_each, random
+from tests.kernels.numbers import (
+    DTYPES,
+    MLP_ACTIVATIONS,
+    assert_near,
+    assert_refused,
+    assert_slope,
+    for_each,
+    random,
+)
 
 SHAPES = [(0, 5), (1, 1), (3, 15), (4, 16), (5, 17), (7, 67), (211, 131), (9, 768)]
 GATES = {"silu": F.silu, "gelu": MLP_ACTIVATIONS["gelu"]}
@@ -40,7 +48,11 @@ def test_a_gate_and_its_gradient(every_target, shape, dtype, name):
 def test_a_gate_with_factors_of_its_rows(every_target, shape, dtype, name):
     """One rounding of the result; its gradients, those of the factors and the result again come from one pass."""
     rows, cols = shape
-    x, dy, factors = random(rows, 2, cols, dtype=dtype), random(rows, cols, dtype=dtype, seed=2), random(rows, seed=3)
+    x, dy, factors = (
+        random(rows, 2, cols, dtype=dtype),
+        random(rows, cols, dtype=dtype, seed=2),
+        random(rows, seed=3),
+    )
     leaf, by = x.double().requires_grad_(), factors.double().requires_grad_()
     want = exact(leaf, name) * by.unsqueeze(1)
     want.backward(dy.double())
@@ -50,14 +62,18 @@ def test_a_gate_with_factors_of_its_rows(every_target, shape, dtype, name):
     again = torch.empty_like(y)
     kernels.scaled_gate_backward(dy, x, factors, dx, dfactors, again, name)
     assert_near(dx, leaf.grad, dtype)
-    torch.testing.assert_close(dfactors.double(), by.grad, rtol=1e-5, atol=1e-5 * max(1, cols) ** 0.5)
+    torch.testing.assert_close(
+        dfactors.double(), by.grad, rtol=1e-5, atol=1e-5 * max(1, cols) ** 0.5
+    )
     assert torch.equal(again, y)
     kernels.scaled_gate_backward(dy, x, factors, x, dfactors, dy, name)
     assert torch.equal(x, dx) and torch.equal(dy, y)
 
 
 @for_each(name=GATES)
-def test_parts_and_threads_give_the_bits_of_the_whole(every_target, guarded, same_for_any_threads, name):
+def test_parts_and_threads_give_the_bits_of_the_whole(
+    every_target, guarded, same_for_any_threads, name
+):
     x, dy = random(13, 2, 71), random(13, 71, seed=2)
     whole, whole_dx = forward(x, name), torch.empty_like(x)
     kernels.gate_backward(dy, x, whole_dx, name)
@@ -92,7 +108,9 @@ def test_gate_backward_is_the_slope(every_target, name):
 @for_each(name=GATES)
 def test_gates_far_from_zero(every_target, name):
     """Also where exp(-gate) overflows; NaN and infinity as torch has them."""
-    gate = torch.cat([torch.linspace(-200, 200, 4001), torch.tensor([0.0, -0.0, 1e30, -1e30, 1e-30])])
+    gate = torch.cat(
+        [torch.linspace(-200, 200, 4001), torch.tensor([0.0, -0.0, 1e30, -1e30, 1e-30])]
+    )
     x, dy = torch.stack([gate, torch.ones_like(gate)]).unsqueeze(0), torch.ones(1, len(gate))
     leaf = x.double().requires_grad_()
     exact(leaf, name).sum().backward()
@@ -105,19 +123,46 @@ def test_gates_far_from_zero(every_target, name):
         assert ((value - want).abs() <= 4e-7 * gate.abs()).all()
     torch.testing.assert_close(dx.double(), leaf.grad, rtol=4e-6, atol=2e-6)
     odd = torch.tensor([float("nan"), float("inf"), float("-inf"), 1.0] * 9).view(1, 2, 18)
-    torch.testing.assert_close(forward(odd, name), exact(odd, name), rtol=1e-6, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        forward(odd, name), exact(odd, name), rtol=1e-6, atol=0, equal_nan=True
+    )
 
 
 def test_wrong_arguments_leave_everything_untouched():
     x, y = torch.ones(4, 2, 8), torch.ones(4, 8)
-    assert_refused([
-        (lambda: kernels.gate(x[:, :1], y), r"x: expected shape \(\*, 2, \*\), got \(4, 1, 8\)"),
-        (lambda: kernels.gate(x, y[:2]), r"y: expected shape \(4, 8\), got \(2, 8\)"),
-        (lambda: kernels.gate(x[:, :, ::2], y[:, :4]), "x: expected a contiguous last dimension"),
-        (lambda: kernels.gate(x, y, "squared_relu"), "activation: expected one of silu, gelu, got squared_relu"),
-        (lambda: kernels.gate_backward(y[:, :4], x[:, :, :4], torch.ones(4, 2, 4)), "dy: expected a contiguous tensor"),
-        (lambda: kernels.gate_backward(x[:2].view(4, 8), x, x), "dx: expected memory apart from dy"),
-        (lambda: kernels.scaled_gate(x, y[0, :3], y), r"factors: expected shape \(4,\), got \(3,\)"),
-        (lambda: kernels.scaled_gate_backward(y, x, y[:, 0].contiguous(), x.clone(), y[0, :4], x[:2].view(4, 8)),
-         "dfactors: expected memory apart from dy"),
-    ], untouched=(x, y))
+    assert_refused(
+        [
+            (
+                lambda: kernels.gate(x[:, :1], y),
+                r"x: expected shape \(\*, 2, \*\), got \(4, 1, 8\)",
+            ),
+            (lambda: kernels.gate(x, y[:2]), r"y: expected shape \(4, 8\), got \(2, 8\)"),
+            (
+                lambda: kernels.gate(x[:, :, ::2], y[:, :4]),
+                "x: expected a contiguous last dimension",
+            ),
+            (
+                lambda: kernels.gate(x, y, "squared_relu"),
+                "activation: expected one of silu, gelu, got squared_relu",
+            ),
+            (
+                lambda: kernels.gate_backward(y[:, :4], x[:, :, :4], torch.ones(4, 2, 4)),
+                "dy: expected a contiguous tensor",
+            ),
+            (
+                lambda: kernels.gate_backward(x[:2].view(4, 8), x, x),
+                "dx: expected memory apart from dy",
+            ),
+            (
+                lambda: kernels.scaled_gate(x, y[0, :3], y),
+                r"factors: expected shape \(4,\), got \(3,\)",
+            ),
+            (
+                lambda: kernels.scaled_gate_backward(
+                    y, x, y[:, 0].contiguous(), x.clone(), y[0, :4], x[:2].view(4, 8)
+                ),
+                "dfactors: expected memory apart from dy",
+            ),
+        ],
+        untouched=(x, y),
+    )

@@ -14,7 +14,12 @@ from tests.kernels.numbers import assert_refused, having, linear_forms, packed, 
 
 CHUNK = 16
 EDGES = (0, 1, 13, 37)
-SHAPES = [*itertools.islice(itertools.product(EDGES, EDGES, EDGES), 0, None, 3), (29, 131, 70), (48, 70, 300), (9, 140, 1030)]
+SHAPES = [
+    *itertools.islice(itertools.product(EDGES, EDGES, EDGES), 0, None, 3),
+    (29, 131, 70),
+    (48, 70, 300),
+    (9, 140, 1030),
+]
 
 
 @pytest.fixture(params=having("fp16"))
@@ -52,11 +57,19 @@ def by_definition(a, b, chunk):
     return torch.from_numpy(total).float()
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.0**-10, 2.0**6])  # the second ends in denormals, the third overflows
+@pytest.mark.parametrize(
+    "scale", [1.0, 2.0**-10, 2.0**6]
+)  # the second ends in denormals, the third overflows
 @pytest.mark.parametrize("chunk", [1, 8, 24, 300])
 def test_reference_is_the_definition(reference, chunk, scale):
     a, b = half(7, 100) * scale, half(100, 9, seed=1) * scale
-    torch.testing.assert_close(reference(lambda: matmul(a, b, chunk)), by_definition(a, b, chunk), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        reference(lambda: matmul(a, b, chunk)),
+        by_definition(a, b, chunk),
+        rtol=0,
+        atol=0,
+        equal_nan=True,
+    )
 
 
 def forms(m, n, k, seed, with_packed):
@@ -66,18 +79,39 @@ def forms(m, n, k, seed, with_packed):
 
 def test_forms_match_the_reference(target, reference):
     for index, (m, n, k) in enumerate(SHAPES):
-        fast, exact = forms(m, n, k, index, index % 2), reference(lambda s=(m, n, k, index, False): forms(*s))
+        fast, exact = (
+            forms(m, n, k, index, index % 2),
+            reference(lambda s=(m, n, k, index, False): forms(*s)),
+        )
         for got, want, depth in zip(fast, exact, (k, n, m, m), strict=True):
             # The FP16 sums have the same bits; what differs is the rounding of their sum.
             torch.testing.assert_close(got, want, rtol=1e-6, atol=2.0**-22 * (depth + 8))
 
 
 def test_epilogue_and_half_output(target, reference):
-    x, weight, bias, residual = strided(37, 130), strided(70, 130, 1), half(70, seed=2), strided(37, 70, 3)
+    x, weight, bias, residual = (
+        strided(37, 130),
+        strided(70, 130, 1),
+        half(70, seed=2),
+        strided(37, 70, 3),
+    )
 
     def run():
-        out, pre = torch.empty(37, 70, dtype=torch.float16), torch.empty(37, 70, dtype=torch.float16)
-        kernels.linear_forward(x, weight, out, bias, "gelu", pre, residual, packed(weight, False, fp16_chunk=CHUNK), CHUNK)
+        out, pre = (
+            torch.empty(37, 70, dtype=torch.float16),
+            torch.empty(37, 70, dtype=torch.float16),
+        )
+        kernels.linear_forward(
+            x,
+            weight,
+            out,
+            bias,
+            "gelu",
+            pre,
+            residual,
+            packed(weight, False, fp16_chunk=CHUNK),
+            CHUNK,
+        )
         return out, pre
 
     for fast, exact in zip(run(), reference(run), strict=True):
@@ -108,7 +142,9 @@ def test_a_chunk_overflows_where_its_sum_does(target):
     a[3, 5] = torch.inf
     a[4, 6], b[6] = 300.0, 300.0
     got = matmul(a, b, 1)
-    assert bool((got[3:5] == torch.inf).all()) and bool(got[torch.tensor([0, 1, 2, 5, 12])].isfinite().all())
+    assert bool((got[3:5] == torch.inf).all()) and bool(
+        got[torch.tensor([0, 1, 2, 5, 12])].isfinite().all()
+    )
     b[5, 0] = 0.0
     assert bool(matmul(a, b, 1)[3, 0].isnan())
     exact = torch.empty(14, 66)
@@ -136,16 +172,27 @@ def test_refusals(target):
     x, weight, out = half(4, 6), half(5, 6), torch.empty(4, 5)
     for_chunk = packed(weight, False, fp16_chunk=CHUNK)
     refused = [
-        ("fp16_chunk: expected 0 for operands of float32, got 8", lambda: matmul(torch.randn(2, 3), torch.randn(3, 4), 8)),
+        (
+            "fp16_chunk: expected 0 for operands of float32, got 8",
+            lambda: matmul(torch.randn(2, 3), torch.randn(3, 4), 8),
+        ),
         ("fp16_chunk: expected 0 to 65536, got -1", lambda: matmul(x, weight.T, -1)),
-        ("packed: expected a weight .*fp16_chunk=8.* got .*fp16_chunk=16",
-         lambda: kernels.linear_forward(x, weight, out, packed=for_chunk, fp16_chunk=8)),
-        ("packed: expected a weight .*fp16_chunk=0", lambda: kernels.linear_forward(x, weight, out, packed=for_chunk)),
+        (
+            "packed: expected a weight .*fp16_chunk=8.* got .*fp16_chunk=16",
+            lambda: kernels.linear_forward(x, weight, out, packed=for_chunk, fp16_chunk=8),
+        ),
+        (
+            "packed: expected a weight .*fp16_chunk=0",
+            lambda: kernels.linear_forward(x, weight, out, packed=for_chunk),
+        ),
     ]
     assert_refused((call, message) for message, call in refused)
 
 
 def test_a_target_without_fp16_arithmetic_refuses():
     for name in {*kernels.runnable_targets()} - {*having("fp16")}:
-        with kernels.target(name), pytest.raises(ValueError, match=f"0 for target {name}, which has no FP16 arithmetic"):
+        with (
+            kernels.target(name),
+            pytest.raises(ValueError, match=f"0 for target {name}, which has no FP16 arithmetic"),
+        ):
             matmul(half(2, 3), half(3, 4), 8)

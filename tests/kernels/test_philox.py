@@ -30,7 +30,11 @@ def dropout(x, p=0.25, seed=1, stream=2, first_sample=0, **place):
 KNOWN = [
     ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
     ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
-    ([0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], [0xA4093822, 0x299F31D0], [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]),
+    (
+        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+        [0xA4093822, 0x299F31D0],
+        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+    ),
 ]
 
 
@@ -52,10 +56,17 @@ def test_normal_agrees_with_reference(target, reference):
 
 def test_normal_slices_and_threads_give_the_bits_of_the_whole(target, same_for_any_threads):
     whole = same_for_any_threads(lambda: normal(40, 1031))
-    for row0, col0, rows, cols in [(0, 0, 40, 150), (0, 150, 40, 150), (13, 7, 20, 64), (39, 1030, 1, 1)]:
+    for row0, col0, rows, cols in [
+        (0, 0, 40, 150),
+        (0, 150, 40, 150),
+        (13, 7, 20, 64),
+        (39, 1030, 1, 1),
+    ]:
         part = normal(rows, cols, row0, col0, full_cols=1031)
         assert torch.equal(part, whole[row0 : row0 + rows, col0 : col0 + cols])
-    with pytest.raises(ValueError, match=r"col0: expected a slice within the 100 columns \(full_cols\).*90 to 110"):
+    with pytest.raises(
+        ValueError, match=r"col0: expected a slice within the 100 columns \(full_cols\).*90 to 110"
+    ):
         normal(2, 20, col0=90, full_cols=100)
 
 
@@ -69,7 +80,12 @@ def test_normal_is_standard_normal(target):
     # The share of each tenth of the distribution, and no correlation along rows or columns.
     tenths = torch.histc(torch.special.ndtr(x), 10, 0, 1) / n
     assert (tenths - 0.1).abs().max() < 4 * math.sqrt(0.09 / n)
-    for a, b in [(x[:, :-1], x[:, 1:]), (x[:-1], x[1:]), (x[:, :-16], x[:, 16:]), (x[:, :-64], x[:, 64:])]:
+    for a, b in [
+        (x[:, :-1], x[:, 1:]),
+        (x[:-1], x[1:]),
+        (x[:, :-16], x[:, 16:]),
+        (x[:, :-64], x[:, 64:]),
+    ]:
         assert abs((a * b).mean()) < 4 / math.sqrt(a.numel())
 
 
@@ -80,7 +96,12 @@ def test_seeds_streams_and_samples_give_other_numbers():
     a, b = normal(300, 300, seed=1, stream=0), normal(300, 300, seed=0, stream=1)
     assert abs((a * b).mean()) < 4 / 300
     x = torch.ones(64, 1, 64)
-    masks = [dropout(x, 0.5, seed, stream, sample) for seed in (1, 2) for stream in (1, 2) for sample in (0, 1, 2**32)]
+    masks = [
+        dropout(x, 0.5, seed, stream, sample)
+        for seed in (1, 2)
+        for stream in (1, 2)
+        for sample in (0, 1, 2**32)
+    ]
     for i, a in enumerate(masks):
         for b in masks[:i]:
             agreeing = float(((a != 0) == (b != 0)).double().mean())
@@ -139,4 +160,6 @@ def test_dropout_is_a_mask_in_forward_and_backward(target):
     assert torch.equal(in_place, dropout(x))
     x[:], x[1] = math.inf, math.nan
     out = dropout(x, 0.5)
-    assert bool(((out == 0) | ~out.isfinite()).all()) and bool((out == 0).any()), "what is not finite is dropped as well"
+    assert bool(((out == 0) | ~out.isfinite()).all()) and bool((out == 0).any()), (
+        "what is not finite is dropped as well"
+    )

@@ -43,6 +43,7 @@ def test_sum_rows(target, reference, same_for_any_threads, dtype):
         whole = torch.randn(3, n + 5).to(dtype)
         x = whole[:, :n]  # rows that lie apart
         for out_dtype in (torch.float32, dtype):
+
             def total(x=x, out_dtype=out_dtype):
                 out = torch.empty(x.shape[1], dtype=out_dtype)
                 kernels.sum_rows(x, out)
@@ -58,7 +59,9 @@ def test_sum_rows_into_one_of_them_and_what_does_not_fit(target):
     want = x[0] + x[1] + x[2] + x[3]
     kernels.sum_rows(x, x[2])
     assert torch.equal(x[2], want)
-    for x, out, message in ((torch.zeros(2, 7), torch.zeros(6), "out: expected .*7"),
-                            (torch.zeros(0, 7), torch.zeros(7), "x: expected at least one row")):
+    for x, out, message in (
+        (torch.zeros(2, 7), torch.zeros(6), "out: expected .*7"),
+        (torch.zeros(0, 7), torch.zeros(7), "x: expected at least one row"),
+    ):
         with pytest.raises(ValueError, match=message):
             kernels.sum_rows(x, out)

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 import torch
 
 from fugaku_megatron.host import kernels
-from tests.kernels.numbers import DTYPES, assert_near, assert_refused, assert_slope, for_each, random
+from tests.kernels.numbers import (
+    DTYPES,
+    assert_near,
+    assert_refused,
+    assert_slope,
+    for_each,
+    random,
+)
 
 EPSILON = 1e-3
 
@@ -24,15 +31,24 @@ class Shape:
     half: int
 
     def x(self, dtype=torch.float32, seed=0):
-        return random(self.s, self.b, self.groups * (self.queries + 2), self.d, dtype=dtype, seed=seed)
+        return random(
+            self.s, self.b, self.groups * (self.queries + 2), self.d, dtype=dtype, seed=seed
+        )
 
     def angles(self):
         angles = random(self.s, self.half, seed=5) * 3
         return angles.cos(), angles.sin()
 
 
-SHAPES = [Shape(0, 2, 1, 1, 8, 4), Shape(3, 1, 1, 1, 1, 0), Shape(3, 2, 2, 1, 2, 1), Shape(5, 2, 1, 4, 32, 16),
-          Shape(4, 3, 3, 2, 67, 17), Shape(2, 1, 2, 3, 64, 8), Shape(3, 2, 1, 2, 128, 64)]
+SHAPES = [
+    Shape(0, 2, 1, 1, 8, 4),
+    Shape(3, 1, 1, 1, 1, 0),
+    Shape(3, 2, 2, 1, 2, 1),
+    Shape(5, 2, 1, 4, 32, 16),
+    Shape(4, 3, 3, 2, 67, 17),
+    Shape(2, 1, 2, 3, 64, 8),
+    Shape(3, 2, 1, 2, 128, 64),
+]
 SMALL = SHAPES[4]
 
 
@@ -73,9 +89,15 @@ def test_rotary_and_its_inverse(every_target, shape, interleaved, dtype, guarded
 def test_rotary_norm_and_its_gradient(every_target, shape, interleaved, dtype, guarded):
     x, (cos, sin), dy = shape.x(dtype), shape.angles(), shape.x(dtype, seed=3)
     weights = [random(shape.d, dtype=dtype, seed=i) for i in (1, 2)]
-    y, dx, sums = guarded(x.shape, dtype), guarded(x.shape, dtype), [torch.ones(shape.d), torch.full((shape.d,), 2.0)]
+    y, dx, sums = (
+        guarded(x.shape, dtype),
+        guarded(x.shape, dtype),
+        [torch.ones(shape.d), torch.full((shape.d,), 2.0)],
+    )
     kernels.rotary_norm(x, *weights, cos, sin, y, shape.queries, EPSILON, interleaved)
-    kernels.rotary_norm_backward(dy, x, *weights, cos, sin, dx, *sums, shape.queries, EPSILON, interleaved)
+    kernels.rotary_norm_backward(
+        dy, x, *weights, cos, sin, dx, *sums, shape.queries, EPSILON, interleaved
+    )
     leaves = [t.double().requires_grad_() for t in (x, *weights)]
     want = exact(leaves[0], cos, sin, shape.queries, interleaved, leaves[1:])
     want.backward(dy.double())
@@ -86,16 +108,30 @@ def test_rotary_norm_and_its_gradient(every_target, shape, interleaved, dtype, g
 
 
 @for_each(interleaved=[False, True], shape=SHAPES[1:], dtype=DTYPES)
-def test_positions_choose_the_angles_of_each_token(every_target, shape, interleaved, dtype, guarded):
+def test_positions_choose_the_angles_of_each_token(
+    every_target, shape, interleaved, dtype, guarded
+):
     """As if each sample were alone, with the rows of the table that its positions name."""
     table = [random(shape.s + 4, shape.half, seed=5 + i) for i in (0, 1)]
-    rows = torch.randint(shape.s + 4, (shape.s, shape.b), dtype=torch.int32, generator=torch.Generator().manual_seed(7))
+    rows = torch.randint(
+        shape.s + 4,
+        (shape.s, shape.b),
+        dtype=torch.int32,
+        generator=torch.Generator().manual_seed(7),
+    )
     x, dy = shape.x(dtype), shape.x(dtype, seed=3)
     weights = [random(shape.d, dtype=dtype, seed=i) for i in (1, 2)]
-    y, normed, dx, sums = (*(guarded(x.shape, dtype) for _ in range(3)), [torch.zeros(shape.d) for _ in range(2)])
+    y, normed, dx, sums = (
+        *(guarded(x.shape, dtype) for _ in range(3)),
+        [torch.zeros(shape.d) for _ in range(2)],
+    )
     kernels.rotary(x, *table, y, shape.queries, interleaved, positions=rows)
-    kernels.rotary_norm(x, *weights, *table, normed, shape.queries, EPSILON, interleaved, positions=rows)
-    kernels.rotary_norm_backward(dy, x, *weights, *table, dx, *sums, shape.queries, EPSILON, interleaved, positions=rows)
+    kernels.rotary_norm(
+        x, *weights, *table, normed, shape.queries, EPSILON, interleaved, positions=rows
+    )
+    kernels.rotary_norm_backward(
+        dy, x, *weights, *table, dx, *sums, shape.queries, EPSILON, interleaved, positions=rows
+    )
     wanted = [torch.zeros(shape.d) for _ in range(2)]
     for b in range(shape.b):
         own, turns = slice(b, b + 1), [angle[rows[:, b].long()] for angle in table]
@@ -103,8 +139,13 @@ def test_positions_choose_the_angles_of_each_token(every_target, shape, interlea
         part, gradient = x[:, own].contiguous(), dy[:, own].contiguous()
         kernels.rotary(part, *turns, alone[0], shape.queries, interleaved)
         kernels.rotary_norm(part, *weights, *turns, alone[1], shape.queries, EPSILON, interleaved)
-        kernels.rotary_norm_backward(gradient, part, *weights, *turns, alone[2], *wanted, shape.queries, EPSILON, interleaved)
-        assert all(torch.equal(all_of[:, own], one) for all_of, one in zip((y, normed, dx), alone, strict=True))
+        kernels.rotary_norm_backward(
+            gradient, part, *weights, *turns, alone[2], *wanted, shape.queries, EPSILON, interleaved
+        )
+        assert all(
+            torch.equal(all_of[:, own], one)
+            for all_of, one in zip((y, normed, dx), alone, strict=True)
+        )
     for got, want in zip(sums, wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
@@ -116,7 +157,9 @@ def test_rotary_is_undone_by_its_gradient(every_target, interleaved):
     y, dx = torch.empty_like(x), torch.empty_like(x)
     kernels.rotary(x, cos, sin, y, SMALL.queries, interleaved)
     kernels.rotary(dy, cos, sin, dx, SMALL.queries, interleaved, inverse=True)
-    torch.testing.assert_close((y.double() * dy).sum(), (x.double() * dx).sum(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        (y.double() * dy).sum(), (x.double() * dx).sum(), rtol=1e-5, atol=1e-5
+    )
     assert (y - x).abs().max() > 0.1
 
 
@@ -144,7 +187,13 @@ def test_in_place_and_for_any_number_of_threads(every_target, interleaved, same_
     arguments = shape.queries, EPSILON, interleaved
 
     def in_place():
-        plain, normed, dx, dq, dk = x.clone(), x.clone(), dy.clone(), torch.zeros(shape.d), torch.zeros(shape.d)
+        plain, normed, dx, dq, dk = (
+            x.clone(),
+            x.clone(),
+            dy.clone(),
+            torch.zeros(shape.d),
+            torch.zeros(shape.d),
+        )
         kernels.rotary(plain, cos, sin, plain, shape.queries, interleaved)
         kernels.rotary_norm(normed, *weights, cos, sin, normed, *arguments)
         kernels.rotary_norm_backward(dx, x, *weights, cos, sin, dx, dq, dk, *arguments)
@@ -170,18 +219,49 @@ def test_nan_travels_within_its_head(every_target):
 
 def test_wrong_arguments_leave_everything_untouched():
     x, y, c, w = torch.ones(3, 2, 6, 8), torch.ones(3, 2, 6, 8), torch.ones(3, 4), torch.ones(8)
-    assert_refused([
-        (lambda: kernels.rotary(x, c, c, y, 2), "queries: expected groups of queries . 2 heads that make up x's 6, got 2"),
-        (lambda: kernels.rotary(x, torch.ones(3, 5), torch.ones(3, 5), y, 1), "cos: expected at most half of 8 columns, got 5"),
-        (lambda: kernels.rotary(x, c, c[:2], y, 1), r"sin: expected shape \(3, 4\), got \(2, 4\)"),
-        (lambda: kernels.rotary(x, c.double(), c, y, 1), "cos: expected dtype float32, got float64"),
-        (lambda: kernels.rotary(x, c, c, y, 1, positions=torch.full((3, 2), 3, dtype=torch.int32)),
-         "positions: expected numbers below 3, got 3"),
-        (lambda: kernels.rotary(x, c, c, y, 1, positions=torch.zeros(3, 2)), "positions: expected dtype int32, got float32"),
-        (lambda: kernels.rotary_norm(x, w[:4], w, c, c, y, 1, EPSILON), r"q_weight: expected shape \(8,\), got \(4,\)"),
-        (lambda: kernels.rotary_norm(x, w, w, c, c, y, 1, -1.0), "eps: expected 0 or more"),
-        (lambda: kernels.rotary_norm_backward(x, x, w, w, c, c, y, w.clone(), w, 1, 0.1),
-         "dk_weight: expected memory apart from q_weight"),
-        (lambda: kernels.rotary_norm_backward(y, x, w, w, c, c, x, w.clone(), w.clone(), 1, 0.1),
-         "dx: expected memory apart from x"),
-    ], untouched=(x, y, c, w))
+    assert_refused(
+        [
+            (
+                lambda: kernels.rotary(x, c, c, y, 2),
+                "queries: expected groups of queries . 2 heads that make up x's 6, got 2",
+            ),
+            (
+                lambda: kernels.rotary(x, torch.ones(3, 5), torch.ones(3, 5), y, 1),
+                "cos: expected at most half of 8 columns, got 5",
+            ),
+            (
+                lambda: kernels.rotary(x, c, c[:2], y, 1),
+                r"sin: expected shape \(3, 4\), got \(2, 4\)",
+            ),
+            (
+                lambda: kernels.rotary(x, c.double(), c, y, 1),
+                "cos: expected dtype float32, got float64",
+            ),
+            (
+                lambda: kernels.rotary(
+                    x, c, c, y, 1, positions=torch.full((3, 2), 3, dtype=torch.int32)
+                ),
+                "positions: expected numbers below 3, got 3",
+            ),
+            (
+                lambda: kernels.rotary(x, c, c, y, 1, positions=torch.zeros(3, 2)),
+                "positions: expected dtype int32, got float32",
+            ),
+            (
+                lambda: kernels.rotary_norm(x, w[:4], w, c, c, y, 1, EPSILON),
+                r"q_weight: expected shape \(8,\), got \(4,\)",
+            ),
+            (lambda: kernels.rotary_norm(x, w, w, c, c, y, 1, -1.0), "eps: expected 0 or more"),
+            (
+                lambda: kernels.rotary_norm_backward(x, x, w, w, c, c, y, w.clone(), w, 1, 0.1),
+                "dk_weight: expected memory apart from q_weight",
+            ),
+            (
+                lambda: kernels.rotary_norm_backward(
+                    y, x, w, w, c, c, x, w.clone(), w.clone(), 1, 0.1
+                ),
+                "dx: expected memory apart from x",
+            ),
+        ],
+        untouched=(x, y, c, w),
+    )

@@ -6,11 +6,31 @@ import pytest
 import torch
 
 from fugaku_megatron.host import kernels
-from tests.kernels.numbers import DTYPES, assert_near, assert_refused, assert_slope, for_each, random
+from tests.kernels.numbers import (
+    DTYPES,
+    assert_near,
+    assert_refused,
+    assert_slope,
+    for_each,
+    random,
+)
 
 KINDS = ["softmax", "softmax_of_chosen", "sigmoid"]
-SHAPES = [(0, 5, 2), (1, 1, 1), (3, 7, 3), (33, 16, 2), (17, 67, 8), (211, 128, 8), (5, 64, 64)]  # tokens, experts, k
-GROUPED = [(9, 12, 4, 3, 2), (33, 64, 8, 8, 4), (5, 256, 6, 16, 2), (7, 20, 2, 5, 2)]  # and groups, of which so many are chosen
+SHAPES = [
+    (0, 5, 2),
+    (1, 1, 1),
+    (3, 7, 3),
+    (33, 16, 2),
+    (17, 67, 8),
+    (211, 128, 8),
+    (5, 64, 64),
+]  # tokens, experts, k
+GROUPED = [
+    (9, 12, 4, 3, 2),
+    (33, 64, 8, 8, 4),
+    (5, 256, 6, 16, 2),
+    (7, 20, 2, 5, 2),
+]  # and groups, of which so many are chosen
 
 
 def best(x, count):
@@ -92,22 +112,36 @@ def test_of_equal_numbers_the_first_comes_first(every_target, kind, groups):
 def test_route_backward_is_the_slope(every_target, kind):
     logits, dscores, dlogits = 2 * random(5, 19), random(5, 4, seed=1), torch.empty(5, 19)
     scores, chosen = route(logits, 4, kind)
-    kernels.route_backward(dscores, scores if kind == "softmax_of_chosen" else logits, chosen, dlogits, kind)
+    kernels.route_backward(
+        dscores, scores if kind == "softmax_of_chosen" else logits, chosen, dlogits, kind
+    )
     with torch.no_grad():
-        gaps = logits.sort(-1, descending=True).values[:, 3] - logits.sort(-1, descending=True).values[:, 4]
+        gaps = (
+            logits.sort(-1, descending=True).values[:, 3]
+            - logits.sort(-1, descending=True).values[:, 4]
+        )
     assert gaps.min() > 0.02, "no other expert is chosen nearby"
-    assert_slope(lambda: (route(logits, 4, kind)[0].double() * dscores.double()).sum(), [logits], [dlogits])
+    assert_slope(
+        lambda: (route(logits, 4, kind)[0].double() * dscores.double()).sum(), [logits], [dlogits]
+    )
 
 
 # Pairs ----------------------------------------------------------------------------------------------------------------------------
 
+
 def sorted_pairs(chosen, experts):
-    counts, pairs, places = torch.empty(experts, dtype=torch.int64), torch.full((chosen.numel(),), -1), torch.empty_like(chosen)
+    counts, pairs, places = (
+        torch.empty(experts, dtype=torch.int64),
+        torch.full((chosen.numel(),), -1),
+        torch.empty_like(chosen),
+    )
     kernels.sort_pairs(chosen, counts, pairs, places)
     return counts, pairs, places
 
 
-@for_each(shape=[(0, 2), (1, 1), (37, 3), (1000, 1), (2049, 8)], experts=[1, 5, 128], drop=[False, True])
+@for_each(
+    shape=[(0, 2), (1, 1), (37, 3), (1000, 1), (2049, 8)], experts=[1, 5, 128], drop=[False, True]
+)
 def test_pairs_in_the_order_of_experts(every_target, shape, experts, drop):
     """Some experts have no pair, and where one has all it may have 1,000."""
     chosen = torch.randint(experts, shape, generator=torch.Generator().manual_seed(3)) // 3 * 3
@@ -124,8 +158,13 @@ def test_pairs_in_the_order_of_experts(every_target, shape, experts, drop):
 
 @for_each(dtype=DTYPES, cols=[1, 15, 16, 67, 131, 768], k=[1, 3])
 def test_rows_in_the_order_of_experts_and_back(every_target, guarded, cols, dtype, k):
-    x, chosen = random(37, cols, dtype=dtype), torch.randint(6, (37, k), generator=torch.Generator().manual_seed(3))
-    counts, pairs, places = sorted_pairs(chosen.clamp(max=5), 5)  # the pairs of expert 5 are dropped
+    x, chosen = (
+        random(37, cols, dtype=dtype),
+        torch.randint(6, (37, k), generator=torch.Generator().manual_seed(3)),
+    )
+    counts, pairs, places = sorted_pairs(
+        chosen.clamp(max=5), 5
+    )  # the pairs of expert 5 are dropped
     pairs = pairs[: counts.sum()]
     there, back = guarded((len(pairs), cols), dtype), guarded((37, cols), dtype)
     kernels.permute(x, pairs, there, k)
@@ -139,7 +178,11 @@ def test_rows_in_the_order_of_experts_and_back(every_target, guarded, cols, dtyp
 
 
 def test_same_bits_for_any_number_of_threads(every_target, same_for_any_threads):
-    logits, dscores, x = random(700, 67), random(700, 4, seed=1), random(700, 131, dtype=torch.bfloat16)
+    logits, dscores, x = (
+        random(700, 67),
+        random(700, 4, seed=1),
+        random(700, 131, dtype=torch.bfloat16),
+    )
     chosen = torch.randint(9, (5000, 4), generator=torch.Generator().manual_seed(3))
 
     def everything():
@@ -147,7 +190,14 @@ def test_same_bits_for_any_number_of_threads(every_target, same_for_any_threads)
         for kind in KINDS:
             scores, numbers = route(logits, 4, kind, scaling=1.7)
             dlogits = torch.empty_like(logits)
-            kernels.route_backward(dscores, scores if kind == "softmax_of_chosen" else logits, numbers, dlogits, kind, 1.7)
+            kernels.route_backward(
+                dscores,
+                scores if kind == "softmax_of_chosen" else logits,
+                numbers,
+                dlogits,
+                kind,
+                1.7,
+            )
             results += [scores, numbers, dlogits]
         counts, pairs, places = sorted_pairs(numbers, 67)
         there, back = x.new_empty(len(pairs), 131), torch.empty_like(x)
@@ -159,23 +209,74 @@ def test_same_bits_for_any_number_of_threads(every_target, same_for_any_threads)
 
 
 def test_wrong_arguments_leave_everything_untouched():
-    logits, scores, chosen, x = torch.ones(4, 6), torch.ones(4, 2), torch.ones(4, 2, dtype=torch.int64), torch.ones(4, 8)
-    counts, pairs, many = torch.ones(2, dtype=torch.int64), torch.ones(8, dtype=torch.int64), torch.ones(8, 8)
-    assert_refused([
-        (lambda: kernels.route(logits, None, scores, chosen, "tanh"), "kind: expected one of softmax, softmax_of_chosen, sigmoid"),
-        (lambda: kernels.route(logits.double(), None, scores, chosen), "logits: expected dtype float32, got float64"),
-        (lambda: kernels.route(logits[:, :1].contiguous(), None, scores, chosen), "scores: expected 1 to 1 columns, got 2"),
-        (lambda: kernels.route(logits, logits[0], scores, chosen), "bias: expected none but of sigmoid, got one of softmax_of_"),
-        (lambda: kernels.route(logits, None, scores, chosen, groups=4, group_topk=2), "groups: expected a divisor of 6 experts"),
-        (lambda: kernels.route(logits, None, scores, chosen, groups=6, group_topk=1), "best 1 have 2 in equal parts, got 6"),
-        (lambda: kernels.route_backward(scores, logits, chosen, logits.clone()), r"kept: expected shape \(4, 2\)"),
-        (lambda: kernels.route_backward(scores, scores, chosen * 6, logits), "chosen: expected numbers from 0 to 5, got 6 at 0"),
-        (lambda: kernels.sort_pairs(chosen * 3, counts, pairs, chosen.clone()), "chosen: expected numbers from 0 to 2, got 3 at 0"),
-        (lambda: kernels.sort_pairs(chosen, counts, pairs, chosen), "places: expected memory apart from chosen"),
-        (lambda: kernels.permute(x, pairs * 8, many, 2), "pairs: expected numbers from 0 to 7, got 8 at 0"),
-        (lambda: kernels.permute(x, pairs, many.bfloat16(), 2), "out: expected dtype float32 as x, got bfloat16"),
-        (lambda: kernels.unpermute(many, chosen * 9, x), "places: expected numbers from 0 to 8, got 9 at 0"),
-    ], untouched=(logits, scores, chosen, x, counts, pairs, many))
+    logits, scores, chosen, x = (
+        torch.ones(4, 6),
+        torch.ones(4, 2),
+        torch.ones(4, 2, dtype=torch.int64),
+        torch.ones(4, 8),
+    )
+    counts, pairs, many = (
+        torch.ones(2, dtype=torch.int64),
+        torch.ones(8, dtype=torch.int64),
+        torch.ones(8, 8),
+    )
+    assert_refused(
+        [
+            (
+                lambda: kernels.route(logits, None, scores, chosen, "tanh"),
+                "kind: expected one of softmax, softmax_of_chosen, sigmoid",
+            ),
+            (
+                lambda: kernels.route(logits.double(), None, scores, chosen),
+                "logits: expected dtype float32, got float64",
+            ),
+            (
+                lambda: kernels.route(logits[:, :1].contiguous(), None, scores, chosen),
+                "scores: expected 1 to 1 columns, got 2",
+            ),
+            (
+                lambda: kernels.route(logits, logits[0], scores, chosen),
+                "bias: expected none but of sigmoid, got one of softmax_of_",
+            ),
+            (
+                lambda: kernels.route(logits, None, scores, chosen, groups=4, group_topk=2),
+                "groups: expected a divisor of 6 experts",
+            ),
+            (
+                lambda: kernels.route(logits, None, scores, chosen, groups=6, group_topk=1),
+                "best 1 have 2 in equal parts, got 6",
+            ),
+            (
+                lambda: kernels.route_backward(scores, logits, chosen, logits.clone()),
+                r"kept: expected shape \(4, 2\)",
+            ),
+            (
+                lambda: kernels.route_backward(scores, scores, chosen * 6, logits),
+                "chosen: expected numbers from 0 to 5, got 6 at 0",
+            ),
+            (
+                lambda: kernels.sort_pairs(chosen * 3, counts, pairs, chosen.clone()),
+                "chosen: expected numbers from 0 to 2, got 3 at 0",
+            ),
+            (
+                lambda: kernels.sort_pairs(chosen, counts, pairs, chosen),
+                "places: expected memory apart from chosen",
+            ),
+            (
+                lambda: kernels.permute(x, pairs * 8, many, 2),
+                "pairs: expected numbers from 0 to 7, got 8 at 0",
+            ),
+            (
+                lambda: kernels.permute(x, pairs, many.bfloat16(), 2),
+                "out: expected dtype float32 as x, got bfloat16",
+            ),
+            (
+                lambda: kernels.unpermute(many, chosen * 9, x),
+                "places: expected numbers from 0 to 8, got 9 at 0",
+            ),
+        ],
+        untouched=(logits, scores, chosen, x, counts, pairs, many),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -6,11 +6,28 @@ Left out: cross-entropy (test_cross_entropy.py). Legend: s sequence, b micro-bat
 import torch
 
 from fugaku_megatron.host import kernels
-from tests.kernels.numbers import DTYPES, assert_near, assert_refused, assert_slope, for_each, random
+from tests.kernels.numbers import (
+    DTYPES,
+    assert_near,
+    assert_refused,
+    assert_slope,
+    for_each,
+    random,
+)
 
 FAST = kernels.runnable_targets()[-1]
 VL = {row["name"]: row["vector_bytes"] // 4 for row in kernels.targets()}[FAST]
-SHAPES = [(0, 5), (1, 1), (3, VL - 1), (4, VL), (5, VL + 1), (7, 67), (211, 131), (9, 768), (6, 2053)]
+SHAPES = [
+    (0, 5),
+    (1, 1),
+    (3, VL - 1),
+    (4, VL),
+    (5, VL + 1),
+    (7, 67),
+    (211, 131),
+    (9, 768),
+    (6, 2053),
+]
 PLACE = {"p": 0.3, "seed": 11, "stream": 5, "first_sample": 2**33, "row0": 3}
 
 
@@ -44,7 +61,11 @@ def test_layer_norm_backward(every_target, shape, dtype):
     x, weight = random(*shape, dtype=dtype), random(shape[1], dtype=dtype, seed=1)
     dy, add = random(*shape, dtype=dtype, seed=3), random(*shape, dtype=dtype, seed=4)
     _, mean, rstd = norm_forward(x, weight, weight)
-    dx, dweight, dbias = torch.empty_like(x), torch.full((shape[1],), 2.0), torch.full((shape[1],), 3.0)
+    dx, dweight, dbias = (
+        torch.empty_like(x),
+        torch.full((shape[1],), 2.0),
+        torch.full((shape[1],), 3.0),
+    )
     kernels.layer_norm_backward(dy, x, mean, rstd, weight, dx, dweight, dbias, add)
     y, x64, weight64, bias64 = double_norm(x, weight, weight)
     y.backward(dy.double())
@@ -54,14 +75,22 @@ def test_layer_norm_backward(every_target, shape, dtype):
 
 
 def test_norms_backward_is_the_slope(every_target):
-    x, weight, bias, dy = (random(*shape, seed=i) for i, shape in enumerate([(4, 19), (19,), (19,), (4, 19)]))
+    x, weight, bias, dy = (
+        random(*shape, seed=i) for i, shape in enumerate([(4, 19), (19,), (19,), (4, 19)])
+    )
     _, mean, rstd = norm_forward(x, weight, bias)
     grads = torch.empty_like(x), torch.zeros_like(weight), torch.zeros_like(bias)
     kernels.layer_norm_backward(dy, x, mean, rstd, weight, *grads)
-    assert_slope(lambda: (norm_forward(x, weight, bias)[0].double() * dy.double()).sum(), (x, weight, bias), grads)
+    assert_slope(
+        lambda: (norm_forward(x, weight, bias)[0].double() * dy.double()).sum(),
+        (x, weight, bias),
+        grads,
+    )
     grads = torch.empty_like(x), torch.zeros_like(weight)
     kernels.rms_norm_backward(dy, x, rms_forward(x, weight)[1], weight, *grads)
-    assert_slope(lambda: (rms_forward(x, weight)[0].double() * dy.double()).sum(), (x, weight), grads)
+    assert_slope(
+        lambda: (rms_forward(x, weight)[0].double() * dy.double()).sum(), (x, weight), grads
+    )
 
 
 def rms_forward(x, weight, eps=1e-5):
@@ -73,7 +102,9 @@ def rms_forward(x, weight, eps=1e-5):
 def double_rms(x, weight, eps=1e-5):
     """(y, x, weight) in double, ready for backward()."""
     leaves = [t.double().detach().requires_grad_() for t in (x, weight)]
-    return leaves[0] * (leaves[0].square().mean(-1, keepdim=True) + eps).rsqrt() * leaves[1], *leaves
+    return leaves[0] * (leaves[0].square().mean(-1, keepdim=True) + eps).rsqrt() * leaves[
+        1
+    ], *leaves
 
 
 @for_each(dtype=DTYPES, shape=SHAPES)
@@ -98,12 +129,24 @@ def test_fused_rms_norm_is_its_two_parts(every_target, p, with_bias):
     x, residual, dy, dsum = (random(*shape, dtype=torch.bfloat16, seed=i) for i in range(4))
     bias, weight = (random(67, dtype=torch.bfloat16, seed=i) for i in (4, 5))
     (total, y, apart, dx), rstd = (torch.empty_like(x) for _ in range(4)), torch.empty(33)
-    kernels.bias_dropout_add_rms_norm(x, bias if with_bias else None, residual, total, weight, y, rstd, 1e-5, **place)
+    kernels.bias_dropout_add_rms_norm(
+        x, bias if with_bias else None, residual, total, weight, y, rstd, 1e-5, **place
+    )
     kernels.bias_dropout_add(x, bias if with_bias else None, residual, apart, **place)
     assert torch.equal(total, apart) and torch.equal(y, rms_forward(total, weight)[0])
     dresidual, fused, parts = torch.empty_like(x), torch.zeros(2, 67), torch.zeros(2, 67)
-    kernels.bias_dropout_add_rms_norm_backward(dy, dsum, total, rstd, weight, dresidual, dx if p else None, fused[0],
-                                               fused[1] if with_bias else None, **place)
+    kernels.bias_dropout_add_rms_norm_backward(
+        dy,
+        dsum,
+        total,
+        rstd,
+        weight,
+        dresidual,
+        dx if p else None,
+        fused[0],
+        fused[1] if with_bias else None,
+        **place,
+    )
     kernels.rms_norm_backward(dy, total, rstd, weight, apart, parts[0], dsum)
     assert torch.equal(dresidual, apart)
     kernels.bias_dropout_add_backward(apart, apart, parts[1] if with_bias else None, **place)
@@ -118,19 +161,32 @@ def dropped(x, place):
     return x.double() * out.double()
 
 
-@for_each(dtype=DTYPES, p=[0.0, 0.3], shape=[(0, 2, 5), (3, 1, 1), (3, 2, VL + 1), (5, 3, 67), (2, 2, 768)])
+@for_each(
+    dtype=DTYPES,
+    p=[0.0, 0.3],
+    shape=[(0, 2, 5), (3, 1, 1), (3, 2, VL + 1), (5, 3, 67), (2, 2, 768)],
+)
 def test_fused_forward_and_backward(every_target, shape, dtype, p):
     place, h = {**PLACE, "p": p}, shape[-1]
     x, residual, dy, dsum = (random(*shape, dtype=dtype, seed=i) for i in range(4))
     bias, weight, norm_bias = (random(h, dtype=dtype, seed=i) for i in range(4, 7))
-    total, y, mean, rstd = torch.empty_like(x), torch.empty_like(x), torch.empty(x.numel() // h), torch.empty(x.numel() // h)
-    kernels.bias_dropout_add_layer_norm(x, bias, residual, total, weight, norm_bias, y, mean, rstd, 1e-5, **place)
+    total, y, mean, rstd = (
+        torch.empty_like(x),
+        torch.empty_like(x),
+        torch.empty(x.numel() // h),
+        torch.empty(x.numel() // h),
+    )
+    kernels.bias_dropout_add_layer_norm(
+        x, bias, residual, total, weight, norm_bias, y, mean, rstd, 1e-5, **place
+    )
     assert_near(total, residual.double() + dropped(x.double() + bias.double(), place), dtype)
     want, total64, weight64, norm_bias64 = double_norm(total, weight, norm_bias)
     assert_near(y, want.detach(), dtype, 2)
     dresidual, dx = torch.empty_like(x), torch.empty_like(x) if p else None
     sums = [torch.ones(h) for _ in range(3)]
-    kernels.bias_dropout_add_layer_norm_backward(dy, dsum, total, mean, rstd, weight, dresidual, dx, *sums, **place)
+    kernels.bias_dropout_add_layer_norm_backward(
+        dy, dsum, total, mean, rstd, weight, dresidual, dx, *sums, **place
+    )
     want.backward(dy.double())
     terms = [rstd.view(*shape[:2], 1) * dy * weight]
     assert_near(dresidual, total64.grad + dsum.double(), dtype, 4, terms)
@@ -146,11 +202,19 @@ def test_fused_forward_and_backward(every_target, shape, dtype, p):
 @for_each(dtype=DTYPES, p=[0.0, 0.3])
 def test_bias_dropout_add(every_target, dtype, p):
     place, shape = {**PLACE, "p": p}, (13, 3, 131)
-    x, residual, bias = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=1), random(131, dtype=dtype, seed=2)
+    x, residual, bias = (
+        random(*shape, dtype=dtype),
+        random(*shape, dtype=dtype, seed=1),
+        random(131, dtype=dtype, seed=2),
+    )
     for b in (bias, None):
         out = torch.empty_like(x)
         kernels.bias_dropout_add(x, b, residual, out, **place)
-        assert_near(out, residual.double() + dropped(x.double() + (0 if b is None else b.double()), place), dtype)
+        assert_near(
+            out,
+            residual.double() + dropped(x.double() + (0 if b is None else b.double()), place),
+            dtype,
+        )
     dx, dbias = torch.empty_like(x), torch.ones(131)
     kernels.bias_dropout_add_backward(x, dx, dbias, **place)
     want = dropped(x, place)
@@ -166,12 +230,18 @@ def everything():
     out = [torch.zeros_like(x) for _ in range(4)] + [torch.zeros(206) for _ in range(2)]
     total, y, dresidual, dx, mean, rstd = out
     sums = [torch.zeros(131) for _ in range(9)]
-    kernels.bias_dropout_add_layer_norm(x, bias, residual, total, weight, norm_bias, y, mean, rstd, 1e-5, **PLACE)
-    kernels.bias_dropout_add_layer_norm_backward(dy, dsum, total, mean, rstd, weight, dresidual, dx, *sums[:3], **PLACE)
+    kernels.bias_dropout_add_layer_norm(
+        x, bias, residual, total, weight, norm_bias, y, mean, rstd, 1e-5, **PLACE
+    )
+    kernels.bias_dropout_add_layer_norm_backward(
+        dy, dsum, total, mean, rstd, weight, dresidual, dx, *sums[:3], **PLACE
+    )
     kernels.layer_norm_backward(dy, total, mean, rstd, weight, dx.clone(), *sums[3:5])
     kernels.bias_dropout_add_backward(dy, dx, sums[5], **PLACE)
     kernels.rms_norm_backward(dy, total, rstd, weight, dx.clone(), sums[6])
-    kernels.bias_dropout_add_rms_norm_backward(dy, dsum, total, rstd, weight, dresidual, dx, *sums[7:], **PLACE)
+    kernels.bias_dropout_add_rms_norm_backward(
+        dy, dsum, total, rstd, weight, dresidual, dx, *sums[7:], **PLACE
+    )
     return *out, *sums
 
 
@@ -191,20 +261,58 @@ def test_nan_and_inf_travel_within_their_row(every_target, bad):
 def test_wrong_arguments_leave_everything_untouched():
     x, weight, rows, y = torch.ones(4, 8), torch.ones(8), torch.ones(4), torch.ones(4, 8)
     cube, out = torch.ones(2, 2, 8), torch.ones(2, 2, 8)
-    assert_refused([*((lambda arguments=arguments: kernels.layer_norm(*arguments, 1e-5), message) for arguments, message in [
-        ((x, weight[:7], weight, y, rows, rows.clone()), r"weight: expected shape \(8,\), got \(7,\)"),
-        ((x, weight.double(), weight, y, rows, rows.clone()), "weight: expected dtype float32 as x, got float64"),
-        ((x.t(), weight, weight, y, rows, rows.clone()), "x: expected a contiguous tensor"),
-        ((x, weight, weight, y, rows[:3], rows.clone()), r"mean: expected shape \(4,\)"),
-        ((x, weight, weight, y, rows, rows), "rstd: expected memory apart from mean"),
-        ((x[:, :0].contiguous(), weight, weight, y, rows, rows.clone()), "x: expected at least one column"),
-    ])])
-    assert_refused([
-        (lambda: kernels.rms_norm(x, weight, y, y.view(-1)[:4], 1e-5), "rstd: expected memory apart from y"),
-        (lambda: kernels.rms_norm(x, weight, y, rows, -1.0), "eps: expected 0 or more"),
-        (lambda: kernels.bias_dropout_add(cube, None, cube, out, p=1.0), "p: expected a probability"),
-        (lambda: kernels.bias_dropout_add_backward(cube, None, None, p=0.5), "dx: expected a tensor, since p is not 0"),
-        (lambda: kernels.bias_dropout_add(x, None, x, y), "x: expected 3 dimensions"),
-        (lambda: kernels.layer_norm_backward(x, x.clone(), rows, rows, weight, y, weight.double(), weight.clone()),
-         "dweight: expected dtype float32"),
-    ], untouched=(x, weight, rows, y, cube, out))
+    assert_refused(
+        [
+            *(
+                (lambda arguments=arguments: kernels.layer_norm(*arguments, 1e-5), message)
+                for arguments, message in [
+                    (
+                        (x, weight[:7], weight, y, rows, rows.clone()),
+                        r"weight: expected shape \(8,\), got \(7,\)",
+                    ),
+                    (
+                        (x, weight.double(), weight, y, rows, rows.clone()),
+                        "weight: expected dtype float32 as x, got float64",
+                    ),
+                    (
+                        (x.t(), weight, weight, y, rows, rows.clone()),
+                        "x: expected a contiguous tensor",
+                    ),
+                    (
+                        (x, weight, weight, y, rows[:3], rows.clone()),
+                        r"mean: expected shape \(4,\)",
+                    ),
+                    ((x, weight, weight, y, rows, rows), "rstd: expected memory apart from mean"),
+                    (
+                        (x[:, :0].contiguous(), weight, weight, y, rows, rows.clone()),
+                        "x: expected at least one column",
+                    ),
+                ]
+            )
+        ]
+    )
+    assert_refused(
+        [
+            (
+                lambda: kernels.rms_norm(x, weight, y, y.view(-1)[:4], 1e-5),
+                "rstd: expected memory apart from y",
+            ),
+            (lambda: kernels.rms_norm(x, weight, y, rows, -1.0), "eps: expected 0 or more"),
+            (
+                lambda: kernels.bias_dropout_add(cube, None, cube, out, p=1.0),
+                "p: expected a probability",
+            ),
+            (
+                lambda: kernels.bias_dropout_add_backward(cube, None, None, p=0.5),
+                "dx: expected a tensor, since p is not 0",
+            ),
+            (lambda: kernels.bias_dropout_add(x, None, x, y), "x: expected 3 dimensions"),
+            (
+                lambda: kernels.layer_norm_backward(
+                    x, x.clone(), rows, rows, weight, y, weight.double(), weight.clone()
+                ),
+                "dweight: expected dtype float32",
+            ),
+        ],
+        untouched=(x, weight, rows, y, cube, out),
+    )

@@ -19,7 +19,17 @@ from tests.kernels.numbers import assert_refused
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = {row["name"]: row for row in kernels.table.rows()}
-WORDS = ("tokens", "labels", "counter", "samples", "positions", "counts", "chosen", "pairs", "places")  # of int64
+WORDS = (
+    "tokens",
+    "labels",
+    "counter",
+    "samples",
+    "positions",
+    "counts",
+    "chosen",
+    "pairs",
+    "places",
+)  # of int64
 PRIMES = [3, 5, 7, 11, 13, 17, 19, 23]
 
 
@@ -27,38 +37,64 @@ def test_every_row_is_listed_and_bound_and_a_family_is_four_files():
     source = (ROOT / "kernels_sve" / "kernels.inc").read_text()
     assert list(ROWS) == re.findall(r"^FM_(?:KERNEL|CALL)\((\w+),", source, re.MULTILINE)
     assert [name for name in ROWS if not callable(getattr(kernels, name, None))] == []
-    places = ("kernels_sve/{}.h", "kernels_sve/reference_{}.cc", "kernels_sve/bind_{}.cc", "tests/kernels/test_{}.py")
+    places = (
+        "kernels_sve/{}.h",
+        "kernels_sve/reference_{}.cc",
+        "kernels_sve/bind_{}.cc",
+        "tests/kernels/test_{}.py",
+    )
     files = {place.format(row["family"]) for row in ROWS.values() for place in places}
     assert [path for path in sorted(files) if not (ROOT / path).exists()] == []
 
 
 # Correctness tests ---------------------------------------------------------------------------------------------------------------
 
+
 def kernels_called(module):
     """Kernels that a test on every vector target calls, itself or through functions of its module or of `numbers`."""
-    functions = {node.name: node for path in (module.with_name("numbers.py"), module)
-                 for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+    functions = {
+        node.name: node
+        for path in (module.with_name("numbers.py"), module)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    }
 
     def reach(name, seen):
         if name in seen or name not in functions:
             return set()
         nodes = list(ast.walk(functions[name]))
-        direct = {node.attr for node in nodes if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "kernels"}
+        direct = {
+            node.attr
+            for node in nodes
+            if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "kernels"
+        }
         used = {node.id for node in nodes if isinstance(node, ast.Name)}
         return direct.union(*(reach(other, seen | {name}) for other in used))
 
-    tests = [name for name, node in functions.items()
-             if name.startswith("test_") and {"target", "every_target"} & {argument.arg for argument in node.args.args}]
+    tests = [
+        name
+        for name, node in functions.items()
+        if name.startswith("test_")
+        and {"target", "every_target"} & {argument.arg for argument in node.args.args}
+    ]
     return set().union(*(reach(name, frozenset()) for name in tests))
 
 
 def test_every_row_has_a_correctness_test_on_every_target():
-    tested = {family: set().union(*(kernels_called(path) for path in sorted(Path(__file__).parent.glob(f"test_{family}*.py"))))
-              for family in {row["family"] for row in ROWS.values()}}
+    tested = {
+        family: set().union(
+            *(
+                kernels_called(path)
+                for path in sorted(Path(__file__).parent.glob(f"test_{family}*.py"))
+            )
+        )
+        for family in {row["family"] for row in ROWS.values()}
+    }
     assert [name for name, row in ROWS.items() if name not in tested[row["family"]]] == []
 
 
 # Costs ---------------------------------------------------------------------------------------------------------------------------
+
 
 def operands(row):
     """[(name, dimensions or None)] of a row."""
@@ -79,7 +115,9 @@ def test_operands_are_the_leading_arguments():
 
 def size_of(dimension, sizes):
     """A dimension's factors multiplied, of which heads+2groups is one."""
-    factors = [re.sub(r"(\d)([a-z])", r"\1*\2", factor) for factor in dimension.replace("..", "").split()]
+    factors = [
+        re.sub(r"(\d)([a-z])", r"\1*\2", factor) for factor in dimension.replace("..", "").split()
+    ]
     return math.prod(eval(factor, {"_": 9}, sizes) for factor in factors)
 
 
@@ -103,8 +141,13 @@ def test_a_calls_sizes_and_costs_follow_from_its_shapes(name, dtype):
     arguments = example(row, sizes, dtype)
     seen = kernels.table.sizes(name, *arguments)
     assert {symbol: seen[symbol] for symbol in sizes} == sizes
-    flops, moved = kernels.table.cost(name, **sizes, e=seen["e"], e_out=seen["e_out"], e_avg=seen["e"], e_sq=seen["e"])
-    assert (kernels.table.flops(name, *arguments), kernels.table.bytes(name, *arguments)) == (flops, moved)
+    flops, moved = kernels.table.cost(
+        name, **sizes, e=seen["e"], e_out=seen["e_out"], e_avg=seen["e"], e_sq=seen["e"]
+    )
+    assert (kernels.table.flops(name, *arguments), kernels.table.bytes(name, *arguments)) == (
+        flops,
+        moved,
+    )
     assert moved > 0 and flops == eval(row["flops"], {}, sizes)
     by_name = dict(zip(signature(name), arguments, strict=False))
     assert kernels.table.bytes(name, **by_name) == moved
@@ -112,26 +155,42 @@ def test_a_calls_sizes_and_costs_follow_from_its_shapes(name, dtype):
 
 def test_leading_dimensions_fold_into_rows():
     x, y = torch.empty(2, 3, 5), torch.empty(2, 3, 5)
-    assert kernels.table.sizes("activate", x, None, y).items() >= {"rows": 6, "cols": 5, "e": 4, "e_out": 4}.items()
+    assert (
+        kernels.table.sizes("activate", x, None, y).items()
+        >= {"rows": 6, "cols": 5, "e": 4, "e_out": 4}.items()
+    )
     assert kernels.table.sizes("squared_norm", torch.empty(2, 3, 5))["n"] == 30
     assert kernels.table.sizes("activate", torch.empty(5), None, torch.empty(5))["rows"] == 1
 
 
 def test_operands_that_are_not_given_cost_nothing():
     x, sums, n = torch.empty(4, 2, 8), torch.empty(8), torch.empty(16)
-    both, no_dx = (kernels.table.bytes("bias_dropout_add_backward", x, dx, sums) for dx in (torch.empty_like(x), None))
+    both, no_dx = (
+        kernels.table.bytes("bias_dropout_add_backward", x, dx, sums)
+        for dx in (torch.empty_like(x), None)
+    )
     assert both - no_dx == x.nbytes
     plain = kernels.table.bytes("adamw", n, n, n, n, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1)
-    copied = kernels.table.bytes("adamw", n, n, n, n, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1, copy=n.bfloat16())
-    half = kernels.table.bytes("adamw", n, n, n.bfloat16(), n.bfloat16(), 1e-3, 0.9, 0.99, 1e-8, 0.0, 1)
+    copied = kernels.table.bytes(
+        "adamw", n, n, n, n, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1, copy=n.bfloat16()
+    )
+    half = kernels.table.bytes(
+        "adamw", n, n, n.bfloat16(), n.bfloat16(), 1e-3, 0.9, 0.99, 1e-8, 0.0, 1
+    )
     assert (plain, copied, half) == (28 * 16, 30 * 16, 20 * 16)
 
 
-@pytest.mark.parametrize("b, heads, groups, s, d, window", [(1, 12, 12, 1024, 64, None), (3, 14, 2, 2048, 128, 300),
-                                                            (1, 4, 1, 128, 64, 4096)])
+@pytest.mark.parametrize(
+    "b, heads, groups, s, d, window",
+    [(1, 12, 12, 1024, 64, None), (3, 14, 2, 2048, 128, 300), (1, 4, 1, 128, 64, 4096)],
+)
 def test_attention_is_counted_as_accounting_counts_it(b, heads, groups, s, d, window):
     """The count by hand: pairs of a query and a key, those on the diagonal half."""
-    qkv, out, lse = torch.empty(s, b, (heads + 2 * groups) * d), torch.empty(s, b, heads * d), torch.empty(b, heads, s)
+    qkv, out, lse = (
+        torch.empty(s, b, (heads + 2 * groups) * d),
+        torch.empty(s, b, heads * d),
+        torch.empty(b, heads, s),
+    )
     distance = torch.arange(s).unsqueeze(1) - torch.arange(s)
     seen = (distance >= 0) & (distance <= (window or s))
     edges = (distance == 0).sum() + (distance == (window or s)).sum()
@@ -148,24 +207,40 @@ def test_linear_layers_are_counted_as_accounting_counts_them():
             m, n, k = record.gemm
             x, weight, grad = torch.empty(m, k), torch.empty(n, k), torch.empty(m, n)
             assert kernels.table.flops("linear_forward", x, weight, grad) == record.flops_forward
-            backward = (kernels.table.flops("linear_data_gradient", grad, weight, x),
-                        kernels.table.flops("linear_weight_gradient", grad, x, weight))
+            backward = (
+                kernels.table.flops("linear_data_gradient", grad, weight, x),
+                kernels.table.flops("linear_weight_gradient", grad, x, weight),
+            )
             assert sum(backward) == record.flops_backward
 
 
 def test_wrong_shapes_and_sizes_are_value_errors():
     table = kernels.table
-    assert table.flops("set_num_threads", 3) == table.bytes("active") == 0, "what is not a kernel costs nothing"
-    assert_refused([
-        (lambda: table.sizes("active"), "no kernel of the table is called active"),
-        (lambda: table.cost("active"), "no kernel of the table is called active"),
-        (lambda: table.flops("linear_forward", torch.empty(4, 6), torch.empty(5, 7), torch.empty(4, 5)),
-         r"linear_forward: expected shapes x \(m, k\), weight \(n, k\), out \(m, n\), got a dimension of 7 instead of 6"),
-        (lambda: table.flops("linear_forward", torch.empty(4), torch.empty(5, 6)), "got x with 1 dimensions"),
-        (lambda: table.flops("linear_forward", torch.empty(4, 6)), "got none that tells n"),
-        (lambda: table.cost("activate", rows=3), "sizes: expected cols, got none"),
-        (lambda: table.cost("activate", rows=3, cols=4, depth=3), "sizes: expected symbols of kernels.inc, got depth"),
-    ])
+    assert table.flops("set_num_threads", 3) == table.bytes("active") == 0, (
+        "what is not a kernel costs nothing"
+    )
+    assert_refused(
+        [
+            (lambda: table.sizes("active"), "no kernel of the table is called active"),
+            (lambda: table.cost("active"), "no kernel of the table is called active"),
+            (
+                lambda: table.flops(
+                    "linear_forward", torch.empty(4, 6), torch.empty(5, 7), torch.empty(4, 5)
+                ),
+                r"linear_forward: expected shapes x \(m, k\), weight \(n, k\), out \(m, n\), got a dimension of 7 instead of 6",
+            ),
+            (
+                lambda: table.flops("linear_forward", torch.empty(4), torch.empty(5, 6)),
+                "got x with 1 dimensions",
+            ),
+            (lambda: table.flops("linear_forward", torch.empty(4, 6)), "got none that tells n"),
+            (lambda: table.cost("activate", rows=3), "sizes: expected cols, got none"),
+            (
+                lambda: table.cost("activate", rows=3, cols=4, depth=3),
+                "sizes: expected symbols of kernels.inc, got depth",
+            ),
+        ]
+    )
 
 
 # docs/kernels-howto.md -----------------------------------------------------------------------------------------------------------
@@ -177,19 +252,36 @@ SECTION = PAGE[PAGE.index("## Adding a kernel") : PAGE.index("## Tuning for a ne
 def quotations():
     """(file, code) of every fenced block, the file being the last one with a folder that is named before it."""
     for match in re.finditer(r"```(?:c\+\+|python)\n(.*?)```", SECTION, re.DOTALL):
-        yield re.findall(r"`((?:kernels_sve|tests|tools|benchmarks)/[\w/]+\.\w+)`", SECTION[: match.start()])[-1], match[1]
+        yield (
+            re.findall(
+                r"`((?:kernels_sve|tests|tools|benchmarks)/[\w/]+\.\w+)`", SECTION[: match.start()]
+            )[-1],
+            match[1],
+        )
 
 
 def test_every_step_is_quoted_as_it_stands_in_its_file():
     assert [file for file, code in quotations() if code not in (ROOT / file).read_text()] == []
-    assert {Path(file).name for file, _ in quotations()} == {"kernels.inc", "reference_rowwise.cc", "rowwise.h", "bind_rowwise.cc",
-                                                             "numbers.py", "ops_rows.cc", "rowwise.py"}
+    assert {Path(file).name for file, _ in quotations()} == {
+        "kernels.inc",
+        "reference_rowwise.cc",
+        "rowwise.h",
+        "bind_rowwise.cc",
+        "numbers.py",
+        "ops_rows.cc",
+        "rowwise.py",
+    }
 
 
 def test_files_and_tuning_values_that_are_named_exist():
     names = set(re.findall(r"`([\w/]+\.(?:h|cc|inc|py|md))`", PAGE))
-    assert [name for name in sorted(names) if not any(
-        (ROOT / folder / name).exists() for folder in ("", "kernels_sve", "fugaku_megatron"))] == []
+    assert [
+        name
+        for name in sorted(names)
+        if not any(
+            (ROOT / folder / name).exists() for folder in ("", "kernels_sve", "fugaku_megatron")
+        )
+    ] == []
     tuning = (ROOT / "kernels_sve" / "tuning.h").read_text()
     values = set(re.findall(r"`((?:GEMM|ROW|KEY|ATTENTION)_[A-Z_]+)`", PAGE))
     assert values and [value for value in sorted(values) if value not in tuning] == []

@@ -68,7 +68,10 @@ def half_parts(comm):
     """Random parts of every rank: few, which are gathered in one call, and many, in shares."""
     for dtype in HALF:
         for n in (7, 100003):
-            yield [torch.randn(n, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(comm.size)]
+            yield [
+                torch.randn(n, generator=torch.Generator().manual_seed(r)).to(dtype)
+                for r in range(comm.size)
+            ]
 
 
 def half_sums_round_once(comm):
@@ -81,8 +84,13 @@ def half_sums_round_at_each_level(comm):
     """comm: a TwoLevelComm."""
     ranks = comm.levels.ranks  # (places, nodes)
     for everyone in half_parts(comm):
-        sums = [rank_order_sum([everyone[rank] for rank in node]).to(everyone[0].dtype) for node in ranks.T.tolist()]
-        same(comm.all_reduce(everyone[comm.rank].clone()), rank_order_sum(sums).to(everyone[0].dtype))
+        sums = [
+            rank_order_sum([everyone[rank] for rank in node]).to(everyone[0].dtype)
+            for node in ranks.T.tolist()
+        ]
+        same(
+            comm.all_reduce(everyone[comm.rank].clone()), rank_order_sum(sums).to(everyone[0].dtype)
+        )
 
 
 def all_gather(comm):
@@ -104,7 +112,10 @@ def reduce_scatter(comm):
         for n in LENGTHS:
             everyone = stacked(comm.size, comm.size * n, dtype)
             own = expected(everyone, "sum").view(comm.size, n)[comm.rank]
-            whole, output = everyone[comm.rank].clone().view(comm.size, n), torch.zeros(n, dtype=dtype)
+            whole, output = (
+                everyone[comm.rank].clone().view(comm.size, n),
+                torch.zeros(n, dtype=dtype),
+            )
             assert comm.reduce_scatter(output, whole) is output
             same(output, own)
             same(whole.flatten(), everyone[comm.rank])
@@ -124,11 +135,20 @@ def all_to_all(comm):
     p, rank = comm.size, comm.rank
     for dtype in COMM_DTYPES:
         for width in LENGTHS[1:]:
-            sent, received = ([rows_between(*pair, width) for pair in pairs]
-                              for pairs in ([(rank, r) for r in range(p)], [(r, rank) for r in range(p)]))
-            whole = [values(r, sum(rows_between(r, to, width) for to in range(p)) * width, dtype).view(-1, width) for r in range(p)]
+            sent, received = (
+                [rows_between(*pair, width) for pair in pairs]
+                for pairs in ([(rank, r) for r in range(p)], [(r, rank) for r in range(p)])
+            )
+            whole = [
+                values(r, sum(rows_between(r, to, width) for to in range(p)) * width, dtype).view(
+                    -1, width
+                )
+                for r in range(p)
+            ]
             starts = [sum(rows_between(r, to, width) for to in range(rank)) for r in range(p)]
-            want = torch.cat([rows[start : start + n] for rows, start, n in zip(whole, starts, received)])
+            want = torch.cat(
+                [rows[start : start + n] for rows, start, n in zip(whole, starts, received)]
+            )
             got, back = torch.zeros_like(want), torch.zeros_like(whole[rank])
             assert comm.all_to_all(got, whole[rank], received, sent) is got
             same(got, want)
@@ -151,7 +171,9 @@ def send_and_recv(comm):
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for dtype in COMM_DTYPES if comm.size > 1 else ():
         for n in LENGTHS:
-            for rank in range(comm.size):  # one sender at a time: a blocking ring would wait for itself
+            for rank in range(
+                comm.size
+            ):  # one sender at a time: a blocking ring would wait for itself
                 if comm.rank == rank:
                     comm.send(values(rank, n, dtype), right, tag=n)
                 if left == rank:
@@ -178,7 +200,11 @@ def nonblocking_collectives(comm):
         everyone = stacked(comm.size, comm.size * 6, dtype)
         shown = everyone[comm.rank]
         own, gathered, part = shown.clone(), torch.zeros_like(everyone), torch.zeros(6, dtype=dtype)
-        handles = [comm.iall_gather(gathered, shown), comm.iall_reduce(own), comm.ireduce_scatter(part, shown)]
+        handles = [
+            comm.iall_gather(gathered, shown),
+            comm.iall_reduce(own),
+            comm.ireduce_scatter(part, shown),
+        ]
         comm.barrier()
         for handle in handles[::-1]:
             handle.wait()
@@ -236,9 +262,24 @@ def barrier(comm):
     comm.barrier()
 
 
-COLLECTIVE_CHECKS = (all_reduce, all_reduce_shapes, half_sums_round_once, all_gather, reduce_scatter, all_to_all,
-                     nonblocking_collectives, random_orders, broadcast, objects, split, barrier)
-LEVEL_CHECKS = (*(check for check in COLLECTIVE_CHECKS if check is not half_sums_round_once), half_sums_round_at_each_level)
+COLLECTIVE_CHECKS = (
+    all_reduce,
+    all_reduce_shapes,
+    half_sums_round_once,
+    all_gather,
+    reduce_scatter,
+    all_to_all,
+    nonblocking_collectives,
+    random_orders,
+    broadcast,
+    objects,
+    split,
+    barrier,
+)
+LEVEL_CHECKS = (
+    *(check for check in COLLECTIVE_CHECKS if check is not half_sums_round_once),
+    half_sums_round_at_each_level,
+)
 CHECKS = (*COLLECTIVE_CHECKS, send_and_recv, messages_match_by_tag_and_order)
 
 
@@ -261,7 +302,12 @@ def filled(n: int, value: int, dtype: torch.dtype) -> torch.Tensor:
 
 def uniform(tensor: torch.Tensor, value: int) -> None:
     low, high = tensor[1:-1].aminmax()
-    assert (tensor[0], tensor[-1], low, high) == (3 * value, 3 * value, value, value), (tensor[0], tensor[-1], low, high)
+    assert (tensor[0], tensor[-1], low, high) == (3 * value, 3 * value, value, value), (
+        tensor[0],
+        tensor[-1],
+        low,
+        high,
+    )
 
 
 def large_all_reduce(comm, n, dtype):
@@ -287,10 +333,16 @@ def large_message(comm, n, dtype):
     uniform(comm.broadcast(tensor, root=0), 1)
 
 
-LARGE = ((large_all_reduce, 2**29 + 3, torch.float32), (large_all_reduce, 2**30 + 3, torch.bfloat16),
-         (large_all_reduce, 2**31 + 3, torch.uint8), (large_shards, 2**28 + 3, torch.float32),
-         (large_shards, 2**29 + 3, torch.bfloat16), (large_shards, 2**30 + 3, torch.uint8),
-         (large_message, 2**29 + 3, torch.float32), (large_message, 2**31 + 3, torch.uint8))
+LARGE = (
+    (large_all_reduce, 2**29 + 3, torch.float32),
+    (large_all_reduce, 2**30 + 3, torch.bfloat16),
+    (large_all_reduce, 2**31 + 3, torch.uint8),
+    (large_shards, 2**28 + 3, torch.float32),
+    (large_shards, 2**29 + 3, torch.bfloat16),
+    (large_shards, 2**30 + 3, torch.uint8),
+    (large_message, 2**29 + 3, torch.float32),
+    (large_message, 2**31 + 3, torch.uint8),
+)
 
 
 def run_large(world):
@@ -330,7 +382,10 @@ def run_orders(world, count=250):
     engine, parts = world.engine, (Counted(world.mpi), Counted(world.mpi_comm))
     engine.test = Counted(engine).test
     random_orders(engine.call(lambda: mpi.MPIComm(*parts, engine)), count)
-    assert (len(Counted.threads), Counted.largest) == (1, 1) and threading.get_ident() not in Counted.threads
+    assert (len(Counted.threads), Counted.largest) == (
+        1,
+        1,
+    ) and threading.get_ident() not in Counted.threads
     if world.rank == 0:
         print("ok orders", count)
 
@@ -340,20 +395,32 @@ def chunks_of_shared_memory(comm):
     for dtype in (torch.float32, *HALF):
         n = 3 * node.HALF_BYTES // 4 // comm.size * comm.size + comm.size * 5
         everyone = stacked(comm.size, n, dtype)
-        own, part, gathered = everyone[comm.rank].clone(), torch.zeros(n // comm.size, dtype=dtype), torch.zeros_like(everyone)
-        handles = [comm.ireduce_scatter(part, everyone[comm.rank]), comm.iall_gather(gathered, everyone[comm.rank])]
+        own, part, gathered = (
+            everyone[comm.rank].clone(),
+            torch.zeros(n // comm.size, dtype=dtype),
+            torch.zeros_like(everyone),
+        )
+        handles = [
+            comm.ireduce_scatter(part, everyone[comm.rank]),
+            comm.iall_gather(gathered, everyone[comm.rank]),
+        ]
         same(comm.all_reduce(own), expected(everyone, "sum"))
         for handle in handles:
             handle.wait()
         same(part, expected(everyone, "sum").view(comm.size, -1)[comm.rank])
         same(gathered, everyone)
-        same(comm.all_reduce(gathered[0].clone()), expected(everyone[:1].expand(comm.size, -1), "sum"))
+        same(
+            comm.all_reduce(gathered[0].clone()),
+            expected(everyone[:1].expand(comm.size, -1), "sum"),
+        )
 
 
 def run_node(world):
     """The checks on shared memory, which starts no thread."""
     torch.empty(2**20).zero_()  # this thread's own OpenMP threads
-    world.engine.call(lambda: runtime.apply_to_communication(runtime.Placement(1, ()), placement.Node.read()))
+    world.engine.call(
+        lambda: runtime.apply_to_communication(runtime.Placement(1, ()), placement.Node.read())
+    )
     shared = node.share_node(world, kernels)
     assert type(shared) is node.NodeComm
     threads = len(os.listdir("/proc/self/task"))
@@ -388,11 +455,19 @@ def run_verbs(world):
         run_checks(world, CHECKS, limit)
 
 
-PARTS = {"orders": run_orders, "node": run_node, "levels": run_levels, "verbs": run_verbs, "large": run_large}
+PARTS = {
+    "orders": run_orders,
+    "node": run_node,
+    "levels": run_levels,
+    "verbs": run_verbs,
+    "large": run_large,
+}
 
 
 def main(world):
-    assert isinstance(world, mpi.MPIComm), "no launcher: run mpiexec -n 4 python tests/parallel/collective_checks.py"
+    assert isinstance(world, mpi.MPIComm), (
+        "no launcher: run mpiexec -n 4 python tests/parallel/collective_checks.py"
+    )
     for name in sys.argv[1:] or ["verbs"]:
         PARTS[name](world)
     if world.rank == 0:

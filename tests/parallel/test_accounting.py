@@ -22,42 +22,89 @@ from fugaku_megatron.nn.passes import Pass
 from fugaku_megatron.perf import search, software, work
 from fugaku_megatron.perf.model import System
 from fugaku_megatron.training.train import Trainer
-from tests.helpers import ALLGATHER, CP2, CP4, DROPOUT, OVERLAP, P2P, PP2, TP2, TP2PP2, grid_groups, make_trainer, mock, small_run
+from tests.helpers import (
+    ALLGATHER,
+    CP2,
+    CP4,
+    DROPOUT,
+    OVERLAP,
+    P2P,
+    PP2,
+    TP2,
+    TP2PP2,
+    grid_groups,
+    make_trainer,
+    mock,
+    small_run,
+)
 from tests.llama_models import FAMILIES
 from tests.recording import record
 from tests.threads import ThreadWorld
 from tests.unit.test_schedule_memory import MICROBATCHES, MODEL, STAGES, allocated_peak
 
-MODELS = {"gpt": {}, **FAMILIES, "plain norms in parallel": {"normalization": "PlainLayerNorm", "parallel_residual": True},
-          "geglu": {"normalization": "RMSNorm", "apply_layernorm_1p": True, "geglu": True},
-          "exact gelu": {"bias_gelu_fusion": False}, "squared relu": {"squared_relu": True, "use_z_loss": True}}
+MODELS = {
+    "gpt": {},
+    **FAMILIES,
+    "plain norms in parallel": {"normalization": "PlainLayerNorm", "parallel_residual": True},
+    "geglu": {"normalization": "RMSNorm", "apply_layernorm_1p": True, "geglu": True},
+    "exact gelu": {"bias_gelu_fusion": False},
+    "squared relu": {"squared_relu": True, "use_z_loss": True},
+}
 SEQUENCE = {**TP2, "sequence_parallel": True}
 FULL, SELECTIVE = {"recompute_granularity": "full"}, {"recompute_granularity": "selective"}
 
 
 # What the model has ---------------------------------------------------------------------------------------------------------------
 
+
 def check_parameters(run: RunConfig, world: int) -> None:
-    held = ThreadWorld(world).run(lambda comm: sum(p.numel() for p in make_trainer(comm, run).stage.parameters()))
+    held = ThreadWorld(world).run(
+        lambda comm: sum(p.numel() for p in make_trainer(comm, run).stage.parameters())
+    )
     layout = Layout.from_run(run, world)
-    assert held == [accounting.stage_parameters(run, layout, rank // (layout.tp * layout.cp) % layout.pp) for rank in range(world)]
+    assert held == [
+        accounting.stage_parameters(run, layout, rank // (layout.tp * layout.cp) % layout.pp)
+        for rank in range(world)
+    ]
 
 
-@pytest.mark.parametrize(("world", "model", "changes"), [
-    (1, "gpt", {}), (2, "gpt", PP2), (8, "gpt", TP2PP2), *((4, family, TP2PP2) for family in FAMILIES)])
+@pytest.mark.parametrize(
+    ("world", "model", "changes"),
+    [
+        (1, "gpt", {}),
+        (2, "gpt", PP2),
+        (8, "gpt", TP2PP2),
+        *((4, family, TP2PP2) for family in FAMILIES),
+    ],
+)
 def test_parameters_are_those_of_the_stages(world, model, changes):
     check_parameters(small_run(**MODELS[model], **changes), world)
 
 
-@pytest.mark.parametrize(("recipe", "count"), [
-    ("llama-3.2-1b", 1_235_814_400), ("llama-3.1-8b", 8_030_261_248), ("qwen2.5-0.5b", 494_032_768), ("qwen3-0.6b", 596_049_920),
-    ("tinyllama-1.1b", 1_100_048_384), ("mistral-7b", 7_241_732_096), ("124m", 124_439_808),
-    ("30b", pytest.approx(30e9, rel=0.01))])
+@pytest.mark.parametrize(
+    ("recipe", "count"),
+    [
+        ("llama-3.2-1b", 1_235_814_400),
+        ("llama-3.1-8b", 8_030_261_248),
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen3-0.6b", 596_049_920),
+        ("tinyllama-1.1b", 1_100_048_384),
+        ("mistral-7b", 7_241_732_096),
+        ("124m", 124_439_808),
+        ("30b", pytest.approx(30e9, rel=0.01)),
+    ],
+)
 def test_recipes_have_the_published_number_of_parameters(recipe, count):
-    assert accounting.parameters(make_run(recipe, {"make_vocab_size_divisible_by": 1} if recipe == "124m" else {})) == count
+    assert (
+        accounting.parameters(
+            make_run(recipe, {"make_vocab_size_divisible_by": 1} if recipe == "124m" else {})
+        )
+        == count
+    )
 
 
 # What it computes -----------------------------------------------------------------------------------------------------------------
+
 
 def addmm_flops(out, a, b, **_) -> int:
     return 2 * a[0] * a[1] * b[1]
@@ -65,35 +112,60 @@ def addmm_flops(out, a, b, **_) -> int:
 
 def check_flops(run: RunConfig) -> None:
     """What torch counts in a forward and in a backward of one micro-batch of one sample."""
-    trainer = make_trainer(SoloComm(), run, Ops.build("torch"))  # torch counts the FLOPs of its own kernels only
+    trainer = make_trainer(
+        SoloComm(), run, Ops.build("torch")
+    )  # torch counts the FLOPs of its own kernels only
     tokens = torch.zeros(16, 1, dtype=torch.int64)
     # torch knows addmm, not its in-place form, by which weight gradients are accumulated
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm_flops})
-    with counter, sdpa_kernel(SDPBackend.MATH):  # torch counts no FLOPs in its flash kernel for CPUs
+    with (
+        counter,
+        sdpa_kernel(SDPBackend.MATH),
+    ):  # torch counts no FLOPs in its flash kernel for CPUs
         loss = trainer.stage.chunks[0](tokens, tokens, Pass(first_sample=0))
     forward = counter.get_total_flops()
     with counter:
         loss.backward()
     records = [r for _, r in accounting.stage_records(run, Layout.from_run(run, 1), 0)]
-    assert (forward, counter.get_total_flops()) == (sum(r.flops_forward for r in records), sum(r.flops_backward for r in records))
+    assert (forward, counter.get_total_flops()) == (
+        sum(r.flops_forward for r in records),
+        sum(r.flops_backward for r in records),
+    )
 
 
 @pytest.mark.parametrize(("model", "dropout"), [("gpt", 0.1), *((model, 0.0) for model in MODELS)])
 def test_flops_are_torchs(model, dropout):
-    check_flops(small_run(**{**MODELS[model], "num_layers": 2, "attention_dropout": dropout, "micro_batch_size": 1}))
+    check_flops(
+        small_run(
+            **{
+                **MODELS[model],
+                "num_layers": 2,
+                "attention_dropout": dropout,
+                "micro_batch_size": 1,
+            }
+        )
+    )
 
 
 def test_flops_of_an_iteration():
     """Of GPT-2's formulas and of a block with other widths: matmuls of 2 FLOPs a term, backward twice forward."""
     run = make_run("llama-3.2-1b", {"seq_length": 4096})
     layer = 2048 * (2048 + 2 * 512) + 2048 * 2048 + 3 * 2048 * 8192  # qkv, projection, MLP
-    expected = 4096 * (6 * (16 * layer + 128256 * 2048) + 6 * 16 * 2048 * 4096)  # with half of attention's square
+    expected = 4096 * (
+        6 * (16 * layer + 128256 * 2048) + 6 * 16 * 2048 * 4096
+    )  # with half of attention's square
     assert accounting.model_flops(run, 1) == pytest.approx(expected, rel=1e-12)
-    mistral = make_run("mistral-7b", {})  # 8192 tokens, of which a token sees the last 4096: 3/4 of the triangle
+    mistral = make_run(
+        "mistral-7b", {}
+    )  # 8192 tokens, of which a token sees the last 4096: 3/4 of the triangle
     whole = make_run("mistral-7b", {"window_size": None})
     assert accounting.model_flops(whole, 1) - accounting.model_flops(mistral, 1) == pytest.approx(
-        32 * 12 * 4096 * 8192**2 / 8, rel=1e-9)
-    products = [work.phases(run, 1, software.load("fugaku_megatron"))["layer_forward"].matmuls for run in (whole, mistral)]
+        32 * 12 * 4096 * 8192**2 / 8, rel=1e-9
+    )
+    products = [
+        work.phases(run, 1, software.load("fugaku_megatron"))["layer_forward"].matmuls
+        for run in (whole, mistral)
+    ]
     assert [{p.seen for p in each if p.attention} for each in products] == [{0.5}, {0.375}]
 
 
@@ -101,51 +173,114 @@ def test_flops_of_documents():
     """Of documents that are measured, and of those of a mean length, which predict and plan take."""
     changes = {"seq_length": 4096, "recompute_granularity": "selective"}
     run = make_run("llama-3.2-1b", changes)
-    short = make_run("llama-3.2-1b", {**changes, "reset_attention_mask": True, "mean_document_length": 512})
-    square = 16 * 4 * 2048 * 4096  # of attention over one more token of a document, of all tokens and layers
-    assert accounting.hardware_flops(run, 3) - accounting.hardware_flops(run, 3, 3 * 8 * 512**2) == pytest.approx(
-        3 * 4 * square * (4096 - 512))
-    assert accounting.hardware_flops(short, 3) == pytest.approx(accounting.hardware_flops(run, 3, 3 * 8 * 512**2))
-    assert accounting.hardware_flops(short, 3, 3 * 4096**2) == pytest.approx(accounting.hardware_flops(run, 3))
-    assert accounting.model_flops(run, 3) - accounting.model_flops(short, 3) == pytest.approx(3 * 3 * square * (4096 - 512) / 2)
-    attended = [[p for p in work.phases(r, 1, software.load("fugaku_megatron"))["layer_forward"].matmuls if p.attention]
-                for r in (run, short)]
+    short = make_run(
+        "llama-3.2-1b", {**changes, "reset_attention_mask": True, "mean_document_length": 512}
+    )
+    square = (
+        16 * 4 * 2048 * 4096
+    )  # of attention over one more token of a document, of all tokens and layers
+    assert accounting.hardware_flops(run, 3) - accounting.hardware_flops(
+        run, 3, 3 * 8 * 512**2
+    ) == pytest.approx(3 * 4 * square * (4096 - 512))
+    assert accounting.hardware_flops(short, 3) == pytest.approx(
+        accounting.hardware_flops(run, 3, 3 * 8 * 512**2)
+    )
+    assert accounting.hardware_flops(short, 3, 3 * 4096**2) == pytest.approx(
+        accounting.hardware_flops(run, 3)
+    )
+    assert accounting.model_flops(run, 3) - accounting.model_flops(short, 3) == pytest.approx(
+        3 * 3 * square * (4096 - 512) / 2
+    )
+    attended = [
+        [
+            p
+            for p in work.phases(r, 1, software.load("fugaku_megatron"))["layer_forward"].matmuls
+            if p.attention
+        ]
+        for r in (run, short)
+    ]
     whole, parts = (sum(p.m * p.n * p.k * p.count * p.seen for p in each) for each in attended)
     assert parts == whole / 8
-    with pytest.raises(ValueError, match="--mean-document-length 512 is for runs whose attention ends with a document: pass"):
+    with pytest.raises(
+        ValueError,
+        match="--mean-document-length 512 is for runs whose attention ends with a document: pass",
+    ):
         make_run("llama-3.2-1b", {"mean_document_length": 512})
 
 
-@pytest.mark.parametrize(("recipe", "changes", "seconds", "ranks", "tflops"), [
-    ("124m", FULL, 1020.3, 1, 1.092), ("124m", {}, 1489.7, 1, 0.561),
-    ("30b", {**FULL, "tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 48}, 3534.9, 192, 1.16)])
+@pytest.mark.parametrize(
+    ("recipe", "changes", "seconds", "ranks", "tflops"),
+    [
+        ("124m", FULL, 1020.3, 1, 1.092),
+        ("124m", {}, 1489.7, 1, 0.561),
+        (
+            "30b",
+            {**FULL, "tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 48},
+            3534.9,
+            192,
+            1.16,
+        ),
+    ],
+)
 def test_hardware_flops_reproduce_the_tables(recipe, changes, seconds, ranks, tflops):
     run = make_run(recipe, changes)
     flops = accounting.hardware_flops(run, run.batch.global_batch_size)
     assert flops / seconds / ranks / 1e12 == pytest.approx(tflops, rel=1e-3)
     if recipe == "30b":
-        assert accounting.model_flops(run, 1536) / accounting.hardware_flops(run, 1536) == pytest.approx(0.735, abs=1e-3)
+        assert accounting.model_flops(run, 1536) / accounting.hardware_flops(
+            run, 1536
+        ) == pytest.approx(0.735, abs=1e-3)
 
 
 def test_parameter_flops_reproduce_the_tables():
     # The A100 table's 187B row: h 13824, 80 layers, 40 nodes of 8, 160.29 s, printed 120.05
-    run = make_run(None, {"num_layers": 80, "hidden_size": 13824, "num_attention_heads": 108, "seq_length": 2048,
-                          "vocab_size": 50257, "micro_batch_size": 1, "global_batch_size": 2048, **FULL, "train_iters": 1})
-    assert accounting.parameter_flops(run, 2048) / 160.29 / 320 / 1e12 == pytest.approx(120.02, abs=0.005)
-    split = make_run(None, {**asdict(run.model), **asdict(run.batch), **FULL, "tensor_model_parallel_size": 8,
-                            "pipeline_model_parallel_size": 10})
-    assert accounting.parameter_flops(split, 2048, replicas=True) / 160.29 / 320 / 1e12 == pytest.approx(120.05, abs=0.008)
+    run = make_run(
+        None,
+        {
+            "num_layers": 80,
+            "hidden_size": 13824,
+            "num_attention_heads": 108,
+            "seq_length": 2048,
+            "vocab_size": 50257,
+            "micro_batch_size": 1,
+            "global_batch_size": 2048,
+            **FULL,
+            "train_iters": 1,
+        },
+    )
+    assert accounting.parameter_flops(run, 2048) / 160.29 / 320 / 1e12 == pytest.approx(
+        120.02, abs=0.005
+    )
+    split = make_run(
+        None,
+        {
+            **asdict(run.model),
+            **asdict(run.batch),
+            **FULL,
+            "tensor_model_parallel_size": 8,
+            "pipeline_model_parallel_size": 10,
+        },
+    )
+    assert accounting.parameter_flops(
+        split, 2048, replicas=True
+    ) / 160.29 / 320 / 1e12 == pytest.approx(120.05, abs=0.008)
 
 
 # What it sends --------------------------------------------------------------------------------------------------------------------
+
 
 def by_blocks(run, place: str, collectives: tuple[Collective, ...]) -> list[Collective]:
     """The messages that take the place of a layer's collectives with --tp-comm-overlap: the bytes that reach other ranks."""
     if place != "layer" or not run.parallel.tp_comm_overlap:
         return list(collectives)
     tp = run.parallel.tensor_model_parallel_size
-    bytes = {"all_gather": lambda c: (tp - 1) * c.bytes, "reduce_scatter": lambda c: c.bytes // tp * (tp - 1)}
-    return [Collective(verb, "tp", bytes[c.verb](c)) for c in collectives for verb in ("send", "recv")]
+    bytes = {
+        "all_gather": lambda c: (tp - 1) * c.bytes,
+        "reduce_scatter": lambda c: c.bytes // tp * (tp - 1),
+    }
+    return [
+        Collective(verb, "tp", bytes[c.verb](c)) for c in collectives for verb in ("send", "recv")
+    ]
 
 
 def expected_traffic(run, layout, stage: int) -> dict[tuple[str, str], int]:
@@ -153,20 +288,29 @@ def expected_traffic(run, layout, stage: int) -> dict[tuple[str, str], int]:
     expected: dict[tuple[str, str], int] = {}
     microbatches = layout.microbatches(run, layout.global_batch_size(run))
     records = list(accounting.stage_records(run, layout, stage))
-    per_microbatch = [c for place, r in records for c in by_blocks(run, place, (*r.forward, *r.backward))]
+    per_microbatch = [
+        c for place, r in records for c in by_blocks(run, place, (*r.forward, *r.backward))
+    ]
     if run.training.recompute_granularity == "full":  # groups of one layer
-        again = [c for r in accounting.recomputed_records(run, layout.tp, last=True) for c in by_blocks(run, "layer", r.forward)]
+        again = [
+            c
+            for r in accounting.recomputed_records(run, layout.tp, last=True)
+            for c in by_blocks(run, "layer", r.forward)
+        ]
         per_microbatch += again * sum(map(len, accounting.stage_layers(run, stage)))
     for c in per_microbatch * microbatches + memory.gradient_collectives(run, layout, stage):
         expected[c.verb, c.group] = expected.get((c.verb, c.group), 0) + c.bytes
     sends = (stage > 0) + (stage < layout.pp - 1)
     if sends:
-        expected["send", "pp"] = expected["recv", "pp"] = sends * microbatches * accounting.residual_bytes(run, layout.tp)
+        expected["send", "pp"] = expected["recv", "pp"] = (
+            sends * microbatches * accounting.residual_bytes(run, layout.tp)
+        )
     return expected
 
 
 def tallies(run: RunConfig, world: int) -> list[dict[tuple[str, str], tuple[int, int]]]:
     """Of every rank, (calls, bytes) of an iteration by (group, verb)."""
+
     def traffic(comm: Comm):
         torch.set_num_threads(1)
         groups = record(grid_groups(comm, run))
@@ -181,12 +325,18 @@ def tallies(run: RunConfig, world: int) -> list[dict[tuple[str, str], tuple[int,
 def check_bytes(run: RunConfig, world: int, stages: Collection[int] | None = None) -> None:
     """What every rank, or those of some stages, communicate in an iteration is what accounting says."""
     layout = Layout.from_run(run, world)
-    loads = run.model.num_layers * (run.model.num_experts + 2) * 8 if run.model.num_experts else 0  # tokens of each
+    loads = (
+        run.model.num_layers * (run.model.num_experts + 2) * 8 if run.model.num_experts else 0
+    )  # tokens of each
     small = 64 + loads  # bytes: norms, counts and losses
     for rank, tally in enumerate(tallies(run, world)):
         measured = {(verb, group): bytes for (group, verb), (calls, bytes) in tally.items()}
         stage = rank // (layout.tp * layout.cp) % layout.pp
-        for key, bytes in expected_traffic(run, layout, stage).items() if stages is None or stage in stages else ():
+        for key, bytes in (
+            expected_traffic(run, layout, stage).items()
+            if stages is None or stage in stages
+            else ()
+        ):
             assert bytes <= measured[key] <= bytes + small, (rank, key, bytes, measured[key])
 
 
@@ -194,19 +344,39 @@ LORA = {"lora_rank": 4}
 BUCKETS = {**OVERLAP, "ddp_bucket_size": 20_000, "grad_reduce_in_bf16": True}
 
 
-@pytest.mark.parametrize(("world", "model", "changes"), [
-    (1, "gpt", BUCKETS), (2, "gpt", TP2), (2, "gpt", {**PP2, **FULL}), (4, "gpt", {**TP2PP2, **BUCKETS}), (4, "gpt", BUCKETS),
-    (8, "gpt", {**TP2PP2, "zero_stage": 1}), (2, "gpt", {**SEQUENCE, **FULL, "tp_comm_overlap": True}),
-    (4, "gpt", {**TP2PP2, **SEQUENCE, **FULL}), (8, "gpt", {**TP2PP2, **SEQUENCE, **OVERLAP, "bf16": True}),
-    (4, "qwen3", {**PP2, **CP2}), (4, "gpt", {**CP2, **OVERLAP}), (4, "qwen3", {**CP4, **ALLGATHER, "zero_stage": 1}),
-    (8, "gpt", {**CP2, **TP2PP2, **SEQUENCE, **ALLGATHER, "bf16": True}),
-    (4, "qwen3", {**TP2PP2, "zero_stage": 1}), (4, "qwen3", {**TP2PP2, **SEQUENCE, "tp_comm_overlap": True})])
+@pytest.mark.parametrize(
+    ("world", "model", "changes"),
+    [
+        (1, "gpt", BUCKETS),
+        (2, "gpt", TP2),
+        (2, "gpt", {**PP2, **FULL}),
+        (4, "gpt", {**TP2PP2, **BUCKETS}),
+        (4, "gpt", BUCKETS),
+        (8, "gpt", {**TP2PP2, "zero_stage": 1}),
+        (2, "gpt", {**SEQUENCE, **FULL, "tp_comm_overlap": True}),
+        (4, "gpt", {**TP2PP2, **SEQUENCE, **FULL}),
+        (8, "gpt", {**TP2PP2, **SEQUENCE, **OVERLAP, "bf16": True}),
+        (4, "qwen3", {**PP2, **CP2}),
+        (4, "gpt", {**CP2, **OVERLAP}),
+        (4, "qwen3", {**CP4, **ALLGATHER, "zero_stage": 1}),
+        (8, "gpt", {**CP2, **TP2PP2, **SEQUENCE, **ALLGATHER, "bf16": True}),
+        (4, "qwen3", {**TP2PP2, "zero_stage": 1}),
+        (4, "qwen3", {**TP2PP2, **SEQUENCE, "tp_comm_overlap": True}),
+    ],
+)
 def test_bytes_are_those_communicated(world, model, changes):
     check_bytes(small_run(**MODELS[model], **changes), world)
 
 
-@pytest.mark.parametrize(("world", "changes"), [
-    (2, {**CP2, "bf16": True}), (4, CP4), (4, {**CP4, "window_size": "2,0"}), (8, {**CP4, **TP2, **SEQUENCE})])
+@pytest.mark.parametrize(
+    ("world", "changes"),
+    [
+        (2, {**CP2, "bf16": True}),
+        (4, CP4),
+        (4, {**CP4, "window_size": "2,0"}),
+        (8, {**CP4, **TP2, **SEQUENCE}),
+    ],
+)
 def test_keys_that_are_passed_are_those_counted(world, changes):
     """Of each rank; a record has those of the rank that sends most."""
     run = small_run(**changes, **P2P)
@@ -220,16 +390,22 @@ def test_keys_that_are_passed_are_those_counted(world, changes):
     record = next(r for r in accounting.layer_records(run, layout.tp) if r.name == "attention")
     most_sent, most_got = (max(row) * of_key for row in zip(*passed, strict=True))
     assert sum(c.bytes for c in record.forward) == pytest.approx(most_sent * e, abs=layout.cp * e)
-    assert sum(c.bytes for c in record.backward) == pytest.approx(most_sent * e + most_got * 4, abs=layout.cp * 8)
+    assert sum(c.bytes for c in record.backward) == pytest.approx(
+        most_sent * e + most_got * 4, abs=layout.cp * 8
+    )
 
 
-@pytest.mark.parametrize(("s", "ranks", "window"), [(16, 2, None), (48, 4, None), (48, 4, 1), (48, 4, 9), (96, 8, 40)])
+@pytest.mark.parametrize(
+    ("s", "ranks", "window"), [(16, 2, None), (48, 4, None), (48, 4, 1), (48, 4, 9), (96, 8, 40)]
+)
 def test_keys_that_ranks_pass_are_those_that_queries_see(s, ranks, window):
     """Of each part of a sequence a rank gets the keys from the first to the last that one of its queries sees."""
     parts = torch.arange(s).view(2 * ranks, -1)
     rows = [torch.cat((parts[rank], parts[-1 - rank])) for rank in range(ranks)]
     sent, got = [0] * ranks, [0] * ranks
-    for rank, source in ((rank, source) for rank in range(ranks) for source in range(ranks) if rank != source):
+    for rank, source in (
+        (rank, source) for rank in range(ranks) for source in range(ranks) if rank != source
+    ):
         for keys in (parts[source], parts[-1 - source]):
             distance = rows[rank][:, None] - keys
             seen = keys[((distance >= 0) & (distance < (window or s))).any(0)]
@@ -240,52 +416,106 @@ def test_keys_that_ranks_pass_are_those_that_queries_see(s, ranks, window):
 
 # What it keeps --------------------------------------------------------------------------------------------------------------------
 
+
 def held_bytes(world: Comm, run: RunConfig) -> int:
     """What autograd keeps on this rank from the forward of a micro-batch to its backward."""
     trainer = make_trainer(world, run)
-    tokens = torch.zeros(run.model.seq_length // run.parallel.context_parallel_size, run.batch.micro_batch_size, dtype=torch.int64)
+    tokens = torch.zeros(
+        run.model.seq_length // run.parallel.context_parallel_size,
+        run.batch.micro_batch_size,
+        dtype=torch.int64,
+    )
     flat, saved = trainer.optimizer.flat, {}
-    weights = {values.untyped_storage().data_ptr() for values in (flat.values, *(memory.values for memory in flat.frozen_memory))}
+    weights = {
+        values.untyped_storage().data_ptr()
+        for values in (flat.values, *(memory.values for memory in flat.frozen_memory))
+    }
 
     def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights and tensor.dtype != torch.int64:
-            saved[storage.data_ptr()] = storage  # holding it keeps its address from being used again
+            saved[storage.data_ptr()] = (
+                storage  # holding it keeps its address from being used again
+            )
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        loss = trainer.stage.chunks[0](tokens, tokens, Pass(first_sample=0, recompute=run.training.recompute_granularity))
+        loss = trainer.stage.chunks[0](
+            tokens, tokens, Pass(first_sample=0, recompute=run.training.recompute_granularity)
+        )
     assert loss.requires_grad
     return sum(storage.nbytes() for storage in saved.values())
 
 
 def check_kept(run: RunConfig) -> None:
     tp, cp = run.parallel.tensor_model_parallel_size, run.parallel.context_parallel_size
-    layers = memory.part_kept_bytes(run, tp, run.model.num_layers, accounting.part_recompute_groups(run, 0))[0]
-    outside = sum(r.saved_bytes for place, r in accounting.stage_records(run, Layout.from_run(run, tp * cp), 0) if place != "layer")
-    if run.model.num_experts and run.training.recompute_granularity != "full":  # of int64, which `held_bytes` leaves out
-        layers -= run.model.num_layers * accounting.tokens_per_microbatch(run) * run.model.moe_router_topk * experts.NUMBER_BYTES
+    layers = memory.part_kept_bytes(
+        run, tp, run.model.num_layers, accounting.part_recompute_groups(run, 0)
+    )[0]
+    outside = sum(
+        r.saved_bytes
+        for place, r in accounting.stage_records(run, Layout.from_run(run, tp * cp), 0)
+        if place != "layer"
+    )
+    if (
+        run.model.num_experts and run.training.recompute_granularity != "full"
+    ):  # of int64, which `held_bytes` leaves out
+        layers -= (
+            run.model.num_layers
+            * accounting.tokens_per_microbatch(run)
+            * run.model.moe_router_topk
+            * experts.NUMBER_BYTES
+        )
     for held in ThreadWorld(tp * cp).run(held_bytes, run):
         assert held == pytest.approx(layers + outside, rel=0.02)
 
 
-@pytest.mark.parametrize(("model", "changes"), [
-    ("gpt", {}), ("gpt", {**TP2, "bf16": True}), ("gpt", {**SELECTIVE, **DROPOUT}), ("gpt", {**SEQUENCE, **DROPOUT, "bf16": True}),
-    ("gpt", {**SEQUENCE, **FULL}), ("llama", {"bf16": True}), ("llama", {**SEQUENCE, **SELECTIVE}), ("qwen3", {**TP2, **FULL}),
-    ("plain norms in parallel", {}), ("geglu", SEQUENCE), ("exact gelu", {**TP2, "bf16": True}), ("squared relu", SEQUENCE),
-    ("qwen3", SEQUENCE), ("qwen3", LORA), ("gpt", {**LORA, **SEQUENCE}), ("gpt", {**DROPOUT, **CP2}),
-    ("gpt", {**DROPOUT, **CP4, **P2P}), ("qwen3", {**CP2, **P2P, **SELECTIVE}), ("llama", {**CP2, **ALLGATHER, "bf16": True})])
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("gpt", {}),
+        ("gpt", {**TP2, "bf16": True}),
+        ("gpt", {**SELECTIVE, **DROPOUT}),
+        ("gpt", {**SEQUENCE, **DROPOUT, "bf16": True}),
+        ("gpt", {**SEQUENCE, **FULL}),
+        ("llama", {"bf16": True}),
+        ("llama", {**SEQUENCE, **SELECTIVE}),
+        ("qwen3", {**TP2, **FULL}),
+        ("plain norms in parallel", {}),
+        ("geglu", SEQUENCE),
+        ("exact gelu", {**TP2, "bf16": True}),
+        ("squared relu", SEQUENCE),
+        ("qwen3", SEQUENCE),
+        ("qwen3", LORA),
+        ("gpt", {**LORA, **SEQUENCE}),
+        ("gpt", {**DROPOUT, **CP2}),
+        ("gpt", {**DROPOUT, **CP4, **P2P}),
+        ("qwen3", {**CP2, **P2P, **SELECTIVE}),
+        ("llama", {**CP2, **ALLGATHER, "bf16": True}),
+    ],
+)
 def test_saved_bytes_are_those_that_autograd_keeps(model, changes):
     check_kept(small_run(**MODELS[model], **changes))
 
 
-@pytest.mark.parametrize(("heads", "groups", "seq_length"), [
-    (2, 2, 12288), (4, 2, 6144), pytest.param(2, 1, 36864, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("heads", "groups", "seq_length"),
+    [(2, 2, 12288), (4, 2, 6144), pytest.param(2, 1, 36864, marks=pytest.mark.full)],
+)
 def test_memory_of_attention_is_that_of_its_kernels(heads, groups, seq_length):
     """A thread's own buffers, which a new thread has none of; forward touches a part of what backward does."""
-    run = small_run(num_attention_heads=heads, group_query_attention=True, num_query_groups=groups, kv_channels=64,
-                    seq_length=seq_length, micro_batch_size=1)
-    qkv, dout = torch.zeros(seq_length, 1, (heads + 2 * groups) * 64), torch.zeros(seq_length, 1, heads * 64)
+    run = small_run(
+        num_attention_heads=heads,
+        group_query_attention=True,
+        num_query_groups=groups,
+        kv_channels=64,
+        seq_length=seq_length,
+        micro_batch_size=1,
+    )
+    qkv, dout = (
+        torch.zeros(seq_length, 1, (heads + 2 * groups) * 64),
+        torch.zeros(seq_length, 1, heads * 64),
+    )
     lse = torch.full((1, heads, seq_length), float("inf"))  # every probability is 0
     dqkv, process, grown = torch.zeros_like(qkv), psutil.Process(), list[int]()
 
@@ -301,22 +531,46 @@ def test_memory_of_attention_is_that_of_its_kernels(heads, groups, seq_length):
     assert grown == [pytest.approx(memory.attention_bytes(run, 1, 1), rel=0.05, abs=2 << 20)]
 
 
-@pytest.mark.parametrize(("stage", "changes"), [
-    (3, SELECTIVE), (1, FULL), (0, {"pipeline_schedule": "zb-h1"}), (1, LORA), (0, LORA), (3, LORA)])
+@pytest.mark.parametrize(
+    ("stage", "changes"),
+    [
+        (3, SELECTIVE),
+        (1, FULL),
+        (0, {"pipeline_schedule": "zb-h1"}),
+        (1, LORA),
+        (0, LORA),
+        (3, LORA),
+    ],
+)
 def test_peak_of_another_block(stage, changes):
     widths = {"ffn_hidden_size": 192, "num_attention_heads": 8, "kv_channels": 16}
     run = small_run(**{**FAMILIES["qwen3"], **MODEL, **widths, **changes})
-    predicted = memory.stage_memory(run, Layout.from_run(run, STAGES), stage, run_schedule.of_run(run, MICROBATCHES).held(stage))
-    assert allocated_peak(SoloComm(stage, STAGES), run) == pytest.approx(predicted.activations + predicted.logits, rel=0.05)
+    predicted = memory.stage_memory(
+        run, Layout.from_run(run, STAGES), stage, run_schedule.of_run(run, MICROBATCHES).held(stage)
+    )
+    assert allocated_peak(SoloComm(stage, STAGES), run) == pytest.approx(
+        predicted.activations + predicted.logits, rel=0.05
+    )
 
 
-@pytest.mark.parametrize(("model", "stage", "schedule"), [
-    ("geglu", 0, "zb-h1"), ("exact gelu", 3, "zb-h1"), ("squared relu", 0, "zbv"), ("squared relu", 3, "zbv")])
+@pytest.mark.parametrize(
+    ("model", "stage", "schedule"),
+    [
+        ("geglu", 0, "zb-h1"),
+        ("exact gelu", 3, "zb-h1"),
+        ("squared relu", 0, "zbv"),
+        ("squared relu", 3, "zbv"),
+    ],
+)
 def test_peak_of_a_split_backward_with_other_activations(model, stage, schedule):
     """Between the halves of a backward the argument and its gradient are kept, and the activation's values are not."""
     run = small_run(**{**MODELS[model], **MODEL, "pipeline_schedule": schedule})
-    predicted = memory.stage_memory(run, Layout.from_run(run, STAGES), stage, run_schedule.of_run(run, MICROBATCHES).held(stage))
-    assert allocated_peak(SoloComm(stage, STAGES), run) == pytest.approx(predicted.activations + predicted.logits, rel=0.05)
+    predicted = memory.stage_memory(
+        run, Layout.from_run(run, STAGES), stage, run_schedule.of_run(run, MICROBATCHES).held(stage)
+    )
+    assert allocated_peak(SoloComm(stage, STAGES), run) == pytest.approx(
+        predicted.activations + predicted.logits, rel=0.05
+    )
 
 
 class HeldTensor:
@@ -337,47 +591,90 @@ class HoldingComm(SoloComm):
         return HoldingComm(ranks.index(self.rank), len(ranks))
 
 
-@pytest.mark.parametrize(("rank", "changes"), [
-    (0, {**CP2, **P2P}), (0, {**CP4, **P2P}), (3, {**CP4, **P2P, "bf16": True}), (1, {**CP2, **ALLGATHER}),
-    (0, {**CP4, **ALLGATHER, "bf16": True})])
+@pytest.mark.parametrize(
+    ("rank", "changes"),
+    [
+        (0, {**CP2, **P2P}),
+        (0, {**CP4, **P2P}),
+        (3, {**CP4, **P2P, "bf16": True}),
+        (1, {**CP2, **ALLGATHER}),
+        (0, {**CP4, **ALLGATHER, "bf16": True}),
+    ],
+)
 def test_peak_where_ranks_exchange_keys(rank, changes):
     """Of layers whose attention needs more than their MLP."""
-    run = small_run(num_layers=2, hidden_size=32, ffn_hidden_size=16, num_attention_heads=8, kv_channels=16, seq_length=768,
-                    max_position_embeddings=768, micro_batch_size=2, global_batch_size=2, **changes)
+    run = small_run(
+        num_layers=2,
+        hidden_size=32,
+        ffn_hidden_size=16,
+        num_attention_heads=8,
+        kv_channels=16,
+        seq_length=768,
+        max_position_embeddings=768,
+        micro_batch_size=2,
+        global_batch_size=2,
+        **changes,
+    )
     ranks = run.parallel.context_parallel_size
-    predicted = memory.stage_memory(run, Layout.from_run(run, ranks), 0, run_schedule.of_run(run, 1).held(0))
+    predicted = memory.stage_memory(
+        run, Layout.from_run(run, ranks), 0, run_schedule.of_run(run, 1).held(0)
+    )
     assert memory.working_bytes(run, 1) == activations.key_working_bytes(run, 1)
-    assert allocated_peak(HoldingComm(rank, ranks), run) == pytest.approx(predicted.activations + predicted.logits, rel=0.05)
+    assert allocated_peak(HoldingComm(rank, ranks), run) == pytest.approx(
+        predicted.activations + predicted.logits, rel=0.05
+    )
 
 
-@pytest.mark.parametrize(("changes", "rows"), [
-    ({"micro_batch_size": 1}, 512),  # a quarter of what the layers keep holds half of the logits
-    ({"micro_batch_size": 4}, 1024),  # the most
-    ({"micro_batch_size": 1, **FULL}, 171),  # the least memory, in equal chunks
-    ({"micro_batch_size": 1, "tensor_model_parallel_size": 4}, 1024),
-])
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        (
+            {"micro_batch_size": 1},
+            512,
+        ),  # a quarter of what the layers keep holds half of the logits
+        ({"micro_batch_size": 4}, 1024),  # the most
+        ({"micro_batch_size": 1, **FULL}, 171),  # the least memory, in equal chunks
+        ({"micro_batch_size": 1, "tensor_model_parallel_size": 4}, 1024),
+    ],
+)
 def test_rows_of_logits(changes, rows):
     run = make_run("124m", {"vocab_size": 50257, **changes})
-    assert memory.logits_rows(run, Layout.from_run(run, run.parallel.tensor_model_parallel_size)) == rows
+    assert (
+        memory.logits_rows(run, Layout.from_run(run, run.parallel.tensor_model_parallel_size))
+        == rows
+    )
 
 
 # How it is cut --------------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("split", "layers"), [("balanced", [8, 4]), ("even", [6, 6]), ("7,5", [7, 5])])
+
+@pytest.mark.parametrize(
+    ("split", "layers"), [("balanced", [8, 4]), ("even", [6, 6]), ("7,5", [7, 5])]
+)
 def test_stages_have_the_layers_of_the_split(split, layers):
     run = make_run("124m", {**PP2, "vocab_size": 50257, "pipeline_split": split})
-    assert list(accounting.pipeline_split(run)) == layers and accounting.stage_layers(run, 1) == [range(layers[0], 12)]
-    assert accounting.parameters(run) == accounting.parameters(make_run("124m", {"vocab_size": 50257}))
+    assert list(accounting.pipeline_split(run)) == layers and accounting.stage_layers(run, 1) == [
+        range(layers[0], 12)
+    ]
+    assert accounting.parameters(run) == accounting.parameters(
+        make_run("124m", {"vocab_size": 50257})
+    )
 
 
 def test_the_planner_leaves_groups_whole():
     """14 heads in 2 groups: TP is 1 or 2."""
-    found = search.candidates(make_run("qwen2.5-0.5b", {}), System.from_names("a64fx", "fugaku_megatron", 28), frozenset())
-    assert {run.parallel.tensor_model_parallel_size for run, _ in (each for each in found if not isinstance(each, str))} == {1, 2}
+    found = search.candidates(
+        make_run("qwen2.5-0.5b", {}), System.from_names("a64fx", "fugaku_megatron", 28), frozenset()
+    )
+    assert {
+        run.parallel.tensor_model_parallel_size
+        for run, _ in (each for each in found if not isinstance(each, str))
+    } == {1, 2}
 
 
 def test_memory_of_attention_is_that_of_the_layer_which_needs_most():
     """Of layers with different --cp-comm-type; what is kept and computed is counted as in most layers."""
+
     def of(*ways):
         run = small_run(num_layers=3, num_attention_heads=8, **CP4, cp_comm_type=ways)
         return run, memory.attention_bytes(run, 1, 4), activations.key_working_bytes(run, 1)

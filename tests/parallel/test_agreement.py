@@ -35,7 +35,9 @@ def test_every_rank_raises_the_first_failing_ranks_message():
         return str(caught.value), cause
 
     outcomes = ThreadWorld(4).run(rank)
-    assert {text for text, _ in outcomes} == {"saving: rank 1: file_1: No space left on device [hint]"}
+    assert {text for text, _ in outcomes} == {
+        "saving: rank 1: file_1: No space left on device [hint]"
+    }
     assert [cause for _, cause in outcomes] == [type(None), OSError, type(None), OSError]
 
 
@@ -78,10 +80,18 @@ def test_a_description_is_never_empty(error):
 @pytest.mark.parametrize("size", [1, 5])
 def test_every_rank_gets_its_own_object(size):
     def rank(comm):
-        return [scatter_object(comm, [f"{i} for {r}" for r in range(size)] if comm.rank == 0 else None) for i in range(3)]
+        return [
+            scatter_object(comm, [f"{i} for {r}" for r in range(size)] if comm.rank == 0 else None)
+            for i in range(3)
+        ]
 
-    assert ThreadWorld(size).run(rank) == [[f"{i} for {rank}" for i in range(3)] for rank in range(size)]
-    assert scatter_object(SoloComm(3, 8), None) is None and scatter_object(SoloComm(0, 8), list("abcdefgh")) == "a"
+    assert ThreadWorld(size).run(rank) == [
+        [f"{i} for {rank}" for i in range(3)] for rank in range(size)
+    ]
+    assert (
+        scatter_object(SoloComm(3, 8), None) is None
+        and scatter_object(SoloComm(0, 8), list("abcdefgh")) == "a"
+    )
 
 
 def found(names):
@@ -94,7 +104,13 @@ def found(names):
 
 def test_ranks_of_one_name_form_a_node_in_the_order_of_the_world():
     here, there = ([0, 2, 3], 0, 2), ([1, 4], 1, 2)
-    assert found(["b", "a", "b", "b", "a"]) == [(*here, True), (*there, True), (*here, False), (*here, False), (*there, False)]
+    assert found(["b", "a", "b", "b", "a"]) == [
+        (*here, True),
+        (*there, True),
+        (*here, False),
+        (*here, False),
+        (*there, False),
+    ]
 
 
 def test_names_of_one_checksum_are_told_apart(monkeypatch):
@@ -104,18 +120,29 @@ def test_names_of_one_checksum_are_told_apart(monkeypatch):
 
 def test_ranks_learn_their_node_and_the_one_above(tmp_path):
     def placed(world):
-        watchdog = Watchdog(Heartbeat(tmp_path / f"alone{world.rank}"), HangSettings(1000.0, tmp_path, None))
+        watchdog = Watchdog(
+            Heartbeat(tmp_path / f"alone{world.rank}"), HangSettings(1000.0, tmp_path, None)
+        )
         place(watchdog, world, find_nodes(world, f"node{world.rank // 3}"))
         beat, own = watchdog.heart.beat(), watchdog.link._socket.getsockname()
         world.barrier()
         watchdog.close()
-        return beat.rank, watchdog.local, watchdog.link.number, watchdog.link.parents, own, watchdog.link.token
+        return (
+            beat.rank,
+            watchdog.local,
+            watchdog.link.number,
+            watchdog.link.parents,
+            own,
+            watchdog.link.token,
+        )
 
     ranks = ThreadWorld(7).run(placed)
     assert [rank for rank, *_ in ranks] == list(range(7))
     assert [local for _, local, *_ in ranks] == [(0, 1, 2)] * 3 + [(3, 4, 5)] * 3 + [(6,)]
     listening = [own for *_, own, _ in ranks[:2]]
-    assert [(number, parents) for _, _, number, parents, *_ in ranks] == [(0, [])] * 3 + [(1, listening)] * 3 + [(2, listening)]
+    assert [(number, parents) for _, _, number, parents, *_ in ranks] == [(0, [])] * 3 + [
+        (1, listening)
+    ] * 3 + [(2, listening)]
     assert len({token for *_, token in ranks}) == 1
 
 
@@ -135,8 +162,13 @@ def test_one_node_needs_no_socket(tmp_path):
 FULL = {"recompute_granularity": "full"}
 
 
-@pytest.mark.parametrize("layout", [{"pipeline_model_parallel_size": 4}, {"tensor_model_parallel_size": 2,
-                                                                          "pipeline_model_parallel_size": 2}])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pipeline_model_parallel_size": 4},
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+    ],
+)
 def test_stages_that_recompute_differently_train_as_without(layout):
     plain = small_run(**layout)
 
@@ -149,13 +181,23 @@ def test_stages_that_recompute_differently_train_as_without(layout):
     assert ThreadWorld(4).run(work, FULL)[0] == ThreadWorld(4).run(work, {})[0]
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"lr": 2e-3}, "--lr is 0.001 on 3 ranks (0, 1, 3), 0.002 on rank 2: pass every rank the same command line, apart from"),
-    ({"lr": 2e-3, **FULL}, "--lr is 0.001 on 3 ranks (0, 1, 3), 0.002 on rank 2: pass"),
-    ({"window_size": "3,0"}, "--window-size is None on 3 ranks (0, 1, 3), 3,0 on rank 2: pass"),
-    (FULL, "--recompute-granularity is full on rank 0, None on rank 1 of the tensor-parallel group that begins with rank 2: pass"),
-    ({"save_local": "/node2", "thread_affinity": "none", "log_file": "l2"}, None), ({}, None),
-])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"lr": 2e-3},
+            "--lr is 0.001 on 3 ranks (0, 1, 3), 0.002 on rank 2: pass every rank the same command line, apart from",
+        ),
+        ({"lr": 2e-3, **FULL}, "--lr is 0.001 on 3 ranks (0, 1, 3), 0.002 on rank 2: pass"),
+        ({"window_size": "3,0"}, "--window-size is None on 3 ranks (0, 1, 3), 3,0 on rank 2: pass"),
+        (
+            FULL,
+            "--recompute-granularity is full on rank 0, None on rank 1 of the tensor-parallel group that begins with rank 2: pass",
+        ),
+        ({"save_local": "/node2", "thread_affinity": "none", "log_file": "l2"}, None),
+        ({}, None),
+    ],
+)
 def test_other_differences_end_the_job_in_one_line_on_every_rank(changes, message):
     def work(comm):
         run = small_run(tensor_model_parallel_size=2, **(changes if comm.rank == 2 else {}))

@@ -6,7 +6,19 @@ from torch import Tensor
 
 from fugaku_megatron.host import kernels
 from fugaku_megatron.nn.ops import BACKENDS, DropoutKey, Ops, recompute
-from tests.parallel.test_ops import DTYPES, B, H, S, check, close, each_dtype, ops, parameter, plain_rms_norm, random
+from tests.parallel.test_ops import (
+    DTYPES,
+    B,
+    H,
+    S,
+    check,
+    close,
+    each_dtype,
+    ops,
+    parameter,
+    plain_rms_norm,
+    random,
+)
 
 __all__ = ["ops"]  # the fixture
 F_WIDTH, D, POSITIONS = 20, 8, 9
@@ -15,7 +27,9 @@ F_WIDTH, D, POSITIONS = 20, 8, 9
 def wide_gated_mlp(ops, dtype, put_off=False):
     """Gradients of a gated MLP whose width takes several of the parts in which the native backward goes through it."""
     x, dy = random(S, B, H, dtype=dtype).requires_grad_(), random(S, B, H, seed=9, dtype=dtype)
-    w1, b1, w2 = (parameter(random(*shape, dtype=dtype)) for shape in ((2, 1100, H), (2, 1100), (H, 1100)))
+    w1, b1, w2 = (
+        parameter(random(*shape, dtype=dtype)) for shape in ((2, 1100, H), (2, 1100), (H, 1100))
+    )
     y = ops.gated_mlp(x, w1, b1, w2)
     if put_off:
         with ops.weight_gradients.put_off() as waiting:
@@ -30,7 +44,10 @@ def wide_gated_mlp(ops, dtype, put_off=False):
 def test_a_wide_gated_mlp_by_parts_of_its_columns(dtype, tolerance):
     """The same bits at once, with weight gradients put off and with packed weights, and torch's numbers."""
     found = wide_gated_mlp(Ops.build(), dtype)
-    for other in (wide_gated_mlp(Ops.build(), dtype, put_off=True), wide_gated_mlp(Ops.build(keep_packed_weights=True), dtype)):
+    for other in (
+        wide_gated_mlp(Ops.build(), dtype, put_off=True),
+        wide_gated_mlp(Ops.build(keep_packed_weights=True), dtype),
+    ):
         assert all(torch.equal(*pair) for pair in zip(found, other))
     for ours, theirs in zip(found, wide_gated_mlp(Ops.build("torch"), dtype)):
         close(ours, theirs.double(), tolerance)
@@ -39,8 +56,10 @@ def test_a_wide_gated_mlp_by_parts_of_its_columns(dtype, tolerance):
 def test_a_gated_mlp_sums_in_fp16_on_request():
     """Eight terms at a time, in all of its matmuls; only the bias's gradient is another sum, of what they left."""
     with kernels.target("portable"):
-        chunked, again, exact = (wide_gated_mlp(Ops.build(fp16_chunk=chunk), torch.float16, put_off)
-                                 for chunk, put_off in ((8, False), (8, True), (0, False)))
+        chunked, again, exact = (
+            wide_gated_mlp(Ops.build(fp16_chunk=chunk), torch.float16, put_off)
+            for chunk, put_off in ((8, False), (8, True), (0, False))
+        )
     for ours, same, other in zip(chunked, again, exact, strict=True):
         close(ours, other.double(), 1e-2)
         assert torch.equal(ours, same) and not torch.equal(ours, other)
@@ -51,37 +70,69 @@ def angles(size: int) -> tuple[Tensor, Tensor]:
     return torch.cos(turns), torch.sin(turns)
 
 
-def plain_rotary(qkv: Tensor, heads: int, groups: int, size: int, interleaved: bool, first: int, weights: list[Tensor]) -> Tensor:
+def plain_rotary(
+    qkv: Tensor,
+    heads: int,
+    groups: int,
+    size: int,
+    interleaved: bool,
+    first: int,
+    weights: list[Tensor],
+) -> Tensor:
     """Token by token and head by head, as complex numbers."""
     each, out = heads // groups, qkv.clone().view(*qkv.shape[:2], groups, heads // groups + 2, D)
-    cos, sin = (a.double()[first : first + len(qkv)] for a in angles(size)) if size else (None, None)
+    cos, sin = (
+        (a.double()[first : first + len(qkv)] for a in angles(size)) if size else (None, None)
+    )
     slots = []
     for slot in range(each + 2):
         x = out[..., slot, :]
         if weights and slot <= each:
             x = plain_rms_norm(x, weights[slot == each])
         if size and slot <= each:
-            a, b = (x[..., 0:size:2], x[..., 1:size:2]) if interleaved else (x[..., : size // 2], x[..., size // 2 : size])
+            a, b = (
+                (x[..., 0:size:2], x[..., 1:size:2])
+                if interleaved
+                else (x[..., : size // 2], x[..., size // 2 : size])
+            )
             z = torch.complex(a, b) * torch.complex(cos, sin)[:, None, None]
-            pair = torch.stack((z.real, z.imag), -1).flatten(-2) if interleaved else torch.cat((z.real, z.imag), -1)
+            pair = (
+                torch.stack((z.real, z.imag), -1).flatten(-2)
+                if interleaved
+                else torch.cat((z.real, z.imag), -1)
+            )
             x = torch.cat((pair, x[..., size:]), -1)
         slots.append(x)
     return torch.stack(slots, -2).reshape(qkv.shape)
 
 
 @each_dtype
-@pytest.mark.parametrize(("heads", "groups", "size", "interleaved", "norm"), [
-    (2, 2, D, False, False), (4, 2, D, True, False), (4, 1, D // 2, False, True), (4, 2, 0, False, True), (2, 1, 4, True, True)])
+@pytest.mark.parametrize(
+    ("heads", "groups", "size", "interleaved", "norm"),
+    [
+        (2, 2, D, False, False),
+        (4, 2, D, True, False),
+        (4, 1, D // 2, False, True),
+        (4, 2, 0, False, True),
+        (2, 1, 4, True, True),
+    ],
+)
 def test_rotary(ops, name, heads, groups, size, interleaved, norm):
     dtype, tolerance = DTYPES[name]
     qkv = random(S, B, (heads + 2 * groups) * D, dtype=dtype)
     turns = angles(size) if size else None
-    check(lambda x, *w: ops.rotary(x, turns, heads, groups, D, interleaved, 3, *w, epsilon=1e-3),
-          lambda x, *w: plain_rotary(x, heads, groups, size, interleaved, 3, w), [qkv],
-          [random(D, seed=i, dtype=dtype) for i in (1, 2)] if norm else [], 2 * tolerance)
+    check(
+        lambda x, *w: ops.rotary(x, turns, heads, groups, D, interleaved, 3, *w, epsilon=1e-3),
+        lambda x, *w: plain_rotary(x, heads, groups, size, interleaved, 3, w),
+        [qkv],
+        [random(D, seed=i, dtype=dtype) for i in (1, 2)] if norm else [],
+        2 * tolerance,
+    )
 
 
-@pytest.mark.parametrize(("heads", "groups", "window", "d"), [(6, 2, None, 16), (4, 1, 70, 64), (3, 3, 20, 80)])
+@pytest.mark.parametrize(
+    ("heads", "groups", "window", "d"), [(6, 2, None, 16), (4, 1, 70, 64), (3, 3, 20, 80)]
+)
 def test_native_attention_equals_torchs_over_many_tiles(heads, groups, window, d):
     """With dropout, and recomputed in backward; a tensor-parallel rank's heads begin at row0."""
     s, key = 210, DropoutKey(5, 9, 40, sample_dim=0, row0=210 * heads)
@@ -98,7 +149,11 @@ def test_native_attention_equals_torchs_over_many_tiles(heads, groups, window, d
 def test_packed_copies_of_a_gated_weight_are_kept():
     """The matmul takes the two matrices as one, which is the same one at every call."""
     ops = Ops.build(keep_packed_weights=True)
-    x, w1, w2 = random(S, B, H).requires_grad_(), parameter(random(2, F_WIDTH, H)), parameter(random(H, F_WIDTH))
+    x, w1, w2 = (
+        random(S, B, H).requires_grad_(),
+        parameter(random(2, F_WIDTH, H)),
+        parameter(random(H, F_WIDTH)),
+    )
     for _ in range(3):
         ops.gated_mlp(x, w1, None, w2).sum().backward()
     assert len(ops.weight_cache._entries) == 4  # two weights, forward and backward

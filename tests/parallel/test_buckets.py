@@ -8,12 +8,29 @@ import torch
 from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs import run_schedule
-from fugaku_megatron.costs.memory import bucket_elements, bucket_minimum, cut, stage_memory, stage_units
+from fugaku_megatron.costs.memory import (
+    bucket_elements,
+    bucket_minimum,
+    cut,
+    stage_memory,
+    stage_units,
+)
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.pipeline.parts import Held
 from fugaku_megatron.training import flat
 from fugaku_megatron.training.train import Trainer
-from tests.helpers import DROPOUT, OVERLAP, PP2, TP2, TP2PP2, dry_trainer, grid_groups, make_trainer, mock, small_run
+from tests.helpers import (
+    DROPOUT,
+    OVERLAP,
+    PP2,
+    TP2,
+    TP2PP2,
+    dry_trainer,
+    grid_groups,
+    make_trainer,
+    mock,
+    small_run,
+)
 from tests.parallel.test_step import custom, shuffled
 from tests.threads import ThreadWorld
 
@@ -21,48 +38,105 @@ BUCKETS = {"overlap_grad_reduce": True, "ddp_bucket_size": 20_000}  # a layer ha
 BOTH = {**OVERLAP, **BUCKETS}
 
 
-@pytest.mark.parametrize(("units", "minimum", "tied", "buckets"), [
-    ([1, 5, 5, 3], 6, False, [[0, 1], [2, 3]]), ([1, 5, 5, 3], 7, False, [[0, 1, 2], [3]]),
-    ([1, 5, 5, 3], 1, False, [[0], [1], [2], [3]]), ([1, 5, 5, 3], 100, False, [[0, 1, 2, 3]]),
-    ([1, 5, 5, 3], 100, True, [[0, 1, 2], [3]]), ([1, 5, 5, 3], 6, True, [[0, 1], [2], [3]]), ([4], 1, True, [[0]]),
-])
+@pytest.mark.parametrize(
+    ("units", "minimum", "tied", "buckets"),
+    [
+        ([1, 5, 5, 3], 6, False, [[0, 1], [2, 3]]),
+        ([1, 5, 5, 3], 7, False, [[0, 1, 2], [3]]),
+        ([1, 5, 5, 3], 1, False, [[0], [1], [2], [3]]),
+        ([1, 5, 5, 3], 100, False, [[0, 1, 2, 3]]),
+        ([1, 5, 5, 3], 100, True, [[0, 1, 2], [3]]),
+        ([1, 5, 5, 3], 6, True, [[0, 1], [2], [3]]),
+        ([4], 1, True, [[0]]),
+    ],
+)
 def test_a_bucket_is_as_few_units_as_reach_the_minimum(units, minimum, tied, buckets):
     assert [list(bucket) for bucket in cut(units, minimum, tied)] == buckets
 
 
 def test_the_smallest_bucket_is_megatrons():
     """A layer of 124M has 7.1 M parameters, the embeddings 39.4 M."""
-    assert bucket_minimum(small_run(), 8) == 40_000_000 and bucket_minimum(small_run(), 64) == 64_000_000
+    assert (
+        bucket_minimum(small_run(), 8) == 40_000_000
+        and bucket_minimum(small_run(), 64) == 64_000_000
+    )
     assert [bucket_minimum(small_run(ddp_bucket_size=5), ranks) for ranks in (1, 64)] == [5, 5]
-    assert bucket_minimum(small_run(), 1) == 1, "nothing is reduced: each unit's gradients get their own memory"
-    run = make_run("124m", {"overlap_grad_reduce": True, "make_vocab_size_divisible_by": 128, "vocab_size": 50257})
-    assert [round(n / 1e6, 1) for n in bucket_elements(run, Layout.from_run(run, 8), 0)] == [42.5, 42.5, 39.4]
+    assert bucket_minimum(small_run(), 1) == 1, (
+        "nothing is reduced: each unit's gradients get their own memory"
+    )
+    run = make_run(
+        "124m",
+        {"overlap_grad_reduce": True, "make_vocab_size_divisible_by": 128, "vocab_size": 50257},
+    )
+    assert [round(n / 1e6, 1) for n in bucket_elements(run, Layout.from_run(run, 8), 0)] == [
+        42.5,
+        42.5,
+        39.4,
+    ]
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [
-    (1, {}), (1, BUCKETS), (2, {**PP2, **BUCKETS}), (4, {"pipeline_model_parallel_size": 4}), (8, {**TP2PP2, **BUCKETS})])
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (1, {}),
+        (1, BUCKETS),
+        (2, {**PP2, **BUCKETS}),
+        (4, {"pipeline_model_parallel_size": 4}),
+        (8, {**TP2PP2, **BUCKETS}),
+    ],
+)
 def test_buckets_lie_where_the_formula_says(ranks, layout):
     for rank in range(ranks):
         trainer = dry_trainer(rank, ranks, **layout)
         run = trainer.run
         buffer, stage = trainer.optimizer.flat, trainer.groups.pp.rank
-        assert [b.end - b.start for b in buffer.buckets] == bucket_elements(run, trainer.layout, stage)
-        assert [sum(p.numel() for p in unit) for unit in flat.stage_units(trainer.stage)] == stage_units(run, trainer.layout, stage)
-        names = [[p.spec.name for p, start in zip(buffer.parameters, buffer.starts) if b.start <= start < b.end]
-                 for b in buffer.buckets]
-        if "ddp_bucket_size" in layout and trainer.layout.pp > 1 and (trainer.stage.first or trainer.stage.last):
-            assert names[-1] == [trainer.stage.tied_copy.spec.name], "the tied embedding waits for the other stage alone"
+        assert [b.end - b.start for b in buffer.buckets] == bucket_elements(
+            run, trainer.layout, stage
+        )
+        assert [
+            sum(p.numel() for p in unit) for unit in flat.stage_units(trainer.stage)
+        ] == stage_units(run, trainer.layout, stage)
+        names = [
+            [
+                p.spec.name
+                for p, start in zip(buffer.parameters, buffer.starts)
+                if b.start <= start < b.end
+            ]
+            for b in buffer.buckets
+        ]
+        if (
+            "ddp_bucket_size" in layout
+            and trainer.layout.pp > 1
+            and (trainer.stage.first or trainer.stage.last)
+        ):
+            assert names[-1] == [trainer.stage.tied_copy.spec.name], (
+                "the tied embedding waits for the other stage alone"
+            )
         layers = [[int(n.split(".")[2]) for n in bucket if ".layers." in n] for bucket in names]
-        assert all(min(a) > max(b) for a, b in zip(layers, layers[1:]) if a and b), "the last layers come first"
+        assert all(min(a) > max(b) for a, b in zip(layers, layers[1:]) if a and b), (
+            "the last layers come first"
+        )
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [({}, BUCKETS), (BOTH, {}), (BUCKETS, {**BOTH, "ddp_bucket_size": 1})],
-                         ids=["one-many", "many-one", "many-more"])
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [({}, BUCKETS), (BOTH, {}), (BUCKETS, {**BOTH, "ddp_bucket_size": 1})],
+    ids=["one-many", "many-one", "many-more"],
+)
 def test_a_checkpoint_loads_whatever_the_buckets_were(saved, loaded, tmp_path):
     """ZeRO-1 cuts its shards inside buckets, so a shard may lie in the files of several ranks."""
+
     def save_and_load(world) -> None:
-        run = {"zero_stage": 1, "bf16": True, "tensor_model_parallel_size": 2, "max_position_embeddings": 512, "clip_grad": 0.0}
-        trainers = [make_trainer(world, small_run(**(run | changes))) for changes in (saved, loaded)]
+        run = {
+            "zero_stage": 1,
+            "bf16": True,
+            "tensor_model_parallel_size": 2,
+            "max_position_embeddings": 512,
+            "clip_grad": 0.0,
+        }
+        trainers = [
+            make_trainer(world, small_run(**(run | changes))) for changes in (saved, loaded)
+        ]
         trainers[0].train_step()
         trainers[0].save(str(tmp_path))
         trainers[1].load(str(tmp_path))
@@ -75,6 +149,7 @@ def test_a_checkpoint_loads_whatever_the_buckets_were(saved, loaded, tmp_path):
 
 
 # Overlap ------------------------------------------------------------------------------------------------------------------------
+
 
 class Checked:
     """The communicator `inner`, whose started sums must find their tensors at the end as they were at the start."""
@@ -100,7 +175,9 @@ class Watched:
 
     def wait(self) -> None:
         if self.before is not None:
-            assert torch.equal(self.tensor, self.before), "a gradient was written after its reduction had started"
+            assert torch.equal(self.tensor, self.before), (
+                "a gradient was written after its reduction had started"
+            )
         self.before = None
         self.handle.wait()
 
@@ -122,13 +199,29 @@ def started_early(world, run, backend: str, make=run_schedule.of_run) -> tuple[i
     at_the_end = {last, last - 1} if trainer.stage.first and not trainer.stage.last else {last}
     if not trainer.stage.first and not trainer.stage.last:
         at_the_end = set()
-    return seen[0], sum(not at_the_end & set(bucket.units) for bucket in trainer.optimizer.flat.buckets)
+    return seen[0], sum(
+        not at_the_end & set(bucket.units) for bucket in trainer.optimizer.flat.buckets
+    )
 
 
-@pytest.mark.parametrize(("ranks", "backend", "changes"), [
-    (1, "torch", {"recompute_granularity": "full", "recompute_num_layers": 3, "zero_stage": 1}),
-    (2, "native", {**PP2, "recompute_granularity": "full"}), (4, "torch", {**TP2, "recompute_granularity": "selective"}),
-    (8, "native", {**TP2PP2, "recompute_granularity": "full", "recompute_method": "block", "zero_stage": 1})])
+@pytest.mark.parametrize(
+    ("ranks", "backend", "changes"),
+    [
+        (1, "torch", {"recompute_granularity": "full", "recompute_num_layers": 3, "zero_stage": 1}),
+        (2, "native", {**PP2, "recompute_granularity": "full"}),
+        (4, "torch", {**TP2, "recompute_granularity": "selective"}),
+        (
+            8,
+            "native",
+            {
+                **TP2PP2,
+                "recompute_granularity": "full",
+                "recompute_method": "block",
+                "zero_stage": 1,
+            },
+        ),
+    ],
+)
 def test_no_gradient_is_written_after_its_reduction_started(ranks, backend, changes):
     run = small_run(**changes, **BUCKETS, **DROPOUT, num_layers=8)
     for early, possible in ThreadWorld(ranks).run(started_early, run, backend):
@@ -148,12 +241,16 @@ def test_gathers_are_under_way_until_their_weights_are_needed():
         buckets, order = trainer.optimizer.buckets, []
         trainer.train_step()
         last = len(trainer.optimizer.flat.buckets) - 1
-        assert list(buckets._gathers) == list(range(last, -1, -1)), "all of them, the first needed first"
+        assert list(buckets._gathers) == list(range(last, -1, -1)), (
+            "all of them, the first needed first"
+        )
         for unit in (*trainer.stage.layers, trainer.stage.last.final_layernorm):
             unit.register_forward_pre_hook(lambda module, args: order.append(len(buckets._gathers)))
         trainer.train_step()
         layers = trainer.run.model.num_layers
-        assert order[: layers + 1] == [1, 1, 0, 0, 0], "when a layer runs, only what later ones need is under way"
+        assert order[: layers + 1] == [1, 1, 0, 0, 0], (
+            "when a layer runs, only what later ones need is under way"
+        )
         trainer.close()
         assert not buckets._gathers
 
@@ -162,12 +259,18 @@ def test_gathers_are_under_way_until_their_weights_are_needed():
 
 def test_copies_in_bf16_are_in_the_memory_model():
     runs = [small_run(**BUCKETS, grad_reduce_in_bf16=wire) for wire in (False, True)]
-    plain, more = (stage_memory(run, Layout.from_run(run, 2), 0, [Held((1,), (0,))]) for run in runs)
-    assert (more.gradients, more.total - plain.total) == (plain.gradients * 3 // 2, plain.gradients // 2)
+    plain, more = (
+        stage_memory(run, Layout.from_run(run, 2), 0, [Held((1,), (0,))]) for run in runs
+    )
+    assert (more.gradients, more.total - plain.total) == (
+        plain.gradients * 3 // 2,
+        plain.gradients // 2,
+    )
 
 
 def test_the_error_of_gradients_in_bf16():
     """Of 8 ranks' gradients, against their exact sum: two roundings of up to 2^-8, whatever the number of ranks."""
+
     def reduced(world, wire: bool) -> torch.Tensor:
         trainer = make_trainer(world, small_run(**BUCKETS, zero_stage=1, grad_reduce_in_bf16=wire))
         optimizer = trainer.optimizer
@@ -177,6 +280,8 @@ def test_the_error_of_gradients_in_bf16():
             optimizer.flat.gradients.of(index).normal_(generator=random)
         return torch.cat(optimizer.buckets.reduce())
 
-    for exact, sent in zip(*(ThreadWorld(8).run(reduced, wire) for wire in (False, True)), strict=True):
+    for exact, sent in zip(
+        *(ThreadWorld(8).run(reduced, wire) for wire in (False, True)), strict=True
+    ):
         error = ((sent - exact).norm() / exact.norm()).item()
         assert 1.5e-3 < error < 3e-3, error

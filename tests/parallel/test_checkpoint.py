@@ -27,8 +27,17 @@ STATE = {"consumed_samples": 4096, "loss_scale": 65536.0, "lr": 0.1 + 0.2, "name
 def _shards(rank, seed):
     """Two rows of a matrix, and a flat range of another one."""
     whole = torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))
-    return [Shard("w", whole[2 * rank : 2 * rank + 2].bfloat16(), (8, 6), (2 * rank, 0), (2, 6)),
-            Shard("m", whole.view(-1)[12 * rank : 12 * rank + 12].clone(), (8, 6), (0, 0), (8, 6), 12 * rank)]
+    return [
+        Shard("w", whole[2 * rank : 2 * rank + 2].bfloat16(), (8, 6), (2 * rank, 0), (2, 6)),
+        Shard(
+            "m",
+            whole.view(-1)[12 * rank : 12 * rank + 12].clone(),
+            (8, 6),
+            (0, 0),
+            (8, 6),
+            12 * rank,
+        ),
+    ]
 
 
 def _zeroed(shards):
@@ -39,14 +48,23 @@ def _zeroed(shards):
 
 def _save(directory, iteration=100, seed=1, **arguments):
     def rank(comm):
-        return save_checkpoint(directory, iteration, _shards(comm.rank, seed), {**STATE, "seed": seed}, comm, LAYOUT, CONFIG,
-                    **arguments)
+        return save_checkpoint(
+            directory,
+            iteration,
+            _shards(comm.rank, seed),
+            {**STATE, "seed": seed},
+            comm,
+            LAYOUT,
+            CONFIG,
+            **arguments,
+        )
 
     return ThreadWorld(WORLD).run(rank)
 
 
 def _load(directory, seed=1, **arguments):
     """Load on four ranks and hold every tensor to the values of `seed`; returns (iteration, state)."""
+
     def rank(comm):
         shards = _zeroed(_shards(comm.rank, seed))
         outcome = load_checkpoint(directory, shards, comm, **arguments)
@@ -61,13 +79,16 @@ def _load(directory, seed=1, **arguments):
 
 def _load_failure(directory, untouched=True, **arguments):
     """The message of a failing load; what fails before a file of tensors is opened touches no tensor."""
+
     def work(comm):
         shards = _shards(comm.rank, 1)
         before = [shard.tensor.clone() for shard in shards]
         try:
             load_checkpoint(directory, shards, comm, **arguments)
         finally:
-            assert not untouched or all(torch.equal(a, shard.tensor) for a, shard in zip(before, shards))
+            assert not untouched or all(
+                torch.equal(a, shard.tensor) for a, shard in zip(before, shards)
+            )
 
     return one_error(WORLD, work)
 
@@ -88,10 +109,14 @@ def test_the_manifest_describes_every_element_of_every_global_tensor_once(tmp_pa
     covered = {}
     for entry in stored["files"].values():
         for record in entry["shards"]:
-            seen = covered.setdefault(record["key"], torch.zeros(record["global_shape"], dtype=torch.int32))
+            seen = covered.setdefault(
+                record["key"], torch.zeros(record["global_shape"], dtype=torch.int32)
+            )
             part = torch.zeros(record["slice_shape"], dtype=torch.int32)
-            part.view(-1)[record["flat_start"]:record["flat_start"] + record["numel"]] = 1
-            seen[tuple(slice(o, o + n) for o, n in zip(record["offset"], record["slice_shape"]))] += part
+            part.view(-1)[record["flat_start"] : record["flat_start"] + record["numel"]] = 1
+            seen[
+                tuple(slice(o, o + n) for o, n in zip(record["offset"], record["slice_shape"]))
+            ] += part
     assert set(covered) == {"w", "m"}
     assert all(bool((seen == 1).all()) for seen in covered.values())
 
@@ -124,9 +149,12 @@ class _Stop(BaseException):
 @pytest.mark.parametrize("second", [100, 110])
 def test_a_save_interrupted_anywhere_leaves_a_whole_checkpoint(tmp_path, monkeypatch, second):
     """Stop before each step that changes the directory in turn: what is loaded is wholly the old or wholly the new."""
+
     def rank(comm, iteration, value):
         shards = [Shard("w", torch.full((3,), value), (3,), (0,), (3,))]
-        save_checkpoint(tmp_path, iteration, shards, {"value": value}, comm, {"world_size": 1}, {}, keep=1)
+        save_checkpoint(
+            tmp_path, iteration, shards, {"value": value}, comm, {"world_size": 1}, {}, keep=1
+        )
 
     seen = set()
     for stop_at in range(40):
@@ -144,19 +172,27 @@ def test_a_save_interrupted_anywhere_leaves_a_whole_checkpoint(tmp_path, monkeyp
 def test_a_checkpoint_left_between_two_renames_is_loaded_and_outlives_a_failing_save(tmp_path):
     (_save(tmp_path, seed=9)[0]).rename(tmp_path / "iter_0000100.old")
     assert _load(tmp_path, seed=9)[0] == 100 and list_iterations(tmp_path) == [100]
-    message = one_error(WORLD, lambda comm: save_checkpoint(tmp_path, 110, [], {"x": torch.ones(1)}, comm, LAYOUT, CONFIG))
+    message = one_error(
+        WORLD,
+        lambda comm: save_checkpoint(tmp_path, 110, [], {"x": torch.ones(1)}, comm, LAYOUT, CONFIG),
+    )
     assert "TypeError: Object of type Tensor is not JSON serializable" in message
     assert _load(tmp_path, seed=9)[0] == 100
 
 
-def test_a_removal_that_fails_halfway_only_warns_and_leaves_no_half_checkpoint(tmp_path, monkeypatch):
+def test_a_removal_that_fails_halfway_only_warns_and_leaves_no_half_checkpoint(
+    tmp_path, monkeypatch
+):
     def half(path, **options):
         next(path.glob("*.safetensors")).unlink()
         raise OSError(5, "Input/output error", str(path))
 
     _save(tmp_path, 10)
     monkeypatch.setattr(shutil, "rmtree", half)
-    with pytest.warns(UserWarning, match="old checkpoint .*iter_0000010 could not be removed: .*Input/output error"):
+    with pytest.warns(
+        UserWarning,
+        match="old checkpoint .*iter_0000010 could not be removed: .*Input/output error",
+    ):
         _save(tmp_path, 20, keep=1)
     assert _load(tmp_path)[0] == 20
     assert not (tmp_path / "iter_0000010").exists()
@@ -171,12 +207,18 @@ def _interrupted(monkeypatch, stop_at, work):
                 raise _Stop
             left[0] -= 1
             return function(*args, **kwargs)
+
         return call
 
     with monkeypatch.context() as patch:
         steps = [(Path, name) for name in ("mkdir", "rename", "replace")]
-        steps += [(save_module, "write_tensors"), (save_module, "write_text"), (manifest, "write_text"), (shutil, "rmtree"),
-                  (os, "fsync")]
+        steps += [
+            (save_module, "write_tensors"),
+            (save_module, "write_text"),
+            (manifest, "write_text"),
+            (shutil, "rmtree"),
+            (os, "fsync"),
+        ]
         for holder, name in steps:
             patch.setattr(holder, name, guarded(getattr(holder, name)))
         try:
@@ -213,23 +255,34 @@ def test_a_disk_that_refuses_the_bytes_fails_on_all_ranks_and_loses_nothing(tmp_
 
 def test_a_shard_given_by_two_ranks_is_refused(tmp_path):
     shard = Shard("w", torch.ones(2), (2,), (0,), (2,))
-    message = one_error(WORLD, lambda comm: save_checkpoint(tmp_path, 1, [shard], {}, comm, LAYOUT, {}))
-    assert "w is saved by two ranks, in rank_00000.safetensors and rank_00001.safetensors" in message
+    message = one_error(
+        WORLD, lambda comm: save_checkpoint(tmp_path, 1, [shard], {}, comm, LAYOUT, {})
+    )
+    assert (
+        "w is saved by two ranks, in rank_00000.safetensors and rank_00001.safetensors" in message
+    )
 
 
 def test_a_foreign_directory_of_the_same_name_is_not_replaced(tmp_path):
     foreign = tmp_path / "iter_0000100" / "mp_rank_00" / "model_optim_rng.pt"
     foreign.parent.mkdir(parents=True)
     foreign.write_bytes(b"precious")
-    message = one_error(WORLD, lambda comm: save_checkpoint(tmp_path, 100, [], {}, comm, LAYOUT, {}))
-    assert "iter_0000100 exists and is not a whole checkpoint" in message and "move it away" in message
+    message = one_error(
+        WORLD, lambda comm: save_checkpoint(tmp_path, 100, [], {}, comm, LAYOUT, {})
+    )
+    assert (
+        "iter_0000100 exists and is not a whole checkpoint" in message and "move it away" in message
+    )
     assert foreign.read_bytes() == b"precious"
 
 
 def test_check_writable_names_flag_path_rank_and_reason(tmp_path):
     (tmp_path / "file").write_text("")
     message = one_error(WORLD, lambda comm: check_writable(tmp_path / "file" / "b", comm))
-    assert message.startswith(f"--save {tmp_path}/file/b is not writable: ") and "Not a directory" in message
+    assert (
+        message.startswith(f"--save {tmp_path}/file/b is not writable: ")
+        and "Not a directory" in message
+    )
     (tmp_path / ".write_probe_rank_00003").mkdir()
     message = one_error(WORLD, lambda comm: check_writable(tmp_path, comm))
     assert f"rank 3: {tmp_path}/.write_probe_rank_00003: Is a directory" in message
@@ -240,9 +293,13 @@ def test_check_writable_creates_the_directory_and_leaves_nothing_in_it(tmp_path)
     ThreadWorld(WORLD).run(lambda comm: check_writable(tmp_path / "a", comm, "--profile-dir", (1,)))
     assert os.listdir(tmp_path / "a") == []
     (tmp_path / "file").write_text("")
-    message = one_error(WORLD, lambda comm: check_writable(tmp_path / "file", comm, "--profile-dir", (1,)))
-    assert message == (f"--profile-dir {tmp_path}/file is not writable: rank 1: {tmp_path}/file: File exists. "
-                       "Pass another --profile-dir or change the permissions")
+    message = one_error(
+        WORLD, lambda comm: check_writable(tmp_path / "file", comm, "--profile-dir", (1,))
+    )
+    assert message == (
+        f"--profile-dir {tmp_path}/file is not writable: rank 1: {tmp_path}/file: File exists. "
+        "Pass another --profile-dir or change the permissions"
+    )
 
 
 def _replaces(save, load, loaded):
@@ -255,12 +312,17 @@ def test_checkpoints_that_were_not_loaded_are_not_replaced(tmp_path):
     _save(own, 90)
     _save(own, 100)
     for loaded_from in (None, other):
-        with pytest.raises(ValueError, match=f"--save {own} holds checkpoints of iterations 90, 100, .*--load is {loaded_from}: "):
+        with pytest.raises(
+            ValueError,
+            match=f"--save {own} holds checkpoints of iterations 90, 100, .*--load is {loaded_from}: ",
+        ):
             _replaces(own, loaded_from, None)
     _replaces(own, own / ".." / "own", 90)  # 100 is replaced when the run gets there
     (own / "iter_0000100" / manifest.MANIFEST).write_text("{")
     _replaces(own, own, 100)
-    with pytest.raises(ValueError, match="iter_0000100 exists and is not a whole checkpoint .*; move it away"):
+    with pytest.raises(
+        ValueError, match="iter_0000100 exists and is not a whole checkpoint .*; move it away"
+    ):
         _replaces(own, own, 90)  # before the ten iterations, not after them
 
 
@@ -268,16 +330,24 @@ def test_the_state_is_read_without_the_tensors(tmp_path):
     _truncate(_save(tmp_path, 90)[0] / "rank_00001.safetensors")
     _save(tmp_path, 100)
     expected = _load(tmp_path)[1]
-    assert ThreadWorld(WORLD).run(lambda comm: open_checkpoint(tmp_path, comm, 100).state) == [expected] * WORLD
+    assert (
+        ThreadWorld(WORLD).run(lambda comm: open_checkpoint(tmp_path, comm, 100).state)
+        == [expected] * WORLD
+    )
     message = one_error(WORLD, lambda comm: open_checkpoint(tmp_path, comm, 110))
-    assert message == (f"--load {tmp_path}: {tmp_path}/iter_0000110/manifest.json is missing. Complete checkpoints: iterations "
-                       "100. Use iteration 100: --ckpt-step 100")
+    assert message == (
+        f"--load {tmp_path}: {tmp_path}/iter_0000110/manifest.json is missing. Complete checkpoints: iterations "
+        "100. Use iteration 100: --ckpt-step 100"
+    )
 
 
 def test_nothing_there_means_start_anew_and_loading_it_is_an_error(tmp_path):
     assert latest_iteration(tmp_path) is None and latest_iteration(tmp_path / "absent") is None
     message = _load_failure(tmp_path)
-    assert message == f"--load {tmp_path}: no checkpoint there: {tmp_path}/{manifest.TRACKER} does not exist"
+    assert (
+        message
+        == f"--load {tmp_path}: no checkpoint there: {tmp_path}/{manifest.TRACKER} does not exist"
+    )
 
 
 def test_a_missing_or_foreign_tracker_never_means_start_anew(tmp_path):
@@ -286,7 +356,10 @@ def test_a_missing_or_foreign_tracker_never_means_start_anew(tmp_path):
     assert _load(tmp_path, seed=9)[0] == 90, "a first save was ended before it wrote the tracker"
     _save(tmp_path, 100, seed=9)
     (tmp_path / manifest.TRACKER).unlink()
-    assert "is missing next to checkpoints of iterations 90, 100; choose one by --ckpt-step" in _load_failure(tmp_path)
+    assert (
+        "is missing next to checkpoints of iterations 90, 100; choose one by --ckpt-step"
+        in _load_failure(tmp_path)
+    )
     assert _load(tmp_path, seed=9, iteration=90)[0] == 90
     (tmp_path / manifest.TRACKER).write_text("release\n")
     with pytest.raises(ValueError, match="it holds 'release'"):
@@ -302,49 +375,72 @@ def test_a_cut_tracker_never_means_an_older_checkpoint(tmp_path):
     tracker.write_text("1\n")
     assert _load(tmp_path)[0] == 1, "somebody's choice"
     tracker.write_text("1")
-    assert _load_failure(tmp_path) == (f"--load {tmp_path}: {tracker} holds '1' without an end of line and may be cut: checkpoints "
-                                       "of iterations 12 are newer; choose one by --ckpt-step")
+    assert _load_failure(tmp_path) == (
+        f"--load {tmp_path}: {tracker} holds '1' without an end of line and may be cut: checkpoints "
+        "of iterations 12 are newer; choose one by --ckpt-step"
+    )
     tracker.write_text("2\n")
-    assert _load_failure(tmp_path) == (f"--load {tmp_path}: {tracker} names iteration 2, and iter_0000002 is missing: correct "
-                                       "the number in that file, or choose an iteration by --ckpt-step. Complete checkpoints: "
-                                       "iterations 1, 12. Use iteration 12: --ckpt-step 12")
+    assert _load_failure(tmp_path) == (
+        f"--load {tmp_path}: {tracker} names iteration 2, and iter_0000002 is missing: correct "
+        "the number in that file, or choose an iteration by --ckpt-step. Complete checkpoints: "
+        "iterations 1, 12. Use iteration 12: --ckpt-step 12"
+    )
 
 
-@pytest.mark.parametrize("text, problem", [
-    (None, "manifest.json is missing"),
-    ('{"format": ', "manifest.json is damaged"),
-    ('{"args": {}}', "manifest.json is not the manifest of a fugaku_megatron checkpoint"),
-    ("[1]", "manifest.json is not the manifest of a fugaku_megatron checkpoint"),
-    (json.dumps({"format": manifest.FORMAT, "format_version": 99}), "has format version 99, and this program reads versions 1"),
-])
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        (None, "manifest.json is missing"),
+        ('{"format": ', "manifest.json is damaged"),
+        ('{"args": {}}', "manifest.json is not the manifest of a fugaku_megatron checkpoint"),
+        ("[1]", "manifest.json is not the manifest of a fugaku_megatron checkpoint"),
+        (
+            json.dumps({"format": manifest.FORMAT, "format_version": 99}),
+            "has format version 99, and this program reads versions 1",
+        ),
+    ],
+)
 def test_a_manifest_that_cannot_be_used_is_named_with_what_is_intact(tmp_path, text, problem):
     _save(tmp_path, 90, seed=9)
     path = _save(tmp_path, 100)[0] / manifest.MANIFEST
     path.unlink() if text is None else path.write_text(text)
     message = _load_failure(tmp_path)
-    assert problem in message and str(path) in message and "Use iteration 90: --ckpt-step 90" in message
+    assert (
+        problem in message
+        and str(path) in message
+        and "Use iteration 90: --ckpt-step 90" in message
+    )
 
 
 def _truncate(path):
     os.truncate(path, 100)
 
 
-@pytest.mark.parametrize("damage, problem", [
-    (_truncate, "rank_00001.safetensors has 100 bytes, the manifest says "),
-    (flip_bit, "rank_00001.safetensors has CRC-32 "),
-    (Path.unlink, "rank_00001.safetensors is missing"),
-])
-def test_a_damaged_file_fails_on_all_ranks_and_the_previous_iteration_is_named_and_loads(tmp_path, damage, problem):
+@pytest.mark.parametrize(
+    "damage, problem",
+    [
+        (_truncate, "rank_00001.safetensors has 100 bytes, the manifest says "),
+        (flip_bit, "rank_00001.safetensors has CRC-32 "),
+        (Path.unlink, "rank_00001.safetensors is missing"),
+    ],
+)
+def test_a_damaged_file_fails_on_all_ranks_and_the_previous_iteration_is_named_and_loads(
+    tmp_path, damage, problem
+):
     _save(tmp_path, 80, seed=8)
     _save(tmp_path, 90, seed=9)
     damage(_save(tmp_path, 100)[0] / "rank_00001.safetensors")
     message = _load_failure(tmp_path, untouched=False)
     assert message.startswith(f"--load {tmp_path}: rank 1: ") and problem in message
-    assert message.endswith(". Complete checkpoints: iterations 80, 90. Use iteration 90: --ckpt-step 90")
+    assert message.endswith(
+        ". Complete checkpoints: iterations 80, 90. Use iteration 90: --ckpt-step 90"
+    )
     assert _load(tmp_path, seed=9, iteration=90)[0] == 90
 
 
 def test_damage_without_another_checkpoint_says_so(tmp_path):
     _truncate(_save(tmp_path)[0] / "rank_00000.safetensors")
     assert list_iterations(tmp_path) == []
-    assert _load_failure(tmp_path, untouched=False).endswith(f". No other checkpoint in {tmp_path} is complete")
+    assert _load_failure(tmp_path, untouched=False).endswith(
+        f". No other checkpoint in {tmp_path} is complete"
+    )

@@ -43,11 +43,17 @@ def shards(rank, values=None):
     """Two elements of one vector, and a scalar that only rank 4 saves."""
     own = torch.tensor([2.0 * rank, 2.0 * rank + 1]) if values is None else torch.full((2,), values)
     parts = [Shard("w", own, (2 * RANKS,), (0,), (2 * RANKS,), 2 * rank)]
-    return parts + [Shard("s", torch.full((1,), 7.0 if values is None else values), (1,), (0,), (1,))] * (rank == 4)
+    return parts + [
+        Shard("s", torch.full((1,), 7.0 if values is None else values), (1,), (0,), (1,))
+    ] * (rank == 4)
 
 
 def save(directory, iteration=1, size=RANKS, **more):
-    ThreadWorld(size).run(lambda comm: save_checkpoint(directory, iteration, shards(comm.rank), {"a": 1}, comm, LAYOUT, {}, **more))
+    ThreadWorld(size).run(
+        lambda comm: save_checkpoint(
+            directory, iteration, shards(comm.rank), {"a": 1}, comm, LAYOUT, {}, **more
+        )
+    )
 
 
 def load(directory, wanted=shards, size=RANKS):
@@ -70,7 +76,10 @@ def test_folders_of_many_ranks_hold_few_entries():
         below = Counter(os.path.dirname(folder) for folder in entries if folder)
         top = {folder.split("/")[0] for folder in entries}
         assert max([*below.values(), len(top)]) <= FOLDER_FILES
-    assert folder_of(300, 1000) == "ranks_000254" and folder_of(16_300, 20_000) == "ranks_016129/ranks_016256"
+    assert (
+        folder_of(300, 1000) == "ranks_000254"
+        and folder_of(16_300, 20_000) == "ranks_016129/ranks_016256"
+    )
 
 
 def test_round_trip_in_folders(few, tmp_path):
@@ -80,26 +89,41 @@ def test_round_trip_in_folders(few, tmp_path):
     assert "files" not in head and head["ranks"] == RANKS and list_iterations(tmp_path) == [1]
     for path, names, files in os.walk(tmp_path / "iter_0000001"):
         assert len(names) + len(files) <= 3, path
-    records = [record for entry in read_manifest(tmp_path, 1)["files"].values() for record in entry["shards"]]
+    records = [
+        record
+        for entry in read_manifest(tmp_path, 1)["files"].values()
+        for record in entry["shards"]
+    ]
     assert sorted(r["flat_start"] for r in records if r["key"] == "w") == list(range(0, 18, 2))
 
 
 def test_a_rank_gets_the_records_of_its_file_only(few, tmp_path, monkeypatch):
     save(tmp_path)
     read, folders_read, entries = load_module.read_folder, [], []
-    monkeypatch.setattr(load_module, "read_folder", lambda path, name, head: folders_read.append(name) or read(path, name, head))
+    monkeypatch.setattr(
+        load_module,
+        "read_folder",
+        lambda path, name, head: folders_read.append(name) or read(path, name, head),
+    )
     look = load_module.Search.look
-    monkeypatch.setattr(load_module.Search, "look", lambda search, name, entry: entries.append(name) or look(search, name, entry))
+    monkeypatch.setattr(
+        load_module.Search,
+        "look",
+        lambda search, name, entry: entries.append(name) or look(search, name, entry),
+    )
     load(tmp_path)
     assert sorted(folders_read) == sorted(all_folders(RANKS)), "each by its leader alone"
     assert sorted(entries) == sorted(
-        f"{folder_of(rank, RANKS)}/rank_{rank:05d}.safetensors" for rank in range(RANKS))
+        f"{folder_of(rank, RANKS)}/rank_{rank:05d}.safetensors" for rank in range(RANKS)
+    )
 
 
 @pytest.mark.parametrize("size", [2, 12])
 def test_shards_in_files_of_other_ranks_are_found(few, tmp_path, size):
     save(tmp_path)
-    backwards = [[[2.0 * (8 - r % 9), 2.0 * (8 - r % 9) + 1]] + [[7.0]] * (r % 9 == 4) for r in range(size)]
+    backwards = [
+        [[2.0 * (8 - r % 9), 2.0 * (8 - r % 9) + 1]] + [[7.0]] * (r % 9 == 4) for r in range(size)
+    ]
     assert load(tmp_path, lambda rank, value: shards(8 - rank % 9, value), size) == backwards
 
 
@@ -107,8 +131,13 @@ def failure(directory):
     return one_error(RANKS, lambda comm: load_checkpoint(directory, shards(comm.rank, 0.0), comm))
 
 
-@pytest.mark.parametrize(("name", "problem"), [
-    ("manifest.json", "rank 2: .*/ranks_000002/manifest.json has 5 bytes"), ("rank_00003.safetensors", "rank 3: .*has 5 bytes")])
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("manifest.json", "rank 2: .*/ranks_000002/manifest.json has 5 bytes"),
+        ("rank_00003.safetensors", "rank 3: .*has 5 bytes"),
+    ],
+)
 def test_a_damaged_file_in_a_folder_is_named_with_another_iteration(few, tmp_path, name, problem):
     save(tmp_path)
     save(tmp_path, 2)
@@ -134,7 +163,11 @@ class Realistic(SoloComm):
     """What is gathered arrives as copies of its own, as from other processes."""
 
     def gather_object(self, obj, root=0):
-        return [pickle.loads(pickle.dumps(obj)) for _ in range(self.size)] if self.rank == root else None
+        return (
+            [pickle.loads(pickle.dumps(obj)) for _ in range(self.size)]
+            if self.rank == root
+            else None
+        )
 
     def subgroup(self, ranks):
         return Realistic(ranks.index(self.rank), len(ranks))
@@ -142,9 +175,19 @@ class Realistic(SoloComm):
 
 def big_shards():
     """What a rank of the 30B model holds: a layer's twelve parameters, master weight and two moments each."""
-    names = [f"{kind}/decoder.layers.17.{name}.{part}" for kind in ("weight", "exp_avg", "exp_avg_sq")
-             for name in ("input_layernorm", "self_attention.linear_qkv", "self_attention.linear_proj", "pre_mlp_layernorm",
-                          "mlp.linear_fc1", "mlp.linear_fc2") for part in ("weight", "bias")]
+    names = [
+        f"{kind}/decoder.layers.17.{name}.{part}"
+        for kind in ("weight", "exp_avg", "exp_avg_sq")
+        for name in (
+            "input_layernorm",
+            "self_attention.linear_qkv",
+            "self_attention.linear_proj",
+            "pre_mlp_layernorm",
+            "mlp.linear_fc1",
+            "mlp.linear_fc2",
+        )
+        for part in ("weight", "bias")
+    ]
     return [Shard(name, torch.ones(1), (28_672, 7168), (7168, 0), (7168, 7168)) for name in names]
 
 
@@ -166,10 +209,15 @@ def test_a_rank_of_a_large_job_needs_little_more_than_one_alone(tmp_path, size, 
     with time_limit():
         among_many = peak_of_a_save_and_a_load(tmp_path / "many", size)
     assert among_many - alone <= 10 << 20
-    assert (tmp_path / "many" / "iter_0000001" / folder_of(0, size) / "rank_00000.safetensors").exists()
+    assert (
+        tmp_path / "many" / "iter_0000001" / folder_of(0, size) / "rank_00000.safetensors"
+    ).exists()
 
 
 def first_folder(path, name, head, read=load_module.read_folder):
     """The folder as 127 ranks would have written it: in the dry run all copies of one entry have one name."""
     (entry,) = read(path, name, head).values()
-    return {f"rank_{rank:05d}.safetensors": pickle.loads(pickle.dumps(entry)) for rank in range(FOLDER_FILES)}
+    return {
+        f"rank_{rank:05d}.safetensors": pickle.loads(pickle.dumps(entry))
+        for rank in range(FOLDER_FILES)
+    }

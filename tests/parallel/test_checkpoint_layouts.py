@@ -19,7 +19,10 @@ LAYOUTS = {
     "dp4": (4, {}),
     "tp2dp2zero buckets": (4, {**TP2, "zero_stage": 1, "ddp_bucket_size": 5000}),
     "pp2dp2": (4, {**PP2, "pipeline_split": "3,1"}),
-    "pp2dp2zero interleaved": (4, {**PP2, "num_layers_per_virtual_pipeline_stage": 1, "zero_stage": 1}),
+    "pp2dp2zero interleaved": (
+        4,
+        {**PP2, "num_layers_per_virtual_pipeline_stage": 1, "zero_stage": 1},
+    ),
     "tp2pp2 in a V": (4, {**TP2PP2, "pipeline_schedule": "zbv"}),
 }
 FIRST, AFTER = 2, 3  # iterations before the save, and compared after it
@@ -28,10 +31,20 @@ KINDS = ("weight", "exp_avg", "exp_avg_sq")
 
 def of(name: str, **changes):
     """The run in a layout."""
-    return small_run(**{"make_vocab_size_divisible_by": 4, "swiglu": True, **DROPOUT, **LAYOUTS[name][1], **changes})
+    return small_run(
+        **{
+            "make_vocab_size_divisible_by": 4,
+            "swiglu": True,
+            **DROPOUT,
+            **LAYOUTS[name][1],
+            **changes,
+        }
+    )
 
 
-def trained(world, name: str, source: str | None, target: str | None, iterations: int) -> list[tuple[float, float]]:
+def trained(
+    world, name: str, source: str | None, target: str | None, iterations: int
+) -> list[tuple[float, float]]:
     """Losses and gradient norms of so many iterations, from one checkpoint to another."""
     trainer = make_trainer(world, of(name))
     if source:
@@ -44,8 +57,12 @@ def trained(world, name: str, source: str | None, target: str | None, iterations
     return [(result.loss, result.grad_norm) for result in results]
 
 
-def curve(name: str, source=None, target=None, iterations: int = AFTER) -> list[tuple[float, float]]:
-    ranks = ThreadWorld(LAYOUTS[name][0]).run(trained, name, source and str(source), target and str(target), iterations)
+def curve(
+    name: str, source=None, target=None, iterations: int = AFTER
+) -> list[tuple[float, float]]:
+    ranks = ThreadWorld(LAYOUTS[name][0]).run(
+        trained, name, source and str(source), target and str(target), iterations
+    )
     assert all(rank == ranks[0] for rank in ranks)
     return ranks[0]
 
@@ -60,12 +77,17 @@ def saved(tmp_path_factory):
 
 def difference(found, expected) -> float:
     """The largest relative difference of losses; gradient norms are held to ten times that."""
-    losses, norms = (max(abs(a[i] - b[i]) / abs(b[i]) for a, b in zip(found, expected, strict=True)) for i in (0, 1))
+    losses, norms = (
+        max(abs(a[i] - b[i]) / abs(b[i]) for a, b in zip(found, expected, strict=True))
+        for i in (0, 1)
+    )
     assert norms < 1e-5, norms
     return losses
 
 
-@pytest.mark.parametrize("name", ["one", "tp4", "tp2dp2zero buckets", "pp2dp2zero interleaved", "tp2pp2 in a V"])
+@pytest.mark.parametrize(
+    "name", ["one", "tp4", "tp2dp2zero buckets", "pp2dp2zero interleaved", "tp2pp2 in a V"]
+)
 def test_a_run_goes_on_in_another_layout_and_back_again(name, saved, tmp_path):
     directory, expected = saved
     assert difference(curve(name, directory), expected) <= 1e-6
@@ -76,10 +98,17 @@ def test_a_run_goes_on_in_another_layout_and_back_again(name, saved, tmp_path):
 def everything(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Weights and moments as global tensors, put together over all ranks. Collective."""
     whole: dict[str, torch.Tensor] = {}
-    pieces = [(s.key, s.global_shape, s.piece, s.tensor.clone()) for s in trainer.optimizer.checkpoint_shards()]
-    for key, shape, piece, tensor in (part for rank in trainer.world.all_gather_object(pieces) for part in rank):
+    pieces = [
+        (s.key, s.global_shape, s.piece, s.tensor.clone())
+        for s in trainer.optimizer.checkpoint_shards()
+    ]
+    for key, shape, piece, tensor in (
+        part for rank in trainer.world.all_gather_object(pieces) for part in rank
+    ):
         target = whole.setdefault(key, torch.full(shape, torch.nan))
-        part = target[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))].contiguous()
+        part = target[
+            tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))
+        ].contiguous()
         part.view(-1)[piece.start : piece.start + piece.numel] = tensor.view(-1)
         target[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))] = part
     return whole
@@ -87,6 +116,7 @@ def everything(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 def loaded(name: str, directory, target=None, **changes) -> dict[str, torch.Tensor]:
     """Weights and moments that a layout loads, and saves in `target`."""
+
     def load(world):
         trainer = make_trainer(world, of(name, **changes))
         trainer.load(str(directory))
@@ -108,14 +138,21 @@ def test_every_bit_of_weights_and_moments_arrives(name, saved, tensors):
     for key in result:
         assert torch.equal(result[key], tensors[key]), key
     assert {f"{kind}/embedding.word_embeddings.weight" for kind in KINDS} <= result.keys()
-    assert any("output_layer" in key for key in result) == ("pp" in name and "V" not in name), "in a V one stage has both ends"
+    assert any("output_layer" in key for key in result) == ("pp" in name and "V" not in name), (
+        "in a V one stage has both ends"
+    )
 
 
-def test_a_tied_copy_comes_from_the_embedding_where_the_checkpoint_has_one_only(saved, tensors, tmp_path):
+def test_a_tied_copy_comes_from_the_embedding_where_the_checkpoint_has_one_only(
+    saved, tensors, tmp_path
+):
     curve("one", saved[0], tmp_path, 0)
     result = loaded("pp2dp2", tmp_path)
     for kind in KINDS:
-        assert torch.equal(result[f"{kind}/output_layer.weight"], tensors[f"{kind}/embedding.word_embeddings.weight"])
+        assert torch.equal(
+            result[f"{kind}/output_layer.weight"],
+            tensors[f"{kind}/embedding.word_embeddings.weight"],
+        )
 
 
 @pytest.mark.parametrize(("divisor", "rows"), [(28, 112), (33, 99)])
@@ -128,7 +165,9 @@ def test_the_vocabulary_is_padded_anew(divisor, rows, saved, tensors, tmp_path):
     for kind in KINDS:
         key = f"{kind}/embedding.word_embeddings.weight"
         assert result[key].shape[0] == rows and torch.equal(result[key][:96], tensors[key])
-        assert torch.equal(result[key][96:], fresh[key][96:]) and torch.equal(result[f"{kind}/output_layer.weight"], result[key])
+        assert torch.equal(result[key][96:], fresh[key][96:]) and torch.equal(
+            result[f"{kind}/output_layer.weight"], result[key]
+        )
 
 
 def notes(name: str, directory, **changes) -> list[str]:
@@ -141,11 +180,15 @@ def notes(name: str, directory, **changes) -> list[str]:
 
 def test_the_log_says_what_follows_the_layout(saved, tmp_path):
     assert notes(ALL, saved[0]) == []
-    assert notes("tp4", saved[0]) == ["note: saved with TP 2 x PP 2 x DP 2 x ZeRO shards 2, continues with TP 4 x PP 1 x DP 1 x "
-                                      "ZeRO shards 1"]
+    assert notes("tp4", saved[0]) == [
+        "note: saved with TP 2 x PP 2 x DP 2 x ZeRO shards 2, continues with TP 4 x PP 1 x DP 1 x "
+        "ZeRO shards 1"
+    ]
     (_, note) = notes("tp4", saved[0], make_vocab_size_divisible_by=32)
-    assert note == ("note: the padded vocabulary has 128 rows, had 96, and those beyond the 96 tokens count in the loss; pass "
-                    "--make-vocab-size-divisible-by 24 to keep 96")
+    assert note == (
+        "note: the padded vocabulary has 128 rows, had 96, and those beyond the 96 tokens count in the loss; pass "
+        "--make-vocab-size-divisible-by 24 to keep 96"
+    )
 
     def save(world):
         trainer = make_trainer(world, of("dp4", global_batch_size=None))
@@ -155,8 +198,10 @@ def test_the_log_says_what_follows_the_layout(saved, tmp_path):
 
     ThreadWorld(4).run(save)
     (_, note, *_) = notes("one", tmp_path, global_batch_size=None)
-    assert note == ("note: the global batch size is 2, was 8, micro-batch x data-parallel size each time: pass "
-                    "--global-batch-size 8 to continue with the same curve")
+    assert note == (
+        "note: the global batch size is 2, was 8, micro-batch x data-parallel size each time: pass "
+        "--global-batch-size 8 to continue with the same curve"
+    )
 
 
 def test_the_same_layout_reads_its_own_files_and_no_records_pass_by(saved, monkeypatch):

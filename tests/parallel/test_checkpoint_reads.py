@@ -27,8 +27,10 @@ def stored(directory, ranks: int = 1) -> torch.Tensor:
 
     def save(comm):
         part = whole.chunk(ranks)[comm.rank]
-        shards = [Shard("matrix", part, (ROWS, COLUMNS), (comm.rank * len(part), 0), tuple(part.shape)),
-                  Shard(f"vector {comm.rank}", torch.ones(7), (7,), (0,), (7,))]
+        shards = [
+            Shard("matrix", part, (ROWS, COLUMNS), (comm.rank * len(part), 0), tuple(part.shape)),
+            Shard(f"vector {comm.rank}", torch.ones(7), (7,), (0,), (7,)),
+        ]
         save_checkpoint(directory, 1, shards, {}, comm, {}, {})
 
     ThreadWorld(ranks).run(save)
@@ -55,7 +57,9 @@ def test_rows_are_read_with_little_more_than_themselves(ranks, tmp_path):
     assert count <= part.tensor.nbytes + 2 * ranks * 2 * BLOCK_BYTES and peak < 16 * MIB
     flat = Shard("matrix", torch.zeros(12_345), (ROWS, COLUMNS), (0, 0), (ROWS, COLUMNS), 2_000_001)
     count, _ = read(tmp_path, flat)
-    assert torch.equal(flat.tensor, whole.view(-1)[2_000_001:2_012_346]) and count <= 4 * BLOCK_BYTES
+    assert (
+        torch.equal(flat.tensor, whole.view(-1)[2_000_001:2_012_346]) and count <= 4 * BLOCK_BYTES
+    )
 
 
 def test_columns_take_no_more_memory_than_rows(tmp_path):
@@ -69,20 +73,39 @@ def test_columns_take_no_more_memory_than_rows(tmp_path):
 def test_a_rank_opens_only_files_that_hold_what_it_needs(tmp_path, monkeypatch):
     stored(tmp_path, 4)
     opened, original = [], load_module.read_shards
-    monkeypatch.setattr(load_module, "read_shards", lambda path, work: opened.append(path.name) or original(path, work))
-    read(tmp_path, Shard("matrix", torch.zeros(100, COLUMNS), (ROWS, COLUMNS), (1000, 0), (100, COLUMNS)))
+    monkeypatch.setattr(
+        load_module,
+        "read_shards",
+        lambda path, work: opened.append(path.name) or original(path, work),
+    )
+    read(
+        tmp_path,
+        Shard("matrix", torch.zeros(100, COLUMNS), (ROWS, COLUMNS), (1000, 0), (100, COLUMNS)),
+    )
     assert opened == ["rank_00000.safetensors", "rank_00001.safetensors"]
     for name in ("rank_00002.safetensors", "rank_00003.safetensors"):
         os.truncate(tmp_path / "iter_0000001" / name, 10)
     read(tmp_path, Shard("vector 1", torch.zeros(7), (7,), (0,), (7,)))
 
 
-@pytest.mark.parametrize(("changes", "problem"), [
-    ({"key": "absent"}, "has no absent"),
-    ({"global_shape": (16, 6)}, r"global shape is \[8, 6\] in .*iter_0000001, \[16, 6\] in this run"),
-    ({"global_shape": (8, 6, 1), "offset": (0, 0, 0), "slice_shape": (8, 6, 1)}, r"global shape is \[8, 6\] in "),
-    ({"tensor": torch.zeros(8, 6).bfloat16()}, "dtype is float32 in .*iter_0000001, bfloat16 in this run"),
-])
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"key": "absent"}, "has no absent"),
+        (
+            {"global_shape": (16, 6)},
+            r"global shape is \[8, 6\] in .*iter_0000001, \[16, 6\] in this run",
+        ),
+        (
+            {"global_shape": (8, 6, 1), "offset": (0, 0, 0), "slice_shape": (8, 6, 1)},
+            r"global shape is \[8, 6\] in ",
+        ),
+        (
+            {"tensor": torch.zeros(8, 6).bfloat16()},
+            "dtype is float32 in .*iter_0000001, bfloat16 in this run",
+        ),
+    ],
+)
 def test_what_does_not_fit_is_named_with_both_sides(changes, problem, tmp_path):
     shard = Shard("w", torch.ones(8, 6), (8, 6), (0, 0), (8, 6))
     save_checkpoint(tmp_path, 1, [shard], {}, SoloComm(), {}, {})
@@ -94,7 +117,9 @@ def test_a_gap_is_named_and_nothing_is_copied(tmp_path):
     half = Shard("w", torch.ones(4, 6), (8, 6), (4, 0), (4, 6))
     save_checkpoint(tmp_path, 1, [half], {}, SoloComm(), {}, {})
     whole = Shard("w", torch.zeros(8, 6), (8, 6), (0, 0), (8, 6))
-    with pytest.raises(ValueError, match=r"hold 24 of the 48 elements \[0, 48\) of the slice \[8, 6\] at \[0, 0\]"):
+    with pytest.raises(
+        ValueError, match=r"hold 24 of the 48 elements \[0, 48\) of the slice \[8, 6\] at \[0, 0\]"
+    ):
         load_checkpoint(tmp_path, [whole], SoloComm())
     assert not whole.tensor.any()
 
@@ -112,13 +137,24 @@ def pieces(whole, rows, columns, ranges, rng):
             offset = (i * band.shape[0], j * part.shape[1])
             cuts = sorted(rng.sample(range(1, part.numel()), ranges - 1))
             for start, end in zip([0, *cuts], [*cuts, part.numel()], strict=True):
-                shards.append(Shard(KEY, part.reshape(-1)[start:end].clone(), tuple(whole.shape), offset, tuple(part.shape), start))
+                shards.append(
+                    Shard(
+                        KEY,
+                        part.reshape(-1)[start:end].clone(),
+                        tuple(whole.shape),
+                        offset,
+                        tuple(part.shape),
+                        start,
+                    )
+                )
     rng.shuffle(shards)
     return shards
 
 
 def save(directory, shards):
-    ThreadWorld(len(shards)).run(lambda comm: save_checkpoint(directory, 1, [shards[comm.rank]], {}, comm, {}, {}))
+    ThreadWorld(len(shards)).run(
+        lambda comm: save_checkpoint(directory, 1, [shards[comm.rank]], {}, comm, {}, {})
+    )
 
 
 def load(directory, target, padded=()):

@@ -7,7 +7,14 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.host import kernels
 from fugaku_megatron.host.observed import Observed
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.training.machine_faults import ALL, MATMULS, Checksums, compare, differing_replica, parameter_hashes
+from fugaku_megatron.training.machine_faults import (
+    ALL,
+    MATMULS,
+    Checksums,
+    compare,
+    differing_replica,
+    parameter_hashes,
+)
 from fugaku_megatron.training.session import Session
 from tests.helpers import DROPOUT, OVERLAP, PP2, TP2, make_trainer, small_run, train
 from tests.llama_models import FAMILIES
@@ -23,13 +30,17 @@ def flipped(kernel: str, call: int, bit: int, repeated: bool = False) -> Observe
         function(*args, **kwargs)
         calls.append(name)
         if len(calls) - 1 in (call, call + repeated):
-            result = args[5] if name == MATMULS[0] and len(args) > 5 else args[2]  # what comes before a GELU
+            result = (
+                args[5] if name == MATMULS[0] and len(args) > 5 else args[2]
+            )  # what comes before a GELU
             result.data.view(torch.int32)[1, 2] ^= 1 << bit
 
     return Observed(kernels, (kernel,), observe)
 
 
-def checked(world, run, library=kernels, layers=(ALL,), iterations: int = 2) -> tuple[list[str | None], list[float]]:
+def checked(
+    world, run, library=kernels, layers=(ALL,), iterations: int = 2
+) -> tuple[list[str | None], list[float]]:
     """Reports and losses of some iterations."""
     checksums = Checksums(layers)
     trainer = make_trainer(world, run, Ops.build(kernels=checksums.observe(library)))
@@ -39,46 +50,101 @@ def checked(world, run, library=kernels, layers=(ALL,), iterations: int = 2) -> 
     return [report for _, report in steps], [loss for loss, _ in steps]
 
 
-@pytest.mark.parametrize("changes", [
-    {"bf16": True}, {"fp16": True, "initial_loss_scale": 2.0**40}, {"hidden_size": 64, "seq_length": 64, "vocab_size": 960},
-    {"recompute_granularity": "full"}, {"disable_bias_linear": True, "lr": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"bf16": True},
+        {"fp16": True, "initial_loss_scale": 2.0**40},
+        {"hidden_size": 64, "seq_length": 64, "vocab_size": 960},
+        {"recompute_granularity": "full"},
+        {"disable_bias_linear": True, "lr": 0.5},
+    ],
+    ids=str,
+)
 def test_right_matmuls_pass_and_keep_their_bits(changes):
     run = small_run(num_layers=2, **{**DROPOUT, **changes})
     reports, losses = checked(SoloComm(), run, iterations=4)
     assert reports == [None] * 4 and losses == [step.loss for step in train(SoloComm(), run, 4)]
 
 
-@pytest.mark.parametrize("layout", [{**PP2, "pipeline_schedule": "zbv"}, {**TP2, "sequence_parallel": True, **FAMILIES["qwen3"]}])
+@pytest.mark.parametrize(
+    "layout",
+    [{**PP2, "pipeline_schedule": "zbv"}, {**TP2, "sequence_parallel": True, **FAMILIES["qwen3"]}],
+)
 def test_right_matmuls_of_several_ranks_pass(layout):
-    for reports, _ in ThreadWorld(2).run(lambda world: checked(world, small_run(**DROPOUT, **layout))):
+    for reports, _ in ThreadWorld(2).run(
+        lambda world: checked(world, small_run(**DROPOUT, **layout))
+    ):
         assert reports == [None] * 2
 
 
 # Calls of a micro-batch of one layer: forward qkv, proj, fc1, fc2, head; gradients of inputs head, the MLP's inner one, fc1 ...; of
 # weights head, fc2, fc1 ... A gated MLP has one matmul for gates and values, and no derivative in the epilogue of another one.
-@pytest.mark.parametrize(("model", "kernel", "call", "named"), [
-    ("gpt", "linear_forward", 2, "result of decoder.layers.0.mlp.linear_fc1.weight"),
-    ("gpt", "linear_forward", 8, "result of decoder.layers.0.mlp.linear_fc2.weight"),
-    ("gpt", "linear_forward", 5 + 5 + 1, "result of decoder.layers.0.self_attention.linear_proj.weight"),
-    ("gpt", "linear_data_gradient", 2, "gradient of the input of decoder.layers.0.mlp.linear_fc1.weight"),
-    ("gpt", "linear_data_gradient", 0, "gradient of the input of embedding.word_embeddings.weight"),
-    ("gpt", "linear_weight_gradient", 0, "gradient of the weight of embedding.word_embeddings.weight"),
-    ("gpt", "linear_weight_gradient", 5 + 3, "gradient of the weight of decoder.layers.0.self_attention.linear_proj.weight"),
-    ("qwen3", "linear_forward", 2, "result of decoder.layers.0.mlp.linear_fc1.weight"),
-    ("qwen3", "linear_data_gradient", 1, "gradient of the input of decoder.layers.0.mlp.linear_fc2.weight"),
-    ("qwen3", "linear_weight_gradient", 0, "gradient of the weight of output_layer.weight")])
+@pytest.mark.parametrize(
+    ("model", "kernel", "call", "named"),
+    [
+        ("gpt", "linear_forward", 2, "result of decoder.layers.0.mlp.linear_fc1.weight"),
+        ("gpt", "linear_forward", 8, "result of decoder.layers.0.mlp.linear_fc2.weight"),
+        (
+            "gpt",
+            "linear_forward",
+            5 + 5 + 1,
+            "result of decoder.layers.0.self_attention.linear_proj.weight",
+        ),
+        (
+            "gpt",
+            "linear_data_gradient",
+            2,
+            "gradient of the input of decoder.layers.0.mlp.linear_fc1.weight",
+        ),
+        (
+            "gpt",
+            "linear_data_gradient",
+            0,
+            "gradient of the input of embedding.word_embeddings.weight",
+        ),
+        (
+            "gpt",
+            "linear_weight_gradient",
+            0,
+            "gradient of the weight of embedding.word_embeddings.weight",
+        ),
+        (
+            "gpt",
+            "linear_weight_gradient",
+            5 + 3,
+            "gradient of the weight of decoder.layers.0.self_attention.linear_proj.weight",
+        ),
+        ("qwen3", "linear_forward", 2, "result of decoder.layers.0.mlp.linear_fc1.weight"),
+        (
+            "qwen3",
+            "linear_data_gradient",
+            1,
+            "gradient of the input of decoder.layers.0.mlp.linear_fc2.weight",
+        ),
+        ("qwen3", "linear_weight_gradient", 0, "gradient of the weight of output_layer.weight"),
+    ],
+)
 def test_a_wrong_matmul_is_named(model, kernel, call, named):
     run = small_run(**{**FAMILIES.get(model, {}), "num_layers": 1})
     reports, losses = checked(SoloComm(), run, flipped(kernel, call, 29))
-    assert reports[0].startswith("rank 0 (node ") and f", {named}: row 1 sums to " in reports[0], reports
-    assert reports[0].endswith("; it is part of the gradient now" if kernel == MATMULS[2] else "; computed again it is correct")
+    assert reports[0].startswith("rank 0 (node ") and f", {named}: row 1 sums to " in reports[0], (
+        reports
+    )
+    assert reports[0].endswith(
+        "; it is part of the gradient now"
+        if kernel == MATMULS[2]
+        else "; computed again it is correct"
+    )
     assert reports[1] is None
     same = losses == [step.loss for step in train(SoloComm(), run, 2)]
     assert same or kernel == MATMULS[2], "the second result stays"
 
 
 def test_a_matmul_that_is_wrong_again():
-    reports, _ = checked(SoloComm(), small_run(num_layers=1), flipped("linear_forward", 1, 30, repeated=True))
+    reports, _ = checked(
+        SoloComm(), small_run(num_layers=1), flipped("linear_forward", 1, 30, repeated=True)
+    )
     assert reports[0].endswith("; computed again it is wrong")
 
 
@@ -86,16 +152,26 @@ def test_only_chosen_layers_are_checked():
     run = small_run(num_layers=3, pipeline_split="3")
     calls = {layer: 4 * layer + 2 for layer in range(3)}  # the first micro-batch's fc1
     for layer, call in calls.items():
-        reports, _ = checked(SoloComm(), run, flipped("linear_forward", call, 29), layers=("1",), iterations=1)
+        reports, _ = checked(
+            SoloComm(), run, flipped("linear_forward", call, 29), layers=("1",), iterations=1
+        )
         assert (reports[0] is not None) == (layer == 1)
 
 
 def test_the_rank_is_named():
     def rank(world):
-        return checked(world, small_run(num_layers=1), flipped("linear_forward", 3, 30) if world.rank == 1 else kernels)[0]
+        return checked(
+            world,
+            small_run(num_layers=1),
+            flipped("linear_forward", 3, 30) if world.rank == 1 else kernels,
+        )[0]
 
     reports = ThreadWorld(2).run(rank)
-    assert reports[1] == reports[0] and reports[0][0].startswith("rank 1 (node ") and reports[0][1] is None
+    assert (
+        reports[1] == reports[0]
+        and reports[0][0].startswith("rank 1 (node ")
+        and reports[0][1] is None
+    )
 
 
 def test_the_tolerance_is_above_rounding_and_far_below_an_element():
@@ -107,7 +183,9 @@ def test_the_tolerance_is_above_rounding_and_far_below_an_element():
             assert compare(left, right, matmul) is None
             matmul[m // 2, n // 3] += (0.5 if mean else 0.05) * matmul.square().mean().sqrt()
             found = compare(left, right, matmul)
-            assert found and found.row == m // 2 and found.tolerance < abs(found.sum - found.checksum)
+            assert (
+                found and found.row == m // 2 and found.tolerance < abs(found.sum - found.checksum)
+            )
     assert compare(left * torch.inf, right, matmul) is None, "an Inf that came in"
     for value in (torch.nan, torch.inf, 1e36):
         matmul[3, 3] = value
@@ -116,12 +194,17 @@ def test_the_tolerance_is_above_rounding_and_far_below_an_element():
 
 def test_the_session_tells_it():
     checksums, log = Checksums(("0",)), Writer()
-    trainer = make_trainer(SoloComm(), small_run(num_layers=1, train_iters=3),
-                           Ops.build(kernels=checksums.observe(flipped("linear_forward", 41, 29))))
+    trainer = make_trainer(
+        SoloComm(),
+        small_run(num_layers=1, train_iters=3),
+        Ops.build(kernels=checksums.observe(flipped("linear_forward", 41, 29))),
+    )
     checksums.watch(trainer.optimizer.flat)
     Session(trainer, log, 3, (), checksums=checksums).run()
     trainer.close()
-    assert len(log.lines) == 1 and log.lines[0].startswith("wrong matmul in iteration 2: rank 0 (node ")
+    assert len(log.lines) == 1 and log.lines[0].startswith(
+        "wrong matmul in iteration 2: rank 0 (node "
+    )
 
 
 def compared(world, layout, flips) -> str | None:
@@ -140,13 +223,30 @@ def compared(world, layout, flips) -> str | None:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "layout", "flips", "named"), [
-    (4, {**OVERLAP, "ddp_bucket_size": 1}, {3: (1, 14)},
-     "rank 3 ({}, replica 3) holds other bits in decoder.layers.1.self_attention.linear_qkv.weight than 3 of"),
-    (6, {**TP2, "bf16": True, "micro_batch_size": 1, "global_batch_size": 12}, {5: (1, 7)},
-     "rank 5 ({}, replica 2) holds other bits"),
-    (4, PP2, {3: (0, 7)}, "rank 1 ({0}, replica 0), rank 3 ({0}, replica 1) hold different bits in decoder.layers.1."),
-], ids=["zero-overlap", "tp2-dp3", "pp2-dp2"])
+@pytest.mark.parametrize(
+    ("ranks", "layout", "flips", "named"),
+    [
+        (
+            4,
+            {**OVERLAP, "ddp_bucket_size": 1},
+            {3: (1, 14)},
+            "rank 3 ({}, replica 3) holds other bits in decoder.layers.1.self_attention.linear_qkv.weight than 3 of",
+        ),
+        (
+            6,
+            {**TP2, "bf16": True, "micro_batch_size": 1, "global_batch_size": 12},
+            {5: (1, 7)},
+            "rank 5 ({}, replica 2) holds other bits",
+        ),
+        (
+            4,
+            PP2,
+            {3: (0, 7)},
+            "rank 1 ({0}, replica 0), rank 3 ({0}, replica 1) hold different bits in decoder.layers.1.",
+        ),
+    ],
+    ids=["zero-overlap", "tp2-dp3", "pp2-dp2"],
+)
 def test_one_flipped_bit(ranks, layout, flips, named, monkeypatch):
     monkeypatch.setattr("platform.node", lambda: "c12")
     found = ThreadWorld(ranks).run(lambda world: compared(world, layout, flips))

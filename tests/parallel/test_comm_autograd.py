@@ -17,7 +17,10 @@ from tests.recording import RecordingComm
 from tests.threads import ThreadWorld
 
 MAPPINGS = (
-    copy_to_tensor_parallel, reduce_from_tensor_parallel, gather_from_tensor_parallel, gather_from_sequence_parallel,
+    copy_to_tensor_parallel,
+    reduce_from_tensor_parallel,
+    gather_from_tensor_parallel,
+    gather_from_sequence_parallel,
     reduce_scatter_to_sequence_parallel,
 )
 S, B, H = 3, 2, 12  # sequence, micro-batch, hidden: H divides by 2, 3 and 4
@@ -36,20 +39,39 @@ def test_a_parallel_mlp_equals_the_whole_one(size, kind):
     whole.square().sum().backward()
 
     def fn(comm):
-        own = (x.detach().chunk(comm.size, 0)[comm.rank] if parts else x.detach()).clone().requires_grad_()
-        up = first.detach().chunk(comm.size, 1)[comm.rank].clone().requires_grad_()  # column parallel
-        down = second.detach().chunk(comm.size, 0)[comm.rank].clone().requires_grad_()  # row parallel
-        every = gather_from_sequence_parallel(own, comm) if parts else copy_to_tensor_parallel(own, comm)
+        own = (
+            (x.detach().chunk(comm.size, 0)[comm.rank] if parts else x.detach())
+            .clone()
+            .requires_grad_()
+        )
+        up = (
+            first.detach().chunk(comm.size, 1)[comm.rank].clone().requires_grad_()
+        )  # column parallel
+        down = (
+            second.detach().chunk(comm.size, 0)[comm.rank].clone().requires_grad_()
+        )  # row parallel
+        every = (
+            gather_from_sequence_parallel(own, comm)
+            if parts
+            else copy_to_tensor_parallel(own, comm)
+        )
         part = torch.tanh(every @ up) @ down
-        out = (reduce_scatter_to_sequence_parallel(part, comm) if parts
-               else reduce_from_tensor_parallel(part, comm, inplace="in place" in kind)).sin()
+        out = (
+            reduce_scatter_to_sequence_parallel(part, comm)
+            if parts
+            else reduce_from_tensor_parallel(part, comm, inplace="in place" in kind)
+        ).sin()
         out.square().sum().backward()
         return out.detach(), own.grad, up.grad, down.grad
 
     for rank, found in enumerate(ThreadWorld(size).run(fn)):
-        for tensor, expected, dim in zip(found, (whole.detach(), x.grad, first.grad, second.grad), (0, 0, 1, 0), strict=True):
+        for tensor, expected, dim in zip(
+            found, (whole.detach(), x.grad, first.grad, second.grad), (0, 0, 1, 0), strict=True
+        ):
             is_part = parts or expected.dim() == 2
-            torch.testing.assert_close(tensor, expected.chunk(size, dim)[rank] if is_part else expected)
+            torch.testing.assert_close(
+                tensor, expected.chunk(size, dim)[rank] if is_part else expected
+            )
 
 
 def test_a_sum_that_nobody_reads_is_left_out():
@@ -94,7 +116,9 @@ def test_the_input_is_left_alone(mapping):
         out = mapping(kept, comm)
         assert torch.equal(kept, before)
         out.sum().backward()
-        factor = comm.size if mapping in (copy_to_tensor_parallel, gather_from_sequence_parallel) else 1
+        factor = (
+            comm.size if mapping in (copy_to_tensor_parallel, gather_from_sequence_parallel) else 1
+        )
         torch.testing.assert_close(x.grad, before * factor)
 
     ThreadWorld(2).run(fn)
@@ -103,7 +127,9 @@ def test_the_input_is_left_alone(mapping):
 def test_a_gradient_shared_by_two_branches_is_left_alone():
     def fn(comm):
         x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
-        (copy_to_tensor_parallel(x, comm) + y).backward(torch.ones(3))  # add hands the same gradient to both
+        (copy_to_tensor_parallel(x, comm) + y).backward(
+            torch.ones(3)
+        )  # add hands the same gradient to both
         return x.grad.tolist(), y.grad.tolist()
 
     assert ThreadWorld(2).run(fn) == [([2.0] * 3, [1.0] * 3)] * 2
@@ -147,13 +173,18 @@ def test_every_block_is_there_when_it_is_named(size):
             assert torch.equal(gathering.rows[rows], whole.view(-1, WIDTH)[rows])
             seen[rows] += 1
             first = first or rows
-        assert seen.tolist() == [1] * (ROWS * BATCH) and first.start == comm.rank * ROWS * BATCH // size
+        assert (
+            seen.tolist() == [1] * (ROWS * BATCH)
+            and first.start == comm.rank * ROWS * BATCH // size
+        )
         assert torch.equal(gathering.wait(), whole)
 
     ThreadWorld(size).run(fn)
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(2, torch.float32), (3, torch.bfloat16), (4, torch.float32)])
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(2, torch.float32), (3, torch.bfloat16), (4, torch.float32)]
+)
 def test_sums_have_the_bits_of_a_reduce_scatter(size, dtype):
     values = [rows_of(ROWS * BATCH, WIDTH, seed=rank, dtype=dtype) for rank in range(size)]
 

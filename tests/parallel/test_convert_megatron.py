@@ -30,30 +30,84 @@ from tests.helpers import make_trainer, small_run
 
 transformers = pytest.importorskip("transformers")
 
-from tests.hf_models import VOCABULARY, convert, decoder, gpt2, our_logits, randomized, same, tensors  # noqa: E402
+from tests.hf_models import (  # noqa: E402
+    VOCABULARY,
+    convert,
+    decoder,
+    gpt2,
+    our_logits,
+    randomized,
+    same,
+    tensors,
+)
 
 TP, PP, LAYERS = 2, 2, 4
 ROWS = 128  # of the padded vocabulary
 GPT2_ARGS = Namespace(
-    num_layers=LAYERS, hidden_size=48, num_attention_heads=4, ffn_hidden_size=192, seq_length=24, max_position_embeddings=24,
-    layernorm_epsilon=1e-5, init_method_std=0.2, hidden_dropout=0.1, attention_dropout=0.1, padded_vocab_size=ROWS,
-    make_vocab_size_divisible_by=64, tensor_model_parallel_size=TP, pipeline_model_parallel_size=PP, params_dtype=torch.float32,
-    bf16=False, fp16=False, bias_gelu_fusion=True, swiglu=False, vocab_size=None)
-LLAMA_ARGS = Namespace(
-    num_layers=LAYERS, hidden_size=48, num_attention_heads=4, group_query_attention=True, num_query_groups=2, kv_channels=16,
-    ffn_hidden_size=72, seq_length=24, max_position_embeddings=24, norm_epsilon=1e-6, normalization="RMSNorm", swiglu=True,
-    position_embedding_type="rope", rotary_base=10000, rotary_percent=1.0, add_bias_linear=False, add_qkv_bias=False,
-    untie_embeddings_and_output_weights=True, init_method_std=0.2, hidden_dropout=0.0, attention_dropout=0.0,
-    padded_vocab_size=ROWS, vocab_size=VOCABULARY, tensor_model_parallel_size=TP, pipeline_model_parallel_size=PP,
+    num_layers=LAYERS,
+    hidden_size=48,
+    num_attention_heads=4,
+    ffn_hidden_size=192,
+    seq_length=24,
+    max_position_embeddings=24,
+    layernorm_epsilon=1e-5,
+    init_method_std=0.2,
+    hidden_dropout=0.1,
+    attention_dropout=0.1,
+    padded_vocab_size=ROWS,
+    make_vocab_size_divisible_by=64,
+    tensor_model_parallel_size=TP,
+    pipeline_model_parallel_size=PP,
     params_dtype=torch.float32,
-    window_size=None, num_experts=None, add_position_embedding=False, rotary_interleaved=False)
+    bf16=False,
+    fp16=False,
+    bias_gelu_fusion=True,
+    swiglu=False,
+    vocab_size=None,
+)
+LLAMA_ARGS = Namespace(
+    num_layers=LAYERS,
+    hidden_size=48,
+    num_attention_heads=4,
+    group_query_attention=True,
+    num_query_groups=2,
+    kv_channels=16,
+    ffn_hidden_size=72,
+    seq_length=24,
+    max_position_embeddings=24,
+    norm_epsilon=1e-6,
+    normalization="RMSNorm",
+    swiglu=True,
+    position_embedding_type="rope",
+    rotary_base=10000,
+    rotary_percent=1.0,
+    add_bias_linear=False,
+    add_qkv_bias=False,
+    untie_embeddings_and_output_weights=True,
+    init_method_std=0.2,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    padded_vocab_size=ROWS,
+    vocab_size=VOCABULARY,
+    tensor_model_parallel_size=TP,
+    pipeline_model_parallel_size=PP,
+    params_dtype=torch.float32,
+    window_size=None,
+    num_experts=None,
+    add_position_embedding=False,
+    rotary_interleaved=False,
+)
 State = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, torch.nn.Module]:
-    return {"gpt2": randomized(lambda: gpt2(n_layer=LAYERS)),
-            "llama": randomized(decoder("Llama", num_hidden_layers=LAYERS, head_dim=16, tie_word_embeddings=False))}
+    return {
+        "gpt2": randomized(lambda: gpt2(n_layer=LAYERS)),
+        "llama": randomized(
+            decoder("Llama", num_hidden_layers=LAYERS, head_dim=16, tie_word_embeddings=False)
+        ),
+    }
 
 
 def padded(weight: torch.Tensor) -> torch.Tensor:
@@ -67,13 +121,22 @@ def share(tensor: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
 def gpt2_layer(theirs: State, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
     """The part of a tensor-parallel rank in a layer, under the names of Megatron-LM's first models. theirs: of Hugging Face."""
     for norm, name in (("ln_1", "input_layernorm"), ("ln_2", "post_attention_layernorm")):
-        yield from ((f"{name}.{kind}", theirs[f"{norm}.{kind}"].clone()) for kind in ("weight", "bias"))
+        yield from (
+            (f"{name}.{kind}", theirs[f"{norm}.{kind}"].clone()) for kind in ("weight", "bias")
+        )
     for kind in ("weight", "bias"):
-        heads = [part.chunk(4, -1) for part in theirs[f"attn.c_attn.{kind}"].chunk(3, -1)]  # of queries, keys, values
-        mixed = torch.cat([part[head] for head in range(rank * 2, rank * 2 + 2) for part in heads], -1)
+        heads = [
+            part.chunk(4, -1) for part in theirs[f"attn.c_attn.{kind}"].chunk(3, -1)
+        ]  # of queries, keys, values
+        mixed = torch.cat(
+            [part[head] for head in range(rank * 2, rank * 2 + 2) for part in heads], -1
+        )
         yield f"self_attention.query_key_value.{kind}", mixed.t().contiguous()
         yield f"mlp.dense_h_to_4h.{kind}", share(theirs[f"mlp.c_fc.{kind}"].t(), 0, rank)
-    for name, part in (("self_attention.dense", "attn.c_proj"), ("mlp.dense_4h_to_h", "mlp.c_proj")):
+    for name, part in (
+        ("self_attention.dense", "attn.c_proj"),
+        ("mlp.dense_4h_to_h", "mlp.c_proj"),
+    ):
         yield f"{name}.weight", share(theirs[f"{part}.weight"].t(), 1, rank).contiguous()
         yield f"{name}.bias", theirs[f"{part}.bias"].clone()
 
@@ -85,35 +148,58 @@ def llama_layer(theirs: State, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
     yield "self_attention.linear_qkv.layer_norm_weight", theirs["input_layernorm.weight"].clone()
     yield "self_attention.linear_proj.weight", share(theirs["self_attn.o_proj.weight"], 1, rank)
     yield "mlp.linear_fc1.layer_norm_weight", theirs["post_attention_layernorm.weight"].clone()
-    yield "mlp.linear_fc1.weight", torch.cat([share(theirs[f"mlp.{part}_proj.weight"], 0, rank) for part in ("gate", "up")])
+    yield (
+        "mlp.linear_fc1.weight",
+        torch.cat([share(theirs[f"mlp.{part}_proj.weight"], 0, rank) for part in ("gate", "up")]),
+    )
     yield "mlp.linear_fc2.weight", share(theirs["mlp.down_proj.weight"], 1, rank)
 
 
 def below(theirs: State, prefix: str) -> State:
-    return {name.removeprefix(prefix): tensor for name, tensor in theirs.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in theirs.items()
+        if name.startswith(prefix)
+    }
 
 
 def gpt2_chunk(theirs: State, layers: range, rank: int) -> dict:
     """A chunk of a rank, nested as Megatron-LM's first models are; the last one has a copy of the embedding."""
-    encoder = {f"layers.{local}.{name}": tensor for local, layer in enumerate(layers)
-               for name, tensor in gpt2_layer(below(theirs, f"transformer.h.{layer}."), rank)}
+    encoder = {
+        f"layers.{local}.{name}": tensor
+        for local, layer in enumerate(layers)
+        for name, tensor in gpt2_layer(below(theirs, f"transformer.h.{layer}."), rank)
+    }
     words = share(padded(theirs["transformer.wte.weight"]), 0, rank)
     chunk: dict = {"language_model": {"encoder": encoder}}
     if layers.start == 0:
         positions = {"weight": theirs["transformer.wpe.weight"].clone()}
-        chunk["language_model"]["embedding"] = {"word_embeddings": {"weight": words}, "position_embeddings": positions}
+        chunk["language_model"]["embedding"] = {
+            "word_embeddings": {"weight": words},
+            "position_embeddings": positions,
+        }
     if layers.stop == LAYERS:
-        encoder |= {f"final_layernorm.{kind}": theirs[f"transformer.ln_f.{kind}"].clone() for kind in ("weight", "bias")}
+        encoder |= {
+            f"final_layernorm.{kind}": theirs[f"transformer.ln_f.{kind}"].clone()
+            for kind in ("weight", "bias")
+        }
         chunk["word_embeddings_for_head"] = {"weight": words.clone()}
     return chunk
 
 
 def llama_chunk(theirs: State, layers: range, rank: int) -> State:
-    chunk = {f"decoder.layers.{local}.{name}": tensor for local, layer in enumerate(layers)
-             for name, tensor in llama_layer(below(theirs, f"model.layers.{layer}."), rank)}
-    chunk["decoder.layers.0.self_attention.core_attention._extra_state"] = torch.zeros(3, dtype=torch.uint8)
+    chunk = {
+        f"decoder.layers.{local}.{name}": tensor
+        for local, layer in enumerate(layers)
+        for name, tensor in llama_layer(below(theirs, f"model.layers.{layer}."), rank)
+    }
+    chunk["decoder.layers.0.self_attention.core_attention._extra_state"] = torch.zeros(
+        3, dtype=torch.uint8
+    )
     if layers.start == 0:
-        chunk["embedding.word_embeddings.weight"] = share(padded(theirs["model.embed_tokens.weight"]), 0, rank)
+        chunk["embedding.word_embeddings.weight"] = share(
+            padded(theirs["model.embed_tokens.weight"]), 0, rank
+        )
     if layers.stop == LAYERS:
         chunk["decoder.final_layernorm.weight"] = theirs["model.norm.weight"].clone()
         chunk["output_layer.weight"] = share(padded(theirs["lm_head.weight"]), 0, rank)
@@ -132,11 +218,23 @@ def write_legacy(directory: Path, kind: str, theirs: State, virtual: int = 1, **
         for rank in range(TP):
             places = [(number * PP + stage) * each for number in range(virtual)]
             parts = [make(theirs, range(first, first + each), rank) for first in places]
-            state = {"model": parts[0]} if virtual == 1 else {f"model{number}": part for number, part in enumerate(parts)}
+            state = (
+                {"model": parts[0]}
+                if virtual == 1
+                else {f"model{number}": part for number, part in enumerate(parts)}
+            )
             folder = directory / "iter_0000007" / f"mp_rank_{rank:02d}_{stage:03d}"
             folder.mkdir(parents=True)
-            torch.save({"args": Namespace(**{**vars(args), **changes}), "checkpoint_version": 3.0, "iteration": 7, **state,
-                        "rng_state": RNG}, folder / "model_optim_rng.pt")
+            torch.save(
+                {
+                    "args": Namespace(**{**vars(args), **changes}),
+                    "checkpoint_version": 3.0,
+                    "iteration": 7,
+                    **state,
+                    "rng_state": RNG,
+                },
+                folder / "model_optim_rng.pt",
+            )
     (directory / "latest_checkpointed_iteration.txt").write_text("7")
     return directory
 
@@ -152,7 +250,9 @@ def weights_of(model: torch.nn.Module) -> State:
     return {name: tensor.detach() for name, tensor in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("kind", "virtual"), [("gpt2", 1), ("gpt2", 2), ("llama", 1), ("llama", 2)])
+@pytest.mark.parametrize(
+    ("kind", "virtual"), [("gpt2", 1), ("gpt2", 2), ("llama", 1), ("llama", 2)]
+)
 def test_a_legacy_checkpoint(models, tmp_path, kind, virtual):
     theirs = weights_of(models[kind])
     source = write_legacy(tmp_path / "megatron", kind, theirs, virtual)
@@ -160,7 +260,12 @@ def test_a_legacy_checkpoint(models, tmp_path, kind, virtual):
     tokens = torch.randint(0, VOCABULARY, (24, 2), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         expected = models[kind](tokens.t()).logits.transpose(0, 1)
-    torch.testing.assert_close(our_logits(tmp_path / "ours", tokens), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+    torch.testing.assert_close(
+        our_logits(tmp_path / "ours", tokens),
+        expected,
+        rtol=1e-5,
+        atol=1e-5 * expected.abs().max().item(),
+    )
 
 
 @pytest.mark.parametrize("version", [0, 1.0])
@@ -174,9 +279,14 @@ def test_queries_keys_and_values_of_old_versions(models, tmp_path, version):
         for name, tensor in encoder.items():
             if "query_key_value" in name:
                 heads = tensor.view(2, 3, 12, -1)  # heads of a rank, parts, d
-                encoder[name] = heads.permute(*((1, 0, 2) if version == 0 else (0, 2, 1)), 3).reshape(tensor.shape).contiguous()
-        contents["model"]["language_model"]["transformer"] = {name.replace("self_attention", "attention"): tensor
-                                                              for name, tensor in encoder.items()}
+                encoder[name] = (
+                    heads.permute(*((1, 0, 2) if version == 0 else (0, 2, 1)), 3)
+                    .reshape(tensor.shape)
+                    .contiguous()
+                )
+        contents["model"]["language_model"]["transformer"] = {
+            name.replace("self_attention", "attention"): tensor for name, tensor in encoder.items()
+        }
         torch.save(contents, file)
     assert same(there(source, tmp_path, "--vocab-size", VOCABULARY), theirs)
 
@@ -207,16 +317,36 @@ def pieces(theirs: State, kind: str) -> Iterator[tuple[str, torch.Tensor, int | 
 
 def stacked_pieces(theirs: State, apart: bool) -> Iterator[tuple[str, torch.Tensor, int | None]]:
     def layers(name: str) -> torch.Tensor:
-        return torch.stack([theirs[f"model.layers.{layer}.{name}.weight"] for layer in range(LAYERS)])
+        return torch.stack(
+            [theirs[f"model.layers.{layer}.{name}.weight"] for layer in range(LAYERS)]
+        )
 
-    q, k, v = (layers(f"self_attn.{part}_proj").view(LAYERS, 2, -1, 48) for part in "qkv")  # by groups
-    yield "decoder.layers.self_attention.linear_qkv.weight", torch.cat([q, k, v], 2).flatten(1, 2), 1
-    yield "decoder.layers.self_attention.linear_qkv.layer_norm_weight", layers("input_layernorm"), None
+    q, k, v = (
+        layers(f"self_attn.{part}_proj").view(LAYERS, 2, -1, 48) for part in "qkv"
+    )  # by groups
+    yield (
+        "decoder.layers.self_attention.linear_qkv.weight",
+        torch.cat([q, k, v], 2).flatten(1, 2),
+        1,
+    )
+    yield (
+        "decoder.layers.self_attention.linear_qkv.layer_norm_weight",
+        layers("input_layernorm"),
+        None,
+    )
     yield "decoder.layers.self_attention.linear_proj.weight", layers("self_attn.o_proj"), 2
-    yield "decoder.layers.mlp.linear_fc1.layer_norm_weight", layers("post_attention_layernorm"), None
+    yield (
+        "decoder.layers.mlp.linear_fc1.layer_norm_weight",
+        layers("post_attention_layernorm"),
+        None,
+    )
     gate, up = layers("mlp.gate_proj"), layers("mlp.up_proj")
     key = "decoder.layers.mlp.linear_fc1.weight"
-    yield from ((f"{key}_w", gate, 1), (f"{key}_v", up, 1)) if apart else ((key, torch.cat([gate, up], 1), 1),)
+    yield from (
+        ((f"{key}_w", gate, 1), (f"{key}_v", up, 1))
+        if apart
+        else ((key, torch.cat([gate, up], 1), 1),)
+    )
     yield "decoder.layers.mlp.linear_fc2.weight", layers("mlp.down_proj"), 2
     yield "embedding.word_embeddings.weight", padded(theirs["model.embed_tokens.weight"]), 0
     yield "decoder.final_layernorm.weight", theirs["model.norm.weight"], None
@@ -230,7 +360,9 @@ def write_dist(directory: Path, theirs: State, kind: str = "stacked") -> Path:
     tables: tuple[dict, dict] = {}, {}
     for key, tensor, dim in pieces(theirs, kind):
         chunks = []
-        for layer in range(LAYERS) if key.startswith("decoder.layers.") and kind != "layers" else (None,):
+        for layer in (
+            range(LAYERS) if key.startswith("decoder.layers.") and kind != "layers" else (None,)
+        ):
             own = tensor if layer is None else tensor[layer : layer + 1]
             for rank, part in enumerate(own.chunk(TP, dim) if dim is not None else [own]):
                 offsets = [0] * tensor.dim()
@@ -239,13 +371,27 @@ def write_dist(directory: Path, theirs: State, kind: str = "stacked") -> Path:
                     offsets[dim] += rank * part.shape[dim]
                 chunks.append(ChunkStorageMetadata(torch.Size(offsets), part.shape))
                 stage = 0 if layer is None else layer // 2
-                tables[1][MetadataIndex(key, torch.Size(offsets))] = append(path / f"__{stage * TP + rank}_0.distcp", part)
-        tables[0][key] = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.shape, chunks)
-    tables[0]["decoder.layers.self_attention.core_attention._extra_state/shard_0_4"] = BytesStorageMetadata()
+                tables[1][MetadataIndex(key, torch.Size(offsets))] = append(
+                    path / f"__{stage * TP + rank}_0.distcp", part
+                )
+        tables[0][key] = TensorStorageMetadata(
+            TensorProperties(dtype=tensor.dtype), tensor.shape, chunks
+        )
+    tables[0]["decoder.layers.self_attention.core_attention._extra_state/shard_0_4"] = (
+        BytesStorageMetadata()
+    )
     moments = TensorStorageMetadata(TensorProperties(), torch.Size([5]), [])
     tables[0]["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = moments
     (path / ".metadata").write_bytes(pickle.dumps(Metadata(tables[0], storage_data=tables[1])))
-    torch.save({"args": LLAMA_ARGS, "iteration": 7, "checkpoint_version": 3.0, "rng": np.random.get_state()}, path / "common.pt")
+    torch.save(
+        {
+            "args": LLAMA_ARGS,
+            "iteration": 7,
+            "checkpoint_version": 3.0,
+            "rng": np.random.get_state(),
+        },
+        path / "common.pt",
+    )
     (directory / "latest_checkpointed_iteration.txt").write_text("7")
     return directory
 
@@ -262,8 +408,23 @@ def test_a_checkpoint_of_torch_dist(models, tmp_path, kind):
 def test_what_is_written_for_megatron_has_its_layout(models, tmp_path, kind, impl):
     theirs = weights_of(models[kind])
     models[kind].save_pretrained(tmp_path / "start")
-    assert convert("--from-hf", tmp_path / "start", "--to-megatron", tmp_path / "megatron", "--tensor-model-parallel-size", TP,
-                   "--pipeline-model-parallel-size", PP, "--make-vocab-size-divisible-by", 64, "--transformer-impl", impl) == 0
+    assert (
+        convert(
+            "--from-hf",
+            tmp_path / "start",
+            "--to-megatron",
+            tmp_path / "megatron",
+            "--tensor-model-parallel-size",
+            TP,
+            "--pipeline-model-parallel-size",
+            PP,
+            "--make-vocab-size-divisible-by",
+            64,
+            "--transformer-impl",
+            impl,
+        )
+        == 0
+    )
     assert (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").read_text() == "release"
     file = "release/mp_rank_01_001/model_optim_rng.pt"
     with torch.serialization.safe_globals([Namespace]):
@@ -271,33 +432,66 @@ def test_what_is_written_for_megatron_has_its_layout(models, tmp_path, kind, imp
     args, expected = contents["args"], vars(CHUNKS[kind][1])
     assert not hasattr(args, "mask_vocab_padding"), "Megatron-LM has no such argument"
     assert contents["checkpoint_version"] == 3.0 and args.add_bias_linear is (kind == "gpt2")
-    assert all(getattr(args, name) == value for name, value in expected.items() if name not in ("vocab_size", "window_size")
-               and hasattr(args, name))
+    assert all(
+        getattr(args, name) == value
+        for name, value in expected.items()
+        if name not in ("vocab_size", "window_size") and hasattr(args, name)
+    )
     if (kind, impl) == ("llama", "transformer_engine"):
         last = llama_chunk(theirs, range(2, 4), 1)
         vocabulary = last.pop("output_layer.weight")[: VOCABULARY - ROWS // 2]
         last.pop("decoder.layers.0.self_attention.core_attention._extra_state")
-        assert torch.equal(contents["model"].pop("output_layer.weight")[: len(vocabulary)], vocabulary)
+        assert torch.equal(
+            contents["model"].pop("output_layer.weight")[: len(vocabulary)], vocabulary
+        )
         assert same(contents["model"], last)
     assert same(there(tmp_path / "megatron", tmp_path), theirs)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_norms_that_store_their_weight_minus_one(models, tmp_path, kind):
-    theirs = {name: tensor - 1 if "ln_" in name and "weight" in name or "norm" in name else tensor
-              for name, tensor in weights_of(models[kind]).items()}
+    theirs = {
+        name: tensor - 1 if "ln_" in name and "weight" in name or "norm" in name else tensor
+        for name, tensor in weights_of(models[kind]).items()
+    }
     source = write_legacy(tmp_path / "megatron", kind, theirs, apply_layernorm_1p=True)
-    assert convert("--from-megatron", source, "--save", tmp_path / "ours", "--vocab-size", VOCABULARY) == 0
+    assert (
+        convert("--from-megatron", source, "--save", tmp_path / "ours", "--vocab-size", VOCABULARY)
+        == 0
+    )
     tokens = torch.randint(0, VOCABULARY, (24, 2), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         expected = models[kind](tokens.t()).logits.transpose(0, 1)
-    torch.testing.assert_close(our_logits(tmp_path / "ours", tokens), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
-    assert convert("--load", tmp_path / "ours", "--to-megatron", tmp_path / "back", "--tensor-model-parallel-size", TP,
-                   "--pipeline-model-parallel-size", PP, "--make-vocab-size-divisible-by", 64) == 0
+    torch.testing.assert_close(
+        our_logits(tmp_path / "ours", tokens),
+        expected,
+        rtol=1e-5,
+        atol=1e-5 * expected.abs().max().item(),
+    )
+    assert (
+        convert(
+            "--load",
+            tmp_path / "ours",
+            "--to-megatron",
+            tmp_path / "back",
+            "--tensor-model-parallel-size",
+            TP,
+            "--pipeline-model-parallel-size",
+            PP,
+            "--make-vocab-size-divisible-by",
+            64,
+        )
+        == 0
+    )
     with torch.serialization.safe_globals([Namespace]):
-        contents = torch.load(tmp_path / "back" / "release" / "mp_rank_01_001" / "model_optim_rng.pt", weights_only=True)
+        contents = torch.load(
+            tmp_path / "back" / "release" / "mp_rank_01_001" / "model_optim_rng.pt",
+            weights_only=True,
+        )
     last = {"gpt2": "transformer.ln_f.weight", "llama": "model.norm.weight"}[kind]
-    assert contents["args"].apply_layernorm_1p and torch.equal(contents["model"]["decoder.final_layernorm.weight"], theirs[last])
+    assert contents["args"].apply_layernorm_1p and torch.equal(
+        contents["model"]["decoder.final_layernorm.weight"], theirs[last]
+    )
 
 
 class Attack:
@@ -312,20 +506,50 @@ def rewrite(file: Path, **values: object) -> None:
     torch.save({**contents, **values}, file)
 
 
-FIRST, LAST = "iter_0000007/mp_rank_00_000/model_optim_rng.pt", "iter_0000007/mp_rank_01_001/model_optim_rng.pt"
+FIRST, LAST = (
+    "iter_0000007/mp_rank_00_000/model_optim_rng.pt",
+    "iter_0000007/mp_rank_01_001/model_optim_rng.pt",
+)
 LEGACY_DAMAGE = [
-    (lambda d: rewrite(d / LAST, rng_state=Attack()), "asks for ['posix.system'], which could run code"),
+    (
+        lambda d: rewrite(d / LAST, rng_state=Attack()),
+        "asks for ['posix.system'], which could run code",
+    ),
     (lambda d: (d / LAST).unlink(), "model_optim_rng.pt is missing"),
-    (lambda d: ((d / LAST).unlink(), (d / LAST).parent.rmdir()), "has no file of pipeline stage and tensor-parallel rank (1, 1)"),
-    (lambda d: (d / LAST).write_bytes((d / LAST).read_bytes()[:5000]), "is not a file of torch.save"),
-    (lambda d: rewrite(d / FIRST, args={"quick_geglu": True}), "quick_geglu is True, and the block computes False"),
-    (lambda d: rewrite(d / FIRST, args={"num_experts": 8}), "num_experts is 8, and the block computes None"),
+    (
+        lambda d: ((d / LAST).unlink(), (d / LAST).parent.rmdir()),
+        "has no file of pipeline stage and tensor-parallel rank (1, 1)",
+    ),
+    (
+        lambda d: (d / LAST).write_bytes((d / LAST).read_bytes()[:5000]),
+        "is not a file of torch.save",
+    ),
+    (
+        lambda d: rewrite(d / FIRST, args={"quick_geglu": True}),
+        "quick_geglu is True, and the block computes False",
+    ),
+    (
+        lambda d: rewrite(d / FIRST, args={"num_experts": 8}),
+        "num_experts is 8, and the block computes None",
+    ),
     (lambda d: rewrite(d / FIRST, args={"num_layers": 5}), "holds no decoder.layers.4."),
-    (lambda d: rewrite(d / FIRST, args={"num_layers": 3}), "tensors that the block does not have, such as ['decoder.layers.3."),
-    (lambda d: rewrite(d / FIRST, args={"ffn_hidden_size": 96}), "linear_fc1.weight has 9216 elements, and its shape [96, 48]"),
+    (
+        lambda d: rewrite(d / FIRST, args={"num_layers": 3}),
+        "tensors that the block does not have, such as ['decoder.layers.3.",
+    ),
+    (
+        lambda d: rewrite(d / FIRST, args={"ffn_hidden_size": 96}),
+        "linear_fc1.weight has 9216 elements, and its shape [96, 48]",
+    ),
     (lambda d: rewrite(d / FIRST, args={"hidden_size": "48"}), "hidden_size is '48', not int"),
-    (lambda d: (d / "latest_checkpointed_iteration.txt").write_text("soon"), "should hold an iteration or release, it holds"),
-    (lambda d: (d / "latest_checkpointed_iteration.txt").unlink(), "latest_checkpointed_iteration.txt is not there"),
+    (
+        lambda d: (d / "latest_checkpointed_iteration.txt").write_text("soon"),
+        "should hold an iteration or release, it holds",
+    ),
+    (
+        lambda d: (d / "latest_checkpointed_iteration.txt").unlink(),
+        "latest_checkpointed_iteration.txt is not there",
+    ),
 ]
 
 
@@ -347,20 +571,39 @@ def metadata_with(path: Path, change) -> None:
 DIST = "iter_0000007"
 DIST_DAMAGE = [
     (lambda d: (d / DIST / "__3_0.distcp").unlink(), "__3_0.distcp is missing"),
-    (lambda d: (d / DIST / "__3_0.distcp").write_bytes(b"x" * 10**5), "__3_0.distcp is damaged at byte"),
-    (lambda d: metadata_with(d / DIST / ".metadata", lambda m: m.state_dict_metadata["output_layer.weight"].chunks.pop()),
-     "the pieces of output_layer.weight hold 3072 of its 6144 elements"),
-    (lambda d: metadata_with(d / DIST / ".metadata", lambda m: setattr(m, "planner_data", Attack())),
-     "it asks for posix.system, which could run code"),
-    (lambda d: (d / DIST / ".metadata").write_bytes(b"nothing"), ".metadata is damaged, or is not metadata of"),
+    (
+        lambda d: (d / DIST / "__3_0.distcp").write_bytes(b"x" * 10**5),
+        "__3_0.distcp is damaged at byte",
+    ),
+    (
+        lambda d: metadata_with(
+            d / DIST / ".metadata",
+            lambda m: m.state_dict_metadata["output_layer.weight"].chunks.pop(),
+        ),
+        "the pieces of output_layer.weight hold 3072 of its 6144 elements",
+    ),
+    (
+        lambda d: metadata_with(
+            d / DIST / ".metadata", lambda m: setattr(m, "planner_data", Attack())
+        ),
+        "it asks for posix.system, which could run code",
+    ),
+    (
+        lambda d: (d / DIST / ".metadata").write_bytes(b"nothing"),
+        ".metadata is damaged, or is not metadata of",
+    ),
     (lambda d: (d / DIST / "common.pt").unlink(), "common.pt is missing"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "damage", "message"), [*(("gpt2", *row) for row in LEGACY_DAMAGE),
-                                                         *(("llama", *row) for row in DIST_DAMAGE)],
-                         ids=lambda value: value[:40] if isinstance(value, str) else "")
-def test_what_is_missing_damaged_or_malicious_is_named(models, tmp_path, capsys, kind, damage, message):
+@pytest.mark.parametrize(
+    ("kind", "damage", "message"),
+    [*(("gpt2", *row) for row in LEGACY_DAMAGE), *(("llama", *row) for row in DIST_DAMAGE)],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_what_is_missing_damaged_or_malicious_is_named(
+    models, tmp_path, capsys, kind, damage, message
+):
     source, theirs = tmp_path / "megatron", weights_of(models[kind])
     write_legacy(source, kind, theirs) if kind == "gpt2" else write_dist(source, theirs)
     damage(source)
@@ -369,15 +612,39 @@ def test_what_is_missing_damaged_or_malicious_is_named(models, tmp_path, capsys,
 
 def test_other_mistakes(models, tmp_path, capsys):
     source = write_legacy(tmp_path / "megatron", "gpt2", weights_of(models["gpt2"]))
-    assert "iter_0000008 holds neither mp_rank_* nor .metadata" in line_of(capsys, source, tmp_path, "--ckpt-step", 8)
-    assert "the vocabulary has 129 tokens, its embedding 128 rows" in line_of(capsys, source, tmp_path, "--vocab-size", 129)
-    assert convert("--from-megatron", source, "--to-megatron", tmp_path / "other", "--tensor-model-parallel-size", 3) == 2
-    assert "4 attention heads are not divisible by 3 ranks" in capsys.readouterr().err and not (tmp_path / "other").exists()
-    with pytest.raises(ValueError, match="is a checkpoint of Megatron-LM .*fugaku-megatron convert --from-megatron"):
+    assert "iter_0000008 holds neither mp_rank_* nor .metadata" in line_of(
+        capsys, source, tmp_path, "--ckpt-step", 8
+    )
+    assert "the vocabulary has 129 tokens, its embedding 128 rows" in line_of(
+        capsys, source, tmp_path, "--vocab-size", 129
+    )
+    assert (
+        convert(
+            "--from-megatron",
+            source,
+            "--to-megatron",
+            tmp_path / "other",
+            "--tensor-model-parallel-size",
+            3,
+        )
+        == 2
+    )
+    assert (
+        "4 attention heads are not divisible by 3 ranks" in capsys.readouterr().err
+        and not (tmp_path / "other").exists()
+    )
+    with pytest.raises(
+        ValueError, match="is a checkpoint of Megatron-LM .*fugaku-megatron convert --from-megatron"
+    ):
         find_checkpoint(small_run(load=str(source)), SoloComm())
-    trainer = make_trainer(SoloComm(), small_run(num_experts=4, swiglu=True, disable_bias_linear=True))
+    trainer = make_trainer(
+        SoloComm(), small_run(num_experts=4, swiglu=True, disable_bias_linear=True)
+    )
     trainer.save(str(tmp_path / "experts"))
     assert convert("--load", tmp_path / "experts", "--to-megatron", tmp_path / "other") == 2
-    assert "--num-experts is 4: experts are not written for Megatron-LM: use --to-hf" in capsys.readouterr().err
+    assert (
+        "--num-experts is 4: experts are not written for Megatron-LM: use --to-hf"
+        in capsys.readouterr().err
+    )
     itself = there(source / "iter_0000007", tmp_path, "--vocab-size", VOCABULARY)
     assert same(itself, weights_of(models["gpt2"]))

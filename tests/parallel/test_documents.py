@@ -19,7 +19,19 @@ from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.passes import Pass
 from fugaku_megatron.training.step import documents_of
 from fugaku_megatron.training.train import Trainer
-from tests.helpers import ALLGATHER, CP2, CP4, DROPOUT, OVERLAP, P2P, PP2, TP2, grid_groups, small_run, whole_tensors
+from tests.helpers import (
+    ALLGATHER,
+    CP2,
+    CP4,
+    DROPOUT,
+    OVERLAP,
+    P2P,
+    PP2,
+    TP2,
+    grid_groups,
+    small_run,
+    whole_tensors,
+)
 from tests.llama_models import FAMILIES, copy_to, theirs
 from tests.parallel.test_model_options import plain_losses
 from tests.threads import ThreadWorld
@@ -36,7 +48,10 @@ def marked(run, data):
 
 def made(world, run, backend="native") -> Trainer:
     torch.set_num_threads(1)
-    data = (marked(run, Texts(run.model.vocab_size, run.model.seq_length, 4096, seed)) for seed in (7, 8))
+    data = (
+        marked(run, Texts(run.model.vocab_size, run.model.seq_length, 4096, seed))
+        for seed in (7, 8)
+    )
     return Trainer(run, world, grid_groups(world, run), *data, ops=Ops.build(backend))
 
 
@@ -50,14 +65,25 @@ def test_losses_of_a_plain_model_with_the_explicit_mask(number, backend):
         result = trainer.train_step()
         got = whole_tensors(trainer, "grad")
     samples = [trainer.train[i][0] for i in range(16)]
-    seen, mask, positions = (torch.from_numpy(np.stack(part)) for part in zip(*(left_to_right(x[:-1], **flags) for x in samples)))
+    seen, mask, positions = (
+        torch.from_numpy(np.stack(part))
+        for part in zip(*(left_to_right(x[:-1], **flags) for x in samples))
+    )
     tokens = torch.from_numpy(np.stack(samples))
-    losses = plain_losses(weights, tokens[:, :-1], tokens[:, 1:], trainer.run.model, seen, positions)
+    losses = plain_losses(
+        weights, tokens[:, :-1], tokens[:, 1:], trainer.run.model, seen, positions
+    )
     loss = (losses * mask).sum() / mask.sum()
     assert result.loss == pytest.approx(loss.item(), rel=1e-5) and result.work.counted == mask.sum()
-    assert result.work.squares == sum(np.square(np.unique(row, return_counts=True)[1]).sum() for row in documents_in(samples))
-    for (name, _), gradient in zip(weights.items(), torch.autograd.grad(loss, [*weights.values()]), strict=True):
-        torch.testing.assert_close(got[name], gradient, rtol=0, atol=1e-5 * gradient.abs().max().item(), msg=name)
+    assert result.work.squares == sum(
+        np.square(np.unique(row, return_counts=True)[1]).sum() for row in documents_in(samples)
+    )
+    for (name, _), gradient in zip(
+        weights.items(), torch.autograd.grad(loss, [*weights.values()]), strict=True
+    ):
+        torch.testing.assert_close(
+            got[name], gradient, rtol=0, atol=1e-5 * gradient.abs().max().item(), msg=name
+        )
 
 
 def documents_in(samples):
@@ -81,25 +107,43 @@ def test_rotary_models_of_transformers_with_the_explicit_mask(family, backend):
         seen, mask, positions = left_to_right(sample[:-1], **ALL)
         if family == "mistral":
             seen = np.triu(seen, -4)
-        bias = torch.zeros(1, 1, *seen.shape).masked_fill(~torch.from_numpy(seen), torch.finfo(torch.float32).min)
+        bias = torch.zeros(1, 1, *seen.shape).masked_fill(
+            ~torch.from_numpy(seen), torch.finfo(torch.float32).min
+        )
         inputs = torch.from_numpy(sample[:-1])[None]
-        logits = model(inputs, attention_mask=bias, position_ids=torch.from_numpy(positions)[None]).logits[0]
+        logits = model(
+            inputs, attention_mask=bias, position_ids=torch.from_numpy(positions)[None]
+        ).logits[0]
         losses = F.cross_entropy(logits, torch.from_numpy(sample[1:]), reduction="none")
-        total, counted = total + (losses.detach() * torch.from_numpy(mask)).sum().item(), counted + mask.sum()
+        total, counted = (
+            total + (losses.detach() * torch.from_numpy(mask)).sum().item(),
+            counted + mask.sum(),
+        )
     assert result.loss == pytest.approx(total / counted, rel=1e-5)
 
 
 LAYOUTS = {
-    "tp2": (2, TP2), "sequence": (2, {**TP2, "sequence_parallel": True}),
+    "tp2": (2, TP2),
+    "sequence": (2, {**TP2, "sequence_parallel": True}),
     "overlapped": (2, {**TP2, "sequence_parallel": True, "tp_comm_overlap": True}),
-    "pp2": (2, PP2), "pp4": (4, {"pipeline_model_parallel_size": 4}), "dp2": (2, OVERLAP),
+    "pp2": (2, PP2),
+    "pp4": (4, {"pipeline_model_parallel_size": 4}),
+    "dp2": (2, OVERLAP),
     "interleaved": (2, {**PP2, "num_layers_per_virtual_pipeline_stage": 1}),
-    "zbv": (2, {**PP2, "pipeline_schedule": "zbv"}), "zb-h1 dp2": (4, {**PP2, "pipeline_schedule": "zb-h1"}),
-    "one at a time": (1, {"micro_batch_size": 1}), "all at once": (1, {"micro_batch_size": 16}),
+    "zbv": (2, {**PP2, "pipeline_schedule": "zbv"}),
+    "zb-h1 dp2": (4, {**PP2, "pipeline_schedule": "zb-h1"}),
+    "one at a time": (1, {"micro_batch_size": 1}),
+    "all at once": (1, {"micro_batch_size": 16}),
     "tp2 dp2": (4, {**TP2, "micro_batch_size": 4}),
-    "cp2": (2, CP2), "cp2 sequence zbv": (8, {**CP2, **TP2, "sequence_parallel": True, **PP2, "pipeline_schedule": "zbv"}),
-    "cp4 p2p": (4, {**CP4, **P2P}), "cp2 allgather zbv": (4, {**CP2, **ALLGATHER, **PP2, "pipeline_schedule": "zbv"}),
-    "full": (1, {"recompute_granularity": "full"}), "selective": (2, {**PP2, "recompute_granularity": "selective"}),
+    "cp2": (2, CP2),
+    "cp2 sequence zbv": (
+        8,
+        {**CP2, **TP2, "sequence_parallel": True, **PP2, "pipeline_schedule": "zbv"},
+    ),
+    "cp4 p2p": (4, {**CP4, **P2P}),
+    "cp2 allgather zbv": (4, {**CP2, **ALLGATHER, **PP2, "pipeline_schedule": "zbv"}),
+    "full": (1, {"recompute_granularity": "full"}),
+    "selective": (2, {**PP2, "recompute_granularity": "selective"}),
 }
 
 
@@ -114,7 +158,9 @@ def course(world, run, backend="native"):
 EXPECTED: dict[str, list] = {}
 
 
-@pytest.mark.parametrize("positions", [TWO | {"num_layers": 4}, ROPE | {"num_layers": 4}], ids=["learned", "rope"])
+@pytest.mark.parametrize(
+    "positions", [TWO | {"num_layers": 4}, ROPE | {"num_layers": 4}], ids=["learned", "rope"]
+)
 @pytest.mark.parametrize("name", [*LAYOUTS, "torch"])
 def test_every_layout_trains_alike(name, positions):
     ranks, layout = LAYOUTS.get(name, (1, {}))
@@ -122,7 +168,9 @@ def test_every_layout_trains_alike(name, positions):
     key = str(positions)
     if key not in EXPECTED:
         EXPECTED[key] = course(SoloComm(), small_run(**more))
-    for got in ThreadWorld(ranks).run(course, small_run(**{**more, **layout}), "torch" if name == "torch" else "native"):
+    for got in ThreadWorld(ranks).run(
+        course, small_run(**{**more, **layout}), "torch" if name == "torch" else "native"
+    ):
         for mine, wanted in zip(got[:-1], EXPECTED[key][:-1], strict=True):
             assert mine[2:] == wanted[2:] and mine[:2] == pytest.approx(wanted[:2], rel=2e-5)
         assert got[-1] == pytest.approx(EXPECTED[key][-1], rel=1e-5)
@@ -132,7 +180,9 @@ def test_a_batch_size_that_grows_counts_each_global_batch_by_itself():
     more = {**TWO, "eod_mask_loss": True, "rampup_batch_size": (4, 4, 16), "global_batch_size": 8}
     one = course(SoloComm(), small_run(**more))
     two = ThreadWorld(2).run(course, small_run(**more))[0]
-    assert [a[2] for a in one[:-1]] == [b[2] for b in two[:-1]] and len({a[2] for a in one[:-1]}) > 1
+    assert [a[2] for a in one[:-1]] == [b[2] for b in two[:-1]] and len(
+        {a[2] for a in one[:-1]}
+    ) > 1
     for a, b in zip(one[:-1], two[:-1], strict=True):
         assert a[:2] == pytest.approx(b[:2], rel=2e-5)
 
@@ -152,22 +202,36 @@ def test_without_counted_labels_there_is_no_nan(backend):
         trainer.train = marked(run, Silent(run.model.vocab_size, 16, 4096, 7))
         first, second = trainer.train_step(), trainer.train_step()
         assert math.isfinite(first.loss) and first.work.counted > 0 and not first.skipped
-        assert (second.loss, second.grad_norm, second.work.counted, second.skipped) == (0.0, 0.0, 0, False)
+        assert (second.loss, second.grad_norm, second.work.counted, second.skipped) == (
+            0.0,
+            0.0,
+            0,
+            False,
+        )
         assert trainer.evaluate(trainer.train, 16, 1) == 0.0
         assert all(torch.isfinite(p).all() for p in trainer.optimizer.flat.parameters)
 
 
-@pytest.mark.parametrize(("changes", "flags"), [(TWO, {**ALL, "reset_position_ids": False}), (ROPE, ALL)], ids=["learned", "rope"])
+@pytest.mark.parametrize(
+    ("changes", "flags"),
+    [(TWO, {**ALL, "reset_position_ids": False}), (ROPE, ALL)],
+    ids=["learned", "rope"],
+)
 def test_flags_without_a_document_change_no_bit(changes, flags):
     """Where no sample has an end of a document, marks say what is so without them.
 
     Gradients of learned positions that restart are summed in another order.
     """
+
     def losses(**flags):
         run = small_run(**changes, **DROPOUT, **flags)
         with closing(made(SoloComm(), run)) as trainer:
             plain = Texts(run.model.vocab_size, 16, 4096, 7)
-            kept = type("Kept", (Texts,), {"__getitem__": lambda self, i: np.where((t := plain[i]) == EOD, EOD + 1, t)})
+            kept = type(
+                "Kept",
+                (Texts,),
+                {"__getitem__": lambda self, i: np.where((t := plain[i]) == EOD, EOD + 1, t)},
+            )
             trainer.train = marked(run, kept(run.model.vocab_size, 16, 4096, 7))
             return [trainer.train_step().loss for _ in range(2)]
 
@@ -184,27 +248,44 @@ def test_a_run_goes_on_to_the_bit(tmp_path):
         wanted = [(trainer.train_step().loss, trainer.train_step().work.counted) for _ in range(2)]
     with closing(made(SoloComm(), run)) as again:
         again.load(str(tmp_path))
-        assert [(again.train_step().loss, again.train_step().work.counted) for _ in range(2)] == wanted
+        assert [
+            (again.train_step().loss, again.train_step().work.counted) for _ in range(2)
+        ] == wanted
 
 
 # A document among others --------------------------------------------------------------------------------------------------------
 
 TINY = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 32}
 LENGTH = 16
-KINDS = {"learned": {}, "rope": {"position_embedding_type": "rope", "swiglu": True, "normalization": "RMSNorm",
-                                 "group_query_attention": True, "num_query_groups": 1}}
+KINDS = {
+    "learned": {},
+    "rope": {
+        "position_embedding_type": "rope",
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "group_query_attention": True,
+        "num_query_groups": 1,
+    },
+}
 
 
 @pytest.fixture(scope="module", params=["native", "torch"])
 def models(request):
     """A tiny trainer of each kind of positions."""
-    runs = {kind: small_run(**TINY, **changes, **ALL, seq_length=LENGTH, init_method_std=0.3) for kind, changes in KINDS.items()}
+    runs = {
+        kind: small_run(**TINY, **changes, **ALL, seq_length=LENGTH, init_method_std=0.3)
+        for kind, changes in KINDS.items()
+    }
     return {kind: made(SoloComm(), run, request.param) for kind, run in runs.items()}
 
 
 def scored(trainer, tokens, marks):
     """(logits (s, v), gradient of the words' embedding, sum of the losses) of one sample, tokens and marks (s + 1,)."""
-    chunk, tokens, marks = trainer.stage.last, torch.tensor(tokens)[:, None], torch.tensor(marks)[:, None]
+    chunk, tokens, marks = (
+        trainer.stage.last,
+        torch.tensor(tokens)[:, None],
+        torch.tensor(marks)[:, None],
+    )
     at = Pass(first_sample=0, documents=documents_of(marks, trainer.run.data), count=1)
     with torch.no_grad():
         logits = chunk.logits(chunk.decode(chunk.embedding(tokens[:-1], at), at))[:, 0].clone()
@@ -220,7 +301,9 @@ def scored(trainer, tokens, marks):
 def test_a_document_does_not_see_others(models, kind, data):
     """Packed among others it scores as alone; and a token of another document moves none of its bits. Of its labels alone."""
     trainer = models[kind]
-    tokens = np.array(data.draw(st.lists(st.integers(4, 31), min_size=LENGTH + 1, max_size=LENGTH + 1)))
+    tokens = np.array(
+        data.draw(st.lists(st.integers(4, 31), min_size=LENGTH + 1, max_size=LENGTH + 1))
+    )
     ends = sorted(data.draw(st.sets(st.integers(0, LENGTH - 2), min_size=1, max_size=5)))
     tokens[ends] = EOD
     bounds = [0, *(end + 1 for end in ends), LENGTH]
@@ -228,16 +311,29 @@ def test_a_document_does_not_see_others(models, kind, data):
     begin, end = bounds[number : number + 2]
     marks = np.zeros(LENGTH + 1, np.int64)
     marks[[b for b in bounds[:-1]]] |= FIRST
-    marks[begin + 1 : end] |= 1  # its own labels count; the token after it belongs to another document
+    marks[begin + 1 : end] |= (
+        1  # its own labels count; the token after it belongs to another document
+    )
     packed = scored(trainer, tokens, marks)
     alone = np.full(LENGTH + 1, 4), np.where(np.arange(LENGTH + 1) == end - begin, FIRST, 0)
     alone[0][: end - begin] = tokens[begin:end]
     alone[1][1 : end - begin] |= 1
     single = scored(trainer, *alone)
-    torch.testing.assert_close(packed[0][begin:end], single[0][: end - begin], rtol=0, atol=1e-6 * single[0].abs().max().item())
+    torch.testing.assert_close(
+        packed[0][begin:end],
+        single[0][: end - begin],
+        rtol=0,
+        atol=1e-6 * single[0].abs().max().item(),
+    )
     assert packed[2] == pytest.approx(single[2], rel=1e-6, abs=1e-6)
     for name, gradient in single[1].items():
-        torch.testing.assert_close(packed[1][name], gradient, rtol=0, atol=1e-6 * max(1.0, gradient.abs().max().item()), msg=name)
+        torch.testing.assert_close(
+            packed[1][name],
+            gradient,
+            rtol=0,
+            atol=1e-6 * max(1.0, gradient.abs().max().item()),
+            msg=name,
+        )
     others = [i for i in range(LENGTH + 1) if not begin <= i < end]
     place = data.draw(st.sampled_from(others))
     changed = tokens.copy()

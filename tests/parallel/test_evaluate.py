@@ -17,15 +17,24 @@ from fugaku_megatron.inference import evaluate, generate, scoring
 from fugaku_megatron.inference.loading import LoadedModel
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import grid_groups, one_error, small_run
-from tests.parallel.test_generate import LEARNS, TEXT, WIDE, save_trained, their_model, write_tokenizer
+from tests.parallel.test_generate import (
+    LEARNS,
+    TEXT,
+    WIDE,
+    save_trained,
+    their_model,
+    write_tokenizer,
+)
 from tests.threads import ThreadWorld
 from tests.unit import test_chats
 
 LENGTH = LEARNS["seq_length"]
 PROSE = TEXT * 6 + "that is the question: whether 'tis nobler é"
-QUESTIONS = [{"context": "to be or ", "choices": ["not to be", "zebra", "n"], "answer": 0},
-             {"context": "", "choices": ["to be", "xyz"], "answer": 1},
-             {"context": TEXT * 2, "choices": ["not", "to"], "answer": 0}]
+QUESTIONS = [
+    {"context": "to be or ", "choices": ["not to be", "zebra", "n"], "answer": 0},
+    {"context": "", "choices": ["to be", "xyz"], "answer": 1},
+    {"context": TEXT * 2, "choices": ["not", "to"], "answer": 0},
+]
 
 
 @pytest.fixture(scope="module")
@@ -58,22 +67,44 @@ def test_perplexity_is_that_of_transformers(models, ranks, sizes):
     folder, flags, theirs = models
     ids = list(PROSE.encode())
     count = (len(ids) - 1) // LENGTH
-    total = sum(float(their_likelihoods(theirs, ids[i * LENGTH : (i + 1) * LENGTH + 1]).sum()) for i in range(count))
-    words = [*flags, "--text", str(folder / "text.txt"), "--micro-batch-size", "2", "--choices", str(folder / "questions.json"),
-             "--tensor-model-parallel-size", str(sizes[0]), "--pipeline-model-parallel-size", str(sizes[1])]
+    total = sum(
+        float(their_likelihoods(theirs, ids[i * LENGTH : (i + 1) * LENGTH + 1]).sum())
+        for i in range(count)
+    )
+    words = [
+        *flags,
+        "--text",
+        str(folder / "text.txt"),
+        "--micro-batch-size",
+        "2",
+        "--choices",
+        str(folder / "questions.json"),
+        "--tensor-model-parallel-size",
+        str(sizes[0]),
+        "--pipeline-model-parallel-size",
+        str(sizes[1]),
+    ]
     found = ThreadWorld(ranks).run(lambda world: result(words, world=world))
     assert all(one == found[0] for one in found)
     (first, *_), tokens = found, count * LENGTH
-    assert first["perplexity"] == pytest.approx(math.exp(-total / tokens), rel=1e-6) and first["tokens"] == first["bytes"] == tokens
+    assert (
+        first["perplexity"] == pytest.approx(math.exp(-total / tokens), rel=1e-6)
+        and first["tokens"] == first["bytes"] == tokens
+    )
     assert first["perplexity_per_byte"] == first["perplexity"] and first["windows"] == count
-    assert first["left_out"] == len(ids) - 1 - tokens > 0 == first["after_max_windows"] and first["without_context"] == 1
+    assert (
+        first["left_out"] == len(ids) - 1 - tokens > 0 == first["after_max_windows"]
+        and first["without_context"] == 1
+    )
     assert first["bits_per_byte"] == pytest.approx(-total / tokens / math.log(2))
     right = by_length = 0
     for question in QUESTIONS:
         own = []
         for choice in question["choices"]:
             scored = len(choice) + len(question["context"]) - len(question["context"].rstrip())
-            whole = [256] * (not question["context"]) + list((question["context"] + choice).encode())[-LENGTH - 1:]
+            whole = [256] * (not question["context"]) + list(
+                (question["context"] + choice).encode()
+            )[-LENGTH - 1 :]
             own.append(float(their_likelihoods(theirs, whole)[-scored:].sum()))
         scaled = [likelihood / len(choice) for likelihood, choice in zip(own, question["choices"])]
         right += own.index(max(own)) == question["answer"]
@@ -85,7 +116,10 @@ def test_a_stride_scores_every_token_once_with_more_before_it(models):
     folder, flags, theirs = models
     ids = list(PROSE.encode())
     starts = range(0, len(ids) - 20, 8)
-    total = sum(float(their_likelihoods(theirs, ids[start : start + 21])[-8 if start else -20:].sum()) for start in starts)
+    total = sum(
+        float(their_likelihoods(theirs, ids[start : start + 21])[-8 if start else -20 :].sum())
+        for start in starts
+    )
     tokens = 20 + 8 * (len(starts) - 1)
     found = result(flags, "--text", str(folder / "text.txt"), "--seq-length", "20", "--stride", "8")
     assert found["perplexity"] == pytest.approx(math.exp(-total / tokens), rel=1e-6)
@@ -94,19 +128,43 @@ def test_a_stride_scores_every_token_once_with_more_before_it(models):
 
 def test_a_file_and_lines_of_the_result(models, tmp_path, capsys):
     folder, flags, _ = models
-    found = result(flags, "--input", str(folder / "text.txt"), "--json", str(tmp_path / "r.json"), "--max-windows", "2")
-    assert json.loads((tmp_path / "r.json").read_text()) == found and found["windows"] == 2 and found["iteration"] == 3
+    found = result(
+        flags,
+        "--input",
+        str(folder / "text.txt"),
+        "--json",
+        str(tmp_path / "r.json"),
+        "--max-windows",
+        "2",
+    )
+    assert (
+        json.loads((tmp_path / "r.json").read_text()) == found
+        and found["windows"] == 2
+        and found["iteration"] == 3
+    )
     assert capsys.readouterr().out.splitlines() == [
         f"perplexity {found['perplexity']:.4f} per token, 48 tokens, {found['perplexity']:.4f} per byte "
         f"({found['bits_per_byte']:.4f} bits), 48 bytes",
         f"2 windows of 24 tokens, one every 24; --max-windows left out {4 * 24} tokens, and the last {found['left_out']} of the "
-        "text fill no window"]
-    assert found["after_max_windows"] == 4 * 24 and found["left_out"] == len(PROSE.encode()) - 1 - 6 * 24 > 0
-    whole = result(flags, "--text", str(folder / "text.txt"), "--choices", str(folder / "questions.json"))
-    assert whole["windows"] == 6 and whole["without_context"] == 1 and capsys.readouterr().out.splitlines()[1:] == [
-        f"6 windows of 24 tokens, one every 24; the last {found['left_out']} tokens of the text fill no window",
-        f"accuracy {whole['accuracy']:.4f}, by length {whole['accuracy_norm']:.4f}, 3 questions",
-        "questions without a context: 1, whose choices are scored after the token that begins or ends a text"]
+        "text fill no window",
+    ]
+    assert (
+        found["after_max_windows"] == 4 * 24
+        and found["left_out"] == len(PROSE.encode()) - 1 - 6 * 24 > 0
+    )
+    whole = result(
+        flags, "--text", str(folder / "text.txt"), "--choices", str(folder / "questions.json")
+    )
+    assert (
+        whole["windows"] == 6
+        and whole["without_context"] == 1
+        and capsys.readouterr().out.splitlines()[1:]
+        == [
+            f"6 windows of 24 tokens, one every 24; the last {found['left_out']} tokens of the text fill no window",
+            f"accuracy {whole['accuracy']:.4f}, by length {whole['accuracy_norm']:.4f}, 3 questions",
+            "questions without a context: 1, whose choices are scored after the token that begins or ends a text",
+        ]
+    )
 
 
 def test_a_data_set(models, tmp_path):
@@ -118,18 +176,28 @@ def test_a_data_set(models, tmp_path):
     assert found["perplexity"] == result(flags, "--text", str(folder / "text.txt"))["perplexity"]
 
 
-def test_logits_are_computed_for_some_rows_at_a_time_and_progress_is_told(models, monkeypatch, capsys):
+def test_logits_are_computed_for_some_rows_at_a_time_and_progress_is_told(
+    models, monkeypatch, capsys
+):
     folder, flags, _ = models
     expected, rows = result(flags, "--text", str(folder / "text.txt")), []
     gather = scoring.gather_from_tensor_parallel
     monkeypatch.setattr(scoring, "LOGITS_BYTES", 257 * 4 * 10)
-    monkeypatch.setattr(scoring, "gather_from_tensor_parallel", lambda x, comm: rows.append(len(x)) or gather(x, comm))
+    monkeypatch.setattr(
+        scoring,
+        "gather_from_tensor_parallel",
+        lambda x, comm: rows.append(len(x)) or gather(x, comm),
+    )
     monkeypatch.setattr(evaluate, "PROGRESS_SECONDS", 0.0)
     found = result(flags, "--text", str(folder / "text.txt"), "--micro-batch-size", "3")
     assert max(rows) == 10 and sum(rows) == found["tokens"]
     assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-6)
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2 and lines[0].startswith("3 of 6 windows, ") and lines[1] == "6 of 6 windows, 0 s left"
+    assert (
+        len(lines) == 2
+        and lines[0].startswith("3 of 6 windows, ")
+        and lines[1] == "6 of 6 windows, 0 s left"
+    )
 
 
 def test_pairs_of_context_and_continuation():
@@ -137,7 +205,10 @@ def test_pairs_of_context_and_continuation():
     assert scoring.encode_pair(tokenizer, "1 2 ", "3 4", 10) == scoring.Request([1, 2, 3, 4], 2)
     assert scoring.encode_pair(tokenizer, "", "3 4", 10) == scoring.Request([99, 3, 4], 2)
     assert scoring.encode_pair(tokenizer, "1 2 ", "3 4", 2) == scoring.Request([2, 3, 4], 2)
-    for continuation, message in (("", "'' has no tokens of its own"), (" 1 2 3", "' 1 2 3' has 3 tokens, and")):
+    for continuation, message in (
+        ("", "'' has no tokens of its own"),
+        (" 1 2 3", "' 1 2 3' has 3 tokens, and"),
+    ):
         with pytest.raises(ValueError, match=message):
             scoring.encode_pair(tokenizer, "1", continuation, 2)
     tokenizer.eod = None
@@ -150,7 +221,11 @@ def copied(tokens: list[int], window: int) -> list[int]:
     said = []
     for end in range(1, len(tokens) + 1):
         first = max(0, end - window)
-        starts = [i for i in range(first, end - 9) if end > 9 and tokens[i : i + 9] == tokens[end - 9 : end]]
+        starts = [
+            i
+            for i in range(first, end - 9)
+            if end > 9 and tokens[i : i + 9] == tokens[end - 9 : end]
+        ]
         said.append(tokens[starts[-1] + 9] if starts else 0)
     return said
 
@@ -161,7 +236,11 @@ def needles_of(flags: list[str], file: Path, length: tuple[int, ...], depths: tu
     evaluate.add_arguments(parser)
     source, loaded = evaluate.Source.of(parser.parse_args(flags)), loading_of(flags)
     tokenizer = source.open_tokenizer(source.manifest(SoloComm())[1])
-    return loaded, tokenizer, scoring.read_needles(str(file), tokenizer, loaded.run.model, LENGTH, length, depths, 2)
+    return (
+        loaded,
+        tokenizer,
+        scoring.read_needles(str(file), tokenizer, loaded.run.model, LENGTH, length, depths, 2),
+    )
 
 
 @pytest.mark.parametrize("window", [1000, 100])
@@ -181,19 +260,39 @@ def test_a_model_that_copies_finds_the_needles_that_it_sees(models, monkeypatch,
     assert figures["likelier"][0][2] == 1 and (figures["likelier"][0][0] == 1) == (window == 1000)
     for number, request in enumerate(needles.requests):
         text = tokenizer.decode(request.tokens.tolist())
-        assert len(request.tokens) == 221 and text.count("The secret number of") == 2 and text[-6:].isdecimal()
+        assert (
+            len(request.tokens) == 221
+            and text.count("The secret number of") == 2
+            and text[-6:].isdecimal()
+        )
         assert text.count(f"is{text[-7:]}") == 2
         place, end = text.index("\nThe secret"), text.index(".\n") + 2
         after = text.rindex("\nThe secret") - end
-        assert (place == 0, abs(place - after) < 6, after == 0) == tuple(number // 2 == depth for depth in range(3))
+        assert (place == 0, abs(place - after) < 6, after == 0) == tuple(
+            number // 2 == depth for depth in range(3)
+        )
 
 
 @pytest.mark.parametrize(("ranks", "sizes"), [(1, (1, 1)), (4, (2, 2)), (2, (1, 1))])
 def test_needles_are_scored_as_transformers_does(models, tmp_path, capsys, ranks, sizes):
     folder, flags, theirs = models
-    words = [*flags, "--needle", str(folder / "text.txt"), "--needle-lengths", "100", "200", "--needle-depths", "0", "90",
-             "--needle-samples", "2", "--tensor-model-parallel-size", str(sizes[0]),
-             "--pipeline-model-parallel-size", str(sizes[1])]
+    words = [
+        *flags,
+        "--needle",
+        str(folder / "text.txt"),
+        "--needle-lengths",
+        "100",
+        "200",
+        "--needle-depths",
+        "0",
+        "90",
+        "--needle-samples",
+        "2",
+        "--tensor-model-parallel-size",
+        str(sizes[0]),
+        "--pipeline-model-parallel-size",
+        str(sizes[1]),
+    ]
     found = ThreadWorld(ranks).run(lambda world: result(words, world=world))[0]["needle"]
     _, _, needles = needles_of(flags, folder / "text.txt", (100, 200), (0, 90))
     loss, likelier = [], []
@@ -202,51 +301,108 @@ def test_needles_are_scored_as_transformers_does(models, tmp_path, capsys, ranks
             logits = theirs(torch.tensor(request.tokens[None, :-1].astype("int64"))).logits[0, -7:]
         answer = request.tokens[-7:].tolist()
         loss.append(-float(torch.log_softmax(logits.double(), 1)[range(7), answer].mean()))
-        wins = [all(row[token] > row[other] for other in others if other >= 0)
-                for row, token, others in zip(logits, answer, request.others.tolist())]
-        assert wins[0] and max(request.others[0]) < 0, "the space before a number is the same for all"
+        wins = [
+            all(row[token] > row[other] for other in others if other >= 0)
+            for row, token, others in zip(logits, answer, request.others.tolist())
+        ]
+        assert wins[0] and max(request.others[0]) < 0, (
+            "the space before a number is the same for all"
+        )
         likelier.append(sum(wins[1:]) / 6)
     for name, own in (("loss", loss), ("likelier", likelier)):
         pairs = [(own[i] + own[i + 1]) / 2 for i in range(0, 8, 2)]
         assert sum(found[name], []) == pytest.approx(pairs, rel=1e-5)
     table = capsys.readouterr().out.splitlines()
-    assert table[0].startswith("needle: share of 2 greedy answers") and table[1].split("|")[1:3] == [" tokens ", "   depth 0 % "]
+    assert table[0].startswith("needle: share of 2 greedy answers") and table[1].split("|")[
+        1:3
+    ] == [" tokens ", "   depth 0 % "]
 
 
 def test_a_picture_of_the_needles(models, tmp_path):
     folder, flags, _ = models
     pytest.importorskip("matplotlib")
-    result(flags, "--needle", str(folder / "text.txt"), "--needle-lengths", "90", "--needle-depths", "0", "100", "--needle-samples",
-           "1", "--png", str(tmp_path / "n.png"))
+    result(
+        flags,
+        "--needle",
+        str(folder / "text.txt"),
+        "--needle-lengths",
+        "90",
+        "--needle-depths",
+        "0",
+        "100",
+        "--needle-samples",
+        "1",
+        "--png",
+        str(tmp_path / "n.png"),
+    )
     assert (tmp_path / "n.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize(("more", "message"), [
-    ([], "nothing to evaluate: pass --input"), (["--text", "a", "--data-path", "b"], "--input and --data-path exclude each other"),
-    (["--text", "short.txt"], r"--input short.txt has 5 tokens, and a window needs 24 and the one that follows: pass a longer"),
-    (["--input", "absent"], "--input absent: cannot be read"),
-    (["--text", "t", "--stride", "25"], "--stride is 25, more than the 24"),
-    (["--text", "t", "--stride", "0"], "--stride is 0: pass a number above 0"),
-    (["--text", "t", "--json", "no/where.json"], "--json no/where.json: .*no is not a directory"),
-    (["--text", "t", "--seq-length", "225"], "--seq-length is 225, and the model of --load .* has 224 positions"),
-    (["--text", "t", "--needle-lengths", "9"], "--needle-lengths goes with --needle FILE: pass both"),
-    (["--text", "t", "--png", "x.png"], "--png goes with --needle FILE: pass both"),
-    (["--needle", "short.txt", "--needle-depths", "101"], "--needle-depths is 101: pass a number from 0 to 100"),
-    (["--needle", "short.txt", "--needle-samples", "0"], "--needle-samples is 0: pass a number from 1 to"),
-    (["--needle", "short.txt", "--needle-lengths", "60"], "--needle-lengths has 60, and the sentence and its beginning have 7"),
-    (["--needle", "short.txt", "--needle-lengths", "225"], "--needle-lengths has 225, and the model learned 224 positions: pass"),
-    (["--choices", "none.json"], "--choices none.json: not JSON"), (["--choices", "empty.json"], "empty.json: expected a list"),
-    (["--choices", "answer.json"], "answer.json: question 0: answer is 2: pass the number of a choice, 0 to 1"),
-    (["--choices", "fields.json"], "fields.json: question 1: expected .\"context\""),
-    (["--choices", "long.json"], "long.json: question 0: continuation 'bbb.*' has 25 tokens, and the model takes 24"),
-])
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "nothing to evaluate: pass --input"),
+        (["--text", "a", "--data-path", "b"], "--input and --data-path exclude each other"),
+        (
+            ["--text", "short.txt"],
+            r"--input short.txt has 5 tokens, and a window needs 24 and the one that follows: pass a longer",
+        ),
+        (["--input", "absent"], "--input absent: cannot be read"),
+        (["--text", "t", "--stride", "25"], "--stride is 25, more than the 24"),
+        (["--text", "t", "--stride", "0"], "--stride is 0: pass a number above 0"),
+        (
+            ["--text", "t", "--json", "no/where.json"],
+            "--json no/where.json: .*no is not a directory",
+        ),
+        (
+            ["--text", "t", "--seq-length", "225"],
+            "--seq-length is 225, and the model of --load .* has 224 positions",
+        ),
+        (
+            ["--text", "t", "--needle-lengths", "9"],
+            "--needle-lengths goes with --needle FILE: pass both",
+        ),
+        (["--text", "t", "--png", "x.png"], "--png goes with --needle FILE: pass both"),
+        (
+            ["--needle", "short.txt", "--needle-depths", "101"],
+            "--needle-depths is 101: pass a number from 0 to 100",
+        ),
+        (
+            ["--needle", "short.txt", "--needle-samples", "0"],
+            "--needle-samples is 0: pass a number from 1 to",
+        ),
+        (
+            ["--needle", "short.txt", "--needle-lengths", "60"],
+            "--needle-lengths has 60, and the sentence and its beginning have 7",
+        ),
+        (
+            ["--needle", "short.txt", "--needle-lengths", "225"],
+            "--needle-lengths has 225, and the model learned 224 positions: pass",
+        ),
+        (["--choices", "none.json"], "--choices none.json: not JSON"),
+        (["--choices", "empty.json"], "empty.json: expected a list"),
+        (
+            ["--choices", "answer.json"],
+            "answer.json: question 0: answer is 2: pass the number of a choice, 0 to 1",
+        ),
+        (["--choices", "fields.json"], 'fields.json: question 1: expected ."context"'),
+        (
+            ["--choices", "long.json"],
+            "long.json: question 0: continuation 'bbb.*' has 25 tokens, and the model takes 24",
+        ),
+    ],
+)
 def test_mistakes(models, tmp_path, monkeypatch, more, message):
     monkeypatch.chdir(tmp_path)
     Path("short.txt").write_text("short")
     good = {"context": "a", "choices": ["b", "c"], "answer": 0}
-    for name, text in (("none", "{"), ("empty", "[]"), ("answer", json.dumps([{**good, "answer": 2}])),
-                       ("fields", json.dumps([good, {**good, "choices": ["a"]}])),
-                       ("long", json.dumps([{**good, "choices": ["b" * 25, "c"]}]))):
+    for name, text in (
+        ("none", "{"),
+        ("empty", "[]"),
+        ("answer", json.dumps([{**good, "answer": 2}])),
+        ("fields", json.dumps([good, {**good, "choices": ["a"]}])),
+        ("long", json.dumps([{**good, "choices": ["b" * 25, "c"]}])),
+    ):
         Path(f"{name}.json").write_text(text)
     with pytest.raises(ValueError, match=message) as refused:
         result(models[1], *more)
@@ -255,7 +411,9 @@ def test_mistakes(models, tmp_path, monkeypatch, more, message):
 
 def test_a_number_of_ranks_that_does_not_fit(models):
     words = [*models[1], "--text", "t", "--tensor-model-parallel-size", "2"]
-    assert "2 x 1 takes a multiple of 2 ranks, and 3 were started" in one_error(3, lambda world: result(words, world=world))
+    assert "2 x 1 takes a multiple of 2 ranks, and 3 were started" in one_error(
+        3, lambda world: result(words, world=world)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -270,11 +428,23 @@ def chat_model(tmp_path_factory):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_loss_of_chats_is_that_of_the_assistants_tokens(chat_model, ranks):
     folder, flags = chat_model
-    talks = [test_chats.TALK, test_chats.TALK[:2], [test_chats.user("x" * 30), *test_chats.TALK[1:2]]]
+    talks = [
+        test_chats.TALK,
+        test_chats.TALK[:2],
+        [test_chats.user("x" * 30), *test_chats.TALK[1:2]],
+    ]
     for name, part in (("a", talks), ("b", talks[:1])):
         test_chats.write_lines(folder / f"{name}.jsonl", *({"messages": talk} for talk in part))
-    words = [*flags, "--chats", str(folder / "a.jsonl"), str(folder / "b.jsonl"), "--micro-batch-size", "2",
-             "--pipeline-model-parallel-size", str(ranks)]
+    words = [
+        *flags,
+        "--chats",
+        str(folder / "a.jsonl"),
+        str(folder / "b.jsonl"),
+        "--micro-batch-size",
+        "2",
+        "--pipeline-model-parallel-size",
+        str(ranks),
+    ]
     a, b = ThreadWorld(ranks).run(lambda world: result(words, world=world))[0]["chats"]
     template = ChatTemplate(HuggingFaceTokenizer(folder / "saved" / "hugging_face"))
     loaded = loading_of(flags)
@@ -282,9 +452,15 @@ def test_the_loss_of_chats_is_that_of_the_assistants_tokens(chat_model, ranks):
         requests = []
         for talk in part:
             ids, trained = unsigned(template.encode(Chat(talk)))
-            requests += [scoring.Request(ids[: i + 1], 1) for i in range(1, min(len(ids), LENGTH + 1)) if trained[i]]
+            requests += [
+                scoring.Request(ids[: i + 1], 1)
+                for i in range(1, min(len(ids), LENGTH + 1))
+                if trained[i]
+            ]
         scores = scoring.score(loaded, requests, 1)
-        assert found["tokens"] == len(requests) and found["loss"] == pytest.approx(-float(scores[:, 0].mean()), rel=1e-6)
+        assert found["tokens"] == len(requests) and found["loss"] == pytest.approx(
+            -float(scores[:, 0].mean()), rel=1e-6
+        )
         assert found["accuracy"] == float(scores[:, 1].mean())
     assert (a["cut"], a["left_out"], a["chats"], b["cut"]) == (2, 1, 2, 1)
     assert "; 2 chats are longer than a window and were cut, 1 of them" in evaluate.chat_line(a)
@@ -294,13 +470,27 @@ def test_the_loss_of_chats_is_that_of_the_assistants_tokens(chat_model, ranks):
 def test_the_loss_of_training_on_packed_chats_is_that_of_each_chat_alone(tmp_path, tp, pp):
     """Of the whole set, in samples of several chats with padding; the last one has fewer trained tokens than the others."""
     folder, prefix = tmp_path / "saved", str(tmp_path / "chats")
-    talks = [[test_chats.user("q" * (i % 5)), test_chats.assistant("a" * (1 + i % 3))] for i in range(9)]
+    talks = [
+        [test_chats.user("q" * (i % 5)), test_chats.assistant("a" * (1 + i % 3))] for i in range(9)
+    ]
     test_chats.write_lines(tmp_path / "chats.jsonl", *({"messages": talk} for talk in talks))
     tokenizer = test_chats.write_tokenizer(tmp_path / "tokenizer")
     assert test_chats.preprocess(tokenizer, tmp_path / "chats.jsonl", prefix) == 0
-    run = small_run(**{**LEARNS, "vocab_size": 300, "mask_vocab_padding": "yes", "seq_length": 64, "micro_batch_size": 1,
-                       "global_batch_size": 1, "sft": True, "mock_data": False, "data_path": (prefix,),
-                       "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp})
+    run = small_run(
+        **{
+            **LEARNS,
+            "vocab_size": 300,
+            "mask_vocab_padding": "yes",
+            "seq_length": 64,
+            "micro_batch_size": 1,
+            "global_batch_size": 1,
+            "sft": True,
+            "mock_data": False,
+            "data_path": (prefix,),
+            "tensor_model_parallel_size": tp,
+            "pipeline_model_parallel_size": pp,
+        }
+    )
 
     def trained(world):
         torch.set_num_threads(1)
@@ -314,7 +504,14 @@ def test_the_loss_of_training_on_packed_chats_is_that_of_each_chat_alone(tmp_pat
         return len(data), loss
 
     (samples, loss), *_ = ThreadWorld(tp * pp).run(trained)
-    words = ["--load", str(folder), "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]
+    words = [
+        "--load",
+        str(folder),
+        "--tokenizer-type",
+        "HuggingFaceTokenizer",
+        "--tokenizer-model",
+        str(tokenizer),
+    ]
     (alone,) = result([*words, "--chats", str(tmp_path / "chats.jsonl")])["chats"]
     assert 1 < samples < 9 and loss == pytest.approx(alone["loss"], rel=1e-6)
 
@@ -325,7 +522,9 @@ def loading_of(flags: list[str]):
     evaluate.add_arguments(parser)
     source = evaluate.Source.of(parser.parse_args(flags))
     iteration, manifest = source.manifest(SoloComm())
-    return evaluate.load_model(evaluate.saved_run(manifest, (1, 1)), SoloComm(), source.load, iteration, manifest)
+    return evaluate.load_model(
+        evaluate.saved_run(manifest, (1, 1)), SoloComm(), source.load, iteration, manifest
+    )
 
 
 def test_generate_renders_chats(chat_model, capsys, tmp_path):
@@ -334,18 +533,32 @@ def test_generate_renders_chats(chat_model, capsys, tmp_path):
     def write(*words: str) -> str:
         parser = Parser()
         generate.add_arguments(parser)
-        generate.continue_prompts(generate.Request.of(parser.parse_args([*flags, "--tokens", "3", *words])), SoloComm())
+        generate.continue_prompts(
+            generate.Request.of(parser.parse_args([*flags, "--tokens", "3", *words])), SoloComm()
+        )
         return capsys.readouterr().out.split("---\n", 1)[1]
 
     answer = "<|im_start|>assistant\n"
     begin = f"<|im_start|>user\none?<|im_end|>\n{answer}"
-    assert write("--chat", "--prompt", "one?", "--system", "s").startswith(f"[<|im_start|>system\ns<|im_end|>\n{begin}]")
-    assert write("--chat", "--prompt", "one?", "--temperature", "0") == write("--prompt", begin, "--temperature", "0")
+    assert write("--chat", "--prompt", "one?", "--system", "s").startswith(
+        f"[<|im_start|>system\ns<|im_end|>\n{begin}]"
+    )
+    assert write("--chat", "--prompt", "one?", "--temperature", "0") == write(
+        "--prompt", begin, "--temperature", "0"
+    )
     (tmp_path / "p.json").write_text(json.dumps(["one?", test_chats.TALK[:3]]))
     shown = write("--chat", "--prompts", str(tmp_path / "p.json"))
-    assert f"[{begin}]" in shown and f"two <|im_end|>\n<|im_start|>user\nand?<|im_end|>\n{answer}]" in shown
-    for words, message in ((("--prompts", str(tmp_path / "p.json")), "not a JSON list of texts: "),
-                           (("--prompt", "a", "--system", "s"), "--system goes with --chat: pass both"),
-                           (("--chat", "--prompt", "a", "--chat-template", "none"), "--chat-template none: cannot be read")):
+    assert (
+        f"[{begin}]" in shown
+        and f"two <|im_end|>\n<|im_start|>user\nand?<|im_end|>\n{answer}]" in shown
+    )
+    for words, message in (
+        (("--prompts", str(tmp_path / "p.json")), "not a JSON list of texts: "),
+        (("--prompt", "a", "--system", "s"), "--system goes with --chat: pass both"),
+        (
+            ("--chat", "--prompt", "a", "--chat-template", "none"),
+            "--chat-template none: cannot be read",
+        ),
+    ):
         with pytest.raises(ValueError, match=message):
             write(*words)

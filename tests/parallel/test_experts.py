@@ -26,31 +26,77 @@ from fugaku_megatron.perf import software, work
 from fugaku_megatron.training import rank_watch
 from fugaku_megatron.training.session import Session
 from fugaku_megatron.training.train import Trainer
-from tests.helpers import CP2, CP4, OVERLAP, P2P, PP2, TP2, grid_groups, make_trainer, mock, small_run, train, whole_tensors
-from tests.parallel.test_accounting import check_bytes, check_flops, check_kept, check_parameters, expected_traffic, held_bytes
+from tests.helpers import (
+    CP2,
+    CP4,
+    OVERLAP,
+    P2P,
+    PP2,
+    TP2,
+    grid_groups,
+    make_trainer,
+    mock,
+    small_run,
+    train,
+    whole_tensors,
+)
+from tests.parallel.test_accounting import (
+    check_bytes,
+    check_flops,
+    check_kept,
+    check_parameters,
+    expected_traffic,
+    held_bytes,
+)
 from tests.recording import record
 from tests.threads import ThreadComm, ThreadWorld
 from tests.unit.test_schedule_memory import MICROBATCHES, MODEL, STAGES, allocated_peak
 
-EXPERTS = {"num_experts": 8, "swiglu": True, "disable_bias_linear": True, "normalization": "RMSNorm", "moe_ffn_hidden_size": 24}
+EXPERTS = {
+    "num_experts": 8,
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "normalization": "RMSNorm",
+    "moe_ffn_hidden_size": 24,
+}
 SHARED = {"moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True}
-BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.1}
+BIASED = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.1,
+}
 BALANCED = {"moe_aux_loss_coeff": (0.1,), "moe_z_loss_coeff": 0.01}
 ALL = {**EXPERTS, **SHARED, **BIASED, **BALANCED, "moe_layer_freq": "[0]+[1]*3", "lr": 1e-2}
 GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 4}
 VARIANTS = {
-    "softmax of the chosen": {}, "softmax of all": {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.5},
-    "one expert": {"moe_router_topk": 1, "moe_router_pre_softmax": True}, "sigmoid": {"moe_router_score_function": "sigmoid"},
-    "groups": {**GROUPS, **BIASED}, "groups of softmax": {**GROUPS, "moe_router_pre_softmax": True}, "shared": SHARED,
+    "softmax of the chosen": {},
+    "softmax of all": {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.5},
+    "one expert": {"moe_router_topk": 1, "moe_router_pre_softmax": True},
+    "sigmoid": {"moe_router_score_function": "sigmoid"},
+    "groups": {**GROUPS, **BIASED},
+    "groups of softmax": {**GROUPS, "moe_router_pre_softmax": True},
+    "shared": SHARED,
     "capacity": {"moe_expert_capacity_factor": 0.75},
-    "capacity by position": {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "position"},
-    "exact GELU": {"swiglu": False}, "GELU": {**SHARED, "swiglu": False, "openai_gelu": True},
-    "squared ReLU": {"swiglu": False, "squared_relu": True}, "GEGLU": {"swiglu": False, "geglu": True}}
-VALUES = {"gelu_exact": F.gelu, "gelu": lambda x: F.gelu(x, approximate="tanh"), "squared_relu": lambda x: F.relu(x).square(),
-          "swiglu": F.silu, "geglu": lambda x: F.gelu(x, approximate="tanh")}  # of an activation, or of a gate
+    "capacity by position": {
+        "moe_expert_capacity_factor": 0.6,
+        "moe_token_drop_policy": "position",
+    },
+    "exact GELU": {"swiglu": False},
+    "GELU": {**SHARED, "swiglu": False, "openai_gelu": True},
+    "squared ReLU": {"swiglu": False, "squared_relu": True},
+    "GEGLU": {"swiglu": False, "geglu": True},
+}
+VALUES = {
+    "gelu_exact": F.gelu,
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "squared_relu": lambda x: F.relu(x).square(),
+    "swiglu": F.silu,
+    "geglu": lambda x: F.gelu(x, approximate="tanh"),
+}  # of an activation, or of a gate
 
 
 # The reference: token by token, expert by expert, with torch's own gradients -----------------------------------------------------
+
 
 def plain_choice(logits: Tensor, bias: Tensor | None, model) -> dict[int, Tensor]:
     """Expert -> score of one token, from logits (e,)."""
@@ -61,7 +107,9 @@ def plain_choice(logits: Tensor, bias: Tensor | None, model) -> dict[int, Tensor
     if model.moe_router_num_groups:
         size, each = len(wish) // model.moe_router_num_groups, k // model.moe_router_group_topk
         groups = [range(start, start + size) for start in range(0, len(wish), size)]
-        best = sorted(groups, key=lambda group: -sum(sorted((wish[e] for e in group), reverse=True)[:each]))
+        best = sorted(
+            groups, key=lambda group: -sum(sorted((wish[e] for e in group), reverse=True)[:each])
+        )
         allowed = [e for group in best[: model.moe_router_group_topk] for e in group]
     chosen = sorted(allowed, key=lambda e: -wish[e])[:k]
     own = ranked[chosen]
@@ -83,7 +131,12 @@ def plain_experts(weights: dict[str, Tensor], x: Tensor, model) -> Tensor:
     """x (rows, h) -> (rows, h)."""
     logits, bias = x @ weights["router.weight"].t(), weights.get("router.expert_bias")
     choices = [plain_choice(row, bias, model) for row in logits]
-    capacity = math.ceil(len(x) * model.moe_router_topk / model.num_experts * (model.moe_expert_capacity_factor or 1e9))
+    capacity = math.ceil(
+        len(x)
+        * model.moe_router_topk
+        / model.num_experts
+        * (model.moe_expert_capacity_factor or 1e9)
+    )
     out = [torch.zeros_like(row) for row in x]
     for e in range(model.num_experts):
         users = [(row, choice[e]) for row, choice in enumerate(choices) if e in choice]
@@ -94,7 +147,12 @@ def plain_experts(weights: dict[str, Tensor], x: Tensor, model) -> Tensor:
             out[row] = out[row] + score * plain_mlp(x[row], *both, model)
     result = torch.stack(out)
     if model.moe_shared_expert_intermediate_size:
-        shared = plain_mlp(x, weights["shared_experts.linear_fc1.weight"], weights["shared_experts.linear_fc2.weight"], model)
+        shared = plain_mlp(
+            x,
+            weights["shared_experts.linear_fc1.weight"],
+            weights["shared_experts.linear_fc2.weight"],
+            model,
+        )
         result = result + shared * torch.sigmoid(x @ weights["shared_experts.gate.weight"].t())
     return result
 
@@ -107,7 +165,11 @@ def layer_of(run, ops: Ops):
     named = {name.split(".mlp.")[1]: p for p in mlp.parameters() for name in [p.spec.name]}
     for p in named.values():
         p.data.copy_(0.3 * torch.randn(p.shape, generator=generator))
-    return mlp, named, {name: p.detach().clone().float().requires_grad_() for name, p in named.items()}
+    return (
+        mlp,
+        named,
+        {name: p.detach().clone().float().requires_grad_() for name, p in named.items()},
+    )
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
@@ -126,23 +188,45 @@ def test_values_and_gradients_are_those_of_the_reference(variant, backend):
     torch.testing.assert_close(x.grad.view(32, 32), plain.grad, rtol=1e-5, atol=1e-5)
     for name, p in ours.items():
         if name != "router.expert_bias":
-            torch.testing.assert_close(p.main_grad, theirs[name].grad, rtol=1e-5, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                p.main_grad,
+                theirs[name].grad,
+                rtol=1e-5,
+                atol=2e-5,
+                msg=lambda m, n=name: f"{n}: {m}",
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_is_near(dtype):
-    run = small_run(**EXPERTS, **SHARED, **{torch.bfloat16: {"bf16": True}, torch.float16: {"fp16": True}}[dtype])
+    run = small_run(
+        **EXPERTS,
+        **SHARED,
+        **{torch.bfloat16: {"bf16": True}, torch.float16: {"fp16": True}}[dtype],
+    )
     mlp, ours, theirs = layer_of(run, Ops.build())
-    x = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+    x = (
+        torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(1))
+        .to(dtype)
+        .requires_grad_()
+    )
     y = mlp(x, Pass(first_sample=0))
     y.sum().backward()
     expected = plain_experts(theirs, x.detach().float().view(32, 32), run.model)
     expected.sum().backward()
     assert y.dtype == dtype
-    torch.testing.assert_close(y.float().view(32, 32), expected, rtol=0, atol=0.03 * expected.abs().max().item())
+    torch.testing.assert_close(
+        y.float().view(32, 32), expected, rtol=0, atol=0.03 * expected.abs().max().item()
+    )
     for name, p in ours.items():
         scale = theirs[name].grad.abs().max().item()
-        torch.testing.assert_close(p.main_grad, theirs[name].grad, rtol=0, atol=0.05 * scale, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            p.main_grad,
+            theirs[name].grad,
+            rtol=0,
+            atol=0.05 * scale,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
 
 
 def test_an_expert_without_tokens_keeps_its_gradient():
@@ -155,39 +239,67 @@ def test_an_expert_without_tokens_keeps_its_gradient():
     mlp(x, Pass(first_sample=7)).sum().backward()
     gradients = ours["experts.linear_fc1.weight"].main_grad
     assert gradients[3].abs().min() > 0 and gradients[[0, 1, 2, 4, 5, 6, 7]].abs().max() == 0
-    assert mlp.router.take_load().tolist()[:8] == [0, 0, 0, 32, 0, 0, 0, 0] and mlp.router.take_load().sum() == 0
+    assert (
+        mlp.router.take_load().tolist()[:8] == [0, 0, 0, 32, 0, 0, 0, 0]
+        and mlp.router.take_load().sum() == 0
+    )
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
 def test_order_and_capacity(backend):
-    chosen, ops = torch.tensor([[2, 0], [2, 1], [0, 2], [2, 0]]), Ops.build(backend).backends["gemm"]
+    chosen, ops = (
+        torch.tensor([[2, 0], [2, 1], [0, 2], [2, 0]]),
+        Ops.build(backend).backends["gemm"],
+    )
     order = Order.of(ops, chosen, 4)
     assert order.counts == (3, 1, 4, 0) and order.pairs.tolist() == [1, 4, 7, 3, 0, 2, 5, 6]
     assert list(parts(order.counts)) == [(0, slice(0, 3)), (1, slice(3, 4)), (2, slice(4, 8))]
     assert order.taken(torch.arange(4.0)[:, None]).flatten().tolist() == [0, 2, 3, 1, 0, 1, 2, 3]
     assert order.summed(torch.arange(8.0)[:, None]).tolist() == [[4.0], [8.0], [7.0], [9.0]]
-    model = small_run(**EXPERTS, moe_expert_capacity_factor=2.0).model  # ceil(8 / 8 x 2) = 2 of each
+    model = small_run(
+        **EXPERTS, moe_expert_capacity_factor=2.0
+    ).model  # ceil(8 / 8 x 2) = 2 of each
     scores = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.7, 0.3], [0.8, 0.2]])
-    assert kept(scores, chosen, model).tolist() == [[False, True], [True, True], [True, False], [True, False]]
+    assert kept(scores, chosen, model).tolist() == [
+        [False, True],
+        [True, True],
+        [True, False],
+        [True, False],
+    ]
     dropped = Order.of(ops, chosen, 4, kept(scores, chosen, model))
-    assert dropped.counts == (2, 1, 2, 0) and dropped.summed(torch.ones(5, 1)).tolist() == [[1.0], [2.0], [1.0], [1.0]]
+    assert dropped.counts == (2, 1, 2, 0) and dropped.summed(torch.ones(5, 1)).tolist() == [
+        [1.0],
+        [2.0],
+        [1.0],
+        [1.0],
+    ]
     nothing = Order.of(ops, chosen, 4, torch.zeros_like(chosen, dtype=torch.bool))
-    assert nothing.counts == (0, 0, 0, 0) and nothing.summed(torch.ones(0, 1)).tolist() == [[0.0]] * 4
+    assert (
+        nothing.counts == (0, 0, 0, 0) and nothing.summed(torch.ones(0, 1)).tolist() == [[0.0]] * 4
+    )
 
 
-@pytest.mark.parametrize("variant", ["softmax of the chosen", "softmax of all", "sigmoid", "groups", "groups of softmax"])
+@pytest.mark.parametrize(
+    "variant", ["softmax of the chosen", "softmax of all", "sigmoid", "groups", "groups of softmax"]
+)
 def test_both_backends_choose_the_same_of_equal_scores(variant):
     """The expert with the lower number, also of groups; many logits are equal."""
     model = small_run(**{**EXPERTS, "num_experts": 16, **VARIANTS[variant]}).model
     logits = torch.randn(64, 16, generator=torch.Generator().manual_seed(1)).mul_(2).round_()
     bias = torch.arange(16.0).remainder_(3).div_(4) if model.moe_router_enable_expert_bias else None
     native, plain = (Ops.build(name).backends["gemm"] for name in ("native", "torch"))
-    (ours, chosen), (theirs, expected) = native.route(logits, bias, model), plain.route(logits, bias, model)
-    assert torch.equal(chosen, expected) and sum(len(set(row)) < 16 for row in logits.tolist()) == 64
+    (ours, chosen), (theirs, expected) = (
+        native.route(logits, bias, model),
+        plain.route(logits, bias, model),
+    )
+    assert (
+        torch.equal(chosen, expected) and sum(len(set(row)) < 16 for row in logits.tolist()) == 64
+    )
     torch.testing.assert_close(ours, theirs)
 
 
 # Balance ------------------------------------------------------------------------------------------------------------------------
+
 
 def plain_balance(logits: Tensor, samples: int, model) -> Tensor:
     """Megatron-LM's sums, with its own names, of logits (s b, e)."""
@@ -206,8 +318,17 @@ def plain_balance(logits: Tensor, samples: int, model) -> Tensor:
 
 
 @pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("variant", [{}, {"moe_router_score_function": "sigmoid"}, {
-    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"), "moe_aux_loss_coeff": (0.1, 0.3)}])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {},
+        {"moe_router_score_function": "sigmoid"},
+        {
+            "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"),
+            "moe_aux_loss_coeff": (0.1, 0.3),
+        },
+    ],
+)
 def test_balancing_losses_reach_the_router(variant, again):
     """The gradients of the losses alone: of the output nothing is asked."""
     run = small_run(**{**EXPERTS, **BALANCED, **variant})
@@ -219,7 +340,9 @@ def test_balancing_losses_reach_the_router(variant, again):
     plain = x.detach().view(32, 32).clone().requires_grad_()
     expected = plain_balance(plain @ theirs["router.weight"].t(), 2, run.model)
     (0.25 * expected).backward()
-    torch.testing.assert_close(ours["router.weight"].main_grad, theirs["router.weight"].grad, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(
+        ours["router.weight"].main_grad, theirs["router.weight"].grad, rtol=1e-4, atol=1e-7
+    )
     torch.testing.assert_close(x.grad.view(32, 32), plain.grad, rtol=1e-4, atol=1e-7)
     load = mlp.router.take_load()
     assert load[:8].sum() == 64, "tokens are counted once, recomputed or not"
@@ -241,11 +364,17 @@ def test_sinkhorn_chooses_evenly_in_training_alone(topk):
         last, d1 = d1, 1 / 8 / ((d0[:, None] * cost).sum(0) + 1e-8)
         error = (last - d1).abs().mean()
     scores = torch.sigmoid(logits) if topk == 1 else torch.softmax(logits, -1)
-    for at, ranked in ((Pass(first_sample=0), d1 * cost * d0[:, None]), (Pass(first_sample=0, training=False), scores)):
+    for at, ranked in (
+        (Pass(first_sample=0), d1 * cost * d0[:, None]),
+        (Pass(first_sample=0, training=False), scores),
+    ):
         found, chosen = mlp.router(x, at)
         assert torch.equal(chosen, ranked.topk(topk).indices)
         torch.testing.assert_close(found, scores.gather(1, chosen))
-    even, best = (ranked.topk(topk).indices.flatten().bincount(minlength=8).max() for ranked in (d1 * cost * d0[:, None], scores))
+    even, best = (
+        ranked.topk(topk).indices.flatten().bincount(minlength=8).max()
+        for ranked in (d1 * cost * d0[:, None], scores)
+    )
     assert even < best
 
 
@@ -262,23 +391,45 @@ def test_the_bias_moves_against_the_load():
 
 def test_the_log_has_losses_and_loads(tmp_path, capsys):
     """Every expert's load is in the history, and experts without a token are named."""
-    run = small_run(**{**EXPERTS, **BALANCED, "num_experts": 64, "seq_length": 8, "global_batch_size": 2, "log_interval": 2})
+    run = small_run(
+        **{
+            **EXPERTS,
+            **BALANCED,
+            "num_experts": 64,
+            "seq_length": 8,
+            "global_batch_size": 2,
+            "log_interval": 2,
+        }
+    )
     with contextlib.closing(make_trainer(SoloComm(), run)) as trainer:
         writer = MetricsWriter(4, 2, history_path=tmp_path / "history.jsonl")
         Session(trainer, writer, 4, ()).run()
         writer.close()
     lines = [parse_line(line) for line in capsys.readouterr().out.splitlines() if "lm loss" in line]
-    assert len(lines) == 2 and all(0.5 < line.load_balancing_loss < 4 and line.router_z_loss > 1 for line in lines)
+    assert len(lines) == 2 and all(
+        0.5 < line.load_balancing_loss < 4 and line.router_z_loss > 1 for line in lines
+    )
     records = read_history(tmp_path / "history.jsonl")
     loads = torch.tensor([record["loads"] for record in records if record["kind"] == "experts"])
-    assert loads.shape == (2, 4, 64) and loads.mean() == pytest.approx(1, abs=1e-3) and lines[0].largest_load > 2
+    assert (
+        loads.shape == (2, 4, 64)
+        and loads.mean() == pytest.approx(1, abs=1e-3)
+        and lines[0].largest_load > 2
+    )
     idle = [record["text"] for record in records if record["kind"] == "event"]
     assert len(idle) == 2 and "without a token since the last report: expert " in idle[0]
 
 
 def test_the_log_names_the_rank_with_most_tokens(capsys):
     """Of four ranks with two experts each, one of which has every token: the others wait for it."""
-    run = small_run(**{**EXPERTS, "expert_model_parallel_size": 4, "moe_router_topk": 1, "moe_router_pre_softmax": True})
+    run = small_run(
+        **{
+            **EXPERTS,
+            "expert_model_parallel_size": 4,
+            "moe_router_topk": 1,
+            "moe_router_pre_softmax": True,
+        }
+    )
     watch = rank_watch.ExpertWatch(run.model, 4)
     table = torch.zeros(4, 10, dtype=torch.float64)
     table[:, 5] = 256
@@ -290,7 +441,9 @@ def test_the_log_names_the_rank_with_most_tokens(capsys):
 def test_a_repeated_iteration_does_not_change_the_loads():
     """--rerun-on-spike repeats an iteration before its update, with layers that share the weights alone."""
     with contextlib.closing(make_trainer(SoloComm(), small_run(**EXPERTS))) as trainer:
-        trainer.before_update = lambda consumed, loss: rank_watch.forget_loads(trainer.stage) or loss
+        trainer.before_update = lambda consumed, loss: (
+            rank_watch.forget_loads(trainer.stage) or loss
+        )
         assert trainer.train_step().experts[:, :8].sum(1).tolist() == [16 * 16 * 2] * 4
 
 
@@ -298,14 +451,26 @@ def test_a_repeated_iteration_does_not_change_the_loads():
 
 SEQUENCE = {**TP2, "sequence_parallel": True}
 LAYOUTS = [
-    (2, TP2), (2, SEQUENCE), (2, {**SEQUENCE, "tp_comm_overlap": True}), (2, PP2), (2, {**PP2, "pipeline_schedule": "zb-h1"}),
-    (2, {**PP2, "num_virtual_stages_per_pipeline_rank": 2}), (2, OVERLAP), (1, {"recompute_granularity": "full"}),
-    (1, {"cache_packed_weights": True}), (4, {**SEQUENCE, **PP2, "pipeline_schedule": "zb-h1"}),
-    (4, {**PP2, **OVERLAP, "pipeline_schedule": "zbv"})]
+    (2, TP2),
+    (2, SEQUENCE),
+    (2, {**SEQUENCE, "tp_comm_overlap": True}),
+    (2, PP2),
+    (2, {**PP2, "pipeline_schedule": "zb-h1"}),
+    (2, {**PP2, "num_virtual_stages_per_pipeline_rank": 2}),
+    (2, OVERLAP),
+    (1, {"recompute_granularity": "full"}),
+    (1, {"cache_packed_weights": True}),
+    (4, {**SEQUENCE, **PP2, "pipeline_schedule": "zb-h1"}),
+    (4, {**PP2, **OVERLAP, "pipeline_schedule": "zbv"}),
+]
 
 
 def figures(world, run) -> list[float]:
-    return [x for result in train(world, run, 3) for x in (result.loss, result.grad_norm, *result.experts.flatten().tolist())]
+    return [
+        x
+        for result in train(world, run, 3)
+        for x in (result.loss, result.grad_norm, *result.experts.flatten().tolist())
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -316,7 +481,9 @@ def alone() -> list[float]:
 @pytest.mark.parametrize(("world", "changes"), LAYOUTS)
 def test_training_is_the_same_in_every_layout(alone, world, changes):
     """Losses, norms of gradients, every expert's tokens and both balancing losses."""
-    for found in ThreadWorld(world).run(lambda comm: figures(comm, small_run(**{**ALL, **changes}))):
+    for found in ThreadWorld(world).run(
+        lambda comm: figures(comm, small_run(**{**ALL, **changes}))
+    ):
         assert found == pytest.approx(alone, rel=2e-6, abs=1e-9)
 
 
@@ -324,38 +491,69 @@ EP2, EP4 = ({"expert_model_parallel_size": size} for size in (2, 4))
 ETP1 = {**SEQUENCE, "expert_tensor_parallel_size": 1}
 ZERO = {"zero_stage": 1}
 DIVIDED = {
-    "EP2": (2, EP2), "EP2, ZeRO-1, overlap": (4, {**EP2, **OVERLAP}), "EP4": (4, {**EP4, **ZERO}),
-    "EP2 x TP2": (4, {**EP2, **SEQUENCE}), "EP2 x TP2 of whole experts": (4, {**EP2, **ETP1, **ZERO}),
-    "EP4 over TP2 and DP2": (4, {**EP4, **ETP1}), "whole experts": (2, ETP1),
-    "CP2 of whole experts": (2, CP2), "CP2 x EP2": (2, {**CP2, **EP2, **P2P}),
+    "EP2": (2, EP2),
+    "EP2, ZeRO-1, overlap": (4, {**EP2, **OVERLAP}),
+    "EP4": (4, {**EP4, **ZERO}),
+    "EP2 x TP2": (4, {**EP2, **SEQUENCE}),
+    "EP2 x TP2 of whole experts": (4, {**EP2, **ETP1, **ZERO}),
+    "EP4 over TP2 and DP2": (4, {**EP4, **ETP1}),
+    "whole experts": (2, ETP1),
+    "CP2 of whole experts": (2, CP2),
+    "CP2 x EP2": (2, {**CP2, **EP2, **P2P}),
     "CP2 x EP4 x TP2": (8, {**CP2, **EP4, **ETP1, **ZERO}),
     "CP2 x EP2 x zbv": (4, {**CP2, **EP2, **PP2, "pipeline_schedule": "zbv"}),
     "EP2 in a node": (4, {**EP2, **ZERO}),
-    "EP2, recompute": (2, {**EP2, "recompute_granularity": "full"}), "EP2, torch": (2, {**EP2, "kernels": "torch"}),
+    "EP2, recompute": (2, {**EP2, "recompute_granularity": "full"}),
+    "EP2, torch": (2, {**EP2, "kernels": "torch"}),
     "EP2 x PP2 x DP4": (8, {**EP2, **PP2, **ZERO}),
     "interleaved": (4, {**EP2, **PP2, **ZERO, "num_virtual_stages_per_pipeline_rank": 2}),
     "zb-h1": (4, {**EP2, **PP2, **OVERLAP, "pipeline_schedule": "zb-h1"}),
-    "zbv": (4, {**EP2, **PP2, **ZERO, "pipeline_schedule": "zbv"})}
+    "zbv": (4, {**EP2, **PP2, **ZERO, "pipeline_schedule": "zbv"}),
+}
 
 
 @pytest.mark.parametrize("case", DIVIDED)
 def test_divided_experts_train_as_one_rank_does(alone, case, monkeypatch):
     world, changes = DIVIDED[case]
     monkeypatch.setattr(ThreadComm, "inside_node", case == "EP2 in a node")
-    for found in ThreadWorld(world).run(lambda comm: figures(comm, small_run(**{**ALL, **changes}))):
+    for found in ThreadWorld(world).run(
+        lambda comm: figures(comm, small_run(**{**ALL, **changes}))
+    ):
         assert found == pytest.approx(alone, rel=2e-6, abs=1e-9)
 
 
-LETTERS = {"iall_to_all": "s", "wait": "w", "all_to_all": "b", "grouped_linear_forward": "F", "grouped_linear_data_gradient": "D",
-           "grouped_linear_weight_gradient": "W", "linear_forward": "f", "linear_data_gradient": "d"}
-ONE = {"num_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True}  # on each rank, and one group
+LETTERS = {
+    "iall_to_all": "s",
+    "wait": "w",
+    "all_to_all": "b",
+    "grouped_linear_forward": "F",
+    "grouped_linear_data_gradient": "D",
+    "grouped_linear_weight_gradient": "W",
+    "linear_forward": "f",
+    "linear_data_gradient": "d",
+}
+ONE = {
+    "num_experts": 2,
+    "moe_router_topk": 1,
+    "moe_router_pre_softmax": True,
+}  # on each rank, and one group
 APART = ("ssssssss" + "wwFFs" * 4 + "wwww", "ssss" + "wDWWDss" * 4 + "w" * 8)
-SHARING = ("ssssssss" + "ff" + "wwFFs" * 4 + "ff" + "wwww", "ssss" + "dd" + "wDWWDss" * 4 + "dd" + "w" * 8)
+SHARING = (
+    "ssssssss" + "ff" + "wwFFs" * 4 + "ff" + "wwww",
+    "ssss" + "dd" + "wDWWDss" * 4 + "dd" + "w" * 8,
+)
 
 
-@pytest.mark.parametrize(("changes", "near", "expected"), [
-    ({}, False, APART), (SHARED, False, SHARING), ({**SHARED, **ONE}, False, ("ssffwwFFsffw", "sddwDWWDssddww")),
-    ({}, True, ("bbFFb", "bDWWDbb")), (SHARED, True, ("ssffwwFFb", "bDWWDssddww"))])
+@pytest.mark.parametrize(
+    ("changes", "near", "expected"),
+    [
+        ({}, False, APART),
+        (SHARED, False, SHARING),
+        ({**SHARED, **ONE}, False, ("ssffwwFFsffw", "sddwDWWDssddww")),
+        ({}, True, ("bbFFb", "bDWWDbb")),
+        (SHARED, True, ("ssffwwFFb", "bDWWDssddww")),
+    ],
+)
 def test_rows_are_on_their_way_while_others_are_computed(changes, near, expected, monkeypatch):
     """Of four groups of experts, each sent (s), waited for (w), computed (F, D, W) and sent back, next to the shared expert (f, d).
 
@@ -372,12 +570,19 @@ def test_rows_are_on_their_way_while_others_are_computed(changes, near, expected
             return Observed(result, ("wait",), observe) if name in NONBLOCKING else result
 
         groups = grid_groups(comm, run)
-        trainer = Trainer(run, comm, replace(groups, ep=Observed(groups.ep, VERBS, observe)), mock(run),
-                          ops=Ops.build("native", kernels=Observed(kernels, tuple(LETTERS), observe)))
+        trainer = Trainer(
+            run,
+            comm,
+            replace(groups, ep=Observed(groups.ep, VERBS, observe)),
+            mock(run),
+            ops=Ops.build("native", kernels=Observed(kernels, tuple(LETTERS), observe)),
+        )
         with contextlib.closing(trainer):
             trainer.optimizer.zero_grad()
             log[:] = [""]
-            y = trainer.stage.layers[0].mlp(torch.randn(16, 1, 32, requires_grad=True), Pass(first_sample=0))
+            y = trainer.stage.layers[0].mlp(
+                torch.randn(16, 1, 32, requires_grad=True), Pass(first_sample=0)
+            )
             log.append("")
             y.sum().backward()
         return tuple(log)
@@ -385,8 +590,10 @@ def test_rows_are_on_their_way_while_others_are_computed(changes, near, expected
     assert ThreadWorld(2).run(rank) == [expected] * 2
 
 
-@pytest.mark.parametrize(("rows", "expected"), [
-    ([5], [0]), ([9, 4], [1, 0]), ([0, 7, 3, 9, 1, 2, 8, 4], [0, 5, 7, 6, 3, 1, 2, 4])])
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [([5], [0]), ([9, 4], [1, 0]), ([0, 7, 3, 9, 1, 2, 8, 4], [0, 5, 7, 6, 3, 1, 2, 4])],
+)
 def test_small_groups_come_first_and_last(rows, expected):
     assert in_turn(rows) == expected
 
@@ -394,9 +601,15 @@ def test_small_groups_come_first_and_last(rows, expected):
 @pytest.mark.parametrize(("ranks", "sharing"), [(4, 1), (4, 2)])
 def test_ranks_agree_on_the_order_of_groups(ranks, sharing):
     """Each of them has other rows. A rank of those that share an expert has them from another part of the sequence."""
+
     def turns(comm):
-        ep, etp = comm.split(comm.rank % sharing, comm.rank), comm.split(comm.rank // sharing, comm.rank)
-        counts = torch.randint(100, (4 * ep.size,), generator=torch.Generator().manual_seed(comm.rank))
+        ep, etp = (
+            comm.split(comm.rank % sharing, comm.rank),
+            comm.split(comm.rank // sharing, comm.rank),
+        )
+        counts = torch.randint(
+            100, (4 * ep.size,), generator=torch.Generator().manual_seed(comm.rank)
+        )
         return Route.of(TorchOps(kernels), tuple(counts.tolist()), 4, ep, etp)[1]
 
     found = ThreadWorld(ranks).run(turns)
@@ -407,17 +620,33 @@ PLAIN = {"swiglu": False, "squared_relu": True}
 EVEN = {**EXPERTS, **SHARED, **SINKHORN, "moe_z_loss_coeff": 0.01, "moe_layer_freq": "[0]+[1]*3"}
 
 
-@pytest.mark.parametrize(("world", "changes"), [(2, SEQUENCE), (4, {**CP4, **EP2}),
-                                                (4, {**EP2, **PP2, **OVERLAP, "pipeline_schedule": "zb-h1"})])
+@pytest.mark.parametrize(
+    ("world", "changes"),
+    [
+        (2, SEQUENCE),
+        (4, {**CP4, **EP2}),
+        (4, {**EP2, **PP2, **OVERLAP, "pipeline_schedule": "zb-h1"}),
+    ],
+)
 @pytest.mark.parametrize("kind", [{**ALL, **PLAIN}, EVEN], ids=["without gates", "sinkhorn"])
 def test_other_experts_train_the_same_in_every_layout(world, changes, kind):
     alone = figures(SoloComm(), small_run(**kind))
-    for found in ThreadWorld(world).run(lambda comm: figures(comm, small_run(**{**kind, **changes}))):
+    for found in ThreadWorld(world).run(
+        lambda comm: figures(comm, small_run(**{**kind, **changes}))
+    ):
         assert found == pytest.approx(alone, rel=2e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize("changes", [{**SEQUENCE, **PP2}, {**EP2, **SEQUENCE, **ZERO}, {**EP4, **ETP1}, CP4,
-                                     {**CP2, **EP2, **SEQUENCE}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {**SEQUENCE, **PP2},
+        {**EP2, **SEQUENCE, **ZERO},
+        {**EP4, **ETP1},
+        CP4,
+        {**CP2, **EP2, **SEQUENCE},
+    ],
+)
 @pytest.mark.parametrize("policy", ["probs", "position"])
 def test_capacity_is_the_same_in_every_layout(policy, changes):
     run = {**ALL, "moe_expert_capacity_factor": 1.0, "moe_token_drop_policy": policy}
@@ -428,20 +657,41 @@ def test_capacity_is_the_same_in_every_layout(policy, changes):
 
 @pytest.mark.full
 @pytest.mark.parametrize("capacity", [None, 1.0])
-@pytest.mark.parametrize("case", ["EP2", "EP4", "EP2 x TP2", "EP2 x PP2 x DP4", "interleaved", "zb-h1", "zbv",
-                                  "CP2 x EP2", "CP2 x EP4 x TP2", "CP2 x EP2 x zbv"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "EP2",
+        "EP4",
+        "EP2 x TP2",
+        "EP2 x PP2 x DP4",
+        "interleaved",
+        "zb-h1",
+        "zbv",
+        "CP2 x EP2",
+        "CP2 x EP4 x TP2",
+        "CP2 x EP2 x zbv",
+    ],
+)
 def test_ten_losses_of_divided_experts(case, capacity):
-    run, (world, changes) = {**ALL, "lr": 1e-3, "moe_expert_capacity_factor": capacity}, DIVIDED[case]
+    run, (world, changes) = (
+        {**ALL, "lr": 1e-3, "moe_expert_capacity_factor": capacity},
+        DIVIDED[case],
+    )
     alone = [result.loss for result in train(SoloComm(), small_run(**run), 10)]
-    for results in ThreadWorld(world).run(lambda comm: train(comm, small_run(**{**run, **changes}), 10)):
+    for results in ThreadWorld(world).run(
+        lambda comm: train(comm, small_run(**{**run, **changes}), 10)
+    ):
         assert [result.loss for result in results] == pytest.approx(alone, rel=1e-6)
 
 
 @pytest.mark.parametrize("changes", [EP4, {**EP4, "bf16": True, **ZERO}, {**EP2, **SEQUENCE}])
 def test_one_expert_may_have_all_tokens(changes):
     """Ranks whose experts have no token send and receive all the same."""
+
     def rank(comm, **changes):
-        run = small_run(**{**EXPERTS, **changes, "moe_router_topk": 1, "moe_router_pre_softmax": True})
+        run = small_run(
+            **{**EXPERTS, **changes, "moe_router_topk": 1, "moe_router_pre_softmax": True}
+        )
         with contextlib.closing(make_trainer(comm, run)) as trainer:
             for layer in trainer.stage.layers:
                 layer.mlp.router.weight.data.zero_()
@@ -452,7 +702,9 @@ def test_one_expert_may_have_all_tokens(changes):
     assert alone[0][2].view(4, -1)[:, :8].amax(1).tolist() == [16 * 16] * 4
     for results in ThreadWorld(4).run(lambda comm: rank(comm, **changes)):
         for (loss, norm, tokens), (expected, size, chosen) in zip(results, alone):
-            assert (loss, norm) == pytest.approx((expected, size), rel=2e-3 if "bf16" in changes else 2e-6)
+            assert (loss, norm) == pytest.approx(
+                (expected, size), rel=2e-3 if "bf16" in changes else 2e-6
+            )
             assert torch.equal(tokens, chosen) or "bf16" in changes
 
 
@@ -460,12 +712,15 @@ ZB_H1 = 4, {**EP2, **PP2, **ZERO, "pipeline_schedule": "zb-h1"}
 MOVES = {
     "TP2 x DP2 to PP2": ((4, {**SEQUENCE, **ZERO}), (2, PP2)),
     "EP2 x TP2 to EP4": ((4, {**EP2, **SEQUENCE, **ZERO}), (4, {**EP4, **ZERO})),
-    "EP4 to one rank": ((4, EP4), (1, {})), "one rank to EP4 over TP2": ((1, {}), (4, {**EP4, **ETP1})),
+    "EP4 to one rank": ((4, EP4), (1, {})),
+    "one rank to EP4 over TP2": ((1, {}), (4, {**EP4, **ETP1})),
     "EP4 over TP2 to EP2 of DP4": ((4, {**EP4, **ETP1, **ZERO}), (4, EP2)),
     "EP2 x PP2 to whole experts": ((4, {**EP2, **PP2}), (2, ETP1)),
-    "zbv to interleaved": (DIVIDED["zbv"], DIVIDED["interleaved"]), "interleaved to zb-h1": (DIVIDED["interleaved"], ZB_H1),
+    "zbv to interleaved": (DIVIDED["zbv"], DIVIDED["interleaved"]),
+    "interleaved to zb-h1": (DIVIDED["interleaved"], ZB_H1),
     "CP4 x EP2 to one rank": ((4, {**CP4, **EP2}), (1, {})),
-    "zb-h1 to EP2 x TP2": (ZB_H1, DIVIDED["EP2 x TP2"])}
+    "zb-h1 to EP2 x TP2": (ZB_H1, DIVIDED["EP2 x TP2"]),
+}
 
 
 @pytest.mark.parametrize("move", MOVES)
@@ -483,13 +738,20 @@ def test_a_checkpoint_moves_between_layouts(tmp_path, move):
             trainer.load(str(tmp_path))
             return [trainer.train_step().loss for _ in range(2)], whole_tensors(trainer, "weight")
 
-    (losses, weights), (again, found) = ThreadWorld(ranks).run(save)[0], ThreadWorld(others).run(load)[0]
-    assert again == pytest.approx(losses, rel=1e-6) and weights.keys() >= found.keys() - {"output_layer.weight"}
+    (losses, weights), (again, found) = (
+        ThreadWorld(ranks).run(save)[0],
+        ThreadWorld(others).run(load)[0],
+    )
+    assert again == pytest.approx(losses, rel=1e-6) and weights.keys() >= found.keys() - {
+        "output_layer.weight"
+    }
     for name in weights.keys() & found.keys():
         torch.testing.assert_close(found[name], weights[name], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("changes", [{}, {"bf16": True, **ZERO}, {**EP2, **OVERLAP}, {**EP2, "bf16": True}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"bf16": True, **ZERO}, {**EP2, **OVERLAP}, {**EP2, "bf16": True}]
+)
 def test_a_resumed_run_has_the_same_bits(tmp_path, changes):
     """The bias of the experts, which no gradient moves, among them."""
     run = small_run(**ALL, **PP2, **changes)
@@ -510,8 +772,15 @@ def test_a_resumed_run_has_the_same_bits(tmp_path, changes):
 
 # Costs --------------------------------------------------------------------------------------------------------------------------
 
-OLMOE = {**EXPERTS, "qk_layernorm": True, "qk_layernorm_all_heads": True, "position_embedding_type": "rope",
-         "moe_router_pre_softmax": True, "group_query_attention": True, "num_query_groups": 2}
+OLMOE = {
+    **EXPERTS,
+    "qk_layernorm": True,
+    "qk_layernorm_all_heads": True,
+    "position_embedding_type": "rope",
+    "moe_router_pre_softmax": True,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+}
 
 
 def test_norms_over_all_heads():
@@ -525,8 +794,12 @@ def test_norms_over_all_heads():
         small_run(qk_layernorm_all_heads=True)
 
 
-COSTED = [{**EXPERTS}, {**EXPERTS, **SHARED, **BALANCED, "moe_layer_freq": "2"}, {**EXPERTS, **SHARED, **BIASED, **BALANCED},
-          {**EXPERTS, **SHARED, "swiglu": False, **SINKHORN}]
+COSTED = [
+    {**EXPERTS},
+    {**EXPERTS, **SHARED, **BALANCED, "moe_layer_freq": "2"},
+    {**EXPERTS, **SHARED, **BIASED, **BALANCED},
+    {**EXPERTS, **SHARED, "swiglu": False, **SINKHORN},
+]
 ADAPTED = {**COSTED[2], "lora_rank": 4}
 
 
@@ -545,9 +818,16 @@ def test_bytes_are_those_communicated(model, changes):
 CAPACITY = {"moe_expert_capacity_factor": 8.0}  # nothing is dropped
 
 
-@pytest.mark.parametrize(("world", "changes"), [
-    (4, {**EP2, **OVERLAP}), (4, {**EP2, **SEQUENCE}), (4, {**EP2, **ETP1, **CAPACITY, **ZERO}),
-    (2, {**EP2, "recompute_granularity": "full"}), (8, {**EP2, **SEQUENCE, **PP2})])
+@pytest.mark.parametrize(
+    ("world", "changes"),
+    [
+        (4, {**EP2, **OVERLAP}),
+        (4, {**EP2, **SEQUENCE}),
+        (4, {**EP2, **ETP1, **CAPACITY, **ZERO}),
+        (2, {**EP2, "recompute_granularity": "full"}),
+        (8, {**EP2, **SEQUENCE, **PP2}),
+    ],
+)
 @pytest.mark.parametrize("model", [COSTED[2], ADAPTED], ids=["whole", "adapters"])
 def test_bytes_of_divided_experts(world, changes, model):
     """Per group; how many rows a rank sends back depends on the tokens, so that these are compared as sums over ranks."""
@@ -559,32 +839,55 @@ def test_bytes_of_divided_experts(world, changes, model):
         groups = record(grid_groups(comm, run))
         with contextlib.closing(Trainer(run, comm, groups, mock(run))) as trainer:
             trainer.train_step()
-            sizes = [[b.end - b.start for b in trainer.optimizer.flat.buckets if b.expert == expert] for expert in (False, True)]
+            sizes = [
+                [b.end - b.start for b in trainer.optimizer.flat.buckets if b.expert == expert]
+                for expert in (False, True)
+            ]
         return groups.tp.tally(), sizes
 
     results = ThreadWorld(world).run(rank)
     stages = [rank // layout.tp % layout.pp for rank in range(world)]
-    for verb, group in (("all_to_all", "ep"), ("all_to_all", "etp"), ("all_gather", "ep"), ("all_gather", "etp"),
-                        ("all_reduce", "edp"), ("reduce_scatter", "edp"), ("all_gather", "edp")):
+    for verb, group in (
+        ("all_to_all", "ep"),
+        ("all_to_all", "etp"),
+        ("all_gather", "ep"),
+        ("all_gather", "etp"),
+        ("all_reduce", "edp"),
+        ("reduce_scatter", "edp"),
+        ("all_gather", "edp"),
+    ):
         measured = sum(tally.get((group, verb), (0, 0))[1] for tally, _ in results)
-        expected = sum(expected_traffic(run, layout, stage).get((verb, group), 0) for stage in stages)
+        expected = sum(
+            expected_traffic(run, layout, stage).get((verb, group), 0) for stage in stages
+        )
         ranks = {"ep": layout.ep, "etp": layout.etp or layout.tp, "edp": layout.edp}[group]
         assert measured == expected or ranks == 1 and not expected, (verb, group)
     for stage, (_, (others, divided)) in zip(stages, results):
         assert sum(others) + sum(divided) == memory.flat_elements(run, layout, stage)
         shards = (layout.dp, layout.edp) if run.parallel.zero_stage else (1, 1)
-        assert sum(others) // shards[0] + sum(divided) // shards[1] == sum(memory.part_elements(run, layout, stage))
+        assert sum(others) // shards[0] + sum(divided) // shards[1] == sum(
+            memory.part_elements(run, layout, stage)
+        )
 
 
-@pytest.mark.parametrize(("world", "changes"), [(2, EP2), (4, {**EP2, **SEQUENCE}), (4, {**EP4, **ETP1})])
+@pytest.mark.parametrize(
+    ("world", "changes"), [(2, EP2), (4, {**EP2, **SEQUENCE}), (4, {**EP4, **ETP1})]
+)
 def test_divided_experts_keep_what_the_formula_says(world, changes):
     """In the mean over ranks, because those with more tokens keep more."""
     run = small_run(**COSTED[2], **changes)
     held = ThreadWorld(world).run(held_bytes, run)
-    tp, records = run.parallel.tensor_model_parallel_size, accounting.stage_records(run, Layout.from_run(run, world), 0)
+    tp, records = (
+        run.parallel.tensor_model_parallel_size,
+        accounting.stage_records(run, Layout.from_run(run, world), 0),
+    )
     division = experts.Division.of(run, tp)
-    numbers = division.chosen * experts.NUMBER_BYTES + division.here * experts.RECEIVED_BYTES  # `held_bytes` leaves int64 out
-    assert sum(held) / world == pytest.approx(sum(r.saved_bytes for _, r in records) - 4 * numbers, rel=0.02)
+    numbers = (
+        division.chosen * experts.NUMBER_BYTES + division.here * experts.RECEIVED_BYTES
+    )  # `held_bytes` leaves int64 out
+    assert sum(held) / world == pytest.approx(
+        sum(r.saved_bytes for _, r in records) - 4 * numbers, rel=0.02
+    )
 
 
 @pytest.mark.parametrize("changes", [TP2, SEQUENCE, ETP1])
@@ -596,32 +899,79 @@ def test_bytes_of_adapters_of_experts(changes):
 
 
 @pytest.mark.parametrize("model", [COSTED[0], COSTED[2], COSTED[3], ADAPTED])
-@pytest.mark.parametrize("changes", [{}, SEQUENCE, {"recompute_granularity": "full"}, {"bf16": True}])
+@pytest.mark.parametrize(
+    "changes", [{}, SEQUENCE, {"recompute_granularity": "full"}, {"bf16": True}]
+)
 def test_saved_bytes_are_those_that_autograd_keeps(model, changes):
     check_kept(small_run(**model, **changes))
 
 
-@pytest.mark.parametrize(("stage", "changes"), [
-    (0, {}), (3, {}), (0, SHARED), (3, SHARED), (3, {"pipeline_schedule": "zb-h1"}), (0, {**SHARED, "pipeline_schedule": "zb-h1"}),
-    (0, EP2), (0, {"lora_rank": 4}), (0, {**EP2, **SHARED, "pipeline_schedule": "zb-h1"}), (0, {**SHARED, "swiglu": False}),
-    (0, {"swiglu": False, "openai_gelu": True, "pipeline_schedule": "zb-h1"})])
+@pytest.mark.parametrize(
+    ("stage", "changes"),
+    [
+        (0, {}),
+        (3, {}),
+        (0, SHARED),
+        (3, SHARED),
+        (3, {"pipeline_schedule": "zb-h1"}),
+        (0, {**SHARED, "pipeline_schedule": "zb-h1"}),
+        (0, EP2),
+        (0, {"lora_rank": 4}),
+        (0, {**EP2, **SHARED, "pipeline_schedule": "zb-h1"}),
+        (0, {**SHARED, "swiglu": False}),
+        (0, {"swiglu": False, "openai_gelu": True, "pipeline_schedule": "zb-h1"}),
+    ],
+)
 def test_the_peak_of_a_stage(stage, changes):
     """What a rank allocates for activations in a step, within a twentieth of the formula."""
     widths = {"num_attention_heads": 8, "kv_channels": 16, "moe_ffn_hidden_size": 96}
-    wide = {"moe_shared_expert_intermediate_size": 128} if "moe_shared_expert_gate" in changes else {}
+    wide = (
+        {"moe_shared_expert_intermediate_size": 128} if "moe_shared_expert_gate" in changes else {}
+    )
     replicas = changes.get("expert_model_parallel_size", 1)
-    run = small_run(**{**MODEL, **EXPERTS, **widths, **changes, **wide, "global_batch_size": 2 * MICROBATCHES * replicas})
+    run = small_run(
+        **{
+            **MODEL,
+            **EXPERTS,
+            **widths,
+            **changes,
+            **wide,
+            "global_batch_size": 2 * MICROBATCHES * replicas,
+        }
+    )
     layout = Layout.from_run(run, STAGES * replicas)
-    predicted = memory.stage_memory(run, layout, stage, run_schedule.of_run(run, MICROBATCHES).held(stage))
+    predicted = memory.stage_memory(
+        run, layout, stage, run_schedule.of_run(run, MICROBATCHES).held(stage)
+    )
     expected = predicted.activations + predicted.logits
-    assert allocated_peak(SoloComm(stage, STAGES * replicas), run) == pytest.approx(expected, rel=0.05)
+    assert allocated_peak(SoloComm(stage, STAGES * replicas), run) == pytest.approx(
+        expected, rel=0.05
+    )
 
 
-A3B = {"num_layers": 48, "hidden_size": 2048, "num_attention_heads": 32, "group_query_attention": True, "num_query_groups": 4,
-       "kv_channels": 128, "qk_layernorm": True, "seq_length": 1024, "max_position_embeddings": 1024, "micro_batch_size": 1,
-       "global_batch_size": 1, "vocab_size": 151936, "make_vocab_size_divisible_by": 1, "position_embedding_type": "rope",
-       "untie_embeddings_and_output_weights": True, **EXPERTS, "ffn_hidden_size": 6144, "moe_ffn_hidden_size": 768,
-       "num_experts": 128, "moe_router_topk": 8, "bf16": True}  # Qwen3-30B-A3B
+A3B = {
+    "num_layers": 48,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "group_query_attention": True,
+    "num_query_groups": 4,
+    "kv_channels": 128,
+    "qk_layernorm": True,
+    "seq_length": 1024,
+    "max_position_embeddings": 1024,
+    "micro_batch_size": 1,
+    "global_batch_size": 1,
+    "vocab_size": 151936,
+    "make_vocab_size_divisible_by": 1,
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+    **EXPERTS,
+    "ffn_hidden_size": 6144,
+    "moe_ffn_hidden_size": 768,
+    "num_experts": 128,
+    "moe_router_topk": 8,
+    "bf16": True,
+}  # Qwen3-30B-A3B
 
 
 def test_the_published_numbers_of_a_30b_a3b():
@@ -629,71 +979,169 @@ def test_the_published_numbers_of_a_30b_a3b():
     run = small_run(**A3B)
     assert accounting.parameters(run) == 30_532_122_624
     assert accounting.active_parameters(run) == pytest.approx(3.35e9, rel=0.002)
-    bf16 = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    bf16 = {
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": "bf16",
+        "exp_avg_sq_dtype": "bf16",
+    }
     for changes, total in (({}, 549e9), (bf16, 427e9)):
         changed = small_run(**A3B, **changes)
-        found = memory.stage_memory(changed, Layout.from_run(changed, 1), 0, run_schedule.of_run(changed, 1).held(0))
+        found = memory.stage_memory(
+            changed, Layout.from_run(changed, 1), 0, run_schedule.of_run(changed, 1).held(0)
+        )
         assert found.weights + found.gradients + found.optimizer == pytest.approx(total, rel=0.002)
-    linear = 48 * (2048 * (32 + 8) * 128 + 32 * 128 * 2048 + 8 * 3 * 768 * 2048 + 128 * 2048) + 2048 * 151936
-    attention = 48 * 32 * 128 * 1024 * 2  # of a token, below the diagonal: two matmuls of half of 1024 pairs
-    assert accounting.model_flops(run, 1) == pytest.approx(1024 * 3 * (2 * linear + attention), rel=1e-6)
+    linear = (
+        48 * (2048 * (32 + 8) * 128 + 32 * 128 * 2048 + 8 * 3 * 768 * 2048 + 128 * 2048)
+        + 2048 * 151936
+    )
+    attention = (
+        48 * 32 * 128 * 1024 * 2
+    )  # of a token, below the diagonal: two matmuls of half of 1024 pairs
+    assert accounting.model_flops(run, 1) == pytest.approx(
+        1024 * 3 * (2 * linear + attention), rel=1e-6
+    )
     layer = work.phases(run, 1, software.load("fugaku_megatron"))["layer_forward"]
-    assert [(p.m, p.n, p.k, p.times) for p in layer.matmuls if p.times > 1] == [(64, 1536, 2048, 128), (64, 2048, 768, 128)]
+    assert [(p.m, p.n, p.k, p.times) for p in layer.matmuls if p.times > 1] == [
+        (64, 1536, 2048, 128),
+        (64, 2048, 768, 128),
+    ]
 
 
 def test_a_scaled_down_a3b_holds_what_the_formula_says():
     """With BF16 moments: every buffer of weights, gradients and the optimizer, and what a step allocates, together."""
-    run = small_run(**{**A3B, "num_layers": 4, "hidden_size": 128, "kv_channels": 16, "num_attention_heads": 8, "seq_length": 128,
-                       "ffn_hidden_size": 384, "moe_ffn_hidden_size": 48, "num_experts": 32, "vocab_size": 512,
-                       "num_query_groups": 2, "global_batch_size": 2, "use_precision_aware_optimizer": True,
-                       "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"})
-    found = memory.stage_memory(run, Layout.from_run(run, 1), 0, run_schedule.of_run(run, 2).held(0))
+    run = small_run(
+        **{
+            **A3B,
+            "num_layers": 4,
+            "hidden_size": 128,
+            "kv_channels": 16,
+            "num_attention_heads": 8,
+            "seq_length": 128,
+            "ffn_hidden_size": 384,
+            "moe_ffn_hidden_size": 48,
+            "num_experts": 32,
+            "vocab_size": 512,
+            "num_query_groups": 2,
+            "global_batch_size": 2,
+            "use_precision_aware_optimizer": True,
+            "exp_avg_dtype": "bf16",
+            "exp_avg_sq_dtype": "bf16",
+        }
+    )
+    found = memory.stage_memory(
+        run, Layout.from_run(run, 1), 0, run_schedule.of_run(run, 2).held(0)
+    )
     with contextlib.closing(make_trainer(SoloComm(), run)) as trainer:
         trainer.train_step()
-        held = [tensor for p in trainer.optimizer.flat.parameters for tensor in (p.data, p.main_grad)]
-        held += [tensor for part in trainer.optimizer.parts for tensor in vars(part).values() if isinstance(tensor, Tensor)]
-        buffers = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
+        held = [
+            tensor for p in trainer.optimizer.flat.parameters for tensor in (p.data, p.main_grad)
+        ]
+        held += [
+            tensor
+            for part in trainer.optimizer.parts
+            for tensor in vars(part).values()
+            if isinstance(tensor, Tensor)
+        ]
+        buffers = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in held
+        }
     total = found.weights + found.gradients + found.optimizer
     assert sum(buffers.values()) == pytest.approx(total, rel=0.01)
     step = allocated_peak(SoloComm(), run)
-    assert sum(buffers.values()) + step == pytest.approx(total + found.activations + found.logits, rel=0.05)
+    assert sum(buffers.values()) + step == pytest.approx(
+        total + found.activations + found.logits, rel=0.05
+    )
     assert step == pytest.approx(found.activations + found.logits, rel=0.05)
 
 
 # Mistakes -----------------------------------------------------------------------------------------------------------------------
 
+
 def test_layers_with_experts():
     assert experts_in("2", 5) == (True, False, True, False, True)
-    assert experts_in("([0]*1+[1]*3)", 4) == (False, True, True, True) == experts_in("[0, 1, 1, 1]", 4)
+    assert (
+        experts_in("([0]*1+[1]*3)", 4) == (False, True, True, True) == experts_in("[0, 1, 1, 1]", 4)
+    )
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"moe_layer_freq": "0"}, "--moe-layer-freq '0': pass a number above 0, or a list of 0 and 1"),
-    ({"moe_layer_freq": "__import__('os')"}, "pass a number above 0, or a list of 0 and 1"),
-    ({"moe_layer_freq": "[1]*10**9"}, "pass a number above 0, or a list of 0 and 1"),
-    ({"moe_layer_freq": "[0,1]"}, r"--moe-layer-freq \[0,1\] has 2 layers, and --num-layers is 4"),
-    ({"moe_layer_freq": "[0]*4"}, "has no layer with experts"),
-    ({"moe_router_topk": 9}, "--moe-router-topk 9 is above --num-experts 8"),
-    ({"moe_router_topk": 1}, "--moe-router-topk 1 needs --moe-router-pre-softmax"),
-    ({"disable_bias_linear": False}, "--num-experts supports only experts without biases: pass --disable-bias-linear"),
-    ({"moe_router_enable_expert_bias": True}, "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"),
-    ({"moe_router_num_groups": 4}, "--moe-router-num-groups is 4 and --moe-router-group-topk is None: pass both"),
-    ({**GROUPS, "moe_router_num_groups": 3}, "--num-experts 8 is not divisible by --moe-router-num-groups 3"),
-    ({"moe_router_load_balancing_type": ("global_aux_loss",)}, "--moe-router-load-balancing-type global_aux_loss is not supported"),
-    ({"moe_router_load_balancing_type": ("sinkhorn",), "moe_aux_loss_coeff": (0.1,)}, "sinkhorn excludes other types"),
-    ({"moe_aux_loss_coeff": (0.1, 0.2)}, "has 1 words and --moe-aux-loss-coeff 2 numbers"),
-    ({"moe_shared_expert_gate": True}, "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size")])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"moe_layer_freq": "0"},
+            "--moe-layer-freq '0': pass a number above 0, or a list of 0 and 1",
+        ),
+        ({"moe_layer_freq": "__import__('os')"}, "pass a number above 0, or a list of 0 and 1"),
+        ({"moe_layer_freq": "[1]*10**9"}, "pass a number above 0, or a list of 0 and 1"),
+        (
+            {"moe_layer_freq": "[0,1]"},
+            r"--moe-layer-freq \[0,1\] has 2 layers, and --num-layers is 4",
+        ),
+        ({"moe_layer_freq": "[0]*4"}, "has no layer with experts"),
+        ({"moe_router_topk": 9}, "--moe-router-topk 9 is above --num-experts 8"),
+        ({"moe_router_topk": 1}, "--moe-router-topk 1 needs --moe-router-pre-softmax"),
+        (
+            {"disable_bias_linear": False},
+            "--num-experts supports only experts without biases: pass --disable-bias-linear",
+        ),
+        (
+            {"moe_router_enable_expert_bias": True},
+            "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid",
+        ),
+        (
+            {"moe_router_num_groups": 4},
+            "--moe-router-num-groups is 4 and --moe-router-group-topk is None: pass both",
+        ),
+        (
+            {**GROUPS, "moe_router_num_groups": 3},
+            "--num-experts 8 is not divisible by --moe-router-num-groups 3",
+        ),
+        (
+            {"moe_router_load_balancing_type": ("global_aux_loss",)},
+            "--moe-router-load-balancing-type global_aux_loss is not supported",
+        ),
+        (
+            {"moe_router_load_balancing_type": ("sinkhorn",), "moe_aux_loss_coeff": (0.1,)},
+            "sinkhorn excludes other types",
+        ),
+        ({"moe_aux_loss_coeff": (0.1, 0.2)}, "has 1 words and --moe-aux-loss-coeff 2 numbers"),
+        (
+            {"moe_shared_expert_gate": True},
+            "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size",
+        ),
+    ],
+)
 def test_mistakes_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
         small_run(**{**EXPERTS, **changes})
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({**EP2, **TP2}, "--expert-model-parallel-size 2 with --tensor-model-parallel-size 2 needs --sequence-parallel"),
-    ({"expert_tensor_parallel_size": 2}, "--expert-tensor-parallel-size 2 is not supported: pass 1, or --tensor-model-parallel"),
-    ({"expert_model_parallel_size": 3}, "--num-experts 8 is not divisible by --expert-model-parallel-size 3"),
-    ({"expert_model_parallel_size": 8}, "is 8 ranks for all experts, which do not divide data-parallel size 4 x tensor-parallel "),
-    ({**EP2, "num_experts": None}, "--expert-model-parallel-size 2 needs --num-experts: leave it out")])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {**EP2, **TP2},
+            "--expert-model-parallel-size 2 with --tensor-model-parallel-size 2 needs --sequence-parallel",
+        ),
+        (
+            {"expert_tensor_parallel_size": 2},
+            "--expert-tensor-parallel-size 2 is not supported: pass 1, or --tensor-model-parallel",
+        ),
+        (
+            {"expert_model_parallel_size": 3},
+            "--num-experts 8 is not divisible by --expert-model-parallel-size 3",
+        ),
+        (
+            {"expert_model_parallel_size": 8},
+            "is 8 ranks for all experts, which do not divide data-parallel size 4 x tensor-parallel ",
+        ),
+        (
+            {**EP2, "num_experts": None},
+            "--expert-model-parallel-size 2 needs --num-experts: leave it out",
+        ),
+    ],
+)
 def test_divisions_that_cannot_be_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
         Layout.from_run(small_run(**{**EXPERTS, **changes}), 4)

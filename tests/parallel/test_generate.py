@@ -24,19 +24,35 @@ from tests.threads import ThreadWorld
 from tests.unit.test_model import to_theirs
 
 TEXT = "to be or not to be, "
-LEARNS = {"seq_length": 24, "vocab_size": 257, "num_layers": 2, "micro_batch_size": 8, "global_batch_size": 8, "lr": 1e-2,
-          "adam_beta2": 0.95, "init_method_std": 0.1}
+LEARNS = {
+    "seq_length": 24,
+    "vocab_size": 257,
+    "num_layers": 2,
+    "micro_batch_size": 8,
+    "global_batch_size": 8,
+    "lr": 1e-2,
+    "adam_beta2": 0.95,
+    "init_method_std": 0.1,
+}
 
 
 def write_tokenizer(directory: Path) -> list[str]:
     """A vocabulary of single bytes and the end of text, 257 tokens; returns its flags."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's byte alphabet
     others = [b for b in range(256) if b not in printable]
-    characters = {**{b: chr(b) for b in printable}, **{b: chr(256 + n) for n, b in enumerate(others)}}
+    characters = {
+        **{b: chr(b) for b in printable},
+        **{b: chr(256 + n) for n, b in enumerate(others)},
+    }
     vocabulary = {characters[b]: b for b in range(256)} | {"<|endoftext|>": 256}
     (directory / "vocab.json").write_text(json.dumps(vocabulary))
     (directory / "merges.txt").write_text("#version: 0.2\n")
-    return ["--vocab-file", str(directory / "vocab.json"), "--merge-file", str(directory / "merges.txt")]
+    return [
+        "--vocab-file",
+        str(directory / "vocab.json"),
+        "--merge-file",
+        str(directory / "merges.txt"),
+    ]
 
 
 class Repeated:
@@ -52,7 +68,9 @@ class Repeated:
         return self.tokens[(index + torch.arange(self.length + 1)) % len(self.tokens)]
 
 
-def save_trained(world, directory: Path, iterations: int, tokenizer: dict | None = None, **changes) -> dict[str, torch.Tensor]:
+def save_trained(
+    world, directory: Path, iterations: int, tokenizer: dict | None = None, **changes
+) -> dict[str, torch.Tensor]:
     """Train on TEXT and save; the weights."""
     torch.set_num_threads(1)
     run = small_run(**{**LEARNS, "train_iters": iterations, **changes})
@@ -77,12 +95,14 @@ def trained(tmp_path_factory):
 @pytest.fixture
 def write(trained, capsys):
     """write(flags ...) -> what the command prints."""
+
     def call(*flags: str, world=None) -> str:
         parser = Parser()
         generate.add_arguments(parser)
         options = parser.parse_args(["--load", str(trained[0]), *trained[1], *flags])
         generate.continue_prompts(generate.Request.of(options), world or SoloComm())
         return capsys.readouterr().out
+
     return call
 
 
@@ -102,43 +122,85 @@ def test_memory_has_huge_pages_before_weights_are_loaded(monkeypatch):
     assert called == ["tuned", "load"]
 
 
-@pytest.mark.parametrize(("flags", "message"), [
-    (["--prompt", "a", "--prompt", TEXT, "--tokens", "5"],
-     "prompt 2 has 20 tokens and --max-new-tokens is 5, 25 positions in all, .* learned 24 "),
-    (["--prompt", ""], "a prompt is empty"), ([], "nothing to continue: pass --prompt TEXT"),
-    (["--prompt", "a", "--load", "."], "--load . holds no checkpoint"), (["--prompt", "a", "--ckpt-step", "7"], "iter_0000007"),
-    (["--prompt", "a", "--foo"], "unknown flag --foo"), (["--prompt", "a", "--interactive"], "--interactive asks for prompts"),
-    (["--prompts", "absent"], "No such file"), (["--prompts", "none"], "--prompts none.*has no prompt"),
-    (["--prompts", "a.json"], "--prompts a.json.*not a JSON list of texts"), (["--prompts", "b.json"], "not a JSON list of texts"),
-    (["--prompts", "c.json"], "Expecting value"), (["--prompts", "d"], "can't decode byte"),
-    *((["--prompt", "a", flag, wrong], f"{flag} is {wrong}: pass") for flag, wrong in (
-        ("--max-new-tokens", "-1"), ("--temperature", "nan"), ("--temperature", "1e-45"), ("--top-k", "-1"), ("--top-p", "1.5"),
-        ("--seed", "-1"), ("--seed", str(2**70)))),
-])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--prompt", "a", "--prompt", TEXT, "--tokens", "5"],
+            "prompt 2 has 20 tokens and --max-new-tokens is 5, 25 positions in all, .* learned 24 ",
+        ),
+        (["--prompt", ""], "a prompt is empty"),
+        ([], "nothing to continue: pass --prompt TEXT"),
+        (["--prompt", "a", "--load", "."], "--load . holds no checkpoint"),
+        (["--prompt", "a", "--ckpt-step", "7"], "iter_0000007"),
+        (["--prompt", "a", "--foo"], "unknown flag --foo"),
+        (["--prompt", "a", "--interactive"], "--interactive asks for prompts"),
+        (["--prompts", "absent"], "No such file"),
+        (["--prompts", "none"], "--prompts none.*has no prompt"),
+        (["--prompts", "a.json"], "--prompts a.json.*not a JSON list of texts"),
+        (["--prompts", "b.json"], "not a JSON list of texts"),
+        (["--prompts", "c.json"], "Expecting value"),
+        (["--prompts", "d"], "can't decode byte"),
+        *(
+            (["--prompt", "a", flag, wrong], f"{flag} is {wrong}: pass")
+            for flag, wrong in (
+                ("--max-new-tokens", "-1"),
+                ("--temperature", "nan"),
+                ("--temperature", "1e-45"),
+                ("--top-k", "-1"),
+                ("--top-p", "1.5"),
+                ("--seed", "-1"),
+                ("--seed", str(2**70)),
+            )
+        ),
+    ],
+)
 def test_mistakes(write, tmp_path, monkeypatch, flags, message):
     monkeypatch.chdir(tmp_path)
-    for name, content in (("none", b""), ("a.json", b"{}"), ("b.json", b"[1]"), ("c.json", b"["), ("d", b"\xff")):
+    for name, content in (
+        ("none", b""),
+        ("a.json", b"{}"),
+        ("b.json", b"[1]"),
+        ("c.json", b"["),
+        ("d", b"\xff"),
+    ):
         Path(name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         write(*flags)
 
 
 def test_ranks_and_vocabularies_that_do_not_fit(write):
-    with pytest.raises(ValueError, match="1 x 1 x 1 = 1, but 2 ranks were started: .* or start it without mpiexec$"):
+    with pytest.raises(
+        ValueError, match="1 x 1 x 1 = 1, but 2 ranks were started: .* or start it without mpiexec$"
+    ):
         write("--prompt", "a", world=SoloComm(0, 2))
-    with pytest.raises(ValueError, match="--pipeline-model-parallel-size 1 = 4, but 2 ranks were started: start 4"):
+    with pytest.raises(
+        ValueError, match="--pipeline-model-parallel-size 1 = 4, but 2 ranks were started: start 4"
+    ):
         write("--prompt", "a", "--tensor-model-parallel-size", "4", world=SoloComm(0, 2))
     vocab, merges = map(str, gpt2_files())
-    with pytest.raises(ValueError, match=f"--vocab-file {vocab} has 50257 tokens, the model of --load .*: pass the files"):
+    with pytest.raises(
+        ValueError,
+        match=f"--vocab-file {vocab} has 50257 tokens, the model of --load .*: pass the files",
+    ):
         write("--prompt", "a", "--vocab-file", vocab, "--merge-file", merges)
 
 
 def test_sampled_texts_do_not_depend_on_the_layout(trained):
-    manifest, sampled = read_manifest(trained[0], 80), Sampling(temperature=3.0, top_k=100, top_p=0.9, seed=3)
+    manifest, sampled = (
+        read_manifest(trained[0], 80),
+        Sampling(temperature=3.0, top_k=100, top_p=0.9, seed=3),
+    )
 
     def continued(world, *sizes: int) -> list[list[int]]:
         loaded = load_model(saved_run(manifest, sizes), world, str(trained[0]), 80, manifest)
-        *_, ids = steps(loaded, [list(b"to be"), list(b"or not to"), list(b"q")], 12, sampled, lambda sample, ids: False)
+        *_, ids = steps(
+            loaded,
+            [list(b"to be"), list(b"or not to"), list(b"q")],
+            12,
+            sampled,
+            lambda sample, ids: False,
+        )
         return ids
 
     alone = continued(SoloComm(), 1, 1)
@@ -151,17 +213,29 @@ def test_a_batch(write, tmp_path):
     flags = ["--tokens", "14", "--temperature", "0", "--stop", "or", "--stop", "zz"]
     (tmp_path / "lines").write_text("to be or\n\n, t\n")
     (tmp_path / "list.json").write_text('["to be or", ", t"]')
-    answers = [write(*flags, *prompts).splitlines()[1:] for prompts in (
-        ["--prompt", "to be or", "--prompt", ", t"], ["--prompts", str(tmp_path / "lines")],
-        ["--prompts", str(tmp_path / "list.json")])]
+    answers = [
+        write(*flags, *prompts).splitlines()[1:]
+        for prompts in (
+            ["--prompt", "to be or", "--prompt", ", t"],
+            ["--prompts", str(tmp_path / "lines")],
+            ["--prompts", str(tmp_path / "list.json")],
+        )
+    ]
     assert answers == [["[to be or] not to be, to", "[, t]o be "]] * 3
 
 
 def test_what_a_rank_would_hold(write, trained):
     flags = ["--prompt", "to be", "--prompt", "q", "--tokens", "7", "--dry-run"]
-    printed = write(*flags, "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
-    cache = 2 * 1 * 2 * 12 * 32 // 2 * 4  # keys and values, layers, samples, positions, half of the width, bytes
-    assert f"{cache / 2**20:.1f} MiB of keys and values: 1 layers, 2 samples, 12 positions\n" in printed
+    printed = write(
+        *flags, "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"
+    )
+    cache = (
+        2 * 1 * 2 * 12 * 32 // 2 * 4
+    )  # keys and values, layers, samples, positions, half of the width, bytes
+    assert (
+        f"{cache / 2**20:.1f} MiB of keys and values: 1 layers, 2 samples, 12 positions\n"
+        in printed
+    )
     manifest = read_manifest(trained[0], 80)
     loaded = load_model(saved_run(manifest, (1, 1)), SoloComm(), str(trained[0]), 80, manifest)
     weights = sum(p.nbytes for p in loaded.stage.parameters())
@@ -172,9 +246,20 @@ def test_what_a_rank_would_hold(write, trained):
 
 
 NEW = 100
-WIDE = {"num_layers": 3, "max_position_embeddings": 224, "init_method_std": 0.2, "micro_batch_size": 2, "global_batch_size": 2}
+WIDE = {
+    "num_layers": 3,
+    "max_position_embeddings": 224,
+    "init_method_std": 0.2,
+    "micro_batch_size": 2,
+    "global_batch_size": 2,
+}
 TEXTS = [list(text.encode()) for text in ("a", "to be or not", "qu", "the question is whe")]
-SHORT = [[5], [3, 80, 21, 7, 7, 64, 90, 12, 33], [17, 2], [9, 8, 7, 6, 5, 4]]  # of a vocabulary of 96
+SHORT = [
+    [5],
+    [3, 80, 21, 7, 7, 64, 90, 12, 33],
+    [17, 2],
+    [9, 8, 7, 6, 5, 4],
+]  # of a vocabulary of 96
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=0.0, seed=0)
 
 
@@ -182,9 +267,15 @@ def their_model(weights: dict[str, torch.Tensor]) -> torch.nn.Module:
     """transformers' GPT-2 with our weights of the WIDE model."""
     transformers = pytest.importorskip("transformers")
     model = small_run(**{**LEARNS, **WIDE}).model
-    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        vocab_size=model.vocab_size, n_positions=model.max_position_embeddings, n_embd=model.hidden_size,
-        n_layer=model.num_layers, n_head=model.num_attention_heads)).eval()
+    theirs = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=model.vocab_size,
+            n_positions=model.max_position_embeddings,
+            n_embd=model.hidden_size,
+            n_layer=model.num_layers,
+            n_head=model.num_attention_heads,
+        )
+    ).eval()
     with torch.no_grad():
         for name, tensor in theirs.state_dict().items():
             if name != "lm_head.weight":  # tied
@@ -195,8 +286,17 @@ def their_model(weights: dict[str, torch.Tensor]) -> torch.nn.Module:
 def their_tokens(weights: dict[str, torch.Tensor]) -> list[list[int]]:
     """Greedy continuations of TEXTS by transformers, one prompt at a time."""
     theirs = their_model(weights)
-    flags = {"do_sample": False, "max_new_tokens": NEW, "min_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
-    return [theirs.generate(torch.tensor([prompt]), **flags)[0, len(prompt):].tolist() for prompt in TEXTS]
+    flags = {
+        "do_sample": False,
+        "max_new_tokens": NEW,
+        "min_new_tokens": NEW,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    return [
+        theirs.generate(torch.tensor([prompt]), **flags)[0, len(prompt) :].tolist()
+        for prompt in TEXTS
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -206,11 +306,15 @@ def pair(tmp_path_factory):
     return directory, their_tokens(save_trained(SoloComm(), directory, 3, **WIDE))
 
 
-def our_tokens(world, directory, sizes: tuple[int, int], prompts=TEXTS, ends: dict[int, int] | None = None) -> list[list[int]]:
+def our_tokens(
+    world, directory, sizes: tuple[int, int], prompts=TEXTS, ends: dict[int, int] | None = None
+) -> list[list[int]]:
     """ends: samples that are finished after so many tokens."""
     manifest = read_manifest(directory, 3)
     loaded = load_model(saved_run(manifest, sizes), world, str(directory), 3, manifest)
-    *_, ids = steps(loaded, prompts, NEW, GREEDY, lambda sample, ids: len(ids) == (ends or {}).get(sample))
+    *_, ids = steps(
+        loaded, prompts, NEW, GREEDY, lambda sample, ids: len(ids) == (ends or {}).get(sample)
+    )
     return ids
 
 
@@ -218,7 +322,10 @@ def our_tokens(world, directory, sizes: tuple[int, int], prompts=TEXTS, ends: di
 def test_greedy_tokens_are_those_of_transformers(pair, sizes):
     directory, expected = pair
     ranks = sizes[0] * sizes[1]
-    assert ThreadWorld(ranks).run(lambda world: our_tokens(world, directory, sizes)) == [expected] * ranks
+    assert (
+        ThreadWorld(ranks).run(lambda world: our_tokens(world, directory, sizes))
+        == [expected] * ranks
+    )
     assert len({tuple(ids) for ids in expected}) == len(TEXTS), "prompts make a difference"
 
 
@@ -228,14 +335,19 @@ def random_model(world, family: str, tp: int, pp: int, **changes) -> LoadedModel
     run = small_run(**values, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
     trainer = make_trainer(world, run, operations(run.model))
     for p in trainer.optimizer.flat.parameters:
-        noise = torch.randn(p.spec.shape, generator=torch.Generator().manual_seed(zlib.crc32(p.spec.init_name.encode())))
+        noise = torch.randn(
+            p.spec.shape,
+            generator=torch.Generator().manual_seed(zlib.crc32(p.spec.init_name.encode())),
+        )
         p.data.add_(0.1 * noise[tuple(slice(o, o + n) for o, n in zip(p.spec.offset, p.shape))])
     trainer.close()
     return LoadedModel(run, grid_groups(world, run), trainer.stage)
 
 
 def family_tokens(world, family: str, tp: int, pp: int, count: int) -> list[list[int]]:
-    *_, ids = steps(random_model(world, family, tp, pp), SHORT, count, GREEDY, lambda sample, ids: False)
+    *_, ids = steps(
+        random_model(world, family, tp, pp), SHORT, count, GREEDY, lambda sample, ids: False
+    )
     return ids
 
 
@@ -245,8 +357,10 @@ def likeliest(family: str, ids: list[list[int]]) -> list[list[int]]:
     model, trained = theirs(family), random_model(SoloComm(), family, 1, 1)
     copy_to(model, {p.spec.name: p.data for p in trained.stage.parameters()}, family)
     with torch.no_grad():
-        return [model(torch.tensor([prompt + own])).logits[0, len(prompt) - 1: -1].argmax(-1).tolist()
-                for prompt, own in zip(SHORT, ids, strict=True)]
+        return [
+            model(torch.tensor([prompt + own])).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+            for prompt, own in zip(SHORT, ids, strict=True)
+        ]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -255,17 +369,41 @@ def test_greedy_tokens_of_families_that_people_train(family):
     ids = family_tokens(SoloComm(), family, 1, 1, NEW)
     assert ids == likeliest(family, ids) and len({tuple(own) for own in ids}) == len(SHORT)
     tp, pp = (1, 2) if family == "mistral" else (2, 1)
-    assert ThreadWorld(2).run(lambda world: family_tokens(world, family, tp, pp, 50)) == [[own[:50] for own in ids]] * 2
+    assert (
+        ThreadWorld(2).run(lambda world: family_tokens(world, family, tp, pp, 50))
+        == [[own[:50] for own in ids]] * 2
+    )
 
 
-@pytest.mark.parametrize("changes", [
-    {"squared_relu": True}, {"qk_layernorm": True}, {"normalization": "PlainLayerNorm"},
-    {"parallel_residual": True, "position_embedding_type": "rope", "rotary_percent": 0.5},
-    {"num_experts": 6, "swiglu": True, "disable_bias_linear": True, "moe_shared_expert_intermediate_size": 24,
-     "moe_layer_freq": "2", "moe_expert_capacity_factor": 9.0},
-    {"normalization": "RMSNorm", "apply_layernorm_1p": True, "geglu": True, "position_embedding_type": "rope",
-     "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "attention_multiplier": 0.5, "logits_scaling": 2.0,
-     "disable_bias_linear": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"squared_relu": True},
+        {"qk_layernorm": True},
+        {"normalization": "PlainLayerNorm"},
+        {"parallel_residual": True, "position_embedding_type": "rope", "rotary_percent": 0.5},
+        {
+            "num_experts": 6,
+            "swiglu": True,
+            "disable_bias_linear": True,
+            "moe_shared_expert_intermediate_size": 24,
+            "moe_layer_freq": "2",
+            "moe_expert_capacity_factor": 9.0,
+        },
+        {
+            "normalization": "RMSNorm",
+            "apply_layernorm_1p": True,
+            "geglu": True,
+            "position_embedding_type": "rope",
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6,
+            "attention_multiplier": 0.5,
+            "logits_scaling": 2.0,
+            "disable_bias_linear": True,
+        },
+    ],
+    ids=str,
+)
 def test_tokens_with_kept_keys_are_those_of_whole_sequences(changes):
     """Of models that torch computes in part: each token is the likeliest after one forward of all before it."""
     model = random_model(SoloComm(), "gpt", 1, 1, **changes)
@@ -275,14 +413,18 @@ def test_tokens_with_kept_keys_are_those_of_whole_sequences(changes):
         tokens = torch.tensor(prompt + own)[:, None]  # (s, 1)
         with torch.no_grad():
             logits = chunk.logits(chunk.decode(chunk.embedding(tokens, at), at))
-        assert logits[len(prompt) - 1: -1, 0].argmax(-1).tolist() == own
+        assert logits[len(prompt) - 1 : -1, 0].argmax(-1).tolist() == own
 
 
 def test_finished_samples_are_computed_no_further(pair, monkeypatch):
     directory, expected = pair
     rows = []
     forward = generation.Decoder._forward
-    monkeypatch.setattr(generation.Decoder, "_forward", lambda self, new: rows.append(len(new)) or forward(self, new))
+    monkeypatch.setattr(
+        generation.Decoder,
+        "_forward",
+        lambda self, new: rows.append(len(new)) or forward(self, new),
+    )
     ids = our_tokens(SoloComm(), directory, (1, 1), ends={0: 5, 2: 1, 1: 3, 3: 7})
     assert ids == [expected[0][:5], expected[1][:3], expected[2][:1], expected[3][:7]]
     assert rows == [4, 3, 3, 2, 2, 1, 1]
@@ -291,4 +433,6 @@ def test_finished_samples_are_computed_no_further(pair, monkeypatch):
 def test_prompts_that_do_not_fit_into_one_forward(pair, monkeypatch):
     directory, expected = pair
     monkeypatch.setattr(generation, "PREFILL_ROWS", 14)
-    assert our_tokens(SoloComm(), directory, (1, 1), ends=dict.fromkeys(range(4), 9)) == [ids[:9] for ids in expected]
+    assert our_tokens(SoloComm(), directory, (1, 1), ends=dict.fromkeys(range(4), 9)) == [
+        ids[:9] for ids in expected
+    ]

@@ -47,7 +47,11 @@ def test_round_trip(prefix):
 def test_files_byte_for_byte(prefix):
     """The layout written out by hand from the format's description."""
     index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 4, 5)
-    index += struct.pack("<4i", 3, 1, 0, 4) + struct.pack("<4q", 0, 6, 8, 8) + struct.pack("<5q", 0, 1, 2, 3, 4)
+    index += (
+        struct.pack("<4i", 3, 1, 0, 4)
+        + struct.pack("<4q", 0, 6, 8, 8)
+        + struct.pack("<5q", 0, 1, 2, 3, 4)
+    )
     with open(prefix + ".idx", "rb") as stream:
         assert stream.read() == index
     with open(prefix + ".bin", "rb") as stream:
@@ -61,7 +65,11 @@ def test_int32_and_documents_of_several_sequences(tmp_path):
         writer.add_document([], lengths=[])
         writer.add_document([3])
     data = IndexedDataset(prefix)
-    assert data.dtype == np.int32 and [data[i].tolist() for i in range(3)] == [[99_999], [1, 2], [3]]
+    assert data.dtype == np.int32 and [data[i].tolist() for i in range(3)] == [
+        [99_999],
+        [1, 2],
+        [3],
+    ]
     assert data.document_indices.tolist() == [0, 2, 2, 3]
 
 
@@ -82,7 +90,9 @@ def test_missing_files(prefix):
     with pytest.raises(ValueError, match=r"corpus\.bin\.idx.*without \.bin or \.idx"):
         IndexedDataset(prefix + ".bin")
     os.remove(prefix + ".bin")
-    with pytest.raises(ValueError, match=r"corpus\.bin: cannot be read \(No such file.*fugaku-megatron preprocess"):
+    with pytest.raises(
+        ValueError, match=r"corpus\.bin: cannot be read \(No such file.*fugaku-megatron preprocess"
+    ):
         IndexedDataset(prefix)
 
 
@@ -105,8 +115,16 @@ def rewrite(path, change):
         (".idx", lambda b: b[:17] + b"\x63" + b[18:], "version 1, dtype code 99"),
         (".idx", lambda b: b[:34] + struct.pack("<i", -3) + b[38:], "do not follow"),
         (".idx", lambda b: b[:58] + struct.pack("<q", 2) + b[66:], "do not follow"),
-        (".idx", lambda b: b[:-8] + struct.pack("<q", 9), "document indices do not run from 0 to its 4"),
-        (".bin", lambda b: b[:-2], r"corpus\.bin: 14 bytes, but .*corpus\.idx announces 16 .*fugaku-megatron preprocess"),
+        (
+            ".idx",
+            lambda b: b[:-8] + struct.pack("<q", 9),
+            "document indices do not run from 0 to its 4",
+        ),
+        (
+            ".bin",
+            lambda b: b[:-2],
+            r"corpus\.bin: 14 bytes, but .*corpus\.idx announces 16 .*fugaku-megatron preprocess",
+        ),
         (".bin", lambda b: b + b"\0\0", r"corpus\.bin: 18 bytes, but .*corpus\.idx announces 16"),
     ],
 )
@@ -145,7 +163,12 @@ def test_interrupted_between_the_renames_leaves_no_index_of_another_bin(prefix, 
 
 @pytest.mark.parametrize("documents", [4, 400])
 def test_a_full_disk_is_named_and_nothing_is_left(tmp_path, documents):
-    with largest_file(3000), pytest.raises(ValueError, match=r"x\.bin: cannot be written \(File too large\); .*its disk not full"):
+    with (
+        largest_file(3000),
+        pytest.raises(
+            ValueError, match=r"x\.bin: cannot be written \(File too large\); .*its disk not full"
+        ),
+    ):
         with IndexedDatasetWriter(tmp_path / "x", "<u2") as writer:
             for _ in range(documents):
                 writer.add_document(range(1000))
@@ -154,7 +177,10 @@ def test_a_full_disk_is_named_and_nothing_is_left(tmp_path, documents):
 
 @pytest.mark.parametrize("wrong", [[-1], [65536], np.array([70000])])
 def test_writer_refuses_ids_that_do_not_fit(tmp_path, wrong):
-    with pytest.raises(ValueError, match="do not fit uint16"), IndexedDatasetWriter(tmp_path / "x", "<u2") as writer:
+    with (
+        pytest.raises(ValueError, match="do not fit uint16"),
+        IndexedDatasetWriter(tmp_path / "x", "<u2") as writer,
+    ):
         writer.add_document(wrong)
 
 
@@ -163,7 +189,10 @@ def test_writer_errors(tmp_path):
         IndexedDatasetWriter(tmp_path / "no" / "folder", "<u2")
     with pytest.raises(ValueError, match="cannot be stored as uint32"):
         IndexedDatasetWriter(tmp_path / "x", np.uint32)
-    with pytest.raises(ValueError, match="do not add up"), IndexedDatasetWriter(tmp_path / "x", "<u2") as writer:
+    with (
+        pytest.raises(ValueError, match="do not add up"),
+        IndexedDatasetWriter(tmp_path / "x", "<u2") as writer,
+    ):
         writer.add_document([1, 2], lengths=[1])
     assert os.listdir(tmp_path) == []
 
@@ -193,7 +222,9 @@ def corpus(tmp_path):
 
 def build(corpus, cache=None, samples=1000, seed=1, comm=None, documents=None):
     documents = range(5, 95) if documents is None else documents
-    return GPTDataset(IndexedDataset(corpus, comm), "train", documents, samples, 16, seed, cache=cache, comm=comm)
+    return GPTDataset(
+        IndexedDataset(corpus, comm), "train", documents, samples, 16, seed, cache=cache, comm=comm
+    )
 
 
 def arrays(dataset):
@@ -201,7 +232,10 @@ def arrays(dataset):
 
 
 def same(a, b):
-    return all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in zip(arrays(a), arrays(b), strict=True))
+    return all(
+        x.dtype == y.dtype and np.array_equal(x, y)
+        for x, y in zip(arrays(a), arrays(b), strict=True)
+    )
 
 
 def folder(corpus):
@@ -224,16 +258,29 @@ def test_names_are_megatrons_and_numpy_reads_them(corpus):
     dataset = build(corpus, MAPPED)
     names = sorted(os.listdir(folder(corpus)))
     (base,) = {name.rsplit("-", 1)[0] for name in names}
-    assert [name.rsplit("-", 1)[1] for name in names] == ["description.txt", *(f"{name}.npy" for name in sorted(GPT_ARRAYS))]
+    assert [name.rsplit("-", 1)[1] for name in names] == [
+        "description.txt",
+        *(f"{name}.npy" for name in sorted(GPT_ARRAYS)),
+    ]
     assert len(base) == len("0123456789abcdef0123456789abcdef-GPTDataset-train")
-    assert all(np.array_equal(np.load(f"{folder(corpus)}/{base}-{name}.npy"), getattr(dataset, name)) for name in GPT_ARRAYS)
+    assert all(
+        np.array_equal(np.load(f"{folder(corpus)}/{base}-{name}.npy"), getattr(dataset, name))
+        for name in GPT_ARRAYS
+    )
     with open(f"{folder(corpus)}/{base}-description.txt") as file:
         description = json.load(file)
-    assert description["random_seed"] == 1 and description["sequence_length"] == 16 and description["index_split"] == "train"
+    assert (
+        description["random_seed"] == 1
+        and description["sequence_length"] == 16
+        and description["index_split"] == "train"
+    )
 
 
 def times(corpus):
-    return {name: os.stat(os.path.join(folder(corpus), name)).st_mtime_ns for name in os.listdir(folder(corpus))}
+    return {
+        name: os.stat(os.path.join(folder(corpus), name)).st_mtime_ns
+        for name in os.listdir(folder(corpus))
+    }
 
 
 def test_an_index_is_built_once_and_anew_for_other_data(corpus, tmp_path):
@@ -265,7 +312,9 @@ def test_a_killed_builder_leaves_nothing_that_is_taken_for_an_index(corpus, monk
 
         with monkeypatch.context() as patch, pytest.raises(Killed):
             patch.setattr(index_cache.Path, "replace", stopping)
-            patch.setattr(index_cache.Path, "unlink", lambda self, **_: None)  # a killed process does not tidy up
+            patch.setattr(
+                index_cache.Path, "unlink", lambda self, **_: None
+            )  # a killed process does not tidy up
             build(corpus, MAPPED)
         assert any(name.endswith(".tmp") for name in os.listdir(folder(corpus)))
     for name in os.listdir(folder(corpus)):
@@ -285,20 +334,33 @@ def test_a_small_index_needs_no_file_and_a_named_folder_gets_one(corpus, tmp_pat
     assert len(os.listdir(tmp_path / "named")) == 4 and not os.path.exists(folder(corpus))
 
 
-def test_a_folder_that_takes_no_files_is_a_note_for_a_small_index_and_an_error_for_a_large_one(corpus, tmp_path, capsys):
+def test_a_folder_that_takes_no_files_is_a_note_for_a_small_index_and_an_error_for_a_large_one(
+    corpus, tmp_path, capsys
+):
     (tmp_path / "file").write_text("")
     named = str(tmp_path / "file" / "cache")
     assert same(build(corpus, IndexCache(named)), build(corpus))
     output = capsys.readouterr().out
-    assert output.startswith(f"note: --data-cache-path {named}: ") and "kept in memory" in output and output.count("\n") == 1
-    with pytest.raises(ValueError, match="cannot be written .*Not a directory.*another folder with --data-cache-path") as error:
+    assert (
+        output.startswith(f"note: --data-cache-path {named}: ")
+        and "kept in memory" in output
+        and output.count("\n") == 1
+    )
+    with pytest.raises(
+        ValueError,
+        match="cannot be written .*Not a directory.*another folder with --data-cache-path",
+    ) as error:
         build(corpus, IndexCache(named, in_memory=0))
     assert "\n" not in str(error.value)
 
 
 def test_rank_0_builds_and_all_ranks_read(corpus, monkeypatch):
     builders, write_header = [], np.lib.format.write_array_header_1_0
-    monkeypatch.setattr(index_cache.np.lib.format, "write_array_header_1_0", lambda *a: builders.append(1) or write_header(*a))
+    monkeypatch.setattr(
+        index_cache.np.lib.format,
+        "write_array_header_1_0",
+        lambda *a: builders.append(1) or write_header(*a),
+    )
     expected = build(corpus)
     for cache in (MAPPED, None):
         results = ThreadWorld(3).run(lambda comm, cache=cache: build(corpus, cache, comm=comm))
@@ -308,7 +370,11 @@ def test_rank_0_builds_and_all_ranks_read(corpus, monkeypatch):
 
 def test_a_rank_that_does_not_see_the_files_builds_its_own(corpus, tmp_path):
     def rank(comm):
-        return build(corpus, IndexCache(str(tmp_path / f"disk_of_node_{comm.rank // 2}"), in_memory=0), comm=comm)
+        return build(
+            corpus,
+            IndexCache(str(tmp_path / f"disk_of_node_{comm.rank // 2}"), in_memory=0),
+            comm=comm,
+        )
 
     expected = build(corpus)
     assert all(same(dataset, expected) for dataset in ThreadWorld(4).run(rank))
@@ -316,13 +382,22 @@ def test_a_rank_that_does_not_see_the_files_builds_its_own(corpus, tmp_path):
     (tmp_path / "disk_of_node_1" / os.listdir(tmp_path / "disk_of_node_1")[0]).unlink()
     (tmp_path / "disk_of_node_1").rename(tmp_path / "away")
     (tmp_path / "disk_of_node_1").write_text("")
-    with pytest.raises(ValueError, match="rank [23]: the index of .* cannot be written .*pass another folder"):
+    with pytest.raises(
+        ValueError, match="rank [23]: the index of .* cannot be written .*pass another folder"
+    ):
         ThreadWorld(4).run(rank)
 
 
 def test_blends_are_kept_too(tmp_path):
-    path = ["0.25", write_corpus(tmp_path / "a", [50] * 100), "0.75", write_corpus(tmp_path / "b", [50] * 40, first_token=100_000)]
-    expected, mapped = (build_datasets(path, "90,10", 16, (400, 40, 0), 1, cache=cache) for cache in (None, MAPPED))
+    path = [
+        "0.25",
+        write_corpus(tmp_path / "a", [50] * 100),
+        "0.75",
+        write_corpus(tmp_path / "b", [50] * 40, first_token=100_000),
+    ]
+    expected, mapped = (
+        build_datasets(path, "90,10", 16, (400, 40, 0), 1, cache=cache) for cache in (None, MAPPED)
+    )
     for a, b in zip(expected[:2], mapped[:2], strict=True):
         assert all(np.array_equal(a[i], b[i]) for i in range(len(a)))
     assert len(os.listdir(tmp_path / "a" / "cache" / "BlendedDataset_indices")) == 6
@@ -336,7 +411,9 @@ def test_pages_go_back_and_come_again(tmp_path):
 
     def resident():
         with open("/proc/self/statm") as statm:
-            return int(statm.read().split()[2]) * os.sysconf("SC_PAGE_SIZE")  # shared pages: those of files
+            return int(statm.read().split()[2]) * os.sysconf(
+                "SC_PAGE_SIZE"
+            )  # shared pages: those of files
 
     start = resident()
     assert array.sum() == values.sum() and resident() > start + 30e6

@@ -40,7 +40,9 @@ LAYERS: dict[str, Callable[[layers.Context], nn.Module]] = {
 
 def build(name: str, tp, **changes) -> tuple[nn.Module, FlatParameters]:
     """A layer with memory; biases and norms, which start at constants, get values that differ by element."""
-    layer = LAYERS[name](layers.Context(model(init_method_std=0.2, **changes), tp, Ops.build(), SEED))
+    layer = LAYERS[name](
+        layers.Context(model(init_method_std=0.2, **changes), tp, Ops.build(), SEED)
+    )
     flat = FlatParameters(layer, torch.float32, SEED, kernels)
     for p in flat.parameters:
         if p.spec.init_std is None:
@@ -54,7 +56,9 @@ def place(p: nn.Parameter, whole: Tensor) -> Tensor:
 
 
 def stage_parameters(rank: int, ranks: int, **changes) -> list[nn.Parameter]:
-    return dry_trainer(rank, ranks, num_layers=2, max_position_embeddings=20, **changes).optimizer.flat.parameters
+    return dry_trainer(
+        rank, ranks, num_layers=2, max_position_embeddings=20, **changes
+    ).optimizer.flat.parameters
 
 
 def test_initial_weights_have_the_right_spread():
@@ -64,7 +68,9 @@ def test_initial_weights_have_the_right_spread():
             assert torch.all(p == (1.0 if "layernorm.weight" in p.spec.name else 0.0)), p.spec.name
             continue
         std, n = 0.04 / (2.0 if residual else 1.0), p.numel()  # sqrt(2 x 2 layers) = 2
-        assert abs(p.mean()) < 5 * std / n**0.5 and abs(p.std() / std - 1) < 5 / (2 * n) ** 0.5, p.spec.name
+        assert abs(p.mean()) < 5 * std / n**0.5 and abs(p.std() / std - 1) < 5 / (2 * n) ** 0.5, (
+            p.spec.name
+        )
         assert p.abs().max() > 2.5 * std
 
 
@@ -78,7 +84,11 @@ def test_initial_weights_differ_by_name_and_seed():
 
 def test_parameters_are_born_without_memory_and_know_their_place():
     p = parameter.make_parameter("w", (8, 6), SoloComm(1, 2), partition_dim=1, std=0.1)
-    assert p.is_meta and p.shape == (8, 3) and (p.spec.offset, p.spec.shape, p.spec.partition_dim) == ((0, 3), (8, 6), 1)
+    assert (
+        p.is_meta
+        and p.shape == (8, 3)
+        and (p.spec.offset, p.spec.shape, p.spec.partition_dim) == ((0, 3), (8, 6), 1)
+    )
     replicated = [parameter.make_parameter("b", (8,), SoloComm(rank, 2)) for rank in range(2)]
     assert [(q.spec.counted, q.spec.owned) for q in replicated] == [(True, True), (False, False)]
     tied = parameter.make_parameter("head", (8, 6), SoloComm(1, 2), 0, 0.1, init_name="embedding")
@@ -95,32 +105,49 @@ def run_layer(name: str, tp, dropout: float = 0.0) -> tuple[Tensor, Tensor | Non
     if name == "row":
         x = x.chunk(tp.size, -1)[tp.rank].contiguous()
     x.requires_grad_()
-    more = (Pass(first_sample=40),) if name in ("attention", "mlp", "transformer", "column", "row") else ()
+    more = (
+        (Pass(first_sample=40),)
+        if name in ("attention", "mlp", "transformer", "column", "row")
+        else ()
+    )
     y = layer(tokens if name == "words" else x, *more)
     dy = random(S, B, y.shape[-1] * (tp.size if name == "column" else 1), seed=5)
     y.backward(dy.chunk(tp.size, -1)[tp.rank] if name == "column" else dy)
     return y.detach(), x.grad, {p.spec.name: (p, p.main_grad.clone()) for p in flat.parameters}
 
 
-@pytest.mark.parametrize(("name", "dropout"), [*((name, 0.0) for name in LAYERS), ("transformer", 0.4)])
+@pytest.mark.parametrize(
+    ("name", "dropout"), [*((name, 0.0) for name in LAYERS), ("transformer", 0.4)]
+)
 def test_tensor_parallel_ranks_compute_what_one_rank_does(name, dropout):
     y, dx, grads = run_layer(name, SoloComm(), dropout)
     results = ThreadWorld(4).run(lambda tp: run_layer(name, tp, dropout))
-    outputs = [torch.cat([r[0] for r in results], -1)] if name == "column" else [r[0] for r in results]
+    outputs = (
+        [torch.cat([r[0] for r in results], -1)] if name == "column" else [r[0] for r in results]
+    )
     for output in outputs:
         torch.testing.assert_close(output, y, rtol=1e-5, atol=1e-5 * y.abs().max().item())
     if name != "words":
-        inputs = [torch.cat([r[1] for r in results], -1)] if name == "row" else [r[1] for r in results]
+        inputs = (
+            [torch.cat([r[1] for r in results], -1)] if name == "row" else [r[1] for r in results]
+        )
         for gradient in inputs:
             torch.testing.assert_close(gradient, dx, rtol=1e-5, atol=1e-5 * dx.abs().max().item())
     for _, _, own in results:
         for key, (p, grad) in own.items():
             whole = grads[key][1]
-            torch.testing.assert_close(grad, place(p, whole), rtol=1e-5, atol=1e-5 * whole.abs().max().item(),
-                                       msg=lambda m, k=key: f"{k}: {m}")
+            torch.testing.assert_close(
+                grad,
+                place(p, whole),
+                rtol=1e-5,
+                atol=1e-5 * whole.abs().max().item(),
+                msg=lambda m, k=key: f"{k}: {m}",
+            )
 
 
 def test_every_site_of_every_layer_has_its_own_stream():
-    streams = [layers.dropout_stream(layer, site) for layer in range(1, 100) for site in layers.SITES[:3]]
+    streams = [
+        layers.dropout_stream(layer, site) for layer in range(1, 100) for site in layers.SITES[:3]
+    ]
     streams.append(layers.dropout_stream(0, "embedding"))
     assert len(set(streams)) == len(streams)

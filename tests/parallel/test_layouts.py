@@ -9,7 +9,20 @@ import torch
 
 from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.config.layout import Layout
-from tests.helpers import ALLGATHER, CP2, CP4, DROPOUT, OVERLAP, P2P, PP2, TP2, TP2PP2, make_trainer, small_run, whole_tensors
+from tests.helpers import (
+    ALLGATHER,
+    CP2,
+    CP4,
+    DROPOUT,
+    OVERLAP,
+    P2P,
+    PP2,
+    TP2,
+    TP2PP2,
+    make_trainer,
+    small_run,
+    whole_tensors,
+)
 from tests.llama_models import FAMILIES
 from tests.threads import ThreadWorld
 
@@ -18,17 +31,42 @@ PP4 = {"pipeline_model_parallel_size": 4}
 SEQUENCE, TORCH = {"sequence_parallel": True}, {"kernels": "torch"}
 FULL, SELECTIVE = {"recompute_granularity": "full"}, {"recompute_granularity": "selective"}
 BLOCK = {**FULL, "recompute_method": "block"}
-INTERLEAVED, ZB_H1, ZBV = {"num_virtual_stages_per_pipeline_rank": 2}, {"pipeline_schedule": "zb-h1"}, {"pipeline_schedule": "zbv"}
-MOMENTS = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+INTERLEAVED, ZB_H1, ZBV = (
+    {"num_virtual_stages_per_pipeline_rank": 2},
+    {"pipeline_schedule": "zb-h1"},
+    {"pipeline_schedule": "zbv"},
+)
+MOMENTS = {
+    "use_precision_aware_optimizer": True,
+    "exp_avg_dtype": "bf16",
+    "exp_avg_sq_dtype": "bf16",
+}
 LAYERS_8 = {"num_layers": 8}
 # What no published family mixes: every bias, interleaved rope of half a head, and norms of queries and keys without positions.
 MODELS: dict[str, dict[str, Any]] = {
-    "gpt": {}, "gpt of 8 layers": LAYERS_8, "moments in bf16": MOMENTS, **FAMILIES,
-    "qwen3 of 4 layers": {**FAMILIES["qwen3"], "num_layers": 4}, "llama of 4 layers": {**FAMILIES["llama"], "num_layers": 4},
-    "biases": {"num_layers": 2, "swiglu": True, "position_embedding_type": "rope", "rotary_percent": 0.5,
-               "rotary_interleaved": True},
-    "no positions": {"num_layers": 2, "normalization": "RMSNorm", "position_embedding_type": "none", "qk_layernorm": True,
-                     "group_query_attention": True, "num_query_groups": 4, "kv_channels": 12, "window_size": "2,0"},
+    "gpt": {},
+    "gpt of 8 layers": LAYERS_8,
+    "moments in bf16": MOMENTS,
+    **FAMILIES,
+    "qwen3 of 4 layers": {**FAMILIES["qwen3"], "num_layers": 4},
+    "llama of 4 layers": {**FAMILIES["llama"], "num_layers": 4},
+    "biases": {
+        "num_layers": 2,
+        "swiglu": True,
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.5,
+        "rotary_interleaved": True,
+    },
+    "no positions": {
+        "num_layers": 2,
+        "normalization": "RMSNorm",
+        "position_embedding_type": "none",
+        "qk_layernorm": True,
+        "group_query_attention": True,
+        "num_query_groups": 4,
+        "kv_channels": 12,
+        "window_size": "2,0",
+    },
 }
 ROWS = [  # ranks, model, flags: every option once at least, and pairs of them rather than all combinations
     (2, "gpt", {**TP2, **SELECTIVE}),
@@ -100,8 +138,16 @@ def trained(world: Comm, changes: dict[str, Any]) -> Trained:
         gradients = whole_tensors(trainer, "grad")
         second, evaluated = trainer.train_step(), trainer.evaluate(trainer.valid, 0, 1)
         results = [first, second, trainer.train_step(), trainer.train_step()]
-    losses = [*(result.loss for result in results), evaluated]  # closed: no weight is on its way any more
-    return Trained(losses, [result.grad_norm for result in results], gradients, whole_tensors(trainer, "weight"))
+    losses = [
+        *(result.loss for result in results),
+        evaluated,
+    ]  # closed: no weight is on its way any more
+    return Trained(
+        losses,
+        [result.grad_norm for result in results],
+        gradients,
+        whole_tensors(trainer, "weight"),
+    )
 
 
 def together(ranks: int, **changes: Any) -> Trained:
@@ -120,26 +166,46 @@ def words(changes: dict[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in changes.items())
 
 
-@pytest.mark.parametrize(("ranks", "model", "changes"), [
-    pytest.param(*row, id=f"{row[1]} {words(row[2])}", marks=[pytest.mark.smoke] * (number in SMOKE))
-    for number, row in enumerate(ROWS)])
+@pytest.mark.parametrize(
+    ("ranks", "model", "changes"),
+    [
+        pytest.param(
+            *row, id=f"{row[1]} {words(row[2])}", marks=[pytest.mark.smoke] * (number in SMOKE)
+        )
+        for number, row in enumerate(ROWS)
+    ],
+)
 def test_a_layout_trains_as_one_rank(ranks, model, changes):
     """With dropout; the fourth iteration has felt every gradient of those before it."""
     expected, found = alone(model), together(ranks, **MODELS[model], **changes)
     assert found.losses == pytest.approx(expected.losses, rel=5e-6) and len(set(found.losses)) == 5
     assert found.norms == pytest.approx(expected.norms, rel=1e-5)
-    words, head = (found.weights.get(f"{name}.weight") for name in ("embedding.word_embeddings", "output_layer"))
-    assert head is None or "output_layer.weight" in expected.weights or torch.equal(head, words), "tied copies stay equal"
+    words, head = (
+        found.weights.get(f"{name}.weight")
+        for name in ("embedding.word_embeddings", "output_layer")
+    )
+    assert head is None or "output_layer.weight" in expected.weights or torch.equal(head, words), (
+        "tied copies stay equal"
+    )
     if "zero_stage" in changes:
         return  # with ZeRO-1 each rank keeps a part of the sums
     for name, gradient in expected.gradients.items():
         scale = gradient.abs().max()
-        torch.testing.assert_close(found.gradients[name] / scale, gradient / scale, rtol=0, atol=1e-6,
-                                   msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            found.gradients[name] / scale,
+            gradient / scale,
+            rtol=0,
+            atol=1e-6,
+            msg=lambda m, name=name: f"{name}: {m}",
+        )
 
 
 def test_dropout_is_at_work():
-    assert together(1, hidden_dropout=0.0).losses != alone("gpt").losses != together(1, attention_dropout=0.0).losses
+    assert (
+        together(1, hidden_dropout=0.0).losses
+        != alone("gpt").losses
+        != together(1, attention_dropout=0.0).losses
+    )
 
 
 TP2_SEQUENCE = {**TP2, **SEQUENCE}
@@ -158,19 +224,41 @@ SAME_BITS = [  # ranks, flags, and those that change no bit
     (2, {**PP2, **ZB_H1}, {**FULL, "recompute_part_layers": (9, 9)}),
     (2, {**PP2, **INTERLEAVED, **LAYERS_8}, {**FULL, "recompute_part_layers": (2, 0, 1, 2)}),
     (2, {**PP2, **ZBV, **LAYERS_8}, {**FULL, "recompute_part_layers": (2, 0, 1, 2)}),
-    (2, {**TP2_SEQUENCE, "bf16": True}, {"tp_comm_overlap": True}),  # a sum of two ranks has no order
+    (
+        2,
+        {**TP2_SEQUENCE, "bf16": True},
+        {"tp_comm_overlap": True},
+    ),  # a sum of two ranks has no order
     (2, {**TP2_SEQUENCE, **FULL, **TORCH}, {"tp_comm_overlap": True}),
-    (2, {**TP2_SEQUENCE, "disable_bias_linear": True, "cache_packed_weights": True}, {"tp_comm_overlap": True}),
+    (
+        2,
+        {**TP2_SEQUENCE, "disable_bias_linear": True, "cache_packed_weights": True},
+        {"tp_comm_overlap": True},
+    ),
     (4, {**TP2_SEQUENCE, **PP2, **ZBV, **SELECTIVE, "swiglu": True}, {"tp_comm_overlap": True}),
-    (8, {**TP2PP2, "bf16": True, "ddp_bucket_size": 20_000, "clip_grad": 0.3}, {"overlap_grad_reduce": True}),
-    (8, {**TP2PP2, **SEQUENCE, "zero_stage": 1, "ddp_bucket_size": 1, "clip_grad": 0.3}, OVERLAPPED),
-    (4, {**PP2, "zero_stage": 1, "ddp_bucket_size": 20_000, "grad_reduce_in_bf16": True}, OVERLAPPED),
+    (
+        8,
+        {**TP2PP2, "bf16": True, "ddp_bucket_size": 20_000, "clip_grad": 0.3},
+        {"overlap_grad_reduce": True},
+    ),
+    (
+        8,
+        {**TP2PP2, **SEQUENCE, "zero_stage": 1, "ddp_bucket_size": 1, "clip_grad": 0.3},
+        OVERLAPPED,
+    ),
+    (
+        4,
+        {**PP2, "zero_stage": 1, "ddp_bucket_size": 20_000, "grad_reduce_in_bf16": True},
+        OVERLAPPED,
+    ),
     (4, {**PP2, "clip_grad": 0.0}, {**OVERLAP, "ddp_bucket_size": 1}),
 ]
 
 
-@pytest.mark.parametrize(("ranks", "common", "option"), [
-    pytest.param(*row, id=f"{words(row[2])} with {words(row[1])}") for row in SAME_BITS])
+@pytest.mark.parametrize(
+    ("ranks", "common", "option"),
+    [pytest.param(*row, id=f"{words(row[2])} with {words(row[1])}") for row in SAME_BITS],
+)
 def test_an_option_changes_no_bit(ranks, common, option):
     """Of losses and weights; norms are sums of other parts where buckets or shards are others."""
     plain, found = (together(ranks, **{**common, **changes}) for changes in ({}, option))
@@ -184,17 +272,27 @@ def test_blocks_of_rows_on_four_ranks_agree():
     assert found.losses == pytest.approx(together(4, **changes).losses, rel=1e-6)
 
 
-@pytest.mark.parametrize(("precision", "model", "ranks", "changes"), [
-    ("bf16", "gpt", 2, {"zero_stage": 1}), ("fp16", "gpt", 4, {**TP2PP2, **SEQUENCE}), ("bf16", "qwen3", 4, TP2PP2)])
+@pytest.mark.parametrize(
+    ("precision", "model", "ranks", "changes"),
+    [
+        ("bf16", "gpt", 2, {"zero_stage": 1}),
+        ("fp16", "gpt", 4, {**TP2PP2, **SEQUENCE}),
+        ("bf16", "qwen3", 4, TP2PP2),
+    ],
+)
 def test_low_precision_stays_close(precision, model, ranks, changes):
     flags = {**MODELS[model], precision: True, "initial_loss_scale": 1024.0}
     one, found = together(1, **flags), together(ranks, **flags, **changes)
-    assert found.losses == pytest.approx(one.losses, rel=0.02) and one.losses == pytest.approx(alone(model).losses, rel=0.02)
+    assert found.losses == pytest.approx(one.losses, rel=0.02) and one.losses == pytest.approx(
+        alone(model).losses, rel=0.02
+    )
     assert found.norms == pytest.approx(one.norms, rel=0.02)
 
 
-@pytest.mark.parametrize(("schedule", "copies", "tables"), [(ZBV, [False] * 4, [1, 0, 0, 0]),
-                                                            (INTERLEAVED, [True, False, False, True], [1, 0, 0, 1])])
+@pytest.mark.parametrize(
+    ("schedule", "copies", "tables"),
+    [(ZBV, [False] * 4, [1, 0, 0, 0]), (INTERLEAVED, [True, False, False, True], [1, 0, 0, 1])],
+)
 def test_a_stage_with_both_ends_has_the_tied_weight_once(schedule, copies, tables):
     def tied(world: Comm) -> tuple[bool, int]:
         trainer = make_trainer(world, small_run(vocab_size=112, **LAYERS_8, **PP4, **schedule))
@@ -204,10 +302,18 @@ def test_a_stage_with_both_ends_has_the_tied_weight_once(schedule, copies, table
     assert ThreadWorld(4).run(tied) == list(zip(copies, tables, strict=True))
 
 
-@pytest.mark.parametrize(("ways", "message"), [
-    (["ring"], "--cp-comm-type ring: pass p2p, allgather, a2a or a2a\\+p2p"),
-    (["a2a", "a2a", "a2a"], "--cp-comm-type has 3 values: pass one, or one for each of --num-layers 2"),
-])
+@pytest.mark.parametrize(
+    ("ways", "message"),
+    [
+        (["ring"], "--cp-comm-type ring: pass p2p, allgather, a2a or a2a\\+p2p"),
+        (
+            ["a2a", "a2a", "a2a"],
+            "--cp-comm-type has 3 values: pass one, or one for each of --num-layers 2",
+        ),
+    ],
+)
 def test_ways_of_context_parallelism_that_do_not_exist(ways, message):
     with pytest.raises(ValueError, match=message):
-        Layout.from_run(small_run(num_layers=2, context_parallel_size=2, cp_comm_type=tuple(ways)), 2)
+        Layout.from_run(
+            small_run(num_layers=2, context_parallel_size=2, cp_comm_type=tuple(ways)), 2
+        )

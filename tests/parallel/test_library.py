@@ -28,8 +28,13 @@ transformers = pytest.importorskip("transformers")
 
 from tests.hf_models import MODELS, VOCABULARY, randomized, same, tensors  # noqa: E402
 
-FLAGS = {**{name: value for name, value in SMALL.items() if name not in ("mock_data", "train_iters")}, "num_layers": 2,
-         "global_batch_size": 4, "kernels": "native", "eval_iters": 2}
+FLAGS = {
+    **{name: value for name, value in SMALL.items() if name not in ("mock_data", "train_iters")},
+    "num_layers": 2,
+    "global_batch_size": 4,
+    "kernels": "native",
+    "eval_iters": 2,
+}
 
 
 def documents(seed: int = 0) -> list[np.ndarray]:
@@ -46,7 +51,9 @@ def write(prefix: Path, arrays: list[np.ndarray]) -> Path:
 
 
 def python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout
 
 
 def test_importing_loads_few_modules_and_no_other_package():
@@ -64,29 +71,64 @@ def test_importing_loads_few_modules_and_no_other_package():
 
 
 def test_a_config_is_the_run_of_the_flags():
-    words = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --batch-size 2 --lr 1 "
-             "--use-distributed-optimizer")
-    config = fm.Config(num_layers=np.int64(2), hidden_size=32, num_attention_heads=4, seq_length=16, batch_size=2, lr=1,
-                       use_distributed_optimizer=True, recompute_activations=False)
+    words = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --batch-size 2 --lr 1 "
+        "--use-distributed-optimizer"
+    )
+    config = fm.Config(
+        num_layers=np.int64(2),
+        hidden_size=32,
+        num_attention_heads=4,
+        seq_length=16,
+        batch_size=2,
+        lr=1,
+        use_distributed_optimizer=True,
+        recompute_activations=False,
+    )
     assert config.run == parse(words.split()).run and config == fm.Config.from_flags(words.split())
-    assert (config.lr, config.zero_stage, config.micro_batch_size) == (1.0, 1, 2) and type(config.lr) is float
-    assert fm.Config.recipe("124M").run == RECIPES["124m"]() and hash(config) == hash(fm.Config.from_flags(words.split()))
+    assert (config.lr, config.zero_stage, config.micro_batch_size) == (1.0, 1, 2) and type(
+        config.lr
+    ) is float
+    assert fm.Config.recipe("124M").run == RECIPES["124m"]() and hash(config) == hash(
+        fm.Config.from_flags(words.split())
+    )
     paths = fm.Config.recipe("demo", data_path=Path("a"), save=Path("b"), skip_samples=["1:2"])
     assert (paths.data_path, paths.save, paths.skip_samples) == (("a",), "b", ("1:2",))
     assert eval(repr(paths), {"Config": fm.Config}) == paths
 
 
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: fm.Config(num_layer=2), "unknown keyword num_layer: did you mean num_layers[?]"),
-    (lambda: fm.Config(quux=2), "unknown keyword quux: fugaku-megatron train --help lists the flags"),
-    (lambda: fm.Config(num_layers="twelve"), "num_layers .--num-layers. is 'twelve': expected int"),
-    (lambda: fm.Config(swiglu=1), "swiglu .--swiglu. is 1: expected bool"),
-    (lambda: fm.Config(use_distributed_optimizer="yes"), "use_distributed_optimizer .* is 'yes': expected bool"),
-    (lambda: fm.Config.from_flags(["--num-layer", "2"]), "unknown flag --num-layer: did you mean --num-layers[?]"),
-    (lambda: fm.Config.from_flags("--num-layers 2"), "from_flags takes a list of words"),
-    (lambda: fm.Config.from_flags(["--recipe", "124m", "--dry-run"]), "--dry-run and --world-size belong to the command"),
-    (lambda: fm.Config(**{**FLAGS, "kernels": "auto"}, kv_channels=6), "--kv-channels is 6, .* multiples of 4"),
-])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: fm.Config(num_layer=2), "unknown keyword num_layer: did you mean num_layers[?]"),
+        (
+            lambda: fm.Config(quux=2),
+            "unknown keyword quux: fugaku-megatron train --help lists the flags",
+        ),
+        (
+            lambda: fm.Config(num_layers="twelve"),
+            "num_layers .--num-layers. is 'twelve': expected int",
+        ),
+        (lambda: fm.Config(swiglu=1), "swiglu .--swiglu. is 1: expected bool"),
+        (
+            lambda: fm.Config(use_distributed_optimizer="yes"),
+            "use_distributed_optimizer .* is 'yes': expected bool",
+        ),
+        (
+            lambda: fm.Config.from_flags(["--num-layer", "2"]),
+            "unknown flag --num-layer: did you mean --num-layers[?]",
+        ),
+        (lambda: fm.Config.from_flags("--num-layers 2"), "from_flags takes a list of words"),
+        (
+            lambda: fm.Config.from_flags(["--recipe", "124m", "--dry-run"]),
+            "--dry-run and --world-size belong to the command",
+        ),
+        (
+            lambda: fm.Config(**{**FLAGS, "kernels": "auto"}, kv_channels=6),
+            "--kv-channels is 6, .* multiples of 4",
+        ),
+    ],
+)
 def test_mistakes_of_a_config_are_one_line(make, message):
     with pytest.raises(ValueError, match=message) as caught:
         make()
@@ -97,9 +139,21 @@ def test_every_flag_is_a_keyword():
     from fugaku_megatron.config.arguments import _OTHER, _keywords
 
     actions = [a for a in build_parser()._actions if not a.dest.startswith(_OTHER)]
-    names = {name[2:].replace("-", "_") for a in actions for name in a.option_strings if name.startswith("--")}
+    names = {
+        name[2:].replace("-", "_")
+        for a in actions
+        for name in a.option_strings
+        if name.startswith("--")
+    }
     missing = {name for name in names - _keywords().keys() if not name.startswith("no_")}
-    assert missing == {"help", "recipe", "dry_run", "world_size", "activations_checkpoint_method", "yaml_cfg"}
+    assert missing == {
+        "help",
+        "recipe",
+        "dry_run",
+        "world_size",
+        "activations_checkpoint_method",
+        "yaml_cfg",
+    }
 
 
 def results(config: fm.Config, data, valid=None, count: int = 6) -> list[float]:
@@ -118,7 +172,12 @@ class MapStyle(torch.utils.data.Dataset):
         return torch.from_numpy(documents()[index])
 
 
-MARKS = {"reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": True, "tokenizer_type": "NullTokenizer"}
+MARKS = {
+    "reset_attention_mask": True,
+    "reset_position_ids": True,
+    "eod_mask_loss": True,
+    "tokenizer_type": "NullTokenizer",
+}
 
 
 @pytest.mark.parametrize("marks", [{}, MARKS], ids=["plain", "marked"])
@@ -128,20 +187,49 @@ def test_arrays_are_trained_on_as_files_are(tmp_path, marks):
     expected = results(config, files, valid=[str(other)])
     assert len(set(expected)) == 13 and results(config, arrays, valid=documents(1)) == expected
     assert results(config, [torch.from_numpy(array) for array in arrays]) == expected[:-1]
-    assert results(config, MapStyle()) == results(config, [array.tolist() for array in arrays]) == expected[:-1]
+    assert (
+        results(config, MapStyle())
+        == results(config, [array.tolist() for array in arrays])
+        == expected[:-1]
+    )
     blend = results(config, [0.3, files, 0.7, other])
-    assert blend != expected[:-1] and results(config.replace(train_data_path=["0.3", files, "0.7", other]), None) == blend
+    assert (
+        blend != expected[:-1]
+        and results(config.replace(train_data_path=["0.3", files, "0.7", other]), None) == blend
+    )
     if marks:
         one = results(config.replace(micro_batch_size=1), [0.3, files, 0.7, other])
-        assert one == pytest.approx(blend, rel=1e-5) and blend != results(fm.Config(**FLAGS), [0.3, files, 0.7, other])
+        assert one == pytest.approx(blend, rel=1e-5) and blend != results(
+            fm.Config(**FLAGS), [0.3, files, 0.7, other]
+        )
 
 
 def test_the_command_train_has_the_same_losses(tmp_path):
     prefix = write(tmp_path / "data", documents())
-    flags = {**FLAGS, "split": "1,0,0", "train_iters": 3, "eval_iters": 0, "log_interval": 1, "data_path": prefix}
-    words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    done = subprocess.run([sys.executable, "-m", "fugaku_megatron", "train", *words], capture_output=True, text=True, check=True)
-    printed = [line.split("lm loss: ")[1].split(" |")[0] for line in done.stdout.splitlines() if "lm loss: " in line]
+    flags = {
+        **FLAGS,
+        "split": "1,0,0",
+        "train_iters": 3,
+        "eval_iters": 0,
+        "log_interval": 1,
+        "data_path": prefix,
+    }
+    words = [
+        word
+        for name, value in flags.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "fugaku_megatron", "train", *words],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    printed = [
+        line.split("lm loss: ")[1].split(" |")[0]
+        for line in done.stdout.splitlines()
+        if "lm loss: " in line
+    ]
     with pytest.warns(UserWarning, match="--log-interval has no effect on Trainer"):
         trainer = fm.Trainer(fm.Config.from_flags(words))
     assert printed == [f"{step.loss:.6E}" for step in trainer.steps()] and len(printed) == 3
@@ -179,14 +267,25 @@ def test_a_checkpoint_brings_its_choice_of_kernels(tmp_path):
 
 def test_the_length_of_a_run():
     with_length = fm.Trainer(fm.Config(**FLAGS, train_iters=3), documents())
-    with pytest.raises(ValueError, match="steps.4. after iteration 0 goes beyond the 3 iterations of the run"):
+    with pytest.raises(
+        ValueError, match="steps.4. after iteration 0 goes beyond the 3 iterations of the run"
+    ):
         with_length.steps(4)
-    assert len(list(with_length.steps(1))) == 1 and len(list(with_length.steps())) == 2 and not list(with_length.steps())
+    assert (
+        len(list(with_length.steps(1))) == 1
+        and len(list(with_length.steps())) == 2
+        and not list(with_length.steps())
+    )
     decaying = fm.Trainer(fm.Config(**FLAGS, lr_warmup_iters=1), documents())
     with pytest.raises(ValueError, match="steps.. goes to the end of the run, which is not known"):
         decaying.steps()
     rates = [step.learning_rate for step in decaying.steps(3)]
-    assert rates == [s.learning_rate for s in fm.Trainer(fm.Config(**FLAGS, lr_warmup_iters=1, train_iters=3), documents()).steps()]
+    assert rates == [
+        s.learning_rate
+        for s in fm.Trainer(
+            fm.Config(**FLAGS, lr_warmup_iters=1, train_iters=3), documents()
+        ).steps()
+    ]
     with pytest.raises(ValueError, match="the learning rate decays .linear. over the 3 iterations"):
         decaying.steps(1)
     constant = fm.Trainer(fm.Config(**FLAGS, lr_decay_style="constant"), documents())
@@ -194,16 +293,28 @@ def test_the_length_of_a_run():
 
 
 def test_documents_need_a_token_that_ends_them():
-    with pytest.raises(ValueError, match="^--reset-attention-mask --eod-mask-loss: the token that ends a document is not known"):
-        fm.Trainer(fm.Config(**FLAGS, train_iters=1, reset_attention_mask=True, eod_mask_loss=True), documents())
+    with pytest.raises(
+        ValueError,
+        match="^--reset-attention-mask --eod-mask-loss: the token that ends a document is not known",
+    ):
+        fm.Trainer(
+            fm.Config(**FLAGS, train_iters=1, reset_attention_mask=True, eod_mask_loss=True),
+            documents(),
+        )
 
 
 def test_mistakes_about_data(tmp_path):
     config = fm.Config(**FLAGS, train_iters=2)
-    for data, message in (([1, 2, 3], "document 0 of <data> is a int of shape"), ([[0.5]], "type float64: pass"),
-                          ([[1], [2, 96]], "document 1 of <data>: token id 96 is outside the vocabulary of 96"),
-                          ([], "data is empty"), (5, "data is a int: pass a prefix"), ([[[1, 2], [3]]], "is a list of shape"),
-                          (tmp_path / "none", "none.idx: cannot be read"), (None, "there is no data: pass data to Trainer")):
+    for data, message in (
+        ([1, 2, 3], "document 0 of <data> is a int of shape"),
+        ([[0.5]], "type float64: pass"),
+        ([[1], [2, 96]], "document 1 of <data>: token id 96 is outside the vocabulary of 96"),
+        ([], "data is empty"),
+        (5, "data is a int: pass a prefix"),
+        ([[[1, 2], [3]]], "is a list of shape"),
+        (tmp_path / "none", "none.idx: cannot be read"),
+        (None, "there is no data: pass data to Trainer"),
+    ):
         with pytest.raises(ValueError, match=message):
             fm.Trainer(config, data)
     with pytest.raises(ValueError, match="the config names data as well"):
@@ -212,7 +323,9 @@ def test_mistakes_about_data(tmp_path):
         fm.Trainer(config, documents()).evaluate()
     with pytest.raises(ValueError, match="config is a dict: expected Config"):
         fm.Trainer(FLAGS, documents())
-    with pytest.warns(UserWarning, match="--save has no effect on Trainer: the loop is the caller's"):
+    with pytest.warns(
+        UserWarning, match="--save has no effect on Trainer: the loop is the caller's"
+    ):
         fm.Trainer(config.replace(save="x"), documents())
     with pytest.warns(UserWarning, match="--allocator has no effect on Trainer: pass it to init"):
         fm.Trainer(config.replace(allocator="stock"), documents())
@@ -278,8 +391,11 @@ def test_a_model_of_hugging_face_is_loaded_and_saved(tmp_path, tokens):
 
 def test_hugging_face_s_tokenizer_comes_with_the_model(tmp_path):
     torch.manual_seed(3)
-    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=304, n_positions=64, n_embd=48, n_layer=2, n_head=4,
-                                                                  initializer_range=0.2)).eval()
+    theirs = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=304, n_positions=64, n_embd=48, n_layer=2, n_head=4, initializer_range=0.2
+        )
+    ).eval()
     theirs.save_pretrained(tmp_path / "hf")
     write_hugging_face(tmp_path / "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
@@ -288,10 +404,16 @@ def test_hugging_face_s_tokenizer_comes_with_the_model(tmp_path):
     with torch.no_grad():
         expected = theirs(torch.tensor([ids]), labels=torch.tensor([ids])).loss
     assert model.loss("to be or not to be") == pytest.approx(float(expected), rel=1e-5)
-    flags = {"do_sample": False, "max_new_tokens": 7, "min_new_tokens": 7, "eos_token_id": None, "pad_token_id": 303}
-    added = theirs.generate(torch.tensor([ids]), **flags)[0, len(ids):].tolist()
+    flags = {
+        "do_sample": False,
+        "max_new_tokens": 7,
+        "min_new_tokens": 7,
+        "eos_token_id": None,
+        "pad_token_id": 303,
+    }
+    added = theirs.generate(torch.tensor([ids]), **flags)[0, len(ids) :].tolist()
     found = model.generate("to be or not to be", 7, temperature=0.0)
-    assert found == tokenizer.decode(added[:added.index(1)] if 1 in added else added)
+    assert found == tokenizer.decode(added[: added.index(1)] if 1 in added else added)
     named = fm.load(tmp_path / "hf", tokenizer_model=tmp_path / "hf")
     assert named.generate("to be", 3, seed=2) == model.generate("to be", 3, seed=2)
 
@@ -299,11 +421,18 @@ def test_hugging_face_s_tokenizer_comes_with_the_model(tmp_path):
 def test_training_goes_on_from_hugging_face_s_weights(tmp_path, tokens):
     theirs = randomized(MODELS["qwen2"])
     theirs.save_pretrained(tmp_path / "hf")
-    config = fm.load(tmp_path / "hf").config(micro_batch_size=1, train_iters=1, lr=1e-9, kernels="native")
+    config = fm.load(tmp_path / "hf").config(
+        micro_batch_size=1, train_iters=1, lr=1e-9, kernels="native"
+    )
     trainer = fm.Trainer(config, [tokens * 10])
     trainer.load(tmp_path / "hf")
     trainer.save(tmp_path / "start")
-    torch.testing.assert_close(fm.load(tmp_path / "start").logits(tokens), their_logits(theirs, tokens), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        fm.load(tmp_path / "start").logits(tokens),
+        their_logits(theirs, tokens),
+        rtol=1e-4,
+        atol=1e-4,
+    )
     with pytest.raises(ValueError, match="holds another model, with --num-attention-heads 4"):
         fm.Trainer(config.replace(num_attention_heads=2), [tokens]).load(tmp_path / "hf")
 
@@ -323,18 +452,39 @@ def parsed(command, *words: str):
     return command.Request.of(parser.parse_args(list(words)))
 
 
-@pytest.mark.parametrize("changes", [{"temperature": 0.0}, {"temperature": 2.0, "top_k": 0, "seed": 5}, {"stop": ["e"]}])
+@pytest.mark.parametrize(
+    "changes", [{"temperature": 0.0}, {"temperature": 2.0, "top_k": 0, "seed": 5}, {"stop": ["e"]}]
+)
 def test_it_generates_what_the_command_generates(trained, changes, capsys):
     directory, flags = trained
     model = fm.load(directory, vocab_file=flags[1], merge_file=flags[3])
     prompts, words = ["to be", "q"], []
     for name, value in changes.items():
-        words += [f"--{name.replace('_', '-')}", value[0] if isinstance(value, list) else str(value)]
-    generate.continue_prompts(parsed(generate, "--load", str(directory), *flags, "--prompt", prompts[0], "--prompt", prompts[1],
-                                     "--max-new-tokens", "12", *words), process.world())
+        words += [
+            f"--{name.replace('_', '-')}",
+            value[0] if isinstance(value, list) else str(value),
+        ]
+    generate.continue_prompts(
+        parsed(
+            generate,
+            "--load",
+            str(directory),
+            *flags,
+            "--prompt",
+            prompts[0],
+            "--prompt",
+            prompts[1],
+            "--max-new-tokens",
+            "12",
+            *words,
+        ),
+        process.world(),
+    )
     printed = capsys.readouterr().out
     texts = model.generate(prompts, 12, **changes)
-    assert printed == "--- iteration 20, prompt in brackets ---\n" + "".join(f"[{p}]{t}\n" for p, t in zip(prompts, texts))
+    assert printed == "--- iteration 20, prompt in brackets ---\n" + "".join(
+        f"[{p}]{t}\n" for p, t in zip(prompts, texts)
+    )
     assert model.generate("to be", 12, **changes) == texts[0]
 
 
@@ -343,9 +493,22 @@ def test_the_loss_of_a_text_is_that_of_the_command(trained, tmp_path):
     model, length = fm.load(directory, vocab_file=flags[1], merge_file=flags[3]), 24
     text = (TEXT * 3)[: length + 1]  # one whole window of the command
     (tmp_path / "text").write_text(text)
-    result = evaluate.evaluate(parsed(evaluate, "--load", str(directory), *flags, "--text", str(tmp_path / "text"),
-                                      "--seq-length", str(length)), process.world())
-    assert result["tokens"] == length and model.loss(text) == pytest.approx(result["loss"], rel=1e-6)
+    result = evaluate.evaluate(
+        parsed(
+            evaluate,
+            "--load",
+            str(directory),
+            *flags,
+            "--text",
+            str(tmp_path / "text"),
+            "--seq-length",
+            str(length),
+        ),
+        process.world(),
+    )
+    assert result["tokens"] == length and model.loss(text) == pytest.approx(
+        result["loss"], rel=1e-6
+    )
     ids = model.tokenizer.encode(text)
     rows = torch.log_softmax(model.logits(ids[:-1]).double(), 1)
     assert model.loss(text) == pytest.approx(-float(rows[range(length), ids[1:]].mean()), rel=1e-6)
@@ -355,18 +518,26 @@ def test_the_loss_of_a_text_is_that_of_the_command(trained, tmp_path):
 def test_mistakes_about_models(trained, tmp_path):
     directory, flags = trained
     model = fm.load(directory, vocab_file=flags[1], merge_file=flags[3])
-    for call, message in ((lambda: fm.load(tmp_path / "none"), "none is not a directory: pass a checkpoint"),
-                          (lambda: fm.load(tmp_path), "holds no checkpoint of this program or of Megatron-LM"),
-                          (lambda: fm.load(directory, ckpt_step=7), "iter_0000007"),
-                          (lambda: fm.load(directory, dtype="int8"), "dtype is 'int8': pass fp32 or bf16 or fp16"),
-                          (lambda: fm.load(directory, vocab_file="none", merge_file="none"), "--vocab-file none: cannot be read"),
-                          (lambda: fm.load(directory).generate("a"), "the tokenizer is unknown"),
-                          (lambda: model.generate(""), "a prompt is empty"), (lambda: model.generate([]), "there is no prompt"),
-                          (lambda: model.generate("a", -1), "--max-new-tokens is -1"),
-                          (lambda: model.generate("a", temperature=-1.0), "--temperature is -1.0: pass 0 or more"),
-                          (lambda: model.loss("a"), "the text has 1 tokens"), (lambda: model.logits([]), "tokens have shape"),
-                          (lambda: model.logits([[1]]), "tokens have shape .1, 1."), (lambda: model.logits([9999]), "outside the"),
-                          (lambda: model.logits([1] * 99), "99 tokens were passed, and the model has 24 positions")):
+    for call, message in (
+        (lambda: fm.load(tmp_path / "none"), "none is not a directory: pass a checkpoint"),
+        (lambda: fm.load(tmp_path), "holds no checkpoint of this program or of Megatron-LM"),
+        (lambda: fm.load(directory, ckpt_step=7), "iter_0000007"),
+        (lambda: fm.load(directory, dtype="int8"), "dtype is 'int8': pass fp32 or bf16 or fp16"),
+        (
+            lambda: fm.load(directory, vocab_file="none", merge_file="none"),
+            "--vocab-file none: cannot be read",
+        ),
+        (lambda: fm.load(directory).generate("a"), "the tokenizer is unknown"),
+        (lambda: model.generate(""), "a prompt is empty"),
+        (lambda: model.generate([]), "there is no prompt"),
+        (lambda: model.generate("a", -1), "--max-new-tokens is -1"),
+        (lambda: model.generate("a", temperature=-1.0), "--temperature is -1.0: pass 0 or more"),
+        (lambda: model.loss("a"), "the text has 1 tokens"),
+        (lambda: model.logits([]), "tokens have shape"),
+        (lambda: model.logits([[1]]), "tokens have shape .1, 1."),
+        (lambda: model.logits([9999]), "outside the"),
+        (lambda: model.logits([1] * 99), "99 tokens were passed, and the model has 24 positions"),
+    ):
         with pytest.raises(ValueError, match=message):
             call()
     with warnings.catch_warnings():

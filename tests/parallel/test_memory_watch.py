@@ -25,12 +25,26 @@ from tests.threads import ThreadWorld
 
 
 def test_a_ranks_memory_is_the_dry_runs():
-    run = make_run("124m", {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 2, "global_batch_size": 8})
+    run = make_run(
+        "124m",
+        {
+            "pipeline_model_parallel_size": 4,
+            "tensor_model_parallel_size": 2,
+            "global_batch_size": 8,
+        },
+    )
     layout = Layout.from_run(run, 8)
     for rank in range(8):
-        plan = plan_stage(run, layout, rank // 2, run_schedule.of_run(run, layout.microbatches(run, 8)))
-        kernels = memory.attention_bytes(run, layout.tp, torch.get_num_threads())  # of threads that a dry run does not know
-        assert rank_watch.rank_bytes(run, layout, rank) == plan.memory.total + kernels + rank_watch.PROCESS_BYTES
+        plan = plan_stage(
+            run, layout, rank // 2, run_schedule.of_run(run, layout.microbatches(run, 8))
+        )
+        kernels = memory.attention_bytes(
+            run, layout.tp, torch.get_num_threads()
+        )  # of threads that a dry run does not know
+        assert (
+            rank_watch.rank_bytes(run, layout, rank)
+            == plan.memory.total + kernels + rank_watch.PROCESS_BYTES
+        )
 
 
 def test_a_model_that_does_not_fit_is_refused_with_both_figures():
@@ -39,7 +53,11 @@ def test_a_model_that_does_not_fit_is_refused_with_both_figures():
         rank_watch.check_memory(run, Layout.from_run(run, 1), SoloComm())
     needed, has = map(float, re.findall(r"([\d.]+) GiB", str(error.value)))
     assert needed > 400 and has == pytest.approx(rank_watch.node_bytes() / 2**30, abs=0.1)
-    assert "--dry-run" in str(error.value) and "--checkpoint-activations" in str(error.value) and "\n" not in str(error.value)
+    assert (
+        "--dry-run" in str(error.value)
+        and "--checkpoint-activations" in str(error.value)
+        and "\n" not in str(error.value)
+    )
 
 
 def test_the_ranks_of_a_node_are_added_up(monkeypatch):
@@ -56,7 +74,9 @@ def test_the_ranks_of_a_node_are_added_up(monkeypatch):
 
 def test_the_time_of_an_iteration_is_estimated_from_a_measured_peak(monkeypatch):
     run = small_run()
-    monkeypatch.setattr(rank_watch, "fma_peak_gflops", lambda rounds: 1e-2)  # a slow machine: 10 MFLOP/s
+    monkeypatch.setattr(
+        rank_watch, "fma_peak_gflops", lambda rounds: 1e-2
+    )  # a slow machine: 10 MFLOP/s
     line = rank_watch.iteration_line(run, Layout.from_run(run, 1))
     low, high = map(float, re.search(r"about ([\d.]+) s to ([\d.]+) s", line).groups())
     assert high / low == pytest.approx(0.8 / 0.3, rel=0.1)
@@ -70,9 +90,17 @@ def test_passes_over_the_data():
             return 97_655_808
 
     data = Read(8, 4, 2, 1)
-    assert rank_watch.data_line(data) == "data: 97,655,808 samples of training read the data 5,012 times (epochs)"
-    assert rank_watch.data_line(MockDataset(8, 4, 2, 1)) is None and rank_watch.data_line(None) is None
-    assert rank_watch.validation_line(MockDataset(8, 4, 2, 1)) is None and rank_watch.validation_line(None) is None
+    assert (
+        rank_watch.data_line(data)
+        == "data: 97,655,808 samples of training read the data 5,012 times (epochs)"
+    )
+    assert (
+        rank_watch.data_line(MockDataset(8, 4, 2, 1)) is None and rank_watch.data_line(None) is None
+    )
+    assert (
+        rank_watch.validation_line(MockDataset(8, 4, 2, 1)) is None
+        and rank_watch.validation_line(None) is None
+    )
     data.num_epochs = np.int64(1)
     assert rank_watch.data_line(data).endswith("at most once")
 
@@ -97,7 +125,9 @@ def series(size, count: int = SPAN) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(("rate", "noise"), [(0.3, 0.0), (1.0, 3.0), (40.0, 1.0)])
 def test_a_leak_is_told_with_its_rate(rate, noise):
     draw = random.Random(3)
-    found = steady_growth(series(lambda i: rate * i + draw.gauss(0, noise * rate) + 200 * (draw.random() < 0.1)))
+    found = steady_growth(
+        series(lambda i: rate * i + draw.gauss(0, noise * rate) + 200 * (draw.random() < 0.1))
+    )
     assert found == pytest.approx(rate * MIB, rel=0.35)
 
 
@@ -108,14 +138,28 @@ def test_what_is_no_leak():
     for _ in range(50):
         assert steady_growth(series(lambda i: draw.gauss(0, 30))) == 0, "noise"
         step = draw.randrange(1, SPAN)
-        assert steady_growth(series(lambda i, step=step: 500 * (i >= step) + draw.gauss(0, 1))) == 0, "a step"
+        assert (
+            steady_growth(series(lambda i, step=step: 500 * (i >= step) + draw.gauss(0, 1))) == 0
+        ), "a step"
         two = draw.sample(range(SPAN), 2)
-        assert steady_growth(series(lambda i, two=two: sum(200 * (i >= at) for at in two) + draw.gauss(0, 1))) == 0, "two steps"
+        assert (
+            steady_growth(
+                series(lambda i, two=two: sum(200 * (i >= at) for at in two) + draw.gauss(0, 1))
+            )
+            == 0
+        ), "two steps"
     assert steady_growth(series(lambda i: 100 * (i % 10))) == 0, "a saw"
     assert steady_growth(series(lambda i: 60 * (1 - 0.8**i))) == 0, "a start that settles"
-    assert steady_growth(series(lambda i: -3 * i)) == 0 and steady_growth(series(lambda i: 3 * i, SPAN - 1)) == 0
-    assert steady_growth([(4 * i, BASE + 8 * MIB * i) for i in range(30)]) == 2 * MIB, "readings may be further apart"
-    assert steady_growth([]) == 0 and steady_growth(series(lambda i: 9 * i)[::3]) == 0, "too few readings"
+    assert (
+        steady_growth(series(lambda i: -3 * i)) == 0
+        and steady_growth(series(lambda i: 3 * i, SPAN - 1)) == 0
+    )
+    assert steady_growth([(4 * i, BASE + 8 * MIB * i) for i in range(30)]) == 2 * MIB, (
+        "readings may be further apart"
+    )
+    assert steady_growth([]) == 0 and steady_growth(series(lambda i: 9 * i)[::3]) == 0, (
+        "too few readings"
+    )
 
 
 def test_usage(tmp_path):
@@ -124,17 +168,38 @@ def test_usage(tmp_path):
     block = hold(40 * MIB)
     after = usage()
     assert 30 * MIB < after.held - before.held < 80 * MIB and after.held <= after.resident and block
-    (tmp_path / "status").write_text("Name:\tx\nVmRSS:\t   900 kB\nRssAnon:\t 300 kB\nRssFile:\t   400 kB\nRssShmem:\t   200 kB\n"
-                                     "HugetlbPages:\t    2048 kB\n")
+    (tmp_path / "status").write_text(
+        "Name:\tx\nVmRSS:\t   900 kB\nRssAnon:\t 300 kB\nRssFile:\t   400 kB\nRssShmem:\t   200 kB\n"
+        "HugetlbPages:\t    2048 kB\n"
+    )
     given = usage(tmp_path / "status")
     assert (given.resident, given.shared, given.held) == (2948 * 1024, 200 * 1024, 2548 * 1024)
     assert usage(tmp_path / "absent").resident > 0
 
 
-@pytest.mark.parametrize(("line", "folder", "files"), [
-    ("0::/job/7", "job", {"memory.max": "5000000", "memory.current": "4000000", "memory.stat": "anon 1\ninactive_file 300000"}),
-    ("4:cpu,memory:/job/7", "memory/job/7", {"memory.limit_in_bytes": "5000000", "memory.usage_in_bytes": "4000000",
-                                             "memory.stat": "inactive_file 9\ntotal_inactive_file 300000"})])
+@pytest.mark.parametrize(
+    ("line", "folder", "files"),
+    [
+        (
+            "0::/job/7",
+            "job",
+            {
+                "memory.max": "5000000",
+                "memory.current": "4000000",
+                "memory.stat": "anon 1\ninactive_file 300000",
+            },
+        ),
+        (
+            "4:cpu,memory:/job/7",
+            "memory/job/7",
+            {
+                "memory.limit_in_bytes": "5000000",
+                "memory.usage_in_bytes": "4000000",
+                "memory.stat": "inactive_file 9\ntotal_inactive_file 300000",
+            },
+        ),
+    ],
+)
 def test_the_limit_of_a_job(tmp_path, monkeypatch, line, folder, files):
     machine = SimpleNamespace(available=10**9, total=2 * 10**9)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
@@ -151,10 +216,14 @@ def test_the_limit_of_a_job(tmp_path, monkeypatch, line, folder, files):
     assert node_bytes(tmp_path / "cgroup", tmp_path) == machine.total
 
 
-def run(world, leaks, iterations: int = FIRST_ITERATIONS + SPAN, nodes: Nodes | None = None) -> list[tuple[int, str]]:
+def run(
+    world, leaks, iterations: int = FIRST_ITERATIONS + SPAN, nodes: Nodes | None = None
+) -> list[tuple[int, str]]:
     """What is said by iterations in which this rank keeps so many MiB."""
     said, kept = [], []
-    watch = MemoryWatch(world, nodes or find_nodes(world), lambda iteration, line: said.append((iteration, line)))
+    watch = MemoryWatch(
+        world, nodes or find_nodes(world), lambda iteration, line: said.append((iteration, line))
+    )
     for iteration in range(1, iterations + 1):
         kept.append(hold(int(leaks[world.rank] * MIB)))
         watch.read(iteration)
@@ -171,10 +240,13 @@ def every_iteration(monkeypatch):
 
 def test_a_real_leak(every_iteration):
     assert run(SoloComm(), [0]) == []
-    (iteration, line), = run(SoloComm(), [4])
-    match = re.fullmatch(r"memory grows: rank 0 \(node \S+\) by (\S+) MiB per iteration over the last 50 or more; its node or job "
-                         r"has (\d+) MiB left, and its 1 ranks grow by (\S+) MiB per iteration: they last for (\S+) "
-                         r"(hours|minutes), which is (\d+) iterations", line)
+    ((iteration, line),) = run(SoloComm(), [4])
+    match = re.fullmatch(
+        r"memory grows: rank 0 \(node \S+\) by (\S+) MiB per iteration over the last 50 or more; its node or job "
+        r"has (\d+) MiB left, and its 1 ranks grow by (\S+) MiB per iteration: they last for (\S+) "
+        r"(hours|minutes), which is (\d+) iterations",
+        line,
+    )
     assert iteration == FIRST_ITERATIONS + SPAN and match, line
     assert 3.5 < float(match[1]) < 4.5 and match[1] == match[3]
     assert int(match[6]) == pytest.approx(float(match[2]) / float(match[1]), rel=0.01)
@@ -190,7 +262,11 @@ def test_the_fastest_rank_is_named_and_its_node_counted(monkeypatch, every_itera
 
     def rank(world):
         said = []
-        watch = MemoryWatch(world, find_nodes(world, "a" if world.rank < 2 else "b"), lambda iteration, line: said.append(line))
+        watch = MemoryWatch(
+            world,
+            find_nodes(world, "a" if world.rank < 2 else "b"),
+            lambda iteration, line: said.append(line),
+        )
         watch._readings.append((1, int(rates[world.rank] * MIB)))
         for iteration in (100, 200):
             watch._tell(iteration, 60.0, rates[world.rank] * MIB)
@@ -201,6 +277,11 @@ def test_the_fastest_rank_is_named_and_its_node_counted(monkeypatch, every_itera
 
     for said in ThreadWorld(3).run(rank):
         assert len(said) == 2, "told again when half of the iterations are gone"
-        assert "rank 1 (node " in said[0] and "by 3.00 MiB per iteration" in said[0] and said[0].endswith(
-            "400 MiB left, and its 2 ranks grow by 4.00 MiB per iteration: they last for 1.7 hours, which is 100 iterations")
+        assert (
+            "rank 1 (node " in said[0]
+            and "by 3.00 MiB per iteration" in said[0]
+            and said[0].endswith(
+                "400 MiB left, and its 2 ranks grow by 4.00 MiB per iteration: they last for 1.7 hours, which is 100 iterations"
+            )
+        )
         assert said[1].endswith("they last for 47.5 minutes, which is 48 iterations")

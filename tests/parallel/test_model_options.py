@@ -22,35 +22,80 @@ from tests.helpers import make_trainer, small_run, whole_tensors
 from tests.threads import ThreadWorld
 
 ROPE = {"position_embedding_type": "rope"}
-YARN = {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 8,
-        "yarn_beta_fast": 2.0, "yarn_beta_slow": 0.1, "kv_channels": 16}
+YARN = {
+    "position_embedding_type": "yarn",
+    "rotary_scaling_factor": 4.0,
+    "yarn_original_max_position_embeddings": 8,
+    "yarn_beta_fast": 2.0,
+    "yarn_beta_slow": 0.1,
+    "kv_channels": 16,
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "squared relu": {"squared_relu": True},
     "exact gelu": {"bias_gelu_fusion": False},
     "exact gelu without biases": {"disable_bias_linear": True},
     "tanh gelu without biases": {"disable_bias_linear": True, "openai_gelu": True},
     "z-loss": {"use_z_loss": True, "z_loss_strength": 0.01, "make_vocab_size_divisible_by": 40},
-    "z-loss in chunks of masked rows": {"use_z_loss": True, "z_loss_strength": 0.01, "make_vocab_size_divisible_by": 40,
-                                        "mask_vocab_padding": "yes", "untie_embeddings_and_output_weights": True},
+    "z-loss in chunks of masked rows": {
+        "use_z_loss": True,
+        "z_loss_strength": 0.01,
+        "make_vocab_size_divisible_by": 40,
+        "mask_vocab_padding": "yes",
+        "untie_embeddings_and_output_weights": True,
+    },
     "linear scaling": {**ROPE, "rotary_seq_len_interpolation_factor": 3.0},
-    "dynamic scaling": {**ROPE, "rope_dynamic_factor": 2.0, "rope_scaling_original_max_position_embeddings": 4},
+    "dynamic scaling": {
+        **ROPE,
+        "rope_dynamic_factor": 2.0,
+        "rope_scaling_original_max_position_embeddings": 4,
+    },
     "yarn": YARN,
-    "yarn with mscale": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3, "yarn_correction_range_round_to_int": False},
-    "centred layer norms of queries and keys": {**ROPE, "apply_layernorm_1p": True, "qk_layernorm": True,
-                                                "group_query_attention": True, "num_query_groups": 2},
+    "yarn with mscale": {
+        **YARN,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.3,
+        "yarn_correction_range_round_to_int": False,
+    },
+    "centred layer norms of queries and keys": {
+        **ROPE,
+        "apply_layernorm_1p": True,
+        "qk_layernorm": True,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+    },
     "layer norms without positions": {"qk_layernorm": True, "position_embedding_type": "none"},
     "parallel residual": {"parallel_residual": True, **ROPE},
-    "multipliers": {**ROPE, "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "attention_multiplier": 0.5,
-                    "logits_scaling": 2.0, "disable_bias_linear": True},
+    "multipliers": {
+        **ROPE,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.6,
+        "attention_multiplier": 0.5,
+        "logits_scaling": 2.0,
+        "disable_bias_linear": True,
+    },
     "norms without weights": {"normalization": "PlainLayerNorm"},
-    "gated gelu and centred norms": {"geglu": True, "normalization": "RMSNorm", "apply_layernorm_1p": True},
+    "gated gelu and centred norms": {
+        "geglu": True,
+        "normalization": "RMSNorm",
+        "apply_layernorm_1p": True,
+    },
     "padded vocabulary": {"padded_vocab_size": 112},
 }
-UNTIED = {"untie_embeddings_and_output_weights": True}  # the gradients of a tied weight lie in two parts on two stages
-LAYOUTS = {"one rank": (1, {}),
-           "tp2 x pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, **UNTIED}),
-           "tp2 in blocks": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "tp_comm_overlap": True}),
-           "zbv": (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"})}
+UNTIED = {
+    "untie_embeddings_and_output_weights": True
+}  # the gradients of a tied weight lie in two parts on two stages
+LAYOUTS = {
+    "one rank": (1, {}),
+    "tp2 x pp2": (
+        4,
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, **UNTIED},
+    ),
+    "tp2 in blocks": (
+        2,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "tp_comm_overlap": True},
+    ),
+    "zbv": (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"}),
+}
 
 
 def plain_angles(model: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,15 +107,22 @@ def plain_angles(model: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]
     if model.position_embedding_type == "rope":
         angles = positions[:, None] / (model.rotary_seq_len_interpolation_factor or 1) * extra
         return angles.cos(), angles.sin()
-    bounds = [d * math.log(model.yarn_original_max_position_embeddings / (beta * 2 * math.pi)) / (2 * math.log(base))
-              for beta in (model.yarn_beta_fast, model.yarn_beta_slow)]
+    bounds = [
+        d
+        * math.log(model.yarn_original_max_position_embeddings / (beta * 2 * math.pi))
+        / (2 * math.log(base))
+        for beta in (model.yarn_beta_fast, model.yarn_beta_slow)
+    ]
     if model.yarn_correction_range_round_to_int:
         bounds = [math.floor(bounds[0]), math.ceil(bounds[1])]
     low, high = max(bounds[0], 0), min(bounds[1], d - 1)
     keep = 1 - torch.clamp((torch.arange(d // 2) - low) / (high - low), 0, 1)
     assert 0 < keep.sum() < d // 2, "the case mixes both"
     angles = positions[:, None] * (extra / model.rotary_scaling_factor * (1 - keep) + extra * keep)
-    grown = [0.1 * m * math.log(model.rotary_scaling_factor) + 1 for m in (model.mscale, model.mscale_all_dim)]
+    grown = [
+        0.1 * m * math.log(model.rotary_scaling_factor) + 1
+        for m in (model.mscale, model.mscale_all_dim)
+    ]
     return angles.cos() * grown[0] / grown[1], angles.sin() * grown[0] / grown[1]
 
 
@@ -91,18 +143,30 @@ def plain_mlp(x: Tensor, weights: dict[str, Tensor], name: str, model: ModelConf
     else:
         tanh = model.openai_gelu or not (model.disable_bias_linear or not model.bias_gelu_fusion)
         inner = F.gelu(inner, approximate="tanh" if tanh else "none")
-    return F.linear(inner, weights[f"{name}.linear_fc2.weight"], weights.get(f"{name}.linear_fc2.bias"))
+    return F.linear(
+        inner, weights[f"{name}.linear_fc2.weight"], weights.get(f"{name}.linear_fc2.bias")
+    )
 
 
-def plain_attention(x: Tensor, weights: dict[str, Tensor], name: str, model: ModelConfig, seen: Tensor | None) -> Tensor:
+def plain_attention(
+    x: Tensor, weights: dict[str, Tensor], name: str, model: ModelConfig, seen: Tensor | None
+) -> Tensor:
     (b, s, _), n, d, g = x.shape, model.num_attention_heads, model.kv_channels, model.query_groups
-    qkv = F.linear(x, weights[f"{name}.linear_qkv.weight"], weights.get(f"{name}.linear_qkv.bias")).view(b, s, g, n // g + 2, d)
+    qkv = F.linear(
+        x, weights[f"{name}.linear_qkv.weight"], weights.get(f"{name}.linear_qkv.bias")
+    ).view(b, s, g, n // g + 2, d)
     q = qkv[..., : n // g, :].flatten(2, 3).transpose(1, 2)  # (b, n, s, d)
     k, v = (qkv[..., n // g + i, :].repeat_interleave(n // g, 2).transpose(1, 2) for i in (0, 1))
     if model.qk_layernorm:
-        scales = [weights[f"{name}.{norm}.weight"] + model.apply_layernorm_1p for norm in ("q_layernorm", "k_layernorm")]
+        scales = [
+            weights[f"{name}.{norm}.weight"] + model.apply_layernorm_1p
+            for norm in ("q_layernorm", "k_layernorm")
+        ]
         biases = [weights[f"{name}.{norm}.bias"] for norm in ("q_layernorm", "k_layernorm")]
-        q, k = (F.layer_norm(*each, model.layernorm_epsilon) for each in zip((q, k), ((d,), (d,)), scales, biases))
+        q, k = (
+            F.layer_norm(*each, model.layernorm_epsilon)
+            for each in zip((q, k), ((d,), (d,)), scales, biases)
+        )
     if model.position_embedding_type in ("rope", "yarn"):
         angles = plain_angles(model, torch.arange(s, dtype=torch.float32))
         q, k = turned(q, angles), turned(k, angles)
@@ -110,16 +174,29 @@ def plain_attention(x: Tensor, weights: dict[str, Tensor], name: str, model: Mod
     seen = torch.ones(1, s, s, dtype=torch.bool).tril() if seen is None else seen
     scores = scores.masked_fill(~seen[:, None], -math.inf)
     out = (scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, n * d)
-    return F.linear(out, weights[f"{name}.linear_proj.weight"], weights.get(f"{name}.linear_proj.bias"))
+    return F.linear(
+        out, weights[f"{name}.linear_proj.weight"], weights.get(f"{name}.linear_proj.bias")
+    )
 
 
-def plain_losses(weights: dict[str, Tensor], tokens: Tensor, labels: Tensor, model: ModelConfig, seen: Tensor | None = None,
-                 positions: Tensor | None = None) -> Tensor:
+def plain_losses(
+    weights: dict[str, Tensor],
+    tokens: Tensor,
+    labels: Tensor,
+    model: ModelConfig,
+    seen: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> Tensor:
     """Of each label (b, s) of samples tokens (b, s). seen (b, s, s): what each token sees, None for all before it."""
     words = weights["embedding.word_embeddings.weight"]
     x = words[tokens] * model.embedding_multiplier
     if model.learned_positions:
-        x = x + weights["embedding.position_embeddings.weight"][torch.arange(tokens.shape[1]) if positions is None else positions]
+        x = (
+            x
+            + weights["embedding.position_embeddings.weight"][
+                torch.arange(tokens.shape[1]) if positions is None else positions
+            ]
+        )
 
     def norm(x: Tensor, name: str) -> Tensor:
         width, weight = (model.hidden_size,), weights.get(f"{name}.weight")
@@ -132,10 +209,15 @@ def plain_losses(weights: dict[str, Tensor], tokens: Tensor, labels: Tensor, mod
     for layer in range(model.num_layers):
         name = f"decoder.layers.{layer}"
         attended = x + model.residual_multiplier * plain_attention(
-            norm(x, f"{name}.input_layernorm"), weights, f"{name}.self_attention", model, seen)
+            norm(x, f"{name}.input_layernorm"), weights, f"{name}.self_attention", model, seen
+        )
         read = norm(x if model.parallel_residual else attended, f"{name}.pre_mlp_layernorm")
         x = attended + model.residual_multiplier * plain_mlp(read, weights, f"{name}.mlp", model)
-    logits = norm(x, "decoder.final_layernorm") @ weights.get("output_layer.weight", words).t() / model.logits_scaling
+    logits = (
+        norm(x, "decoder.final_layernorm")
+        @ weights.get("output_layer.weight", words).t()
+        / model.logits_scaling
+    )
     if model.masks_padding:
         logits = logits[..., : model.vocab_size]
     z = torch.logsumexp(logits, -1)
@@ -148,7 +230,9 @@ def option_run(name: str, layout: str, **more: Any) -> RunConfig:
 
 
 @functools.cache
-def computed(name: str, layout: str, backend: str) -> tuple[float, dict[str, Tensor], dict[str, Tensor], Tensor]:
+def computed(
+    name: str, layout: str, backend: str
+) -> tuple[float, dict[str, Tensor], dict[str, Tensor], Tensor]:
     """(loss, gradients, the weights they are at, samples) of the first iteration."""
     run = option_run(name, layout, clip_grad=0.0)
 
@@ -158,16 +242,31 @@ def computed(name: str, layout: str, backend: str) -> tuple[float, dict[str, Ten
         weights = whole_tensors(trainer, "weight")
         loss = trainer.train_step().loss
         trainer.close()
-        return loss, whole_tensors(trainer, "grad"), weights, fetch(trainer.train, range(16)) if world.rank == 0 else None
+        return (
+            loss,
+            whole_tensors(trainer, "grad"),
+            weights,
+            fetch(trainer.train, range(16)) if world.rank == 0 else None,
+        )
 
     return ThreadWorld(LAYOUTS[layout][0]).run(work)[0]
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
-@pytest.mark.parametrize(("name", "layout"), [
-    *((name, layout) for name in OPTIONS for layout in ("one rank", "tp2 x pp2")), ("squared relu", "tp2 in blocks"),
-    *((name, "tp2 in blocks") for name in ("parallel residual", "multipliers", "gated gelu and centred norms")),
-    ("parallel residual", "zbv"), ("exact gelu", "zbv"), ("squared relu", "zbv")])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *((name, layout) for name in OPTIONS for layout in ("one rank", "tp2 x pp2")),
+        ("squared relu", "tp2 in blocks"),
+        *(
+            (name, "tp2 in blocks")
+            for name in ("parallel residual", "multipliers", "gated gelu and centred norms")
+        ),
+        ("parallel residual", "zbv"),
+        ("exact gelu", "zbv"),
+        ("squared relu", "zbv"),
+    ],
+)
 def test_losses_and_gradients_are_those_of_plain_torch(name, layout, backend):
     run = option_run(name, layout)
     loss, grads, weights, samples = computed(name, layout, backend)
@@ -179,17 +278,35 @@ def test_losses_and_gradients_are_those_of_plain_torch(name, layout, backend):
     assert grads.keys() == plain.keys()
     largest = max(value.grad.abs().max() for value in plain.values())
     for key, value in plain.items():
-        scale = max(value.grad.abs().max(), 1e-2 * largest)  # without positions the keys' biases change nothing: rounding
-        torch.testing.assert_close(grads[key] / scale, value.grad / scale, rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
+        scale = max(
+            value.grad.abs().max(), 1e-2 * largest
+        )  # without positions the keys' biases change nothing: rounding
+        torch.testing.assert_close(
+            grads[key] / scale,
+            value.grad / scale,
+            rtol=0,
+            atol=1e-5,
+            msg=lambda m, k=key: f"{k}: {m}",
+        )
 
 
 @pytest.mark.parametrize("layout", ["one rank", "tp2 x pp2"])
 @pytest.mark.parametrize("untied", [False, True])
 def test_decoupled_learning_rates_reach_the_embedding_and_the_head_alone(layout, untied):
     """Against torch.optim.AdamW with two groups, over a warm-up and a decay."""
-    rates = {"lr": 1e-3, "min_lr": 1e-4, "decoupled_lr": 3e-3, "decoupled_min_lr": 2e-3, "lr_decay_style": "cosine",
-             "lr_warmup_iters": 2, "lr_decay_iters": 6}
-    run = small_run(**{**rates, **LAYOUTS[layout][1], "untie_embeddings_and_output_weights": untied}, clip_grad=0.0)
+    rates = {
+        "lr": 1e-3,
+        "min_lr": 1e-4,
+        "decoupled_lr": 3e-3,
+        "decoupled_min_lr": 2e-3,
+        "lr_decay_style": "cosine",
+        "lr_warmup_iters": 2,
+        "lr_decay_iters": 6,
+    }
+    run = small_run(
+        **{**rates, **LAYOUTS[layout][1], "untie_embeddings_and_output_weights": untied},
+        clip_grad=0.0,
+    )
 
     def work(world: Any) -> Any:
         torch.set_num_threads(1)
@@ -204,7 +321,10 @@ def test_decoupled_learning_rates_reach_the_embedding_and_the_head_alone(layout,
     first, steps = ThreadWorld(LAYOUTS[layout][0]).run(work)[0]
     plain = {name: torch.nn.Parameter(value) for name, value in first.items()}
     decoupled = {"embedding.word_embeddings.weight", "output_layer.weight"}
-    groups = [{"params": [p], "decoupled": name in decoupled, "weight_decay": 0.01 * (p.dim() > 1)} for name, p in plain.items()]
+    groups = [
+        {"params": [p], "decoupled": name in decoupled, "weight_decay": 0.01 * (p.dim() > 1)}
+        for name, p in plain.items()
+    ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8)
     for step, (grads, weights) in enumerate(steps):
         left = 1 - (1 - math.cos(math.pi * (step - 2) / 4)) / 2
@@ -215,8 +335,13 @@ def test_decoupled_learning_rates_reach_the_embedding_and_the_head_alone(layout,
             parameter.grad = grads[name]
         optimizer.step()
         for name, parameter in plain.items():
-            torch.testing.assert_close(weights[name], parameter.data, rtol=1e-5, atol=1e-6,
-                                       msg=lambda m, n=name, i=step: f"{i} {n}: {m}")
+            torch.testing.assert_close(
+                weights[name],
+                parameter.data,
+                rtol=1e-5,
+                atol=1e-6,
+                msg=lambda m, n=name, i=step: f"{i} {n}: {m}",
+            )
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -228,21 +353,45 @@ def test_the_dry_run_and_the_formulas_know_them(name):
     assert Layout.from_run(run, 4).dp == 1
 
 
-@pytest.mark.parametrize(("flags", "message"), [
-    ("--squared-relu --swiglu", "--swiglu and --squared-relu exclude each other"),
-    ("--decoupled-lr 1e-5 --decoupled-min-lr 1e-4", "--decoupled-lr 1e-05 is below 0.0001"),
-    ("--decoupled-lr 1e-5 --min-lr 2e-5", "--decoupled-lr 1e-05 is below 2e-05"),
-    ("--decoupled-lr 0", "--decoupled-lr is 0.0: pass a number above 0"),
-    ("--position-embedding-type yarn --rotary-percent 0.5", "yarn turns whole heads"),
-    ("--position-embedding-type yarn --use-rope-scaling", "--use-rope-scaling and --position-embedding-type yarn scale the angles"),
-    ("--position-embedding-type rope --use-rope-scaling --rope-dynamic-factor 2", "--rope-dynamic-factor scale the angles of rope"),
-    ("--position-embedding-type rope --rope-dynamic-factor -1", "--rope-dynamic-factor is -1.0: pass a number above 0"),
-    ("--position-embedding-type rope --rope-dynamic-factor 2 --kv-channels 2", "needs at least 4 rotated elements of a head"),
-    ("--position-embedding-type yarn --rotary-scaling-factor 4 --mscale -9", "--mscale -9.0 and --mscale-all-dim 0.0 multiply"),
-    ("--position-embedding-type yarn --yarn-beta-fast 1", "--yarn-beta-fast 1.0 is not above --yarn-beta-slow 1.0"),
-    ("--padded-vocab-size 64", "--padded-vocab-size 64 is below --vocab-size 96"),
-    ("--rotary-seq-len-interpolation-factor 0 --position-embedding-type rope", "factor is 0.0: pass a number above 0"),
-])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--squared-relu --swiglu", "--swiglu and --squared-relu exclude each other"),
+        ("--decoupled-lr 1e-5 --decoupled-min-lr 1e-4", "--decoupled-lr 1e-05 is below 0.0001"),
+        ("--decoupled-lr 1e-5 --min-lr 2e-5", "--decoupled-lr 1e-05 is below 2e-05"),
+        ("--decoupled-lr 0", "--decoupled-lr is 0.0: pass a number above 0"),
+        ("--position-embedding-type yarn --rotary-percent 0.5", "yarn turns whole heads"),
+        (
+            "--position-embedding-type yarn --use-rope-scaling",
+            "--use-rope-scaling and --position-embedding-type yarn scale the angles",
+        ),
+        (
+            "--position-embedding-type rope --use-rope-scaling --rope-dynamic-factor 2",
+            "--rope-dynamic-factor scale the angles of rope",
+        ),
+        (
+            "--position-embedding-type rope --rope-dynamic-factor -1",
+            "--rope-dynamic-factor is -1.0: pass a number above 0",
+        ),
+        (
+            "--position-embedding-type rope --rope-dynamic-factor 2 --kv-channels 2",
+            "needs at least 4 rotated elements of a head",
+        ),
+        (
+            "--position-embedding-type yarn --rotary-scaling-factor 4 --mscale -9",
+            "--mscale -9.0 and --mscale-all-dim 0.0 multiply",
+        ),
+        (
+            "--position-embedding-type yarn --yarn-beta-fast 1",
+            "--yarn-beta-fast 1.0 is not above --yarn-beta-slow 1.0",
+        ),
+        ("--padded-vocab-size 64", "--padded-vocab-size 64 is below --vocab-size 96"),
+        (
+            "--rotary-seq-len-interpolation-factor 0 --position-embedding-type rope",
+            "factor is 0.0: pass a number above 0",
+        ),
+    ],
+)
 def test_mistakes_are_one_line(flags, message):
     base = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --vocab-size 96"
     with pytest.raises(ValueError, match=message):

@@ -14,17 +14,30 @@ from tests.parallel.test_session import session
 from tests.threads import ThreadWorld
 
 RANKS = 4
-LAYOUT = {"num_layers": 2, "tensor_model_parallel_size": 2, "zero_stage": 1, "lr_decay_style": "constant"}
+LAYOUT = {
+    "num_layers": 2,
+    "tensor_model_parallel_size": 2,
+    "zero_stage": 1,
+    "lr_decay_style": "constant",
+}
 
 
 def paths(tmp_path, **changes):
-    return {**LAYOUT, "save_local": str(tmp_path / "local"), "load": str(tmp_path / "save"), **changes}
+    return {
+        **LAYOUT,
+        "save_local": str(tmp_path / "local"),
+        "load": str(tmp_path / "save"),
+        **changes,
+    }
 
 
 def run(tmp_path, iterations: int, **changes) -> list[float]:
     """Train to an iteration, from where --load and --save-local stand; returns the losses of this start."""
+
     def rank(world):
-        made = session(world, tmp_path / "save", **paths(tmp_path, train_iters=iterations, **changes))
+        made = session(
+            world, tmp_path / "save", **paths(tmp_path, train_iters=iterations, **changes)
+        )
         resume_training(made.trainer, find_checkpoint(made.trainer.run, world))
         step, losses = made.trainer.train_step, []
         made.trainer.train_step = lambda: (result := step(), losses.append(result.loss))[0]
@@ -37,8 +50,11 @@ def run(tmp_path, iterations: int, **changes) -> list[float]:
 
 def found(tmp_path, ranks=RANKS, **changes) -> tuple[int | None, str | None]:
     """(iteration, --save-local if it is from there) of what a start would load."""
+
     def rank(world):
-        resume = find_checkpoint(small_run(save=str(tmp_path / "save"), **paths(tmp_path, **changes)), world)
+        resume = find_checkpoint(
+            small_run(save=str(tmp_path / "save"), **paths(tmp_path, **changes)), world
+        )
         return resume.iteration, resume.checkpoint and resume.checkpoint.node
 
     return ThreadWorld(ranks).run(rank)[0]
@@ -57,9 +73,13 @@ def test_the_newest_of_either_goes_on_with_the_same_bits(tmp_path, changes):
     straight = run(tmp_path / "straight", 6)
     assert run(tmp_path, 4, save_interval=2, **changes) == straight[:4]
     local, shared = str(tmp_path / "local"), tmp_path / "save"
-    assert list_iterations(shared) == [2, 4] and found(tmp_path) == (4, None), "the shared one, where it is as new"
+    assert list_iterations(shared) == [2, 4] and found(tmp_path) == (4, None), (
+        "the shared one, where it is as new"
+    )
     assert sorted(os.listdir(local)) == [f"rank_{rank:05d}" for rank in range(RANKS)]
-    assert all(os.listdir(tmp_path / "local" / name) == ["iter_0000004"] for name in os.listdir(local))
+    assert all(
+        os.listdir(tmp_path / "local" / name) == ["iter_0000004"] for name in os.listdir(local)
+    )
     forget_shared(tmp_path, 2)
     assert found(tmp_path) == (4, local)
     assert found(tmp_path, ckpt_step=2) == (2, None)
@@ -98,17 +118,28 @@ def alter_manifest(folder):
     path.write_text(path.read_text().replace('"optimizer_steps":4', '"optimizer_steps":3'))
 
 
-@pytest.mark.parametrize("damage", [
-    shutil.rmtree, lambda folder: os.truncate(folder / "rank_00001.safetensors", 100), alter_manifest,
-    lambda folder: folder.rename(f"{folder}.tmp")], ids=["missing", "truncated", "altered", "not published"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        shutil.rmtree,
+        lambda folder: os.truncate(folder / "rank_00001.safetensors", 100),
+        alter_manifest,
+        lambda folder: folder.rename(f"{folder}.tmp"),
+    ],
+    ids=["missing", "truncated", "altered", "not published"],
+)
 def test_where_one_copy_is_not_whole_the_shared_one_is_loaded(newer, damage):
     damage(copy_of(newer, 1))
     assert found(newer) == (2, None)
-    assert run(newer, 5, save_interval=2) and found(newer)[0] == 5, "and what is left disturbs no later save"
+    assert run(newer, 5, save_interval=2) and found(newer)[0] == 5, (
+        "and what is left disturbs no later save"
+    )
 
 
-@pytest.mark.parametrize(("ranks", "changes"), [
-    (2, {}), (RANKS, {"tensor_model_parallel_size": 1}), (RANKS, {"ddp_bucket_size": 1000})])
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [(2, {}), (RANKS, {"tensor_model_parallel_size": 1}), (RANKS, {"ddp_bucket_size": 1000})],
+)
 def test_another_layout_loads_the_shared_one(newer, ranks, changes):
     assert found(newer, ranks, **changes) == (2, None)
 
@@ -132,7 +163,10 @@ def test_a_flipped_bit_in_a_copy_is_one_line_with_a_remedy(newer):
     with pytest.raises(ValueError) as caught:
         run(newer, 5)
     message = str(caught.value)
-    assert message.startswith(f"--save-local {newer}/local: rank 1: {path} has CRC-32 ") and "\n" not in message
+    assert (
+        message.startswith(f"--save-local {newer}/local: rank 1: {path} has CRC-32 ")
+        and "\n" not in message
+    )
     assert message.endswith("Omit --save-local once to continue from the shared directory")
     assert found(newer, save_local=None) == (2, None)
 
@@ -140,12 +174,16 @@ def test_a_flipped_bit_in_a_copy_is_one_line_with_a_remedy(newer):
 def test_the_run_waits_for_the_node_and_not_for_the_shared_disk(tmp_path, monkeypatch):
     """Without --async-save: what is on the node goes to the shared directory while training changes the weights."""
     copies, copy = [], node_copy.copy_verified
-    monkeypatch.setattr(node_copy, "copy_verified", lambda *given: copies.append(given) or copy(*given))
+    monkeypatch.setattr(
+        node_copy, "copy_verified", lambda *given: copies.append(given) or copy(*given)
+    )
     run(tmp_path, 3, save_interval=2)
     assert len(copies) == 2 * RANKS, "each file once, after iterations 2 and 3"
     shared = sorted((tmp_path / "save" / "iter_0000003").glob("rank_*"))
     assert [path.read_bytes() for path in shared] == [
-        (tmp_path / "local" / path.stem / "iter_0000003" / path.name).read_bytes() for path in shared]
+        (tmp_path / "local" / path.stem / "iter_0000003" / path.name).read_bytes()
+        for path in shared
+    ]
 
 
 def test_a_copy_that_changed_on_its_disk_does_not_reach_the_shared_directory(tmp_path, monkeypatch):
@@ -157,7 +195,10 @@ def test_a_copy_that_changed_on_its_disk_does_not_reach_the_shared_directory(tmp
         copy(source, entry, path)
 
     monkeypatch.setattr(node_copy, "copy_verified", damaged)
-    with pytest.raises(ValueError, match=r"--save .* iteration 2 is not saved: rank 2: .*local/rank_00002/.* has CRC-32 "):
+    with pytest.raises(
+        ValueError,
+        match=r"--save .* iteration 2 is not saved: rank 2: .*local/rank_00002/.* has CRC-32 ",
+    ):
         run(tmp_path, 2)
     assert list_iterations(tmp_path / "save") == []
 
@@ -166,14 +207,29 @@ def test_a_full_disk_of_a_node_ends_the_run_with_one_line(tmp_path):
     with largest_file(1 << 14), pytest.raises(ValueError) as caught:
         run(tmp_path, 2)
     message = str(caught.value)
-    assert message.startswith(f"--save-local {tmp_path}/local: iteration 2 is not saved: rank 0: ") and "\n" not in message
+    assert (
+        message.startswith(f"--save-local {tmp_path}/local: iteration 2 is not saved: rank 0: ")
+        and "\n" not in message
+    )
     assert "File too large" in message and latest_iteration(tmp_path / "save") is None
 
 
-@pytest.mark.parametrize("held", [[[1, 3], [1, 3]], [[3], [1]], [[], [1]], [[2, 4, 7], [1, 2, 5, 6]],
-                                  [[5, 3, 1], [4, 3, 2], [6, 3]]])
+@pytest.mark.parametrize(
+    "held",
+    [
+        [[1, 3], [1, 3]],
+        [[3], [1]],
+        [[], [1]],
+        [[2, 4, 7], [1, 2, 5, 6]],
+        [[5, 3, 1], [4, 3, 2], [6, 3]],
+    ],
+)
 def test_the_newest_that_every_rank_has(held, monkeypatch):
-    monkeypatch.setattr(node_copy, "list_iterations", lambda folder: sorted(held[int(folder.name[-5:])]))
+    monkeypatch.setattr(
+        node_copy, "list_iterations", lambda folder: sorted(held[int(folder.name[-5:])])
+    )
     monkeypatch.setattr(node_copy, "read_head", lambda folder, number: {})
-    ranks = ThreadWorld(len(held)).run(lambda comm: node_copy.newest_everywhere("x", comm, lambda head: True))
+    ranks = ThreadWorld(len(held)).run(
+        lambda comm: node_copy.newest_everywhere("x", comm, lambda head: True)
+    )
     assert ranks == [max(set.intersection(*map(set, held)), default=0)] * len(held)

@@ -27,7 +27,9 @@ from tests.threads import ThreadWorld
 RESULT = {"attention_forward": 1, "attention_backward": 4}  # the argument that a kernel writes
 
 
-def faulty_ops(kernel: str, layer: int, first_sample: int, value: float = float("nan"), times: int = -1) -> Ops:
+def faulty_ops(
+    kernel: str, layer: int, first_sample: int, value: float = float("nan"), times: int = -1
+) -> Ops:
     """Attention of one layer (from 1) goes wrong in the micro-batch that begins at a sample, so many times or always."""
     left = [times]
 
@@ -53,20 +55,34 @@ def explained(world, run, ops) -> str:
     return text
 
 
-@pytest.mark.parametrize(("ranks", "guilty", "kernel", "layout"), [
-    (2, 1, "attention_forward", TP2), (2, 1, "attention_backward", PP2), (2, 1, "attention_forward", {"zero_stage": 1}),
-    (2, 1, "attention_backward", OVERLAP), (2, 1, "attention_forward", {**PP2, "pipeline_schedule": "zbv"}),
-    (8, 7, "attention_backward", {**TP2PP2, "sequence_parallel": True}),
-    (2, 1, "attention_forward", {**TP2, "sequence_parallel": True, "tp_comm_overlap": True}),
-    (1, 0, "attention_forward", {"recompute_granularity": "full"}),
-    (1, 0, "attention_backward", {"recompute_granularity": "selective"})], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "guilty", "kernel", "layout"),
+    [
+        (2, 1, "attention_forward", TP2),
+        (2, 1, "attention_backward", PP2),
+        (2, 1, "attention_forward", {"zero_stage": 1}),
+        (2, 1, "attention_backward", OVERLAP),
+        (2, 1, "attention_forward", {**PP2, "pipeline_schedule": "zbv"}),
+        (8, 7, "attention_backward", {**TP2PP2, "sequence_parallel": True}),
+        (2, 1, "attention_forward", {**TP2, "sequence_parallel": True, "tp_comm_overlap": True}),
+        (1, 0, "attention_forward", {"recompute_granularity": "full"}),
+        (1, 0, "attention_backward", {"recompute_granularity": "selective"}),
+    ],
+    ids=str,
+)
 def test_rank_layer_operation_and_samples_are_named(ranks, guilty, kernel, layout):
     run = small_run(**layout)
-    healthy, layer = Ops.build(), 2 if "pipeline_schedule" in layout else 4  # the last stage has layer 4, in a V layer 2
+    healthy, layer = (
+        Ops.build(),
+        2 if "pipeline_schedule" in layout else 4,
+    )  # the last stage has layer 4, in a V layer 2
     dp = Layout.from_run(run, ranks).dp
     first = 6 if dp == 2 else 4  # the third micro-batch, or the second one of the second replica
     texts = ThreadWorld(ranks).run(
-        lambda world: explained(world, run, lambda rank: faulty_ops(kernel, layer, first) if rank == guilty else healthy))
+        lambda world: explained(
+            world, run, lambda rank: faulty_ops(kernel, layer, first) if rank == guilty else healthy
+        )
+    )
     assert len(set(texts)) == 1
     way = kernel.removeprefix("attention_")
     assert texts[0].startswith("first produced by rank ") and f"rank {guilty} (node " in texts[0]
@@ -84,13 +100,19 @@ def test_what_turns_queries_and_keys_is_named_by_what_comes_before_it():
     assert trainer.train_step().skipped
     text = find_nonfinite(trainer, 0, 1.0)
     trainer.close()
-    assert "forward of rotary, after linear, decoder.layers.0.self_attention.linear_qkv, micro-batch 0" in text
+    assert (
+        "forward of rotary, after linear, decoder.layers.0.self_attention.linear_qkv, micro-batch 0"
+        in text
+    )
 
 
 def test_the_first_of_several_in_the_order_of_samples():
     run = small_run(num_layers=2)
     texts = ThreadWorld(2).run(
-        lambda world: explained(world, run, lambda rank: faulty_ops("attention_forward", 1, (12, 2)[rank])))
+        lambda world: explained(
+            world, run, lambda rank: faulty_ops("attention_forward", 1, (12, 2)[rank])
+        )
+    )
     assert "rank 1 (node" in texts[0] and "samples 2 to 3" in texts[0]
 
 
@@ -115,7 +137,9 @@ def test_a_weight_that_is_not_finite_is_named():
         return text
 
     texts = ThreadWorld(2).run(broken)
-    assert texts[0] == texts[1] and texts[0].startswith("the weights were not finite before: rank 1 (node ")
+    assert texts[0] == texts[1] and texts[0].startswith(
+        "the weights were not finite before: rank 1 (node "
+    )
     assert texts[0].endswith("weight decoder.layers.1.mlp.linear_fc1.weight: 1 of 4,096 elements")
 
 
@@ -127,9 +151,13 @@ def explained_only(trainer: Trainer) -> str:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_no_operation_made(ranks):
-    texts = ThreadWorld(ranks).run(lambda world: explained_only(make_trainer(world, small_run(num_layers=2))))
-    assert set(texts) == {"it does not occur when the iteration is repeated from the same state: memory or network of a node "
-                          "may be faulty"}
+    texts = ThreadWorld(ranks).run(
+        lambda world: explained_only(make_trainer(world, small_run(num_layers=2)))
+    )
+    assert set(texts) == {
+        "it does not occur when the iteration is repeated from the same state: memory or network of a node "
+        "may be faulty"
+    }
 
 
 def test_weight_gradients_and_their_sums():
@@ -141,10 +169,14 @@ def test_weight_gradients_and_their_sums():
         return Ops.build(kernels=Observed(kernels, ("add_position_backward",), call))
 
     run = small_run(num_layers=2)
-    assert set(ThreadWorld(2).run(lambda world: explained_only(make_trainer(world, run, overflow(3e38))))) == {
-        "the gradients of every rank are finite, but their sum over the ranks is not"}
+    assert set(
+        ThreadWorld(2).run(lambda world: explained_only(make_trainer(world, run, overflow(3e38))))
+    ) == {"the gradients of every rank are finite, but their sum over the ranks is not"}
     text = explained_only(make_trainer(SoloComm(), run, overflow(float("inf"))))
-    assert "the gradient of embedding.position_embeddings.weight, after finite gradients of activations, micro-batch 0" in text
+    assert (
+        "the gradient of embedding.position_embeddings.weight, after finite gradients of activations, micro-batch 0"
+        in text
+    )
 
 
 def test_one_line_in_the_log_and_in_the_history(tmp_path, capsys):
@@ -155,8 +187,12 @@ def test_one_line_in_the_log_and_in_the_history(tmp_path, capsys):
     trainer.close()
     writer.close()
     lines = [line for line in capsys.readouterr().out.splitlines() if "Inf or NaN" in line]
-    assert len(lines) == 1 and lines[0].startswith("Inf or NaN in the gradients of iteration 2: first produced by rank 0 (node ")
-    events = [record for record in read_history(tmp_path / "history.jsonl") if record["kind"] == "event"]
+    assert len(lines) == 1 and lines[0].startswith(
+        "Inf or NaN in the gradients of iteration 2: first produced by rank 0 (node "
+    )
+    events = [
+        record for record in read_history(tmp_path / "history.jsonl") if record["kind"] == "event"
+    ]
     assert events == [{"kind": "event", "iteration": 2, "text": lines[0]}] and json.dumps(events)
 
 
@@ -173,7 +209,10 @@ def noisy(count: int, level: float = 3.0, noise: float = 0.05) -> list[float]:
 def test_noise_and_a_falling_loss_are_no_spikes():
     assert told(noisy(2000)) == []
     assert told([11.0 * 0.999**i + n - 3 for i, n in enumerate(noisy(2000))]) == []
-    assert told([3.0 + 0.02 * (i % 2) for i in range(100)]) == [] and told([3.0] * 50 + [3.02] * 5) == []
+    assert (
+        told([3.0 + 0.02 * (i % 2) for i in range(100)]) == []
+        and told([3.0] * 50 + [3.02] * 5) == []
+    )
 
 
 def test_a_spike_is_told_once_and_a_new_level_too():
@@ -184,7 +223,11 @@ def test_a_spike_is_told_once_and_a_new_level_too():
 
 
 def test_a_loss_that_is_not_finite_is_told_from_the_first_iteration_on():
-    assert told([float("nan"), *noisy(30), float("inf"), float("nan"), 3.0, float("nan")]) == [0, 31, 34]
+    assert told([float("nan"), *noisy(30), float("inf"), float("nan"), 3.0, float("nan")]) == [
+        0,
+        31,
+        34,
+    ]
 
 
 def test_every_bit_counts():
@@ -199,45 +242,76 @@ def test_every_bit_counts():
 def lines(world, run, ops: Ops, iterations: int = 3) -> tuple[list[tuple[int, str]], list[float]]:
     """What is said in some iterations, and their losses."""
     trainer, said = make_trainer(world, run, ops), []
-    trainer.before_update = Rerun(trainer, lambda iteration, text: said.append((iteration, text))).before_update
+    trainer.before_update = Rerun(
+        trainer, lambda iteration, text: said.append((iteration, text))
+    ).before_update
     losses = [trainer.train_step().loss for _ in range(iterations)]
     trainer.close()
     return said, losses
 
 
-@pytest.mark.parametrize(("ranks", "guilty", "kernel", "layout"), [
-    (1, 0, "attention_forward", {}), (2, 1, "attention_backward", OVERLAP), (2, 1, "attention_forward", PP2),
-    (2, 1, "attention_backward", {**PP2, "pipeline_schedule": "zbv"}), (4, 3, "attention_backward", TP2PP2)], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "guilty", "kernel", "layout"),
+    [
+        (1, 0, "attention_forward", {}),
+        (2, 1, "attention_backward", OVERLAP),
+        (2, 1, "attention_forward", PP2),
+        (2, 1, "attention_backward", {**PP2, "pipeline_schedule": "zbv"}),
+        (4, 3, "attention_backward", TP2PP2),
+    ],
+    ids=str,
+)
 def test_a_broken_machine_is_named_and_the_repetition_used(ranks, guilty, kernel, layout):
     run, first = small_run(**DROPOUT, **layout), 16 + (6 if layout == OVERLAP else 4)
     layer = 2 if "pipeline_schedule" in layout else 4
     healthy = [step.loss for step in ThreadWorld(ranks).run(lambda world: train(world, run, 3))[0]]
-    assert ThreadWorld(ranks).run(lambda world: lines(world, run, Ops.build())) == [([], healthy)] * ranks, "looking changes no bit"
+    assert (
+        ThreadWorld(ranks).run(lambda world: lines(world, run, Ops.build()))
+        == [([], healthy)] * ranks
+    ), "looking changes no bit"
 
     def rank(world):
         return lines(world, run, faulty_ops(kernel, layer, first, times=int(world.rank == guilty)))
 
     for said, losses in ThreadWorld(ranks).run(rank):
-        (iteration, text), = said
-        assert iteration == 2 and "has other bits: the cause is a machine, not the batch. The first difference is in " in text
-        early = kernel.endswith("forward") or run.parallel.pipeline_model_parallel_size > 1  # seen before the weight gradients
+        ((iteration, text),) = said
+        assert (
+            iteration == 2
+            and "has other bits: the cause is a machine, not the batch. The first difference is in "
+            in text
+        )
+        early = (
+            kernel.endswith("forward") or run.parallel.pipeline_model_parallel_size > 1
+        )  # seen before the weight gradients
         assert (f"of the micro-batch that begins with sample {first}" in text) == early
-        assert (f"on rank {guilty} (node " in text) or (layout == TP2PP2 and "on ranks 2 to 3, which share" in text), text
+        assert (f"on rank {guilty} (node " in text) or (
+            layout == TP2PP2 and "on ranks 2 to 3, which share" in text
+        ), text
         assert losses == healthy, "as if nothing had been"
 
 
 def test_a_bad_batch_is_named_by_its_samples():
-    run = small_run(**DROPOUT, **OVERLAP, skip_samples=("3:5",))  # the second iteration takes samples 18 to 33
+    run = small_run(
+        **DROPOUT, **OVERLAP, skip_samples=("3:5",)
+    )  # the second iteration takes samples 18 to 33
     ops = faulty_ops("attention_forward", 1, 22, float("inf"))
     for said, _ in ThreadWorld(2).run(lambda world: lines(world, run, ops)):
-        (iteration, text), = said
+        ((iteration, text),) = said
         assert iteration == 2
-        assert "it has the same bits: the cause is the batch, not a machine. --skip-samples 18:34 leaves it out" in text
+        assert (
+            "it has the same bits: the cause is the batch, not a machine. --skip-samples 18:34 leaves it out"
+            in text
+        )
 
 
-@pytest.mark.parametrize(("calls", "verdict"), [
-    ((30, 31), "the batch, not a machine. --skip-samples 60:62 leaves"),
-    ((30,), "a machine, not the batch. The first difference is in the output of part 0")], ids=["batch", "machine"])
+@pytest.mark.parametrize(
+    ("calls", "verdict"),
+    [
+        ((30, 31), "the batch, not a machine. --skip-samples 60:62 leaves"),
+        ((30,), "a machine, not the batch. The first difference is in the output of part 0"),
+    ],
+    ids=["batch", "machine"],
+)
 def test_a_spike_of_the_loss(calls, verdict):
     seen = []
 
@@ -248,7 +322,11 @@ def test_a_spike_of_the_loss(calls, verdict):
 
     run = small_run(num_layers=1, global_batch_size=2)
     (said,), _ = lines(SoloComm(), run, Observed(Ops.build(), ("head_loss",), call), 35)
-    assert said[0] == 31 and said[1].startswith("iteration 31: the loss ") and "of the last 30. Repeated from" in said[1]
+    assert (
+        said[0] == 31
+        and said[1].startswith("iteration 31: the loss ")
+        and "of the last 30. Repeated from" in said[1]
+    )
     assert verdict in said[1] and len(seen) == 36
 
 
@@ -259,9 +337,12 @@ def test_a_falling_loss_scale_is_no_spike():
 
 
 def test_flags():
-    numbers = parse(["--recipe", "demo", "--check-for-spiky-loss", "--loss-spike-deviations", "4"]).run.numbers
+    numbers = parse(
+        ["--recipe", "demo", "--check-for-spiky-loss", "--loss-spike-deviations", "4"]
+    ).run.numbers
     assert numbers.rerun_on_spike and numbers.loss_spike_deviations == 4.0
     with pytest.raises(ValueError, match="^--loss-spike-deviations is 0.0: pass a number above 0$"):
         parse(["--recipe", "demo", "--loss-spike-deviations", "0"])
-    assert parse(["--recipe", "demo", "--loss-spike-deviations", "4"]).notes == ("--loss-spike-deviations has no effect without "
-                                                                                "--rerun-on-spike",)
+    assert parse(["--recipe", "demo", "--loss-spike-deviations", "4"]).notes == (
+        "--loss-spike-deviations has no effect without --rerun-on-spike",
+    )

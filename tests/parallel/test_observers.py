@@ -15,7 +15,13 @@ from fugaku_megatron.host.observed import PHASES, Event, Phases, Profiler
 from fugaku_megatron.logs.plot import read_trace as read
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.training import observers
-from fugaku_megatron.training.observers import Heartbeats, Observers, Profile, listed, profiled_ranks
+from fugaku_megatron.training.observers import (
+    Heartbeats,
+    Observers,
+    Profile,
+    listed,
+    profiled_ranks,
+)
 from fugaku_megatron.training.train import Trainer
 from fugaku_megatron.watchdog.heartbeat import Heartbeat
 from tests.helpers import CP2, P2P, PP2, TP2PP2, grid_groups, make_trainer, mock, small_run
@@ -38,9 +44,17 @@ def spoken(world, **flags) -> list[str]:
     torch.set_num_threads(1)
     run = small_run(**flags, global_batch_size=8)
     heart = Spoken()
-    observers = Observers(Phases(), Heartbeats(heart, Grid(*Layout.from_run(run, world.size).sizes), world.rank), None)
-    trainer = Trainer(run, world, observers.groups(grid_groups(world, run)), mock(run), waiting_for_data=observers.reading,
-                      watch=observers.watch)
+    observers = Observers(
+        Phases(), Heartbeats(heart, Grid(*Layout.from_run(run, world.size).sizes), world.rank), None
+    )
+    trainer = Trainer(
+        run,
+        world,
+        observers.groups(grid_groups(world, run)),
+        mock(run),
+        waiting_for_data=observers.reading,
+        watch=observers.watch,
+    )
     with heart.iteration(1):
         trainer.train_step()
     trainer.close()
@@ -51,15 +65,27 @@ def spoken(world, **flags) -> list[str]:
 def test_a_step_says_instructions_messages_collectives_and_reading():
     first, *_, last = ThreadWorld(8).run(partial(spoken, **TP2PP2))
     assert {"forward of micro-batch 1", "backward of micro-batch 0", "reading data"} <= set(first)
-    assert "send_forward of micro-batch 1 to rank 2" in first and "recv_backward of micro-batch 0 from rank 2" in first
-    assert "recv_forward of micro-batch 0 from rank 5" in last and "send_backward of micro-batch 1 to rank 5" in last
-    assert "all_reduce over data-parallel ranks 0, 4" in first and "all_reduce over data-parallel ranks 3, 7" in last
+    assert (
+        "send_forward of micro-batch 1 to rank 2" in first
+        and "recv_backward of micro-batch 0 from rank 2" in first
+    )
+    assert (
+        "recv_forward of micro-batch 0 from rank 5" in last
+        and "send_backward of micro-batch 1 to rank 5" in last
+    )
+    assert (
+        "all_reduce over data-parallel ranks 0, 4" in first
+        and "all_reduce over data-parallel ranks 3, 7" in last
+    )
     assert "all_reduce over tensor-parallel ranks 0, 1 in forward of micro-batch 0" in first
     assert not [said for said in first if said.startswith(("isend", "irecv"))]
 
 
 def test_long_groups_are_cut():
-    assert listed(range(5)) == "0, 1, 2, 3, 4" and listed(range(0, 98304, 8)) == "0, 8, 16, 24 ... 98296"
+    assert (
+        listed(range(5)) == "0, 1, 2, 3, 4"
+        and listed(range(0, 98304, 8)) == "0, 8, 16, 24 ... 98296"
+    )
 
 
 PAUSE = 0.125
@@ -80,6 +106,7 @@ class Slow:
         def call(*args):
             self.pause()
             return SimpleNamespace(wait=self.pause)
+
         return call
 
 
@@ -98,14 +125,24 @@ def seconds_of(phases, total=1.0):
     return dict(zip(PHASES, phases.of_iteration(total), strict=True))
 
 
-@pytest.mark.parametrize(("instruction", "phase"), [
-    ("recv_forward", "previous stage"), ("send_backward", "previous stage"), ("recv_backward", "next stage"),
-    ("send_forward", "next stage")])
+@pytest.mark.parametrize(
+    ("instruction", "phase"),
+    [
+        ("recv_forward", "previous stage"),
+        ("send_backward", "previous stage"),
+        ("recv_backward", "next stage"),
+        ("send_forward", "next stage"),
+    ],
+)
 def test_waiting_for_a_stage(slow, instruction, phase):
     phases = Phases()
     getattr(phases.watch(slow), instruction)(None)
     spent = seconds_of(phases)
-    assert spent.pop(phase) == PAUSE and spent.pop("computation") == 1 - PAUSE and not any(spent.values())
+    assert (
+        spent.pop(phase) == PAUSE
+        and spent.pop("computation") == 1 - PAUSE
+        and not any(spent.values())
+    )
 
 
 def test_sums_count_where_they_are_waited_for(slow):
@@ -146,8 +183,14 @@ def test_a_trainer_is_observed_and_its_losses_stay():
         phases = Phases()
         trainer = make_trainer(world, run)
         if observed:
-            trainer = type(trainer)(run, world, phases.groups(grid_groups(world, run)), mock(run), watch=phases.watch,
-                                    waiting_for_data=phases.waiting_for_data)
+            trainer = type(trainer)(
+                run,
+                world,
+                phases.groups(grid_groups(world, run)),
+                mock(run),
+                watch=phases.watch,
+                waiting_for_data=phases.waiting_for_data,
+            )
         losses = [trainer.train_step().loss for _ in range(2)]
         trainer.close()
         return losses, seconds_of(phases, 100.0)
@@ -156,29 +199,62 @@ def test_a_trainer_is_observed_and_its_losses_stay():
     assert [losses for losses, _ in observed] == [losses for losses, _ in expected]
     first, last = observed[0][1], observed[3][1]
     assert first["previous stage"] == 0 == last["next stage"]
-    assert min(first["next stage"], first["reductions"], first["data"], last["previous stage"], last["data"]) > 0
+    assert (
+        min(
+            first["next stage"],
+            first["reductions"],
+            first["data"],
+            last["previous stage"],
+            last["data"],
+        )
+        > 0
+    )
 
 
 def test_the_table_accounts_for_the_whole_step():
     profiler = Profiler()
     profiler.peak_gflops, profiler.steps = 100.0, [1.0, 3.0]
-    profiler.events = [Event("schedule", "forward", 0.0, 4.0), Event("kernels", "linear_forward", 0.0, 1.0, 40e9),
-                       Event("kernels", "linear_forward", 1.0, 1.0, 60e9), Event("communication", "dp all_reduce", 2.0, 0.5)]
+    profiler.events = [
+        Event("schedule", "forward", 0.0, 4.0),
+        Event("kernels", "linear_forward", 0.0, 1.0, 40e9),
+        Event("kernels", "linear_forward", 1.0, 1.0, 60e9),
+        Event("communication", "dp all_reduce", 2.0, 0.5),
+    ]
     head, _, *rows = [line.split() for line in profiler.table()]
     assert "2.000" in head and "100" in head
-    assert rows == [["linear_forward", "1", "1.0000", "50.0", "50.0", "50.0"], ["dp", "all_reduce", "0", "0.2500", "12.5"],
-                    ["Python,", "autograd", "and", "the", "rest", "0.7500", "37.5"]]
+    assert rows == [
+        ["linear_forward", "1", "1.0000", "50.0", "50.0", "50.0"],
+        ["dp", "all_reduce", "0", "0.2500", "12.5"],
+        ["Python,", "autograd", "and", "the", "rest", "0.7500", "37.5"],
+    ]
 
 
 def recorded(world, folder, iterations, **changes):
     """What is said in a run on two stages."""
     torch.set_num_threads(1)
-    run, said = small_run(num_layers=2, profile=True, profile_dir=str(folder), profile_ranks=(0, 3), profile_step_start=2,
-                          profile_step_end=4, **PP2, **changes), []
+    run, said = (
+        small_run(
+            num_layers=2,
+            profile=True,
+            profile_dir=str(folder),
+            profile_ranks=(0, 3),
+            profile_step_start=2,
+            profile_step_end=4,
+            **PP2,
+            **changes,
+        ),
+        [],
+    )
     trainer = Trainer(run, world, grid_groups(world, run), mock(run))
     own = Profile(run, trainer.layout, world)
-    trainer = Trainer(run, world, own.groups(grid_groups(world, run)), mock(run), watch=own.watch,
-                      ops=Ops.build(kernels=own.kernels(kernels)))
+    trainer = Trainer(
+        run,
+        world,
+        own.groups(grid_groups(world, run)),
+        mock(run),
+        watch=own.watch,
+        ops=Ops.build(kernels=own.kernels(kernels)),
+    )
     for _ in range(iterations):
         with own.iteration(said.append):
             trainer.train_step()
@@ -193,6 +269,7 @@ APART = 1000.0  # seconds between the clocks of one rank and of the next
 @pytest.fixture
 def clocks(monkeypatch):
     """How far the clock of the thread that asks is ahead of rank 0's."""
+
     def ahead() -> float:
         name = threading.current_thread().name
         return APART * int(name.removeprefix("rank ")) if name.startswith("rank ") else 0.0
@@ -203,17 +280,43 @@ def clocks(monkeypatch):
 
 def test_one_trace_of_all_ranks_on_one_clock(tmp_path, clocks):
     said = ThreadWorld(4).run(recorded, tmp_path, 4)[0]
-    assert said[-2:] == [f"trace of 3 ranks: {tmp_path / 'trace.json'} (open it in ui.perfetto.dev)",
-                         f"schedule: {tmp_path / 'schedule.png'}"]
+    assert said[-2:] == [
+        f"trace of 3 ranks: {tmp_path / 'trace.json'} (open it in ui.perfetto.dev)",
+        f"schedule: {tmp_path / 'schedule.png'}",
+    ]
     spans = [event for event in read(tmp_path / "trace.json")["traceEvents"] if event["ph"] == "X"]
     tracks = {rank: {span["tid"] for span in spans if span["pid"] == rank} for rank in range(4)}
-    assert tracks == {0: {0, 1, 2}, 1: {0}, 2: set(), 3: {0, 1, 2}}  # rank 1 is rank 0's other stage, rank 2 of no interest
-    assert {path.name for path in tmp_path.iterdir()} == {"trace.json", "trace_rank0.json", "trace_rank1.json", "trace_rank3.json",
-                                                          "table_rank0.txt", "table_rank3.txt", "schedule.png"}
-    assert {"forward", "backward", "linear_forward", "attention_backward", "adamw", "pp isend"} <= {s["name"] for s in spans}
-    sent = {s["args"]["microbatch"]: s["ts"] for s in spans if (s["pid"], s["name"]) == (0, "send_forward")}
-    received = {s["args"]["microbatch"]: s["ts"] + s["dur"] for s in spans if (s["pid"], s["name"]) == (1, "recv_forward")}
-    assert sent.keys() == received.keys() == set(range(4)) and all(sent[m] < received[m] + 1e6 * APART / 2 for m in sent)
+    assert tracks == {
+        0: {0, 1, 2},
+        1: {0},
+        2: set(),
+        3: {0, 1, 2},
+    }  # rank 1 is rank 0's other stage, rank 2 of no interest
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "trace.json",
+        "trace_rank0.json",
+        "trace_rank1.json",
+        "trace_rank3.json",
+        "table_rank0.txt",
+        "table_rank3.txt",
+        "schedule.png",
+    }
+    assert {"forward", "backward", "linear_forward", "attention_backward", "adamw", "pp isend"} <= {
+        s["name"] for s in spans
+    }
+    sent = {
+        s["args"]["microbatch"]: s["ts"]
+        for s in spans
+        if (s["pid"], s["name"]) == (0, "send_forward")
+    }
+    received = {
+        s["args"]["microbatch"]: s["ts"] + s["dur"]
+        for s in spans
+        if (s["pid"], s["name"]) == (1, "recv_forward")
+    }
+    assert sent.keys() == received.keys() == set(range(4)) and all(
+        sent[m] < received[m] + 1e6 * APART / 2 for m in sent
+    )
     assert all(abs(span["ts"]) < 1e6 * APART / 2 for span in spans)
 
 
@@ -235,7 +338,8 @@ def test_a_trace_of_ranks_that_share_a_sequence_has_their_stages(tmp_path):
 
 def test_a_run_without_a_recorded_iteration_says_so(tmp_path):
     assert ThreadWorld(4).run(recorded, tmp_path, 1)[0] == [
-        "note: no profile: this start had 1 iterations, --profile-step-start is 2"]
+        "note: no profile: this start had 1 iterations, --profile-step-start is 2"
+    ]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -244,7 +348,9 @@ def test_clocks_that_differ_show_one_moment(clocks):
     assert others == [pytest.approx(first, abs=APART / 2)] * 2
 
 
-@pytest.mark.parametrize(("tp", "pp", "asked", "ranks"), [(1, 2, (3,), [0, 1, 3]), (2, 2, (0,), [0, 2])])
+@pytest.mark.parametrize(
+    ("tp", "pp", "asked", "ranks"), [(1, 2, (3,), [0, 1, 3]), (2, 2, (0,), [0, 2])]
+)
 def test_the_pipeline_of_rank_0_is_always_there(tp, pp, asked, ranks):
     layout = Layout(8, tp, pp, 8 // (tp * pp))
     assert profiled_ranks(SimpleNamespace(profile_ranks=asked), layout) == ranks

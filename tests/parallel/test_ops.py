@@ -15,7 +15,11 @@ from fugaku_megatron.nn.ops import BACKENDS, FAMILIES, DropoutKey, Ops
 from tests.threads import ThreadWorld
 
 S, B, H, OUT = 5, 3, 12, 7
-DTYPES = {"fp32": (torch.float32, 2e-6), "bf16": (torch.bfloat16, 3e-2), "fp16": (torch.float16, 4e-3)}
+DTYPES = {
+    "fp32": (torch.float32, 2e-6),
+    "bf16": (torch.bfloat16, 3e-2),
+    "fp16": (torch.float16, 4e-3),
+}
 KEY = DropoutKey(seed=5, stream=9, first_sample=40, sample_dim=1)
 
 
@@ -51,14 +55,16 @@ def check(op, plain, inputs: list[Tensor], weights: list[Tensor], tolerance: flo
         close(y, expected, tolerance)
         for leaf, exact_gradient in zip(leaves, gradients):
             close(leaf.grad, exact_gradient, tolerance)
-        for p, exact_gradient in zip(parameters, gradients[len(inputs):]):
+        for p, exact_gradient in zip(parameters, gradients[len(inputs) :]):
             assert p.grad is None and p.main_grad.dtype == torch.float32
             close(p.main_grad, 0.5 + times * exact_gradient, tolerance * times)
 
 
 def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     scale = expected.abs().max().item()
-    torch.testing.assert_close(actual.double(), expected.detach(), rtol=0, atol=tolerance * max(1.0, scale))
+    torch.testing.assert_close(
+        actual.double(), expected.detach(), rtol=0, atol=tolerance * max(1.0, scale)
+    )
 
 
 each_dtype = pytest.mark.parametrize("name", DTYPES)
@@ -72,12 +78,16 @@ def plain_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-3) * weight
 
 
-def plain_gated_mlp(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None = None, function=F.silu) -> Tensor:
+def plain_gated_mlp(
+    x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None = None, function=F.silu
+) -> Tensor:
     gates, values = (x @ w.t() + (0 if b1 is None else b1[i]) for i, w in enumerate(w1))
     return (function(gates) * values) @ w2.t()
 
 
-def plain_attention(qkv: Tensor, d: int, groups: int = 0, window: int | None = None, keep: Tensor | None = None) -> Tensor:
+def plain_attention(
+    qkv: Tensor, d: int, groups: int = 0, window: int | None = None, keep: Tensor | None = None
+) -> Tensor:
     """Head by head, each with its group's key and value; `keep` multiplies the probabilities (b, heads, s, s)."""
     s, b, width = qkv.shape
     groups = groups or width // (3 * d)
@@ -86,8 +96,12 @@ def plain_attention(qkv: Tensor, d: int, groups: int = 0, window: int | None = N
     distance = torch.arange(s)[:, None] - torch.arange(s)
     for head in range(groups * each):
         group, query = divmod(head, each)
-        q, k, v = (slots[:, :, group, slot].transpose(0, 1) for slot in (query, each, each + 1))  # (b, s, d)
-        scores = (q @ k.transpose(1, 2) / d**0.5).masked_fill((distance < 0) | (distance >= (window or s)), -math.inf)
+        q, k, v = (
+            slots[:, :, group, slot].transpose(0, 1) for slot in (query, each, each + 1)
+        )  # (b, s, d)
+        scores = (q @ k.transpose(1, 2) / d**0.5).masked_fill(
+            (distance < 0) | (distance >= (window or s)), -math.inf
+        )
         heads.append((scores.softmax(-1) * (1 if keep is None else keep[:, head])) @ v)
     return torch.cat(heads, -1).transpose(0, 1)
 
@@ -113,43 +127,146 @@ OPERATIONS = {  # (with ops, in plain torch, shapes of inputs, shapes of weights
     "rms norm": (lambda o, *a: o.rms_norm(*a, 1e-3), plain_rms_norm, [X], [(H,)], 1),
     "gelu": (lambda o, x: torch_ops.gelu(x), plain_gelu, [X], [], 1),
     "add bias": (lambda o, *a: torch_ops.add_bias(*a), torch.add, [X], [(H,)], 1),
-    "mlp": (lambda o, *a: o.mlp(*a), lambda x, w1, b1, w2: plain_gelu(x @ w1.t() + b1) @ w2.t(), [X], [W1, B1, W2], 3),
-    "mlp, no bias": (lambda o, x, w1, w2: o.mlp(x, w1, None, w2), lambda x, w1, w2: plain_gelu(x @ w1.t()) @ w2.t(), [X],
-                     [W1, W2], 3),
-    "mlp, exact gelu": (lambda o, *a: o.mlp(*a, activation="gelu_exact"),
-                        lambda x, w1, b1, w2: F.gelu(x @ w1.t() + b1) @ w2.t(), [X], [W1, B1, W2], 3),
-    "mlp, squared relu": (lambda o, *a: o.mlp(*a, activation="squared_relu"),
-                          lambda x, w1, b1, w2: F.relu(x @ w1.t() + b1).square() @ w2.t(), [X], [W1, B1, W2], 6),
-    "mlp, gated gelu": (lambda o, x, w1, w2, b1: o.gated_mlp(x, w1, b1, w2, activation="geglu"),
-                        lambda *a: plain_gated_mlp(*a, function=plain_gelu), [X], [GATED, (H, 20), (2, 20)], 4),
-    "gated mlp": (lambda o, x, w1, w2, b1: o.gated_mlp(x, w1, b1, w2), plain_gated_mlp, [X], [GATED, (H, 20), (2, 20)], 4),
-    "gated mlp, no bias": (lambda o, x, w1, w2: o.gated_mlp(x, w1, None, w2), plain_gated_mlp, [X], [GATED, (H, 20)], 4),
-    "residual": (lambda o, x, r, b: o.bias_dropout_add(x, b, r, P, KEY), lambda x, r, b: r + (x + b) * KEEP, [X, X], [(H,)], 2),
-    "residual, no bias": (lambda o, x, r: o.bias_dropout_add(x, None, r, P, KEY), lambda x, r: r + x * KEEP, [X, X], [], 2),
+    "mlp": (
+        lambda o, *a: o.mlp(*a),
+        lambda x, w1, b1, w2: plain_gelu(x @ w1.t() + b1) @ w2.t(),
+        [X],
+        [W1, B1, W2],
+        3,
+    ),
+    "mlp, no bias": (
+        lambda o, x, w1, w2: o.mlp(x, w1, None, w2),
+        lambda x, w1, w2: plain_gelu(x @ w1.t()) @ w2.t(),
+        [X],
+        [W1, W2],
+        3,
+    ),
+    "mlp, exact gelu": (
+        lambda o, *a: o.mlp(*a, activation="gelu_exact"),
+        lambda x, w1, b1, w2: F.gelu(x @ w1.t() + b1) @ w2.t(),
+        [X],
+        [W1, B1, W2],
+        3,
+    ),
+    "mlp, squared relu": (
+        lambda o, *a: o.mlp(*a, activation="squared_relu"),
+        lambda x, w1, b1, w2: F.relu(x @ w1.t() + b1).square() @ w2.t(),
+        [X],
+        [W1, B1, W2],
+        6,
+    ),
+    "mlp, gated gelu": (
+        lambda o, x, w1, w2, b1: o.gated_mlp(x, w1, b1, w2, activation="geglu"),
+        lambda *a: plain_gated_mlp(*a, function=plain_gelu),
+        [X],
+        [GATED, (H, 20), (2, 20)],
+        4,
+    ),
+    "gated mlp": (
+        lambda o, x, w1, w2, b1: o.gated_mlp(x, w1, b1, w2),
+        plain_gated_mlp,
+        [X],
+        [GATED, (H, 20), (2, 20)],
+        4,
+    ),
+    "gated mlp, no bias": (
+        lambda o, x, w1, w2: o.gated_mlp(x, w1, None, w2),
+        plain_gated_mlp,
+        [X],
+        [GATED, (H, 20)],
+        4,
+    ),
+    "residual": (
+        lambda o, x, r, b: o.bias_dropout_add(x, b, r, P, KEY),
+        lambda x, r, b: r + (x + b) * KEEP,
+        [X, X],
+        [(H,)],
+        2,
+    ),
+    "residual, no bias": (
+        lambda o, x, r: o.bias_dropout_add(x, None, r, P, KEY),
+        lambda x, r: r + x * KEEP,
+        [X, X],
+        [],
+        2,
+    ),
     "residual and layer norm": (
         lambda o, x, r, b, w, c: both(o.bias_dropout_add_layer_norm(x, b, r, P, KEY, w, c, 1e-3)),
-        lambda x, r, b, *w: both((total := r + (x + b) * KEEP, norm(total, *w))), [X, X], [(H,), (H,), (H,)], 4),
+        lambda x, r, b, *w: both((total := r + (x + b) * KEEP, norm(total, *w))),
+        [X, X],
+        [(H,), (H,), (H,)],
+        4,
+    ),
     "residual and layer norm, no bias, no dropout": (
         lambda o, x, r, w, c: both(o.bias_dropout_add_layer_norm(x, None, r, 0.0, KEY, w, c, 1e-3)),
-        lambda x, r, *w: both((x + r, norm(x + r, *w))), [X, X], [(H,), (H,)], 4),
+        lambda x, r, *w: both((x + r, norm(x + r, *w))),
+        [X, X],
+        [(H,), (H,)],
+        4,
+    ),
     "residual and rms norm": (
         lambda o, x, r, b, w: both(o.bias_dropout_add_rms_norm(x, b, r, P, KEY, w, 1e-3)),
-        lambda x, r, b, w: both((total := r + (x + b) * KEEP, plain_rms_norm(total, w))), [X, X], [(H,), (H,)], 4),
+        lambda x, r, b, w: both((total := r + (x + b) * KEEP, plain_rms_norm(total, w))),
+        [X, X],
+        [(H,), (H,)],
+        4,
+    ),
     "residual and rms norm, no bias, no dropout": (
         lambda o, x, r, w: both(o.bias_dropout_add_rms_norm(x, None, r, 0.0, KEY, w, 1e-3)),
-        lambda x, r, w: both((x + r, plain_rms_norm(x + r, w))), [X, X], [(H,)], 4),
-    "add position": (lambda o, x, w: o.add_position(x, w, 3), lambda x, w: x + w[3 : 3 + S].unsqueeze(1), [X], [(S + 4, H)], 1),
-    "attention": (lambda o, x: o.attention(x, 4, 0.0, PLACE), lambda x: plain_attention(x, 4), [(S, B, 3 * H)], [], 2),
-    "attention, dropout": (lambda o, x: o.attention(x, 4, P, PLACE), lambda x: plain_attention(x, 4, keep=KEPT_SCORES),
-                           [(S, B, 3 * 16)], [], 4),
-    "attention, groups": (lambda o, x: o.attention(x, 8, P, PLACE, 2), lambda x: plain_attention(x, 8, 2, None, KEPT_SCORES),
-                          [(S, B, 8 * 8)], [], 4),
-    "attention, one group and a window": (lambda o, x: o.attention(x, 8, P, PLACE, 1, 3),
-                                          lambda x: plain_attention(x, 8, 1, 3, KEPT_SCORES), [(S, B, 6 * 8)], [], 4),
-    "attention, a window of one": (lambda o, x: o.attention(x, 8, 0.0, PLACE, 2, 1), lambda x: plain_attention(x, 8, 2, 1),
-                                   [(S, B, 6 * 8)], [], 4),
-    "attention, a window beyond": (lambda o, x: o.attention(x, 8, 0.0, PLACE, 3, 7), lambda x: plain_attention(x, 8, 3),
-                                   [(S, B, 9 * 8)], [], 4),
+        lambda x, r, w: both((x + r, plain_rms_norm(x + r, w))),
+        [X, X],
+        [(H,)],
+        4,
+    ),
+    "add position": (
+        lambda o, x, w: o.add_position(x, w, 3),
+        lambda x, w: x + w[3 : 3 + S].unsqueeze(1),
+        [X],
+        [(S + 4, H)],
+        1,
+    ),
+    "attention": (
+        lambda o, x: o.attention(x, 4, 0.0, PLACE),
+        lambda x: plain_attention(x, 4),
+        [(S, B, 3 * H)],
+        [],
+        2,
+    ),
+    "attention, dropout": (
+        lambda o, x: o.attention(x, 4, P, PLACE),
+        lambda x: plain_attention(x, 4, keep=KEPT_SCORES),
+        [(S, B, 3 * 16)],
+        [],
+        4,
+    ),
+    "attention, groups": (
+        lambda o, x: o.attention(x, 8, P, PLACE, 2),
+        lambda x: plain_attention(x, 8, 2, None, KEPT_SCORES),
+        [(S, B, 8 * 8)],
+        [],
+        4,
+    ),
+    "attention, one group and a window": (
+        lambda o, x: o.attention(x, 8, P, PLACE, 1, 3),
+        lambda x: plain_attention(x, 8, 1, 3, KEPT_SCORES),
+        [(S, B, 6 * 8)],
+        [],
+        4,
+    ),
+    "attention, a window of one": (
+        lambda o, x: o.attention(x, 8, 0.0, PLACE, 2, 1),
+        lambda x: plain_attention(x, 8, 2, 1),
+        [(S, B, 6 * 8)],
+        [],
+        4,
+    ),
+    "attention, a window beyond": (
+        lambda o, x: o.attention(x, 8, 0.0, PLACE, 3, 7),
+        lambda x: plain_attention(x, 8, 3),
+        [(S, B, 9 * 8)],
+        [],
+        4,
+    ),
 }
 
 
@@ -159,17 +276,37 @@ def test_an_operation_is_its_formula(ops, name, operation):
     dtype, tolerance = DTYPES[name]
     op, plain, inputs, weights, roundings = OPERATIONS[operation]
     own = [random(*shape, seed=7 * i, dtype=dtype) * 2 for i, shape in enumerate(inputs)]
-    scaled = [random(*shape, seed=i, dtype=dtype) / shape[-1] ** 0.5 for i, shape in enumerate(weights, 1)]
+    scaled = [
+        random(*shape, seed=i, dtype=dtype) / shape[-1] ** 0.5 for i, shape in enumerate(weights, 1)
+    ]
     check(lambda *a: op(ops, *a), plain, own, scaled, roundings * tolerance)
 
 
-def head_losses(ops, ranks, x, table, labels, rows_at_once, words=None, **options) -> list[tuple[Tensor, Tensor, Tensor]]:
+def head_losses(
+    ops, ranks, x, table, labels, rows_at_once, words=None, **options
+) -> list[tuple[Tensor, Tensor, Tensor]]:
     """(loss, gradient of x, gradient of its part of the table (16, H)) of each rank."""
+
     def part(tp):
         own, first_row = parameter(table.chunk(tp.size)[tp.rank].clone()), tp.rank * 16 // tp.size
-        leaf, own_words = x.clone().requires_grad_(), None if words is None else min(max(0, words - first_row), len(own))
-        loss = ops.head_loss(copy_to_tensor_parallel(leaf, tp), own, labels, tp, first_row, 0.25, rows_at_once, own_words,
-                             **options) * 0.25
+        leaf, own_words = (
+            x.clone().requires_grad_(),
+            None if words is None else min(max(0, words - first_row), len(own)),
+        )
+        loss = (
+            ops.head_loss(
+                copy_to_tensor_parallel(leaf, tp),
+                own,
+                labels,
+                tp,
+                first_row,
+                0.25,
+                rows_at_once,
+                own_words,
+                **options,
+            )
+            * 0.25
+        )
         loss.backward()
         return loss, leaf.grad, own.main_grad
 
@@ -177,8 +314,10 @@ def head_losses(ops, ranks, x, table, labels, rows_at_once, words=None, **option
 
 
 @each_dtype
-@pytest.mark.parametrize(("ranks", "words", "rows_at_once"), [
-    (1, 16, None), (2, 16, 4), (1, 13, 4), (2, 13, None), (4, 3, None)])
+@pytest.mark.parametrize(
+    ("ranks", "words", "rows_at_once"),
+    [(1, 16, None), (2, 16, 4), (1, 13, 4), (2, 13, None), (4, 3, None)],
+)
 def test_head_loss(ops, name, ranks, words, rows_at_once):
     """The words' logits are near -60, so that the other 16 - words rows would have all of the softmax; some
     ranks have no word at all."""
@@ -187,12 +326,16 @@ def test_head_loss(ops, name, ranks, words, rows_at_once):
     x[..., 0], table[:words, 0], table[words:, 0] = 1.0, -60.0, 0.0
     labels = torch.randint(0, words, (S, B), generator=torch.Generator().manual_seed(1))
     exact = [t.double().requires_grad_() for t in (x, table)]
-    expected = F.cross_entropy((exact[0] @ exact[1][:words].t()).flatten(0, 1), labels.flatten()) * 0.25
+    expected = (
+        F.cross_entropy((exact[0] @ exact[1][:words].t()).flatten(0, 1), labels.flatten()) * 0.25
+    )
     exact_gradient = torch.autograd.grad(expected, exact)
 
     results = head_losses(ops, ranks, x, table, labels, rows_at_once, words)
     gradient = torch.cat([grad for *_, grad in results])
-    tolerance *= 20 if ops.choice["loss"] == "torch" else 4  # torch's logits are in the dtype of x, and 60 has few digits there
+    tolerance *= (
+        20 if ops.choice["loss"] == "torch" else 4
+    )  # torch's logits are in the dtype of x, and 60 has few digits there
     for loss, grad, _ in results:
         close(loss, expected, tolerance)
         close(grad, exact_gradient[0], tolerance)
@@ -202,7 +345,9 @@ def test_head_loss(ops, name, ranks, words, rows_at_once):
 
 @each_dtype
 @pytest.mark.parametrize("z_loss", [0.0, 0.01])
-@pytest.mark.parametrize(("ranks", "rows_at_once", "count"), [(1, None, 3), (1, 4, 1000), (2, 4, None), (4, None, 7)])
+@pytest.mark.parametrize(
+    ("ranks", "rows_at_once", "count"), [(1, None, 3), (1, 4, 1000), (2, 4, None), (4, None, 7)]
+)
 def test_head_loss_of_some_rows(ops, name, ranks, rows_at_once, count, z_loss):
     """Rows with a label of -1 count nothing, even where their logits are infinite; the sum is divided by `count`."""
     dtype, tolerance = DTYPES[name]
@@ -212,12 +357,24 @@ def test_head_loss_of_some_rows(ops, name, ranks, rows_at_once, count, z_loss):
     ignored[1:], ignored[2, -1] = True, False
     exact = [t.double().requires_grad_() for t in (x, table)]
     logits = (exact[0] @ exact[1].t())[~ignored]
-    rows = F.cross_entropy(logits, labels[~ignored], reduction="none") + z_loss * logits.logsumexp(-1) ** 2
+    rows = (
+        F.cross_entropy(logits, labels[~ignored], reduction="none")
+        + z_loss * logits.logsumexp(-1) ** 2
+    )
     expected = rows.sum() / (count or S * B) * 0.25
     exact_gradient = torch.autograd.grad(expected, exact)
     x[ignored] = torch.finfo(dtype).max
 
-    results = head_losses(ops, ranks, x, table, labels.masked_fill(ignored, -1), rows_at_once, z_loss=z_loss, count=count)
+    results = head_losses(
+        ops,
+        ranks,
+        x,
+        table,
+        labels.masked_fill(ignored, -1),
+        rows_at_once,
+        z_loss=z_loss,
+        count=count,
+    )
     tolerance *= 10 if ops.choice["loss"] == "torch" else 4  # torch's logits are in the dtype of x
     for loss, grad, _ in results:
         close(loss, expected, tolerance)
@@ -229,7 +386,12 @@ def test_head_loss_of_some_rows(ops, name, ranks, rows_at_once, count, z_loss):
 def test_the_count_of_a_head_loss_is_its_rows_by_default(ops):
     def loss(count):
         x, table = random(S, B, H).requires_grad_(), parameter(random(16, H, seed=1))
-        value = ops.head_loss(x, table, torch.arange(S * B).view(S, B) % 16, SoloComm(), 0, 0.3, count=count) * 0.3
+        value = (
+            ops.head_loss(
+                x, table, torch.arange(S * B).view(S, B) % 16, SoloComm(), 0, 0.3, count=count
+            )
+            * 0.3
+        )
         value.backward()
         return torch.cat([value.detach().view(1), x.grad.flatten(), table.main_grad.flatten()])
 
@@ -274,7 +436,10 @@ def portable():
 def results(ops: Ops, dtype: torch.dtype) -> list[Tensor]:
     """Everything that linear and mlp compute, forward and backward."""
     f = 4 * H
-    weights = [parameter(random(*shape, seed=i, dtype=dtype)) for i, shape in enumerate([(H, H), (H,), (f, H), (f,), (H, f)])]
+    weights = [
+        parameter(random(*shape, seed=i, dtype=dtype))
+        for i, shape in enumerate([(H, H), (H,), (f, H), (f,), (H, f)])
+    ]
     x = random(S, B, H, dtype=dtype).requires_grad_()
     y, z = ops.linear(x, *weights[:2]), ops.mlp(x, *weights[2:])
     (y.sum() + z.sum()).backward()
@@ -290,7 +455,9 @@ def test_linear_layers_sum_in_fp16_on_request(backend, dtype, portable):
         close(other, exact.double(), 1e-2)
     in_fp16 = backend == "native" and dtype == torch.float16
     linear_bias = 4  # its gradient is a sum of dy in FP32
-    assert [torch.equal(a, b) for a, b in zip(tensors, expected)] == [not in_fp16 or i == linear_bias for i in range(8)]
+    assert [torch.equal(a, b) for a, b in zip(tensors, expected)] == [
+        not in_fp16 or i == linear_bias for i in range(8)
+    ]
 
 
 def test_logits_are_summed_in_fp32(portable):
@@ -299,7 +466,9 @@ def test_logits_are_summed_in_fp32(portable):
         x = random(S, B, H, dtype=torch.float16).requires_grad_()
         value = ops.head_loss(x, weight, torch.arange(S * B).view(S, B), SoloComm(), 0, 1.0)
         value.backward()
-        return torch.cat([value.detach().view(1), x.grad.float().flatten(), weight.main_grad.flatten()])
+        return torch.cat(
+            [value.detach().view(1), x.grad.float().flatten(), weight.main_grad.flatten()]
+        )
 
     assert torch.equal(loss(Ops.build(fp16_chunk=8)), loss(Ops.build()))
 
@@ -314,14 +483,19 @@ def test_packed_weights_follow_the_optimizer_and_the_target():
         assert torch.equal(ops.linear(x, weight), Ops.build().linear(x, weight))
     with torch.no_grad():
         weight.add_(1)
-    assert not torch.equal(ops.linear(x, weight), Ops.build().linear(x, weight)), "packed before the change, which was not told"
+    assert not torch.equal(ops.linear(x, weight), Ops.build().linear(x, weight)), (
+        "packed before the change, which was not told"
+    )
     with kernels.target("portable"):
         close(ops.linear(x, weight), x.double() @ weight.double().t(), 2e-6)
 
 
 def test_each_family_has_its_backend():
     assert Ops.build().choice == dict.fromkeys(FAMILIES, "native")
-    assert Ops.build({"loss": "torch"}).choice == {**dict.fromkeys(FAMILIES, "native"), "loss": "torch"}
+    assert Ops.build({"loss": "torch"}).choice == {
+        **dict.fromkeys(FAMILIES, "native"),
+        "loss": "torch",
+    }
     with pytest.raises(ValueError, match="native or torch"):
         Ops.build("cuda")
     with pytest.raises(ValueError, match="gemm"):
@@ -330,7 +504,9 @@ def test_each_family_has_its_backend():
 
 def mask(p: float, *, shape: tuple[int, ...] = (32, 8, 512), **place) -> Tensor:
     """1 where an element is kept."""
-    return (NATIVE.dropout(torch.ones(shape), p, DropoutKey(**{**vars(KEY), **place})) != 0).double()
+    return (
+        NATIVE.dropout(torch.ones(shape), p, DropoutKey(**{**vars(KEY), **place})) != 0
+    ).double()
 
 
 @pytest.mark.parametrize("p", [0.1, 0.9])
@@ -362,7 +538,10 @@ def test_masks_of_seeds_streams_samples_and_rows_are_independent():
     for other in ({"seed": 6}, {"stream": 10}, {"stream": 8}, {"first_sample": 48}, {"row0": 32}):
         assert abs(correlation(first, mask(0.5, **other))) < limit, other
     assert abs(correlation(first[:, :-1], first[:, 1:])) < limit, "samples"
-    assert abs(correlation(first[:-1], first[1:])) < limit and abs(correlation(first[..., :-1], first[..., 1:])) < limit
+    assert (
+        abs(correlation(first[:-1], first[1:])) < limit
+        and abs(correlation(first[..., :-1], first[..., 1:])) < limit
+    )
     assert torch.equal(first, mask(0.5))
 
 
@@ -371,5 +550,7 @@ def test_a_mask_is_a_function_of_the_place():
     assert torch.equal(whole[:, 3:5], mask(0.5, first_sample=3, shape=(32, 2, 512))), "samples"
     assert torch.equal(whole[10:20], mask(0.5, first_sample=0, row0=10, shape=(10, 8, 512))), "rows"
     scores = mask(0.5, sample_dim=0, shape=(4, 6, 16, 16))  # (b, heads, s, s)
-    part = mask(0.5, sample_dim=0, first_sample=KEY.first_sample + 1, row0=2 * 16, shape=(2, 2, 16, 16))
+    part = mask(
+        0.5, sample_dim=0, first_sample=KEY.first_sample + 1, row0=2 * 16, shape=(2, 2, 16, 16)
+    )
     assert torch.equal(scores[1:3, 2:4], part), "heads"

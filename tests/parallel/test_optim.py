@@ -38,16 +38,32 @@ from tests.helpers import (
 )
 from tests.threads import ThreadWorld
 
-DP2, DP2ZERO, SPLIT, ALL = (2, {}), (2, {"zero_stage": 1}), (4, TP2PP2), (8, {"zero_stage": 1, **TP2PP2})
+DP2, DP2ZERO, SPLIT, ALL = (
+    (2, {}),
+    (2, {"zero_stage": 1}),
+    (4, TP2PP2),
+    (8, {"zero_stage": 1, **TP2PP2}),
+)
 
 
 def test_ten_steps_equal_torch_adamw():
-    run = small_run(weight_decay=0.1, clip_grad=0.3, adam_beta1=0.85, adam_beta2=0.97, adam_eps=1e-6, lr_decay_style="cosine",
-                    lr_warmup_iters=3, lr=3e-3, init_method_std=0.1)
+    run = small_run(
+        weight_decay=0.1,
+        clip_grad=0.3,
+        adam_beta1=0.85,
+        adam_beta2=0.97,
+        adam_eps=1e-6,
+        lr_decay_style="cosine",
+        lr_warmup_iters=3,
+        lr=3e-3,
+        init_method_std=0.1,
+    )
     trainer = make_trainer(SoloComm(), run)
     plain = {n: w.double().requires_grad_() for n, w in whole_tensors(trainer, "weight").items()}
-    groups = [{"params": [w for w in plain.values() if w.dim() == 2], "weight_decay": 0.1},
-              {"params": [w for w in plain.values() if w.dim() == 1], "weight_decay": 0.0}]
+    groups = [
+        {"params": [w for w in plain.values() if w.dim() == 2], "weight_decay": 0.1},
+        {"params": [w for w in plain.values() if w.dim() == 1], "weight_decay": 0.0},
+    ]
     adamw = torch.optim.AdamW(groups, lr=0.0, betas=(0.85, 0.97), eps=1e-6)
     for step in range(10):
         result = trainer.train_step()
@@ -64,10 +80,19 @@ def test_ten_steps_equal_torch_adamw():
         assert result.grad_norm == pytest.approx(norm.item(), rel=2e-6)
     trainer.close()
     for name, weight in whole_tensors(trainer, "weight").items():
-        torch.testing.assert_close(weight.double(), plain[name].detach(), rtol=1e-6, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            weight.double(),
+            plain[name].detach(),
+            rtol=1e-6,
+            atol=2e-6,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
 
 
-@pytest.mark.parametrize(("precision", "dtype", "layout"), [("bf16", torch.bfloat16, DP2ZERO[1]), ("fp16", torch.float16, DP2[1])])
+@pytest.mark.parametrize(
+    ("precision", "dtype", "layout"),
+    [("bf16", torch.bfloat16, DP2ZERO[1]), ("fp16", torch.float16, DP2[1])],
+)
 def test_master_weights_are_fp32(precision, dtype, layout):
     def check(world) -> None:
         run = small_run(**{precision: True, "initial_loss_scale": 1024.0, "lr": 1e-7, **layout})
@@ -75,9 +100,13 @@ def test_master_weights_are_fp32(precision, dtype, layout):
         optimizer, flat = trainer.optimizer, trainer.optimizer.flat
         before, first, whole = master_weights(trainer), flat.values.clone(), torch.zeros(flat.numel)
         for p, start in zip(flat.parameters, flat.starts, strict=True):
-            whole[start : start + p.numel()] = initial_values(p, run.training.seed, kernels).flatten()
+            whole[start : start + p.numel()] = initial_values(
+                p, run.training.seed, kernels
+            ).flatten()
         own = [slice(part.start, part.start + len(part.master)) for part in optimizer.parts]
-        assert torch.equal(before, torch.cat([whole[part] for part in own])), "not rounded to the model's dtype"
+        assert torch.equal(before, torch.cat([whole[part] for part in own])), (
+            "not rounded to the model's dtype"
+        )
         for _ in range(2):
             assert not trainer.train_step().skipped
         trainer.close()
@@ -86,31 +115,44 @@ def test_master_weights_are_fp32(precision, dtype, layout):
         assert torch.equal(torch.cat([flat.values[part] for part in own]), after.to(dtype))
         moved = (after != before).float().mean()
         kept = (flat.values == first).float().mean()
-        assert moved > 0.9 and kept > 0.5, "steps too small for the model's dtype add up in the master weights"
+        assert moved > 0.9 and kept > 0.5, (
+            "steps too small for the model's dtype add up in the master weights"
+        )
 
     ThreadWorld(2).run(check)
 
 
 def measures(world, **changes) -> tuple[float, float, float, int]:
     """Norm of the weights, norm of the gradients, their zeros, and (without ZeRO-1) the zeros counted in the global tensors."""
-    trainer = make_trainer(world, small_run(max_position_embeddings=32, log_num_zeros_in_grad=True, **changes))
+    trainer = make_trainer(
+        world, small_run(max_position_embeddings=32, log_num_zeros_in_grad=True, **changes)
+    )
     norm = trainer.optimizer.params_norm()
     result = trainer.train_step()
     trainer.close()
     grads = whole_tensors(trainer, "grad")
-    return norm, result.grad_norm, result.num_zeros, sum(int((g == 0).sum()) for n, g in grads.items() if "output_layer" not in n)
+    return (
+        norm,
+        result.grad_norm,
+        result.num_zeros,
+        sum(int((g == 0).sum()) for n, g in grads.items() if "output_layer" not in n),
+    )
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [SPLIT, DP2ZERO, ALL])
 def test_norms_and_zeros_count_everything_once(ranks, layout):
     whole = make_trainer(SoloComm(), small_run(max_position_embeddings=32))
-    by_hand = math.sqrt(sum(p.detach().double().square().sum() for p in whole.optimizer.flat.parameters))
+    by_hand = math.sqrt(
+        sum(p.detach().double().square().sum() for p in whole.optimizer.flat.parameters)
+    )
     figures = ThreadWorld(ranks).run(lambda world: measures(world, **layout))
     assert len(set(figures)) == 1, "the same on every rank"
     norm, grad_norm, zeros, _ = figures[0]
     assert norm == pytest.approx(by_hand, rel=1e-6)
     assert grad_norm == pytest.approx(measures(SoloComm())[1], rel=1e-6)
-    expected = ThreadWorld(ranks).run(lambda world: measures(world, **{**layout, "zero_stage": 0}))[0][3]
+    expected = ThreadWorld(ranks).run(lambda world: measures(world, **{**layout, "zero_stage": 0}))[
+        0
+    ][3]
     assert zeros == expected >= 16 * 32, "at least the positions beyond the sequence"
 
 
@@ -118,7 +160,12 @@ class MegatronGradScaler:
     """The rules of Megatron-LM's DynamicGradScaler.update, written down again."""
 
     def __init__(self, initial: float, minimum: float, interval: int, hysteresis: int):
-        self.scale, self.minimum, self.interval, self.hysteresis = initial, minimum, interval, hysteresis
+        self.scale, self.minimum, self.interval, self.hysteresis = (
+            initial,
+            minimum,
+            interval,
+            hysteresis,
+        )
         self.growth_tracker, self.hysteresis_tracker = 0, hysteresis
 
     def update(self, found_inf: bool) -> None:
@@ -137,9 +184,20 @@ class MegatronGradScaler:
 
 @pytest.mark.parametrize(("seed", "hysteresis"), [(0, 1), (1, 2), (2, 3)])
 def test_loss_scale_follows_megatron(seed, hysteresis):
-    ours = LossScaler(PrecisionConfig(fp16=True, initial_loss_scale=2.0**10, min_loss_scale=4.0, loss_scale_window=5,
-                                      hysteresis=hysteresis))
-    theirs, rng, scales = MegatronGradScaler(2.0**10, 4.0, 5, hysteresis), random.Random(seed), set()
+    ours = LossScaler(
+        PrecisionConfig(
+            fp16=True,
+            initial_loss_scale=2.0**10,
+            min_loss_scale=4.0,
+            loss_scale_window=5,
+            hysteresis=hysteresis,
+        )
+    )
+    theirs, rng, scales = (
+        MegatronGradScaler(2.0**10, 4.0, 5, hysteresis),
+        random.Random(seed),
+        set(),
+    )
     for step in range(600):
         overflow = rng.random() < (0.05, 0.6)[step // 100 % 2]
         ours.update(overflow)
@@ -153,8 +211,14 @@ def test_loss_scale_follows_megatron(seed, hysteresis):
     assert min(scales) == 4.0 and len(scales) > 5
 
 
-@pytest.mark.parametrize(("precision", "scale"), [
-    (PrecisionConfig(), 1.0), (PrecisionConfig(bf16=True), 1.0), (PrecisionConfig(fp16=True, loss_scale=64.0), 64.0)])
+@pytest.mark.parametrize(
+    ("precision", "scale"),
+    [
+        (PrecisionConfig(), 1.0),
+        (PrecisionConfig(bf16=True), 1.0),
+        (PrecisionConfig(fp16=True, loss_scale=64.0), 64.0),
+    ],
+)
 def test_a_fixed_scale_stays(precision, scale):
     scaler = LossScaler(precision)
     for overflow in (True, False, True, True, True):
@@ -165,26 +229,47 @@ def test_a_fixed_scale_stays(precision, scale):
 @pytest.mark.parametrize(("ranks", "layout"), [SPLIT, DP2ZERO])
 def test_an_overflow_skips_the_update_everywhere(ranks, layout):
     def check(world) -> list[tuple[bool, float]]:
-        trainer = make_trainer(world, small_run(fp16=True, initial_loss_scale=2.0**40, min_loss_scale=2.0**10, **layout))
+        trainer = make_trainer(
+            world,
+            small_run(fp16=True, initial_loss_scale=2.0**40, min_loss_scale=2.0**10, **layout),
+        )
         optimizer, scales = trainer.optimizer, []
         before = master_weights(trainer), optimizer.flat.values.clone()
         for _ in range(4):
             result = trainer.train_step()
-            assert result.skipped and not math.isfinite(result.grad_norm) and math.isfinite(result.loss)
-            assert all(torch.equal(a, b) for a, b in zip(before, (master_weights(trainer), optimizer.flat.values)))
-            assert optimizer.steps == 0 and not any(part.exp_avg.any() or part.exp_avg_sq.any() for part in optimizer.parts)
+            assert (
+                result.skipped
+                and not math.isfinite(result.grad_norm)
+                and math.isfinite(result.loss)
+            )
+            assert all(
+                torch.equal(a, b)
+                for a, b in zip(before, (master_weights(trainer), optimizer.flat.values))
+            )
+            assert optimizer.steps == 0 and not any(
+                part.exp_avg.any() or part.exp_avg_sq.any() for part in optimizer.parts
+            )
             scales.append(result.loss_scale)
         optimizer.scaler.scale = 1024.0
-        assert not trainer.train_step().skipped and optimizer.steps == 1 and not torch.equal(before[0], master_weights(trainer))
+        assert (
+            not trainer.train_step().skipped
+            and optimizer.steps == 1
+            and not torch.equal(before[0], master_weights(trainer))
+        )
         assert (trainer.progress.iteration, trainer.progress.skipped) == (5, 4)
         trainer.close()
         return scales
 
     for scales in ThreadWorld(ranks).run(check):
-        assert scales == [2.0**40, 2.0**40, 2.0**39, 2.0**38], "two overflows before the first halving"
+        assert scales == [2.0**40, 2.0**40, 2.0**39, 2.0**38], (
+            "two overflows before the first halving"
+        )
 
 
-@pytest.mark.parametrize(("ranks", "layout", "bad"), [(*SPLIT, math.inf), (*DP2, math.nan), (*DP2ZERO, math.inf), (*ALL, math.nan)])
+@pytest.mark.parametrize(
+    ("ranks", "layout", "bad"),
+    [(*SPLIT, math.inf), (*DP2, math.nan), (*DP2ZERO, math.inf), (*ALL, math.nan)],
+)
 def test_one_bad_gradient_on_one_rank_skips_on_all(ranks, layout, bad):
     def check(world) -> bool:
         trainer = make_trainer(world, small_run(**layout))
@@ -192,13 +277,19 @@ def test_one_bad_gradient_on_one_rank_skips_on_all(ranks, layout, bad):
         trainer.optimizer.zero_grad()
         if world.rank == world.size - 1:
             flat = trainer.optimizer.flat
-            flat.gradients.of(len(flat.buckets) // 2)[0] = bad  # of a layer: norms leave out what another rank holds as well
-        return trainer.optimizer.step(1e-3, 0.0).skipped and torch.equal(before, master_weights(trainer))
+            flat.gradients.of(len(flat.buckets) // 2)[0] = (
+                bad  # of a layer: norms leave out what another rank holds as well
+            )
+        return trainer.optimizer.step(1e-3, 0.0).skipped and torch.equal(
+            before, master_weights(trainer)
+        )
 
     assert all(ThreadWorld(ranks).run(check))
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [SPLIT, DP2ZERO, (8, {**TP2PP2, **OVERLAP, "ddp_bucket_size": 20_000})])
+@pytest.mark.parametrize(
+    ("ranks", "layout"), [SPLIT, DP2ZERO, (8, {**TP2PP2, **OVERLAP, "ddp_bucket_size": 20_000})]
+)
 def test_ranges_cover_every_parameter_once_and_shards_are_aligned(ranks, layout):
     for rank in range(ranks):
         optimizer = dry_trainer(rank, ranks, **layout).optimizer
@@ -209,13 +300,20 @@ def test_ranges_cover_every_parameter_once_and_shards_are_aligned(ranks, layout)
             decayed[r.start : r.end] = r.decayed
         for p, start in zip(flat.parameters, flat.starts):
             end = start + p.numel()
-            assert torch.all(covered[start:end] == 1) and torch.all(decayed[start:end] == (p.dim() == 2)), p.spec.name
-            assert p.data_ptr() == flat.values[start:].data_ptr() and flat.gradients.find(p.main_grad) == start
+            assert torch.all(covered[start:end] == 1) and torch.all(
+                decayed[start:end] == (p.dim() == 2)
+            ), p.spec.name
+            assert (
+                p.data_ptr() == flat.values[start:].data_ptr()
+                and flat.gradients.find(p.main_grad) == start
+            )
             assert flat.owner(p) is p is flat.owner(p.main_grad)
             covered[start:end] -= 1
         assert not covered.any(), "padding is in no range, and nothing is covered twice"
         small = "ddp_bucket_size" in layout or optimizer.groups.dp.size == 1
-        assert len(flat.buckets) > 1 if small else len(flat.buckets) <= 2, "one, and the tied copy's"
+        assert len(flat.buckets) > 1 if small else len(flat.buckets) <= 2, (
+            "one, and the tied copy's"
+        )
         for part, bucket in zip(optimizer.parts, flat.buckets, strict=True):
             assert len(part.ranges) <= 5, "an update is a few calls"
             assert part.start % FLAT_ALIGNMENT == 0 and len(part.master) % FLAT_ALIGNMENT == 0
@@ -224,29 +322,46 @@ def test_ranges_cover_every_parameter_once_and_shards_are_aligned(ranks, layout)
 
 def schedule(**changes) -> ParamSchedule:
     """100 iterations of 16 samples, rate 1 to 0.1."""
-    return ParamSchedule.from_run(small_run(**{"train_iters": 100, "lr": 1.0, "min_lr": 0.1, **changes}), 16)
+    return ParamSchedule.from_run(
+        small_run(**{"train_iters": 100, "lr": 1.0, "min_lr": 0.1, **changes}), 16
+    )
 
 
 LINEAR, COSINE = {"lr_decay_style": "linear"}, {"lr_decay_style": "cosine"}
 WARM = {0: 0, 7: 0.35, 20: 1, 60: 0.55, 100: 0.1}
 
 
-@pytest.mark.parametrize(("changes", "rates"), [
-    ({"lr_decay_style": "constant", "lr_warmup_iters": 20}, {0: 0, 7: 0.35, 50: 1, 100: 1, 200: 1}),
-    (LINEAR, {0: 1, 50: 0.55, 75: 0.325, 100: 0.1, 101: 0.1, 200: 0.1}),
-    (COSINE, {0: 1, 25: 0.1 + 0.45 * (1 + 0.5**0.5), 50: 0.55, 100: 0.1, 101: 0.1}),
-    ({**COSINE, "lr_warmup_iters": 20}, WARM), ({**LINEAR, "lr_warmup_fraction": 0.2}, WARM),
-    ({**LINEAR, "lr_warmup_samples": 320, "train_iters": None, "train_samples": 1600}, WARM),
-    ({**LINEAR, "lr_decay_iters": 50}, {25: 0.55, 60: 0.1}),
-    ({**LINEAR, "lr_decay_iters": 50, "lr_warmup_fraction": 0.5}, {25: 1}),
-    ({**LINEAR, "train_iters": None, "train_samples": 1600, "lr_decay_samples": 800}, {25: 0.55})])
+@pytest.mark.parametrize(
+    ("changes", "rates"),
+    [
+        (
+            {"lr_decay_style": "constant", "lr_warmup_iters": 20},
+            {0: 0, 7: 0.35, 50: 1, 100: 1, 200: 1},
+        ),
+        (LINEAR, {0: 1, 50: 0.55, 75: 0.325, 100: 0.1, 101: 0.1, 200: 0.1}),
+        (COSINE, {0: 1, 25: 0.1 + 0.45 * (1 + 0.5**0.5), 50: 0.55, 100: 0.1, 101: 0.1}),
+        ({**COSINE, "lr_warmup_iters": 20}, WARM),
+        ({**LINEAR, "lr_warmup_fraction": 0.2}, WARM),
+        ({**LINEAR, "lr_warmup_samples": 320, "train_iters": None, "train_samples": 1600}, WARM),
+        ({**LINEAR, "lr_decay_iters": 50}, {25: 0.55, 60: 0.1}),
+        ({**LINEAR, "lr_decay_iters": 50, "lr_warmup_fraction": 0.5}, {25: 1}),
+        (
+            {**LINEAR, "train_iters": None, "train_samples": 1600, "lr_decay_samples": 800},
+            {25: 0.55},
+        ),
+    ],
+)
 def test_learning_rates(changes, rates):
     params = schedule(**changes)
     for iteration, rate in rates.items():
         assert params.learning_rate(16 * iteration) == pytest.approx(rate, rel=1e-12), iteration
 
 
-MOMENTS = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+MOMENTS = {
+    "use_precision_aware_optimizer": True,
+    "exp_avg_dtype": "bf16",
+    "exp_avg_sq_dtype": "bf16",
+}
 ITERATIONS = 12
 
 
@@ -264,8 +379,10 @@ def trained(world, run, source=None, target=None, iterations=ITERATIONS):
 
 def change(weights, others) -> float:
     """Root mean square difference of all weights over that of their size."""
-    difference, size = (sum(f(name).double().square().sum() for name in weights)
-                        for f in (lambda name: weights[name] - others[name], lambda name: weights[name]))
+    difference, size = (
+        sum(f(name).double().square().sum() for name in weights)
+        for f in (lambda name: weights[name] - others[name], lambda name: weights[name])
+    )
     return math.sqrt(difference / size)
 
 
@@ -274,11 +391,16 @@ def test_twelve_iterations_stay_with_fp32s():
     losses, weights = trained(SoloComm(), small_run())
     assert alone[0] == pytest.approx(losses, rel=1e-5) and alone[0] != losses
     before = whole_tensors(make_trainer(SoloComm(), small_run()), "weight")
-    assert 0 < change(weights, alone[1]) < 0.005 * change(weights, before), "of the way that the weights have gone"
+    assert 0 < change(weights, alone[1]) < 0.005 * change(weights, before), (
+        "of the way that the weights have gone"
+    )
 
 
-@pytest.mark.parametrize("model", [{}, {"swiglu": True, "group_query_attention": True, "num_query_groups": 2}],
-                         ids=["gpt", "llama"])
+@pytest.mark.parametrize(
+    "model",
+    [{}, {"swiglu": True, "group_query_attention": True, "num_query_groups": 2}],
+    ids=["gpt", "llama"],
+)
 def test_places_are_those_of_the_global_tensor(model):
     """Every piece of every rank's shard of every bucket."""
     for rank in range(8):
@@ -304,24 +426,36 @@ def pieces_by_hand(flat, part):
 EIGHT = {**MOMENTS, "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"}
 
 
-@pytest.mark.parametrize("changes", [{}, {"exp_avg_sq_dtype": "fp32"}, {"bf16": True}, {"bf16": True, **TP2PP2, "zero_stage": 1}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"exp_avg_sq_dtype": "fp32"}, {"bf16": True}, {"bf16": True, **TP2PP2, "zero_stage": 1}],
+)
 def test_memory_is_what_the_formula_says(changes):
     ranks = 8 if "zero_stage" in changes else 1
     run = small_run(**{**MOMENTS, **changes})
     trainer = make_trainer(SoloComm(0, ranks), run)
-    held = sum(t.nbytes for part in trainer.optimizer.parts for t in (part.exp_avg, part.exp_avg_sq))
+    held = sum(
+        t.nbytes for part in trainer.optimizer.parts for t in (part.exp_avg, part.exp_avg_sq)
+    )
     masters = sum(part.master.nbytes for part in trainer.optimizer.parts if part.low is not None)
     layout, lists = Layout.from_run(run, ranks), run_schedule.of_run(run, 2)
     planned = memory.stage_memory(run, layout, 0, lists.held(0))
     assert held + masters == planned.optimizer
-    whole = memory.stage_memory(small_run(**{k: v for k, v in changes.items() if "dtype" not in k}), layout, 0, lists.held(0))
+    whole = memory.stage_memory(
+        small_run(**{k: v for k, v in changes.items() if "dtype" not in k}),
+        layout,
+        0,
+        lists.held(0),
+    )
     elements = sum(len(part.master) for part in trainer.optimizer.parts)
     assert whole.total - planned.total == elements * (2 if "exp_avg_sq_dtype" in changes else 4)
 
 
 def test_the_planner_counts_fewer_bytes_and_less_traffic():
     system = System.from_names("a64fx", "fugaku_megatron", 4, 4)
-    plain, half = (make_run("1.3b", {"tensor_model_parallel_size": 4, **changes}) for changes in ({}, MOMENTS))
+    plain, half = (
+        make_run("1.3b", {"tensor_model_parallel_size": 4, **changes}) for changes in ({}, MOMENTS)
+    )
     layout = Layout.from_run(plain, system.world_size)
     steps = [perf_model.step(run, layout, system, system.parameters) for run in (plain, half)]
     assert steps[1].optimizer / steps[0].optimizer == pytest.approx((36 - 8) / 36, rel=0.01)
@@ -337,17 +471,27 @@ def saved(tmp_path_factory):
 
 
 def moments(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {s.key: s.tensor.clone() for s in trainer.optimizer.checkpoint_shards() if s.key.startswith("exp_avg")}
+    return {
+        s.key: s.tensor.clone()
+        for s in trainer.optimizer.checkpoint_shards()
+        if s.key.startswith("exp_avg")
+    }
 
 
 def test_a_checkpoint_of_the_other_format_is_converted(saved):
     """Across layouts, too; what was BF16 keeps its values in FP32, and comes back as it was."""
-    plain, rounded, widened = (make_trainer(SoloComm(), small_run(**changes)) for changes in ({}, MOMENTS, {}))
+    plain, rounded, widened = (
+        make_trainer(SoloComm(), small_run(**changes)) for changes in ({}, MOMENTS, {})
+    )
     plain.load(str(saved[0]))
     rounded.load(str(saved[0]))
     exact = moments(plain)
     for key, tensor in moments(rounded).items():
-        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, exact[key].bfloat16()) and tensor.any(), key
+        assert (
+            tensor.dtype == torch.bfloat16
+            and torch.equal(tensor, exact[key].bfloat16())
+            and tensor.any()
+        ), key
     widened.load(str(saved[1]))
     rounded.load(str(saved[1]))
     stored = moments(rounded)
@@ -358,12 +502,28 @@ def test_a_checkpoint_of_the_other_format_is_converted(saved):
         trainer.close()
 
 
-@pytest.mark.parametrize(("source", "changes", "notes"), [
-    (0, MOMENTS, ["note: --exp-avg-dtype is bf16, was fp32: the checkpoint's values are rounded to nearest",
-                  "note: --exp-avg-sq-dtype is bf16, was fp32: the checkpoint's values are rounded to nearest"]),
-    (1, {**MOMENTS, "exp_avg_dtype": "fp32"},
-     ["note: --exp-avg-dtype is fp32, was bf16: the checkpoint's values are taken as they are"]),
-    (1, MOMENTS, []), (0, {**MOMENTS, "no_load_optim": True}, [])])
+@pytest.mark.parametrize(
+    ("source", "changes", "notes"),
+    [
+        (
+            0,
+            MOMENTS,
+            [
+                "note: --exp-avg-dtype is bf16, was fp32: the checkpoint's values are rounded to nearest",
+                "note: --exp-avg-sq-dtype is bf16, was fp32: the checkpoint's values are rounded to nearest",
+            ],
+        ),
+        (
+            1,
+            {**MOMENTS, "exp_avg_dtype": "fp32"},
+            [
+                "note: --exp-avg-dtype is fp32, was bf16: the checkpoint's values are taken as they are"
+            ],
+        ),
+        (1, MOMENTS, []),
+        (0, {**MOMENTS, "no_load_optim": True}, []),
+    ],
+)
 def test_the_log_says_that_moments_are_converted(source, changes, notes, saved):
     run = small_run(load=str(saved[source]), **changes)
     lines = resume_training(make_trainer(SoloComm(), run), find_checkpoint(run, SoloComm()))
@@ -373,13 +533,17 @@ def test_the_log_says_that_moments_are_converted(source, changes, notes, saved):
 def test_codes_of_eight_bits():
     """Of values of very different size in blocks, the last one short, the second all zeros."""
     generator = torch.Generator().manual_seed(1)
-    values = torch.randn(1000, generator=generator) * 10 ** -(4 * torch.rand(1000, generator=generator))
+    values = torch.randn(1000, generator=generator) * 10 ** -(
+        4 * torch.rand(1000, generator=generator)
+    )
     values[256:512] = 0.0
     scale = torch.cat([part.abs().max().expand(len(part)) for part in values.split(256)])
     first = EightBitMoment(1000, signed=True)
     first.write(0, values, seed=0)
     got = first.read(0, 1000)
-    step = 2 * (values.abs() / scale.clamp(min=1e-30)).sqrt() / 127 + 127**-2.0  # between neighbours
+    step = (
+        2 * (values.abs() / scale.clamp(min=1e-30)).sqrt() / 127 + 127**-2.0
+    )  # between neighbours
     assert ((got - values).abs() <= 0.51 * step * scale).all() and not got[256:512].any()
     squares, mean = values.square(), torch.zeros(1000)
     second = EightBitMoment(1000, signed=False)
@@ -388,7 +552,9 @@ def test_codes_of_eight_bits():
         mean += second.read(0, 1000) / 400
     low = ((squares / scale.square().clamp(min=1e-30)) ** 0.25 * 255).floor()
     step = ((low + 1) ** 4 - low**4) / 255**4 * scale.square()
-    assert ((mean - squares).abs() <= 0.11 * step + 1e-6 * squares)[low > 0].all(), "4 standard deviations of a mean of 400"
+    assert ((mean - squares).abs() <= 0.11 * step + 1e-6 * squares)[low > 0].all(), (
+        "4 standard deviations of a mean of 400"
+    )
     assert (second.read(0, 1000)[squares > 0] > 0).all(), "what divides is never 0"
     for moment, given in ((first, got), (second, second.read(0, 1000))):
         before = moment.codes.clone()
@@ -398,18 +564,24 @@ def test_codes_of_eight_bits():
 
 def test_moments_of_eight_bits_stay_with_fp32s(tmp_path):
     run = small_run(**EIGHT, lr_decay_style="constant", train_iters=60)
-    plain, _ = trained(SoloComm(), small_run(lr_decay_style="constant", train_iters=60), iterations=60)
+    plain, _ = trained(
+        SoloComm(), small_run(lr_decay_style="constant", train_iters=60), iterations=60
+    )
     losses, weights = trained(SoloComm(), run, None, tmp_path / "whole", 60)
     assert losses != plain and losses == pytest.approx(plain, rel=0.005)
     trained(SoloComm(), run, None, tmp_path / "half", 30)
     again, resumed = trained(SoloComm(), run, tmp_path / "half", None, 30)
-    assert again == losses[30:] and all(torch.equal(w, resumed[name]) for name, w in weights.items())
+    assert again == losses[30:] and all(
+        torch.equal(w, resumed[name]) for name, w in weights.items()
+    )
     split = small_run(**EIGHT, **TP2PP2, zero_stage=1, lr_decay_style="constant", train_iters=60)
     for others, _ in ThreadWorld(8).run(trained, split, tmp_path / "half", None, 4):
         assert others == pytest.approx(losses[30:34], rel=1e-3)
 
 
-@pytest.mark.parametrize(("ranks", "changes"), [(1, {}), (8, {"bf16": True, **TP2PP2, "zero_stage": 1})])
+@pytest.mark.parametrize(
+    ("ranks", "changes"), [(1, {}), (8, {"bf16": True, **TP2PP2, "zero_stage": 1})]
+)
 def test_memory_of_eight_bits_is_what_the_formula_says(ranks, changes):
     run = small_run(**EIGHT, **changes)
     parts = make_trainer(SoloComm(0, ranks), run).optimizer.parts
@@ -419,12 +591,19 @@ def test_memory_of_eight_bits_is_what_the_formula_says(ranks, changes):
     assert held + masters == memory.stage_memory(run, layout, 0, lists.held(0)).optimizer
 
 
-LOW = {"bf16": True, "use_precision_aware_optimizer": True, "main_params_dtype": "bf16", "lr_decay_style": "constant"}
+LOW = {
+    "bf16": True,
+    "use_precision_aware_optimizer": True,
+    "main_params_dtype": "bf16",
+    "lr_decay_style": "constant",
+}
 
 
 def test_weights_are_rounded_at_random_without_bias():
     """Each to one of its neighbours in BF16, by words that depend on nothing but the seed, the step and the element."""
-    values = torch.randn(1000, generator=torch.Generator().manual_seed(3)) * torch.logspace(-6, 2, 1000)
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(3)) * torch.logspace(
+        -6, 2, 1000
+    )
     place = Place(stream=9, offset=11, first=3, columns=37, row=90)
     bits = values.view(torch.int32)
     down = (bits & ~0xFFFF).view(torch.float32)  # towards 0
@@ -438,29 +617,52 @@ def test_weights_are_rounded_at_random_without_bias():
     assert ((mean - values).abs() <= 4.5 * deviation).all()
     part = round_at_random(values[100:300], replace(place, first=103), 5, 7)
     assert torch.equal(part, round_at_random(values, place, 5, 7)[100:300])
-    others = (round_at_random(values, place, 6, 7), round_at_random(values, replace(place, stream=8), 5, 7))
-    assert all(200 < (other != round_at_random(values, place, 5, 7)).sum() < 500 for other in others), "a third where words differ"
-    assert torch.equal(round_at_random(rounded.float(), place, 5, 7), rounded), "what BF16 holds stays"
+    others = (
+        round_at_random(values, place, 6, 7),
+        round_at_random(values, replace(place, stream=8), 5, 7),
+    )
+    assert all(
+        200 < (other != round_at_random(values, place, 5, 7)).sum() < 500 for other in others
+    ), "a third where words differ"
+    assert torch.equal(round_at_random(rounded.float(), place, 5, 7), rounded), (
+        "what BF16 holds stays"
+    )
 
 
-@pytest.mark.parametrize("moments", [{}, {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
-                                     {"exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"}], ids=["fp32", "bf16", "int8"])
+@pytest.mark.parametrize(
+    "moments",
+    [
+        {},
+        {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+        {"exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"},
+    ],
+    ids=["fp32", "bf16", "int8"],
+)
 def test_weights_without_fp32_masters_stay_with_those_that_have_them(moments, tmp_path):
     """Over 60 steps, resumed with the same bits; rounded to nearest, steps as small as these would be lost."""
     changes = {"train_iters": 60, "lr": 3e-4}
     run = small_run(**{**LOW, **moments, **changes})
     with_masters = {name: value for name, value in LOW.items() if name != "main_params_dtype"}
-    plain, whole = trained(SoloComm(), small_run(**{**with_masters, **moments, **changes}), iterations=60)
+    plain, whole = trained(
+        SoloComm(), small_run(**{**with_masters, **moments, **changes}), iterations=60
+    )
     losses, weights = trained(SoloComm(), run, None, tmp_path / "whole", 60)
     assert losses != plain and losses == pytest.approx(plain, rel=0.005)
     trained(SoloComm(), run, None, tmp_path / "half", 30)
     again, resumed = trained(SoloComm(), run, tmp_path / "half", None, 30)
-    assert again == losses[30:] and all(torch.equal(w, resumed[name]) for name, w in weights.items())
+    assert again == losses[30:] and all(
+        torch.equal(w, resumed[name]) for name, w in weights.items()
+    )
     before = whole_tensors(make_trainer(SoloComm(), run), "weight")
-    assert change(weights, whole) < 0.35 * change(whole, before), "of the way that the weights have gone"
+    assert change(weights, whole) < 0.35 * change(whole, before), (
+        "of the way that the weights have gone"
+    )
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(2, {"zero_stage": 1}), (2, TP2), (8, {**TP2PP2, "zero_stage": 1, **OVERLAP})])
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [(2, {"zero_stage": 1}), (2, TP2), (8, {**TP2PP2, "zero_stage": 1, **OVERLAP})],
+)
 def test_layouts_round_weights_alike(ranks, layout):
     """Two thirds would be equal if each layout drew its own numbers; gradients near 0 may differ in their signs."""
     losses, weights = trained(SoloComm(), small_run(**LOW), iterations=1)
@@ -476,17 +678,38 @@ def test_memory_without_fp32_masters_is_what_the_formula_says(ranks):
     parts = make_trainer(SoloComm(0, ranks), run).optimizer.parts
     assert all(part.low is None and part.master.dtype == torch.bfloat16 for part in parts)
     held = sum(t.nbytes for part in parts for t in (part.exp_avg, part.exp_avg_sq))
-    assert held == memory.stage_memory(run, Layout.from_run(run, ranks), 0, run_schedule.of_run(run, 2).held(0)).optimizer
+    assert (
+        held
+        == memory.stage_memory(
+            run, Layout.from_run(run, ranks), 0, run_schedule.of_run(run, 2).held(0)
+        ).optimizer
+    )
 
 
-MUON = {"optimizer": "muon", "muon_extra_scale_factor": 0.2, "weight_decay": 0.1, "clip_grad": 0.5, "lr": 2e-3}
-GROUPED = {"swiglu": True, "group_query_attention": True, "num_query_groups": 2, "disable_bias_linear": True}
+MUON = {
+    "optimizer": "muon",
+    "muon_extra_scale_factor": 0.2,
+    "weight_decay": 0.1,
+    "clip_grad": 0.5,
+    "lr": 2e-3,
+}
+GROUPED = {
+    "swiglu": True,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "disable_bias_linear": True,
+}
 
 
 def plain_orthogonal(x, steps):
     """The Newton-Schulz iteration of the sources in training/optim_math.py."""
-    coefficients = [(4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037), (2.8769, -3.1427, 1.2046),
-                    (2.8366, -3.0525, 1.2012)]
+    coefficients = [
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ]
     if x.shape[0] > x.shape[1]:
         return plain_orthogonal(x.T, steps).T
     x = x / x.norm()
@@ -502,19 +725,37 @@ def plain_matrices(name, update, model, split):
         return [torch.arange(len(update))]
     per_group = model.num_attention_heads // model.query_groups + 2
     head = torch.arange(len(update)) // model.kv_channels % per_group
-    return [which.nonzero()[:, 0] for which in (head < per_group - 2, head == per_group - 2, head == per_group - 1)]
+    return [
+        which.nonzero()[:, 0]
+        for which in (head < per_group - 2, head == per_group - 2, head == per_group - 1)
+    ]
 
 
 class PlainMuon:
     """One process in double: Muon for the layers' matrices, torch's AdamW for the rest. weights: global, by name."""
 
     def __init__(self, weights, run):
-        self.run, self.weights = run, {name: weight.double().requires_grad_() for name, weight in weights.items()}
-        self.momentum = {name: torch.zeros_like(w) for name, w in self.weights.items()
-                         if w.dim() > 1 and name.startswith("decoder.") and not name.endswith(".bias")}
-        groups = [{"params": [w], "weight_decay": run.optimizer.weight_decay * (w.dim() > 1 and not name.endswith(".bias"))}
-                  for name, w in self.weights.items() if name not in self.momentum]
-        self.adamw = torch.optim.AdamW(groups, lr=run.optimizer.lr, betas=(0.9, 0.999), eps=run.optimizer.adam_eps)
+        self.run, self.weights = (
+            run,
+            {name: weight.double().requires_grad_() for name, weight in weights.items()},
+        )
+        self.momentum = {
+            name: torch.zeros_like(w)
+            for name, w in self.weights.items()
+            if w.dim() > 1 and name.startswith("decoder.") and not name.endswith(".bias")
+        }
+        groups = [
+            {
+                "params": [w],
+                "weight_decay": run.optimizer.weight_decay
+                * (w.dim() > 1 and not name.endswith(".bias")),
+            }
+            for name, w in self.weights.items()
+            if name not in self.momentum
+        ]
+        self.adamw = torch.optim.AdamW(
+            groups, lr=run.optimizer.lr, betas=(0.9, 0.999), eps=run.optimizer.adam_eps
+        )
 
     def step(self):
         o = self.run.optimizer
@@ -525,7 +766,10 @@ class PlainMuon:
             momentum.lerp_(grad, 1 - o.muon_momentum)
             update = grad.lerp(momentum, o.muon_momentum) if o.muon_nesterov else momentum
             weight.mul_(1 - o.lr * o.weight_decay)
-            rows_of, update = weight.view(-1, weight.shape[-1]), update.reshape(-1, weight.shape[-1])
+            rows_of, update = (
+                weight.view(-1, weight.shape[-1]),
+                update.reshape(-1, weight.shape[-1]),
+            )
             for rows in plain_matrices(name, update, self.run.model, not o.muon_no_split_qkv):
                 scale = math.sqrt(max(len(rows), update.shape[1])) * o.muon_extra_scale_factor
                 rows_of[rows] -= o.lr * scale * plain_orthogonal(update[rows], o.muon_num_ns_steps)
@@ -544,12 +788,21 @@ def test_fifty_muon_steps_equal_plain_torch_in_a_split_layout():
         loss.backward()
         plain.step()
         expected.append(loss.item())
-    for losses, _ in ThreadWorld(8).run(trained, small_run(**changes, **TP2PP2, zero_stage=1), None, None, 50):
+    for losses, _ in ThreadWorld(8).run(
+        trained, small_run(**changes, **TP2PP2, zero_stage=1), None, None, 50
+    ):
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("changes", [GROUPED, {**GROUPED, "muon_no_split_qkv": True, "muon_nesterov": True, "muon_num_ns_steps": 3},
-                                     {"muon_nesterov": True}], ids=["grouped", "nesterov", "gpt"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        GROUPED,
+        {**GROUPED, "muon_no_split_qkv": True, "muon_nesterov": True, "muon_num_ns_steps": 3},
+        {"muon_nesterov": True},
+    ],
+    ids=["grouped", "nesterov", "gpt"],
+)
 def test_muon_steps_of_each_layout(changes):
     """From the gradients of each step. Data-parallel ranks alone and with ZeRO-1 compute the bits of one rank."""
     changes = {**MUON, **changes, "lr_decay_style": "constant"}
@@ -563,8 +816,13 @@ def test_muon_steps_of_each_layout(changes):
                 plain.weights[name].grad = grad.double()
             plain.step()
             for name, weight in whole_tensors(trainer, "weight").items():
-                torch.testing.assert_close(weight.double(), plain.weights[name].detach(), rtol=1e-5, atol=1e-5,
-                                           msg=lambda m, n=name: f"{n}: {m}")
+                torch.testing.assert_close(
+                    weight.double(),
+                    plain.weights[name].detach(),
+                    rtol=1e-5,
+                    atol=1e-5,
+                    msg=lambda m, n=name: f"{n}: {m}",
+                )
         trainer.close()
 
     steps(SoloComm(), small_run(**changes))
@@ -574,7 +832,9 @@ def test_muon_steps_of_each_layout(changes):
 def test_muon_on_data_parallel_ranks_has_the_bits_of_replicas():
     runs = [small_run(**MUON, zero_stage=stage, bf16=True, ddp_bucket_size=1) for stage in (0, 1)]
     replicas, shards = (ThreadWorld(4).run(trained, run, None, None, 4)[0] for run in runs)
-    assert replicas[0] == shards[0] and all(torch.equal(w, shards[1][name]) for name, w in replicas[1].items())
+    assert replicas[0] == shards[0] and all(
+        torch.equal(w, shards[1][name]) for name, w in replicas[1].items()
+    )
 
 
 def test_a_muon_run_resumes_in_another_layout(tmp_path):
@@ -582,8 +842,11 @@ def test_a_muon_run_resumes_in_another_layout(tmp_path):
     straight, _ = trained(SoloComm(), run, iterations=6)
     ThreadWorld(8).run(trained, split, None, tmp_path, 3)
     assert trained(SoloComm(), run, tmp_path, None, 3)[0] == pytest.approx(straight[3:], rel=1e-5)
-    assert not any(key.startswith("exp_avg_sq/decoder") and key.endswith("linear_fc1.weight")
-                   for shard in make_trainer(SoloComm(), run).optimizer.checkpoint_shards() for key in [shard.key])
+    assert not any(
+        key.startswith("exp_avg_sq/decoder") and key.endswith("linear_fc1.weight")
+        for shard in make_trainer(SoloComm(), run).optimizer.checkpoint_shards()
+        for key in [shard.key]
+    )
 
 
 @pytest.mark.parametrize("changes", [{}, {"bf16": True}, {"zero_stage": 1, **TP2PP2}])
@@ -592,8 +855,19 @@ def test_memory_of_muon_is_what_the_formula_says(changes):
     held = []
     for rank in range(0, ranks, 2):
         parts = make_trainer(SoloComm(rank, ranks), run).optimizer.parts
-        held.append(sum(t.nbytes for p in parts for t in (p.exp_avg, p.exp_avg_sq, *([] if p.low is None else [p.master]))))
+        held.append(
+            sum(
+                t.nbytes
+                for p in parts
+                for t in (p.exp_avg, p.exp_avg_sq, *([] if p.low is None else [p.master]))
+            )
+        )
     layout, lists = Layout.from_run(run, ranks), run_schedule.of_run(run, 2)
-    planned = [memory.stage_memory(run, layout, stage, lists.held(stage)).optimizer for stage in range(layout.pp)]
+    planned = [
+        memory.stage_memory(run, layout, stage, lists.held(stage)).optimizer
+        for stage in range(layout.pp)
+    ]
     assert max(held) == max(planned)
-    assert planned[0] < memory.stage_memory(small_run(**changes), layout, 0, lists.held(0)).optimizer
+    assert (
+        planned[0] < memory.stage_memory(small_run(**changes), layout, 0, lists.held(0)).optimizer
+    )

@@ -38,23 +38,91 @@ from tests.threads import ThreadWorld
 from tests.time_limit import time_limit
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = {"manifests": 80, "tensor files": 40, "machine files": 50, "job scripts": 40, "flags": 80, "vocabularies": 40,
-            "data files": 40, "logs": 30}
+EXAMPLES = {
+    "manifests": 80,
+    "tensor files": 40,
+    "machine files": 50,
+    "job scripts": 40,
+    "flags": 80,
+    "vocabularies": 40,
+    "data files": 40,
+    "logs": 30,
+}
 SCRIPT = render.self_contained((ROOT / "scripts" / "pjsub" / "run_124m.sh").read_text())
 PARSER = argparse.ArgumentParser(add_help=False)
 arguments.add_flags(PARSER)
 FLAGS = tuple(option for action in PARSER._actions for option in action.option_strings)
-NUMBERS = st.sampled_from(["1", "2", "4", "12", "64", "512", "1024", "10000", "65536", "1000000", "16777216", "2147483647",
-                           "1000000000000"])
-WORDS = st.one_of(NUMBERS, st.sampled_from(["inf", "nan", "-1", "0", "0.5", "1e400", "1e-400", "", "abc", "9" * 20, "9" * 5000,
-                                            "1,2", "cosine", "½", "demo", "--", "\x00", "a b"]),
-                  st.integers().map(str), st.floats().map(str), st.text(max_size=8))
-VALUES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=6), st.just([]), st.just({}),
-                   st.just([{}]), st.sampled_from([1e300, 1e-300, 10**400, -1, 0, 1, "12", 1.5]))
-RECORD = {"key": "w", "dtype": "float32", "global_shape": [8, 6], "offset": [4, 0], "slice_shape": [4, 6], "flat_start": 12,
-          "numel": 12}
-STATE = {"progress": {"iteration": 5, "consumed_samples": 40, "skipped": 0, "nans": 0}, "scaler": {"scale": 1.0},
-         "optimizer_steps": 5, "rng": {"seed": 1, "sample": 40}}
+NUMBERS = st.sampled_from(
+    [
+        "1",
+        "2",
+        "4",
+        "12",
+        "64",
+        "512",
+        "1024",
+        "10000",
+        "65536",
+        "1000000",
+        "16777216",
+        "2147483647",
+        "1000000000000",
+    ]
+)
+WORDS = st.one_of(
+    NUMBERS,
+    st.sampled_from(
+        [
+            "inf",
+            "nan",
+            "-1",
+            "0",
+            "0.5",
+            "1e400",
+            "1e-400",
+            "",
+            "abc",
+            "9" * 20,
+            "9" * 5000,
+            "1,2",
+            "cosine",
+            "½",
+            "demo",
+            "--",
+            "\x00",
+            "a b",
+        ]
+    ),
+    st.integers().map(str),
+    st.floats().map(str),
+    st.text(max_size=8),
+)
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=6),
+    st.just([]),
+    st.just({}),
+    st.just([{}]),
+    st.sampled_from([1e300, 1e-300, 10**400, -1, 0, 1, "12", 1.5]),
+)
+RECORD = {
+    "key": "w",
+    "dtype": "float32",
+    "global_shape": [8, 6],
+    "offset": [4, 0],
+    "slice_shape": [4, 6],
+    "flat_start": 12,
+    "numel": 12,
+}
+STATE = {
+    "progress": {"iteration": 5, "consumed_samples": 40, "skipped": 0, "nans": 0},
+    "scaler": {"scale": 1.0},
+    "optimizer_steps": 5,
+    "rng": {"seed": 1, "sample": 40},
+}
 
 
 def refused_or_harmless(kind, **strategies):
@@ -62,7 +130,11 @@ def refused_or_harmless(kind, **strategies):
 
     Hypothesis would also draw constants that it finds in the modules that other tests have loaded.
     """
-    rules = settings(settings.get_profile("ci"), max_examples=EXAMPLES[kind], suppress_health_check=list(HealthCheck))
+    rules = settings(
+        settings.get_profile("ci"),
+        max_examples=EXAMPLES[kind],
+        suppress_health_check=list(HealthCheck),
+    )
     seen = []
 
     def run(test):
@@ -81,7 +153,7 @@ def refused_or_harmless(kind, **strategies):
 
 
 def outcome(work, *names):
-    """"refused" with one line that has one of the names, or "accepted"; any other exception escapes and fails the test."""
+    """ "refused" with one line that has one of the names, or "accepted"; any other exception escapes and fails the test."""
     try:
         work()
     except ValueError as error:
@@ -93,7 +165,13 @@ def outcome(work, *names):
 
 def places(value, path=()):
     """The paths of all entries of a JSON value."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     return [place for key, part in items for place in ((*path, key), *places(part, (*path, key)))]
 
 
@@ -114,15 +192,23 @@ def edited(value, place, new, remove_it):
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("random") / "iter_0000005"
     folder.mkdir()
-    manifest.write_manifest(folder, 5, {"world_size": 1}, {"model": {"num_layers": 1}}, STATE,
-                            {"rank_00000.safetensors": {"size": 4, "crc32": "0123abcd", "shards": [RECORD]}})
+    manifest.write_manifest(
+        folder,
+        5,
+        {"world_size": 1},
+        {"model": {"num_layers": 1}},
+        STATE,
+        {"rank_00000.safetensors": {"size": 4, "crc32": "0123abcd", "shards": [RECORD]}},
+    )
     return folder / manifest.MANIFEST, json.loads((folder / manifest.MANIFEST).read_text())
 
 
 def test_no_changed_manifest_loads(saved):
     path, contents = saved
 
-    @refused_or_harmless("manifests", place=st.sampled_from(places(contents)), new=VALUES, remove_it=st.booleans())
+    @refused_or_harmless(
+        "manifests", place=st.sampled_from(places(contents)), new=VALUES, remove_it=st.booleans()
+    )
     def change(place, new, remove_it):
         text = json.dumps(edited(contents, place, new, remove_it))
         path.write_text(text)
@@ -134,19 +220,33 @@ def test_no_changed_manifest_loads(saved):
 
 def test_no_changed_file_of_tensors_loads(tmp_path):
     """Neither where all of it is needed nor in a layout that needs it and another one; verify finds what is changed, too."""
+
     def save(comm):
-        part = Shard("w", torch.arange(48.0)[24 * comm.rank :][:24].view(4, 6), (8, 6), (4 * comm.rank, 0), (4, 6))
+        part = Shard(
+            "w",
+            torch.arange(48.0)[24 * comm.rank :][:24].view(4, 6),
+            (8, 6),
+            (4 * comm.rank, 0),
+            (4, 6),
+        )
         save_checkpoint(tmp_path, 1, [part], {}, comm, {}, {})
 
     ThreadWorld(2).run(save)
     folder = tmp_path / "iter_0000001"
-    path, whole = folder / "rank_00001.safetensors", Shard("w", torch.zeros(8, 6), (8, 6), (0, 0), (8, 6))
+    path, whole = (
+        folder / "rank_00001.safetensors",
+        Shard("w", torch.zeros(8, 6), (8, 6), (0, 0), (8, 6)),
+    )
     content = path.read_bytes()
     at, noises = st.integers(0, len(content) - 1), st.binary(min_size=1, max_size=40)
 
-    @refused_or_harmless("tensor files", damage=st.sampled_from([*DAMAGES, *OTHER_KINDS]), i=at, j=at, noise=noises)
+    @refused_or_harmless(
+        "tensor files", damage=st.sampled_from([*DAMAGES, *OTHER_KINDS]), i=at, j=at, noise=noises
+    )
     def change(damage, i, j, noise):
-        replace(path, damage) if damage in OTHER_KINDS else path.write_bytes(damaged(content, damage, i, j, noise))
+        replace(path, damage) if damage in OTHER_KINDS else path.write_bytes(
+            damaged(content, damage, i, j, noise)
+        )
         same = damage in DAMAGES and path.read_bytes() == content
         answer = outcome(lambda: load_checkpoint(tmp_path, [whole], SoloComm()), path.name)
         assert answer == ("accepted" if same else "refused")
@@ -161,10 +261,14 @@ def test_machine_files_are_refused_or_predict(tmp_path):
     path, run = tmp_path / "host.json", small_run()
 
     def predicted():
-        prediction = model.predict(run, model.System.from_names(str(path), software.THIS_PROJECT, 1, 1))
+        prediction = model.predict(
+            run, model.System.from_names(str(path), software.THIS_PROJECT, 1, 1)
+        )
         assert 0 < prediction.seconds < math.inf and 0 < prediction.memory_mib_max < math.inf
 
-    @refused_or_harmless("machine files", place=st.sampled_from(places(data)), new=VALUES, remove_it=st.booleans())
+    @refused_or_harmless(
+        "machine files", place=st.sampled_from(places(data)), new=VALUES, remove_it=st.booleans()
+    )
     def change(place, new, remove_it):
         path.write_text(json.dumps(edited(data, place, new, remove_it)))
         return outcome(predicted, path.name)
@@ -173,34 +277,70 @@ def test_machine_files_are_refused_or_predict(tmp_path):
 def test_job_scripts_are_checked():
     lines = SCRIPT.splitlines()
 
-    @refused_or_harmless("job scripts", number=st.integers(0, len(lines) - 1), word=WORDS, group=WORDS)
+    @refused_or_harmless(
+        "job scripts", number=st.integers(0, len(lines) - 1), word=WORDS, group=WORDS
+    )
     def change(number, word, group):
-        text = "\n".join([*lines[:number], lines[number].partition("=")[0] + "=" + word, *lines[number + 1:]])
+        text = "\n".join(
+            [*lines[:number], lines[number].partition("=")[0] + "=" + word, *lines[number + 1 :]]
+        )
         problems = check.problems(text, group, files=False)
-        assert all(0 <= problem.line <= len(text.splitlines()) and problem.text.strip() for problem in problems)
+        assert all(
+            0 <= problem.line <= len(text.splitlines()) and problem.text.strip()
+            for problem in problems
+        )
         return "refused" if problems else "accepted"
 
 
 def test_flags_are_refused_or_planned():
     def planned(words):
-        parsed = arguments.parse(["--recipe", "demo", "--mock-data", "--vocab-size", "512", "--dry-run", *words])
+        parsed = arguments.parse(
+            ["--recipe", "demo", "--mock-data", "--vocab-size", "512", "--dry-run", *words]
+        )
         report(parsed.run, parsed.world_size or 1)
 
-    @refused_or_harmless("flags", pairs=st.lists(st.tuples(st.sampled_from(FLAGS), WORDS), min_size=1, max_size=3))
+    @refused_or_harmless(
+        "flags", pairs=st.lists(st.tuples(st.sampled_from(FLAGS), WORDS), min_size=1, max_size=3)
+    )
     def change(pairs):
-        return outcome(lambda: planned([word for pair in pairs for word in pair]), "--", "unknown flag", "world size")
+        return outcome(
+            lambda: planned([word for pair in pairs for word in pair]),
+            "--",
+            "unknown flag",
+            "world size",
+        )
 
 
 def test_vocabularies_are_refused_or_encode(tmp_path):
     write_tokenizer(tmp_path)
     vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
-    right, rules = json.loads(vocab.read_text()) | {"ab": 257, "abc": 258}, "#version: 0.2\na b\nab c\n"
-    value = st.one_of(VALUES, st.recursive(VALUES, lambda part: st.dictionaries(st.text(max_size=3), part, max_size=4)))
-    entry = st.tuples(st.sampled_from(["a", "ab", "abc", "<|endoftext|>", "Ġ"]), value, st.booleans())
+    right, rules = (
+        json.loads(vocab.read_text()) | {"ab": 257, "abc": 258},
+        "#version: 0.2\na b\nab c\n",
+    )
+    value = st.one_of(
+        VALUES,
+        st.recursive(VALUES, lambda part: st.dictionaries(st.text(max_size=3), part, max_size=4)),
+    )
+    entry = st.tuples(
+        st.sampled_from(["a", "ab", "abc", "<|endoftext|>", "Ġ"]), value, st.booleans()
+    )
     changed = entry.map(lambda e: json.dumps(edited(right, e[:1], *e[1:])))
-    contents = st.one_of(st.just(json.dumps(right)), st.just(json.dumps(right)), changed,
-                         st.text(max_size=30), st.just("[" * 100_000), st.just('{"a": ' + "9" * 5000 + "}"))
-    lines = st.one_of(st.just(rules), st.just(rules), st.just(rules), st.text("abc# \n", max_size=20), st.text(max_size=30))
+    contents = st.one_of(
+        st.just(json.dumps(right)),
+        st.just(json.dumps(right)),
+        changed,
+        st.text(max_size=30),
+        st.just("[" * 100_000),
+        st.just('{"a": ' + "9" * 5000 + "}"),
+    )
+    lines = st.one_of(
+        st.just(rules),
+        st.just(rules),
+        st.just(rules),
+        st.text("abc# \n", max_size=20),
+        st.text(max_size=30),
+    )
 
     def encoded():
         tokenizer = build_tokenizer("GPT2BPETokenizer", str(vocab), str(merges))
@@ -220,14 +360,18 @@ def corpus(tmp_path):
     with IndexedDatasetWriter(tmp_path / "corpus", "uint16") as writer:
         for tokens in documents:
             writer.add_document(tokens)
-    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(5)))
+    (tmp_path / "corpus.jsonl").write_text(
+        "".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(5))
+    )
     return tmp_path, documents
 
 
 def test_data_files_are_refused_or_read(corpus):
     """Of .bin only size and kind: the format has no checksum, so a token that is changed into another one is other data."""
     folder, documents = corpus
-    originals = {name: (folder / name).read_bytes() for name in ("corpus.idx", "corpus.bin", "corpus.jsonl")}
+    originals = {
+        name: (folder / name).read_bytes() for name in ("corpus.idx", "corpus.bin", "corpus.jsonl")
+    }
 
     def trained():
         train, _, _ = build_datasets([str(folder / "corpus")], "1,0,0", 4, (10, 0, 0), 1, 257)
@@ -238,8 +382,13 @@ def test_data_files_are_refused_or_read(corpus):
         for document in read_documents(input_files([str(folder / "corpus.jsonl")], ["text"])):
             assert all(isinstance(text, str) for text in document_texts(document, ["text"]))
 
-    @refused_or_harmless("data files", name=st.sampled_from(list(originals)), damage=st.sampled_from((*DAMAGES, *OTHER_KINDS)),
-              place=st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)), noise=st.binary(min_size=1, max_size=40))
+    @refused_or_harmless(
+        "data files",
+        name=st.sampled_from(list(originals)),
+        damage=st.sampled_from((*DAMAGES, *OTHER_KINDS)),
+        place=st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)),
+        noise=st.binary(min_size=1, max_size=40),
+    )
     def change(name, damage, place, noise):
         path, content = folder / name, originals[name]
         i, j = (number % len(content) for number in place)
@@ -250,17 +399,31 @@ def test_data_files_are_refused_or_read(corpus):
         sized = damage in OTHER_KINDS or path.stat().st_size != len(content)
         work = read if name == "corpus.jsonl" else trained
         if name == "corpus.bin" and not sized:
-            path.write_bytes(content[:i - i % 2] + b"\x01\x01" + content[i - i % 2 + 2:])  # token 257, above the vocabulary
+            path.write_bytes(
+                content[: i - i % 2] + b"\x01\x01" + content[i - i % 2 + 2 :]
+            )  # token 257, above the vocabulary
         answer = outcome(work, name)
-        assert answer == "refused" or name != "corpus.bin", "a .bin of another size or with a token of no vocabulary"
+        assert answer == "refused" or name != "corpus.bin", (
+            "a .bin of another size or with a token of no vocabulary"
+        )
         remove(path)
         path.write_bytes(content)
         return answer
 
 
 def test_logs_are_refused_or_make_a_row(tmp_path):
-    path, values = tmp_path / "run.log", json.loads(re.search(r"^run: (.*)$", OUR_LOG, re.MULTILINE)[1])
-    names = [*values, "lr", "tensor_model_parallel_size", "rampup_batch_size", "bf16", "recompute_granularity"]
+    path, values = (
+        tmp_path / "run.log",
+        json.loads(re.search(r"^run: (.*)$", OUR_LOG, re.MULTILINE)[1]),
+    )
+    names = [
+        *values,
+        "lr",
+        "tensor_model_parallel_size",
+        "rampup_batch_size",
+        "bf16",
+        "recompute_granularity",
+    ]
 
     def table():
         assert log_table.text([run_log.read_log(path)])
@@ -268,5 +431,7 @@ def test_logs_are_refused_or_make_a_row(tmp_path):
     @refused_or_harmless("logs", name=st.sampled_from(names), new=VALUES, remove_it=st.booleans())
     def change(name, new, remove_it):
         line = json.dumps(edited(values, (name,), new, remove_it and name in values))
-        path.write_text(re.sub(r"^run: .*$", lambda match: "run: " + line, OUR_LOG, flags=re.MULTILINE))
+        path.write_text(
+            re.sub(r"^run: .*$", lambda match: "run: " + line, OUR_LOG, flags=re.MULTILINE)
+        )
         return outcome(table, path.name)

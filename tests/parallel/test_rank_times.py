@@ -16,7 +16,12 @@ from tests.threads import ThreadWorld
 SECONDS = 2.0  # of an iteration
 
 
-DOCUMENTS = {"reset_attention_mask": True, "seq_length": 16, "hidden_size": 4, "num_attention_heads": 1}
+DOCUMENTS = {
+    "reset_attention_mask": True,
+    "seq_length": 16,
+    "hidden_size": 4,
+    "num_attention_heads": 1,
+}
 
 
 def intervals(world, computation, data=None, iterations=10, works=None, **changes):
@@ -36,7 +41,9 @@ def intervals(world, computation, data=None, iterations=10, works=None, **change
 
 
 def said(computation, data=None, **changes):
-    return ThreadWorld(len(computation[0])).run(lambda world: intervals(world, computation, data, **changes))[0]
+    return ThreadWorld(len(computation[0])).run(
+        lambda world: intervals(world, computation, data, **changes)
+    )[0]
 
 
 ALIKE, SLOW = [1.0] * 8, [1.0] * 5 + [1.3] + [1.0] * 2
@@ -46,7 +53,8 @@ def test_a_rank_is_named_in_its_second_slow_interval_once_and_its_recovery_told(
     assert said([ALIKE, SLOW, SLOW, SLOW, ALIKE]) == [
         f"slow: rank 5 (stage 0, {socket.gethostname()}): computation 1.300 s per iteration, 30 % slower than the median of its "
         "stage (1.000 s)",
-        "no longer slow: rank 5, computation"]
+        "no longer slow: rank 5, computation",
+    ]
 
 
 def test_a_run_of_few_or_short_iterations_names_nobody(monkeypatch):
@@ -63,7 +71,11 @@ def test_a_rank_that_is_slow_once_is_not_named():
 
 def test_no_more_than_three_are_named():
     lines = said([[1.0] * 6 + [1.5, 1.6, 1.7, 1.8, 1.9]] * 2, global_batch_size=22)
-    assert lines[0].count("computation") == 3 and lines[0].startswith("slow: rank 10 ") and lines[0].endswith("; and 2 more")
+    assert (
+        lines[0].count("computation") == 3
+        and lines[0].startswith("slow: rank 10 ")
+        and lines[0].endswith("; and 2 more")
+    )
 
 
 def test_a_rank_with_longer_documents_is_not_slow():
@@ -75,10 +87,15 @@ def test_a_rank_with_longer_documents_is_not_slow():
     computation = [[seconds / taken[1] for seconds in taken]] * 3
     assert computation[0][0] > 1.3
     works = [Work(0, sum(squares), 16, own * 8 / sum(squares)) for own in squares]
-    assert ThreadWorld(8).run(lambda world: intervals(world, computation, works=works, **DOCUMENTS))[0] == []
+    assert (
+        ThreadWorld(8).run(lambda world: intervals(world, computation, works=works, **DOCUMENTS))[0]
+        == []
+    )
     assert len(said(computation)) == 1
     computation = [[*row[:3], 1.3, *row[4:]] for row in computation]
-    (line,) = ThreadWorld(8).run(lambda world: intervals(world, computation, works=works, **DOCUMENTS))[0]
+    (line,) = ThreadWorld(8).run(
+        lambda world: intervals(world, computation, works=works, **DOCUMENTS)
+    )[0]
     assert line.startswith("slow: rank 3 ")
 
 
@@ -86,11 +103,14 @@ def test_every_interval_is_kept(tmp_path):
     file = tmp_path / "ranks.jsonl"
     said([[1.0, 1.1], [1.2, 1.3]], log_ranks=str(file), iterations=2)
     first, last = read(file)
-    assert (first.iteration, last.iteration, first.layout) == (2, 4, (2, 1, 1, 1)) and tuple(last.seconds) == PHASES
+    assert (first.iteration, last.iteration, first.layout) == (2, 4, (2, 1, 1, 1)) and tuple(
+        last.seconds
+    ) == PHASES
     assert last.seconds["computation"] == [1.2, 1.3] and last.seconds["reductions"] == [0.8, 0.7]
 
 
 def test_a_file_that_cannot_be_written_ends_no_run(tmp_path):
     path = tmp_path / "gone" / "ranks.jsonl"
     assert intervals(SoloComm(), [[1.0]] * 2, log_ranks=str(path)) == [
-        f"--log-ranks {path}: no longer written: No such file or directory"]
+        f"--log-ranks {path}: no longer written: No such file or directory"
+    ]

@@ -16,7 +16,12 @@ from fugaku_megatron.config.run_config import TrainingConfig
 from fugaku_megatron.config.sample_rules import Skips
 from fugaku_megatron.data import sampler
 from fugaku_megatron.data.dataset import MockDataset
-from fugaku_megatron.data.sampler import ReaderBatches, ReaderGroup, build_reader_group, micro_batches
+from fugaku_megatron.data.sampler import (
+    ReaderBatches,
+    ReaderGroup,
+    build_reader_group,
+    micro_batches,
+)
 from fugaku_megatron.training.pretrain import run_length
 from fugaku_megatron.training.rank_watch import skip_line
 from fugaku_megatron.training.resume import Resume, find_checkpoint, resume_training
@@ -31,11 +36,19 @@ DATA = MockDataset(50, 8, 100, 3)
 def test_a_reader_serves_the_ranks_of_its_node_that_need_data():
     def rank(world):
         nodes = find_nodes(world, "ab"[world.rank % 2])
-        readers = build_reader_group(world, nodes, dp_rank=10 + world.rank, needs_data=world.rank != 2)
+        readers = build_reader_group(
+            world, nodes, dp_rank=10 + world.rank, needs_data=world.rank != 2
+        )
         return readers and (readers.dp_ranks, readers.reads)
 
-    assert ThreadWorld(6).run(rank) == [((10, 14), True), ((11, 13, 15), True), None, ((11, 13, 15), False), ((10, 14), False),
-                                        ((11, 13, 15), False)]
+    assert ThreadWorld(6).run(rank) == [
+        ((10, 14), True),
+        ((11, 13, 15), True),
+        None,
+        ((11, 13, 15), False),
+        ((10, 14), False),
+        ((11, 13, 15), False),
+    ]
 
 
 @pytest.mark.parametrize("dp_ranks", [(0, 1, 2), (1, 1, 0)])
@@ -46,7 +59,9 @@ def test_what_is_handed_out_is_what_each_rank_would_read(dp_ranks):
     def rank(world):
         readers = sampler.ReaderGroup(world, dp_ranks)
         own = micro_batches(DATA, 0, size, 2, dp_ranks[world.rank], 3)
-        with closing(ReaderBatches(readers, DATA if readers.reads else None, 0, size, 2, 3)) as shared:
+        with closing(
+            ReaderBatches(readers, DATA if readers.reads else None, 0, size, 2, 3)
+        ) as shared:
             for count in (2, 2, 4, 4):
                 shared.begin()
                 for _ in range(count):
@@ -63,7 +78,9 @@ def test_an_error_of_the_reader_is_raised():
 
     def rank(world):
         data = Broken(50, 8, 100, 3) if world.rank == 0 else None
-        with closing(ReaderBatches(sampler.ReaderGroup(world, (0, 1)), data, 0, lambda _: 4, 2, 2)) as shared:
+        with closing(
+            ReaderBatches(sampler.ReaderGroup(world, (0, 1)), data, 0, lambda _: 4, 2, 2)
+        ) as shared:
             shared.begin()
 
     with pytest.raises(ValueError, match="token id 99"):
@@ -77,7 +94,13 @@ def test_losses_do_not_depend_on_who_reads(changes):
     def losses(world, shared):
         torch.set_num_threads(1)
         groups = grid_groups(world, run)
-        readers = build_reader_group(world, find_nodes(world, "node"), groups.dp.rank, reads_data(run, groups)) if shared else None
+        readers = (
+            build_reader_group(
+                world, find_nodes(world, "node"), groups.dp.rank, reads_data(run, groups)
+            )
+            if shared
+            else None
+        )
         reads = readers.reads if shared and readers else not shared
         data = (mock(run), mock(run, 8)) if reads else (None, None)
         with closing(Trainer(run, world, groups, *data, readers=readers)) as trainer:
@@ -90,9 +113,13 @@ def test_losses_do_not_depend_on_who_reads(changes):
 RANGES = [(), ("4:9",), ("0:3,3:5", "20:21"), ("7:30",), ("30:40", "35:50"), ("0:1",)]
 
 
-def taken(ranges: tuple[str, ...], ramp: RampUp, iterations: int, position: int = 0) -> list[list[int]]:
+def taken(
+    ranges: tuple[str, ...], ramp: RampUp, iterations: int, position: int = 0
+) -> list[list[int]]:
     """By the definition: sample after sample, those in a range left out."""
-    out = {n for text in ranges for part in text.split(",") for n in range(*map(int, part.split(":")))}
+    out = {
+        n for text in ranges for part in text.split(",") for n in range(*map(int, part.split(":")))
+    }
     batches: list[list[int]] = []
     for _ in range(iterations):
         size, batch = ramp(position), []
@@ -113,16 +140,28 @@ def test_samples_and_length_follow_the_definition(ranges, ramp):
         position = batch[-1] + 1
         ends.append(position)
     for iterations, end in enumerate(ends):
-        assert length(TrainingConfig(train_iters=iterations), ramp, skips=skips) == (iterations, end)
-        assert length(TrainingConfig(train_iters=30), ramp, iterations, end, skips) == (30, ends[-1]), "resumed"
+        assert length(TrainingConfig(train_iters=iterations), ramp, skips=skips) == (
+            iterations,
+            end,
+        )
+        assert length(TrainingConfig(train_iters=30), ramp, iterations, end, skips) == (
+            30,
+            ends[-1],
+        ), "resumed"
         if end:
             assert length(TrainingConfig(train_samples=end), ramp, skips=skips) == (iterations, end)
-            assert length(TrainingConfig(train_samples=end - 1), ramp, skips=skips)[0] == iterations - 1, "whole iterations only"
+            assert (
+                length(TrainingConfig(train_samples=end - 1), ramp, skips=skips)[0]
+                == iterations - 1
+            ), "whole iterations only"
 
 
 def test_long_runs_are_not_walked_step_by_step():
     skips = Skips.parse(["1000000000:1000000010", "9000000000:9000000003"])
-    assert length(TrainingConfig(train_iters=2**31 - 1), RampUp(8, 1, 0, 8), skips=skips) == (2**31 - 1, 8 * (2**31 - 1) + 13)
+    assert length(TrainingConfig(train_iters=2**31 - 1), RampUp(8, 1, 0, 8), skips=skips) == (
+        2**31 - 1,
+        8 * (2**31 - 1) + 13,
+    )
 
 
 @pytest.mark.parametrize("ranges", RANGES)
@@ -131,21 +170,43 @@ def test_every_layout_takes_the_same_samples(ranges):
     expected = [data[n][:-1] for batch in taken(ranges, ramp, 6) for n in batch]
     for dp, size in ((1, 4), (2, 2), (2, 1), (4, 1)):
         parts = [micro_batches(data, 0, ramp, size, rank, dp, skips.samples) for rank in range(dp)]
-        columns = [batch[:-1, b] for step in zip(*parts, strict=False) for batch in step for b in range(size)]
+        columns = [
+            batch[:-1, b]
+            for step in zip(*parts, strict=False)
+            for batch in step
+            for b in range(size)
+        ]
         assert len(columns) >= len(expected) and all(map(np.array_equal, columns, expected))
     shared = ReaderBatches(ReaderGroup(SoloComm(), (0,)), data, 0, ramp, 4, 1, skips.samples)
     for batch in taken(ranges, ramp, 4):
         shared.begin()
-        assert np.array_equal(np.concatenate(list(shared), 1), np.stack([data[n] for n in batch], 1))
+        assert np.array_equal(
+            np.concatenate(list(shared), 1), np.stack([data[n] for n in batch], 1)
+        )
     shared.close()
 
 
 def test_a_run_of_iterations_over_several_epochs_is_told_of_its_order():
     epochs = SimpleNamespace(num_epochs=2)
     run = small_run(skip_samples=("2:3",))
-    assert skip_line(run, epochs).startswith("note: --skip-samples lengthens a run of --train-iters")
-    assert skip_line(run, SimpleNamespace(num_epochs=1)) is skip_line(small_run(), epochs) is skip_line(run, None) is None
-    assert skip_line(make_run(None, {**SMALL, "skip_samples": ("2:3",), "train_iters": None, "train_samples": 9}), epochs) is None
+    assert skip_line(run, epochs).startswith(
+        "note: --skip-samples lengthens a run of --train-iters"
+    )
+    assert (
+        skip_line(run, SimpleNamespace(num_epochs=1))
+        is skip_line(small_run(), epochs)
+        is skip_line(run, None)
+        is None
+    )
+    assert (
+        skip_line(
+            make_run(
+                None, {**SMALL, "skip_samples": ("2:3",), "train_iters": None, "train_samples": 9}
+            ),
+            epochs,
+        )
+        is None
+    )
 
 
 DROPOUT = {"num_layers": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -167,7 +228,9 @@ def test_the_curve_depends_on_no_layout(batch):
     ramp = RampUp(*batch.get("rampup_batch_size", (16, 1, 0)), 16)
     assert end == taken(("18:21", "40:59"), ramp, 5)[-1][-1] + 1
     for layout in ({"micro_batch_size": 1}, {"tensor_model_parallel_size": 2}):
-        for losses, position in ThreadWorld(2).run(partial(curve, iterations=5, **skipped, **layout)):
+        for losses, position in ThreadWorld(2).run(
+            partial(curve, iterations=5, **skipped, **layout)
+        ):
             assert position == end and losses == pytest.approx(one, rel=1e-5)
     whole, _ = curve(SoloComm(), 5, **batch)
     assert whole[0] == one[0] and whole[-1] != one[-1]
@@ -194,8 +257,14 @@ def test_a_resumed_run_goes_on_with_the_same_bits_and_says_what_changed(tmp_path
     assert first + rest == whole[:5] and notes == []
     assert start(2, skip_samples=("70:75",)) == (rest, []), "samples that were passed need no flag"
     _, notes = start(1)
-    assert notes == ["note: --skip-samples leaves out nothing of the samples ahead, was 70:75: the loss curve changes from "
-                     "there on"]
+    assert notes == [
+        "note: --skip-samples leaves out nothing of the samples ahead, was 70:75: the loss curve changes from "
+        "there on"
+    ]
     _, notes = start(1, skip_samples=("50:60", "70:75"))
-    assert notes[0].startswith("note: --skip-samples leaves out 58:60,70:75 of the samples ahead, was 70:75: ")
-    assert notes[1].startswith("note: --skip-samples 50:58 lies before sample 58, where this checkpoint continues: ")
+    assert notes[0].startswith(
+        "note: --skip-samples leaves out 58:60,70:75 of the samples ahead, was 70:75: "
+    )
+    assert notes[1].startswith(
+        "note: --skip-samples 50:58 lies before sample 58, where this checkpoint continues: "
+    )

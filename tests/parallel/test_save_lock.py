@@ -30,17 +30,28 @@ time.sleep(60)
 @pytest.fixture
 def elsewhere(tmp_path):
     """Writes a lock as a job on another node would leave it; returns its file."""
+
     def write(**changes):
-        owner = replace(Owner.from_this_process(), host="node7", kernel="another", process=77, token="theirs", **changes)
+        owner = replace(
+            Owner.from_this_process(),
+            host="node7",
+            kernel="another",
+            process=77,
+            token="theirs",
+            **changes,
+        )
         (tmp_path / LOCK).write_text(json.dumps(asdict(owner)))
         return tmp_path / LOCK
+
     return write
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """The clock of locks, on which time passes only while one of them sleeps."""
-    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, time=time.time, strftime=time.strftime)
+    clock = SimpleNamespace(
+        now=0.0, monotonic=lambda: clock.now, time=time.time, strftime=time.strftime
+    )
     clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
     monkeypatch.setattr(lock, "time", clock)
     return clock
@@ -51,8 +62,10 @@ def test_a_second_job_is_refused_with_host_process_and_time_until_the_first_ends
     with pytest.raises(ValueError) as raised:
         Lock(tmp_path / "new")
     owner = first.owner
-    assert str(raised.value) == (f"--save {tmp_path}/new is in use by another job: process {os.getpid()} on {owner.host} since "
-                                 f"{owner.since}: wait for its end, or pass another --save")
+    assert str(raised.value) == (
+        f"--save {tmp_path}/new is in use by another job: process {os.getpid()} on {owner.host} since "
+        f"{owner.since}: wait for its end, or pass another --save"
+    )
     first.release()
     Lock(tmp_path / "new").release()
     assert list((tmp_path / "new").iterdir()) == []
@@ -60,7 +73,9 @@ def test_a_second_job_is_refused_with_host_process_and_time_until_the_first_ends
 
 @pytest.mark.system
 def test_a_killed_job_on_this_host_leaves_no_obstacle(tmp_path):
-    job = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True)
+    job = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True
+    )
     assert job.stdout.readline() == "held\n"
     with pytest.raises(ValueError, match=f"in use by another job: process {job.pid} on"):
         Lock(tmp_path)
@@ -70,15 +85,21 @@ def test_a_killed_job_on_this_host_leaves_no_obstacle(tmp_path):
     assert not (tmp_path / LOCK).exists()
 
 
-def test_who_waits_for_another_jobs_sign_of_life_says_so_and_gives_signs_of_its_own(tmp_path, elsewhere, clock, capsys):
+def test_who_waits_for_another_jobs_sign_of_life_says_so_and_gives_signs_of_its_own(
+    tmp_path, elsewhere, clock, capsys
+):
     elsewhere()
     signs = []
     Lock(tmp_path, beat=5.0, patience=10.0, alive=lambda: signs.append(clock.now)).release()
     assert signs == [0.5 * count for count in range(1, 21)]
-    assert capsys.readouterr().out.startswith(f"note: --save {tmp_path} has the lock of another job (process 77 on node7 since ")
+    assert capsys.readouterr().out.startswith(
+        f"note: --save {tmp_path} has the lock of another job (process 77 on node7 since "
+    )
 
 
-def test_a_job_on_another_node_is_refused_to_while_it_renews_its_time_stamp(tmp_path, elsewhere, clock):
+def test_a_job_on_another_node_is_refused_to_while_it_renews_its_time_stamp(
+    tmp_path, elsewhere, clock
+):
     path = elsewhere()
 
     def renew():
@@ -106,16 +127,29 @@ def test_who_was_suspended_looks_once_more_before_it_takes_over(tmp_path, elsewh
         Lock(tmp_path)
 
 
-IMPOSSIBLE = json.dumps({"host": "node7", "kernel": "another", "process": "77", "created": 0.0, "since": "", "token": ""})
+IMPOSSIBLE = json.dumps(
+    {
+        "host": "node7",
+        "kernel": "another",
+        "process": "77",
+        "created": 0.0,
+        "since": "",
+        "token": "",
+    }
+)
 
 
 @pytest.mark.parametrize("text", [b"", b"[1]", b"\xff\x00", b"[" * 100_000, IMPOSSIBLE.encode()])
-def test_a_file_that_tells_nothing_and_is_not_renewed_is_replaced_after_a_beat_and_a_half(tmp_path, text, clock, capsys):
+def test_a_file_that_tells_nothing_and_is_not_renewed_is_replaced_after_a_beat_and_a_half(
+    tmp_path, text, clock, capsys
+):
     (tmp_path / LOCK).write_bytes(text)
     Lock(tmp_path).release()
     assert list(tmp_path.iterdir()) == [] and clock.now == 15.0
-    assert capsys.readouterr().out == (f"note: --save {tmp_path} has a .lock that is empty or damaged: waiting up to 15 s for a "
-                                       "sign of life, then it is replaced\n")
+    assert capsys.readouterr().out == (
+        f"note: --save {tmp_path} has a .lock that is empty or damaged: waiting up to 15 s for a "
+        "sign of life, then it is replaced\n"
+    )
 
 
 def test_a_file_that_tells_nothing_and_is_renewed_is_refused(tmp_path, clock):
@@ -127,7 +161,10 @@ def test_a_file_that_tells_nothing_and_is_renewed_is_refused(tmp_path, clock):
         while held.path.stat().st_mtime_ns == before:
             time.sleep(0.01)
 
-    with time_limit(), pytest.raises(ValueError, match="in use by another job: .lock does not say which"):
+    with (
+        time_limit(),
+        pytest.raises(ValueError, match="in use by another job: .lock does not say which"),
+    ):
         Lock(tmp_path, beat=0.2, alive=next_sign)
     held.release()
 
@@ -140,7 +177,9 @@ def test_releasing_leaves_the_lock_of_a_job_that_took_over(tmp_path, elsewhere):
 
 
 def test_of_many_that_start_at_once_or_take_over_one_wins(tmp_path):
-    dead = replace(Owner.from_this_process(), created=0.0, token="dead")  # a later process has its number
+    dead = replace(
+        Owner.from_this_process(), created=0.0, token="dead"
+    )  # a later process has its number
     for text in (None, json.dumps(asdict(dead))):
         if text:
             (tmp_path / LOCK).write_text(text)
@@ -199,5 +238,10 @@ def test_a_directory_that_takes_no_file_is_named(tmp_path):
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 def test_what_is_no_file_is_refused_without_waiting(tmp_path, make):
     make(tmp_path / LOCK)
-    with time_limit(), pytest.raises(ValueError, match=f"--save {tmp_path}: .lock in it is not a regular file: remove it"):
+    with (
+        time_limit(),
+        pytest.raises(
+            ValueError, match=f"--save {tmp_path}: .lock in it is not a regular file: remove it"
+        ),
+    ):
         Lock(tmp_path)

@@ -52,7 +52,9 @@ class Writer:
 def session(world, directory, **changes):
     run = small_run(**{"num_layers": 2, "save": str(directory), "train_iters": 5, **changes})
     signals = SimpleNamespace(stop_requested=False)
-    return Session(make_trainer(world, run), Writer(), run.training.train_iters, (), signals=signals)
+    return Session(
+        make_trainer(world, run), Writer(), run.training.train_iters, (), signals=signals
+    )
 
 
 def run(world, directory, **changes):
@@ -60,18 +62,32 @@ def run(world, directory, **changes):
     made = session(world, directory, **changes)
     made.run()
     made.trainer.close()
-    return [int(line.split()[4]) for line in made.writer.lines if line.startswith("saved checkpoint of iteration ")]
+    return [
+        int(line.split()[4])
+        for line in made.writer.lines
+        if line.startswith("saved checkpoint of iteration ")
+    ]
 
 
-@pytest.mark.parametrize(("changes", "saved"), [
-    ({}, [5]), ({"save_interval": 2}, [2, 4, 5]), ({"save_interval_in_mins": LONG, "save_interval": 3}, [3, 5])])
+@pytest.mark.parametrize(
+    ("changes", "saved"),
+    [
+        ({}, [5]),
+        ({"save_interval": 2}, [2, 4, 5]),
+        ({"save_interval_in_mins": LONG, "save_interval": 3}, [3, 5]),
+    ],
+)
 def test_intervals_by_iterations_and_by_time(tmp_path, changes, saved):
     assert run(SoloComm(), tmp_path, **changes) == saved == list_iterations(tmp_path)
 
 
-@pytest.mark.parametrize(("minutes", "saved"), [((SHORT, LONG), [1, 2, 3, 4, 5]), ((LONG, SHORT), [5])])
+@pytest.mark.parametrize(
+    ("minutes", "saved"), [((SHORT, LONG), [1, 2, 3, 4, 5]), ((LONG, SHORT), [5])]
+)
 def test_the_clock_of_rank_0_decides_for_all(tmp_path, minutes, saved):
-    ranks = ThreadWorld(2).run(lambda world: run(world, tmp_path, save_interval_in_mins=minutes[world.rank]))
+    ranks = ThreadWorld(2).run(
+        lambda world: run(world, tmp_path, save_interval_in_mins=minutes[world.rank])
+    )
     assert ranks == [saved, saved]
 
 
@@ -89,15 +105,25 @@ def test_a_diverged_run_ends_with_its_own_code_and_keeps_the_last_good_checkpoin
     with pytest.raises(SystemExit) as end:
         made.run()
     made.trainer.close()
-    assert end.value.code == ExitCode.DIVERGED == 3 and made.trainer.progress.iteration == 1 + DIVERGED_STEPS
+    assert (
+        end.value.code == ExitCode.DIVERGED == 3
+        and made.trainer.progress.iteration == 1 + DIVERGED_STEPS
+    )
     assert list_iterations(tmp_path) == [1] and latest_iteration(tmp_path) == 1
-    assert made.writer.lines[-1].startswith("diverged: ") and f"last checkpoint in {tmp_path}" in made.writer.lines[-1]
+    assert (
+        made.writer.lines[-1].startswith("diverged: ")
+        and f"last checkpoint in {tmp_path}" in made.writer.lines[-1]
+    )
 
 
 def test_a_save_that_fell_into_skipped_steps_is_made_up_for(tmp_path, monkeypatch):
     made = session(SoloComm(), tmp_path, train_iters=6, save_interval=3)
     train_step = made.trainer.train_step
-    monkeypatch.setattr(made.trainer, "train_step", lambda: replace(train_step(), skipped=made.trainer.progress.iteration == 3))
+    monkeypatch.setattr(
+        made.trainer,
+        "train_step",
+        lambda: replace(train_step(), skipped=made.trainer.progress.iteration == 3),
+    )
     made.run()
     made.trainer.close()
     assert list_iterations(tmp_path) == [4, 6]
@@ -118,21 +144,52 @@ def test_saves_do_not_wait_for_the_picture_of_an_earlier_one(tmp_path, monkeypat
     assert [picture.wait.call_count for picture in pictures] == [1, 1]
 
 
-@pytest.mark.parametrize(("flags", "message"), [
-    (["--data-path", "{d}/whole", "{d}/none"], "none.idx: cannot be read .No such file or directory.; .*: is --data-path"),
-    (["--data-path", "0.5", "{d}/half", "x", "{d}/whole"], "--data-path: 'x' stands where a weight is due"),
-    (["--train-data-path", "{d}/whole", "--valid-data-path", "{d}/half"], "half.bin: cannot be read"),
-])
-def test_data_that_is_not_there_is_found_first_and_by_one_rank(tmp_path, monkeypatch, flags, message):
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--data-path", "{d}/whole", "{d}/none"],
+            "none.idx: cannot be read .No such file or directory.; .*: is --data-path",
+        ),
+        (
+            ["--data-path", "0.5", "{d}/half", "x", "{d}/whole"],
+            "--data-path: 'x' stands where a weight is due",
+        ),
+        (
+            ["--train-data-path", "{d}/whole", "--valid-data-path", "{d}/half"],
+            "half.bin: cannot be read",
+        ),
+    ],
+)
+def test_data_that_is_not_there_is_found_first_and_by_one_rank(
+    tmp_path, monkeypatch, flags, message
+):
     for name in ("whole.idx", "whole.bin", "half.idx"):
         (tmp_path / name).write_bytes(b"")
     looked, unreadable = [], indexed.unreadable
     monkeypatch.setattr(indexed, "unreadable", lambda path: looked.append(path) or unreadable(path))
     monkeypatch.setattr(pretrain, "hold", None)  # what comes next
-    words = ["--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1", "--seq-length", "8", "--micro-batch-size",
-             "1", "--train-iters", "1", "--vocab-size", "32", *(word.format(d=tmp_path) for word in flags)]
+    words = [
+        "--num-layers",
+        "1",
+        "--hidden-size",
+        "8",
+        "--num-attention-heads",
+        "1",
+        "--seq-length",
+        "8",
+        "--micro-batch-size",
+        "1",
+        "--train-iters",
+        "1",
+        "--vocab-size",
+        "32",
+        *(word.format(d=tmp_path) for word in flags),
+    ]
 
-    assert re.search(message, one_error(2, lambda world: pretrain.pretrain(parse(words), world, None)))
+    assert re.search(
+        message, one_error(2, lambda world: pretrain.pretrain(parse(words), world, None))
+    )
     assert len(looked) == len(set(looked))
 
 
@@ -145,13 +202,21 @@ HELD = [Held((1,), (0,))]  # one micro-batch between forward and backward
 def opened(monkeypatch):
     """An event until which the writing of files waits."""
     event, write = threading.Event(), save_module.write_tensors
-    monkeypatch.setattr(save_module, "write_tensors", lambda *given: event.wait(300) and write(*given))
+    monkeypatch.setattr(
+        save_module, "write_tensors", lambda *given: event.wait(300) and write(*given)
+    )
     return event
 
 
 def test_what_is_written_is_the_iteration_of_the_copy(tmp_path, opened):
     """Training goes on while the files are written, and changes nothing in them."""
-    layout = {"num_layers": 2, "tensor_model_parallel_size": 2, "zero_stage": 1, "save": str(tmp_path), **ASYNC}
+    layout = {
+        "num_layers": 2,
+        "tensor_model_parallel_size": 2,
+        "zero_stage": 1,
+        "save": str(tmp_path),
+        **ASYNC,
+    }
 
     def rank(world):
         trainer, again = (make_trainer(world, small_run(**layout)) for _ in range(2))
@@ -184,7 +249,9 @@ def test_a_run_saves_what_it_would_have_waited_for(tmp_path, changes):
     expected = session(SoloComm(), tmp_path / "waiting", **changes)
     expected.run()
     expected.trainer.close()
-    lines = ThreadWorld(RANKS).run(lambda world: run_session(world, tmp_path / "async", **changes).writer.lines)[0]
+    lines = ThreadWorld(RANKS).run(
+        lambda world: run_session(world, tmp_path / "async", **changes).writer.lines
+    )[0]
     assert lines == [line.replace("waiting", "async") for line in expected.writer.lines]
     assert list_iterations(tmp_path / "async") == list_iterations(tmp_path / "waiting")
     assert latest_iteration(tmp_path / "async") == 5
@@ -210,19 +277,35 @@ def test_training_goes_on_while_a_save_is_written(tmp_path, opened):
 
 def test_a_disk_that_refuses_the_bytes_ends_the_run_with_one_line(tmp_path):
     with largest_file(1 << 14):
-        message = one_error(RANKS, lambda world: run_session(world, tmp_path, save_interval=2, train_iters=50))
-    assert message.startswith(f"--save {tmp_path}: iteration 2 is not saved: rank 0: ") and "File too large" in message
+        message = one_error(
+            RANKS, lambda world: run_session(world, tmp_path, save_interval=2, train_iters=50)
+        )
+    assert (
+        message.startswith(f"--save {tmp_path}: iteration 2 is not saved: rank 0: ")
+        and "File too large" in message
+    )
     assert list_iterations(tmp_path) == [] and not list(tmp_path.glob("iter_*"))
 
 
 def test_the_copy_is_in_the_model_and_in_the_plan(tmp_path):
     def held(world):
-        return make_trainer(world, small_run(zero_stage=1, save=str(tmp_path), **ASYNC))._snapshot.nbytes
+        return make_trainer(
+            world, small_run(zero_stage=1, save=str(tmp_path), **ASYNC)
+        )._snapshot.nbytes
 
     for ranks in (1, 2):
         run = small_run(zero_stage=1, save=str(tmp_path), **ASYNC)
-        with_copy, plain = (stage_memory(r, Layout.from_run(r, ranks), 0, HELD) for r in (run, small_run(zero_stage=1)))
-        assert max(ThreadWorld(ranks).run(held)) <= with_copy.saving <= 1.05 * max(ThreadWorld(ranks).run(held))
+        with_copy, plain = (
+            stage_memory(r, Layout.from_run(r, ranks), 0, HELD)
+            for r in (run, small_run(zero_stage=1))
+        )
+        assert (
+            max(ThreadWorld(ranks).run(held))
+            <= with_copy.saving
+            <= 1.05 * max(ThreadWorld(ranks).run(held))
+        )
         assert with_copy.total == plain.total + with_copy.saving and plain.saving == 0
     assert "|    saving |" in report(run, 1) and "saving" not in report(small_run(), 1)
-    assert stage_memory(small_run(**ASYNC), Layout.from_run(run, 1), 0, HELD).saving == 0, "nothing is saved"
+    assert stage_memory(small_run(**ASYNC), Layout.from_run(run, 1), 0, HELD).saving == 0, (
+        "nothing is saved"
+    )

@@ -20,14 +20,24 @@ from tests.threads import ThreadWorld
 NATIVE, HEADS = NativeOps(kernels), Heads(4, 2, 8)
 S, SAMPLES = 96, 2
 KEY = DropoutKey(7, 3, 2, sample_dim=0)
-SIGHTS = {"causal": Sight(S), "window": Sight(S, 9), "documents": Sight(S, None, document_starts(S, SAMPLES, 3)),
-          "both": Sight(S, 20, document_starts(S, SAMPLES, 8))}
+SIGHTS = {
+    "causal": Sight(S),
+    "window": Sight(S, 9),
+    "documents": Sight(S, None, document_starts(S, SAMPLES, 3)),
+    "both": Sight(S, 20, document_starts(S, SAMPLES, 8)),
+}
 
 
 def pairs(sight, queries, keys):
     """Pairs of a query and a key that it sees, of the first sample."""
-    query, key = torch.arange(queries.start, queries.stop)[:, None], torch.arange(keys.start, keys.stop)
-    distance, starts = query - key, torch.zeros(sight.length, dtype=torch.int32) if sight.starts is None else sight.starts[0]
+    query, key = (
+        torch.arange(queries.start, queries.stop)[:, None],
+        torch.arange(keys.start, keys.stop),
+    )
+    distance, starts = (
+        query - key,
+        torch.zeros(sight.length, dtype=torch.int32) if sight.starts is None else sight.starts[0],
+    )
     seen = (distance >= 0) & (distance < (sight.window or sight.length)) & (key >= starts[query])
     return int(seen.sum())
 
@@ -36,8 +46,13 @@ def pairs(sight, queries, keys):
 def test_causal_work_is_the_same_on_every_rank_and_complete(ranks):
     s = 240 * ranks
     sight = Sight(s)
-    work = [sum(pairs(sight, part.queries, part.keys) for part in parts(sight, runs_of(rank, ranks, s), range(s)))
-            for rank in range(ranks)]
+    work = [
+        sum(
+            pairs(sight, part.queries, part.keys)
+            for part in parts(sight, runs_of(rank, ranks, s), range(s))
+        )
+        for rank in range(ranks)
+    ]
     assert set(work) == {s * (s + 1) // 2 // ranks}
 
 
@@ -78,19 +93,35 @@ def computed(comm, qkv, dout, call, backend, way):
     out = shared_attention(backend, own, call, observed, way)
     out.backward(of_ranks(dout, comm.size).chunk(comm.size)[comm.rank])
     sent = {verb: size for (_, verb), (_, size) in observed.tally().items()}
-    whole = [comm.all_gather(x.new_empty(comm.size * len(x), *x.shape[1:]), x.contiguous()) for x in (out.detach(), own.grad)]
+    whole = [
+        comm.all_gather(x.new_empty(comm.size * len(x), *x.shape[1:]), x.contiguous())
+        for x in (out.detach(), own.grad)
+    ]
     return [in_order(x, comm.size) for x in whole], sent
 
 
 def tensors(dtype=torch.float32):
     generator = torch.Generator().manual_seed(1)
-    return (torch.randn(S, SAMPLES, width, generator=generator).to(dtype) for width in ((4 + 2 * 2) * 8, 4 * 8))
+    return (
+        torch.randn(S, SAMPLES, width, generator=generator).to(dtype)
+        for width in ((4 + 2 * 2) * 8, 4 * 8)
+    )
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
-@pytest.mark.parametrize(("ranks", "way", "name"), [
-    (2, "p2p", "causal"), (4, "p2p", "both"), (3, "p2p", "documents"), (8, "p2p", "window"), (2, "allgather", "both"),
-    (4, "allgather", "causal"), (4, "allgather", "documents"), (3, "allgather", "window")])
+@pytest.mark.parametrize(
+    ("ranks", "way", "name"),
+    [
+        (2, "p2p", "causal"),
+        (4, "p2p", "both"),
+        (3, "p2p", "documents"),
+        (8, "p2p", "window"),
+        (2, "allgather", "both"),
+        (4, "allgather", "causal"),
+        (4, "allgather", "documents"),
+        (3, "allgather", "window"),
+    ],
+)
 def test_ranks_make_what_one_rank_makes(ranks, way, name, backend):
     ops = NATIVE if backend == "native" else TorchOps(kernels)
     (qkv, dout), call = tensors(), SharedCall(HEADS, SIGHTS[name], 0.25, KEY)
@@ -134,26 +165,37 @@ def test_gradients_of_others_keys_leave_before_the_last_own_part():
         out = shared_attention(Watched(observed.log), own, call, observed, "p2p")
         del observed.log[:]
         out.backward(of_ranks(dout, 2).chunk(2)[comm.rank])
-        return [event[1] if event[1] == "send" else (event[1] // part, event[2] // part)
-                for event in observed.log if event[1] != "recv"]
+        return [
+            event[1] if event[1] == "send" else (event[1] // part, event[2] // part)
+            for event in observed.log
+            if event[1] != "recv"
+        ]
 
     assert ThreadWorld(2).run(backward) == [
         ["send", (0, 0), (3, 3), (3, 1), "send", (3, 2), "send", (3, 0)],
-        ["send", "send", (1, 1), (2, 2), (1, 0), (2, 0), "send", (2, 1)]]
+        ["send", "send", (1, 1), (2, 2), (1, 0), (2, 0), "send", (2, 1)],
+    ]
 
 
 def sent_by_ranks(ranks, starts):
     """Bytes that each rank sends with p2p, forward and backward."""
     (qkv, dout), call = tensors(), SharedCall(HEADS, Sight(S, None, starts), 0.0, KEY)
-    return [sent.get("send", 0) for _, sent in ThreadWorld(ranks).run(computed, qkv, dout, call, NATIVE, "p2p")]
+    return [
+        sent.get("send", 0)
+        for _, sent in ThreadWorld(ranks).run(computed, qkv, dout, call, NATIVE, "p2p")
+    ]
 
 
 def test_parts_without_a_common_document_exchange_nothing():
     part = S // 8
     starts = (torch.arange(S, dtype=torch.int32) // part * part).repeat(SAMPLES, 1)
     assert sent_by_ranks(4, starts) == [0, 0, 0, 0]
-    starts[:, part : 2 * part] = part - 3  # part 1, of rank 1, sees three tokens of part 0, of rank 0
-    bytes = 3 * SAMPLES * 2 * 2 * 8 * 4  # of keys, which are sent again in backward, and of their gradients
+    starts[:, part : 2 * part] = (
+        part - 3
+    )  # part 1, of rank 1, sees three tokens of part 0, of rank 0
+    bytes = (
+        3 * SAMPLES * 2 * 2 * 8 * 4
+    )  # of keys, which are sent again in backward, and of their gradients
     starts[:, part - 3 : part] = part - 3
     assert sent_by_ranks(4, starts) == [2 * bytes, bytes, 0, 0]
 
@@ -170,39 +212,80 @@ ALL_HEADS = {"qk_layernorm": True, "qk_layernorm_all_heads": True, "normalizatio
 @pytest.mark.parametrize("way", [None, ("allgather",)])
 def test_a_norm_of_all_heads_keeps_them_on_a_rank(way):
     alone = [result.loss for result in train(SoloComm(), small_run(**ALL_HEADS), 4)]
-    for results in ThreadWorld(2).run(lambda comm: train(comm, small_run(**ALL_HEADS, **CP2, cp_comm_type=way), 4)):
+    for results in ThreadWorld(2).run(
+        lambda comm: train(comm, small_run(**ALL_HEADS, **CP2, cp_comm_type=way), 4)
+    ):
         assert [result.loss for result in results] == pytest.approx(alone, rel=1e-6)
-    with pytest.raises(ValueError, match="--cp-comm-type a2a leaves .* all of them: pass --cp-comm-type p2p"):
+    with pytest.raises(
+        ValueError, match="--cp-comm-type a2a leaves .* all of them: pass --cp-comm-type p2p"
+    ):
         Layout.from_run(small_run(**ALL_HEADS, **CP2, cp_comm_type=("a2a",)), 2)
 
 
-@pytest.mark.parametrize(("heads", "groups", "given", "ways"), [
-    (8, 8, None, "a2a a2a"), (6, 6, None, "p2p p2p"), (8, 2, None, "a2a a2a"), (12, 3, None, "p2p p2p"),
-    (8, 8, ("p2p",), "p2p p2p"), (6, 6, ("a2a+p2p", "allgather"), "p2p allgather")])
+@pytest.mark.parametrize(
+    ("heads", "groups", "given", "ways"),
+    [
+        (8, 8, None, "a2a a2a"),
+        (6, 6, None, "p2p p2p"),
+        (8, 2, None, "a2a a2a"),
+        (12, 3, None, "p2p p2p"),
+        (8, 8, ("p2p",), "p2p p2p"),
+        (6, 6, ("a2a+p2p", "allgather"), "p2p allgather"),
+    ],
+)
 def test_which_way_a_layer_takes(heads, groups, given, ways):
-    run = small_run(num_layers=2, hidden_size=96, num_attention_heads=heads, kv_channels=8, group_query_attention=True,
-                    num_query_groups=groups, context_parallel_size=4, cp_comm_type=given)
+    run = small_run(
+        num_layers=2,
+        hidden_size=96,
+        num_attention_heads=heads,
+        kv_channels=8,
+        group_query_attention=True,
+        num_query_groups=groups,
+        context_parallel_size=4,
+        cp_comm_type=given,
+    )
     Layout.from_run(run, 4)
     assert " ".join(context_ways(run)) == ways
 
 
 def test_heads_that_do_not_divide_are_one_line():
-    run = small_run(num_attention_heads=6, hidden_size=48, context_parallel_size=4, cp_comm_type=("a2a",))
-    with pytest.raises(ValueError, match="6 is not divisible by .*--cp-comm-type a2a.* or pass --cp-comm-type p2p"):
+    run = small_run(
+        num_attention_heads=6, hidden_size=48, context_parallel_size=4, cp_comm_type=("a2a",)
+    )
+    with pytest.raises(
+        ValueError, match="6 is not divisible by .*--cp-comm-type a2a.* or pass --cp-comm-type p2p"
+    ):
         Layout.from_run(run, 4)
 
 
-WINDOW = {"group_query_attention": True, "num_query_groups": 4, "num_attention_heads": 8, "window_size": "20,0", "num_layers": 4,
-          "seq_length": 64, "max_position_embeddings": 64, **DROPOUT}
+WINDOW = {
+    "group_query_attention": True,
+    "num_query_groups": 4,
+    "num_attention_heads": 8,
+    "window_size": "20,0",
+    "num_layers": 4,
+    "seq_length": 64,
+    "max_position_embeddings": 64,
+    **DROPOUT,
+}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("way", ["p2p", "allgather", "a2a"])
-@pytest.mark.parametrize(("ranks", "changes"), [
-    (2, CP2), (4, CP4), (8, {"context_parallel_size": 8}), (4, {**CP2, **PP2, "pipeline_schedule": "zbv"}),
-    (16, {**CP2, **TP2PP2, "sequence_parallel": True, "zero_stage": 1})])
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [
+        (2, CP2),
+        (4, CP4),
+        (8, {"context_parallel_size": 8}),
+        (4, {**CP2, **PP2, "pipeline_schedule": "zbv"}),
+        (16, {**CP2, **TP2PP2, "sequence_parallel": True, "zero_stage": 1}),
+    ],
+)
 def test_ten_losses(ranks, changes, way):
     run = {**WINDOW, "lr": 1e-3}
     alone = [result.loss for result in train(SoloComm(), small_run(**run), 10)]
-    for results in ThreadWorld(ranks).run(lambda comm: train(comm, small_run(**run, **changes, cp_comm_type=(way,)), 10)):
+    for results in ThreadWorld(ranks).run(
+        lambda comm: train(comm, small_run(**run, **changes, cp_comm_type=(way,)), 10)
+    ):
         assert [result.loss for result in results] == pytest.approx(alone, rel=1e-6)

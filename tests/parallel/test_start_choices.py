@@ -22,10 +22,22 @@ from tests.helpers import small_run
 from tests.threads import ThreadWorld
 
 STAGES, MICROBATCHES = 4, 8
-MODEL = {"num_layers": 16, "hidden_size": 64, "seq_length": 128, "max_position_embeddings": 128, "micro_batch_size": 2,
-         "global_batch_size": 2 * MICROBATCHES, "pipeline_model_parallel_size": STAGES, "pipeline_split": "even"}
-SCHEDULES = {"1f1b": {}, "interleaved": {"num_virtual_stages_per_pipeline_rank": 2}, "zb-h1": {"pipeline_schedule": "zb-h1"},
-             "zbv": {"pipeline_schedule": "zbv"}}
+MODEL = {
+    "num_layers": 16,
+    "hidden_size": 64,
+    "seq_length": 128,
+    "max_position_embeddings": 128,
+    "micro_batch_size": 2,
+    "global_batch_size": 2 * MICROBATCHES,
+    "pipeline_model_parallel_size": STAGES,
+    "pipeline_split": "even",
+}
+SCHEDULES = {
+    "1f1b": {},
+    "interleaved": {"num_virtual_stages_per_pipeline_rank": 2},
+    "zb-h1": {"pipeline_schedule": "zb-h1"},
+    "zbv": {"pipeline_schedule": "zbv"},
+}
 
 
 def auto(name: str) -> tuple[RunConfig, Layout]:
@@ -40,12 +52,18 @@ def totals(run: RunConfig, layout: Layout) -> list[int]:
 
 
 def settled(run: RunConfig, layout: Layout, limit: float) -> RunConfig:
-    return run_schedule.with_recompute(run, layout, limit, run_schedule.of_run(run, MICROBATCHES).held)
+    return run_schedule.with_recompute(
+        run, layout, limit, run_schedule.of_run(run, MICROBATCHES).held
+    )
 
 
 def all_again(run: RunConfig) -> RunConfig:
-    training = replace(run.training, recompute_auto=False, recompute_granularity="full",
-                       recompute_part_layers=(16,) * run_schedule.of_run(run, MICROBATCHES).placement.parts)
+    training = replace(
+        run.training,
+        recompute_auto=False,
+        recompute_granularity="full",
+        recompute_part_layers=(16,) * run_schedule.of_run(run, MICROBATCHES).placement.parts,
+    )
     return replace(run, training=training)
 
 
@@ -59,13 +77,20 @@ def test_as_few_layers_as_fit(name, share):
     chosen = settled(run, layout, limit)
     assert max(totals(chosen, layout)) <= limit and not chosen.training.recompute_auto
     for stage in range(STAGES):
-        again, held = run_schedule.layers_again(chosen, stage), run_schedule.of_run(run, MICROBATCHES).held(stage)
+        again, held = (
+            run_schedule.layers_again(chosen, stage),
+            run_schedule.of_run(run, MICROBATCHES).held(stage),
+        )
         assert (none[stage] <= limit) == (not any(again)), "a stage that fits recomputes nothing"
         if sum(again) > 1:
             parts = list(chosen.training.recompute_part_layers)
-            for chunk, number in enumerate(run_schedule.spread(sum(again) - 1, [4 // len(again)] * len(again), held)):
+            for chunk, number in enumerate(
+                run_schedule.spread(sum(again) - 1, [4 // len(again)] * len(again), held)
+            ):
                 parts[run_schedule.of_run(run, MICROBATCHES).placement.part(stage, chunk)] = number
-            fewer = replace(chosen, training=replace(chosen.training, recompute_part_layers=tuple(parts)))
+            fewer = replace(
+                chosen, training=replace(chosen.training, recompute_part_layers=tuple(parts))
+            )
             assert totals(fewer, layout)[stage] > limit, "one layer less does not fit"
 
 
@@ -75,23 +100,32 @@ def test_early_stages_recompute_and_late_ones_need_not():
     numbers = settled(run, layout, limit).training.recompute_part_layers
     assert numbers[0] >= numbers[1] > 0 == numbers[2] == numbers[3]
     assert settled(run, layout, 1e12).training.recompute_granularity is None
-    assert settled(run, layout, 0).training.recompute_part_layers == (4, 4, 4, 4), "no choice is enough"
+    assert settled(run, layout, 0).training.recompute_part_layers == (4, 4, 4, 4), (
+        "no choice is enough"
+    )
 
 
 def test_chunks_that_hold_most_come_first():
     run, layout = auto("interleaved")
     limit = max(totals(run, layout)) - 1
     numbers = settled(run, layout, limit).training.recompute_part_layers
-    assert numbers[0] > 0 and not any(numbers[STAGES:]), "the first chunk of a stage is held longest"
+    assert numbers[0] > 0 and not any(numbers[STAGES:]), (
+        "the first chunk of a stage is held longest"
+    )
 
 
 def test_the_dry_run_prints_the_choice():
     run = auto("1f1b")[0]
     run = replace(run, training=replace(run.training, memory_per_rank=258))
     text = report(run, STAGES)
-    assert "recompute: chosen for 8 MiB a rank (model): of the layers of each stage, 0: 3; 1: 3; 2: 2; 3: 0" in text
+    assert (
+        "recompute: chosen for 8 MiB a rank (model): of the layers of each stage, 0: 3; 1: 3; 2: 2; 3: 0"
+        in text
+    )
     rows = [line.split("|") for line in text.splitlines() if line.count("|") > 5]
-    assert [int(row[4]) for row in rows[1:]] == [3, 3, 2, 0] and all(int(row[-1].split()[0]) <= 8 for row in rows[1:])
+    assert [int(row[4]) for row in rows[1:]] == [3, 3, 2, 0] and all(
+        int(row[-1].split()[0]) <= 8 for row in rows[1:]
+    )
 
 
 def test_all_ranks_choose_for_the_fullest_node(monkeypatch):
@@ -109,8 +143,15 @@ SYSTEM = System.from_names("a64fx", "fugaku_megatron", 1152, 1)
 
 
 def medium(**changes) -> tuple[RunConfig, Layout]:
-    sizes = {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 8, "micro_batch_size": 1, "global_batch_size": 36 * 7}
-    run = make_run("13b", {**sizes, "zero_stage": 1, "vocab_size": 50257, "pipeline_schedule": AUTO, **changes})
+    sizes = {
+        "tensor_model_parallel_size": 4,
+        "pipeline_model_parallel_size": 8,
+        "micro_batch_size": 1,
+        "global_batch_size": 36 * 7,
+    }
+    run = make_run(
+        "13b", {**sizes, "zero_stage": 1, "vocab_size": 50257, "pipeline_schedule": AUTO, **changes}
+    )
     return run, Layout.from_run(run, 1152)
 
 
@@ -118,15 +159,28 @@ def medium(**changes) -> tuple[RunConfig, Layout]:
 def test_it_is_the_planners_schedule(auto):
     run, layout = medium(recompute_auto=auto)
     chosen, lines = search.settled(run, layout, SYSTEM)
-    held = frozenset({"tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size", "ranks_per_node",
-                      "zero_stage", "sequence_parallel", "overlap_grad_reduce", "overlap_param_gather",
-                      "pipeline_schedule", "recompute_auto"})
+    held = frozenset(
+        {
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "micro_batch_size",
+            "ranks_per_node",
+            "zero_stage",
+            "sequence_parallel",
+            "overlap_grad_reduce",
+            "overlap_param_gather",
+            "pipeline_schedule",
+            "recompute_auto",
+        }
+    )
     plans = search.search(run, SYSTEM, held).plans
     room = memory.tensor_room(run, layout, SYSTEM.machine, SYSTEM.software, SYSTEM.nodes)
     found = [c for c in search.scheduled(run, layout, SYSTEM, room) if c.fits]
     assert [c.seconds for c in found] == pytest.approx([plan.seconds for plan in plans])
     assert chosen == found[0].run == plans[0].run and not chosen.training.recompute_auto
-    assert f"schedule: {found[0].name}, {plans[0].seconds:.3g} s an iteration; " in lines[0] and lines[0].endswith("(model, a64fx)")
+    assert f"schedule: {found[0].name}, {plans[0].seconds:.3g} s an iteration; " in lines[
+        0
+    ] and lines[0].endswith("(model, a64fx)")
     assert len(lines) == 1 + auto
 
 
@@ -134,14 +188,21 @@ def test_what_does_not_fit_is_not_taken():
     run, layout = medium()
     room = memory.tensor_room(run, layout, SYSTEM.machine, SYSTEM.software, SYSTEM.nodes)
     found = search.scheduled(run, layout, SYSTEM, room)
-    limits = [memory.peak_mib(c.run, layout, SYSTEM.software, SYSTEM.nodes, SYSTEM.software.memory(SYSTEM.machine)) for c in found]
+    limits = [
+        memory.peak_mib(
+            c.run, layout, SYSTEM.software, SYSTEM.nodes, SYSTEM.software.memory(SYSTEM.machine)
+        )
+        for c in found
+    ]
     tight = replace(run, training=replace(run.training, memory_per_rank=int(min(limits)) + 1))
     chosen, lines = search.settled(tight, layout, SYSTEM)
     assert chosen.parallel.schedule == "1f1b" and f"no memory for {found[0].name}, " in lines[0]
 
 
 def test_every_rank_and_the_dry_run_choose_the_same():
-    run = small_run(num_layers=4, pipeline_model_parallel_size=2, pipeline_schedule=AUTO, recompute_auto=True)
+    run = small_run(
+        num_layers=4, pipeline_model_parallel_size=2, pipeline_schedule=AUTO, recompute_auto=True
+    )
     layout = Layout.from_run(run, 4)
     settled = ThreadWorld(4).run(lambda world: start_choices.settle(run, layout, world))
     assert all(pair == settled[0] for pair in settled)
@@ -151,7 +212,10 @@ def test_every_rank_and_the_dry_run_choose_the_same():
 
 def test_one_stage_has_nothing_to_choose():
     run = small_run(pipeline_schedule=AUTO)
-    assert start_choices.settle(run, Layout.from_run(run, 1)) == (run, []) and "schedule 1f1b" in report(run, 1)
+    assert start_choices.settle(run, Layout.from_run(run, 1)) == (
+        run,
+        [],
+    ) and "schedule 1f1b" in report(run, 1)
 
 
 def test_more_memory_is_used_where_there_are_micro_batches_for_it():
@@ -159,7 +223,9 @@ def test_more_memory_is_used_where_there_are_micro_batches_for_it():
     assert search.pendings("zbv", 5, 6) == (None, 8, 10)
     run, layout = medium(global_batch_size=36 * 24)
     chosen, lines = search.settled(run, layout, SYSTEM)
-    assert (best := chosen.parallel).schedule == "zbv" and f"zbv holding {best.zero_bubble_max_pending_backward} " in lines[0]
+    assert (
+        best := chosen.parallel
+    ).schedule == "zbv" and f"zbv holding {best.zero_bubble_max_pending_backward} " in lines[0]
 
 
 def test_a_run_that_names_its_schedule_does_not_load_the_performance_model():
@@ -174,20 +240,37 @@ from fugaku_megatron.training.start_choices import settle
 run = make_run("124m", {"pipeline_model_parallel_size": 2, "recompute_auto": True, "memory_per_rank": 4000, "train_iters": 1})
 print(settle(run, Layout.from_run(run, 2))[1][0], [name for name in sys.modules if name.startswith("fugaku_megatron.perf")])
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.startswith("recompute: chosen for ") and done.stdout.endswith(" []\n")
 
 
-@pytest.mark.parametrize(("given", "hosts", "documents", "ways"), [
-    (None, "aabb", False, None), (None, "abab", False, ("p2p",)), (None, "aaab", False, ("p2p",)), (None, "abab", True, None),
-    (("a2a",), "abab", False, ("a2a",)), (("a2a+p2p", "a2a"), "abab", False, ("p2p", "a2a"))])
+@pytest.mark.parametrize(
+    ("given", "hosts", "documents", "ways"),
+    [
+        (None, "aabb", False, None),
+        (None, "abab", False, ("p2p",)),
+        (None, "aaab", False, ("p2p",)),
+        (None, "abab", True, None),
+        (("a2a",), "abab", False, ("a2a",)),
+        (("a2a+p2p", "a2a"), "abab", False, ("p2p", "a2a")),
+    ],
+)
 def test_keys_are_passed_between_nodes(given, hosts, documents, ways):
     """By default, where not every pair of ranks with a sequence of its own is on one node, and no documents divide its work."""
-    run = small_run(num_layers=2, num_attention_heads=8, reset_attention_mask=documents, context_parallel_size=2,
-                    cp_comm_type=given)
+    run = small_run(
+        num_layers=2,
+        num_attention_heads=8,
+        reset_attention_mask=documents,
+        context_parallel_size=2,
+        cp_comm_type=given,
+    )
     layout = Layout.from_run(run, 4)
 
     def settled(world):
-        return start_choices.settle(run, layout, world, find_nodes(world, hosts[world.rank]))[0].parallel.cp_comm_type
+        return start_choices.settle(run, layout, world, find_nodes(world, hosts[world.rank]))[
+            0
+        ].parallel.cp_comm_type
 
     assert ThreadWorld(4).run(settled) == [ways] * 4

@@ -13,7 +13,16 @@ from fugaku_megatron.nn.ops import FAMILIES, Ops, backward
 from fugaku_megatron.nn.passes import Pass
 from fugaku_megatron.pipeline import schedule
 from fugaku_megatron.pipeline.parts import BACKWARD, FORWARD, Instruction, Placement
-from tests.helpers import PP2, TP2, TP2PP2, flat_gradients, make_trainer, small_run, train, whole_tensors
+from tests.helpers import (
+    PP2,
+    TP2,
+    TP2PP2,
+    flat_gradients,
+    make_trainer,
+    small_run,
+    train,
+    whole_tensors,
+)
 from tests.threads import ThreadWorld
 
 Make = Callable[[int, int, int], list[Instruction]]
@@ -41,7 +50,9 @@ def shuffled(stage: int, stages: int, microbatches: int, seed: int = 3) -> list[
     generator = random.Random(seed)
     forwards, backwards = (generator.sample(range(microbatches), microbatches) for _ in range(2))
     assert microbatches < 3 or forwards != sorted(forwards)
-    order = [Instruction(FORWARD, m) for m in forwards] + [Instruction(BACKWARD, m) for m in backwards]
+    order = [Instruction(FORWARD, m) for m in forwards] + [
+        Instruction(BACKWARD, m) for m in backwards
+    ]
     return schedule.with_messages(Placement(stages), stage, order)
 
 
@@ -50,7 +61,9 @@ def ahead(stage: int, stages: int, microbatches: int, extra: int = 2) -> list[In
     fill = min(stages - stage - 1 + extra, microbatches)
     order = [Instruction(FORWARD, m) for m in range(fill)]
     for m in range(microbatches):
-        order += [Instruction(FORWARD, fill + m)] * (fill + m < microbatches) + [Instruction(BACKWARD, m)]
+        order += [Instruction(FORWARD, fill + m)] * (fill + m < microbatches) + [
+            Instruction(BACKWARD, m)
+        ]
     return schedule.with_messages(Placement(stages), stage, order)
 
 
@@ -58,20 +71,27 @@ def micro_batch_losses(world, run, make) -> list[list[torch.Tensor]]:
     """The losses of every micro-batch of two iterations whose weights do not change, in data order."""
     trainer, losses = make_trainer(world, run, make_schedule=custom(make)), []
     mean = trainer._mean_loss
-    trainer._mean_loss = lambda values: (losses.append(torch.stack(values) if values else torch.zeros(0)), mean(values))[1]
+    trainer._mean_loss = lambda values: (
+        losses.append(torch.stack(values) if values else torch.zeros(0)),
+        mean(values),
+    )[1]
     for _ in range(2):
         trainer.train_step()
     trainer.close()
     return losses
 
 
-@pytest.mark.parametrize(("ranks", "layout", "make"), [
-    (1, {}, shuffled), (2, PP2, ahead), (*PP4, partial(ahead, extra=5)), (*TP2PP2DP2, shuffled)])
+@pytest.mark.parametrize(
+    ("ranks", "layout", "make"),
+    [(1, {}, shuffled), (2, PP2, ahead), (*PP4, partial(ahead, extra=5)), (*TP2PP2DP2, shuffled)],
+)
 def test_every_micro_batch_has_the_same_loss_to_the_bit(ranks, layout, make):
     """Dropout is on, so masks are the same, too. The learning rate is too small to move a weight: the order of the sums of
     gradients changes their last bits, which must neither hide nor feign a difference."""
     run = small_run(**DROPOUT, **layout, lr=1e-30, weight_decay=0.0)
-    expected = ThreadWorld(ranks).run(lambda world: micro_batch_losses(world, run, schedule.one_f_one_b))
+    expected = ThreadWorld(ranks).run(
+        lambda world: micro_batch_losses(world, run, schedule.one_f_one_b)
+    )
     losses = ThreadWorld(ranks).run(lambda world: micro_batch_losses(world, run, make))
     assert any(len(part) for rank in expected for part in rank)
     for ours, theirs in zip(losses, expected, strict=True):
@@ -81,8 +101,12 @@ def test_every_micro_batch_has_the_same_loss_to_the_bit(ranks, layout, make):
 def test_forwards_that_run_ahead_train_to_the_same_bits():
     """Every gradient is still summed in data order: a stage's own by its backwards, the head's by the last stage's forwards."""
     run = small_run(**DROPOUT, **TP2PP2DP2[1])
-    curves = [ThreadWorld(8).run(lambda world, m=make: [r.loss for r in train(world, run, 3, make_schedule=custom(m))])[0]
-              for make in (schedule.one_f_one_b, ahead)]
+    curves = [
+        ThreadWorld(8).run(
+            lambda world, m=make: [r.loss for r in train(world, run, 3, make_schedule=custom(m))]
+        )[0]
+        for make in (schedule.one_f_one_b, ahead)
+    ]
     assert curves[0] == curves[1]
 
 
@@ -94,23 +118,40 @@ def test_a_shuffled_order_has_the_same_gradients_but_for_rounding(ranks, layout)
         trainer.close()
         return whole_tensors(trainer, "grad")
 
-    expected, ours = (ThreadWorld(ranks).run(lambda world, m=make: gradients(world, m))[0]
-                      for make in (schedule.one_f_one_b, shuffled))
+    expected, ours = (
+        ThreadWorld(ranks).run(lambda world, m=make: gradients(world, m))[0]
+        for make in (schedule.one_f_one_b, shuffled)
+    )
     for key, gradient in expected.items():
-        torch.testing.assert_close(ours[key], gradient, rtol=0, atol=1e-6 * gradient.abs().max().item())
+        torch.testing.assert_close(
+            ours[key], gradient, rtol=0, atol=1e-6 * gradient.abs().max().item()
+        )
 
 
 # Backward in two halves ---------------------------------------------------------------------------------------------------------
 
+
 def late_gradients(world, run, backend, split: bool) -> torch.Tensor:
     """The flat gradients of three micro-batches, whose weight gradients are computed one micro-batch late where split."""
-    trainer = make_trainer(world, run, Ops.build(backend, keep_packed_weights=run.system.cache_packed_weights))
+    trainer = make_trainer(
+        world, run, Ops.build(backend, keep_packed_weights=run.system.cache_packed_weights)
+    )
     chunk, late = trainer.stage.chunks[0], None
     trainer.optimizer.zero_grad()
     generator = torch.Generator().manual_seed(5)
     for sample in range(0, 6, 2):
-        tokens, labels = torch.randint(0, run.model.vocab_size, (2, run.model.seq_length, 2), generator=generator)
-        loss = chunk(tokens, labels, Pass(first_sample=sample, recompute=run.training.recompute_granularity), 0.25) * 0.25
+        tokens, labels = torch.randint(
+            0, run.model.vocab_size, (2, run.model.seq_length, 2), generator=generator
+        )
+        loss = (
+            chunk(
+                tokens,
+                labels,
+                Pass(first_sample=sample, recompute=run.training.recompute_granularity),
+                0.25,
+            )
+            * 0.25
+        )
         if not split:
             backward(loss, None)
             continue
@@ -118,7 +159,9 @@ def late_gradients(world, run, backend, split: bool) -> torch.Tensor:
         starts = [p.main_grad.clone() for p in weights]
         with trainer.ops.weight_gradients.put_off() as waiting:
             backward(loss, None)
-        assert all(torch.equal(now.main_grad, then) for now, then in zip(weights, starts, strict=True)), "they wait"
+        assert all(
+            torch.equal(now.main_grad, then) for now, then in zip(weights, starts, strict=True)
+        ), "they wait"
         if late is not None:
             late.run()
         late = waiting
@@ -131,14 +174,28 @@ def late_gradients(world, run, backend, split: bool) -> torch.Tensor:
 TORCH_GEMM, NATIVE_GEMM = {"gemm": "torch"}, dict.fromkeys(FAMILIES, "torch") | {"gemm": "native"}
 
 
-@pytest.mark.parametrize(("backend", "changes"), [
-    ("native", {"bf16": True}), ("torch", {}), (TORCH_GEMM, {"disable_bias_linear": True}), (NATIVE_GEMM, {}),
-    (TORCH_GEMM, TP2), ("native", {**TP2, "sequence_parallel": True}), ("torch", {"recompute_granularity": "full"}),
-    (NATIVE_GEMM, {"recompute_granularity": "selective"}), ("native", {"cache_packed_weights": True, "disable_bias_linear": True}),
-], ids=str)
+@pytest.mark.parametrize(
+    ("backend", "changes"),
+    [
+        ("native", {"bf16": True}),
+        ("torch", {}),
+        (TORCH_GEMM, {"disable_bias_linear": True}),
+        (NATIVE_GEMM, {}),
+        (TORCH_GEMM, TP2),
+        ("native", {**TP2, "sequence_parallel": True}),
+        ("torch", {"recompute_granularity": "full"}),
+        (NATIVE_GEMM, {"recompute_granularity": "selective"}),
+        ("native", {"cache_packed_weights": True, "disable_bias_linear": True}),
+    ],
+    ids=str,
+)
 def test_split_and_whole_backward_have_the_same_bits(backend, changes):
     run = small_run(**DROPOUT, **changes)
-    whole, split = (ThreadWorld(run.parallel.tensor_model_parallel_size).run(late_gradients, run, backend, halves)
-                    for halves in (False, True))
+    whole, split = (
+        ThreadWorld(run.parallel.tensor_model_parallel_size).run(
+            late_gradients, run, backend, halves
+        )
+        for halves in (False, True)
+    )
     for ours, theirs in zip(split, whole, strict=True):
         assert ours.abs().max() > 0 and torch.equal(ours, theirs)

@@ -18,7 +18,9 @@ def test_threads_agree_with_torch(check):
     ThreadWorld(3).run(lambda comm: check(RecordingComm(comm)))
 
 
-@pytest.mark.parametrize("check", collective_checks.COLLECTIVE_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check", collective_checks.COLLECTIVE_CHECKS, ids=lambda check: check.__name__
+)
 def test_a_dry_world_of_one_is_the_identity(check):
     check(SoloComm())
 
@@ -31,11 +33,18 @@ def test_sums_are_formed_in_rank_order():
     assert totals == [pytest.approx(1e-3)] * 3
 
 
-@pytest.mark.parametrize("wait", [
-    lambda comm: comm.barrier(), lambda comm: comm.recv(torch.zeros(1), src=1), lambda comm: comm.split(0, 0).barrier()],
-    ids=["barrier", "recv", "split"])
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda comm: comm.barrier(),
+        lambda comm: comm.recv(torch.zeros(1), src=1),
+        lambda comm: comm.split(0, 0).barrier(),
+    ],
+    ids=["barrier", "recv", "split"],
+)
 def test_a_failing_rank_wakes_the_others(wait):
     """Also one that waits in a group of both, and with it one that waits in another."""
+
     def fn(comm):
         half = comm.split(comm.rank // 2, comm.rank)
         if comm.rank == 1:
@@ -46,7 +55,9 @@ def test_a_failing_rank_wakes_the_others(wait):
     world, begin = ThreadWorld(3), time.monotonic()
     with pytest.raises(KeyError, match="the cause") as caught:
         world.run(fn)
-    assert caught.value.rank == 1 and time.monotonic() - begin < world.timeout, "nobody waited for the time limit"
+    assert caught.value.rank == 1 and time.monotonic() - begin < world.timeout, (
+        "nobody waited for the time limit"
+    )
 
 
 def test_dry_collectives_leave_plausible_values():
@@ -65,5 +76,7 @@ def test_dry_collectives_leave_plausible_values():
 
 def test_dry_collectives_take_meta_tensors():
     comm = SoloComm(rank=1, size=12288)
-    assert comm.all_gather(torch.empty(12288, 10**6, device="meta"), torch.empty(10**6, device="meta")).is_meta
+    assert comm.all_gather(
+        torch.empty(12288, 10**6, device="meta"), torch.empty(10**6, device="meta")
+    ).is_meta
     assert comm.all_reduce(torch.empty(10**9, device="meta")).is_meta

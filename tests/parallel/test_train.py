@@ -48,7 +48,9 @@ def test_evaluation_is_deterministic_and_without_dropout(ranks, layout):
         before = trainer.optimizer.flat.values.clone()
         losses = [trainer.evaluate(trainer.valid, first, 2) for first in (0, 0, 16)]
         assert trainer.progress == Progress()
-        assert torch.equal(before, trainer.optimizer.flat.values) and not flat_gradients(trainer).any()
+        assert (
+            torch.equal(before, trainer.optimizer.flat.values) and not flat_gradients(trainer).any()
+        )
         trainer.train_step()
         assert trainer.stage.training
         trainer.close()
@@ -56,8 +58,12 @@ def test_evaluation_is_deterministic_and_without_dropout(ranks, layout):
 
     trainer = make_trainer(SoloComm(), small_run(**SMALLER))
     weights = whole_tensors(trainer, "weight")
-    batches = (torch.from_numpy(fetch(mock(trainer.run, 8), range(first, first + 16))) for first in (0, 16))
-    expected = [plain_loss(weights, batch[:-1], batch[1:], trainer.run.model).item() for batch in batches]
+    batches = (
+        torch.from_numpy(fetch(mock(trainer.run, 8), range(first, first + 16))) for first in (0, 16)
+    )
+    expected = [
+        plain_loss(weights, batch[:-1], batch[1:], trainer.run.model).item() for batch in batches
+    ]
     for first, again, other in ThreadWorld(ranks).run(evaluate):
         assert first == again
         assert [first, other] == pytest.approx(expected, rel=1e-5)
@@ -78,11 +84,20 @@ def test_evaluation_between_steps_changes_nothing():
 
 def test_a_micro_batch_is_one_broadcast_over_tensor_parallel_ranks():
     """Its samples with the token that follows, int64, whose labels are the next rows."""
+
     def broadcasts(world):
-        trainer, sent = make_trainer(world, small_run(num_layers=2, tensor_model_parallel_size=2)), []
+        trainer, sent = (
+            make_trainer(world, small_run(num_layers=2, tensor_model_parallel_size=2)),
+            [],
+        )
         tp, verb = trainer.groups.tp, trainer.groups.tp.broadcast
-        tp.broadcast = lambda tensor, *root: sent.append((tensor.dtype, tuple(tensor.shape))) or verb(tensor, *root)
-        source, count = trainer.batches.open(trainer.train, 0, trainer.batch_size), trainer.layout.microbatches(trainer.run, 16)
+        tp.broadcast = lambda tensor, *root: (
+            sent.append((tensor.dtype, tuple(tensor.shape))) or verb(tensor, *root)
+        )
+        source, count = (
+            trainer.batches.open(trainer.train, 0, trainer.batch_size),
+            trainer.layout.microbatches(trainer.run, 16),
+        )
         micro_batches = list(trainer.batches.micro_batches(source, 0, count))
         if source:
             source.close()
@@ -136,21 +151,42 @@ def whole_and_parts(world, directory: str, run) -> None:
     for x, y in zip(a.parts, b.parts, strict=True):
         for name in ("master", "exp_avg", "exp_avg_sq"):
             assert torch.equal(getattr(x, name), getattr(y, name))
-    assert a.steps == b.steps and a.scaler.state() == b.scaler.state() and straight.progress == second.progress
+    assert (
+        a.steps == b.steps
+        and a.scaler.state() == b.scaler.state()
+        and straight.progress == second.progress
+    )
     straight.close()
     second.close()
 
 
-MOMENTS = {"bf16": True, "use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+MOMENTS = {
+    "bf16": True,
+    "use_precision_aware_optimizer": True,
+    "exp_avg_dtype": "bf16",
+    "exp_avg_sq_dtype": "bf16",
+}
 
 
-@pytest.mark.parametrize(("ranks", "changes"), [
-    (1, {"rampup_batch_size": (2, 2, 8)}), (4, {**TP2PP2, **FP16}), (2, {"zero_stage": 1, **FP16}), (2, {"bf16": True}),
-    (4, {**TP2, "zero_stage": 1, "bf16": True}), (8, {**TP2PP2, "zero_stage": 1, "sequence_parallel": True}),
-    (8, {**TP2PP2, "zero_stage": 1, **MOMENTS}), (2, {**PP2, "num_layers": 4, "pipeline_schedule": "zbv"}),
-    (4, {**FAMILIES["qwen3"], **TP2, "zero_stage": 1})], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [
+        (1, {"rampup_batch_size": (2, 2, 8)}),
+        (4, {**TP2PP2, **FP16}),
+        (2, {"zero_stage": 1, **FP16}),
+        (2, {"bf16": True}),
+        (4, {**TP2, "zero_stage": 1, "bf16": True}),
+        (8, {**TP2PP2, "zero_stage": 1, "sequence_parallel": True}),
+        (8, {**TP2PP2, "zero_stage": 1, **MOMENTS}),
+        (2, {**PP2, "num_layers": 4, "pipeline_schedule": "zbv"}),
+        (4, {**FAMILIES["qwen3"], **TP2, "zero_stage": 1}),
+    ],
+    ids=str,
+)
 def test_resuming_goes_on_with_the_same_bits(ranks, changes, tmp_path):
-    run = small_run(**{**SMALLER, **DROPOUT, **changes, "lr_decay_style": "cosine", "lr_warmup_iters": 1})
+    run = small_run(
+        **{**SMALLER, **DROPOUT, **changes, "lr_decay_style": "cosine", "lr_warmup_iters": 1}
+    )
     ThreadWorld(ranks).run(whole_and_parts, str(tmp_path), run)
 
 
@@ -158,7 +194,9 @@ def test_the_fp16_runs_resume_in_the_middle_of_loss_scaling():
     trainer = make_trainer(SoloComm(), small_run(**SMALLER, **DROPOUT, **FP16))
     steps = [trainer.train_step() for _ in range(4)]
     trainer.close()
-    assert [r.loss_scale for r in steps] == [2.0**22, 2.0**21, 2.0**21, 2.0**22], "one of the window's two steps is before the save"
+    assert [r.loss_scale for r in steps] == [2.0**22, 2.0**21, 2.0**21, 2.0**22], (
+        "one of the window's two steps is before the save"
+    )
     assert [r.skipped for r in steps] == [True, False, False, True]
 
 
@@ -169,17 +207,33 @@ def saved(tmp_path) -> str:
     return str(tmp_path)
 
 
-@pytest.mark.parametrize(("ranks", "changes", "message"), [
-    (1, {"num_layers": 2}, r"another model, with --num-layers 4 \(this run: 2\); pass its values"),
-    (2, {"num_layers": 8}, r"another model, with --num-layers 4 \(this run: 8\)"),
-    (1, {"hidden_size": 64, "vocab_size": 80}, r"--hidden-size 32 \(this run: 64\), --ffn-hidden-size 128 \(this run: 256\), "
-                                               r"--vocab-size 96 \(this run: 80\)"),
-    (1, {"num_attention_heads": 2}, r"--num-attention-heads 4 \(this run: 2\)"), (1, {"swiglu": True}, "--swiglu False"),
-    (1, {"window_size": "3,0"}, r"--window-size None \(this run: 3,0\)"),
-    (1, {"position_embedding_type": "none"}, r"--position-embedding-type learned_absolute \(this run: none\)"),
-    (1, {"layernorm_epsilon": 1e-6}, r"--layernorm-epsilon 1e-05 \(this run: 1e-06\)"),
-    (1, {"max_position_embeddings": 64}, r"--max-position-embeddings 16 \(this run: 64\)"),
-])
+@pytest.mark.parametrize(
+    ("ranks", "changes", "message"),
+    [
+        (
+            1,
+            {"num_layers": 2},
+            r"another model, with --num-layers 4 \(this run: 2\); pass its values",
+        ),
+        (2, {"num_layers": 8}, r"another model, with --num-layers 4 \(this run: 8\)"),
+        (
+            1,
+            {"hidden_size": 64, "vocab_size": 80},
+            r"--hidden-size 32 \(this run: 64\), --ffn-hidden-size 128 \(this run: 256\), "
+            r"--vocab-size 96 \(this run: 80\)",
+        ),
+        (1, {"num_attention_heads": 2}, r"--num-attention-heads 4 \(this run: 2\)"),
+        (1, {"swiglu": True}, "--swiglu False"),
+        (1, {"window_size": "3,0"}, r"--window-size None \(this run: 3,0\)"),
+        (
+            1,
+            {"position_embedding_type": "none"},
+            r"--position-embedding-type learned_absolute \(this run: none\)",
+        ),
+        (1, {"layernorm_epsilon": 1e-6}, r"--layernorm-epsilon 1e-05 \(this run: 1e-06\)"),
+        (1, {"max_position_embeddings": 64}, r"--max-position-embeddings 16 \(this run: 64\)"),
+    ],
+)
 def test_a_checkpoint_that_does_not_fit_is_refused_with_one_line(saved, ranks, changes, message):
     def load(world) -> None:
         trainer = make_trainer(world, small_run(**changes))
@@ -192,14 +246,24 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_one_line(saved, ranks, c
     ThreadWorld(ranks).run(load)
 
 
-@pytest.mark.parametrize(("ranks", "changes"), [
-    (2, {}), (1, {"bf16": True}), (1, {"hidden_dropout": 0.2, "lr": 1e-4, "train_iters": 99, "weight_decay": 0.2}),
-    (1, {"micro_batch_size": 4, "global_batch_size": 32, "recompute_granularity": "full"}),
-])
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [
+        (2, {}),
+        (1, {"bf16": True}),
+        (1, {"hidden_dropout": 0.2, "lr": 1e-4, "train_iters": 99, "weight_decay": 0.2}),
+        (1, {"micro_batch_size": 4, "global_batch_size": 32, "recompute_granularity": "full"}),
+    ],
+)
 def test_what_does_not_change_the_model_may_change(saved, ranks, changes):
     def load(world) -> None:
-        bucket = {"ddp_bucket_size": 10**9}  # one: any number of ranks has the same order of parameters
-        trainer, fresh = make_trainer(world, small_run(**changes, **bucket)), make_trainer(SoloComm(), small_run(**bucket))
+        bucket = {
+            "ddp_bucket_size": 10**9
+        }  # one: any number of ranks has the same order of parameters
+        trainer, fresh = (
+            make_trainer(world, small_run(**changes, **bucket)),
+            make_trainer(SoloComm(), small_run(**bucket)),
+        )
         trainer.optimizer.parts[0].master.zero_()
         trainer.load(saved)
         numel = sum(p.numel() for p in fresh.stage.parameters())
@@ -227,16 +291,28 @@ def started(world, **changes):
     """(a trainer that has begun as the flags say, the log's lines)."""
     run = small_run(**changes)
     trainer, resume = make_trainer(world, run), find_checkpoint(run, world)
-    assert (resume.iteration, resume.state) == (None, {}), "nothing of the saved state is left to anybody"
+    assert (resume.iteration, resume.state) == (None, {}), (
+        "nothing of the saved state is left to anybody"
+    )
     return trainer, resume_training(trainer, resume)
 
 
 def test_the_weights_are_those_of_the_checkpoint_and_all_else_begins(pretrained):
     directory, weights, _ = pretrained
     trainer, lines = started(SoloComm(), load=directory, finetune=True, lr=0.5)
-    assert lines == [f"starting from the weights of {directory}, iteration 2: iteration 0, a fresh optimizer, data from the start"]
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in whole_tensors(trainer, "weight").items())
-    assert trainer.progress.iteration == trainer.progress.consumed_samples == trainer.optimizer.steps == 0
+    assert lines == [
+        f"starting from the weights of {directory}, iteration 2: iteration 0, a fresh optimizer, data from the start"
+    ]
+    assert all(
+        torch.equal(tensor, weights[name])
+        for name, tensor in whole_tensors(trainer, "weight").items()
+    )
+    assert (
+        trainer.progress.iteration
+        == trainer.progress.consumed_samples
+        == trainer.optimizer.steps
+        == 0
+    )
     assert not any(part.exp_avg.any() or part.exp_avg_sq.any() for part in trainer.optimizer.parts)
     fresh = make_trainer(SoloComm(), small_run(lr=0.5))
     assert trainer.train_step().learning_rate == fresh.train_step().learning_rate
@@ -252,29 +328,49 @@ def test_weights_alone_of_another_dtype_load_into_any_layout(pretrained, changes
         trainer.close()
         return whole_tensors(trainer, "weight")
 
-    for name, tensor in ThreadWorld(8).run(loaded)[0].items() if changes else loaded(SoloComm()).items():
-        expected = weights[name if name in weights else "embedding.word_embeddings.weight"].bfloat16().float()
+    for name, tensor in (
+        ThreadWorld(8).run(loaded)[0].items() if changes else loaded(SoloComm()).items()
+    ):
+        expected = (
+            weights[name if name in weights else "embedding.word_embeddings.weight"]
+            .bfloat16()
+            .float()
+        )
         assert torch.equal(tensor, expected), name
 
 
 def test_a_run_from_weights_may_scale_rope_and_one_that_goes_on_may_not(tmp_path):
-    rope, longer = {"position_embedding_type": "rope"}, {"position_embedding_type": "yarn", "rotary_scaling_factor": 2.0,
-                                                         "yarn_original_max_position_embeddings": 16, "seq_length": 32}
+    rope, longer = (
+        {"position_embedding_type": "rope"},
+        {
+            "position_embedding_type": "yarn",
+            "rotary_scaling_factor": 2.0,
+            "yarn_original_max_position_embeddings": 16,
+            "seq_length": 32,
+        },
+    )
     trainer = make_trainer(SoloComm(), small_run(**rope))
     trainer.save(str(tmp_path / "short"))
     trainer.close()
     trainer, lines = started(SoloComm(), load=str(tmp_path / "short"), finetune=True, **longer)
-    assert lines[1:] == ["note: positions have other angles than the weights were trained with: --position-embedding-type is yarn, "
-                         "was rope, --rotary-scaling-factor is 2.0, was 1.0, --yarn-original-max-position-embeddings is 16, was "
-                         "4096"]
+    assert lines[1:] == [
+        "note: positions have other angles than the weights were trained with: --position-embedding-type is yarn, "
+        "was rope, --rotary-scaling-factor is 2.0, was 1.0, --yarn-original-max-position-embeddings is 16, was "
+        "4096"
+    ]
     assert trainer.train_step().loss < 10
     trainer.save(str(tmp_path / "long"))
     trainer.close()
     again = make_trainer(SoloComm(), small_run(**rope, seq_length=32))
-    with pytest.raises(ValueError, match=r"another model, with --position-embedding-type yarn \(this run: rope\), --rotary"):
+    with pytest.raises(
+        ValueError,
+        match=r"another model, with --position-embedding-type yarn \(this run: rope\), --rotary",
+    ):
         again.load(str(tmp_path / "long"))
     again.close()
-    with pytest.raises(ValueError, match=r"--position-embedding-type rope \(this run: learned_absolute\)"):
+    with pytest.raises(
+        ValueError, match=r"--position-embedding-type rope \(this run: learned_absolute\)"
+    ):
         started(SoloComm(), load=str(tmp_path / "short"), finetune=True)
 
 
@@ -288,16 +384,23 @@ def test_files_that_came_with_the_model_go_on_with_it(pretrained, tmp_path):
 
 
 def test_other_uses_of_weights_alone_are_refused(pretrained):
-    with pytest.raises(ValueError, match=f"--load {pretrained[2]} holds only weights.*: pass --finetune to start from them"):
+    with pytest.raises(
+        ValueError,
+        match=f"--load {pretrained[2]} holds only weights.*: pass --finetune to start from them",
+    ):
         find_checkpoint(small_run(load=pretrained[2]), SoloComm())
-    with pytest.raises(ValueError, match=r"holds another model, with --hidden-size 32 \(this run: 64\)"):
+    with pytest.raises(
+        ValueError, match=r"holds another model, with --hidden-size 32 \(this run: 64\)"
+    ):
         started(SoloComm(), load=pretrained[2], finetune=True, hidden_size=64)
 
 
 def test_the_pretrained_checkpoint_counts_until_the_run_has_its_own(pretrained, tmp_path):
     own, flags = str(tmp_path / "own"), {"pretrained_checkpoint": pretrained[2]}
     trainer, lines = started(SoloComm(), load=own, save=own, **flags)
-    assert len(lines) == 1 and lines[0].startswith(f"starting from the weights of {pretrained[2]}, iteration 0:")
+    assert len(lines) == 1 and lines[0].startswith(
+        f"starting from the weights of {pretrained[2]}, iteration 0:"
+    )
     trainer.train_step()
     trainer.save(own)
     trainer.close()
@@ -307,15 +410,22 @@ def test_the_pretrained_checkpoint_counts_until_the_run_has_its_own(pretrained, 
 def test_flags():
     words = ["--recipe", "demo", "--mock-data"]
     assert parse([*words, "--finetune"]).notes == ("--finetune has no effect without --load",)
-    for more, message in [(["--load", "a", "--save", "a", "--finetune"], "--finetune starts at iteration 0, and would replace"),
-                          (["--load", "a", "--finetune", "--pretrained-checkpoint", "b"], "exclude each other"),
-                          (["--pretrained-checkpoint", ""], "--pretrained-checkpoint is empty")]:
+    for more, message in [
+        (
+            ["--load", "a", "--save", "a", "--finetune"],
+            "--finetune starts at iteration 0, and would replace",
+        ),
+        (["--load", "a", "--finetune", "--pretrained-checkpoint", "b"], "exclude each other"),
+        (["--pretrained-checkpoint", ""], "--pretrained-checkpoint is empty"),
+    ]:
         with pytest.raises(ValueError, match=message):
             parse([*words, *more])
 
 
 @pytest.mark.parametrize("iterations", [10, pytest.param(200, marks=pytest.mark.full)])
-@pytest.mark.parametrize("changes", [{"cache_packed_weights": True}, {"swiglu": True, "disable_bias_linear": True}])
+@pytest.mark.parametrize(
+    "changes", [{"cache_packed_weights": True}, {"swiglu": True, "disable_bias_linear": True}]
+)
 def test_fp32_matmuls_in_bf16_parts_have_the_losses_of_fp32(iterations, changes):
     """Of every target that multiplies BF16; on those that emulate it, of the first iterations alone."""
     run = small_run(**SMALLER, **changes, hidden_size=64)
@@ -324,8 +434,12 @@ def test_fp32_matmuls_in_bf16_parts_have_the_losses_of_fp32(iterations, changes)
             if not kernels.has_bf16_arithmetic():
                 continue
             keep = run.system.cache_packed_weights
-            exact, split = (train(SoloComm(), run, iterations, Ops.build(bf16x3=parts, keep_packed_weights=keep))
-                            for parts in (False, True))
+            exact, split = (
+                train(
+                    SoloComm(), run, iterations, Ops.build(bf16x3=parts, keep_packed_weights=keep)
+                )
+                for parts in (False, True)
+            )
             ours, theirs = [result.loss for result in split], [result.loss for result in exact]
             assert ours != theirs and ours == pytest.approx(theirs, rel=1e-5), name
             assert theirs[-1] < theirs[0]

@@ -15,8 +15,13 @@ from tests.recording import RecordingComm, record
 from tests.threads import ThreadWorld
 
 # The node of each rank: what a launcher does in blocks, in turn, or as it likes.
-PLACEMENTS = {"blocks": [0, 0, 1, 1], "in turn": [0, 1, 0, 1], "any": [0, 1, 1, 0], "three nodes": [2, 2, 0, 0, 1, 1],
-              "three ranks a node": [0, 1, 0, 0, 1, 1]}
+PLACEMENTS = {
+    "blocks": [0, 0, 1, 1],
+    "in turn": [0, 1, 0, 1],
+    "any": [0, 1, 1, 0],
+    "three nodes": [2, 2, 0, 0, 1, 1],
+    "three ranks a node": [0, 1, 0, 0, 1, 1],
+}
 LIMITS = {"default": {}, "small": {"SMALL": 0, "PIECE": 2}}
 
 
@@ -31,8 +36,16 @@ def two_levels(comm, placement, engines) -> TwoLevelComm:
     return TwoLevelComm(comm, levels, engines[comm.rank])
 
 
-@pytest.mark.parametrize(("limits", "placement"), [
-    ("default", "in turn"), ("default", "three nodes"), ("small", "blocks"), ("small", "any"), ("small", "three ranks a node")])
+@pytest.mark.parametrize(
+    ("limits", "placement"),
+    [
+        ("default", "in turn"),
+        ("default", "three nodes"),
+        ("small", "blocks"),
+        ("small", "any"),
+        ("small", "three ranks a node"),
+    ],
+)
 @pytest.mark.parametrize("check", collective_checks.LEVEL_CHECKS, ids=lambda check: check.__name__)
 def test_verbs_agree_with_torch(check, placement, limits, engines, monkeypatch):
     for name, value in LIMITS[limits].items():
@@ -42,26 +55,53 @@ def test_verbs_agree_with_torch(check, placement, limits, engines, monkeypatch):
 
 
 def test_levels_number_the_nodes_alike_at_every_place():
-    placement = [0, 1, 1, 0, 2, 2]  # the first ranks at place 0 are on nodes 0 and 1, at place 1 on nodes 1 and 0
-    levels = ThreadWorld(6).run(lambda comm: split_levels(comm, comm.split(placement[comm.rank], comm.rank)))
+    placement = [
+        0,
+        1,
+        1,
+        0,
+        2,
+        2,
+    ]  # the first ranks at place 0 are on nodes 0 and 1, at place 1 on nodes 1 and 0
+    levels = ThreadWorld(6).run(
+        lambda comm: split_levels(comm, comm.split(placement[comm.rank], comm.rank))
+    )
     assert all(each.ranks.tolist() == [[0, 1, 4], [3, 2, 5]] for each in levels)
-    assert [(each.inside.rank, each.between.rank) for each in levels] == [(0, 0), (0, 1), (1, 1), (1, 0), (0, 2), (1, 2)]
+    assert [(each.inside.rank, each.between.rank) for each in levels] == [
+        (0, 0),
+        (0, 1),
+        (1, 1),
+        (1, 0),
+        (0, 2),
+        (1, 2),
+    ]
 
 
 def test_nodes_with_different_numbers_of_ranks_have_no_levels():
-    assert ThreadWorld(3).run(lambda comm: split_levels(comm, comm.split(comm.rank // 2, comm.rank))) == [None] * 3
+    assert (
+        ThreadWorld(3).run(lambda comm: split_levels(comm, comm.split(comm.rank // 2, comm.rank)))
+        == [None] * 3
+    )
 
 
-@pytest.mark.parametrize("verb, elements", [("all_reduce", 6000), ("reduce_scatter", 6000), ("all_gather", 1500)])
+@pytest.mark.parametrize(
+    "verb, elements", [("all_reduce", 6000), ("reduce_scatter", 6000), ("all_gather", 1500)]
+)
 def test_a_node_sends_each_byte_once(verb, elements, engines):
     """Between nodes pass 1 / m of the bytes that a rank passes, or as an all_gather's own part."""
+
     def run(world):
         levels = split_levels(world, world.split(world.rank // 2, world.rank))
-        groups = record(Groups(world=world, tp=levels.inside, pp=world, dp=levels.between, embedding=world))
+        groups = record(
+            Groups(world=world, tp=levels.inside, pp=world, dp=levels.between, embedding=world)
+        )
         recorded = two_level.Levels(groups.tp, groups.dp, levels.ranks)
         comm, part = TwoLevelComm(world, recorded, engines[world.rank]), torch.ones(1500)
-        operands = {"all_reduce": (torch.ones(6000),), "reduce_scatter": (part, torch.ones(6000)),
-                    "all_gather": (torch.ones(6000), part)}
+        operands = {
+            "all_reduce": (torch.ones(6000),),
+            "reduce_scatter": (part, torch.ones(6000)),
+            "all_gather": (torch.ones(6000), part),
+        }
         getattr(comm, verb)(*operands[verb])
         return groups.dp.records
 
@@ -73,7 +113,11 @@ class Messages(RecordingComm):
     """Counts those of an all_to_all: one to every other rank that gets rows."""
 
     def iall_to_all(self, output, tensor, received, sent):
-        self.log += [(self.name, "message", count) for rank, count in enumerate(sent) if count and rank != self.rank]
+        self.log += [
+            (self.name, "message", count)
+            for rank, count in enumerate(sent)
+            if count and rank != self.rank
+        ]
         return self.inner.iall_to_all(output, tensor, received, sent)
 
     all_to_all = Comm.all_to_all
@@ -87,9 +131,16 @@ def test_one_message_for_each_pair_of_nodes(placement, engines):
     def run(world):
         levels = split_levels(world, world.split(nodes[world.rank], world.rank))
         between = Messages(levels.between, "between")
-        comm = TwoLevelComm(Messages(world, "flat"), replace(levels, between=between), engines[world.rank])
-        sent, received = ([a + 2 * b + 1 for a, b in pairs] for pairs in (
-            [(world.rank, b) for b in range(world.size)], [(a, world.rank) for a in range(world.size)]))
+        comm = TwoLevelComm(
+            Messages(world, "flat"), replace(levels, between=between), engines[world.rank]
+        )
+        sent, received = (
+            [a + 2 * b + 1 for a, b in pairs]
+            for pairs in (
+                [(world.rank, b) for b in range(world.size)],
+                [(a, world.rank) for a in range(world.size)],
+            )
+        )
         rows = torch.arange(3.0 * sum(sent)).view(-1, 3) + 1000 * world.rank
         flat, output = (torch.empty(sum(received), 3) for _ in range(2))
         world.all_to_all(flat, rows, received, sent)
@@ -98,20 +149,38 @@ def test_one_message_for_each_pair_of_nodes(placement, engines):
         return comm.whole.log, [(nodes[world.rank], count) for *_, count in between.log]
 
     flat, between = zip(*ThreadWorld(len(nodes)).run(run))
-    expected = {(a, b): sum(i + 2 * j + 1 for i, x in enumerate(nodes) for j, y in enumerate(nodes) if (x, y) == (a, b))
-                for a in set(nodes) for b in set(nodes) if a != b}
+    expected = {
+        (a, b): sum(
+            i + 2 * j + 1
+            for i, x in enumerate(nodes)
+            for j, y in enumerate(nodes)
+            if (x, y) == (a, b)
+        )
+        for a in set(nodes)
+        for b in set(nodes)
+        if a != b
+    }
     assert not any(flat)
-    assert sorted(message for each in between for message in each) == sorted((a, rows) for (a, _), rows in expected.items())
+    assert sorted(message for each in between for message in each) == sorted(
+        (a, rows) for (a, _), rows in expected.items()
+    )
 
 
-@pytest.mark.parametrize("ranks, width", [(2, None), (64, None), (65, 5), (96, 8), (128, 8), (12288, 64), (67, None), (134, 2)])
+@pytest.mark.parametrize(
+    "ranks, width",
+    [(2, None), (64, None), (65, 5), (96, 8), (128, 8), (12288, 64), (67, None), (134, 2)],
+)
 def test_the_ranks_of_a_stage(ranks, width):
     assert stage_ranks(ranks) == width
 
 
 def sizes(comm) -> list[int]:
     """Ranks of the all-to-alls of a sum."""
-    return [comm.levels.inside.size, *sizes(comm.levels.between)] if isinstance(comm, TwoLevelComm) else [comm.size]
+    return (
+        [comm.levels.inside.size, *sizes(comm.levels.between)]
+        if isinstance(comm, TwoLevelComm)
+        else [comm.size]
+    )
 
 
 def test_stages_follow_one_another_down_to_few_ranks(monkeypatch):
@@ -132,7 +201,9 @@ def test_bf16_sums_in_stages_are_rounded_once_a_stage(monkeypatch):
         ring = (ring.float() + gradient.bfloat16().float()).bfloat16()
 
     def error(stages: int) -> float:
-        results = ThreadWorld(ranks).run(lambda comm: staged(comm, stages).all_reduce(gradients[comm.rank].bfloat16()))
+        results = ThreadWorld(ranks).run(
+            lambda comm: staged(comm, stages).all_reduce(gradients[comm.rank].bfloat16())
+        )
         assert all(torch.equal(result, results[0]) for result in results)
         return relative_error(results[0], exact)
 
@@ -144,5 +215,7 @@ def test_bf16_sums_in_stages_are_rounded_once_a_stage(monkeypatch):
     one, two = error(1), error(2)
     monkeypatch.setattr(two_level, "MANY", 8)
     three = error(3)
-    assert [one, two, three] == pytest.approx([1.66e-3 * roundings**0.5 for roundings in (2, 3, 4)], rel=0.1)
+    assert [one, two, three] == pytest.approx(
+        [1.66e-3 * roundings**0.5 for roundings in (2, 3, 4)], rel=0.1
+    )
     assert relative_error(ring, exact) > 3 * three

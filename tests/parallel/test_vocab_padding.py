@@ -34,15 +34,29 @@ transformers = pytest.importorskip("transformers")
 from tests.hf_models import convert, randomized, tensors  # noqa: E402
 
 LENGTH, STEPS, SHIFT = 16, 10, -60.0
-LR, EPSILON = 1e-3, 1e-4  # Adam's epsilon is above the rounding of gradients, which it would make as large as the others
+LR, EPSILON = (
+    1e-3,
+    1e-4,
+)  # Adam's epsilon is above the rounding of gradients, which it would make as large as the others
 WORDS, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 def shifted_gpt2(vocabulary: int) -> torch.nn.Module:
     """A random GPT-2 whose logits are lower by 60 than they would be: the head's bias for it is one more element of each word."""
-    model = randomized(lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        vocab_size=vocabulary, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=4, initializer_range=0.2, bos_token_id=1,
-        eos_token_id=2)))
+    model = randomized(
+        lambda: transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=vocabulary,
+                n_positions=LENGTH,
+                n_embd=16,
+                n_layer=2,
+                n_head=4,
+                initializer_range=0.2,
+                bos_token_id=1,
+                eos_token_id=2,
+            )
+        )
+    )
     with torch.no_grad():
         model.transformer.wte.weight[:, 0] = 1.0
         model.transformer.ln_f.weight[0], model.transformer.ln_f.bias[0] = 0.0, SHIFT
@@ -61,21 +75,44 @@ class Case(NamedTuple):
 def run_of(case: Case, **changes: Any) -> RunConfig:
     """A run from a converted model's weights."""
     model = architecture(saved_run(read_manifest(case.start, 0), (1, 1)).model)
-    return small_run(**{**model, "seq_length": LENGTH, "make_vocab_size_divisible_by": 128, "load": str(case.start),
-                        "finetune": True, "micro_batch_size": 2, "global_batch_size": 4, "train_iters": STEPS, "lr": LR,
-                        "min_lr": LR, "adam_eps": EPSILON, "weight_decay": 0.1, "clip_grad": 1.0, **changes})
+    return small_run(
+        **{
+            **model,
+            "seq_length": LENGTH,
+            "make_vocab_size_divisible_by": 128,
+            "load": str(case.start),
+            "finetune": True,
+            "micro_batch_size": 2,
+            "global_batch_size": 4,
+            "train_iters": STEPS,
+            "lr": LR,
+            "min_lr": LR,
+            "adam_eps": EPSILON,
+            "weight_decay": 0.1,
+            "clip_grad": 1.0,
+            **changes,
+        }
+    )
 
 
 def their_training(model: torch.nn.Module, run: RunConfig) -> list[float]:
     """The losses of torch's AdamW on transformers' model, with the samples of the run."""
     decayed = [p for p in model.parameters() if p.dim() > 1]
-    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1},
-                                   {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}],
-                                  lr=LR, betas=(run.optimizer.adam_beta1, run.optimizer.adam_beta2), eps=EPSILON)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": decayed, "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=LR,
+        betas=(run.optimizer.adam_beta1, run.optimizer.adam_beta2),
+        eps=EPSILON,
+    )
     data, size, losses = mock(run), run.batch.global_batch_size, []
     for step in range(STEPS):
         samples = torch.tensor(np.stack([data[step * size + i] for i in range(size)]))
-        loss = F.cross_entropy(model(samples[:, :-1]).logits.flatten(0, 1), samples[:, 1:].flatten())
+        loss = F.cross_entropy(
+            model(samples[:, :-1]).logits.flatten(0, 1), samples[:, 1:].flatten()
+        )
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -90,7 +127,9 @@ def case(request, tmp_path_factory) -> Case:
     model.save_pretrained(directory / "theirs")
     assert convert("--from-hf", directory / "theirs", "--save", directory / "ours") == 0
     with torch.no_grad():
-        assert model(mock_tokens(request.param)).logits.mean().item() == pytest.approx(SHIFT, abs=2.0)
+        assert model(mock_tokens(request.param)).logits.mean().item() == pytest.approx(
+            SHIFT, abs=2.0
+        )
     case = Case(directory / "ours", request.param, [], model)
     return case._replace(losses=their_training(model, run_of(case)))
 
@@ -109,19 +148,28 @@ def begun(run: RunConfig, world: Comm) -> Trainer:
 
 
 LAYOUTS = {
-    "one": (1, {"cache_packed_weights": True}), "pp2": (2, PP2), "tp2 torch": (2, {**TP2, "kernels": "torch"}),
+    "one": (1, {"cache_packed_weights": True}),
+    "pp2": (2, PP2),
+    "tp2 torch": (2, {**TP2, "kernels": "torch"}),
     "tp2 pp2 sequence": (4, {**TP2, **PP2, "sequence_parallel": True, "zero_stage": 1}),
     "one row": (2, {**TP2, "make_vocab_size_divisible_by": 1}),
     "no token on rank 1": (2, {**TP2, "make_vocab_size_divisible_by": 512}),
-    "no token on rank 1, torch": (2, {**TP2, "make_vocab_size_divisible_by": 512, "kernels": "torch"}),
+    "no token on rank 1, torch": (
+        2,
+        {**TP2, "make_vocab_size_divisible_by": 512, "kernels": "torch"},
+    ),
 }
 
 
-@pytest.mark.parametrize(("case", "name"), [*((503, name) for name in LAYOUTS), (50257, "tp2 torch")], indirect=["case"])
+@pytest.mark.parametrize(
+    ("case", "name"), [*((503, name) for name in LAYOUTS), (50257, "tp2 torch")], indirect=["case"]
+)
 def test_losses_and_updates_are_those_of_transformers(case, name, tmp_path):
     ranks, changes = LAYOUTS[name]
     run = run_of(case, **changes)
-    assert padded_vocab_size(run.model, changes.get("tensor_model_parallel_size", 1)) > case.vocabulary
+    assert (
+        padded_vocab_size(run.model, changes.get("tensor_model_parallel_size", 1)) > case.vocabulary
+    )
 
     def trained(world: Comm) -> tuple[list[float], float]:
         trainer = begun(run, world)
@@ -129,7 +177,11 @@ def test_losses_and_updates_are_those_of_transformers(case, name, tmp_path):
         gradients = whole_tensors(trainer, "grad")
         trainer.save(str(tmp_path / "saved"))
         trainer.close()
-        return losses, max(gradients[key][case.vocabulary:].abs().max().item() for key in gradients if key in (WORDS, OUTPUT))
+        return losses, max(
+            gradients[key][case.vocabulary :].abs().max().item()
+            for key in gradients
+            if key in (WORDS, OUTPUT)
+        )
 
     for losses, padding in ThreadWorld(ranks).run(trained):
         assert losses == pytest.approx(case.losses, rel=1e-5) and padding == 0.0
@@ -147,16 +199,25 @@ def check_inference(case: Case, directory: Path, ranks: int, run: RunConfig) -> 
     prompt, text = tokens[:5].tolist(), torch.cat([tokens, tokens.flip(0), tokens[:1]])
 
     def read(world: Comm) -> tuple[list[int], float]:
-        loaded: LoadedModel = load_model(saved_run(manifest, sizes), world, str(directory), STEPS, manifest)
+        loaded: LoadedModel = load_model(
+            saved_run(manifest, sizes), world, str(directory), STEPS, manifest
+        )
         *_, ids = steps(loaded, [prompt], 8, Sampling(0.0, 0, 0.0, 1), lambda sample, ids: False)
         requests = windows(text.numpy().astype(np.int32), LENGTH, LENGTH)
-        texts = Texts(requests, tokens=len(text), predicted=len(text) - 1, bytes=0, questions=[], note="")
+        texts = Texts(
+            requests, tokens=len(text), predicted=len(text) - 1, bytes=0, questions=[], note=""
+        )
         return ids[0], evaluated(loaded, texts, 2)["perplexity"]
 
     ids, perplexity = ThreadWorld(ranks).run(read)[0]
     with torch.no_grad():
-        their_ids = case.trained.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None,
-                                          pad_token_id=0)[0, 5:].tolist()
+        their_ids = case.trained.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=8,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )[0, 5:].tolist()
         logits = case.trained(torch.stack([text[:LENGTH], text[LENGTH:-1]])).logits
     loss = F.cross_entropy(logits.flatten(0, 1), text[1:])
     assert ids == their_ids and perplexity == pytest.approx(math.exp(loss.item()), rel=1e-5)
@@ -173,12 +234,17 @@ def test_from_scratch_the_padding_counts():
     padding = whole_tensors(trainer, "grad")[WORDS][91:]
     trainer.close()
     assert run.model.mask_vocab_padding == "no" and len(weights[WORDS]) == 96
-    assert found == pytest.approx(plain_loss(weights, *parts, run.model).item(), rel=1e-6) and (padding != 0).any(1).all()
+    assert (
+        found == pytest.approx(plain_loss(weights, *parts, run.model).item(), rel=1e-6)
+        and (padding != 0).any(1).all()
+    )
     masked = plain_loss({**weights, WORDS: weights[WORDS][:91]}, *parts, run.model).item()
     assert found != pytest.approx(masked, rel=1e-3)
 
 
-def lines_of(run: RunConfig, find: Callable[[RunConfig, Comm], Resume] = find_checkpoint) -> tuple[str, list[str]]:
+def lines_of(
+    run: RunConfig, find: Callable[[RunConfig, Comm], Resume] = find_checkpoint
+) -> tuple[str, list[str]]:
     """(what becomes of --mask-vocab-padding, the log's lines) of a run that begins."""
     resume = find(run, SoloComm())
     run = with_padding(run, resume)
@@ -203,11 +269,15 @@ def test_a_checkpoint_carries_the_mask_and_a_change_is_noted(ours, tmp_path):
     assert "--mask-vocab-padding yes" in (ours / "model.flags").read_text()
     start = run_of(Case(ours, 503, [], None))
     assert lines_of(start) == ("yes", [])
-    assert lines_of(changed(start, mask_vocab_padding="no")) == ("no", [
-        "note: --mask-vocab-padding is no, and the weights were trained with yes: the loss starts at another value; leave the "
-        "flag out to keep yes",
-        "note: the padded vocabulary has 512 rows, had 503, and those beyond the 503 tokens count in the loss; pass "
-        "--make-vocab-size-divisible-by 503 to keep 503"])
+    assert lines_of(changed(start, mask_vocab_padding="no")) == (
+        "no",
+        [
+            "note: --mask-vocab-padding is no, and the weights were trained with yes: the loss starts at another value; leave the "
+            "flag out to keep yes",
+            "note: the padded vocabulary has 512 rows, had 503, and those beyond the 503 tokens count in the loss; pass "
+            "--make-vocab-size-divisible-by 503 to keep 503",
+        ],
+    )
     trainer = begun(start, SoloComm())
     trainer.train_step()
     trainer.save(str(own))
@@ -215,9 +285,13 @@ def test_a_checkpoint_carries_the_mask_and_a_change_is_noted(ours, tmp_path):
     assert read_manifest(own, 1)["config"]["model"]["mask_vocab_padding"] == "yes"
     again = replace(start, output=replace(start.output, load=str(own), finetune=False))
     assert lines_of(again) == ("yes", []) == lines_of(changed(again, mask_vocab_padding="yes"))
-    assert lines_of(changed(again, make_vocab_size_divisible_by=64 * 5)) == ("yes", []), "how much padding there is does not matter"
-    assert lines_of(changed(again, mask_vocab_padding="no")) == ("no", [
-        "note: --mask-vocab-padding is no, was yes: the loss curve changes from here on"])
+    assert lines_of(changed(again, make_vocab_size_divisible_by=64 * 5)) == ("yes", []), (
+        "how much padding there is does not matter"
+    )
+    assert lines_of(changed(again, mask_vocab_padding="no")) == (
+        "no",
+        ["note: --mask-vocab-padding is no, was yes: the loss curve changes from here on"],
+    )
     assert lines_of(replace(again, output=replace(again.output, finetune=True))) == ("yes", [])
     assert convert("--load", own, "--to-megatron", tmp_path / "megatron") == 0
     assert convert("--from-megatron", tmp_path / "megatron", "--save", later) == 0
@@ -243,5 +317,7 @@ def test_checkpoints_from_before_the_flag(ours, tmp_path):
         return resume
 
     assert lines_of(start, before) == ("yes", []) and lines_of(again, before) == ("no", [])
-    assert lines_of(changed(again, mask_vocab_padding="yes"), before) == ("yes", [
-        "note: --mask-vocab-padding is yes, was no: the loss curve changes from here on"])
+    assert lines_of(changed(again, mask_vocab_padding="yes"), before) == (
+        "yes",
+        ["note: --mask-vocab-padding is yes, was no: the loss curve changes from here on"],
+    )

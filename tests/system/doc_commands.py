@@ -13,8 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ("README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")))
-FOLLOW_README = ("README.md", "docs/data.md", "docs/evaluation.md")  # the others use its text, vocabulary and checkpoint
+DOCUMENTS = (
+    "README.md",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")),
+)
+FOLLOW_README = (
+    "README.md",
+    "docs/data.md",
+    "docs/evaluation.md",
+)  # the others use its text, vocabulary and checkpoint
 FENCE = re.compile(r"^```(\w*|c\+\+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ELSEWHERE = ":"  # the shell's command that does nothing: what needs another machine, or is run by another test
 
@@ -22,90 +29,306 @@ TINY = "--recipe demo --train-iters 4 --log-interval 1 --eval-iters 0"
 # document, what stands there, what is run, why
 CHANGES = (
     ("README.md", "--recipe demo --train-iters 200", TINY, "4 iterations instead of some minutes"),
-    ("docs/chat.md", "--seq-length 256 --train-iters 300", "--seq-length 256 --train-iters 4", "4 iterations, not two minutes"),
+    (
+        "docs/chat.md",
+        "--seq-length 256 --train-iters 300",
+        "--seq-length 256 --train-iters 4",
+        "4 iterations, not two minutes",
+    ),
     ("docs/chat.md", "--train-iters 200", "--train-iters 4", "4 iterations, not a minute"),
     ("docs/chat.md", "--train-iters 500", "--train-iters 4", "4 iterations, not two minutes"),
-    ("docs/data.md", "train --recipe demo", f"train {TINY}", "4 iterations instead of some minutes"),
-    *((name, begin, f"{begin} --micro-batch-size 1 --tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}",
-       "few layouts: seconds")
-      for name, begin, tp, pp in (
-          ("docs/fugaku.md", "--recipe 124m --nodes 192", 1, 3), ("docs/fugaku.md", "--recipe 30b --nodes 6144", 4, 6),
-          ("docs/fugaku.md", "--recipe 30b --nodes 384", 2, 8), ("docs/fugaku.md", "--recipe 30b --nodes 12288", 4, 6),
-          ("docs/performance.md", "--recipe 30b --nodes 6144 --features", 4, 6),
-          ("docs/training.md", "--recipe 30b --nodes 6144", 4, 6))),
-    ("docs/fugaku.md", "scripts/pjsub/local_pjsub --scale", f"{ELSEWHERE} --scale", "tests/system/mpi/test_jobs_local.py"),
-    ("docs/performance.md", "python -m benchmarks experts --recipe qwen3-30b-a3b [--dtype bf16] [--experts 32] [--rows 64]",
-     ELSEWHERE, "minutes; tests/system/test_benchmarks.py runs a small one"),
-    ("docs/evaluation.md", "python -m fugaku_megatron.inference.lm_eval --model fugaku_megatron --model_args load=checkpoints "
-     "--tasks lambada_openai", ELSEWHERE, "data from the network"),
-    ("docs/evaluation.md", "mpiexec -n 2 python -m fugaku_megatron.inference.lm_eval", ELSEWHERE,
-     "the harness is not installed; tests/parallel/test_lm_eval.py"),
-    ("docs/fugaku.md", 'pjsub --interact -g GROUP -L "node=1,rscgrp=int,elapse=3:00:00,freq=2000,eco_state=0" --llio '
-     'cn-cache-size=1Gi \\\n    -x PJM_LLIO_GFSCACHE=/vol0004 --sparam "wait-time=600"', ELSEWHERE, "Fugaku"),
-    ("docs/fugaku.md", "scripts/build.sh --data my_text_document --vocab vocab.json --merges merges.txt",
-     "touch fugaku_megatron.tar", "1.2 GB and minutes; `job check` only looks whether the archive is there"),
-    ("docs/fugaku.md", "scripts/build.sh --data my_pieces_text_document --tokenizer-model my.model", ELSEWHERE,
-     "1.2 GB and minutes; what is packed is tested in tests/system/test_jobs_submit.py"),
-    ("docs/fugaku.md", "job submit run_pieces.sh -- -x DATA=my_pieces_text_document,TOKENIZER=my.model", "job check run_pieces.sh",
-     "Fugaku's pjsub"),
-    ("docs/fugaku.md", "job submit scripts/pjsub/run_124m.sh ", "job check scripts/pjsub/run_124m.sh ", "Fugaku's pjsub"),
-    ("docs/fugaku.md", "job submit scripts/pjsub/resume.sh --steps 3", "job check scripts/pjsub/resume.sh", "Fugaku's pjsub"),
-    ("docs/fugaku.md", "job submit scripts/pjsub/run_30b.sh --steps 5", "job check scripts/pjsub/run_30b.sh", "Fugaku's pjsub"),
-    ("docs/fugaku.md", "job submit run_30b_12288.sh", "job check run_30b_12288.sh", "Fugaku's pjsub"),
-    ("docs/training.md", "make train\n", f"make train TRAIN_FLAGS='{TINY}'\n", "4 iterations instead of ten minutes"),
+    (
+        "docs/data.md",
+        "train --recipe demo",
+        f"train {TINY}",
+        "4 iterations instead of some minutes",
+    ),
+    *(
+        (
+            name,
+            begin,
+            f"{begin} --micro-batch-size 1 --tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}",
+            "few layouts: seconds",
+        )
+        for name, begin, tp, pp in (
+            ("docs/fugaku.md", "--recipe 124m --nodes 192", 1, 3),
+            ("docs/fugaku.md", "--recipe 30b --nodes 6144", 4, 6),
+            ("docs/fugaku.md", "--recipe 30b --nodes 384", 2, 8),
+            ("docs/fugaku.md", "--recipe 30b --nodes 12288", 4, 6),
+            ("docs/performance.md", "--recipe 30b --nodes 6144 --features", 4, 6),
+            ("docs/training.md", "--recipe 30b --nodes 6144", 4, 6),
+        )
+    ),
+    (
+        "docs/fugaku.md",
+        "scripts/pjsub/local_pjsub --scale",
+        f"{ELSEWHERE} --scale",
+        "tests/system/mpi/test_jobs_local.py",
+    ),
+    (
+        "docs/performance.md",
+        "python -m benchmarks experts --recipe qwen3-30b-a3b [--dtype bf16] [--experts 32] [--rows 64]",
+        ELSEWHERE,
+        "minutes; tests/system/test_benchmarks.py runs a small one",
+    ),
+    (
+        "docs/evaluation.md",
+        "python -m fugaku_megatron.inference.lm_eval --model fugaku_megatron --model_args load=checkpoints "
+        "--tasks lambada_openai",
+        ELSEWHERE,
+        "data from the network",
+    ),
+    (
+        "docs/evaluation.md",
+        "mpiexec -n 2 python -m fugaku_megatron.inference.lm_eval",
+        ELSEWHERE,
+        "the harness is not installed; tests/parallel/test_lm_eval.py",
+    ),
+    (
+        "docs/fugaku.md",
+        'pjsub --interact -g GROUP -L "node=1,rscgrp=int,elapse=3:00:00,freq=2000,eco_state=0" --llio '
+        'cn-cache-size=1Gi \\\n    -x PJM_LLIO_GFSCACHE=/vol0004 --sparam "wait-time=600"',
+        ELSEWHERE,
+        "Fugaku",
+    ),
+    (
+        "docs/fugaku.md",
+        "scripts/build.sh --data my_text_document --vocab vocab.json --merges merges.txt",
+        "touch fugaku_megatron.tar",
+        "1.2 GB and minutes; `job check` only looks whether the archive is there",
+    ),
+    (
+        "docs/fugaku.md",
+        "scripts/build.sh --data my_pieces_text_document --tokenizer-model my.model",
+        ELSEWHERE,
+        "1.2 GB and minutes; what is packed is tested in tests/system/test_jobs_submit.py",
+    ),
+    (
+        "docs/fugaku.md",
+        "job submit run_pieces.sh -- -x DATA=my_pieces_text_document,TOKENIZER=my.model",
+        "job check run_pieces.sh",
+        "Fugaku's pjsub",
+    ),
+    (
+        "docs/fugaku.md",
+        "job submit scripts/pjsub/run_124m.sh ",
+        "job check scripts/pjsub/run_124m.sh ",
+        "Fugaku's pjsub",
+    ),
+    (
+        "docs/fugaku.md",
+        "job submit scripts/pjsub/resume.sh --steps 3",
+        "job check scripts/pjsub/resume.sh",
+        "Fugaku's pjsub",
+    ),
+    (
+        "docs/fugaku.md",
+        "job submit scripts/pjsub/run_30b.sh --steps 5",
+        "job check scripts/pjsub/run_30b.sh",
+        "Fugaku's pjsub",
+    ),
+    (
+        "docs/fugaku.md",
+        "job submit run_30b_12288.sh",
+        "job check run_30b_12288.sh",
+        "Fugaku's pjsub",
+    ),
+    (
+        "docs/training.md",
+        "make train\n",
+        f"make train TRAIN_FLAGS='{TINY}'\n",
+        "4 iterations instead of ten minutes",
+    ),
     ("docs/training.md", "mpiexec -n 512", "mpiexec -n 2", "2 processors"),
     ("docs/training.md", "--recipe 124m --data-path", f"{TINY} --data-path", "the demo's size"),
-    ("docs/training.md", "--recipe demo --train-iters 200", TINY, "4 iterations instead of a minute"),
-    ("docs/training.md", "--recipe demo --train-iters 300", f"{TINY} --train-iters 6", "2 more iterations"),
+    (
+        "docs/training.md",
+        "--recipe demo --train-iters 200",
+        TINY,
+        "4 iterations instead of a minute",
+    ),
+    (
+        "docs/training.md",
+        "--recipe demo --train-iters 300",
+        f"{TINY} --train-iters 6",
+        "2 more iterations",
+    ),
     ("docs/clusters.md", "module load gcc openmpi python", ELSEWHERE, "modules of a cluster"),
-    ("docs/clusters.md", "make setup MPI=system", ELSEWHERE, "another MPI; tests/system/test_setup_mpi.py"),
-    ("docs/clusters.md", "train ...", f"train {TINY} --train-iters 1 --mock-data --vocab-size 512 --kernels native --num-layers 1",
-     "the flags of a run"),
-    ("docs/clusters.md", "sbatch --partition=NAME --account=NAME scripts", f"{ELSEWHERE} scripts",
-     "Slurm; tests/system/test_slurm.py"),
-    ("docs/clusters.md", "sbatch --nodes=8 scripts", f"{ELSEWHERE} scripts", "Slurm; tests/system/test_slurm.py"),
-    ("docs/clusters.md", "sbatch --export=ALL,PMI=pmix", f"{ELSEWHERE} PMI=pmix", "Slurm; tests/system/test_slurm.py"),
-    ("docs/clusters.md", "apt-get install -y slurm-wlm munge\nscripts/slurm/one_node.sh start /tmp/slurm && export", "export",
-     "root, packages; tests/system/test_slurm.py"),
-    ("docs/clusters.md", "sbatch --nodes=1", f"{ELSEWHERE} --nodes=1", "Slurm; tests/system/test_slurm.py"),
-    ("docs/clusters.md", "squeue; scripts/slurm/one_node.sh stop /tmp/slurm", ELSEWHERE, "Slurm; tests/system/test_slurm.py"),
+    (
+        "docs/clusters.md",
+        "make setup MPI=system",
+        ELSEWHERE,
+        "another MPI; tests/system/test_setup_mpi.py",
+    ),
+    (
+        "docs/clusters.md",
+        "train ...",
+        f"train {TINY} --train-iters 1 --mock-data --vocab-size 512 --kernels native --num-layers 1",
+        "the flags of a run",
+    ),
+    (
+        "docs/clusters.md",
+        "sbatch --partition=NAME --account=NAME scripts",
+        f"{ELSEWHERE} scripts",
+        "Slurm; tests/system/test_slurm.py",
+    ),
+    (
+        "docs/clusters.md",
+        "sbatch --nodes=8 scripts",
+        f"{ELSEWHERE} scripts",
+        "Slurm; tests/system/test_slurm.py",
+    ),
+    (
+        "docs/clusters.md",
+        "sbatch --export=ALL,PMI=pmix",
+        f"{ELSEWHERE} PMI=pmix",
+        "Slurm; tests/system/test_slurm.py",
+    ),
+    (
+        "docs/clusters.md",
+        "apt-get install -y slurm-wlm munge\nscripts/slurm/one_node.sh start /tmp/slurm && export",
+        "export",
+        "root, packages; tests/system/test_slurm.py",
+    ),
+    (
+        "docs/clusters.md",
+        "sbatch --nodes=1",
+        f"{ELSEWHERE} --nodes=1",
+        "Slurm; tests/system/test_slurm.py",
+    ),
+    (
+        "docs/clusters.md",
+        "squeue; scripts/slurm/one_node.sh stop /tmp/slurm",
+        ELSEWHERE,
+        "Slurm; tests/system/test_slurm.py",
+    ),
     ("docs/install.md", "sudo ", f"{ELSEWHERE} ", "packages of the system"),
-    ("docs/install.md", "make setup MPI=system", f"{ELSEWHERE} MPI=system", "another MPI; tests/system/test_setup_mpi.py"),
-    ("docs/install.md", "make setup PYTHON=python3.11", f"{ELSEWHERE} PYTHON=python3.11", "another Python"),
-    ("docs/install.md", "pip install .", f"{ELSEWHERE} .", "another environment; tests/system/test_wheel.py"),
+    (
+        "docs/install.md",
+        "make setup MPI=system",
+        f"{ELSEWHERE} MPI=system",
+        "another MPI; tests/system/test_setup_mpi.py",
+    ),
+    (
+        "docs/install.md",
+        "make setup PYTHON=python3.11",
+        f"{ELSEWHERE} PYTHON=python3.11",
+        "another Python",
+    ),
+    (
+        "docs/install.md",
+        "pip install .",
+        f"{ELSEWHERE} .",
+        "another environment; tests/system/test_wheel.py",
+    ),
     ("docs/install.md", "source /opt/rh", f"{ELSEWHERE} /opt/rh", "RHEL"),
     ("docs/install.md", "module load", f"{ELSEWHERE} load", "RHEL"),
     ("docs/install.md", "docker ", f"{ELSEWHERE} ", "Docker; tests/system/test_containers.py"),
-    ("docs/install.md", "apptainer build", f"{ELSEWHERE} build", "Apptainer; tests/system/test_containers.py"),
-    ("docs/install.md", "mpiexec -n 2 apptainer", f"{ELSEWHERE} apptainer", "Apptainer; tests/system/test_containers.py"),
+    (
+        "docs/install.md",
+        "apptainer build",
+        f"{ELSEWHERE} build",
+        "Apptainer; tests/system/test_containers.py",
+    ),
+    (
+        "docs/install.md",
+        "mpiexec -n 2 apptainer",
+        f"{ELSEWHERE} apptainer",
+        "Apptainer; tests/system/test_containers.py",
+    ),
     ("docs/install.md", "OMP_NUM_THREADS=72", "OMP_NUM_THREADS=1", "2 processors"),
-    ("docs/performance.md", "gemm|attention|rowwise --recipe 124m --micro-batch-size 4 [--dtype bf16] [--target all]",
-     "rowwise --recipe demo --micro-batch-size 1 --rounds 1 --only residual_norm", "a synopsis; one kernel of the demo's size"),
-    ("docs/performance.md", "python -m benchmarks step --micro-batch-size 4 [--dtype bf16] [--baseline hf] [--baseline-compile] "
-     "[--baseline-preload tcmalloc]", ELSEWHERE, "minutes, alone on the machine; tests/system/test_benchmarks.py"),
-    ("docs/performance.md", "python -m benchmarks step --ranks 2", ELSEWHERE, "minutes; tests/system/test_benchmarks.py"),
-    ("docs/performance.md", "python -m benchmarks alloc --png alloc.png", ELSEWHERE, "minutes; tests/system/test_benchmarks.py"),
-    ("docs/performance.md", "python -m benchmarks tables --png tables.png", ELSEWHERE,
-     "minutes; tests/system/test_benchmark_tables.py"),
-    ("docs/performance.md", "fugaku-megatron fit ", f"{ELSEWHERE} ", "30 s; tests/unit/test_perf_fit.py"),
-    ("docs/report.md", "fugaku-megatron report\n", "fugaku-megatron report --minutes 0.3 --ranks 1 --shrunk\n", "ten minutes"),
-    ("docs/report.md", "mpiexec -n 16 fugaku-megatron report", f"{ELSEWHERE} report", "16 ranks; tests/system/mpi/test_cli.py"),
-    ("docs/performance.md", "mpiexec -n 2 fugaku-megatron calibrate --output host.json", ELSEWHERE,
-     "minutes; tests/system/mpi/test_cli.py"),
+    (
+        "docs/performance.md",
+        "gemm|attention|rowwise --recipe 124m --micro-batch-size 4 [--dtype bf16] [--target all]",
+        "rowwise --recipe demo --micro-batch-size 1 --rounds 1 --only residual_norm",
+        "a synopsis; one kernel of the demo's size",
+    ),
+    (
+        "docs/performance.md",
+        "python -m benchmarks step --micro-batch-size 4 [--dtype bf16] [--baseline hf] [--baseline-compile] "
+        "[--baseline-preload tcmalloc]",
+        ELSEWHERE,
+        "minutes, alone on the machine; tests/system/test_benchmarks.py",
+    ),
+    (
+        "docs/performance.md",
+        "python -m benchmarks step --ranks 2",
+        ELSEWHERE,
+        "minutes; tests/system/test_benchmarks.py",
+    ),
+    (
+        "docs/performance.md",
+        "python -m benchmarks alloc --png alloc.png",
+        ELSEWHERE,
+        "minutes; tests/system/test_benchmarks.py",
+    ),
+    (
+        "docs/performance.md",
+        "python -m benchmarks tables --png tables.png",
+        ELSEWHERE,
+        "minutes; tests/system/test_benchmark_tables.py",
+    ),
+    (
+        "docs/performance.md",
+        "fugaku-megatron fit ",
+        f"{ELSEWHERE} ",
+        "30 s; tests/unit/test_perf_fit.py",
+    ),
+    (
+        "docs/report.md",
+        "fugaku-megatron report\n",
+        "fugaku-megatron report --minutes 0.3 --ranks 1 --shrunk\n",
+        "ten minutes",
+    ),
+    (
+        "docs/report.md",
+        "mpiexec -n 16 fugaku-megatron report",
+        f"{ELSEWHERE} report",
+        "16 ranks; tests/system/mpi/test_cli.py",
+    ),
+    (
+        "docs/performance.md",
+        "mpiexec -n 2 fugaku-megatron calibrate --output host.json",
+        ELSEWHERE,
+        "minutes; tests/system/mpi/test_cli.py",
+    ),
 )
 # document -> files that its commands leave
 LEAVES = {
-    "README.md": ("my_text_document.bin", "my_text_document.idx", "run.log", "checkpoints/latest_checkpointed_iteration.txt"),
+    "README.md": (
+        "my_text_document.bin",
+        "my_text_document.idx",
+        "run.log",
+        "checkpoints/latest_checkpointed_iteration.txt",
+    ),
     "docs/evaluation.md": ("my_result.json",),
-    "docs/data.md": ("my_pieces_text_document.tokenizer.json", "my_checkpoints/latest_checkpointed_iteration.txt"),
+    "docs/data.md": (
+        "my_pieces_text_document.tokenizer.json",
+        "my_checkpoints/latest_checkpointed_iteration.txt",
+    ),
     "docs/fugaku.md": ("my.sh", "try.sh", "run_30b_12288.sh"),
-    "docs/models.md": ("my_hf/model.safetensors", "my_start/latest_checkpointed_iteration.txt", "my_tuned_hf/config.json",
-                       "my_from_megatron/iter_0000000/manifest.json"),
+    "docs/models.md": (
+        "my_hf/model.safetensors",
+        "my_start/latest_checkpointed_iteration.txt",
+        "my_tuned_hf/config.json",
+        "my_from_megatron/iter_0000000/manifest.json",
+    ),
     "docs/performance.md": ("all.csv", "all.png"),
-    "docs/chat.md": ("my_chats/train.mask", "my_chats/tuned_hf/chat_template.jinja", "my_chats/tuned_hf/model.safetensors"),
+    "docs/chat.md": (
+        "my_chats/train.mask",
+        "my_chats/tuned_hf/chat_template.jinja",
+        "my_chats/tuned_hf/model.safetensors",
+    ),
     "docs/report.md": ("report.json", "report.html", "report.txt", "report.sh", "report.sbatch"),
-    "docs/training.md": ("demo/checkpoint/loss_curve.png", "my_ranks.png", "run_30b.sh", "my_model/loss_curve.png",
-                         "my_model/iter_0000006/manifest.json", "my_run.csv", "my_run.png"),
+    "docs/training.md": (
+        "demo/checkpoint/loss_curve.png",
+        "my_ranks.png",
+        "run_30b.sh",
+        "my_model/loss_curve.png",
+        "my_model/iter_0000006/manifest.json",
+        "my_run.csv",
+        "my_run.png",
+    ),
 }
 
 
@@ -129,7 +352,11 @@ def commands(document: str) -> Iterator[list[str]]:
     """The words of every command as it stands in the document, without comments, `$(...)` and the signs of a synopsis."""
     for block in blocks(document):
         for line in block.replace("\\\n", " ").splitlines():
-            lexer = shlex.shlex(re.sub(r"[\[\]]|(?<=\w)(\|\w+)+|\$\([^)]*\)", "", line), posix=True, punctuation_chars=";&|")
+            lexer = shlex.shlex(
+                re.sub(r"[\[\]]|(?<=\w)(\|\w+)+|\$\([^)]*\)", "", line),
+                posix=True,
+                punctuation_chars=";&|",
+            )
             lexer.whitespace_split = True
             for operator, words in itertools.groupby(lexer, lambda word: word in ("&&", "|", ";")):
                 if not operator:

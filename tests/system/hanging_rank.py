@@ -81,8 +81,11 @@ def in_touch(watchdog):
 def main(folder, rank, ranks, seconds, how, node="0", *others):
     print("there", flush=True)
     sys.stdin.readline()
-    watchdog = Watchdog(Heartbeat(Path(folder) / f"node{node}", int(rank)), HangSettings(float(seconds), Path(folder), None),
-                        () if others else tuple(range(int(ranks))))
+    watchdog = Watchdog(
+        Heartbeat(Path(folder) / f"node{node}", int(rank)),
+        HangSettings(float(seconds), Path(folder), None),
+        () if others else tuple(range(int(ranks))),
+    )
     if others:
         nodes, inherited, above = map(int, others)
         opened = socket.socket(fileno=inherited)

@@ -12,19 +12,24 @@ from fugaku_megatron.host import allocator
 MAPS = "7f0-7f1 r-xp 00000000 08:01 12 {}\n7f2-7f3 r-xp 00000000 08:01 13 /usr/lib64/libc-2.28.so\n"
 
 
-@pytest.mark.parametrize("library, name", [
-    ("/opt/lib/libtcmalloc.so.4.5.3", "tcmalloc"),
-    ("/opt/lib/libtcmalloc_minimal.so.4", "tcmalloc"),
-    ("/usr/lib/libjemalloc.so.2", "jemalloc"),
-    ("/usr/lib/libmimalloc.so.2.1", "mimalloc"),
-    ("/opt/FJSVxos/mmm/lib64/libmpg.so.1", "libmpg"),
-    ("/opt/FJSVxos/mmm/lib64/libmpg.so.1\n1-2 r-xp 0 08:01 9 /lib/libtcmalloc.so", "tcmalloc"),
-])
+@pytest.mark.parametrize(
+    "library, name",
+    [
+        ("/opt/lib/libtcmalloc.so.4.5.3", "tcmalloc"),
+        ("/opt/lib/libtcmalloc_minimal.so.4", "tcmalloc"),
+        ("/usr/lib/libjemalloc.so.2", "jemalloc"),
+        ("/usr/lib/libmimalloc.so.2.1", "mimalloc"),
+        ("/opt/FJSVxos/mmm/lib64/libmpg.so.1", "libmpg"),
+        ("/opt/FJSVxos/mmm/lib64/libmpg.so.1\n1-2 r-xp 0 08:01 9 /lib/libtcmalloc.so", "tcmalloc"),
+    ],
+)
 def test_allocators_are_known_by_their_library(library, name):
     assert allocator.allocator_name(MAPS.format(library)) == name
 
 
-@pytest.mark.parametrize("library", ["/home/libtcmalloc.so/data.txt", "/usr/lib/libmpgraph.so.1", "[heap]"])
+@pytest.mark.parametrize(
+    "library", ["/home/libtcmalloc.so/data.txt", "/usr/lib/libmpgraph.so.1", "[heap]"]
+)
 def test_other_libraries_are_no_allocator(library):
     assert allocator.allocator_name(MAPS.format(library)) not in allocator._LIBRARIES.values()
 
@@ -66,8 +71,12 @@ print(json.dumps({"line": line, "faults": faults, "stats": stats, "apart": a.dat
 
 
 def _child(mode, **environment):
-    result = subprocess.run([sys.executable, "-c", CHILD, mode], env={**os.environ, **environment}, capture_output=True,
-                            text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", CHILD, mode],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
@@ -78,17 +87,24 @@ def test_a_second_step_faults_no_pages_in():
     assert tuned["faults"] < 200 < 2000 < stock["faults"]
     stats = tuned["stats"]
     assert stats["fallbacks"] == 0 and stats["in_use"] >= 16 << 20
-    assert stats["touched"] <= stats["reserved"] and stats["in_use"] <= stats["peak"] <= stats["touched"]
+    assert (
+        stats["touched"] <= stats["reserved"]
+        and stats["in_use"] <= stats["peak"] <= stats["touched"]
+    )
     assert tuned["apart"], "two tensors begin at the same offset in their pages"
     assert stock["stats"]["reserved"] == 0
 
 
 def test_few_addresses_are_enough_to_go_on():
     """A range that is too small is used up; malloc serves the rest."""
-    code = ("import torch; from fugaku_megatron.host import kernels; assert kernels.use_arena(64 << 20);"
-            "a = [torch.full((1 << 20,), float(i)) for i in range(24)];"
-            "assert all(bool((t == i).all()) for i, t in enumerate(a)); print(kernels.arena_stats()['fallbacks'])")
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code = (
+        "import torch; from fugaku_megatron.host import kernels; assert kernels.use_arena(64 << 20);"
+        "a = [torch.full((1 << 20,), float(i)) for i in range(24)];"
+        "assert all(bool((t == i).all()) for i, t in enumerate(a)); print(kernels.arena_stats()['fallbacks'])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert int(result.stdout) >= 8
 
 

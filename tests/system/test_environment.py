@@ -11,15 +11,24 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = ("pretrain_gpt.py", "tools/preprocess_data.py", "scripts/submit.py", "scripts/pjsub/local_pjsub",
-           "scripts/pjsub/local_pjstat")
+SCRIPTS = (
+    "pretrain_gpt.py",
+    "tools/preprocess_data.py",
+    "scripts/submit.py",
+    "scripts/pjsub/local_pjsub",
+    "scripts/pjsub/local_pjstat",
+)
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
     """A copy of the scripts and the package, without .venv."""
     folder = tmp_path_factory.mktemp("checkout")
-    shutil.copytree(ROOT / "fugaku_megatron", folder / "fugaku_megatron", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    shutil.copytree(
+        ROOT / "fugaku_megatron",
+        folder / "fugaku_megatron",
+        ignore=shutil.ignore_patterns("__pycache__", "*.so"),
+    )
     for name in (*SCRIPTS, "tools/__init__.py", "tools/environment.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
@@ -42,15 +51,29 @@ def environment(checkout):
 def call(folder: Path, script: str) -> subprocess.CompletedProcess:
     """Runs the script's --help on the Python below the tests' own, without any installed package (-S)."""
     bare = Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    return subprocess.run([bare, "-S", folder / script, "--help"], text=True, capture_output=True, env=clean, timeout=200)
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
+    }
+    return subprocess.run(
+        [bare, "-S", folder / script, "--help"],
+        text=True,
+        capture_output=True,
+        env=clean,
+        timeout=200,
+    )
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_without_an_environment_says_what_to_do(checkout, script):
     done = call(checkout, script)
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and "lacks numpy" in done.stderr and "run `make setup` in " in done.stderr
+    assert (
+        done.stderr.count("\n") == 1
+        and "lacks numpy" in done.stderr
+        and "run `make setup` in " in done.stderr
+    )
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

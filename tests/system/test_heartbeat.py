@@ -9,7 +9,14 @@ import sys
 import pytest
 
 from fugaku_megatron.watchdog import heartbeat
-from fugaku_megatron.watchdog.heartbeat import Heartbeat, Node, decode, lives, node_folder, remove_dead
+from fugaku_megatron.watchdog.heartbeat import (
+    Heartbeat,
+    Node,
+    decode,
+    lives,
+    node_folder,
+    remove_dead,
+)
 
 
 @pytest.fixture
@@ -25,11 +32,16 @@ def test_others_read_what_a_rank_does(memory):
     node = Node(heart.folder)
     with heart.iteration(12):
         before = heart.enter("forward of micro-batch 3")
-        beat, = node.read()
-        assert (beat.rank, beat.process, beat.limit, beat.what) == (7, os.getpid(), 20.0, "forward of micro-batch 3, iteration 12")
+        (beat,) = node.read()
+        assert (beat.rank, beat.process, beat.limit, beat.what) == (
+            7,
+            os.getpid(),
+            20.0,
+            "forward of micro-batch 3, iteration 12",
+        )
         assert beat.training and not beat.waits
         heart.wait(True)
-        later, = node.read()
+        (later,) = node.read()
         assert later.waits and later.moved >= beat.moved and later.number == beat.number + 1
         heart.wait(False)
         heart.leave(before)

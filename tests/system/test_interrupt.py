@@ -14,13 +14,17 @@ ROOT = Path(__file__).resolve().parents[2]
 CLI = [sys.executable, "-m", "fugaku_megatron"]
 SLOW = "import sys, time\nprint('importing', flush=True)\ntime.sleep(600)\n"
 SWALLOWING = "try:\n    import slow\nexcept BaseException:\n    raise ImportError('no slow module') from None\n"
-TRAIN = ("--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --global-batch-size 1 "
-         "--max-position-embeddings 8 --mock-data --train-iters 1 --lr 1")
+TRAIN = (
+    "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --global-batch-size 1 "
+    "--max-position-embeddings 8 --mock-data --train-iters 1 --lr 1"
+)
 
 
 def run(words, env=None, **options):
     env = {**os.environ, **(env or {})}
-    return subprocess.run(words, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, timeout=200, **options)
+    return subprocess.run(
+        words, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, timeout=200, **options
+    )
 
 
 @pytest.mark.parametrize("module", ["slow", "swallowing"])
@@ -28,36 +32,58 @@ def test_an_interrupt_while_importing_is_one_line(tmp_path, module):
     (tmp_path / "slow.py").write_text(SLOW)
     (tmp_path / "swallowing.py").write_text(SWALLOWING)
     code = f"from fugaku_megatron.comm import launcher; launcher.report_interrupts('a command'); import {module}"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"})
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
+    )
     assert process.stdout.readline() == "importing\n"
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=120)[1] == "a command: interrupted\n" and process.returncode == 130
+    assert (
+        process.communicate(timeout=120)[1] == "a command: interrupted\n"
+        and process.returncode == 130
+    )
 
 
 def test_a_request_to_stop_is_kept_before_the_program_has_imported_itself():
-    code = ("import os, runpy, signal, sys, types\n"
-            "early = types.ModuleType('tools.environment')\n"
-            "early.use = lambda *packages: os.kill(os.getpid(), signal.SIGUSR1)\n"
-            "import tools\n"
-            "tools.environment = sys.modules[early.__name__] = early\n"
-            "sys.argv = ['pretrain_gpt.py', '--help']\n"
-            "runpy.run_path('pretrain_gpt.py', run_name='__main__')")
+    code = (
+        "import os, runpy, signal, sys, types\n"
+        "early = types.ModuleType('tools.environment')\n"
+        "early.use = lambda *packages: os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "import tools\n"
+        "tools.environment = sys.modules[early.__name__] = early\n"
+        "sys.argv = ['pretrain_gpt.py', '--help']\n"
+        "runpy.run_path('pretrain_gpt.py', run_name='__main__')"
+    )
     assert run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 
 
 def test_outside_of_imports_an_interrupt_is_what_it_was():
-    code = ("from fugaku_megatron.comm import launcher; import os, signal; launcher.report_interrupts('a command')\n"
-            "try:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    print('cleaned up')")
+    code = (
+        "from fugaku_megatron.comm import launcher; import os, signal; launcher.report_interrupts('a command')\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    print('cleaned up')"
+    )
     assert run([sys.executable, "-c", code], stdout=subprocess.PIPE).stdout == "cleaned up\n"
 
 
-@pytest.mark.parametrize("words, prefix", [(["train", "--help"], "fugaku-megatron train"), (["tables"], "fugaku-megatron tables"),
-                                           (["train", *TRAIN.split(), "--dry-run"], "rank 0")], ids=["help", "tables", "run"])
+@pytest.mark.parametrize(
+    "words, prefix",
+    [
+        (["train", "--help"], "fugaku-megatron train"),
+        (["tables"], "fugaku-megatron tables"),
+        (["train", *TRAIN.split(), "--dry-run"], "rank 0"),
+    ],
+    ids=["help", "tables", "run"],
+)
 def test_a_full_disk_is_one_line_and_a_reader_that_leaves_is_not_an_error(words, prefix):
     with open("/dev/full", "w") as full:
         result = run([*CLI, *words], stdout=full)
-    assert (result.returncode, result.stderr) == (141, f"{prefix}: standard output: No space left on device\n")
+    assert (result.returncode, result.stderr) == (
+        141,
+        f"{prefix}: standard output: No space left on device\n",
+    )
     read, write = os.pipe()
     os.close(read)  # as head does when it has seen enough
     with open(write, "w") as pipe:
@@ -79,31 +105,61 @@ def test_closed_streams_leave_the_result_as_it_is(tmp_path, closed):
 
 
 def test_a_file_does_not_get_the_descriptor_of_a_closed_stream(tmp_path):
-    code = ("import os, sys; from fugaku_megatron.comm import launcher; launcher.open_streams()\n"
-            f"file = open({str(tmp_path / 'file')!r}, 'w'); os.write(1, b'of a library')\n"
-            "print('said'); print('said', file=sys.stderr)")
+    code = (
+        "import os, sys; from fugaku_megatron.comm import launcher; launcher.open_streams()\n"
+        f"file = open({str(tmp_path / 'file')!r}, 'w'); os.write(1, b'of a library')\n"
+        "print('said'); print('said', file=sys.stderr)"
+    )
     assert run(["sh", "-c", '"$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]).returncode == 0
     assert (tmp_path / "file").read_text() == ""
 
 
-@pytest.mark.parametrize("locale", [{"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
-                                    pytest.param({"LC_ALL": "C.UTF-8"}, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "locale",
+    [
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        pytest.param({"LC_ALL": "C.UTF-8"}, marks=pytest.mark.full),
+    ],
+)
 def test_any_path_is_printed_as_it_was_given(tmp_path, locale):
     path = os.fsencode(tmp_path) + b"/\xff" + "\u00e9".encode()
 
     def verify():
-        return subprocess.run([*CLI, "verify", path], cwd=ROOT, env={**os.environ, **locale}, capture_output=True, timeout=200)
+        return subprocess.run(
+            [*CLI, "verify", path],
+            cwd=ROOT,
+            env={**os.environ, **locale},
+            capture_output=True,
+            timeout=200,
+        )
 
-    done, said = verify(), b"fugaku-megatron verify: " + path + b" is not a directory: pass the directory of --save\n"
+    done, said = (
+        verify(),
+        b"fugaku-megatron verify: " + path + b" is not a directory: pass the directory of --save\n",
+    )
     assert (done.returncode, done.stderr) == (2, said)
     os.makedirs(path + b"/iter_0000001")
     done = verify()
-    assert done.returncode == 1 and path + b"/iter_0000001/manifest.json is missing" in done.stdout, done
+    assert (
+        done.returncode == 1 and path + b"/iter_0000001/manifest.json is missing" in done.stdout
+    ), done
 
 
-@pytest.mark.parametrize("variable", ["PMI_SIZE=abc", "OMPI_COMM_WORLD_SIZE=-1", "SLURM_PROCID=1e3", "PMI_SIZE=" + "9" * 5000,
-                                      "OMP_NUM_THREADS=99999,2"])
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "PMI_SIZE=abc",
+        "OMPI_COMM_WORLD_SIZE=-1",
+        "SLURM_PROCID=1e3",
+        "PMI_SIZE=" + "9" * 5000,
+        "OMP_NUM_THREADS=99999,2",
+    ],
+)
 def test_a_variable_that_misleads_is_named_before_anything_is_loaded(variable):
     name, value = variable.split("=")
     result = run([*CLI, "train", *TRAIN.split()], {name: value}, stdout=subprocess.PIPE)
-    assert result.returncode == 2 and result.stderr.count("\n") == 1 and f"{name}={value.split(',')[0][:40]}" in result.stderr
+    assert (
+        result.returncode == 2
+        and result.stderr.count("\n") == 1
+        and f"{name}={value.split(',')[0][:40]}" in result.stderr
+    )

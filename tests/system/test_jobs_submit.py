@@ -25,8 +25,10 @@ COMMITTED = {name: (FOLDER / name).read_text() for name in job_command.SCRIPTS}
 SEARCHED = ("run_124m.sh",)  # the search of layouts for all of them takes minutes
 OF_EACH_KIND = [name for name in COMMITTED if name != "run_124m.sh"]
 HELD = "--ranks-per-node 4 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 3 --micro-batch-size 1"
-LARGE = ("--recipe 30b --micro-batch-size 1 --ranks-per-node 2 --tensor-model-parallel-size 8 --pipeline-model-parallel-size {} "
-         "--nodes {}")
+LARGE = (
+    "--recipe 30b --micro-batch-size 1 --ranks-per-node 2 --tensor-model-parallel-size 8 --pipeline-model-parallel-size {} "
+    "--nodes {}"
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,15 +61,26 @@ def hold_layout(monkeypatch, text: str) -> None:
         parallel = replace(run.parallel, **{name: getattr(asked.parallel, name) for name in names})
         batch = replace(run.batch, micro_batch_size=asked.batch.micro_batch_size)
         system = replace(system, ranks_per_node=int(parsed.variables["RANKS_PER_NODE"].text))
-        return search_all(replace(run, parallel=parallel, batch=batch), system,
-                          held | {*names, "micro_batch_size", "ranks_per_node"})
+        return search_all(
+            replace(run, parallel=parallel, batch=batch),
+            system,
+            held | {*names, "micro_batch_size", "ranks_per_node"},
+        )
 
     monkeypatch.setattr(search, "search", held_search)
 
 
-@pytest.mark.parametrize("name, searched", [
-    *((name, name in SEARCHED) for name in COMMITTED),
-    *(pytest.param(name, True, marks=pytest.mark.slow) for name in COMMITTED if name not in SEARCHED)])
+@pytest.mark.parametrize(
+    "name, searched",
+    [
+        *((name, name in SEARCHED) for name in COMMITTED),
+        *(
+            pytest.param(name, True, marks=pytest.mark.slow)
+            for name in COMMITTED
+            if name not in SEARCHED
+        ),
+    ],
+)
 def test_the_committed_script_is_the_rendered_one(name, searched, monkeypatch):
     if not searched:
         hold_layout(monkeypatch, COMMITTED[name])
@@ -77,31 +90,70 @@ def test_the_committed_script_is_the_rendered_one(name, searched, monkeypatch):
 
 
 def test_bash_and_shellcheck_accept_the_scripts(tmp_path):
-    files = [tmp_path / "own.sh", ROOT / "scripts" / "build.sh", *(FOLDER / name for name in OF_EACH_KIND)]
+    files = [
+        tmp_path / "own.sh",
+        ROOT / "scripts" / "build.sh",
+        *(FOLDER / name for name in OF_EACH_KIND),
+    ]
     files[0].write_text(render.self_contained(COMMITTED["run_30b.sh"]))
     check_scripts(files, FOLDER.glob("*.sh"))
 
 
-@pytest.mark.parametrize("below, passed, found", [
-    ("", None, True), ("scripts/pjsub", None, True), ("docs", None, False), ("docs", ROOT, True)])
+@pytest.mark.parametrize(
+    "below, passed, found",
+    [("", None, True), ("scripts/pjsub", None, True), ("docs", None, False), ("docs", ROOT, True)],
+)
 def test_a_script_finds_the_common_part(below, passed, found):
     """From the checkout, from scripts/pjsub and elsewhere with FUGAKU_MEGATRON; then it misses only what pjsub sets."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PJM_", "FUGAKU_MEGATRON"))}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PJM_", "FUGAKU_MEGATRON"))
+    }
     environment |= {"PWD": str(ROOT / below)} | ({"FUGAKU_MEGATRON": str(passed)} if passed else {})
-    done = subprocess.run(["bash", FOLDER / "run_124m.sh"], cwd=ROOT / below, env=environment, capture_output=True, text=True)
-    answer = "submit this file: pjsub -g GROUP FILE" if found else "pass pjsub -x FUGAKU_MEGATRON=/path/to/the/checkout"
+    done = subprocess.run(
+        ["bash", FOLDER / "run_124m.sh"],
+        cwd=ROOT / below,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    answer = (
+        "submit this file: pjsub -g GROUP FILE"
+        if found
+        else "pass pjsub -x FUGAKU_MEGATRON=/path/to/the/checkout"
+    )
     assert done.returncode and answer in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_a_rendered_script_needs_no_other_file(tmp_path, capsys):
-    assert main(["render", "--recipe", "124m", "--nodes", "48", *HELD.split(), "-o", str(tmp_path / "own.sh")]) == 0
+    assert (
+        main(
+            [
+                "render",
+                "--recipe",
+                "124m",
+                "--nodes",
+                "48",
+                *HELD.split(),
+                "-o",
+                str(tmp_path / "own.sh"),
+            ]
+        )
+        == 0
+    )
     capsys.readouterr()
-    done = subprocess.run(["bash", tmp_path / "own.sh"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", tmp_path / "own.sh"], cwd=tmp_path, capture_output=True, text=True
+    )
     assert "pjsub.sh was not found" not in done.stderr and "submit this file: pjsub" in done.stderr
     text = (tmp_path / "own.sh").read_text()
     assert check.problems(text, group="hp000000", files=False) == []
     reading = COMMITTED["resume.sh"]
-    own, inlined = ([line for _, line in script.parse(part).body] for part in (reading, render.self_contained(reading)))
+    own, inlined = (
+        [line for _, line in script.parse(part).body]
+        for part in (reading, render.self_contained(reading))
+    )
     assert inlined == [line for line in own if "COMMON" not in line] and len(inlined) > 90
 
 
@@ -109,43 +161,78 @@ def test_a_rendered_script_needs_no_other_file(tmp_path, capsys):
 def test_plan_names_shape_layout_map_and_time(stages, nodes, shape, capsys):
     assert main(["plan", *LARGE.format(stages, nodes).split()]) == 0
     printed = capsys.readouterr().out
-    assert f"{nodes} nodes as {shape} torus" in printed and "DP" in printed and "s per iteration" in printed
+    assert (
+        f"{nodes} nodes as {shape} torus" in printed
+        and "DP" in printed
+        and "s per iteration" in printed
+    )
     assert "hops between neighbours of a ring" in printed and "(model)" in printed
 
 
 def test_the_planned_map_keeps_every_tensor_group_in_a_unit():
     job = job_command.job_from_words(LARGE.format(4, 6144).split())
-    check_map(torus.RankMap.from_layout(job.shape, job.ranks_per_node, job.layout.tp, job.layout.pp))
+    check_map(
+        torus.RankMap.from_layout(job.shape, job.ranks_per_node, job.layout.tp, job.layout.pp)
+    )
 
 
-@pytest.mark.parametrize("words, answer", [
-    ("plan --recipe 30b --nodes 6000 --mode boost-2.2", "--mode normal-2.0"),
-    ("plan --recipe 30b --nodes 512", "pass 504 or 528"),
-    ("plan --recipe 30b --nodes 200000", "--nodes 200000: no resource group accepts this number: pass 1 to 82944"),
-    ("plan --recipe 124m --nodes 13", "--nodes 13: no layout runs"),
-    ("plan --recipe 124m --nodes 48 --resource-group large", "group large accepts 385 to 12288 nodes, but --nodes is 48"),
-    ("plan --recipe 124m --nodes 48 --elapse 0", "--elapse 0: small allows at most 72:00:00"),
-    ("plan --recipe 124m --nodes 48 --elapse 80:00:00", "--elapse 80:00:00: small allows at most 72:00:00"),
-    ("plan --recipe 124m --nodes 48 --elapse soon", "--elapse soon: write HH:MM:SS"),
-    (f"plan --recipe 124m --nodes 48 {HELD} --elapse 00:05:00",
-     "elapse=00:05:00 ends before the first iteration"),
-    ("plan --recipe 124m --nodes 48 --cpu-frequency 1.8", "--cpu-frequency 1.8, but --mode normal-2.0 is 2.0 GHz"),
-    ("plan --recipe 124m --nodes 48 --save here", "--save here: the script sets it: set SAVE"),
-    ("plan --recipe 124m --nodes 48 --data-path text", "--data-path text: the script sets it: set DATA"),
-    ("plan --recipe 124m --nodes 48 --tokenizer-model a.model", "--tokenizer-model a.model: the script sets it: set TOKENIZER"),
-    ("plan --recipe 124m --nodes 48 --name a}b", "--name 'a}b': "),
-    (f"render --recipe 124m --nodes 48 {HELD} -o nowhere/a.sh", "-o nowhere/a.sh: No such file or directory"),
-    (f"render --recipe 124m --nodes 48 {HELD} -o .", "-o .: Is a directory"),
-    ("plan --recipe 30b --nodes 384 --ranks-per-node 1 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 12 "
-     "--micro-batch-size 1 --recompute-granularity full --pipeline-schedule 1f1b", "--tensor-model-parallel-size"),
-    ("plan --recipe 30b --nodes 384 --mode fast", "--mode fast is unknown"),
-    ("plan --recipe 30b --nodes 384 --nods 3", "did you mean"),
-    ("plan --recipe 30b", "--nodes"),
-    ("check nowhere.sh", "nowhere.sh is not a file"),
-    ("sumbit x", "job: command sumbit is unknown: did you mean submit?"),
-    ("quux x", "job: command quux is unknown: pass plan or render or check or submit or slurm"),
-    ("render --all nowhere", "--all nowhere: pass an existing folder"),
-])
+@pytest.mark.parametrize(
+    "words, answer",
+    [
+        ("plan --recipe 30b --nodes 6000 --mode boost-2.2", "--mode normal-2.0"),
+        ("plan --recipe 30b --nodes 512", "pass 504 or 528"),
+        (
+            "plan --recipe 30b --nodes 200000",
+            "--nodes 200000: no resource group accepts this number: pass 1 to 82944",
+        ),
+        ("plan --recipe 124m --nodes 13", "--nodes 13: no layout runs"),
+        (
+            "plan --recipe 124m --nodes 48 --resource-group large",
+            "group large accepts 385 to 12288 nodes, but --nodes is 48",
+        ),
+        ("plan --recipe 124m --nodes 48 --elapse 0", "--elapse 0: small allows at most 72:00:00"),
+        (
+            "plan --recipe 124m --nodes 48 --elapse 80:00:00",
+            "--elapse 80:00:00: small allows at most 72:00:00",
+        ),
+        ("plan --recipe 124m --nodes 48 --elapse soon", "--elapse soon: write HH:MM:SS"),
+        (
+            f"plan --recipe 124m --nodes 48 {HELD} --elapse 00:05:00",
+            "elapse=00:05:00 ends before the first iteration",
+        ),
+        (
+            "plan --recipe 124m --nodes 48 --cpu-frequency 1.8",
+            "--cpu-frequency 1.8, but --mode normal-2.0 is 2.0 GHz",
+        ),
+        ("plan --recipe 124m --nodes 48 --save here", "--save here: the script sets it: set SAVE"),
+        (
+            "plan --recipe 124m --nodes 48 --data-path text",
+            "--data-path text: the script sets it: set DATA",
+        ),
+        (
+            "plan --recipe 124m --nodes 48 --tokenizer-model a.model",
+            "--tokenizer-model a.model: the script sets it: set TOKENIZER",
+        ),
+        ("plan --recipe 124m --nodes 48 --name a}b", "--name 'a}b': "),
+        (
+            f"render --recipe 124m --nodes 48 {HELD} -o nowhere/a.sh",
+            "-o nowhere/a.sh: No such file or directory",
+        ),
+        (f"render --recipe 124m --nodes 48 {HELD} -o .", "-o .: Is a directory"),
+        (
+            "plan --recipe 30b --nodes 384 --ranks-per-node 1 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 12 "
+            "--micro-batch-size 1 --recompute-granularity full --pipeline-schedule 1f1b",
+            "--tensor-model-parallel-size",
+        ),
+        ("plan --recipe 30b --nodes 384 --mode fast", "--mode fast is unknown"),
+        ("plan --recipe 30b --nodes 384 --nods 3", "did you mean"),
+        ("plan --recipe 30b", "--nodes"),
+        ("check nowhere.sh", "nowhere.sh is not a file"),
+        ("sumbit x", "job: command sumbit is unknown: did you mean submit?"),
+        ("quux x", "job: command quux is unknown: pass plan or render or check or submit or slurm"),
+        ("render --all nowhere", "--all nowhere: pass an existing folder"),
+    ],
+)
 def test_mistakes_are_one_line(words, answer, capsys):
     assert main(words.split()) == 2
     message = capsys.readouterr().err
@@ -155,19 +242,37 @@ def test_mistakes_are_one_line(words, answer, capsys):
 def data_flags(scheduler: str, **variables: str) -> list[str]:
     """The flags for the data that the common part of a scheduler's scripts sets with these variables."""
     text = (ROOT / "fugaku_megatron" / "jobs" / f"{scheduler}.sh").read_text()
-    choice = re.search(r'^if \[ "\$DATA" = mock \]; then$.*?^fi$', text, re.MULTILINE | re.DOTALL)[0]
-    done = subprocess.run(["bash", "-euc", f"{choice}\nprintf '%s\\n' \"${{DATA_FLAGS[@]}}\""], capture_output=True, text=True,
-                          env={**os.environ, "LOCAL": "/local", "TOKENIZER": "", **variables}, check=True)
+    choice = re.search(r'^if \[ "\$DATA" = mock \]; then$.*?^fi$', text, re.MULTILINE | re.DOTALL)[
+        0
+    ]
+    done = subprocess.run(
+        ["bash", "-euc", f"{choice}\nprintf '%s\\n' \"${{DATA_FLAGS[@]}}\""],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "LOCAL": "/local", "TOKENIZER": "", **variables},
+        check=True,
+    )
     return done.stdout.splitlines()
 
 
 def test_a_script_names_the_tokenizer_that_was_packed():
     assert data_flags("pjsub", DATA="mock", TOKENIZER="llama") == ["--mock-data"]
-    assert data_flags("pjsub", DATA="d") == ["--data-path", "/local/data/d", "--vocab-file", "/local/data/vocab.json",
-                                             "--merge-file", "/local/data/merges.txt"]
+    assert data_flags("pjsub", DATA="d") == [
+        "--data-path",
+        "/local/data/d",
+        "--vocab-file",
+        "/local/data/vocab.json",
+        "--merge-file",
+        "/local/data/merges.txt",
+    ]
     packed = ["--data-path", "/local/data/d", "--tokenizer-model", "/local/data/llama"]
     assert data_flags("pjsub", DATA="d", TOKENIZER="llama") == packed
-    assert data_flags("slurm", DATA="/d", TOKENIZER="/llama") == ["--data-path", "/d", "--tokenizer-model", "/llama"]
+    assert data_flags("slurm", DATA="/d", TOKENIZER="/llama") == [
+        "--data-path",
+        "/d",
+        "--tokenizer-model",
+        "/llama",
+    ]
 
 
 @pytest.mark.parametrize("model", ["llama", "pieces.model", ""])
@@ -179,14 +284,46 @@ def test_the_archive_holds_the_tokenizer_and_no_weights(model, tmp_path):
     (tree / "app").symlink_to(ROOT)
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    for name in ("d.bin", "d.idx", "d.tokenizer.json", "pieces.model", "v.json", "m.txt", "llama/tokenizer.json",
-                 "llama/config.json", "llama/model.safetensors"):
+    for name in (
+        "d.bin",
+        "d.idx",
+        "d.tokenizer.json",
+        "pieces.model",
+        "v.json",
+        "m.txt",
+        "llama/tokenizer.json",
+        "llama/config.json",
+        "llama/model.safetensors",
+    ):
         (tmp_path / name).write_text(name)
-    function = re.search(r"^pack_data\(\) \{.*?^\}$", (ROOT / "scripts" / "build.sh").read_text(), re.MULTILINE | re.DOTALL)[0]
-    subprocess.run(["bash", "-euc", f"{function}\npack_data"], check=True, cwd=tmp_path, env={
-        **os.environ, "WORK": str(tmp_path), "TREE": str(tree), "DATA": "d", "MODEL": model, "VOCAB": "v.json", "MERGES": "m.txt"})
-    packed = {str(path.relative_to(tree / "data")) for path in (tree / "data").rglob("*") if path.is_file()}
-    tokenizer = {"llama": {"llama/tokenizer.json", "llama/config.json"}, "": {"vocab.json", "merges.txt"}}
+    function = re.search(
+        r"^pack_data\(\) \{.*?^\}$",
+        (ROOT / "scripts" / "build.sh").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )[0]
+    subprocess.run(
+        ["bash", "-euc", f"{function}\npack_data"],
+        check=True,
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "WORK": str(tmp_path),
+            "TREE": str(tree),
+            "DATA": "d",
+            "MODEL": model,
+            "VOCAB": "v.json",
+            "MERGES": "m.txt",
+        },
+    )
+    packed = {
+        str(path.relative_to(tree / "data"))
+        for path in (tree / "data").rglob("*")
+        if path.is_file()
+    }
+    tokenizer = {
+        "llama": {"llama/tokenizer.json", "llama/config.json"},
+        "": {"vocab.json", "merges.txt"},
+    }
     assert packed == {"d.bin", "d.idx", "d.tokenizer.json", *tokenizer.get(model, {model})}
 
 
@@ -202,13 +339,17 @@ def test_a_chain_counts_what_each_job_spends_on_start_and_end(capsys):
 def test_every_power_state_is_said(name, capsys):
     assert main(f"render --recipe 124m --nodes 12 {HELD} --mode {name}".split()) == 0
     text, mode = capsys.readouterr().out, limits.MODES[name]
-    assert f"freq={mode.freq},eco_state={mode.eco_state},retention_state=0,throttling_state=0" in text
+    assert (
+        f"freq={mode.freq},eco_state={mode.eco_state},retention_state=0,throttling_state=0" in text
+    )
     assert f"--cpu-frequency {mode.ghz:.1f}" in text
 
 
 def test_submit_calls_pjsub_and_chains_steps(tmp_path, monkeypatch, capfd):
     said = tmp_path / "said"
-    (tmp_path / "pjsub").write_text(f'#!/bin/sh\necho "$@" >> {said}\necho "[INFO] PJM 0000 pjsub Job 4711_1 submitted."\n')
+    (tmp_path / "pjsub").write_text(
+        f'#!/bin/sh\necho "$@" >> {said}\necho "[INFO] PJM 0000 pjsub Job 4711_1 submitted."\n'
+    )
     (tmp_path / "pjsub").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     file = str(FOLDER / "resume.sh")
@@ -221,7 +362,10 @@ def test_submit_calls_pjsub_and_chains_steps(tmp_path, monkeypatch, capfd):
     assert said.read_text().splitlines()[3] == f"-g hp1 -x SAVE=/vol0004/a {file}"
     capfd.readouterr()
     assert main(["submit", file, "--no-files", "-g", "hp1", "--", "-L", "freq=2200"]) == 2
-    assert f"{file}, options of pjsub: " in (err := capfd.readouterr().err) and "since April 2025" in err
+    assert (
+        f"{file}, options of pjsub: " in (err := capfd.readouterr().err)
+        and "since April 2025" in err
+    )
     assert main(["submit", file, "--no-files", "-g", "hp1", "--", "-x", "A=b", "other.sh"]) == 2
     assert "other.sh" in capfd.readouterr().err and len(said.read_text().splitlines()) == 4
 
@@ -229,7 +373,10 @@ def test_submit_calls_pjsub_and_chains_steps(tmp_path, monkeypatch, capfd):
 def test_the_script_of_the_checkout_is_the_command():
     command = [sys.executable, ROOT / "scripts" / "submit.py", "plan", "--recipe", "30b"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, "submit.py plan: --nodes is missing: pass the number of nodes of the job\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "submit.py plan: --nodes is missing: pass the number of nodes of the job\n",
+    )
 
 
 def test_render_says_what_check_still_finds(tmp_path, monkeypatch, capsys):
@@ -238,23 +385,36 @@ def test_render_says_what_check_still_finds(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("FUGAKU_GROUP", raising=False)
     words = "render --recipe 124m --nodes 12 --ranks-per-node 4 --micro-batch-size 1".split()
     assert main([*words, "-o", "my.sh"]) == 0
-    left = [line for line in capsys.readouterr().out.splitlines() if line.startswith("to fill in: ")]
+    left = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("to fill in: ")
+    ]
     assert main(["check", "my.sh"]) == 2
-    assert capsys.readouterr().err.splitlines() == [line.removeprefix("to fill in: ") for line in left]
+    assert capsys.readouterr().err.splitlines() == [
+        line.removeprefix("to fill in: ") for line in left
+    ]
     assert len(left) == 2 and "no group to charge" in left[0] and "ARCHIVE" in left[1]
     (tmp_path / "fugaku_megatron.tar").write_bytes(b"")
-    assert main([*words, "-o", "my.sh", "-g", "hp000000"]) == 0 and "to fill in" not in capsys.readouterr().out
+    assert (
+        main([*words, "-o", "my.sh", "-g", "hp000000"]) == 0
+        and "to fill in" not in capsys.readouterr().out
+    )
     assert main(["check", "my.sh"]) == 0
 
 
-@pytest.mark.parametrize("nodes, words", [(2, "--group hp000000"), (24, "--ranks-per-node 2 --mode boost-eco-2.2 --name mine")])
+@pytest.mark.parametrize(
+    "nodes, words",
+    [(2, "--group hp000000"), (24, "--ranks-per-node 2 --mode boost-eco-2.2 --name mine")],
+)
 def test_the_job_that_measures_nodes_is_a_script_without_mistakes(nodes, words, tmp_path, capsys):
     file = tmp_path / "report.sh"
     assert main(["render", "--report", "--nodes", str(nodes), *words.split(), "-o", str(file)]) == 0
     text = file.read_text()
     assert check.problems(text, group="hp000000", files=False) == []
     parsed = script.parse(text)
-    assert f"proc={nodes * (2 if 'ranks' in words else 4)}," in text and parsed.text("-L", "elapse") == render.REPORT_TIME
+    assert (
+        f"proc={nodes * (2 if 'ranks' in words else 4)}," in text
+        and parsed.text("-L", "elapse") == render.REPORT_TIME
+    )
     assert "-m fugaku_megatron report --output" in text and "train gpt" not in text
     check_scripts([file], [])
 
@@ -262,15 +422,25 @@ def test_the_job_that_measures_nodes_is_a_script_without_mistakes(nodes, words, 
 @pytest.mark.parametrize("cluster", render.CLUSTERS, ids=lambda cluster: cluster.name)
 def test_the_same_for_slurm(cluster, tmp_path, capsys):
     file = tmp_path / "report.sbatch"
-    assert main(["render", "--report", "--nodes", "3", "--slurm", cluster.name, "-o", str(file)]) == 0
+    assert (
+        main(["render", "--report", "--nodes", "3", "--slurm", cluster.name, "-o", str(file)]) == 0
+    )
     text = file.read_text()
-    assert f"--nodes=3\n#SBATCH --ntasks-per-node={cluster.ranks_per_node}\n" in text and "@" not in text.replace('"$@"', "")
+    assert (
+        f"--nodes=3\n#SBATCH --ntasks-per-node={cluster.ranks_per_node}\n" in text
+        and "@" not in text.replace('"$@"', "")
+    )
     check_scripts([file], [])
 
 
-@pytest.mark.parametrize("words, message", [
-    ("--report", "--report needs --nodes"), ("--slurm x86 --nodes 2", "--slurm x86 goes with --report"),
-    ("--report --slurm x86", "--report needs --nodes")])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--report", "--report needs --nodes"),
+        ("--slurm x86 --nodes 2", "--slurm x86 goes with --report"),
+        ("--report --slurm x86", "--report needs --nodes"),
+    ],
+)
 def test_mistakes_of_such_a_job(words, message, capsys):
     assert main(["render", *words.split()]) == 2
     assert message in capsys.readouterr().err

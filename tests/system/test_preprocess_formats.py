@@ -28,16 +28,24 @@ OUTPUTS = ("bin", "idx")
 
 def texts(count=900):
     numbers = random.Random(1)
-    return [" ".join(str(numbers.randrange(60000)) for _ in range(numbers.randrange(120))) for _ in range(count)]
+    return [
+        " ".join(str(numbers.randrange(60000)) for _ in range(numbers.randrange(120)))
+        for _ in range(count)
+    ]
 
 
 def lines(some):
-    return "".join(json.dumps({"text": text, "n": i}) + "\n" for i, text in enumerate(some)).encode()
+    return "".join(
+        json.dumps({"text": text, "n": i}) + "\n" for i, text in enumerate(some)
+    ).encode()
 
 
 def write_stream(path, rows):
     table = pyarrow.Table.from_pylist(rows)
-    with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
+    with (
+        pyarrow.OSFile(str(path), "wb") as sink,
+        pyarrow.ipc.new_stream(sink, table.schema) as writer,
+    ):
         for batch in table.to_batches(max_chunksize=70):
             writer.write_batch(batch)
 
@@ -45,9 +53,14 @@ def write_stream(path, rows):
 def write_all_forms(folder, some):
     """The same documents as plain.jsonl and in each other form; returns their names."""
     third = len(some) // 3
-    pieces, rows = [some[:third], some[third : 2 * third], some[2 * third :]], [{"n": i, "text": t} for i, t in enumerate(some)]
+    pieces, rows = (
+        [some[:third], some[third : 2 * third], some[2 * third :]],
+        [{"n": i, "text": t} for i, t in enumerate(some)],
+    )
     (folder / "plain.jsonl").write_bytes(lines(some))
-    (folder / "members.jsonl.gz").write_bytes(b"".join(gzip.compress(lines(piece)) for piece in pieces) + b"\0" * 512)
+    (folder / "members.jsonl.gz").write_bytes(
+        b"".join(gzip.compress(lines(piece)) for piece in pieces) + b"\0" * 512
+    )
     compress = zstandard.ZstdCompressor(write_checksum=True).compress
     (folder / "frames.jsonl.zst").write_bytes(b"".join(compress(lines(piece)) for piece in pieces))
     (folder / "folder" / "later").mkdir(parents=True)
@@ -55,17 +68,34 @@ def write_all_forms(folder, some):
     for number, piece in enumerate(pieces):
         place = folder / "folder" / ("later" if number == 2 else ".")
         (place / f"{number}.json.gz").write_bytes(gzip.compress(lines(piece)))
-        write_stream(folder / "saved" / f"data-0000{number}.arrow", [{"text": text, "n": 0} for text in piece])
+        write_stream(
+            folder / "saved" / f"data-0000{number}.arrow",
+            [{"text": text, "n": 0} for text in piece],
+        )
     write_stream(folder / "saved" / "cache-1.arrow", [{"text": "1", "n": 0}])
     (folder / "saved" / "dataset_info.json").write_text("{}")
-    (folder / "saved" / "state.json").write_text(json.dumps({"_data_files": [
-        {"filename": f"data-0000{number}.arrow"} for number in range(3)]}))
-    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "table.parquet", row_group_size=130)
+    (folder / "saved" / "state.json").write_text(
+        json.dumps(
+            {"_data_files": [{"filename": f"data-0000{number}.arrow"} for number in range(3)]}
+        )
+    )
+    parquet.write_table(
+        pyarrow.Table.from_pylist(rows), folder / "table.parquet", row_group_size=130
+    )
     with pyarrow.OSFile(str(folder / "file.arrow"), "wb") as sink:
-        table = pyarrow.Table.from_pylist(rows).set_column(1, "text", pyarrow.array(some).dictionary_encode())
+        table = pyarrow.Table.from_pylist(rows).set_column(
+            1, "text", pyarrow.array(some).dictionary_encode()
+        )
         with pyarrow.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table, max_chunksize=50)
-    return ["members.jsonl.gz", "frames.jsonl.zst", "folder", "saved", "table.parquet", "file.arrow"]
+    return [
+        "members.jsonl.gz",
+        "frames.jsonl.zst",
+        "folder",
+        "saved",
+        "table.parquet",
+        "file.arrow",
+    ]
 
 
 @pytest.fixture
@@ -74,7 +104,17 @@ def run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def call(source, prefix="out", *more):
-        code = cli.main(["preprocess", "--input", *source.split(), "--output-prefix", prefix, *TOKENIZER, *map(str, more)])
+        code = cli.main(
+            [
+                "preprocess",
+                "--input",
+                *source.split(),
+                "--output-prefix",
+                prefix,
+                *TOKENIZER,
+                *map(str, more),
+            ]
+        )
         return code, capsys.readouterr().err.splitlines()
 
     return call
@@ -93,7 +133,9 @@ def test_every_form_of_the_input_gives_the_same_files(tmp_path, run, monkeypatch
         for number, name in enumerate(names):
             code, errors = run(name, f"{prefix}{number}", *more, "--workers", 1 + number % 2)
             assert code == 0, errors
-            assert outputs(tmp_path, f"{prefix}{number}") == outputs(tmp_path, f"plain_{prefix}"), name
+            assert outputs(tmp_path, f"{prefix}{number}") == outputs(tmp_path, f"plain_{prefix}"), (
+                name
+            )
     assert outputs(tmp_path, "plain_kept")[0] != outputs(tmp_path, "plain_shuffled")[0]
     assert not list(tmp_path.glob("*.unfinished"))
 
@@ -102,15 +144,32 @@ def test_compressed_plain_text_is_one_document(tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one\ntwo\n"))
     (tmp_path / "b.md.zst").write_bytes(zstandard.ZstdCompressor().compress(b"three"))
     found = [*read_documents(input_files([str(tmp_path)], ["text"]))]
-    assert [(document.line, document.raw) for document in found] == [(0, b"one\ntwo\n"), (0, b"three")]
+    assert [(document.line, document.raw) for document in found] == [
+        (0, b"one\ntwo\n"),
+        (0, b"three"),
+    ]
 
 
 def test_chats_in_a_table_are_those_of_lines(tmp_path):
     """A table has every field in every row; a field that is null does not count."""
-    chats = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho", "thinking": "x"}]},
-             {"prompt": "1 + 1 =", "completion": " 2"}]
-    parquet.write_table(pyarrow.Table.from_pylist([{"messages": None, "prompt": None, "completion": None, "n": 1, **chat}
-                                                   for chat in chats]), tmp_path / "chats.parquet")
+    chats = [
+        {
+            "messages": [
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "Ho", "thinking": "x"},
+            ]
+        },
+        {"prompt": "1 + 1 =", "completion": " 2"},
+    ]
+    parquet.write_table(
+        pyarrow.Table.from_pylist(
+            [
+                {"messages": None, "prompt": None, "completion": None, "n": 1, **chat}
+                for chat in chats
+            ]
+        ),
+        tmp_path / "chats.parquet",
+    )
     found = read_documents(input_files([str(tmp_path / "chats.parquet")], ["text"], CHAT), CHAT)
     assert [json.loads(document.raw) for document in found] == chats
 
@@ -172,9 +231,16 @@ def test_unrecorded_tokens_do_not_count(tmp_path, run, monkeypatch):
     assert run("plain.jsonl")[0] == 0 and outputs(tmp_path, "out") == outputs(tmp_path, "plain")
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    ("later file", "going on after"), ("earlier file", "its input files have changed"), ("flags", "another tokenizer or other"),
-    ("lost tokens", "begun anew"), ("damaged journal", "Processed")])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("later file", "going on after"),
+        ("earlier file", "its input files have changed"),
+        ("flags", "another tokenizer or other"),
+        ("lost tokens", "begun anew"),
+        ("damaged journal", "Processed"),
+    ],
+)
 def test_what_has_changed_decides_whether_a_run_goes_on(tmp_path, run, monkeypatch, change, said):
     some = texts(300)
     for name, part in (("a.jsonl", some[:200]), ("b.jsonl", some[200:])):
@@ -185,7 +251,9 @@ def test_what_has_changed_decides_whether_a_run_goes_on(tmp_path, run, monkeypat
         interrupted(patch, 3)
         assert run("a.jsonl b.jsonl")[0] == 130
     if change.endswith("file"):
-        (tmp_path / ("a.jsonl" if change == "earlier file" else "b.jsonl")).write_bytes(lines(texts(50)))
+        (tmp_path / ("a.jsonl" if change == "earlier file" else "b.jsonl")).write_bytes(
+            lines(texts(50))
+        )
     elif change == "lost tokens":
         os.truncate(tmp_path / "out.unfinished" / "0.tokens", 10)
     elif change == "damaged journal":
@@ -193,14 +261,18 @@ def test_what_has_changed_decides_whether_a_run_goes_on(tmp_path, run, monkeypat
     more = ["--append-eod"] if change == "flags" else []
     code, errors = run("a.jsonl b.jsonl", "out", *more)
     assert code == 0 and said in "\n".join(errors)
-    assert run("a.jsonl b.jsonl", "again", *more)[0] == 0 and outputs(tmp_path, "out") == outputs(tmp_path, "again")
+    assert run("a.jsonl b.jsonl", "again", *more)[0] == 0 and outputs(tmp_path, "out") == outputs(
+        tmp_path, "again"
+    )
 
 
 def test_two_processes_do_not_write_one_prefix(tmp_path, run):
     (tmp_path / "a.jsonl").write_bytes(lines(texts(9)))
     (tmp_path / "out.unfinished").mkdir()
-    hold = ("import fcntl, time; file = open('out.unfinished/lock', 'w'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); "
-            "time.sleep(60)")
+    hold = (
+        "import fcntl, time; file = open('out.unfinished/lock', 'w'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); "
+        "time.sleep(60)"
+    )
     other = subprocess.Popen([sys.executable, "-c", hold], cwd=tmp_path, stdout=subprocess.PIPE)
     try:
         other.stdout.readline()
@@ -217,21 +289,34 @@ def test_kills_at_random_moments_lose_and_repeat_nothing(tmp_path, run, kills):
     some = texts(6000)
     (tmp_path / "corpus").mkdir()
     for number in range(3):
-        (tmp_path / "corpus" / f"{number}.jsonl.gz").write_bytes(gzip.compress(lines(some[number::3])))
+        (tmp_path / "corpus" / f"{number}.jsonl.gz").write_bytes(
+            gzip.compress(lines(some[number::3]))
+        )
     assert run("corpus", "whole")[0] == 0
     imports = "import time; from fugaku_megatron import cli; from fugaku_megatron.data import preprocess, unfinished; "
     never_ends = "unfinished.Unfinished.finish = lambda *_: time.sleep(600); "  # so that the first kill comes before the end
-    program = ("preprocess.BATCH_BYTES = 2000; unfinished.JOURNAL_SECONDS = 0; unfinished.PILE_BYTES = 2**26; "
-               f"cli.main('preprocess --input corpus --output-prefix out --workers 2 {' '.join(TOKENIZER)}'.split())")
+    program = (
+        "preprocess.BATCH_BYTES = 2000; unfinished.JOURNAL_SECONDS = 0; unfinished.PILE_BYTES = 2**26; "
+        f"cli.main('preprocess --input corpus --output-prefix out --workers 2 {' '.join(TOKENIZER)}'.split())"
+    )
     moments, said = random.Random(os.getpid()), ""
     for number in range(kills):
         code = imports + never_ends * (number == 0) + program
         with open(tmp_path / "stderr", "w") as stderr:
-            process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=stderr, stdout=subprocess.DEVNULL)
-            while process.poll() is None and not (tmp_path / "out.unfinished" / "journal.json").exists():
+            process = subprocess.Popen(
+                [sys.executable, "-c", code], cwd=tmp_path, stderr=stderr, stdout=subprocess.DEVNULL
+            )
+            while (
+                process.poll() is None
+                and not (tmp_path / "out.unfinished" / "journal.json").exists()
+            ):
                 time.sleep(0.01)
             time.sleep(moments.uniform(0, 2 if kills < 5 else 0.5))
-            workers = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+            workers = (
+                psutil.Process(process.pid).children(recursive=True)
+                if process.poll() is None
+                else []
+            )
             process.send_signal(signal.SIGKILL)
             process.wait()
         assert psutil.wait_procs(workers, timeout=200)[1] == []
@@ -247,8 +332,17 @@ def test_progress_says_percent_and_remaining_time(tmp_path, run, monkeypatch):
     monkeypatch.setattr(preprocess, "BATCH_BYTES", 5000)
     for name in ("plain.jsonl", "table.parquet", "folder"):
         _, errors = run(name, "out", "--log-interval", 100)
-        shares = [int(line.split("%")[0].rsplit(" ", 1)[1]) for line in errors if line.startswith("Processed")]
-        assert shares == sorted(shares) and len(shares) >= 3 and 0 < shares[0] < 100 and shares[-1] == 100
+        shares = [
+            int(line.split("%")[0].rsplit(" ", 1)[1])
+            for line in errors
+            if line.startswith("Processed")
+        ]
+        assert (
+            shares == sorted(shares)
+            and len(shares) >= 3
+            and 0 < shares[0] < 100
+            and shares[-1] == 100
+        )
         assert errors[0].endswith(" left") and "left" not in errors[-1]
 
 
@@ -264,22 +358,95 @@ def split_folder(folder):
     (folder / "saved" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
 
 
-@pytest.mark.parametrize(("break_it", "source", "keys", "message"), [
-    (cut("members.jsonl.gz", 0.9), "members.jsonl.gz", "text", "--input members.jsonl.gz: was cut off or is damaged (its com"),
-    (cut("frames.jsonl.zst", 0.9), "frames.jsonl.zst", "text", "--input frames.jsonl.zst: was cut off or is damaged (its com"),
-    (cut("table.parquet", 0.9), "table.parquet", "text", "--input table.parquet: was cut off or is damaged (Parquet magic bytes"),
-    (cut("file.arrow", 0.9), "file.arrow", "text", "--input file.arrow: was cut off or is damaged ("),
-    (cut("saved/data-00001.arrow", 0.9), "saved", "text", "--input saved/data-00001.arrow: was cut off or is damaged (it has no"),
-    (rename("plain.jsonl", "p.jsonl.gz"), "p.jsonl.gz", "text", "--input p.jsonl.gz: is not a gzip file (it begins with b'{\"te')"),
-    (rename("plain.jsonl", "p.jsonl.zst"), "p.jsonl.zst", "text", "--input p.jsonl.zst: is not a Zstandard file"),
-    (rename("plain.jsonl", "p.parquet"), "p.parquet", "text", "--input p.parquet: is not a Parquet file"),
-    (rename("plain.jsonl", "p.arrow"), "p.arrow", "text", "--input p.arrow: was cut off or is damaged ("),
-    (split_folder, "saved", "text", "--input saved: is a data set with the splits train, test: pass the folder of one, such"),
-    (None, "table.parquet", "body", "--input table.parquet: has no column 'body' (--json-keys); its columns are n, text"),
-    (None, "saved", "body", "--input saved/data-00000.arrow: has no column 'body' (--json-keys); its columns are text, n"),
-    (None, "table.parquet", "n", "--input table.parquet: column 'n' (--json-keys) is of type int64, not text; its columns are"),
-    (None, "members.jsonl.gz", "body", "members.jsonl.gz:1: expected text under key 'body' (--json-keys), found only keys text, n"),
-])
+@pytest.mark.parametrize(
+    ("break_it", "source", "keys", "message"),
+    [
+        (
+            cut("members.jsonl.gz", 0.9),
+            "members.jsonl.gz",
+            "text",
+            "--input members.jsonl.gz: was cut off or is damaged (its com",
+        ),
+        (
+            cut("frames.jsonl.zst", 0.9),
+            "frames.jsonl.zst",
+            "text",
+            "--input frames.jsonl.zst: was cut off or is damaged (its com",
+        ),
+        (
+            cut("table.parquet", 0.9),
+            "table.parquet",
+            "text",
+            "--input table.parquet: was cut off or is damaged (Parquet magic bytes",
+        ),
+        (
+            cut("file.arrow", 0.9),
+            "file.arrow",
+            "text",
+            "--input file.arrow: was cut off or is damaged (",
+        ),
+        (
+            cut("saved/data-00001.arrow", 0.9),
+            "saved",
+            "text",
+            "--input saved/data-00001.arrow: was cut off or is damaged (it has no",
+        ),
+        (
+            rename("plain.jsonl", "p.jsonl.gz"),
+            "p.jsonl.gz",
+            "text",
+            "--input p.jsonl.gz: is not a gzip file (it begins with b'{\"te')",
+        ),
+        (
+            rename("plain.jsonl", "p.jsonl.zst"),
+            "p.jsonl.zst",
+            "text",
+            "--input p.jsonl.zst: is not a Zstandard file",
+        ),
+        (
+            rename("plain.jsonl", "p.parquet"),
+            "p.parquet",
+            "text",
+            "--input p.parquet: is not a Parquet file",
+        ),
+        (
+            rename("plain.jsonl", "p.arrow"),
+            "p.arrow",
+            "text",
+            "--input p.arrow: was cut off or is damaged (",
+        ),
+        (
+            split_folder,
+            "saved",
+            "text",
+            "--input saved: is a data set with the splits train, test: pass the folder of one, such",
+        ),
+        (
+            None,
+            "table.parquet",
+            "body",
+            "--input table.parquet: has no column 'body' (--json-keys); its columns are n, text",
+        ),
+        (
+            None,
+            "saved",
+            "body",
+            "--input saved/data-00000.arrow: has no column 'body' (--json-keys); its columns are text, n",
+        ),
+        (
+            None,
+            "table.parquet",
+            "n",
+            "--input table.parquet: column 'n' (--json-keys) is of type int64, not text; its columns are",
+        ),
+        (
+            None,
+            "members.jsonl.gz",
+            "body",
+            "members.jsonl.gz:1: expected text under key 'body' (--json-keys), found only keys text, n",
+        ),
+    ],
+)
 def test_mistakes_are_one_line_and_leave_nothing(tmp_path, run, break_it, source, keys, message):
     write_all_forms(tmp_path, texts(90))
     if break_it:
@@ -301,7 +468,9 @@ def test_a_flipped_bit_of_a_compressed_file_is_found(tmp_path, run):
         assert f"--input {name}: was cut off or is damaged" in errors[0] or f"{name}:" in errors[0]
 
 
-@pytest.mark.parametrize(("package", "source"), [("zstandard", "frames.jsonl.zst"), ("pyarrow", "table.parquet")])
+@pytest.mark.parametrize(
+    ("package", "source"), [("zstandard", "frames.jsonl.zst"), ("pyarrow", "table.parquet")]
+)
 def test_a_missing_package_is_named(tmp_path, run, monkeypatch, package, source):
     write_all_forms(tmp_path, texts(90))
     monkeypatch.setitem(sys.modules, package, None)
@@ -320,4 +489,6 @@ def test_rows_that_were_read_are_skipped(tmp_path):
         all_of_them = [*read_documents(files)]
         for place in (0, 1, 69, 70, 129, 130, 131, 298, 299):
             rest = [*read_documents(files, Columns(), all_of_them[place].after)]
-            assert [document.raw for document in rest] == [document.raw for document in all_of_them[place + 1 :]]
+            assert [document.raw for document in rest] == [
+                document.raw for document in all_of_them[place + 1 :]
+            ]

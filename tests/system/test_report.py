@@ -21,11 +21,28 @@ FILES = ("report.json", "report.html", "report.txt")
 
 
 def command(folder, *words, program=("-m", "fugaku_megatron")):
-    return [sys.executable, *program, "report", "--ranks", "1", "--shrunk", "--output", str(folder / "report.json"), *words]
+    return [
+        sys.executable,
+        *program,
+        "report",
+        "--ranks",
+        "1",
+        "--shrunk",
+        "--output",
+        str(folder / "report.json"),
+        *words,
+    ]
 
 
 def run(folder, *words, **more):
-    done = subprocess.run(command(folder, *words, **more), capture_output=True, text=True, cwd=folder, env=ENVIRONMENT, timeout=200)
+    done = subprocess.run(
+        command(folder, *words, **more),
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=ENVIRONMENT,
+        timeout=200,
+    )
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "report.json").read_text()), done
 
@@ -41,13 +58,22 @@ def test_a_report_of_one_rank(tmp_path):
     data, done = run(tmp_path, "--minutes", "0.3", "--save", str(tmp_path))
     assert data["complete"] and list(data["sections"]) == list(record.SHARES)
     assert all(row["good"] for row in data["sections"]["kernels"]["checks"])
-    assert data["sections"]["training"]["rows"][0]["tokens_per_s"] > 0 and data["sections"]["storage"]["write_gbs"] > 0
+    assert (
+        data["sections"]["training"]["rows"][0]["tokens_per_s"] > 0
+        and data["sections"]["storage"]["write_gbs"] > 0
+    )
     assert [row["model"] for row in data["hours"]] == ["0.6B", "1B", "3B", "8B"]
     assert "communication was not measured" in done.stdout and "hours" in done.stdout.lower()
-    assert re.search(r"^report: 6/6 storage, up to \d:\d\d; \d:\d\d used, at most \d:\d\d left$", done.stderr, re.MULTILINE)
+    assert re.search(
+        r"^report: 6/6 storage, up to \d:\d\d; \d:\d\d used, at most \d:\d\d left$",
+        done.stderr,
+        re.MULTILINE,
+    )
     assert machine.load(str(tmp_path / "report.json")).threads == 1
     assert_no_names(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)  # the checkpoint is gone
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        FILES
+    )  # the checkpoint is gone
 
 
 WITHOUT_MPI = "import sys; sys.modules['mpi4py'] = None; from fugaku_megatron import cli; sys.exit(cli.main(sys.argv[1:]))"
@@ -55,7 +81,9 @@ WITHOUT_MPI = "import sys; sys.modules['mpi4py'] = None; from fugaku_megatron im
 
 def test_kernels_alone_need_no_mpi(tmp_path):
     data, done = run(tmp_path, "--only", "kernels", program=("-c", WITHOUT_MPI))
-    assert data["complete"] and list(data["sections"]) == ["kernels"] and "mpiexec" not in done.stderr
+    assert (
+        data["complete"] and list(data["sections"]) == ["kernels"] and "mpiexec" not in done.stderr
+    )
     assert all(row["good"] for row in data["sections"]["kernels"]["checks"])
     assert data["sections"]["kernels"]["elementwise"][0]["gbs"] > 0
 
@@ -69,14 +97,28 @@ sys.exit(cli.main(sys.argv[1:]))"""
 
 def test_a_killed_run_leaves_a_partial_report(tmp_path):
     for number, reason in ((signal.SIGTERM, "ended by SIGTERM"), (signal.SIGKILL, "running")):
-        with subprocess.Popen(command(tmp_path, program=("-c", STAYS)), stderr=subprocess.PIPE, text=True, cwd=tmp_path,
-                              env=ENVIRONMENT) as process:
-            assert any("communication" in line for line in process.stderr)  # the section before it is written
+        with subprocess.Popen(
+            command(tmp_path, program=("-c", STAYS)),
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env=ENVIRONMENT,
+        ) as process:
+            assert any(
+                "communication" in line for line in process.stderr
+            )  # the section before it is written
             process.send_signal(number)
             assert process.wait(60) == (128 + number if number == signal.SIGTERM else -number)
         data = record.read("--compare", tmp_path / "report.json")
-        assert data["complete"] is False and data["ended"] == reason and list(data["sections"])[:2] == ["host", "kernels"]
-        assert "Partial" in (tmp_path / "report.html").read_text() and "PARTIAL" in (tmp_path / "report.txt").read_text()
+        assert (
+            data["complete"] is False
+            and data["ended"] == reason
+            and list(data["sections"])[:2] == ["host", "kernels"]
+        )
+        assert (
+            "Partial" in (tmp_path / "report.html").read_text()
+            and "PARTIAL" in (tmp_path / "report.txt").read_text()
+        )
         assert_no_names(tmp_path)
         for file in FILES:
             (tmp_path / file).unlink()

@@ -38,7 +38,9 @@ print("saved", flush=True)
 
 
 def _child(seconds):
-    process = subprocess.Popen([sys.executable, "-c", CHILD, str(seconds)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(seconds)], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == "stopping\n"
@@ -82,20 +84,35 @@ def test_exit_timer_counts_minutes():
         ExitTimer(0)
 
 
-@pytest.mark.parametrize("text, name", [
-    ("processor\t: 0\nmodel name\t: AMD EPYC 9554\nflags\t\t: fpu\n", "AMD EPYC 9554"),
-    ("processor\t: 0\nCPU implementer\t: 0x46\nCPU part\t: 0x001\n", "Fujitsu A64FX"),
-    ("CPU implementer\t: 0x41\nCPU part\t: 0xd4f\n", "Arm Neoverse V2"),
-    ("CPU implementer\t: 0x41\nCPU part\t: 0xfff\n", "Arm CPU, implementer 0x41 part 0xfff"),
-])
+@pytest.mark.parametrize(
+    "text, name",
+    [
+        ("processor\t: 0\nmodel name\t: AMD EPYC 9554\nflags\t\t: fpu\n", "AMD EPYC 9554"),
+        ("processor\t: 0\nCPU implementer\t: 0x46\nCPU part\t: 0x001\n", "Fujitsu A64FX"),
+        ("CPU implementer\t: 0x41\nCPU part\t: 0xd4f\n", "Arm Neoverse V2"),
+        ("CPU implementer\t: 0x41\nCPU part\t: 0xfff\n", "Arm CPU, implementer 0x41 part 0xfff"),
+    ],
+)
 def test_cpu_models(text, name):
     assert runtime.cpu_model(text) == name
 
 
 def test_the_summary_is_one_line_with_what_matters():
-    line = runtime.machine_summary("MPICH Version:\t4.3\nrelease", 12, 2, 6, True, "glibc 2.28", 2.0)
-    assert "\n" not in line and "2 ranks x 6 pinned threads" in line and line.endswith("MPI MPICH Version: 4.3 release")
-    for part in ("12 of ", runtime.cpu_model(), "at 2.00 GHz", "allocator glibc 2.28", f"torch {torch.__version__}"):
+    line = runtime.machine_summary(
+        "MPICH Version:\t4.3\nrelease", 12, 2, 6, True, "glibc 2.28", 2.0
+    )
+    assert (
+        "\n" not in line
+        and "2 ranks x 6 pinned threads" in line
+        and line.endswith("MPI MPICH Version: 4.3 release")
+    )
+    for part in (
+        "12 of ",
+        runtime.cpu_model(),
+        "at 2.00 GHz",
+        "allocator glibc 2.28",
+        f"torch {torch.__version__}",
+    ):
         assert part in line
 
 
@@ -103,7 +120,10 @@ def test_the_clock_is_measured_and_held_to_what_was_asked_for():
     assert 0.3 < runtime.clock_ghz() < 8
     assert runtime.check_clock(None, [], 2.01) == 2.01
     assert runtime.check_clock(2.0, [], 2.01) == 2.01
-    with pytest.raises(ValueError, match=r"--cpu-frequency 2.2: this core runs at 2.00 GHz: .*freq=2200,eco_state=0"):
+    with pytest.raises(
+        ValueError,
+        match=r"--cpu-frequency 2.2: this core runs at 2.00 GHz: .*freq=2200,eco_state=0",
+    ):
         runtime.check_clock(2.2, [], 2.0)
 
 

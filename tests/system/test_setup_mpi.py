@@ -15,8 +15,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = ("Makefile", "requirements.txt", "requirements-mpi.txt", "requirements-test.txt", "setup.py", "pyproject.toml",
-         "scripts/system_mpi.sh")
+FILES = (
+    "Makefile",
+    "requirements.txt",
+    "requirements-mpi.txt",
+    "requirements-test.txt",
+    "setup.py",
+    "pyproject.toml",
+    "scripts/system_mpi.sh",
+)
 # pip wheel leaves a wheel, installing mpich an mpiexec, uninstalling it none; FAILS names the word of a call that fails, WAITS one
 # that ends only when the packages of the tests are there.
 PYTHON = """#!/bin/bash
@@ -33,7 +40,10 @@ case "$*" in
     *" uninstall "*) rm -f .venv/bin/mpiexec ;;
 esac
 """
-WRAPPERS = {"broken": "#!/bin/sh\necho 'mpi.h: No such file or directory' >&2\nexit 1\n", "working": "#!/bin/sh\ncat >/dev/null\n"}
+WRAPPERS = {
+    "broken": "#!/bin/sh\necho 'mpi.h: No such file or directory' >&2\nexit 1\n",
+    "working": "#!/bin/sh\ncat >/dev/null\n",
+}
 
 
 def executable(path: Path, text: str) -> None:
@@ -49,7 +59,9 @@ def checkout(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     executable(tmp_path / ".venv/bin/python", PYTHON)
-    executable(tmp_path / ".venv/bin/mpicc", WRAPPERS["working"])  # MPICH's wheel brings one, which is not the machine's
+    executable(
+        tmp_path / ".venv/bin/mpicc", WRAPPERS["working"]
+    )  # MPICH's wheel brings one, which is not the machine's
     (tmp_path / ".venv/stamps").mkdir()
     (tmp_path / ".venv/stamps/venv").touch()
     assert make(tmp_path).returncode == 0
@@ -57,19 +69,37 @@ def checkout(tmp_path):
     return tmp_path
 
 
-def make(folder: Path, *words: str, goal: str = "setup", mpicc: str | None = None,
-         **environment: str) -> subprocess.CompletedProcess:
+def make(
+    folder: Path, *words: str, goal: str = "setup", mpicc: str | None = None, **environment: str
+) -> subprocess.CompletedProcess:
     """`make setup` or another goal in an activated environment, on a machine with the named kind of mpicc."""
     machine = folder / "machine"
     machine.mkdir(exist_ok=True)
     if mpicc:
         executable(machine / "mpicc", WRAPPERS[mpicc])
-    for name in ("bash", "sh", "make", "sed", "dirname", "basename", "mktemp", "rm", "touch", "cat", "mkdir"):
+    for name in (
+        "bash",
+        "sh",
+        "make",
+        "sed",
+        "dirname",
+        "basename",
+        "mktemp",
+        "rm",
+        "touch",
+        "cat",
+        "mkdir",
+    ):
         if not (machine / name).exists():
             (machine / name).symlink_to(shutil.which(name))
     path = f"{folder / '.venv/bin'}:{machine}"
-    return subprocess.run([shutil.which("make"), goal, *words], cwd=folder, text=True, capture_output=True,
-                          env={"PATH": path, "HOME": str(folder), **environment})
+    return subprocess.run(
+        [shutil.which("make"), goal, *words],
+        cwd=folder,
+        text=True,
+        capture_output=True,
+        env={"PATH": path, "HOME": str(folder), **environment},
+    )
 
 
 def calls(folder: Path) -> str:
@@ -80,12 +110,19 @@ def stamp(folder: Path) -> str:
     return " ".join(path.name for path in (folder / ".venv/stamps").glob("mpi-*"))
 
 
-@pytest.mark.parametrize(("mpicc", "fails", "message"), [
-    (None, "", "no mpicc is on the PATH: load the module of your MPI, or install"),
-    ("broken", "", "mpicc does not find mpi.h: load the module of your MPI, or install"),
-    ("working", " wheel ", "mpi4py cannot be built with"),
-    ("working", "import mpi4py", "does not load, see above: is the MPI's library folder in LD_LIBRARY_PATH?"),
-])
+@pytest.mark.parametrize(
+    ("mpicc", "fails", "message"),
+    [
+        (None, "", "no mpicc is on the PATH: load the module of your MPI, or install"),
+        ("broken", "", "mpicc does not find mpi.h: load the module of your MPI, or install"),
+        ("working", " wheel ", "mpi4py cannot be built with"),
+        (
+            "working",
+            "import mpi4py",
+            "does not load, see above: is the MPI's library folder in LD_LIBRARY_PATH?",
+        ),
+    ],
+)
 def test_a_system_mpi_that_fails_leaves_mpich(checkout, mpicc, fails, message):
     done = make(checkout, "MPI=system", mpicc=mpicc, FAILS=fails)
     told = [line for line in done.stderr.splitlines() if line.startswith("MPI=system: ")]
@@ -97,7 +134,10 @@ def test_a_system_mpi_that_fails_leaves_mpich(checkout, mpicc, fails, message):
 
 def test_a_system_mpi_replaces_mpich_once_its_mpi4py_loads(checkout):
     assert make(checkout, "MPI=system", mpicc="working").returncode == 0
-    order = [calls(checkout).find(words) for words in (" wheel ", "--target", "import mpi4py", "--force-reinstall", "uninstall")]
+    order = [
+        calls(checkout).find(words)
+        for words in (" wheel ", "--target", "import mpi4py", "--force-reinstall", "uninstall")
+    ]
     assert order == sorted(order) and order[0] >= 0
     assert stamp(checkout) == "mpi-system" and not (checkout / ".venv/bin/mpiexec").exists()
     assert "Nothing to be done" in make(checkout).stdout  # the choice stays until another is made
@@ -136,11 +176,19 @@ def test_training_works_after_a_broken_mpicc(tmp_path):
     """A fresh clone, `make setup MPI=system` with an mpicc that lacks the header, then `make train` with a few iterations."""
     subprocess.run(["git", "clone", "--quiet", ROOT, tmp_path / "clone"], check=True)
     executable(tmp_path / "bin/mpicc", WRAPPERS["broken"])
-    clean = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if p != str(Path(sys.executable).parent))
+    clean = os.pathsep.join(
+        p for p in os.environ["PATH"].split(os.pathsep) if p != str(Path(sys.executable).parent)
+    )
     environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{clean}"}
 
     def run(*words: str) -> subprocess.CompletedProcess:
-        return subprocess.run(["make", *words], cwd=tmp_path / "clone", env=environment, text=True, capture_output=True)
+        return subprocess.run(
+            ["make", *words],
+            cwd=tmp_path / "clone",
+            env=environment,
+            text=True,
+            capture_output=True,
+        )
 
     broken = run("setup", "MPI=system")
     assert broken.returncode == 2 and "mpicc does not find mpi.h" in broken.stderr

@@ -29,14 +29,18 @@ from tests.system.mpi.test_pretrain import losses
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "scripts" / "slurm"
 SCRIPTS = render.slurm_scripts()
-TINY = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 96 --micro-batch-size 2 "
-        "--global-batch-size 8 --lr 1e-3 --log-interval 1 --eval-iters 0 --kernels native").split()
+TINY = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 96 --micro-batch-size 2 "
+    "--global-batch-size 8 --lr 1e-3 --log-interval 1 --eval-iters 0 --kernels native"
+).split()
 DAEMONS = ("munged", "slurmctld", "slurmd")
 
 
 def test_the_committed_scripts_are_those_that_are_rendered():
     committed = {str(path.relative_to(FOLDER)): path.read_text() for path in FOLDER.glob("*/*")}
-    assert committed == render.slurm_scripts("124m") and committed.items() < SCRIPTS.items(), "make rendered writes them again"
+    assert committed == render.slurm_scripts("124m") and committed.items() < SCRIPTS.items(), (
+        "make rendered writes them again"
+    )
 
 
 def test_bash_and_shellcheck_accept_the_scripts(tmp_path):
@@ -44,17 +48,42 @@ def test_bash_and_shellcheck_accept_the_scripts(tmp_path):
     folder = tmp_path / "scripts" / "slurm"
     folder.mkdir(parents=True)
     assert cli.main(["job", "slurm", str(folder)]) == 0
-    assert {str(path.relative_to(folder)): path.read_text() for path in folder.glob("*/*")} == SCRIPTS
-    check_scripts([FOLDER / "one_node.sh", ROOT / "fugaku_megatron" / "jobs" / "slurm.sh", *(folder / name for name in SCRIPTS)])
+    assert {
+        str(path.relative_to(folder)): path.read_text() for path in folder.glob("*/*")
+    } == SCRIPTS
+    check_scripts(
+        [
+            FOLDER / "one_node.sh",
+            ROOT / "fugaku_megatron" / "jobs" / "slurm.sh",
+            *(folder / name for name in SCRIPTS),
+        ]
+    )
 
 
-@pytest.mark.parametrize("variables, answer", [
-    ({}, "submit from the checkout, or set FUGAKU_MEGATRON to its path"),
-    ({"FUGAKU_MEGATRON": str(ROOT), "PYTHON": "/nowhere/python"}, "/nowhere/python was not found: run make setup")])
+@pytest.mark.parametrize(
+    "variables, answer",
+    [
+        ({}, "submit from the checkout, or set FUGAKU_MEGATRON to its path"),
+        (
+            {"FUGAKU_MEGATRON": str(ROOT), "PYTHON": "/nowhere/python"},
+            "/nowhere/python was not found: run make setup",
+        ),
+    ],
+)
 def test_a_job_without_the_program_says_so_in_one_line(variables, answer, tmp_path):
-    job = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NAME": "a", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "1", "LAUNCHER": "false"}
-    done = subprocess.run(["bash", FOLDER / "x86" / "run_124m.sbatch"], env={**os.environ, **job, **variables}, capture_output=True,
-                          text=True)
+    job = {
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_JOB_NAME": "a",
+        "SLURM_NTASKS": "1",
+        "SLURM_JOB_ID": "1",
+        "LAUNCHER": "false",
+    }
+    done = subprocess.run(
+        ["bash", FOLDER / "x86" / "run_124m.sbatch"],
+        env={**os.environ, **job, **variables},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 2 and answer in done.stderr and done.stderr.count("\n") == 1
 
 
@@ -63,8 +92,14 @@ def test_only_a_folder_that_is_there_is_written(words, tmp_path):
     (tmp_path / "README.md").touch()
     command = [sys.executable, "-m", "fugaku_megatron", "job", "slurm"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, text=True, env=environment)
-    assert done.returncode and done.stderr.count("\n") == 1 and "pass an existing folder" in done.stderr
+    done = subprocess.run(
+        [*command, *words], cwd=tmp_path, capture_output=True, text=True, env=environment
+    )
+    assert (
+        done.returncode
+        and done.stderr.count("\n") == 1
+        and "pass an existing folder" in done.stderr
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
 
 
@@ -93,12 +128,19 @@ def cluster(tmp_path_factory):
     path = os.environ["PATH"] + ":/usr/sbin"
     missing = [name for name in DAEMONS if shutil.which(name, path=path) is None]
     if missing:
-        pytest.skip(f"Slurm is not installed ({', '.join(missing)}): apt-get install -y slurm-wlm munge")
+        pytest.skip(
+            f"Slurm is not installed ({', '.join(missing)}): apt-get install -y slurm-wlm munge"
+        )
     if os.geteuid() != 0:
         pytest.skip("Slurm's daemons need root")
     folder = tmp_path_factory.mktemp("slurm")
     port = two_ports()
-    environment = {**os.environ, "PATH": path, "SLURM_CONF": str(folder / "slurm.conf"), "SLURM_TEST_PORT": str(port)}
+    environment = {
+        **os.environ,
+        "PATH": path,
+        "SLURM_CONF": str(folder / "slurm.conf"),
+        "SLURM_TEST_PORT": str(port),
+    }
 
     def run(*command: str) -> str:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
@@ -124,9 +166,18 @@ def launcher(request):
 def submit(cluster, folder: Path, launcher: str, *flags: str, **variables: str) -> tuple[str, Path]:
     """Submit the x86 recipe on two ranks with a model of seconds; (job, log)."""
     log, more = folder / "job.log", "".join(f",{name}={value}" for name, value in variables.items())
-    printed = cluster("sbatch", "--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=1", f"--output={log}", f"--chdir={folder}",
-                   f"--export=ALL,LAUNCHER={launcher},PMI=pmi2,FUGAKU_MEGATRON={ROOT},PYTHON={sys.executable},SAVE={folder}/save{more}",
-                   str(FOLDER / "x86" / "run_124m.sbatch"), *TINY, *flags)
+    printed = cluster(
+        "sbatch",
+        "--nodes=1",
+        "--ntasks-per-node=2",
+        "--cpus-per-task=1",
+        f"--output={log}",
+        f"--chdir={folder}",
+        f"--export=ALL,LAUNCHER={launcher},PMI=pmi2,FUGAKU_MEGATRON={ROOT},PYTHON={sys.executable},SAVE={folder}/save{more}",
+        str(FOLDER / "x86" / "run_124m.sbatch"),
+        *TINY,
+        *flags,
+    )
     return re.search(r"Submitted batch job (\d+)", printed)[1], log
 
 
@@ -144,32 +195,61 @@ def state(cluster, job: str) -> str:
 @pytest.mark.slow  # a real cluster of one node: python -m pytest -m slow tests/system/test_slurm.py
 def test_a_job_trains_on_two_ranks_and_ends(cluster, launcher, tmp_path):
     job, log = submit(cluster, tmp_path, launcher, "--train-iters", "5")
-    wait(lambda: state(cluster, job) not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), log)
+    wait(
+        lambda: state(cluster, job) not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), log
+    )
     text = log.read_text()
     assert state(cluster, job) == "COMPLETED", text
-    assert [i.iteration for i in parse_log(text.splitlines())] == [1, 2, 3, 4, 5] and '"world_size": 2' in text
+    assert [i.iteration for i in parse_log(text.splitlines())] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ] and '"world_size": 2' in text
     assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text().strip() == "5"
 
 
 @pytest.mark.slow
-def test_a_job_whose_rank_is_killed_goes_on_and_ends_with_the_same_bits(cluster, launcher, tmp_path):
+def test_a_job_whose_rank_is_killed_goes_on_and_ends_with_the_same_bits(
+    cluster, launcher, tmp_path
+):
     flags = ("--train-iters", "12", "--save-interval", "2")
     held = tmp_path / "held"
     killing = kill_held(held, 5)
-    job, log = submit(cluster, tmp_path, launcher, *flags, PYTHONPATH=str(launch.FIRST), **holding(held, 5))
-    wait(lambda: state(cluster, job) not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), log)
+    job, log = submit(
+        cluster, tmp_path, launcher, *flags, PYTHONPATH=str(launch.FIRST), **holding(held, 5)
+    )
+    wait(
+        lambda: state(cluster, job) not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), log
+    )
     killing.join()
     text = log.read_text()
     assert state(cluster, job) == "COMPLETED", text
-    assert "supervise: a rank is lost" in text and "supervise: restart 1 of 5 from iteration " in text
-    whole = launch.mpich().run(2, str(ROOT / "pretrain_gpt.py"), "--recipe", "124m", *TINY, *flags, "--mock-data", "--save",
-                               str(tmp_path / "whole"))
-    assert whole.returncode == 0 and losses(tmp_path / "save") == losses(tmp_path / "whole"), whole.stderr
+    assert (
+        "supervise: a rank is lost" in text and "supervise: restart 1 of 5 from iteration " in text
+    )
+    whole = launch.mpich().run(
+        2,
+        str(ROOT / "pretrain_gpt.py"),
+        "--recipe",
+        "124m",
+        *TINY,
+        *flags,
+        "--mock-data",
+        "--save",
+        str(tmp_path / "whole"),
+    )
+    assert whole.returncode == 0 and losses(tmp_path / "save") == losses(tmp_path / "whole"), (
+        whole.stderr
+    )
 
 
 @pytest.mark.slow
 def test_a_job_near_its_limit_saves_is_queued_again_and_resumes(cluster, launcher, tmp_path):
-    job, log = submit(cluster, tmp_path, launcher, "--train-iters", "100000", "--save-interval", "1000000")
+    job, log = submit(
+        cluster, tmp_path, launcher, "--train-iters", "100000", "--save-interval", "1000000"
+    )
     wait(lambda: log.exists() and parse_log(log.read_text().splitlines()), log)
     cluster("scancel", "--batch", "--signal=USR1", job)  # what --signal=B:USR1@300 sends
     wait(lambda: "Restarts=1" in cluster("scontrol", "show", "job", job), log)
@@ -178,10 +258,14 @@ def test_a_job_near_its_limit_saves_is_queued_again_and_resumes(cluster, launche
     assert f"saved checkpoint of iteration {left}" in text
 
     def resumed() -> bool:
-        if state(cluster, job) == "PENDING":  # a job that is queued again waits two minutes for the node to be cleaned
+        if (
+            state(cluster, job) == "PENDING"
+        ):  # a job that is queued again waits two minutes for the node to be cleaned
             cluster("scontrol", "update", f"JobId={job}", "StartTime=now")
         return f"resumed from {tmp_path}/save at iteration {left}" in log.read_text()
 
-    time.sleep(5)  # started in the second in which the first run's credential was revoked, the job would be killed as forged
+    time.sleep(
+        5
+    )  # started in the second in which the first run's credential was revoked, the job would be killed as forged
     wait(resumed, log)
     cluster("scancel", job)

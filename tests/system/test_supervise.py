@@ -21,47 +21,78 @@ from fugaku_megatron.jobs.supervise import FRUITLESS, read_hosts
 from tests.time_limit import time_limit
 
 ROOT = Path(__file__).resolve().parents[2]
-MODEL = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 96 --micro-batch-size 2 "
-         "--global-batch-size 8 --lr 1e-3 --mock-data --train-iters 9 --max-position-embeddings 16").split()
-OPENMPI_KILL = "prterun noticed that process rank 1 with PID 22675 on node c12 exited on\nsignal 9 (Killed)."
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 96 --micro-batch-size 2 "
+    "--global-batch-size 8 --lr 1e-3 --mock-data --train-iters 9 --max-position-embeddings 16"
+).split()
+OPENMPI_KILL = (
+    "prterun noticed that process rank 1 with PID 22675 on node c12 exited on\nsignal 9 (Killed)."
+)
 MPICH_KILL = "=   PID 22518 RUNNING AT c12.site\n=   EXIT CODE: 6\nAPPLICATION TERMINATED WITH THE EXIT STRING: Aborted (signal 6)"
 SRUN_KILL = "srun: error: c12: task 1: Killed\nsrun: error: c13: task 0: Terminated"
-SRUN_EXIT = "srun: error: c12: task 1: Exited with exit code {}\nsrun: error: c13: task 0: Terminated"
+SRUN_EXIT = (
+    "srun: error: c12: task 1: Exited with exit code {}\nsrun: error: c13: task 0: Terminated"
+)
 
 
-@pytest.mark.parametrize("returncode, said, code, number, node", [
-    (0, "", ExitCode.FINISHED, 0, ""),
-    (2, "rank 0: --lr is -1", ExitCode.USER_ERROR, 0, ""),
-    (3, "", ExitCode.DIVERGED, 0, ""),
-    (4, "", ExitCode.HANG, 0, ""),
-    (5, "", ExitCode.LOST_RANK, 0, ""),
-    (7, "", ExitCode.STORAGE, 0, ""), (9, "", ExitCode.FAILED, 0, ""),
-    (255, "", ExitCode.FAILED, 0, ""),  # a launcher's own mistake
-    (-9, "", ExitCode.LOST_RANK, 9, ""),  # the launcher was killed
-    (137, OPENMPI_KILL, ExitCode.LOST_RANK, 9, "c12"),
-    (6, MPICH_KILL, ExitCode.LOST_RANK, 6, "c12.site"),
-    (143, SRUN_KILL, ExitCode.LOST_RANK, 0, "c12"),
-    (143, SRUN_EXIT.format(2), ExitCode.USER_ERROR, 0, "c12"),
-    (143, SRUN_EXIT.format(4), ExitCode.HANG, 0, "c12"),
-    (137, "application called MPI_Abort(MPI_COMM_WORLD, 3) - process 1\nsrun: error: c1: tasks 0-1: Killed", ExitCode.DIVERGED, 0,
-     "c1"),
-    (1, "MPI_ABORT was invoked on rank 1\n  Proc: [[2737,1],1]\n  Errorcode: 5\n\nNOTE", ExitCode.LOST_RANK, 0, ""),
-    (130, "", ExitCode.INTERRUPTED, 0, ""), (141, "", ExitCode.OUTPUT, 0, ""),
-])
+@pytest.mark.parametrize(
+    "returncode, said, code, number, node",
+    [
+        (0, "", ExitCode.FINISHED, 0, ""),
+        (2, "rank 0: --lr is -1", ExitCode.USER_ERROR, 0, ""),
+        (3, "", ExitCode.DIVERGED, 0, ""),
+        (4, "", ExitCode.HANG, 0, ""),
+        (5, "", ExitCode.LOST_RANK, 0, ""),
+        (7, "", ExitCode.STORAGE, 0, ""),
+        (9, "", ExitCode.FAILED, 0, ""),
+        (255, "", ExitCode.FAILED, 0, ""),  # a launcher's own mistake
+        (-9, "", ExitCode.LOST_RANK, 9, ""),  # the launcher was killed
+        (137, OPENMPI_KILL, ExitCode.LOST_RANK, 9, "c12"),
+        (6, MPICH_KILL, ExitCode.LOST_RANK, 6, "c12.site"),
+        (143, SRUN_KILL, ExitCode.LOST_RANK, 0, "c12"),
+        (143, SRUN_EXIT.format(2), ExitCode.USER_ERROR, 0, "c12"),
+        (143, SRUN_EXIT.format(4), ExitCode.HANG, 0, "c12"),
+        (
+            137,
+            "application called MPI_Abort(MPI_COMM_WORLD, 3) - process 1\nsrun: error: c1: tasks 0-1: Killed",
+            ExitCode.DIVERGED,
+            0,
+            "c1",
+        ),
+        (
+            1,
+            "MPI_ABORT was invoked on rank 1\n  Proc: [[2737,1],1]\n  Errorcode: 5\n\nNOTE",
+            ExitCode.LOST_RANK,
+            0,
+            "",
+        ),
+        (130, "", ExitCode.INTERRUPTED, 0, ""),
+        (141, "", ExitCode.OUTPUT, 0, ""),
+    ],
+)
 def test_what_a_launcher_says_counts_before_its_code(returncode, said, code, number, node):
     ending = ending_of(returncode, said)
     assert (ending.code, ending.signal, ending.node) == (code, number, node)
-    assert ending.restarts == (code in (ExitCode.FAILED, ExitCode.HANG, ExitCode.LOST_RANK, ExitCode.STORAGE))
+    assert ending.restarts == (
+        code in (ExitCode.FAILED, ExitCode.HANG, ExitCode.LOST_RANK, ExitCode.STORAGE)
+    )
 
 
 def test_signals_of_several_ranks_are_not_read_as_another_one():
-    killed = MPICH_KILL.replace("6", "9").replace("Aborted (signal 9)", "Segmentation fault (signal 11)")
-    assert ending_of(9, killed).text() == "a rank is lost (signal 9, SIGKILL, and others in other ranks) on node c12.site"
+    killed = MPICH_KILL.replace("6", "9").replace(
+        "Aborted (signal 9)", "Segmentation fault (signal 11)"
+    )
+    assert (
+        ending_of(9, killed).text()
+        == "a rank is lost (signal 9, SIGKILL, and others in other ranks) on node c12.site"
+    )
     assert ending_of(6, MPICH_KILL).text() == "a rank is lost (signal 6, SIGABRT) on node c12.site"
 
 
 def allocation(hosts: int, spares: int, ranks_per_node: int = 1, *flags: str) -> supervise.Nodes:
-    run = supervise.run_of(["fugaku-megatron", "train", *MODEL, "--save", "x", "--load", "x", *flags])
+    run = supervise.run_of(
+        ["fugaku-megatron", "train", *MODEL, "--save", "x", "--load", "x", *flags]
+    )
     return supervise.Nodes([f"c{i}" for i in range(hosts)], ranks_per_node, spares, run)
 
 
@@ -95,7 +126,9 @@ def test_silent_nodes_are_found_by_halving():
         asked.append(len(hosts))
         return without("c700")(hosts)
 
-    assert supervise.silent([f"c{i}" for i in range(1024)], answers) == ["c700"] and len(asked) == 21
+    assert (
+        supervise.silent([f"c{i}" for i in range(1024)], answers) == ["c700"] and len(asked) == 21
+    )
 
 
 def test_the_layout_decides_how_many_nodes_are_used():
@@ -142,12 +175,20 @@ class Job:
         with time_limit(60):
             code = cli.main(self.words(*flags, **options))
         said = self.capfd.readouterr().err.splitlines()
-        return code, [line.removeprefix("supervise: ") for line in said if line.startswith("supervise: ")]
+        return code, [
+            line.removeprefix("supervise: ") for line in said if line.startswith("supervise: ")
+        ]
 
     def asked_to_stop(self, number: int) -> tuple[int, str, str]:
         """Exit code, stdout and stderr of a supervisor that gets a signal when the first start is there."""
-        process = subprocess.Popen([sys.executable, "-m", "fugaku_megatron", *self.words()], cwd=ROOT, text=True,
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fugaku_megatron", *self.words()],
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
         assert process.stderr.readline() == "up\n"
         process.send_signal(number)
         out, said = process.communicate(timeout=200)
@@ -167,11 +208,17 @@ def test_a_fault_is_followed_by_a_start_from_the_last_checkpoint(planned):
     job = planned("9 4 EXIT STRING: Killed (signal 9)", "4 6", "0 9")
     code, said = job.end("--max-restarts", "5")
     assert code == 0 and len(job.calls()) == 3 and len(set(job.calls())) == 1
-    assert said == ["a rank is lost (signal 9, SIGKILL); the last checkpoint is of iteration 4", "restart 1 of 5 from iteration 4",
-                    "a rank hung; the last checkpoint is of iteration 6", "restart 2 of 5 from iteration 6"]
+    assert said == [
+        "a rank is lost (signal 9, SIGKILL); the last checkpoint is of iteration 4",
+        "restart 1 of 5 from iteration 4",
+        "a rank hung; the last checkpoint is of iteration 6",
+        "restart 2 of 5 from iteration 6",
+    ]
 
 
-@pytest.mark.parametrize("code", [ExitCode.FINISHED, ExitCode.USER_ERROR, ExitCode.DIVERGED, ExitCode.INTERRUPTED])
+@pytest.mark.parametrize(
+    "code", [ExitCode.FINISHED, ExitCode.USER_ERROR, ExitCode.DIVERGED, ExitCode.INTERRUPTED]
+)
 def test_what_would_end_alike_is_not_started_again(planned, code):
     job = planned(f"{code:d} 0")
     assert job.end()[0] == code and len(job.calls()) == 1
@@ -186,10 +233,15 @@ def test_restarts_that_gain_nothing_end(planned):
 
 def test_restarts_are_counted(planned):
     job = planned("1 1", "1 2", "1 3")
-    assert job.end("--max-restarts", "1") == (1, [
-        "a rank failed (exit code 1); the last checkpoint is of iteration 1", "restart 1 of 1 from iteration 1",
-        "a rank failed (exit code 1); the last checkpoint is of iteration 2",
-        "all restarts of --max-restarts 1 are used; exit code 1"])
+    assert job.end("--max-restarts", "1") == (
+        1,
+        [
+            "a rank failed (exit code 1); the last checkpoint is of iteration 1",
+            "restart 1 of 1 from iteration 1",
+            "a rank failed (exit code 1); the last checkpoint is of iteration 2",
+            "all restarts of --max-restarts 1 are used; exit code 1",
+        ],
+    )
 
 
 def test_spares_come_first_then_fewer_replicas_with_the_same_batch(planned, tmp_path):
@@ -200,8 +252,10 @@ def test_spares_come_first_then_fewer_replicas_with_the_same_batch(planned, tmp_
     assert said[1:] == [
         "no longer used: b",
         "restart 1 of 3 from iteration 2 on 2 nodes with data-parallel size 2; 0 spare nodes",
-        "a rank is lost; the last checkpoint is of iteration 4", "no longer used: c",
-        "restart 2 of 3 from iteration 4 on 1 nodes with data-parallel size 1; 0 spare nodes"]
+        "a rank is lost; the last checkpoint is of iteration 4",
+        "no longer used: c",
+        "restart 2 of 3 from iteration 4 on 1 nodes with data-parallel size 1; 0 spare nodes",
+    ]
     assert job.calls()[2].endswith("--global-batch-size 8")
 
 
@@ -212,7 +266,8 @@ def test_the_time_that_has_passed_is_taken_off(planned):
     assert first == 5 and 4 < second <= 5  # hundredths of a minute
     job = planned("5 5")
     assert job.end(train=("--exit-duration-in-mins", "0.000001"))[1][-1] == (
-        "the time of --exit-duration-in-mins is over: the next job continues; exit code 0")
+        "the time of --exit-duration-in-mins is over: the next job continues; exit code 0"
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -227,21 +282,88 @@ def test_a_rank_that_dies_of_the_request_ends_the_job_in_order(planned):
     assert code == 0 and said.endswith("supervise: asked to stop; exit code 0\n")
 
 
-@pytest.mark.parametrize("words, answer", [
-    ([], "pass the command after --"),
-    (["--", "mpiexec", "sleep", "1"], "does not start pretrain_gpt.py or fugaku-megatron train"),
-    (["--", "fugaku-megatron", "train", *MODEL, "--save", "x"], "--save x and --load None: pass the same folder to both"),
-    (["--", "fugaku-megatron", "train", *MODEL, "--save", "x", "--load", "x", "--ckpt-step", "4"], "--ckpt-step 4: every restart"),
-    (["--hosts", "a", "--", "x"], "--hosts and --launcher belong together"),
-    (["--spare-nodes", "1", "--", "x"], "--spare-nodes 1 needs --hosts"),
-    (["--max-restarts", "-1", "--", "x"], "--max-restarts -1: pass 0 or more"),
-    (["--hosts", "a", "--launcher", "nowhere", "--", "pretrain_gpt.py", *MODEL, "--save", "x", "--load", "x"],
-     "nowhere: No such file or directory: pass the launcher"),
-    (["--hosts", "a,b,c", "--launcher", "x", "--", "pretrain_gpt.py", *MODEL, "--save", "x", "--load", "x"],
-     "--global-batch-size 8 is not divisible"),
-    (["--hosts", "a,b", "--spare-nodes", "2", "--launcher", "x", "--", "pretrain_gpt.py", *MODEL, "--save", "x", "--load", "x"],
-     "--spare-nodes 2 of 2 --hosts: pass 0 to 1"),
-])
+@pytest.mark.parametrize(
+    "words, answer",
+    [
+        ([], "pass the command after --"),
+        (
+            ["--", "mpiexec", "sleep", "1"],
+            "does not start pretrain_gpt.py or fugaku-megatron train",
+        ),
+        (
+            ["--", "fugaku-megatron", "train", *MODEL, "--save", "x"],
+            "--save x and --load None: pass the same folder to both",
+        ),
+        (
+            [
+                "--",
+                "fugaku-megatron",
+                "train",
+                *MODEL,
+                "--save",
+                "x",
+                "--load",
+                "x",
+                "--ckpt-step",
+                "4",
+            ],
+            "--ckpt-step 4: every restart",
+        ),
+        (["--hosts", "a", "--", "x"], "--hosts and --launcher belong together"),
+        (["--spare-nodes", "1", "--", "x"], "--spare-nodes 1 needs --hosts"),
+        (["--max-restarts", "-1", "--", "x"], "--max-restarts -1: pass 0 or more"),
+        (
+            [
+                "--hosts",
+                "a",
+                "--launcher",
+                "nowhere",
+                "--",
+                "pretrain_gpt.py",
+                *MODEL,
+                "--save",
+                "x",
+                "--load",
+                "x",
+            ],
+            "nowhere: No such file or directory: pass the launcher",
+        ),
+        (
+            [
+                "--hosts",
+                "a,b,c",
+                "--launcher",
+                "x",
+                "--",
+                "pretrain_gpt.py",
+                *MODEL,
+                "--save",
+                "x",
+                "--load",
+                "x",
+            ],
+            "--global-batch-size 8 is not divisible",
+        ),
+        (
+            [
+                "--hosts",
+                "a,b",
+                "--spare-nodes",
+                "2",
+                "--launcher",
+                "x",
+                "--",
+                "pretrain_gpt.py",
+                *MODEL,
+                "--save",
+                "x",
+                "--load",
+                "x",
+            ],
+            "--spare-nodes 2 of 2 --hosts: pass 0 to 1",
+        ),
+    ],
+)
 def test_mistakes_are_one_line(words, answer, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["supervise", *words]) == 2

@@ -40,9 +40,14 @@ def test_code_that_catches_everything_is_late_nevertheless():
 def test_what_ends_in_time_leaves_nothing_behind():
     with time_limit(60):
         pass
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0) and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+    assert (
+        signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+        and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+    )
 
 
 def test_a_call_that_no_exception_reaches_ends_the_process():
-    done = subprocess.run([sys.executable, "-c", UNINTERRUPTIBLE], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", UNINTERRUPTIBLE], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 1 and "Timeout" in done.stderr

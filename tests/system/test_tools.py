@@ -21,56 +21,108 @@ def call(tool, *words: object) -> int:
     return cli.start(tool.__name__.rpartition(".")[2], tool, list(map(str, words)))
 
 
-@pytest.mark.parametrize("tool, words, message", [
-    (plot_result, [], "the following arguments are required: STEP_JSON, --output"),
-    (plot_result, ["{dir}/no.json", "--output", "{dir}/a.png"], "no.json"),
-    (plot_result, ["{dir}/text", "--output", "{dir}/a.png"], "text"),
-    (plot_result, ["{dir}/other.json", "--output", "{dir}/a.png"], "is not there: pass STEP_JSON of python -m benchmarks step"),
-    (plot_result, ["{dir}/other.json", "--output", "{dir}/no/a.png"], "no is not a directory: make it, or pass another file"),
-    (plot_profile, ["a={dir}/no.txt", "--output", "{dir}/no/a.png"], "no is not a directory: make it, or pass another file"),
-    (plot_profile, ["table.txt", "--output", "{dir}/a.png"], "pass LABEL=FILE"),
-    (plot_profile, ["a=/absent", "--output", "{dir}/a.png"], "pass a table that --profile wrote"),
-    (plot_profile, ["a={dir}/text", "--output", "{dir}/a.png"], "no row of an operation"),
-    (plot_profile, ["--quux"], "the following arguments are required: LABEL=FILE, --output"),
-    (demo_corpus, [], "the following arguments are required: --output"),
-    (demo_corpus, ["--output", "{dir}/other.json"], "other.json: cannot be written (File exists)"),
-    (gemm_error, ["--rows", "0"], "pass numbers above 0"),
-    (gemm_error, ["--rows", "4", "--depth", "40", "--chunks", "8", "0"], "pass numbers above 0"),
-    (gemm_error, ["--rows", "4", "--depth", "40", "--chunks", "70000"], "--chunks 70000: pass numbers from 1 to 65536"),
-    (gemm_error, ["--quux"], "unknown flag --quux"),
-])
+@pytest.mark.parametrize(
+    "tool, words, message",
+    [
+        (plot_result, [], "the following arguments are required: STEP_JSON, --output"),
+        (plot_result, ["{dir}/no.json", "--output", "{dir}/a.png"], "no.json"),
+        (plot_result, ["{dir}/text", "--output", "{dir}/a.png"], "text"),
+        (
+            plot_result,
+            ["{dir}/other.json", "--output", "{dir}/a.png"],
+            "is not there: pass STEP_JSON of python -m benchmarks step",
+        ),
+        (
+            plot_result,
+            ["{dir}/other.json", "--output", "{dir}/no/a.png"],
+            "no is not a directory: make it, or pass another file",
+        ),
+        (
+            plot_profile,
+            ["a={dir}/no.txt", "--output", "{dir}/no/a.png"],
+            "no is not a directory: make it, or pass another file",
+        ),
+        (plot_profile, ["table.txt", "--output", "{dir}/a.png"], "pass LABEL=FILE"),
+        (
+            plot_profile,
+            ["a=/absent", "--output", "{dir}/a.png"],
+            "pass a table that --profile wrote",
+        ),
+        (plot_profile, ["a={dir}/text", "--output", "{dir}/a.png"], "no row of an operation"),
+        (plot_profile, ["--quux"], "the following arguments are required: LABEL=FILE, --output"),
+        (demo_corpus, [], "the following arguments are required: --output"),
+        (
+            demo_corpus,
+            ["--output", "{dir}/other.json"],
+            "other.json: cannot be written (File exists)",
+        ),
+        (gemm_error, ["--rows", "0"], "pass numbers above 0"),
+        (
+            gemm_error,
+            ["--rows", "4", "--depth", "40", "--chunks", "8", "0"],
+            "pass numbers above 0",
+        ),
+        (
+            gemm_error,
+            ["--rows", "4", "--depth", "40", "--chunks", "70000"],
+            "--chunks 70000: pass numbers from 1 to 65536",
+        ),
+        (gemm_error, ["--quux"], "unknown flag --quux"),
+    ],
+)
 def test_mistakes_of_the_tools_are_one_line(tool, words, message, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "text").write_text("no")
     assert call(tool, *(word.format(dir=tmp_path) for word in words)) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith(tool.__name__.rpartition(".")[2] + ": ") and message in err and err.count("\n") == 1
+    assert (
+        out == ""
+        and err.startswith(tool.__name__.rpartition(".")[2] + ": ")
+        and message in err
+        and err.count("\n") == 1
+    )
 
 
-@pytest.mark.parametrize("words, message", [
-    ([], "python -m benchmarks: the following arguments are required: family"),
-    (["stepp"], "python -m benchmarks: argument family: invalid choice: 'stepp'"),
-    (["step", "--ranks", "x"], "python -m benchmarks: argument --ranks: invalid int value: 'x'"),
-    (["step", "--quux"], "python -m benchmarks: unknown flag --quux"),
-])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ([], "python -m benchmarks: the following arguments are required: family"),
+        (["stepp"], "python -m benchmarks: argument family: invalid choice: 'stepp'"),
+        (
+            ["step", "--ranks", "x"],
+            "python -m benchmarks: argument --ranks: invalid int value: 'x'",
+        ),
+        (["step", "--quux"], "python -m benchmarks: unknown flag --quux"),
+    ],
+)
 def test_mistakes_of_the_benchmarks_are_one_line(words, message, capsys):
     with pytest.raises(SystemExit) as end:
         benchmarks(words)
-    assert str(end.value).startswith(message) and "\n" not in str(end.value) and capsys.readouterr() == ("", "")
+    assert (
+        str(end.value).startswith(message)
+        and "\n" not in str(end.value)
+        and capsys.readouterr() == ("", "")
+    )
 
 
 # gemm_error ----------------------------------------------------------------------------------------------------------------------
 
+
 def test_errors_are_those_of_the_formats():
     with kernels.target("portable"):
-        errors = gemm_error.measure(gemm_error.Case(name="c", left=1.0, right=0.02), 24, 512, (1, 16, 256))
+        errors = gemm_error.measure(
+            gemm_error.Case(name="c", left=1.0, right=0.02), 24, 512, (1, 16, 256)
+        )
         large = gemm_error.measure(gemm_error.CASES[-1], 8, 128, (16,))
     # A rounding to p bits has a relative error below 2^-p, its root mean square is about 0.4 of that.
     assert 0.3 * 2**-11 < errors.fp16_result < 0.6 * 2**-11
     assert errors.bf16_operands == pytest.approx(8 * errors.fp16_operands, rel=0.2)
     assert errors.fp32_sums < 1e-6
-    assert errors.fp16_result < errors.chunks[1] * 2 and errors.chunks[1] < errors.chunks[16] < errors.chunks[256] < 2**-7
+    assert (
+        errors.fp16_result < errors.chunks[1] * 2
+        and errors.chunks[1] < errors.chunks[16] < errors.chunks[256] < 2**-7
+    )
     assert errors.overflows == set() and large.overflows == {16}
     assert gemm_error.table([large], (16,))[2].endswith("| overflow |")
 
@@ -79,7 +131,9 @@ def test_a_row_for_each_case(capsys):
     try:
         assert call(gemm_error, "--rows", 4, "--depth", 40, "--chunks", 8) == 0
     finally:
-        kernels.flush_denormals(False)  # which hypothesis refuses in tests that follow in this process
+        kernels.flush_denormals(
+            False
+        )  # which hypothesis refuses in tests that follow in this process
     printed = capsys.readouterr().out.splitlines()
     formats, split = 3 + len(gemm_error.CASES), 4 + gemm_error.FP32_CASES * len(gemm_error.DEPTHS)
     assert len(printed) == formats + split and "4 x 4 sums of 40 terms" in printed[0]
@@ -88,33 +142,67 @@ def test_a_row_for_each_case(capsys):
 
 # Pictures ------------------------------------------------------------------------------------------------------------------------
 
+
 def test_a_profile_is_read_back_and_drawn(tmp_path):
     profiler = Profiler()
     profiler.peak_gflops, profiler.steps = 100.0, [2.0]
-    profiler.events = [Event("kernels", "linear_forward", 0.0, 1.0, 40e9), Event("communication", "dp all_reduce", 1.0, 0.5)]
+    profiler.events = [
+        Event("kernels", "linear_forward", 0.0, 1.0, 40e9),
+        Event("communication", "dp all_reduce", 1.0, 0.5),
+    ]
     table = tmp_path / "table_rank0.txt"
     table.write_text("\n".join(profiler.table()) + "\n")
-    assert plot_profile.read_table(table) == {"linear_forward": 1.0, "dp all_reduce": 0.5, "Python, autograd and the rest": 0.5}
-    assert call(plot_profile, "--output", tmp_path / "step.png", f"before={table}", f"after={table}") == 0
+    assert plot_profile.read_table(table) == {
+        "linear_forward": 1.0,
+        "dp all_reduce": 0.5,
+        "Python, autograd and the rest": 0.5,
+    }
+    assert (
+        call(plot_profile, "--output", tmp_path / "step.png", f"before={table}", f"after={table}")
+        == 0
+    )
     assert (tmp_path / "step.png").read_bytes().startswith(PNG)
 
 
-STEP = {"dtype": "fp32", "micro_batch_size": 4, "ratio": 2.0, "recipe": "124m", "cpu": "a CPU", "threads": 2,
-        "ours": {"tokens_per_s": 500.0},
-        "baseline": {"tokens_per_s": 250.0, "name": "plain", "compiled": True, "preload": "tcmalloc"}}
-PLAN = {"changes": [{"name": "native kernels", "seconds": 138.0, "note": ""}, {"name": "ranks per CMG", "seconds": 138.0,
-                                                                              "note": "not taken: 139 s"},
-                    {"name": "overlap", "seconds": 55.0, "note": "not in the trainer yet"}]}
+STEP = {
+    "dtype": "fp32",
+    "micro_batch_size": 4,
+    "ratio": 2.0,
+    "recipe": "124m",
+    "cpu": "a CPU",
+    "threads": 2,
+    "ours": {"tokens_per_s": 500.0},
+    "baseline": {"tokens_per_s": 250.0, "name": "plain", "compiled": True, "preload": "tcmalloc"},
+}
+PLAN = {
+    "changes": [
+        {"name": "native kernels", "seconds": 138.0, "note": ""},
+        {"name": "ranks per CMG", "seconds": 138.0, "note": "not taken: 139 s"},
+        {"name": "overlap", "seconds": 55.0, "note": "not in the trainer yet"},
+    ]
+}
 
 
 def test_every_side_of_the_readmes_picture_has_a_bar(tmp_path):
     assert [(name, value) for name, value, _ in plot_result.bars([STEP])] == [
-        ("FP32, micro-batch 4: this program (2.00 x)", 500.0), ("PyTorch, torch.compile, tcmalloc", 250.0)]
+        ("FP32, micro-batch 4: this program (2.00 x)", 500.0),
+        ("PyTorch, torch.compile, tcmalloc", 250.0),
+    ]
     shipped = {**STEP, "baseline": {**STEP["baseline"], "mkl": "shipped"}}
     assert plot_result.bars([shipped])[1][0] == "PyTorch, torch.compile, tcmalloc, MKL as shipped"
     expected = [("published run, printed", 252.0), ("native kernels", 138.0)]
     assert [(name, value) for name, value, _ in plot_result.steps(PLAN, 252.0)] == expected
     for name, content in (("step", STEP), ("plan", PLAN)):
         (tmp_path / name).write_text(json.dumps(content))
-    assert call(plot_result, "--output", tmp_path / "a.png", "--plan", tmp_path / "plan", tmp_path / "step") == 0
+    assert (
+        call(
+            plot_result,
+            "--output",
+            tmp_path / "a.png",
+            "--plan",
+            tmp_path / "plan",
+            tmp_path / "step",
+        )
+        == 0
+    )
     assert (tmp_path / "a.png").stat().st_size > 5_000

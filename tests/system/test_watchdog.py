@@ -60,24 +60,57 @@ class Group:
 
 HANG, LOST = ExitCode.HANG, ExitCode.LOST_RANK
 GROUPS = {
-    "stopped": Group(("wait", "stop"), (HANG,), ("rank 1 (node ", f") stopped in {MICRO_BATCH}, ",
-                     "; 1 rank waits for it; stacks of all ranks: "), ("in forever", "state T (stopped)")),
-    "stopped while waiting": Group(("wait", "stop_while_waiting"), (HANG,), ("rank 1 (node ", "; 1 rank waits for it")),
+    "stopped": Group(
+        ("wait", "stop"),
+        (HANG,),
+        (
+            "rank 1 (node ",
+            f") stopped in {MICRO_BATCH}, ",
+            "; 1 rank waits for it; stacks of all ranks: ",
+        ),
+        ("in forever", "state T (stopped)"),
+    ),
+    "stopped while waiting": Group(
+        ("wait", "stop_while_waiting"), (HANG,), ("rank 1 (node ", "; 1 rank waits for it")
+    ),
     "killed": Group(("wait", "die"), (LOST,), (f"is gone, last seen in {MICRO_BATCH}",)),
     "stands still": Group(("forward", "wait"), (HANG, HANG), ("rank 0 (node ",)),
-    "holds Python's lock": Group(("wait", "hold_the_lock"), (HANG,), ("rank 1 (node ", "stopped in a kernel, iteration 12"),
-                                 ("", "in hold_the_lock")),
-    "deadlock": Group(("wait", "wait"), (HANG, HANG), ("no rank computes, all 2 wait: ", "rank 0 (node ", "rank 1 (node ")),
+    "holds Python's lock": Group(
+        ("wait", "hold_the_lock"),
+        (HANG,),
+        ("rank 1 (node ", "stopped in a kernel, iteration 12"),
+        ("", "in hold_the_lock"),
+    ),
+    "deadlock": Group(
+        ("wait", "wait"),
+        (HANG, HANG),
+        ("no rank computes, all 2 wait: ", "rank 0 (node ", "rank 1 (node "),
+    ),
     # before the first iteration longer than the limit without a sign of life, with Python's lock held most of the time
     "works": Group(("compute",), (0,)),
     "a rank of another node": Group(
-        ("wait", "stop", "wait"), (HANG,), (f"rank 1 (node made-up 1) stopped in {MICRO_BATCH}, ", "; 2 ranks wait for it"),
-        ("most recent call first",) * 3, nodes=(0, 1, 1)),
+        ("wait", "stop", "wait"),
+        (HANG,),
+        (f"rank 1 (node made-up 1) stopped in {MICRO_BATCH}, ", "; 2 ranks wait for it"),
+        ("most recent call first",) * 3,
+        nodes=(0, 1, 1),
+    ),
     "a whole node": Group(
-        ("wait", "wait", "stop"), (LOST,), (f"rank 2 (node made-up 2) and its node do not answer, last seen in {MICRO_BATCH}, ",
-                                            "; 2 ranks wait for it"), nodes=(0, 1, 2)),
-    "the first node": Group(("stop", "wait"), (-signal.SIGKILL, LOST), ("rank 0 (node made-up 0) and its node do not answer, ",),
-                            speaker=1, nodes=(0, 1)),
+        ("wait", "wait", "stop"),
+        (LOST,),
+        (
+            f"rank 2 (node made-up 2) and its node do not answer, last seen in {MICRO_BATCH}, ",
+            "; 2 ranks wait for it",
+        ),
+        nodes=(0, 1, 2),
+    ),
+    "the first node": Group(
+        ("stop", "wait"),
+        (-signal.SIGKILL, LOST),
+        ("rank 0 (node made-up 0) and its node do not answer, ",),
+        speaker=1,
+        nodes=(0, 1),
+    ),
 }
 
 
@@ -87,10 +120,23 @@ def start(directory: Path, group: Group, path: str = "") -> list[subprocess.Pope
     sockets, started = [open_socket("127.0.0.1") for _ in group.nodes], []
     for rank, word in enumerate(group.words):
         opened = sockets[rank].fileno() if sockets else 0
-        more = (group.nodes[rank], max(group.nodes) + 1, opened, sockets[0].getsockname()[1]) if sockets else ()
+        more = (
+            (group.nodes[rank], max(group.nodes) + 1, opened, sockets[0].getsockname()[1])
+            if sockets
+            else ()
+        )
         words = (rank, len(group.words), SECONDS, word, *more)
-        started.append(subprocess.Popen([sys.executable, PROGRAM, directory, *map(str, words)], env=environment, text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[opened]))
+        started.append(
+            subprocess.Popen(
+                [sys.executable, PROGRAM, directory, *map(str, words)],
+                env=environment,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=[opened],
+            )
+        )
     for inherited in sockets:
         inherited.close()
     return started
@@ -106,15 +152,24 @@ def let_hang(processes: Iterable[subprocess.Popen]) -> None:
             process.stdin.flush()
 
 
-def end(directory: Path, group: Group, processes: list[subprocess.Popen]) -> tuple[list[int | None], str, list[str]]:
+def end(
+    directory: Path, group: Group, processes: list[subprocess.Popen]
+) -> tuple[list[int | None], str, list[str]]:
     """Wait until those have ended that end by themselves: (codes, what the speaker said, stacks of each rank)."""
     try:
         _, said = processes[group.speaker].communicate(timeout=120)
         for process, code in zip(processes, group.codes):
             if code != -signal.SIGKILL:
                 process.wait(timeout=200)
-        files = [next(iter(directory.glob(f"hang_*/rank{rank}.txt")), None) for rank in range(len(processes))]
-        return [process.poll() for process in processes], said, [file.read_text() if file else "" for file in files]
+        files = [
+            next(iter(directory.glob(f"hang_*/rank{rank}.txt")), None)
+            for rank in range(len(processes))
+        ]
+        return (
+            [process.poll() for process in processes],
+            said,
+            [file.read_text() if file else "" for file in files],
+        )
     finally:
         for process in processes:
             process.kill()
@@ -134,7 +189,8 @@ def ended(tmp_path_factory):
 def test_what_hangs_is_named_with_its_stack_and_the_job_ends(ended, name):
     group, (codes, said, found) = GROUPS[name], ended[name]
     assert [code for code, expected in zip(codes, group.codes) if expected != -signal.SIGKILL] == [
-        code for code in group.codes if code != -signal.SIGKILL], said
+        code for code in group.codes if code != -signal.SIGKILL
+    ], said
     assert all(words in said for words in group.said) and said.count("\n") == bool(group.said), said
     assert all(words in text for words, text in zip(group.stacks, found)), found
 
@@ -170,9 +226,15 @@ def standing(rank: int, seconds: float, what: str = "all_reduce") -> Standing:
 
 
 def test_one_of_many_is_named_with_the_number_that_waits():
-    census = count([standing(37, 61, "forward of micro-batch 3")], [standing(r, 60) for r in range(512) if r != 37])
+    census = count(
+        [standing(37, 61, "forward of micro-batch 3")],
+        [standing(r, 60) for r in range(512) if r != 37],
+    )
     found = judge(census)
-    assert found.text == "rank 37 (node c9) stopped in forward of micro-batch 3, 61 s ago; 511 ranks wait for it"
+    assert (
+        found.text
+        == "rank 37 (node c9) stopped in forward of micro-batch 3, 61 s ago; 511 ranks wait for it"
+    )
     assert (found.code, found.stuck) == (ExitCode.HANG, (37,))
 
 
@@ -184,23 +246,38 @@ def test_many_stuck_ranks_are_counted_and_four_are_named():
 
 @pytest.mark.parametrize("stuck, waiting", [([], []), ([59], [59, 59]), ([], [59, 80, 80])])
 def test_nothing_is_said_too_early(stuck, waiting):
-    assert judge(count(map(standing, range(9), stuck), [standing(r, s) for r, s in enumerate(waiting, 9)])) is None
+    assert (
+        judge(
+            count(
+                map(standing, range(9), stuck), [standing(r, s) for r, s in enumerate(waiting, 9)]
+            )
+        )
+        is None
+    )
 
 
 def test_a_node_that_hears_of_no_other_waits_longer_for_their_word():
     census = count([], [standing(0, 100), standing(1, 100)])
     assert judge(census, alone=True) is None
     found = judge(count([], [standing(0, 121), standing(1, 121)]), alone=True)
-    assert found.text.startswith("all 2 ranks of this node wait, and no other node has reported a stuck rank: rank 0 (node c0)")
+    assert found.text.startswith(
+        "all 2 ranks of this node wait, and no other node has reported a stuck rank: rank 0 (node c0)"
+    )
 
 
 def test_silence_of_a_node_counts_when_nobody_else_moves():
     """Lost datagrams do not end a job that continues."""
     silent = Standing(7, "c7", "forward of micro-batch 3", 90.0, 60.0, SILENT)
-    for others in (count([], [standing(0, 0.1)]), count([], [standing(0, 29)]), count([], [], [standing(0, 0)])):
+    for others in (
+        count([], [standing(0, 0.1)]),
+        count([], [standing(0, 29)]),
+        count([], [], [standing(0, 0)]),
+    ):
         assert judge(merge([others, count([silent], [])])) is None
     found = judge(merge([count([], [standing(0, 61)]), count([silent], [])]))
-    assert found.code == ExitCode.LOST_RANK and found.text.startswith("rank 7 (node c7) and its node do not answer")
+    assert found.code == ExitCode.LOST_RANK and found.text.startswith(
+        "rank 7 (node c7) and its node do not answer"
+    )
 
 
 def test_ranks_that_never_spoke_are_named():
@@ -228,10 +305,17 @@ def test_the_limit_follows_the_slowest_iteration():
 
 
 def test_a_report_of_thousands_of_nodes_stays_short():
-    waiting = [count([], [Standing(rank, f"c{rank:05}", "all_reduce", 61.0, 60.0)]) for rank in range(12287)]
+    waiting = [
+        count([], [Standing(rank, f"c{rank:05}", "all_reduce", 61.0, 60.0)])
+        for rank in range(12287)
+    ]
     stuck = count([Standing(12287, "c12287", "forward of micro-batch 3", 61.0, 60.0)], [])
     whole = merge([*waiting, stuck])
-    assert judge(whole).text.endswith("; 12287 ranks wait for it") and whole.nodes == 12288 and len(whole.waiters) == NAMED
+    assert (
+        judge(whole).text.endswith("; 12287 ranks wait for it")
+        and whole.nodes == 12288
+        and len(whole.waiters) == NAMED
+    )
     assert parent(0) is None and max(parent(node) for node in range(1, 12288)) * FAN < 12288
 
 
@@ -259,14 +343,25 @@ def test_reports_go_up_and_answers_down():
     assert (whole.ranks, whole.waiting, whole.nodes) == (2, 1, 2)
     first.report(own, whole, 60.0, 100.2)
     receive(second, 100.3)
-    assert not second.alone(60.0, 200.0) and not second.deserted(60.0, 166.0) and second.deserted(60.0, 167.0)
+    assert (
+        not second.alone(60.0, 200.0)
+        and not second.deserted(60.0, 166.0)
+        and second.deserted(60.0, 167.0)
+    )
     assert second.whole(MOVES, 60.0, 167.0).stuck[0].rank == 0
     second.leave()
     receive(first, 200.0)
     assert first.whole(own, 60.0, 200.0) == merge([own])  # not silent: it has ended
 
 
-STRANGE = (b"", b"[]", b"7", b'{"token": 6, "end": {}}', b'{"token": 5}', b'{"token": 5, "node": 1, "own": 3, "whole": []}')
+STRANGE = (
+    b"",
+    b"[]",
+    b"7",
+    b'{"token": 6, "end": {}}',
+    b'{"token": 5}',
+    b'{"token": 5, "node": 1, "own": 3, "whole": []}',
+)
 
 
 @pytest.mark.parametrize("data", STRANGE)
@@ -278,7 +373,9 @@ def test_what_others_send_is_ignored(data):
 
 
 def test_a_census_survives_the_wire():
-    census = Census(2, 1, (Standing(1, "b", "x", 2.0, 3.0),), 0, (Standing(2, "c", "y", 2.0, 3.0),), (), (7,), 2)
+    census = Census(
+        2, 1, (Standing(1, "b", "x", 2.0, 3.0),), 0, (Standing(2, "c", "y", 2.0, 3.0),), (), (7,), 2
+    )
     first, second = pair()
     second.report(census, census, 60.0, 100.0)
     receive(first, 100.0)

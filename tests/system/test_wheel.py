@@ -21,14 +21,31 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-TRAIN = ["train", "--recipe", "demo", "--mock-data", "--train-iters", "2", "--micro-batch-size", "1", "--global-batch-size", "1"]
+TRAIN = [
+    "train",
+    "--recipe",
+    "demo",
+    "--mock-data",
+    "--train-iters",
+    "2",
+    "--micro-batch-size",
+    "1",
+    "--global-batch-size",
+    "1",
+]
 
 
 def run(command: list[str | Path], folder: Path, **options) -> subprocess.CompletedProcess:
     """A program in `folder`, with nothing around it that would lead to the checkout."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(list(map(str, command)), cwd=folder, env={**environment, "OMP_NUM_THREADS": "2"}, capture_output=True,
-                          text=True, **options)
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=folder,
+        env={**environment, "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        **options,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -39,7 +56,10 @@ def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     with open(ROOT / "setup.py") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        run([*PIP, "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", folder, ROOT], folder)
+        run(
+            [*PIP, "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", folder, ROOT],
+            folder,
+        )
     return next(folder.glob("fugaku_megatron-*.whl"))
 
 
@@ -49,8 +69,13 @@ def bin_folder(wheel, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
     venv.create(folder, symlinks=True)
     site = next(folder.glob("lib/python*/site-packages"))
-    (site / "packages.pth").write_text(sysconfig.get_path("purelib") + "\n")  # without its .pth files: one leads to the checkout
-    run([*PIP, "--python", folder / "bin" / "python", "install", "--no-deps", "--no-index", wheel], folder)
+    (site / "packages.pth").write_text(
+        sysconfig.get_path("purelib") + "\n"
+    )  # without its .pth files: one leads to the checkout
+    run(
+        [*PIP, "--python", folder / "bin" / "python", "install", "--no-deps", "--no-index", wheel],
+        folder,
+    )
     return folder / "bin"
 
 
@@ -59,14 +84,20 @@ def names(wheel: Path) -> set[str]:
 
 
 def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel):
-    tracked = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "fugaku_megatron"], cwd=ROOT, capture_output=True,
-                             text=True)
+    tracked = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "fugaku_megatron"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     if tracked.returncode:
         pytest.skip("not a git checkout: what belongs to the package is not known")
     files = {name for name in tracked.stdout.split() if (ROOT / name).exists()}
     extension = {name for name in names(wheel) if name.endswith(".so")}
     assert names(wheel) - extension == files
-    assert [Path(name).name for name in extension] == [f"_kernels{sysconfig.get_config_var('EXT_SUFFIX')}"]
+    assert [Path(name).name for name in extension] == [
+        f"_kernels{sysconfig.get_config_var('EXT_SUFFIX')}"
+    ]
 
 
 def test_the_extension_names_libraries_but_no_folders(wheel, tmp_path):
@@ -83,16 +114,26 @@ def test_the_extension_names_libraries_but_no_folders(wheel, tmp_path):
 def test_the_wheel_trains_without_the_checkout(bin_folder, tmp_path):
     program = "import fugaku_megatron, torch; print(fugaku_megatron.__file__, torch.__file__)"
     package, torch = run([bin_folder / "python", "-c", program], tmp_path).stdout.split()
-    assert Path(package).is_relative_to(bin_folder.parent) and not Path(torch).is_relative_to(bin_folder.parent)
+    assert Path(package).is_relative_to(bin_folder.parent) and not Path(torch).is_relative_to(
+        bin_folder.parent
+    )
     quick = ["--vocab-size", "512", "--kernels", "native"]
-    job = run([bin_folder / "fugaku-megatron", *TRAIN, *quick, "--save", tmp_path / "checkpoint"], tmp_path)
+    job = run(
+        [bin_folder / "fugaku-megatron", *TRAIN, *quick, "--save", tmp_path / "checkpoint"],
+        tmp_path,
+    )
     assert " iteration        2/       2 |" in job.stdout
     assert (tmp_path / "checkpoint" / "latest_checkpointed_iteration.txt").read_text() == "2\n"
 
 
-@pytest.mark.parametrize("words, answer", [
-    ("--help", "usage: fugaku-megatron COMMAND"), ("tables --document 001", "001"),
-    ("predict --recipe 124m --nodes 4 --machine grace", "(model")])
+@pytest.mark.parametrize(
+    "words, answer",
+    [
+        ("--help", "usage: fugaku-megatron COMMAND"),
+        ("tables --document 001", "001"),
+        ("predict --recipe 124m --nodes 4 --machine grace", "(model"),
+    ],
+)
 def test_the_wheel_holds_its_data(bin_folder, tmp_path, words, answer):
     assert answer in run([bin_folder / "fugaku-megatron", *words.split()], tmp_path).stdout
 
@@ -101,7 +142,9 @@ def test_the_wheel_holds_its_data(bin_folder, tmp_path, words, answer):
 def test_pip_install_in_an_empty_environment(tmp_path):
     """With build isolation, from a copy of the sources without anything built, that is gone before the first run."""
     source, environment = tmp_path / "source", tmp_path / "environment"
-    left_out = shutil.ignore_patterns("build", "dist", "demo", "bench", "*.so", "*.egg-info", "__pycache__", ".*")
+    left_out = shutil.ignore_patterns(
+        "build", "dist", "demo", "bench", "*.so", "*.egg-info", "__pycache__", ".*"
+    )
     shutil.copytree(ROOT, source, ignore=left_out)
     venv.create(environment, with_pip=True, symlinks=True)
     python, program = environment / "bin" / "python", environment / "bin" / "fugaku-megatron"

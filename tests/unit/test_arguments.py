@@ -11,12 +11,18 @@ from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.config.run_config import GROUPS, RunConfig
 from fugaku_megatron.costs.accounting import parameters
 
-BASE = shlex.split("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --vocab-size 96")
+BASE = shlex.split(
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --vocab-size 96"
+)
 
 
 def value(run: RunConfig, name: str) -> object:
     """The value of a field, whichever group holds it."""
-    return next(getattr(getattr(run, group), name) for group, config in GROUPS.items() if name in {f.name for f in fields(config)})
+    return next(
+        getattr(getattr(run, group), name)
+        for group, config in GROUPS.items()
+        if name in {f.name for f in fields(config)}
+    )
 
 
 def test_help_names_and_explains_every_flag():
@@ -39,54 +45,105 @@ VALUES = """
 """
 
 
-@pytest.mark.parametrize("pair", [v.strip() for line in VALUES.strip().splitlines() for v in line.split("|")])
+@pytest.mark.parametrize(
+    "pair", [v.strip() for line in VALUES.strip().splitlines() for v in line.split("|")]
+)
 def test_a_value_arrives_in_its_field_and_takes_the_place_of_a_recipes(pair):
     flag, text = pair.split()
     name = flag[2:].replace("-", "_")
     parsed = value(parse([*BASE, "--save", "d", flag, text]).run, name)
     assert type(parsed)(text) == parsed and not isinstance(parsed, bool)
-    if name not in ("num_attention_heads", "hidden_size", "seq_length", "max_position_embeddings", "hysteresis"):
+    if name not in (
+        "num_attention_heads",
+        "hidden_size",
+        "seq_length",
+        "max_position_embeddings",
+        "hysteresis",
+    ):
         more = ["--max-position-embeddings", "2048", "--save", "d", "--min-lr", "0"]
         assert value(parse(["--recipe", "124m", *more, flag, text]).run, name) == parsed
 
 
 def test_several_values_switches_and_old_names():
     plain = parse([*BASE, "--dry-run", "--world-size", "512"])
-    assert plain.dry_run and plain.world_size == 512 and plain.recipe is None and plain.notes == () and not parse(BASE).dry_run
-    assert [parse([*BASE, *flags]).run.training.use_flush_denormal
-            for flags in ([], ["--use-flush-denormal"], ["--no-use-flush-denormal"])] == [True, True, False]
-    assert [parse(["--recipe", "124m", "--fp16", *flags]).run.system.fp16_accumulation_chunk
-            for flags in ([], ["--fp16-accumulation"], ["--fp16-accumulation-chunk", "128"])] == [None, 64, 128]
-    run = parse([*BASE, *shlex.split(
-        "--rampup-batch-size 4 4 100 --global-batch-size 16 --data-path 0.3 a 0.7 b --vocab-file v --merge-file m --bf16 "
-        "--use-distributed-optimizer --checkpoint-activations --log-params-norm --log-num-zeros-in-grad")]).run
-    assert run.batch.rampup_batch_size == (4, 4, 100) and run.data.data_path == ("0.3", "a", "0.7", "b")
+    assert (
+        plain.dry_run
+        and plain.world_size == 512
+        and plain.recipe is None
+        and plain.notes == ()
+        and not parse(BASE).dry_run
+    )
+    assert [
+        parse([*BASE, *flags]).run.training.use_flush_denormal
+        for flags in ([], ["--use-flush-denormal"], ["--no-use-flush-denormal"])
+    ] == [True, True, False]
+    assert [
+        parse(["--recipe", "124m", "--fp16", *flags]).run.system.fp16_accumulation_chunk
+        for flags in ([], ["--fp16-accumulation"], ["--fp16-accumulation-chunk", "128"])
+    ] == [None, 64, 128]
+    run = parse(
+        [
+            *BASE,
+            *shlex.split(
+                "--rampup-batch-size 4 4 100 --global-batch-size 16 --data-path 0.3 a 0.7 b --vocab-file v --merge-file m --bf16 "
+                "--use-distributed-optimizer --checkpoint-activations --log-params-norm --log-num-zeros-in-grad"
+            ),
+        ]
+    ).run
+    assert run.batch.rampup_batch_size == (4, 4, 100) and run.data.data_path == (
+        "0.3",
+        "a",
+        "0.7",
+        "b",
+    )
     assert (run.data.vocab_file, run.data.merge_file) == ("v", "m") and run.precision.bf16
     assert run.parallel.zero_stage == 1 and run.training.recompute_granularity == "full"
     assert run.output.log_params_norm and run.output.log_num_zeros_in_grad
-    old = parse([*BASE, *shlex.split("--batch-size 8 --model-parallel-size 2 --pipe-parallel-size 2 --warmup-iters 3 --fp16 "
-                                     "--checkpoint-num-layers 2 --recompute-activations")]).run
+    old = parse(
+        [
+            *BASE,
+            *shlex.split(
+                "--batch-size 8 --model-parallel-size 2 --pipe-parallel-size 2 --warmup-iters 3 --fp16 "
+                "--checkpoint-num-layers 2 --recompute-activations"
+            ),
+        ]
+    ).run
     assert (old.batch.micro_batch_size, old.parallel.tensor_model_parallel_size) == (8, 2)
     assert (old.parallel.pipeline_model_parallel_size, old.optimizer.lr_warmup_iters) == (2, 3)
-    assert (old.training.recompute_num_layers, old.training.recompute_granularity, old.precision.name) == (2, "selective", "fp16")
+    assert (
+        old.training.recompute_num_layers,
+        old.training.recompute_granularity,
+        old.precision.name,
+    ) == (2, "selective", "fp16")
 
 
-@pytest.mark.parametrize(("given", "more", "needed"), [
-    ("--sequence-parallel", "", "--tensor-model-parallel-size above 1"),
-    ("--loss-scale 128", "--bf16", "--fp16"), ("--hysteresis 2", "", "--fp16"), ("--initial-loss-scale 65536", "", "--fp16"),
-    ("--recompute-num-layers 2", "--recompute-activations", "--recompute-granularity full"),
-    ("--profile-ranks 1", "", "--profile"), ("--tokenizer-type x", "--mock-data", "--vocab-file or --tokenizer-model"),
-    ("--save-interval 9", "", "--save"),
-])
+@pytest.mark.parametrize(
+    ("given", "more", "needed"),
+    [
+        ("--sequence-parallel", "", "--tensor-model-parallel-size above 1"),
+        ("--loss-scale 128", "--bf16", "--fp16"),
+        ("--hysteresis 2", "", "--fp16"),
+        ("--initial-loss-scale 65536", "", "--fp16"),
+        ("--recompute-num-layers 2", "--recompute-activations", "--recompute-granularity full"),
+        ("--profile-ranks 1", "", "--profile"),
+        ("--tokenizer-type x", "--mock-data", "--vocab-file or --tokenizer-model"),
+        ("--save-interval 9", "", "--save"),
+    ],
+)
 def test_a_flag_without_effect_gets_a_note(given, more, needed):
-    assert parse([*BASE, *given.split(), *more.split()]).notes == (f"{given.split()[0]} has no effect without {needed}",)
-    full = ("--fp16 --checkpoint-activations --profile --vocab-file v --merge-file m --save s "
-            "--tensor-model-parallel-size 2").split()
+    assert parse([*BASE, *given.split(), *more.split()]).notes == (
+        f"{given.split()[0]} has no effect without {needed}",
+    )
+    full = (
+        "--fp16 --checkpoint-activations --profile --vocab-file v --merge-file m --save s "
+        "--tensor-model-parallel-size 2"
+    ).split()
     assert parse([*BASE, *given.split(), *full]).notes == ()
 
 
 def test_the_launch_line_of_a_cpu_fork_parses():
-    arguments = parse(shlex.split("""
+    arguments = parse(
+        shlex.split("""
         --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-layers 12 --hidden-size 768 --num-attention-heads 12
         --micro-batch-size 1 --global-batch-size 1024 --seq-length 1024 --max-position-embeddings 1024 --train-iters 500000
         --lr-decay-iters 320000 --lr 0.00015 --min-lr 1.0e-5 --lr-decay-style cosine --lr-warmup-fraction .01 --weight-decay 1e-2
@@ -95,37 +152,73 @@ def test_the_launch_line_of_a_cpu_fork_parses():
         --log-interval 1 --save-interval 10000 --eval-interval 1000 --eval-iters 10 --no-cuda --checkpoint-activations
         --use-cpu-initialization --num-workers 0 --cpu-optimizer --cpu-torch-adam --use-flush-denormal
         --tensorboard-dir tensorboard --log-params-norm
-    """))
+    """)
+    )
     run = arguments.run
-    assert (run.model.num_layers, run.batch.global_batch_size, run.optimizer.lr) == (12, 1024, 1.5e-4)
+    assert (run.model.num_layers, run.batch.global_batch_size, run.optimizer.lr) == (
+        12,
+        1024,
+        1.5e-4,
+    )
     assert (run.training.recompute_granularity, run.optimizer.lr_warmup_fraction) == ("full", 0.01)
-    noted = ("--data-impl", "--distributed-backend", "--DDP-impl", "--local_rank", "--no-cuda", "--use-cpu-initialization",
-             "--num-workers", "--cpu-optimizer", "--cpu-torch-adam")
+    noted = (
+        "--data-impl",
+        "--distributed-backend",
+        "--DDP-impl",
+        "--local_rank",
+        "--no-cuda",
+        "--use-cpu-initialization",
+        "--num-workers",
+        "--cpu-optimizer",
+        "--cpu-torch-adam",
+    )
     assert set(arguments.notes) == {f"{name}: {OTHER_FLAGS[name].note}" for name in noted}
     for name in ("--no-cuda", "--cpu-optimizer", "--use-flash-attn"):
-        assert parse([*BASE, name]).run == parse(BASE).run and "\n" not in parse([*BASE, name]).notes[0]
+        assert (
+            parse([*BASE, name]).run == parse(BASE).run
+            and "\n" not in parse([*BASE, name]).notes[0]
+        )
 
 
-@pytest.mark.parametrize(("flags", "message"), [
-    ("--num-layer 3", "unknown flag --num-layer: did you mean --num-layers?"),
-    ("--tensor-model-paralell-size=2", "unknown flag --tensor-model-paralell-size=2: did you mean --tensor-model-parallel-size?"),
-    ("--quux 3", "unknown flag --quux: see --help"),
-    ("stray", "--vocab-size takes one value, and 2 words follow it, 96 stray: leave out stray"),
-    ("--step-batch-size-schedule 0:1 2.4B:320", "--step-batch-size-schedule takes one value, and 2 words follow it, 0:1 2.4B:320: "
-     "put them in quotes, --step-batch-size-schedule '0:1 2.4B:320'"),
-    ("--step-batch-size-schedule=0:1 2.4B:320 9B:4 --bf16", ".* 3 words follow it, 0:1 2.4B:320 9B:4: put them in quotes"),
-    ("--bf16 yes", "--bf16 takes no value: leave out yes"),
-    ("--rampup-batch-size 1 2 3 4", "--rampup-batch-size takes 3 values, and 4 words follow it, 1 2 3 4: leave out 4"),
-    ("--num-layers x", "argument --num-layers/--encoder-num-layers: invalid int value: 'x'"),
-    ("--num-layers", "argument --num-layers/--encoder-num-layers: expected one argument"),
-    ("--lr-decay-style stepwise", "argument --lr-decay-style: invalid choice: 'stepwise'"),
-    ("--num-attention-heads 5", "--hidden-size 32 is not divisible by --num-attention-heads 5"),
-    ("--kv-channels 6", "--kv-channels is 6, .* kernels take multiples of 4: pass one, or --kernels torch"),
-    ("--hidden-size 24", "--kv-channels is 6, by default hidden size / attention heads"),
-    ("--optimizer sgd", "argument --optimizer: invalid choice: 'sgd'"),
-    ("--world-size 4", "--world-size 4 goes with --dry-run"), ("--dry-run --world-size 0", "--world-size is 0"),
-    ("--recipe 124n", "--recipe 124n is unknown: pass one of demo, 124m, .*did you mean 124m"),
-])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--num-layer 3", "unknown flag --num-layer: did you mean --num-layers?"),
+        (
+            "--tensor-model-paralell-size=2",
+            "unknown flag --tensor-model-paralell-size=2: did you mean --tensor-model-parallel-size?",
+        ),
+        ("--quux 3", "unknown flag --quux: see --help"),
+        ("stray", "--vocab-size takes one value, and 2 words follow it, 96 stray: leave out stray"),
+        (
+            "--step-batch-size-schedule 0:1 2.4B:320",
+            "--step-batch-size-schedule takes one value, and 2 words follow it, 0:1 2.4B:320: "
+            "put them in quotes, --step-batch-size-schedule '0:1 2.4B:320'",
+        ),
+        (
+            "--step-batch-size-schedule=0:1 2.4B:320 9B:4 --bf16",
+            ".* 3 words follow it, 0:1 2.4B:320 9B:4: put them in quotes",
+        ),
+        ("--bf16 yes", "--bf16 takes no value: leave out yes"),
+        (
+            "--rampup-batch-size 1 2 3 4",
+            "--rampup-batch-size takes 3 values, and 4 words follow it, 1 2 3 4: leave out 4",
+        ),
+        ("--num-layers x", "argument --num-layers/--encoder-num-layers: invalid int value: 'x'"),
+        ("--num-layers", "argument --num-layers/--encoder-num-layers: expected one argument"),
+        ("--lr-decay-style stepwise", "argument --lr-decay-style: invalid choice: 'stepwise'"),
+        ("--num-attention-heads 5", "--hidden-size 32 is not divisible by --num-attention-heads 5"),
+        (
+            "--kv-channels 6",
+            "--kv-channels is 6, .* kernels take multiples of 4: pass one, or --kernels torch",
+        ),
+        ("--hidden-size 24", "--kv-channels is 6, by default hidden size / attention heads"),
+        ("--optimizer sgd", "argument --optimizer: invalid choice: 'sgd'"),
+        ("--world-size 4", "--world-size 4 goes with --dry-run"),
+        ("--dry-run --world-size 0", "--world-size is 0"),
+        ("--recipe 124n", "--recipe 124n is unknown: pass one of demo, 124m, .*did you mean 124m"),
+    ],
+)
 def test_mistakes_are_one_line(flags, message):
     with pytest.raises(ValueError, match=message.replace("?", r"\?")) as caught:
         parse([*BASE, *shlex.split(flags)])
@@ -133,13 +226,17 @@ def test_mistakes_are_one_line(flags, message):
 
 
 def test_missing_flags_and_misspelled_fields_are_named():
-    with pytest.raises(ValueError, match="^--num-layers, --num-attention-heads, --seq-length, --micro-batch-size must be "):
+    with pytest.raises(
+        ValueError,
+        match="^--num-layers, --num-attention-heads, --seq-length, --micro-batch-size must be ",
+    ):
         parse(["--hidden-size", "32"])
     with pytest.raises(AssertionError, match="num_layer"):
         make_run("demo", {"num_layer": 3})
 
 
 # Recipes -----------------------------------------------------------------------------------------------------------------------
+
 
 def test_recipes_have_their_published_sizes():
     millions = {name: parameters(make_run(name, {"vocab_size": 50257})) / 1e6 for name in RECIPES}
@@ -154,17 +251,27 @@ def test_recipes_have_their_published_sizes():
 def test_a_recipe_alone_is_the_recipe_and_its_flags_make_the_model_again(name):
     recipe = RECIPES[name]()
     assert make_run(name, {}) == recipe == parse(["--recipe", name.upper()]).run
-    words = shlex.split(f"--seq-length {recipe.model.seq_length} --micro-batch-size 1 --train-iters 1")
+    words = shlex.split(
+        f"--seq-length {recipe.model.seq_length} --micro-batch-size 1 --train-iters 1"
+    )
     assert parse([*model_flags(recipe.model), *words]).run.model == recipe.model
 
 
 def test_a_flag_drops_what_the_recipe_derived_from_the_old_value():
     run = make_run("124m", {"hidden_size": 96, "seq_length": 2048, "lr": 1e-5})
-    assert (run.model.ffn_hidden_size, run.model.max_position_embeddings, run.optimizer.min_lr) == (384, 2048, 0.0)
-    assert make_run("124m", {"hidden_size": 96, "ffn_hidden_size": 100}).model.ffn_hidden_size == 100
+    assert (run.model.ffn_hidden_size, run.model.max_position_embeddings, run.optimizer.min_lr) == (
+        384,
+        2048,
+        0.0,
+    )
+    assert (
+        make_run("124m", {"hidden_size": 96, "ffn_hidden_size": 100}).model.ffn_hidden_size == 100
+    )
     for recipe in RECIPES:
         run = make_run(recipe, {"train_samples": 10000})
         assert run.training.train_iters is None and run.training.train_samples == 10000
-        assert run.optimizer.lr_warmup_fraction or run.optimizer.lr_warmup_samples, "the warm-up of the recipe stays"
+        assert run.optimizer.lr_warmup_fraction or run.optimizer.lr_warmup_samples, (
+            "the warm-up of the recipe stays"
+        )
     run = make_run("124m", {"lr_warmup_iters": 3})
     assert run.optimizer.lr_warmup_iters == 3 and run.optimizer.lr_warmup_fraction is None

@@ -18,7 +18,9 @@ from tests.llama_models import FAMILIES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_every_family_is_timed_both_ways(dtype, tp):
-    timings = start_choices.measure_kernels(small_run(hidden_dropout=0.1, attention_dropout=0.1), tp, dtype)
+    timings = start_choices.measure_kernels(
+        small_run(hidden_dropout=0.1, attention_dropout=0.1), tp, dtype
+    )
     assert [t.family for t in timings] == list(OPERATIONS)
     assert all(t.native > 0 and t.torch > 0 for t in timings)
 
@@ -28,8 +30,17 @@ def test_the_parts_of_other_blocks_are_timed(family):
     """Those that the model is made of."""
     called = set()
     cases = start_choices.kernel_cases(small_run(**FAMILIES[family]), 2, torch.float32)
-    watched = Observed(Ops.build(), ("gated_mlp", "mlp", "attention", "bias_dropout_add_rms_norm", "bias_dropout_add_layer_norm"),
-                       lambda name, function, args, kwargs: called.add(name) or function(*args, **kwargs))
+    watched = Observed(
+        Ops.build(),
+        (
+            "gated_mlp",
+            "mlp",
+            "attention",
+            "bias_dropout_add_rms_norm",
+            "bias_dropout_add_layer_norm",
+        ),
+        lambda name, function, args, kwargs: called.add(name) or function(*args, **kwargs),
+    )
     for case in cases.values():
         case(watched).backward()
     assert called == {"gated_mlp", "attention", "bias_dropout_add_rms_norm"}
@@ -38,8 +49,14 @@ def test_the_parts_of_other_blocks_are_timed(family):
 def test_long_sequences_are_timed_in_part():
     """At 131,072 tokens the calls would take minutes, and torch's mask of a window 16 GiB."""
     lengths = set()
-    watched = Observed(Ops.build(), ("attention",), lambda name, function, args, kwargs: lengths.add(len(args[0])) or args[0])
-    cases = start_choices.kernel_cases(small_run(seq_length=131072, window_size="512,0"), 1, torch.float32)
+    watched = Observed(
+        Ops.build(),
+        ("attention",),
+        lambda name, function, args, kwargs: lengths.add(len(args[0])) or args[0],
+    )
+    cases = start_choices.kernel_cases(
+        small_run(seq_length=131072, window_size="512,0"), 1, torch.float32
+    )
     cases["attention"](watched)
     assert lengths == {start_choices.LAYER_TOKENS}
 
@@ -47,7 +64,12 @@ def test_long_sequences_are_timed_in_part():
 def test_the_faster_one_is_used():
     timings = [start_choices.Timing("gemm", 1.0, 2.0), start_choices.Timing("attention", 2.0, 1.0)]
     assert [t.faster for t in timings] == ["native", "torch"]
-    assert start_choices.kernel_table(timings)[1].split() == ["gemm", "1000.00", "2000.00", "native"]
+    assert start_choices.kernel_table(timings)[1].split() == [
+        "gemm",
+        "1000.00",
+        "2000.00",
+        "native",
+    ]
 
 
 class UnitForBf16(TorchDispatchMode):
@@ -59,8 +81,10 @@ class UnitForBf16(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
-        self.matmuls += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm) and all(
-            x.dtype == torch.bfloat16 for x in tensors)
+        self.matmuls += function.overloadpacket in (
+            torch.ops.aten.mm,
+            torch.ops.aten.addmm,
+        ) and all(x.dtype == torch.bfloat16 for x in tensors)
         return function(*args, **(kwargs or {}))
 
     def seconds(self, case, ops):
@@ -71,7 +95,9 @@ class UnitForBf16(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("bf16, gemm", [(True, "torch"), (False, "native")])
-def test_torchs_matmuls_are_taken_where_they_are_faster_whatever_the_cpu_says(monkeypatch, bf16, gemm):
+def test_torchs_matmuls_are_taken_where_they_are_faster_whatever_the_cpu_says(
+    monkeypatch, bf16, gemm
+):
     unit, run = UnitForBf16(), small_run(bf16=bf16)
     monkeypatch.setattr(start_choices, "_seconds", unit.seconds)
     choice = choose_kernels(run, Layout.from_run(run, 1), SoloComm())

@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from fugaku_megatron import cli
 from fugaku_megatron.config.arguments import make_run, parse
 from fugaku_megatron.data.build import build_datasets
-from fugaku_megatron.data.chat_dataset import PADDING, ChatDataset, ChatFiles, ChatWriter, Packing, packing_lines, signed, unsigned
+from fugaku_megatron.data.chat_dataset import (
+    PADDING,
+    ChatDataset,
+    ChatFiles,
+    ChatWriter,
+    Packing,
+    packing_lines,
+    signed,
+    unsigned,
+)
 from fugaku_megatron.data.chats import Chat, ChatTemplate, read_chat, shown
 from fugaku_megatron.data.chats import user_turn as user
 from fugaku_megatron.data.files import Document
@@ -24,7 +33,17 @@ from fugaku_megatron.data.library_tokenizers import HuggingFaceTokenizer
 from fugaku_megatron.data.marks import COUNTED, FIRST
 from fugaku_megatron.training.dry_run import report
 
-SPECIAL = ["<s>", "</s>", "<|start|>", "<|end|>", "<|eot|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
+SPECIAL = [
+    "<s>",
+    "</s>",
+    "<|start|>",
+    "<|end|>",
+    "<|eot|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<think>",
+    "</think>",
+]
 
 # The forms of published templates in a few lines, for texts alone: Llama 3, ChatML, Mistral.
 LLAMA_3 = """{{ bos_token }}{% for message in messages %}{{ '<|start|>' + message['role'] + '<|end|>\n\n'
@@ -85,7 +104,10 @@ QWEN_3 = """{%- set ns = namespace(last_query_index=0) %}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-FORGETFUL = CHATML.replace("message['content']", "(message['content'] if loop.last else message['content'].split('</think>')[-1])")
+FORGETFUL = CHATML.replace(
+    "message['content']",
+    "(message['content'] if loop.last else message['content'].split('</think>')[-1])",
+)
 ENDLESS = CHATML.replace("+ '<|im_end|>\n' }}", "+ '\n' }}")
 
 
@@ -101,9 +123,19 @@ def write_tokenizer(path: Path) -> Path:
     """A byte-level tokenizer with the special tokens of all templates, and that of ChatML as its own template."""
     path.mkdir(exist_ok=True)
     kind = tokenizers.Tokenizer(tokenizers.models.BPE())
-    kind.pre_tokenizer, kind.decoder = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False), tokenizers.decoders.ByteLevel()
-    kind.train_from_iterator(["user assistant system one two three"], tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=SPECIAL, show_progress=False, initial_alphabet=kind.pre_tokenizer.alphabet()))
+    kind.pre_tokenizer, kind.decoder = (
+        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
+        tokenizers.decoders.ByteLevel(),
+    )
+    kind.train_from_iterator(
+        ["user assistant system one two three"],
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=300,
+            special_tokens=SPECIAL,
+            show_progress=False,
+            initial_alphabet=kind.pre_tokenizer.alphabet(),
+        ),
+    )
     kind.save(str(path / "tokenizer.json"))
     own = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (path / "tokenizer_config.json").write_text(json.dumps(own))
@@ -123,24 +155,53 @@ def tokenizer(folder) -> HuggingFaceTokenizer:
 
 def rendered(tokenizer, template: str | None, record: dict) -> str:
     """The text of a chat with [+ and +] around what is trained."""
-    tokens = ChatTemplate(tokenizer, template).encode(read_chat(Document("a.jsonl", 1, json.dumps(record).encode())))
+    tokens = ChatTemplate(tokenizer, template).encode(
+        read_chat(Document("a.jsonl", 1, json.dumps(record).encode()))
+    )
     return shown(tokens, tokenizer.decode, colour=False)
 
 
 CASES = {
-    "llama 3": (LLAMA_3, TALK, "<s><|start|>user<|end|>\n\none?<|eot|><|start|>assistant<|end|>\n\n[+two<|eot|>+]"
-                "<|start|>user<|end|>\n\nand?<|eot|><|start|>assistant<|end|>\n\n[+three<|eot|>+]"),
-    "chatml": (CHATML, TALK, "<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\n[+two <|im_end|>\n+]"
-               "<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n[+three<|im_end|>\n+]"),
-    "mistral": (MISTRAL, TALK, "<s>[INST] one? [/INST][+ two </s>+][INST] and? [/INST][+ three</s>+]"),
-    "markers": (MARKED, TALK, "<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\n[+two <|im_end|>+]\n"
-                "<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n[+three<|im_end|>+]\n"),
-    "qwen 2.5": (QWEN_25, [user("a"), {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]},
-                           {"role": "tool", "content": "b"}, assistant("c")],
-                 "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant[+\nf()<|im_end|>\n+]<|im_start|>user\nb<|im_end|>\n"
-                 "<|im_start|>assistant[+\nc<|im_end|>\n+]"),
-    "qwen 3": (QWEN_3, THOUGHT, "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n[+<think>\nb\n</think>\n\nc<|im_end|>\n+]"
-               "<|im_start|>user\nd<|im_end|>\n<|im_start|>assistant\n[+<think>\n\n</think>\n\ne<|im_end|>\n+]"),
+    "llama 3": (
+        LLAMA_3,
+        TALK,
+        "<s><|start|>user<|end|>\n\none?<|eot|><|start|>assistant<|end|>\n\n[+two<|eot|>+]"
+        "<|start|>user<|end|>\n\nand?<|eot|><|start|>assistant<|end|>\n\n[+three<|eot|>+]",
+    ),
+    "chatml": (
+        CHATML,
+        TALK,
+        "<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\n[+two <|im_end|>\n+]"
+        "<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n[+three<|im_end|>\n+]",
+    ),
+    "mistral": (
+        MISTRAL,
+        TALK,
+        "<s>[INST] one? [/INST][+ two </s>+][INST] and? [/INST][+ three</s>+]",
+    ),
+    "markers": (
+        MARKED,
+        TALK,
+        "<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\n[+two <|im_end|>+]\n"
+        "<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n[+three<|im_end|>+]\n",
+    ),
+    "qwen 2.5": (
+        QWEN_25,
+        [
+            user("a"),
+            {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]},
+            {"role": "tool", "content": "b"},
+            assistant("c"),
+        ],
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant[+\nf()<|im_end|>\n+]<|im_start|>user\nb<|im_end|>\n"
+        "<|im_start|>assistant[+\nc<|im_end|>\n+]",
+    ),
+    "qwen 3": (
+        QWEN_3,
+        THOUGHT,
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n[+<think>\nb\n</think>\n\nc<|im_end|>\n+]"
+        "<|im_start|>user\nd<|im_end|>\n<|im_start|>assistant\n[+<think>\n\n</think>\n\ne<|im_end|>\n+]",
+    ),
 }
 
 
@@ -154,28 +215,58 @@ def test_of_a_prompt_and_a_completion_the_completion_is_trained(tokenizer):
     assert rendered(tokenizer, None, {"prompt": "2+2=", "completion": "4"}) == "2+2=[+4</s>+]"
     assert rendered(tokenizer, None, {"prompt": "2+2=", "completion": "4</s>"}) == "2+2=[+4</s>+]"
     split = {"prompt": TALK[:3], "completion": TALK[3:]}
-    assert rendered(tokenizer, None, split).count("[+") == 1 and rendered(tokenizer, None, split).endswith("[+three<|im_end|>\n+]")
+    assert rendered(tokenizer, None, split).count("[+") == 1 and rendered(
+        tokenizer, None, split
+    ).endswith("[+three<|im_end|>\n+]")
     several = rendered(tokenizer, None, {"prompt": TALK[:1], "completion": TALK[1:]})
     assert several == CASES["chatml"][2], "a question in a completion is not trained"
 
 
-@pytest.mark.parametrize("template, messages, reason", [
-    (FORGETFUL, THOUGHT, "the chat template renders the chat up to message 2 differently alone and in the whole chat"),
-    (ENDLESS, TALK, "does not end a turn of the assistant with a special token that is trained"),
-    (CHATML + "{% generation %}{% endgeneration %}", TALK, "a.jsonl:1: the template renders no token of the assistant"),
-    (MISTRAL, [{"role": "system", "content": "x"}, *TALK], r"cannot render it \(TemplateError: only user and assistant\)"),
-    ("{% if %}", TALK, r"cannot render it \(TemplateSyntaxError: "),
-    (CHATML, TALK[1:2], "cannot render it"),
-])
+@pytest.mark.parametrize(
+    "template, messages, reason",
+    [
+        (
+            FORGETFUL,
+            THOUGHT,
+            "the chat template renders the chat up to message 2 differently alone and in the whole chat",
+        ),
+        (
+            ENDLESS,
+            TALK,
+            "does not end a turn of the assistant with a special token that is trained",
+        ),
+        (
+            CHATML + "{% generation %}{% endgeneration %}",
+            TALK,
+            "a.jsonl:1: the template renders no token of the assistant",
+        ),
+        (
+            MISTRAL,
+            [{"role": "system", "content": "x"}, *TALK],
+            r"cannot render it \(TemplateError: only user and assistant\)",
+        ),
+        ("{% if %}", TALK, r"cannot render it \(TemplateSyntaxError: "),
+        (CHATML, TALK[1:2], "cannot render it"),
+    ],
+)
 def test_what_cannot_be_masked_is_refused(tokenizer, template, messages, reason):
     with pytest.raises(ValueError, match=reason):
         rendered(tokenizer, template, {"messages": messages})
 
 
 def test_the_tokens_that_end_an_answer_and_its_prompt(tokenizer):
-    names = {name: {SPECIAL[token] for token in ChatTemplate(tokenizer, CASES[name][0]).ends} for name in CASES}
+    names = {
+        name: {SPECIAL[token] for token in ChatTemplate(tokenizer, CASES[name][0]).ends}
+        for name in CASES
+    }
     assert names["llama 3"] == {"<|eot|>", "</s>"} and names["mistral"] == {"</s>"}
-    assert names["chatml"] == names["markers"] == names["qwen 2.5"] == names["qwen 3"] == {"<|im_end|>", "</s>"}
+    assert (
+        names["chatml"]
+        == names["markers"]
+        == names["qwen 2.5"]
+        == names["qwen 3"]
+        == {"<|im_end|>", "</s>"}
+    )
     prompt = ChatTemplate(tokenizer).prompt([user("a")])
     assert tokenizer.decode(prompt) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
 
@@ -183,7 +274,11 @@ def test_the_tokens_that_end_an_answer_and_its_prompt(tokenizer):
 def test_texts_of_any_kind_are_printed_without_commands_for_the_terminal(tokenizer):
     ids = np.array(tokenizer.encode("a\x1b[2Jb" + "x" * 1000), np.int32)
     text = shown(signed(ids, np.arange(len(ids)) < 3), tokenizer.decode, colour=True)
-    assert text.startswith("\033[32ma\N{REPLACEMENT CHARACTER}[\033[0m2Jbx") and " ... " in text and len(text) < 700
+    assert (
+        text.startswith("\033[32ma\N{REPLACEMENT CHARACTER}[\033[0m2Jbx")
+        and " ... " in text
+        and len(text) < 700
+    )
 
 
 # The command ---------------------------------------------------------------------------------------------------------------------
@@ -192,53 +287,107 @@ GOOD = {"messages": TALK}
 
 
 def write_lines(path: Path, *records) -> Path:
-    path.write_text("\n".join(record if isinstance(record, str) else json.dumps(record) for record in records) + "\n")
+    path.write_text(
+        "\n".join(record if isinstance(record, str) else json.dumps(record) for record in records)
+        + "\n"
+    )
     return path
 
 
 def preprocess(folder, source, prefix, *more: str) -> int:
-    return cli.main(["preprocess", "--chat", "--input", str(source), "--output-prefix", str(prefix), "--tokenizer-type",
-                     "HuggingFaceTokenizer", "--tokenizer-model", str(folder), *more])
+    return cli.main(
+        [
+            "preprocess",
+            "--chat",
+            "--input",
+            str(source),
+            "--output-prefix",
+            str(prefix),
+            "--tokenizer-type",
+            "HuggingFaceTokenizer",
+            "--tokenizer-model",
+            str(folder),
+            *more,
+        ]
+    )
 
 
 def test_preprocess_writes_chats_and_which_tokens_are_trained(folder, tokenizer, tmp_path, capsys):
-    records = [{"messages": [user(f"q{i}" * (i % 7)), assistant(f"a{i}" * (1 + i % 5))]} for i in range(200)]
+    records = [
+        {"messages": [user(f"q{i}" * (i % 7)), assistant(f"a{i}" * (1 + i % 5))]}
+        for i in range(200)
+    ]
     write_lines(tmp_path / "in.jsonl", *records)
     assert preprocess(folder, tmp_path / "in.jsonl", tmp_path / "one", "--keep-order") == 0
     files, template = ChatFiles(tmp_path / "one"), ChatTemplate(tokenizer)
     expected = [template.encode(Chat(record["messages"])) for record in records]
-    written = [signed(files.get(i).astype(np.int32), files.trained(i, len(files.get(i)))) for i in range(200)]
+    written = [
+        signed(files.get(i).astype(np.int32), files.trained(i, len(files.get(i))))
+        for i in range(200)
+    ]
     assert all(map(np.array_equal, written, expected))
     trained = sum(int((tokens < 0).sum()) for tokens in expected)
     assert files.count_trained(0, files.sequence_lengths) == trained
     said = capsys.readouterr().out
-    assert f"200 chats, {sum(map(len, expected))} tokens, {trained} of them trained" in said and "train --sft --data-path" in said
-    assert said.count("--- chat ") == 10 and "<|im_start|>assistant\n[+a0<|im_end|>\n+]" in said and "turn by turn" in said
+    assert (
+        f"200 chats, {sum(map(len, expected))} tokens, {trained} of them trained" in said
+        and "train --sft --data-path" in said
+    )
+    assert (
+        said.count("--- chat ") == 10
+        and "<|im_start|>assistant\n[+a0<|im_end|>\n+]" in said
+        and "turn by turn" in said
+    )
     for workers in "12":  # shuffled: the same in every way, each chat with its own mask
-        assert preprocess(folder, tmp_path / "in.jsonl", tmp_path / f"w{workers}", "--workers", workers) == 0
+        assert (
+            preprocess(
+                folder, tmp_path / "in.jsonl", tmp_path / f"w{workers}", "--workers", workers
+            )
+            == 0
+        )
     for suffix in (".bin", ".idx", ".mask", ".tokenizer.json"):
         assert (tmp_path / f"w1{suffix}").read_bytes() == (tmp_path / f"w2{suffix}").read_bytes()
     files = ChatFiles(tmp_path / "w1")
-    shuffled = [signed(files.get(i).astype(np.int32), files.trained(i, len(files.get(i)))).tolist() for i in range(200)]
-    assert shuffled != [tokens.tolist() for tokens in expected] and sorted(shuffled) == sorted(t.tolist() for t in expected)
+    shuffled = [
+        signed(files.get(i).astype(np.int32), files.trained(i, len(files.get(i)))).tolist()
+        for i in range(200)
+    ]
+    assert shuffled != [tokens.tolist() for tokens in expected] and sorted(shuffled) == sorted(
+        t.tolist() for t in expected
+    )
 
 
-@pytest.mark.parametrize("bad, reason", [
-    ('{"messages": [', "not a line of JSON"),
-    ("[]", "expected a JSON object with messages"),
-    ({"messages": []}, "messages is empty: a chat without messages"),
-    ({"messages": "x"}, "messages is a str, not a list of messages"),
-    ({"messages": [user("a"), {"role": "bot", "content": "b"}]}, "message 2 of messages has the unknown role 'bot'"),
-    ({"messages": [user("a")]}, "messages has no message of the assistant"),
-    ({"messages": [user("a"), {"role": "assistant", "content": [1]}]}, "message 2 of messages: its content is list, not text"),
-    ({"messages": ["a"]}, "message 1 of messages is not an object with role and content"),
-    ({"text": "a"}, "neither messages nor prompt and completion, only 'text'"),
-    ({"prompt": "a", "completion": ""}, "completion is empty"),
-    ({"prompt": "a", "completion": [assistant("b")]}, "prompt is a str, not a list"),
-    ({**GOOD, "tools": "[}"}, "tools is text that is not JSON (Expecting value"),
-    ({**GOOD, "chat_template_kwargs": {"truncation": True, "max_length": 3}}, "chat_template_kwargs has max_length, truncation, "),
-    ({**GOOD, "chat_template_kwargs": 1}, "tools must be a list, and chat_template_kwargs an object"),
-])
+@pytest.mark.parametrize(
+    "bad, reason",
+    [
+        ('{"messages": [', "not a line of JSON"),
+        ("[]", "expected a JSON object with messages"),
+        ({"messages": []}, "messages is empty: a chat without messages"),
+        ({"messages": "x"}, "messages is a str, not a list of messages"),
+        (
+            {"messages": [user("a"), {"role": "bot", "content": "b"}]},
+            "message 2 of messages has the unknown role 'bot'",
+        ),
+        ({"messages": [user("a")]}, "messages has no message of the assistant"),
+        (
+            {"messages": [user("a"), {"role": "assistant", "content": [1]}]},
+            "message 2 of messages: its content is list, not text",
+        ),
+        ({"messages": ["a"]}, "message 1 of messages is not an object with role and content"),
+        ({"text": "a"}, "neither messages nor prompt and completion, only 'text'"),
+        ({"prompt": "a", "completion": ""}, "completion is empty"),
+        ({"prompt": "a", "completion": [assistant("b")]}, "prompt is a str, not a list"),
+        ({**GOOD, "tools": "[}"}, "tools is text that is not JSON (Expecting value"),
+        (
+            {**GOOD, "chat_template_kwargs": {"truncation": True, "max_length": 3}},
+            "chat_template_kwargs has max_length, truncation, ",
+        ),
+        (
+            {**GOOD, "chat_template_kwargs": 1},
+            "tools must be a list, and chat_template_kwargs an object",
+        ),
+    ],
+)
 def test_a_bad_line_is_named_and_nothing_is_written(folder, tmp_path, capsys, bad, reason):
     write_lines(tmp_path / "in.jsonl", *[GOOD] * 16, bad, GOOD)
     assert preprocess(folder, tmp_path / "in.jsonl", tmp_path / "out") == 2
@@ -255,11 +404,18 @@ def test_other_mistakes_of_preprocess(folder, tmp_path, capsys):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (bare / name).write_bytes((folder / name).read_bytes())
     for more, reason in (
-            (("--input", str(tmp_path / "text.txt")), "is plain text, and chats are JSON lines"),
-            (("--tokenizer-model", str(bare)), "has no chat template: pass one as --chat-template FILE"),
-            (("--chat-template", "missing.jinja"), "--chat-template missing.jinja: cannot be read"),
-            (("--append-eod",), "--append-eod and --json-keys do not go with --chat"),
-            (("--tokenizer-type", "NullTokenizer", "--vocab-size", "9"), "--chat needs a tokenizer with a chat template")):
+        (("--input", str(tmp_path / "text.txt")), "is plain text, and chats are JSON lines"),
+        (
+            ("--tokenizer-model", str(bare)),
+            "has no chat template: pass one as --chat-template FILE",
+        ),
+        (("--chat-template", "missing.jinja"), "--chat-template missing.jinja: cannot be read"),
+        (("--append-eod",), "--append-eod and --json-keys do not go with --chat"),
+        (
+            ("--tokenizer-type", "NullTokenizer", "--vocab-size", "9"),
+            "--chat needs a tokenizer with a chat template",
+        ),
+    ):
         assert preprocess(folder, chats, tmp_path / "out", *more) == 2
         said = capsys.readouterr().err.strip()
         assert reason in said and len(said.splitlines()) == 1, more
@@ -267,6 +423,7 @@ def test_other_mistakes_of_preprocess(folder, tmp_path, capsys):
 
 
 # The three files -----------------------------------------------------------------------------------------------------------------
+
 
 def write_chats(prefix: Path, lengths, token: int = 5) -> ChatFiles:
     """Chats of these lengths. Their tokens count up from `token`, and all but the first two of each are trained."""
@@ -286,9 +443,15 @@ def test_masks_are_read_as_they_were_written(tmp_path_factory, masks):
             writer.add_document(signed(np.arange(len(mask)), np.array(mask)))
     files = ChatFiles(prefix)
     assert [files.trained(i, len(mask)).tolist() for i, mask in enumerate(masks)] == masks
-    assert [files.get(i).tolist() for i in range(len(masks))] == [[*range(len(mask))] for mask in masks]
-    assert writer.trained == sum(map(sum, masks)) and os.path.getsize(f"{prefix}.mask") == 36 + -(-sum(map(len, masks)) // 8)
-    assert files.count_trained(0, np.array([*map(len, masks)])) == sum(sum(mask[1:]) for mask in masks)
+    assert [files.get(i).tolist() for i in range(len(masks))] == [
+        [*range(len(mask))] for mask in masks
+    ]
+    assert writer.trained == sum(map(sum, masks)) and os.path.getsize(f"{prefix}.mask") == 36 + -(
+        -sum(map(len, masks)) // 8
+    )
+    assert files.count_trained(0, np.array([*map(len, masks)])) == sum(
+        sum(mask[1:]) for mask in masks
+    )
 
 
 def test_a_mask_that_does_not_fit_is_refused(tmp_path):
@@ -298,11 +461,24 @@ def test_a_mask_that_does_not_fit_is_refused(tmp_path):
     write_chats(tmp_path / "tokens", [9, 8], token=6)
     good = (tmp_path / "a.mask").read_bytes()
     for content, reason in (
-            ((tmp_path / "longer.mask").read_bytes(), r"it is the mask of 18 tokens, and .*a\.bin has 17"),
-            ((tmp_path / "lengths.mask").read_bytes(), r"it belongs to another .*a\.bin of as many tokens"),
-            ((tmp_path / "tokens.mask").read_bytes(), r"it belongs to another .*a\.bin of as many tokens"),
-            (good[:-1], "2 bytes of bits"), (good[:-1] + b"\xff", "damaged"), (good[:10], "not a mask"), (b"", "not a mask"),
-            (good[:8] + b"\2" + good[9:], "version 2, and version 1 is known")):
+        (
+            (tmp_path / "longer.mask").read_bytes(),
+            r"it is the mask of 18 tokens, and .*a\.bin has 17",
+        ),
+        (
+            (tmp_path / "lengths.mask").read_bytes(),
+            r"it belongs to another .*a\.bin of as many tokens",
+        ),
+        (
+            (tmp_path / "tokens.mask").read_bytes(),
+            r"it belongs to another .*a\.bin of as many tokens",
+        ),
+        (good[:-1], "2 bytes of bits"),
+        (good[:-1] + b"\xff", "damaged"),
+        (good[:10], "not a mask"),
+        (b"", "not a mask"),
+        (good[:8] + b"\2" + good[9:], "version 2, and version 1 is known"),
+    ):
         (tmp_path / "a.mask").write_bytes(content)
         with pytest.raises(ValueError, match=rf"a\.mask: .*{reason}"):
             ChatFiles(tmp_path / "a")
@@ -314,7 +490,10 @@ def test_a_mask_that_does_not_fit_is_refused(tmp_path):
 def test_chats_are_not_read_as_pretraining_data(tmp_path):
     """Such a run would train the user's turns."""
     write_chats(tmp_path / "a", [9, 8, 7])
-    with pytest.raises(ValueError, match=r"a\.mask says which tokens .* without --sft trains all of them: pass --sft"):
+    with pytest.raises(
+        ValueError,
+        match=r"a\.mask says which tokens .* without --sft trains all of them: pass --sft",
+    ):
         build_datasets([str(tmp_path / "a")], "100,0,0", 8, (1, 0, 0), 1)
     (tmp_path / "a.mask").unlink()
     assert build_datasets([str(tmp_path / "a")], "100,0,0", 8, (1, 0, 0), 1)[0] is not None
@@ -341,6 +520,7 @@ def test_files_of_a_killed_writer_do_not_look_whole(tmp_path, monkeypatch, renam
 
 # Packing -------------------------------------------------------------------------------------------------------------------------
 
+
 def fitted(lengths, size: int) -> list[int]:
     """What is left of each sample after best fit decreasing, chat by chat."""
     rooms: list[int] = []
@@ -353,7 +533,13 @@ def fitted(lengths, size: int) -> list[int]:
     return sorted(rooms)
 
 
-@given(st.integers(1, 40).flatmap(lambda size: st.tuples(st.just(size), st.lists(st.integers(1, size), min_size=1, max_size=80))))
+@given(
+    st.integers(1, 40).flatmap(
+        lambda size: st.tuples(
+            st.just(size), st.lists(st.integers(1, size), min_size=1, max_size=80)
+        )
+    )
+)
 @settings(settings.get_profile("ci"), max_examples=300)
 def test_packing_is_best_fit_decreasing(case):
     size, lengths = case
@@ -366,7 +552,9 @@ def test_packing_is_best_fit_decreasing(case):
 
 @given(st.lists(st.integers(2, 17), min_size=1, max_size=30), st.integers(0, 2**32 - 1))
 @settings(settings.get_profile("ci"), max_examples=25)
-def test_samples_hold_whole_chats_and_each_epoch_has_every_chat_once(tmp_path_factory, lengths, seed):
+def test_samples_hold_whole_chats_and_each_epoch_has_every_chat_once(
+    tmp_path_factory, lengths, seed
+):
     files = write_chats(tmp_path_factory.mktemp("chats") / "c", lengths)
     data = ChatDataset(files, "train", range(len(lengths)), 1, 16, seed)
     again = ChatDataset(files, "train", range(len(lengths)), 3 * len(data), 16, seed)
@@ -379,17 +567,28 @@ def test_samples_hold_whole_chats_and_each_epoch_has_every_chat_once(tmp_path_fa
             own = again.chats_of(i)
             expected = np.concatenate([files.get(chat) for chat in own])
             assert len(tokens) == 17 and tokens[: len(expected)].tolist() == expected.tolist()
-            assert not (tokens[len(expected) :] - PADDING).any() and not (marks[len(expected) :] & COUNTED).any()
+            assert (
+                not (tokens[len(expected) :] - PADDING).any()
+                and not (marks[len(expected) :] & COUNTED).any()
+            )
             begins = np.cumsum([0, *(lengths[chat] for chat in own)])
-            assert np.flatnonzero(marks & FIRST).tolist() == [begin for begin in begins.tolist() if begin < 17]
-            places = [marks[begin : begin + lengths[chat]] & COUNTED for begin, chat in zip(begins, own)]
-            assert all(place.tolist() == [0, 0, *[1] * len(place)][: len(place)] for place in places)
+            assert np.flatnonzero(marks & FIRST).tolist() == [
+                begin for begin in begins.tolist() if begin < 17
+            ]
+            places = [
+                marks[begin : begin + lengths[chat]] & COUNTED for begin, chat in zip(begins, own)
+            ]
+            assert all(
+                place.tolist() == [0, 0, *[1] * len(place)][: len(place)] for place in places
+            )
             chats, counted = chats + own, counted + int((marks & COUNTED).sum())
         assert sorted(chats) == [*range(len(lengths))]
     assert counted == 3 * data.num_trained == 3 * sum(length - 2 for length in lengths)
     fresh = ChatDataset(files, "train", range(len(lengths)), 3 * len(data), 16, seed)
     last = len(fresh) - 1
-    assert np.array_equal(fresh[last], again[last]) and np.array_equal(fresh[0], data[0]), "of the seed and the number alone"
+    assert np.array_equal(fresh[last], again[last]) and np.array_equal(fresh[0], data[0]), (
+        "of the seed and the number alone"
+    )
 
 
 def test_epochs_and_seeds_differ(tmp_path):
@@ -398,20 +597,31 @@ def test_epochs_and_seeds_differ(tmp_path):
     for seed in (1, 2):
         data = ChatDataset(files, "train", range(60), 40, 16, seed)
         per_epoch = len(data.packing)
-        orders += [[data.chats_of(i) for i in range(start, start + per_epoch)] for start in (0, per_epoch)]
+        orders += [
+            [data.chats_of(i) for i in range(start, start + per_epoch)] for start in (0, per_epoch)
+        ]
     assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
 
 
 def test_chats_that_are_too_long(tmp_path):
     files = write_chats(tmp_path / "c", [5, 30, 17, 40])
-    with pytest.raises(ValueError, match=r"train data of .*c: chat 1, counted from 0, has 30 tokens, and a sample takes "
-                       r"--seq-length 16 \+ 1; 2 of 3 chats are too long, the longest has 40: .*--sft-truncate"):
+    with pytest.raises(
+        ValueError,
+        match=r"train data of .*c: chat 1, counted from 0, has 30 tokens, and a sample takes "
+        r"--seq-length 16 \+ 1; 2 of 3 chats are too long, the longest has 40: .*--sft-truncate",
+    ):
         ChatDataset(files, "train", range(1, 4), 1, 16, 1)
     data = ChatDataset(files, "train", range(1, 4), 1, 16, 1, truncate=True)
-    assert data.num_tokens == 51 and len(data) == 3 and data.chats_cut == 2 and data.num_trained == 45
-    assert sorted(data[i][0, 0] for i in range(3)) == [10, 40, 57] and (np.diff(data[0][0]) == 1).all()
-    assert packing_lines(data) == [f"train data of {tmp_path}/c: 3 chats of 51 tokens in 3 samples of 17 an epoch: 100.0% is not "
-                                   "padding, 88.2% counts in the loss; --sft-truncate cut 2 chats"]
+    assert (
+        data.num_tokens == 51 and len(data) == 3 and data.chats_cut == 2 and data.num_trained == 45
+    )
+    assert (
+        sorted(data[i][0, 0] for i in range(3)) == [10, 40, 57] and (np.diff(data[0][0]) == 1).all()
+    )
+    assert packing_lines(data) == [
+        f"train data of {tmp_path}/c: 3 chats of 51 tokens in 3 samples of 17 an epoch: 100.0% is not "
+        "padding, 88.2% counts in the loss; --sft-truncate cut 2 chats"
+    ]
     with pytest.raises(ValueError, match="it has no chats"):
         ChatDataset(files, "valid", range(0), 1, 16, 1)
 
@@ -422,10 +632,17 @@ def test_a_run_reads_blends_and_splits_of_chats(tmp_path):
     paths = ["3", str(tmp_path / "a"), "1", str(tmp_path / "b")]
     train, valid, _ = build_datasets(paths, "80,20,0", 16, (60, 4, 0), 1, 2000, cuts_chats=False)
     first = [train[i] for i in range(60)]
-    assert all(sample.shape == (2, 17) for sample in first) and sum(sample[0, 0] >= 1000 for sample in first) == 15
+    assert (
+        all(sample.shape == (2, 17) for sample in first)
+        and sum(sample[0, 0] >= 1000 for sample in first) == 15
+    )
     assert len(packing_lines(train)) == 2 and valid[0].shape == (2, 17)
-    held_out = {chat for part in valid.datasets for i in range(len(part)) for chat in part.chats_of(i)}
-    trained = {chat for i in range(len(train.datasets[0])) for chat in train.datasets[0].chats_of(i)}
+    held_out = {
+        chat for part in valid.datasets for i in range(len(part)) for chat in part.chats_of(i)
+    }
+    trained = {
+        chat for i in range(len(train.datasets[0])) for chat in train.datasets[0].chats_of(i)
+    }
     assert trained == {*range(24)} and held_out >= {*range(24, 30)}
     with pytest.raises(ValueError, match=r"a\.bin: token id .* is outside the vocabulary of 20"):
         build_datasets(paths, "100,0,0", 16, (60, 0, 0), 1, 20, cuts_chats=False)
@@ -435,15 +652,30 @@ def test_flags_and_the_plan(tmp_path, tokenizer):
     write_chats(tmp_path / "a", [5, 6, 7] * 10)
     with pytest.raises(ValueError, match="--sft reads chats, and --mock-data are random tokens"):
         make_run("demo", {"sft": True, "mock_data": True})
-    with pytest.raises(ValueError, match="--eod-mask-loss leaves out what follows the end of a text: leave one out"):
+    with pytest.raises(
+        ValueError, match="--eod-mask-loss leaves out what follows the end of a text: leave one out"
+    ):
         make_run("demo", {"sft": True, "eod_mask_loss": True})
-    assert any("--sft-truncate" in note and "--sft" in note for note in parse(["--recipe", "demo", "--sft-truncate"]).notes)
-    values = {"sft": True, "data_path": (str(tmp_path / "a"),), "split": "100,0,0", "vocab_size": 1000}
-    assert "30 chats of 180 tokens in 2 samples of 129 an epoch: 69.8% is not padding" in report(make_run("demo", values), 1)
+    assert any(
+        "--sft-truncate" in note and "--sft" in note
+        for note in parse(["--recipe", "demo", "--sft-truncate"]).notes
+    )
+    values = {
+        "sft": True,
+        "data_path": (str(tmp_path / "a"),),
+        "split": "100,0,0",
+        "vocab_size": 1000,
+    }
+    assert "30 chats of 180 tokens in 2 samples of 129 an epoch: 69.8% is not padding" in report(
+        make_run("demo", values), 1
+    )
     with pytest.raises(ValueError, match="chat 1, counted from 0, has 6 tokens"):
         report(make_run("demo", {**values, "seq_length": 4}), 1)
 
 
 def test_signs():
     ids, trained = np.array([0, 7, 9]), np.array([True, False, True])
-    assert [part.tolist() for part in unsigned(signed(ids, trained))] == [[0, 7, 9], [True, False, True]]
+    assert [part.tolist() for part in unsigned(signed(ids, trained))] == [
+        [0, 7, 9],
+        [True, False, True],
+    ]

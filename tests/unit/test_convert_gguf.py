@@ -15,25 +15,53 @@ gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
-SIZES = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False}
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 THETA = {"rope_theta": 10000.0}
 MODELS = {
     "gpt2": lambda t: t.GPT2Config(vocab_size=320, n_embd=32, n_layer=2, n_head=4, n_positions=64),
     "llama": lambda t: t.LlamaConfig(**SIZES, rope_scaling=LLAMA3),
     "mistral": lambda t: t.MistralConfig(**SIZES, sliding_window=None),
-    "mixtral": lambda t: t.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
-    "granite": lambda t: t.GraniteConfig(**SIZES, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0,
-                                         attention_multiplier=0.25),
-    "qwen2": lambda t: t.Qwen2Config(**SIZES), "qwen3": lambda t: t.Qwen3Config(**SIZES, head_dim=16),
-    "qwen2_moe": lambda t: t.Qwen2MoeConfig(**SIZES, **EXPERTS, shared_expert_intermediate_size=64, norm_topk_prob=False),
+    "mixtral": lambda t: t.MixtralConfig(
+        **SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
+    ),
+    "granite": lambda t: t.GraniteConfig(
+        **SIZES,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.5,
+        logits_scaling=2.0,
+        attention_multiplier=0.25,
+    ),
+    "qwen2": lambda t: t.Qwen2Config(**SIZES),
+    "qwen3": lambda t: t.Qwen3Config(**SIZES, head_dim=16),
+    "qwen2_moe": lambda t: t.Qwen2MoeConfig(
+        **SIZES, **EXPERTS, shared_expert_intermediate_size=64, norm_topk_prob=False
+    ),
     "qwen3_moe": lambda t: t.Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True, head_dim=8),
-    "olmoe": lambda t: t.OlmoeConfig(**{**SIZES, "num_key_value_heads": 4}, num_experts=4, num_experts_per_tok=2,
-                                     norm_topk_prob=False),
-    "stablelm": lambda t: t.StableLmConfig(**SIZES, partial_rotary_factor=0.5, use_qkv_bias=True)}
+    "olmoe": lambda t: t.OlmoeConfig(
+        **{**SIZES, "num_key_value_heads": 4},
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=False,
+    ),
+    "stablelm": lambda t: t.StableLmConfig(**SIZES, partial_rotary_factor=0.5, use_qkv_bias=True),
+}
 TEMPLATE = "{% for message in messages %}<|user|>{{ message.content }}{% endfor %}"
 
 
@@ -43,9 +71,15 @@ def write_tokenizer(folder, pre=None):
     made.pre_tokenizer = pre or tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<|end|>", "<|user|>"], initial_alphabet=alphabet,
-                                             show_progress=False)
-    made.train_from_iterator(["the model is the model that the user of the model has " * 9], trainer)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|end|>", "<|user|>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    made.train_from_iterator(
+        ["the model is the model that the user of the model has " * 9], trainer
+    )
     made.add_tokens(["extra"])
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>")
     fast.chat_template = TEMPLATE
@@ -82,7 +116,9 @@ def interleaved(tensor, heads):
 def expected(model, kind):
     """Name in GGUF -> tensor, by the package's own map and the rules of each architecture, from transformers' parameters."""
     config = model.config
-    name_map = gguf.get_tensor_name_map(next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == KINDS[kind].name), 2)
+    name_map = gguf.get_tensor_name_map(
+        next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == KINDS[kind].name), 2
+    )
     tied = getattr(config, "tie_word_embeddings", False)
     found = {}
     for name, tensor in model.state_dict().items():
@@ -91,16 +127,28 @@ def expected(model, kind):
         if name.endswith("experts.gate_up_proj"):  # transformers 5 keeps the experts together
             gate, up = tensor.chunk(2, 1)
             for part, half in (("gate_proj", gate), ("up_proj", up)):
-                found[name_map.get_name(f"{name.rsplit('.', 1)[0].replace('block_sparse_moe', 'mlp')}.{part}") + ".weight"] = half
+                found[
+                    name_map.get_name(
+                        f"{name.rsplit('.', 1)[0].replace('block_sparse_moe', 'mlp')}.{part}"
+                    )
+                    + ".weight"
+                ] = half
             continue
         if name.endswith("experts.down_proj"):
             found[name_map.get_name(name.replace("block_sparse_moe", "mlp")) + ".weight"] = tensor
             continue
-        theirs = name.replace("mlp.gate.weight", "block_sparse_moe.gate.weight") if kind == "mixtral" else name
+        theirs = (
+            name.replace("mlp.gate.weight", "block_sparse_moe.gate.weight")
+            if kind == "mixtral"
+            else name
+        )
         ours = name_map.get_name(theirs, try_suffixes=(".weight", ".bias"))
         if kind == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
             tensor = tensor.t()
-        heads = {"attn_q": config.num_attention_heads, "attn_k": getattr(config, "num_key_value_heads", 0)}.get(ours.split(".")[-2])
+        heads = {
+            "attn_q": config.num_attention_heads,
+            "attn_k": getattr(config, "num_key_value_heads", 0),
+        }.get(ours.split(".")[-2])
         found[ours] = interleaved(tensor, heads) if heads and KINDS[kind].interleaved else tensor
     return found
 
@@ -117,10 +165,16 @@ def test_every_tensor_is_read_back(tmp_path, kind):
     assert tensors.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert tensors[name].tensor_type == gguf.GGMLQuantizationType.F32
-        np.testing.assert_array_equal(np.asarray(tensors[name].data).reshape(tensor.shape), tensor.numpy(), err_msg=name)
+        np.testing.assert_array_equal(
+            np.asarray(tensors[name].data).reshape(tensor.shape), tensor.numpy(), err_msg=name
+        )
     if kind == "llama":
         frequencies = 10000.0 ** -(torch.arange(4) / 4)
-        np.testing.assert_allclose(frequencies / torch.tensor(np.asarray(factors.data)), model.model.rotary_emb.inv_freq, rtol=1e-6)
+        np.testing.assert_allclose(
+            frequencies / torch.tensor(np.asarray(factors.data)),
+            model.model.rotary_emb.inv_freq,
+            rtol=1e-6,
+        )
     else:
         assert factors is None
 
@@ -136,13 +190,18 @@ def test_formats_of_matrices(tmp_path, kind):
     for tensor in reader.tensors:
         right, vector = wanted[tensor.name].numpy(), len(tensor.shape) == 1
         assert tensor.tensor_type.name == ("F32" if vector else kind.upper())
-        got = gguf.quants.dequantize(np.asarray(tensor.data), tensor.tensor_type).reshape(right.shape)
+        got = gguf.quants.dequantize(np.asarray(tensor.data), tensor.tensor_type).reshape(
+            right.shape
+        )
         if kind == "q8_0" and not vector:
             scales = np.abs(right.reshape(-1, 32)).max(1, keepdims=True)
             assert (np.abs(got - right).reshape(-1, 32) <= scales * (0.5 / 127 + 2**-11)).all()
         else:
             like = torch.from_numpy(right)
-            np.testing.assert_array_equal(got, right if vector else like.to({"f16": torch.half}.get(kind, torch.bfloat16)).float())
+            np.testing.assert_array_equal(
+                got,
+                right if vector else like.to({"f16": torch.half}.get(kind, torch.bfloat16)).float(),
+            )
 
 
 def test_numbers_and_tokenizer(tmp_path):
@@ -150,21 +209,50 @@ def test_numbers_and_tokenizer(tmp_path):
     tokenizer, file = write_tokenizer(tmp_path / "hf"), tmp_path / "m.gguf"
     assert convert(tmp_path / "hf", file) == 0
     reader = gguf.GGUFReader(file)
-    numbers = {"block_count": 2, "context_length": 64, "embedding_length": 32, "feed_forward_length": 64, "attention.head_count": 4,
-               "attention.head_count_kv": 2, "attention.key_length": 8, "rope.dimension_count": 8, "expert_count": 4,
-               "expert_used_count": 2, "expert_feed_forward_length": 32, "rope.freq_base": 10000.0}
+    numbers = {
+        "block_count": 2,
+        "context_length": 64,
+        "embedding_length": 32,
+        "feed_forward_length": 64,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.key_length": 8,
+        "rope.dimension_count": 8,
+        "expert_count": 4,
+        "expert_used_count": 2,
+        "expert_feed_forward_length": 32,
+        "rope.freq_base": 10000.0,
+    }
     assert {name: value(reader, f"qwen3moe.{name}") for name in numbers} == numbers
-    assert value(reader, "tokenizer.ggml.model") == "gpt2" and value(reader, "tokenizer.ggml.pre") == "gpt-2"
-    tokens, kinds = value(reader, "tokenizer.ggml.tokens"), value(reader, "tokenizer.ggml.token_type")
+    assert (
+        value(reader, "tokenizer.ggml.model") == "gpt2"
+        and value(reader, "tokenizer.ggml.pre") == "gpt-2"
+    )
+    tokens, kinds = (
+        value(reader, "tokenizer.ggml.tokens"),
+        value(reader, "tokenizer.ggml.token_type"),
+    )
     vocabulary = tokenizer.get_vocab()
-    assert len(tokens) == len(kinds) == 320 and [tokens[i] for i in vocabulary.values()] == [*vocabulary]
-    assert {tokens[i]: kind for i, kind in enumerate(kinds) if kind not in (1, 5)} == {"<|end|>": 3, "<|user|>": 3, "extra": 4}
+    assert len(tokens) == len(kinds) == 320 and [tokens[i] for i in vocabulary.values()] == [
+        *vocabulary
+    ]
+    assert {tokens[i]: kind for i, kind in enumerate(kinds) if kind not in (1, 5)} == {
+        "<|end|>": 3,
+        "<|user|>": 3,
+        "extra": 4,
+    }
     assert kinds[len(vocabulary) :] == [5] * (320 - len(vocabulary))
     merges = json.loads((tmp_path / "hf" / "tokenizer.json").read_text())["model"]["merges"]
     assert value(reader, "tokenizer.ggml.merges") == [" ".join(pair) for pair in merges]
-    assert value(reader, "tokenizer.ggml.eos_token_id") == 0 and value(reader, "tokenizer.chat_template") == TEMPLATE
+    assert (
+        value(reader, "tokenizer.ggml.eos_token_id") == 0
+        and value(reader, "tokenizer.chat_template") == TEMPLATE
+    )
     (tmp_path / "t.jinja").write_text("another")
-    assert convert(tmp_path / "hf", tmp_path / "t.gguf", "--chat-template", str(tmp_path / "t.jinja")) == 0
+    assert (
+        convert(tmp_path / "hf", tmp_path / "t.gguf", "--chat-template", str(tmp_path / "t.jinja"))
+        == 0
+    )
     assert value(gguf.GGUFReader(tmp_path / "t.gguf"), "tokenizer.chat_template") == "another"
 
 
@@ -172,8 +260,16 @@ def test_a_checkpoint_and_the_model_that_it_came_from_become_the_same_file(tmp_p
     write_model(tmp_path / "hf", "qwen3")
     write_tokenizer(tmp_path / "hf")
     assert convert(tmp_path / "hf", tmp_path / "direct.gguf") == 0
-    assert cli.main(["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "start")]) == 0
-    assert cli.main(["convert", "--load", str(tmp_path / "start"), "--to-gguf", str(tmp_path / "own.gguf")]) == 0
+    assert (
+        cli.main(["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "start")])
+        == 0
+    )
+    assert (
+        cli.main(
+            ["convert", "--load", str(tmp_path / "start"), "--to-gguf", str(tmp_path / "own.gguf")]
+        )
+        == 0
+    )
     assert (tmp_path / "own.gguf").read_bytes() == (tmp_path / "direct.gguf").read_bytes()
 
 
@@ -181,27 +277,50 @@ def test_pieces_of_sentencepiece(tmp_path):
     sentencepiece = pytest.importorskip("sentencepiece")
     write_model(tmp_path / "hf", "llama")
     (tmp_path / "text").write_text("the model is the model that the user of the model has\n" * 20)
-    sentencepiece.SentencePieceTrainer.train(input=str(tmp_path / "text"), model_prefix=str(tmp_path / "hf" / "tokenizer"),
-                                             vocab_size=290, byte_fallback=True, model_type="bpe", hard_vocab_limit=False)
-    model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "hf" / "tokenizer.model"))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"),
+        model_prefix=str(tmp_path / "hf" / "tokenizer"),
+        vocab_size=290,
+        byte_fallback=True,
+        model_type="bpe",
+        hard_vocab_limit=False,
+    )
+    model = sentencepiece.SentencePieceProcessor(
+        model_file=str(tmp_path / "hf" / "tokenizer.model")
+    )
     assert convert(tmp_path / "hf", tmp_path / "m.gguf") == 0
     reader = gguf.GGUFReader(tmp_path / "m.gguf")
     pieces = range(len(model))
     assert value(reader, "tokenizer.ggml.model") == "llama"
-    assert value(reader, "tokenizer.ggml.tokens")[: len(pieces)] == [model.id_to_piece(i) for i in pieces]
-    assert value(reader, "tokenizer.ggml.scores")[: len(pieces)] == [model.get_score(i) for i in pieces]
+    assert value(reader, "tokenizer.ggml.tokens")[: len(pieces)] == [
+        model.id_to_piece(i) for i in pieces
+    ]
+    assert value(reader, "tokenizer.ggml.scores")[: len(pieces)] == [
+        model.get_score(i) for i in pieces
+    ]
     kinds = value(reader, "tokenizer.ggml.token_type")
-    assert kinds[:3] == [2, 3, 3] and [kinds[i] for i in pieces if model.is_byte(i)] == [6] * 256 and kinds[-1] == 5
+    assert (
+        kinds[:3] == [2, 3, 3]
+        and [kinds[i] for i in pieces if model.is_byte(i)] == [6] * 256
+        and kinds[-1] == 5
+    )
 
 
-@pytest.mark.parametrize(("rope", "keys"), [
-    ({"rope_type": "linear", "factor": 3.0}, {"type": "linear", "factor": 3.0}),
-    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-     {"type": "yarn", "factor": 4.0, "original_context_length": 16})])
+@pytest.mark.parametrize(
+    ("rope", "keys"),
+    [
+        ({"rope_type": "linear", "factor": 3.0}, {"type": "linear", "factor": 3.0}),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+            {"type": "yarn", "factor": 4.0, "original_context_length": 16},
+        ),
+    ],
+)
 def test_linear_scaling_and_yarn(tmp_path, rope, keys):
     torch.manual_seed(1)
-    transformers.AutoModelForCausalLM.from_config(transformers.Qwen2Config(**SIZES, rope_scaling=rope)).save_pretrained(
-        tmp_path / "hf")
+    transformers.AutoModelForCausalLM.from_config(
+        transformers.Qwen2Config(**SIZES, rope_scaling=rope)
+    ).save_pretrained(tmp_path / "hf")
     write_tokenizer(tmp_path / "hf")
     assert convert(tmp_path / "hf", tmp_path / "m.gguf") == 0
     reader = gguf.GGUFReader(tmp_path / "m.gguf")
@@ -212,31 +331,77 @@ def test_linear_scaling_and_yarn(tmp_path, rope, keys):
 DIGITS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-@pytest.mark.parametrize(("pattern", "name"), [(DIGITS, "qwen2"), (DIGITS.replace(r"\p{N}|", r"\p{N}{1,3}|"), "llama-bpe"),
-                                               (r"\w+", None)])
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [(DIGITS, "qwen2"), (DIGITS.replace(r"\p{N}|", r"\p{N}{1,3}|"), "llama-bpe"), (r"\w+", None)],
+)
 def test_the_split_of_a_text_has_a_name_or_is_refused(tmp_path, capsys, pattern, name):
     write_model(tmp_path / "hf", "qwen2")
     steps = tokenizers.pre_tokenizers
     split = steps.Split(tokenizers.Regex(pattern), behavior="isolated")
-    write_tokenizer(tmp_path / "hf", steps.Sequence([split, steps.ByteLevel(add_prefix_space=False, use_regex=False)]))
+    write_tokenizer(
+        tmp_path / "hf",
+        steps.Sequence([split, steps.ByteLevel(add_prefix_space=False, use_regex=False)]),
+    )
     code = convert(tmp_path / "hf", tmp_path / "m.gguf")
     if name:
-        assert code == 0 and value(gguf.GGUFReader(tmp_path / "m.gguf"), "tokenizer.ggml.pre") == name
+        assert (
+            code == 0 and value(gguf.GGUFReader(tmp_path / "m.gguf"), "tokenizer.ggml.pre") == name
+        )
     else:
-        assert code == 2 and "which has no name in llama.cpp that this program knows" in capsys.readouterr().err
+        assert (
+            code == 2
+            and "which has no name in llama.cpp that this program knows" in capsys.readouterr().err
+        )
 
 
-@pytest.mark.parametrize(("kind", "change", "flags", "message"), [
-    ("qwen2", {}, [], "--to-gguf needs the tokenizer, and .* has neither tokenizer.json nor tokenizer.model: pass its folder"),
-    ("mistral", {"sliding_window": 32}, [], "--to-gguf: a model of MistralForCausalLM with a window of 32 tokens is not what"),
-    ("qwen2_moe", {"norm_topk_prob": True}, [], "with moe_router_pre_softmax False is not what llama.cpp computes"),
-    ("qwen3_moe", {"mlp_only_layers": [0]}, [], "with layers without experts is not what llama.cpp computes"),
-    ("qwen3", {"rope_parameters": {**THETA, "rope_type": "dynamic", "factor": 2.0}}, [],
-     "with --rope-dynamic-factor is not what llama.cpp"),
-    ("qwen3", {"rope_parameters": {**THETA, "rope_type": "yarn", "factor": 2.0, "beta_fast": 16.0}}, [],
-     "with --yarn-beta-fast 16.0 is not what llama.cpp computes, which is 32.0"),
-    ("qwen2", {}, ["--to-hf", "x"], "--to-hf and --to-gguf says what to convert to: pass one of"),
-])
+@pytest.mark.parametrize(
+    ("kind", "change", "flags", "message"),
+    [
+        (
+            "qwen2",
+            {},
+            [],
+            "--to-gguf needs the tokenizer, and .* has neither tokenizer.json nor tokenizer.model: pass its folder",
+        ),
+        (
+            "mistral",
+            {"sliding_window": 32},
+            [],
+            "--to-gguf: a model of MistralForCausalLM with a window of 32 tokens is not what",
+        ),
+        (
+            "qwen2_moe",
+            {"norm_topk_prob": True},
+            [],
+            "with moe_router_pre_softmax False is not what llama.cpp computes",
+        ),
+        (
+            "qwen3_moe",
+            {"mlp_only_layers": [0]},
+            [],
+            "with layers without experts is not what llama.cpp computes",
+        ),
+        (
+            "qwen3",
+            {"rope_parameters": {**THETA, "rope_type": "dynamic", "factor": 2.0}},
+            [],
+            "with --rope-dynamic-factor is not what llama.cpp",
+        ),
+        (
+            "qwen3",
+            {"rope_parameters": {**THETA, "rope_type": "yarn", "factor": 2.0, "beta_fast": 16.0}},
+            [],
+            "with --yarn-beta-fast 16.0 is not what llama.cpp computes, which is 32.0",
+        ),
+        (
+            "qwen2",
+            {},
+            ["--to-hf", "x"],
+            "--to-hf and --to-gguf says what to convert to: pass one of",
+        ),
+    ],
+)
 def test_mistakes_are_one_line_and_leave_nothing(tmp_path, capsys, kind, change, flags, message):
     config = MODELS[kind](transformers)
     config.update(change)
@@ -256,9 +421,25 @@ def test_files_are_not_replaced_and_a_missing_package_is_named(tmp_path, capsys,
     write_tokenizer(tmp_path / "hf")
     (tmp_path / "m.gguf").write_text("mine")
     capsys.readouterr()
-    assert convert(tmp_path / "hf", tmp_path / "m.gguf") == 2 and (tmp_path / "m.gguf").read_text() == "mine"
+    assert (
+        convert(tmp_path / "hf", tmp_path / "m.gguf") == 2
+        and (tmp_path / "m.gguf").read_text() == "mine"
+    )
     assert "m.gguf exists: pass a new file, so that nothing is replaced" in capsys.readouterr().err
-    assert cli.main(["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "s"), "--gguf-type", "f16"]) == 2
+    assert (
+        cli.main(
+            [
+                "convert",
+                "--from-hf",
+                str(tmp_path / "hf"),
+                "--save",
+                str(tmp_path / "s"),
+                "--gguf-type",
+                "f16",
+            ]
+        )
+        == 2
+    )
     assert "--gguf-type f16 is for --to-gguf: pass both" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert convert(tmp_path / "hf", tmp_path / "n.gguf") == 2

@@ -22,7 +22,12 @@ from fugaku_megatron.config.model_config import ModelConfig, architecture
 from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.convert import convert_command
 from fugaku_megatron.convert.convert_command import whole
-from fugaku_megatron.convert.hugging_face import in_their_shape, open_hugging_face, parts, read_config
+from fugaku_megatron.convert.hugging_face import (
+    in_their_shape,
+    open_hugging_face,
+    parts,
+    read_config,
+)
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.passes import Pass, frequencies, rotary_angles
 from fugaku_megatron.training import rank_watch
@@ -73,17 +78,29 @@ def test_there_and_back_every_byte_is_the_same(converted):
     assert same(tensors(converted.theirs), tensors(converted.back))
     assert len(list(converted.back.glob("model-*-of-*.safetensors"))) > 2
     for file in ("config.json", "generation_config.json"):
-        assert json.loads((converted.theirs / file).read_text()) == json.loads((converted.back / file).read_text())
-    assert (converted.back / "tokenizer.json").read_text() == "{}" == (converted.ours / "hugging_face/tokenizer.json").read_text()
+        assert json.loads((converted.theirs / file).read_text()) == json.loads(
+            (converted.back / file).read_text()
+        )
+    assert (
+        (converted.back / "tokenizer.json").read_text()
+        == "{}"
+        == (converted.ours / "hugging_face/tokenizer.json").read_text()
+    )
     again = transformers.AutoModelForCausalLM.from_pretrained(converted.back)
-    assert type(again) is type(converted.model) and same(again.state_dict(), converted.model.state_dict())
+    assert type(again) is type(converted.model) and same(
+        again.state_dict(), converted.model.state_dict()
+    )
 
 
 def assert_same_logits(model: torch.nn.Module, ours: Path, length: int, rtol: float) -> None:
-    tokens = torch.randint(0, VOCABULARY, (length, 2), generator=torch.Generator().manual_seed(3))  # (s, b)
+    tokens = torch.randint(
+        0, VOCABULARY, (length, 2), generator=torch.Generator().manual_seed(3)
+    )  # (s, b)
     with torch.no_grad():
         expected = model(tokens.t()).logits.transpose(0, 1)
-    torch.testing.assert_close(our_logits(ours, tokens), expected, rtol=rtol, atol=1e-5 * expected.abs().max().item())
+    torch.testing.assert_close(
+        our_logits(ours, tokens), expected, rtol=rtol, atol=1e-5 * expected.abs().max().item()
+    )
 
 
 def model_of_flags(ours: Path) -> ModelConfig:
@@ -94,48 +111,93 @@ def model_of_flags(ours: Path) -> ModelConfig:
 
 def test_the_same_logits_and_flags_that_make_the_model(converted):
     assert_same_logits(converted.model, converted.ours, LENGTH, 1e-5)
-    saved, model = read_manifest(converted.ours, 0)["config"]["model"], model_of_flags(converted.ours)
-    assert all(saved[name] == value for name, value in architecture(model).items()) and model.num_layers in (2, 3)
+    saved, model = (
+        read_manifest(converted.ours, 0)["config"]["model"],
+        model_of_flags(converted.ours),
+    )
+    assert all(
+        saved[name] == value for name, value in architecture(model).items()
+    ) and model.num_layers in (2, 3)
 
 
-def check_training(theirs: torch.nn.Module, directory: Path, backend: str, loss_of: Callable, **changes: object) -> None:
+def check_training(
+    theirs: torch.nn.Module, directory: Path, backend: str, loss_of: Callable, **changes: object
+) -> None:
     """The loss and the gradient of every weight, norms and biases as well. loss_of: (tokens, labels) -> theirs."""
     architecture, model = read_config(json.loads((directory / "config.json").read_text()))
-    plain = {"seq_length": LENGTH, "hidden_dropout": 0.0, "attention_dropout": 0.0, "make_vocab_size_divisible_by": 1}
-    trainer = make_trainer(SoloComm(), small_run(**{**asdict(model), **plain, **changes}), Ops.build(backend))
-    weights, ours = open_hugging_face(str(directory)), {p.spec.name: p for p in trainer.optimizer.flat.parameters}
+    plain = {
+        "seq_length": LENGTH,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "make_vocab_size_divisible_by": 1,
+    }
+    trainer = make_trainer(
+        SoloComm(), small_run(**{**asdict(model), **plain, **changes}), Ops.build(backend)
+    )
+    weights, ours = (
+        open_hugging_face(str(directory)),
+        {p.spec.name: p for p in trainer.optimizer.flat.parameters},
+    )
     for name, parameter in ours.items():
         parameter.data.copy_(weights.read(name))
-    tokens, labels = torch.randint(0, VOCABULARY, (2, LENGTH, 2), generator=torch.Generator().manual_seed(5))  # (s, b) each
+    tokens, labels = torch.randint(
+        0, VOCABULARY, (2, LENGTH, 2), generator=torch.Generator().manual_seed(5)
+    )  # (s, b) each
     theirs.zero_grad()
     expected = loss_of(tokens.t(), labels.t())
     expected.backward()
     trainer.optimizer.zero_grad()
     loss = trainer.stage.last(tokens, labels, Pass(first_sample=0))
     loss.backward()
-    balance = sum(router.take_load()[-2].item() for router in rank_watch.routers(trainer.stage).values())
-    torch.testing.assert_close(loss + balance * sum(trainer.run.model.moe_aux_loss_coeff), expected, rtol=1e-5, atol=0)
+    balance = sum(
+        router.take_load()[-2].item() for router in rank_watch.routers(trainer.stage).values()
+    )
+    torch.testing.assert_close(
+        loss + balance * sum(trainer.run.model.moe_aux_loss_coeff), expected, rtol=1e-5, atol=0
+    )
     found = gradients(theirs)
-    made = {"lm_head.weight" if name == architecture.head else name: part for name, part in parts(architecture, model).items()}
+    made = {
+        "lm_head.weight" if name == architecture.head else name: part
+        for name, part in parts(architecture, model).items()
+    }
     assert made.keys() == found.keys()
     for name, part in made.items():
-        gradient, scale = in_their_shape(ours[part.ours].main_grad, part, model), found[name].abs().max()
-        torch.testing.assert_close(gradient / scale, found[name] / scale, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        gradient, scale = (
+            in_their_shape(ours[part.ours].main_grad, part, model),
+            found[name].abs().max(),
+        )
+        torch.testing.assert_close(
+            gradient / scale,
+            found[name] / scale,
+            rtol=0,
+            atol=1e-5,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
 def test_the_same_loss_and_gradients(converted, backend):
     def loss(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(converted.model(tokens).logits.flatten(0, 1), labels.flatten())
+        return torch.nn.functional.cross_entropy(
+            converted.model(tokens).logits.flatten(0, 1), labels.flatten()
+        )
 
     check_training(converted.model, converted.theirs, backend, loss)
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
-@pytest.mark.parametrize(("kind", "more"), [
-    ("Mixtral", {"num_local_experts": 4}), ("Qwen3Moe", {"num_experts": 8, "moe_intermediate_size": 24, "norm_topk_prob": True}),
-    ("Qwen2Moe", {"num_experts": 6, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 36}),
-    ("Olmoe", {"num_experts": 6})])
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("Mixtral", {"num_local_experts": 4}),
+        ("Qwen3Moe", {"num_experts": 8, "moe_intermediate_size": 24, "norm_topk_prob": True}),
+        (
+            "Qwen2Moe",
+            {"num_experts": 6, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 36},
+        ),
+        ("Olmoe", {"num_experts": 6}),
+    ],
+)
 def test_the_same_loss_with_the_balancing_loss(tmp_path, kind, more, backend):
     """In one layer, since theirs takes the layers' tokens together; their sum over a token's experts is not divided by k."""
     model = randomized(decoder(kind, num_hidden_layers=1, num_experts_per_tok=2, **more))
@@ -143,7 +205,10 @@ def test_the_same_loss_with_the_balancing_loss(tmp_path, kind, more, backend):
 
     def loss(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         out = model(tokens, output_router_logits=True)
-        return torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten()) + 0.7 * out.aux_loss
+        return (
+            torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten())
+            + 0.7 * out.aux_loss
+        )
 
     check_training(model, tmp_path, backend, loss, moe_aux_loss_coeff=(2 * 0.7,))
 
@@ -151,14 +216,23 @@ def test_the_same_loss_with_the_balancing_loss(tmp_path, kind, more, backend):
 def test_without_the_config_that_it_came_with_one_is_made(converted, tmp_path):
     """It is written as transformers 4 does, and as published files are."""
     (tmp_path / "none").mkdir()
-    assert convert("--load", converted.ours, "--to-hf", tmp_path / "hf", "--hf-files", tmp_path / "none") == 0
+    assert (
+        convert(
+            "--load", converted.ours, "--to-hf", tmp_path / "hf", "--hf-files", tmp_path / "none"
+        )
+        == 0
+    )
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    assert type(again) is type(converted.model) and same(again.state_dict(), converted.model.state_dict())
+    assert type(again) is type(converted.model) and same(
+        again.state_dict(), converted.model.state_dict()
+    )
     tokens = torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
         assert torch.equal(again(tokens).logits, converted.model(tokens).logits)
     assert convert("--from-hf", tmp_path / "hf", "--save", tmp_path / "ours") == 0
-    first, second = (read_manifest(path, 0)["config"]["model"] for path in (converted.ours, tmp_path / "ours"))
+    first, second = (
+        read_manifest(path, 0)["config"]["model"] for path in (converted.ours, tmp_path / "ours")
+    )
     assert first == second
 
 
@@ -179,7 +253,12 @@ def test_the_chat_template_is_copied_or_is_a_named_one(converted, tmp_path):
         assert convert("--load", tmp_path / "ours", "--to-hf", made, *more) == 0
         assert (made / "chat_template.jinja").read_text() == expected
         assert (made / "tokenizer_config.json").read_text() == '{"chat_template": "old"}'
-    assert convert("--from-hf", converted.theirs, "--save", tmp_path / "with", "--chat-template", named) == 0
+    assert (
+        convert(
+            "--from-hf", converted.theirs, "--save", tmp_path / "with", "--chat-template", named
+        )
+        == 0
+    )
     assert (tmp_path / "with" / "hugging_face" / "chat_template.jinja").read_text() == "named"
 
 
@@ -216,53 +295,193 @@ def test_a_model_trained_here_is_exported(trained, tmp_path):
 
 def edit(path: Path, **values: object) -> None:
     config = json.loads(path.read_text())
-    path.write_text(json.dumps({name: value for name, value in {**config, **values}.items() if value is not REMOVED}))
+    path.write_text(
+        json.dumps(
+            {name: value for name, value in {**config, **values}.items() if value is not REMOVED}
+        )
+    )
 
 
 REMOVED = object()
 BAD_CONFIGS = [
-    ("gpt2", {"activation_function": "relu"}, "config.json: activation_function is 'relu', and the block computes 'gelu_new' or "),
-    ("gpt2", {"model_type": "opt"}, "config.json: model_type is 'opt': it can be gpt2, llama, mistral, qwen2, "),
-    ("gpt2", {"model_type": "gemma2"}, "model_type is 'gemma2': soft-capped logits are not supported; it can be gpt2, llama,"),
-    ("mixtral", {"router_jitter_noise": 0.1}, "config.json: router_jitter_noise is 0.1, and the block computes 0.0"),
+    (
+        "gpt2",
+        {"activation_function": "relu"},
+        "config.json: activation_function is 'relu', and the block computes 'gelu_new' or ",
+    ),
+    (
+        "gpt2",
+        {"model_type": "opt"},
+        "config.json: model_type is 'opt': it can be gpt2, llama, mistral, qwen2, ",
+    ),
+    (
+        "gpt2",
+        {"model_type": "gemma2"},
+        "model_type is 'gemma2': soft-capped logits are not supported; it can be gpt2, llama,",
+    ),
+    (
+        "mixtral",
+        {"router_jitter_noise": 0.1},
+        "config.json: router_jitter_noise is 0.1, and the block computes 0.0",
+    ),
     ("qwen3_moe", {"norm_topk_prob": "yes"}, "config.json: norm_topk_prob is 'yes', not bool"),
-    ("qwen2_moe", {"mlp_only_layers": [0, 1]}, "config.json: --moe-layer-freq [0,0] has no layer with experts"),
-    ("qwen2_moe", {"model_type": "deepseek_v2"}, "into a latent vector (MLA) are not supported; it can be"),
-    ("qwen2_moe", {"model_type": "gpt_oss"}, "attention sinks, clamped gates and biases of experts, and MXFP4 weights"),
-    ("qwen2_moe", {"model_type": "granitemoe"}, "model_type is 'granitemoe': this variant of experts is not supported; it can be"),
+    (
+        "qwen2_moe",
+        {"mlp_only_layers": [0, 1]},
+        "config.json: --moe-layer-freq [0,0] has no layer with experts",
+    ),
+    (
+        "qwen2_moe",
+        {"model_type": "deepseek_v2"},
+        "into a latent vector (MLA) are not supported; it can be",
+    ),
+    (
+        "qwen2_moe",
+        {"model_type": "gpt_oss"},
+        "attention sinks, clamped gates and biases of experts, and MXFP4 weights",
+    ),
+    (
+        "qwen2_moe",
+        {"model_type": "granitemoe"},
+        "model_type is 'granitemoe': this variant of experts is not supported; it can be",
+    ),
     ("olmoe", {"clip_qkv": 8.0}, "config.json: clip_qkv is 8.0, and the block computes None"),
-    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, and the block of this architecture rotates whole"),
-    ("falcon", {"new_decoder_architecture": False}, "new_decoder_architecture is False, and the block computes True: two norms"),
-    ("granite", {"residual_multiplier": 0}, "config.json: residual_multiplier is 0, not a number above 0"),
-    ("gpt_neox", {"hidden_act": "relu"}, "config.json: hidden_act is 'relu', and the block computes 'gelu'"),
+    (
+        "llama",
+        {"partial_rotary_factor": 0.5},
+        "partial_rotary_factor is 0.5, and the block of this architecture rotates whole",
+    ),
+    (
+        "falcon",
+        {"new_decoder_architecture": False},
+        "new_decoder_architecture is False, and the block computes True: two norms",
+    ),
+    (
+        "granite",
+        {"residual_multiplier": 0},
+        "config.json: residual_multiplier is 0, not a number above 0",
+    ),
+    (
+        "gpt_neox",
+        {"hidden_act": "relu"},
+        "config.json: hidden_act is 'relu', and the block computes 'gelu'",
+    ),
     ("olmo", {"clip_qkv": 8.0}, "config.json: clip_qkv is 8.0, and the block computes None"),
-    ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "rope_scaling has type 'longrope', and the block computes default"),
-    ("stablelm", {"use_parallel_residual": True}, "config.json: use_parallel_residual is True, and the block computes False"),
-    ("stablelm", {"qk_layernorm": True}, "config.json: qk_layernorm is True, and the block computes False"),
+    (
+        "phi3",
+        {"rope_parameters": {"rope_type": "longrope"}},
+        "rope_scaling has type 'longrope', and the block computes default",
+    ),
+    (
+        "stablelm",
+        {"use_parallel_residual": True},
+        "config.json: use_parallel_residual is True, and the block computes False",
+    ),
+    (
+        "stablelm",
+        {"qk_layernorm": True},
+        "config.json: qk_layernorm is True, and the block computes False",
+    ),
     ("gpt2", {"tie_word_embeddings": "yes"}, "config.json: tie_word_embeddings is 'yes', not bool"),
-    ("phi3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling has type 'yarn', and the block"),
-    ("llama", {"rope_parameters": {"rope_type": "linear"}}, "config.json: rope_scaling of type linear has no factor"),
-    ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": -2.0}}, "factor is -2.0, not a number above 0"),
-    ("llama", {"rope_parameters": {**YARN, "truncate": "yes"}}, "config.json: truncate is 'yes', not bool"),
-    ("llama", {"rope_parameters": {**YARN, "factor": 1, "attention_factor": 2.0}}, "attention_factor is 2.0, and the block"),
-    ("llama", {"rope_parameters": {**YARN, "beta_fast": 0.5}}, "--yarn-beta-fast 0.5 is not above --yarn-beta-slow 1.0"),
+    (
+        "phi3",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+        "rope_scaling has type 'yarn', and the block",
+    ),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear"}},
+        "config.json: rope_scaling of type linear has no factor",
+    ),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": -2.0}},
+        "factor is -2.0, not a number above 0",
+    ),
+    (
+        "llama",
+        {"rope_parameters": {**YARN, "truncate": "yes"}},
+        "config.json: truncate is 'yes', not bool",
+    ),
+    (
+        "llama",
+        {"rope_parameters": {**YARN, "factor": 1, "attention_factor": 2.0}},
+        "attention_factor is 2.0, and the block",
+    ),
+    (
+        "llama",
+        {"rope_parameters": {**YARN, "beta_fast": 0.5}},
+        "--yarn-beta-fast 0.5 is not above --yarn-beta-slow 1.0",
+    ),
     ("gpt_neox", {"rope_parameters": YARN}, "yarn turns whole heads"),
-    ("llama", {"rope_parameters": {**LLAMA3, "low_freq_factor": 4.0}}, "--rope-scaling-high-freq-factor 4.0 is not above"),
-    ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0}}, "has no high_freq_factor"),
+    (
+        "llama",
+        {"rope_parameters": {**LLAMA3, "low_freq_factor": 4.0}},
+        "--rope-scaling-high-freq-factor 4.0 is not above",
+    ),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0}},
+        "has no high_freq_factor",
+    ),
     ("llama", {"rope_parameters": {**LLAMA3, "factor": 10**400}}, "config.json: factor is 1000"),
-    ("gpt2", {"quantization_config": {"quant_method": "fp8"}}, "config.json: quantization_config is {'quant_method': 'fp8'}, and "),
-    ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "config.json: architectures is ['LlamaForSequenceClassificat"),
-    ("llama", {"attention_bias": True}, "config.json: attention_bias is True, and the block computes False"),
-    ("llama", {"num_key_value_heads": "2"}, "config.json: num_key_value_heads is '2', not a whole number above 0"),
-    ("llama", {"num_key_value_heads": 3}, "config.json: --num-attention-heads 4 is not divisible by --num-query-groups 3"),
-    ("mistral", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types has full_attention and sliding_attention"),
-    ("qwen2", {"use_sliding_window": True}, "config.json: use_sliding_window is True, and the block computes False"),
-    ("qwen3", {"tie_word_embeddings": False}, "holds no tensor lm_head.weight, which config.json asks for"),
+    (
+        "gpt2",
+        {"quantization_config": {"quant_method": "fp8"}},
+        "config.json: quantization_config is {'quant_method': 'fp8'}, and ",
+    ),
+    (
+        "llama",
+        {"architectures": ["LlamaForSequenceClassification"]},
+        "config.json: architectures is ['LlamaForSequenceClassificat",
+    ),
+    (
+        "llama",
+        {"attention_bias": True},
+        "config.json: attention_bias is True, and the block computes False",
+    ),
+    (
+        "llama",
+        {"num_key_value_heads": "2"},
+        "config.json: num_key_value_heads is '2', not a whole number above 0",
+    ),
+    (
+        "llama",
+        {"num_key_value_heads": 3},
+        "config.json: --num-attention-heads 4 is not divisible by --num-query-groups 3",
+    ),
+    (
+        "mistral",
+        {"layer_types": ["sliding_attention", "full_attention"]},
+        "layer_types has full_attention and sliding_attention",
+    ),
+    (
+        "qwen2",
+        {"use_sliding_window": True},
+        "config.json: use_sliding_window is True, and the block computes False",
+    ),
+    (
+        "qwen3",
+        {"tie_word_embeddings": False},
+        "holds no tensor lm_head.weight, which config.json asks for",
+    ),
     ("gpt2", {"n_layer": REMOVED}, "config.json has no n_layer"),
     ("gpt2", {"n_layer": "three"}, "config.json: n_layer is 'three', not int"),
-    ("gpt2", {"n_layer": 4}, "holds no tensor transformer.h.3.ln_1.weight, which config.json asks for"),
-    ("gpt2", {"n_layer": 2}, "holds 12 tensors that GPT2LMHeadModel does not have here, such as ['transformer.h.2."),
-    ("gpt2", {"vocab_size": 102}, "transformer.wte.weight has shape [101, 48], and config.json says [102, 48]"),
+    (
+        "gpt2",
+        {"n_layer": 4},
+        "holds no tensor transformer.h.3.ln_1.weight, which config.json asks for",
+    ),
+    (
+        "gpt2",
+        {"n_layer": 2},
+        "holds 12 tensors that GPT2LMHeadModel does not have here, such as ['transformer.h.2.",
+    ),
+    (
+        "gpt2",
+        {"vocab_size": 102},
+        "transformer.wte.weight has shape [101, 48], and config.json says [102, 48]",
+    ),
 ]
 
 
@@ -312,18 +531,32 @@ def edit_header(path: Path, change: Callable[[dict], object], added: bytes = b""
 
 def move_last(entries: dict, move: Callable[[list], list]) -> None:
     """Give the last tensor of a header other offsets."""
-    places = sorted(entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__")
-    last = next(entry for name, entry in entries.items() if name != "__metadata__" and entry["data_offsets"] == places[-1])
+    places = sorted(
+        entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"
+    )
+    last = next(
+        entry
+        for name, entry in entries.items()
+        if name != "__metadata__" and entry["data_offsets"] == places[-1]
+    )
     last["data_offsets"] = move(places)
 
 
 def first_of_the_size(places: list) -> list:
     """Where the first tensor of the last one's size lies."""
-    return next(place for place in places[:-1] if place[1] - place[0] == places[-1][1] - places[-1][0])
+    return next(
+        place for place in places[:-1] if place[1] - place[0] == places[-1][1] - places[-1][0]
+    )
 
 
-WRONG_PLACES = {"overlapping": (lambda entries: move_last(entries, first_of_the_size), b""), "trailing bytes": (bool, b"12345678"),
-                "a hole": (lambda entries: move_last(entries, lambda places: [at + 8 for at in places[-1]]), b"12345678")}
+WRONG_PLACES = {
+    "overlapping": (lambda entries: move_last(entries, first_of_the_size), b""),
+    "trailing bytes": (bool, b"12345678"),
+    "a hole": (
+        lambda entries: move_last(entries, lambda places: [at + 8 for at in places[-1]]),
+        b"12345678",
+    ),
+}
 
 
 @pytest.mark.parametrize("damage", WRONG_PLACES)
@@ -334,38 +567,85 @@ def test_places_that_the_safetensors_library_refuses_are_refused(tmp_path, capsy
     with pytest.raises(SafetensorError):
         load_file(file)
     line = refused(capsys, "--from-hf", tmp_path / "hf", "--save", tmp_path / "ours")
-    assert f"{file} is not a valid safetensors file: its header is damaged (" in line and not list(tmp_path.glob("*ours*"))
+    assert f"{file} is not a valid safetensors file: its header is damaged (" in line and not list(
+        tmp_path.glob("*ours*")
+    )
 
 
 DAMAGE = [
     ("model-00002-of-*", Path.unlink, "is missing, and model.safetensors.index.json names it"),
-    ("model-00002-of-*", lambda path: path.write_bytes(path.read_bytes()[:-100]),
-     "is not a valid safetensors file: its header is damaged (a tensor of shape"),
-    ("model-00002-of-*", lambda path: path.write_bytes(b"\xff" * 64), "is not a valid safetensors file: its header of "),
-    ("model-00002-of-*", lambda path: save_file({"x": torch.ones(1)}, path), "does not hold transformer."),
-    ("model.safetensors.index.json", Path.unlink, "holds neither model.safetensors nor model.safetensors.index.json"),
-    ("model.safetensors.index.json", lambda path: path.write_text('{"weight_map": {"a": "../b"}}'), "has no weight_map of tensors"),
+    (
+        "model-00002-of-*",
+        lambda path: path.write_bytes(path.read_bytes()[:-100]),
+        "is not a valid safetensors file: its header is damaged (a tensor of shape",
+    ),
+    (
+        "model-00002-of-*",
+        lambda path: path.write_bytes(b"\xff" * 64),
+        "is not a valid safetensors file: its header of ",
+    ),
+    (
+        "model-00002-of-*",
+        lambda path: save_file({"x": torch.ones(1)}, path),
+        "does not hold transformer.",
+    ),
+    (
+        "model.safetensors.index.json",
+        Path.unlink,
+        "holds neither model.safetensors nor model.safetensors.index.json",
+    ),
+    (
+        "model.safetensors.index.json",
+        lambda path: path.write_text('{"weight_map": {"a": "../b"}}'),
+        "has no weight_map of tensors",
+    ),
     ("config.json", lambda path: path.write_text("{"), "config.json is not JSON: Expecting"),
     ("config.json", lambda path: path.write_text("[]"), "config.json holds list, not an object"),
     ("config.json", Path.unlink, "config.json is missing"),
-    ("model-00001-of-*", lambda path: stored(path, lambda old: {**old, "score.weight": torch.ones(2)}),
-     "tensors that GPT2LMHeadModel does not have here"),
-    ("model-00001-of-*", lambda path: stored(path, lambda old: {**old, "lm_head.weight": torch.ones(VOCABULARY, 48)}),
-     "lm_head.weight differs from "),
-    *(("model-00002-of-*", lambda path, to=dtype: stored(path, lambda old: {name: t.to(to) for name, t in old.items()}), message)
-      for dtype, message in ((torch.float8_e4m3fn, "has the format F8_E4M3, which is not supported: save the model"),
-                             (torch.int8, "has the format I8, which is not supported: save the model"),
-                             (torch.int64, "has the format I64, which is not supported for weights: save"))),
+    (
+        "model-00001-of-*",
+        lambda path: stored(path, lambda old: {**old, "score.weight": torch.ones(2)}),
+        "tensors that GPT2LMHeadModel does not have here",
+    ),
+    (
+        "model-00001-of-*",
+        lambda path: stored(
+            path, lambda old: {**old, "lm_head.weight": torch.ones(VOCABULARY, 48)}
+        ),
+        "lm_head.weight differs from ",
+    ),
+    *(
+        (
+            "model-00002-of-*",
+            lambda path, to=dtype: stored(
+                path, lambda old: {name: t.to(to) for name, t in old.items()}
+            ),
+            message,
+        )
+        for dtype, message in (
+            (torch.float8_e4m3fn, "has the format F8_E4M3, which is not supported: save the model"),
+            (torch.int8, "has the format I8, which is not supported: save the model"),
+            (torch.int64, "has the format I64, which is not supported for weights: save"),
+        )
+    ),
 ]
 
 
-@pytest.mark.parametrize(("file", "damage", "message"), DAMAGE, ids=lambda value: value if isinstance(value, str) else "")
-def test_damaged_files_are_named_and_nothing_is_left(tmp_path, capsys, sources, file, damage, message):
-    transformers.GPT2LMHeadModel.from_pretrained(sources["gpt2"]).save_pretrained(tmp_path / "hf", max_shard_size="60KB")
+@pytest.mark.parametrize(
+    ("file", "damage", "message"), DAMAGE, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_damaged_files_are_named_and_nothing_is_left(
+    tmp_path, capsys, sources, file, damage, message
+):
+    transformers.GPT2LMHeadModel.from_pretrained(sources["gpt2"]).save_pretrained(
+        tmp_path / "hf", max_shard_size="60KB"
+    )
     capsys.readouterr()
     damage(next((tmp_path / "hf").glob(file)))
     line = refused(capsys, "--from-hf", tmp_path / "hf", "--save", tmp_path / "ours")
-    assert message in line and line.startswith(f"fugaku-megatron convert: --from-hf {tmp_path / 'hf'}: ")
+    assert message in line and line.startswith(
+        f"fugaku-megatron convert: --from-hf {tmp_path / 'hf'}: "
+    )
     assert not list(tmp_path.glob("*ours*"))
 
 
@@ -375,17 +655,26 @@ def test_a_disk_that_fails_in_the_middle_leaves_nothing(sources, tmp_path, monke
 
     monkeypatch.setattr(convert_command, "carry", full)
     line = refused(capsys, "--from-hf", sources["gpt2"], "--save", tmp_path / "ours")
-    assert line.endswith("ours: No space left on device: pass another directory") and not list(tmp_path.iterdir())
+    assert line.endswith("ours: No space left on device: pass another directory") and not list(
+        tmp_path.iterdir()
+    )
 
 
 def test_what_a_killed_conversion_left_is_removed_and_other_directories_stay(sources, tmp_path):
     """A killed process is one of this host that is gone; those of other hosts may be running."""
-    killed = subprocess.Popen([sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"],
-                              stdout=subprocess.PIPE, text=True)
+    killed = subprocess.Popen(
+        [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     own = f".ours.converting.{platform.node()}.{killed.pid}"
     killed.kill()
     killed.communicate()
-    others = [".ours.converting.elsewhere.7.ab", f".ours.converting.{platform.node()}.{os.getppid()}.ab", "ours.tmp"]
+    others = [
+        ".ours.converting.elsewhere.7.ab",
+        f".ours.converting.{platform.node()}.{os.getppid()}.ab",
+        "ours.tmp",
+    ]
     for name in (f"{own}.ab", *others):
         (tmp_path / name).mkdir()
     assert convert("--from-hf", sources["gpt2"], "--save", tmp_path / "ours") == 0
@@ -400,44 +689,88 @@ def test_two_conversions_into_one_directory_do_not_disturb_each_other(tmp_path):
             with whole("--save", str(tmp_path / "ours")) as second:
                 (second / "weights").write_text("second")
             assert (first / "weights").read_text() == "first"
-    assert (tmp_path / "ours" / "weights").read_text() == "second" and len(list(tmp_path.iterdir())) == 1
+    assert (tmp_path / "ours" / "weights").read_text() == "second" and len(
+        list(tmp_path.iterdir())
+    ) == 1
 
 
-@pytest.mark.parametrize(("query", "others", "widest"), [
-    (torch.bfloat16, torch.float32, torch.float32), (torch.float32, torch.bfloat16, torch.float32),
-    (torch.float16, torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16, torch.bfloat16)])
-def test_tensors_that_become_one_are_kept_in_the_widest_of_their_formats(sources, tmp_path, query, others, widest):
+@pytest.mark.parametrize(
+    ("query", "others", "widest"),
+    [
+        (torch.bfloat16, torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16, torch.float32),
+        (torch.float16, torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_tensors_that_become_one_are_kept_in_the_widest_of_their_formats(
+    sources, tmp_path, query, others, widest
+):
     """Queries, keys and values are one tensor here. No value changes."""
     shutil.copytree(sources["llama"], tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"
-    stored = {name: tensor.to(query if "q_proj" in name else others if ".self_attn." in name else tensor.dtype)
-              for name, tensor in load_file(file).items()}
+    stored = {
+        name: tensor.to(
+            query if "q_proj" in name else others if ".self_attn." in name else tensor.dtype
+        )
+        for name, tensor in load_file(file).items()
+    }
     save_file(stored, file, {"format": "pt"})
     assert convert("--from-hf", tmp_path / "hf", "--save", tmp_path / "ours") == 0
     assert convert("--load", tmp_path / "ours", "--to-hf", tmp_path / "back") == 0
     joined = ("q_proj", "k_proj", "v_proj")
-    expected = {name: tensor.to(widest) if any(part in name for part in joined) else tensor for name, tensor in stored.items()}
+    expected = {
+        name: tensor.to(widest) if any(part in name for part in joined) else tensor
+        for name, tensor in stored.items()
+    }
     assert same(tensors(tmp_path / "back"), expected)
 
 
 TYPES = {  # of rope_scaling, each with positions beyond the original ones
-    "linear": {"rope_type": "linear", "factor": 3.0}, "dynamic": {"rope_type": "dynamic", "factor": 2.0}, "yarn": YARN,
-    "yarn with its own numbers": {**YARN, "beta_fast": 4.0, "beta_slow": 0.25, "truncate": False, "attention_factor": 1.3},
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "yarn": YARN,
+    "yarn with its own numbers": {
+        **YARN,
+        "beta_fast": 4.0,
+        "beta_slow": 0.25,
+        "truncate": False,
+        "attention_factor": 1.3,
+    },
     "yarn with mscales": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
-    "llama3": {**LLAMA3, "original_max_position_embeddings": 16}}
+    "llama3": {**LLAMA3, "original_max_position_embeddings": 16},
+}
 
 
-@pytest.mark.parametrize(("family", "kind"), [*(("Llama", kind) for kind in TYPES), ("Qwen3", "yarn"), ("StableLm", "linear")])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [*(("Llama", kind) for kind in TYPES), ("Qwen3", "yarn"), ("StableLm", "linear")],
+)
 def test_every_type_of_rope_scaling_is_computed_and_comes_back(tmp_path, family, kind):
     rope = {"rope_theta": 10000.0, **TYPES[kind]}
     heads = {"partial_rotary_factor": 0.5} if family == "StableLm" else {"head_dim": 24}
-    model = randomized(decoder(family, rope_parameters=rope, max_position_embeddings=LENGTH, **heads))
+    model = randomized(
+        decoder(family, rope_parameters=rope, max_position_embeddings=LENGTH, **heads)
+    )
     model.save_pretrained(tmp_path / "hf")
     assert convert("--from-hf", tmp_path / "hf", "--save", tmp_path / "ours") == 0
     assert_same_logits(model, tmp_path / "ours", 4 * LENGTH, 1e-5)
     (tmp_path / "none").mkdir()
-    assert convert("--load", tmp_path / "ours", "--to-hf", tmp_path / "made", "--hf-files", tmp_path / "none") == 0
-    again, theirs = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("made", "hf"))
+    assert (
+        convert(
+            "--load",
+            tmp_path / "ours",
+            "--to-hf",
+            tmp_path / "made",
+            "--hf-files",
+            tmp_path / "none",
+        )
+        == 0
+    )
+    again, theirs = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).eval()
+        for name in ("made", "hf")
+    )
     tokens = torch.arange(3 * LENGTH).remainder(VOCABULARY)[None]
     with torch.no_grad():
         torch.testing.assert_close(again(tokens).logits, theirs(tokens).logits, rtol=0, atol=1e-6)
@@ -451,7 +784,9 @@ def test_angles_are_those_of_transformers(kind, length):
 
     rope = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, **TYPES[kind]}
     config = decoder("Llama", rope_parameters=rope, head_dim=24)().config
-    wanted, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"), seq_len=length)
+    wanted, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](
+        config, torch.device("cpu"), seq_len=length
+    )
     model = read_config(json.loads(config.to_json_string()))[1]
     scaled = frequencies(model, length) / (model.rotary_seq_len_interpolation_factor or 1.0)
     torch.testing.assert_close(scaled, wanted, rtol=1e-6, atol=0)
@@ -459,70 +794,184 @@ def test_angles_are_those_of_transformers(kind, length):
     torch.testing.assert_close(cosines, torch.full_like(cosines, factor), rtol=1e-6, atol=0)
 
 
-SCALINGS = [{"factor": 16.0, "low_freq_factor": 2.0, "high_freq_factor": 8.0, "original_max_position_embeddings": 64},
-            {"factor": 3.0, "low_freq_factor": 0.5, "high_freq_factor": 32.5},  # transformers then takes max_position_embeddings
-            {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 4096}]
+SCALINGS = [
+    {
+        "factor": 16.0,
+        "low_freq_factor": 2.0,
+        "high_freq_factor": 8.0,
+        "original_max_position_embeddings": 64,
+    },
+    {
+        "factor": 3.0,
+        "low_freq_factor": 0.5,
+        "high_freq_factor": 32.5,
+    },  # transformers then takes max_position_embeddings
+    {
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 4096,
+    },
+]
 
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
 def test_any_scaling_of_llama_3_is_computed_and_comes_back(tmp_path, scaling):
     rope = {"rope_type": "llama3", "rope_theta": 10000.0, **scaling}
-    model = randomized(decoder("Llama", rope_parameters=rope, max_position_embeddings=256, head_dim=24))
+    model = randomized(
+        decoder("Llama", rope_parameters=rope, max_position_embeddings=256, head_dim=24)
+    )
     model.save_pretrained(tmp_path / "hf")
     if "original_max_position_embeddings" not in scaling:
         edit(tmp_path / "hf" / "config.json", rope_parameters=rope)
     assert convert("--from-hf", tmp_path / "hf", "--save", tmp_path / "ours") == 0
     assert_same_logits(model, tmp_path / "ours", 200, 1e-4)
     flags = model_of_flags(tmp_path / "ours")
-    assert flags.rope_scaling_original_max_position_embeddings == scaling.get("original_max_position_embeddings", 256)
+    assert flags.rope_scaling_original_max_position_embeddings == scaling.get(
+        "original_max_position_embeddings", 256
+    )
     assert (flags.rope_scaling_low_freq_factor, flags.rope_scaling_high_freq_factor) == (
-        scaling["low_freq_factor"], scaling["high_freq_factor"])
+        scaling["low_freq_factor"],
+        scaling["high_freq_factor"],
+    )
     (tmp_path / "none").mkdir()
-    assert convert("--load", tmp_path / "ours", "--to-hf", tmp_path / "made", "--hf-files", tmp_path / "none") == 0
+    assert (
+        convert(
+            "--load",
+            tmp_path / "ours",
+            "--to-hf",
+            tmp_path / "made",
+            "--hf-files",
+            tmp_path / "none",
+        )
+        == 0
+    )
     made = transformers.AutoConfig.from_pretrained(tmp_path / "made").rope_parameters
     assert made == {**rope, "original_max_position_embeddings": 256, **scaling}
-    again, theirs = (read_config(json.loads((tmp_path / name / "config.json").read_text()))[1] for name in ("made", "hf"))
+    again, theirs = (
+        read_config(json.loads((tmp_path / name / "config.json").read_text()))[1]
+        for name in ("made", "hf")
+    )
     assert torch.equal(frequencies(again, 256), frequencies(theirs, 256))
 
 
-@pytest.mark.parametrize(("scaling", "message"), [
-    ({"rope_type": "llama3", **SCALINGS[0]}, "--rope-scaling-low-freq-factor is 2.0, and Megatron-LM computes 1.0"),
-    (TYPES["dynamic"], "--rope-dynamic-factor is 2.0, and Megatron-LM's GPT computes None")])
-def test_a_scaling_that_megatron_has_no_arguments_for_is_refused(tmp_path, capsys, scaling, message):
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        (
+            {"rope_type": "llama3", **SCALINGS[0]},
+            "--rope-scaling-low-freq-factor is 2.0, and Megatron-LM computes 1.0",
+        ),
+        (TYPES["dynamic"], "--rope-dynamic-factor is 2.0, and Megatron-LM's GPT computes None"),
+    ],
+)
+def test_a_scaling_that_megatron_has_no_arguments_for_is_refused(
+    tmp_path, capsys, scaling, message
+):
     rope = {"rope_theta": 10000.0, **scaling}
-    randomized(decoder("Llama", rope_parameters=rope, max_position_embeddings=256)).save_pretrained(tmp_path / "hf")
+    randomized(decoder("Llama", rope_parameters=rope, max_position_embeddings=256)).save_pretrained(
+        tmp_path / "hf"
+    )
     capsys.readouterr()
     line = refused(capsys, "--from-hf", tmp_path / "hf", "--to-megatron", tmp_path / "megatron")
     assert message in line and not list(tmp_path.glob("*megatron*"))
 
 
-@pytest.mark.parametrize(("model", "flag"), [
-    ("olmo", "--normalization is PlainLayerNorm"), ("gpt_neox", "--parallel-residual is True"), ("gemma", "--geglu is True"),
-    ("granite", "--embedding-multiplier is 3.0"), ("falcon", "--parallel-residual is True")])
+@pytest.mark.parametrize(
+    ("model", "flag"),
+    [
+        ("olmo", "--normalization is PlainLayerNorm"),
+        ("gpt_neox", "--parallel-residual is True"),
+        ("gemma", "--geglu is True"),
+        ("granite", "--embedding-multiplier is 3.0"),
+        ("falcon", "--parallel-residual is True"),
+    ],
+)
 def test_a_block_that_megatron_does_not_have_is_refused(sources, tmp_path, capsys, model, flag):
     capsys.readouterr()
     line = refused(capsys, "--from-hf", sources[model], "--to-megatron", tmp_path / "megatron")
-    assert f"{flag}" in line and "Megatron-LM's GPT computes" in line and not list(tmp_path.iterdir())
+    assert (
+        f"{flag}" in line and "Megatron-LM's GPT computes" in line and not list(tmp_path.iterdir())
+    )
 
 
 # What published config.json files have, in the form of transformers 4 -> some of our values.
 PUBLISHED_NEIGHBOURS = {
-    "gemma": ({"hidden_size": 2048, "num_hidden_layers": 18, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256,
-               "intermediate_size": 16384, "hidden_act": "gelu", "hidden_activation": None, "max_position_embeddings": 8192,
-               "vocab_size": 256000, "rope_scaling": None, "rope_theta": 10000.0, "attention_bias": False},
-              {"kv_channels": 256, "query_groups": 1, "tied": True, "activation": "geglu", "embedding_multiplier": 2048**0.5}),
-    "gpt_neox": ({"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "intermediate_size": 2048,
-                  "hidden_act": "gelu", "rotary_pct": 0.25, "rotary_emb_base": 10000, "max_position_embeddings": 2048,
-                  "use_parallel_residual": True, "vocab_size": 50304, "tie_word_embeddings": False},
-                 {"rotary_size": 16, "parallel_residual": True, "activation": "gelu_exact", "tied": False}),
-    "stablelm": ({"hidden_size": 2560, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
-                  "intermediate_size": 6912, "hidden_act": "silu", "layer_norm_eps": 1e-5, "max_position_embeddings": 4096,
-                  "partial_rotary_factor": 0.25, "rope_theta": 10000, "vocab_size": 50304, "tie_word_embeddings": False},
-                 {"rotary_size": 20, "qkv_bias": False, "normalization": "LayerNorm"}),
-    "phi3": ({"hidden_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
-              "intermediate_size": 8192, "hidden_act": "silu", "embd_pdrop": 0.0, "resid_pdrop": 0.0, "rope_scaling": None,
-              "rope_theta": 10000.0, "max_position_embeddings": 4096, "sliding_window": 2047, "vocab_size": 32064},
-             {"window": 2047, "rotary_size": 96, "tied": False}),
+    "gemma": (
+        {
+            "hidden_size": 2048,
+            "num_hidden_layers": 18,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "intermediate_size": 16384,
+            "hidden_act": "gelu",
+            "hidden_activation": None,
+            "max_position_embeddings": 8192,
+            "vocab_size": 256000,
+            "rope_scaling": None,
+            "rope_theta": 10000.0,
+            "attention_bias": False,
+        },
+        {
+            "kv_channels": 256,
+            "query_groups": 1,
+            "tied": True,
+            "activation": "geglu",
+            "embedding_multiplier": 2048**0.5,
+        },
+    ),
+    "gpt_neox": (
+        {
+            "hidden_size": 512,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 8,
+            "intermediate_size": 2048,
+            "hidden_act": "gelu",
+            "rotary_pct": 0.25,
+            "rotary_emb_base": 10000,
+            "max_position_embeddings": 2048,
+            "use_parallel_residual": True,
+            "vocab_size": 50304,
+            "tie_word_embeddings": False,
+        },
+        {"rotary_size": 16, "parallel_residual": True, "activation": "gelu_exact", "tied": False},
+    ),
+    "stablelm": (
+        {
+            "hidden_size": 2560,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "intermediate_size": 6912,
+            "hidden_act": "silu",
+            "layer_norm_eps": 1e-5,
+            "max_position_embeddings": 4096,
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000,
+            "vocab_size": 50304,
+            "tie_word_embeddings": False,
+        },
+        {"rotary_size": 20, "qkv_bias": False, "normalization": "LayerNorm"},
+    ),
+    "phi3": (
+        {
+            "hidden_size": 3072,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "intermediate_size": 8192,
+            "hidden_act": "silu",
+            "embd_pdrop": 0.0,
+            "resid_pdrop": 0.0,
+            "rope_scaling": None,
+            "rope_theta": 10000.0,
+            "max_position_embeddings": 4096,
+            "sliding_window": 2047,
+            "vocab_size": 32064,
+        },
+        {"window": 2047, "rotary_size": 96, "tied": False},
+    ),
 }
 
 
@@ -540,7 +989,11 @@ def test_names_of_published_files(sources, tmp_path):
     stored = load_file(file)
     published = {name.removeprefix("transformer."): tensor for name, tensor in stored.items()}
     masks = {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.0.attn.masked_bias": torch.tensor(-1e4)}
-    save_file({**published, **masks, "lm_head.weight": published["wte.weight"].clone()}, file, {"format": "pt"})
+    save_file(
+        {**published, **masks, "lm_head.weight": published["wte.weight"].clone()},
+        file,
+        {"format": "pt"},
+    )
     assert convert("--from-hf", tmp_path / "hf", "--save", tmp_path / "ours") == 0
     assert convert("--load", tmp_path / "ours", "--to-hf", tmp_path / "back") == 0
     assert same(tensors(tmp_path / "back"), stored)
@@ -556,20 +1009,34 @@ def test_flags_that_do_not_go_together(trained, sources, tmp_path, capsys, monke
         (["--load", trained, *new], "a checkpoint loads into any layout"),
         ([*hf, "--save", tmp_path / "full"], "is not empty: pass a new directory"),
         ([*hf, "--save", tmp_path / "full" / "thesis.tex"], "is a file: pass a directory"),
-        ([*hf, *new, "--max-shard-size", "5 apples"], "--max-shard-size is '5 apples': pass a size such as 5GB"),
+        (
+            [*hf, *new, "--max-shard-size", "5 apples"],
+            "--max-shard-size is '5 apples': pass a size such as 5GB",
+        ),
         ([*hf, *new, "--ckpt-step", "3"], "--ckpt-step is for --load"),
         ([*hf, *new, "--vocab-size", "3"], "--vocab-size 3 is for --from-megatron"),
-        ([*hf, *new, "--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size is 0: pass a number above 0"),
+        (
+            [*hf, *new, "--tensor-model-parallel-size", "0"],
+            "--tensor-model-parallel-size is 0: pass a number above 0",
+        ),
         ([*hf, *new, "--hf-files", tmp_path / "none"], "is not a directory"),
         ([*hf, *new, "--chat-template", tmp_path / "none"], "is not a file"),
-        (["--from-hf", tmp_path / "none", *new], "is not a directory: pass one that holds config.json"),
+        (
+            ["--from-hf", tmp_path / "none", *new],
+            "is not a directory: pass one that holds config.json",
+        ),
         (["--load", tmp_path / "none", "--to-hf", tmp_path / "new"], "holds no checkpoint"),
-        (["--load", trained, "--ckpt-step", "9", "--to-hf", tmp_path / "new"], "manifest.json is missing"),
+        (
+            ["--load", trained, "--ckpt-step", "9", "--to-hf", tmp_path / "new"],
+            "manifest.json is missing",
+        ),
     ]:
         assert message in refused(capsys, *words)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["full"]
     monkeypatch.setenv("PMI_SIZE", "2")
-    assert "convert is one process, and PMI_SIZE says that 2 were started" in refused(capsys, *hf, *new)
+    assert "convert is one process, and PMI_SIZE says that 2 were started" in refused(
+        capsys, *hf, *new
+    )
 
 
 # Prints by how many bytes the memory of a conversion exceeded what was there before it.
@@ -594,16 +1061,33 @@ for words in (["--from-hf", hf, "--save", ours], ["--load", ours, "--to-hf", bac
 
 @pytest.mark.system
 def test_memory_is_twice_the_largest_tensor(tmp_path):
-    config = transformers.GPT2Config(vocab_size=4096, n_positions=8, n_embd=1024, n_layer=2, n_head=4, n_inner=16384,
-                                     bos_token_id=1, eos_token_id=2)
+    config = transformers.GPT2Config(
+        vocab_size=4096,
+        n_positions=8,
+        n_embd=1024,
+        n_layer=2,
+        n_head=4,
+        n_inner=16384,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     largest = config.n_embd * config.n_inner * 2
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(config)
     config.save_pretrained(tmp_path / "hf")
-    save_file({name: torch.zeros(p.shape, dtype=torch.bfloat16) for name, p in model.named_parameters()},
-              tmp_path / "hf" / "model.safetensors", {"format": "pt"})
-    assert (tmp_path / "hf" / "model.safetensors").stat().st_size > 4 * largest, "the whole model would be seen"
-    done = subprocess.run([sys.executable, "-c", MEASURED, *(tmp_path / name for name in ("hf", "ours", "back"))], check=True,
-                          capture_output=True, text=True)
+    save_file(
+        {name: torch.zeros(p.shape, dtype=torch.bfloat16) for name, p in model.named_parameters()},
+        tmp_path / "hf" / "model.safetensors",
+        {"format": "pt"},
+    )
+    assert (tmp_path / "hf" / "model.safetensors").stat().st_size > 4 * largest, (
+        "the whole model would be seen"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, *(tmp_path / name for name in ("hf", "ours", "back"))],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     peaks = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("PEAK")]
     assert len(peaks) == 2 and max(peaks) < 2.2 * largest, [peak / largest for peak in peaks]

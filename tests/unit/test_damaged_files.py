@@ -20,8 +20,15 @@ def refusals(path, read, seed=0):
     """How many damages to the file `read` refuses; each refusal names the file. Puts the file back."""
     content, rng, count = path.read_bytes(), random.Random(seed), 0
     for _ in range(ROUNDS):
-        path.write_bytes(damaged(content, rng.choice(DAMAGES), rng.randrange(len(content)), rng.randrange(len(content)),
-                                 rng.randbytes(rng.randrange(1, 40))))
+        path.write_bytes(
+            damaged(
+                content,
+                rng.choice(DAMAGES),
+                rng.randrange(len(content)),
+                rng.randrange(len(content)),
+                rng.randbytes(rng.randrange(1, 40)),
+            )
+        )
         try:
             with time_limit():
                 read()
@@ -77,32 +84,60 @@ def test_a_dataset_that_is_not_a_file(tmp_path, suffix, kind):
         writer.add_document([1, 2, 3])
     data = IndexedDataset(tmp_path / "corpus")
     replace(tmp_path / f"corpus{suffix}", kind)
-    with pytest.raises(ValueError, match=rf"corpus\{suffix}: cannot be read \(.*{kind}.*preprocess"), time_limit():
+    with (
+        pytest.raises(ValueError, match=rf"corpus\{suffix}: cannot be read \(.*{kind}.*preprocess"),
+        time_limit(),
+    ):
         IndexedDataset(tmp_path / "corpus")
     if suffix == ".bin":  # also where it is replaced after its index was read
         replace(tmp_path / "corpus.bin", "a FIFO")
-        with pytest.raises(ValueError, match=r"corpus\.bin: cannot be read \(it is a FIFO"), time_limit():
+        with (
+            pytest.raises(ValueError, match=r"corpus\.bin: cannot be read \(it is a FIFO"),
+            time_limit(),
+        ):
             data[0]
 
 
 @pytest.mark.parametrize("kind", OTHER_KINDS)
-@pytest.mark.parametrize(("name", "flag"), [("vocab.json", "--vocab-file"), ("merges.txt", "--merge-file")])
+@pytest.mark.parametrize(
+    ("name", "flag"), [("vocab.json", "--vocab-file"), ("merges.txt", "--merge-file")]
+)
 def test_a_vocabulary_that_is_not_a_file(tmp_path, name, flag, kind):
     write_tokenizer(tmp_path)
     replace(tmp_path / name, kind)
-    with pytest.raises(ValueError, match=rf"{flag} .*{name}: cannot be read \(.*{kind}"), time_limit():
+    with (
+        pytest.raises(ValueError, match=rf"{flag} .*{name}: cannot be read \(.*{kind}"),
+        time_limit(),
+    ):
         GPT2BPETokenizer(tmp_path / "vocab.json", tmp_path / "merges.txt")
 
 
 VOCABULARY = {character: i for i, character in enumerate(bytes_to_unicode())}
 
 
-@pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, '{"a": ' + "7" * 5000 + "}", "", "\0", "nan", *(
-    json.dumps({**VOCABULARY, "<|endoftext|>": 256, "!": wrong}) for wrong in (-1, 257, True, None))], ids=lambda text: text[:9])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 200_000,
+        '{"a":' * 200_000,
+        '{"a": ' + "7" * 5000 + "}",
+        "",
+        "\0",
+        "nan",
+        *(
+            json.dumps({**VOCABULARY, "<|endoftext|>": 256, "!": wrong})
+            for wrong in (-1, 257, True, None)
+        ),
+    ],
+    ids=lambda text: text[:9],
+)
 def test_a_vocabulary_that_is_not_one(tmp_path, text):
     write_tokenizer(tmp_path)
     (tmp_path / "vocab.json").write_text(text)
-    with pytest.raises(ValueError, match=r"--vocab-file .*vocab\.json: (not JSON|expected one JSON object|the ids of)") as caught:
+    with pytest.raises(
+        ValueError,
+        match=r"--vocab-file .*vocab\.json: (not JSON|expected one JSON object|the ids of)",
+    ) as caught:
         GPT2BPETokenizer(tmp_path / "vocab.json", tmp_path / "merges.txt")
     assert len(str(caught.value)) < 500
 

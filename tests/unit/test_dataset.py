@@ -1,13 +1,17 @@
 """Samples of documents: --split, --data-path, blending, and the indices against a plain walk over the documents."""
 
-
 import numpy as np
 import pytest
 
 from fugaku_megatron.data import build
 from fugaku_megatron.data.build import build_datasets, parse_data_path, parse_split
 from fugaku_megatron.data.dataset import BlendedDataset, GPTDataset, MockDataset
-from fugaku_megatron.data.index_cache import blending_blocks, build_document_index, build_shuffle_index, sample_blocks
+from fugaku_megatron.data.index_cache import (
+    blending_blocks,
+    build_document_index,
+    build_shuffle_index,
+    sample_blocks,
+)
 from fugaku_megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from fugaku_megatron.training.rank_watch import validation_line
 
@@ -29,7 +33,9 @@ def indexed(tmp_path):
 
 @pytest.mark.parametrize("num_samples", [None, 10, 300, 1000])
 def test_samples_cut_the_documents_laid_end_to_end(indexed, num_samples):
-    dataset, other = (GPTDataset(indexed, "train", np.arange(5, 95), num_samples, 16, seed) for seed in (1234, 1))
+    dataset, other = (
+        GPTDataset(indexed, "train", np.arange(5, 95), num_samples, 16, seed) for seed in (1234, 1)
+    )
     flat = np.concatenate([indexed[i] for i in dataset.document_index])
     assert len(dataset) == (len(flat) - 1) // 16 >= (num_samples or 1)
     assert sorted(dataset.shuffle_index) == list(range(len(dataset)))
@@ -44,12 +50,18 @@ def test_samples_cut_the_documents_laid_end_to_end(indexed, num_samples):
 
 
 def test_an_index_of_one_and_of_many_documents_and_its_last_epoch(tmp_path):
-    dataset = GPTDataset(IndexedDataset(write(tmp_path / "long", [1000])), "train", np.arange(1), None, 10, 0)
+    dataset = GPTDataset(
+        IndexedDataset(write(tmp_path / "long", [1000])), "train", np.arange(1), None, 10, 0
+    )
     assert len(dataset) == 99
-    assert all(dataset[i].tolist() == list(range(dataset[i][0], dataset[i][0] + 11)) for i in range(99))
+    assert all(
+        dataset[i].tolist() == list(range(dataset[i][0], dataset[i][0] + 11)) for i in range(99)
+    )
     indexed = IndexedDataset(write(tmp_path / "one", [5, 0, 6]))
     assert len(GPTDataset(indexed, "train", np.arange(3), None, 10, 0)) == 1
-    with pytest.raises(ValueError, match=r"train data of .*one: 11 tokens in 3 documents.*--seq-length 11 \+ 1"):
+    with pytest.raises(
+        ValueError, match=r"train data of .*one: 11 tokens in 3 documents.*--seq-length 11 \+ 1"
+    ):
         GPTDataset(indexed, "train", np.arange(3), None, 11, 0)
     indexed = IndexedDataset(write(tmp_path / "even", [16] * 100))
     few, many = (GPTDataset(indexed, "train", np.arange(100), n, 16, 5) for n in (210, 290))
@@ -60,7 +72,10 @@ def test_an_index_of_one_and_of_many_documents_and_its_last_epoch(tmp_path):
 
 def test_token_ids_are_checked_at_start_and_as_fetched(tmp_path, monkeypatch):
     prefix = write(tmp_path / "big", [100] * 10, first_token=50)
-    with pytest.raises(ValueError, match=r"big\.bin: token id 1049 is outside the vocabulary of 1049: use the tokenizer"):
+    with pytest.raises(
+        ValueError,
+        match=r"big\.bin: token id 1049 is outside the vocabulary of 1049: use the tokenizer",
+    ):
         build_datasets([prefix], "1", 16, (10, 0, 0), 1, vocab_size=1049)
     monkeypatch.setattr(build, "CHECKED_AT_START", 400)  # the first document
     dataset, failed = build_datasets([prefix], "1", 16, (10, 0, 0), 1, vocab_size=1000)[0], 0
@@ -89,7 +104,10 @@ def test_mock_dataset():
     dataset = MockDataset(50, 8, 1000, 7)
     samples = np.stack([dataset[i] for i in range(1000)])
     assert samples.shape == (1000, 9) and samples.dtype == np.int64
-    assert np.unique(samples).tolist() == list(range(50)) and len({tuple(row.tolist()) for row in samples}) == 1000
+    assert (
+        np.unique(samples).tolist() == list(range(50))
+        and len({tuple(row.tolist()) for row in samples}) == 1000
+    )
     assert np.array_equal(dataset[123], MockDataset(50, 8, 2000, 7)[123])
     assert not np.array_equal(dataset[123], MockDataset(50, 8, 1000, 8)[123])
     with pytest.raises(IndexError):
@@ -112,7 +130,9 @@ def test_it_is_said_how_much_text_validation_has(tmp_path):
     write(tmp_path / "b", [5] * 20)
     one = build_datasets([str(tmp_path / "a")], "60,40", 4, (4, 2, 0), seed=1)
     assert validation_line(one[1]) == "data: validation has 4 documents with 12 tokens"
-    both = build_datasets(["1", str(tmp_path / "a"), "1", str(tmp_path / "b")], "60,40", 4, (4, 2, 0), seed=1)
+    both = build_datasets(
+        ["1", str(tmp_path / "a"), "1", str(tmp_path / "b")], "60,40", 4, (4, 2, 0), seed=1
+    )
     assert validation_line(both[1]) == "data: validation has 12 documents with 52 tokens"
 
 
@@ -122,20 +142,26 @@ def test_build_datasets_blends(tmp_path):
     train, valid, _ = build_datasets(["0.25", a, "0.75", b], "90,10", 16, (400, 40, 0), 1)
     assert len(train) == 400 and len(valid) == 40
     assert sum(int(train[i][0] >= 100_000) for i in range(400)) == 300
-    scaled = build_datasets(["1", a, "3", b], "90,10", 16, (400, 40, 0), 1)[0]  # weights are relative
+    scaled = build_datasets(["1", a, "3", b], "90,10", 16, (400, 40, 0), 1)[
+        0
+    ]  # weights are relative
     assert all(np.array_equal(train[i], scaled[i]) for i in range(400))
 
 
 def test_build_datasets_split_errors(tmp_path):
     prefix = write(tmp_path / "corpus", [50] * 10)
-    with pytest.raises(ValueError, match=r"--split 1,99: none of the 10 documents of .*corpus falls to train"):
+    with pytest.raises(
+        ValueError, match=r"--split 1,99: none of the 10 documents of .*corpus falls to train"
+    ):
         build_datasets([prefix], "1,99", 16, (10, 1, 0), 1)
     other = write(tmp_path / "other", [50])
     with pytest.raises(ValueError, match=r"none of the 1 documents of .*other falls to valid"):
         build_datasets(["1", prefix, "1", other], "80,20", 16, (10, 1, 0), 1)
 
 
-@pytest.mark.parametrize("split", ["", "a", "1,-1", "1,2,3,4", "1,,2", "1;2", "nan", "1e3", "0", "0,0,0"])
+@pytest.mark.parametrize(
+    "split", ["", "a", "1,-1", "1,2,3,4", "1,,2", "1;2", "nan", "1e3", "0", "0,0,0"]
+)
 def test_malformed_split(split):
     with pytest.raises(ValueError, match="--split"):
         parse_split(split)
@@ -143,11 +169,19 @@ def test_malformed_split(split):
     assert shares == [[0.969, 0.03, 0.001], [1, 0, 0], [1 / 3, 2 / 3, 0]]
 
 
-@pytest.mark.parametrize(("path", "message"), [
-    ([], "0 items"), (["1", "a", "2"], r"3 items \(1 a 2\)"), (["a", "1"], "'a' stands where a weight is due"),
-    (["1", "a", "b", "c"], "'b' stands where a weight is due"), (["1", "a", "0", "b"], "weight 0 is not a positive"),
-    (["-1", "a"], "weight -1 is not"), (["nan", "a"], "weight nan is not"), (["inf", "a"], "weight inf is not"),
-])
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ([], "0 items"),
+        (["1", "a", "2"], r"3 items \(1 a 2\)"),
+        (["a", "1"], "'a' stands where a weight is due"),
+        (["1", "a", "b", "c"], "'b' stands where a weight is due"),
+        (["1", "a", "0", "b"], "weight 0 is not a positive"),
+        (["-1", "a"], "weight -1 is not"),
+        (["nan", "a"], "weight nan is not"),
+        (["inf", "a"], "weight inf is not"),
+    ],
+)
 def test_malformed_data_path(path, message):
     with pytest.raises(ValueError, match=f"--data-path: {message}"):
         parse_data_path(path)
@@ -155,8 +189,11 @@ def test_malformed_data_path(path, message):
 
 def test_an_order_of_samples_beyond_memory_is_refused_before_it_is_built(tmp_path):
     prefix = write(tmp_path / "small", [100] * 10)
-    with pytest.raises(ValueError, match=r"train data of .*small: the order of 1000000000 samples, which read its 9 documents "
-                       r"\d+ times, takes about \S+ GiB, and the node has 4.0 GiB: pass fewer --train-iters or --train-samples"):
+    with pytest.raises(
+        ValueError,
+        match=r"train data of .*small: the order of 1000000000 samples, which read its 9 documents "
+        r"\d+ times, takes about \S+ GiB, and the node has 4.0 GiB: pass fewer --train-iters or --train-samples",
+    ):
         build_datasets([prefix], "90,10", 16, (10**9, 0, 0), 1, max_bytes=2**32)
     with pytest.raises(ValueError, match="valid data of .*: pass fewer --eval-iters"):
         build_datasets([prefix], "90,10", 16, (10, 10**12, 0), 1, max_bytes=2**32)
@@ -209,16 +246,26 @@ def test_document_and_shuffle_indices():
     assert index.tolist() == expected.tolist() and index.dtype == np.int32
     assert set(index[:50].tolist()) != set(documents.tolist())  # epochs are mixed
     apart = build_document_index(documents, 3, True, np.random.RandomState(1))
-    assert sorted(apart[:100]) == sorted(np.tile(documents, 2)) and sorted(apart[100:]) == documents.tolist()
-    assert apart[:100].tolist() == build_document_index(documents, 2, False, np.random.RandomState(1)).tolist()
-    assert np.concatenate(list(sample_blocks(np.array([0, 0, 5], np.int32), np.arange(3), 2))).tolist() == [[2, 0], [2, 2], [2, 4]]
+    assert (
+        sorted(apart[:100]) == sorted(np.tile(documents, 2))
+        and sorted(apart[100:]) == documents.tolist()
+    )
+    assert (
+        apart[:100].tolist()
+        == build_document_index(documents, 2, False, np.random.RandomState(1)).tolist()
+    )
+    assert np.concatenate(
+        list(sample_blocks(np.array([0, 0, 5], np.int32), np.arange(3), 2))
+    ).tolist() == [[2, 0], [2, 2], [2, 4]]
     index = build_shuffle_index(30, 50, np.random.RandomState(3))
     assert sorted(index[:30]) == list(range(30)) and sorted(index[30:]) == list(range(30, 50))
     assert index[:30].tolist() != list(range(30)) and index[30:].tolist() != list(range(30, 50))
     assert index.dtype == np.uint32
 
 
-@pytest.mark.parametrize("weights", [[0.7, 0.3], [0.5, 0.3, 0.2], [1 / 3] * 3, [0.1, 0.2, 0.65, 0.05], [1.0]])
+@pytest.mark.parametrize(
+    "weights", [[0.7, 0.3], [0.5, 0.3, 0.2], [1 / 3] * 3, [0.1, 0.2, 0.65, 0.05], [1.0]]
+)
 def test_blend_keeps_every_beginning_near_the_weights(weights):
     datasets, samples = blending_indices(weights, 1000)
     for i, weight in enumerate(weights):

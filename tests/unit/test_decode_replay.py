@@ -8,22 +8,41 @@ from fugaku_megatron.inference import generation
 from fugaku_megatron.inference.loading import RecordingKernels
 from tests.parallel.test_generate import random_model
 
-STEPS = ({0: [5, 9], 1: [3]}, {0: [7], 1: [2]}, {0: [11], 1: [90]}, {1: [4]}, {1: [8]}, {0: [1]}, {0: [6], 1: [3]})
+STEPS = (
+    {0: [5, 9], 1: [3]},
+    {0: [7], 1: [2]},
+    {0: [11], 1: [90]},
+    {1: [4]},
+    {1: [8]},
+    {0: [1]},
+    {0: [6], 1: [3]},
+)
 
 
-@pytest.mark.parametrize(("family", "changes"), [
-    ("gpt2", {}), ("gpt2", {"squared_relu": True}), ("gpt2", {"bias_gelu_fusion": False}), ("qwen3", {}),
-    ("qwen3", {"swiglu": False, "geglu": True})])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gpt2", {}),
+        ("gpt2", {"squared_relu": True}),
+        ("gpt2", {"bias_gelu_fusion": False}),
+        ("qwen3", {}),
+        ("qwen3", {"swiglu": False, "geglu": True}),
+    ],
+)
 def test_a_repeated_step_has_the_bits_of_the_layers(family, changes, monkeypatch):
     loaded, forwards = random_model(SoloComm(), family, 1, 1, **changes), []
     through = generation.through_stages
-    monkeypatch.setattr(generation, "through_stages", lambda *args: forwards.append(args) or through(*args))
+    monkeypatch.setattr(
+        generation, "through_stages", lambda *args: forwards.append(args) or through(*args)
+    )
     recorded, plain = (generation.Decoder(loaded, [8, 8]) for _ in range(2))
     plain._recorder = None
     for new in STEPS:
         expected = plain.logits(new)
         assert torch.equal(recorded.logits(new), expected), new
-    assert len(forwards) == len(STEPS) + 3, "the prompts and the first step of one and of two samples"
+    assert len(forwards) == len(STEPS) + 3, (
+        "the prompts and the first step of one and of two samples"
+    )
 
 
 def test_other_heads_and_what_no_kernel_computes():

@@ -34,8 +34,16 @@ def found(root):
 
 
 def test_packages_and_memory_add_up_and_cores_are_in_their_package(tmp_path):
-    files = [zone(tmp_path, n, name, 1_000_000) for n, name in (("0", "package-0"), ("0:0", "core"), ("0:1", "dram"),
-                                                                ("1", "package-1"), ("2", "psys"))]
+    files = [
+        zone(tmp_path, n, name, 1_000_000)
+        for n, name in (
+            ("0", "package-0"),
+            ("0:0", "core"),
+            ("0:1", "dram"),
+            ("1", "package-1"),
+            ("2", "psys"),
+        )
+    ]
     counters = found(tmp_path)
     assert counters.describe() == "energy from RAPL (package-0, dram, package-1)"
     for file in files:
@@ -55,8 +63,13 @@ def test_a_counter_that_wraps_around(tmp_path):
 def test_amds_driver_serves_where_rapl_does_not(tmp_path):
     folder = tmp_path / "sys" / "class" / "hwmon" / "hwmon3"
     folder.mkdir(parents=True)
-    for name, text in {"name": "amd_energy", "energy1_label": "Ecore000", "energy1_input": "7", "energy65_label": "Esocket0",
-                       "energy65_input": "2000000"}.items():
+    for name, text in {
+        "name": "amd_energy",
+        "energy1_label": "Ecore000",
+        "energy1_input": "7",
+        "energy65_label": "Esocket0",
+        "energy65_input": "2000000",
+    }.items():
         (folder / name).write_text(text + "\n")
     counters = found(tmp_path)
     assert counters.describe() == "energy from amd_energy (Esocket0)"
@@ -69,7 +82,10 @@ def test_amds_driver_serves_where_rapl_does_not(tmp_path):
 def test_without_counters_the_start_says_so_once(tmp_path):
     assert found(tmp_path).describe() == "no energy counter" and found(tmp_path).joules() is None
     zone(tmp_path, "0", "package-0", None)
-    assert found(tmp_path).describe() == "no energy counter (RAPL cannot be read: chmod a+r its energy files as root)"
+    assert (
+        found(tmp_path).describe()
+        == "no energy counter (RAPL cannot be read: chmod a+r its energy files as root)"
+    )
     line = runtime.machine_summary("MPICH", 2, 1, 2, False, "glibc 2.28", 2.0)
     assert ", no energy counter, torch " in line
 
@@ -110,7 +126,11 @@ int PWR_ObjAttrGetValue(void* object, int attribute, void* value, int64_t* stamp
 
 def test_the_numbers_of_a_header():
     known = header_constants(HEADER)
-    assert known["PWR_CNTXT_FX1000"] == 17 and known["PWR_ROLE_APP"] == 0 and known["PWR_ATTR_MEASURED_ENERGY"] == 41
+    assert (
+        known["PWR_CNTXT_FX1000"] == 17
+        and known["PWR_ROLE_APP"] == 0
+        and known["PWR_ATTR_MEASURED_ENERGY"] == 41
+    )
     assert known["PWR_ATTR_LAST"] == 5 and "PWR_MAX" not in known
 
 
@@ -120,11 +140,16 @@ def test_fugakus_power_api(tmp_path):
     (tmp_path / "pwr.c").write_text(LIBRARY)
     library = str(tmp_path / "libpwr.so")
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, str(tmp_path / "pwr.c")], check=True)
-    counters = Counters.find(str(tmp_path), library, (str(tmp_path / "none.h"), str(tmp_path / "pwr.h")))
+    counters = Counters.find(
+        str(tmp_path), library, (str(tmp_path / "none.h"), str(tmp_path / "pwr.h"))
+    )
     assert counters.describe() == "energy from Power API (plat.node)"
     assert counters.joules() is None and counters.joules() == pytest.approx(150.0)
     lacking = Counters.find(str(tmp_path), library, (str(tmp_path / "none.h"),)).describe()
-    assert lacking.startswith(f"no energy counter ({library} is there, but none of ") and "has its constants" in lacking
+    assert (
+        lacking.startswith(f"no energy counter ({library} is there, but none of ")
+        and "has its constants" in lacking
+    )
 
 
 def counting(joules):
@@ -163,17 +188,34 @@ def test_watts_need_a_counter_of_every_node():
 
 
 def record(iteration, watts):
-    return IterationMetrics(iteration, 4, consumed_samples=8 * iteration, consumed_tokens=800 * iteration, elapsed_seconds=2.0,
-                            global_batch_size=8, lm_loss=5.0, skipped=0, tflops=1.0, watts=watts)
+    return IterationMetrics(
+        iteration,
+        4,
+        consumed_samples=8 * iteration,
+        consumed_tokens=800 * iteration,
+        elapsed_seconds=2.0,
+        global_batch_size=8,
+        lm_loss=5.0,
+        skipped=0,
+        tflops=1.0,
+        watts=watts,
+    )
 
 
 def test_the_log_line_its_table_and_the_plot(tmp_path):
     interval = IterationMetrics.from_interval([record(1, None), record(2, 160.0)])
     assert interval.watts == 160.0 and interval.tokens_per_joule == pytest.approx(800 / 2 / 160)
     line = interval.format_line()
-    assert " power (W): 160.0 | tokens per joule: 2.5 |" in line and parse_line(line).tokens_per_joule == 2.5
+    assert (
+        " power (W): 160.0 | tokens per joule: 2.5 |" in line
+        and parse_line(line).tokens_per_joule == 2.5
+    )
     without = IterationMetrics.from_interval([record(1, None)])
-    assert "power" not in without.format_line() and "joule" not in without.format_line() and without.tokens_per_joule is None
+    assert (
+        "power" not in without.format_line()
+        and "joule" not in without.format_line()
+        and without.tokens_per_joule is None
+    )
     reader = LogReader("run.log")
     reader.read_lines([line, line.replace("160.0", "200.0")])
     assert "loss 5, 180 W, 2.5 tokens per joule |" in log_table.text([reader.summary()]), "medians"
@@ -186,8 +228,18 @@ def test_the_plot_has_panels_of_energy_where_it_was_measured(tmp_path, monkeypat
     pytest.importorskip("matplotlib")
     seen = []
     monkeypatch.setattr(plot, "_line", lambda axes, records, x, name, **style: seen.append(name))
-    for watts, names in ((None, ["lm_loss", "lm_loss", "learning_rate", "tflops"]),
-                         (160.0, ["lm_loss", "lm_loss", "learning_rate", "tflops", "watts", "tokens_per_joule"])):
+    for watts, names in (
+        (None, ["lm_loss", "lm_loss", "learning_rate", "tflops"]),
+        (160.0, ["lm_loss", "lm_loss", "learning_rate", "tflops", "watts", "tokens_per_joule"]),
+    ):
         seen.clear()
-        records = [{"kind": "train", "iteration": 1, "lm_loss": 5.0, "watts": watts, "tokens_per_joule": 2.5}]
+        records = [
+            {
+                "kind": "train",
+                "iteration": 1,
+                "lm_loss": 5.0,
+                "watts": watts,
+                "tokens_per_joule": 2.5,
+            }
+        ]
         assert plot.loss_curves(tmp_path / "run.png", {"": records}) and seen == names

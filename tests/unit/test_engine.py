@@ -99,7 +99,9 @@ def naps(library, monkeypatch):
     """The seconds of every nap that the thread begins; None: a sleep until it is woken."""
     condition, begun = library.engine._wake, []
     wait = condition.wait
-    monkeypatch.setattr(condition, "wait", lambda seconds=None: (begun.append(seconds), wait(seconds)))
+    monkeypatch.setattr(
+        condition, "wait", lambda seconds=None: (begun.append(seconds), wait(seconds))
+    )
     return begun
 
 

@@ -26,11 +26,28 @@ from fugaku_megatron.perf.machine import load
 from tests.time_limit import time_limit
 
 PACKAGE = Path(__file__).resolve().parents[2] / "fugaku_megatron"
-TENSORS = {"a": torch.arange(60_000.0), "b": torch.ones(8, 6), "c": torch.zeros(3, dtype=torch.int64)}
-VALUES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=6), st.just([]), st.just({}),
-                   st.sampled_from([10**400, -1, 0, 2**63, 240_000, "F32", [2**62, 2**62], [8, 6], [0, 192], [[1]], [1.5, 2]]))
-SETTINGS = settings(settings.get_profile("ci"), max_examples=120,
-                    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+TENSORS = {
+    "a": torch.arange(60_000.0),
+    "b": torch.ones(8, 6),
+    "c": torch.zeros(3, dtype=torch.int64),
+}
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=6),
+    st.just([]),
+    st.just({}),
+    st.sampled_from(
+        [10**400, -1, 0, 2**63, 240_000, "F32", [2**62, 2**62], [8, 6], [0, 192], [[1]], [1.5, 2]]
+    ),
+)
+SETTINGS = settings(
+    settings.get_profile("ci"),
+    max_examples=120,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 
 
 def opened(path: Path, content: bytes) -> dict:
@@ -47,7 +64,10 @@ def refused_or_inside(path: Path, content: bytes) -> None:
     try:
         with time_limit():
             stored = opened(path, content)
-        assert all(0 <= t.start <= t.start + t.numel * t.dtype.itemsize <= len(content) for t in stored.values())
+        assert all(
+            0 <= t.start <= t.start + t.numel * t.dtype.itemsize <= len(content)
+            for t in stored.values()
+        )
     except ValueError as error:
         assert path.name in str(error) and "\n" not in str(error), error
     finally:
@@ -62,7 +82,11 @@ def written(tmp_path_factory):
     write_tensors(path, TENSORS)
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
-    assert {name: t.numel for name, t in opened(path, content).items()} == {"a": 60_000, "b": 48, "c": 3}
+    assert {name: t.numel for name, t in opened(path, content).items()} == {
+        "a": 60_000,
+        "b": 48,
+        "c": 3,
+    }
     return path, json.loads(content[8 : 8 + length]), content[8 + length :]
 
 
@@ -71,8 +95,12 @@ def put_together(header: bytes, values: bytes, length: int | None = None) -> byt
 
 
 @SETTINGS
-@given(name=st.sampled_from(list(TENSORS)), field=st.sampled_from(["dtype", "shape", "data_offsets", None]), value=VALUES,
-       removed=st.booleans())
+@given(
+    name=st.sampled_from(list(TENSORS)),
+    field=st.sampled_from(["dtype", "shape", "data_offsets", None]),
+    value=VALUES,
+    removed=st.booleans(),
+)
 def test_a_changed_field_is_refused_or_stays_inside(written, name, field, value, removed):
     path, header, values = written
     changed = json.loads(json.dumps(header))
@@ -85,20 +113,30 @@ def test_a_changed_field_is_refused_or_stays_inside(written, name, field, value,
 
 
 @SETTINGS
-@given(header=st.one_of(st.binary(max_size=60), st.text(max_size=60).map(str.encode), VALUES.map(lambda v: json.dumps(v).encode()),
-                        st.just(b"[" * 20_000), st.just(b'{"a":' * 5_000)),
-       length=st.one_of(st.none(), st.integers(0, 2**64 - 1)))
+@given(
+    header=st.one_of(
+        st.binary(max_size=60),
+        st.text(max_size=60).map(str.encode),
+        VALUES.map(lambda v: json.dumps(v).encode()),
+        st.just(b"[" * 20_000),
+        st.just(b'{"a":' * 5_000),
+    ),
+    length=st.one_of(st.none(), st.integers(0, 2**64 - 1)),
+)
 def test_any_header_and_any_length_of_it(written, header, length):
     path, _, values = written
     refused_or_inside(path, put_together(header, values, length))
 
 
-@pytest.mark.parametrize("text", ["[" + "{}," * 1_500_000 + "{}]", '{"a":[' + "[]," * 1_500_000 + "[]]}"])
+@pytest.mark.parametrize(
+    "text", ["[" + "{}," * 1_500_000 + "{}]", '{"a":[' + "[]," * 1_500_000 + "[]]}"]
+)
 def test_a_file_that_is_all_header_is_refused_before_it_takes_memory(written, text):
     refused_or_inside(written[0], put_together(text.encode(), b""))
 
 
 # Pickled code -----------------------------------------------------------------------------------------------------------------
+
 
 class Payload:
     """Unpickling makes a folder."""
@@ -112,10 +150,19 @@ class Payload:
 
 READERS = {
     "tracker": ("iter_0000001/manifest.json", lambda folder: read_head(folder, 1)),
-    "tensors": ("rank.safetensors", lambda folder: opened(folder / "rank.safetensors", (folder / "rank.safetensors").read_bytes())),
+    "tensors": (
+        "rank.safetensors",
+        lambda folder: opened(
+            folder / "rank.safetensors", (folder / "rank.safetensors").read_bytes()
+        ),
+    ),
     "index": ("data.idx", lambda folder: IndexedDataset(folder / "data")),
-    "vocabulary": ("vocab.json", lambda folder: build_tokenizer("GPT2BPETokenizer", str(folder / "vocab.json"),
-                                                                str(folder / "vocab.json"))),
+    "vocabulary": (
+        "vocab.json",
+        lambda folder: build_tokenizer(
+            "GPT2BPETokenizer", str(folder / "vocab.json"), str(folder / "vocab.json")
+        ),
+    ),
     "history": ("history.jsonl", lambda folder: read_history(folder / "history.jsonl")),
     "ranks": ("ranks.jsonl", lambda folder: read(folder / "ranks.jsonl")),
     "machine": ("machine.json", lambda folder: load(str(folder / "machine.json"))),
@@ -144,4 +191,6 @@ def test_libraries_are_not_asked_to_unpickle():
     """Ruff refuses pickle, eval and exec but for messages between ranks (S102, S301, S307); this holds for numpy and torch."""
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text()
-        assert "allow_pickle" not in text and text.count("torch.load(") <= text.count("weights_only=True"), path
+        assert "allow_pickle" not in text and text.count("torch.load(") <= text.count(
+            "weights_only=True"
+        ), path

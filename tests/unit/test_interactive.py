@@ -23,6 +23,7 @@ def decode(ids) -> str:
 @pytest.fixture
 def talk(monkeypatch, capsys):
     """talk(lines, answer, words) -> (what was printed, piece by piece, and the errors); a line is a text or an exception."""
+
     def call(lines, answer, *words, chat=None):
         entered, pieces = iter([*lines, EOFError()]), []
 
@@ -33,7 +34,9 @@ def talk(monkeypatch, capsys):
             return line
 
         monkeypatch.setattr(builtins, "input", enter)
-        monkeypatch.setattr(builtins, "print", lambda text="", end="\n", **_: pieces.append(text + end))
+        monkeypatch.setattr(
+            builtins, "print", lambda text="", end="\n", **_: pieces.append(text + end)
+        )
         if chat:
             converse(SoloComm(), chat.encode, chat.texts.ending, answer, chat.answered)
         else:
@@ -99,7 +102,16 @@ def test_stop_words_and_characters_of_several_bytes(talk):
 
 def test_a_conversation_goes_on_and_its_answers_end_with_the_turn(talk, tmp_path):
     tokenizer, prompts = HuggingFaceTokenizer(write_tokenizer(tmp_path)), []
-    chat = Conversation(Texts(tokenizer, small_run(max_position_embeddings=256).model, 5, (), ChatTemplate(tokenizer), "be brief"))
+    chat = Conversation(
+        Texts(
+            tokenizer,
+            small_run(max_position_embeddings=256).model,
+            5,
+            (),
+            ChatTemplate(tokenizer),
+            "be brief",
+        )
+    )
     end = next(iter(chat.texts.ending.ends - {tokenizer.eod}))
 
     def answer(prompt, finished):
@@ -114,22 +126,34 @@ def test_a_conversation_goes_on_and_its_answers_end_with_the_turn(talk, tmp_path
 
     assert "".join(talk(["one?", "two?"], answer, chat=chat)) == "no. 1\nno. 2\n"
     begin = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\n"
-    assert prompts == [begin, begin + "no. 1<|im_end|>\n<|im_start|>user\ntwo?<|im_end|>\n<|im_start|>assistant\n"]
+    assert prompts == [
+        begin,
+        begin + "no. 1<|im_end|>\n<|im_start|>user\ntwo?<|im_end|>\n<|im_start|>assistant\n",
+    ]
 
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.9])
 LIKELY = torch.softmax(LOGITS, 0)
 
 
-def picked(temperature: float = 1.0, top_k: int = 0, top_p: float = 0.0, times: int = 400) -> list[int]:
+def picked(
+    temperature: float = 1.0, top_k: int = 0, top_p: float = 0.0, times: int = 400
+) -> list[int]:
     sampling = Sampling(temperature, top_k, top_p, seed=0)
     rng = sampling.generator(0)
     return [sampling.pick(LOGITS, rng) for _ in range(times)]
 
 
 def test_the_choice_of_a_token():
-    assert set(picked(temperature=0.0, top_k=4)) == {1} == set(picked(temperature=1e-6)) == set(picked(top_k=1))
-    assert Sampling(0.0, 0, 0.0, 0).pick(torch.tensor([1.0, 2.0, 2.0]), None) == 1, "the first of several"
+    assert (
+        set(picked(temperature=0.0, top_k=4))
+        == {1}
+        == set(picked(temperature=1e-6))
+        == set(picked(top_k=1))
+    )
+    assert Sampling(0.0, 0, 0.0, 0).pick(torch.tensor([1.0, 2.0, 2.0]), None) == 1, (
+        "the first of several"
+    )
     sampling = Sampling(1.0, 0, 0.0, seed=5)
     draws = [torch.rand(8, generator=sampling.generator(sample)).tolist() for sample in (0, 1, 0)]
     assert draws[0] == draws[2] != draws[1]

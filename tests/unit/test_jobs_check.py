@@ -14,21 +14,28 @@ from fugaku_megatron.jobs.render import render, self_contained
 from fugaku_megatron.jobs.torus import RankMap
 
 PJSUB = Path(__file__).resolve().parents[2] / "scripts" / "pjsub"
-HELD = ("--pipeline-schedule 1f1b --micro-batch-size 1 --recompute-granularity full --zero-stage 1 --ranks-per-node 2 "
-        "--tensor-model-parallel-size 8")
+HELD = (
+    "--pipeline-schedule 1f1b --micro-batch-size 1 --recompute-granularity full --zero-stage 1 --ranks-per-node 2 "
+    "--tensor-model-parallel-size 8"
+)
 # job -> its flags; made once, with the layout held, so that there is nothing to search
-JOBS = {"small": "--recipe 124m --nodes 256 --name small --elapse 36:00:00 --ranks-per-node 4 --zero-stage 1 "
-                 "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --micro-batch-size 2 "
-                 "--recompute-granularity selective",
-        "large": f"--recipe 30b --nodes 6144 --name large --pipeline-model-parallel-size 32 {HELD}",
-        "top": f"--recipe 30b --nodes 12288 --name top --pipeline-model-parallel-size 6 {HELD}",
-        "tensor": "--recipe 30b --nodes 384 --ranks-per-node 1 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 24 "
-                  "--micro-batch-size 1 --zero-stage 1 --name tensor --pipeline-schedule 1f1b"}
+JOBS = {
+    "small": "--recipe 124m --nodes 256 --name small --elapse 36:00:00 --ranks-per-node 4 --zero-stage 1 "
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --micro-batch-size 2 "
+    "--recompute-granularity selective",
+    "large": f"--recipe 30b --nodes 6144 --name large --pipeline-model-parallel-size 32 {HELD}",
+    "top": f"--recipe 30b --nodes 12288 --name top --pipeline-model-parallel-size 6 {HELD}",
+    "tensor": "--recipe 30b --nodes 384 --ranks-per-node 1 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 24 "
+    "--micro-batch-size 1 --zero-stage 1 --name tensor --pipeline-schedule 1f1b",
+}
 
 
 @pytest.fixture(scope="module")
 def scripts():
-    return {name: self_contained(render(job_from_words([*shlex.split(flags), "-g", "hp000000"]))) for name, flags in JOBS.items()}
+    return {
+        name: self_contained(render(job_from_words([*shlex.split(flags), "-g", "hp000000"])))
+        for name, flags in JOBS.items()
+    }
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -42,7 +49,12 @@ MISTAKES = [
     ("small", "max-proc-per-node=4", "max-proc-per-node=3", "write 1, 2 or 4"),
     ("small", "RANKS_PER_NODE=4", "RANKS_PER_NODE=2", "write RANKS_PER_NODE=4"),
     ("small", "NODES=256", "NODES=255", "write NODES=256"),
-    ("small", "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 3", "start 1023 or 1026 ranks"),
+    (
+        "small",
+        "--tensor-model-parallel-size 2",
+        "--tensor-model-parallel-size 3",
+        "start 1023 or 1026 ranks",
+    ),
     ("small", "--micro-batch-size 2", "--micro-batch-size x", "--micro-batch-size"),
     ("small", "--zero-stage 1", "--zero-stag 1", "did you mean --zero-stage"),
     ("tensor", "--micro-batch-size 1", "--micro-batch-size 32", "out of memory"),
@@ -61,7 +73,12 @@ MISTAKES = [
     ("small", "freq=2000,", "", "freq is not set"),
     ("top", "retention_state=0", "retention_state=1", "write retention_state=0"),
     ("small", "--cpu-frequency 2.0", "--cpu-frequency 2.2", "write --cpu-frequency 2.0"),
-    ("small", "SAVE=${SAVE:-$PWD/", "SAVE=${SAVE:-/vol0009/", "PJM_LLIO_GFSCACHE=/vol0004:/vol0009"),
+    (
+        "small",
+        "SAVE=${SAVE:-$PWD/",
+        "SAVE=${SAVE:-/vol0009/",
+        "PJM_LLIO_GFSCACHE=/vol0004:/vol0009",
+    ),
     ("small", "-x PJM_LLIO_GFSCACHE=/vol0004", "-x OTHER=1", "PJM_LLIO_GFSCACHE is not set"),
     ("small", "localtmp-size=50Gi", "localtmp-size=88Gi", "87Gi"),
     ("top", 'llio_transfer "$ARCHIVE"', "true", "stage it with llio_transfer"),
@@ -69,7 +86,7 @@ MISTAKES = [
     ("top", "/%/1000r/", "/", "split it above 10000"),
     ("small", "ELAPSE=${ELAPSE:-", "ELAPSE=${ELAPSE:-1", "write "),
     ("small", "#PJM -S", "#PJM -Q", "option -Q is unknown"),
-    ("small", "#PJM -L \"node=256", "#PJM -L \"nodes=256", "the script requests no nodes"),
+    ("small", '#PJM -L "node=256', '#PJM -L "nodes=256', "the script requests no nodes"),
     ("small", "issue_state=0", "issue_state=x", "issue_state=x: write 0 to 1"),
     ("small", "issue_state=0", "isue_state=0", "isue_state is unknown: did you mean issue_state?"),
     ("small", "/vol0004", "nonsense", "'nonsense' is not a volume"),
@@ -77,13 +94,38 @@ MISTAKES = [
     ("small", "    --cpu-frequency 2.0", "    --cpu-frequency", "expected one argument"),
     ("small", "MARGIN:-900", "MARGIN:-soon", "MARGIN=soon: write whole seconds"),
     ("small", "DATA:-mock", "DATA:-data/my_text_document", "DATA=data/my_text_document: "),
-    ("small", "TOKENIZER:-}", "TOKENIZER:-models/llama}", "TOKENIZER=models/llama: the archive stores"),
+    (
+        "small",
+        "TOKENIZER:-}",
+        "TOKENIZER:-models/llama}",
+        "TOKENIZER=models/llama: the archive stores",
+    ),
     ("small", "NODES=256\n", "\n", "NODES is used but not set: write NODES=256"),
     ("large", ":torus:strict-io", ":toruss", "node=16x24x16:toruss: write"),
-    ("large", "node=16x24x16", "node=8x48x16", 'is for 16x24x16 "$RANKS_PER_NODE" 8 32: write 8x48x16 "$RANKS_PER_NODE" 8 32'),
-    ("large", "--pipeline-model-parallel-size 32", "--pipeline-model-parallel-size 16", 'write 16x24x16 "$RANKS_PER_NODE" 8 16'),
-    ("large", '"$RANKS_PER_NODE" 8 32', '"$RANKS_PER_NODE" 4 64', 'write 16x24x16 "$RANKS_PER_NODE" 8 32'),
-    ("tensor", "node=8x6x8:torus:strict-io", "node=384", "write node=XxYxZ:torus, or remove RANK_MAP"),
+    (
+        "large",
+        "node=16x24x16",
+        "node=8x48x16",
+        'is for 16x24x16 "$RANKS_PER_NODE" 8 32: write 8x48x16 "$RANKS_PER_NODE" 8 32',
+    ),
+    (
+        "large",
+        "--pipeline-model-parallel-size 32",
+        "--pipeline-model-parallel-size 16",
+        'write 16x24x16 "$RANKS_PER_NODE" 8 16',
+    ),
+    (
+        "large",
+        '"$RANKS_PER_NODE" 8 32',
+        '"$RANKS_PER_NODE" 4 64',
+        'write 16x24x16 "$RANKS_PER_NODE" 8 32',
+    ),
+    (
+        "tensor",
+        "node=8x6x8:torus:strict-io",
+        "node=384",
+        "write node=XxYxZ:torus, or remove RANK_MAP",
+    ),
     ("large", "RANK_MAP=(", "OTHER=(", "no rank map keeps tensor-parallel groups"),
 ]
 
@@ -94,13 +136,24 @@ def test_a_mistake_is_refused_at_its_line(name, right, wrong, answer, scripts):
     assert text != scripts[name], f"{right} is not in the script"
     matching = [p for p in check.problems(text, files=False) if answer in p.text]
     assert len(matching) == 1, check.problems(text, files=False)
-    changed = [i for i, (a, b) in enumerate(zip(scripts[name].splitlines(), text.splitlines()), 1) if a != b]
-    about_other_line = {"freq is not set", "PJM_LLIO_GFSCACHE=/vol0004:/vol0009", "stage it with llio_transfer",
-                        "$LOCAL/bin/python3", "PJM_LLIO_GFSCACHE is not set", "no group to charge",
-                        'is for 16x24x16 "$RANKS_PER_NODE" 8 32: write 8x48x16 "$RANKS_PER_NODE" 8 32',
-                        'write 16x24x16 "$RANKS_PER_NODE" 8 16', "no rank map keeps tensor-parallel groups",
-                        "write node=XxYxZ:torus, or remove RANK_MAP",
-                        "NODES is used but not set: write NODES=256"}
+    changed = [
+        i
+        for i, (a, b) in enumerate(zip(scripts[name].splitlines(), text.splitlines()), 1)
+        if a != b
+    ]
+    about_other_line = {
+        "freq is not set",
+        "PJM_LLIO_GFSCACHE=/vol0004:/vol0009",
+        "stage it with llio_transfer",
+        "$LOCAL/bin/python3",
+        "PJM_LLIO_GFSCACHE is not set",
+        "no group to charge",
+        'is for 16x24x16 "$RANKS_PER_NODE" 8 32: write 8x48x16 "$RANKS_PER_NODE" 8 32',
+        'write 16x24x16 "$RANKS_PER_NODE" 8 16',
+        "no rank map keeps tensor-parallel groups",
+        "write node=XxYxZ:torus, or remove RANK_MAP",
+        "NODES is used but not set: write NODES=256",
+    }
     assert matching[0].line in changed or answer in about_other_line, (matching, changed)
 
 
@@ -108,14 +161,24 @@ def test_the_common_part_is_checked_as_if_it_stood_on_the_line_that_reads_it():
     text = (PJSUB / "run_124m.sh").read_text()
     line = 1 + next(i for i, line in enumerate(text.splitlines()) if line.startswith('. "${COMMON'))
     assert check.problems(text, group="hp1", files=False) == []
-    outside = check.problems(text.replace("NAME=", "SAVE=/vol0009/a\nNAME="), group="hp1", files=False)
+    outside = check.problems(
+        text.replace("NAME=", "SAVE=/vol0009/a\nNAME="), group="hp1", files=False
+    )
     assert ["SAVE=/vol0009/a is on /vol0009" in p.text for p in outside] == [True]
     unused = check.problems(text.replace("\nNODES=256\n", "\n\n"), group="hp1", files=False)
-    assert [(p.line, p.text) for p in unused] == [(line, "NODES is used but not set: write NODES=256")]
+    assert [(p.line, p.text) for p in unused] == [
+        (line, "NODES is used but not set: write NODES=256")
+    ]
 
 
-def test_a_folder_from_which_the_job_would_not_find_the_common_part_is_a_problem(tmp_path, monkeypatch):
-    text, checkout, own = (PJSUB / "run_124m.sh").read_text(), PJSUB.parents[1], tmp_path / "fugaku_megatron.tar"
+def test_a_folder_from_which_the_job_would_not_find_the_common_part_is_a_problem(
+    tmp_path, monkeypatch
+):
+    text, checkout, own = (
+        (PJSUB / "run_124m.sh").read_text(),
+        PJSUB.parents[1],
+        tmp_path / "fugaku_megatron.tar",
+    )
     own.touch()
     archive = ["-x", f"ARCHIVE={own}"]
     for folder in (checkout, PJSUB):
@@ -124,12 +187,20 @@ def test_a_folder_from_which_the_job_would_not_find_the_common_part_is_a_problem
     monkeypatch.chdir(tmp_path)
     assert [p.text for p in check.problems(text, group="hp1", options=archive)] == [
         f"the job would not find fugaku_megatron/jobs/pjsub.sh in {tmp_path}: submit from the checkout, or pass -x "
-        "FUGAKU_MEGATRON=/path/to/the/checkout"]
-    assert check.problems(text, group="hp1", options=["-x", f"ARCHIVE={own},FUGAKU_MEGATRON={checkout}"]) == []
+        "FUGAKU_MEGATRON=/path/to/the/checkout"
+    ]
+    assert (
+        check.problems(
+            text, group="hp1", options=["-x", f"ARCHIVE={own},FUGAKU_MEGATRON={checkout}"]
+        )
+        == []
+    )
     assert check.problems(self_contained(text), group="hp1", options=archive) == []
 
 
-def test_a_group_and_variables_given_to_pjsub_are_those_that_are_checked(scripts, tmp_path, monkeypatch):
+def test_a_group_and_variables_given_to_pjsub_are_those_that_are_checked(
+    scripts, tmp_path, monkeypatch
+):
     text = scripts["small"].replace("#PJM -g hp000000\n", "")
     assert ["no group" in p.text for p in check.problems(text, files=False)] == [True]
     assert check.problems(text, group="hp1", files=False) == []
@@ -143,19 +214,29 @@ def test_a_group_and_variables_given_to_pjsub_are_those_that_are_checked(scripts
     assert check.problems(text, options=["-x", f"ARCHIVE={archive},DATA=my_text_document"]) == []
     elapse = ["-L", "elapse=00:40:00", "-x", "ELAPSE=2400,MARGIN=300"]
     assert check.problems(text, files=False, options=elapse) == []
-    assert any("ELAPSE=129600, but" in p.text for p in check.problems(text, files=False, options=elapse[:2]))
+    assert any(
+        "ELAPSE=129600, but" in p.text
+        for p in check.problems(text, files=False, options=elapse[:2])
+    )
     outside = check.problems(text, files=False, options=["-x", "SAVE=/vol0009/a"])
     assert len(outside) == 1 and "SAVE=/vol0009/a is on /vol0009" in outside[0].text
     assert [p.line for p in check.problems(text, files=False, options=["-L", "freq=2200"])] == [0]
 
 
 def test_a_spot_job_surely_has_the_first_of_two_times(scripts):
-    text = scripts["small"].replace("rscgrp=small", "rscgrp=spot-small").replace("elapse=36:00:00", "elapse=4:00:00-12:00:00")
+    text = (
+        scripts["small"]
+        .replace("rscgrp=small", "rscgrp=spot-small")
+        .replace("elapse=36:00:00", "elapse=4:00:00-12:00:00")
+    )
     assert check.problems(text.replace("ELAPSE:-129600", "ELAPSE:-14400"), files=False) == []
     assert any("write 14400" in p.text for p in check.problems(text, files=False))
 
 
-@pytest.mark.parametrize("content, answer", [(b"\x7fELF\xba\x00", "is not a text file"), (b"#!/bin/bash\r\necho\r\n", "CR LF")])
+@pytest.mark.parametrize(
+    "content, answer",
+    [(b"\x7fELF\xba\x00", "is not a text file"), (b"#!/bin/bash\r\necho\r\n", "CR LF")],
+)
 def test_a_file_that_bash_cannot_read_is_refused(content, answer, tmp_path):
     (tmp_path / "job.sh").write_bytes(content)
     with pytest.raises(ValueError, match=f"job.sh.*{answer}"):
@@ -166,24 +247,36 @@ def test_a_file_that_bash_cannot_read_is_refused(content, answer, tmp_path):
 
 def test_what_is_preloaded_must_be_there(scripts, tmp_path):
     preload = f"{tmp_path}/a.so:libm.so.6:$LOCAL/c.so"
-    text = scripts["small"].replace("set -euo pipefail", f"set -euo pipefail\nexport LD_PRELOAD={preload}")
+    text = scripts["small"].replace(
+        "set -euo pipefail", f"set -euo pipefail\nexport LD_PRELOAD={preload}"
+    )
     (tmp_path / "fugaku_megatron.tar").touch()
     options = ["-x", f"ARCHIVE={tmp_path}/fugaku_megatron.tar,TCMALLOC={tmp_path}/b.so"]
     assert [p.text for p in check.problems(text, options=options)] == [
         f"{name} {tmp_path}/{file}.so does not exist, and the job would run without it: set another path, or remove it"
-        for name, file in (("TCMALLOC", "b"), ("LD_PRELOAD", "a"))]
+        for name, file in (("TCMALLOC", "b"), ("LD_PRELOAD", "a"))
+    ]
     compared = (PJSUB / "compare_tcmalloc.sh").read_text()
     assert any("TCMALLOC is not set" in p.text for p in check.problems(compared, group="hp1"))
     assert check.problems(compared, group="hp1", files=False) == []
 
 
 def test_options_given_to_pjsub_replace_directives():
-    parsed = script.parse('#PJM -L "node=12,elapse=10" -S\n#PJM --llio localtmp-size=50Gi,sio-read-cache=off\necho\n')
+    parsed = script.parse(
+        '#PJM -L "node=12,elapse=10" -S\n#PJM --llio localtmp-size=50Gi,sio-read-cache=off\necho\n'
+    )
     assert parsed.get("--llio", "sio-read-cache").text == "off" and parsed.switches == {"-S": 1}
     assert script.add_options(parsed, ["-L", "elapse=20", "--bulk", "job.sh"], 0) == ["job.sh"]
     assert parsed.get("-L", "elapse").text == "20" and parsed.get("-L", "node").text == "12"
-    assert script.add_options(parsed, ["-x", "A=1,B=9,3", "job.sh", "-x", "C=1"], 0) == ["job.sh", "-x", "C=1"]
-    assert {name: value.text for name, value in parsed.settings["-x"].items()} == {"A": "1", "B": "9,3"}
+    assert script.add_options(parsed, ["-x", "A=1,B=9,3", "job.sh", "-x", "C=1"], 0) == [
+        "job.sh",
+        "-x",
+        "C=1",
+    ]
+    assert {name: value.text for name, value in parsed.settings["-x"].items()} == {
+        "A": "1",
+        "B": "9,3",
+    }
     with pytest.raises(ValueError, match="line 1: 'name' does not belong to an option"):
         script.parse("#PJM -N my name\n")
     with pytest.raises(ValueError, match="^pjsub option --bogus is unknown"):
@@ -193,13 +286,19 @@ def test_options_given_to_pjsub_replace_directives():
     shown = "rscgrp: small\n  node: 1 - 200\n  elapse: 00:00:01 - 48:00:00\nrscgrp: odd\n  text\n"
     groups = limits.parse_pjacl(shown)
     assert groups == {"small": limits.ResourceGroup(name="small", nodes=(1, 200), hours=48)}
-    assert limits.seconds("24:00:00") == 86400 and limits.seconds("90") == 90 and limits.clock(89.5) == "00:01:30"
+    assert (
+        limits.seconds("24:00:00") == 86400
+        and limits.seconds("90") == 90
+        and limits.clock(89.5) == "00:01:30"
+    )
 
 
 RUN_124M = (Path(__file__).resolve().parents[2] / "scripts" / "pjsub" / "run_124m.sh").read_text()
 
 
-@pytest.mark.parametrize("node", ["999999x9x9", "999999999", "9x999999999x9:torus", "9" * 5000, "48x69x50:torus"])
+@pytest.mark.parametrize(
+    "node", ["999999x9x9", "999999999", "9x999999999x9:torus", "9" * 5000, "48x69x50:torus"]
+)
 def test_more_nodes_than_the_machine_has_are_a_problem_of_their_line(node):
     line = next(line for line in RUN_124M.splitlines() if "node=" in line)
     text = RUN_124M.replace(line, f'#PJM -L "node={node}"')
@@ -213,13 +312,24 @@ def test_a_group_that_a_shell_would_split_is_a_problem(group):
     assert "is not a valid name" in check.problems(RUN_124M, group, files=False)[0].text
 
 
-@pytest.mark.parametrize("words", [
-    ("999999x9x9", "2", "8", "6"), ("2x3x2", "999999999999", "8", "6"), ("2x3x2", "9" * 5000, "8", "6"),
-    ("9" * 5000 + "x3x2", "2", "8", "6"),
-    ("2x3", "1", "2", "1"), ("2x3x2", "99999", "8", "6"), ("2x3x2", "0", "8", "6"), ("²x3x2", "2", "8", "6"),
-])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("999999x9x9", "2", "8", "6"),
+        ("2x3x2", "999999999999", "8", "6"),
+        ("2x3x2", "9" * 5000, "8", "6"),
+        ("9" * 5000 + "x3x2", "2", "8", "6"),
+        ("2x3", "1", "2", "1"),
+        ("2x3x2", "99999", "8", "6"),
+        ("2x3x2", "0", "8", "6"),
+        ("²x3x2", "2", "8", "6"),
+    ],
+)
 def test_a_rank_map_beyond_the_machine_is_refused(capsys, words):
-    assert torus.main(["2x3x2", "1", "2", "1"]) == 0 and len(capsys.readouterr().out.splitlines()) == 12
+    assert (
+        torus.main(["2x3x2", "1", "2", "1"]) == 0
+        and len(capsys.readouterr().out.splitlines()) == 12
+    )
     assert torus.main(words) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -227,12 +337,17 @@ def test_a_rank_map_beyond_the_machine_is_refused(capsys, words):
 def check_map(made: RankMap) -> None:
     """What mpiexec reads: every node has its ranks, and every tensor-parallel group lies in a node or a unit."""
     nodes = [tuple(map(int, line.strip("()").split(","))) for line in made.lines().splitlines()]
-    assert Counter(nodes) == dict.fromkeys(itertools.product(*map(range, made.shape)), made.ranks_per_node)
+    assert Counter(nodes) == dict.fromkeys(
+        itertools.product(*map(range, made.shape)), made.ranks_per_node
+    )
     assert nodes == list(made.nodes)
     tp = made.grid.tp
     for first in range(0, len(nodes), tp):
         group = nodes[first : first + tp]
-        assert len(set(group)) == max(1, tp // made.ranks_per_node) and len({(x // 2, y // 3, z // 2) for x, y, z in group}) == 1
+        assert (
+            len(set(group)) == max(1, tp // made.ranks_per_node)
+            and len({(x // 2, y // 3, z // 2) for x, y, z in group}) == 1
+        )
 
 
 def test_shapes_are_whole_units_and_compact():
@@ -240,12 +355,28 @@ def test_shapes_are_whole_units_and_compact():
     assert {nodes: torus.best_shape(nodes) for nodes in shapes} == shapes
     for nodes in (512, 13, 12 * 43):  # without a shape; its neighbours have one
         below, above = torus.nearest(nodes)
-        assert torus.best_shape(nodes) is None and below < nodes < above and torus.best_shape(below) and torus.best_shape(above)
+        assert (
+            torus.best_shape(nodes) is None
+            and below < nodes < above
+            and torus.best_shape(below)
+            and torus.best_shape(above)
+        )
 
 
-@pytest.mark.parametrize("shape, ranks, sizes", [((2, 3, 2), 1, (12, 1)), ((4, 6, 4), 4, (8, 6)), ((4, 6, 4), 4, (2, 3)),
-                                                 ((8, 6, 8), 1, (6, 8)), ((4, 3, 4), 4, (1, 1)), ((4, 6, 8), 2, (6, 4)),
-                                                 ((16, 24, 16), 2, (8, 32)), ((4, 6, 4), 4, (1, 3, 8)), ((4, 6, 4), 4, (2, 6, 2))])
+@pytest.mark.parametrize(
+    "shape, ranks, sizes",
+    [
+        ((2, 3, 2), 1, (12, 1)),
+        ((4, 6, 4), 4, (8, 6)),
+        ((4, 6, 4), 4, (2, 3)),
+        ((8, 6, 8), 1, (6, 8)),
+        ((4, 3, 4), 4, (1, 1)),
+        ((4, 6, 8), 2, (6, 4)),
+        ((16, 24, 16), 2, (8, 32)),
+        ((4, 6, 4), 4, (1, 3, 8)),
+        ((4, 6, 4), 4, (2, 6, 2)),
+    ],
+)
 def test_the_map_read_back_keeps_tensor_groups_together(shape, ranks, sizes):
     check_map(RankMap.from_layout(shape, ranks, *sizes))
 
@@ -257,7 +388,9 @@ def test_ranks_of_a_sequence_share_a_node_first():
     assert made.statistics()["cp"][1] == 1
 
 
-@pytest.mark.parametrize("shape, ranks, tp, pp", [((4, 6, 4), 4, 8, 6), ((8, 6, 8), 1, 1, 8), ((8, 6, 8), 1, 4, 6)])
+@pytest.mark.parametrize(
+    "shape, ranks, tp, pp", [((4, 6, 4), 4, 8, 6), ((8, 6, 8), 1, 1, 8), ((8, 6, 8), 1, 4, 6)]
+)
 def test_replicas_of_a_stage_fill_a_box(shape, ranks, tp, pp):
     made = RankMap.from_layout(shape, ranks, tp, pp)
     for stage in range(pp):

@@ -19,8 +19,20 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.arguments import parse
 from fugaku_megatron.config.command_line import Parser
 from fugaku_megatron.data.indexed import IndexedDataset
-from fugaku_megatron.data.library_tokenizers import HuggingFaceTokenizer, NullTokenizer, SentencePieceTokenizer
-from fugaku_megatron.data.tokenizer import SUFFIX, TOKENIZERS, TokenizerFlags, build_tokenizer, identity, mismatch, read_identity
+from fugaku_megatron.data.library_tokenizers import (
+    HuggingFaceTokenizer,
+    NullTokenizer,
+    SentencePieceTokenizer,
+)
+from fugaku_megatron.data.tokenizer import (
+    SUFFIX,
+    TOKENIZERS,
+    TokenizerFlags,
+    build_tokenizer,
+    identity,
+    mismatch,
+    read_identity,
+)
 from fugaku_megatron.inference import generate
 from fugaku_megatron.training.start_choices import read_tokenizer, tokenizer_notes, with_vocabulary
 from tests.parallel.test_generate import save_trained
@@ -32,8 +44,14 @@ PIECES, TOKENS = 60, 293
 def write_sentencepiece(path: Path, pieces: int = PIECES, **more) -> Path:
     """A model of its own training on TEXTS."""
     model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXTS * 20), model_writer=model, vocab_size=pieces,
-                                             model_type="bpe", minloglevel=2, **more)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS * 20),
+        model_writer=model,
+        vocab_size=pieces,
+        model_type="bpe",
+        minloglevel=2,
+        **more,
+    )
     path.write_bytes(model.getvalue())
     return path
 
@@ -44,12 +62,23 @@ def write_hugging_face(folder: Path, **special: str) -> Path:
     special: names of special tokens, instead of bos_token and eos_token.
     """
     kind = tokenizers.Tokenizer(tokenizers.models.BPE())
-    kind.pre_tokenizer, kind.decoder = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False), tokenizers.decoders.ByteLevel()
-    kind.train_from_iterator(TEXTS, tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<s>", "</s>"], show_progress=False,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    kind.pre_tokenizer, kind.decoder = (
+        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
+        tokenizers.decoders.ByteLevel(),
+    )
+    kind.train_from_iterator(
+        TEXTS,
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=300,
+            special_tokens=["<s>", "</s>"],
+            show_progress=False,
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
     kind.add_tokens(["<extra>"])
-    kind.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    kind.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     folder.mkdir(exist_ok=True)
     kind.save(str(folder / "tokenizer.json"))
     special = special or {"bos_token": "<s>", "eos_token": "</s>"}
@@ -62,8 +91,10 @@ def write_hugging_face(folder: Path, **special: str) -> Path:
 def models(tmp_path_factory) -> dict[str, str]:
     """Type -> its --tokenizer-model."""
     folder = tmp_path_factory.mktemp("tokenizers")
-    return {"SentencePieceTokenizer": str(write_sentencepiece(folder / "sp.model")),
-            "HuggingFaceTokenizer": str(write_hugging_face(folder / "hf"))}
+    return {
+        "SentencePieceTokenizer": str(write_sentencepiece(folder / "sp.model")),
+        "HuggingFaceTokenizer": str(write_hugging_face(folder / "hf")),
+    }
 
 
 def flags_of(models, name: str) -> list[str]:
@@ -74,24 +105,36 @@ def test_hugging_face_is_what_auto_tokenizer_gives(models, caplog, capsys):
     theirs = transformers.AutoTokenizer.from_pretrained(models["HuggingFaceTokenizer"])
     ours = HuggingFaceTokenizer(models["HuggingFaceTokenizer"])
     for text in TEXTS:
-        assert ours.encode(text) == theirs(text).input_ids == ours.encode(text.encode()) and ours.encode(text)[0] == 0
+        assert (
+            ours.encode(text) == theirs(text).input_ids == ours.encode(text.encode())
+            and ours.encode(text)[0] == 0
+        )
         assert ours.decode(ours.encode(text)) == "<s>" + text
     caplog.clear()
     capsys.readouterr()
     ours.encode(TEXTS[0] * 9)
     assert not caplog.records and not capsys.readouterr().err, "a long text is not a warning"
     assert (ours.vocab_size, ours.eod) == (len(theirs), theirs.eos_token_id) == (len(theirs), 1)
-    assert "\ufffd" in ours.decode(ours.encode("a\ud800b")) and "\ufffd" in ours.decode(ours.encode(b"a\xff"))
+    assert "\ufffd" in ours.decode(ours.encode("a\ud800b")) and "\ufffd" in ours.decode(
+        ours.encode(b"a\xff")
+    )
 
 
-@pytest.mark.parametrize(("special", "end"), [
-    ({"eos_token": "</s>", "sep_token": "<extra>"}, "</s>"), ({"sep_token": "</s>"}, "</s>"), ({"bos_token": "<s>"}, None),
-])
+@pytest.mark.parametrize(
+    ("special", "end"),
+    [
+        ({"eos_token": "</s>", "sep_token": "<extra>"}, "</s>"),
+        ({"sep_token": "</s>"}, "</s>"),
+        ({"bos_token": "<s>"}, None),
+    ],
+)
 def test_a_sep_token_ends_documents_where_there_is_no_eos(tmp_path, special, end):
     """megatron/core/tokenizers/text/libraries/huggingface_tokenizer.py makes the sep token the missing eos token."""
     ours = HuggingFaceTokenizer(write_hugging_face(tmp_path, **special))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert ours.eod == (None if end is None else theirs.convert_tokens_to_ids(end)) and ours.vocab_size == len(theirs)
+    assert ours.eod == (
+        None if end is None else theirs.convert_tokens_to_ids(end)
+    ) and ours.vocab_size == len(theirs)
 
 
 def test_every_token_of_a_vocabulary_with_gaps_has_a_row(tmp_path):
@@ -101,32 +144,56 @@ def test_every_token_of_a_vocabulary_with_gaps_has_a_row(tmp_path):
     vocabulary = saved["model"]["vocab"]
     vocabulary[max(vocabulary, key=vocabulary.get)] = 400
     file.write_text(json.dumps(saved))
-    ours, theirs = HuggingFaceTokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert max(theirs.get_vocab().values()) == 400 and (len(theirs), ours.vocab_size) == (TOKENS, 401)
+    ours, theirs = (
+        HuggingFaceTokenizer(tmp_path),
+        transformers.AutoTokenizer.from_pretrained(tmp_path),
+    )
+    assert max(theirs.get_vocab().values()) == 400 and (len(theirs), ours.vocab_size) == (
+        TOKENS,
+        401,
+    )
 
 
 def test_sentencepiece_is_what_its_library_gives(models, tmp_path):
     theirs = sentencepiece.SentencePieceProcessor(model_file=models["SentencePieceTokenizer"])
     ours = SentencePieceTokenizer(models["SentencePieceTokenizer"])
     for text in TEXTS:
-        assert ours.encode(text) == theirs.encode(text) and ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
-    assert ours.encode(b"the \xff") == theirs.encode("the \ufffd") and ours.encode("\ud800") == theirs.encode("\ufffd")
+        assert ours.encode(text) == theirs.encode(text) and ours.decode(
+            ours.encode(text)
+        ) == theirs.decode(theirs.encode(text))
+    assert ours.encode(b"the \xff") == theirs.encode("the \ufffd") and ours.encode(
+        "\ud800"
+    ) == theirs.encode("\ufffd")
     assert (ours.vocab_size, ours.eod) == (PIECES, theirs.eos_id()) == (PIECES, 2)
-    assert SentencePieceTokenizer(write_sentencepiece(tmp_path / "no_end.model", eos_id=-1)).eod is None
-    with pytest.raises(ValueError, match=f"token id {PIECES} is outside the vocabulary of {PIECES}: is this --tokenizer-model"):
+    assert (
+        SentencePieceTokenizer(write_sentencepiece(tmp_path / "no_end.model", eos_id=-1)).eod
+        is None
+    )
+    with pytest.raises(
+        ValueError,
+        match=f"token id {PIECES} is outside the vocabulary of {PIECES}: is this --tokenizer-model",
+    ):
         ours.decode([PIECES])
 
 
 def test_numbers_and_names():
-    owner = SimpleNamespace(tokenizer_type="SentencePieceTokenizer", tokenizer_model="a b", vocab_file=None)
-    assert TokenizerFlags.of(owner).words() == "--tokenizer-type SentencePieceTokenizer --tokenizer-model 'a b'"
+    owner = SimpleNamespace(
+        tokenizer_type="SentencePieceTokenizer", tokenizer_model="a b", vocab_file=None
+    )
+    assert (
+        TokenizerFlags.of(owner).words()
+        == "--tokenizer-type SentencePieceTokenizer --tokenizer-model 'a b'"
+    )
     assert TokenizerFlags("GPT2BPETokenizer", "v", "m").words() == "--vocab-file v --merge-file m"
     assert TOKENIZERS["GPTSentencePieceTokenizer"] is SentencePieceTokenizer
     ours = NullTokenizer(100)
     assert ours.encode("5 0  98\n") == [5, 0, 98] and ours.decode([5, 0, 98]) == "5 0 98"
     assert (ours.vocab_size, ours.eod) == (100, 99)
-    for text, message in (("5 x", "'x' is not one"), ("-1", "'-1' is not one"),
-                          ("100", "token id 100 is outside the vocabulary of 100")):
+    for text, message in (
+        ("5 x", "'x' is not one"),
+        ("-1", "'-1' is not one"),
+        ("100", "token id 100 is outside the vocabulary of 100"),
+    ):
         with pytest.raises(ValueError, match=message):
             ours.encode(text)
 
@@ -136,21 +203,32 @@ def test_mistakes(models, tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "bad.model").write_text("nonsense")
     (tmp_path / "zero.model").write_text("")
-    for kind, model, message in (("HuggingFaceTokenizer", tmp_path / "empty", "no folder with tokenizer_config.json or"),
-                                 ("HuggingFaceTokenizer", tmp_path, "cannot be read as a tokenizer"),
-                                 ("SentencePieceTokenizer", tmp_path, "cannot be read .it is a folder"),
-                                 ("SentencePieceTokenizer", tmp_path / "bad.model", "not a SentencePiece model"),
-                                 ("SentencePieceTokenizer", tmp_path / "zero.model", "not a SentencePiece model"),
-                                 ("SentencePieceTokenizer", None, "SentencePieceTokenizer needs --tokenizer-model"),
-                                 ("NullTokenizer", None, "NullTokenizer needs --vocab-size"),
-                                 ("GPT2BPETokenizer", "m", "--tokenizer-model m, but --tokenizer-type is GPT2BPETokenizer: pass")):
+    for kind, model, message in (
+        ("HuggingFaceTokenizer", tmp_path / "empty", "no folder with tokenizer_config.json or"),
+        ("HuggingFaceTokenizer", tmp_path, "cannot be read as a tokenizer"),
+        ("SentencePieceTokenizer", tmp_path, "cannot be read .it is a folder"),
+        ("SentencePieceTokenizer", tmp_path / "bad.model", "not a SentencePiece model"),
+        ("SentencePieceTokenizer", tmp_path / "zero.model", "not a SentencePiece model"),
+        ("SentencePieceTokenizer", None, "SentencePieceTokenizer needs --tokenizer-model"),
+        ("NullTokenizer", None, "NullTokenizer needs --vocab-size"),
+        (
+            "GPT2BPETokenizer",
+            "m",
+            "--tokenizer-model m, but --tokenizer-type is GPT2BPETokenizer: pass",
+        ),
+    ):
         with pytest.raises(ValueError, match=message) as refused:
             build_tokenizer(kind, None, None, model)
         assert "\n" not in str(refused.value)
-    for package, kind, extra in (("transformers", "HuggingFaceTokenizer", "huggingface"),
-                                 ("sentencepiece", "SentencePieceTokenizer", "sentencepiece")):
+    for package, kind, extra in (
+        ("transformers", "HuggingFaceTokenizer", "huggingface"),
+        ("sentencepiece", "SentencePieceTokenizer", "sentencepiece"),
+    ):
         monkeypatch.setitem(sys.modules, package, None)
-        with pytest.raises(ValueError, match=f"--tokenizer-type {kind} needs the Python package {package} .*its extra .{extra}.$"):
+        with pytest.raises(
+            ValueError,
+            match=f"--tokenizer-type {kind} needs the Python package {package} .*its extra .{extra}.$",
+        ):
             build_tokenizer(kind, None, None, models[kind])
 
 
@@ -159,12 +237,26 @@ def test_preprocess_with_workers(models, name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with open("c.jsonl", "w", encoding="utf-8") as stream:
         stream.writelines(json.dumps({"text": text}) + "\n" for text in TEXTS * 40)
-    words = ["preprocess", "--input", "c.jsonl", *flags_of(models, name), "--append-eod", "--keep-order", "--output-prefix"]
+    words = [
+        "preprocess",
+        "--input",
+        "c.jsonl",
+        *flags_of(models, name),
+        "--append-eod",
+        "--keep-order",
+        "--output-prefix",
+    ]
     assert cli.main([*words, "one"]) == cli.main([*words, "two", "--workers", "2"]) == 0
     one, two = (Path(f"{prefix}_text_document.bin").read_bytes() for prefix in ("one", "two"))
     tokenizer = build_tokenizer(name, None, None, models[name])
-    assert one == two and IndexedDataset("one_text_document")[1].tolist() == [*tokenizer.encode(TEXTS[1]), tokenizer.eod]
-    assert f"--tokenizer-type {name} --tokenizer-model {models[name]} --recipe demo" in capsys.readouterr().out
+    assert one == two and IndexedDataset("one_text_document")[1].tolist() == [
+        *tokenizer.encode(TEXTS[1]),
+        tokenizer.eod,
+    ]
+    assert (
+        f"--tokenizer-type {name} --tokenizer-model {models[name]} --recipe demo"
+        in capsys.readouterr().out
+    )
     assert read_identity("one_text_document") == identity(tokenizer)
     assert Path(f"one_text_document{SUFFIX}").stat().st_size < 200
 
@@ -176,78 +268,145 @@ def test_preprocess_numbers_and_a_model_without_an_end(tmp_path, monkeypatch, ca
     assert cli.main([*words, "--tokenizer-type", "NullTokenizer", "--vocab-size", "10"]) == 0
     assert IndexedDataset("a_text_document")[0].tolist() == [3, 1, 4, 9]
     model = write_sentencepiece(tmp_path / "m", eos_id=-1)
-    assert cli.main([*words, "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(model)]) == 2
+    assert (
+        cli.main(
+            [*words, "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(model)]
+        )
+        == 2
+    )
     assert "--append-eod: the tokenizer of --tokenizer-model" in capsys.readouterr().err
 
 
 def test_a_run_gets_its_vocabulary_size(models):
     base = ["--recipe", "demo", "--mock-data"]
-    for words, size in ((flags_of(models, "SentencePieceTokenizer"), PIECES), (flags_of(models, "HuggingFaceTokenizer"), TOKENS),
-                        (["--tokenizer-type", "NullTokenizer", "--vocab-size", "77"], 77)):
+    for words, size in (
+        (flags_of(models, "SentencePieceTokenizer"), PIECES),
+        (flags_of(models, "HuggingFaceTokenizer"), TOKENS),
+        (["--tokenizer-type", "NullTokenizer", "--vocab-size", "77"], 77),
+    ):
         run = parse([*base, *words]).run
         assert with_vocabulary(run, read_tokenizer(run, SoloComm())).model.vocab_size == size
     run = parse([*base, *flags_of(models, "SentencePieceTokenizer"), "--vocab-size", "50"]).run
-    with pytest.raises(ValueError, match=f"--vocab-size 50 is below the {PIECES} tokens of --tokenizer-model"):
+    with pytest.raises(
+        ValueError, match=f"--vocab-size 50 is below the {PIECES} tokens of --tokenizer-model"
+    ):
         with_vocabulary(run, read_tokenizer(run, SoloComm()))
 
 
 def test_other_tokenizers_are_told(models, tmp_path):
-    ours = identity(build_tokenizer("SentencePieceTokenizer", None, None, models["SentencePieceTokenizer"]))
-    other = identity(SentencePieceTokenizer(write_sentencepiece(tmp_path / "other.model", PIECES - 1)))
-    run = parse(["--recipe", "demo", "--data-path", str(tmp_path / "d"), *flags_of(models, "SentencePieceTokenizer")]).run
+    ours = identity(
+        build_tokenizer("SentencePieceTokenizer", None, None, models["SentencePieceTokenizer"])
+    )
+    other = identity(
+        SentencePieceTokenizer(write_sentencepiece(tmp_path / "other.model", PIECES - 1))
+    )
+    run = parse(
+        [
+            "--recipe",
+            "demo",
+            "--data-path",
+            str(tmp_path / "d"),
+            *flags_of(models, "SentencePieceTokenizer"),
+        ]
+    ).run
     (tmp_path / f"d{SUFFIX}").write_text(json.dumps(ours))
-    assert tokenizer_notes(run, ours, ours, SoloComm()) == tokenizer_notes(run, None, other, SoloComm()) == []
+    assert (
+        tokenizer_notes(run, ours, ours, SoloComm())
+        == tokenizer_notes(run, None, other, SoloComm())
+        == []
+    )
     (tmp_path / f"d{SUFFIX}").write_text(json.dumps(other))
     first, second = tokenizer_notes(run, ours, other, SoloComm())
-    assert f"{tmp_path / 'd'} was tokenized with SentencePieceTokenizer of {PIECES - 1} tokens" in first
+    assert (
+        f"{tmp_path / 'd'} was tokenized with SentencePieceTokenizer of {PIECES - 1} tokens"
+        in first
+    )
     assert f"trained with SentencePieceTokenizer of {PIECES - 1} tokens" in second
     assert f"not SentencePieceTokenizer of {PIECES}" in second
     assert mismatch(identity(NullTokenizer(5)), other) is None
     assert mismatch(ours, {**ours, "crc32": "0"}).count(f"{PIECES} tokens, CRC-32") == 2
-    for record in ({**ours, "eod": None}, {name: value for name, value in ours.items() if name != "eod"}):
+    for record in (
+        {**ours, "eod": None},
+        {name: value for name, value in ours.items() if name != "eod"},
+    ):
         words = mismatch(ours, record).split(" and not ")
-        assert words[0].endswith(f"end of document {record.get('eod', '?')}") and words[1].endswith("end of document 2")
+        assert words[0].endswith(f"end of document {record.get('eod', '?')}") and words[1].endswith(
+            "end of document 2"
+        )
     (tmp_path / f"d{SUFFIX}").write_text("{")
     assert read_identity(str(tmp_path / "d")) is None
 
 
 def test_generate_takes_the_tokenizer_of_the_run(models, tmp_path, capsys):
     record = identity(SentencePieceTokenizer(models["SentencePieceTokenizer"]))
-    save_trained(SoloComm(), tmp_path, 1, tokenizer=record, tokenizer_type="SentencePieceTokenizer",
-                 tokenizer_model=models["SentencePieceTokenizer"])
+    save_trained(
+        SoloComm(),
+        tmp_path,
+        1,
+        tokenizer=record,
+        tokenizer_type="SentencePieceTokenizer",
+        tokenizer_model=models["SentencePieceTokenizer"],
+    )
 
     def write(*words: str) -> str:
         parser = Parser()
         generate.add_arguments(parser)
-        options = parser.parse_args(["--load", str(tmp_path), "--prompt", "to be", "--tokens", "0", *words])
+        options = parser.parse_args(
+            ["--load", str(tmp_path), "--prompt", "to be", "--tokens", "0", *words]
+        )
         generate.continue_prompts(generate.Request.of(options), SoloComm())
         return capsys.readouterr().out
 
-    write_hugging_face(tmp_path / "hugging_face")  # what came with a model counts where its run named none
+    write_hugging_face(
+        tmp_path / "hugging_face"
+    )  # what came with a model counts where its run named none
     assert write().endswith("\n[to be]\n") and "note" not in write()
     other = write_sentencepiece(tmp_path / "other.model", PIECES - 1)
     assert f"note: the model was trained with SentencePieceTokenizer of {PIECES} tokens" in write(
-        "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(other))
-    with pytest.raises(ValueError, match=f"has {TOKENS} tokens, the model of --load {tmp_path} 257: pass the files"):
+        "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(other)
+    )
+    with pytest.raises(
+        ValueError, match=f"has {TOKENS} tokens, the model of --load {tmp_path} 257: pass the files"
+    ):
         write(*flags_of(models, "HuggingFaceTokenizer"))
     save_trained(SoloComm(), tmp_path / "unknown", 1)
-    with pytest.raises(ValueError, match="the tokenizer is unknown, the checkpoint in --load .* was trained without one: pass"):
+    with pytest.raises(
+        ValueError,
+        match="the tokenizer is unknown, the checkpoint in --load .* was trained without one: pass",
+    ):
         write("--load", str(tmp_path / "unknown"))
 
 
 def test_flags_as_a_shell_reads_them():
-    owner = SimpleNamespace(tokenizer_type="SentencePieceTokenizer", tokenizer_model="a b", vocab_file=None)
-    assert TokenizerFlags.of(owner).words() == "--tokenizer-type SentencePieceTokenizer --tokenizer-model 'a b'"
+    owner = SimpleNamespace(
+        tokenizer_type="SentencePieceTokenizer", tokenizer_model="a b", vocab_file=None
+    )
+    assert (
+        TokenizerFlags.of(owner).words()
+        == "--tokenizer-type SentencePieceTokenizer --tokenizer-model 'a b'"
+    )
     assert TokenizerFlags("GPT2BPETokenizer", "v", "m").words() == "--vocab-file v --merge-file m"
 
 
 # TikTokenizer and the Japanese SentencePiece ------------------------------------------------------------------------------------
 
+
 def write_tiktoken(path: Path) -> Path:
     """Megatron-LM's form: the 256 bytes, then tokens that merges of two make, in the order in which they are merged."""
-    merged = [b"th", b"the", b" t", b" the", b"in", b"ing", *("日本".encode()[:size] for size in range(2, 7))]
+    merged = [
+        b"th",
+        b"the",
+        b" t",
+        b" the",
+        b"in",
+        b"ing",
+        *("日本".encode()[:size] for size in range(2, 7)),
+    ]
     tokens = [*(bytes([i]) for i in range(256)), *merged]
-    rows = [{"rank": i, "token_bytes": base64.b64encode(token).decode(), "token_str": None} for i, token in enumerate(tokens)]
+    rows = [
+        {"rank": i, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+        for i, token in enumerate(tokens)
+    ]
     path.write_text(json.dumps(rows))
     return path
 
@@ -262,18 +421,29 @@ def test_tiktoken_files(tmp_path, pattern):
     assert tokenizer.encode("日本") == [20 + 266] and tokenizer.encode("</s>日") == [2, 20 + 263]
     for text in ("", "the  thing\r\n\n x1 23 , 日本語 é", "a\ud800b"):
         ids = tokenizer.encode(text)
-        assert tokenizer.decode(ids) == text.replace("\ud800", "\ufffd") and all(20 <= i < 287 for i in ids)
+        assert tokenizer.decode(ids) == text.replace("\ud800", "\ufffd") and all(
+            20 <= i < 287 for i in ids
+        )
         assert tokenizer.count_bytes(ids) == len(text.replace("\ud800", "\ufffd").encode())
     with pytest.raises(ValueError, match="token id 287 is outside the vocabulary of 287"):
         tokenizer.decode([287])
 
 
-@pytest.mark.parametrize(("text", "size", "special", "message"), [
-    ("x", 300, 20, "not a JSON list of tokens"), ('[{"rank": 0}]', 300, 20, "not a JSON list of tokens"),
-    ("[]", 300, 20, "not ranked"),
-    (None, 300, 20, "it has 267 tokens, and --vocab-size without the special ones asks for 280: lower it"),
-    (None, 300, 3, "--tiktoken-num-special-tokens is 3: pass a number from 7"),
-])
+@pytest.mark.parametrize(
+    ("text", "size", "special", "message"),
+    [
+        ("x", 300, 20, "not a JSON list of tokens"),
+        ('[{"rank": 0}]', 300, 20, "not a JSON list of tokens"),
+        ("[]", 300, 20, "not ranked"),
+        (
+            None,
+            300,
+            20,
+            "it has 267 tokens, and --vocab-size without the special ones asks for 280: lower it",
+        ),
+        (None, 300, 3, "--tiktoken-num-special-tokens is 3: pass a number from 7"),
+    ],
+)
 def test_damaged_tiktoken_files(tmp_path, text, size, special, message):
     path = write_tiktoken(tmp_path / "tokens.json")
     if text is not None:
@@ -289,5 +459,8 @@ def test_the_fork_of_fugaku_gives_its_sentencepiece_model_as_a_vocab_file(tmp_pa
         tokenizer = build_tokenizer(kind, model, None)
         assert (tokenizer.vocab_size, tokenizer.eod) == (plain.vocab_size, plain.eod)
     japanese = build_tokenizer("JapaneseSentencePiece", model, None)
-    assert japanese.encode("a\r\nb") == japanese.encode("a\nb") and japanese.name == "JapaneseSentencePiece"
+    assert (
+        japanese.encode("a\r\nb") == japanese.encode("a\nb")
+        and japanese.name == "JapaneseSentencePiece"
+    )
     assert identity(japanese)["crc32"] == identity(plain)["crc32"]

@@ -8,35 +8,88 @@ import pytest
 
 from fugaku_megatron.checkpoint import manifest, schema
 
-RECORD = {"key": "layer.weight", "dtype": "float32", "global_shape": [8, 6], "offset": [4, 0], "slice_shape": [4, 6],
-          "flat_start": 12, "numel": 12}
-STATE = {"progress": {"iteration": 100, "consumed_samples": 800, "skipped": 2, "nans": 0}, "scaler": {"scale": 1.0},
-         "optimizer_steps": 98, "rng": {"seed": 1, "sample": 800}}
+RECORD = {
+    "key": "layer.weight",
+    "dtype": "float32",
+    "global_shape": [8, 6],
+    "offset": [4, 0],
+    "slice_shape": [4, 6],
+    "flat_start": 12,
+    "numel": 12,
+}
+STATE = {
+    "progress": {"iteration": 100, "consumed_samples": 800, "skipped": 2, "nans": 0},
+    "scaler": {"scale": 1.0},
+    "optimizer_steps": 98,
+    "rng": {"seed": 1, "sample": 800},
+}
 FILES = {"rank_00000.safetensors": {"size": 4, "crc32": "0123abcd", "shards": [RECORD]}}
 CONFIG = {"model": {"num_layers": 1, "norm_epsilon": 1e-5}, "shape": (1, 2)}
 RECORD_PATH = ("files", "rank_00000.safetensors", "shards", 0)
 MISSING = "(removed)"
 # what is changed -> what it is changed to; the second part is found even where the manifest has no checksum
 CHANGES = [
-    (("iteration",), 99), (("iteration",), 100.0), (("state", "optimizer_steps"), 97), (("state", "rng", "seed"), 2),
-    (("state", "progress", "skipped"), 0), (("layout", "world_size"), 2), (("config", "model", "norm_epsilon"), 1e-6),
-    (("config", "model", "num_layers"), MISSING), ((*RECORD_PATH, "key"), "layer.bias"), ((*RECORD_PATH, "flat_start"), 0),
-    ((*RECORD_PATH, "offset"), [0, 0]), ((*RECORD_PATH, "dtype"), "bfloat16"), (("state", "extra"), 1),
+    (("iteration",), 99),
+    (("iteration",), 100.0),
+    (("state", "optimizer_steps"), 97),
+    (("state", "rng", "seed"), 2),
+    (("state", "progress", "skipped"), 0),
+    (("layout", "world_size"), 2),
+    (("config", "model", "norm_epsilon"), 1e-6),
+    (("config", "model", "num_layers"), MISSING),
+    ((*RECORD_PATH, "key"), "layer.bias"),
+    ((*RECORD_PATH, "flat_start"), 0),
+    ((*RECORD_PATH, "offset"), [0, 0]),
+    ((*RECORD_PATH, "dtype"), "bfloat16"),
+    (("state", "extra"), 1),
 ]
 IMPOSSIBLE = [
-    (("iteration",), MISSING), (("iteration",), "100"), (("iteration",), -1), (("iteration",), True), (("state",), MISSING),
-    (("state",), []), (("state", "optimizer_steps"), MISSING), (("state", "optimizer_steps"), 101),
-    (("state", "optimizer_steps"), 2.5), (("state", "optimizer_steps"), None), (("state", "progress"), MISSING),
-    (("state", "progress"), 5), (("state", "progress", "iteration"), 99), (("state", "progress", "iteration"), MISSING),
-    (("state", "progress", "consumed_samples"), 801), (("state", "progress", "consumed_samples"), "800"),
-    (("state", "rng", "sample"), 0), (("state", "rng"), 3), (("state", "scaler"), MISSING), (("layout",), 1),
-    (("layout", "world_size"), 0), (("config",), None), (("config", "model"), []), (("files",), MISSING), (("files",), []),
-    (("files", "../outside"), {}), (("files", "other"), 7), ((*RECORD_PATH[:2], "size"), -4), ((*RECORD_PATH[:2], "size"), MISSING),
-    ((*RECORD_PATH[:2], "crc32"), 5), ((*RECORD_PATH[:2], "crc32"), MISSING), ((*RECORD_PATH[:2], "shards"), {}),
-    (RECORD_PATH, 1), ((*RECORD_PATH, "flat_start"), MISSING), ((*RECORD_PATH, "flat_start"), 13), ((*RECORD_PATH, "numel"), -1),
-    ((*RECORD_PATH, "offset"), [5, 0]), ((*RECORD_PATH, "offset"), [4]), ((*RECORD_PATH, "offset"), 4),
-    ((*RECORD_PATH, "global_shape"), [7, 6]), ((*RECORD_PATH, "slice_shape"), [4, None]), ((*RECORD_PATH, "key"), MISSING),
-    ((*RECORD_PATH, "dtype"), 32), (("format_version",), 3), (("format_version",), [1]), (("format",), None),
+    (("iteration",), MISSING),
+    (("iteration",), "100"),
+    (("iteration",), -1),
+    (("iteration",), True),
+    (("state",), MISSING),
+    (("state",), []),
+    (("state", "optimizer_steps"), MISSING),
+    (("state", "optimizer_steps"), 101),
+    (("state", "optimizer_steps"), 2.5),
+    (("state", "optimizer_steps"), None),
+    (("state", "progress"), MISSING),
+    (("state", "progress"), 5),
+    (("state", "progress", "iteration"), 99),
+    (("state", "progress", "iteration"), MISSING),
+    (("state", "progress", "consumed_samples"), 801),
+    (("state", "progress", "consumed_samples"), "800"),
+    (("state", "rng", "sample"), 0),
+    (("state", "rng"), 3),
+    (("state", "scaler"), MISSING),
+    (("layout",), 1),
+    (("layout", "world_size"), 0),
+    (("config",), None),
+    (("config", "model"), []),
+    (("files",), MISSING),
+    (("files",), []),
+    (("files", "../outside"), {}),
+    (("files", "other"), 7),
+    ((*RECORD_PATH[:2], "size"), -4),
+    ((*RECORD_PATH[:2], "size"), MISSING),
+    ((*RECORD_PATH[:2], "crc32"), 5),
+    ((*RECORD_PATH[:2], "crc32"), MISSING),
+    ((*RECORD_PATH[:2], "shards"), {}),
+    (RECORD_PATH, 1),
+    ((*RECORD_PATH, "flat_start"), MISSING),
+    ((*RECORD_PATH, "flat_start"), 13),
+    ((*RECORD_PATH, "numel"), -1),
+    ((*RECORD_PATH, "offset"), [5, 0]),
+    ((*RECORD_PATH, "offset"), [4]),
+    ((*RECORD_PATH, "offset"), 4),
+    ((*RECORD_PATH, "global_shape"), [7, 6]),
+    ((*RECORD_PATH, "slice_shape"), [4, None]),
+    ((*RECORD_PATH, "key"), MISSING),
+    ((*RECORD_PATH, "dtype"), 32),
+    (("format_version",), 3),
+    (("format_version",), [1]),
+    (("format",), None),
 ]
 
 
@@ -63,8 +116,10 @@ def changed(contents, where, value):
 
 def unsigned(contents):
     """As the format version before checksums had it."""
-    return {**{name: value for name, value in contents.items() if name != schema.CHECKSUM},
-            "format_version": manifest.UNSIGNED_VERSION}
+    return {
+        **{name: value for name, value in contents.items() if name != schema.CHECKSUM},
+        "format_version": manifest.UNSIGNED_VERSION,
+    }
 
 
 def refusal(path, iteration=100):
@@ -78,13 +133,18 @@ def refusal(path, iteration=100):
 def test_what_was_written_is_read_also_from_before_checksums(path):
     contents = manifest.read_manifest(path.parents[1], 100)
     assert contents["state"] == STATE and contents["config"]["shape"] == [1, 2]
-    path.write_text(json.dumps(contents, indent=1, sort_keys=True))  # laid out anew, the same contents
+    path.write_text(
+        json.dumps(contents, indent=1, sort_keys=True)
+    )  # laid out anew, the same contents
     assert manifest.read_manifest(path.parents[1], 100) == contents
     contents = manifest.read_manifest(path.parents[1], 100)
     assert manifest.unsigned_note(contents, path.parent) == ""
     path.write_text(json.dumps(unsigned(contents)))
     note = manifest.unsigned_note(manifest.read_manifest(path.parents[1], 100), path.parent)
-    assert note.startswith(f"note: {path} was written before manifests had a checksum") and "\n" not in note
+    assert (
+        note.startswith(f"note: {path} was written before manifests had a checksum")
+        and "\n" not in note
+    )
 
 
 def test_every_change_is_refused_without_a_checksum_too_where_it_cannot_be(path):
@@ -103,7 +163,11 @@ def test_a_missing_checksum_and_a_renamed_folder_are_refused(path):
     for value in (MISSING, None, "00000000", 5):
         path.write_text(json.dumps(changed(contents, (schema.CHECKSUM,), value)))
         assert "its field crc32 says" in refusal(path)
-    path.write_text(json.dumps({**changed(contents, ("iteration",), 7), "format_version": manifest.UNSIGNED_VERSION}))
+    path.write_text(
+        json.dumps(
+            {**changed(contents, ("iteration",), 7), "format_version": manifest.UNSIGNED_VERSION}
+        )
+    )
     assert "its field crc32 says" in refusal(path)
     path.write_text(json.dumps(contents))
     other = path.parent.with_name("iter_0000200")

@@ -9,7 +9,15 @@ import torch
 
 from fugaku_megatron.config.groups import DataConfig
 from fugaku_megatron.data.dataset import BlendedDataset, MockDataset, ValidationSets
-from fugaku_megatron.data.marks import COUNTED, FIRST, MarkedDataset, Work, document_starts, labels, mark
+from fugaku_megatron.data.marks import (
+    COUNTED,
+    FIRST,
+    MarkedDataset,
+    Work,
+    document_starts,
+    labels,
+    mark,
+)
 from fugaku_megatron.data.sampler import fetch
 from fugaku_megatron.training.start_choices import end_of_document
 from fugaku_megatron.training.step import documents_of
@@ -20,7 +28,11 @@ FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 
 def left_to_right(tokens, reset_position_ids, reset_attention_mask, eod_mask_loss):
     """(whether a row sees a column (s, s), whether the loss counts (s), positions (s)) of the inputs tokens (s)."""
-    seen, loss_mask, positions = np.tril(np.ones((len(tokens), len(tokens)), bool)), np.ones(len(tokens)), np.arange(len(tokens))
+    seen, loss_mask, positions = (
+        np.tril(np.ones((len(tokens), len(tokens)), bool)),
+        np.ones(len(tokens)),
+        np.arange(len(tokens)),
+    )
     if eod_mask_loss:
         loss_mask[tokens == EOD] = 0.0
     before = 0
@@ -48,7 +60,9 @@ def test_5000_samples_have_megatrons_masks_and_positions():
         config = DataConfig(mock_data=True, **flags)
         if not config.marked:
             continue
-        samples = torch.from_numpy(fetch(mark(data, EOD, config.eod_mask_loss), range(first, first + 50)))
+        samples = torch.from_numpy(
+            fetch(mark(data, EOD, config.eod_mask_loss), range(first, first + 50))
+        )
         seen_flags.add(tuple(flags.values()))
         tokens, marks = samples
         documents, counted = documents_of(marks, config), labels(tokens, marks)
@@ -83,9 +97,19 @@ def test_validation_sets_stay_apart_and_other_attributes_are_those_of_the_data()
     assert isinstance(blend, MarkedDataset) and len(blend.datasets) == 2 and len(blend) == 30
 
 
-@pytest.mark.parametrize(("tokenizer", "message"), [
-    (None, "--eod-mask-loss: the token that ends a document is not known: name the tokenizer of the data"),
-    ({"eod": None}, "--eod-mask-loss: --tokenizer-type GPT2BPETokenizer has no token that ends a document")])
+@pytest.mark.parametrize(
+    ("tokenizer", "message"),
+    [
+        (
+            None,
+            "--eod-mask-loss: the token that ends a document is not known: name the tokenizer of the data",
+        ),
+        (
+            {"eod": None},
+            "--eod-mask-loss: --tokenizer-type GPT2BPETokenizer has no token that ends a document",
+        ),
+    ],
+)
 def test_without_a_token_that_ends_documents_the_flags_are_refused(tokenizer, message):
     with pytest.raises(ValueError, match=message):
         end_of_document(DataConfig(mock_data=True, eod_mask_loss=True), tokenizer)

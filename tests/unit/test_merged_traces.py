@@ -20,15 +20,26 @@ def written(path, *names):
 
 
 def test_events_and_memory_of_all_traces_are_in_one_file(tmp_path):
-    paths = [written(tmp_path / "0.json", "a", "b"), tmp_path / "1.json", written(tmp_path / "2.json", "c")]
+    paths = [
+        written(tmp_path / "0.json", "a", "b"),
+        tmp_path / "1.json",
+        written(tmp_path / "2.json", "c"),
+    ]
     assert plot.merge_traces(paths, tmp_path / "all.json", ONE, [0]) == [tmp_path / "1.json"]
-    assert [event["name"] for event in plot.read_trace(tmp_path / "all.json")["traceEvents"]] == ["a", "b", "c"]
+    assert [event["name"] for event in plot.read_trace(tmp_path / "all.json")["traceEvents"]] == [
+        "a",
+        "b",
+        "c",
+    ]
     plot.merge_traces([], tmp_path / "all.json", ONE, [0])
     trace = plot.read_trace(tmp_path / "all.json")
     assert plot.measured_spans(trace) == [] == plot.measured_memory(trace)
     with pytest.raises(ValueError, match="holds no instructions of a schedule"):
         plot.draw_trace(str(tmp_path / "all.json"), str(tmp_path / "no.png"))
-    events = [{"ph": "M", "pid": rank, "name": "process_labels", "args": {"peak_mib": 10.0 + rank}} for rank in (0, 2)]
+    events = [
+        {"ph": "M", "pid": rank, "name": "process_labels", "args": {"peak_mib": 10.0 + rank}}
+        for rank in (0, 2)
+    ]
     other = {"placement": {"stages": 2}, "pipeline": [0, 2]}
     assert plot.measured_memory({"traceEvents": events, "otherData": other}) == [10.0, 12.0]
     assert plot.measured_memory({"traceEvents": events[:1], "otherData": other}) == []
@@ -39,21 +50,39 @@ def recorded(lists, expected):
     placement, events = lists.placement, []
 
     def event(span, shift):
-        events.append({"ph": "X", "pid": 2 * span.stage, "name": span.op, "ts": 1e6 * (shift + span.start),
-                       "dur": 1e6 * (span.end - span.start), "args": {"microbatch": span.microbatch, "chunk": span.chunk}})
+        events.append(
+            {
+                "ph": "X",
+                "pid": 2 * span.stage,
+                "name": span.op,
+                "ts": 1e6 * (shift + span.start),
+                "dur": 1e6 * (span.end - span.start),
+                "args": {"microbatch": span.microbatch, "chunk": span.chunk},
+            }
+        )
 
     for shift in (0.0, 1000.0):
         for stage in range(placement.stages):
-            clock, spans = 0.0, {(s.op, s.microbatch, s.chunk): s for s in expected if s.stage == stage}
+            clock, spans = (
+                0.0,
+                {(s.op, s.microbatch, s.chunk): s for s in expected if s.stage == stage},
+            )
             for i in lists.instructions(stage):
-                span = spans.get((i.op, i.microbatch, i.chunk), Span(stage, i.op, i.microbatch, i.chunk, clock, clock))
-                waited = span if i.op in (*COMPUTATIONS, *SENDS) else replace(span, start=clock)  # a receive waits for its sender
+                span = spans.get(
+                    (i.op, i.microbatch, i.chunk),
+                    Span(stage, i.op, i.microbatch, i.chunk, clock, clock),
+                )
+                waited = (
+                    span if i.op in (*COMPUTATIONS, *SENDS) else replace(span, start=clock)
+                )  # a receive waits for its sender
                 event(waited, shift)
                 clock = span.end
     pipeline = [2 * stage for stage in range(placement.stages)]
     about = {"stages": placement.stages, "chunks": placement.chunks, "kind": placement.kind}
-    return {"traceEvents": [{"ph": "M", "name": "process_name", "args": {}}, *events],
-            "otherData": {"placement": about, "pipeline": pipeline}}
+    return {
+        "traceEvents": [{"ph": "M", "name": "process_name", "args": {}}, *events],
+        "otherData": {"placement": about, "pipeline": pipeline},
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)

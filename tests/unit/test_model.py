@@ -21,19 +21,41 @@ def to_theirs(name: str, ours: dict[str, torch.Tensor], model: ModelConfig) -> t
 
 
 def test_logits_loss_and_gradients():
-    run = small_run(num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, seq_length=SEQUENCE, vocab_size=VOCABULARY,
-                    init_method_std=0.2)
+    run = small_run(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        seq_length=SEQUENCE,
+        vocab_size=VOCABULARY,
+        init_method_std=0.2,
+    )
     trainer = make_trainer(SoloComm(), run)
-    for p in trainer.optimizer.flat.parameters:  # biases and norms start at constants: make them random as well
+    for p in (
+        trainer.optimizer.flat.parameters
+    ):  # biases and norms start at constants: make them random as well
         p.data.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
-    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=SEQUENCE, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS,
-                                     resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=SEQUENCE,
+        n_embd=HIDDEN,
+        n_layer=LAYERS,
+        n_head=HEADS,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     theirs = transformers.GPT2LMHeadModel(config)
     with torch.no_grad():
         for name, tensor in theirs.state_dict().items():
             if name != "lm_head.weight":
-                tensor.copy_(to_theirs(name, {p.spec.name: p for p in trainer.optimizer.flat.parameters}, run.model))
-    tokens, labels = torch.randint(0, VOCABULARY, (2, SEQUENCE, 2), generator=torch.Generator().manual_seed(3))  # (s, b) each
+                tensor.copy_(
+                    to_theirs(
+                        name, {p.spec.name: p for p in trainer.optimizer.flat.parameters}, run.model
+                    )
+                )
+    tokens, labels = torch.randint(
+        0, VOCABULARY, (2, SEQUENCE, 2), generator=torch.Generator().manual_seed(3)
+    )  # (s, b) each
     chunk, at = trainer.stage.last, Pass(first_sample=0)
     logits = chunk.logits(chunk.decode(chunk.embedding(tokens, at), at))
     expected = theirs(tokens.t()).logits.transpose(0, 1)
@@ -42,11 +64,18 @@ def test_logits_loss_and_gradients():
     trainer.optimizer.zero_grad()
     loss = chunk(tokens, labels, at)
     loss.backward()
-    expected = torch.nn.functional.cross_entropy(theirs(tokens.t()).logits.flatten(0, 1), labels.t().flatten())
+    expected = torch.nn.functional.cross_entropy(
+        theirs(tokens.t()).logits.flatten(0, 1), labels.t().flatten()
+    )
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     grads = {p.spec.name: p.main_grad for p in trainer.optimizer.flat.parameters}
     for name, parameter in theirs.named_parameters():
         scale = parameter.grad.abs().max()
-        torch.testing.assert_close(to_theirs(name, grads, trainer.run.model) / scale, parameter.grad / scale, rtol=0, atol=1e-5,
-                                   msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            to_theirs(name, grads, trainer.run.model) / scale,
+            parameter.grad / scale,
+            rtol=0,
+            atol=1e-5,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )

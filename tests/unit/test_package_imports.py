@@ -24,17 +24,47 @@ MAY_IMPORT: dict[str, set[str]] = {
     "nn": {"comm", "config", "costs", "host"},
     "watchdog": {"comm"},
     "jobs": {"comm", "config", "costs", "perf", "checkpoint"},
-    "training": {"comm", "pipeline", "config", "costs", "data", "host", "logs", "perf", "checkpoint", "nn", "watchdog"},
+    "training": {
+        "comm",
+        "pipeline",
+        "config",
+        "costs",
+        "data",
+        "host",
+        "logs",
+        "perf",
+        "checkpoint",
+        "nn",
+        "watchdog",
+    },
     "calibration": {"comm", "config", "costs", "data", "host", "perf", "training"},
     "report": {"comm", "config", "costs", "data", "host", "perf", "nn", "training", "calibration"},
     "inference": {"comm", "config", "costs", "data", "host", "checkpoint", "nn"},
     "convert": {"comm", "config", "costs", "data", "host", "checkpoint", "nn"},
-    "api": {"comm", "config", "data", "host", "checkpoint", "watchdog", "training", "inference", "convert"},
+    "api": {
+        "comm",
+        "config",
+        "data",
+        "host",
+        "checkpoint",
+        "watchdog",
+        "training",
+        "inference",
+        "convert",
+    },
     "reproduction": {"config", "costs", "logs", "perf"},
     "cli": {"comm", "config"},  # and every command by its name, when it is called
     "__main__": {"cli"},
 }
-WITHOUT_TORCH = ("config", "costs", "pipeline", "logs", "perf", "jobs", "reproduction")  # answer in a second, anywhere
+WITHOUT_TORCH = (
+    "config",
+    "costs",
+    "pipeline",
+    "logs",
+    "perf",
+    "jobs",
+    "reproduction",
+)  # answer in a second, anywhere
 
 
 def module_name(path: Path, package: Path) -> str:
@@ -76,28 +106,43 @@ def test_imports_are_those_of_the_table():
     for path in modules():
         own = top(module_name(path, PACKAGE))
         imported = {top(name) for name in own_imports(path, PACKAGE) & ours} - {own}
-        assert own in MAY_IMPORT, f"{own} has no row in MAY_IMPORT: add one below the packages that it imports"
-        assert imported <= MAY_IMPORT[own], f"{path} must not import {sorted(imported - MAY_IMPORT[own])}"
+        assert own in MAY_IMPORT, (
+            f"{own} has no row in MAY_IMPORT: add one below the packages that it imports"
+        )
+        assert imported <= MAY_IMPORT[own], (
+            f"{path} must not import {sorted(imported - MAY_IMPORT[own])}"
+        )
         made |= {(own, other) for other in imported}
     assert made == {(own, other) for own, others in MAY_IMPORT.items() for other in others}
     order = list(MAY_IMPORT)
     assert all(order.index(other) < order.index(own) for own, other in made)
 
 
-@pytest.mark.parametrize("package", [PACKAGE, ROOT / "benchmarks"], ids=lambda package: package.name)
+@pytest.mark.parametrize(
+    "package", [PACKAGE, ROOT / "benchmarks"], ids=lambda package: package.name
+)
 def test_no_module_imports_itself_through_others(package):
-    paths = {module_name(path, package): path for path in package.rglob("*.py") if path.name != "__init__.py"}
+    paths = {
+        module_name(path, package): path
+        for path in package.rglob("*.py")
+        if path.name != "__init__.py"
+    }
     graph = {name: own_imports(path, package) & paths.keys() for name, path in paths.items()}
     TopologicalSorter(graph).prepare()  # or CycleError, which names the modules
 
 
 def test_torch_and_mpi_are_imported_where_they_may_be():
-    on_request = {"torch.utils.tensorboard", "torch.utils.tensorboard.SummaryWriter"}  # logs.metrics, when asked for TensorBoard
+    on_request = {
+        "torch.utils.tensorboard",
+        "torch.utils.tensorboard.SummaryWriter",
+    }  # logs.metrics, when asked for TensorBoard
     with_mpi = []
     for path in modules():
         found = imports(path, PACKAGE)
         if top(module_name(path, PACKAGE)) in WITHOUT_TORCH:
-            assert not {i for i in found if i.split(".")[0] in ("torch", "mpi4py")} - on_request, path
+            assert not {i for i in found if i.split(".")[0] in ("torch", "mpi4py")} - on_request, (
+                path
+            )
         with_mpi += [path.name] * any(i.split(".")[0] == "mpi4py" for i in found)
     assert with_mpi == ["mpi.py"]
 
@@ -109,7 +154,15 @@ def test_kernels_know_nothing_of_ours():
 
 def test_the_table_of_the_documentation_is_this_one():
     """docs/architecture.md has a row for each package, with what it may import, in the same order or another one."""
-    rows = re.findall(r"^\| `(\w+)(?:/|\.py)` \|.*\| ([^|]*)\|$", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(\w+)(?:/|\.py)` \|.*\| ([^|]*)\|$",
+        (ROOT / "docs" / "architecture.md").read_text(),
+        re.MULTILINE,
+    )
     documented = {name: set(re.findall(r"`(\w+)`", imported)) for name, imported in rows}
-    ours = {name: targets - {"_kernels"} for name, targets in MAY_IMPORT.items() if name not in ("_kernels", "__main__")}
+    ours = {
+        name: targets - {"_kernels"}
+        for name, targets in MAY_IMPORT.items()
+        if name not in ("_kernels", "__main__")
+    }
     assert documented == ours

@@ -20,15 +20,36 @@ def test_the_curve_and_a_disturbed_clock():
     assert maximum == pytest.approx(0.9, rel=0.02) and half == pytest.approx(60, rel=0.05)
     points = [(n, 95.0 / (1 + 80 / n)) for n in (128, 256, 1024, 2048)]
     assert calibrate.fit_curve([*points, (512, 40.0)], 100.0) == pytest.approx((0.95, 80), rel=0.03)
-    assert calibrate.disturbances([rank(3.0), rank(2.9)], 3.1) == [] == calibrate.disturbances([rank(3.0)], 0.0)
-    assert "measured at 1.08 GHz, the system says 3.00 GHz: other" in calibrate.disturbances([rank(1.08), rank(1.1)], 3.0)[0]
-    assert "measured at 1.08 to 3.00 GHz: other processes" in calibrate.disturbances([rank(3.0), rank(1.08)], 0.0)[0]
+    assert (
+        calibrate.disturbances([rank(3.0), rank(2.9)], 3.1)
+        == []
+        == calibrate.disturbances([rank(3.0)], 0.0)
+    )
+    assert (
+        "measured at 1.08 GHz, the system says 3.00 GHz: other"
+        in calibrate.disturbances([rank(1.08), rank(1.1)], 3.0)[0]
+    )
+    assert (
+        "measured at 1.08 to 3.00 GHz: other processes"
+        in calibrate.disturbances([rank(3.0), rank(1.08)], 0.0)[0]
+    )
 
 
 def rank(ghz: float = 3.0) -> Compute:
-    return Compute(threads=2, clock_ghz=ghz, fma_gflops=100.0, triad_gbs=20.0, gemm=((256, 70.0), (1024, 85.0)),
-                   attention=((512, 40.0, 30.0), (2048, 64.0, 48.0)), dropout_flops=90.0, elementwise_gbs=15.0,
-                   call_us=7.0, iteration_s=0.01, process_mib=250.0, bf16x3=0.4)
+    return Compute(
+        threads=2,
+        clock_ghz=ghz,
+        fma_gflops=100.0,
+        triad_gbs=20.0,
+        gemm=((256, 70.0), (1024, 85.0)),
+        attention=((512, 40.0, 30.0), (2048, 64.0, 48.0)),
+        dropout_flops=90.0,
+        elementwise_gbs=15.0,
+        call_us=7.0,
+        iteration_s=0.01,
+        process_mib=250.0,
+        bf16x3=0.4,
+    )
 
 
 def described(tmp_path, between: Messages | None) -> machine.Machine:
@@ -39,48 +60,86 @@ def described(tmp_path, between: Messages | None) -> machine.Machine:
 
 
 def test_a_small_message_that_others_disturb_has_half_of_the_large_ones_time(monkeypatch):
-    monkeypatch.setattr(calibrate, "ping_pong", lambda world, partner, size: 1e-3 if size == calibrate.SMALL else 5e-4)
-    assert calibrate.measure_messages(None, 1).gbs == pytest.approx(2 * calibrate.LARGE / 5e-4 / 1e9)
+    monkeypatch.setattr(
+        calibrate,
+        "ping_pong",
+        lambda world, partner, size: 1e-3 if size == calibrate.SMALL else 5e-4,
+    )
+    assert calibrate.measure_messages(None, 1).gbs == pytest.approx(
+        2 * calibrate.LARGE / 5e-4 / 1e9
+    )
 
 
 def test_a_nodes_rates_and_its_links(tmp_path):
     host = described(tmp_path, None)
-    assert (host.peak_tflops["fp32"], host.stream_gbs, host.threads, host.ranks_per_node) == (0.2, 40.0, 4, 2)
+    assert (host.peak_tflops["fp32"], host.stream_gbs, host.threads, host.ranks_per_node) == (
+        0.2,
+        40.0,
+        4,
+        2,
+    )
     assert host.sources["link_gbs"].startswith("not measured") and host.link_gbs == 10.0
     host = described(tmp_path, Messages(alpha_us=2.0, gbs=3.0))
-    assert (host.link_gbs, host.intra_gbs) == (3.0, 10.0) and host.sources["link_gbs"].startswith("measured")
+    assert (host.link_gbs, host.intra_gbs) == (3.0, 10.0) and host.sources["link_gbs"].startswith(
+        "measured"
+    )
 
 
 def test_what_the_kernels_reach_here_is_what_this_software_is_judged_by(tmp_path):
     host = described(tmp_path, None)
     assert [curve.threads for curve in host.gemm_curves] == [2, 4]
-    assert host.gemm_curve(4).maximum / (1 + host.gemm_curve(4).half / 1024) == pytest.approx(0.8, rel=1e-2)  # 160 of 200
+    assert host.gemm_curve(4).maximum / (1 + host.gemm_curve(4).half / 1024) == pytest.approx(
+        0.8, rel=1e-2
+    )  # 160 of 200
     code = software.load("fugaku_megatron")
     parameters = code.parameters(host)
-    assert (parameters.call_us, parameters.iteration_s, parameters.elementwise_fraction) == (7.0, 0.01, 0.75)
-    assert parameters.attention_forward / (1 + parameters.attention_forward_half / 2048) == pytest.approx(0.64, rel=1e-2)
+    assert (parameters.call_us, parameters.iteration_s, parameters.elementwise_fraction) == (
+        7.0,
+        0.01,
+        0.75,
+    )
+    assert parameters.attention_forward / (
+        1 + parameters.attention_forward_half / 2048
+    ) == pytest.approx(0.64, rel=1e-2)
     assert parameters.dropout_flops == 90.0 and parameters.bf16x3 == 0.4
     before = replace(host, native={k: v for k, v in host.native.items() if k != "dropout_flops"})
-    assert code.parameters(before).dropout_flops == 0.0  # those of before had it in their shares of attention
+    assert (
+        code.parameters(before).dropout_flops == 0.0
+    )  # those of before had it in their shares of attention
     assert parameters.intra_reduce_gbs == 5.0  # two ranks: the vector once over a link
     assert code.memory(host).base_mib == 250.0 and code.known_on(host)
     other = software.load("torch1.10")
-    assert other.parameters(host) == other.fitted.values and other.memory(host) == other.fitted.memory
+    assert (
+        other.parameters(host) == other.fitted.values and other.memory(host) == other.fitted.memory
+    )
     assert "intra_reduce_gbs" not in described(tmp_path, Messages(alpha_us=2.0, gbs=3.0)).native
 
 
 @pytest.mark.system
 def test_one_rank_is_refused(tmp_path):
-    command = [sys.executable, "-m", "fugaku_megatron", "calibrate", "--output", str(tmp_path / "host.json")]
+    command = [
+        sys.executable,
+        "-m",
+        "fugaku_megatron",
+        "calibrate",
+        "--output",
+        str(tmp_path / "host.json"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "mpiexec -n 2" in done.stderr and not (tmp_path / "host.json").exists()
+    assert (
+        done.returncode == 2
+        and "mpiexec -n 2" in done.stderr
+        and not (tmp_path / "host.json").exists()
+    )
 
 
 def test_matmuls_take_other_matrices_each_time(monkeypatch):
     monkeypatch.setattr(host_kernels, "COLD_BYTES", 1 << 20)
     seen = []
     for name in ("linear_forward", "linear_data_gradient", "linear_weight_gradient"):
-        monkeypatch.setattr(host_kernels.kernels, name, lambda *t, n=name: seen.append((n, t[0].data_ptr())))
+        monkeypatch.setattr(
+            host_kernels.kernels, name, lambda *t, n=name: seen.append((n, t[0].data_ptr()))
+        )
     assert host_kernels.gemm_gflops(32) > 0
     sets = (1 << 20) // (12 * 32 * 32)
     assert len({place for _, place in seen}) == sets and len({name for name, _ in seen}) == 3
@@ -88,7 +147,10 @@ def test_matmuls_take_other_matrices_each_time(monkeypatch):
 
 def test_rates_and_overheads_are_figures(monkeypatch):
     monkeypatch.setattr(host_kernels, "BF16X3_SIZE", 64)
-    assert host_kernels.gemm_gflops(64) > 0 and host_kernels.gemm_gflops(64, 1 << 18, torch.bfloat16) > 0
+    assert (
+        host_kernels.gemm_gflops(64) > 0
+        and host_kernels.gemm_gflops(64, 1 << 18, torch.bfloat16) > 0
+    )
     assert all(rate > 0 for rate in host_kernels.attention_gflops(64))
     for name in host_kernels.kernels.runnable_targets():
         with host_kernels.kernels.target(name):
@@ -96,7 +158,9 @@ def test_rates_and_overheads_are_figures(monkeypatch):
     assert host_kernels.dropout_flops(64, 50.0) >= 0
     assert all(math.isfinite(value) and value >= 0 for value in host_kernels.step_overhead())
     made = []
-    assert host_kernels.seconds_each([lambda: made.append(1), lambda: made.append(2)], rounds=2) >= 0
+    assert (
+        host_kernels.seconds_each([lambda: made.append(1), lambda: made.append(2)], rounds=2) >= 0
+    )
     assert made == [1, 2] * 3
 
 

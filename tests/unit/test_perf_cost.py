@@ -9,7 +9,12 @@ from fugaku_megatron.config import features
 from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.layout import Layout, placement
 from fugaku_megatron.config.recipes import gpt_30b, gpt_124m
-from fugaku_megatron.config.run_config import ParallelConfig, PrecisionConfig, RunConfig, TrainingConfig
+from fugaku_megatron.config.run_config import (
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainingConfig,
+)
 from fugaku_megatron.costs import accounting, memory
 from fugaku_megatron.costs.activations import Collective
 from fugaku_megatron.perf import machine, model, software, work
@@ -22,12 +27,33 @@ from fugaku_megatron.perf.work import ExpertExchange, Matmul, Work, phases
 from fugaku_megatron.pipeline.parts import Held
 
 
-def rank(machine: str = "a64fx", software: str = "torch1.10", nodes: int = 1, ranks_per_node: int = 1, ghz: float | None = None,
-         **values: float) -> Rank:
-    system, parameters = System.from_names(machine, software, nodes, ranks_per_node, ghz), Parameters(**values)
-    network = Network(machine=system.machine, parameters=parameters, layout=Layout(1, 1, 1, 1), ranks_per_node=ranks_per_node)
-    return Rank(machine=system.machine, software=system.software, parameters=parameters, network=network, precision="fp32",
-                nodes=nodes, ranks_per_node=ranks_per_node)
+def rank(
+    machine: str = "a64fx",
+    software: str = "torch1.10",
+    nodes: int = 1,
+    ranks_per_node: int = 1,
+    ghz: float | None = None,
+    **values: float,
+) -> Rank:
+    system, parameters = (
+        System.from_names(machine, software, nodes, ranks_per_node, ghz),
+        Parameters(**values),
+    )
+    network = Network(
+        machine=system.machine,
+        parameters=parameters,
+        layout=Layout(1, 1, 1, 1),
+        ranks_per_node=ranks_per_node,
+    )
+    return Rank(
+        machine=system.machine,
+        software=system.software,
+        parameters=parameters,
+        network=network,
+        precision="fp32",
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+    )
 
 
 def gemm(m: float, n: float, k: float) -> Work:
@@ -37,7 +63,9 @@ def gemm(m: float, n: float, k: float) -> Work:
 def test_sizes_of_a_matmul_on_the_curve():
     """A large one nears the peak, a rank per CMG has a better curve, and a thin one loses on a measured curve."""
     for n, share in ((20000, 0.92), (1050, 0.46)):
-        assert 2 * n**3 / rank().seconds(gemm(n, n, n)).gemm / 6.144e12 == pytest.approx(share, rel=0.03)
+        assert 2 * n**3 / rank().seconds(gemm(n, n, n)).gemm / 6.144e12 == pytest.approx(
+            share, rel=0.03
+        )
     layer = gemm(1024, 3072, 768)
     assert rank(ranks_per_node=4).seconds(layer).gemm < 4 * rank().seconds(layer).gemm * 0.85
     published = rank(software="fugaku_megatron")
@@ -56,19 +84,36 @@ def test_native_attention_is_half_a_square_and_forms_scores_again_in_the_backwar
 
     assert seconds(1024, False) == pytest.approx(0.5 * 2 * 12 * 64 * 1024**2 / 0.5 / 6.144e12)
     assert seconds(1024, True) == pytest.approx(1.25 * seconds(1024, False))
-    assert seconds(1024, False, attention_forward_half=1024.0) == pytest.approx(2 * seconds(1024, False))
+    assert seconds(1024, False, attention_forward_half=1024.0) == pytest.approx(
+        2 * seconds(1024, False)
+    )
 
 
 def test_dropout_costs_attention_what_the_cycle_model_says():
     """Shares of the peak on 2 and 5 matmuls at d 64: 46 and 53 % with dropout 0.1 in a cycle model of an A64FX core."""
+
     def seconds(p: float, d: int, phase: str) -> float:
-        run = make_run(None, {"num_layers": 1, "num_attention_heads": 12, "hidden_size": 12 * d, "seq_length": 1024,
-                              "vocab_size": 512, "micro_batch_size": 1, "attention_dropout": p, "global_batch_size": 1})
+        run = make_run(
+            None,
+            {
+                "num_layers": 1,
+                "num_attention_heads": 12,
+                "hidden_size": 12 * d,
+                "seq_length": 1024,
+                "vocab_size": 512,
+                "micro_batch_size": 1,
+                "attention_dropout": p,
+                "global_batch_size": 1,
+            },
+        )
         code = software.load("fugaku_megatron")
         only = Work(matmuls=tuple(x for x in phases(run, 1, code)[phase].matmuls if x.attention))
         return rank(software=code.name, **vars(code.fitted.values)).seconds(only).attention
 
-    for phase, matmuls, dropped, whole in (("layer_forward", 2, 0.46, 0.65), ("layer_backward", 5, 0.53, 0.62)):
+    for phase, matmuls, dropped, whole in (
+        ("layer_forward", 2, 0.46, 0.65),
+        ("layer_backward", 5, 0.53, 0.62),
+    ):
         flops = matmuls * 2 * 12 * 64 * 1024**2 / 2
         assert flops / seconds(0.1, 64, phase) / 6.144e12 == pytest.approx(dropped, abs=0.01)
         assert flops / seconds(0.0, 64, phase) / 6.144e12 == pytest.approx(whole)
@@ -87,7 +132,10 @@ def test_only_large_blocks_fault_and_cost_more_where_the_network_registered_them
 
 
 def test_tiles_waves_and_unaligned_sides_on_a_gpu():
-    gpu = replace(rank("a100", "megatron-a100", ranks_per_node=8, gemm_half=1e-9, unaligned=0.1), precision="bf16")
+    gpu = replace(
+        rank("a100", "megatron-a100", ranks_per_node=8, gemm_half=1e-9, unaligned=0.1),
+        precision="bf16",
+    )
     full = 108 * 256
 
     def share(m: int, n: int = 128, k: int = 1024) -> float:
@@ -99,17 +147,31 @@ def test_tiles_waves_and_unaligned_sides_on_a_gpu():
 
 
 def test_clock_and_sixteen_bits():
-    for done, field in ((Work(moved=1e9), "elementwise"), (Work(calls=10), "calls"), (gemm(512, 512, 512), "gemm")):
+    for done, field in (
+        (Work(moved=1e9), "elementwise"),
+        (Work(calls=10), "calls"),
+        (gemm(512, 512, 512), "gemm"),
+    ):
         slow, fast = (getattr(rank(ghz=ghz, call_us=5).seconds(done), field) for ghz in (2.0, 2.2))
         assert slow / fast == pytest.approx(1.10)
-    for name, code, gain in (("a64fx", "fugaku_megatron", 1.0), ("a64fx", "torch1.10", 1.0), ("a100", "megatron-a100", 16)):
+    for name, code, gain in (
+        ("a64fx", "fugaku_megatron", 1.0),
+        ("a64fx", "torch1.10", 1.0),
+        ("a100", "megatron-a100", 16),
+    ):
         on = rank(name, code, gemm_half=1.0)
-        fp32, fp16 = (replace(on, precision=p).seconds(gemm(4096, 4096, 4096)).gemm for p in ("fp32", "fp16"))
+        fp32, fp16 = (
+            replace(on, precision=p).seconds(gemm(4096, 4096, 4096)).gemm for p in ("fp32", "fp16")
+        )
         assert fp32 / fp16 == pytest.approx(gain)
 
 
 def test_fp32_matmuls_in_bf16_parts_take_six_of_bf16_or_what_was_measured():
-    for name, rate in (("xeon-8480", 149.1 / 18.64 / 6), ("graviton3", 4 / 6), ("epyc-9655", 2 / 6)):
+    for name, rate in (
+        ("xeon-8480", 149.1 / 18.64 / 6),
+        ("graviton3", 4 / 6),
+        ("epyc-9655", 2 / 6),
+    ):
         plain = rank(name, "fugaku_megatron")
         split, done = replace(plain, splits_fp32=True), gemm(4096, 4096, 4096)
         assert plain.seconds(done).gemm / split.seconds(done).gemm == pytest.approx(rate)
@@ -118,18 +180,34 @@ def test_fp32_matmuls_in_bf16_parts_take_six_of_bf16_or_what_was_measured():
         attention = Work(matmuls=(Matmul(m=512, n=512, k=64, attention=True),))
         assert split.seconds(attention) == plain.seconds(attention)
     run = make_run("124m", {"fp32_matmul": "bf16x3"})
-    with pytest.raises(ValueError, match="--fp32-matmul bf16x3 needs BF16 arithmetic, which machine a64fx lacks"):
+    with pytest.raises(
+        ValueError, match="--fp32-matmul bf16x3 needs BF16 arithmetic, which machine a64fx lacks"
+    ):
         model.predict(run, System.from_names("a64fx", "fugaku_megatron", 1), with_band=False)
     foreign = model.predict(run, System.from_names("a64fx", "torch1.10", 1), with_band=False)
-    assert any("torch1.10 has no --fp32-matmul: the time is that of a run without it" in line for line in foreign.warnings)
+    assert any(
+        "torch1.10 has no --fp32-matmul: the time is that of a run without it" in line
+        for line in foreign.warnings
+    )
 
 
 def test_ranks_of_one_cmg_each_use_all_of_the_memory_and_one_rank_of_a_node_does_not():
     work = Work(moved=1e9)
-    spread, alone = rank(ranks_per_node=4).seconds(work).elementwise, rank().seconds(work).elementwise
-    assert spread == pytest.approx(alone) == pytest.approx(rank(ranks_per_node=2).seconds(work).elementwise)
-    ours = [rank(software="fugaku_megatron", ranks_per_node=n).seconds(work).elementwise for n in (1, 4)]
-    assert ours[1] == pytest.approx(4 * ours[0])  # our kernels touch their pages first where they use them
+    spread, alone = (
+        rank(ranks_per_node=4).seconds(work).elementwise,
+        rank().seconds(work).elementwise,
+    )
+    assert (
+        spread
+        == pytest.approx(alone)
+        == pytest.approx(rank(ranks_per_node=2).seconds(work).elementwise)
+    )
+    ours = [
+        rank(software="fugaku_megatron", ranks_per_node=n).seconds(work).elementwise for n in (1, 4)
+    ]
+    assert ours[1] == pytest.approx(
+        4 * ours[0]
+    )  # our kernels touch their pages first where they use them
 
 
 EAGER = software.load("torch1.10")
@@ -145,7 +223,11 @@ def expected(run: RunConfig, recompute: str | None) -> float:
     square = model_config.num_layers * model_config.seq_length**2 * model_config.hidden_size
     if recompute == "full":
         return accounting.hardware_flops(run, 1)
-    return accounting.model_flops(run, 1) + 6 * square + (4 * square if recompute == "selective" else 0)
+    return (
+        accounting.model_flops(run, 1)
+        + 6 * square
+        + (4 * square if recompute == "selective" else 0)
+    )
 
 
 def pieces_flops(pieces) -> int:
@@ -155,37 +237,64 @@ def pieces_flops(pieces) -> int:
 @pytest.mark.parametrize("recompute", [None, "full", "selective"])
 @pytest.mark.parametrize("tp, pp, schedule", [(1, 1, None), (4, 3, None), (1, 3, "zbv")])
 def test_matmuls_are_accountings_flops(recompute, tp, pp, schedule):
-    run = replace(gpt_124m(), training=TrainingConfig(recompute_granularity=recompute), parallel=ParallelConfig(
-        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, pipeline_schedule=schedule))
+    run = replace(
+        gpt_124m(),
+        training=TrainingConfig(recompute_granularity=recompute),
+        parallel=ParallelConfig(
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            pipeline_schedule=schedule,
+        ),
+    )
     layout, parts = Layout(tp * pp, tp, pp, 1), placement(run).parts
     works = [model.part_work(run, layout, part, EAGER) for part in range(parts)]
-    total = tp * sum(pieces_flops(forward) + pieces_flops(backward) for forward, backward, _ in works)
+    total = tp * sum(
+        pieces_flops(forward) + pieces_flops(backward) for forward, backward, _ in works
+    )
     assert total == pytest.approx(expected(run, recompute), rel=1e-12)
-    linear = sum(r.flops_forward for r in accounting.layer_records(run, tp) if r.name != "attention")
+    linear = sum(
+        r.flops_forward for r in accounting.layer_records(run, tp) if r.name != "attention"
+    )
     assert sum(pieces_flops(weights) for _, _, weights in works) == run.model.num_layers * linear
 
 
 def test_native_code_leaves_out_what_nobody_reads():
-    run = replace(gpt_124m(), training=TrainingConfig(recompute_granularity="full", recompute_num_layers=3))
-    ours, eager = (work.layers_again(run, 1, accounting.recompute_groups(12, "uniform", 3), software.load(name))
-                   for name in ("fugaku_megatron", "torch1.10"))
+    run = replace(
+        gpt_124m(), training=TrainingConfig(recompute_granularity="full", recompute_num_layers=3)
+    )
+    ours, eager = (
+        work.layers_again(
+            run, 1, accounting.recompute_groups(12, "uniform", 3), software.load(name)
+        )
+        for name in ("fugaku_megatron", "torch1.10")
+    )
     fc2 = next(r for r in accounting.layer_records(run, 1) if r.name == "linear_fc2")
     assert flops(eager) - flops(ours) == 4 * fc2.flops_forward
     native = software.load("fugaku_megatron")
-    assert work.phases(gpt_124m(), 1, native)["layer_forward"].moved < work.phases(gpt_124m(), 1, EAGER)["layer_forward"].moved / 5
+    assert (
+        work.phases(gpt_124m(), 1, native)["layer_forward"].moved
+        < work.phases(gpt_124m(), 1, EAGER)["layer_forward"].moved / 5
+    )
     run, native = gpt_124m(), software.load("fugaku_megatron")
     rows = memory.logits_rows(run, Layout(1, 1, 1, 1))
     assert rows < run.model.seq_length
     for phase, number in (("head_forward", 1), ("head_backward", 2)):
         matmuls = work.phases(run, 1, native)[phase].matmuls
-        assert len(matmuls) == number and all(rows in (p.m, p.n, p.k) and p.times * rows == 1024 for p in matmuls)
+        assert len(matmuls) == number and all(
+            rows in (p.m, p.n, p.k) and p.times * rows == 1024 for p in matmuls
+        )
         assert flops(work.phases(run, 1, native)[phase]) == flops(work.phases(run, 1, EAGER)[phase])
 
 
 def test_activations_and_z_loss_are_computed_in_passes_that_are_there_anyway():
     """Native kernels apply them in the matmul's epilogue or in the gate's pass, and z-loss in the pass over the logits."""
+
     def counted(**changes):
-        return work.phases(replace(gpt_124m(), model=replace(gpt_124m().model, **changes)), 1, software.load("fugaku_megatron"))
+        return work.phases(
+            replace(gpt_124m(), model=replace(gpt_124m().model, **changes)),
+            1,
+            software.load("fugaku_megatron"),
+        )
 
     for changes in ({"squared_relu": True}, {"bias_gelu_fusion": False}, {"use_z_loss": True}):
         assert counted(**changes) == counted()
@@ -199,12 +308,23 @@ def test_tensor_sizes_and_repeated_work():
     assert sizes["hidden"] == 2048 * 7168 * 4 and sizes["scores"] == 14 * 2048 * 2048 * 4
     once = work.phases(gpt_124m(), 1, EAGER)["layer_forward"]
     twice = work.repeat(once, 2)
-    assert flops(twice) == 2 * flops(once) and twice.moved == 2 * once.moved and twice.calls == 2 * once.calls
+    assert (
+        flops(twice) == 2 * flops(once)
+        and twice.moved == 2 * once.moved
+        and twice.calls == 2 * once.calls
+    )
     assert sum(s * t for s, t in twice.allocations) == 2 * sum(s * t for s, t in once.allocations)
 
 
-def network(layout: Layout, ranks_per_node: int = 1, name: str = "a64fx", **values: float) -> Network:
-    return Network(machine=machine.load(name), parameters=Parameters(**values), layout=layout, ranks_per_node=ranks_per_node)
+def network(
+    layout: Layout, ranks_per_node: int = 1, name: str = "a64fx", **values: float
+) -> Network:
+    return Network(
+        machine=machine.load(name),
+        parameters=Parameters(**values),
+        layout=layout,
+        ranks_per_node=ranks_per_node,
+    )
 
 
 def test_a_ring():
@@ -214,24 +334,42 @@ def test_a_ring():
     assert net.seconds("all_reduce", "tp", 10**9) == pytest.approx(2 * 3 / 4 / 2.0, rel=1e-3)
     assert net.seconds("reduce_scatter", "tp", 10**9) == pytest.approx(3 / 4 / 2.0, rel=1e-3)
     net = network(Layout(8, 1, 1, 8), reduce_gbs=1.0)
-    assert net.seconds("all_gather", "dp", 1 << 20) == pytest.approx(net.seconds("reduce_scatter", "dp", 8 << 20))
-    few, many = (network(Layout(n, 1, 1, n), reduce_gbs=1.0).seconds("all_reduce", "dp", 4) for n in (1024, 2048))
+    assert net.seconds("all_gather", "dp", 1 << 20) == pytest.approx(
+        net.seconds("reduce_scatter", "dp", 8 << 20)
+    )
+    few, many = (
+        network(Layout(n, 1, 1, n), reduce_gbs=1.0).seconds("all_reduce", "dp", 4)
+        for n in (1024, 2048)
+    )
     assert many / few == pytest.approx(11 / 10, rel=1e-3)
     own = machine.load("a64fx").large_allreduce_gbs
-    assert network(Layout(512, 1, 1, 512)).seconds("all_reduce", "dp", 10**9) == pytest.approx(1 / own, rel=0.01)
+    assert network(Layout(512, 1, 1, 512)).seconds("all_reduce", "dp", 10**9) == pytest.approx(
+        1 / own, rel=0.01
+    )
 
 
 def test_ranks_of_a_node_use_its_links():
-    seconds = [network(Layout(4, 4, 1, 1), ranks_per_node=4, reduce_gbs=rate).seconds("all_reduce", "tp", 10**8) for rate in (1, 6)]
+    seconds = [
+        network(Layout(4, 4, 1, 1), ranks_per_node=4, reduce_gbs=rate).seconds(
+            "all_reduce", "tp", 10**8
+        )
+        for rate in (1, 6)
+    ]
     assert seconds[0] == seconds[1]
     flat = network(Layout(16, 1, 1, 16), ranks_per_node=4, reduce_gbs=2.0, intra_reduce_gbs=0.5)
     assert flat.seconds("all_reduce", "dp", 10**9) == pytest.approx(2 * 15 / 16 / 0.5, rel=1e-3)
-    shared = replace(flat, active=frozenset({features.NODE_SUMS}))  # a group over several nodes does not use it
+    shared = replace(
+        flat, active=frozenset({features.NODE_SUMS})
+    )  # a group over several nodes does not use it
     assert shared.seconds("all_reduce", "dp", 10**9) == flat.seconds("all_reduce", "dp", 10**9)
     inside_first = replace(flat, active=frozenset({features.TWO_LEVEL_SUMS}))
-    assert inside_first.seconds("all_reduce", "dp", 10**9) == pytest.approx(2 * 3 / 4 / 0.5 + 2 * 3 / 4 / 4 / 2, rel=1e-2)
+    assert inside_first.seconds("all_reduce", "dp", 10**9) == pytest.approx(
+        2 * 3 / 4 / 0.5 + 2 * 3 / 4 / 4 / 2, rel=1e-2
+    )
     alone = network(Layout(16, 8, 2, 1), ranks_per_node=1, name="a100").seconds("send", "pp", 10**9)
-    shared = network(Layout(16, 8, 2, 1), ranks_per_node=8, name="a100").seconds("send", "pp", 10**9)
+    shared = network(Layout(16, 8, 2, 1), ranks_per_node=8, name="a100").seconds(
+        "send", "pp", 10**9
+    )
     assert shared == pytest.approx(2 * alone, rel=0.01)
 
 
@@ -244,10 +382,14 @@ def test_sums_in_two_levels_and_in_shared_memory():
     by_mpi = network(Layout(4, 4, 1, 1), ranks_per_node=4)
     shared = replace(by_mpi, active=frozenset({features.NODE_SUMS}))
     ratio = by_mpi.seconds("all_reduce", "tp", 10**9) / shared.seconds("all_reduce", "tp", 10**9)
-    assert ratio == pytest.approx(by_mpi.machine.intra_gbs / by_mpi.machine.intra_reduce_gbs, rel=1e-2)
+    assert ratio == pytest.approx(
+        by_mpi.machine.intra_gbs / by_mpi.machine.intra_reduce_gbs, rel=1e-2
+    )
     ring = network(Layout(256, 1, 1, 256), ranks_per_node=4, reduce_gbs=1.2, intra_reduce_gbs=5.0)
     bf16 = replace(ring, active=frozenset({features.GRAD_REDUCE_IN_BF16}))
-    assert bf16.seconds("reduce_scatter", "dp", 10**9) == pytest.approx(3 * ring.seconds("reduce_scatter", "dp", 10**9), rel=1e-2)
+    assert bf16.seconds("reduce_scatter", "dp", 10**9) == pytest.approx(
+        3 * ring.seconds("reduce_scatter", "dp", 10**9), rel=1e-2
+    )
 
 
 def test_all_to_alls_send_once_for_each_pair_of_nodes():
@@ -265,40 +407,77 @@ def test_all_to_alls_send_once_for_each_pair_of_nodes():
 
 def test_rows_of_experts_are_exposed_at_both_ends():
     """Of g groups the first one's way there and the last one's back, less half of the shared expert each; in a node all of both."""
-    far, way, matmul = rank(software="fugaku_megatron"), Collective("all_to_all", "ep", 64 * 10**6), Matmul(m=4096, n=4096, k=4096)
-    far = replace(far, network=replace(far.network, layout=Layout(4, 1, 1, 4, ep=4), machine=replace(
-        far.machine, link_alpha_us=0.0, intra_alpha_us=0.0)))
+    far, way, matmul = (
+        rank(software="fugaku_megatron"),
+        Collective("all_to_all", "ep", 64 * 10**6),
+        Matmul(m=4096, n=4096, k=4096),
+    )
+    far = replace(
+        far,
+        network=replace(
+            far.network,
+            layout=Layout(4, 1, 1, 4, ep=4),
+            machine=replace(far.machine, link_alpha_us=0.0, intra_alpha_us=0.0),
+        ),
+    )
     wire = far.network.seconds("all_to_all", "ep", way.bytes)
     each = far.seconds(Work(matmuls=(matmul,))).gemm
 
     def waiting(rank: Rank, groups: int, computed: int, around: int = 0) -> float:
-        exchange = ExpertExchange(there=(way,), back=(way,), groups=groups, overlapped=(replace(matmul, times=computed),),
-                                  around=(replace(matmul, times=around),))
+        exchange = ExpertExchange(
+            there=(way,),
+            back=(way,),
+            groups=groups,
+            overlapped=(replace(matmul, times=computed),),
+            around=(replace(matmul, times=around),),
+        )
         return rank.seconds(Work(exchanges=((exchange, 1),))).tensor_parallel
 
     long = math.ceil(4 * wire / each)
-    assert waiting(far, 1, long) == pytest.approx(2 * wire) and waiting(far, 8, long) == pytest.approx(2 * wire / 8)
+    assert waiting(far, 1, long) == pytest.approx(2 * wire) and waiting(
+        far, 8, long
+    ) == pytest.approx(2 * wire / 8)
     assert waiting(far, 8, long, around=long) == pytest.approx(0, abs=1e-12)
     assert waiting(far, 8, 1) == pytest.approx(2 * wire - each)  # the link takes longer
-    near = replace(far, network=replace(far.network, ranks_per_node=4, active=frozenset({features.NODE_SUMS})))
-    assert waiting(near, 8, long, around=long) == 2 * near.network.seconds("all_to_all", "ep", way.bytes)
-    apart = replace(near, network=replace(near.network, active=frozenset()))  # ranks of a node that share no memory
+    near = replace(
+        far, network=replace(far.network, ranks_per_node=4, active=frozenset({features.NODE_SUMS}))
+    )
+    assert waiting(near, 8, long, around=long) == 2 * near.network.seconds(
+        "all_to_all", "ep", way.bytes
+    )
+    apart = replace(
+        near, network=replace(near.network, active=frozenset())
+    )  # ranks of a node that share no memory
     assert waiting(apart, 8, long, around=long) == pytest.approx(0, abs=1e-12)
 
 
 @pytest.mark.parametrize(("schedule", "hiding"), [("1f1b", 3), ("zb-h1", 2)])
 def test_all_rows_of_experts_are_in_one_exchange(schedule, hiding):
     """There are no other all-to-alls of their ranks in a layer; gradients of weights that are put off hide nothing."""
-    run = make_run("qwen3-30b-a3b", {
-        "seq_length": 1024, "expert_model_parallel_size": 8, "pipeline_model_parallel_size": 2, "pipeline_schedule": schedule,
-        "global_batch_size": 8, "moe_shared_expert_intermediate_size": 64})
+    run = make_run(
+        "qwen3-30b-a3b",
+        {
+            "seq_length": 1024,
+            "expert_model_parallel_size": 8,
+            "pipeline_model_parallel_size": 2,
+            "pipeline_schedule": schedule,
+            "global_batch_size": 8,
+            "moe_shared_expert_intermediate_size": 64,
+        },
+    )
     works = phases(run, 1, software.load("fugaku_megatron"))
     forward, backward = (works[f"layer_{way}"] for way in ("forward", "backward"))
     sent = 1024 * 8 * 4
     for phase in (forward, backward):
         ((exchange, times),) = phase.exchanges
-        assert times == 1 and exchange.groups == 8 and not any(c.verb == "all_to_all" for c, _ in phase.collectives)
-        assert sorted(c.bytes for c in exchange.there) == [sent, sent * 2048] and [c.bytes for c in exchange.back] == [sent * 2048]
+        assert (
+            times == 1
+            and exchange.groups == 8
+            and not any(c.verb == "all_to_all" for c, _ in phase.collectives)
+        )
+        assert sorted(c.bytes for c in exchange.there) == [sent, sent * 2048] and [
+            c.bytes for c in exchange.back
+        ] == [sent * 2048]
     assert len(forward.exchanges[0][0].overlapped) == len(forward.exchanges[0][0].around) == 2
     assert len(backward.exchanges[0][0].overlapped) == 2 * (hiding - 1)
 
@@ -310,7 +489,9 @@ PLAIN = MemoryParameters(base_mib=0, peer_mib=0)
 def test_sixteen_bits_keep_what_korthikanti_equation_2_says(tp):
     run = replace(gpt_30b(), precision=PrecisionConfig(bf16=True))
     s, b, h, a = run.model.seq_length, 1, run.model.hidden_size, run.model.num_attention_heads
-    assert perf_memory.layer_saved_bytes(run, tp) == pytest.approx(s * b * h * (10 + 24 / tp + 5 * a * s / (h * tp)))
+    assert perf_memory.layer_saved_bytes(run, tp) == pytest.approx(
+        s * b * h * (10 + 24 / tp + 5 * a * s / (h * tp))
+    )
 
 
 def test_memory_of_stages():
@@ -330,7 +511,11 @@ def test_memory_of_stages():
     assert used(full, 0) < used(plain, 0) / 2
     parameters = MemoryParameters(base_mib=0, peer_mib=0, state_bytes=4, sharded_bytes=12)
     run = replace(gpt_124m(), parallel=ParallelConfig(zero_stage=1))
-    alone, eight = (perf_memory.stage_mib(run, Layout(n, 1, 1, n), 0, EAGER, 1, parameters) for n in (1, 8))
-    assert (alone - eight) * MIB == pytest.approx(12 * 7 / 8 * accounting.stage_parameters(run, Layout(1, 1, 1, 1), 0))
+    alone, eight = (
+        perf_memory.stage_mib(run, Layout(n, 1, 1, n), 0, EAGER, 1, parameters) for n in (1, 8)
+    )
+    assert (alone - eight) * MIB == pytest.approx(
+        12 * 7 / 8 * accounting.stage_parameters(run, Layout(1, 1, 1, 1), 0)
+    )
     assert perf_memory.limit_mib(load("a64fx"), EAGER, 1) == pytest.approx(28.5 * 1024)
     assert perf_memory.limit_mib(load("a64fx"), EAGER, 4) == pytest.approx(28.5 * 256)

@@ -20,26 +20,43 @@ def start(group: str) -> dict[str, float]:
 def errors(group: str) -> dict[str, fit.Error]:
     rows = fit.time_rows(group)
     predicted = fit.seconds(fit.cases(rows), start(group))
-    return {name: fit.Error.from_predictions(name, [p for p, r in zip(predicted, rows) if part(r)],
-                                             [r.seconds for r in rows if part(r)])
-            for name, part in fit.SHOWN[group]}
+    return {
+        name: fit.Error.from_predictions(
+            name,
+            [p for p, r in zip(predicted, rows) if part(r)],
+            [r.seconds for r in rows if part(r)],
+        )
+        for name, part in fit.SHOWN[group]
+    }
 
 
 def test_rows_and_errors():
     rows = fit.time_rows("a64fx")
-    assert [sum(r.document == d for r in rows) for d in ("000", "001", "002", "005")] == [19, 15, 14, 10]
+    assert [sum(r.document == d for r in rows) for d in ("000", "001", "002", "005")] == [
+        19,
+        15,
+        14,
+        10,
+    ]
     assert 537.9 in [r.seconds for r in rows] and 17212.8 not in [r.seconds for r in rows]
     assert {name: error.mean for name, error in errors("a64fx").items() if error.mean > 0.06} == {}
     assert errors("a100")["topology, micro-batch, TP (02-20 to 02-25)"].mean <= 0.10
     rows = [r for r in fit.time_rows("a100") if fit.SHOWN["a100"][0][1](r)]
-    assert fit.spearman(fit.seconds(fit.cases(rows), start("a100")), [r.seconds for r in rows]) >= 0.85
+    assert (
+        fit.spearman(fit.seconds(fit.cases(rows), start("a100")), [r.seconds for r in rows]) >= 0.85
+    )
 
 
 QUICK = ("64-512 nodes from 1 (000)", "TP from rows without it")
 
 
-@pytest.mark.parametrize("name, part", [
-    pytest.param(name, part, id=name, marks=() if name in QUICK else pytest.mark.full) for name, part in fit.PARTS["a64fx"]])
+@pytest.mark.parametrize(
+    "name, part",
+    [
+        pytest.param(name, part, id=name, marks=() if name in QUICK else pytest.mark.full)
+        for name, part in fit.PARTS["a64fx"]
+    ],
+)
 def test_parts_left_out_of_the_fit_are_predicted(name, part):
     left = fit.leave_out("a64fx", name, part, start("a64fx"))
     assert left.mean <= 0.12 and left.inside >= 0.75
@@ -49,8 +66,17 @@ def test_tensor_parallel_collectives_that_no_row_has_widen_the_range():
     system = System.from_names("a64fx", "torch1.10", 192)
 
     def width(tp, pp, *flags, nodes=192):
-        words = ["--recipe", "30b", "--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp),
-                 "--checkpoint-activations", "--mock-data", *flags]
+        words = [
+            "--recipe",
+            "30b",
+            "--tensor-model-parallel-size",
+            str(tp),
+            "--pipeline-model-parallel-size",
+            str(pp),
+            "--checkpoint-activations",
+            "--mock-data",
+            *flags,
+        ]
         found = predict(parse(words).run, dataclasses.replace(system, nodes=nodes))
         share = found.breakdown["tensor_parallel"] / found.seconds
         return found.upper / found.seconds, share
@@ -64,9 +90,16 @@ def test_tensor_parallel_collectives_that_no_row_has_widen_the_range():
 
 def test_how_far_a_collective_is_from_fitted_ones():
     seen = [(4, 8 << 20, False, "torch1.10"), (8, 56 << 20, False, "torch1.10")]
-    assert extrapolation(None, seen) == extrapolation(seen[1], seen) == 0.0 and extrapolation(seen[0], []) == 1.0
+    assert (
+        extrapolation(None, seen) == extrapolation(seen[1], seen) == 0.0
+        and extrapolation(seen[0], []) == 1.0
+    )
     assert extrapolation((8, 8 << 20, False, "torch1.10"), seen) == 0.5, "one doubling of two"
-    assert extrapolation((4, 8 << 20, True, "torch1.10"), seen) == extrapolation((4, 8 << 20, False, "torch1.7"), seen) == 0.5
+    assert (
+        extrapolation((4, 8 << 20, True, "torch1.10"), seen)
+        == extrapolation((4, 8 << 20, False, "torch1.7"), seen)
+        == 0.5
+    )
     assert extrapolation((64, 1 << 20, False, "torch1.10"), seen) == 1.0
 
 
@@ -74,7 +107,12 @@ def test_how_far_a_collective_is_from_fitted_ones():
 def test_memory_and_every_fate(group):
     values = {p.name: getattr(fitted(group).memory, p.name) for p in MEMORY_PRIORS[group]}
     rows = [r for r in fit.load() if r.machine == group and r.fit_memory]
-    assert fit.Error.from_predictions("", fit.mib(fit.cases(rows), values), [r.memory_mib for r in rows]).mean <= 0.12
+    assert (
+        fit.Error.from_predictions(
+            "", fit.mib(fit.cases(rows), values), [r.memory_mib for r in rows]
+        ).mean
+        <= 0.12
+    )
     wrong, judged = fit.wrong_ooms(group, values)
     assert judged > 40 and wrong == []
 
@@ -88,12 +126,18 @@ def test_values_in_their_bounds_and_ranks_with_ties():
     assert fit.spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1.0)
 
 
-def test_the_command_writes_what_it_prints_and_finds_the_committed_values(tmp_path, capsys, monkeypatch):
+def test_the_command_writes_what_it_prints_and_finds_the_committed_values(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(fit, "PRIORS", {"a64fx": PRIORS["a64fx"]})
     monkeypatch.setattr(fit, "PARTS", {"a64fx": fit.PARTS["a64fx"][:1]})
     assert cli.main(["fit", "--output", str(tmp_path / "fitted.json")]) == 0
     printed = capsys.readouterr().out
-    assert "59 of 59 rows right" in printed and "TP 6 from TP 4" in printed and "4 of 4 rows (100 per cent) inside" in printed
+    assert (
+        "59 of 59 rows right" in printed
+        and "TP 6 from TP 4" in printed
+        and "4 of 4 rows (100 per cent) inside" in printed
+    )
     data = fit.json.loads((tmp_path / "fitted.json").read_text())["a64fx"]
     assert np.shape(data["covariance"]) == (len(PRIORS["a64fx"]),) * 2
     found = {name: parameter["value"] for name, parameter in data["parameters"].items()}
@@ -103,8 +147,12 @@ def test_the_command_writes_what_it_prints_and_finds_the_committed_values(tmp_pa
 X = np.linspace(1, 10, 20)
 
 
-def prior(name: str, value: float, spread: float = 1.0, bounds: tuple[float, float] = (1e-3, 1e3)) -> Prior:
-    return Prior(name=name, unit="", meaning="", prior=value, spread=spread, bounds=bounds, source="")
+def prior(
+    name: str, value: float, spread: float = 1.0, bounds: tuple[float, float] = (1e-3, 1e3)
+) -> Prior:
+    return Prior(
+        name=name, unit="", meaning="", prior=value, spread=spread, bounds=bounds, source=""
+    )
 
 
 def straight(values):
@@ -116,14 +164,20 @@ def test_the_solver():
     solution = solve(straight, 3.0 + 0.5 * X, [prior("a", 1.0), prior("b", 1.0)], 0.01)
     assert solution.values == {"a": pytest.approx(3.0, rel=0.02), "b": pytest.approx(0.5, rel=0.02)}
     assert np.abs(solution.residuals).max() < 0.01
-    solution = solve(lambda v: [v["a"]] * 3, [2.0, 2.0, 2.0], [prior("a", 1.0), prior("b", 7.0, 0.5)], 0.01)
+    solution = solve(
+        lambda v: [v["a"]] * 3, [2.0, 2.0, 2.0], [prior("a", 1.0), prior("b", 7.0, 0.5)], 0.01
+    )
     assert solution.values["b"] == pytest.approx(7.0)
     assert solution.covariance[1, 1] == pytest.approx(0.25, rel=0.01)
     bounded = [prior("a", 1.0, bounds=(0.5, 2.0)), prior("b", 1.0)]
     assert solve(straight, 3.0 + 0.5 * X, bounded, 0.01).values["a"] == pytest.approx(2.0)
     data = 3.0 + 0.5 * X
     data[5] *= 3
-    assert solve(straight, data, [prior("a", 1.0), prior("b", 1.0)], 0.02).values["a"] == pytest.approx(3.0, rel=0.05)
+    assert solve(straight, data, [prior("a", 1.0), prior("b", 1.0)], 0.02).values[
+        "a"
+    ] == pytest.approx(3.0, rel=0.05)
     priors = [prior("a", 1.0), prior("b", 1.0)]
-    near, far = (solve(straight, 3.0 + 0.5 * X, priors, 0.05, {"a": a, "b": 0.2}).values for a in (3.0, 50.0))
+    near, far = (
+        solve(straight, 3.0 + 0.5 * X, priors, 0.05, {"a": a, "b": 0.2}).values for a in (3.0, 50.0)
+    )
     assert near["a"] == pytest.approx(far["a"], rel=1e-2)

@@ -19,15 +19,27 @@ def test_every_constant_has_a_source(name):
     assert loaded.peak_tflops["fp32"] > 0 and loaded.gemm_curves and loaded.name == name
 
 
-@pytest.mark.parametrize("name, cores, operations, units", [
-    ("xeon-8480", 2 * 56, 64, 8), ("epyc-9655", 2 * 96, 64, 8), ("graviton4", 2 * 96, 32, 2), ("grace", 2 * 72, 31, 2),
-    ("graviton3", 64, 32, 1),
-])
+@pytest.mark.parametrize(
+    "name, cores, operations, units",
+    [
+        ("xeon-8480", 2 * 56, 64, 8),
+        ("epyc-9655", 2 * 96, 64, 8),
+        ("graviton4", 2 * 96, 32, 2),
+        ("grace", 2 * 72, 31, 2),
+        ("graviton3", 64, 32, 1),
+    ],
+)
 def test_peaks_of_servers_are_cores_times_operations_a_cycle(name, cores, operations, units):
     """Grace's data sheet rounds its clock."""
     server = machine.load(name)
-    assert server.threads == cores and server.units == server.ranks_per_node == units and cores % units == 0
-    assert server.peak_tflops["fp32"] == pytest.approx(cores * operations * server.ghz / 1e3, rel=0.01)
+    assert (
+        server.threads == cores
+        and server.units == server.ranks_per_node == units
+        and cores % units == 0
+    )
+    assert server.peak_tflops["fp32"] == pytest.approx(
+        cores * operations * server.ghz / 1e3, rel=0.01
+    )
     assert server.gemm_curves[0].threads == cores // units
 
 
@@ -38,37 +50,88 @@ def test_clocks_modes_and_a_base():
     assert node.at(2.2, eco=True).peak_tflops["fp32"] == pytest.approx(node.peak_tflops["fp32"] / 2)
     with pytest.raises(ValueError, match="--ghz 3.0 is not a clock of a64fx: pass 2.0 or 2.2"):
         node.at(3.0)
-    for name, message in (("a64", "did you mean a64fx"), ("nonsense", "pass one of"), ("missing.json", "pass one of")):
+    for name, message in (
+        ("a64", "did you mean a64fx"),
+        ("nonsense", "pass one of"),
+        ("missing.json", "pass one of"),
+    ):
         with pytest.raises(ValueError, match=message):
             machine.load(name)
     with pytest.raises(ValueError, match="no eco mode"):
         machine.load("grace").at(eco=True)
-    assert machine.load("fx700").ghz == 1.8 and machine.load("fx700").units == machine.load("a64fx").units
+    assert (
+        machine.load("fx700").ghz == 1.8
+        and machine.load("fx700").units == machine.load("a64fx").units
+    )
 
 
-@pytest.mark.parametrize("content", ["{", json.dumps({"title": "x", "kind": "cpu", "constants": {}}), "[]", '{"base": "none"}',
-                                     '{"constants": {"units": 4}}', "\udcff"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        json.dumps({"title": "x", "kind": "cpu", "constants": {}}),
+        "[]",
+        '{"base": "none"}',
+        '{"constants": {"units": 4}}',
+        "\udcff",
+    ],
+)
 def test_broken_files_are_refused(tmp_path, content):
     (tmp_path / "host.json").write_bytes(content.encode(errors="surrogateescape"))
-    with pytest.raises(ValueError, match="--machine .*host.json is not a machine's description .*fugaku-megatron calibrate"):
+    with pytest.raises(
+        ValueError,
+        match="--machine .*host.json is not a machine's description .*fugaku-megatron calibrate",
+    ):
         machine.load(str(tmp_path / "host.json"))
 
 
-@pytest.mark.parametrize("place, value, message", [
-    (("kind",), "toaster", "kind is 'toaster', not cpu or gpu"), (("title",), MISSING, "'title'"),
-    (("constants", "stream_gbs", "value"), "fast", "stream_gbs is 'fast', not a number above 0"),
-    (("constants", "stream_gbs", "value"), 0, "stream_gbs is 0"),
-    (("constants", "stream_gbs", "value"), math.nan, "stream_gbs is nan"),
-    (("constants", "stream_gbs", "value"), {"fp32": -1}, "stream_gbs fp32 is -1"),
-    (("constants", "stream_gbs", "value"), 1e300, r"stream_gbs is 1e\+300, not a number above 0"),
-    (("constants", "stream_gbs", "value"), 1e-300, "stream_gbs is 1e-300, not a number above 0"),
-    (("constants", "gemm_curves", "value"), [], r"gemm_curves is \[\], which is empty or of another kind"),
-    (("constants", "gemm_curves", "value", 0, "exponent"), 1e9, r"gemm_curves has exponent 1000000000.0, above 16"),
-    (("constants", "gemm_curves", "value", 0, "maximum"), 3, "gemm_curves has maximum 3, above 2"),
-    (("constants", "gemm_curves", "value"), 5, "gemm_curves is 5, which is empty or of another kind"),
-    (("constants", "peak_tflops", "value", "fp32"), MISSING, "peak_tflops has no fp32"),
-    (("constants", "threads", "value"), 2.5, "threads is 2.5, not a whole number"),
-])
+@pytest.mark.parametrize(
+    "place, value, message",
+    [
+        (("kind",), "toaster", "kind is 'toaster', not cpu or gpu"),
+        (("title",), MISSING, "'title'"),
+        (
+            ("constants", "stream_gbs", "value"),
+            "fast",
+            "stream_gbs is 'fast', not a number above 0",
+        ),
+        (("constants", "stream_gbs", "value"), 0, "stream_gbs is 0"),
+        (("constants", "stream_gbs", "value"), math.nan, "stream_gbs is nan"),
+        (("constants", "stream_gbs", "value"), {"fp32": -1}, "stream_gbs fp32 is -1"),
+        (
+            ("constants", "stream_gbs", "value"),
+            1e300,
+            r"stream_gbs is 1e\+300, not a number above 0",
+        ),
+        (
+            ("constants", "stream_gbs", "value"),
+            1e-300,
+            "stream_gbs is 1e-300, not a number above 0",
+        ),
+        (
+            ("constants", "gemm_curves", "value"),
+            [],
+            r"gemm_curves is \[\], which is empty or of another kind",
+        ),
+        (
+            ("constants", "gemm_curves", "value", 0, "exponent"),
+            1e9,
+            r"gemm_curves has exponent 1000000000.0, above 16",
+        ),
+        (
+            ("constants", "gemm_curves", "value", 0, "maximum"),
+            3,
+            "gemm_curves has maximum 3, above 2",
+        ),
+        (
+            ("constants", "gemm_curves", "value"),
+            5,
+            "gemm_curves is 5, which is empty or of another kind",
+        ),
+        (("constants", "peak_tflops", "value", "fp32"), MISSING, "peak_tflops has no fp32"),
+        (("constants", "threads", "value"), 2.5, "threads is 2.5, not a whole number"),
+    ],
+)
 def test_files_of_another_kind_are_refused(tmp_path, place, value, message):
     data = json.loads((machine.FOLDER / "a64fx.json").read_text())
     owner = functools.reduce(lambda part, key: part[key], place[:-1], data)
@@ -77,7 +140,9 @@ def test_files_of_another_kind_are_refused(tmp_path, place, value, message):
     else:
         owner[place[-1]] = value
     (tmp_path / "host.json").write_text(json.dumps(data))
-    with pytest.raises(ValueError, match=f"--machine .*host.json is not a machine's description .{message}"):
+    with pytest.raises(
+        ValueError, match=f"--machine .*host.json is not a machine's description .{message}"
+    ):
         machine.load(str(tmp_path / "host.json"))
 
 
@@ -85,15 +150,28 @@ def test_threads_between_and_beyond_the_curves():
     host = machine.load("a64fx")
     own, other = host.gemm_curve(12), host.gemm_curve(48)
     between = host.gemm_curve(24)
-    assert between.half == pytest.approx((own.half * other.half) ** 0.5) and own.exponent < between.exponent < other.exponent
-    assert host.curve_note(24) == "a64fx has no GEMM curve with 24 threads: the curves with 12 and 48 are interpolated"
+    assert (
+        between.half == pytest.approx((own.half * other.half) ** 0.5)
+        and own.exponent < between.exponent < other.exponent
+    )
+    assert (
+        host.curve_note(24)
+        == "a64fx has no GEMM curve with 24 threads: the curves with 12 and 48 are interpolated"
+    )
     assert host.curve_note(12) is None and host.gemm_curve(12) is own
     few = replace(machine.load("a64fx"), gemm_curves=machine.load("a64fx").gemm_curves[1:2])
     assert few.gemm_curve(48) == few.gemm_curve(1) == few.gemm_curves[0]
     assert few.curve_note(48).endswith("48 threads: the curve with 12 is used")
 
 
-PHASES = ("layer_forward", "layer_backward", "embedding_forward", "embedding_backward", "head_forward", "head_backward")
+PHASES = (
+    "layer_forward",
+    "layer_backward",
+    "embedding_forward",
+    "embedding_backward",
+    "head_forward",
+    "head_backward",
+)
 
 
 @pytest.mark.parametrize("name", software.names())
@@ -107,6 +185,8 @@ def test_every_software_is_complete(name):
 def test_names_of_software():
     assert software.load("torch1.10").measured and software.load("megatron-a100").measured
     assert not software.load("fugaku_megatron").measured
-    assert software.load("this") == software.load("fugaku_megatron") and "this" not in software.names()
+    assert (
+        software.load("this") == software.load("fugaku_megatron") and "this" not in software.names()
+    )
     with pytest.raises(ValueError, match="--software torch1 is unknown.*did you mean torch1.7"):
         software.load("torch1")

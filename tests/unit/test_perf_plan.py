@@ -19,14 +19,22 @@ from fugaku_megatron.reproduction import fit
 from tests.time_limit import time_limit
 
 ROOT = Path(__file__).resolve().parents[2]
-A100_181B = ("plan --machine a100 --nodes 48 --num-layers 72 --hidden-size 14336 --num-attention-heads 64 --seq-length 2048 "
-             "--global-batch-size 2048 --vocab-size 250680 --bf16 --ramp-divisible --train-tokens 300e9")
-SMALL_30B = ("plan --recipe 30b --nodes 384 --micro-batch-size 1 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 8 "
-             "--zero-stage 1")
-PIPELINE_124M = ("plan --recipe 124m --nodes 2 --pipeline-model-parallel-size 2 --checkpoint-activations --against torch1.10 "
-                 "--explain")
-SEEDS_124M = ("plan --recipe 124m --nodes 1 --checkpoint-activations --software fugaku_megatron --against torch1.10+tcmalloc "
-              "--explain")
+A100_181B = (
+    "plan --machine a100 --nodes 48 --num-layers 72 --hidden-size 14336 --num-attention-heads 64 --seq-length 2048 "
+    "--global-batch-size 2048 --vocab-size 250680 --bf16 --ramp-divisible --train-tokens 300e9"
+)
+SMALL_30B = (
+    "plan --recipe 30b --nodes 384 --micro-batch-size 1 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 8 "
+    "--zero-stage 1"
+)
+PIPELINE_124M = (
+    "plan --recipe 124m --nodes 2 --pipeline-model-parallel-size 2 --checkpoint-activations --against torch1.10 "
+    "--explain"
+)
+SEEDS_124M = (
+    "plan --recipe 124m --nodes 1 --checkpoint-activations --software fugaku_megatron --against torch1.10+tcmalloc "
+    "--explain"
+)
 
 
 SEARCH, FOUND = search.search, {}
@@ -35,6 +43,7 @@ SEARCH, FOUND = search.search, {}
 @pytest.fixture(autouse=True)
 def each_search_once(monkeypatch):
     """Several tests search the same layouts, which takes seconds."""
+
     def once(run, system, held, ramp_divisible=False):
         key = repr((run, system, sorted(held), ramp_divisible))
         if key not in FOUND:
@@ -61,46 +70,81 @@ def test_the_tables_winner_on_48_a100_nodes_is_within_the_first_five(capsys):
 
 
 def test_claims_have_their_condition_above_the_figures(capsys):
-    first, _, range_, ran, head, *_ = printed("plan --recipe 1.3b --nodes 4 --tensor-model-parallel-size 1", capsys).splitlines()
+    first, _, range_, ran, head, *_ = printed(
+        "plan --recipe 1.3b --nodes 4 --tensor-model-parallel-size 1", capsys
+    ).splitlines()
     assert first.startswith("4 nodes of a64fx") and "sec/it" in head and "range" in head
-    assert range_ == "range: bounds of sec/it that should hold nine of ten runs, from the model's error on published runs"
-    assert "It has not run on an A64FX yet" in " ".join((ROOT / "README.md").read_text().splitlines()[:6])
-    assert ran == "warning: nobody has run fugaku_megatron on an A64FX: its figures come from this model and from emulation"
+    assert (
+        range_
+        == "range: bounds of sec/it that should hold nine of ten runs, from the model's error on published runs"
+    )
+    assert "It has not run on an A64FX yet" in " ".join(
+        (ROOT / "README.md").read_text().splitlines()[:6]
+    )
+    assert (
+        ran
+        == "warning: nobody has run fugaku_megatron on an A64FX: its figures come from this model and from emulation"
+    )
 
 
 def test_12288_nodes(capsys, monkeypatch):
     modelled, judge = [], search._judge
     monkeypatch.setattr(search, "_judge", lambda *layout: modelled.append(layout) or judge(*layout))
-    text = printed("plan --recipe 30b --nodes 12288 --micro-batch-size 1 --train-tokens 300e9", capsys)
-    assert len(modelled) < 1000  # 590 layouts take some 5 seconds; the seconds depend on what else the machine does
+    text = printed(
+        "plan --recipe 30b --nodes 12288 --micro-batch-size 1 --train-tokens 300e9", capsys
+    )
+    assert (
+        len(modelled) < 1000
+    )  # 590 layouts take some 5 seconds; the seconds depend on what else the machine does
     assert "12288 nodes of a64fx" in text and "dropped:" in text and "stage   0 |F" in text
 
 
 def test_the_command_line_is_the_trainers_own(capsys):
     best = json.loads(printed(f"{SMALL_30B} --json", capsys))["plans"][0]
     words = shlex.split(best["command"])
-    run = arguments.parse(words[words.index("train") + 1:]).run
+    run = arguments.parse(words[words.index("train") + 1 :]).run
     layout = Layout.from_run(run, int(words[words.index("-n") + 1]))
     assert (layout.dp, layout.tp, layout.pp) == (best["dp"], best["tp"], best["pp"])
-    assert run.batch.micro_batch_size == best["micro_batch_size"] and run.parallel.zero_stage == best["zero_stage"]
-    best = json.loads(printed("plan --recipe 124m --nodes 1 --micro-batch-size 1 --train-tokens 1e9 --json", capsys))["plans"][0]
+    assert (
+        run.batch.micro_batch_size == best["micro_batch_size"]
+        and run.parallel.zero_stage == best["zero_stage"]
+    )
+    best = json.loads(
+        printed(
+            "plan --recipe 124m --nodes 1 --micro-batch-size 1 --train-tokens 1e9 --json", capsys
+        )
+    )["plans"][0]
     assert "--train-iters 954 " in best["command"] + " "
     assert best["days"] == pytest.approx(954 * best["seconds_per_iteration"] / 86400)
     free = "plan --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --global-batch-size 8 --nodes 1"
     assert "start the first with, and --train-iters or --train-samples" in printed(free, capsys)
-    best = json.loads(printed("plan --recipe demo --nodes 1 --data-path '0.5' 'my text' --json", capsys))["plans"][0]
-    assert arguments.parse(shlex.split(best["command"])[5:]).run.data.data_path == ("0.5", "my text")
+    best = json.loads(
+        printed("plan --recipe demo --nodes 1 --data-path '0.5' 'my text' --json", capsys)
+    )["plans"][0]
+    assert arguments.parse(shlex.split(best["command"])[5:]).run.data.data_path == (
+        "0.5",
+        "my text",
+    )
 
 
 def test_flags_machine_and_software_limit_the_search(capsys):
-    command = ("plan --recipe 30b --nodes 384 --tensor-model-parallel-size 8 --checkpoint-activations --micro-batch-size 1 "
-               "--ranks-per-node 1 --zero-stage 1 --pipeline-schedule 1f1b --json")
+    command = (
+        "plan --recipe 30b --nodes 384 --tensor-model-parallel-size 8 --checkpoint-activations --micro-batch-size 1 "
+        "--ranks-per-node 1 --zero-stage 1 --pipeline-schedule 1f1b --json"
+    )
     plans = json.loads(printed(command, capsys))["plans"]
     assert {p["tp"] for p in plans} == {8} and {p["recompute"] for p in plans} == {"full"}
     assert len({p["pp"] for p in plans}) > 1
-    plans = json.loads(printed("plan --recipe 30b --nodes 384 --software torch1.10 --json", capsys))["plans"]
+    plans = json.loads(
+        printed("plan --recipe 30b --nodes 384 --software torch1.10 --json", capsys)
+    )["plans"]
     assert {p["zero_stage"] for p in plans} == {0} and {p["ranks_per_node"] for p in plans} == {1}
-    plans = json.loads(printed("plan --recipe demo --nodes 3 --machine epyc-2core --global-batch-size 24 --json", capsys))["plans"]
+    plans = json.loads(
+        printed(
+            "plan --recipe demo --nodes 3 --machine epyc-2core --global-batch-size 24 --json",
+            capsys,
+        )
+    )["plans"]
     assert {p["ranks_per_node"] for p in plans} <= {1, 2}
     args = _parsed("plan --recipe 124m --nodes 4 --ranks-per-node 4 --micro-batch-size 1")
     system = system_of(args)
@@ -113,45 +157,70 @@ LONG_8B = "--recipe llama-3.1-8b --seq-length 131072 --machine {} --nodes {} --g
 
 def test_long_sequences_are_shared_among_ranks(capsys):
     for machine, nodes in (("a64fx", 32), ("grace", 4)):
-        plans = json.loads(printed("plan " + LONG_8B.format(machine, nodes) + "--zero-stage 1", capsys))["plans"]
-        assert all(p["dp"] * p["tp"] * p["pp"] * p["cp"] == nodes * p["ranks_per_node"] for p in plans)
-        assert plans[0]["cp"] > 1 and f"--context-parallel-size {plans[0]['cp']}" in plans[0]["command"]
-        assert plans[0]["cp_comm_type"] == "p2p" and "--cp-comm-type p2p" in plans[0]["command"]  # hidden by attention
-    held = json.loads(printed("plan " + LONG_8B.format("a64fx", 32) + "--context-parallel-size 4", capsys))["plans"]
+        plans = json.loads(
+            printed("plan " + LONG_8B.format(machine, nodes) + "--zero-stage 1", capsys)
+        )["plans"]
+        assert all(
+            p["dp"] * p["tp"] * p["pp"] * p["cp"] == nodes * p["ranks_per_node"] for p in plans
+        )
+        assert (
+            plans[0]["cp"] > 1
+            and f"--context-parallel-size {plans[0]['cp']}" in plans[0]["command"]
+        )
+        assert (
+            plans[0]["cp_comm_type"] == "p2p" and "--cp-comm-type p2p" in plans[0]["command"]
+        )  # hidden by attention
+    held = json.loads(
+        printed("plan " + LONG_8B.format("a64fx", 32) + "--context-parallel-size 4", capsys)
+    )["plans"]
     assert {p["cp"] for p in held} == {4}
-    given = json.loads(printed("plan " + LONG_8B.format("grace", 4) + "--cp-comm-type allgather", capsys))["plans"]
+    given = json.loads(
+        printed("plan " + LONG_8B.format("grace", 4) + "--cp-comm-type allgather", capsys)
+    )["plans"]
     assert {p["cp_comm_type"] for p in given} == {"allgather", None}
 
 
 def test_experts_are_divided_over_ranks_that_share_a_sequence(capsys):
-    words = ("plan --json --recipe qwen3-30b-a3b --nodes 64 --ranks-per-node 4 --seq-length 32768 --global-batch-size 64 "
-             "--micro-batch-size 1 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 1 --zero-stage 1 --bf16 "
-             "--pipeline-schedule 1f1b --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
-             "--cp-comm-type p2p")
+    words = (
+        "plan --json --recipe qwen3-30b-a3b --nodes 64 --ranks-per-node 4 --seq-length 32768 --global-batch-size 64 "
+        "--micro-batch-size 1 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 1 --zero-stage 1 --bf16 "
+        "--pipeline-schedule 1f1b --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
+        "--cp-comm-type p2p"
+    )
     best = json.loads(printed(words, capsys))["plans"][0]
-    assert best["cp"] == 64 and "--expert-model-parallel-size 64" in best["command"]  # of the 4 ranks of one data-parallel rank
+    assert (
+        best["cp"] == 64 and "--expert-model-parallel-size 64" in best["command"]
+    )  # of the 4 ranks of one data-parallel rank
 
 
 @pytest.mark.parametrize("way", ["a2a", "p2p", "allgather"])
 def test_four_ranks_to_a_sequence_are_nearly_four_times_as_fast(way, capsys):
     """8 groups of keys and values over TP 8 x CP 4: a2a copies each to four ranks."""
-    flags = ("--ranks-per-node 1 --tensor-model-parallel-size 8 --sequence-parallel --tp-comm-overlap --recompute-granularity full "
-             "--context-parallel-size {} --cp-comm-type " + way)
-    one, four = (json.loads(printed("predict " + LONG_8B.format("a64fx", 8 * cp) + flags.format(cp), capsys)) for cp in (1, 4))
+    flags = (
+        "--ranks-per-node 1 --tensor-model-parallel-size 8 --sequence-parallel --tp-comm-overlap --recompute-granularity full "
+        "--context-parallel-size {} --cp-comm-type " + way
+    )
+    one, four = (
+        json.loads(printed("predict " + LONG_8B.format("a64fx", 8 * cp) + flags.format(cp), capsys))
+        for cp in (1, 4)
+    )
     assert 0.85 < one["seconds_per_iteration"] / four["seconds_per_iteration"] / 4 < 1
     assert (four["breakdown"]["context_parallel"] == 0) == (way == "p2p")
 
 
 def test_no_plan_runs_out_of_memory_and_reasons_are_counted():
-    args = _parsed("plan --recipe 30b --nodes 384 --micro-batch-size 1 --tensor-model-parallel-size 4 --zero-stage 1 "
-                   "--pipeline-schedule 1f1b")
+    args = _parsed(
+        "plan --recipe 30b --nodes 384 --micro-batch-size 1 --tensor-model-parallel-size 4 --zero-stage 1 "
+        "--pipeline-schedule 1f1b"
+    )
     system = system_of(args)
     held = search.held_fields(args)
     result = search.search(run_of(args, system, plan.OWN), system, held)
     assert all(p.memory_mib <= 28.5 * 1024 / p.system.ranks_per_node for p in result.plans)
     layouts = sum(p.run.parallel.schedule == "1f1b" for p in result.plans)
     assert result.dropped["out of memory"] > 0 and layouts + sum(result.dropped.values()) == len(
-        list(search.candidates(run_of(args, system, plan.OWN), system, held)))
+        list(search.candidates(run_of(args, system, plan.OWN), system, held))
+    )
 
 
 def _parsed(command: str):
@@ -171,46 +240,94 @@ def test_explain_names_every_change_from_the_tables_software(command, start, cap
     run = run_of(args, system, plan.OWN)
     best = search.search(run, system, frozenset()).plans[0]
     result = plan.changes_between(run, system, args.against, best)
-    assert start is None or result[0].seconds == pytest.approx(start, rel=0.08)  # as the tables measured it
+    assert start is None or result[0].seconds == pytest.approx(
+        start, rel=0.08
+    )  # as the tables measured it
     assert all(b.seconds <= a.seconds * 1.0001 for a, b in zip(result, result[1:]))
 
 
 def test_text_json_and_gains(capsys):
-    result = json.loads(printed("plan --recipe 124m --nodes 1 --micro-batch-size 1 --against torch1.10 --explain --json", capsys))
+    result = json.loads(
+        printed(
+            "plan --recipe 124m --nodes 1 --micro-batch-size 1 --against torch1.10 --explain --json",
+            capsys,
+        )
+    )
     assert result["gains"]["gemm"] > 0 and result["changes"][0]["name"] == "torch1.10 as given"
-    assert result["changes"][-1]["seconds"] == pytest.approx(result["plans"][0]["seconds_per_iteration"])
-    plain, full = (printed(f"plan --recipe 124m --nodes 1 --ranks-per-node 1 --micro-batch-size 1 {flag}", capsys)
-                   for flag in ("--tensor-model-parallel-size 1", "--checkpoint-activations"))
+    assert result["changes"][-1]["seconds"] == pytest.approx(
+        result["plans"][0]["seconds_per_iteration"]
+    )
+    plain, full = (
+        printed(
+            f"plan --recipe 124m --nodes 1 --ranks-per-node 1 --micro-batch-size 1 {flag}", capsys
+        )
+        for flag in ("--tensor-model-parallel-size 1", "--checkpoint-activations")
+    )
     assert "B backward," in plain and "B backward with recompute," in full
-    text = printed("plan --recipe 124m --nodes 1 --software torch1.10+tcmalloc --against torch1.7 --explain", capsys)
-    assert "operators of torch1.10+tcmalloc" in text and "native kernels" not in text and "ranks per CMG" not in text
+    text = printed(
+        "plan --recipe 124m --nodes 1 --software torch1.10+tcmalloc --against torch1.7 --explain",
+        capsys,
+    )
+    assert (
+        "operators of torch1.10+tcmalloc" in text
+        and "native kernels" not in text
+        and "ranks per CMG" not in text
+    )
     args = _parsed(SMALL_30B)
-    best = search.search(run_of(args, system_of(args), plan.OWN), system_of(args), search.held_fields(args)).plans[0]
+    best = search.search(
+        run_of(args, system_of(args), plan.OWN), system_of(args), search.held_fields(args)
+    ).plans[0]
     gains = plan.gains(best)
     assert min(gains.values()) >= 0 and gains["gemm"] == max(gains.values())
 
 
-def test_a_stage_describes_its_layer_once(monkeypatch):  # per layer it took most of the search of a deep model
+def test_a_stage_describes_its_layer_once(
+    monkeypatch,
+):  # per layer it took most of the search of a deep model
     args = _parsed("plan --recipe 30b --nodes 48")
     run, calls, records = run_of(args, system_of(args), plan.OWN), [], accounting.layer_records
-    monkeypatch.setattr(accounting, "layer_records", lambda run, tp, *kind: calls.append(tp) or records(run, tp, *kind))
+    monkeypatch.setattr(
+        accounting,
+        "layer_records",
+        lambda run, tp, *kind: calls.append(tp) or records(run, tp, *kind),
+    )
     assert accounting.stage_parameters(run, Layout.from_run(run, 48), 0) > 29e9 and len(calls) == 1
 
 
 ONE_NODE = ["plan", "--recipe", "demo", "--nodes", "1", "--ranks-per-node", "1"]
 
 
-@pytest.mark.parametrize("command, flag", [(ONE_NODE, "--png"), ([*ONE_NODE, "--json"], "--png"), (["fit"], "--output"),
-                                           (["tables"], "--csv"), (["tables"], "--png"), (["calibrate"], "--output")])
-@pytest.mark.parametrize("place, message", [("{here}/none/a.json", "{here}/none is not a directory"),
-                                            ("{here}/a.json", "{here}/a.json is a directory"),
-                                            ("{here}/" + "n" * 300, "File name too long: pass another file")])
-def test_a_place_that_takes_no_file_is_one_line_before_the_work(command, flag, place, message, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "command, flag",
+    [
+        (ONE_NODE, "--png"),
+        ([*ONE_NODE, "--json"], "--png"),
+        (["fit"], "--output"),
+        (["tables"], "--csv"),
+        (["tables"], "--png"),
+        (["calibrate"], "--output"),
+    ],
+)
+@pytest.mark.parametrize(
+    "place, message",
+    [
+        ("{here}/none/a.json", "{here}/none is not a directory"),
+        ("{here}/a.json", "{here}/a.json is a directory"),
+        ("{here}/" + "n" * 300, "File name too long: pass another file"),
+    ],
+)
+def test_a_place_that_takes_no_file_is_one_line_before_the_work(
+    command, flag, place, message, tmp_path, capsys, monkeypatch
+):
     (tmp_path / "a.json").mkdir()
     monkeypatch.setattr(fit, "make_report", lambda group: pytest.fail("the fit began"))
     assert cli.main([*command, flag, place.format(here=tmp_path)]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and f"{flag} {place.format(here=tmp_path)}" in err and message.format(here=tmp_path) in err
+    assert (
+        out == ""
+        and f"{flag} {place.format(here=tmp_path)}" in err
+        and message.format(here=tmp_path) in err
+    )
     assert err.count("\n") == 1
 
 
@@ -221,19 +338,44 @@ def test_names_that_are_no_files_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
     with pytest.raises(ValueError, match="a.csv: no permission to write there: pass another file"):
         check_file("--csv", tmp_path / "a.csv")
-    with pytest.raises(ValueError, match="cannot be written .Not a directory.; pass another file"), writing("--png", "a"):
+    with (
+        pytest.raises(ValueError, match="cannot be written .Not a directory.; pass another file"),
+        writing("--png", "a"),
+    ):
         (tmp_path / "file").write_text("")
         (tmp_path / "file" / "a").write_text("")
 
 
 def test_a_fifo_is_refused_without_waiting_for_a_reader(tmp_path, capsys):
     os.mkfifo(tmp_path / "a.csv")
-    with time_limit(), pytest.raises(ValueError, match="--csv .*a.csv is a FIFO, which would wait for a reader: pass a file"):
+    with (
+        time_limit(),
+        pytest.raises(
+            ValueError, match="--csv .*a.csv is a FIFO, which would wait for a reader: pass a file"
+        ),
+    ):
         check_file("--csv", tmp_path / "a.csv")
     with time_limit():
         os.mkfifo(tmp_path / "a.sh")
-        assert cli.main(["job", "render", "--recipe", "124m", "--nodes", "12", "--ranks-per-node", "4", "--micro-batch-size",
-                         "1", "-o", str(tmp_path / "a.sh")]) == 2
+        assert (
+            cli.main(
+                [
+                    "job",
+                    "render",
+                    "--recipe",
+                    "124m",
+                    "--nodes",
+                    "12",
+                    "--ranks-per-node",
+                    "4",
+                    "--micro-batch-size",
+                    "1",
+                    "-o",
+                    str(tmp_path / "a.sh"),
+                ]
+            )
+            == 2
+        )
     assert "is a FIFO, which would wait for a reader" in capsys.readouterr().err
 
 

@@ -22,32 +22,65 @@ def made(monkeypatch):
     """The figures that were saved."""
     figure_module = pytest.importorskip("matplotlib.figure")
     figures, save = [], figure_module.Figure.savefig
-    monkeypatch.setattr(figure_module.Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k)))
+    monkeypatch.setattr(
+        figure_module.Figure,
+        "savefig",
+        lambda self, *a, **k: (figures.append(self), save(self, *a, **k)),
+    )
     return figures
 
 
 def test_allocators_have_one_axis_one_legend_and_a_colour_each(tmp_path, made):
-    rows = [{"kernels": "native", "recompute": recompute, "ranks": ranks, "allocator": name, "seconds": seconds, "ratio": 1.0}
-            for recompute, seconds, names in (("none", 8.0, NAMES), ("full", 12.0, NAMES[1:]))
-            for ranks in (1, 2) for name in names]
-    pictures.draw_allocators(tmp_path / "a.png", {"recipe": "124m", "dtype": "fp32", "micro_batch_size": 1, "global_batch_size": 4,
-                                                  "cpu": "a CPU", "clock_ghz": 4.0, "rows": rows})
+    rows = [
+        {
+            "kernels": "native",
+            "recompute": recompute,
+            "ranks": ranks,
+            "allocator": name,
+            "seconds": seconds,
+            "ratio": 1.0,
+        }
+        for recompute, seconds, names in (("none", 8.0, NAMES), ("full", 12.0, NAMES[1:]))
+        for ranks in (1, 2)
+        for name in names
+    ]
+    pictures.draw_allocators(
+        tmp_path / "a.png",
+        {
+            "recipe": "124m",
+            "dtype": "fp32",
+            "micro_batch_size": 1,
+            "global_batch_size": 4,
+            "cpu": "a CPU",
+            "clock_ghz": 4.0,
+            "rows": rows,
+        },
+    )
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     (figure,) = made
     left, right = figure.axes
     assert left.get_ylim() == right.get_ylim() and left.get_ylim()[1] > 12.0
-    colors = [{bars.get_label(): bars.patches[0].get_facecolor() for bars in axes.containers} for axes in (left, right)]
+    colors = [
+        {bars.get_label(): bars.patches[0].get_facecolor() for bars in axes.containers}
+        for axes in (left, right)
+    ]
     assert list(colors[0]) == list(NAMES) and list(colors[1]) == list(NAMES[1:])
     assert all(colors[0][name] == color for name, color in colors[1].items())
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == list(NAMES)
     assert all(axes.get_legend() is None for axes in figure.axes)
-    assert not any(legend.get_window_extent().overlaps(axes.get_window_extent()) for axes in figure.axes)
+    assert not any(
+        legend.get_window_extent().overlaps(axes.get_window_extent()) for axes in figure.axes
+    )
 
 
-TRAIN = [{"kind": "train", "iteration": i, "lm_loss": 10.0 / i, "learning_rate": 1e-4, "tflops": 0.5}
-         for i in range(1, 9)]
-VALIDATION = [{"kind": "validation", "iteration": i, "lm_loss": loss} for i, loss in ((4, 3.0), (8, 2.0))]
+TRAIN = [
+    {"kind": "train", "iteration": i, "lm_loss": 10.0 / i, "learning_rate": 1e-4, "tflops": 0.5}
+    for i in range(1, 9)
+]
+VALIDATION = [
+    {"kind": "validation", "iteration": i, "lm_loss": loss} for i, loss in ((4, 3.0), (8, 2.0))
+]
 
 
 def test_the_loss_is_drawn_where_the_numbers_say(tmp_path, made):
@@ -59,18 +92,32 @@ def test_the_loss_is_drawn_where_the_numbers_say(tmp_path, made):
     assert list(loss.lines[1].get_xdata()) == [4, 8]
     some = [{**TRAIN[0], "lm_loss": None, "tflops": None}, TRAIN[1]]
     (tmp_path / "history.jsonl").write_text("\n".join(map(json.dumps, some)))
-    assert plot.loss_curve(tmp_path / "some.png", tmp_path / "history.jsonl") is True, "a history without some values"
+    assert plot.loss_curve(tmp_path / "some.png", tmp_path / "history.jsonl") is True, (
+        "a history without some values"
+    )
     assert (rate.get_ylabel(), tflops.get_ylabel()) == ("learning rate", "TFLOPs per rank")
     assert list(tflops.lines[0].get_ydata()) == [0.5] * 8
 
 
 def test_the_load_of_every_expert_is_drawn(tmp_path, made):
     """The last record of one run, from its history or through the log's table, which names the largest load."""
-    loads = [{"kind": "experts", "iteration": i, "layers": [1, 2], "loads": [[0.5, 1.5, i], [1.0, 1.0, 1.0]]} for i in (4, 8)]
+    loads = [
+        {
+            "kind": "experts",
+            "iteration": i,
+            "layers": [1, 2],
+            "loads": [[0.5, 1.5, i], [1.0, 1.0, 1.0]],
+        }
+        for i in (4, 8)
+    ]
     train = [{**record, "largest_load": 1.5, "train_iters": 8} for record in TRAIN]
-    (tmp_path / "history.jsonl").write_text("".join(json.dumps(record) + "\n" for record in train + loads))
+    (tmp_path / "history.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in train + loads)
+    )
     log = read_log(tmp_path / "history.jsonl")
-    assert plot.loss_curve(tmp_path / "loss.png", tmp_path / "history.jsonl") and log_table.draw(tmp_path / "log.png", [log])
+    assert plot.loss_curve(tmp_path / "loss.png", tmp_path / "history.jsonl") and log_table.draw(
+        tmp_path / "log.png", [log]
+    )
     for figure in made:
         axes = next(axes for axes in figure.axes if axes.get_xlabel() == "expert")
         assert axes.images[0].get_array().tolist() == loads[1]["loads"]
@@ -81,16 +128,32 @@ def test_the_load_of_every_expert_is_drawn(tmp_path, made):
 
 
 def test_colours_and_titles_of_runs(tmp_path, made):
-    assert plot.loss_curves(tmp_path / "two.png", {"a": VALIDATION, "b": TRAIN + VALIDATION, "c": TRAIN}) is True
+    assert (
+        plot.loss_curves(
+            tmp_path / "two.png", {"a": VALIDATION, "b": TRAIN + VALIDATION, "c": TRAIN}
+        )
+        is True
+    )
     loss, rate, tflops = made[0].axes
-    assert [(line.get_label()[:1], line.get_color()) for line in loss.lines] == [("_", "C0"), ("b", "C1"), ("_", "C1"), ("c", "C2")]
-    assert [line.get_color() for line in rate.lines] == [line.get_color() for line in tflops.lines] == ["C1", "C2"]
+    assert [(line.get_label()[:1], line.get_color()) for line in loss.lines] == [
+        ("_", "C0"),
+        ("b", "C1"),
+        ("_", "C1"),
+        ("c", "C2"),
+    ]
+    assert (
+        [line.get_color() for line in rate.lines]
+        == [line.get_color() for line in tflops.lines]
+        == ["C1", "C2"]
+    )
     run = make_run("demo", {"vocab_size": 320, "tensor_model_parallel_size": 2})
     heading = plot.title(plot.describe(run, 4), "/data/runs/demo")
     assert heading == "0.9M, DP 4 x TP 2 x PP 1, fp32\n/data/runs/demo"
     shared = make_run("demo", {"vocab_size": 320, "context_parallel_size": 2})
     assert plot.describe(shared, 4) == "0.9M, DP 4 x TP 1 x PP 1 x CP 2, fp32"
-    assert plot.loss_curve(tmp_path / "loss.png", TRAIN, heading) and made[1].get_suptitle() == heading
+    assert (
+        plot.loss_curve(tmp_path / "loss.png", TRAIN, heading) and made[1].get_suptitle() == heading
+    )
     assert len(plot.title("", "/x" * 200)) == plot.WIDTH + 3
 
 
@@ -99,32 +162,57 @@ def test_logs_are_named_by_what_differs(tmp_path, made):
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.log").write_text(OUR_LOG)
     logs = [read_log(tmp_path / name / "run.log") for name in ("a", "b")]
-    assert log_table.draw(tmp_path / "two.png", logs) and log_table.draw(tmp_path / "one.png", logs[:1])
+    assert log_table.draw(tmp_path / "two.png", logs) and log_table.draw(
+        tmp_path / "one.png", logs[:1]
+    )
     labels = [text.get_text() for text in made[0].axes[0].get_legend().get_texts()]
     assert labels == [f"{name}\n0.9M, DP 2 x TP 1 x PP 1, fp32" for name in ("a", "b")]
     assert made[0].get_suptitle() == plot.title("", tmp_path)
-    assert made[1].get_suptitle() == plot.title("0.9M, DP 2 x TP 1 x PP 1, fp32", tmp_path / "a" / "run.log")
+    assert made[1].get_suptitle() == plot.title(
+        "0.9M, DP 2 x TP 1 x PP 1, fp32", tmp_path / "a" / "run.log"
+    )
 
 
 def test_curves_of_runs_of_different_lengths_over_tokens(tmp_path, made):
     """A run with batches of twice the size has the same tokens in half the iterations."""
     for name, iterations, tokens in (("small", 8, 100), ("large", 4, 200)):
-        records = [{"kind": "train", "iteration": i, "train_iters": iterations, "lm_loss": 9.0 - i, "consumed_tokens": tokens * i}
-                   for i in range(1, iterations + 1)]
+        records = [
+            {
+                "kind": "train",
+                "iteration": i,
+                "train_iters": iterations,
+                "lm_loss": 9.0 - i,
+                "consumed_tokens": tokens * i,
+            }
+            for i in range(1, iterations + 1)
+        ]
         records.append({"kind": "validation", "iteration": iterations, "lm_loss": 2.5})
         (tmp_path / name).mkdir()
-        (tmp_path / name / "history.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        (tmp_path / name / "history.jsonl").write_text(
+            "".join(json.dumps(record) + "\n" for record in records)
+        )
     logs = [read_log(tmp_path / name / "history.jsonl") for name in ("small", "large")]
-    assert log_table.draw(tmp_path / "t.png", logs, "tokens") and log_table.draw(tmp_path / "i.png", logs)
+    assert log_table.draw(tmp_path / "t.png", logs, "tokens") and log_table.draw(
+        tmp_path / "i.png", logs
+    )
     over_tokens, over_iterations = (figure.axes[0] for figure in made)
     assert over_tokens.get_xlabel() == "tokens" and over_iterations.get_xlabel() == "iteration"
     assert [list(line.get_xdata()) for line in over_tokens.lines] == [
-        [100 * i for i in range(1, 9)], [800], [200, 400, 600, 800], [800]]
+        [100 * i for i in range(1, 9)],
+        [800],
+        [200, 400, 600, 800],
+        [800],
+    ]
     assert [max(line.get_xdata()) for line in over_iterations.lines] == [8, 8, 4, 4]
-    assert [text.get_text().strip() for text in over_tokens.get_legend().get_texts()] == ["small", "large"]
+    assert [text.get_text().strip() for text in over_tokens.get_legend().get_texts()] == [
+        "small",
+        "large",
+    ]
 
 
-def test_files_in_the_way_and_nothing_to_draw_are_lines_and_no_errors(tmp_path, capsys, monkeypatch):
+def test_files_in_the_way_and_nothing_to_draw_are_lines_and_no_errors(
+    tmp_path, capsys, monkeypatch
+):
     pytest.importorskip("matplotlib")
     (tmp_path / "loss.png").mkdir()
     assert plot.loss_curve(tmp_path / "loss.png", TRAIN) is False
@@ -145,12 +233,20 @@ def test_a_process_of_its_own_draws_the_same(tmp_path, capfd, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "history.jsonl").write_text("".join(json.dumps(record) + "\n" for record in TRAIN))
-    assert plot.start_loss_curve(tmp_path / "loss.png", tmp_path / "history.jsonl", "124M\n/here").wait(60) == 0
+    assert (
+        plot.start_loss_curve(
+            tmp_path / "loss.png", tmp_path / "history.jsonl", "124M\n/here"
+        ).wait(60)
+        == 0
+    )
     assert (tmp_path / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     odd = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.png")
     for name, value in (("LC_ALL", "C"), ("PYTHONUTF8", "0"), ("PYTHONCOERCECLOCALE", "0")):
         monkeypatch.setenv(name, value)
-    assert plot.start_loss_curve(odd, tmp_path / "history.jsonl", odd).wait(60) == 0 and os.path.getsize(odd) > 0
+    assert (
+        plot.start_loss_curve(odd, tmp_path / "history.jsonl", odd).wait(60) == 0
+        and os.path.getsize(odd) > 0
+    )
     assert plot.start_loss_curve(odd, tmp_path / "none.jsonl", odd).wait(60) == 0
     assert plot.start_loss_curve(tmp_path / "other.png", tmp_path / "none.jsonl").wait(60) == 0
     assert "other.png: not drawn" in capfd.readouterr().out
@@ -168,28 +264,54 @@ def drawn(name: str, chunks: int) -> tuple:
 def bars(axes, colour) -> set[tuple[float, float, int]]:
     """(left, right, stage) of the bars of a colour, to a millionth."""
     from matplotlib.colors import to_rgb
+
     found = [p for p in axes.patches if p.get_facecolor()[:3] == pytest.approx(to_rgb(colour))]
-    return {(round(p.get_x(), 6), round(p.get_x() + p.get_width(), 6), round(p.get_y() + p.get_height() / 2)) for p in found}
+    return {
+        (
+            round(p.get_x(), 6),
+            round(p.get_x() + p.get_width(), 6),
+            round(p.get_y() + p.get_height() / 2),
+        )
+        for p in found
+    }
 
 
-@pytest.mark.parametrize(("name", "chunks", "op", "colour"), [
-    ("1f1b", 1, FORWARD, "tab:blue"), ("zb-h1", 1, BACKWARD_INPUT, "tab:orange"), ("zbv", 2, FORWARD, "tab:blue")])
+@pytest.mark.parametrize(
+    ("name", "chunks", "op", "colour"),
+    [
+        ("1f1b", 1, FORWARD, "tab:blue"),
+        ("zb-h1", 1, BACKWARD_INPUT, "tab:orange"),
+        ("zbv", 2, FORWARD, "tab:blue"),
+    ],
+)
 def test_bars_stand_where_the_spans_are(name, chunks, op, colour):
     axes, walked, _ = drawn(name, chunks)
-    assert bars(axes, colour) == {(round(s.start, 6), round(s.end, 6), s.stage) for s in walked if s.op == op and s.chunk == 0}
-    assert bars(axes, plot.IDLE) == {(0, round(max(s.end for s in walked), 6), stage) for stage in range(3)}
+    assert bars(axes, colour) == {
+        (round(s.start, 6), round(s.end, 6), s.stage) for s in walked if s.op == op and s.chunk == 0
+    }
+    assert bars(axes, plot.IDLE) == {
+        (0, round(max(s.end for s in walked), 6), stage) for stage in range(3)
+    }
 
 
 def test_the_legend_names_what_there_is():
     assert drawn("1f1b", 1)[2] == ["F forward", "B backward", "message under way"]
-    assert drawn("zbv", 2)[2] == ["F forward", "I gradient of the input", "W gradient of the weights", "message under way"]
+    assert drawn("zbv", 2)[2] == [
+        "F forward",
+        "I gradient of the input",
+        "W gradient of the weights",
+        "message under way",
+    ]
 
 
 def test_files_of_one_pipeline_and_of_planned_next_to_measured(tmp_path):
     _, walked, _ = drawn("zbv", 2)
     rows = [(name, walked, walked) for name in ("1f1b", "zbv")]
-    for draw in (lambda path: plot.draw(path, walked, [100.0, 90.0, 80.0], "zbv"),
-                 lambda path: plot.draw(path, walked, [], "zbv"), lambda path: plot.compare(path, rows)):
+    for draw in (
+        lambda path: plot.draw(path, walked, [100.0, 90.0, 80.0], "zbv"),
+        lambda path: plot.draw(path, walked, [], "zbv"),
+        lambda path: plot.compare(path, rows),
+    ):
         draw(tmp_path / "a.png")
         assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
         with pytest.raises(ValueError, match="--png"):

@@ -26,33 +26,109 @@ from fugaku_megatron.perf import machine
 from fugaku_megatron.report import context, findings, kernel_rates, page, record, training
 from tests.unit.test_perf_calibrate import rank as calibrated_rank
 
-NODE = {"cpu": "A CPU", "cpus": 8, "allowed_cpus": 8, "cores": 8, "features": ["avx2", "avx512f"],
-        "domains": [{"cores": 4, "allowed": 4, "gib": 32.0}] * 2, "topology": "2 NUMA domains of 4 cores",
-        "energy": "no energy counter",
-        "mapping": ["cores: of ranks"], "quota_cpus": None, "memory_gib": 64.0, "job_memory_gib": 64.0,
-        "free_gib": 60.0, "governor": "performance", "nominal_ghz": 3.0, "load": 0.1, "numa_balancing": "0", "torch": "2",
-        "huge_pages": {"transparent": "madvise", "reserved": {}, "xos": {}}}
+NODE = {
+    "cpu": "A CPU",
+    "cpus": 8,
+    "allowed_cpus": 8,
+    "cores": 8,
+    "features": ["avx2", "avx512f"],
+    "domains": [{"cores": 4, "allowed": 4, "gib": 32.0}] * 2,
+    "topology": "2 NUMA domains of 4 cores",
+    "energy": "no energy counter",
+    "mapping": ["cores: of ranks"],
+    "quota_cpus": None,
+    "memory_gib": 64.0,
+    "job_memory_gib": 64.0,
+    "free_gib": 60.0,
+    "governor": "performance",
+    "nominal_ghz": 3.0,
+    "load": 0.1,
+    "numa_balancing": "0",
+    "torch": "2",
+    "huge_pages": {"transparent": "madvise", "reserved": {}, "xos": {}},
+}
 RANK = {"node": 0, "threads": 4, "clock_ghz": 3.0, "fma_gflops": 300.0, "triad_gbs": 50.0}
-COLLECTIVE = {"verb": "all_reduce", "where": "inside", "ranks": 2, "bytes": 1 << 26, "seconds": 0.02, "mpi_seconds": 0.03,
-              "model_seconds": 0.02, "to_model": 1.0}
-LAYERS = {"tp": 1, "groups": 2, "seq_length": 1024, "gradient_seconds": 2.0, "update_seconds": 0.5, "parameters": 10**8,
-          "flops": 4e11, "rounds": 2}
+COLLECTIVE = {
+    "verb": "all_reduce",
+    "where": "inside",
+    "ranks": 2,
+    "bytes": 1 << 26,
+    "seconds": 0.02,
+    "mpi_seconds": 0.03,
+    "model_seconds": 0.02,
+    "to_model": 1.0,
+}
+LAYERS = {
+    "tp": 1,
+    "groups": 2,
+    "seq_length": 1024,
+    "gradient_seconds": 2.0,
+    "update_seconds": 0.5,
+    "parameters": 10**8,
+    "flops": 4e11,
+    "rounds": 2,
+}
 HEALTHY = {
     "host": {"nodes": [NODE]},
-    "kernels": {"target": "avx512", "checks": [{"kernel": "gelu", "dtype": "float32", "checksum": "a" * 12, "reference": "b" * 12,
-                                                "difference": 1e-7, "good": True}],
-                "differing_ranks": [], "ranks": [RANK, RANK], "shrunk": False, "peak_gflops": 300.0, "triad_gbs": 50.0,
-                "gemm": [[128, 200.0, 0.67], [2048, 280.0, 0.93]], "gemm_bf16": [[2048, 500.0, 1.67]],
-                "attention": [[2048, 180.0, 170.0, 0.6, 0.57]],
-                "elementwise": [{"kernel": "gelu", "gbs": 45.0, "of_triad": 0.9}]},
-    "communication": {"library": "MPICH", "ranks": 2, "nodes": 1, "thread_level": "serialized",
-                      "inside": {"alpha_us": 1.0, "gbs": 9.0},
-                      "between": None, "all_reduce_gbs": 3.0, "collectives": [COLLECTIVE, {**COLLECTIVE, "bytes": 1 << 20}]},
-    "training": {"model": "124M", "micro_batches": 4, "seq_length": 1024, "rows": [
-        {"ranks": n, "seconds": 4.0, "rounds": 2, "tokens_per_s": 1000.0 * n, "model_seconds": 4.1, "watts": None,
-         "tokens_per_joule": None} for n in (1, 2)]},
+    "kernels": {
+        "target": "avx512",
+        "checks": [
+            {
+                "kernel": "gelu",
+                "dtype": "float32",
+                "checksum": "a" * 12,
+                "reference": "b" * 12,
+                "difference": 1e-7,
+                "good": True,
+            }
+        ],
+        "differing_ranks": [],
+        "ranks": [RANK, RANK],
+        "shrunk": False,
+        "peak_gflops": 300.0,
+        "triad_gbs": 50.0,
+        "gemm": [[128, 200.0, 0.67], [2048, 280.0, 0.93]],
+        "gemm_bf16": [[2048, 500.0, 1.67]],
+        "attention": [[2048, 180.0, 170.0, 0.6, 0.57]],
+        "elementwise": [{"kernel": "gelu", "gbs": 45.0, "of_triad": 0.9}],
+    },
+    "communication": {
+        "library": "MPICH",
+        "ranks": 2,
+        "nodes": 1,
+        "thread_level": "serialized",
+        "inside": {"alpha_us": 1.0, "gbs": 9.0},
+        "between": None,
+        "all_reduce_gbs": 3.0,
+        "collectives": [COLLECTIVE, {**COLLECTIVE, "bytes": 1 << 20}],
+    },
+    "training": {
+        "model": "124M",
+        "micro_batches": 4,
+        "seq_length": 1024,
+        "rows": [
+            {
+                "ranks": n,
+                "seconds": 4.0,
+                "rounds": 2,
+                "tokens_per_s": 1000.0 * n,
+                "model_seconds": 4.1,
+                "watts": None,
+                "tokens_per_joule": None,
+            }
+            for n in (1, 2)
+        ],
+    },
     "layers": {"rows": [{"shape": "1B", **LAYERS}, {"shape": "8B", **LAYERS, "flops": 2e12}]},
-    "storage": {"write_gbs": 1.0, "read_gbs": 2.0, "bytes": 1 << 28, "file_system": "ext4", "place": "--save", "ranks": 2}}
+    "storage": {
+        "write_gbs": 1.0,
+        "read_gbs": 2.0,
+        "bytes": 1 << 28,
+        "file_system": "ext4",
+        "place": "--save",
+        "ranks": 2,
+    },
+}
 
 
 def changed(*path, **values):
@@ -66,18 +142,38 @@ def changed(*path, **values):
 
 
 def report(sections=HEALTHY, complete=True, **more):
-    data = {"format": record.FORMAT, "version": record.VERSION, "program": "0", "complete": complete, "seconds": 65.0,
-            "ended": "finished" if complete else "ended by SIGTERM", "date": "2026-01-01", "minutes": 10.0, "sections": sections}
-    return {**data, "findings": findings.findings(sections), "hours": training.hours(sections), **more}
+    data = {
+        "format": record.FORMAT,
+        "version": record.VERSION,
+        "program": "0",
+        "complete": complete,
+        "seconds": 65.0,
+        "ended": "finished" if complete else "ended by SIGTERM",
+        "date": "2026-01-01",
+        "minutes": 10.0,
+        "sections": sections,
+    }
+    return {
+        **data,
+        "findings": findings.findings(sections),
+        "hours": training.hours(sections),
+        **more,
+    }
 
 
 # Kernels --------------------------------------------------------------------------------------------------------------------------
+
 
 def test_every_kernel_agrees_with_the_reference_by_any_number_of_threads():
     torch.set_num_threads(1)
     rows = kernel_rates.compared()
     assert all(row["good"] for row in rows) and len(rows) > 35
-    assert {row["kernel"] for row in rows} >= {"linear_forward", "attention_backward", "adamw", "cross_entropy_backward"}
+    assert {row["kernel"] for row in rows} >= {
+        "linear_forward",
+        "attention_backward",
+        "adamw",
+        "cross_entropy_backward",
+    }
     torch.set_num_threads(2)
     assert [row["checksum"] for row in kernel_rates.compared()] == [row["checksum"] for row in rows]
     torch.set_num_threads(1)
@@ -95,7 +191,11 @@ def test_a_kernel_that_computes_something_else_is_found(monkeypatch):
     rows = kernel_rates.compared()
     assert [row["kernel"] for row in rows if not row["good"]][0] == "activate"
     found = findings.findings(changed("kernels", checks=rows))
-    assert found[0]["severe"] and "activate" in found[0]["measured"] and "do not train" in found[0]["remedy"]
+    assert (
+        found[0]["severe"]
+        and "activate" in found[0]["measured"]
+        and "do not train" in found[0]["remedy"]
+    )
 
 
 def test_a_nan_is_a_difference():
@@ -104,7 +204,11 @@ def test_a_nan_is_a_difference():
 
 
 def test_rates_are_bytes_over_time(monkeypatch):
-    monkeypatch.setattr(kernel_rates.host_kernels, "seconds_each", lambda calls, rounds: [call() for call in calls] and 1e-3)
+    monkeypatch.setattr(
+        kernel_rates.host_kernels,
+        "seconds_each",
+        lambda calls, rounds: [call() for call in calls] and 1e-3,
+    )
     rows = kernel_rates.elementwise_rates(kernel_rates.Sizes(rows=64, cols=32), 0.01, 1)
     assert {row["kernel"] for row in rows} == set(kernel_rates.ELEMENTWISE)
     activate = next(row for row in rows if row["kernel"] == "activate")
@@ -114,60 +218,139 @@ def test_rates_are_bytes_over_time(monkeypatch):
 
 # Findings -------------------------------------------------------------------------------------------------------------------------
 
+
 def test_a_healthy_machine_has_no_findings():
     assert findings.findings(HEALTHY) == []
     assert "Nothing was found that is wrong" in findings.text(report())
 
 
-@pytest.mark.parametrize("sections, words", [
-    (changed("kernels", differing_ranks=[1]), "ranks compute different bits: ranks 1 and rank 0"),
-    (changed("kernels", ranks=[{**RANK, "clock_ghz": 2.0}] * 2), "clock falls under load: 2.00 GHz; 3.00 GHz"),
-    (changed("kernels", ranks=[RANK, RANK, {**RANK, "clock_ghz": 2.0, "threads": 0}]), "rank 2 on node 0: 2.00 GHz; 3.00 GHz"),
-    (changed("host", "nodes", 0, governor="powersave"), "governor powersave; performance; cpupower"),
-    (changed("host", "nodes", 0, load=9.0), "other processes compute on node 0: load 9.0"),
-    (changed("host", "nodes", 0, mapping=["cores: a", "note: ranks 0-1 compute with 8 threads on 4 cores: start fewer ranks"]),
-     "SEVERE: ranks and cores do not fit on node 0: ranks 0-1 compute with 8 threads on 4 cores; one rank with"),
-    (changed("host", "nodes", 0, cores=16), "idle cores on node 0: 8 threads; 16 cores; set OMP_NUM_THREADS"),
-    (changed("host", "nodes", 0, "huge_pages", transparent="never"), "transparent_hugepage is never; madvise"),
-    (changed("host", "nodes", 0, numa_balancing="1"), "numa_balancing is 1; 0; sysctl"),
-    (changed("host", "nodes", 0, free_gib=10.0), "10.0 GiB are free"),
-    (changed("kernels", gemm=[[128, 10.0, 0.03], [2048, 90.0, 0.3]]),
-     "matmuls are slow: 90 GFLOP/s at 2048, 30% of the FMA peak; 75%"),
-    (changed("kernels", attention=[[2048, 60.0, 60.0, 0.2, 0.2]]), "attention is slow: 20% and 20%"),
-    (changed("kernels", elementwise=[{"kernel": "gelu", "gbs": 5.0, "of_triad": 0.1}]), "1 element-wise kernels are below"),
-    (changed("kernels", target="avx2"), "target avx2; avx512; unset FUGAKU_MEGATRON_TARGET"),
-    ({**HEALTHY, "host": {"nodes": [{**NODE, "features": ["avx512f", "amx_bf16"]}]}}, "target avx512; amx; unset"),
-    (changed("communication", ranks=1), "communication was not measured: one rank, MPICH"),
-    (changed("communication", thread_level="funneled"), "MPI_THREAD_FUNNELED; MPI_THREAD_SERIALIZED"),
-    (changed("communication", collectives=[{**COLLECTIVE, "seconds": 0.1, "to_model": 5.0}]),
-     "collectives inside nodes are slow: all_reduce of 64 MiB takes 100 ms; 20 ms in the model"),
-    (changed("training", "rows", 1, tokens_per_s=1200.0), "2 ranks: 60% of one rank's tokens/s each; 80%"),
-    (changed("training", "rows", 1, left_out="memory"), "124M does not fit"),
-    (changed("storage", write_gbs=0.05), "checkpoints are slow: 0.05 GB/s on ext4; 0.3 GB/s; --async-save"),
-])
+@pytest.mark.parametrize(
+    "sections, words",
+    [
+        (
+            changed("kernels", differing_ranks=[1]),
+            "ranks compute different bits: ranks 1 and rank 0",
+        ),
+        (
+            changed("kernels", ranks=[{**RANK, "clock_ghz": 2.0}] * 2),
+            "clock falls under load: 2.00 GHz; 3.00 GHz",
+        ),
+        (
+            changed("kernels", ranks=[RANK, RANK, {**RANK, "clock_ghz": 2.0, "threads": 0}]),
+            "rank 2 on node 0: 2.00 GHz; 3.00 GHz",
+        ),
+        (
+            changed("host", "nodes", 0, governor="powersave"),
+            "governor powersave; performance; cpupower",
+        ),
+        (changed("host", "nodes", 0, load=9.0), "other processes compute on node 0: load 9.0"),
+        (
+            changed(
+                "host",
+                "nodes",
+                0,
+                mapping=[
+                    "cores: a",
+                    "note: ranks 0-1 compute with 8 threads on 4 cores: start fewer ranks",
+                ],
+            ),
+            "SEVERE: ranks and cores do not fit on node 0: ranks 0-1 compute with 8 threads on 4 cores; one rank with",
+        ),
+        (
+            changed("host", "nodes", 0, cores=16),
+            "idle cores on node 0: 8 threads; 16 cores; set OMP_NUM_THREADS",
+        ),
+        (
+            changed("host", "nodes", 0, "huge_pages", transparent="never"),
+            "transparent_hugepage is never; madvise",
+        ),
+        (changed("host", "nodes", 0, numa_balancing="1"), "numa_balancing is 1; 0; sysctl"),
+        (changed("host", "nodes", 0, free_gib=10.0), "10.0 GiB are free"),
+        (
+            changed("kernels", gemm=[[128, 10.0, 0.03], [2048, 90.0, 0.3]]),
+            "matmuls are slow: 90 GFLOP/s at 2048, 30% of the FMA peak; 75%",
+        ),
+        (
+            changed("kernels", attention=[[2048, 60.0, 60.0, 0.2, 0.2]]),
+            "attention is slow: 20% and 20%",
+        ),
+        (
+            changed("kernels", elementwise=[{"kernel": "gelu", "gbs": 5.0, "of_triad": 0.1}]),
+            "1 element-wise kernels are below",
+        ),
+        (changed("kernels", target="avx2"), "target avx2; avx512; unset FUGAKU_MEGATRON_TARGET"),
+        (
+            {**HEALTHY, "host": {"nodes": [{**NODE, "features": ["avx512f", "amx_bf16"]}]}},
+            "target avx512; amx; unset",
+        ),
+        (changed("communication", ranks=1), "communication was not measured: one rank, MPICH"),
+        (
+            changed("communication", thread_level="funneled"),
+            "MPI_THREAD_FUNNELED; MPI_THREAD_SERIALIZED",
+        ),
+        (
+            changed("communication", collectives=[{**COLLECTIVE, "seconds": 0.1, "to_model": 5.0}]),
+            "collectives inside nodes are slow: all_reduce of 64 MiB takes 100 ms; 20 ms in the model",
+        ),
+        (
+            changed("training", "rows", 1, tokens_per_s=1200.0),
+            "2 ranks: 60% of one rank's tokens/s each; 80%",
+        ),
+        (changed("training", "rows", 1, left_out="memory"), "124M does not fit"),
+        (
+            changed("storage", write_gbs=0.05),
+            "checkpoints are slow: 0.05 GB/s on ext4; 0.3 GB/s; --async-save",
+        ),
+    ],
+)
 def test_each_problem_is_found_with_a_remedy(sections, words):
     assert words in findings.text(report(sections)), findings.text(report(sections))
-    assert all(all(found[name] for name in ("what", "measured", "expected", "remedy")) for found in findings.findings(sections))
+    assert all(
+        all(found[name] for name in ("what", "measured", "expected", "remedy"))
+        for found in findings.findings(sections)
+    )
 
 
 def test_a_problem_of_many_nodes_is_one_finding():
-    sections = {"host": {"nodes": [{**NODE, "load": 9.0 + n, "numa_balancing": "1" if n == 3 else "0"} for n in range(7)]}}
+    sections = {
+        "host": {
+            "nodes": [
+                {**NODE, "load": 9.0 + n, "numa_balancing": "1" if n == 3 else "0"}
+                for n in range(7)
+            ]
+        }
+    }
     busy, moved = findings.findings(sections)
-    assert busy["what"] == "other processes compute on nodes 0, 1, 2, 3 and 3 others" and busy["measured"] == "load 9.0"
+    assert (
+        busy["what"] == "other processes compute on nodes 0, 1, 2, 3 and 3 others"
+        and busy["measured"] == "load 9.0"
+    )
     assert moved["what"] == "the system moves pages on node 3"
 
 
 def test_a_virtual_machines_clock_and_shrunk_shapes_are_no_findings():
-    assert findings.findings({**changed("kernels", ranks=[{**RANK, "clock_ghz": 2.0}] * 2),
-                              "host": {"nodes": [{**NODE, "features": ["avx512f", "hypervisor"]}]}}) == []
+    assert (
+        findings.findings(
+            {
+                **changed("kernels", ranks=[{**RANK, "clock_ghz": 2.0}] * 2),
+                "host": {"nodes": [{**NODE, "features": ["avx512f", "hypervisor"]}]},
+            }
+        )
+        == []
+    )
     shrunk = changed("kernels", gemm=[[32, 1.0, 0.01]], shrunk=True)
     assert findings.findings(shrunk) == [] and "SHRUNK SHAPES" in findings.text(report(shrunk))
 
 
-@pytest.mark.parametrize("names", [(), ("host",), ("kernels",), ("host", "kernels"), ("communication", "training"), ("storage",)])
+@pytest.mark.parametrize(
+    "names",
+    [(), ("host",), ("kernels",), ("host", "kernels"), ("communication", "training"), ("storage",)],
+)
 def test_a_part_of_the_sections_is_a_text_and_a_page(names):
     data = report({name: HEALTHY[name] for name in names}, complete=False)
-    assert findings.text(data).startswith("fugaku-megatron report") and "PARTIAL, ended by SIGTERM" in findings.text(data)
+    assert findings.text(data).startswith(
+        "fugaku-megatron report"
+    ) and "PARTIAL, ended by SIGTERM" in findings.text(data)
     assert "Partial: ended by SIGTERM" in page.page(data)
 
 
@@ -179,12 +362,17 @@ def test_the_text_has_about_thirty_lines():
 
 # Hours ----------------------------------------------------------------------------------------------------------------------------
 
+
 def test_hours_follow_from_the_rate_of_two_layers():
     one = next(row for row in training.hours(HEALTHY) if row["model"] == "1B")
     run = make_run("llama-3.2-1b", {"seq_length": 1024, "mock_data": True})
-    sample = 2.0 * accounting.model_flops(run, 1) / 4e11  # seconds of a sample in each of two groups
+    sample = (
+        2.0 * accounting.model_flops(run, 1) / 4e11
+    )  # seconds of a sample in each of two groups
     update = 0.5 * accounting.parameters(run) / 1e8 + 4 * accounting.parameters(run) / 3e9
-    seconds = training.TOKENS / (2 * 1024 / sample) + training.TOKENS / training.UPDATE_TOKENS * update
+    seconds = (
+        training.TOKENS / (2 * 1024 / sample) + training.TOKENS / training.UPDATE_TOKENS * update
+    )
     assert one["hours"] == pytest.approx(seconds / 3600) and one["label"] == "model (extrapolated)"
     assert one["fits"] and one["need_gib"] == pytest.approx(16 * accounting.parameters(run) / 2**30)
 
@@ -194,26 +382,38 @@ def test_every_model_has_hours_and_the_large_one_names_the_nodes_it_needs():
     assert [row["model"] for row in rows] == ["0.6B", "1B", "3B", "8B"]
     sizes = [row["parameters"] / 1e9 for row in rows]
     assert sizes == pytest.approx([0.596, 1.236, 3.213, 8.03], rel=2e-3)
-    assert not rows[-1]["fits"] and rows[-1]["nodes_needed"] == 3  # 120 GiB on nodes of 64, of which 0.8 are used
+    assert (
+        not rows[-1]["fits"] and rows[-1]["nodes_needed"] == 3
+    )  # 120 GiB on nodes of 64, of which 0.8 are used
     left_out = {"shape": "8B", "left_out": "time"}
     assert training.hours({"layers": {"rows": [left_out]}}) == []
     rows = training.hours({"layers": {"rows": [{"shape": "1B", **LAYERS}, left_out]}})
-    assert [row["from"] for row in rows] == ["two layers of 1B"] * 4 and rows[3]["hours"] > rows[1]["hours"] > 0
+    assert [row["from"] for row in rows] == ["two layers of 1B"] * 4 and rows[3]["hours"] > rows[1][
+        "hours"
+    ] > 0
 
 
 # Names and files ------------------------------------------------------------------------------------------------------------------
 
+
 def test_names_are_replaced_and_words_that_contain_them_are_not():
     words = {"/home/jo": "HOME", "jo": "USER", "node7": "HOST"}
-    text = {"a": ["failed on node7: /home/jo/x: jo may not", "a job on node77", 5], "b": "3 tokens/s, 16K/s"}
-    assert record.without_names(text, words) == {"a": ["failed on HOST: PATH: USER may not", "a job on node77", 5],
-                                                 "b": "3 tokens/s, 16K/s"}
+    text = {
+        "a": ["failed on node7: /home/jo/x: jo may not", "a job on node77", 5],
+        "b": "3 tokens/s, 16K/s",
+    }
+    assert record.without_names(text, words) == {
+        "a": ["failed on HOST: PATH: USER may not", "a job on node77", 5],
+        "b": "3 tokens/s, 16K/s",
+    }
 
 
 def test_files_are_whole_after_every_section_and_names_stay_on_request(tmp_path):
     path, secret = tmp_path / "r.json", f"{getpass.getuser()} at {platform.node()} in {os.getcwd()}"
     for names in (False, True):
-        one = record.Record(path, record.Budget(1.0), {".txt": lambda data: f"complete: {data['complete']}"}, names)
+        one = record.Record(
+            path, record.Budget(1.0), {".txt": lambda data: f"complete: {data['complete']}"}, names
+        )
         one.section("host", {"error": secret, "x": 1.23456789})
         data = json.loads(path.read_text())
         assert data["complete"] is False and data["sections"]["host"]["x"] == 1.2346
@@ -249,7 +449,9 @@ def test_a_signal_that_writes_during_a_write_does_not_mix_two_texts(tmp_path, mo
     monkeypatch.setattr(record, "open", opened, raising=False)
     with pytest.raises(SystemExit):
         record.write_atomically(path, "a long text of before")
-    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("r.json", "the last words")]
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [
+        ("r.json", "the last words")
+    ]
 
 
 def test_the_time_of_a_section_is_its_share_of_what_is_left():
@@ -279,9 +481,16 @@ def test_the_page_needs_no_other_file_and_has_plots():
     tags = Tags()
     text = page.page(report())
     tags.feed(text)
-    assert not {name for name, _ in tags.attributes} & {"src", "href", "srcset"} and not {"script", "link", "img"} & set(tags.tags)
-    assert tags.tags.count("svg") == 5 and "url(" not in text and set(re.findall(r"https?://[^\"]*",
-                                                                                 text)) == {"http://www.w3.org/2000/svg"}
+    assert not {name for name, _ in tags.attributes} & {"src", "href", "srcset"} and not {
+        "script",
+        "link",
+        "img",
+    } & set(tags.tags)
+    assert (
+        tags.tags.count("svg") == 5
+        and "url(" not in text
+        and set(re.findall(r"https?://[^\"]*", text)) == {"http://www.w3.org/2000/svg"}
+    )
     assert "model (extrapolated)" in text and "nan" not in text
     assert "&lt;b&gt;" in page.page(report(changed("host", "nodes", 0, cpu="<b>")))
 
@@ -292,9 +501,15 @@ def test_two_reports_are_compared_with_ratios(tmp_path, capsys):
     del faster["storage"]
     for name, data in (("a", report()), ("b", report(faster, complete=False))):
         (tmp_path / f"{name}.json").write_text(json.dumps(data))
-    assert cli.main(["report", "--compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    assert (
+        cli.main(["report", "--compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    )
     out = capsys.readouterr().out
-    rows = {cells[1].strip(): [cell.strip() for cell in cells[2:-1]] for line in out.splitlines() if (cells := line.split("|"))[2:]}
+    rows = {
+        cells[1].strip(): [cell.strip() for cell in cells[2:-1]]
+        for line in out.splitlines()
+        if (cells := line.split("|"))[2:]
+    }
     assert rows["FMA peak of a rank"] == ["GFLOP/s", "300", "600", "2.00"]
     assert rows["message inside nodes"] == ["us", "1", "0.5", "2.00"]
     assert rows["checkpoint written"] == ["GB/s", "1", "-", "-"]
@@ -302,15 +517,23 @@ def test_two_reports_are_compared_with_ratios(tmp_path, capsys):
     assert record.ratio("hours", 10.0, 5.0) == "2.00" and record.ratio("GB/s", None, 5.0) == "-"
 
 
-@pytest.mark.parametrize("words, message", [
-    ("--compare {0}/no.json {0}/no.json", "no.json: No such file or directory: pass a file that fugaku-megatron report wrote"),
-    ("--compare {0}/text.json {0}/text.json", "text.json: not JSON: pass a file"),
-    ("--compare {0}/other.json {0}/other.json", "other.json is not a report: pass a file"),
-    ("--compare {0}/old.json {0}/old.json", "has version 0, this program reads 1"),
-    ("--minutes 0", "--minutes is 0: pass a number above 0"), ("--output {0}/x.txt", "ends in .json"),
-    ("--output {0}/no/x.json", "is not a directory"), ("--save {0}/no", "is not a folder that can be written"),
-    ("--ranks 0", "--ranks is 0: pass a number above 0"),
-])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (
+            "--compare {0}/no.json {0}/no.json",
+            "no.json: No such file or directory: pass a file that fugaku-megatron report wrote",
+        ),
+        ("--compare {0}/text.json {0}/text.json", "text.json: not JSON: pass a file"),
+        ("--compare {0}/other.json {0}/other.json", "other.json is not a report: pass a file"),
+        ("--compare {0}/old.json {0}/old.json", "has version 0, this program reads 1"),
+        ("--minutes 0", "--minutes is 0: pass a number above 0"),
+        ("--output {0}/x.txt", "ends in .json"),
+        ("--output {0}/no/x.json", "is not a directory"),
+        ("--save {0}/no", "is not a folder that can be written"),
+        ("--ranks 0", "--ranks is 0: pass a number above 0"),
+    ],
+)
 def test_mistakes_are_one_line(words, message, tmp_path, capsys):
     (tmp_path / "text.json").write_text("no")
     (tmp_path / "other.json").write_text("{}")
@@ -322,16 +545,21 @@ def test_mistakes_are_one_line(words, message, tmp_path, capsys):
 
 # Hosts and machines ---------------------------------------------------------------------------------------------------------------
 
+
 def test_facts_of_a_described_node(tmp_path):
     files = {
         "proc/cpuinfo": "processor\t: 0\nmodel name\t: A CPU\nflags\t\t: fpu avx2 avx512f amx_bf16\n",
-        "proc/sys/kernel/numa_balancing": "1", "sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]",
+        "proc/sys/kernel/numa_balancing": "1",
+        "sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]",
         "sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages": "12",
-             "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq": "3500000",
-        "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "powersave", "sys/devices/system/cpu/cpu0/cache/index0/level": "1",
-        "sys/devices/system/cpu/cpu0/cache/index0/type": "Data", "sys/devices/system/cpu/cpu0/cache/index0/size": "32K",
+        "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq": "3500000",
+        "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "powersave",
+        "sys/devices/system/cpu/cpu0/cache/index0/level": "1",
+        "sys/devices/system/cpu/cpu0/cache/index0/type": "Data",
+        "sys/devices/system/cpu/cpu0/cache/index0/size": "32K",
         "sys/devices/system/node/node0/cpulist": "0-1,900",
-             "sys/devices/system/node/node0/meminfo": "Node 0 MemTotal:       33554432 kB"}
+        "sys/devices/system/node/node0/meminfo": "Node 0 MemTotal:       33554432 kB",
+    }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
@@ -339,20 +567,39 @@ def test_facts_of_a_described_node(tmp_path):
         (tmp_path / f"sys/devices/system/cpu/cpu{cpu}").mkdir(parents=True, exist_ok=True)
     facts = context.facts(tmp_path)
     assert (facts["cpu"], facts["features"]) == ("A CPU", ["avx2", "avx512f", "amx_bf16"])
-    assert facts["huge_pages"]["transparent"] == "never" and facts["huge_pages"]["reserved"] == {"2048kB": 12}
-    assert facts["nominal_ghz"] == 3.5 and facts["governor"] == "powersave" and facts["caches"] == ["L1 Data 32K"]
+    assert facts["huge_pages"]["transparent"] == "never" and facts["huge_pages"]["reserved"] == {
+        "2048kB": 12
+    }
+    assert (
+        facts["nominal_ghz"] == 3.5
+        and facts["governor"] == "powersave"
+        and facts["caches"] == ["L1 Data 32K"]
+    )
     allowed = len({0, 1, 900} & os.sched_getaffinity(0))
-    assert facts["domains"] == [{"cores": 3, "allowed": allowed, "gib": 32.0}] and facts["numa_balancing"] == "1"
+    assert (
+        facts["domains"] == [{"cores": 3, "allowed": allowed, "gib": 32.0}]
+        and facts["numa_balancing"] == "1"
+    )
     assert facts["target"] == kernels.active() and json.dumps(facts)
 
 
 def test_a_report_is_a_machine_and_a_partial_one_says_why_not(tmp_path):
-    described = calibrate.describe("a test", [calibrated_rank()], (), None, None, None, 64.0, "report")
+    described = calibrate.describe(
+        "a test", [calibrated_rank()], (), None, None, None, 64.0, "report"
+    )
     path = tmp_path / "here.json"
     path.write_text(json.dumps(report(machine=described)))
     loaded = machine.load(str(path))
-    assert (loaded.name, loaded.threads, loaded.stream_gbs, loaded.intra_gbs) == ("here", 2, 20.0, 5.0)  # two copies in memory
-    assert loaded.sources["intra_gbs"].startswith("not measured: one rank") and "report" in loaded.sources["stream_gbs"]
+    assert (loaded.name, loaded.threads, loaded.stream_gbs, loaded.intra_gbs) == (
+        "here",
+        2,
+        20.0,
+        5.0,
+    )  # two copies in memory
+    assert (
+        loaded.sources["intra_gbs"].startswith("not measured: one rank")
+        and "report" in loaded.sources["stream_gbs"]
+    )
     assert [curve.threads for curve in loaded.gemm_curves] == [2]
     path.write_text(json.dumps(report(complete=False)))
     with pytest.raises(ValueError, match="this report ended before it had measured the machine"):
@@ -362,20 +609,31 @@ def test_a_report_is_a_machine_and_a_partial_one_says_why_not(tmp_path):
 def test_the_type_of_a_file_system(tmp_path):
     mounts = tmp_path / "mounts"
     mounts.write_text(f"a / ext4 rw 0 0\nb {Path(tmp_path).resolve()} lustre rw 0 0\n")
-    assert training.file_system(tmp_path / "x", mounts) == "lustre" and training.file_system(Path("/"), mounts) == "ext4"
+    assert (
+        training.file_system(tmp_path / "x", mounts) == "lustre"
+        and training.file_system(Path("/"), mounts) == "ext4"
+    )
 
 
-@pytest.mark.parametrize("counted, watts", [([100.0, 160.0], 30.0), ([100.0, None], None), (None, None)])
+@pytest.mark.parametrize(
+    "counted, watts", [([100.0, 160.0], 30.0), ([100.0, None], None), (None, None)]
+)
 def test_power_is_what_the_counters_of_the_nodes_passed_over(counted, watts):
     values = iter(counted or ())
     energy = Counters("RAPL", [Counter("package-0", lambda: next(values))] if counted else [])
-    here = context.Context(world=SoloComm(), nodes=find_nodes(SoloComm()), scale=context.SHRUNK, energy=energy)
+    here = context.Context(
+        world=SoloComm(), nodes=find_nodes(SoloComm()), scale=context.SHRUNK, energy=energy
+    )
     here.energy.joules()
     assert training.watts_of(here, here.world, 2.0) == watts
 
 
 def test_the_text_shows_power_or_why_not():
     rows = HEALTHY["training"]["rows"]
-    with_power = changed("training", rows=[*rows[:1], {**rows[1], "watts": 250.0, "tokens_per_joule": 8.0}])
-    assert "power: 250 W on all nodes while 124M trains, 8 tokens per joule" in findings.text(report(with_power))
+    with_power = changed(
+        "training", rows=[*rows[:1], {**rows[1], "watts": 250.0, "tokens_per_joule": 8.0}]
+    )
+    assert "power: 250 W on all nodes while 124M trains, 8 tokens per joule" in findings.text(
+        report(with_power)
+    )
     assert "power: no energy counter\n" in findings.text(report())

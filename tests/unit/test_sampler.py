@@ -19,8 +19,12 @@ DATASET = MockDataset(vocab_size=1000, seq_length=6, num_samples=96, seed=3)
 def test_every_layout_covers_a_global_batch_once_and_in_order():
     for dp_size, micro_batch_size in [(1, 1), (1, 24), (4, 2), (3, 8), (24, 1)]:
         count = 24 // (micro_batch_size * dp_size)
-        samples = [first_sample(48, m, micro_batch_size, rank, dp_size) + i
-                   for m in range(count) for rank in range(dp_size) for i in range(micro_batch_size)]
+        samples = [
+            first_sample(48, m, micro_batch_size, rank, dp_size) + i
+            for m in range(count)
+            for rank in range(dp_size)
+            for i in range(micro_batch_size)
+        ]
         assert samples == list(range(48, 72))
 
 
@@ -89,7 +93,9 @@ def test_loading_in_the_background_starts_no_second_openmp_team():
         before = psutil.Process().num_threads()
         with Prefetcher(micro_batches(large, 0, lambda _: 64, 64, 0, 1), depth=2) as items:
             assert next(items).shape == next(items).shape == (4097, 64)
-            assert psutil.Process().num_threads() <= before + 1  # libgomp may end idle threads of a former, larger team
+            assert (
+                psutil.Process().num_threads() <= before + 1
+            )  # libgomp may end idle threads of a former, larger team
     finally:
         torch.set_num_threads(threads)
 
@@ -105,8 +111,12 @@ def test_any_order_gives_each_micro_batch_its_own_tokens_and_sample():
     window = MicroBatchWindow(source(5, read))
     for index in (2, 0, 4, 1, 3):
         batch = window.fetch(index)
-        assert (batch.index, batch.first_sample) == (index, 2 * index) and torch.all(batch.tokens == index)
-    assert read == [0, 1, 2, 3, 4] and len(window) == 0, "read once, in data order, and nothing is held at the end"
+        assert (batch.index, batch.first_sample) == (index, 2 * index) and torch.all(
+            batch.tokens == index
+        )
+    assert read == [0, 1, 2, 3, 4] and len(window) == 0, (
+        "read once, in data order, and nothing is held at the end"
+    )
 
 
 def test_a_window_reads_as_far_as_asked_and_refuses_the_rest():

@@ -15,27 +15,65 @@ from fugaku_megatron.costs.run_schedule import of_run, split_costs
 from fugaku_megatron.pipeline import parts as ops
 from fugaku_megatron.pipeline import schedule as builders
 from fugaku_megatron.pipeline import zero_bubble
-from fugaku_megatron.pipeline.parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Held, Instruction, Placement, V
+from fugaku_megatron.pipeline.parts import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Held,
+    Instruction,
+    Placement,
+    V,
+)
 from fugaku_megatron.pipeline.schedule import Schedule, build, held
 from fugaku_megatron.pipeline.timeline import Costs, walk
 from tests.helpers import small_run
 
-KINDS = [("1f1b", 1), ("interleaved", 2), ("interleaved", 5), ("zb-h1", 1), ("zb-h1", 3), ("zbv", 2)]
+KINDS = [
+    ("1f1b", 1),
+    ("interleaved", 2),
+    ("interleaved", 5),
+    ("zb-h1", 1),
+    ("zb-h1", 3),
+    ("zbv", 2),
+]
 FAMILIES = [(name, chunks, stages) for name, chunks in KINDS for stages in (1, 2, 3, 4, 8)]
-COSTS = [((6, 7, 5), 0), ((6, 12, 5), 0), ((3, 1, 1), 0), ((6, 7, 5), 50)]  # that lists are made for, and more of the last part's F
-SHORT = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD_INPUT, "W": BACKWARD_WEIGHT, "rf": ops.RECV_FORWARD, "sf": ops.SEND_FORWARD,
-         "rb": ops.RECV_BACKWARD, "sb": ops.SEND_BACKWARD}
+COSTS = [
+    ((6, 7, 5), 0),
+    ((6, 12, 5), 0),
+    ((3, 1, 1), 0),
+    ((6, 7, 5), 50),
+]  # that lists are made for, and more of the last part's F
+SHORT = {
+    "F": FORWARD,
+    "B": BACKWARD,
+    "I": BACKWARD_INPUT,
+    "W": BACKWARD_WEIGHT,
+    "rf": ops.RECV_FORWARD,
+    "sf": ops.SEND_FORWARD,
+    "rb": ops.RECV_BACKWARD,
+    "sb": ops.SEND_BACKWARD,
+}
 LONG = {op: name for name, op in SHORT.items()}
 
 
 def read(text: str) -> list[Instruction]:
     """ "rf0 F0" -> [recv_forward of 0, forward of 0]; F0' is chunk 1."""
-    return [Instruction(SHORT[word.rstrip("0123456789'")], int(word.strip("rsfbFBIW'")), word.count("'")) for word in text.split()]
+    return [
+        Instruction(
+            SHORT[word.rstrip("0123456789'")], int(word.strip("rsfbFBIW'")), word.count("'")
+        )
+        for word in text.split()
+    ]
 
 
 def work(instructions: Sequence[Instruction]) -> str:
     """The computations of a list, as `read` reads them."""
-    return " ".join(LONG[i.op] + str(i.microbatch) + "'" * i.chunk for i in instructions if i.op not in ops.SENDS + ops.RECEIVES)
+    return " ".join(
+        LONG[i.op] + str(i.microbatch) + "'" * i.chunk
+        for i in instructions
+        if i.op not in ops.SENDS + ops.RECEIVES
+    )
 
 
 @functools.cache
@@ -43,8 +81,14 @@ def schedules(name: str, chunks: int, stages: int) -> list[Schedule]:
     """For numbers of micro-batches below, at and above the stages, that divide and that do not; then the same of an evaluation."""
     training = [build(name, stages, chunks, microbatches) for microbatches in (0, 1, 3, 5, 8, 13)]
     if name in ops.SPLITS_BACKWARD:
-        training += [replace(schedule, costs=part_costs(schedule.placement.parts, each, head), pending=pending)
-                     for schedule in training for each, head in COSTS for pending in {None, stages + 1 if head else None}]
+        training += [
+            replace(
+                schedule, costs=part_costs(schedule.placement.parts, each, head), pending=pending
+            )
+            for schedule in training
+            for each, head in COSTS
+            for pending in {None, stages + 1 if head else None}
+        ]
     return [*training, *(schedule.forward_only() for schedule in training)]
 
 
@@ -59,35 +103,67 @@ def lists_of(schedule: Schedule) -> list[list[Instruction]]:
 
 
 SMALL = [
-    *((builders.one_f_one_b(stage, stages, microbatches), expected) for stage, stages, microbatches, expected in (
-        (0, 1, 3, "F0 B0 F1 B1 F2 B2"), (2, 3, 1, "rf0 F0 B0 sb0"), (0, 4, 1, "F0 sf0 rb0 B0"), (1, 4, 0, ""),
-        (0, 2, 3, "F0 sf0  F1 sf1 rb0 B0  F2 sf2 rb1 B1  rb2 B2"), (1, 2, 3, "rf0 F0 B0 sb0  rf1 F1 B1 sb1  rf2 F2 B2 sb2"),
-        (0, 3, 2, "F0 sf0 F1 sf1  rb0 B0 rb1 B1"),
-        (1, 3, 4, "rf0 F0 sf0  rf1 F1 sf1 rb0 B0 sb0  rf2 F2 sf2 rb1 B1 sb1  rf3 F3 sf3 rb2 B2 sb2  rb3 B3 sb3"))),
-    (builders.interleaved(1, 2, 2, 2), "rf0 F0 sf0 rf1 F1 sf1  rf0' F0' B0' sb0'  rf1' F1' B1' sb1'  rb0 B0 sb0 rb1 B1 sb1"),
-    (builders.interleaved(0, 1, 2, 1), "F0 F0' B0' B0"),  # no messages where all parts share a stage
+    *(
+        (builders.one_f_one_b(stage, stages, microbatches), expected)
+        for stage, stages, microbatches, expected in (
+            (0, 1, 3, "F0 B0 F1 B1 F2 B2"),
+            (2, 3, 1, "rf0 F0 B0 sb0"),
+            (0, 4, 1, "F0 sf0 rb0 B0"),
+            (1, 4, 0, ""),
+            (0, 2, 3, "F0 sf0  F1 sf1 rb0 B0  F2 sf2 rb1 B1  rb2 B2"),
+            (1, 2, 3, "rf0 F0 B0 sb0  rf1 F1 B1 sb1  rf2 F2 B2 sb2"),
+            (0, 3, 2, "F0 sf0 F1 sf1  rb0 B0 rb1 B1"),
+            (
+                1,
+                3,
+                4,
+                "rf0 F0 sf0  rf1 F1 sf1 rb0 B0 sb0  rf2 F2 sf2 rb1 B1 sb1  rf3 F3 sf3 rb2 B2 sb2  rb3 B3 sb3",
+            ),
+        )
+    ),
+    (
+        builders.interleaved(1, 2, 2, 2),
+        "rf0 F0 sf0 rf1 F1 sf1  rf0' F0' B0' sb0'  rf1' F1' B1' sb1'  rb0 B0 sb0 rb1 B1 sb1",
+    ),
+    (
+        builders.interleaved(0, 1, 2, 1),
+        "F0 F0' B0' B0",
+    ),  # no messages where all parts share a stage
     (builders.build("zb-h1", 2, 1, 2).instructions(1), "rf0 F0 I0 sb0 rf1 F1 I1 sb1 W0 W1"),
     (builders.build("zb-h1", 2, 1, 2).instructions(0), "F0 sf0 F1 sf1 rb0 I0 W0 rb1 I1 W1"),
-    (builders.build("zbv", 2, 2, 1).instructions(1), "rf0 F0 F0' sf0' rb0' I0' I0 sb0 W0 W0'"),  # no message at the V's bottom
+    (
+        builders.build("zbv", 2, 2, 1).instructions(1),
+        "rf0 F0 F0' sf0' rb0' I0' I0 sb0 W0 W0'",
+    ),  # no message at the V's bottom
     (builders.build("zbv", 2, 2, 1).instructions(0), "F0 sf0 rf0' F0' I0' sb0' W0' rb0 I0 W0"),
-    (builders.forward_only(0, 1, 2), "F0 F1"), (builders.forward_only(0, 2, 2), "F0 sf0 F1 sf1"),
+    (builders.forward_only(0, 1, 2), "F0 F1"),
+    (builders.forward_only(0, 2, 2), "F0 sf0 F1 sf1"),
     (builders.forward_only(1, 3, 2), "rf0 F0 sf0 rf1 F1 sf1"),
 ]
 
 
 def test_small_cases():
     assert [given for given, expected in SMALL if given != read(expected)] == []
-    assert work(builders.interleaved(0, 2, 2, 4)) == "F0 F1 F0' F1' F2 B0' F3 B1' F2' B0 F3' B1 B2' B3' B2 B3"
-    assert work(builders.interleaved(0, 2, 2, 3)) == "F0 F1 F0' F1' F2 B0' B1' F2' B0 B1 B2' B2"  # the same without the fourth
+    assert (
+        work(builders.interleaved(0, 2, 2, 4))
+        == "F0 F1 F0' F1' F2 B0' F3 B1' F2' B0 F3' B1 B2' B3' B2 B3"
+    )
+    assert (
+        work(builders.interleaved(0, 2, 2, 3)) == "F0 F1 F0' F1' F2 B0' B1' F2' B0 B1 B2' B2"
+    )  # the same without the fourth
     assert work(builders.forward_only(0, 2, 4, 2)) == "F0 F1 F0' F1' F2 F3 F2' F3'"
     assert work(builders.forward_only(0, 2, 4, 2, "v")) == "F0 F1 F0' F2 F1' F3 F2' F3'"
 
 
 def test_1f1b_is_in_order_and_holds_little():
-    for stages, microbatches in itertools.product((1, 2, 3, 4, 5, 8, 16), (0, 1, 2, 3, 4, 5, 7, 8, 16, 33)):
+    for stages, microbatches in itertools.product(
+        (1, 2, 3, 4, 5, 8, 16), (0, 1, 2, 3, 4, 5, 7, 8, 16, 33)
+    ):
         for stage in range(stages):
             instructions = builders.one_f_one_b(stage, stages, microbatches)
-            order = {op: [i.microbatch for i in instructions if i.op == op] for op in SHORT.values()}
+            order = {
+                op: [i.microbatch for i in instructions if i.op == op] for op in SHORT.values()
+            }
             assert order[FORWARD] == order[BACKWARD] == list(range(microbatches))
             assert builders.in_flight(instructions) == min(stages - stage, microbatches)
 
@@ -115,20 +191,41 @@ def needed(placement: Placement, stage: int, i: Instruction) -> list[Instruction
 def test_everything_once_after_what_it_needs(name, chunks, stages):
     for schedule in schedules(name, chunks, stages):
         placement, evaluates = schedule.placement, schedule.name == "forward-only"
-        computed = [FORWARD] + [BACKWARD_INPUT] * (not evaluates) + [BACKWARD_WEIGHT] * schedule.splits_backward
+        computed = (
+            [FORWARD]
+            + [BACKWARD_INPUT] * (not evaluates)
+            + [BACKWARD_WEIGHT] * schedule.splits_backward
+        )
         for stage, mine in enumerate(lists_of(schedule)):
-            assert schedule.splits_backward == any(i.op == BACKWARD_INPUT for i in mine) or not schedule.microbatches
-            mine = [Instruction(BACKWARD_INPUT, i.microbatch, i.chunk) if i.op == BACKWARD else i for i in mine]
-            own = {Instruction(op, m, c) for op in computed for m in range(schedule.microbatches) for c in range(placement.chunks)}
-            assert own == {i for i in mine if i.op not in ops.SENDS + ops.RECEIVES} and len(set(mine)) == len(mine)
+            assert (
+                schedule.splits_backward == any(i.op == BACKWARD_INPUT for i in mine)
+                or not schedule.microbatches
+            )
+            mine = [
+                Instruction(BACKWARD_INPUT, i.microbatch, i.chunk) if i.op == BACKWARD else i
+                for i in mine
+            ]
+            own = {
+                Instruction(op, m, c)
+                for op in computed
+                for m in range(schedule.microbatches)
+                for c in range(placement.chunks)
+            }
+            assert own == {i for i in mine if i.op not in ops.SENDS + ops.RECEIVES} and len(
+                set(mine)
+            ) == len(mine)
             seen: set[Instruction] = set()
             for i in mine:
                 assert set(needed(placement, stage, i)) <= seen, (stage, i)
                 seen.add(i)
 
 
-def simulate(placement: Placement, lists: list[list[Instruction]], ahead: int | None = None,
-             queues: list[int] | None = None) -> int:
+def simulate(
+    placement: Placement,
+    lists: list[list[Instruction]],
+    ahead: int | None = None,
+    queues: list[int] | None = None,
+) -> int:
     """Walk all stages with blocking receives; returns the most sends that a stage had under way.
 
     ahead None: sends do not block; but with `queues` a stage with more sends under way waits until its oldest has been received.
@@ -170,8 +267,12 @@ def simulate(placement: Placement, lists: list[list[Instruction]], ahead: int | 
                     sent[stage, other, tag].append(i.microbatch)
                     most = max(most, len(under_way[stage]))
                 places[stage] += 1
-        assert sum(places) > before, f"deadlock: {[mine[place:place + 2] for mine, place in zip(lists, places)]}"
-    assert all(len(messages) == received[channel] for channel, messages in sent.items()), "a message was never received"
+        assert sum(places) > before, (
+            f"deadlock: {[mine[place : place + 2] for mine, place in zip(lists, places)]}"
+        )
+    assert all(len(messages) == received[channel] for channel, messages in sent.items()), (
+        "a message was never received"
+    )
     return most
 
 
@@ -183,33 +284,47 @@ def test_messages_of_a_tag_follow_the_order_of_the_microbatches(name, chunks, st
             for i in mine:
                 if i.op in ops.SENDS + ops.RECEIVES:
                     by_tag[i.op, schedule.placement.peer(stage, i)].append(i.microbatch)
-            assert all(messages == list(range(schedule.microbatches)) for messages in by_tag.values())
+            assert all(
+                messages == list(range(schedule.microbatches)) for messages in by_tag.values()
+            )
             posted = {(i.op, i.chunk) for i in mine if i.op in ops.RECEIVES}
-            assert {tag: [i.microbatch for i in found] for tag, found in builders.receives(mine).items()} == dict.fromkeys(
-                posted, list(range(schedule.microbatches)))
+            assert {
+                tag: [i.microbatch for i in found] for tag, found in builders.receives(mine).items()
+            } == dict.fromkeys(posted, list(range(schedule.microbatches)))
 
 
 @pytest.mark.parametrize(("name", "chunks", "stages"), FAMILIES)
 def test_every_list_can_be_walked_whether_sends_block_or_not(name, chunks, stages):
     """And its send queue never stops a stage."""
     for schedule in schedules(name, chunks, stages):
-        lists, queues = lists_of(schedule), [schedule.send_queue(stage) for stage in range(schedule.placement.stages)]
+        lists, queues = (
+            lists_of(schedule),
+            [schedule.send_queue(stage) for stage in range(schedule.placement.stages)],
+        )
         simulate(schedule.placement, lists, ahead=ops.receives_ahead(name))
         under_way = simulate(schedule.placement, lists)
-        if schedule.name != "forward-only":  # where nothing tells that a send is finished, and stages wait
+        if (
+            schedule.name != "forward-only"
+        ):  # where nothing tells that a send is finished, and stages wait
             assert under_way <= max(queues)
         simulate(schedule.placement, lists, queues=queues)
 
 
 def test_the_send_queue_does_not_grow_with_the_batch():
     for name, chunks in KINDS:
-        few, many = ([build(name, 4, chunks, m).send_queue(stage) for stage in range(4)] for m in (24, 96))
+        few, many = (
+            [build(name, 4, chunks, m).send_queue(stage) for stage in range(4)] for m in (24, 96)
+        )
         assert many == few and max(few) <= 4 * 4 * chunks
 
 
 def test_held_and_run():
     assert held(read("F0 F1 B0 F2 B1 B2")) == (Held((2,), (0,)),)
-    assert set(held(read("F0 F1 I0 I1 W0 W1"))) == {Held((2,), (0,)), Held((1,), (1,)), Held((0,), (2,))}
+    assert set(held(read("F0 F1 I0 I1 W0 W1"))) == {
+        Held((2,), (0,)),
+        Held((1,), (1,)),
+        Held((0,), (2,)),
+    }
     assert set(held(read("F0 F0' B0' B0 F1"), 2)) == {Held((1, 1), (0, 0))}
     assert held([]) == () and builders.in_flight([]) == 0
     assert builders.in_flight(read("F0 F1 F0' I0' W0' I0 W0 I1 W1")) == 3
@@ -231,35 +346,63 @@ def test_what_a_stage_holds(name, chunks, stages):
     for schedule in schedules(name, chunks, stages)[:8]:
         p, v = schedule.placement.stages, schedule.placement.chunks
         for stage, mine in enumerate(lists_of(schedule)):
-            most = max((sum(h.activations) + sum(h.weight_inputs) for h in held(mine, v)), default=0)
+            most = max(
+                (sum(h.activations) + sum(h.weight_inputs) for h in held(mine, v)), default=0
+            )
             if schedule.name == "interleaved":
-                assert most <= 2 * (p - stage - 1) + (v - 1) * p + 1  # what Megatron's first forwards and one more hold
+                assert (
+                    most <= 2 * (p - stage - 1) + (v - 1) * p + 1
+                )  # what Megatron's first forwards and one more hold
             else:
-                assert most <= (p - stage if schedule.name == "1f1b" else p * v)  # in all, no more than the first stage of 1F1B
+                assert most <= (
+                    p - stage if schedule.name == "1f1b" else p * v
+                )  # in all, no more than the first stage of 1F1B
 
 
 OPERATIONS = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 # Of 124M, whose head costs five layers, and of a model whose head costs two, both cut for stages of equal cost.
-HEAVY = {2: ((18, 21, 15), (24, 28, 20), (24, 28, 20), (94, 7, 5)),
-         4: ((12, 14, 10), *((18, 21, 15),) * 6, (42, 7, 5))}
+HEAVY = {
+    2: ((18, 21, 15), (24, 28, 20), (24, 28, 20), (94, 7, 5)),
+    4: ((12, 14, 10), *((18, 21, 15),) * 6, (42, 7, 5)),
+}
 
 
-def made_for(costs: ops.SplitCosts, stages: int, microbatches: int, head: int = 0, pending: int | None = None) -> Schedule:
+def made_for(
+    costs: ops.SplitCosts, stages: int, microbatches: int, head: int = 0, pending: int | None = None
+) -> Schedule:
     """ZB-V for parts that cost so much."""
-    return replace(build("zbv", stages, 2, microbatches), costs=part_costs(2 * stages, costs, head), pending=pending)
+    return replace(
+        build("zbv", stages, 2, microbatches),
+        costs=part_costs(2 * stages, costs, head),
+        pending=pending,
+    )
 
 
 def end(lists: Schedule, costs: ops.PartCosts) -> float:
     """When the stages have finished where the parts cost what `costs` says."""
-    place, stages, chunks = lists.placement, range(lists.placement.stages), range(lists.placement.chunks)
-    return walk(lists, Costs({op: [[costs[place.part(stage, chunk)][n] for chunk in chunks] for stage in stages]
-                              for n, op in enumerate(OPERATIONS)}))
+    place, stages, chunks = (
+        lists.placement,
+        range(lists.placement.stages),
+        range(lists.placement.chunks),
+    )
+    return walk(
+        lists,
+        Costs(
+            {
+                op: [[costs[place.part(stage, chunk)][n] for chunk in chunks] for stage in stages]
+                for n, op in enumerate(OPERATIONS)
+            }
+        ),
+    )
 
 
 def busy(lists: Schedule, costs: ops.PartCosts) -> int:
     """For how long the busiest stage computes."""
     place, stages = lists.placement, range(lists.placement.stages)
-    return lists.microbatches * max(sum(sum(costs[place.part(stage, chunk)]) for chunk in range(place.chunks)) for stage in stages)
+    return lists.microbatches * max(
+        sum(sum(costs[place.part(stage, chunk)]) for chunk in range(place.chunks))
+        for stage in stages
+    )
 
 
 def most(moments: Sequence[Held], share: float = 1) -> float:
@@ -275,16 +418,22 @@ def test_lists_made_for_the_costs_are_shorter(stages, costs, gain):
     assert end(own, own.costs) <= (1 + 0.6 / 4) * busy(own, own.costs)
 
 
-@pytest.mark.parametrize(("stages", "microbatches", "pending", "idle"), [(2, 4, None, 0.06), (2, 4, 3, 0.005), (2, 16, 3, 0.01),
-                                                                         (4, 16, 6, 0.03)])
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "pending", "idle"),
+    [(2, 4, None, 0.06), (2, 4, 3, 0.005), (2, 16, 3, 0.01), (4, 16, 6, 0.03)],
+)
 def test_a_heavy_last_part_and_more_memory_leave_stages_busy(stages, microbatches, pending, idle):
     own = replace(made_for((6, 7, 5), stages, microbatches, pending=pending), costs=HEAVY[stages])
     alike = replace(own, costs=(), pending=None)
-    assert end(own, own.costs) <= (1 + idle) * busy(own, own.costs) and end(own, own.costs) < 0.97 * end(alike, own.costs)
+    assert end(own, own.costs) <= (1 + idle) * busy(own, own.costs) and end(
+        own, own.costs
+    ) < 0.97 * end(alike, own.costs)
     assert max(most(own.held(stage)) for stage in range(stages)) <= 2 * (pending or stages)
 
 
-@pytest.mark.parametrize(("costs", "head"), [((6, 7, 5), 0), ((6, 9, 5), 0), ((6, 12, 5), 0), ((6, 7, 5), 50)])
+@pytest.mark.parametrize(
+    ("costs", "head"), [((6, 7, 5), 0), ((6, 9, 5), 0), ((6, 12, 5), 0), ((6, 7, 5), 50)]
+)
 @pytest.mark.parametrize(("stages", "more"), [(1, 0), (2, 3), (5, 0), (8, 3)])
 def test_they_hold_no_more_than_they_may(stages, costs, head, more):
     pending = stages + more if more else None
@@ -293,40 +442,76 @@ def test_they_hold_no_more_than_they_may(stages, costs, head, more):
         moments = held(own.instructions(stage), 2)
         assert most(moments) <= 2 * (pending or stages)
         for share in (1, 0.6):  # of a chunk's bytes that its W needs
-            assert most(own.held(stage), share) == pytest.approx(most(moments, share), rel=0.03), "a shorter list holds as much"
+            assert most(own.held(stage), share) == pytest.approx(most(moments, share), rel=0.03), (
+                "a shorter list holds as much"
+            )
 
 
 def test_costs_of_runs_and_where_there_is_no_list():
     place = Placement(8, 2, V)
     costs = part_costs(16, (6, 7, 5), 14)
-    made = [zero_bubble._Stages(place, 24, 32, zero_bubble.Way(costs, True, empties)).lists for empties in (False, True)]
+    made = [
+        zero_bubble._Stages(place, 24, 32, zero_bubble.Way(costs, True, empties)).lists
+        for empties in (False, True)
+    ]
     assert math.inf in [zero_bubble.end(place, lists, costs) for lists in made]
     assert zero_bubble.end(place, zero_bubble.lists(place, 24, 32, costs), costs) < math.inf
     placement = Placement(12, 3)
-    with pytest.raises(zero_bubble.NoList, match="12 stages of 3 chunks that hold 54 of them have no zero-bubble list"):
-        zero_bubble.lists(placement, 168, 54, ((6, 7, 5),) * placement.parts, ((6, 7, 2),) * placement.parts)
-    run = small_run(num_layers=4, pipeline_model_parallel_size=2, tensor_model_parallel_size=2, pipeline_schedule="zb-h1",
-                    zero_bubble_max_pending_backward=3)
+    with pytest.raises(
+        zero_bubble.NoList,
+        match="12 stages of 3 chunks that hold 54 of them have no zero-bubble list",
+    ):
+        zero_bubble.lists(
+            placement, 168, 54, ((6, 7, 5),) * placement.parts, ((6, 7, 2),) * placement.parts
+        )
+    run = small_run(
+        num_layers=4,
+        pipeline_model_parallel_size=2,
+        tensor_model_parallel_size=2,
+        pipeline_schedule="zb-h1",
+        zero_bubble_max_pending_backward=3,
+    )
     lists = of_run(run, 4)
-    assert lists.pending == 3 and [w for _, _, w in lists.costs] == [10, 10] and [w for _, _, w in lists.compared] == [4, 4]
+    assert (
+        lists.pending == 3
+        and [w for _, _, w in lists.costs] == [10, 10]
+        and [w for _, _, w in lists.compared] == [4, 4]
+    )
 
 
-@pytest.mark.parametrize(("costs", "head"), [((1, 1, 1), 0), ((6, 7, 5), 0), ((6, 12, 5), 0), ((6, 7, 5), 50)])
+@pytest.mark.parametrize(
+    ("costs", "head"), [((1, 1, 1), 0), ((6, 7, 5), 0), ((6, 12, 5), 0), ((6, 7, 5), 50)]
+)
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (4, 2), (8, 4), (5, 16)])
-def test_the_end_is_that_of_the_walk_and_no_later_than_that_of_the_list_for_equal_costs(stages, microbatches, costs, head):
+def test_the_end_is_that_of_the_walk_and_no_later_than_that_of_the_list_for_equal_costs(
+    stages, microbatches, costs, head
+):
     own = made_for(costs, stages, microbatches, head)
     found = zero_bubble.lists(own.placement, microbatches, 2 * stages, own.costs)
-    assert zero_bubble.end(own.placement, found, own.costs) == end(own, own.costs) <= end(replace(own, costs=()), own.costs)
+    assert (
+        zero_bubble.end(own.placement, found, own.costs)
+        == end(own, own.costs)
+        <= end(replace(own, costs=()), own.costs)
+    )
 
 
-@pytest.mark.parametrize(("changes", "costs"), [
-    ({}, (6, 7, 5)), ({"recompute_granularity": "full"}, (6, 12, 5)),
-    ({"recompute_granularity": "full", "recompute_part_layers": (2, 2, 2, 0)}, (6, 7, 5))])
+@pytest.mark.parametrize(
+    ("changes", "costs"),
+    [
+        ({}, (6, 7, 5)),
+        ({"recompute_granularity": "full"}, (6, 12, 5)),
+        ({"recompute_granularity": "full", "recompute_part_layers": (2, 2, 2, 0)}, (6, 7, 5)),
+    ],
+)
 def test_parts_cost_what_their_layers_and_the_head_do(changes, costs):
-    run = small_run(num_layers=8, pipeline_model_parallel_size=2, pipeline_schedule="zbv", **changes)
+    run = small_run(
+        num_layers=8, pipeline_model_parallel_size=2, pipeline_schedule="zbv", **changes
+    )
     layers, found = pipeline_split(run), of_run(run, 4)
     layer, head = layer_and_head_flops(run)
     expected = [tuple(cost * count for cost in costs) for count in layers]
     expected[-1] = (expected[-1][0] + round(3 * 6 * head / layer), *expected[-1][1:])
     assert found.costs == found.compared == split_costs(run) == tuple(expected)
-    assert of_run(replace(run, parallel=ParallelConfig(pipeline_model_parallel_size=2)), 4).costs == ()
+    assert (
+        of_run(replace(run, parallel=ParallelConfig(pipeline_model_parallel_size=2)), 4).costs == ()
+    )

@@ -14,11 +14,24 @@ from fugaku_megatron.costs import memory, run_schedule
 from tests.helpers import make_trainer, small_run
 
 STAGES, MICROBATCHES = 4, 8
-MODEL = {"num_layers": 16, "hidden_size": 64, "seq_length": 128, "max_position_embeddings": 128, "micro_batch_size": 2,
-         "global_batch_size": 2 * MICROBATCHES, "pipeline_model_parallel_size": STAGES, "pipeline_split": "even",
-         "hidden_dropout": 0.1, "attention_dropout": 0.1}
-SCHEDULES = {"1f1b": {}, "interleaved": {"num_virtual_stages_per_pipeline_rank": 2}, "zb-h1": {"pipeline_schedule": "zb-h1"},
-             "zbv": {"pipeline_schedule": "zbv"}}
+MODEL = {
+    "num_layers": 16,
+    "hidden_size": 64,
+    "seq_length": 128,
+    "max_position_embeddings": 128,
+    "micro_batch_size": 2,
+    "global_batch_size": 2 * MICROBATCHES,
+    "pipeline_model_parallel_size": STAGES,
+    "pipeline_split": "even",
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+}
+SCHEDULES = {
+    "1f1b": {},
+    "interleaved": {"num_virtual_stages_per_pipeline_rank": 2},
+    "zb-h1": {"pipeline_schedule": "zb-h1"},
+    "zbv": {"pipeline_schedule": "zbv"},
+}
 
 
 def allocations(events: list) -> Iterator:
@@ -41,7 +54,9 @@ def allocated_peak(world: SoloComm, run: RunConfig) -> int:
 
 def allocated(recorded: profile) -> tuple[int, int]:
     """Bytes that torch holds at the end, and at most, of what it has allocated in a record."""
-    sizes: dict[int, int] = {}  # by address: what was there before the record may be freed in it, and counts for nothing
+    sizes: dict[
+        int, int
+    ] = {}  # by address: what was there before the record may be freed in it, and counts for nothing
     held = peak = 0
     events = allocations(recorded.profiler.kineto_results.experimental_event_tree())
     for event in sorted(events, key=lambda event: event.start_time_ns):
@@ -53,27 +68,63 @@ def allocated(recorded: profile) -> tuple[int, int]:
     return held, peak
 
 
-@pytest.mark.parametrize(("name", "stage", "recompute", "pending"), [
-    *((name, stage, kind, None) for name in SCHEDULES for stage, kind in ((0, None), (3, None), (1, "full"), (0, "some"))),
-    ("1f1b", 2, None, None), ("zbv", 2, "full", None), ("zbv", 0, None, 6)])  # the last one holds more than ZB-V's own
+@pytest.mark.parametrize(
+    ("name", "stage", "recompute", "pending"),
+    [
+        *(
+            (name, stage, kind, None)
+            for name in SCHEDULES
+            for stage, kind in ((0, None), (3, None), (1, "full"), (0, "some"))
+        ),
+        ("1f1b", 2, None, None),
+        ("zbv", 2, "full", None),
+        ("zbv", 0, None, 6),
+    ],
+)  # the last one holds more than ZB-V's own
 def test_peak(name, stage, recompute, pending):
-    changes = {**SCHEDULES[name], "recompute_granularity": recompute and "full", "zero_bubble_max_pending_backward": pending}
+    changes = {
+        **SCHEDULES[name],
+        "recompute_granularity": recompute and "full",
+        "zero_bubble_max_pending_backward": pending,
+    }
     if recompute == "some":
-        changes["recompute_part_layers"] = (1, 3, 2, 0, 2, 0, 1, 1)[:placement(small_run(**MODEL, **changes)).parts]
+        changes["recompute_part_layers"] = (1, 3, 2, 0, 2, 0, 1, 1)[
+            : placement(small_run(**MODEL, **changes)).parts
+        ]
     run = small_run(**MODEL, **changes)
     held = run_schedule.of_run(run, MICROBATCHES).held(stage)
     predicted = memory.stage_memory(run, Layout.from_run(run, STAGES), stage, held)
-    assert allocated_peak(SoloComm(stage, STAGES), run) == pytest.approx(predicted.activations + predicted.logits, rel=0.05)
+    assert allocated_peak(SoloComm(stage, STAGES), run) == pytest.approx(
+        predicted.activations + predicted.logits, rel=0.05
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("layers", [2, 6])
 def test_gradients_of_one_micro_batch_lie_where_activations_were(layers, tied):
-    sizes = {"num_layers": layers, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 256, "max_position_embeddings": 256}
-    changes = {**MODEL, **sizes, "pipeline_model_parallel_size": 1, "micro_batch_size": 1, "global_batch_size": 1,
-               "untie_embeddings_and_output_weights": not tied, "swiglu": not tied, "disable_bias_linear": not tied}
+    sizes = {
+        "num_layers": layers,
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "seq_length": 256,
+        "max_position_embeddings": 256,
+    }
+    changes = {
+        **MODEL,
+        **sizes,
+        "pipeline_model_parallel_size": 1,
+        "micro_batch_size": 1,
+        "global_batch_size": 1,
+        "untie_embeddings_and_output_weights": not tied,
+        "swiglu": not tied,
+        "disable_bias_linear": not tied,
+    }
     run = small_run(**changes)
-    predicted = memory.stage_memory(run, Layout.from_run(run, 1), 0, run_schedule.of_run(run, 1).held(0))
+    predicted = memory.stage_memory(
+        run, Layout.from_run(run, 1), 0, run_schedule.of_run(run, 1).held(0)
+    )
     assert predicted.reused > predicted.activations / 4
     both = predicted.gradients + predicted.activations + predicted.logits - predicted.reused
-    assert 0.8 * both < allocated_peak(SoloComm(), run) < 1.05 * both, "tensors of head and layers that are never there at once"
+    assert 0.8 * both < allocated_peak(SoloComm(), run) < 1.05 * both, (
+        "tensors of head and layers that are never there at once"
+    )

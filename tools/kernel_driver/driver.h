@@ -37,14 +37,20 @@ class Work {
     return static_cast<float*>(tensor(n, DType::f32, scale, true, false, ALL));
   }
   // Zeros that the kernel writes; they make the checksum.
-  void* output(int64_t n, int64_t touched = ALL) { return tensor(n, dtype, 0, false, true, touched); }
+  void* output(int64_t n, int64_t touched = ALL) {
+    return tensor(n, dtype, 0, false, true, touched);
+  }
   float* output_f32(int64_t n, int64_t touched = ALL) {
     return static_cast<float*>(tensor(n, DType::f32, 0, false, true, touched));
   }
   // Of whole numbers, whose checksum is that of the numbers times 2^-32.
-  uint32_t* output_u32(int64_t n) { return static_cast<uint32_t*>(tensor(n, DType::i32, 0, false, true, ALL)); }
+  uint32_t* output_u32(int64_t n) {
+    return static_cast<uint32_t*>(tensor(n, DType::i32, 0, false, true, ALL));
+  }
   // Both: read and written.
-  void* updated(int64_t n, DType type, float scale) { return tensor(n, type, scale, true, true, ALL); }
+  void* updated(int64_t n, DType type, float scale) {
+    return tensor(n, type, scale, true, true, ALL);
+  }
   float* updated_f32(int64_t n, float scale = 1, int64_t touched = ALL) {
     return static_cast<float*>(tensor(n, DType::f32, scale, true, true, touched));
   }
@@ -58,10 +64,10 @@ class Work {
   double bytes() const { return bytes_; }
 
   const DType dtype;
-  const DType operands;  // of a matmul: dtype, or bf16x3 of float32
+  const DType operands;      // of a matmul: dtype, or bf16x3 of float32
   const int64_t fp16_chunk;  // of gemm_args.h; 0 but for gemm ops
-  Sizes sizes;               // of the kernel's row; e and e_out are those of dtype unless an op sets them
-  double flops = 0;          // where the kernel counts them itself
+  Sizes sizes;       // of the kernel's row; e and e_out are those of dtype unless an op sets them
+  double flops = 0;  // where the kernel counts them itself
   std::function<void()> run;
   std::function<void()> after;  // once, before the checksum
 

@@ -52,7 +52,8 @@ const int64_t* Work::indices(int64_t n, int64_t limit, int64_t touched) {
 void* Work::tensor(int64_t n, DType type, float scale, bool read, bool written, int64_t touched) {
   const uint32_t seed = static_cast<uint32_t>(memory_.size()) * 40503u;
   std::vector<float> values(n);
-  for (int64_t i = 0; read && i < n; ++i) values[i] = scale * number(static_cast<uint32_t>(i) + seed);
+  for (int64_t i = 0; read && i < n; ++i)
+    values[i] = scale * number(static_cast<uint32_t>(i) + seed);
   void* data = memory(n * element_bytes(type));
   if (type == DType::i32) {
     std::memset(data, 0, n * sizeof(uint32_t));
@@ -60,7 +61,8 @@ void* Work::tensor(int64_t n, DType type, float scale, bool read, bool written, 
     kernels().convert(values.data(), DType::f32, data, type, n);
   }
   if (written) outputs_.push_back({data, type, n});
-  bytes_ += static_cast<double>((read + written) * (touched == ALL ? n : touched) * element_bytes(type));
+  bytes_ +=
+      static_cast<double>((read + written) * (touched == ALL ? n : touched) * element_bytes(type));
   return data;
 }
 
@@ -91,7 +93,8 @@ struct Options {
 int64_t whole_number(const std::string& what, const std::string& text) {
   char* end = nullptr;
   const long long value = std::strtoll(text.c_str(), &end, 10);
-  if (text.empty() || *end || value < 0) throw std::invalid_argument(what + ": expected a number, got '" + text + "'");
+  if (text.empty() || *end || value < 0)
+    throw std::invalid_argument(what + ": expected a number, got '" + text + "'");
   return value;
 }
 
@@ -142,7 +145,8 @@ DType stored(const Options& o, DType dtype) {
   if (dtype != DType::bf16x3) return dtype;
   if (!is_matmul(o)) throw std::invalid_argument("--dtype bf16x3: not for " + o.op);
   if (!kernels().has_bf16_arithmetic())
-    throw std::invalid_argument(std::string("--dtype bf16x3: target ") + active() + " has no BF16 arithmetic");
+    throw std::invalid_argument(std::string("--dtype bf16x3: target ") + active() +
+                                " has no BF16 arithmetic");
   return DType::f32;
 }
 
@@ -150,9 +154,11 @@ DType stored(const Options& o, DType dtype) {
 int64_t checked_chunk(const Options& o, DType dtype) {
   if (!o.fp16_chunk) return 0;
   if (!is_matmul(o)) throw std::invalid_argument("--fp16-chunk: not for " + o.op);
-  if (dtype != DType::f16) throw std::invalid_argument("--fp16-chunk: expected --dtype f16, got " + o.dtype);
+  if (dtype != DType::f16)
+    throw std::invalid_argument("--fp16-chunk: expected --dtype f16, got " + o.dtype);
   if (!kernels().has_fp16_arithmetic())
-    throw std::invalid_argument(std::string("--fp16-chunk: target ") + active() + " has no FP16 arithmetic");
+    throw std::invalid_argument(std::string("--fp16-chunk: target ") + active() +
+                                " has no FP16 arithmetic");
   return o.fp16_chunk;
 }
 
@@ -172,7 +178,8 @@ std::string size_names(const KernelRow& row) {
 
 Sizes sizes_of(const KernelRow& row, const Shape& shape, DType dtype) {
   Sizes sizes;
-  for (size_t i = 0; i < shape.size(); ++i) *sizes.find(row.sizes[i]) = static_cast<double>(shape[i]);
+  for (size_t i = 0; i < shape.size(); ++i)
+    *sizes.find(row.sizes[i]) = static_cast<double>(shape[i]);
   sizes.dx = 1;
   sizes.e = sizes.e_out = static_cast<double>(element_bytes(dtype));
   return sizes;
@@ -189,9 +196,11 @@ const Op& find(const std::string& name) {
 
 int list() {
   std::printf(
-      "kernel_driver OP [SHAPE...] [--target T] [--dtype f32|bf16|f16|bf16x3] [--fp16-chunk K] [--threads N] [--repeat N]\n");
+      "kernel_driver OP [SHAPE...] [--target T] [--dtype f32|bf16|f16|bf16x3] [--fp16-chunk K] "
+      "[--threads N] [--repeat N]\n");
   for (const Op& op : ops()) {
-    std::printf("  %-37s %-37s %-18s default", op.name.c_str(), op.kernel.c_str(), size_names(row_of(op)).c_str());
+    std::printf("  %-37s %-37s %-18s default", op.name.c_str(), op.kernel.c_str(),
+                size_names(row_of(op)).c_str());
     for (int64_t n : op.defaults) std::printf(" %lld", static_cast<long long>(n));
     std::printf("\n");
   }
@@ -208,7 +217,8 @@ std::vector<double> times(const Work& work, int repeat) {
   for (int i = 0; i < repeat; ++i) {
     const auto begin = std::chrono::steady_clock::now();
     work.run();
-    seconds.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
+    seconds.push_back(
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
   }
   std::sort(seconds.begin(), seconds.end());
   return seconds;
@@ -216,9 +226,10 @@ std::vector<double> times(const Work& work, int repeat) {
 
 void report_times(const std::vector<double>& seconds, double flops, double bytes) {
   const double best = seconds[0], median = seconds[seconds.size() / 2];
-  std::printf("seconds best %.3e median %.3e of %zu runs (no meaning under an emulator)\n", best, median,
-              seconds.size());
-  if (flops > 0) std::printf("GFLOP/s best %.3f median %.3f\n", flops / best * 1e-9, flops / median * 1e-9);
+  std::printf("seconds best %.3e median %.3e of %zu runs (no meaning under an emulator)\n", best,
+              median, seconds.size());
+  if (flops > 0)
+    std::printf("GFLOP/s best %.3f median %.3f\n", flops / best * 1e-9, flops / median * 1e-9);
   if (bytes > 0)
     std::printf("GB/s best %.3f median %.3f, of bytes that must be moved\n", bytes / best * 1e-9,
                 bytes / median * 1e-9);
@@ -227,8 +238,9 @@ void report_times(const std::vector<double>& seconds, double flops, double bytes
 Shape checked_shape(const Options& options, const Op& op, const KernelRow& row) {
   if (options.shape.empty()) return op.defaults;
   if (options.shape.size() != row.sizes.size()) {
-    throw std::invalid_argument(op.name + ": expected " + std::to_string(row.sizes.size()) + " numbers (" +
-                                size_names(row) + "), got " + std::to_string(options.shape.size()));
+    throw std::invalid_argument(op.name + ": expected " + std::to_string(row.sizes.size()) +
+                                " numbers (" + size_names(row) + "), got " +
+                                std::to_string(options.shape.size()));
   }
   return options.shape;
 }
@@ -251,7 +263,8 @@ void choose_target(const std::string& name) {
     if (target.compiled && !target.runnable) reason = target.name + ": " + target.reason;
   }
   if (!reason.empty())
-    std::fprintf(stderr, "kernel_driver: runs target portable, the slowest, without %s\n", reason.c_str());
+    std::fprintf(stderr, "kernel_driver: runs target portable, the slowest, without %s\n",
+                 reason.c_str());
 }
 
 int run(const Options& options) {
@@ -266,8 +279,10 @@ int run(const Options& options) {
   work.run();
   if (work.after) work.after();
   report_call(options, shape);
-  const double flops = work.flops ? work.flops : row.flops(work.sizes), bytes = row.bytes(work.sizes);
-  std::printf("checksum %.9g\nbytes %.0f of tensors %.0f flops %.0f\n", work.checksum(), bytes, work.bytes(), flops);
+  const double flops = work.flops ? work.flops : row.flops(work.sizes),
+               bytes = row.bytes(work.sizes);
+  std::printf("checksum %.9g\nbytes %.0f of tensors %.0f flops %.0f\n", work.checksum(), bytes,
+              work.bytes(), flops);
   if (options.repeat) report_times(times(work, options.repeat), flops, bytes);
   return 0;
 }

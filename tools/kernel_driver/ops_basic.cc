@@ -78,7 +78,8 @@ void adamw(Work& w, const Shape& n) {
   w.sizes.e_avg = w.sizes.e_sq = MOMENT == DType::f32 ? 4 : 2;
   w.sizes.e_out = 0;  // no copy in half precision
   // Elements of the middle columns of a matrix.
-  const AdamWArgs args{1.0f, 0.999f, 0.1f, 0.95f, 0.05f, 1e-3f, 3.0f, 1e-8f, {1234, 5, 7, 3, 300, 700}};
+  const AdamWArgs args{
+      1.0f, 0.999f, 0.1f, 0.95f, 0.05f, 1e-3f, 3.0f, 1e-8f, {1234, 5, 7, 3, 300, 700}};
   w.run = [=] { kernels().adamw(param, grad, m, v, nullptr, DType::f32, n[0], args); };
 }
 

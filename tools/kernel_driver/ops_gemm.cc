@@ -70,7 +70,10 @@ void set_grouped_run(Work& w, const GemmArgs& each, const Shape& n, int64_t rows
   auto counts = std::make_shared<std::vector<int64_t>>();
   w.indices(n[3], 1);  // what is read of them
   for (int64_t i = 0; i < n[3]; ++i) counts->push_back(rows * (i + 1) / n[3] - rows * i / n[3]);
-  w.run = [=] { kernels().grouped_linear_forward({each, n[3], counts->data(), sums ? n[0] * n[1] : n[1] * n[2], sums}); };
+  w.run = [=] {
+    kernels().grouped_linear_forward(
+        {each, n[3], counts->data(), sums ? n[0] * n[1] : n[1] * n[2], sums});
+  };
 }
 
 void grouped_nt(Work& w, const Shape& n) {
@@ -106,7 +109,9 @@ void pack_weight(Work& w, const Shape& n) {
   const int64_t count = g.n * g.k;
   const void* weight = w.input(count, 1, 2 * count);  // read, and written packed
   void* packed = w.memory(kernels().packed_weight_size(g.n, g.k, w.operands, g.fp16_chunk));
-  w.run = [=, &w] { kernels().pack_weight({g.n, g.k, w.operands, weight, 1, g.k, packed, w.fp16_chunk}); };
+  w.run = [=, &w] {
+    kernels().pack_weight({g.n, g.k, w.operands, weight, 1, g.k, packed, w.fp16_chunk});
+  };
   g.packed = packed;
   w.after = [g] { kernels().gemm(g); };
 }

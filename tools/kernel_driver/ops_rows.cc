@@ -63,13 +63,15 @@ void bias_dropout_add(Work& w, const Shape& n) {
 
 void bias_dropout_add_backward(Work& w, const Shape& n) {
   const int64_t count = n[0] * n[1] * n[2];
-  const ResidualGradArgs args{w.input(count), w.output(count), w.updated_f32(n[2]), w.dtype, dropout_of(n)};
+  const ResidualGradArgs args{w.input(count), w.output(count), w.updated_f32(n[2]), w.dtype,
+                              dropout_of(n)};
   w.run = [=] { kernels().bias_dropout_add_backward(args); };
 }
 
 template <bool RMS>
 void call_residual_norm(const ResidualArgs& sum, const LayerNormArgs& norm) {
-  RMS ? kernels().bias_dropout_add_rms_norm(sum, norm) : kernels().bias_dropout_add_layer_norm(sum, norm);
+  RMS ? kernels().bias_dropout_add_rms_norm(sum, norm)
+      : kernels().bias_dropout_add_layer_norm(sum, norm);
 }
 
 template <bool RMS>
@@ -86,7 +88,8 @@ void residual_norm_backward(Work& w, const Shape& n) {
   const LayerNormArgs norm = norm_of<RMS>(w, sum.out, n[0] * n[1], n[2], false);
   call_residual_norm<RMS>(sum, norm);
   const LayerNormGradArgs grad = norm_gradient<RMS>(w, norm, w.input(count));
-  const ResidualGradArgs residual{grad.dx, w.output(count), w.updated_f32(n[2]), w.dtype, dropout_of(n)};
+  const ResidualGradArgs residual{grad.dx, w.output(count), w.updated_f32(n[2]), w.dtype,
+                                  dropout_of(n)};
   w.run = [=] {
     RMS ? kernels().bias_dropout_add_rms_norm_backward(grad, residual)
         : kernels().bias_dropout_add_layer_norm_backward(grad, residual);
@@ -137,7 +140,9 @@ void cross_entropy_backward(Work& w, const Shape& n) {
 void activate(Work& w, const Shape& n) {
   const void *x = w.input(n[0] * n[1], 3), *bias = w.input(n[1]);
   void* y = w.output(n[0] * n[1]);
-  w.run = [=, &w] { kernels().activate({x, bias, y, n[1], n[0], n[1], w.dtype, Activation::gelu}); };
+  w.run = [=, &w] {
+    kernels().activate({x, bias, y, n[1], n[0], n[1], w.dtype, Activation::gelu});
+  };
 }
 
 GateArgs gate_of(Work& w, const Shape& n) {
@@ -166,8 +171,8 @@ void scaled_gate(Work& w, const Shape& n) {
 void scaled_gate_backward(Work& w, const Shape& n) {
   GateArgs args = gate_of(w, n);
   args.factors = w.input_f32(n[0]);
-  const GateGradArgs grad{w.input(n[0] * n[1]), w.output(2 * n[0] * n[1]), args.x_row, args.x_part, w.output_f32(n[0]),
-                          w.output(n[0] * n[1])};
+  const GateGradArgs grad{w.input(n[0] * n[1]), w.output(2 * n[0] * n[1]), args.x_row,
+                          args.x_part,          w.output_f32(n[0]),        w.output(n[0] * n[1])};
   w.run = [=] { kernels().gate_backward(args, grad); };
 }
 
@@ -175,7 +180,8 @@ int64_t* output_i64(Work& w, int64_t n) { return reinterpret_cast<int64_t*>(w.ou
 
 RouteArgs route_of(Work& w, const Shape& n, bool forward) {
   const int64_t rows = n[0], k = n[1], experts = n[2];
-  const float *logits = w.input_f32(rows * experts, 3), *bias = forward ? w.input_f32(experts) : nullptr;
+  const float *logits = w.input_f32(rows * experts, 3),
+              *bias = forward ? w.input_f32(experts) : nullptr;
   return {logits, bias, rows, experts, k, 0, 0, Scores::sigmoid, 1, 0};
 }
 
@@ -196,7 +202,8 @@ void route_backward(Work& w, const Shape& n) {
 
 void sort_pairs(Work& w, const Shape& n) {
   const int64_t count = n[0] * n[1], experts = n[2], *chosen = w.indices(count, experts);
-  int64_t *counts = output_i64(w, experts), *pairs = output_i64(w, count), *places = output_i64(w, count);
+  int64_t *counts = output_i64(w, experts), *pairs = output_i64(w, count),
+          *places = output_i64(w, count);
   w.run = [=] { kernels().sort_pairs(chosen, count, experts, counts, pairs, places); };
 }
 
@@ -224,7 +231,8 @@ RotaryArgs rotary_of(Work& w, const Shape& n, bool norm) {
   const float *cos = w.input_f32(s * half), *sin = w.input_f32(s * half);
   const void* x = w.input(s * b * heads * d);
   void* y = w.output(s * b * heads * d);
-  return {x, q_weight, k_weight, cos, sin, y, s, b, heads, heads - 2, d, half, EPSILON, false, false, w.dtype};
+  return {x,     q_weight,  k_weight, cos,  sin,     y,     s,     b,
+          heads, heads - 2, d,        half, EPSILON, false, false, w.dtype};
 }
 
 template <bool NORM>
@@ -235,7 +243,8 @@ void rotary(Work& w, const Shape& n) {
 
 void rotary_norm_backward(Work& w, const Shape& n) {
   const RotaryArgs args = rotary_of(w, n, true);
-  const RotaryGradArgs grad{w.input(n[0] * n[1] * n[2] * n[4]), w.updated_f32(n[4]), w.updated_f32(n[4])};
+  const RotaryGradArgs grad{w.input(n[0] * n[1] * n[2] * n[4]), w.updated_f32(n[4]),
+                            w.updated_f32(n[4])};
   w.run = [=] { kernels().rotary_norm_backward(args, grad); };
 }
 

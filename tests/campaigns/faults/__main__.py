@@ -47,12 +47,22 @@ def parser() -> argparse.ArgumentParser:
     made = Parser(prog="python -m tests.campaigns.faults", description=__doc__)
     made.add_argument("--count", type=int, default=100)
     made.add_argument("--seed", type=int, default=1)
-    made.add_argument("--first", type=int, default=0, help="number of the first fault (default: %(default)s)")
+    made.add_argument(
+        "--first", type=int, default=0, help="number of the first fault (default: %(default)s)"
+    )
     made.add_argument("--kinds", nargs="+", default=list(KINDS), help=f"of {', '.join(KINDS)}")
     made.add_argument("--only", nargs="+", help="of the faults of that seed, those of these kinds")
-    made.add_argument("--json", type=Path, metavar="FILE", help="write counts and every outcome to FILE")
-    made.add_argument("--resume", action="store_true", help="keep the outcomes that --json has and try the other faults")
-    made.add_argument("--workers", type=int, default=1, help="faults tried at a time (default: %(default)s)")
+    made.add_argument(
+        "--json", type=Path, metavar="FILE", help="write counts and every outcome to FILE"
+    )
+    made.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep the outcomes that --json has and try the other faults",
+    )
+    made.add_argument(
+        "--workers", type=int, default=1, help="faults tried at a time (default: %(default)s)"
+    )
     made.add_argument("--write", action="store_true", help="write the table of docs/reliability.md")
     return made
 
@@ -95,14 +105,18 @@ class Campaign:
         """What the undisturbed run of a layout ends with."""
         with self._reference_lock:
             if layout.name not in self._references:
-                self._references[layout.name] = self._undisturbed(layout, self.folder / f"whole{len(self._references)}")
+                self._references[layout.name] = self._undisturbed(
+                    layout, self.folder / f"whole{len(self._references)}"
+                )
             return self._references[layout.name]
 
     def _undisturbed(self, layout: jobs.Layout, folder: Path) -> dict[str, Any]:
         trial = Trial(folder, layout, self.data, random.Random(0))
         folder.mkdir()
         with jobs.network(layout):
-            assert trial.run() == 0, f"the undisturbed run of {layout.name} failed: {trial.text()[-2000:]}"
+            assert trial.run() == 0, (
+                f"the undisturbed run of {layout.name} failed: {trial.text()[-2000:]}"
+            )
         return jobs.final(folder)
 
 
@@ -118,22 +132,34 @@ def usable(kinds: Sequence[str]) -> list[str]:
 def try_all(options: argparse.Namespace, numbers: Sequence[int], record: report.Record) -> float:
     """Try the faults of these numbers, print each and add it to the record; returns the seconds."""
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="faults.") as folder, ThreadPoolExecutor(options.workers) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="faults.") as folder,
+        ThreadPoolExecutor(options.workers) as pool,
+    ):
         campaign = Campaign(Path(folder), options.seed, options.kinds)
         for tried in as_completed([pool.submit(campaign.fault, number) for number in numbers]):
             outcome = tried.result()
             record.add(outcome)
             verdict = "right" if outcome.right else f"WRONG {outcome.detail}"
-            print(f"{outcome.number} {outcome.kind}, {outcome.layout}, {outcome.seconds:.1f} s: "
-                  f"{verdict if outcome.hit else 'the run was over'}", flush=True)
+            print(
+                f"{outcome.number} {outcome.kind}, {outcome.layout}, {outcome.seconds:.1f} s: "
+                f"{verdict if outcome.hit else 'the run was over'}",
+                flush=True,
+            )
     return time.monotonic() - begin
 
 
 def check_options(options: argparse.Namespace) -> None:
     """ValueError, of one line, for options that make no campaign."""
-    check(options.count > 0 and options.first >= 0, f"--count {options.count} --first {options.first}: give at least 1 and 0")
+    check(
+        options.count > 0 and options.first >= 0,
+        f"--count {options.count} --first {options.first}: give at least 1 and 0",
+    )
     check(options.workers > 0, f"--workers {options.workers}: give at least 1")
-    check(options.json is not None or not options.resume, "--resume needs --json, the file with the outcomes so far: give both")
+    check(
+        options.json is not None or not options.resume,
+        "--resume needs --json, the file with the outcomes so far: give both",
+    )
     for flag, kinds in (("--kinds", options.kinds), ("--only", options.only or [])):
         unknown = [kind for kind in kinds if kind not in KINDS]
         check(not unknown, f"{flag} {' '.join(unknown)}: give some of {', '.join(KINDS)}")
@@ -144,8 +170,11 @@ def run(options: argparse.Namespace) -> int:
     check_options(options)
     record = report.Record.start(options.json, options.seed, options.kinds, options.resume)
     chosen = usable(options.only or options.kinds)
-    numbers = [number for number in range(options.first, options.first + options.count)
-               if options.kinds[number % len(options.kinds)] in chosen and number not in record.numbers]
+    numbers = [
+        number
+        for number in range(options.first, options.first + options.count)
+        if options.kinds[number % len(options.kinds)] in chosen and number not in record.numbers
+    ]
     seconds = try_all(options, numbers, record)
     table = record.table()
     print(table, f"{60 * len(numbers) / seconds:.1f} faults per minute", sep="\n")

@@ -25,10 +25,12 @@ from tests.system.mpi import launch
 ROOT = launch.TESTS.parent
 PROGRAM = str(ROOT / "pretrain_gpt.py")
 VOCABULARY, ITERATIONS, SAVE_INTERVAL = 96, 20, 3
-MODEL = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --make-vocab-size-divisible-by 8 "
-         "--micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --hidden-dropout 0.1 --log-interval 1 --eval-iters 0 "
-         f"--split 100,0,0 --kernels native --vocab-size {VOCABULARY} --train-iters {ITERATIONS} "
-         f"--save-interval {SAVE_INTERVAL}").split()
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --make-vocab-size-divisible-by 8 "
+    "--micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --hidden-dropout 0.1 --log-interval 1 --eval-iters 0 "
+    f"--split 100,0,0 --kernels native --vocab-size {VOCABULARY} --train-iters {ITERATIONS} "
+    f"--save-interval {SAVE_INTERVAL}"
+).split()
 PATIENCE = 60.0  # s after which a job that does not end is a hang; longer where the machine has more to do than cores
 _ITERATION = re.compile(r"^ iteration\s+(\d+)/", re.MULTILINE)
 
@@ -44,10 +46,20 @@ class Layout:
     hosts: tuple[str, ...] = ()  # network namespaces, one for each rank
 
 
-ZERO = ("--zero-stage", "1", "--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "4000")
+ZERO = (
+    "--zero-stage",
+    "1",
+    "--overlap-grad-reduce",
+    "--overlap-param-gather",
+    "--ddp-bucket-size",
+    "4000",
+)
 LAYOUTS = (
-    Layout("DP 2", 2), Layout("DP 2, ZeRO-1", 2, ZERO), Layout("TP 2", 2, ("--tensor-model-parallel-size", "2")),
-    Layout("PP 2", 2, ("--pipeline-model-parallel-size", "2")), Layout("DP 2, async save", 2, ("--async-save",), True),
+    Layout("DP 2", 2),
+    Layout("DP 2, ZeRO-1", 2, ZERO),
+    Layout("TP 2", 2, ("--tensor-model-parallel-size", "2")),
+    Layout("PP 2", 2, ("--pipeline-model-parallel-size", "2")),
+    Layout("DP 2, async save", 2, ("--async-save",), True),
     Layout("DP 2, ZeRO-1, save local", 2, (*ZERO, "--async-save", "--save-local", "{local}"), True),
     Layout("TP 2 x DP 2", 4, ("--tensor-model-parallel-size", "2", "--zero-stage", "1")),
 )
@@ -55,7 +67,9 @@ LAYOUTS = (
 
 def on_two_hosts(number: int) -> Layout:
     """A layout whose hosts are those of fault `number` alone."""
-    return Layout("DP 2 on two hosts", 2, ZERO, hosts=(f"fm-faults{number}a", f"fm-faults{number}b"))
+    return Layout(
+        "DP 2 on two hosts", 2, ZERO, hosts=(f"fm-faults{number}a", f"fm-faults{number}b")
+    )
 
 
 def write_data(folder: Path) -> Path:
@@ -90,7 +104,10 @@ class Job:
     def wait_for_iteration(self, number: int) -> bool:
         """Whether the job logs this iteration before it ends."""
         with self._changed:
-            self._changed.wait_for(lambda: last_iteration(self.text()) >= number or not self._reader.is_alive(), patience())
+            self._changed.wait_for(
+                lambda: last_iteration(self.text()) >= number or not self._reader.is_alive(),
+                patience(),
+            )
             return last_iteration(self.text()) >= number and self.process.poll() is None
 
     def text(self) -> str:
@@ -155,7 +172,19 @@ def command(layout: Layout, folder: Path, data: Path, *flags: str) -> list[str]:
     """mpiexec with the ranks of a layout that save to `folder`/save."""
     save = str(folder / "save")
     own = [flag.replace("{local}", str(folder / "local")) for flag in layout.flags]
-    program = [sys.executable, PROGRAM, *MODEL, *own, "--data-path", str(data), "--save", save, "--load", save, *flags]
+    program = [
+        sys.executable,
+        PROGRAM,
+        *MODEL,
+        *own,
+        "--data-path",
+        str(data),
+        "--save",
+        save,
+        "--load",
+        save,
+        *flags,
+    ]
     if not layout.hosts:
         return [str(launch.mpich().mpiexec), "-n", str(layout.ranks), *program]
     first, second = (on_host(host, program) for host in layout.hosts)
@@ -164,8 +193,15 @@ def command(layout: Layout, folder: Path, data: Path, *flags: str) -> list[str]:
 
 def start(words: Sequence[str], **variables: str) -> Job:
     """Start a command with both streams in one pipe."""
-    process = subprocess.Popen(list(words), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                               errors="replace", env={**launch.mpich().variables(), **variables})
+    process = subprocess.Popen(
+        list(words),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={**launch.mpich().variables(), **variables},
+    )
     return Job(process)
 
 
@@ -177,6 +213,18 @@ def ended(save: Path) -> bool:
 def final(folder: Path) -> dict[str, Any]:
     """The last loss, and the CRC-32 of each file of the last checkpoint: what a disturbed run must end with, bit by bit."""
     manifest = read_manifest(folder / "save", ITERATIONS)
-    records = [json.loads(line) for line in (folder / "save" / "history.jsonl").read_text(errors="replace").splitlines()[-3:]]
-    losses = [record["lm_loss"] for record in records if record.get("kind") == "train" and record["iteration"] == ITERATIONS]
-    return {"loss": losses, "files": {name: entry["crc32"] for name, entry in manifest["files"].items()}}
+    records = [
+        json.loads(line)
+        for line in (folder / "save" / "history.jsonl")
+        .read_text(errors="replace")
+        .splitlines()[-3:]
+    ]
+    losses = [
+        record["lm_loss"]
+        for record in records
+        if record.get("kind") == "train" and record["iteration"] == ITERATIONS
+    ]
+    return {
+        "loss": losses,
+        "files": {name: entry["crc32"] for name, entry in manifest["files"].items()},
+    }

@@ -46,12 +46,15 @@ def killed(trial: Trial) -> bool:
 
 def signalled(number: int) -> Callable[[Trial], bool]:
     """A signal to one rank or to the supervisor of the job; the next start continues."""
+
     def disturb(trial: Trial) -> bool:
         job = trial.start(supervised=True)
         trial.moment(job)
         one = trial.victim(job)
         with trial.needs(job):
-            (one if trial.rng.random() < 0.5 else psutil.Process(job.process.pid)).send_signal(number)
+            (one if trial.rng.random() < 0.5 else psutil.Process(job.process.pid)).send_signal(
+                number
+            )
         trial.end(job)
         return trial.finish()
 
@@ -114,17 +117,39 @@ def library(folder: Path) -> Path:
     """preload.c, compiled once for a campaign."""
     made = folder / "preload.so"
     if not made.exists():
-        subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", made, Path(__file__).with_name("preload.c"), "-ldl"], check=True)
+        subprocess.run(
+            [
+                "cc",
+                "-O1",
+                "-shared",
+                "-fPIC",
+                "-o",
+                made,
+                Path(__file__).with_name("preload.c"),
+                "-ldl",
+            ],
+            check=True,
+        )
     return made
 
 
 def disk(kind: str, low: int, high: int) -> Callable[[Trial], bool]:
     """One call on a file below --save of one rank fails (error), or all take long (slow); the supervisor starts the run again."""
+
     def disturb(trial: Trial) -> bool:
         rank, mark = trial.rng.randrange(trial.layout.ranks), trial.folder / "failed"
-        faults = {"KIND": kind, "PATH": trial.save, "RANK": rank, "CALL": trial.rng.randint(low, high), "MARK": mark}
-        job = trial.start(supervised=True, LD_PRELOAD=str(library(trial.folder.parent)),
-                          **{f"FAULT_{name}": str(value) for name, value in faults.items()})
+        faults = {
+            "KIND": kind,
+            "PATH": trial.save,
+            "RANK": rank,
+            "CALL": trial.rng.randint(low, high),
+            "MARK": mark,
+        }
+        job = trial.start(
+            supervised=True,
+            LD_PRELOAD=str(library(trial.folder.parent)),
+            **{f"FAULT_{name}": str(value) for name, value in faults.items()},
+        )
         code = trial.end(job)
         if kind == "error" and not mark.exists():
             raise TooLate
@@ -164,6 +189,7 @@ def damage(path: Path, cut: bool, trial: Trial, step: int = 1) -> bytes:
 
 def damaged_checkpoint(cut: bool) -> Callable[[Trial], bool]:
     """A file below --save is damaged between two starts. What is refused continues by --ckpt-step, else from a copy."""
+
     def disturb(trial: Trial) -> bool:
         trial.run("--exit-interval", str(trial.rng.randint(4, ITERATIONS - 2)))
         files = sorted(p for p in trial.save.rglob("*") if p.is_file() and p.stat().st_size)
@@ -187,9 +213,14 @@ def damaged_checkpoint(cut: bool) -> Callable[[Trial], bool]:
 
 def damaged_data(cut: bool) -> Callable[[Trial], bool]:
     """The data is damaged between two starts: .idx anywhere, .bin by a cut or by a bit that leaves the vocabulary."""
+
     def disturb(trial: Trial) -> bool:
         folder = trial.folder / "data"
-        shutil.copytree(trial.data.parent, folder, ignore=lambda _, names: [n for n in names if not n.startswith("corpus")])
+        shutil.copytree(
+            trial.data.parent,
+            folder,
+            ignore=lambda _, names: [n for n in names if not n.startswith("corpus")],
+        )
         trial.data = folder / "corpus"
         trial.run("--exit-interval", str(trial.rng.randint(4, ITERATIONS - 2)))
         path = trial.data.with_suffix(trial.rng.choice([".idx", ".bin"]))
@@ -245,14 +276,30 @@ KINDS = {
     "term": Kind("SIGTERM to a rank or the job", ORDERLY, signalled(signal.SIGTERM)),
     "usr1": Kind("SIGUSR1 to a rank or the job", ORDERLY, signalled(signal.SIGUSR1)),
     "stop": Kind("SIGSTOP of a rank", "", stopped),
-    "link-down": Kind("the link between two hosts goes down", r"rank \d+ \(node|timed out|unreachable|Abort\(", link_down, why_not,
-                      on_two_hosts),
-    "full-disk": Kind("--save on a full file system", r"No space left on device", full_disk, mounts),
-    "io-error": Kind("a call on a file of --save fails with EIO", r"Input/output error", disk("error", 0, 120), compiler),
-    "slow-disk": Kind("every call on a file of --save takes up to 20 ms", ANY, disk("slow", 100, 20000), compiler),
+    "link-down": Kind(
+        "the link between two hosts goes down",
+        r"rank \d+ \(node|timed out|unreachable|Abort\(",
+        link_down,
+        why_not,
+        on_two_hosts,
+    ),
+    "full-disk": Kind(
+        "--save on a full file system", r"No space left on device", full_disk, mounts
+    ),
+    "io-error": Kind(
+        "a call on a file of --save fails with EIO",
+        r"Input/output error",
+        disk("error", 0, 120),
+        compiler,
+    ),
+    "slow-disk": Kind(
+        "every call on a file of --save takes up to 20 ms", ANY, disk("slow", 100, 20000), compiler
+    ),
     "checkpoint-bit": Kind("a flipped bit in a file of --save", ANY, damaged_checkpoint(cut=False)),
     "checkpoint-cut": Kind("a cut file of --save", ANY, damaged_checkpoint(cut=True)),
-    "data-bit": Kind("a flipped bit in .idx, or in .bin beyond the vocabulary", ANY, damaged_data(cut=False)),
+    "data-bit": Kind(
+        "a flipped bit in .idx, or in .bin beyond the vocabulary", ANY, damaged_data(cut=False)
+    ),
     "data-cut": Kind("a cut .idx or .bin", ANY, damaged_data(cut=True)),
     "memory": Kind("a limit on a rank's memory", ANY, memory_limit),
     "nan": Kind("a NaN in a gradient of a rank", "", bad_gradient),

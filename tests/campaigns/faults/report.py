@@ -16,7 +16,10 @@ from tests.campaigns.faults.kinds import KINDS
 from tests.campaigns.faults.trial import Outcome
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "reliability.md"
-BEGIN, END = "<!-- faults: written by python -m tests.campaigns.faults --write -->", "<!-- end of faults -->"
+BEGIN, END = (
+    "<!-- faults: written by python -m tests.campaigns.faults --write -->",
+    "<!-- end of faults -->",
+)
 COLUMNS = ("tried", "lost", "different", "unnamed", "tracebacks")
 
 
@@ -26,16 +29,26 @@ def counts(outcomes: Sequence[Outcome], seed: int) -> dict[str, dict[str, Any]]:
     for kind in dict.fromkeys(outcome.kind for outcome in outcomes):
         own = [outcome for outcome in outcomes if outcome.kind == kind]
         hit = [outcome for outcome in own if outcome.hit]
-        rows[kind] = {"tried": len(hit), "lost": sum(o.lost > 0 for o in hit), "different": sum(o.different for o in hit),
-                      "unnamed": sum(o.unnamed for o in hit), "tracebacks": sum(o.traceback for o in hit),
-                      "missed": len(own) - len(hit), "seed": seed}
+        rows[kind] = {
+            "tried": len(hit),
+            "lost": sum(o.lost > 0 for o in hit),
+            "different": sum(o.different for o in hit),
+            "unnamed": sum(o.unnamed for o in hit),
+            "tracebacks": sum(o.traceback for o in hit),
+            "missed": len(own) - len(hit),
+            "seed": seed,
+        }
     return rows
 
 
 def revision() -> str:
     """The commit of this checkout, with a + where files differ from it; "unknown" outside one."""
-    found = subprocess.run(["git", "describe", "--always", "--dirty=+", "--exclude=*"], cwd=DOCUMENT.parent, capture_output=True,
-                           text=True)
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
+        cwd=DOCUMENT.parent,
+        capture_output=True,
+        text=True,
+    )
     return found.stdout.strip() if found.returncode == 0 else "unknown"
 
 
@@ -47,7 +60,9 @@ class Record:
     seed: int
     kinds: Sequence[str]
     outcomes: list[Outcome] = field(default_factory=list)
-    revisions: dict[str, str] = field(default_factory=dict)  # number of a fault -> of the program that met it
+    revisions: dict[str, str] = field(
+        default_factory=dict
+    )  # number of a fault -> of the program that met it
 
     @staticmethod
     def start(path: Path | None, seed: int, kinds: Sequence[str], resume: bool) -> Record:
@@ -57,8 +72,11 @@ class Record:
             return record
         saved = json.loads(path.read_text())
         for name, value in (("seed", seed), ("turns", list(kinds))):
-            check(saved[name] == value, f"--json {path} has the campaign of {name} {saved[name]}, not {value}: give its own, or "
-                  "another file")
+            check(
+                saved[name] == value,
+                f"--json {path} has the campaign of {name} {saved[name]}, not {value}: give its own, or "
+                "another file",
+            )
         record.outcomes = [Outcome(**outcome) for outcome in saved["outcomes"]]
         record.revisions = saved["revisions"]
         return record
@@ -73,8 +91,13 @@ class Record:
         self.outcomes.append(outcome)
         self.revisions[str(outcome.number)] = revision()
         if self.path is not None:
-            content = {"seed": self.seed, "turns": self.kinds, "kinds": counts(self.outcomes, self.seed),
-                       "revisions": self.revisions, "outcomes": [outcome.record() for outcome in self.outcomes]}
+            content = {
+                "seed": self.seed,
+                "turns": self.kinds,
+                "kinds": counts(self.outcomes, self.seed),
+                "revisions": self.revisions,
+                "outcomes": [outcome.record() for outcome in self.outcomes],
+            }
             new = self.path.with_name(f"{self.path.name}.new")
             new.write_text(json.dumps(content, indent=1) + "\n")
             os.replace(new, self.path)
@@ -88,8 +111,12 @@ class Record:
 
 def table(rows: dict[str, dict[str, Any]], command: str) -> str:
     """Markdown."""
-    lines = ["| fault | tried | lost | different | unnamed | tracebacks | repeated by `" + command + "` and |",
-             "|---|---:|---:|---:|---:|---:|---|"]
+    lines = [
+        "| fault | tried | lost | different | unnamed | tracebacks | repeated by `"
+        + command
+        + "` and |",
+        "|---|---:|---:|---:|---:|---:|---|",
+    ]
     for kind, row in rows.items():
         cells = " | ".join(str(row[column]) for column in COLUMNS)
         lines.append(f"| {KINDS[kind].what} | {cells} | `--only {kind}` |")

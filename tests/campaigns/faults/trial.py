@@ -124,7 +124,9 @@ class Trial:
         return False
 
 
-def judge(trial: Trial, outcome: Outcome, named: str, finished: bool, reference: dict[str, Any]) -> Outcome:
+def judge(
+    trial: Trial, outcome: Outcome, named: str, finished: bool, reference: dict[str, Any]
+) -> Outcome:
     """Compare a trial with the undisturbed run, and with what its log should have said."""
     text = trial.text()
     allowed = jobs.SAVE_INTERVAL * (2 if trial.layout.asynchronous else 1)
@@ -133,11 +135,22 @@ def judge(trial: Trial, outcome: Outcome, named: str, finished: bool, reference:
     outcome.unnamed = None in trial.codes or not re.search(trial.named or named, text)
     outcome.traceback = bool(TRACEBACK.search(text))
     if not outcome.right:
-        outcome.detail = f"exit codes {trial.codes}, finished {finished}, log without iterations:\n{words(text)}"
+        outcome.detail = (
+            f"exit codes {trial.codes}, finished {finished}, log without iterations:\n{words(text)}"
+        )
     return outcome
 
 
 def words(text: str) -> str:
     """The lines of a log that say something of a fault."""
-    quiet = (" iteration ", "saved checkpoint", "slow: ", "no longer slow", "peak memory", "kernels: ", "run: ", "FLOPs per")
+    quiet = (
+        " iteration ",
+        "saved checkpoint",
+        "slow: ",
+        "no longer slow",
+        "peak memory",
+        "kernels: ",
+        "run: ",
+        "FLOPs per",
+    )
     return "\n".join(line for line in text.splitlines() if not line.startswith(quiet))[-6000:]

@@ -37,6 +37,7 @@ class Clock:
 
     def meeting(self, comm: Comm):
         """An observer of the collectives of a group."""
+
         def call(name, function, args, kwargs):
             result = function(*args, **kwargs)
             self.now = comm.all_reduce(torch.tensor(self.now, dtype=torch.float64), "max").item()
@@ -57,14 +58,30 @@ class FlippedBit(Trainer):
 
 def flip(world: Comm, log: Writer) -> None:
     """A data-parallel run that compares weights every COMPARED iterations."""
-    run = small_run(num_layers=2, global_batch_size=12, train_iters=9, check_weight_hash_across_dp_replicas_interval=COMPARED)
-    Session(FlippedBit(run, world, grid_groups(world, run), mock(run)), log, run.training.train_iters, ()).run()
+    run = small_run(
+        num_layers=2,
+        global_batch_size=12,
+        train_iters=9,
+        check_weight_hash_across_dp_replicas_interval=COMPARED,
+    )
+    Session(
+        FlippedBit(run, world, grid_groups(world, run), mock(run)),
+        log,
+        run.training.train_iters,
+        (),
+    ).run()
 
 
 def slow(world: Comm, log: Writer, file: str) -> None:
     """Two log intervals of a TP2 x DP2 run with two micro-batches."""
-    run = small_run(num_layers=2, log_interval=INTERVAL, train_iters=INTERVAL * INTERVALS, tensor_model_parallel_size=2,
-                    global_batch_size=8, log_ranks=file)
+    run = small_run(
+        num_layers=2,
+        log_interval=INTERVAL,
+        train_iters=INTERVAL * INTERVALS,
+        tensor_model_parallel_size=2,
+        global_batch_size=8,
+        log_ranks=file,
+    )
     phases, groups = Phases(), grid_groups(world, run)
     observed.time = train.time = clock = Clock()
 
@@ -73,8 +90,14 @@ def slow(world: Comm, log: Writer, file: str) -> None:
         clock.now += INSTRUCTION * (SLOWER if world.rank == RANK else 1)
 
     meeting = observe_groups(groups, lambda name: clock.meeting(getattr(groups, name)))
-    trainer = Trainer(run, world, phases.groups(meeting), mock(run), waiting_for_data=phases.waiting_for_data,
-                      watch=lambda executor: phases.watch(Observed(executor, ("forward", "backward"), compute)))
+    trainer = Trainer(
+        run,
+        world,
+        phases.groups(meeting),
+        mock(run),
+        waiting_for_data=phases.waiting_for_data,
+        watch=lambda executor: phases.watch(Observed(executor, ("forward", "backward"), compute)),
+    )
     times = RankTimes(run, trainer.layout, world, phases, log.print)
     Session(trainer, log, run.training.train_iters, (), rank_times=times).run()
     trainer.close()

@@ -18,8 +18,11 @@ def holding(mark: Path, *iterations: int) -> dict[str, str]:
     return {"FAULT_HOLD": ":".join(map(str, (mark, *iterations)))}
 
 
-def kill_held(mark: Path, *iterations: int, then: Callable[[int], object] = lambda turn: None) -> threading.Thread:
+def kill_held(
+    mark: Path, *iterations: int, then: Callable[[int], object] = lambda turn: None
+) -> threading.Thread:
     """A thread that kills each rank that `holding` lets wait. then: called with 0, 1 ... before each kill."""
+
     def work() -> None:
         for turn, iteration in enumerate(iterations):
             link = mark.with_name(f"{mark.name}.{iteration}")

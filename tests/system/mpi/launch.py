@@ -60,12 +60,16 @@ class MPI:
         variables = {**self.variables(), **environment}
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             begin = time.monotonic()
-            job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=variables)
+            job = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=variables
+            )
             try:
                 job.wait(timeout)
             except subprocess.TimeoutExpired:
                 kill_tree(job.pid)
-                raise TimeoutError(f"{' '.join(command)}: {timeout} s; {read(out)} {read(err)}") from None
+                raise TimeoutError(
+                    f"{' '.join(command)}: {timeout} s; {read(out)} {read(err)}"
+                ) from None
             finally:
                 if job.poll() is None:  # the test run itself is interrupted
                     kill_tree(job.pid)
@@ -83,7 +87,9 @@ def kill_tree(pid: int) -> None:
     tree: list[psutil.Process] = []
     try:
         parent = psutil.Process(pid)
-        while new := [process for process in (parent, *parent.children(recursive=True)) if process not in tree]:
+        while new := [
+            process for process in (parent, *parent.children(recursive=True)) if process not in tree
+        ]:
             tree += new
             for process in new:  # stopped, it starts no further ones
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -106,12 +112,24 @@ def openmpi() -> MPI | None:
     mpiexec = prefix / "bin" / "mpiexec"
     if not mpiexec.exists():
         return None
-    libraries = os.pathsep.join([str(prefix / "lib"), os.environ.get("LD_LIBRARY_PATH", "")]).rstrip(os.pathsep)
-    root = {f"OMPI_ALLOW_RUN_AS_ROOT{suffix}": "1" for suffix in ("", "_CONFIRM")}  # containers run tests as root
-    moved = {f"{layer}_PREFIX": str(prefix) for layer in ("OPAL", "PMIX", "PRTE")}  # it may have been relocated
-    shared = {"OMPI_MCA_mpi_yield_when_idle": "1"}  # more ranks than cores: a waiting rank shall leave its core
-    return MPI("openmpi", mpiexec, ("--oversubscribe",),
-               {"MPI4PY_MPIABI": "openmpi", "LD_LIBRARY_PATH": libraries, **root, **moved, **shared})
+    libraries = os.pathsep.join(
+        [str(prefix / "lib"), os.environ.get("LD_LIBRARY_PATH", "")]
+    ).rstrip(os.pathsep)
+    root = {
+        f"OMPI_ALLOW_RUN_AS_ROOT{suffix}": "1" for suffix in ("", "_CONFIRM")
+    }  # containers run tests as root
+    moved = {
+        f"{layer}_PREFIX": str(prefix) for layer in ("OPAL", "PMIX", "PRTE")
+    }  # it may have been relocated
+    shared = {
+        "OMPI_MCA_mpi_yield_when_idle": "1"
+    }  # more ranks than cores: a waiting rank shall leave its core
+    return MPI(
+        "openmpi",
+        mpiexec,
+        ("--oversubscribe",),
+        {"MPI4PY_MPIABI": "openmpi", "LD_LIBRARY_PATH": libraries, **root, **moved, **shared},
+    )
 
 
 FIND = {"mpich": mpich, "openmpi": openmpi}

@@ -21,35 +21,90 @@ from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import grid_groups, mock, small_run, whole_tensors
 
-SIZES = {"pp4": (4, 1, 4), "tp2pp2": (4, 2, 2), "pp2dp2": (4, 1, 2), "dp4": (4, 1, 1), "tp2pp2dp2": (8, 2, 2)}
+SIZES = {
+    "pp4": (4, 1, 4),
+    "tp2pp2": (4, 2, 2),
+    "pp2dp2": (4, 1, 2),
+    "dp4": (4, 1, 1),
+    "tp2pp2dp2": (8, 2, 2),
+}
 # tests/parallel/test_layouts.py has them all, on threads; what needs a group has no effect in a layout without it
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 20_000}
-ALL_AT_ONCE = {"recompute_granularity": "full", "zero_stage": 1, "sequence_parallel": True, **OVERLAP}
+ALL_AT_ONCE = {
+    "recompute_granularity": "full",
+    "zero_stage": 1,
+    "sequence_parallel": True,
+    **OVERLAP,
+}
 EXCHANGED = {**ALL_AT_ONCE, "tp_comm_overlap": True}
 VARIANTS = ({}, {"node": 8, **ALL_AT_ONCE})
-NODES = {"dp4": ({"node": 2}, {"node": 2, **ALL_AT_ONCE})}  # variants of a layout whose groups span nodes
-SCHEDULES = tuple({"node": 8, "zero_stage": 1, **OVERLAP, **flags} for flags in (
-    {"num_virtual_stages_per_pipeline_rank": 2}, {"pipeline_schedule": "zb-h1", "num_virtual_stages_per_pipeline_rank": 2},
-    {"pipeline_schedule": "zbv"}))
+NODES = {
+    "dp4": ({"node": 2}, {"node": 2, **ALL_AT_ONCE})
+}  # variants of a layout whose groups span nodes
+SCHEDULES = tuple(
+    {"node": 8, "zero_stage": 1, **OVERLAP, **flags}
+    for flags in (
+        {"num_virtual_stages_per_pipeline_rank": 2},
+        {"pipeline_schedule": "zb-h1", "num_virtual_stages_per_pipeline_rank": 2},
+        {"pipeline_schedule": "zbv"},
+    )
+)
 
 
-EXPERTS = {"num_experts": 8, "swiglu": True, "disable_bias_linear": True, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": (0.1,),
-           "moe_shared_expert_intermediate_size": 20}
-ZERO, SEQUENCE = {"zero_stage": 1, **OVERLAP}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+EXPERTS = {
+    "num_experts": 8,
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "moe_ffn_hidden_size": 24,
+    "moe_aux_loss_coeff": (0.1,),
+    "moe_shared_expert_intermediate_size": 20,
+}
+ZERO, SEQUENCE = (
+    {"zero_stage": 1, **OVERLAP},
+    {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+)
 # (ranks, flags) of divided experts: rows by MPI, in memory of a node, and of nodes with two ranks each
-DIVIDED = tuple((4, {"expert_model_parallel_size": 4, "node": node, **ZERO}) for node in (0, 2, 8)) + (
+DIVIDED = tuple(
+    (4, {"expert_model_parallel_size": 4, "node": node, **ZERO}) for node in (0, 2, 8)
+) + (
     (4, {"expert_model_parallel_size": 2, **SEQUENCE, "node": 8}),
-    (4, {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv", "node": 8, **ZERO}),
-    (8, {"expert_model_parallel_size": 8, **ZERO}), (8, {"expert_model_parallel_size": 8, "node": 8, **ZERO}),
-    (8, {"expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1, "node": 4, **SEQUENCE, **ZERO}))
+    (
+        4,
+        {
+            "expert_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "pipeline_schedule": "zbv",
+            "node": 8,
+            **ZERO,
+        },
+    ),
+    (8, {"expert_model_parallel_size": 8, **ZERO}),
+    (8, {"expert_model_parallel_size": 8, "node": 8, **ZERO}),
+    (
+        8,
+        {
+            "expert_model_parallel_size": 8,
+            "expert_tensor_parallel_size": 1,
+            "node": 4,
+            **SEQUENCE,
+            **ZERO,
+        },
+    ),
+)
 
 
 def variants(name: str) -> tuple[dict, ...]:
     """What a layout is tried with."""
-    return NODES.get(name, VARIANTS) + (EXCHANGED,) * (name == "tp2pp2") + (SCHEDULES if name == "pp2dp2" else ())
+    return (
+        NODES.get(name, VARIANTS)
+        + (EXCHANGED,) * (name == "tp2pp2")
+        + (SCHEDULES if name == "pp2dp2" else ())
+    )
 
 
-def train(world: Comm, iterations: int, node: int = 0, **changes) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def train(
+    world: Comm, iterations: int, node: int = 0, **changes
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """(losses and gradient norms (iterations, 2), gradients of the first iteration).
 
     node: how many ranks share a node, which is made up, and its memory; 0: none do.
@@ -61,7 +116,11 @@ def train(world: Comm, iterations: int, node: int = 0, **changes) -> tuple[torch
     results, gradients = [], {}
     for i in range(iterations):
         results.append(trainer.train_step())
-        gradients = gradients or whole_tensors(trainer, "grad") if i == 0 and not trainer.optimizer.sharded else gradients
+        gradients = (
+            gradients or whole_tensors(trainer, "grad")
+            if i == 0 and not trainer.optimizer.sharded
+            else gradients
+        )
     trainer.close()
     return torch.tensor([(r.loss, r.grad_norm) for r in results], dtype=torch.float64), gradients
 
@@ -92,7 +151,13 @@ def main(world: Comm) -> None:
         rest(world, folder / name)
         part = world.split(0 if world.rank < ranks else 1, world.rank)
         for variant in variants(name) if world.rank < ranks <= world.size else ():
-            result = train(part, iterations, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, **variant)
+            result = train(
+                part,
+                iterations,
+                tensor_model_parallel_size=tp,
+                pipeline_model_parallel_size=pp,
+                **variant,
+            )
             difference = compare(result, alone)
             if world.rank == 0:
                 print(f"ok {name} {variant} {difference:.1e}", flush=True)

@@ -33,7 +33,10 @@ def main(world):
     rows, seconds, groups = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
     exchanges = [Exchange(world, [rows // groups] * 2, [rows // groups] * 2)] * groups
     there, back = (GroupedExchange(exchanges, groups > 1) for _ in range(2))
-    x, scores = torch.randn(2 * rows, WIDTH, requires_grad=True), torch.ones(2 * rows, 1, requires_grad=True)
+    x, scores = (
+        torch.randn(2 * rows, WIDTH, requires_grad=True),
+        torch.ones(2 * rows, 1, requires_grad=True),
+    )
     world.barrier()
     begin = time.perf_counter()
     token, returning = there.leave(x, scores), []
@@ -43,7 +46,9 @@ def main(world):
     y = back.returned(returning)
     y.sum().backward()
     took = time.perf_counter() - begin
-    assert torch.equal(y, 2 * x) and torch.equal(x.grad, torch.full_like(x, 2.0)), "every row comes back to its place"
+    assert torch.equal(y, 2 * x) and torch.equal(x.grad, torch.full_like(x, 2.0)), (
+        "every row comes back to its place"
+    )
     if world.rank == 0:
         print(took)
 

@@ -13,7 +13,10 @@ from fugaku_megatron.pipeline.timeline import Span, _result, _source
 from tests.system.mpi import launch, slow_link
 from tests.system.mpi.test_pretrain import PROGRAM, TINY, losses
 
-pytestmark = [pytest.mark.mpi, pytest.mark.skipif(launch.mpich() is None, reason=launch.MISSING["mpich"])]
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.skipif(launch.mpich() is None, reason=launch.MISSING["mpich"]),
+]
 PNG = b"\x89PNG"
 
 
@@ -23,7 +26,9 @@ def measured(tmp_path, capsys):
     pytest.importorskip("matplotlib")
 
     def run(*words: object) -> tuple[dict, str]:
-        main([*map(str, words), "--json", str(tmp_path / "a.json"), "--png", str(tmp_path / "a.png")])
+        main(
+            [*map(str, words), "--json", str(tmp_path / "a.json"), "--png", str(tmp_path / "a.png")]
+        )
         assert (tmp_path / "a.png").read_bytes().startswith(PNG)
         return json.loads((tmp_path / "a.json").read_text()), capsys.readouterr().out
 
@@ -33,16 +38,28 @@ def measured(tmp_path, capsys):
 def test_collectives(measured):
     result, printed = measured("comm", "--ranks", 2, "--sizes", 65536, 4194304, "--rounds", 2)
     assert [(row["op"], row["bytes"]) for row in result["rows"]] == [
-        (op, size) for size in (65536, 4194304) for op in ("all_reduce", "reduce_scatter", "all_gather")]
+        (op, size)
+        for size in (65536, 4194304)
+        for op in ("all_reduce", "reduce_scatter", "all_gather")
+    ]
     for row in result["rows"]:
         assert row["measured"] is True and row["ranks"] == 2
-        assert row["ratio"] == pytest.approx(row["before_seconds"] / row["seconds"]) and row["seconds"] > 0
+        assert (
+            row["ratio"] == pytest.approx(row["before_seconds"] / row["seconds"])
+            and row["seconds"] > 0
+        )
     assert printed.count("all_reduce") == 2
 
 
 def test_defaults_fit_the_cores():
     """Four ranks on two cores did not end in a quarter of an hour."""
-    assert [comm.default_ranks(cores) for cores in (1, 2, 3, 4, 48)] == [[2], [2], [2], [2, 4], [2, 4]]
+    assert [comm.default_ranks(cores) for cores in (1, 2, 3, 4, 48)] == [
+        [2],
+        [2],
+        [2],
+        [2, 4],
+        [2, 4],
+    ]
 
 
 def test_rows_are_printed_one_by_one(monkeypatch, capsys):
@@ -52,11 +69,25 @@ def test_rows_are_printed_one_by_one(monkeypatch, capsys):
         yield {"library": "MPI"}
         for size in order["sizes"]:
             printed.append(capsys.readouterr().out)  # when the next row is not measured yet
-            yield {"op": "all_reduce", "bytes": size, "ranks": count, "seconds": 1e-3, "before_seconds": 2e-3, "ratio": 2.0}
+            yield {
+                "op": "all_reduce",
+                "bytes": size,
+                "ranks": count,
+                "seconds": 1e-3,
+                "before_seconds": 2e-3,
+                "ratio": 2.0,
+            }
 
     monkeypatch.setattr(child, "ranks", ranks)
     comm.measured(2, argparse.Namespace(sizes=[65536, 131072], rounds=1))
-    assert printed[0].startswith("collective") and printed[1].split() == ["all_reduce", "2", "64", "1.000", "2.000", "2.00"]
+    assert printed[0].startswith("collective") and printed[1].split() == [
+        "all_reduce",
+        "2",
+        "64",
+        "1.000",
+        "2.000",
+        "2.00",
+    ]
 
 
 def idle(plan, spans: list[Span]) -> list[float]:
@@ -72,15 +103,27 @@ def idle(plan, spans: list[Span]) -> list[float]:
 
 def test_every_schedule_follows_its_list(measured):
     """Sleepers wake late on a busy machine. The next one begins soon after, in four of five cases."""
-    rows = measured("schedule", "--stages", 4, "--microbatches", 3, "--slot-ms", 50, "--chunks", 3)[0]["rows"]
+    rows = measured("schedule", "--stages", 4, "--microbatches", 3, "--slot-ms", 50, "--chunks", 3)[
+        0
+    ]["rows"]
     assert [(row["schedule"], row["chunks"]) for row in rows] == [
-        ("1f1b", 1), ("interleaved", 3), ("zb-h1", 1), ("zb-h1", 3), ("zbv", 2)]
-    assert rows[0]["list_seconds"] == pytest.approx(0.05 * 3 * (3 + 4 - 1)) and rows[0]["ratio_to_1f1b"] == 1
+        ("1f1b", 1),
+        ("interleaved", 3),
+        ("zb-h1", 1),
+        ("zb-h1", 3),
+        ("zbv", 2),
+    ]
+    assert (
+        rows[0]["list_seconds"] == pytest.approx(0.05 * 3 * (3 + 4 - 1))
+        and rows[0]["ratio_to_1f1b"] == 1
+    )
     for plan, row in zip(schedule.schedules(4, 3, [3]), rows, strict=True):
         waits = idle(plan, [Span(*fields) for fields in row["spans"]])
         assert waits[0] >= 0 and waits[len(waits) * 4 // 5] < 0.05 / 2 / row["chunks"], waits
         assert row["measured_seconds"] >= row["list_seconds"]
-        assert row["ratio_to_1f1b"] == pytest.approx(rows[0]["measured_seconds"] / row["measured_seconds"])
+        assert row["ratio_to_1f1b"] == pytest.approx(
+            rows[0]["measured_seconds"] / row["measured_seconds"]
+        )
     assert max(row["list_seconds"] for row in rows[1:]) < rows[0]["list_seconds"] / 1.1
 
 
@@ -96,21 +139,31 @@ def hosts():
 def test_bytes_and_seconds_of_a_link(measured, hosts):
     result, printed = measured(*hosts)
     rows = {row["job"]: row for row in result["rows"]}
-    gradients = 4 * 20.9e6  # what a rank of two sends in a reduce-scatter and an all-gather: each half of them
+    gradients = (
+        4 * 20.9e6
+    )  # what a rank of two sends in a reduce-scatter and an all-gather: each half of them
     sent = {"blocking": gradients, "overlapped": gradients, "overlapped, BF16": gradients / 2}
     assert list(rows) == list(sent)
     for name, row in rows.items():
         assert row["sent"] == pytest.approx([sent[name]] * 2, rel=0.1)
-        assert row["wire_seconds"] == pytest.approx(8 * max(row["sent"]) / 1e9) and row["seconds"] > row["wire_seconds"]
+        assert (
+            row["wire_seconds"] == pytest.approx(8 * max(row["sent"]) / 1e9)
+            and row["seconds"] > row["wire_seconds"]
+        )
     assert rows["overlapped"]["loss"] == rows["blocking"]["loss"]
-    assert result["rounds"][0]["blocking"]["computation"] > 0 and "without its sums and gathers" in printed
+    assert (
+        result["rounds"][0]["blocking"]["computation"] > 0
+        and "without its sums and gathers" in printed
+    )
 
 
 @pytest.mark.full
 def test_rows_between_matmuls(measured, hosts):
     """Tensor-parallel hosts send as many bytes overlapped as blocking. What is not gathered has any values."""
     rows = {row["job"]: row for row in measured(*hosts, "--tensor-parallel")[0]["rows"]}
-    exchanges = 2 * (2 * 10 + 2 + 2)  # micro-batches x (layers x exchanges of each, embedding and head)
+    exchanges = 2 * (
+        2 * 10 + 2 + 2
+    )  # micro-batches x (layers x exchanges of each, embedding and head)
     half = 64 // 2 * 1024 * 4
     assert rows["blocking"]["sent"] == pytest.approx([exchanges * half] * 2, rel=0.1)
     assert rows["overlapped"]["sent"] == pytest.approx([exchanges * half] * 2, rel=0.1)
@@ -123,7 +176,9 @@ def test_a_sequence_of_two_hosts(measured, hosts):
     Keys and values: of one part from the first host, whose second part the second one does not see, and of both from the other;
     in backward again, and the gradients the other way.
     """
-    result, _ = measured(*hosts, "--context-parallel", "--seq-length", "512", "--micro-batches", "1")
+    result, _ = measured(
+        *hosts, "--context-parallel", "--seq-length", "512", "--micro-batches", "1"
+    )
     heads, keys = result["rows"]
     assert (heads["job"], keys["job"]) == ("a2a", "p2p") and result["what"] == "Keys and values"
     half = 8 * 2 * 4 * 256 // 2 * 256 * 4  # layers x ways x widths x rows x h x bytes
@@ -139,30 +194,57 @@ def test_rows_of_experts(measured, hosts):
     rows = {row["job"]: row for row in result["rows"]}
     assert list(rows) == ["blocking", "overlapped"] and result["what"] == "Rows of experts"
     half = 2 * 2 * 4 * 64 * 512 * 4  # micro-batches x layers x ways x rows x h x bytes
-    assert all(row["sent"] == pytest.approx([half] * 2, rel=0.3) for row in rows.values())  # as routers choose
+    assert all(
+        row["sent"] == pytest.approx([half] * 2, rel=0.3) for row in rows.values()
+    )  # as routers choose
     assert rows["overlapped"]["loss"] == pytest.approx(rows["blocking"]["loss"], rel=0.02)
 
 
 def run_on_hosts(mpich, rate: str, *words: object) -> str:
     """What a Python program with a rank on each host prints."""
     with two_hosts.two_hosts(rate):
-        first, second = (two_hosts.on_host(host, [sys.executable, *map(str, words)]) for host in two_hosts.HOSTS)
-        done = subprocess.run([child.mpiexec(), *first, ":", *second], env={**mpich.variables(), **two_hosts.NETWORK}, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240)
+        first, second = (
+            two_hosts.on_host(host, [sys.executable, *map(str, words)]) for host in two_hosts.HOSTS
+        )
+        done = subprocess.run(
+            [child.mpiexec(), *first, ":", *second],
+            env={**mpich.variables(), **two_hosts.NETWORK},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=240,
+        )
     assert done.returncode == 0, done.stdout
     return done.stdout
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", [[], ["--pipeline-model-parallel-size", "2"]], ids=["dp2", "pp2"])
+@pytest.mark.parametrize(
+    "layout", [[], ["--pipeline-model-parallel-size", "2"]], ids=["dp2", "pp2"]
+)
 def test_documents_train_alike_on_two_hosts(hosts, mpich, tmp_path, layout):
     """Over a slow link, as on one host."""
-    flags = [PROGRAM, *TINY, *layout, "--train-iters", "6", "--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss",
-             "--tokenizer-type", "NullTokenizer", "--hidden-dropout", "0.1", "--save"]
+    flags = [
+        PROGRAM,
+        *TINY,
+        *layout,
+        "--train-iters",
+        "6",
+        "--reset-attention-mask",
+        "--reset-position-ids",
+        "--eod-mask-loss",
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--hidden-dropout",
+        "0.1",
+        "--save",
+    ]
     one = mpich.run(2, *flags, str(tmp_path / "one"))
     assert one.returncode == 0, one.stderr
     run_on_hosts(mpich, "10mbit", *flags, tmp_path / "two")
-    assert len(losses(tmp_path / "one")) == 6 and losses(tmp_path / "two") == losses(tmp_path / "one")
+    assert len(losses(tmp_path / "one")) == 6 and losses(tmp_path / "two") == losses(
+        tmp_path / "one"
+    )
 
 
 @pytest.mark.full
@@ -181,15 +263,28 @@ def test_rows_in_groups_hide_most_of_a_slow_link(hosts, mpich):
 def test_exposed_is_the_median_of_differences_within_rounds():
     def turn(computation, blocking, overlapped):
         together = {"sent": [40e6, 50e6], "waiting": 0.05, "loss": 1.0, "computation": computation}
-        return {"blocking": {"seconds": blocking, **together}, "overlapped": {"seconds": overlapped, **together},
-                "overlapped, BF16": {"seconds": computation, **together}}
+        return {
+            "blocking": {"seconds": blocking, **together},
+            "overlapped": {"seconds": overlapped, **together},
+            "overlapped, BF16": {"seconds": computation, **together},
+        }
 
     parser = argparse.ArgumentParser()
     two_hosts.add_arguments(parser)
-    rounds = [turn(4.0, 4.5, 4.1), turn(5.0, 5.5, 5.1), turn(6.0, 6.5, 7.0)]  # the machine became slower and slower
+    rounds = [
+        turn(4.0, 4.5, 4.1),
+        turn(5.0, 5.5, 5.1),
+        turn(6.0, 6.5, 7.0),
+    ]  # the machine became slower and slower
     result = two_hosts.report(parser.parse_args([]), rounds, 1e9, busy=False)
     rows = {row["job"]: row for row in result["rows"]}
-    assert rows["blocking"]["computation_seconds"] == 5.0 and rows["blocking"]["wire_seconds"] == 0.4
-    assert rows["blocking"]["exposed_seconds"] == pytest.approx(0.5) and rows["overlapped"]["exposed_seconds"] == pytest.approx(0.1)
+    assert (
+        rows["blocking"]["computation_seconds"] == 5.0 and rows["blocking"]["wire_seconds"] == 0.4
+    )
+    assert rows["blocking"]["exposed_seconds"] == pytest.approx(0.5) and rows["overlapped"][
+        "exposed_seconds"
+    ] == pytest.approx(0.1)
     assert rows["overlapped"]["waiting_seconds"] == 0.05
-    assert rows["overlapped"]["exposed_share"] == pytest.approx(0.25) and rows["overlapped"]["ratio"] == pytest.approx(5.5 / 5.1)
+    assert rows["overlapped"]["exposed_share"] == pytest.approx(0.25) and rows["overlapped"][
+        "ratio"
+    ] == pytest.approx(5.5 / 5.1)

@@ -19,14 +19,18 @@ def test_a_rank_slower_by_three_tenths_is_named_within_two_log_intervals(mpich, 
     file, picture = tmp_path / "ranks.jsonl", tmp_path / "ranks.png"
     job = mpich.run(4, PROGRAM, "slow", str(file))
     assert job.returncode == 0, job.stderr
-    named, = job.stdout.splitlines()
+    (named,) = job.stdout.splitlines()
     assert named.startswith("slow: rank 2 (stage 0, ") and ": computation " in named
     average = mean(read(file))
     computation = average.seconds["computation"]
     assert max(range(4), key=computation.__getitem__) == 2
-    assert average.seconds["reductions"][3] > average.seconds["reductions"][2]  # its tensor-parallel neighbour waits for it
+    assert (
+        average.seconds["reductions"][3] > average.seconds["reductions"][2]
+    )  # its tensor-parallel neighbour waits for it
     assert cli.main(["log", str(file), "--ranks", "--png", str(picture)]) == 0
-    assert " computation | " in capsys.readouterr().out and picture.read_bytes().startswith(b"\x89PNG")
+    assert " computation | " in capsys.readouterr().out and picture.read_bytes().startswith(
+        b"\x89PNG"
+    )
 
 
 def test_one_flipped_bit_is_found_with_its_replica(mpich):
@@ -35,5 +39,6 @@ def test_one_flipped_bit_is_found_with_its_replica(mpich):
     assert job.stdout.splitlines() == [
         f"weights differ after iteration 6: rank 2 (node {platform.node()}, replica 2) holds other bits in "
         "decoder.layers.1.mlp.linear_fc2.weight than 2 of 3 replicas. Nothing is saved: continue without that node from a "
-        "checkpoint of iteration 3 or before, when the weights agreed"]
+        "checkpoint of iteration 3 or before, when the weights agreed"
+    ]
     assert "Traceback" not in job.stderr

@@ -32,7 +32,11 @@ def local(tmp_path, monkeypatch, capsys):
         pytest.skip(launch.MISSING["mpich"])
     monkeypatch.syspath_prepend(SCRIPTS)
     monkeypatch.chdir(tmp_path)
-    for name, value in (("PWD", tmp_path), ("LOCAL_PJSUB", tmp_path / "jobs"), ("FUGAKU_MEGATRON", ROOT)):
+    for name, value in (
+        ("PWD", tmp_path),
+        ("LOCAL_PJSUB", tmp_path / "jobs"),
+        ("FUGAKU_MEGATRON", ROOT),
+    ):
         monkeypatch.setenv(name, str(value))
     scheduler = importlib.import_module("local_scheduler")
 
@@ -59,10 +63,23 @@ def archive(folder: Path) -> Path:
     return path
 
 
-def test_a_chain_through_the_elapse_limit_and_a_killed_rank_has_the_losses_of_one_run(local, tmp_path, monkeypatch):
+def test_a_chain_through_the_elapse_limit_and_a_killed_rank_has_the_losses_of_one_run(
+    local, tmp_path, monkeypatch
+):
     every = f"{FLAGS} --log-interval 1"
     resume = str(SCRIPTS / "resume.sh")
-    first = local("local_pjsub", *TRIAL, "--margin", "240", "--flags", every, "--step", "--sparam", "jnam=c,sn=1", resume)
+    first = local(
+        "local_pjsub",
+        *TRIAL,
+        "--margin",
+        "240",
+        "--flags",
+        every,
+        "--step",
+        "--sparam",
+        "jnam=c,sn=1",
+        resume,
+    )
     message = (tmp_path / "gpt_124m_chain.1_1.err").read_text()
     assert first.returncode == 0, message + first.stderr
     log = next((tmp_path / "output" / "gpt_124m_chain.1_1" / "train").rglob("stdout*")).read_text()
@@ -72,20 +89,46 @@ def test_a_chain_through_the_elapse_limit_and_a_killed_rank_has_the_losses_of_on
     for name, value in holding(held, killed).items():
         monkeypatch.setenv(name, value)
     killing = kill_held(held, killed)
-    second = local("local_pjsub", *TRIAL, "--flags", every, "--step", "--sparam", "jid=1,sn=2,sd=ec!=0:all:1", "-x",
-                   f"ARCHIVE={archive(tmp_path)}", resume)
+    second = local(
+        "local_pjsub",
+        *TRIAL,
+        "--flags",
+        every,
+        "--step",
+        "--sparam",
+        "jid=1,sn=2,sd=ec!=0:all:1",
+        "-x",
+        f"ARCHIVE={archive(tmp_path)}",
+        resume,
+    )
     assert second.returncode == 0 and "1_2" in local("local_pjstat").stdout
     killing.join()
-    assert next((tmp_path / "output" / "gpt_124m_chain.1_2" / "train").rglob("stdout*")).read_text().count("resumed from") == 2
-    assert "supervise: restart 1 of 5 from iteration " in (tmp_path / "gpt_124m_chain.1_2.err").read_text()
-    whole = local("local_pjsub", *TRIAL, "--flags", every, "-x", f"SAVE={tmp_path / 'whole'}", resume)
+    assert (
+        next((tmp_path / "output" / "gpt_124m_chain.1_2" / "train").rglob("stdout*"))
+        .read_text()
+        .count("resumed from")
+        == 2
+    )
+    assert (
+        "supervise: restart 1 of 5 from iteration "
+        in (tmp_path / "gpt_124m_chain.1_2.err").read_text()
+    )
+    whole = local(
+        "local_pjsub", *TRIAL, "--flags", every, "-x", f"SAVE={tmp_path / 'whole'}", resume
+    )
     assert whole.returncode == 0, whole.stderr
     assert losses(save) == losses(tmp_path / "whole")
     assert "EXIT CODE               : 0" in (tmp_path / "gpt_124m_chain.1_2.stats").read_text()
 
 
 def table(*words: str) -> list[str]:
-    done = subprocess.run([sys.executable, "-m", *words], cwd=launch.TESTS.parent, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=launch.TESTS.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     return [line for line in done.stdout.splitlines() if line.startswith("|")]
 
@@ -94,13 +137,19 @@ def trained(local, tmp_path: Path, *words: str) -> str:
     """Rank 0's training log of a short job."""
     done = local("local_pjsub", *TRIAL, "--flags", "--train-iters 6 --log-interval 1", *words)
     assert done.returncode == 0, done.stderr
-    log, = (path for path in (tmp_path / "output").glob("*/*/0/0/stdout.1.0") if path.parts[-4] != "stage")
+    (log,) = (
+        path
+        for path in (tmp_path / "output").glob("*/*/0/0/stdout.1.0")
+        if path.parts[-4] != "stage"
+    )
     return str(log)
 
 
 def test_a_job_on_a_torus_trains_to_a_checkpoint_and_a_row(local, tmp_path):
     log = trained(local, tmp_path, str(SCRIPTS / "run_30b.sh"))
-    assert (tmp_path / "checkpoints" / "gpt_30b" / "latest_checkpointed_iteration.txt").read_text().strip() == "6"
+    assert (
+        tmp_path / "checkpoints" / "gpt_30b" / "latest_checkpointed_iteration.txt"
+    ).read_text().strip() == "6"
     header, _, row = table("fugaku_megatron", "log", log)
     assert "Sec/it" in header and row.split("|")[4].strip() == "2" and "loss" in row  # DP 2
 
@@ -116,9 +165,15 @@ def test_clocks_end_in_the_published_table(local, tmp_path):
 def test_a_script_is_checked_and_ends_at_its_elapse_limit(local, tmp_path):
     refused = local("local_pjsub", "--scale", "2", "-L", "freq=2200", str(SCRIPTS / "run_124m.sh"))
     assert refused.returncode == 2 and "since April 2025" in refused.stderr
-    ended = local("local_pjsub", "--no-check", "--wait", "-L", "elapse=1", script(tmp_path, "sleep 60\n"))
+    ended = local(
+        "local_pjsub", "--no-check", "--wait", "-L", "elapse=1", script(tmp_path, "sleep 60\n")
+    )
     stats = (tmp_path / "job.1.stats").read_text()
-    assert ended.returncode != 0 and "ELAPSE LIMIT EXCEEDED" in stats and "PJM CODE                : 11" in stats
+    assert (
+        ended.returncode != 0
+        and "ELAPSE LIMIT EXCEEDED" in stats
+        and "PJM CODE                : 11" in stats
+    )
 
 
 def test_bulk_jobs_and_variables(local, tmp_path):
@@ -132,8 +187,21 @@ def test_bulk_jobs_and_variables(local, tmp_path):
 
 def test_a_failed_step_drops_the_next(local, tmp_path):
     path = script(tmp_path, "exit 3\n")
-    assert local("local_pjsub", "--no-check", "--wait", "--step", "--sparam", "jnam=c,sn=1", path).returncode == 3
-    local("local_pjsub", "--no-check", "--wait", "--step", "--sparam", "jid=1,sn=2,sd=ec!=0:all:1", path)
+    assert (
+        local(
+            "local_pjsub", "--no-check", "--wait", "--step", "--sparam", "jnam=c,sn=1", path
+        ).returncode
+        == 3
+    )
+    local(
+        "local_pjsub",
+        "--no-check",
+        "--wait",
+        "--step",
+        "--sparam",
+        "jid=1,sn=2,sd=ec!=0:all:1",
+        path,
+    )
     assert " RJT " in local("local_pjstat").stdout.splitlines()[-1]
     assert not (tmp_path / "job.1_2.out").exists()
 
@@ -155,18 +223,30 @@ def test_interactive(local):
 def test_mistakes_are_one_line(local, tmp_path):
     file = script(tmp_path, "exit 0\n")
     assert local("local_pjsub", "--no-check", "--wait", file).returncode == 0
-    for words, answer in (("nowhere.sh", "nowhere.sh is not a file"), ("-Q x", "local_pjsub: pjsub option -Q is unknown"),
-                          ("--scale many x", "--scale is many: pass a number from 1"), ("--elapse 0 x", "--elapse is 0"),
-                          (f"--no-check --step --sparam jid=9 {file}", "jid=9: there is no such job"),
-                          (f"--no-check --step --sparam jid=../jobs,sn=1 {file}", "jid=../jobs: there is no such job"),
-                          (f"--no-check --step --sparam jid=1,sn=x {file}", "--sparam sn=x: pass the number of a step"),
-                          (f"--no-check --bulk --sparam 3-0 {file}", '--sparam "FIRST-LAST"'),
-                          (f"--no-check --bulk {file}", '--sparam "FIRST-LAST"'),
-                          (f"--no-check {file} -S", f"'-S' after {file}: pass options before the script"),
-                          ("-N job --wait x", "option --wait of this emulator must come before pjsub's"),
-                          ("--interact nosuchcommand", "nosuchcommand: No such file or directory")):
+    for words, answer in (
+        ("nowhere.sh", "nowhere.sh is not a file"),
+        ("-Q x", "local_pjsub: pjsub option -Q is unknown"),
+        ("--scale many x", "--scale is many: pass a number from 1"),
+        ("--elapse 0 x", "--elapse is 0"),
+        (f"--no-check --step --sparam jid=9 {file}", "jid=9: there is no such job"),
+        (
+            f"--no-check --step --sparam jid=../jobs,sn=1 {file}",
+            "jid=../jobs: there is no such job",
+        ),
+        (
+            f"--no-check --step --sparam jid=1,sn=x {file}",
+            "--sparam sn=x: pass the number of a step",
+        ),
+        (f"--no-check --bulk --sparam 3-0 {file}", '--sparam "FIRST-LAST"'),
+        (f"--no-check --bulk {file}", '--sparam "FIRST-LAST"'),
+        (f"--no-check {file} -S", f"'-S' after {file}: pass options before the script"),
+        ("-N job --wait x", "option --wait of this emulator must come before pjsub's"),
+        ("--interact nosuchcommand", "nosuchcommand: No such file or directory"),
+    ):
         message = local("local_pjsub", *shlex.split(words))
-        assert message.returncode == 2 and message.stderr.count("\n") == 1 and answer in message.stderr, (words, message.stderr)
+        assert (
+            message.returncode == 2 and message.stderr.count("\n") == 1 and answer in message.stderr
+        ), (words, message.stderr)
     ended = local("local_pjdel", "1")
     assert ended.returncode == 2 and "job 1 has ended already" in ended.stderr
     assert len(local("local_pjstat").stdout.splitlines()) == 2
@@ -176,19 +256,37 @@ def test_the_emulated_mpiexec(monkeypatch):
     monkeypatch.setenv("LOCAL_PJSUB_FLAGS", "--seed 7")
     monkeypatch.syspath_prepend(SCRIPTS)
     commands = importlib.import_module("local_commands")
-    options, command = commands.split(["-n", "8", "-mca", "a", "1", "--vcoordfile", "m", "bash", "-c", "x"])
+    options, command = commands.split(
+        ["-n", "8", "-mca", "a", "1", "--vcoordfile", "m", "bash", "-c", "x"]
+    )
     assert options["-mca"] == ["a", "1"] and command == ["bash", "-c", "x"]
     words = commands.scaled(["python", "pretrain_gpt.py", "--cpu-frequency", "2.0", "--lr", "1"])
-    assert "--cpu-frequency" not in words and "2.0" not in words and words[-2:] == ["--seed", "7"] and "--lr" in words
+    assert (
+        "--cpu-frequency" not in words
+        and "2.0" not in words
+        and words[-2:] == ["--seed", "7"]
+        and "--lr" in words
+    )
     with pytest.raises(ValueError, match="-ppn is unknown"):
         commands.split(["-ppn", "1", "bash"])
 
 
 def test_a_job_reports_its_nodes(local, tmp_path):
-    assert cli.main(["job", "render", "--report", "--nodes", "2", "-o", str(tmp_path / "report.sh")]) == 0
-    done = local("local_pjsub", "--scale", "2", "--elapse", "240", "--wait", "-x",
-                 "MORE=--shrunk --minutes 4 --only host kernels",
-                 str(tmp_path / "report.sh"))
+    assert (
+        cli.main(["job", "render", "--report", "--nodes", "2", "-o", str(tmp_path / "report.sh")])
+        == 0
+    )
+    done = local(
+        "local_pjsub",
+        "--scale",
+        "2",
+        "--elapse",
+        "240",
+        "--wait",
+        "-x",
+        "MORE=--shrunk --minutes 4 --only host kernels",
+        str(tmp_path / "report.sh"),
+    )
     assert done.returncode == 0, (tmp_path / "report.1.err").read_text()
     report = json.loads(next((tmp_path / "output").rglob("report.json")).read_text())
     assert report["complete"] and len(report["sections"]["kernels"]["ranks"]) == 2

@@ -12,7 +12,14 @@ pytestmark = pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.full)])
 def test_layouts_equal_one_rank(mpi, ranks, tmp_path):
     level = {"mpich": "serialized", "openmpi": "funneled"}[mpi.name]
-    job = mpi.run(ranks, str(Path(layouts.__file__)), "2", str(tmp_path), timeout=500, FUGAKU_MEGATRON_MPI_THREAD_LEVEL=level)
+    job = mpi.run(
+        ranks,
+        str(Path(layouts.__file__)),
+        "2",
+        str(tmp_path),
+        timeout=500,
+        FUGAKU_MEGATRON_MPI_THREAD_LEVEL=level,
+    )
     assert job.returncode == 0, job.stderr
     assert f"MPI_THREAD_{level.upper()}" in job.stdout
     fitting = [name for name, (needed, _, _) in layouts.SIZES.items() if needed <= ranks]

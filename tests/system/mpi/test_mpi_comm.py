@@ -24,11 +24,17 @@ def test_verbs_agree_with_torch(mpi):
     job = mpi.run(3, VERBS, "verbs", "node", OMP_NUM_THREADS="2")
     assert job.returncode == 0, job.stderr  # Open MPI writes of UCX there
     *passed, description = job.stdout.splitlines()
-    expected = [f"ok {limit} {check.__name__}" for limit in collective_checks.LIMITS for check in collective_checks.CHECKS]
+    expected = [
+        f"ok {limit} {check.__name__}"
+        for limit in collective_checks.LIMITS
+        for check in collective_checks.CHECKS
+    ]
     assert passed[: len(expected)] == expected and passed[-1] == "ok node chunks_of_shared_memory"
     assert len(passed) == len(expected) + len(collective_checks.COLLECTIVE_CHECKS) + 1
     library = {"mpich": "MPICH", "openmpi": "Open MPI"}[mpi.name]
-    assert description.startswith(library) and description.endswith("MPI_THREAD_SERIALIZED, 3 rank(s)")
+    assert description.startswith(library) and description.endswith(
+        "MPI_THREAD_SERIALIZED, 3 rank(s)"
+    )
 
 
 def test_nodes_add_up_inside_and_then_between(mpi):
@@ -36,7 +42,11 @@ def test_nodes_add_up_inside_and_then_between(mpi):
     job = mpi.run(4, VERBS, "orders", "levels")
     assert job.returncode == 0 and job.stdout.startswith("ok orders 250\n"), job.stderr
     checks = len(collective_checks.LEVEL_CHECKS)
-    assert [job.stdout.count(f"ok {name} ") for name in (*collective_checks.NODES, "stages")] == [checks + 1, checks + 1, checks]
+    assert [job.stdout.count(f"ok {name} ") for name in (*collective_checks.NODES, "stages")] == [
+        checks + 1,
+        checks + 1,
+        checks,
+    ]
 
 
 def test_one_thread_calls_an_mpi_that_allows_one(mpi):
@@ -104,15 +114,23 @@ def test_messages_above_two_to_the_31(mpi):
     assert job.stdout.count("ok large") == len(collective_checks.LARGE)
 
 
-@pytest.mark.parametrize("ranks, ending, code, message", [
-    (2, "bug_on_one_rank", 1, "rank 1: Traceback (most recent call last):"),
-    (2, "mistake_on_one_rank", 2, "rank 1: shard 1 is missing: name it with --data-path\n"),
-    (2, "mistake_on_all_ranks", 2, "rank 0: world size 2 is not divisible by --tensor-model-parallel-size 3"),
-    (2, "bug_in_a_thread", 1, "rank 1: Traceback (most recent call last):"),
-    (2, "interrupt_on_one_rank", 130, "rank 1: interrupted\n"),
-    (2, "exit_of_one_rank", 7, ""),
-    (3, "failure_in_a_subgroup", 2, "rank 2: the odd rank fails\n"),
-])
+@pytest.mark.parametrize(
+    "ranks, ending, code, message",
+    [
+        (2, "bug_on_one_rank", 1, "rank 1: Traceback (most recent call last):"),
+        (2, "mistake_on_one_rank", 2, "rank 1: shard 1 is missing: name it with --data-path\n"),
+        (
+            2,
+            "mistake_on_all_ranks",
+            2,
+            "rank 0: world size 2 is not divisible by --tensor-model-parallel-size 3",
+        ),
+        (2, "bug_in_a_thread", 1, "rank 1: Traceback (most recent call last):"),
+        (2, "interrupt_on_one_rank", 130, "rank 1: interrupted\n"),
+        (2, "exit_of_one_rank", 7, ""),
+        (3, "failure_in_a_subgroup", 2, "rank 2: the odd rank fails\n"),
+    ],
+)
 def test_one_failing_rank_ends_the_job(mpi, ranks, ending, code, message):
     job = mpi.run(ranks, ENDINGS, ending)  # TimeoutError where ranks wait for ever
     assert job.stdout.splitlines().count("started") == 1 and job.returncode == code, job.stderr
@@ -120,22 +138,36 @@ def test_one_failing_rank_ends_the_job(mpi, ranks, ending, code, message):
     assert ("Traceback" in job.stderr) == ("Error: a bug" in job.stderr) == (code == 1)
 
 
-@pytest.mark.parametrize("variables, message", [
-    ({"FUGAKU_MEGATRON_MPI_THREAD_LEVEL": "single"}, "_MPI_THREAD_LEVEL=single: expected one of funneled, serialized, multiple; "),
-    ({"MPI4PY_MPIABI": "nosuchabi"}, "rank 0: PMI_SIZE=2 but MPI cannot be loaded"),
-])
+@pytest.mark.parametrize(
+    "variables, message",
+    [
+        (
+            {"FUGAKU_MEGATRON_MPI_THREAD_LEVEL": "single"},
+            "_MPI_THREAD_LEVEL=single: expected one of funneled, serialized, multiple; ",
+        ),
+        ({"MPI4PY_MPIABI": "nosuchabi"}, "rank 0: PMI_SIZE=2 but MPI cannot be loaded"),
+    ],
+)
 def test_variables_that_no_mpi_can_live_with(mpich, variables, message):
-    job = launch.MPI("wrong", mpich.mpiexec, environment=variables).run(2, ENDINGS, "bug_on_one_rank")
-    assert job.returncode == 2 and job.stderr.count(message) == 1 and "Traceback" not in job.stderr, job.stderr
+    job = launch.MPI("wrong", mpich.mpiexec, environment=variables).run(
+        2, ENDINGS, "bug_on_one_rank"
+    )
+    assert (
+        job.returncode == 2 and job.stderr.count(message) == 1 and "Traceback" not in job.stderr
+    ), job.stderr
     assert "MPI4PY_MPIABI" not in variables or "pip install mpi4py mpich" in job.stderr
 
 
 def test_the_mpiexec_of_another_mpi_is_named(mpi, mpich):
     if mpi.name != "openmpi":
         pytest.skip("needs both MPIs: --mpi openmpi")
-    job = launch.MPI("mixed", mpich.mpiexec, environment=mpi.environment).run(2, ENDINGS, "bug_on_one_rank")
+    job = launch.MPI("mixed", mpich.mpiexec, environment=mpi.environment).run(
+        2, ENDINGS, "bug_on_one_rank"
+    )
     assert job.returncode == 2
-    assert job.stderr.count("PMI_SIZE=2 but Open MPI") == 1 and "sees one process" in job.stderr, job.stderr
+    assert job.stderr.count("PMI_SIZE=2 but Open MPI") == 1 and "sees one process" in job.stderr, (
+        job.stderr
+    )
 
 
 def test_no_process_is_left_after_the_time_limit(mpi):

@@ -38,9 +38,33 @@ from tests.system.mpi import launch
 
 pytestmark = pytest.mark.mpi
 PROGRAM = str(launch.TESTS.parent / "pretrain_gpt.py")
-TINY = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16", "--vocab-size", "96",
-        "--make-vocab-size-divisible-by", "8", "--micro-batch-size", "2", "--global-batch-size", "8", "--lr", "1e-3", "--mock-data",
-        "--log-interval", "1", "--eval-iters", "0", "--kernels", "native"]
+TINY = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "32",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "16",
+    "--vocab-size",
+    "96",
+    "--make-vocab-size-divisible-by",
+    "8",
+    "--micro-batch-size",
+    "2",
+    "--global-batch-size",
+    "8",
+    "--lr",
+    "1e-3",
+    "--mock-data",
+    "--log-interval",
+    "1",
+    "--eval-iters",
+    "0",
+    "--kernels",
+    "native",
+]
 
 
 def losses(directory: Path) -> list[float]:
@@ -72,23 +96,70 @@ def test_trains_logs_and_resumes_to_the_same_bits(mpi, tmp_path, monkeypatch):
     """The second start ends within a log interval of TFLOPs and a profile, which are written all the same."""
     level = {"mpich": "serialized", "openmpi": "funneled"}[mpi.name]
     monkeypatch.setenv("FUGAKU_MEGATRON_MPI_THREAD_LEVEL", level)
-    flags = [*TINY, "--train-iters", "8", "--zero-stage", "1", "--log-params-norm", "--log-num-zeros-in-grad",
-             "--hidden-dropout", "0.1", "--lr-decay-style", "cosine", "--lr-warmup-iters", "2", "--checkpoint-activations"]
+    flags = [
+        *TINY,
+        "--train-iters",
+        "8",
+        "--zero-stage",
+        "1",
+        "--log-params-norm",
+        "--log-num-zeros-in-grad",
+        "--hidden-dropout",
+        "0.1",
+        "--lr-decay-style",
+        "cosine",
+        "--lr-warmup-iters",
+        "2",
+        "--checkpoint-activations",
+    ]
     whole = mpi.run(2, PROGRAM, *flags, "--save", str(tmp_path / "whole"), PICTURES="1")
     assert whole.returncode == 0 and f"MPI_THREAD_{level.upper()}" in whole.stdout, whole.stderr
     lines = parse_log(whole.stdout.splitlines())
     assert [line.iteration for line in lines] == list(range(1, 9)) and lines[-1].params_norm > 0
-    assert all(line.minor_faults >= 0 and line.system_seconds >= 0 and 0.1 < line.clock_ghz < 10 for line in lines)
+    assert all(
+        line.minor_faults >= 0 and line.system_seconds >= 0 and 0.1 < line.clock_ghz < 10
+        for line in lines
+    )
     check_tflops(flags, whole.stdout, lines[-1])
     profile = ["--profile", "--profile-dir", str(tmp_path / "profile"), "--profile-ranks"]
-    first = mpi.run(2, PROGRAM, *flags, "--save", str(tmp_path / "parts"), "--exit-interval", "5", *profile, "1",
-                    "--profile-step-start", "1", "--profile-step-end", "50")
-    assert first.returncode == 0 and "leaving after iteration 5: --exit-interval 5" in first.stdout, first.stderr
+    first = mpi.run(
+        2,
+        PROGRAM,
+        *flags,
+        "--save",
+        str(tmp_path / "parts"),
+        "--exit-interval",
+        "5",
+        *profile,
+        "1",
+        "--profile-step-start",
+        "1",
+        "--profile-step-end",
+        "50",
+    )
+    assert (
+        first.returncode == 0 and "leaving after iteration 5: --exit-interval 5" in first.stdout
+    ), first.stderr
     assert (tmp_path / "profile" / "table_rank1.txt").exists()
-    second = mpi.run(2, PROGRAM, *flags, "--save", str(tmp_path / "parts"), "--load", str(tmp_path / "parts"), *profile, "0",
-                     "--profile-step-start", "40", "--profile-step-end", "50")
+    second = mpi.run(
+        2,
+        PROGRAM,
+        *flags,
+        "--save",
+        str(tmp_path / "parts"),
+        "--load",
+        str(tmp_path / "parts"),
+        *profile,
+        "0",
+        "--profile-step-start",
+        "40",
+        "--profile-step-end",
+        "50",
+    )
     assert second.returncode == 0 and "at iteration 5" in second.stdout, second.stderr
-    assert "note: no profile: this start had 3 iterations, --profile-step-start is 40" in second.stdout
+    assert (
+        "note: no profile: this start had 3 iterations, --profile-step-start is 40" in second.stdout
+    )
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert (tmp_path / "whole" / "loss_curve.png").stat().st_size > 10_000
     assert "peak memory per rank: max" in whole.stdout
@@ -100,28 +171,62 @@ def check_tflops(flags, log, line):
     assert accounting.hardware_flops(parse(flags).run, 8) == pytest.approx(by_hand)
     shown = re.search(r"FLOPs per iteration of 8 samples: (\S+) hardware", log)
     assert float(shown[1]) == pytest.approx(by_hand, rel=1e-4)
-    assert line.tflops == pytest.approx(by_hand / 2 / line.elapsed_seconds / 1e12, abs=0.005 + by_hand / 1e12)
+    assert line.tflops == pytest.approx(
+        by_hand / 2 / line.elapsed_seconds / 1e12, abs=0.005 + by_hand / 1e12
+    )
 
 
-@pytest.mark.parametrize("locale", [{"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
-                                    pytest.param({"LC_ALL": "C.UTF-8"}, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "locale",
+    [
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        pytest.param({"LC_ALL": "C.UTF-8"}, marks=pytest.mark.full),
+    ],
+)
 def test_paths_of_any_bytes_end_no_run(mpich, tmp_path, locale):
     """Neither those of --save, --log-file and --profile-dir nor that of the picture, whose title holds them."""
     place = os.fsencode(tmp_path) + b"/\xff\xc3\xa9"
 
     def run(*flags):
-        return subprocess.run([sys.executable, PROGRAM, *TINY, "--train-iters", "4", *flags], capture_output=True, timeout=120,
-                              env={**os.environ, "OMP_NUM_THREADS": "1", **locale})
+        return subprocess.run(
+            [sys.executable, PROGRAM, *TINY, "--train-iters", "4", *flags],
+            capture_output=True,
+            timeout=120,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **locale},
+        )
 
-    done = run("--save-interval", "2", "--save", place, "--log-file", place + b".log", "--log-ranks", place + b".ranks",
-               "--profile", "--profile-step-start", "2", "--profile-step-end", "3", "--profile-dir", place + b".p")
-    assert done.returncode == 0 and b"Traceback" not in done.stdout + done.stderr and b"not drawn" not in done.stdout, done
+    done = run(
+        "--save-interval",
+        "2",
+        "--save",
+        place,
+        "--log-file",
+        place + b".log",
+        "--log-ranks",
+        place + b".ranks",
+        "--profile",
+        "--profile-step-start",
+        "2",
+        "--profile-step-end",
+        "3",
+        "--profile-dir",
+        place + b".p",
+    )
+    assert (
+        done.returncode == 0
+        and b"Traceback" not in done.stdout + done.stderr
+        and b"not drawn" not in done.stdout
+    ), done
     assert b"saved checkpoint of iteration 4 to " + place + b"\n" in done.stdout
     with open(place + b".log", "rb") as log:
         assert b"saved checkpoint of iteration 4 to " + place + b"\n" in log.read()
     assert os.path.getsize(place + b"/loss_curve.png") > 10_000
     refused = run("--tensorboard-dir", place)
-    assert refused.returncode == 2 and refused.stderr.count(b"\n") == 1 and b"--tensorboard-dir " + place in refused.stderr
+    assert (
+        refused.returncode == 2
+        and refused.stderr.count(b"\n") == 1
+        and b"--tensorboard-dir " + place in refused.stderr
+    )
 
 
 LIMIT = 3  # s without a sign of life
@@ -130,16 +235,51 @@ LIMIT = 3  # s without a sign of life
 @pytest.mark.full
 def test_a_rank_whose_experts_get_all_tokens_is_named_and_not_taken_for_a_hang(mpich, tmp_path):
     """Weights that round to 0 make all scores equal, so that every token takes the same one. An iteration exceeds the limit."""
-    sizes = {"hidden-size": 512, "num-layers": 1, "num-attention-heads": 4, "seq-length": 1024, "vocab-size": 96,
-             "micro-batch-size": 1, "global-batch-size": 20, "num-experts": 4, "moe-ffn-hidden-size": 4096, "moe-router-topk": 1,
-             "expert-model-parallel-size": 2, "train-iters": 1, "lr": 1e-30, "min-lr": 0, "init-method-std": 1e-46,
-             "hang-timeout-in-secs": LIMIT, "log-interval": 1, "eval-iters": 0, "kernels": "native", "save": tmp_path}
+    sizes = {
+        "hidden-size": 512,
+        "num-layers": 1,
+        "num-attention-heads": 4,
+        "seq-length": 1024,
+        "vocab-size": 96,
+        "micro-batch-size": 1,
+        "global-batch-size": 20,
+        "num-experts": 4,
+        "moe-ffn-hidden-size": 4096,
+        "moe-router-topk": 1,
+        "expert-model-parallel-size": 2,
+        "train-iters": 1,
+        "lr": 1e-30,
+        "min-lr": 0,
+        "init-method-std": 1e-46,
+        "hang-timeout-in-secs": LIMIT,
+        "log-interval": 1,
+        "eval-iters": 0,
+        "kernels": "native",
+        "save": tmp_path,
+    }
     flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    job = mpich.run(2, PROGRAM, *flags, "--mock-data", "--swiglu", "--disable-bias-linear", "--moe-router-pre-softmax",
-                    "--position-embedding-type", "rope", "--normalization", "RMSNorm")
+    job = mpich.run(
+        2,
+        PROGRAM,
+        *flags,
+        "--mock-data",
+        "--swiglu",
+        "--disable-bias-linear",
+        "--moe-router-pre-softmax",
+        "--position-embedding-type",
+        "rope",
+        "--normalization",
+        "RMSNorm",
+    )
     assert job.returncode == 0, job.stderr
-    assert "computes 2.00 of the mean" in job.stdout and "without a token since the last report: " in job.stdout
-    assert all(line.elapsed_seconds > LIMIT for line in parse_log(job.stdout.splitlines())) and "stuck" not in job.stderr
+    assert (
+        "computes 2.00 of the mean" in job.stdout
+        and "without a token since the last report: " in job.stdout
+    )
+    assert (
+        all(line.elapsed_seconds > LIMIT for line in parse_log(job.stdout.splitlines()))
+        and "stuck" not in job.stderr
+    )
 
 
 def test_sigterm_saves_and_leaves_with_zero(mpich, tmp_path):
@@ -154,18 +294,47 @@ def test_sigterm_saves_and_leaves_with_zero(mpich, tmp_path):
 
 
 def test_exit_duration_saves_logs_and_leaves_with_zero(mpich, tmp_path):
-    job = mpich.run(2, PROGRAM, *TINY, "--train-iters", "1000000", "--log-interval", "100000", "--save", str(tmp_path),
-                    "--exit-duration-in-mins", "0.01")
+    job = mpich.run(
+        2,
+        PROGRAM,
+        *TINY,
+        "--train-iters",
+        "1000000",
+        "--log-interval",
+        "100000",
+        "--save",
+        str(tmp_path),
+        "--exit-duration-in-mins",
+        "0.01",
+    )
     assert job.returncode == 0, job.stderr
     assert "--exit-duration-in-mins is over" in job.stdout and latest_iteration(tmp_path)
-    assert [line.iteration for line in parse_log(job.stdout.splitlines())] == [latest_iteration(tmp_path)]
+    assert [line.iteration for line in parse_log(job.stdout.splitlines())] == [
+        latest_iteration(tmp_path)
+    ]
     assert len(losses(tmp_path)) == 1
 
 
-def start(mpi, directory: Path, *flags: str, model: Sequence[str] = TINY, **environment: str) -> subprocess.Popen:
-    command = [*mpi.command(2), PROGRAM, *model, "--save", str(directory), "--load", str(directory), *flags]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                            env={**mpi.variables(), **environment})
+def start(
+    mpi, directory: Path, *flags: str, model: Sequence[str] = TINY, **environment: str
+) -> subprocess.Popen:
+    command = [
+        *mpi.command(2),
+        PROGRAM,
+        *model,
+        "--save",
+        str(directory),
+        "--load",
+        str(directory),
+        *flags,
+    ]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**mpi.variables(), **environment},
+    )
 
 
 def wait_for_lines(job: subprocess.Popen, count: int) -> bool:
@@ -192,15 +361,44 @@ def test_another_layout_continues_with_the_same_curve(mpich, alone, tmp_path):
     flags = [*TINY, "--train-iters", "8", "--hidden-dropout", "0.1"]
     directory = ["--save", str(tmp_path / "parts"), "--load", str(tmp_path / "parts")]
     whole = alone(*flags, "--save", tmp_path / "whole")
-    first = mpich.run(2, PROGRAM, *flags, "--tensor-model-parallel-size", "2", "--sequence-parallel", *directory,
-                      "--exit-interval", "3")
-    second = mpich.run(2, PROGRAM, *flags, "--pipeline-model-parallel-size", "2", *directory, "--exit-interval", "6",
-                       "--pipeline-schedule", "auto", "--recompute-auto")
-    assert whole.returncode == first.returncode == second.returncode == 0, first.stderr + second.stderr
+    first = mpich.run(
+        2,
+        PROGRAM,
+        *flags,
+        "--tensor-model-parallel-size",
+        "2",
+        "--sequence-parallel",
+        *directory,
+        "--exit-interval",
+        "3",
+    )
+    second = mpich.run(
+        2,
+        PROGRAM,
+        *flags,
+        "--pipeline-model-parallel-size",
+        "2",
+        *directory,
+        "--exit-interval",
+        "6",
+        "--pipeline-schedule",
+        "auto",
+        "--recompute-auto",
+    )
+    assert whole.returncode == first.returncode == second.returncode == 0, (
+        first.stderr + second.stderr
+    )
     third = alone(*flags, *directory)
     assert third.returncode == 0, third.stderr
-    assert "note: saved with TP 2 x PP 1 x DP 1 x ZeRO shards 1, continues with TP 1 x PP 2 x DP 1 x ZeRO shards 1" in second.stdout
-    assert "\nschedule: " in second.stdout and "; 1f1b 0." in second.stdout and "(model, a64fx)\nrecompute: " in second.stdout
+    assert (
+        "note: saved with TP 2 x PP 1 x DP 1 x ZeRO shards 1, continues with TP 1 x PP 2 x DP 1 x ZeRO shards 1"
+        in second.stdout
+    )
+    assert (
+        "\nschedule: " in second.stdout
+        and "; 1f1b 0." in second.stdout
+        and "(model, a64fx)\nrecompute: " in second.stdout
+    )
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
     assert losses(tmp_path / "whole")[6:] != losses(tmp_path / "whole")[:2]
 
@@ -213,20 +411,35 @@ def test_a_converted_model_keeps_its_padding_out_of_the_loss(alone, tmp_path):
     assert padding.convert("--from-hf", tmp_path / "theirs", "--save", tmp_path / "ours") == 0
     words = (tmp_path / "ours" / "model.flags").read_text().split()
     assert (at := words.index("--mask-vocab-padding")) and words[at + 1] == "yes"
-    flags = [*words[:at], *words[at + 2 :], *"--hidden-dropout 0 --attention-dropout 0 --seq-length 16".split(),
-             *"--mock-data --micro-batch-size 2 --global-batch-size 4 --log-interval 1 --eval-iters 0 --kernels native".split(),
-             *"--lr 1e-3 --lr-decay-iters 8 --save".split(), own, "--load", own]
+    flags = [
+        *words[:at],
+        *words[at + 2 :],
+        *"--hidden-dropout 0 --attention-dropout 0 --seq-length 16".split(),
+        *"--mock-data --micro-batch-size 2 --global-batch-size 4 --log-interval 1 --eval-iters 0 --kernels native".split(),
+        *"--lr 1e-3 --lr-decay-iters 8 --save".split(),
+        own,
+        "--load",
+        own,
+    ]
     first = alone(*flags, "--pretrained-checkpoint", tmp_path / "ours", "--train-iters", 2)
-    assert first.returncode == 0 and "padded vocabulary 512, padding masked in the loss\n" in first.stdout, first.stderr
+    assert (
+        first.returncode == 0
+        and "padded vocabulary 512, padding masked in the loss\n" in first.stdout
+    ), first.stderr
     samples = torch.tensor(np.stack([MockDataset(503, 16, 8, 1234)[i] for i in range(4)]))
     with torch.no_grad():
-        expected = F.cross_entropy(model(samples[:, :-1]).logits.flatten(0, 1), samples[:, 1:].flatten()).item()
+        expected = F.cross_entropy(
+            model(samples[:, :-1]).logits.flatten(0, 1), samples[:, 1:].flatten()
+        ).item()
     assert losses(own)[0] == pytest.approx(expected, rel=1e-5)
     second = alone(*flags, "--train-iters", 3)
     assert second.returncode == 0 and "padding masked in the loss\n" in second.stdout, second.stderr
     assert "note: --mask" not in second.stdout
     third = alone(*flags, "--train-iters", 4, "--mask-vocab-padding", "no")
-    assert third.returncode == 0 and "note: --mask-vocab-padding is no, was yes: the loss curve" in third.stdout, third.stderr
+    assert (
+        third.returncode == 0
+        and "note: --mask-vocab-padding is no, was yes: the loss curve" in third.stdout
+    ), third.stderr
     assert losses(own)[2] < expected + 1 < 40 < losses(own)[3]
 
 
@@ -237,7 +450,10 @@ def test_what_may_not_be_loaded_or_replaced_is_refused(alone, tmp_path):
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     refused = alone(*flags, "--train-iters", 6)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr
-    assert f"--save {tmp_path} holds checkpoints of iterations 2, 4" in refused.stderr and f"--load {tmp_path}" in refused.stderr
+    assert (
+        f"--save {tmp_path} holds checkpoints of iterations 2, 4" in refused.stderr
+        and f"--load {tmp_path}" in refused.stderr
+    )
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     shard = sorted((tmp_path / "iter_0000004").glob("*.safetensors"))[0]
     os.truncate(shard, shard.stat().st_size // 2)
@@ -263,23 +479,49 @@ def test_resumes_with_another_batch_size_and_seed(alone, tmp_path):
     assert again == [] and "nothing left to train: at iteration 7 of 7" in log
 
 
-@pytest.mark.parametrize("flags, message", [
-    (["--tensor-model-parallel-size", "4"], "--tensor-model-parallel-size 4"),  # found by all ranks
-    (["--profile", "--profile-dir", PROGRAM, "--profile-ranks", "1"], f"{PROGRAM} is not writable: rank 0: "),  # by one
-])
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (
+            ["--tensor-model-parallel-size", "4"],
+            "--tensor-model-parallel-size 4",
+        ),  # found by all ranks
+        (
+            ["--profile", "--profile-dir", PROGRAM, "--profile-ranks", "1"],
+            f"{PROGRAM} is not writable: rank 0: ",
+        ),  # by one
+    ],
+)
 def test_mistakes_give_one_line(mpich, flags, message):
     job = mpich.run(2, PROGRAM, *TINY, "--train-iters", "1", *flags)
     assert job.returncode == 2 and job.stderr.count("\n") == 1, job.stderr
     assert message in job.stderr and job.stderr.startswith("rank 0: ")
 
 
-@pytest.mark.parametrize("flags, message", [
-    ([], "--train-iters or --train-samples"),
-    (["--train-iters", "1", "--global-batch-size", "7"], "use 4 or 8"),
-    (["--train-iters", "1", "--num-layers", "3", "--pipeline-model-parallel-size", "2", "--pipeline-split", "even"],
-     "--num-layers 3"),
-    (["--train-iters", "1", "--profile", "--profile-ranks", "0", "2"], "--profile-ranks 0 2: the run has ranks 0 to 1"),
-])
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ([], "--train-iters or --train-samples"),
+        (["--train-iters", "1", "--global-batch-size", "7"], "use 4 or 8"),
+        (
+            [
+                "--train-iters",
+                "1",
+                "--num-layers",
+                "3",
+                "--pipeline-model-parallel-size",
+                "2",
+                "--pipeline-split",
+                "even",
+            ],
+            "--num-layers 3",
+        ),
+        (
+            ["--train-iters", "1", "--profile", "--profile-ranks", "0", "2"],
+            "--profile-ranks 0 2: the run has ranks 0 to 1",
+        ),
+    ],
+)
 def test_flags_that_no_run_of_two_ranks_can_have(flags, message):
     with pytest.raises(ValueError, match=message):
         check_early(parse([*TINY, *flags]).run, 2)
@@ -287,11 +529,23 @@ def test_flags_that_no_run_of_two_ranks_can_have(flags, message):
 
 def test_missing_data_and_unwritable_save_give_one_line(alone, tmp_path):
     (tmp_path / "file").write_text("")
-    missing = alone(*[f for f in TINY if f != "--mock-data"], "--train-iters", 1, "--data-path", tmp_path / "none")
-    assert missing.returncode == 2 and missing.stderr.count("\n") == 1 and "none.idx" in missing.stderr, missing.stderr
+    missing = alone(
+        *[f for f in TINY if f != "--mock-data"],
+        "--train-iters",
+        1,
+        "--data-path",
+        tmp_path / "none",
+    )
+    assert (
+        missing.returncode == 2 and missing.stderr.count("\n") == 1 and "none.idx" in missing.stderr
+    ), missing.stderr
     assert missing.stdout == "", "before memory, the machine and the data are looked at"
     unwritable = alone(*TINY, "--train-iters", 1, "--save", tmp_path / "file" / "below")
-    assert unwritable.returncode == 2 and unwritable.stderr.count("\n") == 1 and "--save" in unwritable.stderr, unwritable.stderr
+    assert (
+        unwritable.returncode == 2
+        and unwritable.stderr.count("\n") == 1
+        and "--save" in unwritable.stderr
+    ), unwritable.stderr
 
 
 def test_sums_in_fp16_where_the_instruction_set_can(alone, tmp_path):
@@ -308,11 +562,25 @@ def test_sums_in_fp16_where_the_instruction_set_can(alone, tmp_path):
             if not kernels.has_fp16_arithmetic():
                 job = alone(*flags, "--fp16-accumulation")
                 assert job.returncode == 2 and job.stderr.count("\n") == 1, job.stderr
-                assert f"--fp16-accumulation-chunk 64 needs FP16 arithmetic, which instruction set {target} lacks" in job.stderr
+                assert (
+                    f"--fp16-accumulation-chunk 64 needs FP16 arithmetic, which instruction set {target} lacks"
+                    in job.stderr
+                )
 
 
 def test_fp32_matmuls_in_bf16_parts_where_the_instruction_set_can(alone, tmp_path):
-    flags = [*TINY, "--train-iters", 2, "--profile", "--profile-step-start", 1, "--profile-step-end", 2, "--profile-dir", tmp_path]
+    flags = [
+        *TINY,
+        "--train-iters",
+        2,
+        "--profile",
+        "--profile-step-start",
+        1,
+        "--profile-step-end",
+        2,
+        "--profile-dir",
+        tmp_path,
+    ]
     done = set()
     for target in kernels.runnable_targets():
         with kernels.target(target):
@@ -326,7 +594,10 @@ def test_fp32_matmuls_in_bf16_parts_where_the_instruction_set_can(alone, tmp_pat
             assert "; fp32 with bf16x3 matmuls, ZeRO stage 0" in job.stdout
             assert "kernels: gemm native, each FP32 operand as three BF16 numbers" in job.stdout
         else:
-            assert f"--fp32-matmul bf16x3 needs BF16 arithmetic, which instruction set {target} lacks: leave it out" in job.stderr
+            assert (
+                f"--fp32-matmul bf16x3 needs BF16 arithmetic, which instruction set {target} lacks: leave it out"
+                in job.stderr
+            )
             assert job.stderr.count("\n") == 1
 
 
@@ -341,14 +612,30 @@ def test_ranks_that_recompute_differently_train_and_other_differences_are_refuse
     """As the 13B script on Fugaku starts its last stages without recompute."""
     flags = [*TINY, "--train-iters", "3", "--pipeline-model-parallel-size", "2"]
     found = {}
-    for name, own in {"same": [], "recompute": ["--checkpoint-activations"], "lr": ["--lr", "2e-3"]}.items():
+    for name, own in {
+        "same": [],
+        "recompute": ["--checkpoint-activations"],
+        "lr": ["--lr", "2e-3"],
+    }.items():
         (tmp_path / f"{name}.py").write_text(RANKS_OWN.format(program=PROGRAM, flags=own))
         done = mpich.run(2, str(tmp_path / f"{name}.py"), *flags)
-        found[name] = done.returncode, [line.lm_loss for line in parse_log(done.stdout.splitlines())], done
-    assert found["same"][:2] == found["recompute"][:2] and found["same"][0] == 0 and len(found["same"][1]) == 3
+        found[name] = (
+            done.returncode,
+            [line.lm_loss for line in parse_log(done.stdout.splitlines())],
+            done,
+        )
+    assert (
+        found["same"][:2] == found["recompute"][:2]
+        and found["same"][0] == 0
+        and len(found["same"][1]) == 3
+    )
     note = "note: ranks recompute differently: --recompute-granularity is None on rank 0, full on rank 1"
     assert note in found["recompute"][2].stdout
     code, lines, done = found["lr"]
     assert code and not lines
-    refused = [line for line in (done.stdout + done.stderr).splitlines() if "--lr is 0.001 on rank 0, 0.002 on rank 1" in line]
+    refused = [
+        line
+        for line in (done.stdout + done.stderr).splitlines()
+        if "--lr is 0.001 on rank 0, 0.002 on rank 1" in line
+    ]
     assert len(refused) == 1 and "Traceback" not in done.stderr

@@ -27,18 +27,75 @@ from tests.time_limit import wait_until
 pytestmark = pytest.mark.mpi
 ROOT = launch.TESTS.parent
 LENGTH = 20  # iterations for each kill
-FLAGS = ["--save-interval", "2", "--hidden-dropout", "0.1", "--lr-decay-iters", "100", "--zero-stage", "1", "--overlap-grad-reduce",
-         "--overlap-param-gather", "--ddp-bucket-size", "4000", "--normalization", "RMSNorm", "--swiglu",
-         "--position-embedding-type", "rope", "--disable-bias-linear", "--group-query-attention", "--num-query-groups", "2",
-         "--untie-embeddings-and-output-weights", "--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss",
-         "--tokenizer-type", "NullTokenizer"]
+FLAGS = [
+    "--save-interval",
+    "2",
+    "--hidden-dropout",
+    "0.1",
+    "--lr-decay-iters",
+    "100",
+    "--zero-stage",
+    "1",
+    "--overlap-grad-reduce",
+    "--overlap-param-gather",
+    "--ddp-bucket-size",
+    "4000",
+    "--normalization",
+    "RMSNorm",
+    "--swiglu",
+    "--position-embedding-type",
+    "rope",
+    "--disable-bias-linear",
+    "--group-query-attention",
+    "--num-query-groups",
+    "2",
+    "--untie-embeddings-and-output-weights",
+    "--reset-attention-mask",
+    "--reset-position-ids",
+    "--eod-mask-loss",
+    "--tokenizer-type",
+    "NullTokenizer",
+]
 SHORT = [*TINY, *FLAGS, "--train-iters", "12"]
-ZBV = ["--save-interval", "2", "--hidden-dropout", "0.1", "--num-layers", "4", "--pipeline-model-parallel-size", "2",
-       "--pipeline-schedule", "zbv"]
-EXPERTS = ["--save-interval", "2", "--num-experts", "4", "--expert-model-parallel-size", "2", "--swiglu", "--disable-bias-linear",
-           "--moe-ffn-hidden-size", "16", "--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias",
-           "--moe-router-bias-update-rate", "0.1", "--moe-aux-loss-coeff", "0.1", "--moe-expert-capacity-factor", "1.25",
-           "--zero-stage", "1", "--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "4000"]
+ZBV = [
+    "--save-interval",
+    "2",
+    "--hidden-dropout",
+    "0.1",
+    "--num-layers",
+    "4",
+    "--pipeline-model-parallel-size",
+    "2",
+    "--pipeline-schedule",
+    "zbv",
+]
+EXPERTS = [
+    "--save-interval",
+    "2",
+    "--num-experts",
+    "4",
+    "--expert-model-parallel-size",
+    "2",
+    "--swiglu",
+    "--disable-bias-linear",
+    "--moe-ffn-hidden-size",
+    "16",
+    "--moe-router-score-function",
+    "sigmoid",
+    "--moe-router-enable-expert-bias",
+    "--moe-router-bias-update-rate",
+    "0.1",
+    "--moe-aux-loss-coeff",
+    "0.1",
+    "--moe-expert-capacity-factor",
+    "1.25",
+    "--zero-stage",
+    "1",
+    "--overlap-grad-reduce",
+    "--overlap-param-gather",
+    "--ddp-bucket-size",
+    "4000",
+]
 SHARED = ["--context-parallel-size", "2", "--cp-comm-type"]
 MODEL = [flag for flag in TINY if flag != "--mock-data"]
 
@@ -47,20 +104,29 @@ MODEL = [flag for flag in TINY if flag != "--mock-data"]
 def undisturbed(mpich, kills, tmp_path_factory):
     """The losses of two ranks that nobody disturbs."""
     folder = tmp_path_factory.mktemp("whole")
-    job = mpich.run(2, PROGRAM, *TINY, *FLAGS, "--train-iters", str(LENGTH * kills), "--save", str(folder))
+    job = mpich.run(
+        2, PROGRAM, *TINY, *FLAGS, "--train-iters", str(LENGTH * kills), "--save", str(folder)
+    )
     assert job.returncode == 0, job.stderr
     return losses(folder)
 
 
 def test_kills_at_random_moments_cost_nothing(mpich, tmp_path, kills, undisturbed):
     """Starts take turns in how they save: the run waits, or disks of nodes have the checkpoint first, or the run does not wait."""
-    kill_often(mpich, tmp_path / "killed", kills, FLAGS, [[], ["--async-save", "--save-local", str(tmp_path / "local")],
-                                                          ["--async-save"]])
+    kill_often(
+        mpich,
+        tmp_path / "killed",
+        kills,
+        FLAGS,
+        [[], ["--async-save", "--save-local", str(tmp_path / "local")], ["--async-save"]],
+    )
     assert losses(tmp_path / "killed") == undisturbed
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["zbv", "chats", "experts", "heads", "keys", "adapters", "adapters of experts"])
+@pytest.mark.parametrize(
+    "kind", ["zbv", "chats", "experts", "heads", "keys", "adapters", "adapters of experts"]
+)
 def test_kills_of_other_runs_cost_nothing(mpich, tmp_path, kills, kind):
     """A pipeline, also on chats, divided experts, a sequence shared by heads or keys, adapters. They recompute differently.
 
@@ -70,14 +136,38 @@ def test_kills_of_other_runs_cost_nothing(mpich, tmp_path, kills, kind):
     again = ["--async-save", "--recompute-granularity", "full", "--recompute-part-layers", *parts]
     data = written_chats(tmp_path / "chats") if kind == "chats" else ["--mock-data"]
     adapting = ["--pretrained-checkpoint", str(tmp_path / "base"), "--lora-rank", "4"]
-    others = {"experts": EXPERTS, "heads": [*FLAGS, *SHARED, "a2a"], "keys": [*FLAGS, *SHARED, "p2p"],
-              "adapters": [*FLAGS, *adapting, "--lora-dropout", "0.1"], "adapters of experts": [*EXPERTS, *adapting]}
+    others = {
+        "experts": EXPERTS,
+        "heads": [*FLAGS, *SHARED, "a2a"],
+        "keys": [*FLAGS, *SHARED, "p2p"],
+        "adapters": [*FLAGS, *adapting, "--lora-dropout", "0.1"],
+        "adapters of experts": [*EXPERTS, *adapting],
+    }
     flags = [*others.get(kind, ZBV), *data]
     if kind.startswith("adapters"):
         model = EXPERTS if "experts" in kind else FLAGS
-        base = mpich.run(2, PROGRAM, *MODEL, *model, *data, "--train-iters", "2", "--save", str(tmp_path / "base"))
+        base = mpich.run(
+            2,
+            PROGRAM,
+            *MODEL,
+            *model,
+            *data,
+            "--train-iters",
+            "2",
+            "--save",
+            str(tmp_path / "base"),
+        )
         assert base.returncode == 0, base.stderr
-    whole = mpich.run(2, PROGRAM, *MODEL, *flags, "--train-iters", str(LENGTH * kills), "--save", str(tmp_path / "whole"))
+    whole = mpich.run(
+        2,
+        PROGRAM,
+        *MODEL,
+        *flags,
+        "--train-iters",
+        str(LENGTH * kills),
+        "--save",
+        str(tmp_path / "whole"),
+    )
     assert whole.returncode == 0, whole.stderr
     kill_often(mpich, tmp_path / "killed", kills, flags, [[], again], MODEL)
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
@@ -90,11 +180,25 @@ def written_chats(prefix: Path) -> list[str]:
     with ChatWriter(prefix, "<u2") as writer:
         for length in rng.randint(3, 18, 30):
             writer.add_document(signed(rng.randint(0, 95, length), np.arange(length) > 1))
-    return ["--sft", "--data-path", str(prefix), "--split", "100,0,0", "--tokenizer-type", "NullTokenizer"]
+    return [
+        "--sft",
+        "--data-path",
+        str(prefix),
+        "--split",
+        "100,0,0",
+        "--tokenizer-type",
+        "NullTokenizer",
+    ]
 
 
-def kill_often(mpi: launch.MPI, folder: Path, kills: int, flags: list[str], ways: list[list[str]],
-               model: Sequence[str] = TINY) -> None:
+def kill_often(
+    mpi: launch.MPI,
+    folder: Path,
+    kills: int,
+    flags: list[str],
+    ways: list[list[str]],
+    model: Sequence[str] = TINY,
+) -> None:
     """Start, kill a rank at a random moment and start again, `kills` times; then run to the end.
 
     A start whose kill comes late waits for it LENGTH iterations further.
@@ -103,7 +207,9 @@ def kill_often(mpi: launch.MPI, folder: Path, kills: int, flags: list[str], ways
     for turn in range(kills):
         held = holding(folder.with_name("held"), LENGTH * (turn + 1) - 1)
         job = start(mpi, folder, *flags, *ways[turn % len(ways)], model=model, **held)
-        assert wait_for_lines(job, rng.randint(1, 4)), f"start {turn} ended before its rank was killed"
+        assert wait_for_lines(job, rng.randint(1, 4)), (
+            f"start {turn} ended before its rank was killed"
+        )
         time.sleep(rng.random() * 0.03)
         rng.choice(ranks(job)).kill()
         job.stdout.read()
@@ -113,10 +219,29 @@ def kill_often(mpi: launch.MPI, folder: Path, kills: int, flags: list[str], ways
 
 
 def supervise(mpi: launch.MPI, save: Path, *words: str, **environment: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "fugaku_megatron", "supervise", *words, "--", *mpi.command(2), PROGRAM, *SHORT, "--save",
-               str(save), "--load", str(save)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-                            env={**mpi.variables(), **environment})
+    command = [
+        sys.executable,
+        "-m",
+        "fugaku_megatron",
+        "supervise",
+        *words,
+        "--",
+        *mpi.command(2),
+        PROGRAM,
+        *SHORT,
+        "--save",
+        str(save),
+        "--load",
+        str(save),
+    ]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**mpi.variables(), **environment},
+    )
 
 
 def test_a_killed_rank_costs_a_restart_and_no_bit(mpi, undisturbed, tmp_path):
@@ -139,7 +264,10 @@ def test_a_signal_while_ranks_start_is_not_lost(mpi, tmp_path):
     job.send_signal(signal.SIGUSR1)
     out, said = job.communicate(timeout=PATIENCE)
     assert job.returncode == 0, out + said
-    assert "leaving before the first iteration: a signal asked to stop" in out and list(tmp_path.rglob("iter_*")) == []
+    assert (
+        "leaving before the first iteration: a signal asked to stop" in out
+        and list(tmp_path.rglob("iter_*")) == []
+    )
 
 
 JOB = """#!/bin/bash
@@ -155,16 +283,39 @@ exec {python} -m fugaku_megatron supervise --hosts @hosts --spare-nodes 1 \\
 def test_an_emulated_job_takes_its_spare_node_and_then_fewer(undisturbed, tmp_path):
     """Node 1 fails and node 2 takes its place; node 0 fails and no spare is left, so one rank continues with the whole batch."""
     save, down, script = tmp_path / "save", tmp_path / "jobs" / "1" / "down", tmp_path / "job.sh"
-    script.write_text(JOB.format(python=sys.executable, program=PROGRAM, flags=" ".join(SHORT), save=save))
+    script.write_text(
+        JOB.format(python=sys.executable, program=PROGRAM, flags=" ".join(SHORT), save=save)
+    )
     held = tmp_path / "held"
     killing = kill_held(held, 5, 9, then=lambda turn: down.write_text("(1)\n(0)\n"[: 4 + 4 * turn]))
-    job = subprocess.run([sys.executable, str(ROOT / "scripts" / "pjsub" / "local_pjsub"), "--no-check", "--wait", "-x",
-                          f"PYTHONPATH={launch.PATH},OMP_NUM_THREADS=1", str(script)], cwd=tmp_path, timeout=PATIENCE, check=False,
-                         env={**os.environ, **holding(held, 5, 9), "LOCAL_PJSUB": str(tmp_path / "jobs")})
+    job = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "scripts" / "pjsub" / "local_pjsub"),
+            "--no-check",
+            "--wait",
+            "-x",
+            f"PYTHONPATH={launch.PATH},OMP_NUM_THREADS=1",
+            str(script),
+        ],
+        cwd=tmp_path,
+        timeout=PATIENCE,
+        check=False,
+        env={**os.environ, **holding(held, 5, 9), "LOCAL_PJSUB": str(tmp_path / "jobs")},
+    )
     killing.join()
     said = (tmp_path / "job.1.err").read_text()
     assert job.returncode == 0, said
     assert "supervise: a rank is lost (signal 9, SIGKILL) on node " in said
-    told = [line.rpartition(" on ")[2] for line in said.splitlines() if line.startswith("supervise: restart ")]
-    assert told == ["2 nodes with data-parallel size 2; 0 spare nodes", "1 nodes with data-parallel size 1; 0 spare nodes"], said
-    assert losses(save)[:8] == undisturbed[:8] and losses(save) == pytest.approx(undisturbed[:12], rel=1e-6)
+    told = [
+        line.rpartition(" on ")[2]
+        for line in said.splitlines()
+        if line.startswith("supervise: restart ")
+    ]
+    assert told == [
+        "2 nodes with data-parallel size 2; 0 spare nodes",
+        "1 nodes with data-parallel size 1; 0 spare nodes",
+    ], said
+    assert losses(save)[:8] == undisturbed[:8] and losses(save) == pytest.approx(
+        undisturbed[:12], rel=1e-6
+    )

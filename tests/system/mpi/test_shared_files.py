@@ -14,7 +14,10 @@ from fugaku_megatron.data.indexed import IndexedDatasetWriter
 from tests.parallel.test_generate import write_tokenizer
 from tests.system.mpi.test_pretrain import PROGRAM
 
-pytestmark = [pytest.mark.mpi, pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")]
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed"),
+]
 OPENED = re.compile(r'\b(?:open|openat|creat)\((?:AT_FDCWD, )?"([^"]+)".* = \d+$')
 
 
@@ -37,15 +40,56 @@ def opened(mpich, tmp_path_factory):
     with IndexedDatasetWriter(job / "corpus", "<u2") as writer:
         for _ in range(200):
             writer.add_document(rng.integers(0, 95, 100))
-    flags = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16", "--lr", "1e-3",
-             "--make-vocab-size-divisible-by", "8", "--micro-batch-size", "1", "--global-batch-size", "4", "--kernels", "native",
-             "--tensor-model-parallel-size", "2", "--eval-iters", "1", "--eval-interval", "2", "--split", "90,10",
-             "--data-path", str(job / "corpus"), "--data-cache-path", str(job / "cache"), "--save", str(job / "save"),
-             "--load", str(job / "save"), "--log-file", str(job / "log.txt"), *write_tokenizer(job)]
+    flags = [
+        "--num-layers",
+        "2",
+        "--hidden-size",
+        "32",
+        "--num-attention-heads",
+        "4",
+        "--seq-length",
+        "16",
+        "--lr",
+        "1e-3",
+        "--make-vocab-size-divisible-by",
+        "8",
+        "--micro-batch-size",
+        "1",
+        "--global-batch-size",
+        "4",
+        "--kernels",
+        "native",
+        "--tensor-model-parallel-size",
+        "2",
+        "--eval-iters",
+        "1",
+        "--eval-interval",
+        "2",
+        "--split",
+        "90,10",
+        "--data-path",
+        str(job / "corpus"),
+        "--data-cache-path",
+        str(job / "cache"),
+        "--save",
+        str(job / "save"),
+        "--load",
+        str(job / "save"),
+        "--log-file",
+        str(job / "log.txt"),
+        *write_tokenizer(job),
+    ]
     for ranks, iterations in ((2, "2"), (4, "4")):
         traces.append(tmp_path_factory.mktemp("traces"))
-        result = mpich.run(ranks, str(Path(__file__).with_name("traced.py")), str(traces[-1]), PROGRAM, *flags,
-                           "--train-iters", iterations)
+        result = mpich.run(
+            ranks,
+            str(Path(__file__).with_name("traced.py")),
+            str(traces[-1]),
+            PROGRAM,
+            *flags,
+            "--train-iters",
+            iterations,
+        )
         assert result.returncode == 0, result.stderr
     return [openers(trace, job) for trace in traces]
 
@@ -57,8 +101,23 @@ def test_no_file_of_a_job_is_opened_by_two_ranks_of_a_node(opened):
 
 def test_the_trace_saw_what_is_read_and_written(opened):
     first, resumed = opened
-    assert {"corpus.bin", "corpus.idx", "vocab.json", "merges.txt", "log.txt", "save/history.jsonl"} <= set(first)
-    assert {"save/iter_0000002/manifest.json", "save/latest_checkpointed_iteration.txt", "corpus.bin"} <= set(resumed)
-    shards = {name: who for name, who in resumed.items() if name.startswith("save/iter_0000002/rank_")}
-    assert shards == {"save/iter_0000002/rank_00000.safetensors": {"0"}, "save/iter_0000002/rank_00001.safetensors": {"1"}}, \
-        "the other data-parallel ranks get them from these"
+    assert {
+        "corpus.bin",
+        "corpus.idx",
+        "vocab.json",
+        "merges.txt",
+        "log.txt",
+        "save/history.jsonl",
+    } <= set(first)
+    assert {
+        "save/iter_0000002/manifest.json",
+        "save/latest_checkpointed_iteration.txt",
+        "corpus.bin",
+    } <= set(resumed)
+    shards = {
+        name: who for name, who in resumed.items() if name.startswith("save/iter_0000002/rank_")
+    }
+    assert shards == {
+        "save/iter_0000002/rank_00000.safetensors": {"0"},
+        "save/iter_0000002/rank_00001.safetensors": {"1"},
+    }, "the other data-parallel ranks get them from these"

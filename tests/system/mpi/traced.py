@@ -6,8 +6,25 @@ import os
 import sys
 
 if __name__ == "__main__":
-    rank = next(os.environ[name] for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK") if name in os.environ)
+    rank = next(
+        os.environ[name]
+        for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+        if name in os.environ
+    )
     folder, *command = sys.argv[1:]
     # --seccomp-bpf: other system calls do not stop the rank; -ff: threads in one file tear each other's lines
-    os.execvp("strace", ["strace", "-ff", "-qq", "--seccomp-bpf", "-e", "trace=open,openat,creat", "-o", f"{folder}/opened.{rank}",
-                         sys.executable, *command])
+    os.execvp(
+        "strace",
+        [
+            "strace",
+            "-ff",
+            "-qq",
+            "--seccomp-bpf",
+            "-e",
+            "trace=open,openat,creat",
+            "-o",
+            f"{folder}/opened.{rank}",
+            sys.executable,
+            *command,
+        ],
+    )

@@ -53,7 +53,11 @@ def hold(module, mark, *iterations):
 
     def train_step(self):
         link = Path(f"{mark}.{self.progress.iteration}")
-        if str(self.progress.iteration) in iterations and self.world.rank == self.world.size - 1 and not link.is_symlink():
+        if (
+            str(self.progress.iteration) in iterations
+            and self.world.rank == self.world.size - 1
+            and not link.is_symlink()
+        ):
             link.symlink_to(str(os.getpid()))
             while True:
                 time.sleep(60)
@@ -75,8 +79,14 @@ if {"fugaku_megatron.logs.plot", "loss"} <= {*sys.orig_argv} and "PICTURES" not 
     os._exit(0)
 rank, _, fault = os.environ.get("FAULT_GRADIENT", "").partition(",")
 if fault and os.environ.get("PMI_RANK") == rank:
-    sys.meta_path.insert(0, Changed(KERNELS, lambda module: spoil_gradient(module, *fault.split(","))))
+    sys.meta_path.insert(
+        0, Changed(KERNELS, lambda module: spoil_gradient(module, *fault.split(",")))
+    )
 if "FAULT_HOLD" in os.environ:
-    sys.meta_path.insert(0, Changed(TRAINER, lambda module: hold(module, *os.environ["FAULT_HOLD"].split(":"))))
+    sys.meta_path.insert(
+        0, Changed(TRAINER, lambda module: hold(module, *os.environ["FAULT_HOLD"].split(":")))
+    )
 if "FAULT_HOLD_IMPORT" in os.environ:
-    sys.meta_path.insert(0, Changed(TRAINER, lambda module: await_signal(os.environ["FAULT_HOLD_IMPORT"])))
+    sys.meta_path.insert(
+        0, Changed(TRAINER, lambda module: await_signal(os.environ["FAULT_HOLD_IMPORT"]))
+    )
