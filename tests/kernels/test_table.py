@@ -246,31 +246,6 @@ def test_wrong_shapes_and_sizes_are_value_errors():
 # docs/kernels-howto.md -----------------------------------------------------------------------------------------------------------
 
 PAGE = (ROOT / "docs" / "kernels-howto.md").read_text()
-SECTION = PAGE[PAGE.index("## Adding a kernel") : PAGE.index("## Tuning for a new machine")]
-
-
-def quotations():
-    """(file, code) of every fenced block, the file being the last one with a folder that is named before it."""
-    for match in re.finditer(r"```(?:c\+\+|python)\n(.*?)```", SECTION, re.DOTALL):
-        yield (
-            re.findall(
-                r"`((?:kernels_sve|tests|tools|benchmarks)/[\w/]+\.\w+)`", SECTION[: match.start()]
-            )[-1],
-            match[1],
-        )
-
-
-def test_every_step_is_quoted_as_it_stands_in_its_file():
-    assert [file for file, code in quotations() if code not in (ROOT / file).read_text()] == []
-    assert {Path(file).name for file, _ in quotations()} == {
-        "kernels.inc",
-        "reference_rowwise.cc",
-        "rowwise.h",
-        "bind_rowwise.cc",
-        "numbers.py",
-        "ops_rows.cc",
-        "rowwise.py",
-    }
 
 
 def test_files_and_tuning_values_that_are_named_exist():

@@ -301,12 +301,6 @@ def test_examples_run(example, ranks, tmp_path):
     assert not [*tmp_path.iterdir()], "it leaves nothing"
 
 
-def test_examples_are_short():
-    assert len(EXAMPLES) >= 3 and all(
-        len((ROOT / "examples" / name).read_text().splitlines()) < 50 for name in EXAMPLES
-    )
-
-
 @pytest.mark.docs
 @pytest.mark.parametrize("document", ["README.md", "docs/library.md"])
 def test_python_of_the_documents_runs(document, tmp_path):

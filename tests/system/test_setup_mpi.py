@@ -161,7 +161,7 @@ def test_a_missing_mpiexec_is_installed_again(checkout):
 
 def test_the_packages_of_the_tests_are_installed_while_the_compiler_works(checkout):
     """The compiler waits here until pip has been called. Nothing that needs apt, root or a second MPI is set up."""
-    for checker in ("ruff", "mypy"):
+    for checker in ("ruff", "clang-format", "mypy"):
         executable(checkout / ".venv/bin" / checker, "#!/bin/sh\n")
     os.mkfifo(checkout / "pause")
     (checkout / ".venv/stamps/kernels").unlink()
