@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 from fugaku_megatron.config.checks import check
+from fugaku_megatron.watchdog.private_folder import make_private
 
 # name -> Debian and Ubuntu package, sonames in the order of preference
 LIBRARIES = {
@@ -109,13 +110,13 @@ def narrowed(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 def mkl_library() -> Path:
     """The library to preload, built where it is not there yet. ValueError without a C compiler."""
     path = Path(tempfile.gettempdir()) / f"fugaku_megatron.{os.getuid()}" / MKL_NAME
+    make_private(path.parent)  # a library that another user put there would be loaded
     if not path.exists():
         compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
         check(
             compiler is not None,
             "torch's MKL at full width needs a C compiler: install gcc, or pass --mkl shipped",
         )
-        path.parent.mkdir(mode=0o700, exist_ok=True)
         new = path.with_name(f"{path.name}.{os.getpid()}")
         subprocess.run(
             [compiler, "-x", "c", "-shared", "-fPIC", "-O1", "-o", new, "-"],

@@ -205,7 +205,9 @@ def two_hosts(rate: str, hosts: Sequence[str] = HOSTS) -> Iterator[None]:
     Another process that has hosts of these names is waited for.
     """
     with contextlib.ExitStack() as stack:
-        lock = stack.enter_context(open(Path(tempfile.gettempdir()) / f"{hosts[0]}.lock", "w"))
+        name = Path(tempfile.gettempdir()) / f"{hosts[0]}.lock"
+        lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode=0o600)
+        stack.callback(os.close, lock)
         fcntl.flock(lock, fcntl.LOCK_EX)
         stack.callback(_remove, hosts)
         _remove(hosts)

@@ -399,6 +399,7 @@ def world() -> Comm:
     With several ranks MPI starts here, on a thread of its own, and from then on an exception that nobody catches prints its
     traceback and ends all ranks, because the others would wait for this one for ever.
     """
+    launcher.check_launcher()
     if launcher.processes()[1] == 1:
         return SoloComm()
     comm = start_mpi()

@@ -39,6 +39,7 @@ def init(waits: Callable[[bool], Any] = bool) -> Comm:
     process would take itself for the whole world; and for limits of the system with which MPI would abort.
     """
     name, started = launcher.processes()
+    launcher.check_launcher()
     launcher.check_limits()
     try:
         world = mpi_world(waits)

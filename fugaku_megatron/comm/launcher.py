@@ -28,13 +28,26 @@ from enum import IntEnum
 from types import FrameType
 from typing import Any, TextIO, TypeVar
 
+# Variables with the number of processes: Open MPI, MPICH and its relatives, Slurm, MVAPICH, jsrun, Flux.
 SIZES = (
     "OMPI_COMM_WORLD_SIZE",
     "PMI_SIZE",
     "SLURM_STEP_NUM_TASKS",
-)  # variables with the number of processes
+    "MV2_COMM_WORLD_SIZE",
+    "JSM_NAMESPACE_SIZE",
+    "FLUX_JOB_SIZE",
+)
 LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")  # variables with those of this node
-RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")  # variables with this process's number
+RANKS = (  # variables with this process's number
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_RANK",
+    "SLURM_PROCID",
+    "MV2_COMM_WORLD_RANK",
+    "JSM_NAMESPACE_RANK",
+    "FLUX_TASK_RANK",
+)
+# Variables of torchrun, accelerate and deepspeed, which start processes without MPI.
+TORCH_SIZE, TORCH_RANK, TORCH_LOCAL_RANK = "WORLD_SIZE", "RANK", "LOCAL_RANK"
 GRACE_EVERYWHERE = (
     10.0  # s that other ranks leave to rank 0 where it is known to fail as well; its end ends them
 )
@@ -109,7 +122,25 @@ def processes() -> tuple[str, int]:
 
 def rank() -> int:
     """This process's number among those started; 0 when no launcher started it."""
-    return _first_set(RANKS, 0, 0)[1]
+    return _first_set((*RANKS, TORCH_RANK) if _started_by_torch() else RANKS, 0, 0)[1]
+
+
+def _started_by_torch() -> bool:
+    """Return True in a process that torchrun or a launcher like it started, and no launcher of MPI."""
+    variables = (TORCH_SIZE, TORCH_RANK, TORCH_LOCAL_RANK)
+    has_torch = all(name in os.environ for name in variables)
+    return has_torch and not any(name in os.environ for name in SIZES)
+
+
+def check_launcher() -> None:
+    """Raise ValueError for a launcher that MPI does not know: each process would run alone."""
+    size = os.environ.get(TORCH_SIZE, "1")
+    if _started_by_torch() and size != "1":
+        raise ValueError(
+            f"{TORCH_SIZE}={size:.40} is set by torchrun or a launcher like it, which MPI does not "
+            "know: every process would train alone; start with mpiexec "
+            f"-n {size:.40}, or with srun and the site's --mpi"
+        )
 
 
 def processes_of_node() -> int:
@@ -121,6 +152,7 @@ def check_environment() -> None:
     """Raises ValueError for variables that mislead MPI or OpenMP, before either is loaded."""
     processes()
     rank()
+    check_launcher()
     first = (
         os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     )  # one number for each level of nesting

@@ -9,6 +9,7 @@ layouts (fugaku-megatron plan).
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -124,13 +125,17 @@ COMMON=${FUGAKU_MEGATRON:-$SLURM_SUBMIT_DIR}/fugaku_megatron/jobs/slurm.sh
 
 
 def flag_lines(flags: Iterable[str]) -> list[str]:
-    """pretrain_gpt.py's flags, each on its own line with its values."""
+    """Return the array FLAGS of pretrain_gpt.py's flags, each on its own line with its values.
+
+    Every word is quoted: bash must not expand what a value holds, such as `$(command)` or `*`.
+    """
     lines: list[str] = []
     for word in flags:
+        quoted = shlex.quote(word)
         if word.startswith("--") or not lines:
-            lines.append(f"    {word}")
+            lines.append(f"    {quoted}")
         else:
-            lines[-1] += f" {word}"
+            lines[-1] += f" {quoted}"
     return ["FLAGS=(", *lines, ")"]
 
 

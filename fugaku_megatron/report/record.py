@@ -64,10 +64,14 @@ def private_words() -> dict[str, str]:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container whose user has no name
         user = ""
+    try:
+        home = str(Path.home())
+    except RuntimeError:  # a user number without an entry in passwd, and no HOME
+        home = ""
     host = platform.node()
     found = {
         os.getcwd(): "FOLDER",
-        str(Path.home()): "HOME",
+        home: "HOME",
         host: "HOST",
         host.split(".")[0]: "HOST",
         user: "USER",

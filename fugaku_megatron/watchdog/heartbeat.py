@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import getpass
 import mmap
 import os
 import platform
@@ -28,6 +27,8 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from .private_folder import create, is_private, make_private
 
 PAGE = 4096
 MAGIC = b"heart 1\0"
@@ -83,21 +84,27 @@ class Beat:
 
 
 def prefix() -> str:
-    """How the names of the user's folders begin, whatever the job."""
+    """Return the path with which every heartbeat folder of this user begins, whatever the job."""
     folder = MEMORY if os.access(MEMORY, os.W_OK) else tempfile.gettempdir()
-    return f"{folder}/fugaku_megatron_{getpass.getuser()}_"
+    return f"{folder}/fugaku_megatron_{os.geteuid()}_"
 
 
 def node_folder() -> Path:
-    """Where the processes of this start on this node have their heartbeats, by the launcher's variables, or else by the parent.
+    """Create the folder in which the processes of this start on this node have their heartbeats.
 
-    If those do not identify the start, each process has a folder of its own until `Heartbeat.move`.
+    The launcher's variables name it, or else the parent process. A process has a folder of its own
+    until `Heartbeat.move` if those do not identify the start, or if another user took the name.
     """
-    job = [os.environ[name] for name in JOBS if name in os.environ] + [
-        os.environ.get("SLURM_JOB_ID", "")
-    ]
+    job = [os.environ[name] for name in JOBS if name in os.environ]
+    job.append(os.environ.get("SLURM_JOB_ID", ""))
     own = f"{os.getppid()} {_birth(os.getppid())}" if len(job) == 1 else " ".join(job)
-    return Path(f"{prefix()}{zlib.crc32(own.encode()):08x}")
+    folder = Path(f"{prefix()}{zlib.crc32(own.encode()):08x}")
+    try:
+        make_private(folder)
+    except PermissionError:
+        beginning = Path(prefix())
+        return Path(tempfile.mkdtemp(prefix=beginning.name, dir=beginning.parent))
+    return folder
 
 
 def stat_words(process: int) -> list[str]:
@@ -124,6 +131,8 @@ def remove_dead() -> None:
     """Remove the files of killed jobs of this user on this node."""
     for folder in Path(prefix()).parent.glob(Path(prefix()).name + "*"):
         with contextlib.suppress(OSError):
+            if not is_private(folder):
+                continue
             if not any(name.isdecimal() and lives(int(name)) for name in os.listdir(folder)):
                 for file in folder.iterdir():
                     file.unlink()
@@ -156,7 +165,7 @@ class Heartbeat:
 
     def move(self, folder: Path) -> None:
         """Continue in another folder of the same node."""
-        if self.file is not None and folder != self.file.parent:
+        if self.file is not None and folder != self.file.parent and is_private(folder):
             old, self.file = self.file.parent, folder / self.file.name
             with contextlib.suppress(OSError):
                 for file in old.glob(f"{self.file.name}*"):
@@ -254,15 +263,18 @@ def decode(memory: mmap.mmap | bytes | bytearray) -> Beat | None:
 
 
 def _page(file: Path) -> mmap.mmap:
+    """Create the file of a heartbeat, one page of zeros, and map it.
+
+    A file of this name in a private folder is left from an ended process that had the same number.
+    """
     while True:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with (
-            contextlib.suppress(FileNotFoundError),
-            file.open("w+b") as opened,
-        ):  # where another rank has just removed the folder
-            opened.write(bytes(PAGE))
-            opened.flush()
-            return mmap.mmap(opened.fileno(), PAGE)
+        make_private(file.parent)
+        file.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another rank has just removed the folder
+            with create(file) as opened:
+                opened.write(bytes(PAGE))
+                opened.flush()
+                return mmap.mmap(opened.fileno(), PAGE)
 
 
 class Node:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 
 import pytest
 
-from fugaku_megatron.watchdog import heartbeat
+from fugaku_megatron.report import record
+from fugaku_megatron.watchdog import heartbeat, private_folder
 from fugaku_megatron.watchdog.heartbeat import (
     Heartbeat,
     Node,
@@ -62,7 +64,7 @@ def test_what_a_heartbeat_says_is_cut_to_its_place():
 
 def test_ranks_meet_in_one_folder(memory):
     heart, folder = Heartbeat(node_folder(), 3), memory / "other"
-    folder.mkdir()
+    folder.mkdir(mode=0o700)
     old = heart.folder
     heart.move(folder)
     heart.enter("save")
@@ -77,11 +79,81 @@ def test_a_start_has_a_folder_of_its_own(memory, monkeypatch):
     assert len({by_parent, first, node_folder()}) == 3 and first.parent == memory
 
 
+def test_a_user_number_without_an_entry_in_passwd_is_enough(memory, monkeypatch):
+    """Containers are often started so: docker --user 12345."""
+
+    def unknown(number):
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    for name in ("HOME", "LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    heart = Heartbeat(node_folder(), 0)
+    assert heart.folder.parent == memory
+    heart.close()
+    assert os.getcwd() in record.private_words()
+
+
+@pytest.fixture
+def precious(tmp_path_factory):
+    """A file that nothing may change, in a folder that nothing may empty."""
+    file = tmp_path_factory.mktemp("others") / str(os.getpid())
+    file.write_text("precious")
+    yield file
+    assert file.read_text() == "precious"
+
+
+def test_a_link_in_the_place_of_the_folder_is_not_followed(memory, precious):
+    taken = node_folder()
+    taken.rmdir()
+    taken.symlink_to(precious.parent)
+    heart = Heartbeat(node_folder(), 0)
+    assert heart.folder not in (taken, precious.parent) and heart.folder.parent == memory
+    assert stat.S_IMODE(heart.folder.stat().st_mode) == 0o700
+    heart.move(taken)
+    assert heart.folder != taken, "nor is a rank's file moved through it"
+    heart.close()
+    remove_dead()
+    assert taken.is_symlink()
+
+
+def test_a_folder_that_others_may_enter_is_not_used(memory, precious):
+    taken = node_folder()
+    (taken / str(os.getpid())).symlink_to(precious)
+    taken.chmod(0o755)
+    heart = Heartbeat(node_folder(), 0)
+    assert heart.folder != taken
+    heart.close()
+    remove_dead()
+    assert [*taken.iterdir()], "it is not emptied either"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make files of another user")
+def test_a_folder_of_another_user_is_not_used(memory):
+    taken = node_folder()
+    os.chown(taken, 65534, 65534)
+    heart = Heartbeat(node_folder(), 0)
+    assert heart.folder != taken and heart.folder.stat().st_uid == os.geteuid()
+    heart.close()
+
+
+def test_a_file_is_not_opened_through_a_link(memory, precious):
+    """A heartbeat of the same number may be left in a private folder; what it links to is not written."""
+    folder = node_folder()
+    (folder / str(os.getpid())).symlink_to(precious)
+    heart = Heartbeat(folder, 0)
+    assert not heart.file.is_symlink()
+    (folder / "link").symlink_to(precious)
+    with pytest.raises(FileExistsError):
+        private_folder.create(folder / "link")
+    heart.close()
+
+
 def test_folders_of_killed_jobs_are_removed(memory):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     left = memory / f"{heartbeat.prefix().rsplit('/', 1)[1]}0123"
-    left.mkdir()
+    left.mkdir(mode=0o700)
     (left / str(dead.pid)).touch()
     heart = Heartbeat(node_folder(), 0)
     remove_dead()

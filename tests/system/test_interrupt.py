@@ -145,6 +145,23 @@ def test_any_path_is_printed_as_it_was_given(tmp_path, locale):
     ), done
 
 
+@pytest.mark.parametrize("start", ["train", "library"])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_processes_that_torchrun_started_do_not_train_alone(start, rank):
+    """torchrun, accelerate and deepspeed set these variables; one process of them reports."""
+    library = [sys.executable, "-c", "import fugaku_megatron as fm; fm.init()"]
+    command = [*CLI, "train", *TRAIN.split()] if start == "train" else library
+    variables = {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank}
+    result = run(command, variables, stdout=subprocess.PIPE)
+    assert result.returncode != 0 and "world size" not in result.stdout
+    if start == "library":
+        assert "WORLD_SIZE=2" in result.stderr and "mpiexec -n 2" in result.stderr
+    else:
+        assert result.returncode == 2 and result.stderr.count("\n") == (rank == "0")
+    alone = {**variables, "WORLD_SIZE": "1", "RANK": "0"}
+    assert run([*CLI, "plan", "--help"], alone, stdout=subprocess.PIPE).returncode == 0
+
+
 @pytest.mark.parametrize(
     "variable",
     [

@@ -126,6 +126,17 @@ def test_a_script_finds_the_common_part(below, passed, found):
     assert done.returncode and answer in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "value", ["$(touch pwned)", "`touch pwned`", "a; touch pwned", "*", "a b", "'"]
+)
+def test_bash_reads_a_flag_as_it_was_passed(value, tmp_path):
+    words = ["--wandb-exp-name", value, "--bf16"]
+    text = "\n".join(render.flag_lines(words))
+    command = f"{text}\nprintf '%s\\0' \"${{FLAGS[@]}}\""
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.split("\0")[:-1] == words and not list(tmp_path.iterdir())
+
+
 def test_a_rendered_script_needs_no_other_file(tmp_path, capsys):
     assert (
         main(
