@@ -26,8 +26,8 @@ help:
 	@echo "             TRAIN_FLAGS='--train-iters 20' adds training flags)"
 	@echo "make check   set up, then lint, unit tests, kernels and a few parallel runs (under 4 minutes once set up)"
 	@echo "make test    set up, then lint and run all tests that need neither apt nor root (under 12 minutes with the set-up)"
-	@echo "make setup   only set up: .venv with the pinned packages, MPI and the C++ kernels (MPI=system: the machine's own MPI)"
-	@echo "make kernels  compile the C++ kernels that changed (TARGET=avx512: for this row of TARGETS in setup.py alone)"
+	@echo "make setup   only set up: .venv with the pinned packages, MPI and this CPU's C++ kernels (MPI=system: the machine's own MPI)"
+	@echo "make kernels  compile the C++ kernels for all CPUs of this machine type (TARGET=avx512: for this row of TARGETS in setup.py alone)"
 	@echo "make docs    set up, then run every command of README.md and docs/, and the examples (5 minutes)"
 	@echo "make site    write the documentation site into site/; needs neither the kernels nor MPI (Python 3.11.5 or newer)"
 	@echo "make test-full     the long jobs and the combinations of layouts, schedules and flags that make test leaves out"
@@ -50,15 +50,23 @@ help:
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet
 
-setup: $(STAMPS)/command
+# The compiler works while pip installs torch; only one pip at a time writes into .venv.
+setup:
+	@$(MAKE) --no-print-directory -j 2 $(STAMPS)/command
 
 $(STAMPS)/venv:
 	$(PYTHON) -m venv $(VENV)
 	@mkdir -p $(STAMPS)
 	@touch $@
 
-$(STAMPS)/packages: $(STAMPS)/venv requirements.txt
-	$(INSTALL) -r requirements.txt
+# What setup.py needs to compile kernels.
+$(STAMPS)/build-packages: $(STAMPS)/venv requirements.txt
+	@$(INSTALL) $(shell sed -n 's/^\(setuptools\|wheel\|pybind11\)==.*/&/p' requirements.txt)
+	@touch $@
+
+$(STAMPS)/packages: $(STAMPS)/build-packages requirements.txt
+	@echo "installing the packages of requirements.txt into $(VENV)"
+	@$(INSTALL) -r requirements.txt
 	@touch $@
 
 # Made again when its mpiexec is gone. The MPI of before may have left the same version of mpi4py, built for another library.
@@ -72,18 +80,31 @@ $(STAMPS)/mpi-system: requirements-mpi.txt scripts/system_mpi.sh | $(STAMPS)/pac
 
 .PHONY: again
 
-$(STAMPS)/kernels: $(STAMPS)/packages $(STAMPS)/mpi-$(MPI) setup.py $(wildcard kernels_sve/*)
-	$(BIN)/python setup.py --quiet build_ext --inplace
+# A set-up compiles the kernels for this CPU and portable ones; `make kernels` and the tests compile all that this machine type has.
+NATIVE_KERNELS := $(if $(wildcard $(STAMPS)/kernels),kernels,kernels-native)
+KERNEL_SOURCES := setup.py $(wildcard kernels_sve/*)
+BUILD_EXT := $(BIN)/python setup.py --quiet build_ext
+
+$(STAMPS)/objects-native: $(STAMPS)/build-packages $(KERNEL_SOURCES)
+	@KERNEL_TARGETS=native $(BUILD_EXT) --objects-only
+	@touch $@
+
+$(STAMPS)/kernels-native: $(STAMPS)/packages $(STAMPS)/mpi-$(MPI) $(STAMPS)/objects-native
+	@KERNEL_TARGETS=native $(BUILD_EXT) --inplace
+	@touch $@
+
+$(STAMPS)/kernels: $(STAMPS)/packages $(STAMPS)/mpi-$(MPI) $(KERNEL_SOURCES)
+	@$(BUILD_EXT) --inplace
 	@touch $@
 
 # A library of some targets alone is not a set-up: the next goal that needs one compiles the others.
 kernels: $(STAMPS)/packages $(STAMPS)/mpi-$(MPI)
-	KERNEL_TARGETS="$(TARGET)" $(BIN)/python setup.py --quiet build_ext --inplace
-	@$(if $(TARGET),rm -f,touch) $(STAMPS)/kernels
+	KERNEL_TARGETS="$(TARGET)" $(BUILD_EXT) --inplace
+	@$(if $(TARGET),rm -f $(STAMPS)/kernels $(STAMPS)/kernels-native,touch $(STAMPS)/kernels)
 
 # The command fugaku-megatron and the package for the .venv's Python, used in place: an edit needs no new installation.
-$(STAMPS)/command: $(STAMPS)/kernels pyproject.toml
-	$(INSTALL) --no-build-isolation --no-deps --editable .
+$(STAMPS)/command: $(STAMPS)/$(NATIVE_KERNELS) pyproject.toml
+	@KERNEL_TARGETS=$(if $(filter kernels,$(NATIVE_KERNELS)),,native) $(INSTALL) --no-build-isolation --no-deps --editable .
 	@touch $@
 
 $(STAMPS)/test-packages: $(STAMPS)/packages requirements-test.txt
@@ -141,7 +162,7 @@ tested: setup lint
 	$(BIN)/python -m compileall -q fugaku_megatron benchmarks tests tools
 	$(PYTEST) --durations=30 -m "not (slow or docs or full or arm)"
 
-test-full: setup $(STAMPS)/test-packages
+test-full: setup $(STAMPS)/kernels $(STAMPS)/test-packages
 	$(PYTEST) -m full
 
 test-openmpi: setup $(STAMPS)/test-packages $(STAMPS)/openmpi

@@ -8,7 +8,8 @@ type can hold, into a namespace of the row, with the row's flags; every other fi
 between rows is made at run time (kernels_sve/dispatch.cc). The library carries source_hash(), so that the tests can refuse a
 library of other sources. An object is compiled again when its command or the content of a file that it includes has changed.
 
-Environment: KERNEL_TARGETS, rows of TARGETS separated by commas, for a build without the others; CXX (default g++); TARGET_CXX for
+Environment: KERNEL_TARGETS, rows of TARGETS separated by commas, for a build without the others, or `native`, the fastest row of
+this CPU and the portable one; CXX (default g++); TARGET_CXX for
 the families alone, for example clang++, which schedules the SVE loops better; CXXFLAGS; LDFLAGS; TORCH_PACKAGE, the folder of
 the torch to build for (default: the installed one); OPENMP_LIBRARY, the OpenMP runtime to link (default: the one inside that
 torch, so that a process holds only one). A cross build is one whose CXX names another machine; it needs CXXFLAGS with the Python
@@ -25,12 +26,14 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -105,8 +108,27 @@ TARGETS = (
     Target("sve512", "aarch64", ("-mcpu=a64fx", "-msve-vector-bits=512"), 64, ("sve",)),
 )
 
+NATIVE = "native"  # as KERNEL_TARGETS
 TILE_FAMILIES = ("gemm", "attention")
 SLOWEST = ("rowwise", "attention")  # families that compile longest, first in jobs()
+
+
+# Prints for each argument "bytes feature feature ..." whether this CPU has the features.
+PROBE = """
+#include "cpu_features.h"
+#include <cstdio>
+#include <sstream>
+int main(int count, char** rows) {
+  for (int i = 1; i < count; ++i) {
+    std::istringstream words(rows[i]);
+    int bytes = 0;
+    words >> bytes;
+    bool runs = true;
+    for (std::string feature; words >> feature;) runs = runs && fm::cpu::has_feature(feature, bytes);
+    std::printf("%d\\n", runs);
+  }
+}
+"""
 
 
 def families() -> list[str]:
@@ -180,6 +202,8 @@ class Compiler:
     def targets(self) -> list[Target]:
         """The rows to build. SystemExit when KERNEL_TARGETS names something else."""
         known = [t for t in TARGETS if t.machine in ("any", self.machine)]
+        if self.variables.get("KERNEL_TARGETS") == NATIVE:
+            return known if self.cross else self.native(known)
         names = [name for name in self.variables.get("KERNEL_TARGETS", "").split(",") if name]
         if unknown := set(names) - {t.name for t in known}:
             raise SystemExit(
@@ -187,6 +211,20 @@ class Compiler:
                 f"{', '.join(t.name for t in known)}"
             )
         return [t for t in known if not names or t.name in names]
+
+    def native(self, known: list[Target]) -> list[Target]:
+        """Return the fastest of the rows that this CPU can run, and the portable one for other CPUs."""
+        probe = self.objects / "probe"
+        command = [*self.cxx, "-std=c++17", "-x", "c++", "-I", str(SOURCES), "-o", str(probe), "-"]
+        subprocess.run(command, input=PROBE, text=True, check=True)
+        rows = [f"{target.vector_bytes} {' '.join(target.requires)}" for target in known]
+        answers = subprocess.run([probe, *rows], check=True, capture_output=True, text=True)
+        runnable = [
+            target
+            for target, answer in zip(known, answers.stdout.split())
+            if answer == "1" and not target.name.endswith("_emulated")
+        ]
+        return [known[0], *runnable[1:][-1:]]
 
     def includes(self) -> list[str]:
         if self.cross:
@@ -279,7 +317,11 @@ class Compiler:
 
     def jobs(self) -> list[tuple[list[str], Path, Path]]:
         """(command, source, object) of every file, the slowest first."""
-        jobs = [self.bindings(), *self.target_jobs()]
+        return [self.bindings(), *self.kernel_jobs()]
+
+    def kernel_jobs(self) -> list[tuple[list[str], Path, Path]]:
+        """The same without the bindings: what needs neither torch nor pybind11."""
+        jobs = self.target_jobs()
         for source in sorted(SOURCES.glob("*.cc")):
             if source.name == "target.cc" or source.name.startswith("bind"):
                 continue
@@ -307,15 +349,10 @@ class Compiler:
             from_root(obj),
         ]
         stamp = obj.with_suffix(".cmd")
-        if (
-            not force
-            and obj.exists()
-            and stamp.exists()
-            and stamp.read_text() == stamp_of(command, obj)
-        ):
+        is_current = obj.exists() and stamp.exists() and stamp.read_text() == stamp_of(command, obj)
+        if is_current and not force:
             return
         stamp.unlink(missing_ok=True)
-        print(f"compiling {obj.stem}", flush=True)
         began = time.time()
         subprocess.run(command, check=True, cwd=ROOT)
         if all(
@@ -325,7 +362,6 @@ class Compiler:
 
     def openmp(self) -> list[str]:
         library = self.variables.get("OPENMP_LIBRARY") or torch_openmp_library(self.variables)
-        print(f"OpenMP runtime: {library or 'the compiler default'}", flush=True)
         return [str(library)] if library else ["-fopenmp"]
 
     def link(self, objects: list[Path], output: Path) -> None:
@@ -380,7 +416,21 @@ class BuildModules(build_py):
 
 
 class BuildKernels(build_ext):
-    """Compiles the objects of Compiler.jobs() in parallel, then links them."""
+    """Compiles the objects of Compiler.jobs() in parallel, then links them.
+
+    --objects-only compiles what needs neither torch nor pybind11, and links nothing: `make setup`
+    does that while pip installs them.
+    """
+
+    user_options: ClassVar = [
+        *build_ext.user_options,
+        ("objects-only", None, "compile the kernels alone"),
+    ]
+    boolean_options: ClassVar = [*build_ext.boolean_options, "objects-only"]
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.objects_only = False
 
     def get_ext_filename(self, fullname: str) -> str:
         """As for this Python, but with the machine that the compiler builds for."""
@@ -389,16 +439,34 @@ class BuildKernels(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         compiler = Compiler(ROOT / "build")
-        jobs = compiler.jobs()
+        jobs = compiler.kernel_jobs() if self.objects_only else compiler.jobs()
         try:
             with ThreadPoolExecutor(self.parallel or os.cpu_count() or 1) as pool:
-                list(pool.map(lambda job: compiler.compile(*job, force=self.force), jobs))
-            output = Path(self.get_ext_fullpath(ext.name))
-            compiler.link([obj for _, _, obj in jobs], output)
+                compiled = pool.map(lambda job: compiler.compile(*job, force=self.force), jobs)
+                show_progress(compiled, len(jobs))
+            if not self.objects_only:
+                output = Path(self.get_ext_fullpath(ext.name))
+                compiler.link([obj for _, _, obj in jobs], output)
         except subprocess.CalledProcessError as error:
             raise SystemExit(
                 f"setup.py: {shlex.join(map(str, error.cmd))[:200]} ... failed, see above"
             ) from None
+
+    def copy_extensions_to_source(self) -> None:
+        if not self.objects_only:
+            super().copy_extensions_to_source()
+
+
+def show_progress(results: Iterable[None], count: int) -> None:
+    """Wait for all results and count them, on one line of a terminal and every ten elsewhere."""
+    is_terminal = sys.stdout.isatty()
+    for number, _ in enumerate(results, start=1):
+        if is_terminal:
+            print(f"\rcompiling kernels: {number} of {count}", end="", flush=True)
+        elif number % 10 == 0 or number == count:
+            print(f"compiling kernels: {number} of {count}", flush=True)
+    if is_terminal:
+        print()
 
 
 if __name__ == "__main__":

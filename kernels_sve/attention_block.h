@@ -177,7 +177,9 @@ FM_INLINE void cross_dscore(const BackwardBlock<P>& m, int64_t g, int64_t r, V) 
     for (int i = 0; i < VL; ++i) tile[i] = load_aligned(m.dscore + (g * BLOCK + r + i) * LANES + w);
     transpose(tile);
 #pragma GCC unroll 16
-    for (int i = 0; i < VL && w + i < WORDS; ++i) store_aligned(to + (w + i) * LANES, tile[i]);
+    for (int i = 0; i < VL; ++i) {
+      if (w + i < WORDS) store_aligned(to + (w + i) * LANES, tile[i]);
+    }
   }
 }
 

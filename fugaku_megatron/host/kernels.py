@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import torch  # noqa: F401
+import torch
 
 try:
     from .._kernels import *  # noqa: F403
@@ -33,6 +33,8 @@ except ImportError as error:
     if "FUGAKU_MEGATRON_TARGET" not in str(error):
         raise
     raise ValueError(str(error)) from error  # the user's, see comm/launch.py
+
+torch.get_num_threads()  # torch sets the number of threads when it is first asked, over an earlier one
 
 if TYPE_CHECKING:
 
@@ -52,11 +54,18 @@ def target(name: str) -> Iterator[None]:
 
 
 def instruction_set() -> str:
-    """The target in use for a log line, and what the operating system withholds from the process."""
-    refused = [row for row in targets() if row["reason"].startswith("the operating system")]
-    return "; ".join(
-        [active(), *(f"{row['name']} is not used: {row['reason']}" for row in refused)]
-    )
+    """Return the target in use for a log line, and the faster ones that this process cannot use.
+
+    A row is named if the operating system refuses it, or if the build left it out, as a set-up on
+    another CPU does.
+    """
+    rows = targets()
+    fastest = [row for row in rows if not row["name"].endswith("_emulated")]
+    faster = fastest[[row["name"] for row in fastest].index(active()) + 1 :]
+    unused = [
+        row for row in faster if row["reason"].startswith(("the operating system", "left out"))
+    ]
+    return "; ".join([active(), *(f"{row['name']} is not used: {row['reason']}" for row in unused)])
 
 
 def runnable_targets(emulated: bool = False) -> list[str]:

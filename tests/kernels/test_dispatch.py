@@ -226,3 +226,16 @@ def test_overlap_is_refused_and_in_place_is_not():
     kernels.elementwise("sqrt", buffer[:20], buffer[20:])
     torch.testing.assert_close(buffer[20:], torch.arange(20.0).sqrt())
     kernels.elementwise("sqrt", buffer, buffer)
+
+
+def test_a_faster_row_that_the_build_left_out_is_named(monkeypatch):
+    rows = [
+        {"name": "portable", "reason": ""},
+        {"name": "fast", "reason": "left out of this build: run make kernels for all targets"},
+        {"name": "fast_emulated", "reason": "left out of this build: run make kernels"},
+        {"name": "other", "reason": "this CPU has no other"},
+    ]
+    monkeypatch.setattr(kernels, "targets", lambda: rows)
+    monkeypatch.setattr(kernels, "active", lambda: "portable")
+    line = "portable; fast is not used: left out of this build: run make kernels for all targets"
+    assert kernels.instruction_set() == line
