@@ -28,6 +28,8 @@ ELSEWHERE = ":"  # the shell's command that does nothing: what needs another mac
 TINY = "--recipe demo --train-iters 4 --log-interval 1 --eval-iters 0"
 # document, what stands there, what is run, why
 CHANGES = (
+    ("README.md", "make train ", f"make train TRAIN_FLAGS='{TINY}' ", "4 iterations"),
+    ("README.md", "make test ", f"{ELSEWHERE} ", "this test is one of them"),
     ("README.md", "--recipe demo --train-iters 200", TINY, "4 iterations instead of some minutes"),
     (
         "docs/chat.md",
