@@ -210,6 +210,8 @@ def arguments_of(
 
 _NAMESPACE = "argparse.Namespace"
 _IGNORED = ("megatron.", "numpy.", "signal.")  # modules whose classes and functions become Nothing
+# The same in `.metadata`, into which megatron-core has pickled its save plan since 0.11.
+_IGNORED_IN_METADATA = (*_IGNORED, "torch.distributed.checkpoint.")
 _METADATA = (
     "Metadata",
     "MetadataIndex",
@@ -282,7 +284,8 @@ class _MetadataReader(pickle.Unpickler):
         if (module, name) in known:
             return known[module, name]
         check(
-            f"{module}.".startswith(_IGNORED), f"it asks for {module}.{name}, which could run code"
+            f"{module}.".startswith(_IGNORED_IN_METADATA),
+            f"it asks for {module}.{name}, which could run code",
         )
         return Nothing
 
