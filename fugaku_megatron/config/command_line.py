@@ -241,12 +241,17 @@ TABLE = Path(__file__).with_name("megatron_flags.txt")
 
 @dataclass(frozen=True)
 class OtherFlag:
-    """A row of the table. values: how many follow the flag, as argparse has it. accepted: values that a refused flag may have."""
+    """A row of the table.
+
+    values: how many follow the flag, as argparse has it. accepted: values that a refused flag may
+    have. changes_model: a checkpoint that was saved with it holds another model than its weights say.
+    """
 
     values: int | str
     refused: bool
     meaning: str
     accepted: tuple[str, ...] = ()
+    changes_model: bool = False
 
     def refuses(self, given: Sequence[str]) -> bool:
         """Whether these values of the flag are refused."""
@@ -268,9 +273,9 @@ def _same(given: str, accepted: str) -> bool:
 
 def _rows(text: str) -> Iterator[tuple[str, OtherFlag]]:
     for line in text.splitlines():
-        if line.startswith(("noted: ", "refused: ")):
+        if line.startswith(("noted: ", "refused: ", "model: ", "saved: ")):
             status, _, meaning = line.partition(": ")
-        elif line.startswith("  "):
+        elif line.startswith("  ") and status != "saved":
             for word in line.split():
                 name, takes, value = word.partition("=")
                 accepted = (
@@ -282,14 +287,28 @@ def _rows(text: str) -> Iterator[tuple[str, OtherFlag]]:
                     name,
                     OtherFlag(
                         (1, "+")[value.endswith("...")] if takes else 0,
-                        status == "refused",
+                        status in ("refused", "model"),
                         meaning,
                         accepted,
+                        status == "model",
                     ),
                 )
 
 
 OTHER_FLAGS: dict[str, OtherFlag] = dict(_rows(TABLE.read_text(encoding="utf-8")))
+
+
+def saved_arguments() -> frozenset[str]:
+    """Return the arguments that Megatron-LM saves, no flag here is named after, and change no model."""
+    names: list[str] = []
+    is_saved = False
+    for line in TABLE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("  "):
+            names += line.split() if is_saved else []
+        else:
+            is_saved = line.startswith("saved: ")
+    return frozenset(names)
+
 
 # --yaml-cfg -----------------------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import platform
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -49,8 +49,15 @@ LEGACY, METADATA = (
 )  # of Megatron-LM's two formats: folders, and the file that names all pieces
 
 
-def open_megatron(directory: str, iteration: int | None, vocab_size: int | None) -> Weights:
+def open_megatron(
+    directory: str,
+    iteration: int | None,
+    vocab_size: int | None,
+    ignored: Collection[str] = (),
+) -> Weights:
     """The weights of the latest checkpoint in `directory`, or of `iteration`.
+
+    ignored: saved arguments that are known not to change the model.
 
     vocab_size: tokens, where the checkpoint does not say how many of the embedding's rows are tokens. ValueError, one line, for
     what is missing, damaged or not supported.
@@ -63,9 +70,9 @@ def open_megatron(directory: str, iteration: int | None, vocab_size: int | None)
     try:
         path = _iteration(Path(directory), iteration)
         if (path / METADATA).exists():
-            return open_dist(path / METADATA, vocab_size)
+            return open_dist(path / METADATA, vocab_size, ignored)
         check(any(path.glob(LEGACY)), f"{path} holds neither {LEGACY} nor {METADATA}")
-        return open_legacy(path, vocab_size)
+        return open_legacy(path, vocab_size, ignored)
     except ValueError as error:
         raise ValueError(f"--from-megatron {directory}: {error}") from error
 
@@ -208,7 +215,10 @@ SOURCES: dict[str, Callable[[argparse.Namespace], Weights]] = {
     "load": lambda options: open_own(options.load, options.ckpt_step),
     "from_hf": lambda options: open_hugging_face(options.from_hf),
     "from_megatron": lambda options: open_megatron(
-        options.from_megatron, options.ckpt_step, options.vocab_size
+        options.from_megatron,
+        options.ckpt_step,
+        options.vocab_size,
+        options.ignore_saved_arguments or (),
     ),
 }
 
@@ -274,6 +284,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from-megatron",
         metavar="DIR",
         help="from: Megatron-LM's checkpoints, legacy or torch_dist",
+    )
+    parser.add_argument(
+        "--ignore-saved-arguments",
+        metavar="NAME",
+        nargs="+",
+        help="with --from-megatron: saved arguments of a fork of Megatron-LM that do not change the model",
     )
     parser.add_argument(
         "--save",
@@ -405,6 +421,10 @@ def check_options(options: argparse.Namespace) -> tuple[str, str]:
         options.vocab_size is None or source == "from_megatron",
         f"--vocab-size {options.vocab_size} is for --from-megatron, "
         f"not {flag(source)}: leave it out",
+    )
+    check(
+        options.ignore_saved_arguments is None or source == "from_megatron",
+        f"--ignore-saved-arguments is for --from-megatron, not {flag(source)}: leave it out",
     )
     size(options.max_shard_size)
     for name in (

@@ -20,7 +20,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ Names = dict[str, Tensor]  # our names, of a rank's part of a chunk
 # torch_dist ----------------------------------------------------------------------------------------------------------------------
 
 
-def open_dist(file: Path, vocab_size: int | None) -> Weights:
+def open_dist(file: Path, vocab_size: int | None, ignored: Collection[str] = ()) -> Weights:
     """The weights of one iteration, whose metadata are in `file`. ValueError, one line, for what is missing or damaged."""
     path = file.parent
     metadata, common = load_metadata(file), load_pickled(path / COMMON)
@@ -69,7 +69,8 @@ def open_dist(file: Path, vocab_size: int | None) -> Weights:
     stored = {name: key for key in tensors if "optimizer" not in key and (name := our_name(key))}
     check(WORD_EMBEDDINGS in stored, f"{path} holds no {WORD_EMBEDDINGS}")
     try:
-        model = model_of(common["args"], tensors[stored[WORD_EMBEDDINGS]].size[0], vocab_size)
+        rows = tensors[stored[WORD_EMBEDDINGS]].size[0]
+        model = model_of(common["args"], rows, vocab_size, ignored)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     reader = _DistReader(path, metadata.storage_data, tensors, specs(model), stored)
@@ -181,7 +182,7 @@ class _DistReader:
 # Legacy --------------------------------------------------------------------------------------------------------------------------
 
 
-def open_legacy(path: Path, vocab_size: int | None) -> Weights:
+def open_legacy(path: Path, vocab_size: int | None, ignored: Collection[str] = ()) -> Weights:
     """The weights of one iteration's directory. ValueError, one line, for what is missing, damaged or not built here."""
     stages = _stages(path)
     first = stages[0][0]
@@ -196,7 +197,7 @@ def open_legacy(path: Path, vocab_size: int | None) -> Weights:
         else 0
     )
     try:
-        model = model_of(first["args"], rows, vocab_size)
+        model = model_of(first["args"], rows, vocab_size, ignored)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     reader = _LegacyReader(path, model, version, specs(model), _numbered(chunks))

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,20 +24,13 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ..comm.agreement import describe
+from ..config.arguments import add_flags
 from ..config.checks import check, check_kind, flag
+from ..config.command_line import OTHER_FLAGS, Parser, saved_arguments
 from ..config.experts_config import EXPERTS
 from ..config.model_config import LEARNED, MASKED, NO_POSITIONS, ROPE, ROPE_SCALING, ModelConfig
 
 VERSION = 3.0  # of checkpoints that are written; since 2.0 each head, or group, has its queries, key and value together
-# (their argument, its value where the block can do it, and what leaving it out means)
-_ONLY: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("num_experts", (None,)),
-    ("multi_latent_attention", (False, None)),
-    ("quick_geglu", (False, None)),
-    ("hybrid_override_pattern", (None,)),
-    ("window_attn_skip_freq", (None,)),
-    ("softmax_type", ("vanilla", None)),
-)
 # Ours -> names that versions of Megatron-LM gave to the same argument, the newest first.
 _ALSO = {"layernorm_epsilon": ("norm_epsilon", "layernorm_epsilon")}
 # Ours -> the values that arguments of theirs describe.
@@ -53,6 +48,18 @@ _DESCRIBED: dict[str, tuple[Any, ...]] = {
 _CONSTANTS = ROPE_SCALING[
     1:
 ]  # fields without an argument there: Megatron-LM computes the defaults of here
+# Arguments that `model_of` reads, next to ModelConfig's fields.
+_READ = frozenset(
+    {
+        "add_bias_linear",
+        "add_position_embedding",
+        "norm_epsilon",
+        "padded_vocab_size",
+        "use_rotary_position_embeddings",
+        *(f.name for f in fields(ModelConfig)),
+    }
+)
+_OFF: tuple[Any, ...] = (None, False, "", [], (), {})
 _OWN = (
     *EXPERTS,
     "disable_bias_linear",
@@ -108,17 +115,57 @@ def transformer_engine_name(ours: str) -> str:
     return ours
 
 
-def model_of(args: argparse.Namespace, rows: int, vocab_size: int | None) -> ModelConfig:
-    """The model that Megatron-LM's arguments describe. rows: of its embedding. vocab_size: as given by the user, or None.
+def check_saved(given: Mapping[str, Any], ignored: Collection[str] = ()) -> None:
+    """Raise ValueError for a saved argument that changes the model, or that nothing here knows.
 
+    ignored: names that the user knows to be harmless. An argument that is off changes nothing.
+    """
+    check(
+        given.get("num_experts") is None,
+        f"num_experts is {given.get('num_experts')!r:.60}: experts are not read from Megatron-LM",
+    )
+    unknown = []
+    for name, value in given.items():
+        if name in _READ or name in ignored or value in _OFF:
+            continue
+        row = OTHER_FLAGS.get(flag(name))
+        values = [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
+        check(
+            row is None or not row.changes_model or not row.refuses(values),
+            f"{name} is {value!r:.60}: {row.meaning if row else ''}",
+        )
+        if row is None and name not in _harmless_arguments():
+            unknown.append(f"{name} ({value!r:.40})")
+    check(
+        not unknown,
+        f"the saved arguments {', '.join(unknown[:8])} are unknown, and may change the model: "
+        "pass those that do not with --ignore-saved-arguments",
+    )
+
+
+@functools.cache
+def _harmless_arguments() -> frozenset[str]:
+    """Return the saved arguments that describe a run and not its model: flags of train, and others."""
+    parser = Parser()
+    add_flags(parser)
+    flags = {
+        name
+        for action in parser._actions
+        for name in (action.dest, *(word[2:].replace("-", "_") for word in action.option_strings))
+    }
+    return saved_arguments() | flags
+
+
+def model_of(
+    args: Any, rows: int, vocab_size: int | None, ignored: Collection[str] = ()
+) -> ModelConfig:
+    """The model that Megatron-LM's arguments describe.
+
+    args: a namespace or a dictionary. rows: of its embedding. vocab_size: as given by the user, or None. ignored: `check_saved`.
     ValueError naming the argument and its value where the block cannot be that.
     """
-    given = vars(args)
-    for name, built in _ONLY:
-        check(
-            given.get(name, built[0]) in built,
-            f"{name} is {given.get(name)!r:.60}, and the block computes {built[0]}",
-        )
+    given = args if isinstance(args, dict) else vars(args)
+    check_saved(given, ignored)
     values: dict[str, Any] = {
         **dict(_values(given)),
         "vocab_size": vocab_size or given.get("vocab_size") or rows,
@@ -208,7 +255,7 @@ def arguments_of(
     )
 
 
-_NAMESPACE = "argparse.Namespace"
+_NAMESPACES = {"argparse.Namespace": argparse.Namespace, "types.SimpleNamespace": SimpleNamespace}
 _IGNORED = ("megatron.", "numpy.", "signal.")  # modules whose classes and functions become Nothing
 # The same in `.metadata`, into which megatron-core has pickled its save plan since 0.11.
 _IGNORED_IN_METADATA = (*_IGNORED, "torch.distributed.checkpoint.")
@@ -247,14 +294,14 @@ def load_pickled(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} is not a file of torch.save, or torch before 1.6 wrote it: {_first_line(error)}"
         ) from error
-    others = [name for name in names if name != _NAMESPACE and not name.startswith(_IGNORED)]
+    others = [name for name in names if name not in _NAMESPACES and not name.startswith(_IGNORED)]
     check(
         not others,
-        f"{path} asks for {others[:1]}, which could run code: only tensors, numbers, texts and {_NAMESPACE} are read",
+        f"{path} asks for {others[:1]}, which could run code: only tensors, numbers, texts and {' or '.join(_NAMESPACES)} are read",
     )
-    nothings = [(Nothing, name) for name in names if name != _NAMESPACE]
+    nothings = [(Nothing, name) for name in names if name not in _NAMESPACES]
     try:
-        with torch.serialization.safe_globals([argparse.Namespace, *nothings]):
+        with torch.serialization.safe_globals([*_NAMESPACES.values(), *nothings]):
             contents = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (ValueError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
         raise ValueError(f"{path} is damaged: {_first_line(error)}") from error

@@ -526,11 +526,11 @@ LEGACY_DAMAGE = [
     ),
     (
         lambda d: rewrite(d / FIRST, args={"quick_geglu": True}),
-        "quick_geglu is True, and the block computes False",
+        "quick_geglu is True: the MLP has GELU",
     ),
     (
         lambda d: rewrite(d / FIRST, args={"num_experts": 8}),
-        "num_experts is 8, and the block computes None",
+        "num_experts is 8: experts are not read",
     ),
     (lambda d: rewrite(d / FIRST, args={"num_layers": 5}), "holds no decoder.layers.4."),
     (

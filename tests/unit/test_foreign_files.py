@@ -1,12 +1,19 @@
 """Files that other programs wrote, in tests/foreign next to the scripts that wrote them."""
 
 import json
+import re
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import fugaku_megatron as fm
 from fugaku_megatron import cli
+from fugaku_megatron.convert import megatron_files
 
 FOREIGN = Path(__file__).resolve().parents[1] / "foreign"
 
@@ -20,3 +27,77 @@ def test_megatron_core_s_checkpoints_are_read(name, tmp_path):
     expected = json.loads((source / "expected.json").read_text())
     logits = fm.load(tmp_path / "ours").logits(expected["ids"])[-1].tolist()
     assert logits == pytest.approx(expected["logits_of_the_last_token"], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"qk_l2_norm": True}, "qk_l2_norm is True: this form of attention"),
+        ({"no_rope_freq": [0, 1]}, "no_rope_freq is [0, 1]: rope holds for all layers"),
+        ({"window_attn_skip_freq": 4}, "window_attn_skip_freq is 4"),
+        ({"softmax_type": "learnable"}, "softmax_type is 'learnable'"),
+        ({"attention_output_gate": True}, "attention_output_gate is True"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers is 1"),
+        ({"use_mup": True}, "use_mup is True"),
+        ({"hybrid_layer_pattern": "*-*-"}, "hybrid_layer_pattern is"),
+        ({"multi_latent_attention": True}, "multi_latent_attention is True"),
+        ({"experimental_attention_variant": "dsa"}, "experimental_attention_variant is 'dsa'"),
+        ({"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post"),
+        ({"glu_linear_offset": 1.0}, "glu_linear_offset is 1.0"),
+        ({"activation_func_clamp_value": 7.0}, "activation_func_clamp_value is 7.0"),
+        ({"heterogeneous_layers_config_path": "a.json"}, "heterogeneous_layers_config_path is"),
+        ({"retro_add_retriever": True}, "retro_add_retriever is True: no text is retrieved"),
+        ({"spec": ["megatron.core", "mamba"]}, "spec is ['megatron.core', 'mamba']"),
+        ({"num_experts": 8}, "num_experts is 8"),
+        ({"some_fork_s_attention": 3}, "some_fork_s_attention (3) are unknown"),
+    ],
+)
+def test_saved_arguments_that_change_the_model_are_refused(arguments, named):
+    with pytest.raises(ValueError, match=re.escape(named)):
+        megatron_files.check_saved(arguments)
+
+
+def test_saved_arguments_that_describe_a_run_are_read():
+    """Values that are off, what the run reached, flags of train, and what the user names."""
+    megatron_files.check_saved(
+        {
+            "qk_l2_norm": False,
+            "no_rope_freq": None,
+            "softmax_type": "vanilla",
+            "glu_linear_offset": 0.0,
+            "mtp_num_layers": None,
+            "num_experts": None,
+            "spec": None,
+            "iteration": 10,
+            "consumed_train_samples": 640,
+            "params_dtype": "torch.bfloat16",
+            "lr": 1e-4,
+            "exit_signal": 15,
+            "dataloader_type": "cyclic",
+            "attention_backend": "AttnBackend.auto",
+            "overlap_p2p_comm": True,
+            "some_fork_s_option": 3,
+        },
+        ignored=["some_fork_s_option"],
+    )
+
+
+@given(
+    name=st.from_regex(r"[a-z][a-z_]{11,20}", fullmatch=True),
+    value=st.one_of(st.just(True), st.integers(1), st.floats(0.5), st.text(min_size=1)),
+)
+def test_an_unknown_saved_argument_is_never_ignored(name, value):
+    with pytest.raises(ValueError, match=name):
+        megatron_files.check_saved({"num_layers": 2, name: value})
+
+
+@pytest.mark.parametrize("kind", [vars, lambda namespace: SimpleNamespace(**vars(namespace))])
+def test_arguments_are_read_from_a_dictionary_or_another_namespace(kind, tmp_path):
+    source = FOREIGN / "torch_dist" / "gpt2"
+    copy = tmp_path / "copy"
+    shutil.copytree(source, copy)
+    common = copy / "iter_0000010" / "common.pt"
+    contents = torch.load(common, weights_only=False)
+    torch.save({**contents, "args": kind(contents["args"])}, common)
+    command = ["convert", "--from-megatron", str(copy), "--save", str(tmp_path / "ours")]
+    assert cli.main(command) == 0
