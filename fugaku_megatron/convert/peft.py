@@ -9,6 +9,7 @@ Left out: what adapters compute (`nn.adapters`), names and places of the matrice
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,16 +48,48 @@ TURNED = (
     transposed,
     conv_query_key_value,
 )  # of a module that holds its weight as (inputs, outputs)
-# What a field of adapter_config.json may be; others change what adapters compute.
+# The fields of adapter_config.json. A value that is off, such as null or {}, is plain LoRA for each.
+READ = (
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "use_rslora",
+    "target_parameters",
+    "rank_pattern",
+    "alpha_pattern",
+)
+IGNORED = {
+    "the file's tensors say which matrices have adapters": (
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+    ),
+    "it describes the file or the program that wrote it": (
+        "auto_mapping",
+        "base_model_name_or_path",
+        "inference_mode",
+        "peft_version",
+        "revision",
+        "runtime_config",
+        "task_type",
+    ),
+    "A and B are stored alike for both orders of the base weight": ("fan_in_fan_out",),
+    "it says how A and B began, next to unchanged base weights": ("eva_config",),
+    "it has no effect without a field that is refused": (
+        "ensure_weight_tying",
+        "megatron_core",
+        "qalora_group_size",
+    ),
+}
+# The values with which peft computes plain LoRA; a field that stands nowhere here must be off.
 ONLY: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
-    "use_dora": (False, None),
-    "modules_to_save": (None, []),
-    "lora_bias": (False, None),
-    "layer_replication": (None,),
-    "use_qalora": (False, None),
+    # Others, such as pissa, olora, corda, loftq and lora_ga, subtract the adapters from the base weights.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
+OFF: tuple[Any, ...] = (None, False, [], {}, "")
 PARAMETERS = {
     FC1: "gate_up_proj",
     FC2: "down_proj",
@@ -223,13 +256,28 @@ def open_peft(directory: str, weights: Weights, base: dict[str, Any]) -> Weights
         raise ValueError(f"--from-peft {directory}: {error}") from error
 
 
+def check_config(config: dict[str, Any]) -> None:
+    """Raise ValueError for a field with which peft computes anything but plain LoRA, or that is unknown."""
+    harmless = {*READ, *itertools.chain(*IGNORED.values())}
+    check("peft_type" in config, f"{CONFIG}: peft_type is missing: pass a directory of peft's LoRA")
+    for name, value in config.items():
+        if name in ONLY:
+            built = ONLY[name]
+            check(
+                any(value is one or (isinstance(one, str) and value == one) for one in built),
+                f"{CONFIG}: {name} is {value!r:.80}, and only {built[0]!r} is supported",
+            )
+        else:
+            check(
+                name in harmless or value in OFF,
+                f"{CONFIG}: {name} is {value!r:.80}, with which the adapter is not plain LoRA: "
+                "merge it with peft (merge_and_unload), and pass --from-hf the merged model",
+            )
+
+
 def _open(path: Path, weights: Weights, base: dict[str, Any]) -> Weights:
     config, model = read_json(path / CONFIG), weights.model
-    for name, built in ONLY.items():
-        given = config.get(name, built[0])
-        check(
-            given in built, f"{CONFIG}: {name} is {given!r:.80}, and only {built[0]!r} is supported"
-        )
+    check_config(config)
     for name, kind in (("r", int), ("lora_alpha", (int, float)), ("lora_dropout", (int, float))):
         value = config.get(name, 0)
         check(

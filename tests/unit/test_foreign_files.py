@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fugaku_megatron as fm
 from fugaku_megatron import cli
-from fugaku_megatron.convert import megatron_files
+from fugaku_megatron.convert import megatron_files, peft
 
 FOREIGN = Path(__file__).resolve().parents[1] / "foreign"
 
@@ -101,3 +101,104 @@ def test_arguments_are_read_from_a_dictionary_or_another_namespace(kind, tmp_pat
     torch.save({**contents, "args": kind(contents["args"])}, common)
     command = ["convert", "--from-megatron", str(copy), "--save", str(tmp_path / "ours")]
     assert cli.main(command) == 0
+
+
+# Every field of an adapter_config.json that peft 0.21.2 writes for LoRA, with its default.
+PEFT = {
+    "alora_invocation_tokens": None,
+    "alpha_pattern": {},
+    "arrow_config": None,
+    "auto_mapping": None,
+    "base_model_name_or_path": "base",
+    "bias": "none",
+    "corda_config": None,
+    "ensure_weight_tying": False,
+    "eva_config": None,
+    "exclude_modules": None,
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "init_lora_weights": True,
+    "kasa_config": None,
+    "layer_replication": None,
+    "layers_pattern": None,
+    "layers_to_transform": None,
+    "loftq_config": {},
+    "lora_alpha": 4,
+    "lora_bias": False,
+    "lora_dropout": 0.0,
+    "lora_ga_config": None,
+    "megatron_config": None,
+    "megatron_core": "megatron.core",
+    "modules_to_save": None,
+    "monteclora_config": None,
+    "peft_type": "LORA",
+    "peft_version": "0.21.2",
+    "qalora_group_size": 16,
+    "r": 2,
+    "rank_pattern": {},
+    "revision": None,
+    "target_modules": ["v_proj", "q_proj"],
+    "target_parameters": None,
+    "task_type": "CAUSAL_LM",
+    "trainable_token_indices": None,
+    "use_bdlora": None,
+    "use_dora": False,
+    "use_qalora": False,
+    "use_rslora": False,
+    "velora_config": None,
+}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "eva", "eva_config": {"rho": 2.0}},
+        {"use_rslora": True, "layers_to_transform": [0], "fan_in_fan_out": True},
+    ],
+)
+def test_plain_lora_of_peft_is_read(changed):
+    peft.check_config({**PEFT, **changed})
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "pissa_niter_16"},
+        {"init_lora_weights": "olora"},
+        {"init_lora_weights": "corda"},
+        {"init_lora_weights": "loftq"},
+        {"init_lora_weights": "lora_ga"},
+        {"init_lora_weights": "one of tomorrow"},
+        {"alora_invocation_tokens": [10, 43]},
+        {"trainable_token_indices": [1]},
+        {"use_dora": True},
+        {"use_qalora": True},
+        {"lora_bias": True},
+        {"bias": "all"},
+        {"modules_to_save": ["lm_head"]},
+        {"layer_replication": [[0, 1]]},
+        {"loftq_config": {"loftq_bits": 4}},
+        {"corda_config": {"corda_method": "kpm"}},
+        {"arrow_config": {"top_k": 3}},
+        {"kasa_config": {"beta": 1e-4}},
+        {"use_bdlora": {"nblocks": 2}},
+        {"megatron_config": {"a": 1}},
+        {"peft_type": "LOHA"},
+    ],
+)
+def test_adapters_that_are_not_plain_lora_are_refused(changed):
+    (name,) = changed
+    with pytest.raises(ValueError, match=f"adapter_config.json: {name} is"):
+        peft.check_config({**PEFT, **changed})
+
+
+@given(
+    name=st.from_regex(r"[a-z][a-z_]{5,20}", fullmatch=True).filter(lambda name: name not in PEFT),
+    value=st.one_of(st.just(True), st.integers(1), st.text(min_size=1), st.just({"a": 1})),
+)
+def test_an_unknown_field_of_adapter_config_is_never_ignored(name, value):
+    with pytest.raises(ValueError, match=f"{name} is"):
+        peft.check_config({**PEFT, name: value})
