@@ -126,7 +126,8 @@ class Architecture:
     that are one of ours. rules: those that are not. only: fields of theirs -> the values that the block computes, the first one
     written, which is what leaving the field out means. block: our values that are what this architecture is. places: our places ->
     names of theirs, without the prefix, and how they lie in ours. unused: tensors of published files that are not weights.
-    own_head_size: heads may be of another size than h / n. also: what else a model must be.
+    own_head_size: heads may be of another size than h / n. also: what else a model must be. defaults: fields of theirs -> what
+    transformers' class has where config.json leaves them out, if that is not what a field or a rule has.
     """
 
     name: str
@@ -140,6 +141,7 @@ class Architecture:
     unused: re.Pattern = field(default=re.compile(r".*\.rotary_emb\.inv_freq"))
     own_head_size: bool = True
     also: Callable[[ModelConfig], bool] = lambda model: True
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def head(self) -> str:
@@ -286,6 +288,7 @@ LLAMA = _decoder(
 MISTRAL = _decoder(
     name="MistralForCausalLM",
     model_type="mistral",
+    defaults={"num_key_value_heads": 8},
     rules=(HEADS, ROTARY, window(4096), tied(False), NO_DROPOUT),
     only=_SILU,
     block=_DECODER_BLOCK,
@@ -293,6 +296,7 @@ MISTRAL = _decoder(
 QWEN2 = _decoder(
     name="Qwen2ForCausalLM",
     model_type="qwen2",
+    defaults={"num_key_value_heads": 32},
     rules=(HEADS, ROTARY, FULL_ATTENTION, tied(False), NO_DROPOUT),
     only=_NO_WINDOW,
     block={**_DECODER_BLOCK, "window_size": None, "add_qkv_bias": True},
@@ -300,6 +304,7 @@ QWEN2 = _decoder(
 QWEN3 = _decoder(
     name="Qwen3ForCausalLM",
     model_type="qwen3",
+    defaults={"num_key_value_heads": 32, "head_dim": 128},
     rules=(HEADS, ROTARY, FULL_ATTENTION, tied(False), NO_DROPOUT),
     only={**_NO_WINDOW, "attention_bias": (False,)},
     block={**_DECODER_BLOCK, "window_size": None, "qk_layernorm": True},
@@ -329,6 +334,7 @@ PHI3 = _decoder(
 STABLELM = _decoder(
     name="StableLmForCausalLM",
     model_type="stablelm",
+    defaults={"num_key_value_heads": 32},
     rules=(HEADS, rotary(0.25), tied(False), NO_DROPOUT),
     fields=(*_with_epsilon("layer_norm_eps", 1e-5), Field("use_qkv_bias", "add_qkv_bias", False)),
     only={
@@ -404,6 +410,7 @@ GRANITE = _decoder(
 GEMMA = _decoder(
     name="GemmaForCausalLM",
     model_type="gemma",
+    defaults={"num_key_value_heads": 16, "head_dim": 256},
     rules=(HEADS, ROTARY, tied(True), NO_DROPOUT, SCALED_WORDS),
     only={
         "hidden_act": ("gelu_pytorch_tanh", "gelu"),
@@ -496,6 +503,7 @@ _OF_A_TOKEN, _OF_AN_EXPERT = (
 MIXTRAL = _decoder(
     name="MixtralForCausalLM",
     model_type="mixtral",
+    defaults={"num_key_value_heads": 8, "rope_theta": 1e6},
     rules=(HEADS, ROTARY, window(None), tied(False), NO_DROPOUT),
     fields=(
         *_with_epsilon("rms_norm_eps", 1e-5),
@@ -524,6 +532,7 @@ _SPARSE_RULES = (HEADS, ROTARY, FULL_ATTENTION, tied(False), NO_DROPOUT, EXPERTS
 QWEN2_MOE = _decoder(
     name="Qwen2MoeForCausalLM",
     model_type="qwen2_moe",
+    defaults={"num_key_value_heads": 16},
     rules=_SPARSE_RULES,
     places=_EXPERT_PLACES,
     fields=(
@@ -543,6 +552,7 @@ QWEN2_MOE = _decoder(
 QWEN3_MOE = _decoder(
     name="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
+    defaults={"num_key_value_heads": 4},
     rules=_SPARSE_RULES,
     places=_EXPERT_PLACES,
     fields=(*_with_epsilon("rms_norm_eps", 1e-6), _OF_A_TOKEN, _OF_AN_EXPERT),

@@ -271,6 +271,7 @@ def read_config(config: dict[str, Any]) -> tuple[Architecture, ModelConfig]:
         architecture.without_head,
     }.isdisjoint(map(str, named))
     check(right, f"{FILE}: architectures is {named!r:.80}, and the block is {architecture.name}")
+    config = {**architecture.defaults, **config}
     for name, built in {**architecture.only, **ONLY}.items():
         given = config.get(name, built[0])
         check(

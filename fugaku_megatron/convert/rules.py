@@ -135,8 +135,8 @@ def rotary(
 def _read_rope(
     config: dict[str, Any], share: float | None, kinds: Collection[str]
 ) -> dict[str, Any]:
-    """rope_parameters of transformers 5, or rope_theta and rope_scaling before it."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """rope_scaling, or else rope_parameters of transformers 5; a base in either comes before rope_theta."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     check(isinstance(rope, dict), f"{FILE}: rope_parameters is {rope!r:.60}, not an object")
     percent = number({**config, **rope}, "partial_rotary_factor", share or 1.0)
     check(

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 import fugaku_megatron as fm
 from fugaku_megatron import cli
 from fugaku_megatron.convert import megatron_files, peft
+from fugaku_megatron.convert.architectures import ARCHITECTURES
+from fugaku_megatron.convert.hugging_face import read_config
 
 FOREIGN = Path(__file__).resolve().parents[1] / "foreign"
 
@@ -202,3 +204,45 @@ def test_adapters_that_are_not_plain_lora_are_refused(changed):
 def test_an_unknown_field_of_adapter_config_is_never_ignored(name, value):
     with pytest.raises(ValueError, match=f"{name} is"):
         peft.check_config({**PEFT, name: value})
+
+
+REQUIRED = {
+    "vocab_size": 64,
+    "hidden_size": 4096,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+    "intermediate_size": 48,
+    "max_position_embeddings": 128,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "new_decoder_architecture": True,
+    "n_layer": 2,
+    "n_embd": 4096,
+    "n_head": 32,
+    "n_positions": 128,
+    "sliding_window": None,
+}
+
+
+@pytest.mark.parametrize("row", ARCHITECTURES, ids=lambda row: row.model_type)
+def test_a_field_that_is_left_out_has_transformers_default(row):
+    """The shortest config.json against the one that transformers writes after reading it."""
+    transformers = pytest.importorskip("transformers")
+    kind = transformers.CONFIG_MAPPING[row.model_type]
+    fields = set(kind().to_dict()) | {"new_decoder_architecture"}
+    required = {name: value for name, value in REQUIRED.items() if name in fields}
+    whole = kind(**required).to_dict()
+    short = {"model_type": row.model_type, **required}
+    assert read_config(short)[1] == read_config({**whole, "architectures": [row.name]})[1]
+
+
+def test_rope_scaling_next_to_rope_parameters_wins():
+    config = {"model_type": "llama", **REQUIRED, "rope_theta": 5e5}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    scaled = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    model = read_config({**config, **rope, **scaled})[1]
+    assert model.rotary_seq_len_interpolation_factor == 4.0
+    assert model.rotary_base == 5e5, "the base of the dictionary that counts, or rope_theta"
