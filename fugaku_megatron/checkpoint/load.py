@@ -34,6 +34,7 @@ from .manifest import (
     unsigned_note,
 )
 from .shards import Search, Shard, check_model, read_shards
+from .trusted import refuse_suspect
 
 Files = dict[
     str, dict[str, Any]
@@ -184,6 +185,7 @@ def _iteration_to_load(directory: Path, iteration: int | None) -> int:
         raise ValueError(f"no checkpoint there: {directory / TRACKER} does not exist")
     if note := missing(directory, iteration):
         raise ValueError(note + _other_iterations(directory, iteration))
+    refuse_suspect(directory, iteration)
     return iteration
 
 

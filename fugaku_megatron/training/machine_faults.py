@@ -1,4 +1,4 @@
-"""Faults of a machine that raise no error: --abft, hashes of the replicas' weights, and --rerun-on-spike.
+"""Faults of a machine that raise no error: --abft and --rerun-on-spike. Left out: comparing replicas (`replicas`).
 
 --abft checks matmuls of chosen layers by checksums while they are computed (algorithm-based fault tolerance). The rows of P = L
 R^T add up to L times the sum of R's rows: one matrix-vector product and some passes over memory check a whole matmul, so that a
@@ -14,8 +14,6 @@ DOUBT u' |row|, u' being the rounding of its type. Sums of n elements, which tor
 sqrt(log2 n) for sqrt(k). An error below that is not seen. Left out: matmuls whose result an activation's derivative multiplies (the
 gradient of an MLP's inner tensor), attention, and torch's matmuls.
 
-`differing_replica` compares the weights of data-parallel replicas by a hash.
-
 --rerun-on-spike repeats an iteration from the same state before its update: is it the machine or the batch? Weights have not
 changed, dropout masks and samples are functions of the position in the data, and sums have a fixed order: a sound machine makes
 the same bits again. Every iteration keeps fingerprints of what this rank has computed: of each chunk's output and its input's
@@ -29,8 +27,7 @@ from __future__ import annotations
 
 import math
 import platform
-import zlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +37,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.tensor_files import as_bytes
 from ..comm.agreement import first_rank
 from ..comm.base import Comm
 from ..host.observed import Observed
@@ -248,51 +244,6 @@ class Checksums:
 
     def _keep(self, text: str) -> None:
         self._found = self._found or text
-
-
-def parameter_hashes(trainer: Trainer) -> Tensor:
-    """(parameters,) int64: the CRC-32 of each parameter's bytes, in the order of the flat buffer."""
-    parameters = trainer.optimizer.flat.parameters
-    return torch.tensor([zlib.crc32(as_bytes(p.detach())) for p in parameters])
-
-
-def differing_replica(trainer: Trainer) -> str | None:
-    """Which rank's weights differ from those of its replicas, as text for the log; None where none does. Collective.
-
-    With --overlap-param-gather it waits for the gathers under way.
-    """
-    trainer.optimizer.buckets.await_weights()
-    own, groups, world = parameter_hashes(trainer), trainer.groups, trainer.world
-    expert = torch.tensor([p.spec.expert for p in trainer.optimizer.flat.parameters])
-    text = ""
-    for replicas, of_these in ((groups.dp, ~expert), (groups.edp, expert)):
-        differs = replicas.all_reduce(own.clone(), "min") != replicas.all_reduce(own.clone(), "max")
-        differs &= of_these
-        found = _describe(trainer, replicas, own, differs) if differs.any() else ""  # collective
-        text = text or found
-    if not bool(world.all_reduce(torch.tensor(bool(text)))):
-        return None
-    rank = first_rank(world, (world.rank,) if text else None, 1)
-    assert rank is not None, "of replicas that differ at least one says so"
-    return world.broadcast_object(text, root=rank)
-
-
-def _describe(trainer: Trainer, dp: Comm, own: Tensor, differs: Tensor) -> str:
-    """What this rank says of itself: nothing where most replicas agree with it. Collective over the replicas, which all call."""
-    index = int(differs.nonzero()[0])
-    hashes = dp.all_gather(torch.empty(dp.size, dtype=torch.int64), own[index : index + 1])
-    places = dp.all_gather_object(
-        f"rank {trainer.world.rank} (node {platform.node()}, replica {dp.rank})"
-    )
-    name = trainer.optimizer.flat.parameters[index].spec.name
-    (common, count), *others = Counter(hashes.tolist()).most_common()
-    if others and others[0][1] == count:
-        return f"{', '.join(places)} hold different bits in {name}, and most of them do not agree on any"
-    return (
-        ""
-        if int(own[index]) == common
-        else f"{places[dp.rank]} holds other bits in {name} than {count} of {dp.size} replicas"
-    )
 
 
 NORMAL_MAD = 1.4826  # standard deviations in the median absolute deviation of a normal distribution

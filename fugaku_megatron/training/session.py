@@ -9,6 +9,7 @@ import os
 import subprocess
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 
@@ -20,7 +21,7 @@ from ..logs import plot
 from ..logs.iteration import IterationMetrics
 from ..logs.metrics import HISTORY, MetricsWriter
 from ..watchdog.watch import Watchdog
-from .machine_faults import Checksums, differing_replica
+from .machine_faults import Checksums
 from .nonfinite import find_nonfinite
 from .observers import Profile
 from .rank_watch import EnergyWatch, ExpertWatch, MemoryWatch, RankTimes
@@ -242,17 +243,23 @@ class Session:
         )
 
     def _check_weights(self, iteration: int) -> None:
-        """SystemExit(REPLICAS_DIFFER) where the weights of data-parallel replicas differ. Nothing is saved."""
+        """Compare replicas if the interval ends with this iteration."""
         interval = self.trainer.run.numbers.check_weight_hash_across_dp_replicas_interval
-        if not interval or iteration % interval or not (text := differing_replica(self.trainer)):
-            return
-        self._finish_save()
+        if interval and iteration % interval == 0:
+            self._compare_replicas()
+
+    def _compare_replicas(self) -> None:
+        """SystemExit(REPLICAS_DIFFER) if ranks that hold the same state have other bits. The save under way ends first."""
+        if found := self.trainer.find_difference():
+            self._finish_save()
+            self._leave_faulty(
+                self.trainer.describe_difference(found, self.trainer.run.output.save)
+            )
+
+    def _leave_faulty(self, text: str) -> NoReturn:
+        """SystemExit(REPLICAS_DIFFER) after a line in log and history."""
         self.writer.flush()
-        self.writer.event(
-            iteration,
-            f"weights differ after iteration {iteration}: {text}. Nothing is saved: continue without that "
-            f"node from a checkpoint of iteration {iteration - interval} or before, when the weights agreed",
-        )
+        self.writer.event(self.trainer.progress.iteration, text)
         raise SystemExit(ExitCode.REPLICAS_DIFFER)
 
     def _evaluate(self, iteration: int) -> None:
@@ -313,8 +320,9 @@ class Session:
         self.save_timer = runtime.ExitTimer(self.trainer.run.output.save_interval_in_mins)
 
     def _save(self, directory: str) -> None:
-        """Save, or with --async-save or --save-local begin to; the save before ends first."""
+        """Save, or with --async-save or --save-local begin to; the save before ends first, and replicas are compared."""
         self._finish_save()
+        self._compare_replicas()
         self.save_due = False
         self._await_save()
         self.saved_iteration = self.trainer.progress.iteration
