@@ -685,7 +685,9 @@ class NumbersConfig:
     )
     abft: tuple[str, ...] | None = opt(
         None,
-        "layers whose matmuls are checked by checksums: numbers from 0, or all",
+        "layers whose matmuls are checked by checksums, with their experts: numbers from 0, or all, which includes the "
+        "logits and Muon. Attention's own matmuls and routers are not checked. A rank whose matmuls are wrong in three "
+        "iterations of 100 ends the run",
         type=str,
         nargs="+",
     )

@@ -205,8 +205,24 @@ class Session:
         )
 
     def _report_checksums(self, iteration: int) -> None:
-        if self.checksums and (text := self.checksums.report(self.trainer.world)):
-            self.writer.event(iteration, f"wrong matmul in iteration {iteration}: {text}")
+        """Log a wrong matmul. SystemExit(REPLICAS_DIFFER) if a rank's matmuls are wrong again and again: nothing is saved."""
+        if self.checksums is None or not (text := self.checksums.report(self.trainer.world)):
+            return
+        self.writer.event(iteration, f"wrong matmul in iteration {iteration}: {text}")
+        if self.checksums.persistent is None:
+            return
+        self._finish_save()
+        why = f"{self.checksums.persistent}, up to iteration {iteration}"
+        since, trusted = self.checksums.stayed_since, None
+        if save := self.trainer.run.output.save:
+            suspect_from = None if since is None else iteration - since
+            trusted = self.trainer.record_fault(save, why, suspect_from).trusted
+        advice = (
+            "start anew"
+            if trusted is None
+            else f"continue from a checkpoint of iteration {trusted} or before"
+        )
+        self._leave_faulty(f"faulty core: {why}. Nothing is saved: {advice}, without that node")
 
     def _check_divergence(self, result: IterationResult) -> None:
         """SystemExit(ExitCode.DIVERGED) after DIVERGED_STEPS skipped steps in a row that a falling loss scale does not explain.
