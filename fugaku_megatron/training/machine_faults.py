@@ -20,8 +20,8 @@ changed, dropout masks and samples are functions of the position in the data, an
 the same bits again. Every iteration keeps fingerprints of what this rank has computed: of each chunk's output and its input's
 gradient, micro-batch by micro-batch, and of its own weight gradients before their sums. Where those of a repetition differ, the
 first difference (along the samples, then forward and backward through the parts of the model, weight gradients last) names the
-rank. Megatron-LM's rerun state machine does as much with results that it is given to validate. A machine that makes the same
-mistake twice is not found so.
+rank. Megatron-LM's rerun state machine does as much with results that it is given to validate. Where a repetition has the same bits,
+other data-parallel ranks compute the samples: a core that makes the same mistake twice is found so, but not with one of them.
 """
 
 from __future__ import annotations
@@ -526,14 +526,13 @@ class Rerun:
         ]
         if place is None and sums[:2] != sums[2:]:
             place = "the sums over ranks"
-        verdict = (
-            self._bad_batch(consumed)
-            if place is None
-            else (
+        if place is None:
+            again, verdict = self._same_bits(consumed, first, again)
+        else:
+            verdict = (
                 "it has other bits: the cause is a machine, not the batch. "
                 f"The first difference is in {place}. The run uses the repetition, with loss {again:.4f}"
             )
-        )
         iteration = trainer.progress.iteration + 1
         self.say(
             iteration, f"iteration {iteration}: {reason}. Repeated from the same state {verdict}"
@@ -557,10 +556,74 @@ class Rerun:
         )
         return world.broadcast_object(text, root=rank)
 
-    def _bad_batch(self, consumed: int) -> str:
+    def _same_bits(self, consumed: int, first: dict[Key, int], again: float) -> tuple[float, str]:
+        """Find out if a core repeats its mistake; (loss of the gradients that the update shall use, verdict). Collective."""
         trainer = self.trainer
         samples = trainer.skips.samples(consumed, trainer.batch_size(consumed))
-        return (
-            "it has the same bits: the cause is the batch, not a machine. "
-            f"--skip-samples {samples[0]}:{samples[-1] + 1} leaves it out of a run that continues from an earlier checkpoint"
+        skip = f"--skip-samples {samples[0]}:{samples[-1] + 1} leaves it out of a run that continues from an earlier checkpoint"
+        why = self._why_not_elsewhere()
+        if why:
+            return again, (
+                f"it has the same bits: the cause is the batch, or a core that repeats its mistake ({why}). {skip}"
+            )
+        scale = trainer.optimizer.scaler.scale
+        elsewhere = trainer.repeat(consumed, scale, shift=1)
+        computed = [first, self._of_own_samples(first, 1)]
+        key = first_difference(*computed)
+        world = trainer.world
+        if first_rank(world, None if key is None else (0,), 1) is None:
+            again = trainer.repeat(consumed, scale)  # the bits of sums that an undisturbed run has
+            self.fingerprints.take()
+            return again, (
+                "it has the same bits, when other ranks compute the samples as well: the cause is the batch, "
+                f"not a machine. {skip}"
+            )
+        if trainer.groups.data_size > 2:
+            elsewhere = trainer.repeat(consumed, scale, shift=2)
+            computed.append(self._of_own_samples(first, 2))
+        place = self._repeated_mistake(key, computed)
+        return elsewhere, (
+            "it has the same bits, but other bits when other ranks compute the samples: the cause is a core that repeats its "
+            f"mistake, not the batch. The first difference is in {place}. The run uses what the other ranks computed, with loss "
+            f"{elsewhere:.4f}"
         )
+
+    def _why_not_elsewhere(self) -> str:
+        """Say why no other rank can compute a rank's samples with the same bits; "" if one can."""
+        if self.trainer.groups.data_size == 1:
+            return "data-parallel size 1 has no other rank that could compute it"
+        if self.trainer.run.model.num_experts:
+            return "the results of experts depend on the ranks that send them tokens"
+        return ""
+
+    def _of_own_samples(self, own: dict[Key, int], shift: int) -> dict[Key, int]:
+        """Fingerprints of this rank's samples, which the rank `shift` places before it has just computed. Collective."""
+        groups, keys = self.trainer.groups, sorted(own)
+        taken = self.fingerprints.take()
+        values = torch.tensor([taken[key] for key in sorted(taken)], dtype=torch.int64)
+        everyone = groups.dp.all_gather(
+            torch.empty(groups.dp.size, len(keys), dtype=torch.int64), values
+        )
+        row = (groups.dp.rank - shift * groups.cp.size) % groups.dp.size
+        return dict(zip(keys, everyone[row].tolist(), strict=True))
+
+    def _repeated_mistake(self, key: Key | None, computed: list[dict[Key, int]]) -> str:
+        """Name the rank whose results others do not confirm. computed: by this rank, and by the ranks before it. Collective."""
+        trainer = self.trainer
+        world, dp = trainer.world, trainer.groups.dp
+        rank = first_rank(world, key and (key[0], key[1], key[2] + LARGEST_PART), 3)
+        assert rank is not None, "a difference was found"
+        places = dp.all_gather_object(f"rank {world.rank} (node {platform.node()}, {cores()})")
+        text = ""
+        if key and rank == world.rank:
+            own, other = (
+                places[(dp.rank - shift * trainer.groups.cp.size) % dp.size] for shift in (0, 1)
+            )
+            values = [each[key] for each in computed]
+            who = f"{own} or {other}"
+            if len(values) == 3 and values[2] == values[1]:
+                who = own
+            elif len(values) == 3 and values[2] == values[0]:
+                who = other
+            text = f"{_what(key)}, on {who}"
+        return world.broadcast_object(text, root=rank)

@@ -131,6 +131,7 @@ class Trainer:
         self.param_schedule = ParamSchedule.from_run(run, self.layout.global_batch_size(run))
         self.folders = Folders(self.world)  # of checkpoints
         self._batches: Source | None = None
+        self._shift = 0  # see `RunBatches`
         self.base: dict[str, Any] = {}  # of adapters: the model that they belong to
         background = run.output.save and run.output.async_save
         self._snapshot = Snapshot(self._saved_shards()) if background else None
@@ -144,7 +145,7 @@ class Trainer:
     @property
     def batches(self) -> RunBatches:
         """Where this rank's micro-batches come from."""
-        return RunBatches(self.run, self.groups, self.readers, self.waiting_for_data)
+        return RunBatches(self.run, self.groups, self.readers, self.waiting_for_data, self._shift)
 
     def _execute(
         self,
@@ -257,21 +258,30 @@ class Trainer:
         return self._mean_loss(losses), work
 
     def repeat(
-        self, consumed: int, scale: float, stage: Stage | None = None, watch: Watch | None = None
+        self,
+        consumed: int,
+        scale: float,
+        stage: Stage | None = None,
+        watch: Watch | None = None,
+        shift: int = 0,
     ) -> float:
         """What `train_step` did before its update in the iteration that began at sample `consumed`, once more; the mean loss.
 
         scale: of the loss. stage: the trainer's own, or another one that holds its parameters. watch: as in StepExecutor, around
-        the trainer's own. Collective.
+        the trainer's own. shift: ranks compute the samples of the data-parallel rank so many places further on. Collective.
         """
         own = self.watch
+        self._shift = shift
         source = self.batches.open(self.train, consumed, self.batch_size, self.skips.samples)
 
         def both(executor: schedule.Executor) -> schedule.Executor:
             watched = own(executor) if own else executor
             return watch(watched) if watch else watched
 
-        loss, _ = self._gradients(source, consumed, scale, stage, both)
+        try:
+            loss, _ = self._gradients(source, consumed, scale, stage, both)
+        finally:
+            self._shift = 0
         if source:
             source.close()
         return loss
