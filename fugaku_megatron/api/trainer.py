@@ -341,8 +341,9 @@ class Trainer:
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write a checkpoint that `load`, fugaku_megatron.load and all commands take. Collective.
 
-        ReplicasDiffer on every rank, and nothing is written, if ranks that hold the same weights or moments have other bits: a
-        node is faulty. Comparing them is left out with check_weight_hash_across_dp_replicas_interval=0.
+        ReplicasDiffer on every rank, and nothing is written, if ranks that hold the same weights or
+        moments have other bits: a node is faulty. Comparing them is left out with
+        check_weight_hash_across_dp_replicas_interval=0.
         """
         self._trainer.save(os.fspath(directory))
 

@@ -57,7 +57,8 @@ class Description:
     """What a checkpoint says in addition to its tensors. config and state: JSON values (tuples come back as lists).
 
     keep: how many checkpoints up to this iteration remain, the newest; None: all. retain: of those before this iteration the ones
-    divisible by it remain; None: all. The newest whose replicas agreed remains in any case (`trusted`).
+    divisible by it remain; None: all. The newest whose replicas agreed remains in any case
+    (`trusted`).
     """
 
     iteration: int

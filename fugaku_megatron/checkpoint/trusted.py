@@ -1,7 +1,7 @@
-"""Checkpoints from before a fault of a machine: what a save records, what a run that ended says, what a start refuses.
+"""Checkpoints from before a fault of a machine: records of a save and of a run that ended.
 
     DIR/iter_0000100/manifest.json    state.replicas: AGREED, NOT_COMPARED, or NO_REPLICAS
-    DIR/machine_fault.json            why the last run ended, and the iterations of the checkpoints that may be wrong
+    DIR/machine_fault.json            why the last run ended, and which checkpoints may be wrong
 
 The record of a fault is removed with the first save after it that leaves no suspect checkpoint.
 """
@@ -26,8 +26,8 @@ AGREED, NOT_COMPARED, NO_REPLICAS = "agreed", "not compared", "none"
 class Fault:
     """The end of a run by a fault of a machine.
 
-    iteration: after which the fault was found. why: one line. trusted: the newest checkpoint from before the fault, None without
-    one. suspect: iterations of checkpoints that may be wrong.
+    iteration: after which the fault was found. why: one line. trusted: the newest checkpoint from
+    before the fault, None without one. suspect: iterations of checkpoints that may be wrong.
     """
 
     iteration: int
@@ -87,7 +87,8 @@ def read_fault(directory: str | os.PathLike) -> Fault | None:
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
-            f"{path} is damaged ({type(error).__name__}): it named checkpoints that may be wrong; choose an iteration by "
+            f"{path} is damaged ({type(error).__name__}): it named checkpoints that may be wrong; "
+            "choose an iteration by "
             "--ckpt-step, or remove the file"
         ) from None
 
@@ -101,7 +102,9 @@ def _suspects(directory: str | os.PathLike) -> tuple[int, ...]:
 
 
 def refuse_suspect(directory: str | os.PathLike, iteration: int) -> None:
-    """Raise ValueError for a checkpoint that a fault of a machine may have reached, and that nobody chose by name."""
+    """Raise ValueError for a checkpoint that a fault of a machine may have reached, and that nobody
+    chose by name.
+    """
     fault = read_fault(directory)
     if fault is None or iteration not in fault.suspect:
         return
@@ -111,13 +114,16 @@ def refuse_suspect(directory: str | os.PathLike, iteration: int) -> None:
         else f"--ckpt-step {fault.trusted} continues from the newest checkpoint from before"
     )
     raise ValueError(
-        f"the checkpoint of iteration {iteration} is suspect, as those of iterations {join(list(fault.suspect))} are: {fault.why}; "
+        f"the checkpoint of iteration {iteration} is suspect, as those of iterations "
+        f"{join(list(fault.suspect))} are: {fault.why}; "
         f"{other}, --ckpt-step {iteration} takes this one all the same"
     )
 
 
 def iteration_to_load(directory: str | os.PathLike) -> int | None:
-    """Return the tracker's iteration, None without a checkpoint. ValueError for a missing or a suspect one."""
+    """Return the tracker's iteration, None without a checkpoint. ValueError for a missing or a
+    suspect one.
+    """
     iteration = existing_iteration(directory)
     if iteration is not None:
         refuse_suspect(directory, iteration)
@@ -125,16 +131,23 @@ def iteration_to_load(directory: str | os.PathLike) -> int | None:
 
 
 def fault_note(directory: str | os.PathLike, iteration: int) -> str | None:
-    """A line for the log of a run that continues from `iteration` after a fault; None without a fault."""
+    """A line for the log of a run that continues from `iteration` after a fault; None without a
+    fault.
+    """
     fault = read_fault(directory)
     if fault is None:
         return None
     kind = "suspect" if iteration in fault.suspect else "from before that"
-    return f"note: an earlier run ended after iteration {fault.iteration}: {fault.why}; iteration {iteration} is {kind}"
+    return (
+        f"note: an earlier run ended after iteration {fault.iteration}: {fault.why}; "
+        f"iteration {iteration} is {kind}"
+    )
 
 
 def forgive(directory: str | os.PathLike, iteration: int) -> None:
-    """Take `iteration`, just saved, from the suspect checkpoints; without others the record is removed."""
+    """Take `iteration`, just saved, from the suspect checkpoints; without others the record is
+    removed.
+    """
     path = Path(directory) / FAULT
     if not path.exists():
         return
@@ -149,7 +162,9 @@ def forgive(directory: str | os.PathLike, iteration: int) -> None:
 def kept_for_trust(
     directory: str | os.PathLike, state: dict[str, object], numbers: list[int]
 ) -> int | None:
-    """The checkpoint that --keep-last and --save-retain-interval leave, whatever its age: the newest that agreed.
+    """Return the checkpoint that --keep-last and --save-retain-interval leave at any age.
+
+    It is the newest one whose replicas agreed.
 
     None if the state that was just saved agreed, or has no replicas that could.
     """

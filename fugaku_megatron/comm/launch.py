@@ -26,7 +26,8 @@ from .launcher import ExitCode
 from .mpi import MPIComm, mpi_world
 
 T = TypeVar("T")
-EXIT_CODE = "exit_code"  # the attribute of an exception that is no bug, and ends a job with a code of its own
+# the attribute of an exception that is no bug, and ends a job with a code of its own
+EXIT_CODE = "exit_code"
 GRACE = 0.5  # s that rank > 0 leaves to rank 0, which may be failing of the same cause
 
 

@@ -663,12 +663,16 @@ COMPARISON_INTERVAL = 100  # iterations
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class NumbersConfig:
-    """Checks of what the machine computes. Apart from the comparison of replicas they cost nothing without their flags."""
+    """Checks of what the machine computes. Apart from the comparison of replicas they cost nothing
+    without their flags.
+    """
 
     check_weight_hash_across_dp_replicas_interval: int | None = opt(
         COMPARISON_INTERVAL,
-        "iterations between comparisons of all that several ranks hold alike, bit by bit: weights and, without --zero-stage 1, "
-        "optimizer states of data-parallel replicas, what tensor-parallel ranks do not split, tied embeddings. They are "
+        "iterations between comparisons of all that several ranks hold alike, bit by bit: weights "
+        "and, without --zero-stage 1, "
+        "optimizer states of data-parallel replicas, what tensor-parallel ranks do not split, tied "
+        "embeddings. They are "
         "compared before every save, too. 0: never",
         type=int,
     )
@@ -685,8 +689,10 @@ class NumbersConfig:
     )
     abft: tuple[str, ...] | None = opt(
         None,
-        "layers whose matmuls are checked by checksums, with their experts: numbers from 0, or all, which includes the "
-        "logits and Muon. Attention's own matmuls and routers are not checked. A rank whose matmuls are wrong in three "
+        "layers whose matmuls are checked by checksums, with their experts: numbers from 0, or "
+        "all, which includes the "
+        "logits and Muon. Attention's own matmuls and routers are not checked. A rank whose "
+        "matmuls are wrong in three "
         "iterations of 100 ends the run",
         type=str,
         nargs="+",

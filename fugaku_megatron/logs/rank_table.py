@@ -85,7 +85,7 @@ def parse_interval(line: str) -> Interval:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A slow rank. phase: in which it is slow. seconds, usual: what it takes in an iteration, and what it should.
+    """A slow rank. phase: in which it is slow. seconds, usual: of an iteration, real and expected.
 
     usual_of: what `usual` is, for the log.
     """

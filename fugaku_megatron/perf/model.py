@@ -508,7 +508,9 @@ def warnings(run: RunConfig, layout: Layout, system: System, tflops: float) -> t
 
 
 def far_tensor_parallel(layout: Layout, system: System, share: float) -> tuple[str, ...]:
-    """Return a line if tensor parallelism leaves the nodes and takes much of the time. share: its part of the time."""
+    """Return a line if tensor parallelism leaves the nodes and takes much of the time. share: its
+    part of the time.
+    """
     inside = system.nodes == 1 or system.ranks_per_node % layout.tp == 0
     if inside or share < LARGE_SHARE:
         return ()
@@ -519,7 +521,8 @@ def far_tensor_parallel(layout: Layout, system: System, share: float) -> tuple[s
         else "with more ranks on a node (--ranks-per-node)"
     )
     return (
-        f"tensor parallelism over {layout.tp} ranks leaves the nodes, which have {ranks}, and takes {share:.0%} of the time: keep "
+        f"tensor parallelism over {layout.tp} ranks leaves the nodes, which have {ranks}, and "
+        f"takes {share:.0%} of the time: keep "
         f"it inside a node, {remedy}, and use pipeline stages between nodes",
     )
 

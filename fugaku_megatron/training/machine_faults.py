@@ -1,4 +1,6 @@
-"""Faults of a machine that raise no error: --abft and --rerun-on-spike. Left out: comparing replicas (`replicas`).
+"""Faults of a machine that raise no error: --abft and --rerun-on-spike.
+
+Left out: comparing replicas (`replicas`).
 
 --abft checks matmuls of chosen layers by checksums while they are computed (algorithm-based fault tolerance). The rows of P = L
 R^T add up to L times the sum of R's rows: one matrix-vector product and some passes over memory check a whole matmul, so that a
@@ -11,17 +13,19 @@ DOUBT sqrt(k) u |l| |r| but for a probability of 2 exp(-DOUBT^2 / 2), 3e-14 (Hig
 Rounding Error Analysis", SIAM J. Sci. Comput. 41, theorem 3.1; Cauchy-Schwarz for |l|^T |r|). Errors of a row's elements add up as
 independent ones do, to DOUBT sqrt(k) u |l| |R|_F; the checksum's own is DOUBT sqrt(k) u |l| |sum of R's rows|, and storing P adds
 DOUBT u' |row|, u' being the rounding of its type. Sums of n elements, which torch forms in a cascade, are the same with
-sqrt(log2 n) for sqrt(k). An error below that is not seen. The grouped matmuls of experts are checked row by row with the sums of
-each row's matrix, and those of Muon with `all`. Left out: matmuls whose result an activation's derivative multiplies (the gradient
-of an MLP's inner tensor), attention, and torch's matmuls (routers).
+sqrt(log2 n) for sqrt(k). An error below that is not seen. The grouped matmuls of experts are
+checked row by row with the sums of each row's matrix, and those of Muon with `all`. Left out:
+matmuls whose result an activation's derivative multiplies (the gradient of an MLP's inner tensor),
+attention, and torch's matmuls (routers).
 
 --rerun-on-spike repeats an iteration from the same state before its update: is it the machine or the batch? Weights have not
 changed, dropout masks and samples are functions of the position in the data, and sums have a fixed order: a sound machine makes
 the same bits again. Every iteration keeps fingerprints of what this rank has computed: of each chunk's output and its input's
 gradient, micro-batch by micro-batch, and of its own weight gradients before their sums. Where those of a repetition differ, the
 first difference (along the samples, then forward and backward through the parts of the model, weight gradients last) names the
-rank. Megatron-LM's rerun state machine does as much with results that it is given to validate. Where a repetition has the same bits,
-other data-parallel ranks compute the samples: a core that makes the same mistake twice is found so, but not with one of them.
+rank. Megatron-LM's rerun state machine does as much with results that it is given to validate.
+Where a repetition has the same bits, other data-parallel ranks compute the samples: a core that
+makes the same mistake twice is found so, but not with one of them.
 """
 
 from __future__ import annotations
@@ -93,7 +97,9 @@ def check_rows(sums: Tensor, checksums: Tensor, tolerance: Tensor) -> Difference
 
 
 class Right(NamedTuple):
-    """R of a matmul L R^T, or of each row's matmul if these differ: norms of R and of the sum of its rows, () or (m,)."""
+    """R of a matmul L R^T, or of each row's matmul if these differ: norms of R and of the sum of
+    its rows, () or (m,).
+    """
 
     norm: Tensor
     sum_norm: Tensor
@@ -110,7 +116,8 @@ def tolerances(
 ) -> Tensor:
     """Of the sums (m) of the rows of P, whose elements are inner products of `terms` terms, (m).
 
-    terms: one number, or (m,). left (m): norms of L's rows. stored (m): norms of P's rows of so many columns. rounding: of P's type.
+    terms: one number, or (m,). left (m): norms of L's rows. stored (m): norms of P's rows of so
+    many columns. rounding: of P's type.
     """
     scale = right.norm + right.sum_norm + TINY
     cascade = columns.bit_length() ** 0.5
@@ -145,7 +152,9 @@ def compare(
 def compare_grouped(
     left: Tensor, right: Tensor, counts: Tensor, result: Tensor
 ) -> Difference | None:
-    """Compare result (m, n) with left (m, k) times the transposed matrix of each row's group; the worst wrong row, or None.
+    """Compare result (m, n) with left (m, k) times the transposed matrix of each row's group.
+
+    Return the worst wrong row, or None.
 
     right (groups, n, k). counts (groups,): rows of each group, which follow one another.
     """
@@ -173,7 +182,9 @@ def _group_of_rows(counts: Tensor) -> Tensor:
 
 
 def cores() -> str:
-    """Name the cores that this rank computes on: the present one of a single thread, or all that its threads may use."""
+    """Name the cores that this rank computes on: the present one of a single thread, or all that
+    its threads may use.
+    """
     try:
         if torch.get_num_threads() == 1:
             after_name = Path("/proc/thread-self/stat").read_text().rpartition(")")[2].split()
@@ -557,14 +568,20 @@ class Rerun:
         return world.broadcast_object(text, root=rank)
 
     def _same_bits(self, consumed: int, first: dict[Key, int], again: float) -> tuple[float, str]:
-        """Find out if a core repeats its mistake; (loss of the gradients that the update shall use, verdict). Collective."""
+        """Find out if a core repeats its mistake; (loss of the gradients that the update shall use,
+        verdict). Collective.
+        """
         trainer = self.trainer
         samples = trainer.skips.samples(consumed, trainer.batch_size(consumed))
-        skip = f"--skip-samples {samples[0]}:{samples[-1] + 1} leaves it out of a run that continues from an earlier checkpoint"
+        skip = (
+            f"--skip-samples {samples[0]}:{samples[-1] + 1} leaves it out of a run that continues "
+            "from an earlier checkpoint"
+        )
         why = self._why_not_elsewhere()
         if why:
             return again, (
-                f"it has the same bits: the cause is the batch, or a core that repeats its mistake ({why}). {skip}"
+                "it has the same bits: the cause is the batch, or a core that repeats its mistake "
+                f"({why}). {skip}"
             )
         scale = trainer.optimizer.scaler.scale
         elsewhere = trainer.repeat(consumed, scale, shift=1)
@@ -575,7 +592,8 @@ class Rerun:
             again = trainer.repeat(consumed, scale)  # the bits of sums that an undisturbed run has
             self.fingerprints.take()
             return again, (
-                "it has the same bits, when other ranks compute the samples as well: the cause is the batch, "
+                "it has the same bits, when other ranks compute the samples as well: the cause is "
+                "the batch, "
                 f"not a machine. {skip}"
             )
         if trainer.groups.data_size > 2:
@@ -583,8 +601,10 @@ class Rerun:
             computed.append(self._of_own_samples(first, 2))
         place = self._repeated_mistake(key, computed)
         return elsewhere, (
-            "it has the same bits, but other bits when other ranks compute the samples: the cause is a core that repeats its "
-            f"mistake, not the batch. The first difference is in {place}. The run uses what the other ranks computed, with loss "
+            "it has the same bits, but other bits when other ranks compute the samples: the cause "
+            "is a core that repeats its "
+            f"mistake, not the batch. The first difference is in {place}. The run uses what the "
+            "other ranks computed, with loss "
             f"{elsewhere:.4f}"
         )
 
@@ -597,7 +617,9 @@ class Rerun:
         return ""
 
     def _of_own_samples(self, own: dict[Key, int], shift: int) -> dict[Key, int]:
-        """Fingerprints of this rank's samples, which the rank `shift` places before it has just computed. Collective."""
+        """Fingerprints of this rank's samples, which the rank `shift` places before it has just
+        computed. Collective.
+        """
         groups, keys = self.trainer.groups, sorted(own)
         taken = self.fingerprints.take()
         values = torch.tensor([taken[key] for key in sorted(taken)], dtype=torch.int64)
@@ -608,7 +630,9 @@ class Rerun:
         return dict(zip(keys, everyone[row].tolist(), strict=True))
 
     def _repeated_mistake(self, key: Key | None, computed: list[dict[Key, int]]) -> str:
-        """Name the rank whose results others do not confirm. computed: by this rank, and by the ranks before it. Collective."""
+        """Name the rank whose results others do not confirm. computed: by this rank, and by the
+        ranks before it. Collective.
+        """
         trainer = self.trainer
         world, dp = trainer.world, trainer.groups.dp
         rank = first_rank(world, key and (key[0], key[1], key[2] + LARGEST_PART), 3)

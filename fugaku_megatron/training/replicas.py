@@ -1,12 +1,14 @@
-"""Comparison of everything that several ranks hold alike: --check-weight-hash-across-dp-replicas-interval.
+"""Comparison of everything that several ranks hold alike.
 
-Replicas, and what is compared among them:
-    data-parallel ranks (divided experts: ranks with the same experts)    weights, frozen ones too; without --zero-stage 1 master
-                                                                          weights and moments as well, of which ZeRO-1 keeps one copy
-    tensor-parallel ranks                                                 norms, routers, biases: what is not split, and its state
-    first and last pipeline stage                                         the tied word embedding and its state
-Each tensor becomes one number, and two small reductions over each group find whether all ranks have the same. A fault in a ZeRO-1
-shard reaches all replicas with the next gather, so it is not found.
+--check-weight-hash-across-dp-replicas-interval says how often; every save is preceded by one.
+
+Compared are, among
+    data-parallel ranks (divided experts: those with the same experts): weights, frozen ones too,
+        and without --zero-stage 1, which keeps one copy of them, master weights and moments
+    tensor-parallel ranks: norms, routers, biases, whatever is not split, and its state
+    the first and the last pipeline stage: the tied word embedding and its state
+Each tensor becomes one number, and two small reductions over each group find whether all ranks have
+the same. A fault in a ZeRO-1 shard reaches all replicas with the next gather, so it is not found.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class ReplicasDiffer(RuntimeError):
 
 
 class Replica(NamedTuple):
-    """A tensor of which other ranks have the same bits. kind: WEIGHTS or STATES. name: for the log."""
+    """A tensor that other ranks hold alike. kind: WEIGHTS or STATES. name: for the log."""
 
     kind: str
     name: str
@@ -66,7 +68,9 @@ class Replica(NamedTuple):
 
 
 class Deviation(NamedTuple):
-    """A tensor that not all ranks of a group hold alike. rank: this one in the group. hashes, places: of every rank of it."""
+    """A tensor that not all ranks of a group hold alike. rank: this one in the group. hashes,
+    places: of every rank of it.
+    """
 
     kind: str
     name: str
@@ -81,7 +85,9 @@ class Deviation(NamedTuple):
         return sum(value != self.hashes[self.rank] for value in self.hashes)
 
     def difference(self, alone: bool) -> Difference:
-        """Describe it. alone: this rank disagrees with more ranks than any other does, so that the fault is its own."""
+        """Describe it. alone: this rank disagrees with more ranks than any other does, so that the
+        fault is its own.
+        """
         if alone:
             who = f"{self.places[self.rank]} holds other bits in {self.name}"
             return Difference(
@@ -92,14 +98,16 @@ class Deviation(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A rank whose bits differ from those of other ranks. kind: of the tensor. text: rank, node and tensor."""
+    """A rank whose bits differ from those of other ranks. kind: of the tensor. text: rank, node and
+    tensor.
+    """
 
     kind: str
     text: str
 
 
 def content_hash(tensor: Tensor) -> int:
-    """Return the CRC-32 of column sums of the tensor's words: one flipped bit changes it, whatever the layout in memory.
+    """Return the CRC-32 of column sums of the tensor's words, which any flipped bit changes.
 
     Sums of whole numbers modulo 2^64 have no rounding, so the number of threads does not matter.
     """
@@ -114,7 +122,9 @@ def content_hash(tensor: Tensor) -> int:
 
 
 class Replicas:
-    """What this rank holds that others hold too. agreed: the last iteration after which a comparison found no difference."""
+    """What this rank holds that others hold too. agreed: the last iteration after which a
+    comparison found no difference.
+    """
 
     def __init__(self, optimizer: Optimizer, stage: Stage, groups: Groups) -> None:
         self._optimizer = optimizer
@@ -130,9 +140,10 @@ class Replicas:
 
     @property
     def unsplit_agree(self) -> bool:
-        """True if tensor-parallel ranks hold the same bits of what they do not split. The same on all ranks.
+        """True if tensor-parallel ranks hold the same bits of what they do not split.
 
-        A block of 8-bit moments may hold elements of split parameters too, whose largest decides the rounding of the others.
+        A block of 8-bit moments may hold elements of split parameters too, whose largest decides
+        the rounding of the others.
         """
         return self._groups.tp.size > 1 and self._optimizer.config.exp_avg_dtype != INT8
 
@@ -175,7 +186,9 @@ class Replicas:
         return world.broadcast_object(own, root=rank)
 
     def _differ(self, group: str) -> Deviation | None:
-        """Compare among one group; None if all hold what this rank holds. Collective over the group."""
+        """Compare among one group; None if all hold what this rank holds. Collective over the
+        group.
+        """
         comm: Comm = getattr(self._groups, group)
         if comm.size == 1 or (group == "tp" and not self.unsplit_agree):
             return None
@@ -195,7 +208,7 @@ class Replicas:
             held[index].kind, held[index].name, comm.rank, hashes, places, PLURALS[group]
         )
 
-    # What is held alike ---------------------------------------------------------------------------------------------------------
+    # What is held alike
 
     def _held(self, group: str) -> Iterator[Replica]:
         """Yield what the ranks of one group hold alike, in the same order on all of them."""
@@ -220,14 +233,16 @@ class Replicas:
         return self._unsplit(spec)
 
     def _unsplit(self, spec: ParameterSpec) -> bool:
-        """True for what all tensor-parallel ranks hold; of divided experts only if these ranks share each of them."""
+        """True for what all tensor-parallel ranks hold; of divided experts only if these ranks
+        share each of them.
+        """
         return spec.partition_dim is None and (not spec.expert or self._groups.etp.size > 1)
 
     def _state(self, part: Part, group: str, by_block: bool) -> Iterator[Replica]:
         """Yield master weights and moments of what this rank updates of a bucket.
 
-        by_block: moments of 8 bits are compared too. Their blocks may hold elements of several parameters, so only ranks with the
-        same bucket have the same codes.
+        by_block: moments of 8 bits are compared too. Their blocks may hold elements of several
+        parameters, so only ranks with the same bucket have the same codes.
         """
         kinds = [("exp_avg", part.exp_avg, 0), ("exp_avg_sq", part.exp_avg_sq, part.orthogonal)]
         if part.low is not None:
@@ -270,13 +285,14 @@ def comparison_line(replicas: Replicas, run: RunConfig, groups: Groups) -> str:
         compared.append("what tensor-parallel ranks do not split")
     elif groups.tp.size > 1:
         alone.append(
-            "what tensor-parallel ranks do not split, whose 8-bit moments each rank rounds by itself"
+            "what tensor-parallel ranks do not split, whose 8-bit moments each rank rounds by "
+            "itself"
         )
     if replicas.ties:
         compared.append("the tied embedding of two stages")
     if sharded and size > 1:
         alone.append("optimizer states, which --zero-stage 1 keeps once")
     return (
-        f"replicas: compared are {', '.join(compared)}, every {interval} iterations and before every save"
-        + (f"; not {'; '.join(alone)}" if alone else "")
+        f"replicas: compared are {', '.join(compared)}, every {interval} iterations and before "
+        "every save" + (f"; not {'; '.join(alone)}" if alone else "")
     )

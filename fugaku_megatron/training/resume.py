@@ -344,7 +344,9 @@ def _start_from_weights(trainer: Trainer, checkpoint: Checkpoint, resume: Resume
 
 
 def _fault_note(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
-    """Say that a fault of a machine ended an earlier run, and what that means for the checkpoint. Collective."""
+    """Say that a fault of a machine ended an earlier run, and what that means for the checkpoint.
+    Collective.
+    """
     load = trainer.run.output.load
     note = on_root(trainer.world, lambda: fault_note(load, checkpoint.iteration) if load else None)
     return [] if note is None else [note]

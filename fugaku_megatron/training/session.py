@@ -205,7 +205,9 @@ class Session:
         )
 
     def _report_checksums(self, iteration: int) -> None:
-        """Log a wrong matmul. SystemExit(REPLICAS_DIFFER) if a rank's matmuls are wrong again and again: nothing is saved."""
+        """Log a wrong matmul. SystemExit(REPLICAS_DIFFER) if a rank's matmuls are wrong again and
+        again: nothing is saved.
+        """
         if self.checksums is None or not (text := self.checksums.report(self.trainer.world)):
             return
         self.writer.event(iteration, f"wrong matmul in iteration {iteration}: {text}")
@@ -265,7 +267,9 @@ class Session:
             self._compare_replicas()
 
     def _compare_replicas(self) -> None:
-        """SystemExit(REPLICAS_DIFFER) if ranks that hold the same state have other bits. The save under way ends first."""
+        """SystemExit(REPLICAS_DIFFER) if ranks that hold the same state have other bits. The save
+        under way ends first.
+        """
         if found := self.trainer.find_difference():
             self._finish_save()
             self._leave_faulty(
@@ -336,7 +340,9 @@ class Session:
         self.save_timer = runtime.ExitTimer(self.trainer.run.output.save_interval_in_mins)
 
     def _save(self, directory: str) -> None:
-        """Save, or with --async-save or --save-local begin to; the save before ends first, and replicas are compared."""
+        """Save, or with --async-save or --save-local begin to; the save before ends first, and
+        replicas are compared.
+        """
         self._finish_save()
         self._compare_replicas()
         self.save_due = False

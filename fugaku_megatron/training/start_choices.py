@@ -273,7 +273,8 @@ def checked_matmuls(run: RunConfig) -> str:
     dense = model.activation in model.mlps or model.moe_shared_expert_intermediate_size
     if dense and not model.gated:
         left_out.append(
-            "the gradient of an MLP's inner tensor, which the kernel multiplies by the activation's derivative"
+            "the gradient of an MLP's inner tensor, which the kernel multiplies by the "
+            "activation's derivative"
         )
     if model.num_experts:
         left_out.append("routers")

@@ -340,7 +340,9 @@ def datasets_of(
 
 @dataclass(frozen=True)
 class RunBatches:
-    """The batches of a run on one rank. readers: see `train.Trainer`. waiting: is entered around what fetches samples.
+    """The batches of a run on one rank.
+
+    readers: see `train.Trainer`. waiting: is entered around what fetches samples.
 
     shift: the rank gets the samples of the data-parallel rank so many places further on.
     """

@@ -268,7 +268,8 @@ class Trainer:
         """What `train_step` did before its update in the iteration that began at sample `consumed`, once more; the mean loss.
 
         scale: of the loss. stage: the trainer's own, or another one that holds its parameters. watch: as in StepExecutor, around
-        the trainer's own. shift: ranks compute the samples of the data-parallel rank so many places further on. Collective.
+        the trainer's own. shift: ranks compute the samples of the data-parallel rank so many places
+        further on. Collective.
         """
         own = self.watch
         self._shift = shift
@@ -386,7 +387,9 @@ class Trainer:
         return self.replicas.difference(self.progress.iteration)
 
     def describe_difference(self, found: Difference, directory: str | None) -> str:
-        """Return the log's line on a difference, which is recorded next to the checkpoints in `directory`. Collective."""
+        """Return the log's line on a difference, which is recorded next to the checkpoints in
+        `directory`. Collective.
+        """
         text = f"{found.kind} differ after iteration {self.progress.iteration}: {found.text}"
         trusted = self.replicas.agreed
         if directory:
@@ -394,22 +397,27 @@ class Trainer:
         advice = (
             "start anew without that node, or from a checkpoint that was saved elsewhere"
             if trusted is None
-            else f"continue without that node from a checkpoint of iteration {trusted} or before, when the {found.kind} agreed"
+            else f"continue without that node from a checkpoint of iteration {trusted} or before, "
+            f"when the {found.kind} agreed"
         )
         return f"{text}. Nothing is saved: {advice}"
 
     def check_replicas(self, directory: str | None = None) -> None:
-        """Raise ReplicasDiffer on every rank if ranks that hold the same state have other bits. Collective."""
+        """Raise ReplicasDiffer on every rank if ranks that hold the same state have other bits.
+        Collective.
+        """
         if found := self.find_difference():
             raise ReplicasDiffer(self.describe_difference(found, directory))
 
     def record_fault(self, directory: str, why: str, suspect_from: int | None) -> Fault:
-        """Record, next to the checkpoints, why the run ends; see `checkpoint.trusted`. Collective."""
+        """Record next to the checkpoints why the run ends (`checkpoint.trusted`). Collective."""
         iteration = self.progress.iteration
         return on_root(self.world, lambda: record_fault(directory, iteration, why, suspect_from))
 
     def save(self, directory: str) -> None:
-        """Write a checkpoint of the present iteration. Collective; ValueError on every rank when one cannot write.
+        """Write a checkpoint of the present iteration. Collective.
+
+        ValueError on every rank when one cannot write.
 
         ReplicasDiffer, and nothing is written, if ranks that hold the same state have other bits.
         """

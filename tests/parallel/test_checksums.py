@@ -258,7 +258,9 @@ def test_the_session_tells_it():
 
 
 def broken(kernel: str, since: int = 0, correct_again: bool = False) -> Observed:
-    """The kernels, of which one is wrong in each call after `since` calls; with `correct_again` in every seventh one alone."""
+    """The kernels, of which one is wrong in each call after `since` calls; with `correct_again` in
+    every seventh one alone.
+    """
     calls = []
 
     def observe(name, function, args, kwargs):
@@ -301,7 +303,8 @@ def test_a_core_that_is_wrong_again_and_again_ends_the_run(
     code, lines = broken_session(tmp_path, broken(kernel, correct_again=correct_again))
     assert code == ExitCode.REPLICAS_DIFFER, lines
     assert re.match(
-        rf"faulty core: rank 0 \(node .*, core \d+\) computed wrong matmuls in {REPEATED} of the last 3 iterations, "
+        rf"faulty core: rank 0 \(node .*, core \d+\) computed wrong matmuls in {REPEATED} of the "
+        r"last 3 iterations, "
         "up to iteration 3. Nothing is saved: ",
         lines[-1],
     ), lines[-1]
@@ -325,12 +328,15 @@ def test_two_wrong_iterations_do_not_end_a_run(tmp_path):
     [
         (
             {},
-            "matmuls of all layers and of the logits checked by checksums; not checked: attention's own (scores and "
-            "values), the gradient of an MLP's inner tensor, which the kernel multiplies by the activation's derivative",
+            "matmuls of all layers and of the logits checked by checksums; not checked: "
+            "attention's own (scores and "
+            "values), the gradient of an MLP's inner tensor, which the kernel multiplies by the "
+            "activation's derivative",
         ),
         (
             ROUTED,
-            "matmuls of all layers with their experts and of the logits checked by checksums; not checked: attention's own "
+            "matmuls of all layers with their experts and of the logits checked by checksums; not "
+            "checked: attention's own "
             "(scores and values), routers",
         ),
         ({"swiglu": True, "optimizer": "muon"}, "of the logits and of Muon checked"),

@@ -300,7 +300,8 @@ def test_a_bad_batch_is_named_by_its_samples():
         ((iteration, text),) = said
         assert iteration == 2
         assert (
-            "it has the same bits, when other ranks compute the samples as well: the cause is the batch, not a machine. "
+            "it has the same bits, when other ranks compute the samples as well: the cause is the "
+            "batch, not a machine. "
             "--skip-samples 18:34 leaves it out" in text
         )
 
@@ -342,7 +343,8 @@ def test_experts_are_not_computed_elsewhere():
     [
         (
             (30, 31),
-            "the batch, or a core that repeats its mistake (data-parallel size 1 has no other rank that could compute it). "
+            "the batch, or a core that repeats its mistake (data-parallel size 1 has no other rank "
+            "that could compute it). "
             "--skip-samples 60:62 leaves",
         ),
         ((30,), "a machine, not the batch. The first difference is in the output of part 0"),

@@ -1,4 +1,6 @@
-"""What several ranks hold alike is compared before every save: a flipped bit is found, and suspect checkpoints are refused."""
+"""What several ranks hold alike is compared before every save: a flipped bit is found, and suspect
+checkpoints are refused.
+"""
 
 import json
 import re
@@ -43,7 +45,9 @@ INTERVAL = "check_weight_hash_across_dp_replicas_interval"
 
 
 def compared(world, layout, flips) -> str | None:
-    """What is found after a step, bits having flipped on some ranks: rank -> (layer of the stage, bit)."""
+    """What is found after a step, bits having flipped on some ranks: rank -> (layer of the stage,
+    bit).
+    """
     trainer = make_trainer(world, small_run(num_layers=2, **layout))
     trainer.train_step()
     assert trainer.find_difference() is None, "healthy replicas agree"
@@ -65,7 +69,8 @@ def compared(world, layout, flips) -> str | None:
             4,
             {**OVERLAP, "ddp_bucket_size": 1},
             {3: (1, 14)},
-            "rank 3 ({}, replica 3) holds other bits in decoder.layers.1.self_attention.linear_qkv.weight than 3 of",
+            "rank 3 ({}, replica 3) holds other bits in "
+            "decoder.layers.1.self_attention.linear_qkv.weight than 3 of",
         ),
         (
             6,
@@ -77,7 +82,8 @@ def compared(world, layout, flips) -> str | None:
             4,
             PP2,
             {3: (0, 7)},
-            "rank 1 ({0}, replica 0), rank 3 ({0}, replica 1) hold different bits in decoder.layers.1.",
+            "rank 1 ({0}, replica 0), rank 3 ({0}, replica 1) hold different bits in "
+            "decoder.layers.1.",
         ),
     ],
     ids=["zero-overlap", "tp2-dp3", "pp2-dp2"],
@@ -322,7 +328,7 @@ def test_a_signal_and_a_time_limit_compare_too(tmp_path):
 
 
 def test_the_last_checkpoint_that_agreed_stays(tmp_path):
-    """--keep-last 1 and --save-retain-interval leave it next to newer ones that were not compared."""
+    """--keep-last 1 leaves it next to newer ones that were not compared."""
 
     def rank(world):
         for interval, iterations in ((3, 2), (0, 6)):
@@ -403,7 +409,8 @@ def test_the_next_start_says_why_the_last_one_ended(tmp_path):
         (
             2,
             {INTERVAL: 7},
-            "weights and optimizer states of 2 data-parallel replicas, every 7 iterations and before every save",
+            "weights and optimizer states of 2 data-parallel replicas, every 7 iterations and "
+            "before every save",
         ),
         (2, {"zero_stage": 1}, "; not optimizer states, which --zero-stage 1 keeps once"),
         (2, {**TP2, **INT8}, "note: no rank's weights"),
@@ -411,7 +418,8 @@ def test_the_next_start_says_why_the_last_one_ended(tmp_path):
         (
             2,
             TP2,
-            "compared are what tensor-parallel ranks do not split, every 100 .*; not all else, which data-parallel size 1",
+            "compared are what tensor-parallel ranks do not split, every 100 .*; not all else, "
+            "which data-parallel size 1",
         ),
         (2, PP2, "compared are the tied embedding of two stages"),
     ],
