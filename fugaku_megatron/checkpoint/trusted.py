@@ -44,14 +44,15 @@ def record_fault(
     suspect_from: the first iteration whose checkpoint may be wrong; None: no checkpoint is suspect.
     """
     present = [number for number in list_iterations(directory) if number <= iteration]
-    before = _suspects(directory)
+    before = suspects(directory)
     suspect = {number for number in present if number in before}
     if suspect_from is not None:
         suspect.update(number for number in present if number >= suspect_from)
     trusted = [number for number in present if number not in suspect]
     fault = Fault(iteration, why, _newest(directory, trusted), tuple(sorted(suspect)))
     if Path(directory).is_dir():
-        write_text(Path(directory) / FAULT, json.dumps(asdict(fault)) + "\n")
+        with contextlib.suppress(OSError):  # a full disk must not hide the fault
+            write_text(Path(directory) / FAULT, json.dumps(asdict(fault)) + "\n")
     return fault
 
 
@@ -93,7 +94,8 @@ def read_fault(directory: str | os.PathLike) -> Fault | None:
         ) from None
 
 
-def _suspects(directory: str | os.PathLike) -> tuple[int, ...]:
+def suspects(directory: str | os.PathLike) -> tuple[int, ...]:
+    """Return the iterations of suspect checkpoints."""
     try:
         fault = read_fault(directory)
     except ValueError:
@@ -135,9 +137,9 @@ def fault_note(directory: str | os.PathLike, iteration: int) -> str | None:
     fault.
     """
     fault = read_fault(directory)
-    if fault is None:
+    if fault is None or iteration > fault.iteration:
         return None
-    kind = "suspect" if iteration in fault.suspect else "from before that"
+    kind = "suspect" if iteration in fault.suspect else "not suspect"
     return (
         f"note: an earlier run ended after iteration {fault.iteration}: {fault.why}; "
         f"iteration {iteration} is {kind}"
@@ -151,7 +153,7 @@ def forgive(directory: str | os.PathLike, iteration: int) -> None:
     path = Path(directory) / FAULT
     if not path.exists():
         return
-    rest = [number for number in _suspects(directory) if number != iteration]
+    rest = [number for number in suspects(directory) if number != iteration]
     fault = read_fault(directory) if rest else None
     if fault is None:
         path.unlink()

@@ -14,7 +14,7 @@ from typing import Any
 from ..checkpoint.load import Checkpoint, open_checkpoint
 from ..checkpoint.manifest import CARRIED, TRACKER, join, latest_iteration, newer_iterations
 from ..checkpoint.node_copy import newest_everywhere, open_copy, run_name
-from ..checkpoint.trusted import FAULT, fault_note, refuse_suspect
+from ..checkpoint.trusted import FAULT, fault_note, refuse_suspect, suspects
 from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
 from ..config.batches import ParamSchedule
@@ -356,9 +356,18 @@ def _tracker_note(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
     """Complete checkpoints that are newer than the one which the tracker names. Collective."""
     if trainer.run.output.ckpt_step is not None or checkpoint.node:
         return []
-    newer = on_root(
-        trainer.world, lambda: newer_iterations(checkpoint.directory, checkpoint.iteration)
-    )
+    directory = checkpoint.directory
+
+    def newer_ones() -> list[int]:
+        """Return those that a start may take."""
+        excluded = suspects(directory)
+        return [
+            number
+            for number in newer_iterations(directory, checkpoint.iteration)
+            if number not in excluded
+        ]
+
+    newer = on_root(trainer.world, newer_ones)
     tracker, named = checkpoint.directory / TRACKER, checkpoint.iteration
     return (
         [

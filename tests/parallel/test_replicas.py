@@ -374,7 +374,10 @@ def test_suspect_checkpoints_are_refused_unless_named(tmp_path):
     assert open_checkpoint(tmp_path, SoloComm(), 6).iteration == 6
     chosen = small_run(num_layers=1, load=str(tmp_path), ckpt_step=2)
     assert find_checkpoint(chosen, SoloComm()).iteration == 2
-    assert "from before that" in trusted.fault_note(tmp_path, 2)
+    assert trusted.fault_note(tmp_path, 2).endswith("iteration 2 is not suspect")
+    assert trusted.fault_note(tmp_path, 8) is None, "saved after it"
+    with pytest.raises(ValueError, match="Use iteration 2: --ckpt-step 2$"):
+        open_checkpoint(tmp_path, SoloComm(), 5)  # no other proposal is suspect
     saved(tmp_path, (4,))
     assert trusted.read_fault(tmp_path).suspect == (6,)
     saved(tmp_path, (6,))
@@ -396,7 +399,7 @@ def test_the_next_start_says_why_the_last_one_ended(tmp_path):
     assert latest_iteration(tmp_path) == 2
     note = trusted.fault_note(tmp_path, 2)
     assert "ended after iteration 4: weights differ" in note and note.endswith(
-        "iteration 2 is from before that"
+        "iteration 2 is not suspect"
     )
 
 
