@@ -20,16 +20,28 @@ if TYPE_CHECKING:
     from .api.config import Config as Config
     from .api.model import Model as Model
     from .api.model import load as load
+    from .api.trainer import ReplicasDiffer as ReplicasDiffer
     from .api.trainer import Step as Step
     from .api.trainer import Trainer as Trainer
     from .api.trainer import init as init
     from .api.trainer import on_first_rank as on_first_rank
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Model", "Step", "Trainer", "__version__", "init", "load", "on_first_rank"]
+__all__ = [
+    "Config",
+    "Model",
+    "ReplicasDiffer",
+    "Step",
+    "Trainer",
+    "__version__",
+    "init",
+    "load",
+    "on_first_rank",
+]
 _MODULES = {
     "Config": "config",
     "Model": "model",
+    "ReplicasDiffer": "trainer",
     "Step": "trainer",
     "Trainer": "trainer",
     "init": "trainer",

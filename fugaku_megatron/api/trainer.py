@@ -39,6 +39,7 @@ from ..host.observed import Phases
 from ..training import pretrain, train
 from ..training.observers import Heartbeats, Observers
 from ..training.rank_watch import check_memory
+from ..training.replicas import ReplicasDiffer as ReplicasDiffer
 from ..training.resume import Resume, with_padding
 from ..training.start_choices import choose_kernels, read_tokenizer, settle, with_vocabulary
 from ..watchdog.heartbeat import Heartbeat
@@ -49,7 +50,7 @@ NO_END = 2**31 - 1  # iterations of a run whose length is not known yet
 # Flags of the command's own loop and process.
 LOOP = (
     {f.name for f in fields(OutputConfig)} - {"keep_last", "log_num_zeros_in_grad"}
-    | {f.name for f in fields(NumbersConfig)}
+    | {f.name for f in fields(NumbersConfig)} - {"check_weight_hash_across_dp_replicas_interval"}
     | {"exit_interval", "exit_duration_in_mins", "eval_interval", "skip_train"}
 )
 PROCESS = {"allocator", "thread_affinity", "cpu_frequency", "use_flush_denormal"}
@@ -295,6 +296,9 @@ class Trainer:
 
     def _step(self) -> Step:
         result, progress = self._trainer.train_step(), self._trainer.progress
+        interval = self._run.numbers.check_weight_hash_across_dp_replicas_interval
+        if interval and progress.iteration % interval == 0:
+            self._trainer.check_replicas()
         return Step(
             progress.iteration,
             result.loss,
@@ -335,7 +339,12 @@ class Trainer:
     # Checkpoints ------------------------------------------------------------------------------------------------------------------
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write a checkpoint that `load`, fugaku_megatron.load and all commands take. Collective."""
+        """Write a checkpoint that `load`, fugaku_megatron.load and all commands take. Collective.
+
+        ReplicasDiffer on every rank, and nothing is written, if ranks that hold the same weights or
+        moments have other bits: a node is faulty. Comparing them is left out with
+        check_weight_hash_across_dp_replicas_interval=0.
+        """
         self._trainer.save(os.fspath(directory))
 
     def load(

@@ -34,6 +34,7 @@ from .manifest import (
     unsigned_note,
 )
 from .shards import Search, Shard, check_model, read_shards
+from .trusted import refuse_suspect, suspects
 
 Files = dict[
     str, dict[str, Any]
@@ -184,11 +185,13 @@ def _iteration_to_load(directory: Path, iteration: int | None) -> int:
         raise ValueError(f"no checkpoint there: {directory / TRACKER} does not exist")
     if note := missing(directory, iteration):
         raise ValueError(note + _other_iterations(directory, iteration))
+    refuse_suspect(directory, iteration)
     return iteration
 
 
 def _other_iterations(directory: Path, damaged: int) -> str:
-    others = [iteration for iteration in list_iterations(directory) if iteration != damaged]
+    excluded = {damaged, *suspects(directory)}
+    others = [iteration for iteration in list_iterations(directory) if iteration not in excluded]
     if not others:
         return f". No other checkpoint in {directory} is complete"
     return f". Complete checkpoints: iterations {join(others)}. Use iteration {others[-1]}: --ckpt-step {others[-1]}"

@@ -40,6 +40,7 @@ from .manifest import (
 )
 from .shards import Shard, record_piece
 from .tensor_files import write_tensors
+from .trusted import forgive, kept_for_trust
 
 Written = (
     tuple[str, dict[str, Any]] | None
@@ -56,7 +57,8 @@ class Description:
     """What a checkpoint says in addition to its tensors. config and state: JSON values (tuples come back as lists).
 
     keep: how many checkpoints up to this iteration remain, the newest; None: all. retain: of those before this iteration the ones
-    divisible by it remain; None: all.
+    divisible by it remain; None: all. The newest whose replicas agreed remains in any case
+    (`trusted`).
     """
 
     iteration: int
@@ -291,6 +293,7 @@ def _publish(directory: Path, iteration: int, aside: Path) -> None:
     tracker = directory / (TRACKER + ".tmp")
     write_text(tracker, f"{iteration}\n")
     tracker.replace(directory / TRACKER)
+    forgive(directory, iteration)
     fsync(directory)
 
 
@@ -301,6 +304,9 @@ def _set_aside(directory: Path, description: Description) -> list[Path]:
     older = numbers[: -description.keep] if description.keep else []
     if description.retain:
         older = [number for number in numbers[:-1] if number % description.retain]
+    if older:
+        trusted = kept_for_trust(directory, description.state, numbers)
+        older = [number for number in older if number != trusted]
     obsolete = [replaced] * replaced.exists() + [
         directory / iteration_name(number) for number in older
     ]

@@ -26,6 +26,8 @@ from .launcher import ExitCode
 from .mpi import MPIComm, mpi_world
 
 T = TypeVar("T")
+# the attribute of an exception that is no bug, and ends a job with a code of its own
+EXIT_CODE = "exit_code"
 GRACE = 0.5  # s that rank > 0 leaves to rank 0, which may be failing of the same cause
 
 
@@ -157,6 +159,8 @@ def _report(error: BaseException) -> tuple[int, str]:
         )
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED, "interrupted"
+    if (code := getattr(error, EXIT_CODE, None)) is not None:
+        return code, " ".join(str(error).split())
     if isinstance(error, ValueError):
         return ExitCode.STORAGE if storage_failed(error) else ExitCode.USER_ERROR, " ".join(
             str(error).split()

@@ -94,7 +94,9 @@ class ExitCode(IntEnum):
     DIVERGED = 3  # gradients hold an Inf or NaN; a restart would run into them again
     HANG = 4  # a rank stopped moving
     LOST_RANK = 5  # a rank's process or node is gone
-    REPLICAS_DIFFER = 6  # weights of data-parallel replicas; a restart from the last checkpoint that all agreed on goes on
+    # a fault of a machine: ranks that hold the same state have other bits, or a core computes wrong
+    # results
+    REPLICAS_DIFFER = 6
     STORAGE = 7  # a file system failed in a way that may pass: an I/O error, a stale handle, a server that does not answer
     INTERRUPTED = 130  # by Control-C, as shells have it: 128 + SIGINT
     OUTPUT = 141  # standard output takes nothing more: its reader has left (as shells have it: 128 + SIGPIPE), or its disk is full

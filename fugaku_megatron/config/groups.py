@@ -657,14 +657,23 @@ class DataConfig:
         return {name: value for name, value in given.items() if value}
 
 
+COMPARISON_INTERVAL = 100  # iterations
+
+
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class NumbersConfig:
-    """Checks of what the machine computes; without these flags they cost nothing."""
+    """Checks of what the machine computes. Apart from the comparison of replicas they cost nothing
+    without their flags.
+    """
 
     check_weight_hash_across_dp_replicas_interval: int | None = opt(
-        None,
-        "iterations between comparisons of the weights of all data-parallel replicas, bit by bit (default: none)",
+        COMPARISON_INTERVAL,
+        "iterations between comparisons of all that several ranks hold alike, bit by bit: weights "
+        "and, without --zero-stage 1, "
+        "optimizer states of data-parallel replicas, what tensor-parallel ranks do not split, tied "
+        "embeddings. They are "
+        "compared before every save, too. 0: never",
         type=int,
     )
     rerun_on_spike: bool = opt(
@@ -680,16 +689,23 @@ class NumbersConfig:
     )
     abft: tuple[str, ...] | None = opt(
         None,
-        "layers whose matmuls are checked by checksums: numbers from 0, or all",
+        "layers whose matmuls are checked by checksums, with their experts: numbers from 0, or "
+        "all, which includes the "
+        "logits and Muon. Attention's own matmuls and routers are not checked. A rank whose "
+        "matmuls are wrong in three "
+        "iterations of 100 ends the run",
         type=str,
         nargs="+",
     )
 
     def __post_init__(self) -> None:
         check_numbers(self)
-        check_positive(
-            self, "check_weight_hash_across_dp_replicas_interval", "loss_spike_deviations"
-        )
+        check_positive(self, "loss_spike_deviations")
+        name = "check_weight_hash_across_dp_replicas_interval"
+        if getattr(self, name) is None:  # as saved by earlier versions
+            object.__setattr__(self, name, COMPARISON_INTERVAL)
+        value = getattr(self, name)
+        check(value >= 0, f"{flag(name)} is {value}: pass 0 or more")
         wrong = next(
             (
                 layer

@@ -25,13 +25,13 @@ from torch import Tensor
 from ..checkpoint.manifest import (
     CARRIED,
     FOLDER_FILES,
-    existing_iteration,
     iteration_path,
     read_manifest,
 )
 from ..checkpoint.save import Description, save_alone
 from ..checkpoint.shards import WEIGHT, Search, Shard, check_model, read_shards
 from ..checkpoint.tensor_files import write_tensors
+from ..checkpoint.trusted import iteration_to_load
 from ..comm.base import SoloComm
 from ..comm.grid import Grid
 from ..config.checks import check
@@ -218,7 +218,7 @@ def open_own(directory: str, iteration: int | None = None) -> Weights:
     """The weights of the latest checkpoint in `directory`, or of `iteration`. ValueError where there is none, or one is damaged."""
     prefix = f"--load {directory}: "
     try:
-        found = existing_iteration(directory) if iteration is None else iteration
+        found = iteration_to_load(directory) if iteration is None else iteration
         if found is None:
             raise ValueError("holds no checkpoint")
         manifest = read_manifest(directory, found)

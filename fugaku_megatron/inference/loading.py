@@ -18,6 +18,7 @@ from ..checkpoint import manifest as checkpoint
 from ..checkpoint.load import load_weights
 from ..checkpoint.manifest import CARRIED
 from ..checkpoint.shards import WEIGHT, Shard, fill_shards
+from ..checkpoint.trusted import iteration_to_load
 from ..comm.agreement import on_root
 from ..comm.base import Comm, SoloComm
 from ..comm.grid import Grid, Groups
@@ -112,9 +113,7 @@ class Source:
     def manifest(self, world: Comm) -> tuple[int, dict[str, Any]]:
         """Iteration and manifest of the checkpoint. Collective; ValueError on every rank when there is none."""
         step = self.ckpt_step
-        iteration = on_root(
-            world, lambda: checkpoint.existing_iteration(self.load) if step is None else step
-        )
+        iteration = on_root(world, lambda: iteration_to_load(self.load) if step is None else step)
         if iteration is None:
             raise ValueError(f"--load {self.load} holds no checkpoint")
         return iteration, on_root(world, lambda: checkpoint.read_manifest(self.load, iteration))

@@ -48,7 +48,7 @@ WHAT = {
     ExitCode.DIVERGED: "diverged",
     ExitCode.HANG: "a rank hung",
     ExitCode.LOST_RANK: "a rank is lost",
-    ExitCode.REPLICAS_DIFFER: "replicas differ: the newest checkpoint may be wrong too",
+    ExitCode.REPLICAS_DIFFER: "a machine is faulty: the newest checkpoint may be wrong too",
     ExitCode.STORAGE: "a file system failed",
     ExitCode.INTERRUPTED: "interrupted",
     ExitCode.OUTPUT: "standard output could not be written",

@@ -28,6 +28,7 @@ COMPUTATION, DATA = "computation", "data"  # phases of a rank's own
 SLOW = 0.1  # of an iteration that a rank may take longer than it should before it is named
 PEERS = 3  # ranks that make a median worth something
 NAMED = 3  # slow ranks that a line names
+STAGE_MEDIAN = "the median of its stage"
 
 
 @dataclass(frozen=True)
@@ -84,18 +85,22 @@ def parse_interval(line: str) -> Interval:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A slow rank. phase: in which it is slow. seconds, usual: what it takes in an iteration, and what it should."""
+    """A slow rank. phase: in which it is slow. seconds, usual: of an iteration, real and expected.
+
+    usual_of: what `usual` is, for the log.
+    """
 
     rank: int
     stage: int
     phase: str
     seconds: float
     usual: float
+    usual_of: str = STAGE_MEDIAN
 
     def text(self, host: str) -> str:
         """What a log says of it. host: the name of its node."""
         excess = (
-            f", {100 * (self.seconds / self.usual - 1):.0f} % slower than the median of its stage"
+            f", {100 * (self.seconds / self.usual - 1):.0f} % slower than {self.usual_of}"
             if self.usual
             else ""
         )
@@ -116,7 +121,7 @@ def find(
     for rank, (computes, waits) in enumerate(zip(computation, data, strict=True)):
         limit = SLOW * sum(row[rank] for row in interval.seconds.values())
         found += [
-            Straggler(rank, interval.stage(rank), phase, seconds, expected)
+            Straggler(rank, interval.stage(rank), phase, seconds, expected, _usual_of(interval))
             for phase, seconds, expected in (
                 (COMPUTATION, computes, usual[rank]),
                 (DATA, waits, 0.0),
@@ -145,6 +150,22 @@ def _usual(interval: Interval, work: Sequence[float], shares: Sequence[float]) -
         s / work[stage] for s, stage in zip(computation, stages, strict=True)
     )
     return [rate * work[stage] * share for stage, share in zip(stages, shares, strict=True)]
+
+
+def _usual_of(interval: Interval) -> str:
+    """Name what `_usual` compares with: a stage of one or two ranks has no median."""
+    peers = interval.ranks // interval.pp
+    if peers >= PEERS:
+        return STAGE_MEDIAN
+    pace = (
+        f"at the median speed of all {interval.ranks} ranks"
+        if interval.ranks >= PEERS
+        else "at the speed of the faster rank"
+    )
+    if interval.pp == 1:
+        return f"its work takes {pace}"
+    count = "one rank" if peers == 1 else f"{peers} ranks"
+    return f"the work of its stage, which has {count}, takes {pace}"
 
 
 def read(path: str | os.PathLike) -> list[Interval]:

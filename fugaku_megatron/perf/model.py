@@ -28,6 +28,9 @@ from .machine import Machine
 from .software import Parameters, Software
 
 NOISE_FLOOR = 0.08  # of a time's logarithm: campaigns of the same run differ by 5 to 13 %, so no prediction can be closer
+LARGE_SHARE = (
+    0.25  # of an iteration that tensor parallelism between nodes takes before a prediction names it
+)
 BAND = 1.645  # standard deviations on each side that hold nine of ten runs of a normal distribution
 # Standard deviation of the logarithm of a tensor-parallel collective's time where no fitted row has one like it: MPI's published
 # rate from 1 to 4 MiB, 5.2 GB/s of a link of the ring (machines/a64fx.json), is two of them from the fitted 1.2.
@@ -438,7 +441,12 @@ def predict(run: RunConfig, system: System, with_band: bool = True) -> Predictio
         oom=used > memory.limit_mib(system.machine, system.software, system.ranks_per_node),
         bubble_fraction=modelled.bubble_fraction,
         breakdown=modelled.breakdown(),
-        warnings=warnings(requested, layout, system, tflops),
+        warnings=(
+            *warnings(requested, layout, system, tflops),
+            *far_tensor_parallel(
+                layout, system, modelled.breakdown()["tensor_parallel"] / modelled.seconds
+            ),
+        ),
     )
 
 
@@ -497,6 +505,26 @@ def warnings(run: RunConfig, layout: Layout, system: System, tflops: float) -> t
             f"square and all of a recompute, software {code.name} computes less"
         )
     return tuple(lines + outside(code.fitted.ranges, facts(run, layout, system)))
+
+
+def far_tensor_parallel(layout: Layout, system: System, share: float) -> tuple[str, ...]:
+    """Return a line if tensor parallelism leaves the nodes and takes much of the time. share: its
+    part of the time.
+    """
+    inside = system.nodes == 1 or system.ranks_per_node % layout.tp == 0
+    if inside or share < LARGE_SHARE:
+        return ()
+    ranks = system.ranks_per_node
+    remedy = (
+        f"with --tensor-model-parallel-size {ranks} or a divisor of it"
+        if ranks > 1
+        else "with more ranks on a node (--ranks-per-node)"
+    )
+    return (
+        f"tensor parallelism over {layout.tp} ranks leaves the nodes, which have {ranks}, and "
+        f"takes {share:.0%} of the time: keep "
+        f"it inside a node, {remedy}, and use pipeline stages between nodes",
+    )
 
 
 def unmodelled(run: RunConfig) -> list[str]:

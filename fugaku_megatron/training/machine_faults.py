@@ -1,4 +1,6 @@
-"""Faults of a machine that raise no error: --abft, hashes of the replicas' weights, and --rerun-on-spike.
+"""Faults of a machine that raise no error: --abft and --rerun-on-spike.
+
+Left out: comparing replicas (`replicas`).
 
 --abft checks matmuls of chosen layers by checksums while they are computed (algorithm-based fault tolerance). The rows of P = L
 R^T add up to L times the sum of R's rows: one matrix-vector product and some passes over memory check a whole matmul, so that a
@@ -11,39 +13,41 @@ DOUBT sqrt(k) u |l| |r| but for a probability of 2 exp(-DOUBT^2 / 2), 3e-14 (Hig
 Rounding Error Analysis", SIAM J. Sci. Comput. 41, theorem 3.1; Cauchy-Schwarz for |l|^T |r|). Errors of a row's elements add up as
 independent ones do, to DOUBT sqrt(k) u |l| |R|_F; the checksum's own is DOUBT sqrt(k) u |l| |sum of R's rows|, and storing P adds
 DOUBT u' |row|, u' being the rounding of its type. Sums of n elements, which torch forms in a cascade, are the same with
-sqrt(log2 n) for sqrt(k). An error below that is not seen. Left out: matmuls whose result an activation's derivative multiplies (the
-gradient of an MLP's inner tensor), attention, and torch's matmuls.
-
-`differing_replica` compares the weights of data-parallel replicas by a hash.
+sqrt(log2 n) for sqrt(k). An error below that is not seen. The grouped matmuls of experts are
+checked row by row with the sums of each row's matrix, and those of Muon with `all`. Left out:
+matmuls whose result an activation's derivative multiplies (the gradient of an MLP's inner tensor),
+attention, and torch's matmuls (routers).
 
 --rerun-on-spike repeats an iteration from the same state before its update: is it the machine or the batch? Weights have not
 changed, dropout masks and samples are functions of the position in the data, and sums have a fixed order: a sound machine makes
 the same bits again. Every iteration keeps fingerprints of what this rank has computed: of each chunk's output and its input's
 gradient, micro-batch by micro-batch, and of its own weight gradients before their sums. Where those of a repetition differ, the
 first difference (along the samples, then forward and backward through the parts of the model, weight gradients last) names the
-rank. Megatron-LM's rerun state machine does as much with results that it is given to validate. A machine that makes the same
-mistake twice is not found so.
+rank. Megatron-LM's rerun state machine does as much with results that it is given to validate.
+Where a repetition has the same bits, other data-parallel ranks compute the samples: a core that
+makes the same mistake twice is found so, but not with one of them.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import platform
-import zlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.tensor_files import as_bytes
 from ..comm.agreement import first_rank
 from ..comm.base import Comm
 from ..host.observed import Observed
+from ..host.placement import format_list
 from .flat import FlatParameters
 from .train import Trainer
 
@@ -52,7 +56,12 @@ FORWARD, DATA, WEIGHT = MATMULS = (
     "linear_data_gradient",
     "linear_weight_gradient",
 )
-TEXTS = {FORWARD: "result", DATA: "gradient of the input", WEIGHT: "gradient of the weight"}
+GROUPED = tuple(f"grouped_{name}" for name in MATMULS)  # of experts
+RESULT, INPUT, GRADIENT = ("result", "gradient of the input", "gradient of the weight")
+# Which argument is the weight, or its gradient.
+WEIGHTS = dict(zip((*MATMULS, *GROUPED), (1, 1, 2, 1, 1, 3), strict=True))
+MUON = "a matrix of Muon"
+REPEATED, RECENT = 3, 100  # wrong iterations of one rank, among so many, that end a run
 DOUBT = 8.0
 UNIT = 2.0**-24  # rounding of FP32, in which matmuls add up
 TINY = 1e-18  # norms below it may be wrong: their squares underflow
@@ -87,11 +96,19 @@ def check_rows(sums: Tensor, checksums: Tensor, tolerance: Tensor) -> Difference
     )
 
 
+class Right(NamedTuple):
+    """R of a matmul L R^T, or of each row's matmul if these differ: norms of R and of the sum of
+    its rows, () or (m,).
+    """
+
+    norm: Tensor
+    sum_norm: Tensor
+
+
 def tolerances(
-    terms: int,
+    terms: int | Tensor,
     left: Tensor,
-    right: float,
-    total: Tensor,
+    right: Right,
     stored: Tensor,
     sums: Tensor,
     columns: int,
@@ -99,10 +116,10 @@ def tolerances(
 ) -> Tensor:
     """Of the sums (m) of the rows of P, whose elements are inner products of `terms` terms, (m).
 
-    left (m): norms of L's rows. right: norm of R. total: the sum of R's rows. stored (m): norms of P's rows of so many columns.
-    rounding: of P's type.
+    terms: one number, or (m,). left (m): norms of L's rows. stored (m): norms of P's rows of so
+    many columns. rounding: of P's type.
     """
-    scale = right + float(_norm(total)) + TINY
+    scale = right.norm + right.sum_norm + TINY
     cascade = columns.bit_length() ** 0.5
     stored = stored.where(stored.isfinite(), torch.zeros(()))  # a wrong element may be that large
     added = (stored + sums.abs()).where(sums.isfinite(), torch.zeros(()))
@@ -121,8 +138,7 @@ def compare(
     tolerance = tolerances(
         left.shape[1],
         _norm(left, 1),
-        float(_norm(right)),
-        total,
+        Right(_norm(right), _norm(total)),
         _norm(result, 1),
         sums,
         result.shape[1],
@@ -131,6 +147,54 @@ def compare(
     return check_rows(
         sums, left @ total if bias is None else left @ total + bias.float().sum(), tolerance
     )
+
+
+def compare_grouped(
+    left: Tensor, right: Tensor, counts: Tensor, result: Tensor
+) -> Difference | None:
+    """Compare result (m, n) with left (m, k) times the transposed matrix of each row's group.
+
+    Return the worst wrong row, or None.
+
+    right (groups, n, k). counts (groups,): rows of each group, which follow one another.
+    """
+    if not len(left):
+        return None
+    group = _group_of_rows(counts)
+    left, right = left.float(), right.float()
+    sums = result.sum(1, dtype=torch.float32)
+    totals = right.sum(1)  # (groups, k)
+    tolerance = tolerances(
+        left.shape[1],
+        _norm(left, 1),
+        Right(_norm(right.flatten(1), 1)[group], _norm(totals, 1)[group]),
+        _norm(result, 1),
+        sums,
+        result.shape[1],
+        torch.finfo(result.dtype).eps / 2,
+    )
+    return check_rows(sums, (left * totals[group]).sum(1), tolerance)
+
+
+def _group_of_rows(counts: Tensor) -> Tensor:
+    """Return the group of each row, (m,)."""
+    return torch.arange(len(counts)).repeat_interleave(counts)
+
+
+def cores() -> str:
+    """Name the cores that this rank computes on: the present one of a single thread, or all that
+    its threads may use.
+    """
+    try:
+        if torch.get_num_threads() == 1:
+            after_name = Path("/proc/thread-self/stat").read_text().rpartition(")")[2].split()
+            return f"core {after_name[36]}"
+        allowed = set()
+        for task in os.listdir("/proc/self/task"):
+            allowed |= os.sched_getaffinity(int(task))
+        return f"cores {format_list(allowed)}"
+    except OSError:
+        return f"cores {format_list(os.sched_getaffinity(0))}"
 
 
 def _norm(x: Tensor, dim: int | None = None) -> Tensor:
@@ -146,10 +210,15 @@ class Checksums:
         )
         self._flat: FlatParameters | None = None
         self._found: str | None = None
+        self._stayed = False  # whether what was found is still in a result
+        self._reports = 0
+        self._wrong: dict[int, list[int]] = {}  # by rank, the numbers of reports
+        self.persistent: str | None = None  # says which rank computes wrong results again and again
+        self.stayed_since: int | None = None  # reports since the first wrong result that stayed
 
     def observe(self, library: Any) -> Any:
         """The kernels, their matmuls checked."""
-        return Observed(library, MATMULS, self._matmul)
+        return Observed(library, tuple(WEIGHTS), self._matmul)
 
     def watch(self, flat: FlatParameters) -> None:
         """Tell which memory belongs to which weight: call it before the first matmul."""
@@ -159,24 +228,44 @@ class Checksums:
         """What was found since the last report, on the first rank that found something; None where none did. Collective."""
         own, self._found = self._found, None
         rank = first_rank(world, None if own is None else (0,), 1)
-        return (
-            None
-            if rank is None
-            else world.broadcast_object(
-                f"rank {world.rank} (node {platform.node()}), {own}", root=rank
+        self._reports += 1
+        if self.stayed_since is not None:
+            self.stayed_since += 1
+        if rank is None:
+            return None
+        stayed = int(world.all_reduce(torch.tensor(int(self._stayed)), "max"))
+        self._stayed = False
+        if stayed and self.stayed_since is None:
+            self.stayed_since = 0
+        place = f"rank {world.rank} (node {platform.node()}, {cores()})"
+        place, text = world.broadcast_object((place, f"{place}, {own}"), root=rank)
+        self._count(rank, place)
+        return text
+
+    def _count(self, rank: int, place: str) -> None:
+        """Note that a rank's result was wrong in this iteration."""
+        recent = [n for n in self._wrong.get(rank, []) if n > self._reports - RECENT]
+        self._wrong[rank] = recent = [*recent, self._reports]
+        if len(recent) >= REPEATED:
+            over = self._reports - recent[0] + 1
+            self.persistent = (
+                f"{place} computed wrong matmuls in {len(recent)} of the last {over} iterations"
             )
-        )
 
     def _name(self, tensor: Tensor) -> str | None:
         """Of the checked weight whose values or gradients are an argument of a matmul."""
-        parameter = self._flat.owner(tensor) if self._flat else None
-        if parameter is None or not parameter.spec.decayed:
+        if self._flat is None:
+            return None
+        parameter = self._flat.owner(tensor)
+        if parameter is None:  # of the optimizer: all others are parameters
+            return MUON if self._prefixes is None else None
+        if not parameter.spec.decayed:
             return None
         name = parameter.spec.name
         return name if self._prefixes is None or name.startswith(self._prefixes) else None
 
     def _matmul(self, kernel: str, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        name = self._name(args[2 if kernel == WEIGHT else 1])
+        name = self._name(args[WEIGHTS[kernel]])
         if name is None:
             return function(*args, **kwargs)
         return getattr(self, "_" + kernel)(name, lambda: function(*args, **kwargs), *args)
@@ -196,7 +285,7 @@ class Checksums:
         call()
         result = pre if activation else out  # what comes before the activation, if it is kept
         if result is not None:
-            self._again(FORWARD, name, call, lambda: compare(x, weight, result, bias))
+            self._again(RESULT, name, call, lambda: compare(x, weight, result, bias))
 
     def _linear_data_gradient(
         self,
@@ -210,7 +299,7 @@ class Checksums:
     ) -> None:
         call()
         if activation_input is None:
-            self._again(DATA, name, call, lambda: compare(dy, weight.t(), dx))
+            self._again(INPUT, name, call, lambda: compare(dy, weight.t(), dx))
 
     def _linear_weight_gradient(
         self, name: str, call: Callable[[], None], dy: Tensor, x: Tensor, grad: Tensor, *_: Any
@@ -221,8 +310,7 @@ class Checksums:
         tolerance = tolerances(
             len(x),
             dy.square().sum(0).sqrt(),
-            float(_norm(x)),
-            total,
+            Right(_norm(x), _norm(total)),
             stored + _norm(grad, 1),
             before.abs() + after.abs(),
             grad.shape[1],
@@ -230,11 +318,79 @@ class Checksums:
         )
         found = check_rows(after - before, total @ dy, tolerance)
         if found:
-            self._keep(f"{TEXTS[WEIGHT]} of {name}: {found}; it is part of the gradient now")
+            self._keep_gradient(name, str(found))
+
+    def _grouped_linear_forward(
+        self,
+        name: str,
+        call: Callable[[], None],
+        x: Tensor,
+        weight: Tensor,
+        counts: Tensor,
+        out: Tensor,
+        *_: Any,
+    ) -> None:
+        call()
+        self._again(RESULT, name, call, lambda: compare_grouped(x, weight, counts, out))
+
+    def _grouped_linear_data_gradient(
+        self,
+        name: str,
+        call: Callable[[], None],
+        dy: Tensor,
+        weight: Tensor,
+        counts: Tensor,
+        dx: Tensor,
+        *_: Any,
+    ) -> None:
+        call()
+        matrices = weight.transpose(1, 2)
+        self._again(INPUT, name, call, lambda: compare_grouped(dy, matrices, counts, dx))
+
+    def _grouped_linear_weight_gradient(
+        self,
+        name: str,
+        call: Callable[[], None],
+        dy: Tensor,
+        x: Tensor,
+        counts: Tensor,
+        grad: Tensor,
+        *_: Any,
+    ) -> None:
+        before, stored = grad.sum(2), _norm(grad, 2)  # (groups, out)
+        call()
+        after, dy, x = grad.sum(2), dy.float(), x.float()
+        group = _group_of_rows(counts)
+
+        def by_group(rows: Tensor) -> Tensor:
+            """Add up the rows (m, ...) of each group."""
+            return rows.new_zeros(len(counts), *rows.shape[1:]).index_add_(0, group, rows)
+
+        total = x.sum(1)
+        norms = by_group(x.square().sum(1)).sqrt(), by_group(total.square()).sqrt()
+        rows = grad.shape[1]  # of a group's gradient
+        tolerance = tolerances(
+            counts.float().repeat_interleave(rows),
+            by_group(dy.square()).sqrt().flatten(),
+            Right(*(norm.repeat_interleave(rows) for norm in norms)),
+            (stored + _norm(grad, 2)).flatten(),
+            (before.abs() + after.abs()).flatten(),
+            grad.shape[2],
+            UNIT,
+        )
+        checksums = by_group(dy * total[:, None])
+        if found := check_rows((after - before).flatten(), checksums.flatten(), tolerance):
+            expert, row = divmod(found.row, rows)
+            self._keep_gradient(name, f"expert {expert} of this rank, {replace(found, row=row)}")
+
+    def _keep_gradient(self, name: str, found: str) -> None:
+        """Keep the finding of a sum that cannot be computed again."""
+        self._stayed = True
+        self._keep(f"{GRADIENT} of {name}: {found}; it is part of the gradient now")
 
     def _again(
         self,
-        kernel: str,
+        what: str,
         name: str,
         call: Callable[[], None],
         check: Callable[[], Difference | None],
@@ -242,57 +398,13 @@ class Checksums:
         """Compute the matmul once more where the check fails. The second result stays."""
         if found := check():
             call()
-            self._keep(
-                f"{TEXTS[kernel]} of {name}: {found}; computed again it is {'wrong' if check() else 'correct'}"
-            )
+            wrong = check() is not None
+            self._stayed |= wrong
+            verdict = "wrong" if wrong else "correct"
+            self._keep(f"{what} of {name}: {found}; computed again it is {verdict}")
 
     def _keep(self, text: str) -> None:
         self._found = self._found or text
-
-
-def parameter_hashes(trainer: Trainer) -> Tensor:
-    """(parameters,) int64: the CRC-32 of each parameter's bytes, in the order of the flat buffer."""
-    parameters = trainer.optimizer.flat.parameters
-    return torch.tensor([zlib.crc32(as_bytes(p.detach())) for p in parameters])
-
-
-def differing_replica(trainer: Trainer) -> str | None:
-    """Which rank's weights differ from those of its replicas, as text for the log; None where none does. Collective.
-
-    With --overlap-param-gather it waits for the gathers under way.
-    """
-    trainer.optimizer.buckets.await_weights()
-    own, groups, world = parameter_hashes(trainer), trainer.groups, trainer.world
-    expert = torch.tensor([p.spec.expert for p in trainer.optimizer.flat.parameters])
-    text = ""
-    for replicas, of_these in ((groups.dp, ~expert), (groups.edp, expert)):
-        differs = replicas.all_reduce(own.clone(), "min") != replicas.all_reduce(own.clone(), "max")
-        differs &= of_these
-        found = _describe(trainer, replicas, own, differs) if differs.any() else ""  # collective
-        text = text or found
-    if not bool(world.all_reduce(torch.tensor(bool(text)))):
-        return None
-    rank = first_rank(world, (world.rank,) if text else None, 1)
-    assert rank is not None, "of replicas that differ at least one says so"
-    return world.broadcast_object(text, root=rank)
-
-
-def _describe(trainer: Trainer, dp: Comm, own: Tensor, differs: Tensor) -> str:
-    """What this rank says of itself: nothing where most replicas agree with it. Collective over the replicas, which all call."""
-    index = int(differs.nonzero()[0])
-    hashes = dp.all_gather(torch.empty(dp.size, dtype=torch.int64), own[index : index + 1])
-    places = dp.all_gather_object(
-        f"rank {trainer.world.rank} (node {platform.node()}, replica {dp.rank})"
-    )
-    name = trainer.optimizer.flat.parameters[index].spec.name
-    (common, count), *others = Counter(hashes.tolist()).most_common()
-    if others and others[0][1] == count:
-        return f"{', '.join(places)} hold different bits in {name}, and most of them do not agree on any"
-    return (
-        ""
-        if int(own[index]) == common
-        else f"{places[dp.rank]} holds other bits in {name} than {count} of {dp.size} replicas"
-    )
 
 
 NORMAL_MAD = 1.4826  # standard deviations in the median absolute deviation of a normal distribution
@@ -425,14 +537,13 @@ class Rerun:
         ]
         if place is None and sums[:2] != sums[2:]:
             place = "the sums over ranks"
-        verdict = (
-            self._bad_batch(consumed)
-            if place is None
-            else (
+        if place is None:
+            again, verdict = self._same_bits(consumed, first, again)
+        else:
+            verdict = (
                 "it has other bits: the cause is a machine, not the batch. "
                 f"The first difference is in {place}. The run uses the repetition, with loss {again:.4f}"
             )
-        )
         iteration = trainer.progress.iteration + 1
         self.say(
             iteration, f"iteration {iteration}: {reason}. Repeated from the same state {verdict}"
@@ -456,10 +567,87 @@ class Rerun:
         )
         return world.broadcast_object(text, root=rank)
 
-    def _bad_batch(self, consumed: int) -> str:
+    def _same_bits(self, consumed: int, first: dict[Key, int], again: float) -> tuple[float, str]:
+        """Find out if a core repeats its mistake; (loss of the gradients that the update shall use,
+        verdict). Collective.
+        """
         trainer = self.trainer
         samples = trainer.skips.samples(consumed, trainer.batch_size(consumed))
-        return (
-            "it has the same bits: the cause is the batch, not a machine. "
-            f"--skip-samples {samples[0]}:{samples[-1] + 1} leaves it out of a run that continues from an earlier checkpoint"
+        skip = (
+            f"--skip-samples {samples[0]}:{samples[-1] + 1} leaves it out of a run that continues "
+            "from an earlier checkpoint"
         )
+        why = self._why_not_elsewhere()
+        if why:
+            return again, (
+                "it has the same bits: the cause is the batch, or a core that repeats its mistake "
+                f"({why}). {skip}"
+            )
+        scale = trainer.optimizer.scaler.scale
+        elsewhere = trainer.repeat(consumed, scale, shift=1)
+        computed = [first, self._of_own_samples(first, 1)]
+        key = first_difference(*computed)
+        world = trainer.world
+        if first_rank(world, None if key is None else (0,), 1) is None:
+            again = trainer.repeat(consumed, scale)  # the bits of sums that an undisturbed run has
+            self.fingerprints.take()
+            return again, (
+                "it has the same bits, when other ranks compute the samples as well: the cause is "
+                "the batch, "
+                f"not a machine. {skip}"
+            )
+        if trainer.groups.data_size > 2:
+            elsewhere = trainer.repeat(consumed, scale, shift=2)
+            computed.append(self._of_own_samples(first, 2))
+        place = self._repeated_mistake(key, computed)
+        return elsewhere, (
+            "it has the same bits, but other bits when other ranks compute the samples: the cause "
+            "is a core that repeats its "
+            f"mistake, not the batch. The first difference is in {place}. The run uses what the "
+            "other ranks computed, with loss "
+            f"{elsewhere:.4f}"
+        )
+
+    def _why_not_elsewhere(self) -> str:
+        """Say why no other rank can compute a rank's samples with the same bits; "" if one can."""
+        if self.trainer.groups.data_size == 1:
+            return "data-parallel size 1 has no other rank that could compute it"
+        if self.trainer.run.model.num_experts:
+            return "the results of experts depend on the ranks that send them tokens"
+        return ""
+
+    def _of_own_samples(self, own: dict[Key, int], shift: int) -> dict[Key, int]:
+        """Fingerprints of this rank's samples, which the rank `shift` places before it has just
+        computed. Collective.
+        """
+        groups, keys = self.trainer.groups, sorted(own)
+        taken = self.fingerprints.take()
+        values = torch.tensor([taken[key] for key in sorted(taken)], dtype=torch.int64)
+        everyone = groups.dp.all_gather(
+            torch.empty(groups.dp.size, len(keys), dtype=torch.int64), values
+        )
+        row = (groups.dp.rank - shift * groups.cp.size) % groups.dp.size
+        return dict(zip(keys, everyone[row].tolist(), strict=True))
+
+    def _repeated_mistake(self, key: Key | None, computed: list[dict[Key, int]]) -> str:
+        """Name the rank whose results others do not confirm. computed: by this rank, and by the
+        ranks before it. Collective.
+        """
+        trainer = self.trainer
+        world, dp = trainer.world, trainer.groups.dp
+        rank = first_rank(world, key and (key[0], key[1], key[2] + LARGEST_PART), 3)
+        assert rank is not None, "a difference was found"
+        places = dp.all_gather_object(f"rank {world.rank} (node {platform.node()}, {cores()})")
+        text = ""
+        if key and rank == world.rank:
+            own, other = (
+                places[(dp.rank - shift * trainer.groups.cp.size) % dp.size] for shift in (0, 1)
+            )
+            values = [each[key] for each in computed]
+            who = f"{own} or {other}"
+            if len(values) == 3 and values[2] == values[1]:
+                who = own
+            elif len(values) == 3 and values[2] == values[0]:
+                who = other
+            text = f"{_what(key)}, on {who}"
+        return world.broadcast_object(text, root=rank)

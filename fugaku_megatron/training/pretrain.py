@@ -22,6 +22,7 @@ from ..config.arguments import Arguments
 from ..config.batches import ParamSchedule
 from ..config.checks import check
 from ..config.command_line import check_file
+from ..config.groups import COMPARISON_INTERVAL
 from ..config.layout import Layout
 from ..config.run_config import ParallelConfig, RunConfig
 from ..costs import accounting, memory
@@ -53,6 +54,7 @@ from .rank_watch import (
     skip_line,
     validation_line,
 )
+from .replicas import comparison_line
 from .resume import Resume, find_checkpoint, resume_training, with_padding
 from .session import HISTORY, Session
 from .start_choices import (
@@ -456,6 +458,9 @@ def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
     enter("the start: loading a checkpoint")
     _say(run, world, *resume_training(trainer, resume))
     trainer.tokenizer = tokenizer or saved
+    given = run.numbers.check_weight_hash_across_dp_replicas_interval != COMPARISON_INTERVAL
+    if world.size > 1 or given:
+        _say(run, world, comparison_line(trainer.replicas, run, groups))
     enter("the start")
     iterations, _ = run_length(run, layout, resume.progress)
     writer = open_log(run, world, iterations, trainer.progress)

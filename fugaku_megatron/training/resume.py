@@ -14,6 +14,7 @@ from typing import Any
 from ..checkpoint.load import Checkpoint, open_checkpoint
 from ..checkpoint.manifest import CARRIED, TRACKER, join, latest_iteration, newer_iterations
 from ..checkpoint.node_copy import newest_everywhere, open_copy, run_name
+from ..checkpoint.trusted import FAULT, fault_note, refuse_suspect, suspects
 from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
 from ..config.batches import ParamSchedule
@@ -32,6 +33,7 @@ OWN_FILES = (
     HISTORY,
     LOSS_CURVE,
     TRACKER,
+    FAULT,
 )  # what a run that ended before its first checkpoint leaves
 
 
@@ -232,6 +234,7 @@ def _resumed(run: RunConfig, directory: str, world: Comm) -> Checkpoint | None:
     )
     copied = 0 if step is not None else _newest_copy(run, world)
     if run.output.save_local and copied > (iteration or 0):
+        on_root(world, lambda: refuse_suspect(directory, copied), f"--load {directory}: ")
         return open_copy(run.output.save_local, world, copied)
     return (
         None if iteration is None else open_checkpoint(directory, world, step)
@@ -301,6 +304,7 @@ def _resume(trainer: Trainer, resume: Resume) -> list[str]:
     adapting = f", adapters of {resume.base.directory}" if resume.base else ""
     lines = [
         f"resumed from {source} at iteration {trainer.progress.iteration}{adapting}",
+        *_fault_note(trainer, checkpoint),
         *_tracker_note(trainer, checkpoint),
     ]
     lines += [
@@ -339,13 +343,31 @@ def _start_from_weights(trainer: Trainer, checkpoint: Checkpoint, resume: Resume
     ]
 
 
+def _fault_note(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
+    """Say that a fault of a machine ended an earlier run, and what that means for the checkpoint.
+    Collective.
+    """
+    load = trainer.run.output.load
+    note = on_root(trainer.world, lambda: fault_note(load, checkpoint.iteration) if load else None)
+    return [] if note is None else [note]
+
+
 def _tracker_note(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
     """Complete checkpoints that are newer than the one which the tracker names. Collective."""
     if trainer.run.output.ckpt_step is not None or checkpoint.node:
         return []
-    newer = on_root(
-        trainer.world, lambda: newer_iterations(checkpoint.directory, checkpoint.iteration)
-    )
+    directory = checkpoint.directory
+
+    def newer_ones() -> list[int]:
+        """Return those that a start may take."""
+        excluded = suspects(directory)
+        return [
+            number
+            for number in newer_iterations(directory, checkpoint.iteration)
+            if number not in excluded
+        ]
+
+    newer = on_root(trainer.world, newer_ones)
     tracker, named = checkpoint.directory / TRACKER, checkpoint.iteration
     return (
         [

@@ -9,6 +9,7 @@ import os
 import subprocess
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 
@@ -20,7 +21,7 @@ from ..logs import plot
 from ..logs.iteration import IterationMetrics
 from ..logs.metrics import HISTORY, MetricsWriter
 from ..watchdog.watch import Watchdog
-from .machine_faults import Checksums, differing_replica
+from .machine_faults import Checksums
 from .nonfinite import find_nonfinite
 from .observers import Profile
 from .rank_watch import EnergyWatch, ExpertWatch, MemoryWatch, RankTimes
@@ -204,8 +205,26 @@ class Session:
         )
 
     def _report_checksums(self, iteration: int) -> None:
-        if self.checksums and (text := self.checksums.report(self.trainer.world)):
-            self.writer.event(iteration, f"wrong matmul in iteration {iteration}: {text}")
+        """Log a wrong matmul. SystemExit(REPLICAS_DIFFER) if a rank's matmuls are wrong again and
+        again: nothing is saved.
+        """
+        if self.checksums is None or not (text := self.checksums.report(self.trainer.world)):
+            return
+        self.writer.event(iteration, f"wrong matmul in iteration {iteration}: {text}")
+        if self.checksums.persistent is None:
+            return
+        self._finish_save()
+        why = f"{self.checksums.persistent}, up to iteration {iteration}"
+        since, trusted = self.checksums.stayed_since, None
+        if save := self.trainer.run.output.save:
+            suspect_from = None if since is None else iteration - since
+            trusted = self.trainer.record_fault(save, why, suspect_from).trusted
+        advice = (
+            "start anew"
+            if trusted is None
+            else f"continue from a checkpoint of iteration {trusted} or before"
+        )
+        self._leave_faulty(f"faulty core: {why}. Nothing is saved: {advice}, without that node")
 
     def _check_divergence(self, result: IterationResult) -> None:
         """SystemExit(ExitCode.DIVERGED) after DIVERGED_STEPS skipped steps in a row that a falling loss scale does not explain.
@@ -242,17 +261,25 @@ class Session:
         )
 
     def _check_weights(self, iteration: int) -> None:
-        """SystemExit(REPLICAS_DIFFER) where the weights of data-parallel replicas differ. Nothing is saved."""
+        """Compare replicas if the interval ends with this iteration."""
         interval = self.trainer.run.numbers.check_weight_hash_across_dp_replicas_interval
-        if not interval or iteration % interval or not (text := differing_replica(self.trainer)):
-            return
-        self._finish_save()
+        if interval and iteration % interval == 0:
+            self._compare_replicas()
+
+    def _compare_replicas(self) -> None:
+        """SystemExit(REPLICAS_DIFFER) if ranks that hold the same state have other bits. The save
+        under way ends first.
+        """
+        if found := self.trainer.find_difference():
+            self._finish_save()
+            self._leave_faulty(
+                self.trainer.describe_difference(found, self.trainer.run.output.save)
+            )
+
+    def _leave_faulty(self, text: str) -> NoReturn:
+        """SystemExit(REPLICAS_DIFFER) after a line in log and history."""
         self.writer.flush()
-        self.writer.event(
-            iteration,
-            f"weights differ after iteration {iteration}: {text}. Nothing is saved: continue without that "
-            f"node from a checkpoint of iteration {iteration - interval} or before, when the weights agreed",
-        )
+        self.writer.event(self.trainer.progress.iteration, text)
         raise SystemExit(ExitCode.REPLICAS_DIFFER)
 
     def _evaluate(self, iteration: int) -> None:
@@ -313,8 +340,11 @@ class Session:
         self.save_timer = runtime.ExitTimer(self.trainer.run.output.save_interval_in_mins)
 
     def _save(self, directory: str) -> None:
-        """Save, or with --async-save or --save-local begin to; the save before ends first."""
+        """Save, or with --async-save or --save-local begin to; the save before ends first, and
+        replicas are compared.
+        """
         self._finish_save()
+        self._compare_replicas()
         self.save_due = False
         self._await_save()
         self.saved_iteration = self.trainer.progress.iteration

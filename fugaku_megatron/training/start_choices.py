@@ -35,6 +35,7 @@ from ..host.allocator import node_bytes
 from ..nn.ops import BACKENDS, FAMILIES, DropoutKey, Ops
 from ..nn.parameter import PARAMETER_DTYPES
 from ..pipeline.parts import AUTO
+from .machine_faults import ALL
 from .rank_watch import PROCESS_BYTES
 
 if TYPE_CHECKING:
@@ -252,8 +253,34 @@ def _with_checksums(run: RunConfig, choice: Choice) -> Choice:
     """The choice with matmuls on the C++ kernels where checksums check them: only they can."""
     if not run.numbers.abft:
         return choice
-    line = f"kernels: gemm native, its matmuls checked by checksums in layers {' '.join(run.numbers.abft)}"
+    line = f"kernels: gemm native, {checked_matmuls(run)}"
     return Choice({**choice.backends, "gemm": "native"}, [*choice.lines, line])
+
+
+def checked_matmuls(run: RunConfig) -> str:
+    """Return which matmuls --abft checks, and which it does not."""
+    model = run.model
+    layers = run.numbers.abft or ()
+    whole = ALL in layers
+    checked = ["of all layers" if whole else f"of layers {' '.join(layers)}"]
+    if model.num_experts:
+        checked.append("with their experts")
+    if whole:
+        checked.append("and of the logits")
+        if run.optimizer.muon:
+            checked.append("and of Muon")
+    left_out = ["attention's own (scores and values)"]
+    dense = model.activation in model.mlps or model.moe_shared_expert_intermediate_size
+    if dense and not model.gated:
+        left_out.append(
+            "the gradient of an MLP's inner tensor, which the kernel multiplies by the "
+            "activation's derivative"
+        )
+    if model.num_experts:
+        left_out.append("routers")
+    if not whole:
+        left_out.append("other layers and the logits")
+    return f"matmuls {' '.join(checked)} checked by checksums; not checked: {', '.join(left_out)}"
 
 
 def _backends(run: RunConfig, layout: Layout, world: Comm, saved: dict[str, str] | None) -> Choice:

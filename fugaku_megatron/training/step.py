@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -340,12 +340,21 @@ def datasets_of(
 
 @dataclass(frozen=True)
 class RunBatches:
-    """The batches of a run on one rank. readers: see `train.Trainer`. waiting: is entered around what fetches samples."""
+    """The batches of a run on one rank.
+
+    readers: see `train.Trainer`. waiting: is entered around what fetches samples.
+
+    shift: the rank gets the samples of the data-parallel rank so many places further on.
+    """
 
     run: RunConfig
     groups: Groups
     readers: ReaderGroup | None
     waiting: Callable[[], AbstractContextManager[None]]
+    shift: int = 0
+
+    def _shifted(self, rank: int) -> int:
+        return (rank + self.shift) % self.groups.data_size
 
     def open(
         self,
@@ -359,6 +368,7 @@ class RunBatches:
             return None
         micro_batch_size, groups = self.run.batch.micro_batch_size, self.groups
         readers = self.readers or ReaderGroup(SoloComm(), (groups.data_rank,))
+        readers = replace(readers, dp_ranks=tuple(map(self._shifted, readers.dp_ranks)))
         if readers.comm.size > 1 or self.run.data.marked:
             return ReaderBatches(
                 readers, dataset, consumed, size, micro_batch_size, groups.data_size, samples
@@ -370,7 +380,7 @@ class RunBatches:
                 consumed,
                 size,
                 micro_batch_size,
-                groups.data_rank,
+                self._shifted(groups.data_rank),
                 groups.data_size,
                 samples,
             )
@@ -405,7 +415,11 @@ class RunBatches:
         for index in range(count):
             samples = self._next(source) if has_data else None
             first = first_sample(
-                consumed, index, self.run.batch.micro_batch_size, groups.data_rank, groups.data_size
+                consumed,
+                index,
+                self.run.batch.micro_batch_size,
+                self._shifted(groups.data_rank),
+                groups.data_size,
             )
             if samples is not None and self.run.data.marked:
                 yield MicroBatch(

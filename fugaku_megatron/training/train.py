@@ -29,7 +29,8 @@ from ..checkpoint.save import (
     shard_writer,
 )
 from ..checkpoint.shards import WEIGHT, Shard, fill_shards
-from ..comm.agreement import agree
+from ..checkpoint.trusted import REPLICAS, Fault, record_fault
+from ..comm.agreement import agree, on_root
 from ..comm.base import Comm
 from ..comm.grid import Groups
 from ..config.batches import ParamSchedule, sizes_of
@@ -49,6 +50,7 @@ from ..nn.parameter import PARAMETER_DTYPES
 from ..pipeline import schedule
 from . import rank_watch
 from .optim import Optimizer
+from .replicas import Difference, Replicas, ReplicasDiffer
 from .step import MicroBatchWindow, RunBatches, Source, StepExecutor, StepShape
 
 WEIGHTS, MOMENTS = (WEIGHT,), ("exp_avg/", "exp_avg_sq/")  # beginnings of keys in a checkpoint
@@ -123,11 +125,13 @@ class Trainer:
         self.layout = Layout.from_run(run, self.world.size)
         self.stage = Stage(run, self.groups, self.ops)
         self.optimizer = Optimizer(self.stage, run, self.groups, self.ops)
+        self.replicas = Replicas(self.optimizer, self.stage, self.groups)
         self.ramp = sizes_of(run, self.layout.global_batch_size(run))
         self.skips = Skips.parse(run.data.skip_samples)
         self.param_schedule = ParamSchedule.from_run(run, self.layout.global_batch_size(run))
         self.folders = Folders(self.world)  # of checkpoints
         self._batches: Source | None = None
+        self._shift = 0  # see `RunBatches`
         self.base: dict[str, Any] = {}  # of adapters: the model that they belong to
         background = run.output.save and run.output.async_save
         self._snapshot = Snapshot(self._saved_shards()) if background else None
@@ -141,7 +145,7 @@ class Trainer:
     @property
     def batches(self) -> RunBatches:
         """Where this rank's micro-batches come from."""
-        return RunBatches(self.run, self.groups, self.readers, self.waiting_for_data)
+        return RunBatches(self.run, self.groups, self.readers, self.waiting_for_data, self._shift)
 
     def _execute(
         self,
@@ -254,21 +258,31 @@ class Trainer:
         return self._mean_loss(losses), work
 
     def repeat(
-        self, consumed: int, scale: float, stage: Stage | None = None, watch: Watch | None = None
+        self,
+        consumed: int,
+        scale: float,
+        stage: Stage | None = None,
+        watch: Watch | None = None,
+        shift: int = 0,
     ) -> float:
         """What `train_step` did before its update in the iteration that began at sample `consumed`, once more; the mean loss.
 
         scale: of the loss. stage: the trainer's own, or another one that holds its parameters. watch: as in StepExecutor, around
-        the trainer's own. Collective.
+        the trainer's own. shift: ranks compute the samples of the data-parallel rank so many places
+        further on. Collective.
         """
         own = self.watch
+        self._shift = shift
         source = self.batches.open(self.train, consumed, self.batch_size, self.skips.samples)
 
         def both(executor: schedule.Executor) -> schedule.Executor:
             watched = own(executor) if own else executor
             return watch(watched) if watch else watched
 
-        loss, _ = self._gradients(source, consumed, scale, stage, both)
+        try:
+            loss, _ = self._gradients(source, consumed, scale, stage, both)
+        finally:
+            self._shift = 0
         if source:
             source.close()
         return loss
@@ -331,6 +345,7 @@ class Trainer:
             "param_schedule": self.param_schedule.state(),
             "tokenizer": self.tokenizer,
             "no_optimizer": self.run.output.no_save_optim,
+            REPLICAS: self.replicas.state(self.progress.iteration),
             **({"lora": self.base} if self.run.lora.on else {}),
             "rng": {
                 "generator": "philox4x32-10",
@@ -365,15 +380,56 @@ class Trainer:
             if not self.run.output.no_save_optim or shard.key.startswith(WEIGHTS)
         ]
 
+    def find_difference(self) -> Difference | None:
+        """Compare replicas, unless the run does not; None if all agree. Collective."""
+        if not self.run.numbers.check_weight_hash_across_dp_replicas_interval:
+            return None
+        return self.replicas.difference(self.progress.iteration)
+
+    def describe_difference(self, found: Difference, directory: str | None) -> str:
+        """Return the log's line on a difference, which is recorded next to the checkpoints in
+        `directory`. Collective.
+        """
+        text = f"{found.kind} differ after iteration {self.progress.iteration}: {found.text}"
+        trusted = self.replicas.agreed
+        if directory:
+            trusted = self.record_fault(directory, text, None).trusted
+        advice = (
+            "start anew without that node, or from a checkpoint that was saved elsewhere"
+            if trusted is None
+            else f"continue without that node from a checkpoint of iteration {trusted} or before, "
+            f"when the {found.kind} agreed"
+        )
+        return f"{text}. Nothing is saved: {advice}"
+
+    def check_replicas(self, directory: str | None = None) -> None:
+        """Raise ReplicasDiffer on every rank if ranks that hold the same state have other bits.
+        Collective.
+        """
+        if found := self.find_difference():
+            raise ReplicasDiffer(self.describe_difference(found, directory))
+
+    def record_fault(self, directory: str, why: str, suspect_from: int | None) -> Fault:
+        """Record next to the checkpoints why the run ends (`checkpoint.trusted`). Collective."""
+        iteration = self.progress.iteration
+        return on_root(self.world, lambda: record_fault(directory, iteration, why, suspect_from))
+
     def save(self, directory: str) -> None:
-        """Write a checkpoint of the present iteration. Collective; ValueError on every rank when one cannot write."""
+        """Write a checkpoint of the present iteration. Collective.
+
+        ValueError on every rank when one cannot write.
+
+        ReplicasDiffer, and nothing is written, if ranks that hold the same state have other bits.
+        """
+        self.check_replicas(directory)
         run_steps(self._save_steps(directory, self._saved_shards()))
 
     def save_in_background(self, directory: str) -> BackgroundSave:
         """Begin to write a copy of the present iteration: of memory with --async-save, or else of --save-local. Collective.
 
-        The save before must be finished.
+        The save before must be finished. ReplicasDiffer as for `save`.
         """
+        self.check_replicas(directory)
         shards = self._saved_shards()
         copies = self._snapshot.take(shards) if self._snapshot else shards
         return BackgroundSave(self._save_steps(directory, copies, node_first=True))
@@ -404,6 +460,7 @@ class Trainer:
             converts=WEIGHTS if weights_only else MOMENTS,
         )
         self.optimizer.after_load()
+        self.replicas.reset()
         if weights_only:
             return {}
         if not wanted.no_load_optim:
@@ -474,6 +531,7 @@ class Trainer:
         ]
         agree(self.world, lambda: fill_shards(shards, names, read))
         self.optimizer.after_load()
+        self.replicas.reset()
 
 
 def layout_record(run: RunConfig, layout: Layout) -> dict[str, int | str]:

@@ -6,6 +6,7 @@ Left out: several ranks (tests/system/mpi/test_library.py), the examples (tests/
 import signal
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 
 import fugaku_megatron as fm
 from fugaku_megatron.api import trainer as process
+from fugaku_megatron.checkpoint.manifest import list_iterations
 from fugaku_megatron.config.arguments import build_parser, parse
 from fugaku_megatron.config.command_line import Parser
 from fugaku_megatron.config.recipes import RECIPES
@@ -22,6 +24,7 @@ from fugaku_megatron.data.indexed import IndexedDatasetWriter, best_dtype
 from fugaku_megatron.inference import evaluate, generate
 from tests.helpers import SMALL
 from tests.parallel.test_generate import TEXT, save_trained, write_tokenizer
+from tests.threads import ThreadWorld
 from tests.unit.test_library_tokenizers import write_hugging_face
 
 transformers = pytest.importorskip("transformers")
@@ -543,3 +546,32 @@ def test_mistakes_about_models(trained, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert fm.load(directory, dtype="bf16").logits([1]).dtype == torch.float32
+
+
+def test_a_save_compares_replicas_first(monkeypatch, tmp_path):
+    """Two ranks as threads, each with its own world."""
+    local = threading.local()
+    monkeypatch.setattr(process, "world", lambda: local.world)
+
+    def rank(world):
+        local.world = world
+        config = fm.Config(
+            **FLAGS, train_iters=2, check_weight_hash_across_dp_replicas_interval=1000
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # the flag has an effect
+            trainer = fm.Trainer(config, documents())
+        list(trainer.steps())
+        trainer.save(tmp_path / "whole")
+        if world.rank == 1:
+            weight = trainer._trainer.stage.layers[0].mlp.linear_fc2.weight
+            weight.data.view(torch.int32)[1, 2] ^= 1 << 9
+        trainer._trainer.replicas.reset()
+        with pytest.raises(fm.ReplicasDiffer) as found:
+            trainer.save(tmp_path / "torn")
+        trainer.close()
+        return str(found.value)
+
+    (message,) = set(ThreadWorld(2).run(rank))
+    assert message.startswith("weights differ after iteration 2: rank 0 (node ")
+    assert list_iterations(tmp_path / "whole") == [2] and list_iterations(tmp_path / "torn") == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -299,15 +300,53 @@ def test_a_bad_batch_is_named_by_its_samples():
         ((iteration, text),) = said
         assert iteration == 2
         assert (
-            "it has the same bits: the cause is the batch, not a machine. --skip-samples 18:34 leaves it out"
-            in text
+            "it has the same bits, when other ranks compute the samples as well: the cause is the "
+            "batch, not a machine. "
+            "--skip-samples 18:34 leaves it out" in text
         )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "guilty", "kernel", "named"),
+    [
+        (2, 1, "attention_forward", r"on rank 1 \(node .*\) or rank 0 \(node "),
+        (2, 1, "attention_backward", r"on rank 1 \(node .*\) or rank 0 \(node "),
+        (4, 3, "attention_forward", r"on rank 3 \(node .*, core \d+\)\. The run uses"),
+        (4, 1, "attention_backward", r"on rank 1 \(node .*, core \d+\)\. The run uses"),
+    ],
+)
+def test_a_core_that_repeats_its_mistake_is_no_bad_batch(ranks, guilty, kernel, named):
+    """The same bits in the repetition, and other bits when another rank computes the samples."""
+    run = small_run(**DROPOUT, **OVERLAP, num_layers=1)
+    healthy = [step.loss for step in ThreadWorld(ranks).run(lambda world: train(world, run, 3))[0]]
+
+    def rank(world):
+        faulty = faulty_ops(kernel, 1, 16 + 2 * guilty)
+        return lines(world, run, faulty if world.rank == guilty else Ops.build())
+
+    for said, losses in ThreadWorld(ranks).run(rank):
+        ((iteration, text),) = said
+        assert iteration == 2 and "is a core that repeats its mistake, not the batch" in text
+        assert re.search(named, text), text
+        assert losses == pytest.approx(healthy, abs=1e-6), "the other ranks' results are used"
+
+
+def test_experts_are_not_computed_elsewhere():
+    run = small_run(**DROPOUT, num_layers=1, num_experts=2, disable_bias_linear=True)
+    ops = faulty_ops("attention_forward", 1, 18, float("inf"))
+    for said, _ in ThreadWorld(2).run(lambda world: lines(world, run, ops)):
+        assert "the batch, or a core that repeats its mistake (the results of experts" in said[0][1]
 
 
 @pytest.mark.parametrize(
     ("calls", "verdict"),
     [
-        ((30, 31), "the batch, not a machine. --skip-samples 60:62 leaves"),
+        (
+            (30, 31),
+            "the batch, or a core that repeats its mistake (data-parallel size 1 has no other rank "
+            "that could compute it). "
+            "--skip-samples 60:62 leaves",
+        ),
         ((30,), "a machine, not the batch. The first difference is in the output of part 0"),
     ],
     ids=["batch", "machine"],

@@ -313,3 +313,22 @@ def test_a_flag_that_the_time_leaves_out_is_said(flags, message, capsys):
         message in w
         for w in run_json(f"predict --recipe 124m --nodes 4 {flags}", capsys)["warnings"]
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--nodes 16 --ranks-per-node 1 --tensor-model-parallel-size 8", "nodes, which have 1,"),
+        ("--nodes 8 --ranks-per-node 2 --tensor-model-parallel-size 16", "-size 2 or a divisor"),
+        ("--nodes 8 --ranks-per-node 4 --tensor-model-parallel-size 4", None),
+        ("--nodes 1 --ranks-per-node 4 --tensor-model-parallel-size 4", None),
+        ("--nodes 16 --ranks-per-node 1 --pipeline-model-parallel-size 8", None),
+    ],
+)
+def test_tensor_parallelism_between_nodes_is_named_with_its_share(flags, named, capsys):
+    found = run_json(f"predict --machine a64fx --recipe 1.3b {flags}", capsys)
+    share = found["breakdown"]["tensor_parallel"] / found["seconds_per_iteration"]
+    (line,) = [w for w in found["warnings"] if w.startswith("tensor parallelism over")] or [None]
+    assert (line is None) == (named is None)
+    if named:
+        assert named in line and f"takes {share:.0%} of the time: keep it inside a node" in line

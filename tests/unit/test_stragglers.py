@@ -74,6 +74,44 @@ def test_how_a_slow_rank_is_named_and_a_record_read_back():
 
 
 @pytest.mark.parametrize(
+    ("computation", "pp", "work", "usual_of"),
+    [
+        (
+            [1.0, 2.0],
+            1,
+            [1.0],
+            "100 % slower than its work takes at the speed of the faster rank (1.000 s)",
+        ),
+        (
+            [1.0, 2.0],
+            2,
+            [1.0, 1.0],
+            "100 % slower than the work of its stage, which has one rank, takes at the speed of "
+            "the faster rank (1.000 s)",
+        ),
+        (
+            [1.0, 1.5, 2.0, 1.0],
+            4,
+            [1.0, 1.5, 1.0, 1.0],
+            "100 % slower than the work of its stage, which has one rank, takes at the median "
+            "speed of all 4 ranks (1.000 s)",
+        ),
+        (
+            [1.0, 1.0, 2.0, 1.0],
+            2,
+            [1.0, 1.0],
+            "100 % slower than the work of its stage, which has 2 ranks, takes at the median speed "
+            "of all 4 ranks (1.000 s)",
+        ),
+        ([1.0, 2.0, 1.0], 1, [1.0], "100 % slower than the median of its stage (1.000 s)"),
+    ],
+)
+def test_a_stage_of_few_ranks_has_no_median(computation, pp, work, usual_of):
+    (slow,) = find(interval(computation, pp=pp), work)
+    assert slow.text("a").endswith(usual_of)
+
+
+@pytest.mark.parametrize(
     "line",
     [
         "",

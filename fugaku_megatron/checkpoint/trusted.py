@@ -1,0 +1,175 @@
+"""Checkpoints from before a fault of a machine: records of a save and of a run that ended.
+
+    DIR/iter_0000100/manifest.json    state.replicas: AGREED, NOT_COMPARED, or NO_REPLICAS
+    DIR/machine_fault.json            why the last run ended, and which checkpoints may be wrong
+
+The record of a fault is removed with the first save after it that leaves no suspect checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from .manifest import existing_iteration, join, list_iterations, read_head, write_text
+
+FAULT = "machine_fault.json"
+REPLICAS = "replicas"  # the field of a checkpoint's state
+AGREED, NOT_COMPARED, NO_REPLICAS = "agreed", "not compared", "none"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The end of a run by a fault of a machine.
+
+    iteration: after which the fault was found. why: one line. trusted: the newest checkpoint from
+    before the fault, None without one. suspect: iterations of checkpoints that may be wrong.
+    """
+
+    iteration: int
+    why: str
+    trusted: int | None
+    suspect: tuple[int, ...]
+
+
+def record_fault(
+    directory: str | os.PathLike, iteration: int, why: str, suspect_from: int | None
+) -> Fault:
+    """Write the record of a fault into a directory of checkpoints, if there is one, and return it.
+
+    suspect_from: the first iteration whose checkpoint may be wrong; None: no checkpoint is suspect.
+    """
+    present = [number for number in list_iterations(directory) if number <= iteration]
+    before = suspects(directory)
+    suspect = {number for number in present if number in before}
+    if suspect_from is not None:
+        suspect.update(number for number in present if number >= suspect_from)
+    trusted = [number for number in present if number not in suspect]
+    fault = Fault(iteration, why, _newest(directory, trusted), tuple(sorted(suspect)))
+    if Path(directory).is_dir():
+        with contextlib.suppress(OSError):  # a full disk must not hide the fault
+            write_text(Path(directory) / FAULT, json.dumps(asdict(fault)) + "\n")
+    return fault
+
+
+def _newest(directory: str | os.PathLike, numbers: list[int]) -> int | None:
+    """The newest checkpoint whose replicas agreed; the newest of all if none was compared."""
+    agreed = newest_agreed(directory, numbers)
+    return max(numbers, default=None) if agreed is None else agreed
+
+
+def newest_agreed(directory: str | os.PathLike, numbers: Iterable[int]) -> int | None:
+    """The newest of these iterations whose replicas were compared before the save, and agreed."""
+    for number in sorted(numbers, reverse=True):
+        with contextlib.suppress(ValueError, OSError):  # a damaged one is no help
+            if read_head(directory, number)["state"].get(REPLICAS) == AGREED:
+                return number
+    return None
+
+
+def read_fault(directory: str | os.PathLike) -> Fault | None:
+    """The record of a fault; None without one. ValueError for a file that holds something else."""
+    path = Path(directory) / FAULT
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        suspect = tuple(int(number) for number in values["suspect"])
+        trusted = values["trusted"]
+        return Fault(
+            int(values["iteration"]),
+            str(values["why"]),
+            None if trusted is None else int(trusted),
+            suspect,
+        )
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is damaged ({type(error).__name__}): it named checkpoints that may be wrong; "
+            "choose an iteration by "
+            "--ckpt-step, or remove the file"
+        ) from None
+
+
+def suspects(directory: str | os.PathLike) -> tuple[int, ...]:
+    """Return the iterations of suspect checkpoints."""
+    try:
+        fault = read_fault(directory)
+    except ValueError:
+        return ()
+    return fault.suspect if fault else ()
+
+
+def refuse_suspect(directory: str | os.PathLike, iteration: int) -> None:
+    """Raise ValueError for a checkpoint that a fault of a machine may have reached, and that nobody
+    chose by name.
+    """
+    fault = read_fault(directory)
+    if fault is None or iteration not in fault.suspect:
+        return
+    other = (
+        f"no checkpoint in {directory} is from before"
+        if fault.trusted is None
+        else f"--ckpt-step {fault.trusted} continues from the newest checkpoint from before"
+    )
+    raise ValueError(
+        f"the checkpoint of iteration {iteration} is suspect, as those of iterations "
+        f"{join(list(fault.suspect))} are: {fault.why}; "
+        f"{other}, --ckpt-step {iteration} takes this one all the same"
+    )
+
+
+def iteration_to_load(directory: str | os.PathLike) -> int | None:
+    """Return the tracker's iteration, None without a checkpoint. ValueError for a missing or a
+    suspect one.
+    """
+    iteration = existing_iteration(directory)
+    if iteration is not None:
+        refuse_suspect(directory, iteration)
+    return iteration
+
+
+def fault_note(directory: str | os.PathLike, iteration: int) -> str | None:
+    """A line for the log of a run that continues from `iteration` after a fault; None without a
+    fault.
+    """
+    fault = read_fault(directory)
+    if fault is None or iteration > fault.iteration:
+        return None
+    kind = "suspect" if iteration in fault.suspect else "not suspect"
+    return (
+        f"note: an earlier run ended after iteration {fault.iteration}: {fault.why}; "
+        f"iteration {iteration} is {kind}"
+    )
+
+
+def forgive(directory: str | os.PathLike, iteration: int) -> None:
+    """Take `iteration`, just saved, from the suspect checkpoints; without others the record is
+    removed.
+    """
+    path = Path(directory) / FAULT
+    if not path.exists():
+        return
+    rest = [number for number in suspects(directory) if number != iteration]
+    fault = read_fault(directory) if rest else None
+    if fault is None:
+        path.unlink()
+    else:
+        write_text(path, json.dumps({**asdict(fault), "suspect": rest}) + "\n")
+
+
+def kept_for_trust(
+    directory: str | os.PathLike, state: dict[str, object], numbers: list[int]
+) -> int | None:
+    """Return the checkpoint that --keep-last and --save-retain-interval leave at any age.
+
+    It is the newest one whose replicas agreed.
+
+    None if the state that was just saved agreed, or has no replicas that could.
+    """
+    if state.get(REPLICAS) != NOT_COMPARED:
+        return None
+    return newest_agreed(directory, numbers)

@@ -1,0 +1,298 @@
+"""Comparison of everything that several ranks hold alike.
+
+--check-weight-hash-across-dp-replicas-interval says how often; every save is preceded by one.
+
+Compared are, among
+    data-parallel ranks (divided experts: those with the same experts): weights, frozen ones too,
+        and without --zero-stage 1, which keeps one copy of them, master weights and moments
+    tensor-parallel ranks: norms, routers, biases, whatever is not split, and its state
+    the first and the last pipeline stage: the tied word embedding and its state
+Each tensor becomes one number, and two small reductions over each group find whether all ranks have
+the same. A fault in a ZeRO-1 shard reaches all replicas with the next gather, so it is not found.
+"""
+
+from __future__ import annotations
+
+import platform
+import zlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.tensor_files import as_bytes
+from ..checkpoint.trusted import AGREED, NO_REPLICAS, NOT_COMPARED
+from ..comm.agreement import first_rank
+from ..comm.base import Comm
+from ..comm.grid import Groups
+from ..comm.launcher import ExitCode
+from ..config.layout import placement
+from ..config.run_config import RunConfig
+from ..costs.memory import holds_tied_copy
+from ..nn.model import Stage
+from ..nn.parameter import ParameterSpec, spec_of
+from .optim import Optimizer, Part
+
+FLAG = "--check-weight-hash-across-dp-replicas-interval"
+WEIGHTS, STATES = "weights", "optimizer states"
+INT8 = "int8"
+WORDS = 4096  # columns whose sums are hashed, of 8 bytes each
+PLACES = {
+    "dp": "replica",
+    "edp": "replica",
+    "tp": "tensor-parallel rank",
+    "embedding": "copy of the tied embedding",
+}
+PLURALS = {
+    "dp": "replicas",
+    "edp": "replicas",
+    "tp": "tensor-parallel ranks",
+    "embedding": "copies of the tied embedding",
+}
+
+
+class ReplicasDiffer(RuntimeError):
+    """Ranks that must hold the same bits hold other ones. Raised on every rank, with one line."""
+
+    exit_code = ExitCode.REPLICAS_DIFFER
+    everywhere = True  # rank 0 alone reports it
+
+
+class Replica(NamedTuple):
+    """A tensor that other ranks hold alike. kind: WEIGHTS or STATES. name: for the log."""
+
+    kind: str
+    name: str
+    tensor: Tensor
+
+
+class Deviation(NamedTuple):
+    """A tensor that not all ranks of a group hold alike. rank: this one in the group. hashes,
+    places: of every rank of it.
+    """
+
+    kind: str
+    name: str
+    rank: int
+    hashes: list[int]
+    places: list[str]
+    copies: str
+
+    @property
+    def others(self) -> int:
+        """Ranks of the group that hold other bits than this one."""
+        return sum(value != self.hashes[self.rank] for value in self.hashes)
+
+    def difference(self, alone: bool) -> Difference:
+        """Describe it. alone: this rank disagrees with more ranks than any other does, so that the
+        fault is its own.
+        """
+        if alone:
+            who = f"{self.places[self.rank]} holds other bits in {self.name}"
+            return Difference(
+                self.kind, f"{who} than {self.others} of {len(self.hashes)} {self.copies}"
+            )
+        who = f"{', '.join(self.places)} hold different bits in {self.name}"
+        return Difference(self.kind, f"{who}, and most of them do not agree on any")
+
+
+class Difference(NamedTuple):
+    """A rank whose bits differ from those of other ranks. kind: of the tensor. text: rank, node and
+    tensor.
+    """
+
+    kind: str
+    text: str
+
+
+def content_hash(tensor: Tensor) -> int:
+    """Return the CRC-32 of column sums of the tensor's words, which any flipped bit changes.
+
+    Sums of whole numbers modulo 2^64 have no rounding, so the number of threads does not matter.
+    """
+    flat = tensor.detach().reshape(-1)
+    elements = 8 // flat.element_size()
+    whole = flat.numel() // (elements * WORDS) * elements * WORDS
+    head, tail = flat[:whole], flat[whole:]
+    if head.storage_offset() % elements:
+        head = head.clone()  # a view as words must begin at one
+    sums = head.view(torch.int64).view(-1, WORDS).sum(0)
+    return zlib.crc32(as_bytes(tail), zlib.crc32(as_bytes(sums)))
+
+
+class Replicas:
+    """What this rank holds that others hold too. agreed: the last iteration after which a
+    comparison found no difference.
+    """
+
+    def __init__(self, optimizer: Optimizer, stage: Stage, groups: Groups) -> None:
+        self._optimizer = optimizer
+        self._stage = stage
+        self._groups = groups
+        self.agreed: int | None = None
+
+    @property
+    def exist(self) -> bool:
+        """True if any rank's state has a copy on another rank. The same on all ranks."""
+        groups = self._groups
+        return groups.world.size > 1 and (groups.dp.size > 1 or self.unsplit_agree or self.ties)
+
+    @property
+    def unsplit_agree(self) -> bool:
+        """True if tensor-parallel ranks hold the same bits of what they do not split.
+
+        A block of 8-bit moments may hold elements of split parameters too, whose largest decides
+        the rounding of the others.
+        """
+        return self._groups.tp.size > 1 and self._optimizer.config.exp_avg_dtype != INT8
+
+    @property
+    def ties(self) -> bool:
+        """True if two pipeline stages hold the word embedding. The same on all ranks."""
+        run = self._optimizer.run
+        return holds_tied_copy(run, placement(run).last_stage)
+
+    def state(self, iteration: int) -> str:
+        """Return what a checkpoint of this iteration records."""
+        if not self.exist:
+            return NO_REPLICAS
+        return AGREED if self.agreed == iteration else NOT_COMPARED
+
+    def reset(self) -> None:
+        """Forget the last comparison, after weights came from elsewhere."""
+        self.agreed = None
+
+    def difference(self, iteration: int) -> Difference | None:
+        """Compare, once for an iteration; None if all agree. Collective.
+
+        With --overlap-param-gather it waits for the gathers under way.
+        """
+        if not self.exist or self.agreed == iteration:
+            return None
+        self._optimizer.buckets.await_weights()
+        found = [deviation for group in PLACES if (deviation := self._differ(group))]
+        world = self._groups.world
+        count = sum(each.others for each in found)
+        most = int(world.all_reduce(torch.tensor(count), "max"))
+        if not most:
+            self.agreed = iteration
+            return None
+        suspected = count == most
+        alone = int(world.all_reduce(torch.tensor(int(suspected)))) == 1
+        rank = first_rank(world, (world.rank,) if suspected else None, 1)
+        assert rank is not None, "some rank disagrees with most others"
+        own = max(found, key=lambda each: each.others).difference(alone) if suspected else None
+        return world.broadcast_object(own, root=rank)
+
+    def _differ(self, group: str) -> Deviation | None:
+        """Compare among one group; None if all hold what this rank holds. Collective over the
+        group.
+        """
+        comm: Comm = getattr(self._groups, group)
+        if comm.size == 1 or (group == "tp" and not self.unsplit_agree):
+            return None
+        held = [*self._held(group)]
+        if not held:
+            return None
+        own = torch.tensor([content_hash(each.tensor) for each in held])
+        differs = comm.all_reduce(own.clone(), "min") != comm.all_reduce(own.clone(), "max")
+        if not differs.any():
+            return None
+        index = int(differs.nonzero()[0])
+        hashes = comm.all_gather_object(int(own[index]))
+        places = comm.all_gather_object(
+            f"rank {self._groups.world.rank} (node {platform.node()}, {PLACES[group]} {comm.rank})"
+        )
+        return Deviation(
+            held[index].kind, held[index].name, comm.rank, hashes, places, PLURALS[group]
+        )
+
+    # What is held alike
+
+    def _held(self, group: str) -> Iterator[Replica]:
+        """Yield what the ranks of one group hold alike, in the same order on all of them."""
+        parameters = (*self._optimizer.flat.parameters, *self._optimizer.flat.frozen)
+        for parameter in parameters:
+            if self._alike(group, parameter):
+                yield Replica(WEIGHTS, spec_of(parameter).name, parameter)
+        for bucket, part in zip(self._optimizer.flat.buckets, self._optimizer.parts, strict=True):
+            if group in ("dp", "edp"):
+                if (group == "edp") == bucket.expert and not self._optimizer.sharded:
+                    yield from self._state(part, group, by_block=True)
+            else:
+                yield from self._state(part, group, by_block=False)
+
+    def _alike(self, group: str, parameter: Tensor) -> bool:
+        """True if the ranks of a group hold the same values of a parameter."""
+        spec = spec_of(parameter)
+        if group in ("dp", "edp"):
+            return spec.expert == (group == "edp")
+        if group == "embedding":
+            return parameter is self._stage.tied_copy
+        return self._unsplit(spec)
+
+    def _unsplit(self, spec: ParameterSpec) -> bool:
+        """True for what all tensor-parallel ranks hold; of divided experts only if these ranks
+        share each of them.
+        """
+        return spec.partition_dim is None and (not spec.expert or self._groups.etp.size > 1)
+
+    def _state(self, part: Part, group: str, by_block: bool) -> Iterator[Replica]:
+        """Yield master weights and moments of what this rank updates of a bucket.
+
+        by_block: moments of 8 bits are compared too. Their blocks may hold elements of several
+        parameters, so only ranks with the same bucket have the same codes.
+        """
+        kinds = [("exp_avg", part.exp_avg, 0), ("exp_avg_sq", part.exp_avg_sq, part.orthogonal)]
+        if part.low is not None:
+            kinds.insert(0, ("master weight", part.master, 0))
+        flat = self._optimizer.flat
+        for parameter, start in zip(flat.parameters, flat.starts, strict=True):
+            if not self._alike(group, parameter):
+                continue
+            for kind, tensor, first in kinds:
+                begin = max(start - part.start - first, 0)
+                end = start + parameter.numel() - part.start - first
+                piece = tensor[begin : max(end, begin)]
+                if piece.numel():
+                    yield Replica(STATES, f"{kind} of {parameter.spec.name}", piece)
+        if by_block:
+            place = f"the parameters from element {part.start} on"
+            for kind, moment in zip(("exp_avg", "exp_avg_sq"), part.eight_bit or (), strict=False):
+                yield Replica(STATES, f"{kind} of {place}", moment.codes)
+                yield Replica(STATES, f"scales of {kind} of {place}", moment.scales)
+
+
+def comparison_line(replicas: Replicas, run: RunConfig, groups: Groups) -> str:
+    """Return the log's line on what is compared, and what has no copy to compare with."""
+    interval = run.numbers.check_weight_hash_across_dp_replicas_interval
+    if not replicas.exist:
+        return (
+            "note: no rank's weights have a copy on another rank: there are no replicas to compare"
+        )
+    if not interval:
+        return f"note: {FLAG} 0: replicas are not compared, before saves neither"
+    compared, alone = [], []
+    sharded = run.parallel.zero_stage == 1
+    size = groups.dp.size
+    if size > 1:
+        what = "weights" if sharded else "weights and optimizer states"
+        compared.append(f"{what} of {size} data-parallel replicas")
+    else:
+        alone.append("all else, which data-parallel size 1 leaves without a copy")
+    if replicas.unsplit_agree:
+        compared.append("what tensor-parallel ranks do not split")
+    elif groups.tp.size > 1:
+        alone.append(
+            "what tensor-parallel ranks do not split, whose 8-bit moments each rank rounds by "
+            "itself"
+        )
+    if replicas.ties:
+        compared.append("the tied embedding of two stages")
+    if sharded and size > 1:
+        alone.append("optimizer states, which --zero-stage 1 keeps once")
+    return (
+        f"replicas: compared are {', '.join(compared)}, every {interval} iterations and before "
+        "every save" + (f"; not {'; '.join(alone)}" if alone else "")
+    )
