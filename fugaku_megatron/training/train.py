@@ -78,7 +78,8 @@ class Progress:
 @dataclass(frozen=True)
 class IterationResult:
     """Figures of one training iteration, equal on every rank. consumed: samples before it. work: of marked samples, whose share
-    alone is this rank's. experts: see `rank_watch.gather_loads`."""
+    alone is this rank's. experts: see `rank_watch.gather_loads`. z_loss: the part of the loss that --use-z-loss added, None
+    without the flag."""
 
     loss: float
     grad_norm: float
@@ -91,6 +92,7 @@ class IterationResult:
     seconds: float
     work: Work | None = None
     experts: Tensor | None = None
+    z_loss: float | None = None
 
 
 @dataclass
@@ -194,6 +196,7 @@ class Trainer:
         experts = rank_watch.gather_loads(
             self.stage, self.run, self.groups, self.layout.microbatches(self.run, size)
         )
+        z_loss = self._take_z_loss() if self.run.model.z_loss else None
         if self.before_update:
             loss = self.before_update(consumed, loss)
         scheduled = self.progress.scheduled_samples
@@ -221,7 +224,16 @@ class Trainer:
             time.perf_counter() - started,
             work,
             experts,
+            z_loss,
         )
+
+    def _take_z_loss(self) -> float:
+        """Return the mean of what --use-z-loss added to the losses of the iteration, and forget it. Collective."""
+        parts: list[Tensor] = []
+        if self.stage.last:
+            parts = list(self.stage.last.z_losses.values())
+            self.stage.last.z_losses.clear()
+        return self._mean_loss(parts)
 
     def _gradients(
         self,
@@ -239,6 +251,8 @@ class Trainer:
         microbatches = self.layout.microbatches(self.run, self.batch_size(consumed))
         self.optimizer.zero_grad(microbatches)
         rank_watch.forget_loads(self.stage)
+        if self.stage.last:
+            self.stage.last.z_losses.clear()
         losses = self._execute(
             source,
             work,

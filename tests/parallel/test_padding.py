@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.run_config import RunConfig
+from fugaku_megatron.costs import accounting
 from fugaku_megatron.data.chat_dataset import ChatDataset, ChatFiles, ChatWriter, signed
 from fugaku_megatron.data.marks import PADDED, Work
 from fugaku_megatron.data.sampler import fetch
@@ -249,6 +250,15 @@ def test_scores_of_a_text_do_not_depend_on_the_texts_next_to_it(variant, files):
     torch.testing.assert_close(
         score(model, requests, 5), score(model, requests, 1), rtol=1e-6, atol=1e-6
     )
+
+
+def test_flops_of_the_log_leave_padding_out_of_the_experts():
+    """Of forward and backward, of each layer: two experts of a token, with three matrices."""
+    run = run_of(24, **EXPERTS)
+    every, some = (accounting.hardware_flops(run, 4, None, padded) for padded in (0, 10))
+    assert every - some == pytest.approx(10 * 3 * 2 * (2 * 2 * 3 * 32 * 24))
+    dense = run_of(24)
+    assert accounting.hardware_flops(dense, 4, None, 10) == accounting.hardware_flops(dense, 4)
 
 
 def test_marks_of_padding(files):
