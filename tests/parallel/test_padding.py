@@ -1,6 +1,7 @@
 """Padding of packed chats changes no number: the same chats in samples of any length, in every layout, and next to other texts."""
 
 import contextlib
+import re
 
 import numpy as np
 import pytest
@@ -17,8 +18,10 @@ from fugaku_megatron.data.marks import PADDED, Work
 from fugaku_megatron.data.sampler import fetch
 from fugaku_megatron.inference.loading import model_of
 from fugaku_megatron.inference.scoring import Request, score
+from fugaku_megatron.logs.metrics import MetricsWriter
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.passes import document_angles, rotary_angles
+from fugaku_megatron.training.session import Session
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import CP2, CP4, P2P, PP2, TP2, grid_groups, small_run, whole_tensors
 from tests.llama_models import FAMILIES, copy_to, theirs
@@ -155,6 +158,30 @@ def test_padding_changes_no_number_in_any_layout(layout, variant, files):
     run = run_of(length, **VARIANTS[variant], **changes)
     for found in ThreadWorld(ranks).run(figures, run, files):
         assert found == pytest.approx(expected(variant, files), rel=2e-5, abs=1e-8)
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("variant", ["losses of sigmoids", "capacity by position", "sinkhorn"])
+def test_ranks_may_have_nothing_but_padding(variant, backend, tmp_path):
+    """Of one chat in a long sample, which one of four ranks with different experts has."""
+    one = {"micro_batch_size": 1, "global_batch_size": 1, "kernels": backend, **VARIANTS[variant]}
+    files = write_chats(tmp_path / "c", [LENGTH])
+    without = figures(SoloComm(), run_of(8, **one), files)
+    run = run_of(64, **one, **CP4, **P2P, expert_model_parallel_size=4)
+    for found in ThreadWorld(4).run(figures, run, files):
+        assert found == pytest.approx(without, rel=2e-5, abs=1e-8)
+
+
+@pytest.mark.parametrize("variant", ["losses of sigmoids", "sinkhorn", "dynamic rope"])
+def test_chats_from_which_nothing_is_predicted(variant, tmp_path, capsys):
+    """Chats of one token: every token is padding, and the log has no NaN."""
+    run = run_of(8, **VARIANTS[variant], micro_batch_size=1, global_batch_size=1, log_interval=1)
+    with contextlib.closing(trainer_of(SoloComm(), run, write_chats(tmp_path / "c", [1] * 9))) as t:
+        writer = MetricsWriter(2, 1, history_path=tmp_path / "history.jsonl")
+        Session(t, writer, 2, ()).run()
+        writer.close()
+    printed = capsys.readouterr().out + (tmp_path / "history.jsonl").read_text()
+    assert "lm loss: 0.0" in printed and not re.search(r"\bnan\b(?! iter)", printed, re.IGNORECASE)
 
 
 @pytest.mark.parametrize(("ranks", "changes"), [(1, {}), (2, CP2), (2, SEQUENCE)])
