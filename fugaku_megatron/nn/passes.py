@@ -165,9 +165,10 @@ class Pass:
     first_sample: global index of the micro-batch's first sample, which selects dropout masks. training: False in evaluation, where
     nothing is dropped and nothing recomputed. recompute: what backward computes again: None, "selective" (attention) or "full"
     (groups of layers). needs_values: False where backward will follow and nobody reads the values of the last result.
-    balance_factor: of the gradients of experts' balancing losses. rows: where tokens are generated, what the rows of x are, which
-    then is (rows, 1, h). documents: of the samples. count: by what the sum of the losses of labels is divided; None: by their
-    number.
+    balance_factor: of the gradients of experts' balancing losses. tokens: of chats, how many a micro-batch of the iteration has in
+    the mean, padding left out: by them micro-batches weigh in balancing losses; None: all weigh the same. rows: where tokens are
+    generated, what the rows of x are, which then is (rows, 1, h). documents: of the samples. count: by what the sum of the losses
+    of labels is divided; None: by their number.
     """
 
     first_sample: int
@@ -178,6 +179,7 @@ class Pass:
     rows: Rows | None = None
     documents: Documents = Documents()
     count: float | None = None
+    tokens: float | None = None
 
 
 # The angles of rotary positions: cosines and sines for each position and pair of elements. Sources: Su et al. 2021, "RoFormer"

@@ -204,14 +204,19 @@ class Router(nn.Module):
         balance_factor = (
             forward_pass.balance_factor * self.context.cp.size
         )  # gradients are averaged over the ranks of a sequence
+        weight = 1.0
+        if padding is not None and forward_pass.tokens is not None:
+            weight = int((~padding).sum()) / forward_pass.tokens
         if model.moe_z_loss_coeff:
             squares = torch.logsumexp(logits, -1).square()
             if own is None or padding is None:
                 z_loss = squares.mean() / ranks
             else:
                 z_loss = squares[~own].sum() / max(int((~padding).sum()), 1)
-            load[-1] = z_loss.detach()
-            scores = _WithLoss.apply(scores, model.moe_z_loss_coeff * z_loss, balance_factor)
+            load[-1] = weight * z_loss.detach()
+            scores = _WithLoss.apply(
+                scores, model.moe_z_loss_coeff * z_loss, balance_factor * weight
+            )
         for kind, factor in model.balances:
             shares, hits = balancing_scores(logits, chosen, model)
             if own is not None:
@@ -233,8 +238,8 @@ class Router(nn.Module):
             else:
                 tokens = (~padding).sum(0).view(parts, -1).sum(1)
                 loss = padded_balancing_loss(shares, counts, tokens, model.moe_router_topk)
-            load[-2] += loss.detach()
-            scores = _WithLoss.apply(scores, factor * loss, balance_factor)
+            load[-2] += weight * loss.detach()
+            scores = _WithLoss.apply(scores, factor * loss, balance_factor * weight)
         return scores
 
     def take_load(self) -> Tensor:

@@ -117,7 +117,7 @@ class StepShape:
     """What the micro-batches of an iteration have in common.
 
     activation: (s, b, h) between stages, s being a part of the sequence with sequence parallelism. dtype: its element type.
-    loss_factor: of the loss that backward begins with. training: False in evaluation. recompute, count: see `Pass`.
+    loss_factor: of the loss that backward begins with. training: False in evaluation. recompute, count, tokens: see `Pass`.
     """
 
     activation: tuple[int, int, int]
@@ -126,6 +126,7 @@ class StepShape:
     training: bool
     recompute: str | None
     count: float | None = None
+    tokens: float | None = None
 
 
 class StepExecutor:
@@ -184,6 +185,7 @@ class StepExecutor:
             recompute=shape.recompute,
             documents=batch.documents,
             count=shape.count,
+            tokens=shape.tokens,
             balance_factor=shape.loss_factor,
         )
         output = chunk(x, labels, forward_pass, shape.loss_factor)

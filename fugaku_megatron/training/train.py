@@ -167,6 +167,7 @@ class Trainer:
             training=training,
             recompute=run.training.recompute_granularity if training else None,
             count=None if work is None else max(work.counted, 1) / parts,
+            tokens=None if work is None else max(self._unpadded(work), 1) * self.layout.cp / parts,
         )
         window = MicroBatchWindow(
             self.batches.micro_batches(source, consumed, lists.microbatches), len(self.stage.chunks)
@@ -174,6 +175,10 @@ class Trainer:
         return StepExecutor(
             stage or self.stage, self.groups.pp, window, shape, watch or self.watch
         ).run(lists)
+
+    def _unpadded(self, work: Work) -> int:
+        """Return how many tokens of the work are not padding."""
+        return work.samples * self.run.model.seq_length - work.padded
 
     def _mean_loss(self, losses: list[Tensor]) -> float:
         """Mean over micro-batches and data-parallel ranks, from the last stage to all."""

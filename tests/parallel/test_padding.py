@@ -160,6 +160,15 @@ def test_padding_changes_no_number_in_any_layout(layout, variant, files):
         assert found == pytest.approx(expected(variant, files), rel=2e-5, abs=1e-8)
 
 
+@pytest.mark.parametrize(("ranks", "changes"), [(1, {}), (2, {}), (2, PP2)], ids=["", "dp2", "pp2"])
+def test_a_token_weighs_the_same_in_every_micro_batch(ranks, changes, files):
+    """Of the router's z-loss, in samples of seven chats and of one, each a micro-batch."""
+    one = {**EXPERTS, "moe_z_loss_coeff": 0.1, "micro_batch_size": 1}
+    without = figures(SoloComm(), run_of(8, **one), files)
+    for found in ThreadWorld(ranks).run(figures, run_of(64, **one, **changes), files):
+        assert found == pytest.approx(without, rel=2e-5, abs=1e-8)
+
+
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("variant", ["losses of sigmoids", "capacity by position", "sinkhorn"])
 def test_ranks_may_have_nothing_but_padding(variant, backend, tmp_path):
