@@ -60,8 +60,9 @@ PROCESS = {"allocator", "thread_affinity", "cpu_frequency", "use_flush_denormal"
 class Step:
     """One iteration, equal on every rank.
 
-    iteration: its number, from 1. loss: mean over tokens that count, before the update. grad_norm: before clipping. skipped: the
-    gradients held an Inf or NaN, and no update was made. consumed_samples, consumed_tokens: since the beginning of the run.
+    iteration: its number, from 1. loss: mean over tokens that count, before the update, with the z-loss of use_z_loss. grad_norm:
+    before clipping. skipped: the gradients held an Inf or NaN, and no update was made. consumed_samples, consumed_tokens: since
+    the beginning of the run.
     """
 
     iteration: int

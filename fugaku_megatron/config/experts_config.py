@@ -110,7 +110,7 @@ class ExpertFields:
     )
     moe_token_drop_policy: str = opt(
         "probs",
-        "which tokens an expert drops: those with the lowest scores, or the last ones",
+        "which tokens an expert drops: those with the lowest scores, or the last ones of the sequence or chat",
         choices=("probs", "position"),
     )
 

@@ -129,7 +129,8 @@ class ModelConfig(ExpertFields):
     )
     openai_gelu: bool = opt(False, "the MLP's GELU is its tanh form in any case")
     use_z_loss: bool = opt(
-        False, "add --z-loss-strength x (log of the softmax's denominator)^2 to each token's loss"
+        False,
+        "add --z-loss-strength x (log of the softmax's denominator)^2 to each token's training loss",
     )
     z_loss_strength: float = opt(1e-4, "the factor of --use-z-loss", aliases=("--z-loss-coeff",))
     group_query_attention: bool = opt(False, "groups of heads share a key and a value")
@@ -202,8 +203,8 @@ class ModelConfig(ExpertFields):
     )
     rope_dynamic_factor: float | None = opt(
         None,
-        "raise rope's base with the length of a sequence beyond the original positions "
-        "(dynamic NTK scaling), by this factor",
+        "raise rope's base with the length of a sequence, or of a chat or document with positions of its own, "
+        "beyond the original positions (dynamic NTK scaling), by this factor",
         type=float,
     )
     untie_embeddings_and_output_weights: bool = opt(

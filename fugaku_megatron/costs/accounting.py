@@ -462,15 +462,30 @@ def layer_flops(run: RunConfig) -> tuple[float, float]:
     return linear / samples, attention / samples
 
 
-def hardware_flops(run: RunConfig, global_batch_size: int, squares: int | None = None) -> float:
+def expert_flops(run: RunConfig) -> float:
+    """Return the FLOPs of one sample's forward through its experts' matmuls in the mean layer, shared experts left out."""
+    layers, samples = run.model.mlps, tokens_per_microbatch(run) / run.model.seq_length
+    flops = 0.0
+    for mlp in dict.fromkeys(layers):
+        grouped = sum(r.flops_forward for r in layer_records(run, 1, mlp) if r.grouped)
+        flops += grouped * layers.count(mlp) / len(layers)
+    return flops / samples
+
+
+def hardware_flops(
+    run: RunConfig, global_batch_size: int, squares: int | None = None, padded: int = 0
+) -> float:
     """FLOPs of one iteration, whole world, as the benchmark tables count them: recompute included, logits in its factor.
 
     c B s l h^2 (1 + s/(6h) + v/(16 l h)) for GPT-2's block, c = 96 with full recompute, 72 without; selective recompute adds the
     attention's forward matmuls. Source: Narayanan et al. (2021), equation 3. Of other blocks the matmuls of a layer's forward
-    stand for 24 s h^2 (1 + s/(6h)). squares: the batch's sum of (document length)^2; None: as `document_length` says.
+    stand for 24 s h^2 (1 + s/(6h)). squares: the batch's sum of (document length)^2; None: as `document_length` says. padded: the
+    batch's tokens that go through no expert.
     """
     model, tp = run.model, run.parallel.tensor_model_parallel_size
     linear, attention = layer_flops(run)
+    if padded:
+        linear -= expert_flops(run) * padded / (global_batch_size * model.seq_length)
     if squares is not None:
         attention *= squares / (global_batch_size * model.seq_length * document_length(run))
     c = 72 + 24 * _recompute_fraction(run)

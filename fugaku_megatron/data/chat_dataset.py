@@ -32,7 +32,7 @@ from ..comm.agreement import on_root
 from .dataset import RELEASE_EVERY, check_index, check_tokens
 from .files import unreadable
 from .indexed import IndexedDataset, IndexedDatasetWriter
-from .marks import COUNTED, FIRST
+from .marks import COUNTED, FIRST, PADDED
 
 if TYPE_CHECKING:
     from ..comm.base import Comm
@@ -386,8 +386,10 @@ class ChatDataset:
             sample[0, place], sample[1, place] = tokens, trained * COUNTED
             sample[1, end] = FIRST  # which nothing of its chat predicts
             end = place.stop
+            sample[1, end - 1] |= PADDED  # from which nothing of its chat is predicted
+        sample[1, end:] = PADDED
         if end < self.size:
-            sample[1, end] = FIRST
+            sample[1, end] |= FIRST
         if self.vocab_size is not None:
             check_tokens(sample[0], self.vocab_size, self.files.prefix)
         self._fetched += 1

@@ -1,6 +1,6 @@
 """Marks: which labels count in the loss, and where documents begin.
 
-A marked sample is int64 (2, s + 1): the token ids, and the marks of each, a sum of COUNTED and FIRST. Position 0 of a sample begins
+A marked sample is int64 (2, s + 1): the token ids, and the marks of each, a sum of COUNTED, FIRST and PADDED. Position 0 of a sample begins
 a document whether or not it is marked so. A pretraining run derives its marks from the tokens when it reads them, so files and the
 index of samples know nothing of them. Rules of Megatron-LM's megatron/core/datasets/gpt_dataset.py
 (_get_ltor_masks_and_position_ids): the token that ends a document belongs to it, the next one begins a document, and with
@@ -22,6 +22,7 @@ from .dataset import Dataset, ValidationSets
 
 COUNTED = 1  # the loss of predicting this token is summed; says nothing at position 0
 FIRST = 2  # this token begins a document
+PADDED = 4  # nothing is predicted from this token: it is padding, or the last one of a chat
 
 
 class MarkedDataset:
@@ -62,13 +63,14 @@ class Work:
     """What there is to do in some samples. counted: labels that count. squares: the sum of (document length)^2.
 
     Attention over documents takes time in proportion to the latter; a sample of one document has s^2. samples: how many they are.
-    share: the squares of this rank over the mean of the data-parallel ranks.
+    share: the squares of this rank over the mean of the data-parallel ranks. padded: tokens from which nothing is predicted.
     """
 
     counted: int
     squares: int
     samples: int
     share: float = 1.0
+    padded: int = 0
 
     @staticmethod
     def of(samples: np.ndarray) -> Work:
@@ -80,7 +82,9 @@ class Work:
         begins = marks[:, :-1] & FIRST != 0
         begins[:, 0] = True
         places = np.append(np.flatnonzero(begins), begins.size)
-        return Work(counted, int(np.square(np.diff(places)).sum()), len(marks))
+        squares = int(np.square(np.diff(places)).sum())
+        padded = int(np.count_nonzero(marks[:, :-1] & PADDED))
+        return Work(counted, squares, len(marks), padded=padded)
 
 
 def labels(tokens: Tensor, marks: Tensor) -> Tensor:
@@ -93,3 +97,12 @@ def document_starts(marks: Tensor) -> Tensor:
     places = torch.arange(len(marks) - 1, dtype=torch.int32)
     begins = torch.where(marks[:-1].t() & FIRST != 0, places, 0)
     return begins.cummax(1).values.contiguous()
+
+
+def padding(marks: Tensor) -> Tensor | None:
+    """Return bool (s, b) of marks (s + 1, b): the tokens from which nothing is predicted; None unless the samples are of chats.
+
+    Each sample of chats has such a token, if only in place s, which is no input.
+    """
+    padded = marks & PADDED != 0
+    return padded[:-1] if bool(padded.any()) else None

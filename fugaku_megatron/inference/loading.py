@@ -182,10 +182,12 @@ def model_of(run: RunConfig, names: Collection[str], read: Callable[[str], Tenso
 
 
 def _empty_model(run: RunConfig, world: Comm) -> tuple[LoadedModel, list[Shard]]:
-    """This rank's stage, its weights zero, and what is to be filled."""
+    """This rank's stage, its weights zero and its experts without a capacity, and what is to be filled."""
     layout = Layout.from_run(run, world.size)
     groups = Grid(*layout.sizes).groups(world)
-    loaded = LoadedModel(run, groups, Stage(run, groups, operations(run.model)))
+    # With a capacity a text's scores would depend on the texts next to it, and a token's on later ones.
+    unlimited = replace(run, model=replace(run.model, moe_expert_capacity_factor=None))
+    loaded = LoadedModel(run, groups, Stage(unlimited, groups, operations(run.model)))
     _give_memory(loaded.stage, loaded.dtype)
     return loaded, [_target(parameter) for parameter in loaded.stage.parameters()]
 

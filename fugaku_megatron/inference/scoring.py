@@ -12,7 +12,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +29,7 @@ from ..data.chats import ChatTemplate, read_chat
 from ..data.files import input_files, read_documents, read_text
 from ..data.formats import CHAT
 from ..data.tokenizer import Tokenizer
-from ..nn.passes import Pass
+from ..nn.passes import Documents, Pass
 from .loading import LoadedModel, through_stages
 
 EVALUATION = Pass(first_sample=0, training=False)
@@ -90,10 +90,12 @@ def _score_batch(loaded: LoadedModel, requests: Sequence[Request]) -> Tensor | N
     tokens = torch.zeros(
         longest, len(requests), dtype=torch.int64
     )  # what follows a sample's end changes nothing before it
+    padding = torch.ones(tokens.shape, dtype=torch.bool)
     rows, labels, others = [], [], []
     for column, (text, scored, places, compared) in enumerate(requests):
         ids = torch.from_numpy(np.array(text, np.int64))
         tokens[: len(ids) - 1, column] = ids[:-1]
+        padding[: len(ids) - 1, column] = False
         asked = (
             torch.arange(len(ids) - scored, len(ids))
             if places is None
@@ -104,7 +106,9 @@ def _score_batch(loaded: LoadedModel, requests: Sequence[Request]) -> Tensor | N
         others.append(
             torch.full((scored, 1), -1) if compared is None else torch.from_numpy(compared)
         )
-    x = through_stages(loaded, tokens, EVALUATION)
+    positions = torch.arange(longest, dtype=torch.int32).unsqueeze(1).expand(tokens.shape)
+    documents = Documents(positions=positions.contiguous(), padding=padding)
+    x = through_stages(loaded, tokens, replace(EVALUATION, documents=documents))
     if x is None:
         return None
     widest = max(tokens.shape[1] for tokens in others)

@@ -67,8 +67,7 @@ def _mean_over_time(records: Sequence[IterationMetrics], name: str) -> float:
 
 def _mean_of_updates(records: Sequence[IterationMetrics], name: str) -> float | None:
     """The mean over the iterations that were not skipped, or over all when all of them were, so that the field stays in the log."""
-    counted = [record for record in records if not record.skipped] or records
-    return sum(getattr(record, name) for record in counted) / len(counted)
+    return _mean([record for record in records if not record.skipped] or records, name)
 
 
 def _samples_per_second(records: Sequence[IterationMetrics], name: str) -> float:
@@ -133,6 +132,7 @@ class IterationMetrics:
     The fields are in the order of the line: Megatron-DeepSpeed's first, then our own. Seconds are per iteration, `tflops` is 10^12
     operations per second and rank. `minor_faults` and `system_seconds` (per iteration) and `clock_ghz` (measured after the last
     iteration) are those of the rank that prints; `resident_mib` and `shared_mib`, read then as well, are those of the largest rank.
+    `lm_loss` is what is minimised, with the z-loss of --use-z-loss; `lm_loss_alone` is that without it, only with this flag.
     `load_balancing_loss` and `router_z_loss` are means over layers with experts, without their factors, and `largest_load` is the
     tokens of the expert with most, over the mean of its layer.
     `watts` is the mean power of all nodes during the iterations, None where one of them has no counter.
@@ -151,6 +151,9 @@ class IterationMetrics:
     learning_rate: float | None = _metric("learning rate", "{:.3E}", _last, "learning-rate")
     global_batch_size: int | None = _metric("global batch size", "{:5d}", _last, "batch-size")
     lm_loss: float | None = _metric("lm loss", "{:.6E}", _mean_of_updates, "lm loss")
+    lm_loss_alone: float | None = _metric(
+        "lm loss without z-loss", "{:.6E}", _mean_of_updates, "lm loss without z-loss"
+    )
     load_balancing_loss: float | None = _metric(
         "load_balancing_loss", "{:.6E}", _mean, "load_balancing_loss"
     )

@@ -157,27 +157,29 @@ class SelfAttention(nn.Module):
             starts=documents.starts,
         )
         if model.turns_queries:
-            angles = (
-                self.context.angles(len(qkv))
-                if forward_pass.rows is None
-                else forward_pass.rows.angles
-            )
-            qkv = self.turn(qkv, angles, documents.positions)
+            qkv = self.turn(qkv, *self._angles(len(qkv), forward_pass))
         if forward_pass.rows is not None:
             return forward_pass.rows.attend(ops, self.layer, qkv, attention)
         return to_rows(attention(qkv), cp)
+
+    def _angles(self, length: int, forward_pass: Pass) -> tuple[Angles | None, Tensor | None]:
+        """Return the angles for a sequence of `length`, and their row for each token (s, b); None: all rows in turn."""
+        documents, rows = forward_pass.documents, forward_pass.rows
+        if rows is not None:
+            return rows.angles, None
+        by_length = documents.angles(self.context.model)
+        return by_length or (self.context.angles(length), documents.positions)
 
     def _between_ranks(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
         """`core` of ranks that exchange keys and values: qkv (r, b, g (n/g + 2) d), this rank's rows -> (r, b, n d)."""
         model, context, documents = self.context.model, self.context, forward_pass.documents
         s, own = len(qkv) * context.cp.size, positions(own_runs(len(qkv), context.cp))
         if model.turns_queries:
-            own = (
-                own.int().unsqueeze(1).expand(-1, qkv.shape[1])
-                if documents.positions is None
-                else documents.positions[own]
+            angles, places = self._angles(s, forward_pass)
+            own_places = (
+                own.int().unsqueeze(1).expand(-1, qkv.shape[1]) if places is None else places[own]
             )
-            qkv = self.turn(qkv, context.angles(s), own.contiguous())
+            qkv = self.turn(qkv, angles, own_places.contiguous())
         key = DropoutKey(
             context.seed,
             dropout_stream(self.layer, "attention"),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,23 +62,40 @@ class Order:
         return self.ops.unpermute(x, self.places)
 
 
-def kept(scores: Tensor, chosen: Tensor, model: ModelConfig) -> Tensor:
-    """Which pairs (rows, k) their experts have room for: capacity is the mean number of pairs times its factor."""
+def kept(
+    scores: Tensor,
+    chosen: Tensor,
+    model: ModelConfig,
+    padding: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """Which pairs (rows, k) their experts have room for: capacity is the mean number of pairs times its factor.
+
+    Padding (s, b) has no pairs. With it --moe-token-drop-policy position means the position in the chat, positions (s, b), and then
+    the score, so that the choice does not depend on which chats share a sample.
+    """
     factor, experts = model.moe_expert_capacity_factor, model.num_experts
     assert factor is not None and experts is not None, "called where experts have a capacity"
-    capacity = math.ceil(chosen.numel() / experts * factor)
+    k = chosen.shape[1]
+    used = chosen.numel() if padding is None else k * int((~padding).sum())
+    capacity = math.ceil(used / experts * factor)
     numbers = chosen.flatten()
+    if padding is not None:
+        numbers = chosen.masked_fill(padding.view(-1, 1), experts).flatten()
     ranking = scores.detach().flatten().argsort(descending=True, stable=True)
     if model.moe_token_drop_policy == "position":
-        ranking = torch.arange(len(numbers))
+        if padding is None or positions is None:
+            ranking = torch.arange(len(numbers))
+        else:
+            ranking = ranking[positions.flatten()[ranking // k].argsort(stable=True)]
     ranked = ranking[
         numbers[ranking].argsort(stable=True)
     ]  # the pairs of an expert one after another, the best ones first
-    starts = torch.bincount(numbers, minlength=experts).cumsum(0).roll(1)
+    starts = torch.bincount(numbers, minlength=experts + 1).cumsum(0).roll(1)
     starts[0] = 0
     result = torch.empty_like(numbers, dtype=torch.bool)
     result[ranked] = torch.arange(len(numbers)) - starts[numbers[ranked]] < capacity
-    return result.view_as(chosen)
+    return (result & (numbers < experts)).view_as(chosen)
 
 
 @dataclass(frozen=True)
@@ -331,16 +349,19 @@ class Experts(nn.Module):
     def _kept(
         self, scores: Tensor, chosen: Tensor, forward_pass: Pass, part: Comm | None
     ) -> Tensor | None:
-        """What `kept` says of the whole sequence, the rows of these scores and choices (rows, k); None in generation.
+        """Return which pairs of these scores and choices (rows, k) are computed: none of padding, and what `kept` says of the
+        whole sequence. None: all.
 
         part: tensor-parallel ranks that have other rows of it, None where there are none.
         """
-        context = self.context
-        if forward_pass.rows is not None or context.model.moe_expert_capacity_factor is None:
-            return None
-        return context.of_whole_sequence(
-            lambda every, choices: kept(every, choices, context.model), scores, chosen, part=part
+        context, documents = self.context, forward_pass.documents
+        if context.model.moe_expert_capacity_factor is None:
+            padding = context.own_rows(documents.padding, part)
+            return None if padding is None else ~padding.unsqueeze(1).expand_as(chosen)
+        has_room = partial(
+            kept, model=context.model, padding=documents.padding, positions=documents.positions
         )
+        return context.of_whole_sequence(has_room, scores, chosen, part=part)
 
     def _computed(self, x: Tensor, scores: Tensor, order: Order, forward_pass: Pass) -> Tensor:
         """Of x (..., h) with scores (rows, k) the sum of score times expert (rows, h), of this rank's part of its experts."""

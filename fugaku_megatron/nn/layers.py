@@ -103,6 +103,16 @@ class Context:
             whole = of_ranks(of_rows(*(in_order(x, cp.size) for x in gathered)), cp.size)
         return whole.view(cp.size, -1, rows, *whole.shape[1:])[cp.rank, part.rank if part else 0]
 
+    def own_rows(self, whole: Tensor | None, part: Comm | None) -> Tensor | None:
+        """Return the rows (rows,) of this rank from one value for each token of the whole sequence (s, b); None for None.
+
+        part: the tensor-parallel ranks where they have parts of the sequence, else None.
+        """
+        if whole is None:
+            return None
+        own = whole[own_positions(own_runs(len(whole) // self.cp.size, self.cp))]
+        return (own if part is None else own.chunk(part.size)[part.rank]).flatten()
+
     @property
     def blocks(self) -> RowBlocks | None:
         """How matmuls exchange parts of the sequence while they run, None where they do not."""

@@ -143,7 +143,8 @@ class Embedding(nn.Module):
 
 class Chunk(nn.Module):
     """Part `part` of the `parts` into which the model is cut: consecutive layers, and what stands before the first or after the
-    last of all. logits_rows: of the logits, computed at once.
+    last of all. logits_rows: of the logits, computed at once. z_losses: the part of each micro-batch's loss () that --use-z-loss
+    has added, by its first sample.
 
     Tied, the head's weight is that of the embedding where both are on one stage, which then replaces `output_weight`.
     """
@@ -155,6 +156,7 @@ class Chunk(nn.Module):
         model, self.tp, self.ops, self.context = run.model, context.tp, context.ops, context
         self.is_first, self.is_last, self.logits_rows = part == 0, part == parts - 1, logits_rows
         self.recompute_groups = accounting.part_recompute_groups(run, part)
+        self.z_losses: dict[int, Tensor] = {}
         vocabulary = accounting.padded_vocab_size(model, context.tp.size)
         if self.is_first:
             self.embedding = Embedding(vocabulary, context)
@@ -225,7 +227,8 @@ class Chunk(nn.Module):
     ) -> Tensor:
         """Tokens (s, b) or the previous part's (s, b, h) -> (s, b, h), or for the last part the loss ().
 
-        factor: the gradient of the loss that backward will bring.
+        factor: the gradient of the loss that backward will bring. In training the loss has the z-loss added, which `z_losses`
+        keeps for each micro-batch.
         """
         x = self.embedding(x, forward_pass) if self.is_first else x
         x = self.decode(x, forward_pass)
@@ -233,6 +236,10 @@ class Chunk(nn.Module):
             return x
         assert labels is not None
         weight, rows = self.output_weight, self.logits_rows
+        z_loss = self.context.model.z_loss if forward_pass.training else 0.0
+        z_sum = None
+        if z_loss:
+            z_sum = self.z_losses[forward_pass.first_sample] = torch.zeros(())
         return self.ops.head_loss(
             self.head_input(x),
             weight,
@@ -242,6 +249,7 @@ class Chunk(nn.Module):
             factor,
             rows,
             self.words,
-            self.context.model.z_loss,
+            z_loss,
             forward_pass.count,
+            z_sum,
         )

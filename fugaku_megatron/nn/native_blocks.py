@@ -505,10 +505,12 @@ class HeadLoss(torch.autograd.Function):
         words: int | None,
         z_loss: float,
         count: float,
+        z_sum: Tensor | None,
     ) -> Tensor:
         """x (s, b, h), weight (v, h), labels (s, b) -> ()."""
         rows, labels = x.contiguous().view(-1, x.shape[-1]), labels.reshape(-1)
         total, ctx.factor, ctx.shape = 0.0, factor, x.shape
+        z_total = 0.0
         dx = (
             rows if ctx.needs_input_grad[1] else None
         )  # its rows are read no more when their gradient is known
@@ -527,15 +529,19 @@ class HeadLoss(torch.autograd.Function):
             ops.matmul(rows[part], weight, logits)
             if words is not None:
                 logits[:, words:] = -math.inf  # its exponential, and so its gradient, is exactly 0
-            total += _chunk_loss(
+            loss, z_part = _chunk_loss(
                 ops.kernels, logits, labels[part], tp, first_row, factor / count, dlogits, z_loss
             )
+            total += loss
+            z_total += z_part
             if dx is not None and dlogits is not None:
                 if not is_frozen(weight):
                     ops.kernels.linear_weight_gradient(dlogits, rows[part], gradient_of(weight))
                 ops.data_gradient(dlogits, weight, dx[part])
         if dx is not None:
             ctx.save_for_backward(dx)
+        if z_sum is not None:
+            z_sum += z_total / count
         return torch.tensor(total / count, dtype=torch.float32)
 
     @staticmethod
@@ -545,7 +551,7 @@ class HeadLoss(torch.autograd.Function):
             dloss.item(),
             ctx.factor,
         )
-        return None, ctx.saved_tensors[0].view(ctx.shape), *(None for _ in range(9))
+        return None, ctx.saved_tensors[0].view(ctx.shape), *(None for _ in range(10))
 
 
 def _chunk_loss(
@@ -557,10 +563,11 @@ def _chunk_loss(
     factor: float,
     dlogits: Tensor | None,
     z_loss: float = 0.0,
-) -> float:
+) -> tuple[float, float]:
     """Sum of the losses of some rows of logits (rows, v), and unless None dlogits, their gradient times `factor`; may be logits.
 
-    Rows with a label below 0 add nothing, and their gradient is 0. z_loss: a row's loss has z_loss (log sum exp)^2 added.
+    Rows with a label below 0 add nothing, and their gradient is 0. z_loss: a row's loss has z_loss (log sum exp)^2 added; the
+    second result is this part of the sum.
     """
     row_max, sum_exp, target_logit = torch.empty(3, len(labels))
     if tp.size == 1:
@@ -578,5 +585,9 @@ def _chunk_loss(
         )
     log_sum = torch.log(sum_exp)
     z = log_sum + row_max
-    losses = (log_sum - target_logit + z_loss * z * z).masked_fill_(labels < 0, 0.0)
-    return losses.sum(dtype=torch.float64).item()
+    added = z_loss * z * z
+    losses = (log_sum - target_logit + added).masked_fill_(labels < 0, 0.0)
+    z_part = 0.0
+    if z_loss:
+        z_part = added.masked_fill_(labels < 0, 0.0).sum(dtype=torch.float64).item()
+    return losses.sum(dtype=torch.float64).item(), z_part

@@ -230,6 +230,7 @@ class NativeOps(NativeExpertOps, NativeBlockOps):
         words: int | None = None,
         z_loss: float = 0.0,
         count: float | None = None,
+        z_sum: Tensor | None = None,
     ) -> Tensor:
         """x (s, b, h), weight (v, h), labels (s, b) -> ()."""
         rows = labels.numel()
@@ -245,6 +246,7 @@ class NativeOps(NativeExpertOps, NativeBlockOps):
             words,
             z_loss,
             count or rows,
+            z_sum,
         )
 
 

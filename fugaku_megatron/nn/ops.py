@@ -347,16 +347,18 @@ class Ops:
         words: int | None = None,
         z_loss: float = 0.0,
         count: float | None = None,
+        z_sum: Tensor | None = None,
     ) -> Tensor:
         """Sum of the cross-entropy of rows with a label >= 0, divided by `count`; count None: by the number of all rows.
 
         The logits are x W^T, the vocabulary is split over `tp`, and the softmax is in FP32. x (s, b, h), weight (v, h), labels
         (s, b) -> (). A row with a label of -1 adds nothing to the loss, and its gradient is exactly 0, whatever its logits are.
         words: only so many of the weight's first rows take part in the softmax, and the others get no gradient; None: all do.
-        z_loss: a row's loss has z_loss (log sum exp)^2 added, as in PaLM (Chowdhery et al. 2022, section 5). `factor` must be the
+        z_loss: a row's loss has z_loss (log sum exp)^2 added, as in PaLM (Chowdhery et al. 2022, section 5). z_sum: (), to which
+        this part of the result is added, or None. `factor` must be the
         gradient that backward will bring (the loss is multiplied by it afterwards): native kernels accumulate weight gradients
         while they hold the logits, and where x needs a gradient, they leave it in x's memory.
         """
         return self.backends["loss"].head_loss(
-            x, weight, labels, tp, first_row, factor, rows_at_once, words, z_loss, count
+            x, weight, labels, tp, first_row, factor, rows_at_once, words, z_loss, count, z_sum
         )

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -126,13 +128,34 @@ class Rows:
         return torch.cat(context)
 
 
+class TokenAngles(NamedTuple):
+    """Angles of rotary positions, and the row of the angles for each token, int32 (s, b)."""
+
+    angles: Angles
+    rows: Tensor
+
+
 @dataclass(frozen=True)
 class Documents:
     """The documents of a micro-batch. starts: int32 (b, s), where that of each position begins, before which attention sees
-    nothing; None: with the sample. positions: int32 (s, b), of each token in its document; None: in its sample."""
+    nothing; None: with the sample. positions: int32 (s, b), of each token in its document; None: in its sample.
+    padding: bool (s, b), the tokens of chats from which nothing is predicted; None: samples are not of chats."""
 
     starts: Tensor | None = None
     positions: Tensor | None = None
+    padding: Tensor | None = None
+
+    @cached_property
+    def _angles(self) -> dict[ModelConfig, TokenAngles]:
+        return {}
+
+    def angles(self, model: ModelConfig) -> TokenAngles | None:
+        """Return the angles of tokens if they depend on the lengths of the documents, else None; computed once for all layers."""
+        if model.rope_dynamic_factor is None or self.positions is None:
+            return None
+        if model not in self._angles:
+            self._angles[model] = document_angles(model, self.positions, self.padding)
+        return self._angles[model]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,9 +165,10 @@ class Pass:
     first_sample: global index of the micro-batch's first sample, which selects dropout masks. training: False in evaluation, where
     nothing is dropped and nothing recomputed. recompute: what backward computes again: None, "selective" (attention) or "full"
     (groups of layers). needs_values: False where backward will follow and nobody reads the values of the last result.
-    balance_factor: of the gradients of experts' balancing losses. rows: where tokens are generated, what the rows of x are, which
-    then is (rows, 1, h). documents: of the samples. count: by what the sum of the losses of labels is divided; None: by their
-    number.
+    balance_factor: of the gradients of experts' balancing losses. tokens: of chats, how many a micro-batch of the iteration has in
+    the mean, padding left out: by them micro-batches weigh in balancing losses; None: all weigh the same. rows: where tokens are
+    generated, what the rows of x are, which then is (rows, 1, h). documents: of the samples. count: by what the sum of the losses
+    of labels is divided; None: by their number.
     """
 
     first_sample: int
@@ -155,6 +179,7 @@ class Pass:
     rows: Rows | None = None
     documents: Documents = Documents()
     count: float | None = None
+    tokens: float | None = None
 
 
 # The angles of rotary positions: cosines and sines for each position and pair of elements. Sources: Su et al. 2021, "RoFormer"
@@ -238,3 +263,38 @@ def rotary_angles(model: ModelConfig, positions: Tensor, length: int) -> Angles 
     factor, sines = concentration(model), angles.sin()
     cosines = angles.cos_()
     return (cosines, sines) if factor == 1.0 else (cosines.mul_(factor), sines.mul_(factor))
+
+
+def document_angles(model: ModelConfig, positions: Tensor, padding: Tensor | None) -> TokenAngles:
+    """Return the angles of tokens, each for the length of its document, for --rope-dynamic-factor.
+
+    Documents of one length share their rows, and so do all that are not longer than the original positions.
+
+    Args:
+        positions: int32 (s, b), position 0 of each sample being 0.
+        padding: bool (s, b), tokens that do not lengthen their document and whose angles are not read.
+    """
+    s, samples = positions.shape
+    used = torch.ones_like(positions) if padding is None else (~padding).int()
+    documents = (
+        (positions == 0).cumsum(0) - 1 + torch.arange(samples) * s
+    )  # a number for each document
+    lengths = torch.zeros(s * samples, dtype=torch.int64)
+    lengths.scatter_reduce_(
+        0, documents.flatten(), ((positions + 1) * used).flatten().long(), "amax"
+    )
+    longest = int(lengths.max())
+    original = model.rope_scaling_original_max_position_embeddings
+    lengths.masked_fill_(lengths <= original, 0)  # of one base
+    tables = []
+    firsts = torch.zeros(longest + 1, dtype=torch.int64)
+    rows = 0
+    for length in lengths.unique().tolist():
+        table = rotary_angles(model, torch.arange(length or max(1, min(longest, original))), length)
+        assert table is not None, "the model has rotary positions"
+        firsts[length] = rows
+        tables.append(table)
+        rows += len(table[0])
+    cosines, sines = (torch.cat(angles) for angles in zip(*tables, strict=True))
+    places = (firsts[lengths[documents]] + positions) * used
+    return TokenAngles((cosines, sines), places.int().contiguous())

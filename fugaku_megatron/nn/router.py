@@ -1,6 +1,7 @@
 """The router of a layer with experts: which experts each token goes through, with which scores, and what keeps their load even.
 
 It computes what megatron/core/transformer/moe/router.py and megatron/core/transformer/moe/moe_utils.py of Megatron-LM do, in FP32.
+Padding (`passes.Documents`) is in no loss, no choice among other tokens and no load.
 Left out: the choice by scores, which is the backend's (`expert_ops`), the experts and what they drop (`experts`), which losses
 and loads a log shows (`training.rank_watch`).
 Legend: s sequence, b micro-batch, h hidden, e experts, k of them for each token, rows = s b.
@@ -84,11 +85,16 @@ def route(
     return scores.gather(1, chosen) * (model.moe_router_topk_scaling_factor or 1.0), chosen
 
 
-def evenly(logits: Tensor) -> Tensor:
+def evenly(logits: Tensor, padding: Tensor | None = None) -> Tensor:
     """exp of logits (rows, e) with rows and columns multiplied so that all rows have one sum, and all columns; in FP64.
 
+    padding: bool (rows,), the rows that are zeros and change nothing.
     Source: Clark et al. 2022, "Unified Scaling Laws for Routed Language Models" (arXiv:2202.01169), section 3.1.
     """
+    if padding is not None:
+        result = logits.new_zeros(logits.shape, dtype=torch.float64)
+        result[~padding] = evenly(logits[~padding])
+        return result
     cost = logits.double().exp()
     rows, columns = cost.new_ones(len(cost)), cost.new_ones(cost.shape[1])
     for _ in range(SINKHORN_ROUNDS):
@@ -123,10 +129,23 @@ def balancing_loss(scores: Tensor, counts: Tensor, tokens: int, k: int) -> Tenso
     return (scores.sum(0) * counts).sum() * (len(counts) / (k * tokens * tokens))
 
 
+def padded_balancing_loss(scores: Tensor, counts: Tensor, tokens: Tensor, k: int) -> Tensor:
+    """Return the mean `balancing_loss` () of several sets of tokens, of those sets that have any.
+
+    Args:
+        scores: (rows, sets e) of this rank, 0 for padding.
+        counts: (sets e,), of all ranks that share the sequence.
+        tokens: (sets,), how many there are without padding, of all these ranks.
+    """
+    sums = (scores.sum(0) * counts).view(len(tokens), -1).sum(1)
+    experts, some = len(counts) // len(tokens), (tokens > 0).sum().clamp(min=1)
+    return (sums / tokens.clamp(min=1).square()).sum() * experts / (k * some)
+
+
 class Router(nn.Module):
     """Chooses each token's experts. loads: of each micro-batch since they were forgotten, by its first sample: (e + 2,) in FP64,
-    tokens of every expert, the sum of balancing losses without their factors, and the z-loss without its own; shares of ranks
-    add up.
+    tokens of every expert, padding left out, the sum of balancing losses without their factors, and the z-loss without its own;
+    shares of ranks add up.
 
     Keyed by the micro-batch, so that recompute counts nothing twice.
     """
@@ -146,14 +165,16 @@ class Router(nn.Module):
         self.loads: dict[int, Tensor] = {}
 
     def forward(self, x: Tensor, forward_pass: Pass) -> tuple[Tensor, Tensor]:
-        """x (s, b, h) -> (scores in FP32, experts), two of (rows, k)."""
+        """x (s, b, h) -> (scores in FP32, experts), two of (rows, k). Those of padding say nothing."""
         ops, model = self.context.ops, self.context.model
-        logits = SmallLinear.apply(ops, x, self.weight)
-        ranks = self._ranks(logits) if model.sinkhorn and forward_pass.training else None
+        logits, padding = SmallLinear.apply(ops, x, self.weight), forward_pass.documents.padding
+        ranks = self._ranks(logits, padding) if model.sinkhorn and forward_pass.training else None
         scores, chosen = route(ops.backends["gemm"], logits, self.expert_bias, model, ranks)
         if not forward_pass.training:
             return scores, chosen
-        counts = torch.bincount(chosen.flatten(), minlength=logits.shape[1]).float()
+        own = self.context.own_rows(padding, self.context.sequence)
+        counted = chosen if own is None else chosen[~own]
+        counts = torch.bincount(counted.flatten(), minlength=logits.shape[1]).float()
         load = torch.cat((counts, torch.zeros(2))).double()
         if torch.is_grad_enabled():
             scores = self._with_losses(scores, logits, chosen, x.shape[1], forward_pass, load)
@@ -162,9 +183,10 @@ class Router(nn.Module):
         self.loads[forward_pass.first_sample] = load
         return scores, chosen
 
-    def _ranks(self, logits: Tensor) -> Tensor:
-        """`evenly` of the whole micro-batch, the rows of this rank's part (rows, e)."""
-        return self.context.of_whole_sequence(evenly, logits, part=self.context.sequence)
+    def _ranks(self, logits: Tensor, padding: Tensor | None) -> Tensor:
+        """`evenly` of the whole micro-batch, the rows of this rank's part (rows, e). padding: (s, b) of the whole sequence."""
+        even = partial(evenly, padding=None if padding is None else padding.flatten())
+        return self.context.of_whole_sequence(even, logits, part=self.context.sequence)
 
     def _with_losses(
         self,
@@ -177,15 +199,29 @@ class Router(nn.Module):
     ) -> Tensor:
         """The scores (rows, k), whose backward computes the gradients of the losses of logits (rows, e); these go into `load`."""
         model, ranks = self.context.model, self.context.sequence_shares
+        padding = forward_pass.documents.padding
+        own = self.context.own_rows(padding, self.context.sequence)
         balance_factor = (
             forward_pass.balance_factor * self.context.cp.size
         )  # gradients are averaged over the ranks of a sequence
+        weight = 1.0
+        if padding is not None and forward_pass.tokens is not None:
+            weight = int((~padding).sum()) / forward_pass.tokens
         if model.moe_z_loss_coeff:
-            z_loss = torch.logsumexp(logits, -1).square().mean() / ranks
-            load[-1] = z_loss.detach()
-            scores = _WithLoss.apply(scores, model.moe_z_loss_coeff * z_loss, balance_factor)
+            squares = torch.logsumexp(logits, -1).square()
+            if own is None or padding is None:
+                z_loss = squares.mean() / ranks
+            else:
+                z_loss = squares[~own].sum() / max(int((~padding).sum()), 1)
+            load[-1] = weight * z_loss.detach()
+            scores = _WithLoss.apply(
+                scores, model.moe_z_loss_coeff * z_loss, balance_factor * weight
+            )
         for kind, factor in model.balances:
             shares, hits = balancing_scores(logits, chosen, model)
+            if own is not None:
+                shares = shares.masked_fill(own.unsqueeze(1), 0.0)
+                hits = hits.masked_fill(own.unsqueeze(1), 0.0)
             parts = (
                 samples if kind == SEQUENCE_AUX else 1
             )  # a sequence's experts count as experts of their own
@@ -194,12 +230,16 @@ class Router(nn.Module):
                 hits.reshape(len(hits) // parts, -1).sum(0),
             )
             self.context.sum_over_sequence(counts)
-            loss = (
-                balancing_loss(shares, counts, ranks * len(shares), model.moe_router_topk)
-                / parts**2
-            )
-            load[-2] += loss.detach()
-            scores = _WithLoss.apply(scores, factor * loss, balance_factor)
+            if padding is None:
+                loss = (
+                    balancing_loss(shares, counts, ranks * len(shares), model.moe_router_topk)
+                    / parts**2
+                )
+            else:
+                tokens = (~padding).sum(0).view(parts, -1).sum(1)
+                loss = padded_balancing_loss(shares, counts, tokens, model.moe_router_topk)
+            load[-2] += weight * loss.detach()
+            scores = _WithLoss.apply(scores, factor * loss, balance_factor * weight)
         return scores
 
     def take_load(self) -> Tensor:

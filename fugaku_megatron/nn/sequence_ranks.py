@@ -38,7 +38,7 @@ def _order(ranks: int) -> list[int]:
 
 def in_order(x: Tensor, ranks: int) -> Tensor:
     """x (s, ...), the rows of all ranks one after another -> the same rows in the order of the sequence."""
-    parts = x.view(2 * ranks, -1, *x.shape[1:])
+    parts = x.contiguous().view(2 * ranks, -1, *x.shape[1:])
     whole = torch.empty_like(parts)
     whole[_order(ranks)] = parts
     return whole.view(x.shape)
@@ -46,7 +46,7 @@ def in_order(x: Tensor, ranks: int) -> Tensor:
 
 def of_ranks(x: Tensor, ranks: int) -> Tensor:
     """x (s, ...) in the order of the sequence -> the rows of all ranks one after another."""
-    return x.reshape(2 * ranks, -1, *x.shape[1:])[_order(ranks)].view(x.shape)
+    return x.contiguous().view(2 * ranks, -1, *x.shape[1:])[_order(ranks)].view(x.shape)
 
 
 def _exchanged(x: Tensor, cp: Comm) -> Tensor:

@@ -466,9 +466,9 @@ def attention(
     stacked = queries.unflatten(1, (heads.groups, -1)).flatten(
         2, 3
     )  # (b, g, n/g s, d): no key or value is repeated
-    scores = torch.matmul(stacked, keys.transpose(-1, -2)).view(b, heads.heads, s, s) * d**-0.5
+    scores = torch.matmul(stacked, keys.transpose(-1, -2)).reshape(b, heads.heads, s, s) * d**-0.5
     probabilities = dropout(torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1))
-    context = torch.matmul(probabilities.view(b, heads.groups, -1, s), values).view(
+    context = torch.matmul(probabilities.view(b, heads.groups, -1, s), values).reshape(
         b, heads.heads, s, d
     )
     return context.permute(2, 0, 1, 3).reshape(s, b, -1)

@@ -183,6 +183,7 @@ class TorchOps(ExpertOps, BlockOps):
         words: int | None = None,
         z_loss: float = 0.0,
         count: float | None = None,
+        z_sum: Tensor | None = None,
     ) -> Tensor:
         """x (s, b, h), weight (v, h), labels (s, b) -> (). factor and rows_at_once change nothing here.
 
@@ -191,9 +192,12 @@ class TorchOps(ExpertOps, BlockOps):
         logits = _Linear.apply(TorchOps(self.kernels), x, weight, None, None)
         if words is not None:
             logits[..., words:] = -math.inf
-        return vocab_parallel_cross_entropy(logits, labels, tp, first_row, z_loss).sum() / (
-            count or labels.numel()
-        )
+        divisor = count or labels.numel()
+        z_part = None if z_sum is None else torch.zeros(())
+        losses = vocab_parallel_cross_entropy(logits, labels, tp, first_row, z_loss, z_part)
+        if z_sum is not None and z_part is not None:
+            z_sum += z_part / divisor
+        return losses.sum() / divisor
 
 
 class _Linear(torch.autograd.Function):
@@ -278,7 +282,13 @@ class _Embedding(torch.autograd.Function):
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, tp: Comm, first_row: int, z_loss: float
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        tp: Comm,
+        first_row: int,
+        z_loss: float,
+        z_sum: Tensor | None,
     ) -> Tensor:
         ctx.dtype, logits = logits.dtype, logits.float()  # (s, b, v)
         row_max = tp.all_reduce(logits.amax(-1), "max")  # (s, b)
@@ -297,26 +307,35 @@ class _CrossEntropy(torch.autograd.Function):
             probabilities.mul_(1 + 2 * z_loss * z.unsqueeze(-1))
         probabilities[ignored] = 0.0
         ctx.save_for_backward(probabilities, rows, elsewhere)
-        return (log_sum - target_logit + z_loss * z * z).masked_fill_(ignored, 0.0)
+        added = z_loss * z * z
+        if z_sum is not None:
+            z_sum += added.masked_fill(ignored, 0.0).sum()
+        return (log_sum - target_logit + added).masked_fill_(ignored, 0.0)
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         probabilities, rows, elsewhere = ctx.saved_tensors
         dlogits = probabilities
         dlogits.scatter_add_(-1, rows, (elsewhere.float() - 1.0).unsqueeze(-1))
-        return dlogits.mul_(dloss.unsqueeze(-1)).to(ctx.dtype), None, None, None, None
+        return dlogits.mul_(dloss.unsqueeze(-1)).to(ctx.dtype), None, None, None, None, None
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, labels: Tensor, tp: Comm, first_row: int, z_loss: float = 0.0
+    logits: Tensor,
+    labels: Tensor,
+    tp: Comm,
+    first_row: int,
+    z_loss: float = 0.0,
+    z_sum: Tensor | None = None,
 ) -> Tensor:
     """-log softmax(logits)[label] + z_loss (log sum exp)^2 in FP32, the vocabulary being split over `tp`.
 
-    logits (s, b, v), labels (s, b) -> (s, b). Where a label is below 0, the loss and the gradient are 0.
+    logits (s, b, v), labels (s, b) -> (s, b). Where a label is below 0, the loss and the gradient are 0. z_sum: () or None, to
+    which the sum of the second term is added.
 
     The gradient is computed in place of the saved probabilities, so backward runs once.
     """
-    return _CrossEntropy.apply(logits, labels, tp, first_row, z_loss)
+    return _CrossEntropy.apply(logits, labels, tp, first_row, z_loss, z_sum)
 
 
 class _AddBias(torch.autograd.Function):

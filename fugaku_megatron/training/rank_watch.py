@@ -421,6 +421,12 @@ def gather_loads(stage: Stage, run: RunConfig, groups: Groups, microbatches: int
     return table
 
 
+def _mean_tokens(counts: Tensor) -> Tensor:
+    """Return the mean of counts (l, e) over experts, (l, 1); 1 where every token is padding."""
+    mean = counts.mean(1, keepdim=True)
+    return mean.masked_fill(mean == 0, 1.0)
+
+
 class ExpertWatch:
     """The tokens of every expert since the last report, (layers with experts, e). ep: ranks that have different experts."""
 
@@ -434,7 +440,7 @@ class ExpertWatch:
         own = table[self.layers]
         counts = own[:, :-2]
         self.tokens += counts
-        values = {"largest_load": (counts.amax(1) / counts.mean(1)).max().item()}
+        values = {"largest_load": (counts.amax(1) / _mean_tokens(counts).flatten()).max().item()}
         if self.model.balances:
             values["load_balancing_loss"] = own[:, -2].mean().item()
         if self.model.moe_z_loss_coeff:
@@ -443,7 +449,7 @@ class ExpertWatch:
 
     def report(self, writer: MetricsWriter, iteration: int) -> None:
         """Keep every expert's load since the last report in the history, and print the extremes and experts without a token."""
-        loads = self.tokens / self.tokens.mean(1, keepdim=True)
+        loads = self.tokens / _mean_tokens(self.tokens)
         writer.keep(
             "experts",
             iteration,
@@ -478,7 +484,7 @@ class ExpertWatch:
         each = self.tokens.shape[1] // self.ep
         loads = (
             self.tokens.view(len(self.layers), self.ep, each).sum((0, 2))
-            / self.tokens.sum()
+            / self.tokens.sum().clamp(min=1)
             * self.ep
         )
         first, load = int(loads.argmax()) * each, loads.max().item()

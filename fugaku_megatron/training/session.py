@@ -155,8 +155,10 @@ class Session:
         printed = self.writer.printing and self._logs(progress.iteration)
         work = result.work
         squares = work.squares if work and run.data.masks_attention else None
+        padded = work.padded if work else 0
         flops = (
-            accounting.hardware_flops(run, result.global_batch_size, squares) / trainer.world.size
+            accounting.hardware_flops(run, result.global_batch_size, squares, padded)
+            / trainer.world.size
         )  # of this rank
         self.writer.add(
             IterationMetrics(
@@ -168,6 +170,7 @@ class Session:
                 learning_rate=result.learning_rate,
                 global_batch_size=result.global_batch_size,
                 lm_loss=result.loss,
+                lm_loss_alone=None if result.z_loss is None else result.loss - result.z_loss,
                 loss_scale=result.loss_scale,
                 grad_norm=result.grad_norm,
                 num_zeros=result.num_zeros,

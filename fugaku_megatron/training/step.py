@@ -25,7 +25,7 @@ from ..data import marks
 from ..data.build import Datasets, build_datasets, build_separate_datasets
 from ..data.dataset import Dataset, TokenArrays
 from ..data.index_cache import IndexCache
-from ..data.marks import Work, document_starts
+from ..data.marks import Work, document_starts, padding
 from ..data.sampler import (
     Prefetcher,
     ReaderBatches,
@@ -117,7 +117,7 @@ class StepShape:
     """What the micro-batches of an iteration have in common.
 
     activation: (s, b, h) between stages, s being a part of the sequence with sequence parallelism. dtype: its element type.
-    loss_factor: of the loss that backward begins with. training: False in evaluation. recompute, count: see `Pass`.
+    loss_factor: of the loss that backward begins with. training: False in evaluation. recompute, count, tokens: see `Pass`.
     """
 
     activation: tuple[int, int, int]
@@ -126,6 +126,7 @@ class StepShape:
     training: bool
     recompute: str | None
     count: float | None = None
+    tokens: float | None = None
 
 
 class StepExecutor:
@@ -184,6 +185,7 @@ class StepExecutor:
             recompute=shape.recompute,
             documents=batch.documents,
             count=shape.count,
+            tokens=shape.tokens,
             balance_factor=shape.loss_factor,
         )
         output = chunk(x, labels, forward_pass, shape.loss_factor)
@@ -395,12 +397,14 @@ class RunBatches:
             return None
         own = source.work if isinstance(source, ReaderBatches) else Work(0, 0, 0)
         groups = self.groups
-        numbers = groups.tp.broadcast(torch.tensor([own.counted, own.squares, own.samples]))
+        sums = [own.counted, own.squares, own.samples, own.padded]
+        numbers = groups.tp.broadcast(torch.tensor(sums))
         mine = int(numbers[1])
         # Over all ranks, since gathers of weights may be under way on the communicator of the data-parallel ones.
         copies = groups.tp.size * groups.pp.size * groups.cp.size
-        counted, squares, samples = (groups.world.all_reduce(numbers) // copies).tolist()
-        return Work(counted, squares, samples, mine * groups.data_size / max(squares, 1))
+        counted, squares, samples, padded = (groups.world.all_reduce(numbers) // copies).tolist()
+        share = mine * groups.data_size / max(squares, 1)
+        return Work(counted, squares, samples, share, padded)
 
     def micro_batches(
         self, source: Source | None, consumed: int, count: int
@@ -448,12 +452,15 @@ class RunBatches:
 
 def documents_of(marks: Tensor, data: DataConfig) -> Documents:
     """What attention and positions of the run see of the documents that marks (s + 1, b) tell."""
+    padded = padding(marks)
     if not (data.masks_attention or data.restarts_positions):
-        return Documents()
+        return Documents(padding=padded)
     starts = document_starts(marks)
     positions = (
         torch.arange(starts.shape[1], dtype=torch.int32).unsqueeze(1) - starts.t().contiguous()
     )
     return Documents(
-        starts if data.masks_attention else None, positions if data.restarts_positions else None
+        starts=starts if data.masks_attention else None,
+        positions=positions if data.restarts_positions else None,
+        padding=padded,
     )

@@ -80,7 +80,8 @@ class Progress:
 @dataclass(frozen=True)
 class IterationResult:
     """Figures of one training iteration, equal on every rank. consumed: samples before it. work: of marked samples, whose share
-    alone is this rank's. experts: see `rank_watch.gather_loads`."""
+    alone is this rank's. experts: see `rank_watch.gather_loads`. z_loss: the part of the loss that --use-z-loss added, None
+    without the flag."""
 
     loss: float
     grad_norm: float
@@ -93,6 +94,7 @@ class IterationResult:
     seconds: float
     work: Work | None = None
     experts: Tensor | None = None
+    z_loss: float | None = None
 
 
 @dataclass
@@ -169,6 +171,7 @@ class Trainer:
             training=training,
             recompute=run.training.recompute_granularity if training else None,
             count=None if work is None else max(work.counted, 1) / parts,
+            tokens=None if work is None else max(self._unpadded(work), 1) * self.layout.cp / parts,
         )
         window = MicroBatchWindow(
             self.batches.micro_batches(source, consumed, lists.microbatches), len(self.stage.chunks)
@@ -176,6 +179,10 @@ class Trainer:
         return StepExecutor(
             stage or self.stage, self.groups.pp, window, shape, watch or self.watch
         ).run(lists)
+
+    def _unpadded(self, work: Work) -> int:
+        """Return how many tokens of the work are not padding."""
+        return work.samples * self.run.model.seq_length - work.padded
 
     def _mean_loss(self, losses: list[Tensor]) -> float:
         """Mean over micro-batches and data-parallel ranks, from the last stage to all."""
@@ -198,6 +205,7 @@ class Trainer:
         experts = rank_watch.gather_loads(
             self.stage, self.run, self.groups, self.layout.microbatches(self.run, size)
         )
+        z_loss = self._take_z_loss() if self.run.model.z_loss else None
         if self.before_update:
             loss = self.before_update(consumed, loss)
         scheduled = self.progress.scheduled_samples
@@ -225,7 +233,16 @@ class Trainer:
             time.perf_counter() - started,
             work,
             experts,
+            z_loss,
         )
+
+    def _take_z_loss(self) -> float:
+        """Return the mean of what --use-z-loss added to the losses of the iteration, and forget it. Collective."""
+        parts: list[Tensor] = []
+        if self.stage.last:
+            parts = list(self.stage.last.z_losses.values())
+            self.stage.last.z_losses.clear()
+        return self._mean_loss(parts)
 
     def _gradients(
         self,
@@ -243,6 +260,8 @@ class Trainer:
         microbatches = self.layout.microbatches(self.run, self.batch_size(consumed))
         self.optimizer.zero_grad(microbatches)
         rank_watch.forget_loads(self.stage)
+        if self.stage.last:
+            self.stage.last.z_losses.clear()
         losses = self._execute(
             source,
             work,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,13 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.arguments import parse
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import ModelConfig, RunConfig
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.data.sampler import fetch
+from fugaku_megatron.logs.iteration import parse_line
+from fugaku_megatron.logs.metrics import MetricsWriter
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.training.dry_run import report
+from fugaku_megatron.training.session import Session
 from tests.helpers import make_trainer, small_run, whole_tensors
 from tests.threads import ThreadWorld
 
@@ -288,6 +294,44 @@ def test_losses_and_gradients_are_those_of_plain_torch(name, layout, backend):
             atol=1e-5,
             msg=lambda m, k=key: f"{k}: {m}",
         )
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("layout", ["one rank", "tp2 x pp2"])
+def test_the_z_loss_is_a_part_of_the_training_loss_alone(layout, backend):
+    """Validation and its perplexity are those of the cross entropy, and the log has both losses of training."""
+
+    def work(world: Any, z_loss: bool) -> tuple[float, float, float | None]:
+        torch.set_num_threads(1)
+        run = option_run("z-loss", layout)
+        run = replace(run, model=replace(run.model, use_z_loss=z_loss))
+        with contextlib.closing(make_trainer(world, run, Ops.build(backend))) as trainer:
+            valid = trainer.evaluate(trainer.valid, 0, 2)
+            result = trainer.train_step()
+        return valid, result.loss, result.z_loss
+
+    ranks = LAYOUTS[layout][0]
+    for (valid, loss, z_loss), (valid_alone, alone, none) in zip(
+        *(ThreadWorld(ranks).run(work, z_loss) for z_loss in (True, False)), strict=True
+    ):
+        assert valid == valid_alone and none is None
+        assert z_loss > 0.05 and loss - z_loss == pytest.approx(alone, rel=1e-6)
+
+
+def test_the_log_has_the_loss_without_the_z_loss(capsys):
+    run = small_run(**OPTIONS["z-loss"], log_interval=2, eval_interval=2)
+    with contextlib.closing(make_trainer(SoloComm(), run)) as trainer:
+        results = []
+        step = trainer.train_step
+        trainer.train_step = lambda: results.append(step()) or results[-1]
+        writer = MetricsWriter(2, 2)
+        Session(trainer, writer, 2, ()).run()
+        writer.close()
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "lm loss" in line]
+    found = parse_line(line)
+    assert found.lm_loss == pytest.approx(sum(r.loss for r in results) / 2, rel=1e-6)
+    alone = sum(r.loss - r.z_loss for r in results) / 2
+    assert found.lm_loss_alone == pytest.approx(alone, rel=1e-6)
 
 
 @pytest.mark.parametrize("layout", ["one rank", "tp2 x pp2"])

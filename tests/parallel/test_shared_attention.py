@@ -81,6 +81,10 @@ def test_heads_of_whole_sequences_are_the_same_work_for_any_documents():
     def heads(comm):
         x = torch.arange(S // 4 * 2 * 64, dtype=torch.float32).view(S // 4, 2, 64)
         assert torch.equal(to_rows(to_heads(x, comm), comm), x)
+        permuted = x.transpose(0, 1).contiguous().transpose(0, 1)  # as torch's attention makes it
+        assert torch.equal(to_rows(to_heads(permuted, comm), comm), x)
+        whole = to_heads(x, comm)
+        assert torch.equal(to_rows(whole.transpose(0, 1).contiguous().transpose(0, 1), comm), x)
         return to_heads(x, comm).shape
 
     assert set(ThreadWorld(4).run(heads)) == {(S, 2, 16)}

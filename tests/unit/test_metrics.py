@@ -316,6 +316,7 @@ def test_any_field_may_be_absent(field):
         system_seconds=0.5,
         load_balancing_loss=1.25,
         router_z_loss=4.5,
+        lm_loss_alone=6.25,
         largest_load=2.5,
         counted_tokens=372,
         counted_share=45.3,
