@@ -258,7 +258,7 @@ def arguments_of(
 _NAMESPACES = {"argparse.Namespace": argparse.Namespace, "types.SimpleNamespace": SimpleNamespace}
 _IGNORED = ("megatron.", "numpy.", "signal.")  # modules whose classes and functions become Nothing
 # The same in `.metadata`, into which megatron-core has pickled its save plan since 0.11.
-_IGNORED_IN_METADATA = (*_IGNORED, "torch.distributed.checkpoint.")
+_IGNORED_IN_METADATA = (*_IGNORED, "torch.distributed.checkpoint.", "pathlib.")
 _METADATA = (
     "Metadata",
     "MetadataIndex",
