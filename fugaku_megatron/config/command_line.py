@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from .checks import Refused, check, flag
 
+MAX_NODES = 10_000  # of a YAML file: a file of a few lines can stand for billions
 MAX_MESSAGE = 400  # characters of a mistake that repeats what was given
 _FLAG = re.compile("--?[A-Za-z]")  # how a flag begins
 
@@ -417,7 +418,9 @@ def _read(path: str) -> dict[str, Any]:
             "extra [yaml]"
         ) from None
     try:
-        top = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        _check_nodes(path, yaml.compose(text, Loader=yaml.SafeLoader))
+        top = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
         raise ValueError(f"--yaml-cfg {path}: cannot be read: {reason}") from None
@@ -426,6 +429,29 @@ def _read(path: str) -> dict[str, Any]:
         f"--yaml-cfg {path}: it holds no keys: pass a file with lines such as `num_layers: 24`",
     )
     return top
+
+
+def _check_nodes(path: str, root: Any) -> None:
+    """Raise ValueError if the nodes of a YAML file, with every alias replaced, are more than MAX_NODES."""
+    counts: dict[int, int] = {}
+
+    def count(node: Any) -> int:
+        """Return the nodes below and with this one; a node that holds itself has no end."""
+        if id(node) not in counts:
+            counts[id(node)] = MAX_NODES + 1  # while its children are counted
+            children = node.value if isinstance(node.value, list) else []
+            flat = [
+                one
+                for child in children
+                for one in (child if isinstance(child, tuple) else [child])
+            ]
+            counts[id(node)] = 1 + sum(map(count, flat))
+        return counts[id(node)]
+
+    check(
+        root is None or count(root) <= MAX_NODES,
+        f"--yaml-cfg {path}: its aliases stand for more than {MAX_NODES} values: write the values out",
+    )
 
 
 def _words(key: str, value: Any, known: Mapping[str, argparse.Action]) -> list[str]:

@@ -27,6 +27,7 @@ import numpy as np
 from .chat_dataset import ChatFiles, signed, unsigned
 from .files import Document, read_record, read_text
 from .library_tokenizers import HuggingFaceTokenizer, clean
+from .template_limits import limited
 from .tokenizer import Tokenizer
 
 ASSISTANT = "assistant"
@@ -35,6 +36,11 @@ MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a terminal could take for a command
 EXAMPLES = 10  # chats that are printed
 REASON = 200  # characters of a template's own message that are shown
+MARK = "fmAnswer7Mark"  # stands for an answer's content, to find where a template puts it
+NOT_FOUND = (
+    "the chat template renders {what} differently alone and in the whole chat, so that the assistant's tokens cannot be found: pass "
+    "--chat-template FILE, the template with {{% generation %}} and {{% endgeneration %}} around what the assistant writes"
+)
 LOOKS = (
     'pass {"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...}'
 )
@@ -90,8 +96,14 @@ TRAINING_FORMS: dict[str, tuple[tuple[str, str], ...]] = {
 }
 
 
-def training_form(template: str) -> tuple[str, str | None]:
-    """(the template that chats are rendered with for training, the row of TRAINING_FORMS that changed it)."""
+def training_form(
+    template: str, renders_alike: Callable[[str, str], bool] = lambda changed, template: True
+) -> tuple[str, str | None]:
+    """(the template that chats are rendered with for training, the row of TRAINING_FORMS that changed it).
+
+    renders_alike: whether a changed template can be rendered, to the text of the template for a chat of one turn. A template that is
+    only near to a row is left as it is.
+    """
     for name, parts in TRAINING_FORMS.items():
         changed = template
         for pattern, instead in parts:
@@ -99,7 +111,8 @@ def training_form(template: str) -> tuple[str, str | None]:
             if count != 1:
                 break
         else:
-            return changed, name
+            if renders_alike(changed, template):
+                return changed, name
     return template, None
 
 
@@ -227,9 +240,16 @@ class ChatTemplate:
         form: str | None = None
         self._for_training, self.form = self.text, form
         if not self.marked:
-            self._for_training, self.form = training_form(self.text)
+            self._for_training, self.form = training_form(self.text, self._renders_alike)
         special = {*self._library.get_added_vocab().values(), *self._library.all_special_ids}
         self._special: frozenset[int] = frozenset(special)
+
+    def _renders_alike(self, changed: str, template: str) -> bool:
+        chat = Chat([user_turn("Hello"), {"role": ASSISTANT, "content": "Hello!"}])
+        try:
+            return self._text(chat, changed, chat.whole) == self._text(chat, template, chat.whole)
+        except ValueError:
+            return False
 
     @property
     def how(self) -> str:
@@ -276,12 +296,20 @@ class ChatTemplate:
             return self._encode_messages(chat)
         only_answers = all(message["role"] == ASSISTANT for message in chat.whole[chat.begin :])
         template = self.text if only_answers else self._for_training
-        before = self._ids(chat, template, chat.whole[: chat.begin], prompt=True)
+        prompt = chat.whole[: chat.begin]
+        before = self._ids(chat, template, prompt, prompt=True)
         if only_answers:
             ids = self._ids(chat, template, chat.whole)
             trained = np.ones(len(ids), bool)
         else:
             ids, trained = self._encode_messages(chat)
+        begin = len(before)
+        if only_answers and not np.array_equal(before, ids[:begin]):  # a token holds text of both
+            text = self._text(chat, template, prompt, add_generation_prompt=True)
+            whole = self._text(chat, template, chat.whole)
+            _, _, ends = self._offsets(chat, chat.whole, whole)
+            if whole.startswith(text):
+                before = ids[: np.searchsorted(ends, len(text), side="right")]
         self._check_prefix(before, ids, "the prompt")
         trained[: len(before)] = False
         return ids, trained
@@ -311,15 +339,77 @@ class ChatTemplate:
             )
             return np.array(found["input_ids"], np.int32), np.array(found["assistant_masks"], bool)
         ids = self._ids(chat, self.text, chat.whole)
+        try:
+            return ids, self._trained_by_prefixes(chat, chat.whole, ids)
+        except ValueError:  # parts of a chat that differ from the whole, or cannot be rendered
+            return ids, self._trained_by_text(chat, chat.whole)
+
+    def _trained_by_prefixes(self, chat: Chat, whole: Messages, ids: np.ndarray) -> np.ndarray:
+        """Find each answer between the tokens of the messages before it and those up to it: bool (n,)."""
         trained = np.zeros(len(ids), bool)
-        for number, message in enumerate(chat.whole):
+        for number, message in enumerate(whole):
             if message["role"] == ASSISTANT:
-                before = self._ids(chat, self.text, chat.whole[:number], prompt=True)
-                after = self._ids(chat, self.text, chat.whole[: number + 1])
+                before = self._ids(chat, self.text, whole[:number], prompt=True)
+                after = self._ids(chat, self.text, whole[: number + 1])
                 self._check_prefix(before, ids, f"what is before message {number + 1}")
                 self._check_prefix(after, ids, f"the chat up to message {number + 1}")
                 trained[len(before) : len(after)] = True
-        return ids, trained
+        return trained
+
+    def _trained_by_text(self, chat: Chat, whole: Messages) -> np.ndarray:
+        """Find each answer in the text of the whole chat, where tokens do not end at its borders: bool (n,).
+
+        As transformers' mask of the assistant's tokens, the first and the last token of an answer may hold text next to it.
+        """
+        text = self._text(chat, self.text, whole)
+        ids, begins, ends = self._offsets(chat, whole, text)
+        trained = np.zeros(len(ids), bool)
+        for number, message in enumerate(whole):
+            if message["role"] == ASSISTANT:
+                begin, end = self._answer(chat, whole, number, text)
+                trained |= (ends > begin) & (begins < end)
+        return trained
+
+    def _offsets(
+        self, chat: Chat, messages: Messages, text: str
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens of a rendered text, and where in the text each begins and ends, each (n,)."""
+        ids = self._ids(chat, self.text, messages)
+        if not self._library.is_fast:
+            self._check_prefix(ids, ids[:0], "a turn")
+        found = self._library(text, add_special_tokens=False, return_offsets_mapping=True)
+        self._check_prefix(np.array(found["input_ids"], np.int32), ids, "its text")
+        places = np.array(found["offset_mapping"]).reshape(-1, 2)
+        return ids, places[:, 0], places[:, 1]
+
+    def _answer(self, chat: Chat, whole: Messages, number: int, text: str) -> tuple[int, int]:
+        """Return where message `number` begins and ends in the text of the whole chat, with the token that ends its turn.
+
+        What the template makes of the messages before it and up to it says so; otherwise the text around a mark in place of its
+        content, for a template that renders earlier turns differently or cannot render a part of a chat.
+        """
+        if number:
+            before = self._text(chat, self.text, whole[:number], add_generation_prompt=True)
+            after = self._text(chat, self.text, whole[: number + 1])
+            if text.startswith(before) and text.startswith(after):
+                return len(before), len(after)
+        marked = [
+            {**message, "content": MARK} if place == number else message
+            for place, message in enumerate(whole)
+        ]
+        head, mark, tail = self._text(chat, self.text, marked).partition(MARK)
+        is_around = text.startswith(head) and text.endswith(tail)
+        end_of_turn = self._end_of_turn(tail)
+        if not (mark and is_around and len(head) + len(tail) <= len(text) and end_of_turn):
+            raise ValueError(NOT_FOUND.format(what=f"message {number + 1}"))
+        return len(head), len(text) - len(tail) + end_of_turn
+
+    def _end_of_turn(self, tail: str) -> int:
+        """Return how many characters of the text after an answer end its turn: 0 without a special token there."""
+        special = map(self._library.convert_ids_to_tokens, sorted(self._special))
+        space = len(tail) - len(tail.lstrip())
+        found = [token for token in special if token and tail.startswith(token, space)]
+        return space + max(map(len, found)) if found else 0
 
     def _ids(
         self, chat: Chat, template: str, messages: Messages, prompt: bool = False
@@ -329,16 +419,19 @@ class ChatTemplate:
             np.int32,
         )
 
+    def _text(self, chat: Chat, template: str, messages: Any, **how: Any) -> str:
+        return self._rendered(chat, template, messages, tokenize=False, return_dict=False, **how)
+
     def _rendered(self, chat: Chat, template: str, messages: Messages, **how: Any) -> Any:
         try:
-            return self._library.apply_chat_template(
-                messages,
-                tools=chat.tools,
-                chat_template=template,
-                return_dict=True,
-                **how,
-                **chat.options,
-            )
+            with limited():
+                return self._library.apply_chat_template(
+                    messages,
+                    tools=chat.tools,
+                    chat_template=template,
+                    **{"return_dict": True, **how},
+                    **chat.options,
+                )
         except (
             Exception
         ) as error:  # the template's own, or any of the library, depending on what is wrong
@@ -348,11 +441,7 @@ class ChatTemplate:
     @staticmethod
     def _check_prefix(part: np.ndarray, whole: np.ndarray, what: str) -> None:
         if not np.array_equal(part, whole[: len(part)]):
-            raise ValueError(
-                f"the chat template renders {what} differently alone and in the whole chat, so that the assistant's "
-                "tokens cannot be found: pass --chat-template FILE, the template with {% generation %} and "
-                "{% endgeneration %} around what the assistant writes"
-            )
+            raise ValueError(NOT_FOUND.format(what=what))
 
     def _check_ends(self, ids: np.ndarray, trained: np.ndarray) -> None:
         """Every turn must end with a token that ends it, or the model would never learn to stop."""

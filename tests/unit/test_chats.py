@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from fugaku_megatron import cli
 from fugaku_megatron.config.arguments import make_run, parse
+from fugaku_megatron.data import template_limits
 from fugaku_megatron.data.build import build_datasets
 from fugaku_megatron.data.chat_dataset import (
     PADDING,
@@ -25,7 +26,7 @@ from fugaku_megatron.data.chat_dataset import (
     signed,
     unsigned,
 )
-from fugaku_megatron.data.chats import Chat, ChatTemplate, read_chat, shown
+from fugaku_megatron.data.chats import Chat, ChatTemplate, read_chat, shown, training_form
 from fugaku_megatron.data.chats import user_turn as user
 from fugaku_megatron.data.files import Document
 from fugaku_megatron.data.indexed import IndexedDataset
@@ -205,6 +206,90 @@ CASES = {
 }
 
 
+PHI_3 = (
+    "{{ '<s>' }}{% for message in messages %}{% if message['role'] == 'user' %}"
+    "{{ '<|start|>user\n' + message['content'] + '<|eot|>\n<|start|>assistant\n' }}"
+    "{% else %}{{ message['content'] + '<|eot|>\n' }}{% endif %}{% endfor %}"
+    "{% if not add_generation_prompt %}{{ '</s>' }}{% endif %}"
+)
+STRIPPING = CHATML.replace("message['content']", "message['content'] | trim")
+START, END = "<|im_start|>", "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "template, messages, expected",
+    [
+        (  # an earlier turn loses its thoughts: what is rendered of it is trained
+            FORGETFUL,
+            THOUGHT,
+            f"{START}user\na{END}\n{START}assistant\n[+\n\nc{END}+]\n"
+            f"{START}user\nd{END}\n{START}assistant\n[+e{END}\n+]",
+        ),
+        (  # the assistant begins
+            CHATML,
+            [assistant("hello"), user("b"), assistant("c")],
+            f"{START}assistant\n[+hello{END}+]\n{START}user\nb{END}\n{START}assistant\n[+c{END}\n+]",
+        ),
+        (  # the text ends with a token that an earlier turn has not
+            PHI_3,
+            [user("a"), assistant("b"), user("c"), assistant("d")],
+            "<s><|start|>user\na<|eot|>\n<|start|>assistant\n[+b<|eot|>+]\n"
+            "<|start|>user\nc<|eot|>\n<|start|>assistant\n[+d<|eot|>\n</s>+]",
+        ),
+        (
+            STRIPPING,
+            [user("a"), assistant("\n\n b \n")],
+            f"{START}user\na{END}\n{START}assistant\n[+b{END}\n+]",
+        ),
+    ],
+)
+def test_answers_are_found_in_the_text_of_the_chat(tokenizer, template, messages, expected):
+    assert rendered(tokenizer, template, {"messages": messages}) == expected
+
+
+@pytest.mark.parametrize("answer", ["\nb", "\n\nb", " b", "\tb\n", "b\n\n"])
+def test_an_answer_may_begin_and_end_with_white_space(tokenizer, answer):
+    chat = {"messages": [user("a"), assistant(answer), user("c"), assistant("d")]}
+    text = rendered(tokenizer, CHATML, chat)
+    plain = f"{START}user\na{END}\n{START}assistant\n{answer}{END}\n"
+    assert text.replace("[+", "").replace("+]", "").startswith(plain)
+    assert text.count("[+") == 2 and f"[+{answer}{END}" in text
+
+
+def test_answers_are_found_alike_in_tokens_and_in_text(tokenizer, monkeypatch):
+    chat = {"messages": TALK}
+    by_prefixes = rendered(tokenizer, CHATML, chat)
+
+    def refuse(*arguments):
+        raise ValueError("a token holds text of two messages")
+
+    monkeypatch.setattr(ChatTemplate, "_trained_by_prefixes", refuse)
+    assert rendered(tokenizer, CHATML, chat) == by_prefixes
+
+
+def test_a_template_near_a_known_one_is_left_as_it_is(tokenizer):
+    """The change of Qwen3's template would not compile in one whose conditions are nested otherwise."""
+    near = QWEN_3.replace("{%- endif %}", "{%- endif %}{%- if true %}", 1)
+    assert training_form(near, lambda changed, template: False) == (near, None)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 'a' * (10**10) }}",
+        "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.popen('true').read() }}",
+    ],
+)
+def test_a_hostile_template_ends_with_one_line(tokenizer, template, monkeypatch):
+    monkeypatch.setattr(template_limits, "SECONDS", 0.2)
+    monkeypatch.setattr(template_limits, "BYTES", 2**28)
+    with pytest.raises(ValueError, match="the chat template cannot render it"):
+        rendered(tokenizer, template, {"messages": TALK})
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_trained_tokens_are_the_assistants(tokenizer, name):
     template, messages, expected = CASES[name]
@@ -226,11 +311,6 @@ def test_of_a_prompt_and_a_completion_the_completion_is_trained(tokenizer):
     "template, messages, reason",
     [
         (
-            FORGETFUL,
-            THOUGHT,
-            "the chat template renders the chat up to message 2 differently alone and in the whole chat",
-        ),
-        (
             ENDLESS,
             TALK,
             "does not end a turn of the assistant with a special token that is trained",
@@ -246,7 +326,6 @@ def test_of_a_prompt_and_a_completion_the_completion_is_trained(tokenizer):
             r"cannot render it \(TemplateError: only user and assistant\)",
         ),
         ("{% if %}", TALK, r"cannot render it \(TemplateSyntaxError: "),
-        (CHATML, TALK[1:2], "cannot render it"),
     ],
 )
 def test_what_cannot_be_masked_is_refused(tokenizer, template, messages, reason):
