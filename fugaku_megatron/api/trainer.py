@@ -50,6 +50,7 @@ from ..training.start_choices import (
     with_vocabulary,
 )
 from ..watchdog.heartbeat import Heartbeat
+from .chats import chat_arrays
 from .config import Config
 from .flags import check_flags, trainer_notes
 from .start import Start, config_start, load_start
@@ -90,7 +91,9 @@ class Trainer:
     data: a prefix of .bin/.idx files, or what --data-path takes as a list: prefixes, or weights and prefixes in turn. Or documents:
     a sequence, or a map-style data set of torch, whose items are one-dimensional arrays of token ids (of numpy or torch, or lists);
     they are read as if they had been written to such files. Every rank passes the same data. Without it the config's data flags
-    count. valid: the same for `evaluate`. All documents of `data` are for training, unless the config has a split and `valid` is
+    count. With sft in the config documents are chats: objects as `fugaku-megatron preprocess --chat` reads them, rendered by the
+    config's tokenizer, or pairs of an array of token ids and one that is true for those that are trained.
+    valid: the same for `evaluate`. All documents of `data` are for training, unless the config has a split and `valid` is
     not given.
 
     The config's load and pretrained_checkpoint name what the run begins with, as they do in the command: weights of adapters and
@@ -197,8 +200,12 @@ class Trainer:
             "of .bin/.idx files, a sequence of arrays of token ids, or a map-style data set of torch",
         )
         check(len(source) > 0, f"{name} is empty: pass at least one document")
-        self._arrays[f"<{name}>"] = TokenArrays(source, f"<{name}>")
-        return (f"<{name}>",)
+        named = f"<{name}>"
+        if self.config.sft:
+            self._arrays[named] = chat_arrays(source, named, self.config.run)
+        else:
+            self._arrays[named] = TokenArrays(source, named)
+        return (named,)
 
     def _with_length(self, iterations: int) -> RunConfig:
         """The run of so many iterations, unless its config says how many."""

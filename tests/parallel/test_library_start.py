@@ -19,8 +19,9 @@ from fugaku_megatron.api.flags import REFUSED
 from fugaku_megatron.checkpoint import manifest
 from fugaku_megatron.checkpoint.manifest import list_iterations, read_manifest
 from fugaku_megatron.comm.base import SoloComm
+from fugaku_megatron.config.checks import flag_words
 from fugaku_megatron.config.run_config import GROUPS
-from fugaku_megatron.data.chat_dataset import ChatWriter, signed
+from fugaku_megatron.data.chat_dataset import ChatFiles, ChatWriter, signed
 from tests.helpers import CP2, OVERLAP, TP2
 from tests.llama_models import FAMILIES
 from tests.parallel import test_library_flags
@@ -36,6 +37,7 @@ from tests.parallel.test_library_flags import (
     trainer_of,
 )
 from tests.threads import ThreadWorld
+from tools import flag_chats
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # notes of runs
 _in_this_process = test_library_flags._in_this_process
@@ -435,3 +437,54 @@ def test_a_save_of_the_last_iteration_is_written_when_the_script_ends(place, tmp
         break
     trainer.close()
     assert list_iterations(tmp_path / "saved") == [1]
+
+
+def test_chats_in_memory_are_trained_as_files_of_them_are(place, tmp_path):
+    flags = {"sft": True, "sft_truncate": True, "data_path": None, "split": None}
+    flags |= {"eval_iters": 1, "eval_interval": 2}
+    files, own = ChatFiles(place / "chats"), at(place, flags)
+    expected = library(ALONE, data=place / "chats", valid=place / "chats", **own)
+    assert len(set(expected)) > 12
+    pairs = []
+    for index in range(len(files)):
+        tokens = files.get(index)
+        pairs.append((tokens.tolist(), torch.from_numpy(files.trained(index, len(tokens)))))
+    assert library(ALONE, data=pairs, valid=pairs, **own) == expected
+    for chat, message in (
+        ([1, 2], "chat 1 of <data> has token ids of shape ()"),
+        ([1, 2, 3], "chat 1 of <data> is no chat of --sft: pass chats (messages"),
+        (
+            ([1, 2], [1]),
+            "chat 1 of <data> has 2 token ids, and what is trained of them has shape (1,)",
+        ),
+        (([1, 2], [1, 2]), "what is trained of them has shape (2,)"),
+        (([-1], [1]), "token id -1: pass 0 or more"),
+        (([], []), "chat 1 of <data> has token ids of shape (0,)"),
+        (([1, 999], [0, 1]), "document 1 of <data>: token id 999 is outside the vocabulary of 96"),
+        ({"messages": []}, "pass tokenizer_type HuggingFaceTokenizer and its folder"),
+    ):
+        assert message in refusal(lambda: library(ALONE, data=[pairs[0], chat], **own))  # noqa: B023
+
+
+def test_chats_are_rendered_as_preprocess_renders_them(tmp_path):
+    flag_chats.write(tmp_path)
+    folder = str(tmp_path / "tokenizer")
+    lines = (tmp_path / "train.jsonl").read_text().splitlines()[:12]
+    (tmp_path / "some.jsonl").write_text("\n".join(lines))
+    words = (
+        "--chat",
+        "--keep-order",
+        "--input",
+        tmp_path / "some.jsonl",
+        "--output-prefix",
+        tmp_path / "chats",
+    )
+    named = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": folder}
+    tokenizer = [word for name, value in named.items() for word in flag_words(name, value)]
+    assert cli.main(["preprocess", *map(str, words), "--workers", "1", *tokenizer]) == 0
+    flags = {"sft": True, "split": None, "seq_length": 128, "vocab_size": None, **named}
+    expected = library(ALONE, data=tmp_path / "chats", **flags)
+    assert library(ALONE, data=[json.loads(line) for line in lines], **flags) == expected
+    assert "chat 0 of <data>: neither messages nor prompt" in refusal(
+        lambda: library(ALONE, data=[{"text": "a"}], **flags)
+    )
