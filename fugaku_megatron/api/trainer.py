@@ -261,7 +261,7 @@ class Trainer:
         self._scheduled = keeps and resume.iteration is not None
         self._run = replace(self._run, output=start.run.output)
         trainer.run = replace(trainer.run, output=start.run.output)
-        self._weightless = self._run.lora.on and not start.found
+        self._weightless = self._run.lora.on
         self._carried = start.carried
         saved = resume.state.get("tokenizer")
         notes = tokenizer_notes(self._run, self._tokenizer, saved, self._world)
@@ -271,10 +271,14 @@ class Trainer:
             schedule = trainer.param_schedule
             trainer.param_schedule = self._comparable(schedule, resume)
             lines = resume_training(trainer, resume)
-            notes += [line for line in lines if line.startswith(NOTE)]
+            notes += [line for line in lines if line.startswith(NOTE) and not _names_arrays(line)]
             if not self._scheduled:
                 trainer.param_schedule = schedule
         trainer.tokenizer = self._tokenizer or saved
+        if start.found:
+            self._weightless = False
+        if self._length_given:
+            self._end = pretrain.run_length(self._run, trainer.layout, trainer.progress)[0]
         self._warn(*notes)
 
     def _comparable(self, schedule: ParamSchedule, resume: Resume) -> ParamSchedule:
@@ -548,6 +552,11 @@ class Trainer:
         """Stop reading ahead, and wait for a save in the background. Collective."""
         self._finish_save()
         self._trainer.close()
+
+
+def _names_arrays(line: str) -> bool:
+    """True for a line about documents in memory, whose names say nothing of what they are."""
+    return any(repr(f"<{name}>") in line for name in ("data", "valid"))
 
 
 T = TypeVar("T")

@@ -124,6 +124,10 @@ def test_a_config_is_the_run_of_the_flags():
             "--dry-run and --world-size belong to the command",
         ),
         (
+            lambda: fm.Config.from_flags(["--recipe", "124m", "--no-position-embedding"]),
+            "--no-position-embedding: it goes with rope",
+        ),
+        (
             lambda: fm.Config(**{**FLAGS, "kernels": "auto"}, kv_channels=6),
             "--kv-channels is 6, .* multiples of 4",
         ),

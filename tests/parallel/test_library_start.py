@@ -20,8 +20,9 @@ from fugaku_megatron.checkpoint import manifest
 from fugaku_megatron.checkpoint.manifest import list_iterations, read_manifest
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.checks import flag_words
-from fugaku_megatron.config.run_config import GROUPS
+from fugaku_megatron.config.run_config import GROUPS, saved_run
 from fugaku_megatron.data.chat_dataset import ChatFiles, ChatWriter, signed
+from fugaku_megatron.inference.loading import load_model
 from tests.helpers import CP2, OVERLAP, TP2
 from tests.llama_models import FAMILIES
 from tests.parallel import test_library_flags
@@ -180,6 +181,8 @@ def test_every_flag_acts_as_in_the_command_or_is_refused():
     every = {field.name for group in GROUPS.values() for field in fields(group)}
     assert acting | REFUSED.keys() == every and not acting & REFUSED.keys()
     assert REFUSED.keys() == VALUES.keys()
+    page = (Path(__file__).parents[2] / "docs" / "library.md").read_text()
+    assert not [name for name in REFUSED if f"`{name}`" not in page]
 
 
 def adapted(place: Path, directory: Path, count: int = 2, **flags: Any) -> list[float]:
@@ -316,7 +319,23 @@ def test_mistakes_about_what_is_loaded(place, tmp_path):
         load=str(tmp_path / "lora"), pretrained_checkpoint=None
     )
     flags = {**lora, "load": str(tmp_path / "lora")}
-    trainer_of(ALONE, **{**flags, "pretrained_checkpoint": str(tmp_path / "elsewhere")})
+    flags["pretrained_checkpoint"] = str(tmp_path / "elsewhere")
+    trainer_of(ALONE, **flags)
+    trainer_of(ALONE, **flags, finetune=True)
+    assert "both name the model of new adapters: pass one of them" in refusal(
+        lambda: command(ALONE, **{**flags, "load": str(place / "base"), "finetune": True})
+    )
+    saved = manifest.read_manifest(tmp_path / "lora", 2)
+    assert "merge them with fugaku-megatron convert --load" in refusal(
+        lambda: load_model(saved_run(saved, (1, 1)), ALONE, str(tmp_path / "lora"), 2, saved)
+    )
+
+
+def test_a_failed_load_leaves_a_run_of_adapters_without_weights(place, tmp_path):
+    trainer = trainer_of(ALONE, **at(place, {**LORA, "num_layers": 3}))
+    for _ in range(2):
+        refusal(lambda: trainer.load(place / "base", weights_only=True))
+        assert "a model that was not loaded" in refusal(trainer.steps)
 
 
 def copied(source: Path, target: Path) -> Path:
