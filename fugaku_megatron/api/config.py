@@ -11,10 +11,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..config.arguments import build_parser, checked_run, field_values, run_flags
+from ..config.arguments import (
+    build_parser,
+    check_other_flags,
+    checked_run,
+    field_values,
+    run_flags,
+)
 from ..config.checks import check
 from ..config.command_line import nearest
 from ..config.run_config import GROUPS, RunConfig
+
+
+def _with_checkpoint_model(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with use_checkpoint_args followed: the model is the one of the checkpoint in load."""
+    if not values.get("use_checkpoint_args"):
+        return values
+    from ..training.train_command import with_checkpoint_model
+
+    return with_checkpoint_model(values)
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -50,13 +65,16 @@ class Config:
             not isinstance(words, str),
             f"from_flags takes a list of words, not one text: pass {words!r:.60}.split()",
         )
-        flags = run_flags(vars(build_parser().parse_args([*words])))
+        values = vars(build_parser().parse_args([*words]))
+        flags = run_flags(values)
         check(
             not flags.dry_run and flags.world_size is None,
             "--dry-run and --world-size belong to the command fugaku-megatron "
             "train: leave them out",
         )
-        return cls._of(flags.recipe, flags.fields, flags.notes)
+        config = cls._of(flags.recipe, flags.fields, flags.notes)
+        check_other_flags(values, config.run)
+        return config
 
     def replace(self, **flags: Any) -> Config:
         """The same run with other values, as if they had been among those that it was made from."""
@@ -71,7 +89,7 @@ class Config:
     def _settle(
         self, recipe: str | None, values: dict[str, Any], notes: tuple[str, ...] = ()
     ) -> None:
-        run, without_effect = checked_run(recipe, values)
+        run, without_effect = checked_run(recipe, _with_checkpoint_model(values))
         for name, value in (
             ("run", run),
             ("notes", notes + without_effect),

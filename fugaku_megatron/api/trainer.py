@@ -7,18 +7,20 @@ for step in trainer.steps():
 
 from __future__ import annotations
 
+import atexit
 import functools
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from ..checkpoint.load import open_checkpoint
-from ..checkpoint.shards import check_model
+from ..checkpoint.manifest import CARRIED
+from ..checkpoint.save import BackgroundSave, check_writable
 from ..comm import launcher
 from ..comm.agreement import everywhere, find_nodes, on_root
 from ..comm.base import Comm, SoloComm
@@ -30,39 +32,45 @@ from ..config import batches
 from ..config.batches import ParamSchedule
 from ..config.checks import check, flag
 from ..config.layout import Layout
-from ..config.model_config import architecture
-from ..config.run_config import NumbersConfig, OutputConfig, RunConfig
-from ..convert.convert_command import open_weights, own_checkpoint
+from ..config.run_config import RunConfig
+from ..convert.hugging_face import carry
 from ..data.dataset import Documents, TokenArrays
 from ..host import kernels, runtime
 from ..host.observed import Phases
 from ..training import pretrain, train
+from ..training.machine_faults import Checksums, Rerun
 from ..training.observers import Heartbeats, Observers
 from ..training.rank_watch import check_memory
 from ..training.replicas import ReplicasDiffer as ReplicasDiffer
-from ..training.resume import Resume, with_padding
-from ..training.start_choices import choose_kernels, read_tokenizer, settle, with_vocabulary
+from ..training.resume import Resume, carry_files, resume_training, with_padding
+from ..training.start_choices import (
+    choose_kernels,
+    read_tokenizer,
+    settle,
+    tokenizer_notes,
+    with_vocabulary,
+)
 from ..watchdog.heartbeat import Heartbeat
+from .chats import chat_arrays
 from .config import Config
+from .flags import check_flags, trainer_notes
+from .start import Start, config_start, load_start
 
 Source = str | os.PathLike[str] | Sequence[Any] | Documents
 NO_END = 2**31 - 1  # iterations of a run whose length is not known yet
-# Flags of the command's own loop and process.
-LOOP = (
-    {f.name for f in fields(OutputConfig)} - {"keep_last", "log_num_zeros_in_grad"}
-    | {f.name for f in fields(NumbersConfig)} - {"check_weight_hash_across_dp_replicas_interval"}
-    | {"exit_interval", "exit_duration_in_mins", "eval_interval", "skip_train"}
-)
-PROCESS = {"allocator", "thread_affinity", "cpu_frequency", "use_flush_denormal"}
+PACKAGE = __name__.partition(".")[0] + "."
+NOTE = "note: "  # the beginning of a line of the log that names what a user may not expect
 
 
 @dataclass(frozen=True)
 class Step:
     """One iteration, equal on every rank.
 
-    iteration: its number, from 1. loss: mean over tokens that count, before the update, with the z-loss of use_z_loss. grad_norm:
-    before clipping. skipped: the gradients held an Inf or NaN, and no update was made. consumed_samples, consumed_tokens: since
-    the beginning of the run.
+    iteration: its number, from 1. loss: mean over tokens that count, before the update, with the z-loss of use_z_loss.
+    grad_norm: before clipping. skipped: the
+    gradients held an Inf or NaN, and no update was made. consumed_samples, consumed_tokens: since the beginning of the run.
+    num_zeros: gradient elements that are zero, with log_num_zeros_in_grad. params_norm: of the weights after the update, with
+    log_params_norm.
     """
 
     iteration: int
@@ -75,6 +83,8 @@ class Step:
     skipped: bool
     loss_scale: float
     global_batch_size: int
+    num_zeros: float | None = None
+    params_norm: float | None = None
 
 
 class Trainer:
@@ -83,11 +93,16 @@ class Trainer:
     data: a prefix of .bin/.idx files, or what --data-path takes as a list: prefixes, or weights and prefixes in turn. Or documents:
     a sequence, or a map-style data set of torch, whose items are one-dimensional arrays of token ids (of numpy or torch, or lists);
     they are read as if they had been written to such files. Every rank passes the same data. Without it the config's data flags
-    count. valid: the same for `evaluate`. All documents of `data` are for training, unless the config has a split and `valid` is
+    count. With sft in the config documents are chats: objects as `fugaku-megatron preprocess --chat` reads them, rendered by the
+    config's tokenizer, or pairs of an array of token ids and one that is true for those that are trained.
+    valid: the same for `evaluate`. All documents of `data` are for training, unless the config has a split and `valid` is
     not given.
 
-    Raises ValueError, one line, for a config that does not fit these ranks, and for data that cannot be read. Flags that belong to
-    the command's loop have no effect here; a warning names them.
+    The config's load and pretrained_checkpoint name what the run begins with, as they do in the command: weights of adapters and
+    models, and everything else that a checkpoint holds. `load` does the same later.
+
+    Raises ValueError, one line, for a config that does not fit these ranks, for data and checkpoints that cannot be read, and for
+    flags on which only the command acts. What its log would note is a warning of the first rank.
     """
 
     def __init__(
@@ -100,28 +115,45 @@ class Trainer:
         )
         self._arrays: dict[str, TokenArrays] = {}
         self._end: int | None = None  # iterations of the run, where that is known
+        self._saving: BackgroundSave | None = None
+        self._stepping = False
+        self._trained = False
+        self._carried: Path | None = None
         with everywhere():
-            self._warn(() if data is None else ("--split ", "--legacy-split "))
-            run = self._with_data(config.run, data, valid)
-            self._tokenizer = read_tokenizer(run, self._world)
-            self._run = with_vocabulary(run, self._tokenizer)
-            pretrain.check_early(self._with_length(NO_END), self._world.size)
-        self._build()
-        self._trainer.tokenizer = self._tokenizer
+            check_flags(config)
+            self._run = self._with_data(config.run, data, valid)
+        run, lines = pretrain.check_run(self._with_length(NO_END), self._world, self._arrays)
+        self._run = replace(run, training=self._run.training)
+        with everywhere():
+            self._tokenizer = read_tokenizer(self._run, self._world)
+            self._run = with_vocabulary(self._run, self._tokenizer)
+        self._warn(*trainer_notes(config, data is not None), *lines)
+        if local := self._run.output.save_local:
+            leads = find_nodes(self._world).leads
+            check_writable(
+                local, self._world, "--save-local", ranks=(self._world.rank,) if leads else ()
+            )
+        self._timer = runtime.ExitTimer(self._run.training.exit_duration_in_mins)
+        start = config_start(self._run, self._world)
+        self._build(start.resume if start.found else None)
+        self._begin(start)
 
     # Building ---------------------------------------------------------------------------------------------------------------------
 
-    def _warn(self, effective: tuple[str, ...]) -> None:
-        """Name the flags without effect. effective: beginnings of the config's notes that do not hold."""
-        notes = [note for note in self.config.notes if not note.startswith(effective)]
-        for names, remedy in ((LOOP, "the loop is the caller's"), (PROCESS, "pass it to init")):
-            notes += [
-                f"{flag(name)} has no effect on Trainer: {remedy}"
-                for name in self.config.given
-                if name in names
-            ]
-        for note in notes if self._world.rank == 0 else ():
-            warnings.warn(note, stacklevel=3)
+    def _warn(self, *notes: str) -> None:
+        """Show what the command's log would note, on the first rank."""
+        if self._world.rank > 0:
+            return
+        level, frame = 0, inspect.currentframe()
+        while frame is not None and frame.f_globals.get("__name__", "").startswith(PACKAGE):
+            level += 1
+            frame = frame.f_back
+        for note in notes:
+            warnings.warn(note.removeprefix(NOTE), stacklevel=level + 1)
+
+    def _event(self, iteration: int, line: str) -> None:
+        """Show what the command's log would say about an iteration."""
+        self._warn(line)
 
     def _with_data(self, run: RunConfig, data: Source | None, valid: Source | None) -> RunConfig:
         """The run with `data` and `valid` as its data flags."""
@@ -139,7 +171,13 @@ class Trainer:
             run.data.files is None and not run.data.mock_data,
             "data was passed to Trainer, and the config names data as well: pass one of them",
         )
-        if valid is None and "split" in self.config.given:
+        splits = [name for name in ("split", "legacy_split") if self.config.given.get(name)]
+        check(
+            valid is None or not splits,
+            f"{' '.join(map(flag, splits))} divides data into training and validation data, and valid was passed to Trainer: "
+            "pass one of them",
+        )
+        if splits:
             return replace(run, data=replace(run.data, data_path=self._named("data", data)))
         return replace(
             run,
@@ -164,8 +202,12 @@ class Trainer:
             "of .bin/.idx files, a sequence of arrays of token ids, or a map-style data set of torch",
         )
         check(len(source) > 0, f"{name} is empty: pass at least one document")
-        self._arrays[f"<{name}>"] = TokenArrays(source, f"<{name}>")
-        return (f"<{name}>",)
+        named = f"<{name}>"
+        if self.config.sft:
+            self._arrays[named] = chat_arrays(source, named, self.config.run)
+        else:
+            self._arrays[named] = TokenArrays(source, named)
+        return (named,)
 
     def _with_length(self, iterations: int) -> RunConfig:
         """The run of so many iterations, unless its config says how many."""
@@ -173,8 +215,9 @@ class Trainer:
             return self._run
         return replace(self._run, training=replace(self._run.training, train_iters=iterations))
 
-    def _build(self, saved: dict[str, str] | None = None) -> None:
-        """The trainer of this rank, its data opened. saved: the kernels of the checkpoint that it goes on from. Collective."""
+    def _build(self, resume: Resume | None = None) -> None:
+        """Build this rank's trainer and open its data. resume: the checkpoint that it begins with. Collective."""
+        resume = resume or Resume()
         world, layout, nodes = (
             self._world,
             Layout.from_run(self._run, self._world.size),
@@ -188,14 +231,19 @@ class Trainer:
         )
         self._groups = share_groups(Grid(*layout.sizes).groups(world), kernels)
         self._readers = pretrain.find_reader_group(run, self._groups, nodes)
-        self._opened = self._samples_needed(layout, train.Progress()) if self._length_given else 1
-        data = self._open(self._opened, pretrain.samples_to_validate(run, layout, 1))
-        choice = choose_kernels(run, layout, world, saved)
-        observers = Observers(
-            Phases(), Heartbeats(Heartbeat(), Grid(*layout.sizes), world.rank), None
+        self._opened = self._samples_needed(layout, resume.progress) if self._length_given else 1
+        if self._length_given:
+            self._end = pretrain.run_length(self._run, layout, resume.progress)[0]
+        self._evaluations = max(1, pretrain.evaluations(run, self._end or 0))
+        data = self._open(
+            self._opened, pretrain.samples_to_validate(run, layout, self._evaluations)
         )
+        choice = choose_kernels(run, layout, world, resume.state.get("kernels"))
+        self._checksums = Checksums(run.numbers.abft) if run.numbers.abft else None
+        beats = Heartbeats(Heartbeat(), Grid(*layout.sizes), world.rank)
+        observers = Observers(Phases(), beats, None, self._checksums)
         self._trainer = pretrain.build_trainer(
-            self._with_length(NO_END),
+            with_padding(self._with_length(NO_END), resume),
             world,
             self._groups,
             data,
@@ -203,9 +251,54 @@ class Trainer:
             observers,
             self._readers,
         )
+        if run.numbers.rerun_on_spike:
+            self._trainer.before_update = Rerun(self._trainer, self._event).before_update
+        self._trainer.tokenizer = self._tokenizer
         self._valid_sizes = pretrain.valid_sizes(run, layout, data[1], world)
+
+    def _begin(self, start: Start) -> None:
+        """Load what a start names into the trainer. Collective."""
+        trainer, resume = self._trainer, start.resume
+        keeps = self._run.optimizer.use_checkpoint_opt_param_scheduler
+        self._scheduled = keeps and resume.iteration is not None
+        self._run = replace(self._run, output=start.run.output)
+        trainer.run = replace(trainer.run, output=start.run.output)
+        self._weightless = self._run.lora.on
+        self._carried = start.carried
+        saved = resume.state.get("tokenizer")
+        notes = tokenizer_notes(self._run, self._tokenizer, saved, self._world)
+        if start.weights is not None:
+            trainer.start_from(start.weights.dtypes, start.weights.read)
+        elif start.found:
+            schedule = trainer.param_schedule
+            trainer.param_schedule = self._comparable(schedule, resume)
+            lines = resume_training(trainer, resume)
+            notes += [line for line in lines if line.startswith(NOTE) and not _names_arrays(line)]
+            if not self._scheduled:
+                trainer.param_schedule = schedule
+        trainer.tokenizer = self._tokenizer or saved
+        if start.found:
+            self._weightless = False
         if self._length_given:
-            self._end = pretrain.run_length(self._run, layout, train.Progress())[0]
+            self._end = pretrain.run_length(self._run, trainer.layout, trainer.progress)[0]
+        self._warn(*notes)
+
+    def _comparable(self, schedule: ParamSchedule, resume: Resume) -> ParamSchedule:
+        """Return the schedule that is compared with a checkpoint's: without a length of its own the run has the checkpoint's."""
+        saved = resume.state.get("param_schedule")
+        if self._length_given or not saved:
+            return schedule
+        names = ("warmup_samples", "decay_samples", "total_samples", "wsd_samples")
+        return replace(schedule, **{name: saved[name] for name in names if name in saved})
+
+    def _check_weights(self) -> None:
+        """Raise ValueError for adapters whose model was not loaded."""
+        with everywhere():
+            check(
+                not self._weightless,
+                f"--lora-rank {self._run.lora.lora_rank} trains adapters of a model that was not loaded: pass "
+                "pretrained_checkpoint to Config, or call Trainer.load before",
+            )
 
     def _open(self, samples: int, valid_samples: int | None) -> pretrain.Data:
         return pretrain.open_data(
@@ -246,6 +339,7 @@ class Trainer:
             f"steps({count!r:.40}): pass a number of iterations",
         )
         with everywhere():
+            self._check_weights()
             return self._steps(self._prepare(count))
 
     def _prepare(self, count: int | None) -> int:
@@ -283,23 +377,34 @@ class Trainer:
             "the first steps(): pass Config train_iters, or lr_decay_style constant",
         )
         trainer, run = self._trainer, self._with_length(end)
-        trainer.param_schedule = ParamSchedule.from_run(run, trainer.layout.global_batch_size(run))
-        trainer.run, self._end = run, end
+        if not self._scheduled:
+            size = trainer.layout.global_batch_size(run)
+            trainer.param_schedule = ParamSchedule.from_run(run, size)
+        trainer.run = replace(trainer.run, training=run.training)
+        self._end = end
 
     def _steps(self, end: int) -> Iterator[Step]:
+        interval = self._run.training.exit_interval
+        self._stepping = True
         try:
             while self.iteration < end and not self._asked_to_stop():
                 yield self._step()
-        except GeneratorExit:  # the caller's loop was left
+                if interval and self.iteration % interval == 0:
+                    break
+        except (
+            GeneratorExit
+        ):  # the caller's loop was left, perhaps by an exception of this rank alone
             self._trainer.close()
             raise
-        self._trainer.close()
+        finally:
+            self._stepping = False
+        self.close()
 
     def _step(self) -> Step:
         result, progress = self._trainer.train_step(), self._trainer.progress
-        interval = self._run.numbers.check_weight_hash_across_dp_replicas_interval
-        if interval and progress.iteration % interval == 0:
-            self._trainer.check_replicas()
+        output, optimizer = self._run.output, self._trainer.optimizer
+        self._trained = True
+        self._check_machine(progress.iteration)
         return Step(
             progress.iteration,
             result.loss,
@@ -311,16 +416,42 @@ class Trainer:
             result.skipped,
             result.loss_scale,
             result.global_batch_size,
+            result.num_zeros if output.log_num_zeros_in_grad else None,
+            optimizer.params_norm() if output.log_params_norm else None,
         )
 
-    def _asked_to_stop(self) -> bool:
-        """Whether a signal that `init` waits for came on any rank."""
-        return bool(self._world.all_reduce(torch.tensor(int(stop_requested())), "max"))
+    def _check_machine(self, iteration: int) -> None:
+        """Make the checks of wrong matmuls and of differing weights that the config asks for. Collective."""
+        if self._checksums and (text := self._checksums.report(self._world)):
+            self._event(iteration, f"wrong matmul in iteration {iteration}: {text}")
+        interval = self._run.numbers.check_weight_hash_across_dp_replicas_interval
+        if interval and iteration % interval == 0:
+            self._trainer.check_replicas()
 
-    def evaluate(self) -> float:
-        """Mean loss over the first eval_iters batches of the validation data, with full_validation over all. Collective."""
+    def _asked_to_stop(self) -> bool:
+        """Return True on every rank if a signal that `init` waits for came on one, or the time is over. Advance a save."""
+        writes = self._saving is not None and not self._saving.done
+        late = self._timer.expired and self._trained
+        flags = [stop_requested() or late, writes]
+        ends, writing = self._world.all_reduce(torch.tensor(flags).int(), "max").tolist()
+        if self._saving is not None and not writing and self._saving.advance():
+            self._saved()
+        return bool(ends)
+
+    def evaluate(self, number: int = 0) -> float:
+        """Return the mean loss over eval_iters batches of the validation data, with full_validation over all. Collective.
+
+        number: of the evaluation, as the command counts them from 0, each of which has its own batches. Those of a run whose length
+        is known follow from it and from eval_interval.
+        """
         run, sizes = self._run, self._valid_sizes
         with everywhere():
+            self._check_weights()
+            check(
+                0 <= number < self._evaluations,
+                f"evaluate({number}): the run has evaluations 0 to {self._evaluations - 1}, one for each --eval-interval "
+                f"{run.training.eval_interval} of its iterations: pass a smaller number, or change it",
+            )
             check(
                 bool(sizes),
                 "there is no validation data: pass valid, or a split or valid_data_path in the config",
@@ -329,12 +460,7 @@ class Trainer:
                 run.training.eval_iters > 0 or run.training.full_validation,
                 "--eval-iters is 0: pass a number above 0",
             )
-            check(
-                not run.training.multiple_validation_sets,
-                "multiple_validation_sets has several losses, and evaluate returns "
-                "one: leave it out",
-            )
-        ((first, iterations),) = self._trainer.layout.evaluated(run, sizes, 0)
+        ((first, iterations),) = self._trainer.layout.evaluated(run, sizes, number)
         return self._trainer.evaluate(self._trainer.valid, first, iterations)
 
     # Checkpoints ------------------------------------------------------------------------------------------------------------------
@@ -345,8 +471,49 @@ class Trainer:
         ReplicasDiffer on every rank, and nothing is written, if ranks that hold the same weights or
         moments have other bits: a node is faulty. Comparing them is left out with
         check_weight_hash_across_dp_replicas_interval=0.
+
+        With async_save or save_local in the config, a save inside the loop over `steps` ends while training goes on; the next save,
+        the end of the loop and `close` wait for it.
         """
-        self._trainer.save(os.fspath(directory))
+        self._check_weights()
+        self._finish_save()
+        path, output = os.fspath(directory), self._run.output
+        self._carry_files(path)
+        if not (output.async_save or output.save_local):
+            self._trainer.save(path)
+            return
+        self._saving = self._trainer.save_in_background(path)
+        atexit.register(self._finish_save)  # on all ranks: an exception of one ends the job before
+        if not self._stepping:
+            self._finish_save()
+
+    def _finish_save(self) -> None:
+        """Wait for a save in the background. Collective."""
+        if self._saving is not None:
+            saving = self._saving
+            self._saved()
+            saving.finish()
+
+    def _saved(self) -> None:
+        self._saving = None
+        atexit.unregister(self._finish_save)
+
+    def _carry_files(self, directory: str) -> None:
+        """Copy the tokenizer files that came with the model to a directory of checkpoints. Collective."""
+        source = self._carried
+        if source is None:
+            return
+        if source.name == CARRIED:
+            carry_files(source, directory, self._world)
+            return
+        target = Path(directory) / CARRIED
+
+        def copy() -> None:
+            if not target.exists():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                carry(source, target)
+
+        on_root(self._world, copy, f"{directory}: ")
 
     def load(
         self,
@@ -357,45 +524,40 @@ class Trainer:
         """Go on from the latest checkpoint of a directory, or from that of `ckpt_step`, or start from weights. Collective.
 
         A checkpoint of this program may have any layout, and brings optimizer, schedules and the position in the data with it.
-        weights_only: nothing but its weights, for a run that begins anew. A directory of Hugging Face or of Megatron-LM, and a
-        converted checkpoint, have weights alone. ValueError on every rank for what is missing, damaged or of another architecture.
+        weights_only: nothing but its weights, for a run that begins anew, as with finetune in the config. A directory of Hugging Face
+        or of Megatron-LM, and a converted checkpoint, have weights alone. In a run of adapters a checkpoint of adapters brings the
+        model that it names, or that of pretrained_checkpoint, and the weights of a model are those of new adapters.
+        ValueError on every rank for what is missing, damaged or of another architecture.
         """
-        path = os.fspath(directory)
-        if own := on_root(self._world, lambda: own_checkpoint(path, ckpt_step)):
-            found = open_checkpoint(own[0], self._world, own[1])
-            weights_only = weights_only or found.state.get("weights_only", False)
-            self._begin_from(
-                Resume(found, {} if weights_only else found.state, found.config, weights_only)
-            )
-            self._trainer.load(found, weights_only)
-            return
-        with everywhere():
-            weights = open_weights(path, ckpt_step, self._run.model.vocab_size)
-            saved = architecture(weights.model)
-            check_model(saved, architecture(self._run.model, saved), Path(path))
-        self._begin_from(
-            Resume(config={"model": {"mask_vocab_padding": weights.model.mask_vocab_padding}})
-        )
-        self._trainer.start_from(weights.dtypes, weights.read)
+        self._finish_save()
+        start = load_start(self._run, os.fspath(directory), self._world, ckpt_step, weights_only)
+        self._rebuild(start.resume)
+        self._begin(start)
 
-    def _begin_from(self, resume: Resume) -> None:
-        """Build the trainer again where what is loaded has other kernels, or masks the padding of the vocabulary. Collective."""
+    def _rebuild(self, resume: Resume) -> None:
+        """Build the trainer again if it has trained, or what is loaded has other kernels or padding. Collective."""
         run, saved, trainer = (
             with_padding(self._run, resume),
             resume.state.get("kernels"),
             self._trainer,
         )
         other = run.system.kernels == "auto" and saved not in (None, trainer.ops.choice)
-        if not other and run.model.masks_padding == self._run.model.masks_padding:
+        begins = resume.iteration is None or run.optimizer.no_load_optim
+        used = begins and trainer.progress.iteration > 0
+        if not other and not used and run.model.masks_padding == trainer.run.model.masks_padding:
             return
         trainer.close()
-        self._run = run
-        self._build(saved)
-        self._trainer.tokenizer = trainer.tokenizer
+        self._build(resume)
 
     def close(self) -> None:
-        """Stop reading ahead."""
+        """Stop reading ahead, and wait for a save in the background. Collective."""
+        self._finish_save()
         self._trainer.close()
+
+
+def _names_arrays(line: str) -> bool:
+    """True for a line about documents in memory, whose names say nothing of what they are."""
+    return any(repr(f"<{name}>") in line for name in ("data", "valid"))
 
 
 T = TypeVar("T")

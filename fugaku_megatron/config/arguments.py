@@ -457,8 +457,7 @@ def interpret(values: Mapping[str, Any]) -> Arguments:
         f"--world-size is {flags.world_size}: pass a number above 0",
     )
     run, notes = checked_run(flags.recipe, flags.fields)
-    for name, (fits, reason) in _GOES_WITH.items():
-        check(_OTHER + name not in values or fits(run), f"{name}: {reason}")
+    check_other_flags(values, run)
     return Arguments(
         run=run,
         recipe=flags.recipe,
@@ -466,6 +465,12 @@ def interpret(values: Mapping[str, Any]) -> Arguments:
         world_size=flags.world_size,
         notes=flags.notes + notes,
     )
+
+
+def check_other_flags(values: Mapping[str, Any], run: RunConfig) -> None:
+    """Raise ValueError for a flag of Megatron-LM that means something in other runs than this one. values: as parsed."""
+    for name, (fits, reason) in _GOES_WITH.items():
+        check(_OTHER + name not in values or fits(run), f"{name}: {reason}")
 
 
 def checked_run(recipe: str | None, values: dict[str, Any]) -> tuple[RunConfig, tuple[str, ...]]:

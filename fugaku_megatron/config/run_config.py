@@ -423,11 +423,6 @@ class OutputConfig:
             f"replace the checkpoints of --load {self.load}, which is also --save: pass another --save, or leave --finetune out",
         )
         check(
-            not (self.finetune and self.pretrained_checkpoint),
-            "--finetune and --pretrained-checkpoint exclude each other: pass "
-            "--finetune with --load for one start, or --pretrained-checkpoint for a run that goes on from its own --load",
-        )
-        check(
             not (self.keep_last and self.save_retain_interval),
             "--keep-last and --save-retain-interval exclude each other: pass one",
         )
@@ -619,6 +614,12 @@ class RunConfig:
         self._check_lora()
 
     def _check_lora(self) -> None:
+        output = self.output
+        check(  # adapters of --load may have another model than the one that they name
+            not (output.finetune and output.pretrained_checkpoint) or self.lora.on,
+            "--finetune and --pretrained-checkpoint exclude each other: pass "
+            "--finetune with --load for one start, or --pretrained-checkpoint for a run that goes on from its own --load",
+        )
         self.lora.check_model(self.model)
         given = f"--lora-rank {self.lora.lora_rank}"
         check(

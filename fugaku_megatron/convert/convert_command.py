@@ -40,7 +40,7 @@ from .gguf_file import TYPES, save_gguf
 from .hugging_face import carry, open_hugging_face, save_hugging_face
 from .peft import open_peft, save_peft
 from .rules import FILE
-from .weights import DTYPES, Weights, adapter_shapes, open_own, save_own, shapes
+from .weights import BASE_FLAG, DTYPES, Weights, adapter_shapes, open_own, save_own, shapes
 
 CHAT_TEMPLATE = "chat_template.jinja"  # the name by which transformers finds it
 LEGACY, METADATA = (
@@ -110,9 +110,12 @@ def own_checkpoint(directory: str, iteration: int | None = None) -> tuple[str, i
 
 
 def open_weights(
-    directory: str, iteration: int | None = None, vocab_size: int | None = None
+    directory: str,
+    iteration: int | None = None,
+    vocab_size: int | None = None,
+    base: str | None = None,
 ) -> Weights:
-    """The weights of a directory of any of the three kinds; arguments as of `open_megatron`.
+    """The weights of a directory of any of the three kinds; arguments as of `open_megatron`, and `base` as of `open_own`.
 
     This program's checkpoints have a manifest in each iteration, Hugging Face's models a config.json. ValueError, one line, for a
     directory of no kind, and for what is missing or damaged in it.
@@ -125,7 +128,8 @@ def open_weights(
     )
     try:
         if own := own_checkpoint(directory, iteration):
-            return open_own(*own)
+            return open_own(*own, base, open_weights)
+        check(base is None, f"{directory} holds no adapters: leave {BASE_FLAG} {base} out")
         if (path / FILE).is_file():
             return open_hugging_face(directory)
         kinds = (TRACKER, METADATA, LEGACY, "iter_*")
@@ -212,7 +216,9 @@ _SIZE = re.compile(r"(\d+)([KMG]I?B)?", re.IGNORECASE)
 
 
 SOURCES: dict[str, Callable[[argparse.Namespace], Weights]] = {
-    "load": lambda options: open_own(options.load, options.ckpt_step),
+    "load": lambda options: open_own(
+        options.load, options.ckpt_step, options.pretrained_checkpoint, open_weights
+    ),
     "from_hf": lambda options: open_hugging_face(options.from_hf),
     "from_megatron": lambda options: open_megatron(
         options.from_megatron,
@@ -312,6 +318,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to-peft",
         metavar="DIR",
         help="to: the adapters of --load as peft's from_pretrained loads them",
+    )
+    parser.add_argument(
+        BASE_FLAG,
+        metavar="DIR",
+        help="the model that adapters of --load belong to (default: the directory that they name)",
     )
     parser.add_argument(
         "--from-peft",
@@ -425,6 +436,10 @@ def check_options(options: argparse.Namespace) -> tuple[str, str]:
     check(
         options.ignore_saved_arguments is None or source == "from_megatron",
         f"--ignore-saved-arguments is for --from-megatron, not {flag(source)}: leave it out",
+    )
+    check(
+        options.pretrained_checkpoint is None or source == "load",
+        f"{BASE_FLAG} {options.pretrained_checkpoint} is for --load, not {flag(source)}: leave it out",
     )
     size(options.max_shard_size)
     for name in (

@@ -38,11 +38,12 @@ from ..config.checks import check
 from ..config.lora import MATRICES, LoraConfig
 from ..config.model_config import ModelConfig, architecture
 from ..config.run_config import BatchConfig, PrecisionConfig, RunConfig, saved_run
-from ..nn.adapters import merged, row_mask
+from ..nn.adapters import FINGERPRINTS, bits_number, merged, row_mask
 from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops
 from ..nn.parameter import ParameterSpec, spec_of
 
+BASE_FLAG = "--pretrained-checkpoint"  # the model that adapters belong to
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NO_ADAPTERS = LoraConfig()
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -194,6 +195,9 @@ _LAYOUT = {
 }
 
 
+OpenBase = Callable[[str, int | None], Weights]
+
+
 @dataclass(frozen=True)
 class _Reader:
     """Reads whole tensors out of the pieces of a checkpoint. files: those of each key, with the records of that key alone."""
@@ -214,8 +218,17 @@ class _Reader:
         return tensor
 
 
-def open_own(directory: str, iteration: int | None = None) -> Weights:
-    """The weights of the latest checkpoint in `directory`, or of `iteration`. ValueError where there is none, or one is damaged."""
+def open_own(
+    directory: str,
+    iteration: int | None = None,
+    base: str | None = None,
+    open_base: OpenBase | None = None,
+) -> Weights:
+    """The weights of the latest checkpoint in `directory`, or of `iteration`. ValueError where there is none, or one is damaged.
+
+    base: the model that adapters belong to, in place of the directory that their checkpoint names.
+    open_base: opens a model that may be another program's (default: `open_own`).
+    """
     prefix = f"--load {directory}: "
     try:
         found = iteration_to_load(directory) if iteration is None else iteration
@@ -226,9 +239,12 @@ def open_own(directory: str, iteration: int | None = None) -> Weights:
         model, adapts = run.model, manifest["state"].get("lora")
         path = iteration_path(Path(directory), found)
         if adapts is not None:
-            return _open_adapted(
-                _reader(path, manifest, adapter_shapes(model, run.lora)), run, manifest, adapts
-            )
+            lora = _reader(path, manifest, adapter_shapes(model, run.lora))
+            weights = _open_base(adapts, base, open_base or open_own)
+            check_model(asdict(weights.model), architecture(model), Path(base or adapts["base"]))
+            adapters = Adapters(run.lora, weights.model, lambda name: lora(name).float(), adapts)
+            return adapters.added_to(replace(weights, config=manifest["config"]))
+        check(base is None, f"holds a whole model: leave {BASE_FLAG} {base} out")
         read = _reader(path, manifest, shapes(model))
     except ValueError as error:
         raise ValueError(f"{prefix}{error}") from error
@@ -238,16 +254,39 @@ def open_own(directory: str, iteration: int | None = None) -> Weights:
     )
 
 
-def _open_adapted(
-    read: _Reader, run: RunConfig, manifest: dict[str, Any], adapts: dict[str, Any]
-) -> Weights:
-    """The model that adapters name, with them in it."""
-    base, step = adapts["base"], adapts["base_iteration"]
-    check(Path(base).is_dir(), f"holds adapters of the model in {base}, which is not there")
-    weights = open_own(base, step)
-    check_model(asdict(weights.model), architecture(run.model), Path(base))
-    adapters = Adapters(run.lora, weights.model, lambda name: read(name).float(), adapts)
-    return adapters.added_to(replace(weights, config=manifest["config"]))
+def _open_base(adapts: dict[str, Any], named: str | None, open_base: OpenBase) -> Weights:
+    """Open the model that adapters name, or the `named` one in its place, which must have the same weights."""
+    recorded = adapts.get("base")
+    directory = named or recorded
+    check(
+        directory is not None,
+        f"holds adapters and does not name their model: pass its place as {BASE_FLAG}",
+    )
+    assert directory is not None
+    check(
+        Path(directory).is_dir(),
+        f"{BASE_FLAG} {directory} is not a directory: pass the place of the model"
+        if named
+        else f"holds adapters of the model in {directory}, which is not there: pass its place as {BASE_FLAG}",
+    )
+    weights = open_base(directory, None if named else adapts["base_iteration"])
+    check(
+        weights.adapters is None,
+        f"{directory} holds adapters and not the weights of a model: pass the model's directory as {BASE_FLAG}",
+    )
+    expected = adapts.get("fingerprint")
+    check(
+        named is None or expected is None or fingerprint(weights) == expected,
+        f"{BASE_FLAG} {directory} has other weights than the model that the adapters were trained for, "
+        f"{recorded}: pass that one",
+    )
+    return weights
+
+
+def fingerprint(weights: Weights) -> int:
+    """Return the number by which `FlatParameters.fingerprint` tells the weights of a run of adapters from others."""
+    counted = (name for name, spec in specs(weights.model).items() if spec.counted)
+    return sum(bits_number(name, weights.read(name)) for name in counted) % FINGERPRINTS
 
 
 def _reader(path: Path, manifest: dict[str, Any], wanted: dict[str, tuple[int, ...]]) -> _Reader:

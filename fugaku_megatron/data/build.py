@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from ..comm.agreement import on_root
-from .chat_dataset import ChatDataset, ChatFiles, check_not_chats
+from .chat_dataset import ChatArrays, ChatDataset, ChatFiles, check_not_chats
 from .dataset import (
     SPLITS,
     BlendedDataset,
@@ -68,11 +68,6 @@ class Builder:
         return {prefix: self._open(prefix) for prefix in dict.fromkeys(prefixes)}
 
     def _open(self, prefix: str) -> Indexed:
-        if self.cuts_chats is not None and prefix in self.arrays:
-            raise ValueError(
-                "--sft reads the files that fugaku-megatron preprocess --chat writes, and the data is in memory: pass "
-                "their prefix as data_path"
-            )
         if prefix in self.arrays:
             return self.arrays[prefix].measure(self.vocab_size, self.comm)
         if self.cuts_chats is None:
@@ -86,7 +81,7 @@ class Builder:
 
     def part(self, indexed: Indexed, name: str, documents: range) -> Callable[..., Dataset]:
         """A function of num_samples, the number of samples or None for one epoch."""
-        if isinstance(indexed, ChatFiles):
+        if isinstance(indexed, (ChatFiles, ChatArrays)):
             return partial(
                 ChatDataset,
                 indexed,

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..comm.agreement import on_root
-from .dataset import RELEASE_EVERY, check_index, check_tokens
+from .dataset import RELEASE_EVERY, TokenArrays, check_index, check_tokens
 from .files import unreadable
 from .indexed import IndexedDataset, IndexedDatasetWriter
 from .marks import COUNTED, FIRST, PADDED
@@ -200,6 +200,23 @@ class ChatFiles(IndexedDataset):
         return np.unpackbits(packed, bitorder="little")[start % 8 : start % 8 + stop - start]
 
 
+class ChatArrays(TokenArrays):
+    """The interface of `ChatFiles` over chats in memory. documents: what `signed` makes of each chat, (n,)."""
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """`length` token ids (default: all that follow) of a chat from token `offset` on, int64 (n,)."""
+        return unsigned(super().get(index, offset, length))[0]
+
+    def trained(self, index: int, length: int) -> np.ndarray:
+        """bool (length,): which of the first tokens of chat `index` are trained."""
+        return unsigned(super().get(index, 0, length))[1]
+
+    def count_trained(self, index: int, lengths: np.ndarray) -> int:
+        """Trained tokens of consecutive chats from `index` on, of each the first `lengths` (n,) without the very first one."""
+        counts = (self.trained(index + i, int(n))[1:].sum() for i, n in enumerate(lengths))
+        return int(sum(counts))
+
+
 def check_mask_file(prefix: str) -> None:
     """Raises ValueError where PREFIX.mask cannot be read; its contents are not."""
     if reason := unreadable(prefix + SUFFIX):
@@ -308,7 +325,7 @@ class ChatDataset:
 
     def __init__(
         self,
-        files: ChatFiles,
+        files: ChatFiles | ChatArrays,
         name: str,
         documents: range,
         num_samples: int | None,

@@ -147,6 +147,14 @@ def read_chat(document: Document) -> Chat:
         raise ValueError(f"{where}: {error}") from None
 
 
+def chat_of(record: dict[str, Any], where: str) -> Chat:
+    """Return the chat of an object as a line of JSON has it. ValueError, which begins with `where`, if it is none."""
+    try:
+        return _chat(record, where)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
 def _chat(record: dict[str, Any], where: str) -> Chat:
     tools, options = record.get("tools"), record.get("chat_template_kwargs") or {}
     try:

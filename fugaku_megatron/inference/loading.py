@@ -151,12 +151,18 @@ def load_model(
     if adapts is None:
         load_weights(directory, iteration, manifest, shards, world, VOCABULARY)
         return loaded
-    base, step = adapts["base"], adapts["base_iteration"]
+    base, step = adapts.get("base"), adapts.get("base_iteration")
+    merge = f"fugaku-megatron convert --load {directory} --pretrained-checkpoint MODEL --merge --save NEW"
+    check(
+        base is not None and step is not None,
+        f"--load {directory} holds adapters, and their model in {base} is no checkpoint of this program: merge them with {merge}",
+    )
     read = partial(checkpoint.read_manifest, base, step)
     of_base = on_root(
         world,
         read,
         f"--load {directory} holds adapters of the model in {base}, which cannot be read: ",
+        lambda: f". If the model is elsewhere, merge them with {merge}",
     )
     load_weights(base, step, of_base, shards, world, VOCABULARY)
     adapted = Stage(run, loaded.groups, loaded.stage.ops)

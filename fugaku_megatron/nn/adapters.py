@@ -42,6 +42,15 @@ Dropout = tuple[
 ]  # probability, mask, and of a split last dimension where this rank's part begins
 STREAMS = 1 << 32  # of dropout; other masks have smaller numbers
 MAX_COLUMNS = 1 << 24  # of an input that ranks share
+FINGERPRINTS = 1 << 36  # of frozen weights; sums over any number of ranks are exact in FP64
+BLOCK = 1 << 20  # elements whose bits are summed at once
+
+
+def bits_number(name: str, weight: Tensor) -> int:
+    """Return a number of a weight's name and its BF16 bits; weight (any shape). A model's are added up modulo FINGERPRINTS."""
+    blocks = weight.reshape(-1).split(BLOCK)
+    total = sum(int(block.bfloat16().view(torch.int16).sum(dtype=torch.int64)) for block in blocks)
+    return zlib.crc32(name.encode()) * total
 
 
 def _plain(ops: Backend) -> Backend:

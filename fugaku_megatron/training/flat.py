@@ -25,11 +25,11 @@ from ..comm.grid import ALONE, Groups
 from ..comm.node import NodeTensor
 from ..costs.accounting import FLAT_ALIGNMENT, round_up
 from ..costs.memory import cut
+from ..nn.adapters import FINGERPRINTS, bits_number
 from ..nn.model import VOCABULARY, Stage
 from ..nn.parameter import ParameterSpec, spec_of
 
 PIECE = 1 << 20  # elements of a tensor that are copied at once
-FINGERPRINTS = 1 << 36  # of weights; sums over any number of ranks are exact in FP64
 
 
 @dataclass(frozen=True)
@@ -364,11 +364,7 @@ class FlatParameters:
                 values = (
                     values[: max(0, words - spec.offset[0])] if spec.name in VOCABULARY else values
                 )
-                number = sum(
-                    int(part.bfloat16().view(torch.int16).sum(dtype=torch.int64))
-                    for part in values.view(-1).split(PIECE)
-                )
-                totals[spec.expert] += zlib.crc32(spec.name.encode()) * number
+                totals[spec.expert] += bits_number(spec.name, values)
         summed = torch.tensor(
             [[float(total % FINGERPRINTS)] for total in totals], dtype=torch.float64
         )

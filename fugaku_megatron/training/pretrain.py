@@ -6,7 +6,7 @@ Left out: the loop (`session`), MPI start-up (`comm.launch`). Entry point: pretr
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -239,13 +239,33 @@ def with_listed_data(run: RunConfig, world: Comm) -> RunConfig:
     return replace(run, data=replace(run.data, **changes))
 
 
-def check_data(run: RunConfig) -> None:
-    """Raises ValueError for data files that are not there, before anything expensive; one rank looks."""
+def check_data(run: RunConfig, arrays: Collection[str] = ()) -> None:
+    """Raises ValueError for data files that are not there, before anything expensive; one rank looks.
+
+    arrays: names of documents that are in no files.
+    """
     for name, path in run.data.paths.items():
         for prefix in parse_data_path(path, name)[0]:
+            if prefix in arrays:
+                continue
             check_files(prefix)
             if run.data.sft:
                 check_mask_file(prefix)
+
+
+def check_run(
+    run: RunConfig, world: Comm, arrays: Collection[str] = ()
+) -> tuple[RunConfig, list[str]]:
+    """Return the run with the data that files list, and the log's lines, after all checks that need no model. Collective.
+
+    arrays: names of documents that are in no files.
+    """
+    with everywhere():
+        check_early(run, world.size)
+    run = with_listed_data(run, world)
+    lines = check_same_run(run, world)
+    on_root(world, lambda: check_data(run, arrays))
+    return run, lines
 
 
 def configure_process(run: RunConfig, world: Comm, nodes: Nodes | None = None) -> str:
@@ -487,11 +507,8 @@ def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
 
 def pretrain(arguments: Arguments, world: Comm, watchdog: Watchdog) -> None:
     """The run, from checked flags to the last checkpoint. Collective over `world`."""
-    with everywhere():
-        check_early(arguments.run, world.size)
-    arguments = replace(arguments, run=with_listed_data(arguments.run, world))
-    arguments = replace(arguments, notes=(*arguments.notes, *check_same_run(arguments.run, world)))
-    on_root(world, lambda: check_data(arguments.run))
+    run, lines = check_run(arguments.run, world)
+    arguments = replace(arguments, run=run, notes=(*arguments.notes, *lines))
     with hold(
         arguments.run.output.save,
         world,

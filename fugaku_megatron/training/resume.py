@@ -7,12 +7,20 @@ from __future__ import annotations
 
 import errno
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.load import Checkpoint, open_checkpoint
-from ..checkpoint.manifest import CARRIED, TRACKER, join, latest_iteration, newer_iterations
+from ..checkpoint.manifest import (
+    CARRIED,
+    MANIFEST,
+    TRACKER,
+    join,
+    latest_iteration,
+    newer_iterations,
+)
 from ..checkpoint.node_copy import newest_everywhere, open_copy, run_name
 from ..checkpoint.trusted import FAULT, fault_note, refuse_suspect, suspects
 from ..comm.agreement import everywhere, on_root
@@ -27,7 +35,7 @@ from ..config.run_config import RunConfig
 from ..config.sample_rules import MAX_SAMPLE, Skips
 from ..costs.accounting import padded_vocab_size
 from .session import HISTORY, LOSS_CURVE
-from .train import Progress, Trainer, layout_record
+from .train import ForeignModel, Progress, Trainer, layout_record
 
 OWN_FILES = (
     HISTORY,
@@ -50,7 +58,7 @@ class Resume:
     state: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     finetune: bool = False
-    base: Checkpoint | None = None
+    base: Checkpoint | ForeignModel | None = None
 
     @property
     def iteration(self) -> int | None:
@@ -102,9 +110,27 @@ def _is_loop(path: Path) -> bool:
     return False
 
 
-def find_checkpoint(run: RunConfig, world: Comm) -> Resume:
+OpenBase = Callable[[str, Comm, int | None], Checkpoint | ForeignModel]
+
+
+def open_pretrained(directory: str, world: Comm, iteration: int | None = None) -> Checkpoint:
+    """Open the checkpoint with a model's weights. Collective; ValueError on every rank for a directory of another program."""
+    known = on_root(world, lambda: any(Path(directory).glob(f"iter_*/{MANIFEST}")))
+    with everywhere():
+        check(
+            known,
+            f"--pretrained-checkpoint {directory} holds no checkpoint of this program: write one with fugaku-megatron "
+            f"convert --from-hf (or --from-megatron) {directory} --save NEW, and pass NEW",
+        )
+    return open_checkpoint(directory, world, iteration)
+
+
+def find_checkpoint(run: RunConfig, world: Comm, open_base: OpenBase = open_pretrained) -> Resume:
     """What --load and --ckpt-step, or else --pretrained-checkpoint, name. Collective; ValueError on every rank for a --load without
-    a checkpoint, and for one that holds weights alone where --finetune is not given."""
+    a checkpoint, and for one that holds weights alone where --finetune is not given.
+
+    open_base: opens the model that adapters belong to, from its directory and its iteration, if one is known.
+    """
     output, directory = run.output, run.output.load
     checkpoint = _resumed(run, directory, world) if directory else None
     with everywhere():
@@ -115,11 +141,11 @@ def find_checkpoint(run: RunConfig, world: Comm) -> Resume:
             "--exit-on-missing-checkpoint ends the run then: correct the directory, or leave the flag out",
         )
     if run.lora.on:
-        return _adapting(run, checkpoint, world)
+        return _adapting(run, checkpoint, world, open_base)
     if checkpoint is None:
         if not output.pretrained_checkpoint:
             return Resume()
-        checkpoint = open_checkpoint(output.pretrained_checkpoint, world)
+        checkpoint = open_pretrained(output.pretrained_checkpoint, world)
         with everywhere():
             _check_kind(run, checkpoint)
         return _finetune(checkpoint)
@@ -168,11 +194,19 @@ def _check_kind(run: RunConfig, checkpoint: Checkpoint | None) -> None:
     )
 
 
-def _adapting(run: RunConfig, checkpoint: Checkpoint | None, world: Comm) -> Resume:
+def _adapting(
+    run: RunConfig, checkpoint: Checkpoint | None, world: Comm, open_base: OpenBase
+) -> Resume:
     """What a run of adapters begins with: a model alone, or adapters with the model that they name. Collective."""
     output, given = run.output, f"--lora-rank {run.lora.rank}"
     saved = None if checkpoint is None else checkpoint.state.get("lora")
     if checkpoint is not None and saved is None:  # with --finetune
+        with everywhere():
+            check(
+                not output.pretrained_checkpoint,
+                f"--finetune --load {output.load} and --pretrained-checkpoint {output.pretrained_checkpoint} "
+                "both name the model of new adapters: pass one of them",
+            )
         return Resume(checkpoint, config=checkpoint.config, finetune=True, base=checkpoint)
     with everywhere():
         check(
@@ -180,19 +214,28 @@ def _adapting(run: RunConfig, checkpoint: Checkpoint | None, world: Comm) -> Res
             f"{given} needs the weights of a model: pass its checkpoint as "
             "--pretrained-checkpoint DIR, or --finetune --load DIR",
         )
-    directory = output.pretrained_checkpoint or (saved or {})["base"]
-    step = None if saved is None or output.pretrained_checkpoint else saved["base_iteration"]
+    recorded, named = saved or {}, output.pretrained_checkpoint
+    with everywhere():
+        check(
+            bool(named or "base" in recorded),
+            f"--load {output.load} holds adapters and does not name their model: pass its place as "
+            "--pretrained-checkpoint DIR",
+        )
+    directory = named or recorded["base"]
+    step = None if named else recorded["base_iteration"]
     known = on_root(world, lambda: Path(directory).is_dir())
     with everywhere():
         check(
-            known or checkpoint is None,
-            f"--load {output.load} holds adapters of the model in {directory}, which is not there: "
+            known or (checkpoint is None and not named),
+            f"--pretrained-checkpoint {directory} is not a directory: pass the place of the model"
+            if named
+            else f"--load {output.load} holds adapters of the model in {directory}, which is not there: "
             "pass its place as --pretrained-checkpoint DIR",
         )
-    base = open_checkpoint(directory, world, step)
+    base = open_base(directory, world, step)
     with everywhere():
         check(
-            "lora" not in base.state,
+            isinstance(base, ForeignModel) or "lora" not in base.state,
             f"{directory} holds adapters and not the weights of a model: pass a model's directory as "
             "--pretrained-checkpoint, or merge them with fugaku-megatron convert --load DIR --merge --save NEW",
         )
@@ -202,6 +245,8 @@ def _adapting(run: RunConfig, checkpoint: Checkpoint | None, world: Comm) -> Res
             "weights of adapters, which fugaku-megatron convert wrote: pass --finetune to start from them",
         )
     if checkpoint is None:
+        if isinstance(base, ForeignModel):
+            return Resume(base=base)
         return Resume(base, config=base.config, finetune=True, base=base)
     if output.finetune:
         return Resume(checkpoint, config=checkpoint.config, finetune=True, base=base)
@@ -317,13 +362,19 @@ def _resume(trainer: Trainer, resume: Resume) -> list[str]:
 
 def _carry(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Copy the files that came with a converted model to --save, so that they are there when its checkpoints are converted."""
-    source, save = checkpoint.directory / CARRIED, trainer.run.output.save
+    save = trainer.run.output.save
+    if save:
+        carry_files(checkpoint.directory / CARRIED, save, trainer.world)
+
+
+def carry_files(source: Path, save: str, world: Comm) -> None:
+    """Copy the files that came with a model to a directory of checkpoints that has none. Collective."""
 
     def copy() -> None:
-        if save and source.is_dir() and not (Path(save) / CARRIED).exists():
+        if source.is_dir() and not (Path(save) / CARRIED).exists():
             shutil.copytree(source, Path(save) / CARRIED)
 
-    on_root(trainer.world, copy, f"--save {save}: ")
+    on_root(world, copy, f"--save {save}: ")
 
 
 def _start_from_weights(trainer: Trainer, checkpoint: Checkpoint, resume: Resume) -> list[str]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,6 +76,20 @@ class Progress:
     def scheduled_samples(self) -> int:
         """Where the schedules stand."""
         return self.consumed_samples - self.unscheduled
+
+
+@dataclass(frozen=True)
+class ForeignModel:
+    """Weights of another program, to which adapters belong.
+
+    names, read: arguments of `fill_shards`. carried: the model's tokenizer files, if there are any.
+    """
+
+    directory: Path
+    names: Collection[str]
+    read: Callable[[str], Tensor]
+    carried: Path | None = None
+    iteration: None = None
 
 
 @dataclass(frozen=True)
@@ -450,6 +465,8 @@ class Trainer:
         """
         self.check_replicas(directory)
         shards = self._saved_shards()
+        if self.run.output.async_save and self._snapshot is None:
+            self._snapshot = Snapshot(shards)
         copies = self._snapshot.take(shards) if self._snapshot else shards
         return BackgroundSave(self._save_steps(directory, copies, node_first=True))
 
@@ -498,21 +515,27 @@ class Trainer:
         self.close()
         return state
 
-    def load_base(self, checkpoint: Checkpoint, saved: dict[str, Any] | None = None) -> None:
+    def load_base(
+        self, base: Checkpoint | ForeignModel, saved: dict[str, Any] | None = None
+    ) -> None:
         """Take the weights that adapters belong to. saved: what the adapters' checkpoint says of them. Collective.
 
         The first data-parallel ranks read, the others get the weights from them. ValueError on every rank where they are others.
         """
-        checkpoint.config["model"] = with_block(checkpoint.config.get("model", {}))
         flat = self.optimizer.flat
-        load_shards(
-            checkpoint,
-            flat.frozen_shards(),
-            self.folders,
-            architecture(self.run.model),
-            VOCABULARY,
-            converts=WEIGHTS,
-        )
+        if isinstance(base, ForeignModel):
+            names, read = base.names, base.read
+            agree(self.world, lambda: fill_shards(flat.frozen_shards(), names, read))
+        else:
+            base.config["model"] = with_block(base.config.get("model", {}))
+            load_shards(
+                base,
+                flat.frozen_shards(),
+                self.folders,
+                architecture(self.run.model),
+                VOCABULARY,
+                converts=WEIGHTS,
+            )
         for memory in flat.frozen_memory:
             memory.spread()
         self.ops.weights_changed(frozen=True)
@@ -521,20 +544,20 @@ class Trainer:
             if self.run.precision.fp16
             else flat.fingerprint(self.run.model.vocab_size or 0, self.groups)
         )
-        expected = found if saved is None else saved["fingerprint"]
+        expected = found if saved is None else saved.get("fingerprint")
+        iteration = "" if base.iteration is None else f", iteration {base.iteration},"
         agree(
             self.world,
             lambda: check(
                 None in (found, expected) or found == expected,
-                f"the model in {checkpoint.directory}, "
-                f"iteration {checkpoint.iteration}, has other weights than the one that the adapters were trained for, "
+                f"the model in {base.directory}{iteration} has other weights than the one that the adapters were trained for, "
                 f"{(saved or {}).get('base')}: pass that one as --pretrained-checkpoint",
             ),
             name_rank=False,
         )
         self.base = {
-            "base": str(checkpoint.directory.absolute()),
-            "base_iteration": checkpoint.iteration,
+            "base": str(base.directory.absolute()),
+            "base_iteration": base.iteration,
             "fingerprint": found,
         }
 

@@ -127,6 +127,10 @@ def test_a_config_is_the_run_of_the_flags():
             "--dry-run and --world-size belong to the command",
         ),
         (
+            lambda: fm.Config.from_flags(["--recipe", "124m", "--no-position-embedding"]),
+            "--no-position-embedding: it goes with rope",
+        ),
+        (
             lambda: fm.Config(**{**FLAGS, "kernels": "auto"}, kv_channels=6),
             "--kv-channels is 6, .* multiples of 4",
         ),
@@ -214,7 +218,6 @@ def test_the_command_train_has_the_same_losses(tmp_path):
         "split": "1,0,0",
         "train_iters": 3,
         "eval_iters": 0,
-        "log_interval": 1,
         "data_path": prefix,
     }
     words = [
@@ -223,7 +226,7 @@ def test_the_command_train_has_the_same_losses(tmp_path):
         for word in (f"--{name.replace('_', '-')}", str(value))
     ]
     done = subprocess.run(
-        [sys.executable, "-m", "fugaku_megatron", "train", *words],
+        [sys.executable, "-m", "fugaku_megatron", "train", *words, "--log-interval", "1"],
         capture_output=True,
         text=True,
         check=True,
@@ -233,8 +236,7 @@ def test_the_command_train_has_the_same_losses(tmp_path):
         for line in done.stdout.splitlines()
         if "lm loss: " in line
     ]
-    with pytest.warns(UserWarning, match="--log-interval has no effect on Trainer"):
-        trainer = fm.Trainer(fm.Config.from_flags(words))
+    trainer = fm.Trainer(fm.Config.from_flags(words))
     assert printed == [f"{step.loss:.6E}" for step in trainer.steps()] and len(printed) == 3
 
 
@@ -326,12 +328,8 @@ def test_mistakes_about_data(tmp_path):
         fm.Trainer(config, documents()).evaluate()
     with pytest.raises(ValueError, match="config is a dict: expected Config"):
         fm.Trainer(FLAGS, documents())
-    with pytest.warns(
-        UserWarning, match="--save has no effect on Trainer: the loop is the caller's"
-    ):
-        fm.Trainer(config.replace(save="x"), documents())
-    with pytest.warns(UserWarning, match="--allocator has no effect on Trainer: pass it to init"):
-        fm.Trainer(config.replace(allocator="stock"), documents())
+    with pytest.raises(ValueError, match="--split divides data .* and valid was passed"):
+        fm.Trainer(config.replace(split="1,1,0"), documents(), documents(1))
 
 
 QUIET = """if True:

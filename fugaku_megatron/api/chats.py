@@ -1,0 +1,68 @@
+"""Chats in memory, as objects or as tokens with a mask, for a Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..config.checks import check
+from ..config.run_config import RunConfig
+from ..data.chat_dataset import ChatArrays, signed
+from ..data.chats import ChatTemplate, chat_of
+from ..data.dataset import Documents
+from ..data.tokenizer import TokenizerFlags, build_tokenizer
+
+
+def chat_arrays(source: Documents, name: str, run: RunConfig) -> ChatArrays:
+    """Return the tokens of chats, and which of them are trained. name: of the chats in messages.
+
+    source: objects with messages, or with prompt and completion, which the chat template of the run's tokenizer renders; or pairs
+    (token ids (n,), which are trained (n,)). Raises ValueError for a chat that is neither, or whose trained tokens are not certain.
+    """
+    chats = [source[index] for index in range(len(source))]
+    template: ChatTemplate | None = None
+    made = []
+    for index, chat in enumerate(chats):
+        where = f"chat {index} of {name}"
+        if not isinstance(chat, Mapping):
+            made.append(_marked(chat, where))
+            continue
+        if template is None:
+            template = _template(run)
+        made.append(template.encode(chat_of(dict(chat), where)))
+    return ChatArrays(made, name)
+
+
+def _template(run: RunConfig) -> ChatTemplate:
+    check(
+        run.data.has_tokenizer,
+        "--sft: chats in memory are rendered by the tokenizer's chat template: pass tokenizer_type "
+        "HuggingFaceTokenizer and its folder as tokenizer_model to Config, or pairs of token ids and what is trained of them",
+    )
+    return ChatTemplate(build_tokenizer(*TokenizerFlags.of(run.data, run.model.vocab_size)))
+
+
+def _marked(chat: Any, where: str) -> np.ndarray:
+    """Return a pair's array as of `signed`, (n,)."""
+    expected = "pass chats (messages, or prompt and completion), or pairs (token ids, which of them are trained)"
+    check(
+        isinstance(chat, (tuple, list)) and len(chat) == 2,
+        f"{where} is no chat of --sft: {expected}",
+    )
+    try:
+        ids, trained = (np.asarray(part) for part in chat)
+    except (ValueError, TypeError, RuntimeError):
+        raise ValueError(f"{where} is no pair of arrays: {expected}") from None
+    check(
+        ids.ndim == 1 and ids.size > 0 and ids.dtype.kind in "iu",
+        f"{where} has token ids of shape {ids.shape} and type {ids.dtype}: {expected}",
+    )
+    check(
+        trained.shape == ids.shape and set(np.unique(trained).tolist()) <= {0, 1},
+        f"{where} has {ids.size} token ids, and what is trained of them has shape {trained.shape} and type {trained.dtype}: "
+        "pass an array of as many, true or false",
+    )
+    check(int(ids.min()) >= 0, f"{where} has token id {int(ids.min())}: pass 0 or more")
+    return signed(ids, trained.astype(bool))

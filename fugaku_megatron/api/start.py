@@ -1,0 +1,132 @@
+"""What a Trainer begins with: a checkpoint to resume, weights of any program, or the model that adapters belong to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from ..checkpoint.load import Checkpoint
+from ..checkpoint.manifest import CARRIED, existing_iteration, read_head
+from ..checkpoint.shards import check_model
+from ..comm.agreement import everywhere, on_root
+from ..comm.base import Comm
+from ..config.checks import check
+from ..config.model_config import architecture
+from ..config.run_config import RunConfig
+from ..convert.convert_command import open_weights, own_checkpoint
+from ..convert.weights import Weights
+from ..training.resume import Resume, find_checkpoint, open_pretrained
+from ..training.train import ForeignModel
+
+
+@dataclass(frozen=True)
+class Start:
+    """A run's beginning.
+
+    run: the run, whose output names what is loaded. resume: checkpoints of this program. weights: a whole model of another program.
+    carried: a directory with the model's tokenizer files.
+    """
+
+    run: RunConfig
+    resume: Resume = Resume()
+    weights: Weights | None = None
+    carried: Path | None = None
+
+    @property
+    def found(self) -> bool:
+        """True if there is something to load."""
+        return bool(self.weights or self.resume.checkpoint or self.resume.base)
+
+
+def config_start(run: RunConfig, world: Comm) -> Start:
+    """Return the start that --load or else --pretrained-checkpoint names. Collective; ValueError on every rank."""
+    output = run.output
+    if output.load is not None:
+        return load_start(run, output.load, world, output.ckpt_step)
+    if output.pretrained_checkpoint is None:
+        return Start(run)
+    if run.lora.on:
+        return _resumed(run, world)
+    return load_start(run, output.pretrained_checkpoint, world, weights_only=True)
+
+
+def load_start(
+    run: RunConfig,
+    directory: str,
+    world: Comm,
+    ckpt_step: int | None = None,
+    weights_only: bool = False,
+) -> Start:
+    """Return the start from a directory of this program, of Hugging Face or of Megatron-LM. Collective; ValueError on every rank.
+
+    weights_only: what --finetune says; weights of another program, and converted ones, are always loaded so.
+    """
+    own = on_root(world, lambda: own_checkpoint(directory, ckpt_step))
+    if own is None:
+        return _foreign(run, directory, ckpt_step, world)
+    step = own[1]
+    state = on_root(world, lambda: _state(own[0], step))
+    finetune = weights_only or run.output.finetune or bool(state.get("weights_only"))
+    base = run.output.pretrained_checkpoint
+    if not run.lora.on or "lora" not in state:
+        base = None  # the directory holds a model itself
+    output = replace(
+        run.output, load=own[0], ckpt_step=step, finetune=finetune, pretrained_checkpoint=base
+    )
+    return _resumed(replace(run, output=output), world)
+
+
+def _state(directory: str, iteration: int | None) -> dict:
+    """The saved state of a checkpoint of this program."""
+    found = existing_iteration(directory) if iteration is None else iteration
+    check(found is not None, f"--load {directory} holds no checkpoint")
+    assert found is not None
+    return read_head(directory, found)["state"]
+
+
+def _resumed(run: RunConfig, world: Comm) -> Start:
+    """The start that the command finds, of adapters also where their model is another program's."""
+    resume = find_checkpoint(run, world, partial(_open_base, run))
+    source = resume.checkpoint or resume.base
+    return Start(run, resume, carried=None if source is None else _carried(source))
+
+
+def _foreign(run: RunConfig, directory: str, ckpt_step: int | None, world: Comm) -> Start:
+    """The start from a model of another program, for which a run of adapters begins new ones."""
+    with everywhere():
+        weights = _open_foreign(run, directory, ckpt_step)
+    config = {"model": {"mask_vocab_padding": weights.model.mask_vocab_padding}}
+    if run.lora.on:
+        return Start(run, Resume(config=config, base=_foreign_model(directory, weights)))
+    return Start(run, Resume(config=config), weights, weights.carried)
+
+
+def _open_base(
+    run: RunConfig, directory: str, world: Comm, iteration: int | None
+) -> Checkpoint | ForeignModel:
+    """Open the model that adapters belong to, of any program."""
+    own = on_root(world, lambda: own_checkpoint(directory, iteration))
+    if own is not None:
+        return open_pretrained(own[0], world, own[1])
+    with everywhere():
+        return _foreign_model(directory, _open_foreign(run, directory, iteration))
+
+
+def _open_foreign(run: RunConfig, directory: str, iteration: int | None) -> Weights:
+    """Open a model of another program, whose architecture must be the run's."""
+    weights = open_weights(directory, iteration, run.model.vocab_size)
+    saved = architecture(weights.model)
+    check_model(saved, architecture(run.model, saved), Path(directory))
+    return weights
+
+
+def _foreign_model(directory: str, weights: Weights) -> ForeignModel:
+    return ForeignModel(Path(directory), weights.dtypes, weights.read, weights.carried)
+
+
+def _carried(source: Checkpoint | ForeignModel) -> Path | None:
+    """The directory with the tokenizer files that came with a model."""
+    if isinstance(source, ForeignModel):
+        return source.carried
+    return source.directory / CARRIED
