@@ -324,13 +324,13 @@ class OptimizerConfig:
     exp_avg_dtype: str = opt(
         "fp32",
         "with --use-precision-aware-optimizer, the format in which the first moment is stored: fp32, "
-        "bf16, or int8 with a scale for each block of 256, rounded to nearest; AdamW computes in FP32",
+        "bf16, or int8 with a scale for each block of at most 256, rounded to nearest; AdamW computes in FP32",
         choices=MOMENT_DTYPES,
     )
     exp_avg_sq_dtype: str = opt(
         "fp32",
-        "the same of the second moment, rounded up or down at random so that its mean is right, in "
-        "bf16 the same in every layout",
+        "the same of the second moment, rounded up or down at random so that its mean is right, the "
+        "same in every layout",
         choices=MOMENT_DTYPES,
     )
     override_opt_param_scheduler: bool = opt(

@@ -22,7 +22,7 @@ from fugaku_megatron.perf import model as perf_model
 from fugaku_megatron.perf.model import System
 from fugaku_megatron.training.flat import Place, initial_values
 from fugaku_megatron.training.optim import LossScaler
-from fugaku_megatron.training.optim_math import EightBitMoment, round_at_random
+from fugaku_megatron.training.optim_math import round_at_random
 from fugaku_megatron.training.resume import find_checkpoint, resume_training
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import (
@@ -423,9 +423,6 @@ def pieces_by_hand(flat, part):
             yield inside
 
 
-EIGHT = {**MOMENTS, "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"}
-
-
 @pytest.mark.parametrize(
     "changes",
     [{}, {"exp_avg_sq_dtype": "fp32"}, {"bf16": True}, {"bf16": True, **TP2PP2, "zero_stage": 1}],
@@ -528,67 +525,6 @@ def test_the_log_says_that_moments_are_converted(source, changes, notes, saved):
     run = small_run(load=str(saved[source]), **changes)
     lines = resume_training(make_trainer(SoloComm(), run), find_checkpoint(run, SoloComm()))
     assert [line for line in lines if "exp-avg" in line] == notes
-
-
-def test_codes_of_eight_bits():
-    """Of values of very different size in blocks, the last one short, the second all zeros."""
-    generator = torch.Generator().manual_seed(1)
-    values = torch.randn(1000, generator=generator) * 10 ** -(
-        4 * torch.rand(1000, generator=generator)
-    )
-    values[256:512] = 0.0
-    scale = torch.cat([part.abs().max().expand(len(part)) for part in values.split(256)])
-    first = EightBitMoment(1000, signed=True)
-    first.write(0, values, seed=0)
-    got = first.read(0, 1000)
-    step = (
-        2 * (values.abs() / scale.clamp(min=1e-30)).sqrt() / 127 + 127**-2.0
-    )  # between neighbours
-    assert ((got - values).abs() <= 0.51 * step * scale).all() and not got[256:512].any()
-    squares, mean = values.square(), torch.zeros(1000)
-    second = EightBitMoment(1000, signed=False)
-    for seed in range(400):
-        second.write(0, squares, seed)
-        mean += second.read(0, 1000) / 400
-    low = ((squares / scale.square().clamp(min=1e-30)) ** 0.25 * 255).floor()
-    step = ((low + 1) ** 4 - low**4) / 255**4 * scale.square()
-    assert ((mean - squares).abs() <= 0.11 * step + 1e-6 * squares)[low > 0].all(), (
-        "4 standard deviations of a mean of 400"
-    )
-    assert (second.read(0, 1000)[squares > 0] > 0).all(), "what divides is never 0"
-    for moment, given in ((first, got), (second, second.read(0, 1000))):
-        before = moment.codes.clone()
-        moment.write(0, given, seed=9)
-        assert torch.equal(moment.codes, before), "what a checkpoint holds gives the same codes"
-
-
-def test_moments_of_eight_bits_stay_with_fp32s(tmp_path):
-    run = small_run(**EIGHT, lr_decay_style="constant", train_iters=60)
-    plain, _ = trained(
-        SoloComm(), small_run(lr_decay_style="constant", train_iters=60), iterations=60
-    )
-    losses, weights = trained(SoloComm(), run, None, tmp_path / "whole", 60)
-    assert losses != plain and losses == pytest.approx(plain, rel=0.005)
-    trained(SoloComm(), run, None, tmp_path / "half", 30)
-    again, resumed = trained(SoloComm(), run, tmp_path / "half", None, 30)
-    assert again == losses[30:] and all(
-        torch.equal(w, resumed[name]) for name, w in weights.items()
-    )
-    split = small_run(**EIGHT, **TP2PP2, zero_stage=1, lr_decay_style="constant", train_iters=60)
-    for others, _ in ThreadWorld(8).run(trained, split, tmp_path / "half", None, 4):
-        assert others == pytest.approx(losses[30:34], rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "changes"), [(1, {}), (8, {"bf16": True, **TP2PP2, "zero_stage": 1})]
-)
-def test_memory_of_eight_bits_is_what_the_formula_says(ranks, changes):
-    run = small_run(**EIGHT, **changes)
-    parts = make_trainer(SoloComm(0, ranks), run).optimizer.parts
-    held = sum(m.nbytes for part in parts for m in (*part.eight_bit, part.exp_avg, part.exp_avg_sq))
-    masters = sum(part.master.nbytes for part in parts if part.low is not None)
-    layout, lists = Layout.from_run(run, ranks), run_schedule.of_run(run, 2)
-    assert held + masters == memory.stage_memory(run, layout, 0, lists.held(0)).optimizer
 
 
 LOW = {
