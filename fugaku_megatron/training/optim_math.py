@@ -26,8 +26,9 @@ from ..nn.parameter import ParameterSpec
 from .buckets import BucketComm
 from .flat import Bucket, FlatParameter, FlatParameters, Place
 
-# (a, b, c) of x <- a x + (b A + c A^2) x with A = x x^T, one after another, the last one again and again. Quintic: coefficients
-# that grow small singular values fast, by Jordan et al. and their followers; simple: those of Muon's first version.
+# (a, b, c) of x <- a x + (b A + c A^2) x with A = x x^T, one after another, and after the last one from the first again, as the
+# library that Megatron-LM uses does (emerging_optimizers 0.2 and newer). Quintic: coefficients that grow small singular values fast,
+# by Jordan et al. and their followers; simple: those of Muon's first version.
 COEFFICIENTS = {
     "quintic": (
         (4.0848, -6.8946, 2.9270),
@@ -57,7 +58,7 @@ def orthogonalized(
     gram, square = (x.new_empty(len(x), len(x)) for _ in range(2))
     moved = torch.empty_like(x)
     for step in range(steps):
-        a, b, c = coefficients[min(step, len(coefficients) - 1)]
+        a, b, c = coefficients[step % len(coefficients)]
         kernels.linear_forward(x, x, gram)
         kernels.linear_forward(gram, gram, square)  # gram is symmetric
         kernels.linear_data_gradient(gram.mul_(b).add_(square, alpha=c), x, moved)

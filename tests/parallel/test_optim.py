@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -12,6 +13,7 @@ import torch
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.batches import ParamSchedule
+from fugaku_megatron.config.groups import MUON_COEFFICIENTS
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import PrecisionConfig
 from fugaku_megatron.costs import memory, run_schedule
@@ -22,7 +24,7 @@ from fugaku_megatron.perf import model as perf_model
 from fugaku_megatron.perf.model import System
 from fugaku_megatron.training.flat import Place, initial_values
 from fugaku_megatron.training.optim import LossScaler
-from fugaku_megatron.training.optim_math import round_at_random
+from fugaku_megatron.training.optim_math import COEFFICIENTS, orthogonalized, round_at_random
 from fugaku_megatron.training.resume import find_checkpoint, resume_training
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import (
@@ -649,7 +651,7 @@ def plain_orthogonal(x, steps):
     if x.shape[0] > x.shape[1]:
         return plain_orthogonal(x.T, steps).T
     x = x / x.norm()
-    for a, b, c in coefficients[:steps]:
+    for a, b, c in itertools.islice(itertools.cycle(coefficients), steps):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x
@@ -763,6 +765,29 @@ def test_muon_steps_of_each_layout(changes):
 
     steps(SoloComm(), small_run(**changes))
     ThreadWorld(2).run(steps, small_run(**changes, tensor_model_parallel_size=2))
+
+
+@pytest.mark.parametrize("steps", [1, 3, 5, 6, 10, 15])
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
+def test_coefficients_begin_again_after_the_last_step(steps, shape):
+    """As in Megatron-LM's library. Whole cycles bring singular values near 1, and the first coefficient alone not."""
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    got = orthogonalized(matrix, COEFFICIENTS["quintic"], steps, kernels).double()
+    torch.testing.assert_close(got, plain_orthogonal(matrix.double(), steps), rtol=0, atol=2e-5)
+    if steps % 5 == 0:
+        values = torch.linalg.svdvals(got)
+        assert 0.9 < values.min() and values.max() < 1.1
+
+
+def test_numbers_of_coefficients_are_those_of_the_config():
+    assert MUON_COEFFICIENTS == {name: len(rows) for name, rows in COEFFICIENTS.items()}
+
+
+@pytest.mark.parametrize("steps", [6, 9, 11])
+def test_a_cycle_of_coefficients_that_does_not_end_is_refused(steps):
+    with pytest.raises(ValueError, match=f"--muon-num-ns-steps {steps}: .*: pass (5|10) or 1[05]"):
+        small_run(**MUON, muon_num_ns_steps=steps)
+    small_run(**MUON, muon_num_ns_steps=steps, muon_coefficient_type="simple")
 
 
 def test_muon_on_data_parallel_ranks_has_the_bits_of_replicas():
