@@ -215,6 +215,10 @@ MOMENT_BYTES = {
     "int8": 1 + 4 / MOMENT_BLOCK,
 }  # of an element, by the formats that are built
 MUON = ("muon", "dist_muon")
+MUON_COEFFICIENTS = {
+    "quintic": 5,
+    "simple": 1,
+}  # of the Newton-Schulz iteration, and how many steps have their own
 MUON_FLAGS = (
     "muon_momentum",
     "muon_nesterov",
@@ -257,9 +261,15 @@ class OptimizerConfig:
         1.0, "another factor; 0.2 with spectral makes updates as large as AdamW's"
     )
     muon_coefficient_type: str = opt(
-        "quintic", "coefficients of the Newton-Schulz iteration", choices=("quintic", "simple")
+        "quintic",
+        "coefficients of the Newton-Schulz iteration",
+        choices=tuple(MUON_COEFFICIENTS),
     )
-    muon_num_ns_steps: int = opt(5, "steps of the Newton-Schulz iteration")
+    muon_num_ns_steps: int = opt(
+        5,
+        "steps of the Newton-Schulz iteration, with quintic at most 5 or a multiple of 5, whose "
+        "coefficients begin again after five steps",
+    )
     muon_tp_mode: str = opt(
         "duplicated",
         "duplicated: whole matrices, gathered from tensor-parallel ranks, so that the update "
@@ -324,13 +334,13 @@ class OptimizerConfig:
     exp_avg_dtype: str = opt(
         "fp32",
         "with --use-precision-aware-optimizer, the format in which the first moment is stored: fp32, "
-        "bf16, or int8 with a scale for each block of 256, rounded to nearest; AdamW computes in FP32",
+        "bf16, or int8 with a scale for each block of at most 256, rounded to nearest; AdamW computes in FP32",
         choices=MOMENT_DTYPES,
     )
     exp_avg_sq_dtype: str = opt(
         "fp32",
-        "the same of the second moment, rounded up or down at random so that its mean is right, in "
-        "bf16 the same in every layout",
+        "the same of the second moment, rounded up or down at random so that its mean is right, the "
+        "same in every layout",
         choices=MOMENT_DTYPES,
     )
     override_opt_param_scheduler: bool = opt(
@@ -386,6 +396,7 @@ class OptimizerConfig:
         self._check_learning_rate()
         self._check_weight_decay()
         self._check_moments()
+        self._check_coefficients()
         keeps, anew = (
             self.use_checkpoint_opt_param_scheduler,
             self.no_load_lr_state or self.no_load_optim,
@@ -427,6 +438,16 @@ class OptimizerConfig:
         check(
             self.lr_decay_style != "WSD" or self.lr_wsd_decay_iters or self.lr_wsd_decay_samples,
             "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples, the length of its decay: pass one",
+        )
+
+    def _check_coefficients(self) -> None:
+        count = MUON_COEFFICIENTS[self.muon_coefficient_type]
+        steps = self.muon_num_ns_steps
+        check(
+            steps <= count or steps % count == 0,
+            f"--muon-num-ns-steps {steps}: the {count} coefficients of --muon-coefficient-type "
+            f"{self.muon_coefficient_type} would begin again and not end, which leaves singular values near 0.1 and not 1: "
+            f"pass {steps // count * count} or {(steps // count + 1) * count}",
         )
 
     def _check_moments(self) -> None:

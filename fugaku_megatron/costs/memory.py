@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..config.groups import A2A, MOMENT_BLOCK, MOMENT_BYTES, P2P
+from ..config.groups import A2A, MOMENT_BYTES, P2P
 from ..config.layout import Layout, context_ways, group_copies, placement, sequence_parts
 from ..config.run_config import RunConfig
 from ..pipeline.parts import Held, receives_ahead
@@ -47,6 +47,7 @@ from .activations import (
     key_working_bytes,
     qkv_bytes,
 )
+from .eight_bit import scales, unit_segments
 from .experts import mlp_width, pair_working_bytes, waiting_bytes
 from .orthogonal import matrix_elements
 
@@ -211,13 +212,30 @@ def _second_moment_of_muon(run: RunConfig, layout: Layout, stage: int) -> int:
     return elements
 
 
+def _scales(run: RunConfig, layout: Layout, stage: int) -> int:
+    """Return the scales of a moment in 8 bits, with ZeRO-1 an upper limit: on the rank of a stage that holds most."""
+    units = unit_segments(run, layout, stage, holds_tied_copy(run, stage))
+    sharded, found = bool(run.parallel.zero_stage), 0
+    for bucket, (others, divided) in zip(
+        bucket_units(run, layout, stage), bucket_sizes(run, layout, stage), strict=True
+    ):
+        found += scales(
+            (each for unit in bucket for each in units[unit][1]),
+            others // zero_shards(run, layout),
+        )
+        found += scales(
+            (each for unit in bucket for each in units[unit][0]),
+            divided // (layout.edp if sharded else 1),
+        )
+    return found
+
+
 def moment_bytes(run: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
     """Bytes of both moments on a rank, and of what a checkpoint holds of them: those of 8 bits are saved in FP32."""
     optimizer, parts = run.optimizer, part_elements(run, layout, stage)
     if optimizer.exp_avg_dtype == "int8":
-        return sum(
-            2 * (n + FP32_BYTES * -(-n // MOMENT_BLOCK)) for n in parts
-        ), 2 * FP32_BYTES * sum(parts)
+        each = sum(parts) + FP32_BYTES * _scales(run, layout, stage)
+        return 2 * each, 2 * FP32_BYTES * sum(parts)
     second = _second_moment_of_muon(run, layout, stage) if optimizer.muon else sum(parts)
     held = (
         sum(parts) * MOMENT_BYTES[optimizer.exp_avg_dtype]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import zlib
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, count
@@ -60,9 +61,12 @@ class Place:
 
     def numbers(self, n: int) -> Tensor:
         """Of the first n elements, (n,)."""
+        return self.numbers_of(torch.arange(self.first, self.first + n))
+
+    def numbers_of(self, elements: Tensor) -> Tensor:
+        """Return the numbers of elements (n,) of the rank's slice, (n,)."""
         if self.row == self.columns:
-            return torch.arange(self.offset + self.first, self.offset + self.first + n)
-        elements = torch.arange(self.first, self.first + n)
+            return self.offset + elements
         return self.offset + elements // self.columns * self.row + elements % self.columns
 
 
@@ -273,14 +277,25 @@ class FlatParameters:
     def pieces(self, start: int, end: int) -> list[tuple[Range, Place]]:
         """`ranges` cut where one parameter ends and the next begins."""
         pieces = []
-        for parameter, begin in zip(self.parameters, self.starts, strict=True):
-            a, b = max(start, begin), min(end, begin + parameter.numel())
-            if a < b:
-                spec = parameter.spec
-                pieces.append(
-                    (_range(a - start, b - start, spec, self._muon), _place(parameter, a - begin))
-                )
+        for parameter, begin, first, last in self.overlaps(start, end):
+            at = begin + first - start
+            piece = _range(at, at + last - first, parameter.spec, self._muon)
+            pieces.append((piece, place_of(parameter, first)))
         return pieces
+
+    def overlaps(self, start: int, end: int) -> Iterator[tuple[FlatParameter, int, int, int]]:
+        """Yield (parameter, its start, first, last) of every parameter that has elements in [start, end).
+
+        These are the elements [first, last) of this rank's slice of the parameter.
+        """
+        for index in range(max(0, bisect_right(self.starts, start) - 1), len(self.starts)):
+            parameter, begin = self.parameters[index], self.starts[index]
+            if begin >= end:
+                return
+            first = max(0, start - begin)
+            last = min(parameter.numel(), end - begin)
+            if first < last:
+                yield parameter, begin, first, last
 
     def owner(self, tensor: Tensor) -> FlatParameter | None:
         """The parameter whose values or gradients begin `tensor`, None for other memory."""
@@ -398,8 +413,8 @@ def random_stream(parameter: nn.Parameter) -> int:
     return zlib.crc32(spec_of(parameter).init_name.encode())
 
 
-def _place(parameter: nn.Parameter, first: int) -> Place:
-    """That of a piece which begins at element `first` of this rank's slice."""
+def place_of(parameter: nn.Parameter, first: int) -> Place:
+    """Return the place of a piece that begins at element `first` of this rank's slice."""
     spec = spec_of(parameter)
     split = spec.partition_dim or 0
     inside = math.prod(spec.shape[split + 1 :])

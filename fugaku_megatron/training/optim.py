@@ -7,8 +7,7 @@ Left out: the buffers (`flat`), sums of gradients and gathers of weights (`bucke
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -23,13 +22,21 @@ from ..nn.model import Stage
 from ..nn.ops import Ops
 from ..nn.parameter import PARAMETER_DTYPES
 from .buckets import BucketComm
-from .flat import FlatParameters, Place, Range
-from .optim_math import EightBitMoment, Muon, round_at_random
+from .eight_bit import (
+    CHUNK,
+    Blocks,
+    EightBitMoment,
+    blocks_of_shard,
+    cut_blocks,
+    share_scales,
+)
+from .flat import Bucket, FlatParameters, Place, Range
+from .optim_math import Muon, round_at_random
 
 Moments = tuple[EightBitMoment, EightBitMoment]  # the first and the second
 KINDS = ("weight", "exp_avg", "exp_avg_sq")  # beginnings of keys in a checkpoint
 NOTHING = torch.empty(0)
-CHUNK = 1 << 17  # elements; a multiple of the block
+Updates = list[tuple[Range, Place | None]]
 
 
 class LossScaler:
@@ -86,6 +93,16 @@ class StepResult:
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """Elements [start, end) of a part that are updated at once. updates: as in `Part`, counted from `start`. blocks: of 8 bits."""
+
+    start: int
+    end: int
+    updates: Updates
+    blocks: Sequence[Blocks]
+
+
+@dataclass(frozen=True)
 class Part:
     """What this rank updates of a bucket: all of it, or its ZeRO-1 shard, n elements from `start` of the flat buffer.
 
@@ -93,7 +110,7 @@ class Part:
     `master` is a view of them. exp_avg, exp_avg_sq: (n,) in the formats of --exp-avg-dtype and --exp-avg-sq-dtype, exp_avg_sq
     without the first `orthogonal` elements, which Muon updates; empty where both are in `eight_bit`. ranges: what lies in them,
     counted from `start`. updates: what each call of the kernel updates, and which elements these are, where something is rounded
-    at random.
+    at random. chunks: what is updated at once, where weights or moments are not stored in FP32.
     """
 
     start: int
@@ -104,7 +121,8 @@ class Part:
     eight_bit: Moments | None
     orthogonal: int
     ranges: list[Range]
-    updates: list[tuple[Range, Place | None]]
+    updates: Updates
+    chunks: Sequence[Chunk] = ()
 
     @property
     def in_bf16(self) -> bool:
@@ -117,9 +135,7 @@ class Part:
             self.low[at].copy_(self.master[at])
 
 
-def _inside(
-    updates: list[tuple[Range, Place | None]], start: int, end: int
-) -> list[tuple[Range, Place | None]]:
+def _inside(updates: Updates, start: int, end: int) -> Updates:
     """What of `updates` lies in elements [start, end), counted from `start`."""
     cut = [(r, place, max(r.start, start), min(r.end, end)) for r, place in updates]
     return [
@@ -130,6 +146,30 @@ def _inside(
         for r, place, a, b in cut
         if a < b
     ]
+
+
+def _chunks(n: int, updates: Updates) -> list[Chunk]:
+    """Return the chunks of a part of n elements: at most CHUNK elements each, so that they stay in the cache."""
+    bounds = [(start, min(start + CHUNK, n)) for start in range(0, n, CHUNK)]
+    return [Chunk(start, end, _inside(updates, start, end), ()) for start, end in bounds]
+
+
+def _chunks_of_blocks(updates: Updates, blocks: Sequence[Blocks]) -> list[Chunk]:
+    """Return the chunks of blocks of 8 bits, as `_chunks`; padding is in no chunk."""
+    chunks = []
+    first = 0
+    for number, last in enumerate(blocks, 1):
+        start = blocks[first].start
+        if number == len(blocks) or blocks[number].end - start > CHUNK:
+            inside = _inside(updates, start, last.end)
+            chunks.append(Chunk(start, last.end, inside, blocks[first:number]))
+            first = number
+    return chunks
+
+
+def _shared_blocks(chunks: Sequence[Chunk]) -> list[Blocks]:
+    """Return the blocks of 8 bits of which other ZeRO-1 shards have the rest."""
+    return [blocks for chunk in chunks for blocks in chunk.blocks if blocks.shared is not None]
 
 
 class Optimizer:
@@ -154,7 +194,15 @@ class Optimizer:
             self.config.muon,
         )
         self.buckets = BucketComm(stage, self.flat, run, groups)
-        self.parts = [self._part(*self.buckets.part(bucket)) for bucket in self.flat.buckets]
+        cut = [self._cut_blocks(bucket) for bucket in self.flat.buckets]
+        self.parts = [
+            self._part(bucket, starts)
+            for bucket, starts in zip(self.flat.buckets, cut, strict=True)
+        ]
+        self._shards = [
+            (self.buckets.replicas(bucket), len(starts), _shared_blocks(part.chunks))
+            for bucket, starts, part in zip(self.flat.buckets, cut, self.parts, strict=True)
+        ]
         self._muon = (
             Muon(self.flat, self.buckets, run, groups, ops.kernels) if self.config.muon else None
         )
@@ -165,24 +213,35 @@ class Optimizer:
         self._reduced: list[Tensor] | None = None
         self._norm: float | None = None
 
-    def _part(self, start: int, end: int) -> Part:
+    def _cut_blocks(self, bucket: Bucket) -> list[int]:
+        """Return the starts of the blocks of 8 bits of which several ranks update a piece."""
+        if self.config.exp_avg_dtype != "int8" or not self.sharded:
+            return []
+        shards = self.buckets.replicas(bucket).size
+        return cut_blocks(self.flat, self.run.model, bucket, shards)
+
+    def _part(self, bucket: Bucket, cut: list[int]) -> Part:
+        start, end = self.buckets.part(bucket)
         own, masters = self.flat.values[start:end], self.run.masters
         ranges = self.flat.ranges(start, end)
         orthogonal = max((r.end for r in ranges if r.orthogonal), default=0)
+        updates = self._updates(start, end, ranges)
+        eight: Moments | None = None
+        chunks: list[Chunk] = []
+        exp_avg = exp_avg_sq = NOTHING
         if self.config.exp_avg_dtype == "int8":
-            eight, exp_avg, exp_avg_sq = (
-                (EightBitMoment(end - start, True), EightBitMoment(end - start, False)),
-                NOTHING,
-                NOTHING,
-            )
+            blocks = blocks_of_shard(self.flat, self.run.model, (start, end), cut)
+            scales = sum(each.scales for each in blocks)
+            first = EightBitMoment(end - start, scales, signed=True)
+            eight = (first, EightBitMoment(end - start, scales, signed=False))
+            chunks = _chunks_of_blocks(updates, blocks)
         else:
-            eight, exp_avg = (
-                None,
-                torch.zeros(end - start, dtype=PARAMETER_DTYPES[self.config.exp_avg_dtype]),
-            )
+            exp_avg = torch.zeros(end - start, dtype=PARAMETER_DTYPES[self.config.exp_avg_dtype])
             exp_avg_sq = torch.zeros(
                 end - start - orthogonal, dtype=PARAMETER_DTYPES[self.config.exp_avg_sq_dtype]
             )
+            if self.config.main_params_dtype == "bf16":
+                chunks = _chunks(end - start, updates)
         return Part(
             start,
             self.flat.initial_shard(start, end) if masters else own,
@@ -192,12 +251,11 @@ class Optimizer:
             eight,
             orthogonal,
             ranges,
-            self._updates(start, end, ranges),
+            updates,
+            chunks,
         )
 
-    def _updates(
-        self, start: int, end: int, ranges: list[Range]
-    ) -> list[tuple[Range, Place | None]]:
+    def _updates(self, start: int, end: int, ranges: list[Range]) -> Updates:
         """Long ranges, or single parameters where rounding depends on an element's place."""
         if "bf16" in (self.config.exp_avg_sq_dtype, self.config.main_params_dtype):
             return [*self.flat.pieces(start, end)]
@@ -282,12 +340,21 @@ class Optimizer:
         self.steps += 1
         self._expanded.clear()
         self.ops.weights_changed()  # packed copies of the old ones are no longer used
+        factor = min(clip, 1.0) / scale
+        shared = share_scales(
+            self._shards,
+            lambda index, blocks: self._new_moments(
+                self.parts[index], blocks, grads[index], rates, weight_decay, factor
+            ),
+        )
         for index in reversed(
             range(len(self.parts))
         ):  # the next forward needs the last bucket first
-            part, factor = self.parts[index], min(clip, 1.0) / scale
-            if part.eight_bit or part.in_bf16:
-                self._adamw_by_chunks(part, grads[index], rates, weight_decay, factor)
+            part = self.parts[index]
+            if part.chunks:
+                self._adamw_by_chunks(
+                    part, grads[index], rates, weight_decay, factor, shared[index]
+                )
             else:
                 self._adamw(part, grads[index], rates, weight_decay, factor)
             if self._muon:
@@ -334,32 +401,59 @@ class Optimizer:
         rates: tuple[float, float],
         weight_decay: float,
         grad_scale: float,
+        shared: Tensor,
     ) -> None:
-        """AdamW chunk by chunk, so that what is not stored in FP32 and is updated in it stays in the cache."""
-        for start in range(0, len(part.master), CHUNK):
-            end = min(start + CHUNK, len(part.master))
-            at, moments = slice(start, end), part.eight_bit or ()
+        """AdamW chunk by chunk, so that what is not stored in FP32 and is updated in it stays in the cache.
+
+        shared: largest elements (2, m) of the blocks that several ZeRO-1 shards have.
+        """
+        for at in part.chunks:
+            own = slice(at.start, at.end)
             first, second = (
-                (moment.read(start, end) for moment in moments)
-                if moments
-                else (part.exp_avg[at], part.exp_avg_sq[at])
+                (moment.read(at.blocks) for moment in part.eight_bit)
+                if part.eight_bit
+                else (part.exp_avg[own], part.exp_avg_sq[own])
             )
             chunk = replace(
                 part,
-                master=part.master[at].float(),
-                low=None if part.low is None else part.low[at],
+                master=part.master[own].float(),
+                low=None if part.low is None else part.low[own],
                 exp_avg=first,
                 exp_avg_sq=second,
-                updates=_inside(part.updates, start, end),
+                updates=at.updates,
             )
-            self._adamw(chunk, grads[at], rates, weight_decay, grad_scale)
-            seed = zlib.crc32(
-                f"{self.run.training.seed} {self.steps} {part.start + start}".encode()
-            )
-            for moment, values in zip(moments, (first, second), strict=False):
-                moment.write(start, values, seed)
+            self._adamw(chunk, grads[own], rates, weight_decay, grad_scale)
+            words = self.run.training.seed, self.steps
+            for moment, values, largest in zip(
+                part.eight_bit or (), (first, second), shared, strict=False
+            ):
+                moment.write(at.blocks, values, shared=largest, at_random=words)
             if part.in_bf16:
-                self._round(chunk, part.master[at])
+                self._round(chunk, part.master[own])
+
+    def _new_moments(
+        self,
+        part: Part,
+        blocks: Blocks,
+        grads: Tensor,
+        rates: tuple[float, float],
+        weight_decay: float,
+        grad_scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Return both moments (n,) of blocks of 8 bits as the next update computes them. grads (n,): of the part."""
+        assert part.eight_bit is not None
+        own = slice(blocks.start, blocks.end)
+        first, second = (moment.read([blocks]) for moment in part.eight_bit)
+        alone = replace(
+            part,
+            master=part.master[own].to(torch.float32, copy=True),
+            low=None,
+            exp_avg=first,
+            exp_avg_sq=second,
+            updates=_inside(part.updates, blocks.start, blocks.end),
+        )
+        self._adamw(alone, grads[own], rates, weight_decay, grad_scale)
+        return first, second
 
     def _round(self, chunk: Part, weights: Tensor) -> None:
         """Round updated weights to `weights` (n,) in BF16."""
@@ -426,16 +520,19 @@ class Optimizer:
             stored, expand = part.master, part.master.float if part.in_bf16 else None
         else:
             stored = part.exp_avg_sq if second else part.exp_avg
-            expand = (
-                partial(part.eight_bit[second].read, 0, len(part.master))
-                if part.eight_bit
-                else None
-            )
+            expand = partial(self._expand, part, part.eight_bit[second]) if part.eight_bit else None
         if expand is None:
             return stored
         if (kind, index) not in self._expanded:
             self._expanded[kind, index] = expand()
         return self._expanded[kind, index]
+
+    def _expand(self, part: Part, moment: EightBitMoment) -> Tensor:
+        """Return a moment of a part in FP32, (n,)."""
+        values = torch.zeros(len(part.master))
+        for chunk in part.chunks:
+            values[chunk.start : chunk.end] = moment.read(chunk.blocks)
+        return values
 
     def after_load(self) -> None:
         """Make the model's weights from the loaded master weights, which the other holders of a shard get from its owner."""
@@ -454,12 +551,29 @@ class Optimizer:
         for index, part in enumerate(self.parts):
             for kind in KINDS if not self.sharded else ():
                 self.buckets.replicas(self.flat.buckets[index]).broadcast(self._saved(kind, index))
-            for kind, moment in zip(KINDS[1:], part.eight_bit or (), strict=False):
-                moment.write(0, self._saved(kind, index), seed=0)
             if part.in_bf16:
                 part.master.copy_(self._saved("weight", index))
+        self._take_moments()
         self._expanded.clear()
         self.ops.weights_changed()
         for index, part in enumerate(self.parts):
             part.round_weights(slice(None))
             self.buckets.gather(index)
+
+    def _take_moments(self) -> None:
+        """Round the loaded moments to 8 bits, to nearest: what was saved in the same blocks gives the same codes. Collective."""
+
+        def loaded(index: int, start: int, end: int) -> tuple[Tensor, Tensor]:
+            first, second = (self._saved(kind, index)[start:end] for kind in KINDS[1:])
+            return first, second
+
+        shared = share_scales(
+            self._shards, lambda index, blocks: loaded(index, blocks.start, blocks.end)
+        )
+        for index, part in enumerate(self.parts):
+            if part.eight_bit is None:
+                continue
+            for chunk in part.chunks:
+                values = loaded(index, chunk.start, chunk.end)
+                for moment, own, largest in zip(part.eight_bit, values, shared[index], strict=True):
+                    moment.write(chunk.blocks, own, shared=largest)

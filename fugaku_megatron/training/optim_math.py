@@ -1,24 +1,19 @@
-"""What `optim` computes next to AdamW's update: Muon, moments in 8 bits, and BF16 weights that are rounded at random.
+"""What `optim` computes next to AdamW's update: Muon, and BF16 weights that are rounded at random.
 
 Muon: momentum whose singular values are brought near 1 by a Newton-Schulz iteration, for whole matrices.
 Sources: Jordan et al. (2024), "Muon: An optimizer for hidden layers in neural networks"; flags and scales of Megatron-LM's
 megatron/core/optimizer/muon.py. The data-parallel ranks share the matrices: momentum is gathered bucket by bucket, each rank
 computes its own matrices and the sum with the others' zeros brings the results back, so the bits are those of one rank.
 
-Moments, --exp-avg-dtype int8: codes of each element and one FP32 scale for each block of 256. Codes are not spaced evenly, so that
-a block may hold numbers of very different size (Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization",
-arXiv:2110.02861, has block-wise scales and another code): the first moment is scale sign(q) (q / 127)^2, rounded to nearest, the
-second scale (q / 255)^4, rounded up or down at random so that its mean is right; an element above 0 has at least q = 1, because it
-divides. Checkpoints hold both in FP32.
-
-Left out: momentum and the update of weights, which is made in FP32 (`optim`), costs (`costs.orthogonal`).
+Left out: momentum and the update of weights, which is made in FP32 (`optim`), moments in 8 bits (`eight_bit`), costs
+(`costs.orthogonal`).
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,14 +21,14 @@ from torch import Tensor
 
 from ..comm.base import Comm
 from ..comm.grid import Groups
-from ..config.groups import MOMENT_BLOCK
 from ..config.run_config import ModelConfig, OptimizerConfig, RunConfig
 from ..nn.parameter import ParameterSpec
 from .buckets import BucketComm
 from .flat import Bucket, FlatParameter, FlatParameters, Place
 
-# (a, b, c) of x <- a x + (b A + c A^2) x with A = x x^T, one after another, the last one again and again. Quintic: coefficients
-# that grow small singular values fast, by Jordan et al. and their followers; simple: those of Muon's first version.
+# (a, b, c) of x <- a x + (b A + c A^2) x with A = x x^T, one after another, and after the last one from the first again, as the
+# library that Megatron-LM uses does (emerging_optimizers 0.2 and newer). Quintic: coefficients that grow small singular values fast,
+# by Jordan et al. and their followers; simple: those of Muon's first version.
 COEFFICIENTS = {
     "quintic": (
         (4.0848, -6.8946, 2.9270),
@@ -50,6 +45,7 @@ SCALES = {
     "shape_scaling": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
 }
 NORM_EPS = 1e-7
+UNIFORM_BITS = 24  # of a random number, which FP32 holds
 
 
 def orthogonalized(
@@ -62,7 +58,7 @@ def orthogonalized(
     gram, square = (x.new_empty(len(x), len(x)) for _ in range(2))
     moved = torch.empty_like(x)
     for step in range(steps):
-        a, b, c = coefficients[min(step, len(coefficients) - 1)]
+        a, b, c = coefficients[step % len(coefficients)]
         kernels.linear_forward(x, x, gram)
         kernels.linear_forward(gram, gram, square)  # gram is symmetric
         kernels.linear_data_gradient(gram.mul_(b).add_(square, alpha=c), x, moved)
@@ -195,83 +191,32 @@ def _cost(parameter: FlatParameter) -> float:
     return float(small * small * large)
 
 
-SIGNED, UNSIGNED = 127.0, 255.0
-
-
-class EightBitMoment:
-    """One moment of n elements, zeros at first. signed: the first one, or else the second."""
-
-    def __init__(self, n: int, signed: bool) -> None:
-        self.signed, self.n = signed, n
-        blocks = -(-n // MOMENT_BLOCK)
-        self.codes = torch.zeros(n, dtype=torch.int8 if signed else torch.uint8)
-        self.scales = torch.zeros(blocks)
-
-    @property
-    def nbytes(self) -> int:
-        return self.codes.nbytes + self.scales.nbytes
-
-    def read(self, start: int, end: int) -> Tensor:
-        """Elements [start, end) in FP32; `start` begins a block, and `end` ends one or is n."""
-        values = self.codes[start:end].float()
-        values = (
-            values.mul_(values.abs()).div_(SIGNED**2)
-            if self.signed
-            else values.div_(UNSIGNED).square_().square_()
-        )
-        return _by_block(values, self._scales(start, end), torch.mul)
-
-    def write(self, start: int, values: Tensor, seed: int) -> None:
-        """Round values (n,) into elements from `start` on, which begins a block. seed: of the second moment's random numbers."""
-        end = start + len(values)
-        scales = self._scales(start, end)
-        torch.cat([view.abs().amax(-1).view(-1) for view in _blocks(values)], out=scales)
-        x = _by_block(values.clone(), scales.clamp(min=torch.finfo(torch.float32).tiny), torch.div)
-        if self.signed:
-            self.codes[start:end] = x.abs().sqrt_().mul_(SIGNED).round_().mul_(x.sign())
-            return
-        low = x.sqrt().sqrt_().mul_(UNSIGNED).floor_().clamp_(0.0, UNSIGNED - 1)
-        below, above = ((low + more).div_(UNSIGNED).square_().square_() for more in (0, 1))
-        uniform = torch.rand(len(x), generator=torch.Generator().manual_seed(seed))
-        up = uniform.mul_(above.sub_(below)) < x - below
-        self.codes[start:end] = torch.where((low == 0) & (x > 0), low + 1, low + up)
-
-    def _scales(self, start: int, end: int) -> Tensor:
-        return self.scales[start // MOMENT_BLOCK : -(-end // MOMENT_BLOCK)]
-
-
-def _blocks(values: Tensor) -> list[Tensor]:
-    """Views of whole blocks (k, block), and of a last one that is shorter."""
-    whole = len(values) // MOMENT_BLOCK * MOMENT_BLOCK
-    views = [values[:whole].view(-1, MOMENT_BLOCK), values[whole:]]
-    return [view for view in views if view.numel()]
-
-
-def _by_block(values: Tensor, scales: Tensor, function: Callable[..., Tensor]) -> Tensor:
-    """values = function(values, the scale of its block), in place."""
-    done = 0
-    for view in _blocks(values):
-        rows = len(view) if view.dim() == 2 else 1
-        factor = scales[done : done + rows]
-        function(view, factor[:, None] if view.dim() == 2 else factor, out=view)
-        done += rows
-    return values
-
-
 def round_at_random(values: Tensor, place: Place, seed: int, step: int) -> Tensor:
     """values (n,), FP32, in BF16: up with the probability of what is cut off, so that the mean is right.
 
     The random word of an element is a function of the seed, the step and its number in the global tensor, so that it is the same in
     every layout. The hash is that of kernels_sve/adamw_rounding.h with other keys, because the second moment has those.
     """
-    low, high = (
-        zlib.crc32(f"{key} {seed} {place.stream} {step}".encode()) for key in ("low", "high")
-    )
-    h = place.numbers(len(values)).to(torch.int32).bitwise_xor_(_signed(low))
-    h = _mixed(h, 16).mul_(_signed(0x85EBCA6B))
-    h = _mixed(h, 13).bitwise_xor_(_signed(high)).mul_(_signed(0xC2B2AE35))
-    bits = values.view(torch.int32) + (h >> 16).bitwise_and_(0xFFFF)
+    words = _words(place.numbers(len(values)), ("low", "high"), place.stream, seed, step)
+    bits = values.view(torch.int32) + (words >> 16).bitwise_and_(0xFFFF)
     return (bits >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def random_numbers(numbers: Tensor, stream: int, seed: int, step: int) -> Tensor:
+    """Return uniform random numbers in [0, 1) of elements with these numbers in a global tensor, (n,), in FP32.
+
+    stream: of the tensor's random numbers. They are independent of those of `round_at_random`.
+    """
+    words = _words(numbers, ("moment low", "moment high"), stream, seed, step)
+    return (words >> 32 - UNIFORM_BITS).bitwise_and_((1 << UNIFORM_BITS) - 1) * 2.0**-UNIFORM_BITS
+
+
+def _words(numbers: Tensor, keys: tuple[str, str], stream: int, seed: int, step: int) -> Tensor:
+    """Return a random word of 32 bits for each number, (n,); its upper bits are the better ones."""
+    low, high = (zlib.crc32(f"{key} {seed} {stream} {step}".encode()) for key in keys)
+    h = numbers.to(torch.int32).bitwise_xor_(_signed(low))
+    h = _mixed(h, 16).mul_(_signed(0x85EBCA6B))
+    return _mixed(h, 13).bitwise_xor_(_signed(high)).mul_(_signed(0xC2B2AE35))
 
 
 def _signed(word: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -12,6 +13,7 @@ import torch
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.batches import ParamSchedule
+from fugaku_megatron.config.groups import MUON_COEFFICIENTS
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import PrecisionConfig
 from fugaku_megatron.costs import memory, run_schedule
@@ -22,7 +24,7 @@ from fugaku_megatron.perf import model as perf_model
 from fugaku_megatron.perf.model import System
 from fugaku_megatron.training.flat import Place, initial_values
 from fugaku_megatron.training.optim import LossScaler
-from fugaku_megatron.training.optim_math import EightBitMoment, round_at_random
+from fugaku_megatron.training.optim_math import COEFFICIENTS, orthogonalized, round_at_random
 from fugaku_megatron.training.resume import find_checkpoint, resume_training
 from fugaku_megatron.training.train import Trainer
 from tests.helpers import (
@@ -423,9 +425,6 @@ def pieces_by_hand(flat, part):
             yield inside
 
 
-EIGHT = {**MOMENTS, "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"}
-
-
 @pytest.mark.parametrize(
     "changes",
     [{}, {"exp_avg_sq_dtype": "fp32"}, {"bf16": True}, {"bf16": True, **TP2PP2, "zero_stage": 1}],
@@ -528,67 +527,6 @@ def test_the_log_says_that_moments_are_converted(source, changes, notes, saved):
     run = small_run(load=str(saved[source]), **changes)
     lines = resume_training(make_trainer(SoloComm(), run), find_checkpoint(run, SoloComm()))
     assert [line for line in lines if "exp-avg" in line] == notes
-
-
-def test_codes_of_eight_bits():
-    """Of values of very different size in blocks, the last one short, the second all zeros."""
-    generator = torch.Generator().manual_seed(1)
-    values = torch.randn(1000, generator=generator) * 10 ** -(
-        4 * torch.rand(1000, generator=generator)
-    )
-    values[256:512] = 0.0
-    scale = torch.cat([part.abs().max().expand(len(part)) for part in values.split(256)])
-    first = EightBitMoment(1000, signed=True)
-    first.write(0, values, seed=0)
-    got = first.read(0, 1000)
-    step = (
-        2 * (values.abs() / scale.clamp(min=1e-30)).sqrt() / 127 + 127**-2.0
-    )  # between neighbours
-    assert ((got - values).abs() <= 0.51 * step * scale).all() and not got[256:512].any()
-    squares, mean = values.square(), torch.zeros(1000)
-    second = EightBitMoment(1000, signed=False)
-    for seed in range(400):
-        second.write(0, squares, seed)
-        mean += second.read(0, 1000) / 400
-    low = ((squares / scale.square().clamp(min=1e-30)) ** 0.25 * 255).floor()
-    step = ((low + 1) ** 4 - low**4) / 255**4 * scale.square()
-    assert ((mean - squares).abs() <= 0.11 * step + 1e-6 * squares)[low > 0].all(), (
-        "4 standard deviations of a mean of 400"
-    )
-    assert (second.read(0, 1000)[squares > 0] > 0).all(), "what divides is never 0"
-    for moment, given in ((first, got), (second, second.read(0, 1000))):
-        before = moment.codes.clone()
-        moment.write(0, given, seed=9)
-        assert torch.equal(moment.codes, before), "what a checkpoint holds gives the same codes"
-
-
-def test_moments_of_eight_bits_stay_with_fp32s(tmp_path):
-    run = small_run(**EIGHT, lr_decay_style="constant", train_iters=60)
-    plain, _ = trained(
-        SoloComm(), small_run(lr_decay_style="constant", train_iters=60), iterations=60
-    )
-    losses, weights = trained(SoloComm(), run, None, tmp_path / "whole", 60)
-    assert losses != plain and losses == pytest.approx(plain, rel=0.005)
-    trained(SoloComm(), run, None, tmp_path / "half", 30)
-    again, resumed = trained(SoloComm(), run, tmp_path / "half", None, 30)
-    assert again == losses[30:] and all(
-        torch.equal(w, resumed[name]) for name, w in weights.items()
-    )
-    split = small_run(**EIGHT, **TP2PP2, zero_stage=1, lr_decay_style="constant", train_iters=60)
-    for others, _ in ThreadWorld(8).run(trained, split, tmp_path / "half", None, 4):
-        assert others == pytest.approx(losses[30:34], rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "changes"), [(1, {}), (8, {"bf16": True, **TP2PP2, "zero_stage": 1})]
-)
-def test_memory_of_eight_bits_is_what_the_formula_says(ranks, changes):
-    run = small_run(**EIGHT, **changes)
-    parts = make_trainer(SoloComm(0, ranks), run).optimizer.parts
-    held = sum(m.nbytes for part in parts for m in (*part.eight_bit, part.exp_avg, part.exp_avg_sq))
-    masters = sum(part.master.nbytes for part in parts if part.low is not None)
-    layout, lists = Layout.from_run(run, ranks), run_schedule.of_run(run, 2)
-    assert held + masters == memory.stage_memory(run, layout, 0, lists.held(0)).optimizer
 
 
 LOW = {
@@ -713,7 +651,7 @@ def plain_orthogonal(x, steps):
     if x.shape[0] > x.shape[1]:
         return plain_orthogonal(x.T, steps).T
     x = x / x.norm()
-    for a, b, c in coefficients[:steps]:
+    for a, b, c in itertools.islice(itertools.cycle(coefficients), steps):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x
@@ -827,6 +765,29 @@ def test_muon_steps_of_each_layout(changes):
 
     steps(SoloComm(), small_run(**changes))
     ThreadWorld(2).run(steps, small_run(**changes, tensor_model_parallel_size=2))
+
+
+@pytest.mark.parametrize("steps", [1, 3, 5, 6, 10, 15])
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
+def test_coefficients_begin_again_after_the_last_step(steps, shape):
+    """As in Megatron-LM's library. Whole cycles bring singular values near 1, and the first coefficient alone not."""
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    got = orthogonalized(matrix, COEFFICIENTS["quintic"], steps, kernels).double()
+    torch.testing.assert_close(got, plain_orthogonal(matrix.double(), steps), rtol=0, atol=2e-5)
+    if steps % 5 == 0:
+        values = torch.linalg.svdvals(got)
+        assert 0.9 < values.min() and values.max() < 1.1
+
+
+def test_numbers_of_coefficients_are_those_of_the_config():
+    assert MUON_COEFFICIENTS == {name: len(rows) for name, rows in COEFFICIENTS.items()}
+
+
+@pytest.mark.parametrize("steps", [6, 9, 11])
+def test_a_cycle_of_coefficients_that_does_not_end_is_refused(steps):
+    with pytest.raises(ValueError, match=f"--muon-num-ns-steps {steps}: .*: pass (5|10) or 1[05]"):
+        small_run(**MUON, muon_num_ns_steps=steps)
+    small_run(**MUON, muon_num_ns_steps=steps, muon_coefficient_type="simple")
 
 
 def test_muon_on_data_parallel_ranks_has_the_bits_of_replicas():
