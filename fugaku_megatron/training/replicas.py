@@ -36,7 +36,6 @@ from .optim import Optimizer, Part
 
 FLAG = "--check-weight-hash-across-dp-replicas-interval"
 WEIGHTS, STATES = "weights", "optimizer states"
-INT8 = "int8"
 WORDS = 4096  # columns whose sums are hashed, of 8 bytes each
 PLACES = {
     "dp": "replica",
@@ -140,12 +139,8 @@ class Replicas:
 
     @property
     def unsplit_agree(self) -> bool:
-        """True if tensor-parallel ranks hold the same bits of what they do not split.
-
-        A block of 8-bit moments may hold elements of split parameters too, whose largest decides
-        the rounding of the others.
-        """
-        return self._groups.tp.size > 1 and self._optimizer.config.exp_avg_dtype != INT8
+        """True if tensor-parallel ranks hold the same bits of what they do not split."""
+        return self._groups.tp.size > 1
 
     @property
     def ties(self) -> bool:

@@ -416,7 +416,6 @@ def test_the_next_start_says_why_the_last_one_ended(tmp_path):
             "before every save",
         ),
         (2, {"zero_stage": 1}, "; not optimizer states, which --zero-stage 1 keeps once"),
-        (2, {**TP2, **INT8}, "note: no rank's weights"),
         (2, {**PP2, "pipeline_schedule": "zbv", "num_layers": 4}, "note: no rank's weights"),
         (
             2,
