@@ -37,6 +37,7 @@ from ..config.arguments import model_flags
 from ..config.checks import check, flag, flag_words
 from ..host import allocator
 from .gguf_file import TYPES, save_gguf
+from .gguf_tokenizer import INEXACT
 from .hugging_face import carry, open_hugging_face, save_hugging_face
 from .peft import open_peft, save_peft
 from .rules import FILE
@@ -266,15 +267,25 @@ def _save_megatron(weights: Weights, directory: Path, options: argparse.Namespac
     )
 
 
+def _save_gguf(weights: Weights, directory: Path, options: argparse.Namespace) -> None:
+    differences = save_gguf(
+        weights,
+        directory / Path(options.to_gguf).name,
+        options.gguf_type,
+        options.chat_template,
+        options.gguf_inexact_tokenizer,
+    )
+    for difference in differences:
+        print(f"note: llama.cpp reads some texts differently: {difference}")
+
+
 DESTINATIONS: dict[str, Callable[[Weights, Path, argparse.Namespace], None]] = {
     "save": _save,
     "to_hf": lambda weights, directory, options: save_hugging_face(
         weights, directory, size(options.max_shard_size)
     ),
     "to_megatron": _save_megatron,
-    "to_gguf": lambda weights, directory, options: save_gguf(
-        weights, directory / Path(options.to_gguf).name, options.gguf_type, options.chat_template
-    ),
+    "to_gguf": _save_gguf,
     "to_peft": lambda weights, directory, options: save_peft(weights, directory),
 }
 
@@ -313,6 +324,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=tuple(TYPES),
         help="format of the matrices in --to-gguf; norms and biases are f32 "
         "(default: that of the weights)",
+    )
+    parser.add_argument(
+        INEXACT,
+        action="store_true",
+        help="write --to-gguf although llama.cpp makes other tokens of a few texts, which are named: "
+        "texts that are not NFC, for example (default: refuse)",
     )
     parser.add_argument(
         "--to-peft",
@@ -458,6 +475,10 @@ def check_options(options: argparse.Namespace) -> tuple[str, str]:
     check(
         options.gguf_type is None or destination == "to_gguf",
         f"--gguf-type {options.gguf_type} is for --to-gguf: pass both",
+    )
+    check(
+        not options.gguf_inexact_tokenizer or destination == "to_gguf",
+        f"{INEXACT} is for --to-gguf: pass both",
     )
     template = options.chat_template
     check(template is None or Path(template).is_file(), f"--chat-template {template} is not a file")

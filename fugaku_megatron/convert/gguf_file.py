@@ -2,16 +2,13 @@
 
 The package gguf of llama.cpp's authors writes the file and knows the names of Hugging Face's tensors (extra [gguf]). One tensor
 is in memory at a time, or all experts of a layer. Norms, biases and routers are F32, as in llama.cpp's own converter.
-Sources: convert_hf_to_gguf.py and src/llama-vocab.cpp of ggml-org/llama.cpp.
+Source: convert_hf_to_gguf.py of ggml-org/llama.cpp.
 
-llama.cpp tokenizes by one of two algorithms. "gpt2" is byte-level BPE, whose split of a text into pieces has a name there, which
-follows from the regular expression of tokenizer.json. "llama" is that of SentencePiece, also for a tokenizer.json of BPE with bytes
-as a fallback. Left out: other tokenizers; other quantizations, which llama.cpp's llama-quantize makes of such a file.
+Left out: the tokenizer (gguf_tokenizer.py); other quantizations, which llama.cpp's llama-quantize makes of such a file.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import defaultdict
@@ -31,7 +28,8 @@ from ..data.files import read_text
 from ..data.formats import library
 from ..nn.passes import frequencies
 from .architectures import Architecture
-from .hugging_face import architecture_of, carried_config, in_their_shape, parts, read_json
+from .gguf_tokenizer import read_tokenizer
+from .hugging_face import architecture_of, carried_config, in_their_shape, parts
 from .weights import Weights
 
 TYPES = {
@@ -40,13 +38,6 @@ TYPES = {
     "bf16": "BF16",
     "q8_0": "Q8_0",
 }  # --gguf-type -> the package's name
-JSON, PIECES, CONFIG = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
-NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # kinds of tokens in llama.cpp
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# llama.cpp's name of a split: the expressions of tokenizer.json for which it stands.
-SPLITS = {_WORDS + r"\p{N}{1,3}" + _REST: "llama-bpe", _WORDS + r"\p{N}" + _REST: "qwen2"}
-BYTE_LEVEL, DIGITS = "gpt-2", "smollm"  # ByteLevel's own split, and this after single digits
 BLOCK = 32  # elements of a row that Q8_0 scales together
 ROPE = "rope_freqs.weight"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -59,13 +50,15 @@ _FULL = re.compile(
 class Kind:
     """A row of KINDS. name: of the architecture in GGUF. interleaved: rope turns neighbours, so rows of queries and keys move.
 
-    scaled: Llama 3's rope scaling is known there. only: our values that llama.cpp computes for it.
+    scaled: Llama 3's rope scaling is known there. only: our values that llama.cpp computes for it. grouped: several heads may
+    share keys and values.
     """
 
     name: str
     interleaved: bool = False
     scaled: bool = False
     only: tuple[tuple[str, Any], ...] = ()
+    grouped: bool = True
 
 
 _NORMALIZED, _PLAIN = (("moe_router_pre_softmax", False),), (("moe_router_pre_softmax", True),)
@@ -79,13 +72,23 @@ KINDS = {  # by Hugging Face's model_type
     "qwen3": Kind("qwen3"),
     "qwen2_moe": Kind("qwen2moe", only=_PLAIN),
     "qwen3_moe": Kind("qwen3moe", only=_NORMALIZED),
-    "olmoe": Kind("olmoe", only=_PLAIN),
+    "olmoe": Kind("olmoe", only=_PLAIN, grouped=False),
     "stablelm": Kind("stablelm"),
 }
 
 
-def save_gguf(weights: Weights, file: Path, kind: str | None, chat_template: str | None) -> None:
-    """Write the file. kind: --gguf-type. chat_template: a file. ValueError, one line, for what llama.cpp has no form of."""
+def save_gguf(
+    weights: Weights,
+    file: Path,
+    kind: str | None,
+    chat_template: str | None,
+    inexact: bool = False,
+) -> list[str]:
+    """Write the file, and return the differences of the tokenizer in llama.cpp.
+
+    kind: --gguf-type. chat_template: a file. inexact: differences that concern a few texts are allowed. ValueError, one line,
+    for what llama.cpp has no form of.
+    """
     gguf = library("gguf", "gguf", "--to-gguf")
     model, before = weights.model, carried_config(weights.carried)
     architecture = architecture_of(model, before)
@@ -93,14 +96,15 @@ def save_gguf(weights: Weights, file: Path, kind: str | None, chat_template: str
         _row(architecture, model),
         kind or {"fp32": "f32", "fp16": "f16"}.get(weights.precision, weights.precision),
     )
+    template = chat_template and read_text(chat_template, "--chat-template")
+    tokenizer = read_tokenizer(weights.carried, model.vocab_size or 0, template, inexact)
     writer = gguf.GGUFWriter(file, row.name)
     _add_numbers(writer, model, row)
     writer.add_file_type(
         gguf.LlamaFileType[f"{'ALL' if kind == 'f32' else 'MOSTLY'}_{TYPES[kind]}"]
     )
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    template = chat_template and read_text(chat_template, "--chat-template")
-    add_tokenizer(gguf, writer, weights.carried, model.vocab_size or 0, template)
+    tokenizer.write(writer)
     tensors = _tensors(gguf, weights, architecture, row)
     for name, tensor in tensors.items():
         _add_info(gguf, writer, name, tensor.shape, _type(gguf, name, tensor.shape, kind))
@@ -115,6 +119,7 @@ def save_gguf(weights: Weights, file: Path, kind: str | None, chat_template: str
             )
         )
     writer.close()
+    return tokenizer.differences
 
 
 def _row(architecture: Architecture, model: ModelConfig) -> Kind:
@@ -146,6 +151,11 @@ def _row(architecture: Architecture, model: ModelConfig) -> Kind:
     check(
         model.num_experts is None or {*model.mlps} == {"experts"},
         f"{name} with layers without experts is not what llama.cpp computes",
+    )
+    check(
+        row.grouped or model.query_groups == model.num_attention_heads,
+        f"{name} with {model.query_groups} groups of {model.num_attention_heads} heads is not what llama.cpp computes, "
+        "which is as many groups as heads",
     )
     for field, value in row.only:
         check(
@@ -283,142 +293,3 @@ def _add_info(gguf: Any, writer: Any, name: str, shape: tuple[int, ...], quantiz
     if dtype == np.uint8:
         stored = gguf.quant_shape_to_byte_shape(shape, quantization)
     writer.add_tensor_info(name, stored, dtype, math.prod(stored) * dtype.itemsize, quantization)
-
-
-# The tokenizer -----------------------------------------------------------------------------------------------------------------
-
-Vocabulary = list[tuple[str, int, float]]  # of each id: token, kind, score
-
-
-def add_tokenizer(
-    gguf: Any, writer: Any, folder: Path | None, rows: int, chat_template: str | None
-) -> None:
-    """Add the tokenizer of a folder of Hugging Face. rows: of the embedding. chat_template: its text; None: the folder's.
-
-    ValueError, one line, for a folder without one and for one that llama.cpp has no form of.
-    """
-    if folder is None or not any((folder / name).is_file() for name in (JSON, PIECES)):
-        raise ValueError(
-            f"--to-gguf needs the tokenizer, and {folder or 'the checkpoint'} has neither {JSON} nor {PIECES}: pass "
-            "its folder with --hf-files"
-        )
-    if (folder / PIECES).is_file():
-        algorithm, split, vocabulary = "llama", "default", _pieces(folder)
-    else:
-        algorithm, split, vocabulary = _of_json(folder)
-    check(
-        len(vocabulary) <= rows,
-        f"--to-gguf: the tokenizer in {folder} has {len(vocabulary)} tokens, and the model {rows}: pass "
-        "the model's with --hf-files",
-    )
-    vocabulary += [(f"[PAD{token}]", UNUSED, -10000.0) for token in range(len(vocabulary), rows)]
-    tokens, kinds, scores = zip(*vocabulary)
-    writer.add_tokenizer_model(algorithm)
-    writer.add_tokenizer_pre(split)
-    writer.add_token_list(tokens)
-    writer.add_token_types(kinds)
-    if algorithm == "llama":
-        writer.add_token_scores(scores)
-    special = gguf.SpecialVocab(folder, load_merges=algorithm == "gpt2", n_vocab=rows)
-    special.chat_template = chat_template or special.chat_template
-    special.add_to_gguf(writer, quiet=True)
-
-
-def _added(folder: Path) -> list[dict[str, Any]]:
-    """The added tokens of tokenizer.json, or of tokenizer_config.json."""
-    if (folder / JSON).is_file():
-        return read_json(folder / JSON).get("added_tokens") or []
-    config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-    return [
-        {"id": int(number), **token}
-        for number, token in (config.get("added_tokens_decoder") or {}).items()
-    ]
-
-
-def _with_added(vocabulary: dict[int, tuple[str, int, float]], folder: Path) -> Vocabulary:
-    """All tokens up to the largest id; what is missing stands for nothing."""
-    for token in _added(folder):
-        _, kind, score = vocabulary.get(token["id"], ("", NORMAL, -1000.0))
-        kind = UNKNOWN if kind == UNKNOWN else CONTROL if token.get("special") else USER
-        vocabulary[token["id"]] = (token["content"], kind, score)
-    return [
-        vocabulary.get(token, (f"[PAD{token}]", UNUSED, -10000.0))
-        for token in range(max(vocabulary) + 1)
-    ]
-
-
-def _pieces(folder: Path) -> Vocabulary:
-    """Those of a SentencePiece model."""
-    model = library("sentencepiece", "sentencepiece", "--to-gguf").SentencePieceProcessor(
-        model_file=str(folder / PIECES)
-    )
-    tests: list[tuple[Callable[[int], bool], int]] = [
-        (model.is_unknown, UNKNOWN),
-        (model.is_control, CONTROL),
-        (model.is_unused, UNUSED),
-        (model.is_byte, BYTE),
-    ]
-    found = {
-        piece: (
-            model.id_to_piece(piece),
-            next((kind for test, kind in tests if test(piece)), NORMAL),
-            model.get_score(piece),
-        )
-        for piece in range(len(model))
-    }
-    return _with_added(found, folder)
-
-
-def _of_json(folder: Path) -> tuple[str, str, Vocabulary]:
-    """(algorithm, name of the split, tokens) of a tokenizer.json."""
-    contents = read_json(folder / JSON)
-    model = contents.get("model") or {}
-    kind = model.get("type") or ("BPE" if "merges" in model else None)
-    check(
-        kind == "BPE",
-        f"--to-gguf: {folder / JSON} is a tokenizer of type {kind}, and BPE is converted: pass --hf-files with "
-        f"{PIECES}",
-    )
-    vocabulary = model["vocab"]
-    if not model.get("byte_fallback"):
-        return (
-            "gpt2",
-            _split(folder, contents),
-            _with_added({number: (t, NORMAL, 0.0) for t, number in vocabulary.items()}, folder),
-        )
-    merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
-    ranks = {"".join(pair): -float(rank) for rank, pair in reversed([*enumerate(merges)])}
-    unknown = model.get("unk_token")
-    found = {
-        number: (
-            t,
-            UNKNOWN if t == unknown else BYTE if _is_byte(t) else NORMAL,
-            ranks.get(t, -1e6),
-        )
-        for t, number in vocabulary.items()
-    }
-    return "llama", "default", _with_added(found, folder)
-
-
-def _is_byte(token: str) -> bool:
-    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-
-
-def _split(folder: Path, contents: dict[str, Any]) -> str:
-    """llama.cpp's name of how tokenizer.json splits a text. ValueError where it has none."""
-    before = contents.get("pre_tokenizer") or {}
-    steps = before.get("pretokenizers") or [before]
-    kinds = [step.get("type") for step in steps]
-    if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
-        return BYTE_LEVEL
-    if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits"):
-        return DIGITS
-    pattern = (
-        (steps[0].get("pattern") or {}).get("Regex") if kinds == ["Split", "ByteLevel"] else None
-    )
-    if pattern not in SPLITS:
-        raise ValueError(
-            f"--to-gguf: {folder / JSON} splits a text by {json.dumps(before)[:150]}, which has no name in "
-            "llama.cpp that this program knows: pass --to-hf, and llama.cpp's convert_hf_to_gguf.py may know it"
-        )
-    return SPLITS[pattern]

@@ -34,6 +34,7 @@ from .formats import (
     saved_files,
     suffixes,
 )
+from .lfs import POINTER, is_pointer
 
 KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -52,7 +53,9 @@ def unreadable(path: str | os.PathLike) -> str | None:
         return getattr(error, "strerror", None) or str(error)
     if not stat.S_ISREG(mode):
         return f"it is {KINDS.get(stat.S_IFMT(mode), 'no file')}, not a regular file"
-    return None if os.access(path, os.R_OK) else "Permission denied"
+    if not os.access(path, os.R_OK):
+        return "Permission denied"
+    return POINTER if is_pointer(path) else None
 
 
 def read_text(path: str | os.PathLike, flag: str) -> str:

@@ -11,24 +11,32 @@ import base64
 import binascii
 import json
 import os
+import re
 import sys
 import zlib
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import regex
 
 from .files import read_text, unreadable
 from .formats import library
 
-HUGGING_FACE_FILES = (
-    "tokenizer_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZER_JSON = "tokenizer.json"
+PIECES = "tokenizer.model"
+TEMPLATES = "additional_chat_templates"  # the folder of the templates that have names
+HUGGING_FACE_FILES = (TOKENIZER_CONFIG, TOKENIZER_JSON, PIECES, "vocab.json", "vocab.txt")
+OTHER_FILES = (  # which transformers reads as well
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
 )
+PROBE = "a A 0 . é я 日本語"  # a text of which every vocabulary has a character
+TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
 
 def clean(text: str | bytes) -> str:
@@ -39,9 +47,109 @@ def clean(text: str | bytes) -> str:
     return text.decode("utf-8", "replace")
 
 
+def pieces_kind(path: Path) -> str | None:
+    """Return the program whose format a tokenizer.model begins like, or None: its name does not say."""
+    with open(path, "rb") as file:
+        begin = file.read(512)
+    if begin.startswith(b"\n"):  # the tag of the first field of a SentencePiece model, a piece
+        return "SentencePiece"
+    return "tiktoken" if TIKTOKEN_LINE.match(begin) else None
+
+
 def has_tokenizer(folder: Path) -> bool:
     """Whether there is one in Hugging Face's form."""
     return any((folder / name).is_file() for name in HUGGING_FACE_FILES)
+
+
+def _auto_tokenizer(folder: Path, where: str) -> Any:
+    """Return what `AutoTokenizer` makes of a folder without running any code in the folder.
+
+    Raises ValueError, beginning with `where`, for files that are damaged or of another kind.
+    """
+    transformers = library("transformers", "huggingface", "--tokenizer-type HuggingFaceTokenizer")
+    _check_files(folder, where)
+    code = _named_code(folder)
+    try:
+        found = transformers.AutoTokenizer.from_pretrained(
+            os.fspath(folder), local_files_only=True, trust_remote_code=False
+        )
+        no_tokens = not found(PROBE, add_special_tokens=False).input_ids
+    except Exception as error:  # depends on what is wrong with the files
+        if code and "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{where}: its auto_map asks for {code}, code in the folder, which is never run, and "
+                "transformers has no class of its own for it: save the tokenizer as tokenizer.json, "
+                "and remove auto_map"
+            ) from None
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{where}: cannot be read as a tokenizer ({reason:.200})") from None
+    if no_tokens:
+        raise ValueError(
+            f"{where}: {type(found).__name__} makes no token of the text {PROBE!r}: its vocabulary is "
+            f"missing or of another kind: pass a folder with {TOKENIZER_JSON}"
+        )
+    return found
+
+
+def _check_files(folder: Path, where: str) -> None:
+    """Raise ValueError for a tokenizer file that cannot be read, or that is not what its name says."""
+    for name in (*HUGGING_FACE_FILES, *OTHER_FILES):
+        path = folder / name
+        if not os.path.lexists(path):
+            continue
+        if reason := unreadable(path):
+            raise ValueError(f"{where}: {name} cannot be read ({reason})")
+        if path.suffix == ".json":
+            _check_json(path, where)
+    for path in sorted((folder / TEMPLATES).glob("*")):
+        if reason := unreadable(path):
+            raise ValueError(f"{where}: {TEMPLATES}/{path.name} cannot be read ({reason})")
+    model = folder / PIECES
+    if model.is_file() and not (folder / TOKENIZER_JSON).is_file():
+        kind = pieces_kind(model)
+        if kind == "SentencePiece":
+            load_pieces(model, "--tokenizer-type HuggingFaceTokenizer")
+        if kind is None:
+            raise ValueError(
+                f"{where}: {PIECES} is neither a SentencePiece model nor a file of tiktoken: copy it "
+                f"again, or pass a folder with {TOKENIZER_JSON}"
+            )
+
+
+def _check_json(path: Path, where: str) -> None:
+    try:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{where}: {path.name} is not JSON ({error}): copy it again, or pass the right file"
+        ) from None
+    if not isinstance(contents, dict):
+        raise ValueError(
+            f"{where}: {path.name} holds a {type(contents).__name__}, not an object: copy it again, or "
+            "pass the right file"
+        )
+    if path.name == TOKENIZER_JSON and not isinstance(contents.get("model"), dict):
+        raise ValueError(
+            f"{where}: {path.name} has no object named model, so that the package tokenizers did not "
+            "write it: copy it again, or pass the right file"
+        )
+
+
+def _named_code(folder: Path) -> str | None:
+    """Return the class that the folder's auto_map names for its tokenizer or its config, or None."""
+    for name in (TOKENIZER_CONFIG, "config.json"):
+        try:
+            contents = json.loads((folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            continue
+        named = contents.get("auto_map") if isinstance(contents, dict) else None
+        if isinstance(named, dict):
+            named = named.get("AutoTokenizer") or named.get("AutoConfig")
+        if isinstance(named, list | tuple):
+            named = next((one for one in named if one), None)
+        if named:
+            return f"{named!s:.80}"
+    return None
 
 
 class HuggingFaceTokenizer:
@@ -62,18 +170,7 @@ class HuggingFaceTokenizer:
                 f"--tokenizer-model {folder}: no folder with {' or '.join(HUGGING_FACE_FILES)} in it: pass the folder "
                 "of a model or tokenizer in Hugging Face's form"
             )
-        transformers = library("transformers", "huggingface", f"--tokenizer-type {self.name}")
-        try:
-            self.library = transformers.AutoTokenizer.from_pretrained(
-                os.fspath(path), local_files_only=True
-            )
-        except (
-            Exception
-        ) as error:  # the library raises anything, depending on what is wrong with the files
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ValueError(
-                f"--tokenizer-model {folder}: cannot be read as a tokenizer ({reason:.200})"
-            ) from None
+        self.library = _auto_tokenizer(path, f"--tokenizer-model {folder}")
         self.library.model_max_length = (
             sys.maxsize
         )  # documents are longer than a model's sequence, and that is not a warning
@@ -100,6 +197,30 @@ class HuggingFaceTokenizer:
         return len(self.library.decode(list(map(int, ids)), skip_special_tokens=True).encode())
 
 
+def load_pieces(path: str | Path, user: str) -> tuple[Any, bytes]:
+    """Return the processor of a SentencePiece model, and the bytes of the file.
+
+    user: the flag that needs the package. Raises ValueError for a file that is not such a model.
+    """
+    package = library("sentencepiece", "sentencepiece", user)
+    where = f"--tokenizer-model {path}"
+    kind = pieces_kind(Path(path))
+    model = Path(path).read_bytes()
+    try:
+        if kind == "SentencePiece":
+            processor = package.SentencePieceProcessor(model_proto=model)
+            if len(processor):
+                return processor, model
+    except RuntimeError:
+        pass
+    found = ""
+    if kind == "tiktoken":
+        found = ", but a file of tiktoken"
+    raise ValueError(
+        f"{where}: not a SentencePiece model{found}; pass the .model file that its training wrote"
+    )
+
+
 class SentencePieceTokenizer:
     """A SentencePiece model. `vocab_size` is its number of pieces, `eod` its end of sentence.
 
@@ -116,17 +237,8 @@ class SentencePieceTokenizer:
             raise ValueError(
                 f"--tokenizer-model {path}: cannot be read ({reason}); pass the path of an existing model"
             )
-        package = library("sentencepiece", "sentencepiece", f"--tokenizer-type {self.name}")
-        model = Path(path).read_bytes()
-        try:
-            self._processor = package.SentencePieceProcessor(model_proto=model)
-            self.vocab_size = len(self._processor)
-        except RuntimeError:
-            self.vocab_size = 0
-        if not self.vocab_size:
-            raise ValueError(
-                f"--tokenizer-model {path}: not a SentencePiece model; pass the .model file that its training wrote"
-            )
+        self._processor, model = load_pieces(path, f"--tokenizer-type {self.name}")
+        self.vocab_size = len(self._processor)
         end = self._processor.eos_id()
         self.eod: int | None = end if end >= 0 else None
         self.checksum = zlib.crc32(model)
@@ -304,7 +416,10 @@ def _read_tokens(path: str | Path, count: int) -> list[bytes]:
     """The first `count` tokens of the file, in the order of their ranks, of which the first 256 are the bytes."""
     where, text = f"--tokenizer-model {path}", read_text(path, "--tokenizer-model")
     try:
-        rows = json.loads(text)[:count]
+        contents = json.loads(text)
+        if not isinstance(contents, list):
+            raise TypeError(f"it holds a {type(contents).__name__}")
+        rows = contents[:count]
         tokens = [base64.b64decode(row["token_bytes"]) for row in rows]
         ranked = [row["rank"] for row in rows] == [*range(len(rows))]
     except (ValueError, TypeError, KeyError, RecursionError, binascii.Error) as error:

@@ -98,7 +98,9 @@ def write_model(folder, kind):
 
 
 def convert(folder, file, *more):
-    return cli.main(["convert", "--from-hf", str(folder), "--to-gguf", str(file), *more])
+    """Convert, with the tokenizer that transformers makes for Qwen's models, which normalizes texts."""
+    words = ["convert", "--from-hf", str(folder), "--to-gguf", str(file)]
+    return cli.main([*words, "--gguf-inexact-tokenizer", *more])
 
 
 def value(reader, name):
@@ -284,6 +286,9 @@ def test_pieces_of_sentencepiece(tmp_path):
         byte_fallback=True,
         model_type="bpe",
         hard_vocab_limit=False,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
     )
     model = sentencepiece.SentencePieceProcessor(
         model_file=str(tmp_path / "hf" / "tokenizer.model")
@@ -328,31 +333,23 @@ def test_linear_scaling_and_yarn(tmp_path, rope, keys):
     assert value(reader, "qwen2.rope.freq_base") == 10000.0
 
 
-DIGITS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-
-
-@pytest.mark.parametrize(
-    ("pattern", "name"),
-    [(DIGITS, "qwen2"), (DIGITS.replace(r"\p{N}|", r"\p{N}{1,3}|"), "llama-bpe"), (r"\w+", None)],
-)
-def test_the_split_of_a_text_has_a_name_or_is_refused(tmp_path, capsys, pattern, name):
+def test_a_tokenizer_that_is_read_differently_needs_a_flag(tmp_path, capsys):
     write_model(tmp_path / "hf", "qwen2")
-    steps = tokenizers.pre_tokenizers
-    split = steps.Split(tokenizers.Regex(pattern), behavior="isolated")
-    write_tokenizer(
-        tmp_path / "hf",
-        steps.Sequence([split, steps.ByteLevel(add_prefix_space=False, use_regex=False)]),
+    write_tokenizer(tmp_path / "hf")
+    words = ["convert", "--from-hf", str(tmp_path / "hf"), "--to-gguf", str(tmp_path / "m.gguf")]
+    capsys.readouterr()
+    assert cli.main(words) == 2 and not (tmp_path / "m.gguf").exists()
+    assert (
+        "it normalizes a text to NFC (normalizer), and llama.cpp does not: pass --gguf-inexact"
+        in (capsys.readouterr().err)
     )
-    code = convert(tmp_path / "hf", tmp_path / "m.gguf")
-    if name:
-        assert (
-            code == 0 and value(gguf.GGUFReader(tmp_path / "m.gguf"), "tokenizer.ggml.pre") == name
-        )
-    else:
-        assert (
-            code == 2
-            and "which has no name in llama.cpp that this program knows" in capsys.readouterr().err
-        )
+    assert cli.main([*words, "--gguf-inexact-tokenizer"]) == 0
+    assert "note: llama.cpp reads some texts differently: it normalizes a text to NFC" in (
+        capsys.readouterr().out
+    )
+    to_save = ["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "s")]
+    assert cli.main([*to_save, "--gguf-inexact-tokenizer"]) == 2
+    assert "--gguf-inexact-tokenizer is for --to-gguf: pass both" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -375,6 +372,12 @@ def test_the_split_of_a_text_has_a_name_or_is_refused(tmp_path, capsys, pattern,
             {"norm_topk_prob": True},
             [],
             "with moe_router_pre_softmax False is not what llama.cpp computes",
+        ),
+        (
+            "olmoe",
+            {"num_key_value_heads": 2},
+            [],
+            "with 2 groups of 4 heads is not what llama.cpp computes, which is as many groups",
         ),
         (
             "qwen3_moe",

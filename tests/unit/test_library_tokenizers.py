@@ -205,7 +205,7 @@ def test_mistakes(models, tmp_path, monkeypatch):
     (tmp_path / "zero.model").write_text("")
     for kind, model, message in (
         ("HuggingFaceTokenizer", tmp_path / "empty", "no folder with tokenizer_config.json or"),
-        ("HuggingFaceTokenizer", tmp_path, "cannot be read as a tokenizer"),
+        ("HuggingFaceTokenizer", tmp_path, "tokenizer.json has no object named model"),
         ("SentencePieceTokenizer", tmp_path, "cannot be read .it is a folder"),
         ("SentencePieceTokenizer", tmp_path / "bad.model", "not a SentencePiece model"),
         ("SentencePieceTokenizer", tmp_path / "zero.model", "not a SentencePiece model"),

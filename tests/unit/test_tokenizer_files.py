@@ -1,0 +1,286 @@
+"""Files of tokenizers that other programs wrote, that are damaged, of another kind, or would run code."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fugaku_megatron.data.lfs import FIRST_BYTES
+from fugaku_megatron.data.tokenizer import build_tokenizer
+from tests.tokenizer_files import make
+
+pytest.importorskip("transformers")
+pytest.importorskip("sentencepiece")
+
+FILES = make.HERE
+FOLDERS = [
+    path.parent for path in FILES.glob("*/*") if path.name in ("tokenizer.json", "vocab.json")
+]
+FOLDERS += FILES.glob("pieces*")
+ROOT = Path(__file__).resolve().parents[2]
+POINTER = FIRST_BYTES + b"v1\noid sha256:" + b"a" * 64 + b"\nsize 499723\n"
+LLAMA, GPT2 = '{"tokenizer_class": "LlamaTokenizer"}', '{"tokenizer_class": "GPT2Tokenizer"}'
+JSON = (FILES / "byte_level_gpt-2" / "tokenizer.json").read_bytes()
+PIECES = (FILES / "pieces_prefix" / "tokenizer.model").read_bytes()
+RANKS = (FILES / "tiktoken" / "tokenizer.model").read_bytes()
+VOCABULARY = (FILES / "two_files" / "vocab.json").read_bytes()
+MERGES = (FILES / "two_files" / "merges.txt").read_bytes()
+
+
+def write(folder: Path, files: dict[str, bytes | str]) -> Path:
+    for name, contents in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(contents.encode() if isinstance(contents, str) else contents)
+    return folder
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in FOLDERS))
+def test_a_file_of_each_program_is_read(name):
+    folder = FILES / name
+    text = "the model 富岳"
+    if (folder / "vocab.json").is_file():
+        ours = build_tokenizer("GPT2BPETokenizer", folder / "vocab.json", folder / "merges.txt")
+    elif name.startswith("pieces"):
+        ours = build_tokenizer("SentencePieceTokenizer", None, None, folder / "tokenizer.model")
+    else:
+        ours = build_tokenizer("HuggingFaceTokenizer", None, None, folder)
+    ids = ours.encode(text)
+    assert len(ids) < len(text.encode()) + 3
+    if name != "pieces_unigram":  # which has no bytes
+        assert text in ours.decode(ids)
+
+
+def test_a_file_of_tiktoken_is_read_by_transformers(tmp_path):
+    pytest.importorskip("tiktoken")
+    config = '{"tokenizer_class": "Qwen2Tokenizer"}'
+    folder = write(tmp_path / "t", {"tokenizer.model": RANKS, "tokenizer_config.json": config})
+    ours = build_tokenizer("HuggingFaceTokenizer", None, None, folder)
+    assert ours.encode("the model") == [257, 262]  # "the" and " model" of the file's ranks
+
+
+DAMAGED = [  # files, a part of the message
+    (
+        {"tokenizer.json": POINTER},
+        "tokenizer.json cannot be read (it is a Git LFS pointer: run git lfs pull)",
+    ),
+    (
+        {"tokenizer.json": JSON, "tokenizer_config.json": POINTER},
+        "tokenizer_config.json cannot be read (it is a Git",
+    ),
+    (
+        {"tokenizer.model": POINTER, "tokenizer_config.json": LLAMA},
+        "tokenizer.model cannot be read (it is a Git LFS",
+    ),
+    (
+        {"vocab.json": POINTER, "tokenizer_config.json": GPT2},
+        "vocab.json cannot be read (it is a Git LFS pointer",
+    ),
+    (
+        {"vocab.json": VOCABULARY, "merges.txt": POINTER, "tokenizer_config.json": GPT2},
+        "merges.txt cannot be read (it is a Git LFS pointer",
+    ),
+    (
+        {"tokenizer.json": JSON, "chat_template.jinja": POINTER},
+        "chat_template.jinja cannot be read (it is a Git LFS",
+    ),
+    (
+        {"tokenizer.json": JSON, "additional_chat_templates/tool_use.jinja": POINTER},
+        "additional_chat_templates/tool_use.jinja cannot be read (it is a Git LFS pointer",
+    ),
+    ({"tokenizer.json": JSON[:1000]}, "tokenizer.json is not JSON"),
+    ({"tokenizer.json": b""}, "tokenizer.json is not JSON"),
+    ({"tokenizer.json": b"\xff\xfe\x00"}, "tokenizer.json is not JSON"),
+    ({"tokenizer.json": b"[" * 100000}, "tokenizer.json is not JSON"),
+    ({"tokenizer.json": "[]"}, "tokenizer.json holds a list, not an object"),
+    ({"tokenizer.json": '{"architectures": []}'}, "tokenizer.json has no object named model"),
+    ({"tokenizer.json": '{"model": {}}'}, "cannot be read as a tokenizer"),
+    ({"tokenizer.json": JSON, "tokenizer_config.json": "["}, "tokenizer_config.json is not JSON"),
+    ({"tokenizer.json": JSON, "tokenizer_config.json": "[]"}, "tokenizer_config.json holds a list"),
+    (
+        {"tokenizer.json": JSON, "added_tokens.json": "3"},
+        "added_tokens.json holds a int, not an object",
+    ),
+    (
+        {"tokenizer.json": JSON, "special_tokens_map.json": "["},
+        "special_tokens_map.json is not JSON",
+    ),
+    (
+        {"tokenizer.model": b"", "tokenizer_config.json": LLAMA},
+        "tokenizer.model is neither a SentencePiece",
+    ),
+    (
+        {"tokenizer.model": b"\x00\x01", "tokenizer_config.json": LLAMA},
+        "tokenizer.model is neither a SentencePiece",
+    ),
+    (
+        {"tokenizer.model": JSON, "tokenizer_config.json": LLAMA},
+        "tokenizer.model is neither a SentencePiece",
+    ),
+    (
+        {"tokenizer.model": PIECES[:3000], "tokenizer_config.json": LLAMA},
+        "not a SentencePiece model",
+    ),
+    (
+        {"vocab.json": "[]", "merges.txt": MERGES, "tokenizer_config.json": GPT2},
+        "vocab.json holds a list",
+    ),
+    ({"vocab.json": VOCABULARY, "tokenizer_config.json": GPT2}, "cannot be read as a tokenizer"),
+    (
+        {"vocab.json": VOCABULARY, "merges.txt": "no such", "tokenizer_config.json": GPT2},
+        "cannot be read as a",
+    ),
+    ({"tokenizer_config.json": GPT2}, "GPT2Tokenizer makes no token of the text"),
+    ({"tokenizer_config.json": "{}"}, "cannot be read as a tokenizer"),
+]
+
+
+@pytest.mark.parametrize(("files", "message"), DAMAGED)
+def test_damaged_folders_are_refused_in_one_line(tmp_path, files, message):
+    folder = write(tmp_path / "folder", files)
+    with pytest.raises(ValueError) as refused:
+        build_tokenizer("HuggingFaceTokenizer", None, None, folder)
+    text = str(refused.value)
+    assert text.startswith(f"--tokenizer-model {folder}") and message in text, text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "contents", "message"),
+    [
+        ("SentencePieceTokenizer", POINTER, "it is a Git LFS pointer: run git lfs pull"),
+        ("SentencePieceTokenizer", RANKS, "not a SentencePiece model, but a file of tiktoken"),
+        ("SentencePieceTokenizer", JSON, "not a SentencePiece model"),
+        ("SentencePieceTokenizer", PIECES[:3000], "not a SentencePiece model"),
+        ("SentencePieceTokenizer", b"", "not a SentencePiece model"),
+        ("TikTokenizer", POINTER, "it is a Git LFS pointer: run git lfs pull"),
+        (
+            "TikTokenizer",
+            JSON,
+            "not a JSON list of tokens with token_bytes and rank (it holds a dict)",
+        ),
+        ("TikTokenizer", RANKS, "not a JSON list of tokens with token_bytes and rank"),
+        ("TikTokenizer", PIECES, "not UTF-8 text"),
+    ],
+)
+def test_damaged_models_are_refused_in_one_line(tmp_path, kind, contents, message):
+    (tmp_path / "file").write_bytes(contents)
+    with pytest.raises(ValueError) as refused:
+        build_tokenizer(kind, None, None, tmp_path / "file")
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("lost", ["vocab.json", "merges.txt"])
+def test_pointers_instead_of_two_files_are_named(tmp_path, lost):
+    shutil.copytree(FILES / "two_files", tmp_path / "two")
+    (tmp_path / "two" / lost).write_bytes(POINTER)
+    with pytest.raises(ValueError, match=rf"{lost}: cannot be read \(it is a Git LFS pointer"):
+        build_tokenizer(
+            "GPT2BPETokenizer", tmp_path / "two/vocab.json", tmp_path / "two/merges.txt"
+        )
+
+
+# Code in a folder --------------------------------------------------------------------------------------------------------------
+
+CODE = "from pathlib import Path\nPath(__file__).with_name('it_ran').touch()\nPath({!r}).touch()\n"
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "refused"),
+    [
+        ({"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}, None, True),
+        ({"tokenizer_class": "Own", "auto_map": ["own.Own", None]}, None, True),
+        ({"auto_map": {"AutoTokenizer": [None, "own.Own"]}}, None, True),
+        (
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "auto_map": {"AutoTokenizer": ["own.Own", None]},
+            },
+            None,
+            False,
+        ),
+        ({}, {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}, True),
+        (
+            {},
+            {
+                "model_type": "own",
+                "auto_map": {"AutoConfig": "own.Own", "AutoTokenizer": "own.Own"},
+            },
+            True,
+        ),
+    ],
+)
+def test_code_in_a_folder_never_runs_and_nothing_is_asked(
+    tmp_path, monkeypatch, config, model, refused
+):
+    def asked(*_):
+        raise AssertionError("a question on the terminal")
+
+    monkeypatch.setattr("builtins.input", asked)
+    ran = tmp_path / "ran"
+    files = {"own.py": CODE.format(str(ran)) + "class Own: pass\n", "tokenizer.json": JSON}
+    files["tokenizer_config.json"] = json.dumps({"eos_token": "<|end|>", **config})
+    if model:
+        files["config.json"] = json.dumps(model)
+    folder = write(tmp_path / "folder", files)
+    try:
+        build_tokenizer("HuggingFaceTokenizer", None, None, folder)
+    except ValueError as error:
+        assert (
+            refused
+            and "its auto_map asks for own.Own, code in the folder, which is never run"
+            in str(error)
+        )
+        assert "\n" not in str(error)
+    else:
+        assert not refused or model
+    assert not ran.exists() and not (folder / "it_ran").exists()
+
+
+LOADERS = {  # a function that may run code in a file -> the keyword that forbids it, and its value
+    "from_pretrained": ("trust_remote_code", False),
+    "load_dataset": ("trust_remote_code", False),
+    "torch.load": ("weights_only", True),
+}
+NEVER = {"yaml.load", "yaml.full_load", "yaml.unsafe_load", "jinja2.Environment", "jinja2.Template"}
+NEVER |= {
+    "joblib.load",
+    "dill.load",
+    "dill.loads",
+    "pandas.read_pickle",
+    "pickle.load",
+    "os.system",
+}
+NEVER |= {"eval", "exec"}
+UNPICKLED = {"comm/agreement.py", "comm/mpi.py"}  # what this program's ranks send to each other
+
+
+def calls(path: Path):
+    """Each call of a source file: its name with dots, and its keywords."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            keywords = {
+                word.arg: getattr(word.value, "value", None) for word in node.keywords if word.arg
+            }
+            yield ast.unparse(node.func), keywords
+
+
+def test_no_loader_of_the_program_runs_code_of_a_file():
+    seen = set()
+    for path in sorted((ROOT / "fugaku_megatron").rglob("*.py")):
+        name = path.relative_to(ROOT / "fugaku_megatron").as_posix()
+        for call, keywords in calls(path):
+            for loader, (keyword, value) in LOADERS.items():
+                if call == loader or call.endswith(f".{loader}"):
+                    assert keywords.get(keyword) is value, (
+                        f"{name}: {call} without {keyword}={value}"
+                    )
+                    seen.add(loader)
+            assert call not in NEVER, f"{name}: {call}"
+            assert call != "pickle.loads" or name in UNPICKLED, f"{name}: {call}"
+            assert not keywords.get("allow_pickle"), f"{name}: {call} with allow_pickle"
+    assert {"from_pretrained", "torch.load"} <= seen
