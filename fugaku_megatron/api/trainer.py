@@ -33,7 +33,7 @@ from ..config.layout import Layout
 from ..config.model_config import architecture
 from ..config.run_config import NumbersConfig, OutputConfig, RunConfig
 from ..convert.convert_command import open_weights, own_checkpoint
-from ..data.dataset import Documents, TokenArrays
+from ..data.dataset import NEW_ORDER, DataOrder, Dataset, Documents, TokenArrays
 from ..host import kernels, runtime
 from ..host.observed import Phases
 from ..training import pretrain, train
@@ -186,8 +186,11 @@ class Trainer:
         )
         self._groups = share_groups(Grid(*layout.sizes).groups(world), kernels)
         self._readers = pretrain.find_reader_group(run, self._groups, nodes)
-        self._opened = self._samples_needed(layout, train.Progress()) if self._length_given else 1
-        data = self._open(self._opened, pretrain.samples_to_validate(run, layout, 1))
+        needed = self._samples_needed(layout, train.Progress()) if self._length_given else 1
+        valid_samples = pretrain.samples_to_validate(run, layout, 1)
+        data = self._open(needed, valid_samples, NEW_ORDER)
+        self._opened = self._length_opened(data[0])
+        self._opened_order = needed if self._length_given else None
         choice = choose_kernels(run, layout, world, saved)
         observers = Observers(
             Phases(), Heartbeats(Heartbeat(), Grid(*layout.sizes), world.rank), None
@@ -201,11 +204,12 @@ class Trainer:
             observers,
             self._readers,
         )
+        self._trainer.order = DataOrder(self._opened_order, valid_samples)
         self._valid_sizes = pretrain.valid_sizes(run, layout, data[1], world)
         if self._length_given:
             self._end = pretrain.run_length(self._run, layout, train.Progress())[0]
 
-    def _open(self, samples: int, valid_samples: int | None) -> pretrain.Data:
+    def _open(self, samples: int, valid_samples: int | None, order: DataOrder) -> pretrain.Data:
         return pretrain.open_data(
             self._run,
             self._groups,
@@ -213,7 +217,13 @@ class Trainer:
             self._readers,
             self._arrays,
             self._tokenizer,
+            order,
         )
+
+    def _length_opened(self, dataset: Dataset | None) -> int:
+        """Return the samples of the training data that is open, on every rank. Collective."""
+        own = torch.tensor(0 if dataset is None else len(dataset))
+        return int(self._world.all_reduce(own, "max"))
 
     def _samples_needed(self, layout: Layout, progress: train.Progress) -> int:
         run = self._with_length(self._end or 0)
@@ -262,9 +272,12 @@ class Trainer:
             "iterations of the run: ask for fewer, or pass a larger train_iters to Config",
         )
         needed = self._samples_needed(trainer.layout, trainer.progress)
-        if needed > self._opened:
+        order = trainer.order = trainer.order.or_else(needed, None)
+        if needed > self._opened or order.train != self._opened_order:
             trainer.close()
-            trainer.train, self._opened = self._open(needed, 0)[0], needed
+            trainer.train = self._open(needed, 0, order)[0]
+            self._opened = self._length_opened(trainer.train)
+            self._opened_order = order.train
         return end
 
     def _lengthen(self, end: int) -> None:
@@ -358,6 +371,8 @@ class Trainer:
                 Resume(found, {} if weights_only else found.state, found.config, weights_only)
             )
             self._trainer.load(found, weights_only)
+            if not weights_only:
+                self._trainer.order = Resume(found, found.state).order
             return
         with everywhere():
             weights = open_weights(path, ckpt_step, self._run.model.vocab_size)
