@@ -34,7 +34,7 @@ from ..config.checks import check, flag
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..convert.hugging_face import carry
-from ..data.dataset import Documents, TokenArrays
+from ..data.dataset import DataOrder, Dataset, Documents, TokenArrays
 from ..host import kernels, runtime
 from ..host.observed import Phases
 from ..training import pretrain, train
@@ -231,13 +231,14 @@ class Trainer:
         )
         self._groups = share_groups(Grid(*layout.sizes).groups(world), kernels)
         self._readers = pretrain.find_reader_group(run, self._groups, nodes)
-        self._opened = self._samples_needed(layout, resume.progress) if self._length_given else 1
+        needed = self._samples_needed(layout, resume.progress) if self._length_given else 1
         if self._length_given:
             self._end = pretrain.run_length(self._run, layout, resume.progress)[0]
         self._evaluations = max(1, pretrain.evaluations(run, self._end or 0))
-        data = self._open(
-            self._opened, pretrain.samples_to_validate(run, layout, self._evaluations)
-        )
+        valid_samples = pretrain.samples_to_validate(run, layout, self._evaluations)
+        data = self._open(needed, valid_samples, resume.order)
+        self._opened = self._length_opened(data[0])
+        self._opened_order = resume.order.train or (needed if self._length_given else None)
         choice = choose_kernels(run, layout, world, resume.state.get("kernels"))
         self._checksums = Checksums(run.numbers.abft) if run.numbers.abft else None
         beats = Heartbeats(Heartbeat(), Grid(*layout.sizes), world.rank)
@@ -254,6 +255,7 @@ class Trainer:
         if run.numbers.rerun_on_spike:
             self._trainer.before_update = Rerun(self._trainer, self._event).before_update
         self._trainer.tokenizer = self._tokenizer
+        self._trainer.order = resume.order.or_else(self._opened_order, valid_samples)
         self._valid_sizes = pretrain.valid_sizes(run, layout, data[1], world)
 
     def _begin(self, start: Start) -> None:
@@ -276,6 +278,8 @@ class Trainer:
             notes += [line for line in lines if line.startswith(NOTE) and not _names_arrays(line)]
             if not self._scheduled:
                 trainer.param_schedule = schedule
+        if resume.iteration is not None:
+            trainer.order = resume.order
         trainer.tokenizer = self._tokenizer or saved
         if start.found:
             self._weightless = False
@@ -300,7 +304,7 @@ class Trainer:
                 "pretrained_checkpoint to Config, or call Trainer.load before",
             )
 
-    def _open(self, samples: int, valid_samples: int | None) -> pretrain.Data:
+    def _open(self, samples: int, valid_samples: int | None, order: DataOrder) -> pretrain.Data:
         return pretrain.open_data(
             self._run,
             self._groups,
@@ -308,7 +312,13 @@ class Trainer:
             self._readers,
             self._arrays,
             self._tokenizer,
+            order,
         )
+
+    def _length_opened(self, dataset: Dataset | None) -> int:
+        """Return the samples of the training data that is open, on every rank. Collective."""
+        own = torch.tensor(0 if dataset is None else len(dataset))
+        return int(self._world.all_reduce(own, "max"))
 
     def _samples_needed(self, layout: Layout, progress: train.Progress) -> int:
         run = self._with_length(self._end or 0)
@@ -358,9 +368,12 @@ class Trainer:
             "iterations of the run: ask for fewer, or pass a larger train_iters to Config",
         )
         needed = self._samples_needed(trainer.layout, trainer.progress)
-        if needed > self._opened:
+        order = trainer.order = trainer.order.or_else(needed, None)
+        if needed > self._opened or order.train != self._opened_order:
             trainer.close()
-            trainer.train, self._opened = self._open(needed, 0)[0], needed
+            trainer.train = self._open(needed, 0, order)[0]
+            self._opened = self._length_opened(trainer.train)
+            self._opened_order = order.train
         return end
 
     def _lengthen(self, end: int) -> None:

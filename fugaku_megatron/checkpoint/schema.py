@@ -20,6 +20,7 @@ from typing import Any
 
 CHECKSUM = "crc32"
 RECORD_FIELDS = ("global_shape", "offset", "slice_shape")
+DATA_ORDER = ("train", "valid")  # data sets whose first number of samples is kept
 RUN_STATE = ("progress", "scaler", "optimizer_steps")  # what a run cannot go on without
 MAX_BLOCK_BYTES = 1 << 30
 _HEXADECIMAL = "0123456789abcdef"
@@ -93,6 +94,15 @@ def _check_state(state: dict[str, Any], iteration: int) -> None:
     _require(
         steps <= iteration, f"state.optimizer_steps is {steps}, above the {iteration} iterations"
     )
+    order = state.get("data_order")
+    if order is not None:
+        _check(state, "data_order", is_object, "an object", "state.")
+        for name in {**dict.fromkeys(DATA_ORDER), **order}:
+            _require(name in DATA_ORDER, f"state.data_order.{name} is unknown")
+            _require(
+                order.get(name) is None or is_count(order[name]),
+                f"state.data_order.{name} is {order.get(name)!r}: expected a whole number from 0",
+            )
     rng, samples = state.get("rng"), progress["consumed_samples"]
     if rng is not None:
         _check(state, "rng", is_object, "an object", "state.")

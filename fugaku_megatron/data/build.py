@@ -51,6 +51,7 @@ class Builder:
 
     arrays: documents that are in no files, by the name that stands for a prefix. separate_sets: --multiple-validation-sets.
     cuts_chats: whether a chat that is too long is cut, and not refused; None where the data are not chats.
+    begun: samples of train, valid and test that their orders were first made for; None: those that are asked for.
     """
 
     seq_length: int
@@ -62,6 +63,7 @@ class Builder:
     arrays: Mapping[str, TokenArrays] = field(default_factory=dict)
     separate_sets: bool = False
     cuts_chats: bool | None = None
+    begun: Sequence[int | None] = (None, None, None)
 
     def open(self, prefixes: Sequence[str]) -> dict[str, Indexed]:
         """The files of each prefix, once. ValueError where the beginning of one has tokens outside the vocabulary."""
@@ -80,9 +82,12 @@ class Builder:
         return indexed
 
     def part(self, indexed: Indexed, name: str, documents: range) -> Callable[..., Dataset]:
-        """A function of num_samples, the number of samples or None for one epoch."""
+        """Return a function of num_samples (None: one epoch) and begun, as of `GPTDataset`.
+
+        Every epoch of chats has an order of its own, which does not depend on the number of epochs.
+        """
         if isinstance(indexed, (ChatFiles, ChatArrays)):
-            return partial(
+            chats = partial(
                 ChatDataset,
                 indexed,
                 name,
@@ -93,6 +98,7 @@ class Builder:
                 vocab_size=self.vocab_size,
                 comm=self.comm,
             )
+            return lambda num_samples, begun: chats(num_samples=num_samples)
         return partial(
             GPTDataset,
             indexed,
@@ -122,27 +128,32 @@ class Builder:
         """
         if num_samples is None:
             on_root(self.comm, lambda: _check_unweighted(weights, prefix))
+        begun = self.begun[SPLITS.index(name)] or num_samples
         if self.separate_sets and name == SPLITS[1]:
-            return ValidationSets([part(num_samples=num_samples) for part in parts])
+            return ValidationSets([part(num_samples=num_samples, begun=begun) for part in parts])
         if weights is None and len(parts) == 1:
-            return parts[0](num_samples=num_samples)
+            return parts[0](num_samples=num_samples, begun=begun)
         blended = partial(
             BlendedDataset, name=name, cache=self.cache, prefix=prefix, comm=self.comm
         )
         if weights is None:
-            datasets = [part(num_samples=None) for part in parts]
+            datasets = [part(num_samples=None, begun=None) for part in parts]
             lengths = [len(dataset) for dataset in datasets]
             taken = sum(lengths) if num_samples is None else num_samples
             on_root(self.comm, lambda: _check_once(taken, sum(lengths), name))
             return blended(datasets, lengths, taken)
-        assert num_samples is not None, "_check_unweighted has seen to it"
+        assert num_samples is not None and begun is not None, "_check_unweighted has seen to it"
         shares = normalize(weights)
-        targets = [
-            math.ceil(math.ceil(num_samples * share) * (1 + BLEND_SURPLUS)) for share in shares
+        datasets = [
+            part(num_samples=_share(num_samples, share), begun=_share(begun, share))
+            for part, share in zip(parts, shares)
         ]
-        return blended(
-            [part(num_samples=n) for part, n in zip(parts, targets)], shares, num_samples
-        )
+        return blended(datasets, shares, num_samples)
+
+
+def _share(num_samples: int, share: float) -> int:
+    """Return the samples of a data set in a blend, with Megatron's surplus."""
+    return math.ceil(math.ceil(num_samples * share) * (1 + BLEND_SURPLUS))
 
 
 def _check_unweighted(weights: Sequence[float] | None, prefix: str) -> None:
@@ -176,11 +187,12 @@ def build_datasets(
     arrays: Mapping[str, TokenArrays] | None = None,
     separate_sets: bool = False,
     cuts_chats: bool | None = None,
+    begun: Sequence[int | None] = (None, None, None),
 ) -> Datasets:
     """(train, valid, test) of --data-path and --split, for `num_samples` = (train, valid, test) samples.
 
     max_bytes: of memory that the order of a dataset's samples may take (None: any). cache: where indices are kept. arrays,
-    separate_sets, cuts_chats: see `Builder`. A dataset with `num_samples` 0 is None, and one with None has every sample once, which
+    separate_sets, cuts_chats, begun: see `Builder`. A dataset with `num_samples` 0 is None, and one with None has every sample once, which
     takes no weights; valid and test are None if --split leaves them no documents. legacy_split: see `split_documents`.
     With `comm` rank 0 alone checks the .idx files and builds the indices, and all ranks map them; all of its ranks must call.
     Raises ValueError on every rank.
@@ -195,6 +207,7 @@ def build_datasets(
         arrays or {},
         separate_sets,
         cuts_chats,
+        begun,
     )
     prefixes, weights = parse_data_path(data_path)
     shares = parse_split(split)
@@ -244,6 +257,7 @@ def build_separate_datasets(
     arrays: Mapping[str, TokenArrays] | None = None,
     separate_sets: bool = False,
     cuts_chats: bool | None = None,
+    begun: Sequence[int | None] = (None, None, None),
 ) -> Datasets:
     """(train, valid, test) of --train-data-path, --valid-data-path and --test-data-path: every document of each.
 
@@ -260,6 +274,7 @@ def build_separate_datasets(
         arrays or {},
         separate_sets,
         cuts_chats,
+        begun,
     )
     built: list[Dataset | None] = []
     for name, path, needed in zip(SPLITS, paths, num_samples, strict=True):

@@ -15,17 +15,20 @@ import math
 import zlib
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from ..comm.agreement import on_root
 from .index_cache import (
     BLOCK,
+    Epochs,
     Index,
     IndexCache,
     Store,
+    added_documents,
+    added_samples,
     blending_blocks,
     build_document_index,
     build_shuffle_index,
@@ -53,6 +56,23 @@ GPT_ARRAYS, BLEND_ARRAYS = (
     ("document_index", "sample_index", "shuffle_index"),
     ("dataset_index", "dataset_sample_index"),
 )
+
+
+class DataOrder(NamedTuple):
+    """Samples that the orders of training and validation data were first made for; None: not made yet, or without an end.
+
+    A run that becomes longer or shorter keeps these orders, so a checkpoint has both numbers.
+    """
+
+    train: int | None = None
+    valid: int | None = None
+
+    def or_else(self, train: int | None, valid: int | None) -> DataOrder:
+        """Return the order with these numbers where it has none."""
+        return DataOrder(self.train or train, self.valid or valid)
+
+
+NEW_ORDER = DataOrder()
 
 
 class Dataset(Protocol):
@@ -97,8 +117,10 @@ def shares_of(numbers: Sequence[float]) -> list[float]:
 class GPTDataset:
     """At least `num_samples` samples of seq_length + 1 tokens, cut across `documents` (ids of sequences) of `indexed`.
 
-    As many epochs as `num_samples` needs are laid end to end (None: one), however short the documents are. `name` ("train", ...)
-    is for messages and names of files. With `vocab_size` the token ids of a sample are checked when it is fetched. With `comm`,
+    As many epochs as `num_samples` needs are laid end to end (None: one), however short the documents are. `begun` is the number
+    that the order was first made for (None: `num_samples`). That order is kept, and epochs are added to it, so that sample i stays
+    the same when a run becomes longer or shorter. `name` ("train", ...) is for messages and names of files.
+    With `vocab_size` the token ids of a sample are checked when it is fetched. With `comm`,
     whose ranks all call, rank 0 builds the index, and all have it. Raises ValueError, on every rank, when there are no tokens, when
     one epoch is asked for and it has fewer than a sample takes, and when the order of so many samples needs more than `max_bytes`
     of memory.
@@ -116,6 +138,7 @@ class GPTDataset:
         max_bytes: int | None = None,
         cache: IndexCache | None = None,
         comm: Comm | None = None,
+        begun: int | None = None,
     ):
         self.indexed, self.name, self.seq_length, self.vocab_size = (
             indexed,
@@ -125,13 +148,12 @@ class GPTDataset:
         )
         per_epoch = on_root(comm, lambda: self._tokens_per_epoch(documents, num_samples))
         self.num_documents, self.num_tokens = len(documents), per_epoch
-        needed = (1 if num_samples is None else num_samples) * seq_length + 1
-        self.num_epochs = 1 if num_samples is None else -(-needed // per_epoch)
-        on_root(comm, lambda: self._check_memory(len(documents), needed // seq_length, max_bytes))
+        self._epochs = self._plan(num_samples, begun)
+        self.num_epochs = self._epochs.total
+        longest = max(num_samples or 1, begun or 1)
+        on_root(comm, lambda: self._check_memory(len(documents), longest, max_bytes))
         self._fetched = 0
-        self._index = self._build(
-            documents, per_epoch, num_samples, seed, cache or IndexCache(), comm
-        )
+        self._index = self._build(documents, seed, cache or IndexCache(), comm)
         self.document_index, self.sample_index, self.shuffle_index = (
             self._index.arrays[name] for name in GPT_ARRAYS
         )
@@ -169,25 +191,26 @@ class GPTDataset:
                 f"{max_bytes / 2**30:.1f} GiB: pass fewer {flags}, or more data"
             )
 
-    def _build(
-        self,
-        documents: np.ndarray | range,
-        per_epoch: int,
-        num_samples: int | None,
-        seed: int,
-        cache: IndexCache,
-        comm: Comm | None,
-    ) -> Index:
-        """The document, sample and shuffle index. A last epoch of which little is used is shuffled by itself."""
-        s, epochs, count = self.seq_length, self.num_epochs, self.num_epochs * len(documents)
-        without_last, total = (
-            count_samples((epochs - 1) * per_epoch, s),
-            count_samples(epochs * per_epoch, s),
-        )
+    def _plan(self, num_samples: int | None, begun: int | None) -> Epochs:
+        """The epochs of an order that began with `begun` samples. A last epoch of which little is used is shuffled by itself."""
+        if num_samples is None:
+            return Epochs(1)
+        s, per_epoch = self.seq_length, self.num_tokens
+        first = begun or num_samples
+        epochs = -(-(first * s + 1) // per_epoch)
+        needed = -(-(num_samples * s + 1) // per_epoch)
         threshold = int(SEPARATE_LAST_EPOCH * count_samples(per_epoch, s))
-        separate_last = (
-            epochs > 1 and num_samples is not None and num_samples - without_last < threshold
-        )
+        used = first - count_samples((epochs - 1) * per_epoch, s)  # of the last epoch
+        return Epochs(epochs, epochs > 1 and used < threshold, max(0, needed - epochs))
+
+    def _build(
+        self, documents: np.ndarray | range, seed: int, cache: IndexCache, comm: Comm | None
+    ) -> Index:
+        """The document, sample and shuffle index."""
+        s, epochs = self.seq_length, self._epochs
+        count = epochs.total * len(documents)
+        bounds = epochs.bounds(self.num_tokens, s)
+        begun, total = bounds[epochs.separate_last], bounds[-1]
 
         def build(store: Store) -> None:
             rng = np.random.RandomState(seed)  # Megatron's generator; its stream is frozen
@@ -195,7 +218,10 @@ class GPTDataset:
                 "document_index",
                 np.int32,
                 (count,),
-                [build_document_index(documents, epochs, separate_last, rng)],
+                chain(
+                    [build_document_index(documents, epochs.begun, epochs.separate_last, rng)],
+                    added_documents(documents, epochs.added, seed),
+                ),
             )
             lengths, first = self._lengths(documents)
             store(
@@ -209,7 +235,10 @@ class GPTDataset:
                 "shuffle_index",
                 shuffle_index_dtype(total),
                 (total,),
-                [build_shuffle_index(without_last if separate_last else total, total, rng)],
+                chain(
+                    [build_shuffle_index(bounds[0], begun, rng)],
+                    added_samples(bounds[epochs.separate_last :], seed),
+                ),
             )
 
         per_sample = (
@@ -219,12 +248,14 @@ class GPTDataset:
         description = {
             **self.indexed.description(),
             **_described(documents),
-            "num_epochs": epochs,
-            "separate_last_epoch": separate_last,
+            "num_epochs": epochs.begun,
+            "separate_last_epoch": epochs.separate_last,
             "index_split": self.name,
             "random_seed": seed,
             "sequence_length": s,
         }
+        if epochs.added:
+            description["added_epochs"] = epochs.added
         return provide(
             cache,
             self.indexed.prefix,

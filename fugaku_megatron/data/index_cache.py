@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -109,6 +109,52 @@ def build_shuffle_index(num_first: int, total: int, rng: np.random.RandomState) 
     if num_first < total:
         rng.shuffle(index[num_first:])
     return index
+
+
+class Epochs(NamedTuple):
+    """How often the data is read, and how its order is shuffled.
+
+    begun: epochs of the order that the run began with, which is Megatron-core's. separate_last: the last of these is shuffled by
+    itself. added: epochs after them, each shuffled by itself, for a run that became longer.
+    """
+
+    begun: int
+    separate_last: bool = False
+    added: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.begun + self.added
+
+    def bounds(self, tokens: int, seq_length: int) -> list[int]:
+        """Samples at the ends of the ranges that are shuffled by themselves. tokens: of an epoch."""
+        ends = [*range(self.begun, self.total + 1)]
+        if self.separate_last:
+            ends.insert(0, self.begun - 1)
+        return [count_samples(end * tokens, seq_length) for end in ends]
+
+
+ADDED_DOCUMENTS, ADDED_SAMPLES = 1, 2  # random streams of the added epochs, next to the seed
+
+
+def added_documents(documents: np.ndarray | range, epochs: int, seed: int) -> Iterator[np.ndarray]:
+    """The document ids of each added epoch, int32 (documents,), in an order that does not depend on the number of epochs."""
+    rng = np.random.RandomState([seed, ADDED_DOCUMENTS])
+    for _ in range(epochs):
+        yield build_document_index(documents, 1, False, rng)
+
+
+def added_samples(bounds: Sequence[int], seed: int) -> Iterator[np.ndarray]:
+    """The sample numbers of each added epoch, shuffled. bounds: samples at the end of the epochs before, and of each added one.
+
+    The first sample has the tokens that the epoch before has left over, so it stays the first: every token is then trained as
+    often as all others, or once more.
+    """
+    rng = np.random.RandomState([seed, ADDED_SAMPLES])
+    for first, end in zip(bounds, bounds[1:]):
+        index: np.ndarray = np.arange(first, end, dtype=np.int64)
+        rng.shuffle(index[1:])
+        yield index
 
 
 def blending_blocks(

@@ -29,7 +29,7 @@ from ..costs import accounting, memory
 from ..costs.run_schedule import recompute_name
 from ..data.build import listed_data, parse_data_path
 from ..data.chat_dataset import check_mask_file, packing_lines
-from ..data.dataset import Dataset, MockDataset, TokenArrays, ValidationSets
+from ..data.dataset import NEW_ORDER, DataOrder, Dataset, MockDataset, TokenArrays, ValidationSets
 from ..data.index_cache import IN_MEMORY, IndexCache
 from ..data.indexed import check_files
 from ..data.marks import mark
@@ -129,6 +129,14 @@ def find_reader_group(run: RunConfig, groups: Groups, nodes: Nodes) -> ReaderGro
     )
 
 
+def samples_needed(run: RunConfig, layout: Layout, progress: Progress) -> tuple[int, int | None]:
+    """Return the samples of training and validation data of a run that stands at `progress`, as of `open_data`."""
+    size = layout.global_batch_size(run)
+    iterations, end = run_length(run, layout, progress)
+    valid_samples = samples_to_validate(run, layout, evaluations(run, iterations))
+    return batches.requested_samples(run, size, end), valid_samples
+
+
 def build_data(
     run: RunConfig,
     groups: Groups,
@@ -136,22 +144,17 @@ def build_data(
     progress: Progress | None = None,
     readers: ReaderGroup | None = None,
     tokenizer: dict[str, Any] | None = None,
+    order: DataOrder = NEW_ORDER,
 ) -> Data:
     """Training and validation samples on the ranks that read data, (None, None) elsewhere. Collective.
 
     progress: where a resumed run stands. readers: of this rank; without them every rank that needs data reads it. tokenizer:
-    what is known of the run's (`data.tokenizer.identity`).
+    what is known of the run's (`data.tokenizer.identity`). order: that a resumed run began with.
     """
-    size = layout.global_batch_size(run)
-    iterations, end = run_length(run, layout, progress or Progress())
-    valid_samples = samples_to_validate(run, layout, evaluations(run, iterations))
-    return open_data(
-        run,
-        groups,
-        (batches.requested_samples(run, size, end), valid_samples),
-        readers,
-        tokenizer=tokenizer,
-    )
+    needed = samples_needed(run, layout, progress or Progress())
+    if run.training.skip_train:  # whose validation data has the order of one evaluation
+        order = order._replace(valid=None)
+    return open_data(run, groups, needed, readers, tokenizer=tokenizer, order=order)
 
 
 def open_data(
@@ -161,6 +164,7 @@ def open_data(
     readers: ReaderGroup | None = None,
     arrays: Mapping[str, TokenArrays] | None = None,
     tokenizer: dict[str, Any] | None = None,
+    order: DataOrder = NEW_ORDER,
 ) -> Data:
     """`build_data` for these numbers of training and validation samples; a data set of 0 samples is None.
 
@@ -168,7 +172,7 @@ def open_data(
 
     arrays: documents that are in no files, by the names that the run's data flags have for them.
     """
-    train, valid = _open(run, groups, samples, readers, arrays or {})
+    train, valid = _open(run, groups, samples, readers, arrays or {}, order)
     if not run.data.marks_documents:
         return train, valid
     eod, masks_loss = end_of_document(run.data, tokenizer), run.data.eod_mask_loss
@@ -181,6 +185,7 @@ def _open(
     samples: tuple[int, int | None],
     readers: ReaderGroup | None,
     arrays: Mapping[str, TokenArrays],
+    order: DataOrder,
 ) -> Data:
     """`open_data` without marks."""
     reads = readers.reads if readers else reads_data(run, groups)
@@ -198,7 +203,8 @@ def _open(
     cache = IndexCache(
         run.data.data_cache_path, sys.maxsize if arrays else IN_MEMORY
     )  # no file to keep an index next to
-    return datasets_of(run, (*samples, 0), reading, node_bytes(), cache, arrays)[:2]
+    begun = (*order, None)
+    return datasets_of(run, (*samples, 0), reading, node_bytes(), cache, arrays, begun)[:2]
 
 
 def check_early(run: RunConfig, world_size: int) -> None:
@@ -450,7 +456,7 @@ def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
         _say(run, world, check_memory(run, layout, world, nodes), iteration_line(run, layout))
     enter("the start: reading data")
     readers = find_reader_group(run, groups, nodes)
-    data = build_data(run, groups, layout, resume.progress, readers, tokenizer)
+    data = build_data(run, groups, layout, resume.progress, readers, tokenizer, resume.order)
     saved = resume.state.get("tokenizer")
     _say(
         run,
@@ -458,7 +464,7 @@ def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
         data_line(data[0]),
         *packing_lines(data[0]),
         validation_line(data[1]),
-        skip_line(run, data[0]),
+        None if resume.order.train else skip_line(run, data[0]),
         *tokenizer_notes(run, tokenizer, saved, world),
     )
     enter("the start: choosing kernels")
@@ -481,6 +487,7 @@ def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
     given = run.numbers.check_weight_hash_across_dp_replicas_interval != COMPARISON_INTERVAL
     if world.size > 1 or given:
         _say(run, world, comparison_line(trainer.replicas, run, groups))
+    trainer.order = resume.order.or_else(*samples_needed(run, layout, resume.progress))
     enter("the start")
     iterations, _ = run_length(run, layout, resume.progress)
     writer = open_log(run, world, iterations, trainer.progress)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from ..config.model_config import ANGLES, COUNTED, MASKED, UNSETTLED
 from ..config.run_config import RunConfig
 from ..config.sample_rules import MAX_SAMPLE, Skips
 from ..costs.accounting import padded_vocab_size
+from ..data.dataset import DataOrder
 from .session import HISTORY, LOSS_CURVE
 from .train import ForeignModel, Progress, Trainer, layout_record
 
@@ -68,6 +69,11 @@ class Resume:
     @property
     def progress(self) -> Progress:
         return Progress(**self.state.get("progress", {}))
+
+    @property
+    def order(self) -> DataOrder:
+        """The order of samples that the run began with, as far as the checkpoint has it."""
+        return DataOrder(**(self.state.get("data_order") or {}))
 
 
 def check_source(load: str, save: str | None) -> None:
@@ -357,7 +363,29 @@ def _resume(trainer: Trainer, resume: Resume) -> list[str]:
         for phrase in differences(run, resume.config)
     ]
     lines += layout_notes(trainer, checkpoint) + _moment_notes(run, resume)
+    lines += _order_note(run, resume)
     return lines + _skip_notes(trainer, resume) + _schedule_note(requested, trainer, resume)
+
+
+# What decides the number of samples that a run asks for, by group.
+LENGTH = {
+    "training": ("train_iters", "train_samples", "train_tokens"),
+    "batch": ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule"),
+    "data": ("skip_samples",),
+}
+
+
+def _order_note(run: RunConfig, resume: Resume) -> list[str]:
+    """Return a line where the checkpoint has no order of samples, and the one of the flags may be another one."""
+    if resume.order.train or run.data.mock_data or run.data.sft:
+        return []
+    changed = differences(run, resume.config, LENGTH)
+    if not changed:
+        return []
+    return [
+        f"note: {', '.join(changed)}, and the checkpoint, which an earlier version saved, does not have the order of samples that "
+        "the run began with: data that is read several times has the order of this length from here on"
+    ]
 
 
 def _carry(trainer: Trainer, checkpoint: Checkpoint) -> None:
@@ -573,10 +601,12 @@ COURSE = {
 }
 
 
-def differences(run: RunConfig, saved: dict[str, Any]) -> list[str]:
-    """The settings that decide the course of training and differ from the saved ones, each as a phrase with its flag."""
+def differences(
+    run: RunConfig, saved: dict[str, Any], settings: Mapping[str, tuple[str, ...]] = COURSE
+) -> list[str]:
+    """The settings, by default those of the course of training, that differ from the saved ones, each as a phrase with its flag."""
     phrases = []
-    for group, names in COURSE.items():
+    for group, names in settings.items():
         now, before = getattr(run, group), saved.get(group, {})
         for name in names:
             value = getattr(now, name)

@@ -307,6 +307,7 @@ def datasets_of(
     max_bytes: int | None = None,
     cache: IndexCache | None = None,
     arrays: Mapping[str, TokenArrays] | None = None,
+    begun: Sequence[int | None] = (None, None, None),
 ) -> Datasets:
     """(train, valid, test) of the data flags of a run with files; the other arguments and errors are those of
     `data.build.build_datasets`."""
@@ -327,6 +328,7 @@ def datasets_of(
             arrays=arrays,
             separate_sets=separate,
             cuts_chats=data.cuts_chats,
+            begun=begun,
         )
     assert data.data_path is not None, "check_early asks for data"
     return build_datasets(
@@ -337,6 +339,7 @@ def datasets_of(
         arrays=arrays,
         separate_sets=separate,
         cuts_chats=data.cuts_chats,
+        begun=begun,
     )
 
 

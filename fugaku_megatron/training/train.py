@@ -42,7 +42,7 @@ from ..config.run_config import RunConfig
 from ..config.sample_rules import Skips
 from ..costs import run_schedule
 from ..costs.accounting import pipeline_split, sequence_parts, zero_shards
-from ..data.dataset import Dataset
+from ..data.dataset import NEW_ORDER, DataOrder, Dataset
 from ..data.marks import Work
 from ..data.sampler import ReaderGroup
 from ..nn.model import VOCABULARY, Stage
@@ -120,7 +120,8 @@ class Trainer:
     one; then only that one needs the datasets. ops: what runs the operations of a step. watch: see
     StepExecutor. make_schedule: the training schedule of so many micro-batches. waiting_for_data: is entered around what fetches
     samples. before_update: is given the samples consumed before an iteration and its loss when gradients are summed, and returns
-    the loss of those that the update shall use. tokenizer: what a checkpoint says of the run's (`data.tokenizer.identity`).
+    the loss of those that the update shall use. tokenizer: what a checkpoint says of the run's (`data.tokenizer.identity`). order:
+    samples that the orders of the data were first made for.
     """
 
     run: RunConfig
@@ -136,6 +137,7 @@ class Trainer:
     waiting_for_data: Callable[[], AbstractContextManager[None]] = nullcontext
     before_update: Callable[[int, float], float] | None = None
     tokenizer: dict[str, Any] | None = None
+    order: DataOrder = NEW_ORDER
 
     def __post_init__(self) -> None:
         run = self.run
@@ -378,6 +380,7 @@ class Trainer:
             "kernels": self.ops.choice,
             "param_schedule": self.param_schedule.state(),
             "tokenizer": self.tokenizer,
+            "data_order": self.order._asdict(),
             "no_optimizer": self.run.output.no_save_optim,
             REPLICAS: self.replicas.state(self.progress.iteration),
             **({"lora": self.base} if self.run.lora.on else {}),
