@@ -38,12 +38,17 @@ from ..config.checks import check, flag, flag_words
 from ..host import allocator
 from .gguf_file import TYPES, save_gguf
 from .gguf_tokenizer import INEXACT
-from .hugging_face import carry, open_hugging_face, save_hugging_face
+from .hugging_face import (
+    carry,
+    check_carried,
+    open_hugging_face,
+    save_hugging_face,
+    set_chat_template,
+)
 from .peft import open_peft, save_peft
 from .rules import FILE
 from .weights import BASE_FLAG, DTYPES, Weights, adapter_shapes, open_own, save_own, shapes
 
-CHAT_TEMPLATE = "chat_template.jinja"  # the name by which transformers finds it
 LEGACY, METADATA = (
     "mp_rank_*",
     ".metadata",
@@ -535,14 +540,13 @@ def main(options: argparse.Namespace) -> int:
     weights = _with_peft(SOURCES[source](options), options).cast(DTYPES.get(options.dtype))
     if options.hf_files is not None:
         weights = replace(weights, carried=Path(options.hf_files))
+    check_carried(weights.carried)
     target = getattr(options, destination)
     with whole(flag(destination), target, destination == "to_gguf") as directory:
         DESTINATIONS[destination](weights, directory, options)
         if options.chat_template is not None and destination != "to_gguf":
-            shutil.copyfile(
-                options.chat_template,
-                (directory / CARRIED if destination == "save" else directory) / CHAT_TEMPLATE,
-            )
+            folder = directory / CARRIED if destination == "save" else directory
+            set_chat_template(folder, Path(options.chat_template))
     alone = weights.adapters is not None and (
         destination == "to_peft" or destination == "save" and not options.merge
     )

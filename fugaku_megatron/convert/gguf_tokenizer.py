@@ -20,6 +20,7 @@ from ..config.checks import check
 from ..data.files import read_text
 from ..data.formats import library
 from ..data.library_tokenizers import (
+    CHAT_TEMPLATE,
     PIECES,
     TOKENIZER_CONFIG,
     TOKENIZER_JSON,
@@ -206,7 +207,7 @@ def _only_pieces(folder: Path) -> bool:
 
 
 def _template_file(folder: Path) -> str | None:
-    file = folder / "chat_template.jinja"
+    file = folder / CHAT_TEMPLATE
     return read_text(file, "--hf-files") if file.is_file() else None
 
 

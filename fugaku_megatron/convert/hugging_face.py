@@ -10,6 +10,7 @@ Both ways one tensor of ours, and one of theirs, is in memory. Left out: the tab
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -33,6 +34,8 @@ from ..comm.agreement import describe
 from ..config.checks import check, check_kind
 from ..config.model_config import MASKED, ModelConfig
 from ..config.model_config import architecture as shape_values
+from ..data.files import unreadable
+from ..data.library_tokenizers import CHAT_TEMPLATE, TEMPLATES, TOKENIZER_CONFIG
 from .architectures import (
     ARCHITECTURES,
     ONLY,
@@ -187,18 +190,32 @@ def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-# What belongs to a model in addition to its weights, as patterns of names.
+# What belongs to a model in addition to its weights, as patterns of names: the files of every tokenizer of transformers, and of others.
 CARRIED = (
     FILE,
     "generation_config.json",
     "tokenizer*",
+    "tokenization_*.py",
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "spiece.model",
+    "vocab*",
+    "*_vocab.json",
+    "merges*",
+    "*.model",
+    "*.spm",
+    "*.tiktoken",
+    "*.tokenizer",
+    "tekken.json",
+    "bpe.codes",
+    "byte_maps.json",
+    "dict.txt",
+    "emoji.json",
+    "normalizer.json",
+    "word_*.json",
     "sentencepiece*",
     "chat_template*",
+    f"{TEMPLATES}/*",
+    "processor_config.json",
     "LICENSE*",
     "NOTICE*",
 )
@@ -479,11 +496,46 @@ def _same(one: ModelConfig, other: ModelConfig) -> bool:
     return shape_values(one) == shape_values(other)
 
 
+def carried_files(source: Path | None) -> list[Path]:
+    """Return the files of CARRIED that a folder has."""
+    if source is None:
+        return []
+    found = (file for pattern in CARRIED for file in sorted(source.glob(pattern)))
+    return [*dict.fromkeys(file for file in found if file.is_file())]
+
+
+def check_carried(source: Path | None) -> None:
+    """Raise ValueError, one line, for a file of CARRIED that cannot be read, before anything is written."""
+    for file in carried_files(source):
+        if reason := unreadable(file):
+            raise ValueError(f"{file} cannot be read ({reason}): correct it, or remove it")
+
+
 def carry(source: Path | None, directory: Path) -> None:
     """Copy the files of CARRIED that `source` has."""
     directory.mkdir(exist_ok=True)
-    for file in (
-        (file for pattern in CARRIED for file in sorted(source.glob(pattern))) if source else ()
-    ):
-        if file.is_file():
-            shutil.copyfile(file, directory / file.name)
+    for file in carried_files(source):
+        assert source is not None
+        copy = directory / file.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
+
+
+def set_chat_template(folder: Path, template: Path) -> None:
+    """Make the text of a file the template of a tokenizer's folder; templates that have names stay.
+
+    transformers reads the templates in tokenizer_config.json only where there is no file of a template.
+    """
+    config = read_json(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).exists() else {}
+    named = config.get("chat_template")
+    for row in named if isinstance(named, list) else []:
+        name = str(row.get("name"))
+        check(
+            re.fullmatch(r"[\w-]+", name) is not None,
+            f"{folder / TOKENIZER_CONFIG} has a chat template named {name!r:.40}: name it by letters",
+        )
+        file = folder / TEMPLATES / f"{name}.jinja"
+        if name != "default" and not file.exists():
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(str(row.get("template")), encoding="utf-8")
+    shutil.copyfile(template, folder / CHAT_TEMPLATE)

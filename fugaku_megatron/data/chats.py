@@ -249,6 +249,7 @@ class ChatTemplate:
         self._for_training, self.form = self.text, form
         if not self.marked:
             self._for_training, self.form = training_form(self.text, self._renders_alike)
+        self._with_tools = self._template_with_tools(tokenizer, template)
         special = {*self._library.get_added_vocab().values(), *self._library.all_special_ids}
         self._special: frozenset[int] = frozenset(special)
 
@@ -258,6 +259,13 @@ class ChatTemplate:
             return self._text(chat, changed, chat.whole) == self._text(chat, template, chat.whole)
         except ValueError:
             return False
+
+    def _template_with_tools(
+        self, tokenizer: HuggingFaceTokenizer, template: str | None
+    ) -> ChatTemplate | None:
+        """Return the template named tool_use, which transformers takes for chats with tools; None: the same one."""
+        text = self._library.get_chat_template(template, tools=[])
+        return None if text == self.text else ChatTemplate(tokenizer, text)
 
     @property
     def how(self) -> str:
@@ -272,6 +280,8 @@ class ChatTemplate:
 
     def encode(self, chat: Chat) -> np.ndarray:
         """int32 (n,), as of `chat_dataset.signed`. ValueError, with file and line, where the trained tokens are not certain."""
+        if chat.tools and self._with_tools is not None:
+            return self._with_tools.encode(chat)
         try:
             ids, trained = self._encode(chat)
             if not trained.any():

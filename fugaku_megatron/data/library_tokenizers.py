@@ -27,13 +27,14 @@ from .formats import library
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_JSON = "tokenizer.json"
 PIECES = "tokenizer.model"
+CHAT_TEMPLATE = "chat_template.jinja"
 TEMPLATES = "additional_chat_templates"  # the folder of the templates that have names
 HUGGING_FACE_FILES = (TOKENIZER_CONFIG, TOKENIZER_JSON, PIECES, "vocab.json", "vocab.txt")
 OTHER_FILES = (  # which transformers reads as well
     "merges.txt",
     "added_tokens.json",
     "special_tokens_map.json",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
 )
 PROBE = "a A 0 . é я 日本語"  # a text of which every vocabulary has a character
 TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")

@@ -108,7 +108,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed",
         type=int,
         default=Sampling.seed,
-        help="seed of the choice among tokens (default: %(default)s)",
+        help=f"seed of the choice among tokens, from 0 to {MAX_SEED} (default: %(default)s)",
     )
 
 

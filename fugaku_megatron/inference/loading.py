@@ -28,6 +28,7 @@ from ..config.lora import LoraConfig
 from ..config.run_config import ModelConfig, RunConfig
 from ..data.library_tokenizers import HuggingFaceTokenizer, has_tokenizer
 from ..data.tokenizer import (
+    TOKENIZERS,
     Tokenizer,
     TokenizerFlags,
     add_tokenizer_flags,
@@ -258,6 +259,7 @@ def choose_tokenizer(
         flags = TokenizerFlags.of(SimpleNamespace(**saved), size)
     if not flags.named and has_tokenizer(carried):
         flags = TokenizerFlags(HuggingFaceTokenizer.name, tokenizer_model=str(carried))
+    _check_passed_type(named, flags, where)
     check(
         flags.named,
         f"the tokenizer is unknown, the checkpoint in {where} was trained without one: pass "
@@ -275,6 +277,24 @@ def choose_tokenizer(
         "pass the files it was trained with",
     )
     return tokenizer
+
+
+def _check_passed_type(named: TokenizerFlags, flags: TokenizerFlags, where: str) -> None:
+    """Raise ValueError for a --tokenizer-type that was passed without its file, if the model comes with no such tokenizer.
+
+    flags: the tokenizer that the model comes with, if it is known.
+    """
+    passed = named.tokenizer_type
+    if named.named or passed == TokenizerFlags().tokenizer_type:
+        return
+    if passed not in TOKENIZERS:
+        build_tokenizer(*named)
+    comes = flags.named and TOKENIZERS.get(flags.tokenizer_type) is TOKENIZERS[passed]
+    found = f"with {flags.tokenizer_type}" if flags.named else "without a tokenizer"
+    check(
+        comes,
+        f"--tokenizer-type {passed} needs --tokenizer-model: {where} was trained {found}",
+    )
 
 
 def tokenizer_note(tokenizer: Tokenizer, manifest: dict[str, Any]) -> str:

@@ -1,8 +1,10 @@
 """Models of Hugging Face become checkpoints and go back: the same bytes, the same logits, and mistakes that leave nothing."""
 
+import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -260,6 +262,74 @@ def test_the_chat_template_is_copied_or_is_a_named_one(converted, tmp_path):
         == 0
     )
     assert (tmp_path / "with" / "hugging_face" / "chat_template.jinja").read_text() == "named"
+
+
+def test_every_file_of_a_tokenizer_goes_there_and_back(sources, tmp_path, capsys):
+    """Also templates with names, and the files of any tokenizer that transformers has."""
+    source, ours, back = tmp_path / "source", tmp_path / "ours", tmp_path / "back"
+    shutil.copytree(sources["llama"], source)
+    names = {
+        "tokenizer.json",
+        "tokenizer.model",
+        "tekken.json",
+        "qwen.tiktoken",
+        "added_tokens.json",
+    }
+    names |= {
+        "additional_chat_templates/tool_use.jinja",
+        "chat_template.jinja",
+        "tokenization_own.py",
+    }
+    for module in (
+        "marian",
+        "roformer",
+        "xlm",
+        "luke",
+        "bertweet",
+        "prophetnet",
+        "t5",
+        "gpt2",
+        "bert",
+    ):
+        text = importlib.util.find_spec(f"transformers.models.{module}").submodule_search_locations[
+            0
+        ]
+        for file in Path(text).glob("tokenization*.py"):
+            table = re.search(r"VOCAB_FILES_NAMES[^=]*=\s*\{(.*?)\}", file.read_text(), re.DOTALL)
+            names |= {*re.findall(r':\s*"([^"]+)"', table[1])} if table else set()
+    assert {"source.spm", "vocab.txt", "spiece.model", "merges.txt"} <= names
+    for name in names:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(f"{{}} {name}")
+    assert convert("--from-hf", source, "--save", ours) == 0
+    assert convert("--load", ours, "--to-hf", back) == 0
+    for name in names:
+        assert (back / name).read_text() == f"{{}} {name}"
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    (source / "tokenizer.json").write_text(pointer)
+    capsys.readouterr()
+    assert convert("--from-hf", source, "--save", tmp_path / "again") == 2
+    assert "tokenizer.json cannot be read (it is a Git LFS pointer: run git lfs pull)" in (
+        capsys.readouterr().err
+    )
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_named_chat_template_leaves_templates_with_names(sources, tmp_path, capsys):
+    source, named = tmp_path / "source", tmp_path / "named.jinja"
+    shutil.copytree(sources["llama"], source)
+    rows = [{"name": "default", "template": "old"}, {"name": "tool_use", "template": "tools"}]
+    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": rows}))
+    named.write_text("named")
+    made = tmp_path / "made"
+    assert convert("--from-hf", source, "--to-hf", made, "--chat-template", named) == 0
+    assert (made / "chat_template.jinja").read_text() == "named"
+    assert (made / "additional_chat_templates" / "tool_use.jinja").read_text() == "tools"
+    rows[1]["name"] = "../tool_use"
+    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": rows}))
+    capsys.readouterr()
+    assert convert("--from-hf", source, "--to-hf", tmp_path / "m", "--chat-template", named) == 2
+    assert "has a chat template named '../tool_use'" in capsys.readouterr().err
 
 
 def test_a_dtype_of_ones_own_and_one_file(converted, tmp_path):

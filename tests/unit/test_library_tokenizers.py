@@ -375,6 +375,25 @@ def test_generate_takes_the_tokenizer_of_the_run(models, tmp_path, capsys):
         match="the tokenizer is unknown, the checkpoint in --load .* was trained without one: pass",
     ):
         write("--load", str(tmp_path / "unknown"))
+    for words, message in (
+        (
+            ["HuggingFaceTokenizer"],
+            "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model: --load",
+        ),
+        (
+            ["TikTokenizer"],
+            "TikTokenizer needs --tokenizer-model: .* was trained without a tokenizer",
+        ),
+        (
+            ["HuggingFace"],
+            "--tokenizer-type HuggingFace: unknown; did you mean HuggingFaceTokenizer",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            write("--load", str(tmp_path / "unknown"), "--tokenizer-type", *words)
+    assert write("--tokenizer-type", "SentencePieceTokenizer")  # that of the run
+    with pytest.raises(ValueError, match="needs --tokenizer-model: .* with SentencePieceTokenizer"):
+        write("--tokenizer-type", "HuggingFaceTokenizer")
 
 
 def test_flags_as_a_shell_reads_them():

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from fugaku_megatron.data.chat_dataset import unsigned
+from fugaku_megatron.data.chats import Chat, ChatTemplate, user_turn
 from fugaku_megatron.data.lfs import FIRST_BYTES
 from fugaku_megatron.data.tokenizer import build_tokenizer
 from tests.tokenizer_files import make
@@ -182,6 +184,33 @@ def test_pointers_instead_of_two_files_are_named(tmp_path, lost):
         build_tokenizer(
             "GPT2BPETokenizer", tmp_path / "two/vocab.json", tmp_path / "two/merges.txt"
         )
+
+
+def test_a_chat_with_tools_is_rendered_by_the_template_for_them(tmp_path):
+    folder = tmp_path / "folder"
+    shutil.copytree(FILES / "saved_by_transformers", folder)
+    ours = build_tokenizer("HuggingFaceTokenizer", None, None, folder)
+    template = ChatTemplate(ours)
+    messages = [user_turn("hi"), {"role": "assistant", "content": "the model"}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for given in (None, tools):
+        ids, _ = unsigned(template.encode(Chat(messages, None, given)))
+        theirs = ours.library.apply_chat_template(messages, tools=given)["input_ids"]
+        assert ids.tolist() == theirs
+        assert ours.decode(ids).startswith("1hi" if given else "hi")
+    one = ChatTemplate(ours, template.text)  # --chat-template is for every chat
+    assert ours.decode(unsigned(one.encode(Chat(messages, None, tools)))[0]).startswith("hi")
+    shutil.rmtree(folder / "additional_chat_templates")
+    (folder / "chat_template.jinja").unlink()
+    rows = [
+        {"name": "default", "template": template.text},
+        {"name": "tool_use", "template": "T" + template.text},
+    ]
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|end|>", "chat_template": rows})
+    )
+    listed = ChatTemplate(build_tokenizer("HuggingFaceTokenizer", None, None, folder))
+    assert ours.decode(unsigned(listed.encode(Chat(messages, None, tools)))[0]).startswith("Thi")
 
 
 # Code in a folder --------------------------------------------------------------------------------------------------------------
