@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from .checks import check
+from .checks import check, flag
 from .run_config import BatchConfig, OptimizerConfig, RunConfig, TrainingConfig
 from .sample_rules import Skips, StepSizes
 
@@ -158,6 +159,24 @@ def run_length(
     )
 
 
+def samples_after(sizes: Sizes, iterations: int) -> int:
+    """Return the samples of the first `iterations` of a run, of which none are left out."""
+    samples = 0
+    while iterations:
+        size, change = sizes(samples), sizes.next_change(samples)
+        some = iterations if change is None else min(iterations, -(-(change - samples) // size))
+        samples += some * size
+        iterations -= some
+    return samples
+
+
+def last_samples(sizes: Sizes, iterations: int, count: int) -> int:
+    """Return the samples of the last `count` of so many iterations; those beyond the first have its size."""
+    missing = max(0, count - iterations)
+    begin = samples_after(sizes, iterations - count + missing)
+    return samples_after(sizes, iterations) - begin + missing * sizes(0)
+
+
 def requested_samples(run: RunConfig, global_batch_size: int, end: int) -> int:
     """Samples that the order of the training data is made for: --train-samples, or --train-iters full batches, as in Megatron-LM.
 
@@ -179,6 +198,22 @@ SHAPES = {
 }
 
 
+ROUNDING = 1e-9  # of a length in fractions of a sample
+# Flags of one length each, of which at most one is given.
+WARM_UPS = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction")
+DECAYS = ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
+WSD_DECAYS = ("lr_wsd_decay_iters", "lr_wsd_decay_samples")
+LENGTHS = ("train_samples", "train_iters", "train_tokens")
+
+
+def _given(config: OptimizerConfig | TrainingConfig, names: Sequence[str]) -> str:
+    """Return the first of these flags that is set, with its value."""
+    for name in names:
+        if value := getattr(config, name):
+            return f"{flag(name)} {value:.12g}"
+    return ""
+
+
 @dataclass(frozen=True)
 class ParamSchedule:
     """Learning rate and weight decay as functions of the samples that the schedule has counted.
@@ -194,31 +229,60 @@ class ParamSchedule:
 
     @staticmethod
     def from_run(run: RunConfig, global_batch_size: int) -> ParamSchedule:
-        """From the -iters, -samples or -tokens flags; iterations count as full global batches, as in Megatron.
+        """From the -iters, -samples or -tokens flags; iterations have the sizes that the run gives them.
 
-        Raises ValueError for a warm-up that is not below the length of the decay.
+        Raises ValueError for a warm-up that is not below the length of the decay, and for a decay of WSD that begins before the
+        warm-up ends.
         """
-        o, t, size, s = run.optimizer, run.training, global_batch_size, run.model.seq_length
-        total = t.train_samples or (t.train_iters or 0) * size or (t.train_tokens or 0) / s
+        o, t, s = run.optimizer, run.training, run.model.seq_length
+        sizes = sizes_of(run, global_batch_size)
+        iterations = o.lr_decay_iters or t.train_iters or 0
+        total = (
+            t.train_samples or samples_after(sizes, t.train_iters or 0) or (t.train_tokens or 0) / s
+        )
         decay = (
             o.lr_decay_samples
-            or (o.lr_decay_iters or 0) * size
+            or samples_after(sizes, o.lr_decay_iters or 0)
             or (o.lr_decay_tokens or 0) / s
             or total
         )
         warmup = (
             o.lr_warmup_samples
-            or o.lr_warmup_iters * size
+            or samples_after(sizes, o.lr_warmup_iters)
             or o.lr_warmup_tokens / s
             or (o.lr_warmup_fraction or 0) * decay
         )
         check(
             not warmup or warmup < decay,
-            f"the warm-up of the learning rate, {warmup:.10g} samples (--lr-warmup-...), is not "
-            f"below the {decay:.10g} samples of its decay (--lr-decay-..., by default the whole run): shorten it",
+            f"the warm-up of the learning rate, {warmup:.10g} samples ({_given(o, WARM_UPS)}), is not below the {decay:.10g} "
+            f"samples of its decay ({_given(o, DECAYS) or _given(t, LENGTHS)}): shorten it, or lengthen the decay",
         )
-        wsd = o.lr_wsd_decay_samples or (o.lr_wsd_decay_iters or 0) * size
+        if o.lr_decay_style != "WSD":
+            return ParamSchedule(o, warmup, decay, total)
+        if decay != samples_after(sizes, iterations):  # it is in samples or tokens
+            iterations, _ = length(TrainingConfig(train_tokens=decay), sizes)
+        wsd = o.lr_wsd_decay_samples or last_samples(sizes, iterations, o.lr_wsd_decay_iters or 0)
+        check(
+            wsd + warmup <= decay * (1 + ROUNDING) or not decay,
+            f"{_given(o, WSD_DECAYS)}, {wsd:.10g} samples, is longer than the {decay - warmup:.10g} samples between the warm-up "
+            f"({_given(o, WARM_UPS) or 'none'}) and the end of the decay ({_given(o, DECAYS) or _given(t, LENGTHS)}): shorten it",
+        )
         return ParamSchedule(o, warmup, decay, total, wsd)
+
+    def notes(self, training: TrainingConfig) -> list[str]:
+        """Return a line about a schedule that goes on after the run, as Megatron-LM permits."""
+        o, end = self.config, _given(training, LENGTHS)
+        if self.warmup_samples > self.total_samples:
+            return [
+                f"the warm-up of the learning rate, {_given(o, WARM_UPS)}, is longer than the run, {end}: it does not reach "
+                f"--lr {o.lr:g}"
+            ]
+        if self.decay_samples > self.total_samples and o.lr_decay_style != "constant":
+            return [
+                f"the learning rate decays over {_given(o, DECAYS)}, longer than the run, {end}: its last rate is "
+                f"{self.learning_rate(math.ceil(self.total_samples)):.3e}"
+            ]
+        return []
 
     @property
     def decoupled(self) -> ParamSchedule:

@@ -497,6 +497,13 @@ class OptimizerConfig:
                 f"{flag(name)} {value} has no effect with "
                 "--weight-decay-incr-style constant: pass linear or cosine, or only --weight-decay",
             )
+        start = self.weight_decay if self.start_weight_decay is None else self.start_weight_decay
+        end = self.weight_decay if self.end_weight_decay is None else self.end_weight_decay
+        check(
+            start <= end,
+            f"--end-weight-decay {end} is below --start-weight-decay {start}: the weight decay only grows, as in Megatron-LM; "
+            "raise it",
+        )
 
 
 SENTENCEPIECE_TYPES = (

@@ -307,8 +307,9 @@ def announce(
     overlaps = ["grad reduce"] * run.parallel.overlap_grad_reduce + [
         "param gather"
     ] * run.parallel.overlap_param_gather
+    schedule = ParamSchedule.from_run(run, size)
     return [
-        *(f"note: {note}" for note in arguments.notes),
+        *(f"note: {note}" for note in (*arguments.notes, *schedule.notes(run.training))),
         machine,
         format_run(run, layout, nodes),
         f"world size {layout.world_size}: {layout.words}; "

@@ -152,7 +152,9 @@ def test_a_step_schedule_asks_for_what_it_takes_whatever_the_layout(flags, reque
     train, valid = build_data(run, Grid(1, 1, 1).groups(SoloComm()), layout)
     assert (len(train), len(valid)) == (requested, 3 * 3 * 12)
     schedule = ParamSchedule.from_run(run, layout.global_batch_size(run))
-    assert schedule.decay_samples == (run.training.train_samples or 10 * 12)
+    assert schedule.decay_samples == (run.training.train_samples or 88), (
+        "10 iterations, not full batches"
+    )
 
 
 @pytest.mark.parametrize(("skip_train", "evaluations"), [(False, 3), (True, 1)])
