@@ -1,8 +1,8 @@
 """Files as a user names them: checked before they are opened, mapped into memory, and read as texts.
 
-Opening a FIFO would wait for ever, and a device never ends. Texts are plain text files (a document a file), .jsonl files (a JSON
-object a line), both of them compressed, tables (a JSON object a row), and folders of these. Left out: how compressed files and
-tables are read (formats.py).
+Opening a FIFO would wait for ever, and a device never ends. Texts are plain text files (a document a file), JSON (an object a
+line, or over lines), both of them compressed, tables (a JSON object a row), and folders of these. Left out: the form of a file,
+compressed files and tables (formats.py), JSON over lines (json_values.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,17 +23,23 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .formats import (
-    PACKED,
+    LINES,
     TABLES,
     TEXT,
+    TEXT_FILE,
+    VALUES,
     Columns,
-    blocks,
-    check_format,
+    Form,
+    MissingPackage,
+    check_table,
+    form_of,
+    head_of,
     lines,
     rows,
     saved_files,
-    suffixes,
+    text_blocks,
 )
+from .json_values import values
 from .lfs import POINTER, is_pointer
 
 KINDS = {
@@ -118,9 +124,11 @@ class MappedFile:
 
 # Texts ---------------------------------------------------------------------------------------------------------------------------
 
-JSON_SUFFIXES = (".jsonl", ".json")
 LOOKED_AT = 4096  # bytes at the beginning of a file, of which none may be zero
 CONVERT = "pass text in UTF-8, as iconv -t UTF-8 writes it"
+SKIP = "--skip-invalid"
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # how a text in UTF-16 begins
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # how the file begins that Git has in place of a large one
 NAMED = 5  # files that a warning names
 UNFINISHED = ".unfinished"  # ends the name of a folder in which preprocess keeps tokens, which may lie in that of the input
 
@@ -139,7 +147,8 @@ BEGIN = Place()
 class Document:
     """Raw bytes of one document, and where they stand (`line` from 1; 0: the whole file is the text).
 
-    number: of the file, from 0. read: bytes of it that were read up to the document's end.
+    number: of the file, from 0. read: bytes of it that were read up to the document's end. over_lines: it is a value of JSON that may
+    stand on several lines, and `line` is its number.
     """
 
     path: str
@@ -147,6 +156,14 @@ class Document:
     raw: bytes
     number: int = 0
     read: int = 0
+    over_lines: bool = False
+
+    @property
+    def where(self) -> str:
+        """File and line, for messages."""
+        if self.over_lines:
+            return f"{self.path}: JSON object {self.line}"
+        return f"{self.path}:{self.line}" if self.line else f"--input {self.path}"
 
     @property
     def after(self) -> Place:
@@ -154,15 +171,64 @@ class Document:
         return Place(self.number, self.line) if self.line else Place(self.number + 1)
 
 
+class Skipped:
+    """What --skip-invalid left out: counts and the first reasons. Without the flag a mistake is raised, with the flag as remedy."""
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self.files = 0
+        self.records = 0
+        self.reasons: list[str] = []
+
+    def add_file(self, error: ValueError) -> None:
+        """Count a file. Raises ValueError without the flag."""
+        if not self.enabled:
+            raise ValueError(f"{error}; {SKIP} leaves such files out") from None
+        self.files += 1
+        self.add_reasons([str(error).removeprefix("--input ")])
+
+    def read(
+        self,
+        read: Callable[[Document, Sequence[str]], list[str | bytes]],
+        document: Document,
+        keys: Sequence[str],
+    ) -> list[str | bytes]:
+        """Return the texts of a document; none, and count it, if it cannot be read. Raises ValueError without the flag."""
+        try:
+            return read(document, keys)
+        except ValueError as error:
+            if not self.enabled:
+                raise ValueError(f"{error}; {SKIP} leaves such lines out") from None
+            self.records += 1
+            self.add_reasons([str(error)])
+            return []
+
+    def add_reasons(self, reasons: Sequence[str]) -> None:
+        """Keep the first reasons."""
+        self.reasons += reasons[: max(0, NAMED - len(self.reasons))]
+
+    def line(self, records: str) -> str:
+        """Say what was left out; nothing if all was read. records: the word for them."""
+        if not self.files + self.records:
+            return ""
+        counts = [
+            f"{count} {word}"
+            for count, word in ((self.files, "files"), (self.records, records))
+            if count
+        ]
+        more = ", ..." if self.files + self.records > len(self.reasons) else ""
+        return f"warning: {SKIP} left out {' and '.join(counts)} ({'; '.join(self.reasons)}{more})"
+
+
 def add_input_arguments(parser: argparse.ArgumentParser) -> None:
-    """--input and --json-keys."""
+    """--input, --json-keys and --skip-invalid."""
     parser.add_argument(
         "--input",
         nargs="+",
         required=True,
-        help="plain text files of one document each, .jsonl files of one JSON "
-        "object a line, both also as .gz and .zst, .parquet files, folders of these, and folders of Hugging Face's "
-        "save_to_disk",
+        help="plain text files of one document each, JSON lines (.jsonl, .ndjson, .jsonlines, or any name), .json files "
+        "of an array of objects, these also as .gz and .zst, .parquet files, folders of these, and folders of Hugging "
+        "Face's save_to_disk",
     )
     parser.add_argument(
         "--json-keys",
@@ -170,25 +236,40 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
         default=["text"],
         help="keys of the JSON objects, or columns of the tables, that hold text (default: text)",
     )
+    parser.add_argument(
+        SKIP,
+        action="store_true",
+        help="leave out files that are not text, and lines, rows and chats that cannot be read, and say how many; without it "
+        "the first of them ends the command",
+    )
 
 
 def input_files(
-    inputs: Sequence[str], json_keys: Sequence[str], columns: Columns | None = None
+    inputs: Sequence[str],
+    json_keys: Sequence[str],
+    columns: Columns | None = None,
+    skipped: Skipped | None = None,
 ) -> list[str]:
     """The files of --input, in its order; those of a folder, and of folders in it, by name and without hidden ones.
 
-    columns: of tables, by default json_keys. Raises ValueError, before any work, for an input that cannot be read or has another
-    format, for missing columns and packages, and for plain text with other --json-keys than text.
+    columns: of tables, by default json_keys. skipped: takes files that cannot be read as text. Raises ValueError, before any
+    work, for an input that cannot be read or has another format, for missing columns and packages, and for plain text with
+    other --json-keys than text.
     """
     if len(set(json_keys)) < len(json_keys):
         raise ValueError(f"--json-keys {' '.join(json_keys)}: a key is named twice")
+    wanted = columns or Columns(tuple(json_keys))
+    forms: dict[str, Form] = {}
     files = []
     for name in inputs:
         folder = os.path.isdir(name)
-        for path in map(_readable, _folder_files(name) if folder else [name]):
-            _check_begin(path, name if folder else None, columns or Columns(tuple(json_keys)))
-            files.append(path)
-    plain = [path for path in files if _is_plain(path)]
+        found = [
+            path
+            for path in map(_readable, _folder_files(name) if folder else [name])
+            if _is_text(path, wanted, skipped, forms)
+        ]
+        files += _chats_of(name, found, forms) if folder and not wanted.needed else found
+    plain = [path for path in files if forms[path].content == TEXT_FILE]
     if plain and list(json_keys) != ["text"]:
         raise ValueError(
             f"--input {plain[0]} is plain text, but --json-keys asks for {', '.join(json_keys)}; leave it out"
@@ -196,8 +277,51 @@ def input_files(
     return files
 
 
-def _is_plain(path: str) -> bool:
-    return suffixes(path)[0] not in (*JSON_SUFFIXES, *TABLES)
+def _is_text(path: str, columns: Columns, skipped: Skipped | None, forms: dict[str, Form]) -> bool:
+    """Check the first bytes of a file, and note its form; False if it is left out. Raises ValueError as `input_files`."""
+    try:
+        forms[path] = _checked_form(path, columns)
+        return True
+    except MissingPackage:
+        raise
+    except ValueError as error:
+        if skipped is None:
+            raise
+        skipped.add_file(error)
+        return False
+
+
+def _checked_form(path: str, columns: Columns) -> Form:
+    """Return the form of a file. Raises ValueError if its first bytes are not what they have to be."""
+    with open(path, "rb") as stream:
+        begin = stream.read(LOOKED_AT)
+    if begin.startswith(LFS_POINTER):
+        raise ValueError(
+            f"--input {path}: is a pointer of Git LFS and not the file itself: fetch it with git lfs pull"
+        )
+    form = form_of(path, columns)
+    if form.content in TABLES:
+        check_table(path, form, begin, columns)
+        return form
+    head = head_of(path, form.packed, LOOKED_AT)[0][:LOOKED_AT] if form.packed else begin
+    if head.startswith(UTF_16):
+        raise ValueError(f"--input {path}: is text in UTF-16: {CONVERT}")
+    if b"\0" in head:
+        raise ValueError(f"--input {path}: is not text (it holds a zero byte): {CONVERT}")
+    return form
+
+
+def _chats_of(folder: str, files: list[str], forms: dict[str, Form]) -> list[str]:
+    """Return the files of a folder that may hold chats: a README.md next to them is not one of them."""
+    records = [path for path in files if forms[path].content != TEXT_FILE]
+    if others := [path for path in files if records and forms[path].content == TEXT_FILE]:
+        print(
+            f"note: --input {folder} has JSON or tables, so {len(others)} plain text files in it are not read, such as "
+            f"{others[0]}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return records or files
 
 
 def _readable(path: str) -> str:
@@ -208,20 +332,6 @@ def _readable(path: str) -> str:
             + (f"cannot be read: {reason}" if os.path.lexists(path) else "no such file")
         )
     return path
-
-
-def _check_begin(path: str, folder: str | None, columns: Columns) -> None:
-    """Raises ValueError where the first bytes of a file, also in `folder`, are not what its name says."""
-    with open(path, "rb") as stream:
-        begin = stream.read(LOOKED_AT)
-    if Path(path).suffix in (*PACKED, *TABLES):
-        check_format(path, begin, columns)
-    elif b"\0" in begin and folder:
-        raise ValueError(
-            f"--input {folder}: {path} is not text (it holds a zero byte): move it away, or name the files"
-        )
-    elif b"\0" in begin and _is_plain(path):
-        raise ValueError(f"--input {path}: is not text (it holds a zero byte): {CONVERT}")
 
 
 def _folder_files(folder: str) -> list[str]:
@@ -238,8 +348,8 @@ def _folder_files(folder: str) -> list[str]:
         ]
     if not files:
         raise ValueError(f"--input {folder}: no file in this folder")
-    tables = [path for path in files if Path(path).suffix in TABLES]
-    if others := [path for path in files if tables and Path(path).suffix not in TABLES]:
+    tables = [path for path in files if Path(path).suffix.lower() in TABLES]
+    if others := [path for path in files if tables and Path(path).suffix.lower() not in TABLES]:
         print(
             f"note: --input {folder} has tables, so {len(others)} other files in it are not read, such as {others[0]}",
             file=sys.stderr,
@@ -253,40 +363,54 @@ def _raise(error: OSError) -> None:
 
 
 def read_documents(
-    paths: Iterable[str], columns: Columns = TEXT, start: Place = BEGIN
+    paths: Iterable[str],
+    columns: Columns = TEXT,
+    start: Place = BEGIN,
+    skipped: Skipped | None = None,
 ) -> Iterator[Document]:
     """Documents of all files in order, from a place on. Lines of white space only are skipped.
 
-    Raises ValueError for plain text with a zero byte and for compressed files and tables that are damaged; at the end a warning on
-    stderr names the plain text that is not UTF-8.
+    skipped: takes files that turn out not to be text, or to be damaged, whose rest is left out. Otherwise ValueError for them. At the
+    end a warning on stderr names the plain text that is not UTF-8.
     """
     foreign: dict[str, int] = {}  # path -> bytes that are not UTF-8
     for number, path in enumerate(paths):
         if number < start.file:
             continue
-        for line, raw, read in _records(path, columns, start.line if number == start.file else 0):
-            if not line and (count := _foreign_bytes(path, raw)):
-                foreign[path] = count
-            yield Document(path, line, raw, number, read)
+        try:
+            form = form_of(path, columns)
+            skip = start.line if number == start.file else 0
+            for line, raw, read in _records(path, form, columns, skip):
+                if not line and (count := _foreign_bytes(path, raw)):
+                    foreign[path] = count
+                yield Document(path, line, raw, number, read, form.content == VALUES)
+        except ValueError as error:
+            if skipped is None:
+                raise
+            skipped.add_file(error)
     if foreign:
         print(_warning(foreign), file=sys.stderr, flush=True)
 
 
-def _records(path: str, columns: Columns, skip: int) -> Iterator[tuple[int, bytes, int]]:
-    """(line or row after the first `skip`, or 0 for a plain text; content; bytes of the file that were read)."""
-    suffix, packed = suffixes(path)
-    if suffix in TABLES:
-        yield from rows(path, columns, skip)
-    elif suffix in JSON_SUFFIXES:
+def _records(
+    path: str, form: Form, columns: Columns, skip: int
+) -> Iterator[tuple[int, bytes, int]]:
+    """(line, row or object after the first `skip`, or 0 for a plain text; content; bytes of the file that were read)."""
+    if form.content in TABLES:
+        yield from rows(path, form.content, columns, skip)
+    elif form.content == VALUES:
+        blocks = text_blocks(path, form.packed)
+        yield from (record for record in values(path, blocks) if record[0] > skip)
+    elif form.content == LINES:
         yield from (
             record
-            for record in lines(path, packed)
+            for record in lines(path, form.packed)
             if record[0] > skip and not record[1].isspace() and record[1]
         )
     else:
         yield (
             0,
-            b"".join(block for block, _ in blocks(path)) if packed else Path(path).read_bytes(),
+            b"".join(block for block, _ in text_blocks(path, form.packed)),
             os.stat(path).st_size,
         )
 
@@ -315,11 +439,12 @@ def _warning(foreign: dict[str, int]) -> str:
 
 def read_record(document: Document, expected: str) -> tuple[str, dict[str, Any]]:
     """(file and line, the JSON object of that line). Raises ValueError, with file and line, for another one. expected: in words."""
-    where = f"{document.path}:{document.line}"
+    where = document.where
     try:
         record = json.loads(document.raw.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not a line of JSON: {error}") from None
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{where}: not a line of JSON: {reason}") from None
     if not isinstance(record, dict):
         raise ValueError(f"{where}: expected {expected}, found {type(record).__name__}")
     return where, record

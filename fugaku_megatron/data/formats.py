@@ -1,8 +1,8 @@
-"""Compressed text and tables: the lines of .gz and .zst files, and the rows of Parquet and Arrow files as JSON objects.
+"""Form of an input file, by its name and its first bytes; compressed text; tables, whose rows are read as JSON objects.
 
 .arrow files are those of a data set that Hugging Face's `datasets` wrote with save_to_disk; the package itself is not needed.
 zstandard and pyarrow are optional packages, which the extra [data] of this package installs. A file that was cut off or damaged is
-refused when its damage is read. Left out: plain files and folders (files.py).
+refused when its damage is read. Left out: JSON (json_values.py), folders (files.py).
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from .json_values import LINE_LAYOUT, LONG_HEAD, SUFFIXES, UNKNOWN, VALUE_LAYOUT, json_layout
+
 PACKED = {
     ".gz": (b"\x1f\x8b", "gzip"),
     ".zst": (b"\x28\xb5\x2f\xfd", "Zstandard"),
 }  # suffix -> first bytes, name
 TABLES = {".parquet": (b"PAR1", "Parquet"), ".arrow": (b"", "Arrow")}
+MAGIC_OF_A_TABLE = {b"PAR1": ".parquet", b"ARROW1": ".arrow"}  # of a file with another name
 ROWS, BLOCK = 1024, 2**16  # of a table, and bytes of a compressed file, that are read at a time
 MAX_WINDOW = 2**31  # of Zstandard: zstd --long=31 writes such files
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # of Arrow
@@ -30,6 +33,10 @@ AGAIN = "copy or download it again"
 Record = tuple[
     int, bytes, int
 ]  # number from 1, content, bytes of the file that were read up to its end
+
+
+class MissingPackage(ValueError):
+    """An optional package is not installed: no fault of a file."""
 
 
 class Columns(NamedTuple):
@@ -51,23 +58,83 @@ def library(name: str, extra: str, user: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         package = name.split(".")[0]
-        raise ValueError(
+        raise MissingPackage(
             f"{user} needs the Python package {package} ({error}): pip install {package}, or this package with its "
             f"extra [{extra}]"
         ) from None
 
 
-def suffixes(path: str) -> tuple[str, str]:
-    """(suffix of the content, suffix of the compression or nothing) of a file's name."""
-    name = Path(path)
-    return (
-        (name.with_suffix("").suffix, name.suffix) if name.suffix in PACKED else (name.suffix, "")
-    )
+class Form(NamedTuple):
+    """content: LINES or VALUES of JSON, TEXT_FILE, or a key of TABLES. packed: a key of PACKED, or nothing."""
+
+    content: str
+    packed: str = ""
 
 
-def check_format(path: str, begin: bytes, columns: Columns) -> None:
-    """Raises ValueError, before any work, for a file whose first bytes `begin` are of another format, and for missing columns."""
-    suffix = Path(path).suffix
+LINES, VALUES, TEXT_FILE = "lines", "values", "text"
+
+
+def form_of(path: str, columns: Columns) -> Form:
+    """Return the form of a file: its name says it, in any case, or else its first bytes.
+
+    columns: of JSON objects, which tell JSON from other texts. Raises ValueError for a compressed file whose beginning is damaged.
+    """
+    with open(path, "rb") as file:
+        begin = file.read(BLOCK)
+    name = Path(path.lower())
+    is_packed = name.suffix in PACKED
+    suffix = name.with_suffix("").suffix if is_packed else name.suffix
+    packed = name.suffix if is_packed else ""
+    if suffix in TABLES:
+        return Form(suffix, packed)
+    if not is_packed and suffix not in SUFFIXES:
+        for magic, table in MAGIC_OF_A_TABLE.items():
+            if begin.startswith(magic):
+                return Form(table)
+        starts = [ending for ending, (magic, _) in PACKED.items() if begin.startswith(magic)]
+        packed = starts[0] if starts else ""
+    more = len(begin) == BLOCK
+    if packed:
+        _check_magic(path, packed, begin)
+        begin, more = head_of(path, packed)
+    layout = json_layout(begin, more, suffix, columns.names)
+    if layout == UNKNOWN:
+        begin, more = head_of(path, packed, LONG_HEAD)
+        layout = json_layout(begin, more, suffix, columns.names)
+    contents = {None: TEXT_FILE, LINE_LAYOUT: LINES, VALUE_LAYOUT: VALUES}
+    return Form(contents[layout], packed)
+
+
+def head_of(path: str, packed: str, size: int = BLOCK) -> tuple[bytes, bool]:
+    """Return at least `size` first bytes of a file's text, or all of them, and whether there are more."""
+    head = b""
+    for block, _ in text_blocks(path, packed):
+        head += block
+        if len(head) >= size:
+            return head, True
+    return head, False
+
+
+def text_blocks(path: str, packed: str) -> Iterator[tuple[bytes, int]]:
+    """Yield the text of a file, compressed or not, and how many bytes of the file were read."""
+    if packed:
+        yield from blocks(path, packed)
+        return
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK):
+            yield block, file.tell()
+
+
+def check_table(path: str, form: Form, begin: bytes, columns: Columns) -> None:
+    """Raises ValueError, before any work, for a table whose first bytes `begin` are of another format, and for missing columns."""
+    if form.packed:
+        raise ValueError(f"--input {path}: is a compressed table: unpack it first")
+    _check_magic(path, form.content, begin)
+    with _reading(path):
+        _choose(path, _open(path, form.content)[0], columns)
+
+
+def _check_magic(path: str, suffix: str, begin: bytes) -> None:
     magic, name = {**PACKED, **TABLES}[suffix]
     if suffix == ".zst":
         library("zstandard", "data", f"--input {path}")
@@ -78,9 +145,6 @@ def check_format(path: str, begin: bytes, columns: Columns) -> None:
         raise ValueError(
             f"--input {path}: is not a {name} file (it begins with {begin[:4]!r}): {AGAIN}, or rename it"
         )
-    if suffix in TABLES:
-        with _reading(path):
-            _choose(path, _open(path)[0], columns)
 
 
 @contextmanager
@@ -103,9 +167,9 @@ def _reading(path: str) -> Iterator[None]:
 # Compressed text -----------------------------------------------------------------------------------------------------------------
 
 
-def blocks(path: str) -> Iterator[tuple[bytes, int]]:
-    """(decompressed bytes, bytes of the file read so far)."""
-    start = _decompressor(path)
+def blocks(path: str, packed: str) -> Iterator[tuple[bytes, int]]:
+    """(decompressed bytes, bytes of the file read so far). packed: a key of PACKED."""
+    start = _decompressor(path, packed)
     with _reading(path), open(path, "rb") as file:
         frame, begun = start(), False
         while data := file.read(BLOCK):
@@ -123,9 +187,9 @@ def blocks(path: str) -> Iterator[tuple[bytes, int]]:
             raise EOFError("its compressed data has no end")
 
 
-def _decompressor(path: str) -> Callable[[], Any]:
+def _decompressor(path: str, packed: str) -> Callable[[], Any]:
     """Makes a decompressor for each frame of a file: its `eof` says that the frame has ended."""
-    if path.endswith(".gz"):
+    if packed == ".gz":
         return lambda: zlib.decompressobj(zlib.MAX_WBITS | 16)
     zstandard = library("zstandard", "data", f"--input {path}")
     return zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW).decompressobj
@@ -141,7 +205,7 @@ def lines(path: str, packed: str) -> Iterator[Record]:
                 yield number, line, read
         return
     number, rest, read = 0, [b""], 0
-    for block, read in blocks(path):
+    for block, read in blocks(path, packed):
         first, *others = block.split(b"\n")
         rest.append(first)
         for line in others:
@@ -154,10 +218,10 @@ def lines(path: str, packed: str) -> Iterator[Record]:
 # Tables --------------------------------------------------------------------------------------------------------------------------
 
 
-def rows(path: str, columns: Columns, skip: int) -> Iterator[Record]:
-    """The rows of a table after the first `skip`, as JSON objects with the columns that `_choose` returns."""
+def rows(path: str, kind: str, columns: Columns, skip: int) -> Iterator[Record]:
+    """The rows of a table after the first `skip`, as JSON objects with the columns that `_choose` returns. kind: of TABLES."""
     with _reading(path):
-        schema, batches = _open(path)
+        schema, batches = _open(path, kind)
         for first, batch, read in batches(_choose(path, schema, columns), skip):
             for number, row in enumerate(
                 batch.slice(max(0, skip - first)).to_pylist(), start=max(first, skip) + 1
@@ -181,11 +245,11 @@ Batches = Callable[
 ]  # columns, rows to skip -> (first row, batch, bytes read)
 
 
-def _open(path: str) -> tuple[Any, Batches]:
-    """(schema, batches of rows)."""
+def _open(path: str, kind: str) -> tuple[Any, Batches]:
+    """(schema, batches of rows). kind: of TABLES."""
     library("pyarrow", "data", f"--input {path}")
     size = os.stat(path).st_size
-    return _open_parquet(path, size) if path.endswith(".parquet") else _open_arrow(path, size)
+    return _open_parquet(path, size) if kind == ".parquet" else _open_arrow(path, size)
 
 
 def _open_parquet(path: str, size: int) -> tuple[Any, Batches]:

@@ -32,13 +32,24 @@ from datetime import timedelta
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from .build import parse_split, split_documents
 from .chat_dataset import ChatFiles, ChatWriter
 from .chats import ChatTemplate, examples, read_chat, read_template
-from .files import Document, Place, add_input_arguments, document_texts, input_files, read_documents
+from .files import (
+    NAMED,
+    SKIP,
+    Document,
+    Place,
+    Skipped,
+    add_input_arguments,
+    document_texts,
+    input_files,
+    read_documents,
+)
 from .formats import CHAT, Columns
 from .indexed import IndexedDatasetWriter, best_dtype
 from .tokenizer import (
@@ -77,6 +88,7 @@ class Job:
     append_eod: bool
     chat: bool = False
     chat_template: str | None = None  # the text; None: the tokenizer's
+    skip_invalid: bool = False
 
     @property
     def columns(self) -> Columns:
@@ -88,13 +100,15 @@ class Job:
 class Encoded:
     """A batch: of every key (token ids of all documents, how many each has), both (n,); bytes of text; where it ends.
 
-    read: bytes of the last file that were read.
+    read: bytes of the last file that were read. skipped: documents that were left out, and the reasons of the first ones.
     """
 
     texts: list[tuple[np.ndarray, np.ndarray]]
     size: int
     after: Place
     read: int
+    skipped: int = 0
+    reasons: tuple[str, ...] = ()
 
 
 class Encoder:
@@ -107,19 +121,25 @@ class Encoder:
         self.dtype = np.dtype(np.int32) if job.chat else best_dtype(self.tokenizer.vocab_size)
 
     def encode(self, documents: list[Document]) -> Encoded:
-        """The token ids of documents, one at least."""
-        if template := self.template:
-            ids = [[template.encode(read_chat(document)) for document in documents]]
-        else:
-            ids = [
-                self._tokens(texts)
-                for texts in zip(
-                    *(document_texts(document, self.job.keys) for document in documents)
-                )
-            ]
+        """The token ids of documents, one at least. Raises ValueError for one that cannot be read, unless it may be left out."""
+        read = self._chat if self.template else self._texts
+        found = []
+        reasons = []
+        for document in documents:
+            try:
+                found.append(read(document))
+            except ValueError as error:
+                if not self.job.skip_invalid:
+                    kind = "chats" if self.job.chat else "documents"
+                    raise ValueError(f"{error}; {SKIP} leaves such {kind} out") from None
+                reasons.append(str(error))
+        of_keys: list[Any] = [[] for _ in self.job.keys]
+        if found:
+            of_keys = [*zip(*found)]
+        ids = of_keys if self.template else [self._tokens(texts) for texts in of_keys]
         texts = [
             (
-                np.concatenate(of_key).astype(self.dtype),
+                np.concatenate([np.empty(0, self.dtype), *of_key]).astype(self.dtype),
                 np.array([len(each) for each in of_key], "i"),
             )
             for of_key in ids
@@ -129,7 +149,16 @@ class Encoder:
             sum(len(document.raw) for document in documents),
             documents[-1].after,
             documents[-1].read,
+            len(reasons),
+            tuple(reasons[:NAMED]),
         )
+
+    def _chat(self, document: Document) -> list[np.ndarray]:
+        assert self.template
+        return [self.template.encode(read_chat(document))]
+
+    def _texts(self, document: Document) -> list[str | bytes]:
+        return document_texts(document, self.job.keys)
 
     def _tokens(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
         many = getattr(
@@ -185,9 +214,11 @@ def ordered_map(
         running.extend(pool.submit(function, item) for item in islice(items, 1))
 
 
-def encode_all(job: Job, paths: list[str], workers: int, start: Place) -> Iterator[Encoded]:
+def encode_all(
+    job: Job, paths: list[str], workers: int, start: Place, skipped: Skipped | None = None
+) -> Iterator[Encoded]:
     """`Encoder.encode` of every batch from a place on, in order, by `workers` processes (1: in this one)."""
-    work = batches(read_documents(paths, job.columns, start))
+    work = batches(read_documents(paths, job.columns, start, skipped))
     if workers == 1:
         yield from map(partial(_encode, job), work)
         return
@@ -272,7 +303,12 @@ def preprocess(args: argparse.Namespace) -> None:
     """Run the whole job. Raises ValueError for bad input; no output is left then."""
     check_numbers(args)
     _check_chat(args)
-    files = input_files(args.input, args.json_keys, CHAT if args.chat else None)
+    skipped = Skipped(args.skip_invalid)
+    files = input_files(args.input, args.json_keys, CHAT if args.chat else None, skipped)
+    if not files:
+        raise ValueError(
+            f"--input {' '.join(args.input)}: no text in it; {skipped.line('documents')}"
+        )
     total = sum(Path(path).stat().st_size for path in files)
     job, workers = (
         _job(args),
@@ -293,9 +329,16 @@ def preprocess(args: argparse.Namespace) -> None:
         job.chat_template,
     ]
     with Unfinished(args.output_prefix, made_with, files, len(job.keys), encoder.dtype) as work:
-        progress = tokenize(job, files, workers, work, Progress(work, total, args.log_interval))
+        progress = Progress(work, total, args.log_interval)
+        tokenize(job, files, workers, work, progress, skipped)
+        skipped.records = work.journal.skipped
+        left_out = skipped.line("chats" if args.chat else "documents")
         if not any(work.journal.tokens):
-            raise ValueError(f"--input {' '.join(args.input)}: no text in it")
+            raise ValueError(
+                "; ".join(
+                    filter(None, [f"--input {' '.join(args.input)}: no text in it", left_out])
+                )
+            )
         with ExitStack() as stack:
             writers = [
                 stack.enter_context(writer)
@@ -305,6 +348,8 @@ def preprocess(args: argparse.Namespace) -> None:
         for writer in writers:
             write_identity(writer.prefix, encoder.tokenizer)
     print(progress.line(), file=sys.stderr)
+    if left_out:
+        print(left_out, file=sys.stderr)
     if encoder.template:
         print(
             *examples(ChatFiles(args.output_prefix), encoder.tokenizer.decode, sys.stdout.isatty()),
@@ -315,15 +360,20 @@ def preprocess(args: argparse.Namespace) -> None:
 
 
 def tokenize(
-    job: Job, files: list[str], workers: int, work: Unfinished, progress: Progress
-) -> Progress:
+    job: Job,
+    files: list[str],
+    workers: int,
+    work: Unfinished,
+    progress: Progress,
+    skipped: Skipped,
+) -> None:
     """Add all documents that `work` does not have yet."""
     with ExitStack() as stack:
         stack.callback(progress.close)
-        for batch in encode_all(job, files, workers, work.journal.place):
-            work.add(batch.texts, batch.after, batch.size)
+        for batch in encode_all(job, files, workers, work.journal.place, skipped):
+            work.add(batch.texts, batch.after, batch.size, batch.skipped)
+            skipped.add_reasons(batch.reasons)
             progress.update(batch)
-    return progress
 
 
 def _job(args: argparse.Namespace) -> Job:
@@ -336,7 +386,12 @@ def _job(args: argparse.Namespace) -> Job:
         vocab_file, merge_file = map(str, gpt2_files())
         flags = flags._replace(vocab_file=vocab_file, merge_file=merge_file)
     return Job(
-        flags, tuple(args.json_keys), args.append_eod, args.chat, read_template(args.chat_template)
+        flags,
+        tuple(args.json_keys),
+        args.append_eod,
+        args.chat,
+        read_template(args.chat_template),
+        args.skip_invalid,
     )
 
 

@@ -40,7 +40,10 @@ JOURNAL, LOCK = "journal.json", "lock"
 
 @dataclass(frozen=True)
 class Journal:
-    """What counts. place: in the input. tokens: of each JSON key. size: bytes of text. inputs: a checksum of the files so far."""
+    """What counts. place: in the input. tokens: of each JSON key. size: bytes of text. inputs: a checksum of the files so far.
+
+    skipped: documents that were left out.
+    """
 
     made_with: Any
     inputs: int = 0
@@ -48,6 +51,7 @@ class Journal:
     documents: int = 0
     tokens: tuple[int, ...] = ()
     size: int = 0
+    skipped: int = 0
 
 
 class TokenFiles:
@@ -191,7 +195,13 @@ class Unfinished:
         """Bytes of the input files up to a place, of whose file `read` bytes were read."""
         return self._starts[place.file] + (read if place.line else 0)
 
-    def add(self, texts: Sequence[tuple[np.ndarray, np.ndarray]], place: Place, size: int) -> None:
+    def add(
+        self,
+        texts: Sequence[tuple[np.ndarray, np.ndarray]],
+        place: Place,
+        size: int,
+        skipped: int = 0,
+    ) -> None:
         """Append documents, of every JSON key (token ids, lengths), which end at `place` and have `size` bytes of text."""
         with self._writing():
             for file, (tokens, lengths) in zip(self._files, texts, strict=True):
@@ -204,6 +214,7 @@ class Unfinished:
             old.documents + len(texts[0][1]),
             tuple(n + len(tokens) for n, (tokens, _) in zip(old.tokens, texts)),
             old.size + size,
+            old.skipped + skipped,
         )
         if time.monotonic() >= self._due:
             self.record()

@@ -12,11 +12,19 @@ import argparse
 import json
 import os
 import shlex
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .files import add_input_arguments, document_texts, input_files, read_documents, unreadable
+from .files import (
+    Skipped,
+    add_input_arguments,
+    document_texts,
+    input_files,
+    read_documents,
+    unreadable,
+)
 from .formats import Columns, library
 from .tokenizer import EOD_TOKEN, bytes_to_unicode
 
@@ -111,11 +119,12 @@ def check_options(args: argparse.Namespace) -> None:
 def main(args: argparse.Namespace) -> int:
     """Train and write. Raises ValueError for a user's mistake and for files that cannot be read or written."""
     check_options(args)
-    files = input_files(args.input, args.json_keys)
+    skipped = Skipped(args.skip_invalid)
+    files = input_files(args.input, args.json_keys, skipped=skipped)
     texts = (
         text.decode("utf-8", "replace") if isinstance(text, bytes) else text
-        for document in read_documents(files, Columns(tuple(args.json_keys)))
-        for text in document_texts(document, args.json_keys)
+        for document in read_documents(files, Columns(tuple(args.json_keys)), skipped=skipped)
+        for text in skipped.read(document_texts, document, args.json_keys)
     )
     try:
         tokens = train_vocabulary(texts, args.vocab_size, args.output)
@@ -125,6 +134,8 @@ def main(args: argparse.Namespace) -> int:
     print(
         f"wrote {vocab_file} and {merge_file}: {tokens} tokens from {len(files)} file{'s' * (len(files) > 1)}"
     )
+    if line := skipped.line("documents"):
+        print(line, file=sys.stderr)
     if tokens < args.vocab_size:
         print(f"note: the text has no more than these, --vocab-size is {args.vocab_size}")
     keys = [] if args.json_keys == ["text"] else ["--json-keys", *args.json_keys]

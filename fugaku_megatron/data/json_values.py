@@ -1,0 +1,185 @@
+"""JSON in a file: an object a line, or objects over several lines, also as elements of an array.
+
+Which of them a file has is found in its first bytes. Arrays and objects over lines are read as a stream, so that a file may be
+larger than memory. Left out: what the objects hold (files.py).
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+LINE_LAYOUT, VALUE_LAYOUT, UNKNOWN = "a line each", "over lines", "more bytes are needed"
+SUFFIXES = (".jsonl", ".json", ".ndjson", ".jsonlines")
+LONG_HEAD = 2**24  # bytes of a first line that are looked at
+LINES_TRIED = 100  # of a file that is JSON lines by its content alone
+NEAR_THE_END = 16  # characters: a literal or an escape that the end of a block has cut
+PARTS = re.compile(r"(?:part|shard|chunk|split)?[-_.]?\d+([-_.]of[-_.]\d+)?", re.IGNORECASE)
+_SPACE = re.compile(r"[ \t\r\n]*")
+_decode = json.JSONDecoder().raw_decode
+
+
+def json_layout(head: bytes, more: bool, suffix: str, names: Sequence[str]) -> str | None:
+    """Return a layout, or None for a text that is not JSON.
+
+    A file with a name of JSON lines is JSON whatever it holds. Any other one is JSON if its first lines are objects, or if its first
+    object has one of the wanted keys or stands in a file whose name has no suffix, or only a number: a notebook stays a text.
+
+    head: first bytes of the file. more: the file has more. suffix: of its name, in lower case. names: wanted keys.
+    """
+    text = head.decode("utf-8-sig", "replace").lstrip()
+    is_json = suffix in SUFFIXES
+    otherwise = LINE_LAYOUT if is_json else None
+    if text[:1] not in ("{", "["):
+        return otherwise
+    lines = [line for line in text.split("\n")[: LINES_TRIED + 1] if line.strip()]
+    if more and len(lines) <= LINES_TRIED:
+        lines.pop()  # its end is not known
+    objects = [_object(line) for line in lines[:LINES_TRIED]]
+    if not objects and len(head) < LONG_HEAD:
+        return UNKNOWN if more else otherwise
+    if objects and objects[0] is not None:
+        is_wanted = any(name in objects[0] for name in names) or len(objects) > 1
+        is_lines = is_json or (None not in objects and (is_wanted or _has_no_kind(suffix)))
+        return LINE_LAYOUT if is_lines else None
+    first = _first_element(text)
+    if first is None and more and text[0] == "{" and len(head) < LONG_HEAD:
+        return UNKNOWN
+    if is_json:
+        return VALUE_LAYOUT if first is not None or text[0] == "[" else otherwise
+    if isinstance(first, dict) and (any(name in first for name in names) or _has_no_kind(suffix)):
+        return VALUE_LAYOUT
+    return None
+
+
+def _has_no_kind(suffix: str) -> bool:
+    return not suffix or PARTS.fullmatch(suffix[1:]) is not None
+
+
+def _object(line: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _first_element(text: str) -> Any:
+    """Return the first element of the array that a text begins with, or the object over lines; None if it has neither."""
+    is_array = text[0] == "["
+    try:
+        found, end = _decode(text, _skip_space(text, 1) if is_array else 0)
+    except (ValueError, RecursionError):
+        return None
+    return found if is_array or "\n" in text[:end] else None
+
+
+def _skip_space(text: str, place: int) -> int:
+    found = _SPACE.match(text, place)
+    return found.end() if found else place
+
+
+def values(path: str, blocks: Iterable[tuple[bytes, int]]) -> Iterator[tuple[int, bytes, int]]:
+    """Yield (number from 1, JSON, bytes of the file that were read) of each value, of an array each element.
+
+    blocks: bytes of the text, and how many bytes of the file were read up to their end. Raises ValueError, with the line, for what is
+    not JSON.
+    """
+    stream = _Stream(path, blocks)
+    number = 0
+    while (begin := stream.peek()) != "":
+        if begin == "[":
+            for raw in stream.elements():
+                number += 1
+                yield number, raw, stream.read
+        else:
+            number += 1
+            yield number, stream.value(), stream.read
+
+
+class _Stream:
+    """Text that is decoded as far as values need it. read: bytes of the file that were read."""
+
+    def __init__(self, path: str, blocks: Iterable[tuple[bytes, int]]):
+        self.path = path
+        self.read = 0
+        self._blocks = iter(blocks)
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self._text = ""
+        self._place = 0
+        self._line = 1  # of the beginning of `_text`
+        self._ended = False
+
+    def peek(self) -> str:
+        """Return the next character that is not white space, or nothing at the end."""
+        while True:
+            self._place = _skip_space(self._text, self._place)
+            if self._place < len(self._text):
+                return self._text[self._place]
+            if not self._more():
+                return ""
+
+    def elements(self) -> Iterator[bytes]:
+        """Yield the JSON of each element of the array that begins here."""
+        self._place += 1
+        if self.peek() == "]":
+            self._place += 1
+            return
+        while True:
+            if self.peek() == "]":
+                raise self._mistake("a comma before ]", self._place)
+            yield self.value()
+            separator = self.peek()
+            if separator not in (",", "]"):
+                found = repr(separator) if separator else "the end of the file"
+                raise self._mistake(f"expected , or ] after an element, found {found}", self._place)
+            self._place += 1
+            if separator == "]":
+                return
+
+    def value(self) -> bytes:
+        """Return the JSON of the value that begins here."""
+        self.peek()
+        while True:
+            try:
+                end = _decode(self._text, self._place)[1]
+            except RecursionError:
+                raise self._mistake("it is nested too deeply", self._place) from None
+            except json.JSONDecodeError as error:
+                is_cut = error.msg.startswith("Unterminated string")
+                is_cut = is_cut or error.pos >= len(self._text) - NEAR_THE_END
+                place = error.pos - self._place  # `_more` drops what is before the value
+                if is_cut and self._more(len(self._text) - self._place):
+                    continue
+                place += self._place
+                raise self._mistake(error.msg, place) from None
+            if end == len(self._text) and self._more():  # a number may go on
+                continue
+            raw = self._text[self._place : end].encode("utf-8", "surrogatepass")
+            self._place = end
+            return raw
+
+    def _more(self, size: int = 0) -> bool:
+        """Decode at least `size` more characters, so that a long value is tried few times; False at the end."""
+        self._line += self._text.count("\n", 0, self._place)
+        pieces = [self._text[self._place :]]
+        self._place = 0
+        added = 0
+        while not self._ended and added <= size:
+            block, self.read = next(self._blocks, (b"", self.read))
+            self._ended = not block
+            try:
+                pieces.append(self._decoder.decode(block, self._ended))
+            except UnicodeDecodeError as error:
+                self._text = "".join(pieces)
+                raise self._mistake(f"it is not UTF-8 ({error.reason})", len(self._text)) from None
+            added += len(pieces[-1])
+        self._text = "".join(pieces)
+        return added > 0
+
+    def _mistake(self, reason: str, place: int) -> ValueError:
+        line = self._line + self._text.count("\n", 0, place)
+        return ValueError(f"{self.path}:{line}: not JSON: {reason}")

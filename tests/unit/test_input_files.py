@@ -1,0 +1,197 @@
+"""Input files of any name: JSON over lines or a line each, found by content; what is not text, and what --skip-invalid leaves out."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+
+from fugaku_megatron import cli
+from fugaku_megatron.data import json_values
+from fugaku_megatron.data.files import Place, Skipped, input_files, read_documents
+from fugaku_megatron.data.formats import CHAT
+from fugaku_megatron.data.json_values import values
+
+TEXTS = ["1 2", "3 \u65e5\n", "5"]
+RECORDS = [{"text": text, "n": {"a": [2, 3]}} for text in TEXTS]
+LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
+ARRAY = json.dumps(RECORDS, indent=2, ensure_ascii=False).encode()
+PRETTY = "\n".join(json.dumps(record, indent=2) for record in RECORDS).encode()
+NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
+
+
+def read(path, **more):
+    return [*read_documents(input_files([str(path)], ["text"]), **more)]
+
+
+def run(source, prefix, *more):
+    words = ["preprocess", "--input", str(source), "--output-prefix", str(prefix)]
+    return cli.main([*words, "--workers", "1", *NULL, *more])
+
+
+@pytest.mark.parametrize("content", [LINES, ARRAY, PRETTY], ids=["lines", "array", "objects"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a.json",
+        "a.jsonl",
+        "a.ndjson",
+        "a.jsonlines",
+        "a.JSONL",
+        "A.Json",
+        "part-00000",
+        "a.00003",
+        "a.txt",
+        "a.JSON.GZ",
+        "a.ndjson.gz",
+        "part-1.gz",
+    ],
+)
+@pytest.mark.parametrize(
+    "change", [bytes, lambda c: b"\xef\xbb\xbf" + c, lambda c: c.replace(b"\n", b"\r\n")]
+)
+def test_json_of_any_name_is_read_as_objects(tmp_path, name, content, change):
+    content = change(content)
+    (tmp_path / name).write_bytes(
+        gzip.compress(content) if name.lower().endswith("gz") else content
+    )
+    assert [json.loads(d.raw.decode("utf-8-sig")) for d in read(tmp_path / name)] == RECORDS
+
+
+def test_compressed_files_and_tables_are_known_by_their_content(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    zstandard = pytest.importorskip("zstandard")
+    parquet.write_table(pyarrow.Table.from_pylist(RECORDS), tmp_path / "table")
+    (tmp_path / "t.PARQUET").write_bytes((tmp_path / "table").read_bytes())
+    (tmp_path / "z.jsonl.ZST").write_bytes(zstandard.ZstdCompressor().compress(LINES))
+    (tmp_path / "z").write_bytes(zstandard.ZstdCompressor().compress(ARRAY))
+    (tmp_path / "g").write_bytes(gzip.compress(LINES))
+    for name in ("table", "t.PARQUET", "z.jsonl.ZST", "z", "g"):
+        assert [json.loads(d.raw)["text"] for d in read(tmp_path / name)] == TEXTS, name
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("a.txt", "{one} and two\n"),
+        ("a.md", "[1] a reference\n[2] another\n"),
+        ("a", "{\n  int i;\n}\n"),
+        ("a.txt", '{"text": "an example"}\nis a line of JSON.\n'),
+        ("a.ipynb", '{\n "cells": [],\n "nbformat": 4\n}\n'),
+        ("a.txt", '["a", "b"]\n'),
+        ("a", "[{a}]"),
+        ("a", "\n \n"),
+        ("a", '"a"'),
+    ],
+)
+def test_plain_text_stays_plain_text(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    assert [(d.line, d.raw.decode()) for d in read(tmp_path / name)] == [(0, text)]
+
+
+def test_an_array_is_read_as_a_stream_from_any_place(tmp_path, monkeypatch):
+    records = [{"text": str(i) * (i % 50), "list": [i, '\\"][']} for i in range(500)]
+    text = json.dumps(records, indent=1).encode()
+    for size in (7, 1000):
+        blocks = [(text[at : at + size], at + size) for at in range(0, len(text), size)]
+        found = [*values("a", blocks)]
+        assert [json.loads(raw) for _, raw, _ in found] == records
+        assert [number for number, _, _ in found] == [*range(1, len(found) + 1)]
+    (tmp_path / "a.json").write_bytes(text)
+    rest = read(tmp_path / "a.json", start=Place(0, 490))
+    assert [json.loads(d.raw) for d in rest] == records[490:]
+    assert rest[0].where == f"{tmp_path}/a.json: JSON object 491"
+
+
+def test_a_long_first_line_is_still_json(tmp_path, monkeypatch):
+    record = {"text": "x" * 200_000}
+    (tmp_path / "part-00000").write_text(json.dumps(record) + "\n" + json.dumps(record))
+    assert len(read(tmp_path / "part-00000")) == 2
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ('[\n{"text": "1"},\n{"text": "2"},\n]', "a.json:4: not JSON: a comma before ]"),
+        (
+            '[\n{"text": "1"}\n{"text": "2"}]',
+            "a.json:3: not JSON: expected , or ] after an element",
+        ),
+        ('[\n{"text": "1"},\n', "a.json:3: not JSON: Expecting value"),
+        ('[\n{"text": "1"}]\nx', "a.json:3: not JSON: Expecting value"),
+        ('[\n{"text": "1"},\n{"text": "2}]', "a.json:3: not JSON: Unterminated string"),
+        ('{\n"text": "1"\n},\n{\n"text": "2"\n}', "a.json:3: not JSON: Expecting value"),
+        ('[["1"]]', "a.json: JSON object 1: expected a JSON object"),
+        ('[{"txt": "1"}]', "a.json: JSON object 1: expected text under key 'text'"),
+        ('{"text": "1"},\n{"text": "2"}', "a.json:1: not a line of JSON: Extra data"),
+        ('{"text": "1"}{"text": "2"}', "a.json:1: not a line of JSON: Extra data"),
+        ('{"text": "1"}\n{"text": "2"', "a.json:2: not a line of JSON"),
+    ],
+)
+def test_json_that_is_wrong_is_refused_with_its_line(tmp_path, capsys, text, message):
+    (tmp_path / "a.json").write_text(text)
+    assert run(tmp_path / "a.json", tmp_path / "o") == 2
+    said = capsys.readouterr().err.strip()
+    assert message in said and "\n" not in said and not (tmp_path / "o_text_document.bin").exists()
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n"
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.parquet", "a.json.gz", "a"])
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        (POINTER, "is a pointer of Git LFS and not the file itself: fetch it with git lfs pull"),
+        ("\ufeff".encode("utf-16-le") + LINES.decode().encode("utf-16-le"), "UTF-16"),
+        (b"\0\1\2", "zero byte"),
+    ],
+)
+def test_what_is_not_text_is_one_line(tmp_path, capsys, name, content, reason):
+    (tmp_path / name).write_bytes(content)
+    assert run(tmp_path / name, tmp_path / "o") == 2
+    said = capsys.readouterr().err
+    known = name.endswith((".parquet", ".gz")) and content != POINTER
+    assert (reason in said or known) and said.count("\n") == 1 and "--skip-invalid" in said
+
+
+def test_files_and_lines_that_cannot_be_read_are_left_out_and_counted(tmp_path, capsys):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.txt").write_text("1 2")
+    (folder / "b.png").write_bytes(b"\x89PNG\0\0")
+    (folder / "late").write_bytes(b"1 " * 5000 + b"\0")
+    (folder / "p.jsonl").write_bytes(POINTER)
+    (folder / "c.jsonl").write_text('{"text": "3"}\n{"text": 4}\nnothing\n{"text": "5"}\n')
+    (folder / "d.jsonl.gz").write_bytes(gzip.compress(b'{"text": "6"}\n' * 9)[:-4])
+    assert run(folder, tmp_path / "o") == 2
+    assert "b.png: is not text" in (said := capsys.readouterr().err)
+    assert "--skip-invalid leaves such files out" in said and said.count("\n") == 1
+    assert run(folder, tmp_path / "o", "--skip-invalid") == 0
+    said = capsys.readouterr()
+    assert "3 documents" in said.out
+    assert "--skip-invalid left out 4 files and 2 documents (" in said.err
+    assert "b.png: is not text" in said.err and ", ...)" in said.err
+
+
+def test_a_folder_of_which_nothing_can_be_read_is_refused(tmp_path, capsys):
+    (tmp_path / "b.png").write_bytes(b"\x89PNG\0\0")
+    (tmp_path / "c.jsonl").write_text("nothing\n")
+    for name in ("b.png", "c.jsonl"):
+        assert run(tmp_path / name, tmp_path / "o", "--skip-invalid") == 2
+        assert "no text in it; warning: --skip-invalid left out 1" in capsys.readouterr().err
+
+
+def test_chats_of_a_folder_are_its_json(tmp_path, capsys):
+    (tmp_path / "README.md").write_text("about these chats")
+    (tmp_path / "a.json").write_text('[\n{"messages": []}]')
+    found = input_files([str(tmp_path)], ["text"], CHAT, Skipped(False))
+    assert [*map(str, found)] == [str(tmp_path / "a.json")]
+    assert "1 plain text files in it are not read" in capsys.readouterr().err
+
+
+def test_a_number_at_the_end_of_a_block_is_whole():
+    assert [raw for _, raw, _ in values("a", [(b"1", 1), (b"2", 2), (b" 3", 4)])] == [b"12", b"3"]
+    assert json_values.json_layout(b"", False, "", ["text"]) is None
