@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import numbers
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from functools import partial
 from typing import Any
@@ -445,8 +445,11 @@ def _refused(values: Mapping[str, Any]) -> Iterator[str]:
             yield f"{shown:.200}: {OTHER_FLAGS[name].meaning}"
 
 
-def interpret(values: Mapping[str, Any]) -> Arguments:
-    """The parsed values of `add_flags` as a run. Raises ValueError with one line for a user's mistake."""
+def interpret(values: Mapping[str, Any], passed: Collection[str] | None = None) -> Arguments:
+    """The parsed values of `add_flags` as a run. Raises ValueError with one line for a user's mistake.
+
+    passed: fields that notes may be about, where a checkpoint has set others; None: all of `values`.
+    """
     flags = run_flags(values)
     check(
         flags.world_size is None or flags.dry_run,
@@ -456,7 +459,7 @@ def interpret(values: Mapping[str, Any]) -> Arguments:
         flags.world_size is None or flags.world_size > 0,
         f"--world-size is {flags.world_size}: pass a number above 0",
     )
-    run, notes = checked_run(flags.recipe, flags.fields)
+    run, notes = checked_run(flags.recipe, flags.fields, passed)
     check_other_flags(values, run)
     return Arguments(
         run=run,
@@ -473,8 +476,10 @@ def check_other_flags(values: Mapping[str, Any], run: RunConfig) -> None:
         check(_OTHER + name not in values or fits(run), f"{name}: {reason}")
 
 
-def checked_run(recipe: str | None, values: dict[str, Any]) -> tuple[RunConfig, tuple[str, ...]]:
-    """The run of `make_run`, and a note for each of the given values that has no effect in it.
+def checked_run(
+    recipe: str | None, values: dict[str, Any], passed: Collection[str] | None = None
+) -> tuple[RunConfig, tuple[str, ...]]:
+    """The run of `make_run`, and a note for each of the given values, if `passed` has it, that has no effect in it.
 
     Raises ValueError as `make_run` does, and for heads that the run's kernels do not take.
     """
@@ -489,7 +494,7 @@ def checked_run(recipe: str | None, values: dict[str, Any]) -> tuple[RunConfig, 
         for needed, has, names in _NEEDS
         if not has(run)
         for name in names
-        if name in values
+        if name in values and (passed is None or name in passed)
     ]
     notes += [
         f"{flag(loser)} has no effect with {flag(winner)}, which wins"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import Field, field, fields
 from typing import Any
 
@@ -135,6 +135,11 @@ def check_kind(f: Field, value: Any) -> None:
         for part in parts
     )
     check(right, f"{f.name} is {value!r:.60}, not {f.type}")
+
+
+def is_off(value: Any) -> bool:
+    """Return True for a value of a foreign file with which no feature is on: null, false, or empty. 0 is a value."""
+    return value is None or value is False or (isinstance(value, Sized) and len(value) == 0)
 
 
 def check_fraction(config: Any, *names: str) -> None:

@@ -149,6 +149,11 @@ class Architecture:
         return f"{self.places[OUTPUT][0][0]}.weight"
 
     @property
+    def embedding(self) -> str:
+        """Their name of the word embedding's weight, without the prefix."""
+        return f"{self.places['embedding.word_embeddings'][0][0]}.weight"
+
+    @property
     def without_head(self) -> str:
         """What transformers calls the model without its head, which a tied head needs no tensor for."""
         return re.sub("(ForCausalLM|LMHeadModel)$", "Model", self.name)

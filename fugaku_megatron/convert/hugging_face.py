@@ -47,6 +47,7 @@ from .architectures import (
     Shape,
     whole,
 )
+from .config_fields import check_fields
 from .rules import FILE
 from .weights import Weights, layer_of, place_of, shapes, widest
 
@@ -288,6 +289,7 @@ def read_config(config: dict[str, Any]) -> tuple[Architecture, ModelConfig]:
         architecture.without_head,
     }.isdisjoint(map(str, named))
     check(right, f"{FILE}: architectures is {named!r:.80}, and the block is {architecture.name}")
+    check_fields(architecture, config)
     config = {**architecture.defaults, **config}
     for name, built in {**architecture.only, **ONLY}.items():
         given = config.get(name, built[0])
@@ -391,6 +393,10 @@ def _stored_names(
         for n in (name.removeprefix(architecture.prefix), name)
         if n in files.tensors
     }
+    embedding = f"{architecture.prefix}{architecture.embedding}"
+    head = architecture.head
+    if embedding not in stored and head not in names and head in files.tensors:
+        stored[embedding] = head  # one matrix for both, which some programs store under this name
     lacking = next((name for name in names if name not in stored), None)
     check(lacking is None, f"{files.path} holds no tensor {lacking}, which {FILE} asks for")
     others = set(files.tensors) - set(stored.values())

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ..comm.agreement import describe
 from ..config.arguments import add_flags
-from ..config.checks import check, check_kind, flag
+from ..config.checks import check, check_kind, flag, is_off
 from ..config.command_line import OTHER_FLAGS, Parser, saved_arguments
 from ..config.experts_config import EXPERTS
 from ..config.model_config import LEARNED, MASKED, NO_POSITIONS, ROPE, ROPE_SCALING, ModelConfig
@@ -59,7 +59,6 @@ _READ = frozenset(
         *(f.name for f in fields(ModelConfig)),
     }
 )
-_OFF: tuple[Any, ...] = (None, False, "", [], (), {})
 _OWN = (
     *EXPERTS,
     "disable_bias_linear",
@@ -126,9 +125,10 @@ def check_saved(given: Mapping[str, Any], ignored: Collection[str] = ()) -> None
     )
     unknown = []
     for name, value in given.items():
-        if name in _READ or name in ignored or value in _OFF:
-            continue
         row = OTHER_FLAGS.get(flag(name))
+        zero = row is not None and isinstance(value, int | float) and value == 0
+        if name in _READ or name in ignored or is_off(value) or zero:
+            continue
         values = [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
         check(
             row is None or not row.changes_model or not row.refuses(values),
@@ -256,9 +256,20 @@ def arguments_of(
 
 
 _NAMESPACES = {"argparse.Namespace": argparse.Namespace, "types.SimpleNamespace": SimpleNamespace}
-_IGNORED = ("megatron.", "numpy.", "signal.")  # modules whose classes and functions become Nothing
+# Modules and names that become Nothing: what megatron-core's own safe_globals.py lists, and how enumerations are pickled by
+# Python 3.11.0 to 3.11.3.
+_IGNORED = (
+    "megatron.",
+    "numpy.",
+    "signal.",
+    "pathlib.",
+    "_io.BytesIO",
+    "torch._C.Generator",
+    "builtins.getattr",
+    "__builtin__.getattr",
+)
 # The same in `.metadata`, into which megatron-core has pickled its save plan since 0.11.
-_IGNORED_IN_METADATA = (*_IGNORED, "torch.distributed.checkpoint.", "pathlib.")
+_IGNORED_IN_METADATA = (*_IGNORED, "torch.distributed.checkpoint.")
 _METADATA = (
     "Metadata",
     "MetadataIndex",
@@ -313,6 +324,11 @@ def _first_line(error: Exception) -> str:
     return describe(error).splitlines()[0][:200]
 
 
+def _member(kind: Any, name: str) -> Any:
+    """Return a member of the one enumeration that is read, and Nothing for any other attribute."""
+    return kind[name] if kind is metadata._MEM_FORMAT_ENCODING else Nothing()
+
+
 class _MetadataReader(pickle.Unpickler):
     """Unpickles the metadata of torch.distributed.checkpoint, and nothing else; torch's own reader would run any code in it."""
 
@@ -327,11 +343,15 @@ class _MetadataReader(pickle.Unpickler):
             ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
             ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
             ("collections", "OrderedDict"): collections.OrderedDict,
+            ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): (
+                metadata.Metadata  # whose subclass it is in megatron-core 0.15
+            ),
+            ("builtins", "getattr"): _member,
         }
         if (module, name) in known:
             return known[module, name]
         check(
-            f"{module}.".startswith(_IGNORED_IN_METADATA),
+            f"{module}.{name}".startswith(_IGNORED_IN_METADATA),
             f"it asks for {module}.{name}, which could run code",
         )
         return Nothing
@@ -350,6 +370,7 @@ def load_metadata(path: Path) -> metadata.Metadata:
         KeyError,
         IndexError,
         EOFError,
+        RuntimeError,
         pickle.UnpicklingError,
     ) as error:
         raise ValueError(

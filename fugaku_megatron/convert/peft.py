@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.tensor_files import write_tensors
-from ..config.checks import check
+from ..config.checks import check, is_off
 from ..config.lora import FC1, FC2, MATRICES, LoraConfig
 from ..config.model_config import ModelConfig
 from ..nn.adapters import expanded, row_mask
@@ -89,7 +89,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
     # Others, such as pissa, olora, corda, loftq and lora_ga, subtract the adapters from the base weights.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
-OFF: tuple[Any, ...] = (None, False, [], {}, "")
 PARAMETERS = {
     FC1: "gate_up_proj",
     FC2: "down_proj",
@@ -269,7 +268,7 @@ def check_config(config: dict[str, Any]) -> None:
             )
         else:
             check(
-                name in harmless or value in OFF,
+                name in harmless or is_off(value),
                 f"{CONFIG}: {name} is {value!r:.80}, with which the adapter is not plain LoRA: "
                 "merge it with peft (merge_and_unload), and pass --from-hf the merged model",
             )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from ..config.checks import check
+from ..config.checks import check, is_off
 from ..config.model_config import ROPE, YARN, ModelConfig
 
 FILE = "config.json"
@@ -41,15 +41,27 @@ _LEFT_OUT = {
     "beta_slow": 1.0,
     "truncate": True,
 }  # what it means to leave them out
+ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", POSITIONS)
+# What rope_parameters and rope_scaling may hold; what has no effect on the type that is computed is ignored.
+ROPE_NAMES = {
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", POSITIONS, MAXIMUM),
+    *(name for names in SCALINGS.values() for name in names),
+    *("attention_factor", "mscale", "mscale_all_dim"),
+    "finetuned",  # of early yarn models: whether they were trained with it
+}
 LARGEST = 1e30  # of a number that is not a size
 
 
 @dataclass(frozen=True)
 class Rule:
-    """read: config.json's values -> ModelConfig's. write: a model -> config.json's values."""
+    """Fields of config.json that are not one of ModelConfig's each.
+
+    read: config.json's values -> ModelConfig's. write: a model -> config.json's values. names: the fields that `read` uses.
+    """
 
     read: Callable[[dict[str, Any]], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]]
+    names: tuple[str, ...] = ()
 
 
 def number(config: dict[str, Any], name: str, default: float | None, whole: bool = False) -> Any:
@@ -76,7 +88,7 @@ def tied(default: bool) -> Rule:
         check(isinstance(value, bool), f"{FILE}: {name} is {value!r:.60}, not bool")
         return {"untie_embeddings_and_output_weights": not value}
 
-    return Rule(read, lambda model: {name: model.tied})
+    return Rule(read, lambda model: {name: model.tied}, (name,))
 
 
 def _read_heads(config: dict[str, Any]) -> dict[str, Any]:
@@ -100,10 +112,12 @@ def _read_new_falcon(config: dict[str, Any]) -> dict[str, Any]:
 NEW_FALCON = Rule(
     _read_new_falcon,
     lambda model: {"new_decoder_architecture": True, "num_kv_heads": model.query_groups},
+    ("new_decoder_architecture", "num_kv_heads"),
 )
 HEADS = Rule(
     _read_heads,
     lambda model: {"num_key_value_heads": model.query_groups, "head_dim": model.kv_channels},
+    ("num_key_value_heads", "head_dim"),
 )
 
 
@@ -129,7 +143,7 @@ def rotary(
         partial = {} if share is None else {names[1]: model.rotary_percent}
         return {names[0]: model.rotary_base, **_write_scaling(model), **partial}
 
-    return Rule(read, write)
+    return Rule(read, write, (*names, *ROPE_FIELDS))
 
 
 def _read_rope(
@@ -138,6 +152,12 @@ def _read_rope(
     """rope_scaling, or else rope_parameters of transformers 5; a base in either comes before rope_theta."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     check(isinstance(rope, dict), f"{FILE}: rope_parameters is {rope!r:.60}, not an object")
+    for name, value in rope.items():
+        check(
+            name in ROPE_NAMES or is_off(value),
+            f"{FILE}: rope_parameters has {name}, which is {value!r:.60} and may change the model: "
+            "remove it if it does not",
+        )
     percent = number({**config, **rope}, "partial_rotary_factor", share or 1.0)
     check(
         share or percent == 1.0,
@@ -244,7 +264,9 @@ def window(default: int | None) -> Rule:
         _check_layers(config, "full_attention" if size is None else "sliding_attention")
         return {"window_size": None if size is None else f"{size - 1},0"}
 
-    return Rule(read, lambda model: {"sliding_window": model.window})
+    return Rule(
+        read, lambda model: {"sliding_window": model.window}, ("sliding_window", "layer_types")
+    )
 
 
 def _check_layers(config: dict[str, Any], kind: str) -> None:
@@ -261,7 +283,7 @@ def _read_full(config: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-FULL_ATTENTION = Rule(_read_full, lambda model: {})
+FULL_ATTENTION = Rule(_read_full, lambda model: {}, ("layer_types",))
 NO_DROPOUT = Rule(
     lambda config: {"hidden_dropout": 0.0}, lambda model: {}
 )  # these architectures have none between layers
@@ -285,6 +307,7 @@ MULTIPLIED = Rule(
         "attention_multiplier": model.attention_multiplier or model.kv_channels**-0.5,
         **{name: getattr(model, name) for name in MULTIPLIERS},
     },
+    (*MULTIPLIERS, "attention_multiplier"),
 )
 
 
@@ -315,6 +338,7 @@ EXPERTS = Rule(
         "num_experts": model.num_experts,
         "norm_topk_prob": not model.moe_router_pre_softmax,
     },
+    ("num_experts", "num_local_experts", "norm_topk_prob"),
 )
 
 
@@ -337,4 +361,6 @@ def _write_sparse_layers(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-SPARSE_LAYERS = Rule(_read_sparse_layers, _write_sparse_layers)
+SPARSE_LAYERS = Rule(
+    _read_sparse_layers, _write_sparse_layers, ("decoder_sparse_step", "mlp_only_layers")
+)

@@ -30,7 +30,8 @@ from ..config.checks import check, flag
 from ..config.experts_config import BALANCE, CAPACITY
 from ..config.groups import MARKING, MUON_FLAGS
 from ..config.layout import Layout
-from ..config.model_config import ANGLES, COUNTED, MASKED, UNSETTLED
+from ..config.lora import MATRICES, LoraConfig
+from ..config.model_config import ANGLES, COUNTED, MASKED, UNSETTLED, ModelConfig
 from ..config.run_config import RunConfig
 from ..config.sample_rules import MAX_SAMPLE, Skips
 from ..costs.accounting import padded_vocab_size
@@ -189,7 +190,9 @@ def _check_kind(run: RunConfig, checkpoint: Checkpoint | None) -> None:
         f"{where} holds adapters of rank {kept['lora_rank']} and not a model: pass --lora-rank {kept['lora_rank']} to "
         "train them, or merge them with fugaku-megatron convert --load DIR --merge --save NEW",
     )
-    differing = [name for name in ("lora_rank", "lora_target") if kept[name] != getattr(lora, name)]
+    differing = [] if kept["lora_rank"] == lora.lora_rank else ["lora_rank"]
+    if matrices(LoraConfig(**kept), run.model) != matrices(lora, run.model):
+        differing.append("lora_target")
     check(
         not differing,
         f"--load {where} holds other adapters, with "
@@ -198,6 +201,11 @@ def _check_kind(run: RunConfig, checkpoint: Checkpoint | None) -> None:
         )
         + ": pass its values",
     )
+
+
+def matrices(lora: LoraConfig, model: ModelConfig) -> list[tuple[str, ...]]:
+    """Return what has adapters in each linear layer, however --lora-target names it."""
+    return [lora.parts(linear, model) for linear in MATRICES]
 
 
 def _adapting(

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Train, or print the plan of a dry run; every rank of mpiexec comes here."""
-    arguments = interpret(with_checkpoint_model(vars(args)))
+    arguments = interpret(with_checkpoint_model(vars(args)), passed=vars(args))
     check(
         args.png is None or arguments.dry_run,
         f"--png {args.png} needs --dry-run: pass both, or --profile for the picture of a real run",

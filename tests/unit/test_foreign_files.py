@@ -1,21 +1,31 @@
 """Files that other programs wrote, in tests/foreign next to the scripts that wrote them."""
 
+import io
 import json
+import os
+import pickle
 import re
 import shutil
-from pathlib import Path
+import signal
+import subprocess
+from argparse import Namespace
+from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import Metadata
 
 import fugaku_megatron as fm
 from fugaku_megatron import cli
+from fugaku_megatron.config.checks import is_off
 from fugaku_megatron.convert import megatron_files, peft
-from fugaku_megatron.convert.architectures import ARCHITECTURES
-from fugaku_megatron.convert.hugging_face import read_config
+from fugaku_megatron.convert.architectures import ARCHITECTURES, LLAMA, ONLY
+from fugaku_megatron.convert.config_fields import IGNORED, IGNORED_OF, read_fields
+from fugaku_megatron.convert.hugging_face import open_hugging_face, read_config
 
 FOREIGN = Path(__file__).resolve().parents[1] / "foreign"
 
@@ -29,6 +39,47 @@ def test_megatron_core_s_checkpoints_are_read(name, tmp_path):
     expected = json.loads((source / "expected.json").read_text())
     logits = fm.load(tmp_path / "ours").logits(expected["ids"])[-1].tolist()
     assert logits == pytest.approx(expected["logits_of_the_last_token"], abs=1e-4)
+
+
+MEGATRON = sorted(path.name for path in (FOREIGN / "megatron").iterdir())
+
+
+@pytest.mark.parametrize("name", MEGATRON)
+def test_checkpoints_with_all_arguments_of_megatron_lm_are_read(name, tmp_path):
+    """Each saved every argument of its version's parser, with the defaults."""
+    source = FOREIGN / "megatron" / name
+    common = megatron_files.load_pickled(source / "iter_0000010" / "common.pt")
+    assert len(vars(common["args"])) > 400
+    command = ["convert", "--from-megatron", str(source), "--save", str(tmp_path / "ours")]
+    assert cli.main(command) == 0
+    expected = json.loads((source / "expected.json").read_text())
+    logits = fm.load(tmp_path / "ours").logits(expected["tokens"])
+    theirs = torch.tensor(expected["logits"])[:, : logits.shape[1]]
+    torch.testing.assert_close(logits, theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [PurePosixPath("a/b"), Path("a"), io.BytesIO(b"state"), signal.SIGTERM, getattr],
+    ids=lambda value: type(value).__name__,
+)
+def test_objects_that_megatron_core_allows_are_read_and_do_nothing(value, tmp_path):
+    torch.save({"args": Namespace(num_layers=2), "other": value}, tmp_path / "common.pt")
+    contents = megatron_files.load_pickled(tmp_path / "common.pt")
+    assert contents["args"].num_layers == 2
+    metadata = Metadata({}, planner_data=value)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert isinstance(megatron_files.load_metadata(tmp_path / ".metadata"), Metadata)
+
+
+@pytest.mark.parametrize("value", [eval, os.system, subprocess.Popen, torch.load, pickle.loads])
+def test_names_that_could_run_code_are_refused(value, tmp_path):
+    torch.save({"args": Namespace(), "other": value}, tmp_path / "common.pt")
+    with pytest.raises(ValueError, match="could run code"):
+        megatron_files.load_pickled(tmp_path / "common.pt")
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, planner_data=value)))
+    with pytest.raises(ValueError, match="could run code"):
+        megatron_files.load_metadata(tmp_path / ".metadata")
 
 
 @pytest.mark.parametrize(
@@ -227,22 +278,139 @@ REQUIRED = {
 }
 
 
+def short_config(row) -> dict:
+    """The shortest config.json of an architecture."""
+    given = {name: value for name, value in REQUIRED.items() if name in read_fields(row)}
+    given.pop("num_experts" if row.model_type == "mixtral" else "num_local_experts", None)
+    return {"model_type": row.model_type, **given}
+
+
 @pytest.mark.parametrize("row", ARCHITECTURES, ids=lambda row: row.model_type)
 def test_a_field_that_is_left_out_has_transformers_default(row):
     """The shortest config.json against the one that transformers writes after reading it."""
     transformers = pytest.importorskip("transformers")
     kind = transformers.CONFIG_MAPPING[row.model_type]
-    fields = set(kind().to_dict()) | {"new_decoder_architecture"}
-    required = {name: value for name, value in REQUIRED.items() if name in fields}
-    whole = kind(**required).to_dict()
-    short = {"model_type": row.model_type, **required}
+    short = short_config(row)
+    own = {name: value for name, value in short.items() if name != "model_type"}
+    whole = kind(**own).to_dict()
     assert read_config(short)[1] == read_config({**whole, "architectures": [row.name]})[1]
 
 
 def test_rope_scaling_next_to_rope_parameters_wins():
-    config = {"model_type": "llama", **REQUIRED, "rope_theta": 5e5}
+    config = {**short_config(LLAMA), "rope_theta": 5e5}
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     scaled = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
     model = read_config({**config, **rope, **scaled})[1]
     assert model.rotary_seq_len_interpolation_factor == 4.0
     assert model.rotary_base == 5e5, "the base of the dictionary that counts, or rope_theta"
+
+
+# The fields that transformers' base class and config classes of 4.30 to 5.23 write, with a value that is not off.
+WRITTEN = {
+    "_name_or_path": "model",
+    "_attn_implementation_autoset": True,
+    "auto_map": {"AutoConfig": "configuration.Config"},
+    "bos_token_id": 1,
+    "chunk_size_feed_forward": 0,
+    "dtype": "bfloat16",
+    "eos_token_id": [2, 3],
+    "id2label": {"0": "LABEL_0"},
+    "label2id": {"LABEL_0": 0},
+    "max_length": 20,
+    "min_length": 0,
+    "num_beams": 1,
+    "output_attentions": False,
+    "pad_token_id": 0,
+    "repetition_penalty": 1.0,
+    "return_dict": True,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+    "temperature": 1.0,
+    "top_k": 50,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.0",
+    "use_cache": True,
+}
+
+
+@pytest.mark.parametrize("row", ARCHITECTURES, ids=lambda row: row.model_type)
+def test_every_field_that_transformers_writes_is_known(row):
+    transformers = pytest.importorskip("transformers")
+    own = transformers.CONFIG_MAPPING[row.model_type]().to_dict()
+    ignored = {name for names in IGNORED.values() for name in names}
+    ignored |= set(IGNORED_OF.get(row.model_type, ()))
+    unknown = {name for name, value in own.items() if not is_off(value)} - ignored
+    assert unknown <= read_fields(row)
+    short = short_config(row)
+    assert read_config({**short, **WRITTEN})[1] == read_config(short)[1]
+
+
+@given(
+    row=st.sampled_from(ARCHITECTURES),
+    name=st.from_regex(r"[a-z][a-z_]{5,20}", fullmatch=True),
+    value=st.one_of(
+        st.just(True), st.integers(), st.floats(allow_nan=False), st.text(min_size=1), st.just([1])
+    ),
+    off=st.sampled_from([None, False, [], {}, ""]),
+)
+def test_an_unknown_field_of_config_json_is_never_ignored(row, name, value, off):
+    ignored = {name for names in IGNORED.values() for name in names}
+    assume(name not in read_fields(row) | ignored)
+    short = short_config(row)
+    with pytest.raises(ValueError, match=f"config.json: {name} is .*remove the field"):
+        read_config({**short, name: value})
+    read_config({**short, name: off})
+
+
+SWITCHED = {
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "query_pre_attn_scalar": 256,
+    "use_qk_norm": True,
+    "no_rope_layers": [1, 0],
+    "rope_local_base_freq": 1e4,
+    "add_cross_attention": True,
+    "is_encoder_decoder": True,
+    "pruned_heads": {"0": [1]},
+    "quantization_config": {"bits": 4},
+    "tie_encoder_decoder": True,
+    "mlp_bias": True,
+    "clip_qkv": 8.0,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "embedding_multiplier": 12.0,
+    "rope_interleaved": True,
+}
+
+
+@pytest.mark.parametrize("row", ARCHITECTURES, ids=lambda row: row.model_type)
+def test_a_field_that_changes_the_function_is_refused_or_read(row):
+    short = short_config(row)
+    for name, value in SWITCHED.items():
+        if name in read_fields(row) - set(row.only) - set(ONLY):
+            assert read_config({**short, name: value})[1] != read_config(short)[1]
+            continue
+        with pytest.raises(ValueError, match=f"config.json: {name} is"):
+            read_config({**short, name: value})
+
+
+def test_an_unknown_field_of_rope_is_refused():
+    config = short_config(LLAMA)
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+        read_config({**config, name: {**rope, "long_factor": None}})
+        with pytest.raises(ValueError, match="rope_parameters has mrope_section, which is"):
+            read_config({**config, name: {**rope, "mrope_section": [8, 12, 12]}})
+
+
+def test_a_tied_model_whose_file_has_the_head_alone(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(
+        vocab_size=50, num_attention_heads=4, tie_word_embeddings=True, **sizes
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    embedding = tensors.pop("model.embed_tokens.weight")
+    save_file({**tensors, "lm_head.weight": embedding}, tmp_path / "hf" / "model.safetensors")
+    weights = open_hugging_face(str(tmp_path / "hf"))
+    assert torch.equal(weights.read("embedding.word_embeddings.weight"), embedding)
