@@ -34,6 +34,7 @@ from ..config.model_config import architecture
 from ..config.run_config import NumbersConfig, OutputConfig, RunConfig
 from ..convert.convert_command import open_weights, own_checkpoint
 from ..data.dataset import NEW_ORDER, DataOrder, Dataset, Documents, TokenArrays
+from ..data.unchanged import records
 from ..host import kernels, runtime
 from ..host.observed import Phases
 from ..training import pretrain, train
@@ -205,6 +206,7 @@ class Trainer:
             self._readers,
         )
         self._trainer.order = DataOrder(self._opened_order, valid_samples)
+        self._trainer.data_files = on_root(world, lambda: records(data))
         self._valid_sizes = pretrain.valid_sizes(run, layout, data[1], world)
         if self._length_given:
             self._end = pretrain.run_length(self._run, layout, train.Progress())[0]
@@ -275,6 +277,7 @@ class Trainer:
         order = trainer.order = trainer.order.or_else(needed, None)
         if needed > self._opened or order.train != self._opened_order:
             trainer.close()
+            trainer.check_data()  # the files are opened anew
             trainer.train = self._open(needed, 0, order)[0]
             self._opened = self._length_opened(trainer.train)
             self._opened_order = order.train
@@ -342,6 +345,7 @@ class Trainer:
                 "multiple_validation_sets has several losses, and evaluate returns "
                 "one: leave it out",
             )
+        self._trainer.check_data()
         ((first, iterations),) = self._trainer.layout.evaluated(run, sizes, 0)
         return self._trainer.evaluate(self._trainer.valid, first, iterations)
 
@@ -349,6 +353,7 @@ class Trainer:
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write a checkpoint that `load`, fugaku_megatron.load and all commands take. Collective."""
+        self._trainer.check_data()
         self._trainer.save(os.fspath(directory))
 
     def load(
