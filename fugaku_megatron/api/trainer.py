@@ -35,6 +35,7 @@ from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..convert.hugging_face import carry
 from ..data.dataset import DataOrder, Dataset, Documents, TokenArrays
+from ..data.unchanged import records
 from ..host import kernels, runtime
 from ..host.observed import Phases
 from ..training import pretrain, train
@@ -256,6 +257,7 @@ class Trainer:
             self._trainer.before_update = Rerun(self._trainer, self._event).before_update
         self._trainer.tokenizer = self._tokenizer
         self._trainer.order = resume.order.or_else(self._opened_order, valid_samples)
+        self._trainer.data_files = on_root(world, lambda: records(data))
         self._valid_sizes = pretrain.valid_sizes(run, layout, data[1], world)
 
     def _begin(self, start: Start) -> None:
@@ -371,6 +373,7 @@ class Trainer:
         order = trainer.order = trainer.order.or_else(needed, None)
         if needed > self._opened or order.train != self._opened_order:
             trainer.close()
+            trainer.check_data()  # the files are opened anew
             trainer.train = self._open(needed, 0, order)[0]
             self._opened = self._length_opened(trainer.train)
             self._opened_order = order.train
@@ -473,6 +476,7 @@ class Trainer:
                 run.training.eval_iters > 0 or run.training.full_validation,
                 "--eval-iters is 0: pass a number above 0",
             )
+        self._trainer.check_data()
         ((first, iterations),) = self._trainer.layout.evaluated(run, sizes, number)
         return self._trainer.evaluate(self._trainer.valid, first, iterations)
 
@@ -489,6 +493,7 @@ class Trainer:
         the end of the loop and `close` wait for it.
         """
         self._check_weights()
+        self._trainer.check_data()
         self._finish_save()
         path, output = os.fspath(directory), self._run.output
         self._carry_files(path)

@@ -103,6 +103,11 @@ def _check_state(state: dict[str, Any], iteration: int) -> None:
                 order.get(name) is None or is_count(order[name]),
                 f"state.data_order.{name} is {order.get(name)!r}: expected a whole number from 0",
             )
+    files = state.get("data_files") or []
+    _require(
+        isinstance(files, list) and all(map(_is_data_file, files)),
+        "state.data_files is not a list of files with path, documents and tokens",
+    )
     rng, samples = state.get("rng"), progress["consumed_samples"]
     if rng is not None:
         _check(state, "rng", is_object, "an object", "state.")
@@ -110,6 +115,15 @@ def _check_state(state: dict[str, Any], iteration: int) -> None:
             rng.get("sample") == samples,
             f"state.rng.sample is {rng.get('sample')!r}, consumed_samples is {samples}",
         )
+
+
+def _is_data_file(value: Any) -> bool:
+    return (
+        is_object(value)
+        and isinstance(value.get("path"), str)
+        and is_count(value.get("documents"))
+        and is_count(value.get("tokens"))
+    )
 
 
 def _check_file(entry: dict[str, Any], where: str) -> None:

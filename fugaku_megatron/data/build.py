@@ -78,7 +78,9 @@ class Builder:
         vocabulary = self.vocab_size
         if vocabulary is not None:
             start = CHECKED_AT_START // indexed.dtype.itemsize
-            on_root(self.comm, lambda: check_tokens(indexed.tokens[:start], vocabulary, prefix))
+            on_root(
+                self.comm, lambda: check_tokens(indexed.read_tokens(0, start), vocabulary, prefix)
+            )
         return indexed
 
     def part(self, indexed: Indexed, name: str, documents: range) -> Callable[..., Dataset]:

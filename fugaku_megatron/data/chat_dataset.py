@@ -30,7 +30,7 @@ import numpy as np
 
 from ..comm.agreement import on_root
 from .dataset import RELEASE_EVERY, TokenArrays, check_index, check_tokens
-from .files import unreadable
+from .files import ReadFile, unreadable
 from .indexed import IndexedDataset, IndexedDatasetWriter
 from .marks import COUNTED, FIRST, PADDED
 
@@ -141,6 +141,7 @@ class ChatFiles(IndexedDataset):
 
     def _check(self) -> None:
         check_mask_file(self.prefix)
+        self._keep(self._path)
         with open(self._path, "rb") as file:
             header = file.read(HEADER.size)
             if len(header) < HEADER.size or not header.startswith(MAGIC):
@@ -157,7 +158,9 @@ class ChatFiles(IndexedDataset):
                     f"{self._path}: it is the mask of {tokens} tokens, and {self.prefix}.bin has {self.num_tokens}; "
                     f"{REMEDY}"
                 )
-            own = zlib.crc32(self.tokens[: HEAD // self.dtype.itemsize].view(np.uint8).data)
+            own = 0
+            for start in range(0, HEAD // self.dtype.itemsize, BLOCK):
+                own = zlib.crc32(self.read_tokens(start, BLOCK).data, own)
             if f"{lengths:08x}" != self.header.lengths_crc32 or head != own:
                 raise ValueError(
                     f"{self._path}: it belongs to another {self.prefix}.bin of as many tokens; {REMEDY}"
@@ -172,23 +175,28 @@ class ChatFiles(IndexedDataset):
             )
 
     @cached_property
-    def _bits(self) -> np.ndarray:
+    def _bits(self) -> ReadFile:
         check_mask_file(self.prefix)  # this node's copy may be missing, or another one
-        file, size = self._map(self._path), -(-self.num_tokens // 8)
+        file, size = self._open(self._path), -(-self.num_tokens // 8)
         if file.size != HEADER.size + size:
             raise ValueError(
                 f"{self._path}: {file.size} bytes, but {HEADER.size + size} where rank 0 read it; {REMEDY}"
             )
-        return file.array("u1", (size,), HEADER.size)
+        return file
+
+    def probe(self) -> bytes:
+        """The header of .mask has checksums of all its bits."""
+        return super().probe() + self._bits.read("u1", 0, HEADER.size).tobytes()
 
     def trained(self, index: int, length: int) -> np.ndarray:
         """bool (length,): which of the first tokens of chat `index` are trained."""
-        start = int(self.sequence_pointers[index]) // self.dtype.itemsize
+        index = int(index)
+        start = int(self.read_pointers(index, index + 1)[0]) // self.dtype.itemsize
         return self._unpacked(start, start + length).astype(bool)
 
     def count_trained(self, index: int, lengths: np.ndarray) -> int:
         """Trained tokens of consecutive chats from `index` on, of each the first `lengths` (n,) without the very first one."""
-        starts = self.sequence_pointers[index : index + len(lengths)] // self.dtype.itemsize
+        starts = self.read_pointers(index, index + len(lengths)) // self.dtype.itemsize
         before = np.cumsum(
             np.append(0, self._unpacked(int(starts[0]), int(starts[-1]) + int(lengths[-1])))
         )
@@ -196,7 +204,8 @@ class ChatFiles(IndexedDataset):
         return int((before[starts + lengths] - before[starts + 1]).sum())
 
     def _unpacked(self, start: int, stop: int) -> np.ndarray:
-        packed = self._bits[start // 8 : -(-stop // 8)]
+        first, end = start // 8, -(-stop // 8)
+        packed = self._bits.read("u1", HEADER.size + first, end - first)
         return np.unpackbits(packed, bitorder="little")[start % 8 : start % 8 + stop - start]
 
 
@@ -369,6 +378,11 @@ class ChatDataset:
                 f"has {lengths.max()}: raise --seq-length, or cut them with --sft-truncate"
             )
 
+    @property
+    def indexed(self) -> ChatFiles | ChatArrays:
+        """The files, under the name that other data sets have for them."""
+        return self.files
+
     def __len__(self) -> int:
         return self.num_epochs * len(self.packing)
 
@@ -411,7 +425,7 @@ class ChatDataset:
             check_tokens(sample[0], self.vocab_size, self.files.prefix)
         self._fetched += 1
         if self._fetched % RELEASE_EVERY == 0:
-            self.files.release()
+            self.files.check_open()
         return sample
 
     def _read(self, chats: list[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -4,8 +4,8 @@ The order of samples depends on no parallel layout. A "document" here is a seque
 Megatron-core (preprocess.py writes one sequence a document). Left out: fill-in-the-middle; where documents end inside a sample
 (marks.py); which data sets a run has (build.py).
 Shapes: n samples, s = seq_length; a sample is int64 (s + 1,), of numpy. An index takes 12 bytes per sample and 4 bytes per document
-and epoch, in memory or in mapped files (index_cache.py), and the mapped .idx 20 bytes per
-document. Of mapped files a reader holds what it has read since it last released their pages, every RELEASE_EVERY samples.
+and epoch, in memory or in mapped files (index_cache.py). Of mapped files a reader holds what it has read since it last released
+their pages, every RELEASE_EVERY samples. What a sample needs of .idx and .bin is read and not mapped.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ SAMPLE_BYTES, DOCUMENT_BYTES = (
     4,
     4,
 )  # of each sample, and of each document in each epoch, while they are shuffled
-RELEASE_EVERY = 32  # samples after which the pages of mapped files go back; each of a sample's nine places may map 2 MiB
+RELEASE_EVERY = (
+    32  # samples after which pages of a mapped index go back, and open files are checked
+)
 GPT_ARRAYS, BLEND_ARRAYS = (
     ("document_index", "sample_index", "shuffle_index"),
     ("dataset_index", "dataset_sample_index"),
@@ -286,7 +288,8 @@ class GPTDataset:
         self._fetched += 1
         if self._fetched % RELEASE_EVERY == 0:
             self._index.release()
-            self.indexed.release()
+            self.indexed.check_open()
+        self._index.check()
         unshuffled = int(self.shuffle_index[index])
         (first, begin), (last, end) = self.sample_index[unshuffled : unshuffled + 2].tolist()
         parts = []
@@ -389,6 +392,7 @@ class BlendedDataset:
         self._fetched += 1
         if self._fetched % RELEASE_EVERY == 0:
             self._index.release()
+        self._index.check()
         return self.datasets[self.dataset_index[index]][int(self.sample_index[index])]
 
 
@@ -510,8 +514,10 @@ class TokenArrays:
         """int32 (stop - start,): lengths of consecutive documents."""
         return self.sequence_lengths[start:stop]
 
-    def release(self) -> None:
-        """Nothing is mapped."""
+    def check_open(self) -> None:
+        """No file is open."""
+
+    check = check_open
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """`length` tokens (default: all that follow) of a document from token `offset` on, int64 (n,)."""

@@ -15,6 +15,8 @@ import os
 import re
 import stat
 import sys
+import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +89,7 @@ class MappedFile:
     """One file, opened and mapped once; `array` gives views of it. Raises OSError or ValueError where it cannot be mapped."""
 
     def __init__(self, path: str | os.PathLike) -> None:
+        self._path = os.fspath(path)
         with open(path, "rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._advise("MADV_RANDOM")
@@ -111,15 +114,106 @@ class MappedFile:
         shape, _, dtype = np.lib.format.read_array_header_1_0(self._map)
         return self.array(dtype, shape, self._map.tell())
 
-    def expect(self, begin: int, end: int) -> None:
-        """Bytes [begin, end) will be read next: where they lie in several pages, the system reads these at once."""
-        first = begin // mmap.PAGESIZE * mmap.PAGESIZE
-        if end - first > mmap.PAGESIZE:
-            self._advise("MADV_WILLNEED", first, end - first)
+    def check(self) -> None:
+        """Raise ValueError if the file was cut: to read what is missing would end the process by SIGBUS."""
+        if self._map.size() < self.size:
+            raise ValueError(
+                f"{self._path}: {self._map.size()} bytes, and {self.size} when it was opened: it was cut while it was read; "
+                "start again, and leave the file alone"
+            )
 
     def release(self) -> None:
         """Release the pages that were read; they are mapped again when they are needed."""
         self._advise("MADV_DONTNEED")
+
+
+class Status(NamedTuple):
+    """What changes when a file is written, cut or replaced: bytes, time of the last change in ns, and number on its device."""
+
+    size: int
+    written: int
+    inode: tuple[int, int]
+
+    @staticmethod
+    def of(status: os.stat_result) -> Status:
+        """Return the status that os.stat or os.fstat has found."""
+        return Status(status.st_size, status.st_mtime_ns, (status.st_dev, status.st_ino))
+
+    def change(self, now: Status) -> str:
+        """Return what is different now, in words; nothing where all is the same."""
+        if now.size != self.size:
+            return f"it has {now.size} bytes and had {self.size}"
+        if now.inode != self.inode:
+            return "it was replaced by another file of this name"
+        if now.written != self.written:
+            return f"it was written at {_clock(now.written)}, last before at {_clock(self.written)}"
+        return ""
+
+
+def _clock(nanoseconds: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(nanoseconds // 10**9))
+
+
+def check_status(path: str, before: Status) -> None:
+    """Raise ValueError if the file of this name was written, cut, replaced or removed."""
+    try:
+        now = Status.of(os.stat(path))
+    except OSError as error:
+        raise changed(path, f"it is not there any more ({error.strerror})") from None
+    if change := before.change(now):
+        raise changed(path, change)
+
+
+def changed(path: str, change: str) -> ValueError:
+    """Return the error of a file that must not change, and has."""
+    return ValueError(
+        f"{path} changed while it was in use: {change}. Nothing is saved from here on; put the file back and start again, "
+        "and training continues from its last checkpoint"
+    )
+
+
+class ReadFile:
+    """One file that is read at places in any order, and must not change while it is open.
+
+    It is read and not mapped: a mapped file that is cut ends the process by SIGBUS, without a message.
+    """
+
+    def __init__(self, path: str | os.PathLike, expected: Status | None = None) -> None:
+        self.path = os.fspath(path)
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        self.status = expected or self._now()
+        self.check_open()
+
+    def _now(self) -> Status:
+        return Status.of(os.fstat(self._descriptor))
+
+    @property
+    def size(self) -> int:
+        """Bytes when it was opened."""
+        return self.status.size
+
+    def read(self, dtype: np.dtype | str, offset: int, count: int) -> np.ndarray:
+        """Return `count` elements from byte `offset` on. ValueError for a file that ends before."""
+        array = np.empty(count, dtype)
+        missing = memoryview(array.view("u1").data)
+        while missing:
+            try:
+                got = os.preadv(self._descriptor, [missing], offset)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, self.path) from None
+            if not got:
+                change = self.status.change(self._now()) or f"it ends before byte {offset}"
+                raise changed(self.path, change)
+            missing, offset = missing[got:], offset + got
+        return array
+
+    def check_open(self) -> None:
+        """Raise ValueError if the open file was written or cut; another file of its name is not seen."""
+        if change := self.status.change(self._now()):
+            raise changed(self.path, change)
 
 
 # Texts ---------------------------------------------------------------------------------------------------------------------------

@@ -224,6 +224,11 @@ class Index:
         for file in self.files:
             file.release()
 
+    def check(self) -> None:
+        """Raise ValueError where a file was cut."""
+        for file in self.files:
+            file.check()
+
 
 class _Files:
     """The files of one index in `folder`; their names follow from `description`."""

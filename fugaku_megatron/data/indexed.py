@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from ..comm.agreement import on_root
-from .files import MappedFile, unreadable
+from .files import ReadFile, Status, check_status, unreadable
 from .index_cache import BLOCK
 
 if TYPE_CHECKING:  # reading and writing tokens needs no torch
@@ -43,6 +43,8 @@ ELEMENT_TYPES = {
 }  # dtype code -> numpy's name
 ELEMENT_CODES = {np.dtype(name): code for code, name in ELEMENT_TYPES.items()}
 UINT16_VOCAB = 65500  # Megatron's bound: vocabularies below it are stored as uint16
+PROBE = 4096  # bytes of each of PROBES blocks of .bin that a checkpoint's record looks at
+PROBES = 16
 REBUILD = "write both files again with fugaku-megatron preprocess, or copy both again"
 
 
@@ -163,19 +165,51 @@ def _check_bin_size(prefix: str, size: int, tokens: int, dtype: np.dtype) -> Non
         )
 
 
-class IndexedDataset:
-    """Reader of `len(data)` sequences; `data[i]` and `data.get(i, offset, length)` are views of the mapped .bin.
+class StoredTokens:
+    """Consecutive tokens of a .bin file. A slice of them reads nothing, and numpy's asarray reads all of them."""
 
-    Attributes: dtype, num_tokens, and mapped from .idx sequence_lengths int32[n] in tokens, sequence_pointers int64[n] in bytes,
-    document_indices int64[d]. With `comm` only rank 0 reads and checks .idx; a rank maps .idx and .bin when it first needs them.
-    Raises ValueError, on every rank, when a file is missing, truncated or of another format, or when the two disagree.
+    def __init__(self, data: IndexedDataset, place: range) -> None:
+        self._data = data
+        self._place = place
+
+    def __len__(self) -> int:
+        return len(self._place)
+
+    def __getitem__(self, part: slice) -> StoredTokens:
+        place = self._place[part]
+        assert place.step == 1
+        return StoredTokens(self._data, place)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        tokens = self._data.read_tokens(self._place.start, len(self._place))
+        return tokens if dtype is None else tokens.astype(dtype)
+
+
+class IndexedDataset:
+    """Reader of `len(data)` sequences; `data[i]` and `data.get(i, offset, length)` are arrays that cannot be written.
+
+    Attributes: dtype, num_tokens, tokens, and read from .idx sequence_lengths int32[n] in tokens, sequence_pointers int64[n] in bytes,
+    document_indices int64[d]. With `comm` only rank 0 reads and checks .idx; a rank opens .idx and .bin when it first needs them.
+    Raises ValueError, on every rank, when a file is missing, truncated or of another format, or when the two disagree; and where
+    one of them changes while it is read.
     """
 
     def __init__(self, prefix: str | os.PathLike, comm: Comm | None = None):
         self.prefix = os.fspath(prefix)
-        self.header = on_root(comm, lambda: _read_index(self.prefix))
+        self._files: list[ReadFile] = []
+        self._statuses: dict[str, Status] = {}  # by path, of the files that must not change
+        self.header = on_root(comm, self._start)
         self.dtype, self.num_tokens = np.dtype(self.header.dtype), self.header.tokens
-        self._files: list[MappedFile] = []
+
+    def _start(self) -> Header:
+        header = _read_index(self.prefix)
+        self._keep(self.prefix + ".idx")
+        self._keep(self.prefix + ".bin")
+        return header
+
+    def _keep(self, path: str) -> None:
+        """Take note of a file: from now on it must not change."""
+        self._statuses[path] = Status.of(os.stat(path))
 
     def __len__(self) -> int:
         return self.header.sequences
@@ -190,67 +224,99 @@ class IndexedDataset:
             "lengths_crc32": self.header.lengths_crc32,
         }
 
-    def _map(self, path: str) -> MappedFile:
-        self._files.append(MappedFile(path))
-        return self._files[-1]
+    def record(self) -> dict[str, Any]:
+        """What a checkpoint says of the files, so that others under their name are noticed later."""
+        return {
+            "path": self.prefix,
+            "documents": len(self),
+            "tokens": self.num_tokens,
+            "crc32": f"{zlib.crc32(self.probe()):08x}",
+        }
+
+    def probe(self) -> bytes:
+        """Return bytes that tell these files from others: the checksum of the lengths, and some blocks of .bin."""
+        size = self._bin.size
+        count = min(PROBE, size)
+        places = sorted({(size - count) * i // (PROBES - 1) for i in range(PROBES)})
+        blocks = [self._bin.read("u1", place, count).tobytes() for place in places]
+        return b"".join([self.header.lengths_crc32.encode(), *blocks])
+
+    def _open(self, path: str) -> ReadFile:
+        file = ReadFile(path, self._statuses.get(path))
+        self._statuses[path] = file.status
+        self._files.append(file)
+        return file
 
     @cached_property
-    def _index(self) -> MappedFile:
+    def _index(self) -> ReadFile:
         path = self.prefix + ".idx"
         size = _file_size(path)
         if size != self.header.size:  # this node's copy may differ
             raise ValueError(
                 f"{path}: {size} bytes, but {self.header.size} where rank 0 read it; {REBUILD}"
             )
-        return self._map(path)
+        return self._open(path)
 
     @cached_property
     def sequence_lengths(self) -> np.ndarray:
-        return self._index.array("<i4", (len(self),), HEADER.size)
+        return self.read_lengths(0, len(self))
 
     @cached_property
     def sequence_pointers(self) -> np.ndarray:
-        return self._index.array("<i8", (len(self),), HEADER.size + 4 * len(self))
+        return self.read_pointers(0, len(self))
 
     @cached_property
     def document_indices(self) -> np.ndarray:
-        return self._index.array("<i8", (self.header.documents,), HEADER.size + 12 * len(self))
+        return self._index.read("<i8", HEADER.size + 12 * len(self), self.header.documents)
+
+    @property
+    def tokens(self) -> StoredTokens:
+        """All tokens, in the order of .bin."""
+        return StoredTokens(self, range(self.num_tokens))
 
     @cached_property
-    def tokens(self) -> np.ndarray:
-        """All tokens, flat, mapped from .bin."""
-        if not self.num_tokens:
-            return np.empty(0, self.dtype)
-        return self._bin.array(self.dtype, (self.num_tokens,))
-
-    @cached_property
-    def _bin(self) -> MappedFile:
+    def _bin(self) -> ReadFile:
         path = self.prefix + ".bin"
         _check_bin_size(
             self.prefix, _file_size(path), self.num_tokens, self.dtype
         )  # this node's copy may differ
-        return self._map(path)
+        return self._open(path)
+
+    def read_tokens(self, start: int, count: int) -> np.ndarray:
+        """Return `count` tokens of .bin from number `start` on, or as many as it has."""
+        count = max(0, min(count, self.num_tokens - start))
+        return self._bin.read(self.dtype, start * self.dtype.itemsize, count)
 
     def read_lengths(self, start: int, stop: int) -> np.ndarray:
-        """int32 (stop - start,): lengths of consecutive sequences, read from .idx in order and not mapped."""
-        with open(self.prefix + ".idx", "rb") as stream:
-            return _read_part(stream, "<i4", HEADER.size + 4 * start, stop - start)
+        """int32 (stop - start,): lengths of consecutive sequences, read from .idx."""
+        return self._index.read("<i4", HEADER.size + 4 * start, stop - start)
 
-    def release(self) -> None:
-        """Release the pages of .idx and .bin that were read."""
+    def read_pointers(self, start: int, stop: int) -> np.ndarray:
+        """int64 (stop - start,): places in .bin where consecutive sequences begin, in bytes, read from .idx."""
+        return self._index.read("<i8", HEADER.size + 4 * len(self) + 8 * start, stop - start)
+
+    def check_open(self) -> None:
+        """Raise ValueError where an open file was written or cut. It asks the open files alone, and costs next to nothing."""
         for file in self._files:
-            file.release()
+            file.check_open()
+
+    def check(self) -> None:
+        """Raise ValueError where a file that this rank knows was written, cut, replaced or removed."""
+        for path, status in self._statuses.items():
+            check_status(path, status)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """`length` tokens (default: all that follow) of sequence `index` from token `offset` on."""
-        first = int(self.sequence_pointers[index]) // self.dtype.itemsize
-        end = int(self.sequence_lengths[index]) if length is None else offset + length
-        assert 0 <= offset <= end <= self.sequence_lengths[index]
-        if end > offset:
-            self._bin.expect(
-                (first + offset) * self.dtype.itemsize, (first + end) * self.dtype.itemsize
-            )
-        return self.tokens[first + offset : first + end]
+        index = int(index)  # numpy's may be too narrow for a place in the file
+        whole = int(self.read_lengths(index, index + 1)[0])
+        first = int(self.read_pointers(index, index + 1)[0]) // self.dtype.itemsize
+        end = whole if length is None else offset + length
+        if not (0 <= offset <= end <= whole and 0 <= first <= self.num_tokens - end):
+            self.check_open()
+            raise AssertionError(f"tokens {offset} to {end} of a sequence of {whole} at {first}")
+        tokens = self.read_tokens(first + offset, end - offset)
+        tokens.flags.writeable = False
+        return tokens
 
     def __getitem__(self, index: int) -> np.ndarray:
         return self.get(index)

@@ -31,7 +31,7 @@ from ..config.command_line import check_file, check_picture, writing
 from ..config.run_config import ModelConfig, saved_run
 from ..data.chats import ChatTemplate, read_template
 from ..data.files import read_text
-from ..data.indexed import IndexedDataset
+from ..data.indexed import IndexedDataset, StoredTokens
 from ..data.tokenizer import Tokenizer
 from . import scoring
 from .loading import LoadedModel, Source, add_source_flags, load_model, tokenizer_note
@@ -257,7 +257,7 @@ class Windows:
         )
         return cls(length, stride, request.max_windows)
 
-    def cut(self, ids: np.ndarray, source: str) -> list[scoring.Request]:
+    def cut(self, ids: np.ndarray | StoredTokens, source: str) -> list[scoring.Request]:
         """Raises ValueError for tokens that do not fill one window."""
         check(
             len(ids) > self.length,
@@ -286,7 +286,7 @@ def sizes_of(source: Source, world: Comm, saved: dict[str, Any]) -> tuple[int, i
     return tp, pp
 
 
-def read_tokens(request: Request, tokenizer: Tokenizer) -> tuple[np.ndarray, str]:
+def read_tokens(request: Request, tokenizer: Tokenizer) -> tuple[np.ndarray | StoredTokens, str]:
     """Tokens of --input or --data-path, and that flag with its value."""
     if request.data_path:
         return IndexedDataset(request.data_path).tokens, f"--data-path {request.data_path}"
@@ -304,10 +304,10 @@ def read_all(request: Request, manifest: dict[str, Any], cut: Windows, model: Mo
         ids, source = read_tokens(request, tokenizer)
         requests, tokens = cut.cut(ids, source), len(ids)
         predicted = sum(part.scored for part in requests)
-        requests = requests[: cut.limit]
+        requests = [each._replace(tokens=np.asarray(each.tokens)) for each in requests[: cut.limit]]
         end = 1 + sum(part.scored for part in requests)
         size = sum(
-            tokenizer.count_bytes(ids[start : min(start + DECODED, end)])
+            tokenizer.count_bytes(np.asarray(ids[start : min(start + DECODED, end)]))
             for start in range(1, end, DECODED)
         )
     questions = read_questions(request.choices, tokenizer, cut.length) if request.choices else []

@@ -28,6 +28,7 @@ from ..data.chat_dataset import unsigned
 from ..data.chats import ChatTemplate, read_chat
 from ..data.files import input_files, read_documents, read_text
 from ..data.formats import CHAT
+from ..data.indexed import StoredTokens
 from ..data.tokenizer import Tokenizer
 from ..nn.passes import Documents, Pass
 from .loading import LoadedModel, through_stages
@@ -43,7 +44,7 @@ class Request(NamedTuple):
     compared, -1 for none.
     """
 
-    tokens: Sequence[int] | np.ndarray
+    tokens: Sequence[int] | np.ndarray | StoredTokens
     scored: int
     places: np.ndarray | None = None
     others: np.ndarray | None = None
@@ -182,7 +183,9 @@ def encode_after(tokenizer: Tokenizer, text: str) -> list[int]:
     return [tokenizer.eod, *tokenizer.encode(text)]
 
 
-def windows(tokens: Sequence[int] | np.ndarray, length: int, stride: int) -> list[Request]:
+def windows(
+    tokens: Sequence[int] | np.ndarray | StoredTokens, length: int, stride: int
+) -> list[Request]:
     """Windows of `length` tokens, one every `stride`, that predict their successors; what one before predicted is not scored again.
 
     What does not fill a window is left out.

@@ -34,6 +34,7 @@ from ..data.index_cache import IN_MEMORY, IndexCache
 from ..data.indexed import check_files
 from ..data.marks import mark
 from ..data.sampler import ReaderGroup, build_reader_group
+from ..data.unchanged import records
 from ..host import allocator, kernels, runtime
 from ..host.allocator import node_bytes, peak_memory_mib
 from ..host.energy import Counters
@@ -479,6 +480,7 @@ def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
     beats = Heartbeats(watchdog.heart, Grid(*layout.sizes), world.rank)
     observers = Observers(Phases(), beats, profile, checksums)
     trainer = build_trainer(run, world, groups, data, choice.backends, observers, readers)
+    trainer.data_files = on_root(world, lambda: records(data))
     sizes = valid_sizes(run, layout, data[1], world)
     if (run.training.eval_iters or run.training.full_validation) and not sizes:
         _say(run, world, no_evaluation_note(run))

@@ -36,6 +36,7 @@ from ..config.run_config import RunConfig
 from ..config.sample_rules import MAX_SAMPLE, Skips
 from ..costs.accounting import padded_vocab_size
 from ..data.dataset import DataOrder
+from ..data.unchanged import other_files
 from .session import HISTORY, LOSS_CURVE
 from .train import ForeignModel, Progress, Trainer, layout_record
 
@@ -372,6 +373,7 @@ def _resume(trainer: Trainer, resume: Resume) -> list[str]:
     ]
     lines += layout_notes(trainer, checkpoint) + _moment_notes(run, resume)
     lines += _order_note(run, resume)
+    lines += other_files(resume.state.get("data_files") or (), trainer.data_files)
     return lines + _skip_notes(trainer, resume) + _schedule_note(requested, trainer, resume)
 
 

@@ -52,6 +52,7 @@ class Session:
     skipped_in_a_row: int = 0  # where no loss scale explains it
     explained: int = 0  # times that an Inf or NaN was looked for
     save_due: bool = False
+    checked_iteration: int = -1  # after which the files of the data were looked at last
     save_timer: runtime.ExitTimer = field(init=False)
     saving: BackgroundSave | None = None
     saved_iteration: int = 0  # of the save that began last
@@ -91,11 +92,13 @@ class Session:
             if output.save and (
                 reason or self.save_due and not self.skipped_in_a_row
             ):  # diverged weights replace no good ones
+                self._check_data(progress.iteration)
                 self._save(output.save)
                 saved = progress.iteration
             if reason:
                 self.writer.print(f"leaving after iteration {progress.iteration}: {reason}")
                 break
+        self._check_data(progress.iteration)
         if output.save and saved != progress.iteration:
             self._save(output.save)
         self._finish_save()
@@ -285,6 +288,19 @@ class Session:
         self.writer.event(self.trainer.progress.iteration, text)
         raise SystemExit(ExitCode.REPLICAS_DIFFER)
 
+    def _check_data(self, iteration: int) -> None:
+        """SystemExit(USER_ERROR) where a file of the data changed. Nothing is saved: the last checkpoint is from before."""
+        if iteration == self.checked_iteration:
+            return
+        try:
+            self.trainer.check_data()
+        except ValueError as error:
+            self._finish_save()
+            self.writer.flush()
+            self.writer.event(iteration, f"leaving after iteration {iteration}: {error}")
+            raise SystemExit(ExitCode.USER_ERROR) from None
+        self.checked_iteration = iteration
+
     def _evaluate(self, iteration: int) -> None:
         training, last = self.trainer.run.training, iteration == self.iterations
         start = training.start_eval_at_iter or 0
@@ -299,6 +315,7 @@ class Session:
 
     def _print_validation(self, iteration: int, number: int) -> None:
         """The evaluation of this number, from 0, of every validation set."""
+        self._check_data(iteration)
         trainer, several = self.trainer, self.trainer.run.training.multiple_validation_sets
         for index, (first, iterations) in enumerate(
             trainer.layout.evaluated(trainer.run, self.valid_sizes, number)

@@ -45,6 +45,7 @@ from ..costs.accounting import pipeline_split, sequence_parts, zero_shards
 from ..data.dataset import NEW_ORDER, DataOrder, Dataset
 from ..data.marks import Work
 from ..data.sampler import ReaderGroup
+from ..data.unchanged import Record, check_unchanged
 from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops
 from ..nn.parameter import PARAMETER_DTYPES
@@ -121,7 +122,7 @@ class Trainer:
     StepExecutor. make_schedule: the training schedule of so many micro-batches. waiting_for_data: is entered around what fetches
     samples. before_update: is given the samples consumed before an iteration and its loss when gradients are summed, and returns
     the loss of those that the update shall use. tokenizer: what a checkpoint says of the run's (`data.tokenizer.identity`). order:
-    samples that the orders of the data were first made for.
+    samples that the orders of the data were first made for. data_files: what a checkpoint says of the data's files.
     """
 
     run: RunConfig
@@ -138,6 +139,7 @@ class Trainer:
     before_update: Callable[[int, float], float] | None = None
     tokenizer: dict[str, Any] | None = None
     order: DataOrder = NEW_ORDER
+    data_files: list[Record] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         run = self.run
@@ -361,6 +363,10 @@ class Trainer:
         )
         return other
 
+    def check_data(self) -> None:
+        """Raise ValueError, on every rank, where a file of the data changed since it was opened. Collective."""
+        agree(self.world, lambda: check_unchanged((self.train, self.valid)), name_rank=False)
+
     def close(self) -> None:
         """Stop reading ahead, and end what is under way."""
         self.optimizer.buckets.await_weights()
@@ -381,6 +387,7 @@ class Trainer:
             "param_schedule": self.param_schedule.state(),
             "tokenizer": self.tokenizer,
             "data_order": self.order._asdict(),
+            "data_files": self.data_files,
             "no_optimizer": self.run.output.no_save_optim,
             REPLICAS: self.replicas.state(self.progress.iteration),
             **({"lora": self.base} if self.run.lora.on else {}),

@@ -1,0 +1,60 @@
+"""The files of a run's data: checked while the run reads them, and compared with those of its checkpoint.
+
+Each rank checks the files that it has opened, which is one rank of a node (`sampler.build_reader_group`). Left out: what is checked
+with every read (`files.ReadFile`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from .dataset import Dataset
+from .indexed import IndexedDataset
+
+Record = dict[str, Any]  # what a checkpoint says of the files of a prefix: `IndexedDataset.record`
+
+
+def _sources(dataset: Any) -> Iterator[IndexedDataset]:
+    """The files of a data set, of its parts where it is made of several."""
+    if (parts := getattr(dataset, "datasets", None)) is not None:
+        for part in parts:
+            yield from _sources(part)
+    elif isinstance(files := getattr(dataset, "indexed", None), IndexedDataset):
+        yield files
+
+
+def sources(datasets: Iterable[Dataset | None]) -> list[IndexedDataset]:
+    """Return the files of all data sets, each once."""
+    found = (files for dataset in datasets for files in _sources(dataset))
+    return list({id(files): files for files in found}.values())
+
+
+def check_unchanged(datasets: Iterable[Dataset | None]) -> None:
+    """Raise ValueError where a file of the data was written, cut, replaced or removed since it was opened."""
+    for files in sources(datasets):
+        files.check()
+
+
+def records(datasets: Iterable[Dataset | None]) -> list[Record]:
+    """Return what a checkpoint says of the files, each prefix once."""
+    return list({files.prefix: files.record() for files in sources(datasets)}.values())
+
+
+def _counts(record: Record) -> str:
+    return f"{record['documents']:,} documents with {record['tokens']:,} tokens"
+
+
+def other_files(saved: Sequence[Record], now: Sequence[Record]) -> list[str]:
+    """Return a line for each prefix whose files have other contents than when the checkpoint was saved."""
+    before = {record["path"]: record for record in saved}
+    lines = []
+    for record in now:
+        old = before.get(record["path"], record)
+        if all(old.get(name) == record[name] for name in ("documents", "tokens", "crc32")):
+            continue
+        lines.append(
+            f"note: {record['path']}.bin and .idx are not the files that the checkpoint was trained on: {_counts(record)}, "
+            f"had {_counts(old)}: the loss curve changes from here on"
+        )
+    return lines
