@@ -299,16 +299,22 @@ def _rows(text: str) -> Iterator[tuple[str, OtherFlag]]:
 OTHER_FLAGS: dict[str, OtherFlag] = dict(_rows(TABLE.read_text(encoding="utf-8")))
 
 
-def saved_arguments() -> frozenset[str]:
-    """Return the arguments that Megatron-LM saves, no flag here is named after, and change no model."""
-    names: list[str] = []
-    is_saved = False
+def saved_reasons() -> dict[str, tuple[str, ...]]:
+    """Return the arguments that Megatron-LM saves, no flag here is named after, and change no model, by the reason."""
+    reasons: dict[str, tuple[str, ...]] = {}
+    reason = None
     for line in TABLE.read_text(encoding="utf-8").splitlines():
-        if line.startswith("  "):
-            names += line.split() if is_saved else []
-        else:
-            is_saved = line.startswith("saved: ")
-    return frozenset(names)
+        if not line.startswith("  "):
+            status, _, meaning = line.partition(": ")
+            reason = meaning if status == "saved" else None
+        elif reason is not None:
+            reasons[reason] = (*reasons.get(reason, ()), *line.split())
+    return reasons
+
+
+def saved_arguments() -> frozenset[str]:
+    """Return the names in `saved_reasons`."""
+    return frozenset(name for names in saved_reasons().values() for name in names)
 
 
 # --yaml-cfg -----------------------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ _CONSTANTS = ROPE_SCALING[
     1:
 ]  # fields without an argument there: Megatron-LM computes the defaults of here
 # Arguments that `model_of` reads, next to ModelConfig's fields.
-_READ = frozenset(
+READ = frozenset(
     {
         "add_bias_linear",
         "add_position_embedding",
@@ -127,7 +127,7 @@ def check_saved(given: Mapping[str, Any], ignored: Collection[str] = ()) -> None
     for name, value in given.items():
         row = OTHER_FLAGS.get(flag(name))
         zero = row is not None and isinstance(value, int | float) and value == 0
-        if name in _READ or name in ignored or is_off(value) or zero:
+        if name in READ or name in ignored or is_off(value) or zero:
             continue
         values = [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
         check(

@@ -21,11 +21,17 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import fugaku_megatron as fm
 from fugaku_megatron import cli
+from fugaku_megatron.config.arguments import parse
 from fugaku_megatron.config.checks import is_off
+from fugaku_megatron.config.lora import LoraConfig
+from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.convert import megatron_files, peft
 from fugaku_megatron.convert.architectures import ARCHITECTURES, LLAMA, ONLY
 from fugaku_megatron.convert.config_fields import IGNORED, IGNORED_OF, read_fields
 from fugaku_megatron.convert.hugging_face import open_hugging_face, read_config
+from fugaku_megatron.data.indexed import IndexedDataset
+from fugaku_megatron.training.resume import matrices
+from tools.foreign_fields import LINE, PAGE, tables
 
 FOREIGN = Path(__file__).resolve().parents[1] / "foreign"
 
@@ -414,3 +420,70 @@ def test_a_tied_model_whose_file_has_the_head_alone(tmp_path):
     save_file({**tensors, "lm_head.weight": embedding}, tmp_path / "hf" / "model.safetensors")
     weights = open_hugging_face(str(tmp_path / "hf"))
     assert torch.equal(weights.read("embedding.word_embeddings.weight"), embedding)
+
+
+def check_logits(weights: Path, expected: Path) -> None:
+    """Compare a converted checkpoint with the logits that another program stored."""
+    stored = json.loads((expected / "expected.json").read_text())
+    theirs = torch.tensor(stored["logits"])
+    logits = fm.load(weights).logits(stored["tokens"])
+    torch.testing.assert_close(logits, theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item())
+
+
+def test_files_of_transformers_and_peft_are_read(tmp_path):
+    source = ["convert", "--from-hf", str(FOREIGN / "hugging_face")]
+    assert cli.main([*source, "--save", str(tmp_path / "base")]) == 0
+    check_logits(tmp_path / "base", FOREIGN / "hugging_face")
+    adapters = ["--from-peft", str(FOREIGN / "peft"), "--merge"]
+    assert cli.main([*source, *adapters, "--save", str(tmp_path / "merged")]) == 0
+    check_logits(tmp_path / "merged", FOREIGN / "peft")
+
+
+def test_a_dataset_of_megatron_core_is_read():
+    prefix = FOREIGN / "indexed" / "text_document"
+    documents = json.loads((FOREIGN / "indexed" / "expected.json").read_text())["documents"]
+    dataset = IndexedDataset(str(prefix))
+    assert len(dataset.document_indices) == len(documents) + 1
+    found = [dataset[number].tolist() for number in range(len(dataset))]
+    assert found == [sentence for document in documents for sentence in document]
+
+
+def test_the_yaml_file_of_megatron_lm_s_example_is_read():
+    run = parse(["--yaml-cfg", str(FOREIGN / "yaml" / "gpt_config.yaml"), "--dry-run"]).run
+    assert (run.model.num_layers, run.model.hidden_size, run.model.rotary_percent) == (
+        24,
+        1024,
+        0.5,
+    )
+    assert run.model.swiglu and run.model.apply_layernorm_1p and run.model.disable_bias_linear
+
+
+def test_the_page_has_the_tables_of_the_program():
+    assert PAGE.read_text().partition(LINE)[2] == "\n" + "\n".join(tables()), (
+        "python -m tools.foreign_fields --write"
+    )
+
+
+@pytest.mark.parametrize("name", ["--data-impl", "--dataset-impl"])
+def test_the_format_of_data_may_be_named(name):
+    words = ["--recipe", "demo", "--mock-data", "--dry-run", name]
+    for accepted in ("mmap", "infer"):
+        assert parse([*words, accepted]).notes == (
+            f"{name}: the value passed is what this program does",
+        )
+    for other in ("lazy", "cached"):
+        with pytest.raises(
+            ValueError, match=f"{name} {other}: the data format is always .bin/.idx"
+        ):
+            parse([*words, other])
+
+
+def test_targets_of_adapters_are_compared_as_matrices():
+    model = RECIPES["qwen2.5-0.5b"]().model
+
+    def of(target: str) -> list[tuple[str, ...]]:
+        return matrices(LoraConfig(lora_rank=4, lora_target=target), model)
+
+    assert of("q_proj,v_proj") == of("v_proj, q_proj") != of("q_proj,k_proj")
+    assert of("all-linear") == of("down_proj,up_proj,gate_proj,o_proj,v_proj,k_proj,q_proj")
+    assert of("linear_qkv") != of("q_proj,k_proj,v_proj")

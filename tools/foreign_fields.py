@@ -1,0 +1,96 @@
+"""The tables of docs/formats.md: what becomes of every field of other programs' files.
+
+    python -m tools.foreign_fields          # prints them; with --write puts them into the document
+
+They come from the tables that the program itself reads with.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator
+
+from fugaku_megatron.config.command_line import OTHER_FLAGS, saved_reasons
+from fugaku_megatron.convert import config_fields, peft
+from fugaku_megatron.convert.architectures import ARCHITECTURES, ONLY
+from fugaku_megatron.convert.megatron_files import READ
+from tools.megatron_flags import LINE, ROOT
+
+PAGE = ROOT / "docs" / "formats.md"
+
+
+def names(found: Iterable[str]) -> str:
+    return " ".join(f"`{name}`" for name in sorted(found))
+
+
+def only(table: dict[str, tuple]) -> Iterator[str]:
+    """Return a cell's text of fields that may have some values alone."""
+    for name, built in sorted(table.items()):
+        yield f"`{name}` ({', '.join(f'`{value!r}`' for value in built)})"
+
+
+def config_json() -> Iterator[str]:
+    yield from (
+        "## config.json",
+        "",
+        "| architecture | read | only these values |",
+        "|---|---|---|",
+    )
+    for row in ARCHITECTURES:
+        read = config_fields.read_fields(row) - set(row.only) - set(ONLY)
+        yield f"| `{row.model_type}` | {names(read)} | {', '.join(only(dict(row.only)))} |"
+    yield f"| every one | `architectures` `model_type` | {', '.join(only(ONLY))} |"
+    yield from ("", "| ignored | because |", "|---|---|")
+    for reason, found in config_fields.IGNORED.items():
+        yield f"| {names(found)} | {reason} |"
+    for kind, found in config_fields.IGNORED_OF.items():
+        yield f"| {names(found)} of `{kind}` | no layer has a window without `use_sliding_window` |"
+    yield from ("", "Any other field is refused, unless it is null, false or empty.", "")
+
+
+def adapter_config() -> Iterator[str]:
+    yield from ("## adapter_config.json", "", "| fields | here |", "|---|---|")
+    yield f"| {names(peft.READ)} | read |"
+    for name, built in peft.ONLY.items():
+        yield f"| `{name}` | only {', '.join(f'`{value!r}`' for value in built)} |"
+    for reason, found in peft.IGNORED.items():
+        yield f"| {names(found)} | ignored: {reason} |"
+    yield from ("", "Any other field is refused, unless it is null, false or empty.", "")
+
+
+def saved_arguments() -> Iterator[str]:
+    yield from ("## Arguments that Megatron-LM saves", "", "| arguments | here |", "|---|---|")
+    yield f"| {names(READ)} | read |"
+    refused: dict[str, list[str]] = {}
+    for name, row in OTHER_FLAGS.items():
+        if row.changes_model:
+            shown = name.removeprefix("--").replace("-", "_")
+            refused.setdefault(row.meaning, []).append(shown)
+    for meaning, found in refused.items():
+        yield f"| {names(found)} | refused where they are on: {meaning} |"
+    yield "| `num_experts` | refused where it is on: experts are not read from Megatron-LM |"
+    yield "| those named after a flag of [flags.md](flags.md) or [megatron.md](megatron.md) | ignored: they describe a run |"
+    for reason, found in saved_reasons().items():
+        yield f"| {names(found)} | ignored: {reason} |"
+    end = "Any other argument is refused, unless it is null, false or empty, or `--ignore-saved-arguments` names it."
+    yield from ("", end, "")
+
+
+def tables() -> Iterator[str]:
+    yield from config_json()
+    yield from adapter_config()
+    yield from saved_arguments()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="put the tables into the document")
+    text = "\n".join(tables())
+    if parser.parse_args().write:
+        PAGE.write_text(PAGE.read_text().partition(LINE)[0] + LINE + "\n" + text)
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
