@@ -240,6 +240,12 @@ class ChatTemplate:
         try:
             self.text: str = self._library.get_chat_template(template)
         except ValueError:
+            named = self._library.chat_template
+            if isinstance(named, dict):
+                raise ValueError(
+                    f"the tokenizer of --tokenizer-model has chat templates named {', '.join(named)}, and none named "
+                    "default: pass one as --chat-template FILE"
+                ) from None
             raise ValueError(
                 "the tokenizer of --tokenizer-model has no chat template: pass one as --chat-template FILE, such as "
                 "the chat_template.jinja of the model's chat version"

@@ -70,10 +70,15 @@ def _auto_tokenizer(folder: Path, where: str) -> Any:
     transformers = library("transformers", "huggingface", "--tokenizer-type HuggingFaceTokenizer")
     _check_files(folder, where)
     code = _named_code(folder)
+    verbosity = transformers.logging.get_verbosity()
+    if code:
+        transformers.logging.set_verbosity_error()  # the refusal below says it in one line
     try:
         found = transformers.AutoTokenizer.from_pretrained(
             os.fspath(folder), local_files_only=True, trust_remote_code=False
         )
+        # Documents are longer than a model's sequence, and that is not a warning.
+        found.model_max_length = sys.maxsize
         no_tokens = not found(PROBE, add_special_tokens=False).input_ids
     except Exception as error:  # depends on what is wrong with the files
         if code and "trust_remote_code" in str(error):
@@ -84,6 +89,8 @@ def _auto_tokenizer(folder: Path, where: str) -> Any:
             ) from None
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{where}: cannot be read as a tokenizer ({reason:.200})") from None
+    finally:
+        transformers.logging.set_verbosity(verbosity)
     if no_tokens:
         raise ValueError(
             f"{where}: {type(found).__name__} makes no token of the text {PROBE!r}: its vocabulary is "
@@ -172,9 +179,6 @@ class HuggingFaceTokenizer:
                 "of a model or tokenizer in Hugging Face's form"
             )
         self.library = _auto_tokenizer(path, f"--tokenizer-model {folder}")
-        self.library.model_max_length = (
-            sys.maxsize
-        )  # documents are longer than a model's sequence, and that is not a warning
         vocabulary = self.library.get_vocab()
         self.vocab_size = max(len(self.library), 1 + max(vocabulary.values()))
         eos, sep = self.library.eos_token_id, self.library.sep_token_id

@@ -211,6 +211,10 @@ def test_a_chat_with_tools_is_rendered_by_the_template_for_them(tmp_path):
     )
     listed = ChatTemplate(build_tokenizer("HuggingFaceTokenizer", None, None, folder))
     assert ours.decode(unsigned(listed.encode(Chat(messages, None, tools)))[0]).startswith("Thi")
+    settings = {"eos_token": "<|end|>", "chat_template": rows[1:]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="templates named tool_use, and none named default: pass"):
+        ChatTemplate(build_tokenizer("HuggingFaceTokenizer", None, None, folder))
 
 
 # Code in a folder --------------------------------------------------------------------------------------------------------------
