@@ -201,7 +201,10 @@ class ChatFiles(IndexedDataset):
 
 
 class ChatArrays(TokenArrays):
-    """The interface of `ChatFiles` over chats in memory. documents: what `signed` makes of each chat, (n,)."""
+    """The interface of `ChatFiles` over chats in memory.
+
+    documents: what `signed` makes of each chat, (n,).
+    """
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """`length` token ids (default: all that follow) of a chat from token `offset` on, int64 (n,)."""

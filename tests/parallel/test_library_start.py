@@ -1,4 +1,4 @@
-"""What a Trainer begins with: checkpoints, models of other programs, and adapters, with the losses of the command."""
+"""Checkpoints, models of other programs, and adapters in a Trainer, with the command's losses."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from tests.parallel.test_library_flags import (
     WITHIN_THE_RUN,
     command,
     library,
+    rows,
     trainer_of,
 )
 from tests.threads import ThreadWorld
@@ -157,7 +158,20 @@ def at(place: Path, flags: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("start", STARTS)
+RARE = (
+    "resumed, zero",
+    "schedule of the run",
+    "optimizer anew",
+    "it must be there",
+    "adapters of a converted model",
+    "some adapters",
+    "adapters, context",
+    "chats, context",
+    "index in a folder",
+)
+
+
+@pytest.mark.parametrize("start", rows(STARTS, RARE))
 def test_the_losses_are_those_of_the_command(start, place):
     (place / "words").write_text(str(place / "data"))
     words = [str(place / "data")]
@@ -172,7 +186,7 @@ def test_the_losses_are_those_of_the_command(start, place):
 
 
 def test_every_flag_acts_as_in_the_command_or_is_refused():
-    """A new flag needs a row: in FEATURES or STARTS, in WITHIN_THE_RUN, or in the library's REFUSED."""
+    """A new flag needs a row in FEATURES, STARTS, WITHIN_THE_RUN, or in the library's REFUSED."""
     compared = {
         *RUN,
         *(name for rows in (FEATURES, STARTS) for _, row in rows.values() for name in row),
@@ -256,8 +270,8 @@ def test_without_its_model_a_run_of_adapters_does_nothing(place, tmp_path):
     trainer = trainer_of(ALONE, **at(place, LORA))
     for work in (trainer.steps, trainer.evaluate, lambda: trainer.save(tmp_path / "none")):
         assert (
-            "--lora-rank 4 trains adapters of a model that was not loaded: pass pretrained_checkpoint"
-            in refusal(work)
+            "--lora-rank 4 trains adapters of a model that was not loaded: pass "
+            "pretrained_checkpoint" in refusal(work)
         )
     assert not (tmp_path / "none").exists()
     trainer.load(place / "base", weights_only=True)
@@ -362,7 +376,8 @@ def test_adapters_are_loaded_as_the_merged_model(place, tmp_path, base):
     assert torch.equal(fm.load(tmp_path / "hf").logits(TOKENS), expected)
     moved.rename(tmp_path / "elsewhere")
     assert (
-        f"holds adapters of the model in {moved}, which is not there: pass its place as --pretrained-checkpoint"
+        f"holds adapters of the model in {moved}, which is not there: pass its place as "
+        "--pretrained-checkpoint"
     ) in refusal(lambda: fm.load(tmp_path / "lora"))
     named = fm.load(tmp_path / "lora", pretrained_checkpoint=tmp_path / "elsewhere")
     assert torch.equal(named.logits(TOKENS), expected)
