@@ -240,7 +240,9 @@ class Trainer:
         self._opened = self._samples_needed(layout, resume.progress) if self._length_given else 1
         if self._length_given:
             self._end = pretrain.run_length(self._run, layout, resume.progress)[0]
-        self._evaluations = max(1, pretrain.evaluations(run, self._end or 0))
+        self._evaluations = 1
+        if "eval_interval" in self.config.given:
+            self._evaluations = max(1, pretrain.evaluations(run, self._end or 0))
         data = self._open(
             self._opened, pretrain.samples_to_validate(run, layout, self._evaluations)
         )
@@ -290,7 +292,7 @@ class Trainer:
         self._warn(*notes)
 
     def _comparable(self, schedule: ParamSchedule, resume: Resume) -> ParamSchedule:
-        """Return the schedule to compare with a checkpoint's, whose length a run without one has."""
+        """Return the schedule to compare with a saved one, whose length a run without one has."""
         saved = resume.state.get("param_schedule")
         if self._length_given or not saved:
             return schedule
@@ -458,17 +460,16 @@ class Trainer:
         """Return the mean loss over eval_iters batches of validation data, or all. Collective.
 
         number: of the evaluation, as the command counts them from 0, each of which has its own
-        batches. Those of a run whose length is known follow from it and from eval_interval.
+        batches. A run whose length is known and whose config names eval_interval has as many as in
+        the command, any other run has one.
         """
         run, sizes = self._run, self._valid_sizes
         with everywhere():
             self._check_weights()
             check(
                 0 <= number < self._evaluations,
-                f"evaluate({number}): the run has evaluations 0 to {self._evaluations - 1}, one "
-                "for each --eval-interval "
-                f"{run.training.eval_interval} of its iterations: pass a smaller number, or "
-                "change it",
+                f"evaluate({number}): the run has evaluations 0 to {self._evaluations - 1}: pass "
+                "one of these, or eval_interval and the length of the run to Config",
             )
             check(
                 bool(sizes),
@@ -554,7 +555,7 @@ class Trainer:
         self._begin(start)
 
     def _rebuild(self, resume: Resume) -> None:
-        """Build the trainer again if it has trained, or for other kernels or padding. Collective."""
+        """Build the trainer again after training, or for other kernels or padding. Collective."""
         run, saved, trainer = (
             with_padding(self._run, resume),
             resume.state.get("kernels"),

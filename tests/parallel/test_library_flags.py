@@ -1,4 +1,4 @@
-"""Flags of fugaku-megatron train in the library: losses of the command to the last digit, or refused."""
+"""Flags of the command train in the library: the same losses to the last digit, or refused."""
 
 from __future__ import annotations
 
@@ -269,6 +269,19 @@ def test_the_run_reaches_the_trainer_as_it_reaches_the_command_s(data, monkeypat
     expected, found = runs
     for group in GROUPS:
         assert group == "output" or getattr(expected, group) == getattr(found, group), group
+
+
+def test_evaluations_beyond_the_run_are_refused(data):
+    trainer = trainer_of(SoloComm(), **{**data, **HALF})
+    for number in (-1, 3):
+        with pytest.raises(ValueError, match="the run has evaluations 0 to 2: pass one of these"):
+            trainer.evaluate(number)
+    first, second = trainer.evaluate(), trainer.evaluate(1)
+    assert first == trainer.evaluate(0) != second
+    alone = trainer_of(SoloComm(), **{**data, **HALF, "eval_interval": None})
+    alone.evaluate()
+    with pytest.raises(ValueError, match="the run has evaluations 0 to 0"):
+        alone.evaluate(1)
 
 
 VALUES: dict[str, Any] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -74,6 +75,7 @@ def place(tmp_path_factory) -> Path:
     convert("--load", place / "base", "--to-hf", place / "hf")
     convert("--load", place / "base", "--to-megatron", place / "megatron")
     convert("--from-hf", place / "hf", "--save", place / "converted")
+    convert("--from-megatron", place / "megatron", "--save", place / "converted megatron")
     return place
 
 
@@ -255,15 +257,22 @@ def test_adapters_of_another_program_s_model_name_the_way_to_the_command(place, 
 
 
 @pytest.mark.parametrize("kind", ["hf", "megatron"])
-def test_models_of_other_programs_train_as_their_conversion_does(place, kind):
-    converted = {"hf": "converted", "megatron": "base"}[kind]  # the padding is masked, or not
-    for more in ({}, LORA):
-        flags = {"pretrained_checkpoint": converted, "mask_vocab_padding": "yes", **more}
-        expected = command(ALONE, **at(place, flags))
-        assert library(ALONE, **at(place, {**flags, "pretrained_checkpoint": kind})) == expected
-        loaded = trainer_of(ALONE, **at(place, {**flags, "pretrained_checkpoint": None}))
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_models_of_other_programs_train_as_their_conversion_does(place, kind, ranks):
+    layout = TP2 if ranks == 2 else {}
+    converted = {"hf": "converted", "megatron": "converted megatron"}[kind]
+
+    def all_ways(world, more):
+        flags = {**layout, **more}
+        expected = command(world, **at(place, {**flags, "pretrained_checkpoint": converted}))
+        found = library(world, **at(place, {**flags, "pretrained_checkpoint": kind}))
+        loaded = trainer_of(world, **at(place, flags))
         loaded.load(place / kind)
-        assert [step.loss for step in loaded.steps()] == expected[::2]
+        return expected, found, [step.loss for step in loaded.steps()]
+
+    for more in ({}, LORA):
+        for expected, found, losses in ThreadWorld(ranks).run(all_ways, more):
+            assert found == expected and losses == expected[::2]
 
 
 def test_without_its_model_a_run_of_adapters_does_nothing(place, tmp_path):
@@ -389,7 +398,8 @@ def test_adapters_are_loaded_as_the_merged_model(place, tmp_path, base):
         (tmp_path / "chained", "holds adapters and not the weights of a model"),
         (tmp_path / "none", "is not a directory: pass the place of the model"),
     ):
-        assert message in refusal(lambda: fm.load(tmp_path / "lora", pretrained_checkpoint=wrong))  # noqa: B023
+        load = partial(fm.load, tmp_path / "lora", pretrained_checkpoint=wrong)
+        assert message in refusal(load)
     assert "leave --pretrained-checkpoint" in refusal(
         lambda: fm.load(place / "hf", pretrained_checkpoint=place / "base")
     )
@@ -497,7 +507,7 @@ def test_chats_in_memory_are_trained_as_files_of_them_are(place, tmp_path):
         (([1, 999], [0, 1]), "document 1 of <data>: token id 999 is outside the vocabulary of 96"),
         ({"messages": []}, "pass tokenizer_type HuggingFaceTokenizer and its folder"),
     ):
-        assert message in refusal(lambda: library(ALONE, data=[pairs[0], chat], **own))  # noqa: B023
+        assert message in refusal(partial(library, ALONE, data=[pairs[0], chat], **own))
 
 
 def test_chats_are_rendered_as_preprocess_renders_them(tmp_path):
