@@ -18,8 +18,9 @@ from ..data.tokenizer import TokenizerFlags, build_tokenizer
 def chat_arrays(source: Documents, name: str, run: RunConfig) -> ChatArrays:
     """Return the tokens of chats, and which of them are trained. name: of the chats in messages.
 
-    source: objects with messages, or with prompt and completion, which the chat template of the run's tokenizer renders; or pairs
-    (token ids (n,), which are trained (n,)). Raises ValueError for a chat that is neither, or whose trained tokens are not certain.
+    source: objects with messages, or with prompt and completion, which the chat template of the
+    run's tokenizer renders; or pairs (token ids (n,), which are trained (n,)). Raises ValueError
+    for a chat that is neither, or whose trained tokens are not certain.
     """
     chats = [source[index] for index in range(len(source))]
     template: ChatTemplate | None = None
@@ -39,14 +40,18 @@ def _template(run: RunConfig) -> ChatTemplate:
     check(
         run.data.has_tokenizer,
         "--sft: chats in memory are rendered by the tokenizer's chat template: pass tokenizer_type "
-        "HuggingFaceTokenizer and its folder as tokenizer_model to Config, or pairs of token ids and what is trained of them",
+        "HuggingFaceTokenizer and its folder as tokenizer_model to Config, or pairs of token ids "
+        "and what is trained of them",
     )
     return ChatTemplate(build_tokenizer(*TokenizerFlags.of(run.data, run.model.vocab_size)))
 
 
 def _marked(chat: Any, where: str) -> np.ndarray:
     """Return a pair's array as of `signed`, (n,)."""
-    expected = "pass chats (messages, or prompt and completion), or pairs (token ids, which of them are trained)"
+    expected = (
+        "pass chats (messages, or prompt and completion), or pairs (token ids, which of them are "
+        "trained)"
+    )
     check(
         isinstance(chat, (tuple, list)) and len(chat) == 2,
         f"{where} is no chat of --sft: {expected}",
@@ -61,7 +66,8 @@ def _marked(chat: Any, where: str) -> np.ndarray:
     )
     check(
         trained.shape == ids.shape and set(np.unique(trained).tolist()) <= {0, 1},
-        f"{where} has {ids.size} token ids, and what is trained of them has shape {trained.shape} and type {trained.dtype}: "
+        f"{where} has {ids.size} token ids, and what is trained of them has shape "
+        f"{trained.shape} and type {trained.dtype}: "
         "pass an array of as many, true or false",
     )
     check(int(ids.min()) >= 0, f"{where} has token id {int(ids.min())}: pass 0 or more")

@@ -24,7 +24,7 @@ from ..config.run_config import GROUPS, RunConfig
 
 
 def _with_checkpoint_model(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with use_checkpoint_args followed: the model is the one of the checkpoint in load."""
+    """Return the values, of the model those of the checkpoint in load with use_checkpoint_args."""
     if not values.get("use_checkpoint_args"):
         return values
     from ..training.train_command import with_checkpoint_model

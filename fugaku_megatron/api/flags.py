@@ -1,4 +1,4 @@
-"""Flags of fugaku-megatron train in a program: each acts on a Trainer as in the command, or is refused."""
+"""Flags of fugaku-megatron train that a Trainer refuses; all others act as in the command."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ _OF_DATA = ("split", "legacy_split")
 
 
 def check_flags(config: Config) -> None:
-    """Raise ValueError for a flag that a Trainer does not act on. A value of None or False asks for nothing."""
+    """Raise ValueError for a flag that a Trainer does not act on.
+
+    A value of None or False asks for nothing.
+    """
     for name, remedy in REFUSED.items():
         value = config.given.get(name)
         asked = value is not None and (value is not False or name == "use_flush_denormal")

@@ -47,13 +47,15 @@ def load(
 ) -> Model:
     """The model of a directory: a checkpoint of this program, a directory of Hugging Face, or a checkpoint of Megatron-LM.
 
-    Every process that calls it holds the whole model, weights alone. ckpt_step: the iteration; None: the latest. A
-    checkpoint of adapters is loaded as the model that it names with the adapters in its weights; pretrained_checkpoint: the place
-    of that model, if it is not where the checkpoint says. dtype: "fp32",
-    "bf16" or "fp16" of weights and activations; None: that of the run or of the files. The tokenizer is the one that came with the
-    model, unless the flags of the commands name another: vocab_file and merge_file, or tokenizer_model (a folder of Hugging Face,
-    or a file of SentencePiece) and perhaps tokenizer_type. vocab_size: tokens, where a checkpoint of Megatron-LM only says the
-    padded number. Raises ValueError, one line, for what is missing, damaged or not built here.
+    Every process that calls it holds the whole model, weights alone. ckpt_step: the iteration;
+    None: the latest. A checkpoint of adapters is loaded as the model that it names with the
+    adapters in its weights; pretrained_checkpoint: the place of that model, if it is not where the
+    checkpoint says. dtype: "fp32", "bf16" or "fp16" of weights and activations; None: that of the
+    run or of the files. The tokenizer is the one that came with the model, unless the flags of the
+    commands name another: vocab_file and merge_file, or tokenizer_model (a folder of Hugging Face,
+    or a file of SentencePiece) and perhaps tokenizer_type. vocab_size: tokens, where a checkpoint
+    of Megatron-LM only says the padded number. Raises ValueError, one line, for what is missing,
+    damaged or not built here.
     """
     check(dtype is None or dtype in DTYPES, f"dtype is {dtype!r:.40}: pass {' or '.join(DTYPES)}")
     base = None if pretrained_checkpoint is None else os.fspath(pretrained_checkpoint)

@@ -1,4 +1,4 @@
-"""What a Trainer begins with: a checkpoint to resume, weights of any program, or the model that adapters belong to."""
+"""What a Trainer begins with: a checkpoint, weights of any program, or the model of adapters."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from ..training.train import ForeignModel
 class Start:
     """A run's beginning.
 
-    run: the run, whose output names what is loaded. resume: checkpoints of this program. weights: a whole model of another program.
-    carried: a directory with the model's tokenizer files.
+    run: the run, whose output names what is loaded. resume: checkpoints of this program. weights: a
+    whole model of another program. carried: a directory with the model's tokenizer files.
     """
 
     run: RunConfig
@@ -40,7 +40,10 @@ class Start:
 
 
 def config_start(run: RunConfig, world: Comm) -> Start:
-    """Return the start that --load or else --pretrained-checkpoint names. Collective; ValueError on every rank."""
+    """Return the start that --load or else --pretrained-checkpoint names.
+
+    Collective; ValueError on every rank.
+    """
     output = run.output
     if output.load is not None:
         return load_start(run, output.load, world, output.ckpt_step)
@@ -58,9 +61,12 @@ def load_start(
     ckpt_step: int | None = None,
     weights_only: bool = False,
 ) -> Start:
-    """Return the start from a directory of this program, of Hugging Face or of Megatron-LM. Collective; ValueError on every rank.
+    """Return the start from a directory of this program, of Hugging Face or of Megatron-LM.
 
-    weights_only: what --finetune says; weights of another program, and converted ones, are always loaded so.
+    Collective; ValueError on every rank.
+
+    weights_only: what --finetune says; weights of another program, and converted ones, are always
+    loaded so.
     """
     own = on_root(world, lambda: own_checkpoint(directory, ckpt_step))
     if own is None:

@@ -67,10 +67,10 @@ NOTE = "note: "  # the beginning of a line of the log that names what a user may
 class Step:
     """One iteration, equal on every rank.
 
-    iteration: its number, from 1. loss: mean over tokens that count, before the update, with the z-loss of use_z_loss.
-    grad_norm: before clipping. skipped: the
-    gradients held an Inf or NaN, and no update was made. consumed_samples, consumed_tokens: since the beginning of the run.
-    num_zeros: gradient elements that are zero, with log_num_zeros_in_grad. params_norm: of the weights after the update, with
+    iteration: its number, from 1. loss: mean over tokens that count, before the update, with the
+    z-loss of use_z_loss. grad_norm: before clipping. skipped: the gradients held an Inf or NaN, and no update was made.
+    consumed_samples, consumed_tokens: since the beginning of the run. num_zeros: gradient elements
+    that are zero, with log_num_zeros_in_grad. params_norm: of the weights after the update, with
     log_params_norm.
     """
 
@@ -91,19 +91,22 @@ class Step:
 class Trainer:
     """A run on the ranks of `world`: alone, or one of those that mpiexec started, each with the same calls.
 
-    data: a prefix of .bin/.idx files, or what --data-path takes as a list: prefixes, or weights and prefixes in turn. Or documents:
-    a sequence, or a map-style data set of torch, whose items are one-dimensional arrays of token ids (of numpy or torch, or lists);
-    they are read as if they had been written to such files. Every rank passes the same data. Without it the config's data flags
-    count. With sft in the config documents are chats: objects as `fugaku-megatron preprocess --chat` reads them, rendered by the
-    config's tokenizer, or pairs of an array of token ids and one that is true for those that are trained.
-    valid: the same for `evaluate`. All documents of `data` are for training, unless the config has a split and `valid` is
-    not given.
+    data: a prefix of .bin/.idx files, or what --data-path takes as a list: prefixes, or weights and
+    prefixes in turn. Or documents: a sequence, or a map-style data set of torch, whose items are
+    one-dimensional arrays of token ids (of numpy or torch, or lists); they are read as if they had
+    been written to such files. Every rank passes the same data. Without it the config's data flags
+    count. With sft in the config documents are chats: objects as `fugaku-megatron preprocess
+    --chat` reads them, rendered by the config's tokenizer, or pairs of an array of token ids and
+    one that is true for those that are trained. valid: the same for `evaluate`. All documents of
+    `data` are for training, unless the config has a split and `valid` is not given.
 
-    The config's load and pretrained_checkpoint name what the run begins with, as they do in the command: weights of adapters and
-    models, and everything else that a checkpoint holds. `load` does the same later.
+    The config's load and pretrained_checkpoint name what the run begins with, as they do in the
+    command: weights of adapters and models, and everything else that a checkpoint holds. `load`
+    does the same later.
 
-    Raises ValueError, one line, for a config that does not fit these ranks, for data and checkpoints that cannot be read, and for
-    flags on which only the command acts. What its log would note is a warning of the first rank.
+    Raises ValueError, one line, for a config that does not fit these ranks, for data and
+    checkpoints that cannot be read, and for flags on which only the command acts. What its log
+    would note is a warning of the first rank.
     """
 
     def __init__(
@@ -175,7 +178,8 @@ class Trainer:
         splits = [name for name in ("split", "legacy_split") if self.config.given.get(name)]
         check(
             valid is None or not splits,
-            f"{' '.join(map(flag, splits))} divides data into training and validation data, and valid was passed to Trainer: "
+            f"{' '.join(map(flag, splits))} divides data into training and validation data, and "
+            "valid was passed to Trainer: "
             "pass one of them",
         )
         if splits:
@@ -217,7 +221,10 @@ class Trainer:
         return replace(self._run, training=replace(self._run.training, train_iters=iterations))
 
     def _build(self, resume: Resume | None = None) -> None:
-        """Build this rank's trainer and open its data. resume: the checkpoint that it begins with. Collective."""
+        """Build this rank's trainer and open its data.
+
+        resume: the checkpoint that it begins with. Collective.
+        """
         resume = resume or Resume()
         world, layout, nodes = (
             self._world,
@@ -235,7 +242,9 @@ class Trainer:
         needed = self._samples_needed(layout, resume.progress) if self._length_given else 1
         if self._length_given:
             self._end = pretrain.run_length(self._run, layout, resume.progress)[0]
-        self._evaluations = max(1, pretrain.evaluations(run, self._end or 0))
+        self._evaluations = 1
+        if "eval_interval" in self.config.given:
+            self._evaluations = max(1, pretrain.evaluations(run, self._end or 0))
         valid_samples = pretrain.samples_to_validate(run, layout, self._evaluations)
         data = self._open(needed, valid_samples, resume.order)
         self._opened = self._length_opened(data[0])
@@ -290,7 +299,7 @@ class Trainer:
         self._warn(*notes)
 
     def _comparable(self, schedule: ParamSchedule, resume: Resume) -> ParamSchedule:
-        """Return the schedule that is compared with a checkpoint's: without a length of its own the run has the checkpoint's."""
+        """Return the schedule to compare with a saved one, whose length a run without one has."""
         saved = resume.state.get("param_schedule")
         if self._length_given or not saved:
             return schedule
@@ -302,7 +311,8 @@ class Trainer:
         with everywhere():
             check(
                 not self._weightless,
-                f"--lora-rank {self._run.lora.lora_rank} trains adapters of a model that was not loaded: pass "
+                f"--lora-rank {self._run.lora.lora_rank} trains adapters of a model that was not "
+                "loaded: pass "
                 "pretrained_checkpoint to Config, or call Trainer.load before",
             )
 
@@ -437,7 +447,10 @@ class Trainer:
         )
 
     def _check_machine(self, iteration: int) -> None:
-        """Make the checks of wrong matmuls and of differing weights that the config asks for. Collective."""
+        """Make the checks of wrong matmuls and of differing weights that the config asks for.
+
+        Collective.
+        """
         if self._checksums and (text := self._checksums.report(self._world)):
             self._event(iteration, f"wrong matmul in iteration {iteration}: {text}")
         interval = self._run.numbers.check_weight_hash_across_dp_replicas_interval
@@ -445,7 +458,7 @@ class Trainer:
             self._trainer.check_replicas()
 
     def _asked_to_stop(self) -> bool:
-        """Return True on every rank if a signal that `init` waits for came on one, or the time is over. Advance a save."""
+        """Return True on every rank if a signal came or the time is over on one; advance a save."""
         writes = self._saving is not None and not self._saving.done
         late = self._timer.expired and self._trained
         flags = [stop_requested() or late, writes]
@@ -455,18 +468,19 @@ class Trainer:
         return bool(ends)
 
     def evaluate(self, number: int = 0) -> float:
-        """Return the mean loss over eval_iters batches of the validation data, with full_validation over all. Collective.
+        """Return the mean loss over eval_iters batches of validation data, or all. Collective.
 
-        number: of the evaluation, as the command counts them from 0, each of which has its own batches. Those of a run whose length
-        is known follow from it and from eval_interval.
+        number: of the evaluation, as the command counts them from 0, each of which has its own
+        batches. A run whose length is known and whose config names eval_interval has as many as in
+        the command, any other run has one.
         """
         run, sizes = self._run, self._valid_sizes
         with everywhere():
             self._check_weights()
             check(
                 0 <= number < self._evaluations,
-                f"evaluate({number}): the run has evaluations 0 to {self._evaluations - 1}, one for each --eval-interval "
-                f"{run.training.eval_interval} of its iterations: pass a smaller number, or change it",
+                f"evaluate({number}): the run has evaluations 0 to {self._evaluations - 1}: pass "
+                "one of these, or eval_interval and the length of the run to Config",
             )
             check(
                 bool(sizes),
@@ -517,7 +531,10 @@ class Trainer:
         atexit.unregister(self._finish_save)
 
     def _carry_files(self, directory: str) -> None:
-        """Copy the tokenizer files that came with the model to a directory of checkpoints. Collective."""
+        """Copy the tokenizer files that came with the model to a directory of checkpoints.
+
+        Collective.
+        """
         source = self._carried
         if source is None:
             return
@@ -541,11 +558,13 @@ class Trainer:
     ) -> None:
         """Go on from the latest checkpoint of a directory, or from that of `ckpt_step`, or start from weights. Collective.
 
-        A checkpoint of this program may have any layout, and brings optimizer, schedules and the position in the data with it.
-        weights_only: nothing but its weights, for a run that begins anew, as with finetune in the config. A directory of Hugging Face
-        or of Megatron-LM, and a converted checkpoint, have weights alone. In a run of adapters a checkpoint of adapters brings the
-        model that it names, or that of pretrained_checkpoint, and the weights of a model are those of new adapters.
-        ValueError on every rank for what is missing, damaged or of another architecture.
+        A checkpoint of this program may have any layout, and brings optimizer, schedules and the
+        position in the data with it. weights_only: nothing but its weights, for a run that begins
+        anew, as with finetune in the config. A directory of Hugging Face or of Megatron-LM, and a
+        converted checkpoint, have weights alone. In a run of adapters a checkpoint of adapters
+        brings the model that it names, or that of pretrained_checkpoint, and the weights of a model
+        are those of new adapters. ValueError on every rank for what is missing, damaged or of
+        another architecture.
         """
         self._finish_save()
         start = load_start(self._run, os.fspath(directory), self._world, ckpt_step, weights_only)
@@ -553,7 +572,7 @@ class Trainer:
         self._begin(start)
 
     def _rebuild(self, resume: Resume) -> None:
-        """Build the trainer again if it has trained, or what is loaded has other kernels or padding. Collective."""
+        """Build the trainer again after training, or for other kernels or padding. Collective."""
         run, saved, trainer = (
             with_padding(self._run, resume),
             resume.state.get("kernels"),

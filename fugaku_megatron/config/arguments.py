@@ -471,7 +471,10 @@ def interpret(values: Mapping[str, Any], passed: Collection[str] | None = None) 
 
 
 def check_other_flags(values: Mapping[str, Any], run: RunConfig) -> None:
-    """Raise ValueError for a flag of Megatron-LM that means something in other runs than this one. values: as parsed."""
+    """Raise ValueError for a flag of Megatron-LM that means something in other runs than this one.
+
+    values: as parsed.
+    """
     for name, (fits, reason) in _GOES_WITH.items():
         check(_OTHER + name not in values or fits(run), f"{name}: {reason}")
 

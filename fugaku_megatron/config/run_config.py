@@ -618,7 +618,8 @@ class RunConfig:
         check(  # adapters of --load may have another model than the one that they name
             not (output.finetune and output.pretrained_checkpoint) or self.lora.on,
             "--finetune and --pretrained-checkpoint exclude each other: pass "
-            "--finetune with --load for one start, or --pretrained-checkpoint for a run that goes on from its own --load",
+            "--finetune with --load for one start, or --pretrained-checkpoint for a run that "
+            "goes on from its own --load",
         )
         self.lora.check_model(self.model)
         given = f"--lora-rank {self.lora.lora_rank}"

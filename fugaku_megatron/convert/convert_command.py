@@ -121,7 +121,9 @@ def open_weights(
     vocab_size: int | None = None,
     base: str | None = None,
 ) -> Weights:
-    """The weights of a directory of any of the three kinds; arguments as of `open_megatron`, and `base` as of `open_own`.
+    """Return the weights of a directory of any of the three kinds.
+
+    Arguments as of `open_megatron`, and `base` as of `open_own`.
 
     This program's checkpoints have a manifest in each iteration, Hugging Face's models a config.json. ValueError, one line, for a
     directory of no kind, and for what is missing or damaged in it.
@@ -461,7 +463,8 @@ def check_options(options: argparse.Namespace) -> tuple[str, str]:
     )
     check(
         options.pretrained_checkpoint is None or source == "load",
-        f"{BASE_FLAG} {options.pretrained_checkpoint} is for --load, not {flag(source)}: leave it out",
+        f"{BASE_FLAG} {options.pretrained_checkpoint} is for --load, not {flag(source)}: leave "
+        "it out",
     )
     size(options.max_shard_size)
     for name in (

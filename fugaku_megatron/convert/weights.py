@@ -224,7 +224,9 @@ def open_own(
     base: str | None = None,
     open_base: OpenBase | None = None,
 ) -> Weights:
-    """The weights of the latest checkpoint in `directory`, or of `iteration`. ValueError where there is none, or one is damaged.
+    """The weights of the latest checkpoint in `directory`, or of `iteration`.
+
+    ValueError where there is none, or one is damaged.
 
     base: the model that adapters belong to, in place of the directory that their checkpoint names.
     open_base: opens a model that may be another program's (default: `open_own`).
@@ -255,7 +257,7 @@ def open_own(
 
 
 def _open_base(adapts: dict[str, Any], named: str | None, open_base: OpenBase) -> Weights:
-    """Open the model that adapters name, or the `named` one in its place, which must have the same weights."""
+    """Open the model that adapters name, or the `named` one, which must have the same weights."""
     recorded = adapts.get("base")
     directory = named or recorded
     check(
@@ -267,24 +269,27 @@ def _open_base(adapts: dict[str, Any], named: str | None, open_base: OpenBase) -
         Path(directory).is_dir(),
         f"{BASE_FLAG} {directory} is not a directory: pass the place of the model"
         if named
-        else f"holds adapters of the model in {directory}, which is not there: pass its place as {BASE_FLAG}",
+        else f"holds adapters of the model in {directory}, which is not there: pass its place as "
+        f"{BASE_FLAG}",
     )
     weights = open_base(directory, None if named else adapts["base_iteration"])
     check(
         weights.adapters is None,
-        f"{directory} holds adapters and not the weights of a model: pass the model's directory as {BASE_FLAG}",
+        f"{directory} holds adapters and not the weights of a model: pass the model's directory "
+        f"as {BASE_FLAG}",
     )
     expected = adapts.get("fingerprint")
     check(
         named is None or expected is None or fingerprint(weights) == expected,
-        f"{BASE_FLAG} {directory} has other weights than the model that the adapters were trained for, "
+        f"{BASE_FLAG} {directory} has other weights than the model that the adapters were "
+        "trained for, "
         f"{recorded}: pass that one",
     )
     return weights
 
 
 def fingerprint(weights: Weights) -> int:
-    """Return the number by which `FlatParameters.fingerprint` tells the weights of a run of adapters from others."""
+    """Return `FlatParameters.fingerprint` of these weights as the frozen ones of a run."""
     counted = (name for name, spec in specs(weights.model).items() if spec.counted)
     return sum(bits_number(name, weights.read(name)) for name in counted) % FINGERPRINTS
 

@@ -210,10 +210,13 @@ class ChatFiles(IndexedDataset):
 
 
 class ChatArrays(TokenArrays):
-    """The interface of `ChatFiles` over chats in memory. documents: what `signed` makes of each chat, (n,)."""
+    """The interface of `ChatFiles` over chats in memory.
+
+    documents: what `signed` makes of each chat, (n,).
+    """
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """`length` token ids (default: all that follow) of a chat from token `offset` on, int64 (n,)."""
+        """Return token ids of a chat, int64 (n,), as `ChatFiles` does."""
         return unsigned(super().get(index, offset, length))[0]
 
     def trained(self, index: int, length: int) -> np.ndarray:
@@ -221,7 +224,7 @@ class ChatArrays(TokenArrays):
         return unsigned(super().get(index, 0, length))[1]
 
     def count_trained(self, index: int, lengths: np.ndarray) -> int:
-        """Trained tokens of consecutive chats from `index` on, of each the first `lengths` (n,) without the very first one."""
+        """Return how many tokens of consecutive chats are trained, as `ChatFiles` does; lengths (n,)."""
         counts = (self.trained(index + i, int(n))[1:].sum() for i, n in enumerate(lengths))
         return int(sum(counts))
 

@@ -148,7 +148,10 @@ def read_chat(document: Document) -> Chat:
 
 
 def chat_of(record: dict[str, Any], where: str) -> Chat:
-    """Return the chat of an object as a line of JSON has it. ValueError, which begins with `where`, if it is none."""
+    """Return the chat of an object as a line of JSON has it.
+
+    ValueError, which begins with `where`, if it is none.
+    """
     try:
         return _chat(record, where)
     except ValueError as error:

@@ -153,10 +153,12 @@ def load_model(
         load_weights(directory, iteration, manifest, shards, world, VOCABULARY)
         return loaded
     base, step = adapts.get("base"), adapts.get("base_iteration")
-    merge = f"fugaku-megatron convert --load {directory} --pretrained-checkpoint MODEL --merge --save NEW"
+    convert = f"fugaku-megatron convert --load {directory}"
+    merge = f"{convert} --pretrained-checkpoint MODEL --merge --save NEW"
     check(
         base is not None and step is not None,
-        f"--load {directory} holds adapters, and their model in {base} is no checkpoint of this program: merge them with {merge}",
+        f"--load {directory} holds adapters, and their model in {base} is no checkpoint of this "
+        f"program: merge them with {merge}",
     )
     read = partial(checkpoint.read_manifest, base, step)
     of_base = on_root(

@@ -47,7 +47,10 @@ BLOCK = 1 << 20  # elements whose bits are summed at once
 
 
 def bits_number(name: str, weight: Tensor) -> int:
-    """Return a number of a weight's name and its BF16 bits; weight (any shape). A model's are added up modulo FINGERPRINTS."""
+    """Return a number of a weight's name and its BF16 bits; weight (any shape).
+
+    A model's are added up modulo FINGERPRINTS.
+    """
     blocks = weight.reshape(-1).split(BLOCK)
     total = sum(int(block.bfloat16().view(torch.int16).sum(dtype=torch.int64)) for block in blocks)
     return zlib.crc32(name.encode()) * total

@@ -247,7 +247,9 @@ def with_listed_data(run: RunConfig, world: Comm) -> RunConfig:
 
 
 def check_data(run: RunConfig, arrays: Collection[str] = ()) -> None:
-    """Raises ValueError for data files that are not there, before anything expensive; one rank looks.
+    """Raise ValueError for data files that are not there, before anything expensive.
+
+    One rank looks.
 
     arrays: names of documents that are in no files.
     """
@@ -263,7 +265,9 @@ def check_data(run: RunConfig, arrays: Collection[str] = ()) -> None:
 def check_run(
     run: RunConfig, world: Comm, arrays: Collection[str] = ()
 ) -> tuple[RunConfig, list[str]]:
-    """Return the run with the data that files list, and the log's lines, after all checks that need no model. Collective.
+    """Return the run with its listed data, and lines of the log. Collective.
+
+    Make all checks that need neither a model nor a checkpoint. ValueError on every rank.
 
     arrays: names of documents that are in no files.
     """

@@ -122,12 +122,16 @@ OpenBase = Callable[[str, Comm, int | None], Checkpoint | ForeignModel]
 
 
 def open_pretrained(directory: str, world: Comm, iteration: int | None = None) -> Checkpoint:
-    """Open the checkpoint with a model's weights. Collective; ValueError on every rank for a directory of another program."""
+    """Open the checkpoint with a model's weights.
+
+    Collective; ValueError on every rank for a directory of another program.
+    """
     known = on_root(world, lambda: any(Path(directory).glob(f"iter_*/{MANIFEST}")))
     with everywhere():
         check(
             known,
-            f"--pretrained-checkpoint {directory} holds no checkpoint of this program: write one with fugaku-megatron "
+            f"--pretrained-checkpoint {directory} holds no checkpoint of this program: write one "
+            "with fugaku-megatron "
             f"convert --from-hf (or --from-megatron) {directory} --save NEW, and pass NEW",
         )
     return open_checkpoint(directory, world, iteration)
@@ -137,7 +141,8 @@ def find_checkpoint(run: RunConfig, world: Comm, open_base: OpenBase = open_pret
     """What --load and --ckpt-step, or else --pretrained-checkpoint, name. Collective; ValueError on every rank for a --load without
     a checkpoint, and for one that holds weights alone where --finetune is not given.
 
-    open_base: opens the model that adapters belong to, from its directory and its iteration, if one is known.
+    open_base: opens the model that adapters belong to, from its directory and its iteration, if one
+    is known.
     """
     output, directory = run.output, run.output.load
     checkpoint = _resumed(run, directory, world) if directory else None
@@ -219,7 +224,8 @@ def _adapting(
         with everywhere():
             check(
                 not output.pretrained_checkpoint,
-                f"--finetune --load {output.load} and --pretrained-checkpoint {output.pretrained_checkpoint} "
+                f"--finetune --load {output.load} and --pretrained-checkpoint "
+                f"{output.pretrained_checkpoint} "
                 "both name the model of new adapters: pass one of them",
             )
         return Resume(checkpoint, config=checkpoint.config, finetune=True, base=checkpoint)
@@ -244,7 +250,8 @@ def _adapting(
             known or (checkpoint is None and not named),
             f"--pretrained-checkpoint {directory} is not a directory: pass the place of the model"
             if named
-            else f"--load {output.load} holds adapters of the model in {directory}, which is not there: "
+            else f"--load {output.load} holds adapters of the model in {directory}, which is not "
+            "there: "
             "pass its place as --pretrained-checkpoint DIR",
         )
     base = open_base(directory, world, step)
@@ -406,7 +413,10 @@ def _carry(trainer: Trainer, checkpoint: Checkpoint) -> None:
 
 
 def carry_files(source: Path, save: str, world: Comm) -> None:
-    """Copy the files that came with a model to a directory of checkpoints that has none. Collective."""
+    """Copy the files that came with a model to a directory of checkpoints that has none.
+
+    Collective.
+    """
 
     def copy() -> None:
         if source.is_dir() and not (Path(save) / CARRIED).exists():

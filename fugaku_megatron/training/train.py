@@ -560,7 +560,8 @@ class Trainer:
             self.world,
             lambda: check(
                 None in (found, expected) or found == expected,
-                f"the model in {base.directory}{iteration} has other weights than the one that the adapters were trained for, "
+                f"the model in {base.directory}{iteration} has other weights than the one that "
+                "the adapters were trained for, "
                 f"{(saved or {}).get('base')}: pass that one as --pretrained-checkpoint",
             ),
             name_rank=False,

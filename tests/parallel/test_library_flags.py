@@ -1,9 +1,10 @@
-"""Every flag of fugaku-megatron train in the library: it acts as in the command, to the last digit of the losses, or is refused."""
+"""Flags of the command train in the library: the same losses to the last digit, or refused."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -24,12 +25,19 @@ from tests.parallel.test_library import FLAGS, documents, write
 from tests.threads import ThreadWorld
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # notes of runs
+
+
+def rows(table: Iterable[str], rare: Collection[str]) -> list[Any]:
+    """The names of a table, of which `make test` leaves out the rare ones."""
+    return [pytest.param(name, marks=pytest.mark.full) if name in rare else name for name in table]
+
+
 RUN = {**FLAGS, "train_iters": 4, "eval_iters": 0, "split": "1,0,0"}
 Losses = list[float]
 
 
 def command(world: Comm, **flags: Any) -> Losses:
-    """Losses, gradient norms and validation losses of the command, from its first check to its last save."""
+    """Losses, gradient norms and validation losses of the command, from its first check on."""
     words = [
         word
         for name, value in {**RUN, **flags}.items()
@@ -82,7 +90,7 @@ def trainer_of(world: Comm, data=None, valid=None, **flags: Any) -> fm.Trainer:
 
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch):
-    """Ranks are threads, and the command leaves threads, memory and denormals as the library does."""
+    """Ranks are threads, and the command leaves the process as the library does."""
     torch.set_num_threads(1)
     monkeypatch.setattr(process, "world", lambda: getattr(RANK, "world", None) or SoloComm())
     monkeypatch.setattr(pretrain, "configure_process", lambda *_: "")
@@ -219,7 +227,22 @@ FEATURES: dict[str, tuple[int, dict[str, Any]]] = {
 LONG = {"interval": 4, "duration": 2}  # numbers found, where not of all four steps
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+RARE = (
+    "interleaved by stages",
+    "last stage",
+    "split stages",
+    "fixed scale",
+    "recompute by memory",
+    "warm-up",
+    "wsd by samples",
+    "old split",
+    "late validation",
+    "batches of validation",
+    "spikes",
+)
+
+
+@pytest.mark.parametrize("feature", rows(FEATURES, RARE))
 def test_the_losses_are_those_of_the_command(feature, data):
     ranks, flags = FEATURES[feature]
 
@@ -231,7 +254,7 @@ def test_the_losses_are_those_of_the_command(feature, data):
 
 
 def test_the_run_reaches_the_trainer_as_it_reaches_the_command_s(data, monkeypatch):
-    """So the flags of the model, of Muon and of the kernels mean the same, and no loss needs to be computed for each."""
+    """So the flags of the model, of Muon and of the kernels need no loss each."""
     flags = {
         **data,
         "mask_vocab_padding": "yes",
@@ -246,6 +269,19 @@ def test_the_run_reaches_the_trainer_as_it_reaches_the_command_s(data, monkeypat
     expected, found = runs
     for group in GROUPS:
         assert group == "output" or getattr(expected, group) == getattr(found, group), group
+
+
+def test_evaluations_beyond_the_run_are_refused(data):
+    trainer = trainer_of(SoloComm(), **{**data, **HALF})
+    for number in (-1, 3):
+        with pytest.raises(ValueError, match="the run has evaluations 0 to 2: pass one of these"):
+            trainer.evaluate(number)
+    first, second = trainer.evaluate(), trainer.evaluate(1)
+    assert first == trainer.evaluate(0) != second
+    alone = trainer_of(SoloComm(), **{**data, **HALF, "eval_interval": None})
+    alone.evaluate()
+    with pytest.raises(ValueError, match="the run has evaluations 0 to 0"):
+        alone.evaluate(1)
 
 
 VALUES: dict[str, Any] = {
@@ -298,24 +334,27 @@ def test_asking_for_nothing_is_not_refused(data):
     assert next(fm.Trainer(config).steps(1)).iteration == 1
 
 
-# Fields that reach the trainer within the run: test_the_run_reaches_the_trainer_as_it_reaches_the_command_s.
+# Fields that reach the trainer within the run, as a test above says.
 WITHIN_THE_RUN = set(
     """
-    moe_layer_freq moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_score_function
-    moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk
-    moe_router_enable_expert_bias moe_router_bias_update_rate moe_router_load_balancing_type moe_z_loss_coeff
-    moe_expert_capacity_factor moe_token_drop_policy ffn_hidden_size max_position_embeddings padded_vocab_size
-    mask_vocab_padding init_method_std normalization apply_layernorm_1p layernorm_epsilon geglu squared_relu
-    bias_gelu_fusion openai_gelu use_z_loss z_loss_strength group_query_attention num_query_groups kv_channels
-    add_qkv_bias qk_layernorm qk_layernorm_all_heads position_embedding_type rotary_base rotary_percent
-    rotary_interleaved rotary_seq_len_interpolation_factor rotary_scaling_factor
-    yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int mscale
-    mscale_all_dim use_rope_scaling rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor
-    rope_scaling_original_max_position_embeddings rope_dynamic_factor untie_embeddings_and_output_weights window_size
-    parallel_residual embedding_multiplier residual_multiplier attention_multiplier logits_scaling
-    muon_no_split_qkv muon_scale_mode muon_extra_scale_factor muon_coefficient_type muon_num_ns_steps muon_tp_mode
-    vocab_file merge_file tokenizer_model tiktoken_pattern tiktoken_num_special_tokens
-    fp16_accumulation_chunk fp32_matmul
+    moe_layer_freq moe_shared_expert_intermediate_size moe_shared_expert_gate
+    moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor
+    moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias
+    moe_router_bias_update_rate moe_router_load_balancing_type moe_z_loss_coeff
+    moe_expert_capacity_factor moe_token_drop_policy ffn_hidden_size max_position_embeddings
+    padded_vocab_size mask_vocab_padding init_method_std normalization apply_layernorm_1p
+    layernorm_epsilon geglu squared_relu bias_gelu_fusion openai_gelu use_z_loss z_loss_strength
+    group_query_attention num_query_groups kv_channels add_qkv_bias qk_layernorm
+    qk_layernorm_all_heads position_embedding_type rotary_base rotary_percent rotary_interleaved
+    rotary_seq_len_interpolation_factor rotary_scaling_factor yarn_original_max_position_embeddings
+    yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int mscale mscale_all_dim
+    use_rope_scaling rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor
+    rope_scaling_original_max_position_embeddings rope_dynamic_factor
+    untie_embeddings_and_output_weights window_size parallel_residual embedding_multiplier
+    residual_multiplier attention_multiplier logits_scaling muon_no_split_qkv muon_scale_mode
+    muon_extra_scale_factor muon_coefficient_type muon_num_ns_steps muon_tp_mode vocab_file
+    merge_file tokenizer_model tiktoken_pattern tiktoken_num_special_tokens fp16_accumulation_chunk
+    fp32_matmul
     """.split()
 )
 # Fields of Trainer.save: tests/parallel/test_library_start.py.

@@ -1,10 +1,11 @@
-"""What a Trainer begins with: checkpoints, models of other programs, and adapters, with the losses of the command."""
+"""Checkpoints, models of other programs, and adapters in a Trainer, with the command's losses."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,6 +36,7 @@ from tests.parallel.test_library_flags import (
     WITHIN_THE_RUN,
     command,
     library,
+    rows,
     trainer_of,
 )
 from tests.threads import ThreadWorld
@@ -73,6 +75,7 @@ def place(tmp_path_factory) -> Path:
     convert("--load", place / "base", "--to-hf", place / "hf")
     convert("--load", place / "base", "--to-megatron", place / "megatron")
     convert("--from-hf", place / "hf", "--save", place / "converted")
+    convert("--from-megatron", place / "megatron", "--save", place / "converted megatron")
     return place
 
 
@@ -157,7 +160,20 @@ def at(place: Path, flags: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("start", STARTS)
+RARE = (
+    "resumed, zero",
+    "schedule of the run",
+    "optimizer anew",
+    "it must be there",
+    "adapters of a converted model",
+    "some adapters",
+    "adapters, context",
+    "chats, context",
+    "index in a folder",
+)
+
+
+@pytest.mark.parametrize("start", rows(STARTS, RARE))
 def test_the_losses_are_those_of_the_command(start, place):
     (place / "words").write_text(str(place / "data"))
     words = [str(place / "data")]
@@ -172,7 +188,7 @@ def test_the_losses_are_those_of_the_command(start, place):
 
 
 def test_every_flag_acts_as_in_the_command_or_is_refused():
-    """A new flag needs a row: in FEATURES or STARTS, in WITHIN_THE_RUN, or in the library's REFUSED."""
+    """A new flag needs a row in FEATURES, STARTS, WITHIN_THE_RUN, or in the library's REFUSED."""
     compared = {
         *RUN,
         *(name for rows in (FEATURES, STARTS) for _, row in rows.values() for name in row),
@@ -241,23 +257,30 @@ def test_adapters_of_another_program_s_model_name_the_way_to_the_command(place, 
 
 
 @pytest.mark.parametrize("kind", ["hf", "megatron"])
-def test_models_of_other_programs_train_as_their_conversion_does(place, kind):
-    converted = {"hf": "converted", "megatron": "base"}[kind]  # the padding is masked, or not
-    for more in ({}, LORA):
-        flags = {"pretrained_checkpoint": converted, "mask_vocab_padding": "yes", **more}
-        expected = command(ALONE, **at(place, flags))
-        assert library(ALONE, **at(place, {**flags, "pretrained_checkpoint": kind})) == expected
-        loaded = trainer_of(ALONE, **at(place, {**flags, "pretrained_checkpoint": None}))
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_models_of_other_programs_train_as_their_conversion_does(place, kind, ranks):
+    layout = TP2 if ranks == 2 else {}
+    converted = {"hf": "converted", "megatron": "converted megatron"}[kind]
+
+    def all_ways(world, more):
+        flags = {**layout, **more}
+        expected = command(world, **at(place, {**flags, "pretrained_checkpoint": converted}))
+        found = library(world, **at(place, {**flags, "pretrained_checkpoint": kind}))
+        loaded = trainer_of(world, **at(place, flags))
         loaded.load(place / kind)
-        assert [step.loss for step in loaded.steps()] == expected[::2]
+        return expected, found, [step.loss for step in loaded.steps()]
+
+    for more in ({}, LORA):
+        for expected, found, losses in ThreadWorld(ranks).run(all_ways, more):
+            assert found == expected and losses == expected[::2]
 
 
 def test_without_its_model_a_run_of_adapters_does_nothing(place, tmp_path):
     trainer = trainer_of(ALONE, **at(place, LORA))
     for work in (trainer.steps, trainer.evaluate, lambda: trainer.save(tmp_path / "none")):
         assert (
-            "--lora-rank 4 trains adapters of a model that was not loaded: pass pretrained_checkpoint"
-            in refusal(work)
+            "--lora-rank 4 trains adapters of a model that was not loaded: pass "
+            "pretrained_checkpoint" in refusal(work)
         )
     assert not (tmp_path / "none").exists()
     trainer.load(place / "base", weights_only=True)
@@ -362,7 +385,8 @@ def test_adapters_are_loaded_as_the_merged_model(place, tmp_path, base):
     assert torch.equal(fm.load(tmp_path / "hf").logits(TOKENS), expected)
     moved.rename(tmp_path / "elsewhere")
     assert (
-        f"holds adapters of the model in {moved}, which is not there: pass its place as --pretrained-checkpoint"
+        f"holds adapters of the model in {moved}, which is not there: pass its place as "
+        "--pretrained-checkpoint"
     ) in refusal(lambda: fm.load(tmp_path / "lora"))
     named = fm.load(tmp_path / "lora", pretrained_checkpoint=tmp_path / "elsewhere")
     assert torch.equal(named.logits(TOKENS), expected)
@@ -374,7 +398,8 @@ def test_adapters_are_loaded_as_the_merged_model(place, tmp_path, base):
         (tmp_path / "chained", "holds adapters and not the weights of a model"),
         (tmp_path / "none", "is not a directory: pass the place of the model"),
     ):
-        assert message in refusal(lambda: fm.load(tmp_path / "lora", pretrained_checkpoint=wrong))  # noqa: B023
+        load = partial(fm.load, tmp_path / "lora", pretrained_checkpoint=wrong)
+        assert message in refusal(load)
     assert "leave --pretrained-checkpoint" in refusal(
         lambda: fm.load(place / "hf", pretrained_checkpoint=place / "base")
     )
@@ -482,7 +507,7 @@ def test_chats_in_memory_are_trained_as_files_of_them_are(place, tmp_path):
         (([1, 999], [0, 1]), "document 1 of <data>: token id 999 is outside the vocabulary of 96"),
         ({"messages": []}, "pass tokenizer_type HuggingFaceTokenizer and its folder"),
     ):
-        assert message in refusal(lambda: library(ALONE, data=[pairs[0], chat], **own))  # noqa: B023
+        assert message in refusal(partial(library, ALONE, data=[pairs[0], chat], **own))
 
 
 def test_chats_are_rendered_as_preprocess_renders_them(tmp_path):
