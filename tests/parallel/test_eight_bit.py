@@ -202,7 +202,7 @@ def validated(trainer: Trainer) -> float:
 def trained_and_validated(world: Comm, run: RunConfig, directory: str) -> float:
     """Return the validation loss after training, and save the run."""
     with contextlib.closing(make_trainer(world, run)) as trainer:
-        for _ in range(30):
+        for _ in range(12):
             trainer.train_step()
         trainer.save(directory)
         return validated(trainer)
