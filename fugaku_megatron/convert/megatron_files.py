@@ -256,7 +256,7 @@ def arguments_of(
 
 
 _NAMESPACES = {"argparse.Namespace": argparse.Namespace, "types.SimpleNamespace": SimpleNamespace}
-# Modules and names that become Nothing: what megatron-core's own safe_globals.py lists, and how enumerations are pickled by
+# Modules and names that become Nothing: what megatron-core itself allows in these files, and how enumerations are pickled by
 # Python 3.11.0 to 3.11.3.
 _IGNORED = (
     "megatron.",

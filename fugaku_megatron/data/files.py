@@ -42,7 +42,7 @@ from .formats import (
     text_blocks,
 )
 from .json_values import values
-from .lfs import POINTER, is_pointer
+from .lfs import FIRST_BYTES, POINTER, is_pointer
 
 KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -222,7 +222,6 @@ LOOKED_AT = 4096  # bytes at the beginning of a file, of which none may be zero
 CONVERT = "pass text in UTF-8, as iconv -t UTF-8 writes it"
 SKIP = "--skip-invalid"
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # how a text in UTF-16 begins
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # how the file begins that Git has in place of a large one
 NAMED = 5  # files that a warning names
 UNFINISHED = ".unfinished"  # ends the name of a folder in which preprocess keeps tokens, which may lie in that of the input
 
@@ -389,10 +388,8 @@ def _checked_form(path: str, columns: Columns) -> Form:
     """Return the form of a file. Raises ValueError if its first bytes are not what they have to be."""
     with open(path, "rb") as stream:
         begin = stream.read(LOOKED_AT)
-    if begin.startswith(LFS_POINTER):
-        raise ValueError(
-            f"--input {path}: is a pointer of Git LFS and not the file itself: fetch it with git lfs pull"
-        )
+    if begin.startswith(FIRST_BYTES):
+        raise ValueError(f"--input {path}: {POINTER}")
     form = form_of(path, columns)
     if form.content in TABLES:
         check_table(path, form, begin, columns)
@@ -420,7 +417,7 @@ def _chats_of(folder: str, files: list[str], forms: dict[str, Form]) -> list[str
 
 def _readable(path: str) -> str:
     reason = unreadable(path)
-    if reason:
+    if reason and reason != POINTER:  # a pointer is left out as other files that are not text are
         raise ValueError(
             f"--input {path}: "
             + (f"cannot be read: {reason}" if os.path.lexists(path) else "no such file")

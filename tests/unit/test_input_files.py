@@ -144,7 +144,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64
 @pytest.mark.parametrize(
     "content, reason",
     [
-        (POINTER, "is a pointer of Git LFS and not the file itself: fetch it with git lfs pull"),
+        (POINTER, "it is a Git LFS pointer: run git lfs pull"),
         ("\ufeff".encode("utf-16-le") + LINES.decode().encode("utf-16-le"), "UTF-16"),
         (b"\0\1\2", "zero byte"),
     ],
