@@ -20,7 +20,7 @@ from fugaku_megatron.training.train import Trainer
 from tests.helpers import OVERLAP, PP2, TP2, TP2PP2, make_trainer, small_run
 from tests.llama_models import FAMILIES
 from tests.parallel.test_optim import trained
-from tests.parallel.test_replicas import (
+from tests.parallel.test_replica_bits import (
     EIGHT,
     EP2,
     EXPERTS,

@@ -360,7 +360,7 @@ def test_the_model_of_the_checkpoint_wins_where_that_is_asked_for(tmp_path):
     assert (found.attention_dropout, found.hidden_dropout) == (0.0, 0.25)
     noted = parser.parse_args([*words, "--z-loss-strength", "0.5"])
     notes = interpret(with_checkpoint_model(vars(noted)), passed=vars(noted)).notes
-    assert notes == (), "--z-loss-strength is the checkpoint's, and nothing else was passed"
+    assert notes == ("--z-loss-strength has no effect without --use-z-loss",)
     with pytest.raises(ValueError, match="--hidden-size, --num-attention-heads must be passed"):
         interpret(
             with_checkpoint_model(

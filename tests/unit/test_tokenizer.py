@@ -324,7 +324,7 @@ def test_a_text_gives_the_same_files_again_and_perhaps_fewer_tokens(run, tmp_pat
             ["--input", "c.jsonl", "--json-keys", "body"],
             "c.jsonl:1: expected text under key 'body'",
         ),
-        (["--input", "deep.jsonl"], "deep.jsonl:1: not a line of JSON"),
+        (["--input", "deep.jsonl"], "deep.jsonl:1: not JSON"),
     ],
 )
 def test_mistakes_of_the_vocabulary_command(run, tmp_path, words, message):
