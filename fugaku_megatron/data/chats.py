@@ -334,7 +334,7 @@ class ChatTemplate:
         if only_answers and not np.array_equal(before, ids[:begin]):  # a token holds text of both
             text = self._text(chat, template, prompt, add_generation_prompt=True)
             whole = self._text(chat, template, chat.whole)
-            _, _, ends = self._offsets(chat, chat.whole, whole)
+            _, ends = self._offsets(ids, whole)
             if whole.startswith(text):
                 before = ids[: np.searchsorted(ends, len(text), side="right")]
         self._check_prefix(before, ids, "the prompt")
@@ -369,7 +369,7 @@ class ChatTemplate:
         try:
             return ids, self._trained_by_prefixes(chat, chat.whole, ids)
         except ValueError:  # parts of a chat that differ from the whole, or cannot be rendered
-            return ids, self._trained_by_text(chat, chat.whole)
+            return ids, self._trained_by_text(chat, chat.whole, ids)
 
     def _trained_by_prefixes(self, chat: Chat, whole: Messages, ids: np.ndarray) -> np.ndarray:
         """Find each answer between the tokens of the messages before it and those up to it: bool (n,)."""
@@ -383,13 +383,13 @@ class ChatTemplate:
                 trained[len(before) : len(after)] = True
         return trained
 
-    def _trained_by_text(self, chat: Chat, whole: Messages) -> np.ndarray:
+    def _trained_by_text(self, chat: Chat, whole: Messages, ids: np.ndarray) -> np.ndarray:
         """Find each answer in the text of the whole chat, where tokens do not end at its borders: bool (n,).
 
         As transformers' mask of the assistant's tokens, the first and the last token of an answer may hold text next to it.
         """
         text = self._text(chat, self.text, whole)
-        ids, begins, ends = self._offsets(chat, whole, text)
+        begins, ends = self._offsets(ids, text)
         trained = np.zeros(len(ids), bool)
         for number, message in enumerate(whole):
             if message["role"] == ASSISTANT:
@@ -397,17 +397,14 @@ class ChatTemplate:
                 trained |= (ends > begin) & (begins < end)
         return trained
 
-    def _offsets(
-        self, chat: Chat, messages: Messages, text: str
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens of a rendered text, and where in the text each begins and ends, each (n,)."""
-        ids = self._ids(chat, self.text, messages)
+    def _offsets(self, ids: np.ndarray, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return where in a rendered text each of its tokens begins and ends, each (n,)."""
         if not self._library.is_fast:
-            self._check_prefix(ids, ids[:0], "a turn")
+            raise ValueError(NOT_FOUND.format(what="a turn"))
         found = self._library(text, add_special_tokens=False, return_offsets_mapping=True)
         self._check_prefix(np.array(found["input_ids"], np.int32), ids, "its text")
         places = np.array(found["offset_mapping"]).reshape(-1, 2)
-        return ids, places[:, 0], places[:, 1]
+        return places[:, 0], places[:, 1]
 
     def _answer(self, chat: Chat, whole: Messages, number: int, text: str) -> tuple[int, int]:
         """Return where message `number` begins and ends in the text of the whole chat, with the token that ends its turn.
