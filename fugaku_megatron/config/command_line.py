@@ -238,6 +238,7 @@ def _width(cell: str) -> int:
 # whose first lines say how it is read.
 
 TABLE = Path(__file__).with_name("megatron_flags.txt")
+SAVED = "saved"  # the status of arguments that are no flags
 
 
 @dataclass(frozen=True)
@@ -272,43 +273,51 @@ def _same(given: str, accepted: str) -> bool:
         return given == accepted
 
 
-def _rows(text: str) -> Iterator[tuple[str, OtherFlag]]:
+def _groups(text: str) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield status, meaning and words of each line of words in the table."""
+    status, meaning = "", ""
     for line in text.splitlines():
-        if line.startswith(("noted: ", "refused: ", "model: ", "saved: ")):
+        if line.startswith("  "):
+            yield status, meaning, line.split()
+        elif not line.startswith("#"):
             status, _, meaning = line.partition(": ")
-        elif line.startswith("  ") and status != "saved":
-            for word in line.split():
-                name, takes, value = word.partition("=")
-                accepted = (
-                    ()
-                    if value.startswith("X") or not takes
-                    else tuple(value.removesuffix("...").split("|"))
-                )
-                yield (
-                    name,
-                    OtherFlag(
-                        (1, "+")[value.endswith("...")] if takes else 0,
-                        status in ("refused", "model"),
-                        meaning,
-                        accepted,
-                        status == "model",
-                    ),
-                )
 
 
-OTHER_FLAGS: dict[str, OtherFlag] = dict(_rows(TABLE.read_text(encoding="utf-8")))
+GROUPS = tuple(_groups(TABLE.read_text(encoding="utf-8")))
+
+
+def _rows() -> Iterator[tuple[str, OtherFlag]]:
+    for status, meaning, words in GROUPS:
+        if status == SAVED:
+            continue
+        for word in words:
+            name, takes, value = word.partition("=")
+            accepted = (
+                ()
+                if value.startswith("X") or not takes
+                else tuple(value.removesuffix("...").split("|"))
+            )
+            yield (
+                name,
+                OtherFlag(
+                    (1, "+")[value.endswith("...")] if takes else 0,
+                    status in ("refused", "model"),
+                    meaning,
+                    accepted,
+                    status == "model",
+                ),
+            )
+
+
+OTHER_FLAGS: dict[str, OtherFlag] = dict(_rows())
 
 
 def saved_reasons() -> dict[str, tuple[str, ...]]:
     """Return the arguments that Megatron-LM saves, no flag here is named after, and change no model, by the reason."""
     reasons: dict[str, tuple[str, ...]] = {}
-    reason = None
-    for line in TABLE.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("  "):
-            status, _, meaning = line.partition(": ")
-            reason = meaning if status == "saved" else None
-        elif reason is not None:
-            reasons[reason] = (*reasons.get(reason, ()), *line.split())
+    for status, meaning, names in GROUPS:
+        if status == SAVED:
+            reasons[meaning] = (*reasons.get(meaning, ()), *names)
     return reasons
 
 
@@ -424,9 +433,10 @@ def _read(path: str) -> dict[str, Any]:
             "extra [yaml]"
         ) from None
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        _check_nodes(path, yaml.compose(text, Loader=yaml.SafeLoader))
-        top = yaml.safe_load(text)
+        loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
+        root = loader.get_single_node()
+        _check_nodes(path, root)
+        top: Any = None if root is None else loader.construct_document(root)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
         raise ValueError(f"--yaml-cfg {path}: cannot be read: {reason}") from None
