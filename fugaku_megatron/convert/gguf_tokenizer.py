@@ -644,7 +644,7 @@ def _unknown_fields(folder: Path, where: str) -> list[str]:
             if not known:
                 found.append(f"{TOKENIZER_CONFIG} has the unknown switch {name!r:.60}")
     if (folder / TOKENIZER_JSON).is_file():
-        tokenizers = library("tokenizers", "huggingface", "--to-gguf")
+        tokenizers = library("tokenizers", "demo", "--to-gguf")
         raw = read_json(folder / TOKENIZER_JSON)
         again = json.loads(tokenizers.Tokenizer.from_file(str(folder / TOKENIZER_JSON)).to_str())
         found += [

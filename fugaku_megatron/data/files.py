@@ -359,7 +359,7 @@ def input_files(
         found = [
             path
             for path in map(_readable, _folder_files(name) if folder else [name])
-            if _is_text(path, wanted, skipped, forms)
+            if _is_text(path, name, wanted, skipped, forms)
         ]
         files += _chats_of(name, found, forms) if folder and not wanted.needed else found
     plain = [path for path in files if forms[path].content == TEXT_FILE]
@@ -370,10 +370,15 @@ def input_files(
     return files
 
 
-def _is_text(path: str, columns: Columns, skipped: Skipped | None, forms: dict[str, Form]) -> bool:
-    """Check the first bytes of a file, and note its form; False if it is left out. Raises ValueError as `input_files`."""
+def _is_text(
+    path: str, name: str, columns: Columns, skipped: Skipped | None, forms: dict[str, Form]
+) -> bool:
+    """Check the first bytes of a file, and note its form; False if it is left out. Raises ValueError as `input_files`.
+
+    name: that --input has, of the file itself or of a folder that holds it.
+    """
     try:
-        forms[path] = _checked_form(path, columns)
+        forms[path] = _checked_form(path, name, columns)
         return True
     except MissingPackage:
         raise
@@ -384,8 +389,8 @@ def _is_text(path: str, columns: Columns, skipped: Skipped | None, forms: dict[s
         return False
 
 
-def _checked_form(path: str, columns: Columns) -> Form:
-    """Return the form of a file. Raises ValueError if its first bytes are not what they have to be."""
+def _checked_form(path: str, name: str, columns: Columns) -> Form:
+    """Return the form of a file. Raises ValueError if its first bytes are not what they have to be. name: as in `_is_text`."""
     with open(path, "rb") as stream:
         begin = stream.read(LOOKED_AT)
     if begin.startswith(FIRST_BYTES):
@@ -397,6 +402,8 @@ def _checked_form(path: str, columns: Columns) -> Form:
     head = head_of(path, form.packed, LOOKED_AT)[0][:LOOKED_AT] if form.packed else begin
     if head.startswith(UTF_16):
         raise ValueError(f"--input {path}: is text in UTF-16: {CONVERT}")
+    if b"\0" in head and path != name:
+        raise ValueError(f"--input {name}: {path} is not text (it holds a zero byte): move it away")
     if b"\0" in head:
         raise ValueError(f"--input {path}: is not text (it holds a zero byte): {CONVERT}")
     return form
