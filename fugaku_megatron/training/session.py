@@ -194,6 +194,12 @@ class Session:
                 ),
             )
         )
+        if work is not None and not work.counted:
+            self.writer.event(
+                progress.iteration,
+                f"warning: iteration {progress.iteration} has 0 counted tokens: no label of its {result.global_batch_size} "
+                "samples counts in the loss, so nothing was learned",
+            )
         if self.experts and self._logs(progress.iteration):
             self.experts.report(self.writer, progress.iteration)
         if progress.iteration == self.iterations:

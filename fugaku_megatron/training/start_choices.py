@@ -13,11 +13,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ..checkpoint.manifest import CARRIED
 from ..comm.agreement import Nodes, agree, differing, everywhere, find_nodes, on_root
 from ..comm.base import Comm, SoloComm
 from ..config import batches
@@ -29,6 +31,7 @@ from ..config.recipes import GPT2_VOCABULARY
 from ..config.run_config import GROUPS, OWN_OF_A_RANK, RECOMPUTE, RunConfig
 from ..costs import accounting, memory, run_schedule
 from ..data.build import parse_data_path
+from ..data.library_tokenizers import HuggingFaceTokenizer, has_tokenizer
 from ..data.tokenizer import TokenizerFlags, build_tokenizer, identity, mismatch, read_identity
 from ..host import kernels
 from ..host.allocator import node_bytes
@@ -43,12 +46,29 @@ if TYPE_CHECKING:
 
 
 def read_tokenizer(run: RunConfig, world: Comm) -> dict[str, Any] | None:
-    """What tells the run's tokenizer from others (`data.tokenizer.identity`); None where no flag names one.
+    """What tells the run's tokenizer from others (`data.tokenizer.identity`); None if no flag and no model names one.
 
-    Collective: one rank reads the files. ValueError on every rank where that fails.
+    A run that needs one and names none gets the tokenizer that came with the model it starts from. Collective: one rank reads the
+    files. ValueError on every rank where that fails.
     """
     flags = TokenizerFlags.of(run.data, run.model.vocab_size)
-    return on_root(world, lambda: identity(build_tokenizer(*flags))) if flags.named else None
+
+    def read() -> dict[str, Any] | None:
+        found = flags if flags.named else _carried_tokenizer(run)
+        return identity(build_tokenizer(*found)) if found else None
+
+    return on_root(world, read)
+
+
+def _carried_tokenizer(run: RunConfig) -> TokenizerFlags | None:
+    """Return the tokenizer in the folder of --load or --pretrained-checkpoint, if the run needs one."""
+    if run.data.mock_data or (run.model.vocab_size is not None and not run.data.marks_documents):
+        return None
+    for directory in (run.output.load, run.output.pretrained_checkpoint):
+        if directory and has_tokenizer(Path(directory) / CARRIED):
+            folder = str(Path(directory) / CARRIED)
+            return TokenizerFlags(HuggingFaceTokenizer.name, tokenizer_model=folder)
+    return None
 
 
 def with_vocabulary(run: RunConfig, tokenizer: dict[str, Any] | None) -> RunConfig:
@@ -62,11 +82,11 @@ def with_vocabulary(run: RunConfig, tokenizer: dict[str, Any] | None) -> RunConf
     data, vocab_size = run.data, run.model.vocab_size
     if tokenizer:
         size = tokenizer["vocab_size"]
-        named = (
-            f"--tokenizer-model {data.tokenizer_model}"
-            if data.tokenizer_model
-            else f"--vocab-file {data.vocab_file}"
-        )
+        named = "the tokenizer of the model that the run starts from"
+        if data.tokenizer_model:
+            named = f"--tokenizer-model {data.tokenizer_model}"
+        elif data.vocab_file:
+            named = f"--vocab-file {data.vocab_file}"
         check(
             vocab_size is None or vocab_size >= size,
             f"--vocab-size {vocab_size} is below the {size} tokens of {named}: pass at "

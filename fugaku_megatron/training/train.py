@@ -7,6 +7,7 @@ Left out: the loop with its log and its reasons to leave (`session`), what comes
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
@@ -329,7 +330,7 @@ class Trainer:
     def evaluate(self, dataset: Dataset | None, first: int, iterations: int) -> float:
         """Mean loss over `iterations` global batches of a dataset from sample `first` on, or over their labels that count.
 
-        Collective.
+        NaN if no label counts. Collective.
         """
         if self.run.training.eval_micro_batch_size:
             return self._with_its_micro_batches().evaluate(dataset, first, iterations)
@@ -348,7 +349,7 @@ class Trainer:
             weights += weight
         if source:
             source.close()
-        return total / max(weights, 1)
+        return total / weights if weights else math.nan
 
     def _with_its_micro_batches(self) -> Trainer:
         """This trainer, weights and all, whose micro-batches are those of an evaluation."""

@@ -15,11 +15,13 @@ import pytest
 import torch
 
 import fugaku_megatron as fm
+from fugaku_megatron import cli
 from fugaku_megatron.api import trainer as process
 from fugaku_megatron.checkpoint.manifest import list_iterations
 from fugaku_megatron.config.arguments import build_parser, parse
 from fugaku_megatron.config.command_line import Parser
 from fugaku_megatron.config.recipes import RECIPES
+from fugaku_megatron.data.chat_dataset import ChatWriter, signed
 from fugaku_megatron.data.indexed import IndexedDatasetWriter, best_dtype
 from fugaku_megatron.inference import evaluate, generate
 from tests.helpers import SMALL
@@ -573,3 +575,38 @@ def test_a_save_compares_replicas_first(monkeypatch, tmp_path):
     (message,) = set(ThreadWorld(2).run(rank))
     assert message.startswith("weights differ after iteration 2: rank 0 (node ")
     assert list_iterations(tmp_path / "whole") == [2] and list_iterations(tmp_path / "torn") == []
+
+
+def test_chats_and_labels_that_do_not_count_are_said(tmp_path, capsys):
+    with ChatWriter(tmp_path / "chats", "uint16") as writer:
+        for length in (10, 90):  # only the first has a trained token in the sample
+            tokens = np.arange(100) % FLAGS["vocab_size"]
+            writer.add_document(signed(tokens, np.arange(100) >= length))
+    config = fm.Config(
+        **FLAGS, sft=True, sft_truncate=True, train_data_path=(str(tmp_path / "chats"),)
+    )
+    with pytest.warns(UserWarning, match="1 of 2 chats have no trained token in their first"):
+        trainer = fm.Trainer(config)
+    trainer.close()
+    with ChatWriter(tmp_path / "none", "uint16") as writer:
+        writer.add_document(signed(np.arange(9), np.zeros(9, bool)))
+    with pytest.raises(ValueError, match="none of its 9 tokens is trained"):
+        fm.Trainer(config.replace(train_data_path=(str(tmp_path / "none"),)))
+
+
+def test_an_iteration_of_labels_that_do_not_count_says_so(tmp_path, capsys):
+    size = FLAGS["vocab_size"]
+    prefix = str(write(tmp_path / "ends", [np.full(300, size - 1)]))
+    values = {**FLAGS, "train_iters": 2, "log_live": "off", "eval_iters": 1}
+    values |= {
+        "tokenizer_type": "NullTokenizer",
+        "train_data_path": prefix,
+        "valid_data_path": prefix,
+    }
+    words = [
+        w for name, value in values.items() for w in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    assert cli.main(["train", *words, "--eod-mask-loss"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("has 0 counted tokens: no label of its 4 samples counts in the loss") == 2
+    assert "lm loss value: NAN | lm loss PPL: NAN" in said
