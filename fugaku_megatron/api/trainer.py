@@ -212,7 +212,7 @@ class Trainer:
         check(len(source) > 0, f"{name} is empty: pass at least one document")
         named = f"<{name}>"
         if self.config.sft:
-            self._arrays[named] = chat_arrays(source, named, self.config.run)
+            self._arrays[named] = chat_arrays(source, named, self.config.run, self._warn)
         else:
             self._arrays[named] = TokenArrays(source, named)
         return (named,)
@@ -434,6 +434,8 @@ class Trainer:
         result, progress = self._trainer.train_step(), self._trainer.progress
         output, optimizer = self._run.output, self._trainer.optimizer
         self._trained = True
+        if result.nothing_counted:
+            self._event(progress.iteration, train.uncounted_line(progress.iteration, result))
         self._check_machine(progress.iteration)
         return Step(
             progress.iteration,

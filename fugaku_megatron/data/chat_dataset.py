@@ -405,6 +405,8 @@ class ChatDataset:
                     f"{where}: --sft-truncate cut the answers of {self.chats_cut:,} of {len(self.lengths):,} chats away: "
                     f"raise --seq-length, which is {self.size - 1}"
                 )
+            if isinstance(self.files, ChatArrays):
+                raise ValueError(f"{where}: pass chats that have answers")
             raise ValueError(
                 f"{where}, as its {SUFFIX} file says: write the data again, with chats that have answers"
             )

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,9 @@ REASONING = (
     "reasoning",
 )  # which transformers takes for each other
 INSTEAD_OF_CONTENT = ("tool_calls", *REASONING)
-WEIGHTS = ("weight", "train")  # with which other programs leave messages out of the training
+# with which other programs leave messages out of the training
+WEIGHTS = ("weight", "train", "loss", "training", "trainable")
+MANY_FIELDS = 20  # that a note names
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a terminal could take for a command
 EXAMPLES = 10  # chats that are printed
@@ -151,7 +154,7 @@ def read_chat(document: Document) -> Chat:
     try:
         if b"\\ud" in document.raw.lower():  # a lone surrogate, perhaps
             record = json.loads(clean(json.dumps(record, ensure_ascii=False)))
-        return replace(_chat(record, where), unread=frozenset(record.keys() - set(CHAT.names)))
+        return _chat(record, where)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
@@ -168,6 +171,15 @@ def chat_of(record: dict[str, Any], where: str) -> Chat:
 
 
 def _chat(record: dict[str, Any], where: str) -> Chat:
+    for key in WEIGHTS:
+        if record.get(key) in (False, 0):
+            raise ValueError(
+                f"{key} is {record[key]!r}, and every chat is trained: leave the chat out, or {key}"
+            )
+    return replace(_read(record, where), unread=frozenset(record.keys() - set(CHAT.names)))
+
+
+def _read(record: dict[str, Any], where: str) -> Chat:
     tools, options = record.get("tools"), record.get("chat_template_kwargs") or {}
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
@@ -208,6 +220,9 @@ def _answered(value: Any, key: str) -> Messages:
         raise ValueError(
             f"{key} has no message of the assistant, so that nothing of it would be trained"
         )
+    for number, message in enumerate(value, start=1):
+        if message["role"] == ASSISTANT:
+            _check_weight(message, f"message {number} of {key}")
     return value
 
 
@@ -230,8 +245,6 @@ def _check_message(message: Any, name: str) -> None:
         raise ValueError(
             f"{name} has the unknown role {role!r:.60}: pass {', '.join(ROLES[:-1])} or {ROLES[-1]}"
         )
-    if role == ASSISTANT:
-        _check_weight(message, name)
     if content is None and role == ASSISTANT and any(map(message.get, INSTEAD_OF_CONTENT)):
         return
     if isinstance(content, list) and content and all(isinstance(part, dict) for part in content):
@@ -269,6 +282,19 @@ def _called(message: dict[str, Any]) -> list[str]:
     functions = [call.get("function", call) for call in calls or [] if isinstance(call, dict)]
     names = [function.get("name") for function in functions if isinstance(function, dict)]
     return [name for name in names if isinstance(name, str)]
+
+
+def unread_note(names: Collection[str]) -> str:
+    """Return a line about the fields of chats that nothing reads, and the known fields near to them.
+
+    Empty if there are none.
+    """
+    words = []
+    for name in sorted(names)[:MANY_FIELDS]:
+        near = get_close_matches(name, CHAT.names, n=1, cutoff=0.8)
+        words.append(f"{name!r:.60}" + (f" (did you mean {near[0]}?)" if near else ""))
+    more = ", ..." if len(names) > MANY_FIELDS else ""
+    return f"note: fields of chats that nothing reads: {', '.join(words)}{more}" if words else ""
 
 
 class ChatTemplate:

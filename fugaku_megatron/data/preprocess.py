@@ -29,7 +29,6 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
-from difflib import get_close_matches
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
@@ -39,7 +38,7 @@ import numpy as np
 
 from .build import parse_split, split_documents
 from .chat_dataset import ChatFiles, ChatWriter
-from .chats import ChatTemplate, examples, read_chat, read_template
+from .chats import ChatTemplate, examples, read_chat, read_template, unread_note
 from .files import (
     NAMED,
     SKIP,
@@ -77,7 +76,6 @@ MAX_WORKERS_PER_CPU, MIN_LIMIT_OF_WORKERS = (
     8,
     64,
 )  # more workers than both start for minutes, or never
-MANY_FIELDS = 20  # that a note names
 BATCHES_AHEAD = 4  # per worker, which bounds the memory that input and results in waiting take
 
 
@@ -386,16 +384,6 @@ def tokenize(
             unread |= batch.unread
             progress.update(batch)
     return unread
-
-
-def unread_note(names: set[str]) -> str:
-    """Name the fields of chats that nothing reads, and the known field that one of them is near to."""
-    words = []
-    for name in sorted(names)[:MANY_FIELDS]:
-        near = get_close_matches(name, CHAT.names, n=1, cutoff=0.8)
-        words.append(f"{name!r:.60}" + (f" (did you mean {near[0]}?)" if near else ""))
-    more = ", ..." if len(names) > MANY_FIELDS else ""
-    return f"note: fields of chats that nothing reads: {', '.join(words)}{more}" if words else ""
 
 
 def _job(args: argparse.Namespace) -> Job:

@@ -113,6 +113,19 @@ class IterationResult:
     experts: Tensor | None = None
     z_loss: float | None = None
 
+    @property
+    def nothing_counted(self) -> bool:
+        """True if no label of the samples counts in the loss."""
+        return self.work is not None and not self.work.counted
+
+
+def uncounted_line(iteration: int, result: IterationResult) -> str:
+    """Return the log's warning about an iteration in which no label counts."""
+    return (
+        f"warning: iteration {iteration} has 0 counted tokens: no label of its "
+        f"{result.global_batch_size} samples counts in the loss, so nothing was learned"
+    )
+
 
 @dataclass
 class Trainer:

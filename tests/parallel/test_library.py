@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import fugaku_megatron as fm
-from fugaku_megatron import cli
 from fugaku_megatron.api import trainer as process
 from fugaku_megatron.checkpoint.manifest import list_iterations
 from fugaku_megatron.config.arguments import build_parser, parse
@@ -594,19 +593,34 @@ def test_chats_and_labels_that_do_not_count_are_said(tmp_path, capsys):
         fm.Trainer(config.replace(train_data_path=(str(tmp_path / "none"),)))
 
 
-def test_an_iteration_of_labels_that_do_not_count_says_so(tmp_path, capsys):
+def test_an_iteration_of_labels_that_do_not_count_says_so(tmp_path):
     size = FLAGS["vocab_size"]
     prefix = str(write(tmp_path / "ends", [np.full(300, size - 1)]))
-    values = {**FLAGS, "train_iters": 2, "log_live": "off", "eval_iters": 1}
-    values |= {
+    flags = {
+        **FLAGS,
+        "train_iters": 2,
+        "eval_iters": 1,
         "tokenizer_type": "NullTokenizer",
         "train_data_path": prefix,
         "valid_data_path": prefix,
     }
     words = [
-        w for name, value in values.items() for w in (f"--{name.replace('_', '-')}", str(value))
-    ]
-    assert cli.main(["train", *words, "--eod-mask-loss"]) == 0
-    said = capsys.readouterr().out
-    assert said.count("has 0 counted tokens: no label of its 4 samples counts in the loss") == 2
-    assert "lm loss value: NAN | lm loss PPL: NAN" in said
+        word
+        for name, value in flags.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ] + ["--eod-mask-loss"]
+    done = subprocess.run(
+        [sys.executable, "-m", "fugaku_megatron", "train", *words, "--log-interval", "1"]
+        + ["--save", str(tmp_path / "saved")],
+        capture_output=True,
+        text=True,
+    )
+    warning = "has 0 counted tokens: no label of its 4 samples counts in the loss"
+    assert done.stdout.count(warning) == 2
+    assert "lm loss value: NAN | lm loss PPL: NAN" in done.stdout
+    assert "nothing was trained: no label of 2 iterations counts in the loss" in done.stdout
+    assert done.returncode == 2 and not list_iterations(tmp_path / "saved")
+    trainer = fm.Trainer(fm.Config.from_flags(words))
+    with pytest.warns(UserWarning, match=f"iteration 1 {warning}"):
+        assert next(trainer.steps()).loss == 0
+    trainer.close()

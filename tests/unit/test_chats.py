@@ -27,13 +27,19 @@ from fugaku_megatron.data.chat_dataset import (
     signed,
     unsigned,
 )
-from fugaku_megatron.data.chats import Chat, ChatTemplate, read_chat, shown, training_form
+from fugaku_megatron.data.chats import (
+    Chat,
+    ChatTemplate,
+    read_chat,
+    shown,
+    training_form,
+    unread_note,
+)
 from fugaku_megatron.data.chats import user_turn as user
 from fugaku_megatron.data.files import Document
 from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.data.library_tokenizers import HuggingFaceTokenizer
 from fugaku_megatron.data.marks import COUNTED, FIRST
-from fugaku_megatron.data.preprocess import unread_note
 from fugaku_megatron.training.dry_run import report
 
 SPECIAL = [
