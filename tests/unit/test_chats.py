@@ -549,6 +549,12 @@ def test_a_chat_that_cannot_be_read_is_left_out_on_request(folder, tmp_path, cap
             "message 2 of messages has weight 0, and every message of the assistant is trained alike",
         ),
         (
+            {"messages": [user("a"), {**assistant("b"), "loss": False}]},
+            "message 2 of messages has loss False",
+        ),
+        ({"messages": [user("a"), assistant("b")], "weight": 0}, "weight is 0, and every chat"),
+        ({"prompt": "a", "completion": "b", "train": False}, "train is False, and every chat"),
+        (
             {"messages": [user("a"), {**assistant("b"), "train": False}]},
             "message 2 of messages has train False",
         ),
