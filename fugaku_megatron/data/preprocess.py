@@ -475,6 +475,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of tokens of NullTokenizer, which reads texts of numbers",
     )
     add(
+        "--dataset-impl",
+        choices=("mmap",),
+        help="the format of the files, as scripts for older versions of Megatron-LM name it",
+    )
+    add(
         "--append-eod",
         action="store_true",
         help="end every document with the tokenizer's last token, such as <|endoftext|>",

@@ -352,6 +352,7 @@ def test_a_bad_line_in_a_worker_process(tmp_path):
         (["--input", "a.txt", "--json-keys", "body"], "--input a.txt is plain text"),
         (["--input", "a.txt", "--tokenizer-type", "GPT2BPE"], "did you mean GPT2BPETokenizer?"),
         (["--input", "a.txt", "--vocab-file", "v.json"], "needs --merge-file"),
+        (["--input", "a.txt", "--dataset-impl", "lazy"], "choose from 'mmap'"),
         (["--input", "a.txt", "--workers", "0"], "--workers 0: must be at least 1"),
         (
             ["--input", "a.txt", "--workers", "1000000000"],
@@ -376,6 +377,6 @@ def test_usage_errors(tmp_path, main, arguments, message):
     (tmp_path / "folder" / "image.png").write_bytes(b"\x89PNG\0")
     (tmp_path / "late.txt").write_bytes(b"a" * 5000 + b"\0")
     os.mkfifo(tmp_path / "pipe.jsonl")
-    code, errors, _ = main("--output-prefix", "out", *arguments)
+    code, errors, _ = main("--output-prefix", "out", "--dataset-impl", "mmap", *arguments)
     assert code == 2 and len(errors) == 1 and message in errors[0]
     assert sorted(os.listdir(tmp_path)) == ["a.txt", "b.jsonl", "folder", "late.txt", "pipe.jsonl"]
