@@ -27,7 +27,7 @@ import numpy as np
 from .chat_dataset import ChatFiles, signed, unsigned
 from .files import Document, read_record, read_text
 from .library_tokenizers import HuggingFaceTokenizer, clean
-from .template_limits import limited
+from .template_limits import TemplateLimit, apply_chat_template
 from .tokenizer import Tokenizer
 
 ASSISTANT = "assistant"
@@ -448,18 +448,17 @@ class ChatTemplate:
 
     def _rendered(self, chat: Chat, template: str, messages: Messages, **how: Any) -> Any:
         try:
-            with limited():
-                return self._library.apply_chat_template(
-                    messages,
-                    tools=chat.tools,
-                    chat_template=template,
-                    **{"return_dict": True, **how},
-                    **chat.options,
-                )
-        except (
-            Exception
-        ) as error:  # the template's own, or any of the library, depending on what is wrong
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            return apply_chat_template(
+                self._library,
+                messages,
+                tools=chat.tools,
+                chat_template=template,
+                **{"return_dict": True, **how},
+                **chat.options,
+            )
+        except Exception as error:  # any of the library, depending on what is wrong
+            name = "" if isinstance(error, TemplateLimit) else f"{type(error).__name__}: "
+            reason = " ".join(f"{name}{error}".split())
             raise ValueError(f"the chat template cannot render it ({reason[:REASON]})") from None
 
     @staticmethod
