@@ -19,15 +19,15 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ..named_files import read_text
 from .chat_dataset import ChatFiles, signed, unsigned
-from .files import Document, read_record, read_text
+from .files import Document, read_record
 from .library_tokenizers import HuggingFaceTokenizer, clean
-from .template_limits import TemplateLimit, apply_chat_template
+from .template_limits import LARGEST_TEMPLATE, TemplateLimit, apply_chat_template
 from .tokenizer import Tokenizer
 
 ASSISTANT = "assistant"
@@ -486,7 +486,7 @@ class ChatTemplate:
 
 def read_template(path: str | None) -> str | None:
     """The text of --chat-template. ValueError where it cannot be read."""
-    return None if path is None else read_text(Path(path), "--chat-template")
+    return None if path is None else read_text(path, "--chat-template", largest=LARGEST_TEMPLATE)
 
 
 def shown(

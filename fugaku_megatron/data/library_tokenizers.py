@@ -21,7 +21,7 @@ from typing import Any
 
 import regex
 
-from .files import read_text, unreadable
+from ..named_files import read_text, unreadable
 from .formats import library
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -209,6 +209,8 @@ def load_pieces(path: str | Path, user: str) -> tuple[Any, bytes]:
     """
     package = library("sentencepiece", "sentencepiece", user)
     where = f"--tokenizer-model {path}"
+    if reason := unreadable(path):
+        raise ValueError(f"{where}: cannot be read ({reason}); pass a .model file")
     kind = pieces_kind(Path(path))
     model = Path(path).read_bytes()
     try:

@@ -32,6 +32,7 @@ GROWTH = 16  # characters of text for each byte of a chat with its template: tok
 START_SECONDS = 600.0  # until transformers is imported, from a busy file system
 SPARE_SECONDS = 60.0  # after which a process that the kernel did not end is killed
 REASON = 2000  # characters of a template's own message
+LARGEST_TEMPLATE = 2**18  # bytes of a template
 REMEDY = "pass another template as --chat-template FILE"
 RENDER = "render_jinja_template"  # the function of transformers that renders
 START = (

@@ -28,6 +28,7 @@ from ..config.command_line import shown, writing
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs import accounting
+from ..named_files import read_text
 from ..pipeline import parts
 from ..pipeline.timeline import COMPUTATIONS, Span
 from .iteration import size_name
@@ -345,7 +346,7 @@ def _bars(axes: Any, spans: Sequence[Span], stages: int) -> list[tuple[str, str]
 
 def read_trace(path: str | os.PathLike) -> Trace:
     """A trace: its events are those of "traceEvents"."""
-    return json.loads(Path(path).read_text(encoding="utf-8"))
+    return json.loads(read_text(path, "", "pass a trace of a run with --profile"))
 
 
 def merge_traces(
