@@ -27,7 +27,12 @@ from ..named_files import read_text
 from .chat_dataset import ChatFiles, signed, unsigned
 from .files import Document, read_record
 from .library_tokenizers import HuggingFaceTokenizer, clean
-from .template_limits import LARGEST_TEMPLATE, TemplateLimit, apply_chat_template
+from .template_limits import (
+    LARGEST_TEMPLATE,
+    TemplateLimit,
+    TemplateRefusal,
+    apply_chat_template,
+)
 from .tokenizer import Tokenizer
 
 ASSISTANT = "assistant"
@@ -253,6 +258,11 @@ class ChatTemplate:
                 "the tokenizer of --tokenizer-model has no chat template: pass one as --chat-template FILE, such as "
                 "the chat_template.jinja of the model's chat version"
             ) from None
+        if len(self.text) > LARGEST_TEMPLATE:
+            raise ValueError(
+                f"the chat template of --tokenizer-model has {len(self.text)} characters, more than "
+                f"{LARGEST_TEMPLATE}: pass another one as --chat-template FILE"
+            )
         self.marked = MARKER.search(self.text) is not None
         form: str | None = None
         self._for_training, self.form = self.text, form
@@ -298,6 +308,8 @@ class ChatTemplate:
                     "the template renders no token of the assistant that could be trained"
                 )
             self._check_ends(ids, trained)
+        except TemplateLimit as error:
+            raise TemplateLimit(f"{chat.where}: {error}") from None
         except ValueError as error:
             raise ValueError(f"{chat.where}: {error}") from None
         return signed(ids, trained)
@@ -456,8 +468,10 @@ class ChatTemplate:
                 **{"return_dict": True, **how},
                 **chat.options,
             )
+        except TemplateLimit as error:
+            raise TemplateLimit(f"the chat template cannot render it ({error})") from None
         except Exception as error:  # any of the library, depending on what is wrong
-            name = "" if isinstance(error, TemplateLimit) else f"{type(error).__name__}: "
+            name = "" if isinstance(error, TemplateRefusal) else f"{type(error).__name__}: "
             reason = " ".join(f"{name}{error}".split())
             raise ValueError(f"the chat template cannot render it ({reason[:REASON]})") from None
 

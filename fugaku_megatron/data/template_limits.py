@@ -41,14 +41,19 @@ START = (
 )
 
 
-class TemplateLimit(Exception):
-    """A template could not be rendered; the text says why, in one line."""
+class TemplateRefusal(Exception):
+    """A template, or transformers, did not render a chat; the text says why, in one line."""
+
+
+class TemplateLimit(ValueError):
+    """A template that takes more than its limits: no chat is left out for it."""
 
 
 def apply_chat_template(library: Any, messages: Any, **options: Any) -> Any:
     """Return what transformers makes of a chat, its template rendered in the other process.
 
-    library: a tokenizer of transformers. options: arguments of its apply_chat_template. Raises TemplateLimit.
+    library: a tokenizer of transformers. options: arguments of its apply_chat_template. Raises TemplateLimit
+    and TemplateRefusal.
     """
     return _apply(type(library).apply_chat_template)(library, messages, **options)
 
@@ -60,7 +65,7 @@ def _apply(method: Any) -> Callable[..., Any]:
     if code is None or RENDER not in code.co_names:
         import transformers
 
-        raise TemplateLimit(
+        raise TemplateRefusal(
             f"transformers {transformers.__version__} does not render by {RENDER}: install the "
             "version in requirements.txt"
         )
@@ -78,7 +83,7 @@ class TemplateProcess:
         self._lock = threading.Lock()
 
     def render(self, **call: Any) -> tuple[list[str], list[list[tuple[int, int]]]]:
-        """Return what transformers' function of this name returns. Raises TemplateLimit."""
+        """Return what transformers' function of this name returns. Raises as `apply_chat_template`."""
         text = json.dumps(call, default=_plain)
         limits = {"seconds": SECONDS, "characters": max(CHARACTERS, GROWTH * len(text))}
         line = f'{{"limits": {json.dumps(limits)}, "call": {text}}}\n'.encode()
@@ -89,8 +94,10 @@ class TemplateProcess:
                 self.close(kill=True)
                 raise
         reply = json.loads(answer)
+        if "limit" in reply:
+            raise TemplateLimit(reply["limit"])
         if "error" in reply:
-            raise TemplateLimit(reply["error"])
+            raise TemplateRefusal(reply["error"])
         return reply["texts"], reply["places"]
 
     def close(self, kill: bool = False) -> None:
@@ -141,7 +148,7 @@ class TemplateProcess:
         )
         if not _read_line(self._process, START_SECONDS).endswith(b"\n"):
             status = self._process.wait()
-            raise TemplateLimit(f"the process that renders did not start ({_status(status)})")
+            raise TemplateRefusal(f"the process that renders did not start ({_status(status)})")
         return self._process
 
 
@@ -217,10 +224,10 @@ def _reply(render: Callable[..., Any], call: Mapping[str, Any], characters: int)
         texts, places = render(**call)
         count = sum(map(len, texts))
         if count > characters:
-            return {"error": f"its text has {count} characters, more than {characters}; {REMEDY}"}
+            return {"limit": f"its text has {count} characters, more than {characters}; {REMEDY}"}
         return {"texts": texts, "places": places}
     except MemoryError:
-        return {"error": f"it takes more than {BYTES >> 20} MiB of memory; {REMEDY}"}
+        return {"limit": f"it takes more than {BYTES >> 20} MiB of memory; {REMEDY}"}
     except Exception as error:  # the template's own, or any of the library
         return {"error": " ".join(f"{type(error).__name__}: {error}"[:REASON].split())}
 

@@ -313,6 +313,13 @@ def test_a_hostile_template_ends_with_one_line(tokenizer, template, message, mon
     assert "\n" not in str(refused.value)
 
 
+def test_a_template_has_a_largest_size(tokenizer):
+    with pytest.raises(
+        ValueError, match="has 262145 characters, more than 262144: pass another one"
+    ):
+        ChatTemplate(tokenizer, "a" * (template_limits.LARGEST_TEMPLATE + 1))
+
+
 def test_a_template_has_its_limits_on_every_thread(tokenizer, monkeypatch):
     """The process of this test, and its limit on memory, are as they were; the next chat is rendered."""
     monkeypatch.setattr(template_limits, "SECONDS", 0.2)
@@ -347,9 +354,10 @@ def _prompt_of_the_fork(template: ChatTemplate) -> list[int]:
 
 
 def test_preprocess_with_a_hostile_template_ends_with_code_2(folder, tmp_path):
+    """No chat is left out for it, as all would be, 5 s each."""
     (tmp_path / "loop.jinja").write_text(LOOP)
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
-    words = f"preprocess --chat --input a.jsonl --output-prefix out --chat-template loop.jinja --tokenizer-model {folder}"
+    (tmp_path / "a.jsonl").write_text((json.dumps({"messages": TALK}) + "\n") * 100)
+    words = f"preprocess --chat --skip-invalid --input a.jsonl --output-prefix out --chat-template loop.jinja --tokenizer-model {folder}"
     ended = subprocess.run(
         [sys.executable, "-m", "fugaku_megatron", *words.split()]
         + ["--tokenizer-type", "HuggingFaceTokenizer"],
@@ -359,6 +367,7 @@ def test_preprocess_with_a_hostile_template_ends_with_code_2(folder, tmp_path):
         timeout=120,
     )
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert "a.jsonl:1: the chat template cannot render it (it did not end" in ended.stderr
     assert "did not end within 5 s; pass another template as --chat-template" in ended.stderr
 
 
