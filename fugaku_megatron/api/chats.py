@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,21 +10,26 @@ import numpy as np
 from ..config.checks import check
 from ..config.run_config import RunConfig
 from ..data.chat_dataset import ChatArrays, signed
-from ..data.chats import ChatTemplate, chat_of
+from ..data.chats import ChatTemplate, chat_of, unread_note
 from ..data.dataset import Documents
-from ..data.tokenizer import TokenizerFlags, build_tokenizer
+from ..data.tokenizer import build_tokenizer
+from ..training.start_choices import find_tokenizer
 
 
-def chat_arrays(source: Documents, name: str, run: RunConfig) -> ChatArrays:
+def chat_arrays(
+    source: Documents, name: str, run: RunConfig, warn: Callable[[str], None]
+) -> ChatArrays:
     """Return the tokens of chats, and which of them are trained. name: of the chats in messages.
 
     source: objects with messages, or with prompt and completion, which the chat template of the
     run's tokenizer renders; or pairs (token ids (n,), which are trained (n,)). Raises ValueError
-    for a chat that is neither, or whose trained tokens are not certain.
+    for a chat that is neither, or whose trained tokens are not certain. warn: is called with a line
+    about fields that nothing reads.
     """
     chats = [source[index] for index in range(len(source))]
     template: ChatTemplate | None = None
     made = []
+    unread: set[str] = set()
     for index, chat in enumerate(chats):
         where = f"chat {index} of {name}"
         if not isinstance(chat, Mapping):
@@ -32,18 +37,24 @@ def chat_arrays(source: Documents, name: str, run: RunConfig) -> ChatArrays:
             continue
         if template is None:
             template = _template(run)
-        made.append(template.encode(chat_of(dict(chat), where)))
+        read = chat_of(dict(chat), where)
+        unread |= template.unread(read)
+        made.append(template.encode(read))
+    if unread:
+        warn(unread_note(unread))
     return ChatArrays(made, name)
 
 
 def _template(run: RunConfig) -> ChatTemplate:
-    check(
-        run.data.has_tokenizer,
-        "--sft: chats in memory are rendered by the tokenizer's chat template: pass tokenizer_type "
-        "HuggingFaceTokenizer and its folder as tokenizer_model to Config, or pairs of token ids "
-        "and what is trained of them",
-    )
-    return ChatTemplate(build_tokenizer(*TokenizerFlags.of(run.data, run.model.vocab_size)))
+    found = find_tokenizer(run)
+    if found is None:
+        raise ValueError(
+            "--sft: chats in memory are rendered by the tokenizer's chat template: pass "
+            "tokenizer_type HuggingFaceTokenizer and its folder as tokenizer_model to Config, a "
+            "model with a tokenizer as pretrained_checkpoint, or pairs of token ids and what is "
+            "trained of them"
+        )
+    return ChatTemplate(build_tokenizer(*found))
 
 
 def _marked(chat: Any, where: str) -> np.ndarray:

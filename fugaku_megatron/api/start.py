@@ -7,14 +7,14 @@ from functools import partial
 from pathlib import Path
 
 from ..checkpoint.load import Checkpoint
-from ..checkpoint.manifest import CARRIED, existing_iteration, read_head
+from ..checkpoint.manifest import CARRIED, existing_iteration, own_checkpoint, read_head
 from ..checkpoint.shards import check_model
 from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
 from ..config.checks import check
 from ..config.model_config import architecture
 from ..config.run_config import RunConfig
-from ..convert.convert_command import open_weights, own_checkpoint
+from ..convert.convert_command import open_weights
 from ..convert.weights import Weights
 from ..training.resume import Resume, find_checkpoint, open_pretrained
 from ..training.train import ForeignModel

@@ -34,6 +34,7 @@ from ..config.checks import check, flag
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..convert.hugging_face import carry
+from ..data.chat_dataset import lost_lines
 from ..data.dataset import DataOrder, Dataset, Documents, TokenArrays
 from ..data.unchanged import records
 from ..host import kernels, runtime
@@ -60,6 +61,7 @@ from .start import Start, config_start, load_start
 Source = str | os.PathLike[str] | Sequence[Any] | Documents
 NO_END = 2**31 - 1  # iterations of a run whose length is not known yet
 PACKAGE = __name__.partition(".")[0] + "."
+WARNING = "warning: "  # the beginning of a line of the log about a likely mistake
 NOTE = "note: "  # the beginning of a line of the log that names what a user may not expect
 
 
@@ -153,7 +155,8 @@ class Trainer:
             level += 1
             frame = frame.f_back
         for note in notes:
-            warnings.warn(note.removeprefix(NOTE), stacklevel=level + 1)
+            said = note.removeprefix(NOTE).removeprefix(WARNING)
+            warnings.warn(said, stacklevel=level + 1)
 
     def _event(self, iteration: int, line: str) -> None:
         """Show what the command's log would say about an iteration."""
@@ -209,7 +212,7 @@ class Trainer:
         check(len(source) > 0, f"{name} is empty: pass at least one document")
         named = f"<{name}>"
         if self.config.sft:
-            self._arrays[named] = chat_arrays(source, named, self.config.run)
+            self._arrays[named] = chat_arrays(source, named, self.config.run, self._warn)
         else:
             self._arrays[named] = TokenArrays(source, named)
         return (named,)
@@ -247,6 +250,7 @@ class Trainer:
             self._evaluations = max(1, pretrain.evaluations(run, self._end or 0))
         valid_samples = pretrain.samples_to_validate(run, layout, self._evaluations)
         data = self._open(needed, valid_samples, resume.order)
+        self._warn(*lost_lines(*data))
         self._opened = self._length_opened(data[0])
         self._opened_order = resume.order.train or (needed if self._length_given else None)
         choice = choose_kernels(run, layout, world, resume.state.get("kernels"))
@@ -430,6 +434,8 @@ class Trainer:
         result, progress = self._trainer.train_step(), self._trainer.progress
         output, optimizer = self._run.output, self._trainer.optimizer
         self._trained = True
+        if result.nothing_counted:
+            self._event(progress.iteration, train.uncounted_line(progress.iteration, result))
         self._check_machine(progress.iteration)
         return Step(
             progress.iteration,

@@ -101,6 +101,18 @@ def existing_iteration(directory: str | os.PathLike) -> int | None:
     return iteration
 
 
+def own_checkpoint(directory: str, iteration: int | None = None) -> tuple[str, int | None] | None:
+    """Directory and iteration of this program's checkpoint, which may be the directory of the iteration; None where it is none."""
+    path = Path(directory)
+    if (
+        iteration is None
+        and (path / MANIFEST).is_file()
+        and path.name.removeprefix("iter_").isdecimal()
+    ):
+        return str(path.absolute().parent), int(path.name.removeprefix("iter_"))
+    return (directory, iteration) if any(path.glob(f"iter_*/{MANIFEST}")) else None
+
+
 def list_iterations(directory: str | os.PathLike) -> list[int]:
     """Iterations, ascending, with a readable manifest and files of the recorded sizes (checksums are verified when loading).
 

@@ -577,7 +577,8 @@ class DataConfig:
     tokenizer_type: str = opt(
         "GPT2BPETokenizer",
         "tokenizer of --data-path: GPT2BPETokenizer, HuggingFaceTokenizer, "
-        "SentencePieceTokenizer, Llama2Tokenizer, JapaneseSentencePiece, TikTokenizer or NullTokenizer",
+        "SentencePieceTokenizer, Llama2Tokenizer, JapaneseSentencePiece, TikTokenizer or NullTokenizer; "
+        "if no file of one is named, that of the model that the run starts from is used",
     )
     vocab_file: str | None = opt(
         None, "vocab.json of the tokenizer, or a SentencePiece model", type=str

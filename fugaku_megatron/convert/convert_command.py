@@ -25,11 +25,11 @@ import psutil
 
 from ..checkpoint.manifest import (
     CARRIED,
-    MANIFEST,
     TRACKER,
     existing_iteration,
     fsync,
     iteration_name,
+    own_checkpoint,
 )
 from ..comm import launcher
 from ..comm.agreement import describe
@@ -101,18 +101,6 @@ def _iteration(directory: Path, iteration: int | None) -> Path:
         f"{tracker} should hold an iteration or release, it holds {text!r:.40}",
     )
     return directory / (text if text == "release" else iteration_name(int(text)))
-
-
-def own_checkpoint(directory: str, iteration: int | None = None) -> tuple[str, int | None] | None:
-    """Directory and iteration of this program's checkpoint, which may be the directory of the iteration; None where it is none."""
-    path = Path(directory)
-    if (
-        iteration is None
-        and (path / MANIFEST).is_file()
-        and path.name.removeprefix("iter_").isdecimal()
-    ):
-        return str(path.absolute().parent), int(path.name.removeprefix("iter_"))
-    return (directory, iteration) if any(path.glob(f"iter_*/{MANIFEST}")) else None
 
 
 def open_weights(

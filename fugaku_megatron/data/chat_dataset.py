@@ -195,14 +195,14 @@ class ChatFiles(IndexedDataset):
         start = int(self.read_pointers(index, index + 1)[0]) // self.dtype.itemsize
         return self._unpacked(start, start + length).astype(bool)
 
-    def count_trained(self, index: int, lengths: np.ndarray) -> int:
-        """Trained tokens of consecutive chats from `index` on, of each the first `lengths` (n,) without the very first one."""
+    def count_trained(self, index: int, lengths: np.ndarray) -> np.ndarray:
+        """int64 (n,): trained tokens of consecutive chats from `index` on, of each the first `lengths` without the very first one."""
         starts = self.read_pointers(index, index + len(lengths)) // self.dtype.itemsize
         before = np.cumsum(
             np.append(0, self._unpacked(int(starts[0]), int(starts[-1]) + int(lengths[-1])))
         )
         starts = starts - starts[0]
-        return int((before[starts + lengths] - before[starts + 1]).sum())
+        return before[starts + lengths] - before[starts + 1]
 
     def _unpacked(self, start: int, stop: int) -> np.ndarray:
         first, end = start // 8, -(-stop // 8)
@@ -224,10 +224,10 @@ class ChatArrays(TokenArrays):
         """bool (length,): which of the first tokens of chat `index` are trained."""
         return unsigned(super().get(index, 0, length))[1]
 
-    def count_trained(self, index: int, lengths: np.ndarray) -> int:
-        """Return how many tokens of consecutive chats are trained, as `ChatFiles` does; lengths (n,)."""
-        counts = (self.trained(index + i, int(n))[1:].sum() for i, n in enumerate(lengths))
-        return int(sum(counts))
+    def count_trained(self, index: int, lengths: np.ndarray) -> np.ndarray:
+        """int64 (n,): trained tokens of consecutive chats, as of `ChatFiles`; lengths (n,)."""
+        counts = [self.trained(index + i, int(n))[1:].sum() for i, n in enumerate(lengths)]
+        return np.array(counts, np.int64)
 
 
 def check_mask_file(prefix: str) -> None:
@@ -333,7 +333,8 @@ class ChatDataset:
     """At least `num_samples` samples, in whole epochs, of the chats `documents` (ids of sequences); None: one epoch.
 
     truncate: a chat of more than seq_length + 1 tokens is cut, and not refused. `name` and `comm` are those of
-    `dataset.GPTDataset`. Raises ValueError on every rank where there are no chats, and for a chat that is too long.
+    `dataset.GPTDataset`. Raises ValueError on every rank if there are no chats, if no token is trained, and for a chat that is too
+    long.
     """
 
     def __init__(
@@ -361,6 +362,8 @@ class ChatDataset:
         self.lengths = np.minimum(lengths, self.size)
         self.num_tokens = int(self.lengths.sum(dtype=np.int64))
         self.chats_cut = int((lengths > self.size).sum())
+        # num_trained: tokens of an epoch that count in the loss. chats_lost: chats without any.
+        self.num_trained, self.chats_lost = on_root(comm, self._count)
         self.packing = Packing.of(-np.sort(-self.lengths), self.size)
         self.num_epochs = 1 if num_samples is None else -(-num_samples // len(self.packing))
         self._epoch: _Epoch | None = None
@@ -386,6 +389,29 @@ class ChatDataset:
     def indexed(self) -> ChatFiles | ChatArrays:
         """The files, under the name that other data sets have for them."""
         return self.files
+
+    def _count(self) -> tuple[int, int]:
+        """Return the tokens that count in the loss, and the chats without any. ValueError if none counts."""
+        trained = 0
+        lost = 0
+        for first in range(0, len(self.lengths), COUNTED_AT_ONCE):
+            lengths = self.lengths[first : first + COUNTED_AT_ONCE]
+            counts = self.files.count_trained(self.documents.start + first, lengths)
+            trained += int(counts.sum())
+            lost += int((counts == 0).sum())
+        if not trained:
+            where = f"{self.name} data of {self.files.prefix}: none of its {self.num_tokens:,} tokens is trained"
+            if self.chats_cut:
+                raise ValueError(
+                    f"{where}: --sft-truncate cut the answers of {self.chats_cut:,} of {len(self.lengths):,} chats away: "
+                    f"raise --seq-length, which is {self.size - 1}"
+                )
+            if isinstance(self.files, ChatArrays):
+                raise ValueError(f"{where}: pass chats that have answers")
+            raise ValueError(
+                f"{where}, as its {SUFFIX} file says: write the data again, with chats that have answers"
+            )
+        return trained, lost
 
     def __len__(self) -> int:
         return self.num_epochs * len(self.packing)
@@ -437,15 +463,6 @@ class ChatDataset:
             length = int(self.lengths[chat - self.documents.start])
             yield self.files.get(chat, 0, length), self.files.trained(chat, length)
 
-    @cached_property
-    def num_trained(self) -> int:
-        """Tokens of an epoch that count in the loss, as all of the mask says."""
-        first = self.documents.start
-        return sum(
-            self.files.count_trained(first + i, self.lengths[i : i + COUNTED_AT_ONCE])
-            for i in range(0, len(self.lengths), COUNTED_AT_ONCE)
-        )
-
     def description(self) -> str:
         """How full the samples are, in a line."""
         samples = len(self.packing)
@@ -465,4 +482,16 @@ def packing_lines(dataset: Any) -> list[str]:
         f"{part.name} data of {part.files.prefix}: {part.description()}"
         for part in getattr(dataset, "datasets", [dataset])
         if isinstance(part, ChatDataset)
+    ]
+
+
+def lost_lines(*datasets: Any) -> list[str]:
+    """Return a warning for each data set, or part of a blend, with chats of which no token counts in the loss."""
+    parts = [part for dataset in datasets for part in getattr(dataset, "datasets", [dataset])]
+    return [
+        f"warning: {part.name} data of {part.files.prefix}: {part.chats_lost:,} of {part.num_documents:,} chats have no trained "
+        f"token in their first {part.size} tokens, so nothing is learned from them"
+        + (": raise --seq-length" if part.chats_cut else "")
+        for part in parts
+        if isinstance(part, ChatDataset) and part.chats_lost
     ]

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +27,7 @@ import numpy as np
 from ..named_files import read_text
 from .chat_dataset import ChatFiles, signed, unsigned
 from .files import Document, read_record
+from .formats import CHAT
 from .library_tokenizers import HuggingFaceTokenizer, clean
 from .template_limits import (
     LARGEST_TEMPLATE,
@@ -37,6 +39,15 @@ from .tokenizer import Tokenizer
 
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
+REASONING = (
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+)  # which transformers takes for each other
+INSTEAD_OF_CONTENT = ("tool_calls", *REASONING)
+# with which other programs leave messages out of the training
+WEIGHTS = ("weight", "train", "loss", "training", "trainable")
+MANY_FIELDS = 20  # that a note names
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a terminal could take for a command
 EXAMPLES = 10  # chats that are printed
@@ -125,7 +136,7 @@ def training_form(
 class Chat:
     """One line. whole: its messages or text, of which those from `begin` on are the completion; None: the assistant's count.
 
-    tools, options: what the template is also called with. where: file and line.
+    tools, options: what the template is also called with. where: file and line. unread: fields of the line that nothing reads.
     """
 
     whole: Messages | tuple[str, str]
@@ -133,6 +144,7 @@ class Chat:
     tools: list[Any] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     where: str = "chat"
+    unread: frozenset[str] = frozenset()
 
 
 def read_chat(document: Document) -> Chat:
@@ -164,6 +176,15 @@ def chat_of(record: dict[str, Any], where: str) -> Chat:
 
 
 def _chat(record: dict[str, Any], where: str) -> Chat:
+    for key in WEIGHTS:
+        if record.get(key) in (False, 0):
+            raise ValueError(
+                f"{key} is {record[key]!r}, and every chat is trained: leave the chat out, or {key}"
+            )
+    return replace(_read(record, where), unread=frozenset(record.keys() - set(CHAT.names)))
+
+
+def _read(record: dict[str, Any], where: str) -> Chat:
     tools, options = record.get("tools"), record.get("chat_template_kwargs") or {}
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
@@ -204,6 +225,9 @@ def _answered(value: Any, key: str) -> Messages:
         raise ValueError(
             f"{key} has no message of the assistant, so that nothing of it would be trained"
         )
+    for number, message in enumerate(value, start=1):
+        if message["role"] == ASSISTANT:
+            _check_weight(message, f"message {number} of {key}")
     return value
 
 
@@ -226,10 +250,56 @@ def _check_message(message: Any, name: str) -> None:
         raise ValueError(
             f"{name} has the unknown role {role!r:.60}: pass {', '.join(ROLES[:-1])} or {ROLES[-1]}"
         )
-    if not isinstance(content, str) and not (
-        content is None and role == ASSISTANT and message.get("tool_calls")
-    ):
+    if content is None and role == ASSISTANT and any(map(message.get, INSTEAD_OF_CONTENT)):
+        return
+    if isinstance(content, list) and content and all(isinstance(part, dict) for part in content):
+        kinds = {part.get("type") for part in content if not _is_text_part(part)}
+        if kinds:
+            shown = ", ".join(sorted(repr(kind)[:40] for kind in kinds))
+            raise ValueError(f"{name}: its content has parts of type {shown}: pass text alone")
+        return
+    if not isinstance(content, str):
         raise ValueError(f"{name}: its content is {type(content).__name__}, not text")
+
+
+def _is_text_part(part: dict[str, Any]) -> bool:
+    return part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _check_weight(message: dict[str, Any], name: str) -> None:
+    """Raises ValueError for a message of the assistant that is not to be trained as any other."""
+    for key in WEIGHTS:
+        if message.get(key) not in (None, True, 1):
+            raise ValueError(
+                f"{name} has {key} {message[key]!r:.40}, and every message of the assistant is trained alike: leave it out, or "
+                "pass what is not trained as a prompt"
+            )
+
+
+def _joined(content: Any) -> Any:
+    """Return the text of parts; anything else as it is."""
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content
+
+
+def _called(message: dict[str, Any]) -> list[str]:
+    """Return the names of the tools that a message calls."""
+    calls = message.get("tool_calls")
+    functions = [call.get("function", call) for call in calls or [] if isinstance(call, dict)]
+    names = [function.get("name") for function in functions if isinstance(function, dict)]
+    return [name for name in names if isinstance(name, str)]
+
+
+def unread_note(names: Collection[str]) -> str:
+    """Return a line about the fields of chats that nothing reads, and the known fields near to them.
+
+    Empty if there are none.
+    """
+    words = []
+    for name in sorted(names)[:MANY_FIELDS]:
+        near = get_close_matches(name, CHAT.names, n=1, cutoff=0.8)
+        words.append(f"{name!r:.60}" + (f" (did you mean {near[0]}?)" if near else ""))
+    more = ", ..." if len(names) > MANY_FIELDS else ""
+    return f"note: fields of chats that nothing reads: {', '.join(words)}{more}" if words else ""
 
 
 class ChatTemplate:
@@ -316,9 +386,9 @@ class ChatTemplate:
 
     def prompt(self, messages: Messages) -> list[int]:
         """Token ids of messages and of what the template puts before an answer. ValueError where the template refuses them."""
-        return self._rendered(Chat(messages), self.text, messages, add_generation_prompt=True)[
-            "input_ids"
-        ]
+        chat = self._as_taken(Chat(messages))
+        assert isinstance(chat.whole, list)
+        return self._rendered(chat, self.text, chat.whole, add_generation_prompt=True)["input_ids"]
 
     @cached_property
     def ends(self) -> frozenset[int]:
@@ -328,7 +398,63 @@ class ChatTemplate:
         ends = {self._last_word(ids[trained]), self._library.eos_token_id}
         return frozenset(ends - {None})
 
+    def unread(self, chat: Chat) -> frozenset[str]:
+        """Return the fields of a chat's line and of its messages that neither this program nor the template reads."""
+        messages = [] if isinstance(chat.whole, tuple) else chat.whole
+        names = {
+            name for message in messages for name in message if name not in ("role", "content")
+        }
+        read = {*WEIGHTS, *(name for name in names if name in self.text)}
+        if any(name in self.text for name in REASONING):
+            read |= {*REASONING}
+        not_named = names - read
+        return chat.unread | {f"{name} of messages" for name in not_named}
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """True for a template that renders a list of texts as it does one text."""
+        texts = []
+        for content in ("Hello", [{"type": "text", "text": "Hello"}]):
+            chat = Chat([{"role": "user", "content": content}])
+            try:
+                texts.append(self._text(chat, self.text, chat.whole))
+            except ValueError:
+                return False
+        return texts[0] == texts[1]
+
+    def _as_taken(self, chat: Chat) -> Chat:
+        """Return the chat with contents of the kind that the template takes: a text for a list of parts, and for none at all.
+
+        Raises ValueError if the template leaves out the only thing that a message has, its calls of tools.
+        """
+        if isinstance(chat.whole, tuple):
+            return chat
+        whole = chat.whole
+        if (
+            any(isinstance(message.get("content"), list) for message in whole)
+            and not self._takes_parts
+        ):
+            whole = [{**message, "content": _joined(message.get("content"))} for message in whole]
+        if all(message.get("content") is not None for message in whole):
+            return replace(chat, whole=whole)
+        try:
+            text = self._text(chat, self.text, whole)
+        except ValueError:
+            whole = [
+                message if message.get("content") is not None else {**message, "content": ""}
+                for message in whole
+            ]
+            text = self._text(chat, self.text, whole)
+        for number, message in enumerate(whole, start=1):
+            if not message.get("content") and not all(name in text for name in _called(message)):
+                raise ValueError(
+                    f"message {number} has tool calls and no content, and the chat template does not render tool calls: pass "
+                    "another one as --chat-template FILE"
+                )
+        return replace(chat, whole=whole)
+
     def _encode(self, chat: Chat) -> tuple[np.ndarray, np.ndarray]:
+        chat = self._as_taken(chat)
         if isinstance(chat.whole, tuple):
             return self._encode_texts(*chat.whole)
         if chat.begin is None:

@@ -38,7 +38,7 @@ import numpy as np
 
 from .build import parse_split, split_documents
 from .chat_dataset import ChatFiles, ChatWriter
-from .chats import ChatTemplate, examples, read_chat, read_template
+from .chats import ChatTemplate, examples, read_chat, read_template, unread_note
 from .files import (
     NAMED,
     SKIP,
@@ -102,6 +102,7 @@ class Encoded:
     """A batch: of every key (token ids of all documents, how many each has), both (n,); bytes of text; where it ends.
 
     read: bytes of the last file that were read. skipped: documents that were left out, and the reasons of the first ones.
+    unread: fields of chats that nothing reads.
     """
 
     texts: list[tuple[np.ndarray, np.ndarray]]
@@ -110,6 +111,7 @@ class Encoded:
     read: int
     skipped: int = 0
     reasons: tuple[str, ...] = ()
+    unread: frozenset[str] = frozenset()
 
 
 class Encoder:
@@ -120,12 +122,14 @@ class Encoder:
         self.tokenizer = build_tokenizer(*job.flags)
         self.template = ChatTemplate(self.tokenizer, job.chat_template) if job.chat else None
         self.dtype = np.dtype(np.int32) if job.chat else best_dtype(self.tokenizer.vocab_size)
+        self._unread: set[str] = set()
 
     def encode(self, documents: list[Document]) -> Encoded:
         """The token ids of documents, one at least. Raises ValueError for one that cannot be read, unless it may be left out."""
         read = self._chat if self.template else self._texts
         found = []
         reasons = []
+        self._unread.clear()
         for document in documents:
             try:
                 found.append(read(document))
@@ -154,11 +158,14 @@ class Encoder:
             documents[-1].read,
             len(reasons),
             tuple(reasons[:NAMED]),
+            frozenset(self._unread),
         )
 
     def _chat(self, document: Document) -> list[np.ndarray]:
         assert self.template
-        return [self.template.encode(read_chat(document))]
+        chat = read_chat(document)
+        self._unread |= self.template.unread(chat)
+        return [self.template.encode(chat)]
 
     def _texts(self, document: Document) -> list[str | bytes]:
         return document_texts(document, self.job.keys)
@@ -333,7 +340,7 @@ def preprocess(args: argparse.Namespace) -> None:
     ]
     with Unfinished(args.output_prefix, made_with, files, len(job.keys), encoder.dtype) as work:
         progress = Progress(work, total, args.log_interval)
-        tokenize(job, files, workers, work, progress, skipped)
+        unread = tokenize(job, files, workers, work, progress, skipped)
         skipped.records = work.journal.skipped
         left_out = skipped.line("chats" if args.chat else "documents")
         if not any(work.journal.tokens):
@@ -351,8 +358,8 @@ def preprocess(args: argparse.Namespace) -> None:
         for writer in writers:
             write_identity(writer.prefix, encoder.tokenizer)
     print(progress.line(), file=sys.stderr)
-    if left_out:
-        print(left_out, file=sys.stderr)
+    for line in filter(None, (left_out, unread_note(unread))):
+        print(line, file=sys.stderr)
     if encoder.template:
         print(
             *examples(ChatFiles(args.output_prefix), encoder.tokenizer.decode, sys.stdout.isatty()),
@@ -369,14 +376,17 @@ def tokenize(
     work: Unfinished,
     progress: Progress,
     skipped: Skipped,
-) -> None:
-    """Add all documents that `work` does not have yet."""
+) -> set[str]:
+    """Add all documents that `work` does not have yet. Returns the fields of chats that nothing reads."""
+    unread: set[str] = set()
     with ExitStack() as stack:
         stack.callback(progress.close)
         for batch in encode_all(job, files, workers, work.journal.place, skipped):
             work.add(batch.texts, batch.after, batch.size, batch.skipped)
             skipped.add_reasons(batch.reasons)
+            unread |= batch.unread
             progress.update(batch)
+    return unread
 
 
 def _job(args: argparse.Namespace) -> Job:

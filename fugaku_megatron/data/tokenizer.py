@@ -15,9 +15,10 @@ import importlib.util
 import json
 import shlex
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import regex
@@ -29,6 +30,7 @@ from .library_tokenizers import (
     NullTokenizer,
     SentencePieceTokenizer,
     TikTokenizer,
+    has_tokenizer,
 )
 
 EOD_TOKEN = "<|endoftext|>"
@@ -337,6 +339,22 @@ class TokenizerFlags(NamedTuple):
         return " ".join(
             f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in given.items()
         )
+
+
+def model_tokenizer(
+    saved: Mapping[str, Any], carried: Path, size: int | None
+) -> TokenizerFlags | None:
+    """Return the tokenizer of the run that wrote a model, or one that came with the model.
+
+    saved: the values of that run's data flags. carried: a directory of Hugging Face's files. size:
+    tokens of the model.
+    """
+    flags = TokenizerFlags.of(SimpleNamespace(**saved), size)
+    if flags.named:
+        return flags
+    if has_tokenizer(carried):
+        return TokenizerFlags(HuggingFaceTokenizer.name, tokenizer_model=str(carried))
+    return None
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, otherwise: str) -> None:

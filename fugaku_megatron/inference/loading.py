@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from ..config.checks import check
 from ..config.layout import Layout
 from ..config.lora import LoraConfig
 from ..config.run_config import ModelConfig, RunConfig
-from ..data.library_tokenizers import HuggingFaceTokenizer, has_tokenizer
 from ..data.tokenizer import (
     TOKENIZERS,
     Tokenizer,
@@ -35,6 +33,7 @@ from ..data.tokenizer import (
     build_tokenizer,
     identity,
     mismatch,
+    model_tokenizer,
 )
 from ..host import kernels
 from ..nn.model import VOCABULARY, Stage
@@ -258,9 +257,7 @@ def choose_tokenizer(
     """
     flags = named._replace(vocab_size=size)
     if not flags.named:
-        flags = TokenizerFlags.of(SimpleNamespace(**saved), size)
-    if not flags.named and has_tokenizer(carried):
-        flags = TokenizerFlags(HuggingFaceTokenizer.name, tokenizer_model=str(carried))
+        flags = model_tokenizer(saved, carried, size) or flags
     _check_passed_type(named, flags, where)
     check(
         flags.named,

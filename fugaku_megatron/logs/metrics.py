@@ -275,7 +275,7 @@ def _reachable() -> bool:
 
 def format_validation(iteration: int, lm_loss: float, suffix: str = "") -> list[str]:
     """Megatron's three lines after an evaluation. As there, the perplexity is cut at exp(20). suffix: see `validation`."""
-    perplexity = math.exp(min(20.0, lm_loss))
+    perplexity = math.exp(min(lm_loss, 20.0))
     values = f"lm loss value: {lm_loss:.6E} | lm loss PPL: {perplexity:.6E}"
     text = f" validation{suffix} loss at iteration {iteration} | {values} | "
     rule = "-" * (len(text) + 1)
@@ -379,7 +379,7 @@ class MetricsWriter:
         self._scalar(f"lm loss validation{suffix}", lm_loss, iteration, consumed_samples)
         self._scalar(
             f"lm loss validation{suffix} ppl",
-            math.exp(min(20.0, lm_loss)),
+            math.exp(min(lm_loss, 20.0)),
             iteration,
             consumed_samples,
         )

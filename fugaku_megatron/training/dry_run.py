@@ -17,7 +17,7 @@ from ..costs import accounting, run_schedule
 from ..costs.activations import element_bytes
 from ..costs.memory import Memory, frozen_elements, gradient_collectives, stage_memory
 from ..costs.run_schedule import layers_again
-from ..data.chat_dataset import packing_lines
+from ..data.chat_dataset import lost_lines, packing_lines
 from ..host import placement
 from ..nn.model import Stage
 from ..nn.ops import Ops
@@ -164,7 +164,8 @@ def packing(run: RunConfig) -> list[str]:
     if not run.data.sft:
         return []
     if run.data.train_data_path or run.data.data_path:
-        return packing_lines(datasets_of(run, (1, 0, 0))[0])
+        train = datasets_of(run, (1, 0, 0))[0]
+        return [*packing_lines(train), *lost_lines(train)]
     return [
         "how full the samples of --sft are is not known without --data-path or --train-data-path"
     ]

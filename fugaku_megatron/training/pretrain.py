@@ -28,7 +28,7 @@ from ..config.run_config import ParallelConfig, RunConfig
 from ..costs import accounting, memory
 from ..costs.run_schedule import recompute_name
 from ..data.build import listed_data, parse_data_path
-from ..data.chat_dataset import check_mask_file, packing_lines
+from ..data.chat_dataset import check_mask_file, lost_lines, packing_lines
 from ..data.dataset import NEW_ORDER, DataOrder, Dataset, MockDataset, TokenArrays, ValidationSets
 from ..data.index_cache import IN_MEMORY, IndexCache
 from ..data.indexed import check_files
@@ -469,6 +469,7 @@ def start(arguments: Arguments, world: Comm, watchdog: Watchdog) -> Session:
         world,
         data_line(data[0]),
         *packing_lines(data[0]),
+        *lost_lines(*data),
         validation_line(data[1]),
         None if resume.order.train else skip_line(run, data[0]),
         *tokenizer_notes(run, tokenizer, saved, world),

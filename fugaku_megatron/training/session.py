@@ -25,7 +25,7 @@ from .machine_faults import Checksums
 from .nonfinite import find_nonfinite
 from .observers import Profile
 from .rank_watch import EnergyWatch, ExpertWatch, MemoryWatch, RankTimes
-from .train import IterationResult, Trainer
+from .train import IterationResult, Trainer, uncounted_line
 
 LOSS_CURVE = "loss_curve.png"
 DIVERGED_STEPS = 5  # skipped iterations in a row
@@ -57,6 +57,7 @@ class Session:
     saving: BackgroundSave | None = None
     saved_iteration: int = 0  # of the save that began last
     picture: subprocess.Popen | None = None  # the process that draws the losses
+    uncounted: int = 0  # iterations of this process in which no label counted in the loss
     picture_is_old: bool = False  # a save since then has more of them
 
     def __post_init__(self) -> None:
@@ -99,6 +100,7 @@ class Session:
                 self.writer.print(f"leaving after iteration {progress.iteration}: {reason}")
                 break
         self._check_data(progress.iteration)
+        self._check_trained(progress.iteration)
         if output.save and saved != progress.iteration:
             self._save(output.save)
         self._finish_save()
@@ -194,6 +196,9 @@ class Session:
                 ),
             )
         )
+        if result.nothing_counted:
+            self.uncounted += 1
+            self.writer.event(progress.iteration, uncounted_line(progress.iteration, result))
         if self.experts and self._logs(progress.iteration):
             self.experts.report(self.writer, progress.iteration)
         if progress.iteration == self.iterations:
@@ -300,6 +305,19 @@ class Session:
             self.writer.event(iteration, f"leaving after iteration {iteration}: {error}")
             raise SystemExit(ExitCode.USER_ERROR) from None
         self.checked_iteration = iteration
+
+    def _check_trained(self, iteration: int) -> None:
+        """SystemExit(USER_ERROR) at the end of a whole run in which no label counted in the loss."""
+        if iteration < self.iterations or self.uncounted < iteration or not iteration:
+            return
+        self._finish_save()
+        self.writer.flush()
+        self.writer.event(
+            iteration,
+            f"nothing was trained: no label of {iteration} iterations counts in the loss. The last weights are not saved: pass "
+            "data with other labels",
+        )
+        raise SystemExit(ExitCode.USER_ERROR)
 
     def _evaluate(self, iteration: int) -> None:
         training, last = self.trainer.run.training, iteration == self.iterations

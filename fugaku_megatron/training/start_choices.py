@@ -13,11 +13,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ..checkpoint.manifest import CARRIED, existing_iteration, own_checkpoint, read_head
 from ..comm.agreement import Nodes, agree, differing, everywhere, find_nodes, on_root
 from ..comm.base import Comm, SoloComm
 from ..config import batches
@@ -29,7 +31,14 @@ from ..config.recipes import GPT2_VOCABULARY
 from ..config.run_config import GROUPS, OWN_OF_A_RANK, RECOMPUTE, RunConfig
 from ..costs import accounting, memory, run_schedule
 from ..data.build import parse_data_path
-from ..data.tokenizer import TokenizerFlags, build_tokenizer, identity, mismatch, read_identity
+from ..data.tokenizer import (
+    TokenizerFlags,
+    build_tokenizer,
+    identity,
+    mismatch,
+    model_tokenizer,
+    read_identity,
+)
 from ..host import kernels
 from ..host.allocator import node_bytes
 from ..nn.ops import BACKENDS, FAMILIES, DropoutKey, Ops
@@ -43,12 +52,49 @@ if TYPE_CHECKING:
 
 
 def read_tokenizer(run: RunConfig, world: Comm) -> dict[str, Any] | None:
-    """What tells the run's tokenizer from others (`data.tokenizer.identity`); None where no flag names one.
+    """Return the identity of the run's tokenizer (`data.tokenizer.identity`).
 
-    Collective: one rank reads the files. ValueError on every rank where that fails.
+    None if no flag names a tokenizer, and the run needs none or the model that it starts from has
+    none. Collective: one rank reads the files. ValueError on every rank if that fails.
+    """
+
+    def read() -> dict[str, Any] | None:
+        flags = TokenizerFlags.of(run.data, run.model.vocab_size)
+        needed = run.model.vocab_size is None or bool(run.data.marks_documents)
+        if flags.named or (needed and not run.data.mock_data):
+            found = find_tokenizer(run)
+            return identity(build_tokenizer(*found)) if found else None
+        return None
+
+    return on_root(world, read)
+
+
+def find_tokenizer(run: RunConfig) -> TokenizerFlags | None:
+    """Return the tokenizer that the flags name, or else that of the model which the run starts from.
+
+    None if there is none. ValueError for a checkpoint that cannot be read.
     """
     flags = TokenizerFlags.of(run.data, run.model.vocab_size)
-    return on_root(world, lambda: identity(build_tokenizer(*flags))) if flags.named else None
+    if flags.named:
+        return flags
+    output = run.output
+    starts = ((output.load, output.ckpt_step), (output.pretrained_checkpoint, None))
+    for directory, iteration in starts:
+        if directory and (found := _tokenizer_in(directory, iteration, run.model.vocab_size)):
+            return found
+    return None
+
+
+def _tokenizer_in(directory: str, iteration: int | None, size: int | None) -> TokenizerFlags | None:
+    """Return the tokenizer of a model, which may be another program's."""
+    own = own_checkpoint(directory, iteration)
+    if own is None:
+        places = (Path(directory) / CARRIED, Path(directory))
+        return next(filter(None, (model_tokenizer({}, place, size) for place in places)), None)
+    step = existing_iteration(own[0]) if own[1] is None else own[1]
+    config = {} if step is None else read_head(own[0], step)["config"]
+    size = size or config.get("model", {}).get("vocab_size")
+    return model_tokenizer(config.get("data", {}), Path(own[0]) / CARRIED, size)
 
 
 def with_vocabulary(run: RunConfig, tokenizer: dict[str, Any] | None) -> RunConfig:
@@ -62,11 +108,11 @@ def with_vocabulary(run: RunConfig, tokenizer: dict[str, Any] | None) -> RunConf
     data, vocab_size = run.data, run.model.vocab_size
     if tokenizer:
         size = tokenizer["vocab_size"]
-        named = (
-            f"--tokenizer-model {data.tokenizer_model}"
-            if data.tokenizer_model
-            else f"--vocab-file {data.vocab_file}"
-        )
+        named = "the tokenizer of the model that the run starts from"
+        if data.tokenizer_model:
+            named = f"--tokenizer-model {data.tokenizer_model}"
+        elif data.vocab_file:
+            named = f"--vocab-file {data.vocab_file}"
         check(
             vocab_size is None or vocab_size >= size,
             f"--vocab-size {vocab_size} is below the {size} tokens of {named}: pass at "
@@ -76,7 +122,8 @@ def with_vocabulary(run: RunConfig, tokenizer: dict[str, Any] | None) -> RunConf
         check(
             vocab_size is not None or data.mock_data,
             "the vocabulary size is unknown: pass --vocab-file and --merge-file, "
-            "--tokenizer-type and --tokenizer-model, or --vocab-size",
+            "--tokenizer-type and --tokenizer-model, --vocab-size, or a model with a tokenizer as "
+            "--pretrained-checkpoint",
         )
         size = GPT2_VOCABULARY
     return replace(run, model=replace(run.model, vocab_size=vocab_size or size))

@@ -7,6 +7,7 @@ Left out: the loop with its log and its reasons to leave (`session`), what comes
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
@@ -111,6 +112,19 @@ class IterationResult:
     work: Work | None = None
     experts: Tensor | None = None
     z_loss: float | None = None
+
+    @property
+    def nothing_counted(self) -> bool:
+        """True if no label of the samples counts in the loss."""
+        return self.work is not None and not self.work.counted
+
+
+def uncounted_line(iteration: int, result: IterationResult) -> str:
+    """Return the log's warning about an iteration in which no label counts."""
+    return (
+        f"warning: iteration {iteration} has 0 counted tokens: no label of its "
+        f"{result.global_batch_size} samples counts in the loss, so nothing was learned"
+    )
 
 
 @dataclass
@@ -329,7 +343,7 @@ class Trainer:
     def evaluate(self, dataset: Dataset | None, first: int, iterations: int) -> float:
         """Mean loss over `iterations` global batches of a dataset from sample `first` on, or over their labels that count.
 
-        Collective.
+        NaN if no label counts. Collective.
         """
         if self.run.training.eval_micro_batch_size:
             return self._with_its_micro_batches().evaluate(dataset, first, iterations)
@@ -348,7 +362,7 @@ class Trainer:
             weights += weight
         if source:
             source.close()
-        return total / max(weights, 1)
+        return total / weights if weights else math.nan
 
     def _with_its_micro_batches(self) -> Trainer:
         """This trainer, weights and all, whose micro-batches are those of an evaluation."""

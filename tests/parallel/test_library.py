@@ -20,6 +20,7 @@ from fugaku_megatron.checkpoint.manifest import list_iterations
 from fugaku_megatron.config.arguments import build_parser, parse
 from fugaku_megatron.config.command_line import Parser
 from fugaku_megatron.config.recipes import RECIPES
+from fugaku_megatron.data.chat_dataset import ChatWriter, signed
 from fugaku_megatron.data.indexed import IndexedDatasetWriter, best_dtype
 from fugaku_megatron.inference import evaluate, generate
 from tests.helpers import SMALL
@@ -573,3 +574,53 @@ def test_a_save_compares_replicas_first(monkeypatch, tmp_path):
     (message,) = set(ThreadWorld(2).run(rank))
     assert message.startswith("weights differ after iteration 2: rank 0 (node ")
     assert list_iterations(tmp_path / "whole") == [2] and list_iterations(tmp_path / "torn") == []
+
+
+def test_chats_and_labels_that_do_not_count_are_said(tmp_path, capsys):
+    with ChatWriter(tmp_path / "chats", "uint16") as writer:
+        for length in (10, 90):  # only the first has a trained token in the sample
+            tokens = np.arange(100) % FLAGS["vocab_size"]
+            writer.add_document(signed(tokens, np.arange(100) >= length))
+    config = fm.Config(
+        **FLAGS, sft=True, sft_truncate=True, train_data_path=(str(tmp_path / "chats"),)
+    )
+    with pytest.warns(UserWarning, match="1 of 2 chats have no trained token in their first"):
+        trainer = fm.Trainer(config)
+    trainer.close()
+    with ChatWriter(tmp_path / "none", "uint16") as writer:
+        writer.add_document(signed(np.arange(9), np.zeros(9, bool)))
+    with pytest.raises(ValueError, match="none of its 9 tokens is trained"):
+        fm.Trainer(config.replace(train_data_path=(str(tmp_path / "none"),)))
+
+
+def test_an_iteration_of_labels_that_do_not_count_says_so(tmp_path):
+    size = FLAGS["vocab_size"]
+    prefix = str(write(tmp_path / "ends", [np.full(300, size - 1)]))
+    flags = {
+        **FLAGS,
+        "train_iters": 2,
+        "eval_iters": 1,
+        "tokenizer_type": "NullTokenizer",
+        "train_data_path": prefix,
+        "valid_data_path": prefix,
+    }
+    words = [
+        word
+        for name, value in flags.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ] + ["--eod-mask-loss"]
+    done = subprocess.run(
+        [sys.executable, "-m", "fugaku_megatron", "train", *words, "--log-interval", "1"]
+        + ["--save", str(tmp_path / "saved")],
+        capture_output=True,
+        text=True,
+    )
+    warning = "has 0 counted tokens: no label of its 4 samples counts in the loss"
+    assert done.stdout.count(warning) == 2
+    assert "lm loss value: NAN | lm loss PPL: NAN" in done.stdout
+    assert "nothing was trained: no label of 2 iterations counts in the loss" in done.stdout
+    assert done.returncode == 2 and not list_iterations(tmp_path / "saved")
+    trainer = fm.Trainer(fm.Config.from_flags(words))
+    with pytest.warns(UserWarning, match=f"iteration 1 {warning}"):
+        assert next(trainer.steps()).loss == 0
+    trainer.close()

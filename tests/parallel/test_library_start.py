@@ -508,6 +508,10 @@ def test_chats_in_memory_are_trained_as_files_of_them_are(place, tmp_path):
         ({"messages": []}, "pass tokenizer_type HuggingFaceTokenizer and its folder"),
     ):
         assert message in refusal(partial(library, ALONE, data=[pairs[0], chat], **own))
+    for chat in (([1, 2, 3], [0, 0, 0]), ([1, 2, 3], [1, 0, 0]), ([1] * 99, [0] * 98 + [1])):
+        assert "train data of <data>: none of its" in refusal(
+            partial(library, ALONE, data=[chat, chat], **own)
+        )
 
 
 def test_chats_are_rendered_as_preprocess_renders_them(tmp_path):
@@ -532,3 +536,20 @@ def test_chats_are_rendered_as_preprocess_renders_them(tmp_path):
     assert "chat 0 of <data>: neither messages nor prompt" in refusal(
         lambda: library(ALONE, data=[{"text": "a"}], **flags)
     )
+    with pytest.warns(UserWarning, match=r"nothing reads: 'tool' \(did you mean tools\?\)"):
+        odd = {**json.loads(lines[0]), "tool": []}
+        trainer_of(ALONE, data=[odd], **flags).close()
+    untrained = json.loads(lines[0])
+    untrained["messages"] = [{**message, "weight": 0} for message in untrained["messages"]]
+    assert "chat 0 of <data>: message 2 of messages has weight 0" in refusal(
+        lambda: library(ALONE, data=[untrained], **flags)
+    )
+    # the same with the tokenizer of the model that the run starts from
+    trainer = trainer_of(ALONE, data=tmp_path / "chats", **flags)
+    trainer.save(tmp_path / "model")
+    trainer.close()
+    unnamed = {name: value for name, value in flags.items() if name not in named}
+    starts = {"pretrained_checkpoint": str(tmp_path / "model")}
+    expected = library(ALONE, data=tmp_path / "chats", **flags, **starts)
+    chats = [json.loads(line) for line in lines]
+    assert library(ALONE, data=chats, **unnamed, **starts) == expected

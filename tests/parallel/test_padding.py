@@ -14,7 +14,7 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.data.chat_dataset import ChatDataset, ChatFiles, ChatWriter, signed
-from fugaku_megatron.data.marks import PADDED, Work
+from fugaku_megatron.data.marks import COUNTED, PADDED, Work
 from fugaku_megatron.data.sampler import fetch
 from fugaku_megatron.inference.loading import model_of
 from fugaku_megatron.inference.scoring import Request, score
@@ -182,15 +182,21 @@ def test_ranks_may_have_nothing_but_padding(variant, backend, tmp_path):
 
 
 @pytest.mark.parametrize("variant", ["losses of sigmoids", "sinkhorn", "dynamic rope"])
-def test_chats_from_which_nothing_is_predicted(variant, tmp_path, capsys):
-    """Chats of one token: every token is padding, and the log has no NaN."""
+def test_samples_from_which_nothing_is_predicted(variant, tmp_path, capsys):
+    """Two samples of chats of one token, of which every token is padding, and a third one with a
+    trained token: the log has no NaN.
+    """
     run = run_of(8, **VARIANTS[variant], micro_batch_size=1, global_batch_size=1, log_interval=1)
-    with contextlib.closing(trainer_of(SoloComm(), run, write_chats(tmp_path / "c", [1] * 9))) as t:
-        writer = MetricsWriter(2, 1, history_path=tmp_path / "history.jsonl")
-        Session(t, writer, 2, ()).run()
+    files = write_chats(tmp_path / "c", [1] * 18 + [LENGTH])
+    with contextlib.closing(trainer_of(SoloComm(), run, files)) as t:
+        epoch = [t.train[index] for index in range(3)]
+        t.train = sorted(epoch, key=lambda sample: (sample[1] & COUNTED).sum())
+        writer = MetricsWriter(3, 1, history_path=tmp_path / "history.jsonl")
+        Session(t, writer, 3, ()).run()
         writer.close()
     printed = capsys.readouterr().out + (tmp_path / "history.jsonl").read_text()
-    assert "lm loss: 0.0" in printed and not re.search(r"\bnan\b(?! iter)", printed, re.IGNORECASE)
+    assert printed.count("lm loss: 0.0") == 2
+    assert not re.search(r"\bnan\b(?! iter)", printed, re.IGNORECASE)
 
 
 @pytest.mark.parametrize(("ranks", "changes"), [(1, {}), (2, CP2), (2, SEQUENCE)])

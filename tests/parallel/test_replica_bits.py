@@ -22,7 +22,7 @@ from tests.threads import ThreadWorld
 SIZES = {
     "hidden_size": 48,
     "ffn_hidden_size": 60,
-    "global_batch_size": 8,
+    "global_batch_size": 4,
     "lr": 5e-3,
     "train_iters": 50,
     "init_method_std": 0.1,
@@ -66,6 +66,7 @@ MODELS = {
     "dropout": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
 }
 ZERO = {"zero_stage": 1}
+EIGHT_SAMPLES = {"global_batch_size": 8}  # four data-parallel ranks with micro-batches of two
 VIRTUAL = {**PP2, "num_virtual_stages_per_pipeline_rank": 2}
 EP2 = {"expert_model_parallel_size": 2}
 ETP1 = {"expert_tensor_parallel_size": 1}
@@ -76,20 +77,20 @@ LAYOUTS = {
     "pp": (2, PP2),
     "virtual": (2, VIRTUAL),
     "zbv": (2, {**PP2, "pipeline_schedule": "zbv"}),
-    "dp": (3, {"global_batch_size": 12}),
-    "zero": (4, ZERO),
-    "zero 3": (3, {**ZERO, "global_batch_size": 12}),
+    "dp": (3, {"global_batch_size": 6}),
+    "zero": (4, {**ZERO, **EIGHT_SAMPLES}),
+    "zero 3": (3, {**ZERO, "global_batch_size": 6}),
     "cp zero": (4, {**CP2, **ZERO}),
     "tp zero": (4, {**TP2, **ZERO}),
     "tp pp": (4, TP2PP2),
     "sp pp zero": (8, {**TP2PP2, **SP, **OVERLAP, "ddp_bucket_size": 3000}),
     "tp virtual": (4, {**TP2, **VIRTUAL}),
     "tp cp": (4, {**TP2, **CP2}),
-    "ep": (4, EP2),
-    "ep zero": (4, {**EP2, **ZERO}),
+    "ep": (4, {**EP2, **EIGHT_SAMPLES}),
+    "ep zero": (4, {**EP2, **ZERO, **EIGHT_SAMPLES}),
     "ep sp": (4, {**TP2, **SP, **EP2}),
     "ep etp 1 zero": (4, {**TP2, **SP, **EP2, **ETP1, **ZERO}),
-    "ep pp zero": (8, {**EP2, **PP2, **ZERO}),
+    "ep pp zero": (8, {**EP2, **PP2, **ZERO, **EIGHT_SAMPLES}),
     "ep sp pp": (8, {**TP2PP2, **SP, **EP2}),
 }
 PRECISE = {"use_precision_aware_optimizer": True}

@@ -28,11 +28,19 @@ from fugaku_megatron.data.chat_dataset import (
     ChatFiles,
     ChatWriter,
     Packing,
+    lost_lines,
     packing_lines,
     signed,
     unsigned,
 )
-from fugaku_megatron.data.chats import Chat, ChatTemplate, read_chat, shown, training_form
+from fugaku_megatron.data.chats import (
+    Chat,
+    ChatTemplate,
+    read_chat,
+    shown,
+    training_form,
+    unread_note,
+)
 from fugaku_megatron.data.chats import user_turn as user
 from fugaku_megatron.data.files import Document
 from fugaku_megatron.data.indexed import IndexedDataset
@@ -377,6 +385,67 @@ def test_the_trained_tokens_are_the_assistants(tokenizer, name):
     assert rendered(tokenizer, template, {"messages": messages}) == expected
 
 
+CALL = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "b"}}}
+CALLS = """{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% if message.content is string %}
+{{- message.content }}{% else %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}
+{%- for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA_3, MARKED, QWEN_25, CALLS])
+def test_parts_of_text_are_the_text(tokenizer, template):
+    parts = [
+        {
+            **message,
+            "content": [
+                {"type": "text", "text": piece}
+                for piece in (message["content"][:1], message["content"][1:])
+            ],
+        }
+        for message in TALK
+    ]
+    plain = rendered(tokenizer, template, {"messages": TALK})
+    assert rendered(tokenizer, template, {"messages": parts}) == plain
+    prompt = ChatTemplate(tokenizer, template).prompt
+    assert prompt(parts[:3]) == prompt(TALK[:3])
+
+
+def test_calls_of_tools_need_no_content_but_a_template_that_renders_them(tokenizer):
+    messages = [user("a"), {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    messages += [{"role": "tool", "content": "c"}, assistant("d")]
+    expected = '[+{"name": "look_up", "arguments": {"word": "b"}}<|im_end|>\n+]'
+    assert expected in rendered(tokenizer, CALLS, {"messages": messages})
+    del messages[1]["content"]
+    assert expected in rendered(tokenizer, CALLS, {"messages": messages})
+    with pytest.raises(
+        ValueError,
+        match="message 2 has tool calls and no content, and the chat template does not render",
+    ):
+        rendered(tokenizer, CHATML, {"messages": messages})
+
+
+def test_fields_that_nothing_reads_are_named(tokenizer):
+    record = {
+        "messages": [{**user("a"), "name": "x"}, {**assistant("b"), "reasoning": "y"}],
+        "tool": [],
+        "id": 1,
+    }
+    chat = read_chat(Document("a.jsonl", 1, json.dumps(record).encode()))
+    assert ChatTemplate(tokenizer).unread(chat) == {
+        "tool",
+        "id",
+        "name of messages",
+        "reasoning of messages",
+    }
+    reads = CHATML + "{# name reasoning_content #}"
+    assert ChatTemplate(tokenizer, reads).unread(chat) == {"tool", "id"}
+    note = unread_note({"id", "tool", "completions"})
+    assert note == (
+        "note: fields of chats that nothing reads: 'completions' (did you mean completion?), 'id', 'tool' (did you mean tools?)"
+    )
+    assert unread_note(set()) == ""
+
+
 def test_of_a_prompt_and_a_completion_the_completion_is_trained(tokenizer):
     assert rendered(tokenizer, None, {"prompt": "2+2=", "completion": "4"}) == "2+2=[+4</s>+]"
     assert rendered(tokenizer, None, {"prompt": "2+2=", "completion": "4</s>"}) == "2+2=[+4</s>+]"
@@ -487,7 +556,7 @@ def test_preprocess_writes_chats_and_which_tokens_are_trained(folder, tokenizer,
     ]
     assert all(map(np.array_equal, written, expected))
     trained = sum(int((tokens < 0).sum()) for tokens in expected)
-    assert files.count_trained(0, files.sequence_lengths) == trained
+    assert files.count_trained(0, files.sequence_lengths).sum() == trained
     said = capsys.readouterr().out
     assert (
         f"200 chats, {sum(map(len, expected))} tokens, {trained} of them trained" in said
@@ -517,6 +586,25 @@ def test_preprocess_writes_chats_and_which_tokens_are_trained(folder, tokenizer,
     )
 
 
+def test_a_chat_that_cannot_be_read_is_left_out_on_request(folder, tmp_path, capsys):
+    bad = {"messages": [user("a")]}
+    write_lines(tmp_path / "in.jsonl", GOOD, bad, {**GOOD, "tool": 1}, "nothing")
+    assert preprocess(folder, tmp_path / "in.jsonl", tmp_path / "o") == 2
+    assert "in.jsonl:2: messages has no message of the assistant" in (
+        said := capsys.readouterr().err
+    )
+    assert "--skip-invalid leaves such chats out" in said and said.count("\n") == 1
+    for workers in "12":
+        prefix = tmp_path / f"o{workers}"
+        more = ["--skip-invalid", "--workers", workers]
+        assert preprocess(folder, tmp_path / "in.jsonl", prefix, *more) == 0
+        said = capsys.readouterr().err
+        assert (
+            "--skip-invalid left out 2 chats (" in said and "in.jsonl:4: not a line of JSON" in said
+        )
+        assert "nothing reads: 'tool' (did you mean tools?)" in said and len(ChatFiles(prefix)) == 2
+
+
 @pytest.mark.parametrize(
     "bad, reason",
     [
@@ -532,6 +620,24 @@ def test_preprocess_writes_chats_and_which_tokens_are_trained(folder, tokenizer,
         (
             {"messages": [user("a"), {"role": "assistant", "content": [1]}]},
             "message 2 of messages: its content is list, not text",
+        ),
+        (
+            {"messages": [user("a"), {"role": "assistant", "content": [{"type": "image"}]}]},
+            "message 2 of messages: its content has parts of type 'image': pass text alone",
+        ),
+        (
+            {"messages": [user("a"), {**assistant("b"), "weight": 0}, user("c"), assistant("d")]},
+            "message 2 of messages has weight 0, and every message of the assistant is trained alike",
+        ),
+        (
+            {"messages": [user("a"), {**assistant("b"), "loss": False}]},
+            "message 2 of messages has loss False",
+        ),
+        ({"messages": [user("a"), assistant("b")], "weight": 0}, "weight is 0, and every chat"),
+        ({"prompt": "a", "completion": "b", "train": False}, "train is False, and every chat"),
+        (
+            {"messages": [user("a"), {**assistant("b"), "train": False}]},
+            "message 2 of messages has train False",
         ),
         ({"messages": ["a"]}, "message 1 of messages is not an object with role and content"),
         ({"text": "a"}, "neither messages nor prompt and completion, only 'text'"),
@@ -609,7 +715,7 @@ def test_masks_are_read_as_they_were_written(tmp_path_factory, masks):
     assert writer.trained == sum(map(sum, masks)) and os.path.getsize(f"{prefix}.mask") == 36 + -(
         -sum(map(len, masks)) // 8
     )
-    assert files.count_trained(0, np.array([*map(len, masks)])) == sum(
+    assert files.count_trained(0, np.array([*map(len, masks)])).sum() == sum(
         sum(mask[1:]) for mask in masks
     )
 
@@ -710,7 +816,10 @@ def test_packing_is_best_fit_decreasing(case):
     assert sorted(size - int(lengths[sample].sum()) for sample in samples) == fitted(lengths, size)
 
 
-@given(st.lists(st.integers(2, 17), min_size=1, max_size=30), st.integers(0, 2**32 - 1))
+@given(
+    st.lists(st.integers(2, 17), min_size=1, max_size=30).filter(lambda lengths: max(lengths) > 2),
+    st.integers(0, 2**32 - 1),
+)
 @settings(settings.get_profile("ci"), max_examples=25)
 def test_samples_hold_whole_chats_and_each_epoch_has_every_chat_once(
     tmp_path_factory, lengths, seed
@@ -784,6 +893,39 @@ def test_chats_that_are_too_long(tmp_path):
     ]
     with pytest.raises(ValueError, match="it has no chats"):
         ChatDataset(files, "valid", range(0), 1, 16, 1)
+
+
+def write_masks(prefix: Path, masks: list[list[bool]]) -> ChatFiles:
+    """Chats with these trained tokens."""
+    with ChatWriter(prefix, "<u2") as writer:
+        for mask in masks:
+            writer.add_document(signed(np.arange(len(mask)), np.array(mask)))
+    return ChatFiles(prefix)
+
+
+def test_chats_without_a_trained_token_are_counted_and_refused_if_they_are_all(tmp_path):
+    late = [False] * 20 + [True] * 5
+    early = [False] * 5 + [True] * 5
+    first = [True] + [False] * 5  # nothing predicts the first token
+    files = write_masks(tmp_path / "c", [late, early, late, first])
+    data = ChatDataset(files, "train", range(4), 1, 16, 1, truncate=True)
+    assert data.chats_lost == 3 and data.num_trained == 5
+    said = lost_lines(data, None)
+    assert len(said) == 1 and "warning: train data of" in said[0]
+    assert "3 of 4 chats have no trained token in their first 17 tokens" in said[0]
+    assert "raise --seq-length" in said[0] and lost_lines(None) == []
+    whole = ChatDataset(files, "train", range(4), 1, 32, 1)
+    assert whole.chats_lost == 1 and "--seq-length" not in lost_lines(whole)[0]
+    with pytest.raises(
+        ValueError,
+        match=r"valid data of .*c: none of its 17 tokens is trained: --sft-truncate cut the answers of 1 of 1 chats away: "
+        "raise --seq-length, which is 16",
+    ):
+        ChatDataset(files, "valid", range(2, 3), 1, 16, 1, truncate=True)
+    with pytest.raises(
+        ValueError, match=r"none of its 6 tokens is trained, as its \.mask file says"
+    ):
+        ChatDataset(files, "train", range(3, 4), 1, 16, 1)
 
 
 def test_a_run_reads_blends_and_splits_of_chats(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -291,6 +292,26 @@ def test_a_run_gets_its_vocabulary_size(models):
         ValueError, match=f"--vocab-size 50 is below the {PIECES} tokens of --tokenizer-model"
     ):
         with_vocabulary(run, read_tokenizer(run, SoloComm()))
+
+
+def test_a_run_takes_the_tokenizer_of_the_model_that_it_starts_from(models, tmp_path):
+    start = tmp_path / "start"
+    shutil.copytree(models["HuggingFaceTokenizer"], start / "hugging_face")
+    base = ["--recipe", "demo", "--data-path", str(tmp_path / "d")]
+
+    def size(*words: str) -> int | None:
+        run = parse([*base, *words]).run
+        return with_vocabulary(run, read_tokenizer(run, SoloComm())).model.vocab_size
+
+    folder = ["--pretrained-checkpoint", str(start)]
+    empty = ["--load", str(tmp_path / "empty")]
+    assert size(*folder) == size("--load", str(start)) == size(*empty, *folder) == TOKENS
+    assert size(*folder, "--eod-mask-loss", "--vocab-size", "999") == 999
+    assert size(*folder, *flags_of(models, "SentencePieceTokenizer")) == PIECES
+    with pytest.raises(ValueError, match="below the .* tokens of the tokenizer of the model"):
+        size(*folder, "--eod-mask-loss", "--vocab-size", "9")
+    with pytest.raises(ValueError, match="size is unknown: .* as --pretrained-checkpoint"):
+        size("--pretrained-checkpoint", str(tmp_path))
 
 
 def test_other_tokenizers_are_told(models, tmp_path):
