@@ -346,7 +346,12 @@ def _bars(axes: Any, spans: Sequence[Span], stages: int) -> list[tuple[str, str]
 
 def read_trace(path: str | os.PathLike) -> Trace:
     """A trace: its events are those of "traceEvents"."""
-    return json.loads(read_text(path, "", "pass a trace of a run with --profile"))
+    remedy = "pass a trace of a run with --profile"
+    text = read_text(path, "", remedy)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path}: not JSON, or cut: {remedy}") from None
 
 
 def merge_traces(

@@ -59,8 +59,18 @@ def test_what_is_no_file_is_refused_at_once(flag, tmp_path):
         with pytest.raises(ValueError) as refused:
             READERS[flag](str(path))
         assert len(str(refused.value).splitlines()) == 1
-        if path == pointer and flag != "plot":
+        assert path.name.replace("\0", "") in str(refused.value).replace("\0", "")
+        if path == pointer:
             assert "Git LFS pointer: run git lfs pull" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_fifo_in_the_folder_of_a_tokenizer_is_refused_at_once(name, tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name} cannot be read .it is a FIFO, not a regular"):
+        build_tokenizer("HuggingFaceTokenizer", None, None, tmp_path)
 
 
 def test_a_text_has_a_largest_size(tmp_path):
