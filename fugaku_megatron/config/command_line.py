@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .checks import Refused, check, flag
+from .yaml_file import read_yaml
 
-MAX_NODES = 10_000  # of a YAML file: a file of a few lines can stand for billions
 MAX_MESSAGE = 400  # characters of a mistake that repeats what was given
 _FLAG = re.compile("--?[A-Za-z]")  # how a flag begins
 
@@ -407,7 +407,8 @@ def _load(path: str, parser: Parser) -> dict[str, Any]:
 
 def _flattened(path: str) -> Iterator[tuple[str, Any]]:
     """Every key with its section, and its value."""
-    top, seen = _read(path), set()
+    top = read_yaml(path, "--yaml-cfg")
+    seen = set()
     for name, value in top.items():
         inside = isinstance(value, Mapping)
         check(
@@ -422,52 +423,6 @@ def _flattened(path: str) -> Iterator[tuple[str, Any]]:
             )
             seen.add(key)
             yield f"{name}.{key}" if inside else str(key), given
-
-
-def _read(path: str) -> dict[str, Any]:
-    try:
-        import yaml
-    except ImportError:
-        raise ValueError(
-            f"--yaml-cfg {path}: a package is missing: pip install PyYAML, or this package with its "
-            "extra [yaml]"
-        ) from None
-    try:
-        loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
-        root = loader.get_single_node()
-        _check_nodes(path, root)
-        top: Any = None if root is None else loader.construct_document(root)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
-        raise ValueError(f"--yaml-cfg {path}: cannot be read: {reason}") from None
-    check(
-        isinstance(top, dict),
-        f"--yaml-cfg {path}: it holds no keys: pass a file with lines such as `num_layers: 24`",
-    )
-    return top
-
-
-def _check_nodes(path: str, root: Any) -> None:
-    """Raise ValueError if the nodes of a YAML file, with every alias replaced, are more than MAX_NODES."""
-    counts: dict[int, int] = {}
-
-    def count(node: Any) -> int:
-        """Return the nodes below and with this one; a node that holds itself has no end."""
-        if id(node) not in counts:
-            counts[id(node)] = MAX_NODES + 1  # while its children are counted
-            children = node.value if isinstance(node.value, list) else []
-            flat = [
-                one
-                for child in children
-                for one in (child if isinstance(child, tuple) else [child])
-            ]
-            counts[id(node)] = 1 + sum(map(count, flat))
-        return counts[id(node)]
-
-    check(
-        root is None or count(root) <= MAX_NODES,
-        f"--yaml-cfg {path}: its aliases stand for more than {MAX_NODES} values: write the values out",
-    )
 
 
 def _words(key: str, value: Any, known: Mapping[str, argparse.Action]) -> list[str]:

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from ..config.checks import check, flag
 from ..config.model_config import YARN, YARN_SCALING, ModelConfig
-from ..data.files import read_text
 from ..data.formats import library
+from ..named_files import read_text
 from ..nn.passes import frequencies
 from .architectures import Architecture
 from .gguf_tokenizer import read_tokenizer

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from ..config.checks import check
-from ..data.files import read_text
 from ..data.formats import library
 from ..data.library_tokenizers import (
     CHAT_TEMPLATE,
@@ -29,6 +28,7 @@ from ..data.library_tokenizers import (
     load_pieces,
 )
 from ..data.tokenizer import bytes_to_unicode
+from ..named_files import read_text
 from .hugging_face import read_json
 
 INEXACT = "--gguf-inexact-tokenizer"

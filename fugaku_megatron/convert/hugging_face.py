@@ -34,8 +34,8 @@ from ..comm.agreement import describe
 from ..config.checks import check, check_kind
 from ..config.model_config import MASKED, ModelConfig
 from ..config.model_config import architecture as shape_values
-from ..data.files import unreadable
 from ..data.library_tokenizers import CHAT_TEMPLATE, TEMPLATES, TOKENIZER_CONFIG
+from ..named_files import unreadable
 from .architectures import (
     ARCHITECTURES,
     ONLY,

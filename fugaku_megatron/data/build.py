@@ -17,6 +17,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from ..comm.agreement import on_root
+from ..named_files import read_text, unique_keys
 from .chat_dataset import ChatArrays, ChatDataset, ChatFiles, check_not_chats
 from .dataset import (
     SPLITS,
@@ -29,7 +30,6 @@ from .dataset import (
     normalize,
     shares_of,
 )
-from .files import read_text
 from .index_cache import IndexCache
 from .indexed import IndexedDataset
 
@@ -328,7 +328,7 @@ def listed_data(
     text = read_text(per_split_data_args_path, "--per-split-data-args-path")
     where = f"--per-split-data-args-path {per_split_data_args_path}"
     try:
-        given = json.loads(text)
+        given = json.loads(text, object_pairs_hook=unique_keys)
         words = {name: given.get(name) or () for name in ("train", "valid")}
         found = {
             f"{name}_data_path": tuple(value.split() if isinstance(value, str) else map(str, value))

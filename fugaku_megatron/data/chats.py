@@ -20,16 +20,21 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ..named_files import read_text
 from .chat_dataset import ChatFiles, signed, unsigned
-from .files import Document, read_record, read_text
+from .files import Document, read_record
 from .formats import CHAT
 from .library_tokenizers import HuggingFaceTokenizer, clean
-from .template_limits import limited
+from .template_limits import (
+    LARGEST_TEMPLATE,
+    TemplateLimit,
+    TemplateRefusal,
+    apply_chat_template,
+)
 from .tokenizer import Tokenizer
 
 ASSISTANT = "assistant"
@@ -323,6 +328,11 @@ class ChatTemplate:
                 "the tokenizer of --tokenizer-model has no chat template: pass one as --chat-template FILE, such as "
                 "the chat_template.jinja of the model's chat version"
             ) from None
+        if len(self.text) > LARGEST_TEMPLATE:
+            raise ValueError(
+                f"the chat template of --tokenizer-model has {len(self.text)} characters, more than "
+                f"{LARGEST_TEMPLATE}: pass another one as --chat-template FILE"
+            )
         self.marked = MARKER.search(self.text) is not None
         form: str | None = None
         self._for_training, self.form = self.text, form
@@ -368,6 +378,8 @@ class ChatTemplate:
                     "the template renders no token of the assistant that could be trained"
                 )
             self._check_ends(ids, trained)
+        except TemplateLimit as error:
+            raise TemplateLimit(f"{chat.where}: {error}") from None
         except ValueError as error:
             raise ValueError(f"{chat.where}: {error}") from None
         return signed(ids, trained)
@@ -574,18 +586,19 @@ class ChatTemplate:
 
     def _rendered(self, chat: Chat, template: str, messages: Messages, **how: Any) -> Any:
         try:
-            with limited():
-                return self._library.apply_chat_template(
-                    messages,
-                    tools=chat.tools,
-                    chat_template=template,
-                    **{"return_dict": True, **how},
-                    **chat.options,
-                )
-        except (
-            Exception
-        ) as error:  # the template's own, or any of the library, depending on what is wrong
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            return apply_chat_template(
+                self._library,
+                messages,
+                tools=chat.tools,
+                chat_template=template,
+                **{"return_dict": True, **how},
+                **chat.options,
+            )
+        except TemplateLimit as error:
+            raise TemplateLimit(f"the chat template cannot render it ({error})") from None
+        except Exception as error:  # any of the library, depending on what is wrong
+            name = "" if isinstance(error, TemplateRefusal) else f"{type(error).__name__}: "
+            reason = " ".join(f"{name}{error}".split())
             raise ValueError(f"the chat template cannot render it ({reason[:REASON]})") from None
 
     @staticmethod
@@ -613,7 +626,7 @@ class ChatTemplate:
 
 def read_template(path: str | None) -> str | None:
     """The text of --chat-template. ValueError where it cannot be read."""
-    return None if path is None else read_text(Path(path), "--chat-template")
+    return None if path is None else read_text(path, "--chat-template", largest=LARGEST_TEMPLATE)
 
 
 def shown(

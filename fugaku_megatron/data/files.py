@@ -1,8 +1,8 @@
-"""Files as a user names them: checked before they are opened, mapped into memory, and read as texts.
+"""Files of data: mapped into memory, and read as texts.
 
-Opening a FIFO would wait for ever, and a device never ends. Texts are plain text files (a document a file), JSON (an object a
-line, or over lines), both of them compressed, tables (a JSON object a row), and folders of these. Left out: the form of a file,
-compressed files and tables (formats.py), JSON over lines (json_values.py).
+Texts are plain text files (a document a file), JSON (an object a line, or over lines), both of them
+compressed, tables (a JSON object a row), and folders of these. Left out: the form of a file, compressed
+files and tables (formats.py), JSON over lines (json_values.py), small files of other kinds (named_files.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import math
 import mmap
 import os
 import re
-import stat
 import sys
 import time
 import weakref
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..named_files import FIRST_BYTES, POINTER, unreadable
 from .formats import (
     LINES,
     TABLES,
@@ -42,47 +42,6 @@ from .formats import (
     text_blocks,
 )
 from .json_values import values
-from .lfs import FIRST_BYTES, POINTER, is_pointer
-
-KINDS = {
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFSOCK: "a socket",
-}  # by stat.S_IFMT
-
-
-def unreadable(path: str | os.PathLike) -> str | None:
-    """Why `path` cannot be read as a regular file, in a few words; None when it can."""
-    try:
-        mode = os.stat(path).st_mode
-    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
-        return getattr(error, "strerror", None) or str(error)
-    if not stat.S_ISREG(mode):
-        return f"it is {KINDS.get(stat.S_IFMT(mode), 'no file')}, not a regular file"
-    if not os.access(path, os.R_OK):
-        return "Permission denied"
-    return POINTER if is_pointer(path) else None
-
-
-def read_text(path: str | os.PathLike, flag: str) -> str:
-    """The UTF-8 text of the file that `flag` names. ValueError when it cannot be read."""
-    reason = unreadable(path)
-    if reason:
-        raise ValueError(
-            f"{flag} {path}: cannot be read ({reason}); pass the path of an existing file"
-        )
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(
-            f"{flag} {path}: cannot be read ({error.strerror}); pass the path of an existing file"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{flag} {path}: not UTF-8 text (byte {error.start}); is it another file?"
-        ) from None
 
 
 class MappedFile:

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from ..comm.agreement import on_root
-from .files import ReadFile, Status, check_status, unreadable
+from ..named_files import unreadable
+from .files import ReadFile, Status, check_status
 from .index_cache import BLOCK
 
 if TYPE_CHECKING:  # reading and writing tokens needs no torch

@@ -21,10 +21,11 @@ from typing import Any
 
 import regex
 
-from .files import read_text, unreadable
+from ..named_files import read_text, unreadable
 from .formats import library
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
+CONFIG = "config.json"  # of the model
 TOKENIZER_JSON = "tokenizer.json"
 PIECES = "tokenizer.model"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -109,6 +110,9 @@ def _check_files(folder: Path, where: str) -> None:
             raise ValueError(f"{where}: {name} cannot be read ({reason})")
         if path.suffix == ".json":
             _check_json(path, where)
+    config = folder / CONFIG  # transformers reads it as well
+    if os.path.lexists(config) and not config.is_file():
+        raise ValueError(f"{where}: {CONFIG} cannot be read ({unreadable(config)})")
     for path in sorted((folder / TEMPLATES).glob("*")):
         if reason := unreadable(path):
             raise ValueError(f"{where}: {TEMPLATES}/{path.name} cannot be read ({reason})")
@@ -145,7 +149,7 @@ def _check_json(path: Path, where: str) -> None:
 
 def _named_code(folder: Path) -> str | None:
     """Return the class that the folder's auto_map names for its tokenizer or its config, or None."""
-    for name in (TOKENIZER_CONFIG, "config.json"):
+    for name in (TOKENIZER_CONFIG, CONFIG):
         try:
             contents = json.loads((folder / name).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
@@ -209,6 +213,8 @@ def load_pieces(path: str | Path, user: str) -> tuple[Any, bytes]:
     """
     package = library("sentencepiece", "sentencepiece", user)
     where = f"--tokenizer-model {path}"
+    if reason := unreadable(path):
+        raise ValueError(f"{where}: cannot be read ({reason}); pass a .model file")
     kind = pieces_kind(Path(path))
     model = Path(path).read_bytes()
     try:

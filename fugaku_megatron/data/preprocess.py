@@ -52,6 +52,7 @@ from .files import (
 )
 from .formats import CHAT, Columns
 from .indexed import IndexedDatasetWriter, best_dtype
+from .template_limits import TemplateLimit
 from .tokenizer import (
     GPT2BPETokenizer,
     TokenizerFlags,
@@ -132,6 +133,8 @@ class Encoder:
         for document in documents:
             try:
                 found.append(read(document))
+            except TemplateLimit:  # every chat would take as long
+                raise
             except ValueError as error:
                 if not self.job.skip_invalid:
                     kind = "chats" if self.job.chat else "documents"

@@ -1,52 +1,250 @@
-"""Limits on time and memory while a chat template is rendered: a template comes with a model's files and may loop for ever."""
+"""Chat templates are rendered in a process of their own: a template comes with a model's files.
+
+One may loop for ever or fill the memory, also inside a single operation of the interpreter, which neither a signal handler nor
+another thread interrupts. The kernel ends such a process, and the next chat starts another one. Each process that renders has one,
+for all its threads. Left out: what a template may call, which is the sandbox of jinja in transformers.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import atexit
+import functools
+import json
+import os
 import resource
+import select
 import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn
+from types import FunctionType
+from typing import Any
+
+import numpy as np
 
 SECONDS = 5.0  # for one rendering; published templates take milliseconds
-BYTES = 2**30  # of memory that one rendering may add
+BYTES = 2**30  # of memory that rendering may add
+CHARACTERS = 2**20  # of text that any chat may be rendered to, and
+GROWTH = 16  # characters of text for each byte of a chat with its template: tokenizers abort on texts without end
+START_SECONDS = 600.0  # until transformers is imported, from a busy file system
+SPARE_SECONDS = 60.0  # after which a process that the kernel did not end is killed
+REASON = 2000  # characters of a template's own message
+LARGEST_TEMPLATE = 2**18  # bytes of a template
+REMEDY = "pass another template as --chat-template FILE"
+RENDER = "render_jinja_template"  # the function of transformers that renders
+START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    f"from {__name__} import serve; serve(int(sys.argv[2]))"
+)
 
 
-class TemplateLimit(Exception):
-    """A template took more time than it may."""
+class TemplateRefusal(Exception):
+    """A template, or transformers, did not render a chat; the text says why, in one line."""
 
 
-@contextlib.contextmanager
-def limited() -> Iterator[None]:
-    """Inside the block, raise TemplateLimit after SECONDS, and MemoryError beyond BYTES more.
+class TemplateLimit(ValueError):
+    """A template that takes more than its limits: no chat is left out for it."""
 
-    Time is limited on the main thread, on which signals arrive; the commands render on that thread.
+
+def apply_chat_template(library: Any, messages: Any, **options: Any) -> Any:
+    """Return what transformers makes of a chat, its template rendered in the other process.
+
+    library: a tokenizer of transformers. options: arguments of its apply_chat_template. Raises TemplateLimit
+    and TemplateRefusal.
     """
+    return _apply(type(library).apply_chat_template)(library, messages, **options)
+
+
+@functools.cache
+def _apply(method: Any) -> Callable[..., Any]:
+    """Return a copy of apply_chat_template that calls `TemplateProcess.render` in place of RENDER."""
+    code = getattr(method, "__code__", None)
+    if code is None or RENDER not in code.co_names:
+        import transformers
+
+        raise TemplateRefusal(
+            f"transformers {transformers.__version__} does not render by {RENDER}: install the "
+            "version in requirements.txt"
+        )
+    names = {**method.__globals__, RENDER: _process.render}
+    copy = FunctionType(code, names, code.co_name, method.__defaults__, method.__closure__)
+    copy.__kwdefaults__ = method.__kwdefaults__
+    return copy
+
+
+class TemplateProcess:
+    """The process that renders, started when the first chat comes."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def render(self, **call: Any) -> tuple[list[str], list[list[tuple[int, int]]]]:
+        """Return what transformers' function of this name returns. Raises as `apply_chat_template`."""
+        text = json.dumps(call, default=_plain)
+        limits = {"seconds": SECONDS, "characters": max(CHARACTERS, GROWTH * len(text))}
+        line = f'{{"limits": {json.dumps(limits)}, "call": {text}}}\n'.encode()
+        with self._lock:
+            try:
+                answer = self._ask(line)
+            except BaseException:  # an answer that nobody reads would be that of the next chat
+                self.close(kill=True)
+                raise
+        reply = json.loads(answer)
+        if "limit" in reply:
+            raise TemplateLimit(reply["limit"])
+        if "error" in reply:
+            raise TemplateRefusal(reply["error"])
+        return reply["texts"], reply["places"]
+
+    def close(self, kill: bool = False) -> None:
+        """End the process, if there is one, and wait for its end."""
+        process = self._process
+        self._process = None
+        if process is None:
+            return
+        if kill:
+            process.kill()
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                stream.close()
+        process.wait()
+
+    def forget(self) -> None:
+        """Leave the process to the parent of this one, which has just been forked."""
+        process = self._process
+        if process is not None:
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    stream.close()
+            process.returncode = 0  # it is no child of this process
+        self._process = None
+        self._lock = threading.Lock()
+
+    def _ask(self, line: bytes) -> bytes:
+        process = self._process or self._start()
+        try:
+            _write(process, line)
+        except BrokenPipeError:  # it was ended between two chats
+            self.close(kill=True)
+            process = self._start()
+            _write(process, line)
+        answer = _read_line(process, SECONDS + SPARE_SECONDS)
+        if not answer.endswith(b"\n"):
+            raise TemplateLimit(_end(process.wait()))
+        return answer
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", START, json.dumps(sys.path), str(BYTES)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            start_new_session=True,  # signals to this program's group are not for it
+        )
+        if not _read_line(self._process, START_SECONDS).endswith(b"\n"):
+            status = self._process.wait()
+            raise TemplateRefusal(f"the process that renders did not start ({_status(status)})")
+        return self._process
+
+
+def _plain(value: Any) -> Any:
+    """Return the number of numpy that JSON does not know as one of Python's."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"a {type(value).__name__} is no value of JSON")
+
+
+def _write(process: subprocess.Popen[bytes], line: bytes) -> None:
+    assert process.stdin is not None
+    rest = memoryview(line)
+    while rest:
+        rest = rest[process.stdin.write(rest) :]
+
+
+def _read_line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
+    """Return a line, or what there was of one when the process ended; kill the process after `seconds`."""
+    assert process.stdout is not None
+    descriptor = process.stdout.fileno()
+    waiting = select.poll()
+    waiting.register(descriptor, select.POLLIN)
+    deadline = time.monotonic() + seconds
+    blocks = [b""]
+    while not blocks[-1].endswith(b"\n"):
+        if not waiting.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            process.kill()
+            break
+        block = os.read(descriptor, 2**20)
+        if not block:
+            break
+        blocks.append(block)
+    return b"".join(blocks)
+
+
+def _end(status: int) -> str:
+    """Return why a process with this exit status ended while it rendered."""
+    if status in (-signal.SIGALRM, -signal.SIGKILL):
+        return f"it did not end within {SECONDS:g} s; {REMEDY}"
+    return f"the process that renders it ended by {_status(status)}; {REMEDY}"
+
+
+def _status(status: int) -> str:
+    return signal.Signals(-status).name if status < 0 else f"exit code {status}"
+
+
+# The other process ----------------------------------------------------------------------------------------------------------------
+
+
+def serve(size: int) -> None:
+    """Render the calls that come as lines of JSON, until there are no more. size: of memory that may be added, in bytes."""
+    from transformers.utils import chat_template_utils
+
+    render = getattr(chat_template_utils, RENDER)
+    _limit_memory(size)
+    sys.stdout.buffer.write(_line({}))
+    sys.stdout.buffer.flush()
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        limits = request["limits"]
+        # Nothing handles the signal, so that the kernel ends this process, whatever it does.
+        signal.setitimer(signal.ITIMER_REAL, limits["seconds"])
+        reply = _reply(render, request["call"], limits["characters"])
+        answer = _line(reply)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.stdout.buffer.write(answer)
+        sys.stdout.buffer.flush()
+
+
+def _reply(render: Callable[..., Any], call: Mapping[str, Any], characters: int) -> dict[str, Any]:
+    try:
+        texts, places = render(**call)
+        count = sum(map(len, texts))
+        if count > characters:
+            return {"limit": f"its text has {count} characters, more than {characters}; {REMEDY}"}
+        return {"texts": texts, "places": places}
+    except MemoryError:
+        return {"limit": f"it takes more than {BYTES >> 20} MiB of memory; {REMEDY}"}
+    except Exception as error:  # the template's own, or any of the library
+        return {"error": " ".join(f"{type(error).__name__}: {error}"[:REASON].split())}
+
+
+def _line(reply: Mapping[str, Any]) -> bytes:
+    return json.dumps(reply).encode() + b"\n"
+
+
+def _limit_memory(size: int) -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + size
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = _address_space() + BYTES
     if soft != resource.RLIM_INFINITY:
         limit = min(limit, soft)
-    is_main = threading.current_thread() is threading.main_thread()
-
-    def stop(number: int, frame: object) -> NoReturn:
-        raise TemplateLimit(f"it did not end within {SECONDS:.0f} s")
-
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    if is_main:
-        before = signal.signal(signal.SIGALRM, stop)
-        signal.setitimer(signal.ITIMER_REAL, SECONDS)
-    try:
-        yield
-    finally:
-        if is_main:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def _address_space() -> int:
-    """Bytes of address space that this process has mapped."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    return pages * resource.getpagesize()
+_process = TemplateProcess()
+atexit.register(_process.close)
+os.register_at_fork(after_in_child=_process.forget)

@@ -17,13 +17,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ..named_files import unreadable
 from .files import (
     Skipped,
     add_input_arguments,
     document_texts,
     input_files,
     read_documents,
-    unreadable,
 )
 from .formats import Columns, library
 from .tokenizer import EOD_TOKEN, bytes_to_unicode

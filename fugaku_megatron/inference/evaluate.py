@@ -30,9 +30,9 @@ from ..config.checks import check, check_positive, flag
 from ..config.command_line import check_file, check_picture, writing
 from ..config.run_config import ModelConfig, saved_run
 from ..data.chats import ChatTemplate, read_template
-from ..data.files import read_text
 from ..data.indexed import IndexedDataset, StoredTokens
 from ..data.tokenizer import Tokenizer
+from ..named_files import read_text
 from . import scoring
 from .loading import LoadedModel, Source, add_source_flags, load_model, tokenizer_note
 from .scoring import (

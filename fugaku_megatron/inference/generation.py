@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from ..config.run_config import ModelConfig
 from ..costs import activations
 from ..data.chats import ASSISTANT, ChatTemplate, Messages, check_messages, user_turn
 from ..data.tokenizer import Tokenizer
+from ..named_files import read_text
 from ..nn.passes import LayerCache, Pass, Rows
 from .loading import FEW_ROWS, LoadedModel, RecordedStep, RecordingKernels, through_stages
 
@@ -120,18 +120,16 @@ def prompts_of(path: str, chat: bool = False) -> list[Prompt]:
 
     chat: the list may hold lists of messages as well.
     """
+    remedy = "pass a UTF-8 file of lines, or a JSON list of texts (.json)"
+    text = read_text(path, "--prompts", remedy)
     try:
-        text = Path(path).read_text(encoding="utf-8")
         prompts = (
             json.loads(text)
             if path.endswith(".json")
             else [line for line in text.splitlines() if line]
         )
-    except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(
-            f"--prompts {path}: {reason}: pass a UTF-8 file of lines, or a JSON list of texts (.json)"
-        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--prompts {path}: {error}: {remedy}") from None
     kinds = (str, list) if chat else str
     check(
         isinstance(prompts, list) and all(isinstance(prompt, kinds) for prompt in prompts),

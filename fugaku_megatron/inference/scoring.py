@@ -26,10 +26,11 @@ from ..config.command_line import pipe_table, shown, writing
 from ..config.run_config import ModelConfig
 from ..data.chat_dataset import unsigned
 from ..data.chats import ChatTemplate, read_chat
-from ..data.files import input_files, read_documents, read_text
+from ..data.files import input_files, read_documents
 from ..data.formats import CHAT
 from ..data.indexed import StoredTokens
 from ..data.tokenizer import Tokenizer
+from ..named_files import read_text
 from ..nn.passes import Documents, Pass
 from .loading import LoadedModel, through_stages
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..config.checks import check
+from ..named_files import unreadable
 from . import limits, torus
 
 COMMON = Path(__file__).with_name("pjsub.sh")
@@ -137,6 +138,8 @@ def _enter(script: Script, option: str, value: str, line: int) -> None:
 
 def read(path: Path) -> str:
     """The text of a script. Raises ValueError naming a file that cannot be read here or by bash."""
+    if reason := unreadable(path):
+        raise ValueError(f"{path}: {reason}: pass a job script")
     try:
         text = path.read_bytes().decode()
     except OSError as error:

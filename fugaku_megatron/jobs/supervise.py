@@ -28,6 +28,7 @@ from ..config.arguments import parse
 from ..config.checks import check
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
+from ..named_files import read_text
 from .launcher import Ending, Launcher, Stop, ending
 
 FRUITLESS = 2  # restarts in a row without a new checkpoint, after which the job ends
@@ -316,13 +317,7 @@ def say(text: str) -> None:
 def read_hosts(text: str) -> list[str]:
     """The hosts of --hosts, each once. Raises ValueError if there are none."""
     if text.startswith("@"):
-        try:
-            words = Path(text[1:]).read_text().split()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(
-                f"--hosts {text}: {getattr(error, 'strerror', None) or 'not a text file'}: pass a file with one "
-                "host on each line"
-            ) from error
+        words = read_text(text[1:], "--hosts", "pass a file with one host on each line").split()
     else:
         words = text.split(",")
     hosts = list(dict.fromkeys(filter(None, words)))

@@ -28,6 +28,7 @@ from ..config.command_line import shown, writing
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs import accounting
+from ..named_files import read_text
 from ..pipeline import parts
 from ..pipeline.timeline import COMPUTATIONS, Span
 from .iteration import size_name
@@ -345,7 +346,12 @@ def _bars(axes: Any, spans: Sequence[Span], stages: int) -> list[tuple[str, str]
 
 def read_trace(path: str | os.PathLike) -> Trace:
     """A trace: its events are those of "traceEvents"."""
-    return json.loads(Path(path).read_text(encoding="utf-8"))
+    remedy = "pass a trace of a run with --profile"
+    text = read_text(path, "", remedy)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path}: not JSON, or cut: {remedy}") from None
 
 
 def merge_traces(

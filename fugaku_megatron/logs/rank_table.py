@@ -13,11 +13,11 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ..config.checks import check
 from ..config.command_line import pipe_table, shown, writing
+from ..named_files import read_text
 from .plot import title
 
 WARM_UP = 1  # intervals that are not counted: the first one holds the first touch of memory
@@ -173,12 +173,7 @@ def read(path: str | os.PathLike) -> list[Interval]:
 
     Raises ValueError, with file and line, for a file that holds something else.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{path}: cannot be read ({error}): pass a file that --log-ranks wrote"
-        ) from None
+    lines = read_text(path, "", "pass a file that --log-ranks wrote").splitlines()
     found: dict[int, Interval] = {}
     for number, line in enumerate(lines, 1):
         try:

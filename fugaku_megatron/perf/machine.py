@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.checks import check
+from ..named_files import read_text, unique_keys
 
 FOLDER = Path(__file__).parent / "machines"
 MIB, GIB, GB = 2**20, 2**30, 10**9
@@ -186,7 +187,7 @@ def names() -> list[str]:
 
 
 def _constants(path: Path) -> dict[str, Any]:
-    data = json.loads(path.read_text())
+    data = json.loads(read_text(path, ""), object_pairs_hook=unique_keys)
     if "sections" in data:  # a report holds the description among its other measurements
         check("machine" in data, "this report ended before it had measured the machine")
         data = data["machine"]

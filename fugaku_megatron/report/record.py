@@ -22,6 +22,7 @@ from typing import Any
 from .. import __version__
 from ..config.checks import check
 from ..config.command_line import pipe_table
+from ..named_files import read_text
 
 LABEL = "model (extrapolated)"  # of what was not measured
 FORMAT, VERSION = "fugaku-megatron report", 1
@@ -173,13 +174,12 @@ def clock(seconds: float) -> str:
 
 def read(flag: str, path: Path) -> dict[str, Any]:
     """A report. Raises ValueError, one line, for a file that is not one."""
+    remedy = "pass a file that fugaku-megatron report wrote"
+    text = read_text(path, flag, remedy)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{flag} {path}: {getattr(error, 'strerror', None) or 'not JSON'}: pass a file that fugaku-megatron "
-            "report wrote"
-        ) from None
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{flag} {path}: not JSON: {remedy}") from None
     check(
         isinstance(data, dict) and data.get("format") == FORMAT,
         f"{flag} {path} is not a report: pass a file that fugaku-megatron report wrote",

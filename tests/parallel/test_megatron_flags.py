@@ -569,8 +569,8 @@ def test_flags_from_a_yaml_file(tmp_path, activation, switch):
         ("lr: {a: 1}", "lr is a section"),
         ("language_model: {lr: {a: 1}}", "language_model.lr: it has keys of its own"),
         ("- 1", "it holds no keys"),
-        ("a: [", "cannot be read: while parsing"),
-        (None, "cannot be read: No such file or directory"),
+        ("a: [", "cannot be read: line 1: while parsing"),
+        (None, "cannot be read (No such file or directory); pass the path"),
     ],
 )
 def test_mistakes_in_a_yaml_file_name_the_file_and_the_key(tmp_path, text, message):

@@ -522,7 +522,7 @@ def test_two_reports_are_compared_with_ratios(tmp_path, capsys):
     [
         (
             "--compare {0}/no.json {0}/no.json",
-            "no.json: No such file or directory: pass a file that fugaku-megatron report wrote",
+            "no.json: cannot be read (No such file or directory); pass a file that fugaku-megatron report wrote",
         ),
         ("--compare {0}/text.json {0}/text.json", "text.json: not JSON: pass a file"),
         ("--compare {0}/other.json {0}/other.json", "other.json is not a report: pass a file"),
