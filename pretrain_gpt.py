@@ -7,13 +7,13 @@ python pretrain_gpt.py --help
 
 import sys
 
-from fugaku_megatron.comm import launcher
+from fugaku_megatron.start import signals
 
 if __name__ == "__main__":
-    launcher.handle_signals("pretrain_gpt.py", ["train", *sys.argv[1:]])
+    signals.handle_signals("pretrain_gpt.py", ["train", *sys.argv[1:]])
     from tools import environment
 
     environment.use("numpy", "torch")
-    from fugaku_megatron.cli import run_command
+    from fugaku_megatron.cli.program import run_command
 
     sys.exit(run_command("pretrain_gpt.py", "train"))

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from fugaku_megatron.config.command_line import Parser, check_file, check_picture
+from fugaku_megatron.cli.output_files import check_file, check_picture
+from fugaku_megatron.cli.parser import Parser
 
 from . import core, preloads
 

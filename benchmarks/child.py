@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fugaku_megatron.config.checks import check
+from fugaku_megatron.config.fields import check
 
 ROOT = Path(__file__).resolve().parents[1]
 Answer = Callable[[Mapping[str, Any]], None]

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from fugaku_megatron.comm import mpi
 from fugaku_megatron.comm.base import Comm
-from fugaku_megatron.comm.launch import describe, run_or_abort
+from fugaku_megatron.comm.job import describe, run_or_abort
 from fugaku_megatron.comm.node import share_node
-from fugaku_megatron.config.checks import check
+from fugaku_megatron.config.fields import check
 from fugaku_megatron.host import kernels, runtime
 
 from . import child, core, disturbance, pictures

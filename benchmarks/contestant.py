@@ -27,10 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.comm.grid import Grid
-from fugaku_megatron.config.arguments import make_run
-from fugaku_megatron.config.checks import check
+from fugaku_megatron.config.fields import check
 from fugaku_megatron.config.run_config import ModelConfig, RunConfig
 from fugaku_megatron.convert import hugging_face
 from fugaku_megatron.convert.architectures import GPT2
@@ -40,7 +40,7 @@ from fugaku_megatron.data.sampler import Prefetcher, micro_batches
 from fugaku_megatron.host import allocator
 from fugaku_megatron.nn.model import Stage
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.training.flat import initial_values
+from fugaku_megatron.optim.flat import initial_values
 
 from . import child, jobs, preloads, shapes
 from .core import seconds
@@ -255,10 +255,10 @@ def _side(task: Task) -> tuple[Callable[[], float], dict[str, Any]]:
     if task.side != "ours":
         torch.set_num_threads(task.threads)
         return BaselineTrainer(task.baseline, run, task.compiled).step, {"torch": torch.__version__}
-    from fugaku_megatron.training import pretrain
+    from fugaku_megatron.run import start
 
     world = SoloComm()
-    machine = pretrain.configure_process(run, world)
+    machine = start.configure_process(run, world)
     trainer = shapes.trainer_of(run, world, Grid(1).groups(world))
     return lambda: trainer.train_step().loss, {
         "kernels": trainer.ops.choice,

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from fugaku_megatron.config.checks import check, flag
+from fugaku_megatron.config.fields import check, flag
 from fugaku_megatron.host import runtime
 
 BUSY = "  BUSY MACHINE"

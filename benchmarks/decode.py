@@ -24,7 +24,7 @@ import torch
 
 from fugaku_megatron.checkpoint.manifest import read_manifest
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.checks import check
+from fugaku_megatron.config.fields import check
 from fugaku_megatron.config.run_config import saved_run
 from fugaku_megatron.convert.hugging_face import open_hugging_face
 from fugaku_megatron.convert.weights import save_own

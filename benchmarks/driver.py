@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from fugaku_megatron.config.checks import check
+from fugaku_megatron.config.fields import check
 from fugaku_megatron.host import allocator, kernels, runtime
 from fugaku_megatron.host.runtime import fma_gflops, fma_peak_gflops
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fugaku_megatron.config.checks import check
+from fugaku_megatron.config.fields import check
 from fugaku_megatron.config.run_config import ModelConfig
 from fugaku_megatron.nn.expert_ops import kind_of_scores
-from fugaku_megatron.nn.shared import parts
+from fugaku_megatron.nn.gradients import parts
 
 from . import driver, shapes
 from .driver import DTYPES, Call, Case

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from fugaku_megatron.config.checks import check
+from fugaku_megatron.config.fields import check
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.host import kernels
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fugaku_megatron.config.checks import check
+from fugaku_megatron.config.fields import check
 from fugaku_megatron.host import kernels
 
 # A kernel target that the CPU can run -> OpenBLAS's kernels of the same width. Those of later CPUs are the same in FP32.

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from fugaku_megatron.config.command_line import writing
+from fugaku_megatron.cli.output_files import writing
 
 
 @contextmanager

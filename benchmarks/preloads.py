@@ -18,8 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fugaku_megatron.config.checks import check
-from fugaku_megatron.watchdog.private_folder import make_private
+from fugaku_megatron.config.fields import check
+from fugaku_megatron.start.private_folder import make_private
 
 # name -> Debian and Ubuntu package, sonames in the order of preference
 LIBRARIES = {

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from fugaku_megatron.config.checks import check
-from fugaku_megatron.training.train import Trainer
+from fugaku_megatron.config.fields import check
+from fugaku_megatron.training.trainer import Trainer
 
 from . import core, disturbance, shapes
 from .core import seconds

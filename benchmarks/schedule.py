@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 from fugaku_megatron.comm.base import Comm, Handle
-from fugaku_megatron.comm.launch import run_or_abort
-from fugaku_megatron.config.checks import check
-from fugaku_megatron.logs import plot
+from fugaku_megatron.comm.job import run_or_abort
+from fugaku_megatron.config.fields import check
+from fugaku_megatron.observe import schedule_plot
 from fugaku_megatron.pipeline import schedule
-from fugaku_megatron.pipeline.parts import receives_ahead
 from fugaku_megatron.pipeline.schedule import Instruction, Schedule, build
+from fugaku_megatron.pipeline.schedule_names import receives_ahead
 from fugaku_megatron.pipeline.timeline import Costs, Span, spans, walk
 
 from . import child, core, disturbance
@@ -128,7 +128,7 @@ def draw(path: Path, result: dict[str, Any]) -> None:
                 [Span(*fields) for fields in row["spans"]],
             )
         )
-    plot.compare(path, rows)
+    schedule_plot.compare(path, rows)
     print(f"wrote {path}")
 
 

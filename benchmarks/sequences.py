@@ -14,8 +14,8 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from fugaku_megatron.config.groups import A2A, CONTEXT_WAYS, P2P
-from fugaku_megatron.perf import machine, model, software
+from fugaku_megatron.config.parallel import A2A, CONTEXT_WAYS, P2P
+from fugaku_megatron.planner import machine, model, software
 
 from . import core, jobs, shapes
 from .jobs import Cell

@@ -9,10 +9,10 @@ import argparse
 import math
 from typing import Any
 
+from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.comm.grid import Grid, Groups
-from fugaku_megatron.config.arguments import make_run
-from fugaku_megatron.config.checks import check
+from fugaku_megatron.config.fields import check
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.config.run_config import RunConfig
@@ -51,14 +51,14 @@ def vocabulary(recipe: str) -> int:
 
 
 def trainer_of(run: RunConfig, world: Comm, groups: Groups) -> Any:
-    """The trainer as training/pretrain.py sets it up."""
-    from fugaku_megatron.training import pretrain
-    from fugaku_megatron.training.start_choices import build_ops, choose_kernels
-    from fugaku_megatron.training.train import Trainer
+    """The trainer as run/start.py sets it up."""
+    from fugaku_megatron.run import data
+    from fugaku_megatron.run.kernel_choice import build_ops, choose_kernels
+    from fugaku_megatron.training.trainer import Trainer
 
     layout = Layout.from_run(run, world.size)
     ops = build_ops(run, choose_kernels(run, layout, world).backends)
-    return Trainer(run, world, groups, *pretrain.build_data(run, groups, layout), ops=ops)
+    return Trainer(run, world, groups, *data.build_data(run, groups, layout), ops=ops)
 
 
 def add_solo_arguments(parser: argparse.ArgumentParser) -> None:

@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 
-from fugaku_megatron.config.checks import check
+from fugaku_megatron.config.fields import check
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.host import runtime
-from fugaku_megatron.perf import machine, model, software
+from fugaku_megatron.planner import machine, model, software
 
 from . import core, disturbance, jobs, pictures, preloads, shapes
 from .child import ROOT, mpiexec

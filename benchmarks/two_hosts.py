@@ -42,15 +42,15 @@ from typing import Any
 
 import torch
 
+from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.comm.base import DONE, Comm, SoloComm
 from fugaku_megatron.comm.engine import Engine, Steps
 from fugaku_megatron.comm.grid import Grid
-from fugaku_megatron.comm.launch import run_or_abort
+from fugaku_megatron.comm.job import run_or_abort
 from fugaku_megatron.comm.mpi import MPIComm
-from fugaku_megatron.config.arguments import make_run
-from fugaku_megatron.config.checks import check
-from fugaku_megatron.config.groups import A2A, CONTEXT_WAYS, P2P
+from fugaku_megatron.config.fields import check
 from fugaku_megatron.config.layout import Layout
+from fugaku_megatron.config.parallel import A2A, CONTEXT_WAYS, P2P
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.host.observed import NONBLOCKING, PHASES, REDUCTIONS, VERBS, Observed, Phases
 
@@ -557,11 +557,11 @@ def place(world: MPIComm, computing: int, communicating: int) -> None:
 
 def main(world: MPIComm) -> None:
     """The rounds, on rank 0, after one that is not measured. The order: see `order`."""
-    from fugaku_megatron.training import pretrain
+    from fugaku_megatron.run import start
 
     order, answer = child.order()
     names = list(order["jobs"])
-    pretrain.configure_process(run_of(order["jobs"][names[0]]), world)
+    start.configure_process(run_of(order["jobs"][names[0]]), world)
     place(world, *order["cores"][world.rank])
     phases, silence = Phases(), Silence()
     trainers = {

@@ -21,11 +21,11 @@ import torch
 
 from fugaku_megatron.comm.grid import Grid
 from fugaku_megatron.host.observed import Phases
-from fugaku_megatron.training.observers import Heartbeats, Observers
-from fugaku_megatron.training.rank_watch import RankTimes
-from fugaku_megatron.training.train import Trainer
-from fugaku_megatron.watchdog.heartbeat import Heartbeat
-from fugaku_megatron.watchdog.watch import HangSettings, Watchdog
+from fugaku_megatron.observe.heartbeat import Heartbeat
+from fugaku_megatron.observe.observers import Heartbeats, Observers
+from fugaku_megatron.observe.stragglers import RankTimes
+from fugaku_megatron.observe.watchdog import HangSettings, Watchdog
+from fugaku_megatron.training.trainer import Trainer
 
 from . import core, disturbance, shapes
 

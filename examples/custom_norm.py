@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 import fugaku_megatron as fm
-from fugaku_megatron.config.model_config import NORMS, NormPart
+from fugaku_megatron.config.model import NORMS, NormPart
+from fugaku_megatron.nn.gradients import accumulate
 from fugaku_megatron.nn.layers import Context, Norm
-from fugaku_megatron.nn.shared import accumulate
 
 
 class Scale(torch.autograd.Function):

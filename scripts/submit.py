@@ -15,6 +15,6 @@ from tools import environment  # noqa: E402
 
 if __name__ == "__main__":
     environment.use("numpy")
-    from fugaku_megatron.cli import run_command
+    from fugaku_megatron.cli.program import run_command
 
     sys.exit(run_command("submit.py", "job"))

@@ -20,14 +20,14 @@ from fugaku_megatron.checkpoint.load import load_shards, open_checkpoint
 from fugaku_megatron.checkpoint.manifest import Folders
 from fugaku_megatron.checkpoint.save import Description, run_steps, save_steps, shard_writer
 from fugaku_megatron.checkpoint.shards import Shard
+from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.comm.grid import Grid, Groups
-from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import ModelConfig, RunConfig
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.training.train import IterationResult, Trainer
+from fugaku_megatron.training.trainer import IterationResult, Trainer
 from tests.threads import ThreadWorld
 
 SMALL = {

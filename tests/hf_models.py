@@ -8,12 +8,12 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from fugaku_megatron import cli
 from fugaku_megatron.checkpoint.manifest import read_manifest
+from fugaku_megatron.cli import program
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.run_config import saved_run
 from fugaku_megatron.inference.loading import load_model
-from fugaku_megatron.nn.passes import Pass
+from fugaku_megatron.nn.forward_context import Pass
 
 VOCABULARY, LENGTH = (
     101,
@@ -126,7 +126,7 @@ MODELS = {
 
 
 def convert(*words: object) -> int:
-    return cli.main(["convert", *map(str, words)])
+    return program.main(["convert", *map(str, words)])
 
 
 def randomized(build) -> torch.nn.Module:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fugaku_megatron.perf.cost import PARTIAL_MATMULS
+from fugaku_megatron.planner.cost import PARTIAL_MATMULS
 from tools.asm_loops import Instruction, Loop, functions, reached, successors
 
 # Intel 64 and IA-32 Architectures Optimization Reference Manual (248966), table 20-2, "Intel AMX instruction throughput and

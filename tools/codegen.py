@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import setup
-from fugaku_megatron.perf.cost import PARTIAL_MATMULS
+from fugaku_megatron.planner.cost import PARTIAL_MATMULS
 from tools import amx_loops, arm_env, arm_vector_loops
 from tools.arm_vector_loops import LOOPS, VectorLoop, hot_loop
 from tools.asm_loops import (

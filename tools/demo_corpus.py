@@ -14,8 +14,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from fugaku_megatron import cli
-from fugaku_megatron.config.command_line import writing
+from fugaku_megatron.cli import program
+from fugaku_megatron.cli.output_files import writing
 from fugaku_megatron.data.vocabulary import train_vocabulary
 
 SKIPPED = {
@@ -72,4 +72,4 @@ def main(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.start("demo_corpus", sys.modules[__name__], sys.argv[1:]))
+    sys.exit(program.start("demo_corpus", sys.modules[__name__], sys.argv[1:]))

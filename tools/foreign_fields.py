@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator
 
-from fugaku_megatron.config.command_line import OTHER_FLAGS, saved_reasons
+from fugaku_megatron.config.megatron_flags import OTHER_FLAGS, saved_reasons
 from fugaku_megatron.convert import config_fields, peft
 from fugaku_megatron.convert.architectures import ARCHITECTURES, ONLY
 from fugaku_megatron.convert.megatron_files import READ

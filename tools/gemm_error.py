@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fugaku_megatron import cli
-from fugaku_megatron.config.checks import check
-from fugaku_megatron.config.run_config import MAX_FP16_CHUNK
+from fugaku_megatron.cli import program
+from fugaku_megatron.config.fields import check
+from fugaku_megatron.config.system import MAX_FP16_CHUNK
 from fugaku_megatron.host import kernels
 
 CHUNKS = (16, 32, 64, 128, 256)
@@ -188,4 +188,4 @@ def main(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.start("gemm_error", sys.modules[__name__], sys.argv[1:]))
+    sys.exit(program.start("gemm_error", sys.modules[__name__], sys.argv[1:]))

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
-from fugaku_megatron.config.arguments import build_parser
-from fugaku_megatron.config.checks import flag_words
-from fugaku_megatron.config.command_line import OTHER_FLAGS, Parser
-from fugaku_megatron.config.model_config import NORMS
+from fugaku_megatron.cli.arguments import build_parser
+from fugaku_megatron.cli.parser import Parser
+from fugaku_megatron.config.fields import flag_words
+from fugaku_megatron.config.megatron_flags import OTHER_FLAGS
+from fugaku_megatron.config.model import NORMS
 from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.config.run_config import GROUPS, RunConfig
 from fugaku_megatron.data.tokenizer import TOKENIZERS

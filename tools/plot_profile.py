@@ -12,9 +12,9 @@ import re
 import sys
 from pathlib import Path
 
-from fugaku_megatron import cli
-from fugaku_megatron.config.checks import check
-from fugaku_megatron.config.command_line import check_file
+from fugaku_megatron.cli import program
+from fugaku_megatron.cli.output_files import check_file
+from fugaku_megatron.config.fields import check
 
 PARTS = 6  # operations with a colour of their own
 _ROW = re.compile(r"^(?P<name>\S.*?)\s{2,}(?:(?P<calls>\d+)\s+)?(?P<seconds>\d+\.\d{4})\s")
@@ -83,4 +83,4 @@ def main(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.start("plot_profile", sys.modules[__name__], sys.argv[1:]))
+    sys.exit(program.start("plot_profile", sys.modules[__name__], sys.argv[1:]))

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fugaku_megatron import cli
-from fugaku_megatron.config.command_line import check_file
+from fugaku_megatron.cli import program
+from fugaku_megatron.cli.output_files import check_file
 
 NOT_BUILT = ("not taken", "not in the trainer")  # in the note of a change that no run has
 OURS, BASELINE, MODEL = "tab:blue", "0.65", "tab:green"
@@ -158,4 +158,4 @@ def main(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.start("plot_result", sys.modules[__name__], sys.argv[1:]))
+    sys.exit(program.start("plot_result", sys.modules[__name__], sys.argv[1:]))

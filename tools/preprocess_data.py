@@ -14,6 +14,6 @@ from tools import environment  # noqa: E402
 
 if __name__ == "__main__":
     environment.use("numpy", "torch", "regex")
-    from fugaku_megatron.cli import run_command
+    from fugaku_megatron.cli.program import run_command
 
     sys.exit(run_command("preprocess_data.py", "preprocess"))

@@ -20,17 +20,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fugaku_megatron.cli.arguments import Arguments, interpret
+from fugaku_megatron.cli.parser import Parser
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.arguments import Arguments, interpret
 from fugaku_megatron.config.batches import sizes_of
-from fugaku_megatron.config.checks import Refused
-from fugaku_megatron.config.command_line import Parser
+from fugaku_megatron.config.fields import Refused
 from fugaku_megatron.config.recipes import GPT2_VOCABULARY
 from fugaku_megatron.config.run_config import RunConfig
-from fugaku_megatron.training import train_command
-from fugaku_megatron.training.dry_run import report
-from fugaku_megatron.training.pretrain import check_early
-from fugaku_megatron.training.start_choices import read_tokenizer, with_vocabulary
+from fugaku_megatron.run import train_command
+from fugaku_megatron.run.checks import check_early
+from fugaku_megatron.run.dry_run import report
+from fugaku_megatron.run.tokenizer import read_tokenizer, with_vocabulary
 
 # Values that a script's shell did not tell, by the end of the flag's name, the first that fits; others are 1.
 PLAUSIBLE = {

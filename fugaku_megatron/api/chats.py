@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from ..config.checks import check
+from ..config.fields import check
 from ..config.run_config import RunConfig
 from ..data.chat_dataset import ChatArrays, signed
 from ..data.chats import ChatTemplate, chat_of, unread_note
 from ..data.dataset import Documents
 from ..data.tokenizer import build_tokenizer
-from ..training.start_choices import find_tokenizer
+from ..run.tokenizer import find_tokenizer
 
 
 def chat_arrays(

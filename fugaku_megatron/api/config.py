@@ -11,15 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..config.arguments import (
-    build_parser,
-    check_other_flags,
-    checked_run,
-    field_values,
-    run_flags,
-)
-from ..config.checks import check
-from ..config.command_line import nearest
+from ..cli.arguments import build_parser, check_other_flags, checked_run, field_values, run_flags
+from ..cli.parser import nearest
+from ..config.fields import check
 from ..config.run_config import GROUPS, RunConfig
 
 
@@ -27,7 +21,7 @@ def _with_checkpoint_model(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values, of the model those of the checkpoint in load with use_checkpoint_args."""
     if not values.get("use_checkpoint_args"):
         return values
-    from ..training.train_command import with_checkpoint_model
+    from ..run.train_command import with_checkpoint_model
 
     return with_checkpoint_model(values)
 

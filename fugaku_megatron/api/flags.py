@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..config.checks import check, flag
+from ..config.fields import check, flag
 from .config import Config
 
 _PRINT = "print the fields of Step in the loop over steps"

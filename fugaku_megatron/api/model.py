@@ -17,9 +17,11 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from ..config.checks import check
-from ..config.model_config import ModelConfig
-from ..config.run_config import BatchConfig, PrecisionConfig, RunConfig
+from ..config.fields import check
+from ..config.model import ModelConfig
+from ..config.precision import PrecisionConfig
+from ..config.run_config import RunConfig
+from ..config.training import BatchConfig
 from ..convert.convert_command import open_weights, whole
 from ..convert.hugging_face import save_hugging_face
 from ..convert.weights import DTYPES, Weights, precision_of

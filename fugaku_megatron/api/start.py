@@ -11,13 +11,13 @@ from ..checkpoint.manifest import CARRIED, existing_iteration, own_checkpoint, r
 from ..checkpoint.shards import check_model
 from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
-from ..config.checks import check
-from ..config.model_config import architecture
+from ..config.fields import check
+from ..config.model import architecture
 from ..config.run_config import RunConfig
 from ..convert.convert_command import open_weights
 from ..convert.weights import Weights
-from ..training.resume import Resume, find_checkpoint, open_pretrained
-from ..training.train import ForeignModel
+from ..run.resume import Resume, find_checkpoint, open_pretrained
+from ..training.trainer import ForeignModel
 
 
 @dataclass(frozen=True)

@@ -21,17 +21,16 @@ import torch
 
 from ..checkpoint.manifest import CARRIED
 from ..checkpoint.save import BackgroundSave, check_writable
-from ..comm import launcher
 from ..comm.agreement import everywhere, find_nodes, on_root
 from ..comm.base import Comm, SoloComm
 from ..comm.grid import Grid
-from ..comm.launch import end_job_with_exceptions
-from ..comm.launch import init as start_mpi
+from ..comm.job import end_job_with_exceptions
+from ..comm.job import init as start_mpi
 from ..comm.node import share_groups
 from ..config import batches
-from ..config.batches import ParamSchedule
-from ..config.checks import check, flag
+from ..config.fields import check, flag
 from ..config.layout import Layout
+from ..config.param_schedule import ParamSchedule
 from ..config.run_config import RunConfig
 from ..convert.hugging_face import carry
 from ..data.chat_dataset import lost_lines
@@ -39,20 +38,22 @@ from ..data.dataset import DataOrder, Dataset, Documents, TokenArrays
 from ..data.unchanged import records
 from ..host import kernels, runtime
 from ..host.observed import Phases
-from ..training import pretrain, train
-from ..training.machine_faults import Checksums, Rerun
-from ..training.observers import Heartbeats, Observers
-from ..training.rank_watch import check_memory
+from ..observe.abft import Checksums
+from ..observe.heartbeat import Heartbeat
+from ..observe.memory import check_memory
+from ..observe.observers import Heartbeats, Observers
+from ..observe.rerun import Rerun
+from ..run import checks
+from ..run import data as data_module
+from ..run import start as start_module
+from ..run.kernel_choice import choose_kernels
+from ..run.plan import settle
+from ..run.resume import Resume, carry_files, resume_training, with_padding
+from ..run.tokenizer import read_tokenizer, tokenizer_notes, with_vocabulary
+from ..start import environment
+from ..start import signals as signals_module
+from ..training import trainer as trainer_module
 from ..training.replicas import ReplicasDiffer as ReplicasDiffer
-from ..training.resume import Resume, carry_files, resume_training, with_padding
-from ..training.start_choices import (
-    choose_kernels,
-    read_tokenizer,
-    settle,
-    tokenizer_notes,
-    with_vocabulary,
-)
-from ..watchdog.heartbeat import Heartbeat
 from .chats import chat_arrays
 from .config import Config
 from .flags import check_flags, trainer_notes
@@ -128,7 +129,7 @@ class Trainer:
         with everywhere():
             check_flags(config)
             self._run = self._with_data(config.run, data, valid)
-        run, lines = pretrain.check_run(self._with_length(NO_END), self._world, self._arrays)
+        run, lines = checks.check_run(self._with_length(NO_END), self._world, self._arrays)
         self._run = replace(run, training=self._run.training)
         with everywhere():
             self._tokenizer = read_tokenizer(self._run, self._world)
@@ -241,14 +242,14 @@ class Trainer:
             run, training=replace(run.training, train_iters=self._run.training.train_iters)
         )
         self._groups = share_groups(Grid(*layout.sizes).groups(world), kernels)
-        self._readers = pretrain.find_reader_group(run, self._groups, nodes)
+        self._readers = data_module.find_reader_group(run, self._groups, nodes)
         needed = self._samples_needed(layout, resume.progress) if self._length_given else 1
         if self._length_given:
-            self._end = pretrain.run_length(self._run, layout, resume.progress)[0]
+            self._end = data_module.run_length(self._run, layout, resume.progress)[0]
         self._evaluations = 1
         if "eval_interval" in self.config.given:
-            self._evaluations = max(1, pretrain.evaluations(run, self._end or 0))
-        valid_samples = pretrain.samples_to_validate(run, layout, self._evaluations)
+            self._evaluations = max(1, data_module.evaluations(run, self._end or 0))
+        valid_samples = data_module.samples_to_validate(run, layout, self._evaluations)
         data = self._open(needed, valid_samples, resume.order)
         self._warn(*lost_lines(*data))
         self._opened = self._length_opened(data[0])
@@ -257,7 +258,7 @@ class Trainer:
         self._checksums = Checksums(run.numbers.abft) if run.numbers.abft else None
         beats = Heartbeats(Heartbeat(), Grid(*layout.sizes), world.rank)
         observers = Observers(Phases(), beats, None, self._checksums)
-        self._trainer = pretrain.build_trainer(
+        self._trainer = start_module.build_trainer(
             with_padding(self._with_length(NO_END), resume),
             world,
             self._groups,
@@ -271,7 +272,7 @@ class Trainer:
         self._trainer.tokenizer = self._tokenizer
         self._trainer.order = resume.order.or_else(self._opened_order, valid_samples)
         self._trainer.data_files = on_root(world, lambda: records(data))
-        self._valid_sizes = pretrain.valid_sizes(run, layout, data[1], world)
+        self._valid_sizes = data_module.valid_sizes(run, layout, data[1], world)
 
     def _begin(self, start: Start) -> None:
         """Load what a start names into the trainer. Collective."""
@@ -299,7 +300,7 @@ class Trainer:
         if start.found:
             self._weightless = False
         if self._length_given:
-            self._end = pretrain.run_length(self._run, trainer.layout, trainer.progress)[0]
+            self._end = data_module.run_length(self._run, trainer.layout, trainer.progress)[0]
         self._warn(*notes)
 
     def _comparable(self, schedule: ParamSchedule, resume: Resume) -> ParamSchedule:
@@ -320,8 +321,8 @@ class Trainer:
                 "pretrained_checkpoint to Config, or call Trainer.load before",
             )
 
-    def _open(self, samples: int, valid_samples: int | None, order: DataOrder) -> pretrain.Data:
-        return pretrain.open_data(
+    def _open(self, samples: int, valid_samples: int | None, order: DataOrder) -> data_module.Data:
+        return data_module.open_data(
             self._run,
             self._groups,
             (samples, valid_samples),
@@ -336,9 +337,9 @@ class Trainer:
         own = torch.tensor(0 if dataset is None else len(dataset))
         return int(self._world.all_reduce(own, "max"))
 
-    def _samples_needed(self, layout: Layout, progress: train.Progress) -> int:
+    def _samples_needed(self, layout: Layout, progress: trainer_module.Progress) -> int:
         run = self._with_length(self._end or 0)
-        _, end = pretrain.run_length(run, layout, progress)
+        _, end = data_module.run_length(run, layout, progress)
         return batches.requested_samples(run, layout.global_batch_size(run), end)
 
     # Training ---------------------------------------------------------------------------------------------------------------------
@@ -435,7 +436,9 @@ class Trainer:
         output, optimizer = self._run.output, self._trainer.optimizer
         self._trained = True
         if result.nothing_counted:
-            self._event(progress.iteration, train.uncounted_line(progress.iteration, result))
+            self._event(
+                progress.iteration, trainer_module.uncounted_line(progress.iteration, result)
+            )
         self._check_machine(progress.iteration)
         return Step(
             progress.iteration,
@@ -604,7 +607,7 @@ def _names_arrays(line: str) -> bool:
 
 
 T = TypeVar("T")
-_signals: list[launcher.StopSignals] = []  # of `init`, at most one
+_signals: list[signals_module.StopSignals] = []  # of `init`, at most one
 
 
 @functools.cache
@@ -614,8 +617,8 @@ def world() -> Comm:
     With several ranks MPI starts here, on a thread of its own, and from then on an exception that nobody catches prints its
     traceback and ends all ranks, because the others would wait for this one for ever.
     """
-    launcher.check_launcher()
-    if launcher.processes()[1] == 1:
+    environment.check_launcher()
+    if environment.processes()[1] == 1:
         return SoloComm()
     comm = start_mpi()
     end_job_with_exceptions(comm)
@@ -656,7 +659,7 @@ def init(
         reserve_core=reserve_core,
     )
     if stop_signals and not _signals:
-        _signals.append(launcher.StopSignals().__enter__())
+        _signals.append(signals_module.StopSignals().__enter__())
     return line
 
 

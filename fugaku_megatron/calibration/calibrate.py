@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config.checks import check
-from ..config.command_line import check_file, writing
+from ..cli.output_files import check_file, writing
+from ..config.fields import check
 
 if TYPE_CHECKING:
     from ..comm.base import Comm
@@ -390,7 +390,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Calibrate; called on every rank of mpiexec."""
-    from ..comm.launch import run_or_abort
+    from ..comm.job import run_or_abort
 
     check_file("--output", args.output)
     check(args.output.suffix == ".json", f"--output {args.output}: pass a name that ends in .json")

@@ -12,16 +12,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ..cli.arguments import make_run
 from ..comm.base import SoloComm
 from ..comm.grid import Grid
-from ..config.arguments import make_run
 from ..config.layout import Layout
 from ..config.run_config import ModelConfig, RunConfig
 from ..costs import accounting
 from ..data.dataset import MockDataset
 from ..host import kernels
-from ..perf import model, software
-from ..training.train import Trainer
+from ..planner import model, software
+from ..training.trainer import Trainer
 
 COLD_BYTES = 256 << 20  # bytes of all sets of operands together: beyond the caches of all cores
 LENGTHS = (512, 1024, 2048)  # sequence lengths at which attention is measured

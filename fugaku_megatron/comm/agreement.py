@@ -56,7 +56,7 @@ def everywhere() -> Iterator[None]:
     """Mark mistakes that every rank finds by itself (flags, sizes), so that only rank 0 reports them.
 
     The ValueErrors and SystemExits that leave this block carry the mark. It needs no communication, so it works before
-    MPI is initialised: see `comm.launch.run_or_abort`.
+    MPI is initialised: see `comm.job.run_or_abort`.
     """
     try:
         yield

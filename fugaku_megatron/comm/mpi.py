@@ -5,7 +5,7 @@ This is the only file that imports mpi4py, and it does so inside functions: impo
 MPI has no BF16 or FP16. Data of these types is sent as 16-bit integers. Their sum is an all-to-all of the parts followed by a
 local sum in FP32, in rank order and rounded once; all_reduce then gathers the results. Their maximum and minimum are formed in
 FP32. MPI counts are C ints: larger tensors are sent in pieces of MAX_COUNT elements.
-Left out: starting and ending a job (launch.py), groups (grid.py).
+Left out: starting and ending a job (job.py), groups (grid.py).
 
 Shapes: p ranks, n elements per rank.
 """
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import launcher
+from ..start import environment
 from .base import DONE, HALF, OPS, Comm, Handle, check, check_exchange, rank_order_sum, rows
 from .engine import Engine, Steps
 
@@ -53,7 +53,7 @@ def mpi_world(waits: Callable[[bool], Any] = bool) -> MPIComm:
         raise ValueError(
             f"{THREAD_LEVEL_VARIABLE}={level}: expected one of {', '.join(THREAD_LEVELS[1:])}; correct or unset it"
         )
-    crowded = launcher.processes_of_node() > len(os.sched_getaffinity(0))
+    crowded = environment.processes_of_node() > len(os.sched_getaffinity(0))
     if crowded:
         # More ranks than cores: MPICH's ranks must yield the core in the few calls that block, as when groups are built. Open
         # MPI's launcher does this by itself.

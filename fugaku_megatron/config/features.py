@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
-from ..pipeline import parts
+from ..pipeline import schedule_names
 from .run_config import GROUPS, RunConfig
 
 BALANCED_SPLIT, SELECTIVE, BLOCK, ZERO_1 = (
@@ -64,7 +64,7 @@ FEATURES: dict[str, Feature] = {
     ),
     ZERO_1: Feature(
         meaning="optimizer state sharded over data-parallel ranks",
-        place="training/optim.py",
+        place="optim/optimizer.py",
         field="zero_stage",
         value=1,
     ),
@@ -87,17 +87,17 @@ FEATURES: dict[str, Feature] = {
     ),
     OVERLAP_GRAD_REDUCE: Feature(
         meaning="buckets of gradients are reduced, overlapped with the last backward",
-        place="training/buckets.py",
+        place="optim/buckets.py",
         field="overlap_grad_reduce",
     ),
     OVERLAP_PARAM_GATHER: Feature(
         meaning="ZeRO's weights are gathered, overlapped with the next forward",
-        place="training/buckets.py",
+        place="optim/buckets.py",
         field="overlap_param_gather",
     ),
     GRAD_REDUCE_IN_BF16: Feature(
         meaning="gradients are sent in BF16",
-        place="training/buckets.py",
+        place="optim/buckets.py",
         field="grad_reduce_in_bf16",
     ),
     NODE_SUMS: Feature(
@@ -126,13 +126,13 @@ FEATURES: dict[str, Feature] = {
         meaning="several chunks of layers on a stage",
         place="pipeline/schedule.py",
         field="pipeline_schedule",
-        value=parts.INTERLEAVED,
+        value=schedule_names.INTERLEAVED,
     ),
     ZERO_BUBBLE: Feature(
         meaning="weight gradients fill the pipeline's bubble",
         place="pipeline/schedule.py",
         field="pipeline_schedule",
-        value=parts.SPLITS_BACKWARD,
+        value=schedule_names.SPLITS_BACKWARD,
     ),
 }
 

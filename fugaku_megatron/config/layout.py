@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
-from ..pipeline.parts import ZBV, Placement, evenly, placement_of
+from ..pipeline.cuts import evenly
+from ..pipeline.placement import Placement, placement_of
+from ..pipeline.schedule_names import ZBV
 from .batches import sizes_of
-from .checks import check, flag
-from .groups import A2A, EITHER, P2P
+from .fields import check, flag
+from .parallel import A2A, EITHER, P2P
 from .run_config import RunConfig
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .checks import check, check_fraction, check_numbers, check_positive, hashed_once, opt
-from .model_config import ModelConfig
+from .fields import check, check_fraction, check_numbers, check_positive, hashed_once, opt
+from .model import ModelConfig
 
 ALL_LINEAR = "all-linear"
 DROPOUT_COLUMNS = 8  # of an input that ranks share: a mask goes by blocks of so many

@@ -14,15 +14,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from .groups import DataConfig
-from .run_config import (
-    BatchConfig,
-    ModelConfig,
-    OptimizerConfig,
-    OutputConfig,
-    RunConfig,
-    TrainingConfig,
-)
+from .data import DataConfig
+from .output import OutputConfig
+from .run_config import ModelConfig, OptimizerConfig, RunConfig
+from .training import BatchConfig, TrainingConfig
 
 GPT2_VOCABULARY = 50257
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .checks import check
+from .fields import check
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _STEP = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)([KMBT]?):([1-9]\d{0,7})", re.ASCII)

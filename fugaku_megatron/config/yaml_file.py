@@ -1,7 +1,7 @@
 """A YAML file that a user writes: sections of keys with a text, a number, a switch or a list each.
 
 PyYAML takes the last value of a key that stands in a section twice, reads 010 as 8 and 1:30 as 90, and ends with errors of many
-kinds, some without a line. Here each is a ValueError of one line. Left out: the keys and their values (command_line.py).
+kinds, some without a line. Here each is a ValueError of one line. Left out: the keys and their values (cli/yaml_flags.py).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ..named_files import read_text
-from .checks import check
+from ..text.named_files import read_text
+from .fields import check
 
 LARGEST = 2**18  # bytes; PyYAML reads about 250 KB in a second
 MAX_NODES = 10_000  # a file of a few lines can stand for billions

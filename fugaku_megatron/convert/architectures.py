@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..config.model_config import LEARNED, ROPE, SCALINGS, ModelConfig
+from ..config.model import LEARNED, ROPE, SCALINGS, ModelConfig
 from .rules import (
     EXPERTS,
     FULL_ATTENTION,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..config.checks import check, is_off
+from ..config.fields import check, is_off
 from .architectures import ONLY, Architecture
 from .rules import FILE
 

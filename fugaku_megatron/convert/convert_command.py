@@ -31,11 +31,11 @@ from ..checkpoint.manifest import (
     iteration_name,
     own_checkpoint,
 )
-from ..comm import launcher
+from ..cli.arguments import model_flags
 from ..comm.agreement import describe
-from ..config.arguments import model_flags
-from ..config.checks import check, flag, flag_words
+from ..config.fields import check, flag, flag_words
 from ..host import allocator
+from ..start import environment
 from .gguf_file import TYPES, save_gguf
 from .gguf_tokenizer import INEXACT
 from .hugging_face import (
@@ -423,7 +423,7 @@ def _one(options: argparse.Namespace, names: dict[str, Callable], purpose: str) 
 
 def check_options(options: argparse.Namespace) -> tuple[str, str]:
     """(name of the source, of the destination). ValueError for flags that do not go together, before anything is read."""
-    variable, processes = launcher.processes()
+    variable, processes = environment.processes()
     check(
         processes == 1,
         f"convert is one process, and {variable} says that {processes} were started: leave the launcher out",

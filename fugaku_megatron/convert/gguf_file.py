@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..config.checks import check, flag
-from ..config.model_config import YARN, YARN_SCALING, ModelConfig
+from ..config.fields import check, flag
+from ..config.model import YARN, YARN_SCALING, ModelConfig
 from ..data.formats import library
-from ..named_files import read_text
-from ..nn.passes import frequencies
+from ..nn.positions import frequencies
+from ..text.named_files import read_text
 from .architectures import Architecture
 from .gguf_tokenizer import read_tokenizer
 from .hugging_face import architecture_of, carried_config, in_their_shape, parts

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..config.checks import check
+from ..config.fields import check
 from ..data.formats import library
 from ..data.library_tokenizers import (
     CHAT_TEMPLATE,
@@ -28,7 +28,7 @@ from ..data.library_tokenizers import (
     load_pieces,
 )
 from ..data.tokenizer import bytes_to_unicode
-from ..named_files import read_text
+from ..text.named_files import read_text
 from .hugging_face import read_json
 
 INEXACT = "--gguf-inexact-tokenizer"

@@ -31,11 +31,11 @@ from ..checkpoint.tensor_files import (
     write_tensors,
 )
 from ..comm.agreement import describe
-from ..config.checks import check, check_kind
-from ..config.model_config import MASKED, ModelConfig
-from ..config.model_config import architecture as shape_values
+from ..config.fields import check, check_kind
+from ..config.model import MASKED, ModelConfig
+from ..config.model import architecture as shape_values
 from ..data.library_tokenizers import CHAT_TEMPLATE, TEMPLATES, TOKENIZER_CONFIG
-from ..named_files import unreadable
+from ..text.named_files import unreadable
 from .architectures import (
     ARCHITECTURES,
     ONLY,

@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from ..checkpoint.manifest import TRACKER, write_text
-from ..config.checks import check
-from ..config.model_config import ModelConfig
+from ..config.fields import check
+from ..config.model import ModelConfig
 from ..costs.accounting import round_up
 from ..nn.model import OUTPUT, VOCABULARY, WORD_EMBEDDINGS
 from ..nn.parameter import ParameterSpec

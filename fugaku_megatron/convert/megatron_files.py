@@ -23,12 +23,13 @@ import torch
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from ..cli.arguments import add_flags
+from ..cli.parser import Parser
 from ..comm.agreement import describe
-from ..config.arguments import add_flags
-from ..config.checks import check, check_kind, flag, is_off
-from ..config.command_line import OTHER_FLAGS, Parser, saved_arguments
-from ..config.experts_config import EXPERTS
-from ..config.model_config import LEARNED, MASKED, NO_POSITIONS, ROPE, ROPE_SCALING, ModelConfig
+from ..config.experts import EXPERTS
+from ..config.fields import check, check_kind, flag, is_off
+from ..config.megatron_flags import OTHER_FLAGS, saved_arguments
+from ..config.model import LEARNED, MASKED, NO_POSITIONS, ROPE, ROPE_SCALING, ModelConfig
 
 VERSION = 3.0  # of checkpoints that are written; since 2.0 each head, or group, has its queries, key and value together
 # Ours -> names that versions of Megatron-LM gave to the same argument, the newest first.

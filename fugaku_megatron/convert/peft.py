@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.tensor_files import write_tensors
-from ..config.checks import check, is_off
+from ..config.fields import check, is_off
 from ..config.lora import FC1, FC2, MATRICES, LoraConfig
-from ..config.model_config import ModelConfig
+from ..config.model import ModelConfig
 from ..nn.adapters import expanded, row_mask
 from .architectures import (
     Architecture,

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from ..config.checks import check, is_off
-from ..config.model_config import ROPE, YARN, ModelConfig
+from ..config.fields import check, is_off
+from ..config.model import ROPE, YARN, ModelConfig
 
 FILE = "config.json"
 POSITIONS = "original_max_position_embeddings"

@@ -34,10 +34,12 @@ from ..checkpoint.tensor_files import write_tensors
 from ..checkpoint.trusted import iteration_to_load
 from ..comm.base import SoloComm
 from ..comm.grid import Grid
-from ..config.checks import check
+from ..config.fields import check
 from ..config.lora import MATRICES, LoraConfig
-from ..config.model_config import ModelConfig, architecture
-from ..config.run_config import BatchConfig, PrecisionConfig, RunConfig, saved_run
+from ..config.model import ModelConfig, architecture
+from ..config.precision import PrecisionConfig
+from ..config.run_config import RunConfig, saved_run
+from ..config.training import BatchConfig
 from ..nn.adapters import FINGERPRINTS, bits_number, merged, row_mask
 from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from ..config.checks import check
-from ..config.groups import A2A
+from ..config.fields import check
 from ..config.layout import Layout, context_ways, placement, sequence_parts, stage_sizes
-from ..config.model_config import NORMS
+from ..config.model import NORMS
+from ..config.parallel import A2A
 from ..config.run_config import ModelConfig, ParallelConfig, RunConfig
-from ..pipeline.parts import Placement, balanced_cut, cut_of_stages, even_cut
+from ..pipeline.cuts import balanced_cut, cut_of_stages, even_cut
+from ..pipeline.placement import Placement
 from .activations import (
     FP32_BYTES,
     MatmulCollectives,

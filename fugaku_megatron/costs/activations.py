@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ..config.groups import A2A, ALLGATHER, P2P
 from ..config.layout import context_ways, group_copies, sequence_parts
 from ..config.lora import FC1, FC2, MATRICES, PROJ, QKV
+from ..config.parallel import A2A, ALLGATHER, P2P
 from ..config.run_config import ModelConfig, RunConfig
 
 FP32_BYTES = 4

@@ -3,8 +3,8 @@
 A gradient bucket is a part of a stage's parameters whose gradients are reduced, and whose weights are gathered, at once. A stage's
 parameters come in units, in the order in which backward finishes them: the final norm (with the head's weight, where that is its
 own), the layers from the last to the first, the embeddings. A bucket is a run of whole units.
-Left out: when a bucket is reduced (`training.buckets`), what an operation keeps (`accounting`), other software and the
-MPI's buffers (`perf.memory`). `stage_memory` leaves out what depends on a rank's threads (`attention_bytes`).
+Left out: when a bucket is reduced (`optim.buckets`), what an operation keeps (`accounting`), other software and the
+MPI's buffers (`planner.memory`). `stage_memory` leaves out what depends on a rank's threads (`attention_bytes`).
 Legend: s sequence, b micro-batch, v vocabulary of a rank.
 """
 
@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..config.groups import A2A, MOMENT_BYTES, P2P
 from ..config.layout import Layout, context_ways, group_copies, placement, sequence_parts
+from ..config.optimizer import MOMENT_BYTES
+from ..config.parallel import A2A, P2P
 from ..config.run_config import RunConfig
-from ..pipeline.parts import Held, receives_ahead
+from ..pipeline.instructions import Held
+from ..pipeline.schedule_names import receives_ahead
 from .accounting import (
     FLAT_ALIGNMENT,
     core_bytes,
@@ -47,9 +49,9 @@ from .activations import (
     key_working_bytes,
     qkv_bytes,
 )
-from .eight_bit import scales, unit_segments
 from .experts import mlp_width, pair_working_bytes, waiting_bytes
-from .orthogonal import matrix_elements
+from .int8_moments import scales, unit_segments
+from .muon import matrix_elements
 
 # Megatron's default of --ddp-bucket-size: large enough for the chunks of a ring over many ranks
 BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_RANK = 40_000_000, 1_000_000
@@ -507,7 +509,7 @@ def logits_rows(run: RunConfig, layout: Layout) -> int:
 def reused_bytes(run: RunConfig, layout: Layout, stage: int, live: int) -> int:
     """What the gradients of an iteration of one micro-batch take of the `live` bytes that layers keep, which backward frees.
 
-    A bucket gets memory when backward reaches its first unit (`training.flat`), the tied embedding's with the logits.
+    A bucket gets memory when backward reaches its first unit (`optim.flat`), the tied embedding's with the logits.
     """
     if layout.microbatches(run, layout.global_batch_size(run)) > 1:
         return 0

@@ -15,8 +15,10 @@ from functools import lru_cache
 
 from ..config.layout import Layout, placement
 from ..config.run_config import RunConfig
-from ..pipeline.parts import SPLITS_BACKWARD, Held, PartCosts, SplitCosts
+from ..pipeline.cuts import PartCosts, SplitCosts
+from ..pipeline.instructions import Held
 from ..pipeline.schedule import Schedule
+from ..pipeline.schedule_names import SPLITS_BACKWARD
 from .accounting import layer_and_head_flops, part_recompute_groups, pipeline_split, stage_parts
 from .memory import chunks_live_bytes, live_bytes, stage_memory
 

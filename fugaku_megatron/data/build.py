@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from ..comm.agreement import on_root
-from ..named_files import read_text, unique_keys
+from ..text.named_files import read_text, unique_keys
 from .chat_dataset import ChatArrays, ChatDataset, ChatFiles, check_not_chats
 from .dataset import (
     SPLITS,

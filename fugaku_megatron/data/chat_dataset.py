@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..comm.agreement import on_root
-from ..named_files import unreadable
+from ..text.named_files import unreadable
 from .dataset import RELEASE_EVERY, TokenArrays, check_index, check_tokens
 from .files import ReadFile
 from .indexed import IndexedDataset, IndexedDatasetWriter

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from ..named_files import read_text
+from ..text.named_files import read_text
 from .chat_dataset import ChatFiles, signed, unsigned
 from .files import Document, read_record
 from .formats import CHAT

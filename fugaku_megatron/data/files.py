@@ -2,7 +2,7 @@
 
 Texts are plain text files (a document a file), JSON (an object a line, or over lines), both of them
 compressed, tables (a JSON object a row), and folders of these. Left out: the form of a file, compressed
-files and tables (formats.py), JSON over lines (json_values.py), small files of other kinds (named_files.py).
+files and tables (formats.py), JSON over lines (json_values.py), small files of other kinds (text/named_files.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..named_files import FIRST_BYTES, POINTER, unreadable
+from ..text.named_files import FIRST_BYTES, POINTER, unreadable
 from .formats import (
     LINES,
     TABLES,

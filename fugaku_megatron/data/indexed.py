@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from ..comm.agreement import on_root
-from ..named_files import unreadable
+from ..text.named_files import unreadable
 from .files import ReadFile, Status, check_status
 from .index_cache import BLOCK
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import regex
 
-from ..named_files import read_text, unreadable
+from ..text.named_files import read_text, unreadable
 from .formats import library
 
 TOKENIZER_CONFIG = "tokenizer_config.json"

@@ -5,7 +5,7 @@ a document whether or not it is marked so. A pretraining run derives its marks f
 index of samples know nothing of them. Rules of Megatron-LM's megatron/core/datasets/gpt_dataset.py
 (_get_ltor_masks_and_position_ids): the token that ends a document belongs to it, the next one begins a document, and with
 --eod-mask-loss nothing is predicted from the token that ends a document.
-Left out: what attention and positions make of documents (`nn.passes.Documents`).
+Left out: what attention and positions make of documents (`nn.forward_context.Documents`).
 Legend: s sequence, b micro-batch.
 """
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import regex
 
-from ..named_files import read_text
+from ..text.named_files import read_text
 from .library_tokenizers import (
     HuggingFaceTokenizer,
     JapaneseSentencePiece,

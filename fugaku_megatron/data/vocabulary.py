@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..named_files import unreadable
+from ..text.named_files import unreadable
 from .files import (
     Skipped,
     add_input_arguments,

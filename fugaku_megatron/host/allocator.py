@@ -3,7 +3,7 @@
 An arena keeps its pages for torch's large tensors, and malloc has tuned parameters for the rest. glibc returns every block of more
 than 32 MiB (and, at first, of more than 128 KiB) to the kernel when it is freed, and the next micro-batch faults the same pages in
 again. A preloaded tcmalloc avoids that, and so does this module without a preload. An allocator that the user preloads is not
-changed. Left out: the arena itself (kernels_sve/arena.h), what a run will need (`training.rank_watch`). Comparison of allocators:
+changed. Left out: the arena itself (kernels_sve/arena.h), what a run will need (`observe.memory`). Comparison of allocators:
 python -m benchmarks alloc
 """
 

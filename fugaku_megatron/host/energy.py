@@ -4,7 +4,7 @@
     counters.joules()              since the call before
 
 RAPL of Intel's and AMD's CPUs (/sys/class/powercap), AMD's own driver (/sys/class/hwmon), Fugaku's Power API (libpwr). Only the
-first of these that can be read counts, because they measure the same. Left out: sums over nodes (training/rank_watch.py), GPUs.
+first of these that can be read counts, because they measure the same. Left out: sums over nodes (observe/memory.py), GPUs.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ except ModuleNotFoundError as error:
 except ImportError as error:
     if "FUGAKU_MEGATRON_TARGET" not in str(error):
         raise
-    raise ValueError(str(error)) from error  # the user's, see comm/launch.py
+    raise ValueError(str(error)) from error  # the user's, see comm/job.py
 
 torch.get_num_threads()  # torch sets the number of threads when it is first asked, over an earlier one
 

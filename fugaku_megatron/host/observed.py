@@ -4,7 +4,7 @@
 It has three tracks: the schedule's instructions, kernels, communication. Nothing is sampled: every call of a kernel or of a
 communication verb is one event, timed by the caller, so that Python between them is what remains of the step. The times of all
 ranks begin where they left one barrier together. Left out: what happens inside a kernel, traces of several ranks
-(`logs.plot`).
+(`observe.loss_plot`).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import torch
 
 from ..comm.agreement import Nodes, differing, everywhere, find_nodes
 from ..comm.base import Comm
-from ..comm.launch import describe
+from ..comm.job import describe
 from ..comm.mpi import MPIComm
 from . import allocator as memory
 from . import kernels

@@ -23,16 +23,16 @@ from typing import Any
 
 import numpy as np
 
+from ..cli.output_files import check_file, check_picture, writing
 from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
-from ..comm.launch import run_or_abort
-from ..config.checks import check, check_positive, flag
-from ..config.command_line import check_file, check_picture, writing
+from ..comm.job import run_or_abort
+from ..config.fields import check, check_positive, flag
 from ..config.run_config import ModelConfig, saved_run
 from ..data.chats import ChatTemplate, read_template
 from ..data.indexed import IndexedDataset, StoredTokens
 from ..data.tokenizer import Tokenizer
-from ..named_files import read_text
+from ..text.named_files import read_text
 from . import scoring
 from .loading import LoadedModel, Source, add_source_flags, load_model, tokenizer_note
 from .scoring import (

@@ -25,8 +25,8 @@ from typing import Any
 from ..comm.agreement import describe as one_line
 from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
-from ..comm.launch import run_or_abort
-from ..config.checks import check, flag
+from ..comm.job import run_or_abort
+from ..config.fields import check, flag
 from ..config.layout import Layout
 from ..config.run_config import ModelConfig, RunConfig, saved_run
 from ..costs import accounting, activations

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from ..comm.autograd import gather_from_tensor_parallel
-from ..config.checks import check
+from ..config.fields import check
 from ..config.run_config import ModelConfig
 from ..costs import activations
 from ..data.chats import ASSISTANT, ChatTemplate, Messages, check_messages, user_turn
 from ..data.tokenizer import Tokenizer
-from ..named_files import read_text
-from ..nn.passes import LayerCache, Pass, Rows
+from ..nn.forward_context import Pass, Rows
+from ..nn.kv_cache import LayerCache
+from ..text.named_files import read_text
 from .loading import FEW_ROWS, LoadedModel, RecordedStep, RecordingKernels, through_stages
 
 MIN_TEMPERATURE = 1e-6  # above 0: logits divided by less are not finite in FP32

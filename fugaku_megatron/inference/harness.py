@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..cli.parser import Parser
 from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
-from ..config.checks import check
-from ..config.command_line import Parser
+from ..config.fields import check
 from ..config.run_config import saved_run
 from ..data.tokenizer import Tokenizer
 from . import evaluate

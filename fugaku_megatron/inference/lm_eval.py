@@ -19,8 +19,8 @@ except ImportError as error:
     raise (SystemExit if __name__ == "__main__" else ImportError)(text) from None
 
 from ..comm.base import Comm, SoloComm
-from ..comm.launch import run_or_abort
-from ..config.checks import check
+from ..comm.job import run_or_abort
+from ..config.fields import check
 from .harness import Asker, serve
 
 NAME = "fugaku_megatron"

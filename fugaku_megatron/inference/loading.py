@@ -21,7 +21,7 @@ from ..checkpoint.trusted import iteration_to_load
 from ..comm.agreement import on_root
 from ..comm.base import Comm, SoloComm
 from ..comm.grid import Grid, Groups
-from ..config.checks import check
+from ..config.fields import check
 from ..config.layout import Layout
 from ..config.lora import LoraConfig
 from ..config.run_config import ModelConfig, RunConfig
@@ -36,10 +36,10 @@ from ..data.tokenizer import (
     model_tokenizer,
 )
 from ..host import kernels
+from ..nn.forward_context import Pass
 from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops
 from ..nn.parameter import PARAMETER_DTYPES, spec_of
-from ..nn.passes import Pass
 
 FEW_ROWS = 4  # of a matmul that is faster without packing its weight (measured)
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..cli.output_files import shown, writing
 from ..comm.autograd import gather_from_tensor_parallel
-from ..config.checks import check
-from ..config.command_line import pipe_table, shown, writing
+from ..config.fields import check
 from ..config.run_config import ModelConfig
 from ..data.chat_dataset import unsigned
 from ..data.chats import ChatTemplate, read_chat
@@ -30,8 +30,9 @@ from ..data.files import input_files, read_documents
 from ..data.formats import CHAT
 from ..data.indexed import StoredTokens
 from ..data.tokenizer import Tokenizer
-from ..named_files import read_text
-from ..nn.passes import Documents, Pass
+from ..nn.forward_context import Documents, Pass
+from ..text.named_files import read_text
+from ..text.table import pipe_table
 from .loading import LoadedModel, through_stages
 
 EVALUATION = Pass(first_sample=0, training=False)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
-from ..perf import memory, search, software
-from ..perf.model import System, step
+from ..planner import memory, search, software
+from ..planner.model import System, step
 from . import limits, torus
 from .job import MARGIN, interpret, start_up
 from .script import READS_COMMON, Request, add_options, parse, requested

@@ -11,15 +11,16 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..config import arguments, batches
-from ..config.checks import check
+from ..cli import arguments
+from ..config import batches
+from ..config.fields import check
 from ..config.layout import Layout
 from ..config.recipes import GPT2_VOCABULARY
 from ..config.run_config import RunConfig
 from ..costs.run_schedule import recompute_name
-from ..perf import plan_text, search, software
-from ..perf.model import System
-from ..perf.predict import run_of
+from ..planner import plan_text, search, software
+from ..planner.model import System
+from ..planner.predict import run_of
 from . import limits, torus
 from .limits import HOUR, Mode, ResourceGroup
 

@@ -22,9 +22,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..config import arguments
-from ..config.checks import check, flag
-from ..config.command_line import Command, Parser
+from ..cli import arguments
+from ..cli.parser import Command, Parser
+from ..config.fields import check, flag
 from . import check as checks
 from . import job as jobs
 from . import limits, render, script

@@ -10,8 +10,8 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-from ..config.checks import check
-from ..perf.machine import unknown
+from ..config.fields import check
+from ..planner.machine import unknown
 
 TABLE_DATE = "2026-11-20"
 HOUR = 3600

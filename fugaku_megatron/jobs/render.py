@@ -14,8 +14,8 @@ import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..config.arguments import parse
-from ..config.checks import check
+from ..cli.arguments import parse
+from ..config.fields import check
 from ..config.layout import Layout
 from ..costs import memory, run_schedule
 from . import limits, torus

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..config.checks import check
-from ..named_files import unreadable
+from ..config.fields import check
+from ..text.named_files import unreadable
 from . import limits, torus
 
 COMMON = Path(__file__).with_name("pjsub.sh")

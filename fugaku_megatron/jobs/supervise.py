@@ -7,7 +7,7 @@ r"""Start a run, and restart it from its last checkpoint after a fault, inside t
 With --hosts a failed node is replaced by a spare node; without one the run continues with fewer data-parallel replicas and the
 same global batch. In --launcher {ranks}, {nodes}, {hosts} (a,b), {slots} (a:4,b:4) and {map} (a file with the host of each rank)
 are replaced. SIGTERM and SIGUSR1 ask the trainer to save and exit. A run that finished, was refused or diverged is not restarted.
-Left out: how a run ended (launcher.py).
+Left out: how a run ended (child.py).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..checkpoint.manifest import latest_iteration
-from ..comm.launcher import ExitCode
-from ..config.arguments import parse
-from ..config.checks import check
+from ..cli.arguments import parse
+from ..config.fields import check
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
-from ..named_files import read_text
-from .launcher import Ending, Launcher, Stop, ending
+from ..start.exit_codes import ExitCode
+from ..text.named_files import read_text
+from .child import Ending, Launcher, Stop, ending
 
 FRUITLESS = 2  # restarts in a row without a new checkpoint, after which the job ends
 PROBE_SECONDS = 60.0  # for a trivial command on all nodes that are tested

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..comm.grid import Grid
-from ..config.checks import check
+from ..config.fields import check
 from ..config.layout import Layout, check_world_size
 
 Shape = tuple[int, int, int]

@@ -27,12 +27,13 @@ from torch import Tensor, nn
 
 from ..comm.autograd import copy_to_tensor_parallel, gather_from_sequence_parallel
 from ..config.lora import DROPOUT_COLUMNS, FC1, MATRICES, QKV, LoraConfig
-from ..config.model_config import ModelConfig
+from ..config.model import ModelConfig
+from .dropout import DropoutKey, masked
+from .forward_context import Pass
+from .gradients import as_rows, gradient_of
 from .native_blocks import GATES
 from .native_ops import NativeOps
-from .passes import Pass
 from .sequence_ranks import own_runs
-from .shared import DropoutKey, as_rows, gradient_of, masked
 from .torch_blocks import matrix
 from .torch_ops import TorchOps
 

@@ -1,4 +1,4 @@
-"""The transformer block, assembled from the parts that the config names (`config.model_config`).
+"""The transformer block, assembled from the parts that the config names (`config.model`).
 
 Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads of this rank in g query groups, d head size. With sequence
 parallelism s is this rank's part of the sequence where the last dimension is h, and whole elsewhere.
@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config.groups import A2A
 from ..config.layout import group_copies
-from ..config.model_config import MLPS, NORMS
+from ..config.model import MLPS, NORMS
+from ..config.parallel import A2A
 from .adapters import activated_linear
+from .forward_context import Pass
+from .heads import Angles, Heads
 from .layers import (
     ColumnParallelLinear,
     Context,
@@ -30,15 +32,13 @@ from .layers import (
     multiplied,
 )
 from .ops import DropoutKey, recompute
-from .passes import Pass
 from .sequence_ranks import copy_groups, own_runs, positions, to_heads, to_rows
-from .shared import Angles, Heads
 from .shared_attention import SharedCall, Sight
 from .torch_blocks import matrix
 
 
 def _layer_class(path: str) -> Any:
-    """The class that a row of `config.model_config` names as "module:class"."""
+    """The class that a row of `config.model` names as "module:class"."""
     module, name = path.split(":")
     return getattr(importlib.import_module(module), name)
 

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..config.experts_config import SIGMOID
+from ..config.experts import SIGMOID
 from ..config.run_config import ModelConfig
+from .deferred_gradients import WeightGradients
+from .gradients import gradient_of, is_frozen, parts
 from .native_blocks import GATES, as_gates
-from .parameter import WeightCache, WeightGradients
-from .shared import gradient_of, is_frozen, parts
+from .packed_weights import WeightCache
 from .torch_blocks import part_of
 
 NORMALIZER = 1e-20  # added to the sum of sigmoid scores, as in Megatron-LM

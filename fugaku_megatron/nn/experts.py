@@ -26,10 +26,10 @@ from ..config.run_config import ModelConfig
 from ..costs.experts import exchanged_groups
 from .adapters import AdaptedExperts
 from .blocks import MLP, GatedMLP
+from .forward_context import Pass
+from .gradients import as_rows
 from .layers import Context
-from .passes import Pass
 from .router import Router, SmallLinear
-from .shared import as_rows
 
 
 @dataclass(frozen=True)

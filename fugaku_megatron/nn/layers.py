@@ -1,7 +1,7 @@
 """Megatron's layers: column- and row-parallel linear, vocab-parallel embedding, learned positions, layer norm, RMS norm.
 
 Parameters are born on the meta device with their place in the global tensor (`parameter.spec`);
-`training.flat.FlatParameters` gives them memory inside one flat buffer and fills them. Left out: what a transformer block is made
+`optim.flat.FlatParameters` gives them memory inside one flat buffer and fills them. Left out: what a transformer block is made
 of (`blocks`), stages (`model`).
 Legend: s sequence, b micro-batch, h hidden. With sequence parallelism s is this rank's part of the sequence wherever the last
 dimension is whole, and the whole sequence where that is split over tensor-parallel ranks.
@@ -27,17 +27,18 @@ from ..comm.autograd import (
 )
 from ..comm.base import Comm
 from ..comm.grid import ALONE
-from ..config.groups import A2A
 from ..config.lora import LoraConfig
+from ..config.parallel import A2A
 from ..config.run_config import ModelConfig
 from ..costs import activations
 from .adapters import Adapter
+from .forward_context import Pass
+from .heads import Angles
 from .ops import DropoutKey, Ops
 from .parameter import make_parameter, spec_of
-from .passes import Pass, rotary_angles
+from .positions import rotary_angles
 from .sequence_ranks import in_order, of_ranks, own_runs
 from .sequence_ranks import positions as own_positions
-from .shared import Angles
 from .torch_blocks import derived
 
 # Dropout sites of a layer. A mask's stream is layer * len(SITES) + site; the embedding is layer 0 and layers count from 1.

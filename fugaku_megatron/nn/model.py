@@ -1,7 +1,7 @@
 """A rank's part of the GPT: a stage of one or more chunks, each with some transformer layers.
 
 The first part of the model has the embeddings too, the last one the final norm and the head, which is tied or has a weight of its
-own. Left out: parameter memory (`training.flat.FlatParameters`), the order of chunks and micro-batches, and which part a chunk is
+own. Left out: parameter memory (`optim.flat.FlatParameters`), the order of chunks and micro-batches, and which part a chunk is
 (`schedule`).
 Legend: s sequence (this rank's part of it with sequence parallelism), b micro-batch, h hidden, v vocabulary of this rank.
 """
@@ -21,6 +21,7 @@ from ..config.layout import Layout, context_ways, placement
 from ..config.run_config import RunConfig
 from ..costs import accounting, memory
 from .blocks import TransformerLayer, make_norm
+from .forward_context import Pass
 from .layers import (
     Context,
     PositionEmbedding,
@@ -30,7 +31,6 @@ from .layers import (
 )
 from .ops import Ops, recompute
 from .parameter import spec_of
-from .passes import Pass
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"  # global name of the tied weight
 OUTPUT = (

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
-from .parameter import WeightGradients
-from .shared import Angles, DropoutKey, as_rows, gradient_of, is_frozen, vector_gradient
+from .deferred_gradients import WeightGradients
+from .dropout import DropoutKey
+from .gradients import as_rows, gradient_of, is_frozen, vector_gradient
+from .heads import Angles
 from .torch_blocks import BlockOps, matrix
 
 GATES = {"swiglu": "silu", "geglu": "gelu"}  # the kernels' names for what a gate applies

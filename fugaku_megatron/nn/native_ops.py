@@ -16,7 +16,11 @@ from torch import Tensor
 
 from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
+from .deferred_gradients import WeightGradients
+from .dropout import DropoutKey, dropout
 from .expert_ops import NativeExpertOps
+from .gradients import as_rows, gradient_of, is_frozen, vector_gradient
+from .heads import Heads
 from .native_blocks import (
     HeadLoss,
     NativeBlockOps,
@@ -25,8 +29,7 @@ from .native_blocks import (
     gradient_of_input,
     row_count,
 )
-from .parameter import WeightCache, WeightGradients
-from .shared import DropoutKey, Heads, as_rows, dropout, gradient_of, is_frozen, vector_gradient
+from .packed_weights import WeightCache
 from .shared_attention import Part, SharedCall
 
 

@@ -25,9 +25,12 @@ from ..comm.base import Comm
 from ..host import kernels as native_kernels
 from ..host.observed import Observed
 from . import overlapped_ops
+from .deferred_gradients import WeightGradients
+from .dropout import DropoutKey
+from .heads import Angles
 from .native_ops import NativeOps
-from .parameter import WeightCache, WeightGradients
-from .shared import Angles, DropoutKey, backward, recompute
+from .packed_weights import WeightCache
+from .recompute import backward, recompute
 from .shared_attention import SharedCall, shared_attention
 from .torch_ops import TorchOps
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..comm.autograd import Gathering, RowBlocks, Summing
+from .gradients import as_rows
 from .native_ops import NativeOps, add_second_weight_gradient
-from .shared import as_rows
 from .torch_blocks import matrix
 from .torch_ops import TorchOps, gelu
 

@@ -1,18 +1,13 @@
-"""Parameters, which know their place in the global model before they have memory, their gradients' work, their packed copies."""
+"""Parameters that know their place in the global model before they have memory."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..comm.base import Comm
-from .shared import is_frozen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,104 +114,3 @@ PARAMETER_DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }  # by PrecisionConfig.name
-
-
-# Weight gradients, computed at once or put off: what splits a backward into its two halves (Qi et al. 2023, "Zero Bubble Pipeline
-# Parallelism", arXiv:2401.10241, section 2). A backward computes gradients of inputs, for which another stage waits, and gradients
-# of weights, for which nobody waits before the optimizer. Operations hand the second kind over as work:
-#
-#     gradients.add(work)                    at once, or
-#     with gradients.put_off() as waiting:   the gradients of inputs alone
-#         backward(y, dy)
-#     waiting.run()                          later: the same calls in the same order, so the same bits
-
-Work = Callable[[], object]
-
-
-class Waiting:
-    """What one backward has put off. It keeps the tensors that it needs alive."""
-
-    def __init__(self) -> None:
-        self._work: deque[Work] = deque()
-
-    def append(self, work: Work) -> None:
-        """Put `work` at the end."""
-        self._work.append(work)
-
-    @torch.no_grad()  # as autograd calls a backward
-    def run(self) -> None:
-        """Do all of it in the order of `append`, freeing each one's tensors."""
-        while self._work:
-            self._work.popleft()()
-
-
-class WeightGradients:
-    """Where a rank's operations bring their weight-gradient work. Used by one thread."""
-
-    def __init__(self) -> None:
-        self._waiting: Waiting | None = None
-
-    @property
-    def waits(self) -> bool:
-        """Whether work that is added now will be done later, so that its operands must stay as they are."""
-        return self._waiting is not None
-
-    def add(self, work: Work) -> None:
-        """Do `work`, or put it off."""
-        if self._waiting is None:
-            work()
-        else:
-            self._waiting.append(work)
-
-    @contextmanager
-    def put_off(self) -> Iterator[Waiting]:
-        """Inside, what is added waits in the result."""
-        assert self._waiting is None, "the work of another backward is being put off"
-        self._waiting = waiting = Waiting()
-        try:
-            yield waiting
-        finally:
-            self._waiting = None
-
-
-# Weights packed for the GEMM kernels once per optimizer step instead of in every matmul: --cache-packed-weights. A matmul reads a
-# packed weight 3 to 5 per cent faster than it packs one (head: 15), and pays with a copy of the weights for forward and one for the
-# data gradient. Results have the same bits.
-
-
-@dataclass
-class _Entry:
-    """A packed copy. weight: kept, so that nobody else gets its memory. target: the kernels that it was packed for."""
-
-    weight: Tensor
-    buffer: Tensor
-    target: str = ""
-    valid: bool = False
-
-
-class WeightCache:
-    """The packed copies of one rank's weights; `Optimizer` calls `weights_changed` after every change of a weight.
-
-    kernels: the kernel library (`host.kernels`, or what a profiler put around it).
-    """
-
-    def __init__(self, kernels: Any) -> None:
-        self._kernels = kernels
-        self._entries: dict[tuple[int, tuple[int, ...], bool], _Entry] = {}
-
-    def weights_changed(self, frozen: bool = False) -> None:
-        """What is packed is packed again, into the same memory, at its next use; frozen weights only where they have changed."""
-        for entry in self._entries.values():
-            entry.valid = entry.valid and is_frozen(entry.weight) and not frozen
-
-    def packed(self, weight: Tensor, transposed: bool) -> Tensor:
-        """weight (out, in) packed for the target in use: bytes (n,), for linear_forward, or transposed for linear_data_gradient."""
-        key, target = (weight.data_ptr(), tuple(weight.shape), transposed), self._kernels.active()
-        size = self._kernels.packed_weight_size(*weight.shape, weight.dtype, transposed)
-        entry = self._entries.get(key)
-        if entry is None or entry.buffer.numel() != size:
-            entry = self._entries[key] = _Entry(weight, torch.empty(size, dtype=torch.uint8))
-        if not entry.valid or entry.target != target:
-            self._kernels.pack_weight(weight, entry.buffer, transposed)
-            entry.valid, entry.target = True, target
-        return entry.buffer

@@ -3,7 +3,7 @@
 It computes what megatron/core/transformer/moe/router.py and megatron/core/transformer/moe/moe_utils.py of Megatron-LM do, in FP32.
 Padding (`passes.Documents`) is in no loss, no choice among other tokens and no load.
 Left out: the choice by scores, which is the backend's (`expert_ops`), the experts and what they drop (`experts`), which losses
-and loads a log shows (`training.rank_watch`).
+and loads a log shows (`observe.memory`).
 Legend: s sequence, b micro-batch, h hidden, e experts, k of them for each token, rows = s b.
 """
 
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config.experts_config import SEQUENCE_AUX, SIGMOID
+from ..config.experts import SEQUENCE_AUX, SIGMOID
 from ..config.run_config import ModelConfig
 from .expert_ops import NORMALIZER
+from .forward_context import Pass
+from .gradients import accumulate, as_rows
 from .layers import Context
-from .passes import Pass
-from .shared import accumulate, as_rows
 
 SINKHORN_TOLERANCE, SINKHORN_ROUNDS = 1e-4, 1000  # the former as in Megatron-LM
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..comm.base import Comm
 from ..comm.exchange import Exchange, map_rows
 from ..costs.activations import parts_of, runs_of
-from .shared import Heads
+from .heads import Heads
 
 
 def own_runs(r: int, cp: Comm) -> list[range]:

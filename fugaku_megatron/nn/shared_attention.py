@@ -24,10 +24,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..comm.base import DONE, Comm, Handle
-from ..config.groups import ALLGATHER
+from ..config.parallel import ALLGATHER
 from ..costs.activations import runs_of, seen_keys, span
+from .dropout import DropoutKey
+from .heads import Heads
 from .sequence_ranks import in_order, of_ranks
-from .shared import DropoutKey, Heads
 
 KEYS, GRADIENTS = 0, 2  # the tags of a rank's first part; the second part's are one more
 

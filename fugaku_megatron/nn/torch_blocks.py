@@ -19,7 +19,9 @@ from torch.nn import functional as F
 
 from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
-from .shared import Angles, DropoutKey, Heads, accumulate, as_rows, gradient_of, is_frozen
+from .dropout import DropoutKey
+from .gradients import accumulate, as_rows, gradient_of, is_frozen
+from .heads import Angles, Heads
 from .shared_attention import Part, SharedCall
 
 

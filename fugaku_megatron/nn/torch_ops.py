@@ -17,10 +17,13 @@ from torch.nn import functional as F
 
 from ..comm.autograd import gather_sequence, reduce_scatter_sequence
 from ..comm.base import Comm
-from . import shared, torch_blocks
+from . import dropout as dropout_module
+from . import torch_blocks
+from .deferred_gradients import WeightGradients
+from .dropout import DropoutKey
 from .expert_ops import ExpertOps
-from .parameter import WeightGradients
-from .shared import DropoutKey, Heads, accumulate, gradient_of, is_frozen
+from .gradients import accumulate, gradient_of, is_frozen
+from .heads import Heads
 from .shared_attention import Part, SharedCall
 from .torch_blocks import BlockOps
 
@@ -161,7 +164,7 @@ class TorchOps(ExpertOps, BlockOps):
 
     def dropout(self, x: Tensor, p: float, key: DropoutKey) -> Tensor:
         """x (any shape) -> the same shape."""
-        return shared.dropout(self.kernels, x, p, key)
+        return dropout_module.dropout(self.kernels, x, p, key)
 
     def embedding(self, tokens: Tensor, weight: Tensor, first_row: int = 0) -> Tensor:
         """tokens (s, b), weight (v, h) -> (s, b, h)."""

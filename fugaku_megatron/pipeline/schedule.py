@@ -16,27 +16,23 @@ from functools import lru_cache
 from typing import Protocol
 
 from . import zero_bubble
-from .parts import (
+from .cuts import PartCosts
+from .instructions import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
-    INTERLEAVED,
-    LOOP,
-    ONE_F_ONE_B,
     RECEIVES,
     RECV_BACKWARD,
     RECV_FORWARD,
     SEND_BACKWARD,
     SEND_FORWARD,
     SENDS,
-    SPLITS_BACKWARD,
     Held,
     Instruction,
-    PartCosts,
-    Placement,
-    placement_of,
 )
+from .placement import LOOP, Placement, placement_of
+from .schedule_names import INTERLEAVED, ONE_F_ONE_B, SPLITS_BACKWARD
 
 FORWARD_ONLY = "forward-only"
 STEADY_ROUNDS = 3  # micro-batches for each that all chunks of a stage may hold, after which a list repeats itself

@@ -1,8 +1,8 @@
 """When every stage does what: the walk through a schedule's lists, given the seconds of each computation and of a message.
 
 `spans` returns every span. `makespan` returns the same end as `walk` in less time: 1F1B from its regular structure, other lists
-level by level, and a long list extended from two short ones. Left out: where the seconds come from (`perf.cost`), a picture
-(`logs.plot`).
+level by level, and a long list extended from two short ones. Left out: where the seconds come from (`planner.cost`), a picture
+(`observe.loss_plot`).
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from functools import lru_cache
 
 import numpy as np
 
-from .parts import (
+from .instructions import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
-    ONE_F_ONE_B,
     RECEIVES,
     SENDS,
     Instruction,
-    Placement,
 )
+from .placement import Placement
 from .schedule import Schedule
+from .schedule_names import ONE_F_ONE_B
 from .zero_bubble import few_of
 
 COMPUTATIONS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)

@@ -13,17 +13,10 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from .parts import (
-    ALIKE,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    ZBV,
-    Instruction,
-    PartCosts,
-    Placement,
-    receives_ahead,
-)
+from .cuts import ALIKE, PartCosts
+from .instructions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Instruction
+from .placement import Placement
+from .schedule_names import ZBV, receives_ahead
 
 OPERATIONS = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 RECEIVES_AHEAD = receives_ahead(ZBV)

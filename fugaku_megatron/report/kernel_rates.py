@@ -21,14 +21,14 @@ from torch import Tensor
 from ..calibration import calibrate, host_kernels
 from ..calibration.calibrate import Compute, Messages
 from ..comm.base import Comm
-from ..comm.launch import describe
+from ..comm.job import describe
 from ..comm.node import share_node
 from ..config.layout import Layout
 from ..host import kernels
 from ..host.allocator import node_bytes, peak_memory_mib
 from ..host.runtime import clock_ghz, cpu_model, fma_peak_gflops
-from ..perf import machine, software
-from ..perf.cost import Network
+from ..planner import machine, software
+from ..planner.cost import Network
 from .context import SHRUNK, SHRUNK_GFLOPS, Context, Sizes
 
 EPSILON, DROPOUT = 1e-5, (0.1, 1, 2, 0)  # of norms; p, seed, stream, first sample

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..config.checks import check
-from ..config.command_line import pipe_table
-from ..named_files import read_text
+from ..config.fields import check
+from ..text.named_files import read_text
+from ..text.table import pipe_table
 
 LABEL = "model (extrapolated)"  # of what was not measured
 FORMAT, VERSION = "fugaku-megatron report", 1

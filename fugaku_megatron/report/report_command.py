@@ -22,9 +22,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..comm import launcher
-from ..config.checks import check
-from ..config.command_line import check_file
+from ..cli.output_files import check_file
+from ..config.fields import check
+from ..start import environment
 from . import record
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     )
     check(args.ranks is None or args.ranks > 0, f"--ranks is {args.ranks}: pass a number above 0")
     check(
-        args.ranks is None or args.ranks == 1 or not launcher.processes()[0],
+        args.ranks is None or args.ranks == 1 or not environment.processes()[0],
         f"--ranks {args.ranks}: a launcher started the ranks already: leave it out",
     )
 
@@ -110,10 +110,10 @@ def main(args: argparse.Namespace) -> int:
         return 0
     check_arguments(args)
     from ..comm.base import SoloComm
-    from ..comm.launch import run_or_abort
+    from ..comm.job import run_or_abort
 
     launched, kernels_alone = (
-        bool(launcher.processes()[0]),
+        bool(environment.processes()[0]),
         set(args.only or NAMES) <= {"host", "kernels"},
     )
     if not launched and not kernels_alone:

@@ -16,18 +16,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..cli.arguments import make_run
 from ..comm.base import Comm
 from ..comm.grid import Grid
 from ..comm.node import share_groups
-from ..config.arguments import make_run
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs import accounting, memory, run_schedule
 from ..data.dataset import MockDataset
 from ..host import kernels
 from ..nn.ops import Ops
-from ..perf import machine, model, software
-from ..training.train import Trainer
+from ..planner import machine, model, software
+from ..training.trainer import Trainer
 from .context import Context
 from .record import LABEL
 

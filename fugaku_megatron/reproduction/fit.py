@@ -15,12 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ..config.command_line import check_file, writing
+from ..cli.output_files import check_file, writing
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
-from ..perf import memory, model
-from ..perf.model import System
-from ..perf.software import FITTED, MemoryParameters, Parameters
+from ..planner import memory, model
+from ..planner.model import System
+from ..planner.software import FITTED, MemoryParameters, Parameters
 from .rows import Row, known, load, row_system
 
 PRIORS_FILE = FITTED.parent / "priors.json"

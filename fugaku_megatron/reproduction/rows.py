@@ -23,18 +23,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..config.checks import check
+from ..config.fields import check
 from ..config.layout import Layout
-from ..config.run_config import (
-    BatchConfig,
-    ModelConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    RunConfig,
-    TrainingConfig,
-)
-from ..logs.iteration import HEADERS
-from ..perf.model import Prediction, System, predict
+from ..config.precision import PrecisionConfig
+from ..config.run_config import ModelConfig, ParallelConfig, RunConfig
+from ..config.training import BatchConfig, TrainingConfig
+from ..observe.iteration_metrics import HEADERS
+from ..planner.model import Prediction, System, predict
 
 
 @dataclass(frozen=True)

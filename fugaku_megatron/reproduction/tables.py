@@ -22,9 +22,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ..config.command_line import check_file, check_picture, pipe_table, writing
+from ..cli.output_files import check_file, check_picture, writing
 from ..costs import accounting
-from ..perf.model import Prediction
+from ..planner.model import Prediction
+from ..text.table import pipe_table
 from .rows import DOCUMENTS, Erratum, Row, load, predict_row
 
 TFLOPS_ROUNDING = 0.005

@@ -26,13 +26,13 @@ from ..checkpoint.trusted import AGREED, NO_REPLICAS, NOT_COMPARED
 from ..comm.agreement import first_rank
 from ..comm.base import Comm
 from ..comm.grid import Groups
-from ..comm.launcher import ExitCode
 from ..config.layout import placement
 from ..config.run_config import RunConfig
 from ..costs.memory import holds_tied_copy
 from ..nn.model import Stage
 from ..nn.parameter import ParameterSpec, spec_of
-from .optim import Optimizer, Part
+from ..optim.optimizer import Optimizer, Part
+from ..start.exit_codes import ExitCode
 
 FLAG = "--check-weight-hash-across-dp-replicas-interval"
 WEIGHTS, STATES = "weights", "optimizer states"

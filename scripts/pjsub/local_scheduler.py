@@ -25,7 +25,7 @@ from pathlib import Path
 
 import local_commands
 
-from fugaku_megatron.config.checks import check
+from fugaku_megatron.config.fields import check
 from fugaku_megatron.jobs import limits, script
 
 ENDED = ("EXT", "CCL", "RJT")  # states of jobs that have ended: by themselves, cancelled, rejected

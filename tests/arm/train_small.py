@@ -17,14 +17,14 @@ import pytest
 import torch
 
 from fugaku_megatron.comm.base import Comm
-from fugaku_megatron.comm.launch import run_or_abort
+from fugaku_megatron.comm.job import run_or_abort
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.data.marks import mark
 from fugaku_megatron.host import kernels
 from fugaku_megatron.inference.generation import Sampling, steps
 from fugaku_megatron.inference.loading import LoadedModel
-from fugaku_megatron.training.train import Trainer
+from fugaku_megatron.training.trainer import Trainer
 from tests.helpers import grid_groups, mock, small_run
 from tests.llama_models import FAMILIES
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fugaku_megatron.comm.launcher import ExitCode
-from fugaku_megatron.watchdog.heartbeat import Beat, Node, prefix
+from fugaku_megatron.observe.heartbeat import Beat, Node, prefix
+from fugaku_megatron.start.exit_codes import ExitCode
 from tests.system.mpi import launch
 from tests.system.mpi.test_pretrain import PROGRAM, TINY
 

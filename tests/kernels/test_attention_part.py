@@ -12,7 +12,8 @@ import torch
 
 from fugaku_megatron.costs.activations import runs_of
 from fugaku_megatron.host import kernels
-from fugaku_megatron.nn.shared import DropoutKey, Heads
+from fugaku_megatron.nn.dropout import DropoutKey
+from fugaku_megatron.nn.heads import Heads
 from fugaku_megatron.nn.shared_attention import Part, Result, SharedCall, Sight, keys_of, parts
 from fugaku_megatron.nn.torch_ops import TorchOps
 from tests.kernels.test_attention import (

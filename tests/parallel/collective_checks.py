@@ -18,7 +18,7 @@ import torch
 
 from fugaku_megatron.comm import mpi, node, two_level
 from fugaku_megatron.comm.base import COMM_DTYPES, HALF, rank_order_sum
-from fugaku_megatron.comm.launch import describe, run_or_abort
+from fugaku_megatron.comm.job import describe, run_or_abort
 from fugaku_megatron.host import kernels, placement, runtime
 
 LENGTHS = (0, 1, 5, 64, 1003)

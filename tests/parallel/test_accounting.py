@@ -10,18 +10,18 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.comm.base import Comm, SoloComm
-from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.costs import accounting, activations, experts, memory, run_schedule
 from fugaku_megatron.costs.activations import Collective
 from fugaku_megatron.host import kernels
+from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.nn.passes import Pass
-from fugaku_megatron.perf import search, software, work
-from fugaku_megatron.perf.model import System
-from fugaku_megatron.training.train import Trainer
+from fugaku_megatron.planner import search, software, work
+from fugaku_megatron.planner.model import System
+from fugaku_megatron.training.trainer import Trainer
 from tests.helpers import (
     ALLGATHER,
     CP2,

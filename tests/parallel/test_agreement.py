@@ -4,14 +4,14 @@ import errno
 
 import pytest
 
-from fugaku_megatron.comm import agreement, launch
+from fugaku_megatron.comm import agreement, job
 from fugaku_megatron.comm.agreement import agree, describe, find_nodes, on_root, scatter_object
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.comm.launcher import ExitCode
-from fugaku_megatron.training.observers import place
-from fugaku_megatron.training.start_choices import check_same_run
-from fugaku_megatron.watchdog.heartbeat import Heartbeat
-from fugaku_megatron.watchdog.watch import HangSettings, Watchdog
+from fugaku_megatron.observe.heartbeat import Heartbeat
+from fugaku_megatron.observe.observers import place
+from fugaku_megatron.observe.watchdog import HangSettings, Watchdog
+from fugaku_megatron.run.checks import check_same_run
+from fugaku_megatron.start.exit_codes import ExitCode
 from tests.helpers import one_error, small_run, train
 from tests.recording import RecordingComm
 from tests.threads import ThreadWorld
@@ -53,7 +53,7 @@ def test_a_file_system_that_fails_is_told_from_a_mistake_on_every_rank(number, p
     def rank(comm):
         with pytest.raises(ValueError) as caught:
             agree(comm, lambda: write(comm))
-        return launch._report(caught.value)[0]
+        return job._report(caught.value)[0]
 
     assert ThreadWorld(3).run(rank) == [ExitCode.STORAGE if passes else ExitCode.USER_ERROR] * 3
 

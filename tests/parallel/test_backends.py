@@ -14,7 +14,7 @@ from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.data.chat_dataset import ChatDataset, ChatFiles, ChatWriter, signed
 from fugaku_megatron.data.marks import mark
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.training.train import Trainer
+from fugaku_megatron.training.trainer import Trainer
 from tests.helpers import grid_groups, small_run
 from tests.threads import ThreadWorld
 from tests.unit.test_marks import EOD, Texts

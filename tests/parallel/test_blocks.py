@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config import model_config
+from fugaku_megatron.config import model as model_module
 from fugaku_megatron.nn import layers
+from fugaku_megatron.nn.forward_context import Pass
+from fugaku_megatron.nn.gradients import accumulate
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.nn.passes import Pass
-from fugaku_megatron.nn.shared import accumulate
 from tests.helpers import TP2, TP2PP2, make_trainer, small_run, train
 from tests.llama_models import FAMILIES, copy_to, in_their_shape, theirs
 from tests.parallel.test_accounting import check_bytes, check_flops, check_kept, check_parameters
@@ -110,9 +110,9 @@ OTHER = {"normalization": "ScaleNorm", "disable_bias_linear": True}
 def other(monkeypatch):
     """Flags of a block with the norm, whose one row is there, and without biases."""
     monkeypatch.setitem(
-        model_config.NORMS,
+        model_module.NORMS,
         "ScaleNorm",
-        model_config.NormPart(
+        model_module.NormPart(
             layer="tests.parallel.test_blocks:ScaleNorm", vectors=1, statistics=1
         ),
     )

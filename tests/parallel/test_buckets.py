@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fugaku_megatron.config.arguments import make_run
+from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs import run_schedule
 from fugaku_megatron.costs.memory import (
@@ -16,9 +16,9 @@ from fugaku_megatron.costs.memory import (
     stage_units,
 )
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.pipeline.parts import Held
-from fugaku_megatron.training import flat
-from fugaku_megatron.training.train import Trainer
+from fugaku_megatron.optim import flat
+from fugaku_megatron.pipeline.instructions import Held
+from fugaku_megatron.training.trainer import Trainer
 from tests.helpers import (
     DROPOUT,
     OVERLAP,

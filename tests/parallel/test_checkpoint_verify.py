@@ -6,13 +6,13 @@ import os
 import pytest
 import torch
 
-from fugaku_megatron import cli
 from fugaku_megatron.checkpoint import load as load_module
 from fugaku_megatron.checkpoint import manifest as folders_module
 from fugaku_megatron.checkpoint import verify
 from fugaku_megatron.checkpoint.manifest import FORMAT, MANIFEST, TRACKER
 from fugaku_megatron.checkpoint.schema import BLOCK_BYTES, checksum
 from fugaku_megatron.checkpoint.shards import Shard
+from fugaku_megatron.cli import program
 from tests.helpers import flip_bit, save_checkpoint
 from tests.threads import ThreadWorld
 
@@ -42,7 +42,7 @@ def save(directory, iteration=10, leave_out=None):
 
 def check(directory, capsys, *flags):
     """(exit code, lines on standard output, standard error)."""
-    code = cli.main(["verify", str(directory), *flags])
+    code = program.main(["verify", str(directory), *flags])
     output = capsys.readouterr()
     return code, output.out.splitlines(), output.err
 

@@ -8,20 +8,13 @@ import torch
 from fugaku_megatron.checkpoint.load import open_checkpoint
 from fugaku_megatron.checkpoint.trusted import read_fault
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.comm.launcher import ExitCode
 from fugaku_megatron.host import kernels
 from fugaku_megatron.host.observed import Observed
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.training.machine_faults import (
-    ALL,
-    GROUPED,
-    MATMULS,
-    REPEATED,
-    Checksums,
-    compare,
-)
-from fugaku_megatron.training.session import Session
-from fugaku_megatron.training.start_choices import checked_matmuls
+from fugaku_megatron.observe.abft import ALL, GROUPED, MATMULS, REPEATED, Checksums, compare
+from fugaku_megatron.run.kernel_choice import checked_matmuls
+from fugaku_megatron.run.loop import Session
+from fugaku_megatron.start.exit_codes import ExitCode
 from tests.helpers import DROPOUT, PP2, TP2, make_trainer, small_run, train
 from tests.llama_models import FAMILIES
 from tests.parallel.test_session import Writer

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.data.marks import FIRST, labels, mark
+from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.nn.passes import Pass
-from fugaku_megatron.training.step import documents_of
-from fugaku_megatron.training.train import Trainer
+from fugaku_megatron.training.micro_batches import documents_of
+from fugaku_megatron.training.trainer import Trainer
 from tests.helpers import (
     ALLGATHER,
     CP2,

@@ -8,15 +8,15 @@ import math
 import pytest
 import torch
 
+from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.comm.base import Comm, SoloComm
-from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
-from fugaku_megatron.costs import eight_bit as costs
+from fugaku_megatron.costs import int8_moments as costs
 from fugaku_megatron.costs import memory, run_schedule
-from fugaku_megatron.training.eight_bit import Blocks, EightBitMoment, blocks_of_shard, cut_blocks
-from fugaku_megatron.training.flat import Place
-from fugaku_megatron.training.train import Trainer
+from fugaku_megatron.optim.flat import Place
+from fugaku_megatron.optim.int8 import Blocks, EightBitMoment, blocks_of_shard, cut_blocks
+from fugaku_megatron.training.trainer import Trainer
 from tests.helpers import OVERLAP, PP2, TP2, TP2PP2, make_trainer, small_run
 from tests.llama_models import FAMILIES
 from tests.parallel.test_optim import trained

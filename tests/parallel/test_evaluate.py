@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from fugaku_megatron.cli.parser import Parser
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.command_line import Parser
 from fugaku_megatron.data.chat_dataset import ChatDataset, ChatFiles, unsigned
 from fugaku_megatron.data.chats import Chat, ChatTemplate
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
 from fugaku_megatron.data.library_tokenizers import HuggingFaceTokenizer, NullTokenizer
 from fugaku_megatron.inference import evaluate, generate, scoring
 from fugaku_megatron.inference.loading import LoadedModel
-from fugaku_megatron.training.train import Trainer
+from fugaku_megatron.training.trainer import Trainer
 from tests.helpers import grid_groups, one_error, small_run
 from tests.parallel.test_generate import (
     LEARNS,

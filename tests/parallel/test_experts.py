@@ -10,22 +10,24 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.experts_config import experts_in
+from fugaku_megatron.config.experts import experts_in
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs import accounting, experts, memory, run_schedule
 from fugaku_megatron.host import kernels
 from fugaku_megatron.host.observed import NONBLOCKING, VERBS, Observed
-from fugaku_megatron.logs.iteration import parse_line
-from fugaku_megatron.logs.metrics import MetricsWriter, read_history
 from fugaku_megatron.nn.experts import Order, Route, in_turn, kept
+from fugaku_megatron.nn.forward_context import Pass
+from fugaku_megatron.nn.gradients import parts
 from fugaku_megatron.nn.ops import Ops, recompute
-from fugaku_megatron.nn.passes import Pass
-from fugaku_megatron.nn.shared import parts
 from fugaku_megatron.nn.torch_ops import TorchOps
-from fugaku_megatron.perf import software, work
-from fugaku_megatron.training import rank_watch
-from fugaku_megatron.training.session import Session
-from fugaku_megatron.training.train import Trainer
+from fugaku_megatron.observe import expert_load
+from fugaku_megatron.observe.history import read_history
+from fugaku_megatron.observe.iteration_metrics import parse_line
+from fugaku_megatron.observe.metrics_writer import MetricsWriter
+from fugaku_megatron.planner import software, work
+from fugaku_megatron.run.loop import Session
+from fugaku_megatron.training import expert_counts
+from fugaku_megatron.training.trainer import Trainer
 from tests.helpers import (
     CP2,
     CP4,
@@ -430,7 +432,7 @@ def test_the_log_names_the_rank_with_most_tokens(capsys):
             "moe_router_pre_softmax": True,
         }
     )
-    watch = rank_watch.ExpertWatch(run.model, 4)
+    watch = expert_load.ExpertWatch(run.model, 4)
     table = torch.zeros(4, 10, dtype=torch.float64)
     table[:, 5] = 256
     watch.add(table)
@@ -442,7 +444,7 @@ def test_a_repeated_iteration_does_not_change_the_loads():
     """--rerun-on-spike repeats an iteration before its update, with layers that share the weights alone."""
     with contextlib.closing(make_trainer(SoloComm(), small_run(**EXPERTS))) as trainer:
         trainer.before_update = lambda consumed, loss: (
-            rank_watch.forget_loads(trainer.stage) or loss
+            expert_counts.forget_loads(trainer.stage) or loss
         )
         assert trainer.train_step().experts[:, :8].sum(1).tolist() == [16 * 16 * 2] * 4
 

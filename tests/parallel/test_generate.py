@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from fugaku_megatron.checkpoint.manifest import read_manifest
+from fugaku_megatron.cli.parser import Parser
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.command_line import Parser
 from fugaku_megatron.config.run_config import saved_run
 from fugaku_megatron.costs import activations
 from fugaku_megatron.data.tokenizer import gpt2_files
 from fugaku_megatron.inference import generate, generation
 from fugaku_megatron.inference.generation import Decoder, Sampling, steps
 from fugaku_megatron.inference.loading import LoadedModel, load_model, operations
-from fugaku_megatron.nn.passes import Pass
-from fugaku_megatron.training.train import Trainer
+from fugaku_megatron.nn.forward_context import Pass
+from fugaku_megatron.training.trainer import Trainer
 from tests.helpers import grid_groups, make_trainer, small_run, whole_tensors
 from tests.llama_models import FAMILIES, copy_to, theirs
 from tests.threads import ThreadWorld

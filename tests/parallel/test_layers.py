@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.host import kernels
 from fugaku_megatron.nn import blocks, layers, parameter
+from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.nn.passes import Pass
-from fugaku_megatron.training.flat import FlatParameters
+from fugaku_megatron.optim.flat import FlatParameters
 from tests.helpers import dry_trainer, small_run
 from tests.threads import ThreadWorld
 

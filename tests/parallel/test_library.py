@@ -17,8 +17,8 @@ import torch
 import fugaku_megatron as fm
 from fugaku_megatron.api import trainer as process
 from fugaku_megatron.checkpoint.manifest import list_iterations
-from fugaku_megatron.config.arguments import build_parser, parse
-from fugaku_megatron.config.command_line import Parser
+from fugaku_megatron.cli.arguments import build_parser, parse
+from fugaku_megatron.cli.parser import Parser
 from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.data.chat_dataset import ChatWriter, signed
 from fugaku_megatron.data.indexed import IndexedDatasetWriter, best_dtype
@@ -144,7 +144,7 @@ def test_mistakes_of_a_config_are_one_line(make, message):
 
 
 def test_every_flag_is_a_keyword():
-    from fugaku_megatron.config.arguments import _OTHER, _keywords
+    from fugaku_megatron.cli.arguments import _OTHER, _keywords
 
     actions = [a for a in build_parser()._actions if not a.dest.startswith(_OTHER)]
     names = {

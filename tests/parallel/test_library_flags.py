@@ -12,14 +12,16 @@ import torch
 
 import fugaku_megatron as fm
 from fugaku_megatron.api import trainer as process
+from fugaku_megatron.cli.arguments import build_parser, interpret
 from fugaku_megatron.comm.base import Comm, SoloComm
-from fugaku_megatron.config.arguments import build_parser, interpret
-from fugaku_megatron.config.checks import flag_words
+from fugaku_megatron.config.fields import flag_words
 from fugaku_megatron.config.run_config import GROUPS, RunConfig
-from fugaku_megatron.training import pretrain, train
-from fugaku_megatron.training.session import Session
-from fugaku_megatron.training.train_command import with_checkpoint_model
-from fugaku_megatron.watchdog.watch import Watchdog
+from fugaku_megatron.observe.watchdog import Watchdog
+from fugaku_megatron.run import checks
+from fugaku_megatron.run import start as start_module
+from fugaku_megatron.run.loop import Session
+from fugaku_megatron.run.train_command import with_checkpoint_model
+from fugaku_megatron.training import trainer as trainer_module
 from tests.helpers import CP2, DROPOUT, OVERLAP, PP2, TP2
 from tests.parallel.test_library import FLAGS, documents, write
 from tests.threads import ThreadWorld
@@ -44,14 +46,14 @@ def command(world: Comm, **flags: Any) -> Losses:
         for word in (flag_words(name, value) if value is not None else ())
     ]
     arguments = interpret(with_checkpoint_model(vars(build_parser().parse_args(words))))
-    run, lines = pretrain.check_run(arguments.run, world)
-    session = pretrain.start(
+    run, lines = checks.check_run(arguments.run, world)
+    session = start_module.start(
         type(arguments)(**{**vars(arguments), "run": run}), world, Watchdog.off()
     )
     losses: Losses = []
     step = session.trainer.train_step
 
-    def train_step() -> train.IterationResult:
+    def train_step() -> trainer_module.IterationResult:
         result = step()
         losses.extend((result.loss, result.grad_norm))
         return result
@@ -93,9 +95,9 @@ def _in_this_process(monkeypatch):
     """Ranks are threads, and the command leaves the process as the library does."""
     torch.set_num_threads(1)
     monkeypatch.setattr(process, "world", lambda: getattr(RANK, "world", None) or SoloComm())
-    monkeypatch.setattr(pretrain, "configure_process", lambda *_: "")
+    monkeypatch.setattr(start_module, "configure_process", lambda *_: "")
     monkeypatch.setattr(Session, "_draw", lambda *_: None)
-    monkeypatch.setattr(pretrain, "iteration_line", lambda *_: "")  # which measures the machine
+    monkeypatch.setattr(start_module, "iteration_line", lambda *_: "")  # which measures the machine
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +264,9 @@ def test_the_run_reaches_the_trainer_as_it_reaches_the_command_s(data, monkeypat
         "muon_scale_mode": "unit_rms_norm",
     }
     runs: list[RunConfig] = []
-    monkeypatch.setattr(train.Trainer, "train_step", lambda trainer: runs.append(trainer.run))
+    monkeypatch.setattr(
+        trainer_module.Trainer, "train_step", lambda trainer: runs.append(trainer.run)
+    )
     for start in (command, library):
         with pytest.raises(AttributeError):  # of no result
             start(SoloComm(), **flags)

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import fugaku_megatron as fm
-from fugaku_megatron import cli
 from fugaku_megatron.api.flags import REFUSED
 from fugaku_megatron.checkpoint import manifest
 from fugaku_megatron.checkpoint.manifest import list_iterations, read_manifest
+from fugaku_megatron.cli import program
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.checks import flag_words
+from fugaku_megatron.config.fields import flag_words
 from fugaku_megatron.config.run_config import GROUPS, saved_run
 from fugaku_megatron.data.chat_dataset import ChatFiles, ChatWriter, signed
 from fugaku_megatron.inference.loading import load_model
@@ -80,7 +80,7 @@ def place(tmp_path_factory) -> Path:
 
 
 def convert(*words: Any) -> None:
-    assert cli.main(["convert", *map(str, words)]) == 0
+    assert program.main(["convert", *map(str, words)]) == 0
 
 
 # A block that Hugging Face's models have.
@@ -529,7 +529,7 @@ def test_chats_are_rendered_as_preprocess_renders_them(tmp_path):
     )
     named = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": folder}
     tokenizer = [word for name, value in named.items() for word in flag_words(name, value)]
-    assert cli.main(["preprocess", *map(str, words), "--workers", "1", *tokenizer]) == 0
+    assert program.main(["preprocess", *map(str, words), "--workers", "1", *tokenizer]) == 0
     flags = {"sft": True, "split": None, "seq_length": 128, "vocab_size": None, **named}
     expected = library(ALONE, data=tmp_path / "chats", **flags)
     assert library(ALONE, data=[json.loads(line) for line in lines], **flags) == expected

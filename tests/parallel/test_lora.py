@@ -13,17 +13,17 @@ from safetensors.torch import load_file, save_file
 from torch.profiler import ProfilerActivity, profile
 
 import fugaku_megatron as fm
-from fugaku_megatron import cli
 from fugaku_megatron.checkpoint.manifest import read_manifest
+from fugaku_megatron.cli import program
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.run_config import saved_run
 from fugaku_megatron.convert.convert_command import open_weights
 from fugaku_megatron.convert.peft import open_peft
 from fugaku_megatron.inference.loading import load_model, through_stages
 from fugaku_megatron.inference.scoring import EVALUATION
+from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.nn.passes import Pass
-from fugaku_megatron.training.resume import find_checkpoint, resume_training
+from fugaku_megatron.run.resume import find_checkpoint, resume_training
 from tests.helpers import (
     CP2,
     DROPOUT,
@@ -439,9 +439,9 @@ def test_adapters_of_experts_resume_move_merge_and_go_to_peft(layout, other, tar
     assert torch.allclose(logits, trained, atol=1e-5) and not torch.allclose(
         plain, trained, atol=1e-3
     )
-    assert cli.main(["convert", "--load", run, "--merge", "--save", merged]) == 0
-    assert cli.main(["convert", "--load", run, "--to-peft", peft]) == 0
-    assert cli.main(["convert", "--load", base, "--from-peft", peft, "--save", back]) == 0
+    assert program.main(["convert", "--load", run, "--merge", "--save", merged]) == 0
+    assert program.main(["convert", "--load", run, "--to-peft", peft]) == 0
+    assert program.main(["convert", "--load", base, "--from-peft", peft, "--save", back]) == 0
     assert torch.equal(fm.load(merged).logits(tokens), logits) and torch.equal(
         fm.load(back).logits(tokens), logits
     )
@@ -457,7 +457,7 @@ def mixture(tmp_path):
         trainer.train_step()
         trainer.train_step()
         trainer.save(run)
-    assert cli.main(["convert", "--load", run, "--to-peft", peft]) == 0
+    assert program.main(["convert", "--load", run, "--to-peft", peft]) == 0
     return base, run, Path(peft)
 
 
@@ -544,7 +544,7 @@ def test_adapters_of_transformers_4_are_read(mixture, tmp_path):
     }
     settings.write_text(json.dumps({**json.loads(settings.read_text()), **every}))
     assert (
-        cli.main(
+        program.main(
             ["convert", "--load", base, "--from-peft", str(peft), "--save", str(tmp_path / "back")]
         )
         == 0
@@ -607,7 +607,9 @@ def test_adapters_load_and_merge_as_the_model_that_was_trained(trained, tmp_path
     base, run, tokens, logits = trained
     assert not torch.allclose(fm.load(base).logits(tokens), logits, atol=1e-3)
     assert torch.allclose(fm.load(run).logits(tokens), logits, atol=1e-5)
-    assert cli.main(["convert", "--load", run, "--merge", "--save", str(tmp_path / "merged")]) == 0
+    assert (
+        program.main(["convert", "--load", run, "--merge", "--save", str(tmp_path / "merged")]) == 0
+    )
     assert torch.equal(fm.load(tmp_path / "merged").logits(tokens), fm.load(run).logits(tokens))
 
     def split(world):
@@ -621,7 +623,7 @@ def test_adapters_load_and_merge_as_the_model_that_was_trained(trained, tmp_path
 def test_adapters_go_to_peft_and_back(trained, tmp_path):
     base, run, tokens, _ = trained
     peft, back = str(tmp_path / "peft"), str(tmp_path / "back")
-    assert cli.main(["convert", "--load", run, "--to-peft", peft]) == 0
+    assert program.main(["convert", "--load", run, "--to-peft", peft]) == 0
     theirs = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], len(theirs), len(config["target_modules"])) == (
@@ -638,7 +640,7 @@ def test_adapters_go_to_peft_and_back(trained, tmp_path):
     )
     keys = (ours - plain).view(2, 4, 8, 32)[:, 2].flatten(0, 1)
     assert torch.allclose(keys, 4.0 * b @ a, atol=1e-6) and keys.abs().max() > 1e-3
-    assert cli.main(["convert", "--load", base, "--from-peft", peft, "--save", back]) == 0
+    assert program.main(["convert", "--load", base, "--from-peft", peft, "--save", back]) == 0
     assert torch.equal(fm.load(back).logits(tokens), fm.load(run).logits(tokens))
     trainer, lines = started(
         SoloComm(),
@@ -663,7 +665,7 @@ def test_adapters_of_peft_that_are_not_built_are_refused(
     change, message, trained, tmp_path, capsys
 ):
     base, run, *_ = trained
-    assert cli.main(["convert", "--load", run, "--to-peft", str(tmp_path / "peft")]) == 0
+    assert program.main(["convert", "--load", run, "--to-peft", str(tmp_path / "peft")]) == 0
     file = tmp_path / "peft" / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     with pytest.raises(ValueError) as caught:

@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from fugaku_megatron.checkpoint.manifest import list_iterations
+from fugaku_megatron.cli.arguments import build_parser, interpret, parse
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.arguments import build_parser, interpret, parse
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.config.model_config import architecture
+from fugaku_megatron.config.model import architecture
 from fugaku_megatron.data.dataset import TokenArrays
-from fugaku_megatron.logs.metrics import MetricsWriter
-from fugaku_megatron.training import pretrain
-from fugaku_megatron.training.pretrain import check_early, with_listed_data
-from fugaku_megatron.training.resume import find_checkpoint, resume_training
-from fugaku_megatron.training.session import Session
-from fugaku_megatron.training.train_command import with_checkpoint_model
+from fugaku_megatron.observe.metrics_writer import MetricsWriter
+from fugaku_megatron.run import data as data_module
+from fugaku_megatron.run.checks import check_early, with_listed_data
+from fugaku_megatron.run.loop import Session
+from fugaku_megatron.run.resume import find_checkpoint, resume_training
+from fugaku_megatron.run.train_command import with_checkpoint_model
 from tests.helpers import PP2, TP2, grid_groups, make_trainer, one_error, small_run, whole_tensors
 from tests.threads import ThreadWorld
 
@@ -101,7 +101,7 @@ def test_an_evaluation_has_its_own_batch_size_and_first_iteration(tmp_path, monk
     """megatron/training/training.py: the first evaluation begins at the first sample, and each takes eval_iters batches."""
     found = []
     monkeypatch.setattr(
-        "fugaku_megatron.training.train.Trainer.evaluate",
+        "fugaku_megatron.training.trainer.Trainer.evaluate",
         lambda self, dataset, first, iterations: (
             found.append((self.progress.iteration, first, iterations)) or 1.0
         ),
@@ -172,13 +172,13 @@ def evaluated(
     changes = {"mock_data": not data, **data, "full_validation": True, **changes}
     run = small_run(num_layers=2, train_iters=9, multiple_validation_sets=bool(sets), **changes)
     layout, arrays = Layout.from_run(run, world.size), {name: documents(name) for name in "abc"}
-    valid = pretrain.open_data(
+    valid = data_module.open_data(
         run,
         grid_groups(world, run),
-        (64, pretrain.samples_to_validate(run, layout, 5)),
+        (64, data_module.samples_to_validate(run, layout, 5)),
         arrays=arrays,
     )[1]
-    sizes = pretrain.valid_sizes(run, layout, valid, world)
+    sizes = data_module.valid_sizes(run, layout, valid, world)
     with closing(make_trainer(world, run)) as trainer:
         trainer.valid, lines = valid, []
         writer = MetricsWriter(9, 100)
@@ -217,7 +217,7 @@ def test_an_evaluation_takes_the_whole_validation_data(ranks, layout, sets, data
     assert found == (sizes if data else (32 // batch * batch,))
     run = small_run(num_layers=2, global_batch_size=1, micro_batch_size=1)
     alone = make_trainer(SoloComm(), run)
-    whole = pretrain.open_data(
+    whole = data_module.open_data(
         small_run(
             **{
                 "mock_data": not data,

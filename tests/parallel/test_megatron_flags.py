@@ -11,21 +11,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fugaku_megatron import cli
 from fugaku_megatron.checkpoint.manifest import read_manifest
+from fugaku_megatron.cli import program
+from fugaku_megatron.cli.arguments import build_parser, parse
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.arguments import build_parser, parse
 from fugaku_megatron.config.batches import run_length
-from fugaku_megatron.config.command_line import OTHER_FLAGS, OtherFlag
 from fugaku_megatron.config.layout import Layout
+from fugaku_megatron.config.megatron_flags import OTHER_FLAGS, OtherFlag
 from fugaku_megatron.config.recipes import RECIPES
-from fugaku_megatron.logs import metrics
-from fugaku_megatron.logs.metrics import MetricsWriter, WandbRun
-from fugaku_megatron.training import pretrain
-from fugaku_megatron.training.resume import find_checkpoint
-from fugaku_megatron.training.session import Session
-from fugaku_megatron.training.start_choices import read_tokenizer, with_vocabulary
-from fugaku_megatron.training.train import Trainer
+from fugaku_megatron.observe import metrics_writer, wandb_run
+from fugaku_megatron.observe.metrics_writer import MetricsWriter
+from fugaku_megatron.observe.wandb_run import WandbRun
+from fugaku_megatron.run import data as data_module
+from fugaku_megatron.run import start as start_module
+from fugaku_megatron.run.loop import Session
+from fugaku_megatron.run.resume import find_checkpoint
+from fugaku_megatron.run.tokenizer import read_tokenizer, with_vocabulary
+from fugaku_megatron.training.trainer import Trainer
 from tests.helpers import grid_groups, make_trainer, small_run
 from tests.threads import ThreadWorld
 from tests.unit.test_library_tokenizers import PIECES, TEXTS, write_sentencepiece
@@ -131,7 +133,7 @@ def test_all_reasons_come_in_one_message_a_line_each(capsys):
         "--kv-channels is 6",
     ]
     assert refusal(*words).count("; ") >= len(starts) - 1
-    assert cli.main(["train", *BASE, *words]) == 2
+    assert program.main(["train", *BASE, *words]) == 2
     first, *others = capsys.readouterr().err.splitlines()
     assert first == "fugaku-megatron train: 6 flags are refused:"
     assert [line.startswith("  " + start) for line, start in zip(others, starts, strict=True)] == [
@@ -231,7 +233,7 @@ def test_wandb_gets_the_figures_and_is_offline_without_a_network(
     assert "--wandb-project: offline" in capsys.readouterr().out
     MetricsWriter(10, 5, wandb=wanted, printing=False).close()
     assert not package.logged or package.finished
-    monkeypatch.setattr(metrics, "_reachable", lambda: True)
+    monkeypatch.setattr(wandb_run, "_reachable", lambda: True)
     MetricsWriter(10, 5, wandb=wanted).close()
     assert package.given["mode"] == "online"
 
@@ -279,7 +281,7 @@ def test_the_real_package_keeps_a_run_offline(tmp_path):
 
 
 def test_wandb_that_is_not_installed(monkeypatch):
-    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(metrics_writer.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         ValueError, match="--wandb-project p: a package is missing: pip install wandb"
     ):
@@ -389,7 +391,7 @@ def production_words(folder: Path, **changed: str) -> list[str]:
 
 def test_the_production_script_of_fugaku_is_planned_on_its_nodes(tmp_path, capsys):
     words = production_words(tmp_path)
-    assert cli.main(["train", *words, "--dry-run", "--world-size", "13824"]) == 0
+    assert program.main(["train", *words, "--dry-run", "--world-size", "13824"]) == 0
     printed = capsys.readouterr().out
     assert (
         "world size 13824 = DP 288 x PP 8 x TP 6" in printed
@@ -430,7 +432,7 @@ def test_the_flags_of_a_production_script_and_a_sentencepiece_model_start_a_shru
         str(tmp_path / "sp.model"),
     ]
     assert (
-        cli.main(
+        program.main(
             [
                 "preprocess",
                 "--input",
@@ -450,11 +452,11 @@ def test_the_flags_of_a_production_script_and_a_sentencepiece_model_start_a_shru
         record = read_tokenizer(arguments.run, world)
         run = with_vocabulary(arguments.run, record)
         groups = grid_groups(world, run)
-        data = pretrain.build_data(run, groups, Layout.from_run(run, world.size))
+        data = data_module.build_data(run, groups, Layout.from_run(run, world.size))
         trainer = Trainer(run, world, groups, *data, tokenizer=record)
         iterations, _ = run_length(run, 8, 0, 0)
         writer = MetricsWriter(
-            iterations, 1, printing=world.rank == 0, wandb=pretrain.wandb_run(run)
+            iterations, 1, printing=world.rank == 0, wandb=start_module.wandb_run(run)
         )
         Session(trainer, writer, iterations, ()).run()
         trainer.close()

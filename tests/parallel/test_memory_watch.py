@@ -10,16 +10,17 @@ import psutil
 import pytest
 import torch
 
+from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.comm.agreement import Nodes, find_nodes
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs import memory, run_schedule
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.host.allocator import free_bytes, node_bytes, usage
-from fugaku_megatron.training import rank_watch
-from fugaku_megatron.training.dry_run import plan_stage
-from fugaku_megatron.training.rank_watch import FIRST_ITERATIONS, SPAN, MemoryWatch, steady_growth
+from fugaku_megatron.observe import memory as memory_module
+from fugaku_megatron.observe.memory import FIRST_ITERATIONS, SPAN, MemoryWatch, steady_growth
+from fugaku_megatron.run import announce
+from fugaku_megatron.run.dry_run import plan_stage
 from tests.helpers import small_run
 from tests.threads import ThreadWorld
 
@@ -42,17 +43,17 @@ def test_a_ranks_memory_is_the_dry_runs():
             run, layout.tp, torch.get_num_threads()
         )  # of threads that a dry run does not know
         assert (
-            rank_watch.rank_bytes(run, layout, rank)
-            == plan.memory.total + kernels + rank_watch.PROCESS_BYTES
+            memory_module.rank_bytes(run, layout, rank)
+            == plan.memory.total + kernels + memory_module.PROCESS_BYTES
         )
 
 
 def test_a_model_that_does_not_fit_is_refused_with_both_figures():
     run = make_run("30b", {"global_batch_size": 1})
     with pytest.raises(ValueError) as error:
-        rank_watch.check_memory(run, Layout.from_run(run, 1), SoloComm())
+        memory_module.check_memory(run, Layout.from_run(run, 1), SoloComm())
     needed, has = map(float, re.findall(r"([\d.]+) GiB", str(error.value)))
-    assert needed > 400 and has == pytest.approx(rank_watch.node_bytes() / 2**30, abs=0.1)
+    assert needed > 400 and has == pytest.approx(memory_module.node_bytes() / 2**30, abs=0.1)
     assert (
         "--dry-run" in str(error.value)
         and "--checkpoint-activations" in str(error.value)
@@ -63,21 +64,21 @@ def test_a_model_that_does_not_fit_is_refused_with_both_figures():
 def test_the_ranks_of_a_node_are_added_up(monkeypatch):
     run = small_run(pipeline_model_parallel_size=2)
     layout = Layout.from_run(run, 2)
-    both = sum(rank_watch.rank_bytes(run, layout, rank) for rank in range(2))
-    monkeypatch.setattr(rank_watch, "node_bytes", lambda: both)
-    lines = ThreadWorld(2).run(lambda world: rank_watch.check_memory(run, layout, world))
+    both = sum(memory_module.rank_bytes(run, layout, rank) for rank in range(2))
+    monkeypatch.setattr(memory_module, "node_bytes", lambda: both)
+    lines = ThreadWorld(2).run(lambda world: memory_module.check_memory(run, layout, world))
     assert lines[0] == lines[1] and "2 ranks of this node" in lines[0] and "(model)" in lines[0]
-    monkeypatch.setattr(rank_watch, "node_bytes", lambda: both // 2)
+    monkeypatch.setattr(memory_module, "node_bytes", lambda: both // 2)
     with pytest.raises(ValueError, match="for its 2 ranks"):
-        ThreadWorld(2).run(lambda world: rank_watch.check_memory(run, layout, world))
+        ThreadWorld(2).run(lambda world: memory_module.check_memory(run, layout, world))
 
 
 def test_the_time_of_an_iteration_is_estimated_from_a_measured_peak(monkeypatch):
     run = small_run()
     monkeypatch.setattr(
-        rank_watch, "fma_peak_gflops", lambda rounds: 1e-2
+        memory_module, "fma_peak_gflops", lambda rounds: 1e-2
     )  # a slow machine: 10 MFLOP/s
-    line = rank_watch.iteration_line(run, Layout.from_run(run, 1))
+    line = announce.iteration_line(run, Layout.from_run(run, 1))
     low, high = map(float, re.search(r"about ([\d.]+) s to ([\d.]+) s", line).groups())
     assert high / low == pytest.approx(0.8 / 0.3, rel=0.1)
 
@@ -91,18 +92,16 @@ def test_passes_over_the_data():
 
     data = Read(8, 4, 2, 1)
     assert (
-        rank_watch.data_line(data)
+        announce.data_line(data)
         == "data: 97,655,808 samples of training read the data 5,012 times (epochs)"
     )
+    assert announce.data_line(MockDataset(8, 4, 2, 1)) is None and announce.data_line(None) is None
     assert (
-        rank_watch.data_line(MockDataset(8, 4, 2, 1)) is None and rank_watch.data_line(None) is None
-    )
-    assert (
-        rank_watch.validation_line(MockDataset(8, 4, 2, 1)) is None
-        and rank_watch.validation_line(None) is None
+        announce.validation_line(MockDataset(8, 4, 2, 1)) is None
+        and announce.validation_line(None) is None
     )
     data.num_epochs = np.int64(1)
-    assert rank_watch.data_line(data).endswith("at most once")
+    assert announce.data_line(data).endswith("at most once")
 
 
 MIB = 2**20
@@ -235,7 +234,7 @@ def run(
 
 @pytest.fixture
 def every_iteration(monkeypatch):
-    monkeypatch.setattr(rank_watch, "READ_EVERY", 0.0)
+    monkeypatch.setattr(memory_module, "READ_EVERY", 0.0)
 
 
 def test_a_real_leak(every_iteration):
@@ -256,9 +255,9 @@ def test_a_real_leak(every_iteration):
 
 def test_the_fastest_rank_is_named_and_its_node_counted(monkeypatch, every_iteration):
     rates = {0: 1.0, 1: 3.0, 2: 0.0}
-    monkeypatch.setattr(rank_watch, "free_bytes", lambda: 400 * MIB)
-    monkeypatch.setattr(rank_watch, "steady_growth", lambda readings: readings[0][1])
-    monkeypatch.setattr(rank_watch, "usage", lambda: None)
+    monkeypatch.setattr(memory_module, "free_bytes", lambda: 400 * MIB)
+    monkeypatch.setattr(memory_module, "steady_growth", lambda readings: readings[0][1])
+    monkeypatch.setattr(memory_module, "usage", lambda: None)
 
     def rank(world):
         said = []
@@ -270,7 +269,7 @@ def test_the_fastest_rank_is_named_and_its_node_counted(monkeypatch, every_itera
         watch._readings.append((1, int(rates[world.rank] * MIB)))
         for iteration in (100, 200):
             watch._tell(iteration, 60.0, rates[world.rank] * MIB)
-        monkeypatch.setattr(rank_watch, "free_bytes", lambda: 190 * MIB)
+        monkeypatch.setattr(memory_module, "free_bytes", lambda: 190 * MIB)
         world.barrier()
         watch._tell(300, 60.0, rates[world.rank] * MIB)
         return said

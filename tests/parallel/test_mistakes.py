@@ -2,10 +2,10 @@
 
 import pytest
 
-from fugaku_megatron.config.arguments import make_run, parse
+from fugaku_megatron.cli.arguments import make_run, parse
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.sample_rules import Skips
-from fugaku_megatron.pipeline.parts import AUTO
+from fugaku_megatron.pipeline.schedule_names import AUTO
 from tests.helpers import PP2, TP2
 
 SEQUENCE, FULL = {**TP2, "sequence_parallel": True}, {"recompute_granularity": "full"}

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fugaku_megatron.cli.arguments import parse
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.arguments import parse
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import ModelConfig, RunConfig
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.data.sampler import fetch
-from fugaku_megatron.logs.iteration import parse_line
-from fugaku_megatron.logs.metrics import MetricsWriter
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.training.dry_run import report
-from fugaku_megatron.training.session import Session
+from fugaku_megatron.observe.iteration_metrics import parse_line
+from fugaku_megatron.observe.metrics_writer import MetricsWriter
+from fugaku_megatron.run.dry_run import report
+from fugaku_megatron.run.loop import Session
 from tests.helpers import make_trainer, small_run, whole_tensors
 from tests.threads import ThreadWorld
 

@@ -10,18 +10,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fugaku_megatron.cli.arguments import parse
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.arguments import parse
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.host import kernels
 from fugaku_megatron.host.observed import Observed
-from fugaku_megatron.logs.metrics import MetricsWriter, read_history
 from fugaku_megatron.nn.layers import dropout_stream
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.training.machine_faults import ENOUGH, WINDOW, Rerun, Spikes, bit_sum
-from fugaku_megatron.training.nonfinite import find_nonfinite
-from fugaku_megatron.training.session import Session
-from fugaku_megatron.training.train import Trainer
+from fugaku_megatron.observe.history import read_history
+from fugaku_megatron.observe.metrics_writer import MetricsWriter
+from fugaku_megatron.observe.nonfinite import find_nonfinite
+from fugaku_megatron.observe.rerun import ENOUGH, WINDOW, Rerun, Spikes, bit_sum
+from fugaku_megatron.run.loop import Session
+from fugaku_megatron.training.trainer import Trainer
 from tests.helpers import DROPOUT, OVERLAP, PP2, TP2, TP2PP2, make_trainer, small_run, train
 from tests.threads import ThreadWorld
 

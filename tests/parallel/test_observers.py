@@ -12,18 +12,13 @@ from fugaku_megatron.comm.grid import Grid, Groups
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.host import kernels, observed
 from fugaku_megatron.host.observed import PHASES, Event, Phases, Profiler
-from fugaku_megatron.logs.plot import read_trace as read
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.training import observers
-from fugaku_megatron.training.observers import (
-    Heartbeats,
-    Observers,
-    Profile,
-    listed,
-    profiled_ranks,
-)
-from fugaku_megatron.training.train import Trainer
-from fugaku_megatron.watchdog.heartbeat import Heartbeat
+from fugaku_megatron.observe import observers, profile
+from fugaku_megatron.observe.heartbeat import Heartbeat
+from fugaku_megatron.observe.observers import Heartbeats, Observers, listed
+from fugaku_megatron.observe.profile import Profile, profiled_ranks
+from fugaku_megatron.observe.trace import read_trace as read
+from fugaku_megatron.training.trainer import Trainer
 from tests.helpers import CP2, P2P, PP2, TP2PP2, grid_groups, make_trainer, mock, small_run
 from tests.threads import ThreadWorld
 
@@ -344,7 +339,7 @@ def test_a_run_without_a_recorded_iteration_says_so(tmp_path):
 
 
 def test_clocks_that_differ_show_one_moment(clocks):
-    first, *others = ThreadWorld(3).run(lambda world: observers.common_moment(world) - clocks())
+    first, *others = ThreadWorld(3).run(lambda world: profile.common_moment(world) - clocks())
     assert others == [pytest.approx(first, abs=APART / 2)] * 2
 
 

@@ -10,23 +10,24 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.arguments import make_run
-from fugaku_megatron.config.batches import ParamSchedule
-from fugaku_megatron.config.groups import MUON_COEFFICIENTS
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.config.run_config import PrecisionConfig
+from fugaku_megatron.config.optimizer import MUON_COEFFICIENTS
+from fugaku_megatron.config.param_schedule import ParamSchedule
+from fugaku_megatron.config.precision import PrecisionConfig
 from fugaku_megatron.costs import memory, run_schedule
 from fugaku_megatron.costs.accounting import FLAT_ALIGNMENT
 from fugaku_megatron.data.sampler import fetch
 from fugaku_megatron.host import kernels
-from fugaku_megatron.perf import model as perf_model
-from fugaku_megatron.perf.model import System
-from fugaku_megatron.training.flat import Place, initial_values
-from fugaku_megatron.training.optim import LossScaler
-from fugaku_megatron.training.optim_math import COEFFICIENTS, orthogonalized, round_at_random
-from fugaku_megatron.training.resume import find_checkpoint, resume_training
-from fugaku_megatron.training.train import Trainer
+from fugaku_megatron.optim.flat import Place, initial_values
+from fugaku_megatron.optim.loss_scaler import LossScaler
+from fugaku_megatron.optim.muon import COEFFICIENTS, orthogonalized
+from fugaku_megatron.optim.rounding import round_at_random
+from fugaku_megatron.planner import model as perf_model
+from fugaku_megatron.planner.model import System
+from fugaku_megatron.run.resume import find_checkpoint, resume_training
+from fugaku_megatron.training.trainer import Trainer
 from tests.helpers import (
     OVERLAP,
     TP2,
@@ -640,7 +641,7 @@ GROUPED = {
 
 
 def plain_orthogonal(x, steps):
-    """The Newton-Schulz iteration of the sources in training/optim_math.py."""
+    """The Newton-Schulz iteration of the sources in optim/muon.py."""
     coefficients = [
         (4.0848, -6.8946, 2.9270),
         (3.9505, -6.3029, 2.6377),

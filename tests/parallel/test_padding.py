@@ -18,11 +18,11 @@ from fugaku_megatron.data.marks import COUNTED, PADDED, Work
 from fugaku_megatron.data.sampler import fetch
 from fugaku_megatron.inference.loading import model_of
 from fugaku_megatron.inference.scoring import Request, score
-from fugaku_megatron.logs.metrics import MetricsWriter
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.nn.passes import document_angles, rotary_angles
-from fugaku_megatron.training.session import Session
-from fugaku_megatron.training.train import Trainer
+from fugaku_megatron.nn.positions import document_angles, rotary_angles
+from fugaku_megatron.observe.metrics_writer import MetricsWriter
+from fugaku_megatron.run.loop import Session
+from fugaku_megatron.training.trainer import Trainer
 from tests.helpers import CP2, CP4, P2P, PP2, TP2, grid_groups, small_run, whole_tensors
 from tests.llama_models import FAMILIES, copy_to, theirs
 from tests.threads import ThreadWorld

@@ -21,16 +21,16 @@ from hypothesis.internal.conjecture.providers import HypothesisProvider
 from fugaku_megatron.checkpoint import manifest
 from fugaku_megatron.checkpoint.shards import Shard
 from fugaku_megatron.checkpoint.verify import check_iteration
+from fugaku_megatron.cli import arguments
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config import arguments
 from fugaku_megatron.data.build import build_datasets
 from fugaku_megatron.data.files import document_texts, input_files, read_documents
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
 from fugaku_megatron.data.tokenizer import build_tokenizer
 from fugaku_megatron.jobs import check, render
-from fugaku_megatron.logs import log_table, run_log
-from fugaku_megatron.perf import machine, model, software
-from fugaku_megatron.training.dry_run import report
+from fugaku_megatron.observe import log_command, run_log
+from fugaku_megatron.planner import machine, model, software
+from fugaku_megatron.run.dry_run import report
 from tests.file_damage import DAMAGES, OTHER_KINDS, damaged, remove, replace
 from tests.helpers import OUR_LOG, load_checkpoint, save_checkpoint, small_run
 from tests.parallel.test_generate import write_tokenizer
@@ -426,7 +426,7 @@ def test_logs_are_refused_or_make_a_row(tmp_path):
     ]
 
     def table():
-        assert log_table.text([run_log.read_log(path)])
+        assert log_command.text([run_log.read_log(path)])
 
     @refused_or_harmless("logs", name=st.sampled_from(names), new=VALUES, remove_it=st.booleans())
     def change(name, new, remove_it):

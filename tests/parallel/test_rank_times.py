@@ -8,8 +8,8 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.data.marks import Work
 from fugaku_megatron.host.observed import PHASES
-from fugaku_megatron.logs.rank_table import read
-from fugaku_megatron.training.rank_watch import ATTENTION_COST, RankTimes
+from fugaku_megatron.observe.rank_table import read
+from fugaku_megatron.observe.stragglers import ATTENTION_COST, RankTimes
 from tests.helpers import small_run
 from tests.threads import ThreadWorld
 

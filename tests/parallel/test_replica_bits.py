@@ -15,7 +15,7 @@ from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.nn.parameter import ParameterSpec
-from fugaku_megatron.training.train import Trainer
+from fugaku_megatron.training.trainer import Trainer
 from tests.helpers import CP2, OVERLAP, PP2, TP2, TP2PP2, make_trainer, small_run
 from tests.threads import ThreadWorld
 

@@ -14,16 +14,16 @@ from fugaku_megatron.checkpoint import trusted
 from fugaku_megatron.checkpoint.load import open_checkpoint
 from fugaku_megatron.checkpoint.manifest import latest_iteration, list_iterations, read_head
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.comm.launcher import ExitCode
+from fugaku_megatron.run.loop import Session
+from fugaku_megatron.run.resume import find_checkpoint
+from fugaku_megatron.start.exit_codes import ExitCode
 from fugaku_megatron.training.replicas import (
     WORDS,
     ReplicasDiffer,
     comparison_line,
     content_hash,
 )
-from fugaku_megatron.training.resume import find_checkpoint
-from fugaku_megatron.training.session import Session
-from fugaku_megatron.training.train import Trainer
+from fugaku_megatron.training.trainer import Trainer
 from tests.helpers import (
     CP2,
     OVERLAP,

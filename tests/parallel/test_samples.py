@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.comm.agreement import find_nodes
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.batches import RampUp, length
-from fugaku_megatron.config.run_config import TrainingConfig
 from fugaku_megatron.config.sample_rules import Skips
+from fugaku_megatron.config.training import TrainingConfig
 from fugaku_megatron.data import sampler
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.data.sampler import (
@@ -22,11 +22,11 @@ from fugaku_megatron.data.sampler import (
     build_reader_group,
     micro_batches,
 )
-from fugaku_megatron.training.pretrain import run_length
-from fugaku_megatron.training.rank_watch import skip_line
-from fugaku_megatron.training.resume import Resume, find_checkpoint, resume_training
-from fugaku_megatron.training.step import reads_data
-from fugaku_megatron.training.train import Trainer
+from fugaku_megatron.run.announce import skip_line
+from fugaku_megatron.run.data import run_length
+from fugaku_megatron.run.resume import Resume, find_checkpoint, resume_training
+from fugaku_megatron.training.micro_batches import reads_data
+from fugaku_megatron.training.trainer import Trainer
 from tests.helpers import PP2, SMALL, TP2, grid_groups, make_trainer, mock, small_run
 from tests.threads import ThreadWorld
 

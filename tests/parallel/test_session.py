@@ -12,17 +12,17 @@ import torch
 
 from fugaku_megatron.checkpoint import save as save_module
 from fugaku_megatron.checkpoint.manifest import latest_iteration, list_iterations
+from fugaku_megatron.cli.arguments import parse
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.comm.launcher import ExitCode
-from fugaku_megatron.config.arguments import parse
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs.memory import stage_memory
 from fugaku_megatron.data import indexed
-from fugaku_megatron.logs import plot
-from fugaku_megatron.pipeline.parts import Held
-from fugaku_megatron.training import pretrain
-from fugaku_megatron.training.dry_run import report
-from fugaku_megatron.training.session import DIVERGED_STEPS, Session
+from fugaku_megatron.observe import loss_plot
+from fugaku_megatron.pipeline.instructions import Held
+from fugaku_megatron.run import start as start_module
+from fugaku_megatron.run.dry_run import report
+from fugaku_megatron.run.loop import DIVERGED_STEPS, Session
+from fugaku_megatron.start.exit_codes import ExitCode
 from tests.helpers import largest_file, make_trainer, one_error, small_run, whole_tensors
 from tests.recording import RecordingComm
 from tests.threads import ThreadWorld
@@ -138,7 +138,7 @@ def test_saves_do_not_wait_for_the_picture_of_an_earlier_one(tmp_path, monkeypat
         pictures[-1].wait.side_effect = lambda: setattr(pictures[-1].poll, "return_value", 0)
         return pictures[-1]
 
-    monkeypatch.setattr(plot, "start_loss_curve", start)
+    monkeypatch.setattr(loss_plot, "start_loss_curve", start)
     monkeypatch.setattr(Writer, "printing", True)
     assert run(SoloComm(), tmp_path, save_interval=1) == [1, 2, 3, 4, 5]
     assert [picture.wait.call_count for picture in pictures] == [1, 1]
@@ -168,7 +168,7 @@ def test_data_that_is_not_there_is_found_first_and_by_one_rank(
         (tmp_path / name).write_bytes(b"")
     looked, unreadable = [], indexed.unreadable
     monkeypatch.setattr(indexed, "unreadable", lambda path: looked.append(path) or unreadable(path))
-    monkeypatch.setattr(pretrain, "hold", None)  # what comes next
+    monkeypatch.setattr(start_module, "hold", None)  # what comes next
     words = [
         "--num-layers",
         "1",
@@ -188,7 +188,7 @@ def test_data_that_is_not_there_is_found_first_and_by_one_rank(
     ]
 
     assert re.search(
-        message, one_error(2, lambda world: pretrain.pretrain(parse(words), world, None))
+        message, one_error(2, lambda world: start_module.pretrain(parse(words), world, None))
     )
     assert len(looked) == len(set(looked))
 

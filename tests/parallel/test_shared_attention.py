@@ -7,9 +7,10 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.layout import Layout, context_ways
 from fugaku_megatron.costs.activations import runs_of
 from fugaku_megatron.host import kernels
+from fugaku_megatron.nn.dropout import DropoutKey
+from fugaku_megatron.nn.heads import Heads
 from fugaku_megatron.nn.native_ops import NativeOps
 from fugaku_megatron.nn.sequence_ranks import in_order, of_ranks, to_heads, to_rows
-from fugaku_megatron.nn.shared import DropoutKey, Heads
 from fugaku_megatron.nn.shared_attention import SharedCall, Sight, parts, shared_attention
 from fugaku_megatron.nn.torch_ops import TorchOps
 from tests.helpers import CP2, CP4, DROPOUT, PP2, TP2PP2, small_run, train

@@ -7,17 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.comm.agreement import find_nodes
-from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.costs import run_schedule
 from fugaku_megatron.costs.memory import attention_bytes, stage_memory
-from fugaku_megatron.perf import memory, search
-from fugaku_megatron.perf.model import System
-from fugaku_megatron.pipeline.parts import AUTO
-from fugaku_megatron.training import rank_watch, start_choices
-from fugaku_megatron.training.dry_run import report
+from fugaku_megatron.observe import memory as memory_module
+from fugaku_megatron.pipeline.schedule_names import AUTO
+from fugaku_megatron.planner import memory, search
+from fugaku_megatron.planner.model import System
+from fugaku_megatron.run import plan as plan_module
+from fugaku_megatron.run.dry_run import report
 from tests.helpers import small_run
 from tests.threads import ThreadWorld
 
@@ -130,10 +131,10 @@ def test_the_dry_run_prints_the_choice():
 
 def test_all_ranks_choose_for_the_fullest_node(monkeypatch):
     run, layout = auto("1f1b")
-    lines = ThreadWorld(4).run(lambda world: start_choices.tensor_bytes(run, layout, world))
-    fixed = rank_watch.PROCESS_BYTES + attention_bytes(run, 1, torch.get_num_threads())
-    assert lines == [int(start_choices.FIT * rank_watch.node_bytes()) // 4 - fixed] * 4
-    chosen = ThreadWorld(4).run(lambda world: start_choices.settle(run, layout, world))
+    lines = ThreadWorld(4).run(lambda world: plan_module.tensor_bytes(run, layout, world))
+    fixed = memory_module.PROCESS_BYTES + attention_bytes(run, 1, torch.get_num_threads())
+    assert lines == [int(plan_module.FIT * memory_module.node_bytes()) // 4 - fixed] * 4
+    chosen = ThreadWorld(4).run(lambda world: plan_module.settle(run, layout, world))
     assert all(pair == chosen[0] for pair in chosen) and "none" in chosen[0][1][0]
 
 
@@ -204,7 +205,7 @@ def test_every_rank_and_the_dry_run_choose_the_same():
         num_layers=4, pipeline_model_parallel_size=2, pipeline_schedule=AUTO, recompute_auto=True
     )
     layout = Layout.from_run(run, 4)
-    settled = ThreadWorld(4).run(lambda world: start_choices.settle(run, layout, world))
+    settled = ThreadWorld(4).run(lambda world: plan_module.settle(run, layout, world))
     assert all(pair == settled[0] for pair in settled)
     chosen, lines = settled[0]
     assert chosen.parallel.pipeline_schedule != AUTO and lines[0] in report(run, 4)
@@ -212,7 +213,7 @@ def test_every_rank_and_the_dry_run_choose_the_same():
 
 def test_one_stage_has_nothing_to_choose():
     run = small_run(pipeline_schedule=AUTO)
-    assert start_choices.settle(run, Layout.from_run(run, 1)) == (
+    assert plan_module.settle(run, Layout.from_run(run, 1)) == (
         run,
         [],
     ) and "schedule 1f1b" in report(run, 1)
@@ -232,13 +233,13 @@ def test_a_run_that_names_its_schedule_does_not_load_the_performance_model():
     """It takes time at the start of every rank, and only --pipeline-schedule auto asks it for anything."""
     program = """
 import sys
-import fugaku_megatron.training.pretrain
+import fugaku_megatron.run.start
 from fugaku_megatron.comm.agreement import find_nodes
-from fugaku_megatron.config.arguments import make_run
+from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.training.start_choices import settle
+from fugaku_megatron.run.kernel_choice import settle
 run = make_run("124m", {"pipeline_model_parallel_size": 2, "recompute_auto": True, "memory_per_rank": 4000, "train_iters": 1})
-print(settle(run, Layout.from_run(run, 2))[1][0], [name for name in sys.modules if name.startswith("fugaku_megatron.perf")])
+print(settle(run, Layout.from_run(run, 2))[1][0], [name for name in sys.modules if name.startswith("fugaku_megatron.planner")])
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
@@ -269,7 +270,7 @@ def test_keys_are_passed_between_nodes(given, hosts, documents, ways):
     layout = Layout.from_run(run, 4)
 
     def settled(world):
-        return start_choices.settle(run, layout, world, find_nodes(world, hosts[world.rank]))[
+        return plan_module.settle(run, layout, world, find_nodes(world, hosts[world.rank]))[
             0
         ].parallel.cp_comm_type
 

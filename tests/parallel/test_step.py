@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from fugaku_megatron.config.layout import placement
+from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.ops import FAMILIES, Ops, backward
-from fugaku_megatron.nn.passes import Pass
 from fugaku_megatron.pipeline import schedule
-from fugaku_megatron.pipeline.parts import BACKWARD, FORWARD, Instruction, Placement
+from fugaku_megatron.pipeline.instructions import BACKWARD, FORWARD, Instruction
+from fugaku_megatron.pipeline.placement import Placement
 from tests.helpers import (
     PP2,
     TP2,

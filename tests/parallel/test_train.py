@@ -8,17 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fugaku_megatron.cli.arguments import parse
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.arguments import parse
 from fugaku_megatron.convert.weights import open_own, save_own
 from fugaku_megatron.data.sampler import fetch
 from fugaku_megatron.host import kernels
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.parameter import PARAMETER_DTYPES
-from fugaku_megatron.training.buckets import BucketComm
-from fugaku_megatron.training.resume import find_checkpoint, resume_training
-from fugaku_megatron.training.step import reads_data
-from fugaku_megatron.training.train import Progress, Trainer
+from fugaku_megatron.optim.buckets import BucketComm
+from fugaku_megatron.run.resume import find_checkpoint, resume_training
+from fugaku_megatron.training.micro_batches import reads_data
+from fugaku_megatron.training.trainer import Progress, Trainer
 from tests.helpers import (
     DROPOUT,
     PP2,

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fugaku_megatron.checkpoint.manifest import read_manifest
 from fugaku_megatron.comm.base import Comm, SoloComm
-from fugaku_megatron.config.model_config import architecture
+from fugaku_megatron.config.model import architecture
 from fugaku_megatron.config.run_config import RunConfig, saved_run
 from fugaku_megatron.convert.hugging_face import open_hugging_face
 from fugaku_megatron.costs.accounting import padded_vocab_size
@@ -24,8 +24,8 @@ from fugaku_megatron.inference.evaluate import Texts, evaluated
 from fugaku_megatron.inference.generation import Sampling, steps
 from fugaku_megatron.inference.loading import LoadedModel, load_model
 from fugaku_megatron.inference.scoring import windows
-from fugaku_megatron.training.resume import Resume, find_checkpoint, resume_training, with_padding
-from fugaku_megatron.training.train import Trainer
+from fugaku_megatron.run.resume import Resume, find_checkpoint, resume_training, with_padding
+from fugaku_megatron.training.trainer import Trainer
 from tests.helpers import PP2, TP2, make_trainer, mock, plain_loss, small_run, whole_tensors
 from tests.threads import ThreadWorld
 

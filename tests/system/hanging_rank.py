@@ -14,9 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-from fugaku_megatron.watchdog.heartbeat import Heartbeat, Node
-from fugaku_megatron.watchdog.verdict import Link
-from fugaku_megatron.watchdog.watch import HangSettings, Watchdog
+from fugaku_megatron.observe.hang_verdict import Link
+from fugaku_megatron.observe.heartbeat import Heartbeat, Node
+from fugaku_megatron.observe.watchdog import HangSettings, Watchdog
 
 
 def wait(watchdog):

@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks import pictures, preloads, tables
 from benchmarks.__main__ import make_parser
-from fugaku_megatron.logs.iteration import published_header
-from fugaku_megatron.perf import machine
+from fugaku_megatron.observe.iteration_metrics import published_header
+from fugaku_megatron.planner import machine
 from tests.system.test_benchmarks import needs_mpi, result
 
 HOST = Path(machine.__file__).parent / "machines" / "epyc-2core.json"

@@ -43,7 +43,7 @@ from benchmarks.plain_gpt import PlainGPT
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.host import kernels
-from fugaku_megatron.nn.passes import Pass
+from fugaku_megatron.nn.forward_context import Pass
 from tests.helpers import OUR_LOG, make_trainer, small_run
 from tests.llama_models import FAMILIES as BLOCKS
 

@@ -12,36 +12,37 @@ from types import SimpleNamespace
 
 import pytest
 
-from fugaku_megatron import __version__, cli
-from fugaku_megatron.config.command_line import Command, Parser
+from fugaku_megatron import __version__
+from fugaku_megatron.cli import program as program_module
+from fugaku_megatron.cli.parser import Command, Parser
 from fugaku_megatron.host import kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_page_says_when_to_use_which(capsys):
-    assert cli.main(["--help"]) == 0
+    assert program_module.main(["--help"]) == 0
     page = capsys.readouterr().out
     assert (
         page.startswith("usage: fugaku-megatron COMMAND [flags]\n")
         and "python -m fugaku_megatron COMMAND" in page
     )
-    for name, command in cli.COMMANDS.items():
+    for name, command in program_module.COMMANDS.items():
         assert f"  {name:10}  {command.when}\n" in page
     assert max(map(len, page.splitlines())) <= 120
-    assert cli.main([]) == 2 and capsys.readouterr().out == page
+    assert program_module.main([]) == 2 and capsys.readouterr().out == page
 
 
 def test_a_command_is_imported_without_the_garbage_collector(tmp_path, monkeypatch):
     """It takes a seventh of torch's import and finds nothing; afterwards it works again, also where the import fails."""
     (tmp_path / "first.py").write_text("import gc\nENABLED = gc.isenabled()\n")
     (tmp_path / "second.py").write_text("raise ImportError('no second module')\n")
-    monkeypatch.setattr(cli.sys.modules["fugaku_megatron"], "__path__", [str(tmp_path)])
-    module = cli.ModuleCommand("first", "").load()
+    monkeypatch.setattr(program_module.sys.modules["fugaku_megatron"], "__path__", [str(tmp_path)])
+    module = program_module.ModuleCommand("first", "").load()
     monkeypatch.delitem(sys.modules, module.__name__)
     assert not module.ENABLED and gc.isenabled()
     with pytest.raises(ImportError, match="no second module"):
-        cli.ModuleCommand("second", "").load()
+        program_module.ModuleCommand("second", "").load()
     assert gc.isenabled()
 
 
@@ -66,19 +67,19 @@ def test_training_imports_torch_without_the_garbage_collector():
 
 def help_page(capsys, *words: str) -> str:
     with pytest.raises(SystemExit) as end:
-        sys.exit(cli.main([*words, "--help"]))
+        sys.exit(program_module.main([*words, "--help"]))
     assert end.value.code == 0
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize("name", program_module.COMMANDS)
 def test_every_command_explains_itself(name, capsys):
     page = help_page(capsys, name)
     assert (
         page.startswith(f"usage: fugaku-megatron {name} ")
         and f"fugaku-megatron {name}" in page[20:]
     )
-    for member, command in getattr(cli.COMMANDS[name].load(), "COMMANDS", {}).items():
+    for member, command in getattr(program_module.COMMANDS[name].load(), "COMMANDS", {}).items():
         page = help_page(capsys, name, member)
         assert (
             f"\n\n{command.when}\n\n    fugaku-megatron {name} {member} " in page
@@ -149,19 +150,19 @@ def test_a_command_lists_its_own_flags_and_names_those_of_train_once(words, own,
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(words, message, capsys):
-    assert cli.main(words) == 2
+    assert program_module.main(words) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(message) and err.count("\n") == 1
 
 
 def test_the_version_is_one_line_with_the_instruction_set(capsys, monkeypatch):
-    assert cli.main(["--version"]) == 0
+    assert program_module.main(["--version"]) == 0
     assert (
         capsys.readouterr().out
         == f"fugaku-megatron {__version__} (kernels: {kernels.instruction_set()})\n"
     )
     monkeypatch.setitem(sys.modules, kernels.__name__, None)  # as where they are not built
-    assert cli.main(["--version"]) == 0
+    assert program_module.main(["--version"]) == 0
     assert re.fullmatch(
         rf"fugaku-megatron {__version__} \(kernels: .*kernels.*\)\n", capsys.readouterr().out
     )
@@ -170,7 +171,7 @@ def test_the_version_is_one_line_with_the_instruction_set(capsys, monkeypatch):
 def test_a_command_is_imported_when_it_is_called():
     program = (
         "import sys; from fugaku_megatron import cli; cli.main(['--help']); cli.main(['train', '--num-layer', '2']); "
-        "sys.exit(bool({'torch', 'mpi4py', 'numpy', 'fugaku_megatron.perf.plan'} & sys.modules.keys()))"
+        "sys.exit(bool({'torch', 'mpi4py', 'numpy', 'fugaku_megatron.planner.plan'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -191,7 +192,7 @@ def raising(error: BaseException) -> Command:
     ],
 )
 def test_how_a_command_ends(error, code, text, capsys):
-    assert cli.start("program", raising(error), []) == code
+    assert program_module.start("program", raising(error), []) == code
     assert capsys.readouterr().err == text
 
 
@@ -206,7 +207,7 @@ def test_how_a_command_ends(error, code, text, capsys):
     ids=" ".join,
 )
 def test_a_name_that_is_too_long_is_a_line(words, capsys):
-    assert cli.main([*words, "n" * 300]) == 2
+    assert program_module.main([*words, "n" * 300]) == 2
     err = capsys.readouterr().err
     assert (
         "n: File name too long: correct the path\n" in err
@@ -217,7 +218,7 @@ def test_a_name_that_is_too_long_is_a_line(words, capsys):
 
 def test_a_bug_is_no_mistake_of_the_user():
     with pytest.raises(KeyError):
-        cli.start("program", raising(KeyError("lost")), [])
+        program_module.start("program", raising(KeyError("lost")), [])
 
 
 def test_words_for_another_program_are_kept_where_a_command_passes_them_on():
@@ -237,8 +238,8 @@ def test_groups_of_commands_hold_commands(capsys):
         COMMANDS={"end": Command("to end", lambda parser: None, lambda args: 7)},
         __doc__="A group.\nMore.",
     )
-    assert cli.start("program", group, ["end"]) == 7
-    assert cli.start("program", group, ["-h"]) == 0
+    assert program_module.start("program", group, ["end"]) == 7
+    assert program_module.start("program", group, ["-h"]) == 0
     assert capsys.readouterr().out == (
         "usage: program COMMAND [flags]\n\nA group.\n\n  end  to end\n\n"
         "Flags of a command: program COMMAND --help\n"
@@ -248,10 +249,10 @@ def test_groups_of_commands_hold_commands(capsys):
 def test_a_picture_goes_with_a_dry_run(tmp_path, capsys):
     words = ["train", "--recipe", "demo", "--mock-data", "--png"]
     assert (
-        cli.main([*words, str(tmp_path / "p.png")]) == 2
+        program_module.main([*words, str(tmp_path / "p.png")]) == 2
         and "needs --dry-run" in capsys.readouterr().err
     )
     assert (
-        cli.main([*words, str(tmp_path / "none" / "p.png"), "--dry-run"]) == 2
+        program_module.main([*words, str(tmp_path / "none" / "p.png"), "--dry-run"]) == 2
         and "--png" in capsys.readouterr().err
     )

@@ -20,8 +20,8 @@ from unittest import mock
 import pytest
 
 from benchmarks import __main__ as benchmarks
-from fugaku_megatron import cli
-from fugaku_megatron.config.command_line import Parser
+from fugaku_megatron.cli import program
+from fugaku_megatron.cli.parser import Parser
 from tests.system.doc_commands import (
     CHANGES,
     DOCUMENTS,
@@ -74,7 +74,7 @@ FAILURES = re.compile(r"Traceback|command not found|No such file or directory|er
 
 def parse(words: list[str]) -> None:
     """Parses the words of fugaku-megatron by the command's own parser. ValueError for what it does not know."""
-    command: object = cli
+    command: object = program
     while hasattr(command, "COMMANDS"):
         if words[0] == "--help":
             return
@@ -210,7 +210,7 @@ def checkout(tmp_path_factory):
 def own_text(folder: Path) -> None:
     """The reader's own text, which the documents start from."""
     (folder / "my_texts").mkdir()
-    for name in ("cli.py", "pipeline/schedule.py"):
+    for name in ("cli/program.py", "pipeline/schedule.py"):
         source = ROOT / "fugaku_megatron" / name
         shutil.copy(source, folder / "my_texts" / f"{source.name}.txt")
 

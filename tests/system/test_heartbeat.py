@@ -9,9 +9,8 @@ import sys
 
 import pytest
 
-from fugaku_megatron.report import record
-from fugaku_megatron.watchdog import heartbeat, private_folder
-from fugaku_megatron.watchdog.heartbeat import (
+from fugaku_megatron.observe import heartbeat
+from fugaku_megatron.observe.heartbeat import (
     Heartbeat,
     Node,
     decode,
@@ -19,6 +18,8 @@ from fugaku_megatron.watchdog.heartbeat import (
     node_folder,
     remove_dead,
 )
+from fugaku_megatron.report import record
+from fugaku_megatron.start import private_folder
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from fugaku_megatron import cli
+from fugaku_megatron.cli import program
 from fugaku_megatron.jobs import check, job_command, limits, render, script, torus
 from fugaku_megatron.jobs.job import MARGIN, interpret, start_up
-from fugaku_megatron.perf import search
+from fugaku_megatron.planner import search
 from tests.helpers import check_scripts
 from tests.unit.test_jobs_check import check_map
 
@@ -48,7 +48,7 @@ def each_search_once():
 
 
 def main(words):
-    return cli.main(["job", *words])
+    return program.main(["job", *words])
 
 
 def hold_layout(monkeypatch, text: str) -> None:

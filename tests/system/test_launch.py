@@ -9,16 +9,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from fugaku_megatron.comm import launch, launcher
+from fugaku_megatron.comm import job as job_module
 from fugaku_megatron.comm.agreement import everywhere
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.comm.launch import describe, init, run_or_abort
+from fugaku_megatron.comm.job import describe, init, run_or_abort
+from fugaku_megatron.start import environment as environment_module
+from fugaku_megatron.start import exit_codes
 
 
 @pytest.fixture
 def alone(monkeypatch):
     """No launcher around these tests, and no MPI in this process."""
-    for name in (*launcher.SIZES, *launcher.RANKS):
+    for name in (*environment_module.SIZES, *environment_module.RANKS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setitem(sys.modules, "mpi4py", None)
 
@@ -66,7 +68,7 @@ def test_a_result_is_returned():
     ],
 )
 def test_codes_and_single_lines(error, code, text, capsys, monkeypatch):
-    monkeypatch.setattr(launch, "GRACE", 0.0)
+    monkeypatch.setattr(job_module, "GRACE", 0.0)
     assert end(error, rank=3) == code
     assert capsys.readouterr().err == text
 
@@ -123,15 +125,15 @@ def test_a_bug_shows_its_traceback(capsys):
     [
         (0, ValueError("x"), []),
         (0, marked(ValueError("x")), []),
-        (1, ValueError("x"), [launch.GRACE]),
-        (1, marked(ValueError("x")), [launcher.GRACE_EVERYWHERE]),
-        (1, marked(SystemExit("x")), [launcher.GRACE_EVERYWHERE]),
+        (1, ValueError("x"), [job_module.GRACE]),
+        (1, marked(ValueError("x")), [exit_codes.GRACE_EVERYWHERE]),
+        (1, marked(SystemExit("x")), [exit_codes.GRACE_EVERYWHERE]),
     ],
 )
 def test_other_ranks_leave_the_report_to_rank_0(rank, error, waits, capsys, monkeypatch):
     slept = []  # s, and what was said before
     monkeypatch.setattr(
-        launch,
+        job_module,
         "time",
         SimpleNamespace(sleep=lambda seconds: slept.append((seconds, capsys.readouterr().err))),
     )
@@ -150,7 +152,7 @@ def test_the_end_waits_for_the_reader_of_the_report(read_after, limit):
         begin = time.monotonic()
         if read_after:
             threading.Timer(read_after, other_end.readline).start()
-        launcher.wait_until_read(stream, limit=limit)
+        exit_codes.wait_until_read(stream, limit=limit)
         waited = time.monotonic() - begin
         assert read_after <= waited < limit if read_after else waited >= limit
 
@@ -160,7 +162,7 @@ def test_one_process_needs_no_mpi(alone):
     assert (world.rank, world.size, describe(world)) == (0, 1, "no MPI, 1 rank(s)")
 
 
-@pytest.mark.parametrize("variable", launcher.SIZES)
+@pytest.mark.parametrize("variable", environment_module.SIZES)
 def test_several_processes_need_mpi(alone, variable, monkeypatch):
     monkeypatch.setenv(variable, "1")
     assert init().size == 1
@@ -173,7 +175,7 @@ def test_several_processes_need_mpi(alone, variable, monkeypatch):
 
 LIMITED = """
 import resource, sys
-from fugaku_megatron.comm.launch import run_or_abort
+from fugaku_megatron.comm.job import run_or_abort
 resource.setrlimit(getattr(resource, sys.argv[1]), (int(sys.argv[2]), int(sys.argv[3])))
 run_or_abort(lambda comm: print(*resource.getrlimit(getattr(resource, sys.argv[1]))))
 """
@@ -227,20 +229,20 @@ def test_importing_loads_no_mpi(module, absent):
 
 
 def test_one_process_reports_what_fails_everywhere(alone, monkeypatch, capsys):
-    monkeypatch.setattr(launcher, "GRACE_START", 0.2)
-    launcher.report_everywhere("no such flag")
+    monkeypatch.setattr(exit_codes, "GRACE_START", 0.2)
+    exit_codes.report_everywhere("no such flag")
     assert capsys.readouterr().err == "no such flag\n"
     monkeypatch.setenv("PMI_RANK", "1")
     monkeypatch.setenv("PMI_SIZE", "10")
     begin = time.monotonic()
-    launcher.report_everywhere("no such flag")
+    exit_codes.report_everywhere("no such flag")
     assert capsys.readouterr().err == "" and time.monotonic() - begin >= 0.3
 
 
 def test_a_bug_in_a_thread_ends_the_process():
     program = """
 import threading, time
-from fugaku_megatron.comm.launch import run_or_abort
+from fugaku_megatron.comm.job import run_or_abort
 from fugaku_megatron.comm.base import SoloComm
 def main(comm):
     threading.Thread(target=lambda: 1 / 0).start()

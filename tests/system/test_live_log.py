@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from fugaku_megatron.logs.iteration import IterationMetrics, parse_log
-from fugaku_megatron.logs.metrics import WIDTH, LiveLine, MetricsWriter, Screen, duration_text
+from fugaku_megatron.observe.iteration_metrics import IterationMetrics, parse_log
+from fugaku_megatron.observe.metrics_writer import MetricsWriter
+from fugaku_megatron.observe.screen import WIDTH, LiveLine, Screen, duration_text
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import sys
-from fugaku_megatron.logs.metrics import on_terminal
+from fugaku_megatron.observe.metrics_writer import on_terminal
 print("rank", "terminal" if on_terminal(sys.stdout) else "other", flush=True)
 """
 

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from fugaku_megatron import cli
-from fugaku_megatron.logs.iteration import PublishedRow, parse_log, published_header
+from fugaku_megatron.cli import program
+from fugaku_megatron.observe.iteration_metrics import PublishedRow, parse_log, published_header
 from fugaku_megatron.reproduction.rows import load
 from tests.helpers import A100, OUR_LOG
 from tests.unit.test_run_log import history
@@ -58,7 +58,7 @@ def test_the_published_rows_come_out_as_they_were_printed(row):
 
 
 def test_a_row_for_each_log(logs, capsys):
-    assert cli.main(["log", str(logs / "ours.log"), str(logs / "a100.log"), *A100_FLAGS]) == 0
+    assert program.main(["log", str(logs / "ours.log"), str(logs / "a100.log"), *A100_FLAGS]) == 0
     header, _, ours, a100, *_ = capsys.readouterr().out.splitlines()
     assert tuple(cells(header)) == published_header()
     assert cells(ours)[:9] == ["1", "4.5GHz", "0.9M", "2", "1", "1", "2", "8", "294.0 MiB"]
@@ -88,7 +88,7 @@ def test_csv_and_picture_hold_the_same(logs, capsys):
     pytest.importorskip("matplotlib")
     paths = [str(logs / name) for name in ("ours.log", "a100.log")]
     assert (
-        cli.main(
+        program.main(
             [
                 "log",
                 *paths,
@@ -121,7 +121,7 @@ def test_csv_and_picture_hold_the_same(logs, capsys):
 
 def test_csv_has_a_row_per_iteration_where_asked(logs, capsys):
     paths = [str(logs / name) for name in ("ours.log", "a100.log")]
-    assert cli.main(["log", *paths, "--csv", str(logs / "t.csv"), "--per-iteration"]) == 0
+    assert program.main(["log", *paths, "--csv", str(logs / "t.csv"), "--per-iteration"]) == 0
     rows = list(csv.DictReader((logs / "t.csv").open()))
     assert [(row["log"], row["iteration"]) for row in rows] == [
         (paths[0], str(i)) for i in range(1, 7)
@@ -140,7 +140,7 @@ def test_a_history_makes_the_same_files(logs, capsys):
     pytest.importorskip("matplotlib")
     (logs / "history.jsonl").write_text(history(OUR_LOG))
     assert (
-        cli.main(
+        program.main(
             [
                 "log",
                 str(logs / "history.jsonl"),
@@ -170,7 +170,7 @@ def test_runs_are_compared_by_their_last_losses(logs, capsys, monkeypatch):
         parse_log(text.splitlines())[-1].lm_loss
         for text in (OUR_LOG, OUR_LOG.replace("lm loss: 6.25", "lm loss: 6.05"))
     ]
-    assert cli.main(["log", "a", "b", "--png", "both.png", "--x", "tokens"]) == 0
+    assert program.main(["log", "a", "b", "--png", "both.png", "--x", "tokens"]) == 0
     lines = capsys.readouterr().out.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("| Run"))
     assert cells(lines[start]) == [
@@ -230,7 +230,7 @@ def test_a_mistake_is_one_line(logs, monkeypatch, capsys, flags, message):
     monkeypatch.chdir(logs)
     (logs / "folder.csv").mkdir()
     (logs / "bare.log").write_text(" iteration        1/       2 | lm loss: 3.0 |\n")
-    assert cli.main(["log", *flags]) == 2
+    assert program.main(["log", *flags]) == 2
     error = capsys.readouterr().err
     assert re.fullmatch(f"fugaku-megatron log: .*{message}.*\n", error), error
     assert (logs / "a100.log").read_text() == A100[0] + "\n"
@@ -256,7 +256,7 @@ def test_the_command_follows_a_job_to_its_last_line(logs):
 def test_following_says_tokens_per_second_and_the_time_left(logs, capsys):
     text = OUR_LOG.replace("| TFLOPs:", "| tokens per second: 20405.5 | TFLOPs:")
     (logs / "new.log").write_text(text)
-    assert cli.main(["log", str(logs / "new.log"), "--follow"]) == 0
+    assert program.main(["log", str(logs / "new.log"), "--follow"]) == 0
     assert ", 20,406 tokens/s, loss 6.26, 0 s left\n" in capsys.readouterr().err
 
 

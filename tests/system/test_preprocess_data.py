@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fugaku_megatron import cli
+from fugaku_megatron.cli import program
 from fugaku_megatron.data import preprocess, unfinished
 from fugaku_megatron.data.build import parse_split, split_documents
 from fugaku_megatron.data.indexed import IndexedDataset
@@ -38,7 +38,7 @@ def main(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments):
-        code = cli.main(["preprocess", *map(str, arguments)])
+        code = program.main(["preprocess", *map(str, arguments)])
         out, err = capsys.readouterr()
         return code, err.splitlines(), out.splitlines()
 

@@ -13,7 +13,7 @@ import time
 import psutil
 import pytest
 
-from fugaku_megatron import cli
+from fugaku_megatron.cli import program as program_module
 from fugaku_megatron.data import preprocess, unfinished
 from fugaku_megatron.data.files import input_files, read_documents
 from fugaku_megatron.data.formats import CHAT, Columns
@@ -104,7 +104,7 @@ def run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def call(source, prefix="out", *more):
-        code = cli.main(
+        code = program_module.main(
             [
                 "preprocess",
                 "--input",

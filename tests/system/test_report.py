@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fugaku_megatron.perf import machine
+from fugaku_megatron.planner import machine
 from fugaku_megatron.report import record
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,9 +9,9 @@ import threading
 import pytest
 import torch
 
-from fugaku_megatron.comm.launcher import STOP_SIGNALS, StopSignals
 from fugaku_megatron.host import runtime
 from fugaku_megatron.host.runtime import ExitTimer
+from fugaku_megatron.start.signals import STOP_SIGNALS, StopSignals
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
@@ -26,7 +26,7 @@ def test_a_signal_only_asks_to_stop_and_handlers_come_back(number):
 
 CHILD = """
 import sys, time
-from fugaku_megatron.comm.launcher import StopSignals
+from fugaku_megatron.start.exit_codes import StopSignals
 with StopSignals() as signals:
     print("ready", flush=True)
     while not signals.stop_requested:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fugaku_megatron.config.arguments import build_parser, parse
-from fugaku_megatron.config.command_line import OTHER_FLAGS
+from fugaku_megatron.cli.arguments import build_parser, parse
+from fugaku_megatron.config.megatron_flags import OTHER_FLAGS
 from tools import megatron_flags, scripts_start
 
 LIST = Path(__file__).parents[1] / "megatron_scripts.jsonl"

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from fugaku_megatron import cli
+from fugaku_megatron.cli import program
 from fugaku_megatron.jobs import render
-from fugaku_megatron.logs.iteration import parse_log
+from fugaku_megatron.observe.iteration_metrics import parse_log
 from tests.helpers import check_scripts
 from tests.system.mpi import launch
 from tests.system.mpi.kills import holding, kill_held
@@ -47,7 +47,7 @@ def test_bash_and_shellcheck_accept_the_scripts(tmp_path):
     (tmp_path / "fugaku_megatron").symlink_to(ROOT / "fugaku_megatron")
     folder = tmp_path / "scripts" / "slurm"
     folder.mkdir(parents=True)
-    assert cli.main(["job", "slurm", str(folder)]) == 0
+    assert program.main(["job", "slurm", str(folder)]) == 0
     assert {
         str(path.relative_to(folder)): path.read_text() for path in folder.glob("*/*")
     } == SCRIPTS

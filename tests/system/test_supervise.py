@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from fugaku_megatron import cli
-from fugaku_megatron.comm.launcher import ExitCode
+from fugaku_megatron.cli import program
 from fugaku_megatron.jobs import supervise
-from fugaku_megatron.jobs.launcher import ending as ending_of
+from fugaku_megatron.jobs.child import ending as ending_of
 from fugaku_megatron.jobs.supervise import FRUITLESS, read_hosts
+from fugaku_megatron.start.exit_codes import ExitCode
 from tests.time_limit import time_limit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -173,7 +173,7 @@ class Job:
     def end(self, *flags: str, **options) -> tuple[int, list[str]]:
         """Exit code, and what the supervisor said."""
         with time_limit(60):
-            code = cli.main(self.words(*flags, **options))
+            code = program.main(self.words(*flags, **options))
         said = self.capfd.readouterr().err.splitlines()
         return code, [
             line.removeprefix("supervise: ") for line in said if line.startswith("supervise: ")
@@ -366,7 +366,7 @@ def test_a_rank_that_dies_of_the_request_ends_the_job_in_order(planned):
 )
 def test_mistakes_are_one_line(words, answer, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["supervise", *words]) == 2
+    assert program.main(["supervise", *words]) == 2
     message = capsys.readouterr().err
     assert message.count("\n") == 1 and answer in message, message
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main as benchmarks
-from fugaku_megatron import cli
+from fugaku_megatron.cli import program
 from fugaku_megatron.host import kernels
 from fugaku_megatron.host.observed import Event, Profiler
 from tools import demo_corpus, gemm_error, plot_profile, plot_result
@@ -18,7 +18,7 @@ PNG = b"\x89PNG"
 
 
 def call(tool, *words: object) -> int:
-    return cli.start(tool.__name__.rpartition(".")[2], tool, list(map(str, words)))
+    return program.start(tool.__name__.rpartition(".")[2], tool, list(map(str, words)))
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from fugaku_megatron.comm.launcher import ExitCode
-from fugaku_megatron.watchdog import heartbeat
-from fugaku_megatron.watchdog.heartbeat import Heartbeat
-from fugaku_megatron.watchdog.verdict import (
+from fugaku_megatron.observe import heartbeat
+from fugaku_megatron.observe.hang_verdict import (
     FAN,
     NAMED,
     SILENT,
@@ -36,7 +34,9 @@ from fugaku_megatron.watchdog.verdict import (
     own_address,
     parent,
 )
-from fugaku_megatron.watchdog.watch import OUTSIDE, HangSettings, Watchdog
+from fugaku_megatron.observe.heartbeat import Heartbeat
+from fugaku_megatron.observe.watchdog import OUTSIDE, HangSettings, Watchdog
+from fugaku_megatron.start.exit_codes import ExitCode
 
 PROGRAM = Path(__file__).with_name("hanging_rank.py")
 SECONDS = 2.0  # that are too long

@@ -5,8 +5,8 @@ from dataclasses import fields
 
 import pytest
 
-from fugaku_megatron.config.arguments import build_parser, make_run, model_flags, parse
-from fugaku_megatron.config.command_line import OTHER_FLAGS
+from fugaku_megatron.cli.arguments import build_parser, make_run, model_flags, parse
+from fugaku_megatron.config.megatron_flags import OTHER_FLAGS
 from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.config.run_config import GROUPS, RunConfig
 from fugaku_megatron.costs.accounting import parameters

@@ -9,8 +9,8 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.host.observed import Observed
 from fugaku_megatron.nn.ops import FAMILIES as OPERATIONS
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.training import start_choices
-from fugaku_megatron.training.start_choices import choose_kernels
+from fugaku_megatron.run import kernel_choice
+from fugaku_megatron.run.kernel_choice import choose_kernels
 from tests.helpers import small_run
 from tests.llama_models import FAMILIES
 
@@ -18,7 +18,7 @@ from tests.llama_models import FAMILIES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_every_family_is_timed_both_ways(dtype, tp):
-    timings = start_choices.measure_kernels(
+    timings = kernel_choice.measure_kernels(
         small_run(hidden_dropout=0.1, attention_dropout=0.1), tp, dtype
     )
     assert [t.family for t in timings] == list(OPERATIONS)
@@ -29,7 +29,7 @@ def test_every_family_is_timed_both_ways(dtype, tp):
 def test_the_parts_of_other_blocks_are_timed(family):
     """Those that the model is made of."""
     called = set()
-    cases = start_choices.kernel_cases(small_run(**FAMILIES[family]), 2, torch.float32)
+    cases = kernel_choice.kernel_cases(small_run(**FAMILIES[family]), 2, torch.float32)
     watched = Observed(
         Ops.build(),
         (
@@ -54,17 +54,17 @@ def test_long_sequences_are_timed_in_part():
         ("attention",),
         lambda name, function, args, kwargs: lengths.add(len(args[0])) or args[0],
     )
-    cases = start_choices.kernel_cases(
+    cases = kernel_choice.kernel_cases(
         small_run(seq_length=131072, window_size="512,0"), 1, torch.float32
     )
     cases["attention"](watched)
-    assert lengths == {start_choices.LAYER_TOKENS}
+    assert lengths == {kernel_choice.LAYER_TOKENS}
 
 
 def test_the_faster_one_is_used():
-    timings = [start_choices.Timing("gemm", 1.0, 2.0), start_choices.Timing("attention", 2.0, 1.0)]
+    timings = [kernel_choice.Timing("gemm", 1.0, 2.0), kernel_choice.Timing("attention", 2.0, 1.0)]
     assert [t.faster for t in timings] == ["native", "torch"]
-    assert start_choices.kernel_table(timings)[1].split() == [
+    assert kernel_choice.kernel_table(timings)[1].split() == [
         "gemm",
         "1000.00",
         "2000.00",
@@ -99,7 +99,7 @@ def test_torchs_matmuls_are_taken_where_they_are_faster_whatever_the_cpu_says(
     monkeypatch, bf16, gemm
 ):
     unit, run = UnitForBf16(), small_run(bf16=bf16)
-    monkeypatch.setattr(start_choices, "_seconds", unit.seconds)
+    monkeypatch.setattr(kernel_choice, "_seconds", unit.seconds)
     choice = choose_kernels(run, Layout.from_run(run, 1), SoloComm())
     assert (choice.backends["gemm"], choice.backends["rowwise"]) == (gemm, "native")
     line = next(line.split() for line in choice.lines if line.split()[0] == "gemm")

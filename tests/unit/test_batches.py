@@ -2,11 +2,11 @@
 
 import pytest
 
-from fugaku_megatron.config.arguments import make_run
+from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.config.batches import RampUp, length, run_length
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.config.run_config import BatchConfig, TrainingConfig
 from fugaku_megatron.config.sample_rules import StepSizes
+from fugaku_megatron.config.training import BatchConfig, TrainingConfig
 from tests.time_limit import time_limit
 
 

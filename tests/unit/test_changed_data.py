@@ -14,7 +14,6 @@ import pytest
 import fugaku_megatron as fm
 from fugaku_megatron.checkpoint.manifest import list_iterations
 from fugaku_megatron.comm.base import Comm, SoloComm
-from fugaku_megatron.comm.launcher import ExitCode
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.data.build import build_datasets
 from fugaku_megatron.data.chat_dataset import SUFFIX, ChatFiles, ChatWriter, signed
@@ -22,8 +21,9 @@ from fugaku_megatron.data.dataset import RELEASE_EVERY, GPTDataset
 from fugaku_megatron.data.index_cache import IndexCache
 from fugaku_megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from fugaku_megatron.data.unchanged import other_files, records
-from fugaku_megatron.training.resume import find_checkpoint, resume_training
-from fugaku_megatron.training.session import Session
+from fugaku_megatron.run.loop import Session
+from fugaku_megatron.run.resume import find_checkpoint, resume_training
+from fugaku_megatron.start.exit_codes import ExitCode
 from tests.helpers import make_trainer, one_error, small_run
 from tests.parallel.test_session import Writer
 

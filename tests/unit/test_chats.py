@@ -18,8 +18,8 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fugaku_megatron import cli
-from fugaku_megatron.config.arguments import make_run, parse
+from fugaku_megatron.cli import program
+from fugaku_megatron.cli.arguments import make_run, parse
 from fugaku_megatron.data import template_limits
 from fugaku_megatron.data.build import build_datasets
 from fugaku_megatron.data.chat_dataset import (
@@ -46,7 +46,7 @@ from fugaku_megatron.data.files import Document
 from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.data.library_tokenizers import HuggingFaceTokenizer
 from fugaku_megatron.data.marks import COUNTED, FIRST
-from fugaku_megatron.training.dry_run import report
+from fugaku_megatron.run.dry_run import report
 
 SPECIAL = [
     "<s>",
@@ -524,7 +524,7 @@ def write_lines(path: Path, *records) -> Path:
 
 
 def preprocess(folder, source, prefix, *more: str) -> int:
-    return cli.main(
+    return program.main(
         [
             "preprocess",
             "--chat",

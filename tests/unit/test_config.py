@@ -6,22 +6,21 @@ from dataclasses import asdict, fields, replace
 
 import pytest
 
-from fugaku_megatron.config.arguments import make_run
-from fugaku_megatron.config.checks import flag
-from fugaku_megatron.config.model_config import ARCHITECTURE, BLOCK, architecture, with_block
+from fugaku_megatron.cli.arguments import make_run
+from fugaku_megatron.config.fields import flag
+from fugaku_megatron.config.model import ARCHITECTURE, BLOCK, architecture, with_block
+from fugaku_megatron.config.output import OutputConfig
+from fugaku_megatron.config.precision import PrecisionConfig
 from fugaku_megatron.config.run_config import (
     GROUPS,
-    BatchConfig,
     DataConfig,
     ModelConfig,
     OptimizerConfig,
-    OutputConfig,
     ParallelConfig,
-    PrecisionConfig,
     RunConfig,
-    SystemConfig,
-    TrainingConfig,
 )
+from fugaku_megatron.config.system import SystemConfig
+from fugaku_megatron.config.training import BatchConfig, TrainingConfig
 
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fugaku_megatron import cli
+from fugaku_megatron.cli import program
 from fugaku_megatron.convert.gguf_file import KINDS
 
 gguf = pytest.importorskip("gguf")
@@ -100,7 +100,7 @@ def write_model(folder, kind):
 def convert(folder, file, *more):
     """Convert, with the tokenizer that transformers makes for Qwen's models, which normalizes texts."""
     words = ["convert", "--from-hf", str(folder), "--to-gguf", str(file)]
-    return cli.main([*words, "--gguf-inexact-tokenizer", *more])
+    return program.main([*words, "--gguf-inexact-tokenizer", *more])
 
 
 def value(reader, name):
@@ -263,11 +263,13 @@ def test_a_checkpoint_and_the_model_that_it_came_from_become_the_same_file(tmp_p
     write_tokenizer(tmp_path / "hf")
     assert convert(tmp_path / "hf", tmp_path / "direct.gguf") == 0
     assert (
-        cli.main(["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "start")])
+        program.main(
+            ["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "start")]
+        )
         == 0
     )
     assert (
-        cli.main(
+        program.main(
             ["convert", "--load", str(tmp_path / "start"), "--to-gguf", str(tmp_path / "own.gguf")]
         )
         == 0
@@ -338,17 +340,17 @@ def test_a_tokenizer_that_is_read_differently_needs_a_flag(tmp_path, capsys):
     write_tokenizer(tmp_path / "hf")
     words = ["convert", "--from-hf", str(tmp_path / "hf"), "--to-gguf", str(tmp_path / "m.gguf")]
     capsys.readouterr()
-    assert cli.main(words) == 2 and not (tmp_path / "m.gguf").exists()
+    assert program.main(words) == 2 and not (tmp_path / "m.gguf").exists()
     assert (
         "it normalizes a text to NFC (normalizer), and llama.cpp does not: pass --gguf-inexact"
         in (capsys.readouterr().err)
     )
-    assert cli.main([*words, "--gguf-inexact-tokenizer"]) == 0
+    assert program.main([*words, "--gguf-inexact-tokenizer"]) == 0
     assert "note: llama.cpp reads some texts differently: it normalizes a text to NFC" in (
         capsys.readouterr().out
     )
     to_save = ["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "s")]
-    assert cli.main([*to_save, "--gguf-inexact-tokenizer"]) == 2
+    assert program.main([*to_save, "--gguf-inexact-tokenizer"]) == 2
     assert "--gguf-inexact-tokenizer is for --to-gguf: pass both" in capsys.readouterr().err
 
 
@@ -430,7 +432,7 @@ def test_files_are_not_replaced_and_a_missing_package_is_named(tmp_path, capsys,
     )
     assert "m.gguf exists: pass a new file, so that nothing is replaced" in capsys.readouterr().err
     assert (
-        cli.main(
+        program.main(
             [
                 "convert",
                 "--from-hf",

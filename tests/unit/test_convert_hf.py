@@ -18,9 +18,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from fugaku_megatron.checkpoint.manifest import read_manifest
+from fugaku_megatron.cli.arguments import parse
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.arguments import parse
-from fugaku_megatron.config.model_config import ModelConfig, architecture
+from fugaku_megatron.config.model import ModelConfig, architecture
 from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.convert import convert_command
 from fugaku_megatron.convert.convert_command import whole
@@ -30,9 +30,10 @@ from fugaku_megatron.convert.hugging_face import (
     parts,
     read_config,
 )
+from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.nn.passes import Pass, frequencies, rotary_angles
-from fugaku_megatron.training import rank_watch
+from fugaku_megatron.nn.positions import frequencies, rotary_angles
+from fugaku_megatron.training import expert_counts
 from tests.helpers import make_trainer, small_run
 from tests.published_configs import PUBLISHED
 
@@ -152,7 +153,7 @@ def check_training(
     loss = trainer.stage.last(tokens, labels, Pass(first_sample=0))
     loss.backward()
     balance = sum(
-        router.take_load()[-2].item() for router in rank_watch.routers(trainer.stage).values()
+        router.take_load()[-2].item() for router in expert_counts.routers(trainer.stage).values()
     )
     torch.testing.assert_close(
         loss + balance * sum(trainer.run.model.moe_aux_loss_coeff), expected, rtol=1e-5, atol=0

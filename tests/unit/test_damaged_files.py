@@ -9,7 +9,7 @@ import pytest
 from fugaku_megatron.data.files import document_texts, input_files, read_documents
 from fugaku_megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from fugaku_megatron.data.tokenizer import GPT2BPETokenizer, bytes_to_unicode
-from fugaku_megatron.named_files import unreadable
+from fugaku_megatron.text.named_files import unreadable
 from tests.file_damage import DAMAGES, OTHER_KINDS, damaged, replace
 from tests.parallel.test_generate import write_tokenizer
 from tests.time_limit import time_limit

@@ -20,8 +20,8 @@ from fugaku_megatron.data.build import build_datasets, build_separate_datasets
 from fugaku_megatron.data.dataset import NEW_ORDER, DataOrder, Dataset
 from fugaku_megatron.data.index_cache import IndexCache
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
-from fugaku_megatron.training.pretrain import build_data
-from fugaku_megatron.training.resume import find_checkpoint, resume_training
+from fugaku_megatron.run.data import build_data
+from fugaku_megatron.run.resume import find_checkpoint, resume_training
 from tests.helpers import make_trainer, small_run
 
 LENGTH = 16  # tokens of a sample, without the one that it shares with the next

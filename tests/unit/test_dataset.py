@@ -13,7 +13,7 @@ from fugaku_megatron.data.index_cache import (
     sample_blocks,
 )
 from fugaku_megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
-from fugaku_megatron.training.rank_watch import validation_line
+from fugaku_megatron.run.announce import validation_line
 
 
 def write(prefix, lengths, first_token=0, dtype="<i4"):

@@ -2,16 +2,16 @@
 
 import pytest
 
+from fugaku_megatron.cli.arguments import make_run, parse
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.arguments import make_run, parse
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs import accounting, run_schedule
 from fugaku_megatron.costs.accounting import stage_parameters
-from fugaku_megatron.logs import plot
-from fugaku_megatron.perf import plan_text
-from fugaku_megatron.training.dry_run import plan_stage, report
-from fugaku_megatron.training.start_choices import modelled_system
-from fugaku_megatron.training.train_command import print_plan
+from fugaku_megatron.observe import schedule_plot
+from fugaku_megatron.planner import plan_text
+from fugaku_megatron.run.dry_run import plan_stage, report
+from fugaku_megatron.run.plan import modelled_system
+from fugaku_megatron.run.train_command import print_plan
 from tests.helpers import small_run
 from tests.time_limit import time_limit
 from tests.unit.test_placement import SERVERS, tree
@@ -190,7 +190,7 @@ def test_the_largest_values_are_planned_in_time(recipe, changes, world_size):
 def test_the_picture_shows_the_schedule_and_the_memory(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     drawn = []
-    monkeypatch.setattr(plot, "draw", lambda *given: drawn.append(given))
+    monkeypatch.setattr(schedule_plot, "draw", lambda *given: drawn.append(given))
     flags = "--recipe demo --mock-data --dry-run --world-size 4 --pipeline-model-parallel-size 2 --pipeline-schedule zbv"
     print_plan(parse(flags.split()), SoloComm(), str(tmp_path / "p.png"))
     ((file, spans, memory, heading),) = drawn

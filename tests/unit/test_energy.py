@@ -9,10 +9,10 @@ from fugaku_megatron.comm.agreement import find_nodes
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.host import runtime
 from fugaku_megatron.host.energy import Counter, Counters, header_constants
-from fugaku_megatron.logs import log_table, plot
-from fugaku_megatron.logs.iteration import IterationMetrics, parse_line
-from fugaku_megatron.logs.run_log import LogReader
-from fugaku_megatron.training.rank_watch import EnergyWatch
+from fugaku_megatron.observe import log_command, loss_plot
+from fugaku_megatron.observe.energy import EnergyWatch
+from fugaku_megatron.observe.iteration_metrics import IterationMetrics, parse_line
+from fugaku_megatron.observe.run_log import LogReader
 from tests.threads import ThreadWorld
 
 ABSENT = "libpwr_absent.so"
@@ -218,8 +218,10 @@ def test_the_log_line_its_table_and_the_plot(tmp_path):
     )
     reader = LogReader("run.log")
     reader.read_lines([line, line.replace("160.0", "200.0")])
-    assert "loss 5, 180 W, 2.5 tokens per joule |" in log_table.text([reader.summary()]), "medians"
-    row = log_table.record(reader.summary())
+    assert "loss 5, 180 W, 2.5 tokens per joule |" in log_command.text([reader.summary()]), (
+        "medians"
+    )
+    row = log_command.record(reader.summary())
     assert row["watts"] == 180.0 and row["tokens_per_joule"] == 2.5
 
 
@@ -227,7 +229,9 @@ def test_the_log_line_its_table_and_the_plot(tmp_path):
 def test_the_plot_has_panels_of_energy_where_it_was_measured(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     seen = []
-    monkeypatch.setattr(plot, "_line", lambda axes, records, x, name, **style: seen.append(name))
+    monkeypatch.setattr(
+        loss_plot, "_line", lambda axes, records, x, name, **style: seen.append(name)
+    )
     for watts, names in (
         (None, ["lm_loss", "lm_loss", "learning_rate", "tflops"]),
         (160.0, ["lm_loss", "lm_loss", "learning_rate", "tflops", "watts", "tokens_per_joule"]),
@@ -242,4 +246,4 @@ def test_the_plot_has_panels_of_energy_where_it_was_measured(tmp_path, monkeypat
                 "tokens_per_joule": 2.5,
             }
         ]
-        assert plot.loss_curves(tmp_path / "run.png", {"": records}) and seen == names
+        assert loss_plot.loss_curves(tmp_path / "run.png", {"": records}) and seen == names

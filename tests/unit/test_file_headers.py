@@ -20,9 +20,9 @@ from fugaku_megatron.checkpoint.schema import BlockChecksums
 from fugaku_megatron.checkpoint.tensor_files import BlockFile, read_header, write_tensors
 from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.data.tokenizer import build_tokenizer
-from fugaku_megatron.logs.metrics import read_history
-from fugaku_megatron.logs.rank_table import read
-from fugaku_megatron.perf.machine import load
+from fugaku_megatron.observe.history import read_history
+from fugaku_megatron.observe.rank_table import read
+from fugaku_megatron.planner.machine import load
 from tests.time_limit import time_limit
 
 PACKAGE = Path(__file__).resolve().parents[2] / "fugaku_megatron"

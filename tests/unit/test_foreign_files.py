@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata
 
 import fugaku_megatron as fm
-from fugaku_megatron import cli
-from fugaku_megatron.config.arguments import parse
-from fugaku_megatron.config.checks import is_off
+from fugaku_megatron.cli import program
+from fugaku_megatron.cli.arguments import parse
+from fugaku_megatron.config.fields import is_off
 from fugaku_megatron.config.lora import LoraConfig
 from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.convert import megatron_files, peft
@@ -30,7 +30,7 @@ from fugaku_megatron.convert.architectures import ARCHITECTURES, LLAMA, ONLY
 from fugaku_megatron.convert.config_fields import IGNORED, IGNORED_OF, read_fields
 from fugaku_megatron.convert.hugging_face import open_hugging_face, read_config
 from fugaku_megatron.data.indexed import IndexedDataset
-from fugaku_megatron.training.resume import matrices
+from fugaku_megatron.run.resume import matrices
 from tools.foreign_fields import LINE, PAGE, tables
 
 FOREIGN = Path(__file__).resolve().parents[1] / "foreign"
@@ -41,7 +41,7 @@ def test_megatron_core_s_checkpoints_are_read(name, tmp_path):
     """Its `.metadata` holds the pickled save plan; the second checkpoint is of two ranks."""
     source = FOREIGN / "torch_dist" / name
     command = ["convert", "--from-megatron", str(source), "--save", str(tmp_path / "ours")]
-    assert cli.main(command) == 0
+    assert program.main(command) == 0
     expected = json.loads((source / "expected.json").read_text())
     logits = fm.load(tmp_path / "ours").logits(expected["ids"])[-1].tolist()
     assert logits == pytest.approx(expected["logits_of_the_last_token"], abs=1e-4)
@@ -57,7 +57,7 @@ def test_checkpoints_with_all_arguments_of_megatron_lm_are_read(name, tmp_path):
     common = megatron_files.load_pickled(source / "iter_0000010" / "common.pt")
     assert len(vars(common["args"])) > 400
     command = ["convert", "--from-megatron", str(source), "--save", str(tmp_path / "ours")]
-    assert cli.main(command) == 0
+    assert program.main(command) == 0
     expected = json.loads((source / "expected.json").read_text())
     logits = fm.load(tmp_path / "ours").logits(expected["tokens"])
     theirs = torch.tensor(expected["logits"])[:, : logits.shape[1]]
@@ -159,7 +159,7 @@ def test_arguments_are_read_from_a_dictionary_or_another_namespace(kind, tmp_pat
     contents = torch.load(common, weights_only=False)
     torch.save({**contents, "args": kind(contents["args"])}, common)
     command = ["convert", "--from-megatron", str(copy), "--save", str(tmp_path / "ours")]
-    assert cli.main(command) == 0
+    assert program.main(command) == 0
 
 
 # Every field of an adapter_config.json that peft 0.21.2 writes for LoRA, with its default.
@@ -432,10 +432,10 @@ def check_logits(weights: Path, expected: Path) -> None:
 
 def test_files_of_transformers_and_peft_are_read(tmp_path):
     source = ["convert", "--from-hf", str(FOREIGN / "hugging_face")]
-    assert cli.main([*source, "--save", str(tmp_path / "base")]) == 0
+    assert program.main([*source, "--save", str(tmp_path / "base")]) == 0
     check_logits(tmp_path / "base", FOREIGN / "hugging_face")
     adapters = ["--from-peft", str(FOREIGN / "peft"), "--merge"]
-    assert cli.main([*source, *adapters, "--save", str(tmp_path / "merged")]) == 0
+    assert program.main([*source, *adapters, "--save", str(tmp_path / "merged")]) == 0
     check_logits(tmp_path / "merged", FOREIGN / "peft")
 
 

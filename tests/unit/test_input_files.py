@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from fugaku_megatron import cli
+from fugaku_megatron.cli import program
 from fugaku_megatron.data import json_values
 from fugaku_megatron.data.files import Place, Skipped, input_files, read_documents
 from fugaku_megatron.data.formats import CHAT
@@ -27,7 +27,7 @@ def read(path, **more):
 
 def run(source, prefix, *more):
     words = ["preprocess", "--input", str(source), "--output-prefix", str(prefix)]
-    return cli.main([*words, "--workers", "1", *NULL, *more])
+    return program.main([*words, "--workers", "1", *NULL, *more])
 
 
 @pytest.mark.parametrize("content", [LINES, ARRAY, PRETTY], ids=["lines", "array", "objects"])

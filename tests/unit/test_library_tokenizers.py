@@ -15,10 +15,10 @@ import sentencepiece
 import tokenizers
 import transformers
 
-from fugaku_megatron import cli
+from fugaku_megatron.cli import program
+from fugaku_megatron.cli.arguments import parse
+from fugaku_megatron.cli.parser import Parser
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.arguments import parse
-from fugaku_megatron.config.command_line import Parser
 from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.data.library_tokenizers import (
     HuggingFaceTokenizer,
@@ -35,7 +35,7 @@ from fugaku_megatron.data.tokenizer import (
     read_identity,
 )
 from fugaku_megatron.inference import generate
-from fugaku_megatron.training.start_choices import read_tokenizer, tokenizer_notes, with_vocabulary
+from fugaku_megatron.run.tokenizer import read_tokenizer, tokenizer_notes, with_vocabulary
 from tests.parallel.test_generate import save_trained
 
 TEXTS = ["to be or not to be", "the cat sat\non the mat, 富岳", "one two  three"]
@@ -247,7 +247,7 @@ def test_preprocess_with_workers(models, name, tmp_path, monkeypatch, capsys):
         "--keep-order",
         "--output-prefix",
     ]
-    assert cli.main([*words, "one"]) == cli.main([*words, "two", "--workers", "2"]) == 0
+    assert program.main([*words, "one"]) == program.main([*words, "two", "--workers", "2"]) == 0
     one, two = (Path(f"{prefix}_text_document.bin").read_bytes() for prefix in ("one", "two"))
     tokenizer = build_tokenizer(name, None, None, models[name])
     assert one == two and IndexedDataset("one_text_document")[1].tolist() == [
@@ -266,11 +266,11 @@ def test_preprocess_numbers_and_a_model_without_an_end(tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("3 1 4")
     words = ["preprocess", "--input", "a.txt", "--output-prefix", "a", "--append-eod"]
-    assert cli.main([*words, "--tokenizer-type", "NullTokenizer", "--vocab-size", "10"]) == 0
+    assert program.main([*words, "--tokenizer-type", "NullTokenizer", "--vocab-size", "10"]) == 0
     assert IndexedDataset("a_text_document")[0].tolist() == [3, 1, 4, 9]
     model = write_sentencepiece(tmp_path / "m", eos_id=-1)
     assert (
-        cli.main(
+        program.main(
             [*words, "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(model)]
         )
         == 2

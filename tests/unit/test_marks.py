@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fugaku_megatron.config.groups import DataConfig
+from fugaku_megatron.config.data import DataConfig
 from fugaku_megatron.data.dataset import BlendedDataset, MockDataset, ValidationSets
 from fugaku_megatron.data.marks import (
     COUNTED,
@@ -19,8 +19,8 @@ from fugaku_megatron.data.marks import (
     mark,
 )
 from fugaku_megatron.data.sampler import fetch
-from fugaku_megatron.training.start_choices import end_of_document
-from fugaku_megatron.training.step import documents_of
+from fugaku_megatron.run.tokenizer import end_of_document
+from fugaku_megatron.training.micro_batches import documents_of
 
 EOD, S = 3, 24
 FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")

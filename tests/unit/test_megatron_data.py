@@ -3,19 +3,15 @@
 import numpy as np
 import pytest
 
+from fugaku_megatron.cli.arguments import make_run, parse
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.comm.grid import Grid
-from fugaku_megatron.config.arguments import make_run, parse
-from fugaku_megatron.config.batches import (
-    ParamSchedule,
-    RampUp,
-    length,
-    requested_samples,
-    run_length,
-)
+from fugaku_megatron.config.batches import RampUp, length, requested_samples, run_length
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.config.run_config import DataConfig, TrainingConfig
+from fugaku_megatron.config.param_schedule import ParamSchedule
+from fugaku_megatron.config.run_config import DataConfig
 from fugaku_megatron.config.sample_rules import Skips, StepSizes
+from fugaku_megatron.config.training import TrainingConfig
 from fugaku_megatron.data.build import (
     build_datasets,
     build_separate_datasets,
@@ -24,7 +20,7 @@ from fugaku_megatron.data.build import (
     split_documents,
 )
 from fugaku_megatron.data.dataset import BlendedDataset
-from fugaku_megatron.training.pretrain import build_data
+from fugaku_megatron.run.data import build_data
 from tests.helpers import SMALL
 from tests.unit.test_dataset import write
 

@@ -5,9 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from fugaku_megatron.logs import plot
+from fugaku_megatron.observe import schedule_plot
+from fugaku_megatron.observe import trace as trace_module
 from fugaku_megatron.pipeline import schedule
-from fugaku_megatron.pipeline.parts import NAMES, SENDS, Placement
+from fugaku_megatron.pipeline.instructions import SENDS
+from fugaku_megatron.pipeline.placement import Placement
+from fugaku_megatron.pipeline.schedule_names import NAMES
 from fugaku_megatron.pipeline.timeline import COMPUTATIONS, Costs, Span
 from fugaku_megatron.pipeline.timeline import spans as planned
 
@@ -25,24 +28,28 @@ def test_events_and_memory_of_all_traces_are_in_one_file(tmp_path):
         tmp_path / "1.json",
         written(tmp_path / "2.json", "c"),
     ]
-    assert plot.merge_traces(paths, tmp_path / "all.json", ONE, [0]) == [tmp_path / "1.json"]
-    assert [event["name"] for event in plot.read_trace(tmp_path / "all.json")["traceEvents"]] == [
+    assert trace_module.merge_traces(paths, tmp_path / "all.json", ONE, [0]) == [
+        tmp_path / "1.json"
+    ]
+    assert [
+        event["name"] for event in trace_module.read_trace(tmp_path / "all.json")["traceEvents"]
+    ] == [
         "a",
         "b",
         "c",
     ]
-    plot.merge_traces([], tmp_path / "all.json", ONE, [0])
-    trace = plot.read_trace(tmp_path / "all.json")
-    assert plot.measured_spans(trace) == [] == plot.measured_memory(trace)
+    trace_module.merge_traces([], tmp_path / "all.json", ONE, [0])
+    trace = trace_module.read_trace(tmp_path / "all.json")
+    assert trace_module.measured_spans(trace) == [] == trace_module.measured_memory(trace)
     with pytest.raises(ValueError, match="holds no instructions of a schedule"):
-        plot.draw_trace(str(tmp_path / "all.json"), str(tmp_path / "no.png"))
+        schedule_plot.draw_trace(str(tmp_path / "all.json"), str(tmp_path / "no.png"))
     events = [
         {"ph": "M", "pid": rank, "name": "process_labels", "args": {"peak_mib": 10.0 + rank}}
         for rank in (0, 2)
     ]
     other = {"placement": {"stages": 2}, "pipeline": [0, 2]}
-    assert plot.measured_memory({"traceEvents": events, "otherData": other}) == [10.0, 12.0]
-    assert plot.measured_memory({"traceEvents": events[:1], "otherData": other}) == []
+    assert trace_module.measured_memory({"traceEvents": events, "otherData": other}) == [10.0, 12.0]
+    assert trace_module.measured_memory({"traceEvents": events[:1], "otherData": other}) == []
 
 
 def recorded(lists, expected):
@@ -89,7 +96,7 @@ def recorded(lists, expected):
 def test_a_schedule_that_was_run_as_planned_looks_as_planned(name):
     lists = schedule.build(name, 3, {"interleaved": 2, "zbv": 2}.get(name, 1), 4)
     expected = planned(lists, Costs.alike(lists, 1.0, 0.25))
-    found = plot.measured_spans(recorded(lists, expected))
+    found = trace_module.measured_spans(recorded(lists, expected))
     assert {round_to_ms(span) for span in found} == {round_to_ms(span) for span in expected}
 
 

@@ -10,9 +10,14 @@ import sys
 
 import pytest
 
-from fugaku_megatron.logs import metrics
-from fugaku_megatron.logs.iteration import METRICS, IterationMetrics, parse_line, parse_log
-from fugaku_megatron.logs.metrics import MetricsWriter
+from fugaku_megatron.observe import history, metrics_writer
+from fugaku_megatron.observe.iteration_metrics import (
+    METRICS,
+    IterationMetrics,
+    parse_line,
+    parse_log,
+)
+from fugaku_megatron.observe.metrics_writer import MetricsWriter
 from tests.helpers import A100
 
 
@@ -32,22 +37,22 @@ def _step(iteration, **changes):
 
 
 def test_lines_of_validation_and_of_peak_memory():
-    rule, text, last = metrics.format_validation(1000, 2.5)
+    rule, text, last = metrics_writer.format_validation(1000, 2.5)
     assert (
         text
         == " validation loss at iteration 1000 | lm loss value: 2.500000E+00 | lm loss PPL: 1.218249E+01 | "
     )
     assert rule == last == "-" * (len(text) + 1)
-    assert metrics.parse_validation_line(text) == (1000, 2.5, 12.18249)
-    cut = metrics.format_validation(1, 99.0)[1]
-    assert metrics.parse_validation_line(cut)[2] == pytest.approx(math.exp(20), rel=1e-6)
+    assert metrics_writer.parse_validation_line(text) == (1000, 2.5, 12.18249)
+    cut = metrics_writer.format_validation(1, 99.0)[1]
+    assert metrics_writer.parse_validation_line(cut)[2] == pytest.approx(math.exp(20), rel=1e-6)
     with pytest.raises(ValueError, match="not a validation line: '---'"):
-        metrics.parse_validation_line("---")
-    text = metrics.format_peak_memory([790.2, 811.6, 800.0])
+        metrics_writer.parse_validation_line("---")
+    text = metrics_writer.format_peak_memory([790.2, 811.6, 800.0])
     assert text == "peak memory per rank: max 812 MiB (rank 1), min 790 MiB"
     assert (
-        metrics.parse_peak_memory(["hello", text]) == 812
-        and metrics.parse_peak_memory(["hello"]) is None
+        metrics_writer.parse_peak_memory(["hello", text]) == 812
+        and metrics_writer.parse_peak_memory(["hello"]) is None
     )
     with pytest.raises(ValueError, match="--log-interval must be at least 1, got 0"):
         MetricsWriter(10, 0)
@@ -111,7 +116,7 @@ def test_history_holds_training_and_validation_and_a_restart_drops_what_it_repea
     lines = [writer.add(_step(i, lm_loss=10.0 - i)) for i in (1, 2, 3)]
     writer.validation(3, 7.5, 24)
     writer.close()
-    records = metrics.read_history(path)
+    records = history.read_history(path)
     assert records[:3] == [{"kind": "train", **dataclasses.asdict(line)} for line in lines]
     assert records[3] == {
         "kind": "validation",
@@ -124,7 +129,7 @@ def test_history_holds_training_and_validation_and_a_restart_drops_what_it_repea
     writer.close()
     with open(path, "a") as file:
         file.write('{"kind": "tr')  # cut by a crash
-    assert [(r["iteration"], r["lm_loss"]) for r in metrics.read_history(path)] == [
+    assert [(r["iteration"], r["lm_loss"]) for r in history.read_history(path)] == [
         (1, 9.0),
         (2, 8.0),
         (3, 6.0),
@@ -153,7 +158,7 @@ def test_the_end_of_a_run_flushes_an_interval_once(tmp_path):
     got = writer.flush()
     assert (got.iteration, got.lm_loss, writer.flush()) == (6, 5.5, None)
     assert [line.iteration for line in parse_log(stream.getvalue().splitlines())] == [4, 6]
-    assert [record["iteration"] for record in metrics.read_history(tmp_path / "history.jsonl")] == [
+    assert [record["iteration"] for record in history.read_history(tmp_path / "history.jsonl")] == [
         4,
         6,
     ]
@@ -180,7 +185,7 @@ def test_a_full_disk_delays_the_history_and_ends_no_run(tmp_path, monkeypatch):
     disk.full = True
     writer.add(_step(3))
     writer.close()
-    assert [record["iteration"] for record in metrics.read_history(path)] == [1, 2]
+    assert [record["iteration"] for record in history.read_history(path)] == [1, 2]
 
 
 def test_tensorboard_has_megatrons_tags(tmp_path):
@@ -215,7 +220,7 @@ def test_tensorboard_has_megatrons_tags(tmp_path):
 
 @pytest.mark.parametrize("printing", [True, False])
 def test_missing_tensorboard_is_one_clear_error_on_every_rank(tmp_path, monkeypatch, printing):
-    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(metrics_writer.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         ValueError, match="--tensorboard-dir .*: a package is missing: pip install tensorboard"
     ):

@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from fugaku_megatron import cli
+from fugaku_megatron.cli import program
 
 PREDICT = (
     "predict --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --micro-batch-size 1 "
@@ -123,6 +123,6 @@ MISTAKES = [
 def test_a_mistake_is_one_line(command, mistake, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "LOG").write_text(" iteration 1/ 2 | lm loss: 1.0 |\n")
-    assert cli.main(shlex.split(f"{command} {mistake}")) == 2
+    assert program.main(shlex.split(f"{command} {mistake}")) == 2
     out, err = capsys.readouterr()
     assert out == "" and message in err and err.count("\n") == 1 and "Traceback" not in err

@@ -7,7 +7,7 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.run_config import ModelConfig
 from fugaku_megatron.convert.architectures import GPT2
 from fugaku_megatron.convert.hugging_face import in_their_shape, parts
-from fugaku_megatron.nn.passes import Pass
+from fugaku_megatron.nn.forward_context import Pass
 from tests.helpers import make_trainer, small_run
 
 transformers = pytest.importorskip("transformers")

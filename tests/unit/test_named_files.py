@@ -19,10 +19,10 @@ from fugaku_megatron.inference.generation import prompts_of
 from fugaku_megatron.inference.scoring import read_questions
 from fugaku_megatron.jobs import script
 from fugaku_megatron.jobs.supervise import read_hosts
-from fugaku_megatron.logs import plot, rank_table
-from fugaku_megatron.named_files import FIRST_BYTES, read_text
-from fugaku_megatron.perf import machine
+from fugaku_megatron.observe import rank_table, trace
+from fugaku_megatron.planner import machine
 from fugaku_megatron.report import record
+from fugaku_megatron.text.named_files import FIRST_BYTES, read_text
 
 NULL = build_tokenizer("NullTokenizer", None, None, None, vocab_size=16)
 READERS: dict[str, Callable[[str], object]] = {
@@ -39,7 +39,7 @@ READERS: dict[str, Callable[[str], object]] = {
     "--before": lambda path: record.read("--before", Path(path)),
     "job check": lambda path: script.read(Path(path)),
     "log --ranks": rank_table.read,
-    "plot": plot.read_trace,
+    "plot": trace.read_trace,
 }
 
 

@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -12,68 +14,113 @@ PACKAGE = ROOT / "fugaku_megatron"
 # package -> the packages that it may import, all of which stand above its own row
 MAY_IMPORT: dict[str, set[str]] = {
     "_kernels": set(),
-    "named_files": set(),
-    "comm": set(),
+    "start": set(),
+    "text": set(),
+    "comm": {"start"},
     "pipeline": set(),
-    "config": {"named_files", "pipeline"},
+    "config": {"text", "pipeline"},
+    "cli": {"start", "config"},
     "costs": {"pipeline", "config"},
-    "data": {"named_files", "comm"},
-    "host": {"comm", "_kernels"},
-    "logs": {"named_files", "pipeline", "config", "costs"},
-    "perf": {"named_files", "pipeline", "config", "costs", "logs"},
+    "data": {"text", "comm"},
+    "host": {"_kernels", "comm"},
     "checkpoint": {"comm"},
     "nn": {"comm", "config", "costs", "host"},
-    "watchdog": {"comm"},
-    "jobs": {"named_files", "comm", "config", "costs", "perf", "checkpoint"},
+    "optim": {"comm", "config", "costs", "checkpoint", "nn"},
     "training": {
+        "start",
         "comm",
         "pipeline",
         "config",
         "costs",
         "data",
-        "host",
-        "logs",
-        "perf",
         "checkpoint",
         "nn",
-        "watchdog",
+        "optim",
     },
-    "calibration": {"comm", "config", "costs", "data", "host", "perf", "training"},
-    "report": {
-        "named_files",
+    "observe": {
+        "start",
+        "text",
         "comm",
+        "pipeline",
         "config",
+        "cli",
         "costs",
         "data",
         "host",
-        "perf",
         "nn",
+        "optim",
         "training",
-        "calibration",
     },
-    "inference": {"named_files", "comm", "config", "costs", "data", "host", "checkpoint", "nn"},
-    "convert": {"named_files", "comm", "config", "costs", "data", "host", "checkpoint", "nn"},
-    "api": {
+    "planner": {"text", "pipeline", "config", "cli", "costs", "observe"},
+    "jobs": {"start", "text", "comm", "config", "cli", "costs", "checkpoint", "planner"},
+    "run": {
+        "start",
         "comm",
+        "pipeline",
         "config",
+        "cli",
+        "costs",
         "data",
         "host",
         "checkpoint",
-        "watchdog",
+        "nn",
         "training",
+        "observe",
+        "planner",
+    },
+    "calibration": {"comm", "config", "cli", "costs", "data", "host", "training", "planner"},
+    "report": {
+        "start",
+        "text",
+        "comm",
+        "config",
+        "cli",
+        "costs",
+        "data",
+        "host",
+        "nn",
+        "training",
+        "planner",
+        "calibration",
+    },
+    "inference": {"text", "comm", "config", "cli", "costs", "data", "host", "checkpoint", "nn"},
+    "convert": {
+        "start",
+        "text",
+        "comm",
+        "config",
+        "cli",
+        "costs",
+        "data",
+        "host",
+        "checkpoint",
+        "nn",
+    },
+    "api": {
+        "start",
+        "comm",
+        "config",
+        "cli",
+        "data",
+        "host",
+        "checkpoint",
+        "training",
+        "observe",
+        "run",
         "inference",
         "convert",
     },
-    "reproduction": {"config", "costs", "logs", "perf"},
-    "cli": {"comm", "config"},  # and every command by its name, when it is called
+    "reproduction": {"text", "config", "cli", "costs", "observe", "planner"},
     "__main__": {"cli"},
 }
 WITHOUT_TORCH = (
+    "start",
+    "text",
     "config",
+    "cli",
     "costs",
     "pipeline",
-    "logs",
-    "perf",
+    "planner",
     "jobs",
     "reproduction",
 )  # answer in a second, anywhere
@@ -147,7 +194,7 @@ def test_torch_and_mpi_are_imported_where_they_may_be():
     on_request = {
         "torch.utils.tensorboard",
         "torch.utils.tensorboard.SummaryWriter",
-    }  # logs.metrics, when asked for TensorBoard
+    }  # observe.metrics_writer, when asked for TensorBoard
     with_mpi = []
     for path in modules():
         found = imports(path, PACKAGE)
@@ -157,6 +204,20 @@ def test_torch_and_mpi_are_imported_where_they_may_be():
             )
         with_mpi += [path.name] * any(i.split(".")[0] == "mpi4py" for i in found)
     assert with_mpi == ["mpi.py"]
+
+
+def test_the_planner_and_the_supervisor_load_neither_torch_nor_mpi():
+    names = [f"fugaku_megatron.{module_name(path, PACKAGE)}" for path in modules()]
+    planning = [
+        name
+        for name in names
+        if name.split(".")[1] in WITHOUT_TORCH
+        and not name.startswith("fugaku_megatron.jobs.")  # the grid of process groups
+    ]
+    planning.append("fugaku_megatron.jobs.supervise")
+    code = f"import sys, {', '.join(planning)}; print({{'torch', 'mpi4py'}} & {{*sys.modules}})"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == "set()\n", result.stderr
 
 
 def test_kernels_know_nothing_of_ours():

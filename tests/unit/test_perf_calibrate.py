@@ -11,7 +11,7 @@ import torch
 from fugaku_megatron.calibration import calibrate, host_kernels
 from fugaku_megatron.calibration.calibrate import Compute, Messages
 from fugaku_megatron.host import runtime
-from fugaku_megatron.perf import machine, software
+from fugaku_megatron.planner import machine, software
 
 
 def test_the_curve_and_a_disturbed_clock():

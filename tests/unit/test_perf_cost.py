@@ -5,26 +5,23 @@ from dataclasses import replace
 
 import pytest
 
+from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.config import features
-from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.config.layout import Layout, placement
+from fugaku_megatron.config.precision import PrecisionConfig
 from fugaku_megatron.config.recipes import gpt_30b, gpt_124m
-from fugaku_megatron.config.run_config import (
-    ParallelConfig,
-    PrecisionConfig,
-    RunConfig,
-    TrainingConfig,
-)
+from fugaku_megatron.config.run_config import ParallelConfig, RunConfig
+from fugaku_megatron.config.training import TrainingConfig
 from fugaku_megatron.costs import accounting, memory
 from fugaku_megatron.costs.activations import Collective
-from fugaku_megatron.perf import machine, model, software, work
-from fugaku_megatron.perf import memory as perf_memory
-from fugaku_megatron.perf.cost import MMAP_BYTES, Network, Rank
-from fugaku_megatron.perf.machine import MIB, load
-from fugaku_megatron.perf.model import System
-from fugaku_megatron.perf.software import MemoryParameters, Parameters
-from fugaku_megatron.perf.work import ExpertExchange, Matmul, Work, phases
-from fugaku_megatron.pipeline.parts import Held
+from fugaku_megatron.pipeline.instructions import Held
+from fugaku_megatron.planner import machine, model, software, work
+from fugaku_megatron.planner import memory as perf_memory
+from fugaku_megatron.planner.cost import MMAP_BYTES, Network, Rank
+from fugaku_megatron.planner.machine import MIB, load
+from fugaku_megatron.planner.model import System
+from fugaku_megatron.planner.software import MemoryParameters, Parameters
+from fugaku_megatron.planner.work import ExpertExchange, Matmul, Work, phases
 
 
 def rank(

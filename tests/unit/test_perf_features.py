@@ -5,19 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from fugaku_megatron import cli
+from fugaku_megatron.cli import program
+from fugaku_megatron.cli.arguments import parse
 from fugaku_megatron.config import features
-from fugaku_megatron.config.arguments import parse
-from fugaku_megatron.config.checks import flag
-from fugaku_megatron.config.command_line import OTHER_FLAGS
 from fugaku_megatron.config.features import FEATURES
+from fugaku_megatron.config.fields import flag
 from fugaku_megatron.config.layout import Layout
+from fugaku_megatron.config.megatron_flags import OTHER_FLAGS
 from fugaku_megatron.config.recipes import gpt_30b, gpt_124m
 from fugaku_megatron.config.run_config import ParallelConfig
 from fugaku_megatron.costs import memory
 from fugaku_megatron.costs.activations import Collective
-from fugaku_megatron.perf import cost, model, plan, search, software
-from fugaku_megatron.perf.model import System
+from fugaku_megatron.planner import cost, model, plan, search, software
+from fugaku_megatron.planner.model import System
 
 PACKAGE = Path(features.__file__).resolve().parents[1]
 RUN = [
@@ -133,11 +133,11 @@ def test_the_pessimistic_network_slows_large_sums_only():
 @pytest.mark.parametrize("flag", ["--features", "--offers"])
 def test_the_table_has_every_feature(capsys, flag):
     flags = "plan --recipe 124m --nodes 4 --ranks-per-node 1 --micro-batch-size 1 --tensor-model-parallel-size 1"
-    assert cli.main([*flags.split(), flag]) == 0
+    assert program.main([*flags.split(), flag]) == 0
     text = capsys.readouterr().out
     assert all(name in text for name in FEATURES) and "slow network" in text
     assert (
-        cli.main([*flags.split(), flag, "--json"]) == 2
+        program.main([*flags.split(), flag, "--json"]) == 2
         and "--features prints its own table" in capsys.readouterr().err
     )
 

@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from fugaku_megatron import cli
-from fugaku_megatron.config.arguments import parse
-from fugaku_megatron.perf.model import System, extrapolation, predict
-from fugaku_megatron.perf.software import fitted
+from fugaku_megatron.cli import program
+from fugaku_megatron.cli.arguments import parse
+from fugaku_megatron.planner.model import System, extrapolation, predict
+from fugaku_megatron.planner.software import fitted
 from fugaku_megatron.reproduction import fit
 from fugaku_megatron.reproduction.fit import MEMORY_PRIORS, PRIORS, Prior, solve
 
@@ -131,7 +131,7 @@ def test_the_command_writes_what_it_prints_and_finds_the_committed_values(
 ):
     monkeypatch.setattr(fit, "PRIORS", {"a64fx": PRIORS["a64fx"]})
     monkeypatch.setattr(fit, "PARTS", {"a64fx": fit.PARTS["a64fx"][:1]})
-    assert cli.main(["fit", "--output", str(tmp_path / "fitted.json")]) == 0
+    assert program.main(["fit", "--output", str(tmp_path / "fitted.json")]) == 0
     printed = capsys.readouterr().out
     assert (
         "59 of 59 rows right" in printed

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fugaku_megatron.perf import machine, software
+from fugaku_megatron.planner import machine, software
 
 MISSING = object()  # the entry is taken out
 

@@ -7,16 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from fugaku_megatron import cli
+from fugaku_megatron.cli import program
 from fugaku_megatron.config import features
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.recipes import gpt_13b, gpt_30b, gpt_124m
-from fugaku_megatron.config.run_config import ParallelConfig, TrainingConfig
-from fugaku_megatron.perf import model, plan_text, search
-from fugaku_megatron.perf.model import System, outside, predict, step
-from fugaku_megatron.perf.software import fitted, with_schedule
-from fugaku_megatron.pipeline.parts import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
+from fugaku_megatron.config.run_config import ParallelConfig
+from fugaku_megatron.config.training import TrainingConfig
+from fugaku_megatron.pipeline.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
 from fugaku_megatron.pipeline.timeline import walk
+from fugaku_megatron.planner import model, plan_text, search
+from fugaku_megatron.planner.model import System, outside, predict, step
+from fugaku_megatron.planner.software import fitted, with_schedule
 from fugaku_megatron.reproduction.rows import load, predict_row
 
 AC = TrainingConfig(recompute_granularity="full")
@@ -211,7 +212,7 @@ KEYS = {
 
 
 def run_json(command: str, capsys) -> dict:
-    assert cli.main([*command.split(), "--json"]) == 0
+    assert program.main([*command.split(), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -258,12 +259,12 @@ def test_flags_mean_what_they_mean_to_the_trainer(capsys):
 
 
 def test_the_text_names_machine_layout_and_causes(capsys):
-    assert cli.main(EXAMPLE.split()) == 0
+    assert program.main(EXAMPLE.split()) == 0
     printed = capsys.readouterr().out
     assert "DP 16 x TP 1 x PP 1" in printed and "page_faults" in printed and "model" in printed
     assert "nobody has run" not in printed
     command = "predict --recipe 30b --nodes 192 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 48"
-    assert cli.main(command.split()) == 0
+    assert program.main(command.split()) == 0
     printed = capsys.readouterr().out
     assert (
         printed.count("bubble") == 1
@@ -279,7 +280,7 @@ def test_the_text_names_machine_layout_and_causes(capsys):
         "--pipeline-model-parallel-size 48"
     )
     assert run_json(command, capsys)["oom"] is True
-    assert cli.main(command.split()) == 0 and "OUT OF MEMORY" in capsys.readouterr().out
+    assert program.main(command.split()) == 0 and "OUT OF MEMORY" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

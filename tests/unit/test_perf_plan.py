@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from fugaku_megatron import cli
-from fugaku_megatron.config import arguments
-from fugaku_megatron.config.command_line import Parser, check_file, writing
+from fugaku_megatron.cli import arguments, program
+from fugaku_megatron.cli.output_files import check_file, writing
+from fugaku_megatron.cli.parser import Parser
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs import accounting
-from fugaku_megatron.perf import plan, search
-from fugaku_megatron.perf.model import System
-from fugaku_megatron.perf.predict import run_of, system_of
+from fugaku_megatron.planner import plan, search
+from fugaku_megatron.planner.model import System
+from fugaku_megatron.planner.predict import run_of, system_of
 from fugaku_megatron.reproduction import fit
 from tests.time_limit import time_limit
 
@@ -55,7 +55,7 @@ def each_search_once(monkeypatch):
 
 
 def printed(command: str, capsys) -> str:
-    assert cli.main(shlex.split(command)) == 0
+    assert program.main(shlex.split(command)) == 0
     return capsys.readouterr().out
 
 
@@ -321,7 +321,7 @@ def test_a_place_that_takes_no_file_is_one_line_before_the_work(
 ):
     (tmp_path / "a.json").mkdir()
     monkeypatch.setattr(fit, "make_report", lambda group: pytest.fail("the fit began"))
-    assert cli.main([*command, flag, place.format(here=tmp_path)]) == 2
+    assert program.main([*command, flag, place.format(here=tmp_path)]) == 2
     out, err = capsys.readouterr()
     assert (
         out == ""
@@ -358,7 +358,7 @@ def test_a_fifo_is_refused_without_waiting_for_a_reader(tmp_path, capsys):
     with time_limit():
         os.mkfifo(tmp_path / "a.sh")
         assert (
-            cli.main(
+            program.main(
                 [
                     "job",
                     "render",
@@ -382,5 +382,5 @@ def test_a_fifo_is_refused_without_waiting_for_a_reader(tmp_path, capsys):
 def test_a_picture_has_the_name_it_was_given(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     file = tmp_path / "picture"
-    assert cli.main([*ONE_NODE, "--json", "--png", str(file)]) == 0
+    assert program.main([*ONE_NODE, "--json", "--png", str(file)]) == 0
     assert file.read_bytes()[:4] == b"\x89PNG" and capsys.readouterr().out.startswith('{"plans": ')

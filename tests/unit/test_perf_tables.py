@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fugaku_megatron import cli
+from fugaku_megatron.cli import program
 from fugaku_megatron.reproduction import tables
 from fugaku_megatron.reproduction.rows import load
 from fugaku_megatron.reproduction.tables import compare, draw, text
@@ -180,14 +180,16 @@ def test_the_picture_has_a_square_panel_per_document_whose_points_are_the_rows(
 
 
 def test_the_command_and_the_committed_tables(tmp_path, capsys):
-    assert cli.main(["tables", "--document", "001", "002", "--csv", str(tmp_path / "t.csv")]) == 0
+    assert (
+        program.main(["tables", "--document", "001", "002", "--csv", str(tmp_path / "t.csv")]) == 0
+    )
     done = capsys.readouterr()
     assert done.err == ""
     assert (
         len(printed_lines(done.out)) == 30
         and len((tmp_path / "t.csv").read_text().splitlines()) == 31
     )
-    assert cli.main(["tables", "--markdown"]) == 0
+    assert program.main(["tables", "--markdown"]) == 0
     sums = [
         f"- {line}"
         for line in capsys.readouterr().out.splitlines()

@@ -6,18 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fugaku_megatron.pipeline import parts
-from fugaku_megatron.pipeline.parts import (
-    BACKWARD,
-    FORWARD,
-    LOOP,
-    NAMES,
-    Instruction,
-    Placement,
-    V,
-    placement_of,
-)
+from fugaku_megatron.pipeline import cuts, instructions
+from fugaku_megatron.pipeline.instructions import BACKWARD, FORWARD, Instruction
+from fugaku_megatron.pipeline.placement import LOOP, Placement, V, placement_of
 from fugaku_megatron.pipeline.schedule import Schedule, build
+from fugaku_megatron.pipeline.schedule_names import NAMES
 from fugaku_megatron.pipeline.timeline import (
     COMPUTATIONS,
     Costs,
@@ -79,8 +72,8 @@ def test_both_ends_of_a_message_agree_and_no_two_kinds_share_a_tag(placement):
         )
         ends = (above, chunk_above), (below, chunk_below)
         for send, receive, source, target in (
-            (parts.SEND_FORWARD, parts.RECV_FORWARD, *ends),
-            (parts.SEND_BACKWARD, parts.RECV_BACKWARD, *ends[::-1]),
+            (instructions.SEND_FORWARD, instructions.RECV_FORWARD, *ends),
+            (instructions.SEND_BACKWARD, instructions.RECV_BACKWARD, *ends[::-1]),
         ):
             to, tag = placement.peer(source[0], Instruction(send, 0, source[1]))
             assert to == target[0] and placement.peer(
@@ -126,7 +119,7 @@ def test_forward_slots_follow_the_model_and_never_meet(placement):
     ],
 )
 def test_balanced(layers, placement, head, expected):
-    assert list(parts.balanced_cut(layers, placement, 10, head)) == expected
+    assert list(cuts.balanced_cut(layers, placement, 10, head)) == expected
 
 
 @pytest.mark.parametrize(
@@ -146,7 +139,7 @@ def test_no_cut_has_a_cheaper_costliest_stage(placement, head):
         for c in itertools.product(range(placement.chunks, layers + 1), repeat=placement.stages)
         if sum(c) == layers
     ]
-    sizes = parts.balanced_cut(layers, placement, 10, head)
+    sizes = cuts.balanced_cut(layers, placement, 10, head)
     assert sum(sizes) == layers and min(sizes) >= 1
     totals = [
         sum(sizes[placement.part(s, c)] for c in range(placement.chunks))
@@ -156,9 +149,9 @@ def test_no_cut_has_a_cheaper_costliest_stage(placement, head):
 
 
 def test_chunks_of_given_stages_and_the_textbooks_bubble():
-    assert parts.cut_of_stages((8, 4), Placement(2, 2), 10, 45) == (4, 3, 4, 1)
-    assert parts.cut_of_stages((7, 4), Placement(2, 2, V), 10, 45) == (6, 2, 2, 1)
-    assert parts.even_cut(12, Placement(2, 3)) == (2,) * 6
+    assert cuts.cut_of_stages((8, 4), Placement(2, 2), 10, 45) == (4, 3, 4, 1)
+    assert cuts.cut_of_stages((7, 4), Placement(2, 2, V), 10, 45) == (6, 2, 2, 1)
+    assert cuts.even_cut(12, Placement(2, 3)) == (2,) * 6
     assert one_f_one_b([1.0] * 8, [2.0] * 8, 0.0, 16) == pytest.approx(3.0 * (16 + 8 - 1))
     more, less = (one_f_one_b([1.0] * 4, [2.0] * 3 + [5.0], 0.0, count) for count in (65, 64))
     assert more - less == pytest.approx(6.0), "the slowest stage sets the pace"
@@ -175,10 +168,10 @@ def test_spans_of_a_small_case():
     costs = Costs({FORWARD: [[1.0], [2.0]], BACKWARD: [[3.0], [4.0]]}, transfer=0.5)
     assert spans(schedule, costs) == [
         Span(0, FORWARD, 0, 0, 0.0, 1.0),
-        Span(1, parts.RECV_FORWARD, 0, 0, 1.0, 1.5),
+        Span(1, instructions.RECV_FORWARD, 0, 0, 1.0, 1.5),
         Span(1, FORWARD, 0, 0, 1.5, 3.5),
         Span(1, BACKWARD, 0, 0, 3.5, 7.5),
-        Span(0, parts.RECV_BACKWARD, 0, 0, 7.5, 8.0),
+        Span(0, instructions.RECV_BACKWARD, 0, 0, 7.5, 8.0),
         Span(0, BACKWARD, 0, 0, 8.0, 11.0),
     ]
 

@@ -6,10 +6,10 @@ import os
 import pytest
 
 from benchmarks import pictures
-from fugaku_megatron.config.arguments import make_run
-from fugaku_megatron.logs import log_table, plot
-from fugaku_megatron.logs.run_log import read_log
-from fugaku_megatron.pipeline.parts import BACKWARD_INPUT, FORWARD
+from fugaku_megatron.cli.arguments import make_run
+from fugaku_megatron.observe import log_command, loss_plot, schedule_plot
+from fugaku_megatron.observe.run_log import read_log
+from fugaku_megatron.pipeline.instructions import BACKWARD_INPUT, FORWARD
 from fugaku_megatron.pipeline.schedule import build
 from fugaku_megatron.pipeline.timeline import Costs, spans
 from tests.helpers import OUR_LOG
@@ -84,7 +84,7 @@ VALIDATION = [
 
 
 def test_the_loss_is_drawn_where_the_numbers_say(tmp_path, made):
-    assert plot.loss_curve(tmp_path / "loss.png", TRAIN + VALIDATION) is True
+    assert loss_plot.loss_curve(tmp_path / "loss.png", TRAIN + VALIDATION) is True
     assert (tmp_path / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     loss, rate, tflops = made[0].axes
     assert [line.get_label() for line in loss.lines] == ["training", "validation"]
@@ -92,7 +92,7 @@ def test_the_loss_is_drawn_where_the_numbers_say(tmp_path, made):
     assert list(loss.lines[1].get_xdata()) == [4, 8]
     some = [{**TRAIN[0], "lm_loss": None, "tflops": None}, TRAIN[1]]
     (tmp_path / "history.jsonl").write_text("\n".join(map(json.dumps, some)))
-    assert plot.loss_curve(tmp_path / "some.png", tmp_path / "history.jsonl") is True, (
+    assert loss_plot.loss_curve(tmp_path / "some.png", tmp_path / "history.jsonl") is True, (
         "a history without some values"
     )
     assert (rate.get_ylabel(), tflops.get_ylabel()) == ("learning rate", "TFLOPs per rank")
@@ -115,21 +115,21 @@ def test_the_load_of_every_expert_is_drawn(tmp_path, made):
         "".join(json.dumps(record) + "\n" for record in train + loads)
     )
     log = read_log(tmp_path / "history.jsonl")
-    assert plot.loss_curve(tmp_path / "loss.png", tmp_path / "history.jsonl") and log_table.draw(
-        tmp_path / "log.png", [log]
-    )
+    assert loss_plot.loss_curve(
+        tmp_path / "loss.png", tmp_path / "history.jsonl"
+    ) and log_command.draw(tmp_path / "log.png", [log])
     for figure in made:
         axes = next(axes for axes in figure.axes if axes.get_xlabel() == "expert")
         assert axes.images[0].get_array().tolist() == loads[1]["loads"]
         assert [text.get_text() for text in axes.get_yticklabels()] == ["1", "2"]
-    assert "an expert has 1.5 x the mean load" in log_table.text([log])
-    assert plot.loss_curves(tmp_path / "two.png", {"a": train + loads, "b": train})
+    assert "an expert has 1.5 x the mean load" in log_command.text([log])
+    assert loss_plot.loss_curves(tmp_path / "two.png", {"a": train + loads, "b": train})
     assert all(a.get_xlabel() != "expert" for a in made[2].axes)
 
 
 def test_colours_and_titles_of_runs(tmp_path, made):
     assert (
-        plot.loss_curves(
+        loss_plot.loss_curves(
             tmp_path / "two.png", {"a": VALIDATION, "b": TRAIN + VALIDATION, "c": TRAIN}
         )
         is True
@@ -147,14 +147,15 @@ def test_colours_and_titles_of_runs(tmp_path, made):
         == ["C1", "C2"]
     )
     run = make_run("demo", {"vocab_size": 320, "tensor_model_parallel_size": 2})
-    heading = plot.title(plot.describe(run, 4), "/data/runs/demo")
+    heading = loss_plot.title(loss_plot.describe(run, 4), "/data/runs/demo")
     assert heading == "0.9M, DP 4 x TP 2 x PP 1, fp32\n/data/runs/demo"
     shared = make_run("demo", {"vocab_size": 320, "context_parallel_size": 2})
-    assert plot.describe(shared, 4) == "0.9M, DP 4 x TP 1 x PP 1 x CP 2, fp32"
+    assert loss_plot.describe(shared, 4) == "0.9M, DP 4 x TP 1 x PP 1 x CP 2, fp32"
     assert (
-        plot.loss_curve(tmp_path / "loss.png", TRAIN, heading) and made[1].get_suptitle() == heading
+        loss_plot.loss_curve(tmp_path / "loss.png", TRAIN, heading)
+        and made[1].get_suptitle() == heading
     )
-    assert len(plot.title("", "/x" * 200)) == plot.WIDTH + 3
+    assert len(loss_plot.title("", "/x" * 200)) == loss_plot.WIDTH + 3
 
 
 def test_logs_are_named_by_what_differs(tmp_path, made):
@@ -162,13 +163,13 @@ def test_logs_are_named_by_what_differs(tmp_path, made):
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.log").write_text(OUR_LOG)
     logs = [read_log(tmp_path / name / "run.log") for name in ("a", "b")]
-    assert log_table.draw(tmp_path / "two.png", logs) and log_table.draw(
+    assert log_command.draw(tmp_path / "two.png", logs) and log_command.draw(
         tmp_path / "one.png", logs[:1]
     )
     labels = [text.get_text() for text in made[0].axes[0].get_legend().get_texts()]
     assert labels == [f"{name}\n0.9M, DP 2 x TP 1 x PP 1, fp32" for name in ("a", "b")]
-    assert made[0].get_suptitle() == plot.title("", tmp_path)
-    assert made[1].get_suptitle() == plot.title(
+    assert made[0].get_suptitle() == loss_plot.title("", tmp_path)
+    assert made[1].get_suptitle() == loss_plot.title(
         "0.9M, DP 2 x TP 1 x PP 1, fp32", tmp_path / "a" / "run.log"
     )
 
@@ -192,7 +193,7 @@ def test_curves_of_runs_of_different_lengths_over_tokens(tmp_path, made):
             "".join(json.dumps(record) + "\n" for record in records)
         )
     logs = [read_log(tmp_path / name / "history.jsonl") for name in ("small", "large")]
-    assert log_table.draw(tmp_path / "t.png", logs, "tokens") and log_table.draw(
+    assert log_command.draw(tmp_path / "t.png", logs, "tokens") and log_command.draw(
         tmp_path / "i.png", logs
     )
     over_tokens, over_iterations = (figure.axes[0] for figure in made)
@@ -215,14 +216,14 @@ def test_files_in_the_way_and_nothing_to_draw_are_lines_and_no_errors(
 ):
     pytest.importorskip("matplotlib")
     (tmp_path / "loss.png").mkdir()
-    assert plot.loss_curve(tmp_path / "loss.png", TRAIN) is False
-    assert plot.loss_curve(tmp_path / "a.png", tmp_path / "absent.jsonl") is False
+    assert loss_plot.loss_curve(tmp_path / "loss.png", TRAIN) is False
+    assert loss_plot.loss_curve(tmp_path / "a.png", tmp_path / "absent.jsonl") is False
     first, second = capsys.readouterr().out.splitlines()
     assert "loss.png: not drawn, " in first and "Is a directory" in first
     assert "a.png: not drawn, " in second and "absent.jsonl" in second
-    assert plot.loss_curve(tmp_path / "a.png", []) is False
-    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
-    assert plot.loss_curve(tmp_path / "b.png", TRAIN) is False
+    assert loss_plot.loss_curve(tmp_path / "a.png", []) is False
+    monkeypatch.setattr(loss_plot.importlib.util, "find_spec", lambda name: None)
+    assert loss_plot.loss_curve(tmp_path / "b.png", TRAIN) is False
     first, second = capsys.readouterr().out.splitlines()
     assert "a.png: not drawn, the history has no loss yet" in first
     assert "b.png: not drawn, a package is missing: pip install matplotlib" in second
@@ -234,7 +235,7 @@ def test_a_process_of_its_own_draws_the_same(tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "history.jsonl").write_text("".join(json.dumps(record) + "\n" for record in TRAIN))
     assert (
-        plot.start_loss_curve(
+        loss_plot.start_loss_curve(
             tmp_path / "loss.png", tmp_path / "history.jsonl", "124M\n/here"
         ).wait(60)
         == 0
@@ -244,11 +245,11 @@ def test_a_process_of_its_own_draws_the_same(tmp_path, capfd, monkeypatch):
     for name, value in (("LC_ALL", "C"), ("PYTHONUTF8", "0"), ("PYTHONCOERCECLOCALE", "0")):
         monkeypatch.setenv(name, value)
     assert (
-        plot.start_loss_curve(odd, tmp_path / "history.jsonl", odd).wait(60) == 0
+        loss_plot.start_loss_curve(odd, tmp_path / "history.jsonl", odd).wait(60) == 0
         and os.path.getsize(odd) > 0
     )
-    assert plot.start_loss_curve(odd, tmp_path / "none.jsonl", odd).wait(60) == 0
-    assert plot.start_loss_curve(tmp_path / "other.png", tmp_path / "none.jsonl").wait(60) == 0
+    assert loss_plot.start_loss_curve(odd, tmp_path / "none.jsonl", odd).wait(60) == 0
+    assert loss_plot.start_loss_curve(tmp_path / "other.png", tmp_path / "none.jsonl").wait(60) == 0
     assert "other.png: not drawn" in capfd.readouterr().out
 
 
@@ -257,7 +258,7 @@ def drawn(name: str, chunks: int) -> tuple:
     schedule = build(name, 3, chunks, 4)
     walked = spans(schedule, Costs.alike(schedule, transfer=0.1))
     axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
-    kinds = plot._bars(axes, walked, 3)
+    kinds = schedule_plot._bars(axes, walked, 3)
     return axes, walked, [label for _, label in kinds]
 
 
@@ -289,7 +290,7 @@ def test_bars_stand_where_the_spans_are(name, chunks, op, colour):
     assert bars(axes, colour) == {
         (round(s.start, 6), round(s.end, 6), s.stage) for s in walked if s.op == op and s.chunk == 0
     }
-    assert bars(axes, plot.IDLE) == {
+    assert bars(axes, schedule_plot.IDLE) == {
         (0, round(max(s.end for s in walked), 6), stage) for stage in range(3)
     }
 
@@ -308,9 +309,9 @@ def test_files_of_one_pipeline_and_of_planned_next_to_measured(tmp_path):
     _, walked, _ = drawn("zbv", 2)
     rows = [(name, walked, walked) for name in ("1f1b", "zbv")]
     for draw in (
-        lambda path: plot.draw(path, walked, [100.0, 90.0, 80.0], "zbv"),
-        lambda path: plot.draw(path, walked, [], "zbv"),
-        lambda path: plot.compare(path, rows),
+        lambda path: schedule_plot.draw(path, walked, [100.0, 90.0, 80.0], "zbv"),
+        lambda path: schedule_plot.draw(path, walked, [], "zbv"),
+        lambda path: schedule_plot.compare(path, rows),
     ):
         draw(tmp_path / "a.png")
         assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from fugaku_megatron import cli
 from fugaku_megatron.calibration import calibrate
+from fugaku_megatron.cli import program
+from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.comm.agreement import find_nodes
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.arguments import make_run
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.host import kernels
 from fugaku_megatron.host.energy import Counter, Counters
-from fugaku_megatron.perf import machine
+from fugaku_megatron.planner import machine
 from fugaku_megatron.report import context, findings, kernel_rates, page, record, training
 from tests.unit.test_perf_calibrate import rank as calibrated_rank
 
@@ -502,7 +502,8 @@ def test_two_reports_are_compared_with_ratios(tmp_path, capsys):
     for name, data in (("a", report()), ("b", report(faster, complete=False))):
         (tmp_path / f"{name}.json").write_text(json.dumps(data))
     assert (
-        cli.main(["report", "--compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+        program.main(["report", "--compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")])
+        == 0
     )
     out = capsys.readouterr().out
     rows = {
@@ -538,7 +539,7 @@ def test_mistakes_are_one_line(words, message, tmp_path, capsys):
     (tmp_path / "text.json").write_text("no")
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "old.json").write_text(json.dumps(report(version=0)))
-    assert cli.main(["report", *words.format(tmp_path).split()]) == 2
+    assert program.main(["report", *words.format(tmp_path).split()]) == 2
     err = capsys.readouterr().err
     assert err.startswith("fugaku-megatron report: ") and message in err and err.count("\n") == 1
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from fugaku_megatron.checkpoint.manifest import TRACKER
+from fugaku_megatron.cli.arguments import parse
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.arguments import parse
-from fugaku_megatron.config.batches import ParamSchedule
-from fugaku_megatron.training.resume import differences, find_checkpoint, resume_training
+from fugaku_megatron.config.param_schedule import ParamSchedule
+from fugaku_megatron.run.resume import differences, find_checkpoint, resume_training
 from tests.helpers import make_trainer, small_run
 
 

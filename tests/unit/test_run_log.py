@@ -7,11 +7,11 @@ from dataclasses import asdict
 
 import pytest
 
-from fugaku_megatron.config.arguments import parse
+from fugaku_megatron.cli.arguments import parse
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.logs import run_log
-from fugaku_megatron.logs.iteration import parse_line, parse_log
-from fugaku_megatron.logs.run_log import Job, LogFile, LogReader, format_run, parse_run, read_log
+from fugaku_megatron.observe import run_log
+from fugaku_megatron.observe.iteration_metrics import parse_line, parse_log
+from fugaku_megatron.observe.run_log import Job, LogFile, LogReader, format_run, parse_run, read_log
 from tests.helpers import A100, OUR_LOG
 from tests.time_limit import time_limit
 

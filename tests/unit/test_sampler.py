@@ -10,7 +10,7 @@ import torch
 from fugaku_megatron.config.batches import RampUp
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.data.sampler import Prefetcher, fetch, first_sample, micro_batches
-from fugaku_megatron.training.step import MicroBatch, MicroBatchWindow
+from fugaku_megatron.training.micro_batches import MicroBatch, MicroBatchWindow
 from tests.time_limit import wait_until
 
 DATASET = MockDataset(vocab_size=1000, seq_length=6, num_samples=96, seed=3)

@@ -12,19 +12,18 @@ import pytest
 from fugaku_megatron.config.run_config import ParallelConfig
 from fugaku_megatron.costs.accounting import layer_and_head_flops, pipeline_split
 from fugaku_megatron.costs.run_schedule import of_run, split_costs
-from fugaku_megatron.pipeline import parts as ops
+from fugaku_megatron.pipeline import cuts, schedule_names, zero_bubble
+from fugaku_megatron.pipeline import instructions as instructions_module
 from fugaku_megatron.pipeline import schedule as builders
-from fugaku_megatron.pipeline import zero_bubble
-from fugaku_megatron.pipeline.parts import (
+from fugaku_megatron.pipeline.instructions import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
     Held,
     Instruction,
-    Placement,
-    V,
 )
+from fugaku_megatron.pipeline.placement import Placement, V
 from fugaku_megatron.pipeline.schedule import Schedule, build, held
 from fugaku_megatron.pipeline.timeline import Costs, walk
 from tests.helpers import small_run
@@ -49,10 +48,10 @@ SHORT = {
     "B": BACKWARD,
     "I": BACKWARD_INPUT,
     "W": BACKWARD_WEIGHT,
-    "rf": ops.RECV_FORWARD,
-    "sf": ops.SEND_FORWARD,
-    "rb": ops.RECV_BACKWARD,
-    "sb": ops.SEND_BACKWARD,
+    "rf": instructions_module.RECV_FORWARD,
+    "sf": instructions_module.SEND_FORWARD,
+    "rb": instructions_module.RECV_BACKWARD,
+    "sb": instructions_module.SEND_BACKWARD,
 }
 LONG = {op: name for name, op in SHORT.items()}
 
@@ -72,7 +71,7 @@ def work(instructions: Sequence[Instruction]) -> str:
     return " ".join(
         LONG[i.op] + str(i.microbatch) + "'" * i.chunk
         for i in instructions
-        if i.op not in ops.SENDS + ops.RECEIVES
+        if i.op not in instructions_module.SENDS + instructions_module.RECEIVES
     )
 
 
@@ -80,7 +79,7 @@ def work(instructions: Sequence[Instruction]) -> str:
 def schedules(name: str, chunks: int, stages: int) -> list[Schedule]:
     """For numbers of micro-batches below, at and above the stages, that divide and that do not; then the same of an evaluation."""
     training = [build(name, stages, chunks, microbatches) for microbatches in (0, 1, 3, 5, 8, 13)]
-    if name in ops.SPLITS_BACKWARD:
+    if name in schedule_names.SPLITS_BACKWARD:
         training += [
             replace(
                 schedule, costs=part_costs(schedule.placement.parts, each, head), pending=pending
@@ -92,7 +91,7 @@ def schedules(name: str, chunks: int, stages: int) -> list[Schedule]:
     return [*training, *(schedule.forward_only() for schedule in training)]
 
 
-def part_costs(parts: int, each: ops.SplitCosts, head: int = 0) -> ops.PartCosts:
+def part_costs(parts: int, each: cuts.SplitCosts, head: int = 0) -> cuts.PartCosts:
     """head: what the last part's F costs in addition to its layers."""
     return *(each,) * (parts - 1), (each[0] + head, *each[1:])
 
@@ -171,10 +170,14 @@ def test_1f1b_is_in_order_and_holds_little():
 def needed(placement: Placement, stage: int, i: Instruction) -> list[Instruction]:
     """What must stand before an instruction in the same list; a whole backward is called I."""
     m, c = i.microbatch, i.chunk
-    if i.op in ops.RECEIVES:
+    if i.op in instructions_module.RECEIVES:
         return []
-    if i.op in ops.SENDS:
-        return [Instruction(FORWARD if i.op == ops.SEND_FORWARD else BACKWARD_INPUT, m, c)]
+    if i.op in instructions_module.SENDS:
+        return [
+            Instruction(
+                FORWARD if i.op == instructions_module.SEND_FORWARD else BACKWARD_INPUT, m, c
+            )
+        ]
     if i.op == BACKWARD_WEIGHT:
         return [Instruction(BACKWARD_INPUT, m, c)]
     forward = i.op == FORWARD
@@ -184,7 +187,12 @@ def needed(placement: Placement, stage: int, i: Instruction) -> list[Instruction
         return first
     if source[0] == stage:
         return [*first, Instruction(i.op, m, source[1])]
-    return [*first, Instruction(ops.RECV_FORWARD if forward else ops.RECV_BACKWARD, m, c)]
+    return [
+        *first,
+        Instruction(
+            instructions_module.RECV_FORWARD if forward else instructions_module.RECV_BACKWARD, m, c
+        ),
+    ]
 
 
 @pytest.mark.parametrize(("name", "chunks", "stages"), FAMILIES)
@@ -211,9 +219,11 @@ def test_everything_once_after_what_it_needs(name, chunks, stages):
                 for m in range(schedule.microbatches)
                 for c in range(placement.chunks)
             }
-            assert own == {i for i in mine if i.op not in ops.SENDS + ops.RECEIVES} and len(
-                set(mine)
-            ) == len(mine)
+            assert own == {
+                i
+                for i in mine
+                if i.op not in instructions_module.SENDS + instructions_module.RECEIVES
+            } and len(set(mine)) == len(mine)
             seen: set[Instruction] = set()
             for i in mine:
                 assert set(needed(placement, stage, i)) <= seen, (stage, i)
@@ -259,9 +269,9 @@ def simulate(
         for stage, mine in enumerate(lists):
             while places[stage] < len(mine) and free(stage):
                 i = mine[places[stage]]
-                if i.op in ops.RECEIVES and not receive(stage, i):
+                if i.op in instructions_module.RECEIVES and not receive(stage, i):
                     break
-                if i.op in ops.SENDS:
+                if i.op in instructions_module.SENDS:
                     other, tag = placement.peer(stage, i)
                     under_way[stage].append(((stage, other, tag), len(sent[stage, other, tag])))
                     sent[stage, other, tag].append(i.microbatch)
@@ -282,12 +292,12 @@ def test_messages_of_a_tag_follow_the_order_of_the_microbatches(name, chunks, st
         for stage, mine in enumerate(lists_of(schedule)):
             by_tag = defaultdict(list)
             for i in mine:
-                if i.op in ops.SENDS + ops.RECEIVES:
+                if i.op in instructions_module.SENDS + instructions_module.RECEIVES:
                     by_tag[i.op, schedule.placement.peer(stage, i)].append(i.microbatch)
             assert all(
                 messages == list(range(schedule.microbatches)) for messages in by_tag.values()
             )
-            posted = {(i.op, i.chunk) for i in mine if i.op in ops.RECEIVES}
+            posted = {(i.op, i.chunk) for i in mine if i.op in instructions_module.RECEIVES}
             assert {
                 tag: [i.microbatch for i in found] for tag, found in builders.receives(mine).items()
             } == dict.fromkeys(posted, list(range(schedule.microbatches)))
@@ -301,7 +311,7 @@ def test_every_list_can_be_walked_whether_sends_block_or_not(name, chunks, stage
             lists_of(schedule),
             [schedule.send_queue(stage) for stage in range(schedule.placement.stages)],
         )
-        simulate(schedule.placement, lists, ahead=ops.receives_ahead(name))
+        simulate(schedule.placement, lists, ahead=schedule_names.receives_ahead(name))
         under_way = simulate(schedule.placement, lists)
         if (
             schedule.name != "forward-only"
@@ -368,7 +378,11 @@ HEAVY = {
 
 
 def made_for(
-    costs: ops.SplitCosts, stages: int, microbatches: int, head: int = 0, pending: int | None = None
+    costs: cuts.SplitCosts,
+    stages: int,
+    microbatches: int,
+    head: int = 0,
+    pending: int | None = None,
 ) -> Schedule:
     """ZB-V for parts that cost so much."""
     return replace(
@@ -378,7 +392,7 @@ def made_for(
     )
 
 
-def end(lists: Schedule, costs: ops.PartCosts) -> float:
+def end(lists: Schedule, costs: cuts.PartCosts) -> float:
     """When the stages have finished where the parts cost what `costs` says."""
     place, stages, chunks = (
         lists.placement,
@@ -396,7 +410,7 @@ def end(lists: Schedule, costs: ops.PartCosts) -> float:
     )
 
 
-def busy(lists: Schedule, costs: ops.PartCosts) -> int:
+def busy(lists: Schedule, costs: cuts.PartCosts) -> int:
     """For how long the busiest stage computes."""
     place, stages = lists.placement, range(lists.placement.stages)
     return lists.microbatches * max(

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fugaku_megatron.config.arguments import parse
-from fugaku_megatron.config.batches import (
-    ParamSchedule,
-    RampUp,
-    last_samples,
-    samples_after,
-    sizes_of,
-)
+from fugaku_megatron.cli.arguments import parse
+from fugaku_megatron.config.batches import RampUp, last_samples, samples_after, sizes_of
+from fugaku_megatron.config.param_schedule import ParamSchedule
 from fugaku_megatron.config.run_config import RunConfig
 from tests.helpers import small_run
 

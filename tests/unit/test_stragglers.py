@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from fugaku_megatron import cli
-from fugaku_megatron.logs.rank_table import Interval, find, mean, parse_interval, read, text
+from fugaku_megatron.cli import program
+from fugaku_megatron.observe.rank_table import Interval, find, mean, parse_interval, read, text
 
 
 def interval(computation, data=None, tp=1, pp=1, iteration_seconds=2.0):
@@ -151,7 +151,7 @@ def test_the_first_interval_is_not_counted_and_the_command_prints_and_draws(file
     rows = [line.replace("|", " ").split() for line in text(file, read(file)).splitlines()]
     assert ["computation", "1.000", "1.150", "1.300", "1", "0"] in rows
     assert ["reductions", "0.700", "0.850", "1.000", "0", "0"] in rows
-    cli.main(["log", str(file), "--ranks", "--png", str(tmp_path / "ranks.png")])
+    program.main(["log", str(file), "--ranks", "--png", str(tmp_path / "ranks.png")])
     assert "2 ranks, means over 2 log intervals up to iteration 30" in capsys.readouterr().out
     assert (tmp_path / "ranks.png").read_bytes().startswith(b"\x89PNG")
 

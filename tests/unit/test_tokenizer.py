@@ -8,7 +8,7 @@ import unicodedata
 
 import pytest
 
-from fugaku_megatron import cli
+from fugaku_megatron.cli import program
 from fugaku_megatron.data import tokenizer as module
 from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.data.tokenizer import (
@@ -246,7 +246,7 @@ def run(tmp_path, monkeypatch, capsys):
     (tmp_path / "c.jsonl").write_text(json.dumps({"text": CORPUS, "title": "A title"}) + "\n")
 
     def call(*words):
-        code = cli.main([*map(str, words)])
+        code = program.main([*map(str, words)])
         out, err = capsys.readouterr()
         return code, out.splitlines(), err.splitlines()
 

@@ -12,7 +12,7 @@ import pytest
 from fugaku_megatron.data.chat_dataset import unsigned
 from fugaku_megatron.data.chats import Chat, ChatTemplate, user_turn
 from fugaku_megatron.data.tokenizer import build_tokenizer
-from fugaku_megatron.named_files import FIRST_BYTES
+from fugaku_megatron.text.named_files import FIRST_BYTES
 from tests.tokenizer_files import make
 
 pytest.importorskip("transformers")

@@ -32,9 +32,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from fugaku_megatron.cli import guarded
-from fugaku_megatron.config.checks import check
-from fugaku_megatron.config.command_line import Parser
+from fugaku_megatron.cli.parser import Parser
+from fugaku_megatron.cli.program import guarded
+from fugaku_megatron.config.fields import check
 from tests.campaigns.faults import jobs, report
 from tests.campaigns.faults.kinds import KINDS
 from tests.campaigns.faults.trial import Outcome, TooLate, Trial, judge

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fugaku_megatron.config.checks import check
+from fugaku_megatron.config.fields import check
 from tests.campaigns.faults.kinds import KINDS
 from tests.campaigns.faults.trial import Outcome
 

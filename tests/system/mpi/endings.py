@@ -10,7 +10,7 @@ import time
 import torch
 
 from fugaku_megatron.comm.agreement import everywhere
-from fugaku_megatron.comm.launch import run_or_abort
+from fugaku_megatron.comm.job import run_or_abort
 from fugaku_megatron.config.layout import check_world_size
 
 

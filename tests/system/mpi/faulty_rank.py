@@ -10,13 +10,13 @@ import sys
 import torch
 
 from fugaku_megatron.comm.base import Comm
-from fugaku_megatron.comm.launch import run_or_abort
+from fugaku_megatron.comm.job import run_or_abort
 from fugaku_megatron.host import observed
 from fugaku_megatron.host.observed import Observed, Phases, observe_groups
-from fugaku_megatron.training import train
-from fugaku_megatron.training.rank_watch import RankTimes
-from fugaku_megatron.training.session import Session
-from fugaku_megatron.training.train import IterationResult, Trainer
+from fugaku_megatron.observe.stragglers import RankTimes
+from fugaku_megatron.run.loop import Session
+from fugaku_megatron.training import trainer as trainer_module
+from fugaku_megatron.training.trainer import IterationResult, Trainer
 from tests.helpers import grid_groups, mock, small_run
 from tests.parallel.test_session import Writer
 
@@ -83,7 +83,7 @@ def slow(world: Comm, log: Writer, file: str) -> None:
         log_ranks=file,
     )
     phases, groups = Phases(), grid_groups(world, run)
-    observed.time = train.time = clock = Clock()
+    observed.time = trainer_module.time = clock = Clock()
 
     def compute(name, function, args, kwargs):
         function(*args, **kwargs)

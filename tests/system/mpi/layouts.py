@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 
 from fugaku_megatron.comm.base import Comm, SoloComm
-from fugaku_megatron.comm.launch import describe, run_or_abort
+from fugaku_megatron.comm.job import describe, run_or_abort
 from fugaku_megatron.comm.node import share_groups
 from fugaku_megatron.host import kernels
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.training.train import Trainer
+from fugaku_megatron.training.trainer import Trainer
 from tests.helpers import grid_groups, mock, small_run, whole_tensors
 
 SIZES = {

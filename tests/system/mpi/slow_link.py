@@ -9,7 +9,7 @@ import time
 import torch
 
 from fugaku_megatron.comm.exchange import Exchange, GroupedExchange
-from fugaku_megatron.comm.launch import run_or_abort
+from fugaku_megatron.comm.job import run_or_abort
 
 WIDTH = 512
 

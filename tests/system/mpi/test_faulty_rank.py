@@ -6,9 +6,9 @@ import platform
 
 import pytest
 
-from fugaku_megatron import cli
-from fugaku_megatron.comm.launcher import ExitCode
-from fugaku_megatron.logs.rank_table import mean, read
+from fugaku_megatron.cli import program
+from fugaku_megatron.observe.rank_table import mean, read
+from fugaku_megatron.start.exit_codes import ExitCode
 from tests.system.mpi import launch
 
 pytestmark = pytest.mark.mpi
@@ -27,7 +27,7 @@ def test_a_rank_slower_by_three_tenths_is_named_within_two_log_intervals(mpich, 
     assert (
         average.seconds["reductions"][3] > average.seconds["reductions"][2]
     )  # its tensor-parallel neighbour waits for it
-    assert cli.main(["log", str(file), "--ranks", "--png", str(picture)]) == 0
+    assert program.main(["log", str(file), "--ranks", "--png", str(picture)]) == 0
     assert " computation | " in capsys.readouterr().out and picture.read_bytes().startswith(
         b"\x89PNG"
     )

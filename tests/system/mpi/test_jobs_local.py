@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fugaku_megatron import cli
+from fugaku_megatron.cli import program as program_module
 from tests.system.mpi import launch
 from tests.system.mpi.kills import PATIENCE, holding, kill_held
 from tests.system.mpi.test_pretrain import losses
@@ -273,7 +273,9 @@ def test_the_emulated_mpiexec(monkeypatch):
 
 def test_a_job_reports_its_nodes(local, tmp_path):
     assert (
-        cli.main(["job", "render", "--report", "--nodes", "2", "-o", str(tmp_path / "report.sh")])
+        program_module.main(
+            ["job", "render", "--report", "--nodes", "2", "-o", str(tmp_path / "report.sh")]
+        )
         == 0
     )
     done = local(

@@ -58,7 +58,7 @@ def test_one_thread_calls_an_mpi_that_allows_one(mpi):
 FROZEN = """
 import json, os, re, sys
 import torch
-from fugaku_megatron.comm.launch import run_or_abort
+from fugaku_megatron.comm.job import run_or_abort
 from fugaku_megatron.comm.node import NodeTensor
 from tests.parallel.test_lora import QWEN, curve
 from tests.helpers import small_run

@@ -22,18 +22,19 @@ import torch
 from torch.nn import functional as F
 
 from fugaku_megatron.checkpoint.manifest import latest_iteration
+from fugaku_megatron.cli.arguments import parse
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.comm.launch import run_or_abort
-from fugaku_megatron.config.arguments import parse
+from fugaku_megatron.comm.job import run_or_abort
 from fugaku_megatron.costs import accounting
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.host import kernels, runtime
 from fugaku_megatron.host.runtime import Placement
-from fugaku_megatron.logs import plot
-from fugaku_megatron.logs.iteration import parse_log
-from fugaku_megatron.training.pretrain import check_early, pretrain
-from fugaku_megatron.watchdog.heartbeat import Heartbeat
-from fugaku_megatron.watchdog.watch import HangSettings, Watchdog
+from fugaku_megatron.observe import loss_plot
+from fugaku_megatron.observe.heartbeat import Heartbeat
+from fugaku_megatron.observe.iteration_metrics import parse_log
+from fugaku_megatron.observe.watchdog import HangSettings, Watchdog
+from fugaku_megatron.run.checks import check_early
+from fugaku_megatron.run.start import pretrain
 from tests.system.mpi import launch
 
 pytestmark = pytest.mark.mpi
@@ -76,7 +77,7 @@ def losses(directory: Path) -> list[float]:
 @pytest.fixture
 def alone(capsys, monkeypatch):
     """Runs the command with flags on one rank in this process, whose memory, cores and threads stay as they are."""
-    monkeypatch.setattr(plot, "start_loss_curve", lambda *words: subprocess.Popen(["true"]))
+    monkeypatch.setattr(loss_plot, "start_loss_curve", lambda *words: subprocess.Popen(["true"]))
     before = Placement(torch.get_num_threads(), ())
 
     def run(*flags: object) -> launch.Result:

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-KERNELS, TRAINER = "fugaku_megatron._kernels", "fugaku_megatron.training.train"
+KERNELS, TRAINER = "fugaku_megatron._kernels", "fugaku_megatron.training.trainer"
 
 
 class Changed:
@@ -75,7 +75,9 @@ def await_signal(mark):
     signal.set_wakeup_fd(before)
 
 
-if {"fugaku_megatron.logs.plot", "loss"} <= {*sys.orig_argv} and "PICTURES" not in os.environ:
+if {"fugaku_megatron.observe.loss_plot", "loss"} <= {
+    *sys.orig_argv
+} and "PICTURES" not in os.environ:
     os._exit(0)
 rank, _, fault = os.environ.get("FAULT_GRADIENT", "").partition(",")
 if fault and os.environ.get("PMI_RANK") == rank:

@@ -1,0 +1,68 @@
+"""Files that a command line names: checks before anything expensive starts, and writing them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..config.fields import check
+
+# Files that commands write, and tables ------------------------------------------------------------------------------------------
+
+
+def check_file(flag: str, file: str | Path | None) -> None:
+    """Raises ValueError, one line, when `file`, the value of `flag`, cannot be written. None: the flag was left out."""
+    if file is None:
+        return
+    check(str(file) not in ("", "."), f"{flag} {str(file)!r} is not a name: pass a file")
+    try:
+        _check_place(flag, file)
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise ValueError(f"{flag} {file}: {error.strerror}: pass another file") from None
+
+
+def _check_place(flag: str, file: str | Path) -> None:
+    folder = Path(file).absolute().parent
+    check(
+        "\0" not in str(file),
+        f"{flag} {str(file)!r} holds a zero byte, which no name may: pass another file",
+    )
+    check(
+        folder.is_dir(),
+        f"{flag} {file}: {folder} is not a directory: make it, or pass another file",
+    )
+    check(not Path(file).is_dir(), f"{flag} {file} is a directory: pass a file in it")
+    check(
+        not Path(file).is_fifo(),
+        f"{flag} {file} is a FIFO, which would wait for a reader: pass a file",
+    )
+    writable = os.access(file if Path(file).exists() else folder, os.W_OK)
+    check(writable, f"{flag} {file}: no permission to write there: pass another file")
+
+
+def check_picture(file: str | Path | None) -> None:
+    """check_file for --png, which also needs matplotlib."""
+    check_file("--png", file)
+    check(
+        file is None or importlib.util.find_spec("matplotlib") is not None,
+        f"--png {file} needs matplotlib: pip install matplotlib, or this package with its extra [log], or leave --png out",
+    )
+
+
+def shown(text: str) -> str:
+    """The text with U+FFFD for bytes of a path that are not valid UTF-8, which fonts refuse."""
+    return text.encode(errors="surrogateescape").decode(errors="replace")
+
+
+@contextmanager
+def writing(flag: str, file: str | Path) -> Iterator[None]:
+    """A block that writes `file`, the value of `flag`: an OSError in it becomes a ValueError of one line."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"{flag} {file}: cannot be written ({error.strerror}); pass another file"
+        ) from None

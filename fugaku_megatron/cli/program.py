@@ -1,0 +1,244 @@
+"""GPT training on CPU clusters with Megatron-LM's flags, from text to a job's log. Also: python -m fugaku_megatron COMMAND
+
+    fugaku-megatron --help                 which command to use when
+    fugaku-megatron COMMAND --help         the flags of a command
+    fugaku-megatron --version              the version, and the instruction set of the kernels
+
+A command is a module with add_arguments(parser) and main(args) -> exit code, imported when it is called; a module with COMMANDS
+instead is a group of commands. A user's mistake (ValueError) is one line and exit code 2, also under mpiexec -n N.
+Left out: mistakes that are found after MPI has started (comm/job.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .. import __version__
+from ..config.fields import Refused, check
+from ..start import environment, exit_codes, signals
+from ..start.exit_codes import ExitCode
+from .parser import Command, Parser, nearest
+
+PROGRAM = "fugaku-megatron"
+
+
+HELP = ("-h", "--help")
+
+
+@dataclass(frozen=True)
+class ModuleCommand:
+    """A command that a module of this package holds. when: one line, when to use it."""
+
+    module: str
+    when: str
+
+    def load(self) -> Any:
+        with exit_codes.uncollected():
+            return importlib.import_module(f".{self.module}", __package__)
+
+
+COMMANDS = {
+    "train": ModuleCommand(
+        "run.train_command",
+        "train a GPT: mpiexec -n N fugaku-megatron train ...; --dry-run plans it",
+    ),
+    "vocabulary": ModuleCommand(
+        "data.vocabulary", "before preprocess: train vocab.json and merges.txt on your own text"
+    ),
+    "preprocess": ModuleCommand(
+        "data.preprocess", "before training: turn text into Megatron's .bin/.idx files of tokens"
+    ),
+    "verify": ModuleCommand(
+        "checkpoint.verify",
+        "before a long job or after a fault: check every byte of saved checkpoints",
+    ),
+    "convert": ModuleCommand(
+        "convert.convert_command", "weights from and to Hugging Face and Megatron-LM"
+    ),
+    "generate": ModuleCommand(
+        "inference.generate", "after training: continue a text with a checkpoint"
+    ),
+    "evaluate": ModuleCommand(
+        "inference.evaluate",
+        "after training: perplexity of a text, and multiple choice, with a checkpoint",
+    ),
+    "log": ModuleCommand(
+        "observe.log_command", "during and after a run: its log as a table, CSV and picture"
+    ),
+    "plan": ModuleCommand(
+        "planner.plan",
+        "before asking for nodes: search the fastest parallel layout for a model (modelled)",
+    ),
+    "predict": ModuleCommand(
+        "planner.predict", "the layout is known: seconds, TFLOPs and memory of that run (modelled)"
+    ),
+    "job": ModuleCommand(
+        "jobs.job_command", "nodes of a cluster: plan, render, check and submit job scripts"
+    ),
+    "supervise": ModuleCommand(
+        "jobs.supervise",
+        "in a job: start the run, and restart it after a fault without the failed node",
+    ),
+    "report": ModuleCommand(
+        "report.report_command",
+        "is this machine good for training? measure it, and send the page to others",
+    ),
+    "calibrate": ModuleCommand(
+        "calibration.calibrate",
+        "a machine that plan and predict do not know: measure this host for them",
+    ),
+    "tables": ModuleCommand(
+        "reproduction.tables",
+        "the published benchmark tables: printed, corrected, recomputed and modelled",
+    ),
+    "fit": ModuleCommand(
+        "reproduction.fit",
+        "a change of the performance model: fit its parameters to those tables again",
+    ),
+}
+
+
+def help_page(program: str, purpose: str, commands: Mapping[str, Any]) -> str:
+    """What the commands are for, one line each."""
+    width = max(map(len, commands))
+    lines = [f"  {name:{width}}  {command.when}" for name, command in commands.items()]
+    flags = f"Flags of a command: {program} COMMAND --help"
+    return "\n".join([f"usage: {program} COMMAND [flags]", "", purpose, "", *lines, "", flags])
+
+
+def guarded(program: str, work: Callable[[], int]) -> int:
+    """The exit code of `work`; a user's mistake is one line on stderr and code 2, an interrupt is code 130."""
+    try:
+        return _flushed(work)
+    except ValueError as error:
+        exit_codes.report_everywhere(f"{program}: {_message(error)}")
+        return ExitCode.USER_ERROR
+    except KeyboardInterrupt:
+        exit_codes.report_everywhere(f"{program}: interrupted")
+        return ExitCode.INTERRUPTED
+    except (MemoryError, ImportError, OSError, RuntimeError) as error:
+        if line := exit_codes.memory_error(error):
+            print(f"{program}: rank {environment.rank()}: {line}", file=sys.stderr, flush=True)
+            return exit_codes.leave_alone(ExitCode.FAILED)
+        if line := exit_codes.path_error(error):
+            exit_codes.report_everywhere(f"{program}: {line}")
+            return ExitCode.USER_ERROR
+        line = exit_codes.output_error(error)
+        if line is None:
+            raise
+        if line:
+            exit_codes.report_everywhere(f"{program}: {line}")
+        exit_codes.close_output()
+        return ExitCode.OUTPUT
+
+
+def _message(error: ValueError) -> str:
+    """The mistake in one line; several refused flags are counted in the first line and follow it, a line each."""
+    lines = [
+        " ".join(line.split())
+        for line in (error.lines if isinstance(error, Refused) else [str(error)])
+    ]
+    return (
+        lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} flags are refused:", *lines])
+    )
+
+
+def _flushed(work: Callable[[], int]) -> int:
+    """The exit code of `work`, with all that it printed written, also where it ends by SystemExit as --help does."""
+    try:
+        return work()
+    finally:
+        if not isinstance(sys.exc_info()[1], OSError):
+            sys.stdout.flush()
+
+
+def start(program: str, command: Any, words: Sequence[str], examples: Sequence[str] = ()) -> int:
+    """The exit code of a command or of a group of commands, called with `words`; mistakes are reported.
+
+    examples: lines of --help, for a command that has no docstring of its own.
+    """
+    if hasattr(command, "COMMANDS"):
+        return guarded(program, lambda: _start_one_of(program, command, words))
+    return guarded(program, lambda: command.main(_parsed(program, command, words, examples)))
+
+
+def _start_one_of(program: str, group: Any, words: Sequence[str]) -> int:
+    if not words or words[0] in HELP:
+        with _one_process_prints():
+            print(help_page(program, group.__doc__.splitlines()[0], group.COMMANDS))
+        return ExitCode.FINISHED if words else ExitCode.USER_ERROR
+    environment.check_environment()
+    name, names = words[0], list(group.COMMANDS)
+    check(
+        name in names,
+        f"command {name} is unknown" + nearest(name, names, f": pass {' or '.join(names)}"),
+    )
+    examples = [
+        line
+        for line in group.__doc__.splitlines()
+        if line.startswith("    ") and f" {name} " in line
+    ]
+    return start(f"{program} {name}", group.COMMANDS[name].load(), words[1:], examples)
+
+
+def _parsed(program: str, command: Any, words: Sequence[str], examples: Sequence[str]) -> Any:
+    description = (
+        "\n".join([command.when, "", *examples])
+        if isinstance(command, Command)
+        else command.__doc__
+    )
+    parser = Parser(prog=program, description=description)
+    command.add_arguments(parser)
+    with _one_process_prints():
+        return parser.parse_args(words)
+
+
+@contextlib.contextmanager
+def _one_process_prints():
+    """Only the first of a launcher's processes prints what all of them would print alike, such as --help."""
+    with (
+        contextlib.redirect_stdout(io.StringIO())
+        if environment.rank()
+        else contextlib.nullcontext()
+    ):
+        yield
+
+
+def _print_version() -> int:
+    """The version, and the instruction set of the kernels or why there are none, in one line."""
+    try:
+        kernels = importlib.import_module(".host.kernels", __package__).instruction_set()
+    except ImportError as error:
+        kernels = str(error)
+    with _one_process_prints():
+        print(f"{PROGRAM} {__version__} (kernels: {kernels})")
+    return ExitCode.FINISHED
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line of fugaku-megatron."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        environment.open_streams()
+        signals.handle_signals(PROGRAM, words)
+    if words == ["--version"]:
+        return guarded(PROGRAM, _print_version)
+    return start(PROGRAM, sys.modules[__name__], words)
+
+
+def run_command(program: str, name: str) -> int:
+    """One command under the name of a script that stands for it: pretrain_gpt.py, scripts/submit.py, tools/preprocess_data.py."""
+
+    def work() -> int:
+        environment.check_environment()
+        return start(program, COMMANDS[name].load(), sys.argv[1:])
+
+    environment.open_streams()
+    signals.handle_signals(program, [name, *sys.argv[1:]])
+    return guarded(program, work)

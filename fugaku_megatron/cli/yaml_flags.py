@@ -1,0 +1,168 @@
+"""Flags from a YAML file in Megatron-LM's layout (`--yaml-cfg`)."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ..config.fields import Refused, check, flag
+from ..config.yaml_file import read_yaml
+from .parser import Parser, nearest
+
+# --yaml-cfg -----------------------------------------------------------------------------------------------------------------------
+
+# A run's flags from a YAML file in Megatron-LM's layout, as its megatron/training/yaml_arguments.py reads them: the keys of two
+# sections, and those next to them, are Megatron-LM's arguments or fields of its TransformerConfig. A key whose value is null or
+# empty is as if it were left out.
+SECTIONS = ("language_model", "model_parallel")
+
+
+ACTIVATIONS = {
+    "swiglu": "--swiglu",
+    "squaredrelu": "--squared-relu",
+    "gelu": "--no-bias-gelu-fusion",
+}  # its gelu is the exact one
+
+
+# Keys that have another flag: the flag of a value, and the switch of False.
+RENAMED = {
+    "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
+    "num_moe_experts": "--num-experts",
+    "fp8": "--fp8-format",
+}
+
+
+SWITCHED_OFF = {
+    "add_bias_linear": "--disable-bias-linear",
+    "add_position_embedding": "--no-position-embedding",
+    "apply_rope_fusion": "--no-rope-fusion",
+}
+
+
+# Keys that activation_func decides, as in Megatron-LM.
+OF_THE_ACTIVATION = ("swiglu", "squared_relu", "openai_gelu", "bias_gelu_fusion")
+
+
+# Keys without a flag here: those that describe what only Megatron-LM's own program has, and those that have to be off.
+UNUSED = """gated_linear_unit bias_activation_fusion memory_efficient_layer_norm virtual_pipeline_model_parallel_size
+    perform_initialization params_dtype pipeline_dtype autocast_dtype timers tp_comm_atomic_ag tp_comm_atomic_rs
+    finalize_model_grads_func grad_scale_func overlap_p2p_comm batch_p2p_comm batch_p2p_sync deallocate_pipeline_outputs
+    no_sync_func grad_sync_func param_sync_func cpu_offloading_weights cpu_offloading_activations _cpu_offloading_context
+    barrier_with_L1_time use_legacy_models bert_binary_head delay_grad_reduce delay_param_gather
+    scatter_gather_tensors_in_pipeline retriever_seq_length enable_one_logger""".split()
+
+
+OFF = """init_method output_layer_init_method moe_token_dropping enable_autocast variable_seq_lengths cpu_offloading
+    num_microbatches_with_partial_activation_checkpoints pipeline_model_parallel_split_rank standalone_embedding_stage""".split()
+
+
+OWN = ("--help", "--recipe", "--dry-run", "--world-size", "--yaml-cfg")  # of a command line alone
+
+
+def complete_from_yaml(namespace: argparse.Namespace, build_parser: Callable[[], Parser]) -> None:
+    """With --yaml-cfg among the parsed values, put the file's flags in place of those of the command line."""
+    values = vars(namespace)
+    if values["yaml_cfg"] is None:
+        return
+    parser = build_parser()
+    names = {
+        action.dest: action.option_strings[0]
+        for action in parser._actions
+        if action.option_strings[-1] not in OWN
+    }
+    ignored = [names[dest] for dest in names if values.pop(dest, None) is not None]
+    found = _load(values["yaml_cfg"], parser)
+    values |= {dest: value for dest, value in found.items() if dest in names}
+    note = f"--yaml-cfg {values['yaml_cfg']}: the command line's {', '.join(ignored)} are ignored, as in Megatron-LM"
+    values["yaml_notes"] = (note,) if ignored else ()
+
+
+def _load(path: str, parser: Parser) -> dict[str, Any]:
+    """What `parser`, of a run's flags, makes of the file's keys. Raises ValueError with the file and every wrong key."""
+    keys = dict(_flattened(path))
+    decided = OF_THE_ACTIVATION if any(where.endswith("activation_func") for where in keys) else ()
+    known = {
+        option: action
+        for action in parser._actions
+        for option in action.option_strings
+        if option not in OWN
+    }
+    values: dict[str, Any] = {}
+    mistakes = []
+    for where, value in keys.items():
+        key = where.rpartition(".")[2]
+        if key in decided or value is None or value == "":
+            continue
+        try:
+            values |= vars(parser.parse_args(_words(key, value, known)))
+        except ValueError as error:
+            mistakes.append(f"--yaml-cfg {path}: {where}: {error}")
+    if mistakes:
+        raise Refused(mistakes)
+    return values
+
+
+def _flattened(path: str) -> Iterator[tuple[str, Any]]:
+    """Every key with its section, and its value."""
+    top = read_yaml(path, "--yaml-cfg")
+    seen = set()
+    for name, value in top.items():
+        inside = isinstance(value, Mapping)
+        check(
+            not inside or name in SECTIONS,
+            f"--yaml-cfg {path}: {name} is a section, and the sections are "
+            f"{' and '.join(SECTIONS)}: put its keys at the top",
+        )
+        for key, given in (value if inside else {name: value}).items():
+            check(
+                key not in seen,
+                f"--yaml-cfg {path}: {key} stands at the top or in a section twice: leave one out",
+            )
+            seen.add(key)
+            yield f"{name}.{key}" if inside else str(key), given
+
+
+def _words(key: str, value: Any, known: Mapping[str, argparse.Action]) -> list[str]:
+    """The words of a command line that a key with this value stands for. Raises ValueError for a key or a value that is wrong."""
+    if key == "activation_func":
+        check(
+            value in ACTIVATIONS,
+            f"{value!r:.60} is not an activation: pass {', '.join(ACTIVATIONS)}",
+        )
+        return [ACTIVATIONS[value]]
+    check(
+        not isinstance(value, Mapping), "it has keys of its own, and a flag has a value: pass one"
+    )
+    if key in OFF:
+        check(value is False, f"{value!r:.60} is not supported: pass null, or leave the key out")
+    if key in (*UNUSED, *OFF):
+        return []
+    name = RENAMED.get(key, flag(key))
+    name = name if name in known else f"--{key}"
+    off = [
+        SWITCHED_OFF.get(key, ""),
+        f"--no-{name[2:]}",
+        f"--no-{flag(key)[2:]}",
+        f"--disable-{flag(key)[2:]}",
+    ]
+    off = [option for option in off if option in known]
+    check(
+        name in known or off,
+        "unknown key"
+        + nearest(name, known, ": docs/flags.md lists those there are, with - in place of _"),
+    )
+    if isinstance(value, bool):
+        check(
+            name not in known or known[name].nargs == 0,
+            f"{value} is not a value of {name}: pass one, or null",
+        )
+        return ([name] if name in known else []) if value else off[:1]
+    check(
+        name in known and known[name].nargs != 0,
+        f"{value!r:.60} is not a value of a switch: pass true, false or null",
+    )
+    if known[name].nargs is None:
+        return [f"{name}={value}"]
+    items = value if isinstance(value, list) else str(value).split()
+    return [name, *map(str, items)]

@@ -1,0 +1,328 @@
+"""Fields of the optimizer: AdamW, Muon, moment formats, learning rate and weight decay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .fields import (
+    check,
+    check_choices,
+    check_fraction,
+    check_numbers,
+    check_positive,
+    flag,
+    hashed_once,
+    opt,
+)
+
+DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+
+
+MOMENT_BLOCK = 256  # elements that share a scale in int8
+
+
+MOMENT_BYTES = {
+    "fp32": 4.0,
+    "bf16": 2.0,
+    "int8": 1 + 4 / MOMENT_BLOCK,
+}  # of an element, by the formats that are built
+
+
+MUON = ("muon", "dist_muon")
+
+
+MUON_COEFFICIENTS = {
+    "quintic": 5,
+    "simple": 1,
+}  # of the Newton-Schulz iteration, and how many steps have their own
+
+
+MUON_FLAGS = (
+    "muon_momentum",
+    "muon_nesterov",
+    "muon_no_split_qkv",
+    "muon_scale_mode",
+    "muon_extra_scale_factor",
+    "muon_coefficient_type",
+    "muon_num_ns_steps",
+    "muon_tp_mode",
+)
+
+
+MOMENT_DTYPES = (*MOMENT_BYTES, "fp16", "fp8")  # Megatron-LM's
+
+
+WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
+
+
+@hashed_once
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW or Muon, clipping, learning-rate and weight-decay schedule."""
+
+    optimizer: str = opt(
+        "adam",
+        "adam: AdamW for all weights; muon: orthogonal updates of matrices, and AdamW for embeddings, the "
+        "logits' weight, biases and norms; dist_muon: the same with --use-distributed-optimizer",
+        choices=("adam", *MUON),
+    )
+    muon_momentum: float = opt(0.9, "decay of Muon's momentum")
+    muon_nesterov: bool = opt(
+        False, "Muon looks one step of its momentum ahead", aliases=("--muon-use-nesterov",)
+    )
+    muon_no_split_qkv: bool = opt(
+        False, "queries, keys and values of a layer are one matrix for Muon"
+    )
+    muon_scale_mode: str = opt(
+        "spectral",
+        "factor of Muon's orthogonal update: spectral, the root of the longer side; "
+        "unit_rms_norm, the root of rows over columns; shape_scaling, that and at least 1",
+        choices=("spectral", "unit_rms_norm", "shape_scaling"),
+    )
+    muon_extra_scale_factor: float = opt(
+        1.0, "another factor; 0.2 with spectral makes updates as large as AdamW's"
+    )
+    muon_coefficient_type: str = opt(
+        "quintic",
+        "coefficients of the Newton-Schulz iteration",
+        choices=tuple(MUON_COEFFICIENTS),
+    )
+    muon_num_ns_steps: int = opt(
+        5,
+        "steps of the Newton-Schulz iteration, with quintic at most 5 or a multiple of 5, whose "
+        "coefficients begin again after five steps",
+    )
+    muon_tp_mode: str = opt(
+        "duplicated",
+        "duplicated: whole matrices, gathered from tensor-parallel ranks, so that the update "
+        "does not depend on the layout; blockwise: each rank's part is a matrix, as is Megatron-LM's default",
+        choices=("duplicated", "blockwise"),
+    )
+    lr: float = opt(1e-4, "peak learning rate")
+    min_lr: float = opt(0.0, "the learning rate never falls below this after warm-up")
+    decoupled_lr: float | None = opt(
+        None,
+        "peak learning rate of the word embedding and of the logits' weight (default: --lr)",
+        type=float,
+    )
+    decoupled_min_lr: float | None = opt(
+        None, "what theirs never falls below after warm-up (default: --min-lr)", type=float
+    )
+    lr_decay_style: str = opt("linear", "shape of the decay", choices=DECAY_STYLES)
+    lr_decay_iters: int | None = opt(
+        None, "iterations until --min-lr (default: --train-iters)", type=int
+    )
+    lr_decay_samples: int | None = opt(
+        None, "samples until --min-lr (default: --train-samples)", type=int, maximum=2**40
+    )
+    lr_warmup_iters: int = opt(0, "iterations of linear warm-up", aliases=("--warmup-iters",))
+    lr_warmup_samples: int = opt(0, "samples of linear warm-up", maximum=2**40)
+    lr_warmup_fraction: float | None = opt(
+        None, "warm-up as a fraction of the decay length", type=float
+    )
+    lr_decay_tokens: float | None = opt(
+        None, "tokens until --min-lr (default: --train-tokens)", type=float
+    )
+    lr_warmup_tokens: float = opt(0.0, "tokens of linear warm-up")
+    lr_warmup_init: float = opt(0.0, "learning rate at which the warm-up begins")
+    lr_wsd_decay_style: str = opt(
+        "exponential", "shape of the decay at the end of --lr-decay-style WSD", choices=WSD_STYLES
+    )
+    lr_wsd_decay_iters: int | None = opt(None, "iterations of that decay", type=int)
+    lr_wsd_decay_samples: int | None = opt(None, "samples of that decay", type=int, maximum=2**40)
+    weight_decay: float = opt(0.01, "decoupled weight decay, on matrices only")
+    start_weight_decay: float | None = opt(
+        None, "weight decay at the start (default: --weight-decay)", type=float
+    )
+    end_weight_decay: float | None = opt(
+        None, "weight decay at the end (default: --weight-decay)", type=float
+    )
+    weight_decay_incr_style: str = opt(
+        "constant", "path between the two", choices=("constant", "linear", "cosine")
+    )
+    clip_grad: float = opt(1.0, "largest global gradient norm; 0: no clipping")
+    adam_beta1: float = opt(0.9, "decay of the first moment")
+    adam_beta2: float = opt(0.999, "decay of the second moment")
+    adam_eps: float = opt(1e-8, "added to the root of the second moment")
+    use_precision_aware_optimizer: bool = opt(
+        False, "store AdamW's moments in the formats of --exp-avg-dtype and --exp-avg-sq-dtype"
+    )
+    main_params_dtype: str = opt(
+        "fp32",
+        "bf16: no FP32 master weights; AdamW updates in FP32 and rounds each weight to BF16 up or "
+        "down at random so that its mean is right; with --bf16",
+        choices=("fp32", "bf16"),
+    )
+    exp_avg_dtype: str = opt(
+        "fp32",
+        "with --use-precision-aware-optimizer, the format in which the first moment is stored: fp32, "
+        "bf16, or int8 with a scale for each block of at most 256, rounded to nearest; AdamW computes in FP32",
+        choices=MOMENT_DTYPES,
+    )
+    exp_avg_sq_dtype: str = opt(
+        "fp32",
+        "the same of the second moment, rounded up or down at random so that its mean is right, the "
+        "same in every layout",
+        choices=MOMENT_DTYPES,
+    )
+    override_opt_param_scheduler: bool = opt(
+        False,
+        "on resuming, learning rate and weight decay follow this command line; the "
+        "default, too, which notes what differs from the checkpoint",
+        aliases=("--override-opt_param-scheduler", "--override-lr-scheduler"),
+    )
+    use_checkpoint_opt_param_scheduler: bool = opt(
+        False,
+        "on resuming, learning rate and weight decay follow the checkpoint's "
+        "schedule, whatever this command line says",
+        aliases=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-lr-scheduler"),
+    )
+    no_load_lr_state: bool = opt(
+        False, "on resuming, learning rate and weight decay begin their schedule anew"
+    )
+    no_load_optim: bool = opt(
+        False, "on resuming, load the weights only: moments, loss scale and schedule begin anew"
+    )
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+        check_positive(
+            self,
+            "lr",
+            "decoupled_lr",
+            "lr_decay_iters",
+            "lr_decay_samples",
+            "lr_decay_tokens",
+            "lr_wsd_decay_iters",
+            "lr_wsd_decay_samples",
+            "adam_eps",
+            "muon_num_ns_steps",
+            "muon_extra_scale_factor",
+        )
+        check_fraction(self, "adam_beta1", "adam_beta2", "muon_momentum")
+        for name in (
+            "min_lr",
+            "decoupled_min_lr",
+            "weight_decay",
+            "clip_grad",
+            "lr_warmup_iters",
+            "lr_warmup_samples",
+            "lr_warmup_tokens",
+            "lr_warmup_init",
+        ):
+            check(
+                (getattr(self, name) or 0) >= 0,
+                f"{flag(name)} is {getattr(self, name)}: pass 0 or more",
+            )
+        check_choices(self)
+        self._check_learning_rate()
+        self._check_weight_decay()
+        self._check_moments()
+        self._check_coefficients()
+        keeps, anew = (
+            self.use_checkpoint_opt_param_scheduler,
+            self.no_load_lr_state or self.no_load_optim,
+        )
+        check(
+            not (self.override_opt_param_scheduler and keeps),
+            "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other: pass one",
+        )
+        check(
+            not (anew and keeps),
+            "--use-checkpoint-opt_param-scheduler goes with neither --no-load-lr-state nor "
+            "--no-load-optim, which begin the schedule anew: leave it out",
+        )
+
+    def _check_learning_rate(self) -> None:
+        for name in ("min_lr", "lr_warmup_init"):
+            check(
+                getattr(self, name) <= self.lr,
+                f"{flag(name)} {getattr(self, name)} is above --lr {self.lr}: lower it",
+            )
+        lowest = max(
+            self.lr_warmup_init,
+            self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr,
+        )
+        check(
+            self.decoupled_lr is None or lowest <= self.decoupled_lr,
+            f"--decoupled-lr {self.decoupled_lr} is below {lowest}, "
+            "the larger of --lr-warmup-init and of --decoupled-min-lr, by default --min-lr: raise it, or lower that",
+        )
+        self._check_one("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
+        self._check_one("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens")
+        if not self.lr_warmup_tokens:  # which win over a fraction, as in the forks that have them
+            self._check_one("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
+        self._check_one("lr_wsd_decay_iters", "lr_wsd_decay_samples")
+        check(
+            self.lr_warmup_fraction is None or 0 <= self.lr_warmup_fraction <= 1,
+            f"--lr-warmup-fraction is {self.lr_warmup_fraction}: pass a number from 0 to 1",
+        )
+        check(
+            self.lr_decay_style != "WSD" or self.lr_wsd_decay_iters or self.lr_wsd_decay_samples,
+            "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples, the length of its decay: pass one",
+        )
+
+    def _check_coefficients(self) -> None:
+        count = MUON_COEFFICIENTS[self.muon_coefficient_type]
+        steps = self.muon_num_ns_steps
+        check(
+            steps <= count or steps % count == 0,
+            f"--muon-num-ns-steps {steps}: the {count} coefficients of --muon-coefficient-type "
+            f"{self.muon_coefficient_type} would begin again and not end, which leaves singular values near 0.1 and not 1: "
+            f"pass {steps // count * count} or {(steps // count + 1) * count}",
+        )
+
+    def _check_moments(self) -> None:
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+            value = getattr(self, name)
+            check(
+                value in MOMENT_BYTES,
+                f"{flag(name)} {value}: moments lie below the range of {value.upper()}, and the scale of "
+                "each tensor that it needs is not supported: pass int8, bf16 or fp32",
+            )
+            check(
+                value == "fp32" or self.use_precision_aware_optimizer,
+                f"{flag(name)} {value} needs "
+                "--use-precision-aware-optimizer, as in Megatron-LM: pass it, or fp32",
+            )
+        check(
+            (self.exp_avg_dtype == "int8") == (self.exp_avg_sq_dtype == "int8"),
+            f"--exp-avg-dtype {self.exp_avg_dtype} and "
+            f"--exp-avg-sq-dtype {self.exp_avg_sq_dtype}: int8 is supported for both moments together only: pass it twice",
+        )
+        check(
+            self.exp_avg_dtype != "int8" or not self.muon,
+            f"--exp-avg-dtype int8 is supported with AdamW, not with --optimizer "
+            f"{self.optimizer}: pass bf16",
+        )
+
+    @property
+    def muon(self) -> bool:
+        """Whether matrices are updated by Muon."""
+        return self.optimizer in MUON
+
+    @property
+    def moment_bytes(self) -> float:
+        """Of both of AdamW's moments of one parameter."""
+        return MOMENT_BYTES[self.exp_avg_dtype] + MOMENT_BYTES[self.exp_avg_sq_dtype]
+
+    def _check_one(self, *names: str) -> None:
+        given = [name for name in names if getattr(self, name)]
+        check(len(given) <= 1, f"{' and '.join(map(flag, given))} exclude each other: pass one")
+
+    def _check_weight_decay(self) -> None:
+        for name in ("start_weight_decay", "end_weight_decay"):
+            value = getattr(self, name)
+            check(value is None or value >= 0, f"{flag(name)} is {value}: pass 0 or more")
+            check(
+                value is None or self.weight_decay_incr_style != "constant",
+                f"{flag(name)} {value} has no effect with "
+                "--weight-decay-incr-style constant: pass linear or cosine, or only --weight-decay",
+            )
+        start = self.weight_decay if self.start_weight_decay is None else self.start_weight_decay
+        end = self.weight_decay if self.end_weight_decay is None else self.end_weight_decay
+        check(
+            start <= end,
+            f"--end-weight-decay {end} is below --start-weight-decay {start}: the weight decay only grows, as in Megatron-LM; "
+            "raise it",
+        )

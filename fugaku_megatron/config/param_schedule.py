@@ -1,0 +1,177 @@
+"""Learning rate and weight decay as functions of the samples consumed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from .batches import last_samples, length, samples_after, sizes_of
+from .fields import check, flag
+from .run_config import OptimizerConfig, RunConfig
+from .training import TrainingConfig
+
+# Share of the way from the peak down to --min-lr that is left at a fraction of the decay: 1 at fraction 0, 0 at fraction 1.
+SHAPES = {
+    "linear": lambda fraction: 1.0 - fraction,
+    "cosine": lambda fraction: 0.5 * (math.cos(math.pi * fraction) + 1.0),
+    "exponential": lambda fraction: 2.0 * 0.5**fraction - 1.0,
+    "minus_sqrt": lambda fraction: 1.0 - math.sqrt(fraction),
+}
+
+
+ROUNDING = 1e-9  # of a length in fractions of a sample
+
+
+# Flags of one length each, of which at most one is given.
+WARM_UPS = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction")
+
+
+DECAYS = ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
+
+
+WSD_DECAYS = ("lr_wsd_decay_iters", "lr_wsd_decay_samples")
+
+
+LENGTHS = ("train_samples", "train_iters", "train_tokens")
+
+
+def _given(config: OptimizerConfig | TrainingConfig, names: Sequence[str]) -> str:
+    """Return the first of these flags that is set, with its value."""
+    for name in names:
+        if value := getattr(config, name):
+            return f"{flag(name)} {value:.12g}"
+    return ""
+
+
+@dataclass(frozen=True)
+class ParamSchedule:
+    """Learning rate and weight decay as functions of the samples that the schedule has counted.
+
+    All lengths are in samples, and need not be whole. wsd_samples: of the decay at the end of --lr-decay-style WSD.
+    """
+
+    config: OptimizerConfig
+    warmup_samples: float
+    decay_samples: float
+    total_samples: float
+    wsd_samples: float = 0
+
+    @staticmethod
+    def from_run(run: RunConfig, global_batch_size: int) -> ParamSchedule:
+        """From the -iters, -samples or -tokens flags; iterations have the sizes that the run gives them.
+
+        Raises ValueError for a warm-up that is not below the length of the decay, and for a decay of WSD that begins before the
+        warm-up ends.
+        """
+        o, t, s = run.optimizer, run.training, run.model.seq_length
+        sizes = sizes_of(run, global_batch_size)
+        iterations = o.lr_decay_iters or t.train_iters or 0
+        total = (
+            t.train_samples or samples_after(sizes, t.train_iters or 0) or (t.train_tokens or 0) / s
+        )
+        decay = (
+            o.lr_decay_samples
+            or samples_after(sizes, o.lr_decay_iters or 0)
+            or (o.lr_decay_tokens or 0) / s
+            or total
+        )
+        warmup = (
+            o.lr_warmup_samples
+            or samples_after(sizes, o.lr_warmup_iters)
+            or o.lr_warmup_tokens / s
+            or (o.lr_warmup_fraction or 0) * decay
+        )
+        check(
+            not warmup or warmup < decay,
+            f"the warm-up of the learning rate, {warmup:.10g} samples ({_given(o, WARM_UPS)}), is not below the {decay:.10g} "
+            f"samples of its decay ({_given(o, DECAYS) or _given(t, LENGTHS)}): shorten it, or lengthen the decay",
+        )
+        if o.lr_decay_style != "WSD":
+            return ParamSchedule(o, warmup, decay, total)
+        if decay != samples_after(sizes, iterations):  # it is in samples or tokens
+            iterations, _ = length(TrainingConfig(train_tokens=decay), sizes)
+        wsd = o.lr_wsd_decay_samples or last_samples(sizes, iterations, o.lr_wsd_decay_iters or 0)
+        check(
+            wsd + warmup <= decay * (1 + ROUNDING) or not decay,
+            f"{_given(o, WSD_DECAYS)}, {wsd:.10g} samples, is longer than the {decay - warmup:.10g} samples between the warm-up "
+            f"({_given(o, WARM_UPS) or 'none'}) and the end of the decay ({_given(o, DECAYS) or _given(t, LENGTHS)}): shorten it",
+        )
+        return ParamSchedule(o, warmup, decay, total, wsd)
+
+    def notes(self, training: TrainingConfig) -> list[str]:
+        """Return a line about a schedule that goes on after the run, as Megatron-LM permits."""
+        o, end = self.config, _given(training, LENGTHS)
+        if self.warmup_samples > self.total_samples:
+            return [
+                f"the warm-up of the learning rate, {_given(o, WARM_UPS)}, is longer than the run, {end}: it does not reach "
+                f"--lr {o.lr:g}"
+            ]
+        if self.decay_samples > self.total_samples and o.lr_decay_style != "constant":
+            return [
+                f"the learning rate decays over {_given(o, DECAYS)}, longer than the run, {end}: its last rate is "
+                f"{self.learning_rate(math.ceil(self.total_samples)):.3e}"
+            ]
+        return []
+
+    @property
+    def decoupled(self) -> ParamSchedule:
+        """The schedule of the weights that --decoupled-lr is for, which is the same one without it."""
+        o = self.config
+        if o.decoupled_lr is None:
+            return self
+        lowest = o.min_lr if o.decoupled_min_lr is None else o.decoupled_min_lr
+        return replace(
+            self,
+            config=replace(
+                o, lr=o.decoupled_lr, min_lr=lowest, decoupled_lr=None, decoupled_min_lr=None
+            ),
+        )
+
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return asdict(self)
+
+    @staticmethod
+    def from_state(state: dict[str, Any]) -> ParamSchedule:
+        """Back from the checkpoint."""
+        return ParamSchedule(**{**state, "config": OptimizerConfig(**state["config"])})
+
+    def learning_rate(self, samples: int) -> float:
+        """Rate of the iteration that starts when `samples` were counted (--lr-warmup-init in the first one of a warm-up)."""
+        o, style = self.config, self.config.lr_decay_style
+        if self.warmup_samples and samples <= self.warmup_samples:
+            return o.lr_warmup_init + (o.lr - o.lr_warmup_init) * samples / self.warmup_samples
+        if style == "constant":
+            return o.lr
+        if samples > self.decay_samples:
+            return o.min_lr
+        if style == "inverse-square-root":
+            return max(o.min_lr, o.lr * max(self.warmup_samples, 1) ** 0.5 / max(samples, 1) ** 0.5)
+        return o.min_lr + self._left(samples) * (o.lr - o.min_lr)
+
+    def _left(self, samples: int) -> float:
+        """Share of the decay that is still to come."""
+        if self.config.lr_decay_style != "WSD":
+            length = (
+                self.decay_samples - self.warmup_samples
+            )  # above 0, and possibly below 1; 0 for a run of no samples
+            return SHAPES[self.config.lr_decay_style](
+                (samples - self.warmup_samples) / (length or 1)
+            )
+        begun = samples - (self.decay_samples - self.wsd_samples)
+        return (
+            1.0 if begun <= 0 else SHAPES[self.config.lr_wsd_decay_style](begun / self.wsd_samples)
+        )
+
+    def weight_decay(self, samples: int) -> float:
+        """Weight decay of the same iteration."""
+        o = self.config
+        start = o.weight_decay if o.start_weight_decay is None else o.start_weight_decay
+        end = o.weight_decay if o.end_weight_decay is None else o.end_weight_decay
+        if o.weight_decay_incr_style == "constant" or samples > self.total_samples:
+            return end
+        return start + (end - start) * SHAPES[o.weight_decay_incr_style](
+            1.0 - samples / max(1, self.total_samples)
+        )

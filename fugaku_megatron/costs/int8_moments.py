@@ -1,0 +1,190 @@
+"""Blocks of AdamW's moments in 8 bits: which elements share a scale, and the scales that a rank holds. No torch.
+
+A segment is a run of consecutive elements of a global tensor that no layout divides: tensor-parallel sizes divide the query groups,
+so a dimension of n rows that ranks share is divided at multiples of n / gcd(n, query groups). Segments are cut into equal blocks of
+at most MOMENT_BLOCK elements. So the blocks, and the bits of the moments, are those of the global tensor in every layout.
+Left out: the codes (`optim.int8`), and the all-reduce of scales over ZeRO-1 shards, two numbers for each boundary.
+Legend: h hidden, f width of the MLP, e experts, r rank of an adapter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import NamedTuple
+
+from ..config.layout import Layout, placement
+from ..config.lora import FC1, FC2, PROJ, QKV
+from ..config.model import NORMS
+from ..config.optimizer import MOMENT_BLOCK
+from ..config.run_config import ModelConfig, RunConfig
+from .accounting import padded_vocab_size, stage_layers
+from .experts import Division
+
+Segments = list[tuple[int, int]]  # (how many a rank holds, elements of each)
+
+
+class _Linear(NamedTuple):
+    """A linear layer: widths is 2 with a gate; `ranks` share its outputs, or inputs; experts: of a rank, each with such a layer."""
+
+    name: str
+    widths: int
+    outputs: int
+    inputs: int
+    ranks: int
+    experts: int = 1
+    divided: bool = False
+
+
+def undivided_rows(model: ModelConfig, rows: int, vocabulary: bool = False) -> int:
+    """Return the rows at whose multiples tensor-parallel ranks divide a dimension. vocabulary: the rows are padded tokens."""
+    if vocabulary and not model.padded_vocab_size:
+        return model.make_vocab_size_divisible_by
+    return rows // math.gcd(rows, model.query_groups)
+
+
+def segment_blocks(length: int) -> int:
+    """Return the number of blocks of a segment."""
+    return math.ceil(length / block_length(length))
+
+
+def block_length(length: int) -> int:
+    """Return the elements of a block in a segment of `length`; the last block may be shorter."""
+    return math.ceil(length / math.ceil(length / MOMENT_BLOCK))
+
+
+def _shared(
+    model: ModelConfig, rows: int, ranks: int, inner: int = 1, outer: int = 1
+) -> tuple[int, int]:
+    """Return a rank's segments of a tensor (outer, rows, inner) whose rows `ranks` share."""
+    unit = undivided_rows(model, rows)
+    return outer * (rows // ranks // unit), unit * inner
+
+
+def _linears(run: RunConfig, tp: int, mlp: str) -> list[_Linear]:
+    """Return the linear layers of a layer on one rank."""
+    model = run.model
+    h = model.hidden_size
+    linears = [
+        _Linear(QKV, 1, model.qkv_width, h, tp),
+        _Linear(PROJ, 1, h, model.context_width, tp),
+    ]
+    if mlp != "experts":
+        f = model.ffn_hidden_size
+        return [*linears, _Linear(FC1, model.fc1_widths, f, h, tp), _Linear(FC2, 1, h, f, tp)]
+    division = Division.of(run, tp)
+    experts = ((model.num_experts or 0) // division.ep, division.divided)
+    f = model.moe_ffn_hidden_size or 0
+    linears.append(_Linear(FC1, model.fc1_widths, f, h, division.etp, *experts))
+    linears.append(_Linear(FC2, 1, h, f, division.etp, *experts))
+    if shared := model.moe_shared_expert_intermediate_size:
+        linears.append(_Linear(FC1, model.fc1_widths, shared, h, tp))
+        linears.append(_Linear(FC2, 1, h, shared, tp))
+    return linears
+
+
+def _split_outputs(model: ModelConfig, linear: _Linear, columns: int) -> tuple[int, int]:
+    """Return the segments of a tensor (experts, widths, outputs, columns) whose outputs ranks share."""
+    outer = linear.experts * linear.widths
+    return _shared(model, linear.outputs, linear.ranks, inner=columns, outer=outer)
+
+
+def _weight(model: ModelConfig, linear: _Linear) -> Segments:
+    """Return the segments of a linear layer's weight."""
+    if linear.name in (QKV, FC1):
+        return [_split_outputs(model, linear, linear.inputs)]
+    outer = linear.experts * linear.outputs
+    return [_shared(model, linear.inputs, linear.ranks, outer=outer)]
+
+
+def _adapters(run: RunConfig, linear: _Linear) -> Segments:
+    """Return the segments of the A and the B of a linear layer's adapters."""
+    model = run.model
+    rank = run.lora.rank
+    rows = len(run.lora.parts(linear.name, model)) * rank
+    if not rows:
+        return []
+    if linear.name in (QKV, FC1):
+        return [(linear.experts, rows * linear.inputs), _split_outputs(model, linear, rank)]
+    down = _shared(model, linear.inputs, linear.ranks, outer=linear.experts * rows)
+    return [down, (linear.experts, linear.outputs * rank)]
+
+
+@lru_cache(maxsize=64)  # each layer asks for the same
+def layer_segments(run: RunConfig, tp: int, mlp: str) -> tuple[Segments, Segments]:
+    """Return the segments of a layer's trained parameters on one rank: of divided experts, and of the others."""
+    model = run.model
+    h = model.hidden_size
+    divided: Segments = []
+    others: Segments = []
+    for linear in _linears(run, tp, mlp):
+        kind = divided if linear.divided else others
+        kind += _adapters(run, linear) if run.lora.on else _weight(model, linear)
+    if run.lora.on:
+        return divided, others
+    vectors = NORMS[model.normalization].vectors
+    bias = not model.disable_bias_linear
+    others += [(2 * vectors, h)]
+    if model.qk_layernorm:
+        for heads in (model.num_attention_heads, model.query_groups):
+            normed = heads if model.qk_layernorm_all_heads else 1
+            others.append((vectors, normed * model.kv_channels))
+    if model.qkv_bias:
+        others += [_shared(model, model.qkv_width, tp)]
+    if bias:
+        others += [(1, h)]  # of the projection
+    if mlp == "experts":
+        experts = model.num_experts or 0
+        others += [(1, experts * h), (int(model.moe_router_enable_expert_bias), experts)]
+        others += [(int(model.moe_shared_expert_gate), h)]
+    elif bias:
+        others += [_shared(model, model.ffn_hidden_size, tp, outer=model.fc1_widths), (1, h)]
+    return divided, others
+
+
+def unit_segments(
+    run: RunConfig, layout: Layout, stage: int, tied: bool
+) -> list[tuple[Segments, Segments]]:
+    """Return the `layer_segments` of each unit of a stage, as `memory.stage_units` orders them; tied: the last is a tied copy."""
+    model = run.model
+    where = placement(run)
+    first = where.owner(0)[0] == stage
+    last = where.last_stage == stage
+    vocabulary = padded_vocab_size(model, layout.tp)
+    unit = undivided_rows(model, vocabulary, vocabulary=True)
+    table = (vocabulary // layout.tp // unit, unit * model.hidden_size)
+    head: Segments = []
+    embedding: Segments = []
+    if not run.lora.on:
+        head.append((NORMS[model.normalization].vectors, model.hidden_size))
+        if not model.tied:
+            head.append(table)
+        if not tied:
+            embedding.append(table)
+        if model.learned_positions:
+            embedding.append((1, model.max_position_embeddings * model.hidden_size))
+    units: list[tuple[Segments, Segments]] = []
+    if last:
+        units.append(([], head))
+    for model_chunk in reversed(stage_layers(run, stage)):
+        for layer in reversed(model_chunk):
+            units.append(layer_segments(run, layout.tp, model.mlps[layer]))
+    if first:
+        units.append(([], embedding))
+    if tied:
+        units.append(([], [table]))
+    return units
+
+
+def scales(segments: Iterable[tuple[int, int]], elements: int) -> int:
+    """Return the most scales that `elements` consecutive elements of these segments need: those with the shortest blocks first."""
+    held = [(count, length, segment_blocks(length)) for count, length in segments if count]
+    total = sum(count * blocks for count, _, blocks in held)
+    found = 2  # the blocks at both ends may be cut
+    left = elements
+    for count, length, blocks in sorted(held, key=lambda each: each[1] / each[2]):
+        taken = min(left, count * length)
+        found += math.ceil(taken * blocks / length)
+        left -= taken
+    return min(found, total)

@@ -1,0 +1,231 @@
+"""A launcher such as mpiexec or srun as a child process: its output, requests to stop, and how the run ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import IO
+
+from ..start.exit_codes import ExitCode
+from ..start.signals import StopSignals
+
+KEPT_BYTES = 1 << 16  # of the end of the output, where the launcher's own messages are
+
+
+DRAIN_SECONDS = (
+    5.0  # to read the rest of the pipes; a process that outlives the launcher may keep them open
+)
+
+
+ORDERLY = (
+    signal.SIGUSR1
+)  # every launcher forwards it to its ranks; after SIGTERM Open MPI's launcher kills them at once
+
+
+RESTARTED = (
+    ExitCode.FAILED,
+    ExitCode.HANG,
+    ExitCode.LOST_RANK,
+    ExitCode.STORAGE,
+)  # another start may succeed
+
+
+WHAT = {
+    ExitCode.FINISHED: "finished, or stopped on request",
+    ExitCode.FAILED: "a rank failed",
+    ExitCode.USER_ERROR: "refused",
+    ExitCode.DIVERGED: "diverged",
+    ExitCode.HANG: "a rank hung",
+    ExitCode.LOST_RANK: "a rank is lost",
+    ExitCode.REPLICAS_DIFFER: "a machine is faulty: the newest checkpoint may be wrong too",
+    ExitCode.STORAGE: "a file system failed",
+    ExitCode.INTERRUPTED: "interrupted",
+    ExitCode.OUTPUT: "standard output could not be written",
+}
+
+
+_SIGNALS = (r"EXIT STRING: .*\(signal (\d+)\)", r"exited on\s+signal (\d+)")  # MPICH, Open MPI
+
+
+_JOINED = r"EXIT CODE: (\d+)\n(?:=.*\n)*.*EXIT STRING: .*\(signal (\d+)\)"  # MPICH: the code of one rank, and the bits of all ranks
+
+
+_CODES = (
+    r"srun: error: \S+: tasks? \S+ Exited with exit code (\d+)",
+    r"application called MPI_Abort\([^,()]*, (\d+)\)",
+    r"MPI_ABORT was invoked[^\0]*?Errorcode: (\d+)",
+)
+
+
+_KILLED = r"srun: error: \S+: tasks? \S+ (?!Exited)\S"
+
+
+_NODES = (
+    r"PID \d+ RUNNING AT (\S+)",  # MPICH
+    r"on node (\S+) exited on",  # Open MPI
+    r"Remote daemon: .* on node (\S+)",  # Open MPI: a node does not answer
+    r"srun: error: Node failure on (\S+)",
+    r"srun: error: (\S+): tasks? \S+ (?!Terminated)",
+    r"rank \d+ \(node ([^\s()]+)\) (?:stopped|is gone)",  # the trainer's watchdog
+)
+
+
+class Launcher:
+    """A running launcher. Raises ValueError if the program does not exist."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        try:
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        except OSError as error:
+            raise ValueError(
+                f"{command[0]}: {error.strerror}: pass the launcher of the MPI, such as mpiexec or srun"
+            ) from error
+        self._said = bytearray()
+        self._lock = threading.Lock()
+        pipes = ((self.process.stdout, 1), (self.process.stderr, 2))
+        self._readers = [
+            threading.Thread(target=self._copy, args=pipe, daemon=True) for pipe in pipes
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _copy(self, source: IO[bytes], target: int) -> None:
+        while chunk := os.read(source.fileno(), 1 << 16):
+            with self._lock:
+                self._said += chunk
+                del self._said[:-KEPT_BYTES]
+            with contextlib.suppress(
+                OSError
+            ):  # the reader is gone or the disk is full: the run continues
+                while chunk:
+                    chunk = chunk[os.write(target, chunk) :]
+
+    def wait(self) -> tuple[int, str]:
+        """(exit code, negative for a signal; the end of the output)."""
+        code = self.process.wait()
+        for reader in self._readers:
+            reader.join(DRAIN_SECONDS)
+        with self._lock:
+            return code, self._said.decode(errors="replace")
+
+    def send(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        self.process.send_signal(number)
+
+
+class Stop(StopSignals):
+    """Inside the block SIGTERM, SIGUSR1 and SIGINT ask the run to save and exit; it is not restarted.
+
+    The launcher gets the first one as ORDERLY and a second one unchanged. The terminal sends Control-C to the launcher itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._passed_on = False
+        self._launcher: Launcher | None = None
+
+    @contextlib.contextmanager
+    def forwarding(self, launcher: Launcher) -> Iterator[None]:
+        """Inside the block signals are forwarded to this launcher, also one that arrived just before."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
+        self._launcher = launcher
+        if self.stop_requested:
+            self._pass_on(ORDERLY)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.signals)
+        try:
+            yield
+        finally:
+            self._launcher = None
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number)
+        if not (number == signal.SIGINT and _typed_here()):
+            self._pass_on(number if self._passed_on else ORDERLY)
+
+    def _pass_on(self, number: int) -> None:
+        if self._launcher:
+            self._passed_on = True
+            self._launcher.send(number)
+
+
+def _typed_here() -> bool:
+    """Whether this process is in the foreground of a terminal, where Control-C reaches the whole process group."""
+    try:
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:  # no terminal
+        return False
+
+
+@dataclass(frozen=True)
+class Ending:
+    """code: the exit code of the job. signal: the signal that ended a rank, 0 for none. node: the node that was named, or "".
+
+    several: whether other signals ended other ranks. other: an exit code that ExitCode does not contain, such as MPICH's for a
+    signal that its message does not name.
+    """
+
+    code: ExitCode
+    signal: int = 0
+    node: str = ""
+    other: int = 0
+    several: bool = False
+
+    @property
+    def restarts(self) -> bool:
+        """Whether another start may succeed."""
+        return self.code in RESTARTED
+
+    def text(self) -> str:
+        """What happened, as one line of the log."""
+        more = ", and others in other ranks" * self.several
+        how = f" (signal {self.signal}, {_signal_name(self.signal)}{more})" if self.signal else ""
+        how = f" (exit code {self.other})" if self.code == ExitCode.FAILED else how
+        return f"{WHAT[self.code]}{how}{f' on node {self.node}' if self.node else ''}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
+
+
+def _first(patterns: tuple[str, ...], said: str) -> str | None:
+    """The group of the pattern that matches first in the text."""
+    found = [match for pattern in patterns if (match := re.search(pattern, said, re.MULTILINE))]
+    return min(found, key=lambda match: match.start())[1] if found else None
+
+
+def ending(returncode: int, said: str) -> Ending:
+    """How a start ended. returncode: of subprocess, negative if a signal ended the launcher. said: the end of the output."""
+    if returncode == 0:
+        return Ending(ExitCode.FINISHED)
+    node = (_first(_NODES, said) or "").rstrip(",.:")
+    if number := _first(_SIGNALS, said):
+        one, joined = (
+            map(int, found.groups())
+            if (found := re.search(_JOINED, said))
+            else (int(number), int(number))
+        )
+        several = one != joined and one | joined == joined
+        return Ending(ExitCode.LOST_RANK, one if several else int(number), node, several=several)
+    if (code := _first(_CODES, said)) is not None:
+        return _of_code(int(code), node)
+    if re.search(_KILLED, said):
+        return Ending(ExitCode.LOST_RANK, node=node)
+    return _of_code(returncode, node)
+
+
+def _of_code(code: int, node: str) -> Ending:
+    number = -code if code < 0 else code - 128  # 128 + signal, as in a shell
+    if 0 < number < signal.NSIG and code not in set(ExitCode):
+        return Ending(ExitCode.LOST_RANK, number, node)
+    known = ExitCode(code) if code in set(ExitCode) else ExitCode.FAILED
+    return Ending(known, node=node, other=code)

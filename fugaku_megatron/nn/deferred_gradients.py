@@ -1,0 +1,66 @@
+"""Weight gradients that a schedule computes later than the data gradients."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+# Weight gradients, computed at once or put off: what splits a backward into its two halves (Qi et al. 2023, "Zero Bubble Pipeline
+# Parallelism", arXiv:2401.10241, section 2). A backward computes gradients of inputs, for which another stage waits, and gradients
+# of weights, for which nobody waits before the optimizer. Operations hand the second kind over as work:
+#
+#     gradients.add(work)                    at once, or
+#     with gradients.put_off() as waiting:   the gradients of inputs alone
+#         backward(y, dy)
+#     waiting.run()                          later: the same calls in the same order, so the same bits
+
+Work = Callable[[], object]
+
+
+class Waiting:
+    """What one backward has put off. It keeps the tensors that it needs alive."""
+
+    def __init__(self) -> None:
+        self._work: deque[Work] = deque()
+
+    def append(self, work: Work) -> None:
+        """Put `work` at the end."""
+        self._work.append(work)
+
+    @torch.no_grad()  # as autograd calls a backward
+    def run(self) -> None:
+        """Do all of it in the order of `append`, freeing each one's tensors."""
+        while self._work:
+            self._work.popleft()()
+
+
+class WeightGradients:
+    """Where a rank's operations bring their weight-gradient work. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._waiting: Waiting | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether work that is added now will be done later, so that its operands must stay as they are."""
+        return self._waiting is not None
+
+    def add(self, work: Work) -> None:
+        """Do `work`, or put it off."""
+        if self._waiting is None:
+            work()
+        else:
+            self._waiting.append(work)
+
+    @contextmanager
+    def put_off(self) -> Iterator[Waiting]:
+        """Inside, what is added waits in the result."""
+        assert self._waiting is None, "the work of another backward is being put off"
+        self._waiting = waiting = Waiting()
+        try:
+            yield waiting
+        finally:
+            self._waiting = None

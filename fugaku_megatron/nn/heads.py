@@ -1,0 +1,35 @@
+"""Attention heads of a rank: query groups and head size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+Angles = tuple[Tensor, Tensor]  # cosines and sines (positions, rotated elements / 2), FP32
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How qkv (s, b, g (n/g + 2) d) lies: for each group its n/g queries, its key and its value, d elements each."""
+
+    heads: int
+    groups: int
+    head_size: int
+
+    @staticmethod
+    def of(qkv: Tensor, head_size: int, groups: int | None) -> Heads:
+        """Those of qkv (s, b, width); groups None: as many as heads."""
+        slots = qkv.shape[-1] // head_size
+        return (
+            Heads(slots // 3, slots // 3, head_size)
+            if groups is None
+            else Heads(slots - 2 * groups, groups, head_size)
+        )
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of queries (s, b, g, n/g, d), keys and values (s, b, g, 1, d)."""
+        each = self.heads // self.groups
+        return qkv.view(*qkv.shape[:2], self.groups, each + 2, self.head_size).split(
+            (each, 1, 1), dim=3
+        )

@@ -1,0 +1,138 @@
+"""Angles of rotary positions, also scaled ones (YaRN, NTK) and by document."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..config.model import YARN
+from ..config.run_config import ModelConfig
+from .heads import Angles
+
+
+class TokenAngles(NamedTuple):
+    """Angles of rotary positions, and the row of the angles for each token, int32 (s, b)."""
+
+    angles: Angles
+    rows: Tensor
+
+
+# The angles of rotary positions: cosines and sines for each position and pair of elements. Sources: Su et al. 2021, "RoFormer"
+# (arXiv:2104.09864), section 3.2; Llama 3.1's and dynamic NTK scaling as ROPE_INIT_FUNCTIONS of transformers' modeling_rope_utils
+# has them (_compute_llama3_parameters, _compute_dynamic_ntk_parameters);
+# Peng et al. 2023, "YaRN" (arXiv:2309.00071) as Megatron-LM has it in
+# megatron/core/models/common/embeddings/yarn_rotary_pos_embedding.py, and its linear scaling in
+# megatron/core/models/common/embeddings/rotary_pos_embedding.py. Left out: the turning (`ops.Ops.rotary`).
+
+
+def frequencies(model: ModelConfig, length: int) -> Tensor:
+    """Angle per position of each pair of elements, (rotated elements / 2,) in FP32, in a sequence of `length` positions.
+
+    The length matters to --rope-dynamic-factor alone, which raises the base where it exceeds the original positions.
+    With --use-rope-scaling, waves of up to (original positions / high factor) positions stay as they are, those of (original
+    positions / low factor) and more are lengthened by the scaling factor, and those between are mixed of both.
+    """
+    size = model.rotary_size
+    if model.position_embedding_type == YARN:
+        return yarn_frequencies(model)
+    base = model.rotary_base
+    if model.rope_dynamic_factor is not None:
+        longer = max(length / model.rope_scaling_original_max_position_embeddings, 1.0)
+        base *= (model.rope_dynamic_factor * longer - (model.rope_dynamic_factor - 1)) ** (
+            size / (size - 2)
+        )
+    plain = 1.0 / base ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+    if not model.use_rope_scaling:
+        return plain
+    lengthened = plain / model.rope_scaling_factor
+    low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
+    waves = model.rope_scaling_original_max_position_embeddings / (
+        2 * math.pi / plain
+    )  # in the original positions
+    share = ((waves - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - share) * lengthened + share * plain
+
+
+def yarn_frequencies(model: ModelConfig) -> Tensor:
+    """`frequencies` where long waves are lengthened: those that turn less often than beta slow within the original positions.
+
+    Those that turn more often than beta fast stay as they are, and a ramp over the pairs' numbers mixes both between them.
+    """
+    size, base = model.kv_channels, model.rotary_base
+    powers = base ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+
+    def number(turns: float) -> float:
+        return (
+            size
+            * math.log(model.yarn_original_max_position_embeddings / (turns * 2 * math.pi))
+            / (2 * math.log(base))
+        )
+
+    low, high = number(model.yarn_beta_fast), number(model.yarn_beta_slow)
+    if model.yarn_correction_range_round_to_int:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    high += 0.001 * (low == high)
+    ramp = ((torch.arange(size // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return ramp / (model.rotary_scaling_factor * powers) + (1 - ramp) / powers
+
+
+def concentration(model: ModelConfig) -> float:
+    """By what yarn multiplies queries and keys. For rope it is 1, or what makes the scores those of --attention-multiplier."""
+    if model.attention_multiplier is not None:
+        return (model.attention_multiplier * model.kv_channels**0.5) ** 0.5
+    return model.yarn_attention_factor if model.position_embedding_type == YARN else 1.0
+
+
+def rotary_angles(model: ModelConfig, positions: Tensor, length: int) -> Angles | None:
+    """(cosines, sines) of positions (s,) in a sequence of `length`, each (s, rotated elements / 2) in FP32, times yarn's factor.
+
+    None for a model without rotary positions.
+    """
+    if not model.rotary:
+        return None
+    angles = torch.outer(
+        positions.float() / (model.rotary_seq_len_interpolation_factor or 1.0),
+        frequencies(model, length),
+    )
+    factor, sines = concentration(model), angles.sin()
+    cosines = angles.cos_()
+    return (cosines, sines) if factor == 1.0 else (cosines.mul_(factor), sines.mul_(factor))
+
+
+def document_angles(model: ModelConfig, positions: Tensor, padding: Tensor | None) -> TokenAngles:
+    """Return the angles of tokens, each for the length of its document, for --rope-dynamic-factor.
+
+    Documents of one length share their rows, and so do all that are not longer than the original positions.
+
+    Args:
+        positions: int32 (s, b), position 0 of each sample being 0.
+        padding: bool (s, b), tokens that do not lengthen their document and whose angles are not read.
+    """
+    s, samples = positions.shape
+    used = torch.ones_like(positions) if padding is None else (~padding).int()
+    documents = (
+        (positions == 0).cumsum(0) - 1 + torch.arange(samples) * s
+    )  # a number for each document
+    lengths = torch.zeros(s * samples, dtype=torch.int64)
+    lengths.scatter_reduce_(
+        0, documents.flatten(), ((positions + 1) * used).flatten().long(), "amax"
+    )
+    longest = int(lengths.max())
+    original = model.rope_scaling_original_max_position_embeddings
+    lengths.masked_fill_(lengths <= original, 0)  # of one base
+    tables = []
+    firsts = torch.zeros(longest + 1, dtype=torch.int64)
+    rows = 0
+    for length in lengths.unique().tolist():
+        table = rotary_angles(model, torch.arange(length or max(1, min(longest, original))), length)
+        assert table is not None, "the model has rotary positions"
+        firsts[length] = rows
+        tables.append(table)
+        rows += len(table[0])
+    cosines, sines = (torch.cat(angles) for angles in zip(*tables, strict=True))
+    places = (firsts[lengths[documents]] + positions) * used
+    return TokenAngles((cosines, sines), places.int().contiguous())

@@ -1,0 +1,91 @@
+"""Log lines and files about the load of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config.run_config import ModelConfig
+from .metrics_writer import MetricsWriter
+
+# Experts: the tokens of each one and the balancing losses. l layers of the model, e experts of a layer.
+
+IDLE_NAMED = 8  # experts without tokens that a line names
+
+
+def _mean_tokens(counts: Tensor) -> Tensor:
+    """Return the mean of counts (l, e) over experts, (l, 1); 1 where every token is padding."""
+    mean = counts.mean(1, keepdim=True)
+    return mean.masked_fill(mean == 0, 1.0)
+
+
+class ExpertWatch:
+    """The tokens of every expert since the last report, (layers with experts, e). ep: ranks that have different experts."""
+
+    def __init__(self, model: ModelConfig, ep: int = 1) -> None:
+        self.model, self.ep = model, ep
+        self.layers = [layer for layer, mlp in enumerate(model.mlps) if mlp == "experts"]
+        self.tokens = torch.zeros(len(self.layers), model.num_experts or 0, dtype=torch.float64)
+
+    def add(self, table: Tensor) -> dict[str, Any]:
+        """Count an iteration's table (l, e + 2); returns its values for `logs.iteration.IterationMetrics`."""
+        own = table[self.layers]
+        counts = own[:, :-2]
+        self.tokens += counts
+        values = {"largest_load": (counts.amax(1) / _mean_tokens(counts).flatten()).max().item()}
+        if self.model.balances:
+            values["load_balancing_loss"] = own[:, -2].mean().item()
+        if self.model.moe_z_loss_coeff:
+            values["router_z_loss"] = own[:, -1].mean().item()
+        return values
+
+    def report(self, writer: MetricsWriter, iteration: int) -> None:
+        """Keep every expert's load since the last report in the history, and print the extremes and experts without a token."""
+        loads = self.tokens / _mean_tokens(self.tokens)
+        writer.keep(
+            "experts",
+            iteration,
+            layers=self.layers,
+            loads=[[round(x, 3) for x in row] for row in loads.tolist()],
+        )
+        most, least = (
+            self._named(index) + f" {loads.flatten()[index].item():.2f}"
+            for index in (loads.argmax(), loads.argmin())
+        )
+        writer.print(
+            f"load of the experts, 1 being the mean: {most} at most, {least} at least"
+            + self._ranks()
+        )
+        idle = (self.tokens == 0).flatten().nonzero().flatten()
+        if len(idle):
+            more = len(idle) - IDLE_NAMED
+            named = ", ".join(map(self._named, idle[:IDLE_NAMED])) + f" and {more} more" * (
+                more > 0
+            )
+            writer.event(
+                iteration,
+                f"without a token since the last report: {named}: raise "
+                "--moe-aux-loss-coeff, or pass --moe-router-enable-expert-bias",
+            )
+        self.tokens.zero_()
+
+    def _ranks(self) -> str:
+        """What the fullest of the ranks with different experts computes, which the others wait for."""
+        if self.ep == 1:
+            return ""
+        each = self.tokens.shape[1] // self.ep
+        loads = (
+            self.tokens.view(len(self.layers), self.ep, each).sum((0, 2))
+            / self.tokens.sum().clamp(min=1)
+            * self.ep
+        )
+        first, load = int(loads.argmax()) * each, loads.max().item()
+        return (
+            f"; the rank with experts {first} to {first + each - 1} computes {load:.2f} of the mean"
+        )
+
+    def _named(self, index: Tensor) -> str:
+        row, expert = divmod(int(index), self.tokens.shape[1])
+        return f"expert {expert} of layer {self.layers[row]}"

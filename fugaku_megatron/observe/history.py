@@ -1,0 +1,54 @@
+"""History file of a run: one JSON record for each iteration."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, TextIO
+
+HISTORY = "history.jsonl"  # in the directory of --save
+
+
+def read_history(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """The records of a history file, each of "kind" "train", "validation", "event" or "experts"; an incomplete last line is
+    ignored."""
+    lines = Path(path).read_bytes().splitlines()
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(json.loads(line.decode()))
+        except RecursionError as error:
+            raise ValueError(
+                f"{path} line {number}: brackets are nested too deeply: move the file away"
+            ) from error
+        except ValueError as error:
+            if number < len(lines):
+                raise ValueError(
+                    f"{path} line {number} is not JSON: {error}: move the file away"
+                ) from error
+    return records
+
+
+def read_run_history(path: Path) -> list[dict[str, Any]]:
+    """The records of the history that a run continues, none if the file does not exist. Raises ValueError for another file."""
+    if path.exists() and not path.is_file():
+        raise ValueError(
+            f"--save: {path} is not a regular file, and the history is written there: move it away"
+        )
+    records = read_history(path) if path.exists() else []
+    for number, record in enumerate(records, 1):
+        if not isinstance(record, dict) or not isinstance(record.get("iteration"), int):
+            raise ValueError(
+                f"{path} line {number} has no iteration, so it is not the history of a run: move the file away"
+            )
+    return records
+
+
+def open_history(path: Path, start_iteration: int) -> TextIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = [record for record in read_run_history(path) if record["iteration"] <= start_iteration]
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    aside.replace(path)
+    return open(path, "a", encoding="utf-8")

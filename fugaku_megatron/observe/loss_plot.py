@@ -1,0 +1,202 @@
+"""Pictures of a run's losses."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..cli.output_files import shown
+from ..config.layout import Layout
+from ..config.run_config import RunConfig
+from ..costs import accounting
+from .history import read_history
+from .iteration_metrics import size_name
+
+WIDTH = 90  # characters of a title
+
+
+AXES = {
+    "iteration": "iteration",
+    "tokens": "consumed_tokens",
+}  # what a curve is drawn over -> the field of a record
+
+
+Records = list[dict[str, Any]]
+
+
+SMALL_PANELS = (
+    ("learning_rate", "learning rate"),
+    ("tflops", "TFLOPs per rank"),
+    ("watts", "power (W)"),
+    ("tokens_per_joule", "tokens per joule"),
+)  # the last two of runs that measure energy
+
+
+def describe(run: RunConfig, dp: int) -> str:
+    """A run's size and layout: 124M, DP 2 x TP 1 x PP 1, fp32."""
+    parallel = run.parallel
+    tp, pp, cp = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+    )
+    return f"{size_name(accounting.parameters(run))}, {Layout(dp * tp * pp * cp, tp, pp, dp, cp=cp)}, {run.precision.name}"
+
+
+def title(description: str, place: str | os.PathLike) -> str:
+    """The title of a picture: what runs, and the end of the path where it is, one line each."""
+    path = os.fspath(place)
+    return "\n".join(
+        filter(None, (description, path if len(path) <= WIDTH else "..." + path[-WIDTH:]))
+    )
+
+
+def loss_curve(
+    path_png: str | os.PathLike, history: Records | str | os.PathLike, heading: str = ""
+) -> bool:
+    """Draw a history (its records, or the path of its file) into `path_png`, under `heading`.
+
+    If there is nothing to draw, if matplotlib is missing, or if a file cannot be read or written, it prints one line that says so
+    and returns False: a picture ends no run.
+    """
+    try:
+        return loss_curves(
+            path_png, {"": history if isinstance(history, list) else read_history(history)}, heading
+        )
+    except (OSError, ValueError) as error:
+        print(f"{path_png}: not drawn, {error}")
+        return False
+
+
+def start_loss_curve(
+    path_png: str | os.PathLike, history: str | os.PathLike, heading: str = ""
+) -> subprocess.Popen:
+    """`loss_curve` in a process of its own."""
+    return start("loss", os.fspath(path_png), os.fspath(history), heading)
+
+
+def start(*words: str, **options: Any) -> subprocess.Popen:
+    """This module as a program: a rank that draws would keep matplotlib, 35 MiB.
+
+    words: its command line. options: of subprocess.Popen.
+    """
+    package = Path(__file__).parents[1]
+    path = os.pathsep.join(filter(None, (str(package.parent), os.environ.get("PYTHONPATH"))))
+    return subprocess.Popen(
+        [sys.executable, "-m", f"{package.name}.logs.plot", *words],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": path, "PYTHONIOENCODING": "utf-8:surrogateescape"},
+        **options,
+    )
+
+
+def loss_curves(
+    path_png: str | os.PathLike,
+    runs: Mapping[str, Records],
+    heading: str = "",
+    x: str = "iteration",
+) -> bool:
+    """As `loss_curve` for several runs (name -> records) in one picture; OSError when the file cannot be written.
+
+    x: a key of AXES.
+    """
+    drawn = {
+        name: (_with_loss(records, "train"), _with_loss(records, "validation"))
+        for name, records in runs.items()
+    }
+    if not any(train or validation for train, validation in drawn.values()):
+        print(f"{path_png}: not drawn, the history has no loss yet")
+        return False
+    if importlib.util.find_spec("matplotlib") is None:
+        print(
+            f"{path_png}: not drawn, a package is missing: pip install matplotlib, or this package with its extra [log]"
+        )
+        return False
+    loads = (
+        [record for records in runs.values() for record in records if record["kind"] == "experts"]
+        if len(runs) == 1
+        else []
+    )
+    _draw(path_png, drawn, heading, x, loads[-1] if loads else None)
+    return True
+
+
+def _with_loss(records: Records, kind: str) -> Records:
+    return [r for r in records if r["kind"] == kind and r.get("lm_loss") is not None]
+
+
+def _draw(
+    path_png: str | os.PathLike,
+    runs: Mapping[str, tuple[Records, Records]],
+    heading: str,
+    x: str,
+    loads: dict[str, Any] | None,
+) -> None:
+    """loads: a record of kind "experts"."""
+    from matplotlib.backends.backend_agg import (
+        FigureCanvasAgg,
+    )  # no window, and pyplot's global state untouched
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 6 if loads is None else 8), layout="constrained")
+    FigureCanvasAgg(figure)
+    small = (
+        SMALL_PANELS
+        if any(r.get("watts") for train, _ in runs.values() for r in train)
+        else SMALL_PANELS[:2]
+    )
+    grid = figure.add_gridspec(
+        2 if loads is None else 3,
+        len(small),
+        height_ratios=(3, 1) if loads is None else (3, 1, 1.5),
+    )
+    panels = [
+        figure.add_subplot(grid[0, :]),
+        *(figure.add_subplot(grid[1, i]) for i in range(len(small))),
+    ]
+    for number, (name, (train, validation)) in enumerate(runs.items()):
+        color = f"C{number % 10}"  # of a run in every panel
+        _line(panels[0], train, x, "lm_loss", label=shown(name) or "training", color=color)
+        _line(
+            panels[0],
+            validation,
+            x,
+            "lm_loss",
+            label=None if name else "validation",
+            color=color if name else "C1",
+            marker="o",
+            linestyle="--",
+        )
+        for panel, (field, _) in zip(panels[1:], small, strict=True):
+            _line(panel, train, x, field, color=color)
+    for panel, label in zip(panels, ("lm loss", *(label for _, label in small)), strict=True):
+        panel.set(xlabel=x, ylabel=label)
+        panel.grid(alpha=0.3)
+    validated = len(runs) > 1 and any(validation for _, validation in runs.values())
+    if panels[0].get_legend_handles_labels()[0]:
+        panels[0].legend(fontsize="small", title="dashed: validation" if validated else None)
+    if loads is not None:
+        _draw_loads(figure.add_subplot(grid[2, :]), loads)
+    figure.suptitle(shown(heading), fontsize="medium")
+    figure.savefig(path_png, dpi=120, format="png")
+
+
+def _draw_loads(axes: Any, record: dict[str, Any]) -> None:
+    """The load of every expert (layers with experts, e), 1 being the mean."""
+    image = axes.imshow(record["loads"], aspect="auto", interpolation="nearest", vmin=0.0)
+    numbers = range(0, len(record["layers"]), 1 + len(record["layers"]) // 8)
+    axes.set(xlabel="expert", ylabel="layer")
+    axes.set_yticks(list(numbers), [record["layers"][number] for number in numbers])
+    axes.figure.colorbar(image, ax=axes, label=f"load at iteration {record['iteration']}")
+
+
+def _line(axes: Any, records: Records, x: str, name: str, **style: Any) -> None:
+    places = [(record.get(AXES[x]), record.get(name)) for record in records]
+    points = [point for point in places if None not in point]
+    if points:
+        axes.plot(*zip(*points), **style)

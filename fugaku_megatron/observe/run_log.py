@@ -1,0 +1,425 @@
+"""Reading a run's log or history: its iterations, and the run's configuration from its `run:` line or, without one, from flags.
+
+    summary = read_log("run.log"); summary.seconds, summary.tflops, summary.job.tp ...
+
+Left out: rows and the command (log_command.py), the line of an iteration (iteration_metrics.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ..cli.arguments import make_run
+from ..config.fields import check, check_kind
+from ..config.layout import Layout, flags_of_sizes
+from ..config.precision import PrecisionConfig
+from ..config.run_config import ModelConfig, ParallelConfig, RunConfig
+from ..config.training import BatchConfig, TrainingConfig
+from ..costs import accounting
+from .iteration_metrics import IterationMetrics, parse_line
+from .metrics_writer import parse_peak_memory, parse_validation_line
+
+WARM_UP = 2  # iterations of a job that are not counted: memory is touched for the first time, caches and the arena are filled
+
+
+_RUN = "run: "
+
+
+_RECORD = '{"kind": "'  # how a line of a history begins
+
+
+_CLOCK = re.compile(r" at ([\d.]+) GHz \(measured\)")
+
+
+_RECOMPUTE = (
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_part_layers",
+)
+
+
+_GROUPS = {
+    "model": ModelConfig,
+    "batch": BatchConfig,
+    "parallel": ParallelConfig,
+    "precision": PrecisionConfig,
+}
+
+
+FORMULAS = {
+    "hardware": accounting.hardware_flops,
+    "parameter": lambda run, size: accounting.parameter_flops(run, size, replicas=True),
+}
+
+
+_PEAK = re.compile(rb"peak memory per rank: max \d+ MiB")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The configuration of a logged run.
+
+    values: of fields of config/run_config.py, by name. other_program: the log is another program's, and `values` come from flags.
+    Without a model, properties that `values` does not hold are None.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    recipe: str | None = None
+    nodes: int | None = None
+    ranks: int | None = None
+    other_program: bool = False
+
+    @property
+    def run(self) -> RunConfig | None:
+        """The run, None when the model is unknown. ValueError when it is half known or refused."""
+        if self.recipe is None and not any(f.name in self.values for f in fields(ModelConfig)):
+            return None
+        run = make_run(self.recipe, self.values)
+        check(
+            run.model.vocab_size is not None,
+            "--vocab-size is missing: pass it with the other sizes of the model",
+        )
+        return run
+
+    def parallel(self, name: str) -> int | None:
+        """A field of the run's parallel layout; without a model that of `values`."""
+        return getattr(self.run.parallel, name) if self.run else self.values.get(name)
+
+    @property
+    def tp(self) -> int | None:
+        return self.parallel("tensor_model_parallel_size")
+
+    @property
+    def pp(self) -> int | None:
+        return self.parallel("pipeline_model_parallel_size")
+
+    @property
+    def zero_stage(self) -> int | None:
+        return self.parallel("zero_stage")
+
+    @property
+    def dp(self) -> int | None:
+        """Data-parallel size: ranks / (tp * pp * cp). ValueError if that is not a whole number."""
+        ranks, tp, pp = self.ranks, self.tp, self.pp
+        if ranks is None or tp is None or pp is None:
+            return None
+        cp = self.parallel("context_parallel_size") or 1
+        check(
+            ranks % (tp * pp * cp) == 0,
+            f"{ranks} ranks (--nodes x --ranks-per-node) are not divisible by "
+            f"{flags_of_sizes(tp, pp, cp)}: change one of them",
+        )
+        return ranks // (tp * pp * cp)
+
+    @property
+    def mbs(self) -> int | None:
+        return self.run.batch.micro_batch_size if self.run else self.values.get("micro_batch_size")
+
+    @property
+    def precision(self) -> str | None:
+        if self.run:
+            return self.run.precision.name
+        return next((name for name in ("bf16", "fp16") if self.values.get(name)), None)
+
+    @property
+    def recompute(self) -> str | None:
+        return (
+            self.run.training.recompute_granularity or "none"
+            if self.run
+            else self.values.get("recompute_granularity")
+        )
+
+
+def format_run(run: RunConfig, layout: Layout, nodes: int) -> str:
+    """The log's `run:` line: JSON of nodes, ranks and every field that a row needs and that is not config's default."""
+    values = {
+        f.name: value
+        for group in _GROUPS
+        for f in fields(_GROUPS[group])
+        if (value := getattr(getattr(run, group), f.name)) != f.default
+    }
+    default = {f.name: f.default for f in fields(run.training)}
+    values |= {
+        name: value
+        for name in _RECOMPUTE
+        if (value := getattr(run.training, name)) != default[name]
+    }
+    values["global_batch_size"] = layout.global_batch_size(run)
+    return _RUN + json.dumps({"nodes": nodes, "world_size": layout.world_size, **values})
+
+
+def parse_run(line: str) -> Job:
+    """The inverse of `format_run`. Raises ValueError if it is another line."""
+    try:
+        values = json.loads(line[line.index(_RUN + "{") + len(_RUN) :])
+        nodes, ranks = values.pop("nodes"), values.pop("world_size")
+    except (ValueError, KeyError, RecursionError):
+        raise ValueError(f"not a run line: {line.strip()[:80]!r}") from None
+    unknown = sorted(
+        values.keys()
+        - {f.name for group in _GROUPS.values() for f in fields(group)}
+        - {*_RECOMPUTE}
+    )
+    check(
+        not unknown,
+        f"the run line has {', '.join(unknown)}, which this version does not know: read it with the version that "
+        "wrote it",
+    )
+    job = Job(
+        values={name: tuple(v) if isinstance(v, list) else v for name, v in values.items()},
+        nodes=nodes,
+        ranks=ranks,
+    )
+    try:
+        _check_job(job)
+    except ValueError as error:
+        raise ValueError(f"the run line is damaged: {error}") from None
+    return job
+
+
+def _check_job(job: Job) -> None:
+    """Raises ValueError for values of the wrong type, or that no run can have."""
+    for name, number in (("nodes", job.nodes), ("world_size", job.ranks)):
+        check(
+            type(number) is int and 0 < number < 2**31,
+            f"{name} is {number!r:.60}, not a whole number from 1 to 2147483647",
+        )
+    for f in (f for group in (*_GROUPS.values(), TrainingConfig) for f in fields(group)):
+        if f.name in job.values:
+            check_kind(f, job.values[f.name])
+    _ = job.run, job.dp
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSummary:
+    """The contents of a log.
+
+    iterations: those of all jobs in it; of an iteration that a resumed job repeated, the last. counted: the last job's iterations
+    after its first two (all of them if there are at most two), over which the medians are taken. memory_mib: the maximum over the
+    ranks. finished: the log has its job's last line. machine: the line that describes the node. experts: the last record of a
+    history with the load of every expert.
+    """
+
+    path: str
+    iterations: tuple[IterationMetrics, ...]
+    validations: tuple[tuple[int, float], ...]
+    counted: tuple[IterationMetrics, ...]
+    job: Job
+    formula: str
+    machine: str
+    experts: dict[str, Any] | None
+    ghz: float | None
+    memory_mib: int | None
+    finished: bool
+
+    @property
+    def seconds(self) -> float | None:
+        return _median(map(exact_seconds, self.counted))
+
+    @property
+    def tflops(self) -> float | None:
+        """TFLOPs per rank as printed in the log."""
+        return _median(i.tflops for i in self.counted)
+
+    @property
+    def watts(self) -> float | None:
+        """Of all nodes, during iterations."""
+        return _median(i.watts for i in self.counted)
+
+    @property
+    def tokens_per_joule(self) -> float | None:
+        return _median(i.tokens_per_joule for i in self.counted)
+
+    @property
+    def recomputed_tflops(self) -> float | None:
+        """TFLOPs per rank by costs/accounting.py from the model, the batch and the time; None where one of them is unknown."""
+        run, ranks = self.job.run, self.job.ranks
+        if run is None or ranks is None:
+            return None
+        flops = FORMULAS[
+            self.formula if self.job.other_program else "hardware"
+        ]  # our own logs always count hardware FLOPs
+        return _median(
+            flops(run, i.global_batch_size) / ranks / seconds / 1e12
+            for i in self.counted
+            if i.global_batch_size and (seconds := exact_seconds(i))
+        )
+
+    @property
+    def gbs(self) -> int | None:
+        return self.counted[-1].global_batch_size if self.counted else None
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def exact_seconds(iteration: IterationMetrics) -> float | None:
+    """Seconds of an iteration, from samples per second (3 decimals) where the printed time (2 decimals) is less exact."""
+    seconds, rate, size = (
+        iteration.elapsed_seconds,
+        iteration.samples_per_second,
+        iteration.global_batch_size,
+    )
+    if rate and size and (seconds is None or 0.005 * rate > 0.0005 * seconds):
+        return size / rate
+    return seconds
+
+
+class LogReader:
+    """Reads a log line by line, as it grows; `summary()` may be called at any time. job: for logs without a `run:` line."""
+
+    def __init__(self, path: str, job: Job | None = None, formula: str = "hardware") -> None:
+        self.path, self.job, self.formula = path, job or Job(other_program=True), formula
+        self.by_iteration: dict[int, IterationMetrics] = {}
+        self.validations: dict[int, float] = {}
+        self.experts: dict[str, Any] | None = None
+        self._lines = 0
+        self._start("")
+
+    def _start(self, machine: str) -> None:
+        """A job begins."""
+        self.machine, self._ended = machine, False
+        self._of_job: list[IterationMetrics] = []
+        self._memory: int | None = None
+
+    def read_lines(self, lines: Iterable[str]) -> None:
+        """Read whole lines. Raises ValueError, with file and line, for an iteration whose numbers cannot be read."""
+        for line in lines:
+            self._lines += 1
+            try:
+                self._take(line)
+            except ValueError as error:
+                raise ValueError(f"{self.path} line {self._lines}: {error}") from None
+
+    def _take(self, line: str) -> None:
+        if line.startswith(_RECORD):
+            self._take_record(line)
+        elif _CLOCK.search(line):
+            self._start(line.strip())
+        elif _RUN + "{" in line:
+            self.job = parse_run(line)
+        elif "iteration" in line and " | " in line:
+            self._take_iteration(line)
+        elif (memory := parse_peak_memory([line])) is not None:
+            self._memory, self._ended = memory, True
+
+    def _take_iteration(self, line: str) -> None:
+        if "validation loss at iteration" in line:
+            number, loss, _ = parse_validation_line(line)
+            self.validations[number] = loss
+        elif re.search(r"\biteration\s+\d+/", line):
+            self._take_metrics(parse_line(line))
+
+    def _take_record(self, line: str) -> None:
+        """A line of a run's history, which has the iterations of a log, and evaluations, as JSON."""
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            raise ValueError(f"not a record of a history: {line.strip()[:80]!r}") from None
+        kind, known = record.pop("kind"), {f.name: f for f in fields(IterationMetrics)}
+        if kind == "train":
+            unknown = sorted(record.keys() - known)
+            check(
+                not unknown,
+                f"the record has {', '.join(unknown)}, which this version does not know: read it with the version "
+                "that wrote it",
+            )
+            for f in known.values():
+                check_kind(f, record.get(f.name))
+            self._take_metrics(IterationMetrics(**record))
+        elif kind == "validation":
+            check(
+                type(record.get("iteration")) is int,
+                f"iteration is {record.get('iteration')!r:.60}, not int",
+            )
+            check(
+                isinstance(loss := record.get("lm_loss"), float),
+                f"lm_loss is {loss!r:.60}, not float",
+            )
+            self.validations[record["iteration"]] = loss
+        elif kind == "experts":
+            self.experts = {"kind": kind, **record}
+
+    def _take_metrics(self, metrics: IterationMetrics) -> None:
+        self._of_job.append(metrics)
+        self.by_iteration[metrics.iteration] = metrics
+
+    def summary(self) -> LogSummary:
+        iterations = tuple(self.by_iteration[number] for number in sorted(self.by_iteration))
+        last = self._of_job[-1] if self._of_job else None
+        last_iteration = (
+            self.job.other_program and last is not None and last.iteration >= last.train_iters
+        )
+        clock = _CLOCK.search(self.machine)
+        return LogSummary(
+            path=self.path,
+            iterations=iterations,
+            validations=tuple(sorted(self.validations.items())),
+            counted=tuple(self._of_job[WARM_UP:] or self._of_job),
+            job=self.job,
+            formula=self.formula,
+            machine=self.machine,
+            experts=self.experts,
+            ghz=float(clock[1]) if clock else self.job.values.get("cpu_frequency"),
+            memory_mib=self._memory,
+            finished=self._ended or last_iteration,
+        )
+
+
+class LogFile:
+    """A log on disk that may still grow; a last line without a newline is not read before its rest is there."""
+
+    def __init__(self, path: str, job: Job | None = None, formula: str = "hardware") -> None:
+        self._path, self._as = Path(path), (path, job, formula)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.reader, self._offset, self._rest = LogReader(*self._as), 0, b""
+
+    def poll(self) -> bool:
+        """Read what is new and return whether there was anything. ValueError when the file cannot be read."""
+        try:
+            check(
+                self._path.is_file() or not self._path.exists(),
+                f"{self._path}: is not a regular file: pass a run's log",
+            )
+            with open(self._path, "rb") as file:
+                if os.fstat(file.fileno()).st_size < self._offset:  # overwritten by another job
+                    self._begin()
+                file.seek(self._offset)
+                new = file.read()
+        except OSError as error:
+            raise ValueError(f"{self._path}: {error.strerror}: pass a run's log") from None
+        self._offset += len(new)
+        *whole, self._rest = (self._rest + new).split(b"\n")
+        self.reader.read_lines(line.decode(errors="replace") for line in whole)
+        return bool(new)
+
+    def finish(self) -> LogSummary:
+        """The summary; a last line without a newline counts when it is complete."""
+        if self._rest.rstrip().endswith(b"|") or _PEAK.search(self._rest):
+            self.reader.read_lines([self._rest.decode(errors="replace")])
+            self._rest = b""
+        return self.reader.summary()
+
+
+def read_log(path: str | Path, job: Job | None = None, formula: str = "hardware") -> LogSummary:
+    """The summary of a whole log. job: for logs of other programs. ValueError when it cannot be read or has no iterations."""
+    file = LogFile(str(path), job, formula)
+    file.poll()
+    summary = file.finish()
+    check(
+        bool(summary.iterations),
+        f"{path}: has no line of an iteration ('iteration 1/ 100 | ...'): pass a run's log",
+    )
+    return summary

@@ -1,0 +1,112 @@
+"""Profiles of ranks: reading, merging, and the times of a pipeline's computations in them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..pipeline import instructions
+from ..pipeline import placement as placement_module
+from ..pipeline.timeline import COMPUTATIONS, Span
+from ..text.named_files import read_text
+
+Trace = dict[str, Any]
+
+
+def read_trace(path: str | os.PathLike) -> Trace:
+    """A trace: its events are those of "traceEvents"."""
+    remedy = "pass a trace of a run with --profile"
+    text = read_text(path, "", remedy)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path}: not JSON, or cut: {remedy}") from None
+
+
+def merge_traces(
+    paths: Sequence[Path],
+    merged: Path,
+    placement: placement_module.Placement,
+    pipeline: Sequence[int],
+) -> list[Path]:
+    """Write the events of all traces into one file, a trace at a time in memory; returns the traces that are not there.
+
+    placement, pipeline: of the schedule that `measured_spans` finds in it, and the ranks of its stages.
+    """
+    missing = [path for path in paths if not path.is_file()]
+    other = json.dumps({"placement": asdict(placement), "pipeline": list(pipeline)})
+    with open(merged, "w", encoding="utf-8") as file:
+        file.write(f'{{"displayTimeUnit": "ms", "otherData": {other}, "traceEvents": [')
+        separator = "\n"
+        for path in paths:
+            for event in [] if path in missing else read_trace(path)["traceEvents"]:
+                file.write(separator + json.dumps(event))
+                separator = ",\n"
+        file.write("\n]}\n")
+    return missing
+
+
+def measured_spans(trace: Trace) -> list[Span]:
+    """What the pipeline did in the last recorded iteration, in the form of `timeline.spans`; empty without instructions.
+
+    A receive begins when its message was sent: until then the stage was idle.
+    """
+    placement = placement_module.Placement(**trace["otherData"]["placement"])
+    measured = {
+        (span.stage, span.op, span.microbatch, span.chunk): span for span in _instructions(trace)
+    }  # later ones replace
+    sent = {}
+    for span in measured.values():
+        if span.op in instructions.SENDS:
+            receiver, tag = placement.peer(span.stage, _message(span))
+            sent[receiver, tag, span.microbatch] = span.start
+    found = [span for span in measured.values() if span.op in COMPUTATIONS]
+    for span in measured.values():
+        if span.op in instructions.RECEIVES:
+            _, tag = placement.peer(span.stage, _message(span))
+            start = max(span.start, sent.get((span.stage, tag, span.microbatch), span.start))
+            found += [_between(span, start, span.end)] if start < span.end else []
+    begin = min((span.start for span in found), default=0.0)
+    return [
+        _between(span, span.start - begin, span.end - begin)
+        for span in sorted(found, key=lambda s: (s.stage, s.start))
+    ]
+
+
+def _instructions(trace: Trace) -> Iterator[Span]:
+    """Every instruction of the pipeline's ranks, of each rank in the order of time."""
+    stages = {rank: stage for stage, rank in enumerate(trace["otherData"]["pipeline"])}
+    for event in trace["traceEvents"]:
+        about = event.get("args", {})
+        if event["ph"] == "X" and "microbatch" in about and event["pid"] in stages:
+            yield Span(
+                stages[event["pid"]],
+                event["name"],
+                about["microbatch"],
+                about["chunk"],
+                event["ts"] / 1e6,
+                (event["ts"] + event["dur"]) / 1e6,
+            )
+
+
+def _message(span: Span) -> instructions.Instruction:
+    return instructions.Instruction(span.op, span.microbatch, span.chunk)
+
+
+def _between(span: Span, start: float, end: float) -> Span:
+    return Span(span.stage, span.op, span.microbatch, span.chunk, start, end)
+
+
+def measured_memory(trace: Trace) -> list[float]:
+    """MiB of the process of each stage at its peak; empty where a stage's is not known."""
+    peaks = {
+        event["pid"]: event["args"]["peak_mib"]
+        for event in trace["traceEvents"]
+        if "peak_mib" in event.get("args", {})
+    }
+    pipeline = trace["otherData"]["pipeline"]
+    return [peaks[rank] for rank in pipeline] if peaks.keys() >= set(pipeline) else []

@@ -1,0 +1,261 @@
+"""AdamW's moments in 8 bits, --exp-avg-dtype int8: a code for each element and an FP32 scale for each block of at most 256.
+
+Codes are not spaced evenly, so that a block may hold numbers of very different size (Dettmers et al. 2021, "8-bit Optimizers via
+Block-wise Quantization", arXiv:2110.02861, has block-wise scales and another code): the first moment is scale sign(q) (q / 127)^2,
+rounded to nearest, the second scale (q / 255)^4, rounded up or down at random so that its mean is right; an element above 0 has at
+least q = 1, because it divides. Blocks and random words go by the place in the global tensor (`costs.int8_moments`), so that all ranks
+and layouts have the same bits. Checkpoints hold both moments in FP32. Left out: AdamW's update, which is made in FP32 (`optim`).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..comm.base import Comm
+from ..config.run_config import ModelConfig
+from ..costs.int8_moments import block_length, undivided_rows
+from ..nn.model import VOCABULARY
+from ..nn.parameter import ParameterSpec
+from .flat import Bucket, FlatParameters, Place, place_of
+from .rounding import random_numbers
+
+SIGNED, UNSIGNED = 127.0, 255.0
+
+
+CHUNK = 1 << 17  # elements, at most, whose blocks form one `Blocks`
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of consecutive elements of one parameter: `segments` segments of `length` elements, in blocks of `block` elements.
+
+    The last block of a segment may be shorter. start: the first element, counted from the first one of the rank's shard.
+    first_scale: number of the first block's scale. place: of the first element. shared: the number of the only block's scale among
+    the scales that several ZeRO-1 shards need, None for blocks of one shard.
+    """
+
+    start: int
+    segments: int
+    length: int
+    block: int
+    first_scale: int
+    place: Place
+    shared: int | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + self.segments * self.length
+
+    @property
+    def scales(self) -> int:
+        """Number of scales."""
+        return self.segments * math.ceil(self.length / self.block)
+
+    def views(self, values: Tensor) -> Iterator[tuple[Tensor, slice]]:
+        """Yield views (segments, blocks, elements) of values (n,), and which of a segment's scales are of these blocks."""
+        rows = values.view(self.segments, self.length)
+        whole = self.length // self.block
+        if whole:
+            yield rows[:, : whole * self.block].unflatten(1, (whole, self.block)), slice(0, whole)
+        if self.length % self.block:
+            yield rows[:, whole * self.block :].unsqueeze(1), slice(whole, whole + 1)
+
+    def numbers(self) -> Tensor:
+        """Return the elements' numbers in the global tensor, (n,); those of a segment follow one another."""
+        firsts = self.place.first + self.length * torch.arange(self.segments)
+        return (self.place.numbers_of(firsts)[:, None] + torch.arange(self.length)).view(-1)
+
+
+def segment_length(spec: ParameterSpec, model: ModelConfig) -> int:
+    """Return the number of consecutive elements of a global tensor that no layout divides, see `costs.int8_moments`."""
+    dim = spec.partition_dim
+    if dim is None:
+        return math.prod(spec.shape[1:] if ".experts." in spec.name else spec.shape)
+    rows = undivided_rows(model, spec.shape[dim], vocabulary=spec.name in VOCABULARY)
+    return rows * math.prod(spec.shape[dim + 1 :])
+
+
+def _cut(first: int, end: int, segment: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (first element, segments, elements of each) of the `Blocks` of elements [first, end) of a rank's slice of a parameter.
+
+    A block that is cut is alone.
+    """
+    block = block_length(segment)
+    while first < end:
+        inside = first % segment
+        if inside == 0 and segment <= min(CHUNK, end - first):
+            count = min(CHUNK, end - first) // segment
+            yield first, count, segment
+            first += count * segment
+            continue
+        stop = min(end, first - inside + segment)
+        if inside % block:
+            stop = min(stop, first + block - inside % block)
+        elif stop - first > block:
+            whole = (stop - first) // block
+            complete = stop == first - inside + segment and stop - first <= CHUNK
+            stop = stop if complete else first + min(whole, CHUNK // block) * block
+        yield first, 1, stop - first
+        first = stop
+
+
+def blocks_of_shard(
+    flat: FlatParameters, model: ModelConfig, shard: tuple[int, int], cut: list[int]
+) -> list[Blocks]:
+    """Return the blocks of elements `shard` of the flat buffer. cut: of its bucket's `cut_blocks`."""
+    start, end = shard
+    made: list[Blocks] = []
+    scale = 0
+    for parameter, begin, first, last in flat.overlaps(start, end):
+        segment = segment_length(parameter.spec, model)
+        place = place_of(parameter, first)
+        for element, segments, length in _cut(first, last, segment):
+            block = block_length(segment)
+            block_start = begin + element - element % segment % block
+            number = bisect_left(cut, block_start)
+            shared = number < len(cut) and cut[number] == block_start
+            blocks = Blocks(
+                start=begin + element - start,
+                segments=segments,
+                length=length,
+                block=min(block, length),
+                first_scale=scale,
+                place=replace(place, first=element),
+                shared=number if shared else None,
+            )
+            made.append(blocks)
+            scale += blocks.scales
+    return made
+
+
+def cut_blocks(flat: FlatParameters, model: ModelConfig, bucket: Bucket, shards: int) -> list[int]:
+    """Return where the blocks begin in the flat buffer that the boundaries between a bucket's shards cut, in order."""
+    size = (bucket.end - bucket.start) // shards
+    cut: list[int] = []
+    for boundary in range(bucket.start + size, bucket.end, size):
+        for parameter, begin, first, _ in flat.overlaps(boundary, boundary + 1):
+            segment = segment_length(parameter.spec, model)
+            inside = first % segment % block_length(segment)
+            start = begin + first - inside
+            if inside and (not cut or cut[-1] != start):
+                cut.append(start)
+    return cut
+
+
+class EightBitMoment:
+    """One moment of n elements with so many scales, zeros at first. signed: the first moment, or else the second."""
+
+    def __init__(self, n: int, scales: int, signed: bool) -> None:
+        self.signed = signed
+        self.codes = torch.zeros(n, dtype=torch.int8 if signed else torch.uint8)
+        self.scales = torch.zeros(scales)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.codes.nbytes + self.scales.nbytes
+
+    def read(self, chunk: Sequence[Blocks]) -> Tensor:
+        """Return the elements of consecutive blocks in FP32, (n,)."""
+        values = self.codes[chunk[0].start : chunk[-1].end].float()
+        if self.signed:
+            values.mul_(values.abs()).div_(SIGNED**2)
+        else:
+            values.div_(UNSIGNED).square_().square_()
+        for blocks in chunk:
+            for view, scales in self._views(values, chunk, blocks):
+                view.mul_(scales)
+        return values
+
+    def write(
+        self,
+        chunk: Sequence[Blocks],
+        values: Tensor,
+        shared: Tensor | None = None,
+        at_random: tuple[int, int] | None = None,
+    ) -> None:
+        """Round values (n,) into consecutive blocks.
+
+        shared: largest elements (m,) of the blocks that several ZeRO-1 shards have.
+        at_random: seed and step of the second moment's random words; None: it is rounded to nearest.
+        """
+        x = values.clone()
+        for blocks in chunk:
+            own = values[blocks.start - chunk[0].start : blocks.end - chunk[0].start]
+            rows = self._scales_of(blocks)
+            for view, which in blocks.views(own):
+                rows[:, which] = largest(view)
+            if blocks.shared is not None and shared is not None:
+                rows.fill_(shared[blocks.shared])
+            for view, scales in self._views(x, chunk, blocks):
+                view.div_(scales.clamp(min=torch.finfo(torch.float32).tiny))
+        self.codes[chunk[0].start : chunk[-1].end] = (
+            x.abs().sqrt_().mul_(SIGNED).round_().mul_(x.sign())
+            if self.signed
+            else _squares_code(x, chunk, at_random)
+        )
+
+    def _scales_of(self, blocks: Blocks) -> Tensor:
+        """Return a view of the scales of blocks, (segments, blocks of a segment)."""
+        scales = self.scales[blocks.first_scale : blocks.first_scale + blocks.scales]
+        return scales.view(blocks.segments, -1)
+
+    def _views(
+        self, values: Tensor, chunk: Sequence[Blocks], blocks: Blocks
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield views (segments, blocks, elements) of the chunk's values (n,), and their scales with a last dimension of 1."""
+        rows = self._scales_of(blocks)
+        own = values[blocks.start - chunk[0].start : blocks.end - chunk[0].start]
+        for view, which in blocks.views(own):
+            yield view, rows[:, which].unsqueeze(-1)
+
+
+def largest(values: Tensor) -> Tensor:
+    """Return the largest absolute value over the last dimension of values (..., n), (...)."""
+    return values.abs().amax(-1)
+
+
+def _squares_code(x: Tensor, chunk: Sequence[Blocks], at_random: tuple[int, int] | None) -> Tensor:
+    """Return the codes (n,) of x (n,), shares of the scale of a second moment."""
+    root = x.sqrt().sqrt_().mul_(UNSIGNED)
+    if at_random is None:
+        return torch.where(x > 0, root.round_().clamp_(1.0, UNSIGNED), 0.0)
+    low = root.floor_().clamp_(0.0, UNSIGNED - 1)
+    below, above = ((low + more).div_(UNSIGNED).square_().square_() for more in (0, 1))
+    uniform = torch.cat(
+        [random_numbers(each.numbers(), each.place.stream, *at_random) for each in chunk]
+    )
+    up = uniform.mul_(above.sub_(below)) < x - below
+    return torch.where((low == 0) & (x > 0), low + 1, low + up)
+
+
+def share_scales(
+    shards: Sequence[tuple[Comm, int, Sequence[Blocks]]],
+    moments_of: Callable[[int, Blocks], tuple[Tensor, Tensor]],
+) -> list[Tensor]:
+    """Return, of each bucket, the largest element of both moments in the blocks that its ZeRO-1 shards cut, (2, m). Collective.
+
+    shards: of each bucket the ranks that have its shards, the number of cut blocks, and the blocks of this rank's shard.
+    moments_of: the new moments (n,) of the only block of a bucket's `Blocks`.
+    """
+    found = [torch.zeros(2, count) for _, count, _ in shards]
+    for index, (_, _, blocks) in enumerate(shards):
+        for each in blocks:
+            if each.shared is not None:
+                for row, moment in enumerate(moments_of(index, each)):
+                    found[index][row, each.shared] = largest(moment)
+    for comm in dict.fromkeys(comm for comm, _, _ in shards):
+        own = [index for index, shard in enumerate(shards) if shard[0] is comm]
+        whole = torch.cat([found[index].view(-1) for index in own])
+        if whole.numel():
+            comm.all_reduce(whole, "max")
+            pieces = whole.split([found[index].numel() for index in own])
+            for index, piece in zip(own, pieces, strict=True):
+                found[index].copy_(piece.view_as(found[index]))
+    return found

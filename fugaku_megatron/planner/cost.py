@@ -1,0 +1,479 @@
+"""Seconds of counted work on one rank and of its messages, and what of the messages computation hides.
+
+Work is a roofline model whose roofs are the shares of the machine's rates that software reaches: the sum of matmuls, element-wise
+memory traffic, page faults and operator calls; nothing overlaps inside one rank. GEMM on a CPU runs at peak x fraction x maximum /
+(1 + (half / n)^exponent), a curve of square n x n x n matmuls. For a matmul (m, n, k) the curve's n is the cube root of m n k on
+published curves, whose losses come from the division among threads; on curves that calibrate measured, whose losses come from
+packing and loading operands, it is the harmonic mean of the sides. GEMM on a GPU runs in tiles of 256 x 128 in waves over the SMs,
+with efficiency K / (K + half), and more slowly when a side is not a multiple of 8.
+
+Collectives are rings, or recursive halving and doubling where that needs fewer latencies, as MPI libraries choose. MPI's ring does
+not know nodes: it runs over all ranks at the rate of its slowest link. Software that reduces inside a node first has a ring inside
+and one between nodes, where every node has as many of the ranks, and in all-to-alls one message for each pair of nodes. BF16
+reductions, which MPI does not know, are all-to-alls.
+Left out: routes through the torus; groups are assumed to be compact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from ..config import features
+from ..config.fields import check
+from ..config.layout import Layout
+from ..costs import accounting
+from ..costs.activations import Collective
+from .machine import GB, Machine
+from .software import Parameters, Software
+from .work import Exchange, ExpertExchange, Matmul, Work
+
+LARGE_REDUCTIONS = (
+    "dp",
+    "edp",
+    "embedding",
+)  # communicators whose all-reduces are large: gradients, once per iteration
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Communicators of one layout on one machine. ranks_per_node: ranks that share a node's ports.
+
+    active: features in use (config/features.py). slow: large all-reduces at the machine's pessimistic rate.
+    """
+
+    machine: Machine
+    parameters: Parameters
+    layout: Layout
+    ranks_per_node: int
+    active: frozenset[str] = frozenset()
+    slow: bool = False
+
+    def seconds(self, verb: str, group: str, bytes: int) -> float:
+        """Seconds of one call of `verb` on communicator `group` of `comm.grid.Groups` to which each rank passes `bytes`."""
+        members, together = self._group(group)
+        if members == 1:
+            return 0.0
+        if verb == "send":
+            return self._transfer(bytes, members <= together)
+        if verb == "all_to_all":
+            return self._exchange(group, bytes)
+        size = bytes * members if verb == "all_gather" else bytes
+        passes = 2 if verb == "all_reduce" else 1
+        inside = min(members, together)
+        levels = (
+            members == inside or features.TWO_LEVEL_SUMS in self.active and members % inside == 0
+        )
+        within = self._inside_rate(shared=levels and features.NODE_SUMS in self.active)
+        if not levels:
+            between = self._between_rate(group, self.ranks_per_node // inside)
+            rate = min(between, within) if inside > 1 else between
+            return self._ring(size, members, passes, rate, self.machine.link_alpha_us)
+        between = self._between_rate(group, self.ranks_per_node)
+        return self._ring(size, inside, passes, within, self.machine.intra_alpha_us) + self._ring(
+            size / inside, members // inside, passes, between, self.machine.link_alpha_us
+        )
+
+    def messages(self, verb: str, group: str, bytes: int) -> float:
+        """Seconds of a gather, reduce_scatter or all_to_all as messages between each two ranks of `group`; each passes `bytes`.
+
+        Nothing is passed on, so what reaches a node's ranks from other nodes crosses its ports once for each of them.
+        """
+        members, together = self._group(group)
+        part = bytes if verb == "all_gather" else bytes / members
+        inside = min(members, together)
+        near, far = (inside - 1) * part, (members - inside) * part
+        between, machine = self._between_rate(group, self.ranks_per_node), self.machine
+        return (
+            near / (machine.intra_gbs * GB)
+            + far / (between * GB)
+            + ((inside - 1) * machine.intra_alpha_us + (members - inside) * machine.link_alpha_us)
+            * 1e-6
+        )
+
+    def _exchange(self, group: str, bytes: int) -> float:
+        """Seconds of an all_to_all: over several nodes, with one message for each pair of them (comm/two_level.py).
+
+        Ranks of a node tell each other their numbers of rows; rows for other nodes pass through the memory of both nodes.
+        """
+        members, together = self._group(group)
+        inside = min(members, together)
+        nodes, machine = members // inside, self.machine
+        if (
+            inside == 1
+            or nodes == 1
+            or members % inside
+            or features.TWO_LEVEL_SUMS not in self.active
+        ):
+            return self.messages("all_to_all", group, bytes)
+        near, far = (inside - 1) / inside * bytes, (nodes - 1) / nodes * bytes
+        senders = min(inside, nodes - 1)
+        between = self._between_rate(group, self.ranks_per_node * senders // inside)
+        return (
+            near * (1 + (nodes - 1) / nodes) / (machine.intra_gbs * GB)
+            + far * inside / senders / (between * GB)
+            + 3 * (inside - 1) * machine.intra_alpha_us * 1e-6
+            + (nodes - 1) / senders * machine.link_alpha_us * 1e-6
+        )
+
+    def inside_node(self, group: str) -> bool:
+        """`comm.base.Comm.inside_node` of `group`: whether its ranks share a node and its memory."""
+        members, together = self._group(group)
+        return members <= together and features.NODE_SUMS in self.active
+
+    def _group(self, group: str) -> tuple[int, int]:
+        """(members, members that share a node): tensor-parallel ranks are neighbours, then stages, then data-parallel ranks."""
+        layout, ranks = self.layout, self.ranks_per_node
+        if (
+            group == "ep" and layout.etp == 1
+        ):  # tensor-parallel ranks first, and those of other replicas then
+            near = min(layout.tp, layout.ep)
+            return layout.ep, near * max(
+                1, ranks // (layout.tp * layout.pp)
+            ) if ranks >= near else max(1, ranks)
+        etp, sharing = layout.etp or layout.tp, layout.tp * layout.cp
+        if group == "dp":  # those that share a sequence first, and other replicas then
+            near = (
+                layout.cp * max(1, ranks // (sharing * layout.pp))
+                if ranks >= sharing
+                else max(1, ranks // layout.tp)
+            )
+            return layout.replicas, near
+        below = {
+            "tp": 1,
+            "etp": 1,
+            "cp": layout.tp,
+            "pp": sharing,
+            "embedding": sharing * (layout.pp - 1),
+            "ep": layout.tp * layout.pp,
+            "edp": layout.pp * layout.ep * etp,
+        }[group]
+        members = {
+            "tp": layout.tp,
+            "etp": etp,
+            "pp": layout.pp,
+            "embedding": 2 if layout.pp > 1 else 1,
+            "cp": layout.cp,
+            "ep": layout.ep,
+            "edp": layout.edp,
+        }[group]
+        return members, max(1, ranks // max(1, below))
+
+    def _inside_rate(self, shared: bool) -> float:
+        """GB/s of a link of a ring inside a node: fitted or measured, that of all cores' copies, or what MPI's all-reduce reaches.
+
+        shared: reduced in memory that the ranks share.
+        """
+        by_mpi = self.machine.intra_reduce_gbs or self.machine.intra_gbs
+        return self.parameters.intra_reduce_gbs or (self.machine.intra_gbs if shared else by_mpi)
+
+    def _between_rate(self, group: str, rings: int) -> float:
+        """GB/s of a link of a ring between nodes when `rings` of them leave a node at the same time."""
+        own = (
+            self.parameters.reduce_gbs or 2 * self.machine.large_allreduce_gbs
+        )  # each link of a ring carries the vector twice
+        if self.slow and group in LARGE_REDUCTIONS and self.machine.slow_reduce_gbs:
+            own = min(own, self.machine.slow_reduce_gbs)
+        if (
+            features.GRAD_REDUCE_IN_BF16 in self.active
+            and group in LARGE_REDUCTIONS
+            and self.machine.all_to_all_gbs
+        ):
+            own = min(own, self.machine.all_to_all_gbs / self.ranks_per_node)
+        return min(own, self.machine.injection_gbs / rings)
+
+    @staticmethod
+    def _ring(size: float, members: int, passes: int, rate: float, alpha_us: float) -> float:
+        """Seconds; 0 for one member."""
+        steps = passes * min(members - 1, 2 * math.ceil(math.log2(members)))
+        return steps * alpha_us * 1e-6 + passes * (members - 1) / members * size / (rate * GB)
+
+    def _transfer(self, bytes: int, within_node: bool) -> float:
+        machine = self.machine
+        if within_node:
+            return machine.intra_alpha_us * 1e-6 + bytes / (machine.intra_gbs * GB)
+        rate = (
+            min(machine.link_gbs, machine.injection_gbs / self.ranks_per_node)
+            * self.parameters.transfer_fraction
+        )
+        return machine.link_alpha_us * 1e-6 + bytes / (rate * GB)
+
+
+def exposed(
+    collectives: Sequence[Collective],
+    seconds: Callable[[Collective], float],
+    forward: float,
+    backward: float,
+    active: frozenset[str],
+) -> float:
+    """Seconds per iteration in which a stage waits for `collectives`, those of its buckets in the order of backward.
+
+    forward, backward: seconds of one micro-batch on the stage. active: features in use.
+    """
+    reductions = [c for c in collectives if c.group in ("dp", "edp") and c.verb != "all_gather"]
+    gathers = [c for c in collectives if c.verb == "all_gather"]
+    others = [c for c in collectives if c not in reductions and c not in gathers]
+    waiting = sum(map(seconds, others))
+    if features.OVERLAP_GRAD_REDUCE in active:
+        waiting += _after_backward([(c.bytes, seconds(c)) for c in reductions], backward)
+    else:
+        waiting += sum(map(seconds, reductions))
+    if features.OVERLAP_PARAM_GATHER in active:
+        return waiting + _before_forward(
+            [(c.bytes, seconds(c)) for c in reversed(gathers)], forward
+        )
+    return waiting + sum(map(seconds, gathers))
+
+
+def _after_backward(buckets: Sequence[tuple[int, float]], backward: float) -> float:
+    """Seconds after the end of a backward until all buckets, (bytes, seconds), are reduced, one after the other.
+
+    A backward takes as long for a bucket's layers as their bytes are of all.
+    """
+    whole, ready, clock = sum(size for size, _ in buckets), 0.0, 0.0
+    for size, seconds in buckets:
+        ready += backward * size / whole
+        clock = max(clock, ready) + seconds
+    return max(0.0, clock - backward)
+
+
+def _before_forward(buckets: Sequence[tuple[int, float]], forward: float) -> float:
+    """Seconds by which a forward ends later because each bucket's layers wait until it, (bytes, seconds), is gathered."""
+    whole, gathered, clock = sum(size for size, _ in buckets), 0.0, 0.0
+    for size, seconds in buckets:
+        gathered += seconds
+        clock = max(clock, gathered) + forward * size / whole
+    return max(0.0, clock - forward)
+
+
+# glibc: larger blocks come from mmap and go back at once. Blocks of up to this size come from the heap, which keeps them, once one
+# of their size has been freed: the threshold grows with what is freed, as far as this limit (DEFAULT_MMAP_THRESHOLD_MAX).
+MMAP_BYTES = 32 << 20
+
+
+TILES = ((256, 128), (128, 256))  # rows x columns of a GPU's GEMM tile
+
+
+PARTIAL_MATMULS = 6  # in BF16, of --fp32-matmul bf16x3
+
+
+GPU_HALF_K = 600.0  # K at which a tile reaches half its rate, before the fitted factor gemm_half
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seconds:
+    """Seconds by cause."""
+
+    gemm: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    page_faults: float = 0.0
+    calls: float = 0.0
+    tensor_parallel: float = 0.0
+    context_parallel: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
+    def __mul__(self, times: float) -> Seconds:
+        return Seconds(**{name: value * times for name, value in vars(self).items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """One rank's share of a node, and the software that runs on it."""
+
+    machine: Machine
+    software: Software
+    parameters: Parameters
+    network: Network
+    precision: str
+    nodes: int
+    ranks_per_node: int
+    splits_fp32: bool = False  # --fp32-matmul bf16x3
+
+    @property
+    def _peak(self) -> float:
+        precision = self.software.counts["computes_in"] or self.precision
+        return self.machine.peak_tflops[precision] * 1e12 * self.machine.clock / self.ranks_per_node
+
+    @property
+    def _matmul_share(self) -> float:
+        """The rate of matmuls outside attention over that of the run's precision. Raises ValueError for a machine without BF16."""
+        if not self.splits_fp32 or self.software.style != "native":
+            return 1.0
+        ratio, measured = (
+            self.machine.peak_tflops["bf16"] / self.machine.peak_tflops["fp32"],
+            self.parameters.bf16x3,
+        )
+        check(
+            bool(measured) or ratio > 1,
+            f"--fp32-matmul bf16x3 needs BF16 arithmetic, which machine {self.machine.name} lacks "
+            "by its description: leave it out, or calibrate again",
+        )
+        return measured or ratio / PARTIAL_MATMULS
+
+    @property
+    def _slowness(self) -> float:
+        return (self.parameters.old_torch if self.software.old_torch else 1.0) / self.machine.clock
+
+    def seconds(self, work: Work) -> Seconds:
+        """Seconds of `work` by cause, collectives inside a layer included."""
+        gemm = sum(self._matmul(p) for p in work.matmuls if not p.attention)
+        attention = sum(self._matmul(p) for p in work.matmuls if p.attention)
+        sent = [
+            (c.group, times * self.network.seconds(c.verb, c.group, c.bytes))
+            for c, times in work.collectives
+        ]
+        sent += [
+            (exchange.group, times * self._waiting(exchange)) for exchange, times in work.exchanges
+        ]
+        shared = sum(waiting for group, waiting in sent if group == "cp")
+        seconds = Seconds(
+            gemm=gemm,
+            attention=attention,
+            elementwise=self.traffic(work.moved),
+            page_faults=self._faults(work.allocations),
+            calls=self.calls(work.calls),
+            context_parallel=shared,
+            tensor_parallel=sum(waiting for _, waiting in sent) - shared,
+        )
+        return seconds * self.machine.host_factor
+
+    def _waiting(self, exchange: Exchange | ExpertExchange) -> float:
+        """Seconds for which an exchange delays the matmuls that it is overlapped with."""
+        if isinstance(exchange, ExpertExchange):
+            return self._waiting_for_experts(exchange)
+        sending = sum(
+            (self.network.seconds if c.verb == "send" else self.network.messages)(
+                c.verb, c.group, c.bytes
+            )
+            for c in exchange.collectives
+        )
+        first = self._matmul(exchange.first) if exchange.first else 0.0
+        return max(0.0, sending + first - sum(map(self._matmul, exchange.overlapped)))
+
+    def _waiting_for_experts(self, exchange: ExpertExchange) -> float:
+        """`_waiting`: of the first group there and the last one back, where the shared expert does not hide it, or for the link.
+
+        Inside a node ranks do nothing else while they exchange rows.
+        """
+        far = not self.network.inside_node(exchange.group)
+        groups = exchange.groups if far else 1
+        there, back = (
+            groups * sum(self.network.seconds(c.verb, c.group, c.bytes // groups) for c in way)
+            for way in (exchange.there, exchange.back)
+        )
+        if not far:
+            return there + back
+        computed, half = (
+            sum(map(self._matmul, exchange.overlapped)),
+            sum(map(self._matmul, exchange.around)) / 2,
+        )
+        ends = max(half, there / groups) + computed + max(half, back / groups)
+        return max(ends, there + back) - computed - 2 * half
+
+    def traffic(self, bytes: float) -> float:
+        """Seconds of element-wise operators that read and write `bytes` in total."""
+        rate = self.machine.stream_gbs * GB * self.parameters.elementwise_fraction / self._sharers
+        return bytes / rate * self._slowness
+
+    @property
+    def _sharers(self) -> int:
+        """The parts into which a node's memory bandwidth falls, of which a rank has one.
+
+        Software that leaves a tensor's pages where its allocator put them has them on one unit, however many a rank spans: STREAM
+        then falls from 804 to 93 GB/s on an A64FX, by more than its four units. Ranks of one unit each use all of them.
+        """
+        return (
+            max(self.ranks_per_node, self.machine.units)
+            if self.software.counts["pages_on_one_unit"]
+            else self.ranks_per_node
+        )
+
+    def calls(self, count: float) -> float:
+        """Seconds of `count` operator calls: dispatch and team start, without the data they work on."""
+        return count * self.parameters.call_us * 1e-6 * self._slowness
+
+    def _faults(self, allocations: Iterable[tuple[int, float]]) -> float:
+        """Seconds to zero the pages of every large block again, and to undo the network's registration of each block that is freed.
+
+        allocations: (bytes of a block, how often it is allocated).
+        """
+        kind, parameters = self.software.page_faults, self.parameters
+        large = [(size, times) for size, times in allocations if size > MMAP_BYTES]
+        if kind == "none" or not large:
+            return 0.0
+        seconds = (
+            sum(size * times for size, times in large)
+            * self.ranks_per_node
+            / (parameters.fault_gbs * GB)
+        )
+        if kind == "registered" or self.nodes > 1:
+            seconds += sum(times for _, times in large) * parameters.unmap_ms * 1e-3
+        return seconds / self.machine.clock
+
+    def _matmul(self, p: Matmul) -> float:
+        flops = 2.0 * p.m * p.n * p.k * p.count * p.times
+        if p.attention and self.parameters.attention_forward:
+            return self._attention(p, flops)
+        share = 1.0 if p.attention else self._matmul_share
+        return flops / (
+            self._peak * share * (self._gpu(p) if self.machine.kind == "gpu" else self._cpu(p))
+        )
+
+    def _attention(self, p: Matmul, flops: float) -> float:
+        """Seconds of a fused kernel, which computes the matmuls of what is seen only and, backward, the scores again.
+
+        Dropout decides on each probability once in forward and once in backward, whatever the head size.
+        """
+        name, again = (
+            ("attention_backward", accounting.ATTENTION_BACKWARD_SHARE)
+            if p.backward
+            else ("attention_forward", 1.0)
+        )
+        length = sorted((p.m, p.n, p.k))[
+            1
+        ]  # two of the sides are the sequence length, the third one the head size
+        share = getattr(self.parameters, name) / (
+            1 + getattr(self.parameters, f"{name}_half") / length
+        )
+        of_a_probability = again * 4 * (p.m * p.n * p.k // length**2)
+        dropped = self.parameters.dropout_flops / of_a_probability if p.dropout else 0.0
+        if self.software.counts["causal"]:
+            flops *= p.seen * (again / 2 if p.backward else 1.0)
+        return flops / self._peak * (1 / share + dropped)
+
+    def _cpu(self, p: Matmul) -> float:
+        curve = self.machine.gemm_curve(self.machine.threads // self.ranks_per_node)
+        if self.software.measured_on(
+            self.machine
+        ):  # elements moved per multiplication: 3 / n for a square matmul
+            n = 3 / (1 / p.m + 1 / p.n + 1 / p.k)
+        else:
+            n = (p.m * p.n * p.k) ** (1 / 3)
+        shape = curve.maximum / (1 + (curve.half * self.parameters.gemm_half / n) ** curve.exponent)
+        return self.parameters.gemm_fraction * shape
+
+    def _gpu(self, p: Matmul) -> float:
+        filled = max(self._waves(p, *tile) for tile in TILES)
+        fraction = (
+            self.parameters.gemm_fraction
+            * filled
+            * p.k
+            / (p.k + GPU_HALF_K * self.parameters.gemm_half)
+        )
+        return fraction * (
+            1.0 if p.n % 8 == 0 and p.k % 8 == 0 and p.m % 8 == 0 else self.parameters.unaligned
+        )
+
+    def _waves(self, p: Matmul, rows: int, columns: int) -> float:
+        """Useful share of the tiles' work: tiles at the edges are partly empty, and so is the last wave over the SMs."""
+        sms = self.machine.threads
+        tiles = math.ceil(p.m / rows) * math.ceil(p.n / columns) * p.count
+        return p.m * p.n * p.count / (math.ceil(tiles / sms) * sms * rows * columns)

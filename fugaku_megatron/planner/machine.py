@@ -1,0 +1,299 @@
+"""Machines as data: the best rates of the hardware, each constant with its source (machines/*.json).
+
+Nothing here is fitted to a training run; the shares of these rates that software reaches are in `parameters`. Unknown hardware is
+an error, never a default. Units: GB/s are 10^9 bytes per second, GiB are 2^30 bytes, TFLOPs are 10^12 operations per second.
+Run: fugaku-megatron predict --machine a64fx ...
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from ..config.fields import check
+from ..text.named_files import read_text, unique_keys
+
+FOLDER = Path(__file__).parent / "machines"
+
+
+MIB, GIB, GB = 2**20, 2**30, 10**9
+
+
+MIN_CONSTANT, MAX_CONSTANT = (
+    1e-9,
+    1e9,
+)  # below and above any rate, size or count of a node in the units of this file
+
+
+KINDS = ("cpu", "gpu")
+
+
+CURVE_LIMITS = {
+    "maximum": 2.0,
+    "exponent": 16.0,
+}  # of a share of peak, and of how steeply it rises with the size
+
+
+PRECISIONS = ("fp32", "fp16", "bf16")
+
+
+COLLECTIONS = {
+    "gemm_curves": list,
+    "clocks_ghz": list,
+    "peak_tflops": dict,
+    "native": dict,
+}  # all others are numbers
+
+
+WHOLE_NUMBERS = ("units", "threads", "ranks_per_node")
+
+
+OPTIONAL = (
+    "native",
+    "process_mib",
+    "slow_reduce_gbs",
+    "all_to_all_gbs",
+    "intra_reduce_gbs",
+)  # not every machine has them
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmCurve:
+    """Share of peak that a good library reaches on an n x n x n matmul with `threads`: maximum / (1 + (half / n) ^ exponent)."""
+
+    threads: int
+    maximum: float
+    half: float
+    exponent: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One node and the network between nodes; rates are those of a whole node in its present clock and power mode."""
+
+    name: str
+    title: str
+    kind: str  # cpu or gpu
+    units: int  # parts of a node with memory of their own: CMGs, sockets or GPUs
+    threads: int  # threads of a node that compute; SMs of one GPU
+    ranks_per_node: int  # the customary number
+    nominal_ghz: float
+    ghz: float
+    clocks_ghz: tuple[float, ...]  # those that a job can select
+    clock_gain_limit: float  # a higher clock gains at most this factor
+    eco_fraction: float  # share of peak that remains in eco mode (one of two pipes); 1 where there is no such mode
+    peak_tflops: dict[str, float]  # precision (fp32, bf16, fp16) -> peak at the nominal clock
+    memory_gib: float  # usable by the job
+    stream_gbs: float  # STREAM triad
+    link_gbs: float  # between two ranks on two nodes, one direction
+    injection_gbs: float  # of all ranks of a node together, one direction
+    link_alpha_us: float  # latency between nodes
+    large_allreduce_gbs: float  # bytes of the vector over the time of its all-reduce
+    intra_gbs: float  # between two ranks of a node, one direction
+    intra_alpha_us: float  # latency inside a node
+    gemm_curves: tuple[GemmCurve, ...]
+    host_factor: float  # factor on all times from a known fault of the machine's set-up; 1 where none is known
+    sources: dict[str, str]  # constant -> where its value comes from
+    native: dict[str, float] = field(
+        default_factory=dict
+    )  # fields of parameters.Parameters that calibrate measured here
+    process_mib: float | None = (
+        None  # MiB of a rank of this project before it has tensors, measured by calibrate
+    )
+    slow_reduce_gbs: float | None = (
+        None  # pessimistic rate of a ring's link in large all-reduces; None: no slower one is known
+    )
+    all_to_all_gbs: float | None = (
+        None  # of a node's ranks together in large all-to-alls; None: no slower than a ring
+    )
+    intra_reduce_gbs: float | None = (
+        None  # of a ring's link in an all-reduce inside a node; None: intra_gbs
+    )
+
+    @property
+    def clock(self) -> float:
+        """Speed of everything that scales with the clock, relative to the nominal clock."""
+        return min(self.ghz / self.nominal_ghz, self.clock_gain_limit)
+
+    @property
+    def max_ranks(self) -> int:
+        """Ranks that a node can hold: one per GPU, or one per thread."""
+        return self.units if self.kind == "gpu" else self.threads
+
+    @property
+    def node_memory_bytes(self) -> float:
+        return self.memory_gib * GIB
+
+    def gemm_curve(self, threads: int) -> GemmCurve:
+        """The curve of `threads`: a given one, one between its neighbours (in the logarithm of threads), or that of the nearest."""
+        below = max(
+            (c for c in self.gemm_curves if c.threads <= threads),
+            key=lambda c: c.threads,
+            default=None,
+        )
+        above = min(
+            (c for c in self.gemm_curves if c.threads >= threads),
+            key=lambda c: c.threads,
+            default=None,
+        )
+        if below is None or above is None or below.threads == above.threads:
+            nearest = below or above
+            assert nearest is not None, self.name
+            return nearest
+        weight = math.log(threads / below.threads) / math.log(above.threads / below.threads)
+
+        def between(name: str) -> float:
+            return math.exp(
+                (1 - weight) * math.log(getattr(below, name))
+                + weight * math.log(getattr(above, name))
+            )
+
+        return GemmCurve(
+            threads=threads, **{name: between(name) for name in ("maximum", "half", "exponent")}
+        )
+
+    def curve_note(self, threads: int) -> str | None:
+        """Whose curve `threads` are modelled by, where no curve was measured with so many; None where one was."""
+        known = sorted(c.threads for c in self.gemm_curves)
+        if threads in known:
+            return None
+        near = [n for n in known if n < threads][-1:] + [n for n in known if n > threads][:1]
+        used = (
+            f"the curves with {near[0]} and {near[1]} are interpolated"
+            if len(near) > 1
+            else f"the curve with {near[0]} is used"
+        )
+        return f"{self.name} has no GEMM curve with {threads} threads: {used}"
+
+    def at(self, ghz: float | None = None, eco: bool = False) -> Machine:
+        """The machine at another clock, or in eco mode. Raises ValueError for a clock it does not have."""
+        check(
+            ghz is None or ghz in self.clocks_ghz,
+            f"--ghz {ghz} is not a clock of {self.name}: pass {' or '.join(map(str, self.clocks_ghz))}",
+        )
+        check(
+            not eco or self.eco_fraction < 1,
+            f"--eco-state 2: {self.name} has no eco mode; leave it out",
+        )
+        peak = {
+            name: value * (self.eco_fraction if eco else 1)
+            for name, value in self.peak_tflops.items()
+        }
+        return replace(self, ghz=ghz or self.ghz, peak_tflops=peak)
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
+    """The error for a name that is not in a table; it names the known ones and the nearest of them."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
+    return ValueError(
+        f"{kind} {name} is unknown: pass one of {', '.join(known)}"
+        + (f" (did you mean {near[0]}?)" if near else "")
+    )
+
+
+def names() -> list[str]:
+    """The machines that machines/ describes."""
+    return sorted(p.stem for p in FOLDER.glob("*.json"))
+
+
+def _constants(path: Path) -> dict[str, Any]:
+    data = json.loads(read_text(path, ""), object_pairs_hook=unique_keys)
+    if "sections" in data:  # a report holds the description among its other measurements
+        check("machine" in data, "this report ended before it had measured the machine")
+        data = data["machine"]
+    if "base" in data:
+        base = _constants(FOLDER / f"{data['base']}.json")
+        data = {**base, **data, "constants": {**base["constants"], **data["constants"]}}
+    return data
+
+
+def load(name: str) -> Machine:
+    """A machine by name, or from a file that calibrate or report wrote. Raises ValueError naming the known ones."""
+    path = Path(name) if name.endswith(".json") else FOLDER / f"{name}.json"
+    if not path.is_file():
+        raise unknown("--machine", name, names())
+    try:
+        return from_data(path.stem, _constants(path))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"--machine {name}: {path} is not a machine's description ({error}): "
+            "write one with fugaku-megatron calibrate"
+        ) from error
+
+
+def _check_numbers(name: str, value: Any) -> None:
+    """Raises TypeError unless all numbers in `value` are finite and above 0; latencies and measured kernel parameters may be 0."""
+    if isinstance(value, (dict, list)):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            _check_numbers(f"{name} {key}", part)
+    else:
+        minimum = 0.0 if name.startswith("native") or name.endswith("alpha_us") else MIN_CONSTANT
+        if not isinstance(value, (int, float)) or not minimum <= value <= MAX_CONSTANT:
+            raise TypeError(
+                f"{name} is {value!r:.60}, not a number above 0, from {MIN_CONSTANT:g} to {MAX_CONSTANT:g}"
+            )
+
+
+def _check_kinds(values: dict[str, Any]) -> None:
+    """Raises TypeError unless every constant is a number or the collection of numbers that it must be."""
+    for key, value in values.items():
+        if (
+            not isinstance(value, COLLECTIONS.get(key, (int, float)))
+            or value == []
+            or key == "peak_tflops"
+            and not value
+        ):
+            raise TypeError(f"{key} is {value!r:.60}, which is empty or of another kind")
+        if key in WHOLE_NUMBERS and not isinstance(value, int):
+            raise TypeError(f"{key} is {value!r:.60}, not a whole number")
+    lacking = [name for name in PRECISIONS if name not in values.get("peak_tflops", PRECISIONS)]
+    if lacking:
+        raise TypeError(f"peak_tflops has no {', '.join(lacking)}")
+    parts = [
+        part for curve in values.get("gemm_curves", []) for part in curve.values()
+    ] + values.get("clocks_ghz", [])
+    for part in (
+        *parts,
+        *values.get("peak_tflops", {}).values(),
+        *values.get("native", {}).values(),
+    ):
+        if not isinstance(part, (int, float)):
+            raise TypeError(f"{part!r:.60} is not a number")
+
+
+def from_data(name: str, data: dict[str, Any]) -> Machine:
+    """A machine from the contents of its file. Raises KeyError or TypeError when `data` does not describe a machine."""
+    constants = data["constants"]
+    values = {key: constant["value"] for key, constant in constants.items()}
+    for key, value in values.items():
+        _check_numbers(key, value)
+    _check_kinds(values)
+    for curve in values["gemm_curves"]:
+        for key, limit in CURVE_LIMITS.items():
+            if curve.get(key, 0) > limit:
+                raise TypeError(f"gemm_curves has {key} {curve[key]!r:.60}, above {limit:g}")
+    values["gemm_curves"] = tuple(GemmCurve(**curve) for curve in values["gemm_curves"])
+    values["clocks_ghz"] = tuple(values["clocks_ghz"])
+    missing = (
+        {f.name for f in fields(Machine)}
+        - values.keys()
+        - {"name", "title", "kind", "ghz", "sources", *OPTIONAL}
+    )
+    if missing:
+        raise KeyError(f"no {', '.join(sorted(missing))}")
+    if data["kind"] not in KINDS:
+        raise ValueError(f"kind is {data['kind']!r:.60}, not {' or '.join(KINDS)}")
+    return Machine(
+        name=name,
+        title=data["title"],
+        kind=data["kind"],
+        ghz=values["nominal_ghz"],
+        sources={key: constant["source"] for key, constant in constants.items()},
+        **values,
+    )

@@ -1,0 +1,585 @@
+"""Seconds per iteration of a run on a machine: the stages' costs, the schedule's critical path, and work done once per iteration.
+
+    predict(run, System.from_names("a64fx", "torch1.10", nodes=192)) -> Prediction
+    predict_row(row) -> Prediction                            for a row of the published tables
+
+Left out: input and output, evaluation, checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from ..config.fields import check, flag
+from ..config.layout import Layout, placement
+from ..config.run_config import RunConfig
+from ..costs import accounting, activations, run_schedule
+from ..costs import memory as rank_memory
+from ..costs.activations import Collective
+from ..pipeline import schedule
+from ..pipeline.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from ..pipeline.timeline import Costs, makespan
+from . import machine, memory, software, work
+from .cost import Network, Rank, Seconds, exposed
+from .machine import Machine
+from .software import Parameters, Software
+
+NOISE_FLOOR = 0.08  # of a time's logarithm: campaigns of the same run differ by 5 to 13 %, so no prediction can be closer
+
+
+LARGE_SHARE = (
+    0.25  # of an iteration that tensor parallelism between nodes takes before a prediction names it
+)
+
+
+BAND = 1.645  # standard deviations on each side that hold nine of ten runs of a normal distribution
+
+
+# Standard deviation of the logarithm of a tensor-parallel collective's time where no fitted row has one like it: MPI's published
+# rate from 1 to 4 MiB, 5.2 GB/s of a link of the ring (machines/a64fx.json), is two of them from the fitted 1.2.
+UNSEEN = 0.72
+
+
+FAR = 2.0  # doublings of its group and its bytes to the nearest fitted row, from which on that row says nothing of it
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """The machine, the software and the number of nodes and ranks that a run uses."""
+
+    machine: Machine
+    software: Software
+    nodes: int
+    ranks_per_node: int
+
+    @staticmethod
+    def from_names(
+        machine_name: str,
+        software_name: str,
+        nodes: int,
+        ranks_per_node: int | None = None,
+        ghz: float | None = None,
+        eco: bool = False,
+    ) -> System:
+        """A system of named machine and software. Raises ValueError for unknown names and for numbers that no node can have."""
+        host, code = machine.load(machine_name).at(ghz, eco), software.load(software_name)
+        ranks = host.ranks_per_node if ranks_per_node is None else ranks_per_node
+        check(nodes >= 1, f"--nodes is {nodes}: pass a number above 0")
+        check(
+            1 <= ranks <= host.max_ranks,
+            f"--ranks-per-node is {ranks}: pass 1 to {host.max_ranks}, what a node of {host.name} has",
+        )
+        return System(machine=host, software=code, nodes=nodes, ranks_per_node=ranks)
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def parameters(self) -> Parameters:
+        """The shares and costs with which the software uses the machine."""
+        return self.software.parameters(self.machine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A modelled iteration. lower, upper: bounds that should hold nine of ten runs. breakdown: cause -> seconds, sum `seconds`.
+
+    slow_network: seconds with large all-reduces at the pessimistic rate, where the machine has one.
+    """
+
+    seconds: float
+    lower: float
+    upper: float
+    slow_network: float
+    tflops_per_node: float
+    memory_mib_max: float
+    oom: bool
+    bubble_fraction: float
+    breakdown: dict[str, float]
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """The parts of a modelled iteration. All times are in seconds."""
+
+    slowest: Seconds  # one micro-batch, forward and backward, of the stage that takes longest
+    schedule: schedule.Schedule
+    costs: Costs  # of one micro-batch on every stage
+    pipeline: float  # all micro-batches, the schedule's critical path
+    pipeline_least: float  # all stages always busy, or one micro-batch down and up all stages, whichever is more
+    pipeline_warmup: float  # additional time of the first micro-batch through the stages
+    data_parallel: float  # gradient reduction, tied embedding, ZeRO's all-gather: what computation does not hide of them
+    optimizer: float
+    other: float  # per iteration, independent of the work
+    bubble_fraction: float  # share of `pipeline` in which a stage waits, mean over the stages
+
+    @property
+    def seconds(self) -> float:
+        return (
+            self.pipeline + self.pipeline_warmup + self.data_parallel + self.optimizer + self.other
+        )
+
+    @property
+    def least_seconds(self) -> float:
+        """Seconds that no schedule of these stages is below."""
+        return self.seconds - self.pipeline + self.pipeline_least
+
+    def breakdown(self) -> dict[str, float]:
+        """Seconds by cause: the slowest stage's work, its waiting time, and the work done once per iteration."""
+        busy = self.slowest * self.schedule.microbatches
+        waiting = self.pipeline - busy.total if self.schedule.placement.stages > 1 else 0.0
+        return {
+            **vars(busy),
+            "slowest_stage_waits": waiting,
+            "pipeline_warmup": self.pipeline_warmup,
+            "data_parallel": self.data_parallel,
+            "optimizer": self.optimizer,
+            "other": self.other,
+        }
+
+
+Pieces = list[tuple[work.Work, int]]  # work, and how often it is done
+
+
+@lru_cache(maxsize=4096)
+def part_work(
+    run: RunConfig, layout: Layout, part: int, code: Software
+) -> tuple[Pieces, Pieces, Pieces]:
+    """(forward, backward, what of the backward may wait) of a part of the model for one micro-batch.
+
+    Recompute and weight gradients belong to the backward; the matmuls of the layers' weight gradients may wait. A head that works
+    in chunks of rows computes its gradients while it holds the logits, in forward.
+    """
+    phases, where = work.phases(run, layout.tp, code), placement(run)
+    layers = len(accounting.part_layers(run, where, part))
+    forward, backward = [(phases["layer_forward"], layers)], [(phases["layer_backward"], layers)]
+    if groups := accounting.part_recompute_groups(run, part):
+        backward.append((work.layers_again(run, layout.tp, groups, code), 1))
+    elif run.training.recompute_granularity == "selective":
+        backward.append((work.attention_again(run, layout.tp, code), layers))
+    for place, present in (("embedding", part == 0), ("head", part == where.parts - 1)):
+        if present:
+            at_once = place == "head" and code.counts["logits_in_chunks"]
+            forward.append((phases[f"{place}_forward"], 1))
+            (forward if at_once else backward).append((phases[f"{place}_backward"], 1))
+    parameters = accounting.part_parameters(run, layout, where, part)
+    backward.append((work.weight_gradients(run, layout.tp, parameters, 12 * layers, code), 1))
+    return forward, backward, [(phases["layer_weights"], layers)]
+
+
+@lru_cache(maxsize=4096)
+def held_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
+    """accounting.stage_parameters with its results kept: a search asks for the same stages again and again."""
+    return accounting.stage_parameters(run, layout, stage)
+
+
+@lru_cache(maxsize=4096)
+def gradient_collectives(run: RunConfig, layout: Layout) -> dict[int, list[Collective]]:
+    """`costs.memory.gradient_collectives` of one stage of each kind, see memory.kinds."""
+    return {
+        stage: rank_memory.gradient_collectives(run, layout, stage)
+        for stage in sorted(set(memory.kinds(run)))
+    }
+
+
+def step(
+    run: RunConfig,
+    layout: Layout,
+    system: System,
+    parameters: Parameters,
+    without: str = "",
+    slow: bool = False,
+) -> Step:
+    """Model one iteration at the full global batch size.
+
+    without: name of a field of Seconds that is set to zero. slow: large all-reduces at the machine's pessimistic rate.
+    """
+    active = system.software.active(run)
+    network = Network(
+        machine=system.machine,
+        parameters=parameters,
+        layout=layout,
+        ranks_per_node=system.ranks_per_node,
+        active=active,
+        slow=slow,
+    )
+    rank = Rank(
+        machine=system.machine,
+        software=system.software,
+        parameters=parameters,
+        network=network,
+        nodes=system.nodes,
+        precision=run.precision.name,
+        ranks_per_node=system.ranks_per_node,
+        splits_fp32=run.system.splits_fp32,
+    )
+    lists = run_schedule.lists_of(run, layout)
+    parts = _part_seconds(run, layout, rank, without)
+    stages = [
+        _stage_seconds([parts[part] for part in accounting.stage_parts(run, stage)])
+        for stage in range(layout.pp)
+    ]
+    transfer = (
+        network.seconds("send", "pp", accounting.residual_bytes(run, layout.tp))
+        * system.machine.host_factor
+    )
+    costs = _costs(lists, parts, transfer)
+    pipeline = makespan(lists, costs)
+    slowest = max(stages, key=lambda seconds: seconds[0].total + seconds[1].total)
+    busy = (
+        sum(forward.total + backward.total for forward, backward, _ in stages)
+        / layout.pp
+        * lists.microbatches
+    )
+    once = sum(
+        forward.total + backward.total - weights.total for forward, backward, weights in stages
+    )
+    return Step(
+        slowest=slowest[0] + slowest[1],
+        schedule=lists,
+        costs=costs,
+        pipeline=pipeline,
+        pipeline_least=max(busy, once),
+        pipeline_warmup=(layout.pp - 1) * parameters.pipeline_warmup_s,
+        data_parallel=_exposed(run, layout, network, lists, stages),
+        optimizer=_optimizer(run, layout, rank),
+        other=parameters.iteration_s,
+        bubble_fraction=1 - busy / pipeline,
+    )
+
+
+PartSeconds = tuple[
+    Seconds, Seconds, Seconds
+]  # forward, backward, what of the backward may wait; of one micro-batch
+
+
+def _part_seconds(run: RunConfig, layout: Layout, rank: Rank, without: str) -> list[PartSeconds]:
+    """Of every part of the model. without: see `step`."""
+    kinds, known, found = memory.part_kinds(run), dict[int, Seconds](), dict[int, PartSeconds]()
+
+    def seconds(pieces: Pieces) -> Seconds:
+        for piece, _ in pieces:  # parts of different kinds do the same in each of their layers
+            if id(piece) not in known:
+                known[id(piece)] = rank.seconds(piece)
+        total = sum((known[id(piece)] * times for piece, times in pieces), Seconds())
+        return replace(total, **{without: 0.0}) if without else total
+
+    for kind in set(kinds):
+        forward, backward, weights = map(seconds, part_work(run, layout, kind, rank.software))
+        found[kind] = forward, backward, weights
+    return [found[kind] for kind in kinds]
+
+
+def _stage_seconds(parts: Sequence[PartSeconds]) -> PartSeconds:
+    """The sum over a stage's parts."""
+    if len(parts) == 1:
+        return parts[0]
+    forward, backward, weights = (sum(phase, Seconds()) for phase in zip(*parts))
+    return forward, backward, weights
+
+
+def _costs(lists: schedule.Schedule, parts: Sequence[PartSeconds], transfer: float) -> Costs:
+    """The seconds of the operations that the lists have, by stage and chunk."""
+    where = lists.placement
+    by_stage = [
+        [parts[where.part(stage, chunk)] for chunk in range(where.chunks)]
+        for stage in range(where.stages)
+    ]
+    operations = {FORWARD: [[f.total for f, _, _ in chunks] for chunks in by_stage]}
+    if lists.splits_backward:
+        operations[BACKWARD_INPUT] = [
+            [b.total - w.total for _, b, w in chunks] for chunks in by_stage
+        ]
+        operations[BACKWARD_WEIGHT] = [[w.total for _, _, w in chunks] for chunks in by_stage]
+    else:
+        operations[BACKWARD] = [[b.total for _, b, _ in chunks] for chunks in by_stage]
+    return Costs(operations, transfer)
+
+
+def _exposed(
+    run: RunConfig,
+    layout: Layout,
+    network: Network,
+    lists: schedule.Schedule,
+    stages: Sequence[PartSeconds],
+) -> float:
+    """Seconds per iteration in which the stage that waits longest waits for reductions and gathers.
+
+    Where backward is split, only the weight gradients of the last micro-batch hide a reduction.
+    """
+    active, waits = network.active, []
+    for stage, collectives in gradient_collectives(run, layout).items():
+        forward, backward, weights = stages[stage]
+        hiding = weights if lists.splits_backward else backward
+        waits.append(
+            exposed(
+                collectives,
+                lambda c: network.seconds(c.verb, c.group, c.bytes),
+                forward.total,
+                hiding.total,
+                active,
+            )
+        )
+    return max(waits)
+
+
+def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
+    """Seconds of clipping and Adam, or Muon, in FP32, over a rank's share of the largest stage; stored values may be shorter."""
+    counts = rank.software.counts["optimizer"]
+    fewer = (
+        2 * accounting.FP32_BYTES
+        - run.optimizer.moment_bytes
+        + 2 * (run.optimizer.main_params_dtype == "bf16")
+    )  # bytes
+    parameters = max(held_parameters(run, layout, stage) for stage in set(memory.kinds(run)))
+    layers = max(
+        sum(map(len, accounting.stage_layers(run, stage))) for stage in set(memory.kinds(run))
+    )
+    muon = max(
+        replace(rank, precision="fp32").seconds(work.muon(run, layout, stage)).gemm
+        for stage in memory.kinds(run)
+    )
+    return (
+        rank.traffic(
+            (counts["moved"] * accounting.FP32_BYTES - 2 * fewer)
+            * parameters
+            / accounting.zero_shards(run, layout)
+        )
+        + rank.calls(counts["calls_per_layer"] * layers)
+        + muon / layout.replicas
+    )
+
+
+TensorParallel = tuple[
+    int, int, bool, str
+]  # ranks of a group, bytes of its collective, whether a node holds the group, software
+
+
+def tensor_parallel(run: RunConfig, layout: Layout, system: System) -> TensorParallel | None:
+    """The collectives inside a layer; None where a layer is on one rank."""
+    if layout.tp == 1:
+        return None
+    return (
+        layout.tp,
+        activations.activation_bytes(run),
+        layout.tp <= system.ranks_per_node,
+        system.software.name,
+    )
+
+
+def extrapolation(own: TensorParallel | None, seen: Sequence[TensorParallel]) -> float:
+    """0 for a collective that a fitted row has, to 1 for one unlike all; another network or software counts like a doubling."""
+    if own is None:
+        return 0.0
+    distances = (
+        abs(math.log2(own[0] / other[0]))
+        + abs(math.log2(own[1] / other[1]))
+        + (own[2] != other[2])
+        + (own[3] != other[3])
+        for other in seen
+    )
+    return min(1.0, min(distances, default=FAR) / FAR)
+
+
+def deviation(
+    case: tuple[RunConfig, Layout, System],
+    parameters: Parameters,
+    names: Sequence[str],
+    covariance: Sequence[Sequence[float]],
+    noise: float,
+    seen: Sequence[TensorParallel] | None = None,
+) -> float:
+    """Standard deviation of the logarithm of a case's time: the parameters' uncertainty, the noise between runs, extrapolation.
+
+    covariance: of the logarithms of the parameters `names`. noise: standard deviation of the logarithm of repeated runs' times.
+    seen: `tensor_parallel` of the fitted rows; None where nothing was fitted, and `noise` is the model's whole error.
+    """
+    modelled, slopes, change = step(*case, parameters), [], 0.02
+    seconds = modelled.seconds
+    for name in names:
+        raised = replace(parameters, **{name: getattr(parameters, name) * math.exp(change)})
+        slopes.append(math.log(step(*case, raised).seconds / seconds) / change)
+    variance = sum(a * b * c for a, row in zip(slopes, covariance) for b, c in zip(slopes, row))
+    far = 0.0 if seen is None else extrapolation(tensor_parallel(*case), seen)
+    unseen = UNSEEN * far * modelled.breakdown()["tensor_parallel"] / seconds
+    return math.sqrt(max(0.0, variance) + noise**2 + unseen**2)
+
+
+def predict(run: RunConfig, system: System, with_band: bool = True) -> Prediction:
+    """The run's iteration at its full global batch size. Raises ValueError for a run that does not fit on the system's ranks."""
+    requested, run = run, system.software.cut(run)
+    layout, fitted = Layout.from_run(run, system.world_size), system.software.fitted
+    run = memory.with_recompute(run, layout, system.machine, system.software, system.nodes)
+    modelled = step(run, layout, system, system.parameters)
+    width = 1.0
+    if with_band:
+        noise = max(fitted.noise, NOISE_FLOOR)
+        width = math.exp(
+            BAND
+            * deviation(
+                (run, layout, system),
+                system.parameters,
+                fitted.names,
+                fitted.covariance,
+                noise,
+                fitted.tensor_parallel,
+            )
+        )
+    used = memory.peak_mib(
+        run, layout, system.software, system.nodes, system.software.memory(system.machine)
+    )
+    tflops = (
+        accounting.hardware_flops(run, layout.global_batch_size(run))
+        / modelled.seconds
+        / system.nodes
+        / 1e12
+    )
+    return Prediction(
+        seconds=modelled.seconds,
+        lower=modelled.seconds / width,
+        upper=modelled.seconds * width,
+        slow_network=step(run, layout, system, system.parameters, slow=True).seconds,
+        tflops_per_node=tflops,
+        memory_mib_max=used,
+        oom=used > memory.limit_mib(system.machine, system.software, system.ranks_per_node),
+        bubble_fraction=modelled.bubble_fraction,
+        breakdown=modelled.breakdown(),
+        warnings=(
+            *warnings(requested, layout, system, tflops),
+            *far_tensor_parallel(
+                layout, system, modelled.breakdown()["tensor_parallel"] / modelled.seconds
+            ),
+        ),
+    )
+
+
+def warnings(run: RunConfig, layout: Layout, system: System, tflops: float) -> tuple[str, ...]:
+    """Reasons why this prediction is less certain than the fit, or easy to misread, one line each."""
+    code, lines = system.software, []
+    if code.name == software.THIS_PROJECT and system.machine.name == "a64fx":
+        lines.append(
+            f"nobody has run {code.name} on an A64FX: its figures come from this model and from emulation"
+        )
+    elif not code.measured:
+        lines.append(
+            f"software {code.name} is a model of efficiencies, not fitted to measured runs"
+        )
+    if not code.known_on(system.machine):
+        lines.append(
+            f"software {code.name} was never measured on {system.machine.name}: its shares of peak are carried over"
+        )
+    if system.nodes > 1 and system.machine.sources["link_gbs"].startswith("not measured"):
+        lines.append(
+            f"the network of {system.machine.name} was not measured: calibrate on two nodes"
+        )
+    note = (
+        system.machine.curve_note(system.machine.threads // system.ranks_per_node)
+        if system.machine.kind == "cpu"
+        else None
+    )
+    lines += [note] if note else []
+    lines += [
+        f"the time is that of a run without {name}, which is not modelled"
+        for name in unmodelled(run)
+    ]
+    lacking = [
+        *code.lacking(run),
+        *["fp32_matmul"] * (run.system.splits_fp32 and code.style != "native"),
+    ]
+    lines += [
+        f"software {code.name} has no {flag(name)}: the time is that of a run without it"
+        for name in lacking
+    ]
+    lines += [
+        f"software {code.name} has no {name}: the time is that of one that has it"
+        for name in lacking_choices(run, code)
+    ]
+    if run.system.cpu_frequency not in (None, system.machine.ghz):
+        lines.append(
+            f"--cpu-frequency {run.system.cpu_frequency} is not the clock of this time, {system.machine.ghz}: pass --ghz"
+        )
+    peak = (
+        system.machine.peak_tflops[code.counts["computes_in"] or run.precision.name]
+        * system.machine.clock
+    )
+    if tflops > peak and not run.system.splits_fp32:
+        lines.append(
+            f"{tflops:.4g} TFLOPs are above the {peak:.4g} of the machine: the tables' formula counts attention's full "
+            f"square and all of a recompute, software {code.name} computes less"
+        )
+    return tuple(lines + outside(code.fitted.ranges, facts(run, layout, system)))
+
+
+def far_tensor_parallel(layout: Layout, system: System, share: float) -> tuple[str, ...]:
+    """Return a line if tensor parallelism leaves the nodes and takes much of the time. share: its
+    part of the time.
+    """
+    inside = system.nodes == 1 or system.ranks_per_node % layout.tp == 0
+    if inside or share < LARGE_SHARE:
+        return ()
+    ranks = system.ranks_per_node
+    remedy = (
+        f"with --tensor-model-parallel-size {ranks} or a divisor of it"
+        if ranks > 1
+        else "with more ranks on a node (--ranks-per-node)"
+    )
+    return (
+        f"tensor parallelism over {layout.tp} ranks leaves the nodes, which have {ranks}, and "
+        f"takes {share:.0%} of the time: keep "
+        f"it inside a node, {remedy}, and use pipeline stages between nodes",
+    )
+
+
+def unmodelled(run: RunConfig) -> list[str]:
+    """Flags of the run that change its real speed but not the prediction."""
+    flags = {
+        "--kernels torch": run.system.kernels == "torch",
+        "--allocator stock": run.system.allocator == "stock",
+        "--fp16-accumulation-chunk": run.system.fp16_accumulation_chunk is not None,
+        "--cache-packed-weights": run.system.cache_packed_weights,
+    }
+    return [name for name, active in flags.items() if active]
+
+
+def lacking_choices(run: RunConfig, code: Software) -> list[str]:
+    """Settings of the run that the software does not have."""
+    training, zero = run.training, run.parallel.zero_stage
+    kind = training.recompute_granularity or "none"
+    kind = "block" if kind == "full" and training.recompute_method == "block" else kind
+    shared, native = run.parallel.context_parallel_size, code.style == "native"
+    return [
+        name
+        for name, there in (
+            (f"{kind} recompute", kind in code.choices.recompute),
+            (f"--context-parallel-size {shared}", shared == 1 or native),
+            (f"--zero-stage {zero}", zero in code.choices.zero_stages),
+        )
+        if not there
+    ]
+
+
+def facts(run: RunConfig, layout: Layout, system: System) -> dict[str, float]:
+    """The quantities whose fitted ranges are kept and compared, by name."""
+    return {
+        "nodes": system.nodes,
+        "parameters": accounting.parameters(run),
+        "sequence length": run.model.seq_length,
+        "micro-batch size": run.batch.micro_batch_size,
+        "tensor-parallel size": layout.tp,
+        "pipeline stages": layout.pp,
+        "ranks per node": system.ranks_per_node,
+    }
+
+
+def outside(ranges: dict[str, tuple[float, float]], values: dict[str, float]) -> list[str]:
+    """A line for each of `values` that lies outside the range of the fitted rows."""
+    return [
+        f"{name} {values[name]:.5g} is outside the fitted {low:.5g} to {high:.5g}"
+        for name, (low, high) in ranges.items()
+        if not low <= values[name] <= high
+    ]

@@ -1,0 +1,362 @@
+"""Search the parallel layouts that a trainer can run on a number of nodes, by seconds per iteration. All times are modelled.
+
+    fugaku-megatron plan --recipe 30b --nodes 384 --machine a64fx --train-tokens 300e9
+    fugaku-megatron plan --recipe 30b --nodes 6144 --tensor-model-parallel-size 4 \
+        --pipeline-model-parallel-size 48 --checkpoint-activations --software fugaku_megatron --against torch1.10 --explain
+
+The search varies TP, PP, the micro-batch, ranks per node, recompute and ZeRO as far as the software has them; a value whose flag
+is on the command line is kept. With --against the flags describe the run as it is today, and only the last step varies everything.
+Left out: the placement of ranks in the torus, checkpoints, failures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+
+from ..cli.output_files import check_picture
+from ..config import batches
+from ..config.features import FEATURES, switched
+from ..config.fields import check
+from ..config.layout import Layout
+from ..config.run_config import RunConfig
+from ..costs.run_schedule import recompute_name
+from ..text.table import pipe_table
+from . import plan_text, software
+from .cost import Seconds
+from .model import Prediction, System, step
+from .plan_text import schedule_name
+from .predict import add_system_arguments, as_json, run_of, system_of
+from .search import RAMP_BATCH, RAMP_DP, SWITCHED, VARIED, Plan, Search, held_fields, search
+from .software import Parameters
+
+SHOWN = 10  # plans in the table
+
+
+Ranked = tuple[Plan, Prediction]
+
+
+OWN = ("ramp_divisible", "explain", "features", "against", "png")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_system_arguments(parser)
+    group = parser.add_argument_group("plan")
+    group.add_argument(
+        "--ramp-divisible",
+        action="store_true",
+        help=f"only layouts whose batch can ramp up: DP %% {RAMP_DP} = 0 and global batch %% {RAMP_BATCH} = 0",
+    )
+    group.add_argument(
+        "--explain",
+        action="store_true",
+        help="the best plan's bottlenecks, and what removing each would gain",
+    )
+    group.add_argument(
+        "--features",
+        "--offers",
+        action="store_true",
+        help="instead of plans: the best plan with and without each feature of the trainer, as a table",
+    )
+    group.add_argument(
+        "--against",
+        metavar="SOFTWARE",
+        help="with --explain: the steps from SOFTWARE's time to --software's",
+    )
+    group.add_argument(
+        "--png", metavar="FILE", help="picture of the best plan's pipeline (needs matplotlib)"
+    )
+
+
+def _with_length(run: RunConfig) -> RunConfig:
+    """The run with as many iterations as --train-tokens needs; unchanged without that flag."""
+    if run.training.train_tokens is None:
+        return run
+    assert run.batch.global_batch_size is not None
+    iterations, _ = batches.run_length(run, run.batch.global_batch_size)
+    return replace(
+        run,
+        training=replace(
+            run.training, train_iters=iterations, train_samples=None, train_tokens=None
+        ),
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Search and print. Raises ValueError, one line, for flags that do not fit together and when no layout runs."""
+    check(args.against is None or args.explain, "--against goes with --explain: pass both")
+    check(
+        not (args.features and (args.explain or args.json or args.png)),
+        "--features prints its own table: leave out --explain, --json and --png",
+    )
+    if args.against:
+        software.load(args.against, "--against")
+    check_picture(args.png)
+    system = system_of(args)
+    run = run_of(args, system, OWN, {"micro_batch_size": 1})
+    check(
+        run.batch.global_batch_size is not None,
+        "--global-batch-size is missing: pass it, because the search compares layouts "
+        "for one batch",
+    )
+    run = _with_length(run)
+    if args.features:
+        print(features_text(feature_rows(run, system, held_fields(args))))
+        return 0
+    result = search(
+        run, system, frozenset() if args.against else held_fields(args), args.ramp_divisible
+    )
+    check(
+        bool(result.plans),
+        "no layout runs: " + "; ".join(f"{n} x {why}" for why, n in result.dropped.most_common()),
+    )
+    best = [(plan, plan.predict()) for plan in result.plans[:SHOWN]]
+    changes = changes_between(run, system, args.against, best[0][0]) if args.against else []
+    if args.png:
+        plan_text.png(best[0][0], args.png)
+    if args.json:
+        _print_json(best, result, changes, args)
+    else:
+        _print_text(best, result, changes, args)
+    return 0
+
+
+def _print_json(
+    best: list[Ranked], result: Search, changes: list[Change], args: argparse.Namespace
+) -> None:
+    output = {
+        "plans": [plan_text.as_json(plan, as_json(p), args) for plan, p in best],
+        "dropped": dict(result.dropped),
+    }
+    if args.explain:
+        output["gains"] = gains(best[0][0])
+    if changes:
+        output["changes"] = [vars(change) for change in changes]
+    print(json.dumps(output))
+
+
+def _print_text(
+    best: list[Ranked], result: Search, changes: list[Change], args: argparse.Namespace
+) -> None:
+    first = best[0][0]
+    print(plan_text.text(best, result, args))
+    if args.explain:
+        print(bottlenecks(first))
+    if changes:
+        print(changes_text(first.system, args.against, changes))
+    if args.png:
+        print(f"wrote {args.png}")
+
+
+FEATURES_HEADER = ("feature", "sec/it", "slow network", "against all", "best layout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureRow:
+    """The best plan of one choice of features; None where no layout runs."""
+
+    name: str
+    plan: Plan | None
+
+    @property
+    def slow_seconds(self) -> float:
+        """Seconds per iteration of the plan with large all-reduces at the pessimistic rate."""
+        plan = self.plan
+        assert plan is not None, self.name
+        return step(plan.run, plan.layout, plan.system, plan.system.parameters, slow=True).seconds
+
+
+def feature_variants(run: RunConfig, system: System) -> Iterator[tuple[str, RunConfig, System]]:
+    """(name, run, system) of the whole table: all that the search uses, without each, and with each that it does not use itself."""
+    yield "all", run, system
+    for name in FEATURES:
+        if name not in system.software.choices.names:
+            continue
+        if name in SWITCHED or name in VARIED:
+            yield f"without {name}", run, replace(system, software=system.software.without(name))
+        else:
+            yield f"with {name}", switched(run, name), system
+
+
+def feature_rows(run: RunConfig, system: System, held: frozenset[str]) -> list[FeatureRow]:
+    """The best plan of every variant."""
+    found = []
+    for name, variant, on in feature_variants(run, system):
+        plans = search(variant, on, held).plans
+        found.append(FeatureRow(name=name, plan=plans[0] if plans else None))
+    return found
+
+
+def features_text(table: list[FeatureRow]) -> str:
+    """The rows as Markdown; seconds are modelled."""
+    whole = table[0].plan
+    return "\n".join(pipe_table([FEATURES_HEADER, *(_feature_cells(row, whole) for row in table)]))
+
+
+def _feature_cells(row: FeatureRow, whole: Plan | None) -> tuple[str, ...]:
+    plan = row.plan
+    if plan is None:
+        return row.name, "-", "-", "-", "no layout runs"
+    change = "" if whole is None or plan is whole else f"{plan.seconds / whole.seconds - 1:+.1%}"
+    layout = plan.layout
+    return (
+        row.name,
+        f"{plan.seconds:.4g}",
+        f"{row.slow_seconds:.4g}",
+        change,
+        f"{plan.system.ranks_per_node} ranks a node, {layout}, "
+        f"MBS {plan.run.batch.micro_batch_size}, recompute {recompute_name(plan.run)}, "
+        f"ZeRO {plan.run.parallel.zero_stage}"
+        + (", sequence parallel" if plan.run.parallel.sequence_parallel else "")
+        + (", exchange overlapped" if plan.run.parallel.tp_comm_overlap else ""),
+    )
+
+
+MEANINGS = {
+    "gemm": "matmuls outside attention",
+    "attention": "Q K^T and P V",
+    "elementwise": "element-wise operators",
+    "page_faults": "memory that the allocator returned to the system faults in again",
+    "calls": "operator calls, without the data they work on",
+    "tensor_parallel": "all-reduces of tensor-parallel ranks",
+    "context_parallel": "what ranks of a sequence send each other for attention",
+    "slowest_stage_waits": "the slowest stage waits in the pipeline, and sends",
+    "pipeline_warmup": "first micro-batch through each stage",
+    "data_parallel": "gradient reduction, tied embedding, ZeRO's all-gather",
+    "optimizer": "clipping and Adam",
+    "other": "data, log, stragglers",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One change on the way from one software to another. seconds: iteration time after it. note: basis, or why it is left out."""
+
+    name: str
+    seconds: float
+    note: str = ""
+
+
+def gains(plan: Plan) -> dict[str, float]:
+    """Cause -> seconds per iteration that removing this cause alone would save; the schedule is modelled again for each."""
+    run, layout, system, parameters = plan.run, plan.layout, plan.system, plan.system.parameters
+    whole = step(run, layout, system, parameters)
+    savings = {
+        f.name: whole.seconds - step(run, layout, system, parameters, without=f.name).seconds
+        for f in fields(Seconds)
+    }
+    savings["slowest_stage_waits"] = whole.breakdown()["slowest_stage_waits"]
+    return savings | {
+        name: getattr(whole, name)
+        for name in ("pipeline_warmup", "data_parallel", "optimizer", "other")
+    }
+
+
+def bottlenecks(plan: Plan) -> str:
+    """The gains as a table, the largest first."""
+    lines = [
+        f"\nthe first plan's {plan.seconds:.4g} s (model): what would remain without one cause, the largest gain first"
+    ]
+    for name, gain in sorted(gains(plan).items(), key=lambda item: -item[1]):
+        if gain > 1e-4 * plan.seconds:
+            lines.append(
+                f"  without {name:<21}{plan.seconds - gain:>9.4g} s {-gain / plan.seconds:>7.1%}   {MEANINGS[name]}"
+            )
+    return "\n".join(lines)
+
+
+def changes_between(run: RunConfig, system: System, against: str, best: Plan) -> list[Change]:
+    """The changes from software `against`, at the run's layout and its own ranks per node, to plan `best` of system.software."""
+    old_code, new_code = software.load(against), system.software
+    old, new = old_code.fitted.values, new_code.fitted.values
+    ranks = old_code.choices.ranks_per_node[0]
+    before = replace(system, software=old_code, ranks_per_node=ranks)
+    current = old_code.cut(run)
+    layout = Layout.from_run(current, before.world_size)
+
+    def seconds(on: System, values: Parameters) -> float:
+        return step(current, layout, on, values).seconds
+
+    without_faults = replace(before, software=replace(old_code, page_faults="none"))
+    after = replace(before, software=new_code)
+    kernels = replace(
+        new,
+        reduce_gbs=old.reduce_gbs,
+        pipeline_warmup_s=old.pipeline_warmup_s,
+        iteration_s=old.iteration_s,
+    )
+    rows = [
+        Change(name=f"{against} as given", seconds=seconds(before, old)),
+        Change(
+            name="fewer faults",
+            seconds=seconds(without_faults, old),
+            note="freed memory stays with the process",
+        ),
+        Change(
+            name="native kernels",
+            seconds=seconds(after, kernels),
+            note="fused, attention without scores",
+        )
+        if new_code.style == "native"
+        else Change(name=f"operators of {new_code.name}", seconds=seconds(after, kernels)),
+        Change(
+            name="no pipeline warm-up",
+            seconds=seconds(after, new),
+            note="nothing is compiled or set up in an iteration",
+        ),
+    ]
+    cut = frozenset(
+        {
+            "ranks_per_node",
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "micro_batch_size",
+            "recompute_granularity",
+            "zero_stage",
+        }
+    )
+    units = system.machine.units
+    if units in new_code.choices.ranks_per_node:
+        spread = search(current, replace(after, ranks_per_node=units), cut)
+        rows.append(_taken("ranks per CMG", rows[-1].seconds, spread))
+    rows.append(Change(name="schedule and layout", seconds=best.seconds, note=_layout(best)))
+    return rows
+
+
+def _taken(name: str, before: float, result: Search) -> Change:
+    """The best plan of `result` as a change, or a change of nothing with the reason where it does not help."""
+    if not result.plans:
+        return Change(
+            name=name,
+            seconds=before,
+            note=f"not taken at this cut: {result.dropped.most_common(1)[0][0]}",
+        )
+    plan = result.plans[0]
+    if plan.seconds >= before:
+        return Change(
+            name=name, seconds=before, note=f"not taken: {plan.seconds:.4g} s with {_layout(plan)}"
+        )
+    return Change(name=name, seconds=plan.seconds, note=_layout(plan))
+
+
+def _layout(plan: Plan) -> str:
+    layout = plan.layout
+    return (
+        f"{plan.system.ranks_per_node} ranks per node, {layout}, "
+        f"MBS {plan.run.batch.micro_batch_size}, {schedule_name(plan.run)}, "
+        f"{plan.layout.microbatches(plan.run, plan.layout.global_batch_size(plan.run))} micro-batches, "
+        f"recompute {recompute_name(plan.run)}, bubble {plan.bubble_fraction:.0%}"
+    )
+
+
+def changes_text(system: System, against: str, rows: Sequence[Change]) -> str:
+    """The changes as a table."""
+    lines = [f"\nfrom {against} to {system.software.name}, seconds per iteration, each a model"]
+    for previous, change in zip([rows[0], *rows], rows):
+        factor = "" if change is rows[0] else f"x {change.seconds / previous.seconds:.2f}"
+        lines.append(
+            f"  {change.name:<26}{change.seconds:>9.4g} s  {factor:<7} model  {change.note}"
+        )
+    return "\n".join(lines)

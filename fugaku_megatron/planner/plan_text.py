@@ -1,0 +1,268 @@
+"""Plans as text, JSON and picture: the table with days and node hours, the pipeline over time, the command line to start."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import MISSING, fields, replace
+from typing import Any
+
+from ..config import batches
+from ..config.fields import flag_words
+from ..config.layout import Layout, chunks, placement
+from ..config.recipes import RECIPES
+from ..config.run_config import GROUPS, RunConfig
+from ..costs.activations import typical_way
+from ..costs.run_schedule import recompute_name
+from ..observe import schedule_plot
+from ..pipeline.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from ..pipeline.schedule import Schedule
+from ..pipeline.schedule_names import INTERLEAVED, ZBV
+from ..pipeline.timeline import Span, spans
+from . import memory
+from .model import Prediction, System, step
+from .search import Plan, Search
+
+WIDTH, ROWS = 100, 8  # of the picture, in characters and lines
+
+
+HEAD = (
+    f"{'':>3} {'sec/it':>8} {'range':>17} {'slow net':>8} {'TFLOPs':>8} {'MiB':>6} {'bubble':>7} {'ranks':>5} "
+    f"{'DP':>5} {'TP':>3} {'PP':>3} {'MBS':>3} {'schedule':>8} {'recompute':>10} {'ZeRO':>4} {'days':>7} {'node hours':>10}"
+)
+
+
+RANGE = "range: bounds of sec/it that should hold nine of ten runs, from the model's error on published runs"
+
+
+LETTERS = {FORWARD: "F", BACKWARD: "B", BACKWARD_INPUT: "I", BACKWARD_WEIGHT: "W"}
+
+
+def schedule_name(run: RunConfig) -> str:
+    """The schedule as the table shows it: 1f1b, zb-h1, zbv, with N chunks of layers per stage "il N" or "zb-h1 N"."""
+    name, count = run.parallel.schedule, chunks(run)
+    short = "il" if name == INTERLEAVED else name
+    return f"{short} {count}" if count > 1 and name != ZBV else name
+
+
+def iterations(plan: Plan) -> int | None:
+    """The run's length in iterations; None when no flag gives it."""
+    training = plan.run.training
+    if (
+        training.train_iters is None
+        and training.train_samples is None
+        and training.train_tokens is None
+    ):
+        return None
+    return batches.run_length(plan.run, plan.layout.global_batch_size(plan.run))[0]
+
+
+def _duration(plan: Plan) -> tuple[float, float] | None:
+    """(days, node hours) of the whole run; None for a run without a length."""
+    count = iterations(plan)
+    return (
+        None
+        if count is None
+        else (count * plan.seconds / 86400, count * plan.seconds / 3600 * plan.system.nodes)
+    )
+
+
+def text(best: Sequence[tuple[Plan, Prediction]], result: Search, args: argparse.Namespace) -> str:
+    """What `plan` prints of a search: warnings, the table, why layouts were dropped, and the first plan's pipeline and command."""
+    first, prediction = best[0]
+    lines = [
+        f"{first.system.nodes} nodes of {first.system.machine.name}, {first.system.software.name}: {len(result.plans)} "
+        "plans run; seconds, memory and bubble are modelled; TFLOPs and ranks are per node, MiB of the fullest rank",
+        *rates(first),
+        RANGE,
+        *(f"warning: {w}" for w in prediction.warnings),
+        HEAD,
+    ]
+    lines += [_row(i + 1, plan, p) for i, (plan, p) in enumerate(best)]
+    if result.dropped:
+        lines.append(
+            "dropped: " + "; ".join(f"{n} {why}" for why, n in result.dropped.most_common())
+        )
+    schedule = schedule_name(first.run)
+    start = "start the first with" + (
+        "" if iterations(first) else ", and --train-iters or --train-samples"
+    )
+    lines += ["", *pipeline(first), "", f"schedule {schedule}; {start}", command(first, args)]
+    return "\n".join(lines)
+
+
+def rates(plan: Plan) -> list[str]:
+    """Which rates of large all-reduces the two columns of seconds use; nothing where the machine has one rate."""
+    machine, fitted = plan.system.machine, plan.system.parameters.reduce_gbs
+    if machine.slow_reduce_gbs is None:
+        return []
+    return [
+        f"large all-reduces between nodes: sec/it at {fitted or 2 * machine.large_allreduce_gbs:.3g} GB/s a link, slow net at "
+        f"{machine.slow_reduce_gbs:.3g}: published runs reached both"
+    ]
+
+
+def _row(number: int, plan: Plan, p: Prediction) -> str:
+    duration, layout = _duration(plan), plan.layout
+    days, hours = (f"{duration[0]:.1f}", f"{duration[1]:.3g}") if duration else ("-", "-")
+    span = f"{p.lower:.4g} to {p.upper:.4g}"
+    sizes = f"{layout.dp:>5} {layout.tp:>3} {layout.pp:>3} {plan.run.batch.micro_batch_size:>3}"
+    return (
+        f"{number:>3} {p.seconds:>8.5g} {span:>17} {p.slow_network:>8.5g} {p.tflops_per_node:>8.3f} {p.memory_mib_max:>6.0f} "
+        f"{p.bubble_fraction:>7.1%} {plan.system.ranks_per_node:>5} {sizes} {schedule_name(plan.run):>8} "
+        f"{recompute_name(plan.run):>10} "
+        f"{plan.run.parallel.zero_stage:>4} {days:>7} {hours:>10}" + _shared(plan)
+    )
+
+
+def _shared(plan: Plan) -> str:
+    """The ranks that share a sequence, and among which experts are divided and that share each; nothing where there are none."""
+    layout = plan.layout
+    experts = f", EP {layout.ep} x {layout.etp or layout.tp}" * bool(plan.run.model.num_experts)
+    return f", CP {layout.cp} {typical_way(plan.run)}" * (layout.cp > 1) + experts
+
+
+def as_json(plan: Plan, prediction: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """A plan under the names of `plan --json`. prediction: predict.as_json's dictionary."""
+    days, node_hours = _duration(plan) or (None, None)
+    return {
+        "dp": plan.layout.dp,
+        "tp": plan.layout.tp,
+        "pp": plan.layout.pp,
+        "cp": plan.layout.cp,
+        "cp_comm_type": typical_way(plan.run) if plan.layout.cp > 1 else None,
+        "ep": plan.layout.ep,
+        "micro_batch_size": plan.run.batch.micro_batch_size,
+        "ranks_per_node": plan.system.ranks_per_node,
+        "recompute": recompute_name(plan.run),
+        "zero_stage": plan.run.parallel.zero_stage,
+        "schedule": schedule_name(plan.run),
+        "days": days,
+        "node_hours": node_hours,
+        "command": command(plan, args),
+        **prediction,
+    }
+
+
+def _base(recipe: str | None) -> dict[tuple[str, str], Any]:
+    """(group, field) -> the value that needs no flag: the recipe's, or the field's default."""
+    places = [(group, f) for group, config in GROUPS.items() for f in fields(config)]
+    if recipe:
+        run = RECIPES[recipe.lower()]()
+        return {(group, f.name): getattr(getattr(run, group), f.name) for group, f in places}
+    return {(group, f.name): None if f.default is MISSING else f.default for group, f in places}
+
+
+def train_flags(plan: Plan, args: argparse.Namespace) -> list[str]:
+    """The words of a training command line for this plan: the recipe and a flag for each value that differs from it."""
+    words = ["--recipe", args.recipe] if args.recipe else []
+    for (group, name), default in _base(args.recipe).items():
+        value = getattr(getattr(plan.run, group), name)
+        derived = (
+            name in ("ffn_hidden_size", "max_position_embeddings", "kv_channels")
+            and default is None
+        )
+        if value != default and value is not None and not derived:
+            words += flag_words(name, value)
+    return words
+
+
+def command(plan: Plan, args: argparse.Namespace) -> str:
+    """The command line that trains this plan, as a shell reads it."""
+    return shlex.join(
+        [
+            "mpiexec",
+            "-n",
+            str(plan.system.world_size),
+            "fugaku-megatron",
+            "train",
+            *train_flags(plan, args),
+        ]
+    )
+
+
+def pipeline(plan: Plan) -> list[str]:
+    """Up to ROWS stages over time as lines of text: F forward, B backward (with recompute), . idle."""
+    bars, shown, microbatches, _ = modelled(plan.run, plan.layout, plan.system)
+    end, pp = max(s.end for s in bars), plan.layout.pp
+    stages = sorted({round(i * (pp - 1) / max(1, min(ROWS, pp) - 1)) for i in range(min(ROWS, pp))})
+    lines = []
+    for stage in stages:
+        cells = ["."] * WIDTH
+        for s in (s for s in bars if s.stage == stage and s.op in LETTERS):
+            low = int(s.start / end * WIDTH)
+            for i in range(low, max(low + 1, min(WIDTH, round(s.end / end * WIDTH)))):
+                cells[min(i, WIDTH - 1)] = LETTERS[s.op]
+        lines.append(f"stage {stage:>3} |{''.join(cells)}|")
+    backward = (
+        "I gradients of inputs, W of weights" if shown.splits_backward else f"B {_backward(plan)}"
+    )
+    legend = f"F forward, {backward}, . idle"
+    return [
+        f"pipeline of the first plan, {part(shown, microbatches)}, {end:.3g} s ({legend}; model)",
+        *lines,
+    ]
+
+
+def _backward(plan: Plan) -> str:
+    """What the pictures' legend calls a backward of this plan."""
+    return (
+        "backward" if plan.run.training.recompute_granularity is None else "backward with recompute"
+    )
+
+
+def png(plan: Plan, file: str) -> None:
+    """The pipeline over time, and the memory of its stages, as a PNG file. Raises ValueError when it cannot be written."""
+    system = plan.system
+    held = [
+        memory.stage_mib(
+            plan.run,
+            plan.layout,
+            stage,
+            system.software,
+            system.nodes,
+            system.software.memory(system.machine),
+        )
+        for stage in range(plan.layout.pp)
+    ]
+    draw(plan.run, plan.layout, system, file, held)
+
+
+PICTURED = 4  # a picture shows at most this many times the number of stages in micro-batches
+
+
+def modelled(
+    run: RunConfig, layout: Layout, system: System
+) -> tuple[list[Span], Schedule, int, float]:
+    """What the stages do, the schedule that is shown, the micro-batches of the whole one, and seconds of an iteration."""
+    whole = step(run, layout, system, system.parameters)
+    shown = replace(
+        whole.schedule, microbatches=min(whole.schedule.microbatches, PICTURED * layout.pp)
+    )
+    return spans(shown, whole.costs), shown, whole.schedule.microbatches, whole.seconds
+
+
+def part(shown: Schedule, microbatches: int) -> str:
+    """How much of an iteration a picture shows."""
+    return (
+        f"{shown.microbatches} of {microbatches} micro-batches"
+        if shown.microbatches < microbatches
+        else (f"all {microbatches} micro-batches")
+    )
+
+
+def draw(
+    run: RunConfig, layout: Layout, system: System, file: str | os.PathLike, memory: Sequence[float]
+) -> None:
+    """The pipeline over time as a PNG file. memory: MiB of a rank of each stage. Raises ValueError when it cannot be written."""
+    bars, shown, microbatches, seconds = modelled(run, layout, system)
+    chunks, machine = placement(run).chunks, system.machine.name
+    heading = (
+        shown.name
+        + f", {chunks} chunks of layers a stage" * (chunks > 1)
+        + f", {part(shown, microbatches)}, recompute "
+        f"{recompute_name(run)}; an iteration takes {seconds:.4g} s (model, {machine})"
+    )
+    schedule_plot.draw(file, bars, memory, heading)

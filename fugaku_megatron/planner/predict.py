@@ -1,0 +1,209 @@
+"""Seconds per iteration, TFLOPs, memory and bubble of a run that pretrain_gpt.py's flags describe. All printed values are modelled.
+
+    fugaku-megatron predict --machine a64fx --ghz 2.0 --software torch1.10 --nodes 192 --recipe 30b \
+        --tensor-model-parallel-size 4 --pipeline-model-parallel-size 48 --checkpoint-activations --json
+
+The data-parallel size is nodes x ranks per node / (TP x PP). Flags for optimizer, output and data but --mean-document-length are
+accepted and change nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from ..cli import arguments
+from ..config.fields import check
+from ..config.layout import Layout
+from ..config.recipes import GPT2_VOCABULARY
+from ..config.run_config import RunConfig
+from . import machine, memory, search, software
+from .model import Prediction, System, predict
+
+OWN = (
+    "machine",
+    "ghz",
+    "eco_state",
+    "software",
+    "nodes",
+    "ranks_per_node",
+    "json",
+)  # names of the system's flags
+
+
+DEFAULT_SOFTWARE = {"a100": "megatron-a100", "a100-before-0225": "megatron-a100"}
+
+
+def add_system_arguments(parser: argparse.ArgumentParser) -> None:
+    """Machine, clock, software and nodes, and every flag of pretrain_gpt.py."""
+    group = parser.add_argument_group("system")
+    group.add_argument(
+        "--machine",
+        default="a64fx",
+        help=f"{', '.join(machine.names())}, or a file of fugaku-megatron calibrate or report (default: a64fx)",
+    )
+    group.add_argument("--ghz", type=float, help="clock (default: the machine's nominal one)")
+    group.add_argument(
+        "--eco-state",
+        type=int,
+        default=0,
+        choices=(0, 2),
+        help="2: one floating-point pipe (A64FX)",
+    )
+    group.add_argument(
+        "--software",
+        help=f"{', '.join(software.names())} (default: {software.THIS_PROJECT}, on a100 "
+        "megatron-a100)",
+    )
+    group.add_argument("--nodes", type=int, required=True, help="nodes of the job")
+    group.add_argument("--ranks-per-node", type=int, help="default: 1 on a64fx, 8 on a100")
+    group.add_argument("--json", action="store_true", help="print JSON alone")
+    arguments.add_train_flags(parser)
+
+
+def run_of(
+    args: argparse.Namespace,
+    system: System,
+    own: Sequence[str] = (),
+    defaults: dict[str, Any] | None = None,
+) -> RunConfig:
+    """The run that pretrain_gpt.py's flags describe. Raises ValueError, one line, for flags that do not fit together.
+
+    own: names of further flags that do not belong to the run. defaults: values of flags that are not on the command line.
+    """
+    values = {name: value for name, value in vars(args).items() if name not in (*OWN, *own)}
+    if values.get("recipe") is None:
+        values = {**(defaults or {}), **values}
+    world_size = values["world_size"]
+    check(
+        world_size is None or world_size == system.world_size,
+        f"--world-size {world_size} is not --nodes {system.nodes} x "
+        f"--ranks-per-node {system.ranks_per_node} = {system.world_size}: leave it out",
+    )
+    run = arguments.interpret({**values, "world_size": None}).run
+    if run.model.vocab_size is None:
+        run = replace(run, model=replace(run.model, vocab_size=GPT2_VOCABULARY))
+    return run
+
+
+def system_of(args: argparse.Namespace) -> System:
+    """The system that the flags describe. Raises ValueError for unknown names and impossible numbers."""
+    code = args.software or DEFAULT_SOFTWARE.get(args.machine, software.THIS_PROJECT)
+    return System.from_names(
+        args.machine, code, args.nodes, args.ranks_per_node, args.ghz, args.eco_state == 2
+    )
+
+
+PROPOSED, MOST = 3, 128  # pairs of parallel sizes that a mistake proposes, and the largest size
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_system_arguments(parser)
+
+
+def as_json(prediction: Prediction) -> dict[str, Any]:
+    """The prediction under the names of the command's output."""
+    p = prediction
+    return {
+        "seconds_per_iteration": round(p.seconds, 6),
+        "lower": round(p.lower, 6),
+        "upper": round(p.upper, 6),
+        "slow_network": round(p.slow_network, 6),
+        "tflops_per_node": round(p.tflops_per_node, 6),
+        "memory_mib_max": round(p.memory_mib_max, 1),
+        "oom": p.oom,
+        "bubble_fraction": round(p.bubble_fraction, 6),
+        "breakdown": {name: round(value, 6) for name, value in p.breakdown.items()},
+        "warnings": list(p.warnings),
+    }
+
+
+def describe(run: RunConfig, system: System) -> str:
+    """The system and the layout in one line."""
+    layout = Layout.from_run(run, system.world_size)
+    size = layout.global_batch_size(run)
+    return (
+        f"{system.nodes} nodes of {system.machine.name} at {system.machine.ghz} GHz x {system.ranks_per_node} ranks, "
+        f"{system.software.name}: {layout}, MBS {run.batch.micro_batch_size}, "
+        f"GBS {size}, {layout.microbatches(run, size)} micro-batches"
+    )
+
+
+def text(run: RunConfig, system: System, p: Prediction) -> str:
+    """The prediction as text for a terminal."""
+    lines = [
+        describe(run, system),
+        f"{p.seconds:.4g} s per iteration (model; nine of ten runs: {p.lower:.4g} to {p.upper:.4g}), "
+        f"{p.tflops_per_node:.3f} TFLOPs per node, bubble {p.bubble_fraction:.1%} (mean over the stages)",
+        f"{p.memory_mib_max:.0f} MiB on the fullest rank" + (": OUT OF MEMORY" if p.oom else ""),
+    ]
+    if p.slow_network > p.seconds:
+        lines.append(
+            f"{p.slow_network:.4g} s if large all-reduces reach only {system.machine.slow_reduce_gbs:.3g} GB/s a link"
+        )
+    lines += [
+        f"  {name:<22}{seconds:>10.4g} s {seconds / p.seconds:>7.1%}"
+        for name, seconds in p.breakdown.items()
+        if seconds
+    ]
+    return "\n".join(lines + [f"warning: {w}" for w in p.warnings])
+
+
+def layout_of(run: RunConfig, system: System) -> Layout:
+    """The layout. Raises ValueError for a run that does not fit on the nodes, which names parallel sizes that do."""
+    try:
+        return Layout.from_run(run, system.world_size)
+    except ValueError as error:
+        pairs = [f"{layout.tp} x {layout.pp}" for layout in islice(fitting(run, system), PROPOSED)]
+        if not pairs:
+            raise
+        what, _, remedy = str(error).partition(": ")
+        shown = " or ".join(filter(None, (", ".join(pairs[:-1]), pairs[-1])))
+        raise ValueError(
+            f"{what}: pass --tensor- x --pipeline-model-parallel-size {shown}, which fit on these nodes "
+            f"(plan finds the fastest), or {remedy}"
+        ) from None
+
+
+def fitting(run: RunConfig, system: System) -> Iterator[Layout]:
+    """Layouts of other tensor- and pipeline-parallel sizes that have the memory, those nearest to the run's sizes first."""
+    asked, world = run.parallel, system.world_size
+    sizes = [size for size in range(1, min(world, MOST) + 1) if world % size == 0]
+    own = asked.tensor_model_parallel_size, asked.pipeline_model_parallel_size
+
+    def distance(pair: tuple[int, ...]) -> float:
+        return sum(abs(math.log(size / given)) for size, given in zip(pair, own, strict=True))
+
+    for tp, pp in sorted(
+        ((tp, pp) for tp in sizes for pp in sizes if world % (tp * pp) == 0), key=distance
+    ):
+        try:
+            other = replace(
+                run,
+                parallel=replace(
+                    asked, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp
+                ),
+            )
+            layout = Layout.from_run(other, world)
+            used = memory.peak_mib(
+                other, layout, system.software, system.nodes, system.software.memory(system.machine)
+            )
+        except ValueError:
+            continue
+        if used <= memory.limit_mib(system.machine, system.software, system.ranks_per_node):
+            yield layout
+
+
+def main(args: argparse.Namespace) -> int:
+    """Predict and print. Raises ValueError, one line, for a user's mistake."""
+    system = system_of(args)
+    run = system.software.cut(run_of(args, system))
+    run, _ = search.settled(run, layout_of(run, system), system)
+    prediction = predict(run, system)
+    print(json.dumps(as_json(prediction)) if args.json else text(run, system, prediction))
+    return 0

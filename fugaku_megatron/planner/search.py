@@ -1,0 +1,545 @@
+"""What the performance model chooses: a run's schedule and recompute, and its parallel layout on a number of nodes.
+
+    settled(run, layout, system, space) -> run, lines for its log          --pipeline-schedule auto and --recompute-auto
+    search(run, system, held) -> Search                                    every layout that a trainer can run
+
+A choice is a function of its arguments alone, so ranks that share them agree, and so does a dry run. All times are modelled.
+Left out: the commands that print them (`plan`, `predict`), what memory there is (`run.kernel_choice`), the placement of ranks
+in the torus, checkpoints, failures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
+
+from ..config import features
+from ..config.layout import Layout, check_split, placement
+from ..config.layout import chunks as chunks_of
+from ..config.parallel import CONTEXT_WAYS
+from ..config.run_config import RunConfig
+from ..config.training import BatchConfig
+from ..costs import run_schedule
+from ..costs.memory import stage_memory
+from ..pipeline.schedule_names import AUTO, INTERLEAVED, ONE_F_ONE_B, SPLITS_BACKWARD, ZB_H1, ZBV
+from ..pipeline.zero_bubble import NoList
+from . import memory
+from .model import Prediction, System, predict, step
+from .software import Choices, with_schedule
+
+CHUNKS = (2, 3, 4, 5, 6, 8)  # of a stage, tried for interleaved schedules
+
+
+ZB_CHUNKS = (3, 4, 6)  # for ZB-H1
+
+
+LONGEST = 512  # stages x micro-batches of zero-bubble lists that are tried in more than one way: each takes long to make
+
+
+PENDING = (
+    1.5,
+    2,
+)  # micro-batches for each stage, tried for zero-bubble schedules in addition to one
+
+
+class Order(NamedTuple):
+    """A schedule to try. chunks: of a stage. pending: see --zero-bubble-max-pending-backward."""
+
+    name: str
+    chunks: int
+    pending: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A schedule that a run could follow. run: with what is recomputed for it; seconds: of an iteration."""
+
+    run: RunConfig
+    seconds: float
+    fits: bool
+
+    @property
+    def name(self) -> str:
+        """With the number of chunks where the schedule does not say it, and with what stages hold beyond the least."""
+        parallel, chunks = self.run.parallel, placement(self.run).chunks
+        pending = parallel.zero_bubble_max_pending_backward
+        return (
+            parallel.schedule
+            + f" with {chunks} chunks" * (chunks > 1 and parallel.schedule != ZBV)
+            + f" holding {pending} micro-batches" * bool(pending)
+        )
+
+
+def schedules(choices: Choices, stages: int, microbatches: int) -> list[Order]:
+    """The schedules that the software has and that are worth the search.
+
+    ZB-H1 has chunks where micro-batches are few: elsewhere a bubble is small in any schedule. With chunks it idles so little that
+    holding more is not tried.
+    """
+    few = microbatches <= min(2 * stages, LONGEST // stages)
+    counts = {
+        ONE_F_ONE_B: (1,),
+        ZB_H1: (1, *(ZB_CHUNKS if few else ())),
+        ZBV: (2,),
+        INTERLEAVED: CHUNKS,
+    }
+    return [
+        Order(name, count, pending)
+        for name in choices.schedules
+        for count in counts[name]
+        for pending in (
+            pendings(name, stages, microbatches) if name == ZBV or count == 1 else (None,)
+        )
+    ]
+
+
+def pendings(name: str, stages: int, microbatches: int) -> tuple[int | None, ...]:
+    """What stages may hold of a schedule: as little as they can, and more where there are micro-batches for it."""
+    more = PENDING if name in SPLITS_BACKWARD and stages < microbatches <= LONGEST // stages else ()
+    return None, *(math.ceil(each * stages) for each in more)
+
+
+def scheduled(run: RunConfig, layout: Layout, system: System, space: float) -> list[Candidate]:
+    """The run in every schedule that its layers can be cut for, best first. space: bytes of a rank's tensors."""
+    found, microbatches = [], layout.microbatches(run, layout.global_batch_size(run))
+    for order in schedules(system.software.choices, layout.pp, microbatches):
+        asked = with_schedule(run, *order)
+        try:
+            check_split(asked)
+        except ValueError:  # too few layers, or layers given for another number of parts
+            continue
+        with contextlib.suppress(NoList):
+            found.append(_candidate(asked, layout, system, space))
+    return sorted(found, key=lambda candidate: (not candidate.fits, candidate.seconds))
+
+
+def _candidate(asked: RunConfig, layout: Layout, system: System, space: float) -> Candidate:
+    lists = run_schedule.lists_of(asked, layout)
+    run = run_schedule.with_recompute(asked, layout, space, lists.held)
+    most = max(
+        stage_memory(run, layout, stage, lists.held(stage)).total for stage in range(layout.pp)
+    )
+    return Candidate(
+        run=run, seconds=step(run, layout, system, system.parameters).seconds, fits=most <= space
+    )
+
+
+def settled(
+    run: RunConfig, layout: Layout, system: System, space: float | None = None
+) -> tuple[RunConfig, list[str]]:
+    """The run with nothing left to choose, and lines that say what was chosen and why.
+
+    space: bytes of a rank's tensors; by default what the machine's memory, or --memory-per-rank, leaves for them. Where no schedule
+    fits it is 1F1B, which holds least.
+    """
+    space = (
+        memory.tensor_room(run, layout, system.machine, system.software, system.nodes)
+        if space is None
+        else space
+    )
+    again = run.training.recompute_auto
+    if run.parallel.pipeline_schedule != AUTO or layout.pp == 1:
+        return run_schedule.settled(run, layout, space) if again else (run, [])
+    run, line = _fastest(scheduled(run, layout, system, space), system)
+    return run, [line, *[run_schedule.choice_line(run, space)] * again]
+
+
+def _fastest(found: list[Candidate], system: System) -> tuple[RunConfig, str]:
+    fitting, tight = ([c for c in found if c.fits == fits] for fits in (True, False))
+    best = (
+        fitting[0] if fitting else next(c for c in found if c.run.parallel.schedule == ONE_F_ONE_B)
+    )
+    others = "".join(f"; {c.name} {c.seconds:.3g} s" for c in fitting[1:])
+    without = f"; no memory for {', '.join(c.name for c in tight)}" * bool(tight)
+    return (
+        best.run,
+        f"schedule: {best.name}, {best.seconds:.3g} s an iteration{others}{without} (model, {system.machine.name})",
+    )
+
+
+T = TypeVar("T", int, bool)
+
+
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+
+
+RAMP_DP, RAMP_BATCH = 4, 32  # document 004: the batch grows in steps of 32 over a DP that 4 divides
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A layout that runs. seconds: of an iteration, modelled, least_seconds: without a bubble; memory_mib: of the fullest rank.
+
+    asked: the run before --recompute-auto chose; run: after.
+    """
+
+    asked: RunConfig
+    run: RunConfig
+    system: System
+    layout: Layout
+    seconds: float
+    memory_mib: float
+    bubble_fraction: float
+    least_seconds: float
+
+    def predict(self) -> Prediction:
+        """The prediction with its band, which takes longer than the search's own estimate."""
+        return predict(self.run, self.system)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """plans: the fastest first. dropped: reason -> number of layouts that cannot run for it."""
+
+    plans: tuple[Plan, ...]
+    dropped: Counter[str]
+
+
+def search(
+    run: RunConfig, system: System, held: frozenset[str], ramp_divisible: bool = False
+) -> Search:
+    """Model every layout that can run. held: names of the config's fields that keep the run's value.
+
+    Every layout is modelled in 1F1B's order, and those that could be among the first with another schedule in that, too.
+    """
+    run = system.software.cut(run)
+    plans, dropped = list[Plan](), Counter[str]()
+    for candidate in candidates(with_schedule(run, ONE_F_ONE_B, 1), system, held, ramp_divisible):
+        outcome = candidate if isinstance(candidate, str) else _judge(*candidate)
+        if isinstance(outcome, str):
+            dropped[outcome] += 1
+        else:
+            plans.append(outcome)
+    asked = _asked(run, held)
+    plans = [*(plans if asked in (None, ONE_F_ONE_B) else ()), *_rescheduled(plans, run, held)]
+    return Search(
+        plans=tuple(sorted(plans, key=lambda p: (p.seconds, p.memory_mib))), dropped=dropped
+    )
+
+
+WANTED, TRIED = (
+    10,
+    60,
+)  # plans that are to be the best of all schedules, and layouts that are tried with each of these at most
+
+
+def _asked(run: RunConfig, held: frozenset[str]) -> str | None:
+    """The schedule that the flags ask for; None where the search chooses."""
+    given = {
+        "pipeline_schedule",
+        "num_virtual_stages_per_pipeline_rank",
+        "num_layers_per_virtual_pipeline_stage",
+    } & held
+    return run.parallel.schedule if given and run.parallel.pipeline_schedule != AUTO else None
+
+
+def _orders(run: RunConfig, plan: Plan, held: frozenset[str]) -> list[Order]:
+    """The schedules that are tried for a layout. run: as it was asked for."""
+    stages, microbatches = (
+        plan.layout.pp,
+        plan.layout.microbatches(plan.run, plan.layout.global_batch_size(plan.run)),
+    )
+    if (name := _asked(run, held)) is None:
+        return [
+            order
+            for order in schedules(plan.system.software.choices, stages, microbatches)
+            if order.name != ONE_F_ONE_B
+        ]
+    given = "zero_bubble_max_pending_backward" in held
+    chosen = (
+        (run.parallel.zero_bubble_max_pending_backward,)
+        if given
+        else pendings(name, stages, microbatches)
+    )
+    return [Order(name, chunks_of(run), pending) for pending in chosen if name != ONE_F_ONE_B]
+
+
+def _rescheduled(plans: Sequence[Plan], run: RunConfig, held: frozenset[str]) -> list[Plan]:
+    """The plans in other schedules than 1F1B.
+
+    Layouts follow one another by the least time that any schedule could give them; once that is beyond the WANTED best plans, the
+    rest cannot be among them. A schedule that the flags ask for is tried with every layout.
+    """
+    found: list[Plan] = []
+    ordered = sorted(
+        (plan for plan in plans if plan.layout.pp > 1), key=lambda plan: plan.least_seconds
+    )
+    asked = _asked(run, held)
+    best = sorted(plan.seconds for plan in plans)[:WANTED] if asked in (None, ONE_F_ONE_B) else []
+    for plan in ordered[:TRIED] if asked is None else ordered:
+        if len(best) == WANTED and plan.least_seconds >= best[-1]:
+            break
+        for order in _orders(run, plan, held):
+            if plan.layout.pp * order.chunks > plan.run.model.num_layers:
+                continue
+            outcome = _judge(with_schedule(plan.asked, *order), plan.system)
+            if isinstance(outcome, Plan):
+                found.append(outcome)
+                best = sorted([*best, outcome.seconds])[:WANTED]
+    return found
+
+
+def candidates(
+    run: RunConfig, system: System, held: frozenset[str], ramp_divisible: bool = False
+) -> Iterator[tuple[RunConfig, System] | str]:
+    """Every combination of what the software has, as (run, system with its ranks per node), or why its numbers do not divide."""
+    choices, model, parallel = system.software.choices, run.model, run.parallel
+    ranks = (system.ranks_per_node,) if "ranks_per_node" in held else choices.ranks_per_node
+    tensor = _choices(
+        parallel.tensor_model_parallel_size,
+        _divisors(model.query_groups),
+        "tensor_model_parallel_size" in held,
+    )
+    cuts = (
+        tuple(range(1, model.num_layers + 1))
+        if parallel.pipeline_split == "balanced"
+        else _divisors(model.num_layers)
+    )
+    stages = _choices(
+        parallel.pipeline_model_parallel_size, cuts, "pipeline_model_parallel_size" in held
+    )
+    micro = _choices(run.batch.micro_batch_size, MICRO_BATCHES, "micro_batch_size" in held)
+    zero = _choices(parallel.zero_stage, choices.zero_stages, "zero_stage" in held)
+    tried = {
+        name: _choices(
+            features.FEATURES[name].used(run),
+            values if name in choices.names else (False,),
+            features.FEATURES[name].field in held,
+        )
+        for name, values in SWITCHED.items()
+    }
+    contexts = list(_contexts(run, choices, held))
+    for pp in stages:
+        for training in _recomputes(run, model.num_layers // pp, held, choices.recompute):
+            for tp, (cp, ways), mbs, stage, number in (
+                (t, c, m, z, r)
+                for t in tensor
+                for c in contexts
+                for m in micro
+                for z in zero
+                for r in ranks
+            ):
+                host, batch = (
+                    replace(system, ranks_per_node=number),
+                    replace(run.batch, micro_batch_size=mbs),
+                )
+                dp, rest = divmod(host.world_size, tp * pp * cp)
+                reason = _indivisible(
+                    host, dp, rest, cp, stage, batch, ramp_divisible
+                )  # of a shape with a rest once
+                for switches in _divided(
+                    run, _switches(tried, 1 if rest else tp, stage, number), tp, dp * cp, held
+                ):
+                    yield reason or (
+                        replace(
+                            run,
+                            training=training,
+                            batch=batch,
+                            parallel=replace(
+                                parallel,
+                                tensor_model_parallel_size=tp,
+                                pipeline_model_parallel_size=pp,
+                                context_parallel_size=cp,
+                                cp_comm_type=ways,
+                                zero_stage=stage,
+                                **switches,
+                            ),
+                        ),
+                        host,
+                    )
+
+
+LONG, SHARERS = (
+    16384,
+    64,
+)  # tokens of a sequence from which on several ranks may share one, and the most that are tried
+
+
+def _contexts(
+    run: RunConfig, choices: Choices, held: frozenset[str]
+) -> Iterator[tuple[int, tuple[str, ...] | None]]:
+    """Numbers of ranks to share a sequence, each with everything that they may send each other for attention."""
+    given, shared = run.parallel.cp_comm_type, choices.names and run.model.seq_length >= LONG
+    sizes = tuple(2**i for i in range(SHARERS.bit_length())) if shared else (1,)
+    for cp in _choices(run.parallel.context_parallel_size, sizes, "context_parallel_size" in held):
+        each = "cp_comm_type" not in held and cp > 1
+        yield from ((cp, (way,)) for way in CONTEXT_WAYS) if each else [(cp, given)]
+
+
+def _indivisible(
+    system: System, dp: int, rest: int, cp: int, zero_stage: int, batch: BatchConfig, ramp: bool
+) -> str | None:
+    """Why these numbers cannot run together; None where they can. rest: ranks that are left of dp parts."""
+    if system.ranks_per_node > system.machine.max_ranks:
+        return "more ranks than a node has threads or GPUs"
+    if rest:
+        return "TP x PP" + " x CP" * (cp > 1) + " does not divide the number of ranks"
+    assert (size := batch.global_batch_size) is not None
+    if size % (dp * batch.micro_batch_size):
+        return "micro-batch x DP does not divide the global batch"
+    if zero_stage and dp * cp == 1:
+        return "ZeRO needs more than one data-parallel rank"
+    if ramp and (dp % RAMP_DP or size % RAMP_BATCH):
+        return (
+            f"batch ramp-up: DP is not divisible by {RAMP_DP} or the global batch by {RAMP_BATCH}"
+        )
+    return None
+
+
+# Choices that a search varies or that are always on.
+VARIED = (
+    features.BALANCED_SPLIT,
+    features.ZERO_1,
+    features.SELECTIVE,
+    features.BLOCK,
+    features.RECOMPUTE_AUTO,
+    features.NODE_SUMS,
+    features.TWO_LEVEL_SUMS,
+    features.EXPERT_GROUPS,
+    features.INTERLEAVED,
+    features.ZERO_BUBBLE,
+)
+
+
+# Choices of flags that the search sets: on where it costs no time in the model and changes no result, or both on and off.
+SWITCHED: dict[str, tuple[bool, ...]] = {
+    features.OVERLAP_GRAD_REDUCE: (True,),
+    features.OVERLAP_PARAM_GATHER: (True,),
+    features.SEQUENCE_PARALLEL: (False, True),
+    features.TP_COMM_OVERLAP: (False, True),
+}
+
+
+def _switches(
+    tried: dict[str, tuple[bool, ...]], tp: int, zero_stage: int, ranks_per_node: int
+) -> Iterator[dict[str, Any]]:
+    """Every combination of values of the flags of SWITCHED that means something at these sizes, by field.
+
+    Overlapped collectives are left out inside a node, where reductions in its memory use all cores, and are always tried with
+    one rank a node, where they send no more bytes.
+    """
+    for sequence in tried[features.SEQUENCE_PARALLEL] if tp > 1 else (False,):
+        exchanges = (
+            tried[features.TP_COMM_OVERLAP] if sequence and tp > ranks_per_node else (False,)
+        )
+        for overlapped in exchanges if ranks_per_node > 1 else exchanges[-1:]:
+            for reduce in tried[features.OVERLAP_GRAD_REDUCE]:
+                for gather in tried[features.OVERLAP_PARAM_GATHER]:
+                    values = {
+                        features.SEQUENCE_PARALLEL: sequence,
+                        features.TP_COMM_OVERLAP: overlapped,
+                        features.OVERLAP_GRAD_REDUCE: reduce,
+                        features.OVERLAP_PARAM_GATHER: gather and reduce and zero_stage == 1,
+                    }
+                    yield {features.field_of(name): value for name, value in values.items()}
+
+
+EXPERT_RANKS = 64  # that are tried at most: an all-to-all among more of them has short messages
+
+
+def _divided(
+    run: RunConfig, switches: Iterator[dict[str, Any]], tp: int, dp: int, held: frozenset[str]
+) -> Iterator[dict[str, Any]]:
+    """Each of `switches`, and of a model with experts that with every number of ranks among which whole experts can be divided."""
+    experts = run.model.num_experts
+    given = {"expert_model_parallel_size", "expert_tensor_parallel_size"} & held
+    for values in switches:
+        yield (
+            values
+            if given
+            else {**values, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
+        )
+        if experts and not given and (tp == 1 or values["sequence_parallel"]):
+            for ep in (2**i for i in range(1, EXPERT_RANKS.bit_length())):
+                if experts % ep == 0 and dp * tp % ep == 0:
+                    yield {
+                        **values,
+                        "expert_model_parallel_size": ep,
+                        "expert_tensor_parallel_size": 1 if tp > 1 else None,
+                    }
+
+
+def _choices(value: T, values: tuple[T, ...], held: bool) -> tuple[T, ...]:
+    return (value,) if held else values
+
+
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(d for d in range(1, number + 1) if number % d == 0)
+
+
+def _recomputes(
+    run: RunConfig, layers: int, held: frozenset[str], kinds: tuple[str, ...]
+) -> Iterator:
+    """Training configs that differ in what is recomputed; block: a quarter, half and three quarters of a stage's layers."""
+    training = run.training
+    if {
+        "recompute_granularity",
+        "recompute_method",
+        "recompute_num_layers",
+        "recompute_part_layers",
+        "recompute_auto",
+    } & held:
+        yield training
+        return
+    plain = replace(
+        training,
+        recompute_granularity=None,
+        recompute_method="uniform",
+        recompute_num_layers=1,
+        recompute_part_layers=None,
+        recompute_auto=False,
+    )
+    if "auto" in kinds:
+        yield replace(plain, recompute_auto=True)
+        return
+    full = replace(plain, recompute_granularity="full")
+    configs = {
+        "none": [plain],
+        "selective": [replace(plain, recompute_granularity="selective")],
+        "full": [full],
+        "block": [
+            replace(full, recompute_method="block", recompute_num_layers=n)
+            for n in sorted({layers // 4, layers // 2, 3 * layers // 4} - {0, layers})
+        ],
+    }
+    for name in kinds:
+        yield from configs[name]
+
+
+def _judge(asked: RunConfig, system: System) -> Plan | str:
+    """The plan, or the reason why it cannot run."""
+    try:
+        layout = Layout.from_run(asked, system.world_size)
+    except ValueError:
+        return "heads, MLP or layers do not divide"
+    try:
+        run = memory.with_recompute(asked, layout, system.machine, system.software, system.nodes)
+        used = memory.peak_mib(
+            run, layout, system.software, system.nodes, system.software.memory(system.machine)
+        )
+    except NoList:
+        return "no list for the schedule"
+    if used > memory.limit_mib(system.machine, system.software, system.ranks_per_node):
+        return "out of memory"
+    modelled = step(run, layout, system, system.parameters)
+    return Plan(
+        asked=asked,
+        run=run,
+        system=system,
+        layout=layout,
+        seconds=modelled.seconds,
+        memory_mib=used,
+        bubble_fraction=modelled.bubble_fraction,
+        least_seconds=modelled.least_seconds,
+    )
+
+
+def held_fields(args: argparse.Namespace) -> frozenset[str]:
+    """Fields whose flags were on the command line. A recipe's values do not hold: it names a model, not a layout."""
+    names = {name for name, value in vars(args).items() if value is not None}
+    return frozenset(names - ({"ranks_per_node"} if args.ranks_per_node is None else set()))

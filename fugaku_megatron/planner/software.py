@@ -1,0 +1,324 @@
+"""Software as data (software.json): the work of an implementation other than matmuls, and the parameters that apply to it.
+
+A style counts, per layer and micro-batch, how often element-wise operators move and how often they allocate each kind of tensor:
+hidden (s, b, h), qkv (s, b, 3h/t), context (s, b, h/t), scores (b, n/t, s, s), mlp (s, b, f/t), logits (s, b, v/t).
+logits_in_chunks: the head works on chunks of memory.logits_rows rows. recompute_ends_early: see accounting.recomputed_records.
+computes_in: fp32 where 16-bit operands are widened, null where matmuls run in the run's own precision.
+
+A parameter is the share of a machine constant that software reaches, or a cost that no data sheet states. fitted.json has the
+fitted values; priors.json has what is published or plausible of each before any table is considered: a log-normal around `prior`
+with standard deviation `spread`, with unit, meaning and source.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from ..config import features
+from ..config.fields import check
+from ..config.run_config import RunConfig
+from ..pipeline.schedule_names import CHUNKED, INTERLEAVED, ONE_F_ONE_B, SPLITS_BACKWARD
+from .machine import Machine, unknown
+
+FITTED = Path(__file__).parent / "fitted.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """Values of one group of software; see priors.json for meaning and unit. A rate of 0 is the machine's own.
+
+    attention_forward, attention_backward: share of peak that a fused kernel without dropout reaches on the matmuls below the
+    diagonal, two in forward and five in backward (accounting.ATTENTION_BACKWARD_SHARE), the maximum of share = maximum / (1 + half
+    / s) at sequence length s; 0: attention runs as other matmuls do. dropout_flops: what a core does at its peak in the time in
+    which dropout decides on one probability of attention, once in forward and once more in backward. bf16x3: rate of matmuls with
+    --fp32-matmul bf16x3 over that of FP32 ones, measured by calibrate.
+    """
+
+    gemm_fraction: float = 1.0
+    gemm_half: float = 1.0
+    attention_forward: float = 0.0
+    attention_backward: float = 0.0
+    attention_forward_half: float = 0.0
+    attention_backward_half: float = 0.0
+    dropout_flops: float = 0.0
+    bf16x3: float = 0.0
+    unaligned: float = 1.0
+    elementwise_fraction: float = 1.0
+    call_us: float = 0.0
+    fault_gbs: float = 0.0
+    unmap_ms: float = 0.0
+    reduce_gbs: float = 0.0
+    intra_reduce_gbs: float = 0.0
+    transfer_fraction: float = 1.0
+    pipeline_warmup_s: float = 0.0
+    iteration_s: float = 0.0
+    old_torch: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryParameters:
+    """Values of the memory model; see priors.json. The defaults are this project's, whose kernels keep what accounting counts.
+
+    threads: of a node that runs this project's kernels.
+    """
+
+    base_mib: float = 600.0
+    glibc_mib: float = 0.0
+    peer_mib: float = 1.0
+    activation: float = 1.0
+    working: float = 1.0
+    in_flight: float = 0.0
+    logits: float = 1.0
+    state_bytes: float = 16.0
+    sharded_bytes: float = 0.0
+    threads: float = 0
+
+
+# Not fitted: this project has not been measured on an A64FX. Each value's source is in docs/performance.md.
+MODELLED: dict[str, Parameters] = {
+    "fugaku_megatron": Parameters(
+        gemm_fraction=1.0,
+        gemm_half=1.0,
+        attention_forward=0.65,
+        attention_backward=0.62,
+        dropout_flops=170.0,
+        elementwise_fraction=0.7,
+        call_us=5.0,
+        iteration_s=0.25,
+    ),
+}
+
+
+MODEL_ERROR = 0.2  # standard deviation of the logarithm of a time that no measurement has confirmed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """One group's values with their uncertainty. covariance: of the values' logarithms, in the order of `names`."""
+
+    values: Parameters
+    names: tuple[str, ...]
+    covariance: tuple[tuple[float, ...], ...]
+    noise: float  # standard deviation of the residuals of the rows' logarithmic times
+    memory: MemoryParameters
+    ranges: dict[
+        str, tuple[float, float]
+    ]  # model.facts -> smallest and largest value among the fitted rows
+    tensor_parallel: tuple[tuple[int, int, bool, str], ...] | None = (
+        None  # model.tensor_parallel of the fitted rows; None: no rows
+    )
+
+
+def fitted(group: str) -> Fitted:
+    """The values of a group: those of MODELLED, or those that fitted.json holds."""
+    if group in MODELLED:
+        return Fitted(
+            values=MODELLED[group],
+            names=(),
+            covariance=(),
+            noise=MODEL_ERROR,
+            memory=MemoryParameters(),
+            ranges={},
+        )
+    data = json.loads(FITTED.read_text())[group]
+    names = tuple(data["parameters"])
+    assert set(names) <= {f.name for f in fields(Parameters)}
+    return Fitted(
+        values=Parameters(**{n: data["parameters"][n]["value"] for n in names}),
+        names=names,
+        covariance=tuple(map(tuple, data["covariance"])),
+        noise=data["noise"],
+        memory=MemoryParameters(
+            **{"peer_mib": 0.0, **{n: p["value"] for n, p in data["memory"].items()}}
+        ),
+        ranges={k: tuple(v) for k, v in data["ranges"].items()},
+        tensor_parallel=tuple(tuple(seen) for seen in data["tensor_parallel"]),
+    )
+
+
+DATA = Path(__file__).parent / "software.json"
+
+
+THIS_PROJECT = "fugaku_megatron"  # the name of this project's own trainer
+
+
+ALIASES = {"this": THIS_PROJECT}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """The choices of a software. recompute: none, selective, full (all layers), block (some layers of each stage) or
+    auto (as few of each stage as memory allows, which is never slower than none, block or full).
+
+    names: rows of config/features.py that it has; other people's software has none of them.
+    """
+
+    ranks_per_node: tuple[int, ...]
+    recompute: tuple[str, ...]
+    zero_stages: tuple[int, ...]
+    schedules: tuple[str, ...]
+    names: frozenset[str] = frozenset()
+
+    @staticmethod
+    def from_names(names: frozenset[str], ranks_per_node: tuple[int, ...]) -> Choices:
+        """The choices of this project's trainer with only the features `names`."""
+        recompute = {
+            "none": True,
+            "selective": features.SELECTIVE in names,
+            "block": features.BLOCK in names,
+            "full": True,
+            "auto": features.RECOMPUTE_AUTO in names,
+        }
+        return Choices(
+            ranks_per_node=ranks_per_node,
+            recompute=tuple(kind for kind, there in recompute.items() if there),
+            zero_stages=(0, 1) if features.ZERO_1 in names else (0,),
+            names=names,
+            schedules=(
+                ONE_F_ONE_B,
+                *(INTERLEAVED,) * (features.INTERLEAVED in names),
+                *SPLITS_BACKWARD * (features.ZERO_BUBBLE in names),
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """An implementation of the training step.
+
+    group: the group of software whose fitted parameters apply. style: name of its counts of element-wise work.
+    page_faults: "none" (memory is kept), "across nodes" (large blocks fault in again, and in runs on several nodes, where the
+    network has registered them, cost more to return), "registered" (they always cost more).
+    old_torch: element-wise work and operator calls take longer by the factor of PyTorch 1.7.
+    machines: names of machines on which it has run. choices: those of the planner; this project's come from config/features.py.
+    counts: the row of `style` in software.json. fitted: the values of `group`. Both follow from names that are compared, so they
+    take no part in comparisons.
+    """
+
+    name: str
+    title: str
+    group: str
+    style: str
+    page_faults: str
+    old_torch: bool
+    machines: tuple[str, ...]
+    choices: Choices
+    counts: Mapping[str, Any] = field(compare=False, repr=False)
+    fitted: Fitted = field(compare=False, repr=False)
+
+    def active(self, run: RunConfig) -> frozenset[str]:
+        """The features that the software has and the run uses."""
+        return frozenset(name for name in self.choices.names if features.FEATURES[name].used(run))
+
+    def lacking(self, run: RunConfig) -> list[str]:
+        """The features that the run has switched on by a flag without a value, and that the software does not have."""
+        switches = [name for name in features.SWITCHES if features.FEATURES[name].used(run)]
+        return [name for name in switches if name not in self.choices.names]
+
+    def without(self, name: str) -> Software:
+        """This project's software without one of its features."""
+        return replace(
+            self,
+            choices=Choices.from_names(self.choices.names - {name}, self.choices.ranks_per_node),
+        )
+
+    def cut(self, run: RunConfig) -> RunConfig:
+        """The run as this software does it: without what it lacks, in 1F1B's order instead of one that it lacks, and with an even
+        split of layers unless it has a balanced one.
+
+        Raises ValueError for a --pipeline-split that it does not have, and for numbers of layers that do not divide.
+        """
+        for name in self.lacking(run):
+            run = features.switched(run, name, False)
+        if run.parallel.schedule not in self.choices.schedules:
+            run = with_schedule(run, ONE_F_ONE_B, 1)
+        if features.BALANCED_SPLIT in self.choices.names:
+            return run
+        layers, pp, split = (
+            run.model.num_layers,
+            run.parallel.pipeline_model_parallel_size,
+            run.parallel.pipeline_split,
+        )
+        check(
+            split in ("balanced", "even"),
+            f"--pipeline-split {split}: {self.name} cuts layers evenly; leave it out, or pass "
+            f"--software {THIS_PROJECT}",
+        )
+        check(
+            layers % pp == 0 or layers < pp,
+            f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size {pp}, "
+            f"and {self.name} cuts layers evenly: change one of them",
+        )
+        return replace(run, parallel=replace(run.parallel, pipeline_split="even"))
+
+    @property
+    def measured(self) -> bool:
+        """Whether its parameters come from measured runs."""
+        return bool(self.fitted.names)
+
+    def known_on(self, machine: Machine) -> bool:
+        """Whether it has run on the machine, or its kernels were measured there."""
+        return machine.name in self.machines or self.measured_on(machine)
+
+    def measured_on(self, machine: Machine) -> bool:
+        """Whether calibrate measured this software's kernels on the machine."""
+        return self.style == "native" and bool(machine.native)
+
+    def parameters(self, machine: Machine) -> Parameters:
+        """The values for a prediction on the machine: the group's, replaced by those that were measured on the machine itself.
+
+        Where dropout was not measured apart, it is in the measured shares of attention.
+        """
+        measured = {"dropout_flops": 0.0, **machine.native} if self.measured_on(machine) else {}
+        return replace(self.fitted.values, **measured)
+
+    def memory(self, machine: Machine) -> MemoryParameters:
+        """The memory model's values for a prediction on the machine, in the same way."""
+        if self.style != "native":
+            return self.fitted.memory
+        base = self.fitted.memory.base_mib if machine.process_mib is None else machine.process_mib
+        return replace(self.fitted.memory, base_mib=base, threads=machine.threads)
+
+
+def with_schedule(run: RunConfig, name: str, chunks: int, pending: int | None = None) -> RunConfig:
+    """The run with another pipeline schedule. chunks: of each stage. pending: see --zero-bubble-max-pending-backward."""
+    virtual = chunks if name in CHUNKED and chunks > 1 else None
+    return replace(
+        run,
+        parallel=replace(
+            run.parallel,
+            pipeline_schedule=None if name == ONE_F_ONE_B else name,
+            num_virtual_stages_per_pipeline_rank=virtual,
+            num_layers_per_virtual_pipeline_stage=None,
+            zero_bubble_max_pending_backward=pending,
+        ),
+    )
+
+
+def names() -> list[str]:
+    """The software that software.json describes."""
+    return sorted(json.loads(DATA.read_text())["software"])
+
+
+def load(name: str, flag: str = "--software") -> Software:
+    """Software by its name or alias, the value of `flag`. Raises ValueError naming the known ones."""
+    data, name = json.loads(DATA.read_text()), ALIASES.get(name, name)
+    if name not in data["software"]:
+        raise unknown(flag, name, data["software"])
+    facts = data["software"][name]
+    choices: dict[str, Any] = {key: tuple(value) for key, value in facts["choices"].items()}
+    has = (
+        Choices.from_names(frozenset(features.FEATURES), **choices)
+        if facts["style"] == "native"
+        else Choices(**choices)
+    )
+    return Software(
+        name=name,
+        **{**facts, "machines": tuple(facts["machines"]), "choices": has},
+        counts=data["styles"][facts["style"]],
+        fitted=fitted(facts["group"]),
+    )

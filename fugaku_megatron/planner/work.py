@@ -1,0 +1,388 @@
+"""The work of one rank for one micro-batch as counts: matmuls, bytes moved and allocated, operator calls, collectives.
+
+Shapes and collectives come from accounting's records; element-wise traffic from the software's style. Left out: time (`cost`).
+Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads, v padded vocabulary, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from types import MappingProxyType
+
+from ..config import features
+from ..config.layout import Layout
+from ..config.run_config import RunConfig
+from ..costs import accounting, activations, experts, memory
+from ..costs.activations import Collective, Record
+from ..costs.muon import orthogonalized
+from ..pipeline.schedule_names import SPLITS_BACKWARD
+from .software import Software
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matmul:
+    """A call that computes `count` matmuls (m, k) x (k, n), made `times` times.
+
+    attention: the matmuls are Q K^T or P V, of which a kernel that skips what is masked computes the share `seen`. dropout: some
+    probabilities between the two are dropped.
+    """
+
+    m: int
+    n: int
+    k: int
+    count: int = 1
+    attention: bool = False
+    seen: float = 0.5
+    dropout: bool = False
+    backward: bool = False
+    times: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """What --tp-comm-overlap does: collectives block by block, while matmuls go on that read or make the blocks.
+
+    first: the matmuls of one block, which the exchange waits for, or which wait for its end; None where `overlapped`, all that it
+    can be overlapped with, has none of them.
+    """
+
+    collectives: tuple[Collective, ...]
+    first: Matmul | None
+    overlapped: tuple[Matmul, ...]
+
+    @property
+    def group(self) -> str:
+        return self.collectives[0].group
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertExchange:
+    """Rows of experts that go there and back between nodes, those of one group of experts while others are computed.
+
+    there, back: all-to-alls of all groups. overlapped: the matmuls of all groups. around: the shared expert's, half of them before
+    the first group and half after the last one.
+    """
+
+    there: tuple[Collective, ...]
+    back: tuple[Collective, ...]
+    groups: int
+    overlapped: tuple[Matmul, ...]
+    around: tuple[Matmul, ...]
+    group: str = "ep"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Counts of one phase. moved: bytes read and written. allocations: (bytes of a tensor, number of such tensors).
+
+    collectives: (a collective, number of calls). exchanges: (an exchange, how often it is made).
+    """
+
+    matmuls: tuple[Matmul, ...] = ()
+    moved: float = 0.0
+    allocations: tuple[tuple[int, float], ...] = ()
+    calls: float = 0.0
+    collectives: tuple[tuple[Collective, int], ...] = ()
+    exchanges: tuple[tuple[Exchange | ExpertExchange, int], ...] = ()
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            matmuls=self.matmuls + other.matmuls,
+            moved=self.moved + other.moved,
+            calls=self.calls + other.calls,
+            allocations=self.allocations + other.allocations,
+            collectives=self.collectives + other.collectives,
+            exchanges=self.exchanges + other.exchanges,
+        )
+
+
+def muon(run: RunConfig, layout: Layout, stage: int) -> Work:
+    """Newton-Schulz iterations of all matrices of a stage, which data-parallel ranks share; nothing with AdamW."""
+    return Work(
+        matmuls=tuple(
+            Matmul(
+                m=sides[0], n=sides[1], k=sides[2], times=count * run.optimizer.muon_num_ns_steps
+            )
+            for (m, n), count in orthogonalized(run, layout, stage).items()
+            for sides in ((m, m, n), (m, m, m), (m, n, m))
+        )
+    )
+
+
+def tensors(run: RunConfig, tp: int) -> dict[str, int]:
+    """Bytes of each kind of tensor on one rank. mlp: the mean of an activation's argument and result."""
+    model = run.model
+    rows = accounting.tokens_per_microbatch(run) * accounting.element_bytes(run)
+    return {
+        "hidden": rows * model.hidden_size,
+        "qkv": activations.qkv_bytes(run, tp),
+        "context": activations.context_bytes(run, tp),
+        "scores": rows * model.seq_length * model.num_attention_heads // tp,
+        "mlp": rows * experts.mlp_width(model) * (model.fc1_widths + 1) // 2 // tp,
+        "logits": rows * accounting.padded_vocab_size(model, tp) // tp,
+    }
+
+
+def _elementwise_tensors(run: RunConfig, tp: int, software: Software) -> dict[str, int]:
+    """`tensors` as element-wise operators see them: with sequence parallelism a rank has 1/t of those between the matmuls."""
+    sizes = tensors(run, tp)
+    return (
+        {**sizes, "hidden": sizes["hidden"] // tp}
+        if features.SEQUENCE_PARALLEL in software.active(run)
+        else sizes
+    )
+
+
+def _elementwise(software: Software, phase: str, sizes: dict[str, int]) -> Work:
+    counts = {name: value for name, value in software.counts[phase].items() if name != "calls"}
+    return Work(
+        moved=sum(sizes[name] * moved for name, (moved, _) in counts.items()),
+        allocations=tuple(
+            (sizes[name], allocated) for name, (_, allocated) in counts.items() if allocated
+        ),
+        calls=software.counts[phase]["calls"],
+    )
+
+
+def _turning(run: RunConfig, sizes: Mapping[str, int]) -> Work:
+    """Of queries and keys before attention, or of their gradients after it: qkv read and written once, where the model does it.
+
+    --residual-multiplier reads and writes the two results of a layer in addition.
+    """
+    turned = (
+        Work(moved=2.0 * sizes["qkv"], calls=1, allocations=((sizes["qkv"], 1),))
+        if run.model.turns_queries
+        else Work()
+    )
+    if run.model.residual_multiplier == 1.0:
+        return turned
+    return turned + Work(moved=4.0 * sizes["hidden"], calls=2, allocations=((sizes["hidden"], 2),))
+
+
+def _once(collectives: tuple[Collective, ...]) -> tuple[tuple[Collective, int], ...]:
+    return tuple((c, 1) for c in collectives)
+
+
+def _chunks(run: RunConfig, tp: int) -> int:
+    """The number of parts into which this project's head cuts a micro-batch's rows."""
+    pp = run.parallel.pipeline_model_parallel_size
+    return -(
+        -accounting.tokens_per_microbatch(run)
+        // memory.logits_rows(run, Layout(tp * pp, tp, pp, 1))
+    )
+
+
+def _forward(record: Record, chunks: int) -> Work:
+    if record.gemm is None:
+        return Work(collectives=_once(record.forward))
+    m, n, k = record.gemm
+    matmuls: tuple[Matmul, ...] = (Matmul(m=m, n=n, k=k, times=record.gemm_count),)
+    if record.name == "attention":
+        matmul = Matmul(
+            m=m,
+            n=n,
+            k=k,
+            count=record.gemm_count,
+            attention=True,
+            seen=record.seen,
+            dropout=record.dropout,
+        )
+        matmuls = (matmul, replace(matmul, n=k, k=n))
+    elif record.name == "logits":
+        matmuls = (Matmul(m=m // chunks, n=n, k=k, times=chunks),)
+    return Work(matmuls=matmuls, collectives=_once(record.forward))
+
+
+def _backward(record: Record, chunks: int) -> Work:
+    """Two matmuls for each matmul of the forward: the gradients of the input and of the weight (or the other operand).
+
+    Of a weight that is frozen the first alone.
+    """
+    matmuls = []
+    for p in _forward(record, chunks).matmuls:
+        matmuls.append(replace(p, n=p.k, k=p.n, backward=True))
+        matmuls += [] if record.frozen else [replace(p, m=p.k, k=p.m, backward=True)]
+    return Work(matmuls=tuple(matmuls), collectives=_once(record.backward))
+
+
+def _in_layer(run: RunConfig, tp: int, software: Software, work: Work) -> Work:
+    """`work` of one record of a layer, forward or backward: with --tp-comm-overlap its collectives are overlapped with its matmuls.
+
+    In backward the gradient of the weight needs all that is gathered; it hides what is reduced, unless it is deferred.
+    """
+    collectives = tuple(c for c, _ in work.collectives)
+    if any(c.group == "cp" for c in collectives):
+        return _passed(run, work, collectives)
+    if features.TP_COMM_OVERLAP not in software.active(run) or not collectives or not work.matmuls:
+        return work
+    data, *weight = work.matmuls
+    reduced = any(c.verb == "reduce_scatter" for c in collectives)
+    overlapped = (
+        (data, *weight) if reduced and run.parallel.schedule not in SPLITS_BACKWARD else (data,)
+    )
+    first = replace(data, m=-(-data.m // (tp * activations.blocks_of_a_part(tp))))
+    return replace(
+        work,
+        collectives=(),
+        exchanges=((Exchange(collectives=collectives, first=first, overlapped=overlapped), 1),),
+    )
+
+
+def _passed(run: RunConfig, work: Work, collectives: tuple[Collective, ...]) -> Work:
+    """Attention of ranks that share a sequence: what they send each other is overlapped with it, but for its last step."""
+    if any(c.verb != "send" for c in collectives):
+        return work
+    cp = run.parallel.context_parallel_size
+    hiding = tuple(replace(p, count=p.count * (cp - 1) // cp) for p in work.matmuls)
+    return replace(
+        work,
+        collectives=(),
+        exchanges=((Exchange(collectives=collectives, first=None, overlapped=hiding), 1),),
+    )
+
+
+def _layer(
+    run: RunConfig,
+    tp: int,
+    software: Software,
+    records: Sequence[Record],
+    work_of: Callable[[Record], Work],
+) -> Work:
+    """`work_of` all records of a layer, forward or backward, without what is element-wise."""
+    named = [(record.name, _in_layer(run, tp, software, work_of(record))) for record in records]
+    whole = sum((work for _, work in named), Work())
+    if not run.parallel.divides_experts or features.EXPERT_GROUPS not in software.active(run):
+        return whole
+
+    def sent(name: str) -> tuple[Collective, ...]:
+        return tuple(
+            c
+            for each, work in named
+            if each == name
+            for c, _ in work.collectives
+            if _between_experts(c)
+        )
+
+    def matmuls(
+        *names: str,
+    ) -> tuple[Matmul, ...]:  # gradients of weights hide nothing where they are put off
+        hiding = 1 if run.parallel.schedule in SPLITS_BACKWARD else None
+        return tuple(
+            matmul for each, work in named if each in names for matmul in work.matmuls[:hiding]
+        )
+
+    groups = experts.exchanged_groups(
+        (run.model.num_experts or 0) // run.parallel.expert_model_parallel_size
+    )
+    exchange = ExpertExchange(
+        there=sent("order"),
+        back=sent("experts_sum"),
+        groups=groups,
+        overlapped=matmuls("linear_fc1", "linear_fc2"),
+        around=matmuls("shared_fc1", "shared_fc2"),
+    )
+    return replace(
+        whole,
+        collectives=tuple(each for each in whole.collectives if not _between_experts(each[0])),
+        exchanges=(*whole.exchanges, (exchange, 1)),
+    )
+
+
+def _between_experts(collective: Collective) -> bool:
+    return (collective.verb, collective.group) == ("all_to_all", "ep")
+
+
+def _weights(record: Record, chunks: int) -> Work:
+    """What of `_backward` may wait: the matmuls of the gradients of weights."""
+    return Work(
+        matmuls=()
+        if record.frozen
+        else tuple(p for p in _backward(record, chunks).matmuls[1::2] if not p.attention)
+    )
+
+
+@cache
+def phases(run: RunConfig, tp: int, software: Software) -> Mapping[str, Work]:
+    """Work of one layer, of the embedding and of the head, forward and backward, without recompute and weight gradients.
+
+    Keys are "layer_forward", "layer_backward", "embedding_forward" and so on, and "layer_weights" for what of a layer's backward
+    may wait. The result is shared by all callers.
+    """
+    sizes, chunks = (
+        _elementwise_tensors(run, tp, software),
+        _chunks(run, tp) if software.counts["logits_in_chunks"] else 1,
+    )
+    places = {
+        "layer": accounting.layer_records(run, tp),
+        "embedding": accounting.embedding_records(run, tp),
+        "head": accounting.head_records(run, tp, tied=False),
+    }
+    work = {}
+    for place, records in places.items():
+        for phase, record_work in (("forward", _forward), ("backward", _backward)):
+            name = f"{place}_{phase}"
+            elementwise = _elementwise(software, name, sizes)
+            if place == "layer":
+                work[name] = sum(
+                    (
+                        _layer(run, tp, software, records, partial(record_work, chunks=chunks)),
+                        _turning(run, sizes),
+                    ),
+                    elementwise,
+                )
+            else:
+                work[name] = sum((record_work(record, chunks) for record in records), elementwise)
+    work["layer_weights"] = sum((_weights(record, chunks) for record in places["layer"]), Work())
+    return MappingProxyType(work)
+
+
+def layers_again(run: RunConfig, tp: int, groups: list[range], software: Software) -> Work:
+    """Work that full recompute repeats of a stage's layers. groups: layers that are recomputed together."""
+    whole = phases(run, tp, software)["layer_forward"]
+    if not software.counts["recompute_ends_early"]:
+        return repeat(whole, sum(map(len, groups)))
+    records = accounting.recomputed_records(run, tp, last=True)
+    sizes = _elementwise_tensors(run, tp, software)
+    pieces = (_layer(run, tp, software, records, partial(_forward, chunks=1)), _turning(run, sizes))
+    last = sum(pieces, _elementwise(software, "layer_forward", sizes))
+    return repeat(whole, sum(map(len, groups)) - len(groups)) + repeat(last, len(groups))
+
+
+def attention_again(run: RunConfig, tp: int, software: Software) -> Work:
+    """Work that selective recompute repeats of one layer: attention's matmuls and the element-wise work on its scores."""
+    sizes, record = (
+        tensors(run, tp),
+        next(r for r in accounting.layer_records(run, tp) if r.name == "attention"),
+    )
+    moved, allocated = software.counts["layer_forward"].get("scores", (0, 0))
+    return Work(
+        matmuls=_forward(record, 1).matmuls,
+        moved=moved * sizes["scores"],
+        calls=5,
+        allocations=((sizes["scores"], allocated),) if allocated else (),
+    )
+
+
+def weight_gradients(
+    run: RunConfig, tp: int, parameters: int, tensors: int, software: Software
+) -> Work:
+    """Writing the gradients of `parameters` weights, which are in `tensors` tensors, and adding them to earlier micro-batches'."""
+    counts, bytes = software.counts["weights"], parameters * accounting.element_bytes(run)
+    allocations = (
+        ((bytes // tensors, tensors * counts["allocated"]),) if counts["allocated"] else ()
+    )
+    return Work(moved=counts["moved"] * bytes, allocations=allocations, calls=tensors)
+
+
+def repeat(work: Work, times: int) -> Work:
+    """`work` done `times` times."""
+    return Work(
+        matmuls=tuple(replace(p, times=p.times * times) for p in work.matmuls),
+        moved=work.moved * times,
+        calls=work.calls * times,
+        allocations=tuple((size, count * times) for size, count in work.allocations),
+        collectives=tuple((c, count * times) for c, count in work.collectives),
+        exchanges=tuple((e, count * times) for e, count in work.exchanges),
+    )

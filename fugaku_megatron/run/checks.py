@@ -1,0 +1,162 @@
+"""Checks of files, flags and ranks before a run allocates anything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..comm.agreement import Nodes, agree, differing, everywhere, on_root
+from ..comm.base import Comm
+from ..config import batches
+from ..config.fields import check, flag
+from ..config.layout import Layout
+from ..config.run_config import GROUPS, OWN_OF_A_RANK, RunConfig
+from ..config.training import RECOMPUTE
+from ..data.build import parse_data_path
+from ..host import kernels
+
+if TYPE_CHECKING:
+    pass
+
+
+from collections.abc import Collection
+
+from ..checkpoint.save import check_replaces, check_writable
+from ..cli.output_files import check_file
+from ..config.param_schedule import ParamSchedule
+from ..data.build import listed_data
+from ..data.chat_dataset import check_mask_file
+from ..data.indexed import check_files
+from ..observe.history import read_run_history
+from ..observe.profile import profiled_ranks
+from ..training.session import HISTORY
+from .resume import Resume
+
+
+def check_same_run(run: RunConfig, world: Comm) -> list[str]:
+    """The log's lines about flags that ranks were given differently. Collective.
+
+    Raises ValueError on every rank, with the flag, its values and the ranks, where the run cannot be that of all of them.
+    """
+    values = {
+        flag(name): value
+        for group in GROUPS
+        for name, value in vars(getattr(run, group)).items()
+        if name[0] != "_"
+    }
+    own = {flag(name) for name in OWN_OF_A_RANK}
+    text = differing(world, {name: value for name, value in values.items() if name not in own})
+    recompute = {flag(name): values[flag(name)] for name in RECOMPUTE}
+    among = differing(world, recompute)
+    tp = run.parallel.tensor_model_parallel_size
+    if text is None and among is not None and world.size % tp == 0:
+        inside = world.split(
+            world.rank // tp, world.rank
+        )  # tensor parallelism is innermost, and recomputes together
+        problem = differing(inside, recompute)
+        remedy = f"{problem} of the tensor-parallel group that begins with rank {world.rank // tp * tp}: pass these ranks the same"
+        agree(world, lambda: check(problem is None, remedy), name_rank=False)
+    with everywhere():
+        check(
+            text is None,
+            f"{text}: pass every rank the same command line, apart from what may differ between pipeline stages "
+            "(recompute) and between nodes (places of their own, threads)",
+        )
+    return [f"ranks recompute differently: {among}"] * (among is not None)
+
+
+def check_early(run: RunConfig, world_size: int) -> None:
+    """Everything that can be checked without files: the same ValueError on every rank."""
+    check(
+        run.data.mock_data or run.data.files is not None,
+        "the run has no data: pass --data-path, a prefix that fugaku-megatron "
+        "preprocess wrote, or --mock-data",
+    )
+    batches.length(run.training, batches.RampUp(1, 1, 0, 1))
+    ranks = run.output.profile_ranks
+    check(
+        not run.output.profile or max(ranks) < world_size,
+        f"--profile-ranks {' '.join(map(str, ranks))}: the run has ranks 0 to "
+        f"{world_size - 1}: pass some of these",
+    )
+    chunk = run.system.fp16_accumulation_chunk
+    check(
+        chunk is None or kernels.has_fp16_arithmetic(),
+        f"--fp16-accumulation-chunk {chunk} needs FP16 arithmetic, which "
+        f"instruction set {kernels.active()} lacks: leave it out, or set FUGAKU_MEGATRON_TARGET=portable for a slow emulation",
+    )
+    check(
+        not run.system.splits_fp32 or kernels.has_bf16_arithmetic(),
+        "--fp32-matmul bf16x3 needs BF16 arithmetic, which "
+        f"instruction set {kernels.active()} lacks: leave it out",
+    )
+    ParamSchedule.from_run(run, Layout.from_run(run, world_size).global_batch_size(run))
+
+
+def with_listed_data(run: RunConfig, world: Comm) -> RunConfig:
+    """The run with the data that --data-args-path or --per-split-data-args-path lists; one rank reads the file. Collective."""
+    files = run.data.data_args_path, run.data.per_split_data_args_path
+    if not any(files):
+        return run
+    listed = on_root(world, lambda: listed_data(*files))
+    changes: dict[str, Any] = {"data_args_path": None, "per_split_data_args_path": None, **listed}
+    return replace(run, data=replace(run.data, **changes))
+
+
+def check_data(run: RunConfig, arrays: Collection[str] = ()) -> None:
+    """Raise ValueError for data files that are not there, before anything expensive.
+
+    One rank looks.
+
+    arrays: names of documents that are in no files.
+    """
+    for name, path in run.data.paths.items():
+        for prefix in parse_data_path(path, name)[0]:
+            if prefix in arrays:
+                continue
+            check_files(prefix)
+            if run.data.sft:
+                check_mask_file(prefix)
+
+
+def check_run(
+    run: RunConfig, world: Comm, arrays: Collection[str] = ()
+) -> tuple[RunConfig, list[str]]:
+    """Return the run with its listed data, and lines of the log. Collective.
+
+    Make all checks that need neither a model nor a checkpoint. ValueError on every rank.
+
+    arrays: names of documents that are in no files.
+    """
+    with everywhere():
+        check_early(run, world.size)
+    run = with_listed_data(run, world)
+    lines = check_same_run(run, world)
+    on_root(world, lambda: check_data(run, arrays))
+    return run, lines
+
+
+def check_outputs(run: RunConfig, resume: Resume, world: Comm, nodes: Nodes) -> None:
+    """Raises ValueError on every rank for a place to write that takes no file, or whose checkpoints would be lost. Collective."""
+    output = run.output
+    if output.save:
+        check_replaces(output.save, output.load, resume.iteration, world)
+        check_writable(output.save, world, ranks=(world.rank,) if nodes.leads else ())
+        history = Path(output.save) / HISTORY
+        on_root(world, lambda: read_run_history(history))
+    if output.save and output.save_local:
+        check_writable(
+            output.save_local, world, "--save-local", (world.rank,) if nodes.leads else ()
+        )
+    if output.tensorboard_dir:
+        check_writable(output.tensorboard_dir, world, "--tensorboard-dir", (0,))
+    on_root(world, lambda: check_file("--log-file", output.log_file))
+    on_root(world, lambda: check_file("--log-ranks", output.log_ranks))
+    if output.profile:
+        check_writable(
+            output.profile_dir,
+            world,
+            "--profile-dir",
+            profiled_ranks(output, Layout.from_run(run, world.size)),
+        )

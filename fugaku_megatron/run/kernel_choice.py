@@ -1,0 +1,242 @@
+"""Choice of the kernels for each family of operations, by measurement if asked for."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..comm.base import Comm, SoloComm
+from ..config.layout import Layout
+from ..config.model import ModelConfig
+from ..config.run_config import RunConfig
+from ..costs import accounting
+from ..host import kernels
+from ..nn.ops import BACKENDS, FAMILIES, DropoutKey, Ops
+from ..nn.parameter import PARAMETER_DTYPES
+from ..observe.abft import ALL
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A backend for each family of operations, and what the log says of it."""
+
+    backends: dict[str, str]
+    lines: list[str]
+
+
+def build_ops(run: RunConfig, backends: Mapping[str, str], library: Any = kernels) -> Ops:
+    """The run's operations on these backends. library: the C++ kernels, or what a profiler put around them."""
+    return Ops.build(
+        backends,
+        fp16_chunk=run.system.fp16_accumulation_chunk or 0,
+        bf16x3=run.system.splits_fp32,
+        keep_packed_weights=run.system.cache_packed_weights,
+        kernels=library,
+    )
+
+
+def choose_kernels(
+    run: RunConfig, layout: Layout, world: Comm, saved: dict[str, str] | None = None
+) -> Choice:
+    """The backend of every family, the same on all ranks, with the log's lines. Collective.
+
+    A resumed run keeps the automatic choice that it was `saved` with: other kernels have other last bits.
+    """
+    return _with_checksums(run, _with_other_sums(run, _backends(run, layout, world, saved)))
+
+
+def _with_checksums(run: RunConfig, choice: Choice) -> Choice:
+    """The choice with matmuls on the C++ kernels where checksums check them: only they can."""
+    if not run.numbers.abft:
+        return choice
+    line = f"kernels: gemm native, {checked_matmuls(run)}"
+    return Choice({**choice.backends, "gemm": "native"}, [*choice.lines, line])
+
+
+def checked_matmuls(run: RunConfig) -> str:
+    """Return which matmuls --abft checks, and which it does not."""
+    model = run.model
+    layers = run.numbers.abft or ()
+    whole = ALL in layers
+    checked = ["of all layers" if whole else f"of layers {' '.join(layers)}"]
+    if model.num_experts:
+        checked.append("with their experts")
+    if whole:
+        checked.append("and of the logits")
+        if run.optimizer.muon:
+            checked.append("and of Muon")
+    left_out = ["attention's own (scores and values)"]
+    dense = model.activation in model.mlps or model.moe_shared_expert_intermediate_size
+    if dense and not model.gated:
+        left_out.append(
+            "the gradient of an MLP's inner tensor, which the kernel multiplies by the "
+            "activation's derivative"
+        )
+    if model.num_experts:
+        left_out.append("routers")
+    if not whole:
+        left_out.append("other layers and the logits")
+    return f"matmuls {' '.join(checked)} checked by checksums; not checked: {', '.join(left_out)}"
+
+
+def _backends(run: RunConfig, layout: Layout, world: Comm, saved: dict[str, str] | None) -> Choice:
+    requested = run.system.kernels
+    if requested == "auto" and saved:
+        return Choice(
+            saved,
+            [
+                f"kernels: as saved, {', '.join(f'{family} {name}' for family, name in saved.items())}"
+            ],
+        )
+    if requested != "auto":
+        return Choice(
+            dict.fromkeys(FAMILIES, requested),
+            [f"kernels: {requested} (instruction set {kernels.instruction_set()})"],
+        )
+    timings = measure_kernels(run, layout.tp, PARAMETER_DTYPES[run.precision.name])
+    title = f"kernels: auto, forward and backward on this run's shapes, rank 0 (instruction set {kernels.instruction_set()})"
+    return Choice(
+        world.broadcast_object({t.family: t.faster for t in timings}),
+        [title, *kernel_table(timings)],
+    )
+
+
+def _with_other_sums(run: RunConfig, choice: Choice) -> Choice:
+    """The choice with matmuls on the C++ kernels where they sum in FP16 or multiply FP32 in BF16 parts: only they can."""
+    chunk = run.system.fp16_accumulation_chunk
+    if not chunk and not run.system.splits_fp32:
+        return choice
+    line = f"kernels: gemm native, partial sums of {chunk} terms in FP16, added up in FP32"
+    if run.system.splits_fp32:
+        line = (
+            "kernels: gemm native, each FP32 operand as three BF16 numbers, six BF16 matmuls added up in FP32 "
+            "(faster than FP32 units on AMX only)"
+        )
+    return Choice({**choice.backends, "gemm": "native"}, [*choice.lines, line])
+
+
+# Which kernels are faster ---------------------------------------------------------------------------------------------------------
+
+REPEATS = 3
+
+
+MARGIN = 1.1
+
+
+LAYER_TOKENS = (
+    4096  # rows that are timed at most: attention of longer sequences takes as long as iterations
+)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of forward and backward of one family."""
+
+    family: str
+    native: float
+    torch: float
+
+    @property
+    def faster(self) -> str:
+        """torch only where it is clearly faster, so that noise does not change a run's last bits."""
+        return "native" if self.native <= MARGIN * self.torch else "torch"
+
+
+def _weight(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
+    weight = torch.nn.Parameter(torch.randn(shape).mul_(0.02).to(dtype))
+    weight.main_grad = torch.zeros(shape)  # type: ignore[attr-defined]  # see shared.gradient_of
+    return weight
+
+
+def kernel_cases(run: RunConfig, tp: int, dtype: torch.dtype) -> dict[str, Callable[[Ops], Tensor]]:
+    """One call per family on this run's shapes; each returns a scalar () to differentiate."""
+    model = run.model
+    s, h = min(model.seq_length, LAYER_TOKENS), model.hidden_size
+    b = min(run.batch.micro_batch_size, LAYER_TOKENS // s)
+    x = torch.randn(s, b, h).to(dtype).requires_grad_()
+    residual = x.detach()[: s // accounting.sequence_parts(run, tp)].requires_grad_()
+    qkv = torch.randn(s, b, model.qkv_width // tp).to(dtype).requires_grad_()
+    rows = min(accounting.padded_vocab_size(model, tp) // tp, 2048)
+    table, tokens = _weight(rows, h, dtype=dtype), torch.randint(0, rows, (s, b))
+    scores = DropoutKey(1, 1, 0, sample_dim=0)
+    return {
+        "gemm": _mlp(model, x, tp),
+        "attention": lambda ops: ops.attention(
+            qkv,
+            model.kv_channels,
+            model.attention_dropout,
+            scores,
+            model.query_groups // tp,
+            model.window,
+        ).sum(),
+        "rowwise": _add_and_normalize(model, residual),
+        "loss": lambda ops: ops.head_loss(
+            x, table, tokens, SoloComm(), 0, 1.0, z_loss=model.z_loss
+        ),
+        "embedding": lambda ops: ops.embedding(tokens, table).sum(),
+    }
+
+
+def _mlp(model: ModelConfig, x: Tensor, tp: int) -> Callable[[Ops], Tensor]:
+    """The model's MLP of x (s, b, h)."""
+    f, h, dtype, gates = model.ffn_hidden_size // tp, model.hidden_size, x.dtype, [2] * model.gated
+    fc1, bias, fc2 = (
+        _weight(*gates, f, h, dtype=dtype),
+        _weight(*gates, f, dtype=dtype),
+        _weight(h, f, dtype=dtype),
+    )
+    if model.gated:
+        return lambda ops: ops.gated_mlp(x, fc1, bias, fc2, activation=model.activation).sum()
+    return lambda ops: ops.mlp(x, fc1, bias, fc2, activation=model.activation).sum()
+
+
+def _add_and_normalize(model: ModelConfig, x: Tensor) -> Callable[[Ops], Tensor]:
+    """The model's norm of x + dropout(x + bias), x (s, b, h)."""
+    add, norm, norm_bias = (_weight(model.hidden_size, dtype=x.dtype) for _ in range(3))
+    more = (model.hidden_dropout, DropoutKey(1, 0, 0, sample_dim=1), norm)
+    if model.normalization.endswith("RMSNorm"):
+        return lambda ops: ops.bias_dropout_add_rms_norm(x, add, x, *more, model.layernorm_epsilon)[
+            1
+        ].sum()
+    return lambda ops: ops.bias_dropout_add_layer_norm(
+        x, add, x, *more, norm_bias, model.layernorm_epsilon
+    )[1].sum()
+
+
+def _seconds(case: Callable[[Ops], Tensor], ops: Ops) -> float:
+    seconds = []
+    for _ in range(REPEATS + 1):  # the first warms up
+        started = time.perf_counter()
+        case(ops).backward()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[1:])
+
+
+def measure_kernels(run: RunConfig, tp: int, dtype: torch.dtype) -> list[Timing]:
+    """Time every family on both backends, in turn."""
+    backends = {name: Ops.build(name) for name in BACKENDS}
+    return [
+        Timing(family, **{name: _seconds(case, ops) for name, ops in backends.items()})
+        for family, case in kernel_cases(run, tp, dtype).items()
+    ]
+
+
+def kernel_table(timings: list[Timing]) -> list[str]:
+    """The log's lines."""
+    head = f"  {'kernels':<10} {'native ms':>10} {'torch ms':>10}  used"
+    return [
+        head,
+        *(
+            f"  {t.family:<10} {t.native * 1e3:>10.2f} {t.torch * 1e3:>10.2f}  {t.faster}"
+            for t in timings
+        ),
+    ]

@@ -1,0 +1,444 @@
+"""Loop of a run on one rank: train, evaluate, log, save, and leave if asked to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import torch
+
+from ..checkpoint.save import BackgroundSave
+from ..costs import accounting
+from ..host import allocator, runtime
+from ..observe import loss_plot
+from ..observe.abft import Checksums
+from ..observe.energy import EnergyWatch
+from ..observe.expert_load import ExpertWatch
+from ..observe.history import HISTORY
+from ..observe.iteration_metrics import IterationMetrics
+from ..observe.memory import MemoryWatch
+from ..observe.metrics_writer import MetricsWriter
+from ..observe.nonfinite import find_nonfinite
+from ..observe.profile import Profile
+from ..observe.stragglers import RankTimes
+from ..observe.watchdog import Watchdog
+from ..start.exit_codes import ExitCode
+from ..start.signals import StopSignals
+from ..training.trainer import IterationResult, Trainer, uncounted_line
+
+LOSS_CURVE = "loss_curve.png"
+
+
+DIVERGED_STEPS = 5  # skipped iterations in a row
+
+
+EXPLAINED_AT_MOST = 3  # isolated ones of a start: under a fixed loss scale there may be many
+
+
+@dataclass
+class Session:
+    """A trainer with its log, and the reasons to leave early."""
+
+    trainer: Trainer
+    writer: MetricsWriter
+    iterations: int
+    valid_sizes: tuple[
+        int, ...
+    ]  # samples of each validation set, on every rank; none without validation data
+    profile: Profile | None = None
+    rank_times: RankTimes | None = None
+    memory: MemoryWatch | None = None
+    energy: EnergyWatch | None = None
+    watchdog: Watchdog = field(default_factory=Watchdog.off)
+    checksums: Checksums | None = None
+    signals: StopSignals = field(default_factory=StopSignals)
+    skipped_in_a_row: int = 0  # where no loss scale explains it
+    explained: int = 0  # times that an Inf or NaN was looked for
+    save_due: bool = False
+    checked_iteration: int = -1  # after which the files of the data were looked at last
+    save_timer: runtime.ExitTimer = field(init=False)
+    saving: BackgroundSave | None = None
+    saved_iteration: int = 0  # of the save that began last
+    picture: subprocess.Popen | None = None  # the process that draws the losses
+    uncounted: int = 0  # iterations of this process in which no label counted in the loss
+    picture_is_old: bool = False  # a save since then has more of them
+
+    def __post_init__(self) -> None:
+        model = self.trainer.run.model
+        self.experts = ExpertWatch(model, self.trainer.layout.ep) if model.num_experts else None
+        self._await_save()
+
+    def run(self) -> None:
+        """Train to the end, or until something asks to leave. Collective."""
+        progress, output = self.trainer.progress, self.trainer.run.output
+        timer = runtime.ExitTimer(self.trainer.run.training.exit_duration_in_mins)
+        saved = progress.iteration
+        if saved >= self.iterations:
+            self.writer.print(f"nothing left to train: at iteration {saved} of {self.iterations}")
+        end = saved if self._asked_to_leave() else self.iterations
+        while progress.iteration < end:
+            faults, system_seconds = allocator.page_faults()
+            result = self._step()
+            after = allocator.page_faults()
+            self._log(result, after[0] - faults, after[1] - system_seconds)
+            if self.rank_times and self._logs(progress.iteration):
+                self.rank_times.finish_interval(progress.iteration)
+            self._report_checksums(progress.iteration)
+            self._check_divergence(result)
+            self._check_weights(progress.iteration)
+            self._evaluate(progress.iteration)
+            reason, due, written = self._reason_to_leave(progress.iteration, timer)
+            if self.saving and written:
+                self._advance_save(self.saving)
+            self.save_due = self.save_due or due or self._is_due(progress.iteration)
+            if reason:
+                self.writer.flush()
+            if output.save and (
+                reason or self.save_due and not self.skipped_in_a_row
+            ):  # diverged weights replace no good ones
+                self._check_data(progress.iteration)
+                self._save(output.save)
+                saved = progress.iteration
+            if reason:
+                self.writer.print(f"leaving after iteration {progress.iteration}: {reason}")
+                break
+        self._check_data(progress.iteration)
+        self._check_trained(progress.iteration)
+        if output.save and saved != progress.iteration:
+            self._save(output.save)
+        self._finish_save()
+        if self.profile:
+            self.profile.end(self.writer.print)
+        self._await_picture()
+
+    def _is_due(self, iteration: int) -> bool:
+        interval = self.trainer.run.output.save_interval
+        return interval is not None and iteration % interval == 0
+
+    def evaluate_only(self) -> None:
+        """--skip-train: the loss on the first samples of the validation data. Nothing is saved. Collective."""
+        if self.valid_sizes:
+            self._print_validation(self.trainer.progress.iteration, 0)
+        self.writer.print("--skip-train: nothing is trained")
+
+    def _asked_to_leave(self) -> bool:
+        """Whether a signal came before the first iteration, on any rank. Collective."""
+        asked = bool(
+            self.trainer.world.all_reduce(torch.tensor(int(self.signals.stop_requested)), "max")
+        )
+        if asked:
+            self.writer.print("leaving before the first iteration: a signal asked to stop")
+        return asked
+
+    def _step(self) -> IterationResult:
+        """One iteration, profiled if it is among those asked for, with the phases of its time."""
+        if self.rank_times:
+            self.rank_times.begin()
+        if self.energy:
+            self.energy.begin()
+        profiled = self.profile.iteration(self.writer.print) if self.profile else nullcontext()
+        with self.watchdog.heart.iteration(self.trainer.progress.iteration + 1), profiled:
+            result = self.trainer.train_step()
+        if self.energy:
+            self.energy.end(result.seconds)
+        self.watchdog.measured(result.seconds)
+        if self.rank_times:
+            self.rank_times.end(result.seconds, result.work)
+        return result
+
+    def _logs(self, iteration: int) -> bool:
+        """Whether a log interval ends with this iteration."""
+        return iteration % self.trainer.run.output.log_interval == 0 or iteration == self.iterations
+
+    def _log(self, result: IterationResult, minor_faults: int, system_seconds: float) -> None:
+        trainer, run = self.trainer, self.trainer.run
+        progress, output = trainer.progress, run.output
+        norm = trainer.optimizer.params_norm() if output.log_params_norm else None
+        resident, shared = self._memory(progress.iteration, result.seconds)
+        watts = (
+            self.energy.finish_interval()
+            if self.energy and self._logs(progress.iteration)
+            else None
+        )
+        printed = self.writer.printing and self._logs(progress.iteration)
+        work = result.work
+        squares = work.squares if work and run.data.masks_attention else None
+        padded = work.padded if work else 0
+        flops = (
+            accounting.hardware_flops(run, result.global_batch_size, squares, padded)
+            / trainer.world.size
+        )  # of this rank
+        self.writer.add(
+            IterationMetrics(
+                progress.iteration,
+                self.iterations,
+                consumed_samples=progress.consumed_samples,
+                consumed_tokens=progress.consumed_samples * run.model.seq_length,
+                elapsed_seconds=result.seconds,
+                learning_rate=result.learning_rate,
+                global_batch_size=result.global_batch_size,
+                lm_loss=result.loss,
+                lm_loss_alone=None if result.z_loss is None else result.loss - result.z_loss,
+                loss_scale=result.loss_scale,
+                grad_norm=result.grad_norm,
+                num_zeros=result.num_zeros,
+                params_norm=norm,
+                skipped=int(result.skipped),
+                tflops=flops / result.seconds / 1e12,
+                minor_faults=minor_faults,
+                system_seconds=system_seconds,
+                clock_ghz=runtime.clock_ghz() if printed else None,
+                resident_mib=resident,
+                shared_mib=shared,
+                watts=watts,
+                counted_tokens=work.counted if work else None,
+                **(
+                    self.experts.add(result.experts)
+                    if self.experts and result.experts is not None
+                    else {}
+                ),
+            )
+        )
+        if result.nothing_counted:
+            self.uncounted += 1
+            self.writer.event(progress.iteration, uncounted_line(progress.iteration, result))
+        if self.experts and self._logs(progress.iteration):
+            self.experts.report(self.writer, progress.iteration)
+        if progress.iteration == self.iterations:
+            self.writer.flush()
+
+    def _memory(self, iteration: int, seconds: float) -> tuple[float | None, float | None]:
+        """Resident and shared memory of the largest rank, MiB, at the end of a log interval."""
+        if self.memory is None:
+            return None, None
+        self.memory.read(iteration)
+        return (
+            self.memory.finish_interval(iteration, seconds)
+            if self._logs(iteration)
+            else (None, None)
+        )
+
+    def _report_checksums(self, iteration: int) -> None:
+        """Log a wrong matmul. SystemExit(REPLICAS_DIFFER) if a rank's matmuls are wrong again and
+        again: nothing is saved.
+        """
+        if self.checksums is None or not (text := self.checksums.report(self.trainer.world)):
+            return
+        self.writer.event(iteration, f"wrong matmul in iteration {iteration}: {text}")
+        if self.checksums.persistent is None:
+            return
+        self._finish_save()
+        why = f"{self.checksums.persistent}, up to iteration {iteration}"
+        since, trusted = self.checksums.stayed_since, None
+        if save := self.trainer.run.output.save:
+            suspect_from = None if since is None else iteration - since
+            trusted = self.trainer.record_fault(save, why, suspect_from).trusted
+        advice = (
+            "start anew"
+            if trusted is None
+            else f"continue from a checkpoint of iteration {trusted} or before"
+        )
+        self._leave_faulty(f"faulty core: {why}. Nothing is saved: {advice}, without that node")
+
+    def _check_divergence(self, result: IterationResult) -> None:
+        """SystemExit(ExitCode.DIVERGED) after DIVERGED_STEPS skipped steps in a row that a falling loss scale does not explain.
+
+        Nothing is saved: the last checkpoint is from before.
+        """
+        falling = self.trainer.optimizer.scaler.falling
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped and not falling else 0
+        if self.skipped_in_a_row == 1:
+            self._explain_nonfinite(result)
+        if self.skipped_in_a_row < DIVERGED_STEPS:
+            return
+        progress, output = self.trainer.progress, self.trainer.run.output
+        self._finish_save()  # it is from before
+        self.writer.flush()
+        self.writer.print(
+            f"diverged: the gradients of the last {DIVERGED_STEPS} iterations up to {progress.iteration} held an Inf "
+            "or NaN, and no update was made. Nothing is saved: continue from the last checkpoint"
+            + (f" in {output.save}" if output.save else "")
+            + " with a lower --lr, or with --clip-grad"
+        )
+        raise SystemExit(ExitCode.DIVERGED)
+
+    def _explain_nonfinite(self, result: IterationResult) -> None:
+        """Say where the first Inf or NaN of the last iteration came from; that costs another iteration, so not without end."""
+        if self.explained == EXPLAINED_AT_MOST:
+            return
+        self.explained += 1
+        progress = self.trainer.progress
+        text = find_nonfinite(self.trainer, result.consumed, result.loss_scale)
+        self.writer.event(
+            progress.iteration,
+            f"Inf or NaN in the gradients of iteration {progress.iteration}: {text}",
+        )
+
+    def _check_weights(self, iteration: int) -> None:
+        """Compare replicas if the interval ends with this iteration."""
+        interval = self.trainer.run.numbers.check_weight_hash_across_dp_replicas_interval
+        if interval and iteration % interval == 0:
+            self._compare_replicas()
+
+    def _compare_replicas(self) -> None:
+        """SystemExit(REPLICAS_DIFFER) if ranks that hold the same state have other bits. The save
+        under way ends first.
+        """
+        if found := self.trainer.find_difference():
+            self._finish_save()
+            self._leave_faulty(
+                self.trainer.describe_difference(found, self.trainer.run.output.save)
+            )
+
+    def _leave_faulty(self, text: str) -> NoReturn:
+        """SystemExit(REPLICAS_DIFFER) after a line in log and history."""
+        self.writer.flush()
+        self.writer.event(self.trainer.progress.iteration, text)
+        raise SystemExit(ExitCode.REPLICAS_DIFFER)
+
+    def _check_data(self, iteration: int) -> None:
+        """SystemExit(USER_ERROR) where a file of the data changed. Nothing is saved: the last checkpoint is from before."""
+        if iteration == self.checked_iteration:
+            return
+        try:
+            self.trainer.check_data()
+        except ValueError as error:
+            self._finish_save()
+            self.writer.flush()
+            self.writer.event(iteration, f"leaving after iteration {iteration}: {error}")
+            raise SystemExit(ExitCode.USER_ERROR) from None
+        self.checked_iteration = iteration
+
+    def _check_trained(self, iteration: int) -> None:
+        """SystemExit(USER_ERROR) at the end of a whole run in which no label counted in the loss."""
+        if iteration < self.iterations or self.uncounted < iteration or not iteration:
+            return
+        self._finish_save()
+        self.writer.flush()
+        self.writer.event(
+            iteration,
+            f"nothing was trained: no label of {iteration} iterations counts in the loss. The last weights are not saved: pass "
+            "data with other labels",
+        )
+        raise SystemExit(ExitCode.USER_ERROR)
+
+    def _evaluate(self, iteration: int) -> None:
+        training, last = self.trainer.run.training, iteration == self.iterations
+        start = training.start_eval_at_iter or 0
+        if (
+            not self.valid_sizes
+            or iteration < start
+            or not (last or iteration % training.eval_interval == 0)
+        ):
+            return
+        left_out = max(0, -(-start // training.eval_interval) - 1)
+        self._print_validation(iteration, -(-iteration // training.eval_interval) - 1 - left_out)
+
+    def _print_validation(self, iteration: int, number: int) -> None:
+        """The evaluation of this number, from 0, of every validation set."""
+        self._check_data(iteration)
+        trainer, several = self.trainer, self.trainer.run.training.multiple_validation_sets
+        for index, (first, iterations) in enumerate(
+            trainer.layout.evaluated(trainer.run, self.valid_sizes, number)
+        ):
+            with self.watchdog.heart.phase(f"evaluation after iteration {iteration}"):
+                loss = trainer.evaluate(trainer.valid, first, iterations)
+            self.writer.validation(
+                iteration, loss, trainer.progress.consumed_samples, f"-{index}" if several else ""
+            )
+
+    def _reason_to_leave(
+        self, iteration: int, timer: runtime.ExitTimer
+    ) -> tuple[str | None, bool, bool]:
+        """Why to leave, if at all; whether --save-interval-in-mins is over by the clock of rank 0; whether no rank still writes.
+
+        The same answers on every rank: one small reduction per iteration.
+        """
+        interval, world = self.trainer.run.training.exit_interval, self.trainer.world
+        writes = self.saving is not None and not self.saving.done
+        flags = [
+            self.signals.stop_requested,
+            timer.expired,
+            world.rank == 0 and self.save_timer.expired,
+            writes,
+        ]
+        signalled, late, due, writing = world.all_reduce(
+            torch.tensor(flags, dtype=torch.int32), "max"
+        ).tolist()
+        reason = (
+            "a signal asked to stop"
+            if signalled
+            else "--exit-duration-in-mins is over"
+            if late
+            else None
+        )
+        if interval and iteration % interval == 0:
+            reason = f"--exit-interval {interval}"
+        return reason, bool(due), not writing
+
+    def _await_save(self) -> None:
+        """From now on --save-interval-in-mins counts."""
+        self.save_timer = runtime.ExitTimer(self.trainer.run.output.save_interval_in_mins)
+
+    def _save(self, directory: str) -> None:
+        """Save, or with --async-save or --save-local begin to; the save before ends first, and
+        replicas are compared.
+        """
+        self._finish_save()
+        self._compare_replicas()
+        self.save_due = False
+        self._await_save()
+        self.saved_iteration = self.trainer.progress.iteration
+        if self.trainer.run.output.async_save or self.trainer.run.output.save_local:
+            with self._saves():
+                self.saving = self.trainer.save_in_background(directory)
+        else:
+            with self._saves():
+                self.trainer.save(directory)
+            self._report_save()
+
+    def _saves(self) -> AbstractContextManager[None]:
+        return self.watchdog.heart.phase(f"save of iteration {self.saved_iteration}")
+
+    def _advance_save(self, saving: BackgroundSave) -> None:
+        """The next step of a save in the background, when all ranks have done the present one."""
+        with self._saves():
+            done = saving.advance()
+        if done:
+            self.saving = None
+            self._report_save()
+
+    def _finish_save(self) -> None:
+        """Wait for a save in the background."""
+        while self.saving:
+            self._advance_save(self.saving)
+
+    def _report_save(self) -> None:
+        directory = self.trainer.run.output.save
+        self.writer.print(f"saved checkpoint of iteration {self.saved_iteration} to {directory}")
+        if directory and self.writer.printing:
+            self._draw(directory)
+
+    def _draw(self, directory: str) -> None:
+        """Start to draw the losses; while the picture of an earlier save is still being drawn, the run does not wait for it."""
+        self.picture_is_old = self.picture is not None and self.picture.poll() is None
+        if not self.picture_is_old:
+            heading = loss_plot.title(
+                loss_plot.describe(self.trainer.run, self.trainer.layout.dp),
+                os.path.abspath(directory),
+            )
+            self.picture = loss_plot.start_loss_curve(
+                os.path.join(directory, LOSS_CURVE), os.path.join(directory, HISTORY), heading
+            )
+
+    def _await_picture(self) -> None:
+        """Wait for the picture of the last save."""
+        if self.picture:
+            self.picture.wait()
+            directory = self.trainer.run.output.save
+            if directory and self.picture_is_old:
+                self._draw(directory)
+                self.picture.wait()

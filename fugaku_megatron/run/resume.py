@@ -1,0 +1,718 @@
+"""Continuing from a checkpoint: what --load names, and which settings of the run differ from those it was saved with.
+
+Left out: reading the tensors (`checkpoint.load`).
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.load import Checkpoint, open_checkpoint
+from ..checkpoint.manifest import (
+    CARRIED,
+    MANIFEST,
+    TRACKER,
+    join,
+    latest_iteration,
+    newer_iterations,
+)
+from ..checkpoint.node_copy import newest_everywhere, open_copy, run_name
+from ..checkpoint.trusted import FAULT, fault_note, refuse_suspect, suspects
+from ..comm.agreement import everywhere, on_root
+from ..comm.base import Comm
+from ..config.data import MARKING
+from ..config.experts import BALANCE, CAPACITY
+from ..config.fields import check, flag
+from ..config.layout import Layout
+from ..config.lora import MATRICES, LoraConfig
+from ..config.model import ANGLES, COUNTED, MASKED, UNSETTLED, ModelConfig
+from ..config.optimizer import MUON_FLAGS
+from ..config.param_schedule import ParamSchedule
+from ..config.run_config import RunConfig
+from ..config.sample_rules import MAX_SAMPLE, Skips
+from ..costs.accounting import padded_vocab_size
+from ..data.dataset import DataOrder
+from ..data.unchanged import other_files
+from ..training.session import HISTORY
+from ..training.trainer import ForeignModel, Progress, Trainer, layout_record
+from .loop import LOSS_CURVE
+
+OWN_FILES = (
+    HISTORY,
+    LOSS_CURVE,
+    TRACKER,
+    FAULT,
+)  # what a run that ended before its first checkpoint leaves
+
+
+@dataclass(frozen=True)
+class Resume:
+    """The checkpoint that a run continues from.
+
+    checkpoint: None where the run starts from the beginning. state, config: what was saved next to the tensors. finetune: only the
+    weights are taken of it, and the state is empty. base: where the run trains adapters, the checkpoint with the weights that they
+    adapt, which is `checkpoint` itself where the adapters begin anew.
+    """
+
+    checkpoint: Checkpoint | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    finetune: bool = False
+    base: Checkpoint | ForeignModel | None = None
+
+    @property
+    def iteration(self) -> int | None:
+        """Where the run goes on; None where it begins."""
+        return None if self.checkpoint is None or self.finetune else self.checkpoint.iteration
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(**self.state.get("progress", {}))
+
+    @property
+    def order(self) -> DataOrder:
+        """The order of samples that the run began with, as far as the checkpoint has it."""
+        return DataOrder(**(self.state.get("data_order") or {}))
+
+
+def check_source(load: str, save: str | None) -> None:
+    """Raises ValueError for a --load that holds no checkpoint, unless it is an empty or absent directory equal to --save."""
+    path = Path(load)
+    check(
+        not (path.is_symlink() and _is_loop(path)),
+        f"--load {load} is a symbolic link to itself: pass a directory",
+    )
+    check(
+        not path.exists() or path.is_dir(),
+        f"--load {load} is a file: pass the directory that holds iter_... and {TRACKER}",
+    )
+    check(
+        not path.name.startswith("iter_"),
+        f"--load {load} is one iteration of a checkpoint: pass its parent {path.parent} and "
+        f"--ckpt-step {path.name.removeprefix('iter_').lstrip('0') or 0}",
+    )
+    own = save is not None and path.resolve() == Path(save).resolve()
+    check(
+        own,
+        f"--load {load} holds no checkpoint ({TRACKER} is not there): correct the directory, or leave --load out to start "
+        "anew; only a --load that is also --save may be empty",
+    )
+    others = [
+        p.name for p in path.glob("*") if p.is_file() and not p.name.startswith((".", *OWN_FILES))
+    ]
+    check(
+        not others,
+        f"--load {load} holds no checkpoint but other files ({', '.join(sorted(others)[:3])}): pass another "
+        "directory, or an empty one to start anew",
+    )
+
+
+def _is_loop(path: Path) -> bool:
+    try:
+        path.stat()
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
+
+
+OpenBase = Callable[[str, Comm, int | None], Checkpoint | ForeignModel]
+
+
+def open_pretrained(directory: str, world: Comm, iteration: int | None = None) -> Checkpoint:
+    """Open the checkpoint with a model's weights.
+
+    Collective; ValueError on every rank for a directory of another program.
+    """
+    known = on_root(world, lambda: any(Path(directory).glob(f"iter_*/{MANIFEST}")))
+    with everywhere():
+        check(
+            known,
+            f"--pretrained-checkpoint {directory} holds no checkpoint of this program: write one "
+            "with fugaku-megatron "
+            f"convert --from-hf (or --from-megatron) {directory} --save NEW, and pass NEW",
+        )
+    return open_checkpoint(directory, world, iteration)
+
+
+def find_checkpoint(run: RunConfig, world: Comm, open_base: OpenBase = open_pretrained) -> Resume:
+    """What --load and --ckpt-step, or else --pretrained-checkpoint, name. Collective; ValueError on every rank for a --load without
+    a checkpoint, and for one that holds weights alone where --finetune is not given.
+
+    open_base: opens the model that adapters belong to, from its directory and its iteration, if one
+    is known.
+    """
+    output, directory = run.output, run.output.load
+    checkpoint = _resumed(run, directory, world) if directory else None
+    with everywhere():
+        _check_kind(run, checkpoint)
+        check(
+            checkpoint is not None or not output.exit_on_missing_checkpoint,
+            f"--load {directory} holds no checkpoint, and "
+            "--exit-on-missing-checkpoint ends the run then: correct the directory, or leave the flag out",
+        )
+    if run.lora.on:
+        return _adapting(run, checkpoint, world, open_base)
+    if checkpoint is None:
+        if not output.pretrained_checkpoint:
+            return Resume()
+        checkpoint = open_pretrained(output.pretrained_checkpoint, world)
+        with everywhere():
+            _check_kind(run, checkpoint)
+        return _finetune(checkpoint)
+    if output.finetune:
+        return _finetune(checkpoint)
+    with everywhere():
+        check(
+            not checkpoint.state.get("weights_only"),
+            f"--load {directory} holds only weights, which fugaku-megatron convert "
+            "wrote: pass --finetune to start from them",
+        )
+        check(
+            not checkpoint.state.get("no_optimizer") or run.optimizer.no_load_optim,
+            f"--load {directory} was saved with "
+            "--no-save-optim, and holds no optimizer state: pass --no-load-optim to continue, or --finetune to start from its "
+            "weights",
+        )
+    return Resume(checkpoint, checkpoint.state, checkpoint.config)
+
+
+def _check_kind(run: RunConfig, checkpoint: Checkpoint | None) -> None:
+    """ValueError where adapters are loaded as a model, a model as adapters, or adapters as others."""
+    saved, lora = None if checkpoint is None else checkpoint.state.get("lora"), run.lora
+    if checkpoint is None or (saved is None and (run.output.finetune or not lora.on)):
+        return
+    where = f"{checkpoint.directory} (iteration {checkpoint.iteration})"
+    check(
+        saved is not None,
+        f"--load {where} holds a whole model, of which --lora-rank {lora.lora_rank} trains adapters: pass "
+        "--finetune, or the directory as --pretrained-checkpoint and another --load",
+    )
+    kept = checkpoint.config["lora"]
+    check(
+        lora.on,
+        f"{where} holds adapters of rank {kept['lora_rank']} and not a model: pass --lora-rank {kept['lora_rank']} to "
+        "train them, or merge them with fugaku-megatron convert --load DIR --merge --save NEW",
+    )
+    differing = [] if kept["lora_rank"] == lora.lora_rank else ["lora_rank"]
+    if matrices(LoraConfig(**kept), run.model) != matrices(lora, run.model):
+        differing.append("lora_target")
+    check(
+        not differing,
+        f"--load {where} holds other adapters, with "
+        + ", ".join(
+            f"{flag(name)} {kept[name]} (this run: {getattr(lora, name)})" for name in differing
+        )
+        + ": pass its values",
+    )
+
+
+def matrices(lora: LoraConfig, model: ModelConfig) -> list[tuple[str, ...]]:
+    """Return what has adapters in each linear layer, however --lora-target names it."""
+    return [lora.parts(linear, model) for linear in MATRICES]
+
+
+def _adapting(
+    run: RunConfig, checkpoint: Checkpoint | None, world: Comm, open_base: OpenBase
+) -> Resume:
+    """What a run of adapters begins with: a model alone, or adapters with the model that they name. Collective."""
+    output, given = run.output, f"--lora-rank {run.lora.rank}"
+    saved = None if checkpoint is None else checkpoint.state.get("lora")
+    if checkpoint is not None and saved is None:  # with --finetune
+        with everywhere():
+            check(
+                not output.pretrained_checkpoint,
+                f"--finetune --load {output.load} and --pretrained-checkpoint "
+                f"{output.pretrained_checkpoint} "
+                "both name the model of new adapters: pass one of them",
+            )
+        return Resume(checkpoint, config=checkpoint.config, finetune=True, base=checkpoint)
+    with everywhere():
+        check(
+            saved is not None or output.pretrained_checkpoint,
+            f"{given} needs the weights of a model: pass its checkpoint as "
+            "--pretrained-checkpoint DIR, or --finetune --load DIR",
+        )
+    recorded, named = saved or {}, output.pretrained_checkpoint
+    with everywhere():
+        check(
+            bool(named or "base" in recorded),
+            f"--load {output.load} holds adapters and does not name their model: pass its place as "
+            "--pretrained-checkpoint DIR",
+        )
+    directory = named or recorded["base"]
+    step = None if named else recorded["base_iteration"]
+    known = on_root(world, lambda: Path(directory).is_dir())
+    with everywhere():
+        check(
+            known or (checkpoint is None and not named),
+            f"--pretrained-checkpoint {directory} is not a directory: pass the place of the model"
+            if named
+            else f"--load {output.load} holds adapters of the model in {directory}, which is not "
+            "there: "
+            "pass its place as --pretrained-checkpoint DIR",
+        )
+    base = open_base(directory, world, step)
+    with everywhere():
+        check(
+            isinstance(base, ForeignModel) or "lora" not in base.state,
+            f"{directory} holds adapters and not the weights of a model: pass a model's directory as "
+            "--pretrained-checkpoint, or merge them with fugaku-megatron convert --load DIR --merge --save NEW",
+        )
+        check(
+            checkpoint is None or output.finetune or not checkpoint.state.get("weights_only"),
+            f"--load {output.load} holds only "
+            "weights of adapters, which fugaku-megatron convert wrote: pass --finetune to start from them",
+        )
+    if checkpoint is None:
+        if isinstance(base, ForeignModel):
+            return Resume(base=base)
+        return Resume(base, config=base.config, finetune=True, base=base)
+    if output.finetune:
+        return Resume(checkpoint, config=checkpoint.config, finetune=True, base=base)
+    return Resume(checkpoint, checkpoint.state, checkpoint.config, base=base)
+
+
+def with_padding(run: RunConfig, resume: Resume) -> RunConfig:
+    """The run with `--mask-vocab-padding auto` settled: as the checkpoint has it that the run begins with or goes on from."""
+    if run.model.mask_vocab_padding != UNSETTLED:
+        return run
+    return replace(run, model=replace(run.model, mask_vocab_padding=_saved_padding(resume)))
+
+
+def _saved_padding(resume: Resume) -> str:
+    """Whether padding was masked where the checkpoint comes from. Programs before the flag saved no value, and never masked it."""
+    saved = resume.config.get("model", {}).get("mask_vocab_padding")
+    converted = resume.checkpoint is not None and resume.checkpoint.state.get("weights_only")
+    return saved if saved in (MASKED, COUNTED) else MASKED if converted else COUNTED
+
+
+def _finetune(checkpoint: Checkpoint) -> Resume:
+    return Resume(checkpoint, config=checkpoint.config, finetune=True)
+
+
+def _resumed(run: RunConfig, directory: str, world: Comm) -> Checkpoint | None:
+    """The checkpoint that --load, or a newer copy of --save-local, holds; None where --load is to be filled. Collective."""
+    step = run.output.ckpt_step
+    iteration = (
+        step if step is not None else on_root(world, lambda: _latest(directory, run.output.save))
+    )
+    copied = 0 if step is not None else _newest_copy(run, world)
+    if run.output.save_local and copied > (iteration or 0):
+        on_root(world, lambda: refuse_suspect(directory, copied), f"--load {directory}: ")
+        return open_copy(run.output.save_local, world, copied)
+    return (
+        None if iteration is None else open_checkpoint(directory, world, step)
+    )  # which checks what the tracker names
+
+
+def _newest_copy(run: RunConfig, world: Comm) -> int:
+    """The newest iteration of this run, in this layout, that every rank finds in --save-local; 0: none. Collective."""
+    local, load = run.output.save_local, run.output.load
+    if not local or not load or (name := run_name(load, world)) is None:
+        return 0
+    layout, parallel = layout_record(run, Layout.from_run(run, world.size)), asdict(run.parallel)
+
+    def fits(head: dict[str, Any]) -> bool:
+        return (head["state"].get("run"), head["layout"], head["config"].get("parallel")) == (
+            name,
+            layout,
+            parallel,
+        )
+
+    return newest_everywhere(local, world, fits)
+
+
+def _latest(directory: str, save: str | None) -> int | None:
+    iteration = latest_iteration(directory) if Path(directory).is_dir() else None
+    if iteration is None:
+        check_source(directory, save)
+    return iteration
+
+
+def resume_training(trainer: Trainer, resume: Resume) -> list[str]:
+    """Bring the trainer to where the run stands; returns the log's lines. Collective."""
+    if resume.base is None:
+        return _resume(trainer, resume)
+    trainer.load_base(
+        resume.base, None if resume.checkpoint is None else resume.checkpoint.state.get("lora")
+    )
+    return [*_resume(trainer, resume), *_copies_note(trainer)]
+
+
+def _copies_note(trainer: Trainer) -> list[str]:
+    """How many ranks share one copy of the frozen weights."""
+    sharers, ranks = trainer.optimizer.flat.frozen_memory[0].sharers, trainer.groups.dp.size
+    if ranks == 1:
+        return []
+    if sharers == 1:
+        return [
+            f"each of the {ranks} ranks with the same weights has its own copy of the frozen ones"
+        ]
+    return [
+        f"{sharers} of the {ranks} ranks with the same weights, those of a node, share one copy of the frozen ones"
+    ]
+
+
+def _resume(trainer: Trainer, resume: Resume) -> list[str]:
+    run = trainer.run
+    if resume.checkpoint is None:
+        return (
+            [f"no checkpoint in --load {run.output.load}: starting anew"] if run.output.load else []
+        )
+    if resume.finetune:
+        return _start_from_weights(trainer, resume.checkpoint, resume)
+    requested, checkpoint = trainer.param_schedule, resume.checkpoint
+    trainer.load(checkpoint)
+    _carry(trainer, checkpoint)
+    source = checkpoint.node or run.output.load
+    adapting = f", adapters of {resume.base.directory}" if resume.base else ""
+    lines = [
+        f"resumed from {source} at iteration {trainer.progress.iteration}{adapting}",
+        *_fault_note(trainer, checkpoint),
+        *_tracker_note(trainer, checkpoint),
+    ]
+    lines += [
+        f"note: {phrase}: the loss curve changes from here on"
+        for phrase in differences(run, resume.config)
+    ]
+    lines += layout_notes(trainer, checkpoint) + _moment_notes(run, resume)
+    lines += _order_note(run, resume)
+    lines += other_files(resume.state.get("data_files") or (), trainer.data_files)
+    return lines + _skip_notes(trainer, resume) + _schedule_note(requested, trainer, resume)
+
+
+# What decides the number of samples that a run asks for, by group.
+LENGTH = {
+    "training": ("train_iters", "train_samples", "train_tokens"),
+    "batch": ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule"),
+    "data": ("skip_samples",),
+}
+
+
+def _order_note(run: RunConfig, resume: Resume) -> list[str]:
+    """Return a line where the checkpoint has no order of samples, and the one of the flags may be another one."""
+    if resume.order.train or run.data.mock_data or run.data.sft:
+        return []
+    changed = differences(run, resume.config, LENGTH)
+    if not changed:
+        return []
+    return [
+        f"note: {', '.join(changed)}, and the checkpoint, which an earlier version saved, does not have the order of samples that "
+        "the run began with: data that is read several times has the order of this length from here on"
+    ]
+
+
+def _carry(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Copy the files that came with a converted model to --save, so that they are there when its checkpoints are converted."""
+    save = trainer.run.output.save
+    if save:
+        carry_files(checkpoint.directory / CARRIED, save, trainer.world)
+
+
+def carry_files(source: Path, save: str, world: Comm) -> None:
+    """Copy the files that came with a model to a directory of checkpoints that has none.
+
+    Collective.
+    """
+
+    def copy() -> None:
+        if source.is_dir() and not (Path(save) / CARRIED).exists():
+            shutil.copytree(source, Path(save) / CARRIED)
+
+    on_root(world, copy, f"--save {save}: ")
+
+
+def _start_from_weights(trainer: Trainer, checkpoint: Checkpoint, resume: Resume) -> list[str]:
+    """Begin with the weights of a checkpoint; returns the log's lines. Collective."""
+    notes = mask_note(trainer.run, _saved_padding(resume))
+    if checkpoint is not resume.base:
+        trainer.load(checkpoint, weights_only=True)
+    _carry(trainer, checkpoint)
+    source = f"{checkpoint.directory}, iteration {checkpoint.iteration}"
+    what = "new adapters of" if checkpoint is resume.base else "starting from the weights of"
+    return [
+        f"{what} {source}: iteration 0, a fresh optimizer, data from the start",
+        *notes,
+        *angle_note(trainer.run, checkpoint.config["model"]),
+        *_tracker_note(trainer, checkpoint),
+        *vocabulary_note(trainer, checkpoint.head["layout"], checkpoint.config),
+    ]
+
+
+def _fault_note(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
+    """Say that a fault of a machine ended an earlier run, and what that means for the checkpoint.
+    Collective.
+    """
+    load = trainer.run.output.load
+    note = on_root(trainer.world, lambda: fault_note(load, checkpoint.iteration) if load else None)
+    return [] if note is None else [note]
+
+
+def _tracker_note(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
+    """Complete checkpoints that are newer than the one which the tracker names. Collective."""
+    if trainer.run.output.ckpt_step is not None or checkpoint.node:
+        return []
+    directory = checkpoint.directory
+
+    def newer_ones() -> list[int]:
+        """Return those that a start may take."""
+        excluded = suspects(directory)
+        return [
+            number
+            for number in newer_iterations(directory, checkpoint.iteration)
+            if number not in excluded
+        ]
+
+    newer = on_root(trainer.world, newer_ones)
+    tracker, named = checkpoint.directory / TRACKER, checkpoint.iteration
+    return (
+        [
+            f"note: {tracker} names iteration {named}, and complete checkpoints of iterations {join(newer)} are newer: "
+            f"--ckpt-step {newer[-1]} starts from the newest"
+        ]
+        if newer
+        else []
+    )
+
+
+def _skip_notes(trainer: Trainer, resume: Resume) -> list[str]:
+    """What changes of --skip-samples ahead, and what comes too late. Ranges that were left out before need no note."""
+    position, now = trainer.progress.consumed_samples, trainer.skips
+    saved = Skips.parse(resume.config.get("data", {}).get("skip_samples"))
+    before, after = saved.between(position, MAX_SAMPLE), now.between(position, MAX_SAMPLE)
+    notes = (
+        []
+        if before == after
+        else [
+            f"note: --skip-samples leaves out {after or 'nothing'} of the samples ahead, was {before or 'nothing'}: the loss curve "
+            "changes from there on"
+        ]
+    )
+    passed = now.between(0, position)
+    if passed and passed != saved.between(0, position):
+        notes.append(
+            f"note: --skip-samples {passed} lies before sample {position}, where this checkpoint continues: what was "
+            "trained of it stays trained; continue from an earlier checkpoint with --ckpt-step to leave it out"
+        )
+    return notes
+
+
+def _moment_notes(run: RunConfig, resume: Resume) -> list[str]:
+    """Weights and moments that the checkpoint holds in another format than this run; without a word of it there, in FP32."""
+    saved, notes = resume.config.get("optimizer", {}), []
+    for name in (
+        "main_params_dtype",
+        *(() if run.optimizer.no_load_optim else ("exp_avg_dtype", "exp_avg_sq_dtype")),
+    ):
+        now, before = getattr(run.optimizer, name), saved.get(name, "fp32")
+        change = "rounded to nearest" if now == "bf16" else "taken as they are"
+        notes += (
+            [f"note: {flag(name)} is {now}, was {before}: the checkpoint's values are {change}"]
+            if now != before
+            else []
+        )
+    return notes
+
+
+def _schedule_note(requested: ParamSchedule, trainer: Trainer, resume: Resume) -> list[str]:
+    """What becomes of the learning rate where this command line's schedule is not the saved one."""
+    state, samples, optimizer = (
+        resume.state.get("param_schedule"),
+        resume.progress.scheduled_samples,
+        trainer.run.optimizer,
+    )
+    if optimizer.no_load_optim or optimizer.no_load_lr_state:
+        given, also = (
+            ("--no-load-optim", "moments and loss scale begin anew, and ")
+            if optimizer.no_load_optim
+            else ("--no-load-lr-state", "")
+        )
+        return [
+            f"note: {given}: {also}the schedule of the learning rate begins anew, at {requested.learning_rate(0):.3e}"
+        ]
+    saved = ParamSchedule.from_state(state) if state else requested
+    now, before = requested.learning_rate(samples), saved.learning_rate(samples)
+    lengths = (
+        (requested.warmup_samples, requested.decay_samples),
+        (saved.warmup_samples, saved.decay_samples),
+    )
+    if optimizer.override_opt_param_scheduler or (now == before and lengths[0] == lengths[1]):
+        return []
+    if optimizer.use_checkpoint_opt_param_scheduler:
+        return [
+            f"note: --use-checkpoint-opt_param-scheduler: the learning rate continues from the checkpoint's {before:.3e}, not "
+            f"from this command line's {now:.3e}"
+        ]
+    return [
+        f"note: the learning rate continues from {now:.3e} instead of {before:.3e}: it decays over {lengths[0][1]:.10g} "
+        f"samples, was {lengths[1][1]:.10g}. --use-checkpoint-opt_param-scheduler keeps the checkpoint's schedule, "
+        "--override-opt_param-scheduler takes this one without a note"
+    ]
+
+
+LAYOUT_SIZES = {
+    "tensor_model_parallel_size": "TP",
+    "pipeline_model_parallel_size": "PP",
+    "context_parallel_size": "CP",
+    "data_parallel_size": "DP",
+    "zero_shards": "ZeRO shards",
+}
+
+
+# What decides the course of training next to the architecture, by group: a resumed run says where it differs from what was saved.
+COURSE = {
+    "model": (
+        "seq_length",
+        "mask_vocab_padding",
+        "use_z_loss",
+        "z_loss_strength",
+        "hidden_dropout",
+        "attention_dropout",
+        *BALANCE,
+        *CAPACITY,
+    ),
+    "batch": ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule"),
+    "optimizer": (
+        "optimizer",
+        *MUON_FLAGS,
+        "lr",
+        "min_lr",
+        "decoupled_lr",
+        "decoupled_min_lr",
+        "lr_decay_style",
+        "lr_decay_iters",
+        "lr_decay_samples",
+        "lr_warmup_iters",
+        "lr_warmup_samples",
+        "lr_warmup_fraction",
+        "lr_decay_tokens",
+        "lr_warmup_tokens",
+        "lr_warmup_init",
+        "lr_wsd_decay_style",
+        "lr_wsd_decay_iters",
+        "lr_wsd_decay_samples",
+        "weight_decay",
+        "start_weight_decay",
+        "end_weight_decay",
+        "weight_decay_incr_style",
+        "clip_grad",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_eps",
+    ),
+    "precision": ("bf16", "fp16", "loss_scale"),
+    "training": ("seed",),
+    "data": (
+        "data_path",
+        "train_data_path",
+        "valid_data_path",
+        "split",
+        "legacy_split",
+        "mock_data",
+        "sft",
+        "sft_truncate",
+        *MARKING,
+    ),
+    "system": ("fp16_accumulation_chunk", "fp32_matmul"),
+    "lora": ("lora_alpha", "lora_dropout", "lora_use_rslora"),
+}
+
+
+def differences(
+    run: RunConfig, saved: dict[str, Any], settings: Mapping[str, tuple[str, ...]] = COURSE
+) -> list[str]:
+    """The settings, by default those of the course of training, that differ from the saved ones, each as a phrase with its flag."""
+    phrases = []
+    for group, names in settings.items():
+        now, before = getattr(run, group), saved.get(group, {})
+        for name in names:
+            value = getattr(now, name)
+            value = list(value) if isinstance(value, tuple) else value  # as JSON has it
+            if name in before and before[name] != value:
+                phrases.append(f"{flag(name)} is {value}, was {before[name]}")
+    return phrases
+
+
+def mask_note(run: RunConfig, before: str) -> list[str]:
+    """Where a run that begins with the weights of a checkpoint counts other rows in the softmax. before: what was saved."""
+    now = run.model.mask_vocab_padding
+    return (
+        []
+        if now in (before, UNSETTLED)
+        else [
+            f"note: --mask-vocab-padding is {now}, and the weights were trained with {before}: the loss starts at another value; leave "
+            f"the flag out to keep {before}"
+        ]
+    )
+
+
+def angle_note(run: RunConfig, saved: dict[str, Any]) -> list[str]:
+    """Where a run that begins with the weights of a checkpoint turns queries and keys by other angles. saved: its model."""
+    changed = [
+        f"{flag(name)} is {getattr(run.model, name)}, was {saved[name]}"
+        for name in ANGLES
+        if run.model.rotary and name in saved and saved[name] != getattr(run.model, name)
+    ]
+    return (
+        [
+            f"note: positions have other angles than the weights were trained with: {', '.join(changed)}"
+        ]
+        if changed
+        else []
+    )
+
+
+def layout_notes(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
+    """Another layout than the saved one; what follows the layout is the size of a batch, and of the vocabulary."""
+    saved, now = checkpoint.head["layout"], layout_record(trainer.run, trainer.layout)
+    names = [
+        name
+        for name in LAYOUT_SIZES
+        if name in saved or name == "context_parallel_size" and name in now
+    ]  # recorded above 1
+    before, after = (
+        " x ".join(f"{LAYOUT_SIZES[name]} {sizes.get(name, 1)}" for name in names)
+        for sizes in (saved, now)
+    )
+    notes = [f"note: saved with {before}, continues with {after}"] if before != after else []
+    return [
+        *notes,
+        *_batch_note(trainer, saved, checkpoint.config),
+        *vocabulary_note(trainer, saved, checkpoint.config),
+    ]
+
+
+def _batch_note(trainer: Trainer, saved: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    """Where the global batch size is not given: micro-batch x data-parallel size."""
+    batch, own = config["batch"], trainer.layout.global_batch_size(trainer.run)
+    size = batch["micro_batch_size"] * saved.get("data_parallel_size", trainer.layout.dp)
+    if size == own or trainer.run.batch.global_batch_size or batch["global_batch_size"]:
+        return []
+    return [
+        f"note: the global batch size is {own}, was {size}, micro-batch x data-parallel size each time: pass "
+        f"--global-batch-size {size} to continue with the same curve"
+    ]
+
+
+def vocabulary_note(trainer: Trainer, saved: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    """Rows beyond the tokens take part in the loss, as in Megatron, unless they are masked: their number changes it a little."""
+    model, tp = trainer.run.model, trainer.layout.tp
+    multiple = config["model"]["make_vocab_size_divisible_by"]
+    rows = padded_vocab_size(
+        replace(model, make_vocab_size_divisible_by=multiple), saved["tensor_model_parallel_size"]
+    )
+    own = padded_vocab_size(model, tp)
+    keep = f"; pass --make-vocab-size-divisible-by {rows // tp} to keep {rows}" * (rows % tp == 0)
+    return (
+        []
+        if own == rows or model.masks_padding
+        else [
+            f"note: the padded vocabulary has {own} rows, had {rows}, and those "
+            f"beyond the {model.vocab_size} tokens count in the loss{keep}"
+        ]
+    )

@@ -1,0 +1,141 @@
+"""Tokenizer of a run, and the vocabulary size that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..checkpoint.manifest import CARRIED, existing_iteration, own_checkpoint, read_head
+from ..comm.agreement import on_root
+from ..comm.base import Comm
+from ..config.data import DataConfig
+from ..config.fields import check
+from ..config.recipes import GPT2_VOCABULARY
+from ..config.run_config import RunConfig
+from ..data.build import parse_data_path
+from ..data.tokenizer import (
+    TokenizerFlags,
+    build_tokenizer,
+    identity,
+    mismatch,
+    model_tokenizer,
+    read_identity,
+)
+
+if TYPE_CHECKING:
+    pass
+
+
+def read_tokenizer(run: RunConfig, world: Comm) -> dict[str, Any] | None:
+    """Return the identity of the run's tokenizer (`data.tokenizer.identity`).
+
+    None if no flag names a tokenizer, and the run needs none or the model that it starts from has
+    none. Collective: one rank reads the files. ValueError on every rank if that fails.
+    """
+
+    def read() -> dict[str, Any] | None:
+        flags = TokenizerFlags.of(run.data, run.model.vocab_size)
+        needed = run.model.vocab_size is None or bool(run.data.marks_documents)
+        if flags.named or (needed and not run.data.mock_data):
+            found = find_tokenizer(run)
+            return identity(build_tokenizer(*found)) if found else None
+        return None
+
+    return on_root(world, read)
+
+
+def find_tokenizer(run: RunConfig) -> TokenizerFlags | None:
+    """Return the tokenizer that the flags name, or else that of the model which the run starts from.
+
+    None if there is none. ValueError for a checkpoint that cannot be read.
+    """
+    flags = TokenizerFlags.of(run.data, run.model.vocab_size)
+    if flags.named:
+        return flags
+    output = run.output
+    starts = ((output.load, output.ckpt_step), (output.pretrained_checkpoint, None))
+    for directory, iteration in starts:
+        if directory and (found := _tokenizer_in(directory, iteration, run.model.vocab_size)):
+            return found
+    return None
+
+
+def _tokenizer_in(directory: str, iteration: int | None, size: int | None) -> TokenizerFlags | None:
+    """Return the tokenizer of a model, which may be another program's."""
+    own = own_checkpoint(directory, iteration)
+    if own is None:
+        places = (Path(directory) / CARRIED, Path(directory))
+        return next(filter(None, (model_tokenizer({}, place, size) for place in places)), None)
+    step = existing_iteration(own[0]) if own[1] is None else own[1]
+    config = {} if step is None else read_head(own[0], step)["config"]
+    size = size or config.get("model", {}).get("vocab_size")
+    return model_tokenizer(config.get("data", {}), Path(own[0]) / CARRIED, size)
+
+
+def with_vocabulary(run: RunConfig, tokenizer: dict[str, Any] | None) -> RunConfig:
+    """The run with its vocabulary size known: --vocab-size, the tokenizer's (`read_tokenizer`), or with --mock-data GPT-2's.
+
+    Raises ValueError when none of them is known or the tokenizer has more tokens than --vocab-size, and where flags need a token
+    that ends a document and none is known.
+    """
+    if run.data.marks_documents:
+        end_of_document(run.data, tokenizer)
+    data, vocab_size = run.data, run.model.vocab_size
+    if tokenizer:
+        size = tokenizer["vocab_size"]
+        named = "the tokenizer of the model that the run starts from"
+        if data.tokenizer_model:
+            named = f"--tokenizer-model {data.tokenizer_model}"
+        elif data.vocab_file:
+            named = f"--vocab-file {data.vocab_file}"
+        check(
+            vocab_size is None or vocab_size >= size,
+            f"--vocab-size {vocab_size} is below the {size} tokens of {named}: pass at "
+            f"least {size}, or leave it out",
+        )
+    else:
+        check(
+            vocab_size is not None or data.mock_data,
+            "the vocabulary size is unknown: pass --vocab-file and --merge-file, "
+            "--tokenizer-type and --tokenizer-model, --vocab-size, or a model with a tokenizer as "
+            "--pretrained-checkpoint",
+        )
+        size = GPT2_VOCABULARY
+    return replace(run, model=replace(run.model, vocab_size=vocab_size or size))
+
+
+def end_of_document(data: DataConfig, tokenizer: dict[str, Any] | None) -> int:
+    """The token that ends a document, which flags need. ValueError where it is not known, or the tokenizer has none."""
+    check(
+        bool(tokenizer),
+        f"{data.marks_documents}: the token that ends a document is not known: name the tokenizer of the data, "
+        "with --vocab-file and --merge-file or with --tokenizer-type and --tokenizer-model",
+    )
+    eod = (tokenizer or {}).get("eod")
+    if eod is None:
+        raise ValueError(
+            f"{data.marks_documents}: --tokenizer-type {data.tokenizer_type} has no token that ends a document: leave "
+            "it out, or pass another tokenizer"
+        )
+    return int(eod)
+
+
+def tokenizer_notes(
+    run: RunConfig, tokenizer: dict[str, Any] | None, saved: dict[str, Any] | None, world: Comm
+) -> list[str]:
+    """Lines about data, or a checkpoint whose state has `saved`, that come from another tokenizer. Collective."""
+    notes = on_root(world, lambda: [*_data_notes(run, tokenizer)])
+    other = mismatch(tokenizer, saved)
+    return notes + [
+        f"note: the checkpoint in --load was trained with {other}: their tokens mean different texts"
+    ] * bool(other)
+
+
+def _data_notes(run: RunConfig, tokenizer: dict[str, Any] | None) -> Iterable[str]:
+    for prefix in dict.fromkeys(
+        prefix for path in run.data.paths.values() for prefix in parse_data_path(path)[0]
+    ):
+        if other := mismatch(tokenizer, read_identity(prefix)):
+            yield f"note: {prefix} was tokenized with {other}: pass the tokenizer that preprocess has used"

@@ -1,0 +1,137 @@
+"""Train a GPT over MPI with Megatron-LM's flags.
+
+    mpiexec -n 512 fugaku-megatron train --recipe 124m --data-path text_document --vocab-file vocab.json --merge-file merges.txt
+    fugaku-megatron train --recipe 30b --tensor-model-parallel-size 4 --pipeline-model-parallel-size 48 \
+        --dry-run --world-size 12288
+
+`python pretrain_gpt.py` of the checkout takes the same flags. Mistakes among the flags end the job before MPI starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..checkpoint.manifest import latest_iteration, read_head
+from ..cli.arguments import Arguments, add_flags, interpret
+from ..cli.output_files import check_picture
+from ..config.fields import check
+from ..config.model import ARCHITECTURE, with_block
+from ..config.run_config import RunConfig
+from ..observe.watchdog import HangSettings, Watchdog
+from ..start import exit_codes
+
+if TYPE_CHECKING:
+    from ..comm.base import Comm
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [flags]"  # all of them would fill the first screen
+    parser.add_argument(
+        "--png",
+        metavar="FILE",
+        help="picture of a --dry-run's pipeline over time (needs matplotlib)",
+    )
+    parser.add_argument(
+        "--sys-root",
+        metavar="DIR",
+        help="with --dry-run: print which cores the ranks of a node compute on, one "
+        "rank for each NUMA domain, of the machine whose /sys tree was copied into DIR, or of this one (/)",
+    )
+    add_flags(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Train, or print the plan of a dry run; every rank of mpiexec comes here."""
+    arguments = interpret(with_checkpoint_model(vars(args)), passed=vars(args))
+    check(
+        args.png is None or arguments.dry_run,
+        f"--png {args.png} needs --dry-run: pass both, or --profile for the picture of a real run",
+    )
+    check(
+        args.sys_root is None or arguments.dry_run,
+        f"--sys-root {args.sys_root} needs --dry-run: pass both; a real run prints "
+        "the mapping of its own nodes",
+    )
+    check_picture(args.png)
+
+    if not arguments.dry_run:
+        return _train(arguments)
+    with exit_codes.uncollected():
+        from ..comm.job import run_or_abort
+
+    run_or_abort(lambda world: print_plan(arguments, world, args.png, args.sys_root))
+    return 0
+
+
+DROPOUT = ("attention_dropout", "hidden_dropout")  # which Megatron-LM takes with the architecture
+
+
+def with_checkpoint_model(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Parsed flags, with --use-checkpoint-args the model's replaced by those of the checkpoint in --load, if there is one.
+
+    Megatron-LM's load_args_from_checkpoint (megatron/training/checkpointing.py). Every process reads the manifest.
+    """
+    load, step = values.get("load"), values.get("ckpt_step")
+    if not (values.get("use_checkpoint_args") and load and Path(load).is_dir()):
+        return dict(values)
+    iteration = latest_iteration(load) if step is None else step
+    if iteration is None:
+        return dict(values)
+    saved = with_block(read_head(load, iteration)["config"].get("model", {}))
+    kept = {name: value for name, value in values.items() if name not in ARCHITECTURE}
+    return {
+        **kept,
+        **{name: saved[name] for name in (*ARCHITECTURE, *DROPOUT) if saved.get(name) is not None},
+    }
+
+
+def _train(arguments: Arguments) -> int:
+    watchdog = Watchdog.start(
+        hang_settings(arguments.run)
+    )  # before anything that may hang: torch, MPI, files
+    atexit.register(watchdog.close)
+
+    with exit_codes.uncollected():
+        from ..comm.job import run_or_abort
+
+    run_or_abort(lambda world: _pretrain(arguments, world, watchdog), waits=watchdog.heart.wait)
+    return 0
+
+
+def _pretrain(arguments: Arguments, world: Comm, watchdog: Watchdog) -> None:
+    from .start import pretrain
+
+    pretrain(arguments, world, watchdog)
+
+
+def hang_settings(run: RunConfig) -> HangSettings:
+    """How long is too long, and where a hang is reported: next to --log-file, or else in --save, or here."""
+    output = run.output
+    directory = Path(output.log_file).parent if output.log_file else Path(output.save or ".")
+    return HangSettings(
+        run.system.hang_timeout_in_secs,
+        directory,
+        output.log_file,
+        run.parallel.expert_model_parallel_size,
+    )
+
+
+def print_plan(
+    arguments: Arguments, world: Comm, png: str | None = None, sys_root: str | None = None
+) -> None:
+    """What --dry-run prints, once, and the picture that it draws. Collective."""
+    from ..comm.agreement import everywhere
+    from .dry_run import report
+    from .tokenizer import read_tokenizer, with_vocabulary
+
+    with everywhere():
+        run = with_vocabulary(arguments.run, read_tokenizer(arguments.run, world))
+        text = report(
+            run, arguments.world_size or world.size, None if world.rank else png, sys_root
+        )
+    if world.rank == 0:
+        print(*(f"note: {note}" for note in arguments.notes), text, sep="\n")

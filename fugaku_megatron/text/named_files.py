@@ -1,0 +1,86 @@
+"""Files as a user names them: checked before they are opened, and small ones read as a whole.
+
+Opening a FIFO would wait for ever, a device never ends, and a Git LFS pointer is three lines of text in a repository instead of a
+large file that was not downloaded. Left out: downloading a file, which `git lfs pull` does; large data (data/files.py).
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable
+from typing import Any
+
+FIRST_BYTES = b"version https://git-lfs.github.com/spec/"
+
+
+POINTER = "it is a Git LFS pointer: run git lfs pull"
+
+
+LARGEST = 2**30  # bytes of a file that is read as a whole
+
+
+KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}  # by stat.S_IFMT
+
+
+def is_pointer(path: str | os.PathLike) -> bool:
+    """True for a regular file that is a pointer. Raises OSError if the file cannot be read."""
+    with open(path, "rb") as file:
+        return file.read(len(FIRST_BYTES)) == FIRST_BYTES
+
+
+def unreadable(path: str | os.PathLike) -> str | None:
+    """Return in a few words why `path` cannot be read as a regular file, or None."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
+        return getattr(error, "strerror", None) or str(error)
+    if not stat.S_ISREG(mode):
+        return f"it is {KINDS.get(stat.S_IFMT(mode), 'no file')}, not a regular file"
+    if not os.access(path, os.R_OK):
+        return "Permission denied"
+    return POINTER if is_pointer(path) else None
+
+
+def read_text(
+    path: str | os.PathLike,
+    flag: str,
+    remedy: str = "pass the path of an existing file",
+    largest: int = LARGEST,
+) -> str:
+    """Return the UTF-8 text of the file that `flag` names.
+
+    remedy: end of the message if the file cannot be read. largest: size that is read, in bytes. Raises ValueError, one line.
+    """
+    where = f"{flag} {path}".strip()
+    reason = unreadable(path)
+    if reason:
+        raise ValueError(f"{where}: cannot be read ({reason}); {remedy}")
+    try:
+        with open(path, "rb") as file:
+            content = file.read(largest + 1)
+        if len(content) > largest:
+            raise ValueError(f"{where}: larger than {largest} bytes; is it another file?")
+        return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+    except OSError as error:
+        raise ValueError(f"{where}: cannot be read ({error.strerror}); {remedy}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{where}: not UTF-8 text (byte {error.start}); is it another file?"
+        ) from None
+
+
+def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON, as object_pairs_hook. Raises ValueError for a key that it has twice."""
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise ValueError(f"the key {key!r:.60} stands in an object twice: leave one out")
+        values[key] = value
+    return values

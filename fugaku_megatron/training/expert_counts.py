@@ -1,0 +1,45 @@
+"""Tokens of each expert of the model, gathered over the ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..comm.grid import Groups
+from ..config.run_config import RunConfig
+from ..nn.experts import Experts
+from ..nn.model import Stage
+from ..nn.router import Router
+
+
+def routers(stage: Stage) -> dict[int, Router]:
+    """Those of a stage, by the layer, from 0."""
+    return {
+        layer.layer - 1: layer.mlp.router
+        for layer in stage.layers
+        if isinstance(layer.mlp, Experts)
+    }
+
+
+def forget_loads(stage: Stage) -> None:
+    """Before an iteration: what was counted before belongs to none."""
+    for router in routers(stage).values():
+        router.loads.clear()
+
+
+def gather_loads(stage: Stage, run: RunConfig, groups: Groups, microbatches: int) -> Tensor | None:
+    """(l, e + 2) of an iteration in FP64, on every rank: each expert's tokens, the balancing losses and the z-loss, both means over
+    micro-batches; zeros in layers without experts. None for a model without. Collective.
+    """
+    model = run.model
+    if model.num_experts is None:
+        return None
+    table = torch.zeros(model.num_layers, model.num_experts + 2, dtype=torch.float64)
+    for layer, router in routers(stage).items():
+        table[layer] = router.take_load()
+    if run.parallel.sequence_parallel:  # a rank has routed its part of the sequence
+        groups.tp.all_reduce(table)
+    groups.dp.all_reduce(table)
+    groups.pp.all_reduce(table)
+    table[:, -2:] /= microbatches * groups.data_size  # shares of the ranks of a sequence add up
+    return table

@@ -1,0 +1,279 @@
+"""Micro-batches of a rank: the datasets it reads, and a window of samples read ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..comm.base import Comm, SoloComm
+from ..comm.grid import Groups
+from ..config.layout import placement
+from ..config.run_config import DataConfig, RunConfig
+from ..data import marks
+from ..data.build import Datasets, build_datasets, build_separate_datasets
+from ..data.dataset import Dataset, TokenArrays
+from ..data.index_cache import IndexCache
+from ..data.marks import Work, document_starts, padding
+from ..data.sampler import (
+    Prefetcher,
+    ReaderBatches,
+    ReaderGroup,
+    consecutive,
+    first_sample,
+    micro_batches,
+)
+from ..nn.forward_context import Documents
+from ..nn.sequence_ranks import own_runs, positions
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch of one data-parallel rank.
+
+    index: its number in the iteration. samples: (s + 1, b) on the first and the last stage, None on the stages between.
+    first_sample: global index of its first sample, which selects dropout masks. marks: (s + 1, b), those of `data.marks`; with them
+    all stages have samples. documents: what attention and positions see of them. rows: of the sequence that this rank has, (rows,),
+    None for all.
+    """
+
+    index: int
+    samples: Tensor | None
+    first_sample: int
+    marks: Tensor | None = None
+    documents: Documents = Documents()
+    rows: Tensor | None = None
+
+    def _own(self, whole: Tensor) -> Tensor:
+        return whole if self.rows is None else whole[self.rows]
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """(rows, b)."""
+        return None if self.samples is None else self._own(self.samples[:-1])
+
+    @property
+    def labels(self) -> Tensor | None:
+        """(rows, b): of each token the one that follows, -1 where that does not count."""
+        if self.samples is None:
+            return None
+        return self._own(
+            self.samples[1:] if self.marks is None else marks.labels(self.samples, self.marks)
+        )
+
+
+class MicroBatchWindow:
+    """Micro-batches fetched by number from a source that delivers them in data order.
+
+    What the source delivers before it is asked for is held until it is; a schedule decides how far it reads ahead. uses: how many
+    chunks of this rank fetch each micro-batch; after the last of them it is dropped.
+    """
+
+    def __init__(self, source: Iterator[MicroBatch], uses: int = 1) -> None:
+        self._source, self._uses = source, uses
+        self._held: dict[int, tuple[MicroBatch, int]] = {}
+
+    def __len__(self) -> int:
+        """Micro-batches that are held."""
+        return len(self._held)
+
+    def fetch(self, index: int) -> MicroBatch:
+        """The micro-batch of this number. KeyError when the iteration has none, or every chunk has fetched it."""
+        while index not in self._held:
+            batch = next(self._source, None)
+            if batch is None:
+                raise KeyError(
+                    f"micro-batch {index} is not in this iteration, or was fetched before"
+                )
+            self._held[batch.index] = (batch, self._uses)
+        batch, left = self._held.pop(index)
+        if left > 1:
+            self._held[index] = (batch, left - 1)
+        return batch
+
+
+Source = Prefetcher[np.ndarray] | ReaderBatches  # of micro-batches
+
+
+def needs_data(run: RunConfig, groups: Groups) -> bool:
+    """Whether this rank's stage uses samples: the first and the last one, and with marks all of them."""
+    parts = placement(run)
+    return run.data.marked or groups.pp.rank in (parts.owner(0)[0], parts.last_stage)
+
+
+def reads_data(run: RunConfig, groups: Groups) -> bool:
+    """Whether this rank opens the data set."""
+    return groups.tp.rank == 0 and needs_data(run, groups)
+
+
+def datasets_of(
+    run: RunConfig,
+    num_samples: Sequence[int | None],
+    comm: Comm | None = None,
+    max_bytes: int | None = None,
+    cache: IndexCache | None = None,
+    arrays: Mapping[str, TokenArrays] | None = None,
+    begun: Sequence[int | None] = (None, None, None),
+) -> Datasets:
+    """(train, valid, test) of the data flags of a run with files; the other arguments and errors are those of
+    `data.build.build_datasets`."""
+    data, separate = run.data, run.training.multiple_validation_sets
+    common = (
+        run.model.seq_length,
+        num_samples,
+        run.training.seed,
+        run.model.vocab_size,
+        comm,
+        max_bytes,
+        cache,
+    )
+    if data.train_data_path:
+        return build_separate_datasets(
+            (data.train_data_path, data.valid_data_path, None),
+            *common,
+            arrays=arrays,
+            separate_sets=separate,
+            cuts_chats=data.cuts_chats,
+            begun=begun,
+        )
+    assert data.data_path is not None, "check_early asks for data"
+    return build_datasets(
+        data.data_path,
+        data.split,
+        *common,
+        legacy_split=data.legacy_split,
+        arrays=arrays,
+        separate_sets=separate,
+        cuts_chats=data.cuts_chats,
+        begun=begun,
+    )
+
+
+@dataclass(frozen=True)
+class RunBatches:
+    """The batches of a run on one rank.
+
+    readers: see `train.Trainer`. waiting: is entered around what fetches samples.
+
+    shift: the rank gets the samples of the data-parallel rank so many places further on.
+    """
+
+    run: RunConfig
+    groups: Groups
+    readers: ReaderGroup | None
+    waiting: Callable[[], AbstractContextManager[None]]
+    shift: int = 0
+
+    def _shifted(self, rank: int) -> int:
+        return (rank + self.shift) % self.groups.data_size
+
+    def open(
+        self,
+        dataset: Dataset | None,
+        consumed: int,
+        size: Callable[[int], int],
+        samples: Callable[[int, int], Sequence[int]] = consecutive,
+    ) -> Source | None:
+        """This rank's micro-batches from `consumed` on; None where it does not read. Close it at the end."""
+        if not reads_data(self.run, self.groups):
+            return None
+        micro_batch_size, groups = self.run.batch.micro_batch_size, self.groups
+        readers = self.readers or ReaderGroup(SoloComm(), (groups.data_rank,))
+        readers = replace(readers, dp_ranks=tuple(map(self._shifted, readers.dp_ranks)))
+        if readers.comm.size > 1 or self.run.data.marked:
+            return ReaderBatches(
+                readers, dataset, consumed, size, micro_batch_size, groups.data_size, samples
+            )
+        assert dataset is not None, "a rank that reads its own samples has the dataset"
+        return Prefetcher(
+            micro_batches(
+                dataset,
+                consumed,
+                size,
+                micro_batch_size,
+                self._shifted(groups.data_rank),
+                groups.data_size,
+                samples,
+            )
+        )
+
+    def begin(self, source: Source | None) -> Work | None:
+        """Before each iteration, and each batch of an evaluation: the work of the global batch, where it is marked. Collective."""
+        if isinstance(source, ReaderBatches):
+            with self.waiting():
+                source.begin()
+        if not self.run.data.marked:
+            return None
+        own = source.work if isinstance(source, ReaderBatches) else Work(0, 0, 0)
+        groups = self.groups
+        sums = [own.counted, own.squares, own.samples, own.padded]
+        numbers = groups.tp.broadcast(torch.tensor(sums))
+        mine = int(numbers[1])
+        # Over all ranks, since gathers of weights may be under way on the communicator of the data-parallel ones.
+        copies = groups.tp.size * groups.pp.size * groups.cp.size
+        counted, squares, samples, padded = (groups.world.all_reduce(numbers) // copies).tolist()
+        share = mine * groups.data_size / max(squares, 1)
+        return Work(counted, squares, samples, share, padded)
+
+    def micro_batches(
+        self, source: Source | None, consumed: int, count: int
+    ) -> Iterator[MicroBatch]:
+        """The `count` micro-batches of the iteration that starts at `consumed` samples, in data order."""
+        groups, has_data = self.groups, needs_data(self.run, self.groups)
+        rows = (
+            positions(own_runs(self.run.model.seq_length // groups.cp.size, groups.cp))
+            if groups.cp.size > 1
+            else None
+        )
+        for index in range(count):
+            samples = self._next(source) if has_data else None
+            first = first_sample(
+                consumed,
+                index,
+                self.run.batch.micro_batch_size,
+                self._shifted(groups.data_rank),
+                groups.data_size,
+            )
+            if samples is not None and self.run.data.marked:
+                yield MicroBatch(
+                    index,
+                    samples[0],
+                    first,
+                    samples[1],
+                    documents_of(samples[1], self.run.data),
+                    rows,
+                )
+            else:
+                yield MicroBatch(index, samples, first, rows=rows)
+
+    def _next(self, source: Source | None) -> Tensor:
+        """A micro-batch, int64 (s + 1, b), with marks (2, s + 1, b), on every tensor-parallel rank, read by the first."""
+        shape = (2,) * self.run.data.marked + (
+            self.run.model.seq_length + 1,
+            self.run.batch.micro_batch_size,
+        )
+        with self.waiting():
+            samples = (
+                torch.from_numpy(next(source)) if source else torch.empty(shape, dtype=torch.int64)
+            )
+            return self.groups.tp.broadcast(samples)
+
+
+def documents_of(marks: Tensor, data: DataConfig) -> Documents:
+    """What attention and positions of the run see of the documents that marks (s + 1, b) tell."""
+    padded = padding(marks)
+    if not (data.masks_attention or data.restarts_positions):
+        return Documents(padding=padded)
+    starts = document_starts(marks)
+    positions = (
+        torch.arange(starts.shape[1], dtype=torch.int32).unsqueeze(1) - starts.t().contiguous()
+    )
+    return Documents(
+        starts=starts if data.masks_attention else None,
+        positions=positions if data.restarts_positions else None,
+        padding=padded,
+    )
