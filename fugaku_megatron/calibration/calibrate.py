@@ -52,10 +52,10 @@ Points = tuple[tuple[int, float], ...]  # (n, GFLOP/s) of n x n x n matmuls
 @dataclass(frozen=True, kw_only=True)
 class Compute:
     """One rank's measurements. attention: (s, forward GFLOP/s, backward GFLOP/s) for sequences of s tokens, without dropout, whose
-    cost is dropout_flops (perf.software).
+    cost is dropout_flops (planner.software).
 
     elementwise_gbs: rate of the optimizer's update. call_us: an operator call without its data. iteration_s: an iteration without
-    its operator calls. process_mib: memory of the process before it has tensors. bf16x3: see perf.software.Parameters.
+    its operator calls. process_mib: memory of the process before it has tensors. bf16x3: see planner.software.Parameters.
     """
 
     threads: int
@@ -215,7 +215,7 @@ def all_reduce_gbs(world: Comm, bytes: int | None = None) -> float:
 
 
 def native(ranks: Sequence[Compute], reduce_gbs: float | None) -> dict[str, float]:
-    """This project's parameters on this host, under the names of perf.software.Parameters.
+    """This project's parameters on this host, under the names of planner.software.Parameters.
 
     ranks: those of one node. reduce_gbs: all_reduce_gbs within the node, None when it crossed nodes.
     """

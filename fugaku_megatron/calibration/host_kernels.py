@@ -93,7 +93,7 @@ def attention_gflops(s: int, p: float = 0.0) -> tuple[float, float]:
 
 
 def dropout_flops(s: int, peak_gflops: float) -> float:
-    """`dropout_flops` of perf.software, the mean of forward and backward over s tokens, by Megatron's default dropout and none."""
+    """`dropout_flops` of planner.software, the mean of forward and backward over s tokens, by Megatron's default dropout and none."""
     again = 1.0, accounting.ATTENTION_BACKWARD_SHARE
     rates = zip(
         attention_gflops(s), attention_gflops(s, ModelConfig.attention_dropout), again, strict=True

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from ..config.fields import check
 
-# Files that commands write, and tables ------------------------------------------------------------------------------------------
-
 
 def check_file(flag: str, file: str | Path | None) -> None:
     """Raises ValueError, one line, when `file`, the value of `flag`, cannot be written. None: the flag was left out."""

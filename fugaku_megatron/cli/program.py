@@ -25,6 +25,7 @@ from ..start import environment, exit_codes, signals
 from ..start.exit_codes import ExitCode
 from .parser import Command, Parser, nearest
 
+PACKAGE = __package__.partition(".")[0]
 PROGRAM = "fugaku-megatron"
 
 
@@ -40,7 +41,7 @@ class ModuleCommand:
 
     def load(self) -> Any:
         with exit_codes.uncollected():
-            return importlib.import_module(f".{self.module}", __package__)
+            return importlib.import_module(f"{PACKAGE}.{self.module}")
 
 
 COMMANDS = {
@@ -213,7 +214,7 @@ def _one_process_prints():
 def _print_version() -> int:
     """The version, and the instruction set of the kernels or why there are none, in one line."""
     try:
-        kernels = importlib.import_module(".host.kernels", __package__).instruction_set()
+        kernels = importlib.import_module(f"{PACKAGE}.host.kernels").instruction_set()
     except ImportError as error:
         kernels = str(error)
     with _one_process_prints():

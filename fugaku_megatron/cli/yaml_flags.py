@@ -10,8 +10,6 @@ from ..config.fields import Refused, check, flag
 from ..config.yaml_file import read_yaml
 from .parser import Parser, nearest
 
-# --yaml-cfg -----------------------------------------------------------------------------------------------------------------------
-
 # A run's flags from a YAML file in Megatron-LM's layout, as its megatron/training/yaml_arguments.py reads them: the keys of two
 # sections, and those next to them, are Megatron-LM's arguments or fields of its TransformerConfig. A key whose value is null or
 # empty is as if it were left out.

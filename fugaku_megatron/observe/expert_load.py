@@ -30,7 +30,7 @@ class ExpertWatch:
         self.tokens = torch.zeros(len(self.layers), model.num_experts or 0, dtype=torch.float64)
 
     def add(self, table: Tensor) -> dict[str, Any]:
-        """Count an iteration's table (l, e + 2); returns its values for `logs.iteration.IterationMetrics`."""
+        """Count an iteration's table (l, e + 2); returns its values for `observe.iteration_metrics.IterationMetrics`."""
         own = table[self.layers]
         counts = own[:, :-2]
         self.tokens += counts

@@ -77,18 +77,18 @@ def start_loss_curve(
     path_png: str | os.PathLike, history: str | os.PathLike, heading: str = ""
 ) -> subprocess.Popen:
     """`loss_curve` in a process of its own."""
-    return start("loss", os.fspath(path_png), os.fspath(history), heading)
+    return start_module("loss_plot", os.fspath(path_png), os.fspath(history), heading)
 
 
-def start(*words: str, **options: Any) -> subprocess.Popen:
-    """This module as a program: a rank that draws would keep matplotlib, 35 MiB.
+def start_module(module: str, *words: str, **options: Any) -> subprocess.Popen:
+    """Start a module of this package as a program: a rank that draws would keep matplotlib, 35 MiB.
 
     words: its command line. options: of subprocess.Popen.
     """
     package = Path(__file__).parents[1]
     path = os.pathsep.join(filter(None, (str(package.parent), os.environ.get("PYTHONPATH"))))
     return subprocess.Popen(
-        [sys.executable, "-m", f"{package.name}.logs.plot", *words],
+        [sys.executable, "-m", f"{package.name}.observe.{module}", *words],
         stdin=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": path, "PYTHONIOENCODING": "utf-8:surrogateescape"},
         **options,
@@ -200,3 +200,7 @@ def _line(axes: Any, records: Records, x: str, name: str, **style: Any) -> None:
     points = [point for point in places if None not in point]
     if points:
         axes.plot(*zip(*points), **style)
+
+
+if __name__ == "__main__":
+    loss_curve(*sys.argv[1:])

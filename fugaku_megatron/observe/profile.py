@@ -20,7 +20,7 @@ from ..host.allocator import peak_memory_mib
 from ..host.observed import (
     Profiler,
 )
-from . import loss_plot
+from .loss_plot import start_module
 from . import trace as trace_module
 
 BARRIERS = 9  # that clocks are compared at
@@ -153,8 +153,8 @@ def common_moment(world: Comm) -> float:
 
 def _draw(trace: Path, picture: Path) -> str:
     """What the log says of the picture of the schedule."""
-    drawing = loss_plot.start(
-        "schedule",
+    drawing = start_module(
+        "schedule_plot",
         str(trace),
         str(picture),
         stderr=subprocess.PIPE,

@@ -10,10 +10,8 @@ from typing import Any
 from ..cli.output_files import writing
 from ..pipeline import instructions
 from ..pipeline.timeline import Span
-from .loss_plot import loss_curve, title
+from .loss_plot import title
 from .trace import measured_memory, measured_spans, read_trace
-
-# Pipelines -----------------------------------------------------------------------------------------------------------------------
 
 # (colour, label, operations), in the order of the legend; the colours differ in lightness, too, for readers who see few of them.
 KINDS = (
@@ -160,7 +158,4 @@ def draw_trace(source: str, png: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "loss":
-        loss_curve(*sys.argv[2:])
-    else:
-        draw_trace(*sys.argv[2:])
+    draw_trace(*sys.argv[1:])

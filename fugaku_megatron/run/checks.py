@@ -30,7 +30,7 @@ from ..data.chat_dataset import check_mask_file
 from ..data.indexed import check_files
 from ..observe.history import read_run_history
 from ..observe.profile import profiled_ranks
-from ..training.session import HISTORY
+from ..observe.history import HISTORY
 from .resume import Resume
 
 

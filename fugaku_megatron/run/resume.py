@@ -38,7 +38,7 @@ from ..config.sample_rules import MAX_SAMPLE, Skips
 from ..costs.accounting import padded_vocab_size
 from ..data.dataset import DataOrder
 from ..data.unchanged import other_files
-from ..training.session import HISTORY
+from ..observe.history import HISTORY
 from ..training.trainer import ForeignModel, Progress, Trainer, layout_record
 from .loop import LOSS_CURVE
 

@@ -33,7 +33,7 @@ from ..observe.stragglers import RankTimes
 from ..observe.wandb_run import WandbRun
 from ..observe.watchdog import Watchdog
 from ..training.replicas import comparison_line
-from ..training.session import HISTORY
+from ..observe.history import HISTORY
 from ..training.trainer import Progress, Trainer
 from .announce import announce, data_line, iteration_line, skip_line, validation_line
 from .checks import check_outputs, check_run
