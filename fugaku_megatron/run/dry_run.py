@@ -17,7 +17,7 @@ from ..config.run_config import RunConfig
 from ..costs import accounting
 from ..costs.activations import element_bytes
 from ..costs.memory import Memory, frozen_elements, gradient_collectives
-from ..costs.run_schedule import layers_again
+from ..costs.run_schedule import recomputed_layers
 from ..data.chat_dataset import lost_lines, packing_lines
 from ..host import placement
 from ..nn.model import Stage
@@ -65,13 +65,13 @@ def plan_stage(plan: Plan, stage: int) -> StagePlan:
     built = Stage(plan.config, grid.groups(world), Ops.build())
     parameters = sum(p.numel() for p in built.parameters())
     assert parameters == accounting.stage_parameters(plan.config, plan.layout, stage)
-    moments = [moment.activations for moment in plan.schedule.held(stage)]
+    moments = [moment.activations for moment in plan.schedule.in_flight(stage)]
     return StagePlan(
         stage,
         layers=accounting.stage_layers(plan.config, stage),
         parameters=parameters,
         in_flight=tuple(map(max, zip(*moments, strict=True))),
-        again=layers_again(plan.config, stage),
+        again=recomputed_layers(plan.config, stage),
         memory=plan.memory[stage],
     )
 
@@ -120,7 +120,7 @@ def _picture(schedule: Schedule, width: int = 24) -> list[str]:
     """Return the first instructions of a few stages: F forward, B backward, or its halves I and W; messages are left out."""
     mark = {FORWARD: "F", BACKWARD: "B", BACKWARD_INPUT: "I", BACKWARD_WEIGHT: "W"}
     stages = schedule.placement.stages
-    chunks = schedule.placement.chunks
+    chunks = schedule.placement.model_chunks
     # Later micro-batches follow the steps that are shown.
     first = replace(schedule, microbatches=min(schedule.microbatches, stages * chunks + width))
     letters = string.ascii_lowercase if chunks > 1 else [""]
@@ -129,7 +129,7 @@ def _picture(schedule: Schedule, width: int = 24) -> list[str]:
     lines = []
     for stage in sorted({0, stages // 2, stages - 1}):
         steps = [
-            f"{mark[i.op]}{i.microbatch}{letters[i.chunk % len(letters)]}"
+            f"{mark[i.op]}{i.microbatch}{letters[i.model_chunk % len(letters)]}"
             for i in first.instructions(stage)
             if i.op in mark
         ]
@@ -286,8 +286,8 @@ def _schedule_lines(plan: Plan) -> list[str]:
     schedule = plan.schedule
     bubble = _bubble(schedule)
     line = f"schedule {schedule.name}"
-    if schedule.placement.chunks > 1:
-        line += f", {schedule.placement.chunks} chunks of layers per stage"
+    if schedule.placement.model_chunks > 1:
+        line += f", {schedule.placement.model_chunks} chunks of layers per stage"
     if schedule.splits_backward:
         line += f", {schedule.pending or plan.layout.pp} micro-batches held between F and W"
     line += f", bubble {bubble:.1%} of the step's slots (model)"

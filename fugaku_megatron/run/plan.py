@@ -112,7 +112,7 @@ class Plan:
     @cached_property
     def schedule(self) -> Schedule:
         """Pipeline schedule of an iteration at the full global batch size."""
-        return run_schedule.of_run(self.config, self.microbatches)
+        return run_schedule.build_schedule(self.config, self.microbatches)
 
     @cached_property
     def param_schedule(self) -> ParamSchedule:
@@ -132,7 +132,7 @@ class Plan:
     def memory(self) -> tuple[memory.Memory, ...]:
         """Memory of a rank of each stage at the peak of an iteration."""
         return tuple(
-            memory.stage_memory(self.config, self.layout, stage, self.schedule.held(stage))
+            memory.stage_memory(self.config, self.layout, stage, self.schedule.in_flight(stage))
             for stage in range(self.layout.pp)
         )
 
@@ -194,11 +194,11 @@ def _resolve(config: RunConfig, layout: Layout, limits: Limits) -> tuple[RunConf
         return config, []
     space = limits.tensor_bytes(config, layout)
     if not ranks_schedules:
-        return limits.choose(lambda: run_schedule.settled(config, layout, space))
+        return limits.choose(lambda: run_schedule.resolve_recompute(config, layout, space))
     from ..planner import search
 
     system = modelled_system(layout)
-    return limits.choose(lambda: search.settled(config, layout, system, space))
+    return limits.choose(lambda: search.resolve(config, layout, system, space))
 
 
 def _between_nodes(config: RunConfig) -> RunConfig:
