@@ -31,7 +31,8 @@ from ..config.run_config import RunConfig
 from ..costs.memory import holds_tied_copy
 from ..nn.model import Stage
 from ..nn.parameter import ParameterSpec, spec_of
-from ..optim.optimizer import Optimizer, Part
+from ..optim.bucket_shard import BucketShard
+from ..optim.optimizer import Optimizer
 from ..start.exit_codes import ExitCode
 
 FLAG = "--check-weight-hash-across-dp-replicas-interval"
@@ -211,12 +212,13 @@ class Replicas:
         for parameter in parameters:
             if self._alike(group, parameter):
                 yield Replica(WEIGHTS, spec_of(parameter).name, parameter)
-        for bucket, part in zip(self._optimizer.flat.buckets, self._optimizer.parts, strict=True):
+        optimizer = self._optimizer
+        for bucket, shard in zip(optimizer.flat.buckets, optimizer.shards, strict=True):
             if group in ("dp", "edp"):
                 if (group == "edp") == bucket.expert and not self._optimizer.sharded:
-                    yield from self._state(part, group, by_block=True)
+                    yield from self._state(shard, group, by_block=True)
             else:
-                yield from self._state(part, group, by_block=False)
+                yield from self._state(shard, group, by_block=False)
 
     def _alike(self, group: str, parameter: Tensor) -> bool:
         """True if the ranks of a group hold the same values of a parameter."""
@@ -233,28 +235,28 @@ class Replicas:
         """
         return spec.partition_dim is None and (not spec.expert or self._groups.etp.size > 1)
 
-    def _state(self, part: Part, group: str, by_block: bool) -> Iterator[Replica]:
+    def _state(self, shard: BucketShard, group: str, by_block: bool) -> Iterator[Replica]:
         """Yield master weights and moments of what this rank updates of a bucket.
 
         by_block: moments of 8 bits are compared too. Their blocks may hold elements of several
         parameters, so only ranks with the same bucket have the same codes.
         """
-        kinds = [("exp_avg", part.exp_avg, 0), ("exp_avg_sq", part.exp_avg_sq, part.orthogonal)]
-        if part.low is not None:
-            kinds.insert(0, ("master weight", part.master, 0))
+        kinds = [("exp_avg", shard.exp_avg, 0), ("exp_avg_sq", shard.exp_avg_sq, shard.orthogonal)]
+        if shard.model_weights is not None:
+            kinds.insert(0, ("master weight", shard.master, 0))
         flat = self._optimizer.flat
         for parameter, start in zip(flat.parameters, flat.starts, strict=True):
             if not self._alike(group, parameter):
                 continue
             for kind, tensor, first in kinds:
-                begin = max(start - part.start - first, 0)
-                end = start + parameter.numel() - part.start - first
+                begin = max(start - shard.start - first, 0)
+                end = start + parameter.numel() - shard.start - first
                 piece = tensor[begin : max(end, begin)]
                 if piece.numel():
                     yield Replica(STATES, f"{kind} of {parameter.spec.name}", piece)
         if by_block:
-            place = f"the parameters from element {part.start} on"
-            for kind, moment in zip(("exp_avg", "exp_avg_sq"), part.eight_bit or (), strict=False):
+            place = f"the parameters from element {shard.start} on"
+            for kind, moment in zip(("exp_avg", "exp_avg_sq"), shard.eight_bit or (), strict=False):
                 yield Replica(STATES, f"{kind} of {place}", moment.codes)
                 yield Replica(STATES, f"scales of {kind} of {place}", moment.scales)
 

@@ -1043,7 +1043,7 @@ def test_a_scaled_down_a3b_holds_what_the_formula_says():
         ]
         held += [
             tensor
-            for part in trainer.optimizer.parts
+            for part in trainer.optimizer.shards
             for tensor in vars(part).values()
             if isinstance(tensor, Tensor)
         ]
