@@ -76,7 +76,7 @@ def test_the_ranks_of_a_node_are_added_up(monkeypatch):
 def test_the_time_of_an_iteration_is_estimated_from_a_measured_peak(monkeypatch):
     run = small_run()
     monkeypatch.setattr(
-        memory_module, "fma_peak_gflops", lambda rounds: 1e-2
+        announce, "fma_peak_gflops", lambda rounds: 1e-2
     )  # a slow machine: 10 MFLOP/s
     line = announce.iteration_line(run, Layout.from_run(run, 1))
     low, high = map(float, re.search(r"about ([\d.]+) s to ([\d.]+) s", line).groups())

@@ -237,7 +237,7 @@ import fugaku_megatron.run.start
 from fugaku_megatron.comm.agreement import find_nodes
 from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.run.kernel_choice import settle
+from fugaku_megatron.run.plan import settle
 run = make_run("124m", {"pipeline_model_parallel_size": 2, "recompute_auto": True, "memory_per_rank": 4000, "train_iters": 1})
 print(settle(run, Layout.from_run(run, 2))[1][0], [name for name in sys.modules if name.startswith("fugaku_megatron.planner")])
 """
