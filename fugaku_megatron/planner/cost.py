@@ -453,7 +453,7 @@ class Rank:
         of_a_probability = again * 4 * (p.m * p.n * p.k // length**2)
         dropped = self.parameters.dropout_flops / of_a_probability if p.dropout else 0.0
         if self.software.counts["causal"]:
-            flops *= p.seen * (again / 2 if p.backward else 1.0)
+            flops *= p.visible * (again / 2 if p.backward else 1.0)
         return flops / self._peak * (1 / share + dropped)
 
     def _cpu(self, p: Matmul) -> float:

@@ -25,7 +25,7 @@ from .software import Software
 class Matmul:
     """A call that computes `count` matmuls (m, k) x (k, n), made `times` times.
 
-    attention: the matmuls are Q K^T or P V, of which a kernel that skips what is masked computes the share `seen`. dropout: some
+    attention: the matmuls are Q K^T or P V, of which a kernel that skips what is masked computes the share `visible`. dropout: some
     probabilities between the two are dropped.
     """
 
@@ -34,7 +34,7 @@ class Matmul:
     k: int
     count: int = 1
     attention: bool = False
-    seen: float = 0.5
+    visible: float = 0.5
     dropout: bool = False
     backward: bool = False
     times: int = 1
@@ -186,7 +186,7 @@ def _forward(record: Record, chunks: int) -> Work:
             k=k,
             count=record.gemm_count,
             attention=True,
-            seen=record.seen,
+            visible=record.visible,
             dropout=record.dropout,
         )
         matmuls = (matmul, replace(matmul, n=k, k=n))
