@@ -10,7 +10,7 @@
 (arXiv:1909.08053), the conjugate operators f and g of figure 3; for the last two, sequence parallelism, Korthikanti et al. 2022
 (arXiv:2205.05198), figure 5. Operations that gather their input themselves, so that they keep this rank's part of it only, call
 `gather_sequence` and `reduce_scatter_sequence` in their own forward and backward. `RowBlocks` overlaps the exchange with the
-matmuls that read or make the rows. Left out: second derivatives, the matmuls (`nn.overlapped_ops`).
+matmuls that read or make the rows. Left out: second derivatives, the matmuls (`nn.ops.overlapped`).
 
 Shapes: s sequence, b micro-batch, h hidden, t tensor parallel size, n rows (s b) of the whole.
 """

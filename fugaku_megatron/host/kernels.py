@@ -5,7 +5,7 @@
     with kernels.target("portable"): ...           another build of the same kernels, process-wide, for the block
     kernels.table.flops("activate", x, None, y)    what this call costs
 
-Left out: formulas (kernels_sve/*.h) and autograd (nn/ops.py). Tested by tests/kernels/.
+Left out: formulas (kernels_sve/*.h) and autograd (nn/ops/). Tested by tests/kernels/.
 """
 
 from __future__ import annotations

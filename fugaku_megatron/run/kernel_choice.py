@@ -37,7 +37,7 @@ def build_ops(run: RunConfig, backends: Mapping[str, str], library: Any = kernel
     """The run's operations on these backends. library: the C++ kernels, or what a profiler put around them."""
     return Ops.build(
         backends,
-        fp16_chunk=run.system.fp16_accumulation_chunk or 0,
+        fp16_sum_length=run.system.fp16_accumulation_chunk or 0,
         bf16x3=run.system.splits_fp32,
         keep_packed_weights=run.system.cache_packed_weights,
         kernels=library,
@@ -194,8 +194,6 @@ def _mlp(model: ModelConfig, x: Tensor, tp: int) -> Callable[[Ops], Tensor]:
         _weight(*gates, f, dtype=dtype),
         _weight(h, f, dtype=dtype),
     )
-    if model.gated:
-        return lambda ops: ops.gated_mlp(x, fc1, bias, fc2, activation=model.activation).sum()
     return lambda ops: ops.mlp(x, fc1, bias, fc2, activation=model.activation).sum()
 
 
