@@ -1,10 +1,8 @@
 """Load checkpoints into any parallel layout: each rank reads the byte ranges that it needs.
 
 A folder leader sends every rank the records of its own file. If the layout differs, rank 0
-broadcasts all
-records, one folder at a time, and each rank keeps the ones it needs. Every public function is
-collective, and
-fails on all ranks or on none.
+broadcasts all records, one folder at a time, and each rank keeps the ones it needs. Every public
+function is collective, and fails on all ranks or on none.
 """
 
 from __future__ import annotations
@@ -107,10 +105,9 @@ def load_shards(
     model: values that the saved config's "model" must match
     padded, converts: see `Search`
 
-    Raises ValueError on all ranks: before copying, if the model differs or a tensor is
-    missing, incomplete or has
-    another shape or dtype; later, if a file is missing, truncated or altered (the tensors are
-    then undefined).
+    Raises ValueError on all ranks: before copying, if the model differs or a tensor is missing,
+    incomplete or has another shape or dtype; later, if a file is missing, truncated or altered
+    (the tensors are then undefined).
     """
     comm = folders.comm
     path = checkpoint.path
@@ -221,8 +218,8 @@ def load_weights(
 
     padded: see `Search`
 
-    Raises ValueError on all ranks if a tensor is missing, incomplete or has another shape, or
-    a file is damaged.
+    Raises ValueError on all ranks if a tensor is missing, incomplete or has another shape, or a
+    file is damaged.
     """
     path = iteration_path(Path(directory), iteration)
     prefix = f"--load {directory}: "

@@ -1,12 +1,9 @@
 """Lock file of a --save directory: one job writes there at a time.
 
-The lock is created by link(2), atomic on shared file systems too (O_EXCL without hard links),
-and its time stamp
-is renewed every BEAT seconds. A killed job leaves its lock: it is stale if the process is gone
-(same kernel) or
-the time stamp is PATIENCE seconds old (other nodes), and the next job takes it over. A damaged
-lock is taken over
-if it is not renewed for a beat and a half.
+The lock is created by link(2), atomic on shared file systems too (O_EXCL without hard links), and
+its time stamp is renewed every BEAT seconds. A killed job leaves its lock: it is stale if the
+process is gone (same kernel) or the time stamp is PATIENCE seconds old (other nodes), and the next
+job takes it over. A damaged lock is taken over if it is not renewed for a beat and a half.
 """
 
 from __future__ import annotations
@@ -102,8 +99,7 @@ def hold(
 
     alive: called repeatedly while waiting for another job's sign of life
 
-    Raises ValueError on every rank if another job holds the lock or the directory is not
-    writable.
+    Raises ValueError on every rank if another job holds the lock or the directory is not writable.
     """
     if directory is None:
         yield

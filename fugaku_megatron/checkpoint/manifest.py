@@ -1,4 +1,5 @@
-"""The contents of a checkpoint directory, as one process sees them: names, the manifest, and whether files are complete.
+"""The contents of a checkpoint directory, as one process sees them: names, the manifest, and
+whether files are complete.
 
     DIR/latest_checkpointed_iteration.txt     the tracker (Megatron's name), moved last by a save
     DIR/iter_0000100/manifest.json            layout, config, state, and every shard's place in its global tensor
@@ -50,10 +51,9 @@ FOLDER_FILES = 127  # files of ranks, or folders, in a directory; a manifest is 
 def latest_iteration(directory: str | os.PathLike) -> int | None:
     """Return the tracker's iteration, or None if the directory has no checkpoint.
 
-    A single checkpoint without a tracker is an interrupted first save. Raises ValueError if
-    the tracker is unreadable,
-    truncated, or missing next to several checkpoints: a run must not restart and replace them
-    by accident.
+    A single checkpoint without a tracker is an interrupted first save. Raises ValueError if the
+    tracker is unreadable, truncated, or missing next to several checkpoints: a run must not
+    restart and replace them by accident.
     """
     tracker = Path(directory) / TRACKER
     if tracker.exists():
@@ -179,8 +179,7 @@ def read_head(directory: str | os.PathLike, iteration: int) -> dict[str, Any]:
     """Return the stored manifest of `iteration`, with "files", or with "folders" that have
     manifests of their own.
 
-    Raises ValueError if it is missing, damaged, changed, or written by another program or
-    version.
+    Raises ValueError if it is missing, damaged, changed, or written by another program or version.
     """
     path = iteration_path(Path(directory), iteration) / MANIFEST
     _refuse_megatron(path.parent)

@@ -4,9 +4,9 @@
     LOCAL/rank_00003/iter_0000100/rank_00003.safetensors
     SAVE/.run                                              id of the run that owns the copies
 
-Each rank uses its own folder, so disks may be shared. Only the newest complete iteration is
-kept. Copies serve a
-restart with the same ranks, nodes and layout; any other start reads the shared directory.
+Each rank uses its own folder, so disks may be shared. Only the newest complete iteration is kept.
+Copies serve a restart with the same ranks, nodes and layout; any other start reads the shared
+directory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Writing sharded checkpoints: a safetensors file per rank and manifests (manifest.py shows the directory). No pickled code.
+"""Writing sharded checkpoints: a safetensors file per rank and manifests (manifest.py shows the
+directory). No pickled code.
 
-A save writes into iter_0000100.tmp and renames it at the end, so an interrupted save leaves the previous checkpoint loadable.
-It is a generator of steps, so that one description serves a save that the run waits for and one that overlaps with training.
-Every public function is collective, and fails on all ranks or on none.
+A save writes into iter_0000100.tmp and renames it at the end, so an interrupted save leaves the
+previous checkpoint loadable. It is a generator of steps, so that one description serves a save
+that the run waits for and one that overlaps with training. Every public function is collective,
+and fails on all ranks or on none.
 """
 
 from __future__ import annotations
@@ -91,8 +93,8 @@ def save_steps(
 ) -> Steps:
     """Write a checkpoint and return its directory.
 
-    Generator: yields work and receives its outcome, or a function returning it. Work operates
-        on large files and never
+    Generator: yields work and receives its outcome, or a function returning it. Work operates on
+        large files and never
     communicates; code between two yields is collective.
 
     write: writes this rank's file, such as `shard_writer`
@@ -401,8 +403,8 @@ class BackgroundSave:
         saving.finish()                            wait for the rest
 
     The thread never communicates. The caller detects that all ranks are done by its own
-    collective, such as the run
-    loop's. All methods but `done` are collective and raise the ValueErrors of the steps.
+    collective, such as the run loop's. All methods but `done` are collective and raise the
+    ValueErrors of the steps.
     """
 
     def __init__(self, steps: Steps) -> None:

@@ -1,11 +1,9 @@
 """Manifest schema and checksums, so that no edit and no damage loads unnoticed.
 
-The manifest has a checksum of itself; types and ranges are also checked, for version 1
-manifests without checksum.
-Every file block has a CRC-32, combined into the file's. A CRC detects accidents, not attacks.
-It is the fastest
-checksum in the standard library: 6.4 GB/s, SHA-256 1.9, Adler-32 3.8 (one AMD EPYC family 26
-core, zlib 1.2.13).
+The manifest has a checksum of itself; types and ranges are also checked, for version 1 manifests
+without checksum. Every file block has a CRC-32, combined into the file's. A CRC detects accidents,
+not attacks. It is the fastest checksum in the standard library: 6.4 GB/s, SHA-256 1.9, Adler-32
+3.8 (one AMD EPYC family 26 core, zlib 1.2.13).
 """
 
 from __future__ import annotations
@@ -244,9 +242,7 @@ class BlockChecksums:
                 self._open = 0
 
     def record(self) -> dict[str, str | int]:
-        """Return size and checksums as in a manifest: "crc32" of all bytes, "blocks"
-        concatenated.
-        """
+        """Return size and checksums as in a manifest: "crc32" of all bytes, "blocks" concatenated."""
         rest = self.size % BLOCK_BYTES
         whole = 0
         for crc in self._closed:

@@ -1,8 +1,7 @@
 """Shards of a checkpoint: find the files that contain their pieces, and read them.
 
-Pieces are found by global tensor name and position, so the layout that wrote them does not
-matter. Ranges are cut
-into boxes of the global tensor, and the intersection of two boxes is copied.
+Pieces are found by global tensor name and position, so the layout that wrote them does not matter.
+Ranges are cut into boxes of the global tensor, and the intersection of two boxes is copied.
 """
 
 from __future__ import annotations
@@ -138,10 +137,10 @@ class Shard:
 
     key: kind/name of the global tensor, such as "exp_avg/decoder.layers.3.mlp.linear_fc1.weight"
     tensor: contiguous, any shape; row-major range [flat_start, flat_start + numel) of the
-        tensor-parallel slice of
-        `slice_shape` at `offset` in `global_shape`; the whole slice, or a ZeRO-1 shard
-    alias: key to load instead if the checkpoint lacks `key`, for a tied copy that the saving
-        run did not need
+        tensor-parallel slice of `slice_shape` at `offset` in `global_shape`; the whole slice, or a
+        ZeRO-1 shard
+    alias: key to load instead if the checkpoint lacks `key`, for a tied copy that the saving run
+        did not need
     """
 
     key: str
@@ -293,8 +292,8 @@ class Search:
         return self._found.get(shard.key) or self._found.get(shard.alias or "")
 
     def plan(self, path: Path) -> dict[str, list[tuple[Shard, Source]]]:
-        """Return the copies to make, by file name. Raises ValueError for a shard that does not
-        fit or is incomplete.
+        """Return the copies to make, by file name. Raises ValueError for a shard that does not fit
+        or is incomplete.
         """
         plan: dict[str, list[tuple[Shard, Source]]] = {}
         for shard in self.shards:
@@ -354,8 +353,8 @@ def _show(record: Record) -> str:
 def read_shards(path: Path, work: list[tuple[Shard, Source]]) -> int:
     """Copy one file's pieces into the shards' tensors, in file order; return the bytes read.
 
-    Needs READ_BYTES and some blocks of extra memory. Raises ValueError if the file contradicts
-    the manifest.
+    Needs READ_BYTES and some blocks of extra memory. Raises ValueError if the file contradicts the
+    manifest.
     """
     with BlockFile(path, work[0][1].entry) as file:
         stored = read_header(file)

@@ -2,9 +2,8 @@
 
     8 bytes: header length | header: JSON, name -> dtype, shape, data_offsets | tensor values
 
-The manifest entry has the size, the CRC-32, and the CRC-32 of every block. Older entries have
-no block checksums:
-the whole file is then verified before anything is read.
+The manifest entry has the size, the CRC-32, and the CRC-32 of every block. Older entries have no
+block checksums: the whole file is then verified before anything is read.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ def write_tensors(
 ) -> Entry:
     """Write contiguous tensors, of any shape; return the file's entry without shards.
 
-    values: produces each tensor in turn, so that one at a time is in memory; `tensors` may
-        then be on the meta device
+    values: produces each tensor in turn, so that one at a time is in memory; `tensors` may then be
+        on the meta device
 
     Raises ValueError naming the file if it cannot be written.
     """
@@ -235,9 +234,8 @@ class UnsupportedFormat(ValueError):
 def read_header(file: Readable) -> dict[str, StoredTensor]:
     """Return a file's tensors by name.
 
-    Raises ValueError for invalid headers, as the safetensors library does: not JSON, or
-    tensors not adjacent up to
-    the end of the file. Raises UnsupportedFormat for an unknown dtype.
+    Raises ValueError for invalid headers, as the safetensors library does: not JSON, or tensors
+    not adjacent up to the end of the file. Raises UnsupportedFormat for an unknown dtype.
     """
     size = file.size
     length = int.from_bytes(file.read(0, _LENGTH_BYTES), "little") if size >= _LENGTH_BYTES else -1

@@ -3,8 +3,8 @@
     fugaku-megatron verify checkpoints                     every iteration
     fugaku-megatron verify checkpoints --ckpt-step 100     one iteration
 
-Exit code 0: all files OK, 1: problems, 2: nothing to check. Several threads read; progress is
-on stderr.
+Exit code 0: all files OK, 1: problems, 2: nothing to check. Several threads read; progress is on
+stderr.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Rules of Megatron-LM's megatron/core/datasets/blended_megatron_dataset_builder.py, utils.py and
 blended_megatron_dataset_config.py there; --legacy-split as in megatron/data/dataset_utils.py
-before
-Megatron-core 0.5. The data sets are in dataset.py.
+before Megatron-core 0.5. The data sets are in dataset.py.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ class Builder:
     arrays: in-memory documents by the name that replaces a prefix
     separate_sets: --multiple-validation-sets
     cuts_chats: truncate chats that are too long; False: refuse them; None: not chats
-    begun: numbers of train, valid and test samples that their orders were first made for;
-        None: the requested ones
+    begun: numbers of train, valid and test samples that their orders were first made for; None:
+        the requested ones
     """
 
     seq_length: int
@@ -203,8 +202,7 @@ def build_datasets(
     """Return (train, valid, test) for --data-path and --split. Collective over `comm`; rank 0
     checks and builds indices.
 
-    num_samples: for (train, valid, test); 0: no data set; None: every sample once, without
-        weights
+    num_samples: for (train, valid, test); 0: no data set; None: every sample once, without weights
     max_bytes: memory limit of a sample order
     cache: index files
     arrays, separate_sets, cuts_chats, begun: see `Builder`
@@ -277,9 +275,8 @@ def build_separate_datasets(
     """Return (train, valid, test) for --train-data-path, --valid-data-path and --test-data-path,
     all documents each.
 
-    A split without a path, or with `num_samples` 0, is None. A single prefix is no blend,
-    whatever its weight. Other
-    arguments and errors as `build_datasets`.
+    A split without a path, or with `num_samples` 0, is None. A single prefix is no blend, whatever
+    its weight. Other arguments and errors as `build_datasets`.
     """
     builder = Builder(
         seq_length,

@@ -1,15 +1,11 @@
 r"""Chat files, and samples packed from whole chats.
 
-PREFIX.bin and .idx (indexed.py) have one sequence a chat; PREFIX.mask marks trained tokens.
-.mask, little-endian:
-b"FMMASK\0\0", version u64 = 1, tokens u64, CRC-32 u32 of the sequence lengths, the first HEAD
-bytes of .bin, and
-the bits; then a bit a token, lowest bit first, 1 if trained. In memory a trained token is ~id
-(`signed`).
-Best fit decreasing packs chats into samples of seq_length + 1 tokens. Packing depends on
-lengths alone; each epoch
-shuffles chats of equal length and samples. Shapes: s = seq_length, n chats; int64 (2, s + 1)
-samples (marks.py).
+PREFIX.bin and .idx (indexed.py) have one sequence a chat; PREFIX.mask marks trained tokens. .mask,
+little-endian: b"FMMASK\0\0", version u64 = 1, tokens u64, CRC-32 u32 of the sequence lengths, the
+first HEAD bytes of .bin, and the bits; then a bit a token, lowest bit first, 1 if trained. In
+memory a trained token is ~id (`signed`). Best fit decreasing packs chats into samples of
+seq_length + 1 tokens. Packing depends on lengths alone; each epoch shuffles chats of equal length
+and samples. Shapes: s = seq_length, n chats; int64 (2, s + 1) samples (marks.py).
 """
 
 from __future__ import annotations
@@ -126,9 +122,8 @@ class ChatWriter(IndexedDatasetWriter):
 class ChatFiles(IndexedDataset):
     """Chat reader: `IndexedDataset` with trained tokens.
 
-    With `comm` only rank 0 reads and checks the files. Raises ValueError on every rank, also
-    if .mask is missing,
-    damaged or belongs to other files.
+    With `comm` only rank 0 reads and checks the files. Raises ValueError on every rank, also if
+    .mask is missing, damaged or belongs to other files.
     """
 
     def __init__(self, prefix: str | os.PathLike, comm: Comm | None = None):
@@ -265,9 +260,8 @@ def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
 
     lengths: decreasing, from 1 to `size` tokens
 
-    Chats of equal length are placed together: the fullest sample with enough room takes as
-    many as fit. There is one
-    step per length and room, not per chat.
+    Chats of equal length are placed together: the fullest sample with enough room takes as many as
+    fit. There is one step per length and room, not per chat.
     """
     samples = np.empty(len(lengths), np.int32)
     opened = 0

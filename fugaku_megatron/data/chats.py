@@ -5,8 +5,8 @@
     {"prompt": "2 + 2 = ", "completion": "4"}
 
 Trained tokens equal trl's SFTTrainer with assistant_only_loss or completion_only_loss. The
-assistant's tokens are
-found by {% generation %} markers, or by rendering turn by turn. An ambiguous chat is refused.
+assistant's tokens are found by {% generation %} markers, or by rendering turn by turn. An
+ambiguous chat is refused.
 """
 
 from __future__ import annotations
@@ -520,9 +520,7 @@ class ChatTemplate:
             return ids, self._trained_by_text(chat, chat.whole, ids)
 
     def _trained_by_prefixes(self, chat: Chat, whole: Messages, ids: np.ndarray) -> np.ndarray:
-        """Return bool (n,): answers between the tokens of the messages before them and up to
-        them.
-        """
+        """Return bool (n,): answers between the tokens of the messages before them and up to them."""
         trained = np.zeros(len(ids), bool)
         for number, message in enumerate(whole):
             if message["role"] == ASSISTANT:
@@ -536,8 +534,8 @@ class ChatTemplate:
     def _trained_by_text(self, chat: Chat, whole: Messages, ids: np.ndarray) -> np.ndarray:
         """Return bool (n,): answers found in the rendered text if tokens cross their borders.
 
-        As in transformers' assistant mask, an answer's first and last token may contain
-        adjacent text.
+        As in transformers' assistant mask, an answer's first and last token may contain adjacent
+        text.
         """
         text = self._text(chat, self.text, whole)
         begins, ends = self._offsets(ids, text)
@@ -562,8 +560,8 @@ class ChatTemplate:
         ends the turn.
 
         Found from the renderings before and up to the message, or else from the text around a
-        placeholder content, for
-        templates that render earlier turns differently or cannot render part of a chat.
+        placeholder content, for templates that render earlier turns differently or cannot render
+        part of a chat.
         """
         if number:
             before = self._text(chat, self.text, whole[:number], add_generation_prompt=True)

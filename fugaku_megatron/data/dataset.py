@@ -1,12 +1,9 @@
 """GPT samples from indexed tokens: Megatron-LM's --data-path data sets and their blend.
 
-The sample order depends on no parallel layout. A "document" is a sequence of the indexed file,
-as in
-Megatron-core. Shapes: n samples, s = seq_length; a sample is a numpy int64 (s + 1,). An index
-takes 12 bytes a
-sample and 4 bytes a document and epoch, in memory or mapped (index_cache.py). Mapped pages are
-released every
-RELEASE_EVERY samples; .idx and .bin are read, not mapped.
+The sample order depends on no parallel layout. A "document" is a sequence of the indexed file, as
+in Megatron-core. Shapes: n samples, s = seq_length; a sample is a numpy int64 (s + 1,). An index
+takes 12 bytes a sample and 4 bytes a document and epoch, in memory or mapped (index_cache.py).
+Mapped pages are released every RELEASE_EVERY samples; .idx and .bin are read, not mapped.
 """
 
 from __future__ import annotations
@@ -120,16 +117,14 @@ class GPTDataset:
     ids) of `indexed`.
 
     num_samples: filled with whole epochs end to end; None: one epoch
-    begun: number that the order was first made for (None: `num_samples`); epochs are added to
-        that order, so that
-        sample i stays the same in a longer or shorter run
+    begun: number that the order was first made for (None: `num_samples`); epochs are added to that
+        order, so that sample i stays the same in a longer or shorter run
     name: "train", ..., for messages and file names
     vocab_size: check the token ids of fetched samples
     comm: rank 0 builds the index; collective
 
-    Raises ValueError on every rank without tokens, if one epoch is shorter than a sample, or
-    if the order needs more
-    than `max_bytes` of memory.
+    Raises ValueError on every rank without tokens, if one epoch is shorter than a sample, or if
+    the order needs more than `max_bytes` of memory.
     """
 
     def __init__(
@@ -473,8 +468,8 @@ def _tokens(document: Any, where: str) -> np.ndarray:
 
 
 class TokenArrays:
-    """In-memory documents with the interface of `indexed.IndexedDataset`, the same on every
-    reader rank.
+    """In-memory documents with the interface of `indexed.IndexedDataset`, the same on every reader
+    rank.
 
     prefix: name in messages
     sequence_lengths: int32 (n,), after `measure`
@@ -488,8 +483,8 @@ class TokenArrays:
     def measure(self, vocab_size: int | None = None, comm: Comm | None = None) -> TokenArrays:
         """Read every document once, on rank 0, for the lengths. Collective over `comm`.
 
-        Raises ValueError on every rank for a document that is not an array of token ids within
-        the vocabulary.
+        Raises ValueError on every rank for a document that is not an array of token ids within the
+        vocabulary.
         """
         if not len(self.sequence_lengths):
             self.sequence_lengths = on_root(comm, lambda: self._read(vocab_size))

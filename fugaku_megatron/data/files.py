@@ -1,8 +1,9 @@
 """Files of data: mapped into memory, and read as texts.
 
-Texts are plain text files (a document a file), JSON (an object a line, or over lines), both of them
-compressed, tables (a JSON object a row), and folders of these. Left out: the form of a file, compressed
-files and tables (formats.py), JSON over lines (json_values.py), small files of other kinds (text/named_files.py).
+Texts are plain text files (a document a file), JSON (an object a line, or over lines), both of
+them compressed, tables (a JSON object a row), and folders of these. Left out: the form of a file,
+compressed files and tables (formats.py), JSON over lines (json_values.py), small files of other
+kinds (text/named_files.py).
 """
 
 from __future__ import annotations
@@ -171,8 +172,8 @@ class ReadFile:
         return array
 
     def check_open(self) -> None:
-        """Raise ValueError if the open file was written or truncated; a replacement under its
-        name is not seen.
+        """Raise ValueError if the open file was written or truncated; a replacement under its name
+        is not seen.
         """
         if change := self.status.change(self._now()):
             raise changed(self.path, change)
@@ -229,8 +230,8 @@ class Document:
 
 
 class Skipped:
-    """Counts and first reasons of documents dropped by --skip-invalid. Without the flag errors
-    are raised and name it.
+    """Counts and first reasons of documents dropped by --skip-invalid. Without the flag errors are
+    raised and name it.
     """
 
     def __init__(self, enabled: bool) -> None:
@@ -316,9 +317,8 @@ def input_files(
     columns: of tables, by default json_keys
     skipped: takes files that are not text
 
-    Raises ValueError, before any work, for unreadable or unsupported inputs, missing columns
-    and packages, and plain
-    text with --json-keys other than text.
+    Raises ValueError, before any work, for unreadable or unsupported inputs, missing columns and
+    packages, and plain text with --json-keys other than text.
     """
     if len(set(json_keys)) < len(json_keys):
         raise ValueError(f"--json-keys {' '.join(json_keys)}: a key is named twice")
@@ -344,8 +344,8 @@ def input_files(
 def _is_text(
     path: str, name: str, columns: Columns, skipped: Skipped | None, forms: dict[str, Form]
 ) -> bool:
-    """Check a file's first bytes and record its form; False if it is skipped. Raises ValueError
-    as `input_files`.
+    """Check a file's first bytes and record its form; False if it is skipped. Raises ValueError as
+    `input_files`.
 
     name: as in --input, also for a file in a folder
     """
@@ -469,8 +469,8 @@ def read_documents(
 def _records(
     path: str, form: Form, columns: Columns, skip: int
 ) -> Iterator[tuple[int, bytes, int]]:
-    """Yield (line, row or object number, or 0 for plain text; content; bytes read) after the
-    first `skip`.
+    """Yield (line, row or object number, or 0 for plain text; content; bytes read) after the first
+    `skip`.
     """
     if form.content in TABLES:
         yield from rows(path, form.content, columns, skip)

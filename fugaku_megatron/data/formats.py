@@ -1,9 +1,8 @@
 """Input formats by name and first bytes; compressed text; table rows as JSON objects.
 
-.arrow files are those that Hugging Face's `datasets` writes with save_to_disk; that package is
-not needed.
-zstandard and pyarrow come with the extra [data]. Damage is reported when it is read. JSON is
-in json_values.py.
+.arrow files are those that Hugging Face's `datasets` writes with save_to_disk; that package is not
+needed. zstandard and pyarrow come with the extra [data]. Damage is reported when it is read. JSON
+is in json_values.py.
 """
 
 from __future__ import annotations
@@ -43,9 +42,7 @@ class MissingPackage(ValueError):
 
 
 class Columns(NamedTuple):
-    """Table columns. needed: all required, with text; else the existing ones, without null
-    fields.
-    """
+    """Table columns. needed: all required, with text; else the existing ones, without null fields."""
 
     names: tuple[str, ...] = ("text",)
     needed: bool = True

@@ -1,8 +1,8 @@
 """Index arrays that fix a data set's sample order: documents, samples, shuffle, blend.
 
-Rules and random stream are Megatron-core's (gpt_dataset.py, helpers.cpp). One process builds
-the arrays blockwise
-and every reader maps them; node-local data is indexed on its node. Small indices stay in memory.
+Rules and random stream are Megatron-core's (gpt_dataset.py, helpers.cpp). One process builds the
+arrays blockwise and every reader maps them; node-local data is indexed on its node. Small indices
+stay in memory.
 
     PREFIX/cache/GPTDataset_indices/<hash>-GPTDataset-train-description.txt      JSON; <hash>
     is its MD5
@@ -38,8 +38,8 @@ BLOCK = 2**20  # documents or samples at a time
 def build_document_index(
     documents: np.ndarray | range, num_epochs: int, separate_last: bool, rng: np.random.RandomState
 ) -> np.ndarray:
-    """Return int32 (epochs * documents,): shuffled document ids; `separate_last` shuffles the
-    last epoch separately.
+    """Return int32 (epochs * documents,): shuffled document ids; `separate_last` shuffles the last
+    epoch separately.
     """
     rows = np.empty((num_epochs, len(documents)), np.int32)
     rows[:] = (
@@ -68,14 +68,14 @@ def sample_index_dtype(num_documents: int) -> type:
 def sample_blocks(
     lengths: np.ndarray, document_index: np.ndarray, seq_length: int, first: int = 0
 ) -> Iterator[np.ndarray]:
-    """Yield the sample index, int32 or int64 (n + 1, 2), in blocks of at most BLOCK rows:
-    document position and offset.
+    """Yield the sample index, int32 or int64 (n + 1, 2), in blocks of at most BLOCK rows: document
+    position and offset.
 
     lengths: of the documents from number `first` on
 
-    Sample i has tokens i*s to (i+1)*s, inclusive, of the concatenated documents: neighbours
-    share one token. It begins
-    in the first document that ends after its first token, so empty documents are skipped.
+    Sample i has tokens i*s to (i+1)*s, inclusive, of the concatenated documents: neighbours share
+    one token. It begins in the first document that ends after its first token, so empty documents
+    are skipped.
     """
     # ended: tokens of the documents before this block
     dtype = sample_index_dtype(len(document_index))
@@ -156,9 +156,8 @@ def added_samples(bounds: Sequence[int], seed: int) -> Iterator[np.ndarray]:
 
     bounds: ends, in samples, of the earlier epochs and of each added one
 
-    The first sample has the previous epoch's remaining tokens and stays first, so that the
-    token counts differ by at
-    most one.
+    The first sample has the previous epoch's remaining tokens and stays first, so that the token
+    counts differ by at most one.
     """
     rng = np.random.RandomState([seed, ADDED_SAMPLES])
     for first, end in zip(bounds, bounds[1:]):
@@ -175,9 +174,8 @@ def blending_blocks(
 
     weights: sum to 1
 
-    Megatron's greedy choice: largest weight * samples so far - samples taken, the first on a
-    tie. The loop is
-    sequential, about 0.4 us a sample for two to four data sets.
+    Megatron's greedy choice: largest weight * samples so far - samples taken, the first on a tie.
+    The loop is sequential, about 0.4 us a sample for two to four data sets.
     """
     taken = [0] * len(weights)
     for start in range(0, num_samples, BLOCK):

@@ -1,8 +1,10 @@
-"""Megatron-LM's indexed dataset: tokens in <prefix>.bin, the lengths and offsets of its sequences in <prefix>.idx.
+"""Megatron-LM's indexed dataset: tokens in <prefix>.bin, the lengths and offsets of its sequences
+in <prefix>.idx.
 
-.idx, little-endian: b"MMIDIDX\\0\\0", version u64 = 1, dtype code u8, n u64 sequences, d u64 document indices; then
-lengths int32[n] in tokens, pointers int64[n] in bytes into .bin, document indices int64[d]: the first sequence of each
-document, and n. A trailing int8[n] (Megatron's multimodal modes) is accepted and ignored. Left out: object storage.
+.idx, little-endian: b"MMIDIDX\\0\\0", version u64 = 1, dtype code u8, n u64 sequences, d u64
+document indices; then lengths int32[n] in tokens, pointers int64[n] in bytes into .bin, document
+indices int64[d]: the first sequence of each document, and n. A trailing int8[n] (Megatron's
+multimodal modes) is accepted and ignored. Left out: object storage.
 """
 
 from __future__ import annotations
@@ -198,10 +200,9 @@ class IndexedDataset:
 
     Attributes: dtype, num_tokens, tokens, and from .idx sequence_lengths int32[n] in tokens,
         sequence_pointers
-    int64[n] in bytes, document_indices int64[d]. With `comm` only rank 0 reads and checks
-    .idx; ranks open files on
-    first use. Raises ValueError on every rank if a file is missing, truncated, invalid or
-    changed, or the two disagree.
+    int64[n] in bytes, document_indices int64[d]. With `comm` only rank 0 reads and checks .idx;
+    ranks open files on first use. Raises ValueError on every rank if a file is missing, truncated,
+    invalid or changed, or the two disagree.
     """
 
     def __init__(self, prefix: str | os.PathLike, comm: Comm | None = None):

@@ -1,8 +1,7 @@
 """JSON files: an object a line, or objects over several lines, also as array elements.
 
-The layout is detected from the first bytes. Arrays and objects over lines are streamed, so a
-file may exceed
-memory. files.py interprets the objects.
+The layout is detected from the first bytes. Arrays and objects over lines are streamed, so a file
+may exceed memory. files.py interprets the objects.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ def json_layout(head: bytes, more: bool, suffix: str, names: Sequence[str]) -> s
     names: wanted keys
 
     Files named as JSON lines are JSON. Others are if their first lines are objects, or if the
-    first object has a
-    wanted key or the file name has no suffix, or a number: a notebook stays a text.
+    first object has a wanted key or the file name has no suffix, or a number: a notebook stays a
+    text.
     """
     text = head.decode("utf-8-sig", "replace").lstrip()
     is_json = suffix in SUFFIXES

@@ -1,9 +1,8 @@
 """Tokenizers of other libraries under Megatron-LM's names: Hugging Face, SentencePiece,
 TikTokenizer, numbers.
 
-Token ids, vocabulary size and end-of-document id equal Megatron-core's. The libraries of
-Hugging Face and
-SentencePiece are optional and imported on use. Code in a tokenizer's folder is never run.
+Token ids, vocabulary size and end-of-document id equal Megatron-core's. The libraries of Hugging
+Face and SentencePiece are optional and imported on use. Code in a tokenizer's folder is never run.
 """
 
 from __future__ import annotations
@@ -243,8 +242,7 @@ class SentencePieceTokenizer:
     """SentencePiece model. `vocab_size` is its number of pieces, `eod` its end of sentence.
 
     `eod` is None if the model has no end of sentence (Megatron-core uses -1, not a token id).
-    Raises ValueError for
-    another file and without sentencepiece.
+    Raises ValueError for another file and without sentencepiece.
     Sources: megatron/core/tokenizers/text/libraries/sentencepiece_tokenizer.py,
         abstract_tokenizer.py there for `eod`.
     """

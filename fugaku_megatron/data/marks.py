@@ -1,12 +1,10 @@
 """Loss mask and document starts of samples.
 
 A marked sample is int64 (2, s + 1): token ids, and marks, sums of COUNTED, FIRST and PADDED.
-Position 0 begins a
-document, marked or not. Pretraining derives marks from tokens on reading; files and indices
-have none. Rules of
-Megatron-LM's megatron/core/datasets/gpt_dataset.py (_get_ltor_masks_and_position_ids): a
-document includes its end
-token, and --eod-mask-loss masks the label after it. Legend: s sequence, b micro-batch.
+Position 0 begins a document, marked or not. Pretraining derives marks from tokens on reading;
+files and indices have none. Rules of Megatron-LM's megatron/core/datasets/gpt_dataset.py
+(_get_ltor_masks_and_position_ids): a document includes its end token, and --eod-mask-loss masks
+the label after it. Legend: s sequence, b micro-batch.
 """
 
 from __future__ import annotations

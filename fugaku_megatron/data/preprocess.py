@@ -5,11 +5,9 @@ object a line), tables, folders.
     --workers 8
 
 writes corpus_text_document.bin and .idx, and prints the flags to train on them. Documents are
-shuffled; --keep-order
-keeps the input order, as Megatron-LM does. The result depends neither on --workers nor on the
-file format. An
-interrupted command resumes from the folder corpus.unfinished; outputs appear when complete.
-tools/preprocess_data.py is Megatron-LM's name for this command.
+shuffled; --keep-order keeps the input order, as Megatron-LM does. The result depends neither on
+--workers nor on the file format. An interrupted command resumes from the folder corpus.unfinished;
+outputs appear when complete. tools/preprocess_data.py is Megatron-LM's name for this command.
 
     fugaku-megatron preprocess --chat --input chats.jsonl --output-prefix chats
     --tokenizer-type HuggingFaceTokenizer ...
@@ -203,9 +201,7 @@ def _encode(job: Job, documents: list[Document]) -> Encoded:
 
 
 def _start_worker() -> None:
-    """Make a worker exit with its parent, also if that is killed, use one core, and ignore
-    Ctrl-C.
-    """
+    """Make a worker exit with its parent, also if that is killed, use one core, and ignore Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if hasattr(library := ctypes.CDLL(None), "prctl"):

@@ -1,9 +1,11 @@
-"""From consumed samples to micro-batches: which samples a data-parallel rank takes, and loading them in the background.
+"""From consumed samples to micro-batches: which samples a data-parallel rank takes, and loading
+them in the background.
 
-Everything is a function of the number of samples consumed: the position in the data is one integer, and a run may continue
-with another data-parallel size. Left out: epochs (a dataset covers the whole run), Megatron's "cyclic" sampler.
-A micro-batch stays an array of numpy until the trainer needs it: torch may copy this much with several OpenMP threads, and a
-prefetching thread would start a second set of them.
+Everything is a function of the number of samples consumed: the position in the data is one
+integer, and a run may continue with another data-parallel size. Left out: epochs (a dataset covers
+the whole run), Megatron's "cyclic" sampler. A micro-batch stays an array of numpy until the
+trainer needs it: torch may copy this much with several OpenMP threads, and a prefetching thread
+would start a second set of them.
 Shapes: s = sequence length, b = micro-batch size.
 """
 
@@ -44,8 +46,8 @@ def consecutive(consumed: int, count: int) -> Sequence[int]:
 
 
 def fetch(dataset: Dataset, samples: Sequence[int]) -> np.ndarray:
-    """Fetch b samples by number: int64 (s + 1, b), or (2, s + 1, b) with marks. A token's label
-    is in the next row.
+    """Fetch b samples by number: int64 (s + 1, b), or (2, s + 1, b) with marks. A token's label is
+    in the next row.
     """
     return np.stack([dataset[i] for i in samples], axis=-1)
 
@@ -94,9 +96,8 @@ _CPUS = os.sched_getaffinity(
 class Prefetcher(Generic[T]):
     """Iterator over `source` that loads up to `depth` items ahead in a thread.
 
-    `next` raises the source's exception in place of the item. `close` (or leaving `with`)
-    stops the thread after the
-    current item and may be called twice.
+    `next` raises the source's exception in place of the item. `close` (or leaving `with`) stops
+    the thread after the current item and may be called twice.
     """
 
     def __init__(self, source: Iterable[T], depth: int = 2):

@@ -1,9 +1,8 @@
 """Render chat templates, which come with model files, in a separate process with limits.
 
 A template may loop for ever or fill the memory, even within one interpreter operation that no
-signal handler can
-interrupt. The kernel ends the process, and the next chat starts another. transformers' jinja
-sandbox limits calls.
+signal handler can interrupt. The kernel ends the process, and the next chat starts another.
+transformers' jinja sandbox limits calls.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """GPT-2's byte-level BPE tokenizer, tokenizer flags, and tokenizer identity files.
 
-`GPT2BPETokenizer` reads Megatron-LM's --vocab-file (vocab.json) and --merge-file (merges.txt)
-and equals GPT-2's
-encoder on any text. "<|endoftext|>" in a text is the end-of-document token, as in Megatron-core
-(megatron/core/tokenizers/text/libraries/megatron_hf_tokenizer.py) and Hugging Face.
+`GPT2BPETokenizer` reads Megatron-LM's --vocab-file (vocab.json) and --merge-file (merges.txt) and
+equals GPT-2's encoder on any text. "<|endoftext|>" in a text is the end-of-document token, as in
+Megatron-core (megatron/core/tokenizers/text/libraries/megatron_hf_tokenizer.py) and Hugging Face.
 """
 
 from __future__ import annotations
@@ -150,9 +149,8 @@ class GPT2BPETokenizer:
     def encode(self, text: str | bytes) -> list[int]:
         """Tokenize `text`.
 
-        Bytes that are not UTF-8 stand for themselves (Python's surrogateescape, also accepted
-        in a str), so
-        decode_bytes(encode(b)) == b for any b. Other lone surrogates become U+FFFD.
+        Bytes that are not UTF-8 stand for themselves (Python's surrogateescape, also accepted in a
+        str), so decode_bytes(encode(b)) == b for any b. Other lone surrogates become U+FFFD.
         """
         if isinstance(text, bytes):
             text = text.decode("utf-8", "surrogateescape")
@@ -193,8 +191,8 @@ class GPT2BPETokenizer:
         """Apply BPE to a piece: merge all occurrences of the lowest-ranked pair, left to right,
         until no pair is left.
 
-        O(n log n): a linked list of symbols, and the positions of each rank's pair, so that
-        long words cost no more a byte.
+        O(n log n): a linked list of symbols, and the positions of each rank's pair, so that long
+        words cost no more a byte.
         """
         ids = [self._byte_ids[byte] for byte in _to_bytes(piece)]
         end = len(ids)

@@ -1,8 +1,7 @@
 """Detect changed data files, while a run reads them and against its checkpoint.
 
 Each rank checks the files that it opened, one rank a node (`sampler.build_reader_group`).
-`files.ReadFile` checks
-every read.
+`files.ReadFile` checks every read.
 """
 
 from __future__ import annotations

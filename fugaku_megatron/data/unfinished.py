@@ -1,11 +1,9 @@
 """Resumable state of preprocess in the folder PREFIX.unfinished.
 
-Token ids and document lengths are appended to two files a JSON key, in input order.
-journal.json records valid sizes
-and the input position, replaced after the files are synced. A run with the same tokenizer,
-flags and input truncates
-the files to these sizes and resumes. At the end documents are written into the data sets and
-the folder is removed.
+Token ids and document lengths are appended to two files a JSON key, in input order. journal.json
+records valid sizes and the input position, replaced after the files are synced. A run with the
+same tokenizer, flags and input truncates the files to these sizes and resumes. At the end
+documents are written into the data sets and the folder is removed.
 """
 
 from __future__ import annotations
@@ -207,8 +205,8 @@ class Unfinished:
         size: int,
         skipped: int = 0,
     ) -> None:
-        """Append documents of every JSON key (token ids, lengths) that end at `place`. size:
-        bytes of text.
+        """Append documents of every JSON key (token ids, lengths) that end at `place`. size: bytes
+        of text.
         """
         with self._writing():
             for file, (tokens, lengths) in zip(self._files, texts, strict=True):
@@ -302,8 +300,8 @@ def shuffled(
     piles.
 
     Documents are distributed at random to piles, which are temporary files, and each pile is
-    shuffled in memory: all
-    orders are equally likely, tokens may exceed memory, and files are read sequentially.
+    shuffled in memory: all orders are equally likely, tokens may exceed memory, and files are read
+    sequentially.
     """
     random = np.random.RandomState(SHUFFLE_SEED)  # its stream is the same in every numpy
     if piles <= 1:

@@ -1,9 +1,11 @@
-"""A vocabulary of one's own: byte-level BPE trained on one's own text, in the two files of GPT-2's form.
+"""A vocabulary of one's own: byte-level BPE trained on one's own text, in the two files of GPT-2's
+form.
 
     fugaku-megatron vocabulary --input my_texts --vocab-size 8192 --output my_vocabulary
 
-writes my_vocabulary/vocab.json and merges.txt, for --vocab-file and --merge-file. The `tokenizers` library does the training, with
-GPT-2's split into pieces; <|endoftext|> is the last token. Left out: other kinds of vocabulary.
+writes my_vocabulary/vocab.json and merges.txt, for --vocab-file and --merge-file. The `tokenizers`
+library does the training, with GPT-2's split into pieces; <|endoftext|> is the last token. Left
+out: other kinds of vocabulary.
 """
 
 from __future__ import annotations
@@ -36,9 +38,8 @@ NAMES = ("vocab.json", "merges.txt")
 def train_vocabulary(texts: Iterable[str], size: int, output: Path) -> int:
     """Train a vocabulary of at most `size` tokens, write it into `output` and return its size.
 
-    Pairs that occur at least twice are merged. Raises ValueError for a size out of range,
-    without the `tokenizers`
-    library, without text, and if the files cannot be written.
+    Pairs that occur at least twice are merged. Raises ValueError for a size out of range, without
+    the `tokenizers` library, without text, and if the files cannot be written.
     """
     check_size(size)
     tokenizer = library("tokenizers", "demo", "training a vocabulary").ByteLevelBPETokenizer()

@@ -7,9 +7,8 @@
     fugaku-megatron evaluate --load tuned --chats held_out.jsonl
     fugaku-megatron evaluate --load checkpoints --needle book.txt --needle-lengths 1024 4096
 
-Texts are cut into windows of the sequence length; a last, shorter window is left out. Ranks
-share the model in the
-checkpoint's layout, or by flags, and its replicas share the windows.
+Texts are cut into windows of the sequence length; a last, shorter window is left out. Ranks share
+the model in the checkpoint's layout, or by flags, and its replicas share the windows.
 """
 
 from __future__ import annotations
@@ -257,8 +256,8 @@ class Windows:
 
     @classmethod
     def of(cls, request: Request, model: ModelConfig) -> Windows:
-        """Build from flags. Raises ValueError for windows beyond the model's and strides that
-        skip tokens.
+        """Build from flags. Raises ValueError for windows beyond the model's and strides that skip
+        tokens.
         """
         length = request.model.window(model)
         stride = request.stride or length

@@ -263,8 +263,8 @@ class Decoder:
         )
 
     def _repeated(self, recorder: RecordingKernels, tokens: Tensor, rows: Rows) -> Tensor:
-        """Return the result of `_computed` for one token a sample (r, 1), replaying calls
-        recorded the first time.
+        """Return the result of `_computed` for one token a sample (r, 1), replaying calls recorded
+        the first time.
         """
         inputs = (tokens, *rows.tensors)
         known = self._recorded.get(len(tokens))

@@ -135,9 +135,7 @@ class Asker:
         return [sum(next(scores)[0] for _ in part) for part in parts]
 
     def texts_until(self, asked: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """Continue each context under the harness's settings: until, max_gen_toks, temperature
-        ...
-        """
+        """Continue each context under the harness's settings: until, max_gen_toks, temperature ..."""
         results = [""] * len(asked)
         groups: dict[str, list[int]] = {}
         for number, (_, settings) in enumerate(asked):
@@ -166,9 +164,7 @@ class Asker:
 
 
 def read_settings(settings: Mapping[str, Any]) -> tuple[list[str], int, Sampling]:
-    """Return stop words, number of new tokens and sampling from the harness's generation
-    settings.
-    """
+    """Return stop words, number of new tokens and sampling from the harness's generation settings."""
     until = settings.get("until") or []
     words = [word for word in ([until] if isinstance(until, str) else until) if word]
     temperature = (

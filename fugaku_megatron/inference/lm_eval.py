@@ -3,8 +3,9 @@
     python -m fugaku_megatron.inference.lm_eval --model fugaku_megatron --model_args load=checkpoints --tasks lambada_openai
     mpiexec -n 4 python -m fugaku_megatron.inference.lm_eval --model fugaku_megatron --model_args load=checkpoints ...
 
-registers this model and calls its own command line; --model_args are the flags of fugaku-megatron evaluate, without dashes.
-Versions of the harness that look for models among entry points find it by `lm_eval --model fugaku_megatron`, too.
+registers this model and calls its own command line; --model_args are the flags of fugaku-megatron
+evaluate, without dashes. Versions of the harness that look for models among entry points find it
+by `lm_eval --model fugaku_megatron`, too.
 """
 
 from __future__ import annotations

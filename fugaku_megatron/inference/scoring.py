@@ -56,8 +56,8 @@ def score(
     """Score requests: FP64 (requests, 3), the same on every rank. Collective over the model's
     world.
 
-    Columns: log-likelihood (natural) of the scored tokens, number that are the likeliest,
-        number likelier than all
+    Columns: log-likelihood (natural) of the scored tokens, number that are the likeliest, number
+        likelier than all
     their `others`.
 
     batch: requests per forward pass
@@ -156,9 +156,8 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str, window: i
     tokens.
 
     Trailing spaces move to the continuation, because tokens begin with them. An empty context
-    becomes the token before
-    a text (`encode_after`). Raises ValueError for a continuation without tokens or longer than
-    `window`.
+    becomes the token before a text (`encode_after`). Raises ValueError for a continuation without
+    tokens or longer than `window`.
     """
     before = tokenizer.encode(context.rstrip())
     whole = tokenizer.encode(context + continuation)
@@ -178,8 +177,7 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str, window: i
 
 
 def encode_after(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Tokenize a text after a start token: the tokenizer's own, or else its end-of-document
-    token.
+    """Tokenize a text after a start token: the tokenizer's own, or else its end-of-document token.
 
     Raises ValueError if the tokenizer has neither.
     """
