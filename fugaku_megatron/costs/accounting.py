@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ..config.fields import check
-from ..config.layout import Layout, context_ways, placement, sequence_parts, stage_sizes
+from ..config.layout import Layout, cp_comm_types, placement, sequence_parts, stage_sizes
 from ..config.model import NORMS
 from ..config.parallel import A2A
 from ..config.run_config import ModelConfig, ParallelConfig, RunConfig
@@ -168,7 +168,7 @@ def _rotary(run: RunConfig, tp: int, way: str) -> tuple[Record, ...]:
                 saved_bytes=saved * model.qk_layernorm,
             ),
         )
-        if model.turns_queries
+        if model.uses_rotary
         else ()
     )
 
@@ -375,7 +375,7 @@ def part_records(
     for layer in layers:
         yield from (
             ("layer", r)
-            for r in layer_records(run, layout.tp, run.model.mlps[layer], context_ways(run)[layer])
+            for r in layer_records(run, layout.tp, run.model.mlps[layer], cp_comm_types(run)[layer])
         )
     yield from end_records(run, layout, placement, part)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ..config.layout import context_ways, group_copies, sequence_parts
+from ..config.layout import cp_comm_types, group_copies, sequence_parts
 from ..config.lora import FC1, FC2, MATRICES, PROJ, QKV
 from ..config.parallel import A2A, ALLGATHER, P2P
 from ..config.run_config import ModelConfig, RunConfig
@@ -98,7 +98,7 @@ def element_bytes(run: RunConfig) -> int:
 
 def typical_way(run: RunConfig) -> str:
     """What ranks of a sequence send each other for attention in most layers, of which one stands for all."""
-    ways = context_ways(run)
+    ways = cp_comm_types(run)
     return max(ways, key=ways.count)
 
 
@@ -218,7 +218,7 @@ def key_working_bytes(run: RunConfig, tp: int) -> int:
     their gradients, and of all ranks keys, gradients and the same in the order of ranks. p2p, in the last step: its own keys and
     another rank's, the sum of gradients, and of each other rank those of three parts that are sent or come, until all have arrived.
     """
-    cp, ways = run.parallel.context_parallel_size, {*context_ways(run)} - {A2A}
+    cp, ways = run.parallel.context_parallel_size, {*cp_comm_types(run)} - {A2A}
     if cp == 1 or not ways:
         return 0
     own, low = key_elements(run, tp), element_bytes(run)

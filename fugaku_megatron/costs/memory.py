@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..config.layout import Layout, context_ways, group_copies, placement, sequence_parts
+from ..config.layout import Layout, cp_comm_types, group_copies, placement, sequence_parts
 from ..config.optimizer import MOMENT_BYTES
 from ..config.parallel import A2A, P2P
 from ..config.run_config import RunConfig
@@ -378,7 +378,7 @@ def attention_bytes(run: RunConfig, tp: int, threads: int) -> int:
 
     threads: of a rank. About 12 matrices (s, d) for each head at hand; of a part of the sequence, where ranks exchange keys.
     """
-    return max(_attention_bytes(run, tp, threads, way) for way in set(context_ways(run)))
+    return max(_attention_bytes(run, tp, threads, way) for way in set(cp_comm_types(run)))
 
 
 def _attention_bytes(run: RunConfig, tp: int, threads: int, way: str) -> int:

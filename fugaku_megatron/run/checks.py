@@ -28,9 +28,8 @@ from ..config.param_schedule import ParamSchedule
 from ..data.build import listed_data
 from ..data.chat_dataset import check_mask_file
 from ..data.indexed import check_files
-from ..observe.history import read_run_history
+from ..observe.history import HISTORY, read_run_history
 from ..observe.profile import profiled_ranks
-from ..observe.history import HISTORY
 from .resume import Resume
 
 

@@ -30,7 +30,7 @@ from ..config.experts import BALANCE, CAPACITY
 from ..config.fields import check, flag
 from ..config.layout import Layout
 from ..config.lora import MATRICES, LoraConfig
-from ..config.model import ANGLES, COUNTED, MASKED, UNSETTLED, ModelConfig
+from ..config.model import ANGLES, COUNTED, MASKED, UNRESOLVED, ModelConfig
 from ..config.optimizer import MUON_FLAGS
 from ..config.param_schedule import ParamSchedule
 from ..config.run_config import RunConfig
@@ -279,7 +279,7 @@ def _adapting(
 
 def with_padding(run: RunConfig, resume: Resume) -> RunConfig:
     """The run with `--mask-vocab-padding auto` settled: as the checkpoint has it that the run begins with or goes on from."""
-    if run.model.mask_vocab_padding != UNSETTLED:
+    if run.model.mask_vocab_padding != UNRESOLVED:
         return run
     return replace(run, model=replace(run.model, mask_vocab_padding=_saved_padding(resume)))
 
@@ -643,7 +643,7 @@ def mask_note(run: RunConfig, before: str) -> list[str]:
     now = run.model.mask_vocab_padding
     return (
         []
-        if now in (before, UNSETTLED)
+        if now in (before, UNRESOLVED)
         else [
             f"note: --mask-vocab-padding is {now}, and the weights were trained with {before}: the loss starts at another value; leave "
             f"the flag out to keep {before}"

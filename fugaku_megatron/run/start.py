@@ -23,6 +23,7 @@ from ..host.energy import Counters
 from ..host.observed import Phases
 from ..observe.abft import Checksums
 from ..observe.energy import EnergyWatch
+from ..observe.history import HISTORY
 from ..observe.memory import MemoryWatch, check_memory, rank_bytes
 from ..observe.metrics_writer import MetricsWriter, format_peak_memory
 from ..observe.observers import Heartbeats, Observers, place
@@ -33,7 +34,6 @@ from ..observe.stragglers import RankTimes
 from ..observe.wandb_run import WandbRun
 from ..observe.watchdog import Watchdog
 from ..training.replicas import comparison_line
-from ..observe.history import HISTORY
 from ..training.trainer import Progress, Trainer
 from .announce import announce, data_line, iteration_line, skip_line, validation_line
 from .checks import check_outputs, check_run
