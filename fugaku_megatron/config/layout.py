@@ -1,6 +1,6 @@
 """Parallel layout of a run: factors of the world size, pipeline stages and model chunks. Integers only, no torch.
 
-Left out: splits by cost (`accounting.part_sizes`).
+Left out: splits by cost (`accounting.virtual_stage_sizes`).
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ def check_split(run: RunConfig) -> None:
     """Raise ValueError unless the layers can be split into the stages and chunks of the flags."""
     parallel = run.parallel
     layers = run.model.num_layers
-    parts = placement(run).parts
+    parts = placement(run).virtual_stages
     pp = parallel.pipeline_model_parallel_size
     split = parallel.pipeline_split
     per_chunk = parallel.num_layers_per_virtual_pipeline_stage
