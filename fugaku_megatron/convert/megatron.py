@@ -332,7 +332,8 @@ def save_legacy(
         )
     for stage in range(pp):
         for rank in range(tp):
-            folder = directory / "release" / (f"mp_rank_{rank:02d}" + f"_{stage:03d}" * (pp > 1))
+            name = f"mp_rank_{rank:02d}_{stage:03d}" if pp > 1 else f"mp_rank_{rank:02d}"
+            folder = directory / "release" / name
             folder.mkdir(parents=True)
             torch.save(_rank_contents(weights, rank, tp, stage, pp, fused), folder / FILE)
     write_text(directory / TRACKER, "release")

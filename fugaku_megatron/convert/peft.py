@@ -135,7 +135,7 @@ def places(architecture: Architecture, model: ModelConfig) -> Iterator[Place]:
 def _of_experts(rows: list[Place], linears: list[str]) -> dict[str, str]:
     """Return our expert weights -> their adapted module, if these linear layers are adapted."""
     weights = dict.fromkeys(row.ours for row in rows if row.expert is not None)
-    inner = ".base_layer" * (linears == [FC1, FC2])
+    inner = ".base_layer" if linears == [FC1, FC2] else ""
     return {
         ours: f"model.layers.{layer_of(ours)}.mlp.experts" + inner * (FC1 in ours)
         for ours in weights

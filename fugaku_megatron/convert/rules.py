@@ -309,7 +309,7 @@ MULTIPLIED = Rule(
 
 
 def no_padding(default: int) -> Rule:
-    """Refuse a padding token: the default of a missing pad_token_id must be outside the vocabulary."""
+    """Write a null pad_token_id if the vocabulary lacks the default padding token."""
     return Rule(
         lambda config: {},
         lambda model: {"pad_token_id": None} if (model.vocab_size or 0) <= default else {},
