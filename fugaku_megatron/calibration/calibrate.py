@@ -30,20 +30,17 @@ if TYPE_CHECKING:
 
 SIZES = (128, 256, 512, 1024, 2048)  # of the square matmuls
 ROUNDS = 5
-FMA_STEPS, CLOCK_STEPS = (
-    2_000_000,
-    50_000_000,
-)  # iterations of the loops that measure the FMA peak and the clock
+FMA_STEPS = 2_000_000  # iterations of the FMA loop
+CLOCK_STEPS = 50_000_000  # iterations of the clock loop
 TRIAD_ELEMENTS = 1 << 25  # three arrays of 128 MiB: beyond the caches
-SMALL, LARGE = 8, 4 << 20  # bytes of the messages whose times give latency and rate
+SMALL = 8  # bytes of the message that measures latency
+LARGE = 4 << 20  # bytes of the message that measures bandwidth
 REDUCED = (
     128 << 20
 )  # bytes of the vector whose all-reduce is timed: as gradients, beyond the caches
 MIN_CLOCK_SHARE = 0.8  # of the clock that the system reports, or of the fastest core's
-ALONE_ALPHA_US, ALONE_COPIES = (
-    1.0,
-    4,
-)  # of messages of a rank alone: an assumed latency; each copy reads and writes
+ALONE_ALPHA_US = 1.0  # assumed latency if there is one rank
+ALONE_COPIES = 4  # memory passes of its messages: two copies, each reads and writes
 USABLE = 0.9  # share of a node's memory that a job may use
 
 Points = tuple[tuple[int, float], ...]  # (n, GFLOP/s) of n x n x n matmuls
@@ -110,7 +107,8 @@ def measure_compute() -> Compute:
     from . import host_kernels
 
     process = peak_memory_mib()
-    fma, clock = fma_peak_gflops(1 + ROUNDS, FMA_STEPS), clock_ghz(CLOCK_STEPS)
+    fma = fma_peak_gflops(1 + ROUNDS, FMA_STEPS)
+    clock = clock_ghz(CLOCK_STEPS)
     triad = triad_gbs(TRIAD_ELEMENTS)
     call_us, iteration_s = host_kernels.step_overhead()
     return Compute(
@@ -182,7 +180,8 @@ def ping_pong(world: Comm, partner: int, bytes: int) -> float:
     """Seconds of one message of `bytes` between rank 0 and `partner`; meaningless on other ranks. Collective."""
     import torch
 
-    tensor, repeats = torch.zeros(bytes, dtype=torch.uint8), 100 if bytes < 1 << 16 else 10
+    tensor = torch.zeros(bytes, dtype=torch.uint8)
+    repeats = 100 if bytes < 1 << 16 else 10
     world.barrier()
     if world.rank not in (0, partner):
         return 0.0
@@ -201,7 +200,8 @@ def ping_pong(world: Comm, partner: int, bytes: int) -> float:
 
 def measure_messages(world: Comm, partner: int) -> Messages:
     """Latency and rate between rank 0 and `partner`. Collective. A small message that others disturb has half of the time."""
-    small, large = ping_pong(world, partner, SMALL), ping_pong(world, partner, LARGE)
+    small = ping_pong(world, partner, SMALL)
+    large = ping_pong(world, partner, LARGE)
     return Messages(alpha_us=small * 1e6, gbs=LARGE / max(large - small, large / 2) / 1e9)
 
 
@@ -219,7 +219,8 @@ def native(ranks: Sequence[Compute], reduce_gbs: float | None) -> dict[str, floa
 
     ranks: those of one node. reduce_gbs: all_reduce_gbs within the node, None when it crossed nodes.
     """
-    first, members = ranks[0], len(ranks)
+    first = ranks[0]
+    members = len(ranks)
     values = {
         "call_us": first.call_us,
         "dropout_flops": first.dropout_flops,
@@ -260,10 +261,13 @@ def describe(
     messages within a node and between nodes; both None for one rank alone, whose messages are then copies in memory. reduce_gbs:
     see all_reduce_gbs, None for one rank. memory_gib: of the node. command: which one measured.
     """
-    first, peak, threads = ranks[0], sum(r.fma_gflops for r in ranks), sum(r.threads for r in ranks)
+    first = ranks[0]
+    peak = sum(r.fma_gflops for r in ranks)
+    threads = sum(r.threads for r in ranks)
     measured = f"measured by fugaku-megatron {command}"
     copies = Messages(alpha_us=ALONE_ALPHA_US, gbs=first.triad_gbs / ALONE_COPIES)
-    link, intra = between or inside or copies, inside or between or copies
+    link = between or inside or copies
+    intra = inside or between or copies
     alone = "not measured: one rank; two copies in its memory"
     assumed = {
         True: measured,

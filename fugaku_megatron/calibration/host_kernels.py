@@ -25,7 +25,8 @@ from ..training.trainer import Trainer
 
 COLD_BYTES = 256 << 20  # bytes of all sets of operands together: beyond the caches of all cores
 LENGTHS = (512, 1024, 2048)  # sequence lengths at which attention is measured
-HEADS, HEAD_SIZE = 12, 64
+HEADS = 12
+HEAD_SIZE = 64
 BF16X3_SIZE = 1024
 TINY = {
     "hidden_size": 32,
@@ -80,9 +81,13 @@ def bf16x3_share() -> float:
 
 def attention_gflops(s: int, p: float = 0.0) -> tuple[float, float]:
     """GFLOP/s of causal attention over s tokens, forward and backward, of whose probabilities the share p is dropped."""
-    heads, width = HEADS, HEADS * HEAD_SIZE
-    qkv, dqkv = torch.randn(s, 1, 3 * width), torch.empty(s, 1, 3 * width)
-    out, dout, lse = torch.empty(s, 1, width), torch.randn(s, 1, width), torch.empty(1, heads, s)
+    heads = HEADS
+    width = HEADS * HEAD_SIZE
+    qkv = torch.randn(s, 1, 3 * width)
+    dqkv = torch.empty(s, 1, 3 * width)
+    out = torch.empty(s, 1, width)
+    dout = torch.randn(s, 1, width)
+    lse = torch.empty(1, heads, s)
     dropout = (p, 1, 2, 0, 0)
     flops = accounting.causal_attention_flops(heads, s, HEAD_SIZE)
     forward = seconds_each([lambda: kernels.attention_forward(qkv, out, lse, *dropout)] * 3)
@@ -144,7 +149,8 @@ def _step_seconds(run: RunConfig) -> float:
 
 def step_overhead() -> tuple[float, float]:
     """(us of an operator call, seconds of an iteration) without their data, from steps of two models with negligible data."""
-    code, points = software.load(software.THIS_PROJECT), []
+    code = software.load(software.THIS_PROJECT)
+    points = []
     for layers, microbatches in ((1, 1), (8, 8)):
         run = _tiny(layers, microbatches)
         layout = Layout.from_run(run, 1)

@@ -79,7 +79,8 @@ class _Mapping(Function):
 
     @staticmethod
     def forward(ctx, tensor, comm, forward, backward):
-        ctx.comm, ctx.other_way = comm, backward
+        ctx.comm = comm
+        ctx.other_way = backward
         return forward(tensor, comm)
 
     @staticmethod
@@ -199,11 +200,13 @@ class Gathering:
     """A gathering under way. rows: (n, h), of which the blocks that have been iterated over are there."""
 
     def __init__(self, blocks: RowBlocks, part: Tensor) -> None:
-        comm, part = blocks.comm, part.detach().contiguous()
+        comm = blocks.comm
+        part = part.detach().contiguous()
         self._whole = part.new_empty(part.shape[0] * comm.size, *part.shape[1:])
         self.rows = self._whole.view(-1, part.shape[-1])
         own = part.view(-1, part.shape[-1])
-        self._parts, self._rank = self.rows.view(comm.size, *own.shape), comm.rank
+        self._parts = self.rows.view(comm.size, *own.shape)
+        self._rank = comm.rank
         self._parts[comm.rank].copy_(own)
         cut = _cut(len(own), blocks.count)
         self._coming = [
@@ -236,9 +239,11 @@ class Summing:
     """A sum under way, whose blocks are made by who iterates over it."""
 
     def __init__(self, blocks: RowBlocks, rows: int, width: int, dtype: torch.dtype) -> None:
-        comm, self._kernels = blocks.comm, blocks.kernels
+        comm = blocks.comm
+        self._kernels = blocks.kernels
         assert rows % comm.size == 0, f"{rows} rows over {comm.size} ranks"
-        self._comm, self._length = comm, rows // comm.size
+        self._comm = comm
+        self._length = rows // comm.size
         self._received = torch.empty(
             comm.size, self._length, width, dtype=dtype
         )  # this rank's part, as each rank has it
@@ -252,7 +257,8 @@ class Summing:
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
         """(rows, memory (rows, width) for them) of each block of others, and at last of this rank's part (n / t, width)."""
-        comm, length = self._comm, self._length
+        comm = self._comm
+        length = self._length
         for rank in _others(comm.rank, comm.size, 1):
             for block in self._blocks:
                 made = self._received.new_empty(block.stop - block.start, self._received.shape[-1])

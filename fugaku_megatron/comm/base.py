@@ -211,7 +211,8 @@ class SoloComm:
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         assert 0 <= rank < size, f"rank {rank} of {size}"
-        self.rank, self.size = rank, size
+        self.rank = rank
+        self.size = size
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         assert op in OPS, op

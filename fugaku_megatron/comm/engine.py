@@ -26,7 +26,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 Steps = Iterator[list[Any] | Callable[[], bool]]
 # Seconds between two tests while nobody waits: the first after something happened, then twice as long each time.
-SHORTEST_NAP, LONGEST_NAP = 50e-6, 500e-6
+SHORTEST_NAP = 50e-6
+LONGEST_NAP = 500e-6
 TURNS = 100  # tests in vain until a waiting rank of a crowded node naps
 PATIENCE = 0.1  # s of waiting before `waits` is called, and before signals are handled
 
@@ -35,9 +36,11 @@ class Operation:
     """A started operation, as a `comm.base.Handle`; keeps `memory` alive, which MPI is using."""
 
     def __init__(self, engine: Engine, steps: Steps, channel: Hashable, memory: Any) -> None:
-        self.steps, self.channel = steps, channel
+        self.steps = steps
+        self.channel = channel
         self.requests: list[Any] | Callable[[], bool] = []
-        self._engine, self._memory = engine, memory
+        self._engine = engine
+        self._memory = memory
         self._complete = threading.Lock()  # held until the operation is complete
         self._complete.acquire()
         self._error: BaseException | None = None
@@ -55,7 +58,8 @@ class Operation:
 
     def end(self, error: BaseException | None) -> None:
         """Called by the engine."""
-        self._error, self._memory = error, None
+        self._error = error
+        self._memory = None
         self._complete.release()
 
 
@@ -72,7 +76,10 @@ class Engine:
         crowded: bool = False,
         waits: Callable[[bool], Any] = bool,
     ) -> None:
-        self.test, self.crowded, self.waits, self.own_core = test, crowded, waits, False
+        self.test = test
+        self.crowded = crowded
+        self.waits = waits
+        self.own_core = False
         self._orders: deque[Operation] = deque()
         self._channels: dict[Hashable, deque[Operation]] = {}
         self._active: list[Operation] = []
@@ -127,7 +134,8 @@ class Engine:
     # The thread -----------------------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        nap, idle = SHORTEST_NAP, 0
+        nap = SHORTEST_NAP
+        idle = 0
         while True:
             with self._wake:
                 awake = self._waiting or self.own_core and self._active

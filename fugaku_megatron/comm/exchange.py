@@ -132,11 +132,9 @@ class GroupedExchange:
     def __init__(
         self, exchanges: Sequence[Exchange], overlaps: bool, sequence: Sequence[int] | None = None
     ) -> None:
-        self.exchanges, self.overlaps, self.sequence = (
-            exchanges,
-            overlaps,
-            sequence or range(len(exchanges)),
-        )
+        self.exchanges = exchanges
+        self.overlaps = overlaps
+        self.sequence = sequence or range(len(exchanges))
         self._sizes = [sum(each.sent) for each in exchanges]
         self._coming: dict[int, list[tuple[Tensor, Handle]]] = {}
         self._home: list[Tensor] = []  # rows of all groups, (n, ...), as they come back
@@ -173,7 +171,8 @@ class GroupedExchange:
 
     def start_back(self, i: int, rows: Sequence[Tensor], needs_values: bool = True) -> None:
         """Start to send each of `rows` (m, ...) of group i."""
-        n, exchange = sum(self._sizes), self.exchanges[i].back
+        n = sum(self._sizes)
+        exchange = self.exchanges[i].back
         if not needs_values:
             self._home = [each.new_empty(1).expand(n, *each.shape[1:]) for each in rows]
             return
@@ -186,7 +185,9 @@ class GroupedExchange:
     def wait_back(self) -> tuple[Tensor, ...]:
         """The rows of all groups, (n, ...)."""
         _complete([each for group in self._coming.values() for each in group])
-        results, self._home, self._coming = tuple(self._home), [], {}
+        results = tuple(self._home)
+        self._home = []
+        self._coming = {}
         return results
 
 
@@ -212,7 +213,8 @@ class _Leave(Function):
 class _Arrive(Function):
     @staticmethod
     def forward(ctx: Any, grouped: GroupedExchange, i: int, token: Tensor) -> tuple[Tensor, ...]:
-        ctx.grouped, ctx.i = grouped, i
+        ctx.grouped = grouped
+        ctx.i = i
         return grouped.wait_there(i)
 
     @staticmethod
@@ -227,7 +229,8 @@ class _SendBack(Function):
     def forward(
         ctx: Any, grouped: GroupedExchange, i: int, rows: Tensor, needs_values: bool
     ) -> Tensor:
-        ctx.grouped, ctx.i = grouped, i
+        ctx.grouped = grouped
+        ctx.i = i
         grouped.start_back(i, (rows,), needs_values)
         return torch.empty(0)
 
@@ -240,7 +243,8 @@ class _SendBack(Function):
 class _Return(Function):
     @staticmethod
     def forward(ctx: Any, grouped: GroupedExchange, *tokens: Tensor) -> Tensor:
-        ctx.grouped, ctx.groups = grouped, len(tokens)
+        ctx.grouped = grouped
+        ctx.groups = len(tokens)
         return grouped.wait_back()[0]
 
     @staticmethod

@@ -34,7 +34,8 @@ THREAD_LEVEL_VARIABLE = "FUGAKU_MEGATRON_MPI_THREAD_LEVEL"  # the level to ask f
 MAX_COUNT = 2**30  # elements per call: below 2^31 - 1, the largest C int
 # Elements of a sum per call, and the minimum of them for each rank. An MPI sums in temporary memory as large as its message, and
 # malloc requests large blocks from the system each time: 475 MB between two ranks take 0.18 s in one call, 0.05 s in 29.
-SUMMED, SUMMED_PER_RANK = 2**22, 2**16
+SUMMED = 2**22
+SUMMED_PER_RANK = 2**16
 STAGE = 2**25  # elements received at once for a BF16/FP16 sum: limits its extra memory to 64 MiB
 ABORT_SECONDS = 5
 SMALL = (
@@ -116,8 +117,11 @@ class MPIComm(Comm):
     """
 
     def __init__(self, mpi: Any, mpi_comm: Any, engine: Engine) -> None:
-        self.mpi, self.mpi_comm, self.engine = mpi, mpi_comm, engine
-        self.rank, self.size = mpi_comm.Get_rank(), mpi_comm.Get_size()
+        self.mpi = mpi
+        self.mpi_comm = mpi_comm
+        self.engine = engine
+        self.rank = mpi_comm.Get_rank()
+        self.size = mpi_comm.Get_size()
         self.thread_level = {
             getattr(mpi, f"THREAD_{name.upper()}"): name for name in THREAD_LEVELS
         }[mpi.Query_thread()]

@@ -271,7 +271,8 @@ class NodeComm(MPIComm):
     ) -> Iterator[Ready]:
         """Bytes for every rank, each chunk after the (p + 1) numbers of its bytes for each of them and of those that follow it."""
         head = 8 * (self.size + 1)
-        parts, places = own.split(list(sent)), list(accumulate(received, initial=0))[:-1]
+        parts = own.split(list(sent))
+        places = list(accumulate(received, initial=0))[:-1]
         for start in count(0, HALF_BYTES - head):
             half, number = self._half(torch.uint8)
             cut = _window(sent, start, start + HALF_BYTES - head)
@@ -286,7 +287,8 @@ class NodeComm(MPIComm):
             yield self._flag(0, number)
             heads = half[:, :head].clone().view(torch.int64)
             for rank, theirs in enumerate(heads.tolist()):
-                begin, length = head + sum(theirs[: self.rank]), theirs[self.rank]
+                begin = head + sum(theirs[: self.rank])
+                length = theirs[self.rank]
                 output[places[rank] : places[rank] + length].copy_(
                     half[rank, begin : begin + length]
                 )
@@ -335,7 +337,8 @@ class NodeTensor:
         self._node: Comm = split_node() if split_node else SoloComm()
         memory = self._map(n * dtype.itemsize) if self._node.size > 1 else None
         if memory is None:
-            self._node, self.values = SoloComm(), torch.zeros(n, dtype=dtype)
+            self._node = SoloComm()
+            self.values = torch.zeros(n, dtype=dtype)
         else:
             self.values = torch.frombuffer(memory, dtype=dtype)
             # The first touch decides on which NUMA domain a page is: ranks read all of it, so each takes a part.

@@ -128,9 +128,13 @@ class TwoLevelComm:
         dtypes: tuple[torch.dtype, ...] = SUMMED_DTYPES,
         moves: bool = True,
     ) -> None:
-        self.whole, self.levels, self.engine = whole, levels, engine
-        self.rank, self.size = whole.rank, whole.size
-        self._dtypes, self._moves = dtypes, moves
+        self.whole = whole
+        self.levels = levels
+        self.engine = engine
+        self.rank = whole.rank
+        self.size = whole.size
+        self._dtypes = dtypes
+        self._moves = moves
         self._last: Handle = DONE
 
     def __getattr__(self, name: str) -> Any:
@@ -199,11 +203,9 @@ class TwoLevelComm:
     # What they are made of --------------------------------------------------------------------------------------------------------
 
     def _all_reduce(self, tensor: Tensor, op: str) -> Calls:
-        flat, inside, between = (
-            check(tensor).detach().view(-1),
-            self.levels.inside,
-            self.levels.between,
-        )
+        flat = check(tensor).detach().view(-1)
+        inside = self.levels.inside
+        between = self.levels.between
         end = flat.numel() - flat.numel() % inside.size if flat.numel() > SMALL else 0
         if end:
             body = flat[:end]
@@ -216,7 +218,8 @@ class TwoLevelComm:
             yield between, "all_reduce", (flat[end:],)
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Calls:
-        parts, levels = rows(tensor, output, self.size), self.levels
+        parts = rows(tensor, output, self.size)
+        levels = self.levels
         summed = parts.new_empty(levels.between.size, output.numel())  # (k, n)
         for nodes in levels.pieces(output.numel()):
             part = levels.view(parts, nodes)
@@ -228,11 +231,13 @@ class TwoLevelComm:
         yield levels.between, "reduce_scatter", (output, summed)
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Calls:
-        parts, levels = rows(output, tensor, self.size), self.levels
+        parts = rows(output, tensor, self.size)
+        levels = self.levels
         own = parts.new_empty(levels.between.size, tensor.numel())  # (k, n)
         yield levels.between, "all_gather", (own, tensor)
         for nodes in levels.pieces(tensor.numel()):
-            part, ranks = levels.view(parts, nodes), levels.ranks[:, nodes]
+            part = levels.view(parts, nodes)
+            ranks = levels.ranks[:, nodes]
             gathered = (
                 parts.new_empty(*ranks.shape, tensor.numel()) if part is None else part
             )  # (m, nodes, n)
@@ -244,17 +249,13 @@ class TwoLevelComm:
         self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Calls:
         check_exchange(output, tensor, received, sent, self.size)
-        inside, between, ranks = (
-            self.levels.inside,
-            self.levels.between,
-            self.levels.ranks.T.tolist(),
-        )
-        own, near, place, nodes = (
-            tensor.detach(),
-            ranks[between.rank],
-            inside.rank,
-            range(len(ranks)),
-        )
+        inside = self.levels.inside
+        between = self.levels.between
+        ranks = self.levels.ranks.T.tolist()
+        own = tensor.detach()
+        near = ranks[between.rank]
+        place = inside.rank
+        nodes = range(len(ranks))
         told = torch.empty(inside.size, 2, self.size, dtype=torch.int64)
         yield inside, "all_gather", (told, torch.tensor([sent, received]))
         numbers: dict[Pair, int] = {}  # of the rows of every pair with a rank of this node

@@ -212,7 +212,8 @@ def read_text(path: Path) -> str | None:
 
 def _left(folder: Path, limit: str, used: str, reclaimable: str) -> int | None:
     """Bytes below the limit of one control group; None where it has none."""
-    most, now = _number(folder / limit), _number(folder / used)
+    most = _number(folder / limit)
+    now = _number(folder / used)
     if most is None or now is None:
         return None
     stat = re.search(rf"^{reclaimable} (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)

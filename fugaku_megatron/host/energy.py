@@ -37,7 +37,8 @@ class Counter:
 
     def joules(self) -> float | None:
         """Since the call before. A counter that has wrapped around more than once in between says too little."""
-        before, self.last = self.last, self.read()
+        before = self.last
+        self.last = self.read()
         if before is None or self.last is None:
             return None
         passed = self.last - before
@@ -96,7 +97,8 @@ def _rapl(root: Path) -> Iterator[Counter]:
     """Packages and memory; a package holds its cores, and psys holds the packages."""
     zones = (root / "sys/class/powercap").glob("intel-rapl:*")
     for zone in sorted(zones, key=lambda path: [int(part) for part in path.name.split(":")[1:]]):
-        name, wraps = read_text(zone / "name") or "", read_text(zone / "max_energy_range_uj") or ""
+        name = read_text(zone / "name") or ""
+        wraps = read_text(zone / "max_energy_range_uj") or ""
         if name.startswith("package") or name == "dram":
             yield Counter(
                 name,
@@ -154,7 +156,8 @@ def _power_api(library: str, headers: tuple[str, ...]) -> Counter | str:
         )
     except (KeyError, ValueError):
         return f"{library} is there, but none of {', '.join(headers)} has its constants"
-    held, node = ctypes.c_void_p(), ctypes.c_void_p()
+    held = ctypes.c_void_p()
+    node = ctypes.c_void_p()
     started = api.PWR_CntxtInit(context, role, b"fugaku_megatron", ctypes.byref(held)) == 0
     if not started or api.PWR_CntxtGetObjByName(held, b"plat.node", ctypes.byref(node)) != 0:
         return "the Power API does not show this node"
@@ -163,7 +166,8 @@ def _power_api(library: str, headers: tuple[str, ...]) -> Counter | str:
 
 def _node_energy(api: Any, node: ctypes.c_void_p, attribute: int) -> Callable[[], float | None]:
     def read() -> float | None:
-        value, stamp = ctypes.c_double(), ctypes.c_int64()
+        value = ctypes.c_double()
+        stamp = ctypes.c_int64()
         failed = api.PWR_ObjAttrGetValue(node, attribute, ctypes.byref(value), ctypes.byref(stamp))
         return None if failed else value.value
 

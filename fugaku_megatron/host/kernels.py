@@ -150,9 +150,11 @@ def _solve(row: _Row, factors: Sequence[Factor], size: int, known: dict[str, int
     def value(word: str) -> int | None:
         return int(word) if word.isdigit() else known.get(word)
 
-    product, unknown = 1, None
+    product = 1
+    unknown = None
     for factor in factors:
-        plus, symbol = value(factor[0]), value(factor[2])
+        plus = value(factor[0])
+        symbol = value(factor[2])
         if plus is None or symbol is None and unknown:
             return
         if symbol is None:

@@ -70,7 +70,9 @@ class Observed:
     """`inner`, with calls of `names` going through observe(name, function, args, kwargs). Groups of one rank stay silent."""
 
     def __init__(self, inner: Any, names: tuple[str, ...], observe: Observer) -> None:
-        self._inner, self._names, self._observe = inner, names, observe
+        self._inner = inner
+        self._names = names
+        self._observe = observe
         self._silent = getattr(inner, "size", 2) == 1
 
     def __getattr__(self, name: str) -> Any:
@@ -114,7 +116,8 @@ class Phases:
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
         """Around what fetches samples."""
-        begin, self._waiting = time.perf_counter(), True
+        begin = time.perf_counter()
+        self._waiting = True
         try:
             yield
         finally:
@@ -130,7 +133,8 @@ class Phases:
         def call(name: str, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
             if self._waiting:
                 return function(*args, **kwargs)
-            begin, self._waiting = time.perf_counter(), True
+            begin = time.perf_counter()
+            self._waiting = True
             try:
                 result = function(*args, **kwargs)
             finally:
@@ -234,7 +238,8 @@ class Profiler:
 
     def table(self) -> list[str]:
         """Operation, calls, seconds, share of the steps, GFLOP/s, share of the FMA peak; per recorded iteration."""
-        steps, wall = max(1, len(self.steps)), sum(self.steps)
+        steps = max(1, len(self.steps))
+        wall = sum(self.steps)
         lines = [
             f"profile of {len(self.steps)} iterations, {wall / steps:.3f} s each; FMA peak {self.peak_gflops:.0f} GFLOP/s "
             "in FP32 (measured before them)",
@@ -252,7 +257,8 @@ class Profiler:
         return lines
 
     def _row(self, name: str, events: list[Event], steps: int, wall: float) -> str:
-        seconds, flops = sum(e.seconds for e in events), sum(e.flops for e in events)
+        seconds = sum(e.seconds for e in events)
+        flops = sum(e.flops for e in events)
         rate = flops / seconds / 1e9 if seconds else 0.0
         row = f"{name:40} {len(events) / steps:7.0f} {seconds / steps:9.4f} {100 * seconds / wall if wall else 0:7.1f}"
         return (
@@ -315,7 +321,8 @@ class _Step:
         self.profiler = profiler
 
     def __enter__(self) -> None:
-        self.profiler.active, self.start = True, time.perf_counter()
+        self.profiler.active = True
+        self.start = time.perf_counter()
 
     def __exit__(self, *exception: Any) -> None:
         self.profiler.steps.append(time.perf_counter() - self.start)

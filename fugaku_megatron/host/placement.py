@@ -188,10 +188,8 @@ def _limit_v2(folder: Path) -> float | None:
 
 
 def _limit_v1(folder: Path) -> float | None:
-    quota, period = (
-        int(read_text(folder / "cpu.cfs_quota_us") or -1),
-        int(read_text(folder / "cpu.cfs_period_us") or 0),
-    )
+    quota = int(read_text(folder / "cpu.cfs_quota_us") or -1)
+    period = int(read_text(folder / "cpu.cfs_period_us") or 0)
     return quota / period if quota > 0 and period > 0 else None
 
 
@@ -273,7 +271,8 @@ def part(domains: Sequence[list[int]], sharers: int, position: int) -> list[int]
         return _slice(domains[position // each], each, position % each)
     if len(domains) % sharers == 0:
         domains = _slice(list(domains), sharers, position)
-        sharers, position = 1, 0
+        sharers = 1
+        position = 0
     return _slice([cpu for domain in domains for cpu in domain], sharers, position)
 
 
@@ -360,7 +359,8 @@ def used(node: Node, rank: Rank) -> dict[int, list[int]]:
 
 def rank_line(node: Node, rank: Rank) -> str:
     """rank 1: 24 threads pinned to cores 24-47 (domain 1)."""
-    placement, where = rank.placement, used(node, rank)
+    placement = rank.placement
+    where = used(node, rank)
     words = "pinned to" if placement.cpus else "on"
     cores = format_list(cpu for part in where.values() for cpu in part)
     return (
@@ -424,13 +424,12 @@ def _sharing(node: Node, ranks: Sequence[Rank]) -> str | None:
     """The first group of ranks that have more threads than cores."""
     groups: list[tuple[list[Rank], set[tuple[int, ...]]]] = []
     for rank in ranks:
-        members, cores = (
-            [rank],
-            {node.core_of(cpu) for part in used(node, rank).values() for cpu in part},
-        )
+        members = [rank]
+        cores = {node.core_of(cpu) for part in used(node, rank).values() for cpu in part}
         for group in [group for group in groups if group[1] & cores]:
             groups.remove(group)
-            members, cores = group[0] + members, group[1] | cores
+            members = group[0] + members
+            cores = group[1] | cores
         groups.append((members, cores))
     for members, cores in groups:
         threads = sum(rank.placement.threads for rank in members)
@@ -475,7 +474,8 @@ def _domain_memory(node: Node, ranks: Sequence[Rank], allowed: set[int] | None) 
         for number in where:
             needs[number] = needs.get(number, 0.0) + (rank.needed or 0) / 2**30 / len(where)
     for domain in (domain for domain in node.domains if domain.number in occupied):
-        own, name = domain.memory_gib, f"NUMA domain {domain.number}"
+        own = domain.memory_gib
+        name = f"NUMA domain {domain.number}"
         if allowed is not None and domain.number not in allowed:
             yield f"the job may not use the memory of {name}, on which ranks compute: allow it (cpuset.mems, numactl --membind)"
         elif own is not None and own < SMALL_MEMORY * largest:

@@ -88,7 +88,8 @@ def init(
     """
     mask = sorted(os.sched_getaffinity(0))
     memory_text = memory.tune(allocator)
-    here, node = (nodes or find_nodes(world)).ranks, Node.read()
+    here = (nodes or find_nodes(world)).ranks
+    node = Node.read()
     masks = here.all_gather_object(mask)
     with everywhere():
         placement = place(

@@ -60,7 +60,8 @@ def problems(
 
 def _shape(request: Request) -> Iterator[Problem]:
     """The shape of the nodes consists of whole units of the torus and fits into the machine."""
-    line, shape = request.script.line("-L", "node"), request.shape
+    line = request.script.line("-L", "node")
+    shape = request.shape
     best = torus.best_shape(request.nodes)
     near = " or ".join(map(str, torus.nearest(request.nodes)))
     remedy = f"write node={torus.text(best)}:torus" if best else f"request {near} nodes"
@@ -94,7 +95,8 @@ def _shape(request: Request) -> Iterator[Problem]:
 def _resource_group(request: Request) -> Iterator[Problem]:
     """The resource group's limits on nodes and elapse time."""
     groups, source = limits.resource_groups()
-    group_setting, script = request.script.get("-L", "rscgrp"), request.script
+    group_setting = request.script.get("-L", "rscgrp")
+    script = request.script
     if group_setting is None or group_setting.text not in groups:
         yield Problem(
             script.line("-L", "rscgrp"),
@@ -123,7 +125,8 @@ def _resource_group(request: Request) -> Iterator[Problem]:
 def _processes(request: Request) -> Iterator[Problem]:
     """proc and the variables of the body agree with the directives."""
     script = request.script
-    setting, value = script.get("--mpi", "proc"), request.nodes * request.ranks_per_node
+    setting = script.get("--mpi", "proc")
+    value = request.nodes * request.ranks_per_node
     if setting is None or setting.text != str(value):
         yield Problem(
             script.line("--mpi", "proc"),
@@ -150,7 +153,8 @@ def _processes(request: Request) -> Iterator[Problem]:
 def _power(request: Request) -> Iterator[Problem]:
     """Every power state is set to a valid value."""
     script = request.script
-    freq, eco = script.get("-L", "freq"), script.get("-L", "eco_state")
+    freq = script.get("-L", "freq")
+    eco = script.get("-L", "eco_state")
     for name, setting in (
         ("freq", freq),
         ("eco_state", eco),
@@ -181,7 +185,8 @@ def _power(request: Request) -> Iterator[Problem]:
 def _clock(request: Request) -> Iterator[Problem]:
     """Clock and eco state form a mode that the site accepts, and --cpu-frequency agrees with the clock."""
     script = request.script
-    freq, eco = script.get("-L", "freq"), script.get("-L", "eco_state")
+    freq = script.get("-L", "freq")
+    eco = script.get("-L", "eco_state")
     if freq is None or eco is None:
         return
     mode = next(
@@ -207,7 +212,8 @@ def _clock(request: Request) -> Iterator[Problem]:
         return
     if "--cpu-frequency" in script.flags[:-1]:  # a flag without its value is a problem of _run
         clock = script.flags[script.flags.index("--cpu-frequency") + 1]
-        clock_text, variable = f"{mode.ghz:.1f}", script.get("-x", "CPU_GHZ")
+        clock_text = f"{mode.ghz:.1f}"
+        variable = script.get("-x", "CPU_GHZ")
         if variable and variable.text != clock_text:
             yield Problem(
                 variable.line,
@@ -378,8 +384,10 @@ def _volumes(request: Request) -> Iterator[Problem]:
 
 def _common_part(request: Request) -> Iterator[Problem]:
     """A script of the checkout finds the common part from the folder of submission."""
-    line, passed = request.script.find(READS_COMMON), request.script.get("-x", "FUGAKU_MEGATRON")
-    folder, name = Path(passed.text if passed else os.getcwd()), "fugaku_megatron/jobs/pjsub.sh"
+    line = request.script.find(READS_COMMON)
+    passed = request.script.get("-x", "FUGAKU_MEGATRON")
+    folder = Path(passed.text if passed else os.getcwd())
+    name = "fugaku_megatron/jobs/pjsub.sh"
     if (
         line
         and request.files
@@ -402,7 +410,8 @@ def _files(request: Request) -> Iterator[Problem]:
             archive.line,
             f"ARCHIVE {path} does not exist: create it with scripts/build.sh, or set ARCHIVE=FILE",
         )
-    size, size_line = script.text("--llio", "localtmp-size"), script.line("--llio", "localtmp-size")
+    size = script.text("--llio", "localtmp-size")
+    size_line = script.line("--llio", "localtmp-size")
     amount = re.fullmatch(r"(\d+)Gi", size)
     if amount is None or not 0 < int(amount[1]) <= limits.LOCAL_TMP_GIB:
         yield Problem(

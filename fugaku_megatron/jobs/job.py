@@ -67,7 +67,8 @@ def start_up(nodes: int) -> float:
 
 def placeable(plan: search.Plan, shape: torus.Shape | None) -> bool:
     """Whether each tensor-parallel group of a plan fits into a node or, on a torus, into a unit."""
-    tp, ranks = plan.layout.tp, plan.system.ranks_per_node
+    tp = plan.layout.tp
+    ranks = plan.system.ranks_per_node
     return (
         ranks in limits.RANKS_PER_NODE
         and torus.tensor_fits(tp, ranks)
@@ -183,7 +184,8 @@ def _elapse(option: str | None, group: ResourceGroup) -> int | None:
     """Seconds of --elapse; None if it is not set."""
     if option is None:
         return None
-    limit, elapse = int(group.hours * HOUR), limits.seconds(option, "--elapse ")
+    limit = int(group.hours * HOUR)
+    elapse = limits.seconds(option, "--elapse ")
     check(
         0 < elapse <= limit,
         f"--elapse {option}: {group.name} allows at most {limits.clock(limit)}: pass a time up to that, "
@@ -194,7 +196,8 @@ def _elapse(option: str | None, group: ResourceGroup) -> int | None:
 
 def _flags(best: search.Plan, args: argparse.Namespace, mode: Mode) -> tuple[str, ...]:
     """pretrain_gpt.py's flags of the plan; layout, batch and clock are always among them."""
-    run, parallel = best.run, best.run.parallel
+    run = best.run
+    parallel = best.run.parallel
     words = plan_text.train_flags(best, args)
     always = {
         "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
@@ -210,12 +213,15 @@ def _flags(best: search.Plan, args: argparse.Namespace, mode: Mode) -> tuple[str
 
 def reasons(job: Job, best: search.Plan, source: str) -> list[str]:
     """The decisions and the reasons, one line each. source: source of the resource groups' limits."""
-    start, training = start_up(job.nodes), job.iterations * best.seconds
+    start = start_up(job.nodes)
+    training = job.iterations * best.seconds
     in_a_job = max(
         best.seconds, job.elapse - start - MARGIN
     )  # each job starts, and trains at least one iteration
-    dp, tp = job.layout.dp, job.layout.tp
-    batch, global_batch = best.run.batch, best.layout.global_batch_size(best.run)
+    dp = job.layout.dp
+    tp = job.layout.tp
+    batch = best.run.batch
+    global_batch = best.layout.global_batch_size(best.run)
     prediction = best.predict()
     place = (
         "is inside a node"

@@ -17,10 +17,8 @@ TABLE_DATE = "2026-11-20"
 HOUR = 3600
 RANKS_PER_NODE = (1, 2, 4)  # each rank has whole CMGs
 TORUS_ABOVE = 384  # nodes; a larger job must request a torus of whole units
-SINGLE_FILE_NODES, SINGLE_FILE_PROCESSES = (
-    7000,
-    28000,
-)  # if more open the same file, the file system stops
+SINGLE_FILE_NODES = 7000  # if more open the same file, the file system stops
+SINGLE_FILE_PROCESSES = 28000
 SPLIT_OUTPUT_ABOVE = 10000  # processes that may write their output files into one directory
 LOCAL_TMP_GIB = 87  # a node's share of the SSD
 RETENTION_NODES = 9216  # larger jobs must not request retention_state=1

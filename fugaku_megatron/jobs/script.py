@@ -98,7 +98,8 @@ class Script:
 
     def value(self, name: str, environ: dict[str, str] | None = None) -> Value | None:
         """The value of a variable: the one of -x, otherwise the one that `default` reads from the body."""
-        option, assignment = self.get("-x", name), self.variables.get(name)
+        option = self.get("-x", name)
+        assignment = self.variables.get(name)
         if assignment is None or option and assignment.text.startswith("${"):
             return option
         return Value(default(assignment, environ), assignment.line)
@@ -113,7 +114,8 @@ def add_options(script: Script, words: Sequence[str], line: int) -> list[str]:
 
     line: the line of a directive, 0 for the command line. Raises ValueError naming an option that is unknown.
     """
-    words, where = list(words), f"line {line}: " if line else ""
+    words = list(words)
+    where = f"line {line}: " if line else ""
     while words and words[0].startswith("-"):
         word = words.pop(0)
         if word in SWITCHES:
@@ -163,7 +165,9 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 def parse(text: str) -> Script:
     """Parse a script. Raises ValueError naming the line that cannot be read."""
-    script, in_flags, in_body = Script(), False, False
+    script = Script()
+    in_flags = False
+    in_body = False
     for number, line in _lines(text):
         if line.startswith("#PJM"):
             check(

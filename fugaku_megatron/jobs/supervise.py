@@ -263,7 +263,8 @@ class Supervisor:
 
     def _timed_program(self) -> list[str]:
         """The program, with the remaining --exit-duration-in-mins, and with the global batch of the first start."""
-        words, left = list(self.program), self._minutes_left()
+        words = list(self.program)
+        left = self._minutes_left()
         if left is not None and self.restarts:
             words += [TIMED, f"{max(left, 0.01):.2f}"]
         if self.nodes and self.restarts:

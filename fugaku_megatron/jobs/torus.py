@@ -158,12 +158,14 @@ class RankMap:
         stages = math.gcd(slots // math.gcd(slots, cp), pp)
         replicas = slots // stages
         box = cut(cells, grid.dp // replicas)
-        stage_at, replica_at = snake(_shape(c // b for c, b in zip(cells, box))), snake(box)
+        stage_at = snake(_shape(c // b for c, b in zip(cells, box)))
+        replica_at = snake(box)
         inside = snake(tile)
 
         def node(rank: int) -> Shape:
             dp, stage, index = grid.coords(rank)
-            corner, offset = stage_at[stage // stages], replica_at[dp // replicas]
+            corner = stage_at[stage // stages]
+            offset = replica_at[dp // replicas]
             within = inside[index // ranks_per_node] if tp > ranks_per_node else (0, 0, 0)
             return _shape(
                 (c * b + o) * t + w for c, b, o, t, w in zip(corner, box, offset, tile, within)
@@ -185,7 +187,8 @@ class RankMap:
         """Kind of group (tp, pp, dp, and cp if sequences are shared) -> (mean, maximum) hops between neighbours in ring order."""
         result = {}
         for kind in ("tp", "pp", "dp", *(("cp",) if self.grid.cp > 1 else ())):
-            seen, ways = set(), []
+            seen = set()
+            ways = []
             for rank in range(self.grid.world_size):
                 dp, pp, tp = self.grid.coords(rank)
                 key = {

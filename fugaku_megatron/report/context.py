@@ -27,10 +27,8 @@ from ..host.energy import Counters
 from ..host.placement import Node, cpu_quota
 
 SHRUNK_GFLOPS = 4.0  # of one thread, below which a CPU is emulated, or so slow that whole sizes would take hours
-TRAINING_SHARE, UNKNOWN_GFLOPS = (
-    0.6,
-    100.0,
-)  # of the matmuls' rate; of a rank whose matmuls were not measured
+TRAINING_SHARE = 0.6  # of the matmuls' rate
+UNKNOWN_GFLOPS = 100.0  # of a rank without measured matmuls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +150,10 @@ SECONDS = 5  # for a compiler to say its version
 
 def facts(root: Path = Path("/")) -> dict[str, Any]:
     """Of this node, without names. root: of another file system, for tests."""
-    mask, node = os.sched_getaffinity(0), Node.read(root)
-    cpus, cpuinfo = root / "sys/devices/system/cpu", read_text(root / "proc/cpuinfo") or ""
+    mask = os.sched_getaffinity(0)
+    node = Node.read(root)
+    cpus = root / "sys/devices/system/cpu"
+    cpuinfo = read_text(root / "proc/cpuinfo") or ""
     flags = set(
         re.findall(
             r"\w+", " ".join(re.findall(r"^(?:flags|Features)\s*:(.*)$", cpuinfo, re.MULTILINE)[:1])

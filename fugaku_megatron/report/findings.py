@@ -14,22 +14,17 @@ from typing import Any
 from .record import LABEL, clock
 
 Sections = dict[str, Any]
-CLOCK_SHARE, SPREAD = 0.9, 0.9  # of the nominal clock; of the median of the ranks
-GEMM_SHARE, ATTENTION_SHARE, TRIAD_SHARE = (
-    0.75,
-    0.35,
-    0.6,
-)  # of the FMA peak, twice, and of STREAM's triad
-TO_MODEL, FEW_BYTES = (
-    2.0,
-    1 << 20,
-)  # times the model's seconds of a collective; smaller ones are latency
+CLOCK_SHARE = 0.9  # of the nominal clock
+SPREAD = 0.9  # of the ranks' median
+GEMM_SHARE = 0.75  # of the FMA peak
+ATTENTION_SHARE = 0.35  # of the FMA peak
+TRIAD_SHARE = 0.6  # of STREAM's triad
+TO_MODEL = 2.0  # times the model's seconds for a collective
+FEW_BYTES = 1 << 20  # below: latency dominates a collective
 SCALING = 0.8  # of the tokens per second of one rank, for each of many
-SLOW_GBS, BUSY_LOAD, FREE_SHARE = (
-    0.3,
-    0.3,
-    0.5,
-)  # of a checkpoint; load per core before the start; of the memory
+SLOW_GBS = 0.3  # checkpoint rate
+BUSY_LOAD = 0.3  # load per core before the start
+FREE_SHARE = 0.5  # of the memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +69,8 @@ def _kernels(sections: Sections) -> dict[str, Any]:
 
 def wrong_kernels(sections: Sections) -> Iterator[Finding]:
     """Results that are not the reference's, or not every rank's."""
-    checks, ranks = (
-        _kernels(sections).get("checks", []),
-        _kernels(sections).get("differing_ranks", []),
-    )
+    checks = _kernels(sections).get("checks", [])
+    ranks = _kernels(sections).get("differing_ranks", [])
     bad = [row for row in checks if not row["good"]]
     if bad:
         worst = max(bad, key=lambda row: row["difference"])
@@ -101,11 +94,14 @@ def wrong_kernels(sections: Sections) -> Iterator[Finding]:
 
 def slow_clocks(sections: Sections) -> Iterator[Finding]:
     """A clock below the nominal one, a governor that lowers it, or ranks that differ."""
-    ranks, nodes = _kernels(sections).get("ranks", []), _nodes(sections)
+    ranks = _kernels(sections).get("ranks", [])
+    nodes = _nodes(sections)
     if not ranks or not nodes:
         return
-    clocks, nominal = [rank["clock_ghz"] for rank in ranks], nodes[0]["nominal_ghz"]
-    middle, lowest = statistics.median(clocks), min(clocks)
+    clocks = [rank["clock_ghz"] for rank in ranks]
+    nominal = nodes[0]["nominal_ghz"]
+    middle = statistics.median(clocks)
+    lowest = min(clocks)
     if nominal and middle < CLOCK_SHARE * nominal and "hypervisor" not in nodes[0]["features"]:
         yield Finding(
             what="the clock falls under load",
@@ -135,7 +131,8 @@ def busy_cores(sections: Sections) -> Iterator[Finding]:
     """Other processes, and cores without a thread."""
     ranks = _kernels(sections).get("ranks", [])
     for number, node in enumerate(_nodes(sections)):
-        cores, own = node["cores"], [rank["threads"] for rank in ranks if rank["node"] == number]
+        cores = node["cores"]
+        own = [rank["threads"] for rank in ranks if rank["node"] == number]
         if node["load"] > max(1.0, BUSY_LOAD * cores) + len(own):
             yield Finding(
                 node=number,
@@ -397,7 +394,8 @@ def summary(sections: Sections) -> list[str]:
     lines = [make(sections[name]) for name, make in makers.items() if name in sections]
     rows = [row for row in sections.get("training", {}).get("rows", []) if row.get("watts")]
     if rows:
-        watts, efficiency = rows[-1]["watts"], rows[-1]["tokens_per_joule"]
+        watts = rows[-1]["watts"]
+        efficiency = rows[-1]["tokens_per_joule"]
         lines.append(
             f"power: {watts:.0f} W on all nodes while 124M trains, {efficiency:.3g} tokens per joule"
         )
@@ -407,7 +405,8 @@ def summary(sections: Sections) -> list[str]:
 
 
 def host_line(host: dict[str, Any]) -> str:
-    node, count = host["nodes"][0], len(host["nodes"])
+    node = host["nodes"][0]
+    count = len(host["nodes"])
     pages = node["huge_pages"]["transparent"] or "unknown"
     return (
         f"machine: {count} x {node['cpu']}, {node['cores']} cores of {node['cpus']} CPUs for this process; "
@@ -416,7 +415,8 @@ def host_line(host: dict[str, Any]) -> str:
 
 
 def kernels_line(kernels: dict[str, Any]) -> str:
-    good, rank = sum(row["good"] for row in kernels["checks"]), kernels["ranks"][0]
+    good = sum(row["good"] for row in kernels["checks"])
+    rank = kernels["ranks"][0]
     n, _, share = max(kernels["gemm"], key=lambda row: row[0])
     slowest = min(row["of_triad"] for row in kernels["elementwise"])
     return (

@@ -31,7 +31,8 @@ from ..planner import machine, software
 from ..planner.cost import Network
 from .context import SHRUNK, SHRUNK_GFLOPS, Context, Sizes
 
-EPSILON, DROPOUT = 1e-5, (0.1, 1, 2, 0)  # of norms; p, seed, stream, first sample
+EPSILON = 1e-5  # of norms
+DROPOUT = (0.1, 1, 2, 0)  # p, seed, stream, first sample
 ADAMW = (1e-3, 0.9, 0.95, 1e-8, 0.1, 3)  # lr, beta1, beta2, eps, weight decay, step
 TOLERANCE = {
     torch.float32: 2e-5,
@@ -44,7 +45,8 @@ class Numbers:
     """Tensors of fixed values; shapes are any shape."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype, self._random = dtype, np.random.default_rng(1)
+        self.dtype = dtype
+        self._random = np.random.default_rng(1)
 
     def normal(self, *shape: int) -> Tensor:
         """Normal values (...,)."""
@@ -65,7 +67,8 @@ zeros = torch.zeros
 
 
 def _norms(t: Numbers, z: Sizes) -> Cases:
-    r, c = z.rows, z.cols
+    r = z.rows
+    c = z.cols
 
     def rows(count: int) -> list[Tensor]:
         return [t.normal(r, 1, c) for _ in range(count)]
@@ -109,7 +112,9 @@ def _norms(t: Numbers, z: Sizes) -> Cases:
 
 
 def _activations(t: Numbers, z: Sizes) -> Cases:
-    r, c, heads = z.rows, z.cols, 3 * z.heads
+    r = z.rows
+    c = z.cols
+    heads = 3 * z.heads
 
     def angles() -> Tensor:
         return torch.arange(r * z.d // 2).view(r, -1) / 100
@@ -131,7 +136,8 @@ def _activations(t: Numbers, z: Sizes) -> Cases:
 
 
 def _loss_and_update(t: Numbers, z: Sizes) -> Cases:
-    r, n = z.rows, z.rows * z.cols
+    r = z.rows
+    n = z.rows * z.cols
     return {
         "cross_entropy_forward": lambda: (
             t.single(r, z.words),
@@ -155,7 +161,10 @@ def _loss_and_update(t: Numbers, z: Sizes) -> Cases:
 
 
 def _matmuls(t: Numbers, z: Sizes) -> Cases:
-    m, n, k, width = z.m, z.n, z.k, z.heads * z.d
+    m = z.m
+    n = z.n
+    k = z.k
+    width = z.heads * z.d
     return {
         "linear_forward": lambda: (t.normal(m, k), t.normal(n, k), t.normal(m, n)),
         "linear_data_gradient": lambda: (t.normal(m, n), t.normal(n, k), t.normal(m, k)),
@@ -226,7 +235,8 @@ def difference(ours: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 
 def compared(sizes: Sizes | None = None) -> list[dict[str, Any]]:
     """A row for each kernel and precision: its checksum, the reference's, the difference, whether that is small enough."""
-    rows, sizes = [], sizes or Sizes()
+    rows = []
+    sizes = sizes or Sizes()
     for dtype, limit in TOLERANCE.items():
         for name in cases(dtype, sizes):
             if dtype != torch.float32 and name in ONLY_FP32:
@@ -250,9 +260,11 @@ def compared(sizes: Sizes | None = None) -> list[dict[str, Any]]:
 
 def elementwise_rates(sizes: Sizes, triad_gbs: float, rounds: int) -> list[dict[str, Any]]:
     """GB/s of the FP32 kernels that memory bounds, and their share of the triad's."""
-    rows, made = [], cases(torch.float32, sizes)
+    rows = []
+    made = cases(torch.float32, sizes)
     for name in ELEMENTWISE:
-        arguments, call = made[name](), getattr(kernels, name)
+        arguments = made[name]()
+        call = getattr(kernels, name)
         seconds = host_kernels.seconds_each([lambda f=call, a=arguments: f(*a)], rounds)  # type: ignore[misc]
         rate = kernels.table.bytes(name, *arguments) / seconds / 1e9
         rows.append({"kernel": name, "gbs": rate, "of_triad": rate / triad_gbs})
@@ -304,13 +316,15 @@ def kernel_section(context: Context) -> dict[str, Any]:
 
 def measure_rates(context: Context) -> dict[str, Any]:
     """Of this rank, while the other ranks measure the same. Collective: rank 0 decides on the sizes."""
-    process, threads = peak_memory_mib(), torch.get_num_threads()
+    process = peak_memory_mib()
+    threads = torch.get_num_threads()
     probe = fma_peak_gflops(3, 20_000)
     context.scale = scale = (
         SHRUNK if context.agreed(probe < SHRUNK_GFLOPS * threads) else context.scale
     )
     steps = max(20_000, int(2_000_000 * min(1.0, probe / threads / 50)))
-    fma, clock = max(probe, fma_peak_gflops(1 + scale.rounds, steps)), clock_ghz(25 * steps)
+    fma = max(probe, fma_peak_gflops(1 + scale.rounds, steps))
+    clock = clock_ghz(25 * steps)
     triad = calibrate.triad_gbs(scale.triad)
     sizes = context.agreed(affordable(scale.sizes, scale.cold_bytes, fma, context.left / 3))
     attention = []
@@ -337,7 +351,8 @@ def affordable(
     sizes: Sequence[int], cold_bytes: int, gflops: float, seconds: float
 ) -> Sequence[int]:
     """The sizes of square matmuls, from the smallest, that the time allows at half of the peak; at least two."""
-    taken, spent = 0, 0.0
+    taken = 0
+    spent = 0.0
     for n in sizes:
         spent += MATMUL_ROUNDS * max(3, cold_bytes // (12 * n * n)) * 2 * n**3 / (gflops / 2 * 1e9)
         taken += spent < seconds
@@ -349,14 +364,12 @@ def affordable(
 
 def communication_section(context: Context) -> dict[str, Any]:
     """Messages and collectives, next to the model's; the machine's description. Collective."""
-    world, found = (
-        context.world,
-        {
-            "library": describe(context.world),
-            "ranks": context.world.size,
-            "nodes": context.nodes.count,
-        },
-    )
+    world = context.world
+    found = {
+        "library": describe(context.world),
+        "ranks": context.world.size,
+        "nodes": context.nodes.count,
+    }
     numbers = world.all_gather_object(context.nodes.number)
     near = next((r for r in range(1, world.size) if numbers[r] == numbers[0]), None)
     far = next((r for r in range(1, world.size) if numbers[r] != numbers[0]), None)
@@ -381,7 +394,8 @@ def describe_machine(
     """The machine in calibrate's format, on every rank. Collective."""
     if not context.compute:  # --only without the section of kernels
         measure_rates(context)
-    scale, fma = context.scale, context.compute["fma_gflops"]
+    scale = context.scale
+    fma = context.compute["fma_gflops"]
     call_us, iteration_s = host_kernels.step_overhead()
     own = Compute(
         **context.compute,
@@ -391,10 +405,8 @@ def describe_machine(
         bf16x3=host_kernels.bf16x3_share(),
     )
     here = context.nodes.ranks.all_gather_object(own)
-    threads, rate = (
-        sum(rank.threads for rank in here),
-        2 * own.gemm[-1][1],
-    )  # `affordable` expects half of a peak
+    threads = sum(rank.threads for rank in here)
+    rate = 2 * own.gemm[-1][1]  # `affordable` expects half of a peak
     sizes = context.agreed(
         affordable([n for n, _ in own.gemm], scale.cold_bytes, rate, context.left / 3)
     )
@@ -417,7 +429,8 @@ def describe_machine(
 def collective_rows(context: Context) -> Iterator[dict[str, Any]]:
     """Seconds of the trainer's collectives, MPI's own and the model's, inside the nodes and over all ranks. Collective."""
     assert context.machine is not None
-    host, code = machine.from_data("here", context.machine), software.load(software.THIS_PROJECT)
+    host = machine.from_data("here", context.machine)
+    code = software.load(software.THIS_PROJECT)
     places: list[tuple[str, Comm]] = (
         [("inside", context.nodes.ranks)] if context.nodes.count > 1 else []
     )
@@ -456,7 +469,8 @@ def collective_rows(context: Context) -> Iterator[dict[str, Any]]:
 
 def collective(comm: Comm, verb: str, n: int) -> Callable[[], object]:
     """A call of `verb` over n FP32 elements in all."""
-    whole, part = torch.ones(n), torch.ones(n // comm.size)
+    whole = torch.ones(n)
+    part = torch.ones(n // comm.size)
     operands = {
         "all_reduce": (whole,),
         "all_gather": (whole, part),

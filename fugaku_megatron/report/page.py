@@ -11,14 +11,13 @@ from .findings import heading, summary
 from .record import LABEL
 
 Points = Sequence[tuple[float, float]]
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = (
-    460,
-    270,
-    58,
-    12,
-    28,
-    40,
-)  # of a plot, and its margins, in pixels
+# a plot's size and margins, pixels
+WIDTH = 460
+HEIGHT = 270
+LEFT = 58
+RIGHT = 12
+TOP = 28
+BOTTOM = 40
 COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
 STYLE = """body{font:15px/1.45 sans-serif;max-width:1000px;margin:1.5em auto;padding:0 1em;color:#222}h1{font-size:1.4em}
 h2{font-size:1.1em;margin-top:1.6em}table{border-collapse:collapse;font-size:13px}td,th{border:1px solid #ccc;padding:2px 7px;
@@ -105,7 +104,8 @@ def hours_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def tables(sections: dict[str, Any]) -> list[str]:
     """Every measured row."""
-    kernels, found = sections.get("kernels", {}), []
+    kernels = sections.get("kernels", {})
+    found = []
     for title, rows in (
         ("Kernels against the scalar reference", kernels.get("checks")),
         ("Collectives", sections.get("communication", {}).get("collectives")),
@@ -130,7 +130,8 @@ def tables(sections: dict[str, Any]) -> list[str]:
 
 def plots(sections: dict[str, Any], hours: Sequence[dict[str, Any]]) -> list[str]:
     """A plot of each section that has one."""
-    kernels, found = sections.get("kernels"), []
+    kernels = sections.get("kernels")
+    found = []
     if kernels:
         found.append(
             lines(
@@ -206,7 +207,8 @@ def lines(
 ) -> str:
     """Lines over a logarithmic axis; log_y: the other axis as well. from_zero: begin that one at 0."""
     xs, ys = ([point[i] for points in series.values() for point in points] for i in (0, 1))
-    low, high = (0.0 if from_zero else min(ys)), max(ys) or 1.0
+    low = 0.0 if from_zero else min(ys)
+    high = max(ys) or 1.0
     across = _scale(min(xs), max(xs), LEFT, WIDTH - RIGHT, log=True)
     up = _scale(
         low, high * (10 if log_y else 1.3), HEIGHT - BOTTOM, TOP, log=log_y
@@ -218,7 +220,8 @@ def lines(
     parts += [_text(across(x), HEIGHT - BOTTOM + 14, _short(x)) for x in sorted(set(xs))]
     parts += [_text(LEFT - 5, up(y) + 4, _tick(y), "end") for y in _ticks(low, high, log_y)]
     for number, (name, points) in enumerate(series.items()):
-        color, path = COLORS[number], " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in points)
+        color = COLORS[number]
+        path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
         parts += [
             f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="3" fill="{color}"/>'
@@ -230,13 +233,13 @@ def lines(
 
 def bars(title: str, values: Sequence[tuple[str, float]]) -> str:
     """A bar for each name, its value next to it."""
-    most, step = (
-        max(value for _, value in values) or 1.0,
-        min(28.0, (HEIGHT - TOP - 8) / len(values)),
-    )
-    parts, left = [], 190
+    most = max(value for _, value in values) or 1.0
+    step = min(28.0, (HEIGHT - TOP - 8) / len(values))
+    parts = []
+    left = 190
     for number, (name, value) in enumerate(values):
-        y, length = TOP + step * number, value / most * (WIDTH - left - 60)
+        y = TOP + step * number
+        length = value / most * (WIDTH - left - 60)
         parts += [
             f'<rect x="{left}" y="{y + step * 0.15:.1f}" width="{length:.1f}" height="{step * 0.7:.1f}" fill="{COLORS[0]}"/>',
             _text(left - 6, y + step / 2 + 4, name, "end"),

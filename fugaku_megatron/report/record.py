@@ -25,7 +25,8 @@ from ..text.named_files import read_text
 from ..text.table import pipe_table
 
 LABEL = "model (extrapolated)"  # of what was not measured
-FORMAT, VERSION = "fugaku-megatron report", 1
+FORMAT = "fugaku-megatron report"
+VERSION = 1
 PATH = re.compile(r"(?<![\w.:/])/(?:[\w.+~-]+/)+[\w.+~-]*")
 SHARES = {
     "host": 2,
@@ -43,7 +44,9 @@ class Budget:
     """How long the sections may take. minutes: of the whole run."""
 
     def __init__(self, minutes: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self.minutes, self.begin = clock, minutes, clock()
+        self._clock = clock
+        self.minutes = minutes
+        self.begin = clock()
 
     @property
     def used(self) -> float:
@@ -126,7 +129,9 @@ class Record:
         pages: Mapping[str, Callable[[dict[str, Any]], str]],
         names: bool,
     ) -> None:
-        self.path, self.budget, self._pages = path, budget, pages
+        self.path = path
+        self.budget = budget
+        self._pages = pages
         self._private = {} if names else private_words()
         self._names = names
         self.data: dict[str, Any] = {
@@ -201,7 +206,8 @@ def figures(data: dict[str, Any]) -> dict[tuple[str, str], float]:
     """(name, unit) -> value of everything that two reports may share."""
     sections = data["sections"]
     found: dict[tuple[str, str], float] = {}
-    kernels, communication = sections.get("kernels"), sections.get("communication", {})
+    kernels = sections.get("kernels")
+    communication = sections.get("communication", {})
     if kernels:
         rank = kernels["ranks"][0]
         found |= {
@@ -247,9 +253,11 @@ def figures(data: dict[str, Any]) -> dict[tuple[str, str], float]:
 
 def compared(first: Path, second: Path) -> str:
     """The table. Raises ValueError, one line, for a file that is not a report."""
-    one, two = read("--compare", first), read("--compare", second)
+    one = read("--compare", first)
+    two = read("--compare", second)
     lines = [f"{letter}: {title(data)}" for letter, data in (("A", one), ("B", two))]
-    a, b = figures(one), figures(two)
+    a = figures(one)
+    b = figures(two)
     rows = [["", "unit", "A", "B", "B is x as fast"]]
     for name, unit in dict.fromkeys([*a, *b]):
         values = a.get((name, unit)), b.get((name, unit))

@@ -112,10 +112,8 @@ def main(args: argparse.Namespace) -> int:
     from ..comm.base import SoloComm
     from ..comm.job import run_or_abort
 
-    launched, kernels_alone = (
-        bool(environment.processes()[0]),
-        set(args.only or NAMES) <= {"host", "kernels"},
-    )
+    launched = bool(environment.processes()[0])
+    kernels_alone = set(args.only or NAMES) <= {"host", "kernels"}
     if not launched and not kernels_alone:
         restart_with_ranks(args)
     run_or_abort(lambda world: measure(world, args), None if launched else SoloComm())
@@ -129,11 +127,9 @@ def default_ranks() -> int:
     """One for each NUMA domain with cores of this process, or a power of two on one domain, as memory allows."""
     from ..host import allocator, placement
 
-    node, mask, quota = (
-        placement.Node.read(),
-        sorted(os.sched_getaffinity(0)),
-        placement.cpu_quota(),
-    )
+    node = placement.Node.read()
+    mask = sorted(os.sched_getaffinity(0))
+    quota = placement.cpu_quota()
     cores = len(node.cores(mask))
     limit = min(cores, int(quota or cores), int(allocator.free_bytes() / 2**30 / GIB_OF_RANK))
     if len(node.parts(mask)) > 1:
@@ -267,7 +263,8 @@ def make_context(world: Comm, args: argparse.Namespace) -> Context:
     from ..host.energy import Counters
     from .context import SHRUNK, Context, Scale
 
-    nodes, before = find_nodes(world), os.sched_getaffinity(0)
+    nodes = find_nodes(world)
+    before = os.sched_getaffinity(0)
     mapping = runtime.init(world, nodes=nodes).splitlines()[
         1:
     ]  # the first line has the host's name
@@ -290,8 +287,10 @@ def one_section(
     """Measure a section within its part of the time, which rank 0 decides. Collective."""
     import time
 
-    name, following = chosen[number], tuple(chosen[number + 1 :])
-    context.seconds, context.begin = context.agreed(budget.of(name, following)), time.monotonic()
+    name = chosen[number]
+    following = tuple(chosen[number + 1 :])
+    context.seconds = context.agreed(budget.of(name, following))
+    context.begin = time.monotonic()
     if context.world.rank == 0:
         record.progress(
             f"{number + 1}/{len(chosen)} {name}, up to {record.clock(context.seconds)}; "

@@ -47,13 +47,15 @@ VOCABULARY = 1024  # of two layers: their head costs nothing
 SHAPES = {"1B": "llama-3.2-1b", "8B": "llama-3.1-8b"}
 TENSOR_PARALLEL = (1, 2, 4, 8)
 USABLE = 0.7  # share of the free memory that a measurement may take
-MOST_ROUNDS, MOST_MICRO_BATCHES = 5, 4
+MOST_ROUNDS = 5
+MOST_MICRO_BATCHES = 4
 SAVED = {"num_layers": 2, "vocab_size": 8192}  # of 124M: 250 MB in a checkpoint
 
 
 def make_trainer(run: RunConfig, comm: Comm) -> Trainer:
     """A trainer on random tokens over all ranks of `comm`, on the native kernels. Collective."""
-    parallel, shape = run.parallel, run.model
+    parallel = run.parallel
+    shape = run.model
     assert shape.vocab_size is not None
     groups = share_groups(
         Grid(comm.size, parallel.tensor_model_parallel_size, 1).groups(comm), kernels
@@ -113,7 +115,8 @@ def rank_counts(size: int) -> list[int]:
 
 def training_section(context: Context) -> dict[str, Any]:
     """Data-parallel steps of 124M, with as many micro-batches for each rank. Collective."""
-    world, rows = context.world, []
+    world = context.world
+    rows = []
     counts = rank_counts(world.size)
     micro_batches = context.agreed(affordable_batches(context, len(counts)))
     for index, count in enumerate(counts):
@@ -337,7 +340,8 @@ def file_system(folder: Path, mounts: Path = Path("/proc/mounts")) -> str:
 # An update comes every UPDATE_TOKENS tokens and takes as long as its parameters at the measured rate, and the all-reduce of the
 # gradients in addition. Left out: pipelines, and recompute, which a model needs that barely fits.
 
-TOKENS, UPDATE_TOKENS = 10_000_000, 1 << 19
+TOKENS = 10_000_000
+UPDATE_TOKENS = 1 << 19
 BYTES = 16  # of a parameter: FP32 weights, gradients and both moments
 MODEL_SHARE = 0.8  # share of a node's memory that these may take
 LLAMA_3B = {
@@ -380,7 +384,8 @@ def whole_model(
 ) -> dict[str, Any]:
     """Tokens per second and hours of a model at the rate of a measured row."""
     run = make_run(recipe, {**changes, "seq_length": row["seq_length"], "mock_data": True})
-    parameters, tokens = accounting.parameters(run), row["seq_length"]
+    parameters = accounting.parameters(run)
+    tokens = row["seq_length"]
     sample = row["gradient_seconds"] * accounting.model_flops(run, 1) / row["flops"]
     update = row["update_seconds"] * parameters / row["parameters"]
     reduce_gbs = sections.get("communication", {}).get("all_reduce_gbs")
@@ -388,7 +393,8 @@ def whole_model(
         update += 4 * parameters / row["tp"] / reduce_gbs / 1e9
     seconds = TOKENS / (row["groups"] * tokens / sample) + TOKENS / UPDATE_TOKENS * update
     nodes = sections.get("host", {}).get("nodes", [])
-    gib, need = sum(node["job_memory_gib"] for node in nodes), BYTES * parameters / 2**30
+    gib = sum(node["job_memory_gib"] for node in nodes)
+    need = BYTES * parameters / 2**30
     return {
         "model": name,
         "parameters": parameters,

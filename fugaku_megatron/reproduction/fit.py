@@ -48,7 +48,8 @@ def priors_of(kind: str) -> dict[str, tuple[Prior, ...]]:
     }
 
 
-PRIORS, MEMORY_PRIORS = priors_of("time"), priors_of("memory")
+PRIORS = priors_of("time")
+MEMORY_PRIORS = priors_of("memory")
 CHANGE = 1e-4  # change of a parameter's logarithm in finite differences
 HUBER = 1.5  # residuals beyond this many standard deviations count linearly
 FLOOR = 1e-6  # lower bound of parameters whose own bound is 0, which has no logarithm
@@ -81,7 +82,8 @@ def solve(
     target = np.log(np.asarray(observed, float))
     low = np.log([max(p.bounds[0], FLOOR) for p in priors])
     high = np.log([p.bounds[1] for p in priors])
-    centre, spread = np.log([p.prior for p in priors]), np.array([p.spread for p in priors])
+    centre = np.log([p.prior for p in priors])
+    spread = np.array([p.spread for p in priors])
 
     def residuals(x: np.ndarray) -> np.ndarray:
         return np.log(np.asarray(predict(_values(priors, x)), float)) - target
@@ -93,7 +95,8 @@ def solve(
             + (((x - centre) / spread) ** 2).sum()
         )
 
-    x, damping = np.log([start[p.name] for p in priors]) if start else centre.copy(), 1e-2
+    x = np.log([start[p.name] for p in priors]) if start else centre.copy()
+    damping = 1e-2
     r = residuals(x)
     for _ in range(ITERATIONS):
         jacobian = _jacobian(residuals, x, r, high)
@@ -112,7 +115,8 @@ def solve(
         gain = cost(r, x) - cost(trial_r, trial)
         damping = damping / 5 if gain > 0 else damping * 5
         if gain > 0:
-            x, r = trial, trial_r
+            x = trial
+            r = trial_r
         if 0 <= gain < ENOUGH or damping > 1e6:
             break
     return Solution(values=_values(priors, x), covariance=np.linalg.inv(normal), residuals=r)
@@ -134,10 +138,9 @@ def _jacobian(
     return np.stack(columns, axis=1)
 
 
-TIME_NOISE, MEMORY_NOISE = (
-    0.06,
-    0.06,
-)  # standard deviations of the logarithm of a row: campaigns differ by 5 to 13 %
+# standard deviations of the logarithm of a row: campaigns differ by 5 to 13 %
+TIME_NOISE = 0.06
+MEMORY_NOISE = 0.06
 HEADS_TABLES = (
     "004.21",
     "004.22",
@@ -262,7 +265,8 @@ def mib(row_cases: Sequence[Case], values: Values) -> list[float]:
 
 def fit_memory(group: str, rows: Sequence[Row]) -> Solution:
     """Parameters of a group's memory from `rows`."""
-    row_cases, observed = cases(rows), [known(r.memory_mib) for r in rows]
+    row_cases = cases(rows)
+    observed = [known(r.memory_mib) for r in rows]
     return solve(
         lambda values: mib(row_cases, values), observed, MEMORY_PRIORS[group], MEMORY_NOISE
     )
@@ -278,18 +282,15 @@ def leave_out(
 ) -> Error:
     """Errors on the rows of `part` when the parameters are fitted to the other rows."""
     rows = time_rows(group)
-    left, kept = [r for r in rows if part(r)], [r for r in rows if not part(r)]
+    left = [r for r in rows if part(r)]
+    kept = [r for r in rows if not part(r)]
     solution = fit_time(group, kept, start)
     predicted = seconds(left_cases := cases(left), solution.values)
-    parameters, names, seen = (
-        Parameters(**solution.values),
-        tuple(solution.values),
-        tensor_parallel(kept),
-    )
-    noise, covariance = (
-        max(rms(solution.residuals), model.NOISE_FLOOR),
-        solution.covariance.tolist(),
-    )
+    parameters = Parameters(**solution.values)
+    names = tuple(solution.values)
+    seen = tensor_parallel(kept)
+    noise = max(rms(solution.residuals), model.NOISE_FLOOR)
+    covariance = solution.covariance.tolist()
     widths = [
         model.BAND * model.deviation(case, parameters, names, covariance, noise, seen)
         for case in left_cases
@@ -450,7 +451,8 @@ def text(report: Report) -> str:
         for e in errors:
             inside = "" if e.inside is None else f"{100 * e.inside:>8.0f} %"
             lines.append(f"  {title}  {_columns(e)}{inside}")
-    left, worst = sum(e.rows for e in report.left_out), max(e.mean for e in report.left_out)
+    left = sum(e.rows for e in report.left_out)
+    worst = max(e.mean for e in report.left_out)
     held = round(sum(e.rows * (e.inside or 0.0) for e in report.left_out))
     lines.append(
         f"  left out   all parts: mean errors up to {100 * worst:.1f} per cent, {held} of {left} rows "

@@ -535,7 +535,8 @@ def _facts(record: Record, values: dict[str, str]) -> dict[str, Any]:
         "gbs",
     ):
         record.expect(facts[name] is not None, name, PARSERS[name][1], values[name])
-    each, gpus = facts.pop("ranks_per_node") or RANKS_PER_NODE[facts["machine"]], facts.pop("gpus")
+    each = facts.pop("ranks_per_node") or RANKS_PER_NODE[facts["machine"]]
+    gpus = facts.pop("gpus")
     record.expect(facts["nodes"] or gpus, "nodes", PARSERS["nodes"][1], values["nodes"])
     facts["nodes"] = facts["nodes"] or gpus // each
     facts["ranks"] = gpus or facts["nodes"] * each

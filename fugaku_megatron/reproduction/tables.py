@@ -73,10 +73,8 @@ def finding(row: Row) -> str:
         return ""
     if not agrees(row, row.tflops):
         return "unexplained"
-    seconds, printed = (
-        row.corrected("seconds") == row.cell("seconds"),
-        row.corrected("tflops") == row.cell("tflops"),
-    )
+    seconds = row.corrected("seconds") == row.cell("seconds")
+    printed = row.corrected("tflops") == row.cell("tflops")
     return "equal" if printed and (seconds or not row.cell("seconds")) else "erratum"
 
 
@@ -211,7 +209,8 @@ def _table(comparisons: Sequence[Comparison], markdown: bool) -> str:
 
 def cells(comparison: Comparison) -> tuple[str, ...]:
     """The printed cells of a row, then those of OUR_HEADER."""
-    row, p = comparison.row, comparison.prediction
+    row = comparison.row
+    p = comparison.prediction
     names = dict(zip(row.table.columns, row.table.header))
     corrected = ", ".join(
         f"{names.get(column, column)} {cell}" for column, cell in comparison.corrections().items()
@@ -468,7 +467,8 @@ def write_csv(path: Path, comparisons: Sequence[Comparison]) -> None:
 
 
 def _record(comparison: Comparison) -> dict[str, Any]:
-    row, p = comparison.row, comparison.prediction
+    row = comparison.row
+    p = comparison.prediction
     return {
         "table": row.table.id,
         "title": row.table.title,
