@@ -175,8 +175,8 @@ class DocumentCall(Call):
 def document_pairs(shape: Shape, length: int) -> float:
     """Pairs of a sample's tokens that see each other when its documents have `length` tokens, the last one what is left."""
     whole, rest = divmod(shape.s, length)
-    return whole * accounting.seen_pairs(length, shape.window) + (
-        accounting.seen_pairs(rest, shape.window) if rest else 0
+    return whole * accounting.visible_pairs(length, shape.window) + (
+        accounting.visible_pairs(rest, shape.window) if rest else 0
     )
 
 

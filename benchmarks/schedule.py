@@ -120,7 +120,9 @@ def draw(path: Path, result: dict[str, Any]) -> None:
         result["rows"],
         strict=True,
     ):
-        name = plan.name + f", {plan.placement.chunks} chunks" * (plan.placement.chunks > 1)
+        name = plan.name + f", {plan.placement.model_chunks} chunks" * (
+            plan.placement.model_chunks > 1
+        )
         rows.append(
             (
                 name,
@@ -167,13 +169,13 @@ class Sleeper:
 
     def _compute(self, instruction: Instruction) -> None:
         start = time.perf_counter() - self.begin
-        time.sleep(self.costs.of[instruction.op][self.pp.rank][instruction.chunk])
+        time.sleep(self.costs.of[instruction.op][self.pp.rank][instruction.model_chunk])
         self.spans.append(
             Span(
                 self.pp.rank,
                 instruction.op,
                 instruction.microbatch,
-                instruction.chunk,
+                instruction.model_chunk,
                 start,
                 time.perf_counter() - self.begin,
             )
@@ -181,7 +183,7 @@ class Sleeper:
 
     def _receive(self, instruction: Instruction) -> None:
         self.posted.pop(instruction).wait()
-        self._post((instruction.op, instruction.chunk))
+        self._post((instruction.op, instruction.model_chunk))
 
     def _send(self, instruction: Instruction) -> None:
         self.sending.append(
@@ -219,7 +221,7 @@ def rows(pp: Comm, order: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {
             "schedule": plan.name,
-            "chunks": plan.placement.chunks,
+            "chunks": plan.placement.model_chunks,
             "stages": pp.size,
             "microbatches": plan.microbatches,
             "list_seconds": walk(plan, Costs.alike(plan, slot)),

@@ -1,6 +1,6 @@
 """World size, its factors, and the stages and chunks into which a run cuts the model. Pure integers, no torch.
 
-Left out: where costs decide the cut (`accounting.part_sizes`).
+Left out: where costs decide the cut (`accounting.virtual_stage_sizes`).
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ def placement(run: RunConfig) -> Placement:
 
 def check_split(run: RunConfig) -> None:
     """Raises ValueError when the layers cannot be cut into the parts that the flags ask for."""
-    layers, parallel, parts = run.model.num_layers, run.parallel, placement(run).parts
+    layers, parallel, parts = run.model.num_layers, run.parallel, placement(run).virtual_stages
     pp, split = parallel.pipeline_model_parallel_size, parallel.pipeline_split
     per_chunk, per_stage = parallel.num_layers_per_virtual_pipeline_stage, parts // pp
     chunked = (

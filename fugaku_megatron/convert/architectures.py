@@ -171,7 +171,9 @@ class Architecture:
         return right and all(getattr(model, name) == value for name, value in self.block.items())
 
 
-_LAYER, OUTPUT, _POSITIONS = "decoder.layers.{}.", "output_layer", "embedding.position_embeddings"
+_LAYER = "decoder.layers.{}."
+OUTPUT = "output_layer"
+_POSITIONS = "embedding.position_embeddings"
 _PLAIN = {
     **MULTIPLIERS,
     "attention_multiplier": None,
@@ -501,10 +503,8 @@ _EXPERT_PLACES = {
     _LAYER + "mlp.shared_experts.gate": (("layers.{}.mlp.shared_expert_gate",), whole),
 }
 _NO_SHARED = {"moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False}
-_OF_A_TOKEN, _OF_AN_EXPERT = (
-    Field("num_experts_per_tok", "moe_router_topk"),
-    Field("moe_intermediate_size", "moe_ffn_hidden_size"),
-)
+_OF_A_TOKEN = Field("num_experts_per_tok", "moe_router_topk")
+_OF_AN_EXPERT = Field("moe_intermediate_size", "moe_ffn_hidden_size")
 MIXTRAL = _decoder(
     name="MixtralForCausalLM",
     model_type="mixtral",

@@ -49,10 +49,9 @@ from .peft import open_peft, save_peft
 from .rules import FILE
 from .weights import BASE_FLAG, DTYPES, Weights, adapter_shapes, open_own, save_own, shapes
 
-LEGACY, METADATA = (
-    "mp_rank_*",
-    ".metadata",
-)  # of Megatron-LM's two formats: folders, and the file that names all pieces
+# of Megatron-LM's two formats: folders, and the file that names all pieces
+LEGACY = "mp_rank_*"
+METADATA = ".metadata"
 
 
 def open_megatron(
@@ -192,7 +191,8 @@ def _prefix(final: Path) -> str:
 
 def _abandoned(final: Path) -> list[Path]:
     """Temporary directories that processes of this host left which are gone."""
-    prefix, siblings = _prefix(final), final.parent.iterdir() if final.parent.is_dir() else ()
+    prefix = _prefix(final)
+    siblings = final.parent.iterdir() if final.parent.is_dir() else ()
     ours = (
         (path, path.name.removeprefix(prefix).split(".")[0])
         for path in siblings
@@ -428,7 +428,8 @@ def check_options(options: argparse.Namespace) -> tuple[str, str]:
         processes == 1,
         f"convert is one process, and {variable} says that {processes} were started: leave the launcher out",
     )
-    source, destination = _one(options, SOURCES, "from"), _one(options, DESTINATIONS, "to")
+    source = _one(options, SOURCES, "from")
+    destination = _one(options, DESTINATIONS, "to")
     _check_adapters(options, source, destination)
     adapts = options.merge or options.from_peft is not None
     check(

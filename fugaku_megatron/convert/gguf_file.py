@@ -61,7 +61,8 @@ class Kind:
     grouped: bool = True
 
 
-_NORMALIZED, _PLAIN = (("moe_router_pre_softmax", False),), (("moe_router_pre_softmax", True),)
+_NORMALIZED = (("moe_router_pre_softmax", False),)
+_PLAIN = (("moe_router_pre_softmax", True),)
 KINDS = {  # by Hugging Face's model_type
     "gpt2": Kind("gpt2"),
     "llama": Kind("llama", True, True),
@@ -90,12 +91,11 @@ def save_gguf(
     for what llama.cpp has no form of.
     """
     gguf = library("gguf", "gguf", "--to-gguf")
-    model, before = weights.model, carried_config(weights.carried)
+    model = weights.model
+    before = carried_config(weights.carried)
     architecture = architecture_of(model, before)
-    row, kind = (
-        _row(architecture, model),
-        kind or {"fp32": "f32", "fp16": "f16"}.get(weights.precision, weights.precision),
-    )
+    row = _row(architecture, model)
+    kind = kind or {"fp32": "f32", "fp16": "f16"}.get(weights.precision, weights.precision)
     template = chat_template and read_text(chat_template, "--chat-template")
     tokenizer = read_tokenizer(weights.carried, model.vocab_size or 0, template, inexact)
     writer = gguf.GGUFWriter(file, row.name)
@@ -203,7 +203,8 @@ def _add_numbers(writer: Any, model: ModelConfig, row: Kind) -> None:
 
 def _add_scaling(writer: Any, model: ModelConfig) -> None:
     """Linear scaling and yarn; Llama 3's scaling is a tensor (`rope_factors`)."""
-    yarn, linear = model.position_embedding_type == YARN, model.rotary_seq_len_interpolation_factor
+    yarn = model.position_embedding_type == YARN
+    linear = model.rotary_seq_len_interpolation_factor
     if not (yarn or linear):
         return
     kinds = library("gguf", "gguf", "--to-gguf").RopeScalingType
@@ -223,7 +224,9 @@ def _tensors(
     gguf: Any, weights: Weights, architecture: Architecture, row: Kind
 ) -> dict[str, _Tensor]:
     """Each tensor of the file under its name there."""
-    model, like, read = weights.model, weights.like(), lru_cache(maxsize=2)(weights.read)
+    model = weights.model
+    like = weights.like()
+    read = lru_cache(maxsize=2)(weights.read)
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == row.name)
     names = gguf.get_tensor_name_map(arch, model.num_layers)
     theirs: dict[str, list[str]] = defaultdict(list)

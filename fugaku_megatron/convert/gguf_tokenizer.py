@@ -32,7 +32,13 @@ from ..text.named_files import read_text
 from .hugging_face import read_json
 
 INEXACT = "--gguf-inexact-tokenizer"
-NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # kinds of tokens in llama.cpp
+# kinds of tokens in llama.cpp
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER = 4
+UNUSED = 5
+BYTE = 6
 BPE = 2  # sentencepiece_model.proto, TrainerSpec.ModelType
 MODEL_TYPES = {1: "unigram", 3: "word", 4: "char"}  # the others
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # U+2581, SentencePiece's space
@@ -238,7 +244,8 @@ def _of_pieces(path: Path) -> GgufTokenizer:
     except ValueError as error:
         raise ValueError(str(error).replace("--tokenizer-model", "--to-gguf:", 1)) from None
     proto = _proto(contents)
-    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+    trainer = proto.trainer_spec
+    normalizer = proto.normalizer_spec
     name = MODEL_TYPES.get(trainer.model_type, f"type {trainer.model_type}")
     check(
         trainer.model_type == BPE,

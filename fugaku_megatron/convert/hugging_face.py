@@ -51,7 +51,8 @@ from .config_fields import check_fields
 from .rules import FILE
 from .weights import Weights, layer_of, place_of, shapes, widest
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 SAVE_AS = "save the model in F32, BF16 or F16"
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 
@@ -343,10 +344,8 @@ class _Reader:
         )
 
     def __call__(self, name: str) -> Tensor:
-        theirs, arranged = (
-            theirs_of(self.architecture, name, self.model),
-            self.architecture.places[place_of(name)[0]][1],
-        )
+        theirs = theirs_of(self.architecture, name, self.model)
+        arranged = self.architecture.places[place_of(name)[0]][1]
         if arranged is whole:
             return self.files.read(self.stored[theirs[0]])
         ours = torch.empty(self.ours[name], dtype=self.dtype(name))
@@ -414,7 +413,8 @@ def _stored_names(
 
 def _check_tied(files: TensorDirectory, name: str, embedding: str) -> None:
     """A head that is stored although it is tied must be the embedding, or converting would lose it."""
-    head, weight = files.read(name), files.read(embedding)
+    head = files.read(name)
+    weight = files.read(embedding)
     both = widest((head.dtype, weight.dtype))
     check(
         torch.equal(head.to(both), weight.to(both)),
@@ -428,13 +428,12 @@ def _check_tied(files: TensorDirectory, name: str, embedding: str) -> None:
 
 def save_hugging_face(weights: Weights, directory: Path, max_bytes: int) -> None:
     """Write config.json, safetensors and what `weights` carries into a new directory."""
-    model, before = weights.model, carried_config(weights.carried)
+    model = weights.model
+    before = carried_config(weights.carried)
     architecture = architecture_of(model, before)
-    table, like, read = (
-        parts(architecture, model),
-        weights.like(),
-        lru_cache(maxsize=1)(weights.read),
-    )
+    table = parts(architecture, model)
+    like = weights.like()
+    read = lru_cache(maxsize=1)(weights.read)
     theirs = {name: in_their_shape(like[part.ours], part, model) for name, part in table.items()}
     write(
         directory,

@@ -46,7 +46,8 @@ from .megatron_files import (
 )
 from .weights import Weights, check_elements, check_rest, layer_of, place_of, specs, widest
 
-COMMON, FILE = "common.pt", "model_optim_rng.pt"
+COMMON = "common.pt"
+FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _LAYER = "decoder.layers."
 
@@ -59,7 +60,8 @@ Names = dict[str, Tensor]  # our names, of a rank's part of a chunk
 def open_dist(file: Path, vocab_size: int | None, ignored: Collection[str] = ()) -> Weights:
     """The weights of one iteration, whose metadata are in `file`. ValueError, one line, for what is missing or damaged."""
     path = file.parent
-    metadata, common = load_metadata(file), load_pickled(path / COMMON)
+    metadata = load_metadata(file)
+    common = load_pickled(path / COMMON)
     check("args" in common, f"{path / COMMON} holds no arguments of Megatron-LM")
     tensors = {
         key: value
@@ -122,10 +124,8 @@ class _DistReader:
         return widest(self.tensors[key].properties.dtype for key, _ in self._places(name))
 
     def __call__(self, name: str) -> Tensor:
-        spec, parts = (
-            self.specs[name],
-            [self._global(key, layer) for key, layer in self._places(name)],
-        )
+        spec = self.specs[name]
+        parts = [self._global(key, layer) for key, layer in self._places(name)]
         whole = (
             parts[0]
             if len(parts) == 1
@@ -136,7 +136,8 @@ class _DistReader:
     def _global(self, key: str, layer: int | None) -> Tensor:
         """A global tensor, or one layer of it, from its pieces."""
         shape = self._shape(key, layer)
-        whole, filled = torch.empty(shape, dtype=self.tensors[key].properties.dtype), 0
+        whole = torch.empty(shape, dtype=self.tensors[key].properties.dtype)
+        filled = 0
         for offsets, piece in self._pieces(key, layer):
             whole[
                 tuple(slice(first, first + length) for first, length in zip(offsets, piece.shape))
@@ -150,7 +151,8 @@ class _DistReader:
 
     def _pieces(self, key: str, layer: int | None) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         for chunk in self.tensors[key].chunks:
-            offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+            offsets = tuple(chunk.offsets)
+            sizes = tuple(chunk.sizes)
             if layer is None:
                 yield offsets, self._piece(key, chunk.offsets).view(sizes)
             elif offsets[0] <= layer < offsets[0] + sizes[0]:
@@ -295,7 +297,8 @@ class _LegacyReader:
         )
 
     def __call__(self, name: str) -> Tensor:
-        spec, parts = self.specs[name], self.ranks[name]
+        spec = self.specs[name]
+        parts = self.ranks[name]
         if spec.partition_dim is None:
             return parts[0].contiguous()
         if name in VOCABULARY:
@@ -308,7 +311,8 @@ class _LegacyReader:
 
     def _by_head(self, part: Tensor) -> Tensor:
         """A rank's queries, keys and values, a head's together: before version 2 they were in another order."""
-        heads, d = part.shape[0] // (3 * self.model.kv_channels), self.model.kv_channels
+        heads = part.shape[0] // (3 * self.model.kv_channels)
+        d = self.model.kv_channels
         if self.version >= 2:
             return part
         if self.version >= 1:
@@ -348,7 +352,8 @@ def save_legacy(
 def _rank_contents(
     weights: Weights, rank: int, tp: int, stage: int, pp: int, fused: bool
 ) -> dict[str, Any]:
-    model, each = weights.model, weights.model.num_layers // pp
+    model = weights.model
+    each = weights.model.num_layers // pp
     assert model.vocab_size is not None, "weights say it"
     rows = round_up(model.vocab_size, model.make_vocab_size_divisible_by * tp)
     state = {}

@@ -43,7 +43,9 @@ from .hugging_face import (
 )
 from .weights import Adapters, Weights, adapter_shapes, layer_of
 
-CONFIG, TENSORS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
 TURNED = (
     transposed,
     conv_query_key_value,
@@ -112,7 +114,8 @@ class Place:
 
 def places(architecture: Architecture, model: ModelConfig) -> Iterator[Place]:
     """Every matrix of the layers' linear layers."""
-    table, each = parts(architecture, model), {stacked_of_expert: 2, of_expert: 1}
+    table = parts(architecture, model)
+    each = {stacked_of_expert: 2, of_expert: 1}
     several = {part.ours for part in table.values() if part.number}
     for theirs, part in table.items():
         linear, kind = part.ours.split(".")[-2:]
@@ -143,14 +146,17 @@ def _of_experts(rows: list[Place], linears: list[str]) -> dict[str, str]:
 
 def save_peft(weights: Weights, directory: Path) -> None:
     """Write the adapters of `weights`. ValueError where an architecture keeps in one matrix what has several A here."""
-    adapters, model = weights.adapters, weights.model
+    adapters = weights.adapters
+    model = weights.model
     check(
         adapters is not None,
         "--to-peft writes adapters, and --load holds a whole model: pass a checkpoint of --lora-rank",
     )
     assert adapters is not None
     tensors: dict[str, Tensor] = {}
-    modules, parameters, turned = set(), set(), False
+    modules = set()
+    parameters = set()
+    turned = False
     rows = [*places(architecture_of(model, carried_config(weights.carried)), model)]
     for ours, module in _of_experts(
         rows, [name for name in PARAMETERS if adapters.lora.parts(name, model)]
@@ -275,7 +281,8 @@ def check_config(config: dict[str, Any]) -> None:
 
 
 def _open(path: Path, weights: Weights, base: dict[str, Any]) -> Weights:
-    config, model = read_json(path / CONFIG), weights.model
+    config = read_json(path / CONFIG)
+    model = weights.model
     check_config(config)
     for name, kind in (("r", int), ("lora_alpha", (int, float)), ("lora_dropout", (int, float))):
         value = config.get(name, 0)
@@ -317,7 +324,8 @@ def _open(path: Path, weights: Weights, base: dict[str, Any]) -> Weights:
     wanted = adapter_shapes(model, lora)
 
     def read(name: str) -> Tensor:
-        kind, ours = name.split(".")[-2].removeprefix("lora_"), f"{name.rsplit('.', 2)[0]}.weight"
+        kind = name.split(".")[-2].removeprefix("lora_")
+        ours = f"{name.rsplit('.', 2)[0]}.weight"
         tensor = torch.zeros(wanted[name])
         if ours in fused:
             theirs = f"{PREFIX}{fused[ours]}.lora_{kind}.weight"
@@ -364,7 +372,9 @@ def _adapters_of_gates(config: dict[str, Any], apart: bool) -> int:
 
 def _fill_fused(ours: Tensor, theirs: Tensor, name: str, kind: str, lora: LoraConfig) -> None:
     """Copy A (e R, in) or B (out, R e) of a parameter of theirs to ours, A (e, p, r, in) or B (e, out or 2, f, r)."""
-    experts, r, shape = len(ours), lora.rank, ours.shape
+    experts = len(ours)
+    r = lora.rank
+    shape = ours.shape
     rank = theirs.shape[kind == "B"] // experts
     expected = [experts * rank, shape[-1]] if kind == "A" else [shape[1:-1].numel(), rank * experts]
     check(
@@ -394,7 +404,8 @@ def _fill(
 ) -> None:
     """Copy an A or B of theirs to where it lies in ours."""
     if kind == "A":
-        views, shape = [ours[number]], tuple(ours[number].shape)
+        views = [ours[number]]
+        shape = tuple(ours[number].shape)
     else:
         views, shape = part.arranged(ours, part.number, model)
         shape = shape[::-1] if part.arranged in TURNED else shape

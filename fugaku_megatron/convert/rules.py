@@ -17,7 +17,8 @@ FILE = "config.json"
 POSITIONS = "original_max_position_embeddings"
 # The types of rope_scaling that ROPE_INIT_FUNCTIONS of transformers' modeling_rope_utils computes: what each has -> ModelConfig's
 # names. Yarn's factor of attention has no name of ours, and the positions of dynamic stand next to rope_scaling.
-MAXIMUM, ORIGINAL = "max_position_embeddings", "rope_scaling_original_max_position_embeddings"
+MAXIMUM = "max_position_embeddings"
+ORIGINAL = "rope_scaling_original_max_position_embeddings"
 SCALINGS: dict[str, dict[str, str]] = {
     "default": {},
     "linear": {"factor": "rotary_seq_len_interpolation_factor"},
@@ -343,10 +344,8 @@ EXPERTS = Rule(
 
 
 def _read_sparse_layers(config: dict[str, Any]) -> dict[str, Any]:
-    layers, dense = (
-        number(config, "num_hidden_layers", None, whole=True) or 0,
-        config.get("mlp_only_layers") or [],
-    )
+    layers = number(config, "num_hidden_layers", None, whole=True) or 0
+    dense = config.get("mlp_only_layers") or []
     step = number(config, "decoder_sparse_step", 1, whole=True)
     right = isinstance(dense, list) and all(type(layer) is int for layer in dense)
     check(right, f"{FILE}: mlp_only_layers is {dense!r:.60}, not a list of layers")

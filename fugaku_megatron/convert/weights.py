@@ -210,7 +210,8 @@ class _Reader:
     files: dict[str, dict[str, dict[str, Any]]]
 
     def __call__(self, name: str) -> Tensor:
-        key, shape = WEIGHT + name, self.shapes[name]
+        key = WEIGHT + name
+        shape = self.shapes[name]
         tensor = torch.zeros(shape, dtype=self.dtypes[name])
         search = Search([Shard(key, tensor, shape, (0,) * len(shape), shape)], VOCABULARY)
         for file, entry in self.files[key].items():
@@ -240,7 +241,8 @@ def open_own(
             raise ValueError("holds no checkpoint")
         manifest = read_manifest(directory, found)
         run = saved_run(manifest, (1, 1))
-        model, adapts = run.model, manifest["state"].get("lora")
+        model = run.model
+        adapts = manifest["state"].get("lora")
         path = iteration_path(Path(directory), found)
         if adapts is not None:
             lora = _reader(path, manifest, adapter_shapes(model, run.lora))
@@ -333,7 +335,8 @@ def save_own(weights: Weights, directory: Path, adapters: Adapters | None = None
         "weights_only": True,
     }
     if adapters is not None:
-        config["lora"], state["lora"] = asdict(adapters.lora), dict(adapters.base)
+        config["lora"] = asdict(adapters.lora)
+        state["lora"] = dict(adapters.base)
         like = {
             name: torch.empty(shape, device="meta")
             for name, shape in adapter_shapes(weights.model, adapters.lora).items()
@@ -356,7 +359,8 @@ def _write_parts(
     parts: dict[int, dict[str, Tensor]] = defaultdict(dict)
     layers = weights.model.num_layers
     for name, tensor in like.items():
-        layer, each = layer_of(name), -(-layers // (FOLDER_FILES - 2))
+        layer = layer_of(name)
+        each = -(-layers // (FOLDER_FILES - 2))
         parts[0 if layer is None else 1 + layer // each][name] = tensor
     for number, part in parts.items():
         file = f"part_{number:05d}.safetensors"

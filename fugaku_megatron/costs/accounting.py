@@ -33,7 +33,7 @@ from .activations import (
     recompute_groups,
     residual_bytes,
     tokens_per_microbatch,
-    typical_way,
+    typical_cp_comm_type,
 )
 from .experts import expert_records, typical_mlp
 
@@ -70,10 +70,8 @@ def zero_shards(run: RunConfig, layout: Layout) -> int:
 
 
 def _norm(name: str, run: RunConfig, tp: int) -> Record:
-    part, rows = (
-        NORMS[run.model.normalization],
-        tokens_per_microbatch(run) // sequence_parts(run, tp),
-    )
+    part = NORMS[run.model.normalization]
+    rows = tokens_per_microbatch(run) // sequence_parts(run, tp)
     parameters = part.vectors * run.model.hidden_size
     return Record(
         name=name,
@@ -90,18 +88,18 @@ ATTENTION_BACKWARD_SHARE = (
 
 def causal_attention_flops(heads: int, s: int, d: int, window: int | None = None) -> float:
     """Q K^T and P V of `heads` query heads (times samples), of the pairs that see each other: what kernels compute."""
-    return 4.0 * heads * d * seen_pairs(s, window)
+    return 4.0 * heads * d * visible_pairs(s, window)
 
 
-def seen_pairs(s: int, window: int | None) -> float:
+def visible_pairs(s: int, window: int | None) -> float:
     """Pairs of s tokens of which one sees the other, below the diagonal and inside the window: s^2 / 2 - (s - window)^2 / 2."""
     seen = min(window or s, s)
     return seen * (2 * s - seen) / 2
 
 
-def seen_share(s: int, window: int | None) -> float:
-    """Share of `seen_pairs` in all pairs of s tokens."""
-    return seen_pairs(s, window) / s**2
+def visible_share(s: int, window: int | None) -> float:
+    """Share of `visible_pairs` in all pairs of s tokens."""
+    return visible_pairs(s, window) / s**2
 
 
 def document_length(run: RunConfig) -> int:
@@ -110,11 +108,12 @@ def document_length(run: RunConfig) -> int:
 
 
 def _attention(run: RunConfig, tp: int, way: str) -> Record:
-    model, cp, each = run.model, run.parallel.context_parallel_size, document_length(run)
-    rows, d = (
-        tokens_per_microbatch(run) * (model.num_attention_heads // tp),
-        model.kv_channels,
-    )  # rows: of all heads
+    model = run.model
+    cp = run.parallel.context_parallel_size
+    each = document_length(run)
+    # rows: of all heads
+    rows = tokens_per_microbatch(run) * (model.num_attention_heads // tp)
+    d = model.kv_channels
     flops = 4 * rows * each * d  # Q K^T and P V over the full square, as Megatron counts it
     heads_exchanged = cp > 1 and way == A2A
     side = (
@@ -133,7 +132,7 @@ def _attention(run: RunConfig, tp: int, way: str) -> Record:
         gemm_count=-(-rows * each // side**2),
         flops_forward=flops,
         flops_backward=2 * flops,
-        seen=seen_share(each, model.window),
+        seen=visible_share(each, model.window),
         dropout=model.attention_dropout > 0,
         saved_bytes=saved,
         forward=forward,
@@ -143,7 +142,9 @@ def _attention(run: RunConfig, tp: int, way: str) -> Record:
 
 def _rotary(run: RunConfig, tp: int, way: str) -> tuple[Record, ...]:
     """What happens to queries and keys before attention; their norm needs them as they were, turning them back does not."""
-    model, saved, together = run.model, qkv_bytes(run, tp, way), run.model.qk_layernorm_all_heads
+    model = run.model
+    saved = qkv_bytes(run, tp, way)
+    together = run.model.qk_layernorm_all_heads
     heads = (model.num_attention_heads + model.query_groups) // tp
     if (
         model.normalization == "LayerNorm" or together
@@ -173,10 +174,10 @@ def _rotary(run: RunConfig, tp: int, way: str) -> tuple[Record, ...]:
     )
 
 
-def core_bytes(run: RunConfig, tp: int) -> int:
+def selective_recompute_bytes(run: RunConfig, tp: int) -> int:
     """What selective recompute does without: of softmax, and of queries and keys before their norm."""
     return softmax_bytes(run, tp) + sum(
-        record.saved_bytes for record in _rotary(run, tp, typical_way(run))
+        record.saved_bytes for record in _rotary(run, tp, typical_cp_comm_type(run))
     )
 
 
@@ -192,18 +193,20 @@ def layer_records(
     """The operations of one transformer layer. What is saved is what the C++ kernels keep: gelu(x) is computed again from x.
 
     mlp: the row of MLPS that the layer has; None: experts in a model with any, which then stand for its few dense layers as well.
-    way: its --cp-comm-type; None: `typical_way`.
+    way: its --cp-comm-type; None: `typical_cp_comm_type`.
     """
-    way = way or typical_way(run)
-    model, kept, around = run.model, residual_bytes(run, tp), MatmulCollectives.from_run(run, tp)
-    h, rows, qkv, context = (
-        model.hidden_size,
-        tokens_per_microbatch(run),
-        model.qkv_width // tp,
-        model.context_width // tp,
-    )
-    bias, mlp_norm = not model.disable_bias_linear, _norm("pre_mlp_layernorm", run, tp)
-    column, row = (around.into, around.into_backward), (around.out, around.out_backward, h * bias)
+    way = way or typical_cp_comm_type(run)
+    model = run.model
+    kept = residual_bytes(run, tp)
+    around = MatmulCollectives.from_run(run, tp)
+    h = model.hidden_size
+    rows = tokens_per_microbatch(run)
+    qkv = model.qkv_width // tp
+    context = model.context_width // tp
+    bias = not model.disable_bias_linear
+    mlp_norm = _norm("pre_mlp_layernorm", run, tp)
+    column = (around.into, around.into_backward)
+    row = (around.out, around.out_backward, h * bias)
     return adapted(
         run,
         tp,
@@ -228,13 +231,12 @@ def layer_records(
 
 
 def _dense_mlp(run: RunConfig, tp: int) -> tuple[Record, ...]:
-    model, around = run.model, MatmulCollectives.from_run(run, tp)
-    h, f, rows, bias = (
-        model.hidden_size,
-        model.ffn_hidden_size // tp,
-        tokens_per_microbatch(run),
-        not model.disable_bias_linear,
-    )
+    model = run.model
+    around = MatmulCollectives.from_run(run, tp)
+    h = model.hidden_size
+    f = model.ffn_hidden_size // tp
+    rows = tokens_per_microbatch(run)
+    bias = not model.disable_bias_linear
     fc1 = model.fc1_widths * f
     return (
         linear(
@@ -270,11 +272,9 @@ def recomputed_records(run: RunConfig, tp: int, last: bool) -> list[Record]:
 
 def embedding_records(run: RunConfig, tp: int) -> list[Record]:
     """Word embedding, and positions where they are learned (first stage)."""
-    model, vocabulary, around = (
-        run.model,
-        padded_vocab_size(run.model, tp) // tp,
-        MatmulCollectives.from_run(run, tp),
-    )
+    model = run.model
+    vocabulary = padded_vocab_size(run.model, tp) // tp
+    around = MatmulCollectives.from_run(run, tp)
     words = Record(
         name="word_embeddings",
         parameters=vocabulary * model.hidden_size,
@@ -290,11 +290,9 @@ def embedding_records(run: RunConfig, tp: int) -> list[Record]:
 
 def head_records(run: RunConfig, tp: int, tied: bool) -> list[Record]:
     """Final norm, logits and loss (last stage). tied: a weight that is tied is the embedding's own tensor, and not counted."""
-    model, vocabulary, around = (
-        run.model,
-        padded_vocab_size(run.model, tp) // tp,
-        MatmulCollectives.from_run(run, tp),
-    )
+    model = run.model
+    vocabulary = padded_vocab_size(run.model, tp) // tp
+    around = MatmulCollectives.from_run(run, tp)
     rows = tokens_per_microbatch(run)
     # The head keeps its whole input, which becomes its gradient at once: nothing is gathered again in backward.
     logits = linear(
@@ -320,10 +318,11 @@ def layer_and_head_flops(run: RunConfig) -> tuple[float, float]:
 
 
 @lru_cache(maxsize=64)  # every stage asks for it
-def part_sizes(run: RunConfig, placement: Placement) -> tuple[int, ...]:
+def virtual_stage_sizes(run: RunConfig, placement: Placement) -> tuple[int, ...]:
     """Layers of each part of the model, as --pipeline-split says; balanced counts multiply-adds. A part has at least one layer."""
-    layers, split = run.model.num_layers, run.parallel.pipeline_split
-    if (split == "even" and stage_sizes(run) is None) or placement.parts == 1:
+    layers = run.model.num_layers
+    split = run.parallel.pipeline_split
+    if (split == "even" and stage_sizes(run) is None) or placement.virtual_stages == 1:
         return even_cut(layers, placement)
     layer, head = layer_and_head_flops(run)
     sizes = stage_sizes(run)
@@ -334,32 +333,35 @@ def part_sizes(run: RunConfig, placement: Placement) -> tuple[int, ...]:
     )
 
 
-def part_layers(run: RunConfig, placement: Placement, part: int) -> range:
+def virtual_stage_layers(run: RunConfig, placement: Placement, part: int) -> range:
     """Layers (from 0) of a part of the model."""
-    sizes = part_sizes(run, placement)
+    sizes = virtual_stage_sizes(run, placement)
     return range(sum(sizes[:part]), sum(sizes[: part + 1]))
 
 
 @lru_cache(maxsize=1024)  # a search asks for the same again and again
 def pipeline_split(run: RunConfig) -> tuple[int, ...]:
     """Layers of each part of the model, in the model's order."""
-    return part_sizes(run, placement(run))
+    return virtual_stage_sizes(run, placement(run))
 
 
-def stage_parts(run: RunConfig, stage: int) -> list[int]:
+def stage_virtual_stages(run: RunConfig, stage: int) -> list[int]:
     """The parts of the model that a pipeline stage has, chunk by chunk."""
     where = placement(run)
-    return [where.part(stage, chunk) for chunk in range(where.chunks)]
+    return [where.virtual_stage(stage, chunk) for chunk in range(where.model_chunks)]
 
 
 def stage_layers(run: RunConfig, stage: int) -> list[range]:
     """Layers (from 0) of each chunk of pipeline stage `stage`."""
-    return [part_layers(run, placement(run), part) for part in stage_parts(run, stage)]
+    return [
+        virtual_stage_layers(run, placement(run), part) for part in stage_virtual_stages(run, stage)
+    ]
 
 
-def part_recompute_groups(run: RunConfig, part: int) -> list[range]:
+def virtual_stage_recompute_groups(run: RunConfig, part: int) -> list[range]:
     """Groups of a part's layers, from 0, that full recompute runs together; none without it."""
-    training, layers = run.training, pipeline_split(run)[part]
+    training = run.training
+    layers = pipeline_split(run)[part]
     if training.recompute_granularity != "full":
         return []
     if training.recompute_part_layers is not None:
@@ -367,11 +369,11 @@ def part_recompute_groups(run: RunConfig, part: int) -> list[range]:
     return recompute_groups(layers, training.recompute_method, training.recompute_num_layers)
 
 
-def part_records(
+def virtual_stage_records(
     run: RunConfig, layout: Layout, placement: Placement, part: int
 ) -> Iterator[tuple[str, Record]]:
     """(place, record) of everything that a part of the model does for one micro-batch; place: embedding, layer or head."""
-    layers = part_layers(run, placement, part)
+    layers = virtual_stage_layers(run, placement, part)
     for layer in layers:
         yield from (
             ("layer", r)
@@ -383,31 +385,34 @@ def part_records(
 def end_records(
     run: RunConfig, layout: Layout, placement: Placement, part: int
 ) -> Iterator[tuple[str, Record]]:
-    """Those of `part_records` that are not in layers."""
+    """Those of `virtual_stage_records` that are not in layers."""
     if part == 0:
         yield from (("embedding", r) for r in embedding_records(run, layout.tp))
-    if part == placement.parts - 1:
+    if part == placement.virtual_stages - 1:
         tied = placement.owner(part)[0] == placement.owner(0)[0]
         yield from (("head", r) for r in head_records(run, layout.tp, tied=tied))
 
 
 def stage_records(run: RunConfig, layout: Layout, stage: int) -> Iterator[tuple[str, Record]]:
-    """`part_records` of all parts that pipeline stage `stage` has."""
-    for part in stage_parts(run, stage):
-        yield from part_records(run, layout, placement(run), part)
+    """`virtual_stage_records` of all parts that pipeline stage `stage` has."""
+    for part in stage_virtual_stages(run, stage):
+        yield from virtual_stage_records(run, layout, placement(run), part)
 
 
-def part_parameters(run: RunConfig, layout: Layout, placement: Placement, part: int) -> int:
+def virtual_stage_parameters(
+    run: RunConfig, layout: Layout, placement: Placement, part: int
+) -> int:
     """Parameters of a part of the model that one rank holds."""
     ends = sum(record.parameters for _, record in end_records(run, layout, placement, part))
-    layers = part_layers(run, placement, part)
+    layers = virtual_stage_layers(run, placement, part)
     return sum(layer_parameters(run, layout.tp)[layers.start : layers.stop]) + ends
 
 
 def stage_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
     """Parameters that one rank of stage `stage` holds."""
     return sum(
-        part_parameters(run, layout, placement(run), part) for part in stage_parts(run, stage)
+        virtual_stage_parameters(run, layout, placement(run), part)
+        for part in stage_virtual_stages(run, stage)
     )
 
 
@@ -418,7 +423,8 @@ def parameters(run: RunConfig) -> int:
 
 def active_parameters(run: RunConfig) -> int:
     """Those of `parameters` that one token meets: of the experts of a layer, its own ones."""
-    model, layers = run.model, run.model.mlps.count("experts")
+    model = run.model
+    layers = run.model.mlps.count("experts")
     if not layers or model.num_experts is None:
         return parameters(run)
     experts = sum(
@@ -437,16 +443,17 @@ def active_parameters(run: RunConfig) -> int:
 
 def _recompute_fraction(run: RunConfig) -> float:
     """Share of the layers that full recompute runs twice."""
-    parts = range(placement(run).parts)
+    parts = range(placement(run).virtual_stages)
     return (
-        sum(len(group) for part in parts for group in part_recompute_groups(run, part))
+        sum(len(group) for part in parts for group in virtual_stage_recompute_groups(run, part))
         / run.model.num_layers
     )
 
 
 def _rank_flops(run: RunConfig, tp: int = 1) -> tuple[float, float]:
     """FLOPs of a micro-batch's forward in the mean layer on one rank: (of linear layers, of attention over the full square)."""
-    layers, linear = run.model.mlps, 0.0
+    layers = run.model.mlps
+    linear = 0.0
     for mlp in dict.fromkeys(layers):  # in one order on all ranks
         flops = {r.name: r.flops_forward for r in layer_records(run, tp, mlp)}
         attention = flops.pop("attention")
@@ -456,16 +463,16 @@ def _rank_flops(run: RunConfig, tp: int = 1) -> tuple[float, float]:
 
 def layer_flops(run: RunConfig) -> tuple[float, float]:
     """FLOPs of one sample's forward in the mean layer: (of linear layers, of attention over the full square)."""
-    (linear, attention), samples = (
-        _rank_flops(run),
-        tokens_per_microbatch(run) / run.model.seq_length,
-    )  # of a rank
+    # of a rank
+    (linear, attention) = _rank_flops(run)
+    samples = tokens_per_microbatch(run) / run.model.seq_length
     return linear / samples, attention / samples
 
 
 def expert_flops(run: RunConfig) -> float:
     """Return the FLOPs of one sample's forward through its experts' matmuls in the mean layer, shared experts left out."""
-    layers, samples = run.model.mlps, tokens_per_microbatch(run) / run.model.seq_length
+    layers = run.model.mlps
+    samples = tokens_per_microbatch(run) / run.model.seq_length
     flops = 0.0
     for mlp in dict.fromkeys(layers):
         grouped = sum(r.flops_forward for r in layer_records(run, 1, mlp) if r.grouped)
@@ -483,7 +490,8 @@ def hardware_flops(
     stand for 24 s h^2 (1 + s/(6h)). squares: the batch's sum of (document length)^2; None: as `document_length` says. padded: the
     batch's tokens that go through no expert.
     """
-    model, tp = run.model, run.parallel.tensor_model_parallel_size
+    model = run.model
+    tp = run.parallel.tensor_model_parallel_size
     linear, attention = layer_flops(run)
     if padded:
         linear -= expert_flops(run) * padded / (global_batch_size * model.seq_length)
@@ -518,8 +526,9 @@ def parameter_flops(run: RunConfig, global_batch_size: int, *, replicas: bool = 
 
 def model_flops(run: RunConfig, global_batch_size: int) -> float:
     """FLOPs an iteration cannot avoid: no recompute, attention of the pairs that see each other, logits 6 s h v per sample."""
-    model, (linear, attention) = run.model, layer_flops(run)
-    layer = 3 * (linear + attention * seen_share(document_length(run), model.window))
+    model = run.model
+    (linear, attention) = layer_flops(run)
+    layer = 3 * (linear + attention * visible_share(document_length(run), model.window))
     logits = (
         6
         * model.seq_length

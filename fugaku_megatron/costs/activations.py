@@ -96,7 +96,7 @@ def element_bytes(run: RunConfig) -> int:
     return 4 if run.precision.name == "fp32" else 2
 
 
-def typical_way(run: RunConfig) -> str:
+def typical_cp_comm_type(run: RunConfig) -> str:
     """What ranks of a sequence send each other for attention in most layers, of which one stands for all."""
     ways = context_ways(run)
     return max(ways, key=ways.count)
@@ -107,10 +107,11 @@ def qkv_bytes(run: RunConfig, tp: int, way: str | None = None) -> int:
 
     way: of --cp-comm-type; None: the typical one.
     """
-    model, groups = run.model, run.model.query_groups // tp
+    model = run.model
+    groups = run.model.query_groups // tp
     copies = (
         group_copies(groups, run.parallel.context_parallel_size)
-        if (way or typical_way(run)) == A2A
+        if (way or typical_cp_comm_type(run)) == A2A
         else 1
     )
     width = (model.num_attention_heads // tp + 2 * groups * copies) * model.kv_channels
@@ -122,20 +123,20 @@ def key_elements(run: RunConfig, tp: int) -> int:
     return tokens_per_microbatch(run) * 2 * run.model.query_groups // tp * run.model.kv_channels
 
 
-def parts_of(rank: int, ranks: int) -> tuple[int, int]:
+def segment_numbers(rank: int, ranks: int) -> tuple[int, int]:
     """Which two of the 2 c parts of a sequence a rank has."""
     return rank, 2 * ranks - 1 - rank
 
 
-def runs_of(rank: int, ranks: int, s: int) -> list[range]:
+def rank_segments(rank: int, ranks: int, s: int) -> list[range]:
     """The positions of a rank's rows in a sequence of s, in runs that follow one another: all, or those of its two parts."""
     if ranks == 1:
         return [range(s)]
     length = s // (2 * ranks)
-    return [range(part * length, (part + 1) * length) for part in parts_of(rank, ranks)]
+    return [range(part * length, (part + 1) * length) for part in segment_numbers(rank, ranks)]
 
 
-def seen_keys(queries: range, keys: range, window: int | None) -> range:
+def visible_keys(queries: range, keys: range, window: int | None) -> range:
     """Those of `keys` that one of the queries sees in one document; none where the range ends before it begins."""
     return range(
         max(keys.start, queries.start + 1 - window) if window else keys.start,
@@ -152,16 +153,16 @@ def span(runs: Iterable[range]) -> range:
 
 
 @lru_cache(maxsize=64)
-def keys_passed(s: int, ranks: int, window: int | None) -> tuple[tuple[int, int], ...]:
+def p2p_keys(s: int, ranks: int, window: int | None) -> tuple[tuple[int, int], ...]:
     """With --cp-comm-type p2p, of each rank: the keys that it sends, once to each rank that needs them, and those that it gets.
 
     A rank needs of every part of another one what its own queries see.
     """
-    runs = [runs_of(rank, ranks, s) for rank in range(ranks)]
+    runs = [rank_segments(rank, ranks, s) for rank in range(ranks)]
     table = [
         [
             sum(
-                len(span(seen_keys(own, keys, window) for own in runs[rank]))
+                len(span(visible_keys(own, keys, window) for own in runs[rank]))
                 for keys in runs[source]
             )
             * (rank != source)
@@ -180,7 +181,8 @@ def attention_messages(
     a2a: rows for heads before it, heads for rows after it. allgather: keys and values of all ranks, also in backward, where their
     gradients are reduce-scattered. p2p: each step sends keys to another rank, and in backward their gradients back, in FP32.
     """
-    cp, elements = run.parallel.context_parallel_size, key_elements(run, tp)
+    cp = run.parallel.context_parallel_size
+    elements = key_elements(run, tp)
     if cp == 1:
         return (), ()
     if way == A2A:
@@ -195,7 +197,7 @@ def attention_messages(
     each = elements * cp // run.model.seq_length  # of a key of all samples
     sent, got = (
         max(row) * each // (cp - 1)
-        for row in zip(*keys_passed(run.model.seq_length, cp, run.model.window))
+        for row in zip(*p2p_keys(run.model.seq_length, cp, run.model.window))
     )
     keys = (Collective("send", "cp", sent * element_bytes(run)),) * (cp - 1)
     return keys, (*keys, *(Collective("send", "cp", got * FP32_BYTES),) * (cp - 1))
@@ -218,10 +220,12 @@ def key_working_bytes(run: RunConfig, tp: int) -> int:
     their gradients, and of all ranks keys, gradients and the same in the order of ranks. p2p, in the last step: its own keys and
     another rank's, the sum of gradients, and of each other rank those of three parts that are sent or come, until all have arrived.
     """
-    cp, ways = run.parallel.context_parallel_size, {*context_ways(run)} - {A2A}
+    cp = run.parallel.context_parallel_size
+    ways = {*context_ways(run)} - {A2A}
     if cp == 1 or not ways:
         return 0
-    own, low = key_elements(run, tp), element_bytes(run)
+    own = key_elements(run, tp)
+    low = element_bytes(run)
     gathered = low + FP32_BYTES + cp * (low + 2 * FP32_BYTES)
     passed = 2 * low + FP32_BYTES + (cp - 1) * 3 * FP32_BYTES // 2
     around = (
@@ -240,7 +244,7 @@ def residual_bytes(run: RunConfig, tp: int) -> int:
 EXCHANGED_BLOCKS = 4  # of a whole activation, at least: the first of them hides nothing, and matmuls of fewer rows are slower
 
 
-def blocks_of_a_part(tp: int) -> int:
+def overlap_blocks(tp: int) -> int:
     """Blocks in which --tp-comm-overlap exchanges each rank's part of the rows."""
     return -(-EXCHANGED_BLOCKS // tp)
 
@@ -268,10 +272,8 @@ class MatmulCollectives:
         whole = activation_bytes(run) if whole is None else whole
         if sequence_parts(run, tp) == 1:
             return MatmulCollectives((), all_reduce(whole, tp), all_reduce(whole, tp), ())
-        gather, scatter = (
-            Collective("all_gather", "tp", whole // tp),
-            Collective("reduce_scatter", "tp", whole),
-        )
+        gather = Collective("all_gather", "tp", whole // tp)
+        scatter = Collective("reduce_scatter", "tp", whole)
         return MatmulCollectives((gather,), (gather, scatter), (scatter,), (gather,))
 
 
@@ -323,11 +325,14 @@ def _linear_name(record: Record) -> str:
 
 def _adapters(run: RunConfig, tp: int, record: Record) -> tuple[Record, ...]:
     """The two matmuls of a linear layer's adapters; none where it has none. Their input is kept with the layer's."""
-    name, rank = _linear_name(record), run.lora.rank
+    name = _linear_name(record)
+    rank = run.lora.rank
     parts = run.lora.parts(name, run.model) if name in MATRICES else ()
     if not parts or record.gemm is None:
         return ()
-    (rows, outputs, inputs), part, split = record.gemm, sequence_parts(run, tp), name in (PROJ, FC2)
+    (rows, outputs, inputs) = record.gemm
+    part = sequence_parts(run, tp)
+    split = name in (PROJ, FC2)
     width = len(parts) * rank
     kept = rows * width * element_bytes(run)
     around = MatmulCollectives.from_run(run, tp, kept)
@@ -365,9 +370,11 @@ def _of_experts(
     run: RunConfig, tp: int, experts: Record, matmul: Record, elements: int, whole: bool
 ) -> Record:
     """That of an expert's adapters as the matmul of all. elements: of the matrix; whole: ranks that share an expert all have it."""
-    count, divided = experts.gemm_count, bool(experts.divided)
+    count = experts.gemm_count
+    divided = bool(experts.divided)
     shares = not divided or (run.parallel.expert_tensor_parallel_size or tp) > 1
-    size, common = elements * count, elements * count * (whole and shares)
+    size = elements * count
+    common = elements * count * (whole and shares)
     return replace(
         matmul,
         gemm_count=count,

@@ -61,7 +61,8 @@ class Division:
 
     @staticmethod
     def of(run: RunConfig, tp: int) -> Division:
-        parallel, pairs = run.parallel, tokens_per_microbatch(run) * run.model.moe_router_topk
+        parallel = run.parallel
+        pairs = tokens_per_microbatch(run) * run.model.moe_router_topk
         etp = parallel.expert_tensor_parallel_size or tp
         return Division(
             parallel.expert_model_parallel_size,
@@ -74,12 +75,10 @@ class Division:
 
 def _pair_bytes(run: RunConfig, tp: int) -> tuple[int, int, int]:
     """Bytes of tensors with a row for each pair that a rank's experts compute, (n, h) and (n, f); of the shared one's (s, b, f)."""
-    model, rows, width, division = (
-        run.model,
-        tokens_per_microbatch(run),
-        element_bytes(run),
-        Division.of(run, tp),
-    )
+    model = run.model
+    rows = tokens_per_microbatch(run)
+    width = element_bytes(run)
+    division = Division.of(run, tp)
     return (
         division.here * model.hidden_size * width,
         division.here * (model.moe_ffn_hidden_size or 0) * width // division.etp,
@@ -94,7 +93,8 @@ def waiting_bytes(run: RunConfig, tp: int) -> int:
     activation's argument; of the shared expert, which has the router's input, the gradient of its result, that argument and its
     gradient.
     """
-    (hidden, inner, shared), widths = _pair_bytes(run, tp), run.model.fc1_widths
+    (hidden, inner, shared) = _pair_bytes(run, tp)
+    widths = run.model.fc1_widths
     return (
         activation_bytes(run) * (2 if shared else 1)
         + 2 * hidden
@@ -109,7 +109,8 @@ def pair_working_bytes(run: RunConfig, tp: int) -> int:
     The gradient of the activation's argument, and with it first that of the results and what the second matmul reads, then the
     input and its gradient.
     """
-    (hidden, inner, shared), widths = _pair_bytes(run, tp), run.model.fc1_widths
+    (hidden, inner, shared) = _pair_bytes(run, tp)
+    widths = run.model.fc1_widths
     freed = widths * shared + residual_bytes(run, tp) * run.model.moe_shared_expert_gate
     return hidden + max(hidden, inner) + widths * inner - freed
 
@@ -125,19 +126,17 @@ COUNT_BYTES = 4  # of a number of tokens, which ranks add up as FP32
 
 def expert_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
     """The operations of a layer's experts. An expert's matmuls have the mean number of rows."""
-    model, width, rows, division = (
-        run.model,
-        element_bytes(run),
-        tokens_per_microbatch(run),
-        Division.of(run, tp),
-    )
-    e, h, f, parts = (
-        model.num_experts or 0,
-        model.hidden_size,
-        model.moe_ffn_hidden_size or 0,
-        sequence_parts(run, tp),
-    )
-    own, held, f = rows // parts, e // division.ep, f // division.etp
+    model = run.model
+    width = element_bytes(run)
+    rows = tokens_per_microbatch(run)
+    division = Division.of(run, tp)
+    e = model.num_experts or 0
+    h = model.hidden_size
+    f = model.moe_ffn_hidden_size or 0
+    parts = sequence_parts(run, tp)
+    own = rows // parts
+    held = e // division.ep
+    f = f // division.etp
     each = -(-division.here // held)
     router = e * h + e * model.moe_router_enable_expert_bias
     of_logits = (
@@ -152,10 +151,8 @@ def expert_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
     )
 
     def grouped(name: str, outputs: int, inputs: int, saved: int) -> Record:
-        matmul, size = (
-            linear(name, division.here, outputs, inputs, 0, saved, (), ()),
-            held * outputs * inputs,
-        )
+        matmul = linear(name, division.here, outputs, inputs, 0, saved, (), ())
+        size = held * outputs * inputs
         return replace(
             matmul,
             gemm=(each, outputs, inputs),
@@ -196,7 +193,8 @@ def expert_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
 
 def _order_bytes(run: RunConfig, tp: int, division: Division) -> int:
     """What is kept of the pairs' order, with the input of the experts where it is not the layer's."""
-    parts, here = sequence_parts(run, tp), division.here
+    parts = sequence_parts(run, tp)
+    here = division.here
     if division.divided:
         return (
             division.chosen * NUMBER_BYTES
@@ -230,7 +228,8 @@ def _counted(run: RunConfig, parts: int) -> tuple[Collective, ...]:
 
 def _expert_collectives(run: RunConfig, tp: int) -> MatmulCollectives:
     """Around experts that are split as other matrices are: of what enters them, and their sum."""
-    around, whole = MatmulCollectives.from_run(run, tp), activation_bytes(run)
+    around = MatmulCollectives.from_run(run, tp)
+    whole = activation_bytes(run)
     pairs = tokens_per_microbatch(run) * run.model.moe_router_topk
     if sequence_parts(run, tp) == 1:
         return replace(
@@ -252,12 +251,11 @@ def _expert_collectives(run: RunConfig, tp: int) -> MatmulCollectives:
 
 def _divided_collectives(run: RunConfig, division: Division) -> MatmulCollectives:
     """Around experts that are divided among ranks: numbers of rows, rows and scores there and back, gradients the same ways."""
-    model, row, e = (
-        run.model,
-        run.model.hidden_size * element_bytes(run),
-        run.model.num_experts or 0,
-    )
-    chosen, here = division.chosen, division.here
+    model = run.model
+    row = run.model.hidden_size * element_bytes(run)
+    e = run.model.num_experts or 0
+    chosen = division.chosen
+    here = division.here
 
     def sent(rows: int, *sizes: int, near: bool = False) -> tuple[Collective, ...]:
         group, ranks = ("etp", division.etp) if near else ("ep", division.ep)
@@ -285,12 +283,12 @@ def _divided_collectives(run: RunConfig, division: Division) -> MatmulCollective
 
 
 def _shared_expert(run: RunConfig, tp: int) -> tuple[Record, ...]:
-    model, around, rows = run.model, MatmulCollectives.from_run(run, tp), tokens_per_microbatch(run)
-    h, f, gated = (
-        model.hidden_size,
-        (model.moe_shared_expert_intermediate_size or 0) // tp,
-        model.moe_shared_expert_gate,
-    )
+    model = run.model
+    around = MatmulCollectives.from_run(run, tp)
+    rows = tokens_per_microbatch(run)
+    h = model.hidden_size
+    f = (model.moe_shared_expert_intermediate_size or 0) // tp
+    gated = model.moe_shared_expert_gate
     own = rows // sequence_parts(run, tp)
     kept = residual_bytes(run, tp) + own * (FP32_BYTES + element_bytes(run) % FP32_BYTES)
     gate = replace(linear("shared_gate", own, 1, h, 0, kept, (), ()), replicated=h)

@@ -18,26 +18,26 @@ from ..config.layout import Layout, context_ways, group_copies, placement, seque
 from ..config.optimizer import MOMENT_BYTES
 from ..config.parallel import A2A, P2P
 from ..config.run_config import RunConfig
-from ..pipeline.instructions import Held
+from ..pipeline.instructions import InFlight
 from ..pipeline.schedule_names import receives_ahead
 from .accounting import (
     FLAT_ALIGNMENT,
-    core_bytes,
     embedding_records,
     end_records,
     head_records,
     layer_parameters,
     layer_records,
     padded_vocab_size,
-    part_recompute_groups,
     pipeline_split,
     residual_bytes,
     round_up,
+    selective_recompute_bytes,
     stage_layers,
     stage_parameters,
-    stage_parts,
     stage_records,
+    stage_virtual_stages,
     tokens_per_microbatch,
+    virtual_stage_recompute_groups,
     zero_shards,
 )
 from .activations import (
@@ -54,7 +54,8 @@ from .int8_moments import scales, unit_segments
 from .muon import matrix_elements
 
 # Megatron's default of --ddp-bucket-size: large enough for the chunks of a ring over many ranks
-BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_RANK = 40_000_000, 1_000_000
+BUCKET_ELEMENTS = 40_000_000
+BUCKET_ELEMENTS_PER_RANK = 1_000_000
 BF16_BYTES = 2
 
 
@@ -71,7 +72,9 @@ def cut(units: Sequence[int], minimum: int, tied: bool) -> list[range]:
     units: elements of each. tied: the last unit is the word embedding that another stage holds as well; it is a bucket of its own,
     because its reduction waits for that stage.
     """
-    buckets, start, end = [], 0, len(units) - tied
+    buckets = []
+    start = 0
+    end = len(units) - tied
     for i in range(end):
         if sum(units[start : i + 1]) >= minimum:
             buckets.append(range(start, i + 1))
@@ -88,7 +91,8 @@ def cut(units: Sequence[int], minimum: int, tied: bool) -> list[range]:
 
 def holds_tied_copy(run: RunConfig, stage: int) -> bool:
     """Whether this stage's word embedding is one of two trained copies, whose gradients are reduced together."""
-    first, last = placement(run).owner(0)[0], placement(run).last_stage
+    first = placement(run).owner(0)[0]
+    last = placement(run).last_stage
     return run.model.tied and not run.lora.on and first != last and stage in (first, last)
 
 
@@ -112,12 +116,11 @@ def frozen_elements(run: RunConfig, layout: Layout, stage: int) -> int:
 
 def stage_units(run: RunConfig, layout: Layout, stage: int) -> list[int]:
     """Elements of each unit of a stage, in the order in which backward finishes them; a tied copy is the last. Trained ones."""
-    tp, tied, numbers = (
-        layout.tp,
-        holds_tied_copy(run, stage),
-        [n for c in reversed(stage_layers(run, stage)) for n in reversed(c)],
-    )
-    first, last = placement(run).owner(0)[0], placement(run).last_stage
+    tp = layout.tp
+    tied = holds_tied_copy(run, stage)
+    numbers = [n for c in reversed(stage_layers(run, stage)) for n in reversed(c)]
+    first = placement(run).owner(0)[0]
+    last = placement(run).last_stage
     if run.lora.on:
         of_layer = adapter_parameters(run, tp)
         return [
@@ -152,22 +155,18 @@ def bucket_sizes(run: RunConfig, layout: Layout, stage: int) -> tuple[tuple[int,
     Both are padded so that every part is aligned that one of the ranks with the same elements updates. Divided experts of the same
     units are a bucket of their own.
     """
-    where, of_mlp = (
-        placement(run),
-        {
-            mlp: sum(r.divided for r in layer_records(run, layout.tp, mlp))
-            for mlp in set(run.model.mlps)
-        },
-    )
+    where = placement(run)
+    of_mlp = {
+        mlp: sum(r.divided for r in layer_records(run, layout.tp, mlp))
+        for mlp in set(run.model.mlps)
+    }
     layers = [
         of_mlp[run.model.mlps[layer]]
         for chunk in reversed(stage_layers(run, stage))
         for layer in reversed(chunk)
     ]
-    units, experts = (
-        stage_units(run, layout, stage),
-        [*[0] * (stage == where.last_stage), *layers, 0, 0],
-    )
+    units = stage_units(run, layout, stage)
+    experts = [*[0] * (stage == where.last_stage), *layers, 0, 0]
     sizes = []
     for bucket in bucket_units(run, layout, stage, units):
         divided = sum(experts[i] for i in bucket)
@@ -185,12 +184,10 @@ def bucket_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
     return [others + divided for others, divided in bucket_sizes(run, layout, stage)]
 
 
-def part_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
+def updated_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
     """Elements of what a rank updates: of each bucket, or with ZeRO-1 its part of each. Divided experts follow the others."""
-    sizes, of_experts = (
-        bucket_sizes(run, layout, stage),
-        layout.edp if run.parallel.zero_stage else 1,
-    )
+    sizes = bucket_sizes(run, layout, stage)
+    of_experts = layout.edp if run.parallel.zero_stage else 1
     return [others // zero_shards(run, layout) for others, _ in sizes] + [
         divided // of_experts for _, divided in sizes
     ]
@@ -198,11 +195,10 @@ def part_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
 
 def _second_moment_of_muon(run: RunConfig, layout: Layout, stage: int) -> int:
     """Elements of the second moment on the rank of a stage that holds most: Muon's matrices, which lie first, have none."""
-    shards, layers = (
-        zero_shards(run, layout),
-        [layer for chunk in reversed(stage_layers(run, stage)) for layer in reversed(chunk)],
-    )
-    matrices, head = matrix_elements(run, layout.tp), int(stage == placement(run).last_stage)
+    shards = zero_shards(run, layout)
+    layers = [layer for chunk in reversed(stage_layers(run, stage)) for layer in reversed(chunk)]
+    matrices = matrix_elements(run, layout.tp)
+    head = int(stage == placement(run).last_stage)
     elements = 0
     for size, units in zip(
         bucket_elements(run, layout, stage), bucket_units(run, layout, stage), strict=True
@@ -217,7 +213,8 @@ def _second_moment_of_muon(run: RunConfig, layout: Layout, stage: int) -> int:
 def _scales(run: RunConfig, layout: Layout, stage: int) -> int:
     """Return the scales of a moment in 8 bits, with ZeRO-1 an upper limit: on the rank of a stage that holds most."""
     units = unit_segments(run, layout, stage, holds_tied_copy(run, stage))
-    sharded, found = bool(run.parallel.zero_stage), 0
+    sharded = bool(run.parallel.zero_stage)
+    found = 0
     for bucket, (others, divided) in zip(
         bucket_units(run, layout, stage), bucket_sizes(run, layout, stage), strict=True
     ):
@@ -234,7 +231,8 @@ def _scales(run: RunConfig, layout: Layout, stage: int) -> int:
 
 def moment_bytes(run: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
     """Bytes of both moments on a rank, and of what a checkpoint holds of them: those of 8 bits are saved in FP32."""
-    optimizer, parts = run.optimizer, part_elements(run, layout, stage)
+    optimizer = run.optimizer
+    parts = updated_elements(run, layout, stage)
     if optimizer.exp_avg_dtype == "int8":
         each = sum(parts) + FP32_BYTES * _scales(run, layout, stage)
         return 2 * each, 2 * FP32_BYTES * sum(parts)
@@ -258,7 +256,8 @@ def gradient_bytes(run: RunConfig) -> int:
 
 def gradient_collectives(run: RunConfig, layout: Layout, stage: int) -> list[Collective]:
     """Once per iteration: all-reduces of tied embeddings and of partial gradients, gradient reduction, ZeRO-1's all-gather."""
-    collectives, size = [], gradient_bytes(run)
+    collectives = []
+    size = gradient_bytes(run)
     if holds_tied_copy(run, stage):
         vocabulary = padded_vocab_size(run.model, layout.tp) // layout.tp
         collectives.append(
@@ -294,15 +293,13 @@ def _bucket_collectives(
 
 # Memory at the peak --------------------------------------------------------------------------------------------------------------
 
-LOGITS_MIN_BYTES, LOGITS_SHARE = (
-    36 << 20,
-    4,
-)  # FP32 logits held at once: this, or this share of what the layers keep
+# FP32 logits held at once: this, or this share of what the layers keep
+LOGITS_MIN_BYTES = 36 << 20
+LOGITS_SHARE = 4
 LOGITS_MAX_ROWS = 1024  # more rows are not faster
-INDEX_SAMPLE_BYTES, INDEX_MAX_BYTES = (
-    16,
-    128 << 20,
-)  # of the data's index on a reader: of a sample, with its documents; and at most
+# of the data's index on a reader: of a sample, with its documents; and at most
+INDEX_SAMPLE_BYTES = 16
+INDEX_MAX_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
@@ -339,18 +336,23 @@ def data_index_bytes(run: RunConfig, samples: int) -> int:
 
 def layer_saved_bytes(run: RunConfig, tp: int) -> int:
     """Bytes that one layer keeps from forward to backward, whole layers not being recomputed."""
-    spared = core_bytes(run, tp) if run.training.recompute_granularity == "selective" else 0
+    spared = (
+        selective_recompute_bytes(run, tp)
+        if run.training.recompute_granularity == "selective"
+        else 0
+    )
     return sum(r.saved_bytes for r in layer_records(run, tp)) - spared
 
 
-def part_kept_bytes(
+def layers_kept_bytes(
     run: RunConfig, tp: int, layers: int, groups: Sequence[range]
 ) -> tuple[int, int]:
     """What `layers` layers keep of one micro-batch from forward to backward, and what backward holds in addition for recompute.
 
     groups: of layers that are recomputed together. The layers that are not come last, so backward has freed them by then.
     """
-    per_layer, plain = layer_saved_bytes(run, tp), layers - sum(map(len, groups))
+    per_layer = layer_saved_bytes(run, tp)
+    plain = layers - sum(map(len, groups))
     again = max(map(len, groups), default=0)
     return len(groups) * residual_bytes(run, tp) + plain * per_layer, max(
         0, again - plain
@@ -370,7 +372,9 @@ def weight_input_bytes(run: RunConfig, tp: int) -> int:
 
 
 # Of the kernels' attention (kernels_sve/attention_shape.h): rows of a block, sums of dQ for a head, and from where heads are few.
-ATTENTION_BLOCK, QUERY_SUMS, LONG_SEQUENCE = 96, 6, 32768
+ATTENTION_BLOCK = 96
+QUERY_SUMS = 6
+LONG_SEQUENCE = 32768
 
 
 def attention_bytes(run: RunConfig, tp: int, threads: int) -> int:
@@ -383,18 +387,19 @@ def attention_bytes(run: RunConfig, tp: int, threads: int) -> int:
 
 def _attention_bytes(run: RunConfig, tp: int, threads: int, way: str) -> int:
     """`attention_bytes` of layers with this --cp-comm-type."""
-    model, cp = run.model, run.parallel.context_parallel_size
+    model = run.model
+    cp = run.parallel.context_parallel_size
     queries = keys = model.seq_length
-    heads, groups = model.num_attention_heads // tp, model.query_groups // tp
+    heads = model.num_attention_heads // tp
+    groups = model.query_groups // tp
     if cp > 1 and way == A2A:
-        heads, groups = heads // cp, groups * group_copies(groups, cp) // cp
+        heads = heads // cp
+        groups = groups * group_copies(groups, cp) // cp
     elif cp > 1:
         queries = model.seq_length // (2 * cp)
         keys = queries if way == P2P else keys
-    share, sums = (
-        heads // groups,
-        min(round_up(keys, ATTENTION_BLOCK) // ATTENTION_BLOCK, QUERY_SUMS),
-    )
+    share = heads // groups
+    sums = min(round_up(keys, ATTENTION_BLOCK) // ATTENTION_BLOCK, QUERY_SUMS)
     wanted = max(2, min(16, threads))
     if max(queries, keys) > LONG_SEQUENCE:
         wanted = min(wanted, -(-threads // sums))
@@ -403,10 +408,8 @@ def _attention_bytes(run: RunConfig, tp: int, threads: int, way: str) -> int:
     of_query, of_key = (
         round_up(rows, ATTENTION_BLOCK) * model.kv_channels for rows in (queries, keys)
     )
-    of_head, of_group = (
-        (4 + sums) * of_query + 2 * queries + 2 * of_key * (share > 1),
-        of_key * (3 if share > 1 else 1),
-    )
+    of_head = (4 + sums) * of_query + 2 * queries + 2 * of_key * (share > 1)
+    of_group = of_key * (3 if share > 1 else 1)
     return FP32_BYTES * (heads_at_once * of_head + groups_at_once * of_group)
 
 
@@ -415,14 +418,14 @@ def inner_bytes(run: RunConfig, tp: int) -> int:
     return tokens_per_microbatch(run) * mlp_width(run.model) * element_bytes(run) // tp
 
 
-def live_bytes(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held]) -> int:
+def live_bytes(run: RunConfig, layout: Layout, stage: int, held: Sequence[InFlight]) -> int:
     """What a stage's layers hold at the fullest of the moments of its schedule."""
-    parts = stage_parts(run, stage)
+    parts = stage_virtual_stages(run, stage)
     return chunks_live_bytes(
         run,
         layout.tp,
         [pipeline_split(run)[part] for part in parts],
-        [part_recompute_groups(run, part) for part in parts],
+        [virtual_stage_recompute_groups(run, part) for part in parts],
         held,
     )
 
@@ -432,14 +435,14 @@ def chunks_live_bytes(
     tp: int,
     layers: Sequence[int],
     groups: Sequence[Sequence[range]],
-    held: Sequence[Held],
+    held: Sequence[InFlight],
 ) -> int:
     """`live_bytes` of chunks of so many layers, of which `groups` are recomputed together.
 
     What is recomputed becomes, layer by layer, what a split backward leaves for its second half, which is more.
     """
     kept, again = zip(
-        *(part_kept_bytes(run, tp, *chunk) for chunk in zip(layers, groups, strict=True)),
+        *(layers_kept_bytes(run, tp, *chunk) for chunk in zip(layers, groups, strict=True)),
         strict=True,
     )
     waiting = [count * weight_input_bytes(run, tp) for count in layers]
@@ -463,7 +466,8 @@ def working_bytes(run: RunConfig, tp: int) -> int:
 
     Where blocks of a reduction are sent, those of two more: all ranks' shares of the own part, and own shares of the others' parts.
     """
-    whole, widths = activation_bytes(run), 4 if run.parallel.tp_comm_overlap and tp > 1 else 2
+    whole = activation_bytes(run)
+    widths = 4 if run.parallel.tp_comm_overlap and tp > 1 else 2
     inner = 3 if run.lora.of_mlps(run.model) else 1  # what adapters add is made apart
     of_mlp = (
         widths * whole
@@ -475,9 +479,12 @@ def working_bytes(run: RunConfig, tp: int) -> int:
 
 def posted_bytes(run: RunConfig, tp: int, stage: int) -> int:
     """Memory of the receives that a stage has posted ahead, from each neighbour of each of its chunks."""
-    where, ahead = placement(run), receives_ahead(run.parallel.schedule)
+    where = placement(run)
+    ahead = receives_ahead(run.parallel.schedule)
     neighbours = [
-        where.neighbour(stage, chunk, step) for chunk in range(where.chunks) for step in (-1, 1)
+        where.neighbour(stage, chunk, step)
+        for chunk in range(where.model_chunks)
+        for step in (-1, 1)
     ]
     return (
         ahead * sum(n is not None and n[0] != stage for n in neighbours) * residual_bytes(run, tp)
@@ -491,15 +498,16 @@ def logits_rows(run: RunConfig, layout: Layout) -> int:
     what the layers keep, or with --recompute-part-layers would keep: the order of sums is then the same whatever is recomputed.
     """
     vocabulary = padded_vocab_size(run.model, layout.tp) // layout.tp
-    rows, free = tokens_per_microbatch(run), run.training.recompute_part_layers is not None
+    rows = tokens_per_microbatch(run)
+    free = run.training.recompute_part_layers is not None
     kept = sum(
-        part_kept_bytes(
+        layers_kept_bytes(
             run,
             layout.tp,
             pipeline_split(run)[part],
-            () if free else part_recompute_groups(run, part),
+            () if free else virtual_stage_recompute_groups(run, part),
         )[0]
-        for part in stage_parts(run, placement(run).last_stage)
+        for part in stage_virtual_stages(run, placement(run).last_stage)
     )
     budget = max(LOGITS_MIN_BYTES, kept // LOGITS_SHARE)
     chunks = max(-(-rows * vocabulary * FP32_BYTES // budget), -(-rows // LOGITS_MAX_ROWS))
@@ -513,9 +521,12 @@ def reused_bytes(run: RunConfig, layout: Layout, stage: int, live: int) -> int:
     """
     if layout.microbatches(run, layout.global_batch_size(run)) > 1:
         return 0
-    sizes, layers = bucket_elements(run, layout, stage), sum(map(len, stage_layers(run, stage)))
-    head, tied_first = int(stage == placement(run).last_stage), run.model.tied and layout.pp == 1
-    peak, taken = 0, sizes[-1] * tied_first
+    sizes = bucket_elements(run, layout, stage)
+    layers = sum(map(len, stage_layers(run, stage)))
+    head = int(stage == placement(run).last_stage)
+    tied_first = run.model.tied and layout.pp == 1
+    peak = 0
+    taken = sizes[-1] * tied_first
     for index, (size, units) in enumerate(
         zip(sizes, bucket_units(run, layout, stage), strict=True)
     ):
@@ -525,13 +536,14 @@ def reused_bytes(run: RunConfig, layout: Layout, stage: int, live: int) -> int:
     return FP32_BYTES * sum(sizes) + live - peak
 
 
-def stage_memory(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held]) -> Memory:
-    """Memory of one rank of `stage`. held: what its schedule holds at the moments that may need most (`schedule.held`)."""
-    elements, sharded = flat_elements(run, layout, stage), sum(part_elements(run, layout, stage))
+def stage_memory(run: RunConfig, layout: Layout, stage: int, held: Sequence[InFlight]) -> Memory:
+    """Memory of one rank of `stage`. held: what its schedule holds at the moments that may need most (`schedule.in_flight`)."""
+    elements = flat_elements(run, layout, stage)
+    sharded = sum(updated_elements(run, layout, stage))
     low = 0 if run.precision.name == "fp32" else 2
     outside = sum(
         r.saved_bytes
-        for part in stage_parts(run, stage)
+        for part in stage_virtual_stages(run, stage)
         for _, r in end_records(run, layout, placement(run), part)
     )
     logits = (
@@ -556,10 +568,8 @@ def stage_memory(run: RunConfig, layout: Layout, stage: int, held: Sequence[Held
         widened if run.output.save else 0
     )
     packed = 1.5 if run.system.splits_fp32 else 1.0  # three BF16 numbers for one of FP32
-    copies, live = (
-        1 + 2 * packed * run.system.cache_packed_weights,
-        live_bytes(run, layout, stage, held),
-    )
+    copies = 1 + 2 * packed * run.system.cache_packed_weights
+    live = live_bytes(run, layout, stage, held)
     held_weights = elements + frozen_elements(run, layout, stage)
     return Memory(
         weights=int(copies * held_weights) * (low or FP32_BYTES),

@@ -16,14 +16,13 @@ Matrices = list[tuple[int, int, int]]  # (how many, rows, columns)
 
 
 def _mlp_matrices(model: ModelConfig, mlp: str) -> Matrices:
-    h, widths = model.hidden_size, model.fc1_widths
+    h = model.hidden_size
+    widths = model.fc1_widths
     if mlp != "experts":
         return [(1, widths * model.ffn_hidden_size, h), (1, h, model.ffn_hidden_size)]
-    e, f, shared = (
-        model.num_experts or 0,
-        model.moe_ffn_hidden_size or 0,
-        model.moe_shared_expert_intermediate_size or 0,
-    )
+    e = model.num_experts or 0
+    f = model.moe_ffn_hidden_size or 0
+    shared = model.moe_shared_expert_intermediate_size or 0
     return [
         (e, widths * f, h),
         (e, h, f),
@@ -34,11 +33,9 @@ def _mlp_matrices(model: ModelConfig, mlp: str) -> Matrices:
 def layer_matrices(run: RunConfig, mlp: str) -> Matrices:
     """Those of one layer that tensor-parallel ranks share, whole."""
     model = run.model
-    queries, keys, h = (
-        model.context_width,
-        (model.qkv_width - model.context_width) // 2,
-        model.hidden_size,
-    )
+    queries = model.context_width
+    keys = (model.qkv_width - model.context_width) // 2
+    h = model.hidden_size
     qkv = (
         [(1, model.qkv_width, h)]
         if run.optimizer.muon_no_split_qkv
@@ -76,10 +73,8 @@ def orthogonalized(run: RunConfig, layout: Layout, stage: int) -> Counter[tuple[
 
     Tensor-parallel ranks compute whole ones alike, or with --muon-tp-mode blockwise their parts, here as if of all rows.
     """
-    parts, found = (
-        layout.tp if run.optimizer.muon_tp_mode == "blockwise" else 1,
-        Counter[tuple[int, int]](),
-    )
+    parts = layout.tp if run.optimizer.muon_tp_mode == "blockwise" else 1
+    found = Counter[tuple[int, int]]()
     for layer in itertools.chain(*stage_layers(run, stage)) if run.optimizer.muon else ():
         mlp = run.model.mlps[layer]
         for count, rows, columns in [*layer_matrices(run, mlp), *_replicated(run.model, mlp)]:

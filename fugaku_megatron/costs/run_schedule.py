@@ -16,10 +16,15 @@ from functools import lru_cache
 from ..config.layout import Layout, placement
 from ..config.run_config import RunConfig
 from ..pipeline.cuts import PartCosts, SplitCosts
-from ..pipeline.instructions import Held
+from ..pipeline.instructions import InFlight
 from ..pipeline.schedule import Schedule
 from ..pipeline.schedule_names import SPLITS_BACKWARD
-from .accounting import layer_and_head_flops, part_recompute_groups, pipeline_split, stage_parts
+from .accounting import (
+    layer_and_head_flops,
+    pipeline_split,
+    stage_virtual_stages,
+    virtual_stage_recompute_groups,
+)
 from .memory import chunks_live_bytes, live_bytes, stage_memory
 
 # F, I and W of a layer, relative to each other: F and I have norms and attention, W has matmuls alone.
@@ -28,7 +33,7 @@ RECOMPUTE_COST = 5  # added to I by full recompute: F without its last matmul
 # W where tensor-parallel ranks all-reduce in F and I: lists are compared at it, but those made for it come out longer.
 REDUCED_WEIGHT_COST = 2
 MIB = 2**20
-StageHolds = Callable[[int], Sequence[Held]]
+StageHolds = Callable[[int], Sequence[InFlight]]
 
 
 @lru_cache(maxsize=1024)  # a search asks for the same again and again
@@ -43,15 +48,16 @@ def split_costs(run: RunConfig, reduced: bool = False) -> PartCosts:
     if reduced and run.parallel.tensor_model_parallel_size > 1:
         weights = REDUCED_WEIGHT_COST
     layer, head = layer_and_head_flops(run)
-    chosen, costs = run.training.recompute_part_layers is not None, list[SplitCosts]()
+    chosen = run.training.recompute_part_layers is not None
+    costs = list[SplitCosts]()
     for part, layers in enumerate(pipeline_split(run)):
-        again = 0 if chosen else sum(map(len, part_recompute_groups(run, part)))
+        again = 0 if chosen else sum(map(len, virtual_stage_recompute_groups(run, part)))
         costs.append((forward * layers, inputs * layers + RECOMPUTE_COST * again, weights * layers))
     last, inputs, weights = costs.pop()
     return (*costs, (last + round(3 * forward * head / layer), inputs, weights))
 
 
-def of_run(run: RunConfig, microbatches: int) -> Schedule:
+def build_schedule(run: RunConfig, microbatches: int) -> Schedule:
     """The schedule that a run's flags ask for."""
     name = run.parallel.schedule
     if name not in SPLITS_BACKWARD:
@@ -66,9 +72,9 @@ def of_run(run: RunConfig, microbatches: int) -> Schedule:
     )
 
 
-def lists_of(run: RunConfig, layout: Layout) -> Schedule:
-    """`of_run` for an iteration at the full global batch size."""
-    return of_run(run, layout.microbatches(run, layout.global_batch_size(run)))
+def full_batch_schedule(run: RunConfig, layout: Layout) -> Schedule:
+    """`build_schedule` for an iteration at the full global batch size."""
+    return build_schedule(run, layout.microbatches(run, layout.global_batch_size(run)))
 
 
 def recompute_name(run: RunConfig) -> str:
@@ -83,9 +89,9 @@ def recompute_name(run: RunConfig) -> str:
     )
 
 
-def settled(run: RunConfig, layout: Layout, limit: float) -> tuple[RunConfig, list[str]]:
+def resolve_recompute(run: RunConfig, layout: Layout, limit: float) -> tuple[RunConfig, list[str]]:
     """The run with what --recompute-auto chooses for its schedule within `limit` bytes, and the line of the log about it."""
-    run = with_recompute(run, layout, limit, lists_of(run, layout).held)
+    run = with_recompute(run, layout, limit, full_batch_schedule(run, layout).in_flight)
     return run, [choice_line(run, limit)]
 
 
@@ -98,24 +104,27 @@ def choice_line(run: RunConfig, limit: float) -> str:
     return (
         within
         + "of the layers of each stage"
-        + ", chunk by chunk" * (placement(run).chunks > 1)
+        + ", chunk by chunk" * (placement(run).model_chunks > 1)
         + ", "
         + "; ".join(
-            f"{stage}: {' '.join(str(again) for again in layers_again(run, stage))}"
+            f"{stage}: {' '.join(str(again) for again in recomputed_layers(run, stage))}"
             for stage in stages
         )
     )
 
 
-def layers_again(run: RunConfig, stage: int) -> list[int]:
+def recomputed_layers(run: RunConfig, stage: int) -> list[int]:
     """How many layers of each chunk of a stage are recomputed."""
-    return [sum(map(len, part_recompute_groups(run, part))) for part in stage_parts(run, stage)]
+    return [
+        sum(map(len, virtual_stage_recompute_groups(run, part)))
+        for part in stage_virtual_stages(run, stage)
+    ]
 
 
 def with_recompute(run: RunConfig, layout: Layout, limit: float, holds: StageHolds) -> RunConfig:
     """The run with the flags that say what --recompute-auto chooses; unchanged without it.
 
-    limit: bytes of a rank's tensors (`memory.Memory.total`). holds: what the schedule of a stage holds (`schedule.Schedule.held`).
+    limit: bytes of a rank's tensors (`memory.Memory.total`). holds: what the schedule of a stage holds (`schedule.Schedule.in_flight`).
     A stage for which no choice is enough recomputes all of its layers.
     """
     if not run.training.recompute_auto:
@@ -123,7 +132,9 @@ def with_recompute(run: RunConfig, layout: Layout, limit: float, holds: StageHol
     run = replace(run, training=replace(run.training, recompute_auto=False))  # recomputes nothing
     numbers = dict.fromkeys(range(len(pipeline_split(run))), 0)
     for stage in range(layout.pp):
-        numbers |= zip(stage_parts(run, stage), fewest(run, layout, stage, limit, holds(stage)))
+        numbers |= zip(
+            stage_virtual_stages(run, stage), fewest(run, layout, stage, limit, holds(stage))
+        )
     if not any(numbers.values()):
         return run
     layers = tuple(numbers.values())
@@ -134,10 +145,10 @@ def with_recompute(run: RunConfig, layout: Layout, limit: float, holds: StageHol
 
 
 def fewest(
-    run: RunConfig, layout: Layout, stage: int, limit: float, held: Sequence[Held]
+    run: RunConfig, layout: Layout, stage: int, limit: float, held: Sequence[InFlight]
 ) -> tuple[int, ...]:
     """Layers of each chunk of a stage that are recomputed, for a run that recomputes none so far."""
-    layers = [pipeline_split(run)[part] for part in stage_parts(run, stage)]
+    layers = [pipeline_split(run)[part] for part in stage_virtual_stages(run, stage)]
     whole = stage_memory(run, layout, stage, held)
     if whole.total <= limit:
         return (0,) * len(layers)
@@ -155,7 +166,7 @@ def fewest(
     return spread(1 + bisect_left(some, True, key=fits), layers, held)
 
 
-def spread(count: int, layers: Sequence[int], held: Sequence[Held]) -> tuple[int, ...]:
+def spread(count: int, layers: Sequence[int], held: Sequence[InFlight]) -> tuple[int, ...]:
     """`count` layers of a stage, shared out among its chunks: first to those that hold most micro-batches at once."""
     most = [max(moment.activations[chunk] for moment in held) for chunk in range(len(layers))]
     numbers = [0] * len(layers)

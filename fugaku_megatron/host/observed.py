@@ -313,7 +313,11 @@ def _about(track: str, name: str, args: tuple, kwargs: dict) -> dict[str, Any]:
     """Fields of the event of a call: a kernel's FLOPs, an instruction's micro-batch and chunk."""
     if track == "kernels":
         return {"flops": kernels.table.flops(name, *args, **kwargs)}
-    return {"microbatch": args[0].microbatch, "chunk": args[0].chunk} if track == "schedule" else {}
+    return (
+        {"microbatch": args[0].microbatch, "chunk": args[0].model_chunk}
+        if track == "schedule"
+        else {}
+    )
 
 
 class _Step:

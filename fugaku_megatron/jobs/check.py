@@ -321,7 +321,7 @@ def _cost(request: Request, run: RunConfig, layout: Layout, line: int) -> Iterat
         "a64fx", software.THIS_PROJECT, request.nodes, request.ranks_per_node
     )
     fitted = system.software.fitted
-    run, _ = search.settled(run, layout, system)
+    run, _ = search.resolve(run, layout, system)
     used = memory.peak_mib(run, layout, system.software, request.nodes, fitted.memory)
     limit = memory.limit_mib(system.machine, system.software, request.ranks_per_node)
     if used > limit:

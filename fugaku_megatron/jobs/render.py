@@ -353,7 +353,7 @@ def slurm_memory_mib(cluster: Cluster, job: Recipe) -> tuple[Layout, float]:
     mib = (
         max(
             memory.stage_memory(
-                run, layout, stage, run_schedule.of_run(run, batches).held(stage)
+                run, layout, stage, run_schedule.build_schedule(run, batches).in_flight(stage)
             ).total
             for stage in range(job.pp)
         )

@@ -119,7 +119,7 @@ class Context:
         """How matmuls exchange parts of the sequence while they run, None where they do not."""
         if not self.tp_comm_overlap or self.sequence is None:
             return None
-        return RowBlocks(self.tp, self.ops.kernels, activations.blocks_of_a_part(self.tp.size))
+        return RowBlocks(self.tp, self.ops.kernels, activations.overlap_blocks(self.tp.size))
 
     def first_position(self, x: Tensor) -> int:
         """Where x (s, b, h), an activation between the matmuls, begins in this rank's sequence."""

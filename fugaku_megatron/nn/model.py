@@ -79,8 +79,14 @@ class Stage(nn.Module):
             ),
         )
         self.chunks: Any = nn.ModuleList(
-            Chunk(run, self.placement.part(pp.rank, chunk), self.placement.parts, context, rows)
-            for chunk in range(self.placement.chunks)
+            Chunk(
+                run,
+                self.placement.virtual_stage(pp.rank, chunk),
+                self.placement.virtual_stages,
+                context,
+                rows,
+            )
+            for chunk in range(self.placement.model_chunks)
         )
         if self.first and self.last and run.model.tied:
             self.last.output_weight = self.first.embedding.word_embeddings.weight
@@ -155,14 +161,14 @@ class Chunk(nn.Module):
         super().__init__()
         model, self.tp, self.ops, self.context = run.model, context.tp, context.ops, context
         self.is_first, self.is_last, self.logits_rows = part == 0, part == parts - 1, logits_rows
-        self.recompute_groups = accounting.part_recompute_groups(run, part)
+        self.recompute_groups = accounting.virtual_stage_recompute_groups(run, part)
         self.z_losses: dict[int, Tensor] = {}
         vocabulary = accounting.padded_vocab_size(model, context.tp.size)
         if self.is_first:
             self.embedding = Embedding(vocabulary, context)
         self.layers = nn.ModuleList(
             TransformerLayer(n + 1, context)
-            for n in accounting.part_layers(run, placement(run), part)
+            for n in accounting.virtual_stage_layers(run, placement(run), part)
         )
         if self.is_last:
             self.final_layernorm = make_norm("decoder.final_layernorm", context)

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from ..comm.base import Comm
 from ..comm.exchange import Exchange, map_rows
-from ..costs.activations import parts_of, runs_of
+from ..costs.activations import rank_segments, segment_numbers
 from .heads import Heads
 
 
 def own_runs(r: int, cp: Comm) -> list[range]:
-    """`runs_of` this rank, which has r rows."""
-    return runs_of(cp.rank, cp.size, r * cp.size)
+    """Return the segments of this rank, which has r rows."""
+    return rank_segments(cp.rank, cp.size, r * cp.size)
 
 
 def positions(runs: Sequence[range]) -> Tensor:
@@ -33,7 +33,7 @@ def positions(runs: Sequence[range]) -> Tensor:
 
 def _order(ranks: int) -> list[int]:
     """The parts of the sequence in the order in which ranks have them."""
-    return [part for rank in range(ranks) for part in parts_of(rank, ranks)]
+    return [part for rank in range(ranks) for part in segment_numbers(rank, ranks)]
 
 
 def in_order(x: Tensor, ranks: int) -> Tensor:

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from ..comm.base import DONE, Comm, Handle
 from ..config.parallel import ALLGATHER
-from ..costs.activations import runs_of, seen_keys, span
+from ..costs.activations import rank_segments, span, visible_keys
 from .dropout import DropoutKey
 from .heads import Heads
 from .sequence_ranks import in_order, of_ranks
@@ -43,7 +43,7 @@ class Sight:
 
     def seen(self, queries: range, keys: range) -> tuple[range, range] | None:
         """Those of `queries` and `keys` between the first and the last that see, or are seen by, one of the others; None: none."""
-        seen = seen_keys(queries, keys, self.window)
+        seen = visible_keys(queries, keys, self.window)
         first, end = seen.start, seen.stop
         if self.starts is not None:
             first = max(first, int(self.starts[:, queries.start].min()))
@@ -147,7 +147,7 @@ class _Gathered:
         whole = cp.all_gather(kv.new_empty(cp.size, *kv.shape), kv)
         self._whole = in_order(whole.flatten(0, 1), cp.size)
         self._parts = list(
-            parts(call.sight, runs_of(cp.rank, cp.size, call.sight.length), self._keys)
+            parts(call.sight, rank_segments(cp.rank, cp.size, call.sight.length), self._keys)
         )
 
     def __iter__(self) -> Iterator[tuple[Part, Tensor]]:
@@ -176,7 +176,7 @@ class _Passed:
 
     def __init__(self, cp: Comm, call: SharedCall, kv: Tensor) -> None:
         self._cp, self._call, self._own, self._sent = cp, call, kv, list[Handle]()
-        self._runs = [runs_of(rank, cp.size, call.sight.length) for rank in range(cp.size)]
+        self._runs = [rank_segments(rank, cp.size, call.sight.length) for rank in range(cp.size)]
 
     def _needed(self, rank: int, source: int) -> list[range]:
         """The keys of each part of rank `source` that `rank` needs."""

@@ -134,10 +134,14 @@ BEYOND_DOUBT = 1.1  # a run that needs this many times the memory of its node is
 def rank_bytes(run: RunConfig, layout: Layout, rank: int) -> int:
     """Memory of one rank at the peak of a step, as --dry-run has it, with the process itself."""
     stage = Grid(*layout.sizes).coords(rank)[1]
-    lists = run_schedule.of_run(run, layout.microbatches(run, layout.global_batch_size(run)))
+    lists = run_schedule.build_schedule(
+        run, layout.microbatches(run, layout.global_batch_size(run))
+    )
     attention = memory.attention_bytes(run, layout.tp, torch.get_num_threads())
     return (
-        memory.stage_memory(run, layout, stage, lists.held(stage)).total + attention + PROCESS_BYTES
+        memory.stage_memory(run, layout, stage, lists.in_flight(stage)).total
+        + attention
+        + PROCESS_BYTES
     )
 
 

@@ -218,7 +218,7 @@ class Search:
         )
         backward, part = (
             now.op != FORWARD,
-            trainer.stage.placement.part(trainer.groups.pp.rank, now.chunk),
+            trainer.stage.placement.virtual_stage(trainer.groups.pp.rank, now.model_chunk),
         )
         what = "its inputs are finite, its result is not" if made else "its inputs are not finite"
         batch = trainer.skips.samples(self.consumed, trainer.batch_size(self.consumed))

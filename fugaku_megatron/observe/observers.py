@@ -81,7 +81,7 @@ class Heartbeats:
         ) -> Any:
             instruction = args[0]
             what = f"{name} of micro-batch {instruction.microbatch}" + (
-                f", chunk {instruction.chunk}" if chunks > 1 else ""
+                f", chunk {instruction.model_chunk}" if chunks > 1 else ""
             )
             if name.startswith(("send", "recv")):
                 what += f" {'to' if name in SENDS else 'from'} rank {peers[placement.peer(stage, instruction)[0]]}"

@@ -98,7 +98,9 @@ class Fingerprints:
         self._kept: dict[Key, int] = {}
         pp, placement = trainer.groups.pp, trainer.stage.placement
         for number, chunk in enumerate(trainer.stage.chunks):
-            chunk.register_forward_hook(partial(self._forward, placement.part(pp.rank, number)))
+            chunk.register_forward_hook(
+                partial(self._forward, placement.virtual_stage(pp.rank, number))
+            )
         trainer.optimizer.buckets.before_sum = self._weights
 
     def take(self) -> dict[Key, int]:

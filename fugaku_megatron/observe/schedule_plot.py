@@ -122,13 +122,13 @@ def _bars(axes: Any, spans: Sequence[Span], stages: int) -> list[tuple[str, str]
     begin, end, chunks = (
         min(s.start for s in spans),
         max(s.end for s in spans),
-        1 + max(s.chunk for s in spans),
+        1 + max(s.model_chunk for s in spans),
     )
     axes.barh(range(stages), [end - begin] * stages, left=begin, height=0.9, color=IDLE)
     drawn = []
     for colour, label, ops in KINDS:
         for chunk in range(chunks):
-            own = [s for s in spans if s.op in ops and s.chunk == chunk]
+            own = [s for s in spans if s.op in ops and s.model_chunk == chunk]
             white = (1 - LIGHTEST) * chunk / max(1, chunks - 1)
             axes.barh(
                 [s.stage for s in own],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,12 @@ def merge_traces(
     placement, pipeline: of the schedule that `measured_spans` finds in it, and the ranks of its stages.
     """
     missing = [path for path in paths if not path.is_file()]
-    other = json.dumps({"placement": asdict(placement), "pipeline": list(pipeline)})
+    shape = {
+        "stages": placement.stages,
+        "chunks": placement.model_chunks,
+        "kind": placement.kind,
+    }
+    other = json.dumps({"placement": shape, "pipeline": list(pipeline)})
     with open(merged, "w", encoding="utf-8") as file:
         file.write(f'{{"displayTimeUnit": "ms", "otherData": {other}, "traceEvents": [')
         separator = "\n"
@@ -55,9 +59,11 @@ def measured_spans(trace: Trace) -> list[Span]:
 
     A receive begins when its message was sent: until then the stage was idle.
     """
-    placement = placement_module.Placement(**trace["otherData"]["placement"])
+    shape = trace["otherData"]["placement"]
+    placement = placement_module.Placement(shape["stages"], shape["chunks"], shape["kind"])
     measured = {
-        (span.stage, span.op, span.microbatch, span.chunk): span for span in _instructions(trace)
+        (span.stage, span.op, span.microbatch, span.model_chunk): span
+        for span in _instructions(trace)
     }  # later ones replace
     sent = {}
     for span in measured.values():
@@ -94,11 +100,11 @@ def _instructions(trace: Trace) -> Iterator[Span]:
 
 
 def _message(span: Span) -> instructions.Instruction:
-    return instructions.Instruction(span.op, span.microbatch, span.chunk)
+    return instructions.Instruction(span.op, span.microbatch, span.model_chunk)
 
 
 def _between(span: Span, start: float, end: float) -> Span:
-    return Span(span.stage, span.op, span.microbatch, span.chunk, start, end)
+    return Span(span.stage, span.op, span.microbatch, span.model_chunk, start, end)
 
 
 def measured_memory(trace: Trace) -> list[float]:

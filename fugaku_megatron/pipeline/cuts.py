@@ -17,7 +17,7 @@ ALIKE: SplitCosts = (1, 1, 1)
 
 def even_cut(layers: int, placement: Placement) -> tuple[int, ...]:
     """The same number of layers in every part."""
-    return (layers // placement.parts,) * placement.parts
+    return (layers // placement.virtual_stages,) * placement.virtual_stages
 
 
 def balanced_cut(layers: int, placement: Placement, layer: float, head: float) -> tuple[int, ...]:
@@ -26,8 +26,8 @@ def balanced_cut(layers: int, placement: Placement, layer: float, head: float) -
     The stage that has the logits, too, gets its number of layers by cost; the others share the rest evenly, the later ones taking
     what does not divide. Then each stage cuts its layers into chunks by the same rule.
     """
-    with_head, _ = placement.owner(placement.parts - 1)
-    mine = _with_head(layers, placement.stages - 1, placement.chunks, layer, head)
+    with_head, _ = placement.owner(placement.virtual_stages - 1)
+    mine = _with_head(layers, placement.stages - 1, placement.model_chunks, layer, head)
     others = evenly(layers - mine, placement.stages - 1)
     return cut_of_stages((*others[:with_head], mine, *others[with_head:]), placement, layer, head)
 
@@ -36,12 +36,13 @@ def cut_of_stages(
     totals: tuple[int, ...], placement: Placement, layer: float, head: float
 ) -> tuple[int, ...]:
     """Layers of each part where the stages' layers are given: chunks of a stage cost the same, as far as the layers divide."""
-    with_head, _ = placement.owner(placement.parts - 1)
-    chunks = [evenly(total, placement.chunks) for total in totals]
-    last = _with_head(totals[with_head], placement.chunks - 1, 1, layer, head)
-    chunks[with_head] = (*evenly(totals[with_head] - last, placement.chunks - 1), last)
+    with_head, _ = placement.owner(placement.virtual_stages - 1)
+    chunks = [evenly(total, placement.model_chunks) for total in totals]
+    last = _with_head(totals[with_head], placement.model_chunks - 1, 1, layer, head)
+    chunks[with_head] = (*evenly(totals[with_head] - last, placement.model_chunks - 1), last)
     return tuple(
-        chunks[stage][chunk] for stage, chunk in map(placement.owner, range(placement.parts))
+        chunks[stage][chunk]
+        for stage, chunk in map(placement.owner, range(placement.virtual_stages))
     )
 
 

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-FORWARD, BACKWARD = "forward", "backward"
+FORWARD = "forward"
+BACKWARD = "backward"
 
 
-BACKWARD_INPUT, BACKWARD_WEIGHT = "backward_input", "backward_weight"
+BACKWARD_INPUT = "backward_input"
+BACKWARD_WEIGHT = "backward_weight"
 
 
-RECV_FORWARD, SEND_FORWARD = "recv_forward", "send_forward"
+RECV_FORWARD = "recv_forward"
+SEND_FORWARD = "send_forward"
 
 
-RECV_BACKWARD, SEND_BACKWARD = "recv_backward", "send_backward"
+RECV_BACKWARD = "recv_backward"
+SEND_BACKWARD = "send_backward"
 
 
-SENDS, RECEIVES = (SEND_FORWARD, SEND_BACKWARD), (RECV_FORWARD, RECV_BACKWARD)
+SENDS = (SEND_FORWARD, SEND_BACKWARD)
+RECEIVES = (RECV_FORWARD, RECV_BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -25,11 +30,11 @@ class Instruction:
 
     op: str
     microbatch: int
-    chunk: int = 0
+    model_chunk: int = 0
 
 
 @dataclass(frozen=True)
-class Held:
+class InFlight:
     """What a stage holds at one moment, in micro-batches of each chunk.
 
     activations: between F and I or B. weight_inputs: between I and W, what W still needs.

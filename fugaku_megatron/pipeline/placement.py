@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from .instructions import RECV_BACKWARD, SEND_BACKWARD, SEND_FORWARD, Instruction
 from .schedule_names import INTERLEAVED, ONE_F_ONE_B, ZB_H1, ZBV
 
-LOOP, V = "loop", "v"
+LOOP = "loop"
+V = "v"
 
 
 @dataclass(frozen=True)
@@ -19,27 +20,27 @@ class Placement:
     """
 
     stages: int
-    chunks: int = 1
+    model_chunks: int = 1
     kind: str = LOOP
 
     def __post_init__(self) -> None:
         assert (
             self.stages >= 1
-            and self.chunks >= 1
-            and (self.kind == LOOP or (self.kind, self.chunks) == (V, 2))
+            and self.model_chunks >= 1
+            and (self.kind == LOOP or (self.kind, self.model_chunks) == (V, 2))
         ), self
 
     @property
-    def parts(self) -> int:
+    def virtual_stages(self) -> int:
         """Parts of the model."""
-        return self.stages * self.chunks
+        return self.stages * self.model_chunks
 
     @property
     def last_stage(self) -> int:
         """The stage with the end of the model."""
-        return self.owner(self.parts - 1)[0]
+        return self.owner(self.virtual_stages - 1)[0]
 
-    def part(self, stage: int, chunk: int) -> int:
+    def virtual_stage(self, stage: int, chunk: int) -> int:
         """The number of the part that is `chunk` of `stage`."""
         turned = self.kind == V and chunk == 1
         return chunk * self.stages + (self.stages - 1 - stage if turned else stage)
@@ -54,8 +55,8 @@ class Placement:
 
         Where it is a chunk of the same stage, no message is sent: the executor hands the tensor over.
         """
-        part = self.part(stage, chunk) + step
-        return self.owner(part) if 0 <= part < self.parts else None
+        part = self.virtual_stage(stage, chunk) + step
+        return self.owner(part) if 0 <= part < self.virtual_stages else None
 
     def peer(self, stage: int, message: Instruction) -> tuple[int, int]:
         """(other stage, tag) of a send or receive on `stage`.
@@ -64,7 +65,7 @@ class Placement:
         the same two stages never mix; those of one tag follow the order of the micro-batches.
         """
         down = message.op in (SEND_FORWARD, RECV_BACKWARD)  # the other part comes after this one
-        cut = self.part(stage, message.chunk) + down
+        cut = self.virtual_stage(stage, message.model_chunk) + down
         other, _ = self.owner(cut if down else cut - 1)
         return other, 2 * cut + (message.op in (SEND_BACKWARD, RECV_BACKWARD))
 
@@ -76,7 +77,7 @@ class Placement:
         if self.kind == V:
             return 2 * microbatch + part
         group, place = divmod(microbatch, self.stages)
-        return group * self.parts + place + part
+        return group * self.virtual_stages + place + part
 
 
 def placement_of(name: str, stages: int, chunks: int) -> Placement:

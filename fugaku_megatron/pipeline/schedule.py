@@ -28,7 +28,7 @@ from .instructions import (
     SEND_BACKWARD,
     SEND_FORWARD,
     SENDS,
-    Held,
+    InFlight,
     Instruction,
 )
 from .placement import LOOP, Placement, placement_of
@@ -73,10 +73,11 @@ def interleaved(stage: int, stages: int, chunks: int, microbatches: int) -> list
     a list that can be walked can be walked, because a micro-batch depends on no other.
     Source: Narayanan et al. (2021), figure 4, bottom.
     """
-    placement, padded = Placement(stages, chunks), -(-microbatches // stages) * stages
+    placement = Placement(stages, chunks)
+    padded = -(-microbatches // stages) * stages
     order = [Instruction(FORWARD, m, c) for m, c in _forward_order(placement, stage, padded)]
     # Backwards run in the same order from the last chunk to the first.
-    back = [Instruction(BACKWARD, i.microbatch, chunks - 1 - i.chunk) for i in order]
+    back = [Instruction(BACKWARD, i.microbatch, chunks - 1 - i.model_chunk) for i in order]
     both = _alternate(order, back, 2 * (stages - stage - 1) + (chunks - 1) * stages)
     return with_messages(placement, stage, [i for i in both if i.microbatch < microbatches])
 
@@ -96,7 +97,7 @@ def split_backward(
     1F1B. H1 with twice as many is ZB-H2, whose steady state has no bubble.
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", sections 2 and 6 (2023).
     """
-    limit = placement.chunks * (pending or placement.stages)
+    limit = placement.model_chunks * (pending or placement.stages)
     return with_messages(
         placement, stage, zero_bubble.lists(placement, microbatches, limit, costs, compared)[stage]
     )
@@ -125,8 +126,10 @@ def _alternate(
 
 def _forward_order(placement: Placement, stage: int, microbatches: int) -> list[tuple[int, int]]:
     """(micro-batch, chunk) of a stage's forwards in their order where nothing else keeps it busy."""
-    both = [(m, c) for m in range(microbatches) for c in range(placement.chunks)]
-    return sorted(both, key=lambda i: placement.forward_slot(i[0], placement.part(stage, i[1])))
+    both = [(m, c) for m in range(microbatches) for c in range(placement.model_chunks)]
+    return sorted(
+        both, key=lambda i: placement.forward_slot(i[0], placement.virtual_stage(stage, i[1]))
+    )
 
 
 def with_messages(
@@ -141,16 +144,20 @@ def with_messages(
             continue
         forward = i.op == FORWARD
         source, target = (
-            (placement.neighbour(stage, i.chunk, step))
+            (placement.neighbour(stage, i.model_chunk, step))
             for step in ((-1, 1) if forward else (1, -1))
         )
         receive, send = (RECV_FORWARD, SEND_FORWARD) if forward else (RECV_BACKWARD, SEND_BACKWARD)
         result += (
-            [Instruction(receive, i.microbatch, i.chunk)] if source and source[0] != stage else []
+            [Instruction(receive, i.microbatch, i.model_chunk)]
+            if source and source[0] != stage
+            else []
         )
         result.append(i)
         result += (
-            [Instruction(send, i.microbatch, i.chunk)] if target and target[0] != stage else []
+            [Instruction(send, i.microbatch, i.model_chunk)]
+            if target and target[0] != stage
+            else []
         )
     return result
 
@@ -183,7 +190,9 @@ class Schedule:
 
     def instructions(self, stage: int) -> list[Instruction]:
         """The list of one stage."""
-        p, v, m = self.placement.stages, self.placement.chunks, self.microbatches
+        p = self.placement.stages
+        v = self.placement.model_chunks
+        m = self.microbatches
         if self.splits_backward:
             return split_backward(self.placement, stage, m, self.costs, self.compared, self.pending)
         lists = {
@@ -195,22 +204,20 @@ class Schedule:
 
     def shortened(self) -> Schedule:
         """The schedule of as many micro-batches as it takes to reach the steady state, so that more are only more rounds of it."""
-        stages, few = (
-            self.placement.stages,
-            zero_bubble.few_of(self.placement.stages, self.microbatches),
-        )
-        enough = STEADY_ROUNDS * self.placement.chunks * max(stages, self.pending or 0)
+        stages = self.placement.stages
+        few = zero_bubble.shortened_microbatches(self.placement.stages, self.microbatches)
+        enough = STEADY_ROUNDS * self.placement.model_chunks * max(stages, self.pending or 0)
         rounds = max(0, -(-(enough - few) // stages))
         return replace(self, microbatches=min(self.microbatches, few + rounds * stages))
 
-    def held(self, stage: int) -> tuple[Held, ...]:
+    def in_flight(self, stage: int) -> tuple[InFlight, ...]:
         """What a stage holds at the moments that may need most memory, as `held` of its list.
 
         A list that is long enough to reach its steady state holds as much as any longer one.
         """
         if self.name == ONE_F_ONE_B:  # without its list: planners ask for thousands
-            return (Held((min(self.placement.stages - stage, self.microbatches),), (0,)),)
-        return held(self.shortened().instructions(stage), self.placement.chunks)
+            return (InFlight((min(self.placement.stages - stage, self.microbatches),), (0,)),)
+        return peaks_in_flight(self.shortened().instructions(stage), self.placement.model_chunks)
 
     def send_queue(self, stage: int) -> int:
         """How many sends a stage has under way at most: when it starts one more, the oldest is finished.
@@ -226,7 +233,9 @@ def _send_queue(schedule: Schedule, stage: int) -> int:
     here = schedule.instructions(stage)
     others = {schedule.placement.peer(stage, i)[0] for i in here if _is_message(i)}
     position = {other: _positions(schedule, other) for other in others}
-    seen, queue, most = dict.fromkeys(position, -1), deque[tuple[int, int]](), 0
+    seen = dict.fromkeys(position, -1)
+    queue = deque[tuple[int, int]]()
+    most = 0
     for i in here:
         if not _is_message(i):
             continue
@@ -239,7 +248,7 @@ def _send_queue(schedule: Schedule, stage: int) -> int:
         seen[other] = max(seen[other], place)
         while queue and queue[0][1] < seen[queue[0][0]]:
             queue.popleft()
-    return min(most, schedule.placement.parts) if schedule.name == FORWARD_ONLY else most
+    return min(most, schedule.placement.virtual_stages) if schedule.name == FORWARD_ONLY else most
 
 
 def _positions(schedule: Schedule, stage: int) -> dict[tuple[int, int], int]:
@@ -266,33 +275,36 @@ def receives(instructions: Iterable[Instruction]) -> dict[tuple[str, int], list[
     result: dict[tuple[str, int], list[Instruction]] = {}
     for i in instructions:
         if i.op in RECEIVES:
-            result.setdefault((i.op, i.chunk), []).append(i)
+            result.setdefault((i.op, i.model_chunk), []).append(i)
     return result
 
 
 # What a list holds -------------------------------------------------------------------------------------------------------------
 
 
-def held(instructions: Sequence[Instruction], chunks: int = 1) -> tuple[Held, ...]:
+def peaks_in_flight(instructions: Sequence[Instruction], chunks: int = 1) -> tuple[InFlight, ...]:
     """The moments of a list that can need most memory: those at which no other moment holds as much of everything."""
-    now, moments = [0] * (2 * chunks), set()
+    now = [0] * (2 * chunks)
+    moments = set()
     for i in instructions:
         if i.op in (FORWARD, BACKWARD, BACKWARD_INPUT):
-            now[i.chunk] += 1 if i.op == FORWARD else -1
+            now[i.model_chunk] += 1 if i.op == FORWARD else -1
         if i.op in (BACKWARD_INPUT, BACKWARD_WEIGHT):
-            now[chunks + i.chunk] += 1 if i.op == BACKWARD_INPUT else -1
+            now[chunks + i.model_chunk] += 1 if i.op == BACKWARD_INPUT else -1
         moments.add(tuple(now))
     largest: list[tuple[int, ...]] = []
     for moment in sorted(moments, key=sum, reverse=True):
         if not any(all(a <= b for a, b in zip(moment, other)) for other in largest):
             largest.append(moment)
-    return tuple(Held(moment[:chunks], moment[chunks:]) for moment in largest)
+    return tuple(InFlight(moment[:chunks], moment[chunks:]) for moment in largest)
 
 
-def in_flight(instructions: Sequence[Instruction]) -> int:
+def most_in_flight(instructions: Sequence[Instruction]) -> int:
     """The largest number of (micro-batch, chunk)s whose activations are held at once, from F to I or B."""
-    chunks = 1 + max((i.chunk for i in instructions), default=0)
-    return max((sum(moment.activations) for moment in held(instructions, chunks)), default=0)
+    chunks = 1 + max((i.model_chunk for i in instructions), default=0)
+    return max(
+        (sum(moment.activations) for moment in peaks_in_flight(instructions, chunks)), default=0
+    )
 
 
 def run(instructions: Iterable[Instruction], executor: Executor) -> None:

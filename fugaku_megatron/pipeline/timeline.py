@@ -26,7 +26,7 @@ from .instructions import (
 from .placement import Placement
 from .schedule import Schedule
 from .schedule_names import ONE_F_ONE_B
-from .zero_bubble import few_of
+from .zero_bubble import shortened_microbatches
 
 COMPUTATIONS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 
@@ -41,7 +41,8 @@ class Costs:
     @staticmethod
     def alike(schedule: Schedule, slot: float = 1.0, transfer: float = 0.0) -> Costs:
         """Stages that cost the same: F, I and W a slot each for all of a stage's chunks, B two."""
-        p, v = schedule.placement.stages, schedule.placement.chunks
+        p = schedule.placement.stages
+        v = schedule.placement.model_chunks
         return Costs(
             {op: [[slot / v * (1 + (op == BACKWARD))] * v] * p for op in COMPUTATIONS}, transfer
         )
@@ -54,7 +55,7 @@ class Span:
     stage: int
     op: str
     microbatch: int
-    chunk: int
+    model_chunk: int
     start: float
     end: float
 
@@ -71,11 +72,10 @@ def spans(schedule: Schedule, costs: Costs) -> list[Span]:
     is sent, its receiver is idle, for which there is no span.
     """
     stages = range(schedule.placement.stages)
-    lists, arrived = (
-        [schedule.instructions(stage) for stage in stages],
-        dict[tuple[int, int, int], float](),
-    )
-    clock, places = [0.0 for _ in stages], [0 for _ in stages]
+    lists = [schedule.instructions(stage) for stage in stages]
+    arrived = dict[tuple[int, int, int], float]()
+    clock = [0.0 for _ in stages]
+    places = [0 for _ in stages]
     result: list[Span] = []
     while any(places[stage] < len(lists[stage]) for stage in stages):
         before = sum(places)
@@ -115,17 +115,18 @@ def _execute(
         end = max(now, arrived[stage, tag, i.microbatch])
         start = max(now, end - costs.transfer)
     else:
-        end = now + costs.of[i.op][stage][i.chunk]
-    return Span(stage, i.op, i.microbatch, i.chunk, start, end)
+        end = now + costs.of[i.op][stage][i.model_chunk]
+    return Span(stage, i.op, i.microbatch, i.model_chunk, start, end)
 
 
 def makespan(schedule: Schedule, costs: Costs) -> float:
     """The result of `timeline.walk`; for a long list that is not 1F1B's, to a hundredth."""
-    p, m = schedule.placement.stages, schedule.microbatches
+    p = schedule.placement.stages
+    m = schedule.microbatches
     if schedule.name == ONE_F_ONE_B:
         forward, backward = ([seconds for (seconds,) in costs.of[op]] for op in (FORWARD, BACKWARD))
         return one_f_one_b(forward, backward, costs.transfer, m)
-    first = few_of(p, m)
+    first = shortened_microbatches(p, m)
     if m <= first + p:
         return _walk_levels(_levels(schedule), costs)
     short, longer = (
@@ -167,28 +168,30 @@ Result = tuple[
 
 def _result(place: Placement, stage: int, i: Instruction) -> Result:
     """What a computation makes."""
-    part = place.part(stage, i.chunk)
+    part = place.virtual_stage(stage, i.model_chunk)
     return (None if i.op == BACKWARD_WEIGHT else i.op == FORWARD), i.microbatch, part
 
 
 def _source(place: Placement, stage: int, i: Instruction) -> Result | None:
     """The result that a computation needs in addition to those of its own stage before it; None where it needs none."""
-    forward, part = i.op == FORWARD, place.part(stage, i.chunk)
+    forward = i.op == FORWARD
+    part = place.virtual_stage(stage, i.model_chunk)
     before = part - 1 if forward else part + 1
     return (
         (forward, i.microbatch, before)
-        if i.op != BACKWARD_WEIGHT and 0 <= before < place.parts
+        if i.op != BACKWARD_WEIGHT and 0 <= before < place.virtual_stages
         else None
     )
 
 
 @lru_cache(maxsize=128)
 def _levels(schedule: Schedule) -> Levels:
-    place, rows = schedule.placement, _ordered(schedule)
+    place = schedule.placement
+    rows = _ordered(schedule)
     number = {result: n for n, (_, _, _, result, _) in enumerate(rows)} | {None: len(rows)}
     operations = tuple(sorted({row[2].op for row in rows}))
     cost = [
-        (operations.index(i.op) * place.stages + stage) * place.chunks + i.chunk
+        (operations.index(i.op) * place.stages + stage) * place.model_chunks + i.model_chunk
         for _, stage, i, _, _ in rows
     ]
     message = [
@@ -206,12 +209,14 @@ def _levels(schedule: Schedule) -> Levels:
 
 def _ordered(schedule: Schedule) -> list[tuple[int, int, Instruction, Result, Result | None]]:
     """(level, stage, computation, its result, the result it needs) of all stages, in the order of the levels from 1."""
-    place, stages = schedule.placement, range(schedule.placement.stages)
+    place = schedule.placement
+    stages = range(schedule.placement.stages)
     todo = [
         deque(i for i in schedule.instructions(stage) if i.op in COMPUTATIONS) for stage in stages
     ]
     level: dict[Result | None, int] = {None: 0}
-    last, rows = [0 for _ in stages], []
+    last = [0 for _ in stages]
+    rows = []
     while any(todo):
         for stage, mine in enumerate(todo):
             while mine and (source := _source(place, stage, mine[0])) in level:
@@ -225,7 +230,9 @@ def _ordered(schedule: Schedule) -> list[tuple[int, int, Instruction, Result, Re
 def _walk_levels(levels: Levels, costs: Costs) -> float:
     seconds = np.array([costs.of[op] for op in levels.operations], float).ravel()[levels.cost]
     late = levels.message * costs.transfer
-    ended, clock, begin = np.zeros(len(seconds) + 1), np.zeros(levels.stage.max(initial=0) + 1), 0
+    ended = np.zeros(len(seconds) + 1)
+    clock = np.zeros(levels.stage.max(initial=0) + 1)
+    begin = 0
     for end in levels.ends:
         now = slice(begin, end)
         stage = levels.stage[now]
@@ -249,22 +256,27 @@ def one_f_one_b(
     earlier, so a slot is two vector operations over the stages. In the steady state the slots are periodic: once 2p of them (the
     longest round trip) shift all clocks by the same time, all further periods do so too and are skipped.
     """
-    p, m = len(forward), microbatches
+    p = len(forward)
+    m = microbatches
     if p == 1:
         return m * float(forward[0] + backward[0])
     state = np.zeros(
         (3, p + 2)
     )  # clock, time of the last forward sent and of the last backward sent; stage i at column i + 1
     state[1:] = -np.inf
-    f, b = np.concatenate([[0], forward, [0]]), np.concatenate([[0], backward, [0]])
-    slot, before, period = 0, None, 2 * p
+    f = np.concatenate([[0], forward, [0]])
+    b = np.concatenate([[0], backward, [0]])
+    slot = 0
+    before = None
+    period = 2 * p
     while slot < 2 * (m + p - 1):
         if slot % period == 0 and period <= slot <= 2 * (m - 1):
             shift = None if before is None else _common_shift(before, state)
             periods = (2 * (m - 1) - slot) // period
             if shift is not None and periods:
                 state[:, 1:-1] += periods * shift
-                slot, before = slot + periods * period, None
+                slot = slot + periods * period
+                before = None
                 continue
             before = state.copy()
         _slot(slot, p, m, state, f, b, transfer)
@@ -283,14 +295,16 @@ def _slot(
 ) -> None:
     """Run one slot: every second stage does a forward and the others a backward, if they have one in this slot."""
     clock, sent_forward, sent_backward = state
-    low, high = max(0, slot - 2 * (m - 1)), min(p - 1, slot)
+    low = max(0, slot - 2 * (m - 1))
+    high = min(p - 1, slot)
     low += (slot - low) % 2
     if low <= high:
         i = slice(low + 1, high + 2, 2)
         clock[i] = sent_forward[i] = (
             np.maximum(clock[i], sent_forward[low : high + 1 : 2] + transfer) + f[i]
         )
-    low, high = max(0, 2 * p - 1 - slot), min(p - 1, 2 * p - 1 - slot + 2 * (m - 1))
+    low = max(0, 2 * p - 1 - slot)
+    high = min(p - 1, 2 * p - 1 - slot + 2 * (m - 1))
     low += (slot - 2 * p + 1 + low) % 2
     if low <= high:
         i = slice(low + 1, high + 2, 2)

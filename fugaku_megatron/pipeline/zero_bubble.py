@@ -20,10 +20,9 @@ from .schedule_names import ZBV, receives_ahead
 
 OPERATIONS = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 RECEIVES_AHEAD = receives_ahead(ZBV)
-ROUNDS, LONG = (
-    4,
-    32,
-)  # of `stages` micro-batches, and micro-batches: more than both are so many that lists must be periodic
+# of `stages` micro-batches, and micro-batches: more than both are so many that lists must be periodic
+ROUNDS = 4
+LONG = 32
 Lists = tuple[tuple[Instruction, ...], ...]
 
 
@@ -60,7 +59,7 @@ def lists(
     found = _lists(placement, microbatches, limit, costs, compared)
     if found is None:
         raise NoList(
-            f"{placement.stages} stages of {placement.chunks} chunks that hold {limit} of them have no zero-bubble list "
+            f"{placement.stages} stages of {placement.model_chunks} chunks that hold {limit} of them have no zero-bubble list "
             f"for {microbatches} micro-batches that blocking sends could not stop: pass another number of chunks "
             "(--num-virtual-stages-per-pipeline-rank) or --zero-bubble-max-pending-backward"
         )
@@ -75,10 +74,10 @@ def _lists(
     costs: tuple[tuple[int, int, int], ...],
     compared: tuple[tuple[int, int, int], ...],
 ) -> Lists | None:
-    alike = Way((ALIKE,) * placement.parts)
+    alike = Way((ALIKE,) * placement.virtual_stages)
     if costs in ((), alike.costs):
         return _Stages(placement, microbatches, limit, alike).lists
-    middle = (sorted(costs)[placement.parts // 2],) * placement.parts
+    middle = (sorted(costs)[placement.virtual_stages // 2],) * placement.virtual_stages
     ways = [
         alike,
         *(
@@ -87,7 +86,8 @@ def _lists(
             for empties in (False, True)
         ),
     ]
-    few, many = few_of(placement.stages, microbatches), max(ROUNDS * placement.stages, LONG)
+    few = shortened_microbatches(placement.stages, microbatches)
+    many = max(ROUNDS * placement.stages, LONG)
     short = {
         way: _Stages(placement, few, limit, way).lists
         for way in ways
@@ -101,7 +101,7 @@ def _lists(
     return next((made for made in long if end(placement, made, costs) < math.inf), None)
 
 
-def few_of(stages: int, microbatches: int) -> int:
+def shortened_microbatches(stages: int, microbatches: int) -> int:
     """Micro-batches whose lists are of the same kind as those of `microbatches`, and can be extended by rounds of `stages`."""
     many = max(ROUNDS * stages, LONG)
     return min(microbatches, many + 1 + (microbatches - many - 1) % stages)
@@ -114,22 +114,18 @@ def end(placement: Placement, lists: Lists, costs: PartCosts) -> float:
     sent once its receiver has begun to work on the one that is so many before it.
     """
     finished: dict[tuple[str, int], list[int]] = {
-        (op, part): [] for op in OPERATIONS for part in range(placement.parts)
+        (op, part): [] for op in OPERATIONS for part in range(placement.virtual_stages)
     }
-    clock, places, moved, routes = (
-        [0] * placement.stages,
-        [0] * placement.stages,
-        True,
-        _routes(placement),
-    )
+    clock = [0] * placement.stages
+    places = [0] * placement.stages
+    moved = True
+    routes = _routes(placement)
     while moved:
         moved = False
         for stage, mine in enumerate(lists):
             for i in mine[places[stage] :]:
-                route, last = (
-                    routes[stage][i.op, i.chunk],
-                    mine[places[stage] - 1] if places[stage] else None,
-                )
+                route = routes[stage][i.op, i.model_chunk]
+                last = mine[places[stage] - 1] if places[stage] else None
                 given = finished[i.op, route.source] if route.source is not None else None
                 if (given is not None and len(given) <= i.microbatch) or (
                     last and _sends(routes[stage], last, finished)
@@ -149,7 +145,7 @@ def _sends(
     finished: Mapping[tuple[str, int], list[int]],
 ) -> bool:
     """Whether the last result of a stage is still being sent to another stage."""
-    to = routes[last.op, last.chunk]
+    to = routes[last.op, last.model_chunk]
     return (
         to.message
         and to.target is not None
@@ -176,16 +172,17 @@ def _routes(placement: Placement) -> tuple[Mapping[tuple[str, int], Route], ...]
         {
             (op, chunk): _route(placement, stage, op, chunk)
             for op in OPERATIONS
-            for chunk in range(placement.chunks)
+            for chunk in range(placement.model_chunks)
         }
         for stage in range(placement.stages)
     )
 
 
 def _route(placement: Placement, stage: int, op: str, chunk: int) -> Route:
-    part, step = placement.part(stage, chunk), 1 if op == FORWARD else -1
+    part = placement.virtual_stage(stage, chunk)
+    step = 1 if op == FORWARD else -1
     source, target = (
-        near if op != BACKWARD_WEIGHT and 0 <= near < placement.parts else None
+        near if op != BACKWARD_WEIGHT and 0 <= near < placement.virtual_stages else None
         for near in (part - step, part + step)
     )
     return Route(part, source, target, target is not None and placement.owner(target)[0] != stage)
@@ -198,16 +195,17 @@ class _Stages:
     """
 
     def __init__(self, placement: Placement, microbatches: int, limit: int, way: Way) -> None:
-        self.placement, self.microbatches, self.limit, self.way, self.end = (
-            placement,
-            microbatches,
-            limit,
-            way,
-            0,
-        )
-        chunks, stages = range(placement.chunks), range(placement.stages)
-        self.own = [[(chunk, placement.part(stage, chunk)) for chunk in chunks] for stage in stages]
-        self.done = {op: [0] * placement.parts for op in OPERATIONS}
+        self.placement = placement
+        self.microbatches = microbatches
+        self.limit = limit
+        self.way = way
+        self.end = 0
+        chunks = range(placement.model_chunks)
+        stages = range(placement.stages)
+        self.own = [
+            [(chunk, placement.virtual_stage(stage, chunk)) for chunk in chunks] for stage in stages
+        ]
+        self.done = {op: [0] * placement.virtual_stages for op in OPERATIONS}
         self.held = [0 for _ in stages]  # (micro-batch, chunk)s between F and W
         self.did: list[list[Instruction]] = [[] for _ in stages]
         self._run()
@@ -219,7 +217,8 @@ class _Stages:
         return tuple(map(tuple, self.did))
 
     def _run(self) -> None:
-        idle, woken = set(range(self.placement.stages)), set(range(self.placement.stages))
+        idle = set(range(self.placement.stages))
+        woken = set(range(self.placement.stages))
         finishing: list[tuple[int, int]] = []
         while True:
             for stage in sorted(woken & idle):
@@ -228,7 +227,8 @@ class _Stages:
                     heapq.heappush(finishing, (self.end + cost, stage))
             if not finishing:
                 return
-            self.end, woken = finishing[0][0], set()
+            self.end = finishing[0][0]
+            woken = set()
             while finishing and finishing[0][0] == self.end:
                 _, stage = heapq.heappop(finishing)
                 idle.add(stage)
@@ -237,7 +237,7 @@ class _Stages:
     def _finish(self, stage: int) -> int:
         """The last computation of a stage is done; returns the stage that its result goes to, or this one."""
         last = self.did[stage][-1]
-        route = _routes(self.placement)[stage][last.op, last.chunk]
+        route = _routes(self.placement)[stage][last.op, last.model_chunk]
         self.done[last.op][route.part] += 1
         self.held[stage] += (last.op == FORWARD) - (last.op == BACKWARD_WEIGHT)
         return (
@@ -248,7 +248,8 @@ class _Stages:
 
     def _begin(self, stage: int) -> int | None:
         """Begin what an idle stage runs now; returns what it costs, None where the stage has to wait."""
-        ready, mine = self._ready(stage), self.did[stage]
+        ready = self._ready(stage)
+        mine = self.did[stage]
         last = mine[-1].op if mine else None
         if last == FORWARD:
             order: Sequence[str] = (BACKWARD_INPUT, FORWARD, BACKWARD_WEIGHT)
@@ -269,7 +270,9 @@ class _Stages:
         A place in memory stays free for every later chunk, without which the forwards of an earlier one could lock the stages.
         """
         forward, backward, weight = (self.done[op] for op in OPERATIONS)
-        chunks, last, ready = self.placement.chunks, self.placement.parts - 1, {}
+        chunks = self.placement.model_chunks
+        last = self.placement.virtual_stages - 1
+        ready = {}
         for chunk, part in self.own[stage]:
             given = self.microbatches if part == 0 else forward[part - 1]
             if forward[part] < given and self.held[stage] + chunks - 1 - chunk < self.limit:

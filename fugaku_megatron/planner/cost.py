@@ -83,8 +83,10 @@ class Network:
         members, together = self._group(group)
         part = bytes if verb == "all_gather" else bytes / members
         inside = min(members, together)
-        near, far = (inside - 1) * part, (members - inside) * part
-        between, machine = self._between_rate(group, self.ranks_per_node), self.machine
+        near = (inside - 1) * part
+        far = (members - inside) * part
+        between = self._between_rate(group, self.ranks_per_node)
+        machine = self.machine
         return (
             near / (machine.intra_gbs * GB)
             + far / (between * GB)
@@ -99,7 +101,8 @@ class Network:
         """
         members, together = self._group(group)
         inside = min(members, together)
-        nodes, machine = members // inside, self.machine
+        nodes = members // inside
+        machine = self.machine
         if (
             inside == 1
             or nodes == 1
@@ -107,7 +110,8 @@ class Network:
             or features.TWO_LEVEL_SUMS not in self.active
         ):
             return self.messages("all_to_all", group, bytes)
-        near, far = (inside - 1) / inside * bytes, (nodes - 1) / nodes * bytes
+        near = (inside - 1) / inside * bytes
+        far = (nodes - 1) / nodes * bytes
         senders = min(inside, nodes - 1)
         between = self._between_rate(group, self.ranks_per_node * senders // inside)
         return (
@@ -124,7 +128,8 @@ class Network:
 
     def _group(self, group: str) -> tuple[int, int]:
         """(members, members that share a node): tensor-parallel ranks are neighbours, then stages, then data-parallel ranks."""
-        layout, ranks = self.layout, self.ranks_per_node
+        layout = self.layout
+        ranks = self.ranks_per_node
         if (
             group == "ep" and layout.etp == 1
         ):  # tensor-parallel ranks first, and those of other replicas then
@@ -132,7 +137,8 @@ class Network:
             return layout.ep, near * max(
                 1, ranks // (layout.tp * layout.pp)
             ) if ranks >= near else max(1, ranks)
-        etp, sharing = layout.etp or layout.tp, layout.tp * layout.cp
+        etp = layout.etp or layout.tp
+        sharing = layout.tp * layout.cp
         if group == "dp":  # those that share a sequence first, and other replicas then
             near = (
                 layout.cp * max(1, ranks // (sharing * layout.pp))
@@ -231,7 +237,9 @@ def _after_backward(buckets: Sequence[tuple[int, float]], backward: float) -> fl
 
     A backward takes as long for a bucket's layers as their bytes are of all.
     """
-    whole, ready, clock = sum(size for size, _ in buckets), 0.0, 0.0
+    whole = sum(size for size, _ in buckets)
+    ready = 0.0
+    clock = 0.0
     for size, seconds in buckets:
         ready += backward * size / whole
         clock = max(clock, ready) + seconds
@@ -240,7 +248,9 @@ def _after_backward(buckets: Sequence[tuple[int, float]], backward: float) -> fl
 
 def _before_forward(buckets: Sequence[tuple[int, float]], forward: float) -> float:
     """Seconds by which a forward ends later because each bucket's layers wait until it, (bytes, seconds), is gathered."""
-    whole, gathered, clock = sum(size for size, _ in buckets), 0.0, 0.0
+    whole = sum(size for size, _ in buckets)
+    gathered = 0.0
+    clock = 0.0
     for size, seconds in buckets:
         gathered += seconds
         clock = max(clock, gathered) + forward * size / whole
@@ -307,10 +317,8 @@ class Rank:
         """The rate of matmuls outside attention over that of the run's precision. Raises ValueError for a machine without BF16."""
         if not self.splits_fp32 or self.software.style != "native":
             return 1.0
-        ratio, measured = (
-            self.machine.peak_tflops["bf16"] / self.machine.peak_tflops["fp32"],
-            self.parameters.bf16x3,
-        )
+        ratio = self.machine.peak_tflops["bf16"] / self.machine.peak_tflops["fp32"]
+        measured = self.parameters.bf16x3
         check(
             bool(measured) or ratio > 1,
             f"--fp32-matmul bf16x3 needs BF16 arithmetic, which machine {self.machine.name} lacks "
@@ -371,10 +379,8 @@ class Rank:
         )
         if not far:
             return there + back
-        computed, half = (
-            sum(map(self._matmul, exchange.overlapped)),
-            sum(map(self._matmul, exchange.around)) / 2,
-        )
+        computed = sum(map(self._matmul, exchange.overlapped))
+        half = sum(map(self._matmul, exchange.around)) / 2
         ends = max(half, there / groups) + computed + max(half, back / groups)
         return max(ends, there + back) - computed - 2 * half
 
@@ -405,7 +411,8 @@ class Rank:
 
         allocations: (bytes of a block, how often it is allocated).
         """
-        kind, parameters = self.software.page_faults, self.parameters
+        kind = self.software.page_faults
+        parameters = self.parameters
         large = [(size, times) for size, times in allocations if size > MMAP_BYTES]
         if kind == "none" or not large:
             return 0.0

@@ -21,13 +21,14 @@ from ..text.named_files import read_text, unique_keys
 FOLDER = Path(__file__).parent / "machines"
 
 
-MIB, GIB, GB = 2**20, 2**30, 10**9
+MIB = 2**20
+GIB = 2**30
+GB = 10**9
 
 
-MIN_CONSTANT, MAX_CONSTANT = (
-    1e-9,
-    1e9,
-)  # below and above any rate, size or count of a node in the units of this file
+# below and above any rate, size or count of a node in the units of this file
+MIN_CONSTANT = 1e-9
+MAX_CONSTANT = 1e9
 
 
 KINDS = ("cpu", "gpu")

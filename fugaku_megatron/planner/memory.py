@@ -19,7 +19,7 @@ from ..config.layout import Layout, placement
 from ..config.run_config import RunConfig
 from ..costs import accounting, run_schedule
 from ..costs.memory import attention_bytes, stage_memory
-from ..pipeline.instructions import Held
+from ..pipeline.instructions import InFlight
 from ..pipeline.schedule import Schedule
 from ..pipeline.schedule_names import SPLITS_BACKWARD
 from .machine import MIB, Machine
@@ -32,9 +32,10 @@ PEERS = 256  # peers that get a large receive buffer (common_tofu_max_fastmode_p
 @lru_cache(maxsize=4096)
 def kinds(run: RunConfig) -> tuple[int, ...]:
     """For each stage the first stage of its kind: the same numbers of layers in its parts, embedding and head."""
-    where, alike = placement(run), part_kinds(run)
+    where = placement(run)
+    alike = part_kinds(run)
     features = [
-        tuple(alike[where.part(stage, chunk)] for chunk in range(where.chunks))
+        tuple(alike[where.virtual_stage(stage, chunk)] for chunk in range(where.model_chunks))
         for stage in range(where.stages)
     ]
     return tuple(map(features.index, features))
@@ -43,7 +44,8 @@ def kinds(run: RunConfig) -> tuple[int, ...]:
 @lru_cache(maxsize=4096)
 def part_kinds(run: RunConfig) -> tuple[int, ...]:
     """For each part of the model the first part of its kind: the same layers, recomputed or not, embedding and head."""
-    sizes, again = accounting.pipeline_split(run), run.training.recompute_part_layers
+    sizes = accounting.pipeline_split(run)
+    again = run.training.recompute_part_layers
     features = [
         (layers, part == 0, part == len(sizes) - 1, again and min(again[part], layers))
         for part, layers in enumerate(sizes)
@@ -52,8 +54,8 @@ def part_kinds(run: RunConfig) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _held(lists: Schedule, stage: int) -> tuple[Held, ...]:
-    return lists.held(stage)
+def _held(lists: Schedule, stage: int) -> tuple[InFlight, ...]:
+    return lists.in_flight(stage)
 
 
 def layer_saved_bytes(run: RunConfig, tp: int) -> float:
@@ -77,28 +79,31 @@ def layer_saved_bytes(run: RunConfig, tp: int) -> float:
 
 
 def _activations(
-    run: RunConfig, layout: Layout, stage: int, held: Sequence[Held], parameters: MemoryParameters
+    run: RunConfig,
+    layout: Layout,
+    stage: int,
+    held: Sequence[InFlight],
+    parameters: MemoryParameters,
 ) -> float:
     """Bytes of the kept and temporary tensors of one stage, without the logits."""
-    training, hidden, saved = (
-        run.training,
-        tensors(run, layout.tp)["hidden"],
-        layer_saved_bytes(run, layout.tp),
-    )
+    training = run.training
+    hidden = tensors(run, layout.tp)["hidden"]
+    saved = layer_saved_bytes(run, layout.tp)
     layers = sum(map(len, accounting.stage_layers(run, stage)))
     in_flight = max(sum(moment.activations) for moment in held)
     temporary: float = 2 * tensors(run, layout.tp)["scores"] + 4 * hidden  # of a backward
     if training.recompute_granularity == "full":
         groups = [
             group
-            for part in accounting.stage_parts(run, stage)
-            for group in accounting.part_recompute_groups(run, part)
+            for part in accounting.stage_virtual_stages(run, stage)
+            for group in accounting.virtual_stage_recompute_groups(run, part)
         ]
         kept_bytes = in_flight * (len(groups) * hidden + (layers - sum(map(len, groups))) * saved)
         temporary += max(map(len, groups)) * saved
     elif training.recompute_granularity == "selective":
         scores = 3 * tensors(run, layout.tp)["scores"]
-        kept_bytes, temporary = in_flight * layers * (saved - scores), temporary + scores
+        kept_bytes = in_flight * layers * (saved - scores)
+        temporary = temporary + scores
     else:
         kept_bytes = in_flight * layers * saved
     boundary = in_flight * (parameters.in_flight if layout.pp > 1 else 0) * hidden
@@ -115,10 +120,8 @@ def stage_mib(
     parameters: MemoryParameters,
 ) -> float:
     """MiB that one rank of `stage` uses at its peak. nodes: of the job, for MPI's buffers and the ranks that share its threads."""
-    held, fixed = (
-        _held(run_schedule.lists_of(run, layout), stage),
-        _fixed_mib(run, layout, code, nodes, parameters),
-    )
+    held = _held(run_schedule.full_batch_schedule(run, layout), stage)
+    fixed = _fixed_mib(run, layout, code, nodes, parameters)
     if code.style == "native":
         return fixed + stage_memory(run, layout, stage, held).total / MIB
     count = accounting.stage_parameters(run, layout, stage)
@@ -135,10 +138,8 @@ def _fixed_mib(
     run: RunConfig, layout: Layout, code: Software, nodes: int, parameters: MemoryParameters
 ) -> float:
     """MiB of a rank that holds no tensor."""
-    fixed, ranks = (
-        parameters.base_mib + parameters.peer_mib * min(nodes - 1, PEERS),
-        max(1, layout.world_size // nodes),
-    )
+    fixed = parameters.base_mib + parameters.peer_mib * min(nodes - 1, PEERS)
+    ranks = max(1, layout.world_size // nodes)
     if code.style == "native":
         fixed += attention_bytes(run, layout.tp, max(1, int(parameters.threads / ranks))) / MIB
     glibc = parameters.glibc_mib / ranks  # it has an arena for each thread
@@ -158,7 +159,7 @@ def with_recompute(
         return (
             plain  # found from one stage of each kind, where `run_schedule.with_recompute` asks all
         )
-    lists = run_schedule.lists_of(run, layout)
+    lists = run_schedule.full_batch_schedule(run, layout)
     return run_schedule.with_recompute(run, layout, space, lambda stage: _held(lists, stage))
 
 

@@ -65,7 +65,8 @@ class System:
         eco: bool = False,
     ) -> System:
         """A system of named machine and software. Raises ValueError for unknown names and for numbers that no node can have."""
-        host, code = machine.load(machine_name).at(ghz, eco), software.load(software_name)
+        host = machine.load(machine_name).at(ghz, eco)
+        code = software.load(software_name)
         ranks = host.ranks_per_node if ranks_per_node is None else ranks_per_node
         check(nodes >= 1, f"--nodes is {nodes}: pass a number above 0")
         check(
@@ -155,19 +156,21 @@ def part_work(
     Recompute and weight gradients belong to the backward; the matmuls of the layers' weight gradients may wait. A head that works
     in chunks of rows computes its gradients while it holds the logits, in forward.
     """
-    phases, where = work.phases(run, layout.tp, code), placement(run)
-    layers = len(accounting.part_layers(run, where, part))
-    forward, backward = [(phases["layer_forward"], layers)], [(phases["layer_backward"], layers)]
-    if groups := accounting.part_recompute_groups(run, part):
-        backward.append((work.layers_again(run, layout.tp, groups, code), 1))
+    phases = work.phases(run, layout.tp, code)
+    where = placement(run)
+    layers = len(accounting.virtual_stage_layers(run, where, part))
+    forward = [(phases["layer_forward"], layers)]
+    backward = [(phases["layer_backward"], layers)]
+    if groups := accounting.virtual_stage_recompute_groups(run, part):
+        backward.append((work.recomputed_layers(run, layout.tp, groups, code), 1))
     elif run.training.recompute_granularity == "selective":
-        backward.append((work.attention_again(run, layout.tp, code), layers))
-    for place, present in (("embedding", part == 0), ("head", part == where.parts - 1)):
+        backward.append((work.recomputed_attention(run, layout.tp, code), layers))
+    for place, present in (("embedding", part == 0), ("head", part == where.virtual_stages - 1)):
         if present:
             at_once = place == "head" and code.counts["logits_in_chunks"]
             forward.append((phases[f"{place}_forward"], 1))
             (forward if at_once else backward).append((phases[f"{place}_backward"], 1))
-    parameters = accounting.part_parameters(run, layout, where, part)
+    parameters = accounting.virtual_stage_parameters(run, layout, where, part)
     backward.append((work.weight_gradients(run, layout.tp, parameters, 12 * layers, code), 1))
     return forward, backward, [(phases["layer_weights"], layers)]
 
@@ -218,10 +221,10 @@ def step(
         ranks_per_node=system.ranks_per_node,
         splits_fp32=run.system.splits_fp32,
     )
-    lists = run_schedule.lists_of(run, layout)
+    lists = run_schedule.full_batch_schedule(run, layout)
     parts = _part_seconds(run, layout, rank, without)
     stages = [
-        _stage_seconds([parts[part] for part in accounting.stage_parts(run, stage)])
+        _stage_seconds([parts[part] for part in accounting.stage_virtual_stages(run, stage)])
         for stage in range(layout.pp)
     ]
     transfer = (
@@ -260,7 +263,9 @@ PartSeconds = tuple[
 
 def _part_seconds(run: RunConfig, layout: Layout, rank: Rank, without: str) -> list[PartSeconds]:
     """Of every part of the model. without: see `step`."""
-    kinds, known, found = memory.part_kinds(run), dict[int, Seconds](), dict[int, PartSeconds]()
+    kinds = memory.part_kinds(run)
+    known = dict[int, Seconds]()
+    found = dict[int, PartSeconds]()
 
     def seconds(pieces: Pieces) -> Seconds:
         for piece, _ in pieces:  # parts of different kinds do the same in each of their layers
@@ -287,7 +292,7 @@ def _costs(lists: schedule.Schedule, parts: Sequence[PartSeconds], transfer: flo
     """The seconds of the operations that the lists have, by stage and chunk."""
     where = lists.placement
     by_stage = [
-        [parts[where.part(stage, chunk)] for chunk in range(where.chunks)]
+        [parts[where.virtual_stage(stage, chunk)] for chunk in range(where.model_chunks)]
         for stage in range(where.stages)
     ]
     operations = {FORWARD: [[f.total for f, _, _ in chunks] for chunks in by_stage]}
@@ -312,7 +317,8 @@ def _exposed(
 
     Where backward is split, only the weight gradients of the last micro-batch hide a reduction.
     """
-    active, waits = network.active, []
+    active = network.active
+    waits = []
     for stage, collectives in gradient_collectives(run, layout).items():
         forward, backward, weights = stages[stage]
         hiding = weights if lists.splits_backward else backward
@@ -399,7 +405,9 @@ def deviation(
     covariance: of the logarithms of the parameters `names`. noise: standard deviation of the logarithm of repeated runs' times.
     seen: `tensor_parallel` of the fitted rows; None where nothing was fitted, and `noise` is the model's whole error.
     """
-    modelled, slopes, change = step(*case, parameters), [], 0.02
+    modelled = step(*case, parameters)
+    slopes = []
+    change = 0.02
     seconds = modelled.seconds
     for name in names:
         raised = replace(parameters, **{name: getattr(parameters, name) * math.exp(change)})
@@ -412,8 +420,10 @@ def deviation(
 
 def predict(run: RunConfig, system: System, with_band: bool = True) -> Prediction:
     """The run's iteration at its full global batch size. Raises ValueError for a run that does not fit on the system's ranks."""
-    requested, run = run, system.software.cut(run)
-    layout, fitted = Layout.from_run(run, system.world_size), system.software.fitted
+    requested = run
+    run = system.software.cut(run)
+    layout = Layout.from_run(run, system.world_size)
+    fitted = system.software.fitted
     run = memory.with_recompute(run, layout, system.machine, system.software, system.nodes)
     modelled = step(run, layout, system, system.parameters)
     width = 1.0
@@ -460,7 +470,8 @@ def predict(run: RunConfig, system: System, with_band: bool = True) -> Predictio
 
 def warnings(run: RunConfig, layout: Layout, system: System, tflops: float) -> tuple[str, ...]:
     """Reasons why this prediction is less certain than the fit, or easy to misread, one line each."""
-    code, lines = system.software, []
+    code = system.software
+    lines = []
     if code.name == software.THIS_PROJECT and system.machine.name == "a64fx":
         lines.append(
             f"nobody has run {code.name} on an A64FX: its figures come from this model and from emulation"
@@ -548,10 +559,12 @@ def unmodelled(run: RunConfig) -> list[str]:
 
 def lacking_choices(run: RunConfig, code: Software) -> list[str]:
     """Settings of the run that the software does not have."""
-    training, zero = run.training, run.parallel.zero_stage
+    training = run.training
+    zero = run.parallel.zero_stage
     kind = training.recompute_granularity or "none"
     kind = "block" if kind == "full" and training.recompute_method == "block" else kind
-    shared, native = run.parallel.context_parallel_size, code.style == "native"
+    shared = run.parallel.context_parallel_size
+    native = code.style == "native"
     return [
         name
         for name, there in (

@@ -241,7 +241,10 @@ class Change:
 
 def gains(plan: Plan) -> dict[str, float]:
     """Cause -> seconds per iteration that removing this cause alone would save; the schedule is modelled again for each."""
-    run, layout, system, parameters = plan.run, plan.layout, plan.system, plan.system.parameters
+    run = plan.run
+    layout = plan.layout
+    system = plan.system
+    parameters = plan.system.parameters
     whole = step(run, layout, system, parameters)
     savings = {
         f.name: whole.seconds - step(run, layout, system, parameters, without=f.name).seconds
@@ -269,8 +272,10 @@ def bottlenecks(plan: Plan) -> str:
 
 def changes_between(run: RunConfig, system: System, against: str, best: Plan) -> list[Change]:
     """The changes from software `against`, at the run's layout and its own ranks per node, to plan `best` of system.software."""
-    old_code, new_code = software.load(against), system.software
-    old, new = old_code.fitted.values, new_code.fitted.values
+    old_code = software.load(against)
+    new_code = system.software
+    old = old_code.fitted.values
+    new = new_code.fitted.values
     ranks = old_code.choices.ranks_per_node[0]
     before = replace(system, software=old_code, ranks_per_node=ranks)
     current = old_code.cut(run)

@@ -14,7 +14,7 @@ from ..config.fields import flag_words
 from ..config.layout import Layout, chunks, placement
 from ..config.recipes import RECIPES
 from ..config.run_config import GROUPS, RunConfig
-from ..costs.activations import typical_way
+from ..costs.activations import typical_cp_comm_type
 from ..costs.run_schedule import recompute_name
 from ..observe import schedule_plot
 from ..pipeline.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
@@ -25,7 +25,9 @@ from . import memory
 from .model import Prediction, System, step
 from .search import Plan, Search
 
-WIDTH, ROWS = 100, 8  # of the picture, in characters and lines
+# of the picture, in characters and lines
+WIDTH = 100
+ROWS = 8
 
 
 HEAD = (
@@ -42,7 +44,8 @@ LETTERS = {FORWARD: "F", BACKWARD: "B", BACKWARD_INPUT: "I", BACKWARD_WEIGHT: "W
 
 def schedule_name(run: RunConfig) -> str:
     """The schedule as the table shows it: 1f1b, zb-h1, zbv, with N chunks of layers per stage "il N" or "zb-h1 N"."""
-    name, count = run.parallel.schedule, chunks(run)
+    name = run.parallel.schedule
+    count = chunks(run)
     short = "il" if name == INTERLEAVED else name
     return f"{short} {count}" if count > 1 and name != ZBV else name
 
@@ -95,7 +98,8 @@ def text(best: Sequence[tuple[Plan, Prediction]], result: Search, args: argparse
 
 def rates(plan: Plan) -> list[str]:
     """Which rates of large all-reduces the two columns of seconds use; nothing where the machine has one rate."""
-    machine, fitted = plan.system.machine, plan.system.parameters.reduce_gbs
+    machine = plan.system.machine
+    fitted = plan.system.parameters.reduce_gbs
     if machine.slow_reduce_gbs is None:
         return []
     return [
@@ -105,7 +109,8 @@ def rates(plan: Plan) -> list[str]:
 
 
 def _row(number: int, plan: Plan, p: Prediction) -> str:
-    duration, layout = _duration(plan), plan.layout
+    duration = _duration(plan)
+    layout = plan.layout
     days, hours = (f"{duration[0]:.1f}", f"{duration[1]:.3g}") if duration else ("-", "-")
     span = f"{p.lower:.4g} to {p.upper:.4g}"
     sizes = f"{layout.dp:>5} {layout.tp:>3} {layout.pp:>3} {plan.run.batch.micro_batch_size:>3}"
@@ -121,7 +126,7 @@ def _shared(plan: Plan) -> str:
     """The ranks that share a sequence, and among which experts are divided and that share each; nothing where there are none."""
     layout = plan.layout
     experts = f", EP {layout.ep} x {layout.etp or layout.tp}" * bool(plan.run.model.num_experts)
-    return f", CP {layout.cp} {typical_way(plan.run)}" * (layout.cp > 1) + experts
+    return f", CP {layout.cp} {typical_cp_comm_type(plan.run)}" * (layout.cp > 1) + experts
 
 
 def as_json(plan: Plan, prediction: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
@@ -132,7 +137,7 @@ def as_json(plan: Plan, prediction: dict[str, Any], args: argparse.Namespace) ->
         "tp": plan.layout.tp,
         "pp": plan.layout.pp,
         "cp": plan.layout.cp,
-        "cp_comm_type": typical_way(plan.run) if plan.layout.cp > 1 else None,
+        "cp_comm_type": typical_cp_comm_type(plan.run) if plan.layout.cp > 1 else None,
         "ep": plan.layout.ep,
         "micro_batch_size": plan.run.batch.micro_batch_size,
         "ranks_per_node": plan.system.ranks_per_node,
@@ -186,7 +191,8 @@ def command(plan: Plan, args: argparse.Namespace) -> str:
 def pipeline(plan: Plan) -> list[str]:
     """Up to ROWS stages over time as lines of text: F forward, B backward (with recompute), . idle."""
     bars, shown, microbatches, _ = modelled(plan.run, plan.layout, plan.system)
-    end, pp = max(s.end for s in bars), plan.layout.pp
+    end = max(s.end for s in bars)
+    pp = plan.layout.pp
     stages = sorted({round(i * (pp - 1) / max(1, min(ROWS, pp) - 1)) for i in range(min(ROWS, pp))})
     lines = []
     for stage in stages:
@@ -258,7 +264,8 @@ def draw(
 ) -> None:
     """The pipeline over time as a PNG file. memory: MiB of a rank of each stage. Raises ValueError when it cannot be written."""
     bars, shown, microbatches, seconds = modelled(run, layout, system)
-    chunks, machine = placement(run).chunks, system.machine.name
+    chunks = placement(run).model_chunks
+    machine = system.machine.name
     heading = (
         shown.name
         + f", {chunks} chunks of layers a stage" * (chunks > 1)

@@ -99,7 +99,9 @@ def system_of(args: argparse.Namespace) -> System:
     )
 
 
-PROPOSED, MOST = 3, 128  # pairs of parallel sizes that a mistake proposes, and the largest size
+# pairs of parallel sizes that a mistake proposes, and the largest size
+PROPOSED = 3
+MOST = 128
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -172,7 +174,8 @@ def layout_of(run: RunConfig, system: System) -> Layout:
 
 def fitting(run: RunConfig, system: System) -> Iterator[Layout]:
     """Layouts of other tensor- and pipeline-parallel sizes that have the memory, those nearest to the run's sizes first."""
-    asked, world = run.parallel, system.world_size
+    asked = run.parallel
+    world = system.world_size
     sizes = [size for size in range(1, min(world, MOST) + 1) if world % size == 0]
     own = asked.tensor_model_parallel_size, asked.pipeline_model_parallel_size
 
@@ -203,7 +206,7 @@ def main(args: argparse.Namespace) -> int:
     """Predict and print. Raises ValueError, one line, for a user's mistake."""
     system = system_of(args)
     run = system.software.cut(run_of(args, system))
-    run, _ = search.settled(run, layout_of(run, system), system)
+    run, _ = search.resolve(run, layout_of(run, system), system)
     prediction = predict(run, system)
     print(json.dumps(as_json(prediction)) if args.json else text(run, system, prediction))
     return 0

@@ -1,6 +1,6 @@
 """What the performance model chooses: a run's schedule and recompute, and its parallel layout on a number of nodes.
 
-    settled(run, layout, system, space) -> run, lines for its log          --pipeline-schedule auto and --recompute-auto
+    resolve(run, layout, system, space) -> run, lines for its log          --pipeline-schedule auto and --recompute-auto
     search(run, system, held) -> Search                                    every layout that a trainer can run
 
 A choice is a function of its arguments alone, so ranks that share them agree, and so does a dry run. All times are modelled.
@@ -66,7 +66,8 @@ class Candidate:
     @property
     def name(self) -> str:
         """With the number of chunks where the schedule does not say it, and with what stages hold beyond the least."""
-        parallel, chunks = self.run.parallel, placement(self.run).chunks
+        parallel = self.run.parallel
+        chunks = placement(self.run).model_chunks
         pending = parallel.zero_bubble_max_pending_backward
         return (
             parallel.schedule
@@ -106,7 +107,8 @@ def pendings(name: str, stages: int, microbatches: int) -> tuple[int | None, ...
 
 def scheduled(run: RunConfig, layout: Layout, system: System, space: float) -> list[Candidate]:
     """The run in every schedule that its layers can be cut for, best first. space: bytes of a rank's tensors."""
-    found, microbatches = [], layout.microbatches(run, layout.global_batch_size(run))
+    found = []
+    microbatches = layout.microbatches(run, layout.global_batch_size(run))
     for order in schedules(system.software.choices, layout.pp, microbatches):
         asked = with_schedule(run, *order)
         try:
@@ -119,17 +121,17 @@ def scheduled(run: RunConfig, layout: Layout, system: System, space: float) -> l
 
 
 def _candidate(asked: RunConfig, layout: Layout, system: System, space: float) -> Candidate:
-    lists = run_schedule.lists_of(asked, layout)
-    run = run_schedule.with_recompute(asked, layout, space, lists.held)
+    lists = run_schedule.full_batch_schedule(asked, layout)
+    run = run_schedule.with_recompute(asked, layout, space, lists.in_flight)
     most = max(
-        stage_memory(run, layout, stage, lists.held(stage)).total for stage in range(layout.pp)
+        stage_memory(run, layout, stage, lists.in_flight(stage)).total for stage in range(layout.pp)
     )
     return Candidate(
         run=run, seconds=step(run, layout, system, system.parameters).seconds, fits=most <= space
     )
 
 
-def settled(
+def resolve(
     run: RunConfig, layout: Layout, system: System, space: float | None = None
 ) -> tuple[RunConfig, list[str]]:
     """The run with nothing left to choose, and lines that say what was chosen and why.
@@ -144,7 +146,7 @@ def settled(
     )
     again = run.training.recompute_auto
     if run.parallel.pipeline_schedule != AUTO or layout.pp == 1:
-        return run_schedule.settled(run, layout, space) if again else (run, [])
+        return run_schedule.resolve_recompute(run, layout, space) if again else (run, [])
     run, line = _fastest(scheduled(run, layout, system, space), system)
     return run, [line, *[run_schedule.choice_line(run, space)] * again]
 
@@ -168,7 +170,9 @@ T = TypeVar("T", int, bool)
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 
 
-RAMP_DP, RAMP_BATCH = 4, 32  # document 004: the batch grows in steps of 32 over a DP that 4 divides
+# document 004: the batch grows in steps of 32 over a DP that 4 divides
+RAMP_DP = 4
+RAMP_BATCH = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +212,8 @@ def search(
     Every layout is modelled in 1F1B's order, and those that could be among the first with another schedule in that, too.
     """
     run = system.software.cut(run)
-    plans, dropped = list[Plan](), Counter[str]()
+    plans = list[Plan]()
+    dropped = Counter[str]()
     for candidate in candidates(with_schedule(run, ONE_F_ONE_B, 1), system, held, ramp_divisible):
         outcome = candidate if isinstance(candidate, str) else _judge(*candidate)
         if isinstance(outcome, str):
@@ -222,10 +227,9 @@ def search(
     )
 
 
-WANTED, TRIED = (
-    10,
-    60,
-)  # plans that are to be the best of all schedules, and layouts that are tried with each of these at most
+# plans that are to be the best of all schedules, and layouts that are tried with each of these at most
+WANTED = 10
+TRIED = 60
 
 
 def _asked(run: RunConfig, held: frozenset[str]) -> str | None:
@@ -240,10 +244,8 @@ def _asked(run: RunConfig, held: frozenset[str]) -> str | None:
 
 def _orders(run: RunConfig, plan: Plan, held: frozenset[str]) -> list[Order]:
     """The schedules that are tried for a layout. run: as it was asked for."""
-    stages, microbatches = (
-        plan.layout.pp,
-        plan.layout.microbatches(plan.run, plan.layout.global_batch_size(plan.run)),
-    )
+    stages = plan.layout.pp
+    microbatches = plan.layout.microbatches(plan.run, plan.layout.global_batch_size(plan.run))
     if (name := _asked(run, held)) is None:
         return [
             order
@@ -288,7 +290,9 @@ def candidates(
     run: RunConfig, system: System, held: frozenset[str], ramp_divisible: bool = False
 ) -> Iterator[tuple[RunConfig, System] | str]:
     """Every combination of what the software has, as (run, system with its ranks per node), or why its numbers do not divide."""
-    choices, model, parallel = system.software.choices, run.model, run.parallel
+    choices = system.software.choices
+    model = run.model
+    parallel = run.parallel
     ranks = (system.ranks_per_node,) if "ranks_per_node" in held else choices.ranks_per_node
     tensor = _choices(
         parallel.tensor_model_parallel_size,
@@ -324,10 +328,8 @@ def candidates(
                 for z in zero
                 for r in ranks
             ):
-                host, batch = (
-                    replace(system, ranks_per_node=number),
-                    replace(run.batch, micro_batch_size=mbs),
-                )
+                host = replace(system, ranks_per_node=number)
+                batch = replace(run.batch, micro_batch_size=mbs)
                 dp, rest = divmod(host.world_size, tp * pp * cp)
                 reason = _indivisible(
                     host, dp, rest, cp, stage, batch, ramp_divisible
@@ -354,17 +356,17 @@ def candidates(
                     )
 
 
-LONG, SHARERS = (
-    16384,
-    64,
-)  # tokens of a sequence from which on several ranks may share one, and the most that are tried
+# tokens of a sequence from which on several ranks may share one, and the most that are tried
+LONG = 16384
+SHARERS = 64
 
 
 def _contexts(
     run: RunConfig, choices: Choices, held: frozenset[str]
 ) -> Iterator[tuple[int, tuple[str, ...] | None]]:
     """Numbers of ranks to share a sequence, each with everything that they may send each other for attention."""
-    given, shared = run.parallel.cp_comm_type, choices.names and run.model.seq_length >= LONG
+    given = run.parallel.cp_comm_type
+    shared = choices.names and run.model.seq_length >= LONG
     sizes = tuple(2**i for i in range(SHARERS.bit_length())) if shared else (1,)
     for cp in _choices(run.parallel.context_parallel_size, sizes, "context_parallel_size" in held):
         each = "cp_comm_type" not in held and cp > 1

@@ -238,11 +238,9 @@ class Software:
             run = with_schedule(run, ONE_F_ONE_B, 1)
         if features.BALANCED_SPLIT in self.choices.names:
             return run
-        layers, pp, split = (
-            run.model.num_layers,
-            run.parallel.pipeline_model_parallel_size,
-            run.parallel.pipeline_split,
-        )
+        layers = run.model.num_layers
+        pp = run.parallel.pipeline_model_parallel_size
+        split = run.parallel.pipeline_split
         check(
             split in ("balanced", "even"),
             f"--pipeline-split {split}: {self.name} cuts layers evenly; leave it out, or pass "
@@ -306,7 +304,8 @@ def names() -> list[str]:
 
 def load(name: str, flag: str = "--software") -> Software:
     """Software by its name or alias, the value of `flag`. Raises ValueError naming the known ones."""
-    data, name = json.loads(DATA.read_text()), ALIASES.get(name, name)
+    data = json.loads(DATA.read_text())
+    name = ALIASES.get(name, name)
     if name not in data["software"]:
         raise unknown(flag, name, data["software"])
     facts = data["software"][name]

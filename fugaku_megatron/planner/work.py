@@ -222,7 +222,7 @@ def _in_layer(run: RunConfig, tp: int, software: Software, work: Work) -> Work:
     overlapped = (
         (data, *weight) if reduced and run.parallel.schedule not in SPLITS_BACKWARD else (data,)
     )
-    first = replace(data, m=-(-data.m // (tp * activations.blocks_of_a_part(tp))))
+    first = replace(data, m=-(-data.m // (tp * activations.overlap_blocks(tp))))
     return replace(
         work,
         collectives=(),
@@ -310,10 +310,8 @@ def phases(run: RunConfig, tp: int, software: Software) -> Mapping[str, Work]:
     Keys are "layer_forward", "layer_backward", "embedding_forward" and so on, and "layer_weights" for what of a layer's backward
     may wait. The result is shared by all callers.
     """
-    sizes, chunks = (
-        _elementwise_tensors(run, tp, software),
-        _chunks(run, tp) if software.counts["logits_in_chunks"] else 1,
-    )
+    sizes = _elementwise_tensors(run, tp, software)
+    chunks = _chunks(run, tp) if software.counts["logits_in_chunks"] else 1
     places = {
         "layer": accounting.layer_records(run, tp),
         "embedding": accounting.embedding_records(run, tp),
@@ -338,7 +336,7 @@ def phases(run: RunConfig, tp: int, software: Software) -> Mapping[str, Work]:
     return MappingProxyType(work)
 
 
-def layers_again(run: RunConfig, tp: int, groups: list[range], software: Software) -> Work:
+def recomputed_layers(run: RunConfig, tp: int, groups: list[range], software: Software) -> Work:
     """Work that full recompute repeats of a stage's layers. groups: layers that are recomputed together."""
     whole = phases(run, tp, software)["layer_forward"]
     if not software.counts["recompute_ends_early"]:
@@ -350,12 +348,10 @@ def layers_again(run: RunConfig, tp: int, groups: list[range], software: Softwar
     return repeat(whole, sum(map(len, groups)) - len(groups)) + repeat(last, len(groups))
 
 
-def attention_again(run: RunConfig, tp: int, software: Software) -> Work:
+def recomputed_attention(run: RunConfig, tp: int, software: Software) -> Work:
     """Work that selective recompute repeats of one layer: attention's matmuls and the element-wise work on its scores."""
-    sizes, record = (
-        tensors(run, tp),
-        next(r for r in accounting.layer_records(run, tp) if r.name == "attention"),
-    )
+    sizes = tensors(run, tp)
+    record = next(r for r in accounting.layer_records(run, tp) if r.name == "attention")
     moved, allocated = software.counts["layer_forward"].get("scores", (0, 0))
     return Work(
         matmuls=_forward(record, 1).matmuls,
@@ -369,7 +365,8 @@ def weight_gradients(
     run: RunConfig, tp: int, parameters: int, tensors: int, software: Software
 ) -> Work:
     """Writing the gradients of `parameters` weights, which are in `tensors` tensors, and adding them to earlier micro-batches'."""
-    counts, bytes = software.counts["weights"], parameters * accounting.element_bytes(run)
+    counts = software.counts["weights"]
+    bytes = parameters * accounting.element_bytes(run)
     allocations = (
         ((bytes // tensors, tensors * counts["allocated"]),) if counts["allocated"] else ()
     )

@@ -84,7 +84,9 @@ def rank_bytes(run: RunConfig, ranks: int) -> float:
     """Modelled memory of a rank."""
     layout = Layout.from_run(run, ranks)
     batches = layout.microbatches(run, layout.global_batch_size(run))
-    return memory.stage_memory(run, layout, 0, run_schedule.of_run(run, batches).held(0)).total
+    return memory.stage_memory(
+        run, layout, 0, run_schedule.build_schedule(run, batches).in_flight(0)
+    ).total
 
 
 def repeated(comm: Comm, call: Callable[[], object], seconds: float) -> tuple[float, int]:

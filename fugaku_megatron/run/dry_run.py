@@ -16,7 +16,7 @@ from ..config.run_config import RunConfig
 from ..costs import accounting, run_schedule
 from ..costs.activations import element_bytes
 from ..costs.memory import Memory, frozen_elements, gradient_collectives, stage_memory
-from ..costs.run_schedule import layers_again
+from ..costs.run_schedule import recomputed_layers
 from ..data.chat_dataset import lost_lines, packing_lines
 from ..host import placement
 from ..nn.model import Stage
@@ -57,14 +57,14 @@ def plan_stage(run: RunConfig, layout: Layout, stage: int, lists: schedule.Sched
     )
     parameters = sum(p.numel() for p in built.parameters())
     assert parameters == accounting.stage_parameters(run, layout, stage)
-    held = lists.held(stage)
+    held = lists.in_flight(stage)
     in_flight = tuple(map(max, zip(*(moment.activations for moment in held), strict=True)))
     return StagePlan(
         stage,
         accounting.stage_layers(run, stage),
         parameters,
         in_flight,
-        layers_again(run, stage),
+        recomputed_layers(run, stage),
         stage_memory(run, layout, stage, held),
     )
 
@@ -120,14 +120,14 @@ def _table(plans: list[StagePlan]) -> list[str]:
 def _picture(lists: schedule.Schedule, width: int = 24) -> list[str]:
     """The first instructions of a few stages: F forward, B backward or I and W, its halves; arrows left out."""
     mark = {FORWARD: "F", BACKWARD: "B", BACKWARD_INPUT: "I", BACKWARD_WEIGHT: "W"}
-    stages, chunks = lists.placement.stages, lists.placement.chunks
+    stages, chunks = lists.placement.stages, lists.placement.model_chunks
     first = replace(
         lists, microbatches=min(lists.microbatches, stages * chunks + width)
     )  # later ones come after the shown steps
     lines = []
     for stage in sorted({0, stages // 2, stages - 1}):
         steps = [
-            f"{mark[i.op]}{i.microbatch}{'abcdefghijklmnopqrstuvwxyz'[i.chunk % 26] if chunks > 1 else ''}"
+            f"{mark[i.op]}{i.microbatch}{'abcdefghijklmnopqrstuvwxyz'[i.model_chunk % 26] if chunks > 1 else ''}"
             for i in first.instructions(stage)
             if i.op in mark
         ]
@@ -235,7 +235,7 @@ def report(
     run, chosen = settle(run, layout)
     size = layout.global_batch_size(run)
     microbatches = layout.microbatches(run, size)
-    lists = run_schedule.of_run(run, microbatches)
+    lists = run_schedule.build_schedule(run, microbatches)
     plans = [plan_stage(run, layout, stage, lists) for stage in range(layout.pp)]
     iterations, samples = batches.run_length(run, size)
     if png:
@@ -264,8 +264,8 @@ def report(
             *packing(run),
             *chosen,
             f"schedule {lists.name}"
-            + f", {lists.placement.chunks} chunks of layers per stage"
-            * (lists.placement.chunks > 1)
+            + f", {lists.placement.model_chunks} chunks of layers per stage"
+            * (lists.placement.model_chunks > 1)
             + f", {lists.pending or layout.pp} micro-batches held between F and W"
             * lists.splits_backward
             + f", bubble {_bubble(lists):.1%} of the step's slots (model)",

@@ -74,11 +74,11 @@ def settle(
         return run, []
     space = tensor_bytes(run, layout, world, nodes)
     if not ranks_schedules:
-        return on_root(world, lambda: run_schedule.settled(run, layout, space))
+        return on_root(world, lambda: run_schedule.resolve_recompute(run, layout, space))
     from ..planner import search
 
     system = modelled_system(layout)
-    return on_root(world, lambda: search.settled(run, layout, system, space))
+    return on_root(world, lambda: search.resolve(run, layout, system, space))
 
 
 def between_nodes(run: RunConfig, layout: Layout, world: Comm, nodes: Nodes) -> RunConfig:

@@ -86,7 +86,7 @@ class StepExecutor:
 
     def forward(self, instruction: Instruction) -> None:
         """Tokens or input (s, b, h) -> output (s, b, h), or the loss () of the last part."""
-        key, chunk = _key(instruction), self.chunks[instruction.chunk]
+        key, chunk = _key(instruction), self.chunks[instruction.model_chunk]
         batch = self.batches.fetch(instruction.microbatch)
         x = batch.tokens if chunk.is_first else self.inputs[key]
         shape, labels = self.shape, batch.labels if chunk.is_last else None
@@ -114,7 +114,7 @@ class StepExecutor:
         """Gradient of the output (s, b, h) -> weight gradients, and gradient of the input (s, b, h)."""
         key = _key(instruction)
         backward(self.outputs.pop(key), self.gradients.pop(key, None))
-        if not self.chunks[instruction.chunk].is_first:
+        if not self.chunks[instruction.model_chunk].is_first:
             previous = self._own_neighbour(instruction, -1)
             gradient = self.inputs.pop(key).grad
             assert gradient is not None, "backward has reached the input"
@@ -160,7 +160,7 @@ class StepExecutor:
 
     def _own_neighbour(self, instruction: Instruction, step: int) -> Key | None:
         """The key under which the next (1) or previous (-1) part has this micro-batch, if it is a chunk of this rank."""
-        neighbour = self.placement.neighbour(self.pp.rank, instruction.chunk, step)
+        neighbour = self.placement.neighbour(self.pp.rank, instruction.model_chunk, step)
         return (
             (neighbour[1], instruction.microbatch)
             if neighbour and neighbour[0] == self.pp.rank
@@ -179,7 +179,7 @@ class StepExecutor:
 
     def _received(self, instruction: Instruction) -> Tensor:
         tensor, handle = self._receiving.pop(instruction)
-        self._receive_ahead((instruction.op, instruction.chunk))
+        self._receive_ahead((instruction.op, instruction.model_chunk))
         handle.wait()
         return tensor
 
@@ -194,4 +194,4 @@ class StepExecutor:
 
 
 def _key(instruction: Instruction) -> Key:
-    return instruction.chunk, instruction.microbatch
+    return instruction.model_chunk, instruction.microbatch

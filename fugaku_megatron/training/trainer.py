@@ -151,7 +151,7 @@ class Trainer:
     progress: Progress = field(default_factory=Progress)
     ops: Ops = field(default_factory=Ops.build)
     watch: Watch | None = None
-    make_schedule: Callable[[RunConfig, int], schedule.Schedule] = run_schedule.of_run
+    make_schedule: Callable[[RunConfig, int], schedule.Schedule] = run_schedule.build_schedule
     readers: ReaderGroup | None = None
     waiting_for_data: Callable[[], AbstractContextManager[None]] = nullcontext
     before_update: Callable[[int, float], float] | None = None
@@ -352,7 +352,7 @@ class Trainer:
         if self.run.training.eval_micro_batch_size:
             return self._with_its_micro_batches().evaluate(dataset, first, iterations)
         size = self.layout.eval_batch_size(self.run)
-        lists = run_schedule.of_run(
+        lists = run_schedule.build_schedule(
             self.run, self.layout.microbatches(self.run, size)
         ).forward_only()
         total, weights = 0.0, 0

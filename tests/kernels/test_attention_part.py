@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 
-from fugaku_megatron.costs.activations import runs_of
+from fugaku_megatron.costs.activations import rank_segments
 from fugaku_megatron.host import kernels
 from fugaku_megatron.nn.dropout import DropoutKey
 from fugaku_megatron.nn.heads import Heads
@@ -175,7 +175,7 @@ def test_the_reference_and_torch_agree_with_the_formula(reference):
                 qkv,
                 dout,
                 heads,
-                runs_of(0, 1, s) if starts is None else cuts_of(s, 2),
+                rank_segments(0, 1, s) if starts is None else cuts_of(s, 2),
                 window,
                 starts,
             )

@@ -381,7 +381,7 @@ def test_keys_that_are_passed_are_those_counted(world, changes):
     """Of each rank; a record has those of the rank that sends most."""
     run = small_run(**changes, **P2P)
     layout, model, e = Layout.from_run(run, world), run.model, accounting.element_bytes(run)
-    passed = activations.keys_passed(model.seq_length, layout.cp, model.window)
+    passed = activations.p2p_keys(model.seq_length, layout.cp, model.window)
     of_key = run.batch.micro_batch_size * 2 * model.query_groups // layout.tp * model.kv_channels
     microbatches = layout.microbatches(run, layout.global_batch_size(run)) * model.num_layers
     for rank, tally in enumerate(tallies(run, world)):
@@ -411,7 +411,7 @@ def test_keys_that_ranks_pass_are_those_that_queries_see(s, ranks, window):
             seen = keys[((distance >= 0) & (distance < (window or s))).any(0)]
             count = int(seen[-1] - seen[0]) + 1 if len(seen) else 0
             sent[source], got[rank] = sent[source] + count, got[rank] + count
-    assert activations.keys_passed(s, ranks, window) == tuple(zip(sent, got, strict=True))
+    assert activations.p2p_keys(s, ranks, window) == tuple(zip(sent, got, strict=True))
 
 
 # What it keeps --------------------------------------------------------------------------------------------------------------------
@@ -449,8 +449,8 @@ def held_bytes(world: Comm, run: RunConfig) -> int:
 
 def check_kept(run: RunConfig) -> None:
     tp, cp = run.parallel.tensor_model_parallel_size, run.parallel.context_parallel_size
-    layers = memory.part_kept_bytes(
-        run, tp, run.model.num_layers, accounting.part_recompute_groups(run, 0)
+    layers = memory.layers_kept_bytes(
+        run, tp, run.model.num_layers, accounting.virtual_stage_recompute_groups(run, 0)
     )[0]
     outside = sum(
         r.saved_bytes
@@ -546,7 +546,10 @@ def test_peak_of_another_block(stage, changes):
     widths = {"ffn_hidden_size": 192, "num_attention_heads": 8, "kv_channels": 16}
     run = small_run(**{**FAMILIES["qwen3"], **MODEL, **widths, **changes})
     predicted = memory.stage_memory(
-        run, Layout.from_run(run, STAGES), stage, run_schedule.of_run(run, MICROBATCHES).held(stage)
+        run,
+        Layout.from_run(run, STAGES),
+        stage,
+        run_schedule.build_schedule(run, MICROBATCHES).in_flight(stage),
     )
     assert allocated_peak(SoloComm(stage, STAGES), run) == pytest.approx(
         predicted.activations + predicted.logits, rel=0.05
@@ -566,7 +569,10 @@ def test_peak_of_a_split_backward_with_other_activations(model, stage, schedule)
     """Between the halves of a backward the argument and its gradient are kept, and the activation's values are not."""
     run = small_run(**{**MODELS[model], **MODEL, "pipeline_schedule": schedule})
     predicted = memory.stage_memory(
-        run, Layout.from_run(run, STAGES), stage, run_schedule.of_run(run, MICROBATCHES).held(stage)
+        run,
+        Layout.from_run(run, STAGES),
+        stage,
+        run_schedule.build_schedule(run, MICROBATCHES).in_flight(stage),
     )
     assert allocated_peak(SoloComm(stage, STAGES), run) == pytest.approx(
         predicted.activations + predicted.logits, rel=0.05
@@ -617,7 +623,7 @@ def test_peak_where_ranks_exchange_keys(rank, changes):
     )
     ranks = run.parallel.context_parallel_size
     predicted = memory.stage_memory(
-        run, Layout.from_run(run, ranks), 0, run_schedule.of_run(run, 1).held(0)
+        run, Layout.from_run(run, ranks), 0, run_schedule.build_schedule(run, 1).in_flight(0)
     )
     assert memory.working_bytes(run, 1) == activations.key_working_bytes(run, 1)
     assert allocated_peak(HoldingComm(rank, ranks), run) == pytest.approx(

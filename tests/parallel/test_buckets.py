@@ -17,7 +17,7 @@ from fugaku_megatron.costs.memory import (
 )
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.optim import flat
-from fugaku_megatron.pipeline.instructions import Held
+from fugaku_megatron.pipeline.instructions import InFlight
 from fugaku_megatron.training.trainer import Trainer
 from tests.helpers import (
     DROPOUT,
@@ -182,7 +182,7 @@ class Watched:
         self.handle.wait()
 
 
-def started_early(world, run, backend: str, make=run_schedule.of_run) -> tuple[int, int]:
+def started_early(world, run, backend: str, make=run_schedule.build_schedule) -> tuple[int, int]:
     """Buckets whose reduction had started when the last backward was over, and those that could have; two iterations."""
     torch.set_num_threads(1)
     groups = grid_groups(world, run)
@@ -260,7 +260,7 @@ def test_gathers_are_under_way_until_their_weights_are_needed():
 def test_copies_in_bf16_are_in_the_memory_model():
     runs = [small_run(**BUCKETS, grad_reduce_in_bf16=wire) for wire in (False, True)]
     plain, more = (
-        stage_memory(run, Layout.from_run(run, 2), 0, [Held((1,), (0,))]) for run in runs
+        stage_memory(run, Layout.from_run(run, 2), 0, [InFlight((1,), (0,))]) for run in runs
     )
     assert (more.gradients, more.total - plain.total) == (
         plain.gradients * 3 // 2,

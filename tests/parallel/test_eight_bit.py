@@ -251,9 +251,9 @@ def held_bytes(ranks: int, run: RunConfig, rank: int) -> int:
 )
 def test_memory_is_what_the_formula_says(ranks, changes):
     run = small_run(**{**EIGHT, **changes})
-    layout, lists = Layout.from_run(run, ranks), run_schedule.of_run(run, 2)
+    layout, lists = Layout.from_run(run, ranks), run_schedule.build_schedule(run, 2)
     for stage in range(layout.pp):
-        planned = memory.stage_memory(run, layout, stage, lists.held(stage)).optimizer
+        planned = memory.stage_memory(run, layout, stage, lists.in_flight(stage)).optimizer
         assert held_bytes(ranks, run, stage * layout.tp) == planned
 
 
@@ -261,8 +261,8 @@ def test_memory_is_what_the_formula_says(ranks, changes):
 def test_memory_of_shards_is_at_most_what_the_formula_says(changes):
     """Shards of ZeRO-1 have different numbers of blocks; the formula is for the shortest blocks, which are short in a small model."""
     run = small_run(**{**EIGHT, **changes, "zero_stage": 1})
-    layout, lists = Layout.from_run(run, 8), run_schedule.of_run(run, 2)
-    planned = memory.stage_memory(run, layout, 0, lists.held(0)).optimizer
+    layout, lists = Layout.from_run(run, 8), run_schedule.build_schedule(run, 2)
+    planned = memory.stage_memory(run, layout, 0, lists.in_flight(0)).optimizer
     held = max(held_bytes(8, run, rank) for rank in range(8))
     assert held <= planned <= 1.4 * held
 
@@ -271,7 +271,7 @@ def test_memory_of_shards_is_at_most_what_the_formula_says(changes):
 def test_moments_take_little_more_than_two_bytes(changes):
     run = make_run("1.3b", {**EIGHT, **changes, "tensor_model_parallel_size": 4})
     layout = Layout.from_run(run, 64)
-    elements = sum(memory.part_elements(run, layout, 0))
+    elements = sum(memory.updated_elements(run, layout, 0))
     assert 2.03 < memory.moment_bytes(run, layout, 0)[0] / elements < 2.07
 
 

@@ -868,7 +868,7 @@ def test_bytes_of_divided_experts(world, changes, model):
         assert sum(others) + sum(divided) == memory.flat_elements(run, layout, stage)
         shards = (layout.dp, layout.edp) if run.parallel.zero_stage else (1, 1)
         assert sum(others) // shards[0] + sum(divided) // shards[1] == sum(
-            memory.part_elements(run, layout, stage)
+            memory.updated_elements(run, layout, stage)
         )
 
 
@@ -943,7 +943,7 @@ def test_the_peak_of_a_stage(stage, changes):
     )
     layout = Layout.from_run(run, STAGES * replicas)
     predicted = memory.stage_memory(
-        run, layout, stage, run_schedule.of_run(run, MICROBATCHES).held(stage)
+        run, layout, stage, run_schedule.build_schedule(run, MICROBATCHES).in_flight(stage)
     )
     expected = predicted.activations + predicted.logits
     assert allocated_peak(SoloComm(stage, STAGES * replicas), run) == pytest.approx(
@@ -989,7 +989,10 @@ def test_the_published_numbers_of_a_30b_a3b():
     for changes, total in (({}, 549e9), (bf16, 427e9)):
         changed = small_run(**A3B, **changes)
         found = memory.stage_memory(
-            changed, Layout.from_run(changed, 1), 0, run_schedule.of_run(changed, 1).held(0)
+            changed,
+            Layout.from_run(changed, 1),
+            0,
+            run_schedule.build_schedule(changed, 1).in_flight(0),
         )
         assert found.weights + found.gradients + found.optimizer == pytest.approx(total, rel=0.002)
     linear = (
@@ -1031,7 +1034,7 @@ def test_a_scaled_down_a3b_holds_what_the_formula_says():
         }
     )
     found = memory.stage_memory(
-        run, Layout.from_run(run, 1), 0, run_schedule.of_run(run, 2).held(0)
+        run, Layout.from_run(run, 1), 0, run_schedule.build_schedule(run, 2).in_flight(0)
     )
     with contextlib.closing(make_trainer(SoloComm(), run)) as trainer:
         trainer.train_step()

@@ -37,7 +37,7 @@ def test_a_ranks_memory_is_the_dry_runs():
     layout = Layout.from_run(run, 8)
     for rank in range(8):
         plan = plan_stage(
-            run, layout, rank // 2, run_schedule.of_run(run, layout.microbatches(run, 8))
+            run, layout, rank // 2, run_schedule.build_schedule(run, layout.microbatches(run, 8))
         )
         kernels = memory.attention_bytes(
             run, layout.tp, torch.get_num_threads()

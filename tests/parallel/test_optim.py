@@ -438,14 +438,14 @@ def test_memory_is_what_the_formula_says(changes):
         t.nbytes for part in trainer.optimizer.parts for t in (part.exp_avg, part.exp_avg_sq)
     )
     masters = sum(part.master.nbytes for part in trainer.optimizer.parts if part.low is not None)
-    layout, lists = Layout.from_run(run, ranks), run_schedule.of_run(run, 2)
-    planned = memory.stage_memory(run, layout, 0, lists.held(0))
+    layout, lists = Layout.from_run(run, ranks), run_schedule.build_schedule(run, 2)
+    planned = memory.stage_memory(run, layout, 0, lists.in_flight(0))
     assert held + masters == planned.optimizer
     whole = memory.stage_memory(
         small_run(**{k: v for k, v in changes.items() if "dtype" not in k}),
         layout,
         0,
-        lists.held(0),
+        lists.in_flight(0),
     )
     elements = sum(len(part.master) for part in trainer.optimizer.parts)
     assert whole.total - planned.total == elements * (2 if "exp_avg_sq_dtype" in changes else 4)
@@ -620,7 +620,7 @@ def test_memory_without_fp32_masters_is_what_the_formula_says(ranks):
     assert (
         held
         == memory.stage_memory(
-            run, Layout.from_run(run, ranks), 0, run_schedule.of_run(run, 2).held(0)
+            run, Layout.from_run(run, ranks), 0, run_schedule.build_schedule(run, 2).in_flight(0)
         ).optimizer
     )
 
@@ -824,12 +824,13 @@ def test_memory_of_muon_is_what_the_formula_says(changes):
                 for t in (p.exp_avg, p.exp_avg_sq, *([] if p.low is None else [p.master]))
             )
         )
-    layout, lists = Layout.from_run(run, ranks), run_schedule.of_run(run, 2)
+    layout, lists = Layout.from_run(run, ranks), run_schedule.build_schedule(run, 2)
     planned = [
-        memory.stage_memory(run, layout, stage, lists.held(stage)).optimizer
+        memory.stage_memory(run, layout, stage, lists.in_flight(stage)).optimizer
         for stage in range(layout.pp)
     ]
     assert max(held) == max(planned)
     assert (
-        planned[0] < memory.stage_memory(small_run(**changes), layout, 0, lists.held(0)).optimizer
+        planned[0]
+        < memory.stage_memory(small_run(**changes), layout, 0, lists.in_flight(0)).optimizer
     )

@@ -18,7 +18,7 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs.memory import stage_memory
 from fugaku_megatron.data import indexed
 from fugaku_megatron.observe import loss_plot
-from fugaku_megatron.pipeline.instructions import Held
+from fugaku_megatron.pipeline.instructions import InFlight
 from fugaku_megatron.run import start as start_module
 from fugaku_megatron.run.dry_run import report
 from fugaku_megatron.run.loop import DIVERGED_STEPS, Session
@@ -195,7 +195,7 @@ def test_data_that_is_not_there_is_found_first_and_by_one_rank(
 
 RANKS = 2
 ASYNC = {"async_save": True}
-HELD = [Held((1,), (0,))]  # one micro-batch between forward and backward
+HELD = [InFlight((1,), (0,))]  # one micro-batch between forward and backward
 
 
 @pytest.fixture

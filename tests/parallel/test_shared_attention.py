@@ -5,7 +5,7 @@ import torch
 
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.layout import Layout, context_ways
-from fugaku_megatron.costs.activations import runs_of
+from fugaku_megatron.costs.activations import rank_segments
 from fugaku_megatron.host import kernels
 from fugaku_megatron.nn.dropout import DropoutKey
 from fugaku_megatron.nn.heads import Heads
@@ -50,7 +50,7 @@ def test_causal_work_is_the_same_on_every_rank_and_complete(ranks):
     work = [
         sum(
             pairs(sight, part.queries, part.keys)
-            for part in parts(sight, runs_of(rank, ranks, s), range(s))
+            for part in parts(sight, rank_segments(rank, ranks, s), range(s))
         )
         for rank in range(ranks)
     ]
@@ -62,9 +62,9 @@ def test_causal_work_is_the_same_on_every_rank_and_complete(ranks):
 def test_parts_hold_every_pair_and_begin_and_end_with_one(name, ranks):
     sight = SIGHTS[name]
     for rank in range(ranks):
-        runs = runs_of(rank, ranks, S)
+        runs = rank_segments(rank, ranks, S)
         for other in range(ranks):
-            for keys in runs_of(other, ranks, S):
+            for keys in rank_segments(other, ranks, S):
                 found = list(parts(sight, runs, keys))
                 assert all(part.rows.stop - part.rows.start == len(part.queries) for part in found)
                 if SAMPLES == 1 or sight.starts is None:

@@ -48,13 +48,15 @@ def auto(name: str) -> tuple[RunConfig, Layout]:
 
 def totals(run: RunConfig, layout: Layout) -> list[int]:
     """Bytes of a rank of each stage."""
-    lists = run_schedule.of_run(run, MICROBATCHES)
-    return [stage_memory(run, layout, stage, lists.held(stage)).total for stage in range(STAGES)]
+    lists = run_schedule.build_schedule(run, MICROBATCHES)
+    return [
+        stage_memory(run, layout, stage, lists.in_flight(stage)).total for stage in range(STAGES)
+    ]
 
 
 def settled(run: RunConfig, layout: Layout, limit: float) -> RunConfig:
     return run_schedule.with_recompute(
-        run, layout, limit, run_schedule.of_run(run, MICROBATCHES).held
+        run, layout, limit, run_schedule.build_schedule(run, MICROBATCHES).in_flight
     )
 
 
@@ -63,7 +65,8 @@ def all_again(run: RunConfig) -> RunConfig:
         run.training,
         recompute_auto=False,
         recompute_granularity="full",
-        recompute_part_layers=(16,) * run_schedule.of_run(run, MICROBATCHES).placement.parts,
+        recompute_part_layers=(16,)
+        * run_schedule.build_schedule(run, MICROBATCHES).placement.virtual_stages,
     )
     return replace(run, training=training)
 
@@ -79,8 +82,8 @@ def test_as_few_layers_as_fit(name, share):
     assert max(totals(chosen, layout)) <= limit and not chosen.training.recompute_auto
     for stage in range(STAGES):
         again, held = (
-            run_schedule.layers_again(chosen, stage),
-            run_schedule.of_run(run, MICROBATCHES).held(stage),
+            run_schedule.recomputed_layers(chosen, stage),
+            run_schedule.build_schedule(run, MICROBATCHES).in_flight(stage),
         )
         assert (none[stage] <= limit) == (not any(again)), "a stage that fits recomputes nothing"
         if sum(again) > 1:
@@ -88,7 +91,11 @@ def test_as_few_layers_as_fit(name, share):
             for chunk, number in enumerate(
                 run_schedule.spread(sum(again) - 1, [4 // len(again)] * len(again), held)
             ):
-                parts[run_schedule.of_run(run, MICROBATCHES).placement.part(stage, chunk)] = number
+                parts[
+                    run_schedule.build_schedule(run, MICROBATCHES).placement.virtual_stage(
+                        stage, chunk
+                    )
+                ] = number
             fewer = replace(
                 chosen, training=replace(chosen.training, recompute_part_layers=tuple(parts))
             )
@@ -159,7 +166,7 @@ def medium(**changes) -> tuple[RunConfig, Layout]:
 @pytest.mark.parametrize("auto", [False, True])
 def test_it_is_the_planners_schedule(auto):
     run, layout = medium(recompute_auto=auto)
-    chosen, lines = search.settled(run, layout, SYSTEM)
+    chosen, lines = search.resolve(run, layout, SYSTEM)
     held = frozenset(
         {
             "tensor_model_parallel_size",
@@ -196,7 +203,7 @@ def test_what_does_not_fit_is_not_taken():
         for c in found
     ]
     tight = replace(run, training=replace(run.training, memory_per_rank=int(min(limits)) + 1))
-    chosen, lines = search.settled(tight, layout, SYSTEM)
+    chosen, lines = search.resolve(tight, layout, SYSTEM)
     assert chosen.parallel.schedule == "1f1b" and f"no memory for {found[0].name}, " in lines[0]
 
 
@@ -223,7 +230,7 @@ def test_more_memory_is_used_where_there_are_micro_batches_for_it():
     assert search.pendings("zbv", 4, 4) == search.pendings("1f1b", 2, 8) == (None,)
     assert search.pendings("zbv", 5, 6) == (None, 8, 10)
     run, layout = medium(global_batch_size=36 * 24)
-    chosen, lines = search.settled(run, layout, SYSTEM)
+    chosen, lines = search.resolve(run, layout, SYSTEM)
     assert (
         best := chosen.parallel
     ).schedule == "zbv" and f"zbv holding {best.zero_bubble_max_pending_backward} " in lines[0]

@@ -97,7 +97,8 @@ def test_a_plan_fits_every_layout(world_size):
     )
     layout = Layout.from_run(run, world_size)
     plans = [
-        plan_stage(run, layout, stage, run_schedule.of_run(run, 8)) for stage in range(layout.pp)
+        plan_stage(run, layout, stage, run_schedule.build_schedule(run, 8))
+        for stage in range(layout.pp)
     ]
     assert [[len(layers) for layers in p.layers] for p in plans] == [[4 // layout.pp]] * layout.pp
     assert [p.in_flight for p in plans] == [(n,) for n in range(layout.pp, 0, -1)]
@@ -201,7 +202,7 @@ def test_the_picture_shows_the_schedule_and_the_memory(tmp_path, monkeypatch):
         len([s for s in spans if s.op in ("forward", "backward_input", "backward_weight")])
         == 3 * 2 * 2 * 2
     )
-    lists = run_schedule.of_run(run, 2)
+    lists = run_schedule.build_schedule(run, 2)
     plans = [plan_stage(run, Layout.from_run(run, 4), stage, lists) for stage in range(2)]
     assert memory == [plan.memory.total / 2**20 for plan in plans]
     assert file.endswith("p.png") and heading.startswith(

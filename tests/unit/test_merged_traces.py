@@ -64,7 +64,7 @@ def recorded(lists, expected):
                 "name": span.op,
                 "ts": 1e6 * (shift + span.start),
                 "dur": 1e6 * (span.end - span.start),
-                "args": {"microbatch": span.microbatch, "chunk": span.chunk},
+                "args": {"microbatch": span.microbatch, "chunk": span.model_chunk},
             }
         )
 
@@ -72,12 +72,12 @@ def recorded(lists, expected):
         for stage in range(placement.stages):
             clock, spans = (
                 0.0,
-                {(s.op, s.microbatch, s.chunk): s for s in expected if s.stage == stage},
+                {(s.op, s.microbatch, s.model_chunk): s for s in expected if s.stage == stage},
             )
             for i in lists.instructions(stage):
                 span = spans.get(
-                    (i.op, i.microbatch, i.chunk),
-                    Span(stage, i.op, i.microbatch, i.chunk, clock, clock),
+                    (i.op, i.microbatch, i.model_chunk),
+                    Span(stage, i.op, i.microbatch, i.model_chunk, clock, clock),
                 )
                 waited = (
                     span if i.op in (*COMPUTATIONS, *SENDS) else replace(span, start=clock)
@@ -85,7 +85,7 @@ def recorded(lists, expected):
                 event(waited, shift)
                 clock = span.end
     pipeline = [2 * stage for stage in range(placement.stages)]
-    about = {"stages": placement.stages, "chunks": placement.chunks, "kind": placement.kind}
+    about = {"stages": placement.stages, "chunks": placement.model_chunks, "kind": placement.kind}
     return {
         "traceEvents": [{"ph": "M", "name": "process_name", "args": {}}, *events],
         "otherData": {"placement": about, "pipeline": pipeline},

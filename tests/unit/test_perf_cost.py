@@ -14,7 +14,7 @@ from fugaku_megatron.config.run_config import ParallelConfig, RunConfig
 from fugaku_megatron.config.training import TrainingConfig
 from fugaku_megatron.costs import accounting, memory
 from fugaku_megatron.costs.activations import Collective
-from fugaku_megatron.pipeline.instructions import Held
+from fugaku_megatron.pipeline.instructions import InFlight
 from fugaku_megatron.planner import machine, model, software, work
 from fugaku_megatron.planner import memory as perf_memory
 from fugaku_megatron.planner.cost import MMAP_BYTES, Network, Rank
@@ -243,7 +243,7 @@ def test_matmuls_are_accountings_flops(recompute, tp, pp, schedule):
             pipeline_schedule=schedule,
         ),
     )
-    layout, parts = Layout(tp * pp, tp, pp, 1), placement(run).parts
+    layout, parts = Layout(tp * pp, tp, pp, 1), placement(run).virtual_stages
     works = [model.part_work(run, layout, part, EAGER) for part in range(parts)]
     total = tp * sum(
         pieces_flops(forward) + pieces_flops(backward) for forward, backward, _ in works
@@ -260,7 +260,7 @@ def test_native_code_leaves_out_what_nobody_reads():
         gpt_124m(), training=TrainingConfig(recompute_granularity="full", recompute_num_layers=3)
     )
     ours, eager = (
-        work.layers_again(
+        work.recomputed_layers(
             run, 1, accounting.recompute_groups(12, "uniform", 3), software.load(name)
         )
         for name in ("fugaku_megatron", "torch1.10")
@@ -494,7 +494,7 @@ def test_sixteen_bits_keep_what_korthikanti_equation_2_says(tp):
 def test_memory_of_stages():
     run, layout = gpt_124m(), Layout(1, 1, 1, 1)
     used = perf_memory.stage_mib(run, layout, 0, software.load("fugaku_megatron"), 1, PLAIN)
-    held = memory.stage_memory(run, layout, 0, [Held((1,), (0,))]).total
+    held = memory.stage_memory(run, layout, 0, [InFlight((1,), (0,))]).total
     assert used == pytest.approx((held + memory.attention_bytes(run, 1, 1)) / MIB)
     cut = ParallelConfig(tensor_model_parallel_size=8, pipeline_model_parallel_size=48)
     plain = replace(gpt_30b(), parallel=cut)

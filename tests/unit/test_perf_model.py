@@ -131,7 +131,11 @@ def stepped(name: str, chunks: int) -> model.Step:
 @pytest.mark.parametrize(("name", "chunks"), KINDS)
 def test_the_pipeline_is_the_schedules_own_list(name, chunks):
     step = stepped(name, chunks)
-    assert (step.schedule.name, step.schedule.placement.chunks, step.schedule.microbatches) == (
+    assert (
+        step.schedule.name,
+        step.schedule.placement.model_chunks,
+        step.schedule.microbatches,
+    ) == (
         name,
         chunks,
         7,

@@ -28,13 +28,15 @@ PLACEMENTS = [
 
 
 def test_loop_and_v():
-    assert [[Placement(3, 2).part(stage, chunk) for chunk in range(2)] for stage in range(3)] == [
+    assert [
+        [Placement(3, 2).virtual_stage(stage, chunk) for chunk in range(2)] for stage in range(3)
+    ] == [
         [0, 3],
         [1, 4],
         [2, 5],
     ]
     assert [
-        [Placement(3, 2, V).part(stage, chunk) for chunk in range(2)] for stage in range(3)
+        [Placement(3, 2, V).virtual_stage(stage, chunk) for chunk in range(2)] for stage in range(3)
     ] == [[0, 5], [1, 4], [2, 3]]
     assert Placement(4, 2, V).neighbour(3, 0, 1) == (3, 1)
     assert Placement(4, 2, V).owner(0)[0] == Placement(4, 2, V).owner(7)[0] == 0
@@ -50,22 +52,22 @@ def test_loop_and_v():
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 def test_owner_inverts_part_and_neighbours_follow_the_model(placement):
     owned = {
-        (stage, chunk): placement.part(stage, chunk)
+        (stage, chunk): placement.virtual_stage(stage, chunk)
         for stage in range(placement.stages)
-        for chunk in range(placement.chunks)
+        for chunk in range(placement.model_chunks)
     }
-    assert sorted(owned.values()) == list(range(placement.parts))
+    assert sorted(owned.values()) == list(range(placement.virtual_stages))
     for (stage, chunk), part in owned.items():
         assert placement.owner(part) == (stage, chunk)
         after, before = (placement.neighbour(stage, chunk, step) for step in (1, -1))
-        assert owned.get(after) == (part + 1 if part + 1 < placement.parts else None)
+        assert owned.get(after) == (part + 1 if part + 1 < placement.virtual_stages else None)
         assert owned.get(before) == (part - 1 if part else None)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 def test_both_ends_of_a_message_agree_and_no_two_kinds_share_a_tag(placement):
     tags = []
-    for part in range(placement.parts - 1):
+    for part in range(placement.virtual_stages - 1):
         (above, chunk_above), (below, chunk_below) = (
             placement.owner(part),
             placement.owner(part + 1),
@@ -88,18 +90,18 @@ def test_forward_slots_follow_the_model_and_never_meet(placement):
     slots = {
         (m, part): placement.forward_slot(m, part)
         for m in range(20)
-        for part in range(placement.parts)
+        for part in range(placement.virtual_stages)
     }
     assert all(
         slots[m, part] < slots[m, part + 1]
         for m in range(20)
-        for part in range(placement.parts - 1)
+        for part in range(placement.virtual_stages - 1)
     )
     for stage in range(placement.stages):
         own = [
-            slots[m, placement.part(stage, chunk)]
+            slots[m, placement.virtual_stage(stage, chunk)]
             for m in range(20)
-            for chunk in range(placement.chunks)
+            for chunk in range(placement.model_chunks)
         ]
         assert len(set(own)) == len(own)
 
@@ -129,20 +131,22 @@ def test_balanced(layers, placement, head, expected):
 )
 @pytest.mark.parametrize("head", [0, 30, 100])
 def test_no_cut_has_a_cheaper_costliest_stage(placement, head):
-    layers, head_stage = 10, placement.owner(placement.parts - 1)[0]
+    layers, head_stage = 10, placement.owner(placement.virtual_stages - 1)[0]
 
     def costliest(totals):
         return max(10 * n + head * (stage == head_stage) for stage, n in enumerate(totals))
 
     every = [
         c
-        for c in itertools.product(range(placement.chunks, layers + 1), repeat=placement.stages)
+        for c in itertools.product(
+            range(placement.model_chunks, layers + 1), repeat=placement.stages
+        )
         if sum(c) == layers
     ]
     sizes = cuts.balanced_cut(layers, placement, 10, head)
     assert sum(sizes) == layers and min(sizes) >= 1
     totals = [
-        sum(sizes[placement.part(s, c)] for c in range(placement.chunks))
+        sum(sizes[placement.virtual_stage(s, c)] for c in range(placement.model_chunks))
         for s in range(placement.stages)
     ]
     assert costliest(totals) == min(map(costliest, every))
@@ -213,7 +217,7 @@ KINDS = [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb
 
 def drawn(schedule: Schedule, draw: np.random.Generator) -> Costs:
     """Seconds that differ from stage to stage."""
-    shape = (schedule.placement.stages, schedule.placement.chunks)
+    shape = (schedule.placement.stages, schedule.placement.model_chunks)
     return Costs(
         {op: draw.uniform(0.5, 2, shape).tolist() for op in COMPUTATIONS},
         float(draw.choice([0.0, 0.1, 1.0])),

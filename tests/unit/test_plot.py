@@ -288,7 +288,9 @@ def bars(axes, colour) -> set[tuple[float, float, int]]:
 def test_bars_stand_where_the_spans_are(name, chunks, op, colour):
     axes, walked, _ = drawn(name, chunks)
     assert bars(axes, colour) == {
-        (round(s.start, 6), round(s.end, 6), s.stage) for s in walked if s.op == op and s.chunk == 0
+        (round(s.start, 6), round(s.end, 6), s.stage)
+        for s in walked
+        if s.op == op and s.model_chunk == 0
     }
     assert bars(axes, schedule_plot.IDLE) == {
         (0, round(max(s.end for s in walked), 6), stage) for stage in range(3)

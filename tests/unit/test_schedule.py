@@ -11,7 +11,7 @@ import pytest
 
 from fugaku_megatron.config.run_config import ParallelConfig
 from fugaku_megatron.costs.accounting import layer_and_head_flops, pipeline_split
-from fugaku_megatron.costs.run_schedule import of_run, split_costs
+from fugaku_megatron.costs.run_schedule import build_schedule, split_costs
 from fugaku_megatron.pipeline import cuts, schedule_names, zero_bubble
 from fugaku_megatron.pipeline import instructions as instructions_module
 from fugaku_megatron.pipeline import schedule as builders
@@ -20,11 +20,11 @@ from fugaku_megatron.pipeline.instructions import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
-    Held,
+    InFlight,
     Instruction,
 )
 from fugaku_megatron.pipeline.placement import Placement, V
-from fugaku_megatron.pipeline.schedule import Schedule, build, held
+from fugaku_megatron.pipeline.schedule import Schedule, build, peaks_in_flight
 from fugaku_megatron.pipeline.timeline import Costs, walk
 from tests.helpers import small_run
 
@@ -69,7 +69,7 @@ def read(text: str) -> list[Instruction]:
 def work(instructions: Sequence[Instruction]) -> str:
     """The computations of a list, as `read` reads them."""
     return " ".join(
-        LONG[i.op] + str(i.microbatch) + "'" * i.chunk
+        LONG[i.op] + str(i.microbatch) + "'" * i.model_chunk
         for i in instructions
         if i.op not in instructions_module.SENDS + instructions_module.RECEIVES
     )
@@ -82,7 +82,9 @@ def schedules(name: str, chunks: int, stages: int) -> list[Schedule]:
     if name in schedule_names.SPLITS_BACKWARD:
         training += [
             replace(
-                schedule, costs=part_costs(schedule.placement.parts, each, head), pending=pending
+                schedule,
+                costs=part_costs(schedule.placement.virtual_stages, each, head),
+                pending=pending,
             )
             for schedule in training
             for each, head in COSTS
@@ -164,12 +166,12 @@ def test_1f1b_is_in_order_and_holds_little():
                 op: [i.microbatch for i in instructions if i.op == op] for op in SHORT.values()
             }
             assert order[FORWARD] == order[BACKWARD] == list(range(microbatches))
-            assert builders.in_flight(instructions) == min(stages - stage, microbatches)
+            assert builders.most_in_flight(instructions) == min(stages - stage, microbatches)
 
 
 def needed(placement: Placement, stage: int, i: Instruction) -> list[Instruction]:
     """What must stand before an instruction in the same list; a whole backward is called I."""
-    m, c = i.microbatch, i.chunk
+    m, c = i.microbatch, i.model_chunk
     if i.op in instructions_module.RECEIVES:
         return []
     if i.op in instructions_module.SENDS:
@@ -210,14 +212,14 @@ def test_everything_once_after_what_it_needs(name, chunks, stages):
                 or not schedule.microbatches
             )
             mine = [
-                Instruction(BACKWARD_INPUT, i.microbatch, i.chunk) if i.op == BACKWARD else i
+                Instruction(BACKWARD_INPUT, i.microbatch, i.model_chunk) if i.op == BACKWARD else i
                 for i in mine
             ]
             own = {
                 Instruction(op, m, c)
                 for op in computed
                 for m in range(schedule.microbatches)
-                for c in range(placement.chunks)
+                for c in range(placement.model_chunks)
             }
             assert own == {
                 i
@@ -297,7 +299,7 @@ def test_messages_of_a_tag_follow_the_order_of_the_microbatches(name, chunks, st
             assert all(
                 messages == list(range(schedule.microbatches)) for messages in by_tag.values()
             )
-            posted = {(i.op, i.chunk) for i in mine if i.op in instructions_module.RECEIVES}
+            posted = {(i.op, i.model_chunk) for i in mine if i.op in instructions_module.RECEIVES}
             assert {
                 tag: [i.microbatch for i in found] for tag, found in builders.receives(mine).items()
             } == dict.fromkeys(posted, list(range(schedule.microbatches)))
@@ -329,15 +331,15 @@ def test_the_send_queue_does_not_grow_with_the_batch():
 
 
 def test_held_and_run():
-    assert held(read("F0 F1 B0 F2 B1 B2")) == (Held((2,), (0,)),)
-    assert set(held(read("F0 F1 I0 I1 W0 W1"))) == {
-        Held((2,), (0,)),
-        Held((1,), (1,)),
-        Held((0,), (2,)),
+    assert peaks_in_flight(read("F0 F1 B0 F2 B1 B2")) == (InFlight((2,), (0,)),)
+    assert set(peaks_in_flight(read("F0 F1 I0 I1 W0 W1"))) == {
+        InFlight((2,), (0,)),
+        InFlight((1,), (1,)),
+        InFlight((0,), (2,)),
     }
-    assert set(held(read("F0 F0' B0' B0 F1"), 2)) == {Held((1, 1), (0, 0))}
-    assert held([]) == () and builders.in_flight([]) == 0
-    assert builders.in_flight(read("F0 F1 F0' I0' W0' I0 W0 I1 W1")) == 3
+    assert set(peaks_in_flight(read("F0 F0' B0' B0 F1"), 2)) == {InFlight((1, 1), (0, 0))}
+    assert peaks_in_flight([]) == () and builders.most_in_flight([]) == 0
+    assert builders.most_in_flight(read("F0 F1 F0' I0' W0' I0 W0 I1 W1")) == 3
 
     class Executor:
         def __init__(self):
@@ -354,10 +356,11 @@ def test_held_and_run():
 @pytest.mark.parametrize(("name", "chunks", "stages"), FAMILIES)
 def test_what_a_stage_holds(name, chunks, stages):
     for schedule in schedules(name, chunks, stages)[:8]:
-        p, v = schedule.placement.stages, schedule.placement.chunks
+        p, v = schedule.placement.stages, schedule.placement.model_chunks
         for stage, mine in enumerate(lists_of(schedule)):
             most = max(
-                (sum(h.activations) + sum(h.weight_inputs) for h in held(mine, v)), default=0
+                (sum(h.activations) + sum(h.weight_inputs) for h in peaks_in_flight(mine, v)),
+                default=0,
             )
             if schedule.name == "interleaved":
                 assert (
@@ -397,13 +400,16 @@ def end(lists: Schedule, costs: cuts.PartCosts) -> float:
     place, stages, chunks = (
         lists.placement,
         range(lists.placement.stages),
-        range(lists.placement.chunks),
+        range(lists.placement.model_chunks),
     )
     return walk(
         lists,
         Costs(
             {
-                op: [[costs[place.part(stage, chunk)][n] for chunk in chunks] for stage in stages]
+                op: [
+                    [costs[place.virtual_stage(stage, chunk)][n] for chunk in chunks]
+                    for stage in stages
+                ]
                 for n, op in enumerate(OPERATIONS)
             }
         ),
@@ -414,12 +420,12 @@ def busy(lists: Schedule, costs: cuts.PartCosts) -> int:
     """For how long the busiest stage computes."""
     place, stages = lists.placement, range(lists.placement.stages)
     return lists.microbatches * max(
-        sum(sum(costs[place.part(stage, chunk)]) for chunk in range(place.chunks))
+        sum(sum(costs[place.virtual_stage(stage, chunk)]) for chunk in range(place.model_chunks))
         for stage in stages
     )
 
 
-def most(moments: Sequence[Held], share: float = 1) -> float:
+def most(moments: Sequence[InFlight], share: float = 1) -> float:
     """What a stage holds at its fullest moment, in micro-batches of a chunk. share: of what is held between I and W."""
     return max(sum(moment.activations) + share * sum(moment.weight_inputs) for moment in moments)
 
@@ -442,7 +448,7 @@ def test_a_heavy_last_part_and_more_memory_leave_stages_busy(stages, microbatche
     assert end(own, own.costs) <= (1 + idle) * busy(own, own.costs) and end(
         own, own.costs
     ) < 0.97 * end(alike, own.costs)
-    assert max(most(own.held(stage)) for stage in range(stages)) <= 2 * (pending or stages)
+    assert max(most(own.in_flight(stage)) for stage in range(stages)) <= 2 * (pending or stages)
 
 
 @pytest.mark.parametrize(
@@ -453,12 +459,12 @@ def test_they_hold_no_more_than_they_may(stages, costs, head, more):
     pending = stages + more if more else None
     own = made_for(costs, stages, 70, head, pending)
     for stage in range(stages):
-        moments = held(own.instructions(stage), 2)
+        moments = peaks_in_flight(own.instructions(stage), 2)
         assert most(moments) <= 2 * (pending or stages)
         for share in (1, 0.6):  # of a chunk's bytes that its W needs
-            assert most(own.held(stage), share) == pytest.approx(most(moments, share), rel=0.03), (
-                "a shorter list holds as much"
-            )
+            assert most(own.in_flight(stage), share) == pytest.approx(
+                most(moments, share), rel=0.03
+            ), "a shorter list holds as much"
 
 
 def test_costs_of_runs_and_where_there_is_no_list():
@@ -476,7 +482,11 @@ def test_costs_of_runs_and_where_there_is_no_list():
         match="12 stages of 3 chunks that hold 54 of them have no zero-bubble list",
     ):
         zero_bubble.lists(
-            placement, 168, 54, ((6, 7, 5),) * placement.parts, ((6, 7, 2),) * placement.parts
+            placement,
+            168,
+            54,
+            ((6, 7, 5),) * placement.virtual_stages,
+            ((6, 7, 2),) * placement.virtual_stages,
         )
     run = small_run(
         num_layers=4,
@@ -485,7 +495,7 @@ def test_costs_of_runs_and_where_there_is_no_list():
         pipeline_schedule="zb-h1",
         zero_bubble_max_pending_backward=3,
     )
-    lists = of_run(run, 4)
+    lists = build_schedule(run, 4)
     assert (
         lists.pending == 3
         and [w for _, _, w in lists.costs] == [10, 10]
@@ -521,11 +531,14 @@ def test_parts_cost_what_their_layers_and_the_head_do(changes, costs):
     run = small_run(
         num_layers=8, pipeline_model_parallel_size=2, pipeline_schedule="zbv", **changes
     )
-    layers, found = pipeline_split(run), of_run(run, 4)
+    layers, found = pipeline_split(run), build_schedule(run, 4)
     layer, head = layer_and_head_flops(run)
     expected = [tuple(cost * count for cost in costs) for count in layers]
     expected[-1] = (expected[-1][0] + round(3 * 6 * head / layer), *expected[-1][1:])
     assert found.costs == found.compared == split_costs(run) == tuple(expected)
     assert (
-        of_run(replace(run, parallel=ParallelConfig(pipeline_model_parallel_size=2)), 4).costs == ()
+        build_schedule(
+            replace(run, parallel=ParallelConfig(pipeline_model_parallel_size=2)), 4
+        ).costs
+        == ()
     )

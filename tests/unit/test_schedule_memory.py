@@ -89,10 +89,10 @@ def test_peak(name, stage, recompute, pending):
     }
     if recompute == "some":
         changes["recompute_part_layers"] = (1, 3, 2, 0, 2, 0, 1, 1)[
-            : placement(small_run(**MODEL, **changes)).parts
+            : placement(small_run(**MODEL, **changes)).virtual_stages
         ]
     run = small_run(**MODEL, **changes)
-    held = run_schedule.of_run(run, MICROBATCHES).held(stage)
+    held = run_schedule.build_schedule(run, MICROBATCHES).in_flight(stage)
     predicted = memory.stage_memory(run, Layout.from_run(run, STAGES), stage, held)
     assert allocated_peak(SoloComm(stage, STAGES), run) == pytest.approx(
         predicted.activations + predicted.logits, rel=0.05
@@ -121,7 +121,7 @@ def test_gradients_of_one_micro_batch_lie_where_activations_were(layers, tied):
     }
     run = small_run(**changes)
     predicted = memory.stage_memory(
-        run, Layout.from_run(run, 1), 0, run_schedule.of_run(run, 1).held(0)
+        run, Layout.from_run(run, 1), 0, run_schedule.build_schedule(run, 1).in_flight(0)
     )
     assert predicted.reused > predicted.activations / 4
     both = predicted.gradients + predicted.activations + predicted.logits - predicted.reused
