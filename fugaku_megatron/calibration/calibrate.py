@@ -48,11 +48,15 @@ Points = tuple[tuple[int, float], ...]  # (n, GFLOP/s) of n x n x n matmuls
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """One rank's measurements. attention: (s, forward GFLOP/s, backward GFLOP/s) for sequences of s tokens, without dropout, whose
-    cost is dropout_flops (planner.software).
+    """One rank's measurements.
 
-    elementwise_gbs: rate of the optimizer's update. call_us: an operator call without its data. iteration_s: an iteration without
-    its operator calls. process_mib: memory of the process before it has tensors. bf16x3: see planner.software.Parameters.
+    attention: (s, forward GFLOP/s, backward GFLOP/s) for sequences of s tokens, without dropout
+    dropout_flops: see planner.software
+    elementwise_gbs: rate of the optimizer's update
+    call_us: an operator call without its data
+    iteration_s: an iteration without its operator calls
+    process_mib: process memory without tensors
+    bf16x3: see planner.software.Parameters
     """
 
     threads: int
@@ -78,7 +82,7 @@ class Messages:
 
 
 def best_seconds(f: Callable[[], object]) -> float:
-    """Seconds of the fastest of ROUNDS calls, after one call to warm up."""
+    """Return the seconds of the fastest of ROUNDS calls, after a warm-up call."""
     f()
     times = []
     for _ in range(ROUNDS):
@@ -89,7 +93,7 @@ def best_seconds(f: Callable[[], object]) -> float:
 
 
 def triad_gbs(elements: int) -> float:
-    """GB/s of this rank's STREAM triad on three arrays of so many FP32 elements."""
+    """Measure GB/s of this rank's STREAM triad on three FP32 arrays."""
     import torch
 
     from ..host import kernels
@@ -130,7 +134,7 @@ def measure_compute() -> Compute:
 def measure_gemm(
     sizes: Sequence[int] | None = None, cold_bytes: int | None = None, dtype: str = "float32"
 ) -> Points:
-    """Square matmuls of these sizes; None: those in SIZES. cold_bytes, dtype: see host_kernels.gemm_gflops."""
+    """Measure square matmuls. cold_bytes, dtype: see host_kernels.gemm_gflops"""
     import torch
 
     from . import host_kernels
@@ -141,7 +145,7 @@ def measure_gemm(
 
 
 def measure_team(world: Comm, threads: int, measure: Callable[[], Points] = measure_gemm) -> Points:
-    """Square matmuls on rank 0 with `threads` threads while the node's other ranks sleep; they return (). Collective."""
+    """Measure square matmuls on rank 0 with `threads` threads while the node's other ranks sleep and return (). Collective."""
     import torch
 
     name = None
@@ -163,9 +167,9 @@ def measure_team(world: Comm, threads: int, measure: Callable[[], Points] = meas
 
 
 def fit_curve(points: Sequence[tuple[int, float]], peak_gflops: float) -> tuple[float, float]:
-    """(maximum, half) of share = maximum / (1 + half / n) with the smallest sum of absolute relative errors, over a grid of halves.
+    """Return (maximum, half) of share = maximum / (1 + half / n) with the smallest sum of absolute relative errors.
 
-    Errors are not squared: a size during which another process disturbed would bend the whole curve.
+    Absolute errors, because a disturbed measurement would bend a least-squares curve. `half` is from a grid.
     """
     best = (math.inf, 0.0, 0.0)
     for step in range(0, 201):
@@ -177,7 +181,7 @@ def fit_curve(points: Sequence[tuple[int, float]], peak_gflops: float) -> tuple[
 
 
 def ping_pong(world: Comm, partner: int, bytes: int) -> float:
-    """Seconds of one message of `bytes` between rank 0 and `partner`; meaningless on other ranks. Collective."""
+    """Return seconds of a message of `bytes` between rank 0 and `partner`; meaningless on other ranks. Collective."""
     import torch
 
     tensor = torch.zeros(bytes, dtype=torch.uint8)
@@ -199,14 +203,17 @@ def ping_pong(world: Comm, partner: int, bytes: int) -> float:
 
 
 def measure_messages(world: Comm, partner: int) -> Messages:
-    """Latency and rate between rank 0 and `partner`. Collective. A small message that others disturb has half of the time."""
+    """Measure latency and rate between rank 0 and `partner`. Collective.
+
+    A disturbed small message takes at most half of the large one's time.
+    """
     small = ping_pong(world, partner, SMALL)
     large = ping_pong(world, partner, LARGE)
     return Messages(alpha_us=small * 1e6, gbs=LARGE / max(large - small, large / 2) / 1e9)
 
 
 def all_reduce_gbs(world: Comm, bytes: int | None = None) -> float:
-    """GB/s of a large all-reduce over all ranks: bytes of the vector, by default REDUCED, over its time. Collective."""
+    """Return GB/s of a large all-reduce over all ranks: vector bytes over time. Collective."""
     import torch
 
     size = bytes or REDUCED
@@ -215,9 +222,10 @@ def all_reduce_gbs(world: Comm, bytes: int | None = None) -> float:
 
 
 def native(ranks: Sequence[Compute], reduce_gbs: float | None) -> dict[str, float]:
-    """This project's parameters on this host, under the names of planner.software.Parameters.
+    """Return this project's parameters on this host, with the names in planner.software.Parameters.
 
-    ranks: those of one node. reduce_gbs: all_reduce_gbs within the node, None when it crossed nodes.
+    ranks: the ranks of one node
+    reduce_gbs: all_reduce_gbs within the node, None if it crossed nodes
     """
     first = ranks[0]
     members = len(ranks)
@@ -240,7 +248,7 @@ def native(ranks: Sequence[Compute], reduce_gbs: float | None) -> dict[str, floa
 
 
 def gemm_curve(threads: int, points: Points, peak_gflops: float) -> dict[str, float]:
-    """A GEMM curve in the format of perf/machines/*.json."""
+    """Return a GEMM curve in the format of perf/machines/*.json."""
     maximum, half = fit_curve(points, peak_gflops)
     return {"threads": threads, "maximum": maximum, "half": half, "exponent": 1.0}
 
@@ -255,11 +263,12 @@ def describe(
     memory_gib: float,
     command: str = "calibrate",
 ) -> dict[str, Any]:
-    """The contents of the machine's file, each constant with its source.
+    """Return the contents of the machine's file, each constant with its source.
 
-    ranks: measurements of one node's ranks. team: matmuls of one rank with all threads of the node, if measured. inside, between:
-    messages within a node and between nodes; both None for one rank alone, whose messages are then copies in memory. reduce_gbs:
-    see all_reduce_gbs, None for one rank. memory_gib: of the node. command: which one measured.
+    ranks: measurements of one node's ranks
+    team: matmuls of one rank with all threads of the node, if measured
+    memory_gib: of the node
+    command: the command that measured
     """
     first = ranks[0]
     peak = sum(r.fma_gflops for r in ranks)
@@ -320,7 +329,7 @@ def describe(
 
 
 def _short(value: Any) -> Any:
-    """The value with every number rounded to four significant digits."""
+    """Round every number in the value to four significant digits."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, list):
@@ -329,7 +338,7 @@ def _short(value: Any) -> Any:
 
 
 def disturbances(ranks: Sequence[Compute], nominal_ghz: float) -> list[str]:
-    """What says that other processes disturbed the measurement, one line each. nominal_ghz: of the system's CPU; 0 if unknown."""
+    """Return one line for each sign that other processes disturbed the measurement. nominal_ghz: 0 if unknown"""
     clocks = [rank.clock_ghz for rank in ranks]
     lines = []
     if nominal_ghz and min(clocks) < MIN_CLOCK_SHARE * nominal_ghz:
@@ -345,7 +354,7 @@ def disturbances(ranks: Sequence[Compute], nominal_ghz: float) -> list[str]:
 
 
 def calibrate(world: Comm, output: Path) -> None:
-    """Measure and write the file `output`. Collective. Raises ValueError for a world of one rank."""
+    """Measure and write the file `output`. Collective. ValueError for a world of one rank."""
     import psutil
 
     from ..host.runtime import cpu_model

@@ -1,4 +1,4 @@
-"""A launcher such as mpiexec or srun as a child process: its output, requests to stop, and how the run ended."""
+"""A launcher such as mpiexec or srun as a child process: output, stop requests, and the run's ending."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ _NODES = (
 
 
 class Launcher:
-    """A running launcher. Raises ValueError if the program does not exist."""
+    """A running launcher. ValueError if the program does not exist."""
 
     def __init__(self, command: Sequence[str]) -> None:
         try:
@@ -108,7 +108,7 @@ class Launcher:
                     chunk = chunk[os.write(target, chunk) :]
 
     def wait(self) -> tuple[int, str]:
-        """(exit code, negative for a signal; the end of the output)."""
+        """Return (exit code, negative for a signal; end of the output)."""
         code = self.process.wait()
         for reader in self._readers:
             reader.join(DRAIN_SECONDS)
@@ -116,14 +116,14 @@ class Launcher:
             return code, self._said.decode(errors="replace")
 
     def send(self, number: int) -> None:
-        """Send a signal, unless the process has ended."""
+        """Send a signal unless the process has ended."""
         self.process.send_signal(number)
 
 
 class Stop(StopSignals):
-    """Inside the block SIGTERM, SIGUSR1 and SIGINT ask the run to save and exit; it is not restarted.
+    """A block in which SIGTERM, SIGUSR1 and SIGINT ask the run to save and exit without a restart.
 
-    The launcher gets the first one as ORDERLY and a second one unchanged. The terminal sends Control-C to the launcher itself.
+    The launcher receives the first signal as ORDERLY, later signals unchanged, and Control-C from the terminal.
     """
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class Stop(StopSignals):
 
     @contextlib.contextmanager
     def forwarding(self, launcher: Launcher) -> Iterator[None]:
-        """Inside the block signals are forwarded to this launcher, also one that arrived just before."""
+        """Forward signals to this launcher inside the block, including an earlier one."""
         signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
         self._launcher = launcher
         if self.stop_requested:
@@ -156,7 +156,7 @@ class Stop(StopSignals):
 
 
 def _typed_here() -> bool:
-    """Whether this process is in the foreground of a terminal, where Control-C reaches the whole process group."""
+    """Return True in the foreground of a terminal, where Control-C reaches the whole process group."""
     try:
         return os.tcgetpgrp(0) == os.getpgrp()
     except OSError:  # no terminal
@@ -165,10 +165,13 @@ def _typed_here() -> bool:
 
 @dataclass(frozen=True)
 class Ending:
-    """code: the exit code of the job. signal: the signal that ended a rank, 0 for none. node: the node that was named, or "".
+    """The end of a run.
 
-    several: whether other signals ended other ranks. other: an exit code that ExitCode does not contain, such as MPICH's for a
-    signal that its message does not name.
+    code: exit code of the job
+    signal: signal that ended a rank, or 0
+    node: named node, or ""
+    several: other signals ended other ranks
+    other: exit code outside ExitCode, such as MPICH's for a signal that its message does not name
     """
 
     code: ExitCode
@@ -179,11 +182,11 @@ class Ending:
 
     @property
     def restarts(self) -> bool:
-        """Whether another start may succeed."""
+        """True if another start may succeed."""
         return self.code in RESTARTED
 
     def text(self) -> str:
-        """What happened, as one line of the log."""
+        """Return the ending as a line of the log."""
         more = ", and others in other ranks" * self.several
         how = f" (signal {self.signal}, {_signal_name(self.signal)}{more})" if self.signal else ""
         how = f" (exit code {self.other})" if self.code == ExitCode.FAILED else how

@@ -1,12 +1,10 @@
-"""The Tofu network: the shape of a job's nodes, and which rank runs on which node.
+"""The Tofu network: shape of a job's nodes, and placement of ranks on nodes.
 
-A unit of Tofu-D is 2x3x2 nodes. A tensor-parallel group stays inside a node or inside a box within one unit; these boxes form a
-grid that is cut, along each axis, into a box of data-parallel replicas for every pipeline stage.
+A unit is 2x3x2 nodes. A tensor-parallel group stays inside a node or a box within a unit; the boxes form a grid that is cut along
+each axis into a box of data-parallel replicas for every pipeline stage. Hops are shortest paths; routing is not modelled.
 
-    python -m fugaku_megatron.jobs.torus 16x24x32 2 8 6 > map     (shape, ranks per node, TP, PP, and CP unless 1: for mpiexec
-                                                                   --vcoordfile)
-
-Left out: routing; hops are shortest ways on a torus.
+    python -m fugaku_megatron.jobs.torus 16x24x32 2 8 6 > map     shape, ranks per node, TP, PP, and CP unless 1:
+                                                                  for mpiexec --vcoordfile
 """
 
 from __future__ import annotations
@@ -43,17 +41,17 @@ def text(shape: Shape) -> str:
 
 
 def sizes(layout: Layout) -> str:
-    """TP, PP, and CP unless it is 1, as the words of a rank map."""
+    """Return TP, PP, and CP unless it is 1, as words of a rank map."""
     return f"{layout.tp} {layout.pp}" + f" {layout.cp}" * (layout.cp > 1)
 
 
 def whole(shape: Shape) -> bool:
-    """Whether a box consists of whole units."""
+    """Return True if a box consists of whole units."""
     return all(n > 0 and n % u == 0 for n, u in zip(shape, UNIT))
 
 
 def shapes(nodes: int) -> Iterator[Shape]:
-    """Every box of whole units with that many nodes."""
+    """Iterate over all boxes of whole units with `nodes` nodes."""
     for x in range(UNIT[0], WHOLE[0] + 1, UNIT[0]):
         for y in range(UNIT[1], WHOLE[1] + 1, UNIT[1]):
             z, rest = divmod(nodes, x * y)
@@ -62,12 +60,12 @@ def shapes(nodes: int) -> Iterator[Shape]:
 
 
 def best_shape(nodes: int) -> Shape | None:
-    """The most compact box (smallest sum of edges, then smallest longest edge), None if there is none."""
+    """Return the most compact box (smallest sum of edges, then smallest longest edge), or None."""
     return min(shapes(nodes), key=lambda s: (sum(s), max(s), s), default=None)
 
 
 def nearest(nodes: int) -> list[int]:
-    """The largest number of nodes up to `nodes` and the smallest from it on that have a shape."""
+    """Return the nearest numbers of nodes, downwards and upwards, that have a shape."""
     around = (range(nodes, 0, -1), range(nodes, NODES + 1))
     counts = [
         next((n for n in numbers if n % UNIT_NODES == 0 and best_shape(n)), None)
@@ -77,12 +75,12 @@ def nearest(nodes: int) -> list[int]:
 
 
 def tensor_fits(tp: int, ranks_per_node: int) -> bool:
-    """Whether tensor-parallel groups can lie inside nodes, or inside units."""
+    """Return True if tensor-parallel groups fit into nodes or units."""
     return ranks_per_node % tp == 0 or tp % ranks_per_node == 0 and tp // ranks_per_node in TILES
 
 
 def check_tensor(tp: int, ranks_per_node: int) -> None:
-    """Raises ValueError unless `tensor_fits`."""
+    """Raise ValueError unless `tensor_fits`."""
     sizes = sorted(
         {ranks_per_node * n for n in TILES}
         | {d for d in range(1, ranks_per_node) if ranks_per_node % d == 0}
@@ -95,7 +93,7 @@ def check_tensor(tp: int, ranks_per_node: int) -> None:
 
 
 def snake(box: Shape) -> list[Shape]:
-    """All points of a box in an order in which each is a neighbour of the one before it."""
+    """Return the points of a box in an order in which consecutive points are neighbours."""
     return [
         (x, y if x % 2 == 0 else box[1] - 1 - y, z if (x * box[1] + y) % 2 == 0 else box[2] - 1 - z)
         for x in range(box[0])
@@ -105,7 +103,7 @@ def snake(box: Shape) -> list[Shape]:
 
 
 def cut(cells: Shape, replicas: int) -> Shape:
-    """Edges of the most cubic box of `replicas` cells that tiles a box of `cells`; `replicas` divides the number of cells."""
+    """Return the edges of the most cubic box of `replicas` cells that tiles `cells`; `replicas` divides the number of cells."""
     x, y, z = ([d for d in range(1, c + 1) if c % d == 0] for c in cells)
     return min(
         (b for b in itertools.product(x, y, z) if math.prod(b) == replicas),
@@ -114,15 +112,16 @@ def cut(cells: Shape, replicas: int) -> Shape:
 
 
 def hops(a: Shape, b: Shape, shape: Shape) -> int:
-    """Links on the shortest path between two nodes of a torus."""
+    """Return the links on the shortest path between two nodes of a torus."""
     return sum(min(abs(p - q), size - abs(p - q)) for p, q, size in zip(a, b, shape))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMap:
-    """The placement of ranks. nodes[rank]: coordinates (x, y, z) of its node.
+    """The placement of ranks.
 
-    box: edges of the box that the ranks of a stage fill, in units of one tensor-parallel group.
+    nodes: coordinates (x, y, z) of each rank's node
+    box: edges of a stage's box, in tensor-parallel groups
     """
 
     shape: Shape
@@ -133,7 +132,7 @@ class RankMap:
 
     @staticmethod
     def from_layout(shape: Shape, ranks_per_node: int, tp: int, pp: int, cp: int = 1) -> RankMap:
-        """The placement for a layout. Raises ValueError for a shape that is not made of units, or sizes that do not fit it."""
+        """Place the ranks of a layout. ValueError for a shape without whole units, or sizes that do not fit it."""
         check(
             math.prod(shape) <= NODES,
             f"node={text(shape)} is above {NODES} nodes, the whole machine: request fewer",
@@ -180,11 +179,11 @@ class RankMap:
         )
 
     def lines(self) -> str:
-        """The file for mpiexec --vcoordfile: one line (x,y,z) per rank."""
+        """Return the file for mpiexec --vcoordfile: one line (x,y,z) per rank."""
         return "".join(f"({x},{y},{z})\n" for x, y, z in self.nodes)
 
     def statistics(self) -> dict[str, tuple[float, int]]:
-        """Kind of group (tp, pp, dp, and cp if sequences are shared) -> (mean, maximum) hops between neighbours in ring order."""
+        """Return (mean, maximum) hops between ring neighbours for the groups tp, pp, dp, and cp if it is above 1."""
         result = {}
         for kind in ("tp", "pp", "dp", *(("cp",) if self.grid.cp > 1 else ())):
             seen = set()
@@ -209,7 +208,7 @@ class RankMap:
 
 
 def parse_shape(word: str) -> Shape:
-    """XxYxZ. Raises ValueError for anything else."""
+    """Parse XxYxZ. ValueError for anything else."""
     parts = word.split("x")
     check(
         len(parts) == 3 and all(_is_size(p) for p in parts),

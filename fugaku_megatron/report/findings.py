@@ -1,7 +1,6 @@
-"""What is wrong with a machine for training, each with what was measured, what is expected and the remedy; and the report as text.
+"""A machine's defects for training, each with measurement, expectation and remedy; and the report as text.
 
-Both read the report's sections alone, so they work on a partial one. Limits are those of machines on which training runs well;
-each stands next to the check that uses it.
+Only the report's sections are read, so a partial report works. Limits come from machines on which training runs well.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ FREE_SHARE = 0.5  # of the memory
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One problem. severe: results are wrong, or most of the speed is lost. node: on which, if on one."""
+    """One defect. severe: wrong results, or most of the speed is lost. node: if on one"""
 
     what: str
     measured: str
@@ -40,7 +39,7 @@ class Finding:
 
 
 def findings(sections: Sections) -> list[dict[str, Any]]:
-    """All findings, the severe ones first; one that several nodes have is one, with the figures of the first of them."""
+    """Return all findings, severe ones first; a finding on several nodes is listed once with the first node's figures."""
     found: dict[str, Finding] = {}
     places: dict[str, list[int]] = {}
     for finding in (finding for look in LOOKS for finding in look(sections)):
@@ -68,7 +67,7 @@ def _kernels(sections: Sections) -> dict[str, Any]:
 
 
 def wrong_kernels(sections: Sections) -> Iterator[Finding]:
-    """Results that are not the reference's, or not every rank's."""
+    """Find results that differ from the reference or between ranks."""
     checks = _kernels(sections).get("checks", [])
     ranks = _kernels(sections).get("differing_ranks", [])
     bad = [row for row in checks if not row["good"]]
@@ -93,7 +92,7 @@ def wrong_kernels(sections: Sections) -> Iterator[Finding]:
 
 
 def slow_clocks(sections: Sections) -> Iterator[Finding]:
-    """A clock below the nominal one, a governor that lowers it, or ranks that differ."""
+    """Find clocks below the nominal one, governors that lower them, and ranks that differ."""
     ranks = _kernels(sections).get("ranks", [])
     nodes = _nodes(sections)
     if not ranks or not nodes:
@@ -128,7 +127,7 @@ def slow_clocks(sections: Sections) -> Iterator[Finding]:
 
 
 def busy_cores(sections: Sections) -> Iterator[Finding]:
-    """Other processes, and cores without a thread."""
+    """Find other processes, and cores without a thread."""
     ranks = _kernels(sections).get("ranks", [])
     for number, node in enumerate(_nodes(sections)):
         cores = node["cores"]
@@ -152,7 +151,7 @@ def busy_cores(sections: Sections) -> Iterator[Finding]:
 
 
 def mapping(sections: Sections) -> Iterator[Finding]:
-    """What the trainer's log says of ranks and their cores."""
+    """Find problems in the log's lines about ranks and cores."""
     for number, node in enumerate(_nodes(sections)):
         for line in (
             line.removeprefix("note: ") for line in node["mapping"] if line.startswith("note: ")
@@ -169,7 +168,7 @@ def mapping(sections: Sections) -> Iterator[Finding]:
 
 
 def memory_set_up(sections: Sections) -> Iterator[Finding]:
-    """Huge pages, NUMA balancing, memory that others hold."""
+    """Check huge pages, NUMA balancing, and memory used by others."""
     for number, node in enumerate(_nodes(sections)):
         if node["huge_pages"]["transparent"] == "never" and not node["huge_pages"]["xos"]:
             yield Finding(
@@ -197,7 +196,7 @@ def memory_set_up(sections: Sections) -> Iterator[Finding]:
 
 
 def slow_kernels(sections: Sections) -> Iterator[Finding]:
-    """Shares of the peak and of STREAM's triad."""
+    """Check the kernels' shares of the peak and of STREAM's triad."""
     kernels = _kernels(sections)
     if not kernels or kernels["shrunk"]:
         return
@@ -245,7 +244,7 @@ def slow_kernels(sections: Sections) -> Iterator[Finding]:
 
 
 def communication(sections: Sections) -> Iterator[Finding]:
-    """MPI itself, and collectives that take longer than modelled."""
+    """Check MPI, and collectives slower than modelled."""
     found = sections.get("communication", {})
     if found.get("ranks") == 1:
         yield Finding(
@@ -277,7 +276,7 @@ def communication(sections: Sections) -> Iterator[Finding]:
 
 
 def training(sections: Sections) -> Iterator[Finding]:
-    """Scaling, and what did not fit."""
+    """Check scaling, and report what did not fit."""
     rows = [row for row in sections.get("training", {}).get("rows", []) if "tokens_per_s" in row]
     if len(rows) > 1:
         share = (
@@ -307,7 +306,7 @@ def training(sections: Sections) -> Iterator[Finding]:
 
 
 def storage(sections: Sections) -> Iterator[Finding]:
-    """A checkpoint's rate."""
+    """Check a checkpoint's rate."""
     found = sections.get("storage", {})
     if found and found["bytes"] > 1 << 26 and found["write_gbs"] < SLOW_GBS:
         yield Finding(
@@ -335,7 +334,7 @@ LOOKS: tuple[Callable[[Sections], Iterator[Finding]], ...] = (
 
 
 def text(data: dict[str, Any]) -> str:
-    """The report in about 30 lines."""
+    """Return the report in about 30 lines."""
     sections = data["sections"]
     lines = [heading(data), *summary(sections), ""]
     if data.get("findings"):
@@ -359,7 +358,7 @@ def text(data: dict[str, Any]) -> str:
 
 
 def heading(data: dict[str, Any]) -> str:
-    """The first line."""
+    """Return the first line."""
     state = "complete" if data["complete"] else f"PARTIAL, {data['ended']}"
     shrunk = data["sections"].get("kernels", {}).get("shrunk")
     return (
@@ -369,7 +368,7 @@ def heading(data: dict[str, Any]) -> str:
 
 
 def hours_line(row: dict[str, Any]) -> str:
-    """A model's hours, and whether it fits."""
+    """Return a model's hours and memory need."""
     short = (
         ""
         if row["fits"]
@@ -382,7 +381,7 @@ def hours_line(row: dict[str, Any]) -> str:
 
 
 def summary(sections: Sections) -> list[str]:
-    """A line for each section that there is."""
+    """Return a line for each section."""
     makers: dict[str, Callable[[dict[str, Any]], str]] = {
         "host": host_line,
         "kernels": kernels_line,

@@ -1,9 +1,8 @@
-"""Sections of a report on kernels and on communication between the ranks; together they describe the machine.
+"""Report sections on kernels and communication between ranks; together they describe the machine.
 
-Kernels: their results against the scalar references, and how fast they are. A case makes the arguments of one kernel from fixed
-numbers, so that every machine computes the same. `compared` runs it by the target in use and by the reference; `elementwise_rates`
-times it on arrays beyond the caches. Other rates are calibrate's measurements, with sizes that fit into the time. All ranks compute
-at the same time, so they share caches and memory as in training.
+Kernels: results against the scalar references, and rates. A case builds one kernel's arguments from fixed numbers, so that every
+machine computes the same. `compared` runs it on the target in use and on the reference; `elementwise_rates` times it beyond the
+caches. Other rates are calibrate's, with sizes that fit into the time. All ranks compute at the same time, as in training.
 """
 
 from __future__ import annotations
@@ -42,22 +41,22 @@ LSE = 3.0  # a plausible logarithm of a row's sum in attention
 
 
 class Numbers:
-    """Tensors of fixed values; shapes are any shape."""
+    """Tensors with fixed values of any shape."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._random = np.random.default_rng(1)
 
     def normal(self, *shape: int) -> Tensor:
-        """Normal values (...,)."""
+        """Return normal values (...,)."""
         return self.single(*shape).to(self.dtype)
 
     def single(self, *shape: int) -> Tensor:
-        """Normal values in FP32 (...,)."""
+        """Return normal values in FP32 (...,)."""
         return torch.from_numpy(self._random.standard_normal(shape, np.float32))
 
     def below(self, limit: int, count: int) -> Tensor:
-        """So many whole numbers below `limit` (n,)."""
+        """Return `count` integers below `limit` (n,)."""
         return torch.from_numpy(self._random.integers(0, limit, count))
 
 
@@ -185,7 +184,7 @@ def _matmuls(t: Numbers, z: Sizes) -> Cases:
 
 
 def cases(dtype: torch.dtype, sizes: Sizes) -> Cases:
-    """Kernel -> what makes the arguments of its call."""
+    """Return kernel -> function that builds the arguments of its call."""
     found: Cases = {}
     for family in (_norms, _activations, _loss_and_update, _matmuls):
         found |= family(Numbers(dtype), sizes)
@@ -207,7 +206,7 @@ ELEMENTWISE = (
 
 
 def result(name: str, dtype: torch.dtype, sizes: Sizes) -> list[Tensor]:
-    """All floating operands, any shape, after a call of the kernel, and the number that it returns."""
+    """Return all floating operands, any shape, after a call of the kernel, and the number it returns."""
     arguments = cases(dtype, sizes)[name]()
     value = getattr(kernels, name)(*arguments)
     tensors = [a for a in arguments if isinstance(a, Tensor) and a.is_floating_point()]
@@ -215,7 +214,7 @@ def result(name: str, dtype: torch.dtype, sizes: Sizes) -> list[Tensor]:
 
 
 def checksum(tensors: Sequence[Tensor]) -> str:
-    """Twelve hexadecimal digits of the bits of tensors of any shape."""
+    """Return twelve hexadecimal digits for the bits of tensors of any shape."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -223,7 +222,7 @@ def checksum(tensors: Sequence[Tensor]) -> str:
 
 
 def difference(ours: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """The largest difference, relative to the largest value of its tensor, any shape; infinite for a NaN."""
+    """Return the largest difference over the largest value of its tensor, any shape; infinite for a NaN."""
     worst = 0.0
     for a, b in zip(ours, exact, strict=True):
         error = float(
@@ -234,7 +233,7 @@ def difference(ours: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 
 
 def compared(sizes: Sizes | None = None) -> list[dict[str, Any]]:
-    """A row for each kernel and precision: its checksum, the reference's, the difference, whether that is small enough."""
+    """Return a row for each kernel and precision: checksum, reference's checksum, difference, and a verdict."""
     rows = []
     sizes = sizes or Sizes()
     for dtype, limit in TOLERANCE.items():
@@ -259,7 +258,7 @@ def compared(sizes: Sizes | None = None) -> list[dict[str, Any]]:
 
 
 def elementwise_rates(sizes: Sizes, triad_gbs: float, rounds: int) -> list[dict[str, Any]]:
-    """GB/s of the FP32 kernels that memory bounds, and their share of the triad's."""
+    """Measure GB/s of the memory-bound FP32 kernels, and their share of the triad."""
     rows = []
     made = cases(torch.float32, sizes)
     for name in ELEMENTWISE:
@@ -279,7 +278,7 @@ VERBS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 def kernel_section(context: Context) -> dict[str, Any]:
-    """Checks and rates of the kernels. Collective."""
+    """Check and measure the kernels. Collective."""
     checks = compared()
     context.world.barrier()
     rates = measure_rates(context)
@@ -315,7 +314,7 @@ def kernel_section(context: Context) -> dict[str, Any]:
 
 
 def measure_rates(context: Context) -> dict[str, Any]:
-    """Of this rank, while the other ranks measure the same. Collective: rank 0 decides on the sizes."""
+    """Measure this rank while the other ranks measure. Collective: rank 0 decides on the sizes."""
     process = peak_memory_mib()
     threads = torch.get_num_threads()
     probe = fma_peak_gflops(3, 20_000)
@@ -350,7 +349,7 @@ def measure_rates(context: Context) -> dict[str, Any]:
 def affordable(
     sizes: Sequence[int], cold_bytes: int, gflops: float, seconds: float
 ) -> Sequence[int]:
-    """The sizes of square matmuls, from the smallest, that the time allows at half of the peak; at least two."""
+    """Return the sizes of square matmuls, from the smallest, that the time allows at half of the peak; at least two."""
     taken = 0
     spent = 0.0
     for n in sizes:
@@ -363,7 +362,7 @@ def affordable(
 
 
 def communication_section(context: Context) -> dict[str, Any]:
-    """Messages and collectives, next to the model's; the machine's description. Collective."""
+    """Measure messages and collectives next to the model's; describe the machine. Collective."""
     world = context.world
     found = {
         "library": describe(context.world),
@@ -391,7 +390,7 @@ def communication_section(context: Context) -> dict[str, Any]:
 def describe_machine(
     context: Context, inside: Messages | None, between: Messages | None, reduced: float | None
 ) -> dict[str, Any]:
-    """The machine in calibrate's format, on every rank. Collective."""
+    """Return the machine in calibrate's format on every rank. Collective."""
     if not context.compute:  # --only without the section of kernels
         measure_rates(context)
     scale = context.scale
@@ -427,7 +426,7 @@ def describe_machine(
 
 
 def collective_rows(context: Context) -> Iterator[dict[str, Any]]:
-    """Seconds of the trainer's collectives, MPI's own and the model's, inside the nodes and over all ranks. Collective."""
+    """Measure the trainer's collectives, MPI's and the model's, inside nodes and over all ranks. Collective."""
     assert context.machine is not None
     host = machine.from_data("here", context.machine)
     code = software.load(software.THIS_PROJECT)
@@ -468,7 +467,7 @@ def collective_rows(context: Context) -> Iterator[dict[str, Any]]:
 
 
 def collective(comm: Comm, verb: str, n: int) -> Callable[[], object]:
-    """A call of `verb` over n FP32 elements in all."""
+    """Return a call of `verb` over n FP32 elements."""
     whole = torch.ones(n)
     part = torch.ones(n // comm.size)
     operands = {
@@ -480,7 +479,7 @@ def collective(comm: Comm, verb: str, n: int) -> Callable[[], object]:
 
 
 def timed(world: Comm, call: Callable[[], object], rounds: int = 7) -> float:
-    """Median seconds from when all ranks are there until the last has finished, after one call to warm up. Collective."""
+    """Return median seconds from the last rank's entry to the last rank's exit, after a warm-up call. Collective."""
     times = []
     for _ in range(rounds + 1):
         world.barrier()

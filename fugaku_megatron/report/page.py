@@ -1,4 +1,4 @@
-"""The report as one page of HTML: text, tables, and plots as inline SVG, so that the page needs no other file and no network."""
+"""The report as one HTML page: text, tables, and plots as inline SVG, without other files or network."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ text-align:right}td:first-child,th:first-child,.text{text-align:left}.plots{disp
 
 
 def page(data: dict[str, Any]) -> str:
-    """The whole document."""
+    """Return the document."""
     sections = data["sections"]
     parts = [f"<h1>{html.escape(heading(data))}</h1>"]
     if not data["complete"]:
@@ -54,7 +54,7 @@ def page(data: dict[str, Any]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table of texts and numbers. The name of a column is aligned as the values below it."""
+    """Return a table of texts and numbers; headings are aligned like the values below them."""
     names = (
         f"<th{_side(*(row[i] for row in rows))}>{html.escape(name)}</th>"
         for i, name in enumerate(head)
@@ -70,7 +70,7 @@ def _cell(value: Any) -> str:
 
 
 def _side(*values: Any) -> str:
-    """The class of a cell of text, or of the head of a column with some."""
+    """Return the class of a text cell or of a heading above one."""
     return " class=text" * any(isinstance(value, str) for value in values)
 
 
@@ -103,7 +103,7 @@ def hours_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def tables(sections: dict[str, Any]) -> list[str]:
-    """Every measured row."""
+    """Return every measured row."""
     kernels = sections.get("kernels", {})
     found = []
     for title, rows in (
@@ -129,7 +129,7 @@ def tables(sections: dict[str, Any]) -> list[str]:
 
 
 def plots(sections: dict[str, Any], hours: Sequence[dict[str, Any]]) -> list[str]:
-    """A plot of each section that has one."""
+    """Return a plot for each section that has one."""
     kernels = sections.get("kernels")
     found = []
     if kernels:
@@ -189,7 +189,7 @@ def plots(sections: dict[str, Any], hours: Sequence[dict[str, Any]]) -> list[str
 
 
 def frame(title: str, parts: Sequence[str]) -> str:
-    """A plot's SVG."""
+    """Return a plot's SVG."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" aria-label="{html.escape(title)}">'
         f'<text x="{WIDTH / 2}" y="16" text-anchor="middle" font-weight="bold">{html.escape(title)}</text>'
@@ -205,7 +205,7 @@ def lines(
     log_y: bool = False,
     from_zero: bool = False,
 ) -> str:
-    """Lines over a logarithmic axis; log_y: the other axis as well. from_zero: begin that one at 0."""
+    """Plot lines over a logarithmic axis. log_y: the other axis too. from_zero: let it begin at 0"""
     xs, ys = ([point[i] for points in series.values() for point in points] for i in (0, 1))
     low = 0.0 if from_zero else min(ys)
     high = max(ys) or 1.0
@@ -232,7 +232,7 @@ def lines(
 
 
 def bars(title: str, values: Sequence[tuple[str, float]]) -> str:
-    """A bar for each name, its value next to it."""
+    """Plot a bar for each name, with its value."""
     most = max(value for _, value in values) or 1.0
     step = min(28.0, (HEIGHT - TOP - 8) / len(values))
     parts = []
@@ -251,7 +251,7 @@ def bars(title: str, values: Sequence[tuple[str, float]]) -> str:
 def _scale(
     low: float, high: float, begin: float, end: float, log: bool
 ) -> Callable[[float], float]:
-    """What maps low .. high to begin .. end."""
+    """Return a function that maps low .. high to begin .. end."""
 
     def of(value: float) -> float:
         return math.log(max(value, 1e-12)) if log else value
@@ -278,7 +278,7 @@ def _text(x: float, y: float, text: str, anchor: str = "middle", color: str = "#
 
 
 def _short(number: float) -> str:
-    """16384 as 16K."""
+    """Format 16384 as 16K."""
     for power, letter in ((30, "G"), (20, "M"), (10, "K")):
         if number >= 1 << power and number % (1 << power) == 0:
             return f"{number / (1 << power):.0f}{letter}"

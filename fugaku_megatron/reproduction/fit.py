@@ -28,7 +28,7 @@ PRIORS_FILE = FITTED.parent / "priors.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Prior:
-    """What is known of a parameter before the fit. prior, bounds: in `unit`. spread: standard deviation of the logarithm."""
+    """Knowledge about a parameter before the fit. prior, bounds: in `unit`. spread: standard deviation of the logarithm."""
 
     name: str
     unit: str
@@ -40,7 +40,7 @@ class Prior:
 
 
 def priors_of(kind: str) -> dict[str, tuple[Prior, ...]]:
-    """Group of software -> the priors of its parameters of "time" or of "memory"."""
+    """Return group of software -> priors of its parameters of "time" or "memory"."""
     groups = json.loads(PRIORS_FILE.read_text())[kind]
     return {
         group: tuple(Prior(**{**row, "bounds": tuple(row["bounds"])}) for row in rows)
@@ -61,7 +61,7 @@ Values = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """Values at the optimum, and the covariance of their logarithms in the priors' order."""
+    """Values at the optimum, and their logarithms' covariance in the priors' order."""
 
     values: Values
     covariance: np.ndarray
@@ -75,9 +75,9 @@ def solve(
     noise: float,
     start: Values | None = None,
 ) -> Solution:
-    """The most probable values, if rows have independent errors with standard deviation `noise` in the logarithm.
+    """Return the most probable values if rows have independent errors with standard deviation `noise` in the logarithm.
 
-    start: values to begin with (default: the priors').
+    start: initial values, by default the priors'
     """
     target = np.log(np.asarray(observed, float))
     low = np.log([max(p.bounds[0], FLOOR) for p in priors])
@@ -152,7 +152,7 @@ OVERFULL = ("001.1", 24)  # "OOM after first epoch": this run has a time, but ra
 
 @dataclass(frozen=True, kw_only=True)
 class Error:
-    """Relative errors of the predictions for some rows. inside: share of the rows in the predicted band, None if not counted."""
+    """Relative errors of predictions. inside: share of rows in the predicted band, None if not counted."""
 
     name: str
     rows: int
@@ -228,7 +228,7 @@ PARTS: dict[str, tuple[tuple[str, Callable[[Row], bool]], ...]] = {
 
 
 def cases(rows: Sequence[Row]) -> list[Case]:
-    """Each row as (run, layout, system), the arguments of `model.step`."""
+    """Return each row as (run, layout, system), the arguments of `model.step`."""
     result = []
     for row in rows:
         system = row_system(row)
@@ -238,12 +238,12 @@ def cases(rows: Sequence[Row]) -> list[Case]:
 
 
 def seconds(row_cases: Sequence[Case], values: Values) -> list[float]:
-    """Seconds per iteration of each case."""
+    """Return the seconds per iteration of each case."""
     return [model.step(*case, Parameters(**values)).seconds for case in row_cases]
 
 
 def fit_time(group: str, rows: Sequence[Row], start: Values | None = None) -> Solution:
-    """Parameters of a group from `rows`."""
+    """Fit a group's time parameters to `rows`."""
     row_cases = cases(rows)
     return solve(
         lambda values: seconds(row_cases, values),
@@ -255,7 +255,7 @@ def fit_time(group: str, rows: Sequence[Row], start: Values | None = None) -> So
 
 
 def mib(row_cases: Sequence[Case], values: Values) -> list[float]:
-    """Peak memory of each case, in MiB."""
+    """Return the peak memory of each case, in MiB."""
     parameters = MemoryParameters(**{"peer_mib": 0.0, **values})
     return [
         memory.peak_mib(run, layout, system.software, system.nodes, parameters)
@@ -264,7 +264,7 @@ def mib(row_cases: Sequence[Case], values: Values) -> list[float]:
 
 
 def fit_memory(group: str, rows: Sequence[Row]) -> Solution:
-    """Parameters of a group's memory from `rows`."""
+    """Fit a group's memory parameters to `rows`."""
     row_cases = cases(rows)
     observed = [known(r.memory_mib) for r in rows]
     return solve(
@@ -273,14 +273,14 @@ def fit_memory(group: str, rows: Sequence[Row]) -> Solution:
 
 
 def time_rows(group: str) -> list[Row]:
-    """The rows on which a group's times are fitted."""
+    """Return the rows to which a group's times are fitted."""
     return [r for r in load() if r.machine == group and r.fit_time]
 
 
 def leave_out(
     group: str, name: str, part: Callable[[Row], bool], start: Values | None = None
 ) -> Error:
-    """Errors on the rows of `part` when the parameters are fitted to the other rows."""
+    """Return the errors on the rows of `part` after a fit to the other rows."""
     rows = time_rows(group)
     left = [r for r in rows if part(r)]
     kept = [r for r in rows if not part(r)]
@@ -309,7 +309,7 @@ def rms(residuals: np.ndarray) -> float:
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Correlation of ranks; ties share their mean rank."""
+    """Return the rank correlation; ties share their mean rank."""
 
     def ranks(values: Sequence[float]) -> np.ndarray:
         array = np.asarray(values)
@@ -319,7 +319,7 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def wrong_ooms(group: str, values: Values) -> tuple[list[str], int]:
-    """(rows for which the memory model is wrong about running out of memory, number of rows compared)."""
+    """Return (rows with a wrong prediction about running out of memory, number of rows compared)."""
     rows = [
         r for r in load() if r.machine == group and (r.status in ("ran", "oom")) and not r.problem()
     ]
@@ -385,7 +385,7 @@ def make_report(group: str) -> Report:
 
 
 def tensor_parallel(rows: Sequence[Row]) -> list[model.TensorParallel]:
-    """The tensor-parallel collectives of the rows, each once."""
+    """Return the rows' tensor-parallel collectives, each once."""
     return sorted({place for case in cases(rows) if (place := model.tensor_parallel(*case))})
 
 
@@ -398,7 +398,7 @@ def _ranges(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
 
 
 def as_json(report: Report) -> dict:
-    """The group's part of fitted.json."""
+    """Return the group's part of fitted.json."""
 
     def table(solution: Solution, priors: Sequence) -> dict:
         spread = np.sqrt(np.diag(solution.covariance))
@@ -432,7 +432,7 @@ def _short(value: float) -> float:
 
 
 def text(report: Report) -> str:
-    """The tables that are printed: parameters and errors."""
+    """Return the printed tables: parameters and errors."""
     lines = [
         f"\n{report.group}: parameters (interval that should hold nine of ten: low to high; prior)"
     ]

@@ -67,12 +67,14 @@ def configure_process(run: RunConfig, world: Comm, nodes: Nodes | None = None) -
     )
     return runtime.init(
         world,
-        allocator=system.allocator,
-        thread_affinity=system.thread_affinity,
+        runtime.ProcessSettings(
+            allocator=system.allocator,
+            thread_affinity=system.thread_affinity,
+            cpu_frequency=system.cpu_frequency,
+            flush_denormals=run.training.use_flush_denormal,
+            reserve_core=parallel.overlap_grad_reduce or far and overlaps,
+        ),
         nodes=nodes,
-        cpu_frequency=system.cpu_frequency,
-        flush_denormals=run.training.use_flush_denormal,
-        reserve_core=parallel.overlap_grad_reduce or far and overlaps,
         needed=needed,
     )
 
