@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..cli.output_files import check_file, writing
 from ..config.fields import check
@@ -79,6 +79,18 @@ class Messages:
 
     alpha_us: float
     gbs: float
+
+
+class NetworkRates(NamedTuple):
+    """Measured communication.
+
+    inside, between: messages within a node and between nodes; both None for one rank, whose messages are copies in memory
+    reduce_gbs: see `all_reduce_gbs`; None for one rank
+    """
+
+    inside: Messages | None = None
+    between: Messages | None = None
+    reduce_gbs: float | None = None
 
 
 def best_seconds(f: Callable[[], object]) -> float:
@@ -241,9 +253,7 @@ def native(ranks: Sequence[Compute], reduce_gbs: float | None) -> dict[str, floa
     if first.bf16x3:
         values["bf16x3"] = first.bf16x3
     if reduce_gbs is not None and members > 1:
-        values["intra_reduce_gbs"] = (
-            2 * (members - 1) / members * reduce_gbs
-        )  # rate of one link of the ring
+        values["intra_reduce_gbs"] = 2 * (members - 1) / members * reduce_gbs  # a link of the ring
     return values
 
 
@@ -257,9 +267,7 @@ def describe(
     name: str,
     ranks: Sequence[Compute],
     team: Points,
-    inside: Messages | None,
-    between: Messages | None,
-    reduce_gbs: float | None,
+    network: NetworkRates,
     memory_gib: float,
     command: str = "calibrate",
 ) -> dict[str, Any]:
@@ -274,19 +282,20 @@ def describe(
     peak = sum(r.fma_gflops for r in ranks)
     threads = sum(r.threads for r in ranks)
     measured = f"measured by fugaku-megatron {command}"
+    inside, between, reduce_gbs = network
     copies = Messages(alpha_us=ALONE_ALPHA_US, gbs=first.triad_gbs / ALONE_COPIES)
     link = between or inside or copies
     intra = inside or between or copies
     alone = "not measured: one rank; two copies in its memory"
-    assumed = {
-        True: measured,
-        False: "not measured: all ranks shared one node; its own messages' value"
-        if inside
-        else alone,
-    }
-    within = measured if inside or between else alone
+    link_source = alone
+    if between:
+        link_source = measured
+    elif inside:
+        link_source = "not measured: all ranks shared one node; its own messages' value"
+    intra_source = measured if inside or between else alone
     curves = [gemm_curve(first.threads, first.gemm, first.fma_gflops)]
-    curves += [gemm_curve(threads, team, peak)] if team and threads > first.threads else []
+    if team and threads > first.threads:
+        curves.append(gemm_curve(threads, team, peak))
     shown = "; one rank with all threads ".join(
         ", ".join(f"{n}: {g:.0f}" for n, g in points) for points in (first.gemm, team) if points
     )
@@ -304,12 +313,12 @@ def describe(
         ),
         "memory_gib": (memory_gib * USABLE, f"{USABLE:.0%} of what the system reports"),
         "stream_gbs": (sum(r.triad_gbs for r in ranks), measured),
-        "link_gbs": (link.gbs, assumed[between is not None]),
-        "injection_gbs": (link.gbs * (1 if between else len(ranks)), assumed[between is not None]),
-        "link_alpha_us": (link.alpha_us, assumed[between is not None]),
-        "large_allreduce_gbs": (intra.gbs / 2 if reduce_gbs is None else reduce_gbs, within),
-        "intra_gbs": (intra.gbs, within),
-        "intra_alpha_us": (intra.alpha_us, within),
+        "link_gbs": (link.gbs, link_source),
+        "injection_gbs": (link.gbs * (1 if between else len(ranks)), link_source),
+        "link_alpha_us": (link.alpha_us, link_source),
+        "large_allreduce_gbs": (intra.gbs / 2 if reduce_gbs is None else reduce_gbs, intra_source),
+        "intra_gbs": (intra.gbs, intra_source),
+        "intra_alpha_us": (intra.alpha_us, intra_source),
         "gemm_curves": (
             curves,
             f"{measured}: native kernels, operands not in the caches, GFLOP/s at {shown}",
@@ -377,16 +386,15 @@ def calibrate(world: Comm, output: Path) -> None:
     if world.rank:
         return
     name = f"{cpu_model()}, {sum(c.threads for c in node)} threads, measured {time.strftime('%Y-%m-%d')}"
-    data = describe(
-        name, node, team, inside, between, reduce, psutil.virtual_memory().total / 2**30
-    )
+    network = NetworkRates(inside, between, reduce)
+    data = describe(name, node, team, network, psutil.virtual_memory().total / 2**30)
     with writing("--output", output):
         output.write_text(json.dumps(data, indent=1) + "\n")
     for key, constant in data["constants"].items():
         print(f"{key:<20} {constant['value']}   ({constant['source']})")
     try:
         nominal_ghz = psutil.cpu_freq().current / 1e3
-    except (AttributeError, NotImplementedError, OSError):  # a system that does not tell
+    except (AttributeError, NotImplementedError, OSError):  # unknown
         nominal_ghz = 0.0
     print(f"wrote {output}", *disturbances(node, nominal_ghz), sep="\n")
 

@@ -16,27 +16,12 @@ from typing import IO
 from ..start.exit_codes import ExitCode
 from ..start.signals import StopSignals
 
-KEPT_BYTES = 1 << 16  # of the end of the output, where the launcher's own messages are
-
-
-DRAIN_SECONDS = (
-    5.0  # to read the rest of the pipes; a process that outlives the launcher may keep them open
-)
-
-
-ORDERLY = (
-    signal.SIGUSR1
-)  # every launcher forwards it to its ranks; after SIGTERM Open MPI's launcher kills them at once
-
-
-RESTARTED = (
-    ExitCode.FAILED,
-    ExitCode.HANG,
-    ExitCode.LOST_RANK,
-    ExitCode.STORAGE,
-)  # another start may succeed
-
-
+KEPT_BYTES = 1 << 16  # kept end of the output, with the launcher's messages
+DRAIN_SECONDS = 5.0  # limit for reading pipes that a process may hold open after the launcher ended
+# Every launcher forwards SIGUSR1 to its ranks; after SIGTERM Open MPI's launcher kills them at once.
+ORDERLY = signal.SIGUSR1
+# Another start may succeed.
+RESTARTED = (ExitCode.FAILED, ExitCode.HANG, ExitCode.LOST_RANK, ExitCode.STORAGE)
 WHAT = {
     ExitCode.FINISHED: "finished, or stopped on request",
     ExitCode.FAILED: "a rank failed",
@@ -52,11 +37,8 @@ WHAT = {
 
 
 _SIGNALS = (r"EXIT STRING: .*\(signal (\d+)\)", r"exited on\s+signal (\d+)")  # MPICH, Open MPI
-
-
-_JOINED = r"EXIT CODE: (\d+)\n(?:=.*\n)*.*EXIT STRING: .*\(signal (\d+)\)"  # MPICH: the code of one rank, and the bits of all ranks
-
-
+# MPICH: one rank's code, and all ranks' bits.
+_JOINED = r"EXIT CODE: (\d+)\n(?:=.*\n)*.*EXIT STRING: .*\(signal (\d+)\)"
 _CODES = (
     r"srun: error: \S+: tasks? \S+ Exited with exit code (\d+)",
     r"application called MPI_Abort\([^,()]*, (\d+)\)",
@@ -101,9 +83,8 @@ class Launcher:
             with self._lock:
                 self._said += chunk
                 del self._said[:-KEPT_BYTES]
-            with contextlib.suppress(
-                OSError
-            ):  # the reader is gone or the disk is full: the run continues
+            # The run continues if the reader has ended or the disk is full.
+            with contextlib.suppress(OSError):
                 while chunk:
                     chunk = chunk[os.write(target, chunk) :]
 
@@ -187,10 +168,13 @@ class Ending:
 
     def text(self) -> str:
         """Return the ending as a line of the log."""
-        more = ", and others in other ranks" * self.several
-        how = f" (signal {self.signal}, {_signal_name(self.signal)}{more})" if self.signal else ""
-        how = f" (exit code {self.other})" if self.code == ExitCode.FAILED else how
-        return f"{WHAT[self.code]}{how}{f' on node {self.node}' if self.node else ''}"
+        text = WHAT[self.code]
+        if self.code == ExitCode.FAILED:
+            text += f" (exit code {self.other})"
+        elif self.signal:
+            others = ", and others in other ranks" if self.several else ""
+            text += f" (signal {self.signal}, {_signal_name(self.signal)}{others})"
+        return f"{text} on node {self.node}" if self.node else text
 
 
 def _signal_name(number: int) -> str:
@@ -207,18 +191,20 @@ def _first(patterns: tuple[str, ...], said: str) -> str | None:
 
 
 def ending(returncode: int, said: str) -> Ending:
-    """How a start ended. returncode: of subprocess, negative if a signal ended the launcher. said: the end of the output."""
+    """Return how a start ended.
+
+    returncode: of subprocess, negative if a signal ended the launcher
+    said: end of the output
+    """
     if returncode == 0:
         return Ending(ExitCode.FINISHED)
     node = (_first(_NODES, said) or "").rstrip(",.:")
     if number := _first(_SIGNALS, said):
-        one, joined = (
-            map(int, found.groups())
-            if (found := re.search(_JOINED, said))
-            else (int(number), int(number))
-        )
-        several = one != joined and one | joined == joined
-        return Ending(ExitCode.LOST_RANK, one if several else int(number), node, several=several)
+        if found := re.search(_JOINED, said):
+            one, joined = map(int, found.groups())
+            if one != joined and one | joined == joined:
+                return Ending(ExitCode.LOST_RANK, one, node, several=True)
+        return Ending(ExitCode.LOST_RANK, int(number), node)
     if (code := _first(_CODES, said)) is not None:
         return _of_code(int(code), node)
     if re.search(_KILLED, said):

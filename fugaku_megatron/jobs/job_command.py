@@ -234,7 +234,8 @@ def make(args: argparse.Namespace) -> int:
     ]
     if not args.output:
         sys.stdout.write(text)
-        print(*left, sep="\n", end="\n" * bool(left), file=sys.stderr)
+        for line in left:
+            print(line, file=sys.stderr)
         return 0
     _write(Path(args.output), text, "-o ")
     print("\n".join([*job.why, f"wrote {args.output}", *left]))

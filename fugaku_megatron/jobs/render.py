@@ -161,7 +161,9 @@ def values(job: Job) -> list[str]:
     """Return the variables for the common part."""
     lines = [f"NAME={job.name}", f"NODES={job.nodes}", f"RANKS_PER_NODE={job.ranks_per_node}"]
     if job.shape:
-        meaning = "node shape, ranks per node, TP, PP" + ", CP" * (job.layout.cp > 1)
+        meaning = "node shape, ranks per node, TP, PP"
+        if job.layout.cp > 1:
+            meaning += ", CP"
         lines += [
             f'RANK_MAP=({torus.text(job.shape)} "$RANKS_PER_NODE" {torus.sizes(job.layout)})  # {meaning}',
             "SPARE_NODES=0  # the rank map uses every node",

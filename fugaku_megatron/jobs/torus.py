@@ -42,7 +42,10 @@ def text(shape: Shape) -> str:
 
 def sizes(layout: Layout) -> str:
     """Return TP, PP, and CP unless it is 1, as words of a rank map."""
-    return f"{layout.tp} {layout.pp}" + f" {layout.cp}" * (layout.cp > 1)
+    words = [layout.tp, layout.pp]
+    if layout.cp > 1:
+        words.append(layout.cp)
+    return " ".join(map(str, words))
 
 
 def whole(shape: Shape) -> bool:
@@ -81,10 +84,8 @@ def tensor_fits(tp: int, ranks_per_node: int) -> bool:
 
 def check_tensor(tp: int, ranks_per_node: int) -> None:
     """Raise ValueError unless `tensor_fits`."""
-    sizes = sorted(
-        {ranks_per_node * n for n in TILES}
-        | {d for d in range(1, ranks_per_node) if ranks_per_node % d == 0}
-    )
+    divisors = {d for d in range(1, ranks_per_node) if ranks_per_node % d == 0}
+    sizes = sorted({ranks_per_node * n for n in TILES} | divisors)
     check(
         tensor_fits(tp, ranks_per_node),
         f"--tensor-model-parallel-size {tp} with {ranks_per_node} ranks per node fits neither "
@@ -151,9 +152,8 @@ class RankMap:
         grid = Grid(math.prod(shape) * ranks_per_node, tp, pp, cp=cp)
         tile = TILES[max(1, tp // ranks_per_node)]
         cells = _shape(n // t for n, t in zip(shape, tile))
-        slots = max(
-            1, ranks_per_node // tp
-        )  # tensor groups of a node: of a sequence first, then neighbouring stages, then others
+        # Tensor-parallel groups of a node: first those that share a sequence, then neighbouring stages, then others.
+        slots = max(1, ranks_per_node // tp)
         stages = math.gcd(slots // math.gcd(slots, cp), pp)
         replicas = slots // stages
         box = cut(cells, grid.dp // replicas)
@@ -184,10 +184,13 @@ class RankMap:
 
     def statistics(self) -> dict[str, tuple[float, int]]:
         """Return (mean, maximum) hops between ring neighbours for the groups tp, pp, dp, and cp if it is above 1."""
+        kinds = ["tp", "pp", "dp"]
+        if self.grid.cp > 1:
+            kinds.append("cp")
         result = {}
-        for kind in ("tp", "pp", "dp", *(("cp",) if self.grid.cp > 1 else ())):
+        for kind in kinds:
             seen = set()
-            ways = []
+            lengths: list[int] = []
             for rank in range(self.grid.world_size):
                 dp, pp, tp = self.grid.coords(rank)
                 key = {
@@ -200,10 +203,10 @@ class RankMap:
                     continue
                 seen.add(key)
                 ranks = self.grid.ranks(rank)[kind]
-                ways += [
+                lengths += [
                     hops(self.nodes[a], self.nodes[b], self.shape) for a, b in zip(ranks, ranks[1:])
                 ]
-            result[kind] = (sum(ways) / len(ways), max(ways)) if ways else (0.0, 0)
+            result[kind] = (sum(lengths) / len(lengths), max(lengths)) if lengths else (0.0, 0)
         return result
 
 

@@ -52,10 +52,14 @@ def findings(sections: Sections) -> list[dict[str, Any]]:
 
 
 def _on_nodes(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:4])) + f" and {len(numbers) - 4} others" * (
-        len(numbers) > 4
-    )
-    return "" if not numbers else f" on node {shown}" if len(numbers) == 1 else f" on nodes {shown}"
+    if not numbers:
+        return ""
+    if len(numbers) == 1:
+        return f" on node {numbers[0]}"
+    shown = ", ".join(map(str, numbers[:4]))
+    if len(numbers) > 4:
+        shown += f" and {len(numbers) - 4} others"
+    return f" on nodes {shown}"
 
 
 def _nodes(sections: Sections) -> list[dict[str, Any]]:
@@ -340,14 +344,12 @@ def text(data: dict[str, Any]) -> str:
     if data.get("findings"):
         lines.append("What is wrong with this machine for training (measured; expected; remedy):")
         lines += [
-            f"{number}. {'SEVERE: ' * f['severe']}{f['what']}: {f['measured']}; {f['expected']}; {f['remedy']}"
+            f"{number}. {labelled(f)}: {f['measured']}; {f['expected']}; {f['remedy']}"
             for number, f in enumerate(data["findings"], 1)
         ]
     else:
-        lines.append(
-            "Nothing was found that is wrong with this machine for training"
-            + ("." if data["complete"] else " so far.")
-        )
+        end = "." if data["complete"] else " so far."
+        lines.append(f"Nothing was found that is wrong with this machine for training{end}")
     if data.get("hours"):
         lines += [
             "",
@@ -357,23 +359,26 @@ def text(data: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def labelled(finding: dict[str, Any]) -> str:
+    """Return a finding's name, marked if it is severe."""
+    return f"SEVERE: {finding['what']}" if finding["severe"] else finding["what"]
+
+
 def heading(data: dict[str, Any]) -> str:
     """Return the first line."""
     state = "complete" if data["complete"] else f"PARTIAL, {data['ended']}"
     shrunk = data["sections"].get("kernels", {}).get("shrunk")
-    return (
-        f"fugaku-megatron report, version {data['program']}, {data['date']}: {state} after {clock(data['seconds'])}"
-        + "; SHRUNK SHAPES, whose rates are not this machine's" * bool(shrunk)
-    )
+    line = f"fugaku-megatron report, version {data['program']}, {data['date']}: {state} after {clock(data['seconds'])}"
+    if shrunk:
+        line += "; SHRUNK SHAPES, whose rates are not this machine's"
+    return line
 
 
 def hours_line(row: dict[str, Any]) -> str:
     """Return a model's hours and memory need."""
-    short = (
-        ""
-        if row["fits"]
-        else f"; needs {row['need_gib']:.0f} GiB, {row['nodes_needed']} such nodes"
-    )
+    short = ""
+    if not row["fits"]:
+        short = f"; needs {row['need_gib']:.0f} GiB, {row['nodes_needed']} such nodes"
     return (
         f"  {row['model']:>5}  {row['hours']:>9.4g} h  {row['tokens_per_s']:>9.4g} tokens/s, {row['from']}, "
         f"{row['seq_length']} tokens{short}"

@@ -410,18 +410,16 @@ def describe_machine(
         affordable([n for n, _ in own.gemm], scale.cold_bytes, rate, context.left / 3)
     )
     team: calibrate.Points = ()
-    if context.agreed(
-        threads > own.threads and not context.pinned
-    ):  # pinned threads would share one core
+    # Pinned threads would share one core.
+    if context.agreed(threads > own.threads and not context.pinned):
         team = calibrate.measure_team(
             context.world, threads, lambda: calibrate.measure_gemm(sizes, scale.cold_bytes)
         )
     data = None
     if context.world.rank == 0:
         name = f"{cpu_model()}, {threads} threads, measured {time.strftime('%Y-%m-%d')}"
-        data = calibrate.describe(
-            name, here, team, inside, between, reduced, node_bytes() / 2**30, "report"
-        )
+        network = calibrate.NetworkRates(inside, between, reduced)
+        data = calibrate.describe(name, here, team, network, node_bytes() / 2**30, "report")
     return context.agreed(data)
 
 

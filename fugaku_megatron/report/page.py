@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .findings import heading, summary
+from .findings import heading, labelled, summary
 from .record import LABEL
 
 Points = Sequence[tuple[float, float]]
@@ -65,22 +65,23 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    shown = f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)
+    shown = str(value)
+    if value is None:
+        shown = "-"
+    elif isinstance(value, float):
+        shown = f"{value:.4g}"
     return f"<td{_side(value)}>{html.escape(shown)}</td>"
 
 
 def _side(*values: Any) -> str:
     """Return the class of a text cell or of a heading above one."""
-    return " class=text" * any(isinstance(value, str) for value in values)
+    return " class=text" if any(isinstance(value, str) for value in values) else ""
 
 
 def findings_table(found: Sequence[dict[str, Any]]) -> str:
     if not found:
         return "<p>Nothing was found.</p>"
-    rows = [
-        ["SEVERE: " * f["severe"] + f["what"], f["measured"], f["expected"], f["remedy"]]
-        for f in found
-    ]
+    rows = [[labelled(f), f["measured"], f["expected"], f["remedy"]] for f in found]
     return table(("what", "measured", "expected", "remedy"), rows)
 
 

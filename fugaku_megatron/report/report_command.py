@@ -192,9 +192,15 @@ def launcher_options(mpiexec: str) -> list[str]:
 def words(args: argparse.Namespace) -> list[str]:
     """Return the command line without --ranks."""
     line = ["--output", str(args.output), "--minutes", str(args.minutes)]
-    line += ["--only", *args.only] if args.only else []
-    line += ["--save", str(args.save)] if args.save else []
-    return line + ["--with-names"] * args.with_names + ["--shrunk"] * args.shrunk
+    if args.only:
+        line += ["--only", *args.only]
+    if args.save:
+        line += ["--save", str(args.save)]
+    if args.with_names:
+        line.append("--with-names")
+    if args.shrunk:
+        line.append("--shrunk")
+    return line
 
 
 # Measuring ------------------------------------------------------------------------------------------------------------------------
@@ -265,9 +271,7 @@ def make_context(world: Comm, args: argparse.Namespace) -> Context:
 
     nodes = find_nodes(world)
     before = os.sched_getaffinity(0)
-    mapping = runtime.init(world, nodes=nodes).splitlines()[
-        1:
-    ]  # the first line has the host's name
+    _, *mapping = runtime.init(world, nodes=nodes).splitlines()  # the first line names the host
     pinned = os.sched_getaffinity(0) != before
     return Context(
         world=world,
