@@ -31,6 +31,7 @@ from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.comm.grid import Grid
 from fugaku_megatron.config.fields import check
+from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import ModelConfig, RunConfig
 from fugaku_megatron.convert import hugging_face
 from fugaku_megatron.convert.architectures import GPT2
@@ -256,9 +257,10 @@ def _side(task: Task) -> tuple[Callable[[], float], dict[str, Any]]:
         torch.set_num_threads(task.threads)
         return BaselineTrainer(task.baseline, run, task.compiled).step, {"torch": torch.__version__}
     from fugaku_megatron.run import start
+    from fugaku_megatron.run.plan import Plan
 
     world = SoloComm()
-    machine = start.configure_process(run, world)
+    machine = start.configure_process(Plan(run, Layout.from_run(run, world.size)), world)
     trainer = shapes.trainer_of(run, world, Grid(1).groups(world))
     return lambda: trainer.train_step().loss, {
         "kernels": trainer.ops.choice,

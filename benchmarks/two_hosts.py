@@ -558,10 +558,12 @@ def place(world: MPIComm, computing: int, communicating: int) -> None:
 def main(world: MPIComm) -> None:
     """The rounds, on rank 0, after one that is not measured. The order: see `order`."""
     from fugaku_megatron.run import start
+    from fugaku_megatron.run.plan import Plan
 
     order, answer = child.order()
     names = list(order["jobs"])
-    start.configure_process(run_of(order["jobs"][names[0]]), world)
+    first = run_of(order["jobs"][names[0]])
+    start.configure_process(Plan(first, Layout.from_run(first, world.size)), world)
     place(world, *order["cores"][world.rank])
     phases, silence = Phases(), Silence()
     trainers = {

@@ -11,6 +11,7 @@ import atexit
 import functools
 import inspect
 import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,33 +24,26 @@ from ..checkpoint.manifest import CARRIED
 from ..checkpoint.save import BackgroundSave, check_writable
 from ..comm.agreement import everywhere, find_nodes, on_root
 from ..comm.base import Comm, SoloComm
-from ..comm.grid import Grid
 from ..comm.job import end_job_with_exceptions
 from ..comm.job import init as start_mpi
-from ..comm.node import share_groups
-from ..config import batches
 from ..config.fields import check, flag
-from ..config.layout import Layout
 from ..config.param_schedule import ParamSchedule
 from ..config.run_config import RunConfig
 from ..convert.hugging_face import carry
 from ..data.chat_dataset import lost_lines
 from ..data.dataset import DataOrder, Dataset, Documents, TokenArrays
-from ..data.unchanged import records
-from ..host import kernels, runtime
-from ..host.observed import Phases
-from ..observe.abft import Checksums
+from ..host import runtime
 from ..observe.heartbeat import Heartbeat
 from ..observe.memory import check_memory
-from ..observe.observers import Heartbeats, Observers
 from ..observe.rerun import Rerun
-from ..run import checks
-from ..run import data as data_module
-from ..run import start as start_module
+from ..run.checks import check_run
+from ..run.data import Data, open_data, valid_sizes
 from ..run.kernel_choice import choose_kernels
-from ..run.plan import settle
+from ..run.limits import MachineLimits
+from ..run.plan import Length, Plan
 from ..run.resume import Resume, carry_files, resume_training, with_padding
-from ..run.tokenizer import read_tokenizer, tokenizer_notes, with_vocabulary
+from ..run.start import build_observers, build_trainer, connect
+from ..run.tokenizer import resolve_vocabulary, tokenizer_notes
 from ..start import environment
 from ..start import signals as signals_module
 from ..training import trainer as trainer_module
@@ -129,11 +123,9 @@ class Trainer:
         with everywhere():
             check_flags(config)
             self._run = self._with_data(config.run, data, valid)
-        run, lines = checks.check_run(self._with_length(NO_END), self._world, self._arrays)
+        run, lines = check_run(self._with_length(NO_END), self._world, self._arrays)
         self._run = replace(run, training=self._run.training)
-        with everywhere():
-            self._tokenizer = read_tokenizer(self._run, self._world)
-            self._run = with_vocabulary(self._run, self._tokenizer)
+        self._run, self._tokenizer = resolve_vocabulary(self._run, self._world)
         self._warn(*trainer_notes(config, data is not None), *lines)
         if local := self._run.output.save_local:
             leads = find_nodes(self._world).leads
@@ -225,54 +217,44 @@ class Trainer:
         return replace(self._run, training=replace(self._run.training, train_iters=iterations))
 
     def _build(self, resume: Resume | None = None) -> None:
-        """Build this rank's trainer and open its data.
+        """Build this rank's trainer and open its data. Collective.
 
-        resume: the checkpoint that it begins with. Collective.
+        resume: checkpoint with which the run begins.
         """
         resume = resume or Resume()
-        world, layout, nodes = (
-            self._world,
-            Layout.from_run(self._run, self._world.size),
-            find_nodes(self._world),
-        )
+        world = self._world
+        nodes = find_nodes(world)
         with everywhere():
-            run, _ = settle(self._with_length(1), layout, world, nodes)
-            check_memory(run, layout, world, nodes)
-        self._run = replace(
-            run, training=replace(run.training, train_iters=self._run.training.train_iters)
-        )
-        self._groups = share_groups(Grid(*layout.sizes).groups(world), kernels)
-        self._readers = data_module.find_reader_group(run, self._groups, nodes)
-        needed = self._samples_needed(layout, resume.progress) if self._length_given else 1
+            plan = Plan.of(self._with_length(1), world.size, MachineLimits(world, nodes))
+            check_memory(plan.config, plan.layout, world, nodes)
+        run = plan.config
+        train_iters = self._run.training.train_iters
+        self._run = replace(run, training=replace(run.training, train_iters=train_iters))
+        self._communicators = connect(plan, world, nodes)
+        plan = plan.resumed(resume.progress.iteration, resume.progress.consumed_samples)
+        train_samples = 1
         if self._length_given:
-            self._end = data_module.run_length(self._run, layout, resume.progress)[0]
+            train_samples = plan.length.train_samples
+            self._end = plan.length.iterations
         self._evaluations = 1
         if "eval_interval" in self.config.given:
-            self._evaluations = max(1, data_module.evaluations(run, self._end or 0))
-        valid_samples = data_module.samples_to_validate(run, layout, self._evaluations)
-        data = self._open(needed, valid_samples, resume.order)
+            self._evaluations = max(1, plan.evaluations(self._end or 0))
+        valid_samples = plan.valid_samples(self._evaluations)
+        data = self._open(train_samples, valid_samples, resume.order)
         self._warn(*lost_lines(*data))
         self._opened = self._length_opened(data[0])
-        self._opened_order = resume.order.train or (needed if self._length_given else None)
-        choice = choose_kernels(run, layout, world, resume.state.get("kernels"))
-        self._checksums = Checksums(run.numbers.abft) if run.numbers.abft else None
-        beats = Heartbeats(Heartbeat(), Grid(*layout.sizes), world.rank)
-        observers = Observers(Phases(), beats, None, self._checksums)
-        self._trainer = start_module.build_trainer(
-            with_padding(self._with_length(NO_END), resume),
-            world,
-            self._groups,
-            data,
-            choice.backends,
-            observers,
-            self._readers,
-        )
+        self._opened_order = resume.order.train or (train_samples if self._length_given else None)
+        choice = choose_kernels(plan, world, resume.state.get("kernels"))
+        observers = build_observers(plan, world, Heartbeat())
+        self._checksums = observers.checksums
+        endless = replace(plan, config=with_padding(self._with_length(NO_END), resume))
+        trainer = build_trainer(endless, self._communicators, data, choice.backends, observers)
         if run.numbers.rerun_on_spike:
-            self._trainer.before_update = Rerun(self._trainer, self._event).before_update
-        self._trainer.tokenizer = self._tokenizer
-        self._trainer.order = resume.order.or_else(self._opened_order, valid_samples)
-        self._trainer.data_files = on_root(world, lambda: records(data))
-        self._valid_sizes = data_module.valid_sizes(run, layout, data[1], world)
+            trainer.before_update = Rerun(trainer, self._event).before_update
+        trainer.tokenizer = self._tokenizer
+        trainer.order = resume.order.or_else(self._opened_order, valid_samples)
+        self._trainer = trainer
+        self._valid_sizes = valid_sizes(plan, data[1], world)
 
     def _begin(self, start: Start) -> None:
         """Load what a start names into the trainer. Collective."""
@@ -300,7 +282,7 @@ class Trainer:
         if start.found:
             self._weightless = False
         if self._length_given:
-            self._end = data_module.run_length(self._run, trainer.layout, trainer.progress)[0]
+            self._end = self._length().iterations
         self._warn(*notes)
 
     def _comparable(self, schedule: ParamSchedule, resume: Resume) -> ParamSchedule:
@@ -321,12 +303,12 @@ class Trainer:
                 "pretrained_checkpoint to Config, or call Trainer.load before",
             )
 
-    def _open(self, samples: int, valid_samples: int | None, order: DataOrder) -> data_module.Data:
-        return data_module.open_data(
+    def _open(self, samples: int, valid_samples: int | None, order: DataOrder) -> Data:
+        return open_data(
             self._run,
-            self._groups,
+            self._communicators.groups,
             (samples, valid_samples),
-            self._readers,
+            self._communicators.readers,
             self._arrays,
             self._tokenizer,
             order,
@@ -337,10 +319,11 @@ class Trainer:
         own = torch.tensor(0 if dataset is None else len(dataset))
         return int(self._world.all_reduce(own, "max"))
 
-    def _samples_needed(self, layout: Layout, progress: trainer_module.Progress) -> int:
-        run = self._with_length(self._end or 0)
-        _, end = data_module.run_length(run, layout, progress)
-        return batches.requested_samples(run, layout.global_batch_size(run), end)
+    def _length(self) -> Length:
+        """Return the length of the run from its present position."""
+        progress = self._trainer.progress
+        plan = Plan(self._with_length(self._end or 0), self._trainer.layout)
+        return plan.resumed(progress.iteration, progress.consumed_samples).length
 
     # Training ---------------------------------------------------------------------------------------------------------------------
 
@@ -384,7 +367,7 @@ class Trainer:
             f"steps({count}) after iteration {self.iteration} goes beyond the {self._end} "
             "iterations of the run: ask for fewer, or pass a larger train_iters to Config",
         )
-        needed = self._samples_needed(trainer.layout, trainer.progress)
+        needed = self._length().train_samples
         order = trainer.order = trainer.order.or_else(needed, None)
         if needed > self._opened or order.train != self._opened_order:
             trainer.close()
@@ -540,24 +523,11 @@ class Trainer:
         atexit.unregister(self._finish_save)
 
     def _carry_files(self, directory: str) -> None:
-        """Copy the tokenizer files that came with the model to a directory of checkpoints.
-
-        Collective.
-        """
+        """Copy the tokenizer files that came with the model to a directory of checkpoints. Collective."""
         source = self._carried
-        if source is None:
-            return
-        if source.name == CARRIED:
-            carry_files(source, directory, self._world)
-            return
-        target = Path(directory) / CARRIED
-
-        def copy() -> None:
-            if not target.exists():
-                target.parent.mkdir(parents=True, exist_ok=True)
-                carry(source, target)
-
-        on_root(self._world, copy, f"{directory}: ")
+        if source is not None:
+            copy = shutil.copytree if source.name == CARRIED else carry
+            carry_files(source, directory, self._world, copy)
 
     def load(
         self,

@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..checkpoint.save import check_replaces, check_writable
+from ..cli.output_files import check_file
 from ..comm.agreement import Nodes, agree, differing, everywhere, on_root
 from ..comm.base import Comm
 from ..config import batches
 from ..config.fields import check, flag
 from ..config.layout import Layout
+from ..config.param_schedule import ParamSchedule
 from ..config.run_config import GROUPS, OWN_OF_A_RANK, RunConfig
 from ..config.training import RECOMPUTE
-from ..data.build import parse_data_path
-from ..host import kernels
-
-if TYPE_CHECKING:
-    pass
-
-
-from collections.abc import Collection
-
-from ..checkpoint.save import check_replaces, check_writable
-from ..cli.output_files import check_file
-from ..config.param_schedule import ParamSchedule
-from ..data.build import listed_data
+from ..data.build import listed_data, parse_data_path
 from ..data.chat_dataset import check_mask_file
 from ..data.indexed import check_files
-from ..observe.history import read_run_history
+from ..host import kernels
+from ..observe.history import HISTORY, read_run_history
 from ..observe.profile import profiled_ranks
-from ..observe.history import HISTORY
+from .plan import Plan
 from .resume import Resume
 
 
 def check_same_run(run: RunConfig, world: Comm) -> list[str]:
-    """The log's lines about flags that ranks were given differently. Collective.
+    """Return the log's lines about flags that differ between ranks. Collective.
 
-    Raises ValueError on every rank, with the flag, its values and the ranks, where the run cannot be that of all of them.
+    Raise ValueError on every rank, with the flag, its values and the ranks, for a flag that must not differ.
     """
     values = {
         flag(name): value
@@ -51,9 +44,8 @@ def check_same_run(run: RunConfig, world: Comm) -> list[str]:
     among = differing(world, recompute)
     tp = run.parallel.tensor_model_parallel_size
     if text is None and among is not None and world.size % tp == 0:
-        inside = world.split(
-            world.rank // tp, world.rank
-        )  # tensor parallelism is innermost, and recomputes together
+        # Tensor-parallel ranks, which follow each other, recompute together.
+        inside = world.split(world.rank // tp, world.rank)
         problem = differing(inside, recompute)
         remedy = f"{problem} of the tensor-parallel group that begins with rank {world.rank // tp * tp}: pass these ranks the same"
         agree(world, lambda: check(problem is None, remedy), name_rank=False)
@@ -63,11 +55,11 @@ def check_same_run(run: RunConfig, world: Comm) -> list[str]:
             f"{text}: pass every rank the same command line, apart from what may differ between pipeline stages "
             "(recompute) and between nodes (places of their own, threads)",
         )
-    return [f"ranks recompute differently: {among}"] * (among is not None)
+    return [] if among is None else [f"ranks recompute differently: {among}"]
 
 
 def check_early(run: RunConfig, world_size: int) -> None:
-    """Everything that can be checked without files: the same ValueError on every rank."""
+    """Check the flags alone, before any file is read. The same ValueError on every rank."""
     check(
         run.data.mock_data or run.data.files is not None,
         "the run has no data: pass --data-path, a prefix that fugaku-megatron "
@@ -95,8 +87,8 @@ def check_early(run: RunConfig, world_size: int) -> None:
 
 
 def with_listed_data(run: RunConfig, world: Comm) -> RunConfig:
-    """The run with the data that --data-args-path or --per-split-data-args-path lists; one rank reads the file. Collective."""
-    files = run.data.data_args_path, run.data.per_split_data_args_path
+    """Return the run with the data that --data-args-path or --per-split-data-args-path lists. Collective: one rank reads."""
+    files = (run.data.data_args_path, run.data.per_split_data_args_path)
     if not any(files):
         return run
     listed = on_root(world, lambda: listed_data(*files))
@@ -105,11 +97,9 @@ def with_listed_data(run: RunConfig, world: Comm) -> RunConfig:
 
 
 def check_data(run: RunConfig, arrays: Collection[str] = ()) -> None:
-    """Raise ValueError for data files that are not there, before anything expensive.
+    """Raise ValueError for missing data files, before anything expensive; one rank looks.
 
-    One rank looks.
-
-    arrays: names of documents that are in no files.
+    arrays: names of documents in memory.
     """
     for name, path in run.data.paths.items():
         for prefix in parse_data_path(path, name)[0]:
@@ -123,11 +113,10 @@ def check_data(run: RunConfig, arrays: Collection[str] = ()) -> None:
 def check_run(
     run: RunConfig, world: Comm, arrays: Collection[str] = ()
 ) -> tuple[RunConfig, list[str]]:
-    """Return the run with its listed data, and lines of the log. Collective.
+    """Make all checks that need neither a model nor a checkpoint. Collective.
 
-    Make all checks that need neither a model nor a checkpoint. ValueError on every rank.
-
-    arrays: names of documents that are in no files.
+    Return the run with its listed data, and lines of the log. Raise ValueError on every rank.
+    arrays: names of documents in memory.
     """
     with everywhere():
         check_early(run, world.size)
@@ -137,26 +126,21 @@ def check_run(
     return run, lines
 
 
-def check_outputs(run: RunConfig, resume: Resume, world: Comm, nodes: Nodes) -> None:
-    """Raises ValueError on every rank for a place to write that takes no file, or whose checkpoints would be lost. Collective."""
-    output = run.output
+def check_outputs(plan: Plan, resume: Resume, world: Comm, nodes: Nodes) -> None:
+    """Raise ValueError on every rank for an output that cannot be written, or that would replace checkpoints. Collective."""
+    output = plan.config.output
+    writers = (world.rank,) if nodes.leads else ()
     if output.save:
         check_replaces(output.save, output.load, resume.iteration, world)
-        check_writable(output.save, world, ranks=(world.rank,) if nodes.leads else ())
+        check_writable(output.save, world, ranks=writers)
         history = Path(output.save) / HISTORY
         on_root(world, lambda: read_run_history(history))
     if output.save and output.save_local:
-        check_writable(
-            output.save_local, world, "--save-local", (world.rank,) if nodes.leads else ()
-        )
+        check_writable(output.save_local, world, "--save-local", writers)
     if output.tensorboard_dir:
         check_writable(output.tensorboard_dir, world, "--tensorboard-dir", (0,))
     on_root(world, lambda: check_file("--log-file", output.log_file))
     on_root(world, lambda: check_file("--log-ranks", output.log_ranks))
     if output.profile:
-        check_writable(
-            output.profile_dir,
-            world,
-            "--profile-dir",
-            profiled_ranks(output, Layout.from_run(run, world.size)),
-        )
+        ranks = profiled_ranks(output, plan.layout)
+        check_writable(output.profile_dir, world, "--profile-dir", ranks)

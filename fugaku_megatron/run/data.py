@@ -1,4 +1,4 @@
-"""Datasets of a run, and how many samples it needs."""
+"""Datasets of a run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 from ..comm.agreement import Nodes, everywhere
 from ..comm.base import Comm
 from ..comm.grid import Groups
-from ..config import batches
-from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..data.dataset import NEW_ORDER, DataOrder, Dataset, MockDataset, TokenArrays, ValidationSets
 from ..data.index_cache import IN_MEMORY, IndexCache
@@ -18,94 +16,54 @@ from ..data.marks import mark
 from ..data.sampler import ReaderGroup, build_reader_group
 from ..host.allocator import node_bytes
 from ..training.micro_batches import datasets_of, reads_data
-from ..training.trainer import Progress
+from .plan import Plan
 from .tokenizer import end_of_document
 
-Data = tuple[
-    Dataset | None, Dataset | None
-]  # training and validation samples, where this rank reads them
+# Training and validation samples, on the ranks that read them.
+Data = tuple[Dataset | None, Dataset | None]
 
 
-def evaluations(run: RunConfig, iterations: int) -> int:
-    """How many evaluations a run of `iterations` makes: every --eval-interval, and one at the end. With --skip-train it is one."""
-    training = run.training
-    left_out = max(0, -(-(training.start_eval_at_iter or 0) // training.eval_interval) - 1)
-    count = (
-        1 if training.skip_train else max(0, iterations // training.eval_interval + 1 - left_out)
-    )
-    return count if training.eval_iters else 0
+def valid_sizes(plan: Plan, valid: Dataset | None, world: Comm) -> tuple[int, ...]:
+    """Return the samples of each validation set, on every rank; none without validation data. Collective.
 
-
-def samples_to_validate(run: RunConfig, layout: Layout, count: int) -> int | None:
-    """Samples of the validation data of so many evaluations; None: all there are. Random ones have no end, so that they are as many
-    as one evaluation takes."""
-    full = run.training.full_validation
-    batches_needed = (1 if full else count) * run.training.eval_iters
-    return None if full and not run.data.mock_data else batches_needed * layout.eval_batch_size(run)
-
-
-def valid_sizes(
-    run: RunConfig, layout: Layout, valid: Dataset | None, world: Comm
-) -> tuple[int, ...]:
-    """Samples of each validation set, on every rank; none without validation data. Collective.
-
-    Raises ValueError on every rank for a set that --full-validation cannot make a batch of.
+    Raise ValueError on every rank for a set that does not fill a batch of --full-validation.
     """
-    mine = (
-        []
-        if valid is None
-        else [*map(len, valid.datasets)]
-        if isinstance(valid, ValidationSets)
-        else [len(valid)]
-    )
-    sizes = max(world.all_gather_object(tuple(mine)), key=len)
+    own: tuple[int, ...] = ()
+    if isinstance(valid, ValidationSets):
+        own = tuple(map(len, valid.datasets))
+    elif valid is not None:
+        own = (len(valid),)
+    sizes = max(world.all_gather_object(own), key=len)
     with everywhere():
-        layout.evaluated(run, sizes, 0)
+        plan.layout.evaluated(plan.config, sizes, 0)
     return sizes
 
 
-def run_length(run: RunConfig, layout: Layout, progress: Progress) -> tuple[int, int]:
-    """(iterations, samples) at the end of a run that stands at `progress`."""
-    return batches.run_length(
-        run, layout.global_batch_size(run), progress.iteration, progress.consumed_samples
-    )
-
-
 def find_reader_group(run: RunConfig, groups: Groups, nodes: Nodes) -> ReaderGroup | None:
-    """Who reads the data for this rank; None where it needs none, and where no file is read. Collective."""
-    return (
-        None
-        if run.data.mock_data
-        else build_reader_group(groups.world, nodes, groups.data_rank, reads_data(run, groups))
-    )
-
-
-def samples_needed(run: RunConfig, layout: Layout, progress: Progress) -> tuple[int, int | None]:
-    """Return the samples of training and validation data of a run that stands at `progress`, as of `open_data`."""
-    size = layout.global_batch_size(run)
-    iterations, end = run_length(run, layout, progress)
-    valid_samples = samples_to_validate(run, layout, evaluations(run, iterations))
-    return batches.requested_samples(run, size, end), valid_samples
+    """Return the ranks that read data for this rank; None for random data, or if it needs none. Collective."""
+    if run.data.mock_data:
+        return None
+    return build_reader_group(groups.world, nodes, groups.data_rank, reads_data(run, groups))
 
 
 def build_data(
-    run: RunConfig,
+    plan: Plan,
     groups: Groups,
-    layout: Layout,
-    progress: Progress | None = None,
     readers: ReaderGroup | None = None,
     tokenizer: dict[str, Any] | None = None,
     order: DataOrder = NEW_ORDER,
 ) -> Data:
-    """Training and validation samples on the ranks that read data, (None, None) elsewhere. Collective.
+    """Open training and validation samples on the ranks that read data; (None, None) elsewhere. Collective.
 
-    progress: where a resumed run stands. readers: of this rank; without them every rank that needs data reads it. tokenizer:
-    what is known of the run's (`data.tokenizer.identity`). order: that a resumed run began with.
+    readers: of this rank; without them every rank that needs data reads it.
+    tokenizer: identity of the run's tokenizer (`data.tokenizer.identity`), if known.
+    order: with which a resumed run began.
     """
-    needed = samples_needed(run, layout, progress or Progress())
-    if run.training.skip_train:  # whose validation data has the order of one evaluation
+    length = plan.length
+    if plan.config.training.skip_train:  # validation data has the order of one evaluation
         order = order._replace(valid=None)
-    return open_data(run, groups, needed, readers, tokenizer=tokenizer, order=order)
+    samples = (length.train_samples, length.valid_samples)
+    return open_data(plan.config, groups, samples, readers, tokenizer=tokenizer, order=order)
 
 
 def open_data(
@@ -117,11 +75,10 @@ def open_data(
     tokenizer: dict[str, Any] | None = None,
     order: DataOrder = NEW_ORDER,
 ) -> Data:
-    """`build_data` for these numbers of training and validation samples; a data set of 0 samples is None.
+    """Open training and validation samples as `build_data` does; a data set of 0 samples is None.
 
-    None: every validation sample once.
-
-    arrays: documents that are in no files, by the names that the run's data flags have for them.
+    samples: of training and of validation; None: every validation sample once.
+    arrays: documents in memory, by the names that the data flags have for them.
     """
     train, valid = _open(run, groups, samples, readers, arrays or {}, order)
     if not run.data.marks_documents:
@@ -138,28 +95,27 @@ def _open(
     arrays: Mapping[str, TokenArrays],
     order: DataOrder,
 ) -> Data:
-    """`open_data` without marks."""
+    """Open the samples without marks at the ends of documents."""
     reads = readers.reads if readers else reads_data(run, groups)
     reading = groups.world.split(0 if reads else 1, groups.world.rank)
     if not reads:
         return None, None
     if run.data.mock_data:
         model, seed = run.model, run.training.seed
-        assert model.vocab_size is not None, "with_vocabulary has settled it"
+        assert model.vocab_size is not None, "with_vocabulary sets it"
         train, valid = (
             MockDataset(model.vocab_size, model.seq_length, count, seed + number) if count else None
             for number, count in enumerate(samples)
         )
         return train, valid
-    cache = IndexCache(
-        run.data.data_cache_path, sys.maxsize if arrays else IN_MEMORY
-    )  # no file to keep an index next to
+    in_memory = sys.maxsize if arrays else IN_MEMORY  # arrays have no file to keep an index next to
+    cache = IndexCache(run.data.data_cache_path, in_memory)
     begun = (*order, None)
     return datasets_of(run, (*samples, 0), reading, node_bytes(), cache, arrays, begun)[:2]
 
 
 def no_evaluation_note(run: RunConfig) -> str:
-    """Why a run that asks for evaluations has no validation data."""
+    """Return the log's line on a run that asks for evaluations and has no validation data."""
     why = (
         f"--split {run.data.split} leaves none of the documents to validation"
         if run.data.data_path

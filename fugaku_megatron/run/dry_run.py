@@ -6,76 +6,78 @@ Run: python pretrain_gpt.py --recipe 30b --dry-run --world-size 12288 ...
 
 from __future__ import annotations
 
+import string
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from ..comm.base import SoloComm
 from ..comm.grid import Grid
-from ..config import batches
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
-from ..costs import accounting, run_schedule
+from ..costs import accounting
 from ..costs.activations import element_bytes
-from ..costs.memory import Memory, frozen_elements, gradient_collectives, stage_memory
+from ..costs.memory import Memory, frozen_elements, gradient_collectives
 from ..costs.run_schedule import recomputed_layers
 from ..data.chat_dataset import lost_lines, packing_lines
 from ..host import placement
 from ..nn.model import Stage
 from ..nn.ops import Ops
 from ..observe.memory import PROCESS_BYTES
-from ..pipeline import schedule
 from ..pipeline.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from ..pipeline.schedule import Schedule
 from ..pipeline.schedule_names import ONE_F_ONE_B
 from ..pipeline.timeline import Costs, walk
 from ..planner import plan_text
 from ..planner.model import step
 from ..training.micro_batches import datasets_of
-from .plan import modelled_system, settle
+from .limits import MachineLimits
+from .plan import Plan, modelled_system
 
 LARGE_BUBBLE = 0.2  # from which on other layouts are worth a search
-
-
 SLOTS = 3  # of a micro-batch on a stage: forward, gradient of the input, gradient of the weights
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One pipeline stage as one of its ranks holds it."""
+    """Pipeline stage of one rank.
+
+    layers: of each chunk. in_flight: largest number of micro-batches of each chunk between forward and backward.
+    again: recomputed layers of each chunk.
+    """
 
     stage: int
-    layers: list[range]  # of each chunk
+    layers: list[range]
     parameters: int
-    in_flight: tuple[int, ...]  # micro-batches of each chunk between forward and backward, at most
-    again: list[int]  # layers of each chunk that are recomputed
+    in_flight: tuple[int, ...]
+    again: list[int]
     memory: Memory
 
+    @property
+    def row(self) -> tuple[object, ...]:
+        """Figures that equal stages share in the table; memory follows from them."""
+        return self.parameters, self.in_flight, self.again, [*map(len, self.layers)]
 
-def plan_stage(run: RunConfig, layout: Layout, stage: int, lists: schedule.Schedule) -> StagePlan:
-    """Build stage `stage` on a world that only pretends to exist."""
-    grid = Grid(*layout.sizes)
-    built = Stage(
-        run, grid.groups(SoloComm(grid.rank(0, stage, 0), layout.world_size)), Ops.build()
-    )
+
+def plan_stage(plan: Plan, stage: int) -> StagePlan:
+    """Build a stage on communicators that send nothing."""
+    grid = Grid(*plan.layout.sizes)
+    world = SoloComm(grid.rank(0, stage, 0), plan.layout.world_size)
+    built = Stage(plan.config, grid.groups(world), Ops.build())
     parameters = sum(p.numel() for p in built.parameters())
-    assert parameters == accounting.stage_parameters(run, layout, stage)
-    held = lists.in_flight(stage)
-    in_flight = tuple(map(max, zip(*(moment.activations for moment in held), strict=True)))
+    assert parameters == accounting.stage_parameters(plan.config, plan.layout, stage)
+    moments = [moment.activations for moment in plan.schedule.in_flight(stage)]
     return StagePlan(
         stage,
-        accounting.stage_layers(run, stage),
-        parameters,
-        in_flight,
-        recomputed_layers(run, stage),
-        stage_memory(run, layout, stage, held),
+        layers=accounting.stage_layers(plan.config, stage),
+        parameters=parameters,
+        in_flight=tuple(map(max, zip(*moments, strict=True))),
+        again=recomputed_layers(plan.config, stage),
+        memory=plan.memory[stage],
     )
-
-
-def _alike(a: StagePlan, b: StagePlan) -> bool:
-    first, second = ((p.parameters, p.in_flight, p.again, [*map(len, p.layers)]) for p in (a, b))
-    return first == second
 
 
 def _figures(memory: Memory) -> dict[str, int]:
-    """The columns of the table, of which those that are 0 on all stages are left out."""
+    """Return the columns of the table; columns that are 0 on all stages are left out of it."""
     return {
         "weights": memory.weights,
         "gradients": memory.gradients,
@@ -89,13 +91,15 @@ def _figures(memory: Memory) -> dict[str, int]:
 
 
 def _row(plans: list[StagePlan], columns: list[str]) -> str:
-    first, last = plans[0], plans[-1]
+    first = plans[0]
+    last = plans[-1]
     name = f"{first.stage}" if first is last else f"{first.stage}-{last.stage}"
     figures = _figures(first.memory)
     layers = ",".join(
         f"{a.start}-{b.stop - 1}" for a, b in zip(first.layers, last.layers, strict=True)
     )
-    in_flight, again = (",".join(map(str, numbers)) for numbers in (first.in_flight, first.again))
+    in_flight = ",".join(map(str, first.in_flight))
+    again = ",".join(map(str, first.again))
     return (
         f"  {name:>7} | {layers:>7} | {first.parameters / 1e6:>10.2f} | {in_flight:>9} | {again:>9} | "
         + " | ".join(f"{figures[column] / 2**20:>9.0f}" for column in columns)
@@ -103,57 +107,54 @@ def _row(plans: list[StagePlan], columns: list[str]) -> str:
 
 
 def _table(plans: list[StagePlan]) -> list[str]:
-    runs: list[list[StagePlan]] = []
-    for plan in plans:
-        if runs and _alike(runs[-1][-1], plan):
-            runs[-1].append(plan)
-        else:
-            runs.append([plan])
+    alike = [[*group] for _, group in groupby(plans, key=lambda plan: plan.row)]
     figures = [_figures(plan.memory) for plan in plans]
     columns = [column for column in figures[0] if any(each[column] for each in figures)]
     head = f"  {'stage':>7} | layers  | M params   | in flight | recompute | " + " | ".join(
         f"{c:>9}" for c in columns
     )
-    return [head + "   (MiB per rank, model)", *(_row(run, columns) for run in runs)]
+    return [head + "   (MiB per rank, model)", *(_row(group, columns) for group in alike)]
 
 
-def _picture(lists: schedule.Schedule, width: int = 24) -> list[str]:
-    """The first instructions of a few stages: F forward, B backward or I and W, its halves; arrows left out."""
+def _picture(schedule: Schedule, width: int = 24) -> list[str]:
+    """Return the first instructions of a few stages: F forward, B backward, or its halves I and W; messages are left out."""
     mark = {FORWARD: "F", BACKWARD: "B", BACKWARD_INPUT: "I", BACKWARD_WEIGHT: "W"}
-    stages, chunks = lists.placement.stages, lists.placement.model_chunks
-    first = replace(
-        lists, microbatches=min(lists.microbatches, stages * chunks + width)
-    )  # later ones come after the shown steps
+    stages = schedule.placement.stages
+    chunks = schedule.placement.model_chunks
+    # Later micro-batches follow the steps that are shown.
+    first = replace(schedule, microbatches=min(schedule.microbatches, stages * chunks + width))
+    letters = string.ascii_lowercase if chunks > 1 else [""]
+    count = (3 if schedule.splits_backward else 2) * schedule.microbatches * chunks
+    more = f" ... ({count} in all)" if count > width else ""
     lines = []
     for stage in sorted({0, stages // 2, stages - 1}):
         steps = [
-            f"{mark[i.op]}{i.microbatch}{'abcdefghijklmnopqrstuvwxyz'[i.model_chunk % 26] if chunks > 1 else ''}"
+            f"{mark[i.op]}{i.microbatch}{letters[i.model_chunk % len(letters)]}"
             for i in first.instructions(stage)
             if i.op in mark
         ]
-        count = (3 if lists.splits_backward else 2) * lists.microbatches * chunks
-        more = f" ... ({count} in all)" if count > width else ""
         lines.append(f"  stage {stage:>3}: {' '.join(steps[:width])}{more}")
     return lines
 
 
-def _bubble(lists: schedule.Schedule) -> float:
-    """Share of an iteration's slots in which a stage idles, where all stages cost alike (`timeline.Costs.alike`)."""
-    stages, busy = lists.placement.stages, SLOTS * lists.microbatches
-    if lists.name == ONE_F_ONE_B:  # whatever the number of micro-batches
+def _bubble(schedule: Schedule) -> float:
+    """Return the share of an iteration's slots in which a stage is idle, if all stages cost alike (`Costs.alike`)."""
+    stages = schedule.placement.stages
+    busy = SLOTS * schedule.microbatches
+    if schedule.name == ONE_F_ONE_B:  # for any number of micro-batches
         return (stages - 1) * SLOTS / (busy + (stages - 1) * SLOTS)
-    few = lists.shortened()
+    few = schedule.shortened()
     idle = walk(few, Costs.alike(few)) - SLOTS * few.microbatches
     return idle / (busy + idle)
 
 
-def _time(run: RunConfig, layout: Layout, bubble: float) -> list[str]:
-    """Modelled seconds of an iteration, as the picture has them, and what to do about a large bubble."""
-    system = modelled_system(layout)
-    ranks = f"{system.ranks_per_node} rank{'s' * (system.ranks_per_node > 1)}"
-    seconds = step(run, layout, system, system.parameters).seconds
+def _time(plan: Plan, bubble: float) -> list[str]:
+    """Return modelled seconds of an iteration, as in the picture, and a remedy for a large bubble."""
+    system = modelled_system(plan.layout)
+    seconds = step(plan.config, plan.layout, system, system.parameters).seconds
     lines = [
-        f"an iteration takes {seconds:.4g} s on {system.nodes} nodes of {system.machine.name}, {ranks} a node (model)"
+        f"an iteration takes {seconds:.4g} s on {system.nodes} nodes of {system.machine.name}, "
+        f"{_count(system.ranks_per_node, 'rank')} a node (model)"
     ]
     if bubble >= LARGE_BUBBLE:
         lines.append(
@@ -162,8 +163,12 @@ def _time(run: RunConfig, layout: Layout, bubble: float) -> list[str]:
     return lines
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def packing(run: RunConfig) -> list[str]:
-    """How full the samples of --sft are. ValueError for chats that a run would refuse."""
+    """Return how full the samples of --sft are. Raise ValueError for chats that a run would refuse."""
     if not run.data.sft:
         return []
     if run.data.train_data_path or run.data.data_path:
@@ -175,7 +180,7 @@ def packing(run: RunConfig) -> list[str]:
 
 
 def _divided_experts(run: RunConfig, layout: Layout) -> list[str]:
-    """Where experts are, and what a layer sends for them."""
+    """Return where experts are, and what a layer sends for them."""
     if not run.parallel.divides_experts:
         return []
     records = accounting.layer_records(run, layout.tp, "experts")
@@ -190,14 +195,11 @@ def _divided_experts(run: RunConfig, layout: Layout) -> list[str]:
 
 
 def _frozen_copies(run: RunConfig, layout: Layout) -> list[str]:
-    """How much of the table's weights the ranks of a node with the same weights share."""
+    """Return the memory of frozen weights that ranks of a node share, and that the table counts on each."""
     if not run.lora.on or layout.replicas == 1:
         return []
-    mib = (
-        element_bytes(run)
-        * max(frozen_elements(run, layout, stage) for stage in range(layout.pp))
-        / 2**20
-    )
+    elements = max(frozen_elements(run, layout, stage) for stage in range(layout.pp))
+    mib = element_bytes(run) * elements / 2**20
     return [
         f"frozen weights: the ranks of a node with the same weights share one copy, which the table counts on each: k of them "
         f"need (k - 1) x {mib:.0f} MiB less"
@@ -205,17 +207,14 @@ def _frozen_copies(run: RunConfig, layout: Layout) -> list[str]:
 
 
 def cores(node: placement.Node, root: str, world_size: int, rank_bytes: int) -> list[str]:
-    """Which cores the ranks of the node described by root/sys compute on, one line for each; and what is wrong with it.
+    """Return a line with the cores of each rank of the node described by root/sys, and lines about problems.
 
-    rank_bytes: memory that a rank needs.
+    rank_bytes: memory of a rank.
     """
     ranks = placement.map_ranks(node, min(world_size, len(node.domains)), rank_bytes)
-    each = f"{len(ranks)} rank{'s' * (len(ranks) > 1)} a node"
-    start = (
-        f"mpiexec -n {len(ranks)}"
-        if world_size <= len(ranks)
-        else f"{-(-world_size // len(ranks))} nodes, {each}"
-    )
+    start = f"mpiexec -n {len(ranks)}"
+    if world_size > len(ranks):
+        start = f"{-(-world_size // len(ranks))} nodes, {_count(len(ranks), 'rank')} a node"
     return [
         f"a node of {root}: {node.describe()}; {world_size} ranks: {start}",
         *(f"  {placement.rank_line(node, rank)}" for rank in ranks),
@@ -226,68 +225,80 @@ def cores(node: placement.Node, root: str, world_size: int, rank_bytes: int) -> 
 def report(
     run: RunConfig, world_size: int, png: str | None = None, sys_root: str | None = None
 ) -> str:
-    """The plan as text, and the pipeline over time as a picture in the file `png`. sys_root: folder of a node's /sys tree.
+    """Return the plan as text, and draw the pipeline over time into the file `png`.
 
-    Raises ValueError for a run that does not fit on `world_size` ranks, a picture that cannot be written, a folder without a tree.
+    sys_root: folder of a node's /sys tree.
+    Raise ValueError for a run that does not fit on `world_size` ranks, a picture that cannot be written, or a folder without a
+    tree.
     """
     node = placement.Node.read(sys_root) if sys_root else None
-    layout = Layout.from_run(run, world_size)
-    run, chosen = settle(run, layout)
-    size = layout.global_batch_size(run)
-    microbatches = layout.microbatches(run, size)
-    lists = run_schedule.build_schedule(run, microbatches)
-    plans = [plan_stage(run, layout, stage, lists) for stage in range(layout.pp)]
-    iterations, samples = batches.run_length(run, size)
+    plan = Plan.of(run, world_size, MachineLimits())
+    stages = [plan_stage(plan, stage) for stage in range(plan.layout.pp)]
+    totals = [stage.memory.total for stage in stages]
+    length = plan.length
     if png:
-        plan_text.draw(
-            run, layout, modelled_system(layout), png, [plan.memory.total / 2**20 for plan in plans]
+        mib = [total / 2**20 for total in totals]
+        plan_text.draw(plan.config, plan.layout, modelled_system(plan.layout), png, mib)
+    lines = [
+        _layout_line(plan.layout),
+        *_divided_experts(plan.config, plan.layout),
+        _parameters_line(plan),
+        f"global batch size {plan.global_batch_size}, micro-batch size {plan.config.batch.micro_batch_size}, "
+        f"{plan.microbatches} micro-batches per iteration; {length.iterations} iterations, {length.samples} samples",
+        *packing(plan.config),
+        *plan.choices,
+        *_schedule_lines(plan),
+        "memory of one rank per stage; recompute: layers of each chunk:",
+        *_table(stages),
+        *_frozen_copies(plan.config, plan.layout),
+        f"FLOPs per iteration: {plan.flops.hardware:.4e} hardware (the log's TFLOPs), {plan.flops.model:.4e} model",
+        _traffic_line(plan),
+    ]
+    if node and sys_root:
+        lines += cores(node, sys_root, world_size, max(totals) + PROCESS_BYTES)
+    if png:
+        lines.append(f"wrote {png}")
+    return "\n".join(lines)
+
+
+def _layout_line(layout: Layout) -> str:
+    if layout.cp == 1:
+        return (
+            f"world size {layout.world_size} = DP {layout.dp} x PP {layout.pp} x TP {layout.tp} "
+            "(rank = (dp x PP + pp) x TP + tp)"
         )
+    return (
+        f"world size {layout.world_size} = DP {layout.dp} x PP {layout.pp} x CP {layout.cp} x TP {layout.tp} "
+        "(rank = ((dp x PP + pp) x CP + cp) x TP + tp)"
+    )
+
+
+def _parameters_line(plan: Plan) -> str:
+    run = plan.config
+    text = f"parameters {accounting.parameters(run) / 1e6:.1f} M, "
+    if run.model.num_experts:
+        text += f"of which a token meets {accounting.active_parameters(run) / 1e6:.1f} M, "
+    return text + f"padded vocabulary {accounting.padded_vocab_size(run.model, plan.layout.tp)}"
+
+
+def _schedule_lines(plan: Plan) -> list[str]:
+    """Return the schedule with its bubble, its first instructions, and the time of an iteration."""
+    schedule = plan.schedule
+    bubble = _bubble(schedule)
+    line = f"schedule {schedule.name}"
+    if schedule.placement.model_chunks > 1:
+        line += f", {schedule.placement.model_chunks} chunks of layers per stage"
+    if schedule.splits_backward:
+        line += f", {schedule.pending or plan.layout.pp} micro-batches held between F and W"
+    line += f", bubble {bubble:.1%} of the step's slots (model)"
+    return [line, *_picture(schedule), *_time(plan, bubble)]
+
+
+def _traffic_line(plan: Plan) -> str:
+    """Return the bytes of each gradient collective of the first stage."""
     sent: dict[str, int] = {}
-    for c in gradient_collectives(run, layout, 0):
-        sent[f"{c.verb} {c.group}"] = sent.get(f"{c.verb} {c.group}", 0) + c.bytes
-    active = (
-        f"of which a token meets {accounting.active_parameters(run) / 1e6:.1f} M, "
-        if run.model.num_experts
-        else ""
-    )
-    return "\n".join(
-        [
-            f"world size {world_size} = DP {layout.dp} x PP {layout.pp} x TP {layout.tp} (rank = (dp x PP + pp) x TP + tp)"
-            if layout.cp == 1
-            else f"world size {world_size} = DP {layout.dp} x PP {layout.pp} x CP {layout.cp} x TP {layout.tp} "
-            "(rank = ((dp x PP + pp) x CP + cp) x TP + tp)",
-            *_divided_experts(run, layout),
-            f"parameters {accounting.parameters(run) / 1e6:.1f} M, {active}"
-            f"padded vocabulary {accounting.padded_vocab_size(run.model, layout.tp)}",
-            f"global batch size {size}, micro-batch size {run.batch.micro_batch_size}, {microbatches} micro-batches per iteration; "
-            f"{iterations} iterations, {samples} samples",
-            *packing(run),
-            *chosen,
-            f"schedule {lists.name}"
-            + f", {lists.placement.model_chunks} chunks of layers per stage"
-            * (lists.placement.model_chunks > 1)
-            + f", {lists.pending or layout.pp} micro-batches held between F and W"
-            * lists.splits_backward
-            + f", bubble {_bubble(lists):.1%} of the step's slots (model)",
-            *_picture(lists),
-            *_time(run, layout, _bubble(lists)),
-            "memory of one rank per stage; recompute: layers of each chunk:",
-            *_table(plans),
-            *_frozen_copies(run, layout),
-            f"FLOPs per iteration: {accounting.hardware_flops(run, size):.4e} hardware (the log's TFLOPs), "
-            f"{accounting.model_flops(run, size):.4e} model",
-            "bytes per rank, stage 0, once per iteration: "
-            + (
-                ", ".join(f"{name} {bytes / 2**20:.1f} MiB" for name, bytes in sent.items())
-                or "none"
-            ),
-            *(
-                cores(
-                    node, sys_root, world_size, max(p.memory.total for p in plans) + PROCESS_BYTES
-                )
-                if node and sys_root
-                else []
-            ),
-            *([f"wrote {png}"] if png else []),
-        ]
-    )
+    for collective in gradient_collectives(plan.config, plan.layout, 0):
+        name = f"{collective.verb} {collective.group}"
+        sent[name] = sent.get(name, 0) + collective.bytes
+    sizes = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sent.items())
+    return f"bytes per rank, stage 0, once per iteration: {sizes or 'none'}"

@@ -6,13 +6,12 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..comm.base import Comm, SoloComm
-from ..config.layout import Layout
 from ..config.model import ModelConfig
 from ..config.run_config import RunConfig
 from ..costs import accounting
@@ -20,21 +19,19 @@ from ..host import kernels
 from ..nn.ops import BACKENDS, FAMILIES, DropoutKey, Ops
 from ..nn.parameter import PARAMETER_DTYPES
 from ..observe.abft import ALL
-
-if TYPE_CHECKING:
-    pass
+from .plan import Plan
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A backend for each family of operations, and what the log says of it."""
+    """Backend of each family of operations, and the log's lines about it."""
 
     backends: dict[str, str]
     lines: list[str]
 
 
 def build_ops(run: RunConfig, backends: Mapping[str, str], library: Any = kernels) -> Ops:
-    """The run's operations on these backends. library: the C++ kernels, or what a profiler put around them."""
+    """Build the run's operations on these backends. library: the C++ kernels, or a profiler around them."""
     return Ops.build(
         backends,
         fp16_chunk=run.system.fp16_accumulation_chunk or 0,
@@ -44,21 +41,23 @@ def build_ops(run: RunConfig, backends: Mapping[str, str], library: Any = kernel
     )
 
 
-def choose_kernels(
-    run: RunConfig, layout: Layout, world: Comm, saved: dict[str, str] | None = None
-) -> Choice:
-    """The backend of every family, the same on all ranks, with the log's lines. Collective.
+def choose_kernels(plan: Plan, world: Comm, saved: dict[str, str] | None = None) -> Choice:
+    """Choose the backend of every family, the same on all ranks. Collective.
 
-    A resumed run keeps the automatic choice that it was `saved` with: other kernels have other last bits.
+    saved: choice of the checkpoint, which an automatic choice keeps: other kernels have other last bits.
     """
-    return _with_checksums(run, _with_other_sums(run, _backends(run, layout, world, saved)))
+    choice = _choose_backends(plan, world, saved)
+    return _with_checksums(plan.config, _with_special_sums(plan.config, choice))
 
 
 def _with_checksums(run: RunConfig, choice: Choice) -> Choice:
-    """The choice with matmuls on the C++ kernels where checksums check them: only they can."""
+    """Move matmuls to the C++ kernels, which alone have checksums, if --abft asks for them."""
     if not run.numbers.abft:
         return choice
-    line = f"kernels: gemm native, {checked_matmuls(run)}"
+    return _with_native_matmuls(choice, f"kernels: gemm native, {checked_matmuls(run)}")
+
+
+def _with_native_matmuls(choice: Choice, line: str) -> Choice:
     return Choice({**choice.backends, "gemm": "native"}, [*choice.lines, line])
 
 
@@ -88,58 +87,48 @@ def checked_matmuls(run: RunConfig) -> str:
     return f"matmuls {' '.join(checked)} checked by checksums; not checked: {', '.join(left_out)}"
 
 
-def _backends(run: RunConfig, layout: Layout, world: Comm, saved: dict[str, str] | None) -> Choice:
+def _choose_backends(plan: Plan, world: Comm, saved: dict[str, str] | None) -> Choice:
+    run = plan.config
     requested = run.system.kernels
     if requested == "auto" and saved:
-        return Choice(
-            saved,
-            [
-                f"kernels: as saved, {', '.join(f'{family} {name}' for family, name in saved.items())}"
-            ],
-        )
+        names = ", ".join(f"{family} {name}" for family, name in saved.items())
+        return Choice(saved, [f"kernels: as saved, {names}"])
     if requested != "auto":
-        return Choice(
-            dict.fromkeys(FAMILIES, requested),
-            [f"kernels: {requested} (instruction set {kernels.instruction_set()})"],
-        )
-    timings = measure_kernels(run, layout.tp, PARAMETER_DTYPES[run.precision.name])
+        line = f"kernels: {requested} (instruction set {kernels.instruction_set()})"
+        return Choice(dict.fromkeys(FAMILIES, requested), [line])
+    timings = measure_kernels(run, plan.layout.tp, PARAMETER_DTYPES[run.precision.name])
     title = f"kernels: auto, forward and backward on this run's shapes, rank 0 (instruction set {kernels.instruction_set()})"
-    return Choice(
-        world.broadcast_object({t.family: t.faster for t in timings}),
-        [title, *kernel_table(timings)],
-    )
+    backends = world.broadcast_object({t.family: t.faster for t in timings})
+    return Choice(backends, [title, *kernel_table(timings)])
 
 
-def _with_other_sums(run: RunConfig, choice: Choice) -> Choice:
-    """The choice with matmuls on the C++ kernels where they sum in FP16 or multiply FP32 in BF16 parts: only they can."""
-    chunk = run.system.fp16_accumulation_chunk
-    if not chunk and not run.system.splits_fp32:
-        return choice
-    line = f"kernels: gemm native, partial sums of {chunk} terms in FP16, added up in FP32"
+def _with_special_sums(run: RunConfig, choice: Choice) -> Choice:
+    """Move matmuls to the C++ kernels, which alone sum in FP16 or multiply FP32 as BF16, if a flag asks for it."""
+    length = run.system.fp16_accumulation_chunk
     if run.system.splits_fp32:
         line = (
             "kernels: gemm native, each FP32 operand as three BF16 numbers, six BF16 matmuls added up in FP32 "
             "(faster than FP32 units on AMX only)"
         )
-    return Choice({**choice.backends, "gemm": "native"}, [*choice.lines, line])
+        return _with_native_matmuls(choice, line)
+    if length:
+        line = f"kernels: gemm native, partial sums of {length} terms in FP16, added up in FP32"
+        return _with_native_matmuls(choice, line)
+    return choice
 
 
 # Which kernels are faster ---------------------------------------------------------------------------------------------------------
 
 REPEATS = 3
-
-
-MARGIN = 1.1
-
-
+MARGIN = 1.1  # by which torch must be faster, so that noise does not change a run's last bits
 LAYER_TOKENS = (
-    4096  # rows that are timed at most: attention of longer sequences takes as long as iterations
+    4096  # rows that are timed at most, because longer attention takes as long as iterations
 )
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of forward and backward of one family."""
+    """Seconds of forward and backward of one family on each backend."""
 
     family: str
     native: float
@@ -147,7 +136,7 @@ class Timing:
 
     @property
     def faster(self) -> str:
-        """torch only where it is clearly faster, so that noise does not change a run's last bits."""
+        """Faster backend: torch only beyond the margin."""
         return "native" if self.native <= MARGIN * self.torch else "torch"
 
 
@@ -158,15 +147,17 @@ def _weight(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
 
 
 def kernel_cases(run: RunConfig, tp: int, dtype: torch.dtype) -> dict[str, Callable[[Ops], Tensor]]:
-    """One call per family on this run's shapes; each returns a scalar () to differentiate."""
+    """Return one call per family on this run's shapes; each returns a scalar () to differentiate."""
     model = run.model
-    s, h = min(model.seq_length, LAYER_TOKENS), model.hidden_size
+    s = min(model.seq_length, LAYER_TOKENS)
+    h = model.hidden_size
     b = min(run.batch.micro_batch_size, LAYER_TOKENS // s)
     x = torch.randn(s, b, h).to(dtype).requires_grad_()
     residual = x.detach()[: s // accounting.sequence_parts(run, tp)].requires_grad_()
     qkv = torch.randn(s, b, model.qkv_width // tp).to(dtype).requires_grad_()
     rows = min(accounting.padded_vocab_size(model, tp) // tp, 2048)
-    table, tokens = _weight(rows, h, dtype=dtype), torch.randint(0, rows, (s, b))
+    table = _weight(rows, h, dtype=dtype)
+    tokens = torch.randint(0, rows, (s, b))
     scores = DropoutKey(1, 1, 0, sample_dim=0)
     return {
         "gemm": _mlp(model, x, tp),
@@ -187,20 +178,20 @@ def kernel_cases(run: RunConfig, tp: int, dtype: torch.dtype) -> dict[str, Calla
 
 
 def _mlp(model: ModelConfig, x: Tensor, tp: int) -> Callable[[Ops], Tensor]:
-    """The model's MLP of x (s, b, h)."""
-    f, h, dtype, gates = model.ffn_hidden_size // tp, model.hidden_size, x.dtype, [2] * model.gated
-    fc1, bias, fc2 = (
-        _weight(*gates, f, h, dtype=dtype),
-        _weight(*gates, f, dtype=dtype),
-        _weight(h, f, dtype=dtype),
-    )
+    """Return the model's MLP of x (s, b, h)."""
+    f = model.ffn_hidden_size // tp
+    h = model.hidden_size
+    gates = (2,) if model.gated else ()
+    fc1 = _weight(*gates, f, h, dtype=x.dtype)
+    bias = _weight(*gates, f, dtype=x.dtype)
+    fc2 = _weight(h, f, dtype=x.dtype)
     if model.gated:
         return lambda ops: ops.gated_mlp(x, fc1, bias, fc2, activation=model.activation).sum()
     return lambda ops: ops.mlp(x, fc1, bias, fc2, activation=model.activation).sum()
 
 
 def _add_and_normalize(model: ModelConfig, x: Tensor) -> Callable[[Ops], Tensor]:
-    """The model's norm of x + dropout(x + bias), x (s, b, h)."""
+    """Return the model's norm of x + dropout(x + bias), x (s, b, h)."""
     add, norm, norm_bias = (_weight(model.hidden_size, dtype=x.dtype) for _ in range(3))
     more = (model.hidden_dropout, DropoutKey(1, 0, 0, sample_dim=1), norm)
     if model.normalization.endswith("RMSNorm"):
@@ -231,7 +222,7 @@ def measure_kernels(run: RunConfig, tp: int, dtype: torch.dtype) -> list[Timing]
 
 
 def kernel_table(timings: list[Timing]) -> list[str]:
-    """The log's lines."""
+    """Return the log's lines."""
     head = f"  {'kernels':<10} {'native ms':>10} {'torch ms':>10}  used"
     return [
         head,

@@ -1,97 +1,211 @@
-"""Automatic choices of a run that need no tensors: schedule, recompute."""
+"""Plan of a run: layout, schedule, memory, FLOPs and length, computed once from its config. No torch.
+
+The command, the library and --dry-run build the same plan and pass it on.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
-import torch
-
-from ..comm.agreement import Nodes, find_nodes, on_root
-from ..comm.base import Comm
 from ..config import batches
-from ..config.layout import Layout
+from ..config.layout import Layout, placement
 from ..config.parallel import EITHER, P2P
+from ..config.param_schedule import ParamSchedule
 from ..config.run_config import RunConfig
-from ..costs import memory, run_schedule
-from ..host.allocator import node_bytes
-from ..observe.memory import PROCESS_BYTES
+from ..costs import accounting, memory, run_schedule
+from ..pipeline.placement import Placement
+from ..pipeline.schedule import Schedule
 from ..pipeline.schedule_names import AUTO
 
 if TYPE_CHECKING:
     from ..planner.model import System
 
+T = TypeVar("T")
 
-MIB = 1 << 20
-
-
-FIT = 0.9  # of a node's memory may be used by what is chosen; the system and the error of the model need the rest
-
-
-MACHINE = "a64fx"  # whose costs rank the schedules everywhere, so that a dry run on another machine chooses the same
+# Costs of this machine rank the schedules everywhere, so that a dry run on another machine makes the same choice.
+MACHINE = "a64fx"
 
 
-def tensor_bytes(
-    run: RunConfig, layout: Layout, world: Comm | None = None, nodes: Nodes | None = None
-) -> int:
-    """Bytes that the tensors of a rank may have, the same on every rank. Collective over `world`.
+class Limits(Protocol):
+    """Bounds that the machine sets on automatic choices. Every method is collective over the ranks of the run."""
 
-    From --memory-per-rank, or where it is not given from the smallest share of any node of which the ranks share nine tenths.
-    Without a world from this node's memory, for one rank.
+    def sequence_spans_nodes(self, layout: Layout) -> bool:
+        """Return True if ranks of one sequence are on several nodes."""
+
+    def tensor_bytes(self, config: RunConfig, layout: Layout) -> int:
+        """Return the bytes that the tensors of a rank may have, the same on every rank."""
+
+    def choose(self, choice: Callable[[], T]) -> T:
+        """Make a choice once and return it on every rank."""
+
+
+class Flops(NamedTuple):
+    """Floating-point operations of an iteration at the full global batch size.
+
+    hardware: with recomputation. model: without it, and with causal attention counted once.
     """
-    fixed = PROCESS_BYTES + memory.attention_bytes(run, layout.tp, torch.get_num_threads())
-    if own := run.training.memory_per_rank:
-        return own * MIB - fixed
-    samples = batches.run_length(run, layout.global_batch_size(run))[1]
-    share = int(FIT * node_bytes()) - memory.data_index_bytes(run, samples)
-    if world is not None:
-        share = int(
-            world.all_reduce(torch.tensor(share // (nodes or find_nodes(world)).ranks.size), "min")
+
+    hardware: float
+    model: float
+
+
+class Length(NamedTuple):
+    """Length of a run.
+
+    iterations, samples: at its end. train_samples: for which the order of the training data is made.
+    evaluations: in the whole run. valid_samples: of these evaluations; None: every sample once.
+    """
+
+    iterations: int
+    samples: int
+    train_samples: int
+    evaluations: int
+    valid_samples: int | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Config with nothing left to choose, and everything that follows from it and from the world size.
+
+    choices: lines of the log about automatic choices. iteration, consumed_samples: where the run begins.
+    Whatever takes time is computed at its first use.
+    """
+
+    config: RunConfig
+    layout: Layout
+    choices: tuple[str, ...] = ()
+    iteration: int = 0
+    consumed_samples: int = 0
+
+    @staticmethod
+    def of(config: RunConfig, world_size: int, limits: Limits) -> Plan:
+        """Check that the run fits on `world_size` ranks, and resolve every automatic choice.
+
+        Raise ValueError, one line with the flag and the remedy. Collective over the ranks of `limits`.
+        """
+        layout = Layout.from_run(config, world_size)
+        config, choices = _resolve(config, layout, limits)
+        return Plan(config, layout, tuple(choices))
+
+    def resumed(self, iteration: int, consumed_samples: int) -> Plan:
+        """Return the plan of a run that begins there."""
+        return replace(self, iteration=iteration, consumed_samples=consumed_samples)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of an iteration, after a ramp-up."""
+        return self.layout.global_batch_size(self.config)
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches of a rank in an iteration at the full global batch size."""
+        return self.layout.microbatches(self.config, self.global_batch_size)
+
+    @property
+    def placement(self) -> Placement:
+        """Model chunks of each pipeline stage."""
+        return placement(self.config)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Pipeline schedule of an iteration at the full global batch size."""
+        return run_schedule.build_schedule(self.config, self.microbatches)
+
+    @cached_property
+    def param_schedule(self) -> ParamSchedule:
+        """Learning rate and weight decay as functions of the samples consumed."""
+        return ParamSchedule.from_run(self.config, self.global_batch_size)
+
+    @cached_property
+    def flops(self) -> Flops:
+        """Floating-point operations of an iteration."""
+        size = self.global_batch_size
+        return Flops(
+            hardware=accounting.hardware_flops(self.config, size),
+            model=accounting.model_flops(self.config, size),
         )
-    return share - fixed
+
+    @cached_property
+    def memory(self) -> tuple[memory.Memory, ...]:
+        """Memory of a rank of each stage at the peak of an iteration."""
+        return tuple(
+            memory.stage_memory(self.config, self.layout, stage, self.schedule.in_flight(stage))
+            for stage in range(self.layout.pp)
+        )
+
+    @cached_property
+    def length(self) -> Length:
+        """Length of the run from where it begins. ValueError if no flag sets it."""
+        iterations, samples = batches.run_length(
+            self.config, self.global_batch_size, self.iteration, self.consumed_samples
+        )
+        evaluations = self.evaluations(iterations)
+        return Length(
+            iterations=iterations,
+            samples=samples,
+            train_samples=batches.requested_samples(self.config, self.global_batch_size, samples),
+            evaluations=evaluations,
+            valid_samples=self.valid_samples(evaluations),
+        )
+
+    def evaluations(self, iterations: int) -> int:
+        """Count the evaluations of a run: one every --eval-interval and one at its end; with --skip-train one."""
+        training = self.config.training
+        if not training.eval_iters:
+            return 0
+        if training.skip_train:
+            return 1
+        before_first = -(-(training.start_eval_at_iter or 0) // training.eval_interval) - 1
+        return max(0, iterations // training.eval_interval + 1 - max(0, before_first))
+
+    def valid_samples(self, evaluations: int) -> int | None:
+        """Return the validation samples of so many evaluations; None: all samples of the files.
+
+        Random samples have no end: with --full-validation they are those of one evaluation.
+        """
+        training = self.config.training
+        if not training.full_validation:
+            return evaluations * training.eval_iters * self.layout.eval_batch_size(self.config)
+        if self.config.data.mock_data:
+            return training.eval_iters * self.layout.eval_batch_size(self.config)
+        return None
 
 
 def modelled_system(layout: Layout) -> System:
-    """The nodes, of one rank each, whose costs stand for those of any machine."""
+    """Return nodes of one rank each, whose costs stand for the costs of any machine."""
     from ..planner.model import System
     from ..planner.software import THIS_PROJECT
 
     return System.from_names(MACHINE, THIS_PROJECT, layout.world_size, 1)
 
 
-def settle(
-    run: RunConfig, layout: Layout, world: Comm | None = None, nodes: Nodes | None = None
-) -> tuple[RunConfig, list[str]]:
-    """The run with nothing left to choose, and the log's lines about it. Collective over `world`.
+def _resolve(config: RunConfig, layout: Layout, limits: Limits) -> tuple[RunConfig, list[str]]:
+    """Return the config with nothing left to choose, and lines of the log about the choices.
 
-    Rank 0 chooses for all. Only --pipeline-schedule auto needs times, those of `modelled_system`: a run without it does not load
-    the performance model.
+    Only --pipeline-schedule auto needs the performance model: other runs do not load it.
     """
-    ranks_schedules = run.parallel.pipeline_schedule == AUTO and layout.pp > 1
-    if world is not None and nodes is not None and layout.cp > 1 and not run.data.masks_attention:
-        run = between_nodes(run, layout, world, nodes)
-    if not run.training.recompute_auto and not ranks_schedules:
-        return run, []
-    space = tensor_bytes(run, layout, world, nodes)
+    if layout.cp > 1 and not config.data.masks_attention and limits.sequence_spans_nodes(layout):
+        config = _between_nodes(config)
+    ranks_schedules = config.parallel.pipeline_schedule == AUTO and layout.pp > 1
+    if not config.training.recompute_auto and not ranks_schedules:
+        return config, []
+    space = limits.tensor_bytes(config, layout)
     if not ranks_schedules:
-        return on_root(world, lambda: run_schedule.resolve_recompute(run, layout, space))
+        return limits.choose(lambda: run_schedule.resolve_recompute(config, layout, space))
     from ..planner import search
 
     system = modelled_system(layout)
-    return on_root(world, lambda: search.resolve(run, layout, system, space))
+    return limits.choose(lambda: search.resolve(config, layout, system, space))
 
 
-def between_nodes(run: RunConfig, layout: Layout, world: Comm, nodes: Nodes) -> RunConfig:
-    """The run whose layers pass keys and values, which attention hides, where ranks of a sequence are on several nodes.
+def _between_nodes(config: RunConfig) -> RunConfig:
+    """Pass keys and values between nodes, behind attention, in every layer for which --cp-comm-type is not given.
 
-    Not those layers for which --cp-comm-type says otherwise. For sequences that are not cut into documents, so that ranks have the
-    same work. Collective.
+    Only if sequences are not cut into documents, so that all ranks have the same work.
     """
-    sharing = layout.tp * layout.cp  # ranks, which follow one another
-    own = torch.tensor([world.rank // sharing])
-    near = nodes.ranks.all_gather(own.new_empty(nodes.ranks.size), own)
-    together = int((near == own).sum()) == sharing
-    if world.all_reduce(torch.tensor(together, dtype=torch.int64), "min"):
-        return run
-    ways = tuple(P2P if way == EITHER else way for way in run.parallel.cp_comm_type or (EITHER,))
-    return replace(run, parallel=replace(run.parallel, cp_comm_type=ways))
+    given = config.parallel.cp_comm_type or (EITHER,)
+    resolved = tuple(P2P if comm_type == EITHER else comm_type for comm_type in given)
+    return replace(config, parallel=replace(config.parallel, cp_comm_type=resolved))

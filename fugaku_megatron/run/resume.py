@@ -41,6 +41,7 @@ from ..data.unchanged import other_files
 from ..observe.history import HISTORY
 from ..training.trainer import ForeignModel, Progress, Trainer, layout_record
 from .loop import LOSS_CURVE
+from .plan import Plan
 
 OWN_FILES = (
     HISTORY,
@@ -277,8 +278,15 @@ def _adapting(
     return Resume(checkpoint, checkpoint.state, checkpoint.config, base=base)
 
 
+def resumed_plan(plan: Plan, resume: Resume) -> Plan:
+    """Return the plan of the run from where it resumes."""
+    progress = resume.progress
+    plan = replace(plan, config=with_padding(plan.config, resume))
+    return plan.resumed(progress.iteration, progress.consumed_samples)
+
+
 def with_padding(run: RunConfig, resume: Resume) -> RunConfig:
-    """The run with `--mask-vocab-padding auto` settled: as the checkpoint has it that the run begins with or goes on from."""
+    """Resolve `--mask-vocab-padding auto` to the value of the checkpoint that the run begins with."""
     if run.model.mask_vocab_padding != UNSETTLED:
         return run
     return replace(run, model=replace(run.model, mask_vocab_padding=_saved_padding(resume)))
@@ -414,17 +422,21 @@ def _carry(trainer: Trainer, checkpoint: Checkpoint) -> None:
         carry_files(checkpoint.directory / CARRIED, save, trainer.world)
 
 
-def carry_files(source: Path, save: str, world: Comm) -> None:
-    """Copy the files that came with a model to a directory of checkpoints that has none.
+def carry_files(
+    source: Path, save: str, world: Comm, copy: Callable[[Path, Path], object] = shutil.copytree
+) -> None:
+    """Copy the tokenizer files that came with a model to a directory of checkpoints that has none. Collective.
 
-    Collective.
+    copy: from `source`, a directory, to a directory that does not exist.
     """
+    target = Path(save) / CARRIED
 
-    def copy() -> None:
-        if source.is_dir() and not (Path(save) / CARRIED).exists():
-            shutil.copytree(source, Path(save) / CARRIED)
+    def carry() -> None:
+        if source.is_dir() and not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            copy(source, target)
 
-    on_root(world, copy, f"--save {save}: ")
+    on_root(world, carry, f"--save {save}: ")
 
 
 def _start_from_weights(trainer: Trainer, checkpoint: Checkpoint, resume: Resume) -> list[str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..checkpoint.manifest import CARRIED, existing_iteration, own_checkpoint, read_head
-from ..comm.agreement import on_root
+from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
 from ..config.data import DataConfig
 from ..config.fields import check
@@ -24,8 +24,15 @@ from ..data.tokenizer import (
     read_identity,
 )
 
-if TYPE_CHECKING:
-    pass
+
+def resolve_vocabulary(run: RunConfig, world: Comm) -> tuple[RunConfig, dict[str, Any] | None]:
+    """Return the run with its vocabulary size, and the identity of its tokenizer, if known. Collective.
+
+    Raise ValueError on every rank.
+    """
+    with everywhere():
+        tokenizer = read_tokenizer(run, world)
+        return with_vocabulary(run, tokenizer), tokenizer
 
 
 def read_tokenizer(run: RunConfig, world: Comm) -> dict[str, Any] | None:

@@ -123,15 +123,14 @@ def hang_settings(run: RunConfig) -> HangSettings:
 def print_plan(
     arguments: Arguments, world: Comm, png: str | None = None, sys_root: str | None = None
 ) -> None:
-    """What --dry-run prints, once, and the picture that it draws. Collective."""
+    """Print the plan of --dry-run, and draw it into the file `png`, on rank 0. Collective."""
     from ..comm.agreement import everywhere
     from .dry_run import report
-    from .tokenizer import read_tokenizer, with_vocabulary
+    from .tokenizer import resolve_vocabulary
 
+    run, _ = resolve_vocabulary(arguments.run, world)
     with everywhere():
-        run = with_vocabulary(arguments.run, read_tokenizer(arguments.run, world))
-        text = report(
-            run, arguments.world_size or world.size, None if world.rank else png, sys_root
-        )
+        picture = png if world.rank == 0 else None
+        text = report(run, arguments.world_size or world.size, picture, sys_root)
     if world.rank == 0:
         print(*(f"note: {note}" for note in arguments.notes), text, sep="\n")

@@ -357,7 +357,7 @@ def test_the_process_is_left_as_it_is_until_init():
 
 
 def test_a_signal_ends_the_steps(monkeypatch):
-    signals = process.launcher.StopSignals((signal.SIGUSR1,))
+    signals = process.signals_module.StopSignals((signal.SIGUSR1,))
     monkeypatch.setattr(process, "_signals", [signals])
     trainer, done = fm.Trainer(fm.Config(**FLAGS, train_iters=5), documents()), []
     with signals:

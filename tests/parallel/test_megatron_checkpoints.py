@@ -19,6 +19,7 @@ from fugaku_megatron.observe.metrics_writer import MetricsWriter
 from fugaku_megatron.run import data as data_module
 from fugaku_megatron.run.checks import check_early, with_listed_data
 from fugaku_megatron.run.loop import Session
+from fugaku_megatron.run.plan import Plan
 from fugaku_megatron.run.resume import find_checkpoint, resume_training
 from fugaku_megatron.run.train_command import with_checkpoint_model
 from tests.helpers import PP2, TP2, grid_groups, make_trainer, one_error, small_run, whole_tensors
@@ -175,10 +176,10 @@ def evaluated(
     valid = data_module.open_data(
         run,
         grid_groups(world, run),
-        (64, data_module.samples_to_validate(run, layout, 5)),
+        (64, Plan(run, layout).valid_samples(5)),
         arrays=arrays,
     )[1]
-    sizes = data_module.valid_sizes(run, layout, valid, world)
+    sizes = data_module.valid_sizes(Plan(run, layout), valid, world)
     with closing(make_trainer(world, run)) as trainer:
         trainer.valid, lines = valid, []
         writer = MetricsWriter(9, 100)

@@ -25,6 +25,7 @@ from fugaku_megatron.observe.wandb_run import WandbRun
 from fugaku_megatron.run import data as data_module
 from fugaku_megatron.run import start as start_module
 from fugaku_megatron.run.loop import Session
+from fugaku_megatron.run.plan import Plan
 from fugaku_megatron.run.resume import find_checkpoint
 from fugaku_megatron.run.tokenizer import read_tokenizer, with_vocabulary
 from fugaku_megatron.training.trainer import Trainer
@@ -452,7 +453,7 @@ def test_the_flags_of_a_production_script_and_a_sentencepiece_model_start_a_shru
         record = read_tokenizer(arguments.run, world)
         run = with_vocabulary(arguments.run, record)
         groups = grid_groups(world, run)
-        data = data_module.build_data(run, groups, Layout.from_run(run, world.size))
+        data = data_module.build_data(Plan(run, Layout.from_run(run, world.size)), groups)
         trainer = Trainer(run, world, groups, *data, tokenizer=record)
         iterations, _ = run_length(run, 8, 0, 0)
         writer = MetricsWriter(

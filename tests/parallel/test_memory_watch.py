@@ -14,13 +14,14 @@ from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.comm.agreement import Nodes, find_nodes
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.costs import memory, run_schedule
+from fugaku_megatron.costs import memory
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.host.allocator import free_bytes, node_bytes, usage
 from fugaku_megatron.observe import memory as memory_module
 from fugaku_megatron.observe.memory import FIRST_ITERATIONS, SPAN, MemoryWatch, steady_growth
 from fugaku_megatron.run import announce
 from fugaku_megatron.run.dry_run import plan_stage
+from fugaku_megatron.run.plan import Plan
 from tests.helpers import small_run
 from tests.threads import ThreadWorld
 
@@ -36,9 +37,7 @@ def test_a_ranks_memory_is_the_dry_runs():
     )
     layout = Layout.from_run(run, 8)
     for rank in range(8):
-        plan = plan_stage(
-            run, layout, rank // 2, run_schedule.build_schedule(run, layout.microbatches(run, 8))
-        )
+        plan = plan_stage(Plan(run, layout), rank // 2)
         kernels = memory.attention_bytes(
             run, layout.tp, torch.get_num_threads()
         )  # of threads that a dry run does not know
@@ -75,10 +74,8 @@ def test_the_ranks_of_a_node_are_added_up(monkeypatch):
 
 def test_the_time_of_an_iteration_is_estimated_from_a_measured_peak(monkeypatch):
     run = small_run()
-    monkeypatch.setattr(
-        memory_module, "fma_peak_gflops", lambda rounds: 1e-2
-    )  # a slow machine: 10 MFLOP/s
-    line = announce.iteration_line(run, Layout.from_run(run, 1))
+    monkeypatch.setattr(announce, "fma_peak_gflops", lambda rounds: 1e-2)  # 10 MFLOP/s
+    line = announce.iteration_line(Plan(run, Layout.from_run(run, 1)))
     low, high = map(float, re.search(r"about ([\d.]+) s to ([\d.]+) s", line).groups())
     assert high / low == pytest.approx(0.8 / 0.3, rel=0.1)
 

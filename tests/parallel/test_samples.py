@@ -23,7 +23,7 @@ from fugaku_megatron.data.sampler import (
     micro_batches,
 )
 from fugaku_megatron.run.announce import skip_line
-from fugaku_megatron.run.data import run_length
+from fugaku_megatron.run.plan import Plan
 from fugaku_megatron.run.resume import Resume, find_checkpoint, resume_training
 from fugaku_megatron.training.micro_batches import reads_data
 from fugaku_megatron.training.trainer import Trainer
@@ -243,7 +243,9 @@ def test_a_resumed_run_goes_on_with_the_same_bits_and_says_what_changed(tmp_path
         resume = find_checkpoint(run, SoloComm()) if list(tmp_path.iterdir()) else Resume()
         trainer = make_trainer(SoloComm(), run)
         notes = [line for line in resume_training(trainer, resume) if "skip-samples" in line]
-        assert run_length(run, trainer.layout, trainer.progress)[0] == 20
+        progress = trainer.progress
+        plan = Plan(run, trainer.layout).resumed(progress.iteration, progress.consumed_samples)
+        assert plan.length.iterations == 20
         losses = [trainer.train_step().loss for _ in range(iterations)]
         if iterations == 3:
             trainer.save(str(tmp_path))

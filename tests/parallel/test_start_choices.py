@@ -17,8 +17,10 @@ from fugaku_megatron.observe import memory as memory_module
 from fugaku_megatron.pipeline.schedule_names import AUTO
 from fugaku_megatron.planner import memory, search
 from fugaku_megatron.planner.model import System
-from fugaku_megatron.run import plan as plan_module
+from fugaku_megatron.run import limits
 from fugaku_megatron.run.dry_run import report
+from fugaku_megatron.run.limits import MachineLimits
+from fugaku_megatron.run.plan import Plan
 from tests.helpers import small_run
 from tests.threads import ThreadWorld
 
@@ -138,11 +140,11 @@ def test_the_dry_run_prints_the_choice():
 
 def test_all_ranks_choose_for_the_fullest_node(monkeypatch):
     run, layout = auto("1f1b")
-    lines = ThreadWorld(4).run(lambda world: plan_module.tensor_bytes(run, layout, world))
+    lines = ThreadWorld(4).run(lambda world: MachineLimits(world).tensor_bytes(run, layout))
     fixed = memory_module.PROCESS_BYTES + attention_bytes(run, 1, torch.get_num_threads())
-    assert lines == [int(plan_module.FIT * memory_module.node_bytes()) // 4 - fixed] * 4
-    chosen = ThreadWorld(4).run(lambda world: plan_module.settle(run, layout, world))
-    assert all(pair == chosen[0] for pair in chosen) and "none" in chosen[0][1][0]
+    assert lines == [int(limits.FIT * memory_module.node_bytes()) // 4 - fixed] * 4
+    plans = ThreadWorld(4).run(lambda world: Plan.of(run, world.size, MachineLimits(world)))
+    assert all(plan == plans[0] for plan in plans) and "none" in plans[0].choices[0]
 
 
 # The schedule -----------------------------------------------------------------------------------------------------------------
@@ -211,19 +213,16 @@ def test_every_rank_and_the_dry_run_choose_the_same():
     run = small_run(
         num_layers=4, pipeline_model_parallel_size=2, pipeline_schedule=AUTO, recompute_auto=True
     )
-    layout = Layout.from_run(run, 4)
-    settled = ThreadWorld(4).run(lambda world: plan_module.settle(run, layout, world))
-    assert all(pair == settled[0] for pair in settled)
-    chosen, lines = settled[0]
-    assert chosen.parallel.pipeline_schedule != AUTO and lines[0] in report(run, 4)
+    plans = ThreadWorld(4).run(lambda world: Plan.of(run, world.size, MachineLimits(world)))
+    assert all(plan == plans[0] for plan in plans)
+    assert plans[0].config.parallel.pipeline_schedule != AUTO
+    assert plans[0].choices[0] in report(run, 4)
 
 
 def test_one_stage_has_nothing_to_choose():
     run = small_run(pipeline_schedule=AUTO)
-    assert plan_module.settle(run, Layout.from_run(run, 1)) == (
-        run,
-        [],
-    ) and "schedule 1f1b" in report(run, 1)
+    assert Plan.of(run, 1, MachineLimits()) == Plan(run, Layout.from_run(run, 1))
+    assert "schedule 1f1b" in report(run, 1)
 
 
 def test_more_memory_is_used_where_there_are_micro_batches_for_it():
@@ -243,10 +242,10 @@ import sys
 import fugaku_megatron.run.start
 from fugaku_megatron.comm.agreement import find_nodes
 from fugaku_megatron.cli.arguments import make_run
-from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.run.kernel_choice import settle
+from fugaku_megatron.run.limits import MachineLimits
+from fugaku_megatron.run.plan import Plan
 run = make_run("124m", {"pipeline_model_parallel_size": 2, "recompute_auto": True, "memory_per_rank": 4000, "train_iters": 1})
-print(settle(run, Layout.from_run(run, 2))[1][0], [name for name in sys.modules if name.startswith("fugaku_megatron.planner")])
+print(Plan.of(run, 2, MachineLimits()).choices[0], [name for name in sys.modules if name.startswith("fugaku_megatron.planner")])
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
@@ -274,11 +273,9 @@ def test_keys_are_passed_between_nodes(given, hosts, documents, ways):
         context_parallel_size=2,
         cp_comm_type=given,
     )
-    layout = Layout.from_run(run, 4)
 
-    def settled(world):
-        return plan_module.settle(run, layout, world, find_nodes(world, hosts[world.rank]))[
-            0
-        ].parallel.cp_comm_type
+    def resolved(world):
+        limits = MachineLimits(world, find_nodes(world, hosts[world.rank]))
+        return Plan.of(run, 4, limits).config.parallel.cp_comm_type
 
-    assert ThreadWorld(4).run(settled) == [ways] * 4
+    assert ThreadWorld(4).run(resolved) == [ways] * 4

@@ -11,6 +11,7 @@ from fugaku_megatron.nn.ops import FAMILIES as OPERATIONS
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.run import kernel_choice
 from fugaku_megatron.run.kernel_choice import choose_kernels
+from fugaku_megatron.run.plan import Plan
 from tests.helpers import small_run
 from tests.llama_models import FAMILIES
 
@@ -100,7 +101,7 @@ def test_torchs_matmuls_are_taken_where_they_are_faster_whatever_the_cpu_says(
 ):
     unit, run = UnitForBf16(), small_run(bf16=bf16)
     monkeypatch.setattr(kernel_choice, "_seconds", unit.seconds)
-    choice = choose_kernels(run, Layout.from_run(run, 1), SoloComm())
+    choice = choose_kernels(Plan(run, Layout.from_run(run, 1)), SoloComm())
     assert (choice.backends["gemm"], choice.backends["rowwise"]) == (gemm, "native")
     line = next(line.split() for line in choice.lines if line.split()[0] == "gemm")
     assert line == ["gemm", "2000.00", "1000.00" if bf16 else "2000.00", gemm]

@@ -21,6 +21,7 @@ from fugaku_megatron.data.dataset import NEW_ORDER, DataOrder, Dataset
 from fugaku_megatron.data.index_cache import IndexCache
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
 from fugaku_megatron.run.data import build_data
+from fugaku_megatron.run.plan import Plan
 from fugaku_megatron.run.resume import find_checkpoint, resume_training
 from tests.helpers import make_trainer, small_run
 
@@ -173,7 +174,7 @@ def run_of(tmp_path, **changes):
 
 def data_of(run, order: DataOrder = NEW_ORDER):
     groups = Grid(1, 1, 1).groups(SoloComm())
-    return build_data(run, groups, Layout.from_run(run, 1), order=order)
+    return build_data(Plan(run, Layout.from_run(run, 1)), groups, order=order)
 
 
 def test_a_checkpoint_has_the_order_that_its_run_began_with(tmp_path):

@@ -5,12 +5,12 @@ import pytest
 from fugaku_megatron.cli.arguments import make_run, parse
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.costs import accounting, run_schedule
+from fugaku_megatron.costs import accounting
 from fugaku_megatron.costs.accounting import stage_parameters
 from fugaku_megatron.observe import schedule_plot
 from fugaku_megatron.planner import plan_text
 from fugaku_megatron.run.dry_run import plan_stage, report
-from fugaku_megatron.run.plan import modelled_system
+from fugaku_megatron.run.plan import Plan, modelled_system
 from fugaku_megatron.run.train_command import print_plan
 from tests.helpers import small_run
 from tests.time_limit import time_limit
@@ -96,10 +96,7 @@ def test_a_plan_fits_every_layout(world_size):
         tensor_model_parallel_size=max(1, world_size // 4),
     )
     layout = Layout.from_run(run, world_size)
-    plans = [
-        plan_stage(run, layout, stage, run_schedule.build_schedule(run, 8))
-        for stage in range(layout.pp)
-    ]
+    plans = [plan_stage(Plan(run, layout), stage) for stage in range(layout.pp)]
     assert [[len(layers) for layers in p.layers] for p in plans] == [[4 // layout.pp]] * layout.pp
     assert [p.in_flight for p in plans] == [(n,) for n in range(layout.pp, 0, -1)]
     assert f"PP {layout.pp} x TP {layout.tp}" in report(run, world_size)
@@ -202,8 +199,7 @@ def test_the_picture_shows_the_schedule_and_the_memory(tmp_path, monkeypatch):
         len([s for s in spans if s.op in ("forward", "backward_input", "backward_weight")])
         == 3 * 2 * 2 * 2
     )
-    lists = run_schedule.build_schedule(run, 2)
-    plans = [plan_stage(run, Layout.from_run(run, 4), stage, lists) for stage in range(2)]
+    plans = [plan_stage(Plan(run, Layout.from_run(run, 4)), stage) for stage in range(2)]
     assert memory == [plan.memory.total / 2**20 for plan in plans]
     assert file.endswith("p.png") and heading.startswith(
         "zbv, 2 chunks of layers a stage, all 2 micro-batches, recompute none; "

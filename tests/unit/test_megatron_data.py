@@ -21,6 +21,7 @@ from fugaku_megatron.data.build import (
 )
 from fugaku_megatron.data.dataset import BlendedDataset
 from fugaku_megatron.run.data import build_data
+from fugaku_megatron.run.plan import Plan
 from tests.helpers import SMALL
 from tests.unit.test_dataset import write
 
@@ -145,7 +146,7 @@ def test_a_step_schedule_asks_for_what_it_takes_whatever_the_layout(flags, reque
     layout = Layout.from_run(run, ranks)
     end = run_length(run, layout.global_batch_size(run))
     assert end == (10, 88) and 10 * run.batch.micro_batch_size * layout.dp <= end[1]
-    train, valid = build_data(run, Grid(1, 1, 1).groups(SoloComm()), layout)
+    train, valid = build_data(Plan(run, layout), Grid(1, 1, 1).groups(SoloComm()))
     assert (len(train), len(valid)) == (requested, 3 * 3 * 12)
     schedule = ParamSchedule.from_run(run, layout.global_batch_size(run))
     assert schedule.decay_samples == (run.training.train_samples or 88), (
@@ -160,7 +161,7 @@ def test_validation_samples_of_a_run_that_trains_nothing(skip_train, evaluations
         None,
         {**SMALL, "train_iters": 10, "eval_iters": 4, "eval_interval": 5, "skip_train": skip_train},
     )
-    valid = build_data(run, Grid(1, 1, 1).groups(SoloComm()), Layout.from_run(run, 1))[1]
+    valid = build_data(Plan(run, Layout.from_run(run, 1)), Grid(1, 1, 1).groups(SoloComm()))[1]
     assert len(valid) == evaluations * 4 * 16
 
 
@@ -279,9 +280,9 @@ def test_a_run_reads_a_path_for_each_split(two):
         "--legacy-split has no effect without --data-path",
     ]
     groups, layout = Grid(1, 1, 1).groups(SoloComm()), Layout.from_run(arguments.run, 1)
-    train, valid = build_data(arguments.run, groups, layout)
+    train, valid = build_data(Plan(arguments.run, layout), groups)
     assert train.indexed.prefix == a and valid.indexed.prefix == b
-    assert build_data(parse(words).run, groups, layout)[1] is None
+    assert build_data(Plan(parse(words).run, layout), groups)[1] is None
     for given, message in (
         (
             {"data_path": ("a",), "train_data_path": ("b",)},
