@@ -3,7 +3,7 @@
 Every rank has a segment of an MPI shared-memory window, in two halves used alternately. A collective runs in chunks that fit the
 second-level cache: each rank copies its chunk into its half and raises a flag; after all flags, each rank sums its slice of the
 chunk over all segments and raises a second flag; then it copies the other slices. Nothing here calls MPI after the window is
-built: the caller of a blocking collective does its work on all its threads, the engine's thread that of a nonblocking one.
+built: blocking collectives run on the caller's threads, nonblocking ones on the engine's thread.
 Float64, integers, maxima and broadcasts remain MPI's. Shapes: p ranks, n elements per rank
 """
 
