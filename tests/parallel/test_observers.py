@@ -269,7 +269,7 @@ def clocks(monkeypatch):
         name = threading.current_thread().name
         return APART * int(name.removeprefix("rank ")) if name.startswith("rank ") else 0.0
 
-    monkeypatch.setattr(time, "perf_counter", lambda: time.monotonic() + ahead())
+    monkeypatch.setattr(profile.time, "perf_counter", lambda: time.monotonic() + ahead())
     return ahead
 
 
