@@ -31,7 +31,7 @@ from ..checkpoint.tensor_files import (
     write_tensors,
 )
 from ..comm.agreement import describe
-from ..config.fields import check, check_kind
+from ..config.fields import check, check_type
 from ..config.model import MASKED, ModelConfig
 from ..config.model import architecture as shape_values
 from ..data.library_tokenizers import CHAT_TEMPLATE, TEMPLATES, TOKENIZER_CONFIG
@@ -317,7 +317,7 @@ def _fields(architecture: Architecture, config: dict[str, Any]) -> dict[str, Any
         value = config.get(row.theirs, row.default)
         check(value is not REQUIRED, f"{FILE} has no {row.theirs}")
         try:
-            check_kind(ours[row.ours], value)
+            check_type(ours[row.ours], value)
         except ValueError:
             raise ValueError(
                 f"{FILE}: {row.theirs} is {value!r:.60}, not {ours[row.ours].type}"

@@ -26,7 +26,7 @@ from ..cli.arguments import add_flags
 from ..cli.parser import Parser
 from ..comm.agreement import describe
 from ..config.experts import EXPERTS
-from ..config.fields import check, check_kind, flag, is_off
+from ..config.fields import check, check_type, flag, is_off
 from ..config.megatron_flags import OTHER_FLAGS, saved_arguments
 from ..config.model import LEARNED, MASKED, NO_POSITIONS, ROPE, ROPE_SCALING, ModelConfig
 
@@ -189,7 +189,7 @@ def _values(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             (name for name in _ALSO.get(f.name, (f.name,)) if given.get(name) is not None), None
         )
         if name and f.name not in _OWN:
-            check_kind(f, given[name])
+            check_type(f, given[name])
             yield f.name, given[name]
 
 

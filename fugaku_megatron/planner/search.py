@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 from ..config import features
 from ..config.layout import Layout, check_split, placement
 from ..config.layout import chunks as chunks_of
-from ..config.parallel import CONTEXT_WAYS
+from ..config.parallel import CP_COMM_TYPES
 from ..config.run_config import RunConfig
 from ..config.training import BatchConfig
 from ..costs import run_schedule
@@ -370,7 +370,7 @@ def _contexts(
     sizes = tuple(2**i for i in range(SHARERS.bit_length())) if shared else (1,)
     for cp in _choices(run.parallel.context_parallel_size, sizes, "context_parallel_size" in held):
         each = "cp_comm_type" not in held and cp > 1
-        yield from ((cp, (kind,)) for kind in CONTEXT_WAYS) if each else [(cp, given)]
+        yield from ((cp, (kind,)) for kind in CP_COMM_TYPES) if each else [(cp, given)]
 
 
 def _indivisible(
