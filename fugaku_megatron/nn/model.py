@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..comm.autograd import copy_to_tensor_parallel, gather_from_sequence_parallel
 from ..comm.grid import Groups
-from ..config.layout import Layout, context_ways, placement
+from ..config.layout import Layout, cp_comm_types, placement
 from ..config.run_config import RunConfig
 from ..costs import accounting, memory
 from .blocks import TransformerLayer, make_norm
@@ -70,7 +70,7 @@ class Stage(nn.Module):
             ep,
             etp,
             groups.cp,
-            context_ways(run) if groups.cp.size > 1 else (),
+            cp_comm_types(run) if groups.cp.size > 1 else (),
         )
         rows = memory.logits_rows(
             run,
@@ -181,7 +181,7 @@ class Chunk(nn.Module):
             )
 
     @property
-    def words(self) -> int | None:
+    def unpadded_rows(self) -> int | None:
         """How many rows of the head's weight on this rank are tokens, where padding is masked; None where every row counts."""
         model, weight = self.context.model, self.output_weight
         if not model.masks_padding:
@@ -241,7 +241,7 @@ class Chunk(nn.Module):
         if not self.is_last:
             return x
         assert labels is not None
-        weight, rows = self.output_weight, self.logits_rows
+        weight = self.output_weight
         z_loss = self.context.model.z_loss if forward_pass.training else 0.0
         z_sum = None
         if z_loss:
@@ -251,11 +251,11 @@ class Chunk(nn.Module):
             weight,
             labels,
             self.tp,
-            spec_of(weight).offset[0],
-            factor,
-            rows,
-            self.words,
-            z_loss,
-            forward_pass.count,
-            z_sum,
+            first_row=spec_of(weight).offset[0],
+            factor=factor,
+            rows_at_once=self.logits_rows,
+            unpadded_rows=self.unpadded_rows,
+            z_loss=z_loss,
+            count=forward_pass.count,
+            z_sum=z_sum,
         )
