@@ -22,7 +22,7 @@ AXES = {"iteration": "iteration", "tokens": "consumed_tokens"}  # x axis -> fiel
 Records = list[dict[str, Any]]
 
 
-SMALL_PANELS = (
+SMALL_PANELS: tuple[tuple[str, str], ...] = (
     ("learning_rate", "learning rate"),
     ("tflops", "TFLOPs per rank"),
     ("watts", "power (W)"),
