@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .api.trainer import init as init
     from .api.trainer import on_first_rank as on_first_rank
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Config",
     "Model",

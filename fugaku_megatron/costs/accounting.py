@@ -1,8 +1,8 @@
-"""THE formulas: sizes, parameters, FLOPs, saved activations and communicated bytes of a run. Pure integers, no torch.
+"""Parameters, FLOPs, saved activations and communicated bytes of a run, as integers, without torch.
 
-The trainer, the log, the performance model, the planner and the benchmarks read them here; tests hold them to the trainer.
-Left out: what a rank holds at once (`memory`), time (`perf`). Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads
-of d elements in g groups, l layers, v padded vocabulary, t tensor-parallel size.
+The trainer, the log, the performance model, the planner and the benchmarks read these formulas; tests compare them with the
+trainer. Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads with d elements in g groups, l layers, v padded
+vocabulary, t tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ FLAT_ALIGNMENT = 64  # elements; a shard of a flat buffer starts on a 256-byte l
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is >= value."""
+    """Return the smallest multiple of `multiple` that is >= value."""
     return -(-value // multiple) * multiple
 
 
 def padded_vocab_size(model: ModelConfig, tp: int) -> int:
-    """--padded-vocab-size, or the vocabulary rounded up to a multiple of --make-vocab-size-divisible-by x tensor-parallel size."""
+    """Return --padded-vocab-size, or the vocabulary padded to --make-vocab-size-divisible-by x tensor-parallel size."""
     if model.padded_vocab_size:
         check(
             model.padded_vocab_size % tp == 0,
@@ -62,7 +62,7 @@ def padded_vocab_size(model: ModelConfig, tp: int) -> int:
 
 
 def zero_shards(run: RunConfig, layout: Layout) -> int:
-    """Parts into which ZeRO cuts the optimizer state of a rank: the data-parallel size, or 1 with --zero-stage 0."""
+    """Return the number of optimizer-state shards: the data-parallel size, or 1 with --zero-stage 0."""
     return layout.replicas if run.parallel.zero_stage else 1
 
 
@@ -70,69 +70,65 @@ def zero_shards(run: RunConfig, layout: Layout) -> int:
 
 
 def _norm(name: str, run: RunConfig, tp: int) -> Record:
-    part = NORMS[run.model.normalization]
+    norm = NORMS[run.model.normalization]
     rows = tokens_per_microbatch(run) // sequence_parts(run, tp)
-    parameters = part.vectors * run.model.hidden_size
+    parameters = norm.vectors * run.model.hidden_size
     return Record(
         name=name,
         parameters=parameters,
         replicated=parameters,
-        saved_bytes=residual_bytes(run, tp) + part.statistics * rows * FP32_BYTES,
+        saved_bytes=residual_bytes(run, tp) + norm.statistics * rows * FP32_BYTES,
     )
 
 
-ATTENTION_BACKWARD_SHARE = (
-    2.5  # of forward's matmuls: S and dP are computed again, dQ, dK and dV are new
-)
+# Backward FLOPs of attention relative to forward: S is recomputed; dP, dQ, dK and dV are new.
+ATTENTION_BACKWARD_SHARE = 2.5
 
 
 def causal_attention_flops(heads: int, s: int, d: int, window: int | None = None) -> float:
-    """Q K^T and P V of `heads` query heads (times samples), of the pairs that see each other: what kernels compute."""
+    """Return the FLOPs of Q K^T and P V over the visible pairs, as kernels compute them. heads: query heads times samples."""
     return 4.0 * heads * d * visible_pairs(s, window)
 
 
 def visible_pairs(s: int, window: int | None) -> float:
-    """Pairs of s tokens of which one sees the other, below the diagonal and inside the window: s^2 / 2 - (s - window)^2 / 2."""
-    seen = min(window or s, s)
-    return seen * (2 * s - seen) / 2
+    """Count the visible (query, key) pairs of s tokens, causal and inside the window: s^2 / 2 - (s - window)^2 / 2."""
+    window = min(window or s, s)
+    return window * (2 * s - window) / 2
 
 
 def visible_share(s: int, window: int | None) -> float:
-    """Share of `visible_pairs` in all pairs of s tokens."""
+    """Return `visible_pairs` as a share of all s^2 pairs."""
     return visible_pairs(s, window) / s**2
 
 
 def document_length(run: RunConfig) -> int:
-    """Tokens that attention takes together: of a document where attention ends with it, or else of a sample."""
+    """Return the tokens per attention span: the mean document length if attention ends with a document, or else the sample length."""
     return min(run.data.mean_document_length or run.model.seq_length, run.model.seq_length)
 
 
-def _attention(run: RunConfig, tp: int, way: str) -> Record:
+def _attention(run: RunConfig, tp: int, cp_comm_type: str) -> Record:
     model = run.model
     cp = run.parallel.context_parallel_size
     each = document_length(run)
-    # rows: of all heads
     rows = tokens_per_microbatch(run) * (model.num_attention_heads // tp)
     d = model.kv_channels
     flops = 4 * rows * each * d  # Q K^T and P V over the full square, as Megatron counts it
-    heads_exchanged = cp > 1 and way == A2A
-    side = (
-        each if cp == 1 or way == A2A else min(each, model.seq_length // (2 * cp))
-    )  # of the squares that are computed at once
-    # Kept: qkv, the context (also the projection's input, unless ranks exchange heads for rows), the logarithm of each row's sum.
-    saved = (
-        qkv_bytes(run, tp, way)
-        + context_bytes(run, tp) * (1 + heads_exchanged)
-        + softmax_bytes(run, tp)
-    )
-    forward, backward = attention_messages(run, tp, way)
+    side = each  # of the squares that a kernel call computes
+    contexts = 1  # the context is also the projection's input, unless ranks exchange heads
+    if cp > 1 and cp_comm_type == A2A:
+        contexts = 2
+    elif cp > 1:
+        side = min(each, model.seq_length // (2 * cp))
+    saved = qkv_bytes(run, tp, cp_comm_type) + contexts * context_bytes(run, tp)
+    saved += softmax_bytes(run, tp)
+    forward, backward = attention_messages(run, tp, cp_comm_type)
     return Record(
         name="attention",
         gemm=(side, side, d),
         gemm_count=-(-rows * each // side**2),
         flops_forward=flops,
         flops_backward=2 * flops,
-        seen=visible_share(each, model.window),
+        visible=visible_share(each, model.window),
         dropout=model.attention_dropout > 0,
         saved_bytes=saved,
         forward=forward,
@@ -140,92 +136,93 @@ def _attention(run: RunConfig, tp: int, way: str) -> Record:
     )
 
 
-def _rotary(run: RunConfig, tp: int, way: str) -> tuple[Record, ...]:
-    """What happens to queries and keys before attention; their norm needs them as they were, turning them back does not."""
+def _rotary(run: RunConfig, tp: int, cp_comm_type: str) -> tuple[Record, ...]:
+    """Return the rotary record of queries and keys. Backward needs the inputs of their norm; the rotation itself saves nothing."""
     model = run.model
-    saved = qkv_bytes(run, tp, way)
-    together = run.model.qk_layernorm_all_heads
+    if not model.turns_queries:
+        return ()
+    if not model.qk_layernorm:
+        return (Record(name="rotary"),)
+    saved = qkv_bytes(run, tp, cp_comm_type)
+    together = model.qk_layernorm_all_heads
     heads = (model.num_attention_heads + model.query_groups) // tp
-    if (
-        model.normalization == "LayerNorm" or together
-    ):  # queries and keys alone, and the mean and deviation of each head, or of all
-        numbers = 2 if together else 2 * heads
+    if model.normalization == "LayerNorm" or together:
+        # queries, keys, and the mean and deviation of each head or of all heads
+        statistics = 2 if together else 2 * heads
         saved = tokens_per_microbatch(run) * (
-            heads * model.kv_channels * element_bytes(run) + numbers * FP32_BYTES
+            heads * model.kv_channels * element_bytes(run) + statistics * FP32_BYTES
         )
-    weights = (
-        (heads if together else 2)
-        * NORMS[model.normalization].vectors
-        * model.kv_channels
-        * model.qk_layernorm
-    )
+    normed = heads if together else 2
+    weights = normed * NORMS[model.normalization].vectors * model.kv_channels
     return (
-        (
-            Record(
-                name="rotary",
-                parameters=weights,
-                replicated=weights,
-                of_heads=weights,
-                saved_bytes=saved * model.qk_layernorm,
-            ),
-        )
-        if model.turns_queries
-        else ()
+        Record(
+            name="rotary",
+            parameters=weights,
+            replicated=weights,
+            of_heads=weights,
+            saved_bytes=saved,
+        ),
     )
 
 
 def selective_recompute_bytes(run: RunConfig, tp: int) -> int:
-    """What selective recompute does without: of softmax, and of queries and keys before their norm."""
+    """Return the bytes that selective recompute does not save: softmax statistics, and queries and keys before their norm."""
     return softmax_bytes(run, tp) + sum(
         record.saved_bytes for record in _rotary(run, tp, typical_cp_comm_type(run))
     )
 
 
 def softmax_bytes(run: RunConfig, tp: int) -> int:
-    """What attention keeps of its softmax: one FP32 number per row and head."""
+    """Return the bytes of the saved softmax statistics: one FP32 number per row and head."""
     return tokens_per_microbatch(run) * run.model.num_attention_heads // tp * FP32_BYTES
 
 
-@lru_cache(maxsize=64)  # a search asks for the same again and again
+@lru_cache(maxsize=64)  # searches repeat the same runs
 def layer_records(
-    run: RunConfig, tp: int, mlp: str | None = None, way: str | None = None
+    run: RunConfig, tp: int, mlp: str | None = None, cp_comm_type: str | None = None
 ) -> tuple[Record, ...]:
-    """The operations of one transformer layer. What is saved is what the C++ kernels keep: gelu(x) is computed again from x.
+    """Return the operations of one transformer layer. Saved bytes are those of the C++ kernels, which recompute gelu(x) from x.
 
-    mlp: the row of MLPS that the layer has; None: experts in a model with any, which then stand for its few dense layers as well.
-    way: its --cp-comm-type; None: `typical_cp_comm_type`.
+    mlp: the layer's row of MLPS; None: experts if the model has experts, also for its few dense layers.
+    cp_comm_type: of the layer; None: `typical_cp_comm_type`.
     """
-    way = way or typical_cp_comm_type(run)
+    cp_comm_type = cp_comm_type or typical_cp_comm_type(run)
     model = run.model
-    kept = residual_bytes(run, tp)
     around = MatmulCollectives.from_run(run, tp)
     h = model.hidden_size
     rows = tokens_per_microbatch(run)
     qkv = model.qkv_width // tp
     context = model.context_width // tp
-    bias = not model.disable_bias_linear
+    bias = 0 if model.disable_bias_linear else h
     mlp_norm = _norm("pre_mlp_layernorm", run, tp)
-    column = (around.into, around.into_backward)
-    row = (around.out, around.out_backward, h * bias)
+    if model.parallel_residual:  # both norms read the same input
+        mlp_norm = replace(mlp_norm, saved_bytes=mlp_norm.saved_bytes - residual_bytes(run, tp))
+    is_experts = (mlp or typical_mlp(model)) == "experts"
     return adapted(
         run,
         tp,
         (
             _norm("input_layernorm", run, tp),
-            linear("linear_qkv", rows, qkv, h, qkv * model.qkv_bias, kept, *column),
-            *_rotary(run, tp, way),
-            _attention(run, tp, way),
-            linear("linear_proj", rows, h, context, h * bias, 0, *row),
-            replace(
-                mlp_norm,
-                saved_bytes=mlp_norm.saved_bytes
-                - residual_bytes(run, tp) * model.parallel_residual,
-            ),  # the same input
-            *(
-                expert_records(run, tp)
-                if (mlp or typical_mlp(model)) == "experts"
-                else _dense_mlp(run, tp)
+            linear(
+                "linear_qkv",
+                (rows, qkv, h),
+                bias=qkv if model.qkv_bias else 0,
+                saved_bytes=residual_bytes(run, tp),
+                forward=around.into,
+                backward=around.into_backward,
             ),
+            *_rotary(run, tp, cp_comm_type),
+            _attention(run, tp, cp_comm_type),
+            linear(
+                "linear_proj",
+                (rows, h, context),
+                bias=bias,
+                forward=around.out,
+                backward=around.out_backward,
+                replicated=bias,
+            ),
+            mlp_norm,
+            *(expert_records(run, tp) if is_experts else _dense_mlp(run, tp)),
         ),
     )
 
@@ -236,26 +233,31 @@ def _dense_mlp(run: RunConfig, tp: int) -> tuple[Record, ...]:
     h = model.hidden_size
     f = model.ffn_hidden_size // tp
     rows = tokens_per_microbatch(run)
-    bias = not model.disable_bias_linear
     fc1 = model.fc1_widths * f
+    bias = 0 if model.disable_bias_linear else h
     return (
         linear(
             "linear_fc1",
-            rows,
-            fc1,
-            h,
-            fc1 * bias,
-            residual_bytes(run, tp),
-            around.into,
-            around.into_backward,
+            (rows, fc1, h),
+            bias=0 if model.disable_bias_linear else fc1,
+            saved_bytes=residual_bytes(run, tp),
+            forward=around.into,
+            backward=around.into_backward,
         ),
         Record(name=model.activation, saved_bytes=rows * fc1 * element_bytes(run)),
-        linear("linear_fc2", rows, h, f, h * bias, 0, around.out, around.out_backward, h * bias),
+        linear(
+            "linear_fc2",
+            (rows, h, f),
+            bias=bias,
+            forward=around.out,
+            backward=around.out_backward,
+            replicated=bias,
+        ),
     )
 
 
 def layer_parameters(run: RunConfig, tp: int) -> tuple[int, ...]:
-    """Parameters of every layer that one rank holds."""
+    """Return the parameters of every layer on one rank."""
     sizes = {
         mlp: sum(record.parameters for record in layer_records(run, tp, mlp))
         for mlp in set(run.model.mlps)
@@ -264,54 +266,53 @@ def layer_parameters(run: RunConfig, tp: int) -> tuple[int, ...]:
 
 
 def recomputed_records(run: RunConfig, tp: int, last: bool) -> list[Record]:
-    """What full recompute repeats of a layer; of the last of a group not the matmul whose result alone nobody reads again."""
+    """Return the operations that full recompute repeats. The last layer of a group skips the matmul whose result is not read again."""
     return [
         r for r in layer_records(run, tp) if not (last and r.name in ("linear_fc2", "experts_sum"))
     ]
 
 
 def embedding_records(run: RunConfig, tp: int) -> list[Record]:
-    """Word embedding, and positions where they are learned (first stage)."""
+    """Return the word embedding, and the position embedding if positions are learned (first stage)."""
     model = run.model
-    vocabulary = padded_vocab_size(run.model, tp) // tp
     around = MatmulCollectives.from_run(run, tp)
-    words = Record(
-        name="word_embeddings",
-        parameters=vocabulary * model.hidden_size,
-        forward=around.out,
-        backward=around.out_backward,
-    )
-    positions = model.max_position_embeddings * model.hidden_size
-    learned = (
-        Record(name="position_embeddings", parameters=positions, replicated=positions),
-    ) * model.learned_positions
-    return [*adapted(run, tp, (words, *learned))]
+    records = [
+        Record(
+            name="word_embeddings",
+            parameters=padded_vocab_size(model, tp) // tp * model.hidden_size,
+            forward=around.out,
+            backward=around.out_backward,
+        )
+    ]
+    if model.learned_positions:
+        positions = model.max_position_embeddings * model.hidden_size
+        records.append(
+            Record(name="position_embeddings", parameters=positions, replicated=positions)
+        )
+    return [*adapted(run, tp, tuple(records))]
 
 
 def head_records(run: RunConfig, tp: int, tied: bool) -> list[Record]:
-    """Final norm, logits and loss (last stage). tied: a weight that is tied is the embedding's own tensor, and not counted."""
+    """Return the final norm, the logits and the loss (last stage). tied: do not count a tied weight, which the embedding counts."""
     model = run.model
-    vocabulary = padded_vocab_size(run.model, tp) // tp
     around = MatmulCollectives.from_run(run, tp)
     rows = tokens_per_microbatch(run)
-    # The head keeps its whole input, which becomes its gradient at once: nothing is gathered again in backward.
+    # The head keeps its whole input, which becomes its gradient: nothing is gathered again in backward.
     logits = linear(
         "logits",
-        rows,
-        vocabulary,
-        model.hidden_size,
-        0,
-        activation_bytes(run),
-        around.into,
-        around.into_backward[-1:],
+        (rows, padded_vocab_size(model, tp) // tp, model.hidden_size),
+        saved_bytes=activation_bytes(run),
+        forward=around.into,
+        backward=around.into_backward[-1:],
     )
-    logits = replace(logits, parameters=0) if tied and model.tied else logits
+    if tied and model.tied:
+        logits = replace(logits, parameters=0)
     loss = Record(name="cross_entropy", forward=3 * all_reduce(rows * FP32_BYTES, tp))
     return [*adapted(run, tp, (_norm("final_layernorm", run, tp), logits, loss))]
 
 
 def layer_and_head_flops(run: RunConfig) -> tuple[float, float]:
-    """FLOPs of a layer's forward and of the logits on one rank, attention below the diagonal only."""
+    """Return the forward FLOPs of a layer and of the logits on one rank, attention below the diagonal only."""
     tp = run.parallel.tensor_model_parallel_size
     linear, attention = _rank_flops(run, tp)
     return linear + attention / 2, sum(r.flops_forward for r in head_records(run, tp, tied=True))
@@ -319,110 +320,110 @@ def layer_and_head_flops(run: RunConfig) -> tuple[float, float]:
 
 @lru_cache(maxsize=64)  # every stage asks for it
 def virtual_stage_sizes(run: RunConfig, placement: Placement) -> tuple[int, ...]:
-    """Layers of each part of the model, as --pipeline-split says; balanced counts multiply-adds. A part has at least one layer."""
+    """Return the layers of each virtual stage by --pipeline-split; "balanced" counts multiply-adds. Every virtual stage has a layer."""
     layers = run.model.num_layers
-    split = run.parallel.pipeline_split
-    if (split == "even" and stage_sizes(run) is None) or placement.virtual_stages == 1:
+    sizes = stage_sizes(run)
+    if placement.virtual_stages == 1 or run.parallel.pipeline_split == "even" and sizes is None:
         return even_cut(layers, placement)
     layer, head = layer_and_head_flops(run)
-    sizes = stage_sizes(run)
-    return (
-        balanced_cut(layers, placement, layer, head)
-        if sizes is None
-        else cut_of_stages(sizes, placement, layer, head)
-    )
+    if sizes is None:
+        return balanced_cut(layers, placement, layer, head)
+    return cut_of_stages(sizes, placement, layer, head)
 
 
-def virtual_stage_layers(run: RunConfig, placement: Placement, part: int) -> range:
-    """Layers (from 0) of a part of the model."""
+def virtual_stage_layers(run: RunConfig, placement: Placement, virtual_stage: int) -> range:
+    """Return the layers (from 0) of a virtual stage."""
     sizes = virtual_stage_sizes(run, placement)
-    return range(sum(sizes[:part]), sum(sizes[: part + 1]))
+    return range(sum(sizes[:virtual_stage]), sum(sizes[: virtual_stage + 1]))
 
 
-@lru_cache(maxsize=1024)  # a search asks for the same again and again
+@lru_cache(maxsize=1024)  # searches repeat the same runs
 def pipeline_split(run: RunConfig) -> tuple[int, ...]:
-    """Layers of each part of the model, in the model's order."""
+    """Return the number of layers of each virtual stage."""
     return virtual_stage_sizes(run, placement(run))
 
 
 def stage_virtual_stages(run: RunConfig, stage: int) -> list[int]:
-    """The parts of the model that a pipeline stage has, chunk by chunk."""
+    """Return the virtual stages of a pipeline stage, one for each model chunk."""
     where = placement(run)
     return [where.virtual_stage(stage, chunk) for chunk in range(where.model_chunks)]
 
 
 def stage_layers(run: RunConfig, stage: int) -> list[range]:
-    """Layers (from 0) of each chunk of pipeline stage `stage`."""
+    """Return the layers (from 0) of each model chunk of a pipeline stage."""
     return [
-        virtual_stage_layers(run, placement(run), part) for part in stage_virtual_stages(run, stage)
+        virtual_stage_layers(run, placement(run), virtual_stage)
+        for virtual_stage in stage_virtual_stages(run, stage)
     ]
 
 
-def virtual_stage_recompute_groups(run: RunConfig, part: int) -> list[range]:
-    """Groups of a part's layers, from 0, that full recompute runs together; none without it."""
+def virtual_stage_recompute_groups(run: RunConfig, virtual_stage: int) -> list[range]:
+    """Return the groups of layers (from 0) that full recompute runs together; empty without full recompute."""
     training = run.training
-    layers = pipeline_split(run)[part]
+    layers = pipeline_split(run)[virtual_stage]
     if training.recompute_granularity != "full":
         return []
     if training.recompute_part_layers is not None:
-        return recompute_groups(layers, "block", training.recompute_part_layers[part])
+        return recompute_groups(layers, "block", training.recompute_part_layers[virtual_stage])
     return recompute_groups(layers, training.recompute_method, training.recompute_num_layers)
 
 
 def virtual_stage_records(
-    run: RunConfig, layout: Layout, placement: Placement, part: int
+    run: RunConfig, layout: Layout, placement: Placement, virtual_stage: int
 ) -> Iterator[tuple[str, Record]]:
-    """(place, record) of everything that a part of the model does for one micro-batch; place: embedding, layer or head."""
-    layers = virtual_stage_layers(run, placement, part)
+    """Yield (place, record) of all operations of a virtual stage for one micro-batch; place: embedding, layer or head."""
+    layers = virtual_stage_layers(run, placement, virtual_stage)
     for layer in layers:
         yield from (
             ("layer", r)
             for r in layer_records(run, layout.tp, run.model.mlps[layer], context_ways(run)[layer])
         )
-    yield from end_records(run, layout, placement, part)
+    yield from end_records(run, layout, placement, virtual_stage)
 
 
 def end_records(
-    run: RunConfig, layout: Layout, placement: Placement, part: int
+    run: RunConfig, layout: Layout, placement: Placement, virtual_stage: int
 ) -> Iterator[tuple[str, Record]]:
-    """Those of `virtual_stage_records` that are not in layers."""
-    if part == 0:
+    """Yield the `virtual_stage_records` outside layers."""
+    if virtual_stage == 0:
         yield from (("embedding", r) for r in embedding_records(run, layout.tp))
-    if part == placement.virtual_stages - 1:
-        tied = placement.owner(part)[0] == placement.owner(0)[0]
+    if virtual_stage == placement.virtual_stages - 1:
+        tied = placement.owner(virtual_stage)[0] == placement.owner(0)[0]
         yield from (("head", r) for r in head_records(run, layout.tp, tied=tied))
 
 
 def stage_records(run: RunConfig, layout: Layout, stage: int) -> Iterator[tuple[str, Record]]:
-    """`virtual_stage_records` of all parts that pipeline stage `stage` has."""
-    for part in stage_virtual_stages(run, stage):
-        yield from virtual_stage_records(run, layout, placement(run), part)
+    """Yield the `virtual_stage_records` of all model chunks of a pipeline stage."""
+    for virtual_stage in stage_virtual_stages(run, stage):
+        yield from virtual_stage_records(run, layout, placement(run), virtual_stage)
 
 
 def virtual_stage_parameters(
-    run: RunConfig, layout: Layout, placement: Placement, part: int
+    run: RunConfig, layout: Layout, placement: Placement, virtual_stage: int
 ) -> int:
-    """Parameters of a part of the model that one rank holds."""
-    ends = sum(record.parameters for _, record in end_records(run, layout, placement, part))
-    layers = virtual_stage_layers(run, placement, part)
+    """Return the parameters of a virtual stage on one rank."""
+    ends = sum(
+        record.parameters for _, record in end_records(run, layout, placement, virtual_stage)
+    )
+    layers = virtual_stage_layers(run, placement, virtual_stage)
     return sum(layer_parameters(run, layout.tp)[layers.start : layers.stop]) + ends
 
 
 def stage_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
-    """Parameters that one rank of stage `stage` holds."""
+    """Return the parameters of a pipeline stage on one rank."""
     return sum(
-        virtual_stage_parameters(run, layout, placement(run), part)
-        for part in stage_virtual_stages(run, stage)
+        virtual_stage_parameters(run, layout, placement(run), virtual_stage)
+        for virtual_stage in stage_virtual_stages(run, stage)
     )
 
 
 def parameters(run: RunConfig) -> int:
-    """Parameters of the whole model, a tied embedding once, the vocabulary padded for one rank."""
+    """Count the model's parameters: a tied embedding once, the vocabulary padded for one rank."""
     return stage_parameters(replace(run, parallel=ParallelConfig()), Layout(1, 1, 1, 1), 0)
 
 
 def active_parameters(run: RunConfig) -> int:
-    """Those of `parameters` that one token meets: of the experts of a layer, its own ones."""
+    """Count the `parameters` that process one token: only the experts to which it is routed."""
     model = run.model
     layers = run.model.mlps.count("experts")
     if not layers or model.num_experts is None:
@@ -442,16 +443,20 @@ def active_parameters(run: RunConfig) -> int:
 
 
 def _recompute_fraction(run: RunConfig) -> float:
-    """Share of the layers that full recompute runs twice."""
-    parts = range(placement(run).virtual_stages)
+    """Return the share of layers that full recompute runs twice."""
+    virtual_stages = range(placement(run).virtual_stages)
     return (
-        sum(len(group) for part in parts for group in virtual_stage_recompute_groups(run, part))
+        sum(
+            len(group)
+            for virtual_stage in virtual_stages
+            for group in virtual_stage_recompute_groups(run, virtual_stage)
+        )
         / run.model.num_layers
     )
 
 
 def _rank_flops(run: RunConfig, tp: int = 1) -> tuple[float, float]:
-    """FLOPs of a micro-batch's forward in the mean layer on one rank: (of linear layers, of attention over the full square)."""
+    """Return the mean layer's forward FLOPs per micro-batch on one rank: (linear layers, attention over the full square)."""
     layers = run.model.mlps
     linear = 0.0
     for mlp in dict.fromkeys(layers):  # in one order on all ranks
@@ -462,9 +467,8 @@ def _rank_flops(run: RunConfig, tp: int = 1) -> tuple[float, float]:
 
 
 def layer_flops(run: RunConfig) -> tuple[float, float]:
-    """FLOPs of one sample's forward in the mean layer: (of linear layers, of attention over the full square)."""
-    # of a rank
-    (linear, attention) = _rank_flops(run)
+    """Return the mean layer's forward FLOPs per sample: (linear layers, attention over the full square)."""
+    linear, attention = _rank_flops(run)  # of a micro-batch
     samples = tokens_per_microbatch(run) / run.model.seq_length
     return linear / samples, attention / samples
 
@@ -483,12 +487,14 @@ def expert_flops(run: RunConfig) -> float:
 def hardware_flops(
     run: RunConfig, global_batch_size: int, squares: int | None = None, padded: int = 0
 ) -> float:
-    """FLOPs of one iteration, whole world, as the benchmark tables count them: recompute included, logits in its factor.
+    """Return the FLOPs of one iteration of the whole world as the benchmark tables count them, recompute included.
 
     c B s l h^2 (1 + s/(6h) + v/(16 l h)) for GPT-2's block, c = 96 with full recompute, 72 without; selective recompute adds the
-    attention's forward matmuls. Source: Narayanan et al. (2021), equation 3. Of other blocks the matmuls of a layer's forward
-    stand for 24 s h^2 (1 + s/(6h)). squares: the batch's sum of (document length)^2; None: as `document_length` says. padded: the
-    batch's tokens that go through no expert.
+    attention's forward matmuls. Source: Narayanan et al. (2021), equation 3. For other blocks the forward matmuls replace
+    24 s h^2 (1 + s/(6h)).
+
+    squares: the batch's sum of (document length)^2; None: from `document_length`.
+    padded: the batch's tokens that no expert computes.
     """
     model = run.model
     tp = run.parallel.tensor_model_parallel_size
@@ -499,17 +505,17 @@ def hardware_flops(
         attention *= squares / (global_batch_size * model.seq_length * document_length(run))
     c = 72 + 24 * _recompute_fraction(run)
     logits = c / 16 * model.seq_length * model.hidden_size * padded_vocab_size(model, tp)
-    again = attention if run.training.recompute_granularity == "selective" else 0.0
+    recomputed = attention if run.training.recompute_granularity == "selective" else 0.0
     return global_batch_size * (
-        model.num_layers * (c / 24 * (linear + attention) + again) + logits - frozen_flops(run)
+        model.num_layers * (c / 24 * (linear + attention) + recomputed) + logits - frozen_flops(run)
     )
 
 
 def parameter_flops(run: RunConfig, global_batch_size: int, *, replicas: bool = False) -> float:
-    """6 (8 with recompute) FLOPs per parameter of the layers and token, as the A100 tables counted at first; no embeddings.
+    """Return 6 (8 with recompute) FLOPs per layer parameter and token, as the A100 tables first counted; embeddings are not counted.
 
-    replicas: count as the program behind those tables did, what a rank of the last stage holds times TP x PP, so that what
-    tensor-parallel ranks hold in common (layer norms, some biases) counts TP times: 0.025 % more at h 13824 and TP 8.
+    replicas: multiply the parameters of a last-stage rank by TP x PP as those tables did, which counts parameters replicated over
+    tensor-parallel ranks (layer norms, some biases) TP times: 0.025 % more at h 13824 and TP 8.
     """
     parallel = replace(run.parallel, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
     tp, pp = (
@@ -525,9 +531,9 @@ def parameter_flops(run: RunConfig, global_batch_size: int, *, replicas: bool = 
 
 
 def model_flops(run: RunConfig, global_batch_size: int) -> float:
-    """FLOPs an iteration cannot avoid: no recompute, attention of the pairs that see each other, logits 6 s h v per sample."""
+    """Return the FLOPs that an iteration cannot avoid: no recompute, visible pairs only, logits 6 s h v per sample."""
     model = run.model
-    (linear, attention) = layer_flops(run)
+    linear, attention = layer_flops(run)
     layer = 3 * (linear + attention * visible_share(document_length(run), model.window))
     logits = (
         6
@@ -539,7 +545,7 @@ def model_flops(run: RunConfig, global_batch_size: int) -> float:
 
 
 def frozen_flops(run: RunConfig) -> float:
-    """FLOPs of one sample's weight gradients that a run of adapters does not compute, that of the logits' weight included."""
+    """Return one sample's weight-gradient FLOPs, logits included, that training adapters alone skips."""
     records = (*layer_records(run, 1) * run.model.num_layers, *head_records(run, 1, tied=False))
     return sum(r.flops_forward for r in records if r.frozen) / (
         tokens_per_microbatch(run) / run.model.seq_length

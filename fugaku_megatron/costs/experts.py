@@ -1,12 +1,13 @@
-"""What a layer's experts cost: their parameters, matmuls, saved activations and communicated bytes. Pure integers, no torch.
+"""Parameters, matmuls, saved activations and communicated bytes of a layer's experts, as integers, without torch.
 
-Where ranks have different experts, every expert is taken to have as many tokens.
-Legend: s sequence, b micro-batch, h hidden, f width of an expert, e experts, t tensor-parallel size.
+Experts on different ranks are assumed to have equally many tokens.
+Legend: s sequence, b micro-batch, h hidden, f expert width, e experts, t tensor-parallel size.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ..config.layout import sequence_parts
 from ..config.run_config import ModelConfig, RunConfig
@@ -25,12 +26,12 @@ from .activations import (
 
 
 def typical_mlp(model: ModelConfig) -> str:
-    """The row of MLPS that stands for all layers where these are taken as equal."""
+    """Return the row of MLPS that represents all layers if layers are assumed equal."""
     return "experts" if model.num_experts else model.activation
 
 
 def mlp_width(model: ModelConfig) -> int:
-    """Elements of a token between the two matmuls of the MLP, or of all its experts."""
+    """Return the elements of a token between the two MLP matmuls, summed over its experts."""
     if not model.num_experts:
         return model.ffn_hidden_size
     return model.moe_router_topk * (model.moe_ffn_hidden_size or 0) + (
@@ -38,19 +39,22 @@ def mlp_width(model: ModelConfig) -> int:
     )
 
 
-EXCHANGED_GROUPS = 8  # of the experts of a rank, at most: the rows of the first there, and of the last back, hide nothing
+# Expert groups of a rank, at most: neither the first dispatch nor the last combine is overlapped.
+EXCHANGED_GROUPS = 8
 
 
 def exchanged_groups(held: int) -> int:
-    """Groups of equally many of the `held` experts of a rank, whose rows are sent one after another."""
+    """Return the number of equal expert groups whose rows are sent one after another. held: experts of a rank."""
     return max(groups for groups in range(1, EXCHANGED_GROUPS + 1) if held % groups == 0)
 
 
 @dataclass(frozen=True)
 class Division:
-    """How ranks share experts: ep of them have different ones, and etp share each. divided: in another way than other matrices.
+    """Expert parallelism: `ep` groups of ranks with different experts, and `etp` ranks that share each expert.
 
-    chosen: pairs of a token and an expert that a rank routes itself. here: those that its experts compute.
+    divided: sharded unlike other matrices.
+    chosen: (token, expert) pairs that a rank routes.
+    here: pairs that a rank's experts compute.
     """
 
     ep: int
@@ -61,39 +65,46 @@ class Division:
 
     @staticmethod
     def of(run: RunConfig, tp: int) -> Division:
+        """Return the expert parallelism of a run."""
         parallel = run.parallel
         pairs = tokens_per_microbatch(run) * run.model.moe_router_topk
         etp = parallel.expert_tensor_parallel_size or tp
         return Division(
-            parallel.expert_model_parallel_size,
-            etp,
-            parallel.divides_experts,
-            pairs // sequence_parts(run, tp),
-            pairs * etp // tp,
+            ep=parallel.expert_model_parallel_size,
+            etp=etp,
+            divided=parallel.divides_experts,
+            chosen=pairs // sequence_parts(run, tp),
+            here=pairs * etp // tp,
         )
 
 
-def _pair_bytes(run: RunConfig, tp: int) -> tuple[int, int, int]:
-    """Bytes of tensors with a row for each pair that a rank's experts compute, (n, h) and (n, f); of the shared one's (s, b, f)."""
+class PairBytes(NamedTuple):
+    """Bytes of routed tensors on a rank: (pairs, h), (pairs, f), and the shared expert's (s, b, f)."""
+
+    hidden: int
+    inner: int
+    shared: int
+
+
+def _pair_bytes(run: RunConfig, tp: int) -> PairBytes:
     model = run.model
-    rows = tokens_per_microbatch(run)
     width = element_bytes(run)
     division = Division.of(run, tp)
-    return (
-        division.here * model.hidden_size * width,
-        division.here * (model.moe_ffn_hidden_size or 0) * width // division.etp,
-        rows * (model.moe_shared_expert_intermediate_size or 0) * width // tp,
+    shared = model.moe_shared_expert_intermediate_size or 0
+    return PairBytes(
+        hidden=division.here * model.hidden_size * width,
+        inner=division.here * (model.moe_ffn_hidden_size or 0) * width // division.etp,
+        shared=tokens_per_microbatch(run) * shared * width // tp,
     )
 
 
 def waiting_bytes(run: RunConfig, tp: int) -> int:
-    """What experts keep between the two halves of a split backward: the router's input, and both operands of all matmuls.
+    """Return the bytes that experts keep between the halves of a split backward: the router's input and all matmul operands.
 
-    Of the experts, inputs and gradients of results in the order of experts, what the second matmul reads, and the gradient of the
-    activation's argument; of the shared expert, which has the router's input, the gradient of its result, that argument and its
-    gradient.
+    Experts: inputs, output gradients, the second matmul's input and the pre-activation's gradient. Shared expert: its output's
+    gradient, its pre-activation and the gradient of that; its input is the router's.
     """
-    (hidden, inner, shared) = _pair_bytes(run, tp)
+    hidden, inner, shared = _pair_bytes(run, tp)
     widths = run.model.fc1_widths
     return (
         activation_bytes(run) * (2 if shared else 1)
@@ -104,130 +115,126 @@ def waiting_bytes(run: RunConfig, tp: int) -> int:
 
 
 def pair_working_bytes(run: RunConfig, tp: int) -> int:
-    """Tensors of all pairs that the experts' backward needs for itself, without what the shared expert's has freed before it.
+    """Return the temporary bytes of the experts' backward, less what the shared expert's backward has freed.
 
-    The gradient of the activation's argument, and with it first that of the results and what the second matmul reads, then the
-    input and its gradient.
+    The pre-activation's gradient exists first with the output gradients and the second matmul's input, then with the input and its
+    gradient.
     """
-    (hidden, inner, shared) = _pair_bytes(run, tp)
+    hidden, inner, shared = _pair_bytes(run, tp)
     widths = run.model.fc1_widths
-    freed = widths * shared + residual_bytes(run, tp) * run.model.moe_shared_expert_gate
+    freed = widths * shared
+    if run.model.moe_shared_expert_gate:
+        freed += residual_bytes(run, tp)
     return hidden + max(hidden, inner) + widths * inner - freed
 
 
-NUMBER_BYTES = (
-    3 * 8
-)  # kept of a token and one of its experts: the expert, and where the pair is in the order of experts and back
-RECEIVED_BYTES = (
-    2 * 8
-)  # kept of a row that has come: where it is in the order of this rank's experts, and back
-COUNT_BYTES = 4  # of a number of tokens, which ranks add up as FP32
+# Saved indices of a pair: its expert, and its positions in expert order and in token order.
+NUMBER_BYTES = 3 * 8
+# Saved indices of a received row: its positions in this rank's expert order and in arrival order.
+RECEIVED_BYTES = 2 * 8
+COUNT_BYTES = 4  # a token count, reduced as FP32
 
 
 def expert_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
-    """The operations of a layer's experts. An expert's matmuls have the mean number of rows."""
+    """Return the operations of a layer's experts. Every expert's matmuls have the mean number of rows."""
     model = run.model
-    width = element_bytes(run)
-    rows = tokens_per_microbatch(run)
     division = Division.of(run, tp)
-    e = model.num_experts or 0
     h = model.hidden_size
-    f = model.moe_ffn_hidden_size or 0
-    parts = sequence_parts(run, tp)
-    own = rows // parts
-    held = e // division.ep
-    f = f // division.etp
-    each = -(-division.here // held)
-    router = e * h + e * model.moe_router_enable_expert_bias
-    of_logits = (
-        bool(model.moe_z_loss_coeff)
-        or model.moe_router_pre_softmax
-        or model.moe_router_score_function == "sigmoid"
-    )
-    tables = len(model.balances) + of_logits + model.sinkhorn  # those that need logits share them
-    kept = own * (e + 1) * tables + e * len(model.balances)
-    around = (
-        _divided_collectives(run, division) if division.divided else _expert_collectives(run, tp)
-    )
+    f = (model.moe_ffn_hidden_size or 0) // division.etp
+    local_experts = (model.num_experts or 0) // division.ep
+    mean_rows = -(-division.here // local_experts)
+    if division.divided:
+        around = _divided_collectives(run, division)
+    else:
+        around = _expert_collectives(run, tp)
 
-    def grouped(name: str, outputs: int, inputs: int, saved: int) -> Record:
-        matmul = linear(name, division.here, outputs, inputs, 0, saved, (), ())
-        size = held * outputs * inputs
+    def grouped(name: str, outputs: int, inputs: int) -> Record:
+        matmul = linear(name, (division.here, outputs, inputs))
+        size = local_experts * outputs * inputs
         return replace(
             matmul,
-            gemm=(each, outputs, inputs),
-            gemm_count=held,
+            gemm=(mean_rows, outputs, inputs),
+            gemm_count=local_experts,
             grouped=True,
             parameters=size,
-            divided=size * division.divided,
+            divided=size if division.divided else 0,
         )
 
+    activation_bytes = division.here * model.fc1_widths * f * element_bytes(run)
     return (
-        replace(
-            linear(
-                "router",
-                own,
-                e,
-                h,
-                0,
-                residual_bytes(run, tp) + kept * FP32_BYTES,
-                _counted(run, parts),
-                (),
-            ),
-            parameters=router,
-            replicated=router,
-        ),
+        _router(run, tp),
         Record(
             name="order",
             forward=around.into,
             backward=around.into_backward,
             saved_bytes=_order_bytes(run, tp, division),
         ),
-        grouped("linear_fc1", model.fc1_widths * f, h, 0),
-        Record(name=model.activation, saved_bytes=division.here * model.fc1_widths * f * width),
-        grouped("linear_fc2", h, f, 0),
+        grouped("linear_fc1", model.fc1_widths * f, h),
+        Record(name=model.activation, saved_bytes=activation_bytes),
+        grouped("linear_fc2", h, f),
         Record(name="experts_sum", forward=around.out, backward=around.out_backward),
         *(_shared_expert(run, tp) if model.moe_shared_expert_intermediate_size else ()),
     )
 
 
-def _order_bytes(run: RunConfig, tp: int, division: Division) -> int:
-    """What is kept of the pairs' order, with the input of the experts where it is not the layer's."""
-    parts = sequence_parts(run, tp)
-    here = division.here
-    if division.divided:
-        return (
-            division.chosen * NUMBER_BYTES
-            + here * (FP32_BYTES + RECEIVED_BYTES)
-            + _pair_bytes(run, tp)[0]
-        )
-    return (
-        here * (FP32_BYTES + NUMBER_BYTES)
-        + here // parts * FP32_BYTES
-        + activation_bytes(run) * (parts > 1)
+def _router(run: RunConfig, tp: int) -> Record:
+    model = run.model
+    e = model.num_experts or 0
+    shards = sequence_parts(run, tp)
+    rows = tokens_per_microbatch(run) // shards
+    parameters = e * model.hidden_size
+    if model.moe_router_enable_expert_bias:
+        parameters += e
+    tables = len(model.balances)  # saved (rows, e + 1) tables; users of the logits share one
+    if (
+        model.moe_z_loss_coeff
+        or model.moe_router_pre_softmax
+        or model.moe_router_score_function == "sigmoid"
+    ):
+        tables += 1
+    if model.sinkhorn:
+        tables += 1
+    saved = rows * (e + 1) * tables + e * len(model.balances)
+    return replace(
+        linear(
+            "router",
+            (rows, e, model.hidden_size),
+            saved_bytes=residual_bytes(run, tp) + saved * FP32_BYTES,
+            forward=_balance_collectives(run, shards),
+        ),
+        parameters=parameters,
+        replicated=parameters,
     )
 
 
-def _counted(run: RunConfig, parts: int) -> tuple[Collective, ...]:
-    """The sums of balancing losses over ranks that share the sequence, or all their logits for an even choice."""
-    if run.model.sinkhorn and parts > 1:
-        return (
-            Collective(
-                "all_gather",
-                "tp",
-                tokens_per_microbatch(run) // parts * (run.model.num_experts or 0) * FP32_BYTES,
-            ),
-        )
+def _order_bytes(run: RunConfig, tp: int, division: Division) -> int:
+    """Return the saved bytes of the dispatch order, with the experts' input if that differs from the layer's."""
+    here = division.here
+    if division.divided:
+        received = here * (FP32_BYTES + RECEIVED_BYTES) + _pair_bytes(run, tp).hidden
+        return division.chosen * NUMBER_BYTES + received
+    shards = sequence_parts(run, tp)
+    saved = here * (FP32_BYTES + NUMBER_BYTES) + here // shards * FP32_BYTES
+    return saved + activation_bytes(run) if shards > 1 else saved
+
+
+def _balance_collectives(run: RunConfig, shards: int) -> tuple[Collective, ...]:
+    """Return the collectives of balancing losses, or of all logits for Sinkhorn routing. shards: of the sequence."""
+    experts = run.model.num_experts or 0
+    if shards == 1:
+        return ()
+    if run.model.sinkhorn:
+        logits = tokens_per_microbatch(run) // shards * experts * FP32_BYTES
+        return (Collective("all_gather", "tp", logits),)
     samples = {"aux_loss": 1, "seq_aux_loss": run.batch.micro_batch_size}
     return tuple(
-        Collective("all_reduce", "tp", (run.model.num_experts or 0) * samples[kind] * COUNT_BYTES)
+        Collective("all_reduce", "tp", experts * samples[kind] * COUNT_BYTES)
         for kind, _ in run.model.balances
-        if parts > 1
     )
 
 
 def _expert_collectives(run: RunConfig, tp: int) -> MatmulCollectives:
-    """Around experts that are split as other matrices are: of what enters them, and their sum."""
+    """Return the collectives around experts that are sharded as other matrices are."""
     around = MatmulCollectives.from_run(run, tp)
     whole = activation_bytes(run)
     pairs = tokens_per_microbatch(run) * run.model.moe_router_topk
@@ -250,22 +257,26 @@ def _expert_collectives(run: RunConfig, tp: int) -> MatmulCollectives:
 
 
 def _divided_collectives(run: RunConfig, division: Division) -> MatmulCollectives:
-    """Around experts that are divided among ranks: numbers of rows, rows and scores there and back, gradients the same ways."""
+    """Return the collectives around divided experts: row counts, and rows and scores in both directions."""
     model = run.model
     row = run.model.hidden_size * element_bytes(run)
     e = run.model.num_experts or 0
     chosen = division.chosen
     here = division.here
 
-    def sent(rows: int, *sizes: int, near: bool = False) -> tuple[Collective, ...]:
-        group, ranks = ("etp", division.etp) if near else ("ep", division.ep)
-        return tuple(Collective("all_to_all", group, rows * size) for size in sizes if ranks > 1)
+    def sent(rows: int, *sizes: int, group: str = "ep") -> tuple[Collective, ...]:
+        ranks = division.ep if group == "ep" else division.etp
+        if ranks == 1:
+            return ()
+        return tuple(Collective("all_to_all", group, rows * size) for size in sizes)
 
     capacity = (
         model.moe_expert_capacity_factor is not None
         and chosen < tokens_per_microbatch(run) * model.moe_router_topk
     )
-    counts = [Collective("all_gather", "tp", chosen * size) for size in (FP32_BYTES, 8) if capacity]
+    counts = []
+    if capacity:
+        counts += [Collective("all_gather", "tp", chosen * size) for size in (FP32_BYTES, 8)]
     counts += [
         Collective("all_gather", group, e * 8)
         for group, ranks in (("ep", division.ep), ("etp", division.etp))
@@ -273,12 +284,12 @@ def _divided_collectives(run: RunConfig, division: Division) -> MatmulCollective
     ]
     if division.ep > 1 and division.etp > 1 and (groups := exchanged_groups(e // division.ep)) > 1:
         counts.append(Collective("all_reduce", "etp", groups * 8))  # for the order of groups
-    there = (*sent(chosen, row, FP32_BYTES), *sent(here, row, FP32_BYTES, near=True))
+    dispatch = (*sent(chosen, row, FP32_BYTES), *sent(here, row, FP32_BYTES, group="etp"))
     return MatmulCollectives(
-        into=(*counts, *there),
-        into_backward=there[::-1],
-        out=(*sent(here, row, near=True), *sent(chosen, row)),
-        out_backward=(*sent(chosen, row), *sent(here, row, near=True)),
+        into=(*counts, *dispatch),
+        into_backward=dispatch[::-1],
+        out=(*sent(here, row, group="etp"), *sent(chosen, row)),
+        out_backward=(*sent(chosen, row), *sent(here, row, group="etp")),
     )
 
 
@@ -288,15 +299,14 @@ def _shared_expert(run: RunConfig, tp: int) -> tuple[Record, ...]:
     rows = tokens_per_microbatch(run)
     h = model.hidden_size
     f = (model.moe_shared_expert_intermediate_size or 0) // tp
-    gated = model.moe_shared_expert_gate
-    own = rows // sequence_parts(run, tp)
-    kept = residual_bytes(run, tp) + own * (FP32_BYTES + element_bytes(run) % FP32_BYTES)
-    gate = replace(linear("shared_gate", own, 1, h, 0, kept, (), ()), replicated=h)
-    return (
-        linear(
-            "shared_fc1", rows, model.fc1_widths * f, h, 0, 0, around.into, around.into_backward
-        ),
-        Record(name=model.activation, saved_bytes=rows * model.fc1_widths * f * element_bytes(run)),
-        linear("shared_fc2", rows, h, f, 0, 0, around.out, around.out_backward),
-        *[gate] * gated,
-    )
+    fc1 = model.fc1_widths * f
+    records = [
+        linear("shared_fc1", (rows, fc1, h), forward=around.into, backward=around.into_backward),
+        Record(name=model.activation, saved_bytes=rows * fc1 * element_bytes(run)),
+        linear("shared_fc2", (rows, h, f), forward=around.out, backward=around.out_backward),
+    ]
+    if model.moe_shared_expert_gate:
+        own = rows // sequence_parts(run, tp)
+        saved = residual_bytes(run, tp) + own * (FP32_BYTES + element_bytes(run) % FP32_BYTES)
+        records.append(linear("shared_gate", (own, 1, h), saved_bytes=saved, replicated=h))
+    return tuple(records)

@@ -1,10 +1,9 @@
-"""Blocks of AdamW's moments in 8 bits: which elements share a scale, and the scales that a rank holds. No torch.
+"""Blocks of AdamW's 8-bit moments: which elements share a scale, and the scales of a rank. No torch.
 
-A segment is a run of consecutive elements of a global tensor that no layout divides: tensor-parallel sizes divide the query groups,
-so a dimension of n rows that ranks share is divided at multiples of n / gcd(n, query groups). Segments are cut into equal blocks of
-at most MOMENT_BLOCK elements. So the blocks, and the bits of the moments, are those of the global tensor in every layout.
-Left out: the codes (`optim.int8`), and the all-reduce of scales over ZeRO-1 shards, two numbers for each boundary.
-Legend: h hidden, f width of the MLP, e experts, r rank of an adapter.
+A segment is a range of consecutive elements of a global tensor that no layout divides. Tensor-parallel sizes divide the query
+groups, so a dimension of n sharded rows is divided at multiples of n / gcd(n, query groups). Segments are cut into equal blocks of
+at most MOMENT_BLOCK elements, so blocks and moments do not depend on the layout.
+Legend: h hidden, f MLP width, e experts, r adapter rank.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Segments = list[tuple[int, int]]  # (how many a rank holds, elements of each)
 
 
 class _Linear(NamedTuple):
-    """A linear layer: widths is 2 with a gate; `ranks` share its outputs, or inputs; experts: of a rank, each with such a layer."""
+    """A linear layer. widths: 2 with a gate. ranks: share its outputs, or inputs. experts: on a rank."""
 
     name: str
     widths: int
@@ -38,14 +37,14 @@ class _Linear(NamedTuple):
 
 
 def undivided_rows(model: ModelConfig, rows: int, vocabulary: bool = False) -> int:
-    """Return the rows at whose multiples tensor-parallel ranks divide a dimension. vocabulary: the rows are padded tokens."""
+    """Return the row count at whose multiples tensor-parallel ranks divide a dimension. vocabulary: rows are the padded vocabulary."""
     if vocabulary and not model.padded_vocab_size:
         return model.make_vocab_size_divisible_by
     return rows // math.gcd(rows, model.query_groups)
 
 
 def segment_blocks(length: int) -> int:
-    """Return the number of blocks of a segment."""
+    """Return the number of blocks in a segment."""
     return math.ceil(length / block_length(length))
 
 
@@ -85,7 +84,7 @@ def _linears(run: RunConfig, tp: int, mlp: str) -> list[_Linear]:
 
 
 def _split_outputs(model: ModelConfig, linear: _Linear, columns: int) -> tuple[int, int]:
-    """Return the segments of a tensor (experts, widths, outputs, columns) whose outputs ranks share."""
+    """Return the segments of a tensor (experts, widths, outputs, columns) with sharded outputs."""
     outer = linear.experts * linear.widths
     return _shared(model, linear.outputs, linear.ranks, inner=columns, outer=outer)
 
@@ -99,7 +98,7 @@ def _weight(model: ModelConfig, linear: _Linear) -> Segments:
 
 
 def _adapters(run: RunConfig, linear: _Linear) -> Segments:
-    """Return the segments of the A and the B of a linear layer's adapters."""
+    """Return the segments of a linear layer's adapter matrices A and B."""
     model = run.model
     rank = run.lora.rank
     rows = len(run.lora.parts(linear.name, model)) * rank
@@ -113,7 +112,7 @@ def _adapters(run: RunConfig, linear: _Linear) -> Segments:
 
 @lru_cache(maxsize=64)  # each layer asks for the same
 def layer_segments(run: RunConfig, tp: int, mlp: str) -> tuple[Segments, Segments]:
-    """Return the segments of a layer's trained parameters on one rank: of divided experts, and of the others."""
+    """Return a layer's trained segments on one rank: (divided experts, others)."""
     model = run.model
     h = model.hidden_size
     divided: Segments = []
@@ -146,7 +145,7 @@ def layer_segments(run: RunConfig, tp: int, mlp: str) -> tuple[Segments, Segment
 def unit_segments(
     run: RunConfig, layout: Layout, stage: int, tied: bool
 ) -> list[tuple[Segments, Segments]]:
-    """Return the `layer_segments` of each unit of a stage, as `memory.stage_units` orders them; tied: the last is a tied copy."""
+    """Return the `layer_segments` of each unit of a stage in the order of `memory.stage_units`; tied: the last is a tied copy."""
     model = run.model
     where = placement(run)
     first = where.owner(0)[0] == stage
@@ -178,7 +177,7 @@ def unit_segments(
 
 
 def scales(segments: Iterable[tuple[int, int]], elements: int) -> int:
-    """Return the most scales that `elements` consecutive elements of these segments need: those with the shortest blocks first."""
+    """Return the most scales that `elements` consecutive elements of these segments need, shortest blocks first."""
     held = [(count, length, segment_blocks(length)) for count, length in segments if count]
     total = sum(count * blocks for count, _, blocks in held)
     found = 2  # the blocks at both ends may be cut

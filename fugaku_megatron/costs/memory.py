@@ -1,10 +1,8 @@
-"""What one rank holds at the peak of a step: weights, gradients, optimizer state, activations and logits, in bytes. No torch.
+"""Memory of one rank at the peak of a step: weights, gradients, optimizer state, activations and logits, in bytes. No torch.
 
-A gradient bucket is a part of a stage's parameters whose gradients are reduced, and whose weights are gathered, at once. A stage's
-parameters come in units, in the order in which backward finishes them: the final norm (with the head's weight, where that is its
-own), the layers from the last to the first, the embeddings. A bucket is a run of whole units.
-Left out: when a bucket is reduced (`optim.buckets`), what an operation keeps (`accounting`), other software and the
-MPI's buffers (`planner.memory`). `stage_memory` leaves out what depends on a rank's threads (`attention_bytes`).
+A stage's parameters form units in the order in which backward finishes them: final norm (with an untied head), layers from last to
+first, embeddings. A gradient bucket is a range of whole units, reduced and gathered at once.
+Left out: MPI's buffers and other software (`planner.memory`), and thread-dependent memory (`attention_bytes`) in `stage_memory`.
 Legend: s sequence, b micro-batch, v vocabulary of a rank.
 """
 
@@ -53,24 +51,24 @@ from .experts import mlp_width, pair_working_bytes, waiting_bytes
 from .int8_moments import scales, unit_segments
 from .muon import matrix_elements
 
-# Megatron's default of --ddp-bucket-size: large enough for the chunks of a ring over many ranks
+# Megatron's default of --ddp-bucket-size, large enough for rings over many ranks
 BUCKET_ELEMENTS = 40_000_000
 BUCKET_ELEMENTS_PER_RANK = 1_000_000
 BF16_BYTES = 2
 
 
 def bucket_minimum(run: RunConfig, dp: int) -> int:
-    """Elements that a bucket has at least: where nothing is reduced, each unit is a bucket."""
-    return run.parallel.ddp_bucket_size or (
-        max(BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_RANK * dp) if dp > 1 else 1
-    )
+    """Return the minimum elements of a bucket; without reductions every unit is a bucket."""
+    if run.parallel.ddp_bucket_size:
+        return run.parallel.ddp_bucket_size
+    return max(BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_RANK * dp) if dp > 1 else 1
 
 
 def cut(units: Sequence[int], minimum: int, tied: bool) -> list[range]:
-    """Which units form each bucket: as few as have `minimum` elements together; the last bucket takes what remains.
+    """Return the units of each bucket: as few as have `minimum` elements together; the last bucket takes the rest.
 
-    units: elements of each. tied: the last unit is the word embedding that another stage holds as well; it is a bucket of its own,
-    because its reduction waits for that stage.
+    units: elements of each.
+    tied: the last unit is a word embedding that another stage also has; its reduction waits for that stage, so it is its own bucket.
     """
     buckets = []
     start = 0
@@ -81,23 +79,21 @@ def cut(units: Sequence[int], minimum: int, tied: bool) -> list[range]:
             start = i + 1
     if start < end:
         buckets.append(range(start, end))
-    if len(buckets) > 1 and not sum(
-        units[buckets[-1].start : end]
-    ):  # the last units have nothing that is trained
+    if len(buckets) > 1 and not sum(units[buckets[-1].start : end]):  # nothing trained
         last = buckets.pop()
         buckets[-1] = range(buckets[-1].start, last.stop)
     return [*buckets, range(end, len(units))] if tied else buckets
 
 
 def holds_tied_copy(run: RunConfig, stage: int) -> bool:
-    """Whether this stage's word embedding is one of two trained copies, whose gradients are reduced together."""
+    """Return whether this stage's word embedding is one of two trained copies, whose gradients are reduced together."""
     first = placement(run).owner(0)[0]
     last = placement(run).last_stage
     return run.model.tied and not run.lora.on and first != last and stage in (first, last)
 
 
 def adapter_parameters(run: RunConfig, tp: int) -> tuple[int, ...]:
-    """Parameters of every layer's adapters on one rank."""
+    """Return the adapter parameters of every layer on one rank."""
     sizes = {
         mlp: sum(record.parameters for record in layer_records(run, tp, mlp) if record.adapts)
         for mlp in set(run.model.mlps)
@@ -106,73 +102,70 @@ def adapter_parameters(run: RunConfig, tp: int) -> tuple[int, ...]:
 
 
 def frozen_elements(run: RunConfig, layout: Layout, stage: int) -> int:
-    """Parameters of one rank that are not trained."""
-    return (
-        stage_parameters(run, layout, stage) - sum(stage_units(run, layout, stage))
-        if run.lora.on
-        else 0
-    )
+    """Return the frozen parameters of one rank."""
+    if not run.lora.on:
+        return 0
+    return stage_parameters(run, layout, stage) - sum(stage_units(run, layout, stage))
 
 
 def stage_units(run: RunConfig, layout: Layout, stage: int) -> list[int]:
-    """Elements of each unit of a stage, in the order in which backward finishes them; a tied copy is the last. Trained ones."""
+    """Return the trained elements of each unit of a stage, in the order in which backward finishes them; a tied copy is the last."""
     tp = layout.tp
-    tied = holds_tied_copy(run, stage)
-    numbers = [n for c in reversed(stage_layers(run, stage)) for n in reversed(c)]
-    first = placement(run).owner(0)[0]
-    last = placement(run).last_stage
+    where = placement(run)
+    is_first = stage == where.owner(0)[0]
+    is_last = stage == where.last_stage
+    per_layer = adapter_parameters(run, tp) if run.lora.on else layer_parameters(run, tp)
+    layers = [per_layer[layer] for layer in _backward_layers(run, stage)]
     if run.lora.on:
-        of_layer = adapter_parameters(run, tp)
-        return [
-            *[0] * (stage == last),
-            *(of_layer[layer] for layer in numbers),
-            *[0] * (stage == first),
-        ]
-    head = sum(r.parameters for r in head_records(run, tp, tied=True))
+        return [*([0] if is_last else []), *layers, *([0] if is_first else [])]
+    tied = holds_tied_copy(run, stage)
     table = padded_vocab_size(run.model, tp) // tp * run.model.hidden_size
-    embedding = sum(r.parameters for r in embedding_records(run, tp)) - table * tied
-    of_layer = layer_parameters(run, tp)
-    return [
-        *[head] * (stage == last),
-        *(of_layer[layer] for layer in numbers),
-        *[embedding] * (stage == first),
-        *[table] * tied,
-    ]
+    units = []
+    if is_last:
+        units.append(sum(r.parameters for r in head_records(run, tp, tied=True)))
+    units += layers
+    if is_first:
+        embedding = sum(r.parameters for r in embedding_records(run, tp))
+        units.append(embedding - table if tied else embedding)
+    if tied:
+        units.append(table)
+    return units
+
+
+def _backward_layers(run: RunConfig, stage: int) -> list[int]:
+    """Return a stage's layers in the order of backward."""
+    return [layer for chunk in reversed(stage_layers(run, stage)) for layer in reversed(chunk)]
 
 
 def bucket_units(
     run: RunConfig, layout: Layout, stage: int, units: list[int] | None = None
 ) -> list[range]:
-    """The units of each bucket. units: those of `stage_units`, where they are known."""
+    """Return the units of each bucket. units: `stage_units`, if already known."""
     units = stage_units(run, layout, stage) if units is None else units
     return cut(units, bucket_minimum(run, layout.replicas), holds_tied_copy(run, stage))
 
 
-@lru_cache(maxsize=64)  # each kind of a stage's memory asks for the same
+@lru_cache(maxsize=64)
 def bucket_sizes(run: RunConfig, layout: Layout, stage: int) -> tuple[tuple[int, int], ...]:
-    """(elements that are held like other matrices, those of divided experts) of each bucket in a rank's flat buffers.
+    """Return (elements, divided expert elements) of each bucket in a rank's flat buffers.
 
-    Both are padded so that every part is aligned that one of the ranks with the same elements updates. Divided experts of the same
-    units are a bucket of their own.
+    Both are padded so that every ZeRO shard is aligned. Divided experts of the same units form a bucket of their own.
     """
-    where = placement(run)
-    of_mlp = {
+    divided_of_mlp = {
         mlp: sum(r.divided for r in layer_records(run, layout.tp, mlp))
         for mlp in set(run.model.mlps)
     }
-    layers = [
-        of_mlp[run.model.mlps[layer]]
-        for chunk in reversed(stage_layers(run, stage))
-        for layer in reversed(chunk)
-    ]
+    head = [0] if stage == placement(run).last_stage else []
+    layers = [divided_of_mlp[run.model.mlps[layer]] for layer in _backward_layers(run, stage)]
+    experts = [*head, *layers, 0, 0]
     units = stage_units(run, layout, stage)
-    experts = [*[0] * (stage == where.last_stage), *layers, 0, 0]
     sizes = []
     for bucket in bucket_units(run, layout, stage, units):
         divided = sum(experts[i] for i in bucket)
+        others = sum(units[i] for i in bucket) - divided
         sizes.append(
             (
-                round_up(sum(units[i] for i in bucket) - divided, layout.replicas * FLAT_ALIGNMENT),
+                round_up(others, layout.replicas * FLAT_ALIGNMENT),
                 round_up(divided, layout.edp * FLAT_ALIGNMENT),
             )
         )
@@ -180,25 +173,24 @@ def bucket_sizes(run: RunConfig, layout: Layout, stage: int) -> tuple[tuple[int,
 
 
 def bucket_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
-    """Elements of each bucket in a rank's flat buffers, divided experts of the same units counted with it."""
+    """Return the elements of each bucket in a rank's flat buffers, divided experts included."""
     return [others + divided for others, divided in bucket_sizes(run, layout, stage)]
 
 
 def updated_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
-    """Elements of what a rank updates: of each bucket, or with ZeRO-1 its part of each. Divided experts follow the others."""
+    """Return the elements that a rank updates: of each bucket, or with ZeRO-1 of its shards. Divided experts follow the others."""
     sizes = bucket_sizes(run, layout, stage)
-    of_experts = layout.edp if run.parallel.zero_stage else 1
-    return [others // zero_shards(run, layout) for others, _ in sizes] + [
-        divided // of_experts for _, divided in sizes
-    ]
+    expert_shards = layout.edp if run.parallel.zero_stage else 1
+    others = [size // zero_shards(run, layout) for size, _ in sizes]
+    return others + [divided // expert_shards for _, divided in sizes]
 
 
 def _second_moment_of_muon(run: RunConfig, layout: Layout, stage: int) -> int:
-    """Elements of the second moment on the rank of a stage that holds most: Muon's matrices, which lie first, have none."""
+    """Return the most second-moment elements on a rank of a stage: Muon's matrices, first in a bucket, have none."""
     shards = zero_shards(run, layout)
-    layers = [layer for chunk in reversed(stage_layers(run, stage)) for layer in reversed(chunk)]
+    layers = _backward_layers(run, stage)
     matrices = matrix_elements(run, layout.tp)
-    head = int(stage == placement(run).last_stage)
+    head = 1 if stage == placement(run).last_stage else 0
     elements = 0
     for size, units in zip(
         bucket_elements(run, layout, stage), bucket_units(run, layout, stage), strict=True
@@ -211,9 +203,9 @@ def _second_moment_of_muon(run: RunConfig, layout: Layout, stage: int) -> int:
 
 
 def _scales(run: RunConfig, layout: Layout, stage: int) -> int:
-    """Return the scales of a moment in 8 bits, with ZeRO-1 an upper limit: on the rank of a stage that holds most."""
+    """Return the most scales of an 8-bit moment on a rank of a stage; with ZeRO-1 an upper limit."""
     units = unit_segments(run, layout, stage, holds_tied_copy(run, stage))
-    sharded = bool(run.parallel.zero_stage)
+    expert_shards = layout.edp if run.parallel.zero_stage else 1
     found = 0
     for bucket, (others, divided) in zip(
         bucket_units(run, layout, stage), bucket_sizes(run, layout, stage), strict=True
@@ -224,38 +216,38 @@ def _scales(run: RunConfig, layout: Layout, stage: int) -> int:
         )
         found += scales(
             (each for unit in bucket for each in units[unit][0]),
-            divided // (layout.edp if sharded else 1),
+            divided // expert_shards,
         )
     return found
 
 
 def moment_bytes(run: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
-    """Bytes of both moments on a rank, and of what a checkpoint holds of them: those of 8 bits are saved in FP32."""
+    """Return the bytes of both moments on a rank and in a checkpoint, which saves 8-bit moments as FP32."""
     optimizer = run.optimizer
-    parts = updated_elements(run, layout, stage)
+    first = sum(updated_elements(run, layout, stage))
     if optimizer.exp_avg_dtype == "int8":
-        each = sum(parts) + FP32_BYTES * _scales(run, layout, stage)
-        return 2 * each, 2 * FP32_BYTES * sum(parts)
-    second = _second_moment_of_muon(run, layout, stage) if optimizer.muon else sum(parts)
-    held = (
-        sum(parts) * MOMENT_BYTES[optimizer.exp_avg_dtype]
+        each = first + FP32_BYTES * _scales(run, layout, stage)
+        return 2 * each, 2 * FP32_BYTES * first
+    second = _second_moment_of_muon(run, layout, stage) if optimizer.muon else first
+    both = int(
+        first * MOMENT_BYTES[optimizer.exp_avg_dtype]
         + second * MOMENT_BYTES[optimizer.exp_avg_sq_dtype]
     )
-    return int(held), int(held)
+    return both, both
 
 
 def flat_elements(run: RunConfig, layout: Layout, stage: int) -> int:
-    """Elements of a rank's flat buffers: its parameters with the padding of their buckets."""
+    """Return the elements of a rank's flat buffers, padding included."""
     return sum(bucket_elements(run, layout, stage))
 
 
 def gradient_bytes(run: RunConfig) -> int:
-    """Bytes of a gradient element on the wire."""
+    """Return the bytes of a communicated gradient element."""
     return BF16_BYTES if run.parallel.grad_reduce_in_bf16 else FP32_BYTES
 
 
 def gradient_collectives(run: RunConfig, layout: Layout, stage: int) -> list[Collective]:
-    """Once per iteration: all-reduces of tied embeddings and of partial gradients, gradient reduction, ZeRO-1's all-gather."""
+    """Return the collectives of one iteration: tied embeddings, partial gradients, gradient reduction and ZeRO-1's all-gather."""
     collectives = []
     size = gradient_bytes(run)
     if holds_tied_copy(run, stage):
@@ -263,13 +255,14 @@ def gradient_collectives(run: RunConfig, layout: Layout, stage: int) -> list[Col
         collectives.append(
             Collective("all_reduce", "embedding", vocabulary * run.model.hidden_size * size)
         )
-    parts = sequence_parts(run, layout.tp) > 1
-    if partial := sum(
-        r.replicated if parts else r.of_heads for _, r in stage_records(run, layout, stage)
-    ) * (layout.tp > 1):
-        collectives.append(
-            Collective("all_reduce", "tp", partial * FP32_BYTES)
-        )  # every rank's, of its part of sequence or heads
+    if layout.tp > 1:
+        records = [record for _, record in stage_records(run, layout, stage)]
+        if sequence_parts(run, layout.tp) > 1:
+            partial = sum(record.replicated for record in records)
+        else:
+            partial = sum(record.of_heads for record in records)
+        if partial:
+            collectives.append(Collective("all_reduce", "tp", partial * FP32_BYTES))
     for others, divided in bucket_sizes(run, layout, stage):
         collectives += _bucket_collectives(run, "dp", layout.replicas, others)
         collectives += _bucket_collectives(run, "edp", layout.edp, divided)
@@ -279,7 +272,7 @@ def gradient_collectives(run: RunConfig, layout: Layout, stage: int) -> list[Col
 def _bucket_collectives(
     run: RunConfig, group: str, replicas: int, elements: int
 ) -> list[Collective]:
-    """Of a bucket of so many elements that `replicas` ranks hold alike."""
+    """Return the collectives of a bucket that `replicas` ranks share."""
     size = gradient_bytes(run)
     if replicas == 1 or not elements:
         return []
@@ -293,19 +286,21 @@ def _bucket_collectives(
 
 # Memory at the peak --------------------------------------------------------------------------------------------------------------
 
-# FP32 logits held at once: this, or this share of what the layers keep
+# Limits of a block of FP32 logits: these bytes, or 1 / LOGITS_SHARE of the layers' saved bytes.
 LOGITS_MIN_BYTES = 36 << 20
 LOGITS_SHARE = 4
 LOGITS_MAX_ROWS = 1024  # more rows are not faster
-# of the data's index on a reader: of a sample, with its documents; and at most
+# Bytes of a data reader's index: per sample, with its documents; and at most.
 INDEX_SAMPLE_BYTES = 16
 INDEX_MAX_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that one rank holds at the peak of a step, by use. saving: the copy that --async-save writes. reused: what counts as
-    activations and, later in the step, as gradients.
+    """Bytes of one rank at the peak of a step, by use.
+
+    saving: the copy that --async-save writes.
+    reused: activations whose memory gradients reuse later in the step.
     """
 
     weights: int
@@ -330,40 +325,37 @@ class Memory:
 
 
 def data_index_bytes(run: RunConfig, samples: int) -> int:
-    """What the rank that reads the data for its node holds of an index of so many samples: 117 MiB of 146 million (measured)."""
+    """Return the index bytes on a node's data reader: 117 MiB for 146 million samples (measured)."""
     return min(INDEX_SAMPLE_BYTES * samples, INDEX_MAX_BYTES) if run.data.files else 0
 
 
 def layer_saved_bytes(run: RunConfig, tp: int) -> int:
-    """Bytes that one layer keeps from forward to backward, whole layers not being recomputed."""
-    spared = (
-        selective_recompute_bytes(run, tp)
-        if run.training.recompute_granularity == "selective"
-        else 0
-    )
-    return sum(r.saved_bytes for r in layer_records(run, tp)) - spared
+    """Return the bytes that a layer saves from forward to backward without full recompute."""
+    saved = sum(r.saved_bytes for r in layer_records(run, tp))
+    if run.training.recompute_granularity == "selective":
+        saved -= selective_recompute_bytes(run, tp)
+    return saved
 
 
 def layers_kept_bytes(
     run: RunConfig, tp: int, layers: int, groups: Sequence[range]
 ) -> tuple[int, int]:
-    """What `layers` layers keep of one micro-batch from forward to backward, and what backward holds in addition for recompute.
+    """Return (bytes that `layers` layers keep of one micro-batch, additional bytes of backward for recompute).
 
-    groups: of layers that are recomputed together. The layers that are not come last, so backward has freed them by then.
+    groups: layers that are recomputed together. Other layers are last, so backward has freed them by then.
     """
     per_layer = layer_saved_bytes(run, tp)
     plain = layers - sum(map(len, groups))
-    again = max(map(len, groups), default=0)
-    return len(groups) * residual_bytes(run, tp) + plain * per_layer, max(
-        0, again - plain
-    ) * per_layer
+    largest = max(map(len, groups), default=0)
+    kept = len(groups) * residual_bytes(run, tp) + plain * per_layer
+    return kept, max(0, largest - plain) * per_layer
 
 
 def weight_input_bytes(run: RunConfig, tp: int) -> int:
-    """What one layer keeps between the two halves of a split backward: both operands of its weight gradients.
+    """Return the bytes that a layer keeps between the halves of a split backward: both operands of its weight gradients.
 
-    Four matmuls with whole operands (s, b, h): the inputs of QKV and of the MLP, the gradients of the projection and of the MLP;
-    cut over tensor-parallel ranks: the context, QKV's gradient, and of the MLP the activation's argument and its gradient.
+    Whole (s, b, h): the inputs of QKV and MLP, the output gradients of projection and MLP. Sharded: the context, QKV's gradient, and
+    the MLP's pre-activation with its gradient.
     """
     attention = 2 * activation_bytes(run) + context_bytes(run, tp) + qkv_bytes(run, tp)
     if run.model.num_experts:
@@ -371,33 +363,36 @@ def weight_input_bytes(run: RunConfig, tp: int) -> int:
     return attention + 2 * activation_bytes(run) + 2 * run.model.fc1_widths * inner_bytes(run, tp)
 
 
-# Of the kernels' attention (kernels_sve/attention_shape.h): rows of a block, sums of dQ for a head, and from where heads are few.
+# Attention kernels (kernels_sve/attention_shape.h): rows of a block, dQ sums per head, and the length from which heads are few.
 ATTENTION_BLOCK = 96
 QUERY_SUMS = 6
 LONG_SEQUENCE = 32768
 
 
 def attention_bytes(run: RunConfig, tp: int, threads: int) -> int:
-    """What the kernels of attention hold in FP32 beyond its tensors, from the first backward on: packed operands and sums.
+    """Return the FP32 bytes of the attention kernels' packed operands and sums, from the first backward on.
 
-    threads: of a rank. About 12 matrices (s, d) for each head at hand; of a part of the sequence, where ranks exchange keys.
+    threads: of a rank. About 12 matrices (s, d) for each head in progress; of a sequence segment if ranks exchange keys.
     """
-    return max(_attention_bytes(run, tp, threads, way) for way in set(context_ways(run)))
+    return max(
+        _attention_bytes(run, tp, threads, cp_comm_type) for cp_comm_type in set(context_ways(run))
+    )
 
 
-def _attention_bytes(run: RunConfig, tp: int, threads: int, way: str) -> int:
-    """`attention_bytes` of layers with this --cp-comm-type."""
+def _attention_bytes(run: RunConfig, tp: int, threads: int, cp_comm_type: str) -> int:
+    """Return `attention_bytes` of layers with this --cp-comm-type."""
     model = run.model
     cp = run.parallel.context_parallel_size
     queries = keys = model.seq_length
     heads = model.num_attention_heads // tp
     groups = model.query_groups // tp
-    if cp > 1 and way == A2A:
+    if cp > 1 and cp_comm_type == A2A:
         heads = heads // cp
         groups = groups * group_copies(groups, cp) // cp
     elif cp > 1:
         queries = model.seq_length // (2 * cp)
-        keys = queries if way == P2P else keys
+        if cp_comm_type == P2P:
+            keys = queries
     share = heads // groups
     sums = min(round_up(keys, ATTENTION_BLOCK) // ATTENTION_BLOCK, QUERY_SUMS)
     wanted = max(2, min(16, threads))
@@ -405,28 +400,30 @@ def _attention_bytes(run: RunConfig, tp: int, threads: int, way: str) -> int:
         wanted = min(wanted, -(-threads // sums))
     groups_at_once = min(-(-wanted // share), groups * run.batch.micro_batch_size)
     heads_at_once = wanted if share > wanted else groups_at_once * share
-    of_query, of_key = (
-        round_up(rows, ATTENTION_BLOCK) * model.kv_channels for rows in (queries, keys)
-    )
-    of_head = (4 + sums) * of_query + 2 * queries + 2 * of_key * (share > 1)
-    of_group = of_key * (3 if share > 1 else 1)
-    return FP32_BYTES * (heads_at_once * of_head + groups_at_once * of_group)
+    query_elements = round_up(queries, ATTENTION_BLOCK) * model.kv_channels
+    key_elements = round_up(keys, ATTENTION_BLOCK) * model.kv_channels
+    per_head = (4 + sums) * query_elements + 2 * queries
+    per_group = key_elements
+    if share > 1:
+        per_head += 2 * key_elements
+        per_group = 3 * key_elements
+    return FP32_BYTES * (heads_at_once * per_head + groups_at_once * per_group)
 
 
 def inner_bytes(run: RunConfig, tp: int) -> int:
-    """Bytes of this rank's part of one tensor of the MLP's width, (s, b, f)."""
+    """Return the bytes of this rank's shard of one (s, b, f) tensor."""
     return tokens_per_microbatch(run) * mlp_width(run.model) * element_bytes(run) // tp
 
 
-def live_bytes(run: RunConfig, layout: Layout, stage: int, held: Sequence[InFlight]) -> int:
-    """What a stage's layers hold at the fullest of the moments of its schedule."""
-    parts = stage_virtual_stages(run, stage)
+def live_bytes(run: RunConfig, layout: Layout, stage: int, in_flight: Sequence[InFlight]) -> int:
+    """Return the largest bytes of a stage's saved activations over the moments of its schedule."""
+    virtual_stages = stage_virtual_stages(run, stage)
     return chunks_live_bytes(
         run,
         layout.tp,
-        [pipeline_split(run)[part] for part in parts],
-        [virtual_stage_recompute_groups(run, part) for part in parts],
-        held,
+        [pipeline_split(run)[virtual_stage] for virtual_stage in virtual_stages],
+        [virtual_stage_recompute_groups(run, virtual_stage) for virtual_stage in virtual_stages],
+        in_flight,
     )
 
 
@@ -435,50 +432,42 @@ def chunks_live_bytes(
     tp: int,
     layers: Sequence[int],
     groups: Sequence[Sequence[range]],
-    held: Sequence[InFlight],
+    in_flight: Sequence[InFlight],
 ) -> int:
-    """`live_bytes` of chunks of so many layers, of which `groups` are recomputed together.
+    """Return `live_bytes` for model chunks with these layers and recompute groups.
 
-    What is recomputed becomes, layer by layer, what a split backward leaves for its second half, which is more.
+    A split backward turns recomputed activations, layer by layer, into its larger weight-gradient operands.
     """
-    kept, again = zip(
+    kept, recomputed = zip(
         *(layers_kept_bytes(run, tp, *chunk) for chunk in zip(layers, groups, strict=True)),
         strict=True,
     )
     waiting = [count * weight_input_bytes(run, tp) for count in layers]
-    return max(
-        (
-            sum(
-                n * bytes
-                for n, bytes in zip(
-                    (*moment.activations, *moment.weight_inputs), (*kept, *waiting), strict=True
-                )
-            )
-            + (0 if any(moment.weight_inputs) else max(again))
-            for moment in held
-        ),
-        default=0,
-    )
+    largest = 0
+    for moment in in_flight:
+        counts = (*moment.activations, *moment.weight_inputs)
+        live = sum(n * bytes for n, bytes in zip(counts, (*kept, *waiting), strict=True))
+        if not any(moment.weight_inputs):
+            live += max(recomputed)
+        largest = max(largest, live)
+    return largest
 
 
 def working_bytes(run: RunConfig, tp: int) -> int:
-    """Tensors that a layer's forward or backward needs for itself: the MLP's inner one and two of the residual stream's width.
+    """Return the temporary bytes of a layer: one MLP tensor and two of width h.
 
-    Where blocks of a reduction are sent, those of two more: all ranks' shares of the own part, and own shares of the others' parts.
+    Overlapped reductions need two more: received shares of the own block, and own shares of the others' blocks.
     """
-    whole = activation_bytes(run)
-    widths = 4 if run.parallel.tp_comm_overlap and tp > 1 else 2
-    inner = 3 if run.lora.of_mlps(run.model) else 1  # what adapters add is made apart
-    of_mlp = (
-        widths * whole
-        + inner * inner_bytes(run, tp)
-        + (pair_working_bytes(run, tp) if run.model.num_experts else 0)
-    )
-    return max(of_mlp, key_working_bytes(run, tp))
+    hidden_tensors = 4 if run.parallel.tp_comm_overlap and tp > 1 else 2
+    inner_tensors = 3 if run.lora.of_mlps(run.model) else 1  # adapters compute their own
+    mlp = hidden_tensors * activation_bytes(run) + inner_tensors * inner_bytes(run, tp)
+    if run.model.num_experts:
+        mlp += pair_working_bytes(run, tp)
+    return max(mlp, key_working_bytes(run, tp))
 
 
 def posted_bytes(run: RunConfig, tp: int, stage: int) -> int:
-    """Memory of the receives that a stage has posted ahead, from each neighbour of each of its chunks."""
+    """Return the bytes of receives posted ahead, from each neighbour of each model chunk."""
     where = placement(run)
     ahead = receives_ahead(run.parallel.schedule)
     neighbours = [
@@ -492,10 +481,10 @@ def posted_bytes(run: RunConfig, tp: int, stage: int) -> int:
 
 
 def logits_rows(run: RunConfig, layout: Layout) -> int:
-    """Rows of logits that the head computes at once: equal chunks, as few as the memory for them allows.
+    """Return the rows of a logits block: equal blocks, as few as their memory allows.
 
-    A chunk pays once for packing the whole weight, so more memory is more speed, up to LOGITS_MAX_ROWS; it may have a quarter of
-    what the layers keep, or with --recompute-part-layers would keep: the order of sums is then the same whatever is recomputed.
+    Every block packs the whole weight once, so larger blocks are faster, up to LOGITS_MAX_ROWS. The limit is a quarter of what the
+    layers keep, or with --recompute-virtual_stage-layers would keep, so that recompute does not change the order of sums.
     """
     vocabulary = padded_vocab_size(run.model, layout.tp) // layout.tp
     rows = tokens_per_microbatch(run)
@@ -504,10 +493,10 @@ def logits_rows(run: RunConfig, layout: Layout) -> int:
         layers_kept_bytes(
             run,
             layout.tp,
-            pipeline_split(run)[part],
-            () if free else virtual_stage_recompute_groups(run, part),
+            pipeline_split(run)[virtual_stage],
+            () if free else virtual_stage_recompute_groups(run, virtual_stage),
         )[0]
-        for part in stage_virtual_stages(run, placement(run).last_stage)
+        for virtual_stage in stage_virtual_stages(run, placement(run).last_stage)
     )
     budget = max(LOGITS_MIN_BYTES, kept // LOGITS_SHARE)
     chunks = max(-(-rows * vocabulary * FP32_BYTES // budget), -(-rows // LOGITS_MAX_ROWS))
@@ -515,66 +504,67 @@ def logits_rows(run: RunConfig, layout: Layout) -> int:
 
 
 def reused_bytes(run: RunConfig, layout: Layout, stage: int, live: int) -> int:
-    """What the gradients of an iteration of one micro-batch take of the `live` bytes that layers keep, which backward frees.
+    """Return the `live` activation bytes that gradients reuse in an iteration of one micro-batch, after backward frees them.
 
-    A bucket gets memory when backward reaches its first unit (`optim.flat`), the tied embedding's with the logits.
+    A bucket is allocated when backward reaches its first unit (`optim.flat`), the tied embedding's with the logits.
     """
     if layout.microbatches(run, layout.global_batch_size(run)) > 1:
         return 0
     sizes = bucket_elements(run, layout, stage)
     layers = sum(map(len, stage_layers(run, stage)))
-    head = int(stage == placement(run).last_stage)
+    head = 1 if stage == placement(run).last_stage else 0
     tied_first = run.model.tied and layout.pp == 1
     peak = 0
-    taken = sizes[-1] * tied_first
+    allocated = sizes[-1] if tied_first else 0
     for index, (size, units) in enumerate(
         zip(sizes, bucket_units(run, layout, stage), strict=True)
     ):
-        taken += size * (not tied_first or index < len(sizes) - 1)
+        if not tied_first or index < len(sizes) - 1:
+            allocated += size
         left = layers - min(max(units.start - head, 0), layers)
-        peak = max(peak, FP32_BYTES * taken + live * left // layers)
+        peak = max(peak, FP32_BYTES * allocated + live * left // layers)
     return FP32_BYTES * sum(sizes) + live - peak
 
 
-def stage_memory(run: RunConfig, layout: Layout, stage: int, held: Sequence[InFlight]) -> Memory:
-    """Memory of one rank of `stage`. held: what its schedule holds at the moments that may need most (`schedule.in_flight`)."""
+def stage_memory(
+    run: RunConfig, layout: Layout, stage: int, in_flight: Sequence[InFlight]
+) -> Memory:
+    """Return the memory of one rank of `stage`. in_flight: `Schedule.in_flight`, the fullest moments of the stage."""
     elements = flat_elements(run, layout, stage)
-    sharded = sum(updated_elements(run, layout, stage))
-    low = 0 if run.precision.name == "fp32" else 2
+    is_fp32 = run.precision.name == "fp32"
+    weight_bytes = FP32_BYTES if is_fp32 else BF16_BYTES
+    copies = 1.0
+    if run.system.cache_packed_weights:
+        copies += 2 * (1.5 if run.system.splits_fp32 else 1.0)  # bf16x3: three BF16 per FP32
+    sent = 0  # copies for communication, at worst of all buckets
+    if run.parallel.grad_reduce_in_bf16 and layout.replicas > 1:
+        sent = BF16_BYTES
+    masters = sum(updated_elements(run, layout, stage)) * FP32_BYTES
+    moments, saved_moments = moment_bytes(run, layout, stage)
+    logits = 0  # with gradients
+    if stage == placement(run).last_stage:
+        vocabulary = padded_vocab_size(run.model, layout.tp)
+        element = FP32_BYTES if is_fp32 else FP32_BYTES + BF16_BYTES
+        logits = logits_rows(run, layout) * vocabulary // layout.tp * element
     outside = sum(
-        r.saved_bytes
-        for part in stage_virtual_stages(run, stage)
-        for _, r in end_records(run, layout, placement(run), part)
+        record.saved_bytes
+        for virtual_stage in stage_virtual_stages(run, stage)
+        for _, record in end_records(run, layout, placement(run), virtual_stage)
     )
-    logits = (
-        logits_rows(run, layout)
-        * padded_vocab_size(run.model, layout.tp)
-        // layout.tp
-        * (FP32_BYTES + low)
-    )  # with gradients
-    logits = logits if stage == placement(run).last_stage else 0
-    working = (
-        max(working_bytes(run, layout.tp), outside + logits) - logits
-    )  # the head works when no layer does
-    sent = (
-        BF16_BYTES if run.parallel.grad_reduce_in_bf16 and layout.replicas > 1 else 0
-    )  # copies, of all buckets at worst
-    moments, in_file = moment_bytes(run, layout, stage)
-    saved = sharded * FP32_BYTES + (0 if run.output.no_save_optim else in_file)
-    widened = (
-        in_file - moments + (sharded * FP32_BYTES if low and not run.masters else 0)
-    )  # what a checkpoint holds in FP32
-    saving = (saved if run.output.save and run.output.async_save else 0) + (
-        widened if run.output.save else 0
-    )
-    packed = 1.5 if run.system.splits_fp32 else 1.0  # three BF16 numbers for one of FP32
-    copies = 1 + 2 * packed * run.system.cache_packed_weights
-    live = live_bytes(run, layout, stage, held)
-    held_weights = elements + frozen_elements(run, layout, stage)
+    # the head runs while no layer does
+    working = max(working_bytes(run, layout.tp), outside + logits) - logits
+    saving = 0
+    if run.output.save:
+        saving = saved_moments - moments
+        if not is_fp32 and not run.masters:
+            saving += masters
+        if run.output.async_save:
+            saving += masters + (0 if run.output.no_save_optim else saved_moments)
+    live = live_bytes(run, layout, stage, in_flight)
     return Memory(
-        weights=int(copies * held_weights) * (low or FP32_BYTES),
+        weights=int(copies * (elements + frozen_elements(run, layout, stage))) * weight_bytes,
         gradients=elements * (FP32_BYTES + sent),
-        optimizer=moments + (sharded * FP32_BYTES if run.masters else 0),
+        optimizer=moments + (masters if run.masters else 0),
         activations=live + posted_bytes(run, layout.tp, stage) + working,
         logits=logits,
         saving=saving,

@@ -1,6 +1,6 @@
-"""What Muon costs: the matrices whose updates it makes orthogonal, and their shapes. Pure integers, no torch.
+"""Matrices that Muon orthogonalizes, and their shapes. Pure integers, no torch.
 
-Legend: h hidden, f width of the MLP, e experts, m and n the smaller and the larger side of a matrix.
+Legend: h hidden, f MLP width, e experts, m and n the smaller and the larger side of a matrix.
 """
 
 from __future__ import annotations
@@ -22,62 +22,63 @@ def _mlp_matrices(model: ModelConfig, mlp: str) -> Matrices:
         return [(1, widths * model.ffn_hidden_size, h), (1, h, model.ffn_hidden_size)]
     e = model.num_experts or 0
     f = model.moe_ffn_hidden_size or 0
-    shared = model.moe_shared_expert_intermediate_size or 0
-    return [
-        (e, widths * f, h),
-        (e, h, f),
-        *([(1, widths * shared, h), (1, h, shared)] if shared else []),
-    ]
+    matrices = [(e, widths * f, h), (e, h, f)]
+    if shared := model.moe_shared_expert_intermediate_size:
+        matrices += [(1, widths * shared, h), (1, h, shared)]
+    return matrices
 
 
 def layer_matrices(run: RunConfig, mlp: str) -> Matrices:
-    """Those of one layer that tensor-parallel ranks share, whole."""
+    """Return a layer's whole matrices that tensor-parallel ranks shard."""
     model = run.model
     queries = model.context_width
     keys = (model.qkv_width - model.context_width) // 2
     h = model.hidden_size
-    qkv = (
-        [(1, model.qkv_width, h)]
-        if run.optimizer.muon_no_split_qkv
-        else [(1, queries, h), (2, keys, h)]
-    )
+    if run.optimizer.muon_no_split_qkv:
+        qkv = [(1, model.qkv_width, h)]
+    else:
+        qkv = [(1, queries, h), (2, keys, h)]
     return [*qkv, (1, h, queries), *_mlp_matrices(model, mlp)]
 
 
 def _replicated(model: ModelConfig, mlp: str) -> Matrices:
-    """Those of one layer that every tensor-parallel rank has: the router, and the gate of the shared expert."""
+    """Return a layer's matrices on every tensor-parallel rank: the router, and the gate of the shared expert."""
     if mlp != "experts":
         return []
-    return [
-        (1, model.num_experts or 0, model.hidden_size),
-        *[(1, 1, model.hidden_size)] * model.moe_shared_expert_gate,
-    ]
+    matrices = [(1, model.num_experts or 0, model.hidden_size)]
+    if model.moe_shared_expert_gate:
+        matrices.append((1, 1, model.hidden_size))
+    return matrices
 
 
 def matrix_elements(run: RunConfig, tp: int) -> tuple[int, ...]:
-    """Elements of every layer's matrices on one rank that Muon updates; zeros with AdamW."""
+    """Return the elements of every layer's Muon matrices on one rank; zeros with AdamW."""
+
+    if not run.optimizer.muon:
+        return (0,) * run.model.num_layers
 
     def total(matrices: Matrices) -> int:
         return sum(count * rows * columns for count, rows, columns in matrices)
 
     sizes = {
-        mlp: (total(layer_matrices(run, mlp)) // tp + total(_replicated(run.model, mlp)))
-        * run.optimizer.muon
+        mlp: total(layer_matrices(run, mlp)) // tp + total(_replicated(run.model, mlp))
         for mlp in set(run.model.mlps)
     }
     return tuple(sizes[mlp] for mlp in run.model.mlps)
 
 
 def orthogonalized(run: RunConfig, layout: Layout, stage: int) -> Counter[tuple[int, int]]:
-    """(m, n) of every matrix that the data-parallel ranks of a stage share, and how many there are; none with AdamW.
+    """Count the matrices (m, n) that the data-parallel ranks of a stage orthogonalize; none with AdamW.
 
-    Tensor-parallel ranks compute whole ones alike, or with --muon-tp-mode blockwise their parts, here as if of all rows.
+    Tensor-parallel ranks compute whole matrices alike, or with --muon-tp-mode blockwise their shards, here as if row-sharded.
     """
-    parts = layout.tp if run.optimizer.muon_tp_mode == "blockwise" else 1
+    shards = layout.tp if run.optimizer.muon_tp_mode == "blockwise" else 1
     found = Counter[tuple[int, int]]()
-    for layer in itertools.chain(*stage_layers(run, stage)) if run.optimizer.muon else ():
+    if not run.optimizer.muon:
+        return found
+    for layer in itertools.chain(*stage_layers(run, stage)):
         mlp = run.model.mlps[layer]
         for count, rows, columns in [*layer_matrices(run, mlp), *_replicated(run.model, mlp)]:
-            m, n = sorted((max(1, rows // parts), columns))
+            m, n = sorted((max(1, rows // shards), columns))
             found[m, n] += count
     return found

@@ -1,4 +1,18 @@
-"""Run logs as the published tables' rows, CSV and a picture."""
+"""Run logs as the published tables' rows, CSV and a picture.
+
+    fugaku-megatron log run.log                              a row for each log, from what the log says
+    fugaku-megatron log run.log --follow --png run.png       redrawn while the job runs, until it ends
+    fugaku-megatron log run.log --csv run.csv --per-iteration    loss, time and rates of every iteration
+    fugaku-megatron log checkpoints/history.jsonl --png run.png  the same from the history that train keeps in --save
+    fugaku-megatron log tuned_a tuned_b --png both.png --x tokens    several runs, by their --save: which one has the lowest loss
+    fugaku-megatron log ranks.jsonl --ranks --png ranks.png  where the time of every rank went, from train --log-ranks
+    fugaku-megatron log a100.log --nodes 10 --ranks-per-node 8 --tensor-model-parallel-size 8 \\
+        --pipeline-model-parallel-size 10                    a log of another program
+
+Sec/it and TFLOPs (per rank, the log's own) are medians over the last job's iterations after its first two, or over all of them if
+it has at most two. With the model known, TFLOPs are also computed again from the time. A run's flags describe logs of Megatron-LM,
+Megatron-DeepSpeed and others that print their lines, and histories; logs of `fugaku-megatron train` describe themselves.
+"""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from ..host.allocator import peak_memory_mib
 from ..host.observed import (
     Profiler,
 )
-from .loss_plot import start_module
 from . import trace as trace_module
+from .loss_plot import start_module
 
 BARRIERS = 9  # that clocks are compared at
 

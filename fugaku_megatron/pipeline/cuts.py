@@ -1,30 +1,24 @@
-"""Cuts of a model's layers into the chunks of pipeline stages."""
+"""Division of a model's layers into virtual stages."""
 
 from __future__ import annotations
 
 from .placement import Placement
 
-SplitCosts = tuple[
-    int, int, int
-]  # of a forward, of the gradients of its input and of its weights, relative to each other
-
-
-PartCosts = tuple[SplitCosts, ...]  # of each part of the model
-
-
+SplitCosts = tuple[int, int, int]  # relative costs of F, I and W
+VirtualStageCosts = tuple[SplitCosts, ...]
 ALIKE: SplitCosts = (1, 1, 1)
 
 
 def even_cut(layers: int, placement: Placement) -> tuple[int, ...]:
-    """The same number of layers in every part."""
+    """Return equally many layers for every virtual stage."""
     return (layers // placement.virtual_stages,) * placement.virtual_stages
 
 
 def balanced_cut(layers: int, placement: Placement, layer: float, head: float) -> tuple[int, ...]:
-    """Layers of each part, such that the costliest stage is cheapest. layer, head: the cost of a layer and of the logits.
+    """Return the layers of each virtual stage that make the costliest pipeline stage cheapest.
 
-    The stage that has the logits, too, gets its number of layers by cost; the others share the rest evenly, the later ones taking
-    what does not divide. Then each stage cuts its layers into chunks by the same rule.
+    layer, head: cost of a layer and of the logits. The other stages share the remaining layers evenly, later stages first. Each stage
+    then divides its layers into model chunks by the same rule.
     """
     with_head, _ = placement.owner(placement.virtual_stages - 1)
     mine = _with_head(layers, placement.stages - 1, placement.model_chunks, layer, head)
@@ -35,7 +29,7 @@ def balanced_cut(layers: int, placement: Placement, layer: float, head: float) -
 def cut_of_stages(
     totals: tuple[int, ...], placement: Placement, layer: float, head: float
 ) -> tuple[int, ...]:
-    """Layers of each part where the stages' layers are given: chunks of a stage cost the same, as far as the layers divide."""
+    """Return the layers of each virtual stage for given layers of each pipeline stage: model chunks of equal cost, if divisible."""
     with_head, _ = placement.owner(placement.virtual_stages - 1)
     chunks = [evenly(total, placement.model_chunks) for total in totals]
     last = _with_head(totals[with_head], placement.model_chunks - 1, 1, layer, head)
@@ -47,9 +41,9 @@ def cut_of_stages(
 
 
 def _with_head(layers: int, others: int, least: int, layer: float, head: float) -> int:
-    """Layers, at least `least`, of the one that has the head, too, where `others` share the rest evenly.
+    """Return the layers (at least `least`) of the share with the head, if `others` divide the rest evenly.
 
-    The number for which the costliest is cheapest; of equals the largest, which leaves the others least.
+    Minimize the costliest share; prefer more layers among equals.
     """
     if others == 0:
         return layers
@@ -58,5 +52,5 @@ def _with_head(layers: int, others: int, least: int, layer: float, head: float) 
 
 
 def evenly(layers: int, shares: int) -> tuple[int, ...]:
-    """Shares that differ by at most one, the later ones being larger: what comes first in a model is held longest."""
+    """Return shares that differ by at most one, later ones larger, because early layers are in flight longest."""
     return tuple((layers + i) // shares for i in range(shares))

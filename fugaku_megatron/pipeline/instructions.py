@@ -6,27 +6,19 @@ from dataclasses import dataclass
 
 FORWARD = "forward"
 BACKWARD = "backward"
-
-
 BACKWARD_INPUT = "backward_input"
 BACKWARD_WEIGHT = "backward_weight"
-
-
 RECV_FORWARD = "recv_forward"
 SEND_FORWARD = "send_forward"
-
-
 RECV_BACKWARD = "recv_backward"
 SEND_BACKWARD = "send_backward"
-
-
 SENDS = (SEND_FORWARD, SEND_BACKWARD)
 RECEIVES = (RECV_FORWARD, RECV_BACKWARD)
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """Do `op` for micro-batch `microbatch` on the stage's own chunk of layers `chunk`, from 0."""
+    """Operation `op` for a micro-batch on one of the stage's model chunks, from 0."""
 
     op: str
     microbatch: int
@@ -35,9 +27,9 @@ class Instruction:
 
 @dataclass(frozen=True)
 class InFlight:
-    """What a stage holds at one moment, in micro-batches of each chunk.
+    """Micro-batches in flight on a stage at one moment, for each model chunk.
 
-    activations: between F and I or B. weight_inputs: between I and W, what W still needs.
+    activations: between F and I or B. weight_inputs: between I and W.
     """
 
     activations: tuple[int, ...]

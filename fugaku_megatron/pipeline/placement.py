@@ -1,4 +1,4 @@
-"""Model chunks of each pipeline stage, and their neighbours."""
+"""Virtual stages of each pipeline stage, and their neighbours."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ V = "v"
 
 @dataclass(frozen=True)
 class Placement:
-    """The model cut into stages x chunks parts, numbered from 0 along the model, and the stage that owns each.
+    """A model divided into stages x model_chunks virtual stages, numbered from 0 along the model.
 
-    kind: LOOP, part after part around the stages; or V, with two chunks, down the stages and up again, so that the first and the
-    last part share stage 0.
+    kind: LOOP, round-robin over the stages; or V, two chunks, down the stages and up again, so that stage 0 has the first and the last.
     """
 
     stages: int
@@ -24,66 +23,67 @@ class Placement:
     kind: str = LOOP
 
     def __post_init__(self) -> None:
-        assert (
-            self.stages >= 1
-            and self.model_chunks >= 1
-            and (self.kind == LOOP or (self.kind, self.model_chunks) == (V, 2))
-        ), self
+        assert self.stages >= 1 and self.model_chunks >= 1, self
+        assert self.kind == LOOP or (self.kind, self.model_chunks) == (V, 2), self
 
     @property
     def virtual_stages(self) -> int:
-        """Parts of the model."""
+        """Number of virtual stages."""
         return self.stages * self.model_chunks
 
     @property
     def last_stage(self) -> int:
-        """The stage with the end of the model."""
+        """Pipeline stage with the end of the model."""
         return self.owner(self.virtual_stages - 1)[0]
 
-    def virtual_stage(self, stage: int, chunk: int) -> int:
-        """The number of the part that is `chunk` of `stage`."""
-        turned = self.kind == V and chunk == 1
-        return chunk * self.stages + (self.stages - 1 - stage if turned else stage)
+    def virtual_stage(self, stage: int, model_chunk: int) -> int:
+        """Return the virtual stage of a stage's model chunk."""
+        if self.kind == V and model_chunk == 1:
+            stage = self.stages - 1 - stage
+        return model_chunk * self.stages + stage
 
-    def owner(self, part: int) -> tuple[int, int]:
-        """(stage, chunk) of a part: the inverse of `part`."""
-        chunk, place = divmod(part, self.stages)
-        return (self.stages - 1 - place if self.kind == V and chunk == 1 else place), chunk
+    def owner(self, virtual_stage: int) -> tuple[int, int]:
+        """Return (stage, model chunk) of a virtual stage, the inverse of `virtual_stage`."""
+        model_chunk, stage = divmod(virtual_stage, self.stages)
+        if self.kind == V and model_chunk == 1:
+            stage = self.stages - 1 - stage
+        return stage, model_chunk
 
-    def neighbour(self, stage: int, chunk: int, step: int) -> tuple[int, int] | None:
-        """(stage, chunk) of the part that follows (step 1) or precedes (step -1) this one; None at the ends of the model.
+    def neighbour(self, stage: int, model_chunk: int, step: int) -> tuple[int, int] | None:
+        """Return (stage, model chunk) of the following (step 1) or preceding (step -1) virtual stage, or None at the model's ends.
 
-        Where it is a chunk of the same stage, no message is sent: the executor hands the tensor over.
+        No message is sent between model chunks of the same stage.
         """
-        part = self.virtual_stage(stage, chunk) + step
-        return self.owner(part) if 0 <= part < self.virtual_stages else None
+        near = self.virtual_stage(stage, model_chunk) + step
+        return self.owner(near) if 0 <= near < self.virtual_stages else None
 
     def peer(self, stage: int, message: Instruction) -> tuple[int, int]:
-        """(other stage, tag) of a send or receive on `stage`.
+        """Return (other stage, tag) of a send or receive on `stage`.
 
-        The tag names the direction and the cut between two parts that the tensor crosses, so messages of different kinds between
-        the same two stages never mix; those of one tag follow the order of the micro-batches.
+        The tag encodes the direction and the boundary between two virtual stages, so messages of different kinds between two stages never
+        match; messages with equal tags follow the order of micro-batches.
         """
-        down = message.op in (SEND_FORWARD, RECV_BACKWARD)  # the other part comes after this one
-        cut = self.virtual_stage(stage, message.model_chunk) + down
-        other, _ = self.owner(cut if down else cut - 1)
-        return other, 2 * cut + (message.op in (SEND_BACKWARD, RECV_BACKWARD))
+        here = self.virtual_stage(stage, message.model_chunk)
+        if message.op in (SEND_FORWARD, RECV_BACKWARD):  # with the following virtual stage
+            other = here + 1
+        else:
+            other = here - 1
+        direction = 1 if message.op in (SEND_BACKWARD, RECV_BACKWARD) else 0
+        return self.owner(other)[0], 2 * max(here, other) + direction
 
-    def forward_slot(self, microbatch: int, part: int) -> int:
-        """When a part runs a forward if there is nothing but forwards, all of one slot: no stage has two in one slot.
+    def forward_slot(self, microbatch: int, virtual_stage: int) -> int:
+        """Return the time slot of a forward in a schedule with only forwards of one slot each; no stage has two in a slot.
 
-        LOOP: `stages` micro-batches pass each chunk before the next chunk begins. V: a micro-batch starts in every second slot.
+        LOOP: `stages` micro-batches pass a model chunk before the next one. V: a micro-batch starts in every second slot.
         """
         if self.kind == V:
-            return 2 * microbatch + part
+            return 2 * microbatch + virtual_stage
         group, place = divmod(microbatch, self.stages)
-        return group * self.virtual_stages + place + part
+        return group * self.virtual_stages + place + virtual_stage
 
 
 def placement_of(name: str, stages: int, chunks: int) -> Placement:
-    """The placement that the schedule of that name needs. chunks: of each stage; 1 for 1F1B, 2 for ZBV."""
-    assert chunks == {ONE_F_ONE_B: 1, INTERLEAVED: chunks, ZB_H1: chunks, ZBV: 2}[name], (
-        name,
-        chunks,
-    )
+    """Return the placement for a schedule. chunks: of each stage; 1 for 1F1B, 2 for ZBV."""
+    required = {ONE_F_ONE_B: 1, INTERLEAVED: chunks, ZB_H1: chunks, ZBV: 2}[name]
+    assert chunks == required, (name, chunks)
     return Placement(stages, chunks, V if name == ZBV else LOOP)

@@ -1,10 +1,9 @@
-"""Pipeline schedules as pure lists of instructions, and the small loop that walks one.
+"""Pipeline schedules as lists of instructions, and the loop that executes a list.
 
-    build("zbv", stages=8, chunks=2, microbatches=16).instructions(3)      what stage 3 of 8 does in an iteration
+    build("zbv", stages=8, chunks=2, microbatches=16).instructions(3)      instructions of stage 3 in an iteration
 
-A stage owns one or more chunks of layers, each a part of the model (`parts`). F, B, I and W stand for forward, backward, and its
-halves: gradient of the input, gradient of the weights. Sends are nonblocking, receives block.
-`perf` costs the same lists. Left out: what an instruction does (`training.step.StepExecutor`).
+F, B, I and W are forward, backward, and the halves of backward: input gradient and weight gradient. Sends are nonblocking, receives
+block. The performance model costs the same lists; `training.step.StepExecutor` executes them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from . import zero_bubble
-from .cuts import PartCosts
+from .cuts import VirtualStageCosts
 from .instructions import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -35,11 +34,13 @@ from .placement import LOOP, Placement, placement_of
 from .schedule_names import INTERLEAVED, ONE_F_ONE_B, SPLITS_BACKWARD
 
 FORWARD_ONLY = "forward-only"
-STEADY_ROUNDS = 3  # micro-batches for each that all chunks of a stage may hold, after which a list repeats itself
+STEADY_ROUNDS = (
+    3  # a list is periodic after so many times the micro-batches in flight of all model chunks
+)
 
 
 class Executor(Protocol):
-    """What walks a schedule has one method per op, which receives the whole instruction."""
+    """One method per op, called with the whole instruction."""
 
     def forward(self, instruction: Instruction) -> None: ...
     def backward(self, instruction: Instruction) -> None: ...
@@ -55,7 +56,7 @@ class Executor(Protocol):
 
 
 def one_f_one_b(stage: int, stages: int, microbatches: int) -> list[Instruction]:
-    """1F1B for one stage: fill with forwards, then alternate, then drain. At most `stages - stage` micro-batches are in flight.
+    """Return one stage's 1F1B list: fill with forwards, alternate, drain. At most `stages - stage` micro-batches are in flight.
 
     Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", figure 4 (2021).
     """
@@ -67,11 +68,10 @@ def one_f_one_b(stage: int, stages: int, microbatches: int) -> list[Instruction]
 
 
 def interleaved(stage: int, stages: int, chunks: int, microbatches: int) -> list[Instruction]:
-    """Megatron's interleaved 1F1B for one stage: the bubble of 1F1B divided by `chunks`.
+    """Return one stage's interleaved 1F1B list, with 1 / `chunks` of 1F1B's bubble.
 
-    Any number of micro-batches: it is the list of the next multiple of `stages`, without those that do not exist. What is left of
-    a list that can be walked can be walked, because a micro-batch depends on no other.
-    Source: Narayanan et al. (2021), figure 4, bottom.
+    For other micro-batch counts than multiples of `stages`, drop the surplus micro-batches from the padded list; it still completes,
+    because no micro-batch depends on another. Source: Narayanan et al. (2021), figure 4, bottom.
     """
     placement = Placement(stages, chunks)
     padded = -(-microbatches // stages) * stages
@@ -86,15 +86,15 @@ def split_backward(
     placement: Placement,
     stage: int,
     microbatches: int,
-    costs: PartCosts = (),
-    compared: PartCosts = (),
+    costs: VirtualStageCosts = (),
+    compared: VirtualStageCosts = (),
     pending: int | None = None,
 ) -> list[Instruction]:
-    """Zero Bubble H1 (a third of 1F1B's bubble) or, with the parts in a V, ZB-V (almost no bubble) for one stage.
+    """Return one stage's Zero Bubble H1 list (a third of 1F1B's bubble) or, with a V placement, ZB-V (almost no bubble).
 
-    costs: of F, I and W of each part; none: all alike. compared: see `zero_bubble.lists`. pending: micro-batches that a stage may
-    hold between F and W of each of its chunks, by default one for each stage: then it holds as much as the first stage does in
-    1F1B. H1 with twice as many is ZB-H2, whose steady state has no bubble.
+    costs: of F, I and W of each virtual stage; empty: all alike. compared: see `zero_bubble.lists`.
+    pending: micro-batches between F and W of a model chunk; default: one per stage, as much as 1F1B's first stage. H1 with twice as many
+    is ZB-H2, without a bubble in steady state.
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", sections 2 and 6 (2023).
     """
     limit = placement.model_chunks * (pending or placement.stages)
@@ -106,7 +106,7 @@ def split_backward(
 def forward_only(
     stage: int, stages: int, microbatches: int, chunks: int = 1, kind: str = LOOP
 ) -> list[Instruction]:
-    """Evaluation: forwards alone."""
+    """Return one stage's list for evaluation."""
     placement = Placement(stages, chunks, kind)
     order = _forward_order(placement, stage, microbatches)
     return with_messages(placement, stage, [Instruction(FORWARD, m, c) for m, c in order])
@@ -115,7 +115,7 @@ def forward_only(
 def _alternate(
     forwards: list[Instruction], backwards: list[Instruction], fill: int
 ) -> list[Instruction]:
-    """`fill` forwards, then one forward and one backward in turn, then the remaining backwards."""
+    """Return `fill` forwards, then forwards and backwards alternately, then the remaining backwards."""
     pairs = zip(forwards[fill:], backwards)
     return [
         *forwards[:fill],
@@ -125,7 +125,7 @@ def _alternate(
 
 
 def _forward_order(placement: Placement, stage: int, microbatches: int) -> list[tuple[int, int]]:
-    """(micro-batch, chunk) of a stage's forwards in their order where nothing else keeps it busy."""
+    """Return (micro-batch, model chunk) of a stage's forwards in the order of their slots."""
     both = [(m, c) for m in range(microbatches) for c in range(placement.model_chunks)]
     return sorted(
         both, key=lambda i: placement.forward_slot(i[0], placement.virtual_stage(stage, i[1]))
@@ -135,30 +135,23 @@ def _forward_order(placement: Placement, stage: int, microbatches: int) -> list[
 def with_messages(
     placement: Placement, stage: int, computations: Iterable[Instruction]
 ) -> list[Instruction]:
-    """The computations with a receive before and a send after each that needs one."""
+    """Insert a receive before and a send after every computation that needs one."""
     assert 0 <= stage < placement.stages, (stage, placement)
     result = []
     for i in computations:
         if i.op == BACKWARD_WEIGHT:
             result.append(i)
             continue
-        forward = i.op == FORWARD
-        source, target = (
-            (placement.neighbour(stage, i.model_chunk, step))
-            for step in ((-1, 1) if forward else (1, -1))
-        )
-        receive, send = (RECV_FORWARD, SEND_FORWARD) if forward else (RECV_BACKWARD, SEND_BACKWARD)
-        result += (
-            [Instruction(receive, i.microbatch, i.model_chunk)]
-            if source and source[0] != stage
-            else []
-        )
+        step = 1 if i.op == FORWARD else -1
+        receive = RECV_FORWARD if i.op == FORWARD else RECV_BACKWARD
+        send = SEND_FORWARD if i.op == FORWARD else SEND_BACKWARD
+        source = placement.neighbour(stage, i.model_chunk, -step)
+        target = placement.neighbour(stage, i.model_chunk, step)
+        if source and source[0] != stage:
+            result.append(replace(i, op=receive))
         result.append(i)
-        result += (
-            [Instruction(send, i.microbatch, i.model_chunk)]
-            if target and target[0] != stage
-            else []
-        )
+        if target and target[0] != stage:
+            result.append(replace(i, op=send))
     return result
 
 
@@ -167,43 +160,42 @@ def with_messages(
 
 @dataclass(frozen=True)
 class Schedule:
-    """The lists of all stages for an iteration. name: one of `parts.NAMES`, or FORWARD_ONLY.
+    """The instruction lists of all stages for an iteration. name: in `schedule_names.NAMES`, or FORWARD_ONLY.
 
-    costs, compared, pending: what zero-bubble lists are made for, see `split_backward`; other lists do not depend on them.
+    costs, compared, pending: of zero-bubble schedules, see `split_backward`.
     """
 
     name: str
     placement: Placement
     microbatches: int
-    costs: PartCosts = ()
-    compared: PartCosts = ()
+    costs: VirtualStageCosts = ()
+    compared: VirtualStageCosts = ()
     pending: int | None = None
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the lists hold I and W instead of B."""
+        """True if the lists have I and W instead of B."""
         return self.name in SPLITS_BACKWARD
 
     def forward_only(self) -> Schedule:
-        """The lists of an evaluation with the same parts of the model in the same places."""
+        """Return the evaluation schedule with the same placement."""
         return replace(self, name=FORWARD_ONLY)
 
     def instructions(self, stage: int) -> list[Instruction]:
-        """The list of one stage."""
-        p = self.placement.stages
-        v = self.placement.model_chunks
+        """Return the list of one stage."""
+        place = self.placement
         m = self.microbatches
         if self.splits_backward:
-            return split_backward(self.placement, stage, m, self.costs, self.compared, self.pending)
-        lists = {
-            ONE_F_ONE_B: lambda: one_f_one_b(stage, p, m),
-            INTERLEAVED: lambda: interleaved(stage, p, v, m),
-            FORWARD_ONLY: lambda: forward_only(stage, p, m, v, self.placement.kind),
-        }
-        return lists[self.name]()
+            return split_backward(place, stage, m, self.costs, self.compared, self.pending)
+        if self.name == ONE_F_ONE_B:
+            return one_f_one_b(stage, place.stages, m)
+        if self.name == INTERLEAVED:
+            return interleaved(stage, place.stages, place.model_chunks, m)
+        assert self.name == FORWARD_ONLY, self.name
+        return forward_only(stage, place.stages, m, place.model_chunks, place.kind)
 
     def shortened(self) -> Schedule:
-        """The schedule of as many micro-batches as it takes to reach the steady state, so that more are only more rounds of it."""
+        """Return the schedule with the fewest micro-batches that reach the steady state."""
         stages = self.placement.stages
         few = zero_bubble.shortened_microbatches(self.placement.stages, self.microbatches)
         enough = STEADY_ROUNDS * self.placement.model_chunks * max(stages, self.pending or 0)
@@ -211,29 +203,26 @@ class Schedule:
         return replace(self, microbatches=min(self.microbatches, few + rounds * stages))
 
     def in_flight(self, stage: int) -> tuple[InFlight, ...]:
-        """What a stage holds at the moments that may need most memory, as `held` of its list.
-
-        A list that is long enough to reach its steady state holds as much as any longer one.
-        """
-        if self.name == ONE_F_ONE_B:  # without its list: planners ask for thousands
+        """Return the `peaks_in_flight` of a stage, from a shortened list, since a longer one has no higher peaks."""
+        if self.name == ONE_F_ONE_B:  # planners ask thousands of times
             return (InFlight((min(self.placement.stages - stage, self.microbatches),), (0,)),)
         return peaks_in_flight(self.shortened().instructions(stage), self.placement.model_chunks)
 
     def send_queue(self, stage: int) -> int:
-        """How many sends a stage has under way at most: when it starts one more, the oldest is finished.
+        """Return the most concurrent sends of a stage: to start one more, it waits for the oldest.
 
-        A send is finished once anything has come back that its receiver sent after it had received it. Where nothing comes back, in
-        an evaluation, waiting for the oldest keeps nobody waiting, so one for each part of the model is enough.
+        A send is complete when a later message of its receiver arrives. Evaluation has no messages back; waiting for the oldest then delays
+        nobody, so one send per virtual stage is enough.
         """
         return _send_queue(self, stage)
 
 
-@lru_cache(maxsize=8)  # every iteration asks, and the answer takes the lists of all neighbours
+@lru_cache(maxsize=8)  # needed in every iteration, from the lists of all neighbours
 def _send_queue(schedule: Schedule, stage: int) -> int:
     here = schedule.instructions(stage)
     others = {schedule.placement.peer(stage, i)[0] for i in here if _is_message(i)}
     position = {other: _positions(schedule, other) for other in others}
-    seen = dict.fromkeys(position, -1)
+    received = dict.fromkeys(position, -1)
     queue = deque[tuple[int, int]]()
     most = 0
     for i in here:
@@ -245,20 +234,20 @@ def _send_queue(schedule: Schedule, stage: int) -> int:
             queue.append((other, place))
             most = max(most, len(queue))
             continue
-        seen[other] = max(seen[other], place)
-        while queue and queue[0][1] < seen[queue[0][0]]:
+        received[other] = max(received[other], place)
+        while queue and queue[0][1] < received[queue[0][0]]:
             queue.popleft()
     return min(most, schedule.placement.virtual_stages) if schedule.name == FORWARD_ONLY else most
 
 
 def _positions(schedule: Schedule, stage: int) -> dict[tuple[int, int], int]:
-    """(tag, micro-batch) of a stage's messages -> place in its list."""
+    """Return (tag, micro-batch) -> list index for a stage's messages."""
     messages = ((n, i) for n, i in enumerate(schedule.instructions(stage)) if _is_message(i))
     return {(schedule.placement.peer(stage, i)[1], i.microbatch): n for n, i in messages}
 
 
 def build(name: str, stages: int, chunks: int, microbatches: int) -> Schedule:
-    """The schedule of one of `parts.NAMES`. chunks: of each stage; 1 for 1F1B and ZB-H1, 2 for ZBV."""
+    """Build a schedule by name. chunks: of each stage; 1 for 1F1B and ZB-H1, 2 for ZBV."""
     return Schedule(name, placement_of(name, stages, chunks), microbatches)
 
 
@@ -267,10 +256,10 @@ def _is_message(instruction: Instruction) -> bool:
 
 
 def receives(instructions: Iterable[Instruction]) -> dict[tuple[str, int], list[Instruction]]:
-    """(op, chunk), which is to say tag -> the receives of a list in their order.
+    """Return (op, model chunk) -> the receives of a list in order.
 
-    A stage that has the next receives of each tag posted ahead (`parts.receives_ahead`), before it comes to them in its list, stops
-    nobody: then every list can be walked even where a send blocks until its receive is posted.
+    Stages post the next receives of each tag ahead (`receives_ahead`), so every list completes even if sends block until their receive
+    is posted.
     """
     result: dict[tuple[str, int], list[Instruction]] = {}
     for i in instructions:
@@ -283,7 +272,7 @@ def receives(instructions: Iterable[Instruction]) -> dict[tuple[str, int], list[
 
 
 def peaks_in_flight(instructions: Sequence[Instruction], chunks: int = 1) -> tuple[InFlight, ...]:
-    """The moments of a list that can need most memory: those at which no other moment holds as much of everything."""
+    """Return the moments of a list that can need most memory: no other moment has as much of everything."""
     now = [0] * (2 * chunks)
     moments = set()
     for i in instructions:
@@ -300,7 +289,7 @@ def peaks_in_flight(instructions: Sequence[Instruction], chunks: int = 1) -> tup
 
 
 def most_in_flight(instructions: Sequence[Instruction]) -> int:
-    """The largest number of (micro-batch, chunk)s whose activations are held at once, from F to I or B."""
+    """Return the largest number of (micro-batch, model chunk) pairs between F and I or B."""
     chunks = 1 + max((i.model_chunk for i in instructions), default=0)
     return max(
         (sum(moment.activations) for moment in peaks_in_flight(instructions, chunks)), default=0
@@ -308,6 +297,6 @@ def most_in_flight(instructions: Sequence[Instruction]) -> int:
 
 
 def run(instructions: Iterable[Instruction], executor: Executor) -> None:
-    """Walk the list."""
+    """Execute a list."""
     for instruction in instructions:
         getattr(executor, instruction.op)(instruction)

@@ -1,27 +1,20 @@
-"""Names of the pipeline schedules, and what each needs."""
+"""Names and requirements of the pipeline schedules."""
 
 from __future__ import annotations
 
-ONE_F_ONE_B, INTERLEAVED, ZB_H1, ZBV = NAMES = (
-    "1f1b",
-    "interleaved",
-    "zb-h1",
-    "zbv",
-)  # of schedules
-
-
-AUTO = "auto"  # the schedule is chosen when the run starts
-
-
-CHUNKED = INTERLEAVED, ZB_H1  # schedules whose stages may have any number of chunks
-
-
-SPLITS_BACKWARD = ZB_H1, ZBV  # into gradients of inputs and gradients of weights
+ONE_F_ONE_B = "1f1b"
+INTERLEAVED = "interleaved"
+ZB_H1 = "zb-h1"
+ZBV = "zbv"
+NAMES = (ONE_F_ONE_B, INTERLEAVED, ZB_H1, ZBV)
+AUTO = "auto"  # chosen at the start of a run
+CHUNKED = (INTERLEAVED, ZB_H1)  # any number of model chunks per stage
+SPLITS_BACKWARD = (ZB_H1, ZBV)  # into input gradients and weight gradients
 
 
 def receives_ahead(name: str) -> int:
-    """How many receives of each kind a stage has posted before it comes to them in its list, so that even blocking sends go on.
+    """Return the receives of each kind that a stage posts ahead, so that blocking sends cannot deadlock.
 
-    One is enough for every list but those with more freedom: made for parts that cost different amounts.
+    One suffices, except for schedules made for virtual stages of different costs.
     """
     return 2 if name in SPLITS_BACKWARD else 1

@@ -1,8 +1,7 @@
-"""When every stage does what: the walk through a schedule's lists, given the seconds of each computation and of a message.
+"""Simulation of a schedule from the seconds of each computation and message.
 
-`spans` returns every span. `makespan` returns the same end as `walk` in less time: 1F1B from its regular structure, other lists
-level by level, and a long list extended from two short ones. Left out: where the seconds come from (`planner.cost`), a picture
-(`observe.loss_plot`).
+`spans` returns every span. `makespan` returns the same end as `walk` faster: 1F1B from its regular structure, other schedules level
+by level, long ones extrapolated from two short ones.
 """
 
 from __future__ import annotations
@@ -33,24 +32,23 @@ COMPUTATIONS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a micro-batch. of: computation -> stage -> chunk. transfer: of a message between two stages."""
+    """Seconds of a micro-batch. of: computation -> stage -> model chunk. transfer: of a message between two stages."""
 
     of: Mapping[str, Sequence[Sequence[float]]]
     transfer: float = 0.0
 
     @staticmethod
     def alike(schedule: Schedule, slot: float = 1.0, transfer: float = 0.0) -> Costs:
-        """Stages that cost the same: F, I and W a slot each for all of a stage's chunks, B two."""
+        """Return equal costs: a slot for all F, I or W of a stage's chunks, two for B."""
         p = schedule.placement.stages
         v = schedule.placement.model_chunks
-        return Costs(
-            {op: [[slot / v * (1 + (op == BACKWARD))] * v] * p for op in COMPUTATIONS}, transfer
-        )
+        slots = {op: 2 if op == BACKWARD else 1 for op in COMPUTATIONS}
+        return Costs({op: [[slot / v * n] * v] * p for op, n in slots.items()}, transfer)
 
 
 @dataclass(frozen=True)
 class Span:
-    """What a stage does for a time: a computation, or waiting while a message for it is on its way. start, end: seconds."""
+    """A computation of a stage, or its wait for a message in transit. start, end: seconds."""
 
     stage: int
     op: str
@@ -61,15 +59,14 @@ class Span:
 
 
 def walk(schedule: Schedule, costs: Costs) -> float:
-    """Seconds until the last stage has finished."""
+    """Return the seconds until the last stage finishes."""
     return max((span.end for span in spans(schedule, costs)), default=0.0)
 
 
 def spans(schedule: Schedule, costs: Costs) -> list[Span]:
-    """Every computation of every stage, and every wait for a message that was under way, in the order of each stage.
+    """Return every computation of every stage and every wait for a message in transit, in each stage's order.
 
-    A stage executes its list in order. A send costs its sender nothing and arrives after `costs.transfer` seconds; until a message
-    is sent, its receiver is idle, for which there is no span.
+    Sends are free and arrive after `costs.transfer` seconds; a receiver is idle, without a span, until its message is sent.
     """
     stages = range(schedule.placement.stages)
     lists = [schedule.instructions(stage) for stage in stages]
@@ -86,7 +83,8 @@ def spans(schedule: Schedule, costs: Costs) -> list[Span]:
                 if span is None:
                     break
                 clock[stage] = span.end
-                result += [span] if span.end > span.start or i.op in COMPUTATIONS else []
+                if span.end > span.start or i.op in COMPUTATIONS:
+                    result.append(span)
                 places[stage] += 1
         assert sum(places) > before, "the schedule deadlocks"
     return result
@@ -100,9 +98,9 @@ def _execute(
     now: float,
     arrived: dict[tuple[int, int, int], float],
 ) -> Span | None:
-    """The instruction's span, from `now` at the earliest; None when its message has not been sent.
+    """Return the span of an instruction that starts at `now` or later, or None if its message has not been sent.
 
-    arrived: (receiver, tag, micro-batch) of each message -> when it arrives.
+    arrived: (receiver, tag, micro-batch) -> arrival time.
     """
     start = end = now
     if i.op in SENDS:
@@ -120,7 +118,7 @@ def _execute(
 
 
 def makespan(schedule: Schedule, costs: Costs) -> float:
-    """The result of `timeline.walk`; for a long list that is not 1F1B's, to a hundredth."""
+    """Return the result of `walk`; within a hundredth for long schedules other than 1F1B."""
     p = schedule.placement.stages
     m = schedule.microbatches
     if schedule.name == ONE_F_ONE_B:
@@ -129,14 +127,11 @@ def makespan(schedule: Schedule, costs: Costs) -> float:
     first = shortened_microbatches(p, m)
     if m <= first + p:
         return _walk_levels(_levels(schedule), costs)
-    short, longer = (
-        _walk_levels(_levels(replace(schedule, microbatches=n)), costs) for n in (first, first + p)
-    )
-    operations = (
-        (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
-        if schedule.splits_backward
-        else (FORWARD, BACKWARD)
-    )
+    short = _walk_levels(_levels(replace(schedule, microbatches=first)), costs)
+    longer = _walk_levels(_levels(replace(schedule, microbatches=first + p)), costs)
+    operations: tuple[str, ...] = (FORWARD, BACKWARD)
+    if schedule.splits_backward:
+        operations = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
     busiest = max(sum(sum(costs.of[op][stage]) for op in operations) for stage in range(p))
     return short + (m - first) // p * max(longer - short, p * busiest)
 
@@ -146,10 +141,12 @@ def makespan(schedule: Schedule, costs: Costs) -> float:
 
 @dataclass(frozen=True)
 class Levels:
-    """The computations of all stages, those of a level depending on earlier levels only and running on different stages.
+    """Computations of all stages in levels: each depends on earlier levels only and runs on another stage.
 
-    operations: those that there are. cost: place in their flat costs, operation x stage x chunk. source: the computation whose
-    result it needs, or the number of computations where it needs none. message: whether that result comes from another stage.
+    operations: that occur.
+    cost: index into the flat costs, operation x stage x model chunk.
+    source: index of the computation that it depends on, or the number of computations.
+    message: the result comes from another stage.
     ends: of each level.
     """
 
@@ -161,27 +158,24 @@ class Levels:
     ends: tuple[int, ...]
 
 
-Result = tuple[
-    bool | None, int, int
-]  # whether it is a forward's (None: of weights), micro-batch, part of the model
+# (True for F, False for I or B, None for W; micro-batch; virtual stage)
+Result = tuple[bool | None, int, int]
 
 
 def _result(place: Placement, stage: int, i: Instruction) -> Result:
-    """What a computation makes."""
-    part = place.virtual_stage(stage, i.model_chunk)
-    return (None if i.op == BACKWARD_WEIGHT else i.op == FORWARD), i.microbatch, part
+    """Return the result of a computation."""
+    kind = None if i.op == BACKWARD_WEIGHT else i.op == FORWARD
+    return kind, i.microbatch, place.virtual_stage(stage, i.model_chunk)
 
 
 def _source(place: Placement, stage: int, i: Instruction) -> Result | None:
-    """The result that a computation needs in addition to those of its own stage before it; None where it needs none."""
+    """Return the result of another virtual stage that a computation needs, or None."""
+    if i.op == BACKWARD_WEIGHT:
+        return None
     forward = i.op == FORWARD
-    part = place.virtual_stage(stage, i.model_chunk)
-    before = part - 1 if forward else part + 1
-    return (
-        (forward, i.microbatch, before)
-        if i.op != BACKWARD_WEIGHT and 0 <= before < place.virtual_stages
-        else None
-    )
+    here = place.virtual_stage(stage, i.model_chunk)
+    before = here - 1 if forward else here + 1
+    return (forward, i.microbatch, before) if 0 <= before < place.virtual_stages else None
 
 
 @lru_cache(maxsize=128)
@@ -208,14 +202,14 @@ def _levels(schedule: Schedule) -> Levels:
 
 
 def _ordered(schedule: Schedule) -> list[tuple[int, int, Instruction, Result, Result | None]]:
-    """(level, stage, computation, its result, the result it needs) of all stages, in the order of the levels from 1."""
+    """Return (level, stage, computation, its result, the result it needs) of all stages, ordered by level, from 1."""
     place = schedule.placement
-    stages = range(schedule.placement.stages)
+    stages = range(place.stages)
     todo = [
         deque(i for i in schedule.instructions(stage) if i.op in COMPUTATIONS) for stage in stages
     ]
     level: dict[Result | None, int] = {None: 0}
-    last = [0 for _ in stages]
+    last = [0] * place.stages
     rows = []
     while any(todo):
         for stage, mine in enumerate(todo):
@@ -249,12 +243,12 @@ def _walk_levels(levels: Levels, costs: Costs) -> float:
 def one_f_one_b(
     forward: Sequence[float], backward: Sequence[float], transfer: float, microbatches: int
 ) -> float:
-    """Seconds of 1F1B, computed by slots. forward, backward: of each stage.
+    """Return the seconds of 1F1B, computed by slots. forward, backward: of each stage.
 
     Stage i runs forward k in slot i + 2k and backward k in slot 2p - 1 - i + 2k. This is 1F1B's order on every stage (forward k
-    precedes backward j where k <= p - 1 - i + j), and an operation waits only for one that the neighbouring stage ran one slot
-    earlier, so a slot is two vector operations over the stages. In the steady state the slots are periodic: once 2p of them (the
-    longest round trip) shift all clocks by the same time, all further periods do so too and are skipped.
+    precedes backward j if k <= p - 1 - i + j), and an operation waits only for the neighbour's operation one slot earlier, so a slot is
+    two vector operations over the stages. In steady state, once 2p slots shift all clocks equally, all further periods do, and are
+    skipped.
     """
     p = len(forward)
     m = microbatches
@@ -285,7 +279,7 @@ def one_f_one_b(
 
 
 def _common_shift(before: np.ndarray, now: np.ndarray) -> float | None:
-    """Seconds by which every clock moved; None when they moved by different times."""
+    """Return the seconds by which every clock moved, or None if clocks moved differently."""
     moved = now[:, 1:-1] - before[:, 1:-1]
     return float(moved[0, 0]) if np.ptp(moved) <= 1e-12 * now[0].max() else None
 
@@ -293,7 +287,7 @@ def _common_shift(before: np.ndarray, now: np.ndarray) -> float | None:
 def _slot(
     slot: int, p: int, m: int, state: np.ndarray, f: np.ndarray, b: np.ndarray, transfer: float
 ) -> None:
-    """Run one slot: every second stage does a forward and the others a backward, if they have one in this slot."""
+    """Run one slot: alternate stages run a forward or a backward, if they have one in this slot."""
     clock, sent_forward, sent_backward = state
     low = max(0, slot - 2 * (m - 1))
     high = min(p - 1, slot)

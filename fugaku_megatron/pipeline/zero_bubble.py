@@ -1,7 +1,6 @@
-"""Zero-bubble lists: forwards (F), gradients of inputs (I) and of weights (W) of all stages, in the order in which they could run.
+"""Zero-bubble schedules: forwards (F), input gradients (I) and weight gradients (W) of all stages in executable order.
 
-The stages are run with integer costs, and the list of a stage is what it did: so it can be walked whatever the times really
-are, and every rank with the same numbers finds the same lists. Left out: messages, other schedules (`schedule`).
+A simulation with integer costs yields the lists, so every rank finds the same lists, and they execute at any real times.
 Source: Qi et al., "Zero Bubble Pipeline Parallelism" (2023).
 """
 
@@ -13,31 +12,31 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from .cuts import ALIKE, PartCosts
+from .cuts import ALIKE, VirtualStageCosts
 from .instructions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Instruction
 from .placement import Placement
 from .schedule_names import ZBV, receives_ahead
 
 OPERATIONS = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 RECEIVES_AHEAD = receives_ahead(ZBV)
-# of `stages` micro-batches, and micro-batches: more than both are so many that lists must be periodic
+# Beyond ROUNDS x stages and LONG micro-batches, lists must be periodic.
 ROUNDS = 4
 LONG = 32
 Lists = tuple[tuple[Instruction, ...], ...]
 
 
 class NoList(ValueError):
-    """None of the lists that were made can be walked with sends that block."""
+    """Every candidate list deadlocks with blocking sends."""
 
 
-class Way(NamedTuple):
-    """How stages choose what they do next.
+class Policy(NamedTuple):
+    """Policy by which stages choose their next operation.
 
-    costs: of each part. newest: of several I a stage prefers that of its last chunk, the nearest to the loss, instead of that of
-    its first; such lists need not become periodic. empties: a stage that could hold no more than one F more prefers W.
+    newest: prefer I of the last model chunk, nearest to the loss, over the first; such lists need not become periodic.
+    empties: prefer W if at most one more F fits.
     """
 
-    costs: PartCosts
+    costs: VirtualStageCosts
     newest: bool = False
     empties: bool = False
 
@@ -46,15 +45,16 @@ def lists(
     placement: Placement,
     microbatches: int,
     limit: int,
-    costs: tuple[tuple[int, int, int], ...] = (),
-    compared: tuple[tuple[int, int, int], ...] = (),
+    costs: VirtualStageCosts = (),
+    compared: VirtualStageCosts = (),
 ) -> Lists:
-    """The computations of every stage: of the lists that the ways to choose make, the fastest that blocking sends do not stop.
+    """Return the computations of every stage: the fastest candidate lists that do not deadlock with blocking sends.
 
-    limit: the (micro-batch, chunk)s that a stage may hold between F and W. costs: of each part of the model, which lists are made
-    for; none: all alike. compared: those at which the fastest is sought, by default the same. The list for equal costs is among
-    them, and one for parts that all cost what a middle one does. Of many micro-batches few are compared, and only ways whose lists
-    become periodic. Raises NoList where blocking sends would stop them all.
+    limit: (micro-batch, model chunk) pairs of a stage between F and W.
+    costs: of each virtual stage, for which lists are made; empty: all alike.
+    compared: costs for comparison; default: `costs`.
+    Candidates include lists for equal costs and for the middle virtual stage's cost. For many micro-batches, compare short lists of
+    periodic policies only. Raise NoList if all candidates deadlock.
     """
     found = _lists(placement, microbatches, limit, costs, compared)
     if found is None:
@@ -66,55 +66,56 @@ def lists(
     return found
 
 
-@lru_cache(maxsize=16)  # every stage's list comes from the same walk
+@lru_cache(maxsize=16)  # one simulation makes the lists of all stages
 def _lists(
     placement: Placement,
     microbatches: int,
     limit: int,
-    costs: tuple[tuple[int, int, int], ...],
-    compared: tuple[tuple[int, int, int], ...],
+    costs: VirtualStageCosts,
+    compared: VirtualStageCosts,
 ) -> Lists | None:
-    alike = Way((ALIKE,) * placement.virtual_stages)
+    alike = Policy((ALIKE,) * placement.virtual_stages)
     if costs in ((), alike.costs):
-        return _Stages(placement, microbatches, limit, alike).lists
+        return _Simulation(placement, microbatches, limit, alike).lists
     middle = (sorted(costs)[placement.virtual_stages // 2],) * placement.virtual_stages
-    ways = [
+    policies = [
         alike,
-        *(
-            Way(*each, empties)
-            for each in ((middle, False), (costs, True))
-            for empties in (False, True)
-        ),
+        Policy(middle),
+        Policy(middle, empties=True),
+        Policy(costs, newest=True),
+        Policy(costs, newest=True, empties=True),
     ]
     few = shortened_microbatches(placement.stages, microbatches)
     many = max(ROUNDS * placement.stages, LONG)
     short = {
-        way: _Stages(placement, few, limit, way).lists
-        for way in ways
-        if microbatches <= many or not way.newest
+        policy: _Simulation(placement, few, limit, policy).lists
+        for policy in policies
+        if microbatches <= many or not policy.newest
     }
-    ends = {way: end(placement, made, compared or costs) for way, made in short.items()}
-    fastest = sorted(ends, key=lambda way: ends[way])
+    ends = {policy: end(placement, made, compared or costs) for policy, made in short.items()}
+    fastest = sorted(ends, key=lambda policy: ends[policy])
     if few == microbatches:
-        return next((short[way] for way in fastest if ends[way] < math.inf), None)
-    long = (_Stages(placement, microbatches, limit, way).lists for way in fastest)
+        return next((short[policy] for policy in fastest if ends[policy] < math.inf), None)
+    long = (_Simulation(placement, microbatches, limit, policy).lists for policy in fastest)
     return next((made for made in long if end(placement, made, costs) < math.inf), None)
 
 
 def shortened_microbatches(stages: int, microbatches: int) -> int:
-    """Micro-batches whose lists are of the same kind as those of `microbatches`, and can be extended by rounds of `stages`."""
+    """Return the fewest micro-batches with lists of the same kind, to be extended by rounds of `stages`."""
     many = max(ROUNDS * stages, LONG)
     return min(microbatches, many + 1 + (microbatches - many - 1) % stages)
 
 
-def end(placement: Placement, lists: Lists, costs: PartCosts) -> float:
-    """When the last stage has finished, in the unit of the costs; infinity for lists that blocking sends would stop.
+def end(placement: Placement, lists: Lists, costs: VirtualStageCosts) -> float:
+    """Return the end of the last stage in units of the costs; infinity if blocking sends deadlock.
 
-    A send blocks until its receive is posted. Some receives of each kind are posted ahead (`parts.receives_ahead`), so a result is
-    sent once its receiver has begun to work on the one that is so many before it.
+    A send blocks until its receive is posted, up to `receives_ahead` ahead, so it completes when its receiver has begun the computation
+    that many results before.
     """
     finished: dict[tuple[str, int], list[int]] = {
-        (op, part): [] for op in OPERATIONS for part in range(placement.virtual_stages)
+        (op, virtual_stage): []
+        for op in OPERATIONS
+        for virtual_stage in range(placement.virtual_stages)
     }
     clock = [0] * placement.stages
     places = [0] * placement.stages
@@ -125,15 +126,16 @@ def end(placement: Placement, lists: Lists, costs: PartCosts) -> float:
         for stage, mine in enumerate(lists):
             for i in mine[places[stage] :]:
                 route = routes[stage][i.op, i.model_chunk]
-                last = mine[places[stage] - 1] if places[stage] else None
-                given = finished[i.op, route.source] if route.source is not None else None
-                if (given is not None and len(given) <= i.microbatch) or (
-                    last and _sends(routes[stage], last, finished)
-                ):
+                if places[stage] and _sends(routes[stage], mine[places[stage] - 1], finished):
                     break
-                ready = max(clock[stage], given[i.microbatch] if given is not None else 0)
-                clock[stage] = ready + costs[route.part][OPERATIONS.index(i.op)]
-                finished[i.op, route.part].append(clock[stage])
+                ready = clock[stage]
+                if route.source is not None:
+                    inputs = finished[i.op, route.source]
+                    if len(inputs) <= i.microbatch:
+                        break
+                    ready = max(ready, inputs[i.microbatch])
+                clock[stage] = ready + costs[route.virtual_stage][OPERATIONS.index(i.op)]
+                finished[i.op, route.virtual_stage].append(clock[stage])
                 places[stage] += 1
                 moved = True
     return max(clock) if places == [*map(len, lists)] else math.inf
@@ -144,7 +146,7 @@ def _sends(
     last: Instruction,
     finished: Mapping[tuple[str, int], list[int]],
 ) -> bool:
-    """Whether the last result of a stage is still being sent to another stage."""
+    """Return whether a stage's last result is still being sent."""
     to = routes[last.op, last.model_chunk]
     return (
         to.message
@@ -154,12 +156,9 @@ def _sends(
 
 
 class Route(NamedTuple):
-    """The part that a computation is for, the parts from which its input comes and to which its result goes, if there are any.
+    """Virtual stages of a computation, its input and its result. message: the result goes to another stage."""
 
-    message: whether the result goes to another stage.
-    """
-
-    part: int
+    virtual_stage: int
     source: int | None
     target: int | None
     message: bool
@@ -167,7 +166,7 @@ class Route(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _routes(placement: Placement) -> tuple[Mapping[tuple[str, int], Route], ...]:
-    """(operation, chunk) -> route, for each stage."""
+    """Return (operation, model chunk) -> route for each stage."""
     return tuple(
         {
             (op, chunk): _route(placement, stage, op, chunk)
@@ -179,26 +178,31 @@ def _routes(placement: Placement) -> tuple[Mapping[tuple[str, int], Route], ...]
 
 
 def _route(placement: Placement, stage: int, op: str, chunk: int) -> Route:
-    part = placement.virtual_stage(stage, chunk)
+    here = placement.virtual_stage(stage, chunk)
+    if op == BACKWARD_WEIGHT:
+        return Route(here, source=None, target=None, message=False)
     step = 1 if op == FORWARD else -1
-    source, target = (
-        near if op != BACKWARD_WEIGHT and 0 <= near < placement.virtual_stages else None
-        for near in (part - step, part + step)
+    source = placement.neighbour(stage, chunk, -step)
+    target = placement.neighbour(stage, chunk, step)
+    return Route(
+        here,
+        source=here - step if source else None,
+        target=here + step if target else None,
+        message=target is not None and target[0] != stage,
     )
-    return Route(part, source, target, target is not None and placement.owner(target)[0] != stage)
 
 
-class _Stages:
-    """All stages at work. A stage prefers I after an F and F after anything else, since others wait for both, and fills with W.
+class _Simulation:
+    """Simulation of all stages. A stage prefers I after F and F otherwise, because others wait for both, and fills gaps with W.
 
-    end: when the last has finished, in the unit of the costs.
+    end: of the last stage so far, in units of the costs.
     """
 
-    def __init__(self, placement: Placement, microbatches: int, limit: int, way: Way) -> None:
+    def __init__(self, placement: Placement, microbatches: int, limit: int, policy: Policy) -> None:
         self.placement = placement
         self.microbatches = microbatches
         self.limit = limit
-        self.way = way
+        self.policy = policy
         self.end = 0
         chunks = range(placement.model_chunks)
         stages = range(placement.stages)
@@ -206,7 +210,7 @@ class _Stages:
             [(chunk, placement.virtual_stage(stage, chunk)) for chunk in chunks] for stage in stages
         ]
         self.done = {op: [0] * placement.virtual_stages for op in OPERATIONS}
-        self.held = [0 for _ in stages]  # (micro-batch, chunk)s between F and W
+        self.in_flight = [0 for _ in stages]  # (micro-batch, model chunk) pairs between F and W
         self.did: list[list[Instruction]] = [[] for _ in stages]
         self._run()
         still = f"{placement} with {microbatches} micro-batches does not go on when a stage may hold {limit}"
@@ -235,25 +239,30 @@ class _Stages:
                 woken |= {stage, self._finish(stage)}
 
     def _finish(self, stage: int) -> int:
-        """The last computation of a stage is done; returns the stage that its result goes to, or this one."""
+        """Complete a stage's last computation; return the stage that receives its result, or this one."""
         last = self.did[stage][-1]
         route = _routes(self.placement)[stage][last.op, last.model_chunk]
-        self.done[last.op][route.part] += 1
-        self.held[stage] += (last.op == FORWARD) - (last.op == BACKWARD_WEIGHT)
-        return (
-            self.placement.owner(route.target)[0]
-            if route.message and route.target is not None
-            else stage
-        )
+        self.done[last.op][route.virtual_stage] += 1
+        if last.op == FORWARD:
+            self.in_flight[stage] += 1
+        elif last.op == BACKWARD_WEIGHT:
+            self.in_flight[stage] -= 1
+        if route.message and route.target is not None:
+            return self.placement.owner(route.target)[0]
+        return stage
 
     def _begin(self, stage: int) -> int | None:
-        """Begin what an idle stage runs now; returns what it costs, None where the stage has to wait."""
+        """Start the next computation of an idle stage; return its cost, or None if the stage must wait."""
         ready = self._ready(stage)
         mine = self.did[stage]
         last = mine[-1].op if mine else None
         if last == FORWARD:
             order: Sequence[str] = (BACKWARD_INPUT, FORWARD, BACKWARD_WEIGHT)
-        elif self.way.empties and last == BACKWARD_INPUT and self.held[stage] >= self.limit - 1:
+        elif (
+            self.policy.empties
+            and last == BACKWARD_INPUT
+            and self.in_flight[stage] >= self.limit - 1
+        ):
             order = (BACKWARD_WEIGHT, FORWARD, BACKWARD_INPUT)
         else:
             order = OPERATIONS
@@ -261,13 +270,13 @@ class _Stages:
             if op in ready:
                 chunk, part = ready[op]
                 mine.append(Instruction(op, self.done[op][part], chunk))
-                return self.way.costs[part][OPERATIONS.index(op)]
+                return self.policy.costs[part][OPERATIONS.index(op)]
         return None
 
     def _ready(self, stage: int) -> dict[str, tuple[int, int]]:
-        """The (chunk, part)s whose next operations a stage could run: the F of its last chunk, the W of its first, and an I.
+        """Return operation -> (model chunk, virtual stage) that a stage could run: F of its last chunk, W of its first, and an I.
 
-        A place in memory stays free for every later chunk, without which the forwards of an earlier one could lock the stages.
+        Reserve memory for every later chunk, because forwards of an earlier one could otherwise deadlock the stages.
         """
         forward, backward, weight = (self.done[op] for op in OPERATIONS)
         chunks = self.placement.model_chunks
@@ -275,10 +284,10 @@ class _Stages:
         ready = {}
         for chunk, part in self.own[stage]:
             given = self.microbatches if part == 0 else forward[part - 1]
-            if forward[part] < given and self.held[stage] + chunks - 1 - chunk < self.limit:
+            if forward[part] < given and self.in_flight[stage] + chunks - 1 - chunk < self.limit:
                 ready[FORWARD] = chunk, part
             given = forward[part] if part == last else backward[part + 1]
-            if backward[part] < given and (self.way.newest or BACKWARD_INPUT not in ready):
+            if backward[part] < given and (self.policy.newest or BACKWARD_INPUT not in ready):
                 ready[BACKWARD_INPUT] = chunk, part
             if weight[part] < backward[part] and BACKWARD_WEIGHT not in ready:
                 ready[BACKWARD_WEIGHT] = chunk, part

@@ -1,16 +1,9 @@
-"""Seconds of counted work on one rank and of its messages, and what of the messages computation hides.
+"""Seconds of computation and communication of one rank, and the communication that computation hides.
 
-Work is a roofline model whose roofs are the shares of the machine's rates that software reaches: the sum of matmuls, element-wise
-memory traffic, page faults and operator calls; nothing overlaps inside one rank. GEMM on a CPU runs at peak x fraction x maximum /
-(1 + (half / n)^exponent), a curve of square n x n x n matmuls. For a matmul (m, n, k) the curve's n is the cube root of m n k on
-published curves, whose losses come from the division among threads; on curves that calibrate measured, whose losses come from
-packing and loading operands, it is the harmonic mean of the sides. GEMM on a GPU runs in tiles of 256 x 128 in waves over the SMs,
-with efficiency K / (K + half), and more slowly when a side is not a multiple of 8.
-
-Collectives are rings, or recursive halving and doubling where that needs fewer latencies, as MPI libraries choose. MPI's ring does
-not know nodes: it runs over all ranks at the rate of its slowest link. Software that reduces inside a node first has a ring inside
-and one between nodes, where every node has as many of the ranks, and in all-to-alls one message for each pair of nodes. BF16
-reductions, which MPI does not know, are all-to-alls.
+Computation is a roofline model: matmuls, element-wise traffic, page faults and operator calls add up. GEMM on a CPU runs at
+peak x fraction x maximum / (1 + (half / n)^exponent); n is the cube root of m n k for published curves, and the harmonic mean of
+the sides for curves measured by calibrate. GEMM on a GPU runs in waves of tiles. Collectives are rings, or recursive halving and
+doubling if faster; MPI's rings cross nodes at the slowest link, software with two-level sums reduces inside a node first.
 Left out: routes through the torus; groups are assumed to be compact.
 """
 
@@ -38,7 +31,7 @@ LARGE_REDUCTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Communicators of one layout on one machine. ranks_per_node: ranks that share a node's ports.
+    """Communicators of a layout on a machine. ranks_per_node: ranks that share a node's ports.
 
     active: features in use (config/features.py). slow: large all-reduces at the machine's pessimistic rate.
     """
@@ -51,7 +44,7 @@ class Network:
     slow: bool = False
 
     def seconds(self, verb: str, group: str, bytes: int) -> float:
-        """Seconds of one call of `verb` on communicator `group` of `comm.grid.Groups` to which each rank passes `bytes`."""
+        """Return the seconds of a call of `verb` on communicator `group` (`comm.grid.Groups`) with `bytes` from each rank."""
         members, together = self._group(group)
         if members == 1:
             return 0.0
@@ -76,9 +69,9 @@ class Network:
         )
 
     def messages(self, verb: str, group: str, bytes: int) -> float:
-        """Seconds of a gather, reduce_scatter or all_to_all as messages between each two ranks of `group`; each passes `bytes`.
+        """Return the seconds of a gather, reduce_scatter or all_to_all as pairwise messages with `bytes` from each rank.
 
-        Nothing is passed on, so what reaches a node's ranks from other nodes crosses its ports once for each of them.
+        Nothing is forwarded, so data from other nodes crosses a node's ports once for each of its ranks.
         """
         members, together = self._group(group)
         part = bytes if verb == "all_gather" else bytes / members
@@ -95,9 +88,9 @@ class Network:
         )
 
     def _exchange(self, group: str, bytes: int) -> float:
-        """Seconds of an all_to_all: over several nodes, with one message for each pair of them (comm/two_level.py).
+        """Return the seconds of an all_to_all; across nodes with one message per pair of nodes (comm/two_level.py).
 
-        Ranks of a node tell each other their numbers of rows; rows for other nodes pass through the memory of both nodes.
+        Ranks of a node exchange row counts; rows for other nodes pass through the memory of both nodes.
         """
         members, together = self._group(group)
         inside = min(members, together)
@@ -122,12 +115,12 @@ class Network:
         )
 
     def inside_node(self, group: str) -> bool:
-        """`comm.base.Comm.inside_node` of `group`: whether its ranks share a node and its memory."""
+        """Return `comm.base.Comm.inside_node` of `group`: whether its ranks share a node's memory."""
         members, together = self._group(group)
         return members <= together and features.NODE_SUMS in self.active
 
     def _group(self, group: str) -> tuple[int, int]:
-        """(members, members that share a node): tensor-parallel ranks are neighbours, then stages, then data-parallel ranks."""
+        """Return (members, members on a node): ranks are ordered tensor-parallel first, then stages, then data-parallel."""
         layout = self.layout
         ranks = self.ranks_per_node
         if (
@@ -167,7 +160,7 @@ class Network:
         return members, max(1, ranks // max(1, below))
 
     def _inside_rate(self, shared: bool) -> float:
-        """GB/s of a link of a ring inside a node: fitted or measured, that of all cores' copies, or what MPI's all-reduce reaches.
+        """Return the GB/s of a ring link inside a node: fitted or measured, all cores' copies, or MPI's all-reduce.
 
         shared: reduced in memory that the ranks share.
         """
@@ -175,7 +168,7 @@ class Network:
         return self.parameters.intra_reduce_gbs or (self.machine.intra_gbs if shared else by_mpi)
 
     def _between_rate(self, group: str, rings: int) -> float:
-        """GB/s of a link of a ring between nodes when `rings` of them leave a node at the same time."""
+        """Return the GB/s of a ring link between nodes if `rings` rings leave a node at the same time."""
         own = (
             self.parameters.reduce_gbs or 2 * self.machine.large_allreduce_gbs
         )  # each link of a ring carries the vector twice
@@ -191,7 +184,7 @@ class Network:
 
     @staticmethod
     def _ring(size: float, members: int, passes: int, rate: float, alpha_us: float) -> float:
-        """Seconds; 0 for one member."""
+        """Return the seconds of `passes` passes around a ring; 0 for one member."""
         steps = passes * min(members - 1, 2 * math.ceil(math.log2(members)))
         return steps * alpha_us * 1e-6 + passes * (members - 1) / members * size / (rate * GB)
 
@@ -213,7 +206,7 @@ def exposed(
     backward: float,
     active: frozenset[str],
 ) -> float:
-    """Seconds per iteration in which a stage waits for `collectives`, those of its buckets in the order of backward.
+    """Return the seconds per iteration that a stage waits for `collectives`, buckets in the order of backward.
 
     forward, backward: seconds of one micro-batch on the stage. active: features in use.
     """
@@ -233,9 +226,9 @@ def exposed(
 
 
 def _after_backward(buckets: Sequence[tuple[int, float]], backward: float) -> float:
-    """Seconds after the end of a backward until all buckets, (bytes, seconds), are reduced, one after the other.
+    """Return the seconds after backward until all buckets (bytes, seconds) are reduced one after another.
 
-    A backward takes as long for a bucket's layers as their bytes are of all.
+    Backward spends time on a bucket's layers in proportion to their bytes.
     """
     whole = sum(size for size, _ in buckets)
     ready = 0.0
@@ -247,7 +240,7 @@ def _after_backward(buckets: Sequence[tuple[int, float]], backward: float) -> fl
 
 
 def _before_forward(buckets: Sequence[tuple[int, float]], forward: float) -> float:
-    """Seconds by which a forward ends later because each bucket's layers wait until it, (bytes, seconds), is gathered."""
+    """Return the delay of a forward whose layers wait until their bucket (bytes, seconds) is gathered."""
     whole = sum(size for size, _ in buckets)
     gathered = 0.0
     clock = 0.0
@@ -314,7 +307,7 @@ class Rank:
 
     @property
     def _matmul_share(self) -> float:
-        """The rate of matmuls outside attention over that of the run's precision. Raises ValueError for a machine without BF16."""
+        """Rate of matmuls outside attention relative to the run's precision. Raise ValueError for a machine without BF16."""
         if not self.splits_fp32 or self.software.style != "native":
             return 1.0
         ratio = self.machine.peak_tflops["bf16"] / self.machine.peak_tflops["fp32"]
@@ -331,7 +324,7 @@ class Rank:
         return (self.parameters.old_torch if self.software.old_torch else 1.0) / self.machine.clock
 
     def seconds(self, work: Work) -> Seconds:
-        """Seconds of `work` by cause, collectives inside a layer included."""
+        """Return the seconds of `work` by cause, collectives inside a layer included."""
         gemm = sum(self._matmul(p) for p in work.matmuls if not p.attention)
         attention = sum(self._matmul(p) for p in work.matmuls if p.attention)
         sent = [
@@ -354,7 +347,7 @@ class Rank:
         return seconds * self.machine.host_factor
 
     def _waiting(self, exchange: Exchange | ExpertExchange) -> float:
-        """Seconds for which an exchange delays the matmuls that it is overlapped with."""
+        """Return the seconds by which an exchange delays its overlapped matmuls."""
         if isinstance(exchange, ExpertExchange):
             return self._waiting_for_experts(exchange)
         sending = sum(
@@ -367,9 +360,9 @@ class Rank:
         return max(0.0, sending + first - sum(map(self._matmul, exchange.overlapped)))
 
     def _waiting_for_experts(self, exchange: ExpertExchange) -> float:
-        """`_waiting`: of the first group there and the last one back, where the shared expert does not hide it, or for the link.
+        """Return `_waiting` for expert rows: first dispatch and last combine beyond the shared expert, or the link's limit.
 
-        Inside a node ranks do nothing else while they exchange rows.
+        Inside a node, ranks do not compute while they exchange rows.
         """
         far = not self.network.inside_node(exchange.group)
         groups = exchange.groups if far else 1
@@ -385,16 +378,16 @@ class Rank:
         return max(ends, there + back) - computed - 2 * half
 
     def traffic(self, bytes: float) -> float:
-        """Seconds of element-wise operators that read and write `bytes` in total."""
+        """Return the seconds of element-wise operators that read and write `bytes` in total."""
         rate = self.machine.stream_gbs * GB * self.parameters.elementwise_fraction / self._sharers
         return bytes / rate * self._slowness
 
     @property
     def _sharers(self) -> int:
-        """The parts into which a node's memory bandwidth falls, of which a rank has one.
+        """Number of shares of a node's memory bandwidth; a rank has one.
 
-        Software that leaves a tensor's pages where its allocator put them has them on one unit, however many a rank spans: STREAM
-        then falls from 804 to 93 GB/s on an A64FX, by more than its four units. Ranks of one unit each use all of them.
+        Software that does not place pages has a tensor on one unit even if a rank spans several: STREAM then falls from 804 to 93 GB/s
+        on an A64FX, by more than its four units. Ranks of one unit each use all of them.
         """
         return (
             max(self.ranks_per_node, self.machine.units)
@@ -403,13 +396,13 @@ class Rank:
         )
 
     def calls(self, count: float) -> float:
-        """Seconds of `count` operator calls: dispatch and team start, without the data they work on."""
+        """Return the seconds of `count` operator calls: dispatch and team start."""
         return count * self.parameters.call_us * 1e-6 * self._slowness
 
     def _faults(self, allocations: Iterable[tuple[int, float]]) -> float:
-        """Seconds to zero the pages of every large block again, and to undo the network's registration of each block that is freed.
+        """Return the seconds to zero the pages of every large block, and to deregister every freed block from the network.
 
-        allocations: (bytes of a block, how often it is allocated).
+        allocations: (bytes of a block, number of allocations).
         """
         kind = self.software.page_faults
         parameters = self.parameters
@@ -435,7 +428,7 @@ class Rank:
         )
 
     def _attention(self, p: Matmul, flops: float) -> float:
-        """Seconds of a fused kernel, which computes the matmuls of what is seen only and, backward, the scores again.
+        """Return the seconds of a fused kernel, which computes visible pairs only and recomputes the scores in backward.
 
         Dropout decides on each probability once in forward and once in backward, whatever the head size.
         """
@@ -453,7 +446,7 @@ class Rank:
         of_a_probability = again * 4 * (p.m * p.n * p.k // length**2)
         dropped = self.parameters.dropout_flops / of_a_probability if p.dropout else 0.0
         if self.software.counts["causal"]:
-            flops *= p.seen * (again / 2 if p.backward else 1.0)
+            flops *= p.visible * (again / 2 if p.backward else 1.0)
         return flops / self._peak * (1 / share + dropped)
 
     def _cpu(self, p: Matmul) -> float:

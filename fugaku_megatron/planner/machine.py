@@ -1,8 +1,7 @@
 """Machines as data: the best rates of the hardware, each constant with its source (machines/*.json).
 
-Nothing here is fitted to a training run; the shares of these rates that software reaches are in `parameters`. Unknown hardware is
-an error, never a default. Units: GB/s are 10^9 bytes per second, GiB are 2^30 bytes, TFLOPs are 10^12 operations per second.
-Run: fugaku-megatron predict --machine a64fx ...
+Nothing is fitted to training runs; `software` has the shares that programs reach. Unknown hardware is an error. GB/s are 10^9 bytes
+per second, GiB 2^30 bytes, TFLOPs 10^12 operations per second.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ OPTIONAL = (
 
 @dataclass(frozen=True, kw_only=True)
 class GemmCurve:
-    """Share of peak that a good library reaches on an n x n x n matmul with `threads`: maximum / (1 + (half / n) ^ exponent)."""
+    """Share of peak of an n x n x n matmul with `threads`: maximum / (1 + (half / n) ^ exponent)."""
 
     threads: int
     maximum: float
@@ -75,7 +74,7 @@ class GemmCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One node and the network between nodes; rates are those of a whole node in its present clock and power mode."""
+    """A node and the network between nodes; rates are those of a whole node at its current clock and power mode."""
 
     name: str
     title: str
@@ -118,12 +117,12 @@ class Machine:
 
     @property
     def clock(self) -> float:
-        """Speed of everything that scales with the clock, relative to the nominal clock."""
+        """Speed relative to the nominal clock, for everything that scales with it."""
         return min(self.ghz / self.nominal_ghz, self.clock_gain_limit)
 
     @property
     def max_ranks(self) -> int:
-        """Ranks that a node can hold: one per GPU, or one per thread."""
+        """Most ranks of a node: one per GPU, or one per thread."""
         return self.units if self.kind == "gpu" else self.threads
 
     @property
@@ -131,7 +130,7 @@ class Machine:
         return self.memory_gib * GIB
 
     def gemm_curve(self, threads: int) -> GemmCurve:
-        """The curve of `threads`: a given one, one between its neighbours (in the logarithm of threads), or that of the nearest."""
+        """Return the curve of `threads`: measured, interpolated in log(threads) between neighbours, or the nearest."""
         below = max(
             (c for c in self.gemm_curves if c.threads <= threads),
             key=lambda c: c.threads,
@@ -159,7 +158,7 @@ class Machine:
         )
 
     def curve_note(self, threads: int) -> str | None:
-        """Whose curve `threads` are modelled by, where no curve was measured with so many; None where one was."""
+        """Return a line about the curves that model `threads`, or None if one was measured with so many."""
         known = sorted(c.threads for c in self.gemm_curves)
         if threads in known:
             return None
@@ -172,7 +171,7 @@ class Machine:
         return f"{self.name} has no GEMM curve with {threads} threads: {used}"
 
     def at(self, ghz: float | None = None, eco: bool = False) -> Machine:
-        """The machine at another clock, or in eco mode. Raises ValueError for a clock it does not have."""
+        """Return the machine at another clock, or in eco mode. Raise ValueError for an unknown clock."""
         check(
             ghz is None or ghz in self.clocks_ghz,
             f"--ghz {ghz} is not a clock of {self.name}: pass {' or '.join(map(str, self.clocks_ghz))}",
@@ -189,7 +188,7 @@ class Machine:
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
-    """The error for a name that is not in a table; it names the known ones and the nearest of them."""
+    """Return the error for a name that is not in a table, with the known names and the nearest one."""
     known = sorted(known)
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
     return ValueError(
@@ -199,7 +198,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
 
 
 def names() -> list[str]:
-    """The machines that machines/ describes."""
+    """Return the names of the machines in machines/."""
     return sorted(p.stem for p in FOLDER.glob("*.json"))
 
 
@@ -215,7 +214,7 @@ def _constants(path: Path) -> dict[str, Any]:
 
 
 def load(name: str) -> Machine:
-    """A machine by name, or from a file that calibrate or report wrote. Raises ValueError naming the known ones."""
+    """Load a machine by name, or from a file of calibrate or report. Raise ValueError with the known names."""
     path = Path(name) if name.endswith(".json") else FOLDER / f"{name}.json"
     if not path.is_file():
         raise unknown("--machine", name, names())
@@ -229,7 +228,7 @@ def load(name: str) -> Machine:
 
 
 def _check_numbers(name: str, value: Any) -> None:
-    """Raises TypeError unless all numbers in `value` are finite and above 0; latencies and measured kernel parameters may be 0."""
+    """Raise TypeError unless all numbers are finite and above 0; latencies and measured kernel parameters may be 0."""
     if isinstance(value, (dict, list)):
         for key, part in value.items() if isinstance(value, dict) else enumerate(value):
             _check_numbers(f"{name} {key}", part)
@@ -242,7 +241,7 @@ def _check_numbers(name: str, value: Any) -> None:
 
 
 def _check_kinds(values: dict[str, Any]) -> None:
-    """Raises TypeError unless every constant is a number or the collection of numbers that it must be."""
+    """Raise TypeError unless every constant is a number or the required collection."""
     for key, value in values.items():
         if (
             not isinstance(value, COLLECTIONS.get(key, (int, float)))
@@ -269,7 +268,7 @@ def _check_kinds(values: dict[str, Any]) -> None:
 
 
 def from_data(name: str, data: dict[str, Any]) -> Machine:
-    """A machine from the contents of its file. Raises KeyError or TypeError when `data` does not describe a machine."""
+    """Build a machine from the contents of its file. Raise KeyError or TypeError if `data` describes none."""
     constants = data["constants"]
     values = {key: constant["value"] for key, constant in constants.items()}
     for key, value in values.items():

@@ -1,11 +1,9 @@
-"""Memory of one rank at the peak of a step, for each style of software. Values are in bytes or, where the name says so, in MiB.
+"""Memory of one rank at the peak of a step, for each style of software, in bytes or MiB.
 
-This project's kernels keep what `costs.memory` counts. Eager PyTorch and Megatron on CUDA keep more. In units of one
-(s, b, h) tensor a layer keeps 6 (inputs and outputs of two layer norms, two dropout masks) and 12/t (qkv, context, two of width
-4h), and 3 more tensors of scores (softmax, the mask and the output of its dropout). With 2-byte elements and byte masks this is
-equation 2 of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022),
-sbh (10 + 24/t + 5 a s / (h t)). With full recompute a layer keeps only its input, and one layer's activations exist while it is
-recomputed (table 2 of that paper).
+This project's kernels save what `costs.memory` counts. Eager PyTorch and Megatron on CUDA save more: per layer, in (s, b, h) tensors,
+6 (inputs and outputs of two layer norms, two dropout masks), 12/t (qkv, context, two of width 4h), and 3 tensors of scores (softmax,
+mask and output of its dropout); with 2-byte elements and byte masks sbh (10 + 24/t + 5 a s / (h t)), equation 2 of Korthikanti et
+al., "Reducing Activation Recomputation in Large Transformer Models" (2022). With full recompute a layer saves only its input.
 Left out: fragmentation beyond one factor.
 """
 
@@ -31,7 +29,7 @@ PEERS = 256  # peers that get a large receive buffer (common_tofu_max_fastmode_p
 
 @lru_cache(maxsize=4096)
 def kinds(run: RunConfig) -> tuple[int, ...]:
-    """For each stage the first stage of its kind: the same numbers of layers in its parts, embedding and head."""
+    """Return, for each stage, the first stage with the same layers, embedding and head."""
     where = placement(run)
     alike = part_kinds(run)
     features = [
@@ -43,7 +41,7 @@ def kinds(run: RunConfig) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def part_kinds(run: RunConfig) -> tuple[int, ...]:
-    """For each part of the model the first part of its kind: the same layers, recomputed or not, embedding and head."""
+    """Return, for each virtual stage, the first one with the same layers, recompute, embedding and head."""
     sizes = accounting.pipeline_split(run)
     again = run.training.recompute_part_layers
     features = [
@@ -59,7 +57,7 @@ def _held(lists: Schedule, stage: int) -> tuple[InFlight, ...]:
 
 
 def layer_saved_bytes(run: RunConfig, tp: int) -> float:
-    """Bytes that one layer keeps for its backward in software that materialises the attention scores."""
+    """Return the bytes that a layer saves for backward in software that materialises attention scores."""
     sizes = tensors(run, tp)
     if run.precision.name == "fp32":
         return (
@@ -85,7 +83,7 @@ def _activations(
     held: Sequence[InFlight],
     parameters: MemoryParameters,
 ) -> float:
-    """Bytes of the kept and temporary tensors of one stage, without the logits."""
+    """Return the bytes of a stage's saved and temporary tensors, without the logits."""
     training = run.training
     hidden = tensors(run, layout.tp)["hidden"]
     saved = layer_saved_bytes(run, layout.tp)
@@ -119,7 +117,7 @@ def stage_mib(
     nodes: int,
     parameters: MemoryParameters,
 ) -> float:
-    """MiB that one rank of `stage` uses at its peak. nodes: of the job, for MPI's buffers and the ranks that share its threads."""
+    """Return the peak MiB of one rank of `stage`. nodes: of the job, for MPI's buffers and threads per rank."""
     held = _held(run_schedule.full_batch_schedule(run, layout), stage)
     fixed = _fixed_mib(run, layout, code, nodes, parameters)
     if code.style == "native":
@@ -137,7 +135,7 @@ def stage_mib(
 def _fixed_mib(
     run: RunConfig, layout: Layout, code: Software, nodes: int, parameters: MemoryParameters
 ) -> float:
-    """MiB of a rank that holds no tensor."""
+    """Return the MiB of a rank without tensors."""
     fixed = parameters.base_mib + parameters.peer_mib * min(nodes - 1, PEERS)
     ranks = max(1, layout.world_size // nodes)
     if code.style == "native":
@@ -149,7 +147,7 @@ def _fixed_mib(
 def with_recompute(
     run: RunConfig, layout: Layout, machine: Machine, code: Software, nodes: int
 ) -> RunConfig:
-    """The run with what --recompute-auto chooses in the machine's memory, or in --memory-per-rank; unchanged without the flag."""
+    """Return the run with --recompute-auto resolved for the machine's memory or --memory-per-rank; unchanged without the flag."""
     if not run.training.recompute_auto:
         return run
     plain = replace(run, training=replace(run.training, recompute_auto=False))
@@ -166,7 +164,7 @@ def with_recompute(
 def tensor_room(
     run: RunConfig, layout: Layout, machine: Machine, code: Software, nodes: int
 ) -> float:
-    """Bytes that the tensors of a rank may have: what the machine's memory, or --memory-per-rank, leaves for them."""
+    """Return the bytes that the machine's memory, or --memory-per-rank, leaves for a rank's tensors."""
     limit = run.training.memory_per_rank or limit_mib(machine, code, layout.world_size // nodes)
     return (limit - _fixed_mib(run, layout, code, nodes, code.memory(machine))) * MIB
 
@@ -174,11 +172,11 @@ def tensor_room(
 def peak_mib(
     run: RunConfig, layout: Layout, code: Software, nodes: int, parameters: MemoryParameters
 ) -> float:
-    """MiB of the rank that uses most. Where backward is whole, the first stage of each kind holds most micro-batches."""
+    """Return the MiB of the fullest rank. If backward is whole, the first stage of each kind has most micro-batches in flight."""
     stages = range(layout.pp) if run.parallel.schedule in SPLITS_BACKWARD else set(kinds(run))
     return max(stage_mib(run, layout, stage, code, nodes, parameters) for stage in stages)
 
 
 def limit_mib(machine: Machine, code: Software, ranks_per_node: int) -> float:
-    """MiB that a rank may use before it is out of memory; a caching allocator first returns what it holds unused (`reclaimed`)."""
+    """Return the MiB at which a rank is out of memory; a caching allocator first returns unused blocks (`reclaimed`)."""
     return machine.node_memory_bytes / MIB / ranks_per_node / (1 - code.counts["reclaimed"])

@@ -1,7 +1,6 @@
-"""Seconds per iteration of a run on a machine: the stages' costs, the schedule's critical path, and work done once per iteration.
+"""Seconds per iteration of a run on a machine: stage costs, the schedule's critical path, and work done once per iteration.
 
     predict(run, System.from_names("a64fx", "torch1.10", nodes=192)) -> Prediction
-    predict_row(row) -> Prediction                            for a row of the published tables
 
 Left out: input and output, evaluation, checkpoints.
 """
@@ -48,7 +47,7 @@ FAR = 2.0  # doublings of its group and its bytes to the nearest fitted row, fro
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """The machine, the software and the number of nodes and ranks that a run uses."""
+    """Machine, software and the numbers of nodes and ranks of a run."""
 
     machine: Machine
     software: Software
@@ -64,7 +63,7 @@ class System:
         ghz: float | None = None,
         eco: bool = False,
     ) -> System:
-        """A system of named machine and software. Raises ValueError for unknown names and for numbers that no node can have."""
+        """Build a system by names. Raise ValueError for unknown names and impossible numbers."""
         host = machine.load(machine_name).at(ghz, eco)
         code = software.load(software_name)
         ranks = host.ranks_per_node if ranks_per_node is None else ranks_per_node
@@ -81,15 +80,15 @@ class System:
 
     @property
     def parameters(self) -> Parameters:
-        """The shares and costs with which the software uses the machine."""
+        """Shares and costs with which the software uses the machine."""
         return self.software.parameters(self.machine)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A modelled iteration. lower, upper: bounds that should hold nine of ten runs. breakdown: cause -> seconds, sum `seconds`.
+    """A modelled iteration. lower, upper: bounds that should contain nine of ten runs. breakdown: cause -> seconds.
 
-    slow_network: seconds with large all-reduces at the pessimistic rate, where the machine has one.
+    slow_network: seconds with large all-reduces at the pessimistic rate, if the machine has one.
     """
 
     seconds: float
@@ -106,7 +105,7 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """The parts of a modelled iteration. All times are in seconds."""
+    """Components of a modelled iteration, in seconds."""
 
     slowest: Seconds  # one micro-batch, forward and backward, of the stage that takes longest
     schedule: schedule.Schedule
@@ -127,11 +126,11 @@ class Step:
 
     @property
     def least_seconds(self) -> float:
-        """Seconds that no schedule of these stages is below."""
+        """Lower bound of the seconds with any schedule of these stages."""
         return self.seconds - self.pipeline + self.pipeline_least
 
     def breakdown(self) -> dict[str, float]:
-        """Seconds by cause: the slowest stage's work, its waiting time, and the work done once per iteration."""
+        """Return the seconds by cause: the slowest stage's work and waits, and work done once per iteration."""
         busy = self.slowest * self.schedule.microbatches
         waiting = self.pipeline - busy.total if self.schedule.placement.stages > 1 else 0.0
         return {
@@ -151,10 +150,10 @@ Pieces = list[tuple[work.Work, int]]  # work, and how often it is done
 def part_work(
     run: RunConfig, layout: Layout, part: int, code: Software
 ) -> tuple[Pieces, Pieces, Pieces]:
-    """(forward, backward, what of the backward may wait) of a part of the model for one micro-batch.
+    """Return (forward, backward, deferrable backward) of a virtual stage for one micro-batch.
 
-    Recompute and weight gradients belong to the backward; the matmuls of the layers' weight gradients may wait. A head that works
-    in chunks of rows computes its gradients while it holds the logits, in forward.
+    Recompute and weight gradients belong to backward; weight-gradient matmuls of layers are deferrable. A head that computes blocks of
+    logits computes its gradients in forward.
     """
     phases = work.phases(run, layout.tp, code)
     where = placement(run)
@@ -177,13 +176,13 @@ def part_work(
 
 @lru_cache(maxsize=4096)
 def held_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
-    """accounting.stage_parameters with its results kept: a search asks for the same stages again and again."""
+    """Return `accounting.stage_parameters`, cached."""
     return accounting.stage_parameters(run, layout, stage)
 
 
 @lru_cache(maxsize=4096)
 def gradient_collectives(run: RunConfig, layout: Layout) -> dict[int, list[Collective]]:
-    """`costs.memory.gradient_collectives` of one stage of each kind, see memory.kinds."""
+    """Return `costs.memory.gradient_collectives` of one stage of each kind (`memory.kinds`)."""
     return {
         stage: rank_memory.gradient_collectives(run, layout, stage)
         for stage in sorted(set(memory.kinds(run)))
@@ -200,7 +199,7 @@ def step(
 ) -> Step:
     """Model one iteration at the full global batch size.
 
-    without: name of a field of Seconds that is set to zero. slow: large all-reduces at the machine's pessimistic rate.
+    without: name of a field of Seconds to set to zero. slow: large all-reduces at the machine's pessimistic rate.
     """
     active = system.software.active(run)
     network = Network(
@@ -262,7 +261,7 @@ PartSeconds = tuple[
 
 
 def _part_seconds(run: RunConfig, layout: Layout, rank: Rank, without: str) -> list[PartSeconds]:
-    """Of every part of the model. without: see `step`."""
+    """Return the seconds of every virtual stage. without: see `step`."""
     kinds = memory.part_kinds(run)
     known = dict[int, Seconds]()
     found = dict[int, PartSeconds]()
@@ -281,7 +280,7 @@ def _part_seconds(run: RunConfig, layout: Layout, rank: Rank, without: str) -> l
 
 
 def _stage_seconds(parts: Sequence[PartSeconds]) -> PartSeconds:
-    """The sum over a stage's parts."""
+    """Return the sum over a stage's virtual stages."""
     if len(parts) == 1:
         return parts[0]
     forward, backward, weights = (sum(phase, Seconds()) for phase in zip(*parts))
@@ -289,7 +288,7 @@ def _stage_seconds(parts: Sequence[PartSeconds]) -> PartSeconds:
 
 
 def _costs(lists: schedule.Schedule, parts: Sequence[PartSeconds], transfer: float) -> Costs:
-    """The seconds of the operations that the lists have, by stage and chunk."""
+    """Return the seconds of the schedule's operations, by stage and model chunk."""
     where = lists.placement
     by_stage = [
         [parts[where.virtual_stage(stage, chunk)] for chunk in range(where.model_chunks)]
@@ -313,9 +312,9 @@ def _exposed(
     lists: schedule.Schedule,
     stages: Sequence[PartSeconds],
 ) -> float:
-    """Seconds per iteration in which the stage that waits longest waits for reductions and gathers.
+    """Return the longest wait of a stage for reductions and gathers, in seconds per iteration.
 
-    Where backward is split, only the weight gradients of the last micro-batch hide a reduction.
+    If backward is split, only the weight gradients of the last micro-batch hide a reduction.
     """
     active = network.active
     waits = []
@@ -335,7 +334,7 @@ def _exposed(
 
 
 def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
-    """Seconds of clipping and Adam, or Muon, in FP32, over a rank's share of the largest stage; stored values may be shorter."""
+    """Return the seconds of clipping and Adam or Muon in FP32 over a rank's shard of the largest stage."""
     counts = rank.software.counts["optimizer"]
     fewer = (
         2 * accounting.FP32_BYTES
@@ -367,7 +366,7 @@ TensorParallel = tuple[
 
 
 def tensor_parallel(run: RunConfig, layout: Layout, system: System) -> TensorParallel | None:
-    """The collectives inside a layer; None where a layer is on one rank."""
+    """Return the collectives inside a layer, or None if a layer is on one rank."""
     if layout.tp == 1:
         return None
     return (
@@ -379,7 +378,7 @@ def tensor_parallel(run: RunConfig, layout: Layout, system: System) -> TensorPar
 
 
 def extrapolation(own: TensorParallel | None, seen: Sequence[TensorParallel]) -> float:
-    """0 for a collective that a fitted row has, to 1 for one unlike all; another network or software counts like a doubling."""
+    """Return 0 for a collective of a fitted row, up to 1 for one unlike all; another network or software counts as a doubling."""
     if own is None:
         return 0.0
     distances = (
@@ -400,10 +399,10 @@ def deviation(
     noise: float,
     seen: Sequence[TensorParallel] | None = None,
 ) -> float:
-    """Standard deviation of the logarithm of a case's time: the parameters' uncertainty, the noise between runs, extrapolation.
+    """Return the standard deviation of a time's logarithm from parameters, run-to-run noise and extrapolation.
 
-    covariance: of the logarithms of the parameters `names`. noise: standard deviation of the logarithm of repeated runs' times.
-    seen: `tensor_parallel` of the fitted rows; None where nothing was fitted, and `noise` is the model's whole error.
+    covariance: of the logarithms of the parameters `names`. noise: of the logarithm of repeated times.
+    seen: `tensor_parallel` of the fitted rows; None if nothing was fitted, and `noise` is the whole error.
     """
     modelled = step(*case, parameters)
     slopes = []
@@ -419,7 +418,7 @@ def deviation(
 
 
 def predict(run: RunConfig, system: System, with_band: bool = True) -> Prediction:
-    """The run's iteration at its full global batch size. Raises ValueError for a run that does not fit on the system's ranks."""
+    """Predict an iteration at the full global batch size. Raise ValueError if the run does not fit on the system's ranks."""
     requested = run
     run = system.software.cut(run)
     layout = Layout.from_run(run, system.world_size)
@@ -469,7 +468,7 @@ def predict(run: RunConfig, system: System, with_band: bool = True) -> Predictio
 
 
 def warnings(run: RunConfig, layout: Layout, system: System, tflops: float) -> tuple[str, ...]:
-    """Reasons why this prediction is less certain than the fit, or easy to misread, one line each."""
+    """Return one line for each reason why a prediction is less certain than the fit, or easy to misread."""
     code = system.software
     lines = []
     if code.name == software.THIS_PROJECT and system.machine.name == "a64fx":
@@ -527,9 +526,7 @@ def warnings(run: RunConfig, layout: Layout, system: System, tflops: float) -> t
 
 
 def far_tensor_parallel(layout: Layout, system: System, share: float) -> tuple[str, ...]:
-    """Return a line if tensor parallelism leaves the nodes and takes much of the time. share: its
-    part of the time.
-    """
+    """Return a line if tensor parallelism crosses nodes and takes much of the time. share: of the time."""
     inside = system.nodes == 1 or system.ranks_per_node % layout.tp == 0
     if inside or share < LARGE_SHARE:
         return ()
@@ -547,7 +544,7 @@ def far_tensor_parallel(layout: Layout, system: System, share: float) -> tuple[s
 
 
 def unmodelled(run: RunConfig) -> list[str]:
-    """Flags of the run that change its real speed but not the prediction."""
+    """Return the flags that change the run's real speed but not the prediction."""
     flags = {
         "--kernels torch": run.system.kernels == "torch",
         "--allocator stock": run.system.allocator == "stock",
@@ -558,7 +555,7 @@ def unmodelled(run: RunConfig) -> list[str]:
 
 
 def lacking_choices(run: RunConfig, code: Software) -> list[str]:
-    """Settings of the run that the software does not have."""
+    """Return the run's settings that the software lacks."""
     training = run.training
     zero = run.parallel.zero_stage
     kind = training.recompute_granularity or "none"
@@ -577,7 +574,7 @@ def lacking_choices(run: RunConfig, code: Software) -> list[str]:
 
 
 def facts(run: RunConfig, layout: Layout, system: System) -> dict[str, float]:
-    """The quantities whose fitted ranges are kept and compared, by name."""
+    """Return the quantities that are compared with the fitted ranges, by name."""
     return {
         "nodes": system.nodes,
         "parameters": accounting.parameters(run),
@@ -590,7 +587,7 @@ def facts(run: RunConfig, layout: Layout, system: System) -> dict[str, float]:
 
 
 def outside(ranges: dict[str, tuple[float, float]], values: dict[str, float]) -> list[str]:
-    """A line for each of `values` that lies outside the range of the fitted rows."""
+    """Return a line for each value outside the range of the fitted rows."""
     return [
         f"{name} {values[name]:.5g} is outside the fitted {low:.5g} to {high:.5g}"
         for name, (low, high) in ranges.items()

@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _with_length(run: RunConfig) -> RunConfig:
-    """The run with as many iterations as --train-tokens needs; unchanged without that flag."""
+    """Return the run with the iterations of --train-tokens; unchanged without that flag."""
     if run.training.train_tokens is None:
         return run
     assert run.batch.global_batch_size is not None
@@ -85,7 +85,7 @@ def _with_length(run: RunConfig) -> RunConfig:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Search and print. Raises ValueError, one line, for flags that do not fit together and when no layout runs."""
+    """Search and print. Raise ValueError, one line, for flags that do not fit together and if no layout runs."""
     check(args.against is None or args.explain, "--against goes with --explain: pass both")
     check(
         not (args.features and (args.explain or args.json or args.png)),
@@ -155,21 +155,21 @@ FEATURES_HEADER = ("feature", "sec/it", "slow network", "against all", "best lay
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureRow:
-    """The best plan of one choice of features; None where no layout runs."""
+    """The best plan with one choice of features, or None if no layout runs."""
 
     name: str
     plan: Plan | None
 
     @property
     def slow_seconds(self) -> float:
-        """Seconds per iteration of the plan with large all-reduces at the pessimistic rate."""
+        """Seconds per iteration with large all-reduces at the pessimistic rate."""
         plan = self.plan
         assert plan is not None, self.name
         return step(plan.run, plan.layout, plan.system, plan.system.parameters, slow=True).seconds
 
 
 def feature_variants(run: RunConfig, system: System) -> Iterator[tuple[str, RunConfig, System]]:
-    """(name, run, system) of the whole table: all that the search uses, without each, and with each that it does not use itself."""
+    """Yield (name, run, system): all features of the search, without each, and with each further feature."""
     yield "all", run, system
     for name in FEATURES:
         if name not in system.software.choices.names:
@@ -181,7 +181,7 @@ def feature_variants(run: RunConfig, system: System) -> Iterator[tuple[str, RunC
 
 
 def feature_rows(run: RunConfig, system: System, held: frozenset[str]) -> list[FeatureRow]:
-    """The best plan of every variant."""
+    """Return the best plan of every variant."""
     found = []
     for name, variant, on in feature_variants(run, system):
         plans = search(variant, on, held).plans
@@ -190,7 +190,7 @@ def feature_rows(run: RunConfig, system: System, held: frozenset[str]) -> list[F
 
 
 def features_text(table: list[FeatureRow]) -> str:
-    """The rows as Markdown; seconds are modelled."""
+    """Format the rows as Markdown; seconds are modelled."""
     whole = table[0].plan
     return "\n".join(pipe_table([FEATURES_HEADER, *(_feature_cells(row, whole) for row in table)]))
 
@@ -240,7 +240,7 @@ class Change:
 
 
 def gains(plan: Plan) -> dict[str, float]:
-    """Cause -> seconds per iteration that removing this cause alone would save; the schedule is modelled again for each."""
+    """Return cause -> seconds per iteration saved by removing this cause alone; each schedule is modelled again."""
     run = plan.run
     layout = plan.layout
     system = plan.system
@@ -258,7 +258,7 @@ def gains(plan: Plan) -> dict[str, float]:
 
 
 def bottlenecks(plan: Plan) -> str:
-    """The gains as a table, the largest first."""
+    """Format the gains as a table, largest first."""
     lines = [
         f"\nthe first plan's {plan.seconds:.4g} s (model): what would remain without one cause, the largest gain first"
     ]
@@ -271,7 +271,7 @@ def bottlenecks(plan: Plan) -> str:
 
 
 def changes_between(run: RunConfig, system: System, against: str, best: Plan) -> list[Change]:
-    """The changes from software `against`, at the run's layout and its own ranks per node, to plan `best` of system.software."""
+    """Return the changes from software `against`, at the run's layout, to plan `best` of system.software."""
     old_code = software.load(against)
     new_code = system.software
     old = old_code.fitted.values
@@ -331,7 +331,7 @@ def changes_between(run: RunConfig, system: System, against: str, best: Plan) ->
 
 
 def _taken(name: str, before: float, result: Search) -> Change:
-    """The best plan of `result` as a change, or a change of nothing with the reason where it does not help."""
+    """Return the best plan of `result` as a change, or an empty change with the reason why it does not help."""
     if not result.plans:
         return Change(
             name=name,
@@ -357,7 +357,7 @@ def _layout(plan: Plan) -> str:
 
 
 def changes_text(system: System, against: str, rows: Sequence[Change]) -> str:
-    """The changes as a table."""
+    """Format the changes as a table."""
     lines = [f"\nfrom {against} to {system.software.name}, seconds per iteration, each a model"]
     for previous, change in zip([rows[0], *rows], rows):
         factor = "" if change is rows[0] else f"x {change.seconds / previous.seconds:.2f}"

@@ -43,7 +43,7 @@ LETTERS = {FORWARD: "F", BACKWARD: "B", BACKWARD_INPUT: "I", BACKWARD_WEIGHT: "W
 
 
 def schedule_name(run: RunConfig) -> str:
-    """The schedule as the table shows it: 1f1b, zb-h1, zbv, with N chunks of layers per stage "il N" or "zb-h1 N"."""
+    """Return the schedule as in the table: 1f1b, zb-h1, zbv; with N model chunks per stage "il N" or "zb-h1 N"."""
     name = run.parallel.schedule
     count = chunks(run)
     short = "il" if name == INTERLEAVED else name
@@ -51,7 +51,7 @@ def schedule_name(run: RunConfig) -> str:
 
 
 def iterations(plan: Plan) -> int | None:
-    """The run's length in iterations; None when no flag gives it."""
+    """Return the run's length in iterations, or None if no flag sets it."""
     training = plan.run.training
     if (
         training.train_iters is None
@@ -63,7 +63,7 @@ def iterations(plan: Plan) -> int | None:
 
 
 def _duration(plan: Plan) -> tuple[float, float] | None:
-    """(days, node hours) of the whole run; None for a run without a length."""
+    """Return (days, node hours) of the run, or None if it has no length."""
     count = iterations(plan)
     return (
         None
@@ -73,7 +73,7 @@ def _duration(plan: Plan) -> tuple[float, float] | None:
 
 
 def text(best: Sequence[tuple[Plan, Prediction]], result: Search, args: argparse.Namespace) -> str:
-    """What `plan` prints of a search: warnings, the table, why layouts were dropped, and the first plan's pipeline and command."""
+    """Format a search: warnings, table, reasons for dropped layouts, and the first plan's pipeline and command."""
     first, prediction = best[0]
     lines = [
         f"{first.system.nodes} nodes of {first.system.machine.name}, {first.system.software.name}: {len(result.plans)} "
@@ -97,7 +97,7 @@ def text(best: Sequence[tuple[Plan, Prediction]], result: Search, args: argparse
 
 
 def rates(plan: Plan) -> list[str]:
-    """Which rates of large all-reduces the two columns of seconds use; nothing where the machine has one rate."""
+    """Return a line about the rates of large all-reduces; empty if the machine has one rate."""
     machine = plan.system.machine
     fitted = plan.system.parameters.reduce_gbs
     if machine.slow_reduce_gbs is None:
@@ -123,14 +123,14 @@ def _row(number: int, plan: Plan, p: Prediction) -> str:
 
 
 def _shared(plan: Plan) -> str:
-    """The ranks that share a sequence, and among which experts are divided and that share each; nothing where there are none."""
+    """Return the context-parallel and expert-parallel sizes as table text."""
     layout = plan.layout
     experts = f", EP {layout.ep} x {layout.etp or layout.tp}" * bool(plan.run.model.num_experts)
     return f", CP {layout.cp} {typical_cp_comm_type(plan.run)}" * (layout.cp > 1) + experts
 
 
 def as_json(plan: Plan, prediction: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """A plan under the names of `plan --json`. prediction: predict.as_json's dictionary."""
+    """Return a plan with the names of `plan --json`. prediction: from `predict.as_json`."""
     days, node_hours = _duration(plan) or (None, None)
     return {
         "dp": plan.layout.dp,
@@ -152,7 +152,7 @@ def as_json(plan: Plan, prediction: dict[str, Any], args: argparse.Namespace) ->
 
 
 def _base(recipe: str | None) -> dict[tuple[str, str], Any]:
-    """(group, field) -> the value that needs no flag: the recipe's, or the field's default."""
+    """Return (group, field) -> the value without a flag: the recipe's, or the field's default."""
     places = [(group, f) for group, config in GROUPS.items() for f in fields(config)]
     if recipe:
         run = RECIPES[recipe.lower()]()
@@ -161,7 +161,7 @@ def _base(recipe: str | None) -> dict[tuple[str, str], Any]:
 
 
 def train_flags(plan: Plan, args: argparse.Namespace) -> list[str]:
-    """The words of a training command line for this plan: the recipe and a flag for each value that differs from it."""
+    """Return the recipe and a flag for each value that differs from it."""
     words = ["--recipe", args.recipe] if args.recipe else []
     for (group, name), default in _base(args.recipe).items():
         value = getattr(getattr(plan.run, group), name)
@@ -175,7 +175,7 @@ def train_flags(plan: Plan, args: argparse.Namespace) -> list[str]:
 
 
 def command(plan: Plan, args: argparse.Namespace) -> str:
-    """The command line that trains this plan, as a shell reads it."""
+    """Return the shell command that trains this plan."""
     return shlex.join(
         [
             "mpiexec",
@@ -189,7 +189,7 @@ def command(plan: Plan, args: argparse.Namespace) -> str:
 
 
 def pipeline(plan: Plan) -> list[str]:
-    """Up to ROWS stages over time as lines of text: F forward, B backward (with recompute), . idle."""
+    """Draw up to ROWS stages over time as text: F forward, B backward (with recompute), . idle."""
     bars, shown, microbatches, _ = modelled(plan.run, plan.layout, plan.system)
     end = max(s.end for s in bars)
     pp = plan.layout.pp
@@ -213,14 +213,14 @@ def pipeline(plan: Plan) -> list[str]:
 
 
 def _backward(plan: Plan) -> str:
-    """What the pictures' legend calls a backward of this plan."""
+    """Return the legend's word for backward."""
     return (
         "backward" if plan.run.training.recompute_granularity is None else "backward with recompute"
     )
 
 
 def png(plan: Plan, file: str) -> None:
-    """The pipeline over time, and the memory of its stages, as a PNG file. Raises ValueError when it cannot be written."""
+    """Draw the pipeline over time and the stages' memory as a PNG file. Raise ValueError if it cannot be written."""
     system = plan.system
     held = [
         memory.stage_mib(
@@ -242,7 +242,7 @@ PICTURED = 4  # a picture shows at most this many times the number of stages in 
 def modelled(
     run: RunConfig, layout: Layout, system: System
 ) -> tuple[list[Span], Schedule, int, float]:
-    """What the stages do, the schedule that is shown, the micro-batches of the whole one, and seconds of an iteration."""
+    """Return the spans of the shown schedule, the schedule, micro-batches and seconds of an iteration."""
     whole = step(run, layout, system, system.parameters)
     shown = replace(
         whole.schedule, microbatches=min(whole.schedule.microbatches, PICTURED * layout.pp)
@@ -251,7 +251,7 @@ def modelled(
 
 
 def part(shown: Schedule, microbatches: int) -> str:
-    """How much of an iteration a picture shows."""
+    """Return how much of an iteration a picture shows."""
     return (
         f"{shown.microbatches} of {microbatches} micro-batches"
         if shown.microbatches < microbatches
@@ -262,7 +262,7 @@ def part(shown: Schedule, microbatches: int) -> str:
 def draw(
     run: RunConfig, layout: Layout, system: System, file: str | os.PathLike, memory: Sequence[float]
 ) -> None:
-    """The pipeline over time as a PNG file. memory: MiB of a rank of each stage. Raises ValueError when it cannot be written."""
+    """Draw the pipeline over time as a PNG file. memory: MiB of a rank of each stage. Raise ValueError if it cannot be written."""
     bars, shown, microbatches, seconds = modelled(run, layout, system)
     chunks = placement(run).model_chunks
     machine = system.machine.name

@@ -40,7 +40,7 @@ DEFAULT_SOFTWARE = {"a100": "megatron-a100", "a100-before-0225": "megatron-a100"
 
 
 def add_system_arguments(parser: argparse.ArgumentParser) -> None:
-    """Machine, clock, software and nodes, and every flag of pretrain_gpt.py."""
+    """Add flags for machine, clock, software and nodes, and every flag of pretrain_gpt.py."""
     group = parser.add_argument_group("system")
     group.add_argument(
         "--machine",
@@ -72,9 +72,9 @@ def run_of(
     own: Sequence[str] = (),
     defaults: dict[str, Any] | None = None,
 ) -> RunConfig:
-    """The run that pretrain_gpt.py's flags describe. Raises ValueError, one line, for flags that do not fit together.
+    """Return the run of pretrain_gpt.py's flags. Raise ValueError, one line, for flags that do not fit together.
 
-    own: names of further flags that do not belong to the run. defaults: values of flags that are not on the command line.
+    own: further flags that do not belong to the run. defaults: values of flags that are not on the command line.
     """
     values = {name: value for name, value in vars(args).items() if name not in (*OWN, *own)}
     if values.get("recipe") is None:
@@ -92,7 +92,7 @@ def run_of(
 
 
 def system_of(args: argparse.Namespace) -> System:
-    """The system that the flags describe. Raises ValueError for unknown names and impossible numbers."""
+    """Return the system of the flags. Raise ValueError for unknown names and impossible numbers."""
     code = args.software or DEFAULT_SOFTWARE.get(args.machine, software.THIS_PROJECT)
     return System.from_names(
         args.machine, code, args.nodes, args.ranks_per_node, args.ghz, args.eco_state == 2
@@ -109,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def as_json(prediction: Prediction) -> dict[str, Any]:
-    """The prediction under the names of the command's output."""
+    """Return the prediction with the names of the command's output."""
     p = prediction
     return {
         "seconds_per_iteration": round(p.seconds, 6),
@@ -126,7 +126,7 @@ def as_json(prediction: Prediction) -> dict[str, Any]:
 
 
 def describe(run: RunConfig, system: System) -> str:
-    """The system and the layout in one line."""
+    """Describe the system and the layout in one line."""
     layout = Layout.from_run(run, system.world_size)
     size = layout.global_batch_size(run)
     return (
@@ -137,7 +137,7 @@ def describe(run: RunConfig, system: System) -> str:
 
 
 def text(run: RunConfig, system: System, p: Prediction) -> str:
-    """The prediction as text for a terminal."""
+    """Format the prediction for a terminal."""
     lines = [
         describe(run, system),
         f"{p.seconds:.4g} s per iteration (model; nine of ten runs: {p.lower:.4g} to {p.upper:.4g}), "
@@ -157,7 +157,7 @@ def text(run: RunConfig, system: System, p: Prediction) -> str:
 
 
 def layout_of(run: RunConfig, system: System) -> Layout:
-    """The layout. Raises ValueError for a run that does not fit on the nodes, which names parallel sizes that do."""
+    """Return the layout. Raise ValueError, with parallel sizes that fit, for a run that does not fit on the nodes."""
     try:
         return Layout.from_run(run, system.world_size)
     except ValueError as error:
@@ -173,7 +173,7 @@ def layout_of(run: RunConfig, system: System) -> Layout:
 
 
 def fitting(run: RunConfig, system: System) -> Iterator[Layout]:
-    """Layouts of other tensor- and pipeline-parallel sizes that have the memory, those nearest to the run's sizes first."""
+    """Yield layouts with other tensor- and pipeline-parallel sizes that have enough memory, nearest sizes first."""
     asked = run.parallel
     world = system.world_size
     sizes = [size for size in range(1, min(world, MOST) + 1) if world % size == 0]
@@ -203,7 +203,7 @@ def fitting(run: RunConfig, system: System) -> Iterator[Layout]:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Predict and print. Raises ValueError, one line, for a user's mistake."""
+    """Predict and print. Raise ValueError, one line, for a user's mistake."""
     system = system_of(args)
     run = system.software.cut(run_of(args, system))
     run, _ = search.resolve(run, layout_of(run, system), system)

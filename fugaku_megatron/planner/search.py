@@ -1,11 +1,10 @@
-"""What the performance model chooses: a run's schedule and recompute, and its parallel layout on a number of nodes.
+"""Choices by the performance model: a run's schedule and recompute, and its parallel layout on a number of nodes.
 
-    resolve(run, layout, system, space) -> run, lines for its log          --pipeline-schedule auto and --recompute-auto
-    search(run, system, held) -> Search                                    every layout that a trainer can run
+    resolve(run, layout, system, space) -> run, log lines           --pipeline-schedule auto and --recompute-auto
+    search(run, system, held) -> Search                             every layout that a trainer can run
 
-A choice is a function of its arguments alone, so ranks that share them agree, and so does a dry run. All times are modelled.
-Left out: the commands that print them (`plan`, `predict`), what memory there is (`run.kernel_choice`), the placement of ranks
-in the torus, checkpoints, failures.
+A choice depends on its arguments alone, so ranks and dry runs agree. All times are modelled.
+Left out: the placement of ranks in the torus, checkpoints, failures.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ PENDING = (
 
 
 class Order(NamedTuple):
-    """A schedule to try. chunks: of a stage. pending: see --zero-bubble-max-pending-backward."""
+    """A schedule to try. chunks: of each stage. pending: --zero-bubble-max-pending-backward."""
 
     name: str
     chunks: int
@@ -57,7 +56,7 @@ class Order(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A schedule that a run could follow. run: with what is recomputed for it; seconds: of an iteration."""
+    """A schedule for a run. run: with its recompute resolved. seconds: of an iteration."""
 
     run: RunConfig
     seconds: float
@@ -65,7 +64,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """With the number of chunks where the schedule does not say it, and with what stages hold beyond the least."""
+        """Schedule with its number of model chunks and micro-batches in flight, unless implied."""
         parallel = self.run.parallel
         chunks = placement(self.run).model_chunks
         pending = parallel.zero_bubble_max_pending_backward
@@ -77,10 +76,10 @@ class Candidate:
 
 
 def schedules(choices: Choices, stages: int, microbatches: int) -> list[Order]:
-    """The schedules that the software has and that are worth the search.
+    """Return the software's schedules that are worth a trial.
 
-    ZB-H1 has chunks where micro-batches are few: elsewhere a bubble is small in any schedule. With chunks it idles so little that
-    holding more is not tried.
+    ZB-H1 gets model chunks only for few micro-batches, because the bubble is small otherwise; then more micro-batches in flight do not
+    pay.
     """
     few = microbatches <= min(2 * stages, LONGEST // stages)
     counts = {
@@ -100,13 +99,13 @@ def schedules(choices: Choices, stages: int, microbatches: int) -> list[Order]:
 
 
 def pendings(name: str, stages: int, microbatches: int) -> tuple[int | None, ...]:
-    """What stages may hold of a schedule: as little as they can, and more where there are micro-batches for it."""
+    """Return the micro-batches in flight to try: the minimum, and more if there are enough micro-batches."""
     more = PENDING if name in SPLITS_BACKWARD and stages < microbatches <= LONGEST // stages else ()
     return None, *(math.ceil(each * stages) for each in more)
 
 
 def scheduled(run: RunConfig, layout: Layout, system: System, space: float) -> list[Candidate]:
-    """The run in every schedule that its layers can be cut for, best first. space: bytes of a rank's tensors."""
+    """Return the run in every schedule that its layers permit, best first. space: bytes of a rank's tensors."""
     found = []
     microbatches = layout.microbatches(run, layout.global_batch_size(run))
     for order in schedules(system.software.choices, layout.pp, microbatches):
@@ -134,10 +133,10 @@ def _candidate(asked: RunConfig, layout: Layout, system: System, space: float) -
 def resolve(
     run: RunConfig, layout: Layout, system: System, space: float | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """The run with nothing left to choose, and lines that say what was chosen and why.
+    """Return the run with every automatic choice resolved, and log lines about the choices.
 
-    space: bytes of a rank's tensors; by default what the machine's memory, or --memory-per-rank, leaves for them. Where no schedule
-    fits it is 1F1B, which holds least.
+    space: bytes of a rank's tensors; default: what the machine's memory, or --memory-per-rank, leaves. If no schedule fits, use 1F1B,
+    which needs least memory.
     """
     space = (
         memory.tensor_room(run, layout, system.machine, system.software, system.nodes)
@@ -177,9 +176,9 @@ RAMP_BATCH = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A layout that runs. seconds: of an iteration, modelled, least_seconds: without a bubble; memory_mib: of the fullest rank.
+    """A layout that runs. seconds: of an iteration; least_seconds: without a bubble; memory_mib: of the fullest rank.
 
-    asked: the run before --recompute-auto chose; run: after.
+    asked: the run before --recompute-auto was resolved; run: after.
     """
 
     asked: RunConfig
@@ -192,13 +191,13 @@ class Plan:
     least_seconds: float
 
     def predict(self) -> Prediction:
-        """The prediction with its band, which takes longer than the search's own estimate."""
+        """Return the prediction with its band, slower than the search's estimate."""
         return predict(self.run, self.system)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """plans: the fastest first. dropped: reason -> number of layouts that cannot run for it."""
+    """Plans, fastest first. dropped: reason -> number of layouts that cannot run."""
 
     plans: tuple[Plan, ...]
     dropped: Counter[str]
@@ -207,9 +206,9 @@ class Search:
 def search(
     run: RunConfig, system: System, held: frozenset[str], ramp_divisible: bool = False
 ) -> Search:
-    """Model every layout that can run. held: names of the config's fields that keep the run's value.
+    """Model every layout that can run. held: config fields that keep the run's value.
 
-    Every layout is modelled in 1F1B's order, and those that could be among the first with another schedule in that, too.
+    Every layout is modelled with 1F1B, and promising ones with the other schedules.
     """
     run = system.software.cut(run)
     plans = list[Plan]()
@@ -233,7 +232,7 @@ TRIED = 60
 
 
 def _asked(run: RunConfig, held: frozenset[str]) -> str | None:
-    """The schedule that the flags ask for; None where the search chooses."""
+    """Return the schedule of the flags, or None if the search chooses."""
     given = {
         "pipeline_schedule",
         "num_virtual_stages_per_pipeline_rank",
@@ -243,7 +242,7 @@ def _asked(run: RunConfig, held: frozenset[str]) -> str | None:
 
 
 def _orders(run: RunConfig, plan: Plan, held: frozenset[str]) -> list[Order]:
-    """The schedules that are tried for a layout. run: as it was asked for."""
+    """Return the schedules to try for a layout. run: as the flags describe it."""
     stages = plan.layout.pp
     microbatches = plan.layout.microbatches(plan.run, plan.layout.global_batch_size(plan.run))
     if (name := _asked(run, held)) is None:
@@ -262,10 +261,10 @@ def _orders(run: RunConfig, plan: Plan, held: frozenset[str]) -> list[Order]:
 
 
 def _rescheduled(plans: Sequence[Plan], run: RunConfig, held: frozenset[str]) -> list[Plan]:
-    """The plans in other schedules than 1F1B.
+    """Return the plans in schedules other than 1F1B.
 
-    Layouts follow one another by the least time that any schedule could give them; once that is beyond the WANTED best plans, the
-    rest cannot be among them. A schedule that the flags ask for is tried with every layout.
+    Layouts are ordered by their lower bound; once it exceeds the WANTED best plans, the rest cannot be among them. A schedule from the
+    flags is tried with every layout.
     """
     found: list[Plan] = []
     ordered = sorted(
@@ -289,7 +288,7 @@ def _rescheduled(plans: Sequence[Plan], run: RunConfig, held: frozenset[str]) ->
 def candidates(
     run: RunConfig, system: System, held: frozenset[str], ramp_divisible: bool = False
 ) -> Iterator[tuple[RunConfig, System] | str]:
-    """Every combination of what the software has, as (run, system with its ranks per node), or why its numbers do not divide."""
+    """Yield every combination of the software's choices as (run, system), or the reason why its numbers do not divide."""
     choices = system.software.choices
     model = run.model
     parallel = run.parallel
@@ -364,7 +363,7 @@ SHARERS = 64
 def _contexts(
     run: RunConfig, choices: Choices, held: frozenset[str]
 ) -> Iterator[tuple[int, tuple[str, ...] | None]]:
-    """Numbers of ranks to share a sequence, each with everything that they may send each other for attention."""
+    """Yield context-parallel sizes, each with every --cp-comm-type."""
     given = run.parallel.cp_comm_type
     shared = choices.names and run.model.seq_length >= LONG
     sizes = tuple(2**i for i in range(SHARERS.bit_length())) if shared else (1,)
@@ -376,7 +375,7 @@ def _contexts(
 def _indivisible(
     system: System, dp: int, rest: int, cp: int, zero_stage: int, batch: BatchConfig, ramp: bool
 ) -> str | None:
-    """Why these numbers cannot run together; None where they can. rest: ranks that are left of dp parts."""
+    """Return why these numbers cannot run together, or None. rest: ranks left over by dp."""
     if system.ranks_per_node > system.machine.max_ranks:
         return "more ranks than a node has threads or GPUs"
     if rest:
@@ -420,10 +419,9 @@ SWITCHED: dict[str, tuple[bool, ...]] = {
 def _switches(
     tried: dict[str, tuple[bool, ...]], tp: int, zero_stage: int, ranks_per_node: int
 ) -> Iterator[dict[str, Any]]:
-    """Every combination of values of the flags of SWITCHED that means something at these sizes, by field.
+    """Yield every meaningful combination of the SWITCHED flags at these sizes, by field.
 
-    Overlapped collectives are left out inside a node, where reductions in its memory use all cores, and are always tried with
-    one rank a node, where they send no more bytes.
+    Skip overlapped collectives inside a node, whose reductions use all cores; always overlap with one rank per node, at no extra bytes.
     """
     for sequence in tried[features.SEQUENCE_PARALLEL] if tp > 1 else (False,):
         exchanges = (
@@ -447,7 +445,7 @@ EXPERT_RANKS = 64  # that are tried at most: an all-to-all among more of them ha
 def _divided(
     run: RunConfig, switches: Iterator[dict[str, Any]], tp: int, dp: int, held: frozenset[str]
 ) -> Iterator[dict[str, Any]]:
-    """Each of `switches`, and of a model with experts that with every number of ranks among which whole experts can be divided."""
+    """Yield `switches`, for a model with experts also with every expert-parallel size."""
     experts = run.model.num_experts
     given = {"expert_model_parallel_size", "expert_tensor_parallel_size"} & held
     for values in switches:
@@ -477,7 +475,7 @@ def _divisors(number: int) -> tuple[int, ...]:
 def _recomputes(
     run: RunConfig, layers: int, held: frozenset[str], kinds: tuple[str, ...]
 ) -> Iterator:
-    """Training configs that differ in what is recomputed; block: a quarter, half and three quarters of a stage's layers."""
+    """Yield training configs that differ in recompute; block: a quarter, half and three quarters of a stage's layers."""
     training = run.training
     if {
         "recompute_granularity",
@@ -514,7 +512,7 @@ def _recomputes(
 
 
 def _judge(asked: RunConfig, system: System) -> Plan | str:
-    """The plan, or the reason why it cannot run."""
+    """Return the plan, or the reason why it cannot run."""
     try:
         layout = Layout.from_run(asked, system.world_size)
     except ValueError:
@@ -542,6 +540,6 @@ def _judge(asked: RunConfig, system: System) -> Plan | str:
 
 
 def held_fields(args: argparse.Namespace) -> frozenset[str]:
-    """Fields whose flags were on the command line. A recipe's values do not hold: it names a model, not a layout."""
+    """Return the fields whose flags were on the command line; a recipe's values do not count."""
     names = {name for name, value in vars(args).items() if value is not None}
     return frozenset(names - ({"ranks_per_node"} if args.ranks_per_node is None else set()))

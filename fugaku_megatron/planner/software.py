@@ -1,13 +1,8 @@
-"""Software as data (software.json): the work of an implementation other than matmuls, and the parameters that apply to it.
+"""Software as data (software.json): element-wise work of an implementation, and its parameters.
 
-A style counts, per layer and micro-batch, how often element-wise operators move and how often they allocate each kind of tensor:
-hidden (s, b, h), qkv (s, b, 3h/t), context (s, b, h/t), scores (b, n/t, s, s), mlp (s, b, f/t), logits (s, b, v/t).
-logits_in_chunks: the head works on chunks of memory.logits_rows rows. recompute_ends_early: see accounting.recomputed_records.
-computes_in: fp32 where 16-bit operands are widened, null where matmuls run in the run's own precision.
-
-A parameter is the share of a machine constant that software reaches, or a cost that no data sheet states. fitted.json has the
-fitted values; priors.json has what is published or plausible of each before any table is considered: a log-normal around `prior`
-with standard deviation `spread`, with unit, meaning and source.
+A style counts, per layer and micro-batch, moves and allocations of each kind of tensor: hidden (s, b, h), qkv (s, b, 3h/t), context
+(s, b, h/t), scores (b, n/t, s, s), mlp (s, b, f/t), logits (s, b, v/t). A parameter is a share of a machine constant, or a cost that
+no data sheet states. fitted.json has fitted values; priors.json has log-normal priors with unit, meaning and source.
 """
 
 from __future__ import annotations
@@ -31,11 +26,10 @@ FITTED = Path(__file__).parent / "fitted.json"
 class Parameters:
     """Values of one group of software; see priors.json for meaning and unit. A rate of 0 is the machine's own.
 
-    attention_forward, attention_backward: share of peak that a fused kernel without dropout reaches on the matmuls below the
-    diagonal, two in forward and five in backward (accounting.ATTENTION_BACKWARD_SHARE), the maximum of share = maximum / (1 + half
-    / s) at sequence length s; 0: attention runs as other matmuls do. dropout_flops: what a core does at its peak in the time in
-    which dropout decides on one probability of attention, once in forward and once more in backward. bf16x3: rate of matmuls with
-    --fp32-matmul bf16x3 over that of FP32 ones, measured by calibrate.
+    attention_forward, attention_backward: share of peak of a fused kernel without dropout on the matmuls below the diagonal (two in
+    forward, five in backward): maximum / (1 + half / s) at sequence length s; 0: attention runs as other matmuls.
+    dropout_flops: FLOPs at peak of a core in the time of one dropout decision, once in forward and once in backward.
+    bf16x3: rate of --fp32-matmul bf16x3 relative to FP32, measured by calibrate.
     """
 
     gemm_fraction: float = 1.0
@@ -61,7 +55,7 @@ class Parameters:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryParameters:
-    """Values of the memory model; see priors.json. The defaults are this project's, whose kernels keep what accounting counts.
+    """Values of the memory model; see priors.json. The defaults are this project's.
 
     threads: of a node that runs this project's kernels.
     """
@@ -114,7 +108,7 @@ class Fitted:
 
 
 def fitted(group: str) -> Fitted:
-    """The values of a group: those of MODELLED, or those that fitted.json holds."""
+    """Return the values of a group: from MODELLED or fitted.json."""
     if group in MODELLED:
         return Fitted(
             values=MODELLED[group],
@@ -151,10 +145,9 @@ ALIASES = {"this": THIS_PROJECT}
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """The choices of a software. recompute: none, selective, full (all layers), block (some layers of each stage) or
-    auto (as few of each stage as memory allows, which is never slower than none, block or full).
+    """Choices of a software. recompute: none, selective, full, block (some layers of each stage) or auto (as few as memory allows).
 
-    names: rows of config/features.py that it has; other people's software has none of them.
+    names: features of config/features.py; other software has none.
     """
 
     ranks_per_node: tuple[int, ...]
@@ -165,7 +158,7 @@ class Choices:
 
     @staticmethod
     def from_names(names: frozenset[str], ranks_per_node: tuple[int, ...]) -> Choices:
-        """The choices of this project's trainer with only the features `names`."""
+        """Return the choices of this project's trainer with only the features `names`."""
         recompute = {
             "none": True,
             "selective": features.SELECTIVE in names,
@@ -190,13 +183,11 @@ class Choices:
 class Software:
     """An implementation of the training step.
 
-    group: the group of software whose fitted parameters apply. style: name of its counts of element-wise work.
-    page_faults: "none" (memory is kept), "across nodes" (large blocks fault in again, and in runs on several nodes, where the
-    network has registered them, cost more to return), "registered" (they always cost more).
-    old_torch: element-wise work and operator calls take longer by the factor of PyTorch 1.7.
-    machines: names of machines on which it has run. choices: those of the planner; this project's come from config/features.py.
-    counts: the row of `style` in software.json. fitted: the values of `group`. Both follow from names that are compared, so they
-    take no part in comparisons.
+    group: software group of the fitted parameters. style: name of its element-wise counts.
+    page_faults: "none" (memory is kept), "across nodes" (large blocks fault again, and cost more to return in runs on several nodes,
+    whose network has registered them), "registered" (they always cost more).
+    old_torch: element-wise work and operator calls are slower by PyTorch 1.7's factor.
+    machines: on which it has run. choices: of the planner. counts: row of `style` in software.json. fitted: values of `group`.
     """
 
     name: str
@@ -211,26 +202,25 @@ class Software:
     fitted: Fitted = field(compare=False, repr=False)
 
     def active(self, run: RunConfig) -> frozenset[str]:
-        """The features that the software has and the run uses."""
+        """Return the features that the software has and the run uses."""
         return frozenset(name for name in self.choices.names if features.FEATURES[name].used(run))
 
     def lacking(self, run: RunConfig) -> list[str]:
-        """The features that the run has switched on by a flag without a value, and that the software does not have."""
+        """Return the features that the run's switches ask for and the software lacks."""
         switches = [name for name in features.SWITCHES if features.FEATURES[name].used(run)]
         return [name for name in switches if name not in self.choices.names]
 
     def without(self, name: str) -> Software:
-        """This project's software without one of its features."""
+        """Return this project's software without one of its features."""
         return replace(
             self,
             choices=Choices.from_names(self.choices.names - {name}, self.choices.ranks_per_node),
         )
 
     def cut(self, run: RunConfig) -> RunConfig:
-        """The run as this software does it: without what it lacks, in 1F1B's order instead of one that it lacks, and with an even
-        split of layers unless it has a balanced one.
+        """Return the run with what this software has: other features off, 1F1B for missing schedules, an even split for a balanced one.
 
-        Raises ValueError for a --pipeline-split that it does not have, and for numbers of layers that do not divide.
+        Raise ValueError for an unsupported --pipeline-split, and for layers that do not divide.
         """
         for name in self.lacking(run):
             run = features.switched(run, name, False)
@@ -255,27 +245,27 @@ class Software:
 
     @property
     def measured(self) -> bool:
-        """Whether its parameters come from measured runs."""
+        """True if the parameters come from measured runs."""
         return bool(self.fitted.names)
 
     def known_on(self, machine: Machine) -> bool:
-        """Whether it has run on the machine, or its kernels were measured there."""
+        """Return whether it has run on the machine, or its kernels were measured there."""
         return machine.name in self.machines or self.measured_on(machine)
 
     def measured_on(self, machine: Machine) -> bool:
-        """Whether calibrate measured this software's kernels on the machine."""
+        """Return whether calibrate measured this software's kernels on the machine."""
         return self.style == "native" and bool(machine.native)
 
     def parameters(self, machine: Machine) -> Parameters:
-        """The values for a prediction on the machine: the group's, replaced by those that were measured on the machine itself.
+        """Return the group's values, replaced by measured ones of the machine.
 
-        Where dropout was not measured apart, it is in the measured shares of attention.
+        If dropout was not measured separately, it is part of the measured shares of attention.
         """
         measured = {"dropout_flops": 0.0, **machine.native} if self.measured_on(machine) else {}
         return replace(self.fitted.values, **measured)
 
     def memory(self, machine: Machine) -> MemoryParameters:
-        """The memory model's values for a prediction on the machine, in the same way."""
+        """Return the memory model's values for the machine."""
         if self.style != "native":
             return self.fitted.memory
         base = self.fitted.memory.base_mib if machine.process_mib is None else machine.process_mib
@@ -283,7 +273,7 @@ class Software:
 
 
 def with_schedule(run: RunConfig, name: str, chunks: int, pending: int | None = None) -> RunConfig:
-    """The run with another pipeline schedule. chunks: of each stage. pending: see --zero-bubble-max-pending-backward."""
+    """Return the run with another pipeline schedule. chunks: of each stage. pending: --zero-bubble-max-pending-backward."""
     virtual = chunks if name in CHUNKED and chunks > 1 else None
     return replace(
         run,
@@ -298,12 +288,12 @@ def with_schedule(run: RunConfig, name: str, chunks: int, pending: int | None = 
 
 
 def names() -> list[str]:
-    """The software that software.json describes."""
+    """Return the software names in software.json."""
     return sorted(json.loads(DATA.read_text())["software"])
 
 
 def load(name: str, flag: str = "--software") -> Software:
-    """Software by its name or alias, the value of `flag`. Raises ValueError naming the known ones."""
+    """Load software by name or alias, the value of `flag`. Raise ValueError with the known names."""
     data = json.loads(DATA.read_text())
     name = ALIASES.get(name, name)
     if name not in data["software"]:

@@ -1,6 +1,5 @@
-"""The work of one rank for one micro-batch as counts: matmuls, bytes moved and allocated, operator calls, collectives.
+"""Work of one rank for one micro-batch as counts: matmuls, bytes moved and allocated, operator calls, collectives.
 
-Shapes and collectives come from accounting's records; element-wise traffic from the software's style. Left out: time (`cost`).
 Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads, v padded vocabulary, t tensor-parallel size.
 """
 
@@ -23,10 +22,9 @@ from .software import Software
 
 @dataclass(frozen=True, kw_only=True)
 class Matmul:
-    """A call that computes `count` matmuls (m, k) x (k, n), made `times` times.
+    """A call of `count` matmuls (m, k) x (k, n), made `times` times.
 
-    attention: the matmuls are Q K^T or P V, of which a kernel that skips what is masked computes the share `seen`. dropout: some
-    probabilities between the two are dropped.
+    attention: Q K^T or P V, of which a kernel computes the share `visible`. dropout: probabilities in between are dropped.
     """
 
     m: int
@@ -34,7 +32,7 @@ class Matmul:
     k: int
     count: int = 1
     attention: bool = False
-    seen: float = 0.5
+    visible: float = 0.5
     dropout: bool = False
     backward: bool = False
     times: int = 1
@@ -42,10 +40,9 @@ class Matmul:
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """What --tp-comm-overlap does: collectives block by block, while matmuls go on that read or make the blocks.
+    """Collectives of --tp-comm-overlap, block by block, while matmuls read or produce the blocks.
 
-    first: the matmuls of one block, which the exchange waits for, or which wait for its end; None where `overlapped`, all that it
-    can be overlapped with, has none of them.
+    first: matmuls of one block, before or after the exchange; None if `overlapped`, all overlapped matmuls, has none of them.
     """
 
     collectives: tuple[Collective, ...]
@@ -59,10 +56,10 @@ class Exchange:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertExchange:
-    """Rows of experts that go there and back between nodes, those of one group of experts while others are computed.
+    """Expert rows dispatched and combined between nodes, one expert group while others are computed.
 
-    there, back: all-to-alls of all groups. overlapped: the matmuls of all groups. around: the shared expert's, half of them before
-    the first group and half after the last one.
+    there, back: all-to-alls of all groups. overlapped: matmuls of all groups. around: the shared expert's, half before the first group
+    and half after the last.
     """
 
     there: tuple[Collective, ...]
@@ -75,9 +72,9 @@ class ExpertExchange:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Counts of one phase. moved: bytes read and written. allocations: (bytes of a tensor, number of such tensors).
+    """Counts of one phase. moved: bytes read and written. allocations: (bytes of a tensor, number of tensors).
 
-    collectives: (a collective, number of calls). exchanges: (an exchange, how often it is made).
+    collectives: (collective, calls). exchanges: (exchange, repetitions).
     """
 
     matmuls: tuple[Matmul, ...] = ()
@@ -99,7 +96,7 @@ class Work:
 
 
 def muon(run: RunConfig, layout: Layout, stage: int) -> Work:
-    """Newton-Schulz iterations of all matrices of a stage, which data-parallel ranks share; nothing with AdamW."""
+    """Return the Newton-Schulz iterations of a stage's matrices, shared by data-parallel ranks; empty with AdamW."""
     return Work(
         matmuls=tuple(
             Matmul(
@@ -112,7 +109,7 @@ def muon(run: RunConfig, layout: Layout, stage: int) -> Work:
 
 
 def tensors(run: RunConfig, tp: int) -> dict[str, int]:
-    """Bytes of each kind of tensor on one rank. mlp: the mean of an activation's argument and result."""
+    """Return the bytes of each kind of tensor on one rank. mlp: mean of an activation's argument and result."""
     model = run.model
     rows = accounting.tokens_per_microbatch(run) * accounting.element_bytes(run)
     return {
@@ -126,7 +123,7 @@ def tensors(run: RunConfig, tp: int) -> dict[str, int]:
 
 
 def _elementwise_tensors(run: RunConfig, tp: int, software: Software) -> dict[str, int]:
-    """`tensors` as element-wise operators see them: with sequence parallelism a rank has 1/t of those between the matmuls."""
+    """Return `tensors` for element-wise operators: with sequence parallelism 1/t of the residual stream."""
     sizes = tensors(run, tp)
     return (
         {**sizes, "hidden": sizes["hidden"] // tp}
@@ -147,9 +144,9 @@ def _elementwise(software: Software, phase: str, sizes: dict[str, int]) -> Work:
 
 
 def _turning(run: RunConfig, sizes: Mapping[str, int]) -> Work:
-    """Of queries and keys before attention, or of their gradients after it: qkv read and written once, where the model does it.
+    """Return the rotary work on queries and keys or their gradients: qkv read and written once.
 
-    --residual-multiplier reads and writes the two results of a layer in addition.
+    --residual-multiplier also reads and writes the two results of a layer.
     """
     turned = (
         Work(moved=2.0 * sizes["qkv"], calls=1, allocations=((sizes["qkv"], 1),))
@@ -166,7 +163,7 @@ def _once(collectives: tuple[Collective, ...]) -> tuple[tuple[Collective, int], 
 
 
 def _chunks(run: RunConfig, tp: int) -> int:
-    """The number of parts into which this project's head cuts a micro-batch's rows."""
+    """Return the number of logits blocks of a micro-batch."""
     pp = run.parallel.pipeline_model_parallel_size
     return -(
         -accounting.tokens_per_microbatch(run)
@@ -186,7 +183,7 @@ def _forward(record: Record, chunks: int) -> Work:
             k=k,
             count=record.gemm_count,
             attention=True,
-            seen=record.seen,
+            visible=record.visible,
             dropout=record.dropout,
         )
         matmuls = (matmul, replace(matmul, n=k, k=n))
@@ -196,10 +193,7 @@ def _forward(record: Record, chunks: int) -> Work:
 
 
 def _backward(record: Record, chunks: int) -> Work:
-    """Two matmuls for each matmul of the forward: the gradients of the input and of the weight (or the other operand).
-
-    Of a weight that is frozen the first alone.
-    """
+    """Return the input-gradient matmul and, unless the weight is frozen, the weight-gradient matmul of each forward matmul."""
     matmuls = []
     for p in _forward(record, chunks).matmuls:
         matmuls.append(replace(p, n=p.k, k=p.n, backward=True))
@@ -208,9 +202,9 @@ def _backward(record: Record, chunks: int) -> Work:
 
 
 def _in_layer(run: RunConfig, tp: int, software: Software, work: Work) -> Work:
-    """`work` of one record of a layer, forward or backward: with --tp-comm-overlap its collectives are overlapped with its matmuls.
+    """Return the work of a layer's record, with --tp-comm-overlap as an exchange.
 
-    In backward the gradient of the weight needs all that is gathered; it hides what is reduced, unless it is deferred.
+    A weight gradient needs all gathered rows; it hides a reduction, unless it is deferred.
     """
     collectives = tuple(c for c, _ in work.collectives)
     if any(c.group == "cp" for c in collectives):
@@ -231,7 +225,7 @@ def _in_layer(run: RunConfig, tp: int, software: Software, work: Work) -> Work:
 
 
 def _passed(run: RunConfig, work: Work, collectives: tuple[Collective, ...]) -> Work:
-    """Attention of ranks that share a sequence: what they send each other is overlapped with it, but for its last step."""
+    """Return context-parallel attention with its messages overlapped, except in the last step."""
     if any(c.verb != "send" for c in collectives):
         return work
     cp = run.parallel.context_parallel_size
@@ -250,7 +244,7 @@ def _layer(
     records: Sequence[Record],
     work_of: Callable[[Record], Work],
 ) -> Work:
-    """`work_of` all records of a layer, forward or backward, without what is element-wise."""
+    """Return `work_of` all records of a layer, without element-wise work."""
     named = [(record.name, _in_layer(run, tp, software, work_of(record))) for record in records]
     whole = sum((work for _, work in named), Work())
     if not run.parallel.divides_experts or features.EXPERT_GROUPS not in software.active(run):
@@ -295,7 +289,7 @@ def _between_experts(collective: Collective) -> bool:
 
 
 def _weights(record: Record, chunks: int) -> Work:
-    """What of `_backward` may wait: the matmuls of the gradients of weights."""
+    """Return the weight-gradient matmuls of `_backward`, which are deferrable."""
     return Work(
         matmuls=()
         if record.frozen
@@ -305,10 +299,9 @@ def _weights(record: Record, chunks: int) -> Work:
 
 @cache
 def phases(run: RunConfig, tp: int, software: Software) -> Mapping[str, Work]:
-    """Work of one layer, of the embedding and of the head, forward and backward, without recompute and weight gradients.
+    """Return the work of a layer, the embedding and the head by phase, without recompute and weight gradients.
 
-    Keys are "layer_forward", "layer_backward", "embedding_forward" and so on, and "layer_weights" for what of a layer's backward
-    may wait. The result is shared by all callers.
+    Keys: "layer_forward", "layer_backward", "embedding_forward" and so on; "layer_weights": the deferrable backward. Shared by callers.
     """
     sizes = _elementwise_tensors(run, tp, software)
     chunks = _chunks(run, tp) if software.counts["logits_in_chunks"] else 1
@@ -337,7 +330,7 @@ def phases(run: RunConfig, tp: int, software: Software) -> Mapping[str, Work]:
 
 
 def recomputed_layers(run: RunConfig, tp: int, groups: list[range], software: Software) -> Work:
-    """Work that full recompute repeats of a stage's layers. groups: layers that are recomputed together."""
+    """Return the work of full recompute. groups: layers that are recomputed together."""
     whole = phases(run, tp, software)["layer_forward"]
     if not software.counts["recompute_ends_early"]:
         return repeat(whole, sum(map(len, groups)))
@@ -349,7 +342,7 @@ def recomputed_layers(run: RunConfig, tp: int, groups: list[range], software: So
 
 
 def recomputed_attention(run: RunConfig, tp: int, software: Software) -> Work:
-    """Work that selective recompute repeats of one layer: attention's matmuls and the element-wise work on its scores."""
+    """Return the work of selective recompute in one layer: attention's matmuls and element-wise work on scores."""
     sizes = tensors(run, tp)
     record = next(r for r in accounting.layer_records(run, tp) if r.name == "attention")
     moved, allocated = software.counts["layer_forward"].get("scores", (0, 0))
@@ -364,7 +357,7 @@ def recomputed_attention(run: RunConfig, tp: int, software: Software) -> Work:
 def weight_gradients(
     run: RunConfig, tp: int, parameters: int, tensors: int, software: Software
 ) -> Work:
-    """Writing the gradients of `parameters` weights, which are in `tensors` tensors, and adding them to earlier micro-batches'."""
+    """Return the work of writing the gradients of `parameters` in `tensors` tensors, and accumulating them."""
     counts = software.counts["weights"]
     bytes = parameters * accounting.element_bytes(run)
     allocations = (
@@ -374,7 +367,7 @@ def weight_gradients(
 
 
 def repeat(work: Work, times: int) -> Work:
-    """`work` done `times` times."""
+    """Return `work` done `times` times."""
     return Work(
         matmuls=tuple(replace(p, times=p.times * times) for p in work.matmuls),
         moved=work.moved * times,

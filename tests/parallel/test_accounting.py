@@ -166,7 +166,7 @@ def test_flops_of_an_iteration():
         work.phases(run, 1, software.load("fugaku_megatron"))["layer_forward"].matmuls
         for run in (whole, mistral)
     ]
-    assert [{p.seen for p in each if p.attention} for each in products] == [{0.5}, {0.375}]
+    assert [{p.visible for p in each if p.attention} for each in products] == [{0.5}, {0.375}]
 
 
 def test_flops_of_documents():
@@ -199,7 +199,7 @@ def test_flops_of_documents():
         ]
         for r in (run, short)
     ]
-    whole, parts = (sum(p.m * p.n * p.k * p.count * p.seen for p in each) for each in attended)
+    whole, parts = (sum(p.m * p.n * p.k * p.count * p.visible for p in each) for each in attended)
     assert parts == whole / 8
     with pytest.raises(
         ValueError,
@@ -689,4 +689,4 @@ def test_memory_of_attention_is_that_of_the_layer_which_needs_most():
     _, *keys = of("p2p")
     run, *mixed = of("p2p", "a2a", "a2a")
     assert mixed == [max(pair) for pair in zip(heads, keys, strict=True)] and heads != keys
-    assert accounting.layer_records(run, 1) == accounting.layer_records(run, 1, way="a2a")
+    assert accounting.layer_records(run, 1) == accounting.layer_records(run, 1, cp_comm_type="a2a")

@@ -13,7 +13,7 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.host import kernels, observed
 from fugaku_megatron.host.observed import PHASES, Event, Phases, Profiler
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.observe import observers, profile
+from fugaku_megatron.observe import profile
 from fugaku_megatron.observe.heartbeat import Heartbeat
 from fugaku_megatron.observe.observers import Heartbeats, Observers, listed
 from fugaku_megatron.observe.profile import Profile, profiled_ranks
@@ -269,7 +269,7 @@ def clocks(monkeypatch):
         name = threading.current_thread().name
         return APART * int(name.removeprefix("rank ")) if name.startswith("rank ") else 0.0
 
-    monkeypatch.setattr(observers.time, "perf_counter", lambda: time.monotonic() + ahead())
+    monkeypatch.setattr(profile.time, "perf_counter", lambda: time.monotonic() + ahead())
     return ahead
 
 

@@ -48,10 +48,10 @@ def test_a_command_is_imported_without_the_garbage_collector(tmp_path, monkeypat
 
 COLLECTIONS = """
 import gc, sys
-from fugaku_megatron import __version__, cli
+from fugaku_megatron.cli import program
 during = []
 gc.callbacks.append(lambda *_: during.append("torch" in sys.modules and sys.modules["torch"].__spec__._initializing))
-code = cli.main([*"train --dry-run --mock-data --num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 "
+code = program.main([*"train --dry-run --mock-data --num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 "
                   "--micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1".split()])
 assert code == 0 and "torch" in sys.modules
 sys.exit(f"{sum(during)} collections" if any(during) else 0)
@@ -170,7 +170,7 @@ def test_the_version_is_one_line_with_the_instruction_set(capsys, monkeypatch):
 
 def test_a_command_is_imported_when_it_is_called():
     program = (
-        "import sys; from fugaku_megatron import cli; cli.main(['--help']); cli.main(['train', '--num-layer', '2']); "
+        "import sys; from fugaku_megatron.cli import program; program.main(['--help']); program.main(['train', '--num-layer', '2']); "
         "sys.exit(bool({'torch', 'mpi4py', 'numpy', 'fugaku_megatron.planner.plan'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)

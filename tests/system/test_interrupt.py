@@ -31,7 +31,7 @@ def run(words, env=None, **options):
 def test_an_interrupt_while_importing_is_one_line(tmp_path, module):
     (tmp_path / "slow.py").write_text(SLOW)
     (tmp_path / "swallowing.py").write_text(SWALLOWING)
-    code = f"from fugaku_megatron.comm import launcher; launcher.report_interrupts('a command'); import {module}"
+    code = f"from fugaku_megatron.start import signals; signals.report_interrupts('a command'); import {module}"
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
@@ -62,7 +62,7 @@ def test_a_request_to_stop_is_kept_before_the_program_has_imported_itself():
 
 def test_outside_of_imports_an_interrupt_is_what_it_was():
     code = (
-        "from fugaku_megatron.comm import launcher; import os, signal; launcher.report_interrupts('a command')\n"
+        "from fugaku_megatron.start import signals; import os, signal; signals.report_interrupts('a command')\n"
         "try:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    print('cleaned up')"
     )
     assert run([sys.executable, "-c", code], stdout=subprocess.PIPE).stdout == "cleaned up\n"
@@ -106,7 +106,7 @@ def test_closed_streams_leave_the_result_as_it_is(tmp_path, closed):
 
 def test_a_file_does_not_get_the_descriptor_of_a_closed_stream(tmp_path):
     code = (
-        "import os, sys; from fugaku_megatron.comm import launcher; launcher.open_streams()\n"
+        "import os, sys; from fugaku_megatron.start import environment; environment.open_streams()\n"
         f"file = open({str(tmp_path / 'file')!r}, 'w'); os.write(1, b'of a library')\n"
         "print('said'); print('said', file=sys.stderr)"
     )

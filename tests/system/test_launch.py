@@ -95,7 +95,7 @@ def test_memory_that_is_refused_is_one_line(error, capsys):
 
 def test_a_rank_whose_imports_find_no_memory_ends_by_a_signal():
     """Its launcher would not end the others for an exit code."""
-    code = "from fugaku_megatron import cli\ndef work():\n    raise MemoryError\ncli.guarded('a command', work)"
+    code = "from fugaku_megatron.cli import program\ndef work():\n    raise MemoryError\nprogram.guarded('a command', work)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PMI_SIZE": "2", "PMI_RANK": "1"},
@@ -219,12 +219,10 @@ def test_a_limit_that_mpi_cannot_live_with_is_named_before_it_starts(limit, low,
 
 
 @pytest.mark.parametrize(
-    "module, absent", [("launch", {"mpi4py"}), ("launcher", {"mpi4py", "torch"})]
+    "module, absent", [("comm.job", {"mpi4py"}), ("start.signals", {"mpi4py", "torch"})]
 )
 def test_importing_loads_no_mpi(module, absent):
-    program = (
-        f"import sys, fugaku_megatron.comm.{module}; sys.exit(bool({absent} & sys.modules.keys()))"
-    )
+    program = f"import sys, fugaku_megatron.{module}; sys.exit(bool({absent} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 

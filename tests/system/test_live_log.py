@@ -19,7 +19,7 @@ from fugaku_megatron.observe.screen import WIDTH, LiveLine, Screen, duration_tex
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import sys
-from fugaku_megatron.observe.metrics_writer import on_terminal
+from fugaku_megatron.observe.screen import on_terminal
 print("rank", "terminal" if on_terminal(sys.stdout) else "other", flush=True)
 """
 

@@ -293,11 +293,11 @@ def test_kills_at_random_moments_lose_and_repeat_nothing(tmp_path, run, kills):
             gzip.compress(lines(some[number::3]))
         )
     assert run("corpus", "whole")[0] == 0
-    imports = "import time; from fugaku_megatron import cli; from fugaku_megatron.data import preprocess, unfinished; "
+    imports = "import time; from fugaku_megatron.cli import program; from fugaku_megatron.data import preprocess, unfinished; "
     never_ends = "unfinished.Unfinished.finish = lambda *_: time.sleep(600); "  # so that the first kill comes before the end
     program = (
         "preprocess.BATCH_BYTES = 2000; unfinished.JOURNAL_SECONDS = 0; unfinished.PILE_BYTES = 2**26; "
-        f"cli.main('preprocess --input corpus --output-prefix out --workers 2 {' '.join(TOKENIZER)}'.split())"
+        f"program.main('preprocess --input corpus --output-prefix out --workers 2 {' '.join(TOKENIZER)}'.split())"
     )
     moments, said = random.Random(os.getpid()), ""
     for number in range(kills):

@@ -76,7 +76,7 @@ def test_a_report_of_one_rank(tmp_path):
     )  # the checkpoint is gone
 
 
-WITHOUT_MPI = "import sys; sys.modules['mpi4py'] = None; from fugaku_megatron import cli; sys.exit(cli.main(sys.argv[1:]))"
+WITHOUT_MPI = "import sys; sys.modules['mpi4py'] = None; from fugaku_megatron.cli import program; sys.exit(program.main(sys.argv[1:]))"
 
 
 def test_kernels_alone_need_no_mpi(tmp_path):
@@ -89,10 +89,10 @@ def test_kernels_alone_need_no_mpi(tmp_path):
 
 
 STAYS = """import sys, time
-from fugaku_megatron import cli
+from fugaku_megatron.cli import program
 from fugaku_megatron.report import kernel_rates
 kernel_rates.communication_section = lambda context: time.sleep(600)  # until it is killed
-sys.exit(cli.main(sys.argv[1:]))"""
+sys.exit(program.main(sys.argv[1:]))"""
 
 
 def test_a_killed_run_leaves_a_partial_report(tmp_path):

@@ -26,7 +26,7 @@ def test_a_signal_only_asks_to_stop_and_handlers_come_back(number):
 
 CHILD = """
 import sys, time
-from fugaku_megatron.start.exit_codes import StopSignals
+from fugaku_megatron.start.signals import StopSignals
 with StopSignals() as signals:
     print("ready", flush=True)
     while not signals.stop_requested:

@@ -1114,7 +1114,7 @@ def test_flags_that_do_not_go_together(trained, sources, tmp_path, capsys, monke
 MEASURED = """
 import sys
 from pathlib import Path
-from fugaku_megatron import cli
+from fugaku_megatron.cli import program
 from fugaku_megatron.convert import convert_command, hugging_face
 
 def status(field):
@@ -1125,7 +1125,7 @@ hf, ours, back = sys.argv[1:]
 for words in (["--from-hf", hf, "--save", ours], ["--load", ours, "--to-hf", back]):
     Path("/proc/self/clear_refs").write_text("5")  # the highest value begins anew
     before = status("VmRSS")
-    assert cli.main(["convert", *words]) == 0
+    assert program.main(["convert", *words]) == 0
     print("PEAK", status("VmHWM") - before)
 """
 

@@ -93,7 +93,7 @@ def schedules(name: str, chunks: int, stages: int) -> list[Schedule]:
     return [*training, *(schedule.forward_only() for schedule in training)]
 
 
-def part_costs(parts: int, each: cuts.SplitCosts, head: int = 0) -> cuts.PartCosts:
+def part_costs(parts: int, each: cuts.SplitCosts, head: int = 0) -> cuts.VirtualStageCosts:
     """head: what the last part's F costs in addition to its layers."""
     return *(each,) * (parts - 1), (each[0] + head, *each[1:])
 
@@ -395,7 +395,7 @@ def made_for(
     )
 
 
-def end(lists: Schedule, costs: cuts.PartCosts) -> float:
+def end(lists: Schedule, costs: cuts.VirtualStageCosts) -> float:
     """When the stages have finished where the parts cost what `costs` says."""
     place, stages, chunks = (
         lists.placement,
@@ -416,7 +416,7 @@ def end(lists: Schedule, costs: cuts.PartCosts) -> float:
     )
 
 
-def busy(lists: Schedule, costs: cuts.PartCosts) -> int:
+def busy(lists: Schedule, costs: cuts.VirtualStageCosts) -> int:
     """For how long the busiest stage computes."""
     place, stages = lists.placement, range(lists.placement.stages)
     return lists.microbatches * max(
@@ -471,7 +471,7 @@ def test_costs_of_runs_and_where_there_is_no_list():
     place = Placement(8, 2, V)
     costs = part_costs(16, (6, 7, 5), 14)
     made = [
-        zero_bubble._Stages(place, 24, 32, zero_bubble.Way(costs, True, empties)).lists
+        zero_bubble._Simulation(place, 24, 32, zero_bubble.Policy(costs, True, empties)).lists
         for empties in (False, True)
     ]
     assert math.inf in [zero_bubble.end(place, lists, costs) for lists in made]

@@ -133,11 +133,11 @@ def test_two_ranks_generate(mpich, tmp_path):
 # The command on vectors and matrices that fit into caches: their rates are not a machine's, and take a tenth of the time.
 CALIBRATE = """
 import sys
-from fugaku_megatron import cli
+from fugaku_megatron.cli import program
 from fugaku_megatron.calibration import calibrate, host_kernels
 calibrate.SIZES, calibrate.TRIAD_ELEMENTS, calibrate.REDUCED = (64, 128, 256), 1 << 18, 1 << 20
 host_kernels.COLD_BYTES, host_kernels.ELEMENTS, host_kernels.LENGTHS = 1 << 20, 1 << 18, (128, 256)
-sys.exit(cli.main(["calibrate", *sys.argv[1:]]))
+sys.exit(program.main(["calibrate", *sys.argv[1:]]))
 """
 
 
