@@ -14,7 +14,7 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from fugaku_megatron.config.parallel import A2A, CONTEXT_WAYS, P2P
+from fugaku_megatron.config.parallel import A2A, CP_COMM_TYPES, P2P
 from fugaku_megatron.planner import machine, model, software
 
 from . import core, jobs, shapes
@@ -51,9 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cp-comm-type",
         nargs="+",
         default=[A2A, P2P],
-        choices=CONTEXT_WAYS,
+        choices=CP_COMM_TYPES,
         metavar="TYPE",
-        help=f"of {', '.join(CONTEXT_WAYS)} (default: {A2A} {P2P})",
+        help=f"of {', '.join(CP_COMM_TYPES)} (default: {A2A} {P2P})",
     )
     parser.add_argument(
         "--recompute", action="store_true", help="compute all layers again in backward"

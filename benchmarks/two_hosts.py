@@ -50,7 +50,7 @@ from fugaku_megatron.comm.job import run_or_abort
 from fugaku_megatron.comm.mpi import MPIComm
 from fugaku_megatron.config.fields import check
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.config.parallel import A2A, CONTEXT_WAYS, P2P
+from fugaku_megatron.config.parallel import A2A, CP_COMM_TYPES, P2P
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.host.observed import NONBLOCKING, PHASES, REDUCTIONS, VERBS, Observed, Phases
 
@@ -129,9 +129,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cp-comm-type",
         nargs="+",
         default=[A2A, P2P],
-        choices=CONTEXT_WAYS,
+        choices=CP_COMM_TYPES,
         metavar="TYPE",
-        help=f"with --context-parallel: of {', '.join(CONTEXT_WAYS)} (default: {A2A} {P2P})",
+        help=f"with --context-parallel: of {', '.join(CP_COMM_TYPES)} (default: {A2A} {P2P})",
     )
     parser.add_argument(
         "--own-cores",

@@ -1,8 +1,8 @@
-"""Loading the checkpoints of `checkpoint.save` into any parallel layout: each rank reads the ranges of files that it needs.
+"""Load checkpoints into any parallel layout: each rank reads the byte ranges that it needs.
 
-A rank gets the records of its own file, which its folder's leader reads. Where the shard of any rank lies in other files, because
-the layout differs, the records of all files pass by every rank, one folder at a time, and each keeps those that it needs.
-Every public function is collective, and fails on all ranks or on none.
+A folder leader sends every rank the records of its own file. If the layout differs, rank 0
+broadcasts all records, one folder at a time, and each rank keeps the ones it needs. Every public
+function is collective, and fails on all ranks or on none.
 """
 
 from __future__ import annotations
@@ -43,10 +43,12 @@ Files = dict[
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose manifest was read, once, by rank 0.
+    """Checkpoint with a manifest that rank 0 read.
 
-    path: its folder. head: the manifest without the records of shards. files: those records on rank 0, where they are not in
-    folders; None on the other ranks. node: the directory of --save-local whose copies these are, files then those of this rank.
+    path: iteration folder
+    head: manifest without shard records
+    files: shard records on rank 0 if the checkpoint has no folders, else None
+    node: --save-local directory, if these are node copies; `files` are then this rank's
     """
 
     directory: Path
@@ -68,11 +70,13 @@ class Checkpoint:
 def open_checkpoint(
     directory: str | os.PathLike, comm: Comm, iteration: int | None = None
 ) -> Checkpoint:
-    """The latest checkpoint, or that of `iteration`, without its tensors. Collective.
+    """Open the latest checkpoint, or the one at `iteration`, without tensors. Collective.
 
-    Raises ValueError on all ranks if the tracker or the manifest is missing, or if the manifest is damaged or of another program.
+    Raises ValueError on all ranks if the tracker or manifest is missing, damaged or written by
+    another program.
     """
-    directory, files = Path(directory), []
+    directory = Path(directory)
+    files = []
     prefix = f"--load {directory}: "
     iteration = on_root(comm, lambda: _iteration_to_load(directory, iteration), prefix)
 
@@ -96,13 +100,18 @@ def load_shards(
     padded: Collection[str] = (),
     converts: Collection[str] = (),
 ) -> int:
-    """Fill the tensors of `shards` in place; returns how many bytes this rank has read of files of tensors. Collective.
+    """Fill the tensors of `shards` in place and return the bytes read by this rank. Collective.
 
-    `model`: values that the saved config's "model" must have too. padded, converts: see `Search`. Raises ValueError on all ranks,
-    before anything is copied, when the model differs and when a tensor is missing, has another shape or dtype or is not wholly
-    there; and when a file is missing, truncated or altered, after which the tensors hold anything.
+    model: values that the saved config's "model" must match
+    padded, converts: see `Search`
+
+    Raises ValueError on all ranks: before copying, if the model differs or a tensor is missing,
+    incomplete or has another shape or dtype; later, if a file is missing, truncated or altered
+    (the tensors are then undefined).
     """
-    comm, path, head = folders.comm, checkpoint.path, checkpoint.head
+    comm = folders.comm
+    path = checkpoint.path
+    head = checkpoint.head
     prefix, others = _messages(checkpoint)
     on_root(comm, lambda: check_model(head["config"].get("model", {}), model or {}, path), prefix)
     search = Search(shards, padded, converts)
@@ -121,7 +130,7 @@ def load_shards(
 
 
 def _messages(checkpoint: Checkpoint) -> tuple[str, Callable[[], str]]:
-    """(what messages begin with, what may be loaded instead)."""
+    """Return the message prefix and a function that names alternatives."""
     if checkpoint.node:
         return (
             f"--save-local {checkpoint.node}: ",
@@ -132,11 +141,11 @@ def _messages(checkpoint: Checkpoint) -> tuple[str, Callable[[], str]]:
 
 
 def _own_entry(checkpoint: Checkpoint, folders: Folders, prefix: str, others: Any) -> Files:
-    """The entry of this rank's own file, from its folder's leader; {} where the checkpoint's ranks are others. Collective."""
-    comm, name = (
-        folders.comm,
-        f"{folders.name}/" * bool(folders.name) + file_name(folders.comm.rank),
-    )
+    """Return the entry of this rank's file from the folder leader; {} if the rank count differs.
+    Collective.
+    """
+    comm = folders.comm
+    name = f"{folders.name}/" * bool(folders.name) + file_name(folders.comm.rank)
     if checkpoint.head.get("ranks", comm.size) != comm.size or (
         "folders" in checkpoint.head
     ) != bool(folders.name):
@@ -159,7 +168,7 @@ def _own_entry(checkpoint: Checkpoint, folders: Folders, prefix: str, others: An
 def _search_all(
     checkpoint: Checkpoint, comm: Comm, search: Search, prefix: str, others: Any
 ) -> Search:
-    """The search when all records have passed by, one folder at a time. Collective."""
+    """Pass all records to `search`, one folder at a time. Collective."""
     parts = _parts(checkpoint) if comm.rank == 0 else iter(())
     while (part := on_root(comm, lambda: next(parts, None), prefix, others)) is not None:
         for name, entry in part.items():
@@ -168,7 +177,7 @@ def _search_all(
 
 
 def _parts(checkpoint: Checkpoint) -> Iterator[Files]:
-    """All entries, in parts of at most FOLDER_FILES files, as rank 0 reads them."""
+    """Yield all entries, at most FOLDER_FILES files at a time, on rank 0."""
     for folder in checkpoint.head.get("folders", ()):
         entries = read_folder(checkpoint.path, folder, checkpoint.head)
         yield {f"{folder}/{name}": entry for name, entry in entries.items()}
@@ -205,12 +214,15 @@ def load_weights(
     comm: Comm,
     padded: Collection[str] = (),
 ) -> None:
-    """Fill the tensors of `targets`, of any dtype, in place. Collective.
+    """Fill the tensors of `targets`, of any dtype, in place and verified. Collective.
 
-    manifest: of this iteration. padded: see `Search`. Everything that is read is verified. Raises ValueError on all ranks when a
-    tensor is missing, has another shape or is not wholly there, and when a file is damaged.
+    padded: see `Search`
+
+    Raises ValueError on all ranks if a tensor is missing, incomplete or has another shape, or a
+    file is damaged.
     """
-    path, prefix = iteration_path(Path(directory), iteration), f"--load {directory}: "
+    path = iteration_path(Path(directory), iteration)
+    prefix = f"--load {directory}: "
     if comm.rank == 0 and (note := unsigned_note(manifest, path)):
         print(note)
     search = Search(targets, padded, converts=("",))

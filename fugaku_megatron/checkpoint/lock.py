@@ -1,10 +1,9 @@
-"""One job at a time on one --save: a file in the directory that names the job that writes there.
+"""Lock file of a --save directory: one job writes there at a time.
 
-The file appears by link(2), which is atomic on shared file systems too (O_EXCL if hard links are not supported), and its time stamp
-is renewed every BEAT seconds. A job that was killed does not remove it. On the same kernel its owner is dead if the process is
-gone; from another node, if nobody renews the time stamp for PATIENCE seconds. Then the next job takes the lock over. A lock that is
-empty or damaged, and so does not name its owner, is taken over if nobody renews it for a beat and a half. Left out: two jobs on two
-clusters whose file systems do not see each other's files at once.
+The lock is created by link(2), atomic on shared file systems too (O_EXCL without hard links), and
+its time stamp is renewed every BEAT seconds. A killed job leaves its lock: it is stale if the
+process is gone (same kernel) or the time stamp is PATIENCE seconds old (other nodes), and the next
+job takes it over. A damaged lock is taken over if it is not renewed for a beat and a half.
 """
 
 from __future__ import annotations
@@ -29,7 +28,9 @@ from ..comm.base import Comm
 from .manifest import write_text
 
 LOCK = ".lock"
-BEAT, PATIENCE = 10.0, 120.0  # seconds
+# seconds
+BEAT = 10.0
+PATIENCE = 120.0
 UNKNOWN_BEATS = 1.5  # of waiting for a sign of life if the lock does not name its owner
 MAX_PROCESS = 2**31 - 1
 GUARD_PATIENCE = 60.0  # seconds; a takeover takes milliseconds
@@ -37,9 +38,10 @@ GUARD_PATIENCE = 60.0  # seconds; a takeover takes milliseconds
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that holds a lock. kernel: its boot and its process namespace, within which `process` is unique.
+    """Process that owns a lock.
 
-    created: when the process started, seconds since 1970, which distinguishes it from a later one of the same number.
+    kernel: boot id and process namespace, within which `process` is unique
+    created: process start, seconds since 1970, to detect a reused process number
     """
 
     host: str
@@ -61,7 +63,7 @@ class Owner:
         )
 
     def is_possible(self) -> bool:
-        """Whether every field has its type, and a process may have the number."""
+        """Return True if every field has its type and `process` is a valid number."""
         kinds: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
         return (
             all(isinstance(getattr(self, f.name), kinds[str(f.type)]) for f in fields(self))
@@ -69,7 +71,7 @@ class Owner:
         )
 
     def lives(self) -> bool | None:
-        """Whether the process exists; None if only its own node can find out."""
+        """Return True if the process exists; None if only its own node can tell."""
         if self.kernel != _kernel():
             return None
         try:
@@ -93,10 +95,11 @@ def _kernel() -> str:
 def hold(
     directory: str | os.PathLike | None, comm: Comm, alive: Callable[[], Any] = bool
 ) -> Iterator[None]:
-    """Hold the lock of --save `directory` inside the block; None: there is nothing to hold. Collective.
+    """Hold the lock of --save `directory` inside the block, if there is a directory. Collective.
 
-    alive: is called again and again while another job's sign of life is waited for. Raises ValueError on every rank when another
-    job holds it, or when the directory takes no file.
+    alive: called repeatedly while waiting for another job's sign of life
+
+    Raises ValueError on every rank if another job holds the lock or the directory is not writable.
     """
     if directory is None:
         yield
@@ -111,7 +114,7 @@ def hold(
 
 
 def _read(path: Path) -> Owner | None:
-    """Who holds a lock; None if the file does not say. Raises FileNotFoundError without a file."""
+    """Return the lock owner, None if the file is damaged. Raises FileNotFoundError."""
     try:
         owner = Owner(**json.loads(path.read_text(encoding="utf-8")))
         return owner if owner.is_possible() else None
@@ -128,9 +131,11 @@ def _job(owner: Owner | None) -> str:
 
 
 class Lock:
-    """The lock of one directory, held from creation to `release`. Raises ValueError when another job holds it.
+    """Lock on one directory, held from construction to `release`.
 
-    patience: seconds without a sign of life of another node's job.
+    patience: seconds without a sign of life before a lock from another node is stale
+
+    Raises ValueError if another job holds the lock.
     """
 
     def __init__(
@@ -140,7 +145,10 @@ class Lock:
         patience: float = PATIENCE,
         alive: Callable[[], Any] = bool,
     ) -> None:
-        self.path, self.beat, self.patience, self.alive = directory / LOCK, beat, patience, alive
+        self.path = directory / LOCK
+        self.beat = beat
+        self.patience = patience
+        self.alive = alive
         self.owner = Owner.from_this_process()
         self._released = threading.Event()
         try:
@@ -154,7 +162,7 @@ class Lock:
         threading.Thread(target=self._renew, name="lock of --save", daemon=True).start()
 
     def release(self) -> None:
-        """Release the lock; a lock that another job has taken over in the meantime stays."""
+        """Remove the lock, unless another job has taken it over."""
         self._released.set()
         with contextlib.suppress(OSError):
             if _read(self.path) == self.owner:
@@ -168,7 +176,9 @@ class Lock:
                 self._remove_if_dead()
 
     def _remove_if_dead(self) -> None:
-        """Remove the lock if its job is dead. Raises ValueError if the job lives, FileNotFoundError without a lock."""
+        """Remove the lock if its job is dead. Raises ValueError if the job lives,
+        FileNotFoundError without a lock.
+        """
         if not stat.S_ISREG(self.path.lstat().st_mode):
             raise ValueError(
                 f"--save {self.path.parent}: {LOCK} in it is not a regular file: remove it, or pass another --save"
@@ -183,7 +193,7 @@ class Lock:
         self._remove(owner)
 
     def _create(self) -> bool:
-        """Whether the file is now ours; False where one exists."""
+        """Return True if the lock file was created, False if one exists."""
         aside = self.path.with_name(f"{LOCK}.{self.owner.token}")
         write_text(
             aside, json.dumps(asdict(self.owner))
@@ -207,9 +217,12 @@ class Lock:
         return True
 
     def _is_renewed(self, owner: Owner | None) -> bool:
-        """Whether the time stamp changes in time. Clocks of nodes may differ, so only its change counts."""
+        """Return True if the time stamp changes in time. Node clocks may differ, so only changes
+        count.
+        """
         patience = self.patience if owner else min(self.patience, UNKNOWN_BEATS * self.beat)
-        first, end = self._stamp(), time.monotonic() + patience
+        first = self._stamp()
+        end = time.monotonic() + patience
         which = (
             f"has the lock of another job ({_job(owner)})"
             if owner
@@ -239,7 +252,9 @@ class Lock:
             return None
 
     def _remove(self, dead: Owner | None) -> None:
-        """Remove the lock of a dead owner. One job at a time may do so, or one could remove the lock that another has just made."""
+        """Remove a dead owner's lock, one job at a time, so that no job removes a lock just
+        created by another.
+        """
         guard = self.path.with_name(f"{LOCK}.takeover")
         try:
             os.close(os.open(guard, os.O_CREAT | os.O_EXCL))

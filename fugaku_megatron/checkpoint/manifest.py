@@ -1,4 +1,5 @@
-"""The contents of a checkpoint directory, as one process sees them: names, the manifest, and whether files are complete.
+"""The contents of a checkpoint directory, as one process sees them: names, the manifest, and
+whether files are complete.
 
     DIR/latest_checkpointed_iteration.txt     the tracker (Megatron's name), moved last by a save
     DIR/iter_0000100/manifest.json            layout, config, state, and every shard's place in its global tensor
@@ -48,10 +49,11 @@ FOLDER_FILES = 127  # files of ranks, or folders, in a directory; a manifest is 
 
 
 def latest_iteration(directory: str | os.PathLike) -> int | None:
-    """The tracker's iteration, or None if the directory holds no checkpoint and a run starts from the beginning.
+    """Return the tracker's iteration, or None if the directory has no checkpoint.
 
-    One checkpoint without a tracker is that of a first save which was ended before its last step. Raises ValueError if the tracker
-    cannot be read, is cut, or is missing next to several checkpoints: a run must not go back, and replace them, by accident.
+    A single checkpoint without a tracker is an interrupted first save. Raises ValueError if the
+    tracker is unreadable, truncated, or missing next to several checkpoints: a run must not
+    restart and replace them by accident.
     """
     tracker = Path(directory) / TRACKER
     if tracker.exists():
@@ -84,7 +86,7 @@ def latest_iteration(directory: str | os.PathLike) -> int | None:
 
 
 def missing(directory: str | os.PathLike, iteration: int) -> str | None:
-    """What to say when the folder of the tracker's iteration is not there."""
+    """Return an error message if the folder of the tracker's iteration is missing."""
     if iteration_path(Path(directory), iteration).is_dir():
         return None
     return (
@@ -94,7 +96,7 @@ def missing(directory: str | os.PathLike, iteration: int) -> str | None:
 
 
 def existing_iteration(directory: str | os.PathLike) -> int | None:
-    """`latest_iteration`, whose folder is there. Raises ValueError where it is not."""
+    """Return `latest_iteration`. Raises ValueError if its folder is missing."""
     iteration = latest_iteration(directory)
     if iteration is not None and (note := missing(directory, iteration)):
         raise ValueError(note)
@@ -102,7 +104,9 @@ def existing_iteration(directory: str | os.PathLike) -> int | None:
 
 
 def own_checkpoint(directory: str, iteration: int | None = None) -> tuple[str, int | None] | None:
-    """Directory and iteration of this program's checkpoint, which may be the directory of the iteration; None where it is none."""
+    """Return directory and iteration of this program's checkpoint, given either path; None if
+    there is none.
+    """
     path = Path(directory)
     if (
         iteration is None
@@ -114,15 +118,16 @@ def own_checkpoint(directory: str, iteration: int | None = None) -> tuple[str, i
 
 
 def list_iterations(directory: str | os.PathLike) -> list[int]:
-    """Iterations, ascending, with a readable manifest and files of the recorded sizes (checksums are verified when loading).
+    """Return iterations, ascending, with a readable manifest and the recorded file sizes.
 
-    Of a checkpoint in folders only the folders' manifests are looked at: it may have 100,000 files.
+    Checksums are verified on load. Checkpoints in folders may have 100,000 files: only folder
+    manifests are checked.
     """
     return newer_iterations(directory, -1)
 
 
 def newer_iterations(directory: str | os.PathLike, than: int) -> list[int]:
-    """Those of `list_iterations` after iteration `than`."""
+    """Return the `list_iterations` after iteration `than`."""
     present = {
         iteration
         for iteration, suffix, _ in entries(Path(directory))
@@ -132,9 +137,10 @@ def newer_iterations(directory: str | os.PathLike, than: int) -> list[int]:
 
 
 def read_manifest(directory: str | os.PathLike, iteration: int) -> dict[str, Any]:
-    """The manifest of `iteration` with the records of all its files, wherever they lie; names are relative to the checkpoint.
+    """Return the manifest of `iteration` with the records of all files; names are relative to the
+    checkpoint.
 
-    As large as the run had ranks. ValueError as for `read_head`, also for the manifest of a folder.
+    Raises ValueError as `read_head`, also for folder manifests.
     """
     head = read_head(directory, iteration)
     if "folders" not in head:
@@ -149,7 +155,9 @@ def read_manifest(directory: str | os.PathLike, iteration: int) -> dict[str, Any
 
 
 def read_folder(path: Path, folder: str, head: dict[str, Any]) -> dict[str, Any]:
-    """File name -> entry of one folder of the checkpoint in `path`. ValueError when its manifest is not the recorded one."""
+    """Return the entries of one checkpoint folder by file name. Raises ValueError if its manifest
+    was changed.
+    """
     place = path / folder / MANIFEST
     verify_file(place, head["folders"][folder])
     contents = _read_json(place)
@@ -161,16 +169,17 @@ def read_folder(path: Path, folder: str, head: dict[str, Any]) -> dict[str, Any]
 
 
 def write_folder(path: Path, files: dict[str, Any]) -> dict[str, Any]:
-    """Write the manifest of one folder; returns its size and checksum, for the checkpoint's own manifest."""
+    """Write a folder manifest; return its size and checksum for the checkpoint manifest."""
     write_text(path / MANIFEST, json.dumps({"files": files}, separators=(",", ":")))
     fsync(path)
     return {"size": (path / MANIFEST).stat().st_size, "crc32": crc32(path / MANIFEST)}
 
 
 def read_head(directory: str | os.PathLike, iteration: int) -> dict[str, Any]:
-    """The manifest of `iteration` as it stands: its field is "files", or "folders" with records in a manifest of each.
+    """Return the stored manifest of `iteration`, with "files", or with "folders" that have
+    manifests of their own.
 
-    ValueError when it is missing, damaged, changed, of another program or of another version.
+    Raises ValueError if it is missing, damaged, changed, or written by another program or version.
     """
     path = iteration_path(Path(directory), iteration) / MANIFEST
     _refuse_megatron(path.parent)
@@ -202,7 +211,7 @@ def read_head(directory: str | os.PathLike, iteration: int) -> dict[str, Any]:
 
 
 def _refuse_megatron(path: Path) -> None:
-    """Raises ValueError for an iteration that Megatron-LM saved."""
+    """Raise ValueError for an iteration saved by Megatron-LM."""
     found = next((file.name for name in MEGATRON_FILES for file in path.glob(name)), None)
     if found and not (path / MANIFEST).exists():
         raise ValueError(
@@ -236,7 +245,7 @@ def _check_checksum(manifest: dict[str, Any]) -> None:
 
 
 def unsigned_note(manifest: dict[str, Any], path: Path) -> str:
-    """A line for the log about a manifest that nothing protects against changes; "" for one with a checksum."""
+    """Return a log line for a manifest without a checksum, else ""."""
     if schema.CHECKSUM in manifest:
         return ""
     return (
@@ -254,7 +263,10 @@ def write_manifest(
     files: dict[str, Any],
     ranks: int | None = None,
 ) -> None:
-    """`files`: name -> {"size", "crc32", "shards": records}; with `ranks`, folder -> {"size", "crc32"} of a run of so many ranks.
+    """Write the manifest.
+
+    files: name -> {"size", "crc32", "shards": records}; with `ranks` (rank count): folder ->
+        {"size", "crc32"}
 
     Raises TypeError if config or state is not JSON.
     """
@@ -289,7 +301,7 @@ def _is_complete(directory: Path, iteration: int) -> bool:
 
 
 def entries(directory: Path) -> list[tuple[int, str, Path]]:
-    """(iteration, "" | ".tmp" | ".old", path) of everything in the directory that carries an iteration's name."""
+    """Return (iteration, "" | ".tmp" | ".old", path) for every iteration in the directory."""
     names = (
         [(_ITERATION_NAME.fullmatch(path.name), path) for path in directory.iterdir()]
         if directory.is_dir()
@@ -303,7 +315,9 @@ def iteration_name(iteration: int) -> str:
 
 
 def iteration_path(directory: Path, iteration: int) -> Path:
-    """Where `iteration` is read from: its .old directory if a save of it stopped between its two renames."""
+    """Return the path to read `iteration` from: the .old directory if a save stopped between its
+    two renames.
+    """
     path = directory / iteration_name(iteration)
     old = path.with_name(path.name + ".old")
     return old if old.exists() and not path.exists() else path
@@ -322,7 +336,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Wait until the disk has the file, or the renames within the directory."""
+    """Wait until the file, or the directory's renames, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -339,8 +353,11 @@ def file_name(rank: int) -> str:
 
 
 def folder_of(rank: int, ranks: int) -> str:
-    """The folder of a rank's file among `ranks`, relative to the checkpoint; "" for the checkpoint itself."""
-    names, span = [], FOLDER_FILES
+    """Return the folder of a rank's file, relative to the checkpoint; "" for the checkpoint
+    itself.
+    """
+    names = []
+    span = FOLDER_FILES
     while span < ranks:
         names.append(f"ranks_{rank // span * span:06d}")
         span *= FOLDER_FILES
@@ -348,15 +365,15 @@ def folder_of(rank: int, ranks: int) -> str:
 
 
 def all_folders(ranks: int) -> Iterator[str]:
-    """The folders of a checkpoint of `ranks` ranks, in order."""
+    """Yield the folders of a checkpoint by `ranks` ranks, in order."""
     return (folder_of(first, ranks) for first in range(0, ranks, FOLDER_FILES))
 
 
 class Folders:
-    """The ranks of `comm`, by the folder that holds their files. Made once for a run, since it splits `comm`. Collective.
+    """Ranks grouped by checkpoint folder. Splits `comm`, so construct it once a run. Collective.
 
-    name: this rank's folder. members: the ranks of it, of which the first one leads. leaders: the leaders of all folders, in
-    order; a communicator of this rank alone elsewhere.
+    members: ranks that share this rank's folder `name`, led by the first
+    leaders: leaders of all folders in order; on other ranks, this rank alone
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -364,18 +381,17 @@ class Folders:
             subgroup,
         )  # imports torch, which a supervisor that reads manifests does without
 
-        self.comm, self.name = comm, folder_of(comm.rank, comm.size)
+        self.comm = comm
+        self.name = folder_of(comm.rank, comm.size)
         self.members = comm
         self.leaders: Comm | None = None
         if self.name:
-            first, starts = (
-                comm.rank // FOLDER_FILES * FOLDER_FILES,
-                range(0, comm.size, FOLDER_FILES),
-            )
+            first = comm.rank // FOLDER_FILES * FOLDER_FILES
+            starts = range(0, comm.size, FOLDER_FILES)
             self.members = subgroup(comm, range(first, min(first + FOLDER_FILES, comm.size)))
             self.leaders = subgroup(comm, starts if comm.rank in starts else [comm.rank])
 
     @property
     def leads(self) -> bool:
-        """Whether this rank reads and writes the folder's manifest."""
+        """True on the rank that reads and writes the folder manifest."""
         return self.members.rank == 0

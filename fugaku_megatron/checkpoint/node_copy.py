@@ -1,12 +1,12 @@
-"""Checkpoints on the disks of nodes: a save is quick there, and it is copied to the shared directory while training continues.
+"""Checkpoints on node-local disks, copied to the shared directory while training continues.
 
-    LOCAL/rank_00003/iter_0000100/manifest.json            of this rank's file alone
+    LOCAL/rank_00003/iter_0000100/manifest.json            entry of this rank's file
     LOCAL/rank_00003/iter_0000100/rank_00003.safetensors
-    SAVE/.run                                              which run's copies belong to this directory
+    SAVE/.run                                              id of the run that owns the copies
 
-A rank reads and writes its own folder only, so it does not matter which ranks share a disk. Only the newest iteration is kept, once
-every rank has it. The copies serve a start with the same number of ranks on the same nodes in the same layout. Any other start
-reads the shared directory.
+Each rank uses its own folder, so disks may be shared. Only the newest complete iteration is kept.
+Copies serve a restart with the same ranks, nodes and layout; any other start reads the shared
+directory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NAME_LENGTH = 64
 
 
 def run_name(save: str | Path, comm: Comm, make: bool = False) -> str | None:
-    """The name of the run whose checkpoints are in a directory; None where none was made. Collective."""
+    """Return the id of the run with checkpoints in `save`; None if there is none. Collective."""
     return on_root(comm, partial(_run_name, Path(save) / RUN, make))
 
 
@@ -69,8 +69,12 @@ def node_first_steps(
     folders: Folders,
     wait: bool,
 ) -> Steps:
-    """Write to the disk of the node, and from there to the shared `directory`. wait: the former is done before the first yield."""
-    comm, iteration = folders.comm, description.iteration
+    """Write to the node's disk, then copy to the shared `directory`.
+
+    wait: finish the local write before the first yield
+    """
+    comm = folders.comm
+    iteration = description.iteration
     first = local_steps(local, shards, description, run_name(directory, comm, make=True), comm)
     written = run_steps(first) if wait else (yield from first)
     return (
@@ -83,11 +87,13 @@ def node_first_steps(
 def local_steps(
     local: str | Path, shards: list[Shard], description: Description, name: str | None, comm: Comm
 ) -> Steps:
-    """Write this rank's copy, and remove older ones when all ranks have theirs; returns its file's name and entry (`Written`).
+    """Write this rank's copy, remove older ones once all ranks have theirs, and return file name
+    and entry (`Written`).
 
-    name: of the run. As `save.save_steps`, whose work and errors are alike.
+    Yields work and raises errors as `save.save_steps`.
     """
-    own, iteration = own_folder(local, comm), description.iteration
+    own = own_folder(local, comm)
+    iteration = description.iteration
     prefix = f"--save-local {local}: iteration {iteration} is not saved: "
     description = replace(description, state={**description.state, "run": name})
     outcome = yield partial(
@@ -138,7 +144,7 @@ def _remove_others(own: Path, iteration: int) -> None:
 def copy_written(
     local: str | Path, comm: Comm, iteration: int, written: Written, folder: Path
 ) -> Written:
-    """Copy this rank's file from its disk into a folder of the shared directory, every block verified."""
+    """Copy this rank's local file into a shared folder, verifying every block."""
     if written:
         name, entry = written
         copy_verified(
@@ -148,9 +154,9 @@ def copy_written(
 
 
 def newest_everywhere(local: str | Path, comm: Comm, fits: Callable[[dict[str, Any]], bool]) -> int:
-    """The newest iteration of which every rank has its whole copy; 0 where there is none. Collective.
+    """Return the newest iteration with complete copies on every rank, or 0. Collective.
 
-    fits: whether a manifest, without the records of shards, is of this run and layout.
+    fits: returns True for a manifest head from this run and layout
     """
     own = own_folder(local, comm)
     held = [number for number in list_iterations(own) if fits(read_head(own, number))]
@@ -171,7 +177,7 @@ def newest_everywhere(local: str | Path, comm: Comm, fits: Callable[[dict[str, A
 
 
 def open_copy(local: str | Path, comm: Comm, iteration: int) -> Checkpoint:
-    """This rank's copy of an iteration that all ranks have, without its tensors."""
+    """Open this rank's copy of an iteration, without tensors."""
     own = own_folder(local, comm)
     head = read_head(own, iteration)
     return Checkpoint(

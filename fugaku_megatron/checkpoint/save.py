@@ -1,8 +1,10 @@
-"""Writing sharded checkpoints: a safetensors file per rank and manifests (manifest.py shows the directory). No pickled code.
+"""Writing sharded checkpoints: a safetensors file per rank and manifests (manifest.py shows the
+directory). No pickled code.
 
-A save writes into iter_0000100.tmp and renames it at the end, so an interrupted save leaves the previous checkpoint loadable.
-It is a generator of steps, so that one description serves a save that the run waits for and one that overlaps with training.
-Every public function is collective, and fails on all ranks or on none.
+A save writes into iter_0000100.tmp and renames it at the end, so an interrupted save leaves the
+previous checkpoint loadable. It is a generator of steps, so that one description serves a save
+that the run waits for and one that overlaps with training. Every public function is collective,
+and fails on all ranks or on none.
 """
 
 from __future__ import annotations
@@ -54,11 +56,12 @@ _CPUS = os.sched_getaffinity(
 
 @dataclass(frozen=True)
 class Description:
-    """What a checkpoint says in addition to its tensors. config and state: JSON values (tuples come back as lists).
+    """Checkpoint metadata. config and state are JSON values (tuples are loaded as lists).
 
-    keep: how many checkpoints up to this iteration remain, the newest; None: all. retain: of those before this iteration the ones
-    divisible by it remain; None: all. The newest whose replicas agreed remains in any case
-    (`trusted`).
+    keep: number of newest checkpoints to keep; None: all
+    retain: keep older checkpoints only if divisible by this; None: all
+
+    The newest checkpoint with agreeing replicas is always kept (`trusted`).
     """
 
     iteration: int
@@ -76,7 +79,7 @@ class Description:
 
 
 def run_steps(steps: Steps) -> Any:
-    """Go through the steps here and now; returns what they return."""
+    """Run all steps now and return their result."""
     try:
         work = next(steps)
         while True:
@@ -88,18 +91,21 @@ def run_steps(steps: Steps) -> Any:
 def save_steps(
     directory: str | os.PathLike, write: WriteFile, description: Description, folders: Folders
 ) -> Steps:
-    """Writes a checkpoint and returns its directory. A generator: it yields work, and is sent what does it or returns its outcome.
+    """Write a checkpoint and return its directory.
 
-    The work, on large files, is a function without arguments that communicates nothing; what lies between two yields is collective.
-    write: writes this rank's file, such as `shard_writer`. Raises ValueError on all ranks if any rank fails; earlier checkpoints
-    stay loadable.
+    Generator: yields work and receives its outcome, or a function returning it. Work operates on
+        large files and never
+    communicates; code between two yields is collective.
+
+    write: writes this rank's file, such as `shard_writer`
+
+    Raises ValueError on all ranks if any rank fails; earlier checkpoints stay loadable.
     """
-    comm, directory = folders.comm, Path(directory)
+    comm = folders.comm
+    directory = Path(directory)
     name = iteration_name(description.iteration)
-    aside, prefix = (
-        directory / f"{name}.tmp",
-        f"--save {directory}: iteration {description.iteration} is not saved: ",
-    )
+    aside = directory / f"{name}.tmp"
+    prefix = f"--save {directory}: iteration {description.iteration} is not saved: "
     folder = aside / folders.name
     on_root(comm, lambda: _prepare(directory, description.iteration, aside), prefix, _untouched)
     try:
@@ -131,10 +137,11 @@ def save_steps(
 def save_alone(
     directory: Path, write: Callable[[Path], dict[str, Any]], description: Description
 ) -> Path:
-    """Write a checkpoint into a new directory by this process alone; returns its path.
+    """Write a checkpoint into a new directory from this process alone and return its path.
 
-    write: writes any number of files into a folder and returns their entries by name, with shards. Whoever calls it sees to it that
-    nobody takes the directory for whole before it returns.
+    write: writes files into a folder and returns their entries by name, with shards
+
+    The caller ensures that nobody reads the directory before the return.
     """
     path = directory / iteration_name(description.iteration)
     path.mkdir(parents=True)
@@ -145,11 +152,13 @@ def save_alone(
 
 
 def _record(aside: Path, folders: Folders, own: Written, prefix: str) -> dict[str, Any]:
-    """Write the manifests of folders from the entries of their files. Returns what the checkpoint's manifest names, on rank 0.
+    """Write the folder manifests and return, on rank 0, the entries of the checkpoint manifest.
+    Collective.
 
-    own: this rank's file and its entry. A rank knows the records of its own folder only, and only if it leads it. Collective.
+    own: this rank's file name and entry
     """
-    comm, folder = folders.comm, aside / folders.name
+    comm = folders.comm
+    folder = aside / folders.name
     written = folders.members.gather_object(own) or []
     files = agree(comm, lambda: _unite(written), prefix, _untouched, name_rank=False)
     if not folders.name:
@@ -162,7 +171,7 @@ def _record(aside: Path, folders: Folders, own: Written, prefix: str) -> dict[st
 
 
 def _unite(written: list[Any]) -> dict[str, Any]:
-    """File name -> entry of the ranks that wrote one."""
+    """Return the entries of all ranks that wrote a file, by file name."""
     files = dict(entry for entry in written if entry)
     owners: dict[tuple, str] = {}
     for name, entry in files.items():
@@ -178,7 +187,9 @@ def check_writable(
     name: str = "--save",
     ranks: Collection[int] | None = None,
 ) -> None:
-    """Create `directory` and write a small file from every rank, or from `ranks`, so that it fails before training. Collective."""
+    """Create `directory` and write a small file from every rank, or from `ranks`, to fail before
+    training. Collective.
+    """
     directory = Path(directory)
     prefix = f"{name} {directory} is not writable: "
     ranks = range(comm.size) if ranks is None else ranks
@@ -202,10 +213,11 @@ def check_writable(
 def check_replaces(
     save: str | os.PathLike, load: str | os.PathLike | None, loaded: int | None, comm: Comm
 ) -> None:
-    """Refuse, before training, a --save whose checkpoints this run would replace without having loaded one of them. Collective.
+    """Refuse a --save that would replace checkpoints from which this run did not resume.
+    Collective.
 
-    `loaded`: the iteration from which --load `load` resumes. If `load` and `save` are one directory, later checkpoints of this
-    program may be replaced.
+    loaded: iteration resumed from --load `load`; if `load` and `save` are one directory, later
+        ones may be replaced
     """
     on_root(comm, lambda: _check_replaces(Path(save), load, loaded or 0))
 
@@ -228,7 +240,9 @@ def _untouched() -> str:
 
 
 def _prepare(directory: Path, iteration: int, aside: Path) -> None:
-    """Remove what an interrupted save left, refuse to replace what is not a checkpoint, and make the directory to write in."""
+    """Remove an interrupted save, refuse to replace foreign files, and create the temporary
+    directory.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     for number, suffix, path in entries(directory):
         current = directory / iteration_name(number)
@@ -252,12 +266,14 @@ def _check_ours(directory: Path, iteration: int) -> None:
 
 
 def shard_writer(rank: int, shards: list[Shard]) -> WriteFile:
-    """Writes the file of a rank. When several ranks hold a shard, only one of them passes it."""
+    """Return a function that writes a rank's file. Pass each replicated shard on one rank only."""
     return lambda folder: write_shards(folder, rank, shards)
 
 
 def write_shards(folder: Path, rank: int, shards: list[Shard]) -> Written:
-    """Write this rank's file; returns its name and manifest entry, or None if the rank owns nothing."""
+    """Write this rank's file; return its name and manifest entry, or None if the rank owns
+    nothing.
+    """
     tensors = {shard.key: shard.tensor.detach() for shard in shards}
     assert len(tensors) == len(shards), "a rank saves two shards of one key"
     if not shards:
@@ -268,7 +284,7 @@ def write_shards(folder: Path, rank: int, shards: list[Shard]) -> Written:
 
 
 def _seal(aside: Path, description: Description, files: dict[str, Any], ranks: int | None) -> None:
-    """Write the manifest: the directory is then a whole checkpoint under a temporary name."""
+    """Write the manifest, which completes the checkpoint under its temporary name."""
     write_manifest(
         aside,
         description.iteration,
@@ -282,7 +298,7 @@ def _seal(aside: Path, description: Description, files: dict[str, Any], ranks: i
 
 
 def _publish(directory: Path, iteration: int, aside: Path) -> None:
-    """Put the new directory in the place of an older one of its name, then move the tracker."""
+    """Rename the new directory into place, then move the tracker."""
     final = directory / iteration_name(iteration)
     if final.exists():
         final.rename(
@@ -298,7 +314,9 @@ def _publish(directory: Path, iteration: int, aside: Path) -> None:
 
 
 def _set_aside(directory: Path, description: Description) -> list[Path]:
-    """Rename the checkpoint just replaced and those that do not remain: what is partly removed is never read. A failure warns."""
+    """Rename the replaced checkpoint and the expired ones, so that none is read half removed.
+    Failures only warn.
+    """
     replaced = directory / (iteration_name(description.iteration) + ".old")
     numbers = [number for number in list_iterations(directory) if number <= description.iteration]
     older = numbers[: -description.keep] if description.keep else []
@@ -318,7 +336,7 @@ def _set_aside(directory: Path, description: Description) -> list[Path]:
 
 
 def _remove(obsolete: list[Path], folders: Folders) -> Steps:
-    """Remove checkpoints that were set aside; every leader removes the folder of its own name. A failure only warns."""
+    """Remove checkpoints that were set aside, each folder by its leader. Failures only warn."""
     for path in obsolete:
         if folders.name:
             removed = yield partial(_remove_folder, path / folders.name if folders.leads else None)
@@ -341,7 +359,7 @@ def _remove_rest(path: Path | None) -> None:
 
 @contextmanager
 def _warning(path: Path) -> Iterator[None]:
-    """The new checkpoint is safe: an old one that stays is not an error."""
+    """Turn an OSError into a warning: the new checkpoint is safe."""
     try:
         yield
     except OSError as error:
@@ -351,7 +369,9 @@ def _warning(path: Path) -> Iterator[None]:
 
 
 class Snapshot:
-    """Memory for a copy of shards, touched once, so that copying does not wait for the system to hand out pages."""
+    """Preallocated copies of shards; pages are touched once, so that copying causes no page
+    faults.
+    """
 
     def __init__(self, shards: list[Shard]) -> None:
         self._copies = [
@@ -363,7 +383,9 @@ class Snapshot:
         return sum(copy.nbytes for copy in self._copies)
 
     def take(self, shards: list[Shard]) -> list[Shard]:
-        """The shards, of the sizes that it was made for, with copies of their tensors; valid until the next call."""
+        """Return the shards with copied tensors, valid until the next call. Sizes must match the
+        constructor's shards.
+        """
         return [
             replace(shard, tensor=copy.copy_(shard.tensor.detach().view(-1)))
             for shard, copy in zip(shards, self._copies, strict=True)
@@ -371,15 +393,18 @@ class Snapshot:
 
 
 class BackgroundSave:
-    """A save overlapped with training: a thread does the work of its steps. Collective, but for `done`; raises their ValueErrors.
+    """Save that overlaps training: a thread does the work of its steps.
 
         saving = BackgroundSave(save_steps(...))   on every rank, with shards of a Snapshot
-        saving.done                                whether this rank's thread waits for the other ranks
-        saving.advance()                           when all are done: what the ranks do together, by the thread that communicates
-        saving.finish()                            waits for everything that is left
+        saving.done                                whether this rank's thread waits for the
+        other ranks
+        saving.advance()                           when all are done: collective part, in the
+        calling thread
+        saving.finish()                            wait for the rest
 
-    The thread never communicates. The caller finds out whether all ranks are done by a collective of its own, such as the one that
-    a run's loop has in every iteration anyway.
+    The thread never communicates. The caller detects that all ranks are done by its own
+    collective, such as the run loop's. All methods but `done` are collective and raise the
+    ValueErrors of the steps.
     """
 
     def __init__(self, steps: Steps) -> None:
@@ -402,11 +427,11 @@ class BackgroundSave:
 
     @property
     def done(self) -> bool:
-        """Whether this rank's present work is done."""
+        """True if this rank's current work is done."""
         return self._work.done()
 
     def advance(self) -> bool:
-        """Go to the next work, which begins; True where there is none. Waits for this rank's present work."""
+        """Wait for this rank's current work and start the next; return True if there is none."""
         try:
             self._work = self._start(self._steps.send(self._work.result))
         except StopIteration:
@@ -414,6 +439,6 @@ class BackgroundSave:
         return False
 
     def finish(self) -> None:
-        """Wait until all steps are gone."""
+        """Wait until all steps are done."""
         while not self.advance():
             pass

@@ -1,10 +1,9 @@
-"""What a manifest must look like, and the checksums in it, so that no edit and no damage loads unnoticed.
+"""Manifest schema and checksums, so that no edit and no damage loads unnoticed.
 
-The manifest has a checksum of itself, which finds changes by accident or by hand. Types and ranges of every field are also checked
-in manifests of format version 1, which have none. Every block of a file has a CRC-32, and the file one that is put together from
-those, so that nothing is read again. A CRC detects accidents, not attacks. CRC-32 is the fastest that the standard library has: 6.4
-GB/s, where SHA-256 ran at 1.9 and Adler-32 at 3.8 (one core of an AMD EPYC of family 26, zlib 1.2.13). Left out: reading the
-manifest (manifest.py).
+The manifest has a checksum of itself; types and ranges are also checked, for version 1 manifests
+without checksum. Every file block has a CRC-32, combined into the file's. A CRC detects accidents,
+not attacks. It is the fastest checksum in the standard library: 6.4 GB/s, SHA-256 1.9, Adler-32
+3.8 (one AMD EPYC family 26 core, zlib 1.2.13).
 """
 
 from __future__ import annotations
@@ -28,19 +27,24 @@ _CRC32 = re.compile(r"[0-9a-f]{8}")
 _FOLDER = re.compile(r"ranks_[0-9]{6,}(/ranks_[0-9]{6,})*")
 BLOCK_BYTES = 1 << 20  # what is read at least to verify a byte; a manifest has 8 digits for each
 DIGITS = 8
-_POLYNOMIAL, _ONE, _BYTE = 0xEDB88320, 1 << 31, 1 << 23  # reflected: the highest bit is x^0; x^8
+# reflected: the highest bit is x^0; x^8
+_POLYNOMIAL = 0xEDB88320
+_ONE = 1 << 31
+_BYTE = 1 << 23
 
 
 def checksum(manifest: dict[str, Any]) -> str:
-    """CRC-32 of the manifest without its own checksum, as JSON with sorted keys and no spaces."""
+    """Return the CRC-32 of the manifest without its checksum, as JSON with sorted keys and no
+    spaces.
+    """
     rest = {name: value for name, value in manifest.items() if name != CHECKSUM}
     return f"{zlib.crc32(json.dumps(rest, sort_keys=True, separators=(',', ':')).encode()):08x}"
 
 
 def check_contents(manifest: dict[str, Any]) -> None:
-    """Raises ValueError naming the first field that is missing, of another type or out of range.
+    """Raise ValueError naming the first field that is missing, mistyped or out of range.
 
-    The records of a checkpoint in folders are checked with their folder (`check_files`).
+    Records in folders are checked with their folder (`check_files`).
     """
     _check(manifest, "iteration", is_count, "a whole number from 0")
     for name in ("layout", "config", "state"):
@@ -54,7 +58,7 @@ def check_contents(manifest: dict[str, Any]) -> None:
 
 
 def check_files(owner: dict[str, Any]) -> None:
-    """The entries of the files in one directory."""
+    """Check the file entries of one directory."""
     _check(owner, "files", is_object, "an object")
     for name, entry in owner["files"].items():
         _require(
@@ -67,7 +71,7 @@ def check_files(owner: dict[str, Any]) -> None:
 
 
 def check_folders(manifest: dict[str, Any]) -> None:
-    """The folders of a checkpoint of many ranks, each with a manifest of its own."""
+    """Check the folder entries of a checkpoint in folders."""
     _check(manifest, "ranks", lambda value: is_count(value) and value > 0, "a whole number above 0")
     _check(manifest, "folders", is_object, "an object")
     for name in manifest["folders"]:
@@ -77,7 +81,7 @@ def check_folders(manifest: dict[str, Any]) -> None:
 
 
 def _check_state(state: dict[str, Any], iteration: int) -> None:
-    """The state of a training run: its counters, and that they agree with each other."""
+    """Check the training counters, and that they agree with each other."""
     for name in RUN_STATE:
         _require(name in state, f"state.{name} is missing")
     _check(state, "progress", is_object, "an object", "state.")
@@ -108,7 +112,8 @@ def _check_state(state: dict[str, Any], iteration: int) -> None:
         isinstance(files, list) and all(map(_is_data_file, files)),
         "state.data_files is not a list of files with path, documents and tokens",
     )
-    rng, samples = state.get("rng"), progress["consumed_samples"]
+    rng = state.get("rng")
+    samples = progress["consumed_samples"]
     if rng is not None:
         _check(state, "rng", is_object, "an object", "state.")
         _require(
@@ -164,7 +169,7 @@ def _check_shards(entry: dict[str, Any], where: str) -> None:
 
 
 def _check_record(record: dict[str, Any], where: str) -> None:
-    """A shard's place lies inside its global tensor."""
+    """Check that a shard lies inside its global tensor."""
     for name in ("key", "dtype"):
         _check(record, name, lambda value: isinstance(value, str), "a string", where)
     for name in RECORD_FIELDS:
@@ -217,25 +222,27 @@ def _require(condition: Any, message: str) -> None:
 
 
 class BlockChecksums:
-    """The CRC-32 of each block of the bytes that are added; the last block may be shorter."""
+    """CRC-32 of every block of the added bytes; the last block may be shorter."""
 
     def __init__(self) -> None:
-        self.size, self._open = 0, 0
+        self.size = 0
+        self._open = 0
         self._closed: list[int] = []
 
     def add(self, data: memoryview) -> None:
-        """Bytes that follow those added before."""
+        """Append bytes."""
         done = 0
         while done < len(data):
             part = data[done : done + BLOCK_BYTES - self.size % BLOCK_BYTES]
             self._open = zlib.crc32(part, self._open)
-            done, self.size = done + len(part), self.size + len(part)
+            done = done + len(part)
+            self.size = self.size + len(part)
             if self.size % BLOCK_BYTES == 0:
                 self._closed.append(self._open)
                 self._open = 0
 
     def record(self) -> dict[str, str | int]:
-        """Size and checksums as a manifest has them: "crc32" of all, "blocks" of one block after the other."""
+        """Return size and checksums as in a manifest: "crc32" of all bytes, "blocks" concatenated."""
         rest = self.size % BLOCK_BYTES
         whole = 0
         for crc in self._closed:
@@ -255,24 +262,29 @@ def digits(crc: int) -> str:
 
 
 def combine(first: int, second: int, length: int) -> int:
-    """The CRC-32 of some bytes and `length` more, from that of each (zlib's crc32_combine, which Python's zlib leaves out)."""
+    """Return the CRC-32 of two concatenated byte strings, the second of `length` bytes, as zlib's
+    crc32_combine.
+    """
     return _multiply(_zeros(length), first) ^ second
 
 
 @cache
 def _zeros(length: int) -> int:
-    """x^(8 length) modulo the polynomial: what `length` zero bytes multiply a checksum by."""
-    power, square = _ONE, _BYTE
+    """Return x^(8 length) modulo the polynomial, the CRC factor of `length` zero bytes."""
+    power = _ONE
+    square = _BYTE
     while length:
         if length & 1:
             power = _multiply(square, power)
-        square, length = _multiply(square, square), length >> 1
+        square = _multiply(square, square)
+        length = length >> 1
     return power
 
 
 def _multiply(a: int, b: int) -> int:
-    """a b modulo the polynomial of CRC-32, all reflected."""
-    result, bit = 0, _ONE
+    """Return a b modulo the CRC-32 polynomial, all reflected."""
+    result = 0
+    bit = _ONE
     while bit:
         if a & bit:
             result ^= b
@@ -293,7 +305,7 @@ def check_size(path: Path, entry: dict[str, Any]) -> None:
 
 
 def verify_file(path: Path, entry: dict[str, Any]) -> None:
-    """Raise ValueError unless a file is there with the size and checksum of its entry."""
+    """Raise ValueError unless the file has the size and checksum of its entry."""
     check_size(path, entry)
     crc = crc32(path)
     if crc != entry["crc32"]:
@@ -303,8 +315,9 @@ def verify_file(path: Path, entry: dict[str, Any]) -> None:
 
 
 def crc32(path: Path) -> str:
-    """CRC-32 of a file, in hexadecimal."""
-    crc, buffer = 0, memoryview(bytearray(BLOCK_BYTES))
+    """Return a file's CRC-32 in hexadecimal."""
+    crc = 0
+    buffer = memoryview(bytearray(BLOCK_BYTES))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
             crc = zlib.crc32(buffer[:count], crc)

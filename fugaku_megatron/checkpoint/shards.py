@@ -1,7 +1,7 @@
-"""What a shard of a checkpoint is, which files hold its pieces, and reading those.
+"""Shards of a checkpoint: find the files that contain their pieces, and read them.
 
-Pieces are found by the name of their global tensor and their position in it, so it does not matter which parallel layout wrote
-them. Ranges are cut into boxes of the global tensor; what two boxes share is copied. Left out: who gets which records (load.py).
+Pieces are found by global tensor name and position, so the layout that wrote them does not matter.
+Ranges are cut into boxes of the global tensor, and the intersection of two boxes is copied.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WEIGHT = "weight/"  # beginning of the key of a weight
 
 @dataclass(frozen=True)
 class Box:
-    """The elements of a global tensor from `begin` on, `extent` of them in each dimension."""
+    """Box of a global tensor: `extent` elements from `begin` on, per dimension."""
 
     begin: Place
     extent: Place
@@ -35,7 +35,7 @@ class Box:
         return math.prod(self.extent)
 
     def meet(self, other: Box) -> Box | None:
-        """What both hold; None where that is nothing."""
+        """Return the intersection, None if it is empty."""
         begin = tuple(map(max, self.begin, other.begin))
         extent = tuple(
             min(a + n, b + m) - low
@@ -46,7 +46,7 @@ class Box:
         return Box(begin, extent) if all(length > 0 for length in extent) else None
 
     def bands(self, rows: int) -> Iterator[Box]:
-        """The box in parts of at most so many elements of its first dimension; a box without dimensions is one part."""
+        """Yield the box in bands of at most `rows` rows; a box without dimensions is one band."""
         if not self.extent:
             yield self
             return
@@ -59,7 +59,9 @@ class Box:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, start + numel), in row-major order, of the slice of `shape` that begins at `offset` in a global tensor."""
+    """Row-major elements [start, start + numel) of the slice of `shape` at `offset` in a global
+    tensor.
+    """
 
     offset: Place
     shape: Place
@@ -67,18 +69,18 @@ class Piece:
     numel: int
 
     def boxes(self) -> Iterator[Box]:
-        """The boxes of the global tensor that it holds, at most 2 x dimensions - 1, in the order of its elements."""
+        """Yield the global boxes of this piece in element order, at most 2 x dimensions - 1."""
         for begin, extent in range_boxes(self.shape, self.start, self.start + self.numel):
             yield Box(tuple(map(sum, zip(self.offset, begin, strict=True))), extent)
 
     def shared(self, other: Piece) -> Iterator[Box]:
-        """The boxes that two pieces of one tensor have in common."""
+        """Yield the boxes that two pieces of one tensor share."""
         others = list(other.boxes())
         for box in self.boxes():
             yield from filter(None, map(box.meet, others))
 
     def index(self, place: Place) -> int:
-        """Where an element of the global tensor lies among this piece's elements."""
+        """Return the index of a global element among this piece's elements."""
         inside = (i - o for i, o in zip(place, self.offset, strict=True))
         return (
             sum(i * stride for i, stride in zip(inside, strides(self.shape), strict=True))
@@ -86,29 +88,33 @@ class Piece:
         )
 
     def span(self, box: Box) -> tuple[int, int]:
-        """[first, last) of this piece's elements: the shortest range that holds a box of them."""
+        """Return the shortest range [first, last) of this piece's elements that contains a box."""
         last = tuple(b + n - 1 for b, n in zip(box.begin, box.extent, strict=True))
         return self.index(box.begin), self.index(last) + 1
 
     def view(self, values: Tensor, box: Box, first: int = 0) -> Tensor:
-        """The elements of a box, of its extent, in `values` (n,), which holds this piece's elements from number `first` on."""
+        """Return a view, shaped like `box`, of `values` (n,), the elements of this piece from
+        number `first` on.
+        """
         start = values.storage_offset() + self.index(box.begin) - first
         return values.as_strided(box.extent, strides(self.shape), start)
 
 
 def strides(shape: Place) -> Place:
-    """Elements from one index to the next in each dimension of a row-major tensor."""
+    """Return the element strides of a row-major tensor."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def range_boxes(shape: Place, start: int, end: int) -> Iterator[tuple[Place, Place]]:
-    """(begin, extent) of boxes that are the row-major range [start, end) of a tensor of this shape, in order."""
+    """Yield (begin, extent) of the boxes that form the row-major range [start, end), in order."""
     if len(shape) <= 1:
         if start < end:
             yield (start,) * len(shape), (end - start,) * len(shape)
         return
-    inner, rest = math.prod(shape[1:]), (0,) * (len(shape) - 1)
-    row, whole = start // inner, end // inner
+    inner = math.prod(shape[1:])
+    rest = (0,) * (len(shape) - 1)
+    row = start // inner
+    whole = end // inner
     if start % inner:
         stop = min(end, (row + 1) * inner)
         yield from (
@@ -127,13 +133,14 @@ def range_boxes(shape: Place, start: int, end: int) -> Iterator[tuple[Place, Pla
 
 @dataclass(frozen=True)
 class Shard:
-    """A local piece of a global tensor.
+    """Local piece of a global tensor.
 
-    `key` is kind/name of the global tensor (ranks that hold different pieces of it use the same key), such as
-    "exp_avg/decoder.layers.3.mlp.linear_fc1.weight". The tensor-parallel slice has the shape `slice_shape` and begins at
-    `offset` in the tensor of shape `global_shape`. `tensor` (any shape, contiguous) holds the row-major range [flat_start,
-    flat_start + numel) of that slice: all of it (flat_start 0), or this rank's part of it under ZeRO-1. `alias`: the key whose
-    values it takes from a checkpoint without its own: a copy of that tensor, which the run that saved did not need.
+    key: kind/name of the global tensor, such as "exp_avg/decoder.layers.3.mlp.linear_fc1.weight"
+    tensor: contiguous, any shape; row-major range [flat_start, flat_start + numel) of the
+        tensor-parallel slice of `slice_shape` at `offset` in `global_shape`; the whole slice, or a
+        ZeRO-1 shard
+    alias: key to load instead if the checkpoint lacks `key`, for a tied copy that the saving run
+        did not need
     """
 
     key: str
@@ -160,7 +167,7 @@ class Shard:
         )
 
     def record(self) -> Record:
-        """The shard's entry in the manifest."""
+        """Return the manifest entry."""
         return {
             "key": self.key,
             "dtype": str(self.tensor.dtype).replace("torch.", ""),
@@ -173,7 +180,7 @@ class Shard:
 
 
 def record_piece(record: Record) -> Piece:
-    """The piece that a record of the manifest describes."""
+    """Return the piece that a manifest record describes."""
     return Piece(
         tuple(record["offset"]), tuple(record["slice_shape"]), record["flat_start"], record["numel"]
     )
@@ -182,9 +189,11 @@ def record_piece(record: Record) -> Piece:
 def fill_shards(
     shards: Sequence[Shard], names: Collection[str], read: Callable[[str], Tensor]
 ) -> None:
-    """Fill shards of weights from whole tensors of other programs, each read once. What lies beyond a whole tensor stays.
+    """Fill weight shards from another program's whole tensors, each read once. Elements beyond a
+    whole tensor stay.
 
-    names: global names of the tensors that there are. read: the whole tensor of a name, any shape.
+    names: global names of the available tensors
+    read: name -> whole tensor, any shape
     """
     by_name: dict[str, list[Shard]] = {}
     for shard in shards:
@@ -204,7 +213,7 @@ def fill_shards(
 
 
 def check_model(saved: dict[str, Any], current: dict[str, Any], path: Path) -> None:
-    """Raises ValueError naming every value of the model that differs."""
+    """Raise ValueError naming every model value that differs."""
     differing = [name for name in current if name in saved and saved[name] != current[name]]
     if differing:
         both = ", ".join(
@@ -218,7 +227,7 @@ def check_model(saved: dict[str, Any], current: dict[str, Any], path: Path) -> N
 
 @dataclass(frozen=True)
 class Source:
-    """A stored piece of what a shard needs: a file's name and entry (without records), and the piece's record."""
+    """Stored piece of a needed shard: file name, entry without records, and piece record."""
 
     file: str
     entry: Entry
@@ -227,7 +236,7 @@ class Source:
 
 @dataclass
 class _Found:
-    """What was found of one key: the dtype and global shape of the first record, and the pieces that a shard here needs."""
+    """Pieces found for one key, with dtype and global shape from the first record."""
 
     dtype: str
     global_shape: list[int]
@@ -235,17 +244,19 @@ class _Found:
 
 
 class Search:
-    """Collects, from the records that pass by, those that this rank's shards need; it keeps no others.
+    """Collector of the records that this rank's shards need.
 
-    padded: names, of tensors of any kind, whose first dimension is rounded up to a multiple that depends on the layout; rows that
-    the checkpoint does not have stay as they are. converts: beginnings of keys whose shards may have another dtype than the
-    checkpoint.
+    padded: tensor names with a first dimension rounded up by layout; rows missing in the
+        checkpoint stay unchanged
+    converts: key prefixes of shards that may have another dtype than the checkpoint
     """
 
     def __init__(
         self, shards: list[Shard], padded: Collection[str] = (), converts: Collection[str] = ()
     ) -> None:
-        self.shards, self.padded, self.converts = shards, frozenset(padded), tuple(converts)
+        self.shards = shards
+        self.padded = frozenset(padded)
+        self.converts = tuple(converts)
         self._found: dict[str, _Found] = {}
         self._pieces: dict[str, list[Piece]] = {}
         for shard in shards:
@@ -253,7 +264,7 @@ class Search:
                 self._pieces.setdefault(key, []).append(shard.piece)
 
     def look(self, name: str, entry: Entry) -> None:
-        """Take what is needed of a file and its entry."""
+        """Collect the needed records of a file entry."""
         bare = {field: value for field, value in entry.items() if field != "shards"}
         for record in entry["shards"]:
             wanted = self._pieces.get(record["key"])
@@ -271,7 +282,7 @@ class Search:
 
     @property
     def complete(self) -> bool:
-        """Whether every shard is found, and wholly."""
+        """True if every shard was found completely."""
         return all(
             found is not None and _held(shard, found) == _needed(shard, found)
             for shard, found in ((shard, self._of(shard)) for shard in self.shards)
@@ -281,7 +292,9 @@ class Search:
         return self._found.get(shard.key) or self._found.get(shard.alias or "")
 
     def plan(self, path: Path) -> dict[str, list[tuple[Shard, Source]]]:
-        """File name -> what to copy from it. Raises ValueError for a shard that does not fit, or is not wholly there."""
+        """Return the copies to make, by file name. Raises ValueError for a shard that does not fit
+        or is incomplete.
+        """
         plan: dict[str, list[tuple[Shard, Source]]] = {}
         for shard in self.shards:
             for source in self._checked(shard, path).sources:
@@ -295,8 +308,10 @@ class Search:
             raise ValueError(
                 f"{path} has no {shard.key}; the model or the optimizer differs from the one that saved it"
             )
-        needed, first = shard.record(), 1 if shard.key.partition("/")[2] in self.padded else 0
-        shape, own = tuple(found.global_shape), tuple(shard.global_shape)
+        needed = shard.record()
+        first = 1 if shard.key.partition("/")[2] in self.padded else 0
+        shape = tuple(found.global_shape)
+        own = tuple(shard.global_shape)
         if len(shape) != len(own) or shape[first:] != own[first:]:
             raise ValueError(
                 f"{shard.key}: global shape is {list(shape)} in {path}, {list(own)} in this run"
@@ -305,7 +320,8 @@ class Search:
             raise ValueError(
                 f"{shard.key}: dtype is {found.dtype} in {path}, {needed['dtype']} in this run"
             )
-        held, wanted = _held(shard, found), _needed(shard, found)
+        held = _held(shard, found)
+        wanted = _needed(shard, found)
         if held != wanted:
             raise ValueError(
                 f"{shard.key}: the files of {path} hold {held} of the {wanted} {_show(needed)}"
@@ -314,7 +330,7 @@ class Search:
 
 
 def _held(shard: Shard, found: _Found) -> int:
-    """Elements of the shard that the found pieces hold."""
+    """Return the number of shard elements in the found pieces."""
     piece = shard.piece
     return sum(
         box.numel for source in found.sources for box in record_piece(source.record).shared(piece)
@@ -322,7 +338,7 @@ def _held(shard: Shard, found: _Found) -> int:
 
 
 def _needed(shard: Shard, found: _Found) -> int:
-    """Elements of the shard that the saved tensor has; it may have fewer rows."""
+    """Return the number of shard elements in the saved tensor, which may have fewer rows."""
     whole = Box((0,) * len(found.global_shape), tuple(found.global_shape))
     if len(shard.offset) != len(found.global_shape):
         return -1  # another tensor, of which nothing is held
@@ -335,9 +351,10 @@ def _show(record: Record) -> str:
 
 
 def read_shards(path: Path, work: list[tuple[Shard, Source]]) -> int:
-    """Copy what one file holds into the tensors of the shards, in the order of the file; returns the bytes that were read.
+    """Copy one file's pieces into the shards' tensors, in file order; return the bytes read.
 
-    Raises ValueError where the file is not what the manifest says. Needs READ_BYTES, and some blocks, in addition to the tensors.
+    Needs READ_BYTES and some blocks of extra memory. Raises ValueError if the file contradicts the
+    manifest.
     """
     with BlockFile(path, work[0][1].entry) as file:
         stored = read_header(file)
@@ -351,7 +368,9 @@ def read_shards(path: Path, work: list[tuple[Shard, Source]]) -> int:
 
 
 def check_stored(stored: dict[str, StoredTensor], record: Record, path: Path) -> StoredTensor:
-    """Where the header of a file says that a record's values are. Raises ValueError when it does not agree with the record."""
+    """Return the location of a record's values from the file header. Raises ValueError if they
+    disagree.
+    """
     tensor = stored.get(record["key"])
     if tensor is None or (str(tensor.dtype), tensor.numel) != (
         f"torch.{record['dtype']}",
@@ -364,8 +383,9 @@ def check_stored(stored: dict[str, StoredTensor], record: Record, path: Path) ->
 
 
 def _copy(file: BlockFile, tensor: StoredTensor, piece: Piece, shard: Shard) -> None:
-    """Copy what a stored piece and a shard share, some rows at a time."""
-    target, size = shard.tensor.detach().view(-1), tensor.dtype.itemsize
+    """Copy the intersection of a stored piece and a shard, some rows at a time."""
+    target = shard.tensor.detach().view(-1)
+    size = tensor.dtype.itemsize
     row = max(1, math.prod(piece.shape[1:])) * size
     for box in piece.shared(shard.piece):
         for band in box.bands(max(1, READ_BYTES // row)):

@@ -1,10 +1,9 @@
-"""One file of a checkpoint: written once with its checksums, and read in the ranges that somebody needs, each block verified.
+"""Safetensors files, written once with checksums and read by range, each block verified.
 
-    8 bytes: length of the header | header: JSON, name -> dtype, shape, data_offsets | the values of all tensors
+    8 bytes: header length | header: JSON, name -> dtype, shape, data_offsets | tensor values
 
-That is the safetensors format. What the manifest says of a file is its entry: size, CRC-32, and the CRC-32 of every block of it;
-entries from before blocks had checksums have the first two, and then the whole file is verified before anything is read.
-Left out: which ranges are needed (shards.py).
+The manifest entry has the size, the CRC-32, and the CRC-32 of every block. Older entries have no
+block checksums: the whole file is then verified before anything is read.
 """
 
 from __future__ import annotations
@@ -52,10 +51,12 @@ _OTHERS = (
     "U32",
     "U64",
 )
-_LENGTH_BYTES, _ALIGNMENT = 8, 8
+_LENGTH_BYTES = 8
+_ALIGNMENT = 8
 _MAX_HEADER = 100_000_000  # the limit of the safetensors library
 # Parsed, a header takes up to 27 times its bytes: a large one is at most an eighth of its file.
-_SMALL_HEADER, _HEADER_SHARE = 4 << 20, 8
+_SMALL_HEADER = 4 << 20
+_HEADER_SHARE = 8
 
 Entry = dict[str, Any]  # of a file, in a manifest
 
@@ -63,10 +64,12 @@ Entry = dict[str, Any]  # of a file, in a manifest
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], values: Callable[[str], Tensor] | None = None
 ) -> Entry:
-    """Write a file of contiguous tensors, of any shape; returns its entry, without shards.
+    """Write contiguous tensors, of any shape; return the file's entry without shards.
 
-    values: makes a tensor when it is its turn, so that one at a time is in memory; `tensors` then only have dtypes and shapes, and
-    may be on the meta device. Raises ValueError naming the file where it cannot be written.
+    values: produces each tensor in turn, so that one at a time is in memory; `tensors` may then be
+        on the meta device
+
+    Raises ValueError naming the file if it cannot be written.
     """
     ordered = sorted(
         tensors.items(), key=lambda item: (-item[1].element_size(), item[0])
@@ -84,16 +87,17 @@ def write_tensors(
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor, any shape."""
+    """Return the memory of a contiguous tensor, any shape."""
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
 def _header(tensors: Iterable[tuple[str, Tensor]]) -> bytes:
-    """The length of the header, and the header."""
+    """Return the header with its length in front."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors:
-        start, end = end, end + tensor.numel() * tensor.element_size()
+        start = end
+        end = end + tensor.numel() * tensor.element_size()
         entries[name] = {
             "dtype": DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -105,7 +109,7 @@ def _header(tensors: Iterable[tuple[str, Tensor]]) -> bytes:
 
 
 def _write(file: Any, data: memoryview, checksums: BlockChecksums) -> None:
-    """Block by block, so that what is written is still in the cache when its checksum is computed."""
+    """Write block by block, so that data is still cached when its checksum is computed."""
     for start in range(0, len(data), BLOCK_BYTES):
         part = data[start : start + BLOCK_BYTES]
         checksums.add(part)
@@ -114,7 +118,9 @@ def _write(file: Any, data: memoryview, checksums: BlockChecksums) -> None:
 
 
 def copy_verified(source: Path, entry: Entry, path: Path) -> None:
-    """Write the file that `entry` describes to another place. ValueError where the source is not as described, or writing fails."""
+    """Copy the file described by `entry`. Raises ValueError if the source differs or writing
+    fails.
+    """
     try:
         with BlockFile(source, entry) as original, open(path, "wb", buffering=0) as file:
             for index in range(-(-entry["size"] // original.block_size)):
@@ -125,7 +131,7 @@ def copy_verified(source: Path, entry: Entry, path: Path) -> None:
 
 
 class Readable(Protocol):
-    """A file whose bytes are read by range."""
+    """File that is read by byte range."""
 
     path: Path
     size: int
@@ -134,16 +140,23 @@ class Readable(Protocol):
 
 
 class BlockFile:
-    """A file whose bytes are read by range, the blocks that hold them verified. Use it in a `with`, which opens and closes it.
+    """Context manager that reads a file by byte range and verifies every block read.
 
-    read_bytes: how many came from the disk so far. Raises ValueError where the file is not what `entry` says.
+    read_bytes: bytes read from disk so far
+
+    Raises ValueError if the file contradicts `entry`.
     """
 
     def __init__(self, path: Path, entry: Entry) -> None:
-        self.path, self.entry, self.size, self.read_bytes = path, entry, entry["size"], 0
+        self.path = path
+        self.entry = entry
+        self.size = entry["size"]
+        self.read_bytes = 0
         check_size(path, entry)
-        self.block_size, self._checksums = entry.get("block_size", BLOCK_BYTES), entry.get("blocks")
-        self._last, self._block = -1, memoryview(b"")
+        self.block_size = entry.get("block_size", BLOCK_BYTES)
+        self._checksums = entry.get("blocks")
+        self._last = -1
+        self._block = memoryview(b"")
 
     def __enter__(self) -> BlockFile:
         if self._checksums is None:
@@ -157,16 +170,18 @@ class BlockFile:
         self._file.close()
 
     def read(self, start: int, end: int) -> bytearray:
-        """Bytes [start, end). Neighbouring ranges that are read in order read a block once."""
-        data, size = bytearray(end - start), self.block_size
+        """Return bytes [start, end). Adjacent ranges read in order read each block once."""
+        data = bytearray(end - start)
+        size = self.block_size
         for index in range(start // size, -(-end // size)):
             first = index * size
-            low, high = max(start, first), min(end, first + size)
+            low = max(start, first)
+            high = min(end, first + size)
             data[low - start : high - start] = self.block(index)[low - first : high - first]
         return data
 
     def block(self, index: int) -> memoryview:
-        """A block of the file, verified."""
+        """Return a verified block."""
         if index != self._last:
             first = index * self.block_size
             data = memoryview(bytearray(min(self.block_size, self.entry["size"] - first)))
@@ -177,16 +192,15 @@ class BlockFile:
                 )
             self.read_bytes += len(data)
             self._verify(index, data)
-            self._last, self._block = index, data
+            self._last = index
+            self._block = data
         return self._block
 
     def _verify(self, index: int, data: memoryview) -> None:
         if self._checksums is None:
             return
-        expected, actual = (
-            self._checksums[DIGITS * index : DIGITS * (index + 1)],
-            digits(zlib.crc32(data)),
-        )
+        expected = self._checksums[DIGITS * index : DIGITS * (index + 1)]
+        actual = digits(zlib.crc32(data))
         if actual != expected:
             first = index * self.block_size
             raise ValueError(
@@ -196,7 +210,7 @@ class BlockFile:
 
 
 def fill(file: Any, buffer: memoryview) -> int:
-    """Read until the buffer is full or the file ends; returns how many bytes were read."""
+    """Read until the buffer is full or the file ends; return the bytes read."""
     done = 0
     while done < len(buffer) and (count := file.readinto(buffer[done:])):
         done += count
@@ -205,7 +219,7 @@ def fill(file: Any, buffer: memoryview) -> int:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a file holds the values of a tensor: numel of them, from byte `start` on."""
+    """Location of a stored tensor: numel values from byte `start` on."""
 
     dtype: torch.dtype
     numel: int
@@ -214,12 +228,14 @@ class StoredTensor:
 
 
 class UnsupportedFormat(ValueError):
-    """A file has tensors in a format that is not one of DTYPES, such as FP8."""
+    """Tensor dtype outside DTYPES, such as FP8."""
 
 
 def read_header(file: Readable) -> dict[str, StoredTensor]:
-    """The tensors of a file by name. Raises ValueError for a header that the safetensors library refuses, too: one that is not
-    JSON, or whose tensors do not lie one after another up to the end of the file. UnsupportedFormat: a tensor has no dtype here.
+    """Return a file's tensors by name.
+
+    Raises ValueError for invalid headers, as the safetensors library does: not JSON, or tensors
+    not adjacent up to the end of the file. Raises UnsupportedFormat for an unknown dtype.
     """
     size = file.size
     length = int.from_bytes(file.read(0, _LENGTH_BYTES), "little") if size >= _LENGTH_BYTES else -1
@@ -250,7 +266,7 @@ def read_header(file: Readable) -> dict[str, StoredTensor]:
 
 
 def _check_places(stored: Iterable[StoredTensor], begin: int, size: int) -> None:
-    """ValueError unless the tensors lie one after another from byte `begin` to the end of the file."""
+    """Raise ValueError unless the tensors are adjacent from byte `begin` to the end of the file."""
     end = begin
     for tensor in sorted(stored, key=lambda tensor: (tensor.start, tensor.numel)):
         if tensor.start != end:
@@ -263,7 +279,8 @@ def _check_places(stored: Iterable[StoredTensor], begin: int, size: int) -> None
 
 
 def _stored(name: str, entry: Any, begin: int, size: int) -> StoredTensor:
-    dtypes, shape = {name: dtype for dtype, name in DTYPES.items()}, entry["shape"]
+    dtypes = {name: dtype for dtype, name in DTYPES.items()}
+    shape = entry["shape"]
     if entry["dtype"] in _OTHERS:
         raise UnsupportedFormat(
             f"{name:.200} has the format {entry['dtype']}, which is not supported"
@@ -272,7 +289,8 @@ def _stored(name: str, entry: Any, begin: int, size: int) -> StoredTensor:
         raise ValueError(
             f"a tensor has dtype {entry['dtype']!r:.40}, not one of {', '.join(dtypes)}"
         )
-    dtype, (first, last) = dtypes[entry["dtype"]], entry["data_offsets"]
+    dtype = dtypes[entry["dtype"]]
+    (first, last) = entry["data_offsets"]
     if not all(isinstance(number, int) and number >= 0 for number in (*shape, first, last)):
         raise ValueError("a shape or an offset is not a whole number")
     numel = math.prod(shape)

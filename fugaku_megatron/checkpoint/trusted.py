@@ -19,15 +19,18 @@ from .manifest import existing_iteration, join, list_iterations, read_head, writ
 
 FAULT = "machine_fault.json"
 REPLICAS = "replicas"  # the field of a checkpoint's state
-AGREED, NOT_COMPARED, NO_REPLICAS = "agreed", "not compared", "none"
+AGREED = "agreed"
+NOT_COMPARED = "not compared"
+NO_REPLICAS = "none"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """The end of a run by a fault of a machine.
+    """Machine fault that ended a run.
 
-    iteration: after which the fault was found. why: one line. trusted: the newest checkpoint from
-    before the fault, None without one. suspect: iterations of checkpoints that may be wrong.
+    iteration: last iteration before the fault was found
+    trusted: newest checkpoint from before the fault, if any
+    suspect: iterations of checkpoints that may be wrong
     """
 
     iteration: int
@@ -39,9 +42,9 @@ class Fault:
 def record_fault(
     directory: str | os.PathLike, iteration: int, why: str, suspect_from: int | None
 ) -> Fault:
-    """Write the record of a fault into a directory of checkpoints, if there is one, and return it.
+    """Write a fault record into a checkpoint directory, if it exists, and return it.
 
-    suspect_from: the first iteration whose checkpoint may be wrong; None: no checkpoint is suspect.
+    suspect_from: first iteration with a suspect checkpoint; None: no checkpoint is suspect
     """
     present = [number for number in list_iterations(directory) if number <= iteration]
     before = suspects(directory)
@@ -57,13 +60,13 @@ def record_fault(
 
 
 def _newest(directory: str | os.PathLike, numbers: list[int]) -> int | None:
-    """The newest checkpoint whose replicas agreed; the newest of all if none was compared."""
+    """Return the newest checkpoint with agreeing replicas; the newest one if none was compared."""
     agreed = newest_agreed(directory, numbers)
     return max(numbers, default=None) if agreed is None else agreed
 
 
 def newest_agreed(directory: str | os.PathLike, numbers: Iterable[int]) -> int | None:
-    """The newest of these iterations whose replicas were compared before the save, and agreed."""
+    """Return the newest iteration with replicas that were compared before the save and agreed."""
     for number in sorted(numbers, reverse=True):
         with contextlib.suppress(ValueError, OSError):  # a damaged one is no help
             if read_head(directory, number)["state"].get(REPLICAS) == AGREED:
@@ -72,7 +75,7 @@ def newest_agreed(directory: str | os.PathLike, numbers: Iterable[int]) -> int |
 
 
 def read_fault(directory: str | os.PathLike) -> Fault | None:
-    """The record of a fault; None without one. ValueError for a file that holds something else."""
+    """Return the fault record, if there is one. Raises ValueError if the file is damaged."""
     path = Path(directory) / FAULT
     if not path.is_file():
         return None
@@ -104,9 +107,7 @@ def suspects(directory: str | os.PathLike) -> tuple[int, ...]:
 
 
 def refuse_suspect(directory: str | os.PathLike, iteration: int) -> None:
-    """Raise ValueError for a checkpoint that a fault of a machine may have reached, and that nobody
-    chose by name.
-    """
+    """Raise ValueError for a suspect checkpoint that the user did not choose by --ckpt-step."""
     fault = read_fault(directory)
     if fault is None or iteration not in fault.suspect:
         return
@@ -123,8 +124,8 @@ def refuse_suspect(directory: str | os.PathLike, iteration: int) -> None:
 
 
 def iteration_to_load(directory: str | os.PathLike) -> int | None:
-    """Return the tracker's iteration, None without a checkpoint. ValueError for a missing or a
-    suspect one.
+    """Return the tracker's iteration, None without a checkpoint. Raises ValueError if it is
+    missing or suspect.
     """
     iteration = existing_iteration(directory)
     if iteration is not None:
@@ -133,9 +134,7 @@ def iteration_to_load(directory: str | os.PathLike) -> int | None:
 
 
 def fault_note(directory: str | os.PathLike, iteration: int) -> str | None:
-    """A line for the log of a run that continues from `iteration` after a fault; None without a
-    fault.
-    """
+    """Return a log line for a run that resumes at `iteration` after a fault, else None."""
     fault = read_fault(directory)
     if fault is None or iteration > fault.iteration:
         return None
@@ -147,9 +146,7 @@ def fault_note(directory: str | os.PathLike, iteration: int) -> str | None:
 
 
 def forgive(directory: str | os.PathLike, iteration: int) -> None:
-    """Take `iteration`, just saved, from the suspect checkpoints; without others the record is
-    removed.
-    """
+    """Remove `iteration`, just saved, from the suspects; remove the record with the last suspect."""
     path = Path(directory) / FAULT
     if not path.exists():
         return
@@ -164,11 +161,10 @@ def forgive(directory: str | os.PathLike, iteration: int) -> None:
 def kept_for_trust(
     directory: str | os.PathLike, state: dict[str, object], numbers: list[int]
 ) -> int | None:
-    """Return the checkpoint that --keep-last and --save-retain-interval leave at any age.
+    """Return the checkpoint exempt from --keep-last and --save-retain-interval: the newest with
+    agreeing replicas.
 
-    It is the newest one whose replicas agreed.
-
-    None if the state that was just saved agreed, or has no replicas that could.
+    None if the state just saved agreed or has no replicas.
     """
     if state.get(REPLICAS) != NOT_COMPARED:
         return None

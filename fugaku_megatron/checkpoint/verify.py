@@ -1,10 +1,10 @@
-"""Check every byte of a directory of checkpoints, and say in one line each what is missing or damaged.
+"""Check every byte of a checkpoint directory and print one line a problem.
 
-    fugaku-megatron verify checkpoints                     every iteration in it
-    fugaku-megatron verify checkpoints --ckpt-step 100     one of them
+    fugaku-megatron verify checkpoints                     every iteration
+    fugaku-megatron verify checkpoints --ckpt-step 100     one iteration
 
-Exit code 0: everything is whole, 1: something is not, 2: there is nothing to check. Files are read by several threads; progress is
-on stderr. Left out: whether the values make sense.
+Exit code 0: all files OK, 1: problems, 2: nothing to check. Several threads read; progress is on
+stderr.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from .shards import check_stored
 from .tensor_files import BlockFile, Entry, read_header
 
 THREADS = 8  # at most, unless --threads says so
-INTERVAL, TERMINAL_INTERVAL = 30.0, 0.5  # seconds between two lines of progress
+# seconds between two lines of progress
+INTERVAL = 30.0
+TERMINAL_INTERVAL = 0.5
 GIB = 1 << 30
 
 
@@ -54,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Progress:
-    """Bytes checked so far, printed on stderr from time to time. One thread at a time may use it."""
+    """Progress line on stderr. Not thread-safe."""
 
     total: int
     done: int = 0
@@ -94,7 +96,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _iterations(directory: Path, wanted: int | None) -> list[int]:
-    """The iterations to check. Raises ValueError where there is none."""
+    """Return the iterations to check. Raises ValueError if there is none."""
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory: pass the directory of --save")
     if directory.name.startswith("iter_"):
@@ -124,7 +126,7 @@ def _tracker_problems(directory: Path) -> Iterator[str]:
 
 
 def check_iteration(directory: Path, iteration: int, threads: int) -> tuple[list[str], str]:
-    """(a line for each problem, a line that sums up) of one checkpoint."""
+    """Return one line a problem, and a summary line."""
     path = iteration_path(directory, iteration)
     try:
         head = read_head(directory, iteration)
@@ -148,7 +150,9 @@ def check_iteration(directory: Path, iteration: int, threads: int) -> tuple[list
 
 
 def _files(path: Path, head: dict[str, Any], problems: list[str]) -> Iterator[tuple[str, Entry]]:
-    """The files of a checkpoint with their entries; folders whose manifest is damaged are problems."""
+    """Yield a checkpoint's files with their entries; append damaged folder manifests to
+    `problems`.
+    """
     yield from head.get("files", {}).items()
     for folder in head.get("folders", ()):
         try:
@@ -163,7 +167,9 @@ def _files(path: Path, head: dict[str, Any], problems: list[str]) -> Iterator[tu
 
 
 def check_file(path: Path, entry: Entry) -> tuple[list[str], int]:
-    """(a line for each problem, bytes) of one file: every block, and that its header agrees with the records."""
+    """Verify every block, and the header against the records; return one line a problem, and the
+    file size.
+    """
     try:
         check_size(path, entry)
         with BlockFile(path, entry) as file:
@@ -179,7 +185,7 @@ def check_file(path: Path, entry: Entry) -> tuple[list[str], int]:
 
 
 def _damaged(file: BlockFile) -> Iterator[str]:
-    """A line for each run of blocks in a row that are damaged, with the tensors in it if the header can be read."""
+    """Yield a line for each range of damaged blocks, with tensor names if the header is readable."""
     first = None
     count = -(-file.entry["size"] // file.block_size)
     for index in range(count + 1):
@@ -187,7 +193,8 @@ def _damaged(file: BlockFile) -> Iterator[str]:
         if damaged and first is None:
             first = index
         elif not damaged and first is not None:
-            start, end = first * file.block_size, min(index * file.block_size, file.entry["size"])
+            start = first * file.block_size
+            end = min(index * file.block_size, file.entry["size"])
             yield f"{file.path} is damaged in its bytes {start} to {end}{_names(file, start, end)}"
             first = None
 
@@ -218,7 +225,7 @@ def _names(file: BlockFile, start: int, end: int) -> str:
 
 
 def _gaps(path: Path, files: dict[str, Entry]) -> Iterator[str]:
-    """A line for each tensor of which the records hold more or fewer elements than it has."""
+    """Yield a line for each tensor with missing or surplus elements in the records."""
     held: dict[str, int] = {}
     shapes: dict[str, list[int]] = {}
     for entry in files.values():

@@ -1,7 +1,7 @@
-"""The command line: Megatron-LM's flags, generated from the fields of `config`, over an optional recipe.
+"""Command line of a run: Megatron-LM's flags, generated from the fields of `config`, over an optional recipe.
 
-Flags that CPU forks of Megatron carry (compatibility flags) are accepted with a line that says what they mean here; unknown ones
-are refused with the nearest known one. Left out: what the flags mean (see `config`).
+Flags of Megatron-LM and its forks without a field here are accepted with a note or refused with a reason; an unknown flag
+is refused with the nearest known one.
 """
 
 from __future__ import annotations
@@ -15,22 +15,18 @@ from functools import partial
 from typing import Any
 
 from ..config.experts import EXPERTS, ExpertRanks
-from ..config.fields import check, check_kind, flag, flag_words
+from ..config.fields import check, check_type, flag, flag_words
 from ..config.megatron_flags import OTHER_FLAGS
-from ..config.model import (
-    HEAD_MULTIPLE,
-    ModelConfig,
-)
+from ..config.model import HEAD_MULTIPLE, ModelConfig
+from ..config.no_effect import no_effect_notes
 from ..config.recipes import RECIPES
-from ..config.rules import NEEDS, WINS
 from ..config.run_config import GROUPS, RunConfig
 from .parser import Parser, nearest
 from .yaml_flags import complete_from_yaml
 
-_OTHER = "other "  # prefix of flags that are not fields of config among the parsed values
+_OTHER = "other "  # prefix of parsed flags that are not fields of config
 
-
-# Other flags that mean something in some runs alone: in which, and why they are refused elsewhere.
+# Other flags that fit some runs only: the condition, and the reason of a refusal.
 _GOES_WITH: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
     "--no-position-embedding": (
         lambda run: run.model.rotary,
@@ -63,20 +59,16 @@ _GOES_WITH: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
     },
 }
 
-_GROUP_OF = {
-    f.name: group for group, config in GROUPS.items() for f in fields(config)
-}  # a field -> its group in RunConfig
+# A field -> its group in RunConfig.
+_GROUP_OF = {f.name: group for group, config in GROUPS.items() for f in fields(config)}
 
-
-_OF_EXPERTS = {
-    *EXPERTS,
-    *(f.name for f in fields(ExpertRanks)),
-}  # which --help names last in their groups
+# Fields that --help lists last in their groups.
+_OF_EXPERTS = {*EXPERTS, *(f.name for f in fields(ExpertRanks))}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """What the command line says beyond the run itself."""
+    """A checked command line: the run, and the options beyond it."""
 
     run: RunConfig
     recipe: str | None
@@ -87,7 +79,7 @@ class Arguments:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags:
-    """What the flags of `add_flags` say, before they make a run. fields: values of `config`'s fields, by name."""
+    """Parsed flags of `add_flags`, not yet checked as a run. fields: values by field name."""
 
     recipe: str | None
     fields: dict[str, Any]
@@ -96,24 +88,20 @@ class RunFlags:
     notes: tuple[str, ...]
 
 
-def _field_type(field: Field) -> type:
-    names = {"int": int, "float": float, "str": str, "bool": bool}
-    return field.metadata.get("type") or names[str(field.type)]
-
-
-def _add_field(group: argparse._ArgumentGroup, field: Field) -> None:
-    meta, help = field.metadata, field.metadata["help"]
-    if field.default not in (MISSING, None) and _field_type(field) is not bool:
-        default = (
-            " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
-        )
-        help += f" (default: {default})"
+def _add_field(group: argparse._ArgumentGroup, field: Field[Any]) -> None:
+    meta = field.metadata
+    help = meta["help"]
+    types = {"int": int, "float": float, "str": str, "bool": bool}
+    type_ = meta.get("type") or types[str(field.type)]
+    default = field.default
+    if default not in (MISSING, None) and type_ is not bool:
+        words = default if isinstance(default, tuple) else (default,)
+        help += f" (default: {' '.join(map(str, words))})"
     help = help.replace("%", "%%")
     names = (flag(field.name), *meta.get("aliases", ()))
-    if _field_type(field) is bool:
-        action = (
-            argparse.BooleanOptionalAction if field.default else "store_true"
-        )  # what is on by default gets a --no- flag
+    if type_ is bool:
+        # A switch that is on by default gets a --no- flag.
+        action = argparse.BooleanOptionalAction if default else "store_true"
         group.add_argument(
             *names, dest=field.name, action=action, default=argparse.SUPPRESS, help=help
         )
@@ -121,7 +109,7 @@ def _add_field(group: argparse._ArgumentGroup, field: Field) -> None:
         group.add_argument(
             *names,
             dest=field.name,
-            type=_field_type(field),
+            type=type_,
             nargs=meta.get("nargs"),
             help=help,
             choices=meta.get("choices"),
@@ -139,7 +127,7 @@ def _add_field(group: argparse._ArgumentGroup, field: Field) -> None:
 
 
 def build_parser() -> Parser:
-    """A parser of a run's flags alone. A flag that is not passed leaves no attribute, so that a recipe's value stays."""
+    """Build a parser of a run's flags alone. A flag that is not passed leaves no attribute, so that a recipe's value stays."""
     parser = Parser()
     add_flags(parser)
     return parser
@@ -148,20 +136,19 @@ def build_parser() -> Parser:
 def add_train_flags(
     parser: argparse.ArgumentParser, meaning: str = "they describe the run"
 ) -> None:
-    """`add_flags` for other commands than train: --help names a run's flags in its last line, which says their `meaning`."""
-    own, groups = len(parser._actions), len(parser._action_groups)
+    """Add a run's flags to another command; its --help refers to those of train, with their `meaning`, in the last line."""
+    own = len(parser._actions)
+    groups = len(parser._action_groups)
     add_flags(parser)
     for action in parser._actions[own:]:
         action.help = argparse.SUPPRESS
     for group in parser._action_groups[groups:]:
-        group.description = (
-            None  # with neither flags nor a description to show, argparse leaves a group out
-        )
+        group.description = None  # argparse omits a group without flags and description
     parser.epilog = f"and every flag of fugaku-megatron train, such as --recipe; {meaning}: see fugaku-megatron train --help"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Every flag of a run, for all commands that speak of one; `interpret` and `run_flags` read what was parsed."""
+    """Add every flag of a run. `interpret` and `run_flags` read the parsed values."""
     parser.add_argument("--recipe", help=f"start from a published size: {', '.join(RECIPES)}")
     parser.add_argument(
         "--dry-run",
@@ -205,12 +192,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 class _FullRecompute(argparse.Action):
-    """Megatron's former flag, whose method also switched recompute of whole layers on."""
+    """Megatron-LM's former flag, which sets the method and switches full recompute on."""
 
     def __call__(
         self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
     ) -> None:
-        namespace.recompute_method, namespace.recompute_granularity = values, "full"
+        namespace.recompute_method = values
+        namespace.recompute_granularity = "full"
 
 
 def _from_recipe(name: str | None) -> dict[str, dict[str, Any]]:
@@ -229,7 +217,7 @@ def _from_recipe(name: str | None) -> dict[str, dict[str, Any]]:
     }
 
 
-# Values of a recipe that a flag replaces: setting the key drops the recipe's value of the others.
+# A flag that is set -> values of the recipe that it drops.
 _DERIVED: dict[str, tuple[str, ...]] = {
     "hidden_size": ("ffn_hidden_size", "kv_channels"),
     "num_attention_heads": ("kv_channels",),
@@ -248,9 +236,9 @@ _DERIVED: dict[str, tuple[str, ...]] = {
 
 
 def make_run(recipe: str | None, values: dict[str, Any]) -> RunConfig:
-    """A RunConfig from a recipe's name (or None) and field values that override it.
+    """Build a RunConfig from a recipe's name, or None, and field values that override the recipe.
 
-    Raises ValueError for values that the config refuses and, naming all at once, for required fields that neither sets.
+    Raises ValueError for values that the config refuses, and for missing required fields, all in one message.
     """
     groups = _from_recipe(recipe)
     assert values.keys() <= _GROUP_OF.keys(), f"no such fields: {values.keys() - _GROUP_OF.keys()}"
@@ -267,7 +255,7 @@ def make_run(recipe: str | None, values: dict[str, Any]) -> RunConfig:
 
 
 def _missing(groups: Mapping[str, Mapping[str, Any]], values: Mapping[str, Any]) -> list[str]:
-    """The required flags that neither the groups' values nor `values` contain."""
+    """Return the required flags that are in neither `groups` nor `values`."""
     return [
         flag(f.name)
         for group, config in GROUPS.items()
@@ -277,7 +265,7 @@ def _missing(groups: Mapping[str, Mapping[str, Any]], values: Mapping[str, Any])
 
 
 def model_flags(model: ModelConfig) -> list[str]:
-    """The words of a command line that make this model; --seq-length, which is a run's choice, is not among them."""
+    """Return the command-line words of this model, without --seq-length, which each run chooses."""
     words = []
     for field in fields(ModelConfig):
         value = getattr(model, field.name)
@@ -288,12 +276,12 @@ def model_flags(model: ModelConfig) -> list[str]:
 
 
 def parse(argv: Sequence[str]) -> Arguments:
-    """Read a command line of a run's flags alone. Raises ValueError with one line for a user's mistake."""
+    """Parse a command line of a run's flags alone. Raises ValueError with one line for a user's mistake."""
     return interpret(vars(build_parser().parse_args(argv)))
 
 
 def run_flags(values: Mapping[str, Any]) -> RunFlags:
-    """The part of parsed values that `add_flags` added; what a command's own flags said is left out."""
+    """Return the parsed values of `add_flags`, without a command's own flags."""
     others = [name.removeprefix(_OTHER) for name in values if name.startswith(_OTHER)]
     notes = tuple(f"{name}: {OTHER_FLAGS[name].note}" for name in others)
     notes = values.get("yaml_notes", ()) + notes
@@ -315,34 +303,32 @@ def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mistakes(values: Mapping[str, Any], others: bool) -> Iterator[str]:
-    """Why flags, or their values, are refused; where some are, or `others`, also what is wrong with the run of the rest."""
-    refused, given = (
-        [*_refused(values)],
-        {name: value for name, value in _fields(values).items() if value is not None},
-    )
-    yield from refused
-    if (refused or others) and not (values["recipe"] and values["recipe"].lower() not in RECIPES):
-        if not _missing(_from_recipe(values["recipe"]), given):
-            try:
-                checked_run(values["recipe"], given)
-            except ValueError as error:
-                yield str(error)
-
-
-def _refused(values: Mapping[str, Any]) -> Iterator[str]:
-    for dest, given in values.items():
+    """Yield the reasons why flags are refused; if there are some, or `others`, also an error of the run without them."""
+    found = others
+    for dest, words in values.items():
+        if not dest.startswith(_OTHER):
+            continue
         name = dest.removeprefix(_OTHER)
-        if dest.startswith(_OTHER) and OTHER_FLAGS[name].refuses(
-            given if isinstance(given, list) else ()
-        ):
-            shown = f"{name} {' '.join(given)}" if OTHER_FLAGS[name].accepted else name
-            yield f"{shown:.200}: {OTHER_FLAGS[name].meaning}"
+        other = OTHER_FLAGS[name]
+        if other.refuses(words if isinstance(words, list) else ()):
+            found = True
+            shown = f"{name} {' '.join(words)}" if other.accepted else name
+            yield f"{shown:.200}: {other.meaning}"
+    recipe = values["recipe"]
+    if not found or (recipe and recipe.lower() not in RECIPES):
+        return
+    given = {name: value for name, value in _fields(values).items() if value is not None}
+    if not _missing(_from_recipe(recipe), given):
+        try:
+            checked_run(recipe, given)
+        except ValueError as error:
+            yield str(error)
 
 
 def interpret(values: Mapping[str, Any], passed: Collection[str] | None = None) -> Arguments:
-    """The parsed values of `add_flags` as a run. Raises ValueError with one line for a user's mistake.
+    """Build the run of the parsed values of `add_flags`. Raises ValueError with one line for a user's mistake.
 
-    passed: fields that notes may be about, where a checkpoint has set others; None: all of `values`.
+    passed: fields that notes may mention, if a checkpoint has set others; None: all of `values`
     """
     flags = run_flags(values)
     check(
@@ -365,10 +351,7 @@ def interpret(values: Mapping[str, Any], passed: Collection[str] | None = None) 
 
 
 def check_other_flags(values: Mapping[str, Any], run: RunConfig) -> None:
-    """Raise ValueError for a flag of Megatron-LM that means something in other runs than this one.
-
-    values: as parsed.
-    """
+    """Raise ValueError for a flag of Megatron-LM in the parsed `values` that does not fit this run."""
     for name, (fits, reason) in _GOES_WITH.items():
         check(_OTHER + name not in values or fits(run), f"{name}: {reason}")
 
@@ -376,9 +359,9 @@ def check_other_flags(values: Mapping[str, Any], run: RunConfig) -> None:
 def checked_run(
     recipe: str | None, values: dict[str, Any], passed: Collection[str] | None = None
 ) -> tuple[RunConfig, tuple[str, ...]]:
-    """The run of `make_run`, and a note for each of the given values, if `passed` has it, that has no effect in it.
+    """Return the run of `make_run`, and a note for each given value in `passed` that has no effect.
 
-    Raises ValueError as `make_run` does, and for heads that the run's kernels do not take.
+    Raises ValueError as `make_run` does, and for a head size that the run's kernels do not support.
     """
     run = make_run(recipe, values)
     check(
@@ -386,18 +369,7 @@ def checked_run(
         f"--kv-channels is {run.model.kv_channels}, by default "
         f"hidden size / attention heads, and the C++ kernels take multiples of {HEAD_MULTIPLE}: pass one, or --kernels torch",
     )
-    notes = [
-        f"{flag(name)} has no effect without {needed}"
-        for needed, has, names in NEEDS
-        if not has(run)
-        for name in names
-        if name in values and (passed is None or name in passed)
-    ]
-    notes += [
-        f"{flag(loser)} has no effect with {flag(winner)}, which wins"
-        for winner, loser in WINS
-        if values.get(winner) and values.get(loser)
-    ]
+    notes = no_effect_notes(run, values, passed)
     if (stage := values.get("zero_stage") or 0) > 1:
         notes.append(
             f"--zero-stage {stage}: gradients and weights stay whole on every rank, as with 1: training is the same, and "
@@ -406,34 +378,28 @@ def checked_run(
     return run, tuple(notes)
 
 
-# Keywords of Python -------------------------------------------------------------------------------------------------------------
+# Python keywords
 
 
-def _keyword(name: str) -> str:
-    return name.removeprefix("--").replace("-", "_")
-
-
-def _keywords() -> dict[str, tuple[Field, Any]]:
-    """Every name of a flag as a keyword -> its field, and for a switch the value that it sets."""
-    found: dict[str, tuple[Field, Any]] = {}
-    for field in (field for config in GROUPS.values() for field in fields(config)):
-        found |= {
-            _keyword(name): (field, value)
-            for name, value in field.metadata.get("switches", {}).items()
-        }
-        found |= {
-            _keyword(name): (field, None)
-            for name in (flag(field.name), *field.metadata.get("aliases", ()))
-        }
+def _keywords() -> dict[str, tuple[Field[Any], Any]]:
+    """Return each flag name as a keyword -> its field, and for a switch the value that it sets."""
+    found: dict[str, tuple[Field[Any], Any]] = {}
+    for config in GROUPS.values():
+        for field in fields(config):
+            names = (flag(field.name), *field.metadata.get("aliases", ()))
+            values = {**field.metadata.get("switches", {}), **dict.fromkeys(names)}
+            for name, value in values.items():
+                found[name.removeprefix("--").replace("-", "_")] = (field, value)
     return found
 
 
 def field_values(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of `config`'s fields, by name, from keywords that have the names of a run's flags.
+    """Convert keywords named after a run's flags to field values by name.
 
-    Raises ValueError, one line, for a keyword that is unknown and for a value of another type than the flag's.
+    Raises ValueError, one line, for an unknown keyword or a value of the wrong type.
     """
-    known, values = _keywords(), {}
+    known = _keywords()
+    values: dict[str, Any] = {}
     for name, given in keywords.items():
         check(
             name in known,
@@ -450,24 +416,24 @@ def field_values(keywords: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _typed(field: Field, name: str, given: Any) -> Any:
-    """A given value as the field has it: a path as str, a list as tuple, numpy's numbers as Python's."""
-    several, plain = str(field.type).startswith("tuple"), _plain(given)
-    if several and isinstance(plain, str) and field.metadata.get("nargs") == "+":
+def _typed(field: Field[Any], name: str, given: Any) -> Any:
+    """Convert a path to str, a list to a tuple and a numpy number to Python's, and check the field's type."""
+    plain = _plain(given)
+    takes_words = str(field.type).startswith("tuple") and field.metadata.get("nargs") == "+"
+    if takes_words and isinstance(plain, str):
         plain = (plain,)
     try:
-        check_kind(field, plain)
+        check_type(field, plain)
     except ValueError:
         raise ValueError(f"{name} ({flag(name)}) is {given!r:.60}: expected {field.type}") from None
-    return (
-        float(plain)
-        if isinstance(plain, int) and not isinstance(plain, bool) and "float" in str(field.type)
-        else plain
-    )
+    if isinstance(plain, int) and not isinstance(plain, bool) and "float" in str(field.type):
+        return float(plain)
+    return plain
 
 
 def _plain(value: Any) -> Any:
-    value = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     if isinstance(value, (list, tuple)):
         return tuple(map(_plain, value))
     if isinstance(value, numbers.Real) and not isinstance(value, bool):

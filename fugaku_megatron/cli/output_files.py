@@ -1,4 +1,4 @@
-"""Files that a command line names: checks before anything expensive starts, and writing them."""
+"""Output files named on a command line: checks before anything expensive starts, and errors while writing."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..config.fields import check
 
 
 def check_file(flag: str, file: str | Path | None) -> None:
-    """Raises ValueError, one line, when `file`, the value of `flag`, cannot be written. None: the flag was left out."""
+    """Raise ValueError, one line, if `file`, the value of `flag`, cannot be written. None: the flag was left out."""
     if file is None:
         return
     check(str(file) not in ("", "."), f"{flag} {str(file)!r} is not a name: pass a file")
     try:
         _check_place(flag, file)
-    except OSError as error:  # a name that is too long, a folder that may not be entered
+    except OSError as error:  # e.g. the name is too long, or a folder is closed
         raise ValueError(f"{flag} {file}: {error.strerror}: pass another file") from None
 
 
@@ -42,7 +42,7 @@ def _check_place(flag: str, file: str | Path) -> None:
 
 
 def check_picture(file: str | Path | None) -> None:
-    """check_file for --png, which also needs matplotlib."""
+    """Check the file of --png, and that matplotlib is installed."""
     check_file("--png", file)
     check(
         file is None or importlib.util.find_spec("matplotlib") is not None,
@@ -51,13 +51,13 @@ def check_picture(file: str | Path | None) -> None:
 
 
 def shown(text: str) -> str:
-    """The text with U+FFFD for bytes of a path that are not valid UTF-8, which fonts refuse."""
+    """Replace path bytes that are not valid UTF-8, which fonts refuse, by U+FFFD."""
     return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
 @contextmanager
 def writing(flag: str, file: str | Path) -> Iterator[None]:
-    """A block that writes `file`, the value of `flag`: an OSError in it becomes a ValueError of one line."""
+    """Convert an OSError in a block that writes `file`, the value of `flag`, to a one-line ValueError."""
     try:
         yield
     except OSError as error:

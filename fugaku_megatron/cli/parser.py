@@ -1,4 +1,4 @@
-"""Argument parser that reports a mistake in one line, and commands with a line of help."""
+"""Argument parser with one-line messages, and commands with one line of help."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from typing import Any, NoReturn
 
 from ..config.fields import Refused
 
-MAX_MESSAGE = 400  # characters of a mistake that repeats what was given
+MAX_MESSAGE = 400  # characters of a message that repeats a value
 
-
-_FLAG = re.compile("--?[A-Za-z]")  # how a flag begins
+_FLAG = re.compile("--?[A-Za-z]")  # beginning of a flag
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a command line. when: one line, when to use it; main: takes the parsed flags and returns the exit code."""
+    """A command. when: one line of help, when to use it; main: parsed flags -> exit code."""
 
     when: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -32,11 +31,11 @@ class Command:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ValueError, with one line, for mistakes and for flags that it does not know, instead of printing the usage.
+    """An argument parser that raises ValueError with one line for each mistake instead of printing the usage.
 
-    All mistakes of a command line are raised at once: unknown flags, values that a flag does not take, and what `mistakes_among`
-    finds among the parsed values, told whether there are others; without a mistake, `completed` changes the values.
-    With set_defaults(passed=[]) the words after "--" are kept there as they are, for another program.
+    All mistakes are raised at once: unknown flags, wrong values, and those that `mistakes_among(values, has_others)` finds
+    in the parsed values. Without a mistake, `completed` may change the values.
+    With set_defaults(passed=[]) the words after "--" are stored unchanged in `passed`, for another program.
     """
 
     completed: Callable[[argparse.Namespace], None] | None = None
@@ -46,12 +45,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options
         )
-        self._wrong_values: list[str] | None = (
-            None  # a list while parse_args collects them; a family's own parser does not
-        )
+        # Messages collected by parse_args; None while another method parses.
+        self._wrong_values: list[str] | None = None
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """A value that the flag does not take is kept for the message, and parsing goes on with None."""
+        """Store the message for a wrong value and continue parsing with None."""
         try:
             return super()._get_values(action, arg_strings)
         except argparse.ArgumentError as error:
@@ -64,25 +62,23 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(_short(message))
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Argparse's own ignores an error of standard output, so that --help onto a full disk would not be an error."""
+        """Write `message`, but unlike argparse do not ignore errors, such as a full disk."""
         (file or sys.stderr).write(message)
 
     def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
-        end = (
-            words.index("--")
-            if "--" in words and self.get_default("passed") is not None
-            else len(words)
-        )
+        end = len(words)
+        if "--" in words and self.get_default("passed") is not None:
+            end = words.index("--")
         wrong: list[str] = []
         self._wrong_values = wrong
         try:
             values, unknown = self.parse_known_args(words[:end], namespace)
         finally:
             self._wrong_values = None
-        mistakes = (
-            [self._too_many(words[:end], unknown) or self._unknown(unknown)] if unknown else []
-        )
+        mistakes = []
+        if unknown:
+            mistakes.append(self._too_many(words[:end], unknown) or self._unknown(unknown))
         mistakes += wrong
         if self.mistakes_among:
             mistakes += self.mistakes_among(vars(values), bool(mistakes))
@@ -95,33 +91,32 @@ class Parser(argparse.ArgumentParser):
         return values
 
     def _too_many(self, words: Sequence[str], unknown: Sequence[str]) -> str | None:
-        """Which flag takes fewer values than follow it, where `unknown` is not a flag but such a value; None elsewhere."""
+        """Return a message if `unknown` are surplus values of a known flag, or None."""
+        if any(map(_FLAG.match, unknown)):
+            return None
         known = {option: action for action in self._actions for option in action.option_strings}
-        for start, word in enumerate([] if any(map(_FLAG.match, unknown)) else words):
+        for start, word in enumerate(words):
             name, equals, value = word.partition("=")
             nargs = known[name].nargs if name in known else "unknown"
             if nargs not in (None, 0, *range(1, 10)):
                 continue
-            given = [value] * bool(equals) + [
-                *itertools.takewhile(lambda w: not _FLAG.match(w), words[start + 1 :])
-            ]
+            given = [value] if equals else []
+            given += itertools.takewhile(lambda w: not _FLAG.match(w), words[start + 1 :])
             count = nargs if isinstance(nargs, int) else 1
             if not set(given[count:]) & set(unknown):
                 continue
-            takes = {0: "no value", 1: "one value"}.get(count, f"{count} values")
-            if not count:
-                return f"{name} takes {takes}: leave out {given[0]}"
-            quoted = (
-                f"put them in quotes, {name} '{' '.join(given)}', or "
-                if count == 1 and known[name].type is str
-                else ""
-            )
+            if count == 0:
+                return f"{name} takes no value: leave out {given[0]}"
+            takes = "one value" if count == 1 else f"{count} values"
+            quoted = ""
+            if count == 1 and known[name].type is str:
+                quoted = f"put them in quotes, {name} '{' '.join(given)}', or "
             more = " ".join(given[count:])
             return f"{name} takes {takes}, and {len(given)} words follow it, {' '.join(given)}: {quoted}leave out {more}"
         return None
 
     def _unknown(self, words: Sequence[str]) -> str:
-        """All unknown flags, or the first word that is not a flag, each with the nearest known flag."""
+        """Return the message for unknown flags, or for the first word that is not a flag, with the nearest known flag."""
         flags = [option for action in self._actions for option in action.option_strings]
         wrong = list(dict.fromkeys(filter(_FLAG.match, words))) or [words[0]]
         near = [nearest(word.split("=")[0], flags, "", cutoff=0.7) for word in wrong]
@@ -139,6 +134,6 @@ def _short(message: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str, cutoff: float = 0.6) -> str:
-    """The end of a message about an unknown word: the known word nearest to it, or `otherwise` where none is near."""
+    """Return the end of a message about an unknown word: the nearest known word, or `otherwise`."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f": did you mean {near[0]}?" if near else otherwise

@@ -4,9 +4,8 @@
     fugaku-megatron COMMAND --help         the flags of a command
     fugaku-megatron --version              the version, and the instruction set of the kernels
 
-A command is a module with add_arguments(parser) and main(args) -> exit code, imported when it is called; a module with COMMANDS
-instead is a group of commands. A user's mistake (ValueError) is one line and exit code 2, also under mpiexec -n N.
-Left out: mistakes that are found after MPI has started (comm/job.py).
+A command is a module with add_arguments(parser) and main(args) -> exit code, imported on demand; a command group has COMMANDS.
+A user's mistake (ValueError) is one line and exit code 2, also under mpiexec -n N; after MPI has started, see comm/job.py.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import contextlib
 import importlib
 import io
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +26,12 @@ from .parser import Command, Parser, nearest
 
 PACKAGE = __package__.partition(".")[0]
 PROGRAM = "fugaku-megatron"
-
-
 HELP = ("-h", "--help")
 
 
 @dataclass(frozen=True)
 class ModuleCommand:
-    """A command that a module of this package holds. when: one line, when to use it."""
+    """A command implemented by a module of this package. when: one line of help, when to use it."""
 
     module: str
     when: str
@@ -106,7 +103,7 @@ COMMANDS = {
 
 
 def help_page(program: str, purpose: str, commands: Mapping[str, Any]) -> str:
-    """What the commands are for, one line each."""
+    """Return the help page of a command group, one line for each command."""
     width = max(map(len, commands))
     lines = [f"  {name:{width}}  {command.when}" for name, command in commands.items()]
     flags = f"Flags of a command: {program} COMMAND --help"
@@ -114,7 +111,7 @@ def help_page(program: str, purpose: str, commands: Mapping[str, Any]) -> str:
 
 
 def guarded(program: str, work: Callable[[], int]) -> int:
-    """The exit code of `work`; a user's mistake is one line on stderr and code 2, an interrupt is code 130."""
+    """Run `work` and return the exit code; a user's mistake is one line on stderr and code 2, an interrupt code 130."""
     try:
         return _flushed(work)
     except ValueError as error:
@@ -140,18 +137,16 @@ def guarded(program: str, work: Callable[[], int]) -> int:
 
 
 def _message(error: ValueError) -> str:
-    """The mistake in one line; several refused flags are counted in the first line and follow it, a line each."""
-    lines = [
-        " ".join(line.split())
-        for line in (error.lines if isinstance(error, Refused) else [str(error)])
-    ]
-    return (
-        lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} flags are refused:", *lines])
-    )
+    """Return the mistake in one line; several refused flags are counted first, then listed one a line."""
+    mistakes = error.lines if isinstance(error, Refused) else (str(error),)
+    lines = [" ".join(line.split()) for line in mistakes]
+    if len(lines) == 1:
+        return lines[0]
+    return "\n  ".join([f"{len(lines)} flags are refused:", *lines])
 
 
 def _flushed(work: Callable[[], int]) -> int:
-    """The exit code of `work`, with all that it printed written, also where it ends by SystemExit as --help does."""
+    """Run `work`, return its exit code and flush standard output, also after SystemExit as in --help."""
     try:
         return work()
     finally:
@@ -160,9 +155,9 @@ def _flushed(work: Callable[[], int]) -> int:
 
 
 def start(program: str, command: Any, words: Sequence[str], examples: Sequence[str] = ()) -> int:
-    """The exit code of a command or of a group of commands, called with `words`; mistakes are reported.
+    """Run a command or a command group with `words`, report mistakes, and return the exit code.
 
-    examples: lines of --help, for a command that has no docstring of its own.
+    examples: lines of --help, for a command without a docstring
     """
     if hasattr(command, "COMMANDS"):
         return guarded(program, lambda: _start_one_of(program, command, words))
@@ -175,7 +170,8 @@ def _start_one_of(program: str, group: Any, words: Sequence[str]) -> int:
             print(help_page(program, group.__doc__.splitlines()[0], group.COMMANDS))
         return ExitCode.FINISHED if words else ExitCode.USER_ERROR
     environment.check_environment()
-    name, names = words[0], list(group.COMMANDS)
+    name = words[0]
+    names = list(group.COMMANDS)
     check(
         name in names,
         f"command {name} is unknown" + nearest(name, names, f": pass {' or '.join(names)}"),
@@ -189,11 +185,9 @@ def _start_one_of(program: str, group: Any, words: Sequence[str]) -> int:
 
 
 def _parsed(program: str, command: Any, words: Sequence[str], examples: Sequence[str]) -> Any:
-    description = (
-        "\n".join([command.when, "", *examples])
-        if isinstance(command, Command)
-        else command.__doc__
-    )
+    description = command.__doc__
+    if isinstance(command, Command):
+        description = "\n".join([command.when, "", *examples])
     parser = Parser(prog=program, description=description)
     command.add_arguments(parser)
     with _one_process_prints():
@@ -201,18 +195,17 @@ def _parsed(program: str, command: Any, words: Sequence[str], examples: Sequence
 
 
 @contextlib.contextmanager
-def _one_process_prints():
-    """Only the first of a launcher's processes prints what all of them would print alike, such as --help."""
-    with (
-        contextlib.redirect_stdout(io.StringIO())
-        if environment.rank()
-        else contextlib.nullcontext()
-    ):
+def _one_process_prints() -> Iterator[None]:
+    """Let only rank 0 print output that is the same on every rank, such as --help."""
+    if environment.rank() == 0:
         yield
+    else:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
 
 
 def _print_version() -> int:
-    """The version, and the instruction set of the kernels or why there are none, in one line."""
+    """Print the version, and the kernels' instruction set or the reason why they are missing, in one line."""
     try:
         kernels = importlib.import_module(f"{PACKAGE}.host.kernels").instruction_set()
     except ImportError as error:
@@ -223,7 +216,7 @@ def _print_version() -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line of fugaku-megatron."""
+    """Run the command line of fugaku-megatron and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         environment.open_streams()
@@ -234,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(program: str, name: str) -> int:
-    """One command under the name of a script that stands for it: pretrain_gpt.py, scripts/submit.py, tools/preprocess_data.py."""
+    """Run one command under the name of a script: pretrain_gpt.py, scripts/submit.py, tools/preprocess_data.py."""
 
     def work() -> int:
         environment.check_environment()

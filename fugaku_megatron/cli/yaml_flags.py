@@ -1,4 +1,8 @@
-"""Flags from a YAML file in Megatron-LM's layout (`--yaml-cfg`)."""
+"""Flags from a YAML file in Megatron-LM's layout (`--yaml-cfg`), as in its megatron/training/yaml_arguments.py.
+
+The keys at the top and in two sections are Megatron-LM's arguments or fields of its TransformerConfig. A key with a null or
+empty value is ignored.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +14,23 @@ from ..config.fields import Refused, check, flag
 from ..config.yaml_file import read_yaml
 from .parser import Parser, nearest
 
-# A run's flags from a YAML file in Megatron-LM's layout, as its megatron/training/yaml_arguments.py reads them: the keys of two
-# sections, and those next to them, are Megatron-LM's arguments or fields of its TransformerConfig. A key whose value is null or
-# empty is as if it were left out.
 SECTIONS = ("language_model", "model_parallel")
 
-
+# Values of activation_func -> flags; Megatron-LM's gelu is the exact one.
 ACTIVATIONS = {
     "swiglu": "--swiglu",
     "squaredrelu": "--squared-relu",
     "gelu": "--no-bias-gelu-fusion",
-}  # its gelu is the exact one
+}
 
-
-# Keys that have another flag: the flag of a value, and the switch of False.
+# Keys named unlike their flags.
 RENAMED = {
     "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
     "num_moe_experts": "--num-experts",
     "fp8": "--fp8-format",
 }
 
-
+# Keys whose value False sets a flag.
 SWITCHED_OFF = {
     "add_bias_linear": "--disable-bias-linear",
     "add_position_embedding": "--no-position-embedding",
@@ -38,11 +38,11 @@ SWITCHED_OFF = {
 }
 
 
-# Keys that activation_func decides, as in Megatron-LM.
+# Keys that activation_func overrides, as in Megatron-LM.
 OF_THE_ACTIVATION = ("swiglu", "squared_relu", "openai_gelu", "bias_gelu_fusion")
 
 
-# Keys without a flag here: those that describe what only Megatron-LM's own program has, and those that have to be off.
+# Keys without a flag here: those that only Megatron-LM's own program uses, and those that must be off.
 UNUSED = """gated_linear_unit bias_activation_fusion memory_efficient_layer_norm virtual_pipeline_model_parallel_size
     perform_initialization params_dtype pipeline_dtype autocast_dtype timers tp_comm_atomic_ag tp_comm_atomic_rs
     finalize_model_grads_func grad_scale_func overlap_p2p_comm batch_p2p_comm batch_p2p_sync deallocate_pipeline_outputs
@@ -59,7 +59,7 @@ OWN = ("--help", "--recipe", "--dry-run", "--world-size", "--yaml-cfg")  # of a 
 
 
 def complete_from_yaml(namespace: argparse.Namespace, build_parser: Callable[[], Parser]) -> None:
-    """With --yaml-cfg among the parsed values, put the file's flags in place of those of the command line."""
+    """Replace the command line's flags by those of the file, if --yaml-cfg is among the parsed values."""
     values = vars(namespace)
     if values["yaml_cfg"] is None:
         return
@@ -77,7 +77,7 @@ def complete_from_yaml(namespace: argparse.Namespace, build_parser: Callable[[],
 
 
 def _load(path: str, parser: Parser) -> dict[str, Any]:
-    """What `parser`, of a run's flags, makes of the file's keys. Raises ValueError with the file and every wrong key."""
+    """Parse the file's keys as a run's flags. Raises ValueError with the file and every wrong key."""
     keys = dict(_flattened(path))
     decided = OF_THE_ACTIVATION if any(where.endswith("activation_func") for where in keys) else ()
     known = {
@@ -102,7 +102,7 @@ def _load(path: str, parser: Parser) -> dict[str, Any]:
 
 
 def _flattened(path: str) -> Iterator[tuple[str, Any]]:
-    """Every key with its section, and its value."""
+    """Yield every key, with its section, and its value."""
     top = read_yaml(path, "--yaml-cfg")
     seen = set()
     for name, value in top.items():
@@ -122,7 +122,7 @@ def _flattened(path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _words(key: str, value: Any, known: Mapping[str, argparse.Action]) -> list[str]:
-    """The words of a command line that a key with this value stands for. Raises ValueError for a key or a value that is wrong."""
+    """Return the command-line words of a key with this value. Raises ValueError for a wrong key or value."""
     if key == "activation_func":
         check(
             value in ACTIVATIONS,
@@ -137,14 +137,11 @@ def _words(key: str, value: Any, known: Mapping[str, argparse.Action]) -> list[s
     if key in (*UNUSED, *OFF):
         return []
     name = RENAMED.get(key, flag(key))
-    name = name if name in known else f"--{key}"
-    off = [
-        SWITCHED_OFF.get(key, ""),
-        f"--no-{name[2:]}",
-        f"--no-{flag(key)[2:]}",
-        f"--disable-{flag(key)[2:]}",
-    ]
-    off = [option for option in off if option in known]
+    if name not in known:
+        name = f"--{key}"
+    word = flag(key)[2:]
+    opposites = [SWITCHED_OFF.get(key, ""), f"--no-{name[2:]}", f"--no-{word}", f"--disable-{word}"]
+    off = [option for option in opposites if option in known]
     check(
         name in known or off,
         "unknown key"
@@ -155,7 +152,9 @@ def _words(key: str, value: Any, known: Mapping[str, argparse.Action]) -> list[s
             name not in known or known[name].nargs == 0,
             f"{value} is not a value of {name}: pass one, or null",
         )
-        return ([name] if name in known else []) if value else off[:1]
+        if not value:
+            return off[:1]
+        return [name] if name in known else []
     check(
         name in known and known[name].nargs != 0,
         f"{value!r:.60} is not a value of a switch: pass true, false or null",

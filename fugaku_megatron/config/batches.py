@@ -1,8 +1,4 @@
-"""What follows from the samples consumed: the global batch size, with it the length of a run, learning rate and weight decay.
-
-The schedules of the last two follow the rules of Megatron-LM's megatron/core/optimizer_param_scheduler.py.
-Left out: which samples a rank takes (`data.sampler`).
-"""
+"""Global batch size as a function of the samples consumed, and the length of a run."""
 
 from __future__ import annotations
 
@@ -16,19 +12,15 @@ from .sample_rules import Skips, StepSizes
 from .training import BatchConfig, TrainingConfig
 
 NO_SKIPS = Skips()
-
-
-MAX_SIZES = 2**16  # of a ramp: each is looked at
+MAX_SIZES = 2**16  # in a ramp, because each one is checked
 
 
 @dataclass(frozen=True)
 class RampUp:
-    """--rampup-batch-size START INCREMENT SAMPLES: the global batch size grows from `start` to `global_batch_size`.
+    """Batch-size ramp of --rampup-batch-size START INCREMENT SAMPLES, up to `global_batch_size`.
 
-    The steps of `increment` are spread evenly over the first `ramp_samples` samples. Where a step begins at a whole sample, the
-    floating-point arithmetic of Megatron-LM's megatron/core/num_microbatches_calculator.py decides, in the versions that have the
-    flag. All sizes are in samples. Raises ValueError for sizes below 1 and for an increment that does not lead from start to the
-    global batch size.
+    The steps are spread evenly over the first `ramp_samples` samples, with the floating-point arithmetic of Megatron-LM's
+    megatron/core/num_microbatches_calculator.py. Raises ValueError if the steps do not end at the global batch size.
     """
 
     start: int
@@ -38,7 +30,7 @@ class RampUp:
 
     @staticmethod
     def from_batch(batch: BatchConfig, global_batch_size: int) -> RampUp:
-        """From the run's flags; without --rampup-batch-size the size is constant."""
+        """Build the ramp of the flags; without --rampup-batch-size the size is constant."""
         start, increment, samples = batch.rampup_batch_size or (global_batch_size, 1, 0)
         return RampUp(start, increment, samples, global_batch_size)
 
@@ -61,11 +53,11 @@ class RampUp:
         )
 
     def sizes(self) -> range:
-        """Every global batch size on the way, in order."""
+        """Return every global batch size in order."""
         return range(self.start, self.global_batch_size + 1, self.increment)
 
     def __call__(self, consumed: int) -> int:
-        """Global batch size of the iteration that begins at `consumed` samples."""
+        """Return the global batch size of the iteration that begins at `consumed` samples."""
         return self.start + self.increment * self._steps(consumed)
 
     def _steps(self, consumed: int) -> int:
@@ -75,13 +67,13 @@ class RampUp:
         return int(consumed / (self.ramp_samples / steps))
 
     def next_change(self, consumed: int) -> int | None:
-        """The first sample after `consumed` at which the size is another one; None where it stays."""
-        steps, last = self._steps(consumed), len(self.sizes()) - 1
+        """Return the first sample after `consumed` with another size, or None."""
+        steps = self._steps(consumed)
+        last = len(self.sizes()) - 1
         if steps == last:
             return None
-        exact = -(
-            -(steps + 1) * self.ramp_samples // last
-        )  # rounding moves it by one sample at most
+        # Rounding moves the result by at most one sample.
+        exact = -(-(steps + 1) * self.ramp_samples // last)
         return bisect_right(range(exact + 2), steps, lo=max(consumed, exact - 1), key=self._steps)
 
 
@@ -89,13 +81,11 @@ Sizes = RampUp | StepSizes
 
 
 def sizes_of(run: RunConfig, global_batch_size: int) -> Sizes:
-    """The global batch size of a run as a function of the samples consumed."""
+    """Return the run's global batch size as a function of the samples consumed."""
     steps = run.batch.step_batch_size_schedule
-    return (
-        StepSizes.parse(steps, run.model.seq_length)
-        if steps
-        else RampUp.from_batch(run.batch, global_batch_size)
-    )
+    if steps:
+        return StepSizes.parse(steps, run.model.seq_length)
+    return RampUp.from_batch(run.batch, global_batch_size)
 
 
 def length(
@@ -106,35 +96,38 @@ def length(
     skips: Skips = NO_SKIPS,
     seq_length: int = 1,
 ) -> tuple[int, int]:
-    """(iterations, samples) at the end of the run, whichever comes first of those that are set: --train-iters, --train-samples,
-    the iteration that reaches --train-tokens.
+    """Return (iterations, samples) at the end of a run that starts at `iteration` with `samples` consumed.
 
-    --train-samples ends with its last whole iteration, and under --step-batch-size-schedule with the iteration that reaches it, as
-    in Megatron-LM (megatron/training/training.py, update_train_iters). A resumed run starts at `iteration` with `samples` consumed,
-    which it may have reached with another batch size. skips: samples that are left out; they count as consumed. seq_length: tokens
-    of a sample. Raises ValueError when none of the flags is set.
+    The run ends at the first of --train-iters, the last whole iteration of --train-samples, and the iteration that reaches
+    --train-tokens. Under --step-batch-size-schedule, --train-samples ends with the iteration that reaches it, as in
+    Megatron-LM (megatron/training/training.py, update_train_iters). Raises ValueError if no length is set.
+
+    skips: samples that are left out, but count as consumed
+    seq_length: tokens per sample
     """
-    lengths = training.train_iters, training.train_samples, training.train_tokens
+    lengths = (training.train_iters, training.train_samples, training.train_tokens)
     check(any(value is not None for value in lengths), "pass --train-iters or --train-samples")
     last = training.train_samples if isinstance(sizes, RampUp) else None
     while left := _iterations_left(
         training, sizes(samples), last is not None, iteration, samples, seq_length
     ):
-        size, change = sizes(samples), sizes.next_change(samples)
+        size = sizes(samples)
+        change = sizes.next_change(samples)
         ahead = left if change is None else min(left, -(-(change - samples) // size))
         more, end = skips.advance(samples, size, ahead)
         if last is not None and end > last:
             break
-        iteration, samples = iteration + more, end
-    return iteration if training.train_iters is None else min(
-        iteration, training.train_iters
-    ), samples
+        iteration += more
+        samples = end
+    if training.train_iters is not None:
+        iteration = min(iteration, training.train_iters)
+    return iteration, samples
 
 
 def _iterations_left(
     training: TrainingConfig, size: int, whole: bool, iteration: int, samples: int, seq_length: int
 ) -> int:
-    """Iterations to the end if all of them had this global batch size. whole: --train-samples has no part of an iteration."""
+    """Return the iterations to the end at this global batch size. whole: --train-samples ends with a whole iteration"""
     left = []
     if training.train_iters is not None:
         left.append(training.train_iters - iteration)
@@ -149,7 +142,7 @@ def _iterations_left(
 def run_length(
     run: RunConfig, global_batch_size: int, iteration: int = 0, samples: int = 0
 ) -> tuple[int, int]:
-    """`length` of a run, its ramp and its skipped samples."""
+    """Return `length` for a run with its ramp and skipped samples."""
     return length(
         run.training,
         sizes_of(run, global_batch_size),
@@ -161,10 +154,11 @@ def run_length(
 
 
 def samples_after(sizes: Sizes, iterations: int) -> int:
-    """Return the samples of the first `iterations` of a run, of which none are left out."""
+    """Return the samples in the first `iterations` of a run without skipped samples."""
     samples = 0
     while iterations:
-        size, change = sizes(samples), sizes.next_change(samples)
+        size = sizes(samples)
+        change = sizes.next_change(samples)
         some = iterations if change is None else min(iterations, -(-(change - samples) // size))
         samples += some * size
         iterations -= some
@@ -172,18 +166,19 @@ def samples_after(sizes: Sizes, iterations: int) -> int:
 
 
 def last_samples(sizes: Sizes, iterations: int, count: int) -> int:
-    """Return the samples of the last `count` of so many iterations; those beyond the first have its size."""
+    """Return the samples in the last `count` of `iterations`; iterations before the first have its size."""
     missing = max(0, count - iterations)
     begin = samples_after(sizes, iterations - count + missing)
     return samples_after(sizes, iterations) - begin + missing * sizes(0)
 
 
 def requested_samples(run: RunConfig, global_batch_size: int, end: int) -> int:
-    """Samples that the order of the training data is made for: --train-samples, or --train-iters full batches, as in Megatron-LM.
+    """Return the number of samples in the training data's order, which determines the number of epochs.
 
-    How often the data is read, and with it the order of every sample, follows from this number. end: samples at the end of the run,
-    of which none may be missing. Under --step-batch-size-schedule a full batch of Megatron-LM is one micro-batch of every
-    data-parallel rank. --train-iters of these are never more than `end`, so the result is `end` for every layout.
+    As in Megatron-LM: --train-samples, or --train-iters full batches. Under --step-batch-size-schedule its full batch is one
+    micro-batch per data-parallel rank, never more than `end`, so the result is `end` in every layout.
+
+    end: samples at the end of the run, the minimum
     """
     training = run.training
     batch = 0 if run.batch.step_batch_size_schedule else global_batch_size

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .fields import (
-    check,
-    check_numbers,
-    check_positive,
-    flag,
-    hashed_once,
-    opt,
-)
+from .fields import cached_hash, check, check_numbers, check_positive, flag, option
+from .rules import check_rules
 from .sample_rules import Skips
 
 SENTENCEPIECE_TYPES = (
@@ -20,96 +14,88 @@ SENTENCEPIECE_TYPES = (
     "Llama2Tokenizer",
     "JapaneseSentencePiece",
 )
-
-
 TIKTOKEN = "TikTokenizer"
 
-
-MARKING = (
-    "reset_position_ids",
-    "reset_attention_mask",
-    "eod_mask_loss",
-)  # what needs the token that ends a document
+# Fields that need the end-of-document token.
+MARKING = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 
 
-@hashed_once
+@cached_hash
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Tokens and tokenizer."""
 
-    data_path: tuple[str, ...] | None = opt(
+    data_path: tuple[str, ...] | None = option(
         None,
         "prefix of .bin/.idx, or weight prefix weight prefix ...; prefixes without weights are read once, by their lengths",
         type=str,
         nargs="+",
     )
-    train_data_path: tuple[str, ...] | None = opt(
-        None, "as --data-path, all of it for training", type=str, nargs="+"
+    train_data_path: tuple[str, ...] | None = option(
+        None, "as --data-path, for training only", type=str, nargs="+"
     )
-    valid_data_path: tuple[str, ...] | None = opt(
-        None, "as --data-path, all of it for validation", type=str, nargs="+"
+    valid_data_path: tuple[str, ...] | None = option(
+        None, "as --data-path, for validation only", type=str, nargs="+"
     )
-    data_args_path: str | None = opt(None, "file that holds the words of --data-path", type=str)
-    per_split_data_args_path: str | None = opt(
+    data_args_path: str | None = option(None, "file with the words of --data-path", type=str)
+    per_split_data_args_path: str | None = option(
         None,
-        "JSON file that holds the words of --train-data-path as train, and of "
-        "--valid-data-path as valid",
+        "JSON file with the words of --train-data-path as train, and of --valid-data-path as valid",
         type=str,
     )
-    split: str = opt("969,30,1", "documents of --data-path for training, validation and test")
-    legacy_split: bool = opt(
-        False, "round --split as Megatron-LM did before Megatron-core 0.5, to continue such a run"
+    split: str = option("969,30,1", "documents of --data-path for training, validation and test")
+    legacy_split: bool = option(
+        False, "round --split as Megatron-LM before Megatron-core 0.5, to resume such a run"
     )
-    data_cache_path: str | None = opt(
+    data_cache_path: str | None = option(
         None,
-        "folder for the index of --data-path (default: next to the data, where it is large)",
+        "directory for the index of --data-path (default: next to the data, if it is large)",
         type=str,
     )
-    mock_data: bool = opt(False, "random tokens instead of --data-path")
-    reset_position_ids: bool = opt(False, "positions count from the beginning of each document")
-    reset_attention_mask: bool = opt(False, "a token attends to tokens of its own document alone")
-    eod_mask_loss: bool = opt(
-        False, "the loss leaves out what is predicted from the token that ends a document"
+    mock_data: bool = option(False, "random tokens instead of --data-path")
+    reset_position_ids: bool = option(False, "restart positions at each document")
+    reset_attention_mask: bool = option(False, "restrict attention to a token's own document")
+    eod_mask_loss: bool = option(
+        False, "exclude predictions from the end-of-document token from the loss"
     )
-    mean_document_length: int | None = opt(
+    mean_document_length: int | None = option(
         None,
-        "tokens of a document, for the times and FLOPs that are estimated of a run with "
-        "--reset-attention-mask (default: as many as --seq-length)",
+        "tokens per document, for estimates of time and FLOPs with "
+        "--reset-attention-mask (default: --seq-length)",
         type=int,
     )
-    skip_samples: tuple[str, ...] | None = opt(
+    skip_samples: tuple[str, ...] | None = option(
         None,
-        "samples that training leaves out, as FIRST:END ..., END not included; they "
-        "count as consumed",
+        "samples left out of training, as FIRST:END ..., END not included; they count as consumed",
         type=str,
         nargs="+",
     )
-    tokenizer_type: str = opt(
+    tokenizer_type: str = option(
         "GPT2BPETokenizer",
         "tokenizer of --data-path: GPT2BPETokenizer, HuggingFaceTokenizer, "
         "SentencePieceTokenizer, Llama2Tokenizer, JapaneseSentencePiece, TikTokenizer or NullTokenizer; "
-        "if no file of one is named, that of the model that the run starts from is used",
+        "without tokenizer files, the tokenizer of the model that the run starts from",
     )
-    vocab_file: str | None = opt(
+    vocab_file: str | None = option(
         None, "vocab.json of the tokenizer, or a SentencePiece model", type=str
     )
-    merge_file: str | None = opt(None, "merges.txt of the tokenizer", type=str)
-    tokenizer_model: str | None = opt(
+    merge_file: str | None = option(None, "merges.txt of the tokenizer", type=str)
+    tokenizer_model: str | None = option(
         None,
-        "folder of HuggingFaceTokenizer, .model file of SentencePiece, or .json file of "
+        "directory of HuggingFaceTokenizer, .model file of SentencePiece, or .json file of "
         "TikTokenizer",
         type=str,
     )
-    tiktoken_pattern: str = opt(
-        "v2", "how TikTokenizer cuts a text into pieces", choices=("v1", "v2")
+    tiktoken_pattern: str = option(
+        "v2", "pattern by which TikTokenizer splits text", choices=("v1", "v2")
     )
-    tiktoken_num_special_tokens: int = opt(1000, "tokens of TikTokenizer that stand for no text")
-    sft: bool = opt(
+    tiktoken_num_special_tokens: int = option(1000, "special tokens of TikTokenizer")
+    sft: bool = option(
         False,
-        "--data-path are chats that fugaku-megatron preprocess --chat wrote: whole chats share a sample, each "
-        "with positions and attention of its own, and the loss is that of the assistant's tokens",
+        "--data-path are chats from fugaku-megatron preprocess --chat: whole chats are packed into a sample, each "
+        "with its own positions and attention, and the loss is over the assistant's tokens",
     )
-    sft_truncate: bool = opt(False, "cut chats of more tokens than a sample has")
+    sft_truncate: bool = option(False, "truncate chats longer than a sample")
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -125,15 +111,7 @@ class DataConfig:
             f"--mean-document-length {self.mean_document_length} is "
             "for runs whose attention ends with a document: pass --reset-attention-mask, or leave it out",
         )
-        names = (
-            "mock_data",
-            "data_path",
-            "train_data_path",
-            "data_args_path",
-            "per_split_data_args_path",
-        )
-        sources = [flag(name) for name in names if getattr(self, name)]
-        check(len(sources) < 2, f"{' and '.join(sources)} exclude each other: pass one")
+        check_rules(self, "data")
         check(
             self.train_data_path or not self.valid_data_path,
             "--valid-data-path goes with --train-data-path: pass both",
@@ -150,45 +128,50 @@ class DataConfig:
 
     @property
     def marks_documents(self) -> str:
-        """The flags that need the token that ends a document; empty where there are none, and for chats, whose files have marks."""
-        return "" if self.sft else " ".join(flag(name) for name in MARKING if getattr(self, name))
+        """Flags that need the end-of-document token; empty without them, and for chats, whose files have masks."""
+        if self.sft:
+            return ""
+        return " ".join(flag(name) for name in MARKING if getattr(self, name))
 
     @property
     def marked(self) -> bool:
-        """Whether samples come with marks (`data.marks`)."""
+        """True if samples have document or loss masks (`data.marks`)."""
         return self.sft or bool(self.marks_documents)
 
     @property
     def masks_attention(self) -> bool:
-        """Whether attention ends with a document."""
+        """True if attention is restricted to a document."""
         return self.sft or self.reset_attention_mask
 
     @property
     def restarts_positions(self) -> bool:
-        """Whether positions begin anew with a document."""
+        """True if positions restart at each document."""
         return self.sft or self.reset_position_ids
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the flags say which tokenizer it is, and not only of which kind."""
+        """True if the flags name the tokenizer's files, or it needs none."""
         return bool(
             self.vocab_file or self.tokenizer_model or self.tokenizer_type == "NullTokenizer"
         )
 
     @property
     def files(self) -> tuple[str, ...] | None:
-        """What names the files of the training data; None where there are none."""
+        """Words that name the training data's files, or None."""
+        words = self.data_path or self.train_data_path
+        if words:
+            return words
         listed = self.data_args_path or self.per_split_data_args_path
-        return self.data_path or self.train_data_path or ((listed,) if listed else None)
+        return (listed,) if listed else None
 
     @property
     def cuts_chats(self) -> bool | None:
-        """Whether a chat that is too long is cut, and not refused; None where the data are not chats."""
+        """True if a chat that is too long is truncated, False if it is refused; None if the data are not chats."""
         return self.sft_truncate if self.sft else None
 
     @property
     def paths(self) -> dict[str, tuple[str, ...]]:
-        """Each flag that names data, with its value."""
+        """Flags that name data, with their values."""
         given = {
             flag(name): getattr(self, name)
             for name in ("data_path", "train_data_path", "valid_data_path")

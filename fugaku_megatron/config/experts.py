@@ -1,7 +1,6 @@
-"""The experts of a model whose layers choose among several MLPs for each token, as fields of `model_config.ModelConfig`.
+"""Fields of mixture-of-experts models and their parallel layout.
 
-Names and meaning are those of Megatron-LM (megatron/core/transformer/transformer_config.py). Left out: how tokens are sent between
-ranks, since every rank has all experts, split over tensor-parallel ranks as other matrices are.
+Names and meaning follow Megatron-LM (megatron/core/transformer/transformer_config.py).
 """
 
 from __future__ import annotations
@@ -11,132 +10,128 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
-from .fields import check, check_positive, opt
+from .fields import check, check_not_negative, check_positive, option
 
-NO_BALANCE, AUX, SEQUENCE_AUX, SINKHORN = BALANCES = (
-    "none",
-    "aux_loss",
-    "seq_aux_loss",
-    "sinkhorn",
-)
+# Values of --moe-router-load-balancing-type.
+NO_BALANCE = "none"
+AUX = "aux_loss"
+SEQUENCE_AUX = "seq_aux_loss"
+SINKHORN = "sinkhorn"
+BALANCES = (NO_BALANCE, AUX, SEQUENCE_AUX, SINKHORN)
 
-
-SOFTMAX, SIGMOID = SCORES = ("softmax", "sigmoid")
-
+SOFTMAX = "softmax"
+SIGMOID = "sigmoid"
 
 MAX_PATTERN = 4096  # layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertFields:
-    """Experts instead of the MLP. They are all at their defaults in a model without --num-experts."""
+    """Fields of experts, all at their defaults in a model without --num-experts."""
 
-    num_experts: int | None = opt(
+    num_experts: int | None = option(
         None,
-        "experts of a layer, of which each token goes through --moe-router-topk (default: one MLP "
+        "experts of a layer; each token is dispatched to --moe-router-topk experts (default: one MLP "
         "for all tokens)",
         type=int,
         maximum=2**12,
     )
-    moe_layer_freq: str = opt(
+    moe_layer_freq: str = option(
         "1",
         "layers with experts: every Nth from the first, or a list of 0 and 1 for all layers, such as "
         "([0]*1+[1]*23)",
     )
-    moe_ffn_hidden_size: int | None = opt(
+    moe_ffn_hidden_size: int | None = option(
         None, "width of each expert (default: --ffn-hidden-size)", type=int, maximum=2**22
     )
-    moe_shared_expert_intermediate_size: int | None = opt(
+    moe_shared_expert_intermediate_size: int | None = option(
         None,
-        "width of a shared expert that every token goes through (default: none)",
+        "width of a shared expert, applied to every token (default: none)",
         type=int,
         maximum=2**22,
     )
-    moe_shared_expert_gate: bool = opt(
+    moe_shared_expert_gate: bool = option(
         False,
-        "multiply the shared expert's result by the sigmoid of a number for each token, as "
-        "Qwen2-MoE does",
+        "multiply the shared expert's output by the sigmoid of a learned score per token, as in "
+        "Qwen2-MoE",
     )
-    moe_router_topk: int = opt(2, "number of experts that each token goes through", maximum=2**12)
-    moe_router_score_function: str = opt(
-        SOFTMAX, "function that turns the router's logits into scores", choices=SCORES
+    moe_router_topk: int = option(2, "number of experts per token", maximum=2**12)
+    moe_router_score_function: str = option(
+        SOFTMAX,
+        "function from the router's logits to scores",
+        choices=(SOFTMAX, SIGMOID),
     )
-    moe_router_pre_softmax: bool = opt(
+    moe_router_pre_softmax: bool = option(
         False,
-        "softmax over all experts, whose scores are not normalised again over the chosen "
-        "ones; otherwise over the chosen ones",
+        "softmax over all experts, without normalising the scores again over the chosen "
+        "experts; otherwise softmax over the chosen experts",
     )
-    moe_router_topk_scaling_factor: float | None = opt(
+    moe_router_topk_scaling_factor: float | None = option(
         None, "multiply the scores of the chosen experts by this", type=float
     )
-    moe_router_num_groups: int | None = opt(
+    moe_router_num_groups: int | None = option(
         None,
-        "groups of experts, of which a token takes the best --moe-router-group-topk, and "
-        "experts in these alone",
+        "groups of experts; the experts of a token are in its best --moe-router-group-topk groups",
         type=int,
         maximum=2**12,
     )
-    moe_router_group_topk: int | None = opt(
+    moe_router_group_topk: int | None = option(
         None,
-        "groups that the experts of a token are in, for --moe-router-num-groups",
+        "groups per token, with --moe-router-num-groups",
         type=int,
         maximum=2**12,
     )
-    moe_router_enable_expert_bias: bool = opt(
+    moe_router_enable_expert_bias: bool = option(
         False,
-        "choose experts by score + bias, and raise the bias of those with fewer "
-        "tokens than the mean after each iteration, for a balance without a loss",
+        "choose experts by score + bias, and after each iteration raise the bias of experts with fewer "
+        "tokens than the mean: balance without a loss",
     )
-    moe_router_bias_update_rate: float = opt(
-        1e-3, "by how much --moe-router-enable-expert-bias changes a bias in an iteration"
+    moe_router_bias_update_rate: float = option(
+        1e-3, "change of a bias per iteration, with --moe-router-enable-expert-bias"
     )
-    moe_router_load_balancing_type: tuple[str, ...] = opt(
+    moe_router_load_balancing_type: tuple[str, ...] = option(
         (AUX,),
-        "balancing losses, each counted per micro-batch: aux_loss, "
-        "seq_aux_loss (of each sequence by itself) or none; or sinkhorn, without "
-        "a loss: training chooses experts evenly",
+        "balancing losses per micro-batch: aux_loss, seq_aux_loss (per sequence) or none; "
+        "or sinkhorn, without a loss: training chooses experts evenly",
         type=str,
         nargs="+",
     )
-    moe_aux_loss_coeff: tuple[float, ...] = opt(
+    moe_aux_loss_coeff: tuple[float, ...] = option(
         (0.0,), "factor of each balancing loss", type=float, nargs="+"
     )
-    moe_z_loss_coeff: float | None = opt(
+    moe_z_loss_coeff: float | None = option(
         None,
         "add this x the mean of (log of the router's softmax denominator)^2 to the loss",
         type=float,
     )
-    moe_expert_capacity_factor: float | None = opt(
+    moe_expert_capacity_factor: float | None = option(
         None,
-        "an expert takes at most this x the mean number of tokens of a "
-        "micro-batch and drops the rest (default: all)",
+        "an expert processes at most this x the mean number of tokens per expert in a "
+        "micro-batch and drops the rest (default: no limit)",
         type=float,
     )
-    moe_token_drop_policy: str = opt(
+    moe_token_drop_policy: str = option(
         "probs",
-        "which tokens an expert drops: those with the lowest scores, or the last ones of the sequence or chat",
+        "tokens that an expert drops: the lowest scores, or the last tokens of the sequence or chat",
         choices=("probs", "position"),
     )
 
     def _derive_experts(self, width: int) -> None:
-        """Set what was not given; without experts every field has its default. width: of a dense MLP."""
-        for field in fields(ExpertFields) if self.num_experts is None else ():
-            object.__setattr__(self, field.name, field.default)
-        if self.num_experts is not None and self.moe_ffn_hidden_size is None:
+        """Compute the fields that were not given. width: default of --moe-ffn-hidden-size"""
+        if self.num_experts is None:
+            for field in fields(ExpertFields):
+                object.__setattr__(self, field.name, field.default)
+            return
+        if self.moe_ffn_hidden_size is None:
             object.__setattr__(self, "moe_ffn_hidden_size", width)
-        if (
-            self.moe_expert_capacity_factor is not None and self.moe_expert_capacity_factor < 0
-        ):  # as in Megatron-LM
+        # As in Megatron-LM, a negative factor means no limit.
+        if self.moe_expert_capacity_factor is not None and self.moe_expert_capacity_factor < 0:
             object.__setattr__(self, "moe_expert_capacity_factor", None)
 
     def _check_experts(self, layers: int, bias: bool) -> None:
-        """Raise ValueError where the flags contradict each other. bias: linear layers have biases."""
+        """Raise ValueError for flags that contradict each other. bias: True if linear layers have biases"""
         if self.num_experts is None:
             return
-        experts, topk = self.num_experts, self.moe_router_topk
-        check(
-            topk <= experts, f"--moe-router-topk {topk} is above --num-experts {experts}: lower it"
-        )
         check(
             not bias,
             "--num-experts supports only experts without biases: pass --disable-bias-linear",
@@ -147,7 +142,7 @@ class ExpertFields:
             or self.sinkhorn
         )
         check(
-            topk > 1 or scored,
+            self.moe_router_topk > 1 or scored,
             "--moe-router-topk 1 needs --moe-router-pre-softmax, as in Megatron-LM: the softmax over one "
             "chosen expert is always 1",
         )
@@ -156,16 +151,9 @@ class ExpertFields:
             "--moe-router-enable-expert-"
             "bias needs --moe-router-score-function sigmoid, as in Megatron-LM: pass both",
         )
-        check(
-            not self.moe_shared_expert_gate or self.moe_shared_expert_intermediate_size,
-            "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size: pass both",
-        )
         check_positive(self, "moe_expert_capacity_factor")
-        check(
-            (self.moe_z_loss_coeff or 0.0) >= 0,
-            f"--moe-z-loss-coeff is {self.moe_z_loss_coeff}: pass 0 or more",
-        )
-        self._check_groups(experts, topk)
+        check_not_negative(self, "moe_z_loss_coeff")
+        self._check_groups(self.num_experts, self.moe_router_topk)
         self._check_balance()
         check(
             any(experts_in(self.moe_layer_freq, layers)),
@@ -174,7 +162,8 @@ class ExpertFields:
         )
 
     def _check_groups(self, experts: int, topk: int) -> None:
-        groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
+        groups = self.moe_router_num_groups
+        chosen = self.moe_router_group_topk
         check(
             (groups is None) == (chosen is None),
             f"--moe-router-num-groups is {groups} and --moe-router-group-topk is {chosen}: "
@@ -183,25 +172,14 @@ class ExpertFields:
         if groups is None or chosen is None:
             return
         check(
-            experts % groups == 0,
-            f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}: change one",
-        )
-        check(
-            chosen <= groups,
-            f"--moe-router-group-topk {chosen} is above --moe-router-num-groups {groups}: lower it",
-        )
-        check(
-            topk % chosen == 0,
-            f"--moe-router-topk {topk} is not divisible by --moe-router-group-topk {chosen}: change one",
-        )
-        check(
             topk // chosen <= experts // groups,
             f"--moe-router-topk {topk} asks {chosen} groups of {experts // groups} experts "
             f"for {topk // chosen} each: lower it, or take more groups",
         )
 
     def _check_balance(self) -> None:
-        kinds, factors = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
+        kinds = self.moe_router_load_balancing_type
+        factors = self.moe_aux_loss_coeff
         wrong = next((kind for kind in kinds if kind not in BALANCES), None)
         check(
             wrong is None,
@@ -225,34 +203,33 @@ class ExpertFields:
 
     @property
     def sinkhorn(self) -> bool:
-        """Whether experts are chosen evenly in training, see `nn.router.evenly`."""
+        """True if training chooses experts evenly (`nn.router.evenly`)."""
         return SINKHORN in self.moe_router_load_balancing_type
 
     @property
     def balances(self) -> tuple[tuple[str, float], ...]:
-        """(kind, factor) of each balancing loss that has an effect."""
+        """Kind and factor of each balancing loss that has an effect."""
         pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff)
         return tuple((kind, factor) for kind, factor in pairs if kind != NO_BALANCE and factor)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRanks:
-    """How ranks share layers and experts, as fields of `groups.ParallelConfig`."""
+    """Fields of tensor and expert parallelism, part of `parallel.ParallelConfig`."""
 
-    tensor_model_parallel_size: int = opt(
+    tensor_model_parallel_size: int = option(
         1,
         "ranks that share each layer's matrices (TP)",
         aliases=("--model-parallel-size",),
         maximum=2**16,
     )
-    expert_model_parallel_size: int = opt(
+    expert_model_parallel_size: int = option(
         1,
-        "ranks that have different experts (EP): tokens are sent to their experts' ranks and "
-        "back; they are data-parallel ranks, or with --expert-tensor-parallel-size 1 "
-        "tensor-parallel ones, too",
+        "ranks with different experts (EP): tokens are dispatched to their experts' ranks and combined "
+        "on return; data-parallel ranks, and with --expert-tensor-parallel-size 1 also tensor-parallel ranks",
         maximum=2**12,
     )
-    expert_tensor_parallel_size: int | None = opt(
+    expert_tensor_parallel_size: int | None = option(
         None,
         "ranks that share each expert's matrices: 1, or the tensor-parallel size (default)",
         type=int,
@@ -260,7 +237,8 @@ class ExpertRanks:
     )
 
     def _check_expert_ranks(self, sequence_parallel: bool) -> None:
-        tp, etp = self.tensor_model_parallel_size, self.expert_tensor_parallel_size
+        tp = self.tensor_model_parallel_size
+        etp = self.expert_tensor_parallel_size
         check(
             etp in (None, 1, tp),
             f"--expert-tensor-parallel-size {etp} is not supported: pass 1, or "
@@ -274,27 +252,22 @@ class ExpertRanks:
 
     @property
     def divides_experts(self) -> bool:
-        """Whether the ranks of a stage hold experts in another way than other matrices."""
+        """True if experts are sharded unlike the other matrices."""
+        tp = self.tensor_model_parallel_size
         etp = self.expert_tensor_parallel_size
-        return self.expert_model_parallel_size > 1 or etp not in (
-            None,
-            self.tensor_model_parallel_size,
-        )
+        return self.expert_model_parallel_size > 1 or etp not in (None, tp)
 
     @property
     def dividing_flag(self) -> str:
-        """The flag that divides them, with its value."""
-        ep, etp = self.expert_model_parallel_size, self.expert_tensor_parallel_size
-        return (
-            f"--expert-model-parallel-size {ep}"
-            if ep > 1
-            else f"--expert-tensor-parallel-size {etp}"
-        )
+        """Flag that shards experts unlike other matrices, with its value."""
+        if self.expert_model_parallel_size > 1:
+            return f"--expert-model-parallel-size {self.expert_model_parallel_size}"
+        return f"--expert-tensor-parallel-size {self.expert_tensor_parallel_size}"
 
 
-@lru_cache(maxsize=64)  # of every layer, again and again
+@lru_cache(maxsize=64)
 def experts_in(pattern: str, layers: int) -> tuple[bool, ...]:
-    """Which layers --moe-layer-freq names. ValueError, one line, for a text that is neither a number nor such a list."""
+    """Return for each layer if --moe-layer-freq gives it experts. Raises ValueError, one line, for a wrong pattern."""
     mistake = f"--moe-layer-freq {pattern!r:.60}: pass a number above 0, or a list of 0 and 1, such as ([0]*1+[1]*23)"
     try:
         found = _value(ast.parse(pattern.strip(), mode="eval").body)
@@ -312,7 +285,7 @@ def experts_in(pattern: str, layers: int) -> tuple[bool, ...]:
 
 
 def _value(node: ast.expr) -> int | Sequence[int]:
-    """A whole number, a list of them, or lists that are added or repeated; nothing else is evaluated."""
+    """Evaluate an integer, a list of integers, and sums and repetitions of lists. Raises ValueError for other code."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.List):
@@ -320,40 +293,27 @@ def _value(node: ast.expr) -> int | Sequence[int]:
         if all(isinstance(number, int) for number in numbers):
             return [number for number in numbers if isinstance(number, int)]
     if isinstance(node, ast.BinOp):
-        left, right = _value(node.left), _value(node.right)
-        if (
-            isinstance(node.op, ast.Add)
-            and not isinstance(left, int)
-            and not isinstance(right, int)
-        ):
-            return _short([*left, *right])
-        if isinstance(node.op, ast.Mult):
-            times, part = (left, right) if isinstance(left, int) else (right, left)
-            if (
-                isinstance(times, int)
-                and not isinstance(part, int)
-                and 0 <= times * len(part) <= MAX_PATTERN
-            ):
-                return _short([*part] * times)
+        left = _value(node.left)
+        right = _value(node.right)
+        if isinstance(node.op, ast.Mult) and isinstance(right, int):
+            left, right = right, left
+        if not isinstance(right, int):
+            if isinstance(node.op, ast.Mult) and isinstance(left, int):
+                if 0 <= left * len(right) <= MAX_PATTERN:
+                    return [*right] * left
+            if isinstance(node.op, ast.Add) and not isinstance(left, int):
+                if len(left) + len(right) <= MAX_PATTERN:
+                    return [*left, *right]
     raise ValueError(ast.dump(node))
-
-
-def _short(numbers: list[int]) -> list[int]:
-    if len(numbers) > MAX_PATTERN:
-        raise ValueError(len(numbers))
-    return numbers
 
 
 EXPERTS = tuple(field.name for field in fields(ExpertFields))
 
-
-# What decides the course of training, and not what the weights mean.
+# Fields that affect training but not the meaning of the weights.
 BALANCE = (
     "moe_router_bias_update_rate",
     "moe_router_load_balancing_type",
     "moe_aux_loss_coeff",
     "moe_z_loss_coeff",
 )
-
-
 CAPACITY = ("moe_expert_capacity_factor", "moe_token_drop_policy")

@@ -1,7 +1,7 @@
-"""Features of the trainer that make a step faster or smaller: one row each, which the flags and the performance model go by.
+"""Features of the trainer that save time or memory, one row each.
 
-With its row the planner tries a feature, the model counts its gain, and tests ask for its flag and its module; without a row a flag
-changes no modelled time. Left out: what a feature does (the modules named in `place`).
+The planner tries the features with a row, and the performance model counts their gain; a flag without a row changes no
+modelled time. Tests check that the flag and the module of a row exist.
 """
 
 from __future__ import annotations
@@ -13,29 +13,30 @@ from typing import Any
 from ..pipeline import schedule_names
 from .run_config import GROUPS, RunConfig
 
-BALANCED_SPLIT, SELECTIVE, BLOCK, ZERO_1 = (
-    "pipeline_split_balanced",
-    "recompute_selective",
-    "recompute_block",
-    "zero_stage_1",
-)
+BALANCED_SPLIT = "pipeline_split_balanced"
+SELECTIVE = "recompute_selective"
+BLOCK = "recompute_block"
+ZERO_1 = "zero_stage_1"
 RECOMPUTE_AUTO = "recompute_auto"
-OVERLAP_GRAD_REDUCE, OVERLAP_PARAM_GATHER = "overlap_grad_reduce", "overlap_param_gather"
-GRAD_REDUCE_IN_BF16, NODE_SUMS, TWO_LEVEL_SUMS = (
-    "grad_reduce_in_bf16",
-    "node_shared_sums",
-    "two_level_sums",
-)
-SEQUENCE_PARALLEL, TP_COMM_OVERLAP = "sequence_parallel", "tp_comm_overlap"
-INTERLEAVED, ZERO_BUBBLE = "interleaved_schedule", "zero_bubble_schedule"
+OVERLAP_GRAD_REDUCE = "overlap_grad_reduce"
+OVERLAP_PARAM_GATHER = "overlap_param_gather"
+GRAD_REDUCE_IN_BF16 = "grad_reduce_in_bf16"
+NODE_SUMS = "node_shared_sums"
+TWO_LEVEL_SUMS = "two_level_sums"
+SEQUENCE_PARALLEL = "sequence_parallel"
+TP_COMM_OVERLAP = "tp_comm_overlap"
+INTERLEAVED = "interleaved_schedule"
+ZERO_BUBBLE = "zero_bubble_schedule"
 EXPERT_GROUPS = "expert_groups"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """One row. field, value: of the run's config, which switch it on; field None: always on. place: below the package.
+    """A row of FEATURES.
 
-    value: one, or a tuple of those that do.
+    place: module below the package
+    field: field of the run's config that switches the feature; None: always on
+    value: value, or tuple of values, that switches it on
     """
 
     meaning: str
@@ -44,14 +45,12 @@ class Feature:
     value: Any = True
 
     def used(self, run: RunConfig) -> bool:
-        """Whether the run has it switched on."""
+        """Return True if the run has the feature switched on."""
         if self.field is None:
             return True
-        given = (
-            run.parallel.schedule
-            if self.field == "pipeline_schedule"
-            else field_value(run, self.field)
-        )
+        given = field_value(run, self.field)
+        if self.field == "pipeline_schedule":
+            given = run.parallel.schedule
         return given in (self.value if isinstance(self.value, tuple) else (self.value,))
 
 
@@ -136,7 +135,7 @@ FEATURES: dict[str, Feature] = {
     ),
 }
 
-# Choices with a flag that takes no value; one that needs another stands before it.
+# Features with a flag without value; a feature that needs another one is listed before it.
 SWITCHES = (
     OVERLAP_PARAM_GATHER,
     OVERLAP_GRAD_REDUCE,
@@ -149,28 +148,28 @@ SWITCHES = (
 
 @cache
 def group_of(field: str) -> str | None:
-    """The group of RunConfig that has the field; None where no group has it."""
-    return next(
-        (group for group, config in GROUPS.items() if field in {f.name for f in fields(config)}),
-        None,
-    )
+    """Return the group of RunConfig that has the field, or None."""
+    for group, config in GROUPS.items():
+        if field in {f.name for f in fields(config)}:
+            return group
+    return None
 
 
 def field_value(run: RunConfig, field: str) -> Any:
-    """The run's value of a field of its config; None for a field that does not exist."""
+    """Return the run's value of a field, or None if the field does not exist."""
     group = group_of(field)
     return None if group is None else getattr(getattr(run, group), field)
 
 
 def field_of(name: str) -> str:
-    """The field of a feature that a flag switches."""
+    """Return the field that switches a feature."""
     field = FEATURES[name].field
     assert field is not None, name
     return field
 
 
 def switched(run: RunConfig, name: str, on: bool = True) -> RunConfig:
-    """The run with a feature of a flag without a value switched on or off."""
+    """Return the run with a feature of SWITCHES switched on or off."""
     field = field_of(name)
     group = group_of(field)
     assert group is not None, name

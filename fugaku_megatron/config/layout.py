@@ -1,6 +1,6 @@
-"""World size, its factors, and the stages and chunks into which a run cuts the model. Pure integers, no torch.
+"""Parallel layout of a run: factors of the world size, pipeline stages and model chunks. Integers only, no torch.
 
-Left out: where costs decide the cut (`accounting.virtual_stage_sizes`).
+Left out: splits by cost (`accounting.virtual_stage_sizes`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .run_config import RunConfig
 
 
 def check_world_size(world_size: int, tp: int, pp: int, cp: int = 1) -> None:
-    """Raises ValueError when tensor-, pipeline- and context-parallel sizes do not divide the number of ranks."""
-    for name, size in (("tensor", tp), ("pipeline", pp)):
-        check(size >= 1, f"--{name}-model-parallel-size is {size}: pass a number above 0")
+    """Raise ValueError unless TP x PP x CP divides the number of ranks."""
+    check(tp >= 1, f"--tensor-model-parallel-size is {tp}: pass a number above 0")
+    check(pp >= 1, f"--pipeline-model-parallel-size is {pp}: pass a number above 0")
     each = tp * pp * cp
     below = world_size // each * each
     ranks = f"{below} or {below + each}" if below else f"{each}"
@@ -34,19 +34,17 @@ def check_world_size(world_size: int, tp: int, pp: int, cp: int = 1) -> None:
 
 
 def flags_of_sizes(tp: int, pp: int, cp: int) -> str:
-    """The flags whose product divides the number of ranks."""
-    return (
-        f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp}"
-        + f" x --context-parallel-size {cp}" * (cp > 1)
-    )
+    """Return the text of the flags whose product divides the number of ranks."""
+    text = f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp}"
+    return f"{text} x --context-parallel-size {cp}" if cp > 1 else text
 
 
 @dataclass(frozen=True)
 class Layout:
-    """World size and its factors; `Layout.from_run` checks everything that depends on the world size.
+    """World size and its factors. `Layout.from_run` checks everything that depends on the world size.
 
-    dp: ranks with different samples. ep, etp: ranks that have different experts, and that share each of them; etp None: tp.
-    cp: ranks that share each sequence.
+    dp: data-parallel ranks, with different samples; ep: ranks with different experts; etp: ranks that share each expert,
+    None: tp; cp: ranks that share each sequence
     """
 
     world_size: int
@@ -59,33 +57,36 @@ class Layout:
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int | None, int]:
-        """What `comm.grid.Grid` is built with."""
+        """Arguments of `comm.grid.Grid`."""
         return self.world_size, self.tp, self.pp, self.ep, self.etp, self.cp
 
     def __str__(self) -> str:
-        return f"DP {self.dp} x TP {self.tp} x PP {self.pp}" + f" x CP {self.cp}" * (self.cp > 1)
+        text = f"DP {self.dp} x TP {self.tp} x PP {self.pp}"
+        return f"{text} x CP {self.cp}" if self.cp > 1 else text
 
     @property
     def words(self) -> str:
-        """The sizes in a sentence."""
-        context = f"context parallel {self.cp}, " * (self.cp > 1)
+        """Sizes in words."""
+        context = f"context parallel {self.cp}, " if self.cp > 1 else ""
         return f"data parallel {self.dp}, pipeline parallel {self.pp}, {context}tensor parallel {self.tp}"
 
     @property
     def replicas(self) -> int:
-        """Ranks that have the same weights, over which gradients are summed and ZeRO-1 cuts the optimizer state: dp x cp."""
+        """Ranks with the same weights, dp x cp: gradients are reduced, and ZeRO-1 states sharded, over them."""
         return self.dp * self.cp
 
     @property
     def edp(self) -> int:
-        """Ranks of a stage that hold the same part of the same experts."""
+        """Ranks of a stage with the same shard of the same experts."""
         return self.replicas * self.tp // (self.ep * (self.etp or self.tp))
 
     @staticmethod
     def from_run(run: RunConfig, world_size: int) -> Layout:
-        """Raises ValueError, one line with the flag and the remedy, for a run that does not fit on `world_size` ranks."""
-        tp, pp = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
-        model, cp = run.model, run.parallel.context_parallel_size
+        """Build the layout. Raises ValueError, one line with flag and remedy, for a run that does not fit on the ranks."""
+        model = run.model
+        tp = run.parallel.tensor_model_parallel_size
+        pp = run.parallel.pipeline_model_parallel_size
+        cp = run.parallel.context_parallel_size
         check_world_size(world_size, tp, pp, cp)
         check(
             tp == 1 or not model.qk_layernorm_all_heads,
@@ -97,14 +98,10 @@ class Layout:
             "ffn-hidden-size": model.ffn_hidden_size,
         }
         if model.num_experts:
-            width = (
-                model.moe_ffn_hidden_size if run.parallel.expert_tensor_parallel_size != 1 else 0
-            )
-            divided |= {
-                "moe-ffn-hidden-size": width or 0,
-                "moe-shared-expert-intermediate-size": model.moe_shared_expert_intermediate_size
-                or 0,
-            }
+            if run.parallel.expert_tensor_parallel_size != 1:
+                divided["moe-ffn-hidden-size"] = model.moe_ffn_hidden_size or 0
+            shared = model.moe_shared_expert_intermediate_size or 0
+            divided["moe-shared-expert-intermediate-size"] = shared
         if model.group_query_attention:
             divided["num-query-groups"] = model.query_groups
         for name, value in divided.items():
@@ -123,31 +120,34 @@ class Layout:
         layout = Layout(world_size, tp, pp, dp, *_expert_sizes(run, dp * cp), cp)
         for size in sizes_of(run, layout.global_batch_size(run)).sizes():
             layout.microbatches(run, size)
-        micro, batch = run.training.eval_micro_batch_size, layout.eval_batch_size(run)
-        check(
-            micro is None or batch % (micro * layout.dp) == 0,
-            f"the batch of an evaluation, {batch} samples, is not divisible "
-            f"by --eval-micro-batch-size {micro} x data-parallel size {layout.dp} = {(micro or 0) * layout.dp}: change it, or "
-            "--eval-global-batch-size",
-        )
+        batch = layout.eval_batch_size(run)
+        if micro := run.training.eval_micro_batch_size:
+            check(
+                batch % (micro * dp) == 0,
+                f"the batch of an evaluation, {batch} samples, is not divisible by --eval-micro-batch-size {micro} x "
+                f"data-parallel size {dp} = {micro * dp}: change it, or --eval-global-batch-size",
+            )
         layout.microbatches(evaluation_run(run), batch)
         return layout
 
     def global_batch_size(self, run: RunConfig) -> int:
-        """--global-batch-size, or one micro-batch per data-parallel rank."""
+        """Return --global-batch-size, or one micro-batch per data-parallel rank."""
         return run.batch.global_batch_size or run.batch.micro_batch_size * self.dp
 
     def eval_batch_size(self, run: RunConfig) -> int:
-        """--eval-global-batch-size, or the global batch size."""
+        """Return --eval-global-batch-size, or the global batch size."""
         return run.training.eval_global_batch_size or self.global_batch_size(run)
 
     def evaluated(self, run: RunConfig, sizes: Sequence[int], number: int) -> list[tuple[int, int]]:
-        """(first sample, batches) of each validation set in the evaluation of this number, from 0; `sizes`: samples of the sets.
+        """Return (first sample, batches) of each validation set in evaluation `number`, from 0.
 
-        With --full-validation each evaluation has all samples, where the sets follow each other; otherwise it has its own ones.
-        Raises ValueError for a set that does not fill a batch.
+        With --full-validation each evaluation uses all samples of the consecutive sets, otherwise different samples.
+        Raises ValueError for a set smaller than a batch.
+
+        sizes: samples of each set
         """
-        size, iters = self.eval_batch_size(run), run.training.eval_iters
+        size = self.eval_batch_size(run)
+        iters = run.training.eval_iters
         if not run.training.full_validation:
             return [(number * iters * size, iters)]
         for index, samples in enumerate(sizes):
@@ -159,10 +159,11 @@ class Layout:
         return [(end - samples, samples // size) for end, samples in zip(accumulate(sizes), sizes)]
 
     def microbatches(self, run: RunConfig, global_batch_size: int) -> int:
-        """Micro-batches per rank and iteration; ValueError when the batch does not divide."""
+        """Return the micro-batches per rank and iteration. Raises ValueError if the batch is not divisible."""
         each = run.batch.micro_batch_size * self.dp
         below = max(1, global_batch_size // each) * each
-        name, remedy = f"--global-batch-size {global_batch_size}", f"use {below} or {below + each}"
+        name = f"--global-batch-size {global_batch_size}"
+        remedy = f"use {below} or {below + each}"
         if global_batch_size == run.training.eval_global_batch_size:
             name = f"--eval-global-batch-size {global_batch_size}"
         elif run.batch.step_batch_size_schedule:
@@ -181,17 +182,17 @@ class Layout:
 
 
 def _check_context(run: RunConfig, cp: int, tp: int) -> None:
-    """Raises ValueError where the ranks of a sequence cannot share it."""
-    model, name = run.model, f"--context-parallel-size {cp}"
+    """Raise ValueError unless context-parallel ranks can share a sequence."""
     if cp == 1:
         return
-    parts = 2 * cp * sequence_parts(run, tp)
+    model = run.model
+    ranks = f"--context-parallel-size {cp}"
+    if sequence_parts(run, tp) > 1:
+        ranks += f" x --tensor-model-parallel-size {tp}"
+    blocks = 2 * cp * sequence_parts(run, tp)
     check(
-        model.seq_length % parts == 0,
-        f"--seq-length {model.seq_length} is not divisible by {parts}, two parts for each of "
-        f"{name}"
-        + f" x --tensor-model-parallel-size {tp}" * (sequence_parts(run, tp) > 1)
-        + ": change one",
+        model.seq_length % blocks == 0,
+        f"--seq-length {model.seq_length} is not divisible by {blocks}, two parts for each of {ranks}: change one",
     )
     given = run.parallel.cp_comm_type or ()
     check(
@@ -199,31 +200,30 @@ def _check_context(run: RunConfig, cp: int, tp: int) -> None:
         f"--cp-comm-type has {len(given)} values: pass one, or one for each of "
         f"--num-layers {model.num_layers}",
     )
-    if A2A in context_ways(run):
+    if A2A in cp_comm_types(run):
         _check_heads(run, cp, tp)
 
 
-def context_ways(run: RunConfig) -> tuple[str, ...]:
-    """What ranks of a sequence send each other for attention, of each layer."""
-    model, parallel = run.model, run.parallel
-    cp, groups = (
-        parallel.context_parallel_size,
-        model.query_groups // parallel.tensor_model_parallel_size,
-    )
-    whole = (
-        model.num_attention_heads % (parallel.tensor_model_parallel_size * cp) == 0
-        and not model.qk_layernorm_all_heads
-    )
-    chosen = A2A if whole and (groups % cp == 0 or cp % max(1, groups) == 0) else P2P
-    given = parallel.cp_comm_type or (EITHER,)
-    ways = tuple(chosen if way == EITHER else way for way in given)
-    return ways * model.num_layers if len(ways) == 1 else ways
+def cp_comm_types(run: RunConfig) -> tuple[str, ...]:
+    """Return each layer's cp_comm_type, with automatic choices resolved."""
+    model = run.model
+    tp = run.parallel.tensor_model_parallel_size
+    cp = run.parallel.context_parallel_size
+    groups = model.query_groups // tp
+    divides_heads = model.num_attention_heads % (tp * cp) == 0 and not model.qk_layernorm_all_heads
+    divides_groups = groups % cp == 0 or cp % max(1, groups) == 0
+    automatic = A2A if divides_heads and divides_groups else P2P
+    given = run.parallel.cp_comm_type or (EITHER,)
+    types = tuple(automatic if name == EITHER else name for name in given)
+    return types * model.num_layers if len(types) == 1 else types
 
 
 def _check_heads(run: RunConfig, cp: int, tp: int) -> None:
-    """Raises ValueError where the ranks of a sequence cannot exchange heads."""
-    model, name = run.model, f"--context-parallel-size {cp}"
-    heads, groups = model.num_attention_heads, model.query_groups // tp
+    """Raise ValueError unless context-parallel ranks can exchange heads."""
+    model = run.model
+    name = f"--context-parallel-size {cp}"
+    heads = model.num_attention_heads
+    groups = model.query_groups // tp
     remedy = "change one, or pass --cp-comm-type p2p"
     check(
         not model.qk_layernorm_all_heads,
@@ -243,68 +243,73 @@ def _check_heads(run: RunConfig, cp: int, tp: int) -> None:
 
 
 def group_copies(groups: int, cp: int) -> int:
-    """Ranks of a sequence that have the same key and value for attention. groups: of a tensor-parallel rank."""
+    """Return the number of context-parallel ranks that share a key and value. groups: per tensor-parallel rank"""
     return max(1, cp // groups)
 
 
 def _expert_sizes(run: RunConfig, dp: int) -> tuple[int, int | None]:
-    """(ep, etp) of a layout with dp ranks that have the same weights. Raises ValueError where experts or ranks do not divide."""
-    parallel, experts = run.parallel, run.model.num_experts
-    tp, ep, etp = (
-        parallel.tensor_model_parallel_size,
-        parallel.expert_model_parallel_size,
-        parallel.expert_tensor_parallel_size,
-    )
+    """Return (ep, etp) with dp replicas of the weights. Raises ValueError if experts or ranks are not divisible."""
+    parallel = run.parallel
     if not parallel.divides_experts:
         return 1, None
-    flags = f"--expert-model-parallel-size {ep}" + f" x --expert-tensor-parallel-size {etp}" * (
-        etp is not None
-    )
+    experts = run.model.num_experts
+    tp = parallel.tensor_model_parallel_size
+    ep = parallel.expert_model_parallel_size
+    etp = parallel.expert_tensor_parallel_size
+    cp = parallel.context_parallel_size
+    flags = f"--expert-model-parallel-size {ep}"
+    if etp is not None:
+        flags += f" x --expert-tensor-parallel-size {etp}"
     check(
         (experts or 0) % ep == 0,
         f"--num-experts {experts} is not divisible by --expert-model-parallel-size {ep}: change one",
     )
-    cp, together = parallel.context_parallel_size, ep * (etp or tp)
-    shared = f" x --context-parallel-size {cp}" * (cp > 1)
+    ranks = ep * (etp or tp)
+    shared = f" x --context-parallel-size {cp}" if cp > 1 else ""
     check(
-        dp * tp % together == 0,
-        f"{flags} is {together} ranks for all experts, which do not divide data-parallel size "
+        dp * tp % ranks == 0,
+        f"{flags} is {ranks} ranks for all experts, which do not divide data-parallel size "
         f"{dp // cp}{shared} x tensor-parallel size {tp} = {dp * tp} ranks of a stage: change one, or start more ranks",
     )
     return ep, etp
 
 
 def evaluation_run(run: RunConfig) -> RunConfig:
-    """The run as its evaluations see it, with --eval-micro-batch-size in place of --micro-batch-size."""
+    """Return the run with --eval-micro-batch-size as its --micro-batch-size."""
     size = run.training.eval_micro_batch_size
-    return replace(run, batch=replace(run.batch, micro_batch_size=size)) if size else run
+    if not size:
+        return run
+    return replace(run, batch=replace(run.batch, micro_batch_size=size))
 
 
 def chunks(run: RunConfig) -> int:
-    """Chunks of layers, which are parts of the model, on each pipeline stage."""
+    """Return the number of model chunks per pipeline stage."""
     parallel = run.parallel
     if per_chunk := parallel.num_layers_per_virtual_pipeline_stage:
         return max(1, run.model.num_layers // (per_chunk * parallel.pipeline_model_parallel_size))
     return parallel.num_virtual_stages_per_pipeline_rank or (2 if parallel.schedule == ZBV else 1)
 
 
-@lru_cache(maxsize=1024)  # everything asks for it
+@lru_cache(maxsize=1024)
 def placement(run: RunConfig) -> Placement:
-    """Which part of the model is on which stage."""
+    """Return the placement of model chunks on stages."""
     return placement_of(
         run.parallel.schedule, run.parallel.pipeline_model_parallel_size, chunks(run)
     )
 
 
 def check_split(run: RunConfig) -> None:
-    """Raises ValueError when the layers cannot be cut into the parts that the flags ask for."""
-    layers, parallel, parts = run.model.num_layers, run.parallel, placement(run).virtual_stages
-    pp, split = parallel.pipeline_model_parallel_size, parallel.pipeline_split
-    per_chunk, per_stage = parallel.num_layers_per_virtual_pipeline_stage, parts // pp
-    chunked = (
-        f" x {per_stage} chunks of --pipeline-schedule {parallel.schedule}" if per_stage > 1 else ""
-    )
-    each = f"--pipeline-model-parallel-size {pp}{chunked}"
+    """Raise ValueError unless the layers can be split into the stages and chunks of the flags."""
+    parallel = run.parallel
+    layers = run.model.num_layers
+    parts = placement(run).virtual_stages
+    pp = parallel.pipeline_model_parallel_size
+    split = parallel.pipeline_split
+    per_chunk = parallel.num_layers_per_virtual_pipeline_stage
+    per_stage = parts // pp
+    each = f"--pipeline-model-parallel-size {pp}"
+    if per_stage > 1:
+        each += f" x {per_stage} chunks of --pipeline-schedule {parallel.schedule}"
     check(layers >= parts, f"--num-layers {layers} is below {each}: each needs a layer, change one")
     check(
         per_chunk is None or layers % (pp * per_chunk) == 0,
@@ -317,21 +322,19 @@ def check_split(run: RunConfig) -> None:
         f"--num-layers {layers} is not divisible by {each}: "
         "change one of them, or pass --pipeline-split balanced",
     )
-    again = run.training.recompute_part_layers
+    recomputed = run.training.recompute_part_layers
     check(
-        again is None or len(again) == parts,
-        f"--recompute-part-layers has {len(again or ())} numbers and {each} makes {parts} "
+        recomputed is None or len(recomputed) == parts,
+        f"--recompute-part-layers has {len(recomputed or ())} numbers and {each} makes {parts} "
         f"parts: pass {parts} numbers",
     )
-    if (sizes := stage_sizes(run)) is None:
+    sizes = stage_sizes(run)
+    if sizes is None:
         return
-    flags = (
-        f"--pipeline-split {split}"
-        if split not in ("even", "balanced")
-        else " and ".join(
-            f"{flag(name)} {value}" for name, value in _ends(run).items() if value is not None
-        )
-    )
+    flags = f"--pipeline-split {split}"
+    if split in ("even", "balanced"):
+        given = {name: value for name, value in _ends(run).items() if value is not None}
+        flags = " and ".join(f"{flag(name)} {value}" for name, value in given.items())
     check(
         (len(sizes), sum(sizes)) == (pp, layers),
         f"{flags} has {len(sizes)} stages and {sum(sizes)} "
@@ -350,23 +353,22 @@ def _ends(run: RunConfig) -> dict[str, int | None]:
 
 
 def stage_sizes(run: RunConfig) -> tuple[int, ...] | None:
-    """Layers of each stage where the flags set them; None where costs or equal numbers decide."""
-    split, pp, layers = (
-        run.parallel.pipeline_split,
-        run.parallel.pipeline_model_parallel_size,
-        run.model.num_layers,
-    )
+    """Return the layers of each stage if flags set them, or None."""
+    split = run.parallel.pipeline_split
     if split not in ("even", "balanced"):
         return tuple(map(int, split.split(",")))
-    first, last = _ends(run).values()
-    given = [n for n in (first, last) if n is not None]
-    if not given:
+    first = run.parallel.decoder_first_pipeline_num_layers
+    last = run.parallel.decoder_last_pipeline_num_layers
+    if first is None and last is None:
         return None
-    others = pp - len(given)
-    between = evenly(layers - sum(given), others) if others else ()
-    return (*([first] if first else []), *between, *([last] if last else []))
+    before = () if first is None else (first,)
+    after = () if last is None else (last,)
+    stages = run.parallel.pipeline_model_parallel_size - len(before) - len(after)
+    layers = run.model.num_layers - sum(before) - sum(after)
+    between = evenly(layers, stages) if stages else ()
+    return (*before, *between, *after)
 
 
 def sequence_parts(run: RunConfig, tp: int) -> int:
-    """Parts into which tensor-parallel ranks cut a rank's sequence between their matmuls: t with --sequence-parallel, or 1."""
+    """Return the shards of a rank's sequence between tensor-parallel matmuls: t with --sequence-parallel, or 1."""
     return tp if run.parallel.sequence_parallel else 1

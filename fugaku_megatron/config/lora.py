@@ -1,21 +1,24 @@
-"""LoRA: low-rank adapters of frozen weights, as fields of a run's config.
+"""Fields of LoRA: low-rank adapters of frozen weights. The layers are in `nn.adapters`.
 
-y = x W^T + scale dropout(x) A^T B^T, with A (rank, inputs) and B (outputs, rank). Source: Hu et al. 2021, "LoRA: Low-Rank
-Adaptation of Large Language Models" (arXiv:2106.09685); the scale of --lora-use-rslora: Kalajdzievski 2023 (arXiv:2312.03732).
-Names of targets are those of peft for Hugging Face's models, and those of Megatron-LM. Left out: the layers (`nn.adapters`).
+y = x W^T + scale dropout(x) A^T B^T, with A (rank, inputs) and B (outputs, rank). Sources: Hu et al. 2021 (arXiv:2106.09685);
+for --lora-use-rslora Kalajdzievski 2023 (arXiv:2312.03732). Targets are named as in peft and as in Megatron-LM.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
-from .fields import check, check_fraction, check_numbers, check_positive, hashed_once, opt
+from .fields import cached_hash, check, check_fraction, check_numbers, check_positive, option
 from .model import ModelConfig
 
 ALL_LINEAR = "all-linear"
-DROPOUT_COLUMNS = 8  # of an input that ranks share: a mask goes by blocks of so many
-QKV, PROJ, FC1, FC2 = "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"
-# A linear layer of the block -> the matrices of Hugging Face's models that it holds, in the order of its rows.
+DROPOUT_COLUMNS = 8  # block size of a dropout mask over a sharded input
+QKV = "linear_qkv"
+PROJ = "linear_proj"
+FC1 = "linear_fc1"
+FC2 = "linear_fc2"
+# A linear layer of the block -> its matrices in Hugging Face's models, in the order of its rows.
 MATRICES = {
     QKV: ("q_proj", "k_proj", "v_proj"),
     PROJ: ("o_proj",),
@@ -26,27 +29,27 @@ _NAMES = tuple(name for names in MATRICES.values() for name in names)
 TARGETS = (ALL_LINEAR, *_NAMES, *MATRICES)
 
 
-@hashed_once
+@cached_hash
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters: the weights of the model stay as they are, and small matrices next to them are trained."""
+    """Low-rank adapters: the model's weights are frozen, and small matrices next to them are trained."""
 
-    lora_rank: int | None = opt(
+    lora_rank: int | None = option(
         None,
-        "train adapters of this rank, and nothing else; the model's weights come from "
+        "train only adapters of this rank; the model's weights come from "
         "--pretrained-checkpoint, or from --finetune --load (default: all weights are trained)",
         type=int,
         maximum=2**16,
     )
-    lora_alpha: float = opt(8.0, "adapters are scaled by this / rank")
-    lora_dropout: float = opt(0.0, "dropout of what goes into adapters")
-    lora_target: str = opt(
+    lora_alpha: float = option(8.0, "adapters are scaled by this / rank")
+    lora_dropout: float = option(0.0, "dropout of the adapters' input")
+    lora_target: str = option(
         ALL_LINEAR,
         "matrices with an adapter, separated by commas: q_proj, k_proj, v_proj, o_proj, gate_proj, "
-        "up_proj, down_proj as in peft; linear_qkv, linear_proj, linear_fc1, linear_fc2, which have one adapter "
-        "for all matrices in them; or all-linear, all seven of peft's",
+        "up_proj, down_proj as in peft; linear_qkv, linear_proj, linear_fc1, linear_fc2, with one adapter "
+        "for all their matrices; or all-linear, all seven of peft's",
     )
-    lora_use_rslora: bool = opt(
+    lora_use_rslora: bool = option(
         False, "scale adapters by alpha / sqrt(rank) instead of alpha / rank"
     )
 
@@ -77,27 +80,28 @@ class LoraConfig:
 
     @property
     def on(self) -> bool:
-        """Whether the run trains adapters."""
+        """True if the run trains adapters."""
         return self.lora_rank is not None
 
     @property
     def rank(self) -> int:
-        """Of each adapter; the run has some."""
+        """Rank of the adapters, which the run has."""
         assert self.lora_rank is not None
         return self.lora_rank
 
     @property
     def scale(self) -> float:
-        """What A^T B^T is multiplied by."""
-        return self.lora_alpha / (self.rank**0.5 if self.lora_use_rslora else self.rank)
+        """Factor of A^T B^T."""
+        divisor = self.rank**0.5 if self.lora_use_rslora else self.rank
+        return self.lora_alpha / divisor
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The names that were given."""
+        """Names in --lora-target."""
         return tuple(name.strip() for name in self.lora_target.split(","))
 
     def parts(self, linear: str, model: ModelConfig) -> tuple[str, ...]:
-        """The adapters of a linear layer of the block, by name of what they adapt; none where it has no adapter."""
+        """Return the adapted matrices of a linear layer of the block, by name."""
         if not self.on:
             return ()
         names = _NAMES if self.targets == (ALL_LINEAR,) else self.targets
@@ -108,15 +112,13 @@ class LoraConfig:
         return tuple(name for name in MATRICES[linear] if name in names)
 
     def check_model(self, model: ModelConfig) -> None:
-        """ValueError for a model whose matrices cannot have these adapters."""
+        """Raise ValueError if the model's matrices cannot have these adapters."""
         if not self.on:
             return
-        attention, of_experts = (
-            ",".join(MATRICES[QKV] + MATRICES[PROJ]),
-            model.num_experts and self.of_mlps(model),
-        )
+        attention = ",".join(MATRICES[QKV] + MATRICES[PROJ])
+        adapts_experts = model.num_experts and self.of_mlps(model)
         check(
-            not self.lora_dropout or not of_experts,
+            not self.lora_dropout or not adapts_experts,
             f"--lora-dropout {self.lora_dropout}: adapters of experts have no dropout, "
             f"as in peft: pass 0, or --lora-target {attention}",
         )
@@ -124,28 +126,24 @@ class LoraConfig:
             model.gated or "gate_proj" not in self.targets,
             "--lora-target gate_proj: the MLP has no gate: leave it out, or pass --swiglu",
         )
-        sides = [
-            (part, *shape(part, model, width))
-            for linear in MATRICES
-            for part in self.parts(linear, model)
-            for width in model.mlp_widths
-        ]
-        for part, rows, columns in sides:
+        names = [name for linear in MATRICES for name in self.parts(linear, model)]
+        for name, width in product(names, model.mlp_widths):
+            rows, columns = shape(name, model, width)
             check(
                 self.rank <= min(rows, columns),
-                f"--lora-rank {self.rank} is larger than the smaller side of {part}, "
+                f"--lora-rank {self.rank} is larger than the smaller side of {name}, "
                 f"{rows} x {columns}: lower it to {min(rows, columns)} or less",
             )
 
     def of_mlps(self, model: ModelConfig) -> bool:
-        """Whether MLPs, or experts, have adapters."""
+        """Return True if MLPs, or experts, have adapters."""
         return bool(self.parts(FC1, model) or self.parts(FC2, model))
 
 
 def shape(name: str, model: ModelConfig, f: int) -> tuple[int, int]:
-    """(outputs, inputs) of a matrix that a target names, of an MLP or expert of width f."""
-    h, d = model.hidden_size, model.kv_channels
-    keys = model.query_groups * d
+    """Return (outputs, inputs) of the matrix `name`, in an MLP or expert of width f."""
+    h = model.hidden_size
+    keys = model.query_groups * model.kv_channels
     return {
         "q_proj": (model.context_width, h),
         "k_proj": (keys, h),

@@ -1,4 +1,7 @@
-"""Megatron-LM's flags that are not fields of `config`: what each does here (`megatron_flags.txt`)."""
+"""Flags of Megatron-LM and its forks that are not fields of `config`, read from `megatron_flags.txt`.
+
+Scripts written for Megatron-LM start unchanged, unless they ask for something that would change the model or be lost.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Flags of Megatron-LM and its forks that are not fields of `config`: what each means here, or why it is refused. Scripts written
-# for them start unchanged, unless they ask for something that would change the model or be lost. The table is megatron_flags.txt,
-# whose first lines say how it is read.
-
 TABLE = Path(__file__).with_name("megatron_flags.txt")
-
-
-SAVED = "saved"  # the status of arguments that are no flags
+SAVED = "saved"  # status of saved arguments that are not flags
 
 
 @dataclass(frozen=True)
 class OtherFlag:
     """A row of the table.
 
-    values: how many follow the flag, as argparse has it. accepted: values that a refused flag may
-    have. changes_model: a checkpoint that was saved with it holds another model than its weights say.
+    values: number of values, as argparse's nargs
+    accepted: values that are accepted although the flag is refused
+    changes_model: True if a checkpoint saved with the flag is another model than its weights suggest
     """
 
     values: int | str
@@ -31,13 +29,15 @@ class OtherFlag:
     changes_model: bool = False
 
     def refuses(self, given: Sequence[str]) -> bool:
-        """Whether these values of the flag are refused."""
+        """Return True if these values of the flag are refused."""
+        if not self.refused:
+            return False
         accepted = [any(_same(value, other) for other in self.accepted) for value in given]
-        return self.refused and not (accepted and all(accepted))
+        return not (accepted and all(accepted))
 
     @property
     def note(self) -> str:
-        """What the log says where the flag is accepted."""
+        """Note in the log if the flag is accepted."""
         return "the value passed is what this program does" if self.refused else self.meaning
 
 
@@ -50,7 +50,8 @@ def _same(given: str, accepted: str) -> bool:
 
 def _groups(text: str) -> Iterator[tuple[str, str, list[str]]]:
     """Yield status, meaning and words of each line of words in the table."""
-    status, meaning = "", ""
+    status = ""
+    meaning = ""
     for line in text.splitlines():
         if line.startswith("  "):
             yield status, meaning, line.split()
@@ -67,28 +68,21 @@ def _rows() -> Iterator[tuple[str, OtherFlag]]:
             continue
         for word in words:
             name, takes, value = word.partition("=")
-            accepted = (
-                ()
-                if value.startswith("X") or not takes
-                else tuple(value.removesuffix("...").split("|"))
-            )
-            yield (
-                name,
-                OtherFlag(
-                    (1, "+")[value.endswith("...")] if takes else 0,
-                    status in ("refused", "model"),
-                    meaning,
-                    accepted,
-                    status == "model",
-                ),
-            )
+            values: int | str = 0
+            accepted: tuple[str, ...] = ()
+            if takes:
+                values = "+" if value.endswith("...") else 1
+                if not value.startswith("X"):
+                    accepted = tuple(value.removesuffix("...").split("|"))
+            refused = status in ("refused", "model")
+            yield name, OtherFlag(values, refused, meaning, accepted, status == "model")
 
 
 OTHER_FLAGS: dict[str, OtherFlag] = dict(_rows())
 
 
 def saved_reasons() -> dict[str, tuple[str, ...]]:
-    """Return the arguments that Megatron-LM saves, no flag here is named after, and change no model, by the reason."""
+    """Return the saved arguments of Megatron-LM without a flag here that change no model, by reason."""
     reasons: dict[str, tuple[str, ...]] = {}
     for status, meaning, names in GROUPS:
         if status == SAVED:

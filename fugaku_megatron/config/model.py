@@ -1,6 +1,6 @@
-"""The GPT that is trained, a group of `config`'s fields: GPT-2's block by default; those of Llama and others by flags.
+"""Fields of the model: GPT-2's block by default; Llama's and others by flags.
 
-Legend: h hidden, n heads, g groups of heads that share a key and a value, d head size.
+Legend: h hidden size, n heads, g query groups, d head size, f MLP width.
 """
 
 from __future__ import annotations
@@ -12,24 +12,26 @@ from typing import Any
 
 from .experts import BALANCE, CAPACITY, EXPERTS, ExpertFields, experts_in
 from .fields import (
+    cached_hash,
     check,
     check_choices,
     check_fraction,
     check_numbers,
     check_positive,
     flag,
-    hashed_once,
-    opt,
+    option,
     required,
 )
+from .rules import check_rules
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormPart:
-    """A norm over the hidden dimension h.
+    """A norm over the hidden dimension.
 
-    layer: "module:class" of a subclass of `nn.layers.Norm`, imported when a stage is built. vectors: parameters of h elements each.
-    statistics: FP32 numbers per row that backward needs in addition to the input.
+    layer: "module:class" of a subclass of `nn.layers.Norm`, imported when a stage is built
+    vectors: parameters of h elements each
+    statistics: FP32 numbers per row that backward needs in addition to the input
     """
 
     layer: str
@@ -45,33 +47,34 @@ NORMS = {
     ),
 }
 
-
-# An MLP h -> f -> h, by its activation -> "module:class", as in NormPart, with the interface of `nn.blocks.MLP`.
+# An activation -> the "module:class" of its MLP h -> f -> h, with the interface of `nn.blocks.MLP`.
 MLPS = {
     **dict.fromkeys(("gelu", "gelu_exact", "squared_relu"), "fugaku_megatron.nn.blocks:MLP"),
     **dict.fromkeys(("swiglu", "geglu"), "fugaku_megatron.nn.blocks:GatedMLP"),
     "experts": "fugaku_megatron.nn.experts:Experts",
 }
 
+# Values of --mask-vocab-padding.
+UNRESOLVED = "auto"
+MASKED = "yes"
+COUNTED = "no"
 
-UNSETTLED, MASKED, COUNTED = PADDING = ("auto", "yes", "no")  # of --mask-vocab-padding
+LEARNED = "learned_absolute"
+ROPE = "rope"
+YARN = "yarn"
+NO_POSITIONS = "none"
+POSITION_TYPES = (LEARNED, ROPE, YARN, NO_POSITIONS)
+
+FFN_MULTIPLE = 64  # the default width of a gated MLP is a multiple, as in Megatron-LM
+HEAD_MULTIPLE = 4  # the C++ attention kernels take head sizes that are a multiple
 
 
-LEARNED, ROPE, YARN, NO_POSITIONS = POSITION_TYPES = ("learned_absolute", "rope", "yarn", "none")
-
-
-FFN_MULTIPLE = 64  # of the width that --swiglu has by default, as in Megatron-LM
-
-
-HEAD_MULTIPLE = 4  # elements: the C++ kernels of attention take heads of so many, or a multiple
-
-
-@hashed_once
+@cached_hash
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ExpertFields):
     """The GPT that is trained (GPT-2 as Megatron-LM builds it, unless flags say otherwise)."""
 
-    # A number whose default is None and whose type is int is computed from the other fields: it is never None afterwards.
+    # A field of type int with default None is computed from other fields, and never None afterwards.
 
     num_layers: int = required(
         "number of transformer layers", maximum=4096, aliases=("--encoder-num-layers",)
@@ -80,165 +83,171 @@ class ModelConfig(ExpertFields):
     num_attention_heads: int = required(
         "number of attention heads; must divide --hidden-size", maximum=2**16
     )
-    ffn_hidden_size: int = opt(
+    ffn_hidden_size: int = option(
         None, "width of the MLP (default: 4 x hidden size)", type=int, maximum=2**22
     )
     seq_length: int = required(
         "tokens per sample, s", maximum=2**22, aliases=("--encoder-seq-length",)
     )
-    max_position_embeddings: int = opt(
+    max_position_embeddings: int = option(
         None, "rows of the position embedding (default: --seq-length)", type=int, maximum=2**22
     )
-    vocab_size: int | None = opt(
+    vocab_size: int | None = option(
         None, "vocabulary before padding (default: the tokenizer's)", type=int, maximum=2**26
     )
-    make_vocab_size_divisible_by: int = opt(
+    make_vocab_size_divisible_by: int = option(
         128, "pad the vocabulary to a multiple of this x tensor-parallel size"
     )
-    padded_vocab_size: int | None = opt(
+    padded_vocab_size: int | None = option(
         None,
         "rows of the vocabulary with its padding, instead of that multiple",
         type=int,
         maximum=2**26,
     )
-    mask_vocab_padding: str = opt(
-        UNSETTLED,
-        "keep rows of the vocabulary that are not tokens out of the loss, where Megatron-LM "
-        "counts them; auto: what the checkpoint says, yes for converted weights, no from scratch",
-        choices=PADDING,
+    mask_vocab_padding: str = option(
+        UNRESOLVED,
+        "exclude padding rows of the vocabulary from the softmax, which Megatron-LM includes; "
+        "auto: as in the checkpoint, yes for converted weights, no from scratch",
+        choices=(UNRESOLVED, MASKED, COUNTED),
     )
-    init_method_std: float = opt(0.02, "standard deviation of the initial weights")
-    normalization: str = opt(
+    init_method_std: float = option(0.02, "standard deviation of the initial weights")
+    normalization: str = option(
         "LayerNorm",
         "norm before attention, before the MLP and after the last layer; PlainLayerNorm has "
         "no weights",
     )
-    apply_layernorm_1p: bool = opt(False, "norms multiply by 1 + their weight, which starts at 0")
-    disable_bias_linear: bool = opt(False, "no biases in the linear layers of the blocks")
-    layernorm_epsilon: float = opt(1e-5, "epsilon of the norms", aliases=("--norm-epsilon",))
-    hidden_dropout: float = opt(
-        0.1, "dropout on embeddings and on what each sub-layer adds to the residual stream"
+    apply_layernorm_1p: bool = option(
+        False, "norms multiply by 1 + their weight, which starts at 0"
     )
-    attention_dropout: float = opt(0.1, "dropout on attention probabilities")
-    swiglu: bool = opt(
+    disable_bias_linear: bool = option(False, "no biases in the linear layers of the blocks")
+    layernorm_epsilon: float = option(1e-5, "epsilon of the norms", aliases=("--norm-epsilon",))
+    hidden_dropout: float = option(0.1, "dropout on embeddings and on the output of each sub-layer")
+    attention_dropout: float = option(0.1, "dropout on attention probabilities")
+    swiglu: bool = option(
         False,
         "the MLP is W2 (silu(Wg x) * (Wv x)); --ffn-hidden-size is then 8/3 x hidden size by default",
     )
-    geglu: bool = opt(
+    geglu: bool = option(
         False,
-        "the MLP is W2 (gelu(Wg x) * (Wv x)) with the tanh form of the GELU; its width by default is that of "
+        "the MLP is W2 (gelu(Wg x) * (Wv x)) with the tanh form of the GELU; its default width is as with "
         "--swiglu",
     )
-    squared_relu: bool = opt(False, "the MLP is W2 relu(W1 x)^2, instead of the GELU")
-    bias_gelu_fusion: bool = opt(
+    squared_relu: bool = option(False, "the MLP is W2 relu(W1 x)^2, instead of the GELU")
+    bias_gelu_fusion: bool = option(
         True,
-        "the MLP's GELU is its tanh form, which Megatron-LM's fused kernel computes; without it, "
-        "and with --disable-bias-linear, as there, the exact one",
+        "the MLP's GELU is its tanh form, which Megatron-LM's fused kernel computes; without this flag, "
+        "or with --disable-bias-linear, it is the exact GELU, as in Megatron-LM",
     )
-    openai_gelu: bool = opt(False, "the MLP's GELU is its tanh form in any case")
-    use_z_loss: bool = opt(
+    openai_gelu: bool = option(False, "the MLP's GELU is its tanh form in any case")
+    use_z_loss: bool = option(
         False,
         "add --z-loss-strength x (log of the softmax's denominator)^2 to each token's training loss",
     )
-    z_loss_strength: float = opt(1e-4, "the factor of --use-z-loss", aliases=("--z-loss-coeff",))
-    group_query_attention: bool = opt(False, "groups of heads share a key and a value")
-    num_query_groups: int | None = opt(
+    z_loss_strength: float = option(1e-4, "the factor of --use-z-loss", aliases=("--z-loss-coeff",))
+    group_query_attention: bool = option(False, "groups of heads share a key and a value")
+    num_query_groups: int | None = option(
         None, "groups g of heads, for --group-query-attention (default: 1)", type=int, maximum=2**16
     )
-    kv_channels: int = opt(
+    kv_channels: int = option(
         None, "size d of a head (default: hidden size / attention heads)", type=int, maximum=2**16
     )
-    add_qkv_bias: bool = opt(
+    add_qkv_bias: bool = option(
         False, "biases of queries, keys and values, also with --disable-bias-linear"
     )
-    qk_layernorm: bool = opt(False, "normalise each query and each key over its head's d elements")
-    qk_layernorm_all_heads: bool = opt(
-        False,
-        "the norms of --qk-layernorm are over the elements of all heads, with a weight for "
-        "each, as in OLMoE",
+    qk_layernorm: bool = option(
+        False, "normalise each query and each key over its head's d elements"
     )
-    position_embedding_type: str = opt(
+    qk_layernorm_all_heads: bool = option(
+        False,
+        "the norms of --qk-layernorm are over the elements of all heads, with one weight per "
+        "element, as in OLMoE",
+    )
+    position_embedding_type: str = option(
         LEARNED,
         "positions: a learned vector each, rotated queries and keys (rope, or yarn for "
-        "longer sequences than a model was trained for), or none",
+        "sequences longer than those of pretraining), or none",
         choices=POSITION_TYPES,
         switches={"--use-rotary-position-embeddings": ROPE},
     )
-    rotary_base: float = opt(10000.0, "base of the wavelengths of rope", aliases=("--rope-theta",))
-    rotary_percent: float = opt(1.0, "share of a head's elements that rope rotates, the first ones")
-    rotary_interleaved: bool = opt(
-        False,
-        "rope rotates neighbouring elements together, not those half of the rotated ones apart",
+    rotary_base: float = option(
+        10000.0, "base of the wavelengths of rope", aliases=("--rope-theta",)
     )
-    rotary_seq_len_interpolation_factor: float | None = opt(
+    rotary_percent: float = option(
+        1.0, "share of a head's elements that rope rotates, the first ones"
+    )
+    rotary_interleaved: bool = option(
+        False,
+        "rope rotates pairs of neighbouring elements, instead of elements half the rotated size apart",
+    )
+    rotary_seq_len_interpolation_factor: float | None = option(
         None, "divide rope's positions by this (linear scaling)", type=float
     )
-    rotary_scaling_factor: float = opt(1.0, "how much yarn lengthens the long waves")
-    yarn_original_max_position_embeddings: int = opt(
-        4096, "positions that a model had before yarn", maximum=2**22
+    rotary_scaling_factor: float = option(1.0, "factor by which yarn lengthens long wavelengths")
+    yarn_original_max_position_embeddings: int = option(
+        4096, "sequence length of the model before yarn", maximum=2**22
     )
-    yarn_beta_fast: float = opt(
+    yarn_beta_fast: float = option(
         32.0,
-        "waves that turn so often in the original positions, and shorter ones, stay as they are",
+        "wavelengths with at least this many rotations in the original length are unchanged",
     )
-    yarn_beta_slow: float = opt(
-        1.0, "waves that turn so often there, and longer ones, are lengthened by the whole factor"
-    )
-    yarn_correction_range_round_to_int: bool = opt(
-        True, "round the numbers of these two waves outwards"
-    )
-    mscale: float = opt(
+    yarn_beta_slow: float = option(
         1.0,
-        "yarn multiplies queries and keys by 0.1 x this x ln(factor) + 1, divided by the same of "
-        "--mscale-all-dim",
+        "wavelengths with at most this many rotations in the original length are lengthened by the whole factor",
     )
-    mscale_all_dim: float = opt(0.0, "see --mscale")
-    use_rope_scaling: bool = opt(
-        False, "lengthen rope's long waves as Llama 3.1 does, for longer sequences"
+    yarn_correction_range_round_to_int: bool = option(
+        True, "round the indices of these two wavelengths outwards"
     )
-    rope_scaling_factor: float = opt(8.0, "how much --use-rope-scaling lengthens them")
-    rope_scaling_low_freq_factor: float = opt(
-        1.0, "waves of the original positions / this and more are lengthened by the whole factor"
+    mscale: float = option(
+        1.0,
+        "yarn multiplies queries and keys by (0.1 x this x ln(factor) + 1) / "
+        "(0.1 x --mscale-all-dim x ln(factor) + 1)",
     )
-    rope_scaling_high_freq_factor: float = opt(
-        4.0, "waves of the original positions / this and fewer stay as they are"
+    mscale_all_dim: float = option(0.0, "see --mscale")
+    use_rope_scaling: bool = option(
+        False, "lengthen rope's long wavelengths as Llama 3.1 does, for longer sequences"
     )
-    rope_scaling_original_max_position_embeddings: int = opt(
+    rope_scaling_factor: float = option(8.0, "factor of --use-rope-scaling")
+    rope_scaling_low_freq_factor: float = option(
+        1.0, "wavelengths of at least original length / this are lengthened by the whole factor"
+    )
+    rope_scaling_high_freq_factor: float = option(
+        4.0, "wavelengths of at most original length / this are unchanged"
+    )
+    rope_scaling_original_max_position_embeddings: int = option(
         8192,
-        "the original positions: those that a model had before "
-        "--use-rope-scaling or --rope-dynamic-factor",
+        "sequence length of the model before --use-rope-scaling or --rope-dynamic-factor",
         maximum=2**22,
     )
-    rope_dynamic_factor: float | None = opt(
+    rope_dynamic_factor: float | None = option(
         None,
-        "raise rope's base with the length of a sequence, or of a chat or document with positions of its own, "
-        "beyond the original positions (dynamic NTK scaling), by this factor",
+        "dynamic NTK scaling: raise rope's base by this factor with the length beyond the original one; the length "
+        "is that of the sequence, or of a chat or document with its own positions",
         type=float,
     )
-    untie_embeddings_and_output_weights: bool = opt(
-        False, "the logits have a weight of their own, not the word embedding's"
+    untie_embeddings_and_output_weights: bool = option(
+        False, "the logits have their own weight instead of the word embedding's"
     )
-    window_size: str | None = opt(
+    window_size: str | None = option(
         None,
-        "LEFT,0: a token sees itself and LEFT tokens before it (Mistral's window - 1), not all",
+        "LEFT,0: a token attends to itself and LEFT tokens before it (Mistral's window - 1), not to all",
         type=str,
     )
 
-    parallel_residual: bool = opt(
+    parallel_residual: bool = option(
         False,
-        "attention and the MLP both read the input of the layer, each through its own norm, and "
-        "both results are added to it",
+        "attention and the MLP both read the layer's input, each through its own norm, and "
+        "both results are added to that input",
     )
-    embedding_multiplier: float = opt(1.0, "multiply the word embeddings by this")
-    residual_multiplier: float = opt(
-        1.0, "multiply by this what attention and the MLP add to the residual stream"
+    embedding_multiplier: float = option(1.0, "multiply the word embeddings by this")
+    residual_multiplier: float = option(
+        1.0, "multiply the outputs of attention and the MLP by this"
     )
-    attention_multiplier: float | None = opt(
+    attention_multiplier: float | None = option(
         None,
         "multiply the attention scores by this (default: 1 / sqrt of the head size)",
         type=float,
     )
-    logits_scaling: float = opt(1.0, "divide the logits by this")
+    logits_scaling: float = option(1.0, "divide the logits by this")
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -249,13 +258,6 @@ class ModelConfig(ExpertFields):
             self, *(name for name in numbers if "dropout" not in name and "mscale" not in name)
         )
         check_positive(self, "padded_vocab_size", *SCALINGS[1:], "attention_multiplier")
-        chosen = [flag(name) for name in ("swiglu", "geglu", "squared_relu") if getattr(self, name)]
-        check(len(chosen) < 2, f"{' and '.join(chosen)} exclude each other: pass one")
-        check(
-            not (self.vocab_size and self.padded_vocab_size)
-            or self.padded_vocab_size >= self.vocab_size,
-            f"--padded-vocab-size {self.padded_vocab_size} is below --vocab-size {self.vocab_size}: raise it, or leave it out",
-        )
         check(
             self.normalization in NORMS,
             f"--normalization is {self.normalization}: pass {' or '.join(NORMS)}",
@@ -266,21 +268,27 @@ class ModelConfig(ExpertFields):
             f"--max-position-embeddings {self.max_position_embeddings} "
             f"is below --seq-length {self.seq_length}: raise it to {self.seq_length} or shorten the sequence",
         )
-        self._check_heads()
+        check(
+            self.kv_channels is not None,
+            f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads {self.num_attention_heads}: "
+            "change one of them, or pass --kv-channels, the size of a head",
+        )
+        check_rules(self, "model")
         self._check_rotary()
         self._check_block()
         self._check_experts(self.num_layers, not self.disable_bias_linear)
 
     def _derive(self) -> None:
-        """Set what was not given. A head size that does not divide is left to `_check_heads`."""
-        h, heads = self.hidden_size, max(1, self.num_attention_heads)
-        width = h * 8 // 3 // FFN_MULTIPLE * FFN_MULTIPLE or FFN_MULTIPLE if self.gated else 4 * h
-        for name, value in (
-            ("ffn_hidden_size", width),
-            ("max_position_embeddings", self.seq_length),
-        ):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
+        """Compute the fields that were not given. A head size that is not an integer stays None."""
+        h = self.hidden_size
+        heads = max(1, self.num_attention_heads)
+        if self.ffn_hidden_size is None:
+            width = 4 * h
+            if self.gated:
+                width = max(1, h * 8 // 3 // FFN_MULTIPLE) * FFN_MULTIPLE
+            object.__setattr__(self, "ffn_hidden_size", width)
+        if self.max_position_embeddings is None:
+            object.__setattr__(self, "max_position_embeddings", self.seq_length)
         self._derive_experts(self.ffn_hidden_size)
         if self.kv_channels is None and h % heads == 0:
             object.__setattr__(self, "kv_channels", h // heads)
@@ -289,32 +297,13 @@ class ModelConfig(ExpertFields):
         if self.window_size is not None:
             object.__setattr__(self, "window_size", _window_size(self.window_size))
 
-    def _check_heads(self) -> None:
-        h, heads = self.hidden_size, self.num_attention_heads
-        check(
-            self.kv_channels is not None,
-            f"--hidden-size {h} is not divisible by --num-attention-heads {heads}: change one of "
-            "them, or pass --kv-channels, the size of a head",
-        )
-        check(
-            heads % self.query_groups == 0,
-            f"--num-attention-heads {heads} is not divisible by --num-query-groups "
-            f"{self.query_groups}: change one of them",
-        )
-
     def _check_block(self) -> None:
-        weights = (
-            "--qk-layernorm"
-            if self.qk_layernorm
-            else "--apply-layernorm-1p"
-            if self.apply_layernorm_1p
-            else ""
-        )
-        check(
-            not weights or self.normalization != "PlainLayerNorm",
-            f"{weights} is for LayerNorm and RMSNorm, and "
-            f"--normalization is {self.normalization}: leave one out",
-        )
+        for name in ("qk_layernorm", "apply_layernorm_1p"):
+            check(
+                not getattr(self, name) or self.normalization != "PlainLayerNorm",
+                f"{flag(name)} is for LayerNorm and RMSNorm, and "
+                f"--normalization is {self.normalization}: leave one out",
+            )
         check(
             not self.qk_layernorm_all_heads
             or self.qk_layernorm
@@ -327,28 +316,22 @@ class ModelConfig(ExpertFields):
             "--residual-multiplier "
             f"{self.residual_multiplier} would leave out the biases: pass --disable-bias-linear as well",
         )
-        turned = self.position_embedding_type == ROPE and self.rotary_percent == 1.0
+        rotates_heads = self.position_embedding_type == ROPE and self.rotary_percent == 1.0
         check(
-            self.attention_multiplier is None or turned,
+            self.attention_multiplier is None or rotates_heads,
             f"--attention-multiplier {self.attention_multiplier} is computed with "
             "rope of whole heads: pass --position-embedding-type rope without --rotary-percent",
         )
 
     def _check_rotary(self) -> None:
-        low, high = self.rope_scaling_low_freq_factor, self.rope_scaling_high_freq_factor
-        check(
-            low < high,
-            f"--rope-scaling-high-freq-factor {high} is not above --rope-scaling-low-freq-factor {low}: change one "
-            "of them",
-        )
         check(
             self.rotary_percent <= 1.0,
             f"--rotary-percent is {self.rotary_percent}: pass a number above 0, and 1 at most",
         )
         yarn = self.position_embedding_type == YARN
-        chosen = [flag(name) for name in SCALINGS if getattr(self, name)] + [
-            f"--position-embedding-type {YARN}"
-        ] * yarn
+        chosen = [flag(name) for name in SCALINGS if getattr(self, name)]
+        if yarn:
+            chosen.append(f"--position-embedding-type {YARN}")
         check(
             len(chosen) < 2,
             f"{' and '.join(chosen)} scale the angles of rope in different ways: pass one of them",
@@ -382,85 +365,76 @@ class ModelConfig(ExpertFields):
 
     @property
     def activation(self) -> str:
-        """The row of `block_parts.MLPS` that the block's MLP is."""
-        if self.gated or self.squared_relu:
-            return "swiglu" if self.swiglu else "geglu" if self.geglu else "squared_relu"
-        return (
-            "gelu"
-            if self.openai_gelu or (self.bias_gelu_fusion and not self.disable_bias_linear)
-            else "gelu_exact"
-        )
+        """Key of `MLPS` for the dense MLP."""
+        for name in ("swiglu", "geglu", "squared_relu"):
+            if getattr(self, name):
+                return name
+        tanh = self.openai_gelu or (self.bias_gelu_fusion and not self.disable_bias_linear)
+        return "gelu" if tanh else "gelu_exact"
 
     @property
     def mlps(self) -> tuple[str, ...]:
-        """The row of `MLPS` that each layer's MLP is."""
-        dense = self.activation  # planners ask for the layers of thousands of layouts
-        experts = (
-            experts_in(self.moe_layer_freq, self.num_layers)
-            if self.num_experts
-            else (False,) * self.num_layers
-        )
+        """Key of `MLPS` for each layer."""
+        dense = self.activation
+        if not self.num_experts:
+            return (dense,) * self.num_layers
+        experts = experts_in(self.moe_layer_freq, self.num_layers)
         return tuple("experts" if layer else dense for layer in experts)
 
     @property
     def mlp_widths(self) -> tuple[int, ...]:
-        """f of every kind of MLP in the model: dense ones, each expert, the shared expert."""
+        """Widths f of every kind of MLP in the model: dense, expert, shared expert."""
         if not self.num_experts:
             return (self.ffn_hidden_size,)
         dense = self.ffn_hidden_size if self.activation in self.mlps else None
-        return tuple(
-            filter(
-                None, (dense, self.moe_ffn_hidden_size, self.moe_shared_expert_intermediate_size)
-            )
-        )
+        widths = (dense, self.moe_ffn_hidden_size, self.moe_shared_expert_intermediate_size)
+        return tuple(width for width in widths if width)
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP, or each expert, has a gate."""
+        """True if the MLP, or each expert, has a gate."""
         return self.swiglu or self.geglu
 
     @property
     def fc1_widths(self) -> int:
-        """Outputs of the first matmul of an MLP, or of an expert, in units of f: 2 where there is a gate next to the value."""
-        return 1 + self.gated
+        """Output width of an MLP's first matmul in units of f: 2 with a gate."""
+        return 2 if self.gated else 1
 
     @property
     def z_loss(self) -> float:
-        """The factor of the squared logarithm of the softmax's denominator in the loss."""
+        """Factor of the z-loss, the squared logarithm of the softmax's denominator."""
         return self.z_loss_strength if self.use_z_loss else 0.0
 
     @property
     def rotary(self) -> bool:
-        """Whether positions turn queries and keys."""
+        """True with rope or yarn."""
         return self.position_embedding_type in (ROPE, YARN)
 
     @property
     def query_groups(self) -> int:
-        """g: keys and values of a token; as many as heads without --group-query-attention."""
+        """Query groups g; as many as heads without --group-query-attention."""
         return self.num_query_groups or self.num_attention_heads
 
     @property
     def qkv_width(self) -> int:
-        """g (n/g + 2) d: elements of a token's queries, keys and values."""
+        """Elements of a token's queries, keys and values: g (n/g + 2) d."""
         return (self.num_attention_heads + 2 * self.query_groups) * self.kv_channels
 
     @property
     def context_width(self) -> int:
-        """n d: elements of a token's attention over all heads."""
+        """Elements of a token's attention output over all heads: n d."""
         return self.num_attention_heads * self.kv_channels
 
     @property
     def kernels_take_heads(self) -> bool:
-        """Whether the C++ kernels of attention take heads of this size."""
+        """True if the C++ attention kernels support the head size."""
         return self.kv_channels % HEAD_MULTIPLE == 0
 
     @property
     def kernels_alone(self) -> bool:
-        """Whether the C++ kernels compute all of a forward, nothing of which is left to torch."""
-        norms = (
-            self.normalization == "RMSNorm"
-            or self.normalization == "LayerNorm"
-            and not self.qk_layernorm
+        """True if the C++ kernels compute the whole forward, without torch."""
+        norms = self.normalization == "RMSNorm" or (
+            self.normalization == "LayerNorm" and not self.qk_layernorm
         )
         plain = self.embedding_multiplier == self.residual_multiplier == self.logits_scaling == 1.0
         return (
@@ -473,12 +447,12 @@ class ModelConfig(ExpertFields):
 
     @property
     def qkv_bias(self) -> bool:
-        """Whether queries, keys and values have biases."""
+        """True if queries, keys and values have biases."""
         return self.add_qkv_bias or not self.disable_bias_linear
 
     @property
     def learned_positions(self) -> bool:
-        """Whether positions are a weight."""
+        """True if positions are a learned weight."""
         return self.position_embedding_type == LEARNED
 
     @property
@@ -488,51 +462,48 @@ class ModelConfig(ExpertFields):
 
     @property
     def yarn_attention_factor(self) -> float:
-        """By what yarn multiplies the cosines and sines; transformers calls it attention_factor. 0 where it is undefined."""
+        """Yarn's factor of cosines and sines, attention_factor in transformers; 0 if undefined."""
         growth = 0.1 * math.log(max(self.rotary_scaling_factor, 1.0))
         return (self.mscale * growth + 1.0) / (self.mscale_all_dim * growth + 1.0 or math.inf)
 
     @property
-    def turns_queries(self) -> bool:
-        """Whether something happens to queries and keys before attention: rope, or their norm."""
+    def uses_rotary(self) -> bool:
+        """True if queries and keys are rotated or normalised before attention."""
         return self.rotary or self.qk_layernorm
 
     @property
     def masks_padding(self) -> bool:
-        """Whether rows of the vocabulary that are not tokens stay out of the softmax; `run.resume` settles "auto"."""
+        """True if padding rows of the vocabulary are excluded from the softmax; `run.resume` resolves "auto"."""
         return self.mask_vocab_padding == MASKED
 
     @property
     def tied(self) -> bool:
-        """Whether the logits are computed with the word embedding's weight."""
+        """True if the logits use the word embedding's weight."""
         return not self.untie_embeddings_and_output_weights
 
     @property
     def window(self) -> int | None:
-        """Tokens that a token sees, itself among them; None: all before it."""
+        """Number of tokens that a token attends to, including itself; None: all before it."""
         return None if self.window_size is None else int(self.window_size.split(",")[0]) + 1
 
 
 def _window_size(text: str) -> str | None:
-    """Megatron's pair, with or without parentheses, as "LEFT,0"; None where it sets no window, -1 standing for no limit."""
-    numbers = text.strip().removeprefix("(").removesuffix(")").split(",")
-    right = len(numbers) == 2 and all(
-        part.strip().removeprefix("-").isdecimal() for part in numbers
-    )
-    left, ahead = (int(part) for part in numbers) if right else (0, 1)
+    """Normalise Megatron-LM's pair, with or without parentheses, to "LEFT,0"; None for LEFT -1, no limit."""
+    words = text.strip().removeprefix("(").removesuffix(")").split(",")
+    numbers = [int(word) for word in words if word.strip().removeprefix("-").isdecimal()]
+    left = numbers[0] if numbers else 0
     check(
-        right and ahead == 0 and -1 <= left < 2**22,
+        len(words) == 2 and numbers[1:] == [0] and -1 <= left < 2**22,
         f"--window-size {text!r:.60}: pass LEFT,0, the number of tokens "
         "before itself that a token sees, and none after it, such as 4095,0",
     )
     return None if left == -1 else f"{left},0"
 
 
-# The ways to scale the angles of rope.
+# Fields that scale rope's angles; at most one is set.
 SCALINGS = ("use_rope_scaling", "rotary_seq_len_interpolation_factor", "rope_dynamic_factor")
 
-
-# What --use-rope-scaling depends on; the last one holds for --rope-dynamic-factor as well.
+# Fields used by --use-rope-scaling; the last one also by --rope-dynamic-factor.
 ROPE_SCALING = (
     "rope_scaling_factor",
     "rope_scaling_low_freq_factor",
@@ -540,8 +511,7 @@ ROPE_SCALING = (
     "rope_scaling_original_max_position_embeddings",
 )
 
-
-# What --position-embedding-type yarn depends on.
+# Fields used by --position-embedding-type yarn.
 YARN_SCALING = (
     "rotary_scaling_factor",
     "yarn_original_max_position_embeddings",
@@ -552,12 +522,10 @@ YARN_SCALING = (
     "mscale_all_dim",
 )
 
-
-# What decides the angles of rotary positions. A run that starts from weights may change it, to train for longer sequences.
+# Fields that set rotary angles. A run that starts from weights may change them, to train for longer sequences.
 ANGLES = ("position_embedding_type", "rotary_base", *SCALINGS, *ROPE_SCALING, *YARN_SCALING)
 
-
-# What a block can be other than GPT-2's, whose values are the defaults; programs before these flags saved none of them.
+# Fields of a block unlike GPT-2's, whose values are the defaults; programs before these flags saved none of them.
 BLOCK = (
     "apply_layernorm_1p",
     "swiglu",
@@ -584,8 +552,7 @@ BLOCK = (
     *(name for name in EXPERTS if name not in (*BALANCE, *CAPACITY)),
 )
 
-
-# What a checkpoint's weights are worth nothing without: a run that loads them must agree with the run that saved them.
+# Fields that give a checkpoint's weights their meaning: a run that loads them must have the same values.
 ARCHITECTURE = (
     "num_layers",
     "hidden_size",
@@ -601,27 +568,26 @@ ARCHITECTURE = (
 
 
 def architecture(model: ModelConfig, saved: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The values of ARCHITECTURE; the longest sequence only where it is the shape of a weight.
+    """Return the values of ARCHITECTURE; the sequence length only if it is the shape of a weight.
 
-    saved: a model from whose weights a run starts; ANGLES, which that run may change, are left out.
+    saved: a model from whose weights a run starts, which may change ANGLES: these are omitted
     """
-    free = (
-        ANGLES
-        if saved and model.rotary and saved.get("position_embedding_type") in (ROPE, YARN)
-        else ()
-    )
-    free = free if model.learned_positions else (*free, "max_position_embeddings")
+    free: tuple[str, ...] = ()
+    if saved and model.rotary and saved.get("position_embedding_type") in (ROPE, YARN):
+        free = ANGLES
+    if not model.learned_positions:
+        free = (*free, "max_position_embeddings")
     return {name: getattr(model, name) for name in ARCHITECTURE if name not in free}
 
 
 def with_block(saved: dict[str, Any]) -> dict[str, Any]:
-    """The values of a checkpoint's model, with those that a program saved which had no flags for them: BLOCK's, and the padding."""
+    """Complete a checkpoint's model by the fields that older programs did not save: BLOCK and the padding."""
     before = {
         "mask_vocab_padding": COUNTED,
         **{f.name: f.default for f in fields(ModelConfig) if f.name in BLOCK},
     }
     if saved.get("disable_bias_linear") and not saved.get("swiglu"):
-        before["openai_gelu"] = True  # they computed its tanh form
+        before["openai_gelu"] = True  # older programs computed the tanh form
     if {"hidden_size", "num_attention_heads"} <= saved.keys():
         before["kv_channels"] = saved["hidden_size"] // saved["num_attention_heads"]
     return {**before, **saved}

@@ -5,38 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .fields import (
+    cached_hash,
     check,
     check_choices,
     check_fraction,
+    check_not_negative,
     check_numbers,
     check_positive,
     flag,
-    hashed_once,
-    opt,
+    option,
 )
+from .rules import check_rules
 
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
-
+WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 
 MOMENT_BLOCK = 256  # elements that share a scale in int8
-
-
-MOMENT_BYTES = {
-    "fp32": 4.0,
-    "bf16": 2.0,
-    "int8": 1 + 4 / MOMENT_BLOCK,
-}  # of an element, by the formats that are built
-
+# Bytes per element of the supported moment formats.
+MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / MOMENT_BLOCK}
+MOMENT_DTYPES = (*MOMENT_BYTES, "fp16", "fp8")  # formats of Megatron-LM
 
 MUON = ("muon", "dist_muon")
-
-
-MUON_COEFFICIENTS = {
-    "quintic": 5,
-    "simple": 1,
-}  # of the Newton-Schulz iteration, and how many steps have their own
-
-
+# Coefficients of the Newton-Schulz iteration -> number of steps with different coefficients.
+MUON_COEFFICIENTS = {"quintic": 5, "simple": 1}
 MUON_FLAGS = (
     "muon_momentum",
     "muon_nesterov",
@@ -49,139 +40,136 @@ MUON_FLAGS = (
 )
 
 
-MOMENT_DTYPES = (*MOMENT_BYTES, "fp16", "fp8")  # Megatron-LM's
-
-
-WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
-
-
-@hashed_once
+@cached_hash
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW or Muon, clipping, learning-rate and weight-decay schedule."""
 
-    optimizer: str = opt(
+    optimizer: str = option(
         "adam",
         "adam: AdamW for all weights; muon: orthogonal updates of matrices, and AdamW for embeddings, the "
         "logits' weight, biases and norms; dist_muon: the same with --use-distributed-optimizer",
         choices=("adam", *MUON),
     )
-    muon_momentum: float = opt(0.9, "decay of Muon's momentum")
-    muon_nesterov: bool = opt(
-        False, "Muon looks one step of its momentum ahead", aliases=("--muon-use-nesterov",)
+    muon_momentum: float = option(0.9, "decay of Muon's momentum")
+    muon_nesterov: bool = option(
+        False, "Nesterov momentum for Muon", aliases=("--muon-use-nesterov",)
     )
-    muon_no_split_qkv: bool = opt(
-        False, "queries, keys and values of a layer are one matrix for Muon"
+    muon_no_split_qkv: bool = option(
+        False, "treat a layer's queries, keys and values as one matrix for Muon"
     )
-    muon_scale_mode: str = opt(
+    muon_scale_mode: str = option(
         "spectral",
         "factor of Muon's orthogonal update: spectral, the root of the longer side; "
-        "unit_rms_norm, the root of rows over columns; shape_scaling, that and at least 1",
+        "unit_rms_norm, the root of rows / columns; shape_scaling, the same, but at least 1",
         choices=("spectral", "unit_rms_norm", "shape_scaling"),
     )
-    muon_extra_scale_factor: float = opt(
-        1.0, "another factor; 0.2 with spectral makes updates as large as AdamW's"
+    muon_extra_scale_factor: float = option(
+        1.0, "additional factor; 0.2 with spectral makes updates as large as AdamW's"
     )
-    muon_coefficient_type: str = opt(
+    muon_coefficient_type: str = option(
         "quintic",
         "coefficients of the Newton-Schulz iteration",
         choices=tuple(MUON_COEFFICIENTS),
     )
-    muon_num_ns_steps: int = opt(
+    muon_num_ns_steps: int = option(
         5,
-        "steps of the Newton-Schulz iteration, with quintic at most 5 or a multiple of 5, whose "
-        "coefficients begin again after five steps",
+        "steps of the Newton-Schulz iteration; with quintic at most 5, or a multiple of 5, because "
+        "its coefficients repeat after five steps",
     )
-    muon_tp_mode: str = opt(
+    muon_tp_mode: str = option(
         "duplicated",
         "duplicated: whole matrices, gathered from tensor-parallel ranks, so that the update "
-        "does not depend on the layout; blockwise: each rank's part is a matrix, as is Megatron-LM's default",
+        "does not depend on the layout; blockwise: each rank's shard is a matrix, Megatron-LM's default",
         choices=("duplicated", "blockwise"),
     )
-    lr: float = opt(1e-4, "peak learning rate")
-    min_lr: float = opt(0.0, "the learning rate never falls below this after warm-up")
-    decoupled_lr: float | None = opt(
+    lr: float = option(1e-4, "peak learning rate")
+    min_lr: float = option(0.0, "the learning rate never falls below this after warm-up")
+    decoupled_lr: float | None = option(
         None,
         "peak learning rate of the word embedding and of the logits' weight (default: --lr)",
         type=float,
     )
-    decoupled_min_lr: float | None = opt(
-        None, "what theirs never falls below after warm-up (default: --min-lr)", type=float
+    decoupled_min_lr: float | None = option(
+        None, "minimum of --decoupled-lr after warm-up (default: --min-lr)", type=float
     )
-    lr_decay_style: str = opt("linear", "shape of the decay", choices=DECAY_STYLES)
-    lr_decay_iters: int | None = opt(
+    lr_decay_style: str = option("linear", "shape of the decay", choices=DECAY_STYLES)
+    lr_decay_iters: int | None = option(
         None, "iterations until --min-lr (default: --train-iters)", type=int
     )
-    lr_decay_samples: int | None = opt(
+    lr_decay_samples: int | None = option(
         None, "samples until --min-lr (default: --train-samples)", type=int, maximum=2**40
     )
-    lr_warmup_iters: int = opt(0, "iterations of linear warm-up", aliases=("--warmup-iters",))
-    lr_warmup_samples: int = opt(0, "samples of linear warm-up", maximum=2**40)
-    lr_warmup_fraction: float | None = opt(
+    lr_warmup_iters: int = option(0, "iterations of linear warm-up", aliases=("--warmup-iters",))
+    lr_warmup_samples: int = option(0, "samples of linear warm-up", maximum=2**40)
+    lr_warmup_fraction: float | None = option(
         None, "warm-up as a fraction of the decay length", type=float
     )
-    lr_decay_tokens: float | None = opt(
+    lr_decay_tokens: float | None = option(
         None, "tokens until --min-lr (default: --train-tokens)", type=float
     )
-    lr_warmup_tokens: float = opt(0.0, "tokens of linear warm-up")
-    lr_warmup_init: float = opt(0.0, "learning rate at which the warm-up begins")
-    lr_wsd_decay_style: str = opt(
+    lr_warmup_tokens: float = option(0.0, "tokens of linear warm-up")
+    lr_warmup_init: float = option(0.0, "learning rate at the start of warm-up")
+    lr_wsd_decay_style: str = option(
         "exponential", "shape of the decay at the end of --lr-decay-style WSD", choices=WSD_STYLES
     )
-    lr_wsd_decay_iters: int | None = opt(None, "iterations of that decay", type=int)
-    lr_wsd_decay_samples: int | None = opt(None, "samples of that decay", type=int, maximum=2**40)
-    weight_decay: float = opt(0.01, "decoupled weight decay, on matrices only")
-    start_weight_decay: float | None = opt(
+    lr_wsd_decay_iters: int | None = option(None, "iterations of that decay", type=int)
+    lr_wsd_decay_samples: int | None = option(
+        None, "samples of that decay", type=int, maximum=2**40
+    )
+    weight_decay: float = option(0.01, "decoupled weight decay, on matrices only")
+    start_weight_decay: float | None = option(
         None, "weight decay at the start (default: --weight-decay)", type=float
     )
-    end_weight_decay: float | None = opt(
+    end_weight_decay: float | None = option(
         None, "weight decay at the end (default: --weight-decay)", type=float
     )
-    weight_decay_incr_style: str = opt(
-        "constant", "path between the two", choices=("constant", "linear", "cosine")
+    weight_decay_incr_style: str = option(
+        "constant",
+        "path from --start-weight-decay to --end-weight-decay",
+        choices=("constant", "linear", "cosine"),
     )
-    clip_grad: float = opt(1.0, "largest global gradient norm; 0: no clipping")
-    adam_beta1: float = opt(0.9, "decay of the first moment")
-    adam_beta2: float = opt(0.999, "decay of the second moment")
-    adam_eps: float = opt(1e-8, "added to the root of the second moment")
-    use_precision_aware_optimizer: bool = opt(
+    clip_grad: float = option(1.0, "largest global gradient norm; 0: no clipping")
+    adam_beta1: float = option(0.9, "decay of the first moment")
+    adam_beta2: float = option(0.999, "decay of the second moment")
+    adam_eps: float = option(1e-8, "added to the root of the second moment")
+    use_precision_aware_optimizer: bool = option(
         False, "store AdamW's moments in the formats of --exp-avg-dtype and --exp-avg-sq-dtype"
     )
-    main_params_dtype: str = opt(
+    main_params_dtype: str = option(
         "fp32",
-        "bf16: no FP32 master weights; AdamW updates in FP32 and rounds each weight to BF16 up or "
-        "down at random so that its mean is right; with --bf16",
+        "bf16: no FP32 master weights; AdamW updates in FP32 and rounds each weight to BF16 "
+        "stochastically; with --bf16",
         choices=("fp32", "bf16"),
     )
-    exp_avg_dtype: str = opt(
+    exp_avg_dtype: str = option(
         "fp32",
-        "with --use-precision-aware-optimizer, the format in which the first moment is stored: fp32, "
-        "bf16, or int8 with a scale for each block of at most 256, rounded to nearest; AdamW computes in FP32",
+        "with --use-precision-aware-optimizer, storage format of the first moment: fp32, "
+        "bf16, or int8 with a scale per block of at most 256, rounded to nearest; AdamW computes in FP32",
         choices=MOMENT_DTYPES,
     )
-    exp_avg_sq_dtype: str = opt(
+    exp_avg_sq_dtype: str = option(
         "fp32",
-        "the same of the second moment, rounded up or down at random so that its mean is right, the "
-        "same in every layout",
+        "the same for the second moment, rounded stochastically, but equally in every layout",
         choices=MOMENT_DTYPES,
     )
-    override_opt_param_scheduler: bool = opt(
+    override_opt_param_scheduler: bool = option(
         False,
-        "on resuming, learning rate and weight decay follow this command line; the "
-        "default, too, which notes what differs from the checkpoint",
+        "on resuming, learning rate and weight decay follow this command line; also the "
+        "default, with a note of differences from the checkpoint",
         aliases=("--override-opt_param-scheduler", "--override-lr-scheduler"),
     )
-    use_checkpoint_opt_param_scheduler: bool = opt(
+    use_checkpoint_opt_param_scheduler: bool = option(
         False,
         "on resuming, learning rate and weight decay follow the checkpoint's "
-        "schedule, whatever this command line says",
+        "schedule instead of this command line",
         aliases=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-lr-scheduler"),
     )
-    no_load_lr_state: bool = opt(
-        False, "on resuming, learning rate and weight decay begin their schedule anew"
+    no_load_lr_state: bool = option(
+        False, "on resuming, restart the schedules of learning rate and weight decay"
     )
-    no_load_optim: bool = opt(
-        False, "on resuming, load the weights only: moments, loss scale and schedule begin anew"
+    no_load_optim: bool = option(
+        False, "on resuming, load only the weights: moments, loss scale and schedule restart"
     )
 
     def __post_init__(self) -> None:
@@ -200,59 +188,44 @@ class OptimizerConfig:
             "muon_extra_scale_factor",
         )
         check_fraction(self, "adam_beta1", "adam_beta2", "muon_momentum")
-        for name in (
+        check_not_negative(
+            self,
             "min_lr",
             "decoupled_min_lr",
             "weight_decay",
+            "start_weight_decay",
+            "end_weight_decay",
             "clip_grad",
             "lr_warmup_iters",
             "lr_warmup_samples",
             "lr_warmup_tokens",
             "lr_warmup_init",
-        ):
-            check(
-                (getattr(self, name) or 0) >= 0,
-                f"{flag(name)} is {getattr(self, name)}: pass 0 or more",
-            )
+        )
         check_choices(self)
+        check_rules(self, "optimizer")
         self._check_learning_rate()
         self._check_weight_decay()
         self._check_moments()
         self._check_coefficients()
-        keeps, anew = (
-            self.use_checkpoint_opt_param_scheduler,
-            self.no_load_lr_state or self.no_load_optim,
-        )
+        keeps = self.use_checkpoint_opt_param_scheduler
         check(
             not (self.override_opt_param_scheduler and keeps),
             "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other: pass one",
         )
         check(
-            not (anew and keeps),
+            not (keeps and (self.no_load_lr_state or self.no_load_optim)),
             "--use-checkpoint-opt_param-scheduler goes with neither --no-load-lr-state nor "
             "--no-load-optim, which begin the schedule anew: leave it out",
         )
 
     def _check_learning_rate(self) -> None:
-        for name in ("min_lr", "lr_warmup_init"):
-            check(
-                getattr(self, name) <= self.lr,
-                f"{flag(name)} {getattr(self, name)} is above --lr {self.lr}: lower it",
-            )
-        lowest = max(
-            self.lr_warmup_init,
-            self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr,
-        )
+        minimum = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
+        lowest = max(self.lr_warmup_init, minimum)
         check(
             self.decoupled_lr is None or lowest <= self.decoupled_lr,
             f"--decoupled-lr {self.decoupled_lr} is below {lowest}, "
             "the larger of --lr-warmup-init and of --decoupled-min-lr, by default --min-lr: raise it, or lower that",
         )
-        self._check_one("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
-        self._check_one("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens")
-        if not self.lr_warmup_tokens:  # which win over a fraction, as in the forks that have them
-            self._check_one("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
-        self._check_one("lr_wsd_decay_iters", "lr_wsd_decay_samples")
         check(
             self.lr_warmup_fraction is None or 0 <= self.lr_warmup_fraction <= 1,
             f"--lr-warmup-fraction is {self.lr_warmup_fraction}: pass a number from 0 to 1",
@@ -298,22 +271,17 @@ class OptimizerConfig:
 
     @property
     def muon(self) -> bool:
-        """Whether matrices are updated by Muon."""
+        """True if Muon updates matrices."""
         return self.optimizer in MUON
 
     @property
     def moment_bytes(self) -> float:
-        """Of both of AdamW's moments of one parameter."""
+        """Bytes per parameter of both AdamW moments."""
         return MOMENT_BYTES[self.exp_avg_dtype] + MOMENT_BYTES[self.exp_avg_sq_dtype]
-
-    def _check_one(self, *names: str) -> None:
-        given = [name for name in names if getattr(self, name)]
-        check(len(given) <= 1, f"{' and '.join(map(flag, given))} exclude each other: pass one")
 
     def _check_weight_decay(self) -> None:
         for name in ("start_weight_decay", "end_weight_decay"):
             value = getattr(self, name)
-            check(value is None or value >= 0, f"{flag(name)} is {value}: pass 0 or more")
             check(
                 value is None or self.weight_decay_incr_style != "constant",
                 f"{flag(name)} {value} has no effect with "

@@ -1,127 +1,129 @@
-"""Fields of what a run writes: checkpoints, logs, profiles."""
+"""Fields of a run's output: checkpoints, logs, profiles."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from .fields import (
+    cached_hash,
     check,
     check_numbers,
     check_positive,
     flag,
-    hashed_once,
     is_unicode,
-    opt,
+    option,
 )
+from .rules import check_rules
 
 
-@hashed_once
+@cached_hash
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig:
     """Checkpoints and logs."""
 
-    save: str | None = opt(None, "directory for checkpoints", type=str)
-    load: str | None = opt(
-        None, "directory to resume from (starts anew when it holds no checkpoint)", type=str
+    save: str | None = option(None, "directory for checkpoints", type=str)
+    load: str | None = option(
+        None, "directory to resume from; without a checkpoint in it the run starts anew", type=str
     )
-    finetune: bool = opt(
+    finetune: bool = option(
         False,
-        "start from the weights of --load alone: iteration 0, fresh optimizer, data from the start",
+        "load only the weights of --load: iteration 0, new optimizer state, data from the start",
     )
-    pretrained_checkpoint: str | None = opt(
+    pretrained_checkpoint: str | None = option(
         None,
-        "while --load holds no checkpoint, start from the weights in this directory as "
-        "--finetune does",
+        "if --load has no checkpoint, start from the weights in this directory as with --finetune",
         type=str,
     )
-    exit_on_missing_checkpoint: bool = opt(
+    exit_on_missing_checkpoint: bool = option(
         False,
-        "end where --load holds no checkpoint, also where it is --save, which a first start fills",
+        "exit if --load has no checkpoint, even if it is also --save, which a first start fills",
     )
-    use_checkpoint_args: bool = opt(
+    use_checkpoint_args: bool = option(
         False,
-        "the model is that of the checkpoint in --load, whatever this command line says of it",
+        "use the model of the checkpoint in --load instead of this command line's",
     )
-    ckpt_step: int | None = opt(None, "load this iteration instead of the latest", type=int)
-    save_interval: int | None = opt(
+    ckpt_step: int | None = option(None, "load this iteration instead of the latest", type=int)
+    save_interval: int | None = option(
         None,
         "iterations between checkpoints (default: only at the end)",
         type=int,
         aliases=("--persistent-save-interval",),
     )
-    save_retain_interval: int | None = opt(
+    save_retain_interval: int | None = option(
         None,
         "keep checkpoints of iterations divisible by this, and the last one; others are "
         "removed after a save (default: all are kept)",
         type=int,
     )
-    no_save_optim: bool = opt(
+    no_save_optim: bool = option(
         False,
-        "save the weights without the optimizer's state: such a checkpoint needs --no-load-optim or "
+        "save the weights without optimizer state: loading the checkpoint needs --no-load-optim or "
         "--finetune",
     )
-    save_interval_in_mins: float | None = opt(
+    save_interval_in_mins: float | None = option(
         None, "minutes between checkpoints, by the clock of rank 0", type=float
     )
-    keep_last: int | None = opt(
+    keep_last: int | None = option(
         None,
         "checkpoints to keep in --save; older ones are removed after a save (default: all)",
         type=int,
     )
-    save_local: str | None = opt(
+    save_local: str | None = option(
         None,
-        "directory on a disk of each node: checkpoints are written there first and copied to --save "
-        "during the run; the newest whole one of either is loaded",
+        "directory on a local disk of each node: checkpoints are written there first and copied to --save "
+        "during the run; the newest complete checkpoint of both is loaded",
         type=str,
     )
-    async_save: bool = opt(False, "copy a checkpoint to memory and write it while training goes on")
-    log_interval: int = opt(100, "iterations between log lines")
-    log_live: str = opt(
+    async_save: bool = option(False, "copy a checkpoint to memory and write it during training")
+    log_interval: int = option(100, "iterations between log lines")
+    log_live: str = option(
         "auto",
         "one live line with loss, tokens/s and time left instead of log lines; auto: on a terminal, also "
         "below mpiexec",
         choices=("auto", "on", "off"),
     )
-    log_file: str | None = opt(
-        None, "file that the run's log is added to, whether or not it is printed", type=str
+    log_file: str | None = option(
+        None, "file to which the run's log is appended, whether or not it is printed", type=str
     )
-    log_ranks: str | None = opt(
+    log_ranks: str | None = option(
         None,
-        "file that gets, each log interval, where the time of every rank went, for "
+        "file for the time breakdown of every rank in each log interval, for "
         "fugaku-megatron log --ranks",
         type=str,
     )
-    tensorboard_dir: str | None = opt(None, "directory for TensorBoard events", type=str)
-    wandb_project: str | None = opt(
+    tensorboard_dir: str | None = option(None, "directory for TensorBoard events", type=str)
+    wandb_project: str | None = option(
         None,
-        "project of Weights & Biases that gets the figures of the log; without a network they "
-        "are kept for `wandb sync`",
+        "project of Weights & Biases for the metrics of the log; without a network they "
+        "are stored for `wandb sync`",
         type=str,
     )
-    wandb_exp_name: str | None = opt(
-        None, "name of the run there", type=str, aliases=("--wandb-name",)
+    wandb_exp_name: str | None = option(
+        None, "name of the run in Weights & Biases", type=str, aliases=("--wandb-name",)
     )
-    wandb_entity: str | None = opt(None, "user or team there", type=str)
-    wandb_save_dir: str | None = opt(
-        None, "directory for its files (default: below --save, or here)", type=str
+    wandb_entity: str | None = option(None, "user or team in Weights & Biases", type=str)
+    wandb_save_dir: str | None = option(
+        None,
+        "directory for files of Weights & Biases (default: below --save, or here)",
+        type=str,
     )
-    log_params_norm: bool = opt(False, "log the norm of the weights")
-    log_num_zeros_in_grad: bool = opt(False, "log how many gradient elements are zero")
-    profile: bool = opt(
+    log_params_norm: bool = option(False, "log the norm of the weights")
+    log_num_zeros_in_grad: bool = option(False, "log the number of zero gradient elements")
+    profile: bool = option(
         False,
-        "time every operation of some iterations: a table in the log, a trace for Perfetto in --profile-dir",
+        "time every operation in some iterations: a table in the log, a trace for Perfetto in --profile-dir",
     )
-    profile_step_start: int = opt(3, "first profiled iteration of this start")
-    profile_step_end: int = opt(5, "the iteration after the last profiled one")
-    profile_ranks: tuple[int, ...] = opt(
+    profile_step_start: int = option(3, "first profiled iteration after this start")
+    profile_step_end: int = option(5, "the iteration after the last profiled one")
+    profile_ranks: tuple[int, ...] = option(
         (0,),
-        "ranks whose kernels and messages are profiled; of rank 0's pipeline the "
-        "instructions are in any case",
+        "ranks whose kernels and messages are profiled; the instructions of rank 0's pipeline "
+        "always are",
         type=int,
         nargs="+",
     )
-    profile_dir: str = opt(
-        "profile", "directory for traces: trace.json holds those of all profiled ranks"
+    profile_dir: str = option(
+        "profile", "directory for traces: trace.json contains all profiled ranks"
     )
 
     def __post_init__(self) -> None:
@@ -136,36 +138,25 @@ class OutputConfig:
             "log_interval",
             "profile_step_start",
         )
-        for name in (
+        directories = (
             "save",
             "load",
             "pretrained_checkpoint",
             "save_local",
             "tensorboard_dir",
             "profile_dir",
-        ):
+        )
+        for name in (*directories, "log_file", "log_ranks"):
+            kind = "directory" if name in directories else "file"
             check(
                 getattr(self, name) != "",
-                f"{flag(name)} is empty: pass a directory, or leave it out (is a variable unset?)",
+                f"{flag(name)} is empty: pass a {kind}, or leave it out (is a variable unset?)",
             )
-        for name in ("log_file", "log_ranks"):
-            check(
-                getattr(self, name) != "",
-                f"{flag(name)} is empty: pass a file, or leave it out (is a variable unset?)",
-            )
+        check_rules(self, "output")
         check(
             self.tensorboard_dir is None or is_unicode(self.tensorboard_dir),
             f"--tensorboard-dir {self.tensorboard_dir}: "
             "TensorBoard takes no name that is not valid in this locale's encoding: pass another, or set LC_ALL=C.UTF-8",
-        )
-        check(
-            not self.wandb_project or self.wandb_exp_name,
-            f"--wandb-project {self.wandb_project} needs --wandb-exp-name, the "
-            "name of the run: pass both",
-        )
-        check(
-            self.ckpt_step is None or self.load is not None,
-            f"--ckpt-step {self.ckpt_step} needs --load, the directory it is in",
         )
         check(
             not self.finetune or self.save is None or self.save != self.load,
@@ -173,25 +164,11 @@ class OutputConfig:
             f"replace the checkpoints of --load {self.load}, which is also --save: pass another --save, or leave --finetune out",
         )
         check(
-            not (self.keep_last and self.save_retain_interval),
-            "--keep-last and --save-retain-interval exclude each other: pass one",
-        )
-        check(
             not self.save_retain_interval
             or not self.save_interval
             or self.save_retain_interval % self.save_interval == 0,
             f"--save-retain-interval {self.save_retain_interval} is not a multiple of --save-interval {self.save_interval}: "
             "change one of them",
-        )
-        for name in ("exit_on_missing_checkpoint", "use_checkpoint_args"):
-            check(
-                not getattr(self, name) or self.load is not None,
-                f"{flag(name)} needs --load, the directory of the checkpoint",
-            )
-        check(
-            self.profile_step_end > self.profile_step_start,
-            f"--profile-step-end {self.profile_step_end} is not above "
-            f"--profile-step-start {self.profile_step_start}: raise it",
         )
         check(
             all(rank >= 0 for rank in self.profile_ranks),

@@ -1,44 +1,37 @@
-"""Learning rate and weight decay as functions of the samples consumed."""
+"""Learning rate and weight decay as functions of the samples consumed, as in Megatron-LM's optimizer_param_scheduler.py."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .batches import last_samples, length, samples_after, sizes_of
 from .fields import check, flag
-from .run_config import OptimizerConfig, RunConfig
+from .optimizer import OptimizerConfig
+from .run_config import RunConfig
 from .training import TrainingConfig
 
-# Share of the way from the peak down to --min-lr that is left at a fraction of the decay: 1 at fraction 0, 0 at fraction 1.
-SHAPES = {
+# Decay shapes: fraction of the decay's length -> factor from 1, the peak, to 0, --min-lr.
+SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda fraction: 1.0 - fraction,
     "cosine": lambda fraction: 0.5 * (math.cos(math.pi * fraction) + 1.0),
     "exponential": lambda fraction: 2.0 * 0.5**fraction - 1.0,
     "minus_sqrt": lambda fraction: 1.0 - math.sqrt(fraction),
 }
 
+ROUNDING = 1e-9  # relative error of a length that is not a whole number of samples
 
-ROUNDING = 1e-9  # of a length in fractions of a sample
-
-
-# Flags of one length each, of which at most one is given.
+# Fields of one length each; at most one field is set.
 WARM_UPS = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction")
-
-
 DECAYS = ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
-
-
 WSD_DECAYS = ("lr_wsd_decay_iters", "lr_wsd_decay_samples")
-
-
 LENGTHS = ("train_samples", "train_iters", "train_tokens")
 
 
 def _given(config: OptimizerConfig | TrainingConfig, names: Sequence[str]) -> str:
-    """Return the first of these flags that is set, with its value."""
+    """Return the first set flag with its value, or ""."""
     for name in names:
         if value := getattr(config, name):
             return f"{flag(name)} {value:.12g}"
@@ -47,9 +40,9 @@ def _given(config: OptimizerConfig | TrainingConfig, names: Sequence[str]) -> st
 
 @dataclass(frozen=True)
 class ParamSchedule:
-    """Learning rate and weight decay as functions of the samples that the schedule has counted.
+    """Learning rate and weight decay as functions of the samples counted by the schedule.
 
-    All lengths are in samples, and need not be whole. wsd_samples: of the decay at the end of --lr-decay-style WSD.
+    All lengths are in samples, possibly fractional. wsd_samples: length of the final decay of --lr-decay-style WSD
     """
 
     config: OptimizerConfig
@@ -60,12 +53,13 @@ class ParamSchedule:
 
     @staticmethod
     def from_run(run: RunConfig, global_batch_size: int) -> ParamSchedule:
-        """From the -iters, -samples or -tokens flags; iterations have the sizes that the run gives them.
+        """Build the schedule of the -iters, -samples or -tokens flags, with the run's batch sizes.
 
-        Raises ValueError for a warm-up that is not below the length of the decay, and for a decay of WSD that begins before the
-        warm-up ends.
+        Raises ValueError if the warm-up is not shorter than the decay, or overlaps with the final decay of WSD.
         """
-        o, t, s = run.optimizer, run.training, run.model.seq_length
+        o = run.optimizer
+        t = run.training
+        s = run.model.seq_length
         sizes = sizes_of(run, global_batch_size)
         iterations = o.lr_decay_iters or t.train_iters or 0
         total = (
@@ -90,7 +84,7 @@ class ParamSchedule:
         )
         if o.lr_decay_style != "WSD":
             return ParamSchedule(o, warmup, decay, total)
-        if decay != samples_after(sizes, iterations):  # it is in samples or tokens
+        if decay != samples_after(sizes, iterations):  # in samples or tokens
             iterations, _ = length(TrainingConfig(train_tokens=decay), sizes)
         wsd = o.lr_wsd_decay_samples or last_samples(sizes, iterations, o.lr_wsd_decay_iters or 0)
         check(
@@ -101,8 +95,9 @@ class ParamSchedule:
         return ParamSchedule(o, warmup, decay, total, wsd)
 
     def notes(self, training: TrainingConfig) -> list[str]:
-        """Return a line about a schedule that goes on after the run, as Megatron-LM permits."""
-        o, end = self.config, _given(training, LENGTHS)
+        """Return a line about a schedule that is longer than the run, which Megatron-LM permits."""
+        o = self.config
+        end = _given(training, LENGTHS)
         if self.warmup_samples > self.total_samples:
             return [
                 f"the warm-up of the learning rate, {_given(o, WARM_UPS)}, is longer than the run, {end}: it does not reach "
@@ -117,56 +112,54 @@ class ParamSchedule:
 
     @property
     def decoupled(self) -> ParamSchedule:
-        """The schedule of the weights that --decoupled-lr is for, which is the same one without it."""
+        """Schedule of the weights with --decoupled-lr; without the flag the same schedule."""
         o = self.config
         if o.decoupled_lr is None:
             return self
         lowest = o.min_lr if o.decoupled_min_lr is None else o.decoupled_min_lr
-        return replace(
-            self,
-            config=replace(
-                o, lr=o.decoupled_lr, min_lr=lowest, decoupled_lr=None, decoupled_min_lr=None
-            ),
+        config = replace(
+            o, lr=o.decoupled_lr, min_lr=lowest, decoupled_lr=None, decoupled_min_lr=None
         )
+        return replace(self, config=config)
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint."""
+        """Return the state for a checkpoint."""
         return asdict(self)
 
     @staticmethod
     def from_state(state: dict[str, Any]) -> ParamSchedule:
-        """Back from the checkpoint."""
+        """Restore a schedule from a checkpoint's state."""
         return ParamSchedule(**{**state, "config": OptimizerConfig(**state["config"])})
 
     def learning_rate(self, samples: int) -> float:
-        """Rate of the iteration that starts when `samples` were counted (--lr-warmup-init in the first one of a warm-up)."""
-        o, style = self.config, self.config.lr_decay_style
+        """Return the learning rate of the iteration that starts at `samples`."""
+        o = self.config
         if self.warmup_samples and samples <= self.warmup_samples:
             return o.lr_warmup_init + (o.lr - o.lr_warmup_init) * samples / self.warmup_samples
-        if style == "constant":
+        if o.lr_decay_style == "constant":
             return o.lr
         if samples > self.decay_samples:
             return o.min_lr
-        if style == "inverse-square-root":
-            return max(o.min_lr, o.lr * max(self.warmup_samples, 1) ** 0.5 / max(samples, 1) ** 0.5)
-        return o.min_lr + self._left(samples) * (o.lr - o.min_lr)
+        if o.lr_decay_style == "inverse-square-root":
+            warmup = float(max(self.warmup_samples, 1))
+            rate: float = o.lr * warmup**0.5 / float(max(samples, 1)) ** 0.5
+            return max(o.min_lr, rate)
+        return o.min_lr + self._factor(samples) * (o.lr - o.min_lr)
 
-    def _left(self, samples: int) -> float:
-        """Share of the decay that is still to come."""
-        if self.config.lr_decay_style != "WSD":
-            length = (
-                self.decay_samples - self.warmup_samples
-            )  # above 0, and possibly below 1; 0 for a run of no samples
-            return SHAPES[self.config.lr_decay_style](
-                (samples - self.warmup_samples) / (length or 1)
-            )
+    def _factor(self, samples: int) -> float:
+        """Return the factor from 1, the peak, to 0, --min-lr."""
+        o = self.config
+        if o.lr_decay_style != "WSD":
+            # The length is above 0, possibly below 1; 0 only for a run without samples.
+            length = self.decay_samples - self.warmup_samples
+            return SHAPES[o.lr_decay_style]((samples - self.warmup_samples) / (length or 1))
         begun = samples - (self.decay_samples - self.wsd_samples)
-        return (
-            1.0 if begun <= 0 else SHAPES[self.config.lr_wsd_decay_style](begun / self.wsd_samples)
-        )
+        if begun <= 0:
+            return 1.0
+        return SHAPES[o.lr_wsd_decay_style](begun / self.wsd_samples)
 
     def weight_decay(self, samples: int) -> float:
-        """Weight decay of the same iteration."""
+        """Return the weight decay of the iteration that starts at `samples`."""
         o = self.config
         start = o.weight_decay if o.start_weight_decay is None else o.start_weight_decay
         end = o.weight_decay if o.end_weight_decay is None else o.end_weight_decay

@@ -1,11 +1,8 @@
-"""Published models, each a function that returns a RunConfig; the flag of a value overrides it.
+"""Recipes: published models as functions that return a RunConfig, without the parallel layout.
 
-124M and 30B are the runs of the benchmark tables, 1.3B is GPT-3 XL, 13B is Fugaku-LLM's; `demo` trains in minutes on two cores.
-Llama, Qwen, TinyLlama, Mistral, Mixtral and OLMoE have the configuration that each repository on huggingface.co publishes in
-config.json; where no paper says how they were trained, batch size and learning rate are GPT-3's for that size (Brown et al. 2020,
-table 2.1).
-NAME-sft fine-tunes the model NAME on chats, all of its weights.
-Left out: the parallel layout, which depends on the number of nodes.
+124M and 30B are runs of the benchmark tables, 1.3B is GPT-3 XL, 13B is Fugaku-LLM's; `demo` trains in minutes on two cores.
+The others have the configuration in config.json of their repository on huggingface.co. If no paper gives batch size and
+learning rate, they are GPT-3's for that size (Brown et al. 2020, table 2.1). NAME-sft fine-tunes all weights on chats.
 """
 
 from __future__ import annotations
@@ -15,8 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from .data import DataConfig
+from .model import ModelConfig
+from .optimizer import OptimizerConfig
 from .output import OutputConfig
-from .run_config import ModelConfig, OptimizerConfig, RunConfig
+from .run_config import RunConfig
 from .training import BatchConfig, TrainingConfig
 
 GPT2_VOCABULARY = 50257
@@ -48,100 +47,10 @@ def demo() -> RunConfig:
     )
 
 
-def _published(
-    num_layers: int,
-    hidden_size: int,
-    heads: int,
-    seq_length: int,
-    lr: float,
-    batch: BatchConfig,
-    init_method_std: float = 0.02,
+def _pretraining(
+    model: ModelConfig, lr: float, global_batch_size: int, train_iters: int
 ) -> RunConfig:
-    return RunConfig(
-        model=ModelConfig(
-            num_layers=num_layers,
-            hidden_size=hidden_size,
-            num_attention_heads=heads,
-            seq_length=seq_length,
-            vocab_size=GPT2_VOCABULARY,
-            init_method_std=init_method_std,
-        ),
-        batch=batch,
-        optimizer=OptimizerConfig(
-            lr=lr,
-            min_lr=lr / 10,
-            lr_decay_style="cosine",
-            lr_warmup_fraction=0.01,
-            weight_decay=0.1,
-            adam_beta2=0.95,
-        ),
-        training=TrainingConfig(train_iters=95367),
-        output=OutputConfig(log_interval=1, save_interval=250),
-    )
-
-
-def gpt_124m() -> RunConfig:
-    """GPT-2 124M, sequence 1024, global batch 1024: the 124M tables."""
-    return _published(
-        12, 768, 12, 1024, 6e-4, BatchConfig(micro_batch_size=1, global_batch_size=1024)
-    )
-
-
-def gpt_1b3() -> RunConfig:
-    """GPT-3 XL, 1.3B, sequence 2048."""
-    return _published(
-        24, 2048, 16, 2048, 2e-4, BatchConfig(micro_batch_size=1, global_batch_size=512), 0.013
-    )
-
-
-def gpt_13b() -> RunConfig:
-    """13B as Fugaku-LLM trained it: 40 layers, h 5184, 36 heads, global batch 2016."""
-    return _published(
-        40, 5184, 36, 2048, 1e-4, BatchConfig(micro_batch_size=1, global_batch_size=2016), 0.008
-    )
-
-
-def gpt_30b() -> RunConfig:
-    """30B of the tables: 48 layers, h 7168, 56 heads, sequence 2048, global batch 1536."""
-    return _published(
-        48, 7168, 56, 2048, 1e-4, BatchConfig(micro_batch_size=1, global_batch_size=1536), 0.006
-    )
-
-
-def _of_llamas_kind(
-    num_layers: int,
-    hidden_size: int,
-    ffn_hidden_size: int,
-    heads: int,
-    groups: int,
-    vocab_size: int,
-    *,
-    seq_length: int,
-    lr: float,
-    global_batch_size: int,
-    **more: Any,
-) -> RunConfig:
-    """RMS norm, SwiGLU, rotary positions and groups of heads, without biases or dropout. more: of ModelConfig."""
-    block: dict[str, Any] = {
-        "normalization": "RMSNorm",
-        "swiglu": True,
-        "disable_bias_linear": True,
-        "position_embedding_type": "rope",
-        "group_query_attention": groups < heads,
-        "num_query_groups": groups if groups < heads else None,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-    }
-    model = ModelConfig(
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        ffn_hidden_size=ffn_hidden_size,
-        num_attention_heads=heads,
-        vocab_size=vocab_size,
-        seq_length=seq_length,
-        **block,
-        **more,
-    )
+    """Return a run with GPT-3's optimizer settings."""
     return RunConfig(
         model=model,
         batch=BatchConfig(micro_batch_size=1, global_batch_size=global_batch_size),
@@ -153,20 +62,92 @@ def _of_llamas_kind(
             weight_decay=0.1,
             adam_beta2=0.95,
         ),
-        training=TrainingConfig(train_iters=100_000),
+        training=TrainingConfig(train_iters=train_iters),
         output=OutputConfig(log_interval=1, save_interval=250),
     )
 
 
+def _gpt(*, lr: float, global_batch_size: int, **model: Any) -> RunConfig:
+    """Return a run of a GPT-2 block with GPT-2's vocabulary."""
+    return _pretraining(
+        ModelConfig(vocab_size=GPT2_VOCABULARY, **model), lr, global_batch_size, train_iters=95367
+    )
+
+
+def gpt_124m() -> RunConfig:
+    """GPT-2 124M, sequence 1024, global batch 1024: the 124M tables."""
+    return _gpt(
+        num_layers=12,
+        hidden_size=768,
+        num_attention_heads=12,
+        seq_length=1024,
+        lr=6e-4,
+        global_batch_size=1024,
+    )
+
+
+def gpt_1b3() -> RunConfig:
+    """GPT-3 XL, 1.3B, sequence 2048."""
+    return _gpt(
+        num_layers=24,
+        hidden_size=2048,
+        num_attention_heads=16,
+        seq_length=2048,
+        init_method_std=0.013,
+        lr=2e-4,
+        global_batch_size=512,
+    )
+
+
+def gpt_13b() -> RunConfig:
+    """13B as Fugaku-LLM trained it: 40 layers, h 5184, 36 heads, global batch 2016."""
+    return _gpt(
+        num_layers=40,
+        hidden_size=5184,
+        num_attention_heads=36,
+        seq_length=2048,
+        init_method_std=0.008,
+        lr=1e-4,
+        global_batch_size=2016,
+    )
+
+
+def gpt_30b() -> RunConfig:
+    """30B of the tables: 48 layers, h 7168, 56 heads, sequence 2048, global batch 1536."""
+    return _gpt(
+        num_layers=48,
+        hidden_size=7168,
+        num_attention_heads=56,
+        seq_length=2048,
+        init_method_std=0.006,
+        lr=1e-4,
+        global_batch_size=1536,
+    )
+
+
+def _llama(*, lr: float, global_batch_size: int, **model: Any) -> RunConfig:
+    """Return a run with RMS norm, SwiGLU and rotary positions, without biases and dropout."""
+    block: dict[str, Any] = {
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "disable_bias_linear": True,
+        "position_embedding_type": "rope",
+        "group_query_attention": "num_query_groups" in model,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    return _pretraining(ModelConfig(**block, **model), lr, global_batch_size, train_iters=100_000)
+
+
 def llama_32_1b() -> RunConfig:
     """Llama 3.2 1B (meta-llama/Llama-3.2-1B): 16 layers, h 2048, 32 heads in 8 groups, rope lengthened 32 times."""
-    return _of_llamas_kind(
-        16,
-        2048,
-        8192,
-        32,
-        8,
-        128256,
+    return _llama(
+        num_layers=16,
+        hidden_size=2048,
+        ffn_hidden_size=8192,
+        num_attention_heads=32,
+        num_query_groups=8,
+        vocab_size=128256,
         seq_length=8192,
         lr=2e-4,
         global_batch_size=128,
@@ -182,13 +163,13 @@ def llama_31_8b() -> RunConfig:
 
     Learning rate: Dubey et al. 2024, table 3; batches of 4 M tokens, as their largest model began with.
     """
-    return _of_llamas_kind(
-        32,
-        4096,
-        14336,
-        32,
-        8,
-        128256,
+    return _llama(
+        num_layers=32,
+        hidden_size=4096,
+        ffn_hidden_size=14336,
+        num_attention_heads=32,
+        num_query_groups=8,
+        vocab_size=128256,
         seq_length=8192,
         lr=3e-4,
         global_batch_size=512,
@@ -202,13 +183,13 @@ def llama_31_8b() -> RunConfig:
 
 def qwen_25_05b() -> RunConfig:
     """Qwen2.5 0.5B (Qwen/Qwen2.5-0.5B): 24 layers, h 896, 14 heads in 2 groups, biases of queries, keys and values."""
-    return _of_llamas_kind(
-        24,
-        896,
-        4864,
-        14,
-        2,
-        151936,
+    return _llama(
+        num_layers=24,
+        hidden_size=896,
+        ffn_hidden_size=4864,
+        num_attention_heads=14,
+        num_query_groups=2,
+        vocab_size=151936,
         seq_length=4096,
         lr=3e-4,
         global_batch_size=128,
@@ -221,13 +202,13 @@ def qwen_25_05b() -> RunConfig:
 
 def qwen_3_06b() -> RunConfig:
     """Qwen3 0.6B (Qwen/Qwen3-0.6B): 28 layers, h 1024, 16 heads of 128 in 8 groups, norms of queries and keys."""
-    return _of_llamas_kind(
-        28,
-        1024,
-        3072,
-        16,
-        8,
-        151936,
+    return _llama(
+        num_layers=28,
+        hidden_size=1024,
+        ffn_hidden_size=3072,
+        num_attention_heads=16,
+        num_query_groups=8,
+        vocab_size=151936,
         seq_length=4096,
         lr=2.5e-4,
         global_batch_size=128,
@@ -241,13 +222,13 @@ def qwen_3_06b() -> RunConfig:
 
 def tinyllama_11b() -> RunConfig:
     """TinyLlama 1.1B (TinyLlama/TinyLlama_v1.1): 22 layers, h 2048, 32 heads in 4 groups; trained as in Zhang et al. 2024."""
-    return _of_llamas_kind(
-        22,
-        2048,
-        5632,
-        32,
-        4,
-        32000,
+    return _llama(
+        num_layers=22,
+        hidden_size=2048,
+        ffn_hidden_size=5632,
+        num_attention_heads=32,
+        num_query_groups=4,
+        vocab_size=32000,
         seq_length=2048,
         lr=4e-4,
         global_batch_size=1024,
@@ -257,13 +238,13 @@ def tinyllama_11b() -> RunConfig:
 
 def mistral_7b() -> RunConfig:
     """Mistral 7B (mistralai/Mistral-7B-v0.1): 32 layers, h 4096, 32 heads in 8 groups, a window of 4096 tokens."""
-    return _of_llamas_kind(
-        32,
-        4096,
-        14336,
-        32,
-        8,
-        32000,
+    return _llama(
+        num_layers=32,
+        hidden_size=4096,
+        ffn_hidden_size=14336,
+        num_attention_heads=32,
+        num_query_groups=8,
+        vocab_size=32000,
         seq_length=8192,
         lr=1.2e-4,
         global_batch_size=256,
@@ -275,13 +256,13 @@ def mistral_7b() -> RunConfig:
 
 def qwen_3_30b_a3b() -> RunConfig:
     """Qwen3 30B-A3B (Qwen/Qwen3-30B-A3B): 48 layers, h 2048, 32 heads of 128 in 4 groups, 8 of 128 experts of 768 for a token."""
-    return _of_llamas_kind(
-        48,
-        2048,
-        6144,
-        32,
-        4,
-        151936,
+    return _llama(
+        num_layers=48,
+        hidden_size=2048,
+        ffn_hidden_size=6144,
+        num_attention_heads=32,
+        num_query_groups=4,
+        vocab_size=151936,
         seq_length=4096,
         lr=3e-4,
         global_batch_size=1024,
@@ -303,13 +284,12 @@ def olmoe() -> RunConfig:
 
     Trained as in Muennighoff et al. 2024 (arXiv:2409.02060), table 10.
     """
-    return _of_llamas_kind(
-        16,
-        2048,
-        1024,
-        16,
-        16,
-        50304,
+    return _llama(
+        num_layers=16,
+        hidden_size=2048,
+        ffn_hidden_size=1024,
+        num_attention_heads=16,
+        vocab_size=50304,
         seq_length=4096,
         lr=4e-4,
         global_batch_size=1024,
@@ -326,13 +306,13 @@ def olmoe() -> RunConfig:
 
 def mixtral_8x7b() -> RunConfig:
     """Mixtral 8x7B (mistralai/Mixtral-8x7B-v0.1): 32 layers, h 4096, 32 heads in 8 groups, 2 of 8 experts of 14336 for a token."""
-    return _of_llamas_kind(
-        32,
-        4096,
-        14336,
-        32,
-        8,
-        32000,
+    return _llama(
+        num_layers=32,
+        hidden_size=4096,
+        ffn_hidden_size=14336,
+        num_attention_heads=32,
+        num_query_groups=8,
+        vocab_size=32000,
         seq_length=4096,
         lr=1e-4,
         global_batch_size=256,
@@ -348,6 +328,8 @@ def mixtral_8x7b() -> RunConfig:
 def _on_chats(
     published: Callable[[], RunConfig], how: str, lr: float, style: str, warmup: float
 ) -> Callable[[], RunConfig]:
+    """Return a recipe that fine-tunes a published model on chats. how: source, for the docstring"""
+
     def recipe() -> RunConfig:
         model = published().model
         return RunConfig(
@@ -361,9 +343,8 @@ def _on_chats(
             output=OutputConfig(log_interval=1, save_interval=100),
         )
 
-    recipe.__doc__ = (
-        f"{(published.__doc__ or '').split(' (')[0]}, all of it fine-tuned on chats as {how}."
-    )
+    name = (published.__doc__ or "").split(" (")[0]
+    recipe.__doc__ = f"{name}, all of it fine-tuned on chats as {how}."
     return recipe
 
 
@@ -371,9 +352,9 @@ def _as_zephyr(published: Callable[[], RunConfig]) -> Callable[[], RunConfig]:
     return _on_chats(
         published,
         "Zephyr 7B was (huggingface/alignment-handbook, recipes/zephyr-7b-beta/sft/config_full.yaml)",
-        2e-5,
-        "cosine",
-        0.1,
+        lr=2e-5,
+        style="cosine",
+        warmup=0.1,
     )
 
 
@@ -381,9 +362,9 @@ def _as_tulu(published: Callable[[], RunConfig]) -> Callable[[], RunConfig]:
     return _on_chats(
         published,
         "Tulu 3 8B was (Lambert et al. 2024; allenai/open-instruct has the command)",
-        5e-6,
-        "linear",
-        0.03,
+        lr=5e-6,
+        style="linear",
+        warmup=0.03,
     )
 
 

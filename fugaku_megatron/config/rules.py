@@ -1,119 +1,144 @@
-"""Rules between flags: flags that need others, and flags that replace others."""
+"""Rules between flags of one group: flags that need others, exclude each other, or bound each other's values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-from ..pipeline.schedule_names import AUTO
-from .data import TIKTOKEN
-from .experts import EXPERTS
-from .model import ROPE, ROPE_SCALING, SCALINGS, YARN, YARN_SCALING
-from .optimizer import MUON_FLAGS
-from .run_config import RunConfig
-from .training import RECOMPUTE
+from .fields import check, flag
 
-# What a run needs to have for these fields to mean anything, whether it has it, and the fields.
-NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
-    (
-        "--tensor-model-parallel-size above 1",
-        lambda run: run.parallel.tensor_model_parallel_size > 1,
-        ("sequence_parallel", "tp_comm_overlap"),
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule between fields. mistake: config -> message, or None if the rule holds."""
+
+    names: tuple[str, ...]
+    mistake: Callable[[Any], str | None]
+
+
+def needs(name: str, other: str, end: str = ": pass both", with_value: bool = False) -> Rule:
+    """Return the rule that the field `name`, if set, needs the field `other`."""
+
+    def mistake(config: Any) -> str | None:
+        value = getattr(config, name)
+        if not value or getattr(config, other):
+            return None
+        given = f"{flag(name)} {value}" if with_value else flag(name)
+        return f"{given} needs {flag(other)}{end}"
+
+    return Rule((name, other), mistake)
+
+
+def one_of(*names: str, unless: str = "") -> Rule:
+    """Return the rule that at most one of the fields is set, unless another field is."""
+
+    def mistake(config: Any) -> str | None:
+        given = [flag(name) for name in names if getattr(config, name)]
+        if len(given) < 2 or (unless and getattr(config, unless)):
+            return None
+        return f"{' and '.join(given)} exclude each other: pass one"
+
+    return Rule(names, mistake)
+
+
+def at_most(name: str, limit: str, remedy: str = "lower it") -> Rule:
+    """Return the rule that a field is at most another one, if both are set."""
+    return _compared(name, limit, "above", remedy, lambda value, other: value <= other)
+
+
+def at_least(name: str, limit: str, remedy: str) -> Rule:
+    """Return the rule that a field is at least another one, if both are set."""
+    return _compared(name, limit, "below", remedy, lambda value, other: value >= other)
+
+
+def above(name: str, limit: str, remedy: str) -> Rule:
+    """Return the rule that a field is greater than another one."""
+    return _compared(name, limit, "not above", remedy, lambda value, other: value > other)
+
+
+def divisible(name: str, divisor: str, remedy: str) -> Rule:
+    """Return the rule that a field is divisible by another one, if both are set."""
+    return _compared(
+        name, divisor, "not divisible by", remedy, lambda value, other: value % other == 0
+    )
+
+
+def _compared(
+    name: str, other: str, relation: str, remedy: str, holds: Callable[[Any, Any], bool]
+) -> Rule:
+    """Return a rule between two values. relation: between values that break the rule"""
+
+    def mistake(config: Any) -> str | None:
+        value = getattr(config, name)
+        bound = getattr(config, other)
+        if value is None or bound is None or holds(value, bound):
+            return None
+        return f"{flag(name)} {value} is {relation} {flag(other)} {bound}: {remedy}"
+
+    return Rule((name, other), mistake)
+
+
+# A group of RunConfig -> its rules. They are checked after the range of each field.
+RULES: dict[str, tuple[Rule, ...]] = {
+    "model": (
+        one_of("swiglu", "geglu", "squared_relu"),
+        at_least("padded_vocab_size", "vocab_size", "raise it, or leave it out"),
+        divisible("num_attention_heads", "num_query_groups", "change one of them"),
+        above(
+            "rope_scaling_high_freq_factor", "rope_scaling_low_freq_factor", "change one of them"
+        ),
+        at_most("moe_router_topk", "num_experts"),
+        needs("moe_shared_expert_gate", "moe_shared_expert_intermediate_size"),
+        divisible("num_experts", "moe_router_num_groups", "change one"),
+        at_most("moe_router_group_topk", "moe_router_num_groups"),
+        divisible("moe_router_topk", "moe_router_group_topk", "change one"),
     ),
-    ("--group-query-attention", lambda run: run.model.group_query_attention, ("num_query_groups",)),
-    (
-        "--position-embedding-type rope",
-        lambda run: run.model.position_embedding_type == ROPE,
-        ("rotary_percent", "rotary_interleaved", *SCALINGS, ROPE_SCALING[-1]),
+    "parallel": (
+        one_of("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
+        needs("tp_comm_overlap", "sequence_parallel"),
+        needs("overlap_param_gather", "overlap_grad_reduce"),
     ),
-    ("--position-embedding-type rope or yarn", lambda run: run.model.rotary, ("rotary_base",)),
-    (
-        "--position-embedding-type yarn",
-        lambda run: run.model.position_embedding_type == YARN,
-        YARN_SCALING,
+    "batch": (one_of("step_batch_size_schedule", "rampup_batch_size"),),
+    "optimizer": (
+        at_most("min_lr", "lr"),
+        at_most("lr_warmup_init", "lr"),
+        one_of("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"),
+        one_of("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens"),
+        # In the forks with --lr-warmup-tokens, it takes precedence over a fraction.
+        one_of(
+            "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction", unless="lr_warmup_tokens"
+        ),
+        one_of("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
     ),
-    ("--use-z-loss", lambda run: run.model.use_z_loss, ("z_loss_strength",)),
-    (
-        "a GELU in the MLP",
-        lambda run: "gelu" in run.model.activation,
-        ("bias_gelu_fusion", "openai_gelu"),
+    "precision": (one_of("bf16", "fp16"), at_most("min_loss_scale", "initial_loss_scale")),
+    "training": (
+        needs("multiple_validation_sets", "full_validation", ", as in Megatron-LM: pass both"),
     ),
-    ("--num-experts", lambda run: run.model.num_experts is not None, EXPERTS[1:]),
-    (
-        "--moe-router-enable-expert-bias",
-        lambda run: run.model.moe_router_enable_expert_bias,
-        ("moe_router_bias_update_rate",),
-    ),
-    (
-        "--moe-expert-capacity-factor",
-        lambda run: run.model.moe_expert_capacity_factor is not None,
-        ("moe_token_drop_policy",),
-    ),
-    ("--optimizer muon", lambda run: run.optimizer.muon, MUON_FLAGS),
-    ("--decoupled-lr", lambda run: run.optimizer.decoupled_lr is not None, ("decoupled_min_lr",)),
-    ("--use-rope-scaling", lambda run: run.model.use_rope_scaling, ROPE_SCALING[:-1]),
-    (
-        "--fp16",
-        lambda run: run.precision.fp16,
-        ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
-    ),
-    (
-        "--recompute-granularity full",
-        lambda run: run.training.recompute_granularity == "full",
-        RECOMPUTE[1:],
-    ),
-    (
-        "--recompute-auto or --pipeline-schedule auto",
-        lambda run: run.training.recompute_auto or run.parallel.pipeline_schedule == AUTO,
-        ("memory_per_rank",),
-    ),
-    (
-        "--lr-decay-style WSD",
-        lambda run: run.optimizer.lr_decay_style == "WSD",
-        ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
-    ),
-    (
-        "--load",
-        lambda run: run.output.load is not None,
-        ("no_load_optim", "no_load_lr_state", "finetune"),
-    ),
-    (
-        "--profile",
-        lambda run: run.output.profile,
-        ("profile_step_start", "profile_step_end", "profile_ranks", "profile_dir"),
-    ),
-    ("--rerun-on-spike", lambda run: run.numbers.rerun_on_spike, ("loss_spike_deviations",)),
-    ("--vocab-file or --tokenizer-model", lambda run: run.data.has_tokenizer, ("tokenizer_type",)),
-    (
-        "--tokenizer-type TikTokenizer",
-        lambda run: run.data.tokenizer_type == TIKTOKEN,
-        ("tiktoken_pattern", "tiktoken_num_special_tokens"),
-    ),
-    ("--data-path", lambda run: run.data.data_path is not None, ("split", "legacy_split")),
-    ("--sft", lambda run: run.data.sft, ("sft_truncate",)),
-    (
-        "--save",
-        lambda run: run.output.save is not None,
-        (
-            "save_interval",
-            "save_interval_in_mins",
-            "keep_last",
-            "save_retain_interval",
-            "no_save_optim",
-            "async_save",
-            "save_local",
+    "data": (
+        one_of(
+            "mock_data",
+            "data_path",
+            "train_data_path",
+            "data_args_path",
+            "per_split_data_args_path",
         ),
     ),
-    (
-        "--lora-rank",
-        lambda run: run.lora.on,
-        ("lora_alpha", "lora_dropout", "lora_target", "lora_use_rslora"),
+    "output": (
+        needs(
+            "wandb_project", "wandb_exp_name", ", the name of the run: pass both", with_value=True
+        ),
+        needs("ckpt_step", "load", ", the directory it is in", with_value=True),
+        one_of("keep_last", "save_retain_interval"),
+        needs("exit_on_missing_checkpoint", "load", ", the directory of the checkpoint"),
+        needs("use_checkpoint_args", "load", ", the directory of the checkpoint"),
+        above("profile_step_end", "profile_step_start", "raise it"),
     ),
-    (
-        "--wandb-project",
-        lambda run: run.output.wandb_project is not None,
-        ("wandb_exp_name", "wandb_entity"),
-    ),
-)
+}
 
-# What a field needs another one to be left out for: the one that wins, and the one that then has no effect.
-WINS = (("lr_warmup_tokens", "lr_warmup_fraction"),)
+
+def check_rules(config: Any, group: str) -> None:
+    """Raise ValueError for the first rule of the group that does not hold."""
+    for rule in RULES[group]:
+        mistake = rule.mistake(config)
+        check(mistake is None, mistake or "")

@@ -1,6 +1,6 @@
-"""What depends on the samples consumed: batch sizes of --step-batch-size-schedule, and --skip-samples.
+"""Batch sizes of --step-batch-size-schedule, and sample ranges of --skip-samples.
 
-The rules of the schedule are those of Megatron-LM's megatron/core/num_microbatches_calculator.py.
+The schedule follows Megatron-LM's megatron/core/num_microbatches_calculator.py.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ _STEP = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)([KMBT]?):([1-9]\d{0,7})", re.ASCI
 
 @dataclass(frozen=True)
 class StepSizes:
-    """The global batch size as a function of the samples consumed, as `batches.RampUp` is one. steps: (first sample, size)."""
+    """Global batch size in steps, as a function of the samples consumed. steps: (first sample, size)"""
 
     steps: tuple[tuple[int, int], ...]
 
     @staticmethod
     def parse(text: str, seq_length: int = 1) -> StepSizes:
-        """From a text such as "0:768 250B:1536": tokens, and the size from there on. Raises ValueError for another form."""
-        flag, steps = f"--step-batch-size-schedule {text[:60]!r}", []
-        for part in text.replace(",", " ").upper().split():
-            match = _STEP.fullmatch(part)
+        """Parse TOKENS:SIZE ..., such as "0:768 250B:1536". Raises ValueError for another form."""
+        flag = f"--step-batch-size-schedule {text[:60]!r}"
+        steps: list[tuple[int, int]] = []
+        for word in text.replace(",", " ").upper().split():
+            match = _STEP.fullmatch(word)
             if match is None:
-                raise ValueError(f"{flag}: {part[:30]} is not TOKENS:SIZE, such as 250B:1536")
+                raise ValueError(f"{flag}: {word[:30]} is not TOKENS:SIZE, such as 250B:1536")
             steps.append((int(float(match[1]) * UNITS[match[2]]) // seq_length, int(match[3])))
         check(bool(steps) and steps[0][0] == 0, f"{flag}: the first step must begin at 0")
         rising = all(a[0] < b[0] for a, b in zip(steps, steps[1:]))
@@ -37,28 +38,28 @@ class StepSizes:
 
     @property
     def global_batch_size(self) -> int:
-        """The last size."""
+        """Last size."""
         return self.steps[-1][1]
 
     def sizes(self) -> list[int]:
-        """Every global batch size on the way, in order."""
+        """Return every global batch size in order."""
         return [size for _, size in self.steps]
 
     def __call__(self, consumed: int) -> int:
-        """Global batch size of the iteration that begins at `consumed` samples."""
+        """Return the global batch size of the iteration that begins at `consumed` samples."""
         return next(size for first, size in reversed(self.steps) if consumed >= first)
 
     def next_change(self, consumed: int) -> int | None:
-        """The first sample after `consumed` at which another size is due; None where the size stays."""
+        """Return the first sample after `consumed` with another size, or None."""
         return next((first for first, _ in self.steps if first > consumed), None)
 
 
-MAX_SAMPLE = 2**40  # as --train-samples
+MAX_SAMPLE = 2**40  # as the maximum of --train-samples
 
 
 @dataclass(frozen=True)
 class Skips:
-    """ranges: of sample numbers, in order, apart from each other."""
+    """Samples left out of training. ranges: sorted, disjoint"""
 
     ranges: tuple[range, ...] = ()
 
@@ -67,11 +68,13 @@ class Skips:
 
     @staticmethod
     def parse(texts: Iterable[str] | None) -> Skips:
-        """From texts such as 4096:4608 or 10:20,30:40, whose end is not left out itself. Raises ValueError for another form."""
+        """Parse FIRST:END ranges, such as 4096:4608 or 10:20,30:40. Raises ValueError for another form."""
         ranges: list[range] = []
-        for first, end in sorted(_bounds(part) for text in texts or () for part in text.split(",")):
+        for first, end in sorted(_bounds(word) for text in texts or () for word in text.split(",")):
             if ranges and first <= ranges[-1].stop:
-                first, end = ranges[-1].start, max(end, ranges.pop().stop)
+                last = ranges.pop()
+                first = last.start
+                end = max(end, last.stop)
             ranges.append(range(first, end))
         return Skips(tuple(ranges))
 
@@ -79,18 +82,18 @@ class Skips:
         return ",".join(f"{r.start}:{r.stop}" for r in self.ranges)
 
     def samples(self, position: int, count: int) -> Sequence[int]:
-        """The next `count` samples from `position` on that are not left out."""
+        """Return the next `count` samples from `position` on that are not left out."""
         ahead = [r for r in self.ranges if r.stop > position and r.start < position + count]
         if not ahead:
             return range(position, position + count)
-        taken: list[int] = []
+        chosen: list[int] = []
         for skip in self.ranges:
-            taken += range(position, min(skip.start, position + count - len(taken)))
+            chosen += range(position, min(skip.start, position + count - len(chosen)))
             position = max(position, skip.stop)
-        return [*taken, *range(position, position + count - len(taken))]
+        return [*chosen, *range(position, position + count - len(chosen))]
 
     def advance(self, position: int, size: int, iterations: int) -> tuple[int, int]:
-        """At most so many iterations of `size` samples from `position` on, in one go: how many, and the position after them."""
+        """Advance by up to `iterations` of `size` samples, as far as one step can; return their number and the new position."""
         start = next(
             (r.start for r in self.ranges if r.stop > position), position + size * iterations
         )
@@ -100,7 +103,7 @@ class Skips:
         return 1, self.samples(position, size)[-1] + 1
 
     def between(self, first: int, end: int) -> Skips:
-        """What of the ranges lies among samples first to end - 1."""
+        """Return the ranges cut to samples first to end - 1."""
         cut = (range(max(r.start, first), min(r.stop, end)) for r in self.ranges)
         return Skips(tuple(r for r in cut if r))
 
@@ -111,7 +114,8 @@ def _bounds(text: str) -> tuple[int, int]:
         raise ValueError(
             f"--skip-samples {text[:40]!r}: pass FIRST:END, such as 4096:4608, END not included"
         )
-    first, end = int(match[1]), int(match[2])
+    first = int(match[1])
+    end = int(match[2])
     check(
         first < end <= MAX_SAMPLE,
         f"--skip-samples {text}: FIRST must be below END, and END at most {MAX_SAMPLE}",

@@ -1,7 +1,7 @@
-"""A YAML file that a user writes: sections of keys with a text, a number, a switch or a list each.
+"""Strict reader of a user's YAML file. The keys and their values are checked in cli/yaml_flags.py.
 
-PyYAML takes the last value of a key that stands in a section twice, reads 010 as 8 and 1:30 as 90, and ends with errors of many
-kinds, some without a line. Here each is a ValueError of one line. Left out: the keys and their values (cli/yaml_flags.py).
+PyYAML silently accepts duplicate keys, reads 010 as 8 and 1:30 as 90, and raises errors of many kinds, some without a line.
+Here each mistake is a one-line ValueError.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any
 from ..text.named_files import read_text
 from .fields import check
 
-LARGEST = 2**18  # bytes; PyYAML reads about 250 KB in a second
-MAX_NODES = 10_000  # a file of a few lines can stand for billions
+LARGEST = 2**18  # bytes; PyYAML reads about 250 KB per second
+MAX_NODES = 10_000  # aliases in a few lines can expand to billions of nodes
 YAML_TAG = "tag:yaml.org,2002:"
+# Names of types, by tag.
 SCALARS = {
     "str": "text",
     "int": "a whole number",
@@ -23,14 +24,14 @@ SCALARS = {
     "bool": "true or false",
     "null": "null",
     "timestamp": "a date",
-}  # by tag
+}
 COLLECTIONS = {"map": "MappingNode", "seq": "SequenceNode"}
-# Numbers of YAML 1.1 that look like others: 010 is 8, and 1:30 is 90.
+# Numbers with a surprising value in YAML 1.1: 010 is 8, and 1:30 is 90.
 SURPRISING = re.compile(r"[-+]?0_*[0-9][0-9_]*|[^:]*:.*")
 
 
 def read_yaml(path: str, flag: str) -> dict[str, Any]:
-    """Return the keys of the file that `flag` names. ValueError, with file and line, if it cannot be read."""
+    """Return the keys of the file that `flag` names. Raises ValueError, with file and line, for a mistake."""
     where = f"{flag} {path}"
     try:
         import yaml
@@ -74,7 +75,7 @@ def read_yaml(path: str, flag: str) -> dict[str, Any]:
         isinstance(top, dict),
         f"{where}: it holds no keys: pass a file with lines such as `num_layers: 24`",
     )
-    return top
+    return dict(top)
 
 
 def _line(mark: Any) -> str:
@@ -82,11 +83,11 @@ def _line(mark: Any) -> str:
 
 
 def _check_size(where: str, root: Any) -> None:
-    """Raise ValueError if the nodes of a file, with every alias replaced, are more than MAX_NODES."""
+    """Raise ValueError if the file has more than MAX_NODES nodes after expansion of its aliases."""
     counts: dict[int, int] = {}
 
     def count(node: Any) -> int:
-        """Return the nodes below and with this one; a node that holds itself has no end."""
+        """Return the size of a subtree, above MAX_NODES for a node that contains itself."""
         if id(node) not in counts:
             counts[id(node)] = MAX_NODES + 1  # while its children are counted
             counts[id(node)] = 1 + sum(map(count, _children(node)))
@@ -107,7 +108,7 @@ def _children(node: Any) -> Iterator[Any]:
 
 
 def _nodes(root: Any) -> Iterator[Any]:
-    """Yield each node once, from the first line on."""
+    """Yield each node once, in the order of the file."""
     seen: set[int] = set()
     waiting = [] if root is None else [root]
     while waiting:
@@ -119,12 +120,12 @@ def _nodes(root: Any) -> Iterator[Any]:
 
 
 def _check_node(where: str, loader: Any, node: Any) -> None:
-    """Raise ValueError, with the line, for a value or a key that would be read as another one, or not at all."""
+    """Raise ValueError, with the line, for a value or a key that YAML misreads or cannot read."""
     begin = f"{where}: {_line(node.start_mark)}"
     kind = node.tag.removeprefix(YAML_TAG)
     is_scalar = isinstance(node.value, str)
     if is_scalar and kind in ("merge", "value"):
-        return  # as a key; PyYAML checks what it stands for
+        return  # a key that PyYAML checks
     check(
         kind in SCALARS if is_scalar else type(node).__name__ == COLLECTIONS.get(kind),
         f"{begin}the tag {node.tag!r:.60} is not for this value: leave it out",

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ..config.fields import check
-from ..config.layout import Layout, context_ways, placement, sequence_parts, stage_sizes
+from ..config.layout import Layout, cp_comm_types, placement, sequence_parts, stage_sizes
 from ..config.model import NORMS
 from ..config.parallel import A2A
 from ..config.run_config import ModelConfig, ParallelConfig, RunConfig
@@ -139,7 +139,7 @@ def _attention(run: RunConfig, tp: int, cp_comm_type: str) -> Record:
 def _rotary(run: RunConfig, tp: int, cp_comm_type: str) -> tuple[Record, ...]:
     """Return the rotary record of queries and keys. Backward needs the inputs of their norm; the rotation itself saves nothing."""
     model = run.model
-    if not model.turns_queries:
+    if not model.uses_rotary:
         return ()
     if not model.qk_layernorm:
         return (Record(name="rotary"),)
@@ -376,7 +376,7 @@ def virtual_stage_records(
     for layer in layers:
         yield from (
             ("layer", r)
-            for r in layer_records(run, layout.tp, run.model.mlps[layer], context_ways(run)[layer])
+            for r in layer_records(run, layout.tp, run.model.mlps[layer], cp_comm_types(run)[layer])
         )
     yield from end_records(run, layout, placement, virtual_stage)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ..config.layout import context_ways, group_copies, sequence_parts
+from ..config.layout import cp_comm_types, group_copies, sequence_parts
 from ..config.lora import FC1, FC2, MATRICES, PROJ, QKV
 from ..config.parallel import A2A, ALLGATHER, P2P
 from ..config.run_config import ModelConfig, RunConfig
@@ -102,7 +102,7 @@ def element_bytes(run: RunConfig) -> int:
 
 def typical_cp_comm_type(run: RunConfig) -> str:
     """Return the --cp-comm-type of most layers."""
-    ways = context_ways(run)
+    ways = cp_comm_types(run)
     return max(ways, key=ways.count)
 
 
@@ -217,7 +217,7 @@ def key_working_bytes(run: RunConfig, tp: int) -> int:
     other rank the gradients of three segments in flight.
     """
     cp = run.parallel.context_parallel_size
-    ways = {*context_ways(run)} - {A2A}
+    ways = {*cp_comm_types(run)} - {A2A}
     if cp == 1 or not ways:
         return 0
     own = key_elements(run, tp)

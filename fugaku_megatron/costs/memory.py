@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..config.layout import Layout, context_ways, group_copies, placement, sequence_parts
+from ..config.layout import Layout, cp_comm_types, group_copies, placement, sequence_parts
 from ..config.optimizer import MOMENT_BYTES
 from ..config.parallel import A2A, P2P
 from ..config.run_config import RunConfig
@@ -375,7 +375,7 @@ def attention_bytes(run: RunConfig, tp: int, threads: int) -> int:
     threads: of a rank. About 12 matrices (s, d) for each head in progress; of a sequence segment if ranks exchange keys.
     """
     return max(
-        _attention_bytes(run, tp, threads, cp_comm_type) for cp_comm_type in set(context_ways(run))
+        _attention_bytes(run, tp, threads, cp_comm_type) for cp_comm_type in set(cp_comm_types(run))
     )
 
 

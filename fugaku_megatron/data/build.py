@@ -1,8 +1,8 @@
-"""The data sets of a run: what --data-path with --split, or the three flags for one split each, make of indexed files.
+"""Build a run's data sets from --data-path with --split, or from one flag a split.
 
-Rules of Megatron-LM's megatron/core/datasets/blended_megatron_dataset_builder.py, megatron/core/datasets/utils.py and
-megatron/core/datasets/blended_megatron_dataset_config.py, and for --legacy-split of megatron/data/dataset_utils.py, as it was
-before Megatron-core 0.5. Left out: the data sets themselves (dataset.py).
+Rules of Megatron-LM's megatron/core/datasets/blended_megatron_dataset_builder.py, utils.py and
+blended_megatron_dataset_config.py there; --legacy-split as in megatron/data/dataset_utils.py
+before Megatron-core 0.5. The data sets are in dataset.py.
 """
 
 from __future__ import annotations
@@ -47,11 +47,14 @@ Datasets = tuple[Dataset | None, Dataset | None, Dataset | None]  # train, valid
 
 @dataclass(frozen=True)
 class Builder:
-    """Makes data sets of one sequence length and seed; arguments as of `GPTDataset`. All ranks of `comm` make the same calls.
+    """Builder for data sets with one sequence length and seed; arguments as `GPTDataset`.
+    Collective over `comm`.
 
-    arrays: documents that are in no files, by the name that stands for a prefix. separate_sets: --multiple-validation-sets.
-    cuts_chats: whether a chat that is too long is cut, and not refused; None where the data are not chats.
-    begun: samples of train, valid and test that their orders were first made for; None: those that are asked for.
+    arrays: in-memory documents by the name that replaces a prefix
+    separate_sets: --multiple-validation-sets
+    cuts_chats: truncate chats that are too long; False: refuse them; None: not chats
+    begun: numbers of train, valid and test samples that their orders were first made for; None:
+        the requested ones
     """
 
     seq_length: int
@@ -66,7 +69,9 @@ class Builder:
     begun: Sequence[int | None] = (None, None, None)
 
     def open(self, prefixes: Sequence[str]) -> dict[str, Indexed]:
-        """The files of each prefix, once. ValueError where the beginning of one has tokens outside the vocabulary."""
+        """Open the files of each prefix once. Raises ValueError if one begins with tokens outside
+        the vocabulary.
+        """
         return {prefix: self._open(prefix) for prefix in dict.fromkeys(prefixes)}
 
     def _open(self, prefix: str) -> Indexed:
@@ -84,9 +89,10 @@ class Builder:
         return indexed
 
     def part(self, indexed: Indexed, name: str, documents: range) -> Callable[..., Dataset]:
-        """Return a function of num_samples (None: one epoch) and begun, as of `GPTDataset`.
+        """Return a function (num_samples, begun) -> data set, as `GPTDataset`; num_samples None:
+        one epoch.
 
-        Every epoch of chats has an order of its own, which does not depend on the number of epochs.
+        Each epoch of chats has its own order, independent of the number of epochs.
         """
         if isinstance(indexed, (ChatFiles, ChatArrays)):
             chats = partial(
@@ -122,11 +128,13 @@ class Builder:
         name: str,
         prefix: str,
     ) -> Dataset:
-        """`num_samples` samples of all parts: by weight, each built with slightly more than its share, or else by their lengths.
+        """Blend `num_samples` samples from all parts: by weight, each with a small surplus, or
+        else by length.
 
-        None: every sample once, which takes no weights (ValueError).
+        Without weights every part is read at most once, unless it is the only one. num_samples
+        None: every sample once.
 
-        Without weights every part is read once at most, so ValueError where that is not enough; a single part repeats.
+        Raises ValueError if there are too few samples, or weights with num_samples None.
         """
         if num_samples is None:
             on_root(self.comm, lambda: _check_unweighted(weights, prefix))
@@ -191,13 +199,16 @@ def build_datasets(
     cuts_chats: bool | None = None,
     begun: Sequence[int | None] = (None, None, None),
 ) -> Datasets:
-    """(train, valid, test) of --data-path and --split, for `num_samples` = (train, valid, test) samples.
+    """Return (train, valid, test) for --data-path and --split. Collective over `comm`; rank 0
+    checks and builds indices.
 
-    max_bytes: of memory that the order of a dataset's samples may take (None: any). cache: where indices are kept. arrays,
-    separate_sets, cuts_chats, begun: see `Builder`. A dataset with `num_samples` 0 is None, and one with None has every sample once, which
-    takes no weights; valid and test are None if --split leaves them no documents. legacy_split: see `split_documents`.
-    With `comm` rank 0 alone checks the .idx files and builds the indices, and all ranks map them; all of its ranks must call.
-    Raises ValueError on every rank.
+    num_samples: for (train, valid, test); 0: no data set; None: every sample once, without weights
+    max_bytes: memory limit of a sample order
+    cache: index files
+    arrays, separate_sets, cuts_chats, begun: see `Builder`
+    legacy_split: see `split_documents`
+
+    valid and test are None if --split assigns them no documents. Raises ValueError on every rank.
     """
     builder = Builder(
         seq_length,
@@ -238,7 +249,7 @@ def _check_documents(
     documents: Sequence[range],
     opened: Mapping[str, Indexed],
 ) -> None:
-    """Raises ValueError for a data set of which no document falls to a split that others have."""
+    """Raise ValueError for a data set without documents in a split that others have."""
     for prefix, ids in zip(prefixes, documents):
         if not ids:
             raise ValueError(
@@ -261,10 +272,11 @@ def build_separate_datasets(
     cuts_chats: bool | None = None,
     begun: Sequence[int | None] = (None, None, None),
 ) -> Datasets:
-    """(train, valid, test) of --train-data-path, --valid-data-path and --test-data-path: every document of each.
+    """Return (train, valid, test) for --train-data-path, --valid-data-path and --test-data-path,
+    all documents each.
 
-    A split without a path, or with `num_samples` 0, is None. One prefix alone is not a blend, whatever its weight. The other
-    arguments and errors are those of `build_datasets`.
+    A split without a path, or with `num_samples` 0, is None. A single prefix is no blend, whatever
+    its weight. Other arguments and errors as `build_datasets`.
     """
     builder = Builder(
         seq_length,
@@ -299,7 +311,7 @@ def build_separate_datasets(
 
 
 def parse_split(split: str) -> list[float]:
-    """Shares of train, valid and test, summing to 1, of e.g. "969,30,1"; missing ones are 0."""
+    """Parse "969,30,1" into shares for train, valid and test that sum to 1; missing ones are 0."""
     parts = split.split(",")
     number = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*", re.ASCII)
     if not 1 <= len(parts) <= 3 or not all(number.fullmatch(part) for part in parts):
@@ -317,7 +329,8 @@ def parse_split(split: str) -> list[float]:
 def listed_data(
     data_args_path: str | None, per_split_data_args_path: str | None
 ) -> dict[str, tuple[str, ...]]:
-    """The data flags, as fields of a run, that a file holds; none where no file is named. Raises ValueError for another file.
+    """Read the data flags from --data-args-path or --per-split-data-args-path. Raises ValueError
+    for an invalid file.
 
     Rules of Megatron-LM's get_blend_and_blend_per_split (megatron/training/utils.py).
     """
@@ -346,8 +359,9 @@ def listed_data(
 def parse_data_path(
     data_path: Sequence[str], flag: str = "--data-path"
 ) -> tuple[list[str], list[float] | None]:
-    """(prefixes, weights) of `flag`: pairs of weight and prefix, or prefixes alone (weights None)."""
-    first, numbers = data_path[::2], [_number(item) for item in data_path]
+    """Return (prefixes, weights); weights are None if there are only prefixes."""
+    first = data_path[::2]
+    numbers = [_number(item) for item in data_path]
     pairs = "pass prefixes, or pairs: weight prefix weight prefix ..."
     if len(data_path) == 1 or data_path and not any(number is not None for number in numbers):
         return list(data_path), None
@@ -371,9 +385,11 @@ def _number(text: str) -> float | None:
 def split_documents(
     num_documents: int, shares: Sequence[float], split: int, legacy: bool = False
 ) -> range:
-    """Ids of the documents of train (0), valid (1) or test (2): consecutive ranges with Megatron's rounding.
+    """Return the ids for train (0), valid (1) or test (2): consecutive ranges with Megatron's
+    rounding.
 
-    legacy: that of before Megatron-core 0.5, which rounded each share by itself and moved all borders by what was then too much.
+    legacy: as before Megatron-core 0.5: each share is rounded, then all borders move by the
+        surplus
     """
     if not legacy:
         ends = [0.0, *accumulate(shares)]

@@ -1,18 +1,11 @@
-"""Chats in files, and the samples that are made of them.
+r"""Chat files, and samples packed from whole chats.
 
-Files: PREFIX.bin and .idx of indexed.py with a sequence for each chat, and PREFIX.mask, which tokens are trained.
-.mask, little-endian: b"FMMASK\\0\\0", version u64 = 1, tokens u64, CRC-32 u32 of the sequence lengths, of the first HEAD bytes of
-.bin and of the bits that follow; then a bit for each token in the order of .bin, the lowest bit of a byte first, 1 where the token
-is trained. The two first CRCs tie the file to its .bin and .idx. In memory a trained token is written as its complement, ~id, so
-that one array holds a chat (`signed`, `unsigned`).
-
-Samples: best fit decreasing packs whole chats into samples of seq_length + 1 tokens, and padding fills them up. Chats go from the
-longest to the shortest, each into the sample with the least room left that holds it. Which lengths share a sample therefore follows
-from the lengths alone; which chats of a length do is drawn anew in every epoch, and so is the order of the samples. Each epoch has
-every chat once, and sample i is a function of the files, the seed and i.
-Left out: dividing a chat over samples; a chat that is too long is refused, or cut.
-Shapes: s = seq_length, n chats; a sample is int64 (2, s + 1) of token ids and marks (marks.py), of numpy. An epoch takes 4 bytes
-per chat.
+PREFIX.bin and .idx (indexed.py) have one sequence a chat; PREFIX.mask marks trained tokens. .mask,
+little-endian: b"FMMASK\0\0", version u64 = 1, tokens u64, CRC-32 u32 of the sequence lengths, the
+first HEAD bytes of .bin, and the bits; then a bit a token, lowest bit first, 1 if trained. In
+memory a trained token is ~id (`signed`). Best fit decreasing packs chats into samples of
+seq_length + 1 tokens. Packing depends on lengths alone; each epoch shuffles chats of equal length
+and samples. Shapes: s = seq_length, n chats; int64 (2, s + 1) samples (marks.py).
 """
 
 from __future__ import annotations
@@ -39,7 +32,8 @@ if TYPE_CHECKING:
     from ..comm.base import Comm
 
 SUFFIX = ".mask"
-MAGIC, VERSION = b"FMMASK\0\0", 1
+MAGIC = b"FMMASK\0\0"
+VERSION = 1
 HEADER = struct.Struct(
     "<8sQQIII"
 )  # magic, version, tokens, CRC-32 of the lengths, of the head of .bin, of the bits
@@ -49,17 +43,17 @@ REMEDY = "write the three files again with fugaku-megatron preprocess --chat, or
 
 
 def signed(ids: np.ndarray, trained: np.ndarray) -> np.ndarray:
-    """int32 (n,): token ids, the complement of those that are trained."""
+    """Return int32 (n,): token ids, complemented if trained."""
     return np.where(trained, ~ids, ids).astype(np.int32)
 
 
 def unsigned(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(token ids, which are trained) of what `signed` made, (n,) each."""
+    """Return (token ids, trained), each (n,), from the result of `signed`."""
     return np.where(tokens < 0, ~tokens, tokens), tokens < 0
 
 
 class ChatWriter(IndexedDatasetWriter):
-    """Writes .bin, .idx and .mask of chats. It takes what `signed` makes; .idx gets its name last."""
+    """Writer for .bin, .idx and .mask, fed with results of `signed`; .idx is renamed last."""
 
     SUFFIXES = (SUFFIX, *IndexedDatasetWriter.SUFFIXES)
 
@@ -102,14 +96,14 @@ class ChatWriter(IndexedDatasetWriter):
             self._mask.write(packed)
 
     def summary(self) -> str:
-        """What was written, in a line."""
+        """Return a line about the written files."""
         return (
             f"wrote {self.prefix}.bin, .idx and .mask: {self.num_documents} chats, {self.num_tokens} tokens, {self.trained} of "
             f"them trained ({self.trained / self.num_tokens:.1%}); the longest chat has {self.longest} tokens"
         )
 
     def finish_parts(self) -> None:
-        """The rest of the bits, and the header."""
+        """Write the remaining bits, and the header."""
         self._write_bits(self._rest)
         lengths = zlib.crc32(np.asarray(self._lengths, "<i4").data)
         self._mask.seek(0)
@@ -126,10 +120,10 @@ class ChatWriter(IndexedDatasetWriter):
 
 
 class ChatFiles(IndexedDataset):
-    """Reader of chats: `get` and the rest as of `IndexedDataset`, and which tokens are trained.
+    """Chat reader: `IndexedDataset` with trained tokens.
 
-    With `comm` only rank 0 reads and checks the files. Raises ValueError, on every rank, also where .mask is missing, damaged or
-    belongs to other files.
+    With `comm` only rank 0 reads and checks the files. Raises ValueError on every rank, also if
+    .mask is missing, damaged or belongs to other files.
     """
 
     def __init__(self, prefix: str | os.PathLike, comm: Comm | None = None):
@@ -166,9 +160,11 @@ class ChatFiles(IndexedDataset):
                 raise ValueError(
                     f"{self._path}: it belongs to another {self.prefix}.bin of as many tokens; {REMEDY}"
                 )
-            size, crc = 0, 0
+            size = 0
+            crc = 0
             while block := file.read(BLOCK):
-                size, crc = size + len(block), zlib.crc32(block, crc)
+                size = size + len(block)
+                crc = zlib.crc32(block, crc)
         if size != -(-tokens // 8) or crc != bits:
             raise ValueError(
                 f"{self._path}: {size} bytes of bits with CRC-32 {crc:08x}, but its header announces "
@@ -178,7 +174,8 @@ class ChatFiles(IndexedDataset):
     @cached_property
     def _bits(self) -> ReadFile:
         check_mask_file(self.prefix)  # this node's copy may be missing, or another one
-        file, size = self._open(self._path), -(-self.num_tokens // 8)
+        file = self._open(self._path)
+        size = -(-self.num_tokens // 8)
         if file.size != HEADER.size + size:
             raise ValueError(
                 f"{self._path}: {file.size} bytes, but {HEADER.size + size} where rank 0 read it; {REMEDY}"
@@ -186,17 +183,19 @@ class ChatFiles(IndexedDataset):
         return file
 
     def probe(self) -> bytes:
-        """The header of .mask has checksums of all its bits."""
+        """Return the .mask header, with checksums of all bits."""
         return super().probe() + self._bits.read("u1", 0, HEADER.size).tobytes()
 
     def trained(self, index: int, length: int) -> np.ndarray:
-        """bool (length,): which of the first tokens of chat `index` are trained."""
+        """Return bool (length,): trained tokens at the beginning of chat `index`."""
         index = int(index)
         start = int(self.read_pointers(index, index + 1)[0]) // self.dtype.itemsize
         return self._unpacked(start, start + length).astype(bool)
 
     def count_trained(self, index: int, lengths: np.ndarray) -> np.ndarray:
-        """int64 (n,): trained tokens of consecutive chats from `index` on, of each the first `lengths` without the very first one."""
+        """Return int64 (n,): trained tokens of consecutive chats from `index` on, among the first
+        `lengths` without token 0.
+        """
         starts = self.read_pointers(index, index + len(lengths)) // self.dtype.itemsize
         before = np.cumsum(
             np.append(0, self._unpacked(int(starts[0]), int(starts[-1]) + int(lengths[-1])))
@@ -205,15 +204,16 @@ class ChatFiles(IndexedDataset):
         return before[starts + lengths] - before[starts + 1]
 
     def _unpacked(self, start: int, stop: int) -> np.ndarray:
-        first, end = start // 8, -(-stop // 8)
+        first = start // 8
+        end = -(-stop // 8)
         packed = self._bits.read("u1", HEADER.size + first, end - first)
         return np.unpackbits(packed, bitorder="little")[start % 8 : start % 8 + stop - start]
 
 
 class ChatArrays(TokenArrays):
-    """The interface of `ChatFiles` over chats in memory.
+    """In-memory chats with the interface of `ChatFiles`.
 
-    documents: what `signed` makes of each chat, (n,).
+    documents: results of `signed`, (n,)
     """
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
@@ -221,17 +221,17 @@ class ChatArrays(TokenArrays):
         return unsigned(super().get(index, offset, length))[0]
 
     def trained(self, index: int, length: int) -> np.ndarray:
-        """bool (length,): which of the first tokens of chat `index` are trained."""
+        """Return bool (length,): trained tokens at the beginning of chat `index`."""
         return unsigned(super().get(index, 0, length))[1]
 
     def count_trained(self, index: int, lengths: np.ndarray) -> np.ndarray:
-        """int64 (n,): trained tokens of consecutive chats, as of `ChatFiles`; lengths (n,)."""
+        """Return int64 (n,): trained tokens of consecutive chats, as `ChatFiles`; lengths (n,)."""
         counts = [self.trained(index + i, int(n))[1:].sum() for i, n in enumerate(lengths)]
         return np.array(counts, np.int64)
 
 
 def check_mask_file(prefix: str) -> None:
-    """Raises ValueError where PREFIX.mask cannot be read; its contents are not."""
+    """Raise ValueError if PREFIX.mask is unreadable; its contents are not checked."""
     if reason := unreadable(prefix + SUFFIX):
         raise ValueError(
             f"{prefix}{SUFFIX}: cannot be read ({reason}); chats are a .bin, an .idx and a .mask file, which "
@@ -240,7 +240,7 @@ def check_mask_file(prefix: str) -> None:
 
 
 def check_not_chats(prefix: str) -> None:
-    """Raises ValueError where PREFIX.mask exists, for a run that would train all tokens."""
+    """Raise ValueError if PREFIX.mask exists, for a run that would train all tokens."""
     if os.path.exists(prefix + SUFFIX):
         raise ValueError(
             f"{prefix}{SUFFIX} says which tokens of these chats are trained, and a run without --sft trains all of "
@@ -256,12 +256,16 @@ PADDING = 0  # token id after the last chat of a sample, which every vocabulary 
 
 
 def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
-    """int32 (n,): the sample of each of n chats, from 0. lengths: in decreasing order, from 1 to `size`, tokens of a sample.
+    """Return int32 (n,): the sample index of each chat.
 
-    Chats of a length are placed together: the sample with the least room that is enough takes as many of them as fit. So there is
-    a step for each length and amount of room, not for each chat.
+    lengths: decreasing, from 1 to `size` tokens
+
+    Chats of equal length are placed together: the fullest sample with enough room takes as many as
+    fit. There is one step per length and room, not per chat.
     """
-    samples, opened, placed = np.empty(len(lengths), np.int32), 0, 0
+    samples = np.empty(len(lengths), np.int32)
+    opened = 0
+    placed = 0
     rooms: dict[int, list[np.ndarray]] = {}  # room left -> samples with so much of it
     present = 0  # bit r is set where `rooms` has samples with room r
     values, counts = np.unique(lengths, return_counts=True)
@@ -277,10 +281,8 @@ def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
                 present ^= 1 << room
                 bins, rest = bins[:needed], bins[needed:]
             else:
-                bins, rest = (
-                    np.arange(opened, opened + needed, dtype=np.int32),
-                    np.empty(0, np.int32),
-                )
+                bins = np.arange(opened, opened + needed, dtype=np.int32)
+                rest = np.empty(0, np.int32)
                 opened += needed
             taken = min(end - placed, fit * len(bins))
             samples[placed : placed + taken] = np.repeat(bins, fit)[:taken]
@@ -299,14 +301,14 @@ def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Packing:
-    """Which places of a list of chats, the longest first, share a sample. places (n,): sample by sample; ends: of each sample."""
+    """Packing of chats, the longest first. places (n,): sample by sample; ends: of each sample."""
 
     places: np.ndarray
     ends: np.ndarray
 
     @classmethod
     def of(cls, lengths: np.ndarray, size: int) -> Packing:
-        """lengths: in decreasing order."""
+        """Pack chats. lengths: decreasing."""
         samples = best_fit(lengths, size)
         return cls(
             np.argsort(samples, kind="stable").astype(np.int32), np.cumsum(np.bincount(samples))
@@ -316,13 +318,13 @@ class Packing:
         return len(self.ends)
 
     def of_sample(self, sample: int) -> np.ndarray:
-        """The places of its chats."""
+        """Return the places of a sample's chats."""
         return self.places[self.ends[sample - 1] if sample else 0 : self.ends[sample]]
 
 
 @dataclass(frozen=True)
 class _Epoch:
-    """One epoch. chats: in the order of the packing's places. samples: of the packing, in the order in which they are read."""
+    """Epoch. chats: in packing order; samples: in reading order."""
 
     number: int
     chats: np.ndarray
@@ -330,10 +332,13 @@ class _Epoch:
 
 
 class ChatDataset:
-    """At least `num_samples` samples, in whole epochs, of the chats `documents` (ids of sequences); None: one epoch.
+    """At least `num_samples` samples, in whole epochs, of the chats `documents` (sequence ids);
+    None: one epoch.
 
-    truncate: a chat of more than seq_length + 1 tokens is cut, and not refused. `name` and `comm` are those of
-    `dataset.GPTDataset`. Raises ValueError on every rank if there are no chats, if no token is trained, and for a chat that is too
+    truncate: cut chats of more than seq_length + 1 tokens; otherwise refuse them
+    name, comm: as in `dataset.GPTDataset`
+
+    Raises ValueError on every rank without chats or trained tokens, and for a chat that is too
     long.
     """
 
@@ -349,14 +354,14 @@ class ChatDataset:
         vocab_size: int | None = None,
         comm: Comm | None = None,
     ):
-        self.files, self.name, self.documents, self.size, self.seed = (
-            files,
-            name,
-            documents,
-            seq_length + 1,
-            seed,
-        )
-        self.vocab_size, self.num_documents, self._fetched = vocab_size, len(documents), 0
+        self.files = files
+        self.name = name
+        self.documents = documents
+        self.size = seq_length + 1
+        self.seed = seed
+        self.vocab_size = vocab_size
+        self.num_documents = len(documents)
+        self._fetched = 0
         lengths = files.read_lengths(documents.start, documents.stop)
         on_root(comm, lambda: self._check(lengths, truncate))
         self.lengths = np.minimum(lengths, self.size)
@@ -375,10 +380,8 @@ class ChatDataset:
             )
         too_long = np.flatnonzero(lengths > self.size)
         if len(too_long) and not truncate:
-            first, others = (
-                int(too_long[0]),
-                f"{len(too_long)} of {len(lengths)} chats are too long",
-            )
+            first = int(too_long[0])
+            others = f"{len(too_long)} of {len(lengths)} chats are too long"
             raise ValueError(
                 f"{self.name} data of {self.files.prefix}: chat {self.documents[first]}, counted from 0, has "
                 f"{lengths[first]} tokens, and a sample takes --seq-length {self.size - 1} + 1; {others}, the longest "
@@ -387,11 +390,13 @@ class ChatDataset:
 
     @property
     def indexed(self) -> ChatFiles | ChatArrays:
-        """The files, under the name that other data sets have for them."""
+        """Chat files, under the attribute's name in other data sets."""
         return self.files
 
     def _count(self) -> tuple[int, int]:
-        """Return the tokens that count in the loss, and the chats without any. ValueError if none counts."""
+        """Return the number of loss tokens, and of chats without any. Raises ValueError if there
+        is no loss token.
+        """
         trained = 0
         lost = 0
         for first in range(0, len(self.lengths), COUNTED_AT_ONCE):
@@ -430,7 +435,7 @@ class ChatDataset:
         return epoch
 
     def chats_of(self, index: int) -> list[int]:
-        """The chats of a sample, as numbers of sequences, in its order."""
+        """Return the sequence numbers of a sample's chats, in order."""
         check_index(index, self)
         number, place = divmod(index, len(self.packing))
         epoch = self._epoch_of(number)
@@ -439,12 +444,14 @@ class ChatDataset:
         ).tolist()
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Sample `index`, int64 (2, s + 1)."""
-        sample, end = np.full((2, self.size), PADDING, np.int64), 0
+        """Return sample `index`, int64 (2, s + 1)."""
+        sample = np.full((2, self.size), PADDING, np.int64)
+        end = 0
         sample[1] = 0
         for tokens, trained in self._read(self.chats_of(index)):
             place = slice(end, end + len(tokens))
-            sample[0, place], sample[1, place] = tokens, trained * COUNTED
+            sample[0, place] = tokens
+            sample[1, place] = trained * COUNTED
             sample[1, end] = FIRST  # which nothing of its chat predicts
             end = place.stop
             sample[1, end - 1] |= PADDED  # from which nothing of its chat is predicted
@@ -464,7 +471,7 @@ class ChatDataset:
             yield self.files.get(chat, 0, length), self.files.trained(chat, length)
 
     def description(self) -> str:
-        """How full the samples are, in a line."""
+        """Return a line about the fill of the samples."""
         samples = len(self.packing)
         filled, counted = (
             number / (samples * self.size) for number in (self.num_tokens, self.num_trained)
@@ -477,7 +484,7 @@ class ChatDataset:
 
 
 def packing_lines(dataset: Any) -> list[str]:
-    """How full the samples of a data set, or of each part of a blend, are; nothing where they are not of chats."""
+    """Return a line about the fill of each chat data set."""
     return [
         f"{part.name} data of {part.files.prefix}: {part.description()}"
         for part in getattr(dataset, "datasets", [dataset])
@@ -486,7 +493,7 @@ def packing_lines(dataset: Any) -> list[str]:
 
 
 def lost_lines(*datasets: Any) -> list[str]:
-    """Return a warning for each data set, or part of a blend, with chats of which no token counts in the loss."""
+    """Return a warning for each data set with chats without loss tokens."""
     parts = [part for dataset in datasets for part in getattr(dataset, "datasets", [dataset])]
     return [
         f"warning: {part.name} data of {part.files.prefix}: {part.chats_lost:,} of {part.num_documents:,} chats have no trained "

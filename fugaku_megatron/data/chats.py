@@ -1,15 +1,12 @@
-"""Chats to tokens: JSON lines, rendered with a tokenizer's chat template, and which tokens the assistant wrote.
+"""Tokenize JSON lines of chats with a tokenizer's chat template, and mark the assistant's tokens.
 
-    {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello! What is it?"}]}
+    {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content":
+    "Hello! What is it?"}]}
     {"prompt": "2 + 2 = ", "completion": "4"}
 
-Messages are rendered by transformers, in jinja's sandbox. The assistant's tokens are those between the template's markers
-{% generation %} and {% endgeneration %}. A template without them is rendered turn by turn: the tokens up to a turn with the prompt
-of an answer, and those with the answer, must be the first tokens of the whole, and what lies between is the assistant's. Where
-neither works a chat is refused. Of a prompt and a completion, which are texts or lists of messages, the completion is trained. The
-trained tokens are those of trl's SFTTrainer with assistant_only_loss or completion_only_loss; `TRAINING_FORMS` names the templates
-that are changed for it.
-Left out: images, and other forms of chats such as "conversations".
+Trained tokens equal trl's SFTTrainer with assistant_only_loss or completion_only_loss. The
+assistant's tokens are found by {% generation %} markers, or by rendering turn by turn. An
+ambiguous chat is refused.
 """
 
 from __future__ import annotations
@@ -115,10 +112,11 @@ TRAINING_FORMS: dict[str, tuple[tuple[str, str], ...]] = {
 def training_form(
     template: str, renders_alike: Callable[[str, str], bool] = lambda changed, template: True
 ) -> tuple[str, str | None]:
-    """(the template that chats are rendered with for training, the row of TRAINING_FORMS that changed it).
+    """Return (template for training, row of TRAINING_FORMS that changed it).
 
-    renders_alike: whether a changed template can be rendered, to the text of the template for a chat of one turn. A template that is
-    only near to a row is left as it is.
+    renders_alike: returns True if a changed template renders a one-turn chat to the same text
+
+    A template that only resembles a row stays unchanged.
     """
     for name, parts in TRAINING_FORMS.items():
         changed = template
@@ -134,9 +132,12 @@ def training_form(
 
 @dataclass(frozen=True)
 class Chat:
-    """One line. whole: its messages or text, of which those from `begin` on are the completion; None: the assistant's count.
+    """Chat from one line.
 
-    tools, options: what the template is also called with. where: file and line. unread: fields of the line that nothing reads.
+    whole: messages or text; from `begin` on the completion; None: train the assistant
+    tools, options: further template arguments
+    where: file and line
+    unread: fields that nothing reads
     """
 
     whole: Messages | tuple[str, str]
@@ -148,7 +149,7 @@ class Chat:
 
 
 def read_chat(document: Document) -> Chat:
-    """The chat of one line. ValueError, with file and line, where it is none."""
+    """Parse a chat. Raises ValueError with file and line."""
     if document.line == 0:
         raise ValueError(
             f"--input {document.path} is plain text, and chats are JSON lines: pass .jsonl files"
@@ -165,10 +166,7 @@ def read_chat(document: Document) -> Chat:
 
 
 def chat_of(record: dict[str, Any], where: str) -> Chat:
-    """Return the chat of an object as a line of JSON has it.
-
-    ValueError, which begins with `where`, if it is none.
-    """
+    """Build a chat from a JSON object. Raises ValueError that begins with `where`."""
     try:
         return _chat(record, where)
     except ValueError as error:
@@ -185,7 +183,8 @@ def _chat(record: dict[str, Any], where: str) -> Chat:
 
 
 def _read(record: dict[str, Any], where: str) -> Chat:
-    tools, options = record.get("tools"), record.get("chat_template_kwargs") or {}
+    tools = record.get("tools")
+    options = record.get("chat_template_kwargs") or {}
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
     except ValueError as error:
@@ -204,7 +203,8 @@ def _read(record: dict[str, Any], where: str) -> Chat:
         raise ValueError(
             f"neither messages nor prompt and completion, only {', '.join(map(repr, record))[:REASON]}: {LOOKS}"
         )
-    prompt, completion = record["prompt"], record["completion"]
+    prompt = record["prompt"]
+    completion = record["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
             raise ValueError("completion is empty, so that nothing of it would be trained")
@@ -216,7 +216,7 @@ def _read(record: dict[str, Any], where: str) -> Chat:
 
 
 def user_turn(text: str) -> dict[str, Any]:
-    """A message of the user."""
+    """Return a user message."""
     return {"role": "user", "content": text}
 
 
@@ -232,7 +232,7 @@ def _answered(value: Any, key: str) -> Messages:
 
 
 def check_messages(value: Any, key: str) -> Messages:
-    """A list of messages, at least one. Raises ValueError, with `key`, for anything else."""
+    """Return a list of at least one message. Raises ValueError, with `key`, for anything else."""
     if not isinstance(value, list):
         raise ValueError(f"{key} is a {type(value).__name__}, not a list of messages: {LOOKS}")
     if not value:
@@ -245,7 +245,8 @@ def check_messages(value: Any, key: str) -> Messages:
 def _check_message(message: Any, name: str) -> None:
     if not isinstance(message, dict) or "role" not in message:
         raise ValueError(f"{name} is not an object with role and content")
-    role, content = message["role"], message.get("content")
+    role = message["role"]
+    content = message.get("content")
     if role not in ROLES:
         raise ValueError(
             f"{name} has the unknown role {role!r:.60}: pass {', '.join(ROLES[:-1])} or {ROLES[-1]}"
@@ -267,7 +268,7 @@ def _is_text_part(part: dict[str, Any]) -> bool:
 
 
 def _check_weight(message: dict[str, Any], name: str) -> None:
-    """Raises ValueError for a message of the assistant that is not to be trained as any other."""
+    """Raise ValueError for an assistant message with a weight other than 1."""
     for key in WEIGHTS:
         if message.get(key) not in (None, True, 1):
             raise ValueError(
@@ -290,10 +291,7 @@ def _called(message: dict[str, Any]) -> list[str]:
 
 
 def unread_note(names: Collection[str]) -> str:
-    """Return a line about the fields of chats that nothing reads, and the known fields near to them.
-
-    Empty if there are none.
-    """
+    """Return a line about ignored chat fields, and similar known fields; "" without any."""
     words = []
     for name in sorted(names)[:MANY_FIELDS]:
         near = get_close_matches(name, CHAT.names, n=1, cutoff=0.8)
@@ -303,9 +301,11 @@ def unread_note(names: Collection[str]) -> str:
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer of Hugging Face, or another one that a user names.
+    """Chat template of a Hugging Face tokenizer, or another one.
 
-    form: the row of TRAINING_FORMS that was applied. Raises ValueError where there is no template, or a tokenizer of another kind.
+    form: applied row of TRAINING_FORMS
+
+    Raises ValueError without a template, and for other tokenizers.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str | None = None):
@@ -335,7 +335,8 @@ class ChatTemplate:
             )
         self.marked = MARKER.search(self.text) is not None
         form: str | None = None
-        self._for_training, self.form = self.text, form
+        self._for_training = self.text
+        self.form = form
         if not self.marked:
             self._for_training, self.form = training_form(self.text, self._renders_alike)
         self._with_tools = self._template_with_tools(tokenizer, template)
@@ -352,13 +353,15 @@ class ChatTemplate:
     def _template_with_tools(
         self, tokenizer: HuggingFaceTokenizer, template: str | None
     ) -> ChatTemplate | None:
-        """Return the template named tool_use, which transformers takes for chats with tools; None: the same one."""
+        """Return the template named tool_use, which transformers applies to chats with tools;
+        None: the same one.
+        """
         text = self._library.get_chat_template(template, tools=[])
         return None if text == self.text else ChatTemplate(tokenizer, text)
 
     @property
     def how(self) -> str:
-        """How the trained tokens are found, in words."""
+        """Description of the method that finds trained tokens."""
         if self.form:
             return f"by generation markers; the template is {self.form}'s, changed for training as trl does"
         return (
@@ -368,7 +371,9 @@ class ChatTemplate:
         )
 
     def encode(self, chat: Chat) -> np.ndarray:
-        """int32 (n,), as of `chat_dataset.signed`. ValueError, with file and line, where the trained tokens are not certain."""
+        """Return int32 (n,), as `chat_dataset.signed`. Raises ValueError, with file and line, if
+        trained tokens are ambiguous.
+        """
         if chat.tools and self._with_tools is not None:
             return self._with_tools.encode(chat)
         try:
@@ -385,21 +390,23 @@ class ChatTemplate:
         return signed(ids, trained)
 
     def prompt(self, messages: Messages) -> list[int]:
-        """Token ids of messages and of what the template puts before an answer. ValueError where the template refuses them."""
+        """Tokenize messages and the generation prompt. Raises ValueError if the template refuses
+        them.
+        """
         chat = self._as_taken(Chat(messages))
         assert isinstance(chat.whole, list)
         return self._rendered(chat, self.text, chat.whole, add_generation_prompt=True)["input_ids"]
 
     @cached_property
     def ends(self) -> frozenset[int]:
-        """The tokens that end an answer: that of the template, and the one that ends a text."""
+        """Tokens that end an answer: the template's, and the end of text."""
         turn = self.encode(Chat([user_turn("Hello"), {"role": ASSISTANT, "content": "Hello"}]))
         ids, trained = unsigned(turn)
         ends = {self._last_word(ids[trained]), self._library.eos_token_id}
         return frozenset(ends - {None})
 
     def unread(self, chat: Chat) -> frozenset[str]:
-        """Return the fields of a chat's line and of its messages that neither this program nor the template reads."""
+        """Return the chat and message fields that neither program nor template reads."""
         messages = [] if isinstance(chat.whole, tuple) else chat.whole
         names = {
             name for message in messages for name in message if name not in ("role", "content")
@@ -423,9 +430,10 @@ class ChatTemplate:
         return texts[0] == texts[1]
 
     def _as_taken(self, chat: Chat) -> Chat:
-        """Return the chat with contents of the kind that the template takes: a text for a list of parts, and for none at all.
+        """Convert contents to the kind that the template renders: a text for a list of parts, and
+        for none.
 
-        Raises ValueError if the template leaves out the only thing that a message has, its calls of tools.
+        Raises ValueError if the template drops the only content of a message, its tool calls.
         """
         if isinstance(chat.whole, tuple):
             return chat
@@ -480,7 +488,9 @@ class ChatTemplate:
         return ids, trained
 
     def _encode_texts(self, prompt: str, completion: str) -> tuple[np.ndarray, np.ndarray]:
-        """As trl: the completion begins with the first token that differs from those of the prompt alone."""
+        """Tokenize as trl: the completion begins with the first token that differs from the
+        prompt's.
+        """
         eos = self._library.eos_token
         if eos is None:
             raise ValueError(
@@ -496,7 +506,7 @@ class ChatTemplate:
         return ids, np.arange(len(ids)) >= (differing[0] if len(differing) else shorter)
 
     def _encode_messages(self, chat: Chat) -> tuple[np.ndarray, np.ndarray]:
-        """The whole of a chat of messages, and what the assistant wrote of it."""
+        """Return the token ids and trained tokens of a chat of messages."""
         assert isinstance(chat.whole, list)
         if self.marked or self.form:
             found = self._rendered(
@@ -510,7 +520,7 @@ class ChatTemplate:
             return ids, self._trained_by_text(chat, chat.whole, ids)
 
     def _trained_by_prefixes(self, chat: Chat, whole: Messages, ids: np.ndarray) -> np.ndarray:
-        """Find each answer between the tokens of the messages before it and those up to it: bool (n,)."""
+        """Return bool (n,): answers between the tokens of the messages before them and up to them."""
         trained = np.zeros(len(ids), bool)
         for number, message in enumerate(whole):
             if message["role"] == ASSISTANT:
@@ -522,9 +532,10 @@ class ChatTemplate:
         return trained
 
     def _trained_by_text(self, chat: Chat, whole: Messages, ids: np.ndarray) -> np.ndarray:
-        """Find each answer in the text of the whole chat, where tokens do not end at its borders: bool (n,).
+        """Return bool (n,): answers found in the rendered text if tokens cross their borders.
 
-        As transformers' mask of the assistant's tokens, the first and the last token of an answer may hold text next to it.
+        As in transformers' assistant mask, an answer's first and last token may contain adjacent
+        text.
         """
         text = self._text(chat, self.text, whole)
         begins, ends = self._offsets(ids, text)
@@ -536,7 +547,7 @@ class ChatTemplate:
         return trained
 
     def _offsets(self, ids: np.ndarray, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return where in a rendered text each of its tokens begins and ends, each (n,)."""
+        """Return begin and end, each (n,), of every token in a rendered text."""
         if not self._library.is_fast:
             raise ValueError(NOT_FOUND.format(what="a turn"))
         found = self._library(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -545,10 +556,12 @@ class ChatTemplate:
         return places[:, 0], places[:, 1]
 
     def _answer(self, chat: Chat, whole: Messages, number: int, text: str) -> tuple[int, int]:
-        """Return where message `number` begins and ends in the text of the whole chat, with the token that ends its turn.
+        """Return begin and end of message `number` in the rendered chat, including the token that
+        ends the turn.
 
-        What the template makes of the messages before it and up to it says so; otherwise the text around a mark in place of its
-        content, for a template that renders earlier turns differently or cannot render a part of a chat.
+        Found from the renderings before and up to the message, or else from the text around a
+        placeholder content, for templates that render earlier turns differently or cannot render
+        part of a chat.
         """
         if number:
             before = self._text(chat, self.text, whole[:number], add_generation_prompt=True)
@@ -567,7 +580,7 @@ class ChatTemplate:
         return len(head), len(text) - len(tail) + end_of_turn
 
     def _end_of_turn(self, tail: str) -> int:
-        """Return how many characters of the text after an answer end its turn: 0 without a special token there."""
+        """Return the length of the turn's end after an answer: 0 without a special token there."""
         special = map(self._library.convert_ids_to_tokens, sorted(self._special))
         space = len(tail) - len(tail.lstrip())
         found = [token for token in special if token and tail.startswith(token, space)]
@@ -607,7 +620,9 @@ class ChatTemplate:
             raise ValueError(NOT_FOUND.format(what=what))
 
     def _check_ends(self, ids: np.ndarray, trained: np.ndarray) -> None:
-        """Every turn must end with a token that ends it, or the model would never learn to stop."""
+        """Raise ValueError unless every turn ends with an end token: the model would never learn
+        to stop.
+        """
         borders = np.flatnonzero(np.diff(trained, prepend=False, append=False))
         for start, end in zip(borders[::2], borders[1::2]):
             if self._last_word(ids[start:end]) not in self._special:
@@ -617,7 +632,7 @@ class ChatTemplate:
                 )
 
     def _last_word(self, ids: np.ndarray) -> int | None:
-        """The last token that is not white space."""
+        """Return the last token that is not white space."""
         for token in ids[::-1].tolist():
             if token in self._special or self._library.decode([token]).strip():
                 return token
@@ -625,16 +640,16 @@ class ChatTemplate:
 
 
 def read_template(path: str | None) -> str | None:
-    """The text of --chat-template. ValueError where it cannot be read."""
+    """Read --chat-template. Raises ValueError if it is unreadable."""
     return None if path is None else read_text(path, "--chat-template", largest=LARGEST_TEMPLATE)
 
 
 def shown(
     tokens: np.ndarray, decode: Callable[[Sequence[int]], str], colour: bool, longest: int = 300
 ) -> str:
-    """The text of a chat, what is trained in green or between [+ and +]; of a long part its beginning and its end.
+    """Decode a chat with trained text green or between [+ and +]; long parts are shortened.
 
-    tokens (n,): as of `chat_dataset.signed`.
+    tokens (n,): as `chat_dataset.signed`
     """
     ids, trained = unsigned(tokens)
     begin, end = ("\033[32m", "\033[0m") if colour else ("[+", "+]")
@@ -649,7 +664,7 @@ def shown(
 
 
 def examples(files: ChatFiles, decode: Callable[[Sequence[int]], str], colour: bool) -> list[str]:
-    """The first chats of the files, as `shown` has them."""
+    """Format the first chats of the files, as `shown`."""
     count = min(EXAMPLES, len(files))
     lines = [
         f"the first {count} chats, what is trained "

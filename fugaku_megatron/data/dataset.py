@@ -1,11 +1,9 @@
-"""GPT training samples from indexed tokens: the data sets of Megatron-LM's --data-path, and their blend.
+"""GPT samples from indexed tokens: Megatron-LM's --data-path data sets and their blend.
 
-The order of samples depends on no parallel layout. A "document" here is a sequence of the indexed file, as in
-Megatron-core (preprocess.py writes one sequence a document). Left out: fill-in-the-middle; where documents end inside a sample
-(marks.py); which data sets a run has (build.py).
-Shapes: n samples, s = seq_length; a sample is int64 (s + 1,), of numpy. An index takes 12 bytes per sample and 4 bytes per document
-and epoch, in memory or in mapped files (index_cache.py). Of mapped files a reader holds what it has read since it last released
-their pages, every RELEASE_EVERY samples. What a sample needs of .idx and .bin is read and not mapped.
+The sample order depends on no parallel layout. A "document" is a sequence of the indexed file, as
+in Megatron-core. Shapes: n samples, s = seq_length; a sample is a numpy int64 (s + 1,). An index
+takes 12 bytes a sample and 4 bytes a document and epoch, in memory or mapped (index_cache.py).
+Mapped pages are released every RELEASE_EVERY samples; .idx and .bin are read, not mapped.
 """
 
 from __future__ import annotations
@@ -47,30 +45,28 @@ SPLITS = ("train", "valid", "test")
 SEPARATE_LAST_EPOCH = (
     0.80  # Megatron's: a last epoch of which less than this share is used is shuffled by itself
 )
-SAMPLE_BYTES, DOCUMENT_BYTES = (
-    4,
-    4,
-)  # of each sample, and of each document in each epoch, while they are shuffled
+# of each sample, and of each document in each epoch, while they are shuffled
+SAMPLE_BYTES = 4
+DOCUMENT_BYTES = 4
 RELEASE_EVERY = (
     32  # samples after which pages of a mapped index go back, and open files are checked
 )
-GPT_ARRAYS, BLEND_ARRAYS = (
-    ("document_index", "sample_index", "shuffle_index"),
-    ("dataset_index", "dataset_sample_index"),
-)
+GPT_ARRAYS = ("document_index", "sample_index", "shuffle_index")
+BLEND_ARRAYS = ("dataset_index", "dataset_sample_index")
 
 
 class DataOrder(NamedTuple):
-    """Samples that the orders of training and validation data were first made for; None: not made yet, or without an end.
+    """Numbers of samples that the training and validation orders were first made for; None: not
+    made yet, or endless.
 
-    A run that becomes longer or shorter keeps these orders, so a checkpoint has both numbers.
+    A longer or shorter run keeps these orders, so checkpoints record both numbers.
     """
 
     train: int | None = None
     valid: int | None = None
 
     def or_else(self, train: int | None, valid: int | None) -> DataOrder:
-        """Return the order with these numbers where it has none."""
+        """Fill missing numbers."""
         return DataOrder(self.train or train, self.valid or valid)
 
 
@@ -78,7 +74,7 @@ NEW_ORDER = DataOrder()
 
 
 class Dataset(Protocol):
-    """`len(d)` samples; `d[i]` is an int64 array (seq_length + 1,), IndexError beyond the last."""
+    """Sequence of int64 arrays (seq_length + 1,). Raises IndexError beyond the last."""
 
     def __len__(self) -> int: ...
 
@@ -91,7 +87,7 @@ def check_index(index: int, dataset: Dataset) -> None:
 
 
 def check_tokens(tokens: np.ndarray, vocab_size: int, prefix: str) -> None:
-    """Raises ValueError where a token of `prefix` is outside the vocabulary."""
+    """Raise ValueError for a token outside the vocabulary."""
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         wrong = tokens.min() if tokens.min() < 0 else tokens.max()
         raise ValueError(
@@ -101,7 +97,7 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, prefix: str) -> None:
 
 
 def normalize(weights: Sequence[float], flag: str = "--data-path") -> list[float]:
-    """The weights as shares that sum to 1. ValueError for one that is not positive."""
+    """Scale weights to sum to 1. Raises ValueError for one that is not positive."""
     wrong = [weight for weight in weights if not (weight > 0 and math.isfinite(weight))]
     if wrong:
         raise ValueError(
@@ -111,21 +107,24 @@ def normalize(weights: Sequence[float], flag: str = "--data-path") -> list[float
 
 
 def shares_of(numbers: Sequence[float]) -> list[float]:
-    """Of the sum of all, with numpy's order of additions: the last bits of blending weights decide between equal choices."""
+    """Divide by the sum in numpy's order of additions: its last bits decide ties in blending."""
     array = np.array(numbers, dtype=np.float64)
     return (array / array.sum()).tolist()
 
 
 class GPTDataset:
-    """At least `num_samples` samples of seq_length + 1 tokens, cut across `documents` (ids of sequences) of `indexed`.
+    """At least `num_samples` samples of seq_length + 1 tokens, cut across `documents` (sequence
+    ids) of `indexed`.
 
-    As many epochs as `num_samples` needs are laid end to end (None: one), however short the documents are. `begun` is the number
-    that the order was first made for (None: `num_samples`). That order is kept, and epochs are added to it, so that sample i stays
-    the same when a run becomes longer or shorter. `name` ("train", ...) is for messages and names of files.
-    With `vocab_size` the token ids of a sample are checked when it is fetched. With `comm`,
-    whose ranks all call, rank 0 builds the index, and all have it. Raises ValueError, on every rank, when there are no tokens, when
-    one epoch is asked for and it has fewer than a sample takes, and when the order of so many samples needs more than `max_bytes`
-    of memory.
+    num_samples: filled with whole epochs end to end; None: one epoch
+    begun: number that the order was first made for (None: `num_samples`); epochs are added to that
+        order, so that sample i stays the same in a longer or shorter run
+    name: "train", ..., for messages and file names
+    vocab_size: check the token ids of fetched samples
+    comm: rank 0 builds the index; collective
+
+    Raises ValueError on every rank without tokens, if one epoch is shorter than a sample, or if
+    the order needs more than `max_bytes` of memory.
     """
 
     def __init__(
@@ -142,14 +141,13 @@ class GPTDataset:
         comm: Comm | None = None,
         begun: int | None = None,
     ):
-        self.indexed, self.name, self.seq_length, self.vocab_size = (
-            indexed,
-            name,
-            seq_length,
-            vocab_size,
-        )
+        self.indexed = indexed
+        self.name = name
+        self.seq_length = seq_length
+        self.vocab_size = vocab_size
         per_epoch = on_root(comm, lambda: self._tokens_per_epoch(documents, num_samples))
-        self.num_documents, self.num_tokens = len(documents), per_epoch
+        self.num_documents = len(documents)
+        self.num_tokens = per_epoch
         self._epochs = self._plan(num_samples, begun)
         self.num_epochs = self._epochs.total
         longest = max(num_samples or 1, begun or 1)
@@ -194,10 +192,13 @@ class GPTDataset:
             )
 
     def _plan(self, num_samples: int | None, begun: int | None) -> Epochs:
-        """The epochs of an order that began with `begun` samples. A last epoch of which little is used is shuffled by itself."""
+        """Plan the epochs of an order begun with `begun` samples. A little-used last epoch is
+        shuffled separately.
+        """
         if num_samples is None:
             return Epochs(1)
-        s, per_epoch = self.seq_length, self.num_tokens
+        s = self.seq_length
+        per_epoch = self.num_tokens
         first = begun or num_samples
         epochs = -(-(first * s + 1) // per_epoch)
         needed = -(-(num_samples * s + 1) // per_epoch)
@@ -208,11 +209,13 @@ class GPTDataset:
     def _build(
         self, documents: np.ndarray | range, seed: int, cache: IndexCache, comm: Comm | None
     ) -> Index:
-        """The document, sample and shuffle index."""
-        s, epochs = self.seq_length, self._epochs
+        """Build the document, sample and shuffle index."""
+        s = self.seq_length
+        epochs = self._epochs
         count = epochs.total * len(documents)
         bounds = epochs.bounds(self.num_tokens, s)
-        begun, total = bounds[epochs.separate_last], bounds[-1]
+        begun = bounds[epochs.separate_last]
+        total = bounds[-1]
 
         def build(store: Store) -> None:
             rng = np.random.RandomState(seed)  # Megatron's generator; its stream is frozen
@@ -271,7 +274,9 @@ class GPTDataset:
         )
 
     def _lengths(self, documents: np.ndarray | range) -> tuple[np.ndarray, int]:
-        """Lengths of consecutive sequences that include `documents`, and the number of the first one."""
+        """Return lengths of consecutive sequences that include `documents`, and the first
+        sequence's number.
+        """
         first, stop = (
             (documents.start, documents.stop)
             if isinstance(documents, range)
@@ -283,7 +288,7 @@ class GPTDataset:
         return len(self.shuffle_index)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Sample `index` of the shuffled order, int64 (s + 1,)."""
+        """Return sample `index` of the shuffled order, int64 (s + 1,)."""
         check_index(index, self)
         self._fetched += 1
         if self._fetched % RELEASE_EVERY == 0:
@@ -307,7 +312,7 @@ class GPTDataset:
 
 
 def _described(documents: np.ndarray | range) -> dict[str, Any]:
-    """The documents in the description of an index."""
+    """Describe the documents for an index description."""
     if isinstance(documents, range):
         return {"first_document": documents.start, "documents": len(documents)}
     return {
@@ -318,9 +323,9 @@ def _described(documents: np.ndarray | range) -> dict[str, Any]:
 
 
 class BlendedDataset:
-    """`num_samples` samples of several datasets, mixed so that the first n samples follow the `weights` for any n.
+    """Mix of several data sets such that the first n samples follow the `weights` for any n.
 
-    Raises ValueError for a weight that is not positive and for a dataset with fewer samples than the blend takes from it.
+    Raises ValueError for a weight that is not positive and for a data set with too few samples.
     """
 
     def __init__(
@@ -334,7 +339,8 @@ class BlendedDataset:
         comm: Comm | None = None,
     ):
         assert len(datasets) == len(weights) > 0
-        self.datasets, weights = list(datasets), normalize(weights)
+        self.datasets = list(datasets)
+        weights = normalize(weights)
         self._fetched = 0
 
         def build(store: Store) -> None:
@@ -369,7 +375,7 @@ class BlendedDataset:
         on_root(comm, lambda: self._check_sizes(num_samples))
 
     def _check_sizes(self, num_samples: int) -> None:
-        """Raises ValueError where a dataset is too small."""
+        """Raise ValueError for a data set with too few samples."""
         counts = sum(
             (
                 np.bincount(self.dataset_index[start : start + BLOCK], minlength=len(self.datasets))
@@ -397,10 +403,11 @@ class BlendedDataset:
 
 
 class ValidationSets:
-    """Several data sets one after the other: sample 0 of the second one follows the last sample of the first one."""
+    """Concatenation of several data sets."""
 
     def __init__(self, datasets: Sequence[Dataset]):
-        self.datasets, self._ends = list(datasets), [*accumulate(map(len, datasets))]
+        self.datasets = list(datasets)
+        self._ends = [*accumulate(map(len, datasets))]
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -412,15 +419,13 @@ class ValidationSets:
 
 
 class MockDataset:
-    """--mock-data: sample i is a pure function of (seed, i), uniform over the vocabulary."""
+    """Samples for --mock-data: a pure function of (seed, i), uniform over the vocabulary."""
 
     def __init__(self, vocab_size: int, seq_length: int, num_samples: int, seed: int):
-        self.vocab_size, self.seq_length, self.num_samples, self.seed = (
-            vocab_size,
-            seq_length,
-            num_samples,
-            seed,
-        )
+        self.vocab_size = vocab_size
+        self.seq_length = seq_length
+        self.num_samples = num_samples
+        self.seed = seed
 
     def __len__(self) -> int:
         return self.num_samples
@@ -437,7 +442,7 @@ class MockDataset:
 
 
 class Documents(Protocol):
-    """A sequence, or a map-style data set of torch."""
+    """Sequence, or map-style data set of torch."""
 
     def __len__(self) -> int: ...
 
@@ -445,7 +450,7 @@ class Documents(Protocol):
 
 
 def _tokens(document: Any, where: str) -> np.ndarray:
-    """The token ids of a document, int64 (n,)."""
+    """Return a document's token ids, int64 (n,)."""
     try:
         array = np.asarray(document)
     except (
@@ -463,19 +468,23 @@ def _tokens(document: Any, where: str) -> np.ndarray:
 
 
 class TokenArrays:
-    """The interface of `indexed.IndexedDataset` over documents, which every rank that reads data holds alike.
+    """In-memory documents with the interface of `indexed.IndexedDataset`, the same on every reader
+    rank.
 
-    prefix: what messages call them. sequence_lengths: int32 (n,), once `measure` was called.
+    prefix: name in messages
+    sequence_lengths: int32 (n,), after `measure`
     """
 
     def __init__(self, documents: Documents, prefix: str) -> None:
-        self.documents, self.prefix = documents, prefix
+        self.documents = documents
+        self.prefix = prefix
         self.sequence_lengths = np.empty(0, np.int32)
 
     def measure(self, vocab_size: int | None = None, comm: Comm | None = None) -> TokenArrays:
-        """Read every document once, on rank 0 alone, for the lengths. Collective over `comm`.
+        """Read every document once, on rank 0, for the lengths. Collective over `comm`.
 
-        Raises ValueError on every rank for a document that is not an array of token ids, or has one outside the vocabulary.
+        Raises ValueError on every rank for a document that is not an array of token ids within the
+        vocabulary.
         """
         if not len(self.sequence_lengths):
             self.sequence_lengths = on_root(comm, lambda: self._read(vocab_size))
@@ -501,7 +510,7 @@ class TokenArrays:
         return len(self.documents)
 
     def description(self) -> dict[str, Any]:
-        """As of `indexed.IndexedDataset`."""
+        """Return the index description, as `indexed.IndexedDataset`."""
         return {
             "class": "GPTDataset",
             "dataset_path": self.prefix,
@@ -511,15 +520,17 @@ class TokenArrays:
         }
 
     def read_lengths(self, start: int, stop: int) -> np.ndarray:
-        """int32 (stop - start,): lengths of consecutive documents."""
+        """Return int32 (stop - start,): lengths of consecutive documents."""
         return self.sequence_lengths[start:stop]
 
     def check_open(self) -> None:
-        """No file is open."""
+        """Do nothing: no file is open."""
 
     check = check_open
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """`length` tokens (default: all that follow) of a document from token `offset` on, int64 (n,)."""
+        """Return `length` tokens (default: the rest) of a document from token `offset` on, int64
+        (n,).
+        """
         tokens = _tokens(self.documents[int(index)], f"document {index} of {self.prefix}")
         return tokens[offset : None if length is None else offset + length]

@@ -1,8 +1,9 @@
 """Files of data: mapped into memory, and read as texts.
 
-Texts are plain text files (a document a file), JSON (an object a line, or over lines), both of them
-compressed, tables (a JSON object a row), and folders of these. Left out: the form of a file, compressed
-files and tables (formats.py), JSON over lines (json_values.py), small files of other kinds (text/named_files.py).
+Texts are plain text files (a document a file), JSON (an object a line, or over lines), both of
+them compressed, tables (a JSON object a row), and folders of these. Left out: the form of a file,
+compressed files and tables (formats.py), JSON over lines (json_values.py), small files of other
+kinds (text/named_files.py).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from .json_values import values
 
 
 class MappedFile:
-    """One file, opened and mapped once; `array` gives views of it. Raises OSError or ValueError where it cannot be mapped."""
+    """File opened and mapped once. Raises OSError or ValueError if it cannot be mapped."""
 
     def __init__(self, path: str | os.PathLike) -> None:
         self._path = os.fspath(path)
@@ -59,22 +60,22 @@ class MappedFile:
 
     @property
     def size(self) -> int:
-        """Of the file, in bytes."""
+        """File size in bytes."""
         return len(self._map)
 
     def array(self, dtype: np.dtype | str, shape: tuple[int, ...], offset: int = 0) -> np.ndarray:
-        """An array of this shape that begins at byte `offset`."""
+        """Return a view of `shape` from byte `offset` on."""
         return np.frombuffer(self._map, dtype, math.prod(shape), offset).reshape(shape)
 
     def npy(self) -> np.ndarray:
-        """The array of a .npy file. ValueError when it is not one, or not whole."""
+        """Return the array of a .npy file. Raises ValueError for another or truncated file."""
         self._map.seek(0)
         np.lib.format.read_magic(self._map)
         shape, _, dtype = np.lib.format.read_array_header_1_0(self._map)
         return self.array(dtype, shape, self._map.tell())
 
     def check(self) -> None:
-        """Raise ValueError if the file was cut: to read what is missing would end the process by SIGBUS."""
+        """Raise ValueError if the file was truncated: reading beyond its end would raise SIGBUS."""
         if self._map.size() < self.size:
             raise ValueError(
                 f"{self._path}: {self._map.size()} bytes, and {self.size} when it was opened: it was cut while it was read; "
@@ -82,12 +83,12 @@ class MappedFile:
             )
 
     def release(self) -> None:
-        """Release the pages that were read; they are mapped again when they are needed."""
+        """Release the pages read so far; they are mapped again on access."""
         self._advise("MADV_DONTNEED")
 
 
 class Status(NamedTuple):
-    """What changes when a file is written, cut or replaced: bytes, time of the last change in ns, and number on its device."""
+    """File state that a write changes: size, mtime in ns, and inode."""
 
     size: int
     written: int
@@ -99,7 +100,7 @@ class Status(NamedTuple):
         return Status(status.st_size, status.st_mtime_ns, (status.st_dev, status.st_ino))
 
     def change(self, now: Status) -> str:
-        """Return what is different now, in words; nothing where all is the same."""
+        """Describe the differences; "" without any."""
         if now.size != self.size:
             return f"it has {now.size} bytes and had {self.size}"
         if now.inode != self.inode:
@@ -114,7 +115,7 @@ def _clock(nanoseconds: int) -> str:
 
 
 def check_status(path: str, before: Status) -> None:
-    """Raise ValueError if the file of this name was written, cut, replaced or removed."""
+    """Raise ValueError if the named file was written, truncated, replaced or removed."""
     try:
         now = Status.of(os.stat(path))
     except OSError as error:
@@ -132,9 +133,9 @@ def changed(path: str, change: str) -> ValueError:
 
 
 class ReadFile:
-    """One file that is read at places in any order, and must not change while it is open.
+    """File read at random positions, which must not change while open.
 
-    It is read and not mapped: a mapped file that is cut ends the process by SIGBUS, without a message.
+    Not mapped: a truncated mapped file ends the process by SIGBUS, without a message.
     """
 
     def __init__(self, path: str | os.PathLike, expected: Status | None = None) -> None:
@@ -151,11 +152,11 @@ class ReadFile:
 
     @property
     def size(self) -> int:
-        """Bytes when it was opened."""
+        """Size in bytes at the time of opening."""
         return self.status.size
 
     def read(self, dtype: np.dtype | str, offset: int, count: int) -> np.ndarray:
-        """Return `count` elements from byte `offset` on. ValueError for a file that ends before."""
+        """Return `count` elements from byte `offset` on. Raises ValueError beyond the end."""
         array = np.empty(count, dtype)
         missing = memoryview(array.view("u1").data)
         while missing:
@@ -166,11 +167,14 @@ class ReadFile:
             if not got:
                 change = self.status.change(self._now()) or f"it ends before byte {offset}"
                 raise changed(self.path, change)
-            missing, offset = missing[got:], offset + got
+            missing = missing[got:]
+            offset = offset + got
         return array
 
     def check_open(self) -> None:
-        """Raise ValueError if the open file was written or cut; another file of its name is not seen."""
+        """Raise ValueError if the open file was written or truncated; a replacement under its name
+        is not seen.
+        """
         if change := self.status.change(self._now()):
             raise changed(self.path, change)
 
@@ -186,7 +190,7 @@ UNFINISHED = ".unfinished"  # ends the name of a folder in which preprocess keep
 
 
 class Place(NamedTuple):
-    """Where reading goes on: the number of a file, and the lines or rows of it that were read."""
+    """Position to resume reading: file number, and lines or rows read."""
 
     file: int = 0
     line: int = 0
@@ -197,10 +201,12 @@ BEGIN = Place()
 
 @dataclass(frozen=True)
 class Document:
-    """Raw bytes of one document, and where they stand (`line` from 1; 0: the whole file is the text).
+    """Raw bytes of a document and its position.
 
-    number: of the file, from 0. read: bytes of it that were read up to the document's end. over_lines: it is a value of JSON that may
-    stand on several lines, and `line` is its number.
+    line: from 1; 0: the whole file
+    number: file number from 0
+    read: bytes of the file up to the document's end
+    over_lines: JSON value that may span lines; `line` is its number
     """
 
     path: str
@@ -219,12 +225,14 @@ class Document:
 
     @property
     def after(self) -> Place:
-        """The place after it."""
+        """Position after the document."""
         return Place(self.number, self.line) if self.line else Place(self.number + 1)
 
 
 class Skipped:
-    """What --skip-invalid left out: counts and the first reasons. Without the flag a mistake is raised, with the flag as remedy."""
+    """Counts and first reasons of documents dropped by --skip-invalid. Without the flag errors are
+    raised and name it.
+    """
 
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
@@ -245,7 +253,9 @@ class Skipped:
         document: Document,
         keys: Sequence[str],
     ) -> list[str | bytes]:
-        """Return the texts of a document; none, and count it, if it cannot be read. Raises ValueError without the flag."""
+        """Return the texts of a document; count it and return [] if it is invalid. Raises
+        ValueError without the flag.
+        """
         try:
             return read(document, keys)
         except ValueError as error:
@@ -256,11 +266,11 @@ class Skipped:
             return []
 
     def add_reasons(self, reasons: Sequence[str]) -> None:
-        """Keep the first reasons."""
+        """Record reasons, up to a limit."""
         self.reasons += reasons[: max(0, NAMED - len(self.reasons))]
 
     def line(self, records: str) -> str:
-        """Say what was left out; nothing if all was read. records: the word for them."""
+        """Summarize; "" if nothing was skipped. records: noun for them."""
         if not self.files + self.records:
             return ""
         counts = [
@@ -273,7 +283,7 @@ class Skipped:
 
 
 def add_input_arguments(parser: argparse.ArgumentParser) -> None:
-    """--input, --json-keys and --skip-invalid."""
+    """Add --input, --json-keys and --skip-invalid."""
     parser.add_argument(
         "--input",
         nargs="+",
@@ -302,11 +312,13 @@ def input_files(
     columns: Columns | None = None,
     skipped: Skipped | None = None,
 ) -> list[str]:
-    """The files of --input, in its order; those of a folder, and of folders in it, by name and without hidden ones.
+    """Return the files of --input in order; folders recursively by name, without hidden files.
 
-    columns: of tables, by default json_keys. skipped: takes files that cannot be read as text. Raises ValueError, before any
-    work, for an input that cannot be read or has another format, for missing columns and packages, and for plain text with
-    other --json-keys than text.
+    columns: of tables, by default json_keys
+    skipped: takes files that are not text
+
+    Raises ValueError, before any work, for unreadable or unsupported inputs, missing columns and
+    packages, and plain text with --json-keys other than text.
     """
     if len(set(json_keys)) < len(json_keys):
         raise ValueError(f"--json-keys {' '.join(json_keys)}: a key is named twice")
@@ -332,9 +344,10 @@ def input_files(
 def _is_text(
     path: str, name: str, columns: Columns, skipped: Skipped | None, forms: dict[str, Form]
 ) -> bool:
-    """Check the first bytes of a file, and note its form; False if it is left out. Raises ValueError as `input_files`.
+    """Check a file's first bytes and record its form; False if it is skipped. Raises ValueError as
+    `input_files`.
 
-    name: that --input has, of the file itself or of a folder that holds it.
+    name: as in --input, also for a file in a folder
     """
     try:
         forms[path] = _checked_form(path, name, columns)
@@ -349,7 +362,9 @@ def _is_text(
 
 
 def _checked_form(path: str, name: str, columns: Columns) -> Form:
-    """Return the form of a file. Raises ValueError if its first bytes are not what they have to be. name: as in `_is_text`."""
+    """Return a file's form. Raises ValueError if its first bytes contradict it. name: as in
+    `_is_text`.
+    """
     with open(path, "rb") as stream:
         begin = stream.read(LOOKED_AT)
     if begin.startswith(FIRST_BYTES):
@@ -369,7 +384,7 @@ def _checked_form(path: str, name: str, columns: Columns) -> Form:
 
 
 def _chats_of(folder: str, files: list[str], forms: dict[str, Form]) -> list[str]:
-    """Return the files of a folder that may hold chats: a README.md next to them is not one of them."""
+    """Return the folder's files that may contain chats, without README.md."""
     records = [path for path in files if forms[path].content != TEXT_FILE]
     if others := [path for path in files if records and forms[path].content == TEXT_FILE]:
         print(
@@ -392,7 +407,7 @@ def _readable(path: str) -> str:
 
 
 def _folder_files(folder: str) -> list[str]:
-    """Those of a data set in tables are its tables: descriptions that lie next to them are not text."""
+    """Return a folder's files; only the tables if it is a saved data set."""
     files = []
     for place, folders, names in os.walk(folder, onerror=_raise):
         folders[:] = sorted(
@@ -425,10 +440,12 @@ def read_documents(
     start: Place = BEGIN,
     skipped: Skipped | None = None,
 ) -> Iterator[Document]:
-    """Documents of all files in order, from a place on. Lines of white space only are skipped.
+    """Yield the documents of all files in order, from a position on, without blank lines.
 
-    skipped: takes files that turn out not to be text, or to be damaged, whose rest is left out. Otherwise ValueError for them. At the
-    end a warning on stderr names the plain text that is not UTF-8.
+    skipped: takes files that are not text, and the rest of damaged files; otherwise they raise
+        ValueError
+
+    Warns at the end about plain text that is not UTF-8.
     """
     foreign: dict[str, int] = {}  # path -> bytes that are not UTF-8
     for number, path in enumerate(paths):
@@ -452,7 +469,9 @@ def read_documents(
 def _records(
     path: str, form: Form, columns: Columns, skip: int
 ) -> Iterator[tuple[int, bytes, int]]:
-    """(line, row or object after the first `skip`, or 0 for a plain text; content; bytes of the file that were read)."""
+    """Yield (line, row or object number, or 0 for plain text; content; bytes read) after the first
+    `skip`.
+    """
     if form.content in TABLES:
         yield from rows(path, form.content, columns, skip)
     elif form.content == VALUES:
@@ -473,7 +492,7 @@ def _records(
 
 
 def _foreign_bytes(path: str, raw: bytes) -> int:
-    """How many bytes of a plain text are not UTF-8. Raises ValueError for one that is zero, which no text has."""
+    """Count bytes that are not UTF-8 in a plain text. Raises ValueError for a zero byte."""
     place = raw.find(b"\0")
     if place >= 0:
         raise ValueError(f"--input {path}: is not text (byte {place} is zero): {CONVERT}")
@@ -485,7 +504,7 @@ def _foreign_bytes(path: str, raw: bytes) -> int:
 
 
 def _warning(foreign: dict[str, int]) -> str:
-    """The line about files that are not UTF-8: path -> how many of their bytes."""
+    """Format the warning about files that are not UTF-8, path -> number of such bytes."""
     shown = [f"{path}: {count} byte{'s' * (count > 1)}" for path, count in foreign.items()]
     files = f"{len(foreign)} plain text files are" if len(foreign) > 1 else "1 plain text file is"
     return (
@@ -495,7 +514,9 @@ def _warning(foreign: dict[str, int]) -> str:
 
 
 def read_record(document: Document, expected: str) -> tuple[str, dict[str, Any]]:
-    """(file and line, the JSON object of that line). Raises ValueError, with file and line, for another one. expected: in words."""
+    """Return (file and line, JSON object). Raises ValueError, with file and line. expected: in
+    words.
+    """
     where = document.where
     try:
         record = json.loads(document.raw.decode("utf-8-sig"))
@@ -508,7 +529,9 @@ def read_record(document: Document, expected: str) -> tuple[str, dict[str, Any]]
 
 
 def document_texts(document: Document, keys: Sequence[str]) -> list[str | bytes]:
-    """The text under every key, or the whole of a plain text file. Raises ValueError, with file and line, for other JSON."""
+    """Return the text under every key, or the whole plain text. Raises ValueError, with file and
+    line.
+    """
     if document.line == 0:
         return [document.raw]
     where, record = read_record(document, "a JSON object with the keys of --json-keys")

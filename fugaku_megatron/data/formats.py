@@ -1,8 +1,8 @@
-"""Form of an input file, by its name and its first bytes; compressed text; tables, whose rows are read as JSON objects.
+"""Input formats by name and first bytes; compressed text; table rows as JSON objects.
 
-.arrow files are those of a data set that Hugging Face's `datasets` wrote with save_to_disk; the package itself is not needed.
-zstandard and pyarrow are optional packages, which the extra [data] of this package installs. A file that was cut off or damaged is
-refused when its damage is read. Left out: JSON (json_values.py), folders (files.py).
+.arrow files are those that Hugging Face's `datasets` writes with save_to_disk; that package is not
+needed. zstandard and pyarrow come with the extra [data]. Damage is reported when it is read. JSON
+is in json_values.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ PACKED = {
 }  # suffix -> first bytes, name
 TABLES = {".parquet": (b"PAR1", "Parquet"), ".arrow": (b"", "Arrow")}
 MAGIC_OF_A_TABLE = {b"PAR1": ".parquet", b"ARROW1": ".arrow"}  # of a file with another name
-ROWS, BLOCK = 1024, 2**16  # of a table, and bytes of a compressed file, that are read at a time
+# of a table, and bytes of a compressed file, that are read at a time
+ROWS = 1024
+BLOCK = 2**16
 MAX_WINDOW = 2**31  # of Zstandard: zstd --long=31 writes such files
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # of Arrow
 AGAIN = "copy or download it again"
@@ -36,11 +38,11 @@ Record = tuple[
 
 
 class MissingPackage(ValueError):
-    """An optional package is not installed: no fault of a file."""
+    """Error for an optional package that is not installed."""
 
 
 class Columns(NamedTuple):
-    """Columns of a table. needed: each of them, with text; else those that the table has, without fields that are null."""
+    """Table columns. needed: all required, with text; else the existing ones, without null fields."""
 
     names: tuple[str, ...] = ("text",)
     needed: bool = True
@@ -53,7 +55,9 @@ CHAT = Columns(
 
 
 def library(name: str, extra: str, user: str) -> ModuleType:
-    """An optional package. ValueError, naming the extra of this package that brings it, where it is missing. user: who needs it."""
+    """Import an optional package. Raises ValueError naming the extra that installs it. user:
+    feature that needs it.
+    """
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -65,19 +69,25 @@ def library(name: str, extra: str, user: str) -> ModuleType:
 
 
 class Form(NamedTuple):
-    """content: LINES or VALUES of JSON, TEXT_FILE, or a key of TABLES. packed: a key of PACKED, or nothing."""
+    """File format. content: LINES or VALUES of JSON, TEXT_FILE, or a key of TABLES; packed: a key
+    of PACKED, or "".
+    """
 
     content: str
     packed: str = ""
 
 
-LINES, VALUES, TEXT_FILE = "lines", "values", "text"
+LINES = "lines"
+VALUES = "values"
+TEXT_FILE = "text"
 
 
 def form_of(path: str, columns: Columns) -> Form:
-    """Return the form of a file: its name says it, in any case, or else its first bytes.
+    """Return a file's form, by its name (case-insensitive) or else its first bytes.
 
-    columns: of JSON objects, which tell JSON from other texts. Raises ValueError for a compressed file whose beginning is damaged.
+    columns: JSON keys that distinguish JSON from other text
+
+    Raises ValueError for a compressed file with a damaged beginning.
     """
     with open(path, "rb") as file:
         begin = file.read(BLOCK)
@@ -106,7 +116,7 @@ def form_of(path: str, columns: Columns) -> Form:
 
 
 def head_of(path: str, packed: str, size: int = BLOCK) -> tuple[bytes, bool]:
-    """Return at least `size` first bytes of a file's text, or all of them, and whether there are more."""
+    """Return at least `size` first bytes of a file's text, or all, and True if there are more."""
     head = b""
     for block, _ in text_blocks(path, packed):
         head += block
@@ -116,7 +126,7 @@ def head_of(path: str, packed: str, size: int = BLOCK) -> tuple[bytes, bool]:
 
 
 def text_blocks(path: str, packed: str) -> Iterator[tuple[bytes, int]]:
-    """Yield the text of a file, compressed or not, and how many bytes of the file were read."""
+    """Yield the text of a file, compressed or not, and the file bytes read."""
     if packed:
         yield from blocks(path, packed)
         return
@@ -126,7 +136,9 @@ def text_blocks(path: str, packed: str) -> Iterator[tuple[bytes, int]]:
 
 
 def check_table(path: str, form: Form, begin: bytes, columns: Columns) -> None:
-    """Raises ValueError, before any work, for a table whose first bytes `begin` are of another format, and for missing columns."""
+    """Raise ValueError, before any work, for a table in another format (first bytes `begin`) and
+    for missing columns.
+    """
     if form.packed:
         raise ValueError(f"--input {path}: is a compressed table: unpack it first")
     _check_magic(path, form.content, begin)
@@ -149,7 +161,7 @@ def _check_magic(path: str, suffix: str, begin: bytes) -> None:
 
 @contextmanager
 def _reading(path: str) -> Iterator[None]:
-    """A block that reads `path`: what its library raises becomes a ValueError of one line."""
+    """Convert library errors while reading `path` into a one-line ValueError."""
     try:
         yield
     except Exception as error:
@@ -168,27 +180,28 @@ def _reading(path: str) -> Iterator[None]:
 
 
 def blocks(path: str, packed: str) -> Iterator[tuple[bytes, int]]:
-    """(decompressed bytes, bytes of the file read so far). packed: a key of PACKED."""
+    """Yield (decompressed bytes, file bytes read so far). packed: a key of PACKED."""
     start = _decompressor(path, packed)
     with _reading(path), open(path, "rb") as file:
-        frame, begun = start(), False
+        frame = start()
+        begun = False
         while data := file.read(BLOCK):
             while data:
-                block, begun = frame.decompress(data), True
+                block = frame.decompress(data)
+                begun = True
                 yield block, file.tell()
                 data = frame.unused_data if frame.eof else b""
                 if frame.eof:
-                    frame, begun, data = (
-                        start(),
-                        False,
-                        data.lstrip(b"\0"),
-                    )  # gzip may pad with zeros
+                    # gzip may pad with zeros
+                    frame = start()
+                    begun = False
+                    data = data.lstrip(b"\0")
         if begun:
             raise EOFError("its compressed data has no end")
 
 
 def _decompressor(path: str, packed: str) -> Callable[[], Any]:
-    """Makes a decompressor for each frame of a file: its `eof` says that the frame has ended."""
+    """Return a factory of decompressors, one a frame, with `eof` at the frame's end."""
     if packed == ".gz":
         return lambda: zlib.decompressobj(zlib.MAX_WBITS | 16)
     zstandard = library("zstandard", "data", f"--input {path}")
@@ -196,7 +209,7 @@ def _decompressor(path: str, packed: str) -> Callable[[], Any]:
 
 
 def lines(path: str, packed: str) -> Iterator[Record]:
-    """The lines of a file, with their line feeds or without. packed: the suffix of its compression, or nothing."""
+    """Yield lines, with or without line feeds. packed: compression suffix, or ""."""
     if not packed:
         read = 0
         with open(path, "rb") as file:
@@ -204,7 +217,9 @@ def lines(path: str, packed: str) -> Iterator[Record]:
                 read += len(line)
                 yield number, line, read
         return
-    number, rest, read = 0, [b""], 0
+    number = 0
+    rest = [b""]
+    read = 0
     for block, read in blocks(path, packed):
         first, *others = block.split(b"\n")
         rest.append(first)
@@ -219,7 +234,9 @@ def lines(path: str, packed: str) -> Iterator[Record]:
 
 
 def rows(path: str, kind: str, columns: Columns, skip: int) -> Iterator[Record]:
-    """The rows of a table after the first `skip`, as JSON objects with the columns that `_choose` returns. kind: of TABLES."""
+    """Yield table rows after the first `skip`, as JSON objects with the columns of `_choose`.
+    kind: of TABLES.
+    """
     with _reading(path):
         schema, batches = _open(path, kind)
         for first, batch, read in batches(_choose(path, schema, columns), skip):
@@ -234,7 +251,7 @@ def _json(row: dict[str, Any], columns: Columns) -> bytes:
 
 
 def _without_null(value: Any) -> Any:
-    """A table has every field in every row, and null where the line of JSON that it came from has no such field."""
+    """Remove null fields, which a table adds to rows that lacked them as JSON."""
     if isinstance(value, dict):
         return {name: _without_null(field) for name, field in value.items() if field is not None}
     return [_without_null(field) for field in value] if isinstance(value, list) else value
@@ -246,7 +263,7 @@ Batches = Callable[
 
 
 def _open(path: str, kind: str) -> tuple[Any, Batches]:
-    """(schema, batches of rows). kind: of TABLES."""
+    """Return (schema, row batches). kind: of TABLES."""
     library("pyarrow", "data", f"--input {path}")
     size = os.stat(path).st_size
     return _open_parquet(path, size) if kind == ".parquet" else _open_arrow(path, size)
@@ -296,7 +313,7 @@ def _open_arrow(path: str, size: int) -> tuple[Any, Batches]:
 
 
 def _choose(path: str, schema: Any, columns: Columns) -> list[str]:
-    """The columns to read. ValueError where one is missing or holds no text."""
+    """Return the columns to read. Raises ValueError if one is missing or not text."""
     from pyarrow import types
 
     known = f"its columns are {', '.join(schema.names)}"
@@ -320,7 +337,7 @@ def _choose(path: str, schema: Any, columns: Columns) -> list[str]:
 
 
 def saved_files(place: str, names: list[str]) -> list[str] | None:
-    """The .arrow files of a folder that `datasets` wrote with save_to_disk; None where it is another folder."""
+    """Return the .arrow files of a folder saved by `datasets`; None for other folders."""
     if "dataset_dict.json" in names:
         splits = json.loads(Path(place, "dataset_dict.json").read_text(encoding="utf-8")).get(
             "splits", []

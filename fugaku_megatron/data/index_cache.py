@@ -1,17 +1,13 @@
-"""The arrays of a data set's index, which fix the order of its samples: documents, samples, shuffle, blend.
+"""Index arrays that fix a data set's sample order: documents, samples, shuffle, blend.
 
-The rules and the random stream are Megatron-core's (gpt_dataset.py, helpers.cpp), so equal files, seeds and counts lead to its
-order. What is not shuffled is computed in blocks, so that it need not fit in memory. One process builds the arrays and writes
-them to files next to the data, and every reader maps them:
+Rules and random stream are Megatron-core's (gpt_dataset.py, helpers.cpp). One process builds the
+arrays blockwise and every reader maps them; node-local data is indexed on its node. Small indices
+stay in memory.
 
-    PREFIX/cache/GPTDataset_indices/<hash>-GPTDataset-train-description.txt      what the arrays follow from, as JSON
-    PREFIX/cache/GPTDataset_indices/<hash>-GPTDataset-train-document_index.npy   ... sample_index.npy, shuffle_index.npy
-
-These are Megatron's names, and --data-cache-path names another folder, as Megatron's does; <hash> is the MD5 of the description,
-which holds other fields than Megatron's. Files appear under their names when they are whole, the description last, so a builder may
-be killed at any moment. A reader that does not see what rank 0 has built, because the data lies on the disk of its node, builds it
-there. An index of at most `IndexCache.in_memory` bytes is kept in memory instead, unless a folder was named.
-Left out: removing the files of data that is no longer used.
+    PREFIX/cache/GPTDataset_indices/<hash>-GPTDataset-train-description.txt      JSON; <hash>
+    is its MD5
+    PREFIX/cache/GPTDataset_indices/<hash>-GPTDataset-train-document_index.npy   ...
+    sample_index, shuffle_index
 """
 
 from __future__ import annotations
@@ -42,7 +38,9 @@ BLOCK = 2**20  # documents or samples at a time
 def build_document_index(
     documents: np.ndarray | range, num_epochs: int, separate_last: bool, rng: np.random.RandomState
 ) -> np.ndarray:
-    """int32 (epochs * documents,): document ids of all epochs shuffled together; with `separate_last` the last epoch by itself."""
+    """Return int32 (epochs * documents,): shuffled document ids; `separate_last` shuffles the last
+    epoch separately.
+    """
     rows = np.empty((num_epochs, len(documents)), np.int32)
     rows[:] = (
         np.arange(documents.start, documents.stop, dtype=np.int32)
@@ -58,29 +56,31 @@ def build_document_index(
 
 
 def count_samples(tokens: int, seq_length: int) -> int:
-    """Samples of seq_length + 1 tokens, neighbours sharing one, in `tokens` tokens."""
+    """Return the number of samples of seq_length + 1 tokens, neighbours sharing one."""
     return (tokens - 1) // seq_length
 
 
 def sample_index_dtype(num_documents: int) -> type:
-    """Of a sample index of `num_documents`, all epochs counted."""
+    """Return the sample index dtype for `num_documents` over all epochs."""
     return np.int32 if num_documents < 2**31 else np.int64
 
 
 def sample_blocks(
     lengths: np.ndarray, document_index: np.ndarray, seq_length: int, first: int = 0
 ) -> Iterator[np.ndarray]:
-    """Consecutive parts, (at most BLOCK, 2) each, of the sample index, int32 or int64 (n + 1, 2): position in `document_index`
-    and offset in that document where each of n samples begins. lengths: of the documents from number `first` on.
+    """Yield the sample index, int32 or int64 (n + 1, 2), in blocks of at most BLOCK rows: document
+    position and offset.
 
-    Sample i takes tokens i*s to (i+1)*s, both included, of the documents laid end to end: neighbouring samples share one token.
-    It begins in the first document that ends beyond its first token, so empty documents are skipped.
+    lengths: of the documents from number `first` on
+
+    Sample i has tokens i*s to (i+1)*s, inclusive, of the concatenated documents: neighbours share
+    one token. It begins in the first document that ends after its first token, so empty documents
+    are skipped.
     """
-    dtype, sample, ended = (
-        sample_index_dtype(len(document_index)),
-        0,
-        0,
-    )  # ended: tokens of the documents before this block
+    # ended: tokens of the documents before this block
+    dtype = sample_index_dtype(len(document_index))
+    sample = 0
+    ended = 0
     for start in range(0, len(document_index), BLOCK):
         part = lengths[document_index[start : start + BLOCK] - first]
         ends = np.cumsum(part, dtype=np.int64) + ended
@@ -98,12 +98,14 @@ def sample_blocks(
 
 
 def shuffle_index_dtype(total: int) -> type:
-    """Of a shuffle index of `total` samples."""
+    """Return the shuffle index dtype for `total` samples."""
     return np.uint32 if total < 2**32 - 2 else np.int64
 
 
 def build_shuffle_index(num_first: int, total: int, rng: np.random.RandomState) -> np.ndarray:
-    """uint32 or int64 (total,): a permutation of [0, num_first) followed by one of [num_first, total)."""
+    """Return uint32 or int64 (total,): a permutation of [0, num_first), then one of [num_first,
+    total).
+    """
     index: np.ndarray = np.arange(total, dtype=shuffle_index_dtype(total))
     rng.shuffle(index[:num_first])
     if num_first < total:
@@ -112,10 +114,11 @@ def build_shuffle_index(num_first: int, total: int, rng: np.random.RandomState) 
 
 
 class Epochs(NamedTuple):
-    """How often the data is read, and how its order is shuffled.
+    """Epochs of an order, and how they are shuffled.
 
-    begun: epochs of the order that the run began with, which is Megatron-core's. separate_last: the last of these is shuffled by
-    itself. added: epochs after them, each shuffled by itself, for a run that became longer.
+    begun: Megatron-core's epochs, with which the run began
+    separate_last: shuffle the last of them separately
+    added: further epochs for a longer run, each shuffled separately
     """
 
     begun: int
@@ -127,28 +130,34 @@ class Epochs(NamedTuple):
         return self.begun + self.added
 
     def bounds(self, tokens: int, seq_length: int) -> list[int]:
-        """Samples at the ends of the ranges that are shuffled by themselves. tokens: of an epoch."""
+        """Return the ends, in samples, of the separately shuffled ranges. tokens: in an epoch."""
         ends = [*range(self.begun, self.total + 1)]
         if self.separate_last:
             ends.insert(0, self.begun - 1)
         return [count_samples(end * tokens, seq_length) for end in ends]
 
 
-ADDED_DOCUMENTS, ADDED_SAMPLES = 1, 2  # random streams of the added epochs, next to the seed
+# random streams of the added epochs, next to the seed
+ADDED_DOCUMENTS = 1
+ADDED_SAMPLES = 2
 
 
 def added_documents(documents: np.ndarray | range, epochs: int, seed: int) -> Iterator[np.ndarray]:
-    """The document ids of each added epoch, int32 (documents,), in an order that does not depend on the number of epochs."""
+    """Yield document ids, int32 (documents,), per added epoch, independent of the number of
+    epochs.
+    """
     rng = np.random.RandomState([seed, ADDED_DOCUMENTS])
     for _ in range(epochs):
         yield build_document_index(documents, 1, False, rng)
 
 
 def added_samples(bounds: Sequence[int], seed: int) -> Iterator[np.ndarray]:
-    """The sample numbers of each added epoch, shuffled. bounds: samples at the end of the epochs before, and of each added one.
+    """Yield shuffled sample numbers of each added epoch.
 
-    The first sample has the tokens that the epoch before has left over, so it stays the first: every token is then trained as
-    often as all others, or once more.
+    bounds: ends, in samples, of the earlier epochs and of each added one
+
+    The first sample has the previous epoch's remaining tokens and stays first, so that the token
+    counts differ by at most one.
     """
     rng = np.random.RandomState([seed, ADDED_SAMPLES])
     for first, end in zip(bounds, bounds[1:]):
@@ -160,15 +169,18 @@ def added_samples(bounds: Sequence[int], seed: int) -> Iterator[np.ndarray]:
 def blending_blocks(
     weights: Sequence[float], num_samples: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Consecutive parts, at most BLOCK long, of two arrays: the dataset of each sample, int16 (n,), and its sample number within
-    that dataset, int64 (n,). weights sum to 1.
+    """Yield blocks of at most BLOCK samples: data set, int16 (n,), and sample number in it, int64
+    (n,).
 
-    Megatron's greedy choice: the dataset with the largest weight * samples so far - samples taken, the first on a tie.
-    Each choice depends on the one before, so this is a loop: about 0.4 microseconds per sample for two to four datasets.
+    weights: sum to 1
+
+    Megatron's greedy choice: largest weight * samples so far - samples taken, the first on a tie.
+    The loop is sequential, about 0.4 us a sample for two to four data sets.
     """
     taken = [0] * len(weights)
     for start in range(0, num_samples, BLOCK):
-        before, chosen = list(taken), []
+        before = list(taken)
+        chosen = []
         for n in range(start, min(start + BLOCK, num_samples)):
             errors = [weight * (n or 1) - count for weight, count in zip(weights, taken)]
             best = errors.index(max(errors))
@@ -188,7 +200,7 @@ ABANDONED = 3600.0  # s after which an unfinished file belongs to a builder that
 
 
 class Store(Protocol):
-    """Takes an array as consecutive blocks, and returns it as it is kept."""
+    """Function that takes an array in blocks and returns the stored array."""
 
     def __call__(
         self,
@@ -204,7 +216,9 @@ Build = Callable[[Store], None]
 
 @dataclass(frozen=True)
 class IndexCache:
-    """Where indices are kept. path: --data-cache-path; None: next to the data. in_memory: bytes that are not worth a file."""
+    """Index location. path: --data-cache-path; None: next to the data. in_memory: bytes kept
+    without a file.
+    """
 
     path: str | None = None
     in_memory: int = IN_MEMORY
@@ -215,7 +229,7 @@ class IndexCache:
 
 @dataclass(frozen=True)
 class Index:
-    """Arrays by name, and the files that they are mapped from, none for arrays in memory."""
+    """Arrays by name, and the files mapped."""
 
     arrays: dict[str, np.ndarray]
     files: tuple[MappedFile, ...] = ()
@@ -225,16 +239,17 @@ class Index:
             file.release()
 
     def check(self) -> None:
-        """Raise ValueError where a file was cut."""
+        """Raise ValueError if a file was truncated."""
         for file in self.files:
             file.check()
 
 
 class _Files:
-    """The files of one index in `folder`; their names follow from `description`."""
+    """Files of one index in `folder`, named after `description`."""
 
     def __init__(self, folder: Path, kind: str, split: str, description: dict[str, Any]) -> None:
-        self.folder, self.text = folder, json.dumps(description, indent=4)
+        self.folder = folder
+        self.text = json.dumps(description, indent=4)
         digest = hashlib.md5(self.text.encode(), usedforsecurity=False).hexdigest()
         self.base = f"{digest}-{kind}-{split}"
         self.mapped: list[MappedFile] = []
@@ -243,14 +258,16 @@ class _Files:
         return self.folder / f"{self.base}-{name}"
 
     def open(self, names: Iterable[str]) -> Index:
-        """Map all arrays. OSError or ValueError where a file is missing or not whole."""
+        """Map all arrays. Raises OSError or ValueError if a file is missing or truncated."""
         if self.path("description.txt").read_text() != self.text:
             raise ValueError(f"{self.path('description.txt')} describes another index")
         files = {name: MappedFile(self.path(f"{name}.npy")) for name in names}
         return Index({name: file.npy() for name, file in files.items()}, tuple(files.values()))
 
     def build(self, build: Build) -> None:
-        """Write all arrays, then the description, which makes them valid. OSError when the folder takes no files."""
+        """Write all arrays, then the description, which validates them. Raises OSError if writing
+        fails.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._remove_abandoned()
         build(self.store)
@@ -263,7 +280,7 @@ class _Files:
         shape: tuple[int, ...],
         blocks: Iterable[np.ndarray],
     ) -> np.ndarray:
-        """Write an array block by block and map it. A builder reads its earlier arrays in order: their pages go back meanwhile."""
+        """Write an array blockwise and map it, releasing the pages of earlier arrays."""
         header = {
             "descr": np.lib.format.dtype_to_descr(np.dtype(dtype)),
             "fortran_order": False,
@@ -284,7 +301,7 @@ class _Files:
     def _write(
         self, name: str, blocks: Iterable[Any], header: dict[str, Any] | None = None
     ) -> None:
-        """A file that appears when it is whole."""
+        """Write a file that appears only when complete."""
         path = self.path(name)
         aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
         try:
@@ -317,9 +334,12 @@ def provide(
     build: Build,
     comm: Comm | None = None,
 ) -> Index:
-    """The arrays `names`, of `size` bytes together, which `build` makes on rank 0 unless they are there already. Collective.
+    """Return the arrays `names` (`size` bytes), built by `build` on rank 0 unless cached.
+    Collective.
 
-    prefix: of the data, next to which the files are by default. Raises ValueError on every rank when they cannot be written.
+    prefix: data next to which the files are by default
+
+    Raises ValueError on every rank if they cannot be written.
     """
     small = size <= cache.in_memory
     if small and cache.path is None:
@@ -366,7 +386,7 @@ def _in_memory(build: Build) -> Index:
 
 
 def _ensure(files: _Files, names: tuple[str, ...], build: Build) -> str | None:
-    """Build what is not there, or say why it cannot be written."""
+    """Build missing files; return an error message if they cannot be written."""
     try:
         files.open(names)
     except (OSError, ValueError):

@@ -1,8 +1,10 @@
-"""Megatron-LM's indexed dataset: tokens in <prefix>.bin, the lengths and offsets of its sequences in <prefix>.idx.
+"""Megatron-LM's indexed dataset: tokens in <prefix>.bin, the lengths and offsets of its sequences
+in <prefix>.idx.
 
-.idx, little-endian: b"MMIDIDX\\0\\0", version u64 = 1, dtype code u8, n u64 sequences, d u64 document indices; then
-lengths int32[n] in tokens, pointers int64[n] in bytes into .bin, document indices int64[d]: the first sequence of each
-document, and n. A trailing int8[n] (Megatron's multimodal modes) is accepted and ignored. Left out: object storage.
+.idx, little-endian: b"MMIDIDX\\0\\0", version u64 = 1, dtype code u8, n u64 sequences, d u64
+document indices; then lengths int32[n] in tokens, pointers int64[n] in bytes into .bin, document
+indices int64[d]: the first sequence of each document, and n. A trailing int8[n] (Megatron's
+multimodal modes) is accepted and ignored. Left out: object storage.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ REBUILD = "write both files again with fugaku-megatron preprocess, or copy both 
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
-    """The dtype in which Megatron stores tokens: uint16 for a vocabulary below 65500 tokens, else int32."""
+    """Return Megatron's token dtype: uint16 for a vocabulary below 65500 tokens, else int32."""
     return np.dtype("<u2" if vocab_size < UINT16_VOCAB else "<i4")
 
 
@@ -69,15 +71,18 @@ def _file_size(path: str) -> int:
 
 
 def check_files(prefix: str) -> None:
-    """Raises ValueError where a data set's two files are not there; their contents are not read."""
+    """Raise ValueError if one of a data set's two files is missing; their contents are not read."""
     for suffix in (".idx", ".bin"):
         _file_size(prefix + suffix)
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a checked .idx file says: the name of its dtype, how many sequences, document indices and tokens it has, its bytes, and
-    the CRC-32 of its sequence lengths, from which the order of samples follows."""
+    """Checked contents of an .idx file: dtype name, numbers of sequences, document indices and
+    tokens, and size in bytes.
+
+    The CRC-32 of the sequence lengths identifies the sample order.
+    """
 
     dtype: str
     sequences: int
@@ -88,9 +93,11 @@ class Header:
 
 
 def _check_places(path: str, stream: BinaryIO, sequences: int, itemsize: int) -> tuple[int, str]:
-    """(tokens, CRC-32 of the lengths). Refuses sequences that do not lie back to back, as every writer leaves them; the size of
-    .bin then shows if it is whole."""
-    crc, ended = 0, 0
+    """Return (tokens, CRC-32 of the lengths). Raises ValueError unless sequences are adjacent, as
+    every writer does.
+    """
+    crc = 0
+    ended = 0
     for start in range(0, sequences, BLOCK):
         count = min(BLOCK, sequences - start)
         lengths = _read_part(stream, "<i4", HEADER.size + 4 * start, count)
@@ -100,12 +107,14 @@ def _check_places(path: str, stream: BinaryIO, sequences: int, itemsize: int) ->
             raise ValueError(
                 f"{path}: its sequence pointers do not follow from its sequence lengths: corrupt; {REBUILD}"
             )
-        crc, ended = zlib.crc32(lengths.data, crc), int(ends[-1])
+        crc = zlib.crc32(lengths.data, crc)
+        ended = int(ends[-1])
     return ended // itemsize, f"{crc:08x}"
 
 
 def _check_documents(path: str, stream: BinaryIO, sequences: int, documents: int) -> None:
-    last, begin = 0, HEADER.size + 12 * sequences
+    last = 0
+    begin = HEADER.size + 12 * sequences
     for start in range(0, documents, BLOCK):
         part = _read_part(stream, "<i8", begin + 8 * start, min(BLOCK, documents - start))
         if start == 0 and part[0] != 0 or part[0] < last or np.any(np.diff(part) < 0):
@@ -125,7 +134,7 @@ def _read_part(stream: BinaryIO, dtype: str, offset: int, count: int) -> np.ndar
 
 
 def _read_index(prefix: str) -> Header:
-    """What <prefix>.idx holds, checked, also against the size of .bin, in blocks."""
+    """Read and check <prefix>.idx blockwise, also against the size of .bin."""
     path = prefix + ".idx"
     size = _file_size(path)
     bin_size = _file_size(prefix + ".bin")
@@ -167,7 +176,7 @@ def _check_bin_size(prefix: str, size: int, tokens: int, dtype: np.dtype) -> Non
 
 
 class StoredTokens:
-    """Consecutive tokens of a .bin file. A slice of them reads nothing, and numpy's asarray reads all of them."""
+    """Consecutive tokens of a .bin file. Slicing reads nothing; numpy's asarray reads all."""
 
     def __init__(self, data: IndexedDataset, place: range) -> None:
         self._data = data
@@ -187,12 +196,13 @@ class StoredTokens:
 
 
 class IndexedDataset:
-    """Reader of `len(data)` sequences; `data[i]` and `data.get(i, offset, length)` are arrays that cannot be written.
+    """Reader of sequences; `data[i]` and `data.get(i, offset, length)` are read-only arrays.
 
-    Attributes: dtype, num_tokens, tokens, and read from .idx sequence_lengths int32[n] in tokens, sequence_pointers int64[n] in bytes,
-    document_indices int64[d]. With `comm` only rank 0 reads and checks .idx; a rank opens .idx and .bin when it first needs them.
-    Raises ValueError, on every rank, when a file is missing, truncated or of another format, or when the two disagree; and where
-    one of them changes while it is read.
+    Attributes: dtype, num_tokens, tokens, and from .idx sequence_lengths int32[n] in tokens,
+        sequence_pointers
+    int64[n] in bytes, document_indices int64[d]. With `comm` only rank 0 reads and checks .idx;
+    ranks open files on first use. Raises ValueError on every rank if a file is missing, truncated,
+    invalid or changed, or the two disagree.
     """
 
     def __init__(self, prefix: str | os.PathLike, comm: Comm | None = None):
@@ -200,7 +210,8 @@ class IndexedDataset:
         self._files: list[ReadFile] = []
         self._statuses: dict[str, Status] = {}  # by path, of the files that must not change
         self.header = on_root(comm, self._start)
-        self.dtype, self.num_tokens = np.dtype(self.header.dtype), self.header.tokens
+        self.dtype = np.dtype(self.header.dtype)
+        self.num_tokens = self.header.tokens
 
     def _start(self) -> Header:
         header = _read_index(self.prefix)
@@ -209,14 +220,14 @@ class IndexedDataset:
         return header
 
     def _keep(self, path: str) -> None:
-        """Take note of a file: from now on it must not change."""
+        """Record a file's status: it must not change from now on."""
         self._statuses[path] = Status.of(os.stat(path))
 
     def __len__(self) -> int:
         return self.header.sequences
 
     def description(self) -> dict[str, Any]:
-        """What the order of samples depends on; it follows the data when its folder is moved."""
+        """Return what determines the sample order, independent of the folder's path."""
         return {
             "class": "GPTDataset",
             "dataset_path": os.path.basename(self.prefix),
@@ -226,7 +237,7 @@ class IndexedDataset:
         }
 
     def record(self) -> dict[str, Any]:
-        """What a checkpoint says of the files, so that others under their name are noticed later."""
+        """Return a checkpoint's description of the files, to detect replaced ones."""
         return {
             "path": self.prefix,
             "documents": len(self),
@@ -235,7 +246,7 @@ class IndexedDataset:
         }
 
     def probe(self) -> bytes:
-        """Return bytes that tell these files from others: the checksum of the lengths, and some blocks of .bin."""
+        """Return bytes that identify these files: the length checksum, and some blocks of .bin."""
         size = self._bin.size
         count = min(PROBE, size)
         places = sorted({(size - count) * i // (PROBES - 1) for i in range(PROBES)})
@@ -272,7 +283,7 @@ class IndexedDataset:
 
     @property
     def tokens(self) -> StoredTokens:
-        """All tokens, in the order of .bin."""
+        """All tokens, in .bin order."""
         return StoredTokens(self, range(self.num_tokens))
 
     @cached_property
@@ -284,30 +295,34 @@ class IndexedDataset:
         return self._open(path)
 
     def read_tokens(self, start: int, count: int) -> np.ndarray:
-        """Return `count` tokens of .bin from number `start` on, or as many as it has."""
+        """Return up to `count` tokens of .bin from number `start` on."""
         count = max(0, min(count, self.num_tokens - start))
         return self._bin.read(self.dtype, start * self.dtype.itemsize, count)
 
     def read_lengths(self, start: int, stop: int) -> np.ndarray:
-        """int32 (stop - start,): lengths of consecutive sequences, read from .idx."""
+        """Return int32 (stop - start,): lengths of consecutive sequences, read from .idx."""
         return self._index.read("<i4", HEADER.size + 4 * start, stop - start)
 
     def read_pointers(self, start: int, stop: int) -> np.ndarray:
-        """int64 (stop - start,): places in .bin where consecutive sequences begin, in bytes, read from .idx."""
+        """Return int64 (stop - start,): .bin offsets of consecutive sequences in bytes, read from
+        .idx.
+        """
         return self._index.read("<i8", HEADER.size + 4 * len(self) + 8 * start, stop - start)
 
     def check_open(self) -> None:
-        """Raise ValueError where an open file was written or cut. It asks the open files alone, and costs next to nothing."""
+        """Raise ValueError if an open file was written or truncated. Cheap: no path lookup."""
         for file in self._files:
             file.check_open()
 
     def check(self) -> None:
-        """Raise ValueError where a file that this rank knows was written, cut, replaced or removed."""
+        """Raise ValueError if a file known to this rank was written, truncated, replaced or
+        removed.
+        """
         for path, status in self._statuses.items():
             check_status(path, status)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """`length` tokens (default: all that follow) of sequence `index` from token `offset` on."""
+        """Return `length` tokens (default: the rest) of sequence `index` from token `offset` on."""
         index = int(index)  # numpy's may be too narrow for a place in the file
         whole = int(self.read_lengths(index, index + 1)[0])
         first = int(self.read_pointers(index, index + 1)[0]) // self.dtype.itemsize
@@ -325,7 +340,7 @@ class IndexedDataset:
 
 @contextmanager
 def writing(path: str) -> Iterator[None]:
-    """A block that writes `path`: an OSError in it becomes a ValueError of one line."""
+    """Convert an OSError while writing `path` into a one-line ValueError."""
     try:
         yield
     except OSError as error:
@@ -335,12 +350,14 @@ def writing(path: str) -> Iterator[None]:
 
 
 class IndexedDatasetWriter:
-    """Writes <prefix>.bin and .idx under temporary names and renames them at the end: until then nothing is overwritten.
+    """Writer for <prefix>.bin and .idx, under temporary names until the end: nothing is
+    overwritten before.
 
-    with IndexedDatasetWriter(prefix, best_dtype(vocab_size)) as writer:      # an exception leaves no file
-        writer.add_document(tokens)
+        with IndexedDatasetWriter(prefix, best_dtype(vocab_size)) as writer:      # an
+        exception leaves no file
+            writer.add_document(tokens)
 
-    folder: for the temporary files, on the same disk (None: theirs).
+    folder: for the temporary files, on the same disk (None: the final folder)
     """
 
     SUFFIXES: tuple[str, ...] = (".bin", ".idx")  # in the order in which the files get their names
@@ -367,13 +384,15 @@ class IndexedDatasetWriter:
             self._bin = open(self._temporary[".bin"], "wb")  # noqa: SIM115 - closed by finalize or discard
 
     def writing(self) -> AbstractContextManager[None]:
-        """A block that writes the files."""
+        """Return a context that converts the files' OSErrors."""
         return writing(f"{self.prefix}.bin")
 
     def add_document(
         self, tokens: np.ndarray | Sequence[int], lengths: Iterable[int] | None = None
     ) -> None:
-        """Append a document of one sequence, or of sequences of these `lengths` in tokens (none: an empty document)."""
+        """Append a document of one sequence, or of sequences of these `lengths` in tokens (none:
+        an empty document).
+        """
         tokens = np.asarray(
             tokens if isinstance(tokens, np.ndarray) else list(tokens),
             None if len(tokens) else self.dtype,
@@ -386,11 +405,15 @@ class IndexedDatasetWriter:
         self._append(tokens, np.array(lengths, "i"), np.array([len(lengths)]))
 
     def add_documents(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Append documents of these `lengths` in tokens, (documents,), of one sequence each; one of length 0 has none."""
+        """Append one-sequence documents of these `lengths` in tokens, (documents,); one of length
+        0 has no sequence.
+        """
         self._append(tokens, lengths[lengths > 0], np.cumsum(lengths > 0))
 
     def _append(self, tokens: np.ndarray, lengths: np.ndarray, ends: np.ndarray) -> None:
-        """Append sequences of these `lengths`; ends: how many of them are in the documents up to each."""
+        """Append sequences of these `lengths`. ends: number of sequences up to each document's
+        end.
+        """
         bounds = np.iinfo(self.dtype)
         if len(tokens) and not bounds.min <= tokens.min() <= tokens.max() <= bounds.max:
             raise ValueError(
@@ -403,20 +426,20 @@ class IndexedDatasetWriter:
 
     @property
     def num_documents(self) -> int:
-        """Sequences so far, which --split deals out; an empty document has none."""
+        """Number of sequences so far, which --split distributes; an empty document has none."""
         return len(self._lengths)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far."""
+        """Number of tokens so far."""
         return sum(self._lengths)
 
     def tokens_of(self, documents: range) -> int:
-        """Tokens of some of the documents that `num_documents` counts."""
+        """Return the number of tokens in a range of `num_documents`."""
         return sum(self._lengths[documents.start : documents.stop])
 
     def summary(self) -> str:
-        """What was written, in a line."""
+        """Return a line about the written files."""
         return f"wrote {self.prefix}.bin and .idx: {self.num_documents} documents, {self.num_tokens} tokens"
 
     def finalize(self) -> None:
@@ -442,7 +465,7 @@ class IndexedDatasetWriter:
             os.replace(self._temporary[suffix], self.prefix + suffix)
 
     def finish_parts(self) -> None:
-        """Write and close the files of a subclass, whose OSErrors are reported as those of .bin."""
+        """Write and close a subclass's files; OSErrors are reported as .bin's."""
 
     @staticmethod
     def _close(stream: BinaryIO) -> None:

@@ -1,7 +1,7 @@
-"""JSON in a file: an object a line, or objects over several lines, also as elements of an array.
+"""JSON files: an object a line, or objects over several lines, also as array elements.
 
-Which of them a file has is found in its first bytes. Arrays and objects over lines are read as a stream, so that a file may be
-larger than memory. Left out: what the objects hold (files.py).
+The layout is detected from the first bytes. Arrays and objects over lines are streamed, so a file
+may exceed memory. files.py interprets the objects.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-LINE_LAYOUT, VALUE_LAYOUT, UNKNOWN = "a line each", "over lines", "more bytes are needed"
+LINE_LAYOUT = "a line each"
+VALUE_LAYOUT = "over lines"
+UNKNOWN = "more bytes are needed"
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".jsonlines")
 LONG_HEAD = 2**24  # bytes of a first line that are looked at
 LINES_TRIED = 100  # of a file that is JSON lines by its content alone
@@ -23,12 +25,16 @@ _decode = json.JSONDecoder().raw_decode
 
 
 def json_layout(head: bytes, more: bool, suffix: str, names: Sequence[str]) -> str | None:
-    """Return a layout, or None for a text that is not JSON.
+    """Return the layout, or None for a text that is not JSON.
 
-    A file with a name of JSON lines is JSON whatever it holds. Any other one is JSON if its first lines are objects, or if its first
-    object has one of the wanted keys or stands in a file whose name has no suffix, or only a number: a notebook stays a text.
+    head: first bytes of the file
+    more: the file continues
+    suffix: file name suffix, in lower case
+    names: wanted keys
 
-    head: first bytes of the file. more: the file has more. suffix: of its name, in lower case. names: wanted keys.
+    Files named as JSON lines are JSON. Others are if their first lines are objects, or if the
+    first object has a wanted key or the file name has no suffix, or a number: a notebook stays a
+    text.
     """
     text = head.decode("utf-8-sig", "replace").lstrip()
     is_json = suffix in SUFFIXES
@@ -68,7 +74,7 @@ def _object(line: str) -> dict[str, Any] | None:
 
 
 def _first_element(text: str) -> Any:
-    """Return the first element of the array that a text begins with, or the object over lines; None if it has neither."""
+    """Return the first array element, or the object over lines; None without either."""
     is_array = text[0] == "["
     try:
         found, end = _decode(text, _skip_space(text, 1) if is_array else 0)
@@ -83,10 +89,11 @@ def _skip_space(text: str, place: int) -> int:
 
 
 def values(path: str, blocks: Iterable[tuple[bytes, int]]) -> Iterator[tuple[int, bytes, int]]:
-    """Yield (number from 1, JSON, bytes of the file that were read) of each value, of an array each element.
+    """Yield (number from 1, JSON, file bytes read) for each value or array element.
 
-    blocks: bytes of the text, and how many bytes of the file were read up to their end. Raises ValueError, with the line, for what is
-    not JSON.
+    blocks: text bytes, and file bytes read up to their end
+
+    Raises ValueError, with the line, for invalid JSON.
     """
     stream = _Stream(path, blocks)
     number = 0
@@ -101,7 +108,7 @@ def values(path: str, blocks: Iterable[tuple[bytes, int]]) -> Iterator[tuple[int
 
 
 class _Stream:
-    """Text that is decoded as far as values need it. read: bytes of the file that were read."""
+    """Text decoded on demand. read: file bytes read."""
 
     def __init__(self, path: str, blocks: Iterable[tuple[bytes, int]]):
         self.path = path
@@ -114,7 +121,7 @@ class _Stream:
         self._ended = False
 
     def peek(self) -> str:
-        """Return the next character that is not white space, or nothing at the end."""
+        """Return the next character that is not white space, or "" at the end."""
         while True:
             self._place = _skip_space(self._text, self._place)
             if self._place < len(self._text):
@@ -163,7 +170,9 @@ class _Stream:
             return raw
 
     def _more(self, size: int = 0) -> bool:
-        """Decode at least `size` more characters, so that a long value is tried few times; False at the end."""
+        """Decode at least `size` more characters, so that a long value is tried few times; False
+        at the end.
+        """
         self._line += self._text.count("\n", 0, self._place)
         pieces = [self._text[self._place :]]
         self._place = 0

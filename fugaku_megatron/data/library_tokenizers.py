@@ -1,8 +1,8 @@
-"""Tokenizers of other libraries under Megatron-LM's names: Hugging Face's, SentencePiece's, TikTokenizer, and plain numbers.
+"""Tokenizers of other libraries under Megatron-LM's names: Hugging Face, SentencePiece,
+TikTokenizer, numbers.
 
-Token ids, vocabulary size and end-of-document id are those of Megatron-core's classes; each names its file. The libraries of
-Hugging Face and SentencePiece are optional extras of this package, imported when a tokenizer is built. TikTokenizer needs none.
-Left out: code in a tokenizer's folder, chat templates (chats.py), tokens that are added on the command line.
+Token ids, vocabulary size and end-of-document id equal Megatron-core's. The libraries of Hugging
+Face and SentencePiece are optional and imported on use. Code in a tokenizer's folder is never run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
 
 def clean(text: str | bytes) -> str:
-    """Text as these libraries take it: bytes that are not UTF-8, and lone surrogates, become U+FFFD."""
+    """Replace bytes that are not UTF-8, and lone surrogates, by U+FFFD."""
     if isinstance(text, str):
         text = text.encode("utf-16-le", "surrogatepass")
         return text.decode("utf-16-le", "replace")
@@ -50,7 +50,7 @@ def clean(text: str | bytes) -> str:
 
 
 def pieces_kind(path: Path) -> str | None:
-    """Return the program whose format a tokenizer.model begins like, or None: its name does not say."""
+    """Detect the program that wrote a tokenizer.model; None if its first bytes do not tell."""
     with open(path, "rb") as file:
         begin = file.read(512)
     if begin.startswith(b"\n"):  # the tag of the first field of a SentencePiece model, a piece
@@ -59,14 +59,14 @@ def pieces_kind(path: Path) -> str | None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether there is one in Hugging Face's form."""
+    """Return True if the folder has a Hugging Face tokenizer."""
     return any((folder / name).is_file() for name in HUGGING_FACE_FILES)
 
 
 def _auto_tokenizer(folder: Path, where: str) -> Any:
-    """Return what `AutoTokenizer` makes of a folder without running any code in the folder.
+    """Load `AutoTokenizer` from a folder without running code in it.
 
-    Raises ValueError, beginning with `where`, for files that are damaged or of another kind.
+    Raises ValueError, beginning with `where`, for damaged and unsupported files.
     """
     transformers = library("transformers", "huggingface", "--tokenizer-type HuggingFaceTokenizer")
     _check_files(folder, where)
@@ -101,7 +101,7 @@ def _auto_tokenizer(folder: Path, where: str) -> Any:
 
 
 def _check_files(folder: Path, where: str) -> None:
-    """Raise ValueError for a tokenizer file that cannot be read, or that is not what its name says."""
+    """Raise ValueError for an unreadable or mislabeled tokenizer file."""
     for name in (*HUGGING_FACE_FILES, *OTHER_FILES):
         path = folder / name
         if not os.path.lexists(path):
@@ -148,7 +148,7 @@ def _check_json(path: Path, where: str) -> None:
 
 
 def _named_code(folder: Path) -> str | None:
-    """Return the class that the folder's auto_map names for its tokenizer or its config, or None."""
+    """Return the class named by the folder's auto_map for tokenizer or config, or None."""
     for name in (TOKENIZER_CONFIG, CONFIG):
         try:
             contents = json.loads((folder / name).read_text(encoding="utf-8"))
@@ -165,11 +165,14 @@ def _named_code(folder: Path) -> str | None:
 
 
 class HuggingFaceTokenizer:
-    """What `AutoTokenizer` makes of a folder, special tokens around a text included, as in Megatron-LM. The network is never asked.
+    """Folder loaded by `AutoTokenizer`, offline, special tokens around a text included as in
+    Megatron-LM.
 
-    `vocab_size` is len(tokenizer), added tokens included, or the largest id plus 1 where ids below it are missing, so that every
-    token has a row. `eod` is the id of its eos token, of its sep token where it has no eos token, or None. `library` is that
-    object. Raises ValueError for a folder that holds no tokenizer and when transformers is missing.
+    vocab_size: len(tokenizer) with added tokens, or the largest id plus 1 if ids are missing
+    eod: eos token id, else sep token id, or None
+    library: transformers' tokenizer
+
+    Raises ValueError for a folder without a tokenizer, and without transformers.
     Source: megatron/core/tokenizers/text/libraries/huggingface_tokenizer.py.
     """
 
@@ -185,31 +188,34 @@ class HuggingFaceTokenizer:
         self.library = _auto_tokenizer(path, f"--tokenizer-model {folder}")
         vocabulary = self.library.get_vocab()
         self.vocab_size = max(len(self.library), 1 + max(vocabulary.values()))
-        eos, sep = self.library.eos_token_id, self.library.sep_token_id
+        eos = self.library.eos_token_id
+        sep = self.library.sep_token_id
         self.eod: int | None = sep if eos is None else eos
         self.checksum = zlib.crc32(json.dumps(sorted(vocabulary.items())).encode())
 
     def encode(self, text: str | bytes) -> list[int]:
-        """Token ids of `text`, with what the tokenizer puts around every text (Llama's first token, for example)."""
+        """Tokenize, with the special tokens around every text (Llama's first token, for example)."""
         return self.library(clean(text)).input_ids
 
     def encode_many(self, texts: Sequence[str | bytes]) -> list[list[int]]:
-        """Token ids of each text; one call of the library takes less time than many."""
+        """Tokenize several texts in one call, which is faster."""
         return self.library([clean(text) for text in texts], return_attention_mask=False).input_ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`, special tokens included."""
+        """Decode, special tokens included."""
         return self.library.decode(list(map(int, ids)))
 
     def count_bytes(self, ids: Iterable[int]) -> int:
-        """UTF-8 bytes of the text of `ids`, special tokens left out."""
+        """Count the UTF-8 bytes of the decoded text without special tokens."""
         return len(self.library.decode(list(map(int, ids)), skip_special_tokens=True).encode())
 
 
 def load_pieces(path: str | Path, user: str) -> tuple[Any, bytes]:
-    """Return the processor of a SentencePiece model, and the bytes of the file.
+    """Return the processor of a SentencePiece model, and the file's bytes.
 
-    user: the flag that needs the package. Raises ValueError for a file that is not such a model.
+    user: flag that needs the package
+
+    Raises ValueError for another file.
     """
     package = library("sentencepiece", "sentencepiece", user)
     where = f"--tokenizer-model {path}"
@@ -233,12 +239,12 @@ def load_pieces(path: str | Path, user: str) -> tuple[Any, bytes]:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model. `vocab_size` is its number of pieces, `eod` its end of sentence.
+    """SentencePiece model. `vocab_size` is its number of pieces, `eod` its end of sentence.
 
-    `eod` is None where the model has no end of sentence: Megatron-core then uses -1, which is the id of no token.
-    Raises ValueError for a file that is not such a model and when sentencepiece is missing.
-    Sources: megatron/core/tokenizers/text/libraries/sentencepiece_tokenizer.py, for `eod` also
-    megatron/core/tokenizers/text/libraries/abstract_tokenizer.py.
+    `eod` is None if the model has no end of sentence (Megatron-core uses -1, not a token id).
+    Raises ValueError for another file and without sentencepiece.
+    Sources: megatron/core/tokenizers/text/libraries/sentencepiece_tokenizer.py,
+        abstract_tokenizer.py there for `eod`.
     """
 
     name = "SentencePieceTokenizer"
@@ -255,22 +261,23 @@ class SentencePieceTokenizer:
         self.checksum = zlib.crc32(model)
 
     def encode(self, text: str | bytes) -> list[int]:
-        """Token ids of `text`. Models may replace white space, as their training was told."""
+        """Tokenize. Models may normalize white space."""
         return self._processor.encode(clean(text))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`. ValueError for an id outside the vocabulary."""
+        """Decode. Raises ValueError for an id outside the vocabulary."""
         ids = list(map(int, ids))
         _check_range(ids, self.vocab_size, "is this --tokenizer-model the model's?")
         return self._processor.decode(ids)
 
     def count_bytes(self, ids: Iterable[int]) -> int:
-        """UTF-8 bytes of the text of `ids`."""
+        """Count the UTF-8 bytes of the decoded text."""
         return len(self.decode(ids).encode())
 
 
 class JapaneseSentencePiece(SentencePieceTokenizer):
-    """A SentencePiece model whose documents end with its piece "</s>", and whose lines end with a line feed alone.
+    """SentencePiece model with piece "</s>" at the end of documents, and lines that end with a
+    line feed alone.
 
     Source: megatron/tokenizer/tokenizer.py of Fugaku-LLM/DeepSpeedFugaku.
     """
@@ -282,12 +289,12 @@ class JapaneseSentencePiece(SentencePieceTokenizer):
         self.eod = self._processor.piece_to_id("</s>")
 
     def encode(self, text: str | bytes) -> list[int]:
-        """Token ids of `text`."""
+        """Tokenize."""
         return super().encode(clean(text).replace("\r\n", "\n"))
 
 
 class NullTokenizer:
-    """Numbers as they stand in a text, between spaces; for runs whose data was tokenized elsewhere. `eod` is vocab_size - 1.
+    """Space-separated numbers, for data tokenized elsewhere. `eod` is vocab_size - 1.
 
     Source: megatron/core/tokenizers/text/libraries/null_tokenizer.py.
     """
@@ -296,10 +303,11 @@ class NullTokenizer:
     checksum = 0  # every one of a size is the same
 
     def __init__(self, vocab_size: int):
-        self.vocab_size, self.eod = vocab_size, vocab_size - 1
+        self.vocab_size = vocab_size
+        self.eod = vocab_size - 1
 
     def encode(self, text: str | bytes) -> list[int]:
-        """The numbers in `text`. ValueError for other words and for numbers outside the vocabulary."""
+        """Parse numbers. Raises ValueError for other words and numbers outside the vocabulary."""
         words = clean(text).split()
         wrong = next((word for word in words if not (word.isascii() and word.isdigit())), None)
         if wrong is not None:
@@ -312,11 +320,11 @@ class NullTokenizer:
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The numbers, with spaces between them."""
+        """Join numbers with spaces."""
         return " ".join(str(int(i)) for i in ids)
 
     def count_bytes(self, ids: Iterable[int]) -> int:
-        """Bytes of the numbers with spaces between them."""
+        """Count the bytes of the joined numbers."""
         return len(self.decode(ids))
 
 
@@ -348,9 +356,12 @@ CACHE_ENTRIES = 2**16
 
 
 class TikTokenizer:
-    """`vocab_size` tokens, of which `special` stand for no text; `eod` is the id of "</s>".
+    """Tiktoken BPE of `vocab_size` tokens, `special` of them without text; `eod` is the id of
+    "</s>".
 
-    vocab_size: --vocab-size, by default 131,072. Raises ValueError for a file that is missing, ill-formed or too short.
+    vocab_size: --vocab-size, by default 131,072
+
+    Raises ValueError for a missing, invalid or short file.
     """
 
     name = "TikTokenizer"
@@ -372,14 +383,17 @@ class TikTokenizer:
         self._special = {name: i for i, name in enumerate(names)}
         self._tokens = _read_tokens(path, self.vocab_size - special)
         self._ids = {token: special + i for i, token in enumerate(self._tokens)}
-        self._pieces, self.eod = regex.compile(PATTERNS[pattern]), SPECIAL.index("</s>")
+        self._pieces = regex.compile(PATTERNS[pattern])
+        self.eod = SPECIAL.index("</s>")
         self._special_in_text = regex.compile("|".join(map(regex.escape, names)))
         self.checksum = zlib.crc32(repr((self._tokens, special, pattern)).encode())
         self._merged = lru_cache(CACHE_ENTRIES)(self._merge)
 
     def encode(self, text: str | bytes) -> list[int]:
-        """Token ids of `text`, in which names of special tokens are these tokens."""
-        text, ids, end = clean(text), [], 0
+        """Tokenize; names of special tokens become these tokens."""
+        text = clean(text)
+        ids = []
+        end = 0
         for match in self._special_in_text.finditer(text):
             ids += [*self._encode_part(text[end : match.start()]), self._special[match[0]]]
             end = match.end()
@@ -391,7 +405,9 @@ class TikTokenizer:
         ]
 
     def _merge(self, piece: bytes) -> tuple[int, ...]:
-        """BPE of one piece: the pair that makes the first token of the file is merged, until no pair makes one."""
+        """Apply BPE to a piece: merge the pair that forms the first token of the file, until no
+        pair forms one.
+        """
         parts = [piece[i : i + 1] for i in range(len(piece))]
         if piece in self._ids:
             return (self._ids[piece],)
@@ -404,7 +420,8 @@ class TikTokenizer:
         return tuple(self._ids[part] for part in parts)
 
     def _bytes(self, ids: Iterable[int]) -> bytes:
-        special, found = self.vocab_size - len(self._tokens), []
+        special = self.vocab_size - len(self._tokens)
+        found = []
         for token in map(int, ids):
             if not 0 <= token < self.vocab_size:
                 raise ValueError(
@@ -415,17 +432,18 @@ class TikTokenizer:
         return b"".join(found)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`, special tokens left out. ValueError for an id outside the vocabulary."""
+        """Decode without special tokens. Raises ValueError for an id outside the vocabulary."""
         return self._bytes(ids).decode("utf-8", "replace")
 
     def count_bytes(self, ids: Iterable[int]) -> int:
-        """UTF-8 bytes of the text of `ids`."""
+        """Count the UTF-8 bytes of the decoded text."""
         return len(self._bytes(ids))
 
 
 def _read_tokens(path: str | Path, count: int) -> list[bytes]:
-    """The first `count` tokens of the file, in the order of their ranks, of which the first 256 are the bytes."""
-    where, text = f"--tokenizer-model {path}", read_text(path, "--tokenizer-model")
+    """Return the file's first `count` tokens by rank; the first 256 are the bytes."""
+    where = f"--tokenizer-model {path}"
+    text = read_text(path, "--tokenizer-model")
     try:
         contents = json.loads(text)
         if not isinstance(contents, list):

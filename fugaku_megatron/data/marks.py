@@ -1,12 +1,10 @@
-"""Marks: which labels count in the loss, and where documents begin.
+"""Loss mask and document starts of samples.
 
-A marked sample is int64 (2, s + 1): the token ids, and the marks of each, a sum of COUNTED, FIRST and PADDED. Position 0 of a sample begins
-a document whether or not it is marked so. A pretraining run derives its marks from the tokens when it reads them, so files and the
-index of samples know nothing of them. Rules of Megatron-LM's megatron/core/datasets/gpt_dataset.py
-(_get_ltor_masks_and_position_ids): the token that ends a document belongs to it, the next one begins a document, and with
---eod-mask-loss nothing is predicted from the token that ends a document.
-Left out: what attention and positions make of documents (`nn.forward_context.Documents`).
-Legend: s sequence, b micro-batch.
+A marked sample is int64 (2, s + 1): token ids, and marks, sums of COUNTED, FIRST and PADDED.
+Position 0 begins a document, marked or not. Pretraining derives marks from tokens on reading;
+files and indices have none. Rules of Megatron-LM's megatron/core/datasets/gpt_dataset.py
+(_get_ltor_masks_and_position_ids): a document includes its end token, and --eod-mask-loss masks
+the label after it. Legend: s sequence, b micro-batch.
 """
 
 from __future__ import annotations
@@ -26,13 +24,16 @@ PADDED = 4  # nothing is predicted from this token: it is padding, or the last o
 
 
 class MarkedDataset:
-    """The samples of a data set with their marks, int64 (2, s + 1). eod: the token that ends a document.
+    """Samples with marks, int64 (2, s + 1). Other attributes are the data set's.
 
-    masks_loss: the label that follows this token does not count. The data set's other attributes are its own.
+    eod: end-of-document token
+    masks_loss: mask the label after it
     """
 
     def __init__(self, dataset: Dataset, eod: int, masks_loss: bool):
-        self.dataset, self.eod, self.masks_loss = dataset, eod, masks_loss
+        self.dataset = dataset
+        self.eod = eod
+        self.masks_loss = masks_loss
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -49,7 +50,9 @@ class MarkedDataset:
 
 
 def mark(dataset: Dataset | None, eod: int, masks_loss: bool) -> Dataset | None:
-    """The data set with marks, or each of several validation sets; arguments as of `MarkedDataset`."""
+    """Add marks to a data set, or to each of several validation sets; arguments as
+    `MarkedDataset`.
+    """
     if isinstance(dataset, ValidationSets):
         return ValidationSets([MarkedDataset(each, eod, masks_loss) for each in dataset.datasets])
     return None if dataset is None else MarkedDataset(dataset, eod, masks_loss)
@@ -60,10 +63,12 @@ def mark(dataset: Dataset | None, eod: int, masks_loss: bool) -> Dataset | None:
 
 @dataclass(frozen=True)
 class Work:
-    """What there is to do in some samples. counted: labels that count. squares: the sum of (document length)^2.
+    """Token counts of samples.
 
-    Attention over documents takes time in proportion to the latter; a sample of one document has s^2. samples: how many they are.
-    share: the squares of this rank over the mean of the data-parallel ranks. padded: tokens from which nothing is predicted.
+    counted: labels in the loss
+    squares: sum of (document length)^2, to which attention time is proportional
+    share: this rank's squares over the mean of the data-parallel ranks
+    padded: tokens that predict nothing
     """
 
     counted: int
@@ -74,7 +79,7 @@ class Work:
 
     @staticmethod
     def of(samples: np.ndarray) -> Work:
-        """That of samples (..., 2, s + 1, b) with tokens and marks."""
+        """Count samples (..., 2, s + 1, b) of tokens and marks."""
         marks = np.moveaxis(samples[..., 1, :, :], -2, -1).reshape(
             -1, samples.shape[-2]
         )  # (samples, s + 1)
@@ -88,19 +93,20 @@ class Work:
 
 
 def labels(tokens: Tensor, marks: Tensor) -> Tensor:
-    """tokens and marks (s + 1, b) -> (s, b): of each token the one that follows, -1 where that does not count."""
+    """Return the next token of each, -1 if masked: tokens and marks (s + 1, b) -> (s, b)."""
     return tokens[1:].masked_fill(marks[1:] & COUNTED == 0, -1)
 
 
 def document_starts(marks: Tensor) -> Tensor:
-    """marks (s + 1, b) -> int32 (b, s): where the document of each position begins."""
+    """Return each position's document start: marks (s + 1, b) -> int32 (b, s)."""
     places = torch.arange(len(marks) - 1, dtype=torch.int32)
     begins = torch.where(marks[:-1].t() & FIRST != 0, places, 0)
     return begins.cummax(1).values.contiguous()
 
 
 def padding(marks: Tensor) -> Tensor | None:
-    """Return bool (s, b) of marks (s + 1, b): the tokens from which nothing is predicted; None unless the samples are of chats.
+    """Return bool (s, b): tokens that predict nothing, from marks (s + 1, b); None unless samples
+    are chats.
 
     Each sample of chats has such a token, if only in place s, which is no input.
     """

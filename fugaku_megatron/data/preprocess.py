@@ -1,16 +1,18 @@
-"""Text to Megatron-LM's indexed datasets: plain text (a document a file), .jsonl files (a JSON object a line), tables, folders.
+"""Text to Megatron-LM's indexed datasets: plain text (a document a file), .jsonl files (a JSON
+object a line), tables, folders.
 
-    fugaku-megatron preprocess --input corpus.jsonl --output-prefix corpus --append-eod --workers 8
+    fugaku-megatron preprocess --input corpus.jsonl --output-prefix corpus --append-eod
+    --workers 8
 
-writes corpus_text_document.bin and .idx, and says with which flags to train on them. Documents are shuffled; --keep-order leaves
-them in the order of the input, as Megatron-LM does. The result is the same for any --workers, and for the same documents in plain,
-compressed and table files. The files have these names when all is done; until then the folder corpus.unfinished has what was
-tokenized, and the same command goes on with it. tools/preprocess_data.py is Megatron-LM's name for this command.
+writes corpus_text_document.bin and .idx, and prints the flags to train on them. Documents are
+shuffled; --keep-order keeps the input order, as Megatron-LM does. The result depends neither on
+--workers nor on the file format. An interrupted command resumes from the folder corpus.unfinished;
+outputs appear when complete. tools/preprocess_data.py is Megatron-LM's name for this command.
 
-    fugaku-megatron preprocess --chat --input chats.jsonl --output-prefix chats --tokenizer-type HuggingFaceTokenizer ...
+    fugaku-megatron preprocess --chat --input chats.jsonl --output-prefix chats
+    --tokenizer-type HuggingFaceTokenizer ...
 
-writes chats.bin, .idx and .mask for train --sft (chats.py).
-Left out: sentence splitting, partitions; formats of the input (formats.py), the unfinished folder and shuffling (unfinished.py).
+writes chats.bin, .idx and .mask for train --sft. Not supported: sentence splitting, partitions.
 """
 
 from __future__ import annotations
@@ -67,22 +69,22 @@ from .unfinished import Unfinished
 BATCH_BYTES = (
     2**18
 )  # of text handed to a worker at a time: enough to hide the hand-over, little enough to balance
-MANY, SOME = (
-    10_000,
-    20,
-)  # documents from which on 0.1 %, or 10 %, of them are enough to measure a loss
+# documents from which on 0.1 %, or 10 %, of them are enough to measure a loss
+MANY = 10_000
+SOME = 20
 WORKER_BYTES = 2**20  # of input for each worker that is started by default
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
-MAX_WORKERS_PER_CPU, MIN_LIMIT_OF_WORKERS = (
-    8,
-    64,
-)  # more workers than both start for minutes, or never
+# more workers than both start for minutes, or never
+MAX_WORKERS_PER_CPU = 8
+MIN_LIMIT_OF_WORKERS = 64
 BATCHES_AHEAD = 4  # per worker, which bounds the memory that input and results in waiting take
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker must know. `keys` are the JSON keys in order of output. chat: whether documents are chats (chats.py)."""
+    """Arguments of a worker. keys: JSON keys in output order. chat: documents are chats
+    (chats.py).
+    """
 
     flags: TokenizerFlags
     keys: tuple[str, ...]
@@ -93,16 +95,18 @@ class Job:
 
     @property
     def columns(self) -> Columns:
-        """What is read of a table."""
+        """Return the table columns to read."""
         return CHAT if self.chat else Columns(self.keys)
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A batch: of every key (token ids of all documents, how many each has), both (n,); bytes of text; where it ends.
+    """Tokenized batch: per key token ids and document lengths, both (n,); bytes of text; end
+    position.
 
-    read: bytes of the last file that were read. skipped: documents that were left out, and the reasons of the first ones.
-    unread: fields of chats that nothing reads.
+    read: bytes of the last file read
+    skipped: number of documents skipped, and the first reasons
+    unread: ignored fields of chats
     """
 
     texts: list[tuple[np.ndarray, np.ndarray]]
@@ -115,7 +119,9 @@ class Encoded:
 
 
 class Encoder:
-    """Documents to token ids, in a worker or in this process. A chat has one key, and what `chat_dataset.signed` makes."""
+    """Document tokenizer, in a worker or this process. A chat has one key, encoded as
+    `chat_dataset.signed`.
+    """
 
     def __init__(self, job: Job):
         self.job = job
@@ -125,7 +131,9 @@ class Encoder:
         self._unread: set[str] = set()
 
     def encode(self, documents: list[Document]) -> Encoded:
-        """The token ids of documents, one at least. Raises ValueError for one that cannot be read, unless it may be left out."""
+        """Tokenize at least one document. Raises ValueError for an unreadable one, unless it may
+        be skipped.
+        """
         read = self._chat if self.template else self._texts
         found = []
         reasons = []
@@ -184,7 +192,7 @@ class Encoder:
 
 @cache
 def _encoder(job: Job) -> Encoder:
-    """One for each process: the tokenizer's files are read once."""
+    """Return the process's encoder, which reads the tokenizer files once."""
     return Encoder(job)
 
 
@@ -193,7 +201,7 @@ def _encode(job: Job, documents: list[Document]) -> Encoded:
 
 
 def _start_worker() -> None:
-    """A worker ends with the process that started it, also where that is killed, and uses one core. Ctrl-C is not for it."""
+    """Make a worker exit with its parent, also if that is killed, use one core, and ignore Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if hasattr(library := ctypes.CDLL(None), "prctl"):
@@ -201,7 +209,7 @@ def _start_worker() -> None:
 
 
 def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Neighbouring documents of about BATCH_BYTES together."""
+    """Yield batches of consecutive documents, about BATCH_BYTES each."""
     batch: list[Document] = []
     size = 0
     for document in documents:
@@ -209,7 +217,8 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         size += len(document.raw)
         if size >= BATCH_BYTES:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 
@@ -217,7 +226,9 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def ordered_map(
     pool: ProcessPoolExecutor, function: Callable, items: Iterator, ahead: int
 ) -> Iterator:
-    """Results in the order of `items`, at most `ahead` of them under way (Executor.map would read all at once)."""
+    """Yield results in the order of `items`, at most `ahead` in flight (Executor.map would read
+    all at once).
+    """
     running = deque(pool.submit(function, item) for item in islice(items, ahead))
     while running:
         yield running.popleft().result()
@@ -227,7 +238,9 @@ def ordered_map(
 def encode_all(
     job: Job, paths: list[str], workers: int, start: Place, skipped: Skipped | None = None
 ) -> Iterator[Encoded]:
-    """`Encoder.encode` of every batch from a place on, in order, by `workers` processes (1: in this one)."""
+    """Yield `Encoder.encode` of every batch from a position on, in order, by `workers` processes
+    (1: this one).
+    """
     work = batches(read_documents(paths, job.columns, start, skipped))
     if workers == 1:
         yield from map(partial(_encode, job), work)
@@ -244,19 +257,21 @@ def encode_all(
 
 
 class Progress:
-    """A bar if stderr is a terminal and tqdm is installed, else a line every `interval` documents.
+    """Progress bar if stderr is a terminal and tqdm is installed, else a line every `interval`
+    documents.
 
-    Percent and remaining time are of the bytes of the input files, compressed ones as they are; MB/s are of text.
+    Percent and remaining time refer to input file bytes, compressed; MB/s to text.
     """
 
     def __init__(self, work: Unfinished, total: int, interval: int):
-        self._work, self._total, self._interval = work, total, interval
-        self._first, self._read = work.journal, work.bytes_read(work.journal.place)
-        self._begin, self._due, self._began = (
-            self._read,
-            self._first.documents + interval,
-            time.perf_counter(),
-        )
+        self._work = work
+        self._total = total
+        self._interval = interval
+        self._first = work.journal
+        self._read = work.bytes_read(work.journal.place)
+        self._begin = self._read
+        self._due = self._first.documents + interval
+        self._began = time.perf_counter()
         self._bar = None
         if sys.stderr.isatty():
             try:
@@ -269,7 +284,8 @@ class Progress:
                 pass
 
     def update(self, batch: Encoded) -> None:
-        before, self._read = self._read, self._work.bytes_read(batch.after, batch.read)
+        before = self._read
+        self._read = self._work.bytes_read(batch.after, batch.read)
         documents = self._work.journal.documents
         if self._bar is not None:
             self._bar.update(self._read - before)
@@ -278,9 +294,11 @@ class Progress:
             print(self.line(), file=sys.stderr, flush=True)
 
     def line(self) -> str:
-        """How far it is, with the rates of this process."""
-        now, seconds = self._work.journal, time.perf_counter() - self._began
-        documents, size = now.documents - self._first.documents, now.size - self._first.size
+        """Format the progress, with this process's rates."""
+        now = self._work.journal
+        seconds = time.perf_counter() - self._began
+        documents = now.documents - self._first.documents
+        size = now.size - self._first.size
         left = ""
         if self._begin < self._read < self._total:
             remaining = seconds * (self._total - self._read) / (self._read - self._begin)
@@ -296,7 +314,7 @@ class Progress:
 
 
 def check_numbers(args: argparse.Namespace) -> None:
-    """Raises ValueError for numbers below 1, and for more processes than a node can start."""
+    """Raise ValueError for numbers below 1, and for more processes than a node can start."""
     limit = max(MIN_LIMIT_OF_WORKERS, MAX_WORKERS_PER_CPU * (os.cpu_count() or 1))
     if (args.workers or 0) > limit:
         raise ValueError(
@@ -310,7 +328,7 @@ def check_numbers(args: argparse.Namespace) -> None:
 
 
 def preprocess(args: argparse.Namespace) -> None:
-    """Run the whole job. Raises ValueError for bad input; no output is left then."""
+    """Run the job. Raises ValueError for bad input and then leaves no output."""
     check_numbers(args)
     _check_chat(args)
     skipped = Skipped(args.skip_invalid)
@@ -320,10 +338,8 @@ def preprocess(args: argparse.Namespace) -> None:
             f"--input {' '.join(args.input)}: no text in it; {skipped.line('documents')}"
         )
     total = sum(Path(path).stat().st_size for path in files)
-    job, workers = (
-        _job(args),
-        args.workers or max(1, min(len(os.sched_getaffinity(0)), total // WORKER_BYTES)),
-    )
+    job = _job(args)
+    workers = args.workers or max(1, min(len(os.sched_getaffinity(0)), total // WORKER_BYTES))
     encoder = _encoder(job)  # fails before any work
     if args.append_eod and encoder.tokenizer.eod is None:
         raise ValueError(
@@ -377,7 +393,7 @@ def tokenize(
     progress: Progress,
     skipped: Skipped,
 ) -> set[str]:
-    """Add all documents that `work` does not have yet. Returns the fields of chats that nothing reads."""
+    """Add all documents that `work` lacks. Returns the ignored fields of chats."""
     unread: set[str] = set()
     with ExitStack() as stack:
         stack.callback(progress.close)
@@ -409,7 +425,7 @@ def _job(args: argparse.Namespace) -> Job:
 
 
 def _check_chat(args: argparse.Namespace) -> None:
-    """Raises ValueError for flags that do not go with --chat, and for --chat-template without it."""
+    """Raise ValueError for flags that exclude --chat, and for --chat-template without it."""
     if args.chat_template and not args.chat:
         raise ValueError(f"--chat-template {args.chat_template} goes with --chat: pass both")
     if args.chat and (args.append_eod or args.json_keys != ["text"]):
@@ -429,12 +445,14 @@ def _writers(args: argparse.Namespace, dtype: np.dtype, folder: Path) -> list[In
 
 
 def split_for(documents: int) -> str:
-    """--split for so many documents: Megatron's for many, else none for the test, else all for training."""
+    """Return --split: Megatron's for many documents, without test for fewer, else all for
+    training.
+    """
     return "969,30,1" if documents >= MANY else "90,10,0" if documents >= SOME else "100,0,0"
 
 
 def summary(writers: list[IndexedDatasetWriter], job: Job) -> list[str]:
-    """What was written, how much of it validation gets, and the flags of train that use it."""
+    """Describe the outputs, the validation share, and the flags for train."""
     lines = [w.summary() for w in writers]
     lines += [validation(w) for w in writers if w.num_tokens]
     start, end = (
@@ -449,8 +467,9 @@ def summary(writers: list[IndexedDatasetWriter], job: Job) -> list[str]:
 
 
 def validation(writer: IndexedDatasetWriter) -> str:
-    """The validation documents of the split of `split_for`."""
-    documents, split = writer.num_documents, split_for(writer.num_documents)
+    """Describe the validation documents under `split_for`."""
+    documents = writer.num_documents
+    split = split_for(writer.num_documents)
     part = split_documents(documents, parse_split(split), 1)
     if not part:
         return f"validation: none with --split {split}, because {documents} documents are fewer than {SOME}"
@@ -461,7 +480,7 @@ def validation(writer: IndexedDatasetWriter) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Megatron-LM's flags of its own preprocess_data.py, as far as they concern GPT."""
+    """Add the GPT flags of Megatron-LM's preprocess_data.py."""
     add_input_arguments(parser)
     add = parser.add_argument
     add(
@@ -518,7 +537,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Tokenize and write. Raises ValueError for a user's mistake and for files that cannot be read or written."""
+    """Tokenize and write. Raises ValueError for user mistakes and I/O errors."""
     try:
         preprocess(args)
     except OSError as error:

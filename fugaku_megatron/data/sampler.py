@@ -1,9 +1,11 @@
-"""From consumed samples to micro-batches: which samples a data-parallel rank takes, and loading them in the background.
+"""From consumed samples to micro-batches: which samples a data-parallel rank takes, and loading
+them in the background.
 
-Everything is a function of the number of samples consumed: the position in the data is one integer, and a run may continue
-with another data-parallel size. Left out: epochs (a dataset covers the whole run), Megatron's "cyclic" sampler.
-A micro-batch stays an array of numpy until the trainer needs it: torch may copy this much with several OpenMP threads, and a
-prefetching thread would start a second set of them.
+Everything is a function of the number of samples consumed: the position in the data is one
+integer, and a run may continue with another data-parallel size. Left out: epochs (a dataset covers
+the whole run), Megatron's "cyclic" sampler. A micro-batch stays an array of numpy until the
+trainer needs it: torch may copy this much with several OpenMP threads, and a prefetching thread
+would start a second set of them.
 Shapes: s = sequence length, b = micro-batch size.
 """
 
@@ -30,20 +32,23 @@ T = TypeVar("T")
 def first_sample(
     consumed: int, micro_batch: int, micro_batch_size: int, dp_rank: int, dp_size: int
 ) -> int:
-    """Number of the first sample of a micro-batch in the global batch that begins at sample `consumed`.
+    """Return the first sample number of a micro-batch in the global batch that begins at sample
+    `consumed`.
 
-    A micro-batch consists of `micro_batch_size` consecutive samples.
+    A micro-batch has `micro_batch_size` consecutive samples.
     """
     return consumed + (micro_batch * dp_size + dp_rank) * micro_batch_size
 
 
 def consecutive(consumed: int, count: int) -> Sequence[int]:
-    """The numbers of the next `count` samples where none is left out."""
+    """Return the next `count` sample numbers, none skipped."""
     return range(consumed, consumed + count)
 
 
 def fetch(dataset: Dataset, samples: Sequence[int]) -> np.ndarray:
-    """The b samples with these numbers, int64 (s + 1, b), or with marks (2, s + 1, b). The label of a token is in the next row."""
+    """Fetch b samples by number: int64 (s + 1, b), or (2, s + 1, b) with marks. A token's label is
+    in the next row.
+    """
     return np.stack([dataset[i] for i in samples], axis=-1)
 
 
@@ -53,7 +58,9 @@ def global_batches(
     global_batch_size: Callable[[int], int],
     samples: Callable[[int, int], Sequence[int]],
 ) -> Iterator[Sequence[int]]:
-    """The sample numbers of each iteration from `consumed` on, as far as the dataset fills them; arguments as `micro_batches`."""
+    """Yield each iteration's sample numbers from `consumed` to the last full batch; arguments as
+    `micro_batches`.
+    """
     while (batch := samples(consumed, global_batch_size(consumed)))[-1] < len(dataset):
         yield batch
         consumed = batch[-1] + 1
@@ -68,11 +75,12 @@ def micro_batches(
     dp_size: int,
     samples: Callable[[int, int], Sequence[int]] = consecutive,
 ) -> Iterator[np.ndarray]:
-    """Every micro-batch of this data-parallel rank from sample `consumed` on, as `fetch` has them, in order.
+    """Yield this data-parallel rank's micro-batches from sample `consumed` on, as `fetch`.
 
-    `global_batch_size` is a function of the samples consumed before a step (such as `config.batches.RampUp`), and `samples` says
-    which ones a step takes (such as `config.sample_rules.Skips.samples`). Ends before the first global batch that the dataset
-    cannot fill.
+    global_batch_size: function of the samples consumed, such as `config.batches.RampUp`
+    samples: returns a step's sample numbers, such as `config.sample_rules.Skips.samples`
+
+    Ends before the first incomplete global batch.
     """
     for batch in global_batches(dataset, consumed, global_batch_size, samples):
         for m in range(len(batch) // (micro_batch_size * dp_size)):
@@ -86,15 +94,16 @@ _CPUS = os.sched_getaffinity(
 
 
 class Prefetcher(Generic[T]):
-    """Iterator over `source` whose items one thread loads, up to `depth` of them ahead, while the caller computes.
+    """Iterator over `source` that loads up to `depth` items ahead in a thread.
 
-    An exception in the source is raised by the `next` that would have returned the item. `close` (or leaving `with`) stops
-    the thread after the item that it is loading; it may be called twice.
+    `next` raises the source's exception in place of the item. `close` (or leaving `with`) stops
+    the thread after the current item and may be called twice.
     """
 
     def __init__(self, source: Iterable[T], depth: int = 2):
         assert depth >= 1
-        self._source, self._depth = iter(source), depth
+        self._source = iter(source)
+        self._depth = depth
         self._ready: deque[T] = deque()
         self._changed = threading.Condition()
         self._closed = False
@@ -139,7 +148,7 @@ class Prefetcher(Generic[T]):
             raise self._ended
 
     def close(self) -> None:
-        """Stop the thread and discard what it has loaded."""
+        """Stop the thread and discard loaded items."""
         with self._changed:
             self._closed = True
             self._ready.clear()
@@ -158,31 +167,35 @@ MAX_NODES = 7000  # that open one file; Fugaku's documentation asks for staging 
 
 @dataclass(frozen=True)
 class ReaderGroup:
-    """The ranks that one reader serves, of which it is the first. dp_ranks: the data-parallel rank of each."""
+    """Ranks served by one reader, the first. dp_ranks: data-parallel rank of each."""
 
     comm: Comm
     dp_ranks: tuple[int, ...]
 
     @property
     def reads(self) -> bool:
-        """Whether this rank opens the data."""
+        """True if this rank opens the data."""
         return self.comm.rank == 0
 
 
 def build_reader_group(
     world: Comm, nodes: Nodes, dp_rank: int, needs_data: bool
 ) -> ReaderGroup | None:
-    """The reader group of this rank, None where it needs no data. Collective over `world`."""
+    """Return this rank's reader group, None if it needs no data. Collective over `world`."""
     share = -(-nodes.count // MAX_NODES)  # nodes to a reader
     comm = world.split(nodes.number // share if needs_data else nodes.count, world.rank)
     return ReaderGroup(comm, tuple(comm.all_gather_object(dp_rank))) if needs_data else None
 
 
 class ReaderBatches:
-    """The micro-batches of this rank, in order; the reader sends those of an iteration when `begin` is called.
+    """Iterator over this rank's micro-batches; the reader sends an iteration's when `begin` is
+    called, as int32.
 
-    dataset: on the reader. Iterations begin at sample `consumed`; `size` gives the global batch size of the one that begins at a
-    sample, `samples` the numbers of its samples. Samples are sent as int32. work: of the iteration's marked samples of this rank.
+    dataset: on the reader
+    consumed: first sample
+    size: global batch size at a sample
+    samples: sample numbers of an iteration
+    work: token counts of this rank's marked samples in the iteration
     """
 
     work: Work
@@ -197,7 +210,9 @@ class ReaderBatches:
         dp_size: int,
         samples: Callable[[int, int], Sequence[int]] = consecutive,
     ) -> None:
-        self.readers, self.micro_batch_size, self.dp_size = readers, micro_batch_size, dp_size
+        self.readers = readers
+        self.micro_batch_size = micro_batch_size
+        self.dp_size = dp_size
         self._reader: Prefetcher[list[np.ndarray]] | None = None
         if readers.reads:
             assert dataset is not None, "the reader has the dataset"
@@ -209,7 +224,7 @@ class ReaderBatches:
     def _iterations(
         self, dataset: Dataset, batches: Iterator[Sequence[int]]
     ) -> Iterator[list[np.ndarray]]:
-        """For every iteration, the micro-batches of each rank of the group, int32 (micro-batches, ...) of what `fetch` has."""
+        """Yield each iteration's micro-batches by rank, int32 (micro-batches, ...) as `fetch`."""
         for batch in batches:
             count = len(batch) // (self.micro_batch_size * self.dp_size)
             parts: dict[int, np.ndarray] = {}
@@ -225,7 +240,9 @@ class ReaderBatches:
             yield [parts[dp_rank] for dp_rank in self.readers.dp_ranks]
 
     def begin(self) -> None:
-        """Before each iteration. Collective over the group. An error of the reader is raised by the reader."""
+        """Send or receive an iteration's micro-batches. Collective; only the reader raises its
+        error.
+        """
         part = _scatter(self.readers.comm, next(self._reader) if self._reader else None)
         if part.ndim == 4:
             self.work = Work.of(part)
@@ -235,7 +252,7 @@ class ReaderBatches:
         return self
 
     def __next__(self) -> np.ndarray:
-        """The next micro-batch of the iteration, int64, as `fetch` has it."""
+        """Return the iteration's next micro-batch, int64, as `fetch`."""
         return next(self._ready)
 
     def close(self) -> None:
@@ -245,7 +262,7 @@ class ReaderBatches:
 
 
 def _scatter(comm: Comm, parts: Sequence[np.ndarray] | None) -> np.ndarray:
-    """parts[rank] of rank 0, int32 of three or four dimensions, on every rank; the other ranks pass None."""
+    """Scatter rank 0's parts, int32 of three or four dimensions; other ranks pass None."""
     if parts is None:
         shape = comm.recv(torch.empty(4, dtype=torch.int64), 0).tolist()
         return comm.recv(torch.empty(shape[shape[0] == 0 :], dtype=torch.int32), 0).numpy()

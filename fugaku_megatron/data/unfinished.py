@@ -1,10 +1,9 @@
-"""What preprocess has tokenized so far, in the folder PREFIX.unfinished, so that a run that was killed goes on where it was.
+"""Resumable state of preprocess in the folder PREFIX.unfinished.
 
-Token ids and lengths of the documents, in the order of the input, grow in two files for each JSON key. journal.json says how much
-of them counts and to which place of the input it belongs; it is replaced when the files are on disk. A run that finds a journal of
-the same tokenizer, flags and input cuts the files to that size and reads on from there. When all is read, the documents are written
-into the data sets, shuffled or not, and the folder is removed.
-Left out: reading and tokenizing (preprocess.py), the data set's own files (indexed.py).
+Token ids and document lengths are appended to two files a JSON key, in input order. journal.json
+records valid sizes and the input position, replaced after the files are synced. A run with the
+same tokenizer, flags and input truncates the files to these sizes and resumes. At the end
+documents are written into the data sets and the folder is removed.
 """
 
 from __future__ import annotations
@@ -30,19 +29,20 @@ from .files import UNFINISHED, Place
 from .indexed import IndexedDatasetWriter, writing
 
 JOURNAL_SECONDS = 5.0  # between two records
-PILE_BYTES, MAX_PILES = (
-    2**26,
-    256,
-)  # of tokens that are shuffled in memory at a time, and how many files that takes at most
+# of tokens that are shuffled in memory at a time, and how many files that takes at most
+PILE_BYTES = 2**26
+MAX_PILES = 256
 SHUFFLE_SEED = 1234
-JOURNAL, LOCK = "journal.json", "lock"
+JOURNAL = "journal.json"
+LOCK = "lock"
 
 
 @dataclass(frozen=True)
 class Journal:
-    """What counts. place: in the input. tokens: of each JSON key. size: bytes of text. inputs: a checksum of the files so far.
+    """Valid state. place: input position; tokens: per JSON key; size: bytes of text; inputs:
+    checksum of files so far.
 
-    skipped: documents that were left out.
+    skipped: number of skipped documents
     """
 
     made_with: Any
@@ -55,11 +55,12 @@ class Journal:
 
 
 class TokenFiles:
-    """Token ids of documents in the order of the input, and their lengths."""
+    """Token ids and lengths of documents, in input order."""
 
     def __init__(self, path: Path, dtype: np.dtype, documents: int, tokens: int):
-        """Cut the files to what counts. Raises OSError where they hold less."""
-        self.dtype, self._paths = dtype, (path.with_suffix(".tokens"), path.with_suffix(".lengths"))
+        """Truncate the files to the valid sizes. Raises OSError if they are shorter."""
+        self.dtype = dtype
+        self._paths = (path.with_suffix(".tokens"), path.with_suffix(".lengths"))
         self._files = []
         for name, size in zip(self._paths, (tokens * dtype.itemsize, documents * 4), strict=True):
             file = open(name, "r+b" if size else "wb")  # noqa: SIM115 - closed by close
@@ -70,18 +71,18 @@ class TokenFiles:
             file.seek(size)
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Append documents: their token ids, one after another, and (documents,) how many each has."""
+        """Append documents: concatenated token ids, and lengths (documents,)."""
         self._files[0].write(np.ascontiguousarray(tokens, self.dtype).data)
         self._files[1].write(lengths.astype("<i4").tobytes())
 
     def sync(self) -> None:
-        """All is on disk when this returns."""
+        """Sync both files to disk."""
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())
 
     def contents(self) -> tuple[np.ndarray, np.ndarray]:
-        """(token ids, mapped; lengths)."""
+        """Return (token ids, mapped; lengths)."""
         tokens, lengths = self._paths
         size = tokens.stat().st_size
         ids = np.memmap(tokens, self.dtype, "r") if size else np.empty(0, self.dtype)
@@ -95,27 +96,29 @@ class TokenFiles:
 
 
 class Unfinished:
-    """The folder of one command. `journal` says where to go on.
+    """Folder of one command. `journal` is the state to resume from.
 
-    with Unfinished(prefix, made_with, files, outputs, dtype) as work:
-        work.add(...)
-        work.finish(writers, shuffle)
+        with Unfinished(prefix, made_with, files, outputs, dtype) as work:
+            work.add(...)
+            work.finish(writers, shuffle)
 
-    The folder is removed when the block ends, and where it fails before the first record. made_with: JSON of all that the tokens
-    depend on in addition to the files. Raises ValueError where nothing can be written and while another process is at work on it.
+    The folder is removed at the block's end, also if it fails before the first record.
+
+    made_with: JSON of all that tokens depend on besides the files
+
+    Raises ValueError if nothing can be written, and while another process uses the folder.
     """
 
     def __init__(
         self, prefix: str, made_with: Any, files: Sequence[str], outputs: int, dtype: np.dtype
     ):
-        self.prefix, self.folder, self._made_with = (
-            prefix,
-            Path(prefix + UNFINISHED),
-            json.loads(json.dumps(made_with)),
-        )
+        self.prefix = prefix
+        self.folder = Path(prefix + UNFINISHED)
+        self._made_with = json.loads(json.dumps(made_with))
         self._stats = [(path, (stat := os.stat(path)).st_size, stat.st_mtime_ns) for path in files]
         self._starts = [0, *accumulate(size for _, size, _ in self._stats)]
-        self._recorded, self._due = False, time.monotonic() + JOURNAL_SECONDS
+        self._recorded = False
+        self._due = time.monotonic() + JOURNAL_SECONDS
         with self._writing():
             self.folder.mkdir(exist_ok=True)
             self._lock = open(self.folder / LOCK, "w")  # noqa: SIM115 - closed by __exit__
@@ -144,11 +147,13 @@ class Unfinished:
         return writing(str(self.folder))
 
     def _checksum(self, place: Place) -> int:
-        """Of names, sizes and times of the files up to a place: those after it may change while the command does not run."""
+        """Return the checksum of names, sizes and times of the files up to a position; later ones
+        may change.
+        """
         return zlib.crc32(repr(self._stats[: place.file + (place.line > 0)]).encode())
 
     def _found(self, outputs: int) -> Journal | None:
-        """The journal of an earlier run that goes on."""
+        """Return an earlier run's journal, if it matches."""
         try:
             found = json.loads((self.folder / JOURNAL).read_text(encoding="utf-8"))
             journal = Journal(
@@ -185,14 +190,12 @@ class Unfinished:
             if not self._recorded:
                 raise
             print(f"note: {self.folder} is begun anew: {error}", file=sys.stderr, flush=True)
-            self.journal, self._recorded = (
-                Journal(self._made_with, tokens=(0,) * len(self.journal.tokens)),
-                False,
-            )
+            self.journal = Journal(self._made_with, tokens=(0,) * len(self.journal.tokens))
+            self._recorded = False
             return opened()
 
     def bytes_read(self, place: Place, read: int = 0) -> int:
-        """Bytes of the input files up to a place, of whose file `read` bytes were read."""
+        """Return the input bytes up to a position, with `read` bytes of its file."""
         return self._starts[place.file] + (read if place.line else 0)
 
     def add(
@@ -202,7 +205,9 @@ class Unfinished:
         size: int,
         skipped: int = 0,
     ) -> None:
-        """Append documents, of every JSON key (token ids, lengths), which end at `place` and have `size` bytes of text."""
+        """Append documents of every JSON key (token ids, lengths) that end at `place`. size: bytes
+        of text.
+        """
         with self._writing():
             for file, (tokens, lengths) in zip(self._files, texts, strict=True):
                 file.add(tokens, lengths)
@@ -220,7 +225,7 @@ class Unfinished:
             self.record()
 
     def record(self) -> None:
-        """Make what was added count."""
+        """Commit the added documents."""
         with self._writing():
             for file in self._files:
                 file.sync()
@@ -232,10 +237,11 @@ class Unfinished:
                 stream.flush()
                 os.fsync(stream.fileno())
             os.replace(aside, self.folder / JOURNAL)
-        self._recorded, self._due = True, time.monotonic() + JOURNAL_SECONDS
+        self._recorded = True
+        self._due = time.monotonic() + JOURNAL_SECONDS
 
     def finish(self, writers: Sequence[IndexedDatasetWriter], shuffle: bool) -> None:
-        """Write all documents, those of one JSON key with each writer."""
+        """Write all documents, one writer a JSON key."""
         self.record()
         largest = max(
             tokens * file.dtype.itemsize for file, tokens in zip(self._files, self.journal.tokens)
@@ -276,8 +282,10 @@ class Unfinished:
 
 
 def in_order(tokens: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Neighbouring documents of about PILE_BYTES together."""
-    ends, start, limit = np.cumsum(lengths, dtype=np.int64), 0, PILE_BYTES // tokens.itemsize
+    """Yield consecutive documents, about PILE_BYTES together."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    start = 0
+    limit = PILE_BYTES // tokens.itemsize
     while start < len(lengths):
         begin = int(ends[start - 1]) if start else 0
         stop = max(start + 1, int(np.searchsorted(ends, begin + limit, "right")))
@@ -288,17 +296,20 @@ def in_order(tokens: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[np.ndarr
 def shuffled(
     tokens: np.ndarray, lengths: np.ndarray, piles: int, folder: Path
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """All documents in random order, which follows from their number and the number of piles alone.
+    """Yield all documents in a random order that depends only on their number and the number of
+    piles.
 
-    Each document goes to a pile at random, a temporary file without a name, and one pile after another is read and shuffled in
-    memory: all orders are equally likely, the tokens may be more than memory holds, and files are read from beginning to end.
+    Documents are distributed at random to piles, which are temporary files, and each pile is
+    shuffled in memory: all orders are equally likely, tokens may exceed memory, and files are read
+    sequentially.
     """
     random = np.random.RandomState(SHUFFLE_SEED)  # its stream is the same in every numpy
     if piles <= 1:
         order = random.permutation(len(lengths))
         yield _gathered(tokens, lengths, order), lengths[order]
         return
-    pile_of, done = random.randint(piles, size=len(lengths)), 0
+    pile_of = random.randint(piles, size=len(lengths))
+    done = 0
     with ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in range(piles)]
         for part, counts in in_order(tokens, lengths):
@@ -309,13 +320,14 @@ def shuffled(
         for number, file in enumerate(files):
             with file:
                 file.seek(0)
-                part, counts = np.frombuffer(file.read(), tokens.dtype), lengths[pile_of == number]
+                part = np.frombuffer(file.read(), tokens.dtype)
+                counts = lengths[pile_of == number]
             order = random.permutation(len(counts))
             yield _gathered(part, counts, order), counts[order]
 
 
 def _gathered(tokens: np.ndarray, lengths: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """The token ids of some of the documents, one after another."""
+    """Concatenate the token ids of some documents."""
     ends = np.cumsum(lengths, dtype=np.int64)
     parts = [
         tokens[end - length : end]

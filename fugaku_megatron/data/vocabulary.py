@@ -1,9 +1,11 @@
-"""A vocabulary of one's own: byte-level BPE trained on one's own text, in the two files of GPT-2's form.
+"""A vocabulary of one's own: byte-level BPE trained on one's own text, in the two files of GPT-2's
+form.
 
     fugaku-megatron vocabulary --input my_texts --vocab-size 8192 --output my_vocabulary
 
-writes my_vocabulary/vocab.json and merges.txt, for --vocab-file and --merge-file. The `tokenizers` library does the training, with
-GPT-2's split into pieces; <|endoftext|> is the last token. Left out: other kinds of vocabulary.
+writes my_vocabulary/vocab.json and merges.txt, for --vocab-file and --merge-file. The `tokenizers`
+library does the training, with GPT-2's split into pieces; <|endoftext|> is the last token. Left
+out: other kinds of vocabulary.
 """
 
 from __future__ import annotations
@@ -34,16 +36,14 @@ NAMES = ("vocab.json", "merges.txt")
 
 
 def train_vocabulary(texts: Iterable[str], size: int, output: Path) -> int:
-    """Write a vocabulary of at most `size` tokens, as many as the texts yield, into `output`; returns their number.
+    """Train a vocabulary of at most `size` tokens, write it into `output` and return its size.
 
-    A pair of tokens is merged if it occurs twice or more. Raises ValueError for a size out of range, when the `tokenizers` library
-    is missing, when there is no text, and when the files cannot be written.
+    Pairs that occur at least twice are merged. Raises ValueError for a size out of range, without
+    the `tokenizers` library, without text, and if the files cannot be written.
     """
     check_size(size)
-    tokenizer, characters = (
-        library("tokenizers", "demo", "training a vocabulary").ByteLevelBPETokenizer(),
-        0,
-    )
+    tokenizer = library("tokenizers", "demo", "training a vocabulary").ByteLevelBPETokenizer()
+    characters = 0
 
     def counted() -> Iterable[str]:
         nonlocal characters
@@ -62,7 +62,7 @@ def train_vocabulary(texts: Iterable[str], size: int, output: Path) -> int:
 
 
 def _write(tokenizer: Any, output: Path) -> None:
-    """Both files appear when they are whole."""
+    """Write both files, which appear when complete."""
     vocabulary = dict(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]))
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
     lines = [
@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_size(size: int) -> None:
-    """Raises ValueError for a number of tokens that no vocabulary can have."""
+    """Raise ValueError for an impossible vocabulary size."""
     if not MIN_TOKENS <= size <= MAX_TOKENS:
         raise ValueError(
             f"--vocab-size is {size}: pass a number from {MIN_TOKENS}, which is every byte and {EOD_TOKEN}, "
@@ -105,7 +105,7 @@ def check_size(size: int) -> None:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Raises ValueError for a size out of range, an output that is not a folder, and one with a folder where a file is due."""
+    """Raise ValueError for a size out of range, and for an output that is not a writable folder."""
     check_size(args.vocab_size)
     if args.output.exists() and not args.output.is_dir():
         raise ValueError(f"--output {args.output}: exists and is not a folder; pass another one")
@@ -117,7 +117,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Train and write. Raises ValueError for a user's mistake and for files that cannot be read or written."""
+    """Train and write. Raises ValueError for user mistakes and I/O errors."""
     check_options(args)
     skipped = Skipped(args.skip_invalid)
     files = input_files(args.input, args.json_keys, skipped=skipped)

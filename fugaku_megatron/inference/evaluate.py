@@ -1,13 +1,14 @@
-"""Perplexity of a text, the loss of chats, multiple choice, and a needle in a haystack, with a trained checkpoint.
+"""Evaluate a checkpoint: perplexity, chat loss, multiple choice, and needle in a haystack.
 
     fugaku-megatron evaluate --load checkpoints --input book.txt --json result.json
     fugaku-megatron evaluate --load checkpoints --data-path my_text_document --max-windows 100
-    mpiexec -n 4 fugaku-megatron evaluate --load checkpoints --choices questions.json --tensor-model-parallel-size 2
+    mpiexec -n 4 fugaku-megatron evaluate --load checkpoints --choices questions.json
+    --tensor-model-parallel-size 2
     fugaku-megatron evaluate --load tuned --chats held_out.jsonl
     fugaku-megatron evaluate --load checkpoints --needle book.txt --needle-lengths 1024 4096
 
-The text is cut into windows of the sequence length, each of which predicts its successors; what does not fill a window is left out.
-Several ranks share the model in the layout of its checkpoint, or as the flags say, and its replicas share the windows.
+Texts are cut into windows of the sequence length; a last, shorter window is left out. Ranks share
+the model in the checkpoint's layout, or by flags, and its replicas share the windows.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ DECODED = 2**20  # tokens whose bytes are counted at a time
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which model, and in what windows and layout."""
+    """Add the flags of model, windows and layout."""
     add_source_flags(parser)
     add = parser.add_argument
     add("--seq-length", type=int, help="tokens of a window (default: the model's)")
@@ -132,9 +133,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A checkpoint and the windows that it reads a text in. Raises ValueError for values out of range.
+    """Checkpoint and window sizes.
 
-    seq_length: of a window; None: the model's. micro_batch_size: windows side by side.
+    seq_length: tokens of a window; None: the model's
+    micro_batch_size: windows per forward pass
+
+    Raises ValueError for values out of range.
     """
 
     source: Source
@@ -147,7 +151,7 @@ class Model:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Model:
-        """From the parsed flags of `add_model_arguments`."""
+        """Build from the parsed flags of `add_model_arguments`."""
         return cls(
             source=Source.of(options),
             seq_length=options.seq_length,
@@ -155,8 +159,9 @@ class Model:
         )
 
     def window(self, model: ModelConfig) -> int:
-        """--seq-length, or the model's. Raises ValueError for more positions than the model has learned."""
-        length, positions = self.seq_length or model.seq_length, model.max_position_embeddings
+        """Return --seq-length or the model's. Raises ValueError beyond the learned positions."""
+        length = self.seq_length or model.seq_length
+        positions = model.max_position_embeddings
         check(
             length <= positions or not model.learned_positions,
             f"--seq-length is {length}, and the model of --load "
@@ -167,7 +172,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to evaluate: a text or a data set, chats, questions, a needle, or all. Raises ValueError for values out of range."""
+    """Evaluations to run. Raises ValueError for values out of range."""
 
     model: Model
     input: str | None = None
@@ -209,7 +214,7 @@ class Request:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Request:
-        """From the parsed flags of `add_arguments`."""
+        """Build from the parsed flags of `add_arguments`."""
         values = {
             field.name: getattr(options, field.name)
             for field in fields(cls)
@@ -223,9 +228,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Texts:
-    """What rank 0 has read, on every rank. requests: the windows, at most --max-windows of them. bytes: of their scored tokens.
+    """Inputs that rank 0 read, on every rank.
 
-    tokens: of the text. predicted: those that all its windows would score.
+    requests: windows, at most --max-windows
+    tokens: in the text
+    predicted: tokens scored by all windows
+    bytes: of the tokens scored by `requests`
     """
 
     requests: list[scoring.Request]
@@ -240,7 +248,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class Windows:
-    """--seq-length, --stride and --max-windows with their defaults."""
+    """--seq-length, --stride and --max-windows with defaults."""
 
     length: int
     stride: int
@@ -248,7 +256,9 @@ class Windows:
 
     @classmethod
     def of(cls, request: Request, model: ModelConfig) -> Windows:
-        """Raises ValueError for windows that the model does not take, and for a stride that leaves tokens out."""
+        """Build from flags. Raises ValueError for windows beyond the model's and strides that skip
+        tokens.
+        """
         length = request.model.window(model)
         stride = request.stride or length
         check(
@@ -258,7 +268,7 @@ class Windows:
         return cls(length, stride, request.max_windows)
 
     def cut(self, ids: np.ndarray | StoredTokens, source: str) -> list[scoring.Request]:
-        """Raises ValueError for tokens that do not fill one window."""
+        """Cut tokens into windows. Raises ValueError if there are too few for one."""
         check(
             len(ids) > self.length,
             f"{source} has {len(ids)} tokens, and a window needs {self.length} and the one that follows: "
@@ -268,9 +278,11 @@ class Windows:
 
 
 def sizes_of(source: Source, world: Comm, saved: dict[str, Any]) -> tuple[int, int]:
-    """(tensor, pipeline) parallel size of a replica of the model, of which the ranks make several. saved: the checkpoint's layout.
+    """Return (tensor, pipeline) parallel size of a model replica.
 
-    Raises ValueError for a number of ranks that is not a multiple.
+    saved: checkpoint layout
+
+    Raises ValueError if the rank count is not a multiple.
     """
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     default = (
@@ -287,7 +299,7 @@ def sizes_of(source: Source, world: Comm, saved: dict[str, Any]) -> tuple[int, i
 
 
 def read_tokens(request: Request, tokenizer: Tokenizer) -> tuple[np.ndarray | StoredTokens, str]:
-    """Tokens of --input or --data-path, and that flag with its value."""
+    """Return the tokens of --input or --data-path, and that flag with its value."""
     if request.data_path:
         return IndexedDataset(request.data_path).tokens, f"--data-path {request.data_path}"
     assert request.input is not None, "a request names a text or a data set"
@@ -297,12 +309,16 @@ def read_tokens(request: Request, tokenizer: Tokenizer) -> tuple[np.ndarray | St
 
 
 def read_all(request: Request, manifest: dict[str, Any], cut: Windows, model: ModelConfig) -> Texts:
-    """What the request names, read and tokenized. Raises ValueError for what cannot be read."""
+    """Read and tokenize all inputs. Raises ValueError for unreadable ones."""
     tokenizer = request.model.source.open_tokenizer(manifest)
-    requests, tokens, predicted, size = [], 0, 0, 0
+    requests = []
+    tokens = 0
+    predicted = 0
+    size = 0
     if request.input or request.data_path:
         ids, source = read_tokens(request, tokenizer)
-        requests, tokens = cut.cut(ids, source), len(ids)
+        requests = cut.cut(ids, source)
+        tokens = len(ids)
         predicted = sum(part.scored for part in requests)
         requests = [each._replace(tokens=np.asarray(each.tokens)) for each in requests[: cut.limit]]
         end = 1 + sum(part.scored for part in requests)
@@ -337,7 +353,7 @@ def read_all(request: Request, manifest: dict[str, Any], cut: Windows, model: Mo
 
 
 def read_chats(request: Request, tokenizer: Tokenizer, window: int) -> tuple[ChatFile, ...]:
-    """The files of --chats."""
+    """Read the files of --chats."""
     if not request.chats:
         return ()
     template = ChatTemplate(tokenizer, read_template(request.chat_template))
@@ -345,16 +361,19 @@ def read_chats(request: Request, tokenizer: Tokenizer, window: int) -> tuple[Cha
 
 
 class Progress:
-    """A line on stderr every `PROGRESS_SECONDS`, from rank 0."""
+    """Progress line on rank 0's stderr, every `PROGRESS_SECONDS`."""
 
     def __init__(self, world: Comm, what: str, total: int) -> None:
-        self._shown, self._what, self._total = world.rank == 0, what, total
+        self._shown = world.rank == 0
+        self._what = what
+        self._total = total
         self._began = self._last = time.monotonic()
 
     def __call__(self, done: int) -> None:
         now = time.monotonic()
         if self._shown and now - self._last >= PROGRESS_SECONDS:
-            self._last, left = now, (now - self._began) / done * (self._total - done)
+            self._last = now
+            left = (now - self._began) / done * (self._total - done)
             print(
                 f"{done} of {self._total} {self._what}, {left:.0f} s left",
                 file=sys.stderr,
@@ -363,7 +382,7 @@ class Progress:
 
 
 def perplexity(total: float, texts: Texts) -> dict[str, Any]:
-    """From the log-likelihood of all scored tokens; without bytes (of numbers, for example) nothing per byte."""
+    """Return perplexity figures from a total log-likelihood; per byte only if the text has bytes."""
     tokens = sum(request.scored for request in texts.requests)
     result = {
         "perplexity": _exp(-total / tokens),
@@ -387,7 +406,7 @@ def _exp(value: float) -> float:
 
 
 def evaluated(loaded: LoadedModel, texts: Texts, batch: int) -> dict[str, Any]:
-    """The figures, on every rank. Collective."""
+    """Return all figures, on every rank. Collective."""
     result: dict[str, Any] = {}
     world = loaded.groups.world
     if texts.requests:
@@ -410,7 +429,7 @@ def evaluated(loaded: LoadedModel, texts: Texts, batch: int) -> dict[str, Any]:
 
 
 def chat_loss(loaded: LoadedModel, file: ChatFile, batch: int) -> dict[str, Any]:
-    """Figures of the assistant's tokens in one file. Collective."""
+    """Return the figures of one chat file. Collective."""
     scores = score(
         loaded,
         file.requests,
@@ -432,7 +451,7 @@ def chat_loss(loaded: LoadedModel, file: ChatFile, batch: int) -> dict[str, Any]
 
 
 def lines(result: dict[str, Any], cut: Windows) -> list[str]:
-    """The figures for a reader."""
+    """Format the figures."""
     shown = []
     if "perplexity" in result:
         by_byte = (
@@ -472,7 +491,7 @@ def lines(result: dict[str, Any], cut: Windows) -> list[str]:
 
 
 def chat_line(file: dict[str, Any]) -> str:
-    """The figures of a file of chats for a reader."""
+    """Format the figures of one chat file."""
     line = (
         "{file}: loss {loss:.4f}, perplexity {perplexity:.4f} per trained token, {accuracy:.1%} of {tokens} trained tokens "
         "are the likeliest, {chats} chats"
@@ -506,7 +525,7 @@ def evaluate(request: Request, world: Comm) -> dict[str, Any]:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Evaluate; every rank of mpiexec comes here."""
+    """Run the evaluate command on every rank."""
     request = Request.of(options)
     run_or_abort(lambda world: evaluate(request, world))
     return 0

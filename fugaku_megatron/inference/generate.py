@@ -1,14 +1,16 @@
-"""Continue texts with a trained checkpoint.
+r"""Continue texts with a trained checkpoint.
 
-    fugaku-megatron generate --load demo/checkpoint --vocab-file demo/vocab.json --merge-file demo/merges.txt --prompt "def "
-    fugaku-megatron generate ... --prompts questions.txt --max-new-tokens 200 --stop "\\n\\n" --temperature 0
+    fugaku-megatron generate --load demo/checkpoint --vocab-file demo/vocab.json --merge-file
+    demo/merges.txt --prompt "def "
+    fugaku-megatron generate ... --prompts questions.txt --max-new-tokens 200 --stop "\n\n"
+    --temperature 0
     mpiexec -n 2 fugaku-megatron generate ... --tensor-model-parallel-size 2 --interactive
-    fugaku-megatron generate --load tuned --chat --prompt "Which flag names the data?" --temperature 0
+    fugaku-megatron generate --load tuned --chat --prompt "Which flag names the data?"
+    --temperature 0
 
-The model comes from the checkpoint's manifest, whatever its parallel layout. One process needs no mpiexec and holds the whole
-model, weights only. Several ranks share it as --tensor-model-parallel-size and --pipeline-model-parallel-size say, or else in the
-layout of the checkpoint. Keys and values of earlier tokens are kept, so that a token costs one pass over the weights; prompts of a
-batch may have any lengths, and a finished one costs nothing. The same seed gives the same texts in every layout.
+The model follows from the manifest. Ranks share it by flags, or in the checkpoint's layout; one
+process needs no mpiexec. Keys and values are cached, prompts in a batch may differ in length, and
+finished samples cost nothing. The same seed generates the same text in every layout.
 """
 
 from __future__ import annotations
@@ -50,9 +52,11 @@ MIB = 2**20
 
 
 def describe(run: RunConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> str:
-    """Parameters, layout, and the weights and the cache of the rank that holds most of each."""
-    tp, pp = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
-    layout, stages = Layout(tp * pp, tp, pp, 1), range(pp)
+    """Describe parameters, layout, and the largest weights and cache of any rank."""
+    tp = run.parallel.tensor_model_parallel_size
+    pp = run.parallel.pipeline_model_parallel_size
+    layout = Layout(tp * pp, tp, pp, 1)
+    stages = range(pp)
     weights = max(
         accounting.stage_parameters(run, layout, stage) for stage in stages
     ) * activations.element_bytes(run)
@@ -124,7 +128,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to continue, and how. file: --prompts. Raises ValueError for values out of range."""
+    """Prompts and how to continue them. Raises ValueError for values out of range.
+
+    file: --prompts
+    """
 
     source: Source
     prompts: tuple[str, ...] = ()
@@ -161,7 +168,7 @@ class Request:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Request:
-        """From the parsed flags of `add_arguments`."""
+        """Build from the parsed flags of `add_arguments`."""
         return cls(
             source=Source.of(options),
             prompts=tuple(options.prompt or ()),
@@ -177,11 +184,13 @@ class Request:
         )
 
     def all_prompts(self) -> list[Prompt]:
-        """The prompts, those of the file as well. Raises ValueError for a file without prompts."""
+        """Return the prompts, including the file's. Raises ValueError for a file without prompts."""
         return [*self.prompts, *(prompts_of(self.file, self.chat) if self.file is not None else [])]
 
     def texts(self, tokenizer: Tokenizer, model: ModelConfig) -> Texts:
-        """What turns prompts into tokens. Raises ValueError for a chat template that there is not."""
+        """Build the prompt encoder. Raises ValueError if a chat template is needed and there is
+        none.
+        """
         template = ChatTemplate(tokenizer, read_template(self.chat_template)) if self.chat else None
         return Texts(tokenizer, model, self.max_new_tokens, self.stop, template, self.system)
 
@@ -189,13 +198,16 @@ class Request:
 def layout_of(
     source: Source, world: Comm, saved: dict[str, Any], dry_run: bool = False
 ) -> tuple[int, int] | None:
-    """(tensor, pipeline) parallel size of these ranks; None: as the checkpoint's run. saved: its layout.
+    """Return (tensor, pipeline) parallel size, or None for the layout of the checkpoint's run.
 
-    Raises ValueError for a number of ranks that does not fit.
+    saved: checkpoint layout
+
+    Raises ValueError if the rank count does not fit.
     """
     tp, pp = source.sizes
     if tp is not None or pp is not None:
-        tp, pp = tp or 1, pp or 1
+        tp = tp or 1
+        pp = pp or 1
         check(
             dry_run or world.size == tp * pp,
             f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = "
@@ -204,11 +216,9 @@ def layout_of(
         return tp, pp
     if world.size == 1:
         return 1, 1
-    tp, pp, shards = (
-        saved["tensor_model_parallel_size"],
-        saved["pipeline_model_parallel_size"],
-        saved["zero_shards"],
-    )
+    tp = saved["tensor_model_parallel_size"]
+    pp = saved["pipeline_model_parallel_size"]
+    shards = saved["zero_shards"]
     ranks = tp * pp * shards
     check(
         world.size == ranks,
@@ -261,7 +271,7 @@ def continue_prompts(request: Request, world: Comm) -> None:
 
 
 def _never(sample: int, ids: list[int]) -> bool:
-    """Other ranks than the first are not asked."""
+    """Return False: only the first rank decides."""
     return False
 
 
@@ -279,7 +289,7 @@ def _converse(request: Request, loaded: LoadedModel, texts: list[Texts]) -> None
 
 
 def main(options: argparse.Namespace) -> int:
-    """Continue the prompts; every rank of mpiexec comes here."""
+    """Run the generate command on every rank."""
     request = Request.of(options)
     allocator.tune("tuned")  # its huge pages: every token reads all weights
     run_or_abort(lambda world: continue_prompts(request, world))
@@ -287,7 +297,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 class Interrupt:
-    """Whether Ctrl-C was pressed since an answer began."""
+    """Ctrl-C flag, reset for each answer."""
 
     def __init__(self) -> None:
         self.pressed = False
@@ -297,7 +307,7 @@ class Interrupt:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Inside the block Ctrl-C is noted, and does nothing else."""
+        """Record Ctrl-C inside the block instead of raising KeyboardInterrupt."""
         self.pressed, before = False, signal.signal(signal.SIGINT, self)
         try:
             yield
@@ -306,7 +316,7 @@ class Interrupt:
 
 
 def read_line() -> str | None:
-    """The next line that is not empty; None at the end of input. Ctrl-C begins a new line."""
+    """Return the next line that is not empty, None at the end of input. Ctrl-C discards the line."""
     while True:
         try:
             if line := input("> " if sys.stdin.isatty() else ""):
@@ -326,8 +336,10 @@ def converse(
 ) -> None:
     """Continue line after line. Collective.
 
-    encode: tokens of a line, or ValueError. ending: on the first rank. answer(prompt, finished): the tokens so far after each step.
-    answered: gets the text of each answer.
+    encode: tokenizes a line, or raises ValueError
+    ending: on the first rank
+    answer: (prompt, finished) -> generated tokens, after each step
+    answered: receives each answer's text
     """
     while (
         prompt := world.broadcast_object(_next_prompt(encode) if world.rank == 0 else None)
@@ -342,7 +354,7 @@ def converse(
 
 
 def _next_prompt(encode: Callable[[str], list[int]]) -> list[int] | None:
-    """Tokens of the next line that can be continued; None at the end of input."""
+    """Read the next valid prompt and return its tokens; None at the end of input."""
     while (line := read_line()) is not None:
         try:
             return encode(line)
@@ -355,7 +367,9 @@ def _show(
     prompt: list[int], ending: Ending, answer: Callable[..., Iterator[list[list[int]]]]
 ) -> str:
     """Write an answer as it comes; returns all of it."""
-    interrupt, written, ids = Interrupt(), 0, []
+    interrupt = Interrupt()
+    written = 0
+    ids = []
     with interrupt.noted():
         for (ids,) in answer(prompt, lambda sample, ids: interrupt.pressed or ending.reached(ids)):
             text = ending.certain(ids)

@@ -1,4 +1,6 @@
-"""Samples that grow token by token until each is finished: the choice of a token, and the decoder that computes the next logits."""
+"""Token-by-token generation: sampling, stop conditions, and the decoder that computes the next
+logits.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ NEXT_SAMPLE = 0x9E3779B97F4A7C15  # between the seeds of two samples: 2^64 over 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen; see the flags' help. A temperature of 0 takes the likeliest token, the first of several.
+    """Sampling parameters. Temperature 0 is greedy; ties go to the first token.
 
     Raises ValueError for values out of range.
     """
@@ -58,15 +60,17 @@ class Sampling:
 
     @staticmethod
     def of(options: argparse.Namespace) -> Sampling:
-        """From the parsed flags of `add_arguments`."""
+        """Build from the parsed flags of `add_sampling_arguments`."""
         return Sampling(options.temperature, options.top_k, options.top_p, options.seed)
 
     def generator(self, sample: int) -> torch.Generator:
-        """The random numbers of a sample, which do not depend on how many others there are."""
+        """Return a sample's random generator, independent of the number of samples."""
         return torch.Generator().manual_seed((self.seed + sample * NEXT_SAMPLE) % 2**63)
 
     def pick(self, logits: Tensor, generator: torch.Generator) -> int:
-        """One token from logits (v,). Every choice takes one random number, whatever the last bits of the logits are."""
+        """Sample a token from logits (v,), using one random number whatever the last bits of the
+        logits are.
+        """
         if self.temperature == 0.0:
             return int(logits.numpy().argmax())  # 5 us for 50257 tokens, where torch takes 58
         best, tokens = logits.topk(min(self.top_k or len(logits), len(logits)))
@@ -82,7 +86,7 @@ class Sampling:
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of a choice of tokens, with Megatron's names in addition to our own."""
+    """Add the sampling flags, also under Megatron's names."""
     add = parser.add_argument
     add(
         "--temperature",
@@ -117,9 +121,9 @@ Prompt = str | Messages
 
 
 def prompts_of(path: str, chat: bool = False) -> list[Prompt]:
-    """One prompt a line, or the strings of a JSON list in a file that ends in .json. Raises ValueError where that fails.
+    """Read one prompt a line, or a .json list of strings. Raises ValueError for other files.
 
-    chat: the list may hold lists of messages as well.
+    chat: also accept lists of messages
     """
     remedy = "pass a UTF-8 file of lines, or a JSON list of texts (.json)"
     text = read_text(path, "--prompts", remedy)
@@ -141,7 +145,11 @@ def prompts_of(path: str, chat: bool = False) -> list[Prompt]:
 
 
 class Ending:
-    """Where continuations end: at a token, or before a word. decode: ids -> text. more: tokens other than `eod` that end one."""
+    """Stop condition: end tokens and stop words.
+
+    decode: ids -> text
+    more: end tokens besides `eod`
+    """
 
     def __init__(
         self,
@@ -150,22 +158,26 @@ class Ending:
         words: Sequence[str],
         more: Collection[int] = (),
     ) -> None:
-        self.decode, self.ends, self.words = decode, {eod, *more} - {None}, tuple(words)
+        self.decode = decode
+        self.ends = {eod, *more} - {None}
+        self.words = tuple(words)
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of a continuation, up to where it ends."""
+        """Decode a continuation up to its end."""
         text = self.decode([i for i in ids if i not in self.ends])
         ends = [place for word in self.words if (place := text.find(word)) >= 0]
         return text[: min(ends)] if ends else text
 
     def reached(self, ids: Sequence[int]) -> bool:
-        """Whether nothing follows these tokens."""
+        """Return True if generation ends after these tokens."""
         if ids[-1] in self.ends:
             return True
         return bool(self.words) and any(word in self.decode(ids) for word in self.words)
 
     def certain(self, ids: Sequence[int]) -> str:
-        """The text that further tokens do not change: without what may become one of the words, or is half a character."""
+        """Decode the text that further tokens cannot change: no partial stop word or character at
+        its end.
+        """
         text = self.text(ids).rstrip("\N{REPLACEMENT CHARACTER}")
         held = max(
             (n for word in self.words for n in range(1, len(word)) if text.endswith(word[:n])),
@@ -180,11 +192,15 @@ PREFILL_ROWS = (
 
 
 class Decoder:
-    """positions: of each sample, at most. All ranks of the model's groups call `logits` with the same tokens."""
+    """KV-cached decoder. All ranks of the model call `logits` with the same tokens.
+
+    positions: maximum length of each sample
+    """
 
     def __init__(self, loaded: LoadedModel, positions: Sequence[int]) -> None:
         model = loaded.run.model
-        self.loaded, self.lengths = loaded, [0] * len(positions)
+        self.loaded = loaded
+        self.lengths = [0] * len(positions)
         slots = activations.cache_slots(model, max(positions))
         groups = model.query_groups // loaded.groups.tp.size
         self.cache = {
@@ -203,9 +219,10 @@ class Decoder:
 
     @torch.no_grad()
     def logits(self, new: Mapping[int, Sequence[int]]) -> Tensor | None:
-        """FP32 logits (samples, v) after the tokens that `new` adds to each of its samples: the prompt, or one token.
+        """Append `new` tokens (a prompt, or one token) to their samples and return FP32 logits
+        (samples, v).
 
-        On the ranks of the last stage, until the next call; None elsewhere.
+        The result is valid on last-stage ranks until the next call; None elsewhere.
         """
         results = [logits for part in _parts(new) if (logits := self._forward(part)) is not None]
         return torch.cat(results) if len(results) > 1 else results[0] if results else None
@@ -235,7 +252,9 @@ class Decoder:
         ].float()
 
     def _computed(self, tokens: Tensor, rows: Rows) -> Tensor | None:
-        """This rank's columns of the logits (samples, 1, v) after tokens (r, 1); None on ranks of other stages."""
+        """Return this rank's columns of the logits (samples, 1, v) for tokens (r, 1); None before
+        the last stage.
+        """
         x = through_stages(self.loaded, tokens, Pass(first_sample=0, training=False, rows=rows))
         return (
             None
@@ -244,8 +263,11 @@ class Decoder:
         )
 
     def _repeated(self, recorder: RecordingKernels, tokens: Tensor, rows: Rows) -> Tensor:
-        """What `_computed` returns for one token (r, 1) of each sample, from recorded calls. The first call records them."""
-        inputs, known = (tokens, *rows.tensors), self._recorded.get(len(tokens))
+        """Return the result of `_computed` for one token a sample (r, 1), replaying calls recorded
+        the first time.
+        """
+        inputs = (tokens, *rows.tensors)
+        known = self._recorded.get(len(tokens))
         if known:
             return known(inputs)
 
@@ -259,7 +281,7 @@ class Decoder:
 
 
 def _parts(new: Mapping[int, Sequence[int]]) -> Iterator[dict[int, Sequence[int]]]:
-    """`new` cut so that a part has at most PREFILL_ROWS tokens, or one sample."""
+    """Yield prefill batches of at most PREFILL_ROWS tokens, or of one sample."""
     part: dict[int, Sequence[int]] = {}
     for sample, tokens in new.items():
         if part and sum(map(len, part.values())) + len(tokens) > PREFILL_ROWS:
@@ -272,7 +294,7 @@ def _parts(new: Mapping[int, Sequence[int]]) -> Iterator[dict[int, Sequence[int]
 def check_lengths(
     model: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> None:
-    """Raises ValueError when a prompt and what is added to it have more positions than the model has learned."""
+    """Raise ValueError if a prompt and its continuation exceed the learned positions."""
     if not model.learned_positions:
         return
     for number, prompt in enumerate(prompts):
@@ -286,15 +308,16 @@ def check_lengths(
 
 
 def check_request(max_new_tokens: int, stop: Sequence[str]) -> None:
-    """Raises ValueError for a number of tokens below 0 and for an empty text that ends an answer."""
+    """Raise ValueError for a negative number of tokens and an empty stop word."""
     check(max_new_tokens >= 0, f"--max-new-tokens is {max_new_tokens}: pass 0 or more")
     check(all(stop), "--stop is empty: pass a text")
 
 
 class Texts:
-    """A tokenizer, and what it makes of prompts for a model: tokens to continue, and the text of what they are continued with.
+    """Tokenizer and stop condition for prompts.
 
-    template: prompts are chats, to be answered. system: what the system says first in a chat that is a text, the user's turn.
+    template: chat template, if prompts are chats
+    system: system message in front of a chat that is a text
     """
 
     def __init__(
@@ -307,11 +330,11 @@ class Texts:
         system: str | None = None,
     ) -> None:
         check_request(max_new_tokens, stop)
-        self.tokenizer, self.model, self.max_new_tokens = tokenizer, model, max_new_tokens
-        self.template, self.before = (
-            template,
-            [] if system is None else [{"role": "system", "content": system}],
-        )
+        self.tokenizer = tokenizer
+        self.model = model
+        self.max_new_tokens = max_new_tokens
+        self.template = template
+        self.before = [] if system is None else [{"role": "system", "content": system}]
         self.ending = Ending(
             tokenizer.decode, tokenizer.eod, stop, template.ends if template else ()
         )
@@ -327,19 +350,21 @@ class Texts:
         )
 
     def encode(self, *prompts: Prompt) -> list[list[int]]:
-        """Tokens of prompts. Raises ValueError for an empty one, and for one that the model cannot continue."""
+        """Tokenize prompts. Raises ValueError for an empty prompt and for one too long for the
+        model.
+        """
         ids = [self._ids(prompt) for prompt in prompts]
         check(all(ids), "a prompt is empty: pass at least one character")
         check_lengths(self.model, ids, self.max_new_tokens)
         return ids
 
     def finished(self, sample: int, ids: list[int]) -> bool:
-        """For `steps`: whether nothing follows these tokens."""
+        """Return True if a sample's generation ends after these tokens."""
         return self.ending.reached(ids)
 
 
 class Conversation:
-    """A chat that goes on: `encode` takes the user's next turn, `answered` what was said to it."""
+    """Chat history."""
 
     def __init__(self, texts: Texts) -> None:
         self.texts = texts
@@ -347,14 +372,16 @@ class Conversation:
         self._asked = self._said
 
     def encode(self, line: str) -> list[int]:
-        """Tokens of the whole chat up to the answer. ValueError for a chat that the model cannot continue."""
+        """Tokenize the chat with the user's next turn. Raises ValueError if the model cannot
+        continue it.
+        """
         asked = [*self._said, user_turn(line)]
         (ids,) = self.texts.encode(asked)
         self._asked = asked
         return ids
 
     def answered(self, text: str) -> None:
-        """The turn is over."""
+        """Append the answer."""
         self._said = [*self._asked, {"role": ASSISTANT, "content": text}]
 
 
@@ -365,10 +392,12 @@ def steps(
     sampling: Sampling,
     finished: Callable[[int, list[int]], bool],
 ) -> Iterator[list[list[int]]]:
-    """The tokens that each prompt was continued with so far, after every step or once if there is none; always the same lists.
+    """Yield the generated tokens of every prompt after each step, once if there is none.
+    Collective.
 
-    finished(sample, its tokens so far): whether nothing follows; asked on the world's first rank, which tells the others. Such a
-    sample is computed no further. Collective: all ranks take all steps.
+    finished: (sample, generated tokens) -> True if it ends; called on the world's first rank
+
+    The yielded lists are updated in place. Finished samples are computed no further.
     """
     ids: list[list[int]] = [[] for _ in prompts]
     if max_new_tokens == 0:
@@ -392,7 +421,9 @@ def steps(
 def _chosen(
     loaded: LoadedModel, logits: Tensor | None, choices: list[tuple[Sampling, torch.Generator]]
 ) -> list[int]:
-    """A token for each row of logits (samples, v), which the last stage has; on all stages."""
+    """Sample a token for each row of logits (samples, v) on the last stage, and broadcast to all
+    stages.
+    """
     tokens = torch.zeros(len(choices), dtype=torch.int64)
     if logits is not None:
         tokens = torch.tensor(

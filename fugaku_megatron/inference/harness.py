@@ -1,6 +1,8 @@
-"""A checkpoint as the lm-eval harness asks for it: likelihoods of texts, and texts that go on until a word. On all ranks of a job.
+"""Checkpoint interface for the lm-eval harness: log-likelihoods and generation on all ranks of a
+job.
 
-The harness runs on the first rank; the others wait for what it asks for (`serve`). Left out: the harness's own class (lm_eval.py).
+The harness runs on the first rank; the others execute its calls (`serve`). lm_eval.py has the
+harness class.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ NEW_TOKENS = 256  # where a task does not say; the harness's own default
 
 
 def read_arguments(values: Mapping[str, Any]) -> evaluate.Model:
-    """The flags of evaluate, without dashes. Raises ValueError for unknown ones and values out of range."""
+    """Parse evaluate's flags without dashes. Raises ValueError for unknown ones and values out of
+    range.
+    """
     parser = Parser()
     evaluate.add_model_arguments(parser)
     words = [
@@ -33,9 +37,9 @@ def read_arguments(values: Mapping[str, Any]) -> evaluate.Model:
 
 
 class Model:
-    """A checkpoint in memory. All ranks make one together, and call `score` and `go_on` together.
+    """Loaded checkpoint. Constructor, `score` and `go_on` are collective.
 
-    tokenizer: on the first rank, which alone reads its files.
+    tokenizer: on the first rank only
     """
 
     def __init__(self, model: evaluate.Model, world: Comm) -> None:
@@ -54,11 +58,11 @@ class Model:
         return self.tokenizers[0]
 
     def ending(self, words: Sequence[str]) -> Ending:
-        """Where a continuation ends."""
+        """Build the stop condition."""
         return Ending(self.tokenizer.decode, self.tokenizer.eod, words)
 
     def score(self, requests: Sequence[Request]) -> list[tuple[float, float]]:
-        """As `scoring.score`, a pair for each request. Collective."""
+        """Return a pair of `scoring.score` for each request. Collective."""
         if not requests:
             return []
         progress = evaluate.Progress(self.loaded.groups.world, "requests", len(requests))
@@ -74,7 +78,7 @@ class Model:
         sampling: Sampling,
         words: Sequence[str],
     ) -> list[list[int]]:
-        """Tokens that each prompt goes on with, until one of the words or the end of a text. Collective."""
+        """Continue each prompt until a stop word or the end of text. Collective."""
         ending = self.ending(words) if self.tokenizers else None  # the first rank alone is asked
         *_, ids = steps(
             self.loaded,
@@ -87,7 +91,7 @@ class Model:
 
 
 def serve(world: Comm) -> None:
-    """What the first rank asks for, on the others, until it is done."""
+    """Execute the first rank's calls on the others until it is done."""
     model: Model | None = None
     while (order := world.broadcast_object(None)) is not None:
         name, arguments = order
@@ -98,7 +102,10 @@ def serve(world: Comm) -> None:
 
 
 class Asker:
-    """The model on the first rank: every call goes to all ranks. values: of --model_args."""
+    """Model on the first rank, broadcasting every call.
+
+    values: --model_args
+    """
 
     def __init__(self, world: Comm, values: Mapping[str, Any]) -> None:
         model = read_arguments(values)
@@ -111,7 +118,7 @@ class Asker:
         return getattr(self.model, name)(*arguments)
 
     def likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """Of each continuation after its context: log-likelihood, and whether every token of it is the likeliest."""
+        """Return each continuation's log-likelihood, and True if it is the greedy one."""
         requests = [encode_pair(self.model.tokenizer, *pair, self.model.window) for pair in pairs]
         scores = self._ask("score", requests)
         return [
@@ -120,7 +127,7 @@ class Asker:
         ]
 
     def rolling_likelihoods(self, texts: Sequence[str]) -> list[float]:
-        """Log-likelihood of all tokens of each text, in windows without overlap."""
+        """Return each text's log-likelihood, in windows without overlap."""
         parts = [
             rolling(encode_after(self.model.tokenizer, text), self.model.window) for text in texts
         ]
@@ -128,7 +135,7 @@ class Asker:
         return [sum(next(scores)[0] for _ in part) for part in parts]
 
     def texts_until(self, asked: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """The text that goes on after each context; with it stand the harness's settings: until, max_gen_toks, temperature ..."""
+        """Continue each context under the harness's settings: until, max_gen_toks, temperature ..."""
         results = [""] * len(asked)
         groups: dict[str, list[int]] = {}
         for number, (_, settings) in enumerate(asked):
@@ -145,7 +152,7 @@ class Asker:
         return results
 
     def _prompt(self, context: str, new_tokens: int) -> list[int]:
-        """The last tokens of a context, as many as fit with what is added."""
+        """Return the last context tokens that fit with the new ones."""
         most = self.model.loaded.run.model.max_position_embeddings - new_tokens
         check(
             most > 0,
@@ -157,7 +164,7 @@ class Asker:
 
 
 def read_settings(settings: Mapping[str, Any]) -> tuple[list[str], int, Sampling]:
-    """Stop words, tokens to add and how they are chosen, of the harness's generation settings."""
+    """Return stop words, number of new tokens and sampling from the harness's generation settings."""
     until = settings.get("until") or []
     words = [word for word in ([until] if isinstance(until, str) else until) if word]
     temperature = (

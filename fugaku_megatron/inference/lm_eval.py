@@ -3,8 +3,9 @@
     python -m fugaku_megatron.inference.lm_eval --model fugaku_megatron --model_args load=checkpoints --tasks lambada_openai
     mpiexec -n 4 python -m fugaku_megatron.inference.lm_eval --model fugaku_megatron --model_args load=checkpoints ...
 
-registers this model and calls its own command line; --model_args are the flags of fugaku-megatron evaluate, without dashes.
-Versions of the harness that look for models among entry points find it by `lm_eval --model fugaku_megatron`, too.
+registers this model and calls its own command line; --model_args are the flags of fugaku-megatron
+evaluate, without dashes. Versions of the harness that look for models among entry points find it
+by `lm_eval --model fugaku_megatron`, too.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ THEIRS = (
 
 
 class MegatronLM(LM):
-    """A checkpoint of this program. Arguments: the flags of evaluate, by name, and what the harness adds.
+    """lm-eval model for a checkpoint. Arguments: evaluate's flags and the harness's own.
 
-    world: the ranks that share it; the others run `harness.serve`.
+    world: ranks that share the model; others run `harness.serve`
     """
 
     def __init__(self, world: Comm | None = None, **values: Any) -> None:
@@ -50,20 +51,20 @@ class MegatronLM(LM):
     def loglikelihood(
         self, requests: list[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Log-likelihood of each continuation, and whether greedy decoding would give it."""
+        """Return each continuation's log-likelihood, and True if it is the greedy one."""
         return self.asker.likelihoods([request.args for request in requests])
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of each whole text."""
+        """Return each text's log-likelihood."""
         return self.asker.rolling_likelihoods([request.args[0] for request in requests])
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """How each context goes on, up to one of its stop words."""
+        """Continue each context up to a stop word."""
         return self.asker.texts_until([request.args for request in requests])
 
 
 def evaluate(world: Comm) -> None:
-    """The harness's command line on the first rank, and what it asks for on all. Collective."""
+    """Run the harness's command line on the first rank and its calls on all. Collective."""
     if world.rank:
         return serve(world)
     from lm_eval.__main__ import cli_evaluate

@@ -46,7 +46,7 @@ FEW_ROWS = 4  # of a matmul that is faster without packing its weight (measured)
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """This rank's stage of a run, with its weights."""
+    """Pipeline stage with weights."""
 
     run: RunConfig
     groups: Groups
@@ -54,29 +54,31 @@ class LoadedModel:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the model, without padding."""
+        """Number of tokens, without padding."""
         size = self.run.model.vocab_size
         assert size is not None, "a saved run knows it"
         return size
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and activations."""
+        """Dtype of weights and activations."""
         return PARAMETER_DTYPES[self.run.precision.name]
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """This rank's slices, any shape, by global name."""
+        """Return this rank's weight shards, any shape, by global name."""
         return {spec_of(parameter).name: parameter.data for parameter in self.stage.parameters()}
 
     def logits(self, x: Tensor) -> Tensor:
-        """This rank's columns of the logits (s, b, v) after the last layer's x (s, b, h), on ranks of the last stage alone."""
+        """Return this rank's columns of the logits (s, b, v) from x (s, b, h), on last-stage
+        ranks.
+        """
         assert self.stage.last is not None, "the head is on the last stage"
         return self.stage.last.logits(x)
 
 
 def operations(model: ModelConfig) -> Ops:
-    """What a model without a backward runs on: recorded kernels, where they compute all of it; torch for what they do not take."""
+    """Return the operations for inference: recorded kernels if they cover the model, else torch."""
     if model.kernels_alone:
         return Ops.build(kernels=RecordingKernels(), few_rows=FEW_ROWS)
     return Ops.build({} if model.kernels_take_heads else {"attention": "torch"}, few_rows=FEW_ROWS)
@@ -84,9 +86,10 @@ def operations(model: ModelConfig) -> Ops:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A checkpoint of this program, its tokenizer, and how the ranks share its model: the flags that commands have in common.
+    """Checkpoint, tokenizer and model parallel sizes, as flags shared by commands.
 
-    tokenizer: where it names none, the checkpoint's. Sizes that are None are those of the command's default layout.
+    Without tokenizer flags the checkpoint's tokenizer is used; None sizes mean the command's
+    default layout.
     """
 
     load: str
@@ -97,7 +100,7 @@ class Source:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Source:
-        """From the parsed flags of `add_source_flags`."""
+        """Build from the parsed flags of `add_source_flags`."""
         values = {
             field.name: getattr(options, field.name)
             for field in fields(cls)
@@ -107,11 +110,13 @@ class Source:
 
     @property
     def sizes(self) -> tuple[int | None, int | None]:
-        """(tensor, pipeline) parallel size as given."""
+        """Given (tensor, pipeline) parallel size."""
         return self.tensor_model_parallel_size, self.pipeline_model_parallel_size
 
     def manifest(self, world: Comm) -> tuple[int, dict[str, Any]]:
-        """Iteration and manifest of the checkpoint. Collective; ValueError on every rank when there is none."""
+        """Return the checkpoint's iteration and manifest. Collective; raises ValueError on every
+        rank if there is none.
+        """
         step = self.ckpt_step
         iteration = on_root(world, lambda: iteration_to_load(self.load) if step is None else step)
         if iteration is None:
@@ -119,15 +124,16 @@ class Source:
         return iteration, on_root(world, lambda: checkpoint.read_manifest(self.load, iteration))
 
     def open_tokenizer(self, manifest: dict[str, Any]) -> Tokenizer:
-        """The tokenizer that was named, or else the checkpoint's. ValueError as in `choose_tokenizer`."""
-        saved, size = manifest["config"].get("data", {}), manifest["config"]["model"]["vocab_size"]
+        """Open the named tokenizer, or the checkpoint's. Raises ValueError as `choose_tokenizer`."""
+        saved = manifest["config"].get("data", {})
+        size = manifest["config"]["model"]["vocab_size"]
         return choose_tokenizer(
             self.tokenizer, saved, Path(self.load) / CARRIED, size, f"--load {self.load}"
         )
 
 
 def add_source_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of a `Source`."""
+    """Add the flags of `Source`."""
     parser.add_argument("--load", required=True, help="directory of checkpoints")
     parser.add_argument("--ckpt-step", type=int, help="iteration to load (default: the latest)")
     add_tokenizer_flags(parser, "the tokenizer that the model of --load was trained with")
@@ -142,16 +148,16 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
 def load_model(
     run: RunConfig, world: Comm, directory: str, iteration: int, manifest: dict[str, Any]
 ) -> LoadedModel:
-    """The model of `run` with the weights of the checkpoint. Collective; ValueError on every rank where one cannot read.
-
-    Adapters are added to the weights of the model that they name.
+    """Load the checkpoint's model, LoRA adapters merged. Collective; raises ValueError on every
+    rank.
     """
     adapts = manifest["state"].get("lora")
     loaded, shards = _empty_model(replace(run, lora=LoraConfig()), world)
     if adapts is None:
         load_weights(directory, iteration, manifest, shards, world, VOCABULARY)
         return loaded
-    base, step = adapts.get("base"), adapts.get("base_iteration")
+    base = adapts.get("base")
+    step = adapts.get("base_iteration")
     convert = f"fugaku-megatron convert --load {directory}"
     merge = f"{convert} --pretrained-checkpoint MODEL --merge --save NEW"
     check(
@@ -183,14 +189,18 @@ def load_model(
 
 
 def model_of(run: RunConfig, names: Collection[str], read: Callable[[str], Tensor]) -> LoadedModel:
-    """The whole model of `run` in this process, with weights of any origin; arguments as of `fill_shards`, any shape."""
+    """Build the whole model in this process with weights from `read`; arguments as `fill_shards`,
+    any shape.
+    """
     loaded, shards = _empty_model(run, SoloComm())
     fill_shards(shards, names, read)
     return loaded
 
 
 def _empty_model(run: RunConfig, world: Comm) -> tuple[LoadedModel, list[Shard]]:
-    """This rank's stage, its weights zero and its experts without a capacity, and what is to be filled."""
+    """Build this rank's stage with zero weights and no expert capacity; return it and the shards
+    to fill.
+    """
     layout = Layout.from_run(run, world.size)
     groups = Grid(*layout.sizes).groups(world)
     # With a capacity a text's scores would depend on the texts next to it, and a token's on later ones.
@@ -201,7 +211,9 @@ def _empty_model(run: RunConfig, world: Comm) -> tuple[LoadedModel, list[Shard]]
 
 
 def _target(parameter: nn.Parameter) -> Shard:
-    """Where a parameter's weights go; a tied copy is not in the checkpoint of every layout, and what it copies is."""
+    """Return the shard to load for a parameter. Tied copies load the original, which every layout
+    saves.
+    """
     spec = spec_of(parameter)
     copied = WEIGHT + spec.init_name if spec.init_name != spec.name else None
     return Shard(
@@ -215,7 +227,7 @@ def _target(parameter: nn.Parameter) -> Shard:
 
 
 def _give_memory(stage: nn.Module, dtype: torch.dtype) -> None:
-    """Zeros in the place of the meta parameters, which keep their `spec`."""
+    """Replace meta parameters by zeros, keeping their `spec`."""
     new: dict[nn.Parameter, nn.Parameter] = {}
     for meta in stage.parameters():
         new[meta] = nn.Parameter(torch.zeros(meta.shape, dtype=dtype), requires_grad=False)
@@ -227,11 +239,13 @@ def _give_memory(stage: nn.Module, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def through_stages(loaded: LoadedModel, tokens: Tensor, forward_pass: Pass) -> Tensor | None:
-    """What the last layer makes of tokens (s, b), (s, b, h), on the ranks of the last stage; None elsewhere.
+    """Return the last layer's output (s, b, h) for tokens (s, b) on last-stage ranks, else None.
 
     Collective over the pipeline.
     """
-    stage, pp, x = loaded.stage, loaded.groups.pp, tokens
+    stage = loaded.stage
+    pp = loaded.groups.pp
+    x = tokens
     for number, chunk in enumerate(stage.chunks):
         previous, following = (
             stage.placement.neighbour(pp.rank, number, step) for step in (-1, 1)
@@ -250,10 +264,15 @@ def through_stages(loaded: LoadedModel, tokens: Tensor, forward_pass: Pass) -> T
 def choose_tokenizer(
     named: TokenizerFlags, saved: Mapping[str, Any], carried: Path, size: int, where: str
 ) -> Tokenizer:
-    """The tokenizer that is named, or else that of the run that wrote the model, or one that came with the model.
+    """Open the named tokenizer, else the one of the run that wrote the model, else one shipped
+    with it.
 
-    saved: the values of that run's data flags. carried: a directory of Hugging Face's files. size: tokens of the model. where: what
-    messages call the model. Raises ValueError when there is none, for unreadable files, and for more tokens than the model has.
+    saved: data flags of that run
+    carried: directory with Hugging Face files
+    size: number of the model's tokens
+    where: name of the model in messages
+
+    Raises ValueError if there is none, it is unreadable, or it has more tokens than the model.
     """
     flags = named._replace(vocab_size=size)
     if not flags.named:
@@ -279,9 +298,10 @@ def choose_tokenizer(
 
 
 def _check_passed_type(named: TokenizerFlags, flags: TokenizerFlags, where: str) -> None:
-    """Raise ValueError for a --tokenizer-type that was passed without its file, if the model comes with no such tokenizer.
+    """Raise ValueError for a --tokenizer-type without a file if the model's tokenizer has another
+    type.
 
-    flags: the tokenizer that the model comes with, if it is known.
+    flags: the model's tokenizer, if known
     """
     passed = named.tokenizer_type
     if named.named or passed == TokenizerFlags().tokenizer_type:
@@ -297,7 +317,7 @@ def _check_passed_type(named: TokenizerFlags, flags: TokenizerFlags, where: str)
 
 
 def tokenizer_note(tokenizer: Tokenizer, manifest: dict[str, Any]) -> str:
-    """A line where the checkpoint was trained with another tokenizer; "" otherwise."""
+    """Return a warning line if the checkpoint was trained with another tokenizer, else ""."""
     other = mismatch(identity(tokenizer), manifest["state"].get("tokenizer"))
     return (
         f"note: the model was trained with {other}: its tokens mean different texts"
@@ -321,7 +341,7 @@ ALLOCATIONS = (
 
 
 class RecordingKernels:
-    """The kernel library, whose calls are kept while `record` runs."""
+    """Kernel library that records its calls during `record`."""
 
     def __init__(self) -> None:
         self._calls: Any = None  # kernels.Calls while calls are recorded
@@ -330,9 +350,10 @@ class RecordingKernels:
         return getattr(kernels if self._calls is None else self._calls, name)
 
     def record(self, step: Callable[[], Tensor], inputs: Sequence[Tensor]) -> RecordedStep:
-        """Run `step`, which reads `inputs` (any shape) and computes with kernels alone.
+        """Run and record `step`, which computes from `inputs` (any shape) with kernels alone.
 
-        AssertionError when torch computes something, AttributeError when a kernel does whose calls cannot be kept.
+        Raises AssertionError if torch computes, AttributeError for a kernel that cannot be
+        recorded.
         """
         self._calls = calls = kernels.Calls()
         try:
@@ -344,15 +365,17 @@ class RecordingKernels:
 
 
 class RecordedStep:
-    """Calls of kernels from `inputs` to `result`, both of which keep their memory."""
+    """Recorded kernel calls from `inputs` to `result`, at fixed addresses."""
 
     def __init__(
         self, calls: Callable[[], None], inputs: tuple[Tensor, ...], result: Tensor
     ) -> None:
-        self.calls, self.inputs, self.result = calls, inputs, result
+        self.calls = calls
+        self.inputs = inputs
+        self.result = result
 
     def __call__(self, inputs: Sequence[Tensor]) -> Tensor:
-        """The result for other inputs of the same shapes; it holds until the next call."""
+        """Return the result for other inputs of the same shapes, valid until the next call."""
         for own, new in zip(self.inputs, inputs, strict=True):
             own.copy_(new)
         self.calls()
@@ -360,7 +383,9 @@ class RecordedStep:
 
 
 class _KernelsAlone(TorchDispatchMode):
-    """Lets torch make views and allocate, and nothing else: a repetition would leave it out."""
+    """Torch mode that allows views and allocation only, since a replay would skip other
+    operations.
+    """
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -1,9 +1,4 @@
-"""How likely a model finds given tokens: the sums that perplexity and multiple choice consist of, and the choices themselves.
-
-Replicas of the model share the requests. Logits are computed for some rows at a time, never for a whole batch.
-At the end the test of a needle in a haystack (`Needles`).
-Legend: s sequence, b samples of a batch, h hidden, r rows, v vocabulary.
-"""
+"""Log-likelihoods of given tokens, for perplexity, multiple choice and needle in a haystack."""
 
 from __future__ import annotations
 
@@ -40,10 +35,10 @@ LOGITS_BYTES = 2**26  # of the FP32 logits that are held at a time, or one row o
 
 
 class Request(NamedTuple):
-    """Tokens, of which the last `scored` are asked for, each given all before it. There are more tokens than `scored`.
+    """Tokens, the last `scored` (fewer than all) to be scored given all before them.
 
-    places: where the `scored` tokens are instead, from 1 on. others (scored, any number): tokens with which each of them is
-    compared, -1 for none.
+    places: positions of the `scored` tokens instead, from 1 on
+    others: (scored, any number) tokens to compare each with, -1 for none
     """
 
     tokens: Sequence[int] | np.ndarray | StoredTokens
@@ -58,16 +53,19 @@ def score(
     batch: int,
     progress: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """For each request the log-likelihood (natural logarithm) of its scored tokens, how many of them are the likeliest, and how
-    many are likelier than all of their `others`.
+    """Score requests: FP64 (requests, 3), the same on every rank. Collective over the model's
+    world.
 
-    A tensor (requests, 3) of FP64, the same on every rank. batch: requests side by side. progress: is called with the number of
-    requests of this replica that are done, in multiples of its share. Collective over the model's world.
+    Columns: log-likelihood (natural) of the scored tokens, number that are the likeliest, number
+        likelier than all
+    their `others`.
+
+    batch: requests per forward pass
+    progress: receives the number of requests done in this replica, in multiples of its share
     """
-    dp, saves = (
-        loaded.groups.dp,
-        loaded.groups.tp.rank == 0,
-    )  # its tensor-parallel ranks have the same
+    # its tensor-parallel ranks have the same
+    dp = loaded.groups.dp
+    saves = loaded.groups.tp.rank == 0
     scores = torch.zeros(len(requests), 3, dtype=torch.float64)
     done = 0
     for numbers in list(_batches(requests, batch))[dp.rank :: dp.size]:
@@ -81,20 +79,22 @@ def score(
 
 
 def _batches(requests: Sequence[Request], batch: int) -> Iterator[list[int]]:
-    """Numbers of requests, those of like lengths together, the longest first."""
+    """Yield request numbers in batches of similar length, the longest first."""
     order = sorted(range(len(requests)), key=lambda number: -len(requests[number].tokens))
     for start in range(0, len(order), batch):
         yield order[start : start + batch]
 
 
 def _score_batch(loaded: LoadedModel, requests: Sequence[Request]) -> Tensor | None:
-    """(b, 3) of FP64 on the ranks of the last stage; None elsewhere."""
+    """Return scores (b, 3) in FP64 on last-stage ranks, else None."""
     longest = max(len(request.tokens) for request in requests) - 1
     tokens = torch.zeros(
         longest, len(requests), dtype=torch.int64
     )  # what follows a sample's end changes nothing before it
     padding = torch.ones(tokens.shape, dtype=torch.bool)
-    rows, labels, others = [], [], []
+    rows = []
+    labels = []
+    others = []
     for column, (text, scored, places, compared) in enumerate(requests):
         ids = torch.from_numpy(np.array(text, np.int64))
         tokens[: len(ids) - 1, column] = ids[:-1]
@@ -128,11 +128,13 @@ def _score_batch(loaded: LoadedModel, requests: Sequence[Request]) -> Tensor | N
 def _score_rows(
     loaded: LoadedModel, x: Tensor, rows: Tensor, labels: Tensor, others: Tensor
 ) -> Tensor:
-    """The labels' log-likelihoods, 1 where the label is the likeliest token, and 1 where it is likelier than all others.
+    """Return log-likelihoods, and 1 for labels that are the likeliest and likelier than all
+    others.
 
     x (s b, 1, h), rows and labels (r), others (r, any number) -> (r, 3).
     """
-    vocabulary, found = loaded.vocab_size, []
+    vocabulary = loaded.vocab_size
+    found = []
     at_once = max(1, LOGITS_BYTES // (4 * vocabulary))
     for some, wanted, apart in zip(
         rows.split(at_once), labels.split(at_once), others.split(at_once), strict=True
@@ -150,14 +152,18 @@ def _score_rows(
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str, window: int) -> Request:
-    """A request for `continuation` after `context`, cut on the left to `window` tokens and one.
+    """Build the request for `continuation` after `context`, cut on the left to `window` + 1
+    tokens.
 
-    Spaces at the context's end are part of the continuation, because tokens begin with them. A context without tokens is the one
-    before a text (`encode_after`). ValueError for a continuation without tokens, or with more than `window`.
+    Trailing spaces move to the continuation, because tokens begin with them. An empty context
+    becomes the token before a text (`encode_after`). Raises ValueError for a continuation without
+    tokens or longer than `window`.
     """
-    before, whole = tokenizer.encode(context.rstrip()), tokenizer.encode(context + continuation)
+    before = tokenizer.encode(context.rstrip())
+    whole = tokenizer.encode(context + continuation)
     if not before:
-        before, whole = encode_after(tokenizer, ""), encode_after(tokenizer, context + continuation)
+        before = encode_after(tokenizer, "")
+        whole = encode_after(tokenizer, context + continuation)
     scored = len(whole) - len(before)
     check(
         scored > 0,
@@ -171,9 +177,9 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str, window: i
 
 
 def encode_after(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Tokens of a text that begin with one before it: what the tokenizer puts there itself, or else what ends a text.
+    """Tokenize a text after a start token: the tokenizer's own, or else its end-of-document token.
 
-    ValueError where the tokenizer has neither.
+    Raises ValueError if the tokenizer has neither.
     """
     if tokenizer.encode(""):  # tokens that stand around every text
         return tokenizer.encode(text)
@@ -188,9 +194,9 @@ def encode_after(tokenizer: Tokenizer, text: str) -> list[int]:
 def windows(
     tokens: Sequence[int] | np.ndarray | StoredTokens, length: int, stride: int
 ) -> list[Request]:
-    """Windows of `length` tokens, one every `stride`, that predict their successors; what one before predicted is not scored again.
+    """Cut windows of `length` tokens, one every `stride`, scoring each token once.
 
-    What does not fill a window is left out.
+    A last, shorter window is left out.
     """
     starts = range(0, len(tokens) - length, stride)
     return [
@@ -199,7 +205,9 @@ def windows(
 
 
 def rolling(tokens: Sequence[int], length: int) -> list[Request]:
-    """Windows of at most `length` that score every token after the first once, the last window with as much context as fits."""
+    """Cut windows of at most `length` that score every token after the first once, the last with
+    the most context.
+    """
     last = len(tokens) - 1
     ends = [(start, min(start + length, last)) for start in range(0, last, length)]
     return [Request(tokens[max(0, end - length) : end + 1], end - start) for start, end in ends]
@@ -207,9 +215,10 @@ def rolling(tokens: Sequence[int], length: int) -> list[Request]:
 
 @dataclass(frozen=True)
 class ChatFile:
-    """The chats of one file. requests: their trained tokens. cut: chats that are longer than a window, and end with it.
+    """Chats in one file, with requests for their trained tokens.
 
-    left_out: those of them without trained tokens in the window.
+    cut: number of chats truncated to a window
+    left_out: number of chats without trained tokens in the window
     """
 
     path: str
@@ -219,8 +228,12 @@ class ChatFile:
 
 
 def read_chat_file(path: str, template: ChatTemplate, window: int) -> ChatFile:
-    """The chats of a file. Raises ValueError, with file and line, for what is not a chat, and for a file without chats."""
-    requests, cut, left_out = [], 0, 0
+    """Read a chat file. Raises ValueError, with file and line, for invalid chats, and for a file
+    without chats.
+    """
+    requests = []
+    cut = 0
+    left_out = 0
     for document in read_documents(input_files([path], ["text"], CHAT), CHAT):
         ids, trained = unsigned(template.encode(read_chat(document)))
         cut += len(ids) > window + 1
@@ -237,9 +250,12 @@ def read_chat_file(path: str, template: ChatTemplate, window: int) -> ChatFile:
 
 @dataclass(frozen=True)
 class Question:
-    """requests: one for each choice. lengths: characters of the choices. answer: number of the right one, from 0.
+    """Multiple-choice question.
 
-    bare: without a context, so that the choices are scored after the token before a text (`scoring.encode_after`).
+    requests: one per choice
+    lengths: characters per choice
+    answer: index of the right choice
+    bare: no context; choices are scored after a start token (`encode_after`)
     """
 
     requests: tuple[Request, ...]
@@ -249,7 +265,7 @@ class Question:
 
 
 def read_questions(path: str, tokenizer: Tokenizer, window: int) -> list[Question]:
-    """The questions of --choices. Raises ValueError, with the number of the question, for what is none."""
+    """Read --choices. Raises ValueError, with the question's number, for an invalid one."""
     try:
         records = json.loads(read_text(path, "--choices"))
     except (ValueError, RecursionError) as error:
@@ -296,9 +312,10 @@ def _is_text(value: Any) -> bool:
 
 
 def accuracies(questions: Sequence[Question], likelihoods: Sequence[float]) -> dict[str, Any]:
-    """The share of questions whose right choice is the likeliest, and the likeliest for its characters.
+    """Return the share of questions with the right choice likeliest, also normalized by
+    characters.
 
-    likelihoods: logarithms, of all choices of all questions in turn.
+    likelihoods: logarithms, of all choices of all questions in turn
     """
     plain = by_length = start = 0
     for question in questions:
@@ -327,24 +344,24 @@ def accuracies(questions: Sequence[Question], likelihoods: Sequence[float]) -> d
 # numbers at their place, which small models reach first. Source: Kamradt 2023, "Needle In A Haystack"
 # (github.com/gkamradt/LLMTest_NeedleInAHaystack).
 
-SENTENCE, KEYS = (
-    "The secret number of {} is",
-    ("Kyoto", "Lima", "Oslo", "Cairo", "Perth", "Quebec", "Tunis", "Riga"),
-)
-NUMBERS, OTHERS = (
-    range(100000, 1000000),
-    9,
-)  # what is hidden; how many others the model does not see
-DEPTHS, SAMPLES, SEED = (0, 25, 50, 75, 100), 4, 1234
+SENTENCE = "The secret number of {} is"
+KEYS = ("Kyoto", "Lima", "Oslo", "Cairo", "Perth", "Quebec", "Tunis", "Riga")
+# what is hidden; how many others the model does not see
+NUMBERS = range(100000, 1000000)
+OTHERS = 9
+DEPTHS = (0, 25, 50, 75, 100)
+SAMPLES = 4
+SEED = 1234
 TITLE = 60  # characters of a path in a picture
 CHARACTERS = 8  # of the text that are read for each token of a prompt; where that is too little, the text repeats
 
 
 @dataclass(frozen=True)
 class Needles:
-    """The prompts of a test. requests: one for each sample of each depth of each length, the samples side by side.
+    """Needle-in-a-haystack prompts.
 
-    free: of each request, how many tokens of its number all other numbers share.
+    requests: by length, depth and sample, samples adjacent
+    free: per request, number tokens that all other numbers share
     """
 
     lengths: tuple[int, ...]
@@ -355,7 +372,7 @@ class Needles:
 
 
 def check_needle_flags(lengths: Sequence[int], depths: Sequence[int], samples: int | None) -> None:
-    """Raises ValueError for values of the flags that are out of range. Empty, None: left out."""
+    """Raise ValueError for flag values out of range."""
     counts = () if samples is None else (samples,)
     for name, values, most in (
         ("lengths", lengths, 2**22),
@@ -376,16 +393,18 @@ def read_needles(
     depths: tuple[int, ...],
     samples: int | None,
 ) -> Needles:
-    """The prompts in the text of --needle. lengths: tokens that the model reads. depths: percent of the text before the sentence.
+    """Build the needle prompts from a text.
 
-    window: the length of which the default lengths are parts. Raises ValueError for a text without tokens, and for
-    lengths that are too small for the sentence or too large for the model.
+    depths: percent of the text before the sentence
+    window: tokens; default lengths are fractions of it
+
+    Raises ValueError for an empty text and lengths outside sentence and model limits.
     """
-    lengths, depths = (
-        lengths or tuple(sorted({max(1, window // part) for part in (4, 2, 1)})),
-        depths or DEPTHS,
-    )
-    samples, longest, positions = samples or SAMPLES, max(lengths), model.max_position_embeddings
+    lengths = lengths or tuple(sorted({max(1, window // part) for part in (4, 2, 1)}))
+    depths = depths or DEPTHS
+    samples = samples or SAMPLES
+    longest = max(lengths)
+    positions = model.max_position_embeddings
     check(
         longest <= positions or not model.learned_positions,
         f"--needle-lengths has {longest}, and the model learned {positions} "
@@ -407,7 +426,7 @@ def read_needles(
 
 
 def _within(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a text without those that the tokenizer puts around every text."""
+    """Tokenize a text without the tokenizer's start and end tokens."""
     around = {*tokenizer.encode("")}
     return [token for token in tokenizer.encode(text) if token not in around]
 
@@ -415,21 +434,26 @@ def _within(tokenizer: Tokenizer, text: str) -> list[int]:
 def _needle_prompt(
     tokenizer: Tokenizer, text: np.ndarray, length: int, depth: int, number: int
 ) -> tuple[Request, int]:
-    """The prompt of `length` tokens of a sample, which has the same sentence and text at every depth; and `Needles.free`."""
+    """Build a prompt of `length` tokens, its sentence and text independent of the depth; also
+    return `Needles.free`.
+    """
     rng = random.Random(SEED + number)
-    sentence, begin = SENTENCE.format(rng.choice(KEYS)), rng.randrange(len(text))
+    sentence = SENTENCE.format(rng.choice(KEYS))
+    begin = rng.randrange(len(text))
     question = _within(tokenizer, f"\n{sentence}")
     answer, *others = (
         _within(tokenizer, f"\n{sentence} {value}")[len(question) :]
         for value in rng.sample(NUMBERS, 1 + OTHERS)
     )
-    hidden, first = [*question, *answer, *_within(tokenizer, ".\n")], tokenizer.encode("")[:1]
+    hidden = [*question, *answer, *_within(tokenizer, ".\n")]
+    first = tokenizer.encode("")[:1]
     rest = length + 1 - len(first) - len(hidden) - len(question) - len(answer)
     check(
         rest >= 0,
         f"--needle-lengths has {length}, and the sentence and its beginning have {length - rest} tokens: pass more",
     )
-    around, before = text.take(range(begin, begin + rest), mode="wrap"), round(rest * depth / 100)
+    around = text.take(range(begin, begin + rest), mode="wrap")
+    before = round(rest * depth / 100)
     tokens = np.concatenate(
         [first, around[:before], hidden, around[before:], question, answer]
     ).astype(np.int32)
@@ -442,7 +466,9 @@ def _needle_prompt(
 
 
 def needle_figures(needles: Needles, scores: Tensor) -> dict[str, Any]:
-    """Means over the samples, by length and depth. scores (requests, 3): as `scoring.score` returns them."""
+    """Average scores (requests, 3), as `scoring.score` returns them, over samples by length and
+    depth.
+    """
     found = []
     for request, free, (likelihood, hits, wins) in zip(
         needles.requests, needles.free, scores.tolist(), strict=True
@@ -471,7 +497,7 @@ def needle_figures(needles: Needles, scores: Tensor) -> dict[str, Any]:
 
 
 def needle_lines(figures: dict[str, Any]) -> list[str]:
-    """The figures for a reader."""
+    """Format the needle figures."""
     rows = [
         [str(length), *(f"{a:.2f} / {b:.2f}" for a, b in zip(exact, likelier, strict=True))]
         for length, exact, likelier in zip(
@@ -487,13 +513,16 @@ def needle_lines(figures: dict[str, Any]) -> list[str]:
 
 
 def draw_needles(path: str | os.PathLike, figures: dict[str, Any], place: str) -> None:
-    """Two heat maps into a PNG file, lengths across and depths down. ValueError, naming --png, when it cannot be written."""
+    """Draw heat maps (lengths across, depths down) into a PNG file. Raises ValueError naming
+    --png.
+    """
     from matplotlib.backends.backend_agg import (
         FigureCanvasAgg,
     )  # no window, and pyplot's global state untouched
     from matplotlib.figure import Figure
 
-    lengths, depths = figures["lengths"], figures["depths"]
+    lengths = figures["lengths"]
+    depths = figures["depths"]
     figure = Figure(figsize=(5 + 0.9 * len(lengths), 1.8 + 0.4 * len(depths)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, sharey=True)

@@ -156,7 +156,7 @@ class SelfAttention(nn.Module):
             window=model.window,
             starts=documents.starts,
         )
-        if model.turns_queries:
+        if model.uses_rotary:
             qkv = self.turn(qkv, *self._angles(len(qkv), forward_pass))
         if forward_pass.rows is not None:
             return forward_pass.rows.attend(ops, self.layer, qkv, attention)
@@ -174,7 +174,7 @@ class SelfAttention(nn.Module):
         """`core` of ranks that exchange keys and values: qkv (r, b, g (n/g + 2) d), this rank's rows -> (r, b, n d)."""
         model, context, documents = self.context.model, self.context, forward_pass.documents
         s, own = len(qkv) * context.cp.size, positions(own_runs(len(qkv), context.cp))
-        if model.turns_queries:
+        if model.uses_rotary:
             angles, places = self._angles(s, forward_pass)
             own_places = (
                 own.int().unsqueeze(1).expand(-1, qkv.shape[1]) if places is None else places[own]

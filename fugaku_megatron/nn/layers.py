@@ -51,7 +51,7 @@ class Context:
     on this rank's part of the sequence; it means nothing with one rank. tp_comm_overlap: those parts are sent while matmuls run.
     lora: where it is on, weights are frozen and adapters are trained. ep, etp: ranks that have different experts, and that share
     each of them (`grid.Groups`); None where the experts are not divided. cp: ranks that share each sequence, of which s is then
-    this rank's part; context_ways: what they send each other for attention, of each layer.
+    this rank's part; cp_comm_types: what they send each other for attention, of each layer.
     """
 
     model: ModelConfig
@@ -64,11 +64,11 @@ class Context:
     ep: Comm | None = None
     etp: Comm | None = None
     cp: Comm = ALONE
-    context_ways: tuple[str, ...] = ()
+    cp_comm_types: tuple[str, ...] = ()
 
     def context_way(self, layer: int) -> str:
         """What ranks of a sequence send each other for attention in a layer, which count from 1."""
-        return self.context_ways[layer - 1] if self.context_ways else A2A
+        return self.cp_comm_types[layer - 1] if self.cp_comm_types else A2A
 
     @property
     def sequence(self) -> Comm | None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..comm.autograd import copy_to_tensor_parallel, gather_from_sequence_parallel
 from ..comm.grid import Groups
-from ..config.layout import Layout, context_ways, placement
+from ..config.layout import Layout, cp_comm_types, placement
 from ..config.run_config import RunConfig
 from ..costs import accounting, memory
 from .blocks import TransformerLayer, make_norm
@@ -70,7 +70,7 @@ class Stage(nn.Module):
             ep,
             etp,
             groups.cp,
-            context_ways(run) if groups.cp.size > 1 else (),
+            cp_comm_types(run) if groups.cp.size > 1 else (),
         )
         rows = memory.logits_rows(
             run,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cli.arguments import make_run
-from ..config.fields import check, check_kind
+from ..config.fields import check, check_type
 from ..config.layout import Layout, flags_of_sizes
 from ..config.precision import PrecisionConfig
 from ..config.run_config import ModelConfig, ParallelConfig, RunConfig
@@ -194,7 +194,7 @@ def _check_job(job: Job) -> None:
         )
     for f in (f for group in (*_GROUPS.values(), TrainingConfig) for f in fields(group)):
         if f.name in job.values:
-            check_kind(f, job.values[f.name])
+            check_type(f, job.values[f.name])
     _ = job.run, job.dp
 
 
@@ -335,7 +335,7 @@ class LogReader:
                 "that wrote it",
             )
             for f in known.values():
-                check_kind(f, record.get(f.name))
+                check_type(f, record.get(f.name))
             self._take_metrics(IterationMetrics(**record))
         elif kind == "validation":
             check(

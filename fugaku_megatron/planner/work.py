@@ -150,7 +150,7 @@ def _turning(run: RunConfig, sizes: Mapping[str, int]) -> Work:
     """
     turned = (
         Work(moved=2.0 * sizes["qkv"], calls=1, allocations=((sizes["qkv"], 1),))
-        if run.model.turns_queries
+        if run.model.uses_rotary
         else Work()
     )
     if run.model.residual_multiplier == 1.0:

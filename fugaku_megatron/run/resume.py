@@ -30,7 +30,7 @@ from ..config.experts import BALANCE, CAPACITY
 from ..config.fields import check, flag
 from ..config.layout import Layout
 from ..config.lora import MATRICES, LoraConfig
-from ..config.model import ANGLES, COUNTED, MASKED, UNSETTLED, ModelConfig
+from ..config.model import ANGLES, COUNTED, MASKED, UNRESOLVED, ModelConfig
 from ..config.optimizer import MUON_FLAGS
 from ..config.param_schedule import ParamSchedule
 from ..config.run_config import RunConfig
@@ -287,7 +287,7 @@ def resumed_plan(plan: Plan, resume: Resume) -> Plan:
 
 def with_padding(run: RunConfig, resume: Resume) -> RunConfig:
     """Resolve `--mask-vocab-padding auto` to the value of the checkpoint that the run begins with."""
-    if run.model.mask_vocab_padding != UNSETTLED:
+    if run.model.mask_vocab_padding != UNRESOLVED:
         return run
     return replace(run, model=replace(run.model, mask_vocab_padding=_saved_padding(resume)))
 
@@ -651,7 +651,7 @@ def differences(
 def mask_note(run: RunConfig, before: str) -> list[str]:
     """Return a line if a run from the weights of a checkpoint masks other rows of the softmax. before: saved value."""
     now = run.model.mask_vocab_padding
-    if now in (before, UNSETTLED):
+    if now in (before, UNRESOLVED):
         return []
     return [
         f"note: --mask-vocab-padding is {now}, and the weights were trained with {before}: the loss starts at another value; leave "

@@ -1,4 +1,4 @@
-"""Size and rank that an MPI launcher (mpiexec, srun) passes to a process, and the process's limits and streams."""
+"""World size and rank passed by an MPI launcher (mpiexec, srun), resource limits, and standard streams."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import io
 import os
 import resource
 import sys
+from typing import NamedTuple
 
-# Variables with the number of processes: Open MPI, MPICH and its relatives, Slurm, MVAPICH, jsrun, Flux.
+# Variables with the number of processes: Open MPI, MPICH and derivatives, Slurm, MVAPICH, jsrun, Flux.
 SIZES = (
     "OMPI_COMM_WORLD_SIZE",
     "PMI_SIZE",
@@ -18,11 +19,8 @@ SIZES = (
     "FLUX_JOB_SIZE",
 )
 
-
-LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")  # variables with those of this node
-
-
-RANKS = (  # variables with this process's number
+LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")  # processes on this node
+RANKS = (
     "OMPI_COMM_WORLD_RANK",
     "PMI_RANK",
     "SLURM_PROCID",
@@ -31,29 +29,49 @@ RANKS = (  # variables with this process's number
     "FLUX_TASK_RANK",
 )
 
-
 # Variables of torchrun, accelerate and deepspeed, which start processes without MPI.
-TORCH_SIZE, TORCH_RANK, TORCH_LOCAL_RANK = "WORLD_SIZE", "RANK", "LOCAL_RANK"
-
+TORCH_SIZE = "WORLD_SIZE"
+TORCH_RANK = "RANK"
+TORCH_LOCAL_RANK = "LOCAL_RANK"
 
 MAX_PROCESSES = 10**7
 
 
-FILES_OF_RANK, FILES_OF_NEIGHBOUR = (
-    64,
-    4,
-)  # open files: at most 31 and 3 were needed by MPICH 5.0 and 1 to 8 ranks (tried)
+class Limit(NamedTuple):
+    """A resource limit that MPI needs: `base` units, and `per_rank` more for each rank on the node.
+
+    unit: in units of the system
+    """
+
+    kind: int
+    name: str
+    command: str
+    unit: int
+    base: int
+    per_rank: int
 
 
-# KiB of a file of shared memory: MPICH 5.0 started with 7,000 and not with 4,000, 8 ranks with 12,000 and not with 8,000 (tried).
-SHARED_KIB, SHARED_KIB_OF_RANK = 8192, 2048
+LIMITS = (
+    # MPICH 5.0 with 1 to 8 ranks needed at most 31 files, and 3 more for each rank on the node (measured).
+    Limit(resource.RLIMIT_NOFILE, "open files", "ulimit -n", unit=1, base=64, per_rank=4),
+    # MPICH 5.0 started with 7,000 KiB but not 4,000; 8 ranks with 12,000 but not 8,000 (measured).
+    Limit(
+        resource.RLIMIT_FSIZE,
+        "the size of a file in KiB",
+        "ulimit -f",
+        unit=1024,
+        base=8192,
+        per_rank=2048,
+    ),
+)
 
-
-MAX_THREADS_PER_CPU, MAX_THREADS = 8, 64  # OMP_NUM_THREADS above both hangs or ends without a word
+# With OMP_NUM_THREADS above both limits a process hangs or ends without a message.
+MAX_THREADS_PER_CPU = 8
+MAX_THREADS = 64
 
 
 def _first_set(names: tuple[str, ...], minimum: int, default: int) -> tuple[str, int]:
-    """The first variable that is set, and its value. Raises ValueError for one that is not a number of processes."""
+    """Return the first variable that is set and its value. Raises ValueError unless it is a valid number."""
     name = next((name for name in names if name in os.environ), "")
     text = os.environ[name] if name else str(default)
     if (
@@ -68,17 +86,17 @@ def _first_set(names: tuple[str, ...], minimum: int, default: int) -> tuple[str,
 
 
 def processes() -> tuple[str, int]:
-    """The variable that says how many processes were started, and its value; ("", 1) when no launcher started this one."""
+    """Return the launcher's variable for the number of processes, and its value; ("", 1) without a launcher."""
     return _first_set(SIZES, 1, 1)
 
 
 def rank() -> int:
-    """This process's number among those started; 0 when no launcher started it."""
+    """Return the rank of this process; 0 without a launcher."""
     return _first_set((*RANKS, TORCH_RANK) if _started_by_torch() else RANKS, 0, 0)[1]
 
 
 def _started_by_torch() -> bool:
-    """Return True in a process that torchrun or a launcher like it started, and no launcher of MPI."""
+    """Return True if torchrun or a similar launcher, and no MPI launcher, started this process."""
     variables = (TORCH_SIZE, TORCH_RANK, TORCH_LOCAL_RANK)
     has_torch = all(name in os.environ for name in variables)
     return has_torch and not any(name in os.environ for name in SIZES)
@@ -96,18 +114,17 @@ def check_launcher() -> None:
 
 
 def processes_of_node() -> int:
-    """How many processes were started on this node; 1 where nothing says so."""
+    """Return the number of processes on this node; 1 if the launcher does not set it."""
     return _first_set(LOCAL_SIZES, 1, 1)[1]
 
 
 def check_environment() -> None:
-    """Raises ValueError for variables that mislead MPI or OpenMP, before either is loaded."""
+    """Raise ValueError for variables that mislead MPI or OpenMP, before either is loaded."""
     processes()
     rank()
     check_launcher()
-    first = (
-        os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    )  # one number for each level of nesting
+    # The variable has one number for each nesting level.
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     limit = max(MAX_THREADS, MAX_THREADS_PER_CPU * (os.cpu_count() or 1))
     if first.isdecimal() and (len(first) > 9 or int(first) > limit):
         raise ValueError(
@@ -117,56 +134,40 @@ def check_environment() -> None:
 
 
 def check_limits() -> None:
-    """Raises ValueError for a limit of the system with which MPI would abort, where this process may not raise it itself."""
+    """Raise the resource limits that MPI needs; ValueError if the hard limit is too low."""
     ranks = processes_of_node()
-    _raise_limit(
-        resource.RLIMIT_NOFILE,
-        "open files",
-        "ulimit -n",
-        FILES_OF_RANK + FILES_OF_NEIGHBOUR * ranks,
-        ranks,
-    )
-    shared = SHARED_KIB + SHARED_KIB_OF_RANK * ranks
-    _raise_limit(
-        resource.RLIMIT_FSIZE, "the size of a file in KiB", "ulimit -f", shared, ranks, 1024
-    )
-
-
-def _raise_limit(
-    kind: int, what: str, command: str, needed: int, ranks: int, unit: int = 1
-) -> None:
-    """See that a limit is at least `needed` units."""
-    soft, hard = resource.getrlimit(kind)
-    if resource.RLIM_INFINITY not in (soft, hard) and hard < needed * unit:
-        raise ValueError(
-            f"the limit of {what} is {hard // unit}, and MPI needs {needed} with {ranks} rank{'s' * (ranks > 1)} on a "
-            f"node: raise it by `{command} {needed}` before the start, or ask the administrator of the system"
-        )
-    if soft != resource.RLIM_INFINITY and soft < needed * unit:
-        resource.setrlimit(kind, (needed * unit, hard))
+    for limit in LIMITS:
+        needed = limit.base + limit.per_rank * ranks
+        soft, hard = resource.getrlimit(limit.kind)
+        if resource.RLIM_INFINITY not in (soft, hard) and hard < needed * limit.unit:
+            plural = "s" if ranks > 1 else ""
+            raise ValueError(
+                f"the limit of {limit.name} is {hard // limit.unit}, and MPI needs {needed} with {ranks} rank{plural} "
+                f"on a node: raise it by `{limit.command} {needed}` before the start, or ask the administrator of the "
+                "system"
+            )
+        if soft != resource.RLIM_INFINITY and soft < needed * limit.unit:
+            resource.setrlimit(limit.kind, (needed * limit.unit, hard))
 
 
 def open_streams() -> None:
-    """Make the standard streams take every line: a closed one leads to the null device, and no character of a path is refused.
+    """Open closed standard streams on the null device, and let all streams print any path.
 
-    The next file that is opened would get the descriptor of a closed stream, and what libraries print would be written into it.
+    Otherwise the next opened file would get the descriptor of a closed stream, and library output would be written into it.
     """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(
-                os.open(os.devnull, os.O_RDWR), True
-            )  # gets the lowest free descriptor, which is this one
+            # `open` returns the lowest free descriptor, which is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
-            null = open(os.devnull, "r" if name == "stdin" else "w")  # noqa: SIM115 - stays open as long as the process
+            null = open(os.devnull, "r" if name == "stdin" else "w")  # noqa: SIM115 - never closed
             setattr(sys, name, null)
             setattr(sys, f"__{name}__", null)
-    for stream in (
-        sys.stdout,
-        sys.stderr,
-    ):  # the bytes of a path that is not valid in the locale's encoding are surrogates
+    # Path bytes that are invalid in the locale's encoding are surrogates.
+    for stream in (sys.stdout, sys.stderr):
         if not isinstance(stream, io.TextIOWrapper):
             continue
         if codecs.lookup(stream.encoding).name in ("ascii", "utf-8"):

@@ -1,4 +1,4 @@
-"""Exit codes, and how a process below an MPI launcher reports an error and ends."""
+"""Exit codes, and error reports of a process below an MPI launcher."""
 
 from __future__ import annotations
 
@@ -19,19 +19,12 @@ from typing import TextIO
 
 from .environment import processes, rank
 
-GRACE_EVERYWHERE = (
-    10.0  # s that other ranks leave to rank 0 where it is known to fail as well; its end ends them
-)
+# Seconds that other ranks wait for rank 0 to report the same failure; the end of rank 0 ends them.
+GRACE_EVERYWHERE = 10.0
+GRACE_START = 2.0  # the same just after the start: rank 0 may still be loading Python
 
-
-GRACE_START = (
-    2.0  # s, the same where processes have just started: rank 0 may still be loading Python
-)
-
-
-# Words of the loader, torch, C, C++ and Python.
+# Messages of the loader, torch, C, C++ and Python.
 _NO_MEMORY = ("failed to map segment", "llocate memory", "bad_alloc", "can't start new thread")
-
 
 _REFUSED_PATHS = (
     errno.ENAMETOOLONG,
@@ -44,34 +37,30 @@ _REFUSED_PATHS = (
 
 
 class ExitCode(IntEnum):
-    """How a job ended, for a job script to decide by. A launcher has codes of its own: above 128, a signal ended a rank.
+    """Exit code of a job, for job scripts. Launchers add their own: above 128, a signal ended a rank.
 
-    FINISHED is also an orderly stop: a signal or a time limit came, the run was saved, and the next start continues it.
+    FINISHED includes an orderly stop after a signal or at a time limit: the run was saved, and the next start resumes it.
     """
 
     FINISHED = 0
-    FAILED = 1  # a bug with its traceback, or memory that the system refuses; of `verify`: something is damaged
-    USER_ERROR = 2  # refused in one line; a restart would be refused as well
-    DIVERGED = 3  # gradients hold an Inf or NaN; a restart would run into them again
-    HANG = 4  # a rank stopped moving
+    FAILED = 1  # a bug with its traceback, or out of memory; `verify`: a file is damaged
+    USER_ERROR = 2  # reported in one line; a restart would fail in the same way
+    DIVERGED = 3  # gradients contain Inf or NaN; a restart would reach them again
+    HANG = 4  # a rank made no progress
     LOST_RANK = 5  # a rank's process or node is gone
-    # a fault of a machine: ranks that hold the same state have other bits, or a core computes wrong
-    # results
+    # A machine fault: replicas of the same state differ, or a core computes wrong results.
     REPLICAS_DIFFER = 6
-    STORAGE = 7  # a file system failed in a way that may pass: an I/O error, a stale handle, a server that does not answer
-    INTERRUPTED = 130  # by Control-C, as shells have it: 128 + SIGINT
-    OUTPUT = 141  # standard output takes nothing more: its reader has left (as shells have it: 128 + SIGPIPE), or its disk is full
+    STORAGE = 7  # a possibly temporary file-system failure: I/O error, stale handle, server timeout
+    INTERRUPTED = 130  # Control-C, as in shells: 128 + SIGINT
+    OUTPUT = 141  # standard output is closed (as in shells: 128 + SIGPIPE) or its disk is full
 
 
 def report_everywhere(text: str) -> None:
-    """Print `text` on stderr, once, where every process of a job fails alike before MPI has started.
+    """Print `text` on stderr once, if every process fails alike before MPI has started.
 
-    Rank 0 prints. The others leave it the time to do so, because some launchers kill all processes when the first one fails; many
-    processes start further apart than a few.
+    Rank 0 prints. The others wait, longer with more processes, because some launchers kill all processes when the first fails.
     """
-    with contextlib.suppress(
-        ValueError
-    ):  # of misleading variables, which is what `text` may be about
+    with contextlib.suppress(ValueError):  # invalid launcher variables, possibly reported by `text`
         if rank():
             time.sleep(min(GRACE_EVERYWHERE, GRACE_START + processes()[1] / 100))
             return
@@ -81,9 +70,9 @@ def report_everywhere(text: str) -> None:
 
 
 def abort(code: int) -> None:
-    """Ask the launcher to end the job with this exit code, without MPI, which may hang; nothing where it does not speak PMI-1.
+    """Ask a PMI-1 launcher to end the job with this exit code, without MPI, which may hang.
 
-    MPICH's launcher also notices the end of each rank, but it then ends with the code of any rank, even of one that it killed.
+    MPICH's launcher also notices when ranks end, but then returns the code of any rank, even a killed one.
     """
     with contextlib.suppress(OSError, KeyError, ValueError):
         os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
@@ -91,7 +80,7 @@ def abort(code: int) -> None:
 
 
 def path_error(error: BaseException) -> str | None:
-    """One line for a path that the system refuses before anybody has looked at it; None for another error."""
+    """Return a one-line message if the system refuses a path, or None for another error."""
     if (
         not isinstance(error, OSError)
         or error.filename is None
@@ -102,7 +91,7 @@ def path_error(error: BaseException) -> str | None:
 
 
 def output_error(error: BaseException) -> str | None:
-    """One line for standard output that takes nothing more; None for another error, "" where its reader, such as head, has left."""
+    """Return a one-line message if standard output fails, "" if its reader has closed it, or None for another error."""
     if isinstance(error, BrokenPipeError):
         return ""
     full = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
@@ -112,7 +101,7 @@ def output_error(error: BaseException) -> str | None:
 
 
 def memory_error(error: BaseException) -> str | None:
-    """One line for memory that the system refuses, also to a library that is loaded; None for another error."""
+    """Return a one-line message if memory, also for loading a library, is refused, or None for another error."""
     text = next(iter(str(error).splitlines()), "")
     kinds = (ImportError, OSError, RuntimeError)
     refused = isinstance(error, kinds) and any(words in text for words in _NO_MEMORY)
@@ -123,9 +112,9 @@ def memory_error(error: BaseException) -> str | None:
 
 
 def leave_alone(code: int) -> int:
-    """The exit code of a process that fails alone, before MPI has started; one of several ends by SIGKILL instead.
+    """Return `code` from a process that fails alone before MPI has started; kill the process if there are others.
 
-    The others wait for it in MPI_Init, and MPICH's launcher ends them for a signal only.
+    The others wait in MPI_Init, and MPICH's launcher ends them only after a signal.
     """
     wait_until_read(sys.stderr)
     if processes()[1] > 1:
@@ -134,7 +123,7 @@ def leave_alone(code: int) -> int:
 
 
 def close_output() -> None:
-    """Flush standard output; where that fails, drop what is left, so that Python's end does not report it again."""
+    """Flush standard output, or drop the rest on failure, so that Python does not report the error again at exit."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
@@ -143,13 +132,14 @@ def close_output() -> None:
 
 
 def wait_until_read(stream: TextIO, limit: float = 2.0) -> None:
-    """Wait until the launcher has read the pipe that `stream` writes to, for at most `limit` seconds.
+    """Wait until the launcher has read the pipe behind `stream`, for at most `limit` seconds.
 
-    MPICH's launcher drops what it has not read when the abort arrives: without this, 3 of 60 reports were lost.
+    MPICH's launcher drops unread output when the abort arrives: without the wait, 3 in 60 reports were lost.
     """
     try:
         pipe = stream.fileno()
-        unread, end = array.array("i", [1]), time.monotonic() + limit
+        unread = array.array("i", [1])
+        end = time.monotonic() + limit
         while stat.S_ISFIFO(os.fstat(pipe).st_mode) and unread[0] and time.monotonic() < end:
             time.sleep(0.01)
             fcntl.ioctl(pipe, termios.FIONREAD, unread)
@@ -159,7 +149,7 @@ def wait_until_read(stream: TextIO, limit: float = 2.0) -> None:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """No collection within; afterwards the collector is as it was. What an import creates stays, so that it has nothing to find."""
+    """Disable garbage collection in the block: objects created by an import stay alive."""
     enabled = gc.isenabled()
     gc.disable()
     try:

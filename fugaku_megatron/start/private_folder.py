@@ -1,8 +1,8 @@
-"""Folders and files of this user in a directory that other users can write, such as /dev/shm or /tmp.
+"""Private folders and files in a directory that other users can write, such as /dev/shm or /tmp.
 
-Another user can create any name there first: a folder of his own, or a link to a file of ours. So a
-folder is used only if it is a folder, ours, and closed to others, and a file is never opened
-through a link. Such a directory is sticky: nobody else can rename or remove what is ours.
+Another user can create any name there first, as a folder or as a link to one of our files. Therefore a folder is used
+only if this user owns it and it is closed to others, and a file is never opened through a link. The directory is
+sticky: nobody else can rename or remove our files.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ def is_private(folder: Path) -> bool:
 
 
 def make_private(folder: Path) -> None:
-    """Create a private folder, or take an existing one.
-
-    PermissionError if the name belongs to another user, or is anything but a private folder.
-    """
+    """Create a private folder, or accept an existing one. Raises PermissionError for anything else at that name."""
     try:
         os.mkdir(folder, mode=0o700)
     except FileExistsError:
@@ -39,6 +36,6 @@ def make_private(folder: Path) -> None:
 
 
 def create(file: Path) -> BinaryIO:
-    """Open a new file for reading and writing. FileExistsError if the name is taken, by a link as well."""
+    """Open a new file for reading and writing. Raises FileExistsError if the name exists, also as a link."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(file, flags, mode=0o600), "w+b")

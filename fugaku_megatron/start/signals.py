@@ -1,4 +1,4 @@
-"""Signals of a process below an MPI launcher: requests to stop, and interrupts while modules are imported."""
+"""Signal handlers of a process below an MPI launcher: stop requests, and interrupts during imports."""
 
 from __future__ import annotations
 
@@ -12,26 +12,18 @@ from typing import Any, TypeVar
 
 from .exit_codes import ExitCode, report_everywhere
 
-# SIGUSR1 is what Slurm sends ahead of the time limit when a job asks for it (--signal=USR1@300)
+# Slurm sends SIGUSR1 ahead of the time limit if a job asks for it (--signal=USR1@300).
 STOPS = (signal.SIGTERM, signal.SIGUSR1)
-
-
-Handler = (
-    Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
-)  # what signal.signal takes and returns
-
-
 STOP_SIGNALS = (*STOPS, signal.SIGINT)
+STOPPED_IN_ORDER = ("train", "supervise")  # commands that save and exit after a signal
 
-
+# Argument and result type of signal.signal.
+Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 Signals = TypeVar("Signals", bound="StopSignals")
 
 
-STOPPED_IN_ORDER = ("train", "supervise")  # commands that save and leave when a signal asks them to
-
-
 class EarlyStop:
-    """A handler that keeps the first signal as `received`; a second has the default effect, which ends the process."""
+    """A handler that stores the first signal as `received`; a second one ends the process."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -44,37 +36,32 @@ class EarlyStop:
 
 
 def handle_signals(program: str, words: Sequence[str]) -> None:
-    """What signals do until the command of these words, its name first, has handlers of its own. A second call changes nothing."""
+    """Install the handlers that are used until the command in `words` installs its own. A second call has no effect."""
     report_interrupts(program)
     if words[:1] and words[0] in STOPPED_IN_ORDER and "--dry-run" not in words:
         keep_stops()
 
 
 def keep_stops() -> None:
-    """From now on SIGTERM and SIGUSR1 are kept, until whoever handles them asks for them by `kept_stop`."""
+    """Store SIGTERM and SIGUSR1 until a later handler reads them through `kept_stop`."""
+    if threading.current_thread() is not threading.main_thread():
+        return
     handler = EarlyStop()
     for number in STOPS:
-        if (
-            threading.current_thread() is threading.main_thread()
-            and signal.getsignal(number) is signal.SIG_DFL
-        ):
+        if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, handler)
 
 
 def kept_stop(handlers: Iterable[Handler]) -> signal.Signals | None:
-    """The signal that one of these handlers has kept; None if none has."""
-    return next(
-        (
-            handler.received
-            for handler in handlers
-            if isinstance(handler, EarlyStop) and handler.received
-        ),
-        None,
-    )
+    """Return the signal stored by one of these handlers, or None."""
+    for handler in handlers:
+        if isinstance(handler, EarlyStop) and handler.received:
+            return handler.received
+    return None
 
 
 def report_interrupts(program: str) -> None:
-    """Report interrupts under the name of `program` from now on; nothing outside the main thread or where SIGINT is ignored."""
+    """Report interrupts under the name `program`; without effect outside the main thread or if SIGINT is ignored."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return
@@ -89,7 +76,7 @@ def report_interrupts(program: str) -> None:
 
 
 def is_importing(frame: FrameType | None) -> bool:
-    """Whether an import is under way in this frame or a caller of it, or Python itself is ending."""
+    """Return True if this frame or a caller is importing a module, or if Python is shutting down."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True
@@ -98,10 +85,10 @@ def is_importing(frame: FrameType | None) -> bool:
 
 
 class StopSignals:
-    """Inside the block a first signal only sets `stop_requested`, so that the trainer can save and exit; a second ends it.
+    """A block in which the first signal only sets `stop_requested`, so that the trainer can save; a second ends the process.
 
-    Ranks do not receive a signal at the same moment, so they must decide together. Outside the main thread, where Python
-    allows no handlers, nothing is installed. A signal that came while the process started counts as the first.
+    Ranks receive a signal at different times and must therefore agree on when to stop. A signal received during the start
+    counts as the first. Outside the main thread Python allows no handlers, and none are installed.
     """
 
     def __init__(self, signals: Iterable[int] = STOP_SIGNALS) -> None:
@@ -111,6 +98,7 @@ class StopSignals:
 
     @property
     def stop_requested(self) -> bool:
+        """True after a signal asked this rank to stop."""
         return self.received is not None
 
     def __enter__(self: Signals) -> Signals:

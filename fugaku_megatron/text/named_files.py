@@ -1,7 +1,6 @@
-"""Files as a user names them: checked before they are opened, and small ones read as a whole.
+"""Checks and reads of small files named by a user; large data is read by data/files.py.
 
-Opening a FIFO would wait for ever, a device never ends, and a Git LFS pointer is three lines of text in a repository instead of a
-large file that was not downloaded. Left out: downloading a file, which `git lfs pull` does; large data (data/files.py).
+Opening a FIFO would block forever, a device never ends, and a Git LFS pointer is a stub for a file that was not downloaded.
 """
 
 from __future__ import annotations
@@ -13,30 +12,27 @@ from typing import Any
 
 FIRST_BYTES = b"version https://git-lfs.github.com/spec/"
 
-
 POINTER = "it is a Git LFS pointer: run git lfs pull"
-
-
 LARGEST = 2**30  # bytes of a file that is read as a whole
 
-
+# Names of file types, by stat.S_IFMT.
 KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFDIR: "a folder",
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
-}  # by stat.S_IFMT
+}
 
 
-def is_pointer(path: str | os.PathLike) -> bool:
-    """True for a regular file that is a pointer. Raises OSError if the file cannot be read."""
+def is_pointer(path: str | os.PathLike[str]) -> bool:
+    """Return True for a Git LFS pointer. Raises OSError if the file cannot be read."""
     with open(path, "rb") as file:
         return file.read(len(FIRST_BYTES)) == FIRST_BYTES
 
 
-def unreadable(path: str | os.PathLike) -> str | None:
-    """Return in a few words why `path` cannot be read as a regular file, or None."""
+def unreadable(path: str | os.PathLike[str]) -> str | None:
+    """Return the reason why `path` cannot be read as a regular file, or None."""
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
@@ -49,14 +45,14 @@ def unreadable(path: str | os.PathLike) -> str | None:
 
 
 def read_text(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     flag: str,
     remedy: str = "pass the path of an existing file",
     largest: int = LARGEST,
 ) -> str:
-    """Return the UTF-8 text of the file that `flag` names.
+    """Return the UTF-8 text of the file that `flag` names. Raises ValueError, one line that ends with `remedy`.
 
-    remedy: end of the message if the file cannot be read. largest: size that is read, in bytes. Raises ValueError, one line.
+    largest: limit in bytes
     """
     where = f"{flag} {path}".strip()
     reason = unreadable(path)
@@ -77,7 +73,7 @@ def read_text(
 
 
 def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON, as object_pairs_hook. Raises ValueError for a key that it has twice."""
+    """Build a JSON object, as an object_pairs_hook. Raises ValueError for a duplicate key."""
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:

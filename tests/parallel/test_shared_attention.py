@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.layout import Layout, context_ways
+from fugaku_megatron.config.layout import Layout, cp_comm_types
 from fugaku_megatron.costs.activations import rank_segments
 from fugaku_megatron.host import kernels
 from fugaku_megatron.nn.dropout import DropoutKey
@@ -77,7 +77,7 @@ def test_parts_hold_every_pair_and_begin_and_end_with_one(name, ranks):
 def test_heads_of_whole_sequences_are_the_same_work_for_any_documents():
     """Exchanged heads: every rank has the same queries and keys, so only the number of heads counts."""
     run = small_run(context_parallel_size=4, num_attention_heads=8, hidden_size=64)
-    assert set(context_ways(run)) == {"a2a"} and Layout.from_run(run, 4).cp == 4
+    assert set(cp_comm_types(run)) == {"a2a"} and Layout.from_run(run, 4).cp == 4
 
     def heads(comm):
         x = torch.arange(S // 4 * 2 * 64, dtype=torch.float32).view(S // 4, 2, 64)
@@ -250,7 +250,7 @@ def test_which_way_a_layer_takes(heads, groups, given, ways):
         cp_comm_type=given,
     )
     Layout.from_run(run, 4)
-    assert " ".join(context_ways(run)) == ways
+    assert " ".join(cp_comm_types(run)) == ways
 
 
 def test_heads_that_do_not_divide_are_one_line():
