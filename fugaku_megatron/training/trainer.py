@@ -36,7 +36,7 @@ from ..comm.base import Comm
 from ..comm.grid import Groups
 from ..config.batches import sizes_of
 from ..config.fields import check
-from ..config.layout import Layout, evaluation_run, sequence_parts
+from ..config.layout import Layout, evaluation_run, sequence_shards
 from ..config.model import architecture, with_block
 from ..config.param_schedule import ParamSchedule
 from ..config.run_config import RunConfig
@@ -214,7 +214,7 @@ class Trainer:
         run = self.run
         source, work, consumed = samples
         microbatches = lists.microbatches * self.layout.replicas
-        sequence = run.model.seq_length // (sequence_parts(run, self.layout.tp) * self.layout.cp)
+        sequence = run.model.seq_length // (sequence_shards(run, self.layout.tp) * self.layout.cp)
         count = tokens = None
         if work is not None:
             count = max(work.counted, 1) / microbatches
