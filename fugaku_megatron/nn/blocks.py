@@ -7,7 +7,6 @@ parallelism s is this rank's part of the sequence where the last dimension is h,
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -32,9 +31,10 @@ from .layers import (
     multiplied,
 )
 from .ops import DropoutKey, recompute
+from .ops.rotary import HeadNorms, Rotary
+from .parameter_views import matrix
 from .sequence_ranks import copy_groups, own_runs, positions, to_heads, to_rows
 from .shared_attention import SharedCall, Sight
-from .torch_blocks import matrix
 
 
 def _layer_class(path: str) -> Any:
@@ -87,7 +87,7 @@ class SelfAttention(nn.Module):
         positions: (s, b), the rows of `angles` of each token, None for all in turn.
         """
         model = self.context.model
-        q_weight = k_weight = None
+        norm = None
         if (
             model.qk_layernorm_all_heads
             or model.qk_layernorm
@@ -97,20 +97,14 @@ class SelfAttention(nn.Module):
             if angles is None:
                 return qkv
         elif self.q_layernorm is not None and self.k_layernorm is not None:
-            q_weight, k_weight = self.q_layernorm.scale(), self.k_layernorm.scale()
-        return self.context.ops.rotary(
-            qkv,
-            angles,
-            self.heads,
-            self.groups,
-            model.kv_channels,
-            model.rotary_interleaved,
-            0,
-            q_weight,
-            k_weight,
-            model.layernorm_epsilon,
-            positions,
+            norm = HeadNorms(
+                self.q_layernorm.scale(), self.k_layernorm.scale(), model.layernorm_epsilon
+            )
+        heads = Heads(self.heads, self.groups, model.kv_channels)
+        call = Rotary(
+            angles, heads, interleaved=model.rotary_interleaved, norm=norm, positions=positions
         )
+        return self.context.ops.rotary(qkv, call)
 
     def _normed(self, qkv: Tensor) -> Tensor:
         """qkv (s, b, g (n/g + 2) d) with its queries and keys normalised: each head, or all of them as one vector."""
@@ -226,36 +220,33 @@ class MLP(nn.Module):
         """The second bias (h), which whoever adds the residual adds."""
         return self.linear_fc2.bias
 
-    def operations(self) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-        """The operation of the whole sequence (s, b, h), and the one from part to part of it."""
-        ops, activation = self.context.ops, self.context.model.activation
-        return partial(ops.mlp, activation=activation), partial(
-            ops.mlp_between_parts, activation=activation
-        )
-
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """x (s, b, h) -> (s, b, h), without the second bias; its values may be anything where `forward_pass` needs none."""
-        fc1, fc2, context, (whole, between_parts) = (
-            self.linear_fc1,
-            self.linear_fc2,
-            self.context,
-            self.operations(),
-        )
+        fc1 = self.linear_fc1
+        fc2 = self.linear_fc2
+        context = self.context
         if fc1.adapter is not None or fc2.adapter is not None:
             return self._adapted(x, forward_pass)
         if context.blocks is not None:
-            return between_parts(
-                x, fc1.weight, fc1.bias, fc2.weight, forward_pass.needs_values, context.blocks
+            return context.ops.overlapped_mlp(
+                x,
+                fc1.weight,
+                fc1.bias,
+                fc2.weight,
+                needs_values=forward_pass.needs_values,
+                blocks=context.blocks,
+                activation=context.model.activation,
             )
-        partial = whole(
+        partial_sum = context.ops.mlp(
             context.into_matmul(x),
             fc1.weight,
             fc1.bias,
             fc2.weight,
-            forward_pass.needs_values,
-            context.sequence,
+            needs_values=forward_pass.needs_values,
+            sequence=context.sequence,
+            activation=context.model.activation,
         )
-        return context.out_of_matmul(partial, forward_pass.needs_values)
+        return context.out_of_matmul(partial_sum, forward_pass.needs_values)
 
     def _adapted(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """`forward` with adapters, in more operations. (s, b, h) -> (s, b, h)."""
@@ -282,13 +273,6 @@ class GatedMLP(MLP):
     """h -> f -> h with a gate, as one operation."""
 
     column = GatedColumnParallelLinear
-
-    def operations(self) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-        """As `MLP.operations`, of (s, b, h)."""
-        ops, activation = self.context.ops, self.context.model.activation
-        return partial(ops.gated_mlp, activation=activation), partial(
-            ops.gated_mlp_between_parts, activation=activation
-        )
 
 
 class TransformerLayer(nn.Module):

@@ -17,6 +17,11 @@ class Heads:
     groups: int
     head_size: int
 
+    @property
+    def queries_per_group(self) -> int:
+        """Queries that share a key and a value."""
+        return self.heads // self.groups
+
     @staticmethod
     def of(qkv: Tensor, head_size: int, groups: int | None) -> Heads:
         """Those of qkv (s, b, width); groups None: as many as heads."""
@@ -29,7 +34,7 @@ class Heads:
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Views of queries (s, b, g, n/g, d), keys and values (s, b, g, 1, d)."""
-        each = self.heads // self.groups
-        return qkv.view(*qkv.shape[:2], self.groups, each + 2, self.head_size).split(
-            (each, 1, 1), dim=3
+        queries = self.queries_per_group
+        return qkv.view(*qkv.shape[:2], self.groups, queries + 2, self.head_size).split(
+            (queries, 1, 1), dim=3
         )

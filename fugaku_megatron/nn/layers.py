@@ -36,10 +36,10 @@ from .forward_context import Pass
 from .heads import Angles
 from .ops import DropoutKey, Ops
 from .parameter import make_parameter, spec_of
+from .parameter_views import derived
 from .positions import rotary_angles
 from .sequence_ranks import in_order, of_ranks, own_runs
 from .sequence_ranks import positions as own_positions
-from .torch_blocks import derived
 
 # Dropout sites of a layer. A mask's stream is layer * len(SITES) + site; the embedding is layer 0 and layers count from 1.
 SITES = ("residual_1", "residual_2", "attention", "embedding")

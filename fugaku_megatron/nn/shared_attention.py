@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from ..comm.base import DONE, Comm, Handle
 from ..config.parallel import ALLGATHER
 from ..costs.activations import rank_segments, span, visible_keys
-from .dropout import DropoutKey
+from .dropout_key import DropoutKey
 from .heads import Heads
 from .sequence_ranks import in_order, of_ranks
 
@@ -115,16 +115,16 @@ class _Gradients:
     """The gradients of this rank's queries, dqkv (r, b, g (n/g + 2) d), to which each part adds its own."""
 
     def __init__(
-        self, backend: Any, call: SharedCall, qkv: Tensor, out: Tensor, lse: Tensor, dout: Tensor
+        self, ops: Any, call: SharedCall, qkv: Tensor, out: Tensor, lse: Tensor, dout: Tensor
     ) -> None:
-        self._backend, self._call, self._tensors = backend, call, (qkv, out, dout)
+        self._ops, self._call, self._tensors = ops, call, (qkv, out, dout)
         self._lse, self.dqkv = lse, torch.zeros(qkv.shape)
 
     def add(self, part: Part, kv: Tensor, dkv: Tensor) -> None:
         """kv and dkv (k, b, 2 g d) are those of the part's keys."""
         qkv, out, dout = (tensor[part.rows] for tensor in self._tensors)
         lse = self._lse[..., part.rows].contiguous()
-        self._backend.part_gradients(
+        self._ops.add_block_gradients(
             self._call, part, qkv, kv, out, lse, dout, self.dqkv[part.rows], dkv
         )
 
@@ -277,19 +277,17 @@ class _Passed:
 
 class _SharedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, backend: Any, qkv: Tensor, call: SharedCall, cp: Comm, way: str
-    ) -> Tensor:
+    def forward(ctx: Any, ops: Any, qkv: Tensor, call: SharedCall, cp: Comm, way: str) -> Tensor:
         qkv = qkv.contiguous()
-        ctx.backend, ctx.call, ctx.cp, ctx.kind = (
-            backend,
+        ctx.ops, ctx.call, ctx.cp, ctx.kind = (
+            ops,
             call,
             cp,
             _Gathered if way == ALLGATHER else _Passed,
         )
         result = Result(len(qkv), qkv.shape[1], call.heads)
         for part, kv in ctx.kind(cp, call, keys_of(qkv, call.heads).flatten(2).contiguous()):
-            result.merge(part.rows, *backend.part(call, part, qkv[part.rows], kv))
+            result.merge(part.rows, *ops.attend_block(call, part, qkv[part.rows], kv))
         out = result.total.flatten(2).to(qkv.dtype)
         ctx.save_for_backward(qkv, out, result.lse)
         return out
@@ -298,7 +296,7 @@ class _SharedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         (qkv, out, lse), heads = ctx.saved_tensors, ctx.call.heads
-        made = _Gradients(ctx.backend, ctx.call, qkv, out, lse, dout.contiguous())
+        made = _Gradients(ctx.ops, ctx.call, qkv, out, lse, dout.contiguous())
         dkv = ctx.kind(ctx.cp, ctx.call, keys_of(qkv, heads).flatten(2).contiguous()).gradients(
             made
         )
@@ -306,6 +304,6 @@ class _SharedAttention(torch.autograd.Function):
         return None, made.dqkv.to(qkv.dtype), None, None, None
 
 
-def shared_attention(backend: Any, qkv: Tensor, call: SharedCall, cp: Comm, way: str) -> Tensor:
+def shared_attention(ops: Any, qkv: Tensor, call: SharedCall, cp: Comm, way: str) -> Tensor:
     """qkv (r, b, g (n/g + 2) d), this rank's rows -> (r, b, n d). way: "p2p" or "allgather"."""
-    return _SharedAttention.apply(backend, qkv, call, cp, way)
+    return _SharedAttention.apply(ops, qkv, call, cp, way)

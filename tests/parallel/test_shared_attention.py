@@ -6,19 +6,17 @@ import torch
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.layout import Layout, cp_comm_types
 from fugaku_megatron.costs.activations import rank_segments
-from fugaku_megatron.host import kernels
-from fugaku_megatron.nn.dropout import DropoutKey
+from fugaku_megatron.nn.dropout_key import DropoutKey
 from fugaku_megatron.nn.heads import Heads
-from fugaku_megatron.nn.native_ops import NativeOps
+from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.sequence_ranks import in_order, of_ranks, to_heads, to_rows
 from fugaku_megatron.nn.shared_attention import SharedCall, Sight, parts, shared_attention
-from fugaku_megatron.nn.torch_ops import TorchOps
 from tests.helpers import CP2, CP4, DROPOUT, PP2, TP2PP2, small_run, train
 from tests.kernels.test_attention import document_starts
 from tests.recording import RecordingComm
 from tests.threads import ThreadWorld
 
-NATIVE, HEADS = NativeOps(kernels), Heads(4, 2, 8)
+NATIVE, HEADS = Ops.build(), Heads(4, 2, 8)
 S, SAMPLES = 96, 2
 KEY = DropoutKey(7, 3, 2, sample_dim=0)
 SIGHTS = {
@@ -128,7 +126,7 @@ def tensors(dtype=torch.float32):
     ],
 )
 def test_ranks_make_what_one_rank_makes(ranks, way, name, backend):
-    ops = NATIVE if backend == "native" else TorchOps(kernels)
+    ops = NATIVE if backend == "native" else Ops.build("torch")
     (qkv, dout), call = tensors(), SharedCall(HEADS, SIGHTS[name], 0.25, KEY)
     leaf = qkv.clone().requires_grad_()
     want = ops.attention(leaf, 8, 0.25, KEY, 2, call.sight.window, call.sight.starts)
@@ -153,11 +151,11 @@ class Watched:
     """NATIVE, whose gradients of parts are noted in a communicator's log: the first query and the first key of each."""
 
     def __init__(self, log):
-        self.part, self.log = NATIVE.part, log
+        self.attend_block, self.log = NATIVE.attend_block, log
 
-    def part_gradients(self, call, part, *tensors):
+    def add_block_gradients(self, call, part, *tensors):
         self.log.append(("backward", part.queries.start, part.keys.start))
-        NATIVE.part_gradients(call, part, *tensors)
+        NATIVE.add_block_gradients(call, part, *tensors)
 
 
 def test_gradients_of_others_keys_leave_before_the_last_own_part():
