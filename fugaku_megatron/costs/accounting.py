@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ..config.fields import check
-from ..config.layout import Layout, cp_comm_types, placement, sequence_parts, stage_sizes
+from ..config.layout import Layout, cp_comm_types, placement, sequence_shards, stage_sizes
 from ..config.model import NORMS
 from ..config.parallel import A2A
 from ..config.run_config import ModelConfig, ParallelConfig, RunConfig
@@ -71,7 +71,7 @@ def zero_shards(run: RunConfig, layout: Layout) -> int:
 
 def _norm(name: str, run: RunConfig, tp: int) -> Record:
     norm = NORMS[run.model.normalization]
-    rows = tokens_per_microbatch(run) // sequence_parts(run, tp)
+    rows = tokens_per_microbatch(run) // sequence_shards(run, tp)
     parameters = norm.vectors * run.model.hidden_size
     return Record(
         name=name,

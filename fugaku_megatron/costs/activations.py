@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ..config.layout import cp_comm_types, group_copies, sequence_parts
+from ..config.layout import cp_comm_types, group_copies, sequence_shards
 from ..config.lora import FC1, FC2, MATRICES, PROJ, QKV
 from ..config.parallel import A2A, ALLGATHER, P2P
 from ..config.run_config import ModelConfig, RunConfig
@@ -233,7 +233,7 @@ def key_working_bytes(run: RunConfig, tp: int) -> int:
 
 def residual_bytes(run: RunConfig, tp: int) -> int:
     """Return the bytes of an activation between matmuls, (s, b, h) or its sequence shard, which pipeline stages send."""
-    return activation_bytes(run) // sequence_parts(run, tp)
+    return activation_bytes(run) // sequence_shards(run, tp)
 
 
 # Blocks of a whole activation, at least: the first is not overlapped, and matmuls with fewer rows are slower.
@@ -266,7 +266,7 @@ class MatmulCollectives:
         whole: bytes of an activation; None: width h.
         """
         whole = activation_bytes(run) if whole is None else whole
-        if sequence_parts(run, tp) == 1:
+        if sequence_shards(run, tp) == 1:
             return MatmulCollectives((), all_reduce(whole, tp), all_reduce(whole, tp), ())
         gather = Collective("all_gather", "tp", whole // tp)
         scatter = Collective("reduce_scatter", "tp", whole)
@@ -338,7 +338,7 @@ def _adapters(run: RunConfig, tp: int, record: Record) -> tuple[Record, ...]:
         )
     saved = rows * width * element_bytes(run)
     around = MatmulCollectives.from_run(run, tp, saved)
-    shards = sequence_parts(run, tp)
+    shards = sequence_shards(run, tp)
     if is_row_parallel:
         down = linear(
             f"{name}_lora_A",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ..config.layout import sequence_parts
+from ..config.layout import sequence_shards
 from ..config.run_config import ModelConfig, RunConfig
 from .activations import (
     FP32_BYTES,
@@ -72,7 +72,7 @@ class Division:
             ep=parallel.expert_model_parallel_size,
             etp=etp,
             divided=parallel.divides_experts,
-            chosen=pairs // sequence_parts(run, tp),
+            chosen=pairs // sequence_shards(run, tp),
             here=pairs * etp // tp,
         )
 
@@ -179,7 +179,7 @@ def expert_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
 def _router(run: RunConfig, tp: int) -> Record:
     model = run.model
     e = model.num_experts or 0
-    shards = sequence_parts(run, tp)
+    shards = sequence_shards(run, tp)
     rows = tokens_per_microbatch(run) // shards
     parameters = e * model.hidden_size
     if model.moe_router_enable_expert_bias:
@@ -212,7 +212,7 @@ def _order_bytes(run: RunConfig, tp: int, division: Division) -> int:
     if division.divided:
         received = here * (FP32_BYTES + RECEIVED_BYTES) + _pair_bytes(run, tp).hidden
         return division.chosen * NUMBER_BYTES + received
-    shards = sequence_parts(run, tp)
+    shards = sequence_shards(run, tp)
     saved = here * (FP32_BYTES + NUMBER_BYTES) + here // shards * FP32_BYTES
     return saved + activation_bytes(run) if shards > 1 else saved
 
@@ -237,7 +237,7 @@ def _expert_collectives(run: RunConfig, tp: int) -> MatmulCollectives:
     around = MatmulCollectives.from_run(run, tp)
     whole = activation_bytes(run)
     pairs = tokens_per_microbatch(run) * run.model.moe_router_topk
-    if sequence_parts(run, tp) == 1:
+    if sequence_shards(run, tp) == 1:
         return replace(
             around,
             into=(),
@@ -305,7 +305,7 @@ def _shared_expert(run: RunConfig, tp: int) -> tuple[Record, ...]:
         linear("shared_fc2", (rows, h, f), forward=around.out, backward=around.out_backward),
     ]
     if model.moe_shared_expert_gate:
-        own = rows // sequence_parts(run, tp)
+        own = rows // sequence_shards(run, tp)
         saved = residual_bytes(run, tp) + own * (FP32_BYTES + element_bytes(run) % FP32_BYTES)
         records.append(linear("shared_gate", (own, 1, h), saved_bytes=saved, replicated=h))
     return tuple(records)

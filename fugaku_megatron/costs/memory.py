@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..config.layout import Layout, cp_comm_types, group_copies, placement, sequence_parts
+from ..config.layout import Layout, cp_comm_types, group_copies, placement, sequence_shards
 from ..config.optimizer import MOMENT_BYTES
 from ..config.parallel import A2A, P2P
 from ..config.run_config import RunConfig
@@ -257,7 +257,7 @@ def gradient_collectives(run: RunConfig, layout: Layout, stage: int) -> list[Col
         )
     if layout.tp > 1:
         records = [record for _, record in stage_records(run, layout, stage)]
-        if sequence_parts(run, layout.tp) > 1:
+        if sequence_shards(run, layout.tp) > 1:
             partial = sum(record.replicated for record in records)
         else:
             partial = sum(record.of_heads for record in records)
