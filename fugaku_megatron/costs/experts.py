@@ -31,7 +31,7 @@ def typical_mlp(model: ModelConfig) -> str:
 
 
 def mlp_width(model: ModelConfig) -> int:
-    """Return the elements of a token between the two MLP matmuls, summed over its experts."""
+    """Return a token's elements between the two MLP matmuls, summed over its experts."""
     if not model.num_experts:
         return model.ffn_hidden_size
     return model.moe_router_topk * (model.moe_ffn_hidden_size or 0) + (
@@ -44,7 +44,7 @@ EXCHANGED_GROUPS = 8
 
 
 def exchanged_groups(held: int) -> int:
-    """Return the number of equal expert groups whose rows are sent one after another. held: experts of a rank."""
+    """Return the number of equal expert groups whose rows are sent one after another. held: experts on a rank."""
     return max(groups for groups in range(1, EXCHANGED_GROUPS + 1) if held % groups == 0)
 
 
@@ -65,7 +65,6 @@ class Division:
 
     @staticmethod
     def of(run: RunConfig, tp: int) -> Division:
-        """Return the expert parallelism of a run."""
         parallel = run.parallel
         pairs = tokens_per_microbatch(run) * run.model.moe_router_topk
         etp = parallel.expert_tensor_parallel_size or tp
@@ -101,8 +100,8 @@ def _pair_bytes(run: RunConfig, tp: int) -> PairBytes:
 def waiting_bytes(run: RunConfig, tp: int) -> int:
     """Return the bytes that experts keep between the halves of a split backward: the router's input and all matmul operands.
 
-    Experts: inputs, output gradients, the second matmul's input and the pre-activation's gradient. Shared expert: its output's
-    gradient, its pre-activation and the gradient of that; its input is the router's.
+    Experts: inputs, output gradients, the second matmul's input and the pre-activation's gradient. Shared expert: the output gradient,
+    the pre-activation and its gradient; the router saves the input.
     """
     hidden, inner, shared = _pair_bytes(run, tp)
     widths = run.model.fc1_widths
@@ -136,7 +135,7 @@ COUNT_BYTES = 4  # a token count, reduced as FP32
 
 
 def expert_records(run: RunConfig, tp: int) -> tuple[Record, ...]:
-    """Return the operations of a layer's experts. Every expert's matmuls have the mean number of rows."""
+    """Return the operations in a layer's experts. Every expert's matmuls have the mean number of rows."""
     model = run.model
     division = Division.of(run, tp)
     h = model.hidden_size
