@@ -34,7 +34,7 @@ from .ops import DropoutKey, recompute
 from .ops.rotary import HeadNorms, Rotary
 from .parameter_views import matrix
 from .sequence_ranks import copy_groups, own_runs, positions, to_heads, to_rows
-from .shared_attention import SharedCall, Sight
+from .shared_attention import AttentionMask, SharedCall
 
 
 def _layer_class(path: str) -> Any:
@@ -81,7 +81,7 @@ class SelfAttention(nn.Module):
             not model.disable_bias_linear,
         )
 
-    def turn(self, qkv: Tensor, angles: Angles | None, positions: Tensor | None) -> Tensor:
+    def apply_rotary(self, qkv: Tensor, angles: Angles | None, positions: Tensor | None) -> Tensor:
         """qkv (s, b, g (n/g + 2) d) with queries and keys normalised and turned by `angles`, two of (s, rotated elements / 2).
 
         positions: (s, b), the rows of `angles` of each token, None for all in turn.
@@ -122,7 +122,7 @@ class SelfAttention(nn.Module):
             normed.append(y.view(part.shape))
         return torch.cat((*normed, values), 3).view(qkv.shape)
 
-    def core(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
+    def attend(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
         """Attention between the two matrices, (s, b, g (n/g + 2) d) -> (s, b, n d): what selective recompute runs again."""
         if self.context.cp.size > 1 and self.way != A2A:
             return self._between_ranks(qkv, forward_pass)
@@ -151,7 +151,7 @@ class SelfAttention(nn.Module):
             starts=documents.starts,
         )
         if model.uses_rotary:
-            qkv = self.turn(qkv, *self._angles(len(qkv), forward_pass))
+            qkv = self.apply_rotary(qkv, *self._angles(len(qkv), forward_pass))
         if forward_pass.rows is not None:
             return forward_pass.rows.attend(ops, self.layer, qkv, attention)
         return to_rows(attention(qkv), cp)
@@ -165,7 +165,7 @@ class SelfAttention(nn.Module):
         return by_length or (self.context.angles(length), documents.positions)
 
     def _between_ranks(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
-        """`core` of ranks that exchange keys and values: qkv (r, b, g (n/g + 2) d), this rank's rows -> (r, b, n d)."""
+        """`attend` of ranks that exchange keys and values: qkv (r, b, g (n/g + 2) d), this rank's rows -> (r, b, n d)."""
         model, context, documents = self.context.model, self.context, forward_pass.documents
         s, own = len(qkv) * context.cp.size, positions(own_runs(len(qkv), context.cp))
         if model.uses_rotary:
@@ -173,7 +173,7 @@ class SelfAttention(nn.Module):
             own_places = (
                 own.int().unsqueeze(1).expand(-1, qkv.shape[1]) if places is None else places[own]
             )
-            qkv = self.turn(qkv, angles, own_places.contiguous())
+            qkv = self.apply_rotary(qkv, angles, own_places.contiguous())
         key = DropoutKey(
             context.seed,
             dropout_stream(self.layer, "attention"),
@@ -183,7 +183,7 @@ class SelfAttention(nn.Module):
         )
         call = SharedCall(
             Heads(self.heads, self.groups, model.kv_channels),
-            Sight(s, model.window, documents.starts),
+            AttentionMask(s, model.window, documents.starts),
             model.attention_dropout if forward_pass.training else 0.0,
             key,
         )
@@ -195,7 +195,9 @@ class SelfAttention(nn.Module):
         again = (
             forward_pass.recompute == "selective" and qkv.requires_grad
         )  # below the lowest adapter there is no backward
-        context = recompute(self.core, qkv, forward_pass) if again else self.core(qkv, forward_pass)
+        context = (
+            recompute(self.attend, qkv, forward_pass) if again else self.attend(qkv, forward_pass)
+        )
         return self.linear_proj(context, forward_pass)
 
 
