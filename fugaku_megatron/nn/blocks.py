@@ -34,17 +34,17 @@ from .ops import DropoutKey, recompute
 from .ops.rotary import HeadNorms, Rotary
 from .parameter_views import matrix
 from .sequence_ranks import copy_groups, own_runs, positions, to_heads, to_rows
-from .shared_attention import SharedCall, Sight
+from .shared_attention import AttentionMask, SharedCall
 
 
 def _layer_class(path: str) -> Any:
-    """The class that a row of `config.model` names as "module:class"."""
+    """Import the class that a row of `config.model` names as "module:class"."""
     module, name = path.split(":")
     return getattr(importlib.import_module(module), name)
 
 
 def make_norm(name: str, context: Context) -> Norm:
-    """The norm that the model's config names."""
+    """Build the norm that the model's config names."""
     return _layer_class(NORMS[context.model.normalization].layer)(name, context)
 
 
@@ -81,10 +81,11 @@ class SelfAttention(nn.Module):
             not model.disable_bias_linear,
         )
 
-    def turn(self, qkv: Tensor, angles: Angles | None, positions: Tensor | None) -> Tensor:
-        """qkv (s, b, g (n/g + 2) d) with queries and keys normalised and turned by `angles`, two of (s, rotated elements / 2).
+    def apply_rotary(self, qkv: Tensor, angles: Angles | None, positions: Tensor | None) -> Tensor:
+        """Normalize and rotate the queries and keys of qkv (s, b, g (n/g + 2) d).
 
-        positions: (s, b), the rows of `angles` of each token, None for all in turn.
+        angles: cosines and sines (s, rotated elements / 2)
+        positions: (s, b), row of `angles` of each token; None: the token's index.
         """
         model = self.context.model
         norm = None
@@ -107,7 +108,7 @@ class SelfAttention(nn.Module):
         return self.context.ops.rotary(qkv, call)
 
     def _normed(self, qkv: Tensor) -> Tensor:
-        """qkv (s, b, g (n/g + 2) d) with its queries and keys normalised: each head, or all of them as one vector."""
+        """Normalize the queries and keys of qkv (s, b, g (n/g + 2) d), each head or all heads as one vector."""
         ops, model = self.context.ops, self.context.model
         *parts, values = Heads(self.heads, self.groups, model.kv_channels).split(qkv)
         normed = []
@@ -122,8 +123,8 @@ class SelfAttention(nn.Module):
             normed.append(y.view(part.shape))
         return torch.cat((*normed, values), 3).view(qkv.shape)
 
-    def core(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
-        """Attention between the two matrices, (s, b, g (n/g + 2) d) -> (s, b, n d): what selective recompute runs again."""
+    def attend(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
+        """Return attention without its projections, (s, b, g (n/g + 2) d) -> (s, b, n d). Selective recompute reruns it."""
         if self.context.cp.size > 1 and self.way != A2A:
             return self._between_ranks(qkv, forward_pass)
         model, ops, tp, cp = self.context.model, self.context.ops, self.context.tp, self.context.cp
@@ -151,7 +152,7 @@ class SelfAttention(nn.Module):
             starts=documents.starts,
         )
         if model.uses_rotary:
-            qkv = self.turn(qkv, *self._angles(len(qkv), forward_pass))
+            qkv = self.apply_rotary(qkv, *self._angles(len(qkv), forward_pass))
         if forward_pass.rows is not None:
             return forward_pass.rows.attend(ops, self.layer, qkv, attention)
         return to_rows(attention(qkv), cp)
@@ -165,7 +166,7 @@ class SelfAttention(nn.Module):
         return by_length or (self.context.angles(length), documents.positions)
 
     def _between_ranks(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
-        """`core` of ranks that exchange keys and values: qkv (r, b, g (n/g + 2) d), this rank's rows -> (r, b, n d)."""
+        """Return `attend` if ranks exchange keys and values. qkv (r, b, g (n/g + 2) d), this rank's rows -> (r, b, n d)."""
         model, context, documents = self.context.model, self.context, forward_pass.documents
         s, own = len(qkv) * context.cp.size, positions(own_runs(len(qkv), context.cp))
         if model.uses_rotary:
@@ -173,7 +174,7 @@ class SelfAttention(nn.Module):
             own_places = (
                 own.int().unsqueeze(1).expand(-1, qkv.shape[1]) if places is None else places[own]
             )
-            qkv = self.turn(qkv, angles, own_places.contiguous())
+            qkv = self.apply_rotary(qkv, angles, own_places.contiguous())
         key = DropoutKey(
             context.seed,
             dropout_stream(self.layer, "attention"),
@@ -183,19 +184,21 @@ class SelfAttention(nn.Module):
         )
         call = SharedCall(
             Heads(self.heads, self.groups, model.kv_channels),
-            Sight(s, model.window, documents.starts),
+            AttentionMask(s, model.window, documents.starts),
             model.attention_dropout if forward_pass.training else 0.0,
             key,
         )
         return context.ops.shared_attention(qkv, call, context.cp, self.way)
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """x (s, b, h) -> (s, b, h), without the projection's bias."""
+        """Return attention (s, b, h) of x (s, b, h), without the projection's bias."""
         qkv = self.linear_qkv(x, forward_pass)  # (s, b, g (n/g + 2) d)
         again = (
             forward_pass.recompute == "selective" and qkv.requires_grad
         )  # below the lowest adapter there is no backward
-        context = recompute(self.core, qkv, forward_pass) if again else self.core(qkv, forward_pass)
+        context = (
+            recompute(self.attend, qkv, forward_pass) if again else self.attend(qkv, forward_pass)
+        )
         return self.linear_proj(context, forward_pass)
 
 
@@ -217,11 +220,11 @@ class MLP(nn.Module):
 
     @property
     def output_bias(self) -> Tensor | None:
-        """The second bias (h), which whoever adds the residual adds."""
+        """Second bias (h), added together with the residual."""
         return self.linear_fc2.bias
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """x (s, b, h) -> (s, b, h), without the second bias; its values may be anything where `forward_pass` needs none."""
+        """Return the MLP (s, b, h) of x (s, b, h), without the second bias."""
         fc1 = self.linear_fc1
         fc2 = self.linear_fc2
         context = self.context
@@ -249,7 +252,7 @@ class MLP(nn.Module):
         return context.out_of_matmul(partial_sum, forward_pass.needs_values)
 
     def _adapted(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """`forward` with adapters, in more operations. (s, b, h) -> (s, b, h)."""
+        """Return `forward` with adapters, (s, b, h) -> (s, b, h)."""
         fc1, fc2, context = self.linear_fc1, self.linear_fc2, self.context
         weight, bias = (
             (fc1.weight, fc1.bias)
@@ -276,7 +279,7 @@ class GatedMLP(MLP):
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm block, whose MLP reads what attention made, or with --parallel-residual what attention reads as well.
+    """Pre-norm block. With --parallel-residual the MLP and attention have the same input.
 
     `layer` counts from 1 over the whole model.
     """
@@ -295,7 +298,7 @@ class TransformerLayer(nn.Module):
         return self.dropout if forward_pass.training else 0.0, key
 
     def _attended(self, x: Tensor, forward_pass: Pass) -> tuple[Tensor, Tensor]:
-        """(x with what attention adds to it, the MLP's input), two of (s, b, h)."""
+        """Return (x + attention, MLP input), both (s, b, h)."""
         attention, model = self.self_attention, self.context.model
         added = (
             multiplied(attention(self.input_layernorm(x), forward_pass), model.residual_multiplier),
@@ -308,7 +311,7 @@ class TransformerLayer(nn.Module):
         return self.pre_mlp_layernorm.add_and_normalize(*added)
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """x (s, b, h) -> (s, b, h); its values may be anything where `forward_pass` needs none."""
+        """Return the block's output (s, b, h) for x (s, b, h)."""
         x, normed = self._attended(x, forward_pass)
         out = multiplied(self.mlp(normed, forward_pass), self.context.model.residual_multiplier)
         return self.context.ops.bias_dropout_add(

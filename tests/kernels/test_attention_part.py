@@ -15,7 +15,14 @@ from fugaku_megatron.host import kernels
 from fugaku_megatron.nn.dropout_key import DropoutKey
 from fugaku_megatron.nn.heads import Heads
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.nn.shared_attention import Part, Result, SharedCall, Sight, keys_of, parts
+from fugaku_megatron.nn.shared_attention import (
+    AttentionMask,
+    Part,
+    Result,
+    SharedCall,
+    keys_of,
+    parts,
+)
 from tests.kernels.test_attention import (
     DROPOUT,
     GROUPED,
@@ -42,16 +49,16 @@ def in_parts(qkv, dout, heads, runs, window=None, starts=None, every=False, **dr
     """(out, lse, dqkv) from parts of all pairs of runs of queries and keys. every: of all pairs, also of those that see nothing."""
     s, b, width = qkv.shape
     lies = Heads(heads, (width * heads // dout.shape[2] - heads) // 2, dout.shape[2] // heads)
-    kv, sight, options = (
+    kv, mask, options = (
         keys_of(qkv, lies).flatten(2).contiguous(),
-        Sight(s, window, starts),
+        AttentionMask(s, window, starts),
         {"window": window, "starts": starts},
     )
     chosen = [
         Part(slice(q.start, q.stop), q, k) if every else part
         for q in runs
         for k in runs
-        for part in ([None] if every else parts(sight, [q], k))
+        for part in ([None] if every else parts(mask, [q], k))
     ]
     chosen = (
         chosen
@@ -191,10 +198,10 @@ def test_torch_makes_the_same_of_a_part(target, dtype):
     key = DropoutKey(
         DROPOUT["seed"], DROPOUT["stream"], DROPOUT["first_sample"], 0, DROPOUT["first_head"] * s
     )
-    call = SharedCall(lies, Sight(s, 50, document_starts(s, 2, 4)), DROPOUT["p"], key)
+    call = SharedCall(lies, AttentionMask(s, 50, document_starts(s, 2, 4)), DROPOUT["p"], key)
     part, backend = Part(slice(60, 100), range(60, 100), range(20, 80)), Ops.build("torch")
     kv = keys_of(qkv, lies).flatten(2).contiguous()[20:80]
-    arguments = (s, 60, 20, *DROPOUT.values(), 50, call.sight.starts)
+    arguments = (s, 60, 20, *DROPOUT.values(), 50, call.mask.starts)
     out, lse = torch.empty_like(dout[60:100]), torch.empty(2, 4, 40)
     kernels.attention_part_forward(qkv[60:100], kv, out, lse, *arguments)
     for got, want in zip(

@@ -221,19 +221,19 @@ def add_block_gradients(
 
 def _block_arguments(call: SharedCall, part: Part) -> tuple[Any, ...]:
     """Return the kernels' arguments from the sequence length on."""
-    sight = call.sight
+    mask = call.mask
     key = call.key
     return (
-        sight.length,
+        mask.length,
         part.queries.start,
         part.keys.start,
         call.dropout,
         key.seed,
         key.stream,
         key.first_sample,
-        key.row0 // sight.length,
-        sight.window,
-        sight.starts,
+        key.row0 // mask.length,
+        mask.window,
+        mask.starts,
     )
 
 
@@ -242,7 +242,7 @@ def _block_scores(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return scores (b, n, q, k), -inf if hidden, queries (b, n, q, d), keys and values (b, n, k, d), all in FP32."""
     heads = call.heads
-    sight = call.sight
+    mask = call.mask
     queries = heads.split(qkv)[0].permute(1, 2, 3, 0, 4).flatten(1, 2).float()
     shape = (*kv.shape[:2], heads.groups, 2, heads.head_size)
     keys, values = (
@@ -251,10 +251,10 @@ def _block_scores(
     query = torch.arange(part.queries.start, part.queries.stop)
     key = torch.arange(part.keys.start, part.keys.stop)
     distance = query.unsqueeze(1) - key
-    visible = (distance >= 0) & (distance < (sight.window or sight.length))
+    visible = (distance >= 0) & (distance < (mask.window or mask.length))
     visible = visible.expand(qkv.shape[1], -1, -1)
-    if sight.starts is not None:
-        visible = visible & (key >= sight.starts[:, query].unsqueeze(-1))
+    if mask.starts is not None:
+        visible = visible & (key >= mask.starts[:, query].unsqueeze(-1))
     scores = (queries @ keys.transpose(-1, -2)) * heads.head_size**-0.5
     return scores.masked_fill(~visible.unsqueeze(1), -torch.inf), queries, keys, values
 
@@ -266,7 +266,7 @@ def _block_dropout(ops: Backend, call: SharedCall, part: Part, samples: int) -> 
     ones = torch.ones(samples, len(part.queries), part.keys.stop)
     masks = []
     for head in range(call.heads.heads):
-        row0 = call.key.row0 + head * call.sight.length + part.queries.start
+        row0 = call.key.row0 + head * call.mask.length + part.queries.start
         mask = dropout(ops, ones, call.dropout, replace(call.key, row0=row0))
         masks.append(mask[..., part.keys.start :])
     return torch.stack(masks, 1)
