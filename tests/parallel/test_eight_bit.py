@@ -27,11 +27,15 @@ from tests.parallel.test_replica_bits import (
     GROUPED,
     LORA,
     SHARED,
-    SIZES,
     SP,
     is_possible,
 )
+from tests.parallel.test_replica_bits import (
+    SIZES as HALF_SIZES,
+)
 from tests.threads import ThreadWorld
+
+SIZES = {**HALF_SIZES, "global_batch_size": 8}
 
 PLACE = Place(stream=9, offset=0, first=0, columns=1000, row=1000)
 
